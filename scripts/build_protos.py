@@ -1,0 +1,55 @@
+"""Writes the protobuf and gRPC stubs of protos/ to tgis/pb/, typed. Runs in every build (a hatchling hook) and as a
+script for `make protos`."""
+
+import sys
+from importlib.metadata import distribution
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+NAMES = ("generation", "shard")
+
+
+def generate(root: Path) -> None:
+    """Needs grpcio-tools and mypy-protobuf in the running interpreter."""
+    from grpc_tools import protoc
+
+    out = root / "tgis" / "pb"
+    out.mkdir(exist_ok=True)
+    (out / "__init__.py").write_text('"""Generated from protos/ by scripts/build_protos.py."""\n')
+    # A virtual path: the flat folder protos/ becomes the package tgis.pb, so generated imports are absolute.
+    arguments = [
+        f"-Itgis/pb={root / 'protos'}",
+        f"--python_out={root}",
+        f"--pyi_out={root}",
+        f"--grpc_python_out={root}",
+        f"--plugin=protoc-gen-mypy_grpc={_typing_plugin()}",
+        f"--mypy_grpc_out={root}",
+        *(f"tgis/pb/{name}.proto" for name in NAMES),
+    ]
+    if protoc.main(["protoc", *arguments]) != 0:
+        raise SystemExit("protoc failed")
+
+
+def _typing_plugin() -> Path:
+    """Beside the interpreter in a virtual environment, elsewhere in pip's isolated build environment."""
+    for file in distribution("mypy-protobuf").files or []:
+        if file.stem == "protoc-gen-mypy_grpc":
+            return Path(str(file.locate())).resolve()
+    raise SystemExit("mypy-protobuf has no protoc-gen-mypy_grpc")
+
+
+if __name__ == "__main__":
+    generate(ROOT)
+    sys.exit()
+
+try:
+    from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+except ImportError:  # run by hand, without hatchling
+    pass
+else:
+
+    class StubsHook(BuildHookInterface):  # type: ignore[type-arg]
+        """hatchling finds this class by its base."""
+
+        def initialize(self, version: str, build_data: dict[str, object]) -> None:
+            generate(Path(self.root))

@@ -1,0 +1,1 @@
+"""Tuned soft prompts."""

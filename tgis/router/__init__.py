@@ -1,0 +1,1 @@
+"""Asyncio process that owns requests, text, blocks and the schedule; no torch."""

@@ -1,0 +1,1 @@
+"""One process per rank: weights, cache, forward, sample."""
