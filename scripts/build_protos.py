@@ -1,5 +1,5 @@
-"""Writes the protobuf and gRPC stubs of protos/ to tgis/pb/, typed. Runs in every build (a hatchling hook) and as a
-script for `make protos`."""
+"""Writes the protobuf and gRPC stubs of protos/ to tgis/pb/, typed. Runs in every build (a hatchling hook)
+and as a script for `make protos`."""
 
 import sys
 from importlib.metadata import distribution

@@ -1,5 +1,6 @@
-"""Every option of the service, declared once: field, flag, environment variable, type, range and help follow from it.
-Only `tgis.cli` reads them, from the command line and the environment; elsewhere a configuration is a frozen value."""
+"""Every option of the service, declared once: field, flag, environment variable, type, range and help follow
+from it. Only `tgis.cli` reads them, from the command line and the environment; elsewhere a configuration is a
+frozen value."""
 
 from dataclasses import MISSING, Field, dataclass, field, fields
 from typing import Any, get_type_hints
@@ -22,7 +23,8 @@ class Option:
 
 
 def option(help: str, default: Any = MISSING, *, env: str | bool = True, **more: Any) -> Any:
-    """A field that is an option; `env=True` names the variable after the field, `False` means there is none."""
+    """A field that is an option; `env=True` names the variable after the field, `False` means there is
+    none."""
     name = env if isinstance(env, str) else None
     metadata = {"option": Option(help, name, **more), "env": env is True}
     return field(default=default, metadata=metadata)
@@ -72,7 +74,9 @@ class ServingOptions:
     grpc_port: int = option(
         "Public gRPC port; 0 takes a free one.", 8033, short="-g", minimum=0, maximum=65535
     )
-    tokenization_workers: int | None = option("Threads that tokenize; unset: 1 to 8 by the cores.", None, minimum=1)
+    tokenization_workers: int | None = option(
+        "Threads that tokenize; unset: 1 to 8 by the cores.", None, minimum=1
+    )
     output_special_tokens: bool = option("Keep special tokens in the text.", False)
     default_include_stop_seqs: bool = option(
         "Whether a stop sequence stays in the text where a request does not say.", True, takes_value=True
@@ -81,10 +85,16 @@ class ServingOptions:
         "Unanswered steps; 1 waits for every answer before the next step is sent.", 2, minimum=1, maximum=8
     )
     decode_step_ms: float = option(
-        "Predicted time that a step may take while requests are decoding; prompts are cut to fit.", 250.0, minimum=1
+        "Predicted time that a step may take while requests are decoding; prompts are cut to fit.",
+        250.0,
+        minimum=1,
     )
-    shutdown_timeout: float = option("Seconds that requests in flight get to finish on SIGTERM.", 30.0, minimum=0)
-    recovery_timeout: float = option("Seconds that requests wait for lost shards to come back.", 300.0, minimum=0)
+    shutdown_timeout: float = option(
+        "Seconds that requests in flight get to finish on SIGTERM.", 30.0, minimum=0
+    )
+    recovery_timeout: float = option(
+        "Seconds that requests wait for lost shards to come back.", 300.0, minimum=0
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,7 +133,9 @@ class ShardConfig(LogOptions, ModelOptions, BatchOptions):
     uds_path: str = option("Prefix of the Unix sockets; the rank is appended.")
     rank: int = option("Which shard of the group this is.", 0, minimum=0)
     world_size: int = option("Shards of the group.", 1, minimum=1)
-    rendezvous: str | None = option("File through which the ranks of one start of the group meet.", None, env=False)
+    rendezvous: str | None = option(
+        "File through which the ranks of one start of the group meet.", None, env=False
+    )
     epoch: int = option("Which start of the group this is.", 0, env=False, minimum=0)
 
 

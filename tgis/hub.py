@@ -1,4 +1,5 @@
-"""From a model's name to the directory that holds it, and what its JSON files say. Never touches the network."""
+"""From a model's name to the directory that holds it, and what its JSON files say. Never touches the
+network."""
 
 import json
 from pathlib import Path

@@ -1,0 +1,155 @@
+"""The commands. Their options are generated from `tgis.config`, the only place that reads the environment; a
+failure is one line, `error: ...`, and an exit code that is not 0."""
+
+import logging
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import NoneType
+from typing import Any, TypeVar, get_args
+
+import click
+
+from tgis import __version__, logs
+from tgis.child import ERROR_PREFIX
+from tgis.config import (
+    LauncherConfig,
+    LogOptions,
+    Option,
+    RouterConfig,
+    ShardConfig,
+    declared,
+    env_of,
+    flag_of,
+)
+from tgis.hub import ModelNotFoundError
+
+C = TypeVar("C", bound=LogOptions)
+
+
+def command(name: str, config_type: type[C], run: Callable[[C], None], help: str) -> click.Command:
+    """A command whose options are the fields of `config_type`."""
+
+    def call(**values: Any) -> None:
+        config = config_type(**values)
+        logs.setup(config.log_level, config.json_output)
+        _run_to_one_line(lambda: run(config))
+
+    parameters: list[click.Parameter] = [
+        _parameter(f, option, hint) for f, option, hint in declared(config_type)
+    ]
+    return click.Command(
+        name, callback=call, params=parameters, help=help, context_settings={"show_default": True}
+    )
+
+
+def _parameter(f: Any, option: Option, hint: Any) -> click.Option:
+    names = [flag_of(f), f.name] + ([option.short] if option.short else [])
+    is_flag = hint is bool and not option.takes_value
+    required = f.default.__class__.__name__ == "_MISSING_TYPE"
+    return click.Option(
+        names,
+        type=None if is_flag else _click_type(option, hint),
+        is_flag=is_flag,
+        required=required,
+        default=None if required else f.default,
+        envvar=env_of(f),
+        show_envvar=True,
+        help=option.help,
+    )
+
+
+def _click_type(option: Option, hint: Any) -> click.ParamType[Any]:
+    kind = next((part for part in get_args(hint) if part is not NoneType), hint)
+    if option.choices:
+        return click.Choice(option.choices)
+    if kind is int:
+        return click.IntRange(_int(option.minimum), _int(option.maximum))
+    if kind is float:
+        return click.FloatRange(option.minimum, option.maximum)
+    return click.BOOL if kind is bool else click.STRING
+
+
+def _int(value: float | None) -> int | None:
+    return None if value is None else int(value)
+
+
+def _run_to_one_line(run: Callable[[], None]) -> None:
+    try:
+        run()
+    except Exception as error:
+        if not isinstance(error, _known_errors()):
+            logging.getLogger(__name__).exception("unforeseen failure")
+        text = " ".join(str(error).split()) or type(error).__name__
+        print(ERROR_PREFIX + text, file=sys.stderr, flush=True)
+        sys.exit(1)
+
+
+def _known_errors() -> tuple[type[Exception], ...]:
+    """Of the modules that are loaded: their text says enough without a traceback."""
+    names = {
+        "tgis.launcher": ["LaunchError"],
+        "tgis.router.errors": ["StartupError"],
+        "tgis.shard.weights": ["WeightsError"],
+        "tgis.shard.models": ["UnsupportedModelError"],
+    }
+    loaded = [(sys.modules[module], kinds) for module, kinds in names.items() if module in sys.modules]
+    return (ModelNotFoundError, *(getattr(module, kind) for module, kinds in loaded for kind in kinds))
+
+
+def _run_launcher(config: LauncherConfig) -> None:
+    from tgis import launcher
+
+    launcher.run(config)
+
+
+def _run_router(config: RouterConfig) -> None:
+    from tgis.router import app
+
+    app.run(config)
+
+
+def _run_shard(config: ShardConfig) -> None:
+    from tgis.shard import server
+
+    server.serve(config)
+
+
+launcher_main = command(
+    "launcher",
+    LauncherConfig,
+    _run_launcher,
+    "Serve a model: starts, watches and stops the shards and the router.",
+)
+router_main = command(
+    "router", RouterConfig, _run_router, "The router alone, for shards that are there already."
+)
+_serve = command("serve", ShardConfig, _run_shard, "One shard of a model.")
+
+
+@click.group()
+@click.version_option(__version__)
+def server_main() -> None:
+    """Serve one shard of a model."""
+
+
+@click.group()
+@click.version_option(__version__)
+def main() -> None:
+    """Text generation behind gRPC."""
+
+
+@click.command("demo-model")
+@click.argument("directory", type=click.Path(path_type=Path))
+def demo_model(directory: Path) -> None:
+    """Write a small model to DIRECTORY, trained on the spot on the documentation that Python carries with
+    it."""
+    from tgis import demo
+
+    logs.setup("info", json_output=False)
+    _run_to_one_line(lambda: demo.write_demo_model(directory))
+
+
+server_main.add_command(_serve)
+for entry in (launcher_main, router_main, _serve, demo_model):
+    main.add_command(entry)

@@ -1,0 +1,292 @@
+"""`tgis client`: asks a running service from a shell. Answers go to stdout; a call that fails is one line on
+stderr and exit status 1."""
+
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import MISSING, Field, dataclass
+from pathlib import Path
+from types import NoneType
+from typing import IO, Any, get_args, get_origin
+
+import click
+import grpc
+from google.protobuf.json_format import MessageToJson
+from google.protobuf.message import Message
+
+from tgis.config import Option, declared, flag_of, option
+from tgis.pb import generation_pb2 as pb
+from tgis.pb.generation_pb2_grpc import GenerationServiceStub
+
+MAX_UINT32 = 2**32 - 1
+MAX_UINT64 = 2**64 - 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Connection:
+    """Where the service is and how it is reached."""
+
+    target: str = option("Host and port of the service.", "localhost:8033", env=False)
+    timeout: float | None = option("Seconds a call may take; unset: no limit.", None, env=False, minimum=0)
+    tls: bool = option("Use TLS; without --ca-cert the system's authorities are trusted.", False, env=False)
+    ca_cert: str | None = option("PEM file of the authorities to trust; implies --tls.", None, env=False)
+    cert: str | None = option("PEM file of the client's certificate; needs --key.", None, env=False)
+    key: str | None = option("PEM file of the client's private key; needs --cert.", None, env=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Generation:
+    """What to generate. Unset fields are left to the service; any sampling option turns sampling on."""
+
+    max_new_tokens: int = option("Most tokens to generate.", 0, env=False, minimum=0, maximum=MAX_UINT32)
+    min_new_tokens: int = option("Fewest tokens to generate.", 0, env=False, minimum=0, maximum=MAX_UINT32)
+    temperature: float | None = option("Sample with this temperature.", None, env=False)
+    top_k: int | None = option(
+        "Sample among the likeliest K.", None, env=False, minimum=0, maximum=MAX_UINT32
+    )
+    top_p: float | None = option("Sample among those that together reach this probability.", None, env=False)
+    seed: int | None = option("Sample with this seed.", None, env=False, minimum=0, maximum=MAX_UINT64)
+    stop: tuple[str, ...] = option("Stop after this text; may be given more than once.", (), env=False)
+    prefix_id: str | None = option("Tuned soft prompt to put before the input.", None, env=False)
+    adapter_id: str | None = option("LoRA adapter to generate with.", None, env=False)
+    details: bool = option("Also a table of the tokens: log-probability, rank, rivals.", False, env=False)
+    top_n: int = option(
+        "Likeliest tokens per position in the table.", 3, env=False, minimum=0, maximum=MAX_UINT32
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Output:
+    json: bool = option("Print the service's messages as JSON, one a line.", False, env=False)
+
+
+class CallError(click.ClickException):
+    """The service could not be reached, or answered with an error; exits with status 1."""
+
+    def show(self, file: IO[Any] | None = None) -> None:
+        click.echo("error: " + " ".join(self.message.split()), file=file or sys.stderr)
+
+
+@contextmanager
+def connect(connection: Connection) -> Iterator[GenerationServiceStub]:
+    """A stub that is open inside the block. Raises CallError where a call in the block fails."""
+    with _open_channel(connection) as channel:
+        try:
+            yield GenerationServiceStub(channel)
+        except grpc.RpcError as error:
+            if not isinstance(error, grpc.Call):
+                raise
+            raise CallError(f"{error.code().name}: {error.details() or 'no details'}") from error
+
+
+def generate(connection: Connection, generation: Generation, output: Output, inputs: Sequence[str]) -> None:
+    """Prints one answer per input, in order. Raises CallError."""
+    request = pb.BatchedGenerationRequest(
+        requests=[pb.GenerationRequest(text=text) for text in inputs],
+        params=build_parameters(generation),
+        prefix_id=generation.prefix_id,
+        adapter_id=generation.adapter_id,
+    )
+    with connect(connection) as stub:
+        responses = stub.Generate(request, timeout=connection.timeout).responses
+    for text, response in zip(inputs, responses, strict=True):
+        if output.json:
+            click.echo(to_json(response))
+            continue
+        if len(inputs) > 1:
+            click.echo(f"--- {_escape(text)}")
+        click.echo(response.text)
+        if generation.details:
+            _print_details(response, response.tokens)
+
+
+def stream(connection: Connection, generation: Generation, output: Output, text: str) -> None:
+    """Prints the answer as it comes. Raises CallError, also in the middle of an answer."""
+    request = pb.SingleGenerationRequest(
+        request=pb.GenerationRequest(text=text),
+        params=build_parameters(generation),
+        prefix_id=generation.prefix_id,
+        adapter_id=generation.adapter_id,
+    )
+    with connect(connection) as stub:
+        messages = stub.GenerateStream(request, timeout=connection.timeout)
+        if output.json:
+            for message in messages:
+                click.echo(to_json(message))
+        else:
+            _print_stream(messages, generation.details)
+
+
+def tokenize(connection: Connection, output: Output, inputs: Sequence[str]) -> None:
+    """Prints count and tokens of each input, with their places in it in UTF-8 bytes. Raises CallError."""
+    request = pb.BatchedTokenizeRequest(
+        requests=[pb.TokenizeRequest(text=text) for text in inputs], return_tokens=True, return_offsets=True
+    )
+    with connect(connection) as stub:
+        responses = stub.Tokenize(request, timeout=connection.timeout).responses
+    for response in responses:
+        if output.json:
+            click.echo(to_json(response))
+            continue
+        click.echo(f"{response.token_count} tokens")
+        spans = zip(response.tokens, response.offsets, strict=True)
+        click.echo(format_table([[_escape(token), str(at.start), str(at.end)] for token, at in spans]))
+
+
+def info(connection: Connection, output: Output) -> None:
+    """Prints kind and limits of the model. Raises CallError."""
+    with connect(connection) as stub:
+        response = stub.ModelInfo(pb.ModelInfoRequest(), timeout=connection.timeout)
+    if output.json:
+        click.echo(to_json(response))
+        return
+    kind = pb.ModelInfoResponse.ModelKind.Name(response.model_kind)
+    limits = [[name, str(getattr(response, name))] for name in ("max_sequence_length", "max_new_tokens")]
+    click.echo(format_table([["model_kind", kind], *limits]))
+
+
+def build_parameters(generation: Generation) -> pb.Parameters:
+    chosen = (generation.temperature, generation.top_k, generation.top_p, generation.seed)
+    return pb.Parameters(
+        method=pb.SAMPLE if any(value is not None for value in chosen) else pb.GREEDY,
+        sampling=pb.SamplingParameters(
+            temperature=generation.temperature,
+            top_k=generation.top_k or 0,
+            top_p=generation.top_p or 0.0,
+            seed=generation.seed,
+        ),
+        stopping=pb.StoppingCriteria(
+            max_new_tokens=generation.max_new_tokens,
+            min_new_tokens=generation.min_new_tokens,
+            stop_sequences=generation.stop,
+        ),
+        response=pb.ResponseOptions(
+            generated_tokens=generation.details,
+            token_logprobs=generation.details,
+            token_ranks=generation.details,
+            top_n_tokens=generation.top_n if generation.details else 0,
+        ),
+    )
+
+
+def to_json(message: Message) -> str:
+    """One line; fields under the names of the protocol, also those at their default."""
+    return MessageToJson(
+        message,
+        indent=None,
+        preserving_proto_field_name=True,
+        always_print_fields_with_no_presence=True,
+        ensure_ascii=False,
+    )
+
+
+def format_table(rows: Sequence[Sequence[str]]) -> str:
+    """Left-aligned columns, two spaces apart; every row has as many cells."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def _open_channel(connection: Connection) -> grpc.Channel:
+    # Details of long inputs are larger than gRPC's default of 4 MiB.
+    options = [("grpc.max_receive_message_length", -1)]
+    files = (connection.ca_cert, connection.key, connection.cert)
+    if not connection.tls and not any(files):
+        return grpc.insecure_channel(connection.target, options)
+    if (connection.cert is None) != (connection.key is None):
+        raise click.UsageError("--cert and --key go together")
+    credentials = grpc.ssl_channel_credentials(*(_read_pem(path) if path else None for path in files))
+    return grpc.secure_channel(connection.target, credentials, options)
+
+
+def _read_pem(path: str) -> bytes:
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise click.FileError(path, error.strerror) from error
+
+
+def _print_stream(messages: Iterable[pb.GenerationResponse], details: bool) -> None:
+    tokens: list[pb.TokenInfo] = []
+    summary = pb.GenerationResponse()
+    try:
+        for message in messages:
+            # echo flushes, so that a pipe too sees the words as they come.
+            click.echo(message.text, nl=False)
+            tokens.extend(message.tokens)
+            # Counts and the reason stand in the messages that have them; the last one wins.
+            summary.MergeFrom(message)
+    finally:
+        click.echo()
+    if details:
+        _print_details(summary, tokens)
+
+
+def _print_details(response: pb.GenerationResponse, tokens: Iterable[pb.TokenInfo]) -> None:
+    head = ["token", "logprob", "rank", "likeliest"]
+    rows = [
+        [_escape(token.text), f"{token.logprob:.4f}", str(token.rank), _format_rivals(token)]
+        for token in tokens
+    ]
+    counts = f"{response.input_token_count} input tokens, {response.generated_token_count} generated"
+    click.echo(f"\n{pb.StopReason.Name(response.stop_reason)}: {counts}, seed {response.seed}")
+    click.echo(format_table([head, *rows]))
+
+
+def _format_rivals(token: pb.TokenInfo) -> str:
+    return "  ".join(f"{_escape(rival.text)} {rival.logprob:.4f}" for rival in token.top_tokens)
+
+
+def _escape(text: str) -> str:
+    """On one line, and nothing in it that a terminal would obey."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
+
+
+def _click_option(f: Field[Any], declaration: Option, hint: Any) -> click.Option:
+    base = next((kind for kind in get_args(hint) if kind is not NoneType), hint)
+    return click.Option(
+        [flag_of(f), f.name],
+        type=_click_type(base, declaration),
+        default=None if f.default is MISSING else f.default,
+        is_flag=hint is bool,
+        multiple=get_origin(hint) is tuple,
+        help=declaration.help,
+        show_default=f.default not in (None, False, ()),
+    )
+
+
+def _click_type(base: Any, declaration: Option) -> Any:
+    low, high = declaration.minimum, declaration.maximum
+    if base is int and low is not None:
+        return click.IntRange(int(low), None if high is None else int(high))
+    return click.FloatRange(low, high) if base is float and low is not None else base
+
+
+def _build_command(
+    ask: Callable[..., None], help: str, kinds: Sequence[type], inputs: click.Argument | None
+) -> click.Command:
+    """A command that calls `ask` with a value of each of `kinds`, filled from options, then the inputs."""
+
+    def run(**values: Any) -> None:
+        filled = [kind(**{f.name: values[f.name] for f, _, _ in declared(kind)}) for kind in kinds]
+        ask(*filled, *([values["inputs"]] if inputs else []))
+
+    options = [_click_option(*declaration) for kind in kinds for declaration in declared(kind)]
+    params: list[click.Parameter] = [inputs, *options] if inputs else [*options]
+    return click.Command(ask.__name__, params=params, callback=run, help=help)
+
+
+def _build_group() -> click.Group:
+    many = click.Argument(["inputs"], nargs=-1, required=True, metavar="TEXT...")
+    one = click.Argument(["inputs"], metavar="TEXT")
+    asking, generating = (Connection, Output), (Connection, Generation, Output)
+    commands = [
+        _build_command(generate, "Generate text for one or more inputs.", generating, many),
+        _build_command(stream, "Generate text for one input, printed as it comes.", generating, one),
+        _build_command(tokenize, "Count and list the tokens of one or more texts.", asking, many),
+        _build_command(info, "Kind and limits of the model.", asking, None),
+    ]
+    return click.Group("client", commands=commands, help="Ask a running service.")
+
+
+client = _build_group()

@@ -1,0 +1,226 @@
+"""Starts the shards, then the router, watches over all of them and stops them: a group of shards that dies is
+started again, a router that dies ends everything, and nothing outlives the launcher."""
+
+import asyncio
+import contextlib
+import logging
+import shutil
+import signal
+import socket
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, TypeVar
+
+from tgis import hub
+from tgis.child import Child
+from tgis.config import LauncherConfig, RouterConfig, ShardConfig, to_flags
+
+logger = logging.getLogger(__name__)
+
+STOP_TIMEOUT_S = 5.0  # what the router gets beyond its own shutdown timeout
+CRASH_WINDOW_S = 300.0
+MAX_CRASHES = 5  # of the shards, within the window
+FIRST_BACKOFF_S = 0.5
+POLL_S = 0.05
+
+C = TypeVar("C", RouterConfig, ShardConfig)
+
+
+class LaunchError(Exception):
+    """The service cannot start, or has failed; the text is one line."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What follows from the configuration before any process is started."""
+
+    model_path: Path
+    max_sequence_length: int
+    dtype: str | None
+    num_shards: int
+
+
+def run(config: LauncherConfig) -> None:
+    """Returns after a clean stop. Raises LaunchError; the reason then stands in the termination log too."""
+    try:
+        asyncio.run(_Launcher(config, plan(config)).run())
+    except (LaunchError, hub.ModelNotFoundError) as error:
+        with contextlib.suppress(OSError):
+            Path(config.termination_log).write_text(f"{error}\n")
+        raise LaunchError(str(error)) from error
+
+
+def plan(config: LauncherConfig) -> Plan:
+    """Raises LaunchError or hub.ModelNotFoundError."""
+    if config.dtype and config.dtype_str and config.dtype != config.dtype_str:
+        raise LaunchError("dtype and dtype_str args both provided with different values")
+    if config.num_shard and config.num_gpus and config.num_shard != config.num_gpus:
+        counts = f"({config.num_gpus} and {config.num_shard})"
+        raise LaunchError(f"NUM_GPUS and num_shard are set to different values {counts}")
+    cache = hub.cache_root(config.hf_hub_cache, config.hf_home)
+    path = hub.resolve(config.model_name, config.revision, cache)
+    of_model = hub.max_sequence_length(hub.read_json(path, "config.json"))
+    length = config.max_sequence_length or of_model
+    if length > of_model:
+        logger.warning("max_sequence_length %d is more than the model's %d", length, of_model)
+    return Plan(path, length, config.dtype or config.dtype_str, config.num_shard or config.num_gpus or 1)
+
+
+class _Launcher:
+    def __init__(self, config: LauncherConfig, planned: Plan) -> None:
+        self._config, self._plan = config, planned
+        self._directory = Path()
+        self._epoch = 0
+        self._shards: list[Child] = []
+        self._router: Child | None = None
+        self._stopping, self._aborting = asyncio.Event(), asyncio.Event()
+
+    async def run(self) -> None:
+        for port in (self._config.port, self._config.grpc_port):
+            _check_port(self._config.bind, port)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
+        self._directory = Path(tempfile.mkdtemp(prefix="text-generation-"))  # mode 0700
+        main = asyncio.create_task(self._serve())
+        stopping = asyncio.create_task(self._stopping.wait())
+        try:
+            await asyncio.wait((main, stopping), return_when=asyncio.FIRST_COMPLETED)
+            if main.done():
+                main.result()
+            else:
+                await self._drain(main)
+        finally:
+            main.cancel()
+            stopping.cancel()
+            await asyncio.gather(main, stopping, return_exceptions=True)
+            await self._kill_all()
+            shutil.rmtree(self._directory, ignore_errors=True)
+
+    async def _serve(self) -> None:
+        """Raises LaunchError when something has ended that should not have."""
+        await self._start_shards()
+        self._router = Child("router", ["router", *to_flags(self._router_config())])
+        await self._router.start()
+        router = asyncio.create_task(self._router.wait())
+        shards = asyncio.create_task(self._keep_shards())
+        try:
+            await asyncio.wait((router, shards), return_when=asyncio.FIRST_COMPLETED)
+            if shards.done():
+                shards.result()
+            raise LaunchError(router.result())
+        finally:
+            router.cancel()
+            shards.cancel()
+
+    async def _keep_shards(self) -> None:
+        """Starts the whole group again whenever one of it has ended; raises LaunchError after too many
+        times."""
+        crashes: list[float] = []
+        while True:
+            reason, now = await self._first_end(), time.monotonic()
+            crashes = [at for at in crashes if now - at < CRASH_WINDOW_S] + [now]
+            if len(crashes) > MAX_CRASHES:
+                raise LaunchError(f"{reason}; giving up after {MAX_CRASHES} restarts of the shards")
+            logger.error("%s; starting the shards again", reason)
+            await asyncio.gather(*(child.kill() for child in self._shards))
+            if len(crashes) > 1:
+                await asyncio.sleep(FIRST_BACKOFF_S * 2 ** (len(crashes) - 2))
+            with contextlib.suppress(
+                LaunchError
+            ):  # the next turn of the loop finds what has ended, and counts it
+                await self._start_shards()
+
+    async def _start_shards(self) -> None:
+        """Returns when all of them listen: a shard's socket appears when its model is loaded."""
+        self._epoch += 1
+        num_shards = self._plan.num_shards
+        sockets = [Path(f"{self._uds_path}-{rank}") for rank in range(num_shards)]
+        for path in sockets:
+            path.unlink(missing_ok=True)
+        self._shards = [
+            Child(f"shard {rank}", ["serve", *to_flags(self._shard_config(rank))], f"Shard {rank}: ")
+            for rank in range(num_shards)
+        ]
+        await asyncio.gather(*(child.start() for child in self._shards))
+        ended = asyncio.create_task(self._first_end())
+        try:
+            while not all(path.exists() for path in sockets):
+                await asyncio.wait((ended,), timeout=POLL_S)
+                if ended.done():
+                    raise LaunchError(ended.result())
+        finally:
+            ended.cancel()
+
+    async def _first_end(self) -> str:
+        """How the first shard to end ended."""
+        waits = [asyncio.create_task(child.wait()) for child in self._shards]
+        try:
+            done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            return next(iter(done)).result()
+        finally:
+            for wait in waits:
+                wait.cancel()
+
+    async def _drain(self, main: "asyncio.Task[None]") -> None:
+        """The router finishes what is in flight, while the shards are still watched over; a second signal
+        ends that."""
+        if self._router is None:
+            return
+        self._router.signal(signal.SIGTERM)
+        aborting = asyncio.create_task(self._aborting.wait())
+        timeout_s = self._config.shutdown_timeout + STOP_TIMEOUT_S
+        await asyncio.wait((main, aborting), timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        aborting.cancel()
+
+    async def _kill_all(self) -> None:
+        if self._router is not None:
+            await self._router.kill()
+        await asyncio.gather(*(child.kill() for child in self._shards))
+
+    def _on_signal(self) -> None:
+        if self._stopping.is_set():
+            self._aborting.set()
+        self._stopping.set()
+
+    @property
+    def _uds_path(self) -> str:
+        return self._config.shard_uds_path or str(self._directory / "shard")
+
+    def _router_config(self) -> RouterConfig:
+        own = {
+            "tokenizer_path": str(self._plan.model_path),
+            "shard_uds_path": self._uds_path,
+            "num_shard": self._plan.num_shards,
+            "max_sequence_length": self._plan.max_sequence_length,
+        }
+        return _derive(RouterConfig, self._config, own)
+
+    def _shard_config(self, rank: int) -> ShardConfig:
+        own = {
+            "model_path": str(self._plan.model_path),
+            "uds_path": self._uds_path,
+            "rank": rank,
+            "world_size": self._plan.num_shards,
+            "rendezvous": str(self._directory / f"rendezvous-{self._epoch}"),
+            "epoch": self._epoch,
+            "dtype": self._plan.dtype,
+            "max_sequence_length": self._plan.max_sequence_length,
+        }
+        return _derive(ShardConfig, self._config, own)
+
+
+def _derive(config_type: type[C], config: LauncherConfig, own: Mapping[str, Any]) -> C:
+    """`own` values, and for the rest the launcher's options of the same name."""
+    shared = {f.name: getattr(config, f.name) for f in fields(config_type) if f.name not in own}
+    return config_type(**shared, **own)
+
+
+def _check_port(host: str, port: int) -> None:
+    """Finds a port in use before a model is loaded in vain; the router opens it for good."""
+    try:
+        socket.create_server((host, port)).close()
+    except OSError as error:
+        raise LaunchError(f"port {port} on {host} cannot be opened: {error.strerror}") from error

@@ -1,0 +1,182 @@
+"""Puts the router together and runs it: ports, shards, service, signals; startup, main loop, shutdown."""
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import grpc
+import uvicorn
+import uvloop
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from tgis.config import RouterConfig
+from tgis.pb import generation_pb2, shard_pb2
+from tgis.pb.generation_pb2_grpc import add_GenerationServiceServicer_to_server
+from tgis.router.blocks import BlockPool
+from tgis.router.budget import StepBudget
+from tgis.router.detokenizer import Vocabulary
+from tgis.router.engine import Engine
+from tgis.router.errors import StartupError
+from tgis.router.grpc_api import GenerationService
+from tgis.router.grpc_door import Door
+from tgis.router.http_api import http_app
+from tgis.router.metrics import Metrics
+from tgis.router.permits import Permits
+from tgis.router.shards import Shards
+from tgis.router.tokenizer import Tokenizer
+from tgis.router.validation import Limits, Validator
+
+logger = logging.getLogger(__name__)
+
+SERVICE = "fmaas.GenerationService"
+GRPC_OPTIONS = [
+    ("grpc.so_reuseport", 0),  # a second server on the port must fail, not share it
+    ("grpc.max_concurrent_streams", 1024),
+    ("grpc.keepalive_permit_without_calls", 1),  # idle clients may ping every 30 s
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
+]
+
+
+def run(config: RouterConfig) -> None:
+    """Serves until SIGTERM or SIGINT; returns after the drain. Raises StartupError."""
+    uvloop.run(_Router(config).serve())
+
+
+class _Router:
+    def __init__(self, config: RouterConfig) -> None:
+        self._config = config
+        self._metrics = Metrics()
+        self._health = health.aio.HealthServicer()
+        self._engine: Engine | None = None
+        self._draining = asyncio.Event()
+
+    async def serve(self) -> None:
+        config = self._config
+        tokenizer = Tokenizer(Path(config.tokenizer_path), config.tokenization_workers)
+        vocabulary = Vocabulary(tokenizer, config.output_special_tokens)
+        shards = Shards(config.shard_uds_path, config.num_shard)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, self._draining.set)
+        await self._set_health(False)
+        server = grpc.aio.server(interceptors=[Door(f"/{SERVICE}/")], options=GRPC_OPTIONS)
+        grpc_port = _open_grpc_port(server, config.bind, config.grpc_port)
+        async with self._http_server() as http_port:
+            try:
+                self._start_engine(shards, await shards.connect(), vocabulary, tokenizer, server)
+                await server.start()
+                logger.info(
+                    "serving gRPC on %s:%d, HTTP on %s:%d", config.bind, grpc_port, config.bind, http_port
+                )
+                await self._run(server)
+            finally:
+                await shards.close()
+                tokenizer.close()
+
+    async def _run(self, server: grpc.aio.Server) -> None:
+        """The engine's task runs beside the server; if it ever fails, so does the router."""
+        assert self._engine is not None
+        engine = asyncio.create_task(self._engine.run(), name="engine")
+        draining = asyncio.create_task(self._draining.wait(), name="signals")
+        await asyncio.wait((engine, draining), return_when=asyncio.FIRST_COMPLETED)
+        if not engine.done():
+            logger.info("draining %d requests", self._engine.num_live)
+        await self._health.enter_graceful_shutdown()
+        await server.stop(self._config.shutdown_timeout if not engine.done() else 0)
+        engine.cancel()
+        draining.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await engine
+
+    def _start_engine(
+        self,
+        shards: Shards,
+        info: shard_pb2.InfoResponse,
+        vocabulary: Vocabulary,
+        tokenizer: Tokenizer,
+        server: grpc.aio.Server,
+    ) -> None:
+        config = self._config
+        self._engine = Engine(
+            shards,
+            BlockPool(info.num_blocks, info.block_size),
+            vocabulary,
+            self._metrics,
+            max_batch_size=config.max_batch_size,
+            budget=StepBudget(config.max_step_tokens, config.decode_step_ms / 1000),
+            steps_in_flight=config.steps_in_flight,
+            recovery_timeout=config.recovery_timeout,
+            on_ready=self._on_ready,
+        )
+        validator = Validator(tokenizer, _limits(config, info, tokenizer), shards.lookup_prompt)
+        kinds = generation_pb2.ModelInfoResponse
+        is_decoder = info.model_kind == shard_pb2.InfoResponse.MODEL_KIND_DECODER_ONLY
+        service = GenerationService(
+            self._engine,
+            validator,
+            tokenizer,
+            Permits(config.max_concurrent_requests),
+            self._metrics,
+            kinds.DECODER_ONLY if is_decoder else kinds.ENCODER_DECODER,
+        )
+        add_GenerationServiceServicer_to_server(service, server)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        reflection.enable_server_reflection((SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
+
+    def _is_ready(self) -> bool:
+        return self._engine is not None and self._engine.is_ready and not self._draining.is_set()
+
+    def _on_ready(self, ready: bool) -> None:
+        task = asyncio.ensure_future(self._set_health(ready))
+        task.add_done_callback(lambda done: done.result())
+
+    async def _set_health(self, ready: bool) -> None:
+        status = health_pb2.HealthCheckResponse
+        for name in ("", SERVICE):
+            await self._health.set(name, status.SERVING if ready else status.NOT_SERVING)
+
+    @asynccontextmanager
+    async def _http_server(self) -> AsyncIterator[int]:
+        """Answers from the start, so that the process is live while the model loads; yields the port."""
+        listener = _open_http_port(self._config.bind, self._config.port)
+        settings = uvicorn.Config(
+            http_app(self._is_ready, self._metrics), log_config=None, access_log=False, lifespan="off"
+        )
+        server = uvicorn.Server(settings)
+        server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign, assignment]
+        task = asyncio.create_task(server.serve(sockets=[listener]), name="http")
+        try:
+            yield listener.getsockname()[1]
+        finally:
+            server.should_exit = True
+            await task
+
+
+def _limits(config: RouterConfig, info: shard_pb2.InfoResponse, tokenizer: Tokenizer) -> Limits:
+    assert config.max_sequence_length is not None, "the launcher says how long a sequence may be"
+    max_new_tokens = min(config.max_new_tokens, config.max_sequence_length - 1)
+    if max_new_tokens < config.max_new_tokens:
+        logger.warning("max_new_tokens is reduced to %d, the model's length less one", max_new_tokens)
+    eos = list(info.eos_token_ids) or [i for i in (tokenizer.eos_token_id,) if i is not None]
+    return Limits(
+        config.max_sequence_length, max_new_tokens, frozenset(eos), config.default_include_stop_seqs
+    )
+
+
+def _open_grpc_port(server: grpc.aio.Server, host: str, port: int) -> int:
+    try:
+        return server.add_insecure_port(f"{host}:{port}")
+    except RuntimeError as error:
+        raise StartupError(f"gRPC port {port} on {host} cannot be opened; is it in use?") from error
+
+
+def _open_http_port(host: str, port: int) -> socket.socket:
+    try:
+        return socket.create_server((host, port))
+    except OSError as error:
+        raise StartupError(f"HTTP port {port} on {host} cannot be opened: {error.strerror}") from error

@@ -1,0 +1,48 @@
+"""How many prompt tokens a step may compute beside the sequences that decode: as many as fit into a time that
+those can wait, predicted from the steps before."""
+
+MIN_PROMPT_TOKENS = 16  # what a long prompt gets of any step, so that it always comes forward
+FORGET = 0.98  # weight that an observation keeps with each further one
+
+
+class StepBudget:
+    """Fits seconds = fixed + per_token * num_tokens to the answered steps, recent ones weighing more (least
+    squares with exponential forgetting)."""
+
+    def __init__(self, max_tokens: int, decode_step_s: float) -> None:
+        self._max_tokens, self._decode_step_s = max_tokens, decode_step_s
+        self._weight = self._n = self._nn = self._t = self._nt = 0.0
+
+    def observe(self, num_tokens: int, seconds: float) -> None:
+        """A step of that many tokens took that long."""
+        sums = (self._weight, self._n, self._nn, self._t, self._nt)
+        added = (1.0, num_tokens, num_tokens**2, seconds, num_tokens * seconds)
+        self._weight, self._n, self._nn, self._t, self._nt = (
+            total * FORGET + value for total, value in zip(sums, added, strict=True)
+        )
+
+    def predict(self, num_tokens: int) -> float:
+        """Seconds; 0 before anything was observed."""
+        fixed, per_token = self._fit()
+        return fixed + per_token * num_tokens
+
+    def prompt_tokens(self, num_decoding: int) -> int:
+        """The whole budget while nobody decodes, else what fits into the time; never less than a small
+        chunk."""
+        room = self._max_tokens - num_decoding
+        if num_decoding:
+            fixed, per_token = self._fit()
+            if per_token > 0:
+                room = min(room, int((self._decode_step_s - fixed) / per_token) - num_decoding)
+        return max(room, MIN_PROMPT_TOKENS)
+
+    def _fit(self) -> tuple[float, float]:
+        """Fixed seconds and seconds per token, neither below zero."""
+        if not self._n:
+            return 0.0, 0.0
+        spread = self._weight * self._nn - self._n**2
+        if spread <= 1e-9 * self._nn * self._weight:  # all steps were of one size
+            return 0.0, self._t / self._n
+        per_token = max((self._weight * self._nt - self._n * self._t) / spread, 0.0)
+        fixed = max((self._t - per_token * self._n) / self._weight, 0.0)
+        return (fixed, per_token) if fixed else (0.0, self._nt / self._nn)

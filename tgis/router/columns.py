@@ -1,0 +1,162 @@
+"""Steps to messages for the shards, and their messages to answers: columns of raw bytes, so that a step of
+hundreds of sequences costs microseconds."""
+
+from collections.abc import Iterator
+from collections.abc import Sequence as AnySequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from tgis.pb import shard_pb2 as pb
+from tgis.router.scheduler import Step, Work
+from tgis.router.sequence import Details, Sequence, TokenDetail
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """A token that a step gave to a sequence."""
+
+    sequence: Sequence
+    token: TokenDetail
+    ended: bool
+    """The shards will compute nothing more for it."""
+
+
+@dataclass(frozen=True)
+class InputDetails:
+    """Details of prompt tokens of a sequence, from `start` on."""
+
+    sequence: Sequence
+    start: int
+    tokens: list[TokenDetail]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What came back for a step."""
+
+    step: Step
+    sampled: list[Sampled]
+    input_details: list[InputDetails]
+    failed: list[Sequence]
+    """Could not be served; the shards have logged why."""
+    forward_s: float
+
+
+def encode_step(step: Step) -> pb.StepRequest:
+    work = step.work
+    return pb.StepRequest(
+        step_id=step.step_id,
+        closed_rows=_pack(step.closed_rows),
+        opened_rows=[_encode_row(item) for item in work if item.opens],
+        rows=_pack([item.row for item in work]),
+        starts=_pack([item.start for item in work]),
+        ends=_pack([item.end for item in work]),
+        num_new_blocks=_pack([len(item.new_blocks) for item in work]),
+        new_blocks=_pack([block for item in work for block in item.new_blocks]),
+    )
+
+
+def decode_answer(step: Step, response: pb.StepResponse) -> Answer:
+    """`response` is rank 0's; rows are those of `step`, whatever has taken their place meanwhile."""
+    sequences = {item.row: item.sequence for item in step.work}
+    return Answer(
+        step,
+        list(_sampled(sequences, response)),
+        [_input_details(sequences[details.row], details) for details in response.input_details],
+        [sequences[error.row] for error in response.errors],
+        response.forward_ns / 1e9,
+    )
+
+
+def _pack(values: AnySequence[int]) -> bytes:
+    return np.array(values, "<i4").tobytes()
+
+
+def _integers(column: bytes) -> list[int]:
+    values: list[int] = np.frombuffer(column, "<i4").tolist()
+    return values
+
+
+def _floats(column: bytes) -> list[float]:
+    values: list[float] = np.frombuffer(column, "<f4").tolist()
+    return values
+
+
+def _encode_row(work: Work) -> pb.OpenRow:
+    sequence, stopping, sampling, details = (
+        work.sequence,
+        work.sequence.stopping,
+        work.sequence.sampling,
+        work.sequence.details,
+    )
+    return pb.OpenRow(
+        row=work.row,
+        token_ids=_pack(sequence.token_ids),
+        prompt_len=sequence.prompt_len,
+        eos_token_ids=_pack(sorted(stopping.eos_token_ids)),
+        max_new_tokens=stopping.max_new_tokens,
+        sampling=pb.Sampling(
+            greedy=sampling.greedy,
+            seed=sampling.seed,
+            temperature=sampling.temperature,
+            top_k=sampling.top_k,
+            top_p=sampling.top_p,
+            typical_p=sampling.typical_p,
+            repetition_penalty=sampling.repetition_penalty,
+            min_new_tokens=stopping.min_new_tokens,
+            length_penalty_start=sampling.length_penalty_start,
+            length_penalty_factor=sampling.length_penalty_factor,
+        ),
+        details=pb.Details(
+            logprobs=details.logprobs,
+            ranks=details.ranks,
+            top_n=details.top_n,
+            input_tokens=not sequence.inputs_reported,
+            input_from=sequence.num_inputs_reported,
+        ),
+    )
+
+
+def _sampled(sequences: dict[int, Sequence], response: pb.StepResponse) -> Iterator[Sampled]:
+    token_ids = _integers(response.token_ids)
+    logprobs = _floats(response.logprobs) or [0.0] * len(token_ids)
+    ranks = _integers(response.ranks) or [0] * len(token_ids)
+    tops = _top_tokens(response.top_tokens) or [()] * len(token_ids)
+    columns = zip(_integers(response.rows), token_ids, logprobs, ranks, tops, response.ended, strict=True)
+    for row, token_id, logprob, rank, top, ended in columns:
+        sequence = sequences[row]
+        details = sequence.details
+        if details.generated_tokens:
+            token = _detail(details, token_id, logprob, rank, top)
+        else:
+            token = TokenDetail(token_id)
+        yield Sampled(sequence, token, bool(ended))
+
+
+def _input_details(sequence: Sequence, message: pb.InputDetails) -> InputDetails:
+    logprobs = _floats(message.logprobs) or [0.0] * message.count
+    ranks = _integers(message.ranks) or [0] * message.count
+    tops = _top_tokens(message.top_tokens) or [()] * message.count
+    token_ids = sequence.token_ids[message.start : message.start + message.count]
+    columns = zip(token_ids, logprobs, ranks, tops, strict=True)
+    return InputDetails(sequence, message.start, [_detail(sequence.details, *values) for values in columns])
+
+
+def _detail(
+    details: Details, token_id: int, logprob: float, rank: int, top: tuple[tuple[int, float], ...]
+) -> TokenDetail:
+    """Only what this sequence asked for: a column is there for all as soon as one row asks."""
+    return TokenDetail(
+        token_id,
+        logprob if details.logprobs else 0.0,
+        rank if details.ranks else 0,
+        top if details.top_n else (),
+    )
+
+
+def _top_tokens(message: pb.TopTokens) -> list[tuple[tuple[int, float], ...]]:
+    """Per entry; empty when the message is."""
+    counts = _integers(message.counts)
+    pairs = iter(zip(_integers(message.token_ids), _floats(message.logprobs), strict=True))
+    return [tuple(next(pairs) for _ in range(count)) for count in counts]

@@ -1,0 +1,284 @@
+"""The loop between requests and shards: schedules, sends, applies answers, turns tokens to text and delivers
+events. Every accepted sequence ends in exactly one final event."""
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import dataclass, field
+
+from tgis.router.blocks import BlockPool
+from tgis.router.budget import StepBudget
+from tgis.router.columns import Answer, InputDetails, Sampled
+from tgis.router.detokenizer import Vocabulary
+from tgis.router.errors import Code
+from tgis.router.metrics import Metrics
+from tgis.router.scheduler import Scheduler
+from tgis.router.sequence import Sequence, StopReason, TokenDetail
+from tgis.router.shards import Shards, ShardsLostError
+from tgis.router.stopping import TextStream
+
+logger = logging.getLogger(__name__)
+
+MAX_FATAL_STEPS = 3  # a sequence that was part of as many fatal steps is not tried again
+
+
+@dataclass(frozen=True)
+class InputTokens:
+    """Details of all prompt tokens; comes once, before the first Output, to those who asked."""
+
+    tokens: tuple[TokenDetail, ...]
+
+
+@dataclass(frozen=True)
+class Output:
+    """A token and the text that became certain with it. Final when it has a reason; then the token may be
+    missing."""
+
+    text: str
+    token: TokenDetail | None
+    num_generated: int
+    reason: StopReason = StopReason.NOT_FINISHED
+    stop_sequence: str = ""
+
+
+@dataclass(frozen=True)
+class Failed:
+    """Final: the generation could not be completed."""
+
+    code: Code
+    message: str
+
+
+Event = InputTokens | Output | Failed
+
+
+def is_final(event: Event) -> bool:
+    return isinstance(event, Failed) or (
+        isinstance(event, Output) and event.reason is not StopReason.NOT_FINISHED
+    )
+
+
+@dataclass(eq=False)
+class Generation:
+    """An accepted sequence on its way to a client."""
+
+    sequence: Sequence
+    text: TextStream
+    events: deque[Event] = field(default_factory=deque)
+    arrived: asyncio.Event = field(default_factory=asyncio.Event)
+    inputs: list[TokenDetail] = field(default_factory=list)
+    last_token_at: float = field(default_factory=time.monotonic)
+    expiry: asyncio.TimerHandle | None = None
+
+    def deliver(self, event: Event) -> None:
+        self.events.append(event)
+        self.arrived.set()
+
+
+class Engine:
+    """Owns the live generations, the scheduler and the stream of steps; `run` is its one task."""
+
+    def __init__(
+        self,
+        shards: Shards,
+        pool: BlockPool,
+        vocabulary: Vocabulary,
+        metrics: Metrics,
+        *,
+        max_batch_size: int,
+        budget: StepBudget,
+        steps_in_flight: int,
+        recovery_timeout: float,
+        on_ready: Callable[[bool], None],
+    ) -> None:
+        """`shards` are connected; `on_ready` is told when they are lost and when they are back."""
+        self.scheduler = Scheduler(pool, max_batch_size)
+        self._shards, self._vocabulary, self._metrics, self._budget = shards, vocabulary, metrics, budget
+        self._steps_in_flight, self._recovery_timeout, self._on_ready = (
+            steps_in_flight,
+            recovery_timeout,
+            on_ready,
+        )
+        self._live: dict[Sequence, Generation] = {}
+        self._connected = self._given_up = self._fill_is_due = False
+
+    @property
+    def num_live(self) -> int:
+        return len(self._live)
+
+    @property
+    def is_ready(self) -> bool:
+        return self._connected
+
+    async def generate(self, sequence: Sequence) -> AsyncGenerator[Event, None]:
+        """The events of one sequence. Closing the iterator early cancels the generation."""
+        generation = self._accept(sequence)
+        try:
+            while True:
+                await generation.arrived.wait()
+                generation.arrived.clear()
+                while generation.events:
+                    event = generation.events.popleft()
+                    yield event
+                    if is_final(event):
+                        return
+        finally:
+            if sequence in self._live:
+                self._metrics.request_failure.add("cancelled")
+                self._release(generation)
+
+    async def run(self) -> None:
+        """Serves until it is cancelled; survives the loss of the shards."""
+        while True:
+            self._connected, self._given_up = True, False
+            self._on_ready(True)
+            self._fill()
+            try:
+                while True:
+                    self._apply(await self._shards.receive())
+                    self._fill()
+            except ShardsLostError as error:
+                logger.warning("%s; %d requests will resume", error, len(self._live))
+            self._connected = False
+            self._on_ready(False)
+            self._metrics.shard_restarts.add()
+            self._suspend()
+            await self._reconnect()
+
+    def _accept(self, sequence: Sequence) -> Generation:
+        generation = Generation(sequence, TextStream(self._vocabulary, sequence.stopping))
+        if self._given_up:
+            generation.deliver(_workers_lost())
+            return generation
+        self._live[sequence] = generation
+        self.scheduler.add(sequence)
+        if sequence.stopping.deadline is not None:
+            loop = asyncio.get_running_loop()
+            delay = sequence.stopping.deadline - time.monotonic()
+            generation.expiry = loop.call_later(max(delay, 0.0), self._expire, generation)
+        self._fill_soon()
+        return generation
+
+    def _fill_soon(self) -> None:
+        """Once per turn of the event loop, so that requests that arrive together start together."""
+        if not self._fill_is_due:
+            self._fill_is_due = True
+            asyncio.get_running_loop().call_soon(self._fill)
+
+    def _fill(self) -> None:
+        """Sends steps until enough are in flight."""
+        self._fill_is_due = False
+        scheduler, num_preemptions = self.scheduler, self.scheduler.num_preemptions
+        while self._connected and scheduler.num_in_flight < self._steps_in_flight:
+            step = scheduler.next_step(self._budget.prompt_tokens(scheduler.num_decoding))
+            if step is None:
+                break
+            self._shards.send(step)
+        if scheduler.num_preemptions > num_preemptions:
+            self._metrics.preemptions.add(amount=scheduler.num_preemptions - num_preemptions)
+        self._metrics.queue_size.set(len(scheduler.waiting))
+        self._metrics.batch_current_size.set(len(scheduler.running))
+        self._metrics.requests_running.set(len(scheduler.running))
+        self._metrics.kv_cache_usage.set(scheduler.pool.num_used / scheduler.pool.num_blocks)
+
+    def _apply(self, answer: Answer) -> None:
+        self.scheduler.apply_answer(answer.step)
+        self._budget.observe(answer.step.num_tokens, answer.forward_s)
+        self._metrics.forward_duration.observe(answer.forward_s)
+        for sequence in answer.failed:
+            if sequence in self._live:
+                self._fail(self._live[sequence], _internal_error())
+        for details in answer.input_details:
+            self._take_input_details(details)
+        now = time.monotonic()
+        for sampled in answer.sampled:
+            generation = self._live.get(sampled.sequence)
+            if generation is not None:  # else it ended while the step was in flight
+                self._take_token(generation, sampled, now)
+
+    def _take_input_details(self, details: InputDetails) -> None:
+        sequence = details.sequence
+        generation = self._live.get(sequence)
+        if generation is None:
+            return
+        assert details.start == sequence.num_inputs_reported, "prompt details come in order, once"
+        generation.inputs += details.tokens
+        sequence.num_inputs_reported += len(details.tokens)
+        if sequence.inputs_reported:
+            generation.deliver(InputTokens(tuple(generation.inputs)))
+            generation.inputs.clear()
+
+    def _take_token(self, generation: Generation, sampled: Sampled, now: float) -> None:
+        sequence = sampled.sequence
+        is_first = not sequence.num_generated
+        duration = self._metrics.first_token_duration if is_first else self._metrics.inter_token_duration
+        duration.observe(now - generation.last_token_at)
+        generation.last_token_at = now
+        self.scheduler.append_token(sequence, sampled.token.token_id)
+        piece = generation.text.push(sampled.token.token_id)
+        num_generated = sequence.num_generated
+        generation.deliver(
+            Output(piece.text, sampled.token, num_generated, piece.reason, piece.stop_sequence)
+        )
+        if piece.reason is not StopReason.NOT_FINISHED:
+            self._release(generation)
+        else:
+            assert not sampled.ended, "a shard ended a sequence that the router continues"
+
+    def _release(self, generation: Generation) -> None:
+        """The generation's final event is out, or nobody waits for it."""
+        del self._live[generation.sequence]
+        if generation.expiry is not None:
+            generation.expiry.cancel()
+        self.scheduler.finish(generation.sequence)
+        self._fill_soon()
+
+    def _fail(self, generation: Generation, failed: Failed) -> None:
+        generation.deliver(failed)
+        self._release(generation)
+
+    def _expire(self, generation: Generation) -> None:
+        """The deadline has passed. One that is being computed ends with its next token, one that waits ends
+        now."""
+        sequence = generation.sequence
+        if sequence in self._live and sequence.row is None:
+            text = generation.text.flush()
+            generation.deliver(Output(text, None, sequence.num_generated, StopReason.TIME_LIMIT))
+            self._release(generation)
+
+    def _suspend(self) -> None:
+        """The shards and their caches are gone; everything waits to be computed again, but for repeated
+        suspects."""
+        pool = self.scheduler.pool
+        for sequence in self.scheduler.reset(BlockPool(pool.num_blocks, pool.block_size)):
+            sequence.num_fatal_steps += 1
+            if sequence.num_fatal_steps > MAX_FATAL_STEPS:
+                self._fail(self._live[sequence], _internal_error())
+        now = time.monotonic()
+        for generation in list(self._live.values()):
+            deadline = generation.sequence.stopping.deadline
+            if deadline is not None and deadline <= now:
+                self._expire(generation)
+
+    async def _reconnect(self) -> None:
+        try:
+            async with asyncio.timeout(self._recovery_timeout):
+                info = await self._shards.connect()
+        except TimeoutError:
+            logger.error("the shards did not come back within %s s", self._recovery_timeout)
+            self._given_up = True
+            for generation in list(self._live.values()):
+                self._fail(generation, _workers_lost())
+            info = await self._shards.connect()
+        self.scheduler.pool = BlockPool(info.num_blocks, info.block_size)
+        logger.info("the shards are back; %d requests resume", len(self._live))
+
+
+def _internal_error() -> Failed:
+    return Failed(Code.INTERNAL, "Request failed during generation: internal error")
+
+
+def _workers_lost() -> Failed:
+    return Failed(Code.UNAVAILABLE, "Request failed during generation: the model's workers are lost")

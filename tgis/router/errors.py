@@ -1,0 +1,47 @@
+"""Everything that can go wrong with a request or the router, each with the code that a door turns into its
+status.
+
+RouterError
+├── RequestError        INVALID_ARGUMENT    the request is wrong; the text is the contract's
+├── OverloadedError     RESOURCE_EXHAUSTED  no room now, try again
+├── UnavailableError    UNAVAILABLE         shutting down, or the shards stayed away too long
+├── GenerationError     INTERNAL            this request could not be served
+└── StartupError                            never reaches a client
+"""
+
+from enum import Enum, auto
+
+
+class Code(Enum):
+    """What kind of answer an error is; each door has one table from here to its own statuses."""
+
+    INVALID_ARGUMENT = auto()
+    RESOURCE_EXHAUSTED = auto()
+    UNAVAILABLE = auto()
+    INTERNAL = auto()
+
+
+class RouterError(Exception):
+    """The text is shown to clients: no prompt, no cause, no path in it."""
+
+    code = Code.INTERNAL
+
+
+class RequestError(RouterError):
+    code = Code.INVALID_ARGUMENT
+
+
+class OverloadedError(RouterError):
+    code = Code.RESOURCE_EXHAUSTED
+
+
+class UnavailableError(RouterError):
+    code = Code.UNAVAILABLE
+
+
+class GenerationError(RouterError):
+    code = Code.INTERNAL
+
+
+class StartupError(RouterError):
+    """The router cannot start; the text is the one line an operator reads."""

@@ -1,0 +1,113 @@
+"""What stands before every method of the public gRPC service: bytes that are no message are refused, errors
+become statuses by one table, and nothing unforeseen tells a client more than a request id."""
+
+import asyncio
+import logging
+import secrets
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import grpc
+from google.protobuf.message import DecodeError
+
+from tgis.router.errors import Code, RouterError
+
+logger = logging.getLogger(__name__)
+
+STATUS = {
+    Code.INVALID_ARGUMENT: grpc.StatusCode.INVALID_ARGUMENT,
+    Code.RESOURCE_EXHAUSTED: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    Code.UNAVAILABLE: grpc.StatusCode.UNAVAILABLE,
+    Code.INTERNAL: grpc.StatusCode.INTERNAL,
+}
+
+Context = grpc.aio.ServicerContext[Any, Any]
+Handler = Any  # grpc types its handlers for the synchronous server only
+
+
+class _Malformed:
+    """Stands for a request whose bytes could not be read."""
+
+
+class Door(grpc.aio.ServerInterceptor):
+    """Wraps the methods under `prefix`; others (health, reflection) pass as they are."""
+
+    def __init__(self, prefix: str) -> None:
+        self._prefix = prefix
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Handler:
+        handler = await continuation(handler_call_details)
+        if handler is None or not handler_call_details.method.startswith(self._prefix):
+            return handler
+        make, method = (
+            (grpc.unary_stream_rpc_method_handler, _guard_stream(handler.unary_stream))
+            if handler.response_streaming
+            else (grpc.unary_unary_rpc_method_handler, _guard_unary(handler.unary_unary))
+        )
+        reader = _tolerant(handler.request_deserializer)
+        return make(method, request_deserializer=reader, response_serializer=handler.response_serializer)
+
+
+def _tolerant(deserialize: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
+    def read(data: bytes) -> Any:
+        try:
+            return deserialize(data)
+        except DecodeError:
+            return _Malformed()
+
+    return read
+
+
+def _guard_unary(
+    method: Callable[[Any, Context], Awaitable[Any]],
+) -> Callable[[Any, Context], Awaitable[Any]]:
+    async def call(request: Any, context: Context) -> Any:
+        try:
+            return await method(_checked(request), context)
+        except Exception as error:
+            await _abort(context, error)
+
+    return call
+
+
+def _guard_stream(
+    method: Callable[[Any, Context], AsyncIterator[Any]],
+) -> Callable[[Any, Context], AsyncIterator[Any]]:
+    async def call(request: Any, context: Context) -> AsyncIterator[Any]:
+        try:
+            async for response in method(_checked(request), context):
+                yield response
+        except Exception as error:
+            await _abort(context, error)
+
+    return call
+
+
+def _checked(request: Any) -> Any:
+    if isinstance(request, _Malformed):
+        raise _MalformedError
+    return request
+
+
+class _MalformedError(RouterError):
+    code = Code.INVALID_ARGUMENT
+
+    def __str__(self) -> str:
+        return "the request could not be decoded"
+
+
+async def _abort(context: Context, error: Exception) -> None:
+    """Ends the call with the error's status; an error that is not ours is logged, and only its id is told."""
+    if isinstance(error, grpc.aio.AbortError | asyncio.CancelledError):
+        raise error
+    if isinstance(error, RouterError):
+        await context.abort(STATUS[error.code], str(error))
+    request_id = secrets.token_hex(8)
+    logger.error("request %s failed", request_id, exc_info=error)
+    await context.abort(
+        grpc.StatusCode.INTERNAL, f"Request failed during generation: internal error, request {request_id}"
+    )

@@ -1,0 +1,25 @@
+"""Counting permits for the inputs that are in the server at once."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from tgis.router.errors import OverloadedError
+
+
+class Permits:
+    """All of an RPC's inputs get theirs at once, or the RPC is refused at once; nobody queues for a
+    permit."""
+
+    def __init__(self, max_permits: int) -> None:
+        self.num_free = self.max_permits = max_permits
+
+    @contextmanager
+    def hold(self, count: int) -> Iterator[None]:
+        """Raises OverloadedError."""
+        if count > self.num_free:
+            raise OverloadedError("Model is overloaded")
+        self.num_free -= count
+        try:
+            yield
+        finally:
+            self.num_free += count

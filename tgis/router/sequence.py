@@ -1,0 +1,132 @@
+"""One generation in progress and everything it was asked for. The scheduler, the link and the engine all
+speak it."""
+
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from enum import Enum
+
+
+class StopReason(Enum):
+    """Why a generation ended, named and numbered as on the wire."""
+
+    NOT_FINISHED = 0
+    MAX_TOKENS = 1
+    EOS_TOKEN = 2
+    CANCELLED = 3
+    TIME_LIMIT = 4
+    STOP_SEQUENCE = 5
+    TOKEN_LIMIT = 6
+    ERROR = 7
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token is chosen; the defaults leave the distribution as it is."""
+
+    greedy: bool = True
+    seed: int = 0
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    typical_p: float = 1.0
+    repetition_penalty: float = 1.0
+    length_penalty_start: int = 0
+    length_penalty_factor: float = 1.0
+
+
+@dataclass(frozen=True)
+class Stopping:
+    """When a generation ends, beside its own end-of-sequence token."""
+
+    max_new_tokens: int
+    min_new_tokens: int = 0
+    reduced: bool = False
+    """Whether max_new_tokens is less than was asked for, because the model's length leaves no more room."""
+    stop_sequences: tuple[str, ...] = ()
+    include_stop_sequence: bool = True
+    eos_token_ids: frozenset[int] = frozenset()
+    deadline: float | None = None
+    """On the monotonic clock, in seconds."""
+
+
+@dataclass(frozen=True)
+class Details:
+    """What a client wants to know of each token."""
+
+    generated_tokens: bool = False
+    input_tokens: bool = False
+    logprobs: bool = False
+    ranks: bool = False
+    top_n: int = 0
+
+
+@dataclass(frozen=True)
+class TokenDetail:
+    """A token and what was asked for about it; fields nobody asked for are 0 or empty."""
+
+    token_id: int
+    logprob: float = 0.0
+    rank: int = 0
+    top_tokens: tuple[tuple[int, float], ...] = ()
+    """(token id, log-probability), most probable first."""
+
+
+@dataclass(eq=False)
+class Sequence:
+    """Tokens, limits and place in the cache of one generation; compared by identity."""
+
+    token_ids: list[int]
+    """Prompt and generated tokens as far as the router knows them."""
+    stopping: Stopping
+    sampling: Sampling = Sampling()
+    details: Details = Details()
+    prefix_root: Hashable = ()
+    """Sequences share cached prefixes only under equal roots (adapter, soft prompt, encoder input)."""
+    prompt_len: int = field(init=False)
+
+    # What follows belongs to the scheduler.
+    row: int | None = None
+    """Place in the shards' tables while running."""
+    num_scheduled: int = 0
+    """Tokens whose computation has been sent ..."""
+    num_computed: int = 0
+    """... and answered."""
+    num_unanswered: int = 0
+    """Sampled tokens that are not back yet; they follow token_ids."""
+    num_in_flight: int = 0
+    """Unanswered steps that name this sequence."""
+    block_table: list[int] = field(default_factory=list)
+    num_published: int = 0
+    """Leading blocks that other sequences can find ..."""
+    published_prefix: Hashable = ()
+    """... and the prefix they spell."""
+    num_inputs_reported: int = 0
+    """Prompt tokens whose details have been delivered."""
+    num_fatal_steps: int = 0
+    """How often the shards died on a step that named this sequence."""
+
+    def __post_init__(self) -> None:
+        self.prompt_len = len(self.token_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        """Known and unanswered tokens."""
+        return len(self.token_ids) + self.num_unanswered
+
+    @property
+    def num_pending(self) -> int:
+        """Tokens that no step computes yet."""
+        return self.num_tokens - self.num_scheduled
+
+    @property
+    def num_generated(self) -> int:
+        return len(self.token_ids) - self.prompt_len
+
+    @property
+    def reached_limit(self) -> bool:
+        """No further token may be sampled; counts the unanswered ones."""
+        return self.num_tokens - self.prompt_len >= self.stopping.max_new_tokens
+
+    @property
+    def inputs_reported(self) -> bool:
+        return not self.details.input_tokens or self.num_inputs_reported >= self.prompt_len

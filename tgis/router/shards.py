@@ -1,0 +1,139 @@
+"""The link to the shards of one model: all ranks get every step, their answers come back as one, in order.
+Any rank's failure, and any disagreement between ranks, is a failure of the group."""
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator
+
+import grpc
+
+from tgis.pb import shard_pb2 as pb
+from tgis.pb.shard_pb2_grpc import ShardServiceAsyncStub, ShardServiceStub
+from tgis.router.columns import Answer, decode_answer, encode_step
+from tgis.router.errors import RequestError, RouterError
+from tgis.router.scheduler import Step
+
+LOOKUP_TIMEOUT_S = 5.0
+RETRY_INTERVAL_S = 0.1
+CHANNEL_OPTIONS = [
+    ("grpc.max_send_message_length", -1),
+    ("grpc.max_receive_message_length", -1),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 500),
+    ("grpc.use_local_subchannel_pool", 1),
+]
+
+
+class ShardsLostError(RouterError):
+    """The group cannot answer any more; whatever was in flight is lost."""
+
+
+class Shards:
+    """One long-lived stream per rank. `send` never waits; `receive` gives the answers in the order of the
+    steps."""
+
+    def __init__(self, uds_path: str, num_shards: int) -> None:
+        self._paths = [f"{uds_path}-{rank}" for rank in range(num_shards)]
+        self._channels: list[grpc.aio.Channel] = []
+        self._readers: list[asyncio.Task[None]] = []
+        self._requests: list[asyncio.Queue[pb.StepRequest]] = []
+        self._responses: list[deque[pb.StepResponse]] = []
+        self._answers: asyncio.Queue[Answer | ShardsLostError] = asyncio.Queue()
+        self._steps: deque[Step] = deque()
+
+    async def connect(self) -> pb.InfoResponse:
+        """Waits until all ranks of one start of the group answer, however long that takes; forgets all
+        steps."""
+        while True:
+            await self.close()
+            self._channels = [
+                grpc.aio.insecure_channel(f"unix:{path}", options=CHANNEL_OPTIONS) for path in self._paths
+            ]
+            infos = await self._ask_all()
+            if infos is not None:
+                self._open_streams()
+                return infos[0]
+            await asyncio.sleep(RETRY_INTERVAL_S)
+
+    def send(self, step: Step) -> None:
+        request = encode_step(step)
+        self._steps.append(step)
+        for queue in self._requests:
+            queue.put_nowait(request)
+
+    async def receive(self) -> Answer:
+        """The answer to the oldest step that has none yet. Raises ShardsLostError."""
+        answer = await self._answers.get()
+        if isinstance(answer, ShardsLostError):
+            raise answer
+        return answer
+
+    async def lookup_prompt(self, prompt_id: str) -> pb.LookupPromptResponse:
+        """Raises RequestError with the contract's text."""
+        try:
+            stub = _stub(self._channels[0])
+            return await stub.LookupPrompt(
+                pb.LookupPromptRequest(prompt_id=prompt_id), timeout=LOOKUP_TIMEOUT_S
+            )
+        except grpc.aio.AioRpcError as error:
+            timed_out = error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+            cause = "Timeout expired" if timed_out else error.details()
+            raise RequestError(f"can't retrieve prompt prefix with id '{prompt_id}': {cause}") from error
+
+    async def close(self) -> None:
+        for reader in self._readers:
+            reader.cancel()
+        await asyncio.gather(*self._readers, return_exceptions=True)
+        await asyncio.gather(*(channel.close() for channel in self._channels))
+        self._readers, self._channels, self._requests = [], [], []
+        self._answers = asyncio.Queue()
+        self._steps.clear()
+
+    async def _ask_all(self) -> list[pb.InfoResponse] | None:
+        """None while a rank is missing, or left over from an earlier start of the group."""
+        calls = [
+            _stub(channel).Info(pb.InfoRequest(), timeout=LOOKUP_TIMEOUT_S) for channel in self._channels
+        ]
+        try:
+            infos = [await call for call in calls]
+        except grpc.aio.AioRpcError:
+            return None
+        finally:
+            for call in calls:
+                call.cancel()
+        return infos if len({info.epoch for info in infos}) == 1 else None
+
+    def _open_streams(self) -> None:
+        self._responses = [deque() for _ in self._channels]
+        self._requests = [asyncio.Queue() for _ in self._channels]
+        self._readers = [
+            asyncio.create_task(self._read(rank, channel), name=f"shard-{rank}")
+            for rank, channel in enumerate(self._channels)
+        ]
+
+    async def _read(self, rank: int, channel: grpc.aio.Channel) -> None:
+        async def requests() -> AsyncIterator[pb.StepRequest]:
+            while True:
+                yield await self._requests[rank].get()
+
+        try:
+            async for response in _stub(channel).Step(requests()):
+                self._responses[rank].append(response)
+                self._combine()
+            self._answers.put_nowait(ShardsLostError(f"shard {rank} ended its stream"))
+        except grpc.aio.AioRpcError as error:
+            self._answers.put_nowait(ShardsLostError(f"shard {rank} is lost: {error.code().name}"))
+
+    def _combine(self) -> None:
+        """Passes on the oldest step's answer once all ranks have given theirs."""
+        while all(self._responses):
+            responses = [queue.popleft() for queue in self._responses]
+            step = self._steps.popleft()
+            if len({(response.step_id, response.digest) for response in responses}) > 1:
+                self._answers.put_nowait(ShardsLostError(f"the ranks disagree on step {step.step_id}"))
+                return
+            self._answers.put_nowait(decode_answer(step, responses[0]))
+
+
+def _stub(channel: grpc.aio.Channel) -> ShardServiceAsyncStub:
+    return ShardServiceStub(channel)

@@ -1,0 +1,130 @@
+"""Text to token ids in a pool of threads, and token ids to the vocabulary's own pieces."""
+
+import asyncio
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TypeVar
+
+import tokenizers
+
+from tgis import hub
+from tgis.router.errors import RequestError, StartupError
+
+MAX_WORKERS = 8
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Encoding:
+    """A text's tokens, special ones included."""
+
+    token_ids: list[int]
+    pieces: list[str]
+    offsets: list[tuple[int, int]]
+    """Of each token in the text, in characters; (0, 0) for special tokens."""
+
+
+class Tokenizer:
+    """A `tokenizer.json` with what its directory says beside it. Safe to use from any task; owns its
+    threads."""
+
+    def __init__(self, directory: Path, num_workers: int | None = None) -> None:
+        """Raises StartupError when the directory holds no tokenizer that can be read."""
+        self.fast = _load(directory / "tokenizer.json")
+        self._settings = hub.read_json(directory, "tokenizer_config.json")
+        default = min(max(len(os.sched_getaffinity(0)) - 1, 1), MAX_WORKERS)
+        self._threads = ThreadPoolExecutor(num_workers or default, thread_name_prefix="tokenizer")
+
+    @property
+    def vocab_size(self) -> int:
+        return self.fast.get_vocab_size()
+
+    @cached_property
+    def bos_token_id(self) -> int | None:
+        """Only where inputs begin with it."""
+        return self._special_id("bos_token") if self._settings.get("add_bos_token") else None
+
+    @cached_property
+    def eos_token_id(self) -> int | None:
+        return self._special_id("eos_token")
+
+    @cached_property
+    def special_ids(self) -> frozenset[int]:
+        added = self.fast.get_added_tokens_decoder()
+        return frozenset(token_id for token_id, token in added.items() if token.special)
+
+    def piece(self, token_id: int) -> str:
+        """The vocabulary's piece, not decoded text; empty for ids outside the vocabulary."""
+        return self.fast.id_to_token(token_id) or ""
+
+    async def encode(self, texts: Sequence[str]) -> list[Encoding]:
+        """All texts at once, in order, off the event loop. Raises RequestError."""
+        return await self._run_all(self._encode, texts)
+
+    async def count(self, texts: Sequence[str]) -> list[list[int]]:
+        """Only the token ids, which is cheaper. Raises RequestError."""
+        return await self._run_all(self._encode_ids, texts)
+
+    def truncate(self, token_ids: list[int], max_tokens: int) -> list[int]:
+        """The last `max_tokens`; a beginning-of-text token the tokenizer adds takes the place of the first of
+        them."""
+        if not 0 < max_tokens < len(token_ids):
+            return token_ids
+        kept = token_ids[-max_tokens:]
+        if self.bos_token_id is not None:
+            kept[0] = self.bos_token_id
+        return kept
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    async def _run_all(self, encode: Callable[[str], T], texts: Sequence[str]) -> list[T]:
+        loop = asyncio.get_running_loop()
+        return await asyncio.gather(*(loop.run_in_executor(self._threads, encode, text) for text in texts))
+
+    def _encode(self, text: str) -> Encoding:
+        encoding = self._raw(text)
+        return Encoding(encoding.ids, encoding.tokens, encoding.offsets)
+
+    def _encode_ids(self, text: str) -> list[int]:
+        ids: list[int] = self._raw(text).ids
+        return ids
+
+    def _raw(self, text: str) -> tokenizers.Encoding:
+        try:
+            return self.fast.encode(text, add_special_tokens=True)
+        except Exception as error:  # the library raises bare Exception, and its text may quote the input
+            raise RequestError("tokenizer error the text could not be encoded") from error
+
+    def _special_id(self, name: str) -> int | None:
+        token = self._settings.get(name)
+        content = token.get("content") if isinstance(token, dict) else token
+        token_id: int | None = self.fast.token_to_id(content) if content else None
+        return token_id
+
+
+def byte_offsets(text: str, offsets: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Character offsets into `text` as offsets into its UTF-8 bytes."""
+    if text.isascii():
+        return list(offsets)
+    ends = [0]
+    for character in text:
+        ends.append(ends[-1] + len(character.encode()))
+    return [(ends[start], ends[end]) for start, end in offsets]
+
+
+def _load(path: Path) -> tokenizers.Tokenizer:
+    if not path.is_file():
+        raise StartupError("No existing fast tokenizer (tokenizer.json) found")
+    try:
+        tokenizer = tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:
+        raise StartupError(f"Problem loading tokenizer for model: {error}") from error
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer

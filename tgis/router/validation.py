@@ -1,0 +1,191 @@
+"""From a request's messages to sequences: defaults, ranges and the exact text of every rejection, in TGIS's
+order."""
+
+import math
+import secrets
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, replace
+
+from tgis.pb import generation_pb2 as pb
+from tgis.router.errors import RequestError
+from tgis.router.sequence import Details, Sampling, Sequence, Stopping
+from tgis.router.tokenizer import Tokenizer
+
+DEFAULT_MAX_NEW_TOKENS = 20
+MAX_STOP_SEQUENCES = 6
+MAX_STOP_SEQUENCE_BYTES = 240
+MAX_TOP_N_TOKENS = 10
+MIN_TEMPERATURE = 0.05
+STOP_SEQUENCES_TEXT = (
+    f"can specify at most {MAX_STOP_SEQUENCES} non-empty stop sequences, "
+    f"each not more than {MAX_STOP_SEQUENCE_BYTES} UTF8 bytes"
+)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What the server allows and assumes."""
+
+    max_sequence_length: int
+    max_new_tokens: int
+    eos_token_ids: frozenset[int]
+    include_stop_sequence: bool
+
+
+@dataclass(frozen=True)
+class Request:
+    """Checked parameters of one call; they hold for all its inputs."""
+
+    sampling: Sampling
+    stopping: Stopping
+    details: Details
+    has_seed: bool
+    truncate_input_tokens: int
+    input_text: bool
+
+
+def check_parameters(params: pb.Parameters, limits: Limits) -> Request:
+    """Everything that can be said before the inputs are tokenized. The time limit's clock starts here.
+
+    Raises RequestError for the first rule that is broken."""
+    stopping_time = time.monotonic() + params.stopping.time_limit_millis / 1000
+    sampling = _check_sampling(params)
+    stopping = params.stopping
+    max_new_tokens = stopping.max_new_tokens or DEFAULT_MAX_NEW_TOKENS
+    _require(max_new_tokens <= limits.max_new_tokens, f"max_new_tokens must be <= {limits.max_new_tokens}")
+    _require(stopping.min_new_tokens <= max_new_tokens, "min_new_tokens must be <= max_new_tokens")
+    _check_decoding(params.decoding)
+    details = _check_details(params)
+    _check_stop_sequences(list(stopping.stop_sequences))
+    include = stopping.include_stop_sequence
+    return Request(
+        sampling=sampling,
+        stopping=Stopping(
+            max_new_tokens=max_new_tokens,
+            min_new_tokens=stopping.min_new_tokens,
+            stop_sequences=tuple(stopping.stop_sequences),
+            include_stop_sequence=(
+                include if stopping.HasField("include_stop_sequence") else limits.include_stop_sequence
+            ),
+            eos_token_ids=limits.eos_token_ids,
+            deadline=stopping_time if stopping.time_limit_millis else None,
+        ),
+        details=details,
+        has_seed=not sampling.greedy and params.sampling.HasField("seed"),
+        truncate_input_tokens=params.truncate_input_tokens,
+        input_text=params.response.input_text,
+    )
+
+
+class Validator:
+    """Turns the inputs of a call into sequences."""
+
+    def __init__(
+        self, tokenizer: Tokenizer, limits: Limits, lookup_prompt: Callable[[str], Awaitable[object]]
+    ) -> None:
+        """`lookup_prompt` raises RequestError for an id it does not know."""
+        self.limits = limits
+        self._tokenizer, self._lookup_prompt = tokenizer, lookup_prompt
+
+    async def sequences(
+        self, texts: list[str], request: Request, prefix_id: str | None, adapter_id: str | None
+    ) -> list[Sequence]:
+        """One per text, in order. Raises RequestError for the first text that cannot be served."""
+        if adapter_id is not None:
+            raise RequestError("adapter_id supplied but no adapter store was configured")
+        if prefix_id is not None:
+            await self._lookup_prompt(prefix_id)
+        inputs = await self._tokenizer.count(texts)
+        return [self._sequence(token_ids, request) for token_ids in inputs]
+
+    def _sequence(self, token_ids: list[int], request: Request) -> Sequence:
+        _require(bool(token_ids), "tokenizer error the input has no tokens")
+        token_ids = self._tokenizer.truncate(token_ids, request.truncate_input_tokens)
+        num_inputs, limit, stopping = len(token_ids), self.limits.max_sequence_length, request.stopping
+        sums = f"input tokens ({num_inputs}) plus prefix length (0)"
+        _require(num_inputs < limit, f"{sums} must be < {limit}")
+        minimum = stopping.min_new_tokens
+        _require(num_inputs + minimum <= limit, f"{sums} plus min_new_tokens ({minimum}) must be <= {limit}")
+        seeded = request.sampling.greedy or request.has_seed
+        return Sequence(
+            token_ids,
+            _reduce(stopping, limit - num_inputs),
+            request.sampling if seeded else replace(request.sampling, seed=secrets.randbits(32)),
+            request.details,
+        )
+
+
+def _require(condition: bool, text: str) -> None:
+    if not condition:
+        raise RequestError(text)
+
+
+def _check_sampling(params: pb.Parameters) -> Sampling:
+    """Greedy ignores the whole message; NaN fails every comparison, so each rule is written to need its
+    truth."""
+    sampling, decoding = params.sampling, params.decoding
+    length = decoding.length_penalty
+    greedy = Sampling(
+        repetition_penalty=decoding.repetition_penalty or 1.0,
+        length_penalty_start=length.start_index,
+        length_penalty_factor=length.decay_factor if decoding.HasField("length_penalty") else 1.0,
+    )
+    is_zero = sampling.HasField("temperature") and sampling.temperature == 0
+    if params.method != pb.SAMPLE or is_zero:
+        return greedy
+    temperature = sampling.temperature if sampling.HasField("temperature") else 1.0
+    top_p, typical_p = sampling.top_p or 1.0, sampling.typical_p
+    _require(MIN_TEMPERATURE <= temperature < math.inf, "temperature must be >= 0.05")
+    _require(0 < top_p <= 1, "top_p must be > 0.0 and <= 1.0")
+    _require(-math.inf < typical_p <= 1, "typical_p must be <= 1.0")
+    _require(sampling.top_k < 2**31, "top_k must be strictly positive")
+    return replace(
+        greedy,
+        greedy=False,
+        seed=sampling.seed,
+        temperature=temperature,
+        top_k=sampling.top_k,
+        top_p=top_p,
+        typical_p=typical_p if 0 < typical_p < 1 else 1.0,
+    )
+
+
+def _check_decoding(decoding: pb.DecodingParameters) -> None:
+    penalty = decoding.repetition_penalty
+    _require(penalty == 0 or 0 < penalty < math.inf, "repetition_penalty must be > 0.0")
+    if decoding.HasField("length_penalty"):
+        in_range = 1 <= decoding.length_penalty.decay_factor <= 10
+        _require(in_range, "length_penalty must be >= 1.0 and <= 10.0")
+    _require(decoding.WhichOneof("guided") is None, "guided decoding is not supported")
+
+
+def _check_details(params: pb.Parameters) -> Details:
+    response = params.response
+    _require(len(params.stopping.stop_sequences) <= MAX_STOP_SEQUENCES, STOP_SEQUENCES_TEXT)
+    wants_more = response.token_logprobs or response.token_ranks or response.top_n_tokens > 0
+    _require(
+        response.input_tokens or response.generated_tokens or not wants_more,
+        "must request input and/or generated tokens to request extra token detail",
+    )
+    num_top = response.top_n_tokens
+    _require(num_top <= MAX_TOP_N_TOKENS, f"top_n_tokens ({num_top}) must be <= {MAX_TOP_N_TOKENS}")
+    return Details(
+        generated_tokens=response.generated_tokens,
+        input_tokens=response.input_tokens,
+        logprobs=response.token_logprobs,
+        ranks=response.token_ranks,
+        top_n=num_top,
+    )
+
+
+def _check_stop_sequences(stop_sequences: list[str]) -> None:
+    for stop in stop_sequences:
+        _require(0 < len(stop.encode()) <= MAX_STOP_SEQUENCE_BYTES, STOP_SEQUENCES_TEXT)
+
+
+def _reduce(stopping: Stopping, room: int) -> Stopping:
+    """max_new_tokens cut to the tokens that the model's length leaves."""
+    if stopping.max_new_tokens <= room:
+        return stopping
+    return replace(stopping, max_new_tokens=room, reduced=True)
