@@ -1,4 +1,4 @@
-"""Logging to stderr, as text or as JSON lines; a record is always one line, whatever its arguments hold."""
+"""Logging to stderr, as text or as JSON lines. No argument's text can look like a record of its own."""
 
 import json
 import logging
@@ -10,7 +10,10 @@ class TextFormatter(logging.Formatter):
     """`2026-01-31T12:00:00.123Z INFO tgis.router.app: message`."""
 
     def format(self, record: logging.LogRecord) -> str:
-        return f"{_timestamp(record)} {record.levelname} {record.name}: {_one_line(_message(self, record))}"
+        lines = [f"{_timestamp(record)} {record.levelname} {record.name}: {_printable(record.getMessage())}"]
+        if record.exc_info:  # indented, because a traceback ends with a text that may be a user's
+            lines += ["    " + _printable(line) for line in self.formatException(record.exc_info).splitlines()]
+        return "\n".join(lines)
 
 
 class JsonFormatter(logging.Formatter):
@@ -21,8 +24,10 @@ class JsonFormatter(logging.Formatter):
             "timestamp": _timestamp(record),
             "level": record.levelname,
             "logger": record.name,
-            "message": _message(self, record),
+            "message": record.getMessage(),
         }
+        if record.exc_info:
+            fields["traceback"] = self.formatException(record.exc_info)
         return json.dumps(fields, ensure_ascii=True)
 
 
@@ -38,13 +43,6 @@ def _timestamp(record: logging.LogRecord) -> str:
     return f"{seconds}.{int(record.msecs):03d}Z"
 
 
-def _message(formatter: logging.Formatter, record: logging.LogRecord) -> str:
-    text = record.getMessage()
-    if record.exc_info:
-        text += "\n" + formatter.formatException(record.exc_info)
-    return text
-
-
-def _one_line(text: str) -> str:
-    """Control characters escaped, so that no user's text can look like a record of its own."""
+def _printable(text: str) -> str:
+    """Control characters escaped, so that the text stays on its line."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)

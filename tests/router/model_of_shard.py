@@ -40,6 +40,7 @@ class Row:
     eos: list[int]
     details: pb.Details
     prompt_len: int
+    min_new_tokens: int
     block_table: list[int] = field(default_factory=list)
     ended: bool = False
 
@@ -65,9 +66,12 @@ class ModelOfShard:
                 integers(opened.eos_token_ids),
                 opened.details,
                 opened.prompt_len,
+                opened.sampling.min_new_tokens,
             )
         new_blocks = iter(integers(request.new_blocks))
-        work = zip(*map(integers, (request.rows, request.starts, request.ends, request.num_new_blocks)), strict=True)
+        work = zip(
+            *map(integers, (request.rows, request.starts, request.ends, request.num_new_blocks)), strict=True
+        )
         sampled: list[tuple[int, int, bool]] = []
         details: list[pb.InputDetails] = []
         for number, start, end, num_new in work:
@@ -80,6 +84,8 @@ class ModelOfShard:
             if end == len(row.token_ids):
                 assert len(row.token_ids) < row.limit, "the router never schedules past a limit"
                 token = next_token(row.token_ids, self.vocab_size)
+                if token in row.eos and len(row.token_ids) - row.prompt_len < row.min_new_tokens:
+                    token += 1  # masked; what a real shard takes instead matters to nobody here
                 row.token_ids.append(token)
                 row.ended = token in row.eos or len(row.token_ids) == row.limit
                 sampled.append((number, token, row.ended))

@@ -47,7 +47,9 @@ def test_what_does_not_fit_changes_nothing() -> None:
     blocks = allocate(pool, 2)
     publish_all(pool, (), [5, 6], blocks)
     pool.release(blocks)
-    assert pool.allocate(blocks, 2) is None  # the cached ones are free, but cannot be both kept and handed out
+    assert (
+        pool.allocate(blocks, 2) is None
+    )  # the cached ones are free, but cannot be both kept and handed out
     assert pool.num_free == 3
     assert pool.allocate(blocks, 1) is not None
     assert pool.num_free == 0

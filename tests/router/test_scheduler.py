@@ -86,9 +86,7 @@ class Workload:
         assert set(self.ends.values()) <= {1}
 
     def start(self, sequence: Sequence) -> None:
-        self.expected[sequence] = truth(
-            sequence.token_ids, sequence.stopping.max_new_tokens, self.vocab_size
-        )
+        self.expected[sequence] = truth(sequence.token_ids, sequence.stopping.max_new_tokens, self.vocab_size)
         self.reported[sequence] = []
         self.scheduler.add(sequence)
 
@@ -122,7 +120,9 @@ class Workload:
         assert sequence.token_ids == expected[: len(sequence.token_ids)]
         assert ended == (len(sequence.token_ids) == len(expected))
         if sequence.details.input_tokens:
-            assert self.reported[sequence] == expected[: sequence.prompt_len], "all inputs before the first token"
+            assert self.reported[sequence] == expected[: sequence.prompt_len], (
+                "all inputs before the first token"
+            )
         if ended or self.random.random() < self.cancel:  # as by a stop sequence, which only the router sees
             self.end(sequence)
 

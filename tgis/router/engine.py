@@ -224,8 +224,9 @@ class Engine:
         )
         if piece.reason is not StopReason.NOT_FINISHED:
             self._release(generation)
-        else:
-            assert not sampled.ended, "a shard ended a sequence that the router continues"
+        elif sampled.ended:
+            logger.error("the shards ended a sequence that should go on after %d tokens", num_generated)
+            self._fail(generation, _internal_error())
 
     def _release(self, generation: Generation) -> None:
         """The generation's final event is out, or nobody waits for it."""

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 import grpc
 
 from tgis.pb import shard_pb2 as pb
-from tgis.pb.shard_pb2_grpc import ShardServiceAsyncStub, ShardServiceStub
+from tgis.pb.shard_pb2_grpc import ShardServiceStub
 from tgis.router.columns import Answer, decode_answer, encode_step
 from tgis.router.errors import RequestError, RouterError
 from tgis.router.scheduler import Step
@@ -71,7 +71,7 @@ class Shards:
     async def lookup_prompt(self, prompt_id: str) -> pb.LookupPromptResponse:
         """Raises RequestError with the contract's text."""
         try:
-            stub = _stub(self._channels[0])
+            stub = ShardServiceStub(self._channels[0])
             return await stub.LookupPrompt(
                 pb.LookupPromptRequest(prompt_id=prompt_id), timeout=LOOKUP_TIMEOUT_S
             )
@@ -92,7 +92,7 @@ class Shards:
     async def _ask_all(self) -> list[pb.InfoResponse] | None:
         """None while a rank is missing, or left over from an earlier start of the group."""
         calls = [
-            _stub(channel).Info(pb.InfoRequest(), timeout=LOOKUP_TIMEOUT_S) for channel in self._channels
+            ShardServiceStub(channel).Info(pb.InfoRequest(), timeout=LOOKUP_TIMEOUT_S) for channel in self._channels
         ]
         try:
             infos = [await call for call in calls]
@@ -117,7 +117,7 @@ class Shards:
                 yield await self._requests[rank].get()
 
         try:
-            async for response in _stub(channel).Step(requests()):
+            async for response in ShardServiceStub(channel).Step(requests()):
                 self._responses[rank].append(response)
                 self._combine()
             self._answers.put_nowait(ShardsLostError(f"shard {rank} ended its stream"))
@@ -134,6 +134,3 @@ class Shards:
                 return
             self._answers.put_nowait(decode_answer(step, responses[0]))
 
-
-def _stub(channel: grpc.aio.Channel) -> ShardServiceAsyncStub:
-    return ShardServiceStub(channel)

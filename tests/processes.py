@@ -1,0 +1,94 @@
+"""Real processes for tests: started as a user would, found by what they print, stopped in every case."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+from grpc import Channel, insecure_channel
+
+ADDRESSES = re.compile(r"serving gRPC on (\S+):(\d+), HTTP on (\S+):(\d+)")
+
+
+class Service:
+    """A router or a launcher with free ports on loopback."""
+
+    def __init__(self, command: list[str], env: dict[str, str] | None = None) -> None:
+        self.lines: list[str] = []
+        self.grpc_port = self.http_port = 0
+        self._serving = threading.Event()
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tgis", *command],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            env={**os.environ, **(env or {})},
+        )
+        self._reader = threading.Thread(target=self._read)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.lines.append(line.rstrip("\n"))
+            if found := ADDRESSES.search(line):
+                self.grpc_port, self.http_port = int(found[2]), int(found[4])
+                self._serving.set()
+        self._serving.set()
+
+    def wait_until_serving(self, timeout_s: float = 120) -> "Service":
+        self._serving.wait(timeout_s)
+        if not self.grpc_port:
+            self.end()
+            raise AssertionError(f"does not serve:\n{self.output}")
+        return self
+
+    def wait_for_line(self, text: str, timeout_s: float = 60) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not any(text in line for line in self.lines):
+            assert time.monotonic() < deadline, f"never printed {text!r}:\n{self.output}"
+            time.sleep(0.05)
+
+    @property
+    def output(self) -> str:
+        return "\n".join(self.lines)
+
+    @property
+    def http(self) -> str:
+        return f"http://127.0.0.1:{self.http_port}"
+
+    def channel(self) -> Channel:
+        return insecure_channel(f"127.0.0.1:{self.grpc_port}")
+
+    def end(self, number: signal.Signals = signal.SIGTERM, timeout_s: float = 30) -> int:
+        """Exit code, of a process that may have ended before."""
+        if self.process.poll() is None:
+            self.process.send_signal(number)
+        try:
+            return self.process.wait(timeout_s)
+        finally:
+            self.process.kill()
+            self.process.wait()
+            self._reader.join()
+            assert self.process.stdout is not None
+            self.process.stdout.close()
+
+
+def children_of(pid: int) -> dict[str, list[int]]:
+    """Process ids below `pid`, by the tgis command they run."""
+    found: dict[str, list[int]] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                parent = int((entry / "stat").read_text().rsplit(")", 1)[1].split()[1])
+                words = (entry / "cmdline").read_text().split("\0")
+            except OSError:
+                continue  # it has just ended
+            if parent == pid and "tgis" in words:
+                found.setdefault(words[words.index("tgis") + 1], []).append(int(entry.name))
+    return found

@@ -1,0 +1,125 @@
+"""A real router process, in front of shards that are the plain model of one, behind real sockets."""
+
+import queue
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import grpc
+import pytest
+from tokenizers import Tokenizer
+
+from tests.processes import Service
+from tests.router.model_of_shard import ModelOfShard
+from tests.tokenizers_for_tests import write_byte_level
+from tgis.pb import shard_pb2 as pb
+from tgis.pb.generation_pb2_grpc import GenerationServiceStub
+from tgis.pb.shard_pb2_grpc import ShardServiceServicer, add_ShardServiceServicer_to_server
+
+VOCAB_SIZE = 400
+EOS = 1
+NUM_BLOCKS, BLOCK_SIZE = 64, 8
+MAX_SEQUENCE_LENGTH = 200
+
+
+class FakeShard(ShardServiceServicer):
+    """Speaks the protocol for a ModelOfShard; `step_s` is how long a step takes."""
+
+    def __init__(self, rank: int = 0, epoch: int = 1) -> None:
+        self.model = ModelOfShard(NUM_BLOCKS, BLOCK_SIZE, VOCAB_SIZE)
+        self.rank, self.epoch, self.step_s = rank, epoch, 0.001
+        self.num_steps = 0
+        self.num_streams = 0
+        self.wrong_digests: queue.SimpleQueue[int] = queue.SimpleQueue()
+
+    def Info(self, request: pb.InfoRequest, context: grpc.ServicerContext) -> pb.InfoResponse:  # noqa: N802
+        return pb.InfoResponse(
+            model_kind=pb.InfoResponse.MODEL_KIND_DECODER_ONLY,
+            vocab_size=VOCAB_SIZE,
+            eos_token_ids=[EOS],
+            block_size=BLOCK_SIZE,
+            num_blocks=NUM_BLOCKS,
+            rank=self.rank,
+            epoch=self.epoch,
+        )
+
+    def LookupPrompt(  # noqa: N802
+        self, request: pb.LookupPromptRequest, context: grpc.ServicerContext
+    ) -> pb.LookupPromptResponse:
+        context.abort(grpc.StatusCode.NOT_FOUND, f'prefix id "{request.prompt_id}" not found')
+
+    def Step(  # noqa: N802
+        self, requests: Iterator[pb.StepRequest], context: grpc.ServicerContext
+    ) -> Iterator[pb.StepResponse]:
+        self.num_streams += 1
+        self.model = ModelOfShard(NUM_BLOCKS, BLOCK_SIZE, VOCAB_SIZE)
+        for request in requests:
+            time.sleep(self.step_s)
+            self.num_steps += 1
+            response = self.model.execute(request)
+            if not self.wrong_digests.empty():
+                response.digest ^= self.wrong_digests.get()
+            yield response
+
+
+@dataclass
+class Setup:
+    """A router, its shards and what speaks to it."""
+
+    service: Service
+    shards: list[FakeShard]
+    servers: list[grpc.Server]
+    tokenizer: Tokenizer
+    uds_path: str
+    stub: GenerationServiceStub = field(init=False)
+    channel: grpc.Channel = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.channel = self.service.channel()
+        self.stub = GenerationServiceStub(self.channel)
+
+    @property
+    def http(self) -> str:
+        return self.service.http
+
+
+def serve_shard(shard: FakeShard, uds_path: str) -> grpc.Server:
+    server = grpc.server(ThreadPoolExecutor(8))
+    add_ShardServiceServicer_to_server(shard, server)
+    server.add_insecure_port(f"unix:{uds_path}-{shard.rank}")
+    server.start()
+    return server
+
+
+def start_router(directory: Path, num_shards: int, *flags: str) -> Setup:
+    tokenizer = write_byte_level(directory, VOCAB_SIZE)
+    uds_path = str(directory / "shard")
+    shards = [FakeShard(rank) for rank in range(num_shards)]
+    servers = [serve_shard(shard, uds_path) for shard in shards]
+    command = ["router", "--tokenizer-path", str(directory), "--shard-uds-path", uds_path]
+    command += ["--bind", "127.0.0.1", "--port", "0", "--grpc-port", "0", "--num-shard", str(num_shards)]
+    command += ["--max-sequence-length", str(MAX_SEQUENCE_LENGTH), *flags]
+    try:
+        service = Service(command).wait_until_serving()
+    except AssertionError:
+        for server in servers:
+            server.stop(0).wait()
+        raise
+    return Setup(service, shards, servers, tokenizer, uds_path)
+
+
+def stop_router(setup: Setup) -> int:
+    code = setup.service.end()
+    setup.channel.close()
+    for server in setup.servers:
+        server.stop(0).wait()
+    return code
+
+
+@pytest.fixture(scope="module")
+def router(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Setup]:
+    setup = start_router(tmp_path_factory.mktemp("router"), 1, "--max-batch-size", "16")
+    yield setup
+    assert stop_router(setup) == 0, setup.service.output

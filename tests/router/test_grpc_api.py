@@ -1,0 +1,383 @@
+"""The public service over a real socket: shapes, texts and codes, with tokens known in advance."""
+
+import math
+import time
+import urllib.error
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from tests.router.conftest import EOS, MAX_SEQUENCE_LENGTH, Setup
+from tests.router.model_of_shard import next_token
+from tgis.pb import generation_pb2 as pb
+
+VOCAB_SIZE = 400
+PROMPT = "The quick brown fox"
+
+
+def expected_tokens(setup: Setup, text: str, max_new_tokens: int) -> list[int]:
+    """Generated token ids, by the model's rule."""
+    tokens: list[int] = setup.tokenizer.encode(text).ids
+    num_inputs = len(tokens)
+    while len(tokens) < num_inputs + max_new_tokens and (len(tokens) == num_inputs or tokens[-1] != EOS):
+        tokens.append(next_token(tokens, VOCAB_SIZE))
+    return tokens[num_inputs:]
+
+
+def expected_text(setup: Setup, tokens: list[int]) -> str:
+    text: str = setup.tokenizer.decode(tokens, skip_special_tokens=True)
+    return text.rstrip("\N{REPLACEMENT CHARACTER}")
+
+
+def single(text: str = PROMPT, **params: object) -> pb.SingleGenerationRequest:
+    return pb.SingleGenerationRequest(request=pb.GenerationRequest(text=text), params=pb.Parameters(**params))
+
+
+def batch(*texts: str, **params: object) -> pb.BatchedGenerationRequest:
+    requests = [pb.GenerationRequest(text=text) for text in texts]
+    return pb.BatchedGenerationRequest(requests=requests, params=pb.Parameters(**params))
+
+
+def stopping(max_new_tokens: int, **more: object) -> pb.StoppingCriteria:
+    return pb.StoppingCriteria(max_new_tokens=max_new_tokens, **more)
+
+
+def test_unary_answer(router: Setup) -> None:
+    tokens = expected_tokens(router, PROMPT, 20)
+    [response] = router.stub.Generate(batch(PROMPT)).responses
+    assert response.text == expected_text(router, tokens)
+    assert response.generated_token_count == len(tokens)
+    assert response.input_token_count == len(router.tokenizer.encode(PROMPT).ids)
+    assert response.stop_reason == (pb.EOS_TOKEN if tokens[-1] == EOS else pb.MAX_TOKENS)
+    assert not response.tokens
+    assert not response.input_tokens
+    assert response.seed == 0
+
+
+@pytest.mark.parametrize("text", ["a", "Once upon a time", "naïve café 東京 🙂", PROMPT * 3])
+@pytest.mark.parametrize("stops", [(), ("e",), (" a", "the ", "xyz")])
+@pytest.mark.parametrize("include", [True, False])
+def test_stream_is_the_unary_answer_in_pieces(
+    router: Setup, text: str, stops: tuple[str, ...], include: bool
+) -> None:
+    params = {
+        "stopping": stopping(60, stop_sequences=stops, include_stop_sequence=include),
+        "response": pb.ResponseOptions(generated_tokens=True, input_tokens=True, input_text=True),
+    }
+    [unary] = router.stub.Generate(batch(text, **params)).responses
+    header, inputs, *rest = router.stub.GenerateStream(single(text, **params))
+    assert header == pb.GenerationResponse(input_token_count=unary.input_token_count, text=text)
+    assert inputs.input_tokens == unary.input_tokens
+    assert header.text + "".join(part.text for part in rest) == unary.text
+    assert [token for part in rest for token in part.tokens] == list(unary.tokens)
+    assert [part.generated_token_count for part in rest] == list(range(1, unary.generated_token_count + 1))
+    assert all(part.stop_reason == pb.NOT_FINISHED for part in rest[:-1])
+    assert (rest[-1].stop_reason, rest[-1].stop_sequence) == (unary.stop_reason, unary.stop_sequence)
+    assert not any(part.input_token_count for part in rest)
+
+
+def test_stop_sequence_cuts_the_text(router: Setup) -> None:
+    whole = expected_text(router, expected_tokens(router, PROMPT, 60))
+    stop = whole[6:9]
+    first = whole.index(stop)
+    for include in (True, False):
+        criteria = stopping(60, stop_sequences=[stop], include_stop_sequence=include)
+        [response] = router.stub.Generate(batch(PROMPT, stopping=criteria)).responses
+        assert response.text == whole[: first + len(stop) if include else first]
+        assert response.stop_reason == pb.STOP_SEQUENCE
+        assert response.stop_sequence == stop
+
+
+def test_batch_answers_in_order(router: Setup) -> None:
+    texts = [f"{i} little girls had no bread" for i in range(40)]  # more than fit into one step
+    answers = router.stub.Generate(batch(*texts, stopping=stopping(9))).responses
+    assert [a.text for a in answers] == [
+        expected_text(router, expected_tokens(router, text, 9)) for text in texts
+    ]
+    assert router.stub.Generate(pb.BatchedGenerationRequest()).responses == []
+
+
+def test_input_tokens(router: Setup) -> None:
+    options = pb.ResponseOptions(input_tokens=True, token_logprobs=True, token_ranks=True)
+    [response] = router.stub.Generate(batch(PROMPT, response=options)).responses
+    assert [token.text for token in response.input_tokens] == router.tokenizer.encode(PROMPT).tokens
+    assert [token.rank for token in response.input_tokens] == list(range(len(response.input_tokens)))
+
+
+def test_length_limit_reduces_silently(router: Setup) -> None:
+    text = "quick brown " * 40
+    num_inputs = len(router.tokenizer.encode(text).ids)
+    room = MAX_SEQUENCE_LENGTH - num_inputs
+    assert 0 < room < 150
+    request = batch(text, stopping=stopping(150, min_new_tokens=0))
+    [response] = router.stub.Generate(request).responses
+    tokens = expected_tokens(router, text, room)
+    assert response.generated_token_count == len(tokens)
+    assert response.stop_reason == (pb.EOS_TOKEN if tokens[-1] == EOS else pb.TOKEN_LIMIT)
+
+
+def test_truncation_keeps_the_end_behind_the_beginning_token(router: Setup) -> None:
+    ids = router.tokenizer.encode(PROMPT).ids
+    options = pb.ResponseOptions(input_tokens=True, input_text=True)
+    request = batch(PROMPT, truncate_input_tokens=3, response=options)
+    [response] = router.stub.Generate(request).responses
+    pieces = [router.tokenizer.id_to_token(token) for token in [0, *ids[-2:]]]
+    assert [token.text for token in response.input_tokens] == pieces
+    assert response.input_token_count == 3
+    assert response.text.startswith(PROMPT)
+
+
+def test_seed_is_told(router: Setup) -> None:
+    params = {"method": pb.SAMPLE, "sampling": pb.SamplingParameters(seed=7)}
+    header, *_, last = router.stub.GenerateStream(single(**params))
+    assert (header.seed, last.seed) == (7, 7)
+    responses = router.stub.Generate(batch("a", "b", method=pb.SAMPLE)).responses
+    assert len({response.seed for response in responses}) == 2
+    explicit_zero = {"method": pb.SAMPLE, "sampling": pb.SamplingParameters(temperature=0, seed=7)}
+    assert router.stub.Generate(batch("a", **explicit_zero)).responses[0].seed == 0
+
+
+SAMPLE = {"method": pb.SAMPLE}
+STOPS = "can specify at most 6 non-empty stop sequences, each not more than 240 UTF8 bytes"
+DETAIL = "must request input and/or generated tokens to request extra token detail"
+NAN, INF = math.nan, math.inf
+REJECTED = [
+    *[
+        (SAMPLE | {"sampling": pb.SamplingParameters(temperature=value)}, "temperature must be >= 0.05")
+        for value in (0.01, -1, NAN, INF)
+    ],
+    *[
+        (SAMPLE | {"sampling": pb.SamplingParameters(top_p=value)}, "top_p must be > 0.0 and <= 1.0")
+        for value in (-0.1, 1.01, NAN, INF)
+    ],
+    *[
+        (SAMPLE | {"sampling": pb.SamplingParameters(typical_p=value)}, "typical_p must be <= 1.0")
+        for value in (1.5, NAN, INF, -INF)
+    ],
+    (SAMPLE | {"sampling": pb.SamplingParameters(top_k=2**31)}, "top_k must be strictly positive"),
+    ({"stopping": stopping(2**32 - 1)}, f"max_new_tokens must be <= {MAX_SEQUENCE_LENGTH - 1}"),
+    ({"stopping": pb.StoppingCriteria(min_new_tokens=21)}, "min_new_tokens must be <= max_new_tokens"),
+    *[
+        ({"decoding": pb.DecodingParameters(repetition_penalty=value)}, "repetition_penalty must be > 0.0")
+        for value in (-1, NAN, INF)
+    ],
+    *[
+        (
+            {"decoding": pb.DecodingParameters(length_penalty={"decay_factor": value})},
+            "length_penalty must be >= 1.0 and <= 10.0",
+        )
+        for value in (0, 0.9, 11, NAN)
+    ],
+    ({"stopping": pb.StoppingCriteria(stop_sequences=["a"] * 7)}, STOPS),
+    ({"stopping": pb.StoppingCriteria(stop_sequences=[""])}, STOPS),
+    ({"stopping": pb.StoppingCriteria(stop_sequences=["é" * 121])}, STOPS),
+    ({"stopping": pb.StoppingCriteria(stop_sequences=["x" * 1_000_000])}, STOPS),
+    ({"response": pb.ResponseOptions(token_logprobs=True)}, DETAIL),
+    ({"response": pb.ResponseOptions(top_n_tokens=2)}, DETAIL),
+    (
+        {"response": pb.ResponseOptions(top_n_tokens=11, generated_tokens=True)},
+        "top_n_tokens (11) must be <= 10",
+    ),
+]
+
+
+@pytest.mark.parametrize(("params", "text"), REJECTED)
+def test_rejections(router: Setup, params: dict[str, object], text: str) -> None:
+    with pytest.raises(grpc.RpcError) as unary:
+        router.stub.Generate(batch(PROMPT, PROMPT, **params))
+    with pytest.raises(grpc.RpcError) as stream:
+        list(router.stub.GenerateStream(single(**params)))
+    for error in (unary.value, stream.value):
+        assert (error.code(), error.details()) == (grpc.StatusCode.INVALID_ARGUMENT, text)
+
+
+def test_greedy_ignores_sampling_parameters(router: Setup) -> None:
+    nonsense = pb.SamplingParameters(temperature=-5, top_p=9, typical_p=9, top_k=2**32 - 1)
+    assert router.stub.Generate(batch(PROMPT, sampling=nonsense)).responses
+
+
+def test_rejections_that_need_the_tokens(router: Setup) -> None:
+    long = "fox " * 300
+    num_inputs = len(router.tokenizer.encode(long).ids)
+    cases = [
+        (
+            batch("ok", long),
+            f"input tokens ({num_inputs}) plus prefix length (0) must be < {MAX_SEQUENCE_LENGTH}",
+        ),
+        (
+            batch(long, truncate_input_tokens=150, stopping=stopping(100, min_new_tokens=51)),
+            "input tokens (150) plus prefix length (0) plus min_new_tokens (51) must be <= 200",
+        ),
+    ]
+    for request, text in cases:
+        with pytest.raises(grpc.RpcError) as caught:
+            router.stub.Generate(request)
+        assert (caught.value.code(), caught.value.details()) == (grpc.StatusCode.INVALID_ARGUMENT, text)
+
+
+def test_unknown_prompt_and_adapter(router: Setup) -> None:
+    cases = {
+        "prefix_id": "can't retrieve prompt prefix with id 'nobody': prefix id \"nobody\" not found",
+        "adapter_id": "adapter_id supplied but no adapter store was configured",
+    }
+    for name, text in cases.items():
+        request = batch(PROMPT)
+        setattr(request, name, "nobody")
+        with pytest.raises(grpc.RpcError) as caught:
+            router.stub.Generate(request)
+        assert (caught.value.code(), caught.value.details()) == (grpc.StatusCode.INVALID_ARGUMENT, text)
+
+
+def test_stream_without_request(router: Setup) -> None:
+    with pytest.raises(grpc.RpcError) as caught:
+        list(router.stub.GenerateStream(pb.SingleGenerationRequest()))
+    assert (caught.value.code(), caught.value.details()) == (
+        grpc.StatusCode.INVALID_ARGUMENT,
+        "missing request",
+    )
+
+
+def test_time_limit_keeps_what_there_is(router: Setup) -> None:
+    router.shards[0].step_s = 0.05
+    try:
+        started = time.monotonic()
+        criteria = stopping(190, min_new_tokens=190, time_limit_millis=300)
+        [response] = router.stub.Generate(batch("a", stopping=criteria)).responses
+        assert 0.3 < time.monotonic() - started < 0.6
+    finally:
+        router.shards[0].step_s = 0.001
+    assert response.stop_reason == pb.TIME_LIMIT
+    assert 0 < response.generated_token_count < 20
+    tokens = expected_tokens(router, "a", response.generated_token_count)
+    if EOS not in tokens:
+        assert response.text == expected_text(router, tokens)
+
+
+def test_more_inputs_than_permits_are_refused_at_once(router: Setup) -> None:
+    with pytest.raises(grpc.RpcError) as caught:
+        router.stub.Generate(batch(*["a"] * 513))
+    assert (caught.value.code(), caught.value.details()) == (
+        grpc.StatusCode.RESOURCE_EXHAUSTED,
+        "Model is overloaded",
+    )
+    assert len(router.stub.Generate(batch(*["a"] * 512, stopping=stopping(1))).responses) == 512
+
+
+def test_tokenize(router: Setup) -> None:
+    text = "naïve café 🙂 fox"
+    encoding = router.tokenizer.encode(text)
+    request = pb.BatchedTokenizeRequest(
+        requests=[pb.TokenizeRequest(text=text)], return_tokens=True, return_offsets=True
+    )
+    [response] = router.stub.Tokenize(request).responses
+    assert response.token_count == len(encoding.ids)
+    assert list(response.tokens) == encoding.tokens
+    for offset, (start, end) in zip(response.offsets, encoding.offsets, strict=True):
+        assert text.encode()[offset.start : offset.end].decode() == text[start:end]
+    request.truncate_input_tokens = 4
+    [last] = router.stub.Tokenize(request).responses
+    assert (last.token_count, list(last.tokens)) == (4, encoding.tokens[-4:])
+    assert list(last.offsets) == list(response.offsets)[-4:]
+    assert router.stub.Tokenize(pb.BatchedTokenizeRequest()).responses == []
+
+
+def test_model_info(router: Setup) -> None:
+    info = router.stub.ModelInfo(pb.ModelInfoRequest(model_id="anything"))
+    assert info.model_kind == pb.ModelInfoResponse.DECODER_ONLY
+    assert (info.max_sequence_length, info.max_new_tokens) == (MAX_SEQUENCE_LENGTH, MAX_SEQUENCE_LENGTH - 1)
+
+
+def test_bytes_that_are_no_message(router: Setup) -> None:
+    call = router.channel.unary_unary("/fmaas.GenerationService/Generate")
+    with pytest.raises(grpc.RpcError) as caught:
+        call(b"\xff\xff\xff\x01garbage")
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert caught.value.details() == "the request could not be decoded"
+
+
+def test_health_and_reflection(router: Setup) -> None:
+    health = health_pb2_grpc.HealthStub(router.channel)
+    for name in ("", "fmaas.GenerationService"):
+        response = health.Check(health_pb2.HealthCheckRequest(service=name))
+        assert response.status == health_pb2.HealthCheckResponse.SERVING
+    with pytest.raises(grpc.RpcError) as caught:
+        health.Check(health_pb2.HealthCheckRequest(service="nobody"))
+    assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+    reflection = reflection_pb2_grpc.ServerReflectionStub(router.channel)
+    ask = reflection_pb2.ServerReflectionRequest(list_services="")
+    [answer] = reflection.ServerReflectionInfo(iter([ask]))
+    assert "fmaas.GenerationService" in {s.name for s in answer.list_services_response.service}
+
+
+def get(url: str) -> tuple[int, str]:
+    try:
+        with urllib.request.urlopen(url, timeout=10) as response:
+            return response.status, response.read().decode()
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, error.read().decode()
+
+
+def test_http(router: Setup) -> None:
+    assert get(router.http + "/health") == (200, "")
+    assert get(router.http + "/live") == (200, "")
+    assert get(router.http + "/other")[0] == 404
+    before = metric(router, 'tgi_request_count{kind="single"}')
+    router.stub.Generate(batch("a"))
+    assert metric(router, 'tgi_request_count{kind="single"}') == before + 1
+    assert metric(router, 'tgi_request_count_total{kind="single"}') == before + 1
+
+
+def metric(setup: Setup, series: str) -> float:
+    status, text = get(setup.http + "/metrics")
+    assert status == 200
+    values = [line.rsplit(" ", 1)[1] for line in text.splitlines() if line.startswith(series + " ")]
+    return float(values[0]) if values else 0.0
+
+
+def test_cancelled_calls_leave_nothing_behind(router: Setup) -> None:
+    router.shards[0].step_s = 0.01
+
+    def cancel(i: int) -> None:
+        request = single(f"girl {i}", stopping=stopping(150, min_new_tokens=150))
+        if i % 2:
+            call = router.stub.GenerateStream(request)
+            for _ in range(i % 7):
+                next(call)
+            call.cancel()
+        else:
+            unary = router.stub.Generate.future(
+                batch(f"a {i}", "b", stopping=stopping(150, min_new_tokens=150))
+            )
+            time.sleep(0.003 * (i % 11))
+            unary.cancel()
+
+    try:
+        with ThreadPoolExecutor(16) as threads:
+            list(threads.map(cancel, range(60)))
+        deadline = time.monotonic() + 5
+        series = ("tgi_queue_size", "tgi_requests_running", "tgi_kv_cache_usage_ratio")
+        while any(metric(router, name) for name in series):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+    finally:
+        router.shards[0].step_s = 0.001
+    assert len(router.stub.Generate(batch(*["a"] * 512, stopping=stopping(1))).responses) == 512
+
+
+def test_a_gone_deadline_ends_the_work(router: Setup) -> None:
+    router.shards[0].step_s = 0.05
+    try:
+        with pytest.raises(grpc.RpcError) as caught:
+            router.stub.Generate(batch("a", stopping=stopping(190, min_new_tokens=190)), timeout=0.3)
+        assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        time.sleep(0.3)
+        num_steps = router.shards[0].num_steps
+        time.sleep(0.3)
+        assert router.shards[0].num_steps == num_steps
+    finally:
+        router.shards[0].step_s = 0.001

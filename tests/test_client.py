@@ -1,0 +1,220 @@
+"""`tgis client` against a service with canned answers on a real port."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+from click.testing import CliRunner, Result
+
+from tests.canned_service import WORDS, CannedService, serve
+from tgis.client import client
+from tgis.pb import generation_pb2 as pb
+
+
+@pytest.fixture
+def service() -> CannedService:
+    return CannedService()
+
+
+@pytest.fixture
+def target(service: CannedService) -> Iterator[str]:
+    with serve(service) as address:
+        yield address
+
+
+def run(target: str, *arguments: str) -> Result:
+    return CliRunner().invoke(client, [*arguments, "--target", target])
+
+
+def test_generate_prints_the_answer_alone(target: str) -> None:
+    result = run(target, "generate", "count")
+    assert (result.exit_code, result.stdout, result.stderr) == (0, "count: one two three\n", "")
+
+
+def test_several_inputs_are_answered_in_order_under_their_text(target: str) -> None:
+    result = run(target, "generate", "a\x1b", "b")
+    assert result.stdout.splitlines() == ["--- a\\x1b", "a\x1b: one two three", "--- b", "b: one two three"]
+
+
+def test_nothing_is_asked_that_was_not_given(service: CannedService, target: str) -> None:
+    run(target, "generate", "count")
+    (request,) = service.asked
+    bare = pb.BatchedGenerationRequest(requests=[pb.GenerationRequest(text="count")])
+    assert not request.HasField("prefix_id")
+    assert not request.HasField("adapter_id")
+    assert not request.params.sampling.HasField("temperature")
+    assert not request.params.sampling.HasField("seed")
+    request.ClearField("params")
+    assert request == bare
+
+
+SAMPLING = {
+    ("--temperature", "0.5"): pb.SamplingParameters(temperature=0.5),
+    ("--temperature", "0"): pb.SamplingParameters(temperature=0.0),
+    ("--top-k", "5"): pb.SamplingParameters(top_k=5),
+    ("--top-p", "0.5"): pb.SamplingParameters(top_p=0.5),
+    ("--seed", "0"): pb.SamplingParameters(seed=0),
+    ("--seed", str(2**64 - 1)): pb.SamplingParameters(seed=2**64 - 1),
+}
+
+
+@pytest.mark.parametrize(("given", "expected"), SAMPLING.items())
+def test_any_sampling_option_samples(
+    service: CannedService, target: str, given: tuple[str, str], expected: pb.SamplingParameters
+) -> None:
+    run(target, "generate", "count", *given)
+    params = service.asked[0].params
+    assert (params.method, params.sampling) == (pb.SAMPLE, expected)
+
+
+def test_limits_and_ids_reach_the_service(service: CannedService, target: str) -> None:
+    limits = ["--max-new-tokens", "9", "--min-new-tokens", "3", "--stop", "a", "--stop", "b"]
+    assert run(target, "generate", "x", *limits, "--prefix-id", "p", "--adapter-id", "q").exit_code == 0
+    assert run(target, "stream", "x", *limits, "--prefix-id", "p", "--adapter-id", "q").exit_code == 0
+    stopping = pb.StoppingCriteria(max_new_tokens=9, min_new_tokens=3, stop_sequences=["a", "b"])
+    for request in service.asked:
+        assert (request.params.method, request.params.stopping) == (pb.GREEDY, stopping)
+        assert (request.prefix_id, request.adapter_id) == ("p", "q")
+
+
+@pytest.mark.parametrize("command", ["generate", "stream"])
+def test_details_are_a_table(service: CannedService, target: str, command: str) -> None:
+    result = run(target, command, "count", "--details", "--top-n", "2")
+    *_, reason, head, first, second, third = result.stdout.splitlines()
+    seed = 7 if command == "stream" else 0
+    assert reason == f"MAX_TOKENS: 4 input tokens, 3 generated, seed {seed}"
+    assert head == "token   logprob  rank  likeliest"
+    assert first == "one     -0.5000  1     one -0.5000  \\n -2.2500"
+    assert second == " two    -1.0000  2      two -0.5000  \\n -2.2500"
+    assert third.startswith(" three  -1.5000  3 ")
+    wanted = pb.ResponseOptions(generated_tokens=True, token_logprobs=True, token_ranks=True, top_n_tokens=2)
+    assert service.asked[0].params.response == wanted
+
+
+def test_json_is_a_message_a_line(target: str) -> None:
+    result = run(target, "generate", "é", "b", "--json")
+    first, second = (json.loads(line) for line in result.stdout.splitlines())
+    assert (first["text"], second["text"]) == ("é: one two three", "b: one two three")
+    assert (first["generated_token_count"], first["stop_reason"]) == (3, "MAX_TOKENS")
+    streamed = [json.loads(line)["text"] for line in run(target, "stream", "x", "--json").stdout.splitlines()]
+    assert streamed == ["", *WORDS]
+
+
+def test_stream_prints_the_words(target: str) -> None:
+    assert run(target, "stream", "count").stdout == "one two three\n"
+
+
+def test_stream_prints_a_word_before_the_next_is_there() -> None:
+    code = "from tgis.client import client; client()"
+    with serve(CannedService(delay=1.0)) as address:
+        command = [sys.executable, "-c", code, "stream", "count", "--target", address]
+        # Buffered, as Python's stdout is for everybody else's pipes.
+        environment = {**os.environ, "PYTHONUNBUFFERED": ""}
+        with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment) as process:
+            assert process.stdout is not None
+            assert process.stdout.read(1) == b"o"
+            assert process.poll() is None
+            assert process.stdout.read() == b"ne two three\n"
+        assert process.returncode == 0
+
+
+def test_tokenize_lists_tokens_and_bytes(target: str) -> None:
+    result = run(target, "tokenize", "aé\n")
+    assert result.stdout.splitlines() == ["3 tokens", "a   0  1", "é   1  3", "\\n  3  4"]
+    assert json.loads(run(target, "tokenize", "é", "--json").stdout)["offsets"] == [{"start": 0, "end": 2}]
+
+
+def test_info_names_kind_and_limits(target: str) -> None:
+    lines = run(target, "info").stdout.split()
+    assert lines == ["model_kind", "DECODER_ONLY", "max_sequence_length", "512", "max_new_tokens", "128"]
+    assert json.loads(run(target, "info", "--json").stdout)["max_sequence_length"] == 512
+
+
+FAILURES = {
+    ("generate", "fail"): ("", "error: INVALID_ARGUMENT: input refused in two lines\n"),
+    ("stream", "fail"): ("one\n", "error: UNAVAILABLE: worker lost\n"),
+}
+
+
+@pytest.mark.parametrize(("arguments", "expected"), FAILURES.items())
+def test_an_error_is_one_line(target: str, arguments: tuple[str, ...], expected: tuple[str, str]) -> None:
+    result = run(target, *arguments)
+    assert (result.exit_code, (result.stdout, result.stderr)) == (1, expected)
+
+
+def test_a_call_ends_at_its_timeout() -> None:
+    with serve(CannedService(delay=2.0)) as address:
+        result = run(address, "generate", "count", "--timeout", "0.2")
+    assert result.exit_code == 1
+    assert result.stderr.startswith("error: DEADLINE_EXCEEDED: ")
+
+
+@pytest.mark.parametrize("arguments", [["generate", "x"], ["stream", "x"], ["tokenize", "x"], ["info"]])
+def test_nobody_there_is_one_line(arguments: list[str]) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        result = run(f"127.0.0.1:{free.getsockname()[1]}", *arguments)
+    assert (result.exit_code, result.stdout.strip()) == (1, "")
+    assert result.stderr.startswith("error: UNAVAILABLE: ")
+    assert result.stderr.count("\n") == 1
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Certificate and key of localhost, signed by itself."""
+    directory = tmp_path_factory.mktemp("tls")
+    cert, key = directory / "cert.pem", directory / "key.pem"
+    command = [
+        "openssl",
+        "req",
+        "-x509",
+        "-newkey",
+        "ec",
+        "-pkeyopt",
+        "ec_paramgen_curve:prime256v1",
+        "-nodes",
+    ]
+    command += ["-keyout", key, "-out", cert, "-days", "2", "-subj", "/CN=localhost"]
+    command += ["-addext", "subjectAltName=DNS:localhost"]
+    subprocess.run(command, check=True, capture_output=True)
+    return cert, key
+
+
+def test_tls_with_a_client_certificate(certificate: tuple[Path, Path]) -> None:
+    cert, key = certificate
+    credentials = grpc.ssl_server_credentials(
+        [(key.read_bytes(), cert.read_bytes())], cert.read_bytes(), require_client_auth=True
+    )
+    with serve(CannedService(), credentials) as address:
+        trusted = run(address, "info", "--ca-cert", str(cert), "--cert", str(cert), "--key", str(key))
+        anonymous = run(address, "info", "--ca-cert", str(cert))
+        plain = run(address, "info")
+        unknown = run(address, "info", "--tls")
+    assert trusted.exit_code == 0
+    assert [result.exit_code for result in (anonymous, plain, unknown)] == [1, 1, 1]
+    assert all(result.stderr.startswith("error: UNAVAILABLE: ") for result in (anonymous, plain, unknown))
+
+
+WRONG = [
+    ["generate"],
+    ["info", "--cert", "c.pem"],
+    ["info", "--ca-cert", "/does/not/exist"],
+    ["generate", "x", "--max-new-tokens", "-1"],
+    ["generate", "x", "--seed", str(2**64)],
+]
+
+
+@pytest.mark.parametrize("arguments", WRONG)
+def test_wrong_arguments_never_reach_the_service(
+    service: CannedService, target: str, arguments: list[str]
+) -> None:
+    result = run(target, *arguments)
+    assert result.exit_code in (1, 2)
+    assert isinstance(result.exception, SystemExit)
+    assert service.asked == []
