@@ -23,6 +23,7 @@ from tgis.config import (
     flag_of,
 )
 from tgis.hub import ModelNotFoundError
+from tgis.ports import PortError
 
 C = TypeVar("C", bound=LogOptions)
 
@@ -94,7 +95,8 @@ def _known_errors() -> tuple[type[Exception], ...]:
         "tgis.shard.models": ["UnsupportedModelError"],
     }
     loaded = [(sys.modules[module], kinds) for module, kinds in names.items() if module in sys.modules]
-    return (ModelNotFoundError, *(getattr(module, kind) for module, kinds in loaded for kind in kinds))
+    of_loaded = [getattr(module, kind) for module, kinds in loaded for kind in kinds]
+    return (ModelNotFoundError, PortError, *of_loaded)
 
 
 def _run_launcher(config: LauncherConfig) -> None:

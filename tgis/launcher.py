@@ -6,7 +6,6 @@ import contextlib
 import logging
 import shutil
 import signal
-import socket
 import tempfile
 import time
 from collections.abc import Mapping
@@ -17,6 +16,7 @@ from typing import Any, TypeVar
 from tgis import hub
 from tgis.child import Child
 from tgis.config import LauncherConfig, RouterConfig, ShardConfig, to_flags
+from tgis.ports import PortError, listen
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ def run(config: LauncherConfig) -> None:
     """Returns after a clean stop. Raises LaunchError; the reason then stands in the termination log too."""
     try:
         asyncio.run(_Launcher(config, plan(config)).run())
-    except (LaunchError, hub.ModelNotFoundError) as error:
+    except (LaunchError, hub.ModelNotFoundError, PortError) as error:
         with contextlib.suppress(OSError):
             Path(config.termination_log).write_text(f"{error}\n")
         raise LaunchError(str(error)) from error
@@ -80,7 +80,7 @@ class _Launcher:
 
     async def run(self) -> None:
         for port in (self._config.port, self._config.grpc_port):
-            _check_port(self._config.bind, port)
+            listen(self._config.bind, port).close()  # the router opens it for good, when the model is loaded
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
         self._directory = Path(tempfile.mkdtemp(prefix="text-generation-"))  # mode 0700
@@ -216,11 +216,3 @@ def _derive(config_type: type[C], config: LauncherConfig, own: Mapping[str, Any]
     """`own` values, and for the rest the launcher's options of the same name."""
     shared = {f.name: getattr(config, f.name) for f in fields(config_type) if f.name not in own}
     return config_type(**shared, **own)
-
-
-def _check_port(host: str, port: int) -> None:
-    """Finds a port in use before a model is loaded in vain; the router opens it for good."""
-    try:
-        socket.create_server((host, port)).close()
-    except OSError as error:
-        raise LaunchError(f"port {port} on {host} cannot be opened: {error.strerror}") from error

@@ -12,7 +12,8 @@ class TextFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         lines = [f"{_timestamp(record)} {record.levelname} {record.name}: {_printable(record.getMessage())}"]
         if record.exc_info:  # indented, because a traceback ends with a text that may be a user's
-            lines += ["    " + _printable(line) for line in self.formatException(record.exc_info).splitlines()]
+            traceback = self.formatException(record.exc_info)
+            lines += ["    " + _printable(line) for line in traceback.splitlines()]
         return "\n".join(lines)
 
 

@@ -34,7 +34,7 @@ class FakeShard(ShardServiceServicer):
         self.num_streams = 0
         self.wrong_digests: queue.SimpleQueue[int] = queue.SimpleQueue()
 
-    def Info(self, request: pb.InfoRequest, context: grpc.ServicerContext) -> pb.InfoResponse:  # noqa: N802
+    def Info(self, request: pb.InfoRequest, context: grpc.ServicerContext) -> pb.InfoResponse:
         return pb.InfoResponse(
             model_kind=pb.InfoResponse.MODEL_KIND_DECODER_ONLY,
             vocab_size=VOCAB_SIZE,
@@ -45,12 +45,12 @@ class FakeShard(ShardServiceServicer):
             epoch=self.epoch,
         )
 
-    def LookupPrompt(  # noqa: N802
+    def LookupPrompt(
         self, request: pb.LookupPromptRequest, context: grpc.ServicerContext
     ) -> pb.LookupPromptResponse:
         context.abort(grpc.StatusCode.NOT_FOUND, f'prefix id "{request.prompt_id}" not found')
 
-    def Step(  # noqa: N802
+    def Step(
         self, requests: Iterator[pb.StepRequest], context: grpc.ServicerContext
     ) -> Iterator[pb.StepResponse]:
         self.num_streams += 1

@@ -1,6 +1,6 @@
-"""What a shard must do with a step, in plain Python: an independent reading of shard.proto. The next token is a function
-of the whole prefix, and every cache slot remembers which prefix it was computed for, so any mistake in scheduling,
-sharing or bookkeeping changes an outcome or fails an assertion."""
+"""What a shard must do with a step, in plain Python: an independent reading of shard.proto. The next token is
+a function of the whole prefix, and every cache slot remembers which prefix it was computed for, so any
+mistake in scheduling, sharing or bookkeeping changes an outcome or fails an assertion."""
 
 import zlib
 from array import array

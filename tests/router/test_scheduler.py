@@ -1,5 +1,5 @@
-"""Random workloads through scheduler, blocks and messages, against the plain model of a shard: late answers, cancels,
-stops that only the router sees, preemption, lost shards."""
+"""Random workloads through scheduler, blocks and messages, against the plain model of a shard: late answers,
+cancels, stops that only the router sees, preemption, lost shards."""
 
 import random
 from collections import Counter, deque

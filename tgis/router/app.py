@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import logging
 import signal
-import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -18,11 +17,11 @@ from grpc_reflection.v1alpha import reflection
 from tgis.config import RouterConfig
 from tgis.pb import generation_pb2, shard_pb2
 from tgis.pb.generation_pb2_grpc import add_GenerationServiceServicer_to_server
+from tgis.ports import PortError, listen
 from tgis.router.blocks import BlockPool
 from tgis.router.budget import StepBudget
 from tgis.router.detokenizer import Vocabulary
 from tgis.router.engine import Engine
-from tgis.router.errors import StartupError
 from tgis.router.grpc_api import GenerationService
 from tgis.router.grpc_door import Door
 from tgis.router.http_api import http_app
@@ -44,7 +43,7 @@ GRPC_OPTIONS = [
 
 
 def run(config: RouterConfig) -> None:
-    """Serves until SIGTERM or SIGINT; returns after the drain. Raises StartupError."""
+    """Serves until SIGTERM or SIGINT; returns after the drain. Raises StartupError and PortError."""
     uvloop.run(_Router(config).serve())
 
 
@@ -143,7 +142,7 @@ class _Router:
     @asynccontextmanager
     async def _http_server(self) -> AsyncIterator[int]:
         """Answers from the start, so that the process is live while the model loads; yields the port."""
-        listener = _open_http_port(self._config.bind, self._config.port)
+        listener = listen(self._config.bind, self._config.port)
         settings = uvicorn.Config(
             http_app(self._is_ready, self._metrics), log_config=None, access_log=False, lifespan="off"
         )
@@ -172,11 +171,4 @@ def _open_grpc_port(server: grpc.aio.Server, host: str, port: int) -> int:
     try:
         return server.add_insecure_port(f"{host}:{port}")
     except RuntimeError as error:
-        raise StartupError(f"gRPC port {port} on {host} cannot be opened; is it in use?") from error
-
-
-def _open_http_port(host: str, port: int) -> socket.socket:
-    try:
-        return socket.create_server((host, port))
-    except OSError as error:
-        raise StartupError(f"HTTP port {port} on {host} cannot be opened: {error.strerror}") from error
+        raise PortError(f"port {port} on {host} cannot be opened; is it in use?") from error

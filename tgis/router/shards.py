@@ -91,9 +91,8 @@ class Shards:
 
     async def _ask_all(self) -> list[pb.InfoResponse] | None:
         """None while a rank is missing, or left over from an earlier start of the group."""
-        calls = [
-            ShardServiceStub(channel).Info(pb.InfoRequest(), timeout=LOOKUP_TIMEOUT_S) for channel in self._channels
-        ]
+        stubs = [ShardServiceStub(channel) for channel in self._channels]
+        calls = [stub.Info(pb.InfoRequest(), timeout=LOOKUP_TIMEOUT_S) for stub in stubs]
         try:
             infos = [await call for call in calls]
         except grpc.aio.AioRpcError:
@@ -133,4 +132,3 @@ class Shards:
                 self._answers.put_nowait(ShardsLostError(f"the ranks disagree on step {step.step_id}"))
                 return
             self._answers.put_nowait(decode_answer(step, responses[0]))
-

@@ -1,0 +1,60 @@
+# Everything runs in a virtual environment of its own, made on first use.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/pip install -q -c constraints.txt
+
+# What `make run` serves, and where. Without a name: a small model, trained on the spot and kept.
+DEMO_MODEL := .cache/demo-model
+MODEL_NAME ?=
+BIND ?= 127.0.0.1
+SERVED := $(if $(MODEL_NAME),$(MODEL_NAME),$(DEMO_MODEL))
+
+SOURCES := tgis tests integration_tests bench scripts
+PACKAGING := pyproject.toml constraints.txt protos/generation.proto protos/shard.proto scripts/build_protos.py
+
+.DEFAULT_GOAL := help
+.PHONY: help install run protos check test test-all bench clean
+
+help:  ## Show this list
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{ printf "  make %-10s %s\n", $$1, $$2 }'
+
+install: $(VENV)/installed  ## Make the virtual environment and install the package
+run: $(VENV)/installed $(if $(MODEL_NAME),,$(DEMO_MODEL)/config.json)  ## Serve MODEL_NAME, or the demo model
+	@scripts/serve.sh "$(BIN)" "$(SERVED)" "$(BIND)"
+
+check: $(VENV)/installed-dev  ## Lint, types, imports, sizes
+	$(BIN)/ruff check $(SOURCES)
+	$(BIN)/ruff format --check $(SOURCES)
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache
+	$(BIN)/python scripts/check_sizes.py
+
+test: $(VENV)/installed-dev  ## Run the tests
+	$(BIN)/pytest -m "not slow"
+
+test-all: $(VENV)/installed-dev  ## Run the tests, the slow ones too
+	$(BIN)/pytest
+
+bench: $(VENV)/installed-dev  ## Measure the service; SHAPE=15m|135m|500m|1b, BENCH='more options'
+	$(BIN)/python -m bench --shape $(or $(SHAPE),135m) $(BENCH)
+
+protos: $(VENV)/installed-dev  ## Generate tgis/pb from protos/
+	$(BIN)/python scripts/build_protos.py
+
+clean:  ## Remove what the other targets made
+	rm -rf $(VENV) .cache tgis/pb build dist
+
+$(VENV)/bin/pip:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/installed: $(VENV)/bin/pip $(PACKAGING)
+	$(PIP) -e .
+	@touch $@
+
+$(VENV)/installed-dev: $(VENV)/installed
+	$(PIP) -e '.[dev]'
+	@touch $@
+
+$(DEMO_MODEL)/config.json: | $(VENV)/installed
+	$(BIN)/tgis demo-model $(DEMO_MODEL)

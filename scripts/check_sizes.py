@@ -1,0 +1,27 @@
+"""Fails when a file of the package has more than 300 lines or a function more than 50."""
+
+import ast
+import sys
+from pathlib import Path
+
+MAX_FILE, MAX_FUNCTION = 300, 50
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def too_long(path: Path) -> list[str]:
+    text, name = path.read_text(), path.relative_to(ROOT)
+    num_lines = len(text.splitlines())
+    found = [f"{name}: {num_lines} lines, at most {MAX_FILE}"] if num_lines > MAX_FILE else []
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            length = (node.end_lineno or node.lineno) - node.lineno + 1
+            if length > MAX_FUNCTION:
+                found.append(f"{name}:{node.lineno} {node.name}: {length} lines, at most {MAX_FUNCTION}")
+    return found
+
+
+if __name__ == "__main__":
+    sources = [path for path in (ROOT / "tgis").rglob("*.py") if "pb" not in path.parts]
+    problems = [problem for path in sorted(sources) for problem in too_long(path)]
+    print("\n".join(problems) or f"{len(sources)} files within their sizes")
+    sys.exit(bool(problems))

@@ -1,0 +1,188 @@
+"""Shards that die, disagree or stay away, and the router's own end, under live streams."""
+
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import grpc
+import pytest
+
+from tests.processes import Service
+from tests.router.conftest import FakeShard, Setup, serve_shard, start_router, stop_router
+from tests.router.test_grpc_api import batch, expected_text, expected_tokens, get, single, stopping
+from tests.tokenizers_for_tests import write_byte_level
+
+NUM_STREAMS = 8
+LENGTH = 60
+RECOVERY_TIMEOUT = 2.0
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> Iterator[Setup]:
+    setup = start_router(tmp_path, 2, "--recovery-timeout", str(RECOVERY_TIMEOUT))
+    yield setup
+    stop_router(setup)
+
+
+class Streams:
+    """Live streams, read by threads of their own."""
+
+    def __init__(self, setup: Setup, count: int = NUM_STREAMS, step_s: float = 0.01) -> None:
+        self.setup = setup
+        for shard in setup.shards:
+            shard.step_s = step_s
+        self.texts = [f"{i} little girls" for i in range(count)]
+        self.started = threading.Barrier(count + 1)
+        self._threads = ThreadPoolExecutor(count)
+        self._results: list[Future[str]] = [self._threads.submit(self._read, text) for text in self.texts]
+        self.started.wait(10)
+
+    def _read(self, text: str) -> str:
+        parts, waited = [], False
+        for response in self.setup.stub.GenerateStream(single(text, stopping=stopping(LENGTH))):
+            parts.append(response.text)
+            if response.generated_token_count and not waited:
+                waited = True
+                self.started.wait(10)
+        return "".join(parts)
+
+    def results(self) -> list[str]:
+        with self._threads:
+            return [result.result(30) for result in self._results]
+
+    def errors(self) -> list[grpc.StatusCode]:
+        with self._threads:
+            return [result.exception(30).code() for result in self._results]  # type: ignore[union-attr]
+
+    def expected(self) -> list[str]:
+        return [expected_text(self.setup, expected_tokens(self.setup, text, LENGTH)) for text in self.texts]
+
+
+def restart_shards(setup: Setup, epoch: int) -> None:
+    setup.shards[:] = [FakeShard(rank, epoch) for rank in range(len(setup.shards))]
+    setup.servers[:] = [serve_shard(shard, setup.uds_path) for shard in setup.shards]
+
+
+def test_two_ranks_answer_as_one(pair: Setup) -> None:
+    streams = Streams(pair, step_s=0.001)
+    assert streams.results() == streams.expected()
+    assert pair.shards[0].num_steps == pair.shards[1].num_steps
+
+
+def test_streams_go_on_when_the_shards_come_back(pair: Setup) -> None:
+    streams = Streams(pair)
+    for server in pair.servers:
+        server.stop(0).wait()
+    wait_for_health(pair, 503)
+    assert get(pair.http + "/live")[0] == 200
+    restart_shards(pair, epoch=2)
+    assert streams.results() == streams.expected()
+    wait_for_health(pair, 200)
+
+
+def test_one_lost_rank_is_a_lost_group(pair: Setup) -> None:
+    """The surviving rank is of the old epoch, so the router waits until both are of one start."""
+    streams = Streams(pair)
+    pair.servers[1].stop(0).wait()
+    pair.servers[1] = serve_shard(FakeShard(1, epoch=2), pair.uds_path)
+    wait_for_health(pair, 503)
+    time.sleep(0.3)
+    assert get(pair.http + "/health")[0] == 503
+    for server in pair.servers:
+        server.stop(0).wait()
+    restart_shards(pair, epoch=2)
+    assert streams.results() == streams.expected()
+
+
+def test_ranks_that_disagree_are_found_out(pair: Setup) -> None:
+    streams = Streams(pair)
+    pair.shards[1].wrong_digests.put(1)
+    assert streams.results() == streams.expected()
+    assert pair.shards[0].num_streams == 2
+    assert "the ranks disagree" in pair.service.output
+
+
+def test_past_the_recovery_timeout_calls_end(pair: Setup) -> None:
+    streams = Streams(pair)
+    lost = time.monotonic()
+    for server in pair.servers:
+        server.stop(0).wait()
+    assert set(streams.errors()) == {grpc.StatusCode.UNAVAILABLE}
+    assert RECOVERY_TIMEOUT - 0.5 < time.monotonic() - lost < RECOVERY_TIMEOUT + 3
+    with pytest.raises(grpc.RpcError) as refused:
+        pair.stub.Generate(batch("a"))
+    assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
+    restart_shards(pair, epoch=2)
+    wait_for_health(pair, 200)
+    assert pair.stub.Generate(batch("a")).responses
+
+
+def test_time_limits_run_on_while_shards_are_lost(pair: Setup) -> None:
+    pair.shards[0].step_s = pair.shards[1].step_s = 0.05
+    criteria = stopping(LENGTH, min_new_tokens=LENGTH, time_limit_millis=700)
+    started = time.monotonic()
+    stream = pair.stub.GenerateStream(single("a", stopping=criteria))
+    next(stream)
+    next(stream)
+    for server in pair.servers:
+        server.stop(0).wait()
+    *_, last = stream
+    assert last.stop_reason == 4
+    assert 0.7 <= time.monotonic() - started < 1.5
+
+
+def test_sigterm_lets_streams_finish(pair: Setup) -> None:
+    streams = Streams(pair)
+    pair.service.process.send_signal(signal.SIGTERM)
+    time.sleep(0.2)
+    with pytest.raises(grpc.RpcError) as refused:
+        pair.service.channel().unary_unary("/fmaas.GenerationService/ModelInfo")(b"", timeout=5)
+    assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
+    assert streams.results() == streams.expected()
+    assert pair.service.end() == 0
+
+
+def test_streams_longer_than_the_shutdown_timeout_end_unavailable(tmp_path: Path) -> None:
+    setup = start_router(tmp_path, 1, "--shutdown-timeout", "0.5")
+    streams = Streams(setup, count=2, step_s=0.1)
+    started = time.monotonic()
+    assert stop_router(setup) == 0, setup.service.output
+    assert time.monotonic() - started < 3
+    assert set(streams.errors()) == {grpc.StatusCode.UNAVAILABLE}
+
+
+def wait_for_health(setup: Setup, status: int) -> None:
+    deadline = time.monotonic() + 10
+    while get(setup.http + "/health")[0] != status:
+        assert time.monotonic() < deadline, setup.service.output
+        time.sleep(0.02)
+
+
+def router_fails(directory: Path, *flags: str) -> str:
+    command = ["router", "--tokenizer-path", str(directory), "--shard-uds-path", str(directory / "shard")]
+    ports = ["--bind", "127.0.0.1", "--port", "0", "--grpc-port", "0", "--max-sequence-length", "99"]
+    service = Service([*command, *ports, *flags])
+    assert service.process.wait(20) == 1
+    assert service.end() == 1
+    return service.lines[-1]
+
+
+def test_start_failures_are_one_line(tmp_path: Path, pair: Setup) -> None:
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    assert router_fails(empty) == "error: No existing fast tokenizer (tokenizer.json) found"
+    (empty / "tokenizer.json").write_text("{")
+    assert router_fails(empty).startswith("error: Problem loading tokenizer for model: ")
+    directory = tmp_path / "model"
+    write_byte_level(directory)
+    port = str(pair.service.grpc_port)
+    assert router_fails(directory, "--grpc-port", port) == (
+        f"error: port {port} on 127.0.0.1 cannot be opened; is it in use?"
+    )
+    port = str(pair.service.http_port)
+    assert router_fails(directory, "--port", port) == (
+        f"error: port {port} on 127.0.0.1 cannot be opened: Address already in use"
+    )

@@ -1,0 +1,16 @@
+"""Opening a listening port, or saying in one line why it cannot be opened."""
+
+import socket
+
+
+class PortError(Exception):
+    """Names the port, the address and the reason."""
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A listening TCP socket that no other process shares; port 0 takes a free one. Raises PortError."""
+    try:
+        return socket.create_server((host, port))
+    except OSError as error:
+        reason = (error.strerror or str(error)).split(" (")[0]  # asyncio and socket add the address once more
+        raise PortError(f"port {port} on {host} cannot be opened: {reason}") from error
