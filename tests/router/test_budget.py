@@ -1,0 +1,48 @@
+"""The prediction of step times, and what follows for prompts."""
+
+import random
+
+import pytest
+
+from tgis.router.budget import MIN_PROMPT_TOKENS, StepBudget
+
+
+def observed(fixed: float, per_token: float, sizes: list[int], decode_step_s: float = 0.1) -> StepBudget:
+    budget = StepBudget(2048, decode_step_s)
+    for size in sizes:
+        budget.observe(size, fixed + per_token * size)
+    return budget
+
+
+def test_learns_a_line() -> None:
+    r = random.Random(0)
+    budget = observed(0.01, 0.001, [r.randint(1, 500) for _ in range(50)])
+    assert budget.predict(200) == pytest.approx(0.21, rel=1e-3)
+
+
+def test_follows_a_machine_that_becomes_slower() -> None:
+    r = random.Random(0)
+    budget = observed(0.01, 0.001, [r.randint(1, 500) for _ in range(50)])
+    for size in (r.randint(1, 500) for _ in range(400)):
+        budget.observe(size, 0.02 + 0.002 * size)
+    assert budget.predict(200) == pytest.approx(0.42, rel=0.01)
+
+
+def test_one_size_of_step_says_nothing_of_the_fixed_part() -> None:
+    budget = observed(0.01, 0.001, [100] * 20)
+    assert budget.predict(100) == pytest.approx(0.11)
+
+
+def test_prompts_get_everything_while_nobody_decodes() -> None:
+    assert observed(0.01, 0.001, [1, 300, 20]).prompt_tokens(0) == 2048
+    assert StepBudget(2048, 0.1).prompt_tokens(8) == 2040  # nothing is known yet
+
+
+def test_prompts_get_what_fits_beside_those_that_decode() -> None:
+    budget = observed(0.01, 0.001, [1, 300, 20])
+    assert budget.prompt_tokens(10) == pytest.approx(80, abs=1)
+
+
+def test_a_prompt_always_comes_forward() -> None:
+    assert observed(0.5, 0.01, [1, 300, 20]).prompt_tokens(10) == MIN_PROMPT_TOKENS
+    assert StepBudget(8, 0.1).prompt_tokens(8) == MIN_PROMPT_TOKENS
