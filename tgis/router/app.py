@@ -115,11 +115,14 @@ class _Router:
         validator = Validator(tokenizer, _limits(config, info, tokenizer), shards.lookup_prompt)
         kinds = generation_pb2.ModelInfoResponse
         is_decoder = info.model_kind == shard_pb2.InfoResponse.MODEL_KIND_DECODER_ONLY
+        permits = Permits(config.max_concurrent_requests)
+        self._metrics.permits_used.set_function(lambda: permits.num_used)
+        self._metrics.tasks.set_function(lambda: len(asyncio.all_tasks()))
         service = GenerationService(
             self._engine,
             validator,
             tokenizer,
-            Permits(config.max_concurrent_requests),
+            permits,
             self._metrics,
             kinds.DECODER_ONLY if is_decoder else kinds.ENCODER_DECODER,
         )

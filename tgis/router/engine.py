@@ -103,6 +103,7 @@ class Engine:
         )
         self._live: dict[Sequence, Generation] = {}
         self._connected = self._given_up = self._fill_is_due = False
+        metrics.requests_live.set_function(lambda: len(self._live))
 
     @property
     def num_live(self) -> int:

@@ -64,6 +64,9 @@ class Metrics:
         self.forward_duration = duration(
             "tgi_batch_inference_forward_duration", "Seconds of a step's forward pass"
         )
+        self.requests_live = gauge("tgi_requests_live", "Accepted sequences without a final event")
+        self.permits_used = gauge("tgi_permits_used", "Permits for inputs that are held")
+        self.tasks = gauge("tgi_tasks", "Tasks of the router's event loop")
         self.queue_size = gauge("tgi_queue_size", "Sequences that wait for a place in the batch")
         self.batch_current_size = gauge("tgi_batch_current_size", "Sequences in the batch")
         self.requests_running = gauge("tgi_requests_running", "Sequences in the batch")

@@ -13,6 +13,10 @@ class Permits:
     def __init__(self, max_permits: int) -> None:
         self.num_free = self.max_permits = max_permits
 
+    @property
+    def num_used(self) -> int:
+        return self.max_permits - self.num_free
+
     @contextmanager
     def hold(self, count: int) -> Iterator[None]:
         """Raises OverloadedError."""

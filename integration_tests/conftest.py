@@ -1,0 +1,143 @@
+"""A launched service on a tiny random checkpoint, and transformers' own answers for the same checkpoint."""
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from tests.shard.checkpoints import write_llama
+from tokenizers import Tokenizer
+from transformers import LlamaForCausalLM
+
+from tests.processes import Service
+from tests.tokenizers_for_tests import write_byte_level
+from tgis.pb import generation_pb2 as pb
+from tgis.pb.generation_pb2_grpc import GenerationServiceStub
+
+VOCAB_SIZE = 403  # cannot be cut evenly for two ranks
+MAX_SEQUENCE_LENGTH = 256
+WORDS = (
+    "girl bread fox dog time once upon little quick brown lazy café 東京 🙂 def return naïve argument"
+).split(" ")
+
+
+@dataclass(frozen=True)
+class Expected:
+    """Transformers' greedy answer to one prompt."""
+
+    prompt: str
+    max_new_tokens: int
+    input_pieces: list[str]
+    input_logprobs: list[float]
+    """Of the tokens after the first."""
+    pieces: list[str]
+    logprobs: list[float]
+    certain: int
+    """Tokens before the first whose two best scores are too close to tell which one must be chosen."""
+
+
+class Oracle:
+    """transformers, in float32, one prompt at a time."""
+
+    def __init__(self, directory: Path, tokenizer: Tokenizer) -> None:
+        self.tokenizer = tokenizer
+        self.model = LlamaForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+
+    @torch.inference_mode()
+    def answer(self, prompt: str, max_new_tokens: int) -> Expected:
+        ids = self.tokenizer.encode(prompt).ids
+        out = self.model.generate(
+            torch.tensor([ids]),
+            attention_mask=torch.ones(1, len(ids), dtype=torch.int64),
+            max_new_tokens=max_new_tokens,
+            do_sample=False,
+            output_logits=True,
+            return_dict_in_generate=True,
+            pad_token_id=0,
+        )
+        tokens = out.sequences[0, len(ids) :].tolist()
+        steps = torch.stack(out.logits)[:, 0].log_softmax(-1)  # [num_tokens, vocab_size]
+        best = steps.topk(2).values
+        close = (best[:, 0] - best[:, 1] < 1e-4).nonzero().flatten().tolist()
+        inputs = self.model(torch.tensor([ids])).logits[0, :-1].log_softmax(-1)
+        return Expected(
+            prompt,
+            max_new_tokens,
+            [self.tokenizer.id_to_token(token) for token in ids],
+            [float(inputs[i, token]) for i, token in enumerate(ids[1:])],
+            [self.tokenizer.id_to_token(token) or "" for token in tokens],
+            [float(steps[i, token]) for i, token in enumerate(tokens)],
+            min(close, default=len(tokens)),
+        )
+
+
+@dataclass(frozen=True)
+class Model:
+    directory: Path
+    expected: list[Expected]
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
+    directory = tmp_path_factory.mktemp("models") / "tiny"
+    write_llama(directory, vocab_size=VOCAB_SIZE, max_position_embeddings=MAX_SEQUENCE_LENGTH, eos_token_id=1)
+    tokenizer = write_byte_level(directory, 400)
+    oracle, r = Oracle(directory, tokenizer), random.Random(0)
+    shared = " ".join(r.choices(WORDS, k=12))
+    prompts = [" ".join(r.choices(WORDS, k=r.randint(1, 30))) for _ in range(14)]
+    prompts += [f"{shared} {' '.join(r.choices(WORDS, k=r.randint(1, 8)))}" for _ in range(7)]
+    return Model(directory, [oracle.answer(prompt, r.randint(5, 40)) for prompt in prompts])
+
+
+class Client:
+    """Stubs of a running service."""
+
+    def __init__(self, service: Service) -> None:
+        self.service = service
+        self.channel = service.channel()
+        self.stub = GenerationServiceStub(self.channel)
+
+
+def launch(directory: Path, *flags: str, env: dict[str, str] | None = None) -> Service:
+    ports = ["--bind", "127.0.0.1", "--port", "0", "--grpc-port", "0"]
+    termination_log = ["--termination-log", str(directory / "termination-log")]
+    return Service(["launcher", "--model-name", str(directory), *ports, *termination_log, *flags], env)
+
+
+def serve(directory: Path, *flags: str) -> Iterator[Client]:
+    client = Client(launch(directory, *flags).wait_until_serving())
+    try:
+        yield client
+    finally:
+        client.channel.close()
+        code = client.service.end()
+    assert code == 0, client.service.output
+
+
+def request(expected: Expected, **more: object) -> dict[str, object]:
+    """Parameters that ask for everything there is to compare."""
+    return {
+        "stopping": pb.StoppingCriteria(max_new_tokens=expected.max_new_tokens),
+        "response": pb.ResponseOptions(
+            generated_tokens=True, input_tokens=True, token_logprobs=True, token_ranks=True, top_n_tokens=2
+        ),
+        **more,
+    }
+
+
+def check(expected: Expected, response: pb.GenerationResponse) -> None:
+    """Tokens equal, log-probabilities within 1e-4, absolute or relative."""
+    pieces = [token.text for token in response.tokens]
+    num = expected.certain
+    assert pieces[:num] == expected.pieces[:num]
+    if num == len(expected.pieces):
+        assert len(pieces) == num
+    logprobs = [token.logprob for token in response.tokens]
+    assert logprobs[:num] == pytest.approx(expected.logprobs[:num], rel=1e-4, abs=1e-4)
+    assert all(token.rank == 1 for token in response.tokens)
+    assert [token.text for token in response.input_tokens] == expected.input_pieces
+    given = [token.logprob for token in response.input_tokens]
+    assert given[0] != given[0]
+    assert given[1:] == pytest.approx(expected.input_logprobs, rel=1e-4, abs=1e-4)

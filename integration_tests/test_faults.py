@@ -1,0 +1,211 @@
+"""What happens when processes die, clients leave and starts fail, with real processes."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import time
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
+from pathlib import Path
+
+import pytest
+
+from integration_tests.conftest import Client, Model, launch, serve
+from tests.processes import Service, children_of
+from tgis.pb import generation_pb2 as pb
+
+LENGTH = 150
+NUM_STREAMS = 8
+
+
+@pytest.fixture(scope="module")
+def client(model: Model) -> Iterator[Client]:
+    yield from serve(model.directory, "--dtype", "float32", "--num-shard", "2")
+
+
+def long_request(text: str) -> pb.SingleGenerationRequest:
+    criteria = pb.StoppingCriteria(max_new_tokens=LENGTH, min_new_tokens=LENGTH)
+    return pb.SingleGenerationRequest(
+        request=pb.GenerationRequest(text=text), params=pb.Parameters(stopping=criteria)
+    )
+
+
+def read(client: Client, text: str) -> tuple[str, int]:
+    """Text and reason of a whole stream."""
+    parts = list(client.stub.GenerateStream(long_request(text)))
+    return "".join(part.text for part in parts), parts[-1].stop_reason
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_streams_survive_a_killed_shard(client: Client, model: Model, victim: int) -> None:
+    texts = [expected.prompt[:20] for expected in model.expected[:NUM_STREAMS]]
+    undisturbed = [read(client, text) for text in texts]
+    shards = sorted(children_of(client.service.process.pid)["serve"])
+    with ThreadPoolExecutor(NUM_STREAMS) as threads:
+        streams = [threads.submit(read, client, text) for text in texts]
+        time.sleep(0.15)
+        assert not any(stream.done() for stream in streams), "they must be running when the shard dies"
+        os.kill(shards[victim], signal.SIGKILL)
+        disturbed = [stream.result(60) for stream in streams]
+    assert disturbed == undisturbed
+    again = children_of(client.service.process.pid)["serve"]
+    assert len(again) == 2
+    assert not set(again) & set(shards)
+    client.service.wait_for_line("requests resume")
+
+
+def metrics(client: Client) -> dict[str, float]:
+    with urllib.request.urlopen(client.service.http + "/metrics", timeout=10) as response:
+        lines = response.read().decode().splitlines()
+    return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines if line[0] != "#")}
+
+
+def test_a_hundred_cancelled_streams_leave_nothing(client: Client, model: Model) -> None:
+    read(client, "a")
+    time.sleep(0.5)
+    num_tasks = metrics(client)["tgi_tasks"]
+
+    def cancel(i: int) -> None:
+        call = client.stub.GenerateStream(long_request(model.expected[i % 20].prompt))
+        for _ in range(i % 13):
+            next(call)
+        call.cancel()
+
+    with ThreadPoolExecutor(32) as threads:
+        list(threads.map(cancel, range(100)))
+    names = (
+        "tgi_queue_size",
+        "tgi_requests_running",
+        "tgi_requests_live",
+        "tgi_kv_cache_usage_ratio",
+        "tgi_permits_used",
+    )
+    idle = dict.fromkeys(names, 0.0) | {"tgi_tasks": num_tasks}
+    deadline = time.monotonic() + 10
+    while (found := {name: metrics(client)[name] for name in idle}) != idle:
+        assert time.monotonic() < deadline, found
+        time.sleep(0.1)
+
+
+def test_nothing_listens_off_loopback(client: Client) -> None:
+    """Public ports are bound to loopback here; gloo's sockets must be there always."""
+    own = sockets_of(children_of(client.service.process.pid))
+    listening = {address for address, inode in listening_inodes() if inode in own}
+    assert listening <= {"0100007F"}, listening
+
+
+def listening_inodes() -> set[tuple[str, str]]:
+    found = set()
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A":
+                found.add((fields[1].rsplit(":", 1)[0], fields[9]))
+    return found
+
+
+def sockets_of(children: dict[str, list[int]]) -> set[str]:
+    inodes = set()
+    for pid in chain(*children.values()):
+        for entry in Path(f"/proc/{pid}/fd").iterdir():
+            if found := re.match(r"socket:\[(\d+)\]", os.readlink(entry)):
+                inodes.add(found[1])
+    assert inodes
+    return inodes
+
+
+def test_sigterm_finishes_what_is_in_flight(model: Model) -> None:
+    service = launch(model.directory, "--dtype", "float32").wait_until_serving()
+    client = Client(service)
+    with ThreadPoolExecutor(1) as threads:
+        stream = threads.submit(read, client, "girl")
+        time.sleep(0.1)
+        assert not stream.done()
+        started = time.monotonic()
+        assert service.end(signal.SIGTERM) == 0, service.output
+        assert time.monotonic() - started < 8
+        _, reason = stream.result(10)
+    assert reason == pb.MAX_TOKENS
+    client.channel.close()
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_nothing_outlives_the_launcher(model: Model, number: signal.Signals) -> None:
+    service = launch(model.directory, "--num-shard", "2").wait_until_serving()
+    children = list(chain(*children_of(service.process.pid).values()))
+    assert len(children) == 3
+    port = service.grpc_port
+    service.end(number)
+    deadline = time.monotonic() + 3
+    while any(is_running(pid) for pid in children):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    socket.create_server(("127.0.0.1", port)).close()
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def broken(model: Model, directory: Path, **config: object) -> str:
+    """A copy of the model with another config.json."""
+    shutil.copytree(model.directory, directory)
+    settings = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(settings | config))
+    return str(directory)
+
+
+def failure(*flags: str, env: dict[str, str] | None = None, termination_log: Path | None = None) -> str:
+    """The last line of a start that must fail within ten seconds and leave nothing behind."""
+    log = ["--termination-log", str(termination_log)] if termination_log else []
+    command = ["launcher", "--bind", "127.0.0.1", "--port", "0", "--grpc-port", "0", *log, *flags]
+    started = time.monotonic()
+    service = Service(command, env)
+    code = service.process.wait(30)
+    assert time.monotonic() - started < 10, service.output
+    assert not children_of(service.process.pid)
+    assert service.end() == code != 0
+    assert "Traceback" not in service.output
+    return service.lines[-1]
+
+
+def test_starts_that_fail_say_why_in_one_line(model: Model, tmp_path: Path) -> None:
+    log = tmp_path / "termination-log"
+
+    def fails(*flags: str, **more: object) -> str:
+        return failure(*flags, termination_log=log, **more)  # type: ignore[arg-type]
+
+    here = ["--model-name", str(model.directory)]
+    assert fails("--model-name", "nobody/nothing") == "error: Model nobody/nothing not found"
+    assert log.read_text() == "Model nobody/nothing not found\n"
+    unknown = broken(model, tmp_path / "unknown", model_type="foo")
+    assert "error: shard 0: model type 'foo' is not supported" in fails("--model-name", unknown)
+    assert "model type 'foo' is not supported" in log.read_text()
+    text = "dtype and dtype_str args both provided with different values"
+    assert fails(*here, "--dtype", "float32", "--dtype-str", "float16") == f"error: {text}"
+    text = "NUM_GPUS and num_shard are set to different values (2 and 1)"
+    assert fails(*here, "--num-shard", "1", env={"NUM_GPUS": "2"}) == f"error: {text}"
+    wrong = broken(model, tmp_path / "wrong", hidden_size=48)
+    assert re.search(r"error: shard 0: .*model\.safetensors.*", fails("--model-name", wrong))
+    assert re.search("error: shard 0: .*full-length", fails(*here, "--kv-cache-tokens", "100"))
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        text = f"error: port {port} on 127.0.0.1 cannot be opened: Address already in use"
+        assert fails(*here, "--grpc-port", port) == text
+        assert fails(*here, "--port", port) == text
+
+
+def test_pickles_are_refused(model: Model, tmp_path: Path) -> None:
+    directory = Path(broken(model, tmp_path / "pickles"))
+    (directory / "model.safetensors").rename(directory / "pytorch_model.bin")
+    line = failure("--model-name", str(directory))
+    assert "safetensors" in line
+    assert "convert-to-safetensors" in line
