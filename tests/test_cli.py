@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any
 
 import click
@@ -87,10 +88,15 @@ def test_every_option_is_declared_once() -> None:
         ["--nonsense"],
     ],
 )
-def test_bad_flags_are_usage_errors(arguments: list[str]) -> None:
-    result = CliRunner().invoke(cli.launcher_main, arguments)
+def test_bad_flags_are_one_line(arguments: list[str], tmp_path: Path) -> None:
+    log = tmp_path / "termination-log"
+    result = CliRunner().invoke(cli.launcher_main, ["--termination-log", str(log), *arguments])
     assert result.exit_code == 2
-    assert arguments[0] in result.output
+    [line] = result.stderr.splitlines()
+    assert line.startswith("error: ")
+    assert arguments[0] in line
+    if arguments != ["--nonsense"]:  # which is found out before any option is read
+        assert log.read_text() == line.removeprefix("error: ") + "\n"
 
 
 def test_commands_that_only_talk_import_no_torch() -> None:

@@ -1,17 +1,19 @@
 """The commands. Their options are generated from `tgis.config`, the only place that reads the environment; a
 failure is one line, `error: ...`, and an exit code that is not 0."""
 
+import contextlib
 import logging
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import NoneType
-from typing import Any, TypeVar, get_args
+from typing import Any, NoReturn, TypeVar, get_args
 
 import click
 
 from tgis import __version__, logs
 from tgis.child import ERROR_PREFIX
+from tgis.client import client
 from tgis.config import (
     LauncherConfig,
     LogOptions,
@@ -28,18 +30,32 @@ from tgis.ports import PortError
 C = TypeVar("C", bound=LogOptions)
 
 
+class _OneLine(click.Command):
+    """A command whose usage errors are one line too."""
+
+    def main(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return super().main(*args, **{**kwargs, "standalone_mode": False})
+        except click.ClickException as error:
+            _fail(error.format_message(), _termination_log_of(error), error.exit_code)
+
+
+class _OneLineGroup(_OneLine, click.Group):
+    pass
+
+
 def command(name: str, config_type: type[C], run: Callable[[C], None], help: str) -> click.Command:
     """A command whose options are the fields of `config_type`."""
 
     def call(**values: Any) -> None:
         config = config_type(**values)
         logs.setup(config.log_level, config.json_output)
-        _run_to_one_line(lambda: run(config))
+        _run_to_one_line(lambda: run(config), values.get("termination_log"))
 
     parameters: list[click.Parameter] = [
         _parameter(f, option, hint) for f, option, hint in declared(config_type)
     ]
-    return click.Command(
+    return _OneLine(
         name, callback=call, params=parameters, help=help, context_settings={"show_default": True}
     )
 
@@ -56,6 +72,7 @@ def _parameter(f: Any, option: Option, hint: Any) -> click.Option:
         default=None if required else f.default,
         envvar=env_of(f),
         show_envvar=True,
+        is_eager=f.name == "termination_log",  # known before other options are found to be wrong
         help=option.help,
     )
 
@@ -75,15 +92,30 @@ def _int(value: float | None) -> int | None:
     return None if value is None else int(value)
 
 
-def _run_to_one_line(run: Callable[[], None]) -> None:
+def _run_to_one_line(run: Callable[[], None], termination_log: str | None = None) -> None:
     try:
         run()
     except Exception as error:
         if not isinstance(error, _known_errors()):
             logging.getLogger(__name__).exception("unforeseen failure")
-        text = " ".join(str(error).split()) or type(error).__name__
-        print(ERROR_PREFIX + text, file=sys.stderr, flush=True)
-        sys.exit(1)
+        _fail(str(error) or type(error).__name__, termination_log)
+
+
+def _fail(text: str, termination_log: str | None = None, exit_code: int = 1) -> NoReturn:
+    line = " ".join(text.split())
+    print(ERROR_PREFIX + line, file=sys.stderr, flush=True)
+    if termination_log:
+        with contextlib.suppress(OSError):  # there is none outside a cluster, or it may not be written
+            Path(termination_log).write_text(line + "\n")
+    sys.exit(exit_code)
+
+
+def _termination_log_of(error: click.ClickException) -> str | None:
+    """Of a launcher whose options could not be read: the option if it was read before, else its default."""
+    context = error.ctx if isinstance(error, click.UsageError) else None
+    options = {} if context is None else {p.name: p.default for p in context.command.params}
+    log = options.get("termination_log")
+    return str(context.params.get("termination_log") or log) if context and log else None
 
 
 def _known_errors() -> tuple[type[Exception], ...]:
@@ -129,13 +161,13 @@ router_main = command(
 _serve = command("serve", ShardConfig, _run_shard, "One shard of a model.")
 
 
-@click.group()
+@click.group(cls=_OneLineGroup)
 @click.version_option(__version__)
 def server_main() -> None:
     """Serve one shard of a model."""
 
 
-@click.group()
+@click.group(cls=_OneLineGroup)
 @click.version_option(__version__)
 def main() -> None:
     """Text generation behind gRPC."""
@@ -153,5 +185,5 @@ def demo_model(directory: Path) -> None:
 
 
 server_main.add_command(_serve)
-for entry in (launcher_main, router_main, _serve, demo_model):
+for entry in (launcher_main, router_main, _serve, demo_model, client):
     main.add_command(entry)

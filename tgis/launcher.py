@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from tgis import hub
 from tgis.child import Child
 from tgis.config import LauncherConfig, RouterConfig, ShardConfig, to_flags
-from tgis.ports import PortError, listen
+from tgis.ports import listen
 
 logger = logging.getLogger(__name__)
 
@@ -44,13 +44,8 @@ class Plan:
 
 
 def run(config: LauncherConfig) -> None:
-    """Returns after a clean stop. Raises LaunchError; the reason then stands in the termination log too."""
-    try:
-        asyncio.run(_Launcher(config, plan(config)).run())
-    except (LaunchError, hub.ModelNotFoundError, PortError) as error:
-        with contextlib.suppress(OSError):
-            Path(config.termination_log).write_text(f"{error}\n")
-        raise LaunchError(str(error)) from error
+    """Returns after a clean stop. Raises LaunchError, hub.ModelNotFoundError or PortError."""
+    asyncio.run(_Launcher(config, plan(config)).run())
 
 
 def plan(config: LauncherConfig) -> Plan:

@@ -1,0 +1,94 @@
+"""How many blocks the cache gets, from the memory the container leaves and what requests could use."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+MIB = 1 << 20
+# Where control groups of version 2 and 1 are mounted, and what their files are called.
+CGROUP_V2 = ("sys/fs/cgroup", "memory.max", "memory.current", "inactive_file")
+CGROUP_V1 = (
+    "sys/fs/cgroup/memory",
+    "memory.limit_in_bytes",
+    "memory.usage_in_bytes",
+    "total_inactive_file",
+)
+
+
+class CacheTooSmallError(Exception):
+    """A request of full length would not fit; the text is one line that shows the arithmetic."""
+
+
+@dataclass(frozen=True)
+class Demand:
+    """What requests could use, and the operator's own bound if there is one."""
+
+    block_size: int
+    max_sequence_length: int
+    max_batch_size: int
+    kv_cache_tokens: int | None
+
+    @property
+    def blocks_per_request(self) -> int:
+        """Of full length."""
+        return -(-self.max_sequence_length // self.block_size)
+
+
+def count_blocks(demand: Demand, block_bytes: int, share: int) -> int:
+    """The least of what fits into `share` bytes, what the operator allows and what the largest batch could
+    use."""
+    bounds = [share // block_bytes, demand.max_batch_size * demand.blocks_per_request]
+    if demand.kv_cache_tokens is not None:
+        bounds.append(demand.kv_cache_tokens // demand.block_size)
+    return min(bounds)
+
+
+def check_blocks(demand: Demand, num_blocks: int, block_bytes: int, share: int) -> None:
+    """Raises CacheTooSmallError unless one request of full length fits."""
+    if num_blocks >= demand.blocks_per_request:
+        return
+    flag = "" if demand.kv_cache_tokens is None else f", --kv-cache-tokens {demand.kv_cache_tokens}"
+    needed = demand.blocks_per_request * block_bytes
+    flag = "" if demand.kv_cache_tokens is None else f" and --kv-cache-tokens {demand.kv_cache_tokens}"
+    raise CacheTooSmallError(
+        f"the cache is too small for one request: --max-sequence-length {demand.max_sequence_length} takes "
+        f"{demand.blocks_per_request} blocks of {demand.block_size} tokens and {block_bytes / MIB:.2f} MiB, "
+        f"{needed / MIB:.0f} MiB together, but {share / MIB:.0f} MiB (a quarter of the free memory, over the "
+        f"ranks){flag} leave room for {num_blocks}"
+    )
+
+
+def memory_left(root: Path = Path("/")) -> int:
+    """Bytes this process may still take: what is free in the machine and in each control group it is in."""
+    return min([_machine_left(root), *_groups_left(root)])
+
+
+def _machine_left(root: Path) -> int:
+    lines = (root / "proc/meminfo").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith("MemAvailable:")).split()[1]) * 1024
+
+
+def _groups_left(root: Path) -> list[int]:
+    """Of this process's groups and those around them. In a container the path may be one that only the host
+    sees; the mount itself is the container's group then."""
+    left = []
+    for line in (root / "proc/self/cgroup").read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers == "" or "memory" in controllers.split(","):
+            mount, *names = CGROUP_V1 if controllers else CGROUP_V2
+            group = Path(path.lstrip("/"))
+            found = [_group_left(root / mount / part, *names) for part in (group, *group.parents)]
+            left += [bytes_left for bytes_left in found if bytes_left is not None]
+    return left
+
+
+def _group_left(directory: Path, limit_name: str, usage_name: str, cache_name: str) -> int | None:
+    """None where the group has no limit or cannot be seen. Files' pages that nobody uses count as free."""
+    try:
+        limit = (directory / limit_name).read_text().strip()
+        usage = int((directory / usage_name).read_text())
+        statistics = dict(line.split() for line in (directory / "memory.stat").read_text().splitlines())
+    except FileNotFoundError:
+        return None
+    if limit == "max":
+        return None
+    return max(0, int(limit) - usage + int(statistics.get(cache_name, 0)))

@@ -1,0 +1,72 @@
+"""What is reported of a token beside its id: log-probability, rank, and the best tokens, ties included."""
+
+from dataclasses import dataclass, fields
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class TokenDetails:
+    """Of n tokens.
+
+    logprobs float32 [n]; ranks int32 [n], 1 + the number of strictly higher scores. The best tokens of one
+    after those of the other: top_counts int32 [n], top_ids int32 and top_logprobs float32 [sum of
+    top_counts], by falling log-probability, equals by rising id."""
+
+    logprobs: npt.NDArray[np.float32]
+    ranks: npt.NDArray[np.int32]
+    top_counts: npt.NDArray[np.int32]
+    top_ids: npt.NDArray[np.int32]
+    top_logprobs: npt.NDArray[np.float32]
+
+
+def leave_blank(num_tokens: int) -> TokenDetails:
+    """Of tokens that nothing is known of: NaN, rank 0, no best tokens."""
+    none = np.zeros(num_tokens, np.int32)
+    return TokenDetails(
+        np.full(num_tokens, np.nan, np.float32), none, none, none[:0], np.empty(0, np.float32)
+    )
+
+
+def join(parts: list[TokenDetails]) -> TokenDetails:
+    """One after the other."""
+    return TokenDetails(
+        *(np.concatenate([vars(part)[f.name] for part in parts]) for f in fields(TokenDetails))
+    )
+
+
+def describe(scores: Tensor, token_ids: Tensor, top_n: npt.NDArray[np.int64]) -> TokenDetails:
+    """Of tokens int64 [n] under softmax(scores), [n, vocab_size], -inf where excluded; top_n [n] may be 0."""
+    logprobs = scores.log_softmax(-1)
+    index = token_ids.unsqueeze(-1)  # [n, 1]
+    ranks = (scores > scores.gather(-1, index)).sum(-1, dtype=torch.int32) + 1
+    rows, ids = _find_best(scores, top_n)
+    best = logprobs[torch.from_numpy(rows), torch.from_numpy(ids)].numpy(force=True)
+    order = np.lexsort((ids, -best, rows))
+    return TokenDetails(
+        logprobs=logprobs.gather(-1, index).squeeze(-1).numpy(force=True),
+        ranks=ranks.numpy(force=True),
+        top_counts=np.bincount(rows, minlength=len(top_n)).astype(np.int32),
+        top_ids=ids[order].astype(np.int32),
+        top_logprobs=best[order],
+    )
+
+
+def _find_best(
+    scores: Tensor, top_n: npt.NDArray[np.int64]
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """(row, token id), rising, of the scores that reach the n-th highest of their row; at most 4n a row."""
+    if not top_n.any():
+        return np.empty(0, np.int64), np.empty(0, np.int64)
+    last = np.clip(top_n, 1, scores.shape[-1]) - 1  # [n]
+    best = scores.topk(int(last.max()) + 1).values
+    edge = best.gather(-1, torch.from_numpy(last).to(best.device).unsqueeze(-1))  # [n, 1]
+    edge.masked_fill_(torch.from_numpy(top_n == 0).to(best.device).unsqueeze(-1), torch.inf)
+    found = ((scores >= edge) & (scores > -torch.inf)).nonzero().numpy(force=True)
+    rows, ids = found[:, 0], found[:, 1]
+    place = np.arange(len(rows)) - np.searchsorted(rows, rows)  # among those of its row
+    inside = place < 4 * top_n[rows]
+    return rows[inside], ids[inside]

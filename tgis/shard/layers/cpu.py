@@ -1,0 +1,126 @@
+"""The CPU's `Kernels`: float32 activations, and weights packed once for products whose rows do not affect each other.
+
+Weights of float16 and bfloat16 are packed as float16 (FBGEMM), those of float32 as float32 (oneDNN); both keep a row's
+bits whatever the other rows are, given a least number of rows that `_least_rows` finds by trying."""
+
+import functools
+import logging
+import warnings
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from tgis.shard.compiled import Kernel, as_bits
+from tgis.shard.layers import elementwise
+from tgis.shard.layers.kernels import Product
+
+logger = logging.getLogger(__name__)
+
+FLOAT16_MAX = 65504.0
+_UNIT = 16384  # elements a thread should get at least; waking one for less costs more than it saves
+
+
+def pack(weight: Tensor, dtype: torch.dtype, label: str) -> Product:
+    """As in `Kernels`. A matrix with values beyond float16's range stays float32, with a warning."""
+    weight = weight.to(dtype).float()
+    if dtype == torch.float32 or "fbgemm" not in torch.backends.quantized.supported_engines:
+        return _padded(_pack_float32, weight)
+    if not weight.abs().max() <= FLOAT16_MAX:
+        logger.warning("%s does not fit float16 and is kept as float32", label)
+        return _padded(_pack_float32, weight)
+    return _padded(_pack_float16, weight)
+
+
+def rms_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+    out = torch.empty_like(x)
+    added = 0 if delta is None else delta.data_ptr()
+    _run(elementwise.rms_norm, x.shape, x.data_ptr(), added, weight.data_ptr(), out.data_ptr(), as_bits(eps))
+    return out
+
+
+def silu_multiply(gate_up: Tensor) -> Tensor:
+    num_tokens, width = gate_up.shape
+    out = torch.empty(num_tokens, width // 2)
+    _run(elementwise.silu_multiply, out.shape, gate_up.data_ptr(), out.data_ptr())
+    return out
+
+
+def angles(positions: Tensor, inv_freq: Tensor, scale: float) -> Tensor:
+    out = torch.empty(2, len(positions), len(inv_freq))
+    addresses = (positions.data_ptr(), inv_freq.data_ptr(), out.data_ptr())
+    elementwise.angles(len(positions), len(inv_freq), *addresses, as_bits(scale))
+    return out
+
+
+def split_heads(qkv: Tensor, num_heads: int, num_kv_heads: int, angles: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    num_tokens, width = qkv.shape
+    head_dim = width // (num_heads + 2 * num_kv_heads)
+    q = torch.empty(num_tokens, num_heads, head_dim)
+    k, v = torch.empty(2, num_tokens, num_kv_heads, head_dim)
+    addresses = (qkv.data_ptr(), angles.data_ptr(), q.data_ptr(), k.data_ptr(), v.data_ptr())
+    shape = (num_tokens, num_heads, num_kv_heads, head_dim, angles.shape[-1])
+    _run(elementwise.split_heads, shape, *addresses, width=width)
+    return q, k, v
+
+
+def _run(kernel: Kernel, shape: tuple[int, ...], *args: int, width: int | None = None) -> None:
+    """Runs a kernel over shape[0] rows of `width` (else shape[1]) elements, on as many threads as are worth it."""
+    rows_per_unit = max(1, _UNIT // (width or shape[1]))
+    run = kernel if shape[0] <= rows_per_unit else kernel.spread
+    run(*shape, rows_per_unit, *args)
+
+
+def _pack_float32(weight: Tensor) -> Product:
+    if not torch.backends.mkldnn.is_available():
+        weight = weight.clone()
+        return lambda x: nn.functional.linear(x, weight)
+    packed, multiply = torch.ops.mkldnn._reorder_linear_weight(weight), torch.ops.mkldnn._linear_pointwise.default
+    return lambda x: multiply(x, packed, None, "none", [], "")
+
+
+class _Float16(nn.Module):
+    def __init__(self, packed: torch.ScriptObject):
+        super().__init__()
+        self.packed = packed
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.ops.quantized.linear_dynamic_fp16(x, self.packed)
+
+
+def _pack_float16(weight: Tensor) -> Product:
+    """Scripted because a packed weight that comes from Python with every call costs ten microseconds each time."""
+    packed = torch.ops.quantized.linear_prepack_fp16(weight, None)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        scripted = torch.jit.script(_Float16(packed))
+    product: Product = scripted._c._get_method("forward")
+    return product
+
+
+def _padded(packer: Callable[[Tensor], Product], weight: Tensor) -> Product:
+    """The packed weight, never given fewer rows than it takes for a row's bits to be its own affair."""
+    product, least = packer(weight), _least_rows(packer)
+    if least == 1:
+        return product
+
+    def multiply(x: Tensor) -> Tensor:
+        missing = least - len(x)
+        return product(x) if missing <= 0 else product(torch.cat((x, x[:1].expand(missing, -1))))[: len(x)]
+
+    return multiply
+
+
+@functools.cache
+def _least_rows(packer: Callable[[Tensor], Product]) -> int:
+    """How many rows a product needs on this machine: with fewer, libraries switch to code that sums in another order."""
+    random = torch.Generator().manual_seed(0)
+    product = packer(torch.randn(64, 1024, generator=random))
+    x = torch.randn(40, 1024, generator=random)
+    expected = product(x)
+    equal = [torch.equal(product(x[:m]), expected[:m]) for m in range(1, len(x))]
+    for least in (1, 2, 3, 4, 8):
+        if all(equal[least - 1 :]):
+            return least
+    logger.warning("the rows of matrix products affect each other's last bits on this machine")
+    return 1

@@ -1,0 +1,47 @@
+"""The vocabulary split over ranks, at both ends of a model; it need not divide evenly."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tgis.shard.layers.kernels import Parts
+from tgis.shard.world import World
+
+
+def _share(world: World, vocab_size: int) -> slice:
+    """The rows of this rank; the last ranks may have fewer, or none."""
+    rows = -(-vocab_size // world.size)
+    return slice(min(world.rank * rows, vocab_size), min((world.rank + 1) * rows, vocab_size))
+
+
+class Embedding:
+    """Token ids, int64 [num_tokens] -> float32 [num_tokens, hidden_size]; the table stays in the weights' type."""
+
+    def __init__(self, parts: Parts, path: str, vocab_size: int, hidden_size: int):
+        self._world, self._share = parts.world, _share(parts.world, vocab_size)
+        stored = parts.weights.find(f"{path}.weight", (vocab_size, hidden_size))
+        self._table = stored.read(self._share).to(parts.dtype, copy=True)
+
+    def __call__(self, token_ids: Tensor) -> Tensor:
+        if self._world.size == 1:
+            return F.embedding(token_ids, self._table).to(torch.float32, copy=True)
+        local = token_ids - self._share.start
+        mine = (local >= 0) & (local < len(self._table))
+        x = torch.zeros(len(token_ids), self._table.shape[1])
+        x[mine] = self._table[local[mine]].float()
+        return self._world.all_reduce(x)
+
+
+class Head:
+    """float32 [n, hidden_size] -> logits, float32 [n, vocab_size], the same on every rank."""
+
+    def __init__(self, parts: Parts, path: str, vocab_size: int, hidden_size: int):
+        self._world, self._vocab_size = parts.world, vocab_size
+        share = _share(parts.world, vocab_size)
+        stored = parts.weights.find(f"{path}.weight", (vocab_size, hidden_size))
+        missing = -(-vocab_size // parts.world.size) - (share.stop - share.start)
+        weight = F.pad(stored.read(share), (0, 0, 0, missing))
+        self._multiply = parts.kernels.pack(weight, parts.dtype, stored.label)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._world.all_gather(self._multiply(x))[:, : self._vocab_size]

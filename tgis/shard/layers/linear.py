@@ -1,0 +1,49 @@
+"""Linear layers that know how to cut themselves over ranks and read their own part of the checkpoint only."""
+
+import torch
+from torch import Tensor
+
+from tgis.shard.layers.kernels import Parts
+
+
+class ColumnParallel:
+    """y = x W^T + b, the rows of W split over ranks; [num_tokens, in_features] -> [num_tokens, this rank's rows].
+
+    W may pack several matrices (q, k, v; gate, up), each split on its own: `widths` are their row counts, `pieces` how
+    many ways each can be cut (fewer than ranks where neighbours share key/value heads)."""
+
+    def __init__(
+        self, parts: Parts, path: str, in_features: int, widths: list[int], bias: bool, pieces: list[int] | None = None
+    ):
+        rows, begin = [], 0
+        for width, count in zip(widths, pieces or [parts.world.size] * len(widths), strict=True):
+            mine = parts.world.slice(width, count)
+            rows.append(slice(begin + mine.start, begin + mine.stop))
+            begin += width
+        weight = parts.weights.find(f"{path}.weight", (begin, in_features))
+        self._multiply = parts.kernels.pack(torch.cat([weight.read(r) for r in rows]), parts.dtype, weight.label)
+        self._bias = None
+        if bias:
+            stored = parts.weights.find(f"{path}.bias", (begin,))
+            self._bias = torch.cat([stored.read(r) for r in rows]).to(parts.dtype).float()
+
+    def __call__(self, x: Tensor) -> Tensor:
+        y = self._multiply(x)
+        return y if self._bias is None else y.add_(self._bias)
+
+
+class RowParallel:
+    """y = sum over ranks of x_r W_r^T, then + b once; [num_tokens, this rank's columns] -> [num_tokens, out_features]."""
+
+    def __init__(self, parts: Parts, path: str, in_features: int, out_features: int, bias: bool):
+        self._world = parts.world
+        weight = parts.weights.find(f"{path}.weight", (out_features, in_features))
+        mine = weight.read(columns=parts.world.slice(in_features))
+        self._multiply = parts.kernels.pack(mine, parts.dtype, weight.label)
+        self._bias = None
+        if bias:
+            self._bias = parts.weights.find(f"{path}.bias", (out_features,)).read().to(parts.dtype).float()
+
+    def __call__(self, x: Tensor) -> Tensor:
+        y = self._world.all_reduce(self._multiply(x))
+        return y if self._bias is None else y.add_(self._bias)

@@ -1,0 +1,169 @@
+"""From the logits of a step to its tokens: penalties, temperature, filters and choice, in the order that
+clients of TGIS rely on. A row's token depends on its own logits, ids, parameters and seed alone."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from tgis.shard.filters import Limits, keep_typical, narrow
+from tgis.shard.noise import draw_keys, race
+
+# One row's parameters; those from `seed` to `typical_p` are neutral in a greedy row.
+PARAMETERS = np.dtype(
+    [
+        ("greedy", np.bool_),
+        ("seed", np.uint64),
+        ("temperature", np.float32),  # 1: off
+        ("top_k", np.int64),  # 0: off
+        ("top_p", np.float32),  # 1: off
+        ("typical_p", np.float32),  # 1: off
+        ("repetition_penalty", np.float32),  # 1: off
+        ("min_new_tokens", np.int64),
+        ("length_penalty_start", np.int64),
+        ("length_penalty_factor", np.float32),  # 1: off
+    ]
+)
+# Penalties beyond this, or below its inverse, act like it: two of them times a logit must still be finite.
+MAX_FACTOR = np.float32(1e16)
+
+
+@dataclass(frozen=True)
+class SamplingBatch:
+    """What decides n tokens beside their logits.
+
+    rows int64 [n], where `SeenTokens` has them; params PARAMETERS [n]; num_generated int64 [n], tokens
+    generated before this one; positions int64 [n], this token's place in its sequence; eos_token_ids int32
+    [n, any], padded with -1; described bool [n], whose scores are wanted afterwards."""
+
+    rows: npt.NDArray[np.int64]
+    params: npt.NDArray[np.void]
+    num_generated: npt.NDArray[np.int64]
+    positions: npt.NDArray[np.int64]
+    eos_token_ids: npt.NDArray[np.int32]
+    described: npt.NDArray[np.bool_]
+
+
+class SeenTokens:
+    """Which ids a sequence holds, for the rows with a repetition penalty; grows to the highest of these."""
+
+    def __init__(self, vocab_size: int, device: torch.device):
+        self._seen = torch.zeros((0, vocab_size), dtype=torch.bool, device=device)
+
+    def start(self, row: int, token_ids: npt.NDArray[np.int32]) -> None:
+        """Forgets what the row held before."""
+        while row >= len(self._seen):
+            more = self._seen.new_zeros((max(8, len(self._seen)), self._seen.shape[-1]))
+            self._seen = torch.cat([self._seen, more])
+        self._seen[row] = False
+        self._seen[row, torch.from_numpy(token_ids).long()] = True
+
+    def add(self, rows: npt.NDArray[np.int64], token_ids: npt.NDArray[np.int32]) -> None:
+        self._seen[torch.from_numpy(rows), torch.from_numpy(token_ids).long()] = True
+
+    def select(self, rows: npt.NDArray[np.int64]) -> Tensor:
+        """bool [n, vocab_size]"""
+        return self._seen[torch.from_numpy(rows)]
+
+
+def sample(scores: Tensor, batch: SamplingBatch, seen: SeenTokens) -> tuple[Tensor, npt.NDArray[np.bool_]]:
+    """Tokens int64 [n] from logits float32 [n, vocab_size], and where [n] the logits were fit to choose from.
+
+    Works in place: afterwards the scores of `batch.described` rows are those the choice was made from."""
+    _penalise(scores, batch, seen)
+    if batch.params["greedy"].all():
+        highest, chosen = scores.max(-1)  # the lowest id among equals
+        return chosen, highest.isfinite().numpy(force=True)
+    if (batch.params["temperature"] != 1).any():
+        scores.div_(_column(batch.params["temperature"], scores.device))
+    usable = scores.amax(-1).isfinite().numpy(force=True)
+    return _choose(scores, batch), usable
+
+
+def _penalise(scores: Tensor, batch: SamplingBatch, seen: SeenTokens) -> None:
+    params = batch.params
+    early = batch.num_generated < params["min_new_tokens"]
+    if early.any():
+        scores[_eos_of(batch, early, scores.shape[-1])] = -torch.inf
+    overdue = batch.num_generated - params["length_penalty_start"]
+    overdue[early | (overdue < 0) | (params["length_penalty_factor"] == 1)] = 0
+    if overdue.any():
+        _boost_eos(scores, batch, overdue)
+    repeating = (params["repetition_penalty"] != 1).nonzero()[0]
+    if len(repeating):
+        _penalise_repetition(scores, batch, repeating, seen)
+
+
+def _eos_of(batch: SamplingBatch, wanted: npt.NDArray[np.bool_], vocab_size: int) -> tuple[Tensor, Tensor]:
+    """Index of the end-of-sequence scores of the wanted rows."""
+    ids = batch.eos_token_ids
+    rows, columns = (wanted[:, None] & (ids >= 0) & (ids < vocab_size)).nonzero()
+    return torch.from_numpy(rows), torch.from_numpy(ids[rows, columns]).long()
+
+
+def _boost_eos(scores: Tensor, batch: SamplingBatch, overdue: npt.NDArray[np.int64]) -> None:
+    index = _eos_of(batch, overdue > 0, scores.shape[-1])
+    with np.errstate(over="ignore"):
+        factor = batch.params["length_penalty_factor"].astype(np.float64) ** overdue
+    growth = torch.from_numpy((np.minimum(factor, MAX_FACTOR) - 1).astype(np.float32))[index[0]]
+    eos = scores[index]
+    scores[index] = torch.where(eos.isinf(), eos, eos + eos.abs() * growth.to(scores.device))
+
+
+def _penalise_repetition(
+    scores: Tensor, batch: SamplingBatch, index: npt.NDArray[np.int64], seen: SeenTokens
+) -> None:
+    penalty = batch.params["repetition_penalty"][index].clip(1 / MAX_FACTOR, MAX_FACTOR)
+    factor = torch.where(seen.select(batch.rows[index]), _column(penalty, scores.device), 1.0)
+    part = _take(scores, index)
+    _put(scores, index, torch.where(part < 0, part * factor, part / factor))
+
+
+def _choose(scores: Tensor, batch: SamplingBatch) -> Tensor:
+    params = batch.params
+    limited = (params["top_k"] > 0) | (params["top_p"] < 1)
+    typical = (~limited & (params["typical_p"] < 1)).nonzero()[0]
+    if len(typical):
+        _put(scores, typical, keep_typical(_take(scores, typical), params["typical_p"][typical]))
+    chosen = torch.empty(len(scores), dtype=torch.int64, device=scores.device)
+    greedy = params["greedy"].nonzero()[0]
+    if len(greedy):
+        _put(chosen, greedy, _take(scores, greedy).argmax(-1))
+    keys = draw_keys(params["seed"], batch.positions).to(scores.device)
+    free = (~params["greedy"] & ~limited).nonzero()[0]
+    if len(free):
+        vocabulary = torch.arange(scores.shape[-1], dtype=torch.int32, device=scores.device)
+        _put(chosen, free, race(_take(scores, free), _take(keys, free), vocabulary))
+    if limited.any():
+        _choose_limited(scores, batch, limited.nonzero()[0], keys, chosen)
+    return chosen
+
+
+def _choose_limited(
+    scores: Tensor, batch: SamplingBatch, index: npt.NDArray[np.int64], keys: Tensor, chosen: Tensor
+) -> None:
+    params = batch.params[index]
+    top_k = np.where(params["top_k"] < scores.shape[-1], params["top_k"], 0)
+    for group in narrow(_take(scores, index), Limits(top_k, params["top_p"], params["typical_p"])):
+        rows = index[group.rows]
+        column = race(group.scores, keys[torch.from_numpy(rows)], group.token_ids.int())
+        _put(chosen, rows, group.token_ids.gather(-1, column.unsqueeze(-1)).squeeze(-1))
+        if batch.described[rows].any():
+            left = scores.new_full((len(rows), scores.shape[-1]), -torch.inf)
+            _put(scores, rows, left.scatter_(-1, group.token_ids, group.scores))
+
+
+def _column(values: npt.NDArray[np.float32], device: torch.device) -> Tensor:
+    """[n, 1]"""
+    return torch.from_numpy(values.copy()).to(device).unsqueeze(-1)
+
+
+def _take(x: Tensor, index: npt.NDArray[np.int64]) -> Tensor:
+    """Rows of x by a rising index, without a copy where it names all of them."""
+    return x if len(index) == len(x) else x[torch.from_numpy(index)]
+
+
+def _put(x: Tensor, index: npt.NDArray[np.int64], rows: Tensor) -> None:
+    x[torch.from_numpy(index)] = rows

@@ -1,0 +1,90 @@
+"""The ranks of one model: which this one is, which part of anything is its own, and the few collectives that join the
+parts. Sums are taken in an order that only the number of ranks decides, so all ranks hold the same bits."""
+
+import builtins
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+_LOOPBACK = "127.0.0.1"
+
+
+class WorldError(Exception):
+    """The ranks did not meet, or one of them was lost; the text is one line."""
+
+
+@dataclass(frozen=True)
+class World:
+    rank: int
+    size: int
+    group: Any = field(default=None, repr=False, compare=False)
+
+    def slice(self, length: int, pieces: int | None = None) -> builtins.slice:
+        """This rank's share of `length` things; cut in fewer `pieces` than ranks, neighbours share one."""
+        pieces = pieces or self.size
+        assert length % pieces == 0, f"{length} cannot be cut into {pieces}"
+        piece, width = self.rank * pieces // self.size, length // pieces
+        return builtins.slice(piece * width, (piece + 1) * width)
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """The sum over ranks, in place. Raises WorldError."""
+        if self.size == 2:  # a sum of two has one order only
+            _complete(lambda: self.group.allreduce([x]))
+        elif self.size > 2:
+            torch.sum(torch.stack(self._gather(x)), 0, out=x)
+        return x
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        """[..., n] of every rank -> [..., size * n]. Raises WorldError."""
+        return x if self.size == 1 else torch.cat(self._gather(x), -1)
+
+    def min(self, value: int) -> int:
+        """The least of the ranks' values. Raises WorldError."""
+        return value if self.size == 1 else int(torch.cat(self._gather(torch.tensor([value]))).min())
+
+    def leave(self) -> None:
+        """Closes the connections to the other ranks; nothing collective works afterwards."""
+        if self.group is not None:
+            self.group.shutdown()
+
+    def _gather(self, x: Tensor) -> list[Tensor]:
+        x = x.contiguous()
+        parts = [torch.empty_like(x) for _ in range(self.size)]
+        _complete(lambda: self.group.allgather([parts], [x]))
+        return parts
+
+
+def join(rank: int, size: int, rendezvous: str, timeout_s: float) -> World:
+    """Meets the other ranks through the file `rendezvous`, which must be new for every start of the group.
+
+    Listens on the loopback interface alone. No rank waits longer than the time limit for another, here or in a
+    collective. Raises WorldError."""
+    if size == 1:
+        return World(rank, size)
+    timeout = timedelta(seconds=timeout_s)
+    gloo: Any = dist.ProcessGroupGloo
+    options = gloo._Options()
+    options._timeout, options._devices = timeout, [gloo.create_device(hostname=_LOOPBACK)]
+    try:
+        store = dist.FileStore(rendezvous, size)
+        store.set_timeout(timeout)
+        return World(rank, size, gloo(store, rank, size, options))
+    except RuntimeError as error:
+        text = f"rank {rank} did not meet all {size} ranks within {timeout_s:g} s: {_first_line(error)}"
+        raise WorldError(text) from error
+
+
+def _complete(begin: Callable[[], Any]) -> None:
+    try:
+        begin().wait()
+    except RuntimeError as error:
+        raise WorldError(f"a rank of the group was lost or hangs: {_first_line(error)}") from error
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
