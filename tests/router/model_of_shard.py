@@ -77,12 +77,12 @@ class ModelOfShard:
         for number, start, end, num_new in work:
             row = self.rows[number]
             row.block_table += [next(new_blocks) for _ in range(num_new)]
+            assert end < row.limit, "the router never schedules past a limit"
             if row.ended:
                 continue
             self._compute(row, start, end)
             details += self._input_details(number, row, start, end)
             if end == len(row.token_ids):
-                assert len(row.token_ids) < row.limit, "the router never schedules past a limit"
                 token = next_token(row.token_ids, self.vocab_size)
                 if token in row.eos and len(row.token_ids) - row.prompt_len < row.min_new_tokens:
                     token += 1  # masked; what a real shard takes instead matters to nobody here

@@ -198,3 +198,37 @@ def test_blocks_stay_taken_until_the_last_step_that_names_them_is_answered() -> 
     assert pool.num_used == 1
     scheduler.apply_answer(token)
     assert pool.num_used == 0
+
+
+def test_a_preempted_sequence_goes_before_newcomers() -> None:
+    pool = BlockPool(4, 4)
+    scheduler = Scheduler(pool, max_sequences=4)
+    old, young, newcomer = (Sequence([i] * 7, Stopping(max_new_tokens=9)) for i in range(3))
+    scheduler.add(old)
+    scheduler.add(young)
+    step = scheduler.next_step(100)
+    scheduler.add(newcomer)
+    for _ in range(2):  # the second token needs a further block for each of the two
+        assert step is not None
+        scheduler.apply_answer(step)
+        for work in step.work:
+            scheduler.append_token(work.sequence, 5)
+        step = scheduler.next_step(100)
+    assert scheduler.num_preemptions == 1
+    assert list(scheduler.running) == [old]
+    assert list(scheduler.waiting) == [young, newcomer]
+
+
+def test_a_block_is_found_once_it_is_computed_and_not_before() -> None:
+    pool = BlockPool(8, 4)
+    scheduler = Scheduler(pool, max_sequences=4)
+    prompt = list(range(10))
+    scheduler.add(Sequence(list(prompt), Stopping(max_new_tokens=9)))
+    first, second = scheduler.next_step(5), scheduler.next_step(100)
+    assert first is not None
+    assert second is not None
+    assert len(pool.match((), prompt)[0]) == 0
+    scheduler.apply_answer(first)
+    assert len(pool.match((), prompt)[0]) == 1
+    scheduler.apply_answer(second)
+    assert len(pool.match((), prompt)[0]) == 2

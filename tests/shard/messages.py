@@ -1,0 +1,92 @@
+"""Messages to and from a shard, from and to plain Python."""
+
+import struct
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from tgis.pb import shard_pb2 as pb
+
+GREEDY = {"greedy": True, "repetition_penalty": 1.0, "length_penalty_factor": 1.0}
+SAMPLE = {**GREEDY, "greedy": False, "temperature": 1.0, "top_p": 1.0, "typical_p": 1.0}
+
+
+def pack(values: Iterable[int]) -> bytes:
+    values = list(values)
+    return struct.pack(f"<{len(values)}i", *values)
+
+
+def integers(column: bytes) -> list[int]:
+    return list(struct.unpack(f"<{len(column) // 4}i", column))
+
+
+def floats(column: bytes) -> list[float]:
+    return list(struct.unpack(f"<{len(column) // 4}f", column))
+
+
+def top_tokens(message: pb.TopTokens) -> list[list[tuple[int, float]]]:
+    pairs = iter(zip(integers(message.token_ids), floats(message.logprobs), strict=True))
+    return [[next(pairs) for _ in range(count)] for count in integers(message.counts)]
+
+
+def open_row(
+    row: int,
+    token_ids: list[int],
+    *,
+    prompt_len: int | None = None,
+    max_new_tokens: int = 10,
+    eos: Iterable[int] = (),
+    sampling: dict[str, Any] = GREEDY,
+    **details: Any,
+) -> pb.OpenRow:
+    return pb.OpenRow(
+        row=row,
+        token_ids=pack(token_ids),
+        prompt_len=len(token_ids) if prompt_len is None else prompt_len,
+        eos_token_ids=pack(eos),
+        max_new_tokens=max_new_tokens,
+        sampling=pb.Sampling(**sampling),
+        details=pb.Details(**details),
+    )
+
+
+@dataclass
+class Steps:
+    """Builds requests the way the router does: blocks are handed out as positions need them, in odd order."""
+
+    block_size: int
+    num_blocks: int
+    step_id: int = 0
+    blocks: dict[int, list[int]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.free = [*range(0, self.num_blocks, 2), *range(1, self.num_blocks, 2)]
+
+    def step(
+        self,
+        work: list[tuple[int, int, int]],
+        opened: Iterable[pb.OpenRow] = (),
+        closed: Iterable[int] = (),
+    ) -> pb.StepRequest:
+        """Work is (row, start, end)."""
+        opened = list(opened)
+        for row in [*closed, *(message.row for message in opened)]:
+            self.free += self.blocks.pop(row, [])
+        new = [self._extend(row, end) for row, _, end in work]
+        self.step_id += 1
+        return pb.StepRequest(
+            step_id=self.step_id,
+            closed_rows=pack(closed),
+            opened_rows=opened,
+            rows=pack(row for row, _, _ in work),
+            starts=pack(start for _, start, _ in work),
+            ends=pack(end for _, _, end in work),
+            num_new_blocks=pack(len(blocks) for blocks in new),
+            new_blocks=pack(block for blocks in new for block in blocks),
+        )
+
+    def _extend(self, row: int, end: int) -> list[int]:
+        table = self.blocks.setdefault(row, [])
+        new = [self.free.pop() for _ in range(-(-end // self.block_size) - len(table))]
+        table += new
+        return new

@@ -1,0 +1,183 @@
+"""The packed tensors of random steps against a row-by-row reading of the protocol."""
+
+import random
+import time
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+
+from tests.shard.messages import SAMPLE, Steps, integers, open_row, pack
+from tgis.pb import shard_pb2 as pb
+from tgis.shard.batch import Batch, RowTable
+
+CPU = torch.device("cpu")
+
+
+@dataclass
+class Row:
+    """What a plain reader keeps of a row."""
+
+    token_ids: list[int]
+    prompt_len: int
+    limit: int
+    eos: list[int]
+    computed: int = 0
+    ended: bool = False
+
+
+def new_row(rng: random.Random) -> Row:
+    token_ids = [rng.randrange(50) for _ in range(rng.randint(1, 30))]
+    prompt_len = rng.randint(1, len(token_ids))
+    return Row(
+        token_ids, prompt_len, len(token_ids) + rng.randint(1, 20), rng.sample(range(50), rng.randint(0, 6))
+    )
+
+
+def opening(number: int, row: Row) -> pb.OpenRow:
+    new = row.limit - row.prompt_len
+    return open_row(number, row.token_ids, prompt_len=row.prompt_len, max_new_tokens=new, eos=row.eos)
+
+
+def check(
+    batch: Batch, work: list[tuple[int, int, int]], rows: dict[int, Row], tables: dict[int, list[int]]
+) -> None:
+    work = [(row, start, end) for row, start, end in work if not rows[row].ended]
+    tokens = [(row, position) for row, start, end in work for position in range(start, end)]
+    assert batch.token_ids.tolist() == [rows[row].token_ids[position] for row, position in tokens]
+    assert batch.positions.tolist() == [position for _, position in tokens]
+    slots = [tables[row][position // 4] * 4 + position % 4 for row, position in tokens]
+    assert batch.metadata.slot_mapping.tolist() == slots
+    lengths = [end - start for _, start, end in work]
+    assert batch.metadata.cu_seqlens_q.tolist() == [sum(lengths[:i]) for i in range(len(work) + 1)]
+    assert batch.metadata.seq_lens.tolist() == [end for _, _, end in work]
+    for (row, _, end), table in zip(work, batch.metadata.block_tables.tolist(), strict=True):
+        used = -(-end // 4)
+        assert table[:used] == tables[row][:used]
+    sampled = [row for row, _, end in work if end == len(rows[row].token_ids)]
+    assert batch.sampled_rows.tolist() == sampled
+    last = [i for i, (row, position) in enumerate(tokens) if position + 1 == len(rows[row].token_ids)]
+    assert batch.sampled_x.tolist() == last
+    assert batch.metadata.block_tables.dtype == batch.metadata.seq_lens.dtype == torch.int32
+
+
+def test_random_steps() -> None:
+    rng = random.Random(1)
+    table, steps = RowTable(8, 64, 4, 50, CPU), Steps(4, 8 * 16)
+    rows: dict[int, Row] = {}
+    num_ended = 0
+    for _ in range(400):
+        closed = [row for row in rows if rng.random() < 0.1]
+        for row in closed:
+            del rows[row]
+        fresh = {row: new_row(rng) for row in range(8) if rng.random() < (0.05 if row in rows else 0.4)}
+        rows |= fresh
+        work = []
+        for number in rng.sample(list(rows), rng.randint(0, len(rows))):
+            row = rows[number]
+            start, length = row.computed, len(row.token_ids)
+            if not row.ended:
+                row.computed = rng.randint(start + 1, length)
+            work.append((number, start, row.computed if not row.ended else length))
+        request = steps.step(work, [opening(number, row) for number, row in fresh.items()], closed)
+        table.close(np.array(integers(request.closed_rows), np.int64))
+        assert [table.open(message) for message in request.opened_rows] == [None] * len(fresh)
+        batch = table.pack(request)
+        if batch is None:
+            assert all(rows[number].ended for number, _, _ in work)
+            continue
+        check(batch, work, rows, steps.blocks)
+        sampled = batch.sampled_rows
+        new = np.array([rng.randrange(50) for _ in sampled], np.int32)
+        ended = table.append(sampled, new)
+        for number, token, end in zip(sampled.tolist(), new.tolist(), ended.tolist(), strict=True):
+            row = rows[number]
+            row.token_ids.append(token)
+            row.ended = token in row.eos or len(row.token_ids) == row.limit
+            assert row.ended == end
+            num_ended += end
+    assert num_ended > 50
+
+
+@pytest.mark.parametrize(
+    ("message", "problem"),
+    [
+        (open_row(0, [], prompt_len=0), "no token"),
+        (open_row(0, [3, 50]), "vocabulary size 50"),
+        (open_row(0, [3, -1]), "vocabulary size 50"),
+        (open_row(0, [1] * 60, max_new_tokens=5), "65 tokens are more than the sequence length 64"),
+        (pb.OpenRow(row=0, token_ids=pack([1]), prompt_len=1, adapter_digest="a"), "LoRA adapters"),
+        (pb.OpenRow(row=0, token_ids=pack([1]), prompt_len=1, prompt_digest="a"), "soft prompts"),
+        (pb.OpenRow(row=0, token_ids=pack([1]), prompt_len=1, grammar=pb.Grammar()), "grammars"),
+        (pb.OpenRow(row=0, token_ids=pack([1]), prompt_len=1, encoder_token_ids=pack([1])), "encoder inputs"),
+    ],
+)
+def test_a_row_that_cannot_be_served_has_ended(message: pb.OpenRow, problem: str) -> None:
+    table, steps = RowTable(2, 64, 4, 50, CPU), Steps(4, 32)
+    answer = table.open(message)
+    assert answer is not None
+    assert problem in answer
+    table.open(open_row(1, [1, 2]))
+    batch = table.pack(steps.step([(0, 0, 1), (1, 0, 2)]))
+    assert batch is not None
+    assert batch.sampled_rows.tolist() == [1]
+
+
+def test_a_row_keeps_nothing_of_the_one_before() -> None:
+    table = RowTable(2, 64, 4, 50, CPU)
+    penalised = {**SAMPLE, "repetition_penalty": 2.0, "top_k": 3, "seed": 2**64 - 1}
+    table.open(open_row(1, [5, 6, 7], eos=[1, 2, 3], sampling=penalised, top_n=3))
+    table.append(np.array([1]), np.array([9], np.int32))
+    assert table.seen.select(np.array([1]))[0].nonzero().flatten().tolist() == [5, 6, 7, 9]
+    table.open(open_row(1, [8, 4], prompt_len=1, eos=[2]))
+    batch = table.sampling_batch(np.array([1]), np.array([False]))
+    assert batch.eos_token_ids.tolist() == [[2, -1, -1]]
+    assert batch.params["greedy"].tolist() == [True]
+    assert (batch.params["seed"][0], batch.params["top_k"][0], batch.params["temperature"][0]) == (0, 0, 1)
+    assert (batch.num_generated.tolist(), batch.positions.tolist()) == ([1], [2])
+    assert not table.wanted(np.array([1])).anything.any()
+    table.open(open_row(1, [8], sampling=penalised))
+    assert table.seen.select(np.array([1]))[0].nonzero().flatten().tolist() == [8]
+
+
+def test_spans_of_reported_input() -> None:
+    table, steps = RowTable(3, 64, 4, 50, CPU), Steps(4, 48)
+
+    def spans(
+        work: list[tuple[int, int, int]], opened: list[pb.OpenRow]
+    ) -> list[tuple[int, int, list[int], int]]:
+        assert [table.open(message) for message in opened] == [None] * len(opened)
+        batch = table.pack(steps.step(work, opened))
+        assert batch is not None
+        return [(span.row, span.start, span.token_ids.tolist(), span.first_x) for span in batch.input_spans]
+
+    prompts = [
+        open_row(0, [10, 11, 12, 13, 14, 15], prompt_len=5, input_tokens=True),
+        open_row(1, [20, 21, 22, 23], input_tokens=True, input_from=2),
+        open_row(2, [30, 31, 32], logprobs=True),
+    ]
+    assert spans([(2, 0, 1), (0, 0, 2), (1, 0, 1)], prompts) == [(0, 0, [10, 11, 12], 1)]
+    assert spans([(2, 1, 3), (0, 2, 3), (1, 1, 4)], []) == [(0, 3, [13], 2), (1, 2, [22, 23], 3)]
+    assert spans([(0, 3, 6)], []) == [(0, 4, [14], 0)]
+    assert spans([(0, 0, 1)], [open_row(0, [10], input_tokens=True)]) == [(0, 0, [10], 0)]
+    assert spans([(0, 0, 3)], [open_row(0, [10, 11, 12], input_tokens=True, input_from=3)]) == []
+    again = [open_row(0, [10, 11, 12], input_tokens=True, input_from=1)]
+    assert spans([(0, 0, 3)], again) == [(0, 1, [11, 12], 0)]
+
+
+def test_256_rows_take_about_a_millisecond() -> None:
+    table, steps = RowTable(256, 4096, 16, 1000, CPU), Steps(16, 256 * 64)
+    for row in range(256):
+        table.open(open_row(row, [row] * 900, max_new_tokens=100))
+    table.pack(steps.step([(row, 0, 900) for row in range(256)]))
+    rows, best = np.arange(256), 1.0
+    for length in range(900, 930):
+        table.append(rows, np.zeros(256, np.int32))
+        request = steps.step([(row, length, length + 1) for row in range(256)])
+        began = time.perf_counter()
+        batch = table.pack(request)
+        best = min(best, time.perf_counter() - began)
+        assert batch is not None
+        assert len(batch.sampled_rows) == 256
+    assert best < 3e-3
