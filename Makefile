@@ -39,8 +39,8 @@ test-all: $(VENV)/installed-dev  ## Run the tests, the slow ones too
 bench: $(VENV)/installed-dev  ## Measure the service; SHAPE=15m|135m|500m|1b, BENCH='more options'
 	$(BIN)/python -m bench --shape $(or $(SHAPE),135m) $(BENCH)
 
-protos: $(VENV)/installed-dev  ## Generate tgis/pb from protos/
-	$(BIN)/python scripts/build_protos.py
+protos: $(VENV)/bin/pip  ## Generate tgis/pb from protos/; every install does
+	$(PIP) --no-deps -e .
 
 clean:  ## Remove what the other targets made
 	rm -rf $(VENV) .cache tgis/pb build dist
