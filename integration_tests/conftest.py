@@ -88,7 +88,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
     shared = " ".join(r.choices(WORDS, k=12))
     prompts = [" ".join(r.choices(WORDS, k=r.randint(1, 30))) for _ in range(14)]
     prompts += [f"{shared} {' '.join(r.choices(WORDS, k=r.randint(1, 8)))}" for _ in range(7)]
-    return Model(directory, [oracle.answer(prompt, r.randint(5, 40)) for prompt in prompts])
+    return Model(directory, [oracle.answer(prompt, r.randint(10, 60)) for prompt in prompts])
 
 
 class Client:

@@ -15,7 +15,7 @@ from tgis.pb import generation_pb2 as pb
 
 # Small enough that long prompts are cut, that the crowd does not fit into the cache, and that prefixes are
 # shared.
-TIGHT = ["--block-size", "8", "--kv-cache-tokens", "600", "--max-step-tokens", "24", "--max-batch-size", "12"]
+TIGHT = ["--block-size", "8", "--kv-cache-tokens", "320", "--max-step-tokens", "24", "--max-batch-size", "12"]
 SERVICES = {
     "one rank": [],
     "one rank, tight": TIGHT,

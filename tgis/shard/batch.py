@@ -73,6 +73,9 @@ class Wanted:
         wanted: Booleans = self.logprobs | self.ranks | (self.top_n > 0)
         return wanted
 
+    def take(self, index: Integers) -> "Wanted":
+        return Wanted(self.logprobs[index], self.ranks[index], self.top_n[index])
+
 
 class RowTable:
     """The open rows: at most `max_rows`, of `max_sequence_length` tokens at most, in arrays by row."""

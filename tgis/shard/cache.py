@@ -25,12 +25,14 @@ class Ranks(Protocol):
 
 
 def local_kv_heads(shape: Shape, ranks: Ranks) -> int:
-    """Key/value heads that one rank holds; where there are fewer heads than ranks, neighbours hold the same one."""
+    """Key/value heads that one rank holds; where there are fewer heads than ranks, neighbours hold the same
+    one."""
     return max(1, shape.num_kv_heads // ranks.size)
 
 
 def page_size(block_size: int, head_dim: int) -> int:
-    """Elements of the keys, or the values, of one block, layer and head; both sizes are padded for vector loads."""
+    """Elements of the keys, or the values, of one block, layer and head; both sizes are padded for vector
+    loads."""
     return _padded(block_size) * _padded(head_dim)
 
 
@@ -45,12 +47,19 @@ def bytes_per_block(shape: Shape, ranks: Ranks, block_size: int, dtype: torch.dt
 
 
 class KVCache:
-    """Keys and values of all layers in pages of raw elements; how a page is ordered inside is the attention's affair.
+    """Keys and values of all layers in pages of raw elements; how a page is ordered inside is the
+    attention's affair.
 
     float32, float16 or bfloat16. The memory is touched here, so that a lack of it shows now."""
 
     def __init__(
-        self, num_layers: int, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
+        self,
+        num_layers: int,
+        num_blocks: int,
+        block_size: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
     ):
         shape = (num_layers, num_blocks, num_kv_heads, page_size(block_size, head_dim))
         self.keys: Tensor = torch.zeros(shape, dtype=dtype)

@@ -1,17 +1,19 @@
 """How many blocks the cache gets, from the memory the container leaves and what requests could use."""
 
+import math
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
+from tgis.shard.cache import KVCache, Shape, bytes_per_block, local_kv_heads
+from tgis.shard.world import World
+
 MIB = 1 << 20
-# Where control groups of version 2 and 1 are mounted, and what their files are called.
-CGROUP_V2 = ("sys/fs/cgroup", "memory.max", "memory.current", "inactive_file")
-CGROUP_V1 = (
-    "sys/fs/cgroup/memory",
-    "memory.limit_in_bytes",
-    "memory.usage_in_bytes",
-    "total_inactive_file",
-)
+# What control groups of version 2 and 1 call their limit, their usage and the unused file pages within it.
+MEMORY_V2 = ("memory.max", "memory.current", "inactive_file")
+MEMORY_V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
 
 
 class CacheTooSmallError(Exception):
@@ -31,6 +33,16 @@ class Demand:
     def blocks_per_request(self) -> int:
         """Of full length."""
         return -(-self.max_sequence_length // self.block_size)
+
+
+def make_cache(shape: Shape, world: World, dtype: torch.dtype, demand: Demand) -> KVCache:
+    """Of the same number of blocks on every rank; CacheTooSmallError is raised on all of them or on none."""
+    block_bytes = bytes_per_block(shape, world, demand.block_size, dtype)
+    share = world.min(memory_left() // 4 // world.size)
+    num_blocks = count_blocks(demand, block_bytes, share)
+    check_blocks(demand, num_blocks, block_bytes, share)
+    num_kv_heads = local_kv_heads(shape, world)
+    return KVCache(shape.num_layers, num_blocks, demand.block_size, num_kv_heads, shape.head_dim, dtype)
 
 
 def count_blocks(demand: Demand, block_bytes: int, share: int) -> int:
@@ -62,23 +74,40 @@ def memory_left(root: Path = Path("/")) -> int:
     return min([_machine_left(root), *_groups_left(root)])
 
 
+def count_cores(root: Path = Path("/")) -> int:
+    """Cores this process may use: those it is bound to, or what its container's quota allows, rounded up."""
+    cores = [float(len(os.sched_getaffinity(0)))]
+    for controller, names in (("", ("cpu.max",)), ("cpu", ("cpu.cfs_quota_us", "cpu.cfs_period_us"))):
+        for directory in _groups(root, controller):
+            if all((directory / name).is_file() for name in names):
+                quota, period = " ".join((directory / name).read_text() for name in names).split()
+                if quota not in ("max", "-1"):
+                    cores.append(int(quota) / int(period))
+    return max(1, math.ceil(min(cores)))
+
+
 def _machine_left(root: Path) -> int:
     lines = (root / "proc/meminfo").read_text().splitlines()
     return int(next(line for line in lines if line.startswith("MemAvailable:")).split()[1]) * 1024
 
 
 def _groups_left(root: Path) -> list[int]:
-    """Of this process's groups and those around them. In a container the path may be one that only the host
-    sees; the mount itself is the container's group then."""
-    left = []
+    found = [_group_left(directory, *MEMORY_V2) for directory in _groups(root, "")]
+    found += [_group_left(directory, *MEMORY_V1) for directory in _groups(root, "memory")]
+    return [bytes_left for bytes_left in found if bytes_left is not None]
+
+
+def _groups(root: Path, controller: str) -> list[Path]:
+    """This process's group of a version 1 controller, or of version 2 where that is empty, and the groups
+    around it. In a container the path may be one that only the host sees; the container's own group is the
+    mount."""
+    mount = root / "sys/fs/cgroup" / controller
     for line in (root / "proc/self/cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)
-        if controllers == "" or "memory" in controllers.split(","):
-            mount, *names = CGROUP_V1 if controllers else CGROUP_V2
+        if controller in controllers.split(","):
             group = Path(path.lstrip("/"))
-            found = [_group_left(root / mount / part, *names) for part in (group, *group.parents)]
-            left += [bytes_left for bytes_left in found if bytes_left is not None]
-    return left
+            return [mount / part for part in (group, *group.parents)]
+    return []
 
 
 def _group_left(directory: Path, limit_name: str, usage_name: str, cache_name: str) -> int | None:

@@ -1,73 +1,103 @@
 """Kernels written in Python: numba compiles one when it is first called, torch's own OpenMP threads run it.
 
-Sharing torch's pool is why numba's parallel loops are not used: their OpenMP layer asks the system for a second
-runtime, which slim images lack, and their built-in one costs a hundred microseconds a call. A kernel takes one argument,
-the address of its arguments; its threads share the units of work by counting `args[0]` up with `take`."""
+Sharing torch's threads is why numba's parallel loops are not used: their OpenMP layer asks the system for a
+second runtime, which slim images lack, and their built-in one costs a hundred microseconds a call. A kernel
+takes the address of its arguments; its threads share the units of work by counting `args[0]` up with `take`.
+
+Compiled code is kept beside the source, else in the user's cache directory, else nowhere."""
 
 import ctypes
+import hashlib
 import logging
 import struct
+import tempfile
 from collections.abc import Callable
 from functools import cached_property
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numba
 import torch
 from llvmlite import ir
 from numba import types
-from numba.extending import intrinsic
+from numba.extending import intrinsic as untyped_intrinsic
 
 logger = logging.getLogger(__name__)
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 # Sums may be reordered and fused, but only as the shapes decide; NaN and infinity stay what they are.
-FAST = {"reassoc", "contract", "nsz", "arcp"}
-
+_FAST = {"reassoc", "contract", "nsz", "arcp"}
 _ADDRESS = types.CPointer(types.int64)
-_WORD = ir.IntType(64)
+_CACHE_BASES = (Path(__file__).parent / "__pycache__", Path("~/.cache/tgis").expanduser())
+_sources: set[str] = set()  # files whose functions end up in kernels
 
 
 class Kernel:
-    """`kernel(*args)` runs `function(args)` on this thread, `kernel.spread(*args)` on all of torch's threads at once.
+    """`kernel(*args)` runs `function(args)` on this thread, `kernel.spread(*args)` on all of torch's at once.
 
-    The arguments are integers: sizes, addresses, and floats through `as_bits`. Raises nothing, checks nothing."""
+    The arguments are integers: sizes, addresses, and floats through `as_bits`. Nothing is checked."""
 
     def __init__(self, function: Callable[[Any], None]):
         self._function = function
+        _sources.add(function.__code__.co_filename)
 
     def __call__(self, *args: int) -> None:
-        self._entry((ctypes.c_int64 * (len(args) + 1))(0, *args))
+        self._entry(_pack(args))
 
     def spread(self, *args: int) -> None:
         num_threads = torch.get_num_threads()
         if num_threads == 1 or _openmp is None:
-            self(*args)
+            self._entry(_pack(args))
         else:
-            _openmp.GOMP_parallel(self._entry, (ctypes.c_int64 * (len(args) + 1))(0, *args), num_threads, 0)
+            _openmp.GOMP_parallel(self._entry, _pack(args), num_threads, 0)
 
     @cached_property
     def _entry(self) -> Callable[..., None]:
-        compiled = _compile(self._function)
-        self._kept = compiled  # the machine code lives as long as this object
-        return ctypes.CFUNCTYPE(None, ctypes.c_void_p)(compiled.address)
+        # The machine code lives as long as the object that numba gives.
+        self._compiled = _compile(self._function)
+        return ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self._compiled.address)
+
+
+def _pack(args: tuple[int, ...]) -> "ctypes.Array[ctypes.c_int64]":
+    return (ctypes.c_int64 * (len(args) + 1))(0, *args)
 
 
 def _compile(function: Callable[[Any], None]) -> Any:
     signature = types.void(_ADDRESS)
+    directory = _cache_directory()
+    if directory is None:
+        return numba.cfunc(signature, error_model="numpy")(function)
+    previous, numba.config.CACHE_DIR = numba.config.CACHE_DIR, str(directory)
     try:
         return numba.cfunc(signature, cache=True, error_model="numpy")(function)
-    except (RuntimeError, OSError) as error:
-        logger.info("compiled kernels are not kept: %s", error)
+    except Exception as error:  # a fault of the function itself shows again below
+        logger.warning("compiled code cannot be kept: %s", error)
         return numba.cfunc(signature, error_model="numpy")(function)
+    finally:
+        numba.config.CACHE_DIR = previous
+
+
+def _cache_directory() -> Path | None:
+    """Named after the source of all that kernels call: numba itself looks at one file only."""
+    content = b"".join(Path(file).read_bytes() for file in sorted(_sources))
+    for base in _CACHE_BASES:
+        directory = base / f"kernels-{hashlib.sha256(content).hexdigest()[:16]}"
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=directory):
+                return directory
+        except OSError as error:
+            logger.info("compiled code cannot be kept: %s", error)
+    return None
 
 
 def _find_openmp() -> ctypes.CDLL | None:
-    """The OpenMP runtime torch has loaded; None, and one thread, where it is another than GNU's."""
+    """The OpenMP runtime that torch has loaded."""
     try:
         return ctypes.CDLL("libgomp.so.1")
     except OSError:
-        logger.warning("torch's OpenMP runtime was not found: kernels run on one thread")
+        logger.warning("torch's OpenMP runtime was not found: some work runs on one thread")
         return None
 
 
@@ -76,18 +106,26 @@ _openmp = _find_openmp()
 
 def inner(function: Function) -> Function:
     """Marks a function that kernels call."""
-    compiled: Function = numba.njit(fastmath=FAST, error_model="numpy", nogil=True)(function)
+    _sources.add(function.__code__.co_filename)
+    compiled: Function = numba.njit(fastmath=_FAST, error_model="numpy", nogil=True)(function)
     return compiled
+
+
+def intrinsic(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Marks a function that gives a signature and the LLVM code of what kernels call by its name."""
+    _sources.add(function.__code__.co_filename)
+    marked: Callable[..., Any] = untyped_intrinsic(function)
+    return marked
 
 
 def as_bits(value: float) -> int:
     """A float as a kernel's argument; `as_float` is the way back."""
-    return int.from_bytes(struct.pack("=d", value), "little", signed=True)
+    return int.from_bytes(struct.pack("<d", value), "little", signed=True)
 
 
 @intrinsic
 def as_float(typingctx: Any, bits: Any) -> Any:
-    """Inside a kernel: the float32 that `as_bits` packed."""
+    """In a kernel: what `as_bits` packed, as float32."""
 
     def generate(context: Any, b: Any, signature: Any, args: Any) -> Any:
         return b.fptrunc(b.bitcast(args[0], ir.DoubleType()), ir.FloatType())
@@ -97,17 +135,17 @@ def as_float(typingctx: Any, bits: Any) -> Any:
 
 @intrinsic
 def take(typingctx: Any, args: Any) -> Any:
-    """Inside a kernel: the number of a unit of work that no other thread gets."""
+    """In a kernel: the number of a unit of work that no other thread gets."""
 
     def generate(context: Any, b: Any, signature: Any, values: Any) -> Any:
-        return b.atomic_rmw("add", values[0], ir.Constant(_WORD, 1), "monotonic")
+        return b.atomic_rmw("add", values[0], ir.Constant(ir.IntType(64), 1), "monotonic")
 
     return types.int64(args), generate
 
 
 @intrinsic
 def pointer(typingctx: Any, address: Any, element: Any) -> Any:
-    """Inside a kernel: an address as a pointer to values of `element`'s type, for `numba.carray`."""
+    """In a kernel: an address as a pointer to values of `element`'s type, for `numba.carray`."""
 
     def generate(context: Any, b: Any, signature: Any, args: Any) -> Any:
         return b.inttoptr(args[0], context.get_value_type(signature.return_type))

@@ -58,10 +58,10 @@ class SeenTokens:
             more = self._seen.new_zeros((max(8, len(self._seen)), self._seen.shape[-1]))
             self._seen = torch.cat([self._seen, more])
         self._seen[row] = False
-        self._seen[row, torch.from_numpy(token_ids).long()] = True
+        self._seen[row, torch.from_numpy(token_ids.astype(np.int64))] = True
 
     def add(self, rows: npt.NDArray[np.int64], token_ids: npt.NDArray[np.int32]) -> None:
-        self._seen[torch.from_numpy(rows), torch.from_numpy(token_ids).long()] = True
+        self._seen[torch.from_numpy(rows), torch.from_numpy(token_ids.astype(np.int64))] = True
 
     def select(self, rows: npt.NDArray[np.int64]) -> Tensor:
         """bool [n, vocab_size]"""

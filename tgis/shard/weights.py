@@ -1,6 +1,6 @@
 """Reads a checkpoint of safetensors files, and of every tensor only the slice that is asked for.
 
-A family's table says where each of our modules finds its tensors; `stack` packs several of the checkpoint's into one."""
+A family's table says where each of our modules finds its tensors; `stack` packs several of them into one."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -17,7 +17,7 @@ _ALL = slice(None)
 
 
 class WeightsError(Exception):
-    """The checkpoint cannot be used; the text is one line that names the file, and the tensor where there is one."""
+    """The checkpoint cannot be used; the text is one line that names the file and, if any, the tensor."""
 
 
 class Stored(Protocol):
@@ -28,8 +28,10 @@ class Stored(Protocol):
     @property
     def label(self) -> str:
         """File and name, for messages."""
+
     def read(self, rows: slice = _ALL, columns: slice = _ALL) -> Tensor:
-        """The part, as stored: float32, float16 or bfloat16. Vectors have rows only. Raises WeightsError."""
+        """The part as stored: float32, float16 or bfloat16; vectors have rows only. It may be the file's own
+        memory, so what is kept must be copied. Raises WeightsError."""
 
 
 Fetch = Callable[[str], Stored]  # the checkpoint's name, without layer number and ".weight" -> the tensor
@@ -42,8 +44,8 @@ def stack(*names: str) -> Source:
 
 
 class Weights:
-    """The tensors of a checkpoint under the names of our modules; `sources` is keyed by module path, with the layer's
-    number as `{i}`. Raises WeightsError where the directory holds no safetensors weights."""
+    """The tensors of a checkpoint under the names of our modules; `sources` is keyed by module path, with
+    the layer's number as `{i}`. Raises WeightsError where the directory holds no safetensors weights."""
 
     def __init__(self, directory: Path, sources: Mapping[str, Source]):
         self._directory, self._sources = directory, sources
@@ -51,7 +53,7 @@ class Weights:
         self._open: dict[str, Any] = {}
 
     def find(self, path: str, shape: tuple[int, ...]) -> Stored:
-        """The tensor of a module: `find("blocks.3.attn.out.weight", (rows, columns))`. Raises WeightsError."""
+        """The tensor of a module, `find("blocks.3.mlp.up.weight", (rows, columns))`. Raises WeightsError."""
         module, _, end = path.rpartition(".")
         number = next((part for part in module.split(".") if part.isdigit()), "")
         source = self._sources[module.replace(f".{number}.", ".{i}.", 1) if number else module]
@@ -82,7 +84,9 @@ class _Slice:
         self._stored, self.label = stored, label
         self.shape = tuple(stored.get_shape())
         if stored.get_dtype() not in _READABLE:
-            raise WeightsError(f"{label} is stored as {stored.get_dtype()}, expected one of {', '.join(_READABLE)}")
+            raise WeightsError(
+                f"{label} is stored as {stored.get_dtype()}, expected one of {', '.join(_READABLE)}"
+            )
 
     def read(self, rows: slice = _ALL, columns: slice = _ALL) -> Tensor:
         try:
@@ -97,7 +101,9 @@ class _Stack:
         self._parts = parts
         self.label = parts[0].label + "".join(" + " + part.label.rpartition(" ")[2] for part in parts[1:])
         if len({part.shape[1:] for part in parts}) > 1:
-            raise WeightsError(f"{self.label} differ in width: {', '.join(str(list(p.shape)) for p in parts)}")
+            raise WeightsError(
+                f"{self.label} differ in width: {', '.join(str(list(p.shape)) for p in parts)}"
+            )
         self.shape = (sum(part.shape[0] for part in parts), *parts[0].shape[1:])
 
     def read(self, rows: slice = _ALL, columns: slice = _ALL) -> Tensor:

@@ -1,5 +1,6 @@
-"""The ranks of one model: which this one is, which part of anything is its own, and the few collectives that join the
-parts. Sums are taken in an order that only the number of ranks decides, so all ranks hold the same bits."""
+"""The ranks of one model: which this one is, which part of anything is its own, and the few collectives
+that join the parts. Sums are taken in an order that only the number of ranks decides, so all ranks hold the
+same bits."""
 
 import builtins
 from collections.abc import Callable
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 _LOOPBACK = "127.0.0.1"
+_c10d: Any = dist  # what is needed of it has no stubs
 
 
 class WorldError(Exception):
@@ -62,16 +64,16 @@ class World:
 def join(rank: int, size: int, rendezvous: str, timeout_s: float) -> World:
     """Meets the other ranks through the file `rendezvous`, which must be new for every start of the group.
 
-    Listens on the loopback interface alone. No rank waits longer than the time limit for another, here or in a
-    collective. Raises WorldError."""
+    Listens on the loopback interface alone. No rank waits longer than the time limit for another, here or
+    in a collective. Raises WorldError."""
     if size == 1:
         return World(rank, size)
     timeout = timedelta(seconds=timeout_s)
-    gloo: Any = dist.ProcessGroupGloo
+    gloo = _c10d.ProcessGroupGloo
     options = gloo._Options()
     options._timeout, options._devices = timeout, [gloo.create_device(hostname=_LOOPBACK)]
     try:
-        store = dist.FileStore(rendezvous, size)
+        store = _c10d.FileStore(rendezvous, size)
         store.set_timeout(timeout)
         return World(rank, size, gloo(store, rank, size, options))
     except RuntimeError as error:

@@ -7,15 +7,15 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-TILE = 16  # tokens of one sequence that a unit of work attends with at most
+TILE = 16  # tokens of one sequence that are attended with together at most
 
 
 @dataclass(frozen=True)
 class AttentionMetadata:
     """Where a step's tokens live; the new tokens of all sequences are packed along one axis.
 
-    A sequence's new tokens are its last ones. Its block table names the blocks that hold its keys and values in order;
-    what stands behind the last of them is never read. A negative slot is not written."""
+    A sequence's new tokens are its last ones. Its block table names, in order, the blocks of its keys and
+    values; entries behind them are never read. A token whose slot is negative is not kept."""
 
     cu_seqlens_q: Tensor  # int32 [num_seqs + 1], new tokens of the sequences, cumulated
     seq_lens: Tensor  # int32 [num_seqs], cached and new tokens
@@ -24,32 +24,33 @@ class AttentionMetadata:
 
     @cached_property
     def tiles(self) -> Tensor:
-        """int32 [num_tiles, 4]: sequence, row of the first token, number of tokens, position of the first token.
+        """int32 [num_tiles, 4]: sequence, its first token in the step, number of tokens, position of the
+        first.
 
         The costliest come first, so that threads which take one after the other end together."""
-        starts = self.cu_seqlens_q[:-1].long()
-        counts = self.cu_seqlens_q.diff().long()
+        counts = self.cu_seqlens_q.diff()  # [num_seqs]
         tiles_of = (counts + TILE - 1) // TILE
         sequence = torch.repeat_interleave(tiles_of)  # [num_tiles]
-        number = torch.arange(len(sequence)) - (tiles_of.cumsum(0) - tiles_of)[sequence]
-        offset = number * TILE
+        before = (tiles_of.cumsum(0) - tiles_of)[sequence]  # tiles of the sequences before
+        offset = (torch.arange(len(sequence)) - before) * TILE
         count = (counts[sequence] - offset).clamp(max=TILE)
-        position = self.seq_lens[sequence] - counts[sequence] + offset
-        tiles = torch.stack((sequence, starts[sequence] + offset, count, position), 1)
+        position = (self.seq_lens - counts)[sequence] + offset
+        tiles = torch.stack((sequence, self.cu_seqlens_q[sequence] + offset, count, position), 1)
         cost = (position + count) * count
         return tiles[cost.argsort(descending=True, stable=True)].to(torch.int32)
 
 
 @dataclass(frozen=True)
 class Scoring:
-    """How the score of a query and a key becomes a weight: scale, then cap, then slope and bias, then what is hidden."""
+    """How the score of a query and a key becomes a weight: scale, then cap, then slope and bias, then what is
+    hidden. Distance is the key's position less the query's."""
 
     scale: float
     causal: bool = True  # otherwise every query sees the whole sequence
-    window: int | None = None  # keys a query sees, its own included
+    window: int | None = None  # keys that a query sees, its own included
     soft_cap: float | None = None  # scores become soft_cap * tanh(score / soft_cap)
-    slopes: Tensor | None = None  # float32 [num_heads], times key position less query position (ALiBi)
-    bias: Tensor | None = None  # float32 [num_heads, 2 * reach + 1], by key position less query position, from -reach
+    slopes: Tensor | None = None  # float32 [num_heads], added times distance (ALiBi)
+    bias: Tensor | None = None  # float32 [num_heads, 2 * reach + 1], added by distance, from -reach to reach
 
 
 class Attention(Protocol):

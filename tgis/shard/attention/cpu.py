@@ -1,45 +1,68 @@
-"""Attention on the CPU: pages are walked in place by compiled kernels, float32 arithmetic over whatever they hold."""
+"""Attention on the CPU: compiled kernels walk the pages in place, in float32 arithmetic whatever they hold.
+
+A row's result has the same bits alone, in any company, with any number of threads and however its sequence
+was cut into chunks; also with any block size that divides 64."""
 
 import torch
 from torch import Tensor
 
 from tgis.shard.attention.base import TILE, AttentionMetadata, Scoring
-from tgis.shard.attention.kernels import ATTEND, HEADS, WRITE
+from tgis.shard.attention.kernels import ATTEND, HEADS, TOKENS, WRITE
 from tgis.shard.attention.product import LANES, ROWS
 from tgis.shard.cache import KVCache
 from tgis.shard.compiled import as_bits
 
 
-def _padded(n: int, step: int) -> int:
-    return -(-n // step) * step
-
-
 class CpuAttention:
     def __init__(self, cache: KVCache):
-        name = str(cache.dtype).removeprefix("torch.")
-        self._cache, self._attend, self._write = cache, ATTEND[name], WRITE[name]
-        size, page = cache.dtype.itemsize, cache.keys.shape[-1] * cache.dtype.itemsize
+        self._cache, self._attend, self._write = cache, ATTEND[cache.dtype], WRITE[cache.dtype]
         columns, depth = _padded(cache.block_size, LANES), _padded(cache.head_dim, LANES)
-        sizes = (cache.num_kv_heads, cache.head_dim, cache.block_size, columns, depth, page, size)
-        self._pages = [(k.data_ptr(), v.data_ptr(), *sizes) for k, v in zip(cache.keys, cache.values, strict=True)]
+        width = cache.dtype.itemsize
+        sizes = (
+            cache.num_kv_heads,
+            cache.head_dim,
+            cache.block_size,
+            columns,
+            depth,
+            columns * depth * width,
+            width,
+        )
+        assert cache.keys.shape[-1] == columns * depth
+        # Per layer what the kernels call `Pages`.
+        self._pages = [
+            (k.data_ptr(), v.data_ptr(), *sizes) for k, v in zip(cache.keys, cache.values, strict=True)
+        ]
 
     def write(self, layer: int, k: Tensor, v: Tensor, metadata: AttentionMetadata) -> None:
         k, v, slots = k.contiguous(), v.contiguous(), metadata.slot_mapping.to(torch.int64).contiguous()
-        args = (*self._pages[layer], len(k), k.data_ptr(), v.data_ptr(), slots.data_ptr())
-        self._write.spread(*args) if len(k) >= 16 else self._write(*args)
+        run = self._write if len(k) <= TOKENS else self._write.spread
+        run(*self._pages[layer], len(k), k.data_ptr(), v.data_ptr(), slots.data_ptr())
 
     def attend(self, layer: int, q: Tensor, metadata: AttentionMetadata, scoring: Scoring) -> Tensor:
         q = q.contiguous()
         out = torch.empty_like(q)
         tiles, tables, seq_lens = metadata.tiles, metadata.block_tables.contiguous(), metadata.seq_lens
         num_tokens, num_heads, _ = q.shape
-        rows = _padded(TILE * min(HEADS, num_heads // self._cache.num_kv_heads), ROWS)
-        self._attend.spread(
-            *self._pages[layer], num_tokens, num_heads, *tables.shape, len(tiles), rows,
-            0 if scoring.bias is None else scoring.bias.shape[1],
-            q.data_ptr(), out.data_ptr(), seq_lens.data_ptr(), tables.data_ptr(), tiles.data_ptr(),
-            0 if scoring.slopes is None else scoring.slopes.data_ptr(),
-            0 if scoring.bias is None else scoring.bias.data_ptr(),
-            as_bits(scoring.scale), as_bits(scoring.soft_cap or 0.0), scoring.window or 0, int(scoring.causal),
-        )  # fmt: skip
+        most_rows = _padded(TILE * min(HEADS, num_heads // self._cache.num_kv_heads), ROWS)
+        sizes = (num_tokens, num_heads, *tables.shape, len(tiles), most_rows)
+        addresses = tuple(x.data_ptr() for x in (q, out, seq_lens, tables, tiles))
+        self._attend.spread(*self._pages[layer], *sizes, *addresses, *_rule(scoring))
         return out
+
+
+def _rule(scoring: Scoring) -> tuple[int, ...]:
+    """What the kernel calls `Rule`."""
+    slopes, bias = scoring.slopes, scoring.bias
+    return (
+        as_bits(scoring.scale),
+        as_bits(scoring.soft_cap or 0.0),
+        scoring.window or 0,
+        int(scoring.causal),
+        0 if slopes is None else slopes.data_ptr(),
+        0 if bias is None else bias.data_ptr(),
+        0 if bias is None else bias.shape[1],
+    )
+
+
+def _padded(n: int, step: int) -> int:
+    return -(-n // step) * step

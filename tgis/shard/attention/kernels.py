@@ -1,26 +1,27 @@
 """Paged attention as compiled kernels: keeping fresh keys and values, and attending to the pages in place.
 
-A unit of work is a tile (up to `TILE` tokens of one sequence), a kv head and up to `HEADS` of the query heads that share
-it; its rows are their combinations. Keys are taken a span at a time, counted from the sequence's start, and every row
-meets them in the same order with the same arithmetic, so its bits depend neither on the other rows nor on how its
-sequence was cut into chunks."""
+A unit of work is a tile (some tokens of one sequence), a kv head and up to HEADS of the query heads that
+share it; its rows are their combinations. Keys are taken a span at a time, counted from the sequence's
+start, and every row meets them in the same order and arithmetic, so its bits depend neither on the rows
+beside it nor on how its sequence was cut into chunks."""
 
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from numba import carray
 
-from tgis.shard.attention import product
-from tgis.shard.attention.base import TILE
-from tgis.shard.attention.product import LANES, ROWS
+from tgis.shard.attention.product import ROWS, add_values, multiply_keys
 from tgis.shard.compiled import Kernel, as_float, inner, pointer, take
 from tgis.shard.numeric import exp, stored, tanh
 
 HEADS = 16
-SPAN = 64  # keys whose scores become weights at once
-TOKENS = 8  # tokens whose keys and values are stored as one unit of work
-UNSEEN = np.float32(-1e30)
+SPAN = 64  # keys whose scores become weights together, if blocks are not longer
+TOKENS = 8  # tokens whose keys and values are one unit of work to write
+UNSEEN = np.float32(-1e30)  # the score of what a row must not see
 
+# Values of the types that numba knows the cache's elements by.
+_ELEMENTS = {torch.float32: np.float32(0), torch.bfloat16: np.uint16(0), torch.float16: np.int16(0)}
 _F32, _I32, _I64 = np.float32(0), np.int32(0), np.int64(0)
 
 
@@ -39,7 +40,7 @@ class Pages(NamedTuple):
 
 
 class Rule(NamedTuple):
-    """How a score becomes a weight; zero and empty arrays mean absent."""
+    """How a score becomes a weight; zeros and empty arrays stand for what is absent."""
 
     scale: Any
     soft_cap: Any
@@ -50,52 +51,31 @@ class Rule(NamedTuple):
 
 
 class Unit(NamedTuple):
-    """`count` tokens from row `first` of the step, at `position` of their sequence, and `heads` heads from `head`."""
+    """`num_tokens` tokens from token `start` of the step, at `position` of their sequence; `heads` heads
+    from `head`."""
 
     sequence: int
-    first: int
-    count: int
+    start: int
+    num_tokens: int
     position: int
     kv_head: int
     head: int
     heads: int
 
 
-@inner
-def _multiply_keys(scores: int, stride: int, q: int, rows: int, p: Any, page: int, element: Any) -> None:
-    """scores[rows, columns] = q[rows, head_dim] @ page of keys."""
-    for c in range(0, p.columns, 2 * LANES):
-        two = p.columns - c > LANES
-        out, matrix, n = scores + 4 * c, page + p.width * c, p.head_dim
-        if rows > 1 and two:
-            product.set_4x2(out, stride, q, 4 * n, matrix, p.columns * p.width, n, element)
-        elif rows > 1:
-            product.set_4x1(out, stride, q, 4 * n, matrix, p.columns * p.width, n, element)
-        elif two:
-            product.set_1x2(out, stride, q, 4 * n, matrix, p.columns * p.width, n, element)
-        else:
-            product.set_1x1(out, stride, q, 4 * n, matrix, p.columns * p.width, n, element)
+class Scratch(NamedTuple):
+    """A thread's own memory."""
 
-
-@inner
-def _add_values(total: int, weights: int, stride: int, rows: int, n: int, p: Any, page: int, element: Any) -> None:
-    """total[rows, depth] += weights[rows, :n] @ the first n rows of a page of values."""
-    for c in range(0, p.depth, 2 * LANES):
-        two = p.depth - c > LANES
-        out, matrix = total + 4 * c, page + p.width * c
-        if rows > 1 and two:
-            product.add_4x2(out, 4 * p.depth, weights, stride, matrix, p.depth * p.width, n, element)
-        elif rows > 1:
-            product.add_4x1(out, 4 * p.depth, weights, stride, matrix, p.depth * p.width, n, element)
-        elif two:
-            product.add_1x2(out, 4 * p.depth, weights, stride, matrix, p.depth * p.width, n, element)
-        else:
-            product.add_1x1(out, 4 * p.depth, weights, stride, matrix, p.depth * p.width, n, element)
+    q: Any  # [most_rows, head_dim], scaled
+    scores: Any  # [ROWS, columns of a span], then weights
+    sums: Any  # [most_rows, depth], values summed by weight
+    best: Any  # [most_rows], greatest score so far
+    mass: Any  # [most_rows], sum of weights
 
 
 @inner
 def _bend(scores: Any, i: int, p: Any, rule: Any, head: int, distance: int) -> None:
-    """Soft cap, slope and bias of row i; `distance` is that of the span's first key from the query, rarely positive."""
+    """Soft cap, slope and bias of row i; `distance` is that of the span's first key."""
     width = scores.shape[1]
     if rule.soft_cap > 0:
         for c in range(width):
@@ -113,7 +93,7 @@ def _bend(scores: Any, i: int, p: Any, rule: Any, head: int, distance: int) -> N
 
 @inner
 def _hide(scores: Any, i: int, p: Any, begin: int, end: int) -> None:
-    """Marks what row i must not see: all but the span's keys [begin, end), and the padding of pages."""
+    """Marks what row i must not see: all but keys [begin, end) of the span, and the padding of pages."""
     width = scores.shape[1]
     if p.columns == p.block_size:
         for c in range(begin):
@@ -128,143 +108,173 @@ def _hide(scores: Any, i: int, p: Any, begin: int, end: int) -> None:
 
 
 @inner
-def _weigh(scores: Any, i: int, sums: Any, best: Any, mass: Any, r: int) -> None:
-    """Turns row i of scores into weights, and fades what row r has summed so far to the new greatest score.
+def _weigh(i: int, r: int, s: Any) -> None:
+    """Turns row i of the scores into weights, and fades what row r has summed to its new greatest score.
 
-    All columns always take part: the order of the sum must not depend on how many are visible."""
-    width = scores.shape[1]
-    top = best[r]
+    All columns take part always: the order of the sum must not depend on how many are visible."""
+    width = s.scores.shape[1]
+    top = s.best[r]
     for c in range(width):
-        top = scores[i, c] if scores[i, c] > top else top
-    if top > best[r]:
-        fade = exp(best[r] - top)
-        best[r] = top
-        mass[r] *= fade
-        for d in range(sums.shape[1]):
-            sums[r, d] *= fade
+        top = s.scores[i, c] if s.scores[i, c] > top else top
+    if top > s.best[r]:
+        fade = exp(s.best[r] - top)
+        s.best[r] = top
+        s.mass[r] *= fade
+        for d in range(s.sums.shape[1]):
+            s.sums[r, d] *= fade
     added = np.float32(0)
     for c in range(width):
-        x = scores[i, c]
+        x = s.scores[i, c]
         weight = np.float32(0) if x == UNSEEN else exp(x - top)
-        scores[i, c] = weight
+        s.scores[i, c] = weight
         added += weight
-    mass[r] += added
+    s.mass[r] += added
 
 
 @inner
-def _attend_rows(u: Any, r: int, span: int, end: int, p: Any, rule: Any, table: Any, scratch: Any, element: Any) -> None:
-    """Rows [r, r + ROWS) of a unit against the span of keys that begins at key `span`; the unit sees keys before `end`."""
-    q, scores, sums, best, mass = scratch
-    rows = min(ROWS, u.count * u.heads - r)
-    stride, address = 4 * scores.shape[1], scores.ctypes.data
-    blocks = min(scores.shape[1] // p.columns, (end - span + p.block_size - 1) // p.block_size)
-    first = span // p.block_size
+def _weigh_row(i: int, r: int, span: int, end: int, u: Any, p: Any, rule: Any, s: Any) -> None:
+    """Row r's scores for the keys from `span` on, in row i of the scores, become weights."""
+    width = s.scores.shape[1]
+    position = u.position + r // u.heads
+    last = (min(position + 1, end) if rule.causal else end) - span
+    first = max(position - rule.window + 1 - span, 0) if rule.window else 0
+    if r >= u.num_tokens * u.heads or first >= min(last, width // p.columns * p.block_size):
+        for c in range(width):
+            s.scores[i, c] = np.float32(0)
+    else:
+        _bend(s.scores, i, p, rule, u.head + r % u.heads, span - position)
+        _hide(s.scores, i, p, first, last)
+        _weigh(i, r, s)
+
+
+@inner
+def _attend_rows(
+    r: int, span: int, end: int, u: Any, p: Any, rule: Any, table: Any, s: Any, element: Any
+) -> None:
+    """Rows [r, r + ROWS) of a unit meet the keys from `span` on; the unit sees none from `end` on."""
+    rows = min(ROWS, u.num_tokens * u.heads - r)
+    scores, stride = s.scores.ctypes.data, 4 * s.scores.shape[1]
+    q, sums = s.q.ctypes.data + 4 * r * p.head_dim, s.sums.ctypes.data + 4 * r * p.depth
+    blocks = min(s.scores.shape[1] // p.columns, (end - span + p.block_size - 1) // p.block_size)
     for j in range(blocks):
-        page = p.keys + (np.int64(table[u.sequence, first + j]) * p.num_kv_heads + u.kv_head) * p.page
-        q_row = q.ctypes.data + 4 * r * p.head_dim
-        _multiply_keys(address + 4 * j * p.columns, stride, q_row, rows, p, page, element)
-    length = scores.shape[1] // p.columns * p.block_size
+        block = np.int64(table[u.sequence, span // p.block_size + j])
+        page = p.keys + (block * p.num_kv_heads + u.kv_head) * p.page
+        multiply_keys(scores + 4 * j * p.columns, stride, q, rows, p, page, element)
     for i in range(ROWS if rows > 1 else 1):
-        position = u.position + (r + i) // u.heads
-        until = min(position + 1 if rule.causal else end, end) - span
-        begin = max(position - rule.window + 1 - span, 0) if rule.window else 0
-        if i >= rows or begin >= min(until, length):
-            for c in range(scores.shape[1]):
-                scores[i, c] = np.float32(0)
-        else:
-            _bend(scores, i, p, rule, u.head + (r + i) % u.heads, span - position)
-            _hide(scores, i, p, begin, until)
-            _weigh(scores, i, sums, best, mass, r + i)
+        _weigh_row(i, r + i, span, end, u, p, rule, s)
     for j in range(blocks):
-        page = p.values + (np.int64(table[u.sequence, first + j]) * p.num_kv_heads + u.kv_head) * p.page
+        block = np.int64(table[u.sequence, span // p.block_size + j])
+        page = p.values + (block * p.num_kv_heads + u.kv_head) * p.page
         n = min(p.block_size, end - span - j * p.block_size)
-        weights = address + 4 * j * p.columns
-        _add_values(sums.ctypes.data + 4 * r * p.depth, weights, stride, rows, n, p, page, element)
+        add_values(sums, scores + 4 * j * p.columns, stride, rows, n, p, page, element)
 
 
 @inner
-def _attend_unit(u: Any, q: Any, out: Any, seq_len: int, p: Any, rule: Any, table: Any, scratch: Any, element: Any) -> None:
-    q_rows, scores, sums, best, mass = scratch
-    rows = u.count * u.heads
+def _begin_row(r: int, u: Any, q: Any, scale: Any, s: Any) -> None:
+    """Rows behind the last one of a unit, up to a multiple of ROWS, are zero."""
+    s.best[r], s.mass[r] = UNSEEN, np.float32(0)
+    factor = scale if r < u.num_tokens * u.heads else np.float32(0)
+    token, head = u.start + min(r // u.heads, u.num_tokens - 1), u.head + r % u.heads
+    for d in range(s.sums.shape[1]):
+        s.sums[r, d] = np.float32(0)
+    for d in range(s.q.shape[1]):
+        s.q[r, d] = q[token, head, d] * factor
+
+
+@inner
+def _attend_unit(
+    u: Any, q: Any, out: Any, seq_len: int, p: Any, rule: Any, table: Any, s: Any, element: Any
+) -> None:
+    rows = u.num_tokens * u.heads
     for r in range((rows + ROWS - 1) // ROWS * ROWS):
-        best[r], mass[r] = UNSEEN, np.float32(0)
-        for d in range(p.depth):
-            sums[r, d] = np.float32(0)
-        for d in range(p.head_dim):
-            q_rows[r, d] = q[u.first + r // u.heads, u.head + r % u.heads, d] * rule.scale if r < rows else np.float32(0)
+        _begin_row(r, u, q, rule.scale, s)
     begin = max(u.position - rule.window + 1, 0) if rule.window else 0
-    end = min(u.position + u.count, seq_len) if rule.causal else seq_len
-    length = scores.shape[1] // p.columns * p.block_size
+    end = min(u.position + u.num_tokens, seq_len) if rule.causal else seq_len
+    length = s.scores.shape[1] // p.columns * p.block_size
     for span in range(begin // length * length, end, length):
         for r in range(0, rows, ROWS):
-            _attend_rows(u, r, span, end, p, rule, table, scratch, element)
+            _attend_rows(r, span, end, u, p, rule, table, s, element)
     for r in range(rows):
-        factor = np.float32(1) / mass[r] if mass[r] > 0 else np.float32(0)
+        factor = np.float32(1) / s.mass[r] if s.mass[r] != 0 else np.float32(0)
         for d in range(p.head_dim):
-            out[u.first + r // u.heads, u.head + r % u.heads, d] = sums[r, d] * factor
+            out[u.start + r // u.heads, u.head + r % u.heads, d] = s.sums[r, d] * factor
 
 
 def _attend_kernel(element: Any) -> Kernel:
     def attend(args: Any) -> None:
-        a = carray(args, 32)
+        a = carray(args, 28)
         p = Pages(a[1], a[2], a[3], a[4], a[5], a[6], a[7], a[8], a[9])
-        num_tokens, num_heads, num_seqs, max_blocks, num_tiles, max_rows, reach = a[10], a[11], a[12], a[13], a[14], a[15], a[16]
-        q = carray(pointer(a[17], _F32), (num_tokens, num_heads, p.head_dim))
-        out = carray(pointer(a[18], _F32), (num_tokens, num_heads, p.head_dim))
-        seq_lens = carray(pointer(a[19], _I32), (num_seqs,))
-        table = carray(pointer(a[20], _I32), (num_seqs, max_blocks))
-        tiles = carray(pointer(a[21], _I32), (num_tiles, 4))
-        slopes = carray(pointer(a[22], _F32), (num_heads if a[22] else 0,))
-        bias = carray(pointer(a[23], _F32), (num_heads if a[23] else 0, reach))
-        rule = Rule(as_float(a[24]), as_float(a[25]), a[26], a[27], slopes, bias)
+        num_tokens, num_heads, num_seqs, max_blocks, num_tiles, most_rows = (
+            a[10],
+            a[11],
+            a[12],
+            a[13],
+            a[14],
+            a[15],
+        )
+        q = carray(pointer(a[16], _F32), (num_tokens, num_heads, p.head_dim))
+        out = carray(pointer(a[17], _F32), (num_tokens, num_heads, p.head_dim))
+        seq_lens = carray(pointer(a[18], _I32), (num_seqs,))
+        table = carray(pointer(a[19], _I32), (num_seqs, max_blocks))
+        tiles = carray(pointer(a[20], _I32), (num_tiles, 4))
+        slopes = carray(pointer(a[25], _F32), (num_heads if a[25] else 0,))
+        bias = carray(pointer(a[26], _F32), (num_heads if a[26] else 0, a[27]))
+        rule = Rule(as_float(a[21]), as_float(a[22]), a[23], a[24], slopes, bias)
+        s = Scratch(
+            np.empty((most_rows, p.head_dim), np.float32),
+            np.empty((ROWS, max(1, SPAN // p.block_size) * p.columns), np.float32),
+            np.empty((most_rows, p.depth), np.float32),
+            np.empty(most_rows, np.float32),
+            np.empty(most_rows, np.float32),
+        )
         group = num_heads // p.num_kv_heads
         parts = (group + HEADS - 1) // HEADS
-        spans = max(1, SPAN // p.block_size)
-        q_rows, sums = np.zeros((max_rows, p.head_dim), np.float32), np.zeros((max_rows, p.depth), np.float32)
-        scores = np.zeros((ROWS, spans * p.columns), np.float32)
-        best, mass = np.zeros(max_rows, np.float32), np.zeros(max_rows, np.float32)
-        scratch = (q_rows, scores, sums, best, mass)
         index = take(args)
         while index < num_tiles * p.num_kv_heads * parts:
-            part, rest = index % parts, index // parts
-            kv_head, t = rest % p.num_kv_heads, rest // p.num_kv_heads
-            heads = min(HEADS, group - part * HEADS)
-            u = Unit(tiles[t, 0], tiles[t, 1], tiles[t, 2], tiles[t, 3], kv_head, kv_head * group + part * HEADS, heads)
-            _attend_unit(u, q, out, seq_lens[u.sequence], p, rule, table, scratch, element)
+            part, kv_head, t = (
+                index % parts,
+                index // parts % p.num_kv_heads,
+                index // parts // p.num_kv_heads,
+            )
+            heads, head = min(HEADS, group - part * HEADS), kv_head * group + part * HEADS
+            u = Unit(tiles[t, 0], tiles[t, 1], tiles[t, 2], tiles[t, 3], kv_head, head, heads)
+            _attend_unit(u, q, out, seq_lens[u.sequence], p, rule, table, s, element)
             index = take(args)
 
     return Kernel(attend)
 
 
-def _write_kernel(element: Any) -> Kernel:
-    def write(args: Any) -> None:
-        a = carray(args, 16)
-        p = Pages(a[1], a[2], a[3], a[4], a[5], a[6], a[7], a[8], a[9])
-        num_tokens = a[10]
-        k = carray(pointer(a[11], _F32), (num_tokens, p.num_kv_heads, p.head_dim))
-        v = carray(pointer(a[12], _F32), (num_tokens, p.num_kv_heads, p.head_dim))
-        slots = carray(pointer(a[13], _I64), (num_tokens,))
-        chunk = take(args)
-        while chunk * TOKENS < num_tokens:
-            for t in range(chunk * TOKENS, min(num_tokens, (chunk + 1) * TOKENS)):
-                _write_token(k, v, t, slots[t], p, element)
-            chunk = take(args)
-
-    return Kernel(write)
-
-
 @inner
-def _write_token(k: Any, v: Any, t: int, slot: int, p: Any, element: Any) -> None:
+def _write_token(k: Any, v: Any, slot: int, p: Any, element: Any) -> None:
+    """k, v: [num_kv_heads, head_dim]"""
     block, offset = slot // p.block_size, slot % p.block_size
     for h in range(p.num_kv_heads):
         page = (block * p.num_kv_heads + h) * p.page
         keys = carray(pointer(p.keys + page, element), (p.head_dim, p.columns))
         values = carray(pointer(p.values + page, element), (p.block_size, p.depth))
         for d in range(p.head_dim):
-            keys[d, offset] = stored(k[t, h, d], element)
+            keys[d, offset] = stored(k[h, d], element)
         for d in range(p.head_dim):
-            values[offset, d] = stored(v[t, h, d], element)
+            values[offset, d] = stored(v[h, d], element)
 
 
-ATTEND = {name: _attend_kernel(element) for name, element in (("float32", np.float32(0)), ("bfloat16", np.uint16(0)), ("float16", np.int16(0)))}
-WRITE = {name: _write_kernel(element) for name, element in (("float32", np.float32(0)), ("bfloat16", np.uint16(0)), ("float16", np.int16(0)))}
+def _write_kernel(element: Any) -> Kernel:
+    def write(args: Any) -> None:
+        a = carray(args, 14)
+        p = Pages(a[1], a[2], a[3], a[4], a[5], a[6], a[7], a[8], a[9])
+        num_tokens = a[10]
+        k = carray(pointer(a[11], _F32), (num_tokens, p.num_kv_heads, p.head_dim))
+        v = carray(pointer(a[12], _F32), (num_tokens, p.num_kv_heads, p.head_dim))
+        slots = carray(pointer(a[13], _I64), (num_tokens,))
+        first = take(args) * TOKENS
+        while first < num_tokens:
+            for t in range(first, min(num_tokens, first + TOKENS)):
+                if slots[t] >= 0:
+                    _write_token(k[t], v[t], slots[t], p, element)
+            first = take(args) * TOKENS
+
+    return Kernel(write)
+
+
+ATTEND = {dtype: _attend_kernel(element) for dtype, element in _ELEMENTS.items()}
+WRITE = {dtype: _write_kernel(element) for dtype, element in _ELEMENTS.items()}

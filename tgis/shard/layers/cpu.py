@@ -1,12 +1,15 @@
-"""The CPU's `Kernels`: float32 activations, and weights packed once for products whose rows do not affect each other.
+"""The CPU's `Kernels`: float32 activations, and weights packed once for products whose rows do not affect
+each other.
 
-Weights of float16 and bfloat16 are packed as float16 (FBGEMM), those of float32 as float32 (oneDNN); both keep a row's
-bits whatever the other rows are, given a least number of rows that `_least_rows` finds by trying."""
+Weights of float16 and bfloat16 are packed as float16 (FBGEMM), those of float32 as float32 (oneDNN); both
+keep a row's bits whatever the other rows are, if some numbers of rows are avoided that `_extra_rows` finds
+by trying."""
 
 import functools
 import logging
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +22,8 @@ logger = logging.getLogger(__name__)
 
 FLOAT16_MAX = 65504.0
 _UNIT = 16384  # elements a thread should get at least; waking one for less costs more than it saves
+_PERIOD = 120  # rows that FBGEMM takes at a time
+_TRIED_FEATURES = 32
 
 
 def pack(weight: Tensor, dtype: torch.dtype, label: str) -> Product:
@@ -53,7 +58,9 @@ def angles(positions: Tensor, inv_freq: Tensor, scale: float) -> Tensor:
     return out
 
 
-def split_heads(qkv: Tensor, num_heads: int, num_kv_heads: int, angles: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def split_heads(
+    qkv: Tensor, num_heads: int, num_kv_heads: int, angles: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     num_tokens, width = qkv.shape
     head_dim = width // (num_heads + 2 * num_kv_heads)
     q = torch.empty(num_tokens, num_heads, head_dim)
@@ -65,17 +72,19 @@ def split_heads(qkv: Tensor, num_heads: int, num_kv_heads: int, angles: Tensor) 
 
 
 def _run(kernel: Kernel, shape: tuple[int, ...], *args: int, width: int | None = None) -> None:
-    """Runs a kernel over shape[0] rows of `width` (else shape[1]) elements, on as many threads as are worth it."""
+    """Runs a kernel over shape[0] rows of `width` (else shape[1]) elements, on as many threads as are worth
+    it."""
     rows_per_unit = max(1, _UNIT // (width or shape[1]))
     run = kernel if shape[0] <= rows_per_unit else kernel.spread
     run(*shape, rows_per_unit, *args)
 
 
 def _pack_float32(weight: Tensor) -> Product:
-    if not torch.backends.mkldnn.is_available():
+    if not torch._C._has_mkldnn:
         weight = weight.clone()
         return lambda x: nn.functional.linear(x, weight)
-    packed, multiply = torch.ops.mkldnn._reorder_linear_weight(weight), torch.ops.mkldnn._linear_pointwise.default
+    packed = torch.ops.mkldnn._reorder_linear_weight(weight)
+    multiply = torch.ops.mkldnn._linear_pointwise.default
     return lambda x: multiply(x, packed, None, "none", [], "")
 
 
@@ -85,11 +94,13 @@ class _Float16(nn.Module):
         self.packed = packed
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.ops.quantized.linear_dynamic_fp16(x, self.packed)
+        y: Tensor = torch.ops.quantized.linear_dynamic_fp16(x, self.packed)
+        return y
 
 
 def _pack_float16(weight: Tensor) -> Product:
-    """Scripted because a packed weight that comes from Python with every call costs ten microseconds each time."""
+    """Scripted because a packed weight that comes from Python with every call costs ten microseconds each
+    time."""
     packed = torch.ops.quantized.linear_prepack_fp16(weight, None)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
@@ -99,28 +110,42 @@ def _pack_float16(weight: Tensor) -> Product:
 
 
 def _padded(packer: Callable[[Tensor], Product], weight: Tensor) -> Product:
-    """The packed weight, never given fewer rows than it takes for a row's bits to be its own affair."""
-    product, least = packer(weight), _least_rows(packer)
-    if least == 1:
+    """The packed weight, only ever given so many rows at a time that each row's bits are its own affair."""
+    product, extra = packer(weight), _extra_rows(packer, weight.shape[1])
+    if not any(extra):
         return product
 
     def multiply(x: Tensor) -> Tensor:
-        missing = least - len(x)
-        return product(x) if missing <= 0 else product(torch.cat((x, x[:1].expand(missing, -1))))[: len(x)]
+        missing = extra[len(x) % _PERIOD]
+        return product(torch.cat((x, x[:1].expand(missing, -1))))[: len(x)] if missing else product(x)
 
     return multiply
 
 
 @functools.cache
-def _least_rows(packer: Callable[[Tensor], Product]) -> int:
-    """How many rows a product needs on this machine: with fewer, libraries switch to code that sums in another order."""
+def _extra_rows(packer: Callable[[Tensor], Product], in_features: int) -> tuple[int, ...]:
+    """How many rows to add for every number of rows, modulo _PERIOD, found by trying on this machine.
+
+    Libraries cut rows into groups and sum in another order where a group is small: FBGEMM does on AVX2
+    where one or two rows of 120 are left over, oneDNN where there is but one row."""
     random = torch.Generator().manual_seed(0)
-    product = packer(torch.randn(64, 1024, generator=random))
-    x = torch.randn(40, 1024, generator=random)
-    expected = product(x)
-    equal = [torch.equal(product(x[:m]), expected[:m]) for m in range(1, len(x))]
-    for least in (1, 2, 3, 4, 8):
-        if all(equal[least - 1 :]):
-            return least
-    logger.warning("the rows of matrix products affect each other's last bits on this machine")
-    return 1
+    product = packer(torch.randn(_TRIED_FEATURES, in_features, generator=random))
+    x = torch.randn(_PERIOD, in_features, generator=random)
+    with _one_thread():
+        expected = product(x)
+        good = [True] + [torch.equal(product(x[:m]), expected[:m]) for m in range(1, _PERIOD)]
+    if sum(good) < _PERIOD / 2:
+        logger.warning("the rows of matrix products affect each other's last bits on this machine")
+        return (0,) * _PERIOD
+    return tuple(next(i for i in range(_PERIOD) if good[(m + i) % _PERIOD]) for m in range(_PERIOD))
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Many small products are slow where threads wait for each other."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(num_threads)

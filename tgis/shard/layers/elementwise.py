@@ -1,5 +1,5 @@
-"""The work between matrix products as compiled kernels: norms, activations, rotation. Rows never meet, and a row's
-arithmetic follows from its width alone, so its bits are the same in any company."""
+"""The work between matrix products as compiled kernels: norms, activations, rotation. Rows never meet, and
+a row's arithmetic follows from its width alone, so its bits are the same in any company."""
 
 from typing import Any
 

@@ -15,7 +15,8 @@ def _share(world: World, vocab_size: int) -> slice:
 
 
 class Embedding:
-    """Token ids, int64 [num_tokens] -> float32 [num_tokens, hidden_size]; the table stays in the weights' type."""
+    """Token ids, int64 [num_tokens] -> float32 [num_tokens, hidden_size]; the table stays in the weights'
+    type."""
 
     def __init__(self, parts: Parts, path: str, vocab_size: int, hidden_size: int):
         self._world, self._share = parts.world, _share(parts.world, vocab_size)

@@ -1,5 +1,7 @@
-"""What a platform provides to the layers, chosen once when a model is loaded, and what every layer is made from."""
+"""What a platform provides to the layers, chosen once when a model is loaded, and what every layer is made
+from."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -35,10 +37,11 @@ class Kernels(Protocol):
     def split_heads(
         self, qkv: Tensor, num_heads: int, num_kv_heads: int, angles: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """[num_tokens, (num_heads + 2 * num_kv_heads) * head_dim] -> q, k, v of [num_tokens, heads, head_dim].
+        """[num_tokens, (num_heads + 2 * num_kv_heads) * head_dim] -> q, k, v of [num_tokens, heads,
+        head_dim].
 
-        The first channels of q and k are turned by `angles`, as many as it has cosines and sines; channel i with
-        channel i + half of them."""
+        The first channels of q and k are turned by `angles`, as many as it has cosines and sines; channel i
+        with channel i + half of them."""
 
 
 @dataclass(frozen=True)
@@ -49,3 +52,8 @@ class Parts:
     weights: Weights
     dtype: torch.dtype
     kernels: Kernels
+
+    def read_vector(self, path: str, length: int, rows: Sequence[slice] = (slice(None),)) -> Tensor:
+        """The `rows` of a bias or a norm's weight, one after the other; float32. Raises WeightsError."""
+        stored = self.weights.find(path, (length,))
+        return torch.cat([stored.read(part) for part in rows]).to(self.dtype).float()

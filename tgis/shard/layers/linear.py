@@ -4,28 +4,29 @@ import torch
 from torch import Tensor
 
 from tgis.shard.layers.kernels import Parts
+from tgis.shard.world import World
 
 
 class ColumnParallel:
-    """y = x W^T + b, the rows of W split over ranks; [num_tokens, in_features] -> [num_tokens, this rank's rows].
+    """y = x W^T + b, the rows of W split over ranks: [num_tokens, in_features] -> [num_tokens, own rows].
 
-    W may pack several matrices (q, k, v; gate, up), each split on its own: `widths` are their row counts, `pieces` how
-    many ways each can be cut (fewer than ranks where neighbours share key/value heads)."""
+    W may pack several matrices (q, k, v; gate, up), each split on its own: `widths` are their row counts,
+    `pieces` how many ways each can be cut (fewer than ranks where neighbours share key/value heads)."""
 
     def __init__(
-        self, parts: Parts, path: str, in_features: int, widths: list[int], bias: bool, pieces: list[int] | None = None
+        self,
+        parts: Parts,
+        path: str,
+        in_features: int,
+        widths: list[int],
+        bias: bool,
+        pieces: list[int] | None = None,
     ):
-        rows, begin = [], 0
-        for width, count in zip(widths, pieces or [parts.world.size] * len(widths), strict=True):
-            mine = parts.world.slice(width, count)
-            rows.append(slice(begin + mine.start, begin + mine.stop))
-            begin += width
-        weight = parts.weights.find(f"{path}.weight", (begin, in_features))
-        self._multiply = parts.kernels.pack(torch.cat([weight.read(r) for r in rows]), parts.dtype, weight.label)
-        self._bias = None
-        if bias:
-            stored = parts.weights.find(f"{path}.bias", (begin,))
-            self._bias = torch.cat([stored.read(r) for r in rows]).to(parts.dtype).float()
+        rows = _cut(parts.world, widths, pieces or [parts.world.size] * len(widths))
+        weight = parts.weights.find(f"{path}.weight", (sum(widths), in_features))
+        mine = torch.cat([weight.read(part) for part in rows])
+        self._multiply = parts.kernels.pack(mine, parts.dtype, weight.label)
+        self._bias = parts.read_vector(f"{path}.bias", sum(widths), rows) if bias else None
 
     def __call__(self, x: Tensor) -> Tensor:
         y = self._multiply(x)
@@ -33,17 +34,26 @@ class ColumnParallel:
 
 
 class RowParallel:
-    """y = sum over ranks of x_r W_r^T, then + b once; [num_tokens, this rank's columns] -> [num_tokens, out_features]."""
+    """y = sum over ranks of x W^T, the columns of W split, then + b once: [num_tokens, own columns] ->
+    [num_tokens, out_features]."""
 
     def __init__(self, parts: Parts, path: str, in_features: int, out_features: int, bias: bool):
         self._world = parts.world
         weight = parts.weights.find(f"{path}.weight", (out_features, in_features))
         mine = weight.read(columns=parts.world.slice(in_features))
         self._multiply = parts.kernels.pack(mine, parts.dtype, weight.label)
-        self._bias = None
-        if bias:
-            self._bias = parts.weights.find(f"{path}.bias", (out_features,)).read().to(parts.dtype).float()
+        self._bias = parts.read_vector(f"{path}.bias", out_features) if bias else None
 
     def __call__(self, x: Tensor) -> Tensor:
         y = self._world.all_reduce(self._multiply(x))
         return y if self._bias is None else y.add_(self._bias)
+
+
+def _cut(world: World, widths: list[int], pieces: list[int]) -> list[slice]:
+    """This rank's rows of the packed matrices."""
+    rows, begin = [], 0
+    for width, count in zip(widths, pieces, strict=True):
+        mine = world.slice(width, count)
+        rows.append(slice(begin + mine.start, begin + mine.stop))
+        begin += width
+    return rows

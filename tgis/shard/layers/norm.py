@@ -7,8 +7,7 @@ from tgis.shard.layers.kernels import Parts
 
 class RMSNorm:
     def __init__(self, parts: Parts, path: str, size: int, eps: float):
-        stored = parts.weights.find(f"{path}.weight", (size,))
-        self._weight, self._eps = stored.read().to(parts.dtype).float(), eps
+        self._weight, self._eps = parts.read_vector(f"{path}.weight", size), eps
         self._norm = parts.kernels.rms_norm
 
     def __call__(self, x: Tensor, delta: Tensor | None = None) -> Tensor:

@@ -11,7 +11,8 @@ class UnsupportedModelError(Exception):
 
 @dataclass(frozen=True)
 class DecoderSpec:
-    """Everything `Decoder` needs to know of a checkpoint beside its tensors; read from its config.json by a family."""
+    """Everything `Decoder` needs to know of a checkpoint beside its tensors; read from its config.json by a
+    family."""
 
     num_layers: int
     hidden_size: int

@@ -1,0 +1,71 @@
+"""Tiny random checkpoints, written by transformers: the names and shapes on disk are what we must read."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+
+SMALL = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 99,
+    "max_position_embeddings": 512,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+transformers.utils.logging.disable_progress_bar()
+
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+
+# What differs from SMALL. Each can be cut over two ranks; those of `shared_kv_head` then share the only one.
+CASES: dict[str, dict[str, Any]] = {
+    "grouped_queries": {},
+    "tied": {"tie_word_embeddings": True},
+    "multi_head": {"num_key_value_heads": 4},
+    "shared_kv_head": {"num_key_value_heads": 1},
+    "wide_heads": {"head_dim": 20},
+    "biases": {"attention_bias": True, "mlp_bias": True},
+    "llama3_rope": {"rope_parameters": LLAMA3_ROPE},
+    "linear_rope": {"rope_parameters": {"rope_type": "linear", "rope_theta": 5000.0, "factor": 3.0}},
+    "yarn_rope": {
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 128,
+        }
+    },
+}
+
+
+def write_llama(directory: Path, **overrides: Any) -> transformers.LlamaConfig:
+    """A Llama of random weights, so spread that logits have clear gaps. `overrides` are of LlamaConfig, and
+    `dtype` is the type it is stored in, float32 by default."""
+    dtype = overrides.pop("dtype", torch.float32)
+    config = transformers.LlamaConfig(**{**SMALL, **overrides})
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(config)
+    randomise(model)
+    model.to(dtype).save_pretrained(directory)
+    return config
+
+
+def randomise(model: nn.Module) -> None:
+    """Breaks the symmetry of initial values: norms around one, all else around zero."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            centre = 1.0 if "norm" in name else 0.0
+            parameter.copy_(torch.randn_like(parameter) * 0.2 + centre)

@@ -1,0 +1,436 @@
+"""A whole engine, driven by the router's messages, against transformers on the same checkpoint."""
+
+import math
+import random
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from tests.shard.checkpoints import write_llama
+from tests.shard.messages import GREEDY, SAMPLE, Steps, floats, integers, open_row, top_tokens
+from tgis.config import ShardConfig
+from tgis.hub import ModelNotFoundError
+from tgis.pb import shard_pb2 as pb
+from tgis.shard.capacity import CacheTooSmallError
+from tgis.shard.engine import Engine
+from tgis.shard.models.spec import UnsupportedModelError
+
+EOS = 2
+
+
+def configure(path: Path, **options: Any) -> ShardConfig:
+    small = {"max_batch_size": 8, "max_sequence_length": 192, "cpu_threads": 1}
+    return ShardConfig(model_path=str(path), uds_path="unused", **{**small, **options})
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("llama")
+    write_llama(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def oracle(checkpoint: Path) -> transformers.LlamaForCausalLM:
+    return transformers.LlamaForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
+
+
+@pytest.fixture(scope="module")
+def loaded(checkpoint: Path) -> Engine:
+    return Engine.load(configure(checkpoint))
+
+
+@pytest.fixture
+def engine(loaded: Engine) -> Engine:
+    loaded.reset()
+    return loaded
+
+
+@dataclass
+class Request:
+    prompt: list[int]
+    max_new_tokens: int = 12
+    eos: list[int] = field(default_factory=list)
+    sampling: dict[str, Any] = field(default_factory=lambda: GREEDY)
+    details: dict[str, Any] = field(default_factory=dict)
+    generated: list[int] = field(default_factory=list)
+    """Known to the router; a resumed request has some already."""
+    row: int = -1
+    scheduled: int = 0
+    length: int = 0
+    """Tokens the shard has once the steps sent so far are done."""
+    ended: bool = False
+    logprobs: list[float] = field(default_factory=list)
+    ranks: list[int] = field(default_factory=list)
+    tops: list[list[tuple[int, float]]] = field(default_factory=list)
+
+
+def opening(request: Request) -> pb.OpenRow:
+    return open_row(
+        request.row,
+        request.prompt + request.generated,
+        prompt_len=len(request.prompt),
+        max_new_tokens=request.max_new_tokens,
+        eos=request.eos,
+        sampling=request.sampling,
+        **request.details,
+    )
+
+
+class Router:
+    """Runs requests with random chunks of prompts and `depth` unanswered steps, blind to what these will
+    say."""
+
+    def __init__(self, engine: Engine, seed: int = 0, depth: int = 2, whole: bool = False) -> None:
+        self.engine, self.rng, self.depth, self.whole = engine, random.Random(seed), depth, whole
+        self.steps = Steps(engine.info.block_size, engine.info.num_blocks)
+        self.rows = list(range(8))
+        self.unread: list[pb.StepResponse] = []
+        self.closed: list[int] = []
+        self.responses: list[pb.StepResponse] = []
+
+    def run(self, waiting: list[Request], stop_after: int = 10**9) -> None:
+        running: list[Request] = []
+        while (waiting or running) and stop_after > 0:
+            stop_after -= 1
+            fresh = []
+            while waiting and self.rows and self.rng.random() < 0.7:
+                request = waiting.pop(0)
+                request.row, request.scheduled = self.rows.pop(), 0
+                request.length = len(request.prompt) + len(request.generated)
+                fresh.append(request)
+            running += fresh
+            self.send(running, fresh)
+            if len(self.unread) >= self.depth:
+                self.read(self.unread.pop(0), running)
+        for response in self.unread:
+            self.read(response, running)
+        self.unread.clear()
+
+    def send(self, running: list[Request], fresh: list[Request]) -> None:
+        work = []
+        for request in running:
+            if request.scheduled < request.length:
+                end = (
+                    request.length if self.whole else self.rng.randint(request.scheduled + 1, request.length)
+                )
+                work.append((request.row, request.scheduled, end))
+                request.scheduled = end
+                limit = len(request.prompt) + request.max_new_tokens
+                if end == request.length and request.length + 1 < limit:
+                    request.length += 1
+        step = self.steps.step(work, [opening(request) for request in fresh], self.closed)
+        self.closed = []
+        self.unread.append(self.engine.execute(step))
+
+    def read(self, response: pb.StepResponse, running: list[Request]) -> None:
+        self.responses.append(response)
+        assert not response.errors
+        owners = {request.row: request for request in running}
+        rows, tokens = integers(response.rows), integers(response.token_ids)
+        logprobs = floats(response.logprobs) or [math.nan] * len(rows)
+        ranks = integers(response.ranks) or [0] * len(rows)
+        tops = top_tokens(response.top_tokens) or [[]] * len(rows)
+        columns = (rows, tokens, logprobs, ranks, tops, response.ended)
+        for row, token, logprob, rank, top, ended in zip(*columns, strict=True):
+            request = owners[row]
+            assert not request.ended
+            request.generated.append(token)
+            request.logprobs.append(logprob)
+            request.ranks.append(rank)
+            request.tops.append(top)
+            if ended:
+                request.ended = True
+                running.remove(request)
+                self.rows.append(row)
+                self.closed.append(row)
+
+
+def prompts(seed: int, count: int, longest: int = 60) -> list[list[int]]:
+    rng = random.Random(seed)
+    return [[rng.randrange(3, 99) for _ in range(rng.randint(1, longest))] for _ in range(count)]
+
+
+def generate(oracle: Any, request: Request, **options: Any) -> list[int]:
+    ids = torch.tensor([request.prompt])
+    out = oracle.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=request.max_new_tokens,
+        do_sample=False,
+        eos_token_id=request.eos or None,
+        pad_token_id=0,
+        **options,
+    )
+    tokens: list[int] = out[0, ids.shape[1] :].tolist()
+    return tokens
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_greedy_tokens_are_those_of_transformers(engine: Engine, oracle: Any, depth: int) -> None:
+    """Random chunks, rows reused, and steps that name rows which have ended meanwhile."""
+    requests = [
+        Request(prompt, 5 + i, eos=list(range(20 * (i % 2)))) for i, prompt in enumerate(prompts(1, 14))
+    ]
+    Router(engine, seed=depth, depth=depth).run(list(requests))
+    assert any(len(request.generated) < request.max_new_tokens for request in requests)
+    for request in requests:
+        assert request.ended
+        assert request.generated == generate(oracle, request)
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        ({"repetition_penalty": 1.6}, {"repetition_penalty": 1.6}),
+        ({"min_new_tokens": 6}, {"min_new_tokens": 6}),
+        (
+            {"length_penalty_start": 3, "length_penalty_factor": 1.7},
+            {"exponential_decay_length_penalty": (3, 1.7)},
+        ),
+    ],
+)
+def test_penalties_are_those_of_transformers(engine: Engine, oracle: Any, ours: Any, theirs: Any) -> None:
+    eos = list(range(0, 99, 6))
+    requests = [Request(prompt, 14, eos, {**GREEDY, **ours}) for prompt in prompts(2, 8, longest=20)]
+    plain = [generate(oracle, request) for request in requests]
+    Router(engine).run(list(requests))
+    for request in requests:
+        assert request.generated == generate(oracle, request, **theirs)
+    assert plain != [request.generated for request in requests], "the penalty makes a difference"
+
+
+def sampled(seed: int) -> list[Request]:
+    settings = [
+        {},
+        {"top_k": 5},
+        {"top_p": 0.8},
+        {"typical_p": 0.7},
+        {"temperature": 0.6, "repetition_penalty": 1.3},
+    ]
+    return [
+        Request(prompt, 16, [EOS], {**SAMPLE, "seed": seed + i, **settings[i % 5]})
+        for i, prompt in enumerate(prompts(seed, 10, longest=25))
+    ]
+
+
+def test_sampled_tokens_do_not_depend_on_company_or_interruption(engine: Engine) -> None:
+    together = sampled(3)
+    Router(engine, seed=1).run(list(together))
+    alone = sampled(3)
+    for request in alone:
+        Router(engine, depth=1, whole=True).run([request])
+    assert [request.generated for request in together] == [request.generated for request in alone]
+    assert len({tuple(request.generated) for request in alone}) == len(alone)
+    stopped = sampled(3)
+    Router(engine, seed=2, whole=True).run(list(stopped), stop_after=6)
+    assert {0 < len(request.generated) < 16 for request in stopped} == {True, False}
+    engine.reset()
+    Router(engine, seed=3).run([request for request in stopped if not request.ended])
+    assert [request.generated for request in stopped] == [request.generated for request in alone]
+
+
+def test_frequencies_are_those_of_the_model(engine: Engine, oracle: Any) -> None:
+    prompt = prompts(4, 1)[0]
+    requests = [Request(prompt, 1, [], {**SAMPLE, "seed": seed, "temperature": 2.0}) for seed in range(400)]
+    Router(engine, whole=True).run(list(requests))
+    with torch.inference_mode():
+        probabilities = (oracle(torch.tensor([prompt])).logits[0, -1] / 2).softmax(-1)
+    likely = probabilities.argmax().item()
+    share = sum(request.generated == [likely] for request in requests) / 400
+    p = probabilities[likely].item()
+    assert share == pytest.approx(p, abs=4 * math.sqrt(p * (1 - p) / 400))
+
+
+@pytest.fixture(scope="module")
+def logprobs_of(oracle: Any) -> Any:
+    @torch.inference_mode()
+    def logprobs(token_ids: list[int]) -> torch.Tensor:
+        return oracle(torch.tensor([token_ids])).logits[0].double().log_softmax(-1)
+
+    return logprobs
+
+
+def test_details_of_generated_tokens(engine: Engine, logprobs_of: Any) -> None:
+    everything = {"logprobs": True, "ranks": True, "top_n": 3}
+    requests = [
+        Request(prompt, 6, details=[everything, {}, {"ranks": True}, {"top_n": 1}, {"logprobs": True}][i % 5])
+        for i, prompt in enumerate(prompts(5, 10))
+    ]
+    requests += [Request(p, 6, [], {**SAMPLE, "seed": 1}, everything) for p in prompts(6, 3)]
+    Router(engine).run(list(requests))
+    for request in requests:
+        expected = logprobs_of(request.prompt + request.generated)[len(request.prompt) - 1 :]
+        for i, token in enumerate(request.generated):
+            if request.details.get("logprobs"):
+                assert request.logprobs[i] == pytest.approx(expected[i, token].item(), abs=1e-4)
+            if request.details.get("ranks"):
+                assert request.ranks[i] == 1 + (expected[i] > expected[i, token]).sum()
+            top_n = request.details.get("top_n", 0)
+            values, ids = expected[i].topk(top_n)
+            assert [token for token, _ in request.tops[i]] == ids.tolist()
+            assert [value for _, value in request.tops[i]] == pytest.approx(values.tolist(), abs=1e-4)
+
+
+def test_details_after_filters_and_masks(engine: Engine) -> None:
+    details = {"logprobs": True, "ranks": True, "top_n": 2}
+    one = Request([5, 6, 7], 4, [], {**SAMPLE, "top_k": 1}, details)
+    Router(engine).run([one])
+    assert (one.logprobs, one.ranks) == ([0.0] * 4, [1] * 4)
+    assert one.tops == [[(token, 0.0)] for token in one.generated]
+    masked = Request([5, 6, 7], 4, list(range(98)), {**GREEDY, "min_new_tokens": 4}, details)
+    Router(engine).run([masked])
+    assert masked.generated == [98] * 4
+    assert masked.tops == [[(98, 0.0)]] * 4
+
+
+def test_no_column_is_sent_that_nobody_asked_for(engine: Engine) -> None:
+    router = Router(engine)
+    router.run([Request([5, 6], 3), Request([7], 3, [], SAMPLE)])
+    for response in router.responses:
+        assert not response.logprobs
+        assert not response.ranks
+        assert not response.HasField("top_tokens")
+        assert not response.input_details
+        assert response.forward_ns > 0
+    assert len({response.digest for response in router.responses}) > 1
+
+
+@pytest.mark.parametrize("wanted", [{"logprobs": True, "ranks": True, "top_n": 2}, {"top_n": 1}, {}])
+@pytest.mark.parametrize("first", [0, 1, 70])
+def test_details_of_the_input(engine: Engine, logprobs_of: Any, wanted: dict[str, Any], first: int) -> None:
+    rng = random.Random(7)
+    prompt = [rng.randrange(3, 99) for _ in range(150)]
+    details = {**wanted, "input_tokens": True, "input_from": first}
+    router = Router(engine, seed=first)
+    request = Request(prompt, 3, details=details)
+    router.run([request, *(Request(p, 3) for p in prompts(8, 3))])
+    expected = logprobs_of(prompt)
+    spans = [message for response in router.responses for message in response.input_details]
+    assert len(spans) > 1
+    reported = []
+    for span in spans:
+        assert span.row == request.row
+        reported += range(span.start, span.start + span.count)
+        if not wanted:
+            assert not span.logprobs
+            assert not span.ranks
+            assert not span.HasField("top_tokens")
+            continue
+        columns = zip(floats(span.logprobs), integers(span.ranks), top_tokens(span.top_tokens), strict=True)
+        for position, (logprob, rank, top) in enumerate(columns, span.start):
+            if position == 0:
+                assert math.isnan(logprob)
+                assert (rank, top) == (0, [])
+                continue
+            row, token = expected[position - 1], prompt[position]
+            assert logprob == pytest.approx(row[token].item(), abs=1e-4)
+            assert rank == 1 + (row > row[token]).sum()
+            assert [token for token, _ in top] == row.topk(wanted["top_n"]).indices.tolist()
+    assert reported == list(range(first, 150))
+
+
+def test_blocks_of_another_row_are_read(engine: Engine, oracle: Any) -> None:
+    size = engine.info.block_size
+    prompt = prompts(9, 1)[0][:1] * 3 + list(range(10, 10 + 2 * size))
+    first, second = Request([*prompt, 7], 5), Request([*prompt, 8, 9], 5)
+    steps = Steps(size, engine.info.num_blocks)
+    first.row, second.row = 0, 1
+    engine.execute(steps.step([(0, 0, len(first.prompt))], [opening(first)]))
+    shared = steps.blocks[0][:2]
+    length = len(second.prompt)
+    request = steps.step([(1, 2 * size, length)], [opening(second)])
+    table = shared + steps.blocks[1][2:]
+    request.new_blocks = b"".join(block.to_bytes(4, "little") for block in table)
+    response = engine.execute(request)
+    assert integers(response.token_ids) == generate(oracle, second)[:1]
+
+
+def test_a_row_that_cannot_be_served_fails_alone(engine: Engine, oracle: Any) -> None:
+    steps, good = Steps(engine.info.block_size, engine.info.num_blocks), Request([5, 6, 7], row=1)
+    response = engine.execute(steps.step([(0, 0, 2), (1, 0, 3)], [open_row(0, [5, 99]), opening(good)]))
+    assert [(error.row, error.message) for error in response.errors] == [
+        (0, "a token id is not below the model's vocabulary size 99")
+    ]
+    assert integers(response.rows) == [1]
+    assert integers(response.token_ids) == generate(oracle, good)[:1]
+    response = engine.execute(steps.step([(0, 2, 3), (1, 3, 4)]))
+    assert (integers(response.rows), list(response.errors)) == ([1], [])
+
+
+@pytest.fixture(scope="module")
+def poisoned(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Engine:
+    """The model, but whoever reads token 50 knows nothing any more."""
+    path = tmp_path_factory.mktemp("poisoned")
+    (path / "config.json").write_bytes((checkpoint / "config.json").read_bytes())
+    tensors = load_file(checkpoint / "model.safetensors")
+    tensors["model.embed_tokens.weight"][50] = math.nan
+    save_file(tensors, path / "model.safetensors", {"format": "pt"})
+    return Engine.load(configure(path))
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLE, {**SAMPLE, "top_p": 0.5}])
+def test_scores_that_are_no_numbers_end_their_row(poisoned: Engine, oracle: Any, sampling: Any) -> None:
+    poisoned.reset()
+    steps = Steps(poisoned.info.block_size, poisoned.info.num_blocks)
+    good = Request([5, 6, 7], row=1, details={"logprobs": True, "top_n": 2})
+    opened = [open_row(0, [4, 50], sampling=sampling, logprobs=True, input_tokens=True), opening(good)]
+    response = poisoned.execute(steps.step([(0, 0, 2), (1, 0, 3)], opened))
+    assert [error.row for error in response.errors] == [0]
+    assert "finite" in response.errors[0].message
+    expected = generate(oracle, good)
+    assert (integers(response.rows), integers(response.token_ids)) == ([1], expected[:1])
+    assert floats(response.logprobs)[0] < 0
+    response = poisoned.execute(steps.step([(0, 2, 3), (1, 3, 4)]))
+    assert (integers(response.rows), integers(response.token_ids)) == ([1], expected[1:2])
+    after = Request([8, 9], row=0)
+    request = steps.step([(0, 0, 2)], [opening(after)], [0])
+    response = poisoned.execute(request)
+    assert integers(response.token_ids) == generate(oracle, after)[:1], "blocks of the bad row do no harm"
+
+
+def test_info_tells_what_was_loaded(engine: Engine) -> None:
+    info = engine.info
+    assert info.model_kind == pb.InfoResponse.MODEL_KIND_DECODER_ONLY
+    assert (info.model_type, info.vocab_size, list(info.eos_token_ids)) == ("llama", 99, [2])
+    assert (info.block_size, info.num_blocks) == (16, 8 * 192 // 16)
+    assert (info.rank, info.world_size, info.weight_dtype, info.cache_dtype) == (0, 1, "float32", "float32")
+
+
+def test_rows_are_forgotten_when_a_stream_begins(engine: Engine) -> None:
+    steps = Steps(engine.info.block_size, engine.info.num_blocks)
+    engine.execute(steps.step([(0, 0, 2)], [open_row(0, [5, 6])]))
+    engine.reset()
+    with pytest.raises(AssertionError, match="not open"):
+        engine.execute(steps.step([(0, 2, 3)]))
+
+
+def test_types(checkpoint: Path, tmp_path: Path) -> None:
+    write_llama(tmp_path, dtype=torch.bfloat16)
+    assert Engine.load(configure(tmp_path)).info.weight_dtype == "bfloat16"
+    info = Engine.load(configure(checkpoint, dtype="float16", kv_cache_tokens=200, epoch=7)).info
+    assert (info.weight_dtype, info.cache_dtype, info.num_blocks, info.epoch) == ("float16", "float16", 12, 7)
+
+
+@pytest.mark.parametrize(
+    ("config", "options", "error", "text"),
+    [
+        ("{}", {}, UnsupportedModelError, "None"),
+        ('{"model_type": "clock"}', {}, UnsupportedModelError, "'clock'"),
+        ("{", {}, ModelNotFoundError, "not valid JSON"),
+        (None, {"kv_cache_tokens": 191}, CacheTooSmallError, "192 takes 12 blocks .* leave room for 11$"),
+    ],
+)
+def test_refusals_are_one_line(
+    checkpoint: Path, tmp_path: Path, config: str | None, options: Any, error: type[Exception], text: str
+) -> None:
+    if config is not None:
+        (tmp_path / "config.json").write_text(config)
+    with pytest.raises(error, match=text) as caught:
+        Engine.load(configure(checkpoint if config is None else tmp_path, **options))
+    assert "\n" not in str(caught.value)
