@@ -7,7 +7,8 @@ import ctypes
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
+from types import MappingProxyType
 
 ERROR_PREFIX = "error: "  # begins a process's last words, the one line that says why it failed
 MAX_LINE_BYTES = 1 << 16
@@ -19,8 +20,15 @@ _libc = ctypes.CDLL(None)
 class Child:
     """One run of `python -m tgis ARGUMENTS`."""
 
-    def __init__(self, name: str, arguments: list[str], line_prefix: str = "") -> None:
-        self.name, self._arguments, self._line_prefix = name, arguments, line_prefix
+    def __init__(
+        self,
+        name: str,
+        arguments: list[str],
+        line_prefix: str = "",
+        env: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        """`env` holds variables that the child gets where the parent has none of that name."""
+        self.name, self._arguments, self._line_prefix, self._env = name, arguments, line_prefix, env
         self._error = ""
         self._process: asyncio.subprocess.Process | None = None
         self._end: asyncio.Task[str] | None = None
@@ -34,6 +42,7 @@ class Child:
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
+            env={**self._env, **os.environ},
             preexec_fn=_die_with(os.getpid()),
             process_group=0,  # a terminal's Ctrl-C is the parent's alone
         )

@@ -24,8 +24,7 @@ from tgis.config import (
     env_of,
     flag_of,
 )
-from tgis.hub import ModelNotFoundError
-from tgis.ports import PortError
+from tgis.errors import OperatorError
 
 C = TypeVar("C", bound=LogOptions)
 
@@ -95,10 +94,11 @@ def _int(value: float | None) -> int | None:
 def _run_to_one_line(run: Callable[[], None], termination_log: str | None = None) -> None:
     try:
         run()
+    except OperatorError as error:
+        _fail(str(error), termination_log)
     except Exception as error:
-        if not isinstance(error, _known_errors()):
-            logging.getLogger(__name__).exception("unforeseen failure")
-        _fail(str(error) or type(error).__name__, termination_log)
+        logging.getLogger(__name__).exception("unforeseen failure")
+        _fail(f"{type(error).__name__}: {error}", termination_log)
 
 
 def _fail(text: str, termination_log: str | None = None, exit_code: int = 1) -> NoReturn:
@@ -116,19 +116,6 @@ def _termination_log_of(error: click.ClickException) -> str | None:
     options = {} if context is None else {p.name: p.default for p in context.command.params}
     log = options.get("termination_log")
     return str(context.params.get("termination_log") or log) if context and log else None
-
-
-def _known_errors() -> tuple[type[Exception], ...]:
-    """Of the modules that are loaded: their text says enough without a traceback."""
-    names = {
-        "tgis.launcher": ["LaunchError"],
-        "tgis.router.errors": ["StartupError"],
-        "tgis.shard.weights": ["WeightsError"],
-        "tgis.shard.models": ["UnsupportedModelError"],
-    }
-    loaded = [(sys.modules[module], kinds) for module, kinds in names.items() if module in sys.modules]
-    of_loaded = [getattr(module, kind) for module, kinds in loaded for kind in kinds]
-    return (ModelNotFoundError, PortError, *of_loaded)
 
 
 def _run_launcher(config: LauncherConfig) -> None:

@@ -5,6 +5,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from tgis.errors import OperatorError
+
 # The first of these that a configuration has is the model's sequence length.
 LENGTH_KEYS = (
     "max_position_embeddings",
@@ -18,7 +20,7 @@ LENGTH_KEYS = (
 DEFAULT_LENGTH = 2048
 
 
-class ModelNotFoundError(Exception):
+class ModelNotFoundError(OperatorError):
     """The name leads to no usable model; the text says why in one line."""
 
 

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 from tgis import hub
 from tgis.child import Child
 from tgis.config import LauncherConfig, RouterConfig, ShardConfig, to_flags
+from tgis.errors import OperatorError
 from tgis.ports import listen
 
 logger = logging.getLogger(__name__)
@@ -25,11 +26,14 @@ CRASH_WINDOW_S = 300.0
 MAX_CRASHES = 5  # of the shards, within the window
 FIRST_BACKOFF_S = 0.5
 POLL_S = 0.05
+# Threads that wait for work must not spin: on a busy machine they take the cores that the router, the clients
+# and the other threads of the same step need, and a step takes ten times as long.
+SHARD_ENV = {"OMP_WAIT_POLICY": "PASSIVE"}
 
 C = TypeVar("C", RouterConfig, ShardConfig)
 
 
-class LaunchError(Exception):
+class LaunchError(OperatorError):
     """The service cannot start, or has failed; the text is one line."""
 
 
@@ -136,7 +140,9 @@ class _Launcher:
         for path in sockets:
             path.unlink(missing_ok=True)
         self._shards = [
-            Child(f"shard {rank}", ["serve", *to_flags(self._shard_config(rank))], f"Shard {rank}: ")
+            Child(
+                f"shard {rank}", ["serve", *to_flags(self._shard_config(rank))], f"Shard {rank}: ", SHARD_ENV
+            )
             for rank in range(num_shards)
         ]
         await asyncio.gather(*(child.start() for child in self._shards))

@@ -2,8 +2,10 @@
 
 import socket
 
+from tgis.errors import OperatorError
 
-class PortError(Exception):
+
+class PortError(OperatorError):
     """Names the port, the address and the reason."""
 
 

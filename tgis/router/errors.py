@@ -5,11 +5,14 @@ RouterError
 ├── RequestError        INVALID_ARGUMENT    the request is wrong; the text is the contract's
 ├── OverloadedError     RESOURCE_EXHAUSTED  no room now, try again
 ├── UnavailableError    UNAVAILABLE         shutting down, or the shards stayed away too long
-├── GenerationError     INTERNAL            this request could not be served
-└── StartupError                            never reaches a client
+└── GenerationError     INTERNAL            this request could not be served
+
+StartupError, an OperatorError, never reaches a client.
 """
 
 from enum import Enum, auto
+
+from tgis.errors import OperatorError
 
 
 class Code(Enum):
@@ -43,5 +46,5 @@ class GenerationError(RouterError):
     code = Code.INTERNAL
 
 
-class StartupError(RouterError):
+class StartupError(OperatorError):
     """The router cannot start; the text is the one line an operator reads."""

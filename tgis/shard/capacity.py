@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from tgis.errors import OperatorError
 from tgis.shard.cache import KVCache, Shape, bytes_per_block, local_kv_heads
 from tgis.shard.world import World
 
@@ -16,7 +17,7 @@ MEMORY_V2 = ("memory.max", "memory.current", "inactive_file")
 MEMORY_V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
 
 
-class CacheTooSmallError(Exception):
+class CacheTooSmallError(OperatorError):
     """A request of full length would not fit; the text is one line that shows the arithmetic."""
 
 

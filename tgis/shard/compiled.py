@@ -30,7 +30,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 _FAST = {"reassoc", "contract", "nsz", "arcp"}
 _ADDRESS = types.CPointer(types.int64)
 _CACHE_BASES = (Path(__file__).parent / "__pycache__", Path("~/.cache/tgis").expanduser())
-_sources: set[str] = set()  # files whose functions end up in kernels
+_sources: set[str] = set()  # files of functions that kernels call
 
 
 class Kernel:
@@ -40,7 +40,6 @@ class Kernel:
 
     def __init__(self, function: Callable[[Any], None]):
         self._function = function
-        _sources.add(function.__code__.co_filename)
 
     def __call__(self, *args: int) -> None:
         self._entry(_pack(args))
@@ -65,7 +64,7 @@ def _pack(args: tuple[int, ...]) -> "ctypes.Array[ctypes.c_int64]":
 
 def _compile(function: Callable[[Any], None]) -> Any:
     signature = types.void(_ADDRESS)
-    directory = _cache_directory()
+    directory = _cache_directory(function)
     if directory is None:
         return numba.cfunc(signature, error_model="numpy")(function)
     previous, numba.config.CACHE_DIR = numba.config.CACHE_DIR, str(directory)
@@ -78,11 +77,12 @@ def _compile(function: Callable[[Any], None]) -> Any:
         numba.config.CACHE_DIR = previous
 
 
-def _cache_directory() -> Path | None:
-    """Named after the source of all that kernels call: numba itself looks at one file only."""
-    content = b"".join(Path(file).read_bytes() for file in sorted(_sources))
+def _cache_directory(function: Callable[[Any], None]) -> Path | None:
+    """Named after the source of all that a kernel may call: numba itself looks at one file only."""
+    files = sorted(_sources | {function.__code__.co_filename})
+    digest = hashlib.sha256(b"".join(Path(file).read_bytes() for file in files)).hexdigest()[:16]
     for base in _CACHE_BASES:
-        directory = base / f"kernels-{hashlib.sha256(content).hexdigest()[:16]}"
+        directory = base / f"kernels-{digest}"
         try:
             directory.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=directory):

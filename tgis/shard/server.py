@@ -17,6 +17,7 @@ from typing import NoReturn
 import grpc
 
 from tgis.config import ShardConfig
+from tgis.errors import OperatorError
 from tgis.pb import shard_pb2 as pb
 from tgis.pb.shard_pb2_grpc import ShardServiceServicer, add_ShardServiceServicer_to_server
 from tgis.shard.engine import Engine
@@ -34,7 +35,7 @@ SERVER_OPTIONS = [
 ]
 
 
-class SocketError(Exception):
+class SocketError(OperatorError):
     """The socket cannot be opened; the text is one line."""
 
 

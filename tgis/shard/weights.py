@@ -11,12 +11,14 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from tgis.errors import OperatorError
+
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 _READABLE = ("F32", "F16", "BF16")
 _ALL = slice(None)
 
 
-class WeightsError(Exception):
+class WeightsError(OperatorError):
     """The checkpoint cannot be used; the text is one line that names the file and, if any, the tensor."""
 
 

@@ -12,11 +12,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tgis.errors import OperatorError
+
 _LOOPBACK = "127.0.0.1"
 _c10d: Any = dist  # what is needed of it has no stubs
 
 
-class WorldError(Exception):
+class WorldError(OperatorError):
     """The ranks did not meet, or one of them was lost; the text is one line."""
 
 

@@ -2,10 +2,11 @@
 
 from dataclasses import dataclass
 
+from tgis.errors import OperatorError
 from tgis.shard.layers.rotary import Rope
 
 
-class UnsupportedModelError(Exception):
+class UnsupportedModelError(OperatorError):
     """The model's configuration is none that we can serve; the text is one line."""
 
 
