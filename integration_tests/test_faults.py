@@ -6,6 +6,7 @@ import re
 import shutil
 import signal
 import socket
+import threading
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -20,6 +21,11 @@ from tests.processes import Service, children_of
 from tgis.pb import generation_pb2 as pb
 
 LENGTH = 150
+LOOPBACK = {
+    "0100007F",
+    "0000000000000000FFFF00000100007F",
+    "00000000000000000000000001000000",
+}  # as in /proc/net
 NUM_STREAMS = 8
 
 
@@ -35,20 +41,25 @@ def long_request(text: str) -> pb.SingleGenerationRequest:
     )
 
 
-def read(client: Client, text: str) -> tuple[str, int]:
-    """Text and reason of a whole stream."""
-    parts = list(client.stub.GenerateStream(long_request(text)))
+def read(client: Client, text: str, running: threading.Barrier | None = None) -> tuple[str, int]:
+    """Text and reason of a whole stream; `running` is met after the first token."""
+    parts = []
+    for part in client.stub.GenerateStream(long_request(text)):
+        if running is not None and len(parts) == 1:
+            running.wait(30)
+        parts.append(part)
     return "".join(part.text for part in parts), parts[-1].stop_reason
 
 
 @pytest.mark.parametrize("victim", [0, 1])
 def test_streams_survive_a_killed_shard(client: Client, model: Model, victim: int) -> None:
     texts = [expected.prompt[:20] for expected in model.expected[:NUM_STREAMS]]
-    undisturbed = [read(client, text) for text in texts]
     shards = sorted(children_of(client.service.process.pid)["serve"])
     with ThreadPoolExecutor(NUM_STREAMS) as threads:
-        streams = [threads.submit(read, client, text) for text in texts]
-        time.sleep(0.15)
+        undisturbed = list(threads.map(lambda text: read(client, text), texts))
+        running = threading.Barrier(NUM_STREAMS + 1)
+        streams = [threads.submit(read, client, text, running) for text in texts]
+        running.wait(30)
         assert not any(stream.done() for stream in streams), "they must be running when the shard dies"
         os.kill(shards[victim], signal.SIGKILL)
         disturbed = [stream.result(60) for stream in streams]
@@ -85,10 +96,9 @@ def test_a_hundred_cancelled_streams_leave_nothing(client: Client, model: Model)
         "tgi_kv_cache_usage_ratio",
         "tgi_permits_used",
     )
-    idle = dict.fromkeys(names, 0.0) | {"tgi_tasks": num_tasks}
     deadline = time.monotonic() + 10
-    while (found := {name: metrics(client)[name] for name in idle}) != idle:
-        assert time.monotonic() < deadline, found
+    while any((found := metrics(client))[name] for name in names) or found["tgi_tasks"] > num_tasks:
+        assert time.monotonic() < deadline, (num_tasks, {n: found[n] for n in (*names, "tgi_tasks")})
         time.sleep(0.1)
 
 
@@ -96,7 +106,7 @@ def test_nothing_listens_off_loopback(client: Client) -> None:
     """Public ports are bound to loopback here; gloo's sockets must be there always."""
     own = sockets_of(children_of(client.service.process.pid))
     listening = {address for address, inode in listening_inodes() if inode in own}
-    assert listening <= {"0100007F"}, listening
+    assert listening <= LOOPBACK, listening
 
 
 def listening_inodes() -> set[tuple[str, str]]:
@@ -195,7 +205,7 @@ def test_starts_that_fail_say_why_in_one_line(model: Model, tmp_path: Path) -> N
     assert fails(*here, "--num-shard", "1", env={"NUM_GPUS": "2"}) == f"error: {text}"
     wrong = broken(model, tmp_path / "wrong", hidden_size=48)
     assert re.search(r"error: shard 0: .*model\.safetensors.*", fails("--model-name", wrong))
-    assert re.search("error: shard 0: .*full-length", fails(*here, "--kv-cache-tokens", "100"))
+    assert re.search("error: shard 0: the cache is too small for one request", fails(*here, "--kv-cache-tokens", "100"))
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         text = f"error: port {port} on 127.0.0.1 cannot be opened: Address already in use"

@@ -2,6 +2,7 @@
 
 import math
 import random
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -14,6 +15,15 @@ from tgis.shard.sampling import PARAMETERS, SamplingBatch, SeenTokens, sample
 
 INF = math.inf
 CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Small operations are slow on several threads where others want the cores too."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(num_threads)
 
 
 @dataclass
@@ -169,6 +179,7 @@ def test_agrees_with_the_rules(vocab_size: int, batches: int) -> None:
 
 
 def test_a_row_is_the_same_alone_and_in_a_crowd() -> None:
+    torch.set_num_threads(2)
     rng = random.Random(5)
     for vocab_size in (700, 50_000):
         rows = [random_row(rng, vocab_size) for _ in range(12)]
@@ -186,6 +197,15 @@ def test_a_row_is_the_same_alone_and_in_a_crowd() -> None:
 
 def expected_usable(row: Row) -> bool:
     return row.num_generated >= row.min_new_tokens or len(set(row.eos)) < len(row.logits)
+
+
+def test_the_draw_hangs_on_seed_and_position() -> None:
+    logits = [0.0] * 100
+    places = run([Row(logits, [1] * length, seed=9) for length in range(1, 30)])[0]
+    assert len(set(places)) > 20
+    counts = run([Row(logits, [1] * 30, num_generated=count, seed=9) for count in range(20)])[0]
+    assert set(counts) == {run([Row(logits, [2] * 30, seed=9)])[0][0]}
+    assert len(set(run([Row(logits, [1], seed=seed) for seed in range(30)])[0])) > 20
 
 
 def test_the_choice_does_not_hang_on_who_asks_for_details() -> None:

@@ -26,8 +26,9 @@ logger = logging.getLogger(__name__)
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-# Sums may be reordered and fused, but only as the shapes decide; NaN and infinity stay what they are.
-_FAST = {"reassoc", "contract", "nsz", "arcp"}
+# Products may be fused into sums, and sums reordered as shapes decide; NaN and infinity stay what they are.
+_FUSED = {"contract", "nsz"}
+_REORDERED = _FUSED | {"reassoc", "arcp"}
 _ADDRESS = types.CPointer(types.int64)
 _CACHE_BASES = (Path(__file__).parent / "__pycache__", Path("~/.cache/tgis").expanduser())
 _sources: set[str] = set()  # files of functions that kernels call
@@ -107,7 +108,14 @@ _openmp = _find_openmp()
 def inner(function: Function) -> Function:
     """Marks a function that kernels call."""
     _sources.add(function.__code__.co_filename)
-    compiled: Function = numba.njit(fastmath=_FAST, error_model="numpy", nogil=True)(function)
+    compiled: Function = numba.njit(fastmath=_REORDERED, error_model="numpy", nogil=True)(function)
+    return compiled
+
+
+def ordered(function: Function) -> Function:
+    """Marks a function that kernels call, whose sums and differences keep their order."""
+    _sources.add(function.__code__.co_filename)
+    compiled: Function = numba.njit(fastmath=_FUSED, error_model="numpy", nogil=True)(function)
     return compiled
 
 

@@ -1,0 +1,143 @@
+"""The load: closed-loop clients in one asyncio process, each with a connection of its own. Run as a child
+process with a Job on stdin; prints the Answers as one JSON object."""
+
+import asyncio
+import json
+import random
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Literal
+
+import grpc
+
+from tgis.pb import generation_pb2 as pb
+from tgis.pb.generation_pb2_grpc import GenerationServiceStub
+
+if TYPE_CHECKING:
+    from tgis.pb.generation_pb2_grpc import GenerationServiceAsyncStub
+
+Mode = Literal["stream", "unary"]
+WARM_UP_TOKENS = 8
+CONNECT_TIMEOUT_S = 20.0
+LETTERS = "etaoinshrdlucmfw"
+
+
+@dataclass(frozen=True)
+class Job:
+    """One measurement. Every request has as many input and new tokens and is greedy."""
+
+    target: str
+    mode: Mode
+    clients: int
+    requests_per_client: int
+    input_tokens: int
+    new_tokens: int
+    seed: int
+    """Other seeds give other prompts, so that nothing of an earlier measurement is in the service's cache."""
+    time_limit: float
+    """Seconds after which no request is sent and those under way are given up."""
+
+
+@dataclass
+class Answer:
+    """What a client saw of one request, in seconds since the clients started; filled as messages arrive."""
+
+    client: int
+    sent: float
+    arrivals: list[float] = field(default_factory=list)
+    """Of every message that brought new tokens."""
+    counts: list[int] = field(default_factory=list)
+    """Tokens generated up to each of those messages."""
+    input_tokens: int = 0
+    error: str | None = None
+
+
+@dataclass
+class _Clock:
+    """Seconds since the clients started."""
+
+    start: float
+
+    def read(self) -> float:
+        return time.perf_counter() - self.start
+
+
+async def run_load(job: Job) -> list[Answer]:
+    """Warms up with a short request per client, then measures; failed requests are among the answers."""
+    options = [("grpc.use_local_subchannel_pool", 1), ("grpc.enable_http_proxy", 0)]
+    channels = [grpc.aio.insecure_channel(job.target, options) for _ in range(job.clients)]
+    try:
+        await asyncio.gather(*(asyncio.wait_for(c.channel_ready(), CONNECT_TIMEOUT_S) for c in channels))
+        stubs = [GenerationServiceStub(channel) for channel in channels]
+        prompts = make_prompts(job)
+        clock = _Clock(time.perf_counter())
+        warm = (_ask(stub, job, next(prompts), WARM_UP_TOKENS, 0, clock) for stub in stubs)
+        await asyncio.gather(*warm)
+        clock.start = time.perf_counter()
+        lists = await asyncio.gather(
+            *(_run_client(i, stub, job, prompts, clock) for i, stub in enumerate(stubs))
+        )
+        return [answer for answers in lists for answer in answers]
+    finally:
+        await asyncio.gather(*(channel.close() for channel in channels))
+
+
+def make_prompts(job: Job) -> Iterator[str]:
+    """Texts of random words, each long enough for the service to cut it to the length of the job."""
+    source = random.Random(job.seed)
+    while True:
+        words = ("".join(source.choices(LETTERS, k=source.randint(2, 7))) for _ in range(job.input_tokens))
+        yield " ".join(words)
+
+
+async def _run_client(
+    index: int, stub: "GenerationServiceAsyncStub", job: Job, prompts: Iterator[str], clock: _Clock
+) -> list[Answer]:
+    answers = []
+    for _ in range(job.requests_per_client):
+        if clock.read() >= job.time_limit:
+            break
+        answers.append(await _ask(stub, job, next(prompts), job.new_tokens, index, clock))
+    return answers
+
+
+async def _ask(
+    stub: "GenerationServiceAsyncStub", job: Job, text: str, new_tokens: int, client: int, clock: _Clock
+) -> Answer:
+    answer = Answer(client, clock.read())
+    timeout = max(0.1, job.time_limit - answer.sent)
+    params = pb.Parameters(
+        stopping=pb.StoppingCriteria(max_new_tokens=new_tokens, min_new_tokens=new_tokens),
+        truncate_input_tokens=job.input_tokens,
+    )
+    request = pb.GenerationRequest(text=text)
+    try:
+        if job.mode == "stream":
+            single = pb.SingleGenerationRequest(request=request, params=params)
+            async for message in stub.GenerateStream(single, timeout=timeout):
+                _note(message, answer, clock)
+        else:
+            batched = pb.BatchedGenerationRequest(requests=[request], params=params)
+            _note((await stub.Generate(batched, timeout=timeout)).responses[0], answer, clock)
+    except grpc.aio.AioRpcError as failure:
+        answer.error = f"{failure.code().name}: {failure.details()}"
+    return answer
+
+
+def _note(message: pb.GenerationResponse, answer: Answer, clock: _Clock) -> None:
+    answer.input_tokens = answer.input_tokens or message.input_token_count
+    if message.generated_token_count > (answer.counts[-1] if answer.counts else 0):
+        answer.arrivals.append(clock.read())
+        answer.counts.append(message.generated_token_count)
+
+
+def main() -> None:
+    job = Job(**json.load(sys.stdin))
+    answers = asyncio.run(run_load(job))
+    print(json.dumps({"answers": [asdict(answer) for answer in answers], "cpu_s": time.process_time()}))
+
+
+if __name__ == "__main__":
+    main()

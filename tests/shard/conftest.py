@@ -1,0 +1,37 @@
+"""What the shard's tests share: checkpoints on disk, and a second rank."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.shard.checkpoints import CASES, write_llama
+from tests.shard.ranks import Pair
+from tgis.shard.threads import configure
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_thread() -> None:
+    """Several threads are slow on a busy machine; the tests that are about them set their number."""
+    configure(1)
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Name of a case -> the directory of its checkpoint."""
+    root = tmp_path_factory.mktemp("checkpoints")
+
+    def find(case: str) -> Path:
+        directory = root / case
+        if not directory.exists():
+            write_llama(directory, **CASES[case])
+        return directory
+
+    return find
+
+
+@pytest.fixture(scope="session")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    """Two ranks: this process, and another for as long as the session lasts."""
+    with Pair(tmp_path_factory.mktemp("ranks") / "rendezvous") as pair:
+        yield pair

@@ -1,0 +1,75 @@
+"""Drives a model step by step, as a shard would: packed sequences, block tables, any cut into chunks."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tgis.shard import models
+from tgis.shard.attention.base import AttentionMetadata
+from tgis.shard.attention.cpu import CpuAttention
+from tgis.shard.cache import KVCache, local_kv_heads
+from tgis.shard.models.decoder import Decoder
+from tgis.shard.world import World
+
+ALONE = World(0, 1)
+# Block tables of sequences 0, 1, ...: neither contiguous nor in order.
+TABLES = [[13, 7, 1, 9, 12, 16], [5, 2, 11, 0, 14, 17], [4, 15, 3, 10, 6, 8], [20, 18, 23, 19, 22, 21]]
+NUM_BLOCKS = 24
+
+
+def read_config(directory: Path) -> dict[str, Any]:
+    return json.loads((directory / "config.json").read_text())
+
+
+def load(directory: Path, world: World = ALONE, dtype: torch.dtype = torch.float32) -> Decoder:
+    return models.load(directory, read_config(directory), world, dtype)
+
+
+def new_attention(
+    model: Decoder, world: World = ALONE, block_size: int = 4, dtype: torch.dtype = torch.float32
+) -> CpuAttention:
+    spec = model.spec
+    heads = local_kv_heads(spec, world)
+    return CpuAttention(KVCache(spec.num_layers, NUM_BLOCKS, block_size, heads, spec.head_dim, dtype))
+
+
+def make_metadata(
+    spans: Sequence[tuple[int, int]], tables: Sequence[list[int]], block_size: int
+) -> AttentionMetadata:
+    """Token positions [start, end) of each sequence are new."""
+    counts = [0] + [end - start for start, end in spans]
+    slots = [
+        table[p // block_size] * block_size + p % block_size
+        for (start, end), table in zip(spans, tables, strict=True)
+        for p in range(start, end)
+    ]
+    return AttentionMetadata(
+        cu_seqlens_q=torch.tensor(counts).cumsum(0).to(torch.int32),
+        seq_lens=torch.tensor([end for _, end in spans], dtype=torch.int32),
+        block_tables=torch.tensor(tables, dtype=torch.int32),
+        slot_mapping=torch.tensor(slots, dtype=torch.int64),
+    )
+
+
+class Stepper:
+    """A model and its cache; `step` computes positions of some sequences and gives their logits."""
+
+    def __init__(
+        self, model: Decoder, world: World = ALONE, block_size: int = 4, dtype: torch.dtype = torch.float32
+    ):
+        self._model, self._block_size = model, block_size
+        self._attention = new_attention(model, world, block_size, dtype)
+
+    def step(self, work: dict[int, tuple[list[int], int]]) -> dict[int, Tensor]:
+        """number -> (all token ids so far, first position to compute); logits [num_computed, vocab_size]."""
+        spans = [(start, len(ids)) for ids, start in work.values()]
+        metadata = make_metadata(spans, [TABLES[i] for i in work], self._block_size)
+        ids = torch.tensor([token for ids, start in work.values() for token in ids[start:]])
+        positions = torch.cat([torch.arange(*span) for span in spans])
+        x = self._model.forward(ids, positions, self._attention, metadata)
+        logits = self._model.logits(x).split([end - start for start, end in spans])
+        return dict(zip(work, logits, strict=True))

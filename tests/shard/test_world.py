@@ -1,0 +1,143 @@
+"""Ranks: how things are cut, what collectives give, and that nothing waits or listens where it should not."""
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from torch import Tensor
+
+from tests.shard.checkpoints import CASES
+from tests.shard.ranks import Pair
+from tests.shard.stepping import Stepper, load
+from tgis.shard.world import World, WorldError, join
+
+
+def in_threads(
+    size: int, rendezvous: Path, function: Callable[[World], Any], timeout_s: float = 30.0
+) -> list[Any]:
+    """What function(world) gives, or raises, on each rank of a group whose ranks are threads."""
+    results: list[Any] = [None] * size
+
+    def run(rank: int) -> None:
+        try:
+            world = join(rank, size, str(rendezvous), timeout_s)
+            results[rank] = function(world)
+            world.leave()
+        except Exception as error:
+            results[rank] = error
+
+    ranks = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
+    for thread in ranks:
+        thread.start()
+    for thread in ranks:
+        thread.join(60)
+    return results
+
+
+def listening() -> list[Any]:
+    return [c.laddr for c in psutil.Process().net_connections() if c.status == psutil.CONN_LISTEN]
+
+
+def test_cuts_evenly() -> None:
+    assert [World(rank, 4).slice(12) for rank in range(4)] == [
+        slice(0, 3),
+        slice(3, 6),
+        slice(6, 9),
+        slice(9, 12),
+    ]
+    assert [World(rank, 4).slice(6, 2) for rank in range(4)] == [slice(0, 3)] * 2 + [slice(3, 6)] * 2
+    assert [World(rank, 2).slice(5, 1) for rank in range(2)] == [slice(0, 5)] * 2
+
+
+def test_one_rank_is_alone() -> None:
+    world = join(0, 1, "/nowhere", 1.0)
+    x = torch.randn(2, 3)
+    assert world.all_reduce(x) is x
+    assert world.all_gather(x) is x
+    assert world.min(7) == 7
+    world.leave()
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_collectives(size: int, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    values = torch.randn(size, 5, 300) * torch.logspace(-3, 3, 300)
+
+    def function(world: World) -> tuple[Tensor, Tensor, int]:
+        x = values[world.rank].clone()
+        total = world.all_reduce(x)
+        assert total is x
+        return total, world.all_gather(values[world.rank, :, :3].t()), world.min(10 - world.rank)
+
+    expected = values[0]
+    for other in values[1:]:
+        expected = expected + other
+    for total, gathered, least in in_threads(size, tmp_path / "rendezvous", function):
+        assert torch.equal(total, expected), "not summed in the order of ranks"
+        assert torch.equal(gathered, torch.cat([v[:, :3].t() for v in values], -1))
+        assert least == 11 - size
+
+
+def test_listens_on_loopback_only(tmp_path: Path) -> None:
+    before = set(listening())
+
+    def function(world: World) -> set[Any]:
+        world.min(0)
+        found = set(listening()) - before
+        world.min(0)  # nobody leaves before all have looked
+        return found
+
+    for found in in_threads(2, tmp_path / "rendezvous", function):
+        assert {address.ip for address in found} == {"127.0.0.1"}
+    assert set(listening()) == before
+
+
+def test_a_rank_that_hangs_is_noticed(tmp_path: Path) -> None:
+    def function(world: World) -> float:
+        began = time.monotonic()
+        if world.rank:
+            time.sleep(2.0)
+            return 0.0
+        with pytest.raises(WorldError, match=r"^a rank of the group was lost or hangs: .+") as caught:
+            world.all_reduce(torch.ones(3))
+        assert "\n" not in str(caught.value)
+        return time.monotonic() - began
+
+    waited, _ = in_threads(2, tmp_path / "rendezvous", function, timeout_s=0.5)
+    assert 0.4 < waited < 1.5
+
+
+def test_a_rank_that_never_comes_is_noticed(tmp_path: Path) -> None:
+    with pytest.raises(WorldError, match=r"^rank 1 did not meet all 2 ranks within 0\.3 s: ") as caught:
+        join(1, 2, str(tmp_path / "rendezvous"), 0.3)
+    assert "\n" not in str(caught.value)
+
+
+def compute(world: World, directory: Path, dtype: torch.dtype) -> Tensor:
+    """Log-probabilities of two sequences: a chunk, a prompt, and a step of both."""
+    stepper = Stepper(load(directory, world, dtype), world)
+    first, second = list(range(5, 20)), [30, 31]
+    steps = [{0: (first[:9], 0)}, {0: (first[:14], 9), 1: (second[:1], 0)}, {1: (second, 1), 0: (first, 14)}]
+    logits = [torch.cat(list(stepper.step(work).values())) for work in steps]
+    return torch.cat(logits).log_softmax(-1)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_two_ranks_equal_one(case: str, pair: Pair, checkpoint: Callable[[str], Path]) -> None:
+    mine, theirs = pair.run(compute, checkpoint(case), torch.float32)
+    torch.testing.assert_close(
+        mine, compute(World(0, 1), checkpoint(case), torch.float32), rtol=1e-4, atol=1e-4
+    )
+    assert torch.equal(mine, theirs), "ranks disagree"
+
+
+def test_two_ranks_equal_one_in_half_precision(pair: Pair, checkpoint: Callable[[str], Path]) -> None:
+    mine, theirs = pair.run(compute, checkpoint("biases"), torch.bfloat16)
+    expected = compute(World(0, 1), checkpoint("biases"), torch.bfloat16)
+    torch.testing.assert_close(mine, expected, rtol=1e-4, atol=1e-4)
+    assert torch.equal(mine, theirs), "ranks disagree"
