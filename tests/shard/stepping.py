@@ -73,3 +73,12 @@ class Stepper:
         x = self._model.forward(ids, positions, self._attention, metadata)
         logits = self._model.logits(x).split([end - start for start, end in spans])
         return dict(zip(work, logits, strict=True))
+
+
+def compute_mixed_steps(world: World, directory: Path, dtype: torch.dtype) -> Tensor:
+    """Log-probabilities of two sequences: a chunk, a prompt, and a step of both."""
+    stepper = Stepper(load(directory, world, dtype), world)
+    first, second = list(range(5, 20)), [30, 31]
+    steps = [{0: (first[:9], 0)}, {0: (first[:14], 9), 1: (second[:1], 0)}, {1: (second, 1), 0: (first, 14)}]
+    logits = [torch.cat(list(stepper.step(work).values())) for work in steps]
+    return torch.cat(logits).log_softmax(-1)

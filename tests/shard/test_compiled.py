@@ -46,7 +46,7 @@ def many_threads() -> Iterator[None]:
 
 
 def test_every_unit_is_done_once(many_threads: None) -> None:
-    assert compiled._openmp is not None
+    assert compiled._parallel is not None
     counts = torch.zeros(5000, dtype=torch.int64)
     for _ in range(3):
         count.spread(len(counts), counts.data_ptr(), 2)

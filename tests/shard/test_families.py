@@ -34,8 +34,8 @@ def generate_oracle(oracle: transformers.PreTrainedModel, prompt: list[int]) -> 
 
 
 def run(stepper: Stepper, ids: list[list[int]], chunk: int) -> list[Tensor]:
-    """Log-probabilities after all positions: sequence i joins at step i; its prompt is computed in chunks, the
-    rest token by token, beside whatever the others are at."""
+    """Log-probabilities after all positions: sequence i joins at step i; its prompt is computed in chunks,
+    the rest token by token, beside whatever the others are at."""
     done, parts = [0] * len(ids), [[] for _ in ids]
     for clock in range(1000):
         work = {}

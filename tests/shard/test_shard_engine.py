@@ -2,7 +2,7 @@
 
 import math
 import random
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,149 +11,32 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from tests.shard.checkpoints import write_llama
+from tests.shard.driver import Request, Router, configure, opening, prompts
 from tests.shard.messages import GREEDY, SAMPLE, Steps, floats, integers, open_row, top_tokens
-from tgis.config import ShardConfig
-from tgis.hub import ModelNotFoundError
-from tgis.pb import shard_pb2 as pb
-from tgis.shard.capacity import CacheTooSmallError
 from tgis.shard.engine import Engine
-from tgis.shard.models.spec import UnsupportedModelError
 
 EOS = 2
 
 
-def configure(path: Path, **options: Any) -> ShardConfig:
-    small = {"max_batch_size": 8, "max_sequence_length": 192, "cpu_threads": 1}
-    return ShardConfig(model_path=str(path), uds_path="unused", **{**small, **options})
+@pytest.fixture(scope="module")
+def model_path(checkpoint: Callable[[str], Path]) -> Path:
+    return checkpoint("grouped_queries")
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("llama")
-    write_llama(path)
-    return path
+def oracle(model_path: Path) -> transformers.LlamaForCausalLM:
+    return transformers.LlamaForCausalLM.from_pretrained(model_path, dtype=torch.float32).eval()
 
 
 @pytest.fixture(scope="module")
-def oracle(checkpoint: Path) -> transformers.LlamaForCausalLM:
-    return transformers.LlamaForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
-
-
-@pytest.fixture(scope="module")
-def loaded(checkpoint: Path) -> Engine:
-    return Engine.load(configure(checkpoint))
+def loaded(model_path: Path) -> Engine:
+    return Engine.load(configure(model_path))
 
 
 @pytest.fixture
 def engine(loaded: Engine) -> Engine:
     loaded.reset()
     return loaded
-
-
-@dataclass
-class Request:
-    prompt: list[int]
-    max_new_tokens: int = 12
-    eos: list[int] = field(default_factory=list)
-    sampling: dict[str, Any] = field(default_factory=lambda: GREEDY)
-    details: dict[str, Any] = field(default_factory=dict)
-    generated: list[int] = field(default_factory=list)
-    """Known to the router; a resumed request has some already."""
-    row: int = -1
-    scheduled: int = 0
-    length: int = 0
-    """Tokens the shard has once the steps sent so far are done."""
-    ended: bool = False
-    logprobs: list[float] = field(default_factory=list)
-    ranks: list[int] = field(default_factory=list)
-    tops: list[list[tuple[int, float]]] = field(default_factory=list)
-
-
-def opening(request: Request) -> pb.OpenRow:
-    return open_row(
-        request.row,
-        request.prompt + request.generated,
-        prompt_len=len(request.prompt),
-        max_new_tokens=request.max_new_tokens,
-        eos=request.eos,
-        sampling=request.sampling,
-        **request.details,
-    )
-
-
-class Router:
-    """Runs requests with random chunks of prompts and `depth` unanswered steps, blind to what these will
-    say."""
-
-    def __init__(self, engine: Engine, seed: int = 0, depth: int = 2, whole: bool = False) -> None:
-        self.engine, self.rng, self.depth, self.whole = engine, random.Random(seed), depth, whole
-        self.steps = Steps(engine.info.block_size, engine.info.num_blocks)
-        self.rows = list(range(8))
-        self.unread: list[pb.StepResponse] = []
-        self.closed: list[int] = []
-        self.responses: list[pb.StepResponse] = []
-
-    def run(self, waiting: list[Request], stop_after: int = 10**9) -> None:
-        running: list[Request] = []
-        while (waiting or running) and stop_after > 0:
-            stop_after -= 1
-            fresh = []
-            while waiting and self.rows and self.rng.random() < 0.7:
-                request = waiting.pop(0)
-                request.row, request.scheduled = self.rows.pop(), 0
-                request.length = len(request.prompt) + len(request.generated)
-                fresh.append(request)
-            running += fresh
-            self.send(running, fresh)
-            if len(self.unread) >= self.depth:
-                self.read(self.unread.pop(0), running)
-        for response in self.unread:
-            self.read(response, running)
-        self.unread.clear()
-
-    def send(self, running: list[Request], fresh: list[Request]) -> None:
-        work = []
-        for request in running:
-            if request.scheduled < request.length:
-                end = (
-                    request.length if self.whole else self.rng.randint(request.scheduled + 1, request.length)
-                )
-                work.append((request.row, request.scheduled, end))
-                request.scheduled = end
-                limit = len(request.prompt) + request.max_new_tokens
-                if end == request.length and request.length + 1 < limit:
-                    request.length += 1
-        step = self.steps.step(work, [opening(request) for request in fresh], self.closed)
-        self.closed = []
-        self.unread.append(self.engine.execute(step))
-
-    def read(self, response: pb.StepResponse, running: list[Request]) -> None:
-        self.responses.append(response)
-        assert not response.errors
-        owners = {request.row: request for request in running}
-        rows, tokens = integers(response.rows), integers(response.token_ids)
-        logprobs = floats(response.logprobs) or [math.nan] * len(rows)
-        ranks = integers(response.ranks) or [0] * len(rows)
-        tops = top_tokens(response.top_tokens) or [[]] * len(rows)
-        columns = (rows, tokens, logprobs, ranks, tops, response.ended)
-        for row, token, logprob, rank, top, ended in zip(*columns, strict=True):
-            request = owners[row]
-            assert not request.ended
-            request.generated.append(token)
-            request.logprobs.append(logprob)
-            request.ranks.append(rank)
-            request.tops.append(top)
-            if ended:
-                request.ended = True
-                running.remove(request)
-                self.rows.append(row)
-                self.closed.append(row)
-
-
-def prompts(seed: int, count: int, longest: int = 60) -> list[list[int]]:
-    rng = random.Random(seed)
-    return [[rng.randrange(3, 99) for _ in range(rng.randint(1, longest))] for _ in range(count)]
 
 
 def generate(oracle: Any, request: Request, **options: Any) -> list[int]:
@@ -364,11 +247,11 @@ def test_a_row_that_cannot_be_served_fails_alone(engine: Engine, oracle: Any) ->
 
 
 @pytest.fixture(scope="module")
-def poisoned(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Engine:
+def poisoned(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Engine:
     """The model, but whoever reads token 50 knows nothing any more."""
     path = tmp_path_factory.mktemp("poisoned")
-    (path / "config.json").write_bytes((checkpoint / "config.json").read_bytes())
-    tensors = load_file(checkpoint / "model.safetensors")
+    (path / "config.json").write_bytes((model_path / "config.json").read_bytes())
+    tensors = load_file(model_path / "model.safetensors")
     tensors["model.embed_tokens.weight"][50] = math.nan
     save_file(tensors, path / "model.safetensors", {"format": "pt"})
     return Engine.load(configure(path))
@@ -394,43 +277,9 @@ def test_scores_that_are_no_numbers_end_their_row(poisoned: Engine, oracle: Any,
     assert integers(response.token_ids) == generate(oracle, after)[:1], "blocks of the bad row do no harm"
 
 
-def test_info_tells_what_was_loaded(engine: Engine) -> None:
-    info = engine.info
-    assert info.model_kind == pb.InfoResponse.MODEL_KIND_DECODER_ONLY
-    assert (info.model_type, info.vocab_size, list(info.eos_token_ids)) == ("llama", 99, [2])
-    assert (info.block_size, info.num_blocks) == (16, 8 * 192 // 16)
-    assert (info.rank, info.world_size, info.weight_dtype, info.cache_dtype) == (0, 1, "float32", "float32")
-
-
 def test_rows_are_forgotten_when_a_stream_begins(engine: Engine) -> None:
     steps = Steps(engine.info.block_size, engine.info.num_blocks)
     engine.execute(steps.step([(0, 0, 2)], [open_row(0, [5, 6])]))
     engine.reset()
     with pytest.raises(AssertionError, match="not open"):
         engine.execute(steps.step([(0, 2, 3)]))
-
-
-def test_types(checkpoint: Path, tmp_path: Path) -> None:
-    write_llama(tmp_path, dtype=torch.bfloat16)
-    assert Engine.load(configure(tmp_path)).info.weight_dtype == "bfloat16"
-    info = Engine.load(configure(checkpoint, dtype="float16", kv_cache_tokens=200, epoch=7)).info
-    assert (info.weight_dtype, info.cache_dtype, info.num_blocks, info.epoch) == ("float16", "float16", 12, 7)
-
-
-@pytest.mark.parametrize(
-    ("config", "options", "error", "text"),
-    [
-        ("{}", {}, UnsupportedModelError, "None"),
-        ('{"model_type": "clock"}', {}, UnsupportedModelError, "'clock'"),
-        ("{", {}, ModelNotFoundError, "not valid JSON"),
-        (None, {"kv_cache_tokens": 191}, CacheTooSmallError, "192 takes 12 blocks .* leave room for 11$"),
-    ],
-)
-def test_refusals_are_one_line(
-    checkpoint: Path, tmp_path: Path, config: str | None, options: Any, error: type[Exception], text: str
-) -> None:
-    if config is not None:
-        (tmp_path / "config.json").write_text(config)
-    with pytest.raises(error, match=text) as caught:
-        Engine.load(configure(checkpoint if config is None else tmp_path, **options))
-    assert "\n" not in str(caught.value)

@@ -7,7 +7,7 @@ import stat
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from queue import SimpleQueue
@@ -17,7 +17,6 @@ import pytest
 import torch
 import transformers
 
-from tests.shard.checkpoints import write_llama
 from tests.shard.messages import Steps, integers, open_row
 from tgis.pb import shard_pb2 as pb
 from tgis.pb.shard_pb2_grpc import ShardServiceStub
@@ -81,14 +80,12 @@ class Call:
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("llama")
-    write_llama(path)
-    return path
+def model_path(checkpoint: Callable[[str], Path]) -> Path:
+    return checkpoint("grouped_queries")
 
 
-def expected_tokens(model: Path, prompt: list[int], count: int) -> list[int]:
-    oracle = transformers.LlamaForCausalLM.from_pretrained(model, dtype=torch.float32)
+def expected_tokens(model_path: Path, prompt: list[int], count: int) -> list[int]:
+    oracle = transformers.LlamaForCausalLM.from_pretrained(model_path, dtype=torch.float32)
     ids = torch.tensor([prompt])
     options = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     out = oracle.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, **options)
@@ -96,9 +93,9 @@ def expected_tokens(model: Path, prompt: list[int], count: int) -> list[int]:
     return tokens
 
 
-def test_two_ranks_answer_alike(model: Path, tmp_path: Path) -> None:
+def test_two_ranks_answer_alike(model_path: Path, tmp_path: Path) -> None:
     meeting = {"world_size": 2, "rendezvous": str(tmp_path / "meeting"), "epoch": 3}
-    shards = [Shard(model, tmp_path / "shard", rank=rank, **meeting) for rank in range(2)]
+    shards = [Shard(model_path, tmp_path / "shard", rank=rank, **meeting) for rank in range(2)]
     with started(shards[0]) as (first, stub), started(shards[1]) as (second, other):
         infos = [stub.Info(pb.InfoRequest()), other.Info(pb.InfoRequest())]
         assert [(info.rank, info.world_size, info.epoch) for info in infos] == [(0, 2, 3), (1, 2, 3)]
@@ -114,16 +111,16 @@ def test_two_ranks_answer_alike(model: Path, tmp_path: Path) -> None:
             assert (one.step_id, one.digest) == (two.step_id, two.digest)
             assert not two.token_ids
         tokens = [token for answer in answers[0] for token in integers(answer.token_ids)]
-        assert tokens == expected_tokens(model, prompt, 7)
+        assert tokens == expected_tokens(model_path, prompt, 7)
         for shard in (first, second):
             shard.process.send_signal(signal.SIGTERM)
         assert [shard.process.wait(10) for shard in (first, second)] == [0, 0]
 
 
-def test_life_of_a_server(model: Path, tmp_path: Path) -> None:
+def test_life_of_a_server(model_path: Path, tmp_path: Path) -> None:
     with socket.socket(socket.AF_UNIX) as stale:
         stale.bind(str(tmp_path / "shard-0"))
-    with started(Shard(model, tmp_path / "shard")) as (shard, stub):
+    with started(Shard(model_path, tmp_path / "shard")) as (shard, stub):
         assert stat.S_IMODE(os.stat(shard.socket).st_mode) == 0o600
         assert stub.Info(pb.InfoRequest()).vocab_size == 99
         first, steps = Call(stub), Steps(16, 32)

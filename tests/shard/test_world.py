@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tests.shard.checkpoints import CASES
 from tests.shard.ranks import Pair
-from tests.shard.stepping import Stepper, load
+from tests.shard.stepping import compute_mixed_steps
 from tgis.shard.world import World, WorldError, join
 
 
@@ -118,26 +118,17 @@ def test_a_rank_that_never_comes_is_noticed(tmp_path: Path) -> None:
     assert "\n" not in str(caught.value)
 
 
-def compute(world: World, directory: Path, dtype: torch.dtype) -> Tensor:
-    """Log-probabilities of two sequences: a chunk, a prompt, and a step of both."""
-    stepper = Stepper(load(directory, world, dtype), world)
-    first, second = list(range(5, 20)), [30, 31]
-    steps = [{0: (first[:9], 0)}, {0: (first[:14], 9), 1: (second[:1], 0)}, {1: (second, 1), 0: (first, 14)}]
-    logits = [torch.cat(list(stepper.step(work).values())) for work in steps]
-    return torch.cat(logits).log_softmax(-1)
-
-
 @pytest.mark.parametrize("case", CASES)
 def test_two_ranks_equal_one(case: str, pair: Pair, checkpoint: Callable[[str], Path]) -> None:
-    mine, theirs = pair.run(compute, checkpoint(case), torch.float32)
+    mine, theirs = pair.run(compute_mixed_steps, checkpoint(case), torch.float32)
     torch.testing.assert_close(
-        mine, compute(World(0, 1), checkpoint(case), torch.float32), rtol=1e-4, atol=1e-4
+        mine, compute_mixed_steps(World(0, 1), checkpoint(case), torch.float32), rtol=1e-4, atol=1e-4
     )
     assert torch.equal(mine, theirs), "ranks disagree"
 
 
 def test_two_ranks_equal_one_in_half_precision(pair: Pair, checkpoint: Callable[[str], Path]) -> None:
-    mine, theirs = pair.run(compute, checkpoint("biases"), torch.bfloat16)
-    expected = compute(World(0, 1), checkpoint("biases"), torch.bfloat16)
+    mine, theirs = pair.run(compute_mixed_steps, checkpoint("biases"), torch.bfloat16)
+    expected = compute_mixed_steps(World(0, 1), checkpoint("biases"), torch.bfloat16)
     torch.testing.assert_close(mine, expected, rtol=1e-4, atol=1e-4)
     assert torch.equal(mine, theirs), "ranks disagree"

@@ -11,6 +11,7 @@ import hashlib
 import logging
 import struct
 import tempfile
+from array import array
 from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
@@ -43,24 +44,22 @@ class Kernel:
         self._function = function
 
     def __call__(self, *args: int) -> None:
-        self._entry(_pack(args))
+        memory = array("q", (0, *args))
+        self._entry(memory.buffer_info()[0])
 
     def spread(self, *args: int) -> None:
         num_threads = torch.get_num_threads()
-        if num_threads == 1 or _openmp is None:
-            self._entry(_pack(args))
+        if num_threads == 1 or _parallel is None:
+            self(*args)
         else:
-            _openmp.GOMP_parallel(self._entry, _pack(args), num_threads, 0)
+            memory = array("q", (0, *args))
+            _parallel(self._entry, memory.buffer_info()[0], num_threads, 0)
 
     @cached_property
     def _entry(self) -> Callable[..., None]:
         # The machine code lives as long as the object that numba gives.
         self._compiled = _compile(self._function)
         return ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self._compiled.address)
-
-
-def _pack(args: tuple[int, ...]) -> "ctypes.Array[ctypes.c_int64]":
-    return (ctypes.c_int64 * (len(args) + 1))(0, *args)
 
 
 def _compile(function: Callable[[Any], None]) -> Any:
@@ -93,16 +92,21 @@ def _cache_directory(function: Callable[[Any], None]) -> Path | None:
     return None
 
 
-def _find_openmp() -> ctypes.CDLL | None:
-    """The OpenMP runtime that torch has loaded."""
+def _find_parallel() -> Callable[..., None] | None:
+    """Of the OpenMP runtime that torch has loaded: runs a function with an argument on so many threads."""
     try:
-        return ctypes.CDLL("libgomp.so.1")
+        parallel = ctypes.CDLL("libgomp.so.1").GOMP_parallel
     except OSError:
         logger.warning("torch's OpenMP runtime was not found: some work runs on one thread")
         return None
+    parallel.argtypes, parallel.restype = (
+        (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint),
+        None,
+    )
+    return parallel
 
 
-_openmp = _find_openmp()
+_parallel = _find_parallel()
 
 
 def inner(function: Function) -> Function:

@@ -110,11 +110,10 @@ class Engine:
         states = x[span.first_x : span.first_x + len(token_ids)]  # [count, hidden_size]
         parts = [leave_blank(num_blank)]
         for start in range(0, len(token_ids), HEAD_ROWS):
-            logits = self._model.logits(states[start : start + HEAD_ROWS])
+            some = slice(start, start + HEAD_ROWS)
+            logits = self._model.logits(states[some])  # [at most HEAD_ROWS, vocab_size]
             if self._is_answering:
-                parts.append(
-                    describe(logits, token_ids[start : start + HEAD_ROWS], top_n.repeat(len(logits)))
-                )
+                parts.append(describe(logits, token_ids[some], top_n.repeat(len(logits))))
         return join(parts)
 
     def _sample(self, batch: Batch, x: Tensor, response: pb.StepResponse) -> None:
@@ -132,11 +131,11 @@ class Engine:
         response.digest = answers.digest(rows[kept], token_ids)
         if self._is_answering:
             answers.write_sampled(response, rows[kept], token_ids, ended)
-            at = (described & usable).nonzero()[0]
-            if len(at):
-                index = torch.from_numpy(at)
-                details = describe(logits[index], chosen[index], wanted.top_n[at])
-                answers.write_details(response, wanted.take(kept), np.searchsorted(kept, at), details)
+        at = (described & usable).nonzero()[0]
+        if len(at):
+            index = torch.from_numpy(at)
+            details = describe(logits[index], chosen[index], wanted.top_n[at])
+            answers.write_details(response, wanted.take(kept), np.searchsorted(kept, at), details)
 
     def _report(self, response: pb.StepResponse, row: int, problem: str) -> None:
         logger.warning("row %d cannot be served: %s", row, problem)

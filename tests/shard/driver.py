@@ -1,0 +1,122 @@
+"""Drives an engine the way the router does: blind to the answers of the steps in flight."""
+
+import math
+import random
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tests.shard.messages import GREEDY, Steps, floats, integers, open_row, top_tokens
+from tgis.config import ShardConfig
+from tgis.pb import shard_pb2 as pb
+from tgis.shard.engine import Engine
+
+
+def configure(path: Path, **options: Any) -> ShardConfig:
+    small = {"max_batch_size": 8, "max_sequence_length": 192, "cpu_threads": 1}
+    return ShardConfig(model_path=str(path), uds_path="unused", **{**small, **options})
+
+
+@dataclass
+class Request:
+    prompt: list[int]
+    max_new_tokens: int = 12
+    eos: list[int] = field(default_factory=list)
+    sampling: dict[str, Any] = field(default_factory=lambda: GREEDY)
+    details: dict[str, Any] = field(default_factory=dict)
+    generated: list[int] = field(default_factory=list)
+    """Known to the router; a resumed request has some already."""
+    row: int = -1
+    scheduled: int = 0
+    length: int = 0
+    """Tokens the shard has once the steps sent so far are done."""
+    ended: bool = False
+    logprobs: list[float] = field(default_factory=list)
+    ranks: list[int] = field(default_factory=list)
+    tops: list[list[tuple[int, float]]] = field(default_factory=list)
+
+
+def opening(request: Request) -> pb.OpenRow:
+    return open_row(
+        request.row,
+        request.prompt + request.generated,
+        prompt_len=len(request.prompt),
+        max_new_tokens=request.max_new_tokens,
+        eos=request.eos,
+        sampling=request.sampling,
+        **request.details,
+    )
+
+
+class Router:
+    """Runs requests with random chunks of prompts and `depth` unanswered steps, blind to what these will
+    say."""
+
+    def __init__(self, engine: Engine, seed: int = 0, depth: int = 2, whole: bool = False) -> None:
+        self.engine, self.rng, self.depth, self.whole = engine, random.Random(seed), depth, whole
+        self.steps = Steps(engine.info.block_size, engine.info.num_blocks)
+        self.rows = list(range(8))
+        self.unread: list[pb.StepResponse] = []
+        self.closed: list[int] = []
+        self.responses: list[pb.StepResponse] = []
+
+    def run(self, waiting: list[Request], stop_after: int = 10**9) -> None:
+        running: list[Request] = []
+        while (waiting or running) and stop_after > 0:
+            stop_after -= 1
+            fresh = []
+            while waiting and self.rows and self.rng.random() < 0.7:
+                request = waiting.pop(0)
+                request.row, request.scheduled = self.rows.pop(), 0
+                request.length = len(request.prompt) + len(request.generated)
+                fresh.append(request)
+            running += fresh
+            self.send(running, fresh)
+            if len(self.unread) >= self.depth:
+                self.read(self.unread.pop(0), running)
+        for response in self.unread:
+            self.read(response, running)
+        self.unread.clear()
+
+    def send(self, running: list[Request], fresh: list[Request]) -> None:
+        work = []
+        for request in running:
+            if request.scheduled < request.length:
+                end = (
+                    request.length if self.whole else self.rng.randint(request.scheduled + 1, request.length)
+                )
+                work.append((request.row, request.scheduled, end))
+                request.scheduled = end
+                limit = len(request.prompt) + request.max_new_tokens
+                if end == request.length and request.length + 1 < limit:
+                    request.length += 1
+        step = self.steps.step(work, [opening(request) for request in fresh], self.closed)
+        self.closed = []
+        self.unread.append(self.engine.execute(step))
+
+    def read(self, response: pb.StepResponse, running: list[Request]) -> None:
+        self.responses.append(response)
+        assert not response.errors
+        owners = {request.row: request for request in running}
+        rows, tokens = integers(response.rows), integers(response.token_ids)
+        logprobs = floats(response.logprobs) or [math.nan] * len(rows)
+        ranks = integers(response.ranks) or [0] * len(rows)
+        tops = top_tokens(response.top_tokens) or [[]] * len(rows)
+        columns = (rows, tokens, logprobs, ranks, tops, response.ended)
+        for row, token, logprob, rank, top, ended in zip(*columns, strict=True):
+            request = owners[row]
+            assert not request.ended
+            request.generated.append(token)
+            request.logprobs.append(logprob)
+            request.ranks.append(rank)
+            request.tops.append(top)
+            if ended:
+                request.ended = True
+                running.remove(request)
+                self.rows.append(row)
+                self.closed.append(row)
+
+
+def prompts(seed: int, count: int, longest: int = 60) -> list[list[int]]:
+    rng = random.Random(seed)
+    return [[rng.randrange(3, 99) for _ in range(rng.randint(1, longest))] for _ in range(count)]
