@@ -83,6 +83,7 @@ class _Launcher:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
         self._directory = Path(tempfile.mkdtemp(prefix="text-generation-"))  # mode 0700
+        logger.info("loading %s on %d shards", self._plan.model_path, self._plan.num_shards)
         main = asyncio.create_task(self._serve())
         stopping = asyncio.create_task(self._stopping.wait())
         try:

@@ -37,6 +37,7 @@ def setup(level: str, json_output: bool) -> None:
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter() if json_output else TextFormatter())
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
+    logging.getLogger("uvicorn").setLevel(logging.WARNING)  # what it has to say, we say ourselves
 
 
 def _timestamp(record: logging.LogRecord) -> str:

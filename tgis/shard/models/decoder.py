@@ -90,7 +90,7 @@ class Decoder:
 
         Writes the tokens' keys and values to the cache. Raises WorldError."""
         x = self._embed(token_ids)
-        angles = self._rotary(positions.to(torch.int64))
+        angles = self._rotary(positions.to(torch.int64).contiguous())
         delta: Tensor | None = None
         for block in self._blocks:
             delta = block(x, delta, angles, attention, metadata)
@@ -99,4 +99,4 @@ class Decoder:
     @torch.inference_mode()
     def logits(self, x: Tensor) -> Tensor:
         """Any rows of what `forward` gave, [n, hidden_size] -> float32 [n, vocab_size]. Raises WorldError."""
-        return self._head(self._norm(x.clone()))
+        return self._head(self._norm(x.contiguous()))
