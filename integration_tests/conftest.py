@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.shard.checkpoints import write_llama
 from tokenizers import Tokenizer
 from transformers import LlamaForCausalLM
 
 from tests.processes import Service
+from tests.shard.checkpoints import write_llama
 from tests.tokenizers_for_tests import write_byte_level
 from tgis.pb import generation_pb2 as pb
 from tgis.pb.generation_pb2_grpc import GenerationServiceStub

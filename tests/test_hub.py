@@ -28,9 +28,7 @@ def test_a_snapshot_of_the_cache(tmp_path: Path) -> None:
     assert hub.resolve("org/model", None, tmp_path) == main
     assert hub.resolve("org/model", "v2", tmp_path) == other
     assert hub.resolve("org/model", "beef", tmp_path) == other
-    with pytest.raises(
-        hub.ModelNotFoundError, match="Config file not found in local cache"
-    ):
+    with pytest.raises(hub.ModelNotFoundError, match="Config file not found in local cache"):
         hub.resolve("org/model", "v3", tmp_path)
 
 

@@ -1,4 +1,4 @@
-"""The failures that end a command: their text is the one line an operator needs, and no traceback belongs to it."""
+"""The failures that end a command: their text is the one line an operator needs, without a traceback."""
 
 
 class OperatorError(Exception):

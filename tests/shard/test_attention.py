@@ -137,7 +137,7 @@ def test_scores_are_bent_as_asked(scoring: dict, block_size: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("scoring", [PLAIN, replace(PLAIN, window=40, soft_cap=3.0)], ids=["plain", "bent"])
+@pytest.mark.parametrize("scoring", [PLAIN, replace(PLAIN, window=90, soft_cap=3.0)], ids=["plain", "bent"])
 def test_bits_do_not_depend_on_company_or_chunks(dtype: torch.dtype, scoring: Scoring) -> None:
     scene = Scene(Shape(num_heads=9, num_kv_heads=3, dtype=dtype), [140, 77, 200])
     scene.write_all()
@@ -163,6 +163,17 @@ def test_bits_do_not_depend_on_block_size_or_threads() -> None:
     finally:
         torch.set_num_threads(1)
     assert all(torch.equal(result, results[0]) for result in results)
+
+
+def test_what_is_hidden_has_no_weight_at_all() -> None:
+    scene = Scene(Shape(), [100])
+    scene.write_all()
+    before = scene.attend({0: (0, 70)}, replace(PLAIN, window=20))[0]
+    scene.v[:50], scene.v[80:] = 3e38, -3e38
+    scene.write_all()
+    after = scene.attend({0: (0, 100)}, replace(PLAIN, window=20))[0]
+    assert torch.equal(after[69], before[69])
+    assert torch.equal(scene.attend({0: (69, 90)}, replace(PLAIN, window=20))[0][0], before[69])
 
 
 def test_writes_only_where_it_is_told() -> None:
@@ -195,7 +206,8 @@ def test_rounds_as_torch_does(dtype: torch.dtype) -> None:
         [0.0, -0.0, 1 + 2**-8, 1 + 3 * 2**-8, 1 + 2**-11, 1 + 3 * 2**-11, 65519.0, 65520.0, 3e38]
     )
     scene.v.view(-1)[: 3 * len(edges)] = torch.cat((edges, -edges, edges * 1e-7))
-    scene.v.view(-1)[-3:] = torch.tensor([torch.inf, -torch.inf, torch.nan])
+    odd_nan = torch.tensor([-1], dtype=torch.int32).view(torch.float32)
+    scene.v.view(-1)[-4:] = torch.cat((torch.tensor([torch.inf, -torch.inf, torch.nan]), odd_nan))
     scene.write_all()
     block = scene.tables[0][0]
     held = scene.cache.values[0, block].view(2, 16, 64)  # [num_kv_heads, block_size, head_dim]

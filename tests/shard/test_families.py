@@ -132,9 +132,7 @@ REFUSED = {
     "model type 'mamba' is not supported; supported are: llama": {"model_type": "mamba"},
     "model type None is not supported; supported are: llama": {"model_type": None},
     "hidden_size is missing in the model's configuration": {"hidden_size": None},
-    "num_hidden_layers of the model's configuration is 'two', expected a positive integer": {
-        "num_hidden_layers": "two"
-    },
+    "num_hidden_layers 'two' of the configuration is not a positive integer": {"num_hidden_layers": "two"},
     "rope type 'dynamic' is not supported; supported are: default, linear, llama3, yarn": {
         "rope_parameters": {"rope_type": "dynamic", "factor": 2.0}
     },

@@ -5,7 +5,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-LANES = 8
+LANES = 8  # both sides of a page are padded to a multiple, for vector loads
 
 
 class Shape(Protocol):
@@ -25,14 +25,12 @@ class Ranks(Protocol):
 
 
 def local_kv_heads(shape: Shape, ranks: Ranks) -> int:
-    """Key/value heads that one rank holds; where there are fewer heads than ranks, neighbours hold the same
-    one."""
+    """Key/value heads that one rank holds. Where they are fewer than ranks, neighbours hold the same one."""
     return max(1, shape.num_kv_heads // ranks.size)
 
 
 def page_size(block_size: int, head_dim: int) -> int:
-    """Elements of the keys, or the values, of one block, layer and head; both sizes are padded for vector
-    loads."""
+    """Elements of the keys, and of the values, of one block, layer and head."""
     return _padded(block_size) * _padded(head_dim)
 
 
@@ -47,8 +45,7 @@ def bytes_per_block(shape: Shape, ranks: Ranks, block_size: int, dtype: torch.dt
 
 
 class KVCache:
-    """Keys and values of all layers in pages of raw elements; how a page is ordered inside is the
-    attention's affair.
+    """Keys and values of all layers in pages of raw elements, whose order is the attention's affair.
 
     float32, float16 or bfloat16. The memory is touched here, so that a lack of it shows now."""
 

@@ -99,10 +99,8 @@ def _find_parallel() -> Callable[..., None] | None:
     except OSError:
         logger.warning("torch's OpenMP runtime was not found: some work runs on one thread")
         return None
-    parallel.argtypes, parallel.restype = (
-        (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint),
-        None,
-    )
+    parallel.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
+    parallel.restype = None
     return parallel
 
 

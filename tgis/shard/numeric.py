@@ -35,8 +35,7 @@ _power_of_two = _unary(_build_power_of_two)
 
 @intrinsic
 def stored(typingctx: Any, x: Any, element: Any) -> Any:
-    """In a kernel: float32 `x` as the cache keeps it; uint16 elements are bfloat16 bits, int16 ones
-    float16."""
+    """In a kernel: float32 `x` as the cache keeps it. uint16 elements are bfloat16 bits, int16 float16."""
 
     def generate(context: Any, b: Any, signature: Any, args: Any) -> Any:
         if element == types.uint16:

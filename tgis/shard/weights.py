@@ -46,8 +46,10 @@ def stack(*names: str) -> Source:
 
 
 class Weights:
-    """The tensors of a checkpoint under the names of our modules; `sources` is keyed by module path, with
-    the layer's number as `{i}`. Raises WeightsError where the directory holds no safetensors weights."""
+    """The tensors of a checkpoint under the names of our modules.
+
+    `sources` is keyed by module path, with the layer's number as `{i}`. Raises WeightsError where the
+    directory holds no safetensors weights."""
 
     def __init__(self, directory: Path, sources: Mapping[str, Source]):
         self._directory, self._sources = directory, sources
@@ -86,9 +88,8 @@ class _Slice:
         self._stored, self.label = stored, label
         self.shape = tuple(stored.get_shape())
         if stored.get_dtype() not in _READABLE:
-            raise WeightsError(
-                f"{label} is stored as {stored.get_dtype()}, expected one of {', '.join(_READABLE)}"
-            )
+            known = ", ".join(_READABLE)
+            raise WeightsError(f"{label} is stored as {stored.get_dtype()}, expected one of {known}")
 
     def read(self, rows: slice = _ALL, columns: slice = _ALL) -> Tensor:
         try:
@@ -103,9 +104,8 @@ class _Stack:
         self._parts = parts
         self.label = parts[0].label + "".join(" + " + part.label.rpartition(" ")[2] for part in parts[1:])
         if len({part.shape[1:] for part in parts}) > 1:
-            raise WeightsError(
-                f"{self.label} differ in width: {', '.join(str(list(p.shape)) for p in parts)}"
-            )
+            shapes = ", ".join(str(list(part.shape)) for part in parts)
+            raise WeightsError(f"{self.label} differ in width: {shapes}")
         self.shape = (sum(part.shape[0] for part in parts), *parts[0].shape[1:])
 
     def read(self, rows: slice = _ALL, columns: slice = _ALL) -> Tensor:

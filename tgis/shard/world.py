@@ -1,6 +1,6 @@
-"""The ranks of one model: which this one is, which part of anything is its own, and the few collectives
-that join the parts. Sums are taken in an order that only the number of ranks decides, so all ranks hold the
-same bits."""
+"""The ranks of one model: which this one is, what part of anything is its own, and the few collectives.
+
+Sums are taken in an order that only the number of ranks decides, so all ranks hold the same bits."""
 
 import builtins
 from collections.abc import Callable

@@ -24,8 +24,7 @@ class AttentionMetadata:
 
     @cached_property
     def tiles(self) -> Tensor:
-        """int32 [num_tiles, 4]: sequence, its first token in the step, number of tokens, position of the
-        first.
+        """int32 [num_tiles, 4]: sequence, first token in the step, number of tokens, the first's position.
 
         The costliest come first, so that threads which take one after the other end together."""
         counts = self.cu_seqlens_q.diff()  # [num_seqs]
@@ -42,8 +41,9 @@ class AttentionMetadata:
 
 @dataclass(frozen=True)
 class Scoring:
-    """How the score of a query and a key becomes a weight: scale, then cap, then slope and bias, then what is
-    hidden. Distance is the key's position less the query's."""
+    """How the score of a query and a key becomes a weight: first the scale, then cap, slope, bias and hiding.
+
+    Distance is the key's position less the query's."""
 
     scale: float
     causal: bool = True  # otherwise every query sees the whole sequence

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from tgis.shard.attention.base import TILE, AttentionMetadata, Scoring
 from tgis.shard.attention.kernels import ATTEND, HEADS, TOKENS, WRITE
-from tgis.shard.attention.product import LANES, ROWS
-from tgis.shard.cache import KVCache
+from tgis.shard.attention.product import ROWS
+from tgis.shard.cache import LANES, KVCache
 from tgis.shard.compiled import as_bits
 
 
@@ -18,19 +18,11 @@ class CpuAttention:
         self._cache, self._attend, self._write = cache, ATTEND[cache.dtype], WRITE[cache.dtype]
         columns, depth = _padded(cache.block_size, LANES), _padded(cache.head_dim, LANES)
         width = cache.dtype.itemsize
-        sizes = (
-            cache.num_kv_heads,
-            cache.head_dim,
-            cache.block_size,
-            columns,
-            depth,
-            columns * depth * width,
-            width,
-        )
-        assert cache.keys.shape[-1] == columns * depth
+        sizes = (cache.num_kv_heads, cache.head_dim, cache.block_size, columns, depth)
+        layers = zip(cache.keys, cache.values, strict=True)
         # Per layer what the kernels call `Pages`.
         self._pages = [
-            (k.data_ptr(), v.data_ptr(), *sizes) for k, v in zip(cache.keys, cache.values, strict=True)
+            (k.data_ptr(), v.data_ptr(), *sizes, columns * depth * width, width) for k, v in layers
         ]
 
     def write(self, layer: int, k: Tensor, v: Tensor, metadata: AttentionMetadata) -> None:

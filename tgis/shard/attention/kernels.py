@@ -204,14 +204,8 @@ def _attend_kernel(element: Any) -> Kernel:
     def attend(args: Any) -> None:
         a = carray(args, 28)
         p = Pages(a[1], a[2], a[3], a[4], a[5], a[6], a[7], a[8], a[9])
-        num_tokens, num_heads, num_seqs, max_blocks, num_tiles, most_rows = (
-            a[10],
-            a[11],
-            a[12],
-            a[13],
-            a[14],
-            a[15],
-        )
+        num_tokens, num_heads, num_seqs, max_blocks = a[10], a[11], a[12], a[13]
+        num_tiles, most_rows = a[14], a[15]
         q = carray(pointer(a[16], _F32), (num_tokens, num_heads, p.head_dim))
         out = carray(pointer(a[17], _F32), (num_tokens, num_heads, p.head_dim))
         seq_lens = carray(pointer(a[18], _I32), (num_seqs,))
@@ -231,11 +225,8 @@ def _attend_kernel(element: Any) -> Kernel:
         parts = (group + HEADS - 1) // HEADS
         index = take(args)
         while index < num_tiles * p.num_kv_heads * parts:
-            part, kv_head, t = (
-                index % parts,
-                index // parts % p.num_kv_heads,
-                index // parts // p.num_kv_heads,
-            )
+            part, rest = index % parts, index // parts
+            kv_head, t = rest % p.num_kv_heads, rest // p.num_kv_heads
             heads, head = min(HEADS, group - part * HEADS), kv_head * group + part * HEADS
             u = Unit(tiles[t, 0], tiles[t, 1], tiles[t, 2], tiles[t, 3], kv_head, head, heads)
             _attend_unit(u, q, out, seq_lens[u.sequence], p, rule, table, s, element)

@@ -9,9 +9,9 @@ from typing import Any
 from llvmlite import ir
 from numba import types
 
+from tgis.shard.cache import LANES
 from tgis.shard.compiled import inner, intrinsic
 
-LANES = 8  # columns come in multiples of this
 ROWS = 4  # rows that the taller products take at once
 
 _FLOAT, _I32, _I64 = ir.FloatType(), ir.IntType(32), ir.IntType(64)

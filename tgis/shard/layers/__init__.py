@@ -1,2 +1,1 @@
-"""The layers models are built of. Each reads its own part of the checkpoint when it is made and is complete
-then."""
+"""The layers models are built of; each reads its own part of the checkpoint when it is made."""

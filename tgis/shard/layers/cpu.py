@@ -1,9 +1,7 @@
-"""The CPU's `Kernels`: float32 activations, and weights packed once for products whose rows do not affect
-each other.
+"""The CPU's `Kernels`: float32 activations, and weights packed once for products whose rows are independent.
 
-Weights of float16 and bfloat16 are packed as float16 (FBGEMM), those of float32 as float32 (oneDNN); both
-keep a row's bits whatever the other rows are, if some numbers of rows are avoided that `_extra_rows` finds
-by trying."""
+float16 and bfloat16 weights are packed as float16 (FBGEMM), float32 ones as float32 (oneDNN). Both keep a
+row's bits whatever the other rows are, if some numbers of rows are avoided, which `_extra_rows` finds out."""
 
 import functools
 import logging
@@ -28,13 +26,11 @@ _TRIED_FEATURES = 32
 
 def pack(weight: Tensor, dtype: torch.dtype, label: str) -> Product:
     """As in `Kernels`. A matrix with values beyond float16's range stays float32, with a warning."""
-    weight = weight.to(dtype).float()
-    if dtype == torch.float32 or "fbgemm" not in torch.backends.quantized.supported_engines:
-        return _padded(_pack_float32, weight)
-    if not weight.abs().max() <= FLOAT16_MAX:
+    if dtype != torch.float32 and not weight.abs().max() <= FLOAT16_MAX:
         logger.warning("%s does not fit float16 and is kept as float32", label)
-        return _padded(_pack_float32, weight)
-    return _padded(_pack_float16, weight)
+        dtype = torch.float32
+    halves = dtype != torch.float32 and "fbgemm" in torch.backends.quantized.supported_engines
+    return _padded(_pack_float16 if halves else _pack_float32, weight.to(dtype).float())
 
 
 def rms_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
@@ -72,8 +68,7 @@ def split_heads(
 
 
 def _run(kernel: Kernel, shape: tuple[int, ...], *args: int, width: int | None = None) -> None:
-    """Runs a kernel over shape[0] rows of `width` (else shape[1]) elements, on as many threads as are worth
-    it."""
+    """Runs a kernel over shape[0] rows of `width` elements, else shape[1], on all threads where it pays."""
     rows_per_unit = max(1, _UNIT // (width or shape[1]))
     run = kernel if shape[0] <= rows_per_unit else kernel.spread
     run(*shape, rows_per_unit, *args)
@@ -99,8 +94,7 @@ class _Float16(nn.Module):
 
 
 def _pack_float16(weight: Tensor) -> Product:
-    """Scripted because a packed weight that comes from Python with every call costs ten microseconds each
-    time."""
+    """Scripted, because a packed weight that comes from Python costs ten microseconds with every call."""
     packed = torch.ops.quantized.linear_prepack_fp16(weight, None)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
@@ -126,8 +120,8 @@ def _padded(packer: Callable[[Tensor], Product], weight: Tensor) -> Product:
 def _extra_rows(packer: Callable[[Tensor], Product], in_features: int) -> tuple[int, ...]:
     """How many rows to add for every number of rows, modulo _PERIOD, found by trying on this machine.
 
-    Libraries cut rows into groups and sum in another order where a group is small: FBGEMM does on AVX2
-    where one or two rows of 120 are left over, oneDNN where there is but one row."""
+    Libraries cut rows into groups and sum in another order where a group is small: FBGEMM on AVX2 where
+    groups of six leave one or two rows over, oneDNN where there is but one row."""
     random = torch.Generator().manual_seed(0)
     product = packer(torch.randn(_TRIED_FEATURES, in_features, generator=random))
     x = torch.randn(_PERIOD, in_features, generator=random)

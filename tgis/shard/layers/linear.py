@@ -34,8 +34,9 @@ class ColumnParallel:
 
 
 class RowParallel:
-    """y = sum over ranks of x W^T, the columns of W split, then + b once: [num_tokens, own columns] ->
-    [num_tokens, out_features]."""
+    """y = x W^T + b, the columns of W split: [num_tokens, own columns] -> [num_tokens, out_features].
+
+    The ranks' products are summed, then the bias is added once."""
 
     def __init__(self, parts: Parts, path: str, in_features: int, out_features: int, bias: bool):
         self._world = parts.world

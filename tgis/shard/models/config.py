@@ -14,42 +14,36 @@ from tgis.shard.models.spec import UnsupportedModelError
 Config = Mapping[str, Any]
 
 DEFAULT_THETA = 10000.0
-_MISSING = object()
 
 
-def integer(config: Config, key: str, default: Any = _MISSING) -> int:
+def integer(config: Config, key: str, default: Any = None) -> int:
     """A positive integer; null counts as missing. Raises UnsupportedModelError."""
     value = _value(config, key, default)
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise UnsupportedModelError(
-            f"{key} of the model's configuration is {value!r}, expected a positive integer"
-        )
+        raise UnsupportedModelError(f"{key} {value!r} of the configuration is not a positive integer")
     return value
 
 
-def number(config: Config, key: str, default: Any = _MISSING) -> float:
+def number(config: Config, key: str, default: Any = None) -> float:
     """A positive number; null counts as missing. Raises UnsupportedModelError."""
     value = _value(config, key, default)
     if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
-        raise UnsupportedModelError(
-            f"{key} of the model's configuration is {value!r}, expected a positive number"
-        )
+        raise UnsupportedModelError(f"{key} {value!r} of the configuration is not a positive number")
     return float(value)
 
 
 def activation(config: Config, key: str, default: str) -> str:
     name = _value(config, key, default)
     if name not in NAMES:
-        raise UnsupportedModelError(
-            f"activation {name!r} is not supported; supported are: {', '.join(NAMES)}"
-        )
+        known = ", ".join(NAMES)
+        raise UnsupportedModelError(f"activation {name!r} is not supported; supported are: {known}")
     return str(name)
 
 
 def rope(config: Config, head_dim: int) -> Rope:
     """How positions turn a head's channels. Raises UnsupportedModelError."""
     given = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    if not isinstance(given, Mapping):
+    if not isinstance(given, Mapping) or any(isinstance(value, Mapping) for value in given.values()):
         raise UnsupportedModelError(f"rope parameters {given!r} are not supported")
     theta = number(given, "rope_theta", config.get("rope_theta") or DEFAULT_THETA)
     share = number(given, "partial_rotary_factor", config.get("partial_rotary_factor") or 1.0)
@@ -66,9 +60,8 @@ def rope(config: Config, head_dim: int) -> Rope:
         return Rope(dim, theta, Llama3Scaling(factor, low, high, _original_length(config, given)))
     if kind == "yarn":
         return _yarn(config, given, dim, theta)
-    raise UnsupportedModelError(
-        f"rope type {kind!r} is not supported; supported are: default, linear, llama3, yarn"
-    )
+    known = "default, linear, llama3, yarn"
+    raise UnsupportedModelError(f"rope type {kind!r} is not supported; supported are: {known}")
 
 
 def _yarn(config: Config, given: Config, dim: int, theta: float) -> Rope:
@@ -101,6 +94,6 @@ def _original_length(config: Config, given: Config) -> int:
 def _value(config: Config, key: str, default: Any) -> Any:
     value = config.get(key)
     value = default if value is None else value
-    if value is None or value is _MISSING:
+    if value is None:
         raise UnsupportedModelError(f"{key} is missing in the model's configuration")
     return value

@@ -1,7 +1,6 @@
 """The one decoder-only transformer; what differs between families is in its `DecoderSpec`.
 
-Tokens of all sequences are packed along one axis, and no token's result depends on the sequences beside its
-own."""
+Tokens of all sequences are packed along one axis; no result depends on the sequences beside its own."""
 
 import torch
 from torch import Tensor
@@ -85,8 +84,7 @@ class Decoder:
     def forward(
         self, token_ids: Tensor, positions: Tensor, attention: Attention, metadata: AttentionMetadata
     ) -> Tensor:
-        """token_ids int64, positions int64 or int32, both [num_tokens] -> what `logits` takes, [num_tokens,
-        hidden_size].
+        """token_ids int64, positions int64 or int32, [num_tokens] -> [num_tokens, hidden_size] for `logits`.
 
         Writes the tokens' keys and values to the cache. Raises WorldError."""
         x = self._embed(token_ids)

@@ -12,8 +12,7 @@ class UnsupportedModelError(OperatorError):
 
 @dataclass(frozen=True)
 class DecoderSpec:
-    """Everything `Decoder` needs to know of a checkpoint beside its tensors; read from its config.json by a
-    family."""
+    """Everything `Decoder` needs to know of a checkpoint beside its tensors."""
 
     num_layers: int
     hidden_size: int
