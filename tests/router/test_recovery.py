@@ -1,5 +1,7 @@
 """Shards that die, disagree or stay away, and the router's own end, under live streams."""
 
+import contextlib
+import queue
 import signal
 import threading
 import time
@@ -9,6 +11,7 @@ from pathlib import Path
 
 import grpc
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tests.processes import Service
 from tests.router.conftest import FakeShard, Setup, serve_shard, start_router, stop_router
@@ -186,3 +189,22 @@ def test_start_failures_are_one_line(tmp_path: Path, pair: Setup) -> None:
     assert router_fails(directory, "--port", port) == (
         f"error: port {port} on 127.0.0.1 cannot be opened: Address already in use"
     )
+
+
+def test_a_watch_of_the_health_does_not_hold_up_the_end(pair: Setup) -> None:
+    states: queue.SimpleQueue[int] = queue.SimpleQueue()
+
+    def watch() -> None:
+        request = health_pb2.HealthCheckRequest(service="fmaas.GenerationService")
+        with contextlib.suppress(grpc.RpcError):
+            for answer in health_pb2_grpc.HealthStub(pair.channel).Watch(request):
+                states.put(answer.status)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    assert states.get(timeout=5) == health_pb2.HealthCheckResponse.SERVING
+    started = time.monotonic()
+    assert pair.service.end() == 0
+    assert time.monotonic() - started < 5
+    assert states.get(timeout=5) == health_pb2.HealthCheckResponse.NOT_SERVING
+    watcher.join(5)

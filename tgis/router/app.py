@@ -34,6 +34,7 @@ from tgis.router.validation import Limits, Validator
 logger = logging.getLogger(__name__)
 
 SERVICE = "fmaas.GenerationService"
+LAST_WORDS_S = 0.5  # for answers that are on their way when the last generation has ended
 GRPC_OPTIONS = [
     ("grpc.so_reuseport", 0),  # a second server on the port must fail, not share it
     ("grpc.max_concurrent_streams", 1024),
@@ -52,6 +53,7 @@ class _Router:
         self._config = config
         self._metrics = Metrics()
         self._health = health.aio.HealthServicer()
+        self._permits = Permits(config.max_concurrent_requests)
         self._engine: Engine | None = None
         self._draining = asyncio.Event()
 
@@ -86,11 +88,21 @@ class _Router:
         if not engine.done():
             logger.info("draining %d requests", self._engine.num_live)
         await self._health.enter_graceful_shutdown()
-        await server.stop(self._config.shutdown_timeout if not engine.done() else 0)
+        await self._stop(server, 0 if engine.done() else self._config.shutdown_timeout)
         engine.cancel()
         draining.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await engine
+
+    async def _stop(self, server: grpc.aio.Server, timeout_s: float) -> None:
+        """New calls are refused at once, generations may finish. Other streams, such as a watch of the
+        health, are not waited for."""
+        stopping = asyncio.create_task(server.stop(timeout_s))
+        idle = asyncio.create_task(self._permits.all_free.wait())
+        await asyncio.wait((stopping, idle), return_when=asyncio.FIRST_COMPLETED)
+        idle.cancel()
+        await server.stop(LAST_WORDS_S)
+        await stopping
 
     def _start_engine(
         self,
@@ -115,14 +127,13 @@ class _Router:
         validator = Validator(tokenizer, _limits(config, info, tokenizer), shards.lookup_prompt)
         kinds = generation_pb2.ModelInfoResponse
         is_decoder = info.model_kind == shard_pb2.InfoResponse.MODEL_KIND_DECODER_ONLY
-        permits = Permits(config.max_concurrent_requests)
-        self._metrics.permits_used.set_function(lambda: permits.num_used)
+        self._metrics.permits_used.set_function(lambda: self._permits.num_used)
         self._metrics.tasks.set_function(lambda: len(asyncio.all_tasks()))
         service = GenerationService(
             self._engine,
             validator,
             tokenizer,
-            permits,
+            self._permits,
             self._metrics,
             kinds.DECODER_ONLY if is_decoder else kinds.ENCODER_DECODER,
         )

@@ -1,5 +1,6 @@
 """Counting permits for the inputs that are in the server at once."""
 
+import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -12,6 +13,8 @@ class Permits:
 
     def __init__(self, max_permits: int) -> None:
         self.num_free = self.max_permits = max_permits
+        self.all_free = asyncio.Event()
+        self.all_free.set()
 
     @property
     def num_used(self) -> int:
@@ -23,7 +26,10 @@ class Permits:
         if count > self.num_free:
             raise OverloadedError("Model is overloaded")
         self.num_free -= count
+        self.all_free.clear()
         try:
             yield
         finally:
             self.num_free += count
+            if not self.num_used:
+                self.all_free.set()
