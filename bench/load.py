@@ -61,7 +61,7 @@ class _Clock:
     start: float
 
     def read(self) -> float:
-        return time.perf_counter() - self.start
+        return round(time.perf_counter() - self.start, 6)
 
 
 async def run_load(job: Job) -> list[Answer]:
