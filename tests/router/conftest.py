@@ -32,6 +32,8 @@ class FakeShard(ShardServiceServicer):
         self.rank, self.epoch, self.step_s = rank, epoch, 0.001
         self.num_steps = 0
         self.num_streams = 0
+        self.poison: int | None = None
+        """A prompt of so many tokens is the end of the stream that computes it."""
         self.wrong_digests: queue.SimpleQueue[int] = queue.SimpleQueue()
 
     def Info(self, request: pb.InfoRequest, context: grpc.ServicerContext) -> pb.InfoResponse:
@@ -58,6 +60,8 @@ class FakeShard(ShardServiceServicer):
         for request in requests:
             time.sleep(self.step_s)
             self.num_steps += 1
+            if any(row.prompt_len == self.poison for row in request.opened_rows):
+                context.abort(grpc.StatusCode.INTERNAL, "the process would have died")
             response = self.model.execute(request)
             if not self.wrong_digests.empty():
                 response.digest ^= self.wrong_digests.get()

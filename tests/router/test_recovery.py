@@ -208,3 +208,22 @@ def test_a_watch_of_the_health_does_not_hold_up_the_end(pair: Setup) -> None:
     assert time.monotonic() - started < 5
     assert states.get(timeout=5) == health_pb2.HealthCheckResponse.NOT_SERVING
     watcher.join(5)
+
+
+def test_a_request_that_always_kills_the_shards_ends(pair: Setup) -> None:
+    """And what comes after it is served."""
+    pair.shards[0].poison = len(pair.tokenizer.encode("kill").ids)
+    with pytest.raises(grpc.RpcError) as caught:
+        pair.stub.Generate(batch("kill"))
+    assert caught.value.code() is grpc.StatusCode.INTERNAL
+    assert caught.value.details() == "Request failed during generation: internal error"
+    assert pair.stub.Generate(batch("a longer text that does no harm")).responses
+
+
+def test_a_router_that_waits_for_shards_can_be_stopped(tmp_path: Path) -> None:
+    write_byte_level(tmp_path)
+    command = ["router", "--tokenizer-path", str(tmp_path), "--shard-uds-path", str(tmp_path / "nobody")]
+    ports = ["--bind", "127.0.0.1", "--port", "0", "--grpc-port", "0", "--max-sequence-length", "99"]
+    service = Service([*command, *ports])
+    time.sleep(1.5)
+    assert service.end(timeout_s=3) == 0

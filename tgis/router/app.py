@@ -4,9 +4,10 @@ import asyncio
 import contextlib
 import logging
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any, TypeVar
 
 import grpc
 import uvicorn
@@ -32,6 +33,8 @@ from tgis.router.tokenizer import Tokenizer
 from tgis.router.validation import Limits, Validator
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 SERVICE = "fmaas.GenerationService"
 LAST_WORDS_S = 0.5  # for answers that are on their way when the last generation has ended
@@ -69,7 +72,10 @@ class _Router:
         grpc_port = _open_grpc_port(server, config.bind, config.grpc_port)
         async with self._http_server() as http_port:
             try:
-                self._start_engine(shards, await shards.connect(), vocabulary, tokenizer, server)
+                info = await self._unless_draining(shards.connect())
+                if info is None:
+                    return
+                self._start_engine(shards, info, vocabulary, tokenizer, server)
                 await server.start()
                 logger.info(
                     "serving gRPC on %s:%d, HTTP on %s:%d", config.bind, grpc_port, config.bind, http_port
@@ -78,6 +84,15 @@ class _Router:
             finally:
                 await shards.close()
                 tokenizer.close()
+
+    async def _unless_draining(self, waiting: Coroutine[Any, Any, T]) -> T | None:
+        """What `waiting` gives, or None when the router is told to stop before."""
+        task, draining = asyncio.create_task(waiting), asyncio.create_task(self._draining.wait())
+        await asyncio.wait((task, draining), return_when=asyncio.FIRST_COMPLETED)
+        for one in (task, draining):
+            one.cancel()
+        await asyncio.wait((task, draining))
+        return None if task.cancelled() else task.result()
 
     async def _run(self, server: grpc.aio.Server) -> None:
         """The engine's task runs beside the server; if it ever fails, so does the router."""

@@ -218,6 +218,7 @@ class Engine:
         duration.observe(now - generation.last_token_at)
         generation.last_token_at = now
         self.scheduler.append_token(sequence, sampled.token.token_id)
+        sequence.num_fatal_steps = 0
         piece = generation.text.push(sampled.token.token_id)
         num_generated = sequence.num_generated
         generation.deliver(
