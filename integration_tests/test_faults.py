@@ -158,6 +158,23 @@ def test_nothing_outlives_the_launcher(model: Model, number: signal.Signals) -> 
     socket.create_server(("127.0.0.1", port)).close()
 
 
+def test_shards_that_keep_dying_end_the_service(model: Model, tmp_path: Path) -> None:
+    log = tmp_path / "termination-log"
+    service = launch(model.directory, "--termination-log", str(log)).wait_until_serving()
+    killed: set[int] = set()
+    deadline = time.monotonic() + 60
+    while service.process.poll() is None:
+        assert time.monotonic() < deadline, service.output
+        for pid in set(children_of(service.process.pid).get("serve", [])) - killed:
+            killed.add(pid)
+            os.kill(pid, signal.SIGKILL)
+        time.sleep(0.05)
+    assert service.end() == 1
+    text = "shard 0 was killed by SIGKILL; was it out of memory?; giving up after 5 restarts of the shards"
+    assert service.lines[-1] == f"error: {text}"
+    assert log.read_text() == text + "\n"
+
+
 def is_running(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"

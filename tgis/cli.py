@@ -5,6 +5,7 @@ import contextlib
 import logging
 import sys
 from collections.abc import Callable
+from dataclasses import MISSING
 from pathlib import Path
 from types import NoneType
 from typing import Any, NoReturn, TypeVar, get_args
@@ -62,7 +63,7 @@ def command(name: str, config_type: type[C], run: Callable[[C], None], help: str
 def _parameter(f: Any, option: Option, hint: Any) -> click.Option:
     names = [flag_of(f), f.name] + ([option.short] if option.short else [])
     is_flag = hint is bool and not option.takes_value
-    required = f.default.__class__.__name__ == "_MISSING_TYPE"
+    required = f.default is MISSING
     return click.Option(
         names,
         type=None if is_flag else _click_type(option, hint),

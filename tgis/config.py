@@ -13,7 +13,8 @@ class Option:
     """What the command line needs to know of a field beside its name and type."""
 
     help: str
-    env: str | None
+    env: bool = True
+    """Whether the variable named after the field is read."""
     short: str | None = None
     choices: tuple[str, ...] | None = None
     minimum: float | None = None
@@ -22,12 +23,9 @@ class Option:
     """A boolean that is written `--flag true`, as TGIS wants it for one of its flags."""
 
 
-def option(help: str, default: Any = MISSING, *, env: str | bool = True, **more: Any) -> Any:
-    """A field that is an option; `env=True` names the variable after the field, `False` means there is
-    none."""
-    name = env if isinstance(env, str) else None
-    metadata = {"option": Option(help, name, **more), "env": env is True}
-    return field(default=default, metadata=metadata)
+def option(help: str, default: Any = MISSING, **more: Any) -> Any:
+    """A field that is an option; `more` are further fields of Option."""
+    return field(default=default, metadata={"option": Option(help, **more)})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,7 +148,7 @@ def flag_of(f: Field[Any]) -> str:
 
 
 def env_of(f: Field[Any]) -> str | None:
-    return f.name.upper() if f.metadata["env"] else f.metadata["option"].env
+    return f.name.upper() if f.metadata["option"].env else None
 
 
 def to_flags(config: object) -> list[str]:

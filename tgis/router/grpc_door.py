@@ -10,7 +10,7 @@ from typing import Any
 import grpc
 from google.protobuf.message import DecodeError
 
-from tgis.router.errors import Code, RouterError
+from tgis.router.errors import Code, RequestError, RouterError
 
 logger = logging.getLogger(__name__)
 
@@ -89,15 +89,8 @@ def _guard_stream(
 
 def _checked(request: Any) -> Any:
     if isinstance(request, _Malformed):
-        raise _MalformedError
+        raise RequestError("the request could not be decoded")
     return request
-
-
-class _MalformedError(RouterError):
-    code = Code.INVALID_ARGUMENT
-
-    def __str__(self) -> str:
-        return "the request could not be decoded"
 
 
 async def _abort(context: Context, error: Exception) -> None:
