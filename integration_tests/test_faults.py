@@ -152,10 +152,9 @@ def test_nothing_outlives_the_launcher(model: Model, number: signal.Signals) -> 
     port = service.grpc_port
     service.end(number)
     deadline = time.monotonic() + 3
-    while any(is_running(pid) for pid in children):
+    while any(is_running(pid) for pid in children) or not can_listen(port):
         assert time.monotonic() < deadline
         time.sleep(0.02)
-    socket.create_server(("127.0.0.1", port)).close()
 
 
 def test_shards_that_keep_dying_end_the_service(model: Model, tmp_path: Path) -> None:
@@ -173,6 +172,15 @@ def test_shards_that_keep_dying_end_the_service(model: Model, tmp_path: Path) ->
     text = "shard 0 was killed by SIGKILL; was it out of memory?; giving up after 5 restarts of the shards"
     assert service.lines[-1] == f"error: {text}"
     assert log.read_text() == text + "\n"
+
+
+def can_listen(port: int) -> bool:
+    """A dying process keeps its sockets until the last of its threads has ended."""
+    try:
+        socket.create_server(("127.0.0.1", port)).close()
+    except OSError:
+        return False
+    return True
 
 
 def is_running(pid: int) -> bool:
