@@ -2,6 +2,7 @@
 
 import contextlib
 import queue
+import re
 import signal
 import threading
 import time
@@ -216,7 +217,11 @@ def test_a_request_that_always_kills_the_shards_ends(pair: Setup) -> None:
     with pytest.raises(grpc.RpcError) as caught:
         pair.stub.Generate(batch("kill"))
     assert caught.value.code() is grpc.StatusCode.INTERNAL
-    assert caught.value.details() == "Request failed during generation: internal error"
+    found = re.fullmatch(
+        r"Request failed during generation: internal error, request ([0-9a-f]{16})", caught.value.details()
+    )
+    assert found is not None
+    pair.service.wait_for_line(f"request {found[1]} failed: the shards die whenever it is computed", 5)
     assert pair.stub.Generate(batch("a longer text that does no harm")).responses
 
 

@@ -3,6 +3,7 @@ events. Every accepted sequence ends in exactly one final event."""
 
 import asyncio
 import logging
+import secrets
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable
@@ -12,7 +13,7 @@ from tgis.router.blocks import BlockPool
 from tgis.router.budget import StepBudget
 from tgis.router.columns import Answer, InputDetails, Sampled
 from tgis.router.detokenizer import Vocabulary
-from tgis.router.errors import Code
+from tgis.router.errors import Code, internal_error
 from tgis.router.metrics import Metrics
 from tgis.router.scheduler import Scheduler
 from tgis.router.sequence import Sequence, StopReason, TokenDetail
@@ -103,7 +104,7 @@ class Engine:
         )
         self._live: dict[Sequence, Generation] = {}
         self._connected = self._given_up = self._fill_is_due = False
-        metrics.requests_live.set_function(lambda: len(self._live))
+        self._show(metrics)
 
     @property
     def num_live(self) -> int:
@@ -112,6 +113,15 @@ class Engine:
     @property
     def is_ready(self) -> bool:
         return self._connected
+
+    def _show(self, metrics: Metrics) -> None:
+        """What a scrape sees of the state as it is then; the steps have nothing to do for it."""
+        scheduler = self.scheduler
+        metrics.requests_live.set_function(lambda: len(self._live))
+        metrics.queue_size.set_function(lambda: len(scheduler.waiting))
+        metrics.batch_current_size.set_function(lambda: len(scheduler.running))
+        metrics.requests_running.set_function(lambda: len(scheduler.running))
+        metrics.kv_cache_usage.set_function(lambda: scheduler.pool.num_used / scheduler.pool.num_blocks)
 
     async def generate(self, sequence: Sequence) -> AsyncGenerator[Event, None]:
         """The events of one sequence. Closing the iterator early cancels the generation."""
@@ -179,10 +189,6 @@ class Engine:
             self._shards.send(step)
         if scheduler.num_preemptions > num_preemptions:
             self._metrics.preemptions.add(amount=scheduler.num_preemptions - num_preemptions)
-        self._metrics.queue_size.set(len(scheduler.waiting))
-        self._metrics.batch_current_size.set(len(scheduler.running))
-        self._metrics.requests_running.set(len(scheduler.running))
-        self._metrics.kv_cache_usage.set(scheduler.pool.num_used / scheduler.pool.num_blocks)
 
     def _apply(self, answer: Answer) -> None:
         self.scheduler.apply_answer(answer.step)
@@ -190,7 +196,7 @@ class Engine:
         self._metrics.forward_duration.observe(answer.forward_s)
         for sequence in answer.failed:
             if sequence in self._live:
-                self._fail(self._live[sequence], _internal_error())
+                self._fail(self._live[sequence], _internal_error("the shards could not serve it"))
         for details in answer.input_details:
             self._take_input_details(details)
         now = time.monotonic()
@@ -227,8 +233,7 @@ class Engine:
         if piece.reason is not StopReason.NOT_FINISHED:
             self._release(generation)
         elif sampled.ended:
-            logger.error("the shards ended a sequence that should go on after %d tokens", num_generated)
-            self._fail(generation, _internal_error())
+            self._fail(generation, _internal_error("the shards ended what should go on"))
 
     def _release(self, generation: Generation) -> None:
         """The generation's final event is out, or nobody waits for it."""
@@ -258,7 +263,7 @@ class Engine:
         for sequence in self.scheduler.reset(BlockPool(pool.num_blocks, pool.block_size)):
             sequence.num_fatal_steps += 1
             if sequence.num_fatal_steps > MAX_FATAL_STEPS:
-                self._fail(self._live[sequence], _internal_error())
+                self._fail(self._live[sequence], _internal_error("the shards die whenever it is computed"))
         now = time.monotonic()
         for generation in list(self._live.values()):
             deadline = generation.sequence.stopping.deadline
@@ -279,8 +284,11 @@ class Engine:
         logger.info("the shards are back; %d requests resume", len(self._live))
 
 
-def _internal_error() -> Failed:
-    return Failed(Code.INTERNAL, "Request failed during generation: internal error")
+def _internal_error(cause: str) -> Failed:
+    """The client gets an id by which the log tells the cause."""
+    request_id = secrets.token_hex(8)
+    logger.error("request %s failed: %s", request_id, cause)
+    return Failed(Code.INTERNAL, internal_error(request_id))
 
 
 def _workers_lost() -> Failed:

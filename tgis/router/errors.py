@@ -24,6 +24,11 @@ class Code(Enum):
     INTERNAL = auto()
 
 
+def internal_error(request_id: str) -> str:
+    """All that a client is told of what nobody foresaw."""
+    return f"Request failed during generation: internal error, request {request_id}"
+
+
 class RouterError(Exception):
     """The text is shown to clients: no prompt, no cause, no path in it."""
 

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Iterable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -85,11 +85,9 @@ class GenerationService(GenerationServiceServicer):
                 seed=sequence.sampling.seed,
                 text=request.request.text if checked.input_text else "",
             )
-            async with aclosing(self._engine.generate(sequence)) as events:
+            async with aclosing(self._events(sequence)) as events:
                 async for event in events:
                     match event:
-                        case Failed():
-                            raise _error(event)
                         case InputTokens():
                             tokens = self._token_infos(event.tokens, sequence.details)
                             yield pb.GenerationResponse(input_tokens=tokens, input_token_count=len(tokens))
@@ -148,6 +146,14 @@ class GenerationService(GenerationServiceServicer):
         adapter_id = request.adapter_id if request.HasField("adapter_id") else None
         return checked, await self._validator.sequences(texts, checked, prefix_id, adapter_id)
 
+    async def _events(self, sequence: Sequence) -> AsyncGenerator[InputTokens | Output, None]:
+        """Of one generation; one that fails raises RouterError."""
+        async with aclosing(self._engine.generate(sequence)) as events:
+            async for event in events:
+                if isinstance(event, Failed):
+                    raise _error(event)
+                yield event
+
     async def _collect_all(self, sequences: list[Sequence]) -> list[_Result]:
         """All or nothing: the first failure cancels the rest."""
         try:
@@ -159,11 +165,9 @@ class GenerationService(GenerationServiceServicer):
 
     async def _collect(self, sequence: Sequence) -> _Result:
         result = _Result()
-        async with aclosing(self._engine.generate(sequence)) as events:
+        async with aclosing(self._events(sequence)) as events:
             async for event in events:
                 match event:
-                    case Failed():
-                        raise _error(event)
                     case InputTokens():
                         result.input_tokens = event.tokens
                     case Output():

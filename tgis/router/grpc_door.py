@@ -10,7 +10,7 @@ from typing import Any
 import grpc
 from google.protobuf.message import DecodeError
 
-from tgis.router.errors import Code, RequestError, RouterError
+from tgis.router.errors import Code, RequestError, RouterError, internal_error
 
 logger = logging.getLogger(__name__)
 
@@ -101,6 +101,4 @@ async def _abort(context: Context, error: Exception) -> None:
         await context.abort(STATUS[error.code], str(error))
     request_id = secrets.token_hex(8)
     logger.error("request %s failed", request_id, exc_info=error)
-    await context.abort(
-        grpc.StatusCode.INTERNAL, f"Request failed during generation: internal error, request {request_id}"
-    )
+    await context.abort(grpc.StatusCode.INTERNAL, internal_error(request_id))

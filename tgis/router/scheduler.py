@@ -30,7 +30,6 @@ class Step:
     step_id: int
     work: list[Work]
     closed_rows: list[int]
-    answered: bool = False
     blocks_to_release: list[list[int]] = field(default_factory=list)
 
     @property
@@ -92,10 +91,8 @@ class Scheduler:
         """The oldest step in flight has been answered: its tokens are in the cache."""
         assert next(iter(self._in_flight), None) is step, "steps are answered in order"
         self._in_flight.popleft()
-        step.answered = True
         for work in step.work:
             sequence = work.sequence
-            sequence.num_in_flight -= 1
             if self._last_step.get(sequence) is step:
                 del self._last_step[sequence]
             if sequence.row is not None:  # preempted ones are not admitted again before their last answer
@@ -126,7 +123,7 @@ class Scheduler:
         suspects = [work.sequence for work in self._in_flight[0].work] if self._in_flight else []
         for step in self._in_flight:
             for work in step.work:
-                work.sequence.num_in_flight = work.sequence.num_unanswered = 0
+                work.sequence.num_unanswered = 0
         self.pool = pool
         self._in_flight.clear()
         self._last_step.clear()
@@ -160,7 +157,7 @@ class Scheduler:
         """In order of arrival; who does not fit holds up those behind, so that nobody starves."""
         while self.waiting and budget > 0 and self._free_rows:
             sequence = self.waiting[0]
-            if sequence.num_in_flight or not self._take_place(sequence):
+            if sequence in self._last_step or not self._take_place(sequence):
                 return
             self.running[self.waiting.popleft()] = None
             end = min(sequence.num_tokens, sequence.num_scheduled + budget)
@@ -190,7 +187,6 @@ class Scheduler:
         start, samples = sequence.num_scheduled, end == sequence.num_tokens
         sequence.num_scheduled = end
         sequence.num_unanswered += samples
-        sequence.num_in_flight += 1
         return Work(sequence, sequence.row, start, end, samples, opens, list(new_blocks))
 
     def _send(self, work: list[Work]) -> Step:

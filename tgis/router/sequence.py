@@ -93,8 +93,6 @@ class Sequence:
     """... and answered."""
     num_unanswered: int = 0
     """Sampled tokens that are not back yet; they follow token_ids."""
-    num_in_flight: int = 0
-    """Unanswered steps that name this sequence."""
     block_table: list[int] = field(default_factory=list)
     num_published: int = 0
     """Leading blocks that other sequences can find ..."""

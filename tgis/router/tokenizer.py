@@ -66,8 +66,8 @@ class Tokenizer:
         """All texts at once, in order, off the event loop. Raises RequestError."""
         return await self._run_all(self._encode, texts)
 
-    async def count(self, texts: Sequence[str]) -> list[list[int]]:
-        """Only the token ids, which is cheaper. Raises RequestError."""
+    async def encode_ids(self, texts: Sequence[str]) -> list[list[int]]:
+        """As `encode`, but only the token ids, which is cheaper. Raises RequestError."""
         return await self._run_all(self._encode_ids, texts)
 
     def truncate(self, token_ids: list[int], max_tokens: int) -> list[int]:

@@ -96,7 +96,7 @@ class Validator:
             raise RequestError("adapter_id supplied but no adapter store was configured")
         if prefix_id is not None:
             await self._lookup_prompt(prefix_id)
-        inputs = await self._tokenizer.count(texts)
+        inputs = await self._tokenizer.encode_ids(texts)
         return [self._sequence(token_ids, request) for token_ids in inputs]
 
     def _sequence(self, token_ids: list[int], request: Request) -> Sequence:

@@ -59,7 +59,6 @@ def check_blocks(demand: Demand, num_blocks: int, block_bytes: int, share: int) 
     """Raises CacheTooSmallError unless one request of full length fits."""
     if num_blocks >= demand.blocks_per_request:
         return
-    flag = "" if demand.kv_cache_tokens is None else f", --kv-cache-tokens {demand.kv_cache_tokens}"
     needed = demand.blocks_per_request * block_bytes
     flag = "" if demand.kv_cache_tokens is None else f" and --kv-cache-tokens {demand.kv_cache_tokens}"
     raise CacheTooSmallError(
