@@ -26,7 +26,7 @@ from tgis.router.engine import Engine
 from tgis.router.grpc_api import GenerationService
 from tgis.router.grpc_door import Door
 from tgis.router.http_api import http_app
-from tgis.router.metrics import Metrics
+from tgis.router.metrics import MetricLimits, Metrics
 from tgis.router.permits import Permits
 from tgis.router.shards import Shards
 from tgis.router.tokenizer import Tokenizer
@@ -54,7 +54,7 @@ def run(config: RouterConfig) -> None:
 class _Router:
     def __init__(self, config: RouterConfig) -> None:
         self._config = config
-        self._metrics = Metrics()
+        self._metrics = Metrics(_metric_limits(config))
         self._health = health.aio.HealthServicer()
         self._permits = Permits(config.max_concurrent_requests)
         self._engine: Engine | None = None
@@ -142,8 +142,8 @@ class _Router:
         validator = Validator(tokenizer, _limits(config, info, tokenizer), shards.lookup_prompt)
         kinds = generation_pb2.ModelInfoResponse
         is_decoder = info.model_kind == shard_pb2.InfoResponse.MODEL_KIND_DECODER_ONLY
-        self._metrics.permits_used.set_function(lambda: self._permits.num_used)
-        self._metrics.tasks.set_function(lambda: len(asyncio.all_tasks()))
+        self._metrics.permits_used.follow(lambda: self._permits.num_used)
+        self._metrics.tasks.follow(lambda: len(asyncio.all_tasks()))
         service = GenerationService(
             self._engine,
             validator,
@@ -185,14 +185,19 @@ class _Router:
             await task
 
 
-def _limits(config: RouterConfig, info: shard_pb2.InfoResponse, tokenizer: Tokenizer) -> Limits:
+def _metric_limits(config: RouterConfig) -> MetricLimits:
     assert config.max_sequence_length is not None, "the launcher says how long a sequence may be"
     max_new_tokens = min(config.max_new_tokens, config.max_sequence_length - 1)
-    if max_new_tokens < config.max_new_tokens:
-        logger.warning("max_new_tokens is reduced to %d, the model's length less one", max_new_tokens)
+    return MetricLimits(config.max_sequence_length, max_new_tokens, config.max_batch_size)
+
+
+def _limits(config: RouterConfig, info: shard_pb2.InfoResponse, tokenizer: Tokenizer) -> Limits:
+    limits = _metric_limits(config)
+    if limits.max_new_tokens < config.max_new_tokens:
+        logger.warning("max_new_tokens is reduced to %d, the model's length less one", limits.max_new_tokens)
     eos = list(info.eos_token_ids) or [i for i in (tokenizer.eos_token_id,) if i is not None]
     return Limits(
-        config.max_sequence_length, max_new_tokens, frozenset(eos), config.default_include_stop_seqs
+        limits.max_sequence_length, limits.max_new_tokens, frozenset(eos), config.default_include_stop_seqs
     )
 
 

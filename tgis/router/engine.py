@@ -14,6 +14,8 @@ from tgis.router.budget import StepBudget
 from tgis.router.columns import Answer, InputDetails, Sampled
 from tgis.router.detokenizer import Vocabulary
 from tgis.router.errors import Code, internal_error
+from tgis.router.events import Event, Failed, InputTokens, Output, Timings, is_final
+from tgis.router.meter import StepMeter
 from tgis.router.metrics import Metrics
 from tgis.router.scheduler import Scheduler
 from tgis.router.sequence import Sequence, StopReason, TokenDetail
@@ -25,42 +27,6 @@ logger = logging.getLogger(__name__)
 MAX_FATAL_STEPS = 3  # a sequence that was part of as many fatal steps is not tried again
 
 
-@dataclass(frozen=True)
-class InputTokens:
-    """Details of all prompt tokens; comes once, before the first Output, to those who asked."""
-
-    tokens: tuple[TokenDetail, ...]
-
-
-@dataclass(frozen=True)
-class Output:
-    """A token and the text that became certain with it. Final when it has a reason; then the token may be
-    missing."""
-
-    text: str
-    token: TokenDetail | None
-    num_generated: int
-    reason: StopReason = StopReason.NOT_FINISHED
-    stop_sequence: str = ""
-
-
-@dataclass(frozen=True)
-class Failed:
-    """Final: the generation could not be completed."""
-
-    code: Code
-    message: str
-
-
-Event = InputTokens | Output | Failed
-
-
-def is_final(event: Event) -> bool:
-    return isinstance(event, Failed) or (
-        isinstance(event, Output) and event.reason is not StopReason.NOT_FINISHED
-    )
-
-
 @dataclass(eq=False)
 class Generation:
     """An accepted sequence on its way to a client."""
@@ -70,12 +36,21 @@ class Generation:
     events: deque[Event] = field(default_factory=deque)
     arrived: asyncio.Event = field(default_factory=asyncio.Event)
     inputs: list[TokenDetail] = field(default_factory=list)
-    last_token_at: float = field(default_factory=time.monotonic)
+    accepted_at: float = field(default_factory=time.monotonic)
+    started_at: float | None = None
+    """When it first had a part in a step."""
+    first_token_at: float | None = None
+    last_token_at: float = 0.0
     expiry: asyncio.TimerHandle | None = None
 
     def deliver(self, event: Event) -> None:
         self.events.append(event)
         self.arrived.set()
+
+    def timings(self, now: float) -> Timings:
+        started_at, begin = now if self.started_at is None else self.started_at, self.accepted_at
+        first = None if self.first_token_at is None else self.first_token_at - begin
+        return Timings(started_at - begin, first, now - begin)
 
 
 class Engine:
@@ -97,11 +72,8 @@ class Engine:
         """`shards` are connected; `on_ready` is told when they are lost and when they are back."""
         self.scheduler = Scheduler(pool, max_batch_size)
         self._shards, self._vocabulary, self._metrics, self._budget = shards, vocabulary, metrics, budget
-        self._steps_in_flight, self._recovery_timeout, self._on_ready = (
-            steps_in_flight,
-            recovery_timeout,
-            on_ready,
-        )
+        self._steps_in_flight, self._recovery_timeout = steps_in_flight, recovery_timeout
+        self._on_ready, self._meter = on_ready, StepMeter(metrics)
         self._live: dict[Sequence, Generation] = {}
         self._connected = self._given_up = self._fill_is_due = False
         self._show(metrics)
@@ -117,11 +89,17 @@ class Engine:
     def _show(self, metrics: Metrics) -> None:
         """What a scrape sees of the state as it is then; the steps have nothing to do for it."""
         scheduler = self.scheduler
-        metrics.requests_live.set_function(lambda: len(self._live))
-        metrics.queue_size.set_function(lambda: len(scheduler.waiting))
-        metrics.batch_current_size.set_function(lambda: len(scheduler.running))
-        metrics.requests_running.set_function(lambda: len(scheduler.running))
-        metrics.kv_cache_usage.set_function(lambda: scheduler.pool.num_used / scheduler.pool.num_blocks)
+        metrics.requests_live.follow(lambda: len(self._live))
+        metrics.queue_size.follow(lambda: len(scheduler.waiting))
+        metrics.batch_current_size.follow(lambda: len(scheduler.running))
+        metrics.requests_running.follow(lambda: len(scheduler.running))
+        metrics.batch_input_tokens.follow(lambda: scheduler.num_running_tokens)
+        metrics.batch_max_remaining_tokens.follow(lambda: scheduler.num_remaining_tokens)
+        metrics.kv_cache_usage.follow(lambda: scheduler.pool.num_used / scheduler.pool.num_blocks)
+        metrics.prefix_cache_queries.follow(lambda: scheduler.num_cache_queries)
+        metrics.prefix_cache_hits.follow(lambda: scheduler.num_cache_hits)
+        metrics.preemptions.follow(lambda: scheduler.num_preemptions)
+        metrics.deferred.follow(lambda: scheduler.num_deferred)
 
     async def generate(self, sequence: Sequence) -> AsyncGenerator[Event, None]:
         """The events of one sequence. Closing the iterator early cancels the generation."""
@@ -155,6 +133,7 @@ class Engine:
             self._connected = False
             self._on_ready(False)
             self._metrics.shard_restarts.add()
+            self._meter.lose_all()
             self._suspend()
             await self._reconnect()
 
@@ -181,19 +160,26 @@ class Engine:
     def _fill(self) -> None:
         """Sends steps until enough are in flight."""
         self._fill_is_due = False
-        scheduler, num_preemptions = self.scheduler, self.scheduler.num_preemptions
+        scheduler = self.scheduler
         while self._connected and scheduler.num_in_flight < self._steps_in_flight:
             step = scheduler.next_step(self._budget.prompt_tokens(scheduler.num_decoding))
             if step is None:
                 break
             self._shards.send(step)
-        if scheduler.num_preemptions > num_preemptions:
-            self._metrics.preemptions.add(amount=scheduler.num_preemptions - num_preemptions)
+            self._meter.send(step)
+            for sequence in step.opened:
+                self._start(self._live[sequence])
+
+    def _start(self, generation: Generation) -> None:
+        if generation.started_at is None:  # else it goes on after a preemption or a loss of the shards
+            generation.started_at = time.monotonic()
+            queue_s = generation.started_at - generation.accepted_at
+            self._metrics.request_queue_duration.observe(queue_s)
 
     def _apply(self, answer: Answer) -> None:
+        self._meter.answer(answer.step, answer.forward_s)
         self.scheduler.apply_answer(answer.step)
         self._budget.observe(answer.step.num_tokens, answer.forward_s)
-        self._metrics.forward_duration.observe(answer.forward_s)
         for sequence in answer.failed:
             if sequence in self._live:
                 self._fail(self._live[sequence], _internal_error("the shards could not serve it"))
@@ -204,6 +190,7 @@ class Engine:
             generation = self._live.get(sampled.sequence)
             if generation is not None:  # else it ended while the step was in flight
                 self._take_token(generation, sampled, now)
+        self._meter.apply(answer.step)
 
     def _take_input_details(self, details: InputDetails) -> None:
         sequence = details.sequence
@@ -219,18 +206,27 @@ class Engine:
 
     def _take_token(self, generation: Generation, sampled: Sampled, now: float) -> None:
         sequence = sampled.sequence
-        is_first = not sequence.num_generated
-        duration = self._metrics.first_token_duration if is_first else self._metrics.inter_token_duration
-        duration.observe(now - generation.last_token_at)
+        if generation.first_token_at is None:
+            generation.first_token_at = now
+            self._metrics.first_token_duration.observe(now - generation.accepted_at)
+        else:
+            self._metrics.inter_token_duration.observe(now - generation.last_token_at)
         generation.last_token_at = now
         self.scheduler.append_token(sequence, sampled.token.token_id)
         sequence.num_fatal_steps = 0
         piece = generation.text.push(sampled.token.token_id)
-        num_generated = sequence.num_generated
+        is_last = piece.reason is not StopReason.NOT_FINISHED
         generation.deliver(
-            Output(piece.text, sampled.token, num_generated, piece.reason, piece.stop_sequence)
+            Output(
+                text=piece.text,
+                token=sampled.token,
+                num_generated=sequence.num_generated,
+                reason=piece.reason,
+                stop_sequence=piece.stop_sequence,
+                timings=generation.timings(now) if is_last else None,
+            )
         )
-        if piece.reason is not StopReason.NOT_FINISHED:
+        if is_last:
             self._release(generation)
         elif sampled.ended:
             self._fail(generation, _internal_error("the shards ended what should go on"))
@@ -252,8 +248,11 @@ class Engine:
         now."""
         sequence = generation.sequence
         if sequence in self._live and sequence.row is None:
-            text = generation.text.flush()
-            generation.deliver(Output(text, None, sequence.num_generated, StopReason.TIME_LIMIT))
+            if generation.started_at is None:
+                self._metrics.request_failure.add("timeout")
+            text, timings = generation.text.flush(), generation.timings(time.monotonic())
+            num_generated, reason = sequence.num_generated, StopReason.TIME_LIMIT
+            generation.deliver(Output(text, None, num_generated, reason, timings=timings))
             self._release(generation)
 
     def _suspend(self) -> None:

@@ -1,79 +1,220 @@
-"""The Prometheus series of the service. Counters are exported under TGIS's bare name and with `_total`."""
+"""Every series of the service, declared once: `docs/metrics.md` and the scrape both follow from this list."""
 
-from collections.abc import Iterable
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeVar
 
-from prometheus_client import CollectorRegistry, Gauge, Histogram, disable_created_metrics, generate_latest
-from prometheus_client.metrics_core import CounterMetricFamily, Metric, UntypedMetricFamily
+from prometheus_client import CollectorRegistry, generate_latest
 
-disable_created_metrics()  # type: ignore[no-untyped-call]
+from tgis.router.series import Counter, Gauge, Histogram, Series, Summary
 
-DURATION_BUCKETS = tuple(0.0001 * 1.5**k for k in range(1, 36))
+DURATION_BOUNDS = tuple(0.0001 * 1.5**k for k in range(1, 36))  # seconds
+TOKENIZE_BOUNDS = tuple(64 * 2**k for k in range(14))
+NUM_LENGTH_BUCKETS = 64
+MAKEUP = "single_only"  # the one value that TGIS's label `makeup` ever has
+
+S = TypeVar("S", bound=Series)
 
 
-class TwiceNamedCounter:
-    """A counter that a scrape shows as `name` and as `name_total`."""
+@dataclass(frozen=True)
+class MetricLimits:
+    """What the buckets of lengths and sizes reach up to."""
 
-    def __init__(self, name: str, help: str, labels: tuple[str, ...], registry: CollectorRegistry) -> None:
-        self._name, self._help, self._labels = name, help, labels
-        self._values: dict[tuple[str, ...], float] = {}
-        registry.register(self)
-
-    def add(self, *labels: str, amount: float = 1) -> None:
-        """Label values in the order of declaration."""
-        assert len(labels) == len(self._labels), f"{self._name} has labels {self._labels}"
-        self._values[labels] = self._values.get(labels, 0.0) + amount
-
-    def value(self, *labels: str) -> float:
-        return self._values.get(labels, 0.0)
-
-    def collect(self) -> Iterable[Metric]:
-        bare = UntypedMetricFamily(self._name, self._help, labels=self._labels)
-        total = CounterMetricFamily(self._name, self._help, labels=self._labels)
-        for labels, value in self._values.items():
-            bare.add_metric(labels, value)
-            total.add_metric(labels, value)
-        return [bare, total]
+    max_sequence_length: int
+    max_new_tokens: int
+    max_batch_size: int
 
 
 class Metrics:
-    """One registry per router, so that two routers in one process do not meet."""
+    """One registry per router, so that two routers in one process do not meet. Updated from one thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, limits: MetricLimits) -> None:
         self.registry = CollectorRegistry()
+        self.catalogue: list[Series] = []
+        self._declare_requests(limits)
+        self._declare_batches(limits)
+        self._declare_tokenize()
+        self._declare_state()
 
-        def counter(name: str, help: str, *labels: str) -> TwiceNamedCounter:
-            return TwiceNamedCounter(name, help, labels, self.registry)
-
-        def gauge(name: str, help: str) -> Gauge:
-            return Gauge(name, help, registry=self.registry)
-
-        def duration(name: str, help: str) -> Histogram:
-            return Histogram(name, help, buckets=DURATION_BUCKETS, registry=self.registry)
-
-        self.request_count = counter("tgi_request_count", "Generation calls", "kind")
-        self.request_input_count = counter("tgi_request_input_count", "Inputs of generation calls")
-        self.request_success = counter("tgi_request_success", "Finished inputs", "stop_reason", "kind")
-        self.request_failure = counter("tgi_request_failure", "Failed calls and cancelled inputs", "err")
-        self.request_duration = duration("tgi_request_duration", "Seconds from call to end, per input")
-        self.first_token_duration = duration(
+    def _declare_requests(self, limits: MetricLimits) -> None:
+        lengths = _equal_steps(limits.max_sequence_length)
+        outputs = _equal_steps(limits.max_new_tokens)
+        self.request_count = self._counter(
+            "tgi_request_count", "Generation calls, at their start; kind is single, batch or stream", "kind"
+        )
+        self.request_input_count = self._counter(
+            "tgi_request_input_count", "Inputs of generation calls, at their start"
+        )
+        self.request_success = self._counter(
+            "tgi_request_success", "Inputs that ended with a stop reason", "stop_reason", "kind"
+        )
+        self.request_failure = self._counter(
+            "tgi_request_failure",
+            "Refused or failed calls (conc_limit, validation, generate), cancelled inputs, and inputs whose "
+            "time limit passed before anything was computed (timeout; these are successes too)",
+            "err",
+        )
+        self.request_raw_input_length = self._summary(
+            "tgi_request_raw_input_length", "Tokens of each input before truncation, refused ones too"
+        )
+        self.request_input_length = self._histogram(
+            "tgi_request_input_length", "Tokens of each accepted input, after truncation", lengths
+        )
+        self.request_max_new_tokens = self._histogram(
+            "tgi_request_max_new_tokens", "max_new_tokens of each accepted input, as requested", outputs
+        )
+        self.request_validation_duration = self._duration(
+            "tgi_request_validation_duration", "Seconds from the start of a call until all of it is validated"
+        )
+        self.request_queue_duration = self._duration(
+            "tgi_request_queue_duration", "Seconds from acceptance of an input to its first step"
+        )
+        self.request_inference_duration = self._duration(
+            "tgi_request_inference_duration", "Seconds from the first step of an input to its end"
+        )
+        self.request_mean_time_per_token_duration = self._duration(
+            "tgi_request_mean_time_per_token_duration", "Seconds of inference per generated token, per input"
+        )
+        self.request_duration = self._duration(
+            "tgi_request_duration", "Seconds from the start of a call to the end of each successful input"
+        )
+        self.request_generated_tokens = self._histogram(
+            "tgi_request_generated_tokens", "Generated tokens of each successful input", outputs
+        )
+        self.request_total_tokens = self._histogram(
+            "tgi_request_total_tokens", "Input and generated tokens of each successful input", lengths
+        )
+        self.first_token_duration = self._duration(
             "tgi_request_time_to_first_token_duration", "Seconds from acceptance to the first token"
         )
-        self.inter_token_duration = duration(
-            "tgi_request_inter_token_duration", "Seconds between tokens of an input"
+        self.inter_token_duration = self._duration(
+            "tgi_request_inter_token_duration", "Seconds between two tokens of an input"
         )
-        self.forward_duration = duration(
-            "tgi_batch_inference_forward_duration", "Seconds of a step's forward pass"
+        self.prompt_load_duration = self._duration(
+            "tgi_prompt_load_duration", "Seconds of each look-up of a soft prompt that found it"
         )
-        self.requests_live = gauge("tgi_requests_live", "Accepted sequences without a final event")
-        self.permits_used = gauge("tgi_permits_used", "Permits for inputs that are held")
-        self.tasks = gauge("tgi_tasks", "Tasks of the router's event loop")
-        self.queue_size = gauge("tgi_queue_size", "Sequences that wait for a place in the batch")
-        self.batch_current_size = gauge("tgi_batch_current_size", "Sequences in the batch")
-        self.requests_running = gauge("tgi_requests_running", "Sequences in the batch")
-        self.kv_cache_usage = gauge("tgi_kv_cache_usage_ratio", "Share of the cache's blocks in use")
-        self.preemptions = counter("tgi_preemptions", "Sequences put back into the queue for lack of memory")
-        self.shard_restarts = counter("tgi_shard_restarts", "Times the shards were lost")
+        self.prompt_load_failure = self._counter(
+            "tgi_prompt_load_failure", "Look-ups of soft prompts that failed"
+        )
+
+    def _declare_batches(self, limits: MetricLimits) -> None:
+        sizes = range(1, limits.max_batch_size + 1)
+        of_method = "method", "makeup"
+        self.batch_count = self._counter(
+            "tgi_batch_inference_count",
+            "Steps sent to the shards; one with prompt and decode tokens counts under both methods",
+            "method",
+        )
+        self.batch_success = self._counter(
+            "tgi_batch_inference_success", "Steps answered, counted like the steps sent", "method"
+        )
+        self.batch_failure = self._counter(
+            "tgi_batch_inference_failure",
+            "Steps lost with the shards (connection), counted like the steps sent",
+            "method",
+            "reason",
+        )
+        self.batch_size = self._histogram(
+            "tgi_batch_inference_batch_size",
+            "Prompt sequences of a step (prefill) and decode rows of a step (next_token)",
+            sizes,
+            "method",
+        )
+        self.batch_duration = self._duration(
+            "tgi_batch_inference_duration",
+            "Seconds of a step until its answer, beginning with the answer before where it was sent ahead; "
+            "of a mixed step under prefill",
+            *of_method,
+        )
+        self.forward_duration = self._duration(
+            "tgi_batch_inference_forward_duration",
+            "Seconds the shards computed a step; of a mixed step under prefill",
+            *of_method,
+        )
+        self.tokproc_duration = self._duration(
+            "tgi_batch_inference_tokproc_duration",
+            "Seconds the router took to apply a step's answer; of a mixed step under prefill",
+            *of_method,
+        )
+        self.batch_next_tokens = self._summary(
+            "tgi_batch_next_tokens", "Prompt tokens computed by each step that computes any"
+        )
+        self.batch_concatenation_count = self._counter(
+            "tgi_batch_concatenation_count", "Steps in which newcomers joined a running batch"
+        )
+        self.deferred = self._counter(
+            "tgi_prefill_weight_limit_exceeded",
+            "Steps in which the first waiting input found too few free cache blocks",
+        )
+        for name, help in (
+            ("tgi_queue_jump", "Stays 0: inputs start in the order of their arrival"),
+            ("tgi_granular_batch_addition", "Stays 0: memory is counted in blocks, not estimated"),
+            ("tgi_prefill_padding_limit_exceeded", "Stays 0: nothing is padded"),
+        ):
+            self._counter(name, help)
+
+    def _declare_tokenize(self) -> None:
+        self.tokenize_count = self._counter("tgi_tokenize_request_count", "Tokenize calls, at their start")
+        self.tokenize_input_count = self._counter(
+            "tgi_tokenize_request_input_count", "Inputs of Tokenize calls, at their start"
+        )
+        self.tokenize_tokens = self._histogram(
+            "tgi_tokenize_request_tokens", "Sum of the token counts of a Tokenize answer", TOKENIZE_BOUNDS
+        )
+        self.tokenize_duration = self._duration(
+            "tgi_tokenize_request_duration", "Seconds of a successful Tokenize call"
+        )
+
+    def _declare_state(self) -> None:
+        self.queue_size = self._gauge("tgi_queue_size", "Inputs that wait for a place in the batch")
+        self.batch_current_size = self._gauge("tgi_batch_current_size", "Inputs in the batch")
+        self.batch_input_tokens = self._gauge(
+            "tgi_batch_input_tokens", "Input and generated tokens of the inputs in the batch"
+        )
+        self.batch_max_remaining_tokens = self._gauge(
+            "tgi_batch_max_remaining_tokens",
+            "Tokens that the inputs in the batch may still generate, all together",
+        )
+        self.requests_running = self._gauge("tgi_requests_running", "Inputs in the batch")
+        self.requests_live = self._gauge("tgi_requests_live", "Accepted inputs without a final event")
+        self.permits_used = self._gauge("tgi_permits_used", "Concurrency permits that are held")
+        self.tasks = self._gauge("tgi_tasks", "Tasks of the router's event loop")
+        self.kv_cache_usage = self._gauge("tgi_kv_cache_usage_ratio", "Share of the cache's blocks in use")
+        self.prefix_cache_queries = self._counter(
+            "tgi_prefix_cache_queries", "Tokens that were looked up in the prefix cache"
+        )
+        self.prefix_cache_hits = self._counter(
+            "tgi_prefix_cache_hits", "Tokens that the prefix cache had, which need no computing"
+        )
+        self.preemptions = self._counter(
+            "tgi_preemptions", "Inputs put back into the queue for lack of cache blocks"
+        )
+        self.shard_restarts = self._counter("tgi_shard_restarts", "Times the shards were lost")
 
     def render(self) -> bytes:
         """The text format of a scrape."""
         return generate_latest(self.registry)
+
+    def _counter(self, name: str, help: str, *labels: str) -> Counter:
+        return self._add(Counter(name, help, labels))
+
+    def _gauge(self, name: str, help: str) -> Gauge:
+        return self._add(Gauge(name, help))
+
+    def _histogram(self, name: str, help: str, bounds: Sequence[float], *labels: str) -> Histogram:
+        return self._add(Histogram(name, help, bounds, labels))
+
+    def _duration(self, name: str, help: str, *labels: str) -> Histogram:
+        return self._histogram(name, help, DURATION_BOUNDS, *labels)
+
+    def _summary(self, name: str, help: str) -> Summary:
+        return self._add(Summary(name, help))
+
+    def _add(self, series: S) -> S:
+        self.registry.register(series)
+        self.catalogue.append(series)
+        return series
+
+
+def _equal_steps(end: int) -> list[float]:
+    return [end * i / NUM_LENGTH_BUCKETS for i in range(1, NUM_LENGTH_BUCKETS + 1)]

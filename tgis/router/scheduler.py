@@ -29,8 +29,20 @@ class Step:
 
     step_id: int
     work: list[Work]
+    num_decodes: int
+    """Leading entries of `work` that compute a single further token; the others compute prompts."""
+    joins: bool
+    """Newcomers join sequences that are running."""
     closed_rows: list[int]
     blocks_to_release: list[list[int]] = field(default_factory=list)
+
+    @property
+    def num_prompts(self) -> int:
+        return len(self.work) - self.num_decodes
+
+    @property
+    def opened(self) -> list[Sequence]:
+        return [work.sequence for work in self.work[self.num_decodes :] if work.opens]
 
     @property
     def num_tokens(self) -> int:
@@ -52,6 +64,10 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.running: dict[Sequence, None] = {}  # oldest first
         self.num_preemptions = 0
+        self.num_deferred = 0
+        """Steps in which the first waiting sequence found too few blocks."""
+        self.num_cache_queries = self.num_cache_hits = 0
+        """Tokens looked for, and found, in the prefix cache."""
         self._in_flight: deque[Step] = deque()
         self._free_rows = list(range(max_sequences))[::-1]
         self._closed_rows: list[int] = []
@@ -67,6 +83,16 @@ class Scheduler:
     def num_decoding(self) -> int:
         return sum(sequence.num_scheduled >= sequence.prompt_len for sequence in self.running)
 
+    @property
+    def num_running_tokens(self) -> int:
+        """Prompt and known generated tokens of the running sequences."""
+        return sum(len(sequence.token_ids) for sequence in self.running)
+
+    @property
+    def num_remaining_tokens(self) -> int:
+        """What the running sequences may still generate, all together."""
+        return sum(sequence.stopping.max_new_tokens - sequence.num_generated for sequence in self.running)
+
     def add(self, sequence: Sequence) -> None:
         """The sequence waits; a full-length one must fit into the pool."""
         self.waiting.append(sequence)
@@ -78,14 +104,17 @@ class Scheduler:
         first."""
         num_preemptions, budget = self.num_preemptions, max_prompt_tokens
         work = list(self._continue_decoding())
+        num_decodes = len(work)
         for item in self._continue_prompts(budget):
             work.append(item)
             budget -= item.end - item.start
+        num_running = len(self.running)
         if self.num_preemptions == num_preemptions:  # else memory is short: no newcomers
             for item in self._admit_waiting(budget):
                 work.append(item)
                 budget -= item.end - item.start
-        return self._send(work) if work else None
+        joins = 0 < num_running < len(self.running)
+        return self._send(work, num_decodes, joins) if work else None
 
     def apply_answer(self, step: Step) -> None:
         """The oldest step in flight has been answered: its tokens are in the cache."""
@@ -175,7 +204,10 @@ class Scheduler:
         num_new = self.pool.blocks_for(len(sequence.token_ids)) - len(cached)
         blocks = self.pool.allocate(cached, num_new)
         if blocks is None:
+            self.num_deferred += 1
             return False
+        self.num_cache_queries += len(sequence.token_ids)
+        self.num_cache_hits += len(cached) * self.pool.block_size
         sequence.row = self._free_rows.pop()
         sequence.block_table = blocks
         sequence.num_scheduled = sequence.num_computed = len(cached) * self.pool.block_size
@@ -189,8 +221,8 @@ class Scheduler:
         sequence.num_unanswered += samples
         return Work(sequence, sequence.row, start, end, samples, opens, list(new_blocks))
 
-    def _send(self, work: list[Work]) -> Step:
-        step = Step(self._num_steps, work, self._closed_rows)
+    def _send(self, work: list[Work], num_decodes: int, joins: bool) -> Step:
+        step = Step(self._num_steps, work, num_decodes, joins, self._closed_rows)
         self._num_steps += 1
         self._closed_rows = []
         self._in_flight.append(step)

@@ -1,0 +1,58 @@
+"""What an engine tells of a generation: plain values, so that doors may one day live in other processes. The
+last event of every accepted sequence, and only that, is final."""
+
+from dataclasses import dataclass
+
+from tgis.router.errors import Code
+from tgis.router.sequence import StopReason, TokenDetail
+
+
+@dataclass(frozen=True)
+class Timings:
+    """Of one generation, in seconds since it was accepted."""
+
+    queue_s: float
+    """Until its first step; the whole time where there was none."""
+    first_token_s: float | None
+    total_s: float
+
+    @property
+    def inference_s(self) -> float:
+        return self.total_s - self.queue_s
+
+
+@dataclass(frozen=True)
+class InputTokens:
+    """Details of all prompt tokens; comes once, before the first Output, to those who asked."""
+
+    tokens: tuple[TokenDetail, ...]
+
+
+@dataclass(frozen=True)
+class Output:
+    """A token and the text that may be shown now. Final when it has a reason; then it has timings, and the
+    token may be missing."""
+
+    text: str
+    token: TokenDetail | None
+    num_generated: int
+    reason: StopReason = StopReason.NOT_FINISHED
+    stop_sequence: str = ""
+    timings: Timings | None = None
+
+
+@dataclass(frozen=True)
+class Failed:
+    """Final: the generation could not be completed."""
+
+    code: Code
+    message: str
+
+
+Event = InputTokens | Output | Failed
+
+
+def is_final(event: Event) -> bool:
+    return isinstance(event, Failed) or (
+        isinstance(event, Output) and event.reason is not StopReason.NOT_FINISHED
+    )

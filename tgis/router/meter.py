@@ -1,0 +1,62 @@
+"""Counts and times the steps, in TGIS's terms: prompt sequences are a prefill, decode rows a next_token, and
+a step that has both is one of each."""
+
+import time
+from collections import deque
+
+from tgis.router.metrics import MAKEUP, Metrics
+from tgis.router.scheduler import Step
+
+PREFILL, NEXT_TOKEN = "prefill", "next_token"
+
+
+class StepMeter:
+    """Told when steps are sent, answered, applied and lost, in their order."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
+        self._sent: deque[tuple[Step, float]] = deque()
+        self._last_answer_at = 0.0
+
+    def send(self, step: Step) -> None:
+        metrics = self._metrics
+        self._sent.append((step, time.monotonic()))
+        for method, num_sequences in _parts(step):
+            metrics.batch_count.add(method)
+            metrics.batch_size.observe(num_sequences, method)
+        if step.num_prompts:
+            metrics.batch_next_tokens.observe(step.num_tokens - step.num_decodes)
+        if step.joins:
+            metrics.batch_concatenation_count.add()
+
+    def answer(self, step: Step, forward_s: float) -> None:
+        """The oldest step is answered. Sent ahead, its time begins when the shards were free for it."""
+        metrics, now = self._metrics, time.monotonic()
+        _, sent_at = self._sent.popleft()
+        for method, _ in _parts(step):
+            metrics.batch_success.add(method)
+        method = _method(step)
+        metrics.batch_duration.observe(now - max(sent_at, self._last_answer_at), method, MAKEUP)
+        metrics.forward_duration.observe(forward_s, method, MAKEUP)
+        self._last_answer_at = now
+
+    def apply(self, step: Step) -> None:
+        """The answer that came last has been applied."""
+        seconds = time.monotonic() - self._last_answer_at
+        self._metrics.tokproc_duration.observe(seconds, _method(step), MAKEUP)
+
+    def lose_all(self) -> None:
+        """The shards are gone, and the unanswered steps with them."""
+        for step, _ in self._sent:
+            for method, _ in _parts(step):
+                self._metrics.batch_failure.add(method, "connection")
+        self._sent.clear()
+
+
+def _method(step: Step) -> str:
+    return PREFILL if step.num_prompts else NEXT_TOKEN
+
+
+def _parts(step: Step) -> list[tuple[str, int]]:
+    parts = ((PREFILL, step.num_prompts), (NEXT_TOKEN, step.num_decodes))
+    return [(method, num_sequences) for method, num_sequences in parts if num_sequences]

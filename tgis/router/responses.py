@@ -1,0 +1,113 @@
+"""The public messages, in the shapes that TGIS's clients expect, from what an engine tells of its work."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from tgis.pb import generation_pb2 as pb
+from tgis.router.events import InputTokens, Output
+from tgis.router.sequence import Details, Sequence, StopReason, TokenDetail
+from tgis.router.tokenizer import Encoding, Tokenizer, byte_offsets
+
+
+@dataclass
+class Result:
+    """A whole generation, collected for a unary answer."""
+
+    sequence: Sequence
+    text: list[str] = field(default_factory=list)
+    tokens: list[TokenDetail] = field(default_factory=list)
+    input_tokens: tuple[TokenDetail, ...] = ()
+    last: Output | None = None
+
+    def add(self, event: InputTokens | Output) -> None:
+        if isinstance(event, InputTokens):
+            self.input_tokens = event.tokens
+            return
+        self.text.append(event.text)
+        self.last = event
+        if event.token is not None and self.sequence.details.generated_tokens:
+            self.tokens.append(event.token)
+
+
+class ResponseWriter:
+    """Writes answers with the vocabulary's own pieces."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    def unary(self, result: Result, input_text: str) -> pb.GenerationResponse:
+        """`input_text` is to be repeated; empty where that was not asked for."""
+        sequence, last = result.sequence, result.last
+        assert last is not None, "a generation ends with an output"
+        is_empty = not last.num_generated  # expired before anything was computed: only the reason is told
+        return pb.GenerationResponse(
+            input_token_count=sequence.prompt_len,
+            generated_token_count=last.num_generated,
+            text="" if is_empty else input_text + "".join(result.text),
+            stop_reason=last.reason.name,
+            stop_sequence=last.stop_sequence,
+            seed=0 if is_empty else sequence.sampling.seed,
+            tokens=self._token_infos(result.tokens, sequence.details),
+            input_tokens=self._token_infos(result.input_tokens, sequence.details),
+        )
+
+    def header(self, sequence: Sequence, input_text: str) -> pb.GenerationResponse:
+        """The first message of a stream, before anything is computed."""
+        return pb.GenerationResponse(
+            input_token_count=sequence.prompt_len, seed=sequence.sampling.seed, text=input_text
+        )
+
+    def message(self, event: InputTokens | Output, sequence: Sequence) -> pb.GenerationResponse | None:
+        """None for a token that shows nothing: no text yet, and nobody asked for tokens."""
+        details = sequence.details
+        if isinstance(event, InputTokens):
+            infos = self._token_infos(event.tokens, details)
+            return pb.GenerationResponse(input_tokens=infos, input_token_count=len(infos))
+        is_last = event.reason is not StopReason.NOT_FINISHED
+        if not is_last and not event.text and not details.generated_tokens:
+            return None
+        tokens = [event.token] if event.token is not None and details.generated_tokens else []
+        return pb.GenerationResponse(
+            generated_token_count=event.num_generated,
+            text=event.text,
+            stop_reason=event.reason.name,
+            stop_sequence=event.stop_sequence,
+            seed=sequence.sampling.seed if is_last and event.num_generated else 0,
+            tokens=self._token_infos(tokens, details),
+        )
+
+    def _token_infos(self, tokens: Iterable[TokenDetail], details: Details) -> list[pb.TokenInfo]:
+        return [
+            pb.TokenInfo(
+                text=self._tokenizer.piece(token.token_id),
+                logprob=token.logprob,
+                rank=token.rank,
+                top_tokens=self._top_tokens(token, details.logprobs),
+            )
+            for token in tokens
+        ]
+
+    def _top_tokens(self, token: TokenDetail, with_logprobs: bool) -> list[pb.TokenInfo.TopToken]:
+        """By probability where that is shown, else by token id."""
+        top = token.top_tokens if with_logprobs else sorted(token.top_tokens)
+        return [
+            pb.TokenInfo.TopToken(
+                text=self._tokenizer.piece(token_id), logprob=logprob if with_logprobs else 0.0
+            )
+            for token_id, logprob in top
+        ]
+
+
+def tokenize_response(
+    text: str, encoding: Encoding, request: pb.BatchedTokenizeRequest
+) -> pb.TokenizeResponse:
+    """The last tokens where the request truncates: nothing is put in the place of those before."""
+    num_tokens, limit = len(encoding.token_ids), request.truncate_input_tokens
+    start = max(num_tokens - limit, 0) if limit else 0
+    response = pb.TokenizeResponse(token_count=num_tokens - start)
+    if request.return_tokens:
+        response.tokens.extend(encoding.pieces[start:])
+    if request.return_offsets:
+        offsets = byte_offsets(text, encoding.offsets[start:])
+        response.offsets.extend(pb.TokenizeResponse.Offset(start=a, end=b) for a, b in offsets)
+    return response

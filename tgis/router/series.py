@@ -1,0 +1,152 @@
+"""The kinds of series a scrape shows. Updated from the router's event loop alone, many times per step, so
+they take no locks and search their buckets by bisection; prometheus_client writes them out."""
+
+import time
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Protocol
+
+from prometheus_client.metrics_core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+    SummaryMetricFamily,
+    UntypedMetricFamily,
+)
+from prometheus_client.utils import floatToGoString
+
+QUANTILES = (0.0, 0.5, 0.9, 0.95, 0.99, 0.999, 1.0)
+WINDOW_S = 60.0  # of the quantiles
+MAX_OBSERVATIONS = 4096  # in the window; older ones make way
+
+Labels = tuple[str, ...]
+
+
+class Series(Protocol):
+    """One family of a scrape; its name, kind, labels and help are what the documentation tells of it."""
+
+    name: str
+    help: str
+    label_names: Labels
+    kind: str
+
+    def collect(self) -> Iterable[Metric]: ...
+
+
+class Counter:
+    """Shown as `name`, which TGIS's dashboards ask for, and as `name_total`, which Prometheus expects."""
+
+    kind = "counter"
+
+    def __init__(self, name: str, help: str, label_names: Labels = ()) -> None:
+        self.name, self.help, self.label_names = name, help, label_names
+        self._values: dict[Labels, float] = {} if label_names else {(): 0.0}
+        self._read: Callable[[], float] | None = None
+
+    def add(self, *labels: str, amount: float = 1) -> None:
+        """Label values in the order of declaration."""
+        assert len(labels) == len(self.label_names), f"{self.name} has labels {self.label_names}"
+        self._values[labels] = self._values.get(labels, 0.0) + amount
+
+    def follow(self, read: Callable[[], float]) -> None:
+        """What is counted elsewhere, read at every scrape; for a counter without labels."""
+        self._read = read
+
+    def collect(self) -> Iterable[Metric]:
+        if self._read is not None:
+            self._values[()] = self._read()
+        bare = UntypedMetricFamily(self.name, self.help, labels=self.label_names)
+        total = CounterMetricFamily(self.name, self.help, labels=self.label_names)
+        for labels, value in self._values.items():
+            bare.add_metric(labels, value)
+            total.add_metric(labels, value)
+        return [bare, total]
+
+
+class Gauge:
+    """A state that is read at every scrape; 0 until somebody says where."""
+
+    kind = "gauge"
+
+    def __init__(self, name: str, help: str) -> None:
+        self.name, self.help = name, help
+        self.label_names: Labels = ()
+        self._read: Callable[[], float] = float
+
+    def follow(self, read: Callable[[], float]) -> None:
+        self._read = read
+
+    def collect(self) -> Iterable[Metric]:
+        return [GaugeMetricFamily(self.name, self.help, value=self._read())]
+
+
+@dataclass
+class _Counts:
+    by_bucket: list[int]
+    total: float = 0.0
+
+
+class Histogram:
+    """`bounds` are the buckets' upper ends, rising; one without end is added."""
+
+    kind = "histogram"
+
+    def __init__(self, name: str, help: str, bounds: Sequence[float], label_names: Labels = ()) -> None:
+        self.name, self.help, self.label_names = name, help, label_names
+        self.bounds = tuple(bounds)
+        self._counts: dict[Labels, _Counts] = {}
+        if not label_names:
+            self._start(())
+
+    def observe(self, value: float, *labels: str) -> None:
+        """Label values in the order of declaration."""
+        counts = self._counts.get(labels) or self._start(labels)
+        counts.by_bucket[bisect_left(self.bounds, value)] += 1
+        counts.total += value
+
+    def _start(self, labels: Labels) -> _Counts:
+        assert len(labels) == len(self.label_names), f"{self.name} has labels {self.label_names}"
+        return self._counts.setdefault(labels, _Counts([0] * (len(self.bounds) + 1)))
+
+    def collect(self) -> Iterable[Metric]:
+        family = HistogramMetricFamily(self.name, self.help, labels=self.label_names)
+        ends = [_text(bound) for bound in (*self.bounds, float("inf"))]
+        for labels, counts in self._counts.items():
+            buckets = list(zip(ends, map(float, accumulate(counts.by_bucket)), strict=True))
+            family.add_metric(labels, buckets, counts.total)
+        return [family]
+
+
+class Summary:
+    """Quantiles of the last minute, beside the sum and the count of everything."""
+
+    kind = "summary"
+
+    def __init__(self, name: str, help: str) -> None:
+        self.name, self.help = name, help
+        self.label_names: Labels = ()
+        self._recent: deque[tuple[float, float]] = deque(maxlen=MAX_OBSERVATIONS)
+        self._count, self._total = 0, 0.0
+
+    def observe(self, value: float) -> None:
+        self._recent.append((time.monotonic(), value))
+        self._count += 1
+        self._total += value
+
+    def collect(self) -> Iterable[Metric]:
+        family = SummaryMetricFamily(self.name, self.help, count_value=self._count, sum_value=self._total)
+        begin = time.monotonic() - WINDOW_S
+        values = sorted(value for at, value in self._recent if at >= begin)
+        for quantile in QUANTILES:
+            value = values[round(quantile * (len(values) - 1))] if values else 0.0
+            family.add_sample(self.name, {"quantile": _text(quantile).removesuffix(".0")}, value)
+        return [family]
+
+
+def _text(value: float) -> str:
+    text: str = floatToGoString(value)  # type: ignore[no-untyped-call]
+    return text
