@@ -38,10 +38,11 @@ def unary(client: Client, expected: Expected, **params: object) -> pb.Generation
     return response
 
 
-def streamed(client: Client, expected: Expected) -> pb.GenerationResponse:
+def streamed(client: Client, expected: Expected, **params: object) -> pb.GenerationResponse:
     """The messages of a stream put together again."""
     message = pb.SingleGenerationRequest(
-        request=pb.GenerationRequest(text=expected.prompt), params=pb.Parameters(**request(expected))
+        request=pb.GenerationRequest(text=expected.prompt),
+        params=pb.Parameters(**request(expected, **params)),
     )
     whole = pb.GenerationResponse()
     for part in client.stub.GenerateStream(message):
@@ -84,28 +85,74 @@ def test_from_the_cache(client: Client, model: Model) -> None:
         assert given == pytest.approx(expected.logprobs[:num], rel=1e-4, abs=1e-4)
 
 
-def test_sampling_depends_on_the_seed_alone(
-    client: Client, model: Model, sampled: dict[str, list[str]]
+def test_seeded_answers_depend_on_nothing_else(
+    client: Client, model: Model, first_answers: dict[int, pb.GenerationResponse]
 ) -> None:
-    """Not on company, and not on which service of this module it is."""
+    """Not on company, chunks, preemption, the cache or being streamed, to the last bit; nor, but for the
+    rounding of sums over two ranks, on which service of this module it is."""
 
-    def sample(seed: int) -> list[str]:
-        sampling = pb.SamplingParameters(seed=seed, temperature=0.9, top_k=40, top_p=0.95)
-        response = unary(client, model.expected[0], method=pb.SAMPLE, sampling=sampling)
-        return [token.text for token in response.tokens]
+    def ask(i: int) -> pb.GenerationResponse:
+        how = unary if i % 2 else streamed
+        return how(client, model.expected[i], **sampled_with(i))
 
-    alone = sample(11)
-    with ThreadPoolExecutor(8) as threads:
-        others = [threads.submit(unary, client, other) for other in model.expected[1:7]]
-        crowded = sample(11)
+    alone = [ask(i) for i in range(NUM_SAMPLED)]
+    with ThreadPoolExecutor(2 * NUM_SAMPLED) as threads:
+        others = [threads.submit(unary, client, other) for other in model.expected[NUM_SAMPLED:]]
+        crowded = list(threads.map(ask, range(NUM_SAMPLED)))
         for other in others:
             other.result()
-    assert alone == crowded == sampled.setdefault("seed 11", alone)
-    assert sample(12) != alone
+    for i, (one, other) in enumerate(zip(alone, crowded, strict=True)):
+        assert_same(one, other, 0)
+        assert_same(one, first_answers.setdefault(i, one), 1e-4)
+
+
+def test_another_seed_gives_another_answer(client: Client, model: Model) -> None:
+    texts = {
+        unary(client, model.expected[0], method=pb.SAMPLE, sampling=pb.SamplingParameters(seed=seed)).text
+        for seed in range(5)
+    }
+    assert len(texts) == 5
+
+
+NUM_SAMPLED = 14
+
+
+def sampled_with(i: int) -> dict[str, object]:
+    """The i-th way of choosing tokens: every limit and penalty, alone and together."""
+    limits = [{}, {"top_k": 40}, {"top_p": 0.9}, {"typical_p": 0.8}, {"top_k": 90, "top_p": 0.95}]
+    sampling = pb.SamplingParameters(seed=1000 + i, temperature=0.7 + 0.05 * i, **limits[i % 5])
+    decoding = pb.DecodingParameters(repetition_penalty=(0, 1.2)[i % 2])
+    if i % 3 == 0:
+        decoding.length_penalty.start_index, decoding.length_penalty.decay_factor = 4, 1.3
+    criteria = pb.StoppingCriteria(max_new_tokens=40, min_new_tokens=(0, 30)[i % 4 == 1])
+    return {"method": pb.SAMPLE, "sampling": sampling, "decoding": decoding, "stopping": criteria}
+
+
+def assert_same(one: pb.GenerationResponse, other: pb.GenerationResponse, tolerance: float) -> None:
+    """In everything; but log-probabilities may differ by so much, and then the order of what is near."""
+    given, wanted = pb.GenerationResponse(), pb.GenerationResponse()
+    given.CopyFrom(one)
+    wanted.CopyFrom(other)
+    if tolerance:
+        for info in [info for r in (given, wanted) for info in (*r.tokens, *r.input_tokens)]:
+            info.ClearField("rank")
+            info.ClearField("top_tokens")
+    numbers = [cut_logprobs(response) for response in (given, wanted)]
+    assert given == wanted
+    assert numbers[0] == pytest.approx(numbers[1], abs=tolerance, rel=0, nan_ok=True)
+
+
+def cut_logprobs(response: pb.GenerationResponse) -> list[float]:
+    infos = [*response.tokens, *response.input_tokens]
+    holders = [*infos, *(top for info in infos for top in info.top_tokens)]
+    found = [holder.logprob for holder in holders]
+    for holder in holders:
+        holder.ClearField("logprob")
+    return found
 
 
 @pytest.fixture(scope="module")
-def sampled() -> dict[str, list[str]]:
+def first_answers() -> dict[int, pb.GenerationResponse]:
     return {}
 
 

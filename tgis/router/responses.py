@@ -1,6 +1,7 @@
 """The public messages, in the shapes that TGIS's clients expect, from what an engine tells of its work."""
 
 from collections.abc import Iterable
+from collections.abc import Sequence as AnySequence
 from dataclasses import dataclass, field
 
 from tgis.pb import generation_pb2 as pb
@@ -99,15 +100,17 @@ class ResponseWriter:
 
 
 def tokenize_response(
-    text: str, encoding: Encoding, request: pb.BatchedTokenizeRequest
-) -> pb.TokenizeResponse:
-    """The last tokens where the request truncates: nothing is put in the place of those before."""
-    num_tokens, limit = len(encoding.token_ids), request.truncate_input_tokens
-    start = max(num_tokens - limit, 0) if limit else 0
-    response = pb.TokenizeResponse(token_count=num_tokens - start)
-    if request.return_tokens:
-        response.tokens.extend(encoding.pieces[start:])
-    if request.return_offsets:
-        offsets = byte_offsets(text, encoding.offsets[start:])
-        response.offsets.extend(pb.TokenizeResponse.Offset(start=a, end=b) for a, b in offsets)
-    return response
+    texts: AnySequence[str], encodings: AnySequence[Encoding], request: pb.BatchedTokenizeRequest
+) -> pb.BatchedTokenizeResponse:
+    """The last tokens of each text where the request truncates: nothing takes the place of those before."""
+    answer, limit = pb.BatchedTokenizeResponse(), request.truncate_input_tokens
+    for text, encoding in zip(texts, encodings, strict=True):
+        num_tokens = len(encoding.token_ids)
+        start = max(num_tokens - limit, 0) if limit else 0
+        response = answer.responses.add(token_count=num_tokens - start)
+        if request.return_tokens:
+            response.tokens.extend(encoding.pieces[start:])
+        if request.return_offsets:
+            for begin, end in byte_offsets(text, encoding.offsets[start:]):
+                response.offsets.add(start=begin, end=end)
+    return answer
