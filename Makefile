@@ -14,7 +14,7 @@ SOURCES := tgis tests integration_tests bench scripts
 PACKAGING := pyproject.toml constraints.txt protos/generation.proto protos/shard.proto scripts/build_protos.py
 
 .DEFAULT_GOAL := help
-.PHONY: help install run protos check test test-all bench clean
+.PHONY: help install run check test test-all bench docs protos clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{ printf "  make %-10s %s\n", $$1, $$2 }'
@@ -29,6 +29,7 @@ check: $(VENV)/installed-dev  ## Lint, types, imports, sizes
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
 	$(BIN)/python scripts/check_sizes.py
+	$(BIN)/python -m scripts.write_docs --check
 
 test: $(VENV)/installed-dev  ## Run the tests
 	$(BIN)/pytest -m "not slow"
@@ -38,6 +39,9 @@ test-all: $(VENV)/installed-dev  ## Run the tests, the slow ones too
 
 bench: $(VENV)/installed-dev  ## Measure the service; SHAPE=15m|135m|500m|1b, BENCH='more options'
 	$(BIN)/python -m bench --shape $(or $(SHAPE),135m) $(BENCH)
+
+docs: $(VENV)/installed-dev  ## Write the pages of docs/ that follow from the code
+	$(BIN)/python -m scripts.write_docs
 
 protos: $(VENV)/bin/pip  ## Generate tgis/pb from protos/; every install does
 	$(PIP) --no-deps -e .

@@ -231,8 +231,9 @@ def test_starts_that_fail_say_why_in_one_line(model: Model, tmp_path: Path) -> N
         return failure(*flags, termination_log=log, **more)  # type: ignore[arg-type]
 
     here = ["--model-name", str(model.directory)]
-    assert fails("--model-name", "nobody/nothing") == "error: Model nobody/nothing not found"
-    assert log.read_text() == "Model nobody/nothing not found\n"
+    text = "Failed to resolve config path: Model nobody/nothing not found"
+    assert fails("--model-name", "nobody/nothing") == f"error: {text}"
+    assert log.read_text() == f"{text}\n"
     unknown = broken(model, tmp_path / "unknown", model_type="foo")
     assert "error: shard 0: model type 'foo' is not supported" in fails("--model-name", unknown)
     assert "model type 'foo' is not supported" in log.read_text()

@@ -1,35 +1,69 @@
-"""The declaration of options and the commands generated from it."""
+"""The commands generated from the declaration of options: what gives a value, what is refused and how."""
 
 import subprocess
 import sys
-from dataclasses import fields, replace
+from dataclasses import MISSING, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import click
 import pytest
-from click.testing import CliRunner
+from click.testing import CliRunner, Result
 
 from tgis import cli
-from tgis.config import LauncherConfig, RouterConfig, ShardConfig, declared, to_flags
+from tgis.options.command import command
+from tgis.config import LauncherConfig, RouterConfig, ShardConfig, declared, env_of, flag_of, to_flags
 
 SHARD = ShardConfig(model_path="/models/x", uds_path="/tmp/shard")
 ROUTER = RouterConfig(tokenizer_path="/models/x", shard_uds_path="/tmp/shard")
+REQUIRED = {
+    LauncherConfig: [],
+    RouterConfig: ["--tokenizer-path", "/x"],
+    ShardConfig: ["--model-path", "/x"],
+}
+BLANK = {"HOME": None}  # not of this machine
+
+
+def run(
+    config_type: type, arguments: list[str], env: dict[str, str] | None = None, reads: str = ""
+) -> tuple[Any, Result]:
+    """The configuration that a command makes of its arguments and environment, and what it printed."""
+    found: list[Any] = []
+    test = command("test", config_type, found.append, "", reads=reads)
+    result = CliRunner().invoke(test, arguments, env={**BLANK, **(env or {})}, catch_exceptions=False)
+    return (found or [None])[0], result
 
 
 def parse(config_type: type, arguments: list[str], env: dict[str, str] | None = None) -> Any:
-    """What a command makes of its arguments and environment."""
-    found = []
-    command = cli.command("test", config_type, found.append, "")
-    result = CliRunner().invoke(command, arguments, env=env, catch_exceptions=False)
+    config, result = run(config_type, arguments, env)
     assert result.exit_code == 0, result.output
-    return found[0]
+    return config
+
+
+def refusal(
+    arguments: list[str], env: dict[str, str] | None = None, code: int = 1, reads: str = "launcher"
+) -> str:
+    """The one line that a start ends with."""
+    types = {"launcher": LauncherConfig, "router": RouterConfig, "serve": ShardConfig}
+    config, result = run(types[reads], [*arguments, *REQUIRED[types[reads]]], env, reads)
+    assert (config, result.exit_code) == (None, code), result.output
+    lines = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1, result.stderr
+    assert lines[0] == result.stderr.splitlines()[-1]
+    return lines[0].removeprefix("error: ")
 
 
 def test_defaults_of_the_contract() -> None:
     config = parse(LauncherConfig, [])
     assert (config.port, config.grpc_port, config.max_concurrent_requests) == (3000, 8033, 512)
     assert (config.max_new_tokens, config.default_include_stop_seqs, config.bind) == (1024, True, "0.0.0.0")
+    assert (config.max_top_n_tokens, config.log_text_chars, config.max_guided_bytes) == (10, 0, 65536)
+    router = parse(RouterConfig, ["--tokenizer-path", "/models/x"])
+    assert (router.max_sequence_length, router.otlp_service_name) == (
+        2048,
+        "text-generation-inference.router",
+    )
+    assert f"{router.shard_uds_path}-0" == "/tmp/text-generation-0"
 
 
 @pytest.mark.parametrize(
@@ -38,19 +72,66 @@ def test_defaults_of_the_contract() -> None:
         ("MODEL_NAME", "/models/x", "model_name", "/models/x"),
         ("GRPC_PORT", "50055", "grpc_port", 50055),
         ("JSON_OUTPUT", "true", "json_output", True),
+        ("JSON_OUTPUT", "false", "json_output", False),
         ("DEFAULT_INCLUDE_STOP_SEQS", "false", "default_include_stop_seqs", False),
         ("DTYPE_STR", "float16", "dtype_str", "float16"),
         ("NUM_GPUS", "2", "num_gpus", 2),
         ("HF_HUB_CACHE", "/cache", "hf_hub_cache", "/cache"),
+        ("TRANSFORMERS_CACHE", "/cache", "transformers_cache", "/cache"),
+        ("CUDA_VISIBLE_DEVICES", "0,1", "cuda_visible_devices", "0,1"),
+        ("TERMINATION_LOG_DIR", "/tmp/no/log", "termination_log", "/tmp/no/log"),
+        ("OTLP_SERVICE_NAME", "x", "otlp_service_name", "x"),
     ],
 )
 def test_environment(variable: str, value: str, field: str, meaning: object) -> None:
     assert getattr(parse(LauncherConfig, [], {variable: value}), field) == meaning
 
 
-def test_a_flag_goes_before_the_environment() -> None:
-    config = parse(LauncherConfig, ["--max-batch-size", "7", "-p", "1"], {"MAX_BATCH_SIZE": "9", "PORT": "2"})
-    assert (config.max_batch_size, config.port) == (7, 1)
+def two_values(f: Any, option: Any, hint: Any) -> tuple[str, str]:
+    """Two texts that the option takes, neither of them its default."""
+    if option.choices:
+        return option.choices[0], option.choices[-1]
+    if int in (hint, *get_args(hint)):
+        return ("6", "7") if f.name == "steps_in_flight" else ("41", "42")
+    if float in (hint, *get_args(hint)):
+        return "41.5", "42.5"
+    return ("error", "debug") if f.name == "log_level" else ("/a", "/b")
+
+
+EACH = [
+    pytest.param(config_type, f, option, hint, id=f"{config_type.__name__}.{f.name}")
+    for config_type in REQUIRED
+    for f, option, hint in declared(config_type)
+]
+
+
+def printed(config_type: type, name: str, flags: list[str], env: dict[str, str | None]) -> list[str]:
+    """Value and source of an option, as the report of settings says it."""
+    test = command("test", config_type, lambda config: None, "", only_report=True)
+    arguments = flags if REQUIRED[config_type][:1] == flags[:1] else [*REQUIRED[config_type], *flags]
+    result = CliRunner().invoke(test, arguments, env={**BLANK, **env}, catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    [line] = [line for line in result.stdout.splitlines() if line.startswith(f"  {name}: ")]
+    return line.removeprefix(f"  {name}: ").rsplit(" ", 1)
+
+
+@pytest.mark.parametrize(("config_type", "f", "option", "hint"), EACH)
+def test_a_flag_goes_before_the_environment(config_type: type, f: Any, option: Any, hint: Any) -> None:
+    flag, variable = flag_of(f), env_of(f)
+    if f.default is not MISSING:
+        default = "unset" if f.default is None else str(f.default)
+        assert printed(config_type, f.name, [], {}) == [default, "(default)"]
+    first, second = two_values(f, option, hint)
+    if hint is bool:
+        first, second = ("False", "true") if option.takes_value else ("True", "false")
+    env: dict[str, str | None] = {}
+    if variable and f.default is not MISSING:
+        env = {variable: second}
+        meaning = second.capitalize() if hint is bool else second
+        assert printed(config_type, f.name, [], env) == [meaning, f"({variable})"]
+    if option.flag:
+        flags = [flag] if hint is bool and not option.takes_value else [flag, first.lower()]
+        assert printed(config_type, f.name, flags, env) == [first, f"({flag})"]
 
 
 @pytest.mark.parametrize(
@@ -60,6 +141,7 @@ def test_a_flag_goes_before_the_environment() -> None:
         replace(SHARD, dtype="float16", kv_cache_tokens=100, rank=1, world_size=2, rendezvous="/r", epoch=3),
         ROUTER,
         replace(ROUTER, output_special_tokens=True, default_include_stop_seqs=False, decode_step_ms=12.5),
+        replace(ROUTER, tls_cert_path="/c", tls_key_path="/k", otlp_endpoint="http://c:4317"),
         LauncherConfig(json_output=True, max_sequence_length=99),
     ],
 )
@@ -67,12 +149,19 @@ def test_flags_carry_a_configuration_to_a_child(config: object) -> None:
     assert parse(type(config), to_flags(config)) == config
 
 
+def test_a_child_looks_for_the_name_of_its_traces_itself() -> None:
+    config = replace(ROUTER, otlp_service_name=None)
+    assert parse(RouterConfig, to_flags(config), {"OTEL_SERVICE_NAME": "y"}).otlp_service_name == "y"
+
+
 def test_every_option_is_declared_once() -> None:
     """Options of one name, whichever command they belong to, are one declaration."""
+    # The launcher's are optional, or found elsewhere.
+    other = {"shard_uds_path", "num_shard", "max_sequence_length", "otlp_service_name"}
     by_name: dict[str, object] = {}
-    for config_type in (LauncherConfig, RouterConfig, ShardConfig):
+    for config_type in REQUIRED:
         for f, option, _ in declared(config_type):
-            if f.name not in ("shard_uds_path", "num_shard"):  # the launcher's are optional
+            if f.name not in other or config_type is ShardConfig:
                 assert by_name.setdefault(f.name, option) is option
     shared = {f.name for f in fields(LauncherConfig)}
     assert {f.name for f in fields(RouterConfig)} - shared == {"tokenizer_path"}
@@ -83,8 +172,14 @@ def test_every_option_is_declared_once() -> None:
     [
         ["--port", "70000"],
         ["--dtype", "int3"],
-        ["--max-new-tokens", "0"],
+        ["--max-top-n-tokens", "0"],
         ["--num-shard", "x"],
+        ["--decode-step-ms", "nan"],
+        ["--shutdown-timeout", "inf"],
+        ["--deployment-framework", "tensorflow"],
+        ["--quantize", "awq"],
+        ["--log-level", "loud"],
+        ["--default-include-stop-seqs", "perhaps"],
         ["--nonsense"],
     ],
 )
@@ -99,6 +194,147 @@ def test_bad_flags_are_one_line(arguments: list[str], tmp_path: Path) -> None:
         assert log.read_text() == line.removeprefix("error: ") + "\n"
 
 
+@pytest.mark.parametrize("text", ["1", "True", "yes", "", " ", "on", "TRUE"])
+def test_booleans_in_the_environment_are_true_or_false(text: str) -> None:
+    for variable in ("JSON_OUTPUT", "OUTPUT_SPECIAL_TOKENS", "DEFAULT_INCLUDE_STOP_SEQS"):
+        assert variable in refusal([], {variable: text}, code=2)
+
+
+def test_blank_variables() -> None:
+    unset = ("REVISION", "TLS_CERT_PATH", "DTYPE", "HF_HOME", "CUDA_VISIBLE_DEVICES", "MAX_WAITING_TOKENS")
+    config, result = run(LauncherConfig, [], dict.fromkeys(unset, " "), "launcher")
+    assert result.exit_code == 0
+    assert "WARNING" not in result.stderr
+    assert (config.revision, config.dtype, config.tls_cert_path, config.cuda_visible_devices) == (None,) * 4
+    for variable in ("PORT", "MAX_SEQUENCE_LENGTH", "MODEL_NAME", "DECODE_STEP_MS", "LOG_LEVEL"):
+        assert variable in refusal([], {variable: ""}, code=2)
+    assert refusal([], {"NUM_GPUS": ""}) == "NUM_GPUS must be a positive integer"
+
+
+EXACT_TEXTS = [
+    (["--max-concurrent-requests", "0"], {}, "max_concurrent_requests must be > 0"),
+    (["--max-new-tokens", "0"], {}, "max_new_tokens (0) at least 1"),
+    ([], {"MAX_NEW_TOKENS": "0"}, "max_new_tokens (0) at least 1"),
+    (
+        ["--max-sequence-length", "1"],
+        {},
+        "max_sequence_length (1) must be at least 2 (1 input + 1 output)",
+    ),
+    (["--tokenization-workers", "0"], {}, "tokenization_workers must be > 0"),
+    (["--num-shard", "0"], {}, "`num_shard` / NUM_GPUS cannot be < 1"),
+    ([], {"NUM_GPUS": "0"}, "`num_shard` / NUM_GPUS cannot be < 1"),
+    ([], {"NUM_GPUS": "two"}, "NUM_GPUS must be a positive integer"),
+    (["--tls-cert-path", "/c"], {}, "tls: must provide both cert and key"),
+    ([], {"TLS_KEY_PATH": "/k"}, "tls: must provide both cert and key"),
+    (
+        ["--tls-client-ca-cert-path", "/a"],
+        {},
+        "tls: cannot provide client ca cert without keypair",
+    ),
+    (
+        ["--tls-client-ca-cert-path", "/a", "--tls-key-path", "/k"],
+        {},
+        "tls: must provide both cert and key",
+    ),
+    (
+        ["--max-prefill-padding", "1.5"],
+        {},
+        "max_prefill_padding (1.5) must be a percentage in the range [0.0, 1.0]",
+    ),
+]
+LAUNCHER_TEXTS = [
+    (["-c", "0"], {}, "cuda_process_memory_fraction must be in range 0 < x <= 1"),
+    (
+        [],
+        {"CUDA_PROCESS_MEMORY_FRACTION": "1.01"},
+        "cuda_process_memory_fraction must be in range 0 < x <= 1",
+    ),
+    ([], {"ESTIMATE_MEMORY": "maybe"}, "valid options for ESTIMATE_MEMORY are auto, manual, and off"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "env", "text"), EXACT_TEXTS + LAUNCHER_TEXTS)
+def test_refusals_in_the_words_of_the_original(
+    arguments: list[str], env: dict[str, str], text: str, tmp_path: Path
+) -> None:
+    log = tmp_path / "log"
+    assert refusal([*arguments, "--termination-log", str(log)], env) == text
+    assert log.read_text() == text + "\n"
+    is_routers = (arguments, env, text) in EXACT_TEXTS and "NUM_GPUS" not in text
+    if is_routers:
+        assert refusal(arguments, env, reads="router") == text
+
+
+@pytest.mark.parametrize("name", ["hf_optimum_ort", "hf_optimum_bt", "ibm_fms", "ds_inference"])
+def test_engines_that_are_not_served(name: str) -> None:
+    assert "use tgis_native" in refusal([], {"DEPLOYMENT_FRAMEWORK": name})
+
+
+@pytest.mark.parametrize("name", ["hf_transformers", "hf_accelerate", "tgis_native", "hf_custom_tp"])
+def test_engines_that_are_served(name: str) -> None:
+    config, result = run(LauncherConfig, ["--deployment-framework", name], reads="launcher")
+    assert config.deployment_framework == name
+    assert ("older name of tgis_native" in result.stderr) == (name == "hf_custom_tp")
+
+
+@pytest.mark.parametrize("method", ["gptq", "bitsandbytes"])
+def test_quantization_is_not_silently_left_out(method: str) -> None:
+    assert f"QUANTIZE: {method} weights are not served" in refusal([], {"QUANTIZE": method})
+    assert f"--quantize: {method} weights are not served" in refusal(["--quantize", method])
+
+
+@pytest.mark.parametrize(
+    ("text", "level", "is_warned"),
+    [
+        ("info", "info", False),
+        ("WARN", "warning", False),
+        ("warning", "warning", False),
+        ("trace", "debug", True),
+        ("off", "error", True),
+        ("info,text_generation_router=debug", "info", True),
+        ("text_generation_router=debug,h2=error", "debug", True),
+        ("error, tower=trace", "error", True),
+    ],
+)
+def test_levels_as_tracing_filters(text: str, level: str, is_warned: bool) -> None:
+    config, result = run(LauncherConfig, [], {"LOG_LEVEL": text})
+    assert config.log_level == level
+    assert (f"is read as {level}" in result.stderr) == (is_warned and level != "error")
+
+
+def test_the_flag_that_may_have_a_value() -> None:
+    for arguments, meaning in [
+        (["--default-include-stop-seqs", "--json-output"], True),
+        (["--default-include-stop-seqs", "false"], False),
+        (["--default-include-stop-seqs=true"], True),
+    ]:
+        config = parse(LauncherConfig, arguments, {"DEFAULT_INCLUDE_STOP_SEQS": str(not meaning).lower()})
+        assert config.default_include_stop_seqs is meaning
+
+
+def test_one_shard_as_the_original_was_started(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    serve = cli.main.commands["serve"]
+
+    def start(arguments: list[str], env: dict[str, str] | None = None) -> Result:
+        return CliRunner().invoke(serve, arguments, env={"RANK": None, "WORLD_SIZE": None, **(env or {})})
+
+    missing = start([str(tmp_path), "tgis_native", "--sharded"])
+    assert missing.exit_code == 1
+    assert missing.stderr == "error: RANK must be set when sharded is True\n"
+    missing = start([str(tmp_path), "--sharded"], {"RANK": "0"})
+    assert missing.stderr == "error: WORLD_SIZE must be set when sharded is True\n"
+    assert "use tgis_native" in start([str(tmp_path), "ibm_fms"]).stderr
+    assert "Model nobody/x not found" in start(["nobody/x"]).stderr
+    assert "quantized weights are not served" in start([str(tmp_path), "--quantize", "gptq"]).stderr
+    nothing = start([])
+    assert nothing.exit_code == 2
+    assert "--model-path" in nothing.stderr
+    found = start([str(tmp_path)])  # goes on to the model, which is none
+    assert f"{tmp_path}" in found.stderr or "model" in found.stderr
+    assert found.exit_code == 1
+
+
 def test_commands_that_only_talk_import_no_torch() -> None:
     """Their start would take seconds."""
     code = "import sys, tgis.cli, tgis.launcher, tgis.router.app, tgis.client; print('torch' in sys.modules)"
@@ -107,6 +343,6 @@ def test_commands_that_only_talk_import_no_torch() -> None:
 
 
 def test_every_command_has_help() -> None:
-    for command in cli.main.commands.values():
-        assert isinstance(command, click.Command)
-        assert command.help
+    for one in cli.main.commands.values():
+        assert isinstance(one, click.Command)
+        assert one.help

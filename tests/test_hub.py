@@ -1,11 +1,14 @@
 """Names to directories, and what a model's files say."""
 
 import json
+from itertools import permutations
 from pathlib import Path
 
 import pytest
 
 from tgis import hub
+
+UNRESOLVED = "^Failed to resolve config path: "
 
 
 def write(path: Path, content: object) -> None:
@@ -26,9 +29,11 @@ def test_a_snapshot_of_the_cache(tmp_path: Path) -> None:
     main = snapshot(tmp_path, "org/model", "c0ffee")
     other = snapshot(tmp_path, "org/model", "beef", "v2")
     assert hub.resolve("org/model", None, tmp_path) == main
+    assert hub.resolve("org/model/", None, tmp_path) == main
     assert hub.resolve("org/model", "v2", tmp_path) == other
     assert hub.resolve("org/model", "beef", tmp_path) == other
-    with pytest.raises(hub.ModelNotFoundError, match="Config file not found in local cache"):
+    text = UNRESOLVED + "Config file not found in local cache for model org/model, revision v3$"
+    with pytest.raises(hub.ModelNotFoundError, match=text):
         hub.resolve("org/model", "v3", tmp_path)
 
 
@@ -38,22 +43,52 @@ def test_a_directory_with_or_without_a_slash_at_its_end(tmp_path: Path) -> None:
         assert hub.resolve(name, None, tmp_path) == tmp_path / "model"
 
 
+def test_the_cache_goes_before_a_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "org" / "model" / "config.json", {})
+    assert hub.resolve("org/model", None, tmp_path / "cache") == Path("org/model")
+    main = snapshot(tmp_path / "cache", "org/model", "c0ffee")
+    assert hub.resolve("org/model", None, tmp_path / "cache") == main
+
+
 def test_what_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(hub.ModelNotFoundError, match="Model nobody/nothing not found"):
+    with pytest.raises(hub.ModelNotFoundError, match=UNRESOLVED + "Model nobody/nothing not found$"):
         hub.resolve("nobody/nothing", None, tmp_path)
-    with pytest.raises(hub.ModelNotFoundError, match=r"has no config\.json"):
+    with pytest.raises(hub.ModelNotFoundError, match=UNRESOLVED + r".* has no config\.json$"):
         hub.resolve(str(tmp_path), None, tmp_path)
 
 
 def test_cache_root() -> None:
-    assert hub.cache_root("/a", "/b") == Path("/a")
-    assert hub.cache_root(None, "/b") == Path("/b/hub")
-    assert hub.cache_root(None, None) == Path.home() / ".cache/huggingface/hub"
+    rest = {"hf_home": "/b", "home": "/home/x"}
+    assert hub.cache_root("/a", **rest) == Path("/a")
+    assert hub.cache_root(transformers_cache="/a", **rest) == Path("/a")
+    assert hub.cache_root(huggingface_hub_cache="/a", **rest) == Path("/a")
+    assert hub.cache_root("", **rest) == Path("/b/hub")
+    assert hub.cache_root(home="/home/x") == Path("/home/x/.cache/huggingface/hub")
+    assert hub.cache_root() == Path()
+
+
+def test_variables_of_the_cache_must_agree() -> None:
+    assert hub.cache_root("/a", "/a", "/a") == Path("/a")
+    names = ["HF_HUB_CACHE", "TRANSFORMERS_CACHE", "HUGGINGFACE_HUB_CACHE"]
+    for first, second in permutations(names, 2):
+        values = {name.lower(): {first: "/a", second: "/b"}.get(name) for name in names}
+        with pytest.raises(hub.CacheConflictError) as error:
+            hub.cache_root(**values)
+        older, other = sorted((first, second), key=names.index, reverse=True)
+        assert str(error.value) == f"{older} and {other} env vars can't be set to different values"
 
 
 def test_sequence_length_is_the_first_key_that_is_there() -> None:
-    assert hub.max_sequence_length({"n_positions": 5, "max_position_embeddings": 7}) == 7
+    keys = "max_position_embeddings n_positions max_seq_len seq_length".split()
+    keys += "max_sequence_length max_seq_length seq_len".split()
+    for index, key in enumerate(keys):
+        assert hub.max_sequence_length({name: 100 + keys.index(name) for name in keys[index:]}) == 100 + index
+        assert hub.length_of_model({key: 7}) == 7
     assert hub.max_sequence_length({"seq_length": 9, "max_seq_len": None}) == 9
+    for odd in (True, "8", 8.5, 0, -1):
+        assert hub.length_of_model({"n_positions": odd}) is None
+    assert hub.length_of_model({"text_config": {"n_positions": 5}}) is None
     assert hub.max_sequence_length({}) == 2048
 
 

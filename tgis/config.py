@@ -6,6 +6,20 @@ from dataclasses import MISSING, Field, dataclass, field, fields
 from typing import Any, get_type_hints
 
 DTYPES = ("float32", "bfloat16", "float16")
+FRAMEWORKS = (
+    "hf_transformers",
+    "hf_accelerate",
+    "tgis_native",
+    "hf_custom_tp",
+    "hf_optimum_ort",
+    "hf_optimum_bt",
+    "ibm_fms",
+    "ds_inference",
+)
+UDS_PATH = "/tmp/text-generation"  # of processes that are started by hand
+SERVICE_NAME = "text-generation-inference.router"
+SHORT_SEQUENCE = "max_sequence_length ({value}) must be at least 2 (1 input + 1 output)"
+NO_SHARDS = "`num_shard` / NUM_GPUS cannot be < 1"
 
 
 @dataclass(frozen=True)
@@ -13,12 +27,20 @@ class Option:
     """What the command line needs to know of a field beside its name and type."""
 
     help: str
-    env: bool = True
-    """Whether the variable named after the field is read."""
+    env: bool | str = True
+    """Whether the variable named after the field is read; a text names another variable."""
+    older_env: str | None = None
+    """A further variable, read where the first is not given."""
+    flag: bool = True
+    """Whether there is a flag; variables that belong to others have none, and are texts that may be unset."""
     short: str | None = None
     choices: tuple[str, ...] | None = None
     minimum: float | None = None
     maximum: float | None = None
+    refusal: str | None = None
+    """What TGIS says of a number that is too small, `{value}` being the number; exit code 1 instead of 2."""
+    unreadable: str | None = None
+    """What TGIS says of a text that is no number; exit code 1 instead of 2."""
     takes_value: bool = False
     """A boolean that is written `--flag true`, as TGIS wants it for one of its flags."""
 
@@ -32,7 +54,8 @@ def option(help: str, default: Any = MISSING, **more: Any) -> Any:
 class LogOptions:
     json_output: bool = option("Log JSON lines instead of text.", False)
     log_level: str = option(
-        "Least severe level that is logged.", "info", choices=("debug", "info", "warning", "error")
+        "Least severe level that is logged: debug, info, warning or error; tracing filters are read too.",
+        "info",
     )
 
 
@@ -53,7 +76,10 @@ class ModelOptions:
 @dataclass(frozen=True, kw_only=True)
 class BatchOptions:
     max_sequence_length: int | None = option(
-        "Limit of input plus output tokens; unset: what the model's configuration says.", None, minimum=2
+        "Limit of input plus output tokens; unset: what the model's configuration says.",
+        None,
+        minimum=2,
+        refusal=SHORT_SEQUENCE,
     )
     max_batch_size: int = option("Most sequences in one step.", 256, minimum=1)
     max_step_tokens: int = option(
@@ -63,8 +89,16 @@ class BatchOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ServingOptions:
-    max_concurrent_requests: int = option("Most inputs in the server at once.", 512, minimum=1)
-    max_new_tokens: int = option("Upper bound of a request's max_new_tokens.", 1024, minimum=1)
+    max_concurrent_requests: int = option(
+        "Most inputs in the server at once.", 512, minimum=1, refusal="max_concurrent_requests must be > 0"
+    )
+    max_new_tokens: int = option(
+        "Upper bound of a request's max_new_tokens.",
+        1024,
+        minimum=1,
+        refusal="max_new_tokens ({value}) at least 1",
+    )
+    max_top_n_tokens: int = option("Upper bound of a request's top_n_tokens.", 10, minimum=1)
     bind: str = option("Address the public ports listen on.", "0.0.0.0")
     port: int = option(
         "HTTP port: health and metrics; 0 takes a free one.", 3000, short="-p", minimum=0, maximum=65535
@@ -72,12 +106,24 @@ class ServingOptions:
     grpc_port: int = option(
         "Public gRPC port; 0 takes a free one.", 8033, short="-g", minimum=0, maximum=65535
     )
+    tls_cert_path: str | None = option("PEM file of the gRPC port's certificate; needs --tls-key-path.", None)
+    tls_key_path: str | None = option("PEM file of its private key; needs --tls-cert-path.", None)
+    tls_client_ca_cert_path: str | None = option(
+        "PEM file of the authorities of clients, which then must show a certificate.", None
+    )
     tokenization_workers: int | None = option(
-        "Threads that tokenize; unset: 1 to 8 by the cores.", None, minimum=1
+        "Threads that tokenize; unset: 1 to 8 by the cores.",
+        None,
+        minimum=1,
+        refusal="tokenization_workers must be > 0",
     )
     output_special_tokens: bool = option("Keep special tokens in the text.", False)
     default_include_stop_seqs: bool = option(
         "Whether a stop sequence stays in the text where a request does not say.", True, takes_value=True
+    )
+    max_guided_bytes: int = option("Largest grammar or schema that a request may bring.", 65536, minimum=1)
+    guided_timeout: float = option(
+        "Seconds that the compilation of a request's grammar may take.", 5.0, minimum=0
     )
     steps_in_flight: int = option(
         "Unanswered steps; 1 waits for every answer before the next step is sent.", 2, minimum=1, maximum=8
@@ -93,6 +139,13 @@ class ServingOptions:
     recovery_timeout: float = option(
         "Seconds that requests wait for lost shards to come back.", 300.0, minimum=0
     )
+    log_text_chars: int = option("Characters of input and output that a log line may show.", 0, minimum=0)
+    otlp_endpoint: str | None = option(
+        "OpenTelemetry collector (gRPC) that traces go to; unset: none are made.", None
+    )
+    otlp_service_name: str | None = option(
+        f"Service name in traces; unset: OTEL_SERVICE_NAME, else {SERVICE_NAME}.", None
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,15 +156,49 @@ class LauncherConfig(LogOptions, ModelOptions, BatchOptions, ServingOptions):
         "Directory of a model, or the id of one in the local hub cache.", "bigscience/bloom-560m"
     )
     revision: str | None = option("Revision of a model in the hub cache.", None)
+    deployment_framework: str | None = option(
+        "Inference engine: the first four values mean this service's own, the others are refused.",
+        None,
+        choices=FRAMEWORKS,
+    )
     dtype_str: str | None = option("Older name of --dtype.", None, choices=DTYPES)
-    num_shard: int | None = option("Tensor-parallel shards; unset: NUM_GPUS, else 1.", None, minimum=1)
-    num_gpus: int | None = option("Older name of --num-shard.", None, minimum=1)
+    quantize: str | None = option(
+        "Quantization; refused, none is served yet.", None, choices=("gptq", "bitsandbytes")
+    )
+    num_shard: int | None = option(
+        "Tensor-parallel shards; unset: NUM_GPUS, else the visible devices, 1 on a CPU.",
+        None,
+        minimum=1,
+        refusal=NO_SHARDS,
+    )
+    num_gpus: int | None = option(
+        "Older name of --num-shard.",
+        None,
+        minimum=1,
+        refusal=NO_SHARDS,
+        unreadable="NUM_GPUS must be a positive integer",
+    )
     shard_uds_path: str | None = option(
         "Prefix of the shards' Unix sockets; unset: inside a new private directory.", None
     )
     hf_hub_cache: str | None = option("Root of the hub cache.", None)
     hf_home: str | None = option("Parent of the hub cache where --hf-hub-cache is unset.", None)
-    termination_log: str = option("File that gets the reason of a failure.", "/dev/termination-log")
+    transformers_cache: str | None = option("Older name of HF_HUB_CACHE.", None, flag=False)
+    huggingface_hub_cache: str | None = option("Older name of HF_HUB_CACHE.", None, flag=False)
+    home: str | None = option(
+        "The hub cache is .cache/huggingface/hub below it where nothing else is set.", None, flag=False
+    )
+    cuda_visible_devices: str | None = option(
+        "On CUDA, its entries count the shards where no number is given.", None, flag=False
+    )
+    nvidia_visible_devices: str | None = option("Read where CUDA_VISIBLE_DEVICES is unset.", None, flag=False)
+    termination_log: str = option(
+        "File that gets the reason of a failure.", "/dev/termination-log", older_env="TERMINATION_LOG_DIR"
+    )
+    compat: str | None = option("Also read the names of another server's options.", None, choices=("tgi",))
+    env: bool = option(
+        "Print versions, machine and settings to stderr first, then go on.", False, env=False, short="-e"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,16 +206,20 @@ class RouterConfig(LogOptions, BatchOptions, ServingOptions):
     """`text-generation-router`."""
 
     tokenizer_path: str = option("Directory that holds tokenizer.json.")
-    shard_uds_path: str = option("Prefix of the shards' Unix sockets; the rank is appended.")
+    shard_uds_path: str = option("Prefix of the shards' Unix sockets; the rank is appended.", UDS_PATH)
     num_shard: int = option("Shards of the group.", 1, minimum=1)
+    max_sequence_length: int | None = option(
+        "Limit of input plus output tokens.", 2048, minimum=2, refusal=SHORT_SEQUENCE
+    )
+    otlp_service_name: str | None = option("Service name in traces.", SERVICE_NAME, env="OTEL_SERVICE_NAME")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ShardConfig(LogOptions, ModelOptions, BatchOptions):
     """`text-generation-server serve`: one rank of a group."""
 
-    model_path: str = option("Directory of the model.")
-    uds_path: str = option("Prefix of the Unix sockets; the rank is appended.")
+    model_path: str = option("Directory of the model; MODEL_NAME may be given instead.")
+    uds_path: str = option("Prefix of the Unix sockets; the rank is appended.", UDS_PATH)
     rank: int = option("Which shard of the group this is.", 0, minimum=0)
     world_size: int = option("Shards of the group.", 1, minimum=1)
     rendezvous: str | None = option(
@@ -144,20 +235,28 @@ def declared(config_type: type) -> list[tuple[Field[Any], Option, Any]]:
 
 
 def flag_of(f: Field[Any]) -> str:
+    """Of a field that has one."""
     return "--" + f.name.replace("_", "-")
 
 
 def env_of(f: Field[Any]) -> str | None:
-    return f.name.upper() if f.metadata["option"].env else None
+    name = f.metadata["option"].env
+    return name if isinstance(name, str) else f.name.upper() if name else None
+
+
+def variables_of(config_type: type) -> list[str]:
+    """All the variables that give options of `config_type`."""
+    found = [(env_of(f), option.older_env) for f, option, _ in declared(config_type)]
+    return [name for names in found for name in names if name]
 
 
 def to_flags(config: object) -> list[str]:
-    """The command line that gives `config` again; unset options are left out."""
+    """The command line that gives `config` again; unset options and those without a flag are left out."""
     flags: list[str] = []
     for f, opt, _ in declared(type(config)):
         value = getattr(config, f.name)
         if isinstance(value, bool) and not opt.takes_value:
             flags += [flag_of(f)] * value
-        elif value is not None:
+        elif value is not None and opt.flag:
             flags += [flag_of(f), str(value).lower() if isinstance(value, bool) else str(value)]
     return flags

@@ -18,36 +18,65 @@ LENGTH_KEYS = (
     "seq_len",
 )
 DEFAULT_LENGTH = 2048
+UNRESOLVED = "Failed to resolve config path"
 
 
 class ModelNotFoundError(OperatorError):
     """The name leads to no usable model; the text says why in one line."""
 
 
-def cache_root(hf_hub_cache: str | None, hf_home: str | None) -> Path:
-    if hf_hub_cache:
-        return Path(hf_hub_cache)
-    return (Path(hf_home) if hf_home else Path.home() / ".cache" / "huggingface") / "hub"
+class CacheConflictError(OperatorError):
+    """Two variables name different caches."""
+
+
+def cache_root(
+    hf_hub_cache: str | None = None,
+    transformers_cache: str | None = None,
+    huggingface_hub_cache: str | None = None,
+    hf_home: str | None = None,
+    home: str | None = None,
+) -> Path:
+    """Where the hub's libraries keep models, from the variables of these names; blank ones are unset.
+
+    Raises CacheConflictError where the first three do not agree."""
+    found, value = "HF_HUB_CACHE", hf_hub_cache
+    older = {"TRANSFORMERS_CACHE": transformers_cache, "HUGGINGFACE_HUB_CACHE": huggingface_hub_cache}
+    for name, other in older.items():
+        if other and value and other != value:
+            raise CacheConflictError(f"{name} and {found} env vars can't be set to different values")
+        if other and not value:
+            found, value = name, other
+    if value:
+        return Path(value)
+    if hf_home:
+        return Path(hf_home) / "hub"
+    return Path(home) / ".cache" / "huggingface" / "hub" if home else Path()
 
 
 def resolve(name: str, revision: str | None, cache: Path) -> Path:
-    """The directory of `name`: its snapshot in the hub cache, or the directory of that name.
+    """The directory of `name`: its snapshot in the hub cache, or the directory of that name; a slash at the
+    end means nothing.
 
     A snapshot goes before a directory, as in TGIS. Raises ModelNotFoundError."""
-    entry = cache / f"models--{name.replace('/', '--')}"
-    if entry.is_dir():
-        reference = entry / "refs" / (revision or "main")
-        commit = reference.read_text().strip() if reference.is_file() else revision or "main"
-        directory = entry / "snapshots" / commit
-        if not (directory / "config.json").is_file():
-            text = f"Config file not found in local cache for model {name}, revision {commit}"
-            raise ModelNotFoundError(text)
-        return directory
-    directory = Path(name)
-    if not directory.is_dir():
-        raise ModelNotFoundError(f"Model {name} not found")
+    entry = cache / f"models--{name.rstrip('/').replace('/', '--')}"
+    if not entry.is_dir():
+        return _directory(name)
+    reference = entry / "refs" / (revision or "main")
+    commit = reference.read_text().strip() if reference.is_file() else revision or "main"
+    directory = entry / "snapshots" / commit
     if not (directory / "config.json").is_file():
-        raise ModelNotFoundError(f"Model {name} has no config.json")
+        raise ModelNotFoundError(
+            f"{UNRESOLVED}: Config file not found in local cache for model {name}, revision {commit}"
+        )
+    return directory
+
+
+def _directory(name: str) -> Path:
+    directory = Path(name)
+    if not name or not directory.is_dir():
+        raise ModelNotFoundError(f"{UNRESOLVED}: Model {name} not found")
+    if not (directory / "config.json").is_file():
+        raise ModelNotFoundError(f"{UNRESOLVED}: Model {name} has no config.json")
     return directory
 
 
@@ -65,9 +94,15 @@ def read_json(directory: Path, name: str) -> dict[str, Any]:
     return content
 
 
+def length_of_model(config: dict[str, Any]) -> int | None:
+    """Tokens; None where config.json does not say."""
+    found = (config.get(key) for key in LENGTH_KEYS)
+    return next((value for value in found if type(value) is int and value > 0), None)  # true is no length
+
+
 def max_sequence_length(config: dict[str, Any]) -> int:
     """What config.json says, else 2048."""
-    return next((config[key] for key in LENGTH_KEYS if isinstance(config.get(key), int)), DEFAULT_LENGTH)
+    return length_of_model(config) or DEFAULT_LENGTH
 
 
 def eos_token_ids(directory: Path) -> list[int]:

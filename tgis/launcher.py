@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from tgis import hub
 from tgis.child import Child
-from tgis.config import LauncherConfig, RouterConfig, ShardConfig, to_flags
+from tgis.config import SHORT_SEQUENCE, LauncherConfig, RouterConfig, ShardConfig, to_flags
 from tgis.errors import OperatorError
 from tgis.ports import listen
 
@@ -31,6 +31,11 @@ POLL_S = 0.05
 # beside one busy process a step then takes ten times as long. Not to look at all costs a wake-up per
 # operator, half the speed of a small model.
 SHARD_ENV = {"GOMP_SPINCOUNT": "2000"}
+IS_CUDA = False  # this version computes on CPUs
+MIN_LENGTH = 2
+# What ends a process that touches shared memory which there is none of.
+BUS_ERROR = "SIGBUS"
+BUS_ERROR_HINT = "; the shards may lack shared memory: mount at least 1 GB of it at /dev/shm"
 
 C = TypeVar("C", RouterConfig, ShardConfig)
 
@@ -50,24 +55,64 @@ class Plan:
 
 
 def run(config: LauncherConfig) -> None:
-    """Returns after a clean stop. Raises LaunchError, hub.ModelNotFoundError or PortError."""
+    """Returns after a clean stop. Raises PortError and what `plan` raises."""
     asyncio.run(_Launcher(config, plan(config)).run())
 
 
 def plan(config: LauncherConfig) -> Plan:
-    """Raises LaunchError or hub.ModelNotFoundError."""
+    """Raises LaunchError, hub.CacheConflictError or hub.ModelNotFoundError."""
     if config.dtype and config.dtype_str and config.dtype != config.dtype_str:
         raise LaunchError("dtype and dtype_str args both provided with different values")
+    num_shards = count_shards(config, IS_CUDA)
+    path = hub.resolve(config.model_name, config.revision, _cache_root(config))
+    if not (path / "tokenizer.json").is_file():
+        raise LaunchError("No existing fast tokenizer (tokenizer.json) found")
+    length = _choose_length(config.max_sequence_length, hub.read_json(path, "config.json"))
+    return Plan(path, length, config.dtype or config.dtype_str, num_shards)
+
+
+def count_shards(config: LauncherConfig, is_cuda: bool) -> int:
+    """What is asked for, else one for each device that is visible, else 1. Raises LaunchError."""
     if config.num_shard and config.num_gpus and config.num_shard != config.num_gpus:
         counts = f"({config.num_gpus} and {config.num_shard})"
         raise LaunchError(f"NUM_GPUS and num_shard are set to different values {counts}")
-    cache = hub.cache_root(config.hf_hub_cache, config.hf_home)
-    path = hub.resolve(config.model_name, config.revision, cache)
-    of_model = hub.max_sequence_length(hub.read_json(path, "config.json"))
-    length = config.max_sequence_length or of_model
-    if length > of_model:
+    if asked := config.num_shard or config.num_gpus:
+        return asked
+    devices = config.cuda_visible_devices
+    if devices is None:
+        devices = config.nvidia_visible_devices
+    if devices is None:
+        return 1
+    if not is_cuda:
+        logger.info("visible devices do not count on a CPU: 1 shard; --num-shard asks for more")
+        return 1
+    return len(devices.split(","))
+
+
+def _cache_root(config: LauncherConfig) -> Path:
+    for name in ("transformers_cache", "huggingface_hub_cache"):
+        if getattr(config, name):
+            logger.warning("%s is an older name of HF_HUB_CACHE", name.upper())
+    return hub.cache_root(
+        config.hf_hub_cache,
+        config.transformers_cache,
+        config.huggingface_hub_cache,
+        config.hf_home,
+        config.home,
+    )
+
+
+def _choose_length(asked: int | None, model_config: dict[str, Any]) -> int:
+    """Tokens of input and output. Raises LaunchError."""
+    of_model = hub.length_of_model(model_config)
+    length = asked or of_model or hub.DEFAULT_LENGTH
+    source = "user-defined" if asked else "model" if of_model else "default"
+    logger.info("max_sequence_length is %d (%s)", length, source)
+    if length < MIN_LENGTH:
+        raise LaunchError(SHORT_SEQUENCE.format(value=length))
+    if of_model and length > of_model:
         logger.warning("max_sequence_length %d is more than the model's %d", length, of_model)
-    return Plan(path, length, config.dtype or config.dtype_str, config.num_shard or config.num_gpus or 1)
+    return length
 
 
 class _Launcher:
@@ -163,7 +208,8 @@ class _Launcher:
         waits = [asyncio.create_task(child.wait()) for child in self._shards]
         try:
             done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-            return next(iter(done)).result()
+            reason = next(iter(done)).result()
+            return reason + BUS_ERROR_HINT if len(waits) > 1 and reason.endswith(BUS_ERROR) else reason
         finally:
             for wait in waits:
                 wait.cancel()
@@ -199,6 +245,8 @@ class _Launcher:
             "shard_uds_path": self._uds_path,
             "num_shard": self._plan.num_shards,
             "max_sequence_length": self._plan.max_sequence_length,
+            # Without one the router looks further; without an endpoint there is nothing to name.
+            "otlp_service_name": self._config.otlp_service_name if self._config.otlp_endpoint else None,
         }
         return _derive(RouterConfig, self._config, own)
 

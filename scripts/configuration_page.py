@@ -1,0 +1,140 @@
+"""`docs/configuration.md`, from the declarations of the options."""
+
+from collections.abc import Iterable
+from dataclasses import MISSING, Field
+from typing import Any
+
+import click
+
+from tgis import cli
+from tgis.config import LauncherConfig, Option, RouterConfig, ShardConfig, declared, env_of, flag_of
+from tgis.options.foreign import Foreign
+from tgis.options.parameters import FOREIGN
+from tgis.options.tgi_names import TGI_NAMES
+from tgis.options.tgis_names import PASSED_ON, TGIS_NAMES
+
+COMMANDS = {
+    "launcher": ("text-generation-launcher", LauncherConfig),
+    "router": ("text-generation-router", RouterConfig),
+    "serve": ("text-generation-server serve", ShardConfig),
+}
+INTRODUCTION = """\
+# Configuration
+
+- Every option has a flag and a variable; the flag wins. Variables that belong to others have no flag.
+- `text-generation-launcher --env` (`-e`) prints versions, machine and all settings with their sources, then
+  goes on; `tgis env` prints the same and ends.
+- Booleans in the environment are exactly `true` or `false`.
+- A variable that is set but blank counts as not given where the option is a text that may be unset, and where
+  the variable has no effect; elsewhere it is an error that names the variable.
+- `LOG_LEVEL` may also be a tracing filter (`info,text_generation_router=debug`); the nearest level is taken.
+- The launcher starts the router and the shards, with flags that follow from its own options.
+
+Exit codes: 0 after SIGTERM, SIGINT or SIGHUP; 1 after a failure; 2 after a usage error. Both say why in one
+line, `error: …`, on stderr and, from the launcher, in the termination log.
+"""
+TGIS_MAPPED = """\
+## TGIS's names that mean an option of ours
+"""
+TGIS_WITHOUT_EFFECT = """\
+## TGIS's names without effect
+
+They are accepted, each with one line of warning, and change nothing.
+"""
+PASSED = """\
+## Variables for libraries
+
+They reach the children as they are.
+"""
+TGI = """\
+## Names of Hugging Face TGI
+
+The launcher reads them with `--compat tgi` (`COMPAT=tgi`) only; without it a flag that only TGI has is a
+usage error. Names that TGI and this service share (`PORT`, `DTYPE`, …) are listed above and keep their
+meaning and default. A TGI name and ours with different values are an error. `-g` means `--grpc-port` here and
+`--graceful-termination-timeout` there: with `--compat tgi` one of these must be written out. `HOSTNAME` is
+never read: container engines set it to the container's name.
+"""
+
+
+def render() -> str:
+    commands = [_command(name, *about) for name, about in COMMANDS.items()]
+    tgis = [one for one in TGIS_NAMES if one.means], [one for one in TGIS_NAMES if not one.means]
+    parts = [
+        INTRODUCTION,
+        *commands,
+        TGIS_MAPPED + "\n" + _foreign(tgis[0]),
+        TGIS_WITHOUT_EFFECT + "\n" + _foreign(tgis[1]),
+        PASSED + "\n" + _table(("variable", "read by"), [(f"`{k}`", v) for k, v in PASSED_ON.items()]),
+        TGI + "\n" + _foreign(TGI_NAMES),
+    ]
+    return "\n".join(parts)
+
+
+def _command(name: str, program: str, config_type: type) -> str:
+    """A heading and a table."""
+    command = cli.main.commands[name]
+    own = {f.name for f, _, _ in declared(config_type)}
+    rows = [_extra(p) for p in command.params if p.name not in own and not (p.name or "").startswith(FOREIGN)]
+    rows += [_row(f, option) for f, option, _ in declared(config_type)]
+    return f"## `{program}`\n\n" + _table(("flag", "variable", "default", "meaning"), rows)
+
+
+def _extra(parameter: click.Parameter) -> tuple[str, ...]:
+    """Of what only the command line takes."""
+    if isinstance(parameter, click.Argument):
+        return f"`{(parameter.name or '').upper()}`", "", "unset", "Positional, as in TGIS."
+    assert isinstance(parameter, click.Option)
+    names = ", ".join(f"`{name}`" for name in (*parameter.opts, *parameter.secondary_opts))
+    return names, "", _default(parameter.default), parameter.help or ""
+
+
+def _row(f: Field[Any], option: Option) -> tuple[str, ...]:
+    flags = [flag_of(f), *([option.short] if option.short else [])] if option.flag else []
+    variables = [name for name in (env_of(f), option.older_env) if name]
+    default = "required" if f.default is MISSING else _default(f.default)
+    return _code(flags), _code(variables), default, option.help + _range(option)
+
+
+def _default(value: object) -> str:
+    return "unset" if value is None else f"`{str(value).lower() if isinstance(value, bool) else value}`"
+
+
+def _range(option: Option) -> str:
+    if option.choices:
+        return " One of " + _code(option.choices) + "."
+    bounds = [
+        f"{word} {bound:g}"
+        for word, bound in (("at least", option.minimum), ("at most", option.maximum))
+        if bound is not None
+    ]
+    text = ", ".join(bounds)
+    return f" {text[0].upper()}{text[1:]}." if text else ""
+
+
+def _foreign(names: Iterable[Foreign]) -> str:
+    rows = [
+        (
+            _code([one.flag_name, *([one.short] if one.short else [])] if one.flag else []),
+            _code([one.variable_name] if one.variable else []),
+            ", ".join(one.commands),
+            _meaning(one),
+        )
+        for one in names
+    ]
+    return _table(("flag", "variable", "read by", "what it does"), rows)
+
+
+def _meaning(one: Foreign) -> str:
+    if one.means:
+        return f"means `--{one.means.replace('_', '-')}`" + (f"; {one.why}" if one.why else "")
+    return ("refused: " if one.refused else "no effect: ") + one.why
+
+
+def _code(names: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
+
+
+def _table(titles: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
+    lines = [titles, tuple("---" for _ in titles), *rows]
+    return "".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |\n" for line in lines)

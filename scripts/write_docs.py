@@ -1,0 +1,25 @@
+"""Writes the pages that follow from the code; with --check, fails where that would change one."""
+
+import sys
+from pathlib import Path
+
+from scripts import configuration_page, metrics_page
+
+DOCS = Path(__file__).resolve().parent.parent / "docs"
+PAGES = {"configuration.md": configuration_page, "metrics.md": metrics_page}
+
+
+def main(check: bool) -> None:
+    outdated = [name for name, page in PAGES.items() if _read(DOCS / name) != page.render()]
+    if outdated and check:
+        sys.exit(f"out of date: {', '.join(outdated)}; run `make docs`")
+    for name in outdated:
+        (DOCS / name).write_text(PAGES[name].render())
+
+
+def _read(path: Path) -> str:
+    return path.read_text() if path.is_file() else ""
+
+
+if __name__ == "__main__":
+    main("--check" in sys.argv[1:])

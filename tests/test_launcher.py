@@ -1,0 +1,122 @@
+"""What the launcher makes of its configuration before it starts anything."""
+
+import json
+import logging
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tgis import hub
+from tgis.config import LauncherConfig
+from tgis.launcher import LaunchError, count_shards, plan
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> LauncherConfig:
+    write_config(tmp_path, {"max_position_embeddings": 512})
+    (tmp_path / "tokenizer.json").write_text("{}")
+    return LauncherConfig(model_name=f"{tmp_path}/")
+
+
+def write_config(directory: Path, content: dict[str, object]) -> None:
+    (directory / "config.json").write_text(json.dumps(content))
+
+
+@pytest.mark.parametrize(
+    ("of_model", "asked", "length", "source", "is_warned"),
+    [
+        (512, None, 512, "model", False),
+        (512, 100, 100, "user-defined", False),
+        (512, 600, 600, "user-defined", True),
+        (None, None, 2048, "default", False),
+        (None, 4096, 4096, "user-defined", False),
+    ],
+)
+def test_sequence_length_and_its_source(
+    config: LauncherConfig,
+    caplog: pytest.LogCaptureFixture,
+    of_model: int | None,
+    asked: int | None,
+    length: int,
+    source: str,
+    is_warned: bool,
+) -> None:
+    write_config(Path(config.model_name), {"n_positions": of_model})
+    with caplog.at_level(logging.INFO):
+        assert plan(replace(config, max_sequence_length=asked)).max_sequence_length == length
+    assert f"max_sequence_length is {length} ({source})" in caplog.text
+    assert (f"{asked} is more than the model's 512" in caplog.text) == is_warned
+
+
+def test_a_model_of_one_token(config: LauncherConfig) -> None:
+    write_config(Path(config.model_name), {"n_positions": 1})
+    with pytest.raises(LaunchError) as error:
+        plan(config)
+    assert str(error.value) == "max_sequence_length (1) must be at least 2 (1 input + 1 output)"
+
+
+def test_a_tokenizer_must_be_there(config: LauncherConfig) -> None:
+    (Path(config.model_name) / "tokenizer.json").unlink()
+    with pytest.raises(LaunchError) as error:
+        plan(config)
+    assert str(error.value) == "No existing fast tokenizer (tokenizer.json) found"
+
+
+@pytest.mark.parametrize(("first", "second"), [("float16", None), (None, "float16"), ("float16", "float16")])
+def test_two_names_of_the_type(config: LauncherConfig, first: str | None, second: str | None) -> None:
+    assert plan(replace(config, dtype=first, dtype_str=second)).dtype == "float16"
+    with pytest.raises(LaunchError) as error:
+        plan(replace(config, dtype="float32", dtype_str="float16"))
+    assert str(error.value) == "dtype and dtype_str args both provided with different values"
+
+
+@pytest.mark.parametrize(
+    ("num_shard", "num_gpus", "cuda", "nvidia", "on_cuda"),
+    [
+        (None, None, None, None, 1),
+        (3, None, "0,1", None, 3),
+        (None, 3, "0,1", None, 3),
+        (2, 2, None, None, 2),
+        (None, None, "0,1", "all", 2),
+        (None, None, None, "0,1,2", 3),
+        (None, None, None, "all", 1),
+        (None, None, "GPU-8f3c", None, 1),
+        (None, None, "", "0,1,2", 1),
+    ],
+)
+def test_number_of_shards(
+    num_shard: int | None, num_gpus: int | None, cuda: str | None, nvidia: str | None, on_cuda: int
+) -> None:
+    config = LauncherConfig(
+        num_shard=num_shard, num_gpus=num_gpus, cuda_visible_devices=cuda, nvidia_visible_devices=nvidia
+    )
+    assert count_shards(config, is_cuda=True) == on_cuda
+    assert count_shards(config, is_cuda=False) == (num_shard or num_gpus or 1)
+
+
+def test_visible_devices_that_do_not_count_are_mentioned(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        count_shards(LauncherConfig(num_shard=2, cuda_visible_devices="0,1"), is_cuda=False)
+        assert not caplog.records
+        count_shards(LauncherConfig(cuda_visible_devices="0,1"), is_cuda=False)
+    assert "visible devices do not count on a CPU: 1 shard" in caplog.text
+
+
+def test_numbers_of_shards_that_differ() -> None:
+    with pytest.raises(LaunchError) as error:
+        count_shards(LauncherConfig(num_gpus=2, num_shard=4), is_cuda=True)
+    assert str(error.value) == "NUM_GPUS and num_shard are set to different values (2 and 4)"
+
+
+def test_a_model_in_a_cache_of_any_name(config: LauncherConfig, tmp_path: Path) -> None:
+    snapshot = tmp_path / "hub" / "models--org--m" / "snapshots" / "main"
+    snapshot.mkdir(parents=True)
+    write_config(snapshot, {})
+    (snapshot / "tokenizer.json").write_text("{}")
+    named, cache = replace(config, model_name="org/m"), str(tmp_path / "hub")
+    assert plan(replace(named, transformers_cache=cache)).model_path == snapshot
+    assert plan(replace(named, huggingface_hub_cache=cache)).model_path == snapshot
+    assert plan(replace(named, hf_home=str(tmp_path), home="/nobody")).model_path == snapshot
+    with pytest.raises(hub.CacheConflictError):
+        plan(replace(named, transformers_cache=cache, hf_hub_cache="/elsewhere"))

@@ -1,0 +1,107 @@
+"""The launcher with real children: what they are given, and how it ends."""
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.processes import Service, children_of
+from tests.shard.checkpoints import write_llama
+from tests.tokenizers_for_tests import write_byte_level
+
+ENV = {
+    "NUM_GPUS": "2",
+    "CUDA_VISIBLE_DEVICES": "0,1,2,3",
+    "MAX_WAITING_TOKENS": "24",
+    "ESTIMATE_MEMORY": "manual",
+    "LOG_LEVEL": "warn",
+    "MAX_CONCURRENT_REQUESTS": "64",
+    "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
+    "OTLP_SERVICE_NAME": "unused without an endpoint",
+}
+
+
+def launch(directory: Path, *flags: str, env: dict[str, str] | None = None) -> Service:
+    ports = ["--bind", "127.0.0.1", "--port", "0", "--grpc-port", "0"]
+    log = ["--termination-log", str(directory / "termination-log")]
+    return Service(["launcher", "--model-name", f"{directory}/", *ports, *log, *flags], env)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("model")
+    write_llama(directory, vocab_size=400, eos_token_id=1)
+    write_byte_level(directory, 400)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def service(model: Path) -> Iterator[Service]:
+    """With two shards."""
+    service = launch(
+        model, "--dtype", "float32", "--log-level", "info", env=ENV
+    )  # ENV's level hides too much
+    try:
+        yield service.wait_until_serving()
+    finally:
+        code = service.end()
+    assert code == 0, service.output
+    assert not (model / "termination-log").exists()
+
+
+def commands(service: Service) -> dict[str, list[list[str]]]:
+    """Of the children, by what they are."""
+    children = children_of(service.process.pid)
+    return {kind: [strings(pid, "cmdline") for pid in pids] for kind, pids in children.items()}
+
+
+def strings(pid: int, name: str) -> list[str]:
+    return Path(f"/proc/{pid}/{name}").read_text().split("\0")
+
+
+def test_children_get_flags_and_not_the_variables(service: Service) -> None:
+    found = commands(service)
+    assert (len(found["serve"]), len(found["router"])) == (2, 1)
+    [router] = found["router"]
+    assert router[router.index("--max-concurrent-requests") + 1] == "64"
+    assert router[router.index("--max-sequence-length") + 1] == "512"
+    assert "--otlp-service-name" not in router
+    for pids in children_of(service.process.pid).values():
+        for pid in pids:
+            names = {line.partition("=")[0] for line in strings(pid, "environ")}
+            assert not names & {
+                "MAX_WAITING_TOKENS",
+                "ESTIMATE_MEMORY",
+                "LOG_LEVEL",
+                "MAX_CONCURRENT_REQUESTS",
+            }
+            assert {"PYTORCH_CUDA_ALLOC_CONF", "CUDA_VISIBLE_DEVICES"} <= names
+
+
+def test_what_has_no_effect_is_said_once(service: Service) -> None:
+    for name in ("MAX_WAITING_TOKENS", "ESTIMATE_MEMORY"):
+        assert sum(f"{name} has no effect" in line for line in service.lines) == 1, service.output
+
+
+def test_a_bus_error_of_a_shard_is_explained(service: Service) -> None:
+    os.kill(children_of(service.process.pid)["serve"][1], signal.SIGBUS)
+    service.wait_for_line("was killed by SIGBUS; the shards may lack shared memory: mount at least 1 GB")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_signal_while_the_model_is_loading_is_a_clean_end(model: Path, number: signal.Signals) -> None:
+    service = launch(model)
+    service.wait_for_line("loading")
+    assert service.end(number) == 0, service.output
+
+
+def test_tls_is_checked_before_anything_is_started(model: Path, tmp_path: Path) -> None:
+    service = launch(model, "--tls-cert-path", "/nowhere")
+    assert service.process.wait(20) == 1
+    assert service.end() == 1
+    assert service.lines[-1] == "error: tls: must provide both cert and key"
+    log = model / "termination-log"
+    assert log.read_text() == "tls: must provide both cert and key\n"
+    log.unlink()

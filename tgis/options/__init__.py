@@ -1,0 +1,1 @@
+"""How the commands read their options: ours, and the names of other servers."""

@@ -1,0 +1,205 @@
+"""A command generated from a configuration: its options are the configuration's fields, given by flags
+and variables; names of other servers are read beside them. A failure is one line, `error: ...`, and an exit
+code that is not 0."""
+
+import contextlib
+import logging
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import Field
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+import click
+from click.core import ParameterSource
+
+from tgis import logs
+from tgis.child import ERROR_PREFIX
+from tgis.config import LogOptions, Option, declared, env_of, flag_of
+from tgis.errors import OperatorError
+from tgis.options import log_level, report
+from tgis.options.foreign import Foreign
+from tgis.options.parameters import FOREIGN, foreign_flag, parameter
+from tgis.options.settings import DEFAULT, Given, Setting, apply, check
+from tgis.options.tgi_names import SHARED_SHORT_FLAG, TGI_NAMES
+from tgis.options.tgis_names import TGIS_NAMES
+
+logger = logging.getLogger(__name__)
+
+C = TypeVar("C", bound=LogOptions)
+Complete = Callable[[dict[str, Setting], dict[str, Any]], None]
+
+ARGUMENTS = "tgis.arguments"  # where a context keeps the command line as it was given
+
+
+class OneLine(click.Command):
+    """A command whose usage errors are one line too."""
+
+    def main(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return super().main(*args, **{**kwargs, "standalone_mode": False})
+        except click.ClickException as error:
+            _fail(error.format_message(), _termination_log_of(error), error.exit_code)
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        ctx.meta[ARGUMENTS] = list(args)
+        return super().parse_args(ctx, args)
+
+
+class OneLineGroup(OneLine, click.Group):
+    """The same for a command with commands below it."""
+
+
+def command(
+    name: str,
+    config_type: type[C],
+    run: Callable[[C], None],
+    help: str,
+    *,
+    reads: str = "",
+    extra: Sequence[click.Parameter] = (),
+    complete: Complete | None = None,
+    only_report: bool = False,
+) -> click.Command:
+    """A command whose options are the fields of `config_type`, and the foreign names of the command `reads`.
+
+    `extra` parameters are no fields: `complete` makes settings of their values. With `only_report`
+    the settings are printed, not run."""
+
+    def call(**values: Any) -> None:
+        context = click.get_current_context()
+        with one_line_errors(values.get("termination_log")):
+            settings = {f.name: _setting(context, f, option) for f, option, _ in declared(config_type)}
+            if complete:
+                complete(settings, {one.name: values[one.name] for one in extra if one.name})
+            notices = _read_foreign(context, settings, reads)
+            if only_report:
+                print(report.describe(settings))
+                return
+            run(_configure(config_type, settings, notices))
+
+    options = [
+        parameter(f, option, hint, complete is None)
+        for f, option, hint in declared(config_type)
+        if option.flag
+    ]
+    theirs = [foreign_flag(one, hidden=one in TGI_NAMES) for one in _names_of(reads) if one.flag]
+    return OneLine(
+        name,
+        callback=call,
+        params=[*extra, *options, *theirs],
+        help=help,
+        context_settings={"show_default": True},
+    )
+
+
+@contextlib.contextmanager
+def one_line_errors(termination_log: str | None = None) -> Iterator[None]:
+    """Ends the process where the block fails, with a line on stderr and in the termination log."""
+    try:
+        yield
+    except OperatorError as error:
+        _fail(str(error), termination_log)
+    except click.ClickException:
+        raise
+    except Exception as error:
+        logger.exception("unforeseen failure")
+        _fail(f"{type(error).__name__}: {error}", termination_log)
+
+
+def _names_of(command_name: str) -> list[Foreign]:
+    return [one for one in (*TGIS_NAMES, *TGI_NAMES) if command_name in one.commands]
+
+
+def _setting(context: click.Context, f: Field[Any], option: Option) -> Setting:
+    if not option.flag:
+        name = f.name.upper()
+        text = os.environ.get(name, "").strip()
+        return Setting(text, name) if text else Setting(f.default)
+    value, source = context.params[f.name], context.get_parameter_source(f.name)
+    if source is ParameterSource.COMMANDLINE:
+        return Setting(value, flag_of(f))
+    if source is not ParameterSource.ENVIRONMENT:
+        return Setting(value)
+    names = (env_of(f), option.older_env)
+    return Setting(value, next(name for name in names if name and os.environ.get(name)))
+
+
+def _read_foreign(context: click.Context, settings: dict[str, Setting], reads: str) -> list[str]:
+    """Changes the settings; returns what is to be warned about."""
+    compat = settings["compat"].value if "compat" in settings else None
+    if compat and _uses_short_flag(context.meta[ARGUMENTS]):
+        raise click.UsageError(
+            f"under --compat {compat}, write --grpc-port or --graceful-termination-timeout instead of "
+            f"{SHARED_SHORT_FLAG}, which means one here and the other there",
+            context,
+        )
+    given = [found for one in _names_of(reads) if (found := _given(context, one, compat))]
+    parameters = {one.name: one for one in context.command.params}
+
+    def read(name: str, text: str, source: str) -> Any:
+        try:
+            return parameters[name].type.convert(text, parameters[name], context)
+        except click.BadParameter as error:
+            if error.exit_code == 2:
+                error.param_hint = source
+            raise
+
+    return apply(given, settings, read)
+
+
+def _given(context: click.Context, foreign: Foreign, compat: str | None) -> Given | None:
+    """What a foreign name was given, by its flag, else by its variable. TGI's flags are usage errors without
+    --compat, its variables are not looked at."""
+    if (value := context.params.get(FOREIGN + foreign.name)) is not None:
+        if foreign in TGI_NAMES and not compat:
+            text = f"No such option: {foreign.flag_name}; it is TGI's: add --compat tgi to use TGI's names"
+            raise click.UsageError(text, context)
+        return Given(foreign, str(value).lower() if foreign.switch else value, foreign.flag_name)
+    if not foreign.variable or (foreign in TGI_NAMES and not compat):
+        return None
+    text = os.environ.get(foreign.variable_name, "")
+    is_given = text.strip() and not (foreign.switch and text == "false")
+    return Given(foreign, text, foreign.variable_name) if is_given else None
+
+
+def _uses_short_flag(arguments: Iterable[str]) -> bool:
+    return any(one.startswith(SHARED_SHORT_FLAG) for one in arguments)
+
+
+def _configure(config_type: type[C], settings: dict[str, Setting], notices: list[str]) -> C:
+    """Sets up logging, says what there is to say about the settings, and checks them."""
+    level, notice = log_level.parse(settings["log_level"].value)
+    settings["log_level"] = Setting(level, settings["log_level"].source)
+    config = config_type(**{name: setting.value for name, setting in settings.items()})
+    logs.setup(config.log_level, config.json_output)
+    if "env" in settings and settings["env"].value:
+        print(report.describe(settings), file=sys.stderr, flush=True)
+    for text in [*filter(None, [notice]), *notices, *check(settings)]:
+        logger.warning("%s", text)
+    ours = [f.name for f, option, _ in declared(config_type) if option.flag]
+    given = [
+        f"{name}={report.shown(settings[name].value)}" for name in ours if settings[name].source != DEFAULT
+    ]
+    logger.log(
+        logging.INFO if "env" in settings else logging.DEBUG, "settings: %s", " ".join(given) or "none"
+    )
+    return config
+
+
+def _fail(text: str, termination_log: str | None = None, exit_code: int = 1) -> NoReturn:
+    line = " ".join(text.split())
+    print(ERROR_PREFIX + line, file=sys.stderr, flush=True)
+    if termination_log:
+        with contextlib.suppress(OSError):  # there is none outside a cluster, or it may not be written
+            Path(termination_log).write_text(line + "\n")
+    sys.exit(exit_code)
+
+
+def _termination_log_of(error: click.ClickException) -> str | None:
+    """Of a launcher whose options could not be read: the option if it was read before, else its default."""
+    context = getattr(error, "ctx", None)
+    options = {} if context is None else {p.name: p.default for p in context.command.params}
+    log = options.get("termination_log")
+    return str(context.params.get("termination_log") or log) if context and log else None

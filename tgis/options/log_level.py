@@ -1,0 +1,30 @@
+"""The level of `LOG_LEVEL`, which may also be written as the filter that TGIS takes, such as
+`info,text_generation_router=debug`."""
+
+LEVELS = ("debug", "info", "warning", "error")
+NAMES = {level: level for level in LEVELS} | {"trace": "debug", "warn": "warning", "off": "error"}
+EXACT = {*LEVELS, "warn"}
+
+
+def parse(text: str) -> tuple[str, str | None]:
+    """The nearest of our levels, and what of the text it does not say, if anything.
+
+    The level without a target counts, else the most talkative one. Raises ValueError where a part is no
+    level."""
+    general: list[str] = []
+    targeted: list[str] = []
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        _, equals, level = part.rpartition("=")
+        (targeted if equals else general).append(_known(level))
+    if not general and not targeted:
+        raise ValueError(f"{text!r} names no level")
+    level = NAMES[general[-1]] if general else min((NAMES[one] for one in targeted), key=LEVELS.index)
+    is_exact = not targeted and general[-1] in EXACT
+    return level, None if is_exact else f"log level {text!r} is read as {level}, for all of the service"
+
+
+def _known(level: str) -> str:
+    name = level.strip().lower()
+    if name not in NAMES:
+        raise ValueError(f"{level!r} is not a level: one of {', '.join(LEVELS)}")
+    return name

@@ -1,0 +1,113 @@
+"""What `--env` prints: versions, the machine, its devices, and every setting with where it comes from. Loads
+none of the libraries it names, and shows no secret."""
+
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from tgis import __version__
+from tgis.options.settings import Setting
+
+PACKAGES = ("torch", "transformers", "tokenizers", "grpcio", "protobuf", "llguidance", "numba", "safetensors")
+VARIABLES = re.compile(r"(HF|HUGGING|TRANSFORMERS|CUDA|NVIDIA|NCCL|GLOO|OMP|MKL|PYTORCH|TORCH|OTEL|GRPC)_\w+")
+SECRET = re.compile(r"TOKEN|SECRET|PASSWORD|HEADERS|CREDENTIAL|API_KEY")
+USER_PART = re.compile(r"(?<=://)[^/@]*@")  # of an address: who asks, and with which password
+HIDDEN = "(hidden)"
+LIMITS = (
+    "memory.max",
+    "cpu.max",
+    "memory/memory.limit_in_bytes",
+    "cpu/cpu.cfs_quota_us",
+    "cpu/cpu.cfs_period_us",
+)
+DEVICE_FIELDS = "name,memory.total,driver_version,compute_cap"
+DEVICE_TIMEOUT_S = 10.0
+
+
+def describe(settings: Mapping[str, Setting], root: Path = Path("/")) -> str:
+    """Lines of text, without an end of line after the last. `root` is where /proc and /sys are."""
+    groups = {
+        "versions": _versions(),
+        "machine": _machine(root),
+        "devices": _devices(),
+        "environment": _environment(),
+        "settings": {name: f"{shown(one.value)} ({one.source})" for name, one in settings.items()},
+    }
+    lines: list[str] = []
+    for title, entries in groups.items():
+        lines += [f"{title}:", *(f"  {name}: {text}" for name, text in entries.items())]
+    return "\n".join("".join(c if c.isprintable() else "?" for c in line) for line in lines)
+
+
+def shown(value: Any) -> str:
+    """A setting's value as it may be printed."""
+    return "unset" if value is None else USER_PART.sub(f"{HIDDEN}@", str(value))
+
+
+def _versions() -> dict[str, str]:
+    found = {"tgis-next": __version__, "python": f"{platform.python_version()} ({sys.executable})"}
+    for name in PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = "not installed"
+    return found
+
+
+def _machine(root: Path) -> dict[str, str]:
+    memory = _fields(root / "proc/meminfo")
+    cpu = _fields(root / "proc/cpuinfo").get("model name", platform.processor() or "unknown")
+    limits = {name: root / "sys/fs/cgroup" / name for name in LIMITS}
+    return {
+        "system": platform.platform(),
+        "cpu": cpu,
+        "cores": f"{len(os.sched_getaffinity(0))} usable of {os.cpu_count()}",
+        "memory": f"{memory.get('MemAvailable', '?')} available of {memory.get('MemTotal', '?')}",
+        **{f"cgroup {name}": text for name, path in limits.items() if (text := _text(path))},
+    }
+
+
+def _devices() -> dict[str, str]:
+    """As nvidia-smi names them."""
+    command = shutil.which("nvidia-smi")
+    if command is None:
+        return {"cuda": "none (no nvidia-smi)"}
+    query = [command, f"--query-gpu={DEVICE_FIELDS}", "--format=csv,noheader"]
+    try:
+        result = subprocess.run(query, capture_output=True, text=True, timeout=DEVICE_TIMEOUT_S)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return {"cuda": f"unknown (nvidia-smi: {type(error).__name__})"}
+    lines = result.stdout.splitlines()
+    if result.returncode or not lines:
+        return {"cuda": f"none (nvidia-smi exited with {result.returncode})"}
+    return {f"cuda {index}": line for index, line in enumerate(lines)}
+
+
+def _environment() -> dict[str, str]:
+    """The variables that libraries of ours read."""
+    names = sorted(name for name in os.environ if VARIABLES.fullmatch(name))
+    found = {name: HIDDEN if SECRET.search(name) else shown(os.environ[name]) for name in names}
+    return found or {"none": "of the variables that libraries read is set"}
+
+
+def _fields(path: Path) -> dict[str, str]:
+    """Of lines `name : value`, the first of each name."""
+    found: dict[str, str] = {}
+    for line in _text(path).splitlines():
+        name, _, value = line.partition(":")
+        found.setdefault(name.strip(), value.strip())
+    return found
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""

@@ -1,0 +1,106 @@
+"""What a command was given, option by option and with its source, and what names that are not ours make of
+it."""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tgis.errors import OperatorError
+from tgis.options.foreign import Foreign
+
+DEFAULT = "default"
+NOT_SERVED = {
+    "hf_optimum_ort": "ONNX models are not served by this version",
+    "hf_optimum_bt": "BetterTransformer is gone from its library",
+    "ibm_fms": "models of IBM FMS are not served by this version",
+    "ds_inference": "DeepSpeed is not served",
+}
+
+
+class SettingsError(OperatorError):
+    """Options that exclude each other, or that ask for what is not served."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """The value of an option of ours, and the flag or variable it was given by, or `default`."""
+
+    value: Any
+    source: str = DEFAULT
+
+
+@dataclass(frozen=True)
+class Given:
+    """A foreign name that was given, by which flag or variable."""
+
+    foreign: Foreign
+    text: str
+    source: str
+
+
+def apply(
+    given: Iterable[Given], settings: dict[str, Setting], read: Callable[[str, str, str], Any]
+) -> list[str]:
+    """Puts the values of foreign names where they belong; returns what is to be warned about.
+
+    `read` makes a value of (our option's name, text, source). Raises SettingsError."""
+    warnings: list[str] = []
+    for one in given:
+        foreign = one.foreign
+        if foreign.refused:
+            raise SettingsError(f"{one.source}: {foreign.why}")
+        if foreign.means is None:
+            if refusal := foreign.refusal_of and foreign.refusal_of(one.text):
+                raise SettingsError(refusal)
+            warnings.append(f"{one.source} has no effect: {foreign.why}")
+        elif text := _convert(one):
+            settings[foreign.means] = _agreed(
+                settings[foreign.means], Setting(read(foreign.means, text, one.source), one.source)
+            )
+    return warnings
+
+
+def _convert(one: Given) -> str:
+    if one.foreign.convert is None:
+        return one.text
+    try:
+        return one.foreign.convert(one.text)
+    except ValueError as error:
+        raise SettingsError(f"{one.source}: {one.text!r} cannot be used: {error}") from error
+
+
+def _agreed(ours: Setting, theirs: Setting) -> Setting:
+    """Raises SettingsError where both are given and differ."""
+    if ours.source == DEFAULT or ours.value == theirs.value:
+        return theirs if ours.source == DEFAULT else ours
+    values = f"({ours.value} and {theirs.value})"
+    raise SettingsError(f"{ours.source} and {theirs.source} are given with different values {values}")
+
+
+def check(settings: Mapping[str, Setting]) -> list[str]:
+    """What is to be warned about in the options of any command. Raises SettingsError."""
+    values = {name: setting.value for name, setting in settings.items()}
+    _check_tls(values)
+    if method := values.get("quantize"):
+        raise SettingsError(
+            f"{settings['quantize'].source}: {method} weights are not served by this version: give an "
+            "unquantized checkpoint and leave it out"
+        )
+    return _check_framework(values.get("deployment_framework"))
+
+
+def _check_tls(values: Mapping[str, Any]) -> None:
+    has_cert, has_key = bool(values.get("tls_cert_path")), bool(values.get("tls_key_path"))
+    if has_cert != has_key:
+        raise SettingsError("tls: must provide both cert and key")
+    if values.get("tls_client_ca_cert_path") and not has_cert:
+        raise SettingsError("tls: cannot provide client ca cert without keypair")
+
+
+def _check_framework(name: str | None) -> list[str]:
+    if name in NOT_SERVED:
+        raise SettingsError(
+            f"deployment framework {name}: {NOT_SERVED[name]}; use tgis_native, the service's own engine, or "
+            "leave it out"
+        )
+    return ["hf_custom_tp is an older name of tgis_native"] if name == "hf_custom_tp" else []

@@ -1,0 +1,88 @@
+"""Hugging Face TGI's names, read by the launcher under `--compat tgi` only: what each means here, why it has
+no effect, or why the start is refused. Names that TGI and we share keep our meaning and need no row."""
+
+from tgis.options.foreign import Foreign
+
+NO_TEXT_TEMPLATES = "chat templates are not served by this version"
+NO_SCALING = "the model's own config.json says how its positions are scaled: change it there"
+NO_KEY = "this version checks no keys: leave it out and let mTLS (--tls-client-ca-cert-path) say who may call"
+NO_TUNNEL = "this service opens no tunnels: leave it out and use an ingress of yours"
+NO_ADAPTERS = "adapters are not served by this version: leave it out, or merge the adapter into the model"
+NO_WATERMARK = "no request can ask for a watermark"
+CHUNKED = "prompts are computed in chunks beside running requests"
+OWN_KERNELS = "attention is always paged and unpadded, with the kernels of this service"
+
+
+def _shards_of(sharded: str) -> str:
+    """`true` says nothing that the number of shards does not say."""
+    if sharded not in ("true", "false"):
+        raise ValueError("must be true or false")
+    return "1" if sharded == "false" else ""
+
+
+MAPPED = (
+    Foreign("model_id", means="model_name"),
+    Foreign("huggingface_hub_cache", means="hf_hub_cache", variable=False),
+    Foreign("sharded", means="num_shard", why="`false` is 1, `true` says nothing", convert=_shards_of),
+    Foreign("max_total_tokens", means="max_sequence_length"),
+    Foreign("max_batch_prefill_tokens", means="max_step_tokens"),
+    Foreign("max_batch_total_tokens", means="kv_cache_tokens"),
+    Foreign("validation_workers", means="tokenization_workers"),
+    Foreign(
+        "hostname", means="bind", variable=False
+    ),  # container engines set HOSTNAME to the container's name
+    Foreign("graceful_termination_timeout", means="shutdown_timeout"),
+    Foreign("hf_model_id", means="model_name", flag=False),
+    Foreign("hf_model_revision", means="revision", flag=False),
+    Foreign("hf_model_quantize", means="quantize", flag=False),
+    Foreign("sm_num_gpus", means="num_shard", flag=False),
+)
+WITHOUT_EFFECT = (
+    Foreign("tokenizer_config_path", why=NO_TEXT_TEMPLATES),
+    Foreign("tokenizer_name", why="the tokenizer is the model's own"),
+    Foreign("trust_remote_code", why="no code from a checkpoint is ever run", variable=False, switch=True),
+    Foreign(
+        "hf_model_trust_remote_code", why="no code from a checkpoint is ever run", flag=False, switch=True
+    ),
+    Foreign("disable_custom_kernels", why=OWN_KERNELS, variable=False, switch=True),
+    Foreign("max_best_of", why="a request gets one answer"),
+    Foreign("max_stop_sequences", why="a request may have 6 stop sequences of 240 bytes"),
+    Foreign("max_input_tokens", why="an input may be as long as max_sequence_length allows"),
+    Foreign("max_input_length", why="an input may be as long as max_sequence_length allows"),
+    Foreign("max_client_batch_size", why="max_concurrent_requests bounds the inputs of a call"),
+    Foreign("payload_limit", why="the gRPC port has a limit of its own"),
+    Foreign("max_image_fetch_size", why="inputs are text"),
+    Foreign("disable_grammar_support", why="guided decoding stays on", switch=True),
+    Foreign("enable_prefill_logprobs", why="a request may always ask for them", switch=True),
+    Foreign("waiting_served_ratio", why=CHUNKED),
+    Foreign("cuda_graphs", why="this version computes on CPUs"),
+    Foreign("cuda_memory_fraction", why="this version computes on CPUs"),
+    Foreign("speculate", why="this version does not speculate"),
+    Foreign("watermark_gamma", why=NO_WATERMARK),
+    Foreign("watermark_delta", why=NO_WATERMARK),
+    Foreign("prometheus_port", why="metrics are on the HTTP port"),
+    Foreign("cors_allow_origin", why="no browser can call gRPC"),
+    Foreign("usage_stats", why="this service never reports to anyone"),
+    Foreign("ngrok_authtoken", why=NO_TUNNEL),
+    Foreign("ngrok_edge", why=NO_TUNNEL),
+    Foreign("attention", why=OWN_KERNELS, flag=False),
+    Foreign("use_flash_attention", why=OWN_KERNELS, flag=False),
+    Foreign("prefix_caching", why="equal prefixes are always shared", flag=False),
+    Foreign("prefill_chunking", why=CHUNKED, flag=False),
+    Foreign("tgi_wiggle_room", why="the cache is counted in blocks, not estimated", flag=False),
+    Foreign("log_colorize", why="logs are plain text or JSON", flag=False),
+    Foreign("compute_type", why="it is not told to clients", flag=False),
+)
+REFUSED = (
+    Foreign(
+        "kv_cache_dtype", why="the cache has the type of the weights (--dtype): leave it out", refused=True
+    ),
+    Foreign("weights_cache_override", why="give that directory as --model-id", refused=True),
+    Foreign("rope_scaling", why=NO_SCALING, refused=True),
+    Foreign("rope_factor", why=NO_SCALING, refused=True),
+    Foreign("lora_adapters", why=NO_ADAPTERS, refused=True),
+    Foreign("api_key", why=NO_KEY, refused=True),
+    Foreign("ngrok", why=NO_TUNNEL, refused=True, switch=True),
+)
+TGI_NAMES = MAPPED + WITHOUT_EFFECT + REFUSED
+SHARED_SHORT_FLAG = "-g"  # TGI's --graceful-termination-timeout, our --grpc-port

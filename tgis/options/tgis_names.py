@@ -1,0 +1,141 @@
+"""What TGIS reads and we have no option for: every flag and variable of its three programs that is not in
+`tgis.config`, with the option it means or the reason why it has no effect."""
+
+import math
+
+from tgis.options.foreign import Foreign
+
+ALL = ("launcher", "serve")
+ROUTER = ("launcher", "router")
+TGIS_BLOCK_SIZE = 16  # tokens
+
+COUNTED = "the cache is counted in blocks, not estimated"
+OWN_KERNELS = "attention is always paged and unpadded, with the kernels of this service"
+NOT_COMPILED = "the model's code is not compiled"
+NO_SPECULATION = "this version does not speculate"
+NO_PROMPTS = "soft prompts are not served by this version"
+NO_QUANTIZATION = "quantized weights are not served by this version"
+ONE_HOST = "the ranks of one host meet through a file"
+NO_ONNX = "models are not run through ONNX"
+
+
+def _share(text: str, name: str, least: float, most: float, refusal: str) -> str | None:
+    """Why `text` is not a number from `least` to `most`."""
+    try:
+        value = float(text)
+    except ValueError:
+        return f"{name} must be a number, not {text!r}"
+    return None if math.isfinite(value) and least <= value <= most else refusal.format(value=value)
+
+
+def _padding(text: str) -> str | None:
+    refusal = "max_prefill_padding ({value}) must be a percentage in the range [0.0, 1.0]"
+    return _share(text, "max_prefill_padding", 0.0, 1.0, refusal)
+
+
+def _memory_fraction(text: str) -> str | None:
+    refusal = "cuda_process_memory_fraction must be in range 0 < x <= 1"
+    return _share(text, "cuda_process_memory_fraction", math.ulp(0.0), 1.0, refusal)
+
+
+def _estimate(text: str) -> str | None:
+    known = text in ("auto", "manual", "off")
+    return None if known else "valid options for ESTIMATE_MEMORY are auto, manual, and off"
+
+
+def _blocks_to_tokens(text: str) -> str:
+    return str(int(text) * TGIS_BLOCK_SIZE)
+
+
+def _variables(why: str, *names: str) -> tuple[Foreign, ...]:
+    """Variables without a flag and without effect, of the shards."""
+    return tuple(Foreign(name.lower(), why=why, commands=ALL, flag=False) for name in names)
+
+
+FLAGS = (
+    Foreign("max_prefill_padding", why="nothing is padded", commands=ROUTER, refusal_of=_padding),
+    Foreign("max_waiting_tokens", why="new requests join at every step", commands=ROUTER),
+    Foreign("batch_safety_margin", why=COUNTED, commands=ALL),
+    Foreign(
+        "cuda_process_memory_fraction",
+        short="-c",
+        why="this version computes on CPUs",
+        commands=ALL,
+        refusal_of=_memory_fraction,
+    ),
+    Foreign("master_addr", why=ONE_HOST),
+    Foreign("master_port", why=ONE_HOST),
+    Foreign("prefix_store_path", why=NO_PROMPTS, commands=ALL),
+    Foreign("prompt_cache_size_mb", why=NO_PROMPTS, commands=ALL),
+    Foreign("max_prompt_prefix_length", why=NO_PROMPTS, commands=ALL),
+    Foreign("adapter_cache", why="adapters are not served by this version"),
+    Foreign(
+        "master_shard_uds_path",
+        means="shard_uds_path",
+        why="without the `-0` at its end",
+        commands=("router",),
+        convert=lambda text: text.removesuffix("-0"),
+    ),
+    Foreign("max_new_tokens", why="the router keeps this limit", commands=("serve",), variable=False),
+    Foreign(
+        "quantize",
+        why=f"{NO_QUANTIZATION}: give an unquantized checkpoint",
+        refused=True,
+        commands=("serve",),
+        variable=False,
+    ),
+)
+VARIABLES = (
+    Foreign(
+        "kv_cache_manager_num_gpu_blocks",
+        means="kv_cache_tokens",
+        why="a block is 16 tokens",
+        commands=ALL,
+        flag=False,
+        convert=_blocks_to_tokens,
+    ),
+    *_variables(
+        "batches have no weight; the cache is counted in blocks", "MAX_BATCH_WEIGHT", "MAX_PREFILL_WEIGHT"
+    ),
+    *_variables(OWN_KERNELS, "FLASH_ATTENTION", "PAGED_ATTENTION", "TRANSFORMERS_ATTN_IMPL"),
+    *_variables(OWN_KERNELS, "DISABLE_CUSTOM_KERNELS"),
+    *_variables(NOT_COMPILED, "PT2_COMPILE"),
+    *_variables("no code from a checkpoint is ever run", "TRUST_REMOTE_CODE"),
+    *_variables("nothing is padded", "CUDA_PAD_TO_MULT_OF_8"),
+    *_variables("there is nothing to compact", "COMPACT_BEFORE_PREFILL"),
+    Foreign("estimate_memory", why=COUNTED, commands=ALL, flag=False, refusal_of=_estimate),
+    *_variables(
+        COUNTED,
+        "ESTIMATE_MEMORY_BATCH_SIZE",
+        "ESTIMATE_MEMORY_MIN_SAMPLES",
+        "ESTIMATE_MEMORY_START_SEQ_LEN",
+        "ESTIMATE_MEMORY_STOP_SEQ_LEN",
+        "ESTIMATE_MEMORY_FIT_THRESHOLD",
+        "ESTIMATE_MEMORY_NEW_TOKENS",
+        "ESTIMATE_MEMORY_NEW_TOKEN_SAMPLES",
+    ),
+    *_variables("this version computes on CPUs", "LOG_GPU_USAGE_INTERVAL"),
+    *_variables("logits are always processed in float32", "FP32_LOGITS_PROCESS"),
+    *_variables("there is one way of computing, and it is exact", "BLOOM_SLOW_BUT_EXACT"),
+    *_variables(NO_QUANTIZATION, "DISABLE_EXLLAMA", "EXLLAMA_VERSION", "GPTQ_CUDA_TYPE"),
+    *_variables(NO_ONNX, "MERGE_ONNX_GRAPHS", "OPTIMIZE_ONNX_MODEL"),
+    *_variables(
+        NO_SPECULATION,
+        "SPECULATOR_NAME",
+        "SPECULATOR_REVISION",
+        "SPECULATOR_N_CANDIDATES",
+        "SPECULATOR_TOP_K_TOKENS_PER_HEAD",
+        "SPECULATOR_MAX_BATCH_SIZE",
+    ),
+    *_variables("there is no fake process group", "DEBUG"),
+)
+TGIS_NAMES = FLAGS + VARIABLES
+
+# Read by the libraries in the shards, not by us: they reach them as they are.
+PASSED_ON = {
+    "PYTORCH_CUDA_ALLOC_CONF": "torch",
+    "NCCL_ASYNC_ERROR_HANDLING": "torch",
+    "TORCH_NCCL_AVOID_RECORD_STREAMS": "torch",
+    "SAFETENSORS_FAST_GPU": "safetensors",
+    "OTEL_SERVICE_NAME": "the router, where the launcher gives it no name",
+}
