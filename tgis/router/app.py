@@ -15,12 +15,13 @@ import uvloop
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from tgis.config import RouterConfig
+from tgis.config import SERVICE_NAME, RouterConfig
 from tgis.pb import generation_pb2, shard_pb2
 from tgis.pb.generation_pb2_grpc import add_GenerationServiceServicer_to_server
 from tgis.ports import PortError, listen
 from tgis.router.blocks import BlockPool
 from tgis.router.budget import StepBudget
+from tgis.router.calls import Accounts
 from tgis.router.detokenizer import Vocabulary
 from tgis.router.engine import Engine
 from tgis.router.grpc_api import GenerationService
@@ -29,7 +30,9 @@ from tgis.router.http_api import http_app
 from tgis.router.metrics import MetricLimits, Metrics
 from tgis.router.permits import Permits
 from tgis.router.shards import Shards
+from tgis.router.tls import server_credentials
 from tgis.router.tokenizer import Tokenizer
+from tgis.router.tracing import open_tracing
 from tgis.router.validation import Limits, Validator
 
 logger = logging.getLogger(__name__)
@@ -55,6 +58,7 @@ class _Router:
     def __init__(self, config: RouterConfig) -> None:
         self._config = config
         self._metrics = Metrics(_metric_limits(config))
+        self._tracing = open_tracing(config.otlp_endpoint, config.otlp_service_name or SERVICE_NAME)
         self._health = health.aio.HealthServicer()
         self._permits = Permits(config.max_concurrent_requests)
         self._engine: Engine | None = None
@@ -69,7 +73,7 @@ class _Router:
             asyncio.get_running_loop().add_signal_handler(number, self._draining.set)
         await self._set_health(False)
         server = grpc.aio.server(interceptors=[Door(f"/{SERVICE}/")], options=GRPC_OPTIONS)
-        grpc_port = _open_grpc_port(server, config.bind, config.grpc_port)
+        grpc_port = _open_grpc_port(server, config)
         async with self._http_server() as http_port:
             try:
                 info = await self._unless_draining(shards.connect())
@@ -84,6 +88,7 @@ class _Router:
             finally:
                 await shards.close()
                 tokenizer.close()
+                await asyncio.to_thread(self._tracing.close)
 
     async def _unless_draining(self, waiting: Coroutine[Any, Any, T]) -> T | None:
         """What `waiting` gives, or None when the router is told to stop before."""
@@ -149,7 +154,7 @@ class _Router:
             validator,
             tokenizer,
             self._permits,
-            self._metrics,
+            Accounts(self._metrics, self._tracing, config.log_text_chars),
             kinds.DECODER_ONLY if is_decoder else kinds.ENCODER_DECODER,
         )
         add_GenerationServiceServicer_to_server(service, server)
@@ -201,8 +206,12 @@ def _limits(config: RouterConfig, info: shard_pb2.InfoResponse, tokenizer: Token
     )
 
 
-def _open_grpc_port(server: grpc.aio.Server, host: str, port: int) -> int:
+def _open_grpc_port(server: grpc.aio.Server, config: RouterConfig) -> int:
+    address = f"{config.bind}:{config.grpc_port}"
+    tls = server_credentials(config.tls_cert_path, config.tls_key_path, config.tls_client_ca_cert_path)
     try:
-        return server.add_insecure_port(f"{host}:{port}")
+        return server.add_secure_port(address, tls) if tls else server.add_insecure_port(address)
     except RuntimeError as error:
-        raise PortError(f"port {port} on {host} cannot be opened; is it in use?") from error
+        raise PortError(
+            f"port {config.grpc_port} on {config.bind} cannot be opened; is it in use?"
+        ) from error

@@ -1,28 +1,57 @@
-"""Accounts for generation calls: every call, refusal, failure and finished input is counted and timed once,
-at the moment and under the labels of TGIS."""
+"""Accounts for generation calls: every call, refusal, failure and finished input is counted, timed, traced
+and logged once, at the moments and under the labels of TGIS."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 from tgis.router.errors import OverloadedError, RequestError, RouterError
-from tgis.router.events import Output
+from tgis.router.events import InputTokens, Output
 from tgis.router.metrics import Metrics
-from tgis.router.sequence import Sequence
+from tgis.router.request_log import CallLog, GenerationCall, InputLog, correlation_id
+from tgis.router.sequence import Sequence, StopReason
+from tgis.router.tracing import Span, Tracing
 from tgis.router.validation import Request
 
 MISSING_REQUEST = "missing request"
 
 
+@dataclass(frozen=True)
+class Accounts:
+    """Where calls are accounted for."""
+
+    metrics: Metrics
+    tracing: Tracing
+    log_text_chars: int
+    """How much of a text a log line may show."""
+
+    @contextmanager
+    def open(
+        self, request: GenerationCall, method: str, kind: str, metadata: Iterable[tuple[str, str | bytes]]
+    ) -> "Iterator[Call]":
+        """A call begins; what ends it early passes through. `kind` is single, batch or stream."""
+        log = CallLog(request, correlation_id(metadata), self.log_text_chars)
+        with self.tracing.call(method, metadata) as span, log:
+            span.set_request(request, log.request_id, log.correlation_id)
+            call = Call(self.metrics, log, span, kind)
+            with call.counting_failures():
+                yield call
+
+
 class Call:
     """One call from its start to its end."""
 
-    def __init__(self, metrics: Metrics, kind: str, num_inputs: int) -> None:
-        """`kind` is single, batch or stream."""
-        self._metrics, self._kind, self._started_at = metrics, kind, time.monotonic()
+    def __init__(self, metrics: Metrics, log: CallLog, span: Span, kind: str) -> None:
+        self._metrics, self._log, self._span, self._kind = metrics, log, span, kind
         metrics.request_count.add(kind)
-        if num_inputs:
-            metrics.request_input_count.add(amount=num_inputs)
+        if log.texts:
+            metrics.request_input_count.add(amount=len(log.texts))
+
+    @property
+    def texts(self) -> list[str]:
+        """The inputs, in order."""
+        return self._log.texts
 
     @contextmanager
     def counting_failures(self) -> Iterator[None]:
@@ -44,17 +73,28 @@ class Call:
     def accept(self, request: Request, sequences: list[Sequence]) -> None:
         """All inputs have been validated."""
         metrics = self._metrics
-        metrics.request_validation_duration.observe(time.monotonic() - self._started_at)
+        metrics.request_validation_duration.observe(time.monotonic() - self._log.started_at)
         for sequence in sequences:
             metrics.request_input_length.observe(sequence.prompt_len)
             metrics.request_max_new_tokens.observe(request.stopping.max_new_tokens)
+        self._log.accept()
 
-    def finish(self, sequence: Sequence, last: Output) -> None:
-        """An input has ended with a stop reason."""
+    def input(self, index: int, sequence: Sequence) -> InputLog:
+        """To be told the events of the input at `index`, and what ends it early."""
+        return self._log.input(index, sequence)
+
+    def take(self, event: InputTokens | Output, log: InputLog) -> None:
+        """The next event of an input, before anybody else sees it."""
+        if isinstance(event, Output) and event.reason is not StopReason.NOT_FINISHED:
+            self._count(log.sequence, event)
+            self._span.finish(log.sequence, event)
+        log.add(event)
+
+    def _count(self, sequence: Sequence, last: Output) -> None:
         metrics, timings, num_generated = self._metrics, last.timings, last.num_generated
         assert timings is not None, "the last output has timings"
         metrics.request_success.add(last.reason.name, self._kind)
-        metrics.request_duration.observe(time.monotonic() - self._started_at)
+        metrics.request_duration.observe(time.monotonic() - self._log.started_at)
         metrics.request_generated_tokens.observe(num_generated)
         metrics.request_total_tokens.observe(sequence.prompt_len + num_generated)
         if num_generated:

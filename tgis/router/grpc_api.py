@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable
 from contextlib import aclosing
 from typing import Any
 
@@ -10,14 +10,13 @@ import grpc
 
 from tgis.pb import generation_pb2 as pb
 from tgis.pb.generation_pb2_grpc import GenerationServiceServicer
-from tgis.router.calls import MISSING_REQUEST, Call
+from tgis.router.calls import MISSING_REQUEST, Accounts, Call
 from tgis.router.engine import Engine
 from tgis.router.errors import RequestError, RouterError
 from tgis.router.events import Failed, InputTokens, Output
-from tgis.router.metrics import Metrics
 from tgis.router.permits import Permits
 from tgis.router.responses import ResponseWriter, Result, tokenize_response
-from tgis.router.sequence import Sequence, StopReason
+from tgis.router.sequence import Sequence
 from tgis.router.tokenizer import Tokenizer
 from tgis.router.validation import Request, Validator, check_parameters
 
@@ -33,37 +32,39 @@ class GenerationService(GenerationServiceServicer):
         validator: Validator,
         tokenizer: Tokenizer,
         permits: Permits,
-        metrics: Metrics,
+        accounts: Accounts,
         model_kind: pb.ModelInfoResponse.ModelKind,
     ) -> None:
         self._engine, self._validator, self._tokenizer = engine, validator, tokenizer
-        self._permits, self._metrics, self._model_kind = permits, metrics, model_kind
+        self._permits, self._accounts, self._model_kind = permits, accounts, model_kind
         self._writer = ResponseWriter(tokenizer)
 
     async def Generate(
         self, request: pb.BatchedGenerationRequest, context: Context
     ) -> pb.BatchedGenerationResponse:
-        texts = [item.text for item in request.requests]
-        call = Call(self._metrics, "single" if len(texts) == 1 else "batch", len(texts))
-        if not texts:
-            return pb.BatchedGenerationResponse()
-        with call.counting_failures(), self._permits.hold(len(texts)):
-            checked, sequences = await self._check(texts, request)
-            call.accept(checked, sequences)
-            results = await self._collect_all(sequences, call)
+        kind = "single" if len(request.requests) == 1 else "batch"
+        with self._accounts.open(request, "Generate", kind, _metadata(context)) as call:
+            if not (texts := call.texts):
+                return pb.BatchedGenerationResponse()
+            with self._permits.hold(len(texts)):
+                checked, sequences = await self._check(texts, request)
+                call.accept(checked, sequences)
+                results = await self._collect_all(sequences, call)
         echoed = texts if checked.input_text else [""] * len(texts)
         return pb.BatchedGenerationResponse(responses=map(self._writer.unary, results, echoed))
 
     async def GenerateStream(
         self, request: pb.SingleGenerationRequest, context: Context
     ) -> AsyncIterator[pb.GenerationResponse]:
-        call, text = Call(self._metrics, "stream", 1), request.request.text
-        with call.counting_failures(), self._permits.hold(1):
+        with (
+            self._accounts.open(request, "GenerateStream", "stream", _metadata(context)) as call,
+            self._permits.hold(1),
+        ):
             if not request.HasField("request"):
                 raise RequestError(MISSING_REQUEST)
-            checked, [sequence] = await self._check([text], request)
+            checked, [sequence] = await self._check(call.texts, request)
             call.accept(checked, [sequence])
-            yield self._writer.header(sequence, text if checked.input_text else "")
+            yield self._writer.header(sequence, call.texts[0] if checked.input_text else "")
             async with aclosing(self._events(sequence, call)) as events:
                 async for event in events:
                     if (response := self._writer.message(event, sequence)) is not None:
@@ -72,23 +73,26 @@ class GenerationService(GenerationServiceServicer):
     async def Tokenize(
         self, request: pb.BatchedTokenizeRequest, context: Context
     ) -> pb.BatchedTokenizeResponse:
-        started_at, texts, metrics = time.monotonic(), [item.text for item in request.requests], self._metrics
+        started_at, texts = time.monotonic(), [item.text for item in request.requests]
+        metrics = self._accounts.metrics
         metrics.tokenize_count.add()
         metrics.tokenize_input_count.add(amount=len(texts))
-        encodings = await self._tokenizer.encode(texts)
-        # Off the event loop: the tokens and offsets of megabytes take seconds to write down.
-        answer = await asyncio.to_thread(tokenize_response, texts, encodings, request)
+        with self._accounts.tracing.call("Tokenize", _metadata(context)):
+            encodings = await self._tokenizer.encode(texts)
+            # Off the event loop: the tokens and offsets of megabytes take seconds to write down.
+            answer = await asyncio.to_thread(tokenize_response, texts, encodings, request)
         metrics.tokenize_tokens.observe(sum(response.token_count for response in answer.responses))
         metrics.tokenize_duration.observe(time.monotonic() - started_at)
         return answer
 
     async def ModelInfo(self, request: pb.ModelInfoRequest, context: Context) -> pb.ModelInfoResponse:
         limits = self._validator.limits
-        return pb.ModelInfoResponse(
-            model_kind=self._model_kind,
-            max_sequence_length=limits.max_sequence_length,
-            max_new_tokens=limits.max_new_tokens,
-        )
+        with self._accounts.tracing.call("ModelInfo", _metadata(context)):
+            return pb.ModelInfoResponse(
+                model_kind=self._model_kind,
+                max_sequence_length=limits.max_sequence_length,
+                max_new_tokens=limits.max_new_tokens,
+            )
 
     async def _check(
         self, texts: list[str], request: pb.BatchedGenerationRequest | pb.SingleGenerationRequest
@@ -98,31 +102,40 @@ class GenerationService(GenerationServiceServicer):
         adapter_id = request.adapter_id if request.HasField("adapter_id") else None
         return checked, await self._validator.sequences(texts, checked, prefix_id, adapter_id)
 
-    async def _events(self, sequence: Sequence, call: Call) -> AsyncGenerator[InputTokens | Output, None]:
-        """Of one generation; one that fails raises RouterError."""
-        async with aclosing(self._engine.generate(sequence)) as events:
-            async for event in events:
-                if isinstance(event, Failed):
-                    raise _error(event)
-                if isinstance(event, Output) and event.reason is not StopReason.NOT_FINISHED:
-                    call.finish(sequence, event)
-                yield event
+    async def _events(
+        self, sequence: Sequence, call: Call, index: int = 0
+    ) -> AsyncGenerator[InputTokens | Output, None]:
+        """Of the input at `index` of a call; one that fails raises RouterError."""
+        with call.input(index, sequence) as log:
+            async with aclosing(self._engine.generate(sequence)) as events:
+                async for event in events:
+                    if isinstance(event, Failed):
+                        raise _error(event)
+                    call.take(event, log)
+                    yield event
 
     async def _collect_all(self, sequences: list[Sequence], call: Call) -> list[Result]:
         """All or nothing: the first failure cancels the rest."""
         try:
             async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(self._collect(sequence, call)) for sequence in sequences]
+                tasks = [
+                    group.create_task(self._collect(sequence, call, index))
+                    for index, sequence in enumerate(sequences)
+                ]
         except ExceptionGroup as failures:
             raise failures.exceptions[0] from None
         return [task.result() for task in tasks]
 
-    async def _collect(self, sequence: Sequence, call: Call) -> Result:
+    async def _collect(self, sequence: Sequence, call: Call, index: int) -> Result:
         result = Result(sequence)
-        async with aclosing(self._events(sequence, call)) as events:
+        async with aclosing(self._events(sequence, call, index)) as events:
             async for event in events:
                 result.add(event)
         return result
+
+
+def _metadata(context: Context) -> Iterable[tuple[str, str | bytes]]:
+    return context.invocation_metadata() or ()
 
 
 def _error(failed: Failed) -> RouterError:

@@ -31,14 +31,15 @@ class Metrics:
     def __init__(self, limits: MetricLimits) -> None:
         self.registry = CollectorRegistry()
         self.catalogue: list[Series] = []
-        self._declare_requests(limits)
+        self._declare_requests()
+        self._declare_lengths(limits)
+        self._declare_durations()
         self._declare_batches(limits)
+        self._declare_steps()
         self._declare_tokenize()
         self._declare_state()
 
-    def _declare_requests(self, limits: MetricLimits) -> None:
-        lengths = _equal_steps(limits.max_sequence_length)
-        outputs = _equal_steps(limits.max_new_tokens)
+    def _declare_requests(self) -> None:
         self.request_count = self._counter(
             "tgi_request_count", "Generation calls, at their start; kind is single, batch or stream", "kind"
         )
@@ -54,6 +55,13 @@ class Metrics:
             "time limit passed before anything was computed (timeout; these are successes too)",
             "err",
         )
+        self.prompt_load_failure = self._counter(
+            "tgi_prompt_load_failure", "Look-ups of soft prompts that failed"
+        )
+
+    def _declare_lengths(self, limits: MetricLimits) -> None:
+        lengths = _equal_steps(limits.max_sequence_length)
+        outputs = _equal_steps(limits.max_new_tokens)
         self.request_raw_input_length = self._summary(
             "tgi_request_raw_input_length", "Tokens of each input before truncation, refused ones too"
         )
@@ -62,6 +70,17 @@ class Metrics:
         )
         self.request_max_new_tokens = self._histogram(
             "tgi_request_max_new_tokens", "max_new_tokens of each accepted input, as requested", outputs
+        )
+        self.request_generated_tokens = self._histogram(
+            "tgi_request_generated_tokens", "Generated tokens of each successful input", outputs
+        )
+        self.request_total_tokens = self._histogram(
+            "tgi_request_total_tokens", "Input and generated tokens of each successful input", lengths
+        )
+
+    def _declare_durations(self) -> None:
+        self.request_duration = self._duration(
+            "tgi_request_duration", "Seconds from the start of a call to the end of each successful input"
         )
         self.request_validation_duration = self._duration(
             "tgi_request_validation_duration", "Seconds from the start of a call until all of it is validated"
@@ -75,15 +94,6 @@ class Metrics:
         self.request_mean_time_per_token_duration = self._duration(
             "tgi_request_mean_time_per_token_duration", "Seconds of inference per generated token, per input"
         )
-        self.request_duration = self._duration(
-            "tgi_request_duration", "Seconds from the start of a call to the end of each successful input"
-        )
-        self.request_generated_tokens = self._histogram(
-            "tgi_request_generated_tokens", "Generated tokens of each successful input", outputs
-        )
-        self.request_total_tokens = self._histogram(
-            "tgi_request_total_tokens", "Input and generated tokens of each successful input", lengths
-        )
         self.first_token_duration = self._duration(
             "tgi_request_time_to_first_token_duration", "Seconds from acceptance to the first token"
         )
@@ -93,13 +103,9 @@ class Metrics:
         self.prompt_load_duration = self._duration(
             "tgi_prompt_load_duration", "Seconds of each look-up of a soft prompt that found it"
         )
-        self.prompt_load_failure = self._counter(
-            "tgi_prompt_load_failure", "Look-ups of soft prompts that failed"
-        )
 
     def _declare_batches(self, limits: MetricLimits) -> None:
         sizes = range(1, limits.max_batch_size + 1)
-        of_method = "method", "makeup"
         self.batch_count = self._counter(
             "tgi_batch_inference_count",
             "Steps sent to the shards; one with prompt and decode tokens counts under both methods",
@@ -120,22 +126,6 @@ class Metrics:
             sizes,
             "method",
         )
-        self.batch_duration = self._duration(
-            "tgi_batch_inference_duration",
-            "Seconds of a step until its answer, beginning with the answer before where it was sent ahead; "
-            "of a mixed step under prefill",
-            *of_method,
-        )
-        self.forward_duration = self._duration(
-            "tgi_batch_inference_forward_duration",
-            "Seconds the shards computed a step; of a mixed step under prefill",
-            *of_method,
-        )
-        self.tokproc_duration = self._duration(
-            "tgi_batch_inference_tokproc_duration",
-            "Seconds the router took to apply a step's answer; of a mixed step under prefill",
-            *of_method,
-        )
         self.batch_next_tokens = self._summary(
             "tgi_batch_next_tokens", "Prompt tokens computed by each step that computes any"
         )
@@ -152,6 +142,25 @@ class Metrics:
             ("tgi_prefill_padding_limit_exceeded", "Stays 0: nothing is padded"),
         ):
             self._counter(name, help)
+
+    def _declare_steps(self) -> None:
+        of_method = "method", "makeup"
+        self.batch_duration = self._duration(
+            "tgi_batch_inference_duration",
+            "Seconds of a step until its answer, beginning with the answer before where it was sent ahead; "
+            "of a mixed step under prefill",
+            *of_method,
+        )
+        self.forward_duration = self._duration(
+            "tgi_batch_inference_forward_duration",
+            "Seconds the shards computed a step; of a mixed step under prefill",
+            *of_method,
+        )
+        self.tokproc_duration = self._duration(
+            "tgi_batch_inference_tokproc_duration",
+            "Seconds the router took to apply a step's answer; of a mixed step under prefill",
+            *of_method,
+        )
 
     def _declare_tokenize(self) -> None:
         self.tokenize_count = self._counter("tgi_tokenize_request_count", "Tokenize calls, at their start")

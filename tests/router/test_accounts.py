@@ -1,0 +1,143 @@
+"""What a real router's log and a real collector get to know of the calls, and what they do not."""
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+
+from tests.router.conftest import Setup, start_router, stop_router
+from tests.router.test_grpc_api import batch, expected_text, expected_tokens, single, stopping
+from tests.router.test_tracing import PARENT_ID, TRACE_ID, TRACEPARENT, Collector, collector, values
+from tgis.pb import generation_pb2 as pb
+
+__all__ = ["collector"]
+
+PROMPT = "girl bread fox"
+CORRELATION = (("x-correlation-id", "abc-123"),)
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., Setup]]:
+    """Starts routers that log JSON; flags are given."""
+    running: list[Setup] = []
+
+    def run(*flags: str) -> Setup:
+        running.append(start_router(tmp_path, 1, "--json-output", *flags))
+        return running[-1]
+
+    yield run
+    for setup in running:
+        stop_router(setup)
+
+
+def lines(setup: Setup, count: int) -> list[dict[str, object]]:
+    """The log lines of requests, once there are so many."""
+    deadline = time.monotonic() + 5
+    while True:
+        records = [json.loads(line) for line in setup.service.lines if line.startswith("{")]
+        found = [record for record in records if "request_id" in record]
+        if len(found) >= count:
+            assert len(found) == count, found
+            return found
+        assert time.monotonic() < deadline, setup.service.output
+        time.sleep(0.02)
+
+
+def test_one_line_per_input(start: Callable[..., Setup]) -> None:
+    setup = start()
+    [response] = setup.stub.Generate(batch(PROMPT, stopping=stopping(7)), metadata=CORRELATION).responses
+    [line] = lines(setup, 1)
+    num, reason = response.generated_token_count, pb.StopReason.Name(response.stop_reason)
+    size = len(response.text.encode())
+    assert line["message"] == f"Request generated {num} tokens before {reason}, output {size} bytes"
+    assert line["level"] == "INFO"
+    wanted = {"correlation_id": "abc-123", "input_bytes": len(PROMPT), "output_tokens": num}
+    assert wanted.items() <= line.items()
+    assert line["input_tokens"] == response.input_token_count
+    times = [line[f"{name}_time_ms"] for name in ("validation", "queue", "inference", "total")]
+    assert all(isinstance(seconds, float) and seconds >= 0 for seconds in times)
+    assert sum(times[:3]) <= times[3] + 1  # type: ignore[arg-type]
+
+    setup.stub.Generate(batch("a", "b", stopping=stopping(1)))
+    list(setup.stub.GenerateStream(single("c", stopping=stopping(1))))
+    kinds = [str(line["message"]).split(" generated")[0] for line in lines(setup, 4)[1:]]
+    assert sorted(kinds[:2]) == ["Sub-request 1 from batch of 2", "Sub-request 2 from batch of 2"]
+    assert kinds[2] == "Streaming response"
+
+
+def test_failures_and_cancellations_are_one_line_each(start: Callable[..., Setup]) -> None:
+    setup = start()
+    with pytest.raises(grpc.RpcError):
+        setup.stub.Generate(batch("a", "b", stopping=stopping(1, min_new_tokens=2)))
+    [line] = lines(setup, 1)
+    assert line["level"] == "ERROR"
+    text = "Batch of 2 failed with INVALID_ARGUMENT: min_new_tokens must be <= max_new_tokens"
+    assert line["message"] == text
+    setup.shards[0].step_s = 0.05
+    for cancel in (cancel_stream, cancel_unary):
+        cancel(setup)
+    cancelled = lines(setup, 3)[1:]
+    assert [line["level"] for line in cancelled] == ["WARNING"] * 2
+    assert all(line["stop_reason"] == "CANCELLED" for line in cancelled)
+
+
+def cancel_stream(setup: Setup) -> None:
+    call = setup.stub.GenerateStream(single("a", stopping=stopping(190, min_new_tokens=190)))
+    next(call)
+    next(call)
+    call.cancel()
+
+
+def cancel_unary(setup: Setup) -> None:
+    call = setup.stub.Generate.future(batch("a", stopping=stopping(190, min_new_tokens=190)))
+    time.sleep(0.3)
+    call.cancel()
+
+
+def test_texts_are_shown_as_far_as_allowed(start: Callable[..., Setup]) -> None:
+    text = expected_text(setup := start(), expected_tokens(setup, PROMPT, 30))
+    setup.stub.Generate(batch(PROMPT, stopping=stopping(30)))
+    lines(setup, 1)
+    assert PROMPT not in setup.service.output
+    assert text[:4] not in setup.service.output
+
+    setup = start("--log-text-chars", "9")
+    setup.stub.Generate(batch(PROMPT, stopping=stopping(30)))
+    [line] = lines(setup, 1)
+    assert line["input"] == PROMPT[:9]
+    assert str(line["message"]).endswith(f"bytes: {text[:9]}")
+
+
+def test_spans_reach_the_collector(start: Callable[..., Setup], collector: tuple[Collector, str]) -> None:
+    servicer, address = collector
+    setup = start("--otlp-endpoint", f"http://{address}", "--otlp-service-name", "ours")
+    metadata = (("traceparent", TRACEPARENT), *CORRELATION)
+    [response] = setup.stub.Generate(batch(PROMPT), metadata=metadata).responses
+    with pytest.raises(grpc.RpcError):
+        setup.stub.Generate(batch(PROMPT, stopping=stopping(1, min_new_tokens=2)))
+    list(setup.stub.GenerateStream(single(PROMPT)))
+    setup.stub.Tokenize(pb.BatchedTokenizeRequest())
+    setup.stub.ModelInfo(pb.ModelInfoRequest())
+    stop_router(setup)  # which sends what is queued
+    assert servicer.resource["service.name"] == "ours"
+    first, refused, stream, *others = servicer.spans
+    assert (first.trace_id.hex(), first.parent_span_id.hex()) == (TRACE_ID, PARENT_ID)
+    assert not stream.parent_span_id
+    attributes = values(first.attributes)
+    assert attributes["gen_ai.usage.output_tokens"] == response.generated_token_count
+    assert attributes["gen_ai.usage.input_tokens"] == response.input_token_count
+    assert values(refused.attributes)["rpc.grpc.status_code"] == grpc.StatusCode.INVALID_ARGUMENT.value[0]
+    names = [span.name.rsplit("/")[1] for span in (first, refused, stream, *others)]
+    assert names == ["Generate", "Generate", "GenerateStream", "Tokenize", "ModelInfo"]
+    assert PROMPT.encode() not in b"".join(request.SerializeToString() for request in servicer.requests)
+
+
+def test_a_dead_collector_stops_nothing(start: Callable[..., Setup]) -> None:
+    setup = start("--otlp-endpoint", "http://127.0.0.1:9")
+    assert setup.stub.Generate(batch(PROMPT)).responses
+    began = time.monotonic()
+    assert stop_router(setup) == 0
+    assert time.monotonic() - began < 5

@@ -1,0 +1,500 @@
+"""Spans as a real collector gets them over a real socket, and what a collector costs that does not answer."""
+
+import asyncio
+import logging
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing, contextmanager, suppress
+
+import grpc
+import pytest
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
+    ExportTraceServiceRequest,
+    ExportTraceServiceResponse,
+)
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2_grpc import (
+    TraceServiceServicer,
+    add_TraceServiceServicer_to_server,
+)
+from opentelemetry.proto.trace.v1 import trace_pb2
+
+from tgis.pb import generation_pb2 as pb
+from tgis.pb.generation_pb2_grpc import (
+    GenerationServiceServicer,
+    GenerationServiceStub,
+    add_GenerationServiceServicer_to_server,
+)
+from tgis.router.errors import (
+    GenerationError,
+    OverloadedError,
+    RequestError,
+    RouterError,
+    StartupError,
+    UnavailableError,
+)
+from tgis.router.events import Output, Timings
+from tgis.router.otlp import CLOSE_S, MAX_BATCH_SPANS, MAX_QUEUED_SPANS
+from tgis.router.request_log import correlation_id
+from tgis.router.sequence import Sequence, Stopping, StopReason
+from tgis.router.tracing import NoTracing, Tracing, open_tracing
+
+TRACE_ID, PARENT_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+TRACEPARENT = f"00-{TRACE_ID}-{PARENT_ID}-01"
+SECRET = "a-text-nobody-may-see"
+SERVER_SPAN = trace_pb2.Span.SPAN_KIND_SERVER
+
+
+class Collector(TraceServiceServicer):
+    """Keeps what it gets; `open_gate` is when it starts to answer."""
+
+    def __init__(self) -> None:
+        self.requests: list[ExportTraceServiceRequest] = []
+        self.open_gate = threading.Event()
+        self.open_gate.set()
+        self.asked = threading.Event()
+
+    def Export(
+        self, request: ExportTraceServiceRequest, context: grpc.ServicerContext
+    ) -> ExportTraceServiceResponse:
+        self.asked.set()
+        self.open_gate.wait(20)
+        self.requests.append(request)
+        return ExportTraceServiceResponse()
+
+    @property
+    def spans(self) -> list[trace_pb2.Span]:
+        groups = [scope for request in self.requests for scope in request.resource_spans]
+        return [span for group in groups for scope in group.scope_spans for span in scope.spans]
+
+    @property
+    def resource(self) -> dict[str, object]:
+        return values(self.requests[0].resource_spans[0].resource.attributes)
+
+
+@pytest.fixture
+def collector() -> Iterator[tuple[Collector, str]]:
+    server = grpc.server(ThreadPoolExecutor(4))
+    servicer = Collector()
+    add_TraceServiceServicer_to_server(servicer, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    yield servicer, f"127.0.0.1:{port}"
+    servicer.open_gate.set()
+    server.stop(None).wait()
+
+
+@contextmanager
+def listening() -> Iterator[tuple[socket.socket, str]]:
+    """A port that accepts connections and never says anything."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        yield listener, f"127.0.0.1:{listener.getsockname()[1]}"
+
+
+def values(attributes: object) -> dict[str, object]:
+    return {pair.key: value(pair.value) for pair in attributes}  # type: ignore[attr-defined]
+
+
+def value(wrapped: object) -> object:
+    kind = wrapped.WhichOneof("value")  # type: ignore[attr-defined]
+    inner = getattr(wrapped, kind)
+    return [value(one) for one in inner.values] if kind == "array_value" else inner
+
+
+def batch(*texts: str, **params: object) -> pb.BatchedGenerationRequest:
+    requests = [pb.GenerationRequest(text=text) for text in texts]
+    return pb.BatchedGenerationRequest(
+        model_id="a-model", prefix_id="a-prefix", requests=requests, params=pb.Parameters(**params)
+    )
+
+
+def single() -> pb.SingleGenerationRequest:
+    return pb.SingleGenerationRequest(request=pb.GenerationRequest(text=SECRET))
+
+
+def ended(prompt_len: int, num_generated: int, reason: StopReason, *times: float) -> tuple[Sequence, Output]:
+    """Times until the first step, the first token and the end."""
+    sequence = Sequence([1] * prompt_len, Stopping(max_new_tokens=9))
+    return sequence, Output(SECRET, None, num_generated, reason, timings=Timings(*times))
+
+
+def one_call(tracing: Tracing, **metadata: str) -> None:
+    with tracing.call("Generate", metadata.items()) as span:
+        span.set_request(single(), "r1", "<none>")
+        span.finish(*ended(1, 1, StopReason.MAX_TOKENS, 0.0, 0.1, 0.2))
+
+
+def test_a_call_as_the_collector_sees_it(collector: tuple[Collector, str]) -> None:
+    servicer, address = collector
+    tracing = open_tracing(f"http://{address}", "my-service")
+    metadata = [
+        ("user-agent", "test"),
+        ("traceparent", TRACEPARENT),
+        ("tracestate", "vendor=value,other=1"),
+        ("traceparent-bin", b"\xff"),
+    ]
+    request = batch(
+        SECRET,
+        "é",
+        method=pb.SAMPLE,
+        sampling=pb.SamplingParameters(temperature=0.5, top_k=7, top_p=0.25, seed=11),
+        stopping=pb.StoppingCriteria(max_new_tokens=30, stop_sequences=[SECRET, "b"]),
+        decoding=pb.DecodingParameters(regex=SECRET),
+    )
+    before = time.time_ns()
+    with tracing.call("Generate", metadata) as span:
+        span.set_request(request, "request-1", "correlation-1")
+        span.finish(*ended(5, 3, StopReason.EOS_TOKEN, 0.5, 0.75, 1.0))
+        span.finish(*ended(2, 8, StopReason.MAX_TOKENS, 0.25, 1.5, 2.0))
+    tracing.close()
+    [span_read] = servicer.spans
+    assert (span_read.name, span_read.kind) == ("fmaas.GenerationService/Generate", SERVER_SPAN)
+    assert (span_read.trace_id.hex(), span_read.parent_span_id.hex()) == (TRACE_ID, PARENT_ID)
+    assert span_read.trace_state == "vendor=value,other=1"
+    assert before <= span_read.start_time_unix_nano <= span_read.end_time_unix_nano <= time.time_ns()
+    assert span_read.status.code == trace_pb2.Status.STATUS_CODE_UNSET
+    assert not span_read.events
+    attributes = values(span_read.attributes)
+    assert 0 <= attributes.pop("gen_ai.latency.e2e") < 1  # type: ignore[operator]
+    assert attributes == {
+        "rpc.system": "grpc",
+        "rpc.system.name": "grpc",
+        "rpc.service": "fmaas.GenerationService",
+        "rpc.method": "Generate",
+        "rpc.grpc.status_code": 0,
+        "rpc.response.status_code": "OK",
+        "gen_ai.operation.name": "text_completion",
+        "gen_ai.provider.name": "tgis",
+        "gen_ai.request.id": "request-1",
+        "gen_ai.request.model": "a-model",
+        "gen_ai.request.stream": False,
+        "gen_ai.request.max_tokens": 30,
+        "gen_ai.request.temperature": 0.5,
+        "gen_ai.request.top_p": 0.25,
+        "gen_ai.request.top_k": 7,
+        "gen_ai.request.seed": 11,
+        "gen_ai.usage.input_tokens": 7,
+        "gen_ai.usage.output_tokens": 11,
+        "gen_ai.response.finish_reasons": ["EOS_TOKEN", "MAX_TOKENS"],
+        "gen_ai.latency.time_in_queue": 0.5,
+        "gen_ai.latency.time_to_first_token": 1.5,
+        "gen_ai.latency.time_in_model_inference": 1.75,
+        "tgis.correlation_id": "correlation-1",
+        "tgis.prefix_id": "a-prefix",
+        "tgis.input_count": 2,
+        "tgis.input_bytes": len(SECRET) + 2,
+        "tgis.stop_sequence_count": 2,
+        "tgis.guided": "regex",
+    }
+    assert servicer.resource["service.name"] == "my-service"
+    assert "service.version" in servicer.resource
+    assert SECRET.encode() not in servicer.requests[0].SerializeToString()
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "is_fault"),
+    [
+        (RequestError(SECRET), grpc.StatusCode.INVALID_ARGUMENT, False),
+        (OverloadedError(SECRET), grpc.StatusCode.RESOURCE_EXHAUSTED, False),
+        (UnavailableError(SECRET), grpc.StatusCode.UNAVAILABLE, True),
+        (GenerationError(SECRET), grpc.StatusCode.INTERNAL, True),
+        (RouterError(SECRET), grpc.StatusCode.INTERNAL, True),
+        (KeyError(SECRET), grpc.StatusCode.INTERNAL, True),
+        (asyncio.CancelledError(SECRET), grpc.StatusCode.CANCELLED, False),
+    ],
+)
+def test_an_error_becomes_the_status(
+    collector: tuple[Collector, str], error: BaseException, code: grpc.StatusCode, is_fault: bool
+) -> None:
+    servicer, address = collector
+    tracing = open_tracing(address, "s")
+    with suppress(type(error)), tracing.call("Generate", ()) as span:
+        span.set_request(single(), "r", "c")
+        raise error
+    tracing.close()
+    [read] = servicer.spans
+    attributes = values(read.attributes)
+    assert attributes["rpc.grpc.status_code"] == code.value[0]
+    assert attributes["rpc.response.status_code"] == attributes["error.type"] == code.name
+    codes = trace_pb2.Status
+    assert read.status.code == (codes.STATUS_CODE_ERROR if is_fault else codes.STATUS_CODE_UNSET)
+    assert "gen_ai.usage.output_tokens" not in attributes
+    assert SECRET.encode() not in read.SerializeToString()
+
+
+async def test_a_stream_that_is_left_is_cancelled(collector: tuple[Collector, str]) -> None:
+    servicer, address = collector
+    tracing = open_tracing(address, "s")
+
+    async def answers() -> AsyncIterator[int]:
+        with tracing.call("GenerateStream", ()):
+            yield 1
+            yield 2
+
+    async with aclosing(answers()) as stream:  # type: ignore[type-var]
+        await anext(stream)
+    await asyncio.to_thread(tracing.close)
+    [read] = servicer.spans
+    assert read.name == "fmaas.GenerationService/GenerateStream"
+    assert values(read.attributes)["rpc.response.status_code"] == "CANCELLED"
+
+
+class Answers(GenerationServiceServicer):
+    """Calls that are traced, and nothing more."""
+
+    def __init__(self, tracing: Tracing) -> None:
+        self.tracing = tracing
+        self.correlation_ids: list[str] = []
+
+    async def ModelInfo(
+        self, request: pb.ModelInfoRequest, context: grpc.aio.ServicerContext
+    ) -> pb.ModelInfoResponse:
+        metadata = context.invocation_metadata()
+        self.correlation_ids.append(correlation_id(metadata))
+        with self.tracing.call("ModelInfo", metadata):
+            return pb.ModelInfoResponse()
+
+
+def model_info(address: str, *metadata: tuple[str, str | bytes]) -> None:
+    with grpc.insecure_channel(address) as channel:
+        GenerationServiceStub(channel).ModelInfo(pb.ModelInfoRequest(), metadata=metadata)
+
+
+async def test_metadata_of_a_real_call(collector: tuple[Collector, str]) -> None:
+    servicer, address = collector
+    tracing = open_tracing(address, "s")
+    server, answers = grpc.aio.server(), Answers(tracing)
+    add_GenerationServiceServicer_to_server(answers, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    ours = ("traceparent", TRACEPARENT), ("x-correlation-id", "abc-1")
+    await asyncio.to_thread(model_info, f"127.0.0.1:{port}", *ours, ("other-bin", b"\xff"))
+    await asyncio.to_thread(model_info, f"127.0.0.1:{port}")
+    await server.stop(None)
+    await asyncio.to_thread(tracing.close)
+    assert answers.correlation_ids == ["abc-1", "<none>"]
+    assert [span.parent_span_id.hex() for span in servicer.spans] == [PARENT_ID, ""]
+
+
+@pytest.mark.parametrize(
+    "traceparent",
+    [
+        "",
+        "00",
+        "\x00" * 55,
+        TRACEPARENT[:-1],
+        TRACEPARENT + "-extra",
+        TRACEPARENT.replace("00-", "ff-", 1),
+        TRACEPARENT.upper().replace("0A", "0G"),
+        f"00-{'0' * 32}-{PARENT_ID}-01",
+        f"00-{TRACE_ID}-{'0' * 16}-01",
+        "é" * 55,
+        "-" * 8000,
+    ],
+)
+def test_a_malformed_parent_is_none(collector: tuple[Collector, str], traceparent: str) -> None:
+    servicer, address = collector
+    tracing = open_tracing(address, "s")
+    one_call(tracing, traceparent=traceparent, tracestate="a=b")
+    tracing.close()
+    [read] = servicer.spans
+    assert read.parent_span_id == b""
+    assert read.trace_id.hex() not in (TRACE_ID, "0" * 32)
+    assert read.trace_state == ""
+
+
+@pytest.mark.parametrize(
+    "tracestate", ["no pairs at all", "=", "a=b," * 40, "k=" + "v" * 9000, "\n", "a=b,a=c"]
+)
+def test_a_malformed_state_costs_no_parent(
+    collector: tuple[Collector, str], tracestate: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    servicer, address = collector
+    tracing = open_tracing(address, "s")
+    with caplog.at_level(logging.DEBUG):
+        one_call(tracing, traceparent=TRACEPARENT, tracestate=tracestate)
+        tracing.close()
+    [read] = servicer.spans
+    assert read.parent_span_id.hex() == PARENT_ID
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def test_two_parents_are_none(collector: tuple[Collector, str]) -> None:
+    servicer, address = collector
+    tracing = open_tracing(address, "s")
+    other = TRACEPARENT.replace("b7ad", "c8be")
+    with tracing.call("Generate", [("traceparent", TRACEPARENT), ("traceparent", other)]):
+        pass
+    tracing.close()
+    [read] = servicer.spans
+    assert read.parent_span_id == b""
+
+
+def test_what_the_caller_does_not_sample_is_not_sent(collector: tuple[Collector, str]) -> None:
+    servicer, address = collector
+    tracing = open_tracing(address, "s")
+    one_call(tracing, traceparent=TRACEPARENT[:-1] + "0")
+    one_call(tracing, traceparent=TRACEPARENT)
+    tracing.close()
+    assert [span.parent_span_id.hex() for span in servicer.spans] == [PARENT_ID]
+
+
+def test_extreme_values_reach_the_collector(collector: tuple[Collector, str]) -> None:
+    servicer, address = collector
+    tracing = open_tracing(address, "s")
+    request = batch(
+        *["x"] * 1000,
+        sampling=pb.SamplingParameters(seed=2**64 - 1, temperature=float("nan"), top_p=float("inf")),
+        stopping=pb.StoppingCriteria(max_new_tokens=2**32 - 1),
+    )
+    request.model_id = "\0" * 1_000_000
+    with tracing.call("Generate", ()) as span:
+        span.set_request(request, "r", "\u202e" * 100_000)
+        for _ in range(1000):
+            span.finish(*ended(1, 1, StopReason.MAX_TOKENS, 0.0, 0.0, 0.0))
+    tracing.close()
+    [read] = servicer.spans
+    attributes = values(read.attributes)
+    assert attributes["gen_ai.request.seed"] == str(2**64 - 1)
+    assert attributes["gen_ai.request.max_tokens"] == 2**32 - 1
+    assert attributes["gen_ai.usage.output_tokens"] == 1000
+    assert read.ByteSize() < 10_000
+
+
+def assert_costs_nothing(tracing: Tracing, caplog: pytest.LogCaptureFixture) -> None:
+    """1,000 calls and the end, beside a collector that does not answer."""
+    with caplog.at_level(logging.DEBUG):
+        started = time.monotonic()
+        for _ in range(1000):
+            one_call(tracing, traceparent=TRACEPARENT)
+        calls_s = time.monotonic() - started
+        time.sleep(0.5)
+        started = time.monotonic()
+        tracing.close()
+        close_s = time.monotonic() - started
+    assert calls_s < 1
+    assert close_s < CLOSE_S + 0.5
+    records = [record for record in caplog.records if record.levelno > logging.DEBUG]
+    assert len(records) <= 1
+    for record in records:
+        assert (record.name, record.levelname, record.exc_info) == ("tgis.router.otlp", "WARNING", None)
+        assert "\n" not in record.getMessage()
+
+
+def test_a_dead_collector_costs_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    with listening() as (_, address):
+        pass
+    tracing = open_tracing(address, "s")
+    assert_costs_nothing(tracing, caplog)
+    assert any(f"do not all reach http://{address}" in message for message in caplog.messages)
+
+
+def test_a_silent_collector_costs_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    with listening() as (_, address):
+        assert_costs_nothing(open_tracing(address, "s"), caplog)
+
+
+def test_a_collector_that_never_answers_costs_nothing(
+    collector: tuple[Collector, str], caplog: pytest.LogCaptureFixture
+) -> None:
+    servicer, address = collector
+    servicer.open_gate.clear()
+    assert_costs_nothing(open_tracing(address, "s"), caplog)
+
+
+def test_the_queue_is_bounded(collector: tuple[Collector, str], caplog: pytest.LogCaptureFixture) -> None:
+    servicer, address = collector
+    servicer.open_gate.clear()
+    tracing = open_tracing(address, "s")
+    with caplog.at_level(logging.DEBUG):
+        for _ in range(MAX_QUEUED_SPANS + 2 * MAX_BATCH_SPANS):
+            with tracing.call("ModelInfo", ()):
+                pass
+        assert servicer.asked.wait(5)
+        servicer.open_gate.set()
+        tracing.close()
+    assert MAX_QUEUED_SPANS / 2 < len(servicer.spans) <= MAX_QUEUED_SPANS + MAX_BATCH_SPANS
+    assert len([record for record in caplog.records if record.levelno >= logging.WARNING]) == 1
+    loggers = logging.getLogger("opentelemetry")
+    assert loggers.propagate
+    assert not loggers.handlers
+
+
+def first_bytes(endpoint: Callable[[str], str]) -> bytes:
+    with listening() as (listener, address):
+        tracing = open_tracing(endpoint(address), "s")
+        one_call(tracing)
+        closing = threading.Thread(target=tracing.close)
+        closing.start()
+        listener.settimeout(5)
+        connection, _ = listener.accept()
+        with connection:
+            connection.settimeout(5)
+            read = connection.recv(3)
+        closing.join()
+        return read
+
+
+def test_the_scheme_says_whether_it_is_tls(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tgis.router.otlp.CLOSE_S", 0.4)
+    assert first_bytes(lambda address: f"https://{address}") == b"\x16\x03\x01"
+    assert first_bytes(lambda address: f"http://{address}/") == b"PRI"
+    assert first_bytes(lambda address: address) == b"PRI"
+
+
+@pytest.mark.parametrize(
+    "endpoint", ["grpc://host:1", "http://", "host:port", "host:99999", "http://a:b@host:1", "[::1", "://x"]
+)
+def test_an_endpoint_that_is_none(endpoint: str) -> None:
+    with pytest.raises(StartupError, match="OTLP endpoint must be"):
+        open_tracing(endpoint, "s")
+    assert not logging.getLogger("opentelemetry").handlers
+
+
+def run_python(script: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60
+    )
+    return done.stdout
+
+
+def test_without_an_endpoint_nothing_is_imported() -> None:
+    script = """
+import sys
+from tgis.router.tracing import open_tracing
+tracing = open_tracing(None, "s")
+with tracing.call("Generate", ()) as span:
+    span.set_request(None, "", "")
+    span.finish(None, None)
+tracing.close()
+print([name for name in sys.modules if name.startswith("opentelemetry")])
+"""
+    assert run_python(script) == "[]\n"
+
+
+def test_the_missing_packages_are_named() -> None:
+    script = """
+import sys
+sys.modules["opentelemetry"] = None
+from tgis.pb.generation_pb2_grpc import (
+    GenerationServiceServicer,
+    GenerationServiceStub,
+    add_GenerationServiceServicer_to_server,
+)
+from tgis.router.errors import StartupError
+from tgis.router.tracing import open_tracing
+try:
+    open_tracing("localhost:4317", "s")
+except StartupError as error:
+    print(error)
+"""
+    assert run_python(script) == "traces need OpenTelemetry: pip install 'tgis-next[otel]'\n"
+
+
+def test_no_span_hides_no_error() -> None:
+    with pytest.raises(KeyError), NoTracing().call("Generate", ()):
+        raise KeyError
