@@ -1,32 +1,102 @@
-"""Token ids to text as soon as it is certain: `push(token_id)` releases text, `flush()` the rest."""
+"""Token ids to text as soon as it is certain: `push(token_id)` releases text, `flush()` the rest.
+
+Tokens are decoded in units: a unit ends with the first token after which its text does not end in a
+replacement character, and is released as a whole. Such characters at the end of a generation are dropped."""
 
 import codecs
 import json
-from functools import lru_cache
+from collections.abc import Callable
+from typing import Generic, Protocol, TypeVar
 
 from tgis.router.errors import StartupError
 from tgis.router.tokenizer import Tokenizer
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+MAX_UNIT = 256
+"""Tokens after which a unit that the library decodes is released as it is: a model that spells no valid
+character must not make every token dearer than the one before."""
+
+V = TypeVar("V")
+
+
+class Detokenizer(Protocol):
+    """Decodes one generation. All that `push` and `flush` return, joined, is its text."""
+
+    def push(self, token_id: int) -> str: ...
+
+    def flush(self) -> str: ...
 
 
 class Vocabulary:
-    """What every token of a byte-level vocabulary contributes to the text; shared by all detokenizers."""
+    """What each token contributes to a text, as the tokenizer's decoder says; shared by all generations."""
 
-    def __init__(self, tokenizer: Tokenizer, output_special_tokens: bool = False) -> None:
-        """Raises StartupError for a tokenizer that is not byte-level."""
+    def __init__(
+        self, tokenizer: Tokenizer, output_special_tokens: bool = False, is_continuation: bool = True
+    ) -> None:
+        """`is_continuation`: the text goes on from the input (decoder-only models), so its first token keeps
+        its space. Raises StartupError for a kind of decoder that does not go token by token."""
         decoder = json.loads(tokenizer.fast.to_str())["decoder"]
-        kinds = [decoder, *decoder.get("decoders", [])] if decoder else []
-        if not any(part["type"] == "ByteLevel" for part in kinds):
-            kind = decoder["type"] if decoder else "none"
-            raise StartupError(f"Unsupported tokenizer type: {kind}; byte-level tokenizers are supported")
         self._tokenizer = tokenizer
+        self._skips_special, self._is_continuation = not output_special_tokens, is_continuation
         self._skipped = frozenset() if output_special_tokens else tokenizer.special_ids
-        self.bytes_of = lru_cache(maxsize=None)(self._bytes_of)
+        self.holds_clusters = bool(decoder) and decoder["type"] in ("ByteLevel", "Sequence")
+        """Whether a stream shows whole grapheme clusters; else it shows whole tokens."""
+        self.detokenizer = self._choose(_kinds(decoder))
+        """Makes the detokenizer of one generation."""
+
+    def _choose(self, kinds: list[str]) -> Callable[[], Detokenizer]:
+        if kinds in (["ByteLevel"], ["ByteLevel", "Fuse"]):
+            parts = _Cache(self._text_or_bytes)
+            return lambda: ByteLevelDetokenizer(parts)
+        if "BPEDecoder" in kinds:
+            placeholder = self._find_placeholder()
+            ending = self._decode([placeholder])
+            inner = _Cache(lambda token_id: self._decode([token_id, placeholder]).removesuffix(ending))
+            return lambda: SuffixDetokenizer(inner, self._decode, self._skipped)
+        decode = self._decode_after_placeholder() if kinds else self._decode_spaced
+        first = decode if self._is_continuation else self._decode
+        texts = _Cache(lambda token_id: decode([token_id]))
+        return lambda: UnitDetokenizer(texts, decode, first, self._skipped)
+
+    def _decode(self, token_ids: list[int]) -> str:
+        text: str = self._tokenizer.fast.decode(token_ids, skip_special_tokens=self._skips_special)
+        return text
+
+    def _decode_spaced(self, token_ids: list[int]) -> str:
+        text = self._decode(token_ids)
+        return " " + text if text else ""
+
+    def _decode_after_placeholder(self) -> Callable[[list[int]], str]:
+        """The library takes the space off the first token of a text, which ours is not."""
+        placeholder = self._find_placeholder()
+        beginning = self._decode([placeholder])
+        return lambda token_ids: self._decode([placeholder, *token_ids]).removeprefix(beginning)
+
+    def _find_placeholder(self) -> int:
+        """A token that is its own text whatever stands beside it, as a byte token is not."""
+        fast = self._tokenizer.fast
+        token_ids: list[int] = [
+            *fast.encode("A", add_special_tokens=False).ids,
+            *range(fast.get_vocab_size()),
+        ]
+        for token_id in token_ids:
+            piece, text = self._tokenizer.piece(token_id), self._decode([token_id]).strip()
+            if text.isascii() and text.isalnum() and not piece.startswith("<0x"):
+                return token_id
+        raise StartupError("Problem loading tokenizer for model: no token is plain text")
+
+    def _text_or_bytes(self, token_id: int) -> str | bytes:
+        """Bytes where the token's own text could be or become another one among its neighbours."""
+        if token_id in self._skipped:
+            return ""
+        spelled = self._bytes_of(token_id)
+        try:
+            text = spelled.decode()
+        except UnicodeDecodeError:
+            return spelled
+        return spelled if text.endswith(REPLACEMENT) else text
 
     def _bytes_of(self, token_id: int) -> bytes:
-        if token_id in self._skipped:
-            return b""
         piece = self._tokenizer.piece(token_id)
         try:
             return bytes(_BYTE_OF_CHARACTER[character] for character in piece)
@@ -34,32 +104,131 @@ class Vocabulary:
             return piece.encode()
 
 
-class Detokenizer:
-    """Decodes one generation. Bytes of an unfinished character stay back; so do replacement characters at the
-    end of the text so far, which are dropped when the text ends with them."""
+class ByteLevelDetokenizer:
+    """For vocabularies whose pieces spell bytes."""
 
-    def __init__(self, vocabulary: Vocabulary) -> None:
-        self._vocabulary = vocabulary
+    def __init__(self, parts: "_Cache[str | bytes]") -> None:
+        self._parts = parts
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        self._num_held = 0  # replacement characters that more text would confirm
+        self._unit: list[str] = []
+        self._is_uncertain = False  # whether the unit's last character is a replacement
 
     def push(self, token_id: int) -> str:
-        text = self._decoder.decode(self._vocabulary.bytes_of(token_id))
-        if not text:
+        part = self._parts[token_id]
+        if not self._unit and isinstance(part, str):
+            return part
+        text = self._decoder.decode(part.encode() if isinstance(part, str) else part)
+        self._unit.append(text)
+        if text:
+            self._is_uncertain = text.endswith(REPLACEMENT)
+        if self._is_uncertain or self._decoder.getstate()[0]:
             return ""
-        certain = text.rstrip(REPLACEMENT)
-        if not certain:
-            self._num_held += len(text)
-            return ""
-        released = REPLACEMENT * self._num_held + certain
-        self._num_held = len(text) - len(certain)
-        return released
+        return self._take_unit()
 
     def flush(self) -> str:
-        """Nothing: what is held back is an unfinished character or replacement characters."""
         self._decoder.reset()
-        self._num_held = 0
-        return ""
+        return self._take_unit().rstrip(REPLACEMENT)
+
+    def _take_unit(self) -> str:
+        text = "".join(self._unit)
+        self._unit.clear()
+        self._is_uncertain = False
+        return text
+
+
+class UnitDetokenizer:
+    """For all kinds whose tokens read the same wherever they stand, except at the beginning of a text and
+    within a character spelt in byte tokens."""
+
+    def __init__(
+        self,
+        texts: "_Cache[str]",
+        decode: Callable[[list[int]], str],
+        decode_first: Callable[[list[int]], str],
+        skipped: frozenset[int],
+    ) -> None:
+        """`decode` gives a unit's text, `decode_first` that of a unit that begins the text, `texts` that of
+        every token as a unit of its own."""
+        self._texts, self._then, self._skipped = texts, decode, skipped
+        self._decode = decode_first
+        self._unit: list[int] = []
+
+    def push(self, token_id: int) -> str:
+        if token_id in self._skipped:
+            return ""
+        is_alone = not self._unit and self._decode is self._then
+        text = self._texts[token_id] if is_alone else self._decode([*self._unit, token_id])
+        if text.endswith(REPLACEMENT) and len(self._unit) + 1 < MAX_UNIT:
+            self._unit.append(token_id)
+            return ""
+        self._unit.clear()
+        self._decode = self._then
+        return text
+
+    def flush(self) -> str:
+        text = self._decode(self._unit).rstrip(REPLACEMENT) if self._unit else ""
+        self._unit.clear()
+        return text
+
+
+class SuffixDetokenizer:
+    """For vocabularies that mark the end of a word. One token behind: that mark is a space unless the text
+    ends there."""
+
+    def __init__(
+        self, inner: "_Cache[str]", decode: Callable[[list[int]], str], skipped: frozenset[int]
+    ) -> None:
+        """`inner` gives a token's text when another follows, `decode` the text of the last."""
+        self._inner, self._decode, self._skipped = inner, decode, skipped
+        self._last: int | None = None
+
+    def push(self, token_id: int) -> str:
+        if token_id in self._skipped:
+            return ""
+        before, self._last = self._last, token_id
+        return "" if before is None else self._inner[before]
+
+    def flush(self) -> str:
+        last, self._last = self._last, None
+        return "" if last is None else self._decode([last])
+
+
+class _Cache(dict[int, V], Generic[V]):
+    """Remembers what `compute` gives for a token id; at most one entry for each token of the vocabulary."""
+
+    def __init__(self, compute: Callable[[int], V]) -> None:
+        super().__init__()
+        self._compute = compute
+
+    def __missing__(self, token_id: int) -> V:
+        value = self[token_id] = self._compute(token_id)
+        return value
+
+
+def _kinds(decoder: dict[str, object] | None) -> list[str]:
+    """The decoder's steps. Raises StartupError."""
+    if decoder is None:
+        return []
+    steps = _steps(decoder)
+    if decoder["type"] not in _WHOLE and decoder["type"] != "Sequence":
+        raise StartupError(f"Unsupported tokenizer type: {decoder['type']}")
+    for step in steps:
+        if step not in _WHOLE | _STEPS:
+            raise StartupError(f"Unsupported tokenizer type: {step}")
+    return steps
+
+
+def _steps(decoder: dict[str, object]) -> list[str]:
+    if decoder["type"] != "Sequence":
+        return [str(decoder["type"])]
+    parts = decoder["decoders"]
+    assert isinstance(parts, list)
+    return [step for part in parts for step in _steps(part)]
+
+
+_WHOLE = {"ByteLevel", "Metaspace", "WordPiece", "BPEDecoder"}
+_STEPS = {"Replace", "ByteFallback", "Fuse", "Strip"}
+"""Decoders that make sense only in a sequence."""
 
 
 def _characters_of_bytes() -> dict[str, int]:

@@ -1,71 +1,122 @@
 """Decides after every token whether a generation ends, and what of its text may be shown meanwhile."""
 
 import time
-from dataclasses import dataclass
+from collections import deque
+from typing import NamedTuple, Protocol
 
-from tgis.router.detokenizer import Detokenizer, Vocabulary
+import regex
+
+from tgis.router.detokenizer import Vocabulary
 from tgis.router.sequence import Stopping, StopReason
 
+MAX_CLUSTER = 512
+"""Characters after which a grapheme cluster is taken to end: what a token costs must not depend on how many
+combining marks came before it."""
 
-@dataclass(frozen=True)
-class Piece:
-    """What one token adds: text that is certain, and whether it was the last."""
+_CLUSTER = regex.compile(r"\X")
+_NOT_FINISHED = StopReason.NOT_FINISHED  # looked up once, as every token needs it
+
+
+class Piece(NamedTuple):
+    """What one token adds: text that may be shown, and whether it was the last."""
 
     text: str
-    reason: StopReason = StopReason.NOT_FINISHED
+    reason: StopReason = _NOT_FINISHED
     stop_sequence: str = ""
+
+
+_NOTHING = Piece("")
 
 
 class StopMatcher:
     """Finds stop sequences in a text that arrives in pieces.
 
     A match must use some of the newest piece. The first sequence of the list that matches wins, at its
-    right-most place. `push` holds back the longest end of the text that could still become a stop sequence,
-    unless those stay in the text anyway."""
+    right-most place. Strings stand for their UTF-8 bytes here: no character's bytes occur within those of
+    another, so valid strings match the same either way."""
 
-    def __init__(self, stop_sequences: tuple[str, ...], include: bool) -> None:
-        self._stop_sequences, self._include = stop_sequences, include
+    def __init__(self, stop_sequences: tuple[str, ...]) -> None:
+        self._stop_sequences = stop_sequences
         self._reach = max((len(stop) for stop in stop_sequences), default=1) - 1
         self._tail = ""  # the end of the text so far, as far as a match could reach back
-        self._held = ""  # the end of the text that is not released yet
 
-    def push(self, text: str, active: bool = True) -> tuple[str, str]:
-        """Returns (text to release, stop sequence that matched or empty); no match is looked for unless
-        `active`."""
-        stop, end = self._find(text) if active and text else ("", 0)
-        window, unreleased = self._tail + text, self._held + text
-        if stop:
-            cut = end if self._include else end - len(stop)
-            self._held = ""
-            return unreleased[: max(len(unreleased) - (len(window) - cut), 0)], stop
+    def find(self, text: str) -> tuple[str, int]:
+        """(the stop sequence that `text` completes or empty, how many characters follow it); `text` counts as
+        seen only after `add`."""
+        window = self._tail + text
+        for stop in self._stop_sequences:
+            start = window.rfind(stop, max(len(self._tail) - len(stop) + 1, 0))
+            if start >= 0:
+                return stop, len(window) - start - len(stop)
+        return "", 0
+
+    def add(self, text: str) -> None:
+        window = self._tail + text
         self._tail = window[max(len(window) - self._reach, 0) :]
-        num_held = 0 if self._include else self._possible_beginning(unreleased)
-        self._held = unreleased[len(unreleased) - num_held :]
-        return unreleased[: len(unreleased) - num_held], ""
+
+
+class Hold(Protocol):
+    """The end of the text, which may not be shown yet."""
+
+    def push(self, text: str) -> str:
+        """What may be shown now that the text goes on with `text`."""
+        ...
 
     def flush(self) -> str:
-        """The text has ended without a match."""
+        """All that is held."""
+        ...
+
+
+class ClusterHold:
+    """Shows the text up to the last beginning of a grapheme cluster that leaves `hold_back` bytes and those
+    of the newest piece behind it; with `hold_back` 0, all but the last cluster."""
+
+    def __init__(self, hold_back: int) -> None:
+        self._hold_back, self._held = hold_back, ""
+
+    def push(self, text: str) -> str:
+        held = self._held + text
+        if held.isascii():
+            end = _ascii_start(held, len(held) - (self._hold_back + len(text) if self._hold_back else 0))
+        elif not self._hold_back and len(held) <= MAX_CLUSTER:
+            end = len(held) - len(_CLUSTER.findall(held)[-1])
+        else:
+            behind = self._hold_back + len(text.encode()) if self._hold_back else 0
+            end = _cluster_start(held, len(held.encode()) - behind)
+        self._held = held[end:]
+        return held[:end]
+
+    def flush(self) -> str:
         held, self._held = self._held, ""
         return held
 
-    def _find(self, text: str) -> tuple[str, int]:
-        """The stop sequence and where in the window it ends."""
-        window = self._tail + text
-        for stop in self._stop_sequences:
-            first = max(len(self._tail) - len(stop) + 1, 0)
-            start = window.rfind(stop, first)
-            if start >= 0:
-                return stop, start + len(stop)
-        return "", 0
 
-    def _possible_beginning(self, text: str) -> int:
-        longest = 0
-        for stop in self._stop_sequences:
-            for length in range(min(len(stop) - 1, len(text)), longest, -1):
-                if text.endswith(stop[:length]):
-                    longest = length
-                    break
-        return longest
+class TokenHold:
+    """Shows the text up to the last end of a piece that leaves `hold_back` bytes behind it."""
+
+    def __init__(self, hold_back: int) -> None:
+        self._hold_back = hold_back
+        self._held: deque[tuple[str, int]] = deque()  # pieces and their bytes
+        self._num_bytes = 0
+
+    def push(self, text: str) -> str:
+        if not self._hold_back:
+            return text
+        size = len(text.encode())
+        self._held.append((text, size))
+        self._num_bytes += size
+        shown = []
+        while self._held and self._num_bytes - self._held[0][1] >= self._hold_back:
+            piece, size = self._held.popleft()
+            self._num_bytes -= size
+            shown.append(piece)
+        return "".join(shown)
+
+    def flush(self) -> str:
+        text = "".join(piece for piece, _ in self._held)
+        self._held.clear()
+        self._num_bytes = 0
+        return text
 
 
 class TextStream:
@@ -73,37 +124,75 @@ class TextStream:
 
     def __init__(self, vocabulary: Vocabulary, stopping: Stopping) -> None:
         self._stopping = stopping
-        self._detokenizer = Detokenizer(vocabulary)
-        self._matcher = StopMatcher(stopping.stop_sequences, stopping.include_stop_sequence)
+        self._detokenizer = vocabulary.detokenizer()
+        self._matcher = StopMatcher(stopping.stop_sequences) if stopping.stop_sequences else None
+        hold = ClusterHold if vocabulary.holds_clusters else TokenHold
+        self._hold: Hold = hold(_hold_back(stopping))
         self._num_tokens = 0
 
     def push(self, token_id: int) -> Piece:
         """The next token. After a piece with a reason there is no further push."""
         self._num_tokens += 1
-        active = self._num_tokens >= self._stopping.min_new_tokens
         reason = self._reason(token_id)
-        # A reason that comes before stop sequences leaves the text uncut, so none is looked for.
-        look = active and reason is StopReason.NOT_FINISHED
-        text, stop = self._matcher.push(self._detokenizer.push(token_id), look)
-        if stop:
-            return Piece(text, StopReason.STOP_SEQUENCE, stop)
-        if reason is not StopReason.NOT_FINISHED:
-            return Piece(text + self.flush(), reason)
-        return Piece(text)
+        # The token that ends a sequence is not text, not even where special tokens are.
+        text = "" if reason is StopReason.EOS_TOKEN else self._detokenizer.push(token_id)
+        if reason is not _NOT_FINISHED:
+            return Piece(self._hold.flush() + text + self._detokenizer.flush(), reason)
+        if not text:
+            return _NOTHING
+        if self._matcher is not None:
+            if self._num_tokens >= self._stopping.min_new_tokens:
+                stop, num_after = self._matcher.find(text)
+                if stop:
+                    return Piece(self._cut(text, stop, num_after), StopReason.STOP_SEQUENCE, stop)
+            self._matcher.add(text)
+        return Piece(self._hold.push(text))
 
     def flush(self) -> str:
         """What is held back; for a generation that ends between tokens."""
-        last, _ = self._matcher.push(self._detokenizer.flush(), active=False)
-        return last + self._matcher.flush()
+        return self._hold.flush() + self._detokenizer.flush()
+
+    def _cut(self, text: str, stop: str, num_after: int) -> str:
+        unshown = self._hold.flush() + text
+        num_cut = num_after if self._stopping.include_stop_sequence else num_after + len(stop)
+        assert num_cut <= len(unshown), "of a stop sequence nothing has been shown"
+        return unshown[: len(unshown) - num_cut]
 
     def _reason(self, token_id: int) -> StopReason:
-        stopping = self._stopping
-        if stopping.deadline is not None and time.monotonic() > stopping.deadline:
+        if self._stopping.deadline is not None and time.monotonic() > self._stopping.deadline:
             return StopReason.TIME_LIMIT
-        if self._num_tokens < stopping.min_new_tokens:
-            return StopReason.NOT_FINISHED
-        if token_id in stopping.eos_token_ids:
+        # Shards mask it up to min_new_tokens, unless a grammar leaves nothing else.
+        if token_id in self._stopping.eos_token_ids:
             return StopReason.EOS_TOKEN
-        if self._num_tokens >= stopping.max_new_tokens:
-            return StopReason.TOKEN_LIMIT if stopping.reduced else StopReason.MAX_TOKENS
-        return StopReason.NOT_FINISHED
+        if self._num_tokens < self._stopping.min_new_tokens:
+            return _NOT_FINISHED
+        if self._num_tokens >= self._stopping.max_new_tokens:
+            return StopReason.TOKEN_LIMIT if self._stopping.reduced else StopReason.MAX_TOKENS
+        return _NOT_FINISHED
+
+
+def _hold_back(stopping: Stopping) -> int:
+    """Bytes that a stop sequence may still take away."""
+    if not stopping.stop_sequences:
+        return 0
+    if stopping.include_stop_sequence:
+        return 1
+    return max(len(stop.encode()) for stop in stopping.stop_sequences)
+
+
+def _ascii_start(text: str, cutoff: int) -> int:
+    """As `_cluster_start`, where only a carriage return and line feed are more than one character."""
+    start = max(min(cutoff, len(text) - 1), 0)
+    return start - 1 if start and text[start] == "\n" and text[start - 1] == "\r" else start
+
+
+def _cluster_start(text: str, cutoff: int) -> int:
+    """The index at which the last grapheme cluster begins that begins within the first `cutoff` bytes; looks
+    no further. 0 if there is none but the first."""
+    start = num_bytes = 0
+    while True:
+        cluster = _CLUSTER.match(text, start, start + MAX_CLUSTER)
+        num_bytes += len(cluster[0].encode()) if cluster else 0
+        if cluster is None or cluster.end() == len(text) or num_bytes > cutoff:
+            return start
+        start = cluster.end()

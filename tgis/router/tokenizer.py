@@ -15,6 +15,8 @@ from tgis import hub
 from tgis.router.errors import RequestError, StartupError
 
 MAX_WORKERS = 8
+CLASSES_THAT_ADD_BOS = {"LlamaTokenizer", "CodeLlamaTokenizer", "GemmaTokenizer", "CohereTokenizer"}
+"""Values of `tokenizer_class`, less "Fast", for which an absent `add_bos_token` means yes."""
 
 T = TypeVar("T")
 
@@ -36,7 +38,8 @@ class Tokenizer:
     def __init__(self, directory: Path, num_workers: int | None = None) -> None:
         """Raises StartupError when the directory holds no tokenizer that can be read."""
         self.fast = _load(directory / "tokenizer.json")
-        self._settings = hub.read_json(directory, "tokenizer_config.json")
+        settings = hub.read_json(directory, "tokenizer_config.json")
+        self._settings = hub.read_json(directory, "special_tokens_map.json") | settings
         default = min(max(len(os.sched_getaffinity(0)) - 1, 1), MAX_WORKERS)
         self._threads = ThreadPoolExecutor(num_workers or default, thread_name_prefix="tokenizer")
 
@@ -46,8 +49,12 @@ class Tokenizer:
 
     @cached_property
     def bos_token_id(self) -> int | None:
-        """Only where inputs begin with it."""
-        return self._special_id("bos_token") if self._settings.get("add_bos_token") else None
+        """Only where the model's settings say that inputs begin with it; that the tokenizer adds it by itself
+        does not count."""
+        adds_bos = self._settings.get("add_bos_token")
+        if adds_bos is None:
+            adds_bos = str(self._settings.get("tokenizer_class")).removesuffix("Fast") in CLASSES_THAT_ADD_BOS
+        return self._special_id("bos_token") if adds_bos else None
 
     @cached_property
     def eos_token_id(self) -> int | None:
