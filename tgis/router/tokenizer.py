@@ -95,18 +95,13 @@ class Tokenizer:
         return await asyncio.gather(*(loop.run_in_executor(self._threads, encode, text) for text in texts))
 
     def _encode(self, text: str) -> Encoding:
-        encoding = self._raw(text)
+        encoding = _or_refuse(lambda: self.fast.encode(text))
         return Encoding(encoding.ids, encoding.tokens, encoding.offsets)
 
     def _encode_ids(self, text: str) -> list[int]:
-        ids: list[int] = self._raw(text).ids
+        """Without the offsets, which take nearly half the time of a long text."""
+        ids: list[int] = _or_refuse(lambda: self.fast.encode_batch_fast([text]))[0].ids
         return ids
-
-    def _raw(self, text: str) -> tokenizers.Encoding:
-        try:
-            return self.fast.encode(text, add_special_tokens=True)
-        except Exception as error:  # the library raises bare Exception, and its text may quote the input
-            raise RequestError("tokenizer error the text could not be encoded") from error
 
     def _special_id(self, name: str) -> int | None:
         token = self._settings.get(name)
@@ -123,6 +118,13 @@ def byte_offsets(text: str, offsets: Sequence[tuple[int, int]]) -> list[tuple[in
     for character in text:
         ends.append(ends[-1] + len(character.encode()))
     return [(ends[start], ends[end]) for start, end in offsets]
+
+
+def _or_refuse(encode: Callable[[], T]) -> T:
+    try:
+        return encode()
+    except Exception as error:  # the library raises bare Exception, and its text may quote the input
+        raise RequestError("tokenizer error the text could not be encoded") from error
 
 
 def _load(path: Path) -> tokenizers.Tokenizer:
