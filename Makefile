@@ -23,13 +23,15 @@ install: $(VENV)/installed  ## Make the virtual environment and install the pack
 run: $(VENV)/installed $(if $(MODEL_NAME),,$(DEMO_MODEL)/config.json)  ## Serve MODEL_NAME, or the demo model
 	@scripts/serve.sh "$(BIN)" "$(SERVED)" "$(BIND)"
 
-check: $(VENV)/installed-dev  ## Lint, types, imports, sizes
+check: $(VENV)/installed-dev  ## Lint, types, imports, sizes, pages, wire contract
 	$(BIN)/ruff check $(SOURCES)
 	$(BIN)/ruff format --check $(SOURCES)
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
 	$(BIN)/python scripts/check_sizes.py
 	$(BIN)/python -m scripts.write_docs --check
+	$(BIN)/buf lint
+	$(BIN)/buf breaking --against tests/wire/served
 
 test: $(VENV)/installed-dev  ## Run the tests
 	$(BIN)/pytest -m "not slow"

@@ -19,7 +19,7 @@ from tgis.router.meter import StepMeter
 from tgis.router.metrics import Metrics
 from tgis.router.scheduler import Scheduler
 from tgis.router.sequence import Sequence, StopReason, TokenDetail
-from tgis.router.shards import Shards, ShardsLostError
+from tgis.router.shards import LOST, Shards, ShardsLostError
 from tgis.router.stopping import TextStream
 
 logger = logging.getLogger(__name__)
@@ -291,4 +291,4 @@ def _internal_error(cause: str) -> Failed:
 
 
 def _workers_lost() -> Failed:
-    return Failed(Code.UNAVAILABLE, "Request failed during generation: the model's workers are lost")
+    return Failed(Code.UNAVAILABLE, LOST)

@@ -78,7 +78,7 @@ class GenerationService(GenerationServiceServicer):
         metrics.tokenize_count.add()
         metrics.tokenize_input_count.add(amount=len(texts))
         with self._accounts.tracing.call("Tokenize", _metadata(context)):
-            encodings = await self._tokenizer.encode(texts)
+            encodings = await self._tokenizer.encode(texts, request.return_tokens, request.return_offsets)
             # Off the event loop: the tokens and offsets of megabytes take seconds to write down.
             answer = await asyncio.to_thread(tokenize_response, texts, encodings, request)
         metrics.tokenize_tokens.observe(sum(response.token_count for response in answer.responses))

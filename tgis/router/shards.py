@@ -10,10 +10,12 @@ import grpc
 from tgis.pb import shard_pb2 as pb
 from tgis.pb.shard_pb2_grpc import ShardServiceStub
 from tgis.router.columns import Answer, decode_answer, encode_step
-from tgis.router.errors import RequestError, RouterError
+from tgis.router.errors import RequestError, RouterError, UnavailableError
 from tgis.router.scheduler import Step
 
 LOOKUP_TIMEOUT_S = 5.0
+MAX_ID_BYTES = 256
+LOST = "Request failed during generation: the model's workers are lost"
 RETRY_INTERVAL_S = 0.1
 CHANNEL_OPTIONS = [
     ("grpc.max_send_message_length", -1),
@@ -69,16 +71,25 @@ class Shards:
         return answer
 
     async def lookup_prompt(self, prompt_id: str) -> pb.LookupPromptResponse:
-        """Raises RequestError with the contract's text."""
+        """Raises RequestError with the contract's text, and UnavailableError while the shards are lost."""
+        if len(prompt_id.encode()) > MAX_ID_BYTES:  # such a text would not fit into a status
+            shown = prompt_id.encode()[:MAX_ID_BYTES].decode(errors="ignore")
+            raise _prompt_error(shown, f'prefix id "{shown}" not found')
+        call = ShardServiceStub(self._channels[0]).LookupPrompt(
+            pb.LookupPromptRequest(prompt_id=prompt_id), timeout=LOOKUP_TIMEOUT_S
+        )
         try:
-            stub = ShardServiceStub(self._channels[0])
-            return await stub.LookupPrompt(
-                pb.LookupPromptRequest(prompt_id=prompt_id), timeout=LOOKUP_TIMEOUT_S
-            )
+            return await call
+        except asyncio.CancelledError:
+            if not call.done() or (task := asyncio.current_task()) is None or task.cancelling():
+                raise
+            raise UnavailableError(LOST) from None  # the link was closed under the call
         except grpc.aio.AioRpcError as error:
-            timed_out = error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-            cause = "Timeout expired" if timed_out else error.details()
-            raise RequestError(f"can't retrieve prompt prefix with id '{prompt_id}': {cause}") from error
+            if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+                raise _prompt_error(prompt_id, "Timeout expired") from error
+            if error.code() in (grpc.StatusCode.NOT_FOUND, grpc.StatusCode.INVALID_ARGUMENT):
+                raise _prompt_error(prompt_id, error.details() or "") from error
+            raise UnavailableError(LOST) from error
 
     async def close(self) -> None:
         for reader in self._readers:
@@ -132,3 +143,7 @@ class Shards:
                 self._answers.put_nowait(ShardsLostError(f"the ranks disagree on step {step.step_id}"))
                 return
             self._answers.put_nowait(decode_answer(step, responses[0]))
+
+
+def _prompt_error(prompt_id: str, cause: str) -> RequestError:
+    return RequestError(f"can't retrieve prompt prefix with id '{prompt_id}': {cause}")
