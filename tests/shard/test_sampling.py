@@ -1,14 +1,15 @@
-"""Sampling against a plain model of its rules that works on one row, as lists of Python floats."""
+"""Sampling against the plain model of its rules, which works on one row at a time."""
 
 import math
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
 import torch
 
+from tests import plain_sampling
+from tests.plain_sampling import Row, single
 from tgis.shard.details import describe
 from tgis.shard.sampling import PARAMETERS, SamplingBatch, SeenTokens, sample
 
@@ -23,24 +24,6 @@ def two_threads() -> Iterator[None]:
     torch.set_num_threads(2)
     yield
     torch.set_num_threads(num_threads)
-
-
-@dataclass
-class Row:
-    logits: list[float]
-    token_ids: list[int]
-    num_generated: int = 0
-    eos: list[int] = field(default_factory=list)
-    greedy: bool = False
-    seed: int = 0
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    typical_p: float = 1.0
-    repetition_penalty: float = 1.0
-    min_new_tokens: int = 0
-    length_penalty_start: int = 0
-    length_penalty_factor: float = 1.0
 
 
 def run(rows: list[Row], described: bool = True) -> tuple[list[int], torch.Tensor, list[bool]]:
@@ -64,117 +47,79 @@ def run(rows: list[Row], described: bool = True) -> tuple[list[int], torch.Tenso
     return tokens.tolist(), scores, usable.tolist()
 
 
-def single(x: float) -> float:
-    """Rounded to what the batched code can hold, so that ties are the same ones."""
-    return float(np.float32(x))
-
-
-def expected_scores(row: Row) -> tuple[list[float], bool]:
-    """Scores after all processors, and whether the answer hangs on the last bits of a sum."""
-    scores = [float(x) for x in row.logits]
-    eos = {i for i in row.eos if 0 <= i < len(scores)}
-    if row.num_generated < row.min_new_tokens:
-        scores = [-INF if i in eos else x for i, x in enumerate(scores)]
-    elif row.num_generated > row.length_penalty_start:
-        growth = row.length_penalty_factor ** (row.num_generated - row.length_penalty_start) - 1
-        scores = [single(x + abs(x) * growth) if i in eos else x for i, x in enumerate(scores)]
-    p = row.repetition_penalty
-    seen = set(row.token_ids)
-    scores = [single(x * p if x < 0 else x / p) if i in seen else x for i, x in enumerate(scores)]
-    if row.greedy:
-        return scores, False
-    scores = [single(x / row.temperature) for x in scores]
-    if row.top_k:
-        edge = sorted(scores, reverse=True)[min(row.top_k, len(scores)) - 1]
-        scores = [x if x >= edge else -INF for x in scores]
-    scores, close = limit_mass(scores, row.top_p)
-    if row.typical_p < 1:
-        scores, also = limit_typical(scores, row.typical_p)
-        close = close or also
-    return scores, close
-
-
-def softmax(scores: list[float]) -> list[float]:
-    highest = max(scores)
-    weights = [math.exp(x - highest) for x in scores]
-    total = math.fsum(weights)
-    return [w / total for w in weights]
-
-
-def limit_mass(scores: list[float], top_p: float) -> tuple[list[float], bool]:
-    if top_p >= 1:
-        return scores, False
-    probabilities = softmax(scores)
-    rising = sorted(range(len(scores)), key=lambda i: (scores[i], -i))
-    total, dropped, close = 0.0, set(), False
-    for i in rising[:-1]:
-        total += probabilities[i]
-        close = close or abs(total - (1 - top_p)) < 1e-5
-        if total <= 1 - top_p:
-            dropped.add(i)
-    return [-INF if i in dropped else x for i, x in enumerate(scores)], close
-
-
-def limit_typical(scores: list[float], mass: float) -> tuple[list[float], bool]:
-    probabilities = softmax(scores)
-    entropy = -math.fsum(p * math.log(p) for p in probabilities if p > 0)
-    distance = [abs(-math.log(p) - entropy) if p > 0 else INF for p in probabilities]
-    order = sorted(range(len(scores)), key=lambda i: distance[i])
-    total, edge, close = 0.0, INF, False
-    for i in order:
-        total += probabilities[i]
-        close = close or abs(total - mass) < 1e-5
-        if total >= mass:
-            edge = distance[i]
-            break
-    # Two tokens at almost the same distance on either side of the entropy may change places.
-    close = close or any(0 < abs(d - edge) < 1e-4 for d in distance)
-    return [x if d <= edge else -INF for x, d in zip(scores, distance, strict=True)], close
+SPREADS = {"normal": 3.0, "flat": 0.01, "ties": 2.0, "peaked": 12.0, "excluded": 3.0}
+REPETITION = [1.0, 1.0, 1.0, 0.5, 1.25, 4.0, 100.0, 1e-38, 3e38]
 
 
 def random_row(rng: random.Random, vocab_size: int) -> Row:
-    kind = rng.choice(["normal", "flat", "ties", "peaked"])
-    spread = {"normal": 3.0, "flat": 0.01, "ties": 2.0, "peaked": 12.0}[kind]
-    logits = [rng.gauss(0, spread) for _ in range(vocab_size)]
+    """Every processor is on or off independently of the others."""
+    kind = rng.choice(list(SPREADS))
+    logits = [rng.gauss(0, SPREADS[kind]) for _ in range(vocab_size)]
     if kind == "ties":
         logits = [float(round(x)) for x in logits]
+    if kind == "excluded":
+        logits = [x if i == 1 or rng.random() < 0.5 else -INF for i, x in enumerate(logits)]
     token_ids = [rng.randrange(vocab_size) for _ in range(rng.randint(1, 40))]
     row = Row(np.float32(logits).tolist(), token_ids, num_generated=rng.randint(0, min(20, len(token_ids))))
     row.eos = rng.sample(range(vocab_size), rng.randint(0, 3)) + rng.choice([[], [vocab_size + 5]])
     row.greedy, row.seed = rng.random() < 0.2, rng.getrandbits(64)
-    row.repetition_penalty = rng.choice([1.0, 1.0, 0.5, 1.25, 4.0])
-    row.min_new_tokens = rng.choice([0, 0, 5, 12])
-    row.length_penalty_start = rng.choice([0, 3, 10])
-    row.length_penalty_factor = rng.choice([1.0, 1.0, 1.5])
+    row.repetition_penalty = single(rng.choice(REPETITION))
+    row.min_new_tokens = rng.choice([0, 0, 5, 12, 2**32 - 1])
+    row.length_penalty_start = rng.choice([0, 3, 10, 2**32 - 1])
+    row.length_penalty_factor = single(rng.choice([1.0, 1.0, 1.01, 1.5, 10.0]))
     if not row.greedy:
-        row.temperature = rng.choice([1.0, 1.0, 0.5, 2.0])
+        row.temperature = single(rng.choice([1.0, 1.0, 0.5, 2.0, 0.05, 1000.0]))
         row.top_k = rng.choice(
             [0, 0, 1, 2, 5, 63, 64, 65, vocab_size - 1, vocab_size, vocab_size + 1, 2**31 - 1]
         )
-        row.top_p = float(np.float32(rng.choice([1.0, 1.0, 1e-6, 0.1, 0.5, 0.9, 0.999])))
-        row.typical_p = float(np.float32(rng.choice([1.0, 1.0, 1.0, 0.05, 0.5, 0.95])))
+        row.top_p = single(rng.choice([1.0, 1.0, 1e-6, 0.1, 0.5, 0.9, 0.999]))
+        row.typical_p = single(rng.choice([1.0, 1.0, 1.0, 1e-6, 0.05, 0.5, 0.95]))
     return row
 
 
-@pytest.mark.parametrize(("vocab_size", "batches"), [(3, 150), (40, 150), (300, 60), (2500, 10), (20_000, 2)])
+def combination(row: Row) -> tuple[bool, ...]:
+    return (
+        row.greedy,
+        row.temperature != 1,
+        row.top_k > 0,
+        row.top_p < 1,
+        row.typical_p < 1,
+        row.repetition_penalty != 1,
+        row.num_generated < row.min_new_tokens,
+        row.length_penalty_factor != 1,
+    )
+
+
+@pytest.mark.parametrize(
+    ("vocab_size", "batches"), [(3, 220), (40, 220), (150, 50), (300, 25), (2500, 4), (20_000, 1)]
+)
 def test_agrees_with_the_rules(vocab_size: int, batches: int) -> None:
+    """The scores after all processors, and the choice with them."""
     rng = random.Random(vocab_size)
-    checked = 0
+    num_scores = num_choices = 0
+    combinations = set()
     for _ in range(batches):
         rows = [random_row(rng, vocab_size) for _ in range(rng.randint(1, 24))]
         tokens, scores, usable = run(rows)
         for row, token, got, fit in zip(rows, tokens, scores.tolist(), usable, strict=True):
-            wanted, close = expected_scores(row)
-            assert fit == (max(wanted) > -INF), row
-            if close or not fit:
+            if all(x == -INF for x in plain_sampling.treat_eos(row)):
+                assert not fit, row
                 continue
-            checked += 1
-            assert [x == -INF for x in got] == [x == -INF for x in wanted], row
-            assert np.allclose(got, wanted, rtol=2e-5, atol=1e-6)
-            assert got[token] > -INF
-            if row.greedy:
-                assert token == got.index(max(got))
-    assert checked > batches * 5
+            assert fit, row
+            wanted = plain_sampling.process(row)
+            if wanted.mass < 1e-5 or wanted.typical_order < 1e-4:
+                continue
+            num_scores += 1
+            combinations.add(combination(row))
+            assert [x == -INF for x in got] == [x == -INF for x in wanted.values], row
+            assert np.allclose(got, wanted.values, rtol=2e-5, atol=1e-6)
+            chosen, margin = plain_sampling.choose(row, wanted.values)
+            if margin > 1e-4 or row.greedy:
+                num_choices += 1
+                assert token == chosen, row
+    assert num_choices > batches * 4
+    assert num_scores > batches * 5
+    assert len(combinations) > min(batches, 100)
 
 
 @pytest.mark.usefixtures("two_threads")
@@ -265,12 +210,6 @@ def test_seen_tokens_are_forgotten_with_their_row() -> None:
     assert seen.select(np.array([20]))[0].nonzero().flatten().tolist() == [2]
 
 
-def expected_top(scores: list[float], n: int) -> list[int]:
-    edge = sorted(scores, reverse=True)[min(n, len(scores)) - 1]
-    found = [i for i, x in enumerate(scores) if x >= edge and x > -INF][: 4 * n]
-    return sorted(found, key=lambda i: (-scores[i], i))
-
-
 def test_details_follow_the_rules() -> None:
     rng = random.Random(9)
     for vocab_size in (3, 50, 500):
@@ -289,9 +228,9 @@ def test_details_follow_the_rules() -> None:
         starts = np.concatenate([[0], np.cumsum(got.top_counts)])
         for i, (row, token) in enumerate(zip(scores.tolist(), token_ids, strict=True)):
             assert got.logprobs[i] == pytest.approx(oracle[i, token].item(), abs=1e-5)
-            assert got.ranks[i] == 1 + sum(x > row[token] for x in row)
+            assert got.ranks[i] == plain_sampling.rank(row, token)
             ids = got.top_ids[starts[i] : starts[i + 1]].tolist()
-            assert ids == (expected_top(row, int(top_n[i])) if top_n[i] else [])
+            assert ids == plain_sampling.best_tokens(row, int(top_n[i]))
             assert got.top_logprobs[starts[i] : starts[i + 1]] == pytest.approx(
                 oracle[i, ids].numpy(), abs=1e-5
             )

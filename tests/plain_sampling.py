@@ -1,0 +1,192 @@
+"""The rules of sampling once more, for one row, as plain Python: penalties, filters, choice and what is told
+of a token. It shares no code with `tgis`; how near a decision was is told with every result."""
+
+import math
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+INF = math.inf
+MASK32, MASK64 = 2**32 - 1, 2**64 - 1
+# Penalties beyond this, or below its inverse, act like it.
+MAX_FACTOR = 1e16
+
+
+@dataclass
+class Row:
+    """What decides one token. Floats are those that the wire can hold."""
+
+    logits: list[float]
+    token_ids: list[int]
+    num_generated: int = 0
+    eos: list[int] = field(default_factory=list)
+    greedy: bool = False
+    seed: int = 0
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    typical_p: float = 1.0
+    repetition_penalty: float = 1.0
+    min_new_tokens: int = 0
+    length_penalty_start: int = 0
+    length_penalty_factor: float = 1.0
+
+
+@dataclass(frozen=True)
+class Scores:
+    """After all processors, with the least differences that decided what was left out: between two scores,
+    between the typicality of two tokens, and between a sum of probabilities and its limit."""
+
+    values: list[float]
+    order: float = INF
+    typical_order: float = INF
+    mass: float = INF
+
+
+def single(x: float) -> float:
+    """Rounded to float32, so that ties are the same ones."""
+    try:
+        rounded: float = struct.unpack("f", struct.pack("f", x))[0]
+    except OverflowError:
+        return math.copysign(INF, x)
+    return rounded
+
+
+def process(row: Row) -> Scores:
+    scores = _penalise_repetition(treat_eos(row), row)
+    if row.greedy:
+        return Scores(scores)
+    scores = [single(x / row.temperature) for x in scores]
+    scores, order = _keep_best(scores, row.top_k)
+    scores, mass = _keep_mass(scores, row.top_p)
+    scores, typical_order, typical_mass = _keep_typical(scores, row.typical_p)
+    return Scores(scores, order, typical_order, min(mass, typical_mass))
+
+
+def treat_eos(row: Row) -> list[float]:
+    """The minimum and the length penalty, which go first."""
+    scores = [float(x) for x in row.logits]
+    eos = {i for i in row.eos if 0 <= i < len(scores)}
+    if row.num_generated < row.min_new_tokens:
+        return [-INF if i in eos else x for i, x in enumerate(scores)]
+    overdue = row.num_generated - row.length_penalty_start
+    if overdue <= 0 or row.length_penalty_factor == 1:
+        return scores
+    # A float holds no more than 1e308.
+    in_reach = overdue * math.log10(row.length_penalty_factor) < 16
+    growth = (row.length_penalty_factor**overdue if in_reach else MAX_FACTOR) - 1
+    return [single(x + abs(x) * growth) if i in eos and x > -INF else x for i, x in enumerate(scores)]
+
+
+def _penalise_repetition(scores: list[float], row: Row) -> list[float]:
+    p = single(min(max(row.repetition_penalty, single(1 / MAX_FACTOR)), single(MAX_FACTOR)))
+    if p == 1:
+        return scores
+    seen = set(row.token_ids)
+    return [single(x * p if x < 0 else x / p) if i in seen else x for i, x in enumerate(scores)]
+
+
+def _keep_best(scores: list[float], k: int) -> tuple[list[float], float]:
+    if not 0 < k < len(scores):
+        return scores, INF
+    edge = sorted(scores, reverse=True)[k - 1]
+    dropped = [x for x in scores if x < edge]
+    return [x if x >= edge else -INF for x in scores], edge - max(dropped, default=-INF)
+
+
+def softmax(scores: Sequence[float]) -> list[float]:
+    highest = max(scores)
+    weights = [math.exp(x - highest) for x in scores]
+    total = math.fsum(weights)
+    return [w / total for w in weights]
+
+
+def _keep_mass(scores: list[float], top_p: float) -> tuple[list[float], float]:
+    """Rising scores are left out while together they have at most 1 - top_p; of equals, high ids first."""
+    if top_p >= 1:
+        return scores, INF
+    probabilities = softmax(scores)
+    rising = sorted(range(len(scores)), key=lambda i: (scores[i], -i))
+    total, dropped, nearest = 0.0, set(), INF
+    for i in rising[:-1]:
+        total += probabilities[i]
+        if scores[i] > -INF:
+            nearest = min(nearest, abs(total - (1 - top_p)))
+        if total <= 1 - top_p:
+            dropped.add(i)
+    return [-INF if i in dropped else x for i, x in enumerate(scores)], nearest
+
+
+def _keep_typical(scores: list[float], limit: float) -> tuple[list[float], float, float]:
+    if limit >= 1:
+        return scores, INF, INF
+    probabilities = softmax(scores)
+    entropy = -math.fsum(p * math.log(p) for p in probabilities if p > 0)
+    distance = [abs(-math.log(p) - entropy) if p > 0 else INF for p in probabilities]
+    total, edge, nearest = 0.0, INF, INF
+    for i in sorted(range(len(scores)), key=lambda i: distance[i]):
+        total += probabilities[i]
+        nearest = min(nearest, abs(total - limit))
+        if total >= limit:
+            edge = distance[i]
+            break
+    # Two tokens at almost the same distance on either side of the entropy may change places.
+    gaps = [abs(d - edge) for d in distance if d != edge and not math.isinf(d)]
+    kept = [x if d <= edge else -INF for x, d in zip(scores, distance, strict=True)]
+    return kept, min(gaps, default=INF), nearest
+
+
+def uniform(seed: int, position: int, token_id: int) -> float:
+    """The noise of one token at one place of a sequence, in (0, 1)."""
+    bits = _mix64((seed + 0x9E3779B97F4A7C15) & MASK64)
+    bits = _mix64(bits ^ (position * 0xD1B54A32D192ED03 & MASK64))
+    low, high = bits & MASK32, bits >> 32
+    x = (token_id * 0x9E3779B1 & MASK32) ^ low
+    x = ((x ^ x >> 16) * 0x7FEB352D + high) & MASK32
+    x = (x ^ x >> 15) * 0x846CA68B & MASK32
+    x = (x ^ x >> 16) & 0x7FFFFFFF
+    return min(single(single(single(x) + 0.5) * 2**-31), 1 - 2**-24)
+
+
+def _mix64(x: int) -> int:
+    x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & MASK64
+    x = (x ^ x >> 27) * 0x94D049BB133111EB & MASK64
+    return x ^ x >> 31
+
+
+def choose(row: Row, scores: Sequence[float]) -> tuple[int, float]:
+    """The token, and by how much it won: infinite where only equals were beaten, by their id."""
+    ranked = list(scores)
+    if not row.greedy:
+        place, highest = len(row.token_ids), max(scores)
+        for i, x in enumerate(scores):
+            if x > -INF:
+                ranked[i] = x - highest - math.log(-math.log1p(-uniform(row.seed, place, i)))
+    best = max(ranked)
+    others = [x for x in ranked if x < best]
+    return ranked.index(best), best - max(others, default=-INF)
+
+
+def logprobs(scores: Sequence[float]) -> list[float]:
+    highest = max(scores)
+    total = math.log(math.fsum(math.exp(x - highest) for x in scores))
+    return [x - highest - total for x in scores]
+
+
+def rank(scores: Sequence[float], token_id: int) -> int:
+    return 1 + sum(x > scores[token_id] for x in scores)
+
+
+def best_tokens(scores: Sequence[float], n: int) -> list[int]:
+    """By falling score, equals by rising id: all that reach the n-th highest, of these the first 4n by id."""
+    if n == 0:
+        return []
+    edge = sorted(scores, reverse=True)[min(n, len(scores)) - 1]
+    found = [i for i, x in enumerate(scores) if x >= edge and x > -INF][: 4 * n]
+    return sorted(found, key=lambda i: (-scores[i], i))
+
+
+def least_gap(scores: Sequence[float], token_ids: Sequence[int]) -> float:
+    """Between the scores of these and any other that is not its equal: what their rank or place hangs on."""
+    gaps = [abs(scores[i] - x) for i in set(token_ids) for x in scores if x != scores[i] and x > -INF]
+    return min(gaps, default=INF)
