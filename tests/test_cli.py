@@ -11,8 +11,8 @@ import pytest
 from click.testing import CliRunner, Result
 
 from tgis import cli
-from tgis.options.command import command
 from tgis.config import LauncherConfig, RouterConfig, ShardConfig, declared, env_of, flag_of, to_flags
+from tgis.options.command import command
 
 SHARD = ShardConfig(model_path="/models/x", uds_path="/tmp/shard")
 ROUTER = RouterConfig(tokenizer_path="/models/x", shard_uds_path="/tmp/shard")

@@ -121,9 +121,8 @@ class ServingOptions:
     default_include_stop_seqs: bool = option(
         "Whether a stop sequence stays in the text where a request does not say.", True, takes_value=True
     )
-    max_guided_bytes: int = option("Largest grammar or schema that a request may bring.", 65536, minimum=1)
-    guided_timeout: float = option(
-        "Seconds that the compilation of a request's grammar may take.", 5.0, minimum=0
+    max_guided_bytes: int = option(
+        "Bytes of the largest grammar, schema or list of choices that a request may bring.", 65536, minimum=1
     )
     steps_in_flight: int = option(
         "Unanswered steps; 1 waits for every answer before the next step is sent.", 2, minimum=1, maximum=8

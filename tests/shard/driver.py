@@ -24,6 +24,7 @@ class Request:
     eos: list[int] = field(default_factory=list)
     sampling: dict[str, Any] = field(default_factory=lambda: GREEDY)
     details: dict[str, Any] = field(default_factory=dict)
+    grammar: str | None = None
     generated: list[int] = field(default_factory=list)
     """Known to the router; a resumed request has some already."""
     row: int = -1
@@ -37,7 +38,7 @@ class Request:
 
 
 def opening(request: Request) -> pb.OpenRow:
-    return open_row(
+    message = open_row(
         request.row,
         request.prompt + request.generated,
         prompt_len=len(request.prompt),
@@ -46,6 +47,9 @@ def opening(request: Request) -> pb.OpenRow:
         sampling=request.sampling,
         **request.details,
     )
+    if request.grammar is not None:
+        message.grammar.text = message.grammar.digest = request.grammar
+    return message
 
 
 class Router:

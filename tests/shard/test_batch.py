@@ -109,7 +109,6 @@ def test_random_steps() -> None:
         (open_row(0, [1] * 60, max_new_tokens=5), "65 tokens are more than the sequence length 64"),
         (pb.OpenRow(row=0, token_ids=pack([1]), prompt_len=1, adapter_digest="a"), "LoRA adapters"),
         (pb.OpenRow(row=0, token_ids=pack([1]), prompt_len=1, prompt_digest="a"), "soft prompts"),
-        (pb.OpenRow(row=0, token_ids=pack([1]), prompt_len=1, grammar=pb.Grammar()), "grammars"),
         (pb.OpenRow(row=0, token_ids=pack([1]), prompt_len=1, encoder_token_ids=pack([1])), "encoder inputs"),
     ],
 )
@@ -131,7 +130,7 @@ def test_a_row_keeps_nothing_of_the_one_before() -> None:
     table.append(np.array([1]), np.array([9], np.int32))
     assert table.seen.select(np.array([1]))[0].nonzero().flatten().tolist() == [5, 6, 7, 9]
     table.open(open_row(1, [8, 4], prompt_len=1, eos=[2]))
-    batch = table.sampling_batch(np.array([1]), np.array([False]))
+    batch = table.sampling_batch(np.array([1]), np.array([False]), np.array([True]))
     assert batch.eos_token_ids.tolist() == [[2, -1, -1]]
     assert batch.params["greedy"].tolist() == [True]
     assert (batch.params["seed"][0], batch.params["top_k"][0], batch.params["temperature"][0]) == (0, 0, 1)

@@ -26,6 +26,7 @@ from tgis.router.detokenizer import Vocabulary
 from tgis.router.engine import Engine
 from tgis.router.grpc_api import GenerationService
 from tgis.router.grpc_door import Door
+from tgis.router.guided import Grammars
 from tgis.router.http_api import http_app
 from tgis.router.metrics import MetricLimits, Metrics
 from tgis.router.permits import Permits
@@ -59,6 +60,7 @@ class _Router:
         self._config = config
         self._metrics = Metrics(_metric_limits(config))
         self._tracing = open_tracing(config.otlp_endpoint, config.otlp_service_name or SERVICE_NAME)
+        self._grammars = Grammars()
         self._health = health.aio.HealthServicer()
         self._permits = Permits(config.max_concurrent_requests)
         self._engine: Engine | None = None
@@ -88,6 +90,7 @@ class _Router:
             finally:
                 await shards.close()
                 tokenizer.close()
+                self._grammars.close()
                 await asyncio.to_thread(self._tracing.close)
 
     async def _unless_draining(self, waiting: Coroutine[Any, Any, T]) -> T | None:
@@ -144,7 +147,8 @@ class _Router:
             recovery_timeout=config.recovery_timeout,
             on_ready=self._on_ready,
         )
-        validator = Validator(tokenizer, _limits(config, info, tokenizer), shards.lookup_prompt)
+        limits = _limits(config, info, tokenizer)
+        validator = Validator(tokenizer, limits, shards.lookup_prompt, self._grammars, self._metrics)
         kinds = generation_pb2.ModelInfoResponse
         is_decoder = info.model_kind == shard_pb2.InfoResponse.MODEL_KIND_DECODER_ONLY
         self._metrics.permits_used.follow(lambda: self._permits.num_used)
@@ -202,7 +206,12 @@ def _limits(config: RouterConfig, info: shard_pb2.InfoResponse, tokenizer: Token
         logger.warning("max_new_tokens is reduced to %d, the model's length less one", limits.max_new_tokens)
     eos = list(info.eos_token_ids) or [i for i in (tokenizer.eos_token_id,) if i is not None]
     return Limits(
-        limits.max_sequence_length, limits.max_new_tokens, frozenset(eos), config.default_include_stop_seqs
+        max_sequence_length=limits.max_sequence_length,
+        max_new_tokens=limits.max_new_tokens,
+        max_top_n_tokens=config.max_top_n_tokens,
+        max_guided_bytes=config.max_guided_bytes,
+        eos_token_ids=frozenset(eos),
+        include_stop_sequence=config.default_include_stop_seqs,
     )
 
 

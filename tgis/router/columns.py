@@ -9,7 +9,7 @@ import numpy as np
 
 from tgis.pb import shard_pb2 as pb
 from tgis.router.scheduler import Step, Work
-from tgis.router.sequence import Details, Sequence, TokenDetail
+from tgis.router.sequence import Details, Grammar, Sequence, TokenDetail
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,12 @@ def _encode_row(work: Work) -> pb.OpenRow:
             input_tokens=not sequence.inputs_reported,
             input_from=sequence.num_inputs_reported,
         ),
+        grammar=_encode_grammar(sequence.grammar),
     )
+
+
+def _encode_grammar(grammar: Grammar | None) -> pb.Grammar | None:
+    return None if grammar is None else pb.Grammar(text=grammar.text, digest=grammar.digest)
 
 
 def _sampled(sequences: dict[int, Sequence], response: pb.StepResponse) -> Iterator[Sampled]:

@@ -61,6 +61,14 @@ class Details:
 
 
 @dataclass(frozen=True)
+class Grammar:
+    """What the generated text must match, in the form that shards read, and that text's digest."""
+
+    text: str
+    digest: str
+
+
+@dataclass(frozen=True)
 class TokenDetail:
     """A token and what was asked for about it; fields nobody asked for are 0 or empty."""
 
@@ -80,6 +88,7 @@ class Sequence:
     stopping: Stopping
     sampling: Sampling = Sampling()
     details: Details = Details()
+    grammar: Grammar | None = None
     prefix_root: Hashable = ()
     """Sequences share cached prefixes only under equal roots (adapter, soft prompt, encoder input)."""
     prompt_len: int = field(init=False)

@@ -8,14 +8,15 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 
 from tgis.pb import generation_pb2 as pb
-from tgis.router.errors import RequestError
-from tgis.router.sequence import Details, Sampling, Sequence, Stopping
+from tgis.router.errors import RequestError, RouterError
+from tgis.router.guided import Constraint, Grammars, read_constraint
+from tgis.router.metrics import Metrics
+from tgis.router.sequence import Details, Grammar, Sampling, Sequence, Stopping
 from tgis.router.tokenizer import Tokenizer
 
 DEFAULT_MAX_NEW_TOKENS = 20
 MAX_STOP_SEQUENCES = 6
 MAX_STOP_SEQUENCE_BYTES = 240
-MAX_TOP_N_TOKENS = 10
 MIN_TEMPERATURE = 0.05
 STOP_SEQUENCES_TEXT = (
     f"can specify at most {MAX_STOP_SEQUENCES} non-empty stop sequences, "
@@ -29,6 +30,8 @@ class Limits:
 
     max_sequence_length: int
     max_new_tokens: int
+    max_top_n_tokens: int
+    max_guided_bytes: int
     eos_token_ids: frozenset[int]
     include_stop_sequence: bool
 
@@ -40,13 +43,15 @@ class Request:
     sampling: Sampling
     stopping: Stopping
     details: Details
+    constraint: Constraint | None
     has_seed: bool
     truncate_input_tokens: int
     input_text: bool
 
 
 def check_parameters(params: pb.Parameters, limits: Limits) -> Request:
-    """Everything that can be said before the inputs are tokenized. The time limit's clock starts here.
+    """Everything that can be said before a grammar is compiled and inputs are tokenized. The time limit's
+    clock starts here.
 
     Raises RequestError for the first rule that is broken."""
     stopping_time = time.monotonic() + params.stopping.time_limit_millis / 1000
@@ -56,7 +61,8 @@ def check_parameters(params: pb.Parameters, limits: Limits) -> Request:
     _require(max_new_tokens <= limits.max_new_tokens, f"max_new_tokens must be <= {limits.max_new_tokens}")
     _require(stopping.min_new_tokens <= max_new_tokens, "min_new_tokens must be <= max_new_tokens")
     _check_decoding(params.decoding)
-    details = _check_details(params)
+    constraint = read_constraint(params.decoding, limits.max_guided_bytes)
+    details = _check_details(params, limits.max_top_n_tokens)
     _check_stop_sequences(list(stopping.stop_sequences))
     include = stopping.include_stop_sequence
     return Request(
@@ -72,6 +78,7 @@ def check_parameters(params: pb.Parameters, limits: Limits) -> Request:
             deadline=stopping_time if stopping.time_limit_millis else None,
         ),
         details=details,
+        constraint=constraint,
         has_seed=not sampling.greedy and params.sampling.HasField("seed"),
         truncate_input_tokens=params.truncate_input_tokens,
         input_text=params.response.input_text,
@@ -82,24 +89,43 @@ class Validator:
     """Turns the inputs of a call into sequences."""
 
     def __init__(
-        self, tokenizer: Tokenizer, limits: Limits, lookup_prompt: Callable[[str], Awaitable[object]]
+        self,
+        tokenizer: Tokenizer,
+        limits: Limits,
+        lookup_prompt: Callable[[str], Awaitable[object]],
+        grammars: Grammars,
+        metrics: Metrics,
     ) -> None:
         """`lookup_prompt` raises RequestError for an id it does not know."""
         self.limits = limits
         self._tokenizer, self._lookup_prompt = tokenizer, lookup_prompt
+        self._grammars, self._metrics = grammars, metrics
 
     async def sequences(
         self, texts: list[str], request: Request, prefix_id: str | None, adapter_id: str | None
     ) -> list[Sequence]:
         """One per text, in order. Raises RequestError for the first text that cannot be served."""
+        constraint = request.constraint
+        grammar = None if constraint is None else await self._grammars.compile(constraint)
         if adapter_id is not None:
             raise RequestError("adapter_id supplied but no adapter store was configured")
         if prefix_id is not None:
-            await self._lookup_prompt(prefix_id)
+            await self._find_prompt(prefix_id)
         inputs = await self._tokenizer.encode_ids(texts)
-        return [self._sequence(token_ids, request) for token_ids in inputs]
+        for token_ids in inputs:
+            self._metrics.request_raw_input_length.observe(len(token_ids))
+        return [self._sequence(token_ids, request, grammar) for token_ids in inputs]
 
-    def _sequence(self, token_ids: list[int], request: Request) -> Sequence:
+    async def _find_prompt(self, prefix_id: str) -> None:
+        began = time.monotonic()
+        try:
+            await self._lookup_prompt(prefix_id)
+        except RouterError:
+            self._metrics.prompt_load_failure.add()
+            raise
+        self._metrics.prompt_load_duration.observe(time.monotonic() - began)
+
+    def _sequence(self, token_ids: list[int], request: Request, grammar: Grammar | None) -> Sequence:
         _require(bool(token_ids), "tokenizer error the input has no tokens")
         token_ids = self._tokenizer.truncate(token_ids, request.truncate_input_tokens)
         num_inputs, limit, stopping = len(token_ids), self.limits.max_sequence_length, request.stopping
@@ -113,6 +139,7 @@ class Validator:
             _reduce(stopping, limit - num_inputs),
             request.sampling if seeded else replace(request.sampling, seed=secrets.randbits(32)),
             request.details,
+            grammar,
         )
 
 
@@ -157,10 +184,9 @@ def _check_decoding(decoding: pb.DecodingParameters) -> None:
     if decoding.HasField("length_penalty"):
         in_range = 1 <= decoding.length_penalty.decay_factor <= 10
         _require(in_range, "length_penalty must be >= 1.0 and <= 10.0")
-    _require(decoding.WhichOneof("guided") is None, "guided decoding is not supported")
 
 
-def _check_details(params: pb.Parameters) -> Details:
+def _check_details(params: pb.Parameters, max_top_n: int) -> Details:
     response = params.response
     _require(len(params.stopping.stop_sequences) <= MAX_STOP_SEQUENCES, STOP_SEQUENCES_TEXT)
     wants_more = response.token_logprobs or response.token_ranks or response.top_n_tokens > 0
@@ -169,7 +195,7 @@ def _check_details(params: pb.Parameters) -> Details:
         "must request input and/or generated tokens to request extra token detail",
     )
     num_top = response.top_n_tokens
-    _require(num_top <= MAX_TOP_N_TOKENS, f"top_n_tokens ({num_top}) must be <= {MAX_TOP_N_TOKENS}")
+    _require(num_top <= max_top_n, f"top_n_tokens ({num_top}) must be <= {max_top_n}")
     return Details(
         generated_tokens=response.generated_tokens,
         input_tokens=response.input_tokens,

@@ -134,10 +134,11 @@ class RowTable:
         state = self._rows[rows]
         return Wanted(state["logprobs"], state["ranks"], state["top_n"])
 
-    def sampling_batch(self, rows: Integers, described: Booleans) -> SamplingBatch:
+    def sampling_batch(self, rows: Integers, described: Booleans, must_end: Booleans) -> SamplingBatch:
         state = self._rows[rows]
         generated = state["length"] - state["prompt_len"]
-        return SamplingBatch(rows, self._params[rows], generated, state["length"], self._eos[rows], described)
+        params, eos_token_ids = self._params[rows], self._eos[rows]
+        return SamplingBatch(rows, params, generated, state["length"], eos_token_ids, described, must_end)
 
     def pack(self, request: pb.StepRequest) -> Batch | None:
         """The step's work on rows that have not ended, or None where there is none."""
@@ -251,7 +252,6 @@ def _find_unsupported(message: pb.OpenRow) -> str | None:
     asked = {
         "LoRA adapters": message.adapter_digest,
         "soft prompts": message.prompt_digest,
-        "grammars": message.HasField("grammar"),
         "encoder inputs": message.encoder_token_ids,
     }
     return next((f"{name} are not supported by this shard" for name, value in asked.items() if value), None)

@@ -2,6 +2,7 @@
 
 import logging
 import time
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,10 @@ from tgis.pb import shard_pb2 as pb
 from tgis.shard import answers, capacity, models, world
 from tgis.shard.attention.base import Attention
 from tgis.shard.attention.cpu import CpuAttention
-from tgis.shard.batch import Batch, InputSpan, Integers, RowTable
+from tgis.shard.batch import Batch, Booleans, InputSpan, Integers, RowTable
 from tgis.shard.capacity import Demand
 from tgis.shard.details import TokenDetails, describe, join, leave_blank
+from tgis.shard.grammar import Guides, read_tokenizer
 from tgis.shard.models.decoder import Decoder
 from tgis.shard.sampling import sample
 from tgis.shard.threads import configure
@@ -38,9 +40,11 @@ WARM_UP_TOKENS = 20
 class Engine:
     """Executes steps. Whatever `execute` raises, nothing of the engine is to be trusted afterwards."""
 
-    def __init__(self, model: Decoder, attention: Attention, table: RowTable, info: pb.InfoResponse) -> None:
+    def __init__(
+        self, model: Decoder, attention: Attention, table: RowTable, guides: Guides, info: pb.InfoResponse
+    ) -> None:
         self.info = info
-        self._model, self._attention, self._table = model, attention, table
+        self._model, self._attention, self._table, self._guides = model, attention, table, guides
         self._is_answering = info.rank == 0
 
     @classmethod
@@ -51,18 +55,21 @@ class Engine:
         began = time.monotonic()
         directory = Path(config.model_path)
         settings = hub.read_json(directory, "config.json")
-        models.describe(settings, config.world_size)  # whether it can be served, before anything slow happens
+        # Whether it can be served, before anything slow happens.
+        spec = models.describe(settings, config.world_size)
         configure(config.cpu_threads or max(1, capacity.count_cores() // config.world_size))
         max_length = config.max_sequence_length or hub.max_sequence_length(settings)
         demand = Demand(config.block_size, max_length, config.max_batch_size, config.kv_cache_tokens)
         dtype = _choose_dtype(config.dtype, settings)
+        guides = _start_guides(directory, spec.vocab_size)
         ranks = _join(config)
         model = models.load(directory, settings, ranks, DTYPES[dtype])
         cache = capacity.make_cache(model.spec, ranks, DTYPES[dtype], demand)
         table = RowTable(config.max_batch_size, max_length, config.block_size, model.spec.vocab_size, CPU)
         info = _describe(config, settings, model, cache.num_blocks, dtype)
-        engine = cls(model, CpuAttention(cache), table, info)
+        engine = cls(model, CpuAttention(cache), table, guides, info)
         engine._warm_up(min(WARM_UP_TOKENS, max_length - 1))
+        guides.wait_until_ready()
         logger.info(
             "loaded in %.1f s: %s weights; %s cache of %d blocks, %d tokens, %.1f requests of %d tokens",
             time.monotonic() - began,
@@ -74,15 +81,20 @@ class Engine:
     def reset(self) -> None:
         """Forgets all rows: a new stream begins."""
         self._table.reset()
+        self._guides.reset()
 
     def execute(self, request: pb.StepRequest) -> pb.StepResponse:
         began = time.perf_counter_ns()
         response = pb.StepResponse(step_id=request.step_id)
-        self._table.close(np.frombuffer(request.closed_rows, "<i4").astype(np.int64))
+        closed = np.frombuffer(request.closed_rows, "<i4").astype(np.int64)
+        self._table.close(closed)
+        self._guides.close(closed)
         for message in request.opened_rows:
             problem = self._table.open(message)
             if problem is not None:
                 self._report(response, message.row, problem)
+            else:
+                self._guides.open(message)
         batch = self._table.pack(request)
         if batch is not None:
             with torch.inference_mode():
@@ -121,13 +133,11 @@ class Engine:
         logits = self._model.logits(x if len(rows) == len(x) else x[batch.sampled_x])
         wanted = self._table.wanted(rows)
         described = wanted.anything & self._is_answering
-        chosen, usable = sample(logits, self._table.sampling_batch(rows, described), self._table.seen)
-        for row in rows[~usable].tolist():
-            self._table.fail(np.array([row]))
-            self._report(response, row, "the model gives no finite score to choose a token by")
+        chosen, usable = self._choose(rows, logits, described, response)
         kept = usable.nonzero()[0]
         token_ids = chosen.numpy(force=True).astype(np.int32)[kept]
         ended = self._table.append(rows[kept], token_ids)
+        self._guides.advance(rows[kept], token_ids, ended)
         response.digest = answers.digest(rows[kept], token_ids)
         if self._is_answering:
             answers.write_sampled(response, rows[kept], token_ids, ended)
@@ -136,6 +146,21 @@ class Engine:
             index = torch.from_numpy(at)
             details = describe(logits[index], chosen[index], wanted.top_n[at])
             answers.write_details(response, wanted.take(kept), np.searchsorted(kept, at), details)
+
+    def _choose(
+        self, rows: Integers, logits: Tensor, described: Booleans, response: pb.StepResponse
+    ) -> tuple[Tensor, Booleans]:
+        """Tokens int64 [n], and where [n] there is one to be had; rows without have ended."""
+        must_end, problems = self._guides.mask(logits, rows)
+        batch = self._table.sampling_batch(rows, described, must_end)
+        chosen, usable = sample(logits, batch, self._table.seen)
+        for i in (~usable).nonzero()[0].tolist():
+            problems.setdefault(i, "the model gives no finite score to choose a token by")
+        for i, problem in problems.items():
+            usable[i] = False
+            self._table.fail(rows[i : i + 1])
+            self._report(response, int(rows[i]), problem)
+        return chosen, usable
 
     def _report(self, response: pb.StepResponse, row: int, problem: str) -> None:
         logger.warning("row %d cannot be served: %s", row, problem)
@@ -170,6 +195,11 @@ def _choose_dtype(asked: str | None, settings: dict[str, Any]) -> str:
     """What is asked for, else what the checkpoint names, else float32."""
     name = asked or settings.get("dtype") or settings.get("torch_dtype")
     return name if name in DTYPES else "float32"
+
+
+def _start_guides(directory: Path, vocab_size: int) -> Guides:
+    """Reads the tokenizer while the weights are read."""
+    return Guides(partial(read_tokenizer, directory, vocab_size, hub.eos_token_ids(directory)), vocab_size)
 
 
 def _join(config: ShardConfig) -> World:

@@ -36,7 +36,8 @@ class SamplingBatch:
 
     rows int64 [n], where `SeenTokens` has them; params PARAMETERS [n]; num_generated int64 [n], tokens
     generated before this one; positions int64 [n], this token's place in its sequence; eos_token_ids int32
-    [n, any], padded with -1; described bool [n], whose scores are wanted afterwards."""
+    [n, any], padded with -1; described bool [n], whose scores are wanted afterwards; must_end bool [n], whose
+    grammar allows nothing else."""
 
     rows: npt.NDArray[np.int64]
     params: npt.NDArray[np.void]
@@ -44,6 +45,7 @@ class SamplingBatch:
     positions: npt.NDArray[np.int64]
     eos_token_ids: npt.NDArray[np.int32]
     described: npt.NDArray[np.bool_]
+    must_end: npt.NDArray[np.bool_] | np.bool_ = np.False_
 
 
 class SeenTokens:
@@ -84,7 +86,7 @@ def sample(scores: Tensor, batch: SamplingBatch, seen: SeenTokens) -> tuple[Tens
 
 def _penalise(scores: Tensor, batch: SamplingBatch, seen: SeenTokens) -> None:
     params = batch.params
-    early = batch.num_generated < params["min_new_tokens"]
+    early = (batch.num_generated < params["min_new_tokens"]) & ~batch.must_end
     if early.any():
         scores[_eos_of(batch, early, scores.shape[-1])] = -torch.inf
     overdue = batch.num_generated - params["length_penalty_start"]

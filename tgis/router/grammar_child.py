@@ -1,0 +1,171 @@
+"""Compiles grammars in a process of its own, one line of JSON in, one out. What a hostile grammar can do ends
+here: time, memory and stack are bounded, and being killed or crashing is an answer too."""
+
+import json
+import os
+import random
+import re
+import resource
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from typing import BinaryIO
+
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper, regex_to_lark
+from llguidance.gbnf_to_lark import any_to_lark
+
+CPU_LIMIT_S = 0.1  # a schema of 300 properties takes 20 ms
+TRIAL_BYTES = 64
+MEMORY_BYTES = 1 << 30
+# A shard compiles with a stack sixteen times as deep, so what fits here fits there.
+STACK_BYTES = 4 << 20
+MAX_CAUSE = 200
+WHITESPACE = r"[ \n\r\t]{1,64}"
+# A text that is forced by the grammar is not forced to be cut into tokens in one way.
+HEADER = '%llguidance {"no_forcing": true}\n'
+# Tighter than a shard's.
+LIMITS = LLParserLimits(
+    initial_lexer_fuel=300_000,
+    step_lexer_fuel=100_000,
+    step_max_items=30_000,
+    max_lexer_states=20_000,
+    max_grammar_size=100_000,
+    verbose_errors=False,
+)
+
+
+class GrammarError(Exception):
+    """The text is one line that says what is wrong."""
+
+
+class Bytes:
+    """A vocabulary of all bytes and an end, the least there is: it spells every text."""
+
+    eos_token_id = 256
+    bos_token_id = None
+    tokens = (*(bytes([byte]) for byte in range(256)), b"<end>")
+    special_token_ids = (eos_token_id,)
+
+    def __call__(self, text: bytes) -> list[int]:
+        return list(text)
+
+
+def main() -> None:
+    """Answers until its input ends."""
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    os.nice(10)
+    threading.stack_size(STACK_BYTES)
+    worker = threading.Thread(target=_answer_all, args=(sys.stdin.buffer, sys.stdout.buffer))
+    worker.start()
+    worker.join()
+
+
+def compile_grammar(kind: str, text: str, tokenizer: LLTokenizer) -> str:
+    """`text` in the one form that shards read. Raises GrammarError where it cannot be compiled, where nothing
+    matches it, and where following it is too much."""
+    try:
+        grammar = _CONVERT[kind](text)
+    except RecursionError as error:
+        raise GrammarError("it is nested too deeply") from error
+    matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=LIMITS)
+    if matcher.is_error():
+        raise GrammarError(_cause(matcher.get_error()))
+    _follow(matcher)
+    return grammar
+
+
+def _follow(matcher: LLMatcher) -> None:
+    """The beginning of a text that matches, at random, but always the same."""
+    r = random.Random(0)
+    for count in range(TRIAL_BYTES):
+        is_accepting = matcher.is_accepting()
+        mask = int.from_bytes(matcher.compute_bitmask(), "little")
+        if matcher.is_error() or matcher.is_stopped():
+            if not matcher.get_error() or is_accepting:
+                return
+            if not matcher.get_error().startswith("NoExtension"):
+                raise GrammarError("it is too complex")
+            raise GrammarError("some text that it begins has no end" if count else "no text matches it")
+        allowed = [byte for byte in range(256) if mask >> byte & 1]
+        if not allowed:
+            return
+        matcher.consume_token(r.choice(allowed))
+
+
+def _answer_all(requests: BinaryIO, answers: BinaryIO) -> None:
+    tokenizer = LLTokenizer(TokenizerWrapper(Bytes()))
+    for line in requests:
+        # Its signal's default is to end the process, whatever code is running.
+        signal.setitimer(signal.ITIMER_PROF, CPU_LIMIT_S)
+        kind, text = json.loads(line)
+        try:
+            answer = {"grammar": compile_grammar(kind, text, tokenizer)}
+        except GrammarError as error:
+            answer = {"error": str(error)}
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        answers.write(json.dumps(answer).encode() + b"\n")
+        answers.flush()
+
+
+def _from_json_schema(text: str) -> str:
+    """Space between tokens is limited, because models without an idea what comes next write it for ever."""
+    try:
+        schema = json.loads(text)
+        if schema is True:
+            schema = {}
+        if isinstance(schema, dict):
+            schema.setdefault("x-guidance", {"whitespace_pattern": WHITESPACE})
+        schema = json.dumps(schema, allow_nan=False)
+    except json.JSONDecodeError as error:
+        raise GrammarError(f"{error.msg} at line {error.lineno}, column {error.colno}") from error
+    except ValueError as error:
+        raise GrammarError("a number is out of range") from error
+    return f"{HEADER}start: %json {schema}"
+
+
+def _from_regex(text: str) -> str:
+    if (len(text) - len(text.rstrip("\\"))) % 2:
+        raise GrammarError("it ends with a lone backslash")
+    return f"{HEADER}start: /{regex_to_lark(text)}/"
+
+
+def _from_choices(text: str) -> str:
+    choices = " | ".join(json.dumps(choice) for choice in dict.fromkeys(json.loads(text)))
+    return f"{HEADER}start: CHOICE\nCHOICE: {choices}"
+
+
+def _from_grammar(text: str) -> str:
+    """Lark or GBNF. Our line comes last, so that the lines of errors are the text's own."""
+    try:
+        return f"{any_to_lark(text)}\n{HEADER}"
+    except RecursionError:
+        raise
+    except Exception as error:  # the converter's own class and bare Exception alike
+        raise GrammarError(_cause(str(error))) from error
+
+
+_CONVERT: dict[str, Callable[[str], str]] = {
+    "json_schema": _from_json_schema,
+    "regex": _from_regex,
+    "choice": _from_choices,
+    "grammar": _from_grammar,
+}
+_PLACE = re.compile(
+    r"^(error: |at \d+\(\d+\): |failed to compile JSON schema: |failed to parse \"%json\": )+"
+)
+
+
+def _cause(message: str) -> str:
+    """Of the library's many lines, the one that says most; without the place in a text that the user has not
+    written, and without what follows of other names."""
+    lines = [line.strip() for line in message.splitlines() if line.strip()] or ["unknown cause"]
+    line = next((line for line in lines if line.startswith("error: ")), lines[0])
+    line = _PLACE.sub("", line)
+    line = line.split("; following special tokens")[0]
+    return line if len(line) <= MAX_CAUSE else line[: MAX_CAUSE - 1] + "…"
+
+
+if __name__ == "__main__":
+    main()

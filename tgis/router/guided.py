@@ -1,0 +1,187 @@
+"""From a request's constraint to the grammar that shards follow. Compiling is tried first, in processes that
+can be killed, so that no text can hold up the router or reach a shard that it would harm."""
+
+import asyncio
+import contextlib
+import hashlib
+import json
+import signal
+import subprocess
+import sys
+import threading
+from collections import OrderedDict
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from queue import Empty, SimpleQueue
+
+from tgis.pb import generation_pb2 as pb
+from tgis.router.errors import RequestError
+from tgis.router.sequence import Grammar
+
+MAX_CHOICES = 4096
+NUM_WORKERS = 2
+# The worker's own limit is on its computing time; this one is for when it gets no turn to compute.
+TIMEOUT_S = 5.0
+CACHE_SIZE = 256
+ANY_OBJECT = '{"type": "object"}'
+
+
+@dataclass(frozen=True)
+class Constraint:
+    """What a text must match, as the client says it, and the field that says so."""
+
+    field: str
+    kind: str
+    text: str
+
+
+def read_constraint(decoding: pb.DecodingParameters, max_bytes: int) -> Constraint | None:
+    """What can be said without compiling. None for free text. Raises RequestError."""
+    match decoding.WhichOneof("guided"):
+        case None:
+            return None
+        case "format":
+            is_json = decoding.format == pb.DecodingParameters.JSON
+            return Constraint("format", "json_schema", ANY_OBJECT) if is_json else None
+        case "choice":
+            return _read_choices(list(decoding.choice.choices), max_bytes)
+        case field:
+            text = getattr(decoding, field)
+            _require_size(field, len(text.encode()), max_bytes)
+            return Constraint(field, field, text)
+
+
+def _read_choices(choices: list[str], max_bytes: int) -> Constraint:
+    if len(choices) < 2:
+        raise RequestError("Must provide at least two choices")
+    if len(choices) > MAX_CHOICES:
+        raise RequestError(f"choice must not have more than {MAX_CHOICES} choices")
+    _require_size("choice", sum(len(choice.encode()) for choice in choices), max_bytes)
+    return Constraint("choice", "choice", json.dumps(choices))
+
+
+def _require_size(field: str, num_bytes: int, max_bytes: int) -> None:
+    if num_bytes > max_bytes:
+        raise RequestError(f"{field} must not be more than {max_bytes} UTF8 bytes")
+
+
+class Grammars:
+    """Compiles constraints off the event loop, each once however many ask for it, and remembers the newest
+    answers. Owns its threads and processes, which start when they are needed."""
+
+    def __init__(self) -> None:
+        self._answers: OrderedDict[bytes, Grammar | str] = OrderedDict()
+        self._pending: dict[bytes, asyncio.Task[Grammar | str]] = {}
+        self._threads = ThreadPoolExecutor(NUM_WORKERS, thread_name_prefix="guided")
+        self._idle: SimpleQueue[Worker] = SimpleQueue()
+        self._workers: set[Worker] = set()
+        self._is_closed = False
+
+    async def compile(self, constraint: Constraint) -> Grammar:
+        """Raises RequestError, in one line, for a constraint that cannot be served."""
+        key = hashlib.sha256(f"{constraint.kind} {constraint.text}".encode()).digest()
+        answer = self._answers.get(key)
+        if answer is None:
+            if key not in self._pending:
+                self._pending[key] = asyncio.create_task(self._compile(key, constraint))
+            answer = await asyncio.shield(self._pending[key])
+        else:
+            self._answers.move_to_end(key)
+        if isinstance(answer, str):
+            raise RequestError(f"{constraint.field} {answer}")
+        return answer
+
+    def close(self) -> None:
+        """Nothing may be compiled afterwards."""
+        self._is_closed = True
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        for worker in list(self._workers):
+            worker.kill()
+            worker.end()
+
+    async def _compile(self, key: bytes, constraint: Constraint) -> Grammar | str:
+        """A grammar, or what is wrong with the constraint."""
+        try:
+            loop = asyncio.get_running_loop()
+            line, code = await loop.run_in_executor(self._threads, self._ask, constraint)
+        finally:
+            del self._pending[key]
+        answer = _read_answer(line) if line else "is too complex"
+        if code != -signal.SIGKILL:  # else a busy machine, not the constraint, may be to blame
+            self._answers[key] = answer
+            if len(self._answers) > CACHE_SIZE:
+                self._answers.popitem(last=False)
+        return answer
+
+    def _ask(self, constraint: Constraint) -> tuple[bytes, int]:
+        """A worker's line, or nothing and how it ended. One that was killed has a successor."""
+        for _ in range(2):
+            worker = self._take_worker()
+            line = worker.ask(constraint)
+            if line:
+                self._idle.put(worker)
+                return line, 0
+            self._workers.discard(worker)
+            code = worker.end()
+            if code != -signal.SIGKILL or self._is_closed:
+                break
+        return b"", code
+
+    def _take_worker(self) -> "Worker":
+        try:
+            return self._idle.get_nowait()
+        except Empty:
+            worker = Worker()
+            self._workers.add(worker)
+            return worker
+
+
+class Worker:
+    """A process that compiles one constraint at a time."""
+
+    def __init__(self) -> None:
+        # Not asyncio's: that forks, and gRPC's threads do not bear it.
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tgis.router.grammar_child"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,  # a crashing library's last words may quote the user
+            start_new_session=True,  # a terminal's Ctrl-C is the router's alone
+        )
+
+    def ask(self, constraint: Constraint) -> bytes:
+        """A line, or nothing when it is killed or dies of the constraint."""
+        stdin, stdout = self._process.stdin, self._process.stdout
+        assert stdin is not None
+        assert stdout is not None
+        timer = threading.Timer(TIMEOUT_S, self._process.kill)
+        timer.start()
+        try:
+            stdin.write(json.dumps([constraint.kind, constraint.text]).encode() + b"\n")
+            stdin.flush()
+            line = stdout.readline()
+        except BrokenPipeError:
+            line = b""
+        finally:
+            timer.cancel()
+        return line if line.endswith(b"\n") else b""
+
+    def end(self) -> int:
+        """How it ended: its own way, if it was ending."""
+        if self._process.stdin is not None:
+            with contextlib.suppress(BrokenPipeError):  # it has not read everything
+                self._process.stdin.close()
+        if self._process.stdout is not None:
+            self._process.stdout.close()
+        return self._process.wait()
+
+    def kill(self) -> None:
+        self._process.kill()
+
+
+def _read_answer(line: bytes) -> Grammar | str:
+    answer = json.loads(line)
+    if "error" in answer:
+        return f"is not valid: {answer['error']}"
+    text = answer["grammar"]
+    return Grammar(text, hashlib.sha256(text.encode()).hexdigest())

@@ -1,0 +1,243 @@
+"""Which tokens the grammar of a row allows next. Compiling, following and asking happen on a thread of its
+own, while the model computes; the step waits only for what is not ready when it samples."""
+
+import logging
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import tokenizers
+import torch
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
+from torch import Tensor
+
+from tgis.pb import shard_pb2 as pb
+
+logger = logging.getLogger(__name__)
+
+CACHE_SIZE = 64
+STACK_BYTES = 64 << 20
+# Wider than the router's, which has compiled the grammar already.
+LIMITS = LLParserLimits(max_lexer_states=50_000, verbose_errors=False)
+
+Booleans = npt.NDArray[np.bool_]
+Integers = npt.NDArray[np.int64]
+
+
+class GrammarError(Exception):
+    """The row cannot be served; the text is for the log."""
+
+
+@dataclass(frozen=True)
+class Mask:
+    """What may come next. banned bool [vocab_size]; is_complete where only the end may."""
+
+    banned: Booleans
+    is_complete: bool
+
+
+@dataclass
+class Guide:
+    """A row's grammar and how far it has been followed."""
+
+    grammar: pb.Grammar
+    eos_token_ids: Integers
+    token_ids: list[int]
+    """Generated so far."""
+    pending: Future[None] = field(init=False)
+    """When it is done ..."""
+    outcome: Mask | str = ""
+    """... this is what may come next, or what is wrong."""
+    matcher: LLMatcher | None = None
+    is_alone: bool = False
+    """Its matcher has not been used by another row before."""
+
+
+class Guides:
+    """The guides of the open rows that have a grammar. Safe to use from one thread; owns another."""
+
+    def __init__(self, load_tokenizer: Callable[[], LLTokenizer], vocab_size: int) -> None:
+        """`load_tokenizer` is called at once, on the other thread."""
+        self._vocab_size = vocab_size
+        self._guides: dict[int, Guide] = {}
+        self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()  # of the other thread alone
+        self._thread = _start_thread()
+        self._tokenizer = self._thread.submit(load_tokenizer)
+
+    def reset(self) -> None:
+        self._guides.clear()
+
+    def wait_until_ready(self) -> None:
+        try:
+            self._load()
+        except GrammarError as error:
+            logger.warning("guided decoding is not available: %s", error)
+
+    def close(self, rows: Integers) -> None:
+        for row in rows.tolist() if self._guides else ():
+            self._guides.pop(row, None)
+
+    def open(self, message: pb.OpenRow) -> None:
+        """The row follows the message's grammar, if it has one, from its last generated token on; what is
+        wrong with that is said when the row is to be masked."""
+        self._guides.pop(message.row, None)
+        if not message.HasField("grammar"):
+            return
+        generated = np.frombuffer(message.token_ids, "<i4")[message.prompt_len :]
+        eos = np.frombuffer(message.eos_token_ids, "<i4").astype(np.int64)
+        guide = Guide(message.grammar, eos[(eos >= 0) & (eos < self._vocab_size)], generated.tolist())
+        guide.pending = self._thread.submit(self._follow_all, [(guide, [])])
+        self._guides[message.row] = guide
+
+    def mask(self, logits: Tensor, rows: Integers) -> tuple[Booleans, dict[int, str]]:
+        """Bans, in place, the tokens that the rows' grammars do not allow from logits [n, vocab_size].
+
+        Returns where [n] only the end is left, and what is wrong with rows that cannot be served, by their
+        place in [n]. Rows without a grammar keep their logits."""
+        complete, problems = np.zeros(len(rows), np.bool_), {}
+        index, banned = [], []
+        for i, row in self._guided(rows):
+            guide = self._guides[row]
+            guide.pending.result()
+            if isinstance(guide.outcome, str):
+                problems[i] = guide.outcome
+                continue
+            complete[i] = guide.outcome.is_complete
+            index.append(i)
+            banned.append(guide.outcome.banned)
+        if index:
+            some = torch.from_numpy(np.stack(banned)).to(logits.device)  # bool [num_guided, vocab_size]
+            if len(index) == len(logits):
+                logits.masked_fill_(some, -torch.inf)
+            else:
+                at = torch.tensor(index, device=logits.device)
+                logits[at] = logits[at].masked_fill_(some, -torch.inf)
+        return complete, problems
+
+    def advance(self, rows: Integers, token_ids: npt.NDArray[np.int32], ended: Booleans) -> None:
+        """Each of the rows [n] is a token longer; where it has not ended its next mask is begun."""
+        work = [(self._guides[row], [int(token_ids[i])]) for i, row in self._guided(rows) if not ended[i]]
+        if work:
+            pending = self._thread.submit(self._follow_all, work)
+            for guide, _ in work:
+                guide.pending = pending
+
+    def _guided(self, rows: Integers) -> list[tuple[int, int]]:
+        """(place, row)"""
+        if not self._guides:
+            return []
+        return [(i, row) for i, row in enumerate(rows.tolist()) if row in self._guides]
+
+    def _follow_all(self, work: list[tuple[Guide, list[int]]]) -> None:
+        """One task for all rows of a step: handing over takes longer than most masks."""
+        for guide, token_ids in work:
+            try:
+                guide.outcome = self._follow(guide, token_ids)
+            except GrammarError as error:
+                guide.outcome = str(error)
+
+    def _follow(self, guide: Guide, token_ids: list[int]) -> Mask:
+        """Copies of a matcher share what they learn of a grammar, and the limit on it; so one that fails has
+        another try by itself."""
+        guide.token_ids += token_ids
+        if guide.matcher is None:
+            guide.is_alone = guide.grammar.digest not in self._compiled
+            guide.matcher, token_ids = self._find(guide.grammar), guide.token_ids
+        mask = self._ask(guide, guide.matcher, token_ids)
+        if mask is None and not guide.is_alone:
+            self._compiled.pop(guide.grammar.digest, None)
+            guide.matcher, guide.is_alone = self._compile(guide.grammar), True
+            mask = self._ask(guide, guide.matcher, guide.token_ids)
+        if mask is None:
+            raise GrammarError(f"its grammar: {_first_line(guide.matcher.get_error())}")
+        return mask
+
+    def _find(self, grammar: pb.Grammar) -> LLMatcher:
+        if grammar.digest not in self._compiled:
+            self._compiled[grammar.digest] = self._compile(grammar)
+            if len(self._compiled) > CACHE_SIZE:
+                self._compiled.popitem(last=False)
+        self._compiled.move_to_end(grammar.digest)
+        return self._compiled[grammar.digest].deep_copy()
+
+    def _compile(self, grammar: pb.Grammar) -> LLMatcher:
+        matcher = LLMatcher(self._load(), grammar.text, log_level=0, limits=LIMITS)
+        if matcher.is_error():
+            raise GrammarError(f"its grammar: {_first_line(matcher.get_error())}")
+        return matcher
+
+    def _load(self) -> LLTokenizer:
+        try:
+            return self._tokenizer.result()
+        except Exception as error:
+            text = f"the tokenizer cannot be used for grammars: {_first_line(str(error))}"
+            raise GrammarError(text) from error
+
+    def _ask(self, guide: Guide, matcher: LLMatcher, token_ids: list[int]) -> Mask | None:
+        """What may follow `token_ids`; None where the matcher has failed."""
+        if not matcher.consume_tokens(token_ids):
+            return None
+        is_accepting = matcher.is_accepting()
+        bits = np.frombuffer(matcher.compute_bitmask(), np.uint8)
+        if matcher.is_error():
+            return None
+        banned = np.unpackbits(bits, bitorder="little")[: self._vocab_size] == 0
+        banned[[i for i in self._load().eos_tokens if i < self._vocab_size]] = True
+        banned[guide.eos_token_ids] = True
+        is_complete = bool(banned.all())
+        if is_accepting:
+            banned[guide.eos_token_ids] = False
+        elif is_complete:
+            raise GrammarError("its grammar leads nowhere")
+        return Mask(banned, is_complete)
+
+
+class Pieces:
+    """A vocabulary whose decoder the library does not know, spelled by that decoder: what each token adds at
+    the end of a text."""
+
+    bos_token_id = None
+
+    def __init__(self, tokenizer: tokenizers.Tokenizer, vocab_size: int, eos_token_ids: list[int]) -> None:
+        added = tokenizer.get_added_tokens_decoder()
+        self.special_token_ids = [i for i, token in added.items() if token.special and i < vocab_size]
+        self.eos_token_id = (eos_token_ids or self.special_token_ids or [0])[0]
+        middle = next(i for i in range(tokenizer.get_vocab_size()) if tokenizer.decode([i]).strip().isalpha())
+        before = tokenizer.decode([middle])
+        texts = (tokenizer.decode([middle, i], skip_special_tokens=False) for i in range(vocab_size))
+        self.tokens = [text.removeprefix(before).encode() for text in texts]
+
+    def __call__(self, text: str) -> list[int]:
+        """The library asks how a text would be cut; no grammar of ours depends on it."""
+        return []
+
+
+def read_tokenizer(directory: Path, vocab_size: int, eos_token_ids: list[int]) -> LLTokenizer:
+    """Of a model's `tokenizer.json`; ids up to `vocab_size` that it has no token for are never allowed."""
+    text = (directory / "tokenizer.json").read_text(encoding="utf-8")
+    eos = eos_token_ids or None
+    try:
+        return LLTokenizer(text, n_vocab=vocab_size, eos_token=eos)
+    except ValueError:  # the decoder is of another kind, or there are more tokens than the model knows
+        pieces = Pieces(tokenizers.Tokenizer.from_str(text), vocab_size, eos_token_ids)
+        return LLTokenizer(TokenizerWrapper(pieces), n_vocab=vocab_size, eos_token=eos)
+
+
+def _start_thread() -> ThreadPoolExecutor:
+    """With a deep stack: the library recurses over a grammar's parts."""
+    before = threading.stack_size(STACK_BYTES)
+    try:
+        pool = ThreadPoolExecutor(1, "grammar")
+        pool.submit(threading.get_ident).result()
+    finally:
+        threading.stack_size(before)
+    return pool
+
+
+def _first_line(text: str) -> str:
+    return (text.splitlines() or ["unknown cause"])[0][:200]
