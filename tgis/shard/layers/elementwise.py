@@ -1,27 +1,35 @@
 """The work between matrix products as compiled kernels: norms, activations, rotation. Rows never meet, and
-a row's arithmetic follows from its width alone, so its bits are the same in any company."""
+a row's arithmetic follows from its width alone, so its bits are the same in any company.
+
+Only sums over one array may be reordered. A loop over several is compiled twice, for arrays that lie near
+each other and for others, and the two must not choose orders of their own."""
 
 from typing import Any
 
 import numpy as np
 from numba import carray
 
-from tgis.shard.compiled import Kernel, as_float, inner, pointer, take
+from tgis.shard.compiled import Kernel, as_float, inner, ordered, pointer, take
 from tgis.shard.numeric import exp
 
 _F32, _I64 = np.float32(0), np.int64(0)
 
 
 @inner
+def _sum_squares(x: Any) -> Any:
+    total = np.float32(0)
+    for i in range(x.shape[0]):
+        total += x[i] * x[i]
+    return total
+
+
+@ordered
 def _rms_norm_row(x: Any, delta: Any, weight: Any, eps: Any, out: Any, t: int) -> None:
     size = weight.shape[0]
     if delta.size:
         for i in range(size):
             x[t, i] += delta[t, i]
-    total = np.float32(0)
-    for i in range(size):
-        total += x[t, i] * x[t, i]
-    scale = np.float32(1) / np.sqrt(total / np.float32(size) + eps)
+    scale = np.float32(1) / np.sqrt(_sum_squares(x[t]) / np.float32(size) + eps)
     for i in range(size):
         out[t, i] = x[t, i] * scale * weight[i]
 
@@ -41,7 +49,7 @@ def _rms_norm(args: Any) -> None:
         first = take(args) * rows_per_unit
 
 
-@inner
+@ordered
 def _silu_multiply_row(gate: Any, up: Any, out: Any) -> None:
     for i in range(out.shape[0]):
         out[i] = gate[i] / (np.float32(1) + exp(-gate[i])) * up[i]
@@ -74,7 +82,7 @@ def _angles(args: Any) -> None:
         t = take(args)
 
 
-@inner
+@ordered
 def _turn_heads(x: Any, cosines: Any, sines: Any, out: Any) -> None:
     """x: [num_heads * head_dim] -> out: [num_heads, head_dim]; channels behind the turned ones are copied."""
     heads, dim = out.shape
