@@ -291,6 +291,15 @@ def test_rows_are_masked_in_their_places(guides: Guides, pieces: list[bytes]) ->
     assert torch.equal(logits[2, kept], before[2, kept])
 
 
+def test_what_the_library_raises_ends_its_row_alone(guides: Guides) -> None:
+    guides.reset()
+    for row in (0, 1):
+        guides.open(opened(choices(["a", "b"]), row=row))
+    advance(guides, -1)  # no token: the library does not take it for one
+    _, problems = guides.mask(torch.zeros(2, VOCAB_SIZE), np.array([0, 1]))
+    assert problems == {0: "its grammar cannot be followed: OverflowError"}
+
+
 def test_a_row_that_is_closed_or_opened_anew_is_free(guides: Guides) -> None:
     everything = set(range(VOCAB_SIZE))
     for forget in (

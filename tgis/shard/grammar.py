@@ -140,6 +140,8 @@ class Guides:
                 guide.outcome = self._follow(guide, token_ids)
             except GrammarError as error:
                 guide.outcome = str(error)
+            except Exception as error:  # a client's text drives the library: what it breaks is that row
+                guide.outcome = f"its grammar cannot be followed: {type(error).__name__}"
 
     def _follow(self, guide: Guide, token_ids: list[int]) -> Mask:
         """Copies of a matcher share what they learn of a grammar, and the limit on it; so one that fails has
