@@ -228,6 +228,16 @@ def test_what_is_refused_is_an_invalid_argument(client: Client) -> None:
             assert error.value.details().startswith(text)
 
 
+def test_a_grammar_that_explodes_on_the_way_is_the_requests_fault(client: Client) -> None:
+    """It compiles, and its first mask is too much."""
+    decoding = Decoding(regex="((a{1,1000}){1,1000}){1,1000}")
+    with pytest.raises(grpc.RpcError) as error:
+        unary(client, "Once", parameters(decoding))
+    assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    text = "regex cannot be followed: it is too complex, or no token of this model fits it"
+    assert error.value.details() in (text, "regex is too complex")
+
+
 def hostile(i: int) -> pb.DecodingParameters:
     """Texts that take long to compile, crash the compiler, or make every token dear; all different."""
     slow = {"type": "integer", "minimum": -(10**17), "maximum": 10**17 + i, "multipleOf": 999983}
@@ -279,11 +289,9 @@ def test_hostile_grammars_do_not_hold_up_a_free_stream(client: Client, model: Mo
     for task in tasks:
         task.result()
     attackers.shutdown()
-    assert set(codes) <= {"OK", "INVALID_ARGUMENT", "INTERNAL"}
+    assert set(codes) <= {"OK", "INVALID_ARGUMENT"}
     assert "INVALID_ARGUMENT" in codes
-    gaps.sort()
-    assert gaps[len(gaps) * 99 // 100] < 0.25
-    assert gaps[-1] < 2
+    assert max(gaps) < 2  # else it was held up; how long it takes otherwise is no matter of tests
     expected = model.expected[1]
     check(expected, unary(client, expected.prompt, pb.Parameters(**request(expected))))
 

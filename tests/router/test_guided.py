@@ -371,3 +371,14 @@ async def test_a_killed_process_is_replaced_and_none_is_left_behind() -> None:
     assert other != child
     grammars.close()
     assert list(children()) == []
+
+
+async def test_json_may_be_indented_but_not_blank_for_ever(grammars: Grammars) -> None:
+    grammar = await compile_text(grammars, Decoding(format=Decoding.JSON))
+    value = {"a": [1, {"b": None}], "c": "d\n"}
+    for indent in (None, 2, 4, 8, "\t"):
+        assert matches(grammar, json.dumps(value, indent=indent))
+    assert matches(grammar, json.dumps(value, separators=(",", ":")))
+    assert matches(grammar, json.dumps(value, indent=2).replace("\n", "\r\n"))
+    for blank in ("\n\n", " " * 50, "\n" + " " * 60):
+        assert not matches(grammar, f'{{{blank}"a": 1}}')

@@ -32,14 +32,22 @@ class InputDetails:
 
 
 @dataclass(frozen=True)
+class RowFailure:
+    """A sequence that could not be served; the shards have logged why."""
+
+    sequence: Sequence
+    by_grammar: bool
+    """Its grammar is to blame."""
+
+
+@dataclass(frozen=True)
 class Answer:
     """What came back for a step."""
 
     step: Step
     sampled: list[Sampled]
     input_details: list[InputDetails]
-    failed: list[Sequence]
-    """Could not be served; the shards have logged why."""
+    failed: list[RowFailure]
     forward_s: float
 
 
@@ -64,7 +72,10 @@ def decode_answer(step: Step, response: pb.StepResponse) -> Answer:
         step,
         list(_sampled(sequences, response)),
         [_input_details(sequences[details.row], details) for details in response.input_details],
-        [sequences[error.row] for error in response.errors],
+        [
+            RowFailure(sequences[error.row], error.cause == pb.RowError.CAUSE_GRAMMAR)
+            for error in response.errors
+        ],
         response.forward_ns / 1e9,
     )
 

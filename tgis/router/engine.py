@@ -5,52 +5,25 @@ import asyncio
 import logging
 import secrets
 import time
-from collections import deque
 from collections.abc import AsyncGenerator, Callable
-from dataclasses import dataclass, field
 
 from tgis.router.blocks import BlockPool
 from tgis.router.budget import StepBudget
-from tgis.router.columns import Answer, InputDetails, Sampled
+from tgis.router.columns import Answer, InputDetails, RowFailure, Sampled
 from tgis.router.detokenizer import Vocabulary
 from tgis.router.errors import Code, internal_error
-from tgis.router.events import Event, Failed, InputTokens, Output, Timings, is_final
+from tgis.router.events import Event, Failed, InputTokens, Output, is_final
+from tgis.router.generation import Generation
 from tgis.router.meter import StepMeter
 from tgis.router.metrics import Metrics
 from tgis.router.scheduler import Scheduler
-from tgis.router.sequence import Sequence, StopReason, TokenDetail
+from tgis.router.sequence import Sequence, StopReason
 from tgis.router.shards import LOST, Shards, ShardsLostError
 from tgis.router.stopping import TextStream
 
 logger = logging.getLogger(__name__)
 
 MAX_FATAL_STEPS = 3  # a sequence that was part of as many fatal steps is not tried again
-
-
-@dataclass(eq=False)
-class Generation:
-    """An accepted sequence on its way to a client."""
-
-    sequence: Sequence
-    text: TextStream
-    events: deque[Event] = field(default_factory=deque)
-    arrived: asyncio.Event = field(default_factory=asyncio.Event)
-    inputs: list[TokenDetail] = field(default_factory=list)
-    accepted_at: float = field(default_factory=time.monotonic)
-    started_at: float | None = None
-    """When it first had a part in a step."""
-    first_token_at: float | None = None
-    last_token_at: float = 0.0
-    expiry: asyncio.TimerHandle | None = None
-
-    def deliver(self, event: Event) -> None:
-        self.events.append(event)
-        self.arrived.set()
-
-    def timings(self, now: float) -> Timings:
-        started_at, begin = now if self.started_at is None else self.started_at, self.accepted_at
-        first = None if self.first_token_at is None else self.first_token_at - begin
-        return Timings(started_at - begin, first, now - begin)
 
 
 class Engine:
@@ -180,9 +153,9 @@ class Engine:
         self._meter.answer(answer.step, answer.forward_s)
         self.scheduler.apply_answer(answer.step)
         self._budget.observe(answer.step.num_tokens, answer.forward_s)
-        for sequence in answer.failed:
-            if sequence in self._live:
-                self._fail(self._live[sequence], _internal_error("the shards could not serve it"))
+        for failure in answer.failed:
+            if failure.sequence in self._live:
+                self._fail(self._live[failure.sequence], _failed_row(failure))
         for details in answer.input_details:
             self._take_input_details(details)
         now = time.monotonic()
@@ -288,6 +261,15 @@ def _internal_error(cause: str) -> Failed:
     request_id = secrets.token_hex(8)
     logger.error("request %s failed: %s", request_id, cause)
     return Failed(Code.INTERNAL, internal_error(request_id))
+
+
+def _failed_row(failure: RowFailure) -> Failed:
+    if not failure.by_grammar:
+        return _internal_error("the shards could not serve it")
+    grammar = failure.sequence.grammar
+    assert grammar is not None, "only guided sequences have a grammar to fail of"
+    text = f"{grammar.field} cannot be followed: it is too complex, or no token of this model fits it"
+    return Failed(Code.INVALID_ARGUMENT, text)
 
 
 def _workers_lost() -> Failed:

@@ -21,7 +21,8 @@ MEMORY_BYTES = 1 << 30
 # A shard compiles with a stack sixteen times as deep, so what fits here fits there.
 STACK_BYTES = 4 << 20
 MAX_CAUSE = 200
-WHITESPACE = r"[ \n\r\t]{1,64}"
+# As people indent; a model without an idea what comes next would write it for ever.
+WHITESPACE = r"\r?\n[ \t]{0,40}|[ \t]{1,8}"
 # A text that is forced by the grammar is not forced to be cut into tokens in one way.
 HEADER = '%llguidance {"no_forcing": true}\n'
 # Tighter than a shard's.
@@ -110,7 +111,7 @@ def _answer_all(requests: BinaryIO, answers: BinaryIO) -> None:
 
 
 def _from_json_schema(text: str) -> str:
-    """Space between tokens is limited, because models without an idea what comes next write it for ever."""
+    """With white space between its tokens as `WHITESPACE` says, unless the schema says it itself."""
     try:
         schema = json.loads(text)
         if schema is True:

@@ -79,7 +79,7 @@ class Grammars:
 
     async def compile(self, constraint: Constraint) -> Grammar:
         """Raises RequestError, in one line, for a constraint that cannot be served."""
-        key = hashlib.sha256(f"{constraint.kind} {constraint.text}".encode()).digest()
+        key = hashlib.sha256(f"{constraint.field} {constraint.text}".encode()).digest()
         answer = self._answers.get(key)
         if answer is None:
             if key not in self._pending:
@@ -106,7 +106,7 @@ class Grammars:
             line, code = await loop.run_in_executor(self._threads, self._ask, constraint)
         finally:
             del self._pending[key]
-        answer = _read_answer(line) if line else "is too complex"
+        answer = _read_answer(line, constraint.field) if line else "is too complex"
         if code != -signal.SIGKILL:  # else a busy machine, not the constraint, may be to blame
             self._answers[key] = answer
             if len(self._answers) > CACHE_SIZE:
@@ -179,9 +179,9 @@ class Worker:
         self._process.kill()
 
 
-def _read_answer(line: bytes) -> Grammar | str:
+def _read_answer(line: bytes, field: str) -> Grammar | str:
     answer = json.loads(line)
     if "error" in answer:
         return f"is not valid: {answer['error']}"
     text = answer["grammar"]
-    return Grammar(text, hashlib.sha256(text.encode()).hexdigest())
+    return Grammar(text, hashlib.sha256(text.encode()).hexdigest(), field)

@@ -66,6 +66,8 @@ class Grammar:
 
     text: str
     digest: str
+    field: str
+    """The field of the request that says so."""
 
 
 @dataclass(frozen=True)

@@ -92,7 +92,7 @@ class Engine:
         for message in request.opened_rows:
             problem = self._table.open(message)
             if problem is not None:
-                self._report(response, message.row, problem)
+                self._end_row(response, message.row, problem)
             else:
                 self._guides.open(message)
         batch = self._table.pack(request)
@@ -154,18 +154,26 @@ class Engine:
         must_end, problems = self._guides.mask(logits, rows)
         batch = self._table.sampling_batch(rows, described, must_end)
         chosen, usable = sample(logits, batch, self._table.seen)
+        usable[list(problems)] = True  # what is wrong there is said once, and not by the scores
         for i in (~usable).nonzero()[0].tolist():
-            problems.setdefault(i, "the model gives no finite score to choose a token by")
+            text = "the model gives no finite score to choose a token by"
+            self._end_row(response, int(rows[i]), text)
         for i, problem in problems.items():
-            usable[i] = False
-            self._table.fail(rows[i : i + 1])
-            self._report(response, int(rows[i]), problem)
+            self._end_row(response, int(rows[i]), problem, pb.RowError.CAUSE_GRAMMAR)
+        usable[list(problems)] = False
         return chosen, usable
 
-    def _report(self, response: pb.StepResponse, row: int, problem: str) -> None:
+    def _end_row(
+        self,
+        response: pb.StepResponse,
+        row: int,
+        problem: str,
+        cause: pb.RowError.Cause = pb.RowError.CAUSE_UNSPECIFIED,
+    ) -> None:
+        self._table.fail(np.array([row]))
         logger.warning("row %d cannot be served: %s", row, problem)
         if self._is_answering:
-            response.errors.add(row=row, message=problem)
+            response.errors.add(row=row, message=problem, cause=cause)
 
     def _warm_up(self, num_tokens: int) -> None:
         """A prompt in two pieces and a token, so that no request waits for a compiler."""

@@ -1,0 +1,36 @@
+"""An accepted sequence on its way to a client: what it has to say and when what happened to it."""
+
+import asyncio
+import time
+from collections import deque
+from dataclasses import dataclass, field
+
+from tgis.router.events import Event, Timings
+from tgis.router.sequence import Sequence, TokenDetail
+from tgis.router.stopping import TextStream
+
+
+@dataclass(eq=False)
+class Generation:
+    """`events` are for its client, who waits for `arrived`."""
+
+    sequence: Sequence
+    text: TextStream
+    events: deque[Event] = field(default_factory=deque)
+    arrived: asyncio.Event = field(default_factory=asyncio.Event)
+    inputs: list[TokenDetail] = field(default_factory=list)
+    accepted_at: float = field(default_factory=time.monotonic)
+    started_at: float | None = None
+    """When it first had a part in a step."""
+    first_token_at: float | None = None
+    last_token_at: float = 0.0
+    expiry: asyncio.TimerHandle | None = None
+
+    def deliver(self, event: Event) -> None:
+        self.events.append(event)
+        self.arrived.set()
+
+    def timings(self, now: float) -> Timings:
+        started_at, begin = now if self.started_at is None else self.started_at, self.accepted_at
+        first = None if self.first_token_at is None else self.first_token_at - begin
+        return Timings(started_at - begin, first, now - begin)
