@@ -22,6 +22,7 @@ from tests.shard.checkpoints import write_llama
 from tests.shard.driver import Request, Router, configure, opening
 from tests.shard.messages import GREEDY, SAMPLE, Steps, integers, open_row
 from tests.tokenizers_for_tests import write_byte_level
+from tgis.pb import shard_pb2 as pb
 from tgis.shard.engine import Engine
 from tgis.shard.grammar import Guides, read_tokenizer
 
@@ -477,7 +478,8 @@ def test_a_row_whose_grammar_fails_fails_alone(engine: Engine, pattern: str, num
         response = engine.execute(steps.step([(1, 3 + step, 4 + step), (0, 2 + step, 3 + step)]))
         step += 1
     assert step in num_tokens
-    assert [error.row for error in response.errors] == [0]
+    [error] = response.errors
+    assert (error.row, error.cause) == (0, pb.RowError.CAUSE_GRAMMAR)
     assert integers(response.rows) == [1]
     response = engine.execute(steps.step([(1, 3 + step, 4 + step), (0, 2 + step, 3 + step)]))
     assert integers(response.rows) == [1]
