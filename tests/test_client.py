@@ -83,6 +83,22 @@ def test_limits_and_ids_reach_the_service(service: CannedService, target: str) -
         assert (request.prefix_id, request.adapter_id) == ("p", "q")
 
 
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (("--regex", "a+"), pb.DecodingParameters(regex="a+")),
+        (("--json-schema", "{}"), pb.DecodingParameters(json_schema="{}")),
+        ((), pb.DecodingParameters()),
+    ],
+)
+def test_constraints_reach_the_service(
+    service: CannedService, target: str, given: tuple[str, ...], expected: pb.DecodingParameters
+) -> None:
+    run(target, "generate", "x", *given)
+    assert service.asked[0].params.decoding == expected
+    assert run(target, "generate", "x", "--regex", "a", "--json-schema", "{}").exit_code == 2
+
+
 @pytest.mark.parametrize("command", ["generate", "stream"])
 def test_details_are_a_table(service: CannedService, target: str, command: str) -> None:
     result = run(target, command, "count", "--details", "--top-n", "2")

@@ -47,6 +47,8 @@ class Generation:
     top_p: float | None = option("Sample among those that together reach this probability.", None, env=False)
     seed: int | None = option("Sample with this seed.", None, env=False, minimum=0, maximum=MAX_UINT64)
     stop: tuple[str, ...] = option("Stop after this text; may be given more than once.", (), env=False)
+    regex: str | None = option("Generate what this regular expression matches.", None, env=False)
+    json_schema: str | None = option("Generate what this JSON Schema describes.", None, env=False)
     prefix_id: str | None = option("Tuned soft prompt to put before the input.", None, env=False)
     adapter_id: str | None = option("LoRA adapter to generate with.", None, env=False)
     details: bool = option("Also a table of the tokens: log-probability, rank, rivals.", False, env=False)
@@ -146,6 +148,8 @@ def info(connection: Connection, output: Output) -> None:
 
 
 def build_parameters(generation: Generation) -> pb.Parameters:
+    if generation.regex is not None and generation.json_schema is not None:
+        raise click.UsageError("--regex and --json-schema exclude each other")
     chosen = (generation.temperature, generation.top_k, generation.top_p, generation.seed)
     return pb.Parameters(
         method=pb.SAMPLE if any(value is not None for value in chosen) else pb.GREEDY,
@@ -160,6 +164,7 @@ def build_parameters(generation: Generation) -> pb.Parameters:
             min_new_tokens=generation.min_new_tokens,
             stop_sequences=generation.stop,
         ),
+        decoding=pb.DecodingParameters(regex=generation.regex, json_schema=generation.json_schema),
         response=pb.ResponseOptions(
             generated_tokens=generation.details,
             token_logprobs=generation.details,
