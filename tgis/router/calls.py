@@ -75,6 +75,7 @@ class Call:
         metrics = self._metrics
         metrics.request_validation_duration.observe(time.monotonic() - self._log.started_at)
         for sequence in sequences:
+            sequence.request_id = self._log.request_id
             metrics.request_input_length.observe(sequence.prompt_len)
             metrics.request_max_new_tokens.observe(request.stopping.max_new_tokens)
         self._log.accept()

@@ -3,7 +3,6 @@ events. Every accepted sequence ends in exactly one final event."""
 
 import asyncio
 import logging
-import secrets
 import time
 from collections.abc import AsyncGenerator, Callable
 
@@ -202,7 +201,7 @@ class Engine:
         if is_last:
             self._release(generation)
         elif sampled.ended:
-            self._fail(generation, _internal_error("the shards ended what should go on"))
+            self._fail(generation, _internal_error(sequence, "the shards ended what should go on"))
 
     def _release(self, generation: Generation) -> None:
         """The generation's final event is out, or nobody waits for it."""
@@ -235,7 +234,8 @@ class Engine:
         for sequence in self.scheduler.reset(BlockPool(pool.num_blocks, pool.block_size)):
             sequence.num_fatal_steps += 1
             if sequence.num_fatal_steps > MAX_FATAL_STEPS:
-                self._fail(self._live[sequence], _internal_error("the shards die whenever it is computed"))
+                text = "the shards die whenever it is computed"
+                self._fail(self._live[sequence], _internal_error(sequence, text))
         now = time.monotonic()
         for generation in list(self._live.values()):
             deadline = generation.sequence.stopping.deadline
@@ -256,16 +256,15 @@ class Engine:
         logger.info("the shards are back; %d requests resume", len(self._live))
 
 
-def _internal_error(cause: str) -> Failed:
-    """The client gets an id by which the log tells the cause."""
-    request_id = secrets.token_hex(8)
-    logger.error("request %s failed: %s", request_id, cause)
-    return Failed(Code.INTERNAL, internal_error(request_id))
+def _internal_error(sequence: Sequence, cause: str) -> Failed:
+    """The client gets the id by which the log tells the cause."""
+    logger.error("request %s failed: %s", sequence.request_id, cause)
+    return Failed(Code.INTERNAL, internal_error(sequence.request_id))
 
 
 def _failed_row(failure: RowFailure) -> Failed:
     if not failure.by_grammar:
-        return _internal_error("the shards could not serve it")
+        return _internal_error(failure.sequence, "the shards could not serve it")
     grammar = failure.sequence.grammar
     assert grammar is not None, "only guided sequences have a grammar to fail of"
     text = f"{grammar.field} cannot be followed: it is too complex, or no token of this model fits it"

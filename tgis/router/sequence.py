@@ -91,6 +91,8 @@ class Sequence:
     sampling: Sampling = Sampling()
     details: Details = Details()
     grammar: Grammar | None = None
+    request_id: str = ""
+    """Of the call it belongs to, in the log and in what a client is told of an internal error."""
     prefix_root: Hashable = ()
     """Sequences share cached prefixes only under equal roots (adapter, soft prompt, encoder input)."""
     prompt_len: int = field(init=False)
