@@ -37,10 +37,11 @@ INVALID = [
     r"missing request",
     re.escape(UNREADABLE),
 ]
-# Of a guided request: what is wrong with its grammar, in words of the field's kind, on one line.
+# Of a guided request: what is wrong with its constraint, on one line.
 GUIDED = re.compile(
-    r"(guided decoding is not supported"
-    r"|[^\n]*\b(guided|format|json_schema|JSON schema|regex|choice|choices|grammar)\b[^\n]*)"
+    r"Must provide at least two choices"
+    r"|(format|json_schema|regex|choice|grammar) "
+    r"(is not valid: [^\n]+|is too complex|must not [^\n]+|cannot be followed: [^\n]+)"
 )
 
 
