@@ -28,7 +28,7 @@ are mapped:
 | `tgi_batch_inference_duration` | until the answer; where a step was sent ahead of the answer before it, from that answer on |
 | `tgi_batch_inference_failure` | unanswered steps of lost shards, reason `connection`; the inputs in them resume |
 | a concatenation | newcomers join a running batch |
-| prefill weight exceeded | the first waiting input found too few free cache blocks; counted once per step (TGIS counted twice, and padding too) |
+| prefill weight exceeded | the first waiting input found too few free cache blocks; counted once each time a step is filled (TGIS counted twice, and padding too) |
 | padding, granular additions, queue jumps | do not exist: nothing is padded, memory is counted in blocks, and inputs start in the order of their arrival. The series stay 0 |
 | `tgi_batch_input_tokens` | input and generated tokens of the running inputs, without padding |
 | `tgi_batch_max_remaining_tokens` | a sum, as in TGIS, whatever its name says |

@@ -5,7 +5,7 @@ RouterError
 ├── RequestError        INVALID_ARGUMENT    the request is wrong; the text is the contract's
 ├── OverloadedError     RESOURCE_EXHAUSTED  no room now, try again
 ├── UnavailableError    UNAVAILABLE         shutting down, or the shards stayed away too long
-└── GenerationError     INTERNAL            this request could not be served
+└── GenerationError     its own             an accepted request could not be served
 
 StartupError, an OperatorError, never reaches a client.
 """
@@ -48,7 +48,9 @@ class UnavailableError(RouterError):
 
 
 class GenerationError(RouterError):
-    code = Code.INTERNAL
+    def __init__(self, text: str, code: Code = Code.INTERNAL) -> None:
+        super().__init__(text)
+        self.code = code
 
 
 class StartupError(OperatorError):

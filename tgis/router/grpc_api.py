@@ -12,7 +12,7 @@ from tgis.pb import generation_pb2 as pb
 from tgis.pb.generation_pb2_grpc import GenerationServiceServicer
 from tgis.router.calls import MISSING_REQUEST, Accounts, Call
 from tgis.router.engine import Engine
-from tgis.router.errors import RequestError, RouterError
+from tgis.router.errors import GenerationError, RequestError
 from tgis.router.events import Failed, InputTokens, Output
 from tgis.router.permits import Permits
 from tgis.router.responses import ResponseWriter, Result, tokenize_response
@@ -105,12 +105,12 @@ class GenerationService(GenerationServiceServicer):
     async def _events(
         self, sequence: Sequence, call: Call, index: int = 0
     ) -> AsyncGenerator[InputTokens | Output, None]:
-        """Of the input at `index` of a call; one that fails raises RouterError."""
+        """Of the input at `index` of a call; one that fails raises GenerationError."""
         with call.input(index, sequence) as log:
             async with aclosing(self._engine.generate(sequence)) as events:
                 async for event in events:
                     if isinstance(event, Failed):
-                        raise _error(event)
+                        raise GenerationError(event.message, event.code)
                     call.take(event, log)
                     yield event
 
@@ -136,9 +136,3 @@ class GenerationService(GenerationServiceServicer):
 
 def _metadata(context: Context) -> Iterable[tuple[str, str | bytes]]:
     return context.invocation_metadata() or ()
-
-
-def _error(failed: Failed) -> RouterError:
-    error = RouterError(failed.message)
-    error.code = failed.code
-    return error

@@ -134,7 +134,7 @@ class Metrics:
         )
         self.deferred = self._counter(
             "tgi_prefill_weight_limit_exceeded",
-            "Steps in which the first waiting input found too few free cache blocks",
+            "Times that the first waiting input found too few free cache blocks",
         )
         for name, help in (
             ("tgi_queue_jump", "Stays 0: inputs start in the order of their arrival"),

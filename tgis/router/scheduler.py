@@ -65,7 +65,7 @@ class Scheduler:
         self.running: dict[Sequence, None] = {}  # oldest first
         self.num_preemptions = 0
         self.num_deferred = 0
-        """Steps in which the first waiting sequence found too few blocks."""
+        """Times that the first waiting sequence found too few blocks."""
         self.num_cache_queries = self.num_cache_hits = 0
         """Tokens looked for, and found, in the prefix cache."""
         self._in_flight: deque[Step] = deque()

@@ -154,13 +154,12 @@ class Engine:
         must_end, problems = self._guides.mask(logits, rows)
         batch = self._table.sampling_batch(rows, described, must_end)
         chosen, usable = sample(logits, batch, self._table.seen)
-        usable[list(problems)] = True  # what is wrong there is said once, and not by the scores
         for i in (~usable).nonzero()[0].tolist():
-            text = "the model gives no finite score to choose a token by"
-            self._end_row(response, int(rows[i]), text)
+            if i not in problems:
+                self._end_row(response, int(rows[i]), "the model gives no finite score to choose a token by")
         for i, problem in problems.items():
+            usable[i] = False
             self._end_row(response, int(rows[i]), problem, pb.RowError.CAUSE_GRAMMAR)
-        usable[list(problems)] = False
         return chosen, usable
 
     def _end_row(
