@@ -8,11 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tgis.shard import models
 from tgis.shard.attention.base import AttentionMetadata
 from tgis.shard.attention.cpu import CpuAttention
 from tgis.shard.cache import KVCache, local_kv_heads
+from tgis.shard.models import catalogue
 from tgis.shard.models.decoder import Decoder
+from tgis.shard.models.interface import StepInputs
 from tgis.shard.world import World
 
 ALONE = World(0, 1)
@@ -26,7 +27,7 @@ def read_config(directory: Path) -> dict[str, Any]:
 
 
 def load(directory: Path, world: World = ALONE, dtype: torch.dtype = torch.float32) -> Decoder:
-    return models.load(directory, read_config(directory), world, dtype)
+    return catalogue.load(directory, read_config(directory), world, dtype)
 
 
 def new_attention(
@@ -70,7 +71,7 @@ class Stepper:
         metadata = make_metadata(spans, [TABLES[i] for i in work], self._block_size)
         ids = torch.tensor([token for ids, start in work.values() for token in ids[start:]])
         positions = torch.cat([torch.arange(*span) for span in spans])
-        x = self._model.forward(ids, positions, self._attention, metadata)
+        x = self._model.forward(StepInputs(ids, positions, metadata), self._attention)
         logits = self._model.logits(x).split([end - start for start, end in spans])
         return dict(zip(work, logits, strict=True))
 

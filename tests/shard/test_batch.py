@@ -45,21 +45,21 @@ def check(
 ) -> None:
     work = [(row, start, end) for row, start, end in work if not rows[row].ended]
     tokens = [(row, position) for row, start, end in work for position in range(start, end)]
-    assert batch.token_ids.tolist() == [rows[row].token_ids[position] for row, position in tokens]
-    assert batch.positions.tolist() == [position for _, position in tokens]
+    assert batch.inputs.token_ids.tolist() == [rows[row].token_ids[position] for row, position in tokens]
+    assert batch.inputs.positions.tolist() == [position for _, position in tokens]
     slots = [tables[row][position // 4] * 4 + position % 4 for row, position in tokens]
-    assert batch.metadata.slot_mapping.tolist() == slots
+    assert batch.inputs.metadata.slot_mapping.tolist() == slots
     lengths = [end - start for _, start, end in work]
-    assert batch.metadata.cu_seqlens_q.tolist() == [sum(lengths[:i]) for i in range(len(work) + 1)]
-    assert batch.metadata.seq_lens.tolist() == [end for _, _, end in work]
-    for (row, _, end), table in zip(work, batch.metadata.block_tables.tolist(), strict=True):
+    assert batch.inputs.metadata.cu_seqlens_q.tolist() == [sum(lengths[:i]) for i in range(len(work) + 1)]
+    assert batch.inputs.metadata.seq_lens.tolist() == [end for _, _, end in work]
+    for (row, _, end), table in zip(work, batch.inputs.metadata.block_tables.tolist(), strict=True):
         used = -(-end // 4)
         assert table[:used] == tables[row][:used]
     sampled = [row for row, _, end in work if end == len(rows[row].token_ids)]
     assert batch.sampled_rows.tolist() == sampled
     last = [i for i, (row, position) in enumerate(tokens) if position + 1 == len(rows[row].token_ids)]
     assert batch.sampled_x.tolist() == last
-    assert batch.metadata.block_tables.dtype == batch.metadata.seq_lens.dtype == torch.int32
+    assert batch.inputs.metadata.block_tables.dtype == batch.inputs.metadata.seq_lens.dtype == torch.int32
 
 
 def test_random_steps() -> None:

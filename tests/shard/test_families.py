@@ -11,8 +11,8 @@ from torch import Tensor
 
 from tests.shard.checkpoints import CASES, LLAMA3_ROPE, write_llama
 from tests.shard.stepping import Stepper, load, read_config
-from tgis.shard import models
-from tgis.shard.models import UnsupportedModelError
+from tgis.shard.models import catalogue
+from tgis.shard.models.interface import UnsupportedModelError
 
 Checkpoint = Callable[[str], Path]
 PROMPTS = [[5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15], [20, 21, 22, 23, 24], [30]]
@@ -117,14 +117,14 @@ def test_bits_do_not_depend_on_company_or_chunks(dtype: torch.dtype, wide: Path)
 def test_reads_configurations_of_any_age(checkpoint: Checkpoint) -> None:
     config = read_config(checkpoint("llama3_rope"))
     scaling = config.pop("rope_parameters")
-    expected = models.describe({**config, "rope_parameters": scaling})
+    expected = catalogue.describe({**config, "rope_parameters": scaling})
     theta = scaling.pop("rope_theta")
-    assert models.describe({**config, "rope_scaling": scaling, "rope_theta": theta}) == expected
+    assert catalogue.describe({**config, "rope_scaling": scaling, "rope_theta": theta}) == expected
     linear = {"type": "linear", "factor": 2.0}
-    assert models.describe({**config, "rope_scaling": linear}).rope.scaling.factor == 2.0
+    assert catalogue.describe({**config, "rope_scaling": linear}).rope.scaling.factor == 2.0
     for key in ("num_key_value_heads", "head_dim", "rms_norm_eps", "tie_word_embeddings", "hidden_act"):
         config.pop(key)
-    old = models.describe({**config, "rope_scaling": None})
+    old = catalogue.describe({**config, "rope_scaling": None})
     assert (old.num_kv_heads, old.head_dim, old.rope.theta, old.rope.scaling) == (4, 8, 10000.0, None)
 
 
@@ -149,7 +149,7 @@ REFUSED = {
 def test_refuses_in_one_line(text: str, checkpoint: Checkpoint) -> None:
     config = {**read_config(checkpoint("grouped_queries")), **REFUSED[text]}
     with pytest.raises(UnsupportedModelError) as caught:
-        models.describe(config)
+        catalogue.describe(config)
     assert str(caught.value) == text
 
 
@@ -157,7 +157,7 @@ def test_refuses_in_one_line(text: str, checkpoint: Checkpoint) -> None:
 def test_says_what_cannot_be_cut(size: int, fits: bool, checkpoint: Checkpoint) -> None:
     config = json.loads((checkpoint("grouped_queries") / "config.json").read_text())
     if fits:
-        assert models.describe(config, size).num_heads == 4
+        assert catalogue.describe(config, size).num_heads == 4
     else:
         with pytest.raises(UnsupportedModelError, match=f"cannot be cut over {size} shards"):
-            models.describe(config, size)
+            catalogue.describe(config, size)

@@ -25,6 +25,7 @@ from tests.tokenizers_for_tests import write_byte_level
 from tgis.pb import shard_pb2 as pb
 from tgis.shard.engine import Engine
 from tgis.shard.grammar import Guides, read_tokenizer
+from tgis.shard.loading import load
 
 VOCAB_SIZE = 403  # more than the tokenizer has tokens
 EOS, OTHER_EOS = 1, 7
@@ -57,7 +58,7 @@ def guides(directory: Path) -> Guides:
 
 @pytest.fixture(scope="module")
 def engine(directory: Path) -> Engine:
-    return Engine.load(configure(directory))
+    return load(configure(directory))
 
 
 def opened(

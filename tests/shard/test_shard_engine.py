@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from tests.shard.driver import Request, Router, configure, opening, prompts
 from tests.shard.messages import GREEDY, SAMPLE, Steps, floats, integers, open_row, top_tokens
 from tgis.shard.engine import Engine
+from tgis.shard.loading import load
 
 EOS = 2
 
@@ -30,7 +31,7 @@ def oracle(model_path: Path) -> transformers.LlamaForCausalLM:
 
 @pytest.fixture(scope="module")
 def loaded(model_path: Path) -> Engine:
-    return Engine.load(configure(model_path))
+    return load(configure(model_path))
 
 
 @pytest.fixture
@@ -254,7 +255,7 @@ def poisoned(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Engi
     tensors = load_file(model_path / "model.safetensors")
     tensors["model.embed_tokens.weight"][50] = math.nan
     save_file(tensors, path / "model.safetensors", {"format": "pt"})
-    return Engine.load(configure(path))
+    return load(configure(path))
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLE, {**SAMPLE, "top_p": 0.5}])

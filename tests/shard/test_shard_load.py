@@ -12,8 +12,8 @@ from tests.shard.driver import configure
 from tgis.hub import ModelNotFoundError
 from tgis.pb import shard_pb2 as pb
 from tgis.shard.capacity import CacheTooSmallError
-from tgis.shard.engine import Engine
-from tgis.shard.models.spec import UnsupportedModelError
+from tgis.shard.loading import load
+from tgis.shard.models.interface import UnsupportedModelError
 from tgis.shard.weights import WeightsError
 
 
@@ -23,7 +23,7 @@ def model_path(checkpoint: Callable[[str], Path]) -> Path:
 
 
 def test_info_tells_what_was_loaded(model_path: Path) -> None:
-    info = Engine.load(configure(model_path)).info
+    info = load(configure(model_path)).info
     assert info.model_kind == pb.InfoResponse.MODEL_KIND_DECODER_ONLY
     assert (info.model_type, info.vocab_size, list(info.eos_token_ids)) == ("llama", 99, [2])
     assert (info.block_size, info.num_blocks) == (16, 8 * 192 // 16)
@@ -32,8 +32,8 @@ def test_info_tells_what_was_loaded(model_path: Path) -> None:
 
 def test_types(model_path: Path, tmp_path: Path) -> None:
     write_llama(tmp_path, dtype=torch.bfloat16)
-    assert Engine.load(configure(tmp_path)).info.weight_dtype == "bfloat16"
-    info = Engine.load(configure(model_path, dtype="float16", kv_cache_tokens=200, epoch=7)).info
+    assert load(configure(tmp_path)).info.weight_dtype == "bfloat16"
+    info = load(configure(model_path, dtype="float16", kv_cache_tokens=200, epoch=7)).info
     assert (info.weight_dtype, info.cache_dtype, info.num_blocks, info.epoch) == ("float16", "float16", 12, 7)
 
 
@@ -53,11 +53,11 @@ def test_refusals_are_one_line(
     if config is not None:
         (tmp_path / "config.json").write_text(config)
     with pytest.raises(error, match=text) as caught:
-        Engine.load(configure(model_path if config is None else tmp_path, **options))
+        load(configure(model_path if config is None else tmp_path, **options))
     assert "\n" not in str(caught.value)
 
 
 def test_a_model_without_weights_is_refused(model_path: Path, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_bytes((model_path / "config.json").read_bytes())
     with pytest.raises(WeightsError):
-        Engine.load(configure(tmp_path))
+        load(configure(tmp_path))

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tgis.pb import shard_pb2 as pb
 from tgis.shard.attention.base import AttentionMetadata
+from tgis.shard.models.interface import StepInputs
 from tgis.shard.sampling import PARAMETERS, SamplingBatch, SeenTokens
 
 Integers = npt.NDArray[np.int64]
@@ -52,9 +53,7 @@ class InputSpan:
 class Batch:
     """The work of one step on num_seqs rows."""
 
-    token_ids: Tensor  # int64 [num_tokens]
-    positions: Tensor  # int64 [num_tokens]
-    metadata: AttentionMetadata
+    inputs: StepInputs
     sampled_rows: Integers  # [num_sampled], in the order of work
     sampled_x: Tensor  # int64 [num_sampled], their last tokens in [num_tokens]
     input_spans: list[InputSpan]
@@ -168,10 +167,9 @@ class RowTable:
             slot_mapping=self._tensor(slots + positions % self._block_size, np.int64),
         )
         samples = ends == state["length"]
+        token_ids = self._token_ids[row_of, positions]
         return Batch(
-            token_ids=self._tensor(self._token_ids[row_of, positions], np.int64),
-            positions=self._tensor(positions, np.int64),
-            metadata=metadata,
+            inputs=StepInputs(self._tensor(token_ids, np.int64), self._tensor(positions, np.int64), metadata),
             sampled_rows=rows[samples],
             sampled_x=self._tensor(cu_seqlens_q[1:][samples] - 1, np.int64),
             input_spans=list(self._input_spans(rows, starts, ends, cu_seqlens_q)),

@@ -21,6 +21,7 @@ from tgis.errors import OperatorError
 from tgis.pb import shard_pb2 as pb
 from tgis.pb.shard_pb2_grpc import ShardServiceServicer, add_ShardServiceServicer_to_server
 from tgis.shard.engine import Engine
+from tgis.shard.loading import load
 
 logger = logging.getLogger(__name__)
 
@@ -115,10 +116,10 @@ class ShardService(ShardServiceServicer):
 
 def serve(config: ShardConfig) -> NoReturn:
     """Loads the model, then opens the socket `{uds_path}-{rank}` and computes until SIGTERM (status 0) or
-    until a step fails (status 1). What goes wrong before raises one of the errors of `Engine.load`, or
+    until a step fails (status 1). What goes wrong before raises one of the errors of `load`, or
     SocketError."""
     _end_on_signals()
-    engine = Engine.load(config)
+    engine = load(config)
     service = ShardService(engine.info)
     path = Path(f"{config.uds_path}-{config.rank}")
     server = _listen(service, path)

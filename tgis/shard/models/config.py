@@ -9,7 +9,7 @@ from typing import Any
 
 from tgis.shard.layers.activation import NAMES
 from tgis.shard.layers.rotary import LinearScaling, Llama3Scaling, Rope, YarnScaling
-from tgis.shard.models.spec import UnsupportedModelError
+from tgis.shard.models.interface import UnsupportedModelError
 
 Config = Mapping[str, Any]
 

@@ -12,6 +12,7 @@ from tgis.shard.layers.kernels import Parts
 from tgis.shard.layers.linear import ColumnParallel, RowParallel
 from tgis.shard.layers.norm import RMSNorm
 from tgis.shard.layers.rotary import Rotary
+from tgis.shard.models.interface import StepInputs
 from tgis.shard.models.spec import DecoderSpec
 
 
@@ -81,14 +82,10 @@ class Decoder:
         self._head = Head(parts, "head", spec.vocab_size, spec.hidden_size)
 
     @torch.inference_mode()
-    def forward(
-        self, token_ids: Tensor, positions: Tensor, attention: Attention, metadata: AttentionMetadata
-    ) -> Tensor:
-        """token_ids int64, positions int64 or int32, [num_tokens] -> [num_tokens, hidden_size] for `logits`.
-
-        Writes the tokens' keys and values to the cache. Raises WorldError."""
-        x = self._embed(token_ids)
-        angles = self._rotary(positions.to(torch.int64).contiguous())
+    def forward(self, inputs: StepInputs, attention: Attention) -> Tensor:
+        """[num_tokens, hidden_size]"""
+        x, metadata = self._embed(inputs.token_ids), inputs.metadata
+        angles = self._rotary(inputs.positions)
         delta: Tensor | None = None
         for block in self._blocks:
             delta = block(x, delta, angles, attention, metadata)

@@ -2,12 +2,7 @@
 
 from dataclasses import dataclass
 
-from tgis.errors import OperatorError
 from tgis.shard.layers.rotary import Rope
-
-
-class UnsupportedModelError(OperatorError):
-    """The model's configuration is none that we can serve; the text is one line."""
 
 
 @dataclass(frozen=True)
@@ -28,3 +23,4 @@ class DecoderSpec:
     out_bias: bool = False
     mlp_bias: bool = False
     tie_embeddings: bool = False
+    rope_switch_len: int = 0

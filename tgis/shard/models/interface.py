@@ -1,0 +1,62 @@
+"""What the engine knows of any model: its shape, and how a step goes through it."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from tgis.errors import OperatorError
+from tgis.shard.attention.base import Attention, AttentionMetadata
+
+
+class UnsupportedModelError(OperatorError):
+    """The model's configuration is none that we can serve; the text is one line."""
+
+
+class ModelSpec(Protocol):
+    """What decides the size of the cache and the tables."""
+
+    @property
+    def num_layers(self) -> int:
+        """Layers that have keys and values in the cache."""
+
+    @property
+    def num_kv_heads(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def rope_switch_len(self) -> int:
+        """Length past which all positions of a sequence are turned differently; 0 where there is none."""
+
+
+@dataclass(frozen=True)
+class StepInputs:
+    """The new tokens of a step's sequences, packed along one axis."""
+
+    token_ids: Tensor  # int64 [num_tokens]
+    positions: Tensor  # int64 [num_tokens]
+    metadata: AttentionMetadata
+    cross: AttentionMetadata | None = None
+    """Of encoder-decoder models: where the sequences have the keys and values of their encoder's output."""
+    is_long: Tensor | None = None  # bool [num_tokens], of sequences past `rope_switch_len`; absent: none is
+
+
+class Model(Protocol):
+    """Both methods raise WorldError."""
+
+    @property
+    def spec(self) -> ModelSpec: ...
+
+    def forward(self, inputs: StepInputs, attention: Attention) -> Tensor:
+        """Something for `logits`, [num_tokens, any]. Writes the tokens' keys and values to the cache."""
+
+    def logits(self, x: Tensor) -> Tensor:
+        """Any rows of what `forward` gave, [n, any] -> float32 [n, vocab_size], the same on every rank."""
+
+
+class EncoderDecoder(Model, Protocol):
+    def encode(self, inputs: StepInputs, attention: Attention) -> None:
+        """Computes whole encoder inputs, and writes to the blocks of `inputs.metadata` what the decoder's
+        layers attend to. Until then the blocks serve the encoder's own layers."""
