@@ -1,6 +1,8 @@
 """Reading checkpoints: from one file or several, slices alone, and one clear line for every fault."""
 
 import json
+import random
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -8,7 +10,11 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from tgis.shard.weights import Source, Weights, WeightsError, stack
+from tgis.shard import checkpoint
+from tgis.shard.checkpoint import count_elements
+from tgis.shard.resources import begin_peak, peak
+from tgis.shard.stored import WeightsError
+from tgis.shard.weights import Source, Weights, expert, grouped, stack, transposed
 
 SOURCES: dict[str, Source] = {
     "embed": "model.embed_tokens",
@@ -109,7 +115,8 @@ def test_names_what_is_missing_or_odd(tmp_path: Path) -> None:
         f"{file}: tensor model.layers.4.q.weight + model.layers.4.k.weight differ in width: [6, 4], [2, 5]"
     )
     assert fail(tmp_path, "blocks.5.out.weight", (4, 6)) == (
-        f"{file}: tensor model.layers.5.o.weight is stored as I8, expected one of F32, F16, BF16"
+        f"{file}: tensor model.layers.5.o.weight is stored as int8, "
+        "expected one of float32, float16, bfloat16"
     )
 
 
@@ -159,14 +166,200 @@ def test_names_a_missing_file(tmp_path: Path) -> None:
     assert "safetensors: tensor model.embed_tokens.weight cannot be read: " in text
 
 
-def test_does_not_read_pickles(tmp_path: Path) -> None:
-    torch.save(tensors(), tmp_path / "pytorch_model.bin")
+def test_an_empty_directory_says_so(tmp_path: Path) -> None:
     assert fail(tmp_path) == (
-        f"no safetensors weights were found in {tmp_path}; pickles are not read, "
-        "run `text-generation-server convert-to-safetensors`"
+        f"{tmp_path} holds no weights: there is no model.safetensors or model.safetensors.index.json or "
+        "pytorch_model.bin or pytorch_model.bin.index.json"
     )
 
 
-def test_an_empty_directory_says_so(tmp_path: Path) -> None:
-    expected = f"{tmp_path} holds neither model.safetensors nor model.safetensors.index.json"
-    assert fail(tmp_path) == expected
+def header(**offsets: list[int]) -> bytes:
+    """Of a file that says where the table's sixteen bytes lie, and may lie."""
+    entries = {name: {"dtype": "F32", "shape": [2, 2], "data_offsets": at} for name, at in offsets.items()}
+    text = json.dumps(entries).encode()
+    return len(text).to_bytes(8, "little") + text
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        header(a=[0, 16]) + bytes(8),
+        header(a=[0, 16], b=[8, 24]) + bytes(24),
+        header(a=[0, 16], b=[32, 48]) + bytes(48),
+        header(a=[0, 17]) + bytes(17),
+        header(a=[16, 0]) + bytes(16),
+        header(a=[0, 16]) + bytes(20),
+        (1 << 62).to_bytes(8, "little") + bytes(100),
+        (4).to_bytes(8, "little") + b"nope",
+    ],
+)
+def test_names_a_file_whose_header_lies(content: bytes, tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(content)
+    assert fail(tmp_path).startswith(f"{file} cannot be read: ")
+
+
+def test_names_a_tensor_that_the_index_puts_elsewhere(tmp_path: Path) -> None:
+    save_file({"x": torch.zeros(1)}, tmp_path / "a.safetensors")
+    index = {"weight_map": {"model.embed_tokens.weight": "a.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    label = f"{tmp_path}/a.safetensors: tensor model.embed_tokens.weight"
+    assert fail(tmp_path).startswith(f"{label} cannot be read: ")
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_warns_of_numbers_that_are_not_finite(
+    value: float, dtype: torch.dtype, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    matrix = torch.full((10, 4), torch.finfo(dtype).max, dtype=dtype)
+    matrix[7, 2] = value
+    save_single(tmp_path, {"model.embed_tokens.weight": matrix})
+    stored = Weights(tmp_path, SOURCES).find("embed.weight", (10, 4))
+    stored.read(slice(0, 7))
+    assert not caplog.messages
+    stored.read(slice(0, 8))
+    label = f"{tmp_path}/model.safetensors: tensor model.embed_tokens.weight"
+    assert caplog.messages == [f"{label} holds numbers that are not finite"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int64, torch.bool, torch.float8_e4m3fn])
+def test_names_a_tensor_of_another_type(dtype: torch.dtype, tmp_path: Path) -> None:
+    save_single(tmp_path, {"model.embed_tokens.weight": torch.zeros(10, 4).to(dtype)})
+    name = str(dtype).removeprefix("torch.")
+    assert f"embed_tokens.weight is stored as {name}, expected one of float32, float16" in fail(tmp_path)
+
+
+def test_a_single_number_is_no_tensor(tmp_path: Path) -> None:
+    content = {"model.layers.0.q.weight": torch.zeros(()), "model.layers.0.k.weight": torch.zeros(())}
+    save_single(tmp_path, content)
+    assert "q.weight is a single number" in fail(tmp_path, "blocks.0.qkv.weight", (8, 4))
+
+
+def written(directory: Path, sources: dict[str, Source], prefix: str = "", **content: Tensor) -> Weights:
+    save_single(directory, {name.replace("__", "."): tensor for name, tensor in content.items()})
+    return Weights(directory, sources, prefix)
+
+
+def check_slices(weights: Weights, path: str, expected: Tensor) -> None:
+    """Random parts of a tensor are those of the whole one, which another way has put together."""
+    stored = weights.find(path, tuple(expected.shape))
+    rng = random.Random(0)
+    assert torch.equal(stored.read(), expected)
+    for _ in range(60):
+        cuts = [sorted((rng.randint(0, n), rng.randint(0, n))) for n in expected.shape]
+        part = tuple(slice(start, stop) for start, stop in cuts)
+        read = stored.read(*part)
+        assert torch.equal(read, expected[part])
+        assert read.is_contiguous()
+
+
+def test_a_transposed_matrix(tmp_path: Path) -> None:
+    matrix, bias = torch.randn(6, 10), torch.randn(10)
+    weights = written(tmp_path, {"up": transposed("c_fc")}, c_fc__weight=matrix, c_fc__bias=bias)
+    check_slices(weights, "up.weight", matrix.T)
+    check_slices(weights, "up.bias", bias)
+
+
+@pytest.mark.parametrize(("groups", "queries", "head_dim"), [(1, 1, 1), (4, 1, 3), (2, 3, 4), (1, 5, 2)])
+def test_grouped_heads(groups: int, queries: int, head_dim: int, tmp_path: Path) -> None:
+    """Falcon's, BLOOM's and GPT-NeoX's rows, sorted by indexing as their own code does."""
+    rows = groups * (queries + 2) * head_dim
+    matrix, bias = torch.randn(rows, 5), torch.randn(rows)
+
+    def sort(packed: Tensor) -> Tensor:
+        heads = packed.view(groups, queries + 2, head_dim, -1)
+        parts = (heads[:, :-2], heads[:, -2], heads[:, -1])
+        return torch.cat([part.reshape(-1, *packed.shape[1:]) for part in parts])
+
+    sources: dict[str, Source] = {"qkv": grouped("query_key_value", groups, head_dim)}
+    content = {"query_key_value.weight": matrix, "query_key_value.bias": bias}
+    weights = written(tmp_path, sources, **content)
+    check_slices(weights, "qkv.weight", sort(matrix))
+    check_slices(weights, "qkv.bias", sort(bias))
+
+
+def test_experts_of_one_tensor_and_of_several(tmp_path: Path) -> None:
+    fused, separate = torch.randn(3, 8, 5), torch.randn(2, 3, 2, 4, 5)
+    content = {"layers.1.input_linear.weight": fused}
+    for i, e, name in product(range(2), range(3), "ab"):
+        content[f"layers.{i}.experts.{e}.{name}.weight"] = separate[i, e, "ab".index(name)].clone()
+    gate_up = stack(*(f"layers.{{i}}.experts.{{e}}.{name}" for name in "ab"))
+    sources: dict[str, Source] = {
+        "blocks.{i}.experts.{e}.up": gate_up,
+        "blocks.{i}.experts.{e}.fused": expert("layers.{i}.input_linear"),
+        "blocks.{i}.experts.{e}.both": stack(expert("layers.{i}.input_linear"), gate_up),
+        "blocks.{i}.experts.{e}.turned": transposed(expert("layers.{i}.input_linear")),
+    }
+    weights = written(tmp_path, sources, **content)
+    for e in range(3):
+        for i in range(2):
+            check_slices(weights, f"blocks.{i}.experts.{e}.up.weight", separate[i, e].flatten(0, 1))
+        check_slices(weights, f"blocks.1.experts.{e}.fused.weight", fused[e])
+        check_slices(weights, f"blocks.1.experts.{e}.turned.weight", fused[e].T)
+        both = torch.cat((fused[e], *separate[1, e]))
+        check_slices(weights, f"blocks.1.experts.{e}.both.weight", both)
+    with pytest.raises(WeightsError, match=r"input_linear\.weight has shape \[3, 8, 5\], no entry 3$"):
+        weights.find("blocks.1.experts.3.fused.weight", (8, 5))
+
+
+def test_a_stack_of_transposed_matrices(tmp_path: Path) -> None:
+    a, b = torch.randn(4, 3), torch.randn(4, 7)
+    weights = written(tmp_path, {"qkv": stack(transposed("a"), transposed("b"))}, a__weight=a, b__weight=b)
+    check_slices(weights, "qkv.weight", torch.cat((a.T, b.T)))
+
+
+@pytest.mark.parametrize(("stored", "asked"), [*product(("model.norm", "norm"), repeat=2)])
+def test_names_may_lack_the_prefix(stored: str, asked: str, tmp_path: Path) -> None:
+    weights = written(tmp_path, {"norm": asked}, "model.", **{f"{stored}.weight": torch.ones(3)})
+    assert weights.has("norm.weight")
+    assert not weights.has("norm.bias")
+    assert weights.find("norm.weight", (3,)).read().tolist() == [1, 1, 1]
+    with pytest.raises(WeightsError, match=rf"tensor {asked}\.bias is missing$"):
+        weights.find("norm.bias", (3,))
+
+
+def test_an_exact_name_goes_before_another(tmp_path: Path) -> None:
+    both = {"model.norm.weight": torch.ones(1), "norm.weight": torch.zeros(1)}
+    weights = written(tmp_path, {"long": "model.norm", "short": "norm"}, "model.", **both)
+    assert (weights.find("long.weight", (1,)).read(), weights.find("short.weight", (1,)).read()) == (1, 0)
+
+
+@pytest.mark.parametrize("rows", [10, 6, 9])
+def test_rows_that_are_no_groups(rows: int, tmp_path: Path) -> None:
+    weights = written(tmp_path, {"qkv": grouped("qkv", 3, 2)}, qkv__weight=torch.zeros(rows, 4))
+    with pytest.raises(WeightsError, match=rf"has shape \[{rows}, 4\], not rows of 3 groups of queries"):
+        weights.find("qkv.weight", (rows, 4))
+
+
+@pytest.mark.parametrize("is_pickle", [False, True])
+def test_pages_that_were_read_do_not_pile_up(
+    is_pickle: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    content = {f"layers.{i}.weight": torch.full((512, 256), float(i)) for i in range(64)}  # 32 MiB
+    if is_pickle:
+        torch.save(content, tmp_path / "pytorch_model.bin")
+    else:
+        save_single(tmp_path, content)
+    monkeypatch.setattr(checkpoint, "REOPEN_BYTES", 2 << 20)
+    weights, before = Weights(tmp_path, {"blocks.{i}.up": "layers.{i}"}), begin_peak()
+    for i in range(64):
+        assert weights.find(f"blocks.{i}.up.weight", (512, 256)).read().mean() == i
+    assert peak() - before < 12 << 20
+
+
+def test_elements_are_counted_unread(tmp_path: Path) -> None:
+    assert count_elements(tmp_path) == 0
+    torch.save({"a": torch.zeros(7, 3), "b": torch.zeros(9)}, tmp_path / "pytorch_model.bin")
+    assert count_elements(tmp_path) == 21
+    save_sharded(tmp_path, {"a": torch.zeros(5, 3), "b": torch.zeros(2, 2, 2), "c": torch.zeros(4)})
+    assert count_elements(tmp_path) == 23, "safetensors go first"
+    (tmp_path / "a.safetensors").write_bytes(b"")
+    with pytest.raises(WeightsError, match=rf"^{tmp_path}/a\.safetensors cannot be read: "):
+        count_elements(tmp_path)
+
+
+def test_elements_of_an_old_file_are_not_counted(tmp_path: Path) -> None:
+    content = {"a": torch.zeros(7, 3)}
+    torch.save(content, tmp_path / "pytorch_model.bin", _use_new_zipfile_serialization=False)
+    assert count_elements(tmp_path) == 0

@@ -1,155 +1,151 @@
-"""Reads a checkpoint of safetensors files, and of every tensor only the slice that is asked for.
+"""The tensors of a checkpoint under the names of our modules; only the slices that are asked for are read.
 
-A family's table says where each of our modules finds its tensors; `stack` packs several of them into one."""
+A family's table says where each of our modules finds its tensors, in the words below: a plain name, `stack`,
+`transposed`, `grouped`, `expert` and `first_of`."""
 
-import json
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from types import TracebackType
 
-import torch
-from safetensors import SafetensorError, safe_open
-from torch import Tensor
-
-from tgis.errors import OperatorError
-
-INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
-_READABLE = ("F32", "F16", "BF16")
-_ALL = slice(None)
-
-
-class WeightsError(OperatorError):
-    """The checkpoint cannot be used; the text is one line that names the file and, if any, the tensor."""
+from tgis.shard.checkpoint import Checkpoint
+from tgis.shard.stored import (
+    FileTensor,
+    MissingTensorError,
+    Stack,
+    Stored,
+    Transposed,
+    WeightsError,
+    Window,
+    join_labels,
+)
 
 
-class Stored(Protocol):
-    """A tensor of which parts can be read."""
+@dataclass(frozen=True)
+class Place:
+    """Whose tensor is looked for, and in what checkpoint."""
 
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-    @property
-    def label(self) -> str:
-        """File and name, for messages."""
+    checkpoint: Checkpoint
+    prefix: str
+    layer: str
+    expert: str
+    end: str  # "weight" or "bias"
 
-    def read(self, rows: slice = _ALL, columns: slice = _ALL) -> Tensor:
-        """The part as stored: float32, float16 or bfloat16; vectors have rows only. It may be the file's own
-        memory, so what is kept must be copied. Raises WeightsError."""
+    def fetch(self, name: str) -> FileTensor:
+        """The tensor of a module of the checkpoint, which may lack the prefix, or have it where `name` does
+        not. Raises WeightsError."""
+        full = f"{name.format(i=self.layer, e=self.expert)}.{self.end}"
+        other = full.removeprefix(self.prefix) if full.startswith(self.prefix) else self.prefix + full
+        is_other = full not in self.checkpoint and other in self.checkpoint
+        return self.checkpoint.fetch(other if is_other else full)
+
+    def find(self, source: "Source") -> Stored:
+        return source(self) if callable(source) else self.fetch(source)
 
 
-Fetch = Callable[[str], Stored]  # the checkpoint's name, without layer number and ".weight" -> the tensor
-Source = str | Callable[[Fetch], Stored]
+# A name is that of a module in the checkpoint, with {i} for the layer's number and {e} for the expert's.
+Source = str | Callable[[Place], Stored]
 
 
-def stack(*names: str) -> Source:
+def stack(*sources: Source) -> Source:
     """Separate tensors, packed row-wise in this order."""
-    return lambda fetch: _Stack([fetch(name) for name in names])
+
+    def find(place: Place) -> Stored:
+        parts = [place.find(source) for source in sources]
+        return Stack(parts, join_labels(part.label for part in parts))
+
+    return find
+
+
+def transposed(source: Source) -> Source:
+    """Stored [in, out]; a bias is as it is."""
+    return lambda place: Transposed(place.find(source))
+
+
+def grouped(source: Source, num_groups: int, head_dim: int) -> Source:
+    """Rows [group, (q ... q, k, v), head_dim], the queries of every group beside the key and value that they
+    share; becomes all q, all k, all v."""
+
+    def find(place: Place) -> Stored:
+        stored = place.find(source)
+        rows, rest = divmod(stored.shape[0], num_groups)  # of one group
+        if rest or rows % head_dim or rows < 3 * head_dim:
+            raise WeightsError(
+                f"{stored.label} has shape {list(stored.shape)}, not rows of {num_groups} groups of queries, "
+                f"a key and a value of {head_dim}"
+            )
+        bounds = ((0, rows - 2 * head_dim), (rows - 2 * head_dim, rows - head_dim), (rows - head_dim, rows))
+        bases = range(0, stored.shape[0], rows)
+        windows = [Window(stored, base + start, base + stop) for start, stop in bounds for base in bases]
+        return Stack(windows, stored.label)
+
+    return find
+
+
+def expert(name: str) -> Source:
+    """The entry {e} of a tensor whose first axis is the experts."""
+    return lambda place: place.fetch(name).entry(int(place.expert))
+
+
+def first_of(source: Source, *others: Source) -> Source:
+    """The first of these that the checkpoint has; where it has none, the error is that of the first."""
+
+    def find(place: Place) -> Stored:
+        try:
+            return place.find(source)
+        except MissingTensorError:
+            for other in others:
+                try:
+                    return place.find(other)
+                except MissingTensorError:
+                    continue
+            raise
+
+    return find
 
 
 class Weights:
-    """The tensors of a checkpoint under the names of our modules.
+    """The tensors of the checkpoint in `directory`.
 
-    `sources` is keyed by module path, with the layer's number as `{i}`. Raises WeightsError where the
-    directory holds no safetensors weights."""
+    `sources` is keyed by module path, with the layer's number as {i} and the expert's as {e}. `prefix` is the
+    leading part of names that some checkpoints lack. Closed, it logs what was read; tensors that were read
+    stay valid. Raises WeightsError where the directory holds no weights."""
 
-    def __init__(self, directory: Path, sources: Mapping[str, Source]):
-        self._directory, self._sources = directory, sources
-        self._file_of = _read_index(directory)
-        self._open: dict[str, Any] = {}
+    def __init__(self, directory: Path, sources: Mapping[str, Source], prefix: str = ""):
+        self._checkpoint, self._sources, self._prefix = Checkpoint(directory), sources, prefix
+
+    def __enter__(self) -> "Weights":
+        return self
+
+    def __exit__(
+        self,
+        error_type: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._checkpoint.close()
+        if error is None:
+            self._checkpoint.progress.finish()
 
     def find(self, path: str, shape: tuple[int, ...]) -> Stored:
         """The tensor of a module, `find("blocks.3.mlp.up.weight", (rows, columns))`. Raises WeightsError."""
-        module, _, end = path.rpartition(".")
-        number = next((part for part in module.split(".") if part.isdigit()), "")
-        source = self._sources[module.replace(f".{number}.", ".{i}.", 1) if number else module]
-
-        def fetch(name: str) -> Stored:
-            return self._fetch(f"{name.format(i=number)}.{end}")
-
-        found = source(fetch) if callable(source) else fetch(source)
+        found = self._find(path)
         if found.shape != shape:
             raise WeightsError(f"{found.label} has shape {list(found.shape)}, expected {list(shape)}")
         return found
 
-    def _fetch(self, name: str) -> Stored:
-        if name not in self._file_of:
-            raise WeightsError(f"{self._directory}: tensor {name} is missing")
-        file = self._directory / self._file_of[name]
-        label = f"{file}: tensor {name}"
+    def has(self, path: str) -> bool:
+        """Whether the checkpoint has a module's tensor. Raises WeightsError where it cannot be used."""
         try:
-            if str(file) not in self._open:
-                self._open[str(file)] = safe_open(file, framework="pt")
-            return _Slice(self._open[str(file)].get_slice(name), label)
-        except (SafetensorError, OSError) as error:
-            raise WeightsError(f"{label} cannot be read: {_first_line(error)}") from error
+            self._find(path)
+        except MissingTensorError:
+            return False
+        return True
 
-
-class _Slice:
-    def __init__(self, stored: Any, label: str):
-        self._stored, self.label = stored, label
-        self.shape = tuple(stored.get_shape())
-        if stored.get_dtype() not in _READABLE:
-            known = ", ".join(_READABLE)
-            raise WeightsError(f"{label} is stored as {stored.get_dtype()}, expected one of {known}")
-
-    def read(self, rows: slice = _ALL, columns: slice = _ALL) -> Tensor:
-        try:
-            part: Tensor = self._stored[rows, columns] if len(self.shape) == 2 else self._stored[rows]
-        except (SafetensorError, OSError) as error:
-            raise WeightsError(f"{self.label} cannot be read: {_first_line(error)}") from error
-        return part
-
-
-class _Stack:
-    def __init__(self, parts: list[Stored]):
-        self._parts = parts
-        self.label = parts[0].label + "".join(" + " + part.label.rpartition(" ")[2] for part in parts[1:])
-        if len({part.shape[1:] for part in parts}) > 1:
-            shapes = ", ".join(str(list(part.shape)) for part in parts)
-            raise WeightsError(f"{self.label} differ in width: {shapes}")
-        self.shape = (sum(part.shape[0] for part in parts), *parts[0].shape[1:])
-
-    def read(self, rows: slice = _ALL, columns: slice = _ALL) -> Tensor:
-        start, stop, _ = rows.indices(self.shape[0])
-        found, base = [], 0
-        for part in self._parts:
-            first, last = max(start - base, 0), min(stop - base, part.shape[0])
-            if first < last:
-                found.append(part.read(slice(first, last), columns))
-            base += part.shape[0]
-        return found[0] if len(found) == 1 else torch.cat(found)
-
-
-def _read_index(directory: Path) -> dict[str, str]:
-    """Tensor name -> name of its file."""
-    file, index = directory / SINGLE, directory / INDEX
-    if file.is_file():
-        return _read_single(file)
-    if index.is_file():
-        return _read_sharded(index)
-    if any(directory.glob("pytorch_model*.bin")):
-        remedy = "pickles are not read, run `text-generation-server convert-to-safetensors`"
-        raise WeightsError(f"no safetensors weights were found in {directory}; {remedy}")
-    raise WeightsError(f"{directory} holds neither {SINGLE} nor {INDEX}")
-
-
-def _read_single(file: Path) -> dict[str, str]:
-    try:
-        with safe_open(file, framework="pt") as content:
-            return dict.fromkeys(content.keys(), SINGLE)
-    except (SafetensorError, OSError) as error:
-        raise WeightsError(f"{file} cannot be read: {_first_line(error)}") from error
-
-
-def _read_sharded(index: Path) -> dict[str, str]:
-    try:
-        file_of = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        inside = all(Path(file).name == file for file in file_of.values())
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise WeightsError(f"{index} is not an index of weights: {_first_line(error)}") from error
-    if not inside:
-        raise WeightsError(f"{index} names a file outside its directory")
-    return dict(file_of)
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
+    def _find(self, path: str) -> Stored:
+        module, _, end = path.rpartition(".")
+        numbers = [part for part in module.split(".") if part.isdigit()]
+        layer, expert, *_ = (*numbers, "", "")
+        key = module.replace(f".{layer}.", ".{i}.", 1) if layer else module
+        key = key.replace(f".{expert}.", ".{e}.", 1) if expert else key
+        return Place(self._checkpoint, self._prefix, layer, expert, end).find(self._sources[key])

@@ -1,0 +1,48 @@
+"""What the log says while a checkpoint is read."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from tgis.shard.progress import Progress
+from tgis.shard.weights import Weights, stack
+
+
+def fields(caplog: pytest.LogCaptureFixture) -> list[dict[str, float]]:
+    return [record.fields for record in caplog.records]  # type: ignore[attr-defined]
+
+
+def test_a_line_for_ten_percent_or_half_a_minute(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    now = 0.0
+    progress = Progress(1000, lambda: now)
+    said = []
+    for i in range(100):  # ten bytes of each of a hundred tensors, half of which this rank reads
+        now += 0.25 if i < 50 else 6.0
+        progress.add(f"tensor {i}", 10, 5)
+        said.append(len(caplog.records))
+    assert fields(caplog)[0] == {"percent": 10, "bytes": 50, "seconds": 2.5, "gb_per_s": 0.0}
+    assert [line["percent"] for line in fields(caplog)[:5]] == [10, 20, 30, 40, 50]
+    assert [line["percent"] for line in fields(caplog)[5:7]] == [55, 60], "slow: by time"
+    progress.finish()
+    assert fields(caplog)[-1] == {"bytes": 500, "seconds": 312.5, "gb_per_s": 0.0}
+
+
+def test_fast_loading_says_little(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    progress = Progress(100, lambda: 0.0)
+    for i in range(100):
+        progress.add(f"tensor {i}", 1, 1)
+    assert not caplog.records
+
+
+def test_counts_what_is_read(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    save_file({"a.weight": torch.ones(8, 4), "b.weight": torch.ones(2, 4)}, tmp_path / "model.safetensors")
+    with Weights(tmp_path, {"x": stack("a", "b"), "y": "b"}) as weights:
+        weights.find("x.weight", (10, 4)).read(slice(6, 9), slice(0, 2))
+        weights.find("y.weight", (2, 4)).read()
+    assert [record.message for record in caplog.records] == ["weights read"]
+    assert fields(caplog)[0]["bytes"] == (3 * 2 + 2 * 4) * 4

@@ -1,0 +1,142 @@
+"""The files of a checkpoint: which of them holds a tensor. They are mapped into memory when asked for."""
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, Protocol
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from tgis.shard.pickles import can_map, open_pickle
+from tgis.shard.progress import Progress
+from tgis.shard.resources import release_memory
+from tgis.shard.stored import FileTensor, MissingTensorError, WeightsError, first_line
+
+# Of each kind of file: the name of one that holds all tensors, and that of an index of several.
+SAFETENSORS = ("model.safetensors", "model.safetensors.index.json")
+PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
+# Files are opened anew after so many bytes, because the pages that were read count as memory until then.
+REOPEN_BYTES = 64 << 20
+
+
+class Tensors(Protocol):
+    """What a file holds, by name; nothing of a tensor is read before its elements are."""
+
+    def keys(self) -> Iterable[str]: ...
+    def __getitem__(self, name: str) -> Tensor: ...
+
+
+class Checkpoint:
+    """The tensors in `directory`, by name. Safetensors files are taken where there are pickles too.
+
+    Raises WeightsError where there are no weights."""
+
+    def __init__(self, directory: Path):
+        self._directory = directory
+        self._open: dict[str, Tensors] = {}
+        self._file_of = self._list_tensors()
+        self._unclosed_bytes = 0
+        files = [directory / name for name in set(self._file_of.values())]
+        self.progress = Progress(sum(file.stat().st_size for file in files if file.is_file()))
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._file_of
+
+    def fetch(self, name: str) -> FileTensor:
+        """Raises WeightsError."""
+        if name not in self._file_of:
+            raise MissingTensorError(f"{self._directory}: tensor {name} is missing")
+        file = self._file_of[name]
+        label = f"{self._directory / file}: tensor {name}"
+        try:
+            if file not in self._open:
+                self._open[file] = _open(self._directory / file)
+            return FileTensor(self._open[file][name], label, self._count)
+        except (SafetensorError, OSError) as error:
+            raise WeightsError(f"{label} cannot be read: {first_line(error)}") from error
+        except KeyError as error:
+            raise WeightsError(f"{label} is not in the file, though the index says so") from error
+
+    def count_elements(self) -> int:
+        """Of all matrices, as the files' headers tell; files without are left out. Raises WeightsError."""
+        names_in: dict[str, list[str]] = {}
+        for name, file in self._file_of.items():
+            names_in.setdefault(file, []).append(name)
+        total = 0
+        for file, names in names_in.items():
+            try:
+                if _can_map(self._directory / file):
+                    tensors = _open(self._directory / file)
+                    total += sum(tensors[name].numel() for name in names if tensors[name].dim() > 1)
+            except (SafetensorError, OSError, KeyError) as error:
+                text = f"{self._directory / file} cannot be read: {first_line(error)}"
+                raise WeightsError(text) from error
+        return total
+
+    def close(self) -> None:
+        """Tensors that were read stay valid."""
+        self._open.clear()
+
+    def _count(self, label: str, whole_bytes: int, read_bytes: int) -> None:
+        self.progress.add(label, whole_bytes, read_bytes)
+        self._unclosed_bytes += read_bytes
+        if self._unclosed_bytes > REOPEN_BYTES:
+            self._unclosed_bytes = 0
+            unmapped = [file for file in self._open if not _can_map(self._directory / file)]
+            self._open = {file: self._open[file] for file in unmapped}
+            release_memory()
+
+    def _list_tensors(self) -> dict[str, str]:
+        """Tensor name -> name of its file."""
+        for single, index in (SAFETENSORS, PICKLES):
+            file = self._directory / single
+            if file.is_file():
+                try:
+                    self._open[single] = _open(file)
+                except (SafetensorError, OSError) as error:
+                    raise WeightsError(f"{file} cannot be read: {first_line(error)}") from error
+                return dict.fromkeys(self._open[single].keys(), single)
+            if (self._directory / index).is_file():
+                return _read_index(self._directory / index)
+        known = " or ".join((*SAFETENSORS, *PICKLES))
+        raise WeightsError(f"{self._directory} holds no weights: there is no {known}")
+
+
+class _Safetensors:
+    def __init__(self, file: Path):
+        self._content: Any = safe_open(file, framework="pt")
+
+    def keys(self) -> Iterable[str]:
+        names: list[str] = self._content.keys()
+        return names
+
+    def __getitem__(self, name: str) -> Tensor:
+        tensor: Tensor = self._content.get_tensor(name)
+        return tensor
+
+
+def count_elements(directory: Path) -> int:
+    """Of all matrices of a checkpoint, without reading them; 0 where that is not to be had. Raises
+    WeightsError where files are damaged."""
+    names = [name for name in (*SAFETENSORS, *PICKLES) if (directory / name).is_file()]
+    return Checkpoint(directory).count_elements() if names and _can_map(directory / names[0]) else 0
+
+
+def _open(file: Path) -> Tensors:
+    return open_pickle(file) if file.suffix == ".bin" else _Safetensors(file)
+
+
+def _can_map(file: Path) -> bool:
+    return file.suffix != ".bin" or can_map(file)
+
+
+def _read_index(index: Path) -> dict[str, str]:
+    try:
+        file_of = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        inside = all(Path(file).name == file for file in file_of.values())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise WeightsError(f"{index} is not an index of weights: {first_line(error)}") from error
+    if not inside:
+        raise WeightsError(f"{index} names a file outside its directory")
+    return dict(file_of)

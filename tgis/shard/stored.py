@@ -1,0 +1,129 @@
+"""Tensors of a checkpoint, of which parts are read: what a file holds, and views that cut and join it."""
+
+import logging
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Sequence
+from itertools import accumulate
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from tgis.errors import OperatorError
+
+logger = logging.getLogger(__name__)
+
+ALL = slice(None)
+READABLE = (torch.float32, torch.float16, torch.bfloat16)
+
+
+class WeightsError(OperatorError):
+    """The checkpoint cannot be used; the text is one line that names the file and, if any, the tensor."""
+
+
+class MissingTensorError(WeightsError):
+    """The checkpoint has no tensor of that name."""
+
+
+class Stored(Protocol):
+    """A tensor of which parts can be read."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def label(self) -> str:
+        """File and name, for messages."""
+
+    def read(self, rows: slice = ALL, columns: slice = ALL) -> Tensor:
+        """The part as stored: float32, float16 or bfloat16, contiguous; vectors have rows only. It may be the
+        file's own memory: it must not be written to, and what is kept must be copied. Raises WeightsError."""
+
+
+class FileTensor:
+    """As a mapped file holds it; `count` is told its label and bytes with the bytes of every part read."""
+
+    def __init__(self, mapped: Tensor, label: str, count: Callable[[str, int, int], None]):
+        self._mapped, self.label, self._count = mapped, label, count
+        self.shape = tuple(mapped.shape)
+        if mapped.dtype not in READABLE:
+            expected = ", ".join(_name(dtype) for dtype in READABLE)
+            raise WeightsError(f"{label} is stored as {_name(mapped.dtype)}, expected one of {expected}")
+        if not self.shape:
+            raise WeightsError(f"{label} is a single number, expected rows of them")
+
+    def entry(self, index: int) -> "FileTensor":
+        """The tensor at that index of the first axis. Raises WeightsError where there is none."""
+        if index >= self.shape[0] or len(self.shape) == 1:
+            raise WeightsError(f"{self.label} has shape {list(self.shape)}, no entry {index}")
+        return FileTensor(self._mapped[index], f"{self.label}[{index}]", self._count)
+
+    def read(self, rows: slice = ALL, columns: slice = ALL) -> Tensor:
+        part = self._mapped[rows, columns] if len(self.shape) > 1 else self._mapped[rows]
+        part = part.contiguous()
+        self._count(self.label, self._mapped.nbytes, part.nbytes)
+        # What comes of it is told to each request; some checkpoints have such rows for tokens nobody uses.
+        if part.numel() and not all(bound.isfinite() for bound in part.aminmax()):
+            logger.warning("%s holds numbers that are not finite", self.label)
+        return part
+
+
+class Transposed:
+    """A matrix that is stored [in, out]; vectors are as they are."""
+
+    def __init__(self, stored: Stored):
+        self._stored, self.label, self.shape = stored, stored.label, stored.shape[::-1]
+
+    def read(self, rows: slice = ALL, columns: slice = ALL) -> Tensor:
+        if len(self.shape) == 1:
+            return self._stored.read(rows)
+        return self._stored.read(columns, rows).T.contiguous()
+
+
+class Window:
+    """Some neighbouring rows."""
+
+    def __init__(self, stored: Stored, start: int, stop: int):
+        self._stored, self._start, self.label = stored, start, stored.label
+        self.shape = (stop - start, *stored.shape[1:])
+
+    def read(self, rows: slice = ALL, columns: slice = ALL) -> Tensor:
+        start, stop, _ = rows.indices(self.shape[0])
+        return self._stored.read(slice(self._start + start, self._start + stop), columns)
+
+
+class Stack:
+    """One below the other, of one width."""
+
+    def __init__(self, parts: Sequence[Stored], label: str):
+        self._parts, self.label = parts, label
+        if len({part.shape[1:] for part in parts}) > 1:
+            shapes = ", ".join(str(list(part.shape)) for part in parts)
+            raise WeightsError(f"{label} differ in width: {shapes}")
+        self._ends = list(accumulate(part.shape[0] for part in parts))
+        self.shape = (self._ends[-1], *parts[0].shape[1:])
+
+    def read(self, rows: slice = ALL, columns: slice = ALL) -> Tensor:
+        start, stop, _ = rows.indices(self.shape[0])
+        found = []
+        for i in range(bisect_right(self._ends, start), len(self._parts)):
+            base = self._ends[i] - self._parts[i].shape[0]
+            if base >= stop:
+                break
+            found.append(self._parts[i].read(slice(max(start - base, 0), stop - base), columns))
+        if not found:
+            return self._parts[0].read(slice(0, 0), columns)
+        return found[0] if len(found) == 1 else torch.cat(found)
+
+
+def join_labels(labels: Iterable[str]) -> str:
+    """File and name of the first, names of the others."""
+    first, *others = labels
+    return first + "".join(" + " + label.rpartition(" ")[2] for label in others)
+
+
+def first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
