@@ -12,7 +12,6 @@ from tgis.shard.layers import cpu
 from tgis.shard.layers.embedding import Embedding, Head
 from tgis.shard.layers.kernels import Parts, Product
 from tgis.shard.layers.linear import ColumnParallel, RowParallel
-from tgis.shard.layers.rotary import LinearScaling, Rope, Rotary
 from tgis.shard.weights import Weights
 from tgis.shard.world import World
 
@@ -53,58 +52,6 @@ def test_a_packed_weight_is_a_copy() -> None:
         product, expected = pack(weight, dtype), weight.to(dtype).float().clone()
         weight.zero_()
         torch.testing.assert_close(product(torch.eye(8)).t(), expected)
-
-
-@pytest.mark.parametrize("size", [1, 31, 576])
-def test_rms_norm(size: int) -> None:
-    torch.manual_seed(0)
-    x, delta, weight = torch.randn(300, size) * 10, torch.randn(300, size), torch.randn(size)
-    total = x + delta
-    expected = torch.nn.functional.rms_norm(total.double(), (size,), weight.double(), 1e-5)
-    changed = x.clone()
-    normed = cpu.rms_norm(changed, delta, weight, 1e-5)
-    torch.testing.assert_close(normed.double(), expected, rtol=1e-5, atol=1e-6)
-    assert torch.equal(changed, total)
-    assert torch.equal(cpu.rms_norm(total.clone(), None, weight, 1e-5), normed)
-    for i in (0, 7, 299):
-        assert torch.equal(
-            cpu.rms_norm(x[i : i + 1].clone(), delta[i : i + 1], weight, 1e-5), normed[i : i + 1]
-        )
-
-
-def test_silu_multiply() -> None:
-    torch.manual_seed(0)
-    x = torch.randn(300, 2 * 77) * 20
-    x[5, :4] = torch.tensor([1000.0, -1000.0, 88.5, -88.5])
-    result = cpu.silu_multiply(x)
-    expected = torch.nn.functional.silu(x[:, :77].double()) * x[:, 77:].double()
-    torch.testing.assert_close(result.double(), expected, rtol=1e-5, atol=1e-6)
-    for i in (0, 5, 299):
-        assert torch.equal(cpu.silu_multiply(x[i : i + 1]), result[i : i + 1])
-    assert cpu.silu_multiply(torch.full((1, 2), torch.nan)).isnan().all()
-
-
-@pytest.mark.parametrize("turned", [8, 6, 0])
-def test_split_heads(turned: int) -> None:
-    """The first channels are turned, and the queries' scores then depend on distance alone."""
-    torch.manual_seed(0)
-    num_tokens, heads, kv_heads, dim = 300, 3, 1, 8
-    qkv = torch.randn(num_tokens, (heads + 2 * kv_heads) * dim)
-    rotary = Rotary(Rope(turned, 100.0, LinearScaling(2.0), amplitude=1.5), cpu) if turned else None
-    positions = torch.arange(num_tokens) + 5
-    angles = rotary(positions) if rotary else torch.empty(2, num_tokens, 0)
-    q, k, v = cpu.split_heads(qkv, heads, kv_heads, angles)
-    heads_of = qkv.view(num_tokens, -1, dim)
-    assert torch.equal(v, heads_of[:, -1:])
-    assert torch.equal(q[..., turned:], heads_of[:, :heads, turned:])
-    frequency = 100.0 ** (-torch.arange(0, turned, 2).double() / max(turned, 1)) / 2.0
-    turn = 1.5 * torch.exp(1j * positions[:, None, None] * frequency)
-    for ours, given in ((q, heads_of[:, :heads]), (k, heads_of[:, heads : heads + kv_heads])):
-        real, imaginary = given[..., :turned].double().chunk(2, -1)
-        expected = torch.complex(real, imaginary) * turn
-        torch.testing.assert_close(
-            ours[..., :turned].double(), torch.cat((expected.real, expected.imag), -1), rtol=1e-4, atol=1e-4
-        )
 
 
 def parts(directory: Path, world: World, dtype: torch.dtype = torch.float32) -> Parts:

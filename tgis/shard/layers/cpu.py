@@ -13,11 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from tgis.shard.compiled import Kernel, as_bits
-from tgis.shard.layers import elementwise
-from tgis.shard.layers.kernels import Product
+from tgis.shard.layers import compiled_activations, compiled_heads, compiled_norms
+from tgis.shard.layers.kernels import HeadNorm, Product
 
 logger = logging.getLogger(__name__)
 
+device = torch.device("cpu")
 FLOAT16_MAX = 65504.0
 _UNIT = 16384  # elements a thread should get at least; waking one for less costs more than it saves
 _PERIOD = 120  # rows that FBGEMM takes at a time
@@ -26,7 +27,8 @@ _TRIED_FEATURES = 32
 
 def pack(weight: Tensor, dtype: torch.dtype, label: str) -> Product:
     """As in `Kernels`. A matrix with values beyond float16's range stays float32, with a warning."""
-    if dtype != torch.float32 and not weight.abs().max() <= FLOAT16_MAX:
+    low, high = weight.aminmax()
+    if dtype != torch.float32 and not max(-low, high) <= FLOAT16_MAX:
         logger.warning("%s does not fit float16 and is kept as float32", label)
         dtype = torch.float32
     halves = dtype != torch.float32 and "fbgemm" in torch.backends.quantized.supported_engines
@@ -35,36 +37,69 @@ def pack(weight: Tensor, dtype: torch.dtype, label: str) -> Product:
 
 def rms_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
     out = torch.empty_like(x)
-    added = 0 if delta is None else delta.data_ptr()
-    _run(elementwise.rms_norm, x.shape, x.data_ptr(), added, weight.data_ptr(), out.data_ptr(), as_bits(eps))
+    addresses = (x.data_ptr(), _address(delta), weight.data_ptr(), out.data_ptr())
+    _run(compiled_norms.rms_norm, x.shape, *addresses, as_bits(eps))
     return out
 
 
-def silu_multiply(gate_up: Tensor) -> Tensor:
+def layer_norm(x: Tensor, delta: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+    out = torch.empty_like(x)
+    addresses = (x.data_ptr(), _address(delta), weight.data_ptr(), _address(bias), out.data_ptr())
+    _run(compiled_norms.layer_norm, x.shape, *addresses, as_bits(eps))
+    return out
+
+
+def activate(x: Tensor, name: str) -> Tensor:
+    _run(compiled_activations.activate, x.shape, compiled_activations.KINDS[name], x.data_ptr())
+    return x
+
+
+def multiply_gated(gate_up: Tensor, name: str) -> Tensor:
     num_tokens, width = gate_up.shape
     out = torch.empty(num_tokens, width // 2)
-    _run(elementwise.silu_multiply, out.shape, gate_up.data_ptr(), out.data_ptr())
+    kind = compiled_activations.KINDS[name]
+    _run(compiled_activations.multiply_gated, out.shape, kind, gate_up.data_ptr(), out.data_ptr())
     return out
 
 
-def angles(positions: Tensor, inv_freq: Tensor, scale: float) -> Tensor:
-    out = torch.empty(2, len(positions), len(inv_freq))
-    addresses = (positions.data_ptr(), inv_freq.data_ptr(), out.data_ptr())
-    elementwise.angles(len(positions), len(inv_freq), *addresses, as_bits(scale))
+def angles(
+    positions: Tensor,
+    inv_freq: Tensor,
+    amplitudes: Tensor,
+    regimes: Tensor | None = None,
+    growth: Tensor | None = None,
+) -> Tensor:
+    num_regimes, half = inv_freq.shape
+    out = torch.empty(2, len(positions), half)
+    addresses = (positions.data_ptr(), inv_freq.data_ptr(), amplitudes.data_ptr())
+    optional = (_address(regimes), _address(growth))
+    compiled_heads.angles(len(positions), half, num_regimes, *addresses, *optional, out.data_ptr())
     return out
 
 
 def split_heads(
-    qkv: Tensor, num_heads: int, num_kv_heads: int, angles: Tensor
+    qkv: Tensor,
+    num_heads: int,
+    num_kv_heads: int,
+    angles: Tensor | None,
+    head_norm: HeadNorm | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     num_tokens, width = qkv.shape
     head_dim = width // (num_heads + 2 * num_kv_heads)
     q = torch.empty(num_tokens, num_heads, head_dim)
     k, v = torch.empty(2, num_tokens, num_kv_heads, head_dim)
-    addresses = (qkv.data_ptr(), angles.data_ptr(), q.data_ptr(), k.data_ptr(), v.data_ptr())
-    shape = (num_tokens, num_heads, num_kv_heads, head_dim, angles.shape[-1])
-    _run(elementwise.split_heads, shape, *addresses, width=width)
+    addresses = (qkv.data_ptr(), _address(angles), q.data_ptr(), k.data_ptr(), v.data_ptr())
+    shape = (num_tokens, num_heads, num_kv_heads, head_dim, 0 if angles is None else angles.shape[-1])
+    norm = (0, 0, 0)
+    if head_norm:
+        weights = (head_norm.q_weight.data_ptr(), head_norm.k_weight.data_ptr())
+        norm = (*weights, as_bits(head_norm.eps))
+    _run(compiled_heads.split_heads, shape, *addresses, *norm, width=width)
     return q, k, v
+
+
+def _address(x: Tensor | None) -> int:
+    return 0 if x is None else x.data_ptr()
 
 
 def _run(kernel: Kernel, shape: tuple[int, ...], *args: int, width: int | None = None) -> None:

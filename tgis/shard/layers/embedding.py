@@ -1,4 +1,5 @@
-"""The vocabulary split over ranks, at both ends of a model; it need not divide evenly."""
+"""The vocabulary split over ranks, at both ends of a model; it need not divide evenly. And learned
+positions."""
 
 import torch
 import torch.nn.functional as F
@@ -21,14 +22,14 @@ class Embedding:
     def __init__(self, parts: Parts, path: str, vocab_size: int, hidden_size: int):
         self._world, self._share = parts.world, _share(parts.world, vocab_size)
         stored = parts.weights.find(f"{path}.weight", (vocab_size, hidden_size))
-        self._table = stored.read(self._share).to(parts.dtype, copy=True)
+        self._table = stored.read(self._share).to(parts.kernels.device, parts.dtype, copy=True)
 
     def __call__(self, token_ids: Tensor) -> Tensor:
         if self._world.size == 1:
             return F.embedding(token_ids, self._table).to(torch.float32, copy=True)
         local = token_ids - self._share.start
         mine = (local >= 0) & (local < len(self._table))
-        x = torch.zeros(len(token_ids), self._table.shape[1])
+        x = torch.zeros(len(token_ids), self._table.shape[1], device=token_ids.device)
         x[mine] = self._table[local[mine]].float()
         return self._world.all_reduce(x)
 
@@ -41,8 +42,23 @@ class Head:
         share = _share(parts.world, vocab_size)
         stored = parts.weights.find(f"{path}.weight", (vocab_size, hidden_size))
         missing = -(-vocab_size // parts.world.size) - (share.stop - share.start)
-        weight = F.pad(stored.read(share), (0, 0, 0, missing))
+        weight = stored.read(share)
+        weight = F.pad(weight, (0, 0, 0, missing)) if missing else weight
         self._multiply = parts.kernels.pack(weight, parts.dtype, stored.label)
 
     def __call__(self, x: Tensor) -> Tensor:
         return self._world.all_gather(self._multiply(x))[:, : self._vocab_size]
+
+
+class Positions:
+    """Positions, int64 [num_tokens] -> float32 [num_tokens, hidden_size], from a learned table of `num_rows`.
+
+    The table is whole on every rank; `offset` is the row of the first position."""
+
+    def __init__(self, parts: Parts, path: str, num_rows: int, hidden_size: int, offset: int):
+        stored = parts.weights.find(f"{path}.weight", (num_rows, hidden_size))
+        self._table = stored.read().to(parts.kernels.device, parts.dtype, copy=True)
+        self._offset = offset
+
+    def __call__(self, positions: Tensor) -> Tensor:
+        return F.embedding(positions + self._offset, self._table).float()

@@ -19,8 +19,21 @@ class Product(Protocol):
         """[num_tokens, in_features] -> [num_tokens, out_features], newly allocated."""
 
 
+@dataclass(frozen=True)
+class HeadNorm:
+    """The RMS norm of every head of queries and keys; weights are float32 [head_dim]."""
+
+    q_weight: Tensor
+    k_weight: Tensor
+    eps: float
+
+
 class Kernels(Protocol):
     """Activations are float32 and contiguous; results are new tensors unless it says otherwise."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where weights, activations and results are."""
 
     def pack(self, weight: Tensor, dtype: torch.dtype, label: str) -> Product:
         """weight: [out_features, in_features], not kept. `label` names it in warnings."""
@@ -28,20 +41,45 @@ class Kernels(Protocol):
     def rms_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
         """The norm of x + delta, [num_tokens, size]; x becomes that sum."""
 
-    def silu_multiply(self, gate_up: Tensor) -> Tensor:
-        """[num_tokens, 2 * size], gates before values -> silu(gate) * value, [num_tokens, size]."""
+    def layer_norm(
+        self, x: Tensor, delta: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float
+    ) -> Tensor:
+        """The norm of x + delta, [num_tokens, size]; x becomes that sum."""
 
-    def angles(self, positions: Tensor, inv_freq: Tensor, scale: float) -> Tensor:
-        """positions: int64 [num_tokens] -> scaled cosines and sines, [2, num_tokens, len(inv_freq)]."""
+    def activate(self, x: Tensor, name: str) -> Tensor:
+        """x itself, [num_tokens, size], every element now its activation. Names: silu, gelu, gelu_tanh, relu,
+        quick_gelu."""
+
+    def multiply_gated(self, gate_up: Tensor, name: str) -> Tensor:
+        """[num_tokens, 2 * size], gates before values -> activation(gate) * value, [num_tokens, size]."""
+
+    def angles(
+        self,
+        positions: Tensor,
+        inv_freq: Tensor,
+        amplitudes: Tensor,
+        regimes: Tensor | None = None,
+        growth: Tensor | None = None,
+    ) -> Tensor:
+        """positions: int64 [num_tokens] -> cosines and sines times an amplitude, [2, num_tokens, half].
+
+        inv_freq: [num_regimes, half], amplitudes: [num_regimes]; `regimes`, int64 [num_tokens], tells which
+        a token has, absent the first. `growth`, float32 [num_tokens], is how much slower a token's last
+        channel turns; the first is left as it is, and those between follow in geometric steps."""
 
     def split_heads(
-        self, qkv: Tensor, num_heads: int, num_kv_heads: int, angles: Tensor
+        self,
+        qkv: Tensor,
+        num_heads: int,
+        num_kv_heads: int,
+        angles: Tensor | None,
+        head_norm: HeadNorm | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """[num_tokens, (num_heads + 2 * num_kv_heads) * head_dim] -> q, k, v of [num_tokens, heads,
         head_dim].
 
-        The first channels of q and k are turned by `angles`, as many as it has cosines and sines; channel i
-        with channel i + half of them."""
+        The heads of q and k are normalised, then their first channels turned by `angles`, as many as it has
+        cosines and sines; channel i with channel i + half of them."""
 
 
 @dataclass(frozen=True)
@@ -56,4 +94,4 @@ class Parts:
     def read_vector(self, path: str, length: int, rows: Sequence[slice] = (slice(None),)) -> Tensor:
         """The `rows` of a bias or a norm's weight, one after the other; float32. Raises WeightsError."""
         stored = self.weights.find(path, (length,))
-        return torch.cat([stored.read(part) for part in rows]).to(self.dtype).float()
+        return torch.cat([stored.read(part) for part in rows]).to(self.kernels.device, self.dtype).float()

@@ -24,8 +24,9 @@ class ColumnParallel:
     ):
         rows = _cut(parts.world, widths, pieces or [parts.world.size] * len(widths))
         weight = parts.weights.find(f"{path}.weight", (sum(widths), in_features))
-        mine = torch.cat([weight.read(part) for part in rows])
-        self._multiply = parts.kernels.pack(mine, parts.dtype, weight.label)
+        mine = [weight.read(part) for part in rows]
+        together = mine[0] if len(mine) == 1 else torch.cat(mine)
+        self._multiply = parts.kernels.pack(together, parts.dtype, weight.label)
         self._bias = parts.read_vector(f"{path}.bias", sum(widths), rows) if bias else None
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -46,15 +47,35 @@ class RowParallel:
         self._bias = parts.read_vector(f"{path}.bias", out_features) if bias else None
 
     def __call__(self, x: Tensor) -> Tensor:
-        y = self._world.all_reduce(self._multiply(x))
+        y = self._world.all_reduce(self.partial(x))
         return y if self._bias is None else y.add_(self._bias)
+
+    def partial(self, x: Tensor) -> Tensor:
+        """This rank's part of the sum over ranks, without the bias."""
+        return self._multiply(x)
+
+
+class Replicated:
+    """y = x W^T, whole on every rank: [num_tokens, in_features] -> [num_tokens, out_features]."""
+
+    def __init__(self, parts: Parts, path: str, in_features: int, out_features: int):
+        weight = parts.weights.find(f"{path}.weight", (out_features, in_features))
+        self._multiply = parts.kernels.pack(weight.read(), parts.dtype, weight.label)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._multiply(x)
 
 
 def _cut(world: World, widths: list[int], pieces: list[int]) -> list[slice]:
-    """This rank's rows of the packed matrices."""
-    rows, begin = [], 0
+    """This rank's rows of the packed matrices; neighbouring ones are one slice, so that they are copied
+    once."""
+    rows: list[slice] = []
+    begin = 0
     for width, count in zip(widths, pieces, strict=True):
         mine = world.slice(width, count)
-        rows.append(slice(begin + mine.start, begin + mine.stop))
+        start, stop = begin + mine.start, begin + mine.stop
+        if rows and rows[-1].stop == start:
+            start = rows.pop().start
+        rows.append(slice(start, stop))
         begin += width
     return rows

@@ -34,35 +34,92 @@ class YarnScaling:
 
 
 @dataclass(frozen=True)
+class DynamicScaling:
+    """A position p behind the original length is turned as at the end of a sequence of p + 1 tokens: the
+    slowest channel slower by growth = factor * (p + 1) / original_length - (factor - 1), the fastest not at
+    all, those between in geometric steps.
+
+    That differs from transformers, which turns a prompt's tokens all alike by the length of the whole prompt:
+    there a key depends on tokens behind its own, and so on how a sequence was cut into steps."""
+
+    factor: float
+    original_length: int
+
+
+@dataclass(frozen=True)
+class LongScaling:
+    """Waves are stretched channel by channel, [dim / 2]: by the long factors at all positions of a sequence
+    longer than the original length. The amplitudes stand in for the rope's."""
+
+    short_factors: tuple[float, ...]
+    long_factors: tuple[float, ...]
+    original_length: int
+    short_amplitude: float
+    long_amplitude: float
+
+
+Scaling = LinearScaling | Llama3Scaling | YarnScaling | DynamicScaling | LongScaling
+
+
+@dataclass(frozen=True)
 class Rope:
     """`dim` channels are turned; cosines and sines are multiplied by `amplitude`."""
 
     dim: int
     theta: float
-    scaling: LinearScaling | Llama3Scaling | YarnScaling | None = None
+    scaling: Scaling | None = None
     amplitude: float = 1.0
+
+    @property
+    def switch_len(self) -> int:
+        """Length past which all positions of a sequence are turned differently; 0 where there is none."""
+        return self.scaling.original_length if isinstance(self.scaling, LongScaling) else 0
 
 
 class Rotary:
     def __init__(self, rope: Rope, kernels: Kernels):
-        self._inv_freq, self._amplitude, self._kernels = inverse_frequencies(rope), rope.amplitude, kernels
+        self._scaling, self._kernels = rope.scaling, kernels
+        self._inv_freq = inverse_frequencies(rope).to(kernels.device)
+        self._amplitudes = _amplitudes(rope).to(kernels.device)
 
-    def __call__(self, positions: Tensor) -> Tensor:
-        """int64 [num_tokens] -> cosines and sines, [2, num_tokens, dim / 2]."""
-        return self._kernels.angles(positions, self._inv_freq, self._amplitude)
+    def __call__(self, positions: Tensor, is_long: Tensor | None = None) -> Tensor:
+        """positions: int64 [num_tokens] -> cosines and sines, [2, num_tokens, dim / 2].
+
+        is_long: bool [num_tokens], of sequences longer than the rope's `switch_len`; absent: none is."""
+        regimes = growth = None
+        if isinstance(self._scaling, LongScaling) and is_long is not None:
+            regimes = is_long.long()
+        if isinstance(self._scaling, DynamicScaling):
+            growth = _growth(positions, self._scaling)
+        return self._kernels.angles(positions, self._inv_freq, self._amplitudes, regimes, growth)
 
 
 def inverse_frequencies(rope: Rope) -> Tensor:
-    """float32 [dim / 2]"""
+    """float32 [num_regimes, dim / 2]: of short and long sequences where they differ, else one row."""
     inv_freq = 1.0 / (rope.theta ** (torch.arange(0, rope.dim, 2).float() / rope.dim))
     match rope.scaling:
         case LinearScaling(factor):
-            return inv_freq / factor
+            inv_freq = inv_freq / factor
         case Llama3Scaling():
-            return _llama3(inv_freq, rope.scaling)
+            inv_freq = _llama3(inv_freq, rope.scaling)
         case YarnScaling():
-            return _yarn(inv_freq, rope, rope.scaling)
-    return inv_freq
+            inv_freq = _yarn(inv_freq, rope, rope.scaling)
+        case LongScaling(short, long):
+            inv_freq = inv_freq / torch.tensor([short, long])
+    return inv_freq.view(-1, rope.dim // 2)
+
+
+def _amplitudes(rope: Rope) -> Tensor:
+    """float32 [num_regimes]"""
+    if isinstance(rope.scaling, LongScaling):
+        return torch.tensor([rope.scaling.short_amplitude, rope.scaling.long_amplitude])
+    return torch.tensor([rope.amplitude])
+
+
+def _growth(positions: Tensor, scaling: DynamicScaling) -> Tensor:
+    """float32 [num_tokens], 1 up to the original length."""
+    lengths = (positions + 1).double() / scaling.original_length
+    return (scaling.factor * lengths - (scaling.factor - 1)).clamp(min=1).float()
 
 
 def _llama3(inv_freq: Tensor, scaling: Llama3Scaling) -> Tensor:

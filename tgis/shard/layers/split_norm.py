@@ -1,0 +1,22 @@
+"""Normalisation over a width that is split over ranks."""
+
+from torch import Tensor
+
+from tgis.shard.layers.kernels import Parts
+
+
+class SplitNorm:
+    """RMS norm of rows of which every rank has a piece; with fewer `pieces` than ranks, neighbours have the
+    same one."""
+
+    def __init__(self, parts: Parts, path: str, size: int, pieces: int, eps: float):
+        self._world, self._size, self._eps = parts.world, size, eps
+        self._ranks_per_piece = parts.world.size // pieces
+        self._weight = parts.read_vector(f"{path}.weight", size, [parts.world.slice(size, pieces)])
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[num_tokens, own part of size] -> the same shape."""
+        squares = x.square().sum(-1, keepdim=True)  # [num_tokens, 1]
+        squares = self._world.all_gather(squares)[:, :: self._ranks_per_piece]  # [num_tokens, pieces]
+        scale = (squares.sum(-1, keepdim=True) / self._size + self._eps).rsqrt()
+        return x * scale * self._weight
