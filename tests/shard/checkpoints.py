@@ -1,5 +1,6 @@
 """Tiny random checkpoints, written by transformers: the names and shapes on disk are what we must read."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -67,5 +68,20 @@ def randomise(model: nn.Module) -> None:
     """Breaks the symmetry of initial values: norms around one, all else around zero."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            centre = 1.0 if "norm" in name else 0.0
+            centre = 1.0 if "norm" in name or "ln_" in name else 0.0
             parameter.copy_(torch.randn_like(parameter) * 0.2 + centre)
+
+
+def write_model(directory: Path, config: transformers.PretrainedConfig) -> None:
+    """A model of random weights, float32."""
+    kind = (
+        transformers.AutoModelForSeq2SeqLM if config.is_encoder_decoder else transformers.AutoModelForCausalLM
+    )
+    torch.manual_seed(0)
+    model = kind.from_config(config, dtype=torch.float32)
+    randomise(model)
+    model.save_pretrained(directory)
+
+
+def edit_config(directory: Path, config: dict[str, Any]) -> None:
+    (directory / "config.json").write_text(json.dumps(config))

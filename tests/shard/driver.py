@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.shard.messages import GREEDY, Steps, floats, integers, open_row, top_tokens
+from tests.shard.messages import GREEDY, Steps, floats, integers, open_row, pack, top_tokens
 from tgis.config import ShardConfig
 from tgis.pb import shard_pb2 as pb
 from tgis.shard.engine import Engine
@@ -25,6 +25,10 @@ class Request:
     sampling: dict[str, Any] = field(default_factory=lambda: GREEDY)
     details: dict[str, Any] = field(default_factory=dict)
     grammar: str | None = None
+    encoder_token_ids: list[int] = field(default_factory=list)
+    """Of encoder-decoder models, whose prompt is the token to begin with."""
+    cross_blocks: list[int] = field(default_factory=list)
+    is_encoded: bool = False
     generated: list[int] = field(default_factory=list)
     """Known to the router; a resumed request has some already."""
     row: int = -1
@@ -47,6 +51,9 @@ def opening(request: Request) -> pb.OpenRow:
         sampling=request.sampling,
         **request.details,
     )
+    message.encoder_token_ids = pack(request.encoder_token_ids)
+    message.cross_blocks = pack(request.cross_blocks)
+    message.is_encoded = request.is_encoded
     if request.grammar is not None:
         message.grammar.text = message.grammar.digest = request.grammar
     return message
@@ -63,6 +70,8 @@ class Router:
         self.unread: list[pb.StepResponse] = []
         self.closed: list[int] = []
         self.responses: list[pb.StepResponse] = []
+        self.crossed: dict[int, Request] = {}
+        """Rows with blocks of their encoder's output, which those of the same input share."""
 
     def run(self, waiting: list[Request], stop_after: int = 10**9) -> None:
         running: list[Request] = []
@@ -73,6 +82,7 @@ class Router:
                 request = waiting.pop(0)
                 request.row, request.scheduled = self.rows.pop(), 0
                 request.length = len(request.prompt) + len(request.generated)
+                self.reserve(request)
                 fresh.append(request)
             running += fresh
             self.send(running, fresh)
@@ -81,6 +91,22 @@ class Router:
         for response in self.unread:
             self.read(response, running)
         self.unread.clear()
+
+    def reserve(self, request: Request) -> None:
+        token_ids = request.encoder_token_ids
+        alike = [other for other in self.crossed.values() if other.encoder_token_ids == token_ids]
+        request.is_encoded = bool(token_ids and alike)
+        if request.is_encoded:
+            request.cross_blocks = alike[0].cross_blocks
+        else:
+            num_blocks = -(-len(token_ids) // self.engine.info.block_size)
+            request.cross_blocks = [self.steps.free.pop() for _ in range(num_blocks)]
+        self.crossed[request.row] = request
+
+    def release(self, row: int) -> None:
+        request = self.crossed.pop(row)
+        if not any(other.cross_blocks is request.cross_blocks for other in self.crossed.values()):
+            self.steps.free += request.cross_blocks
 
     def send(self, running: list[Request], fresh: list[Request]) -> None:
         work = []
@@ -119,6 +145,7 @@ class Router:
                 running.remove(request)
                 self.rows.append(row)
                 self.closed.append(row)
+                self.release(row)
 
 
 def prompts(seed: int, count: int, longest: int = 60) -> list[list[int]]:

@@ -165,6 +165,20 @@ def test_bits_do_not_depend_on_block_size_or_threads() -> None:
     assert all(torch.equal(result, results[0]) for result in results)
 
 
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_reads_what_was_written(shape: Shape) -> None:
+    scene = Scene(shape, [70, 50], num_layers=2)
+    spans = [(0, 70), (0, 50)]
+    metadata = scene.metadata(spans, [0, 1])
+    scene.attention.write(1, scene.k, scene.v, metadata)
+    for sequence, length in ((0, 70), (1, 50), (1, 17), (0, 1), (0, 0)):
+        found = scene.attention.read(1, metadata.block_tables[sequence], length)
+        for x, written in zip(found, (scene.k, scene.v), strict=True):
+            expected = written[scene.rows(sequence, 0, length)].to(shape.dtype).float().transpose(0, 1)
+            assert torch.equal(x, expected)
+            assert x.dtype == torch.float32
+
+
 def test_what_is_hidden_has_no_weight_at_all() -> None:
     scene = Scene(Shape(), [100])
     scene.write_all()

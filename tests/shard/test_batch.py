@@ -11,8 +11,10 @@ import torch
 from tests.shard.messages import SAMPLE, Steps, integers, open_row, pack
 from tgis.pb import shard_pb2 as pb
 from tgis.shard.batch import Batch, RowTable
+from tgis.shard.models.interface import StepInputs
 
 CPU = torch.device("cpu")
+SWITCH_LEN = 22
 
 
 @dataclass
@@ -23,21 +25,64 @@ class Row:
     prompt_len: int
     limit: int
     eos: list[int]
+    encoder_token_ids: list[int]
+    cross_blocks: list[int]
+    is_encoded: bool
+    is_long: bool
     computed: int = 0
     ended: bool = False
 
 
-def new_row(rng: random.Random) -> Row:
+def new_row(rng: random.Random, has_encoder: bool) -> Row:
     token_ids = [rng.randrange(50) for _ in range(rng.randint(1, 30))]
     prompt_len = rng.randint(1, len(token_ids))
+    length = rng.choice([1, 4, 5, 30]) if has_encoder else 0
     return Row(
-        token_ids, prompt_len, len(token_ids) + rng.randint(1, 20), rng.sample(range(50), rng.randint(0, 6))
+        token_ids,
+        prompt_len,
+        limit=len(token_ids) + rng.randint(0, 20),
+        eos=rng.sample(range(50), rng.randint(0, 6)),
+        encoder_token_ids=[rng.randrange(50) for _ in range(length)],
+        cross_blocks=rng.sample(range(200, 300), -(-length // 4)),
+        is_encoded=rng.random() < 0.3,
+        is_long=len(token_ids) > SWITCH_LEN,
     )
 
 
 def opening(number: int, row: Row) -> pb.OpenRow:
     new = row.limit - row.prompt_len
-    return open_row(number, row.token_ids, prompt_len=row.prompt_len, max_new_tokens=new, eos=row.eos)
+    message = open_row(number, row.token_ids, prompt_len=row.prompt_len, max_new_tokens=new, eos=row.eos)
+    message.encoder_token_ids, message.cross_blocks = pack(row.encoder_token_ids), pack(row.cross_blocks)
+    message.is_encoded = row.is_encoded
+    return message
+
+
+def check_encoder(inputs: StepInputs | None, fresh: list[Row]) -> None:
+    rows = [row for row in fresh if row.encoder_token_ids and not row.is_encoded and not row.ended]
+    if not rows:
+        assert inputs is None
+        return
+    lengths = [len(row.encoder_token_ids) for row in rows]
+    assert inputs.token_ids.tolist() == [token for row in rows for token in row.encoder_token_ids]
+    assert inputs.positions.tolist() == [position for length in lengths for position in range(length)]
+    metadata = inputs.metadata
+    assert metadata.seq_lens.tolist() == lengths
+    assert metadata.cu_seqlens_q.tolist() == [sum(lengths[:i]) for i in range(len(rows) + 1)]
+    slots = [row.cross_blocks[i // 4] * 4 + i % 4 for row in rows for i in range(len(row.encoder_token_ids))]
+    assert metadata.slot_mapping.tolist() == slots
+    for row, table in zip(rows, metadata.block_tables.tolist(), strict=True):
+        assert table[: len(row.cross_blocks)] == row.cross_blocks
+
+
+def check_cross(inputs: StepInputs, worked: list[Row]) -> None:
+    if not worked[0].encoder_token_ids:
+        assert inputs.cross is None
+        return
+    assert inputs.cross.is_cross
+    assert inputs.cross.cu_seqlens_q.tolist() == inputs.metadata.cu_seqlens_q.tolist()
+    assert inputs.cross.seq_lens.tolist() == [len(row.encoder_token_ids) for row in worked]
+    for row, table in zip(worked, inputs.cross.block_tables.tolist(), strict=True):
+        assert table[: len(row.cross_blocks)] == row.cross_blocks
 
 
 def check(
@@ -59,19 +104,31 @@ def check(
     assert batch.sampled_rows.tolist() == sampled
     last = [i for i, (row, position) in enumerate(tokens) if position + 1 == len(rows[row].token_ids)]
     assert batch.sampled_x.tolist() == last
+    worked = [rows[row] for row, _, _ in work]
+    check_cross(batch.inputs, worked)
+    if any(row.is_long for row in worked):
+        assert batch.inputs.is_long.tolist() == [rows[row].is_long for row, _ in tokens]
+    else:
+        assert batch.inputs.is_long is None
     assert batch.inputs.metadata.block_tables.dtype == batch.inputs.metadata.seq_lens.dtype == torch.int32
 
 
-def test_random_steps() -> None:
+@pytest.mark.parametrize("has_encoder", [False, True])
+def test_random_steps(has_encoder: bool) -> None:
     rng = random.Random(1)
-    table, steps = RowTable(8, 64, 4, 50, CPU), Steps(4, 8 * 16)
+    options = {"rope_switch_len": SWITCH_LEN, "is_encoder_decoder": has_encoder}
+    table, steps = RowTable(8, 64, 4, 50, CPU, **options), Steps(4, 8 * 16)
     rows: dict[int, Row] = {}
     num_ended = 0
     for _ in range(400):
         closed = [row for row in rows if rng.random() < 0.1]
         for row in closed:
             del rows[row]
-        fresh = {row: new_row(rng) for row in range(8) if rng.random() < (0.05 if row in rows else 0.4)}
+        fresh = {
+            row: new_row(rng, has_encoder)
+            for row in range(8)
+            if rng.random() < (0.05 if row in rows else 0.4)
+        }
         rows |= fresh
         work = []
         for number in rng.sample(list(rows), rng.randint(0, len(rows))):
@@ -83,6 +140,9 @@ def test_random_steps() -> None:
         request = steps.step(work, [opening(number, row) for number, row in fresh.items()], closed)
         table.close(np.array(integers(request.closed_rows), np.int64))
         assert [table.open(message) for message in request.opened_rows] == [None] * len(fresh)
+        for row in fresh.values():
+            row.ended = len(row.token_ids) >= row.limit
+        check_encoder(table.pack_encoder(request.opened_rows), list(fresh.values()))
         batch = table.pack(request)
         if batch is None:
             assert all(rows[number].ended for number, _, _ in work)
@@ -121,6 +181,32 @@ def test_a_row_that_cannot_be_served_has_ended(message: pb.OpenRow, problem: str
     batch = table.pack(steps.step([(0, 0, 1), (1, 0, 2)]))
     assert batch is not None
     assert batch.sampled_rows.tolist() == [1]
+
+
+@pytest.mark.parametrize(
+    ("encoder_token_ids", "cross_blocks", "problem"),
+    [
+        ([], [1], "no token for the encoder"),
+        ([3, 50], [1], "for the encoder is not below the model's vocabulary size 50"),
+        ([-1], [1], "for the encoder is not below the model's vocabulary size 50"),
+        ([1] * 5, [1], "5 tokens for the encoder do not fit into 1 cross blocks"),
+        ([1], [], "1 tokens for the encoder do not fit into 0 cross blocks"),
+        ([1] * 65, range(17), "65 tokens for the encoder are more than 64"),
+        ([1] * 64, range(16), None),
+        ([1] * 5, [1, 2, 3], None),
+    ],
+)
+def test_encoder_inputs_that_cannot_be_served(
+    encoder_token_ids: list[int], cross_blocks: list[int], problem: str | None
+) -> None:
+    table, steps = RowTable(2, 64, 4, 50, CPU, is_encoder_decoder=True), Steps(4, 32)
+    message = open_row(0, [1])
+    message.encoder_token_ids, message.cross_blocks = pack(encoder_token_ids), pack(cross_blocks)
+    answer = table.open(message)
+    assert (answer is None) == (problem is None)
+    assert problem is None or problem in answer
+    assert (table.pack_encoder([message]) is None) == (table.pack(steps.step([(0, 0, 1)])) is None)
+    assert (table.pack_encoder([message]) is None) == (problem is not None)
 
 
 def test_a_row_keeps_nothing_of_the_one_before() -> None:

@@ -1,6 +1,5 @@
 """Whole models against transformers: what is read from disk, and what comes out of mixed steps."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,6 +10,7 @@ from torch import Tensor
 
 from tests.shard.checkpoints import CASES, LLAMA3_ROPE, write_llama
 from tests.shard.stepping import Stepper, load, read_config
+from tgis.shard.layers.activation import NAMES
 from tgis.shard.models import catalogue
 from tgis.shard.models.interface import UnsupportedModelError
 
@@ -128,18 +128,19 @@ def test_reads_configurations_of_any_age(checkpoint: Checkpoint) -> None:
     assert (old.num_kv_heads, old.head_dim, old.rope.theta, old.rope.scaling) == (4, 8, 10000.0, None)
 
 
+KNOWN = ", ".join(sorted(catalogue.FAMILIES))
 REFUSED = {
-    "model type 'mamba' is not supported; supported are: llama": {"model_type": "mamba"},
-    "model type None is not supported; supported are: llama": {"model_type": None},
+    f"model type 'mamba' is not supported; supported are: {KNOWN}": {"model_type": "mamba"},
+    f"model type None is not supported; supported are: {KNOWN}": {"model_type": None},
     "hidden_size is missing in the model's configuration": {"hidden_size": None},
     "num_hidden_layers 'two' of the configuration is not a positive integer": {"num_hidden_layers": "two"},
-    "rope type 'dynamic' is not supported; supported are: default, linear, llama3, yarn": {
-        "rope_parameters": {"rope_type": "dynamic", "factor": 2.0}
+    "rope type 'mrope' is not supported; supported are: default, linear, dynamic, llama3, yarn, longrope": {
+        "rope_parameters": {"rope_type": "mrope", "factor": 2.0}
     },
     "low_freq_factor is missing in the model's configuration": {
         "rope_parameters": {"rope_type": "llama3", "factor": 2.0}
     },
-    "activation 'gelu' is not supported; supported are: silu": {"hidden_act": "gelu"},
+    f"activation 'mish' is not supported; supported are: {', '.join(NAMES)}": {"hidden_act": "mish"},
     "quantized checkpoints are not supported": {"quantization_config": {"quant_method": "gptq"}},
     "4 attention heads cannot share 3 key/value heads": {"num_key_value_heads": 3},
 }
@@ -155,9 +156,9 @@ def test_refuses_in_one_line(text: str, checkpoint: Checkpoint) -> None:
 
 @pytest.mark.parametrize(("size", "fits"), [(1, True), (2, True), (4, True), (3, False), (8, False)])
 def test_says_what_cannot_be_cut(size: int, fits: bool, checkpoint: Checkpoint) -> None:
-    config = json.loads((checkpoint("grouped_queries") / "config.json").read_text())
+    spec = catalogue.describe(read_config(checkpoint("grouped_queries")))
     if fits:
-        assert catalogue.describe(config, size).num_heads == 4
+        catalogue.check_cut(spec, size)
     else:
         with pytest.raises(UnsupportedModelError, match=f"cannot be cut over {size} shards"):
-            catalogue.describe(config, size)
+            catalogue.check_cut(spec, size)

@@ -2,8 +2,9 @@
 handled at once, since this is on the path of every token; and all of it can be made again from the router's
 messages."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -13,27 +14,13 @@ from torch import Tensor
 from tgis.pb import shard_pb2 as pb
 from tgis.shard.attention.base import AttentionMetadata
 from tgis.shard.models.interface import StepInputs
+from tgis.shard.opening import ROW, Limits, find_problem, read_column, read_parameters, read_row
 from tgis.shard.sampling import PARAMETERS, SamplingBatch, SeenTokens
 
 Integers = npt.NDArray[np.int64]
 Booleans = npt.NDArray[np.bool_]
 TokenIds = npt.NDArray[np.int32]
-
-NOT_WANTED = np.iinfo(np.int64).max
-ROW = np.dtype(
-    [
-        ("open", np.bool_),
-        ("ended", np.bool_),
-        ("length", np.int64),  # of prompt and generated tokens; the next token's position
-        ("prompt_len", np.int64),
-        ("limit", np.int64),  # the length at which the row ends
-        ("num_blocks", np.int64),
-        ("logprobs", np.bool_),
-        ("ranks", np.bool_),
-        ("top_n", np.int64),
-        ("input_from", np.int64),  # first prompt token to report, or NOT_WANTED
-    ]
-)
+Blocks = npt.NDArray[np.int32]
 
 
 @dataclass(frozen=True)
@@ -77,18 +64,32 @@ class Wanted:
 
 
 class RowTable:
-    """The open rows: at most `max_rows`, of `max_sequence_length` tokens at most, in arrays by row."""
+    """The open rows: at most `max_rows`, of `max_sequence_length` tokens at most, in arrays by row.
+
+    `rope_switch_len` is the length past which a model turns positions differently, or 0."""
 
     def __init__(
-        self, max_rows: int, max_sequence_length: int, block_size: int, vocab_size: int, device: torch.device
+        self,
+        max_rows: int,
+        max_sequence_length: int,
+        block_size: int,
+        vocab_size: int,
+        device: torch.device,
+        *,
+        rope_switch_len: int = 0,
+        is_encoder_decoder: bool = False,
     ):
-        self._block_size, self._vocab_size, self._device = block_size, vocab_size, device
+        self._block_size, self._device = block_size, device
+        self._limits = Limits(
+            max_sequence_length, block_size, vocab_size, rope_switch_len, is_encoder_decoder
+        )
         self._rows = np.zeros(max_rows, ROW)
         self._params = np.zeros(max_rows, PARAMETERS)
         self._eos = np.full((max_rows, 1), -1, np.int32)
-        # Of these two, only the pages that are written to take memory.
+        # Of these three, only the pages that are written to take memory.
         self._token_ids = np.zeros((max_rows, max_sequence_length), np.int32)
         self._block_tables = np.zeros((max_rows, -(-max_sequence_length // block_size)), np.int32)
+        self._cross_tables = np.zeros_like(self._block_tables)
         self.seen = SeenTokens(vocab_size, device)
 
     def reset(self) -> None:
@@ -100,15 +101,17 @@ class RowTable:
     def open(self, message: pb.OpenRow) -> str | None:
         """The row belongs to this sequence now, whoever had it before. A text says why it cannot be served;
         then it has ended."""
-        row, token_ids = message.row, np.frombuffer(message.token_ids, "<i4")
-        self._rows[row] = _read_row(message, len(token_ids))
-        problem = self._find_problem(message, token_ids)
+        row, token_ids = message.row, read_column(message.token_ids)
+        self._rows[row] = read_row(message, self._limits)
+        problem = find_problem(message, self._limits)
         if problem is not None:
             self.fail(np.array([row]))
             return problem
         self._token_ids[row, : len(token_ids)] = token_ids
-        self._params[row] = _read_parameters(message.sampling)
-        self._set_eos(row, np.frombuffer(message.eos_token_ids, "<i4"))
+        num_blocks = -(-int(self._rows["encoder_len"][row]) // self._block_size)
+        self._cross_tables[row, :num_blocks] = read_column(message.cross_blocks)[:num_blocks]
+        self._params[row] = read_parameters(message.sampling)
+        self._set_eos(row, read_column(message.eos_token_ids))
         if message.sampling.repetition_penalty != 1:
             self.seen.start(row, token_ids)
         return None
@@ -145,7 +148,7 @@ class RowTable:
         assert self._rows["open"][rows].all(), "work on a row that is not open"
         assert len(np.unique(rows)) == len(rows), "a row twice in a step"
         assert not request.num_drafts, "drafts for a shard that cannot check them"
-        self._append_blocks(rows, _integers(request.num_new_blocks), np.frombuffer(request.new_blocks, "<i4"))
+        self._append_blocks(rows, _integers(request.num_new_blocks), read_column(request.new_blocks))
         live = ~self._rows["ended"][rows]
         return self._pack(rows[live], starts[live], ends[live]) if live.any() else None
 
@@ -154,25 +157,56 @@ class RowTable:
         assert (counts > 0).all(), "empty work"
         assert (ends <= state["length"]).all(), "work on tokens that are not known yet"
         assert (ends <= state["num_blocks"] * self._block_size).all(), "work without blocks to write to"
-        cu_seqlens_q = np.concatenate([[0], np.cumsum(counts)])  # [num_seqs + 1]
-        sequence = np.repeat(np.arange(len(rows)), counts)  # [num_tokens]
-        positions = np.arange(len(sequence)) + (starts - cu_seqlens_q[:-1])[sequence]
-        row_of = rows[sequence]
-        slots = self._block_tables[row_of, positions // self._block_size].astype(np.int64) * self._block_size
-        width = -(-int(ends.max()) // self._block_size)
-        metadata = AttentionMetadata(
-            cu_seqlens_q=self._tensor(cu_seqlens_q, np.int32),
-            seq_lens=self._tensor(ends, np.int32),
-            block_tables=self._tensor(self._block_tables[rows, :width], np.int32),
-            slot_mapping=self._tensor(slots + positions % self._block_size, np.int64),
-        )
-        samples = ends == state["length"]
-        token_ids = self._token_ids[row_of, positions]
+        layout, samples = _Layout.of(starts, ends), ends == state["length"]
+        metadata = self._metadata(self._block_tables, rows, ends, layout)
+        is_long = state["is_long"][layout.sequence] if state["is_long"].any() else None  # [num_tokens]
         return Batch(
-            inputs=StepInputs(self._tensor(token_ids, np.int64), self._tensor(positions, np.int64), metadata),
+            inputs=StepInputs(
+                self._tensor(self._token_ids[rows[layout.sequence], layout.positions], np.int64),
+                self._tensor(layout.positions, np.int64),
+                metadata,
+                self._cross(rows, metadata) if self._limits.is_encoder_decoder else None,
+                None if is_long is None else self._tensor(is_long, np.bool_),
+            ),
             sampled_rows=rows[samples],
-            sampled_x=self._tensor(cu_seqlens_q[1:][samples] - 1, np.int64),
-            input_spans=list(self._input_spans(rows, starts, ends, cu_seqlens_q)),
+            sampled_x=self._tensor(layout.begins[1:][samples] - 1, np.int64),
+            input_spans=list(self._input_spans(rows, starts, ends, layout.begins)),
+        )
+
+    def pack_encoder(self, opened: Iterable[pb.OpenRow]) -> StepInputs | None:
+        """What the encoder must compute for rows just opened, or None where that is nothing."""
+        ended = self._rows["ended"]
+        fresh = [message for message in opened if not message.is_encoded and not ended[message.row]]
+        ids = [read_column(message.encoder_token_ids) for message in fresh]
+        if not any(map(len, ids)):
+            return None
+        rows, lengths = np.array([message.row for message in fresh]), np.array([len(x) for x in ids])
+        layout = _Layout.of(np.zeros_like(lengths), lengths)
+        token_ids, positions = (self._tensor(x, np.int64) for x in (np.concatenate(ids), layout.positions))
+        return StepInputs(token_ids, positions, self._metadata(self._cross_tables, rows, lengths, layout))
+
+    def _metadata(
+        self, tables: Blocks, rows: Integers, ends: Integers, layout: "_Layout"
+    ) -> AttentionMetadata:
+        size, width = self._block_size, -(-int(ends.max()) // self._block_size)
+        blocks = tables[rows[layout.sequence], layout.positions // size].astype(np.int64)  # [num_tokens]
+        return AttentionMetadata(
+            cu_seqlens_q=self._tensor(layout.begins, np.int32),
+            seq_lens=self._tensor(ends, np.int32),
+            block_tables=self._tensor(tables[rows, :width], np.int32),
+            slot_mapping=self._tensor(blocks * size + layout.positions % size, np.int64),
+        )
+
+    def _cross(self, rows: Integers, metadata: AttentionMetadata) -> AttentionMetadata:
+        """How the tokens of `metadata` see what the encoder made of their rows' inputs."""
+        lengths = self._rows["encoder_len"][rows]  # [num_seqs]
+        width = -(-int(lengths.max()) // self._block_size)
+        return AttentionMetadata(
+            cu_seqlens_q=metadata.cu_seqlens_q,
+            seq_lens=self._tensor(lengths, np.int32),
+            block_tables=self._tensor(self._cross_tables[rows, :width], np.int32),
+            slot_mapping=torch.empty(0, dtype=torch.int64, device=self._device),
+            is_cross=True,
         )
 
     def _input_spans(
@@ -189,7 +223,7 @@ class RowTable:
                 first_x = int(cu_seqlens_q[i] - starts[i]) + max(first, 1) - 1
                 yield InputSpan(int(rows[i]), first, self._token_ids[rows[i], first:end], first_x)
 
-    def _append_blocks(self, rows: Integers, counts: Integers, blocks: npt.NDArray[np.int32]) -> None:
+    def _append_blocks(self, rows: Integers, counts: Integers, blocks: Blocks) -> None:
         targets = np.repeat(rows, counts)  # [num_blocks]
         places = np.arange(len(blocks)) - np.repeat(np.cumsum(counts) - counts, counts)
         self._block_tables[targets, self._rows["num_blocks"][targets] + places] = blocks
@@ -202,54 +236,26 @@ class RowTable:
         self._eos[row] = -1
         self._eos[row, : len(token_ids)] = token_ids
 
-    def _find_problem(self, message: pb.OpenRow, token_ids: TokenIds) -> str | None:
-        limit = message.prompt_len + message.max_new_tokens
-        max_length = self._token_ids.shape[1]
-        if len(token_ids) == 0:
-            return "there is no token to begin with"
-        if token_ids.min() < 0 or token_ids.max() >= self._vocab_size:
-            return f"a token id is not below the model's vocabulary size {self._vocab_size}"
-        if max(limit, len(token_ids)) > max_length:
-            return f"{limit} tokens are more than the sequence length {max_length}"
-        return _find_unsupported(message)
-
-    def _tensor(self, array: npt.NDArray[np.integer], dtype: type[np.integer]) -> Tensor:
+    def _tensor(
+        self, array: npt.NDArray[np.integer | np.bool_], dtype: type[np.integer | np.bool_]
+    ) -> Tensor:
         return torch.from_numpy(array.astype(dtype)).to(self._device)
 
 
 def _integers(column: bytes) -> Integers:
-    return np.frombuffer(column, "<i4").astype(np.int64)
+    return read_column(column).astype(np.int64)
 
 
-def _read_row(message: pb.OpenRow, length: int) -> tuple[bool | int, ...]:
-    """As ROW wants it."""
-    details = message.details
-    limit = message.prompt_len + message.max_new_tokens
-    input_from = details.input_from if details.input_tokens else NOT_WANTED
-    counts = (length, message.prompt_len, limit, 0)
-    return True, length >= limit, *counts, details.logprobs, details.ranks, details.top_n, input_from
+class _Layout(NamedTuple):
+    """Positions of sequences, packed along one axis."""
 
+    begins: Integers  # [num_seqs + 1], where each sequence's begin
+    sequence: Integers  # [num_tokens]
+    positions: Integers  # [num_tokens]
 
-def _read_parameters(sampling: pb.Sampling) -> tuple[bool | int | float, ...]:
-    """As PARAMETERS wants it; the choice of a greedy row is made of neutral values."""
-    choice: tuple[bool | int | float, ...] = (True, 0, 1.0, 0, 1.0, 1.0)
-    if not sampling.greedy:
-        choice = (
-            False,
-            sampling.seed,
-            sampling.temperature,
-            sampling.top_k,
-            sampling.top_p,
-            sampling.typical_p,
-        )
-    length_penalty = sampling.length_penalty_start, sampling.length_penalty_factor
-    return *choice, sampling.repetition_penalty, sampling.min_new_tokens, *length_penalty
-
-
-def _find_unsupported(message: pb.OpenRow) -> str | None:
-    asked = {
-        "LoRA adapters": message.adapter_digest,
-        "soft prompts": message.prompt_digest,
-        "encoder inputs": message.encoder_token_ids,
-    }
-    return next((f"{name} are not supported by this shard" for name, value in asked.items() if value), None)
+    @classmethod
+    def of(cls, starts: Integers, ends: Integers) -> "_Layout":
+        counts = ends - starts
+        begins = np.concatenate([[0], np.cumsum(counts)])
+        sequence = np.repeat(np.arange(len(counts)), counts)
+        return cls(begins, sequence, np.arange(len(sequence)) + (starts - begins[:-1])[sequence])

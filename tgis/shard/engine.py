@@ -2,6 +2,7 @@
 
 import logging
 import time
+from typing import cast
 
 import numpy as np
 import torch
@@ -13,7 +14,7 @@ from tgis.shard.attention.base import Attention
 from tgis.shard.batch import Batch, Booleans, InputSpan, Integers, RowTable
 from tgis.shard.details import TokenDetails, describe, join, leave_blank
 from tgis.shard.grammar import Guides
-from tgis.shard.models.interface import Model
+from tgis.shard.models.interface import EncoderDecoder, Model
 from tgis.shard.sampling import sample
 
 logger = logging.getLogger(__name__)
@@ -49,9 +50,11 @@ class Engine:
                 self._end_row(response, message.row, problem)
             else:
                 self._guides.open(message)
-        batch = self._table.pack(request)
-        if batch is not None:
-            with torch.inference_mode():
+        encoder_inputs, batch = self._table.pack_encoder(request.opened_rows), self._table.pack(request)
+        with torch.inference_mode():
+            if encoder_inputs is not None:
+                cast(EncoderDecoder, self._model).encode(encoder_inputs, self._attention)
+            if batch is not None:
                 self._compute(batch, response)
         response.forward_ns = time.perf_counter_ns() - began
         return response
@@ -72,7 +75,7 @@ class Engine:
     def _describe_input(self, span: InputSpan, x: Tensor, top_n: Integers) -> TokenDetails:
         """By the raw logits; all ranks take part in these, only one looks at them."""
         num_blank = 1 if span.start == 0 else 0
-        token_ids = torch.from_numpy(span.token_ids[num_blank:].astype(np.int64))
+        token_ids = torch.from_numpy(span.token_ids[num_blank:].astype(np.int64)).to(x.device)
         states = x[span.first_x : span.first_x + len(token_ids)]  # [count, hidden_size]
         parts = [leave_blank(num_blank)]
         for start in range(0, len(token_ids), HEAD_ROWS):

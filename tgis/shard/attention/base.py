@@ -15,12 +15,16 @@ class AttentionMetadata:
     """Where a step's tokens live; the new tokens of all sequences are packed along one axis.
 
     A sequence's new tokens are its last ones. Its block table names, in order, the blocks of its keys and
-    values; entries behind them are never read. A token whose slot is negative is not kept."""
+    values; entries behind them are never read. A token whose slot is negative is not kept.
+
+    Where the new tokens look into other sequences, a decoder's into its encoder's, they have no position in
+    them: no window, slope or bias can be asked for, and there are no slots."""
 
     cu_seqlens_q: Tensor  # int32 [num_seqs + 1], new tokens of the sequences, cumulated
     seq_lens: Tensor  # int32 [num_seqs], cached and new tokens
     block_tables: Tensor  # int32 [num_seqs, max_blocks]
     slot_mapping: Tensor  # int64 or int32 [num_tokens], block * block_size + offset
+    is_cross: bool = False  # the new tokens are not of the sequences: seq_lens counts cached ones only
 
     @cached_property
     def tiles(self) -> Tensor:
@@ -34,8 +38,11 @@ class AttentionMetadata:
         offset = (torch.arange(len(sequence)) - before) * TILE
         count = (counts[sequence] - offset).clamp(max=TILE)
         position = (self.seq_lens - counts)[sequence] + offset
+        seen = position + count
+        if self.is_cross:
+            position, seen = torch.zeros_like(position), self.seq_lens[sequence]
         tiles = torch.stack((sequence, self.cu_seqlens_q[sequence] + offset, count, position), 1)
-        cost = (position + count) * count
+        cost = seen * count
         return tiles[cost.argsort(descending=True, stable=True)].to(torch.int32)
 
 
@@ -63,3 +70,7 @@ class Attention(Protocol):
 
     def attend(self, layer: int, q: Tensor, metadata: AttentionMetadata, scoring: Scoring) -> Tensor:
         """q: [num_tokens, num_heads, head_dim] -> the same shape."""
+
+    def read(self, layer: int, block_table: Tensor, seq_len: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of a sequence's first `seq_len` tokens, copied: float32
+        [num_kv_heads, seq_len, head_dim]. block_table: int32 [max_blocks]."""

@@ -41,6 +41,17 @@ class CpuAttention:
         self._attend.spread(*self._pages[layer], *sizes, *addresses, *_rule(scoring))
         return out
 
+    def read(self, layer: int, block_table: Tensor, seq_len: int) -> tuple[Tensor, Tensor]:
+        cache = self._cache
+        columns, depth = _padded(cache.block_size, LANES), _padded(cache.head_dim, LANES)
+        blocks = block_table[: -(-seq_len // cache.block_size)].long()
+        shape = (len(blocks), cache.num_kv_heads)
+        k = cache.keys[layer][blocks].view(*shape, depth, columns).transpose(2, 3)
+        v = cache.values[layer][blocks].view(*shape, columns, depth)
+        k, v = (x[:, :, : cache.block_size, : cache.head_dim].transpose(0, 1) for x in (k, v))
+        k, v = (x.flatten(1, 2)[:, :seq_len].float() for x in (k, v))
+        return k, v
+
 
 def _rule(scoring: Scoring) -> tuple[int, ...]:
     """What the kernel calls `Rule`."""

@@ -1,6 +1,7 @@
 """The families we serve by ourselves, and how a model of one is loaded."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -9,28 +10,89 @@ import torch
 from tgis.shard.layers import cpu
 from tgis.shard.layers.kernels import Kernels, Parts
 from tgis.shard.models.decoder import Decoder
-from tgis.shard.models.families import llama
-from tgis.shard.models.interface import UnsupportedModelError
+from tgis.shard.models.encoder_decoder import EncoderDecoderModel
+from tgis.shard.models.families import (
+    bart,
+    bloom,
+    falcon,
+    gemma,
+    gemma2,
+    gemma3,
+    gpt2,
+    gpt_bigcode,
+    gpt_neox,
+    granite,
+    granitemoe,
+    llama,
+    mistral,
+    mixtral,
+    mpt,
+    olmo2,
+    opt,
+    phi3,
+    qwen2,
+    qwen3,
+    qwen3_moe,
+    t5,
+)
+from tgis.shard.models.interface import Model, UnsupportedModelError
+from tgis.shard.models.seq2seq_spec import EncoderDecoderSpec
 from tgis.shard.models.spec import DecoderSpec
 from tgis.shard.weights import Source, Weights
 from tgis.shard.world import World
 
 
+@dataclass(frozen=True)
+class Support:
+    """What else of the service works with the models of an engine."""
+
+    sharded: bool
+    quantized: bool
+    soft_prompts: bool
+    adapters: bool
+
+
+SUPPORT = Support(sharded=True, quantized=False, soft_prompts=False, adapters=False)
+Spec = DecoderSpec | EncoderDecoderSpec
+
+
 class Family(Protocol):
     MODEL_TYPES: tuple[str, ...]
 
-    def spec(self, config: Mapping[str, Any]) -> DecoderSpec: ...
-    def sources(self, spec: DecoderSpec) -> dict[str, Source]: ...
+    def spec(self, config: Mapping[str, Any]) -> Spec: ...
+    def sources(self, spec: Any) -> dict[str, Source]:
+        """For a spec that `spec` gave."""
 
 
-_MODULES: tuple[Family, ...] = (llama,)
-FAMILIES: dict[str, Family] = {model_type: module for module in _MODULES for model_type in module.MODEL_TYPES}
+DECODERS: tuple[Family, ...] = (
+    llama,
+    mistral,
+    qwen2,
+    qwen3,
+    granite,
+    gemma,
+    gemma2,
+    gemma3,
+    phi3,
+    olmo2,
+    mixtral,
+    qwen3_moe,
+    granitemoe,
+    gpt_neox,
+    gpt2,
+    gpt_bigcode,
+    bloom,
+    falcon,
+    mpt,
+    opt,
+)
+ENCODER_DECODERS: tuple[Family, ...] = (t5, bart)
+MODULES = DECODERS + ENCODER_DECODERS
+FAMILIES: dict[str, Family] = {model_type: module for module in MODULES for model_type in module.MODEL_TYPES}
 
 
-def describe(config: Mapping[str, Any], size: int = 1) -> DecoderSpec:
-    """The shape of the model that a config.json describes, to be cut over `size` ranks; touches no tensor.
-
-    Raises UnsupportedModelError."""
+def describe(config: Mapping[str, Any]) -> Spec:
+    """The shape of the model that a config.json describes. Raises UnsupportedModelError."""
     model_type = config.get("model_type")
     if model_type not in FAMILIES:
         known = ", ".join(sorted(FAMILIES))
@@ -38,28 +100,32 @@ def describe(config: Mapping[str, Any], size: int = 1) -> DecoderSpec:
     if config.get("quantization_config"):
         raise UnsupportedModelError("quantized checkpoints are not supported")
     spec = FAMILIES[model_type].spec(config)
-    _check_cut(spec, size)
+    if spec.num_heads % spec.num_kv_heads:
+        text = f"{spec.num_heads} attention heads cannot share {spec.num_kv_heads} key/value heads"
+        raise UnsupportedModelError(text)
     return spec
 
 
 def load(
     path: Path, config: Mapping[str, Any], world: World, dtype: torch.dtype, kernels: Kernels = cpu
-) -> Decoder:
+) -> Model:
     """This rank's part of the model in directory `path`, with weights rounded to `dtype`.
 
     Raises UnsupportedModelError, WeightsError."""
-    spec = describe(config, world.size)
-    weights = Weights(path, FAMILIES[config["model_type"]].sources(spec))
-    return Decoder(spec, Parts(world, weights, dtype, kernels))
+    spec = describe(config)
+    family = FAMILIES[config["model_type"]]
+    with Weights(path, family.sources(spec), getattr(family, "PREFIX", "")) as weights:
+        parts = Parts(world, weights, dtype, kernels)
+        return Decoder(spec, parts) if isinstance(spec, DecoderSpec) else EncoderDecoderModel(spec, parts)
 
 
-def _check_cut(spec: DecoderSpec, size: int) -> None:
-    if spec.num_heads % spec.num_kv_heads:
-        text = f"{spec.num_heads} attention heads cannot share {spec.num_kv_heads} key/value heads"
-        raise UnsupportedModelError(text)
+def check_cut(spec: Spec, size: int) -> None:
+    """Raises UnsupportedModelError where the model cannot be cut over `size` ranks."""
     shared = spec.num_kv_heads % size == 0 or size % spec.num_kv_heads == 0
-    if spec.num_heads % size or not shared or spec.intermediate_size % size or size > spec.vocab_size:
+    fits = all(width % size == 0 for width in spec.intermediate_sizes)
+    if spec.num_heads % size or not shared or not fits or size > spec.vocab_size:
+        widths = " and ".join(str(width) for width in dict.fromkeys(spec.intermediate_sizes))
         raise UnsupportedModelError(
             f"the model cannot be cut over {size} shards: {spec.num_heads} attention heads, "
-            f"{spec.num_kv_heads} key/value heads, intermediate size {spec.intermediate_size}"
+            f"{spec.num_kv_heads} key/value heads, intermediate size {widths}"
         )

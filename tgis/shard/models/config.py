@@ -1,14 +1,22 @@
 """Reads values out of a checkpoint's config.json, so that what is missing or odd is said in one line.
 
-Rotary embeddings are described in two forms: `rope_parameters` (transformers 5) and `rope_scaling` beside
-`rope_theta` (before)."""
+Rotary embeddings are described in two forms: `rope_parameters` (transformers 5), where layers differ one for
+each type of layer, and `rope_scaling` beside `rope_theta` (before)."""
 
-from collections.abc import Mapping
-from math import log
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from math import log, sqrt
 from typing import Any
 
 from tgis.shard.layers.activation import NAMES
-from tgis.shard.layers.rotary import LinearScaling, Llama3Scaling, Rope, YarnScaling
+from tgis.shard.layers.rotary import (
+    DynamicScaling,
+    LinearScaling,
+    Llama3Scaling,
+    LongScaling,
+    Rope,
+    YarnScaling,
+)
 from tgis.shard.models.interface import UnsupportedModelError
 
 Config = Mapping[str, Any]
@@ -40,55 +48,106 @@ def activation(config: Config, key: str, default: str) -> str:
     return str(name)
 
 
-def rope(config: Config, head_dim: int) -> Rope:
-    """How positions turn a head's channels. Raises UnsupportedModelError."""
-    given = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    if not isinstance(given, Mapping) or any(isinstance(value, Mapping) for value in given.values()):
-        raise UnsupportedModelError(f"rope parameters {given!r} are not supported")
-    theta = number(given, "rope_theta", config.get("rope_theta") or DEFAULT_THETA)
+def rope(config: Config, head_dim: int, layer_type: str = "full_attention") -> Rope:
+    """How positions turn a head's channels, in layers of one type. Raises UnsupportedModelError.
+
+    Parameters that are not given by layer type are those of `full_attention`; other layers then have no
+    scaling, and `rope_local_base_freq` as their theta if it is there."""
+    given = _rope_parameters(config, layer_type)
+    theta = config.get("rope_theta") or DEFAULT_THETA
+    if layer_type != "full_attention":
+        theta = config.get("rope_local_base_freq") or theta
+    theta = number(given, "rope_theta", theta)
     share = number(given, "partial_rotary_factor", config.get("partial_rotary_factor") or 1.0)
     dim = int(head_dim * share)
-    if dim % 2:
+    if dim % 2 or dim > head_dim:
         raise UnsupportedModelError(f"rotary embedding of {dim} channels is not supported")
     kind = given.get("rope_type") or given.get("type") or "default"
-    if kind == "default":
-        return Rope(dim, theta)
-    if kind == "linear":
-        return Rope(dim, theta, LinearScaling(number(given, "factor")))
-    if kind == "llama3":
-        factor, low, high = (number(given, key) for key in ("factor", "low_freq_factor", "high_freq_factor"))
-        return Rope(dim, theta, Llama3Scaling(factor, low, high, _original_length(config, given)))
-    if kind == "yarn":
-        return _yarn(config, given, dim, theta)
-    known = "default, linear, llama3, yarn"
-    raise UnsupportedModelError(f"rope type {kind!r} is not supported; supported are: {known}")
+    if kind == "su" or (kind == "yarn" and "long_factor" in given):
+        kind = "longrope"  # as the first releases of Phi 3 called it
+    if kind not in list(_SCALED):
+        known = ", ".join(_SCALED)
+        raise UnsupportedModelError(f"rope type {kind!r} is not supported; supported are: {known}")
+    return _SCALED[kind](config, given, Rope(dim, theta))
 
 
-def _yarn(config: Config, given: Config, dim: int, theta: float) -> Rope:
-    factor = number(given, "factor")
-    scaling = YarnScaling(
-        factor,
-        _original_length(config, given),
-        number(given, "beta_fast", 32.0),
-        number(given, "beta_slow", 1.0),
-        given.get("truncate", True),
-    )
-    amplitude = given.get("attention_factor")
-    if amplitude is None:
-        over, under = given.get("mscale"), given.get("mscale_all_dim")
-        amplitude = _magnitude(factor, 1.0)
-        if over and under:
-            amplitude = _magnitude(factor, over) / _magnitude(factor, under)
-    return Rope(dim, theta, scaling, amplitude)
+def _rope_parameters(config: Config, layer_type: str) -> Config:
+    given = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if not isinstance(given, Mapping):
+        raise UnsupportedModelError(f"rope parameters {given!r} are not supported")
+    if any(isinstance(value, Mapping) for value in given.values()):
+        found: Config = given.get(layer_type) or {}
+        return found
+    return given if layer_type == "full_attention" else {}
+
+
+def _scale_linear(config: Config, given: Config, plain: Rope) -> Rope:
+    return replace(plain, scaling=LinearScaling(number(given, "factor")))
+
+
+def _scale_dynamic(config: Config, given: Config, plain: Rope) -> Rope:
+    length = integer(config, "max_position_embeddings")
+    return replace(plain, scaling=DynamicScaling(number(given, "factor"), length))
+
+
+def _scale_llama3(config: Config, given: Config, plain: Rope) -> Rope:
+    factor, low, high = (number(given, key) for key in ("factor", "low_freq_factor", "high_freq_factor"))
+    return replace(plain, scaling=Llama3Scaling(factor, low, high, _original_length(config, given)))
+
+
+def _scale_yarn(config: Config, given: Config, plain: Rope) -> Rope:
+    length = _original_length(config, given)
+    factor = _factor(config, given, length)
+    fast, slow = number(given, "beta_fast", 32.0), number(given, "beta_slow", 1.0)
+    scaling = YarnScaling(factor, length, fast, slow, given.get("truncate", True))
+    over, under = given.get("mscale"), given.get("mscale_all_dim")
+    amplitude = _magnitude(factor, 1.0)
+    if over and under:
+        amplitude = _magnitude(factor, over) / _magnitude(factor, under)
+    return replace(plain, scaling=scaling, amplitude=number(given, "attention_factor", amplitude))
 
 
 def _magnitude(factor: float, weight: float) -> float:
     return 0.1 * weight * log(factor) + 1.0 if factor > 1 else 1.0
 
 
+def _scale_long(config: Config, given: Config, plain: Rope) -> Rope:
+    length = _original_length(config, given)
+    factor = _factor(config, given, length)
+    amplitude = sqrt(1 + log(factor) / log(length)) if factor > 1 else 1.0
+    amplitude = number(given, "attention_factor", amplitude)
+    short, long = (_factors(given, f"{size}_factor", plain.dim // 2) for size in ("short", "long"))
+    amplitudes = (number(given, f"{size}_mscale", amplitude) for size in ("short", "long"))
+    return replace(plain, scaling=LongScaling(short, long, length, *amplitudes))
+
+
+def _factors(given: Config, key: str, length: int) -> tuple[float, ...]:
+    values = _value(given, key, None)
+    numbers = isinstance(values, list) and all(isinstance(x, int | float) and x > 0 for x in values)
+    if not numbers or len(values) != length:
+        raise UnsupportedModelError(f"{key} of the configuration is not a list of {length} positive numbers")
+    return tuple(map(float, values))
+
+
+def _factor(config: Config, given: Config, original_length: int) -> float:
+    if given.get("factor") is not None:
+        return number(given, "factor")
+    return integer(config, "max_position_embeddings") / original_length
+
+
 def _original_length(config: Config, given: Config) -> int:
     key = "original_max_position_embeddings"
     return integer(config, key, given.get(key) or config.get("max_position_embeddings"))
+
+
+_SCALED: dict[str, Callable[[Config, Config, Rope], Rope]] = {
+    "default": lambda config, given, plain: plain,
+    "linear": _scale_linear,
+    "dynamic": _scale_dynamic,
+    "llama3": _scale_llama3,
+    "yarn": _scale_yarn,
+    "longrope": _scale_long,
+}
 
 
 def _value(config: Config, key: str, default: Any) -> Any:

@@ -2,96 +2,201 @@
 
 Tokens of all sequences are packed along one axis; no result depends on the sequences beside its own."""
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from tgis.shard.attention.base import Attention, AttentionMetadata, Scoring
-from tgis.shard.layers.activation import gated
-from tgis.shard.layers.embedding import Embedding, Head
+from tgis.shard.layers.embedding import Embedding, Head, Positions
 from tgis.shard.layers.kernels import Parts
-from tgis.shard.layers.linear import ColumnParallel, RowParallel
-from tgis.shard.layers.norm import RMSNorm
-from tgis.shard.layers.rotary import Rotary
+from tgis.shard.layers.linear import Replicated
+from tgis.shard.layers.norm import Norm
+from tgis.shard.layers.rotary import Rope, Rotary
+from tgis.shard.models.blocks import MLP, SelfAttention
+from tgis.shard.models.experts import SparseMLP
 from tgis.shard.models.interface import StepInputs
 from tgis.shard.models.spec import DecoderSpec
 
 
-class SelfAttention:
+@dataclass(frozen=True)
+class Surroundings:
+    """What all layers of a step are given beside the states."""
+
+    attention: Attention
+    metadata: AttentionMetadata
+    angles: Tensor | None  # [2, num_tokens, dim / 2]
+    local_angles: Tensor | None  # of layers with a window
+
+
+class LayerAttention:
+    """The self-attention of one layer, as the spec has it for that layer."""
+
     def __init__(self, spec: DecoderSpec, parts: Parts, path: str, layer: int):
-        size = parts.world.size
-        kv_pieces = min(size, spec.num_kv_heads)
-        self._layer, self._split = layer, parts.kernels.split_heads
-        self._num_heads, self._num_kv_heads = spec.num_heads // size, spec.num_kv_heads // kv_pieces
-        q_size, kv_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-        widths, pieces = [q_size, kv_size, kv_size], [size, kv_pieces, kv_pieces]
-        self._qkv = ColumnParallel(parts, f"{path}.qkv", spec.hidden_size, widths, spec.qkv_bias, pieces)
-        self._out = RowParallel(parts, f"{path}.out", q_size, spec.hidden_size, spec.out_bias)
-        self._scoring = Scoring(scale=spec.head_dim**-0.5)
-
-    def __call__(
-        self, x: Tensor, angles: Tensor, attention: Attention, metadata: AttentionMetadata
-    ) -> Tensor:
-        q, k, v = self._split(self._qkv(x), self._num_heads, self._num_kv_heads, angles)
-        attention.write(self._layer, k, v, metadata)
-        y = attention.attend(self._layer, q, metadata, self._scoring)  # [num_tokens, num_heads, head_dim]
-        return self._out(y.flatten(1))
-
-
-class MLP:
-    def __init__(self, spec: DecoderSpec, parts: Parts, path: str):
-        widths = [spec.intermediate_size, spec.intermediate_size]
-        self._up = ColumnParallel(parts, f"{path}.up", spec.hidden_size, widths, spec.mlp_bias)
-        self._down = RowParallel(
-            parts, f"{path}.down", spec.intermediate_size, spec.hidden_size, spec.mlp_bias
+        window = spec.window(layer)
+        slopes = spec.slopes[parts.world.slice(spec.num_heads)] if spec.slopes else None
+        scoring = Scoring(
+            scale=spec.head_dim**-0.5 if spec.attention_scale is None else spec.attention_scale,
+            window=window,
+            soft_cap=spec.attention_soft_cap,
+            slopes=None if slopes is None else torch.tensor(slopes, device=parts.kernels.device),
         )
-        self._activate = gated(spec.activation, parts.kernels)
+        self._attention = SelfAttention(spec, parts, f"{path}.attention", layer, scoring)
+        self._is_local = window is not None and spec.local_rope is not None
 
-    def __call__(self, x: Tensor) -> Tensor:
-        return self._down(self._activate(self._up(x)))
+    def __call__(self, x: Tensor, surroundings: Surroundings) -> Tensor:
+        angles = surroundings.local_angles if self._is_local else surroundings.angles
+        return self._attention(x, angles, surroundings.attention, surroundings.metadata)
 
 
 class Block:
-    """x += delta; x += attention(norm_1(x)); gives mlp(norm_2(x)), the delta that the next block adds."""
+    """x += delta; x += attention(x); gives the feed-forward's output, the delta that the next block adds.
+
+    Delays the addition, because a norm takes it along at no cost."""
 
     def __init__(self, spec: DecoderSpec, parts: Parts, layer: int):
         path = f"blocks.{layer}"
-        self._norm_1 = RMSNorm(parts, f"{path}.norm_1", spec.hidden_size, spec.norm_eps)
-        self._attention = SelfAttention(spec, parts, f"{path}.attention", layer)
-        self._norm_2 = RMSNorm(parts, f"{path}.norm_2", spec.hidden_size, spec.norm_eps)
-        self._mlp = MLP(spec, parts, f"{path}.mlp")
+        self._norm_1, self._post_norm_1 = _norms(spec, parts, path, 1)
+        self._norm_2, self._post_norm_2 = _norms(spec, parts, path, 2)
+        self._attend = LayerAttention(spec, parts, path, layer)
+        self._feed = _feeder(spec, parts, path, layer)
 
     def __call__(
-        self,
-        x: Tensor,
-        delta: Tensor | None,
-        angles: Tensor,
-        attention: Attention,
-        metadata: AttentionMetadata,
-    ) -> Tensor:
-        attended = self._attention(self._norm_1(x, delta), angles, attention, metadata)
-        return self._mlp(self._norm_2(x, attended))
+        self, x: Tensor, delta: Tensor | None, surroundings: Surroundings
+    ) -> tuple[Tensor, Tensor | None]:
+        attended = self._post_norm_1(self._attend(self._norm_1(x, delta), surroundings))
+        return x, self._post_norm_2(self._feed(self._norm_2(x, attended)))
+
+
+class ParallelBlock:
+    """As `Block`, but the feed-forward does not see what the attention adds."""
+
+    def __init__(self, spec: DecoderSpec, parts: Parts, layer: int):
+        path = f"blocks.{layer}"
+        self._norm_1 = _norm(spec, parts, f"{path}.norm_1")
+        self._norm_2 = _norm(spec, parts, f"{path}.norm_2") if spec.residual == "parallel" else None
+        self._attend = LayerAttention(spec, parts, path, layer)
+        self._feed = _feeder(spec, parts, path, layer)
+
+    def __call__(
+        self, x: Tensor, delta: Tensor | None, surroundings: Surroundings
+    ) -> tuple[Tensor, Tensor | None]:
+        normed = self._norm_1(x, delta)
+        attended = self._attend(normed, surroundings)
+        return x, self._feed(self._norm_2(x) if self._norm_2 else normed).add_(attended)
+
+
+class PostNormBlock:
+    """x = norm(x + attention(x)); x = norm(x + mlp(x))."""
+
+    def __init__(self, spec: DecoderSpec, parts: Parts, layer: int):
+        path = f"blocks.{layer}"
+        self._norm_1, self._norm_2 = (_norm(spec, parts, f"{path}.norm_{i}") for i in (1, 2))
+        self._attend = LayerAttention(spec, parts, path, layer)
+        self._feed = _feeder(spec, parts, path, layer)
+
+    def __call__(
+        self, x: Tensor, delta: Tensor | None, surroundings: Surroundings
+    ) -> tuple[Tensor, Tensor | None]:
+        assert delta is None, "every block ends with the sum"
+        x = self._norm_1(x, self._attend(x, surroundings))
+        return self._norm_2(x, self._feed(x)), None
 
 
 class Decoder:
     def __init__(self, spec: DecoderSpec, parts: Parts):
         self.spec = spec
-        self._rotary = Rotary(spec.rope, parts.kernels)
-        self._embed = Embedding(parts, "embed", spec.vocab_size, spec.hidden_size)
-        self._blocks = [Block(spec, parts, layer) for layer in range(spec.num_layers)]
-        self._norm = RMSNorm(parts, "norm", spec.hidden_size, spec.norm_eps)
-        self._head = Head(parts, "head", spec.vocab_size, spec.hidden_size)
+        self._rotary, self._local_rotary = (_rotary(rope, parts) for rope in (spec.rope, spec.local_rope))
+        self._embed = InputEmbedding(spec, parts)
+        kind = _block_kind(spec)
+        self._blocks = [kind(spec, parts, layer) for layer in range(spec.num_layers)]
+        self._norm = _norm(spec, parts, "norm") if spec.final_norm else None
+        width = spec.embedding_size or spec.hidden_size
+        is_bridged = width != spec.hidden_size
+        self._project = Replicated(parts, "embed_out", spec.hidden_size, width) if is_bridged else None
+        self._head = Head(parts, "head", spec.vocab_size, width)
 
     @torch.inference_mode()
     def forward(self, inputs: StepInputs, attention: Attention) -> Tensor:
         """[num_tokens, hidden_size]"""
-        x, metadata = self._embed(inputs.token_ids), inputs.metadata
-        angles = self._rotary(inputs.positions)
+        x = self._embed(inputs)
+        angles, local_angles = (_turn(rotary, inputs) for rotary in (self._rotary, self._local_rotary))
+        surroundings = Surroundings(attention, inputs.metadata, angles, local_angles)
         delta: Tensor | None = None
         for block in self._blocks:
-            delta = block(x, delta, angles, attention, metadata)
+            x, delta = block(x, delta, surroundings)
         return x if delta is None else x.add_(delta)
 
     @torch.inference_mode()
     def logits(self, x: Tensor) -> Tensor:
-        """Any rows of what `forward` gave, [n, hidden_size] -> float32 [n, vocab_size]. Raises WorldError."""
-        return self._head(self._norm(x.contiguous()))
+        x = self._norm(x.contiguous()) if self._norm else x.contiguous()
+        scores = self._head(self._project(x) if self._project else x)  # [n, vocab_size]
+        if self.spec.logit_scale != 1:
+            scores = scores.mul_(self.spec.logit_scale)
+        if cap := self.spec.logit_soft_cap:
+            scores = scores.div_(cap).tanh_().mul_(cap)
+        return scores
+
+
+class InputEmbedding:
+    """Of tokens and, where they are learned, of positions: float32 [num_tokens, hidden_size]."""
+
+    def __init__(self, spec: DecoderSpec, parts: Parts):
+        # Rounded as the models that have one were trained with.
+        self._scale = torch.tensor(spec.embedding_scale, dtype=parts.dtype).item()
+        width = spec.embedding_size or spec.hidden_size
+        is_bridged = width != spec.hidden_size
+        self._tokens = Embedding(parts, "embed", spec.vocab_size, width)
+        self._project = Replicated(parts, "embed_in", width, spec.hidden_size) if is_bridged else None
+        self._norm = _norm(spec, parts, "embed_norm") if spec.embedding_norm else None
+        sizes = (spec.num_positions, spec.hidden_size, spec.position_offset)
+        self._positions = Positions(parts, "positions", *sizes) if spec.num_positions else None
+
+    def __call__(self, inputs: StepInputs) -> Tensor:
+        x = self._tokens(inputs.token_ids)
+        if self._scale != 1:
+            x.mul_(self._scale)
+        if self._project:
+            x = self._project(x)
+        if self._positions:
+            x += self._positions(inputs.positions)
+        return self._norm(x) if self._norm else x
+
+
+def _block_kind(spec: DecoderSpec) -> type[Block] | type[ParallelBlock] | type[PostNormBlock]:
+    if spec.residual != "sequential":
+        return ParallelBlock
+    return PostNormBlock if spec.norm_place == "sum" else Block
+
+
+def _norm(spec: DecoderSpec, parts: Parts, path: str) -> Norm:
+    return Norm(parts, path, spec.hidden_size, spec.norm_eps, spec.norm)
+
+
+def _norms(
+    spec: DecoderSpec, parts: Parts, path: str, number: int
+) -> tuple[Callable[[Tensor, Tensor | None], Tensor], Callable[[Tensor], Tensor]]:
+    """What a branch does to its input, and what to its output."""
+    before = _norm(spec, parts, f"{path}.norm_{number}") if spec.norm_place != "after" else _add
+    if spec.norm_place != "before":
+        return before, _norm(spec, parts, f"{path}.post_norm_{number}")
+    scale = spec.residual_scale
+    return before, (lambda x: x.mul_(scale)) if scale != 1 else lambda x: x
+
+
+def _add(x: Tensor, delta: Tensor | None) -> Tensor:
+    return x if delta is None else x.add_(delta)
+
+
+def _rotary(rope: Rope | None, parts: Parts) -> Rotary | None:
+    return None if rope is None else Rotary(rope, parts.kernels)
+
+
+def _turn(rotary: Rotary | None, inputs: StepInputs) -> Tensor | None:
+    return None if rotary is None else rotary(inputs.positions, inputs.is_long)
+
+
+def _feeder(spec: DecoderSpec, parts: Parts, path: str, layer: int) -> Callable[[Tensor], Tensor]:
+    is_sparse = spec.experts is not None and layer not in spec.experts.dense_layers
+    return (SparseMLP if is_sparse else MLP)(spec, parts, f"{path}.mlp")

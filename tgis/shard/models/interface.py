@@ -27,6 +27,12 @@ class ModelSpec(Protocol):
     @property
     def vocab_size(self) -> int: ...
     @property
+    def max_positions(self) -> int:
+        """Length of the longest sequence it has positions for; 0 where there is no end to them."""
+
+    @property
+    def is_encoder_decoder(self) -> bool: ...
+    @property
     def rope_switch_len(self) -> int:
         """Length past which all positions of a sequence are turned differently; 0 where there is none."""
 

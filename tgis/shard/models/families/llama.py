@@ -2,7 +2,7 @@
 
 from tgis.shard.models.config import Config, activation, integer, number, rope
 from tgis.shard.models.spec import DecoderSpec
-from tgis.shard.weights import Source, stack
+from tgis.shard.weights import Source, first_of, stack
 
 MODEL_TYPES: tuple[str, ...] = ("llama",)
 
@@ -40,5 +40,5 @@ def sources(spec: DecoderSpec) -> dict[str, Source]:
         "blocks.{i}.mlp.up": stack(layer + "mlp.gate_proj", layer + "mlp.up_proj"),
         "blocks.{i}.mlp.down": layer + "mlp.down_proj",
         "norm": "model.norm",
-        "head": "model.embed_tokens" if spec.tie_embeddings else "lm_head",
+        "head": first_of("lm_head", "model.embed_tokens") if spec.tie_embeddings else "lm_head",
     }

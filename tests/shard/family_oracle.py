@@ -1,0 +1,61 @@
+"""transformers' greedy answers to a few inputs, one at a time and unpadded, for any family's checkpoint."""
+
+import random
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import transformers
+
+NEW_TOKENS = 8
+LENGTHS = (1, 9, 30)
+CLOSE = 1e-4
+
+
+@dataclass(frozen=True)
+class Answer:
+    """`certain` tokens come before the first whose two best scores are too close to tell which one must be
+    chosen."""
+
+    input_ids: list[int]
+    token_ids: list[int]
+    logprobs: list[float]
+    certain: int
+
+
+class Oracle:
+    def __init__(self, directory: Path, config: transformers.PretrainedConfig) -> None:
+        is_causal = not config.is_encoder_decoder
+        kind = transformers.AutoModelForCausalLM if is_causal else transformers.AutoModelForSeq2SeqLM
+        self.is_encoder_decoder = bool(config.is_encoder_decoder)
+        # Run step by step, Falcon would add ALiBi twice.
+        implementation = "sdpa" if config.model_type == "falcon" else "eager"
+        options = {"dtype": torch.float32, "attn_implementation": implementation}
+        self._model = kind.from_pretrained(directory, **options).eval()
+        settings = self._model.generation_config
+        # Some models force tokens, which is not for a server to do.
+        settings.eos_token_id = settings.forced_bos_token_id = settings.forced_eos_token_id = None
+        settings.pad_token_id = 0
+        self.start_token_id = settings.decoder_start_token_id
+
+    @torch.inference_mode()
+    def answer(self, input_ids: list[int]) -> Answer:
+        out = self._model.generate(
+            torch.tensor([input_ids]),
+            attention_mask=torch.ones(1, len(input_ids), dtype=torch.int64),
+            max_new_tokens=NEW_TOKENS,
+            do_sample=False,
+            output_logits=True,
+            return_dict_in_generate=True,
+        )
+        tokens = out.sequences[0, -NEW_TOKENS:].tolist()
+        steps = torch.stack(out.logits)[:, 0].log_softmax(-1)  # [NEW_TOKENS, vocab_size]
+        best = steps.topk(2).values
+        close = (best[:, 0] - best[:, 1] < CLOSE).nonzero().flatten().tolist()
+        logprobs = [float(steps[i, token]) for i, token in enumerate(tokens)]
+        return Answer(input_ids, tokens, logprobs, min(close, default=NEW_TOKENS))
+
+
+def draw_inputs(seed: int = 0) -> list[list[int]]:
+    rng = random.Random(seed)
+    return [[rng.randrange(3, 99) for _ in range(length)] for length in LENGTHS]

@@ -1,0 +1,98 @@
+"""Ranks of gloo groups of two and four, this process being the first of each. The others live as long as the
+test session, so that they import torch once."""
+
+import multiprocessing
+import tempfile
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from tgis.shard.threads import configure
+from tgis.shard.world import World, join
+
+TIMEOUT_S = 30.0
+ALONE = World(0, 1)
+
+
+class RankGroup(AbstractContextManager["RankGroup"]):
+    """Processes start when a size first needs them."""
+
+    def __init__(self) -> None:
+        self._directory = Path(tempfile.mkdtemp(prefix="ranks-"))
+        self._pipes: list[Connection] = []  # of rank 1, 2, ...
+        self._processes: list[multiprocessing.process.BaseProcess] = []
+        self._worlds: dict[int, World] = {1: ALONE}
+        self._num_meetings = 0
+
+    def run(self, size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+        """What function(world, *args), of a module, gives on each of `size` ranks."""
+        world = self._world(size)
+        others = self._pipes[: size - 1]
+        for pipe in others:
+            pipe.send((size, function, args))
+        try:
+            results = [function(world, *args), *(_receive(pipe) for pipe in others)]
+        except BaseException:
+            self._abandon()
+            raise
+        return results
+
+    def __exit__(self, *exception: object) -> None:
+        for pipe in self._pipes:
+            pipe.send(None)
+        for process in self._processes:
+            process.join(10)
+        self._abandon()
+
+    def _abandon(self) -> None:
+        """Ranks that failed, or wait for one that did, are of no use to the next test."""
+        for process in self._processes:
+            process.kill()
+        for world in self._worlds.values():
+            world.leave()
+        self._pipes, self._processes, self._worlds = [], [], {1: ALONE}
+
+    def _world(self, size: int) -> World:
+        if size not in self._worlds:
+            while len(self._processes) < size - 1:
+                self._start(len(self._processes) + 1)
+            self._num_meetings += 1
+            rendezvous = str(self._directory / f"rendezvous-{self._num_meetings}")
+            for pipe in self._pipes[: size - 1]:
+                pipe.send((size, None, (rendezvous,)))
+            self._worlds[size] = join(0, size, rendezvous, TIMEOUT_S)
+        return self._worlds[size]
+
+    def _start(self, rank: int) -> None:
+        context = multiprocessing.get_context("spawn")
+        ours, theirs = context.Pipe()
+        process = context.Process(target=_serve, args=(rank, theirs), daemon=True)
+        process.start()
+        self._pipes.append(ours)
+        self._processes.append(process)
+
+
+def _receive(pipe: Connection) -> Any:
+    assert pipe.poll(TIMEOUT_S), "a rank does not answer"
+    result = pipe.recv()
+    if isinstance(result, Exception):
+        raise result
+    return result
+
+
+def _serve(rank: int, pipe: Connection) -> None:
+    configure(1)
+    worlds: dict[int, World] = {}
+    while (work := pipe.recv()) is not None:
+        size, function, args = work
+        if function is None:
+            worlds[size] = join(rank, size, args[0], TIMEOUT_S)
+        else:
+            try:
+                pipe.send(function(worlds[size], *args))
+            except Exception as error:
+                pipe.send(error)
+    for world in worlds.values():
+        world.leave()

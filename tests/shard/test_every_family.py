@@ -1,0 +1,117 @@
+"""Every way that a family's checkpoints come, on one rank, two and four, alone and in a crowd, against
+transformers. `make test` runs every case once, so chosen that every family meets every number of ranks and
+both kinds of company; `make test-all` runs the product."""
+
+import itertools
+from collections.abc import Callable, Iterator
+from copy import deepcopy
+from functools import partial
+from pathlib import Path
+
+import pytest
+from transformers import LlamaConfig, PretrainedConfig
+
+from tests.shard.checkpoints import CASES as LLAMAS
+from tests.shard.checkpoints import SMALL, write_model
+from tests.shard.driver import Request
+from tests.shard.family_cases import encoder_decoders, gpts, llamas
+from tests.shard.family_oracle import NEW_TOKENS, Answer, Oracle, draw_inputs
+from tests.shard.messages import GREEDY, SAMPLE
+from tests.shard.rank_group import RankGroup
+from tests.shard.relay import serve
+from tgis.shard.models.catalogue import FAMILIES
+
+CASES: dict[str, Callable[[], PretrainedConfig]] = {
+    **{f"llama_{name}": partial(LlamaConfig, **SMALL | changes) for name, changes in LLAMAS.items()},
+    **llamas.CASES,
+    **gpts.CASES,
+    **encoder_decoders.CASES,
+}
+FOUR_RANKS = ("granite", "falcon", "t5")  # families that are also cut in four
+COMPANY = ("alone", "crowded")
+DETAILS = {"logprobs": True, "ranks": True}
+
+
+def family_of(case: str) -> str:
+    return FAMILIES[CASES[case]().model_type].__name__.rpartition(".")[2]
+
+
+def plan() -> Iterator[object]:
+    """Every cell of the product; those that `make test` leaves out are slow."""
+    for family, cases in itertools.groupby(CASES, family_of):
+        sizes = (1, 2, 4) if family in FOUR_RANKS else (1, 2)
+        cells = list(itertools.product(sizes, COMPANY))
+        diagonal = sorted(cells, key=lambda cell: (sizes.index(cell[0]) + COMPANY.index(cell[1])) % 2)
+        for number, case in enumerate(cases):
+            quick = diagonal[number % len(diagonal)]
+            for size, company in cells:
+                marks = [] if (size, company) == quick else [pytest.mark.slow]
+                yield pytest.param(case, size, company, id=f"{case}, {size} ranks, {company}", marks=marks)
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[RankGroup]:
+    with RankGroup() as group:
+        yield group
+
+
+class Checkpoints:
+    """Written, and asked of the oracle, when a test first needs one; only the last is kept."""
+
+    def __init__(self, root: Path) -> None:
+        self._root, self._case = root, ""
+
+    def find(self, case: str) -> tuple[Path, Oracle, list[Answer]]:
+        if case != self._case:
+            directory, config = self._root / case.replace(" ", "-"), CASES[case]()
+            write_model(directory, config)
+            oracle = Oracle(directory, config)
+            self._case = case
+            self._found = directory, oracle, [oracle.answer(ids) for ids in draw_inputs()]
+        return self._found
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
+    return Checkpoints(tmp_path_factory.mktemp("families"))
+
+
+def ask(oracle: Oracle, input_ids: list[int], sampling: dict[str, object] = GREEDY) -> Request:
+    if oracle.is_encoder_decoder:
+        prompt, encoder = [oracle.start_token_id], input_ids
+    else:
+        prompt, encoder = input_ids, []
+    return Request(prompt, NEW_TOKENS, sampling=sampling, details=DETAILS, encoder_token_ids=encoder)
+
+
+@pytest.mark.parametrize(("case", "size", "company"), list(plan()))
+def test_equals_transformers(
+    case: str, size: int, company: str, ranks: RankGroup, checkpoints: Checkpoints
+) -> None:
+    directory, oracle, answers = checkpoints.find(case)
+    greedy = [ask(oracle, answer.input_ids) for answer in answers]
+    sampled = ask(oracle, answers[1].input_ids, {**SAMPLE, "seed": 7})
+    if company == "alone":
+        crowds = [[request] for request in greedy] + [[sampled]]
+    else:
+        crowds = [[greedy[0], sampled, *greedy[1:], *deepcopy(greedy)]]
+    block_size = 4 if company == "alone" else 16
+    [(served, digests), *others] = ranks.run(size, serve, directory, 1, crowds, block_size)
+    assert all(theirs == digests for _, theirs in others)
+    by_prompt = {tuple(answer.input_ids): answer for answer in answers}
+    for request in itertools.chain(*served):
+        if request.sampling["greedy"]:
+            check(request, by_prompt[tuple(request.encoder_token_ids or request.prompt)])
+    if size > 1:
+        alone = ask(oracle, answers[1].input_ids, {**SAMPLE, "seed": 7})
+        [([[alone]], _)] = ranks.run(1, serve, directory, 1, [[alone]], block_size)
+        [again] = [r for r in itertools.chain(*served) if not r.sampling["greedy"]]
+        assert again.generated == alone.generated
+        assert again.logprobs == pytest.approx(alone.logprobs, rel=1e-4, abs=1e-4)
+
+
+def check(request: Request, answer: Answer) -> None:
+    certain = answer.certain
+    assert request.generated[:certain] == answer.token_ids[:certain]
+    assert request.logprobs[:certain] == pytest.approx(answer.logprobs[:certain], rel=1e-4, abs=1e-4)
+    assert certain, "nothing was compared"

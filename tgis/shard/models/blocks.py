@@ -1,0 +1,112 @@
+"""What layers of a transformer are built from, cut over ranks: self-attention and feed-forward."""
+
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from tgis.shard.attention.base import Attention, AttentionMetadata, Scoring
+from tgis.shard.layers.activation import activated, gated
+from tgis.shard.layers.kernels import Parts
+from tgis.shard.layers.linear import ColumnParallel, RowParallel
+from tgis.shard.layers.norm import NormKind, read_head_norm
+from tgis.shard.layers.split_norm import SplitNorm
+
+
+class Heads(Protocol):
+    """What self-attention needs to know of a model."""
+
+    @property
+    def hidden_size(self) -> int: ...
+    @property
+    def num_heads(self) -> int: ...
+    @property
+    def num_kv_heads(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+    @property
+    def qkv_bias(self) -> bool: ...
+    @property
+    def out_bias(self) -> bool: ...
+    @property
+    def clip_qkv(self) -> float | None: ...
+    @property
+    def qk_norm(self) -> Literal["none", "head", "whole"]: ...
+    @property
+    def norm(self) -> NormKind: ...
+    @property
+    def norm_eps(self) -> float: ...
+
+
+class Feeding(Protocol):
+    """What a feed-forward layer needs to know of a model."""
+
+    @property
+    def hidden_size(self) -> int: ...
+    @property
+    def intermediate_size(self) -> int: ...
+    @property
+    def activation(self) -> str: ...
+    @property
+    def gated(self) -> bool: ...
+    @property
+    def mlp_bias(self) -> bool: ...
+
+
+class SelfAttention:
+    """`layer` is the cache's, `scoring` has slopes and bias of this rank's heads only."""
+
+    def __init__(self, spec: Heads, parts: Parts, path: str, layer: int, scoring: Scoring):
+        size = parts.world.size
+        kv_pieces = min(size, spec.num_kv_heads)
+        self._layer, self._scoring, self._split = layer, scoring, parts.kernels.split_heads
+        self._num_heads, self._num_kv_heads = spec.num_heads // size, spec.num_kv_heads // kv_pieces
+        q_size, kv_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+        widths, pieces = [q_size, kv_size, kv_size], [size, kv_pieces, kv_pieces]
+        self._qkv = ColumnParallel(parts, f"{path}.qkv", spec.hidden_size, widths, spec.qkv_bias, pieces)
+        self._out = RowParallel(parts, f"{path}.out", q_size, spec.hidden_size, spec.out_bias)
+        self._clip, self._head_norm, self._whole_norms = spec.clip_qkv, None, None
+        if spec.qk_norm == "head":
+            self._head_norm = read_head_norm(parts, path, spec.head_dim, spec.norm_eps, spec.norm)
+        elif spec.qk_norm == "whole":
+            self._whole_norms = (
+                SplitNorm(parts, f"{path}.q_norm", q_size, size, spec.norm_eps),
+                SplitNorm(parts, f"{path}.k_norm", kv_size, kv_pieces, spec.norm_eps),
+            )
+
+    def __call__(
+        self, x: Tensor, angles: Tensor | None, attention: Attention, metadata: AttentionMetadata
+    ) -> Tensor:
+        qkv = self._qkv(x)  # [num_tokens, own q, k and v]
+        if self._clip is not None:
+            qkv.clamp_(-self._clip, self._clip)
+        if self._whole_norms is not None:
+            qkv = self._normalise(qkv, *self._whole_norms)
+        q, k, v = self._split(qkv, self._num_heads, self._num_kv_heads, angles, self._head_norm)
+        attention.write(self._layer, k, v, metadata)
+        y = attention.attend(self._layer, q, metadata, self._scoring)  # [num_tokens, num_heads, head_dim]
+        return self._out(y.flatten(1))
+
+    def _normalise(self, qkv: Tensor, q_norm: SplitNorm, k_norm: SplitNorm) -> Tensor:
+        group = self._num_heads // self._num_kv_heads
+        width = qkv.shape[1] // (group + 2)  # of k
+        q, k, v = torch.split(qkv, [group * width, width, width], -1)
+        return torch.cat([q_norm(q), k_norm(k), v], -1)
+
+
+class MLP:
+    def __init__(self, spec: Feeding, parts: Parts, path: str):
+        size, widths = spec.hidden_size, [spec.intermediate_size] * (1 + spec.gated)
+        self._up = ColumnParallel(parts, f"{path}.up", size, widths, spec.mlp_bias)
+        self._down = RowParallel(parts, f"{path}.down", spec.intermediate_size, size, spec.mlp_bias)
+        self._activate = (gated if spec.gated else activated)(spec.activation, parts.kernels)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._down(self.activate(x))
+
+    def partial(self, x: Tensor) -> Tensor:
+        """This rank's part of the sum that `__call__` gives, without the bias."""
+        return self._down.partial(self.activate(x))
+
+    def activate(self, x: Tensor) -> Tensor:
+        return self._activate(self._up(x))

@@ -1,0 +1,165 @@
+"""The one encoder-decoder transformer; what differs between families is in its `EncoderDecoderSpec`.
+
+Tokens of all sequences are packed along one axis; no result depends on the sequences beside its own."""
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from tgis.shard.attention.base import Attention, AttentionMetadata, Scoring
+from tgis.shard.layers.embedding import Embedding, Head, Positions
+from tgis.shard.layers.kernels import Parts
+from tgis.shard.layers.linear import ColumnParallel, RowParallel
+from tgis.shard.layers.norm import Norm
+from tgis.shard.models.blocks import MLP, SelfAttention
+from tgis.shard.models.interface import StepInputs
+from tgis.shard.models.relative import read_bias
+from tgis.shard.models.seq2seq_spec import EncoderDecoderSpec, StackSpec
+
+# Where the encoder keeps the keys and values of the layer that it is at; the decoder's come after it is done.
+SCRATCH_LAYER = 0
+
+Branch = Callable[[Tensor, StepInputs, Attention], Tensor]
+
+
+class CrossAttention:
+    """The decoder's queries meet keys and values of the encoder's output."""
+
+    def __init__(self, spec: StackSpec, parts: Parts, path: str, layer: int):
+        self._layer, self._head_dim = layer, spec.head_dim
+        self._scoring = Scoring(scale=spec.attention_scale, causal=False)
+        size, inner = spec.hidden_size, spec.num_heads * spec.head_dim
+        self._q = ColumnParallel(parts, f"{path}.q", size, [inner], spec.has_biases)
+        self._kv = ColumnParallel(parts, f"{path}.kv", size, [inner, inner], spec.has_biases)
+        self._out = RowParallel(parts, f"{path}.out", inner, size, spec.has_biases)
+
+    def keep(self, states: Tensor, attention: Attention, metadata: AttentionMetadata) -> None:
+        """states: [num_tokens, hidden_size], the encoder's output."""
+        k, v = self._kv(states).view(len(states), 2, -1, self._head_dim).unbind(1)
+        attention.write(self._layer, k, v, metadata)  # [num_tokens, num_heads, head_dim]
+
+    def __call__(self, x: Tensor, inputs: StepInputs, attention: Attention) -> Tensor:
+        assert inputs.cross is not None, "a decoder's tokens come with their encoder's"
+        q = self._q(x).view(len(x), -1, self._head_dim)  # [num_tokens, num_heads, head_dim]
+        return self._out(attention.attend(self._layer, q, inputs.cross, self._scoring).flatten(1))
+
+
+class Layer:
+    """Self-attention, in a decoder attention to the encoder, and feed-forward, each added to the states.
+
+    Before: x += branch(norm(x)), the last left to the next layer. Sum: x = norm(x + branch(x))."""
+
+    def __init__(
+        self,
+        spec: StackSpec,
+        parts: Parts,
+        path: str,
+        cache_layer: int,
+        scoring: Scoring,
+        crossing: CrossAttention | None,
+    ):
+        attend = SelfAttention(spec, parts, f"{path}.attention", cache_layer, scoring)
+        feed = MLP(spec, parts, f"{path}.mlp")
+        branches: dict[str, Branch | None] = {
+            "norm_1": lambda x, inputs, attention: attend(x, None, attention, inputs.metadata),
+            "cross_norm": crossing,
+            "norm_2": lambda x, inputs, attention: feed(x),
+        }
+        self._branches = [
+            (_norm(spec, parts, f"{path}.{name}"), branch) for name, branch in branches.items() if branch
+        ]
+        self._norms_sums = spec.norm_place == "sum"
+
+    def __call__(
+        self, x: Tensor, delta: Tensor | None, inputs: StepInputs, attention: Attention
+    ) -> tuple[Tensor, Tensor | None]:
+        for norm, branch in self._branches:
+            if self._norms_sums:
+                x = norm(x, branch(x, inputs, attention))
+            else:
+                delta = branch(norm(x, delta), inputs, attention)
+        return x, delta
+
+
+class Stack:
+    """The encoder, or with `crossings` the decoder, between the embedding of tokens and the last norm."""
+
+    def __init__(self, spec: StackSpec, parts: Parts, path: str, crossings: Sequence[CrossAttention] = ()):
+        self._spec = spec
+        self._embed_norm = _norm(spec, parts, f"{path}.embed_norm") if spec.embedding_norm else None
+        self._norm = _norm(spec, parts, f"{path}.norm") if spec.final_norm else None
+        sizes = (spec.num_positions, spec.hidden_size, spec.position_offset)
+        self._positions = Positions(parts, f"{path}.positions", *sizes) if spec.num_positions else None
+        self._layers = list(_layers(spec, parts, f"{path}.blocks", crossings))
+
+    def __call__(self, x: Tensor, inputs: StepInputs, attention: Attention) -> Tensor:
+        """x: [num_tokens, hidden_size], embedded tokens, not kept -> the same shape."""
+        x = self._embed(x, inputs.positions)
+        delta: Tensor | None = None
+        for layer in self._layers:
+            x, delta = layer(x, delta, inputs, attention)
+        return x if delta is None else x.add_(delta)
+
+    def normalise(self, x: Tensor) -> Tensor:
+        """x: [n, hidden_size], contiguous."""
+        return self._norm(x) if self._norm else x
+
+    def _embed(self, x: Tensor, positions: Tensor) -> Tensor:
+        if self._spec.embedding_scale != 1:
+            x.mul_(self._spec.embedding_scale)
+        if self._positions:
+            x += self._positions(positions)
+        return self._embed_norm(x) if self._embed_norm else x
+
+
+class EncoderDecoderModel:
+    def __init__(self, spec: EncoderDecoderSpec, parts: Parts):
+        self.spec = spec
+        self._tokens = Embedding(parts, "embed", spec.vocab_size, spec.encoder.hidden_size)
+        self._encoder = Stack(spec.encoder, parts, "encoder")
+        self._crossings = [
+            CrossAttention(spec.decoder, parts, f"decoder.blocks.{layer}.cross", layer)
+            for layer in range(spec.num_layers)
+        ]
+        self._decoder = Stack(spec.decoder, parts, "decoder", self._crossings)
+        self._head = Head(parts, "head", spec.vocab_size, spec.decoder.hidden_size)
+        self._head_bias: Tensor | None = None  # [1, vocab_size]
+        if spec.has_head_bias and parts.weights.has("head_bias.bias"):
+            bias = parts.weights.find("head_bias.bias", (1, spec.vocab_size)).read()
+            self._head_bias = bias.to(parts.kernels.device, parts.dtype).to(torch.float32, copy=True)
+
+    @torch.inference_mode()
+    def encode(self, inputs: StepInputs, attention: Attention) -> None:
+        x = self._encoder(self._tokens(inputs.token_ids), inputs, attention)
+        states = self._encoder.normalise(x)  # [num_tokens, hidden_size]
+        for crossing in self._crossings:
+            crossing.keep(states, attention, inputs.metadata)
+
+    @torch.inference_mode()
+    def forward(self, inputs: StepInputs, attention: Attention) -> Tensor:
+        """[num_tokens, hidden_size]"""
+        return self._decoder(self._tokens(inputs.token_ids), inputs, attention)
+
+    @torch.inference_mode()
+    def logits(self, x: Tensor) -> Tensor:
+        scores = self._head(self._decoder.normalise(x.contiguous()))  # [n, vocab_size]
+        if self.spec.logit_scale != 1:
+            scores = scores.mul_(self.spec.logit_scale)
+        return scores if self._head_bias is None else scores.add_(self._head_bias)
+
+
+def _layers(spec: StackSpec, parts: Parts, path: str, crossings: Sequence[CrossAttention]) -> Iterator[Layer]:
+    is_decoder = bool(crossings)
+    relative, bias = spec.relative_bias, None  # bias: [own heads, any]
+    for layer in range(spec.num_layers):
+        if relative and (layer == 0 or relative.is_per_layer):
+            bias = read_bias(parts, f"{path}.{layer}.bias", relative, spec.num_heads, is_decoder)
+        scoring = Scoring(scale=spec.attention_scale, causal=is_decoder, bias=bias)
+        crossing = crossings[layer] if is_decoder else None
+        cache_layer = layer if is_decoder else SCRATCH_LAYER
+        yield Layer(spec, parts, f"{path}.{layer}", cache_layer, scoring, crossing)
+
+
+def _norm(spec: StackSpec, parts: Parts, path: str) -> Norm:
+    return Norm(parts, path, spec.hidden_size, spec.norm_eps, spec.norm)

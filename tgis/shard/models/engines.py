@@ -1,0 +1,100 @@
+"""Chooses what a model runs on: a family of our own where it can, else transformers' code; or ONNX Runtime."""
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tgis.config import ENGINES
+from tgis.shard.models import catalogue, fallback, onnx
+from tgis.shard.models.interface import Model, ModelSpec, UnsupportedModelError
+from tgis.shard.world import World
+
+logger = logging.getLogger(__name__)
+
+NATIVE, TRANSFORMERS, ONNX = "tgis_native", "hf_transformers", "hf_optimum_ort"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A model that can be served. `spec` follows from the configuration alone; the loaded model's own is
+    what counts. `load` raises UnsupportedModelError and WeightsError."""
+
+    engine: str
+    spec: ModelSpec
+    load: Callable[[World, torch.dtype], Model]
+    dtype: torch.dtype | None = None
+    """Of weights and cache, where the model leaves no choice."""
+    weight_bytes: int | None = None
+    """Where they are not those of the checkpoint's tensors."""
+
+
+def choose(
+    directory: Path, settings: Mapping[str, Any], framework: str | None, size: int, trust_remote_code: bool
+) -> Choice:
+    """What runs the model in `directory`, whose config.json is `settings`, on `size` ranks; touches no tensor.
+
+    Raises UnsupportedModelError and WeightsError."""
+    engine = ENGINES.get(framework or "")
+    if engine == ONNX:
+        return _choose_onnx(directory, settings)
+    if engine == TRANSFORMERS and size > 1:
+        # What TGIS did: there transformers cannot cut a model.
+        engine = None
+    if engine != TRANSFORMERS:
+        try:
+            return _choose_native(directory, settings, size)
+        except _NotNativeError as error:
+            if engine == NATIVE:
+                raise
+            return _choose_transformers(directory, settings, trust_remote_code, instead_of=error)
+    if settings.get("model_type") in catalogue.FAMILIES:
+        logger.warning("tgis_native serves this model faster than hf_transformers")
+    return _choose_transformers(directory, settings, trust_remote_code)
+
+
+class _NotNativeError(UnsupportedModelError):
+    """No family of ours computes what the configuration asks for."""
+
+
+def _choose_native(directory: Path, settings: Mapping[str, Any], size: int) -> Choice:
+    try:
+        spec = catalogue.describe(settings)
+    except UnsupportedModelError as error:
+        raise _NotNativeError(str(error)) from error
+    catalogue.check_cut(spec, size)
+    return Choice(NATIVE, spec, partial(catalogue.load, directory, settings))
+
+
+def _choose_transformers(
+    directory: Path,
+    settings: Mapping[str, Any],
+    trust_remote_code: bool,
+    instead_of: _NotNativeError | None = None,
+) -> Choice:
+    try:
+        spec = fallback.describe(directory, settings, trust_remote_code)
+    except UnsupportedModelError:
+        if instead_of is not None and settings.get("model_type") in catalogue.FAMILIES:
+            raise instead_of from None  # which says what of a known family is unknown
+        raise
+    if instead_of is not None:
+        logger.info("transformers' code serves this model: %s", instead_of)
+
+    def load(world: World, dtype: torch.dtype) -> Model:
+        return fallback.load(directory, spec, world, dtype, trust_remote_code)
+
+    return Choice(TRANSFORMERS, spec, load)
+
+
+def _choose_onnx(directory: Path, settings: Mapping[str, Any]) -> Choice:
+    spec = onnx.describe(directory, settings)
+
+    def load(world: World, dtype: torch.dtype) -> Model:
+        return onnx.load(spec, world, torch.get_num_threads())
+
+    return Choice(ONNX, spec, load, spec.dtype, spec.weight_bytes)

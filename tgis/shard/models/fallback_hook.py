@@ -1,0 +1,194 @@
+"""What transformers' code calls for attention and masks: functions of ours, under a private name.
+
+A receiver is told of every call: a `Recorder`, which finds out once what the model asks of attention, or a
+`PagedStep`, which does it through our cache."""
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from tgis.shard.attention.base import Attention, AttentionMetadata, Scoring
+
+# (sequence, head, query's position, key's position) -> whether the key is seen; arguments broadcast.
+MaskRule = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+# Arguments of attention functions that do not change what they compute.
+_IDLE = {
+    *("position_ids", "cache_position", "past_key_values", "past_key_value", "use_cache"),
+    *("output_attentions", "output_hidden_states", "output_router_logits", "return_dict"),
+    "sliding_window",  # the mask tells it too, and is what transformers' plain attention goes by
+}
+_PROBED_ROWS = 64  # more than a power of two, so that a block's edge is among them
+
+_numbers = itertools.count()
+
+
+class NotServedError(Exception):
+    """What the model's code does that our cache and attention cannot; the text continues a sentence."""
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """The n-th call in every forward, which has layer n of the cache."""
+
+    module: nn.Module
+    num_heads: int
+    num_kv_heads: int
+    key_dim: int
+    value_dim: int
+    scoring: Scoring
+
+
+class Receiver(Protocol):
+    def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, more: Any) -> Tensor:
+        """q: [1, num_heads, num_tokens, key_dim], k and v: [1, num_kv_heads, num_tokens, any] -> [1,
+        num_tokens, num_heads, value_dim]. `more` are the further arguments by name."""
+
+    def make_mask(self, rule: MaskRule) -> Tensor:
+        """Something that transformers' code hands on to `attend` and nothing else looks at."""
+
+
+class Hook:
+    """Registered with transformers under `name` for as long as the process lives."""
+
+    def __init__(self) -> None:
+        self.name = f"tgis_paged_{next(_numbers)}"
+        self._receiver: Receiver | None = None
+        AttentionInterface.register(self.name, self._attend)
+        AttentionMaskInterface.register(self.name, self._make_mask)
+
+    def call(self, receiver: Receiver, forward: Callable[[], Any]) -> Any:
+        """What `forward` gives, its attention being the receiver's affair."""
+        self._receiver = receiver
+        try:
+            return forward()
+        finally:
+            self._receiver = None
+
+    def _attend(
+        self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, attention_mask: Any = None, **more: Any
+    ) -> tuple[Tensor, None]:
+        if self._receiver is None:
+            raise NotServedError("its head attends to tokens")
+        return self._receiver.attend(module, q, k, v, attention_mask, more), None
+
+    def _make_mask(self, *_: Any, mask_function: MaskRule, **__: Any) -> Tensor | None:
+        return self._receiver.make_mask(mask_function) if self._receiver else None
+
+
+class Recorder:
+    """Lists the calls of a forward over one short sequence, and answers them plainly.
+
+    Windows are told apart from other masks over the positions below `max_length`. Raises NotServedError."""
+
+    def __init__(self, max_length: int) -> None:
+        self.calls: list[AttentionCall] = []
+        self._max_length = max_length
+        self._masks: list[tuple[Tensor, MaskRule]] = []
+        self._windows: dict[int, int | None] = {}
+
+    def make_mask(self, rule: MaskRule) -> Tensor:
+        mask = torch.zeros(1, 1, 1, 1)
+        self._masks.append((mask, rule))
+        return mask
+
+    def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, more: Any) -> Tensor:
+        _check_arguments(more)
+        if len({len(q), len(k), len(v), 1}) > 1 or not q.shape[2] == k.shape[2] == v.shape[2]:
+            raise NotServedError("its attention sees other tokens than those it is computed for")
+        if k.shape[1] != v.shape[1] or q.shape[1] % k.shape[1] or q.shape[3] != k.shape[3]:
+            raise NotServedError("its heads of queries, keys and values do not go together")
+        scale, soft_cap = more.get("scaling"), more.get("softcap")
+        scale = q.shape[3] ** -0.5 if scale is None else float(scale)
+        scoring = Scoring(scale=scale, window=self._find_window(module, mask, more), soft_cap=soft_cap)
+        self.calls.append(AttentionCall(module, q.shape[1], k.shape[1], q.shape[3], v.shape[3], scoring))
+        return _attend_plainly(q, k, v, scale)
+
+    def _find_window(self, module: nn.Module, mask: Any, more: Any) -> int | None:
+        if mask is None:
+            if getattr(module, "is_causal", True) is False:
+                raise NotServedError("its attention looks ahead")
+            window: int | None = more.get("sliding_window")
+            return window
+        place = mask.data_ptr() if isinstance(mask, Tensor) else 0  # a mask may come as a view of itself
+        rule = next((rule for made, rule in self._masks if made.data_ptr() == place), None)
+        if rule is None:
+            raise NotServedError("it makes its own attention masks")
+        if place not in self._windows:
+            self._windows[place] = find_window(rule, self._max_length)
+        return self._windows[place]
+
+
+class PagedStep:
+    """One forward over the new tokens of a step; the calls must be those that were recorded."""
+
+    _MASK = torch.zeros(1, 1, 1, 1)
+
+    def __init__(self, calls: list[AttentionCall], attention: Attention, metadata: AttentionMetadata) -> None:
+        self._calls, self._attention, self._metadata, self._layer = calls, attention, metadata, 0
+
+    def make_mask(self, rule: MaskRule) -> Tensor:
+        return self._MASK
+
+    def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, more: Any) -> Tensor:
+        layer = self._layer
+        self._layer += 1
+        call = self._calls[layer] if layer < len(self._calls) else None
+        if call is None or call.module is not module:
+            raise NotServedError("its layers change their order from step to step")
+        heads, width = cache_shape(self._calls)
+        keys, values = (_fit(x[0].transpose(0, 1), heads, width) for x in (k, v))
+        self._attention.write(layer, keys, values, self._metadata)
+        queries = _fit(q[0].transpose(0, 1), heads * (call.num_heads // call.num_kv_heads), width)
+        y = self._attention.attend(layer, queries, self._metadata, call.scoring)
+        return y[None, :, : call.num_heads, : call.value_dim].to(q.dtype)
+
+    def check_complete(self) -> None:
+        """Raises NotServedError."""
+        if self._layer != len(self._calls):
+            raise NotServedError("its layers change their number from step to step")
+
+
+def cache_shape(calls: list[AttentionCall]) -> tuple[int, int]:
+    """Key/value heads and channels that have room for every layer; narrower ones are filled up with zeros."""
+    return max(c.num_kv_heads for c in calls), max(max(c.key_dim, c.value_dim) for c in calls)
+
+
+def find_window(rule: MaskRule, length: int) -> int | None:
+    """How many keys up to its own each query sees, None for all. Raises NotServedError for any other rule."""
+    q = torch.arange(max(0, length - _PROBED_ROWS), length)[:, None]  # [rows, 1]
+    k = torch.arange(length)[None]  # [1, length]
+    zero = torch.zeros((), dtype=torch.int64)
+    try:
+        seen = rule(zero, zero, q, k).expand(len(q), length)
+    except (RuntimeError, IndexError, TypeError, AttributeError) as error:
+        raise NotServedError("its attention masks are none that we know") from error
+    window = int(seen.sum(1).max())
+    if not torch.equal(seen, (k <= q) & (k > q - window)):
+        raise NotServedError("its attention masks are neither causal nor a sliding window")
+    return None if window == length else window
+
+
+def _check_arguments(more: dict[str, Any]) -> None:
+    for name, value in more.items():
+        harmless = name in _IDLE or name in ("scaling", "softcap") or value is None
+        harmless |= (name == "dropout" and value == 0) or (name == "is_causal" and value is True)
+        if not harmless:
+            raise NotServedError(f"its attention takes {name}, which ours cannot")
+
+
+def _attend_plainly(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    """Of a single sequence, without a window."""
+    y = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
+    return y.transpose(1, 2)
+
+
+def _fit(x: Tensor, heads: int, width: int) -> Tensor:
+    """[num_tokens, heads or fewer, width or fewer] -> float32 [num_tokens, heads, width]."""
+    missing = (0, width - x.shape[2], 0, heads - x.shape[1])
+    return F.pad(x, missing).float() if any(missing) else x.float()

@@ -1,0 +1,67 @@
+"""Makes the matrix products of a foreign model ours: weights packed once, rows that do not affect each
+other."""
+
+import re
+from collections.abc import Set
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tgis.shard.layers import cpu
+from tgis.shard.layers.kernels import Product
+
+_NUMBER = re.compile(r"\b\d+\b")
+
+
+class PackedLinear(nn.Module):
+    """y = x W^T + b, any leading axes, float32. Code that reaches for the `weight` itself fails, and is
+    remembered by `is_wanted`."""
+
+    def __init__(self, linear: nn.Linear, dtype: torch.dtype, label: str):
+        super().__init__()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.is_wanted = False
+        self._multiply: Product = cpu.pack(linear.weight.detach(), dtype, label)
+        self.bias = None if linear.bias is None else nn.Parameter(linear.bias.float(), requires_grad=False)
+
+    @property
+    def weight(self) -> Tensor:
+        self.is_wanted = True
+        raise AttributeError("the weight is packed")
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, self.in_features).float().contiguous()
+        y = self._multiply(rows)
+        if self.bias is not None:
+            y += self.bias
+        return y.view(*x.shape[:-1], self.out_features)
+
+
+def pack_linears(model: nn.Module, dtype: torch.dtype, plain: Set[str] = frozenset()) -> None:
+    """Replaces plain linear layers, whose products then have the speed and size of `dtype`; whatever else the
+    model holds becomes float32, in which it computes. So does what is named in `plain`."""
+    packed: dict[nn.Module, PackedLinear] = {}
+    for path, module in list(model.named_modules()):
+        for name, child in module._modules.items():
+            full = f"{path}.{name}"
+            if type(child) is nn.Linear and not _is_hooked(child) and _role(full) not in plain:
+                if child not in packed:
+                    packed[child] = PackedLinear(child, dtype, f"{full}.weight")
+                    child._parameters.clear()  # so that the model is never in memory twice
+                module._modules[name] = packed[child]
+    model.float()
+
+
+def find_wanted(model: nn.Module) -> set[str]:
+    """Which packed layers cannot be, as names for `plain`; they stand for the same layer of all blocks."""
+    found = model.named_modules()
+    return {_role(path) for path, module in found if isinstance(module, PackedLinear) and module.is_wanted}
+
+
+def _role(path: str) -> str:
+    return _NUMBER.sub("*", path.removeprefix("."))
+
+
+def _is_hooked(module: Any) -> bool:
+    return bool(module._forward_hooks or module._forward_pre_hooks)

@@ -1,0 +1,78 @@
+"""BART and mBART: learned positions, norms after the branches or, in mBART, before."""
+
+from tgis.shard.models.config import Config, activation, integer
+from tgis.shard.models.interface import UnsupportedModelError
+from tgis.shard.models.seq2seq_spec import EncoderDecoderSpec, StackSpec
+from tgis.shard.weights import Source, first_of, stack
+
+MODEL_TYPES: tuple[str, ...] = ("bart", "mbart")
+PREFIX = "model."
+_TABLES = ("model.shared", "model.encoder.embed_tokens", "model.decoder.embed_tokens")
+# Rows of the table of positions before the first position's.
+_OFFSET = 2
+
+
+def spec(config: Config) -> EncoderDecoderSpec:
+    encoder, decoder = _stack_spec(config, "encoder"), _stack_spec(config, "decoder")
+    if encoder.num_heads != decoder.num_heads:
+        text = f"{encoder.num_heads} attention heads in the encoder and {decoder.num_heads} in the decoder"
+        raise UnsupportedModelError(f"{text} are not supported")
+    return EncoderDecoderSpec(encoder, decoder, integer(config, "vocab_size"), has_head_bias=True)
+
+
+def _stack_spec(config: Config, name: str) -> StackSpec:
+    size, num_heads = integer(config, "d_model"), integer(config, f"{name}_attention_heads")
+    if size % num_heads:
+        raise UnsupportedModelError(f"{num_heads} attention heads do not divide {size} channels")
+    is_multilingual = config["model_type"] == "mbart"
+    return StackSpec(
+        num_layers=integer(config, f"{name}_layers"),
+        hidden_size=size,
+        num_heads=num_heads,
+        head_dim=size // num_heads,
+        intermediate_size=integer(config, f"{name}_ffn_dim"),
+        norm_eps=1e-5,
+        norm="layer",
+        norm_place="before" if is_multilingual else "sum",
+        activation=activation(config, "activation_function", "gelu"),
+        has_biases=True,
+        attention_scale=(size // num_heads) ** -0.5,
+        num_positions=integer(config, "max_position_embeddings", 1024) + _OFFSET,
+        position_offset=_OFFSET,
+        embedding_scale=size**0.5 if config.get("scale_embedding") else 1.0,
+        embedding_norm=True,
+        final_norm=is_multilingual,
+    )
+
+
+def sources(spec: EncoderDecoderSpec) -> dict[str, Source]:
+    return {
+        "embed": first_of(*_TABLES, "lm_head"),
+        "head": first_of("lm_head", *_TABLES),
+        "head_bias": lambda place: place.checkpoint.fetch("final_logits_bias"),
+        **_stack_sources("encoder"),
+        **_stack_sources("decoder"),
+    }
+
+
+def _stack_sources(name: str) -> dict[str, Source]:
+    ours, layer = name + ".blocks.{i}.", f"model.{name}.layers." + "{i}."
+    attention, crossing = layer + "self_attn.", layer + "encoder_attn."
+    crossings: dict[str, Source] = {
+        ours + "cross_norm": layer + "encoder_attn_layer_norm",
+        ours + "cross.q": crossing + "q_proj",
+        ours + "cross.kv": stack(crossing + "k_proj", crossing + "v_proj"),
+        ours + "cross.out": crossing + "out_proj",
+    }
+    return {
+        f"{name}.positions": f"model.{name}.embed_positions",
+        f"{name}.embed_norm": f"model.{name}.layernorm_embedding",
+        ours + "attention.qkv": stack(*(attention + f"{x}_proj" for x in "qkv")),
+        ours + "attention.out": attention + "out_proj",
+        ours + "norm_1": layer + "self_attn_layer_norm",
+        **(crossings if name == "decoder" else {}),
+        ours + "mlp.up": layer + "fc1",
+        ours + "mlp.down": layer + "fc2",
+        ours + "norm_2": layer + "final_layer_norm",
+        f"{name}.norm": f"model.{name}.layer_norm",
+    }

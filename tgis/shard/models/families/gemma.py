@@ -1,0 +1,30 @@
+"""Gemma 1: Llama with scaled embeddings, gated GELU and norms whose weights are offsets from one."""
+
+from dataclasses import replace
+
+from tgis.shard.models.config import Config
+from tgis.shard.models.families import llama
+from tgis.shard.models.interface import UnsupportedModelError
+from tgis.shard.models.spec import DecoderSpec
+from tgis.shard.weights import Source
+
+MODEL_TYPES: tuple[str, ...] = ("gemma",)
+
+
+def spec(config: Config) -> DecoderSpec:
+    config = {"num_key_value_heads": 16, **config}
+    # Its first checkpoints say gelu and were trained with the approximation.
+    return common(config, None if config.get("hidden_act") == "gelu" else config.get("hidden_act"))
+
+
+def sources(spec: DecoderSpec) -> dict[str, Source]:
+    return llama.sources(spec)
+
+
+def common(config: Config, activation: str | None) -> DecoderSpec:
+    """What every Gemma has. Raises UnsupportedModelError."""
+    if config.get("use_bidirectional_attention"):
+        raise UnsupportedModelError("bidirectional attention is not supported")
+    defaults = {"head_dim": 256, "tie_word_embeddings": True}
+    shared = llama.spec({**defaults, **config, "hidden_act": activation or "gelu_pytorch_tanh"})
+    return replace(shared, norm="rms_plus_one", embedding_scale=shared.hidden_size**0.5)

@@ -1,0 +1,45 @@
+"""Gemma 2: Gemma normalised before and after its branches, with soft caps; every other layer has a window."""
+
+from dataclasses import replace
+
+from tgis.shard.models.config import Config, number
+from tgis.shard.models.families import gemma
+from tgis.shard.models.spec import DecoderSpec
+from tgis.shard.models.windows import layer_windows
+from tgis.shard.weights import Source
+
+MODEL_TYPES: tuple[str, ...] = ("gemma2",)
+
+DEFAULTS = {
+    "num_key_value_heads": 4,
+    "sliding_window": 4096,
+    "attn_logit_softcapping": 50.0,
+    "final_logit_softcapping": 30.0,
+}
+
+
+def spec(config: Config) -> DecoderSpec:
+    config = {**DEFAULTS, **config}
+    shared = gemma.common(config, config.get("hidden_activation"))
+    return replace(
+        shared,
+        norm_place="both",
+        windows=layer_windows(config, [i % 2 == 0 for i in range(shared.num_layers)]),
+        attention_scale=number(config, "query_pre_attn_scalar", 256) ** -0.5,
+        attention_soft_cap=soft_cap(config, "attn_logit_softcapping"),
+        logit_soft_cap=soft_cap(config, "final_logit_softcapping"),
+    )
+
+
+def sources(spec: DecoderSpec) -> dict[str, Source]:
+    layer = "model.layers.{i}."
+    return {
+        **gemma.sources(spec),
+        "blocks.{i}.post_norm_1": layer + "post_attention_layernorm",
+        "blocks.{i}.norm_2": layer + "pre_feedforward_layernorm",
+        "blocks.{i}.post_norm_2": layer + "post_feedforward_layernorm",
+    }
+
+
+def soft_cap(config: Config, key: str) -> float | None:
+    return None if config.get(key) is None else number(config, key)

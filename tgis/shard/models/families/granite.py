@@ -1,0 +1,24 @@
+"""Granite 3: Llama with constants on embeddings, attention scores, branches and logits."""
+
+from dataclasses import replace
+
+from tgis.shard.models.config import Config, number
+from tgis.shard.models.families import llama
+from tgis.shard.models.spec import DecoderSpec
+from tgis.shard.weights import Source
+
+MODEL_TYPES: tuple[str, ...] = ("granite",)
+
+
+def spec(config: Config) -> DecoderSpec:
+    return replace(
+        llama.spec(config),
+        attention_scale=number(config, "attention_multiplier", 1.0),
+        residual_scale=number(config, "residual_multiplier", 1.0),
+        embedding_scale=number(config, "embedding_multiplier", 1.0),
+        logit_scale=1.0 / number(config, "logits_scaling", 1.0),
+    )
+
+
+def sources(spec: DecoderSpec) -> dict[str, Source]:
+    return llama.sources(spec)

@@ -1,0 +1,24 @@
+"""Granite 3 with experts in every layer, which share a tensor."""
+
+from dataclasses import replace
+
+from tgis.shard.models.config import Config
+from tgis.shard.models.families import granite, mixtral
+from tgis.shard.models.spec import DecoderSpec
+from tgis.shard.weights import Source, expert
+
+MODEL_TYPES: tuple[str, ...] = ("granitemoe",)
+
+
+def spec(config: Config) -> DecoderSpec:
+    return replace(granite.spec(config), experts=mixtral.experts(config))
+
+
+def sources(spec: DecoderSpec) -> dict[str, Source]:
+    sparse = "model.layers.{i}.block_sparse_moe."
+    return {
+        **granite.sources(spec),
+        "blocks.{i}.mlp.router": sparse + "router.layer",
+        "blocks.{i}.mlp.experts.{e}.up": expert(sparse + "input_linear"),
+        "blocks.{i}.mlp.experts.{e}.down": expert(sparse + "output_linear"),
+    }

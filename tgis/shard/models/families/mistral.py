@@ -1,0 +1,22 @@
+"""Mistral and Ministral: Llama with a sliding window, of all layers or of some."""
+
+from dataclasses import replace
+
+from tgis.shard.models.config import Config
+from tgis.shard.models.families import llama
+from tgis.shard.models.spec import DecoderSpec
+from tgis.shard.models.windows import layer_windows
+from tgis.shard.weights import Source
+
+MODEL_TYPES: tuple[str, ...] = ("mistral", "ministral")
+
+
+def spec(config: Config) -> DecoderSpec:
+    config = {"num_key_value_heads": 8, "sliding_window": 4096, **config}
+    shared = llama.spec(config)
+    windows = layer_windows(config, [config["sliding_window"] is not None] * shared.num_layers)
+    return replace(shared, windows=windows)
+
+
+def sources(spec: DecoderSpec) -> dict[str, Source]:
+    return llama.sources(spec)

@@ -1,0 +1,26 @@
+"""Phi 3 and 4: Llama in fewer, wider tensors; may have a window, and turn long sequences differently."""
+
+from dataclasses import replace
+
+from tgis.shard.models.config import Config
+from tgis.shard.models.families import llama
+from tgis.shard.models.spec import DecoderSpec
+from tgis.shard.models.windows import layer_windows
+from tgis.shard.weights import Source
+
+MODEL_TYPES: tuple[str, ...] = ("phi3",)
+
+
+def spec(config: Config) -> DecoderSpec:
+    shared = llama.spec({"rms_norm_eps": 1e-5, **config})
+    windows = layer_windows(config, [config.get("sliding_window") is not None] * shared.num_layers)
+    return replace(shared, windows=windows)
+
+
+def sources(spec: DecoderSpec) -> dict[str, Source]:
+    layer = "model.layers.{i}."
+    return {
+        **llama.sources(spec),
+        "blocks.{i}.attention.qkv": layer + "self_attn.qkv_proj",
+        "blocks.{i}.mlp.up": layer + "mlp.gate_up_proj",
+    }

@@ -1,0 +1,29 @@
+"""Qwen 2 and 2.5: Llama with biases on queries, keys and values; the last layers may have a window."""
+
+from dataclasses import replace
+
+from tgis.shard.models.config import Config, integer
+from tgis.shard.models.families import llama
+from tgis.shard.models.spec import DecoderSpec
+from tgis.shard.models.windows import layer_windows
+from tgis.shard.weights import Source
+
+MODEL_TYPES: tuple[str, ...] = ("qwen2",)
+
+
+def spec(config: Config) -> DecoderSpec:
+    config = {"num_key_value_heads": 32, **config}
+    shared = llama.spec(config)
+    return replace(shared, windows=windows(config, shared.num_layers), qkv_bias=True, out_bias=False)
+
+
+def sources(spec: DecoderSpec) -> dict[str, Source]:
+    return llama.sources(spec)
+
+
+def windows(config: Config, num_layers: int) -> tuple[int | None, ...]:
+    """Without `use_sliding_window`, a `sliding_window` says nothing."""
+    if not config.get("use_sliding_window"):
+        return layer_windows({**config, "sliding_window": None}, [False] * num_layers)
+    first = 0 if config.get("max_window_layers") == 0 else integer(config, "max_window_layers", 28)
+    return layer_windows({"sliding_window": 4096, **config}, [i >= first for i in range(num_layers)])

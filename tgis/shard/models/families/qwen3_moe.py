@@ -1,0 +1,40 @@
+"""Qwen 3 with experts, in all layers or in some."""
+
+from dataclasses import replace
+
+from tgis.shard.models.config import Config, integer
+from tgis.shard.models.families import mixtral, qwen3
+from tgis.shard.models.interface import UnsupportedModelError
+from tgis.shard.models.spec import DecoderSpec
+from tgis.shard.weights import Source, stack
+
+MODEL_TYPES: tuple[str, ...] = ("qwen3_moe",)
+
+
+def spec(config: Config) -> DecoderSpec:
+    # Where there is a window, it is that of all layers.
+    config = {"num_key_value_heads": 4, "head_dim": None, **config, "max_window_layers": 0}
+    shared = qwen3.spec(config)
+    experts = mixtral.experts(
+        {"num_local_experts": config.get("num_experts"), **config}, "moe_intermediate_size"
+    )
+    dense_layers = _dense_layers(config, shared.num_layers)
+    normalised = bool(config.get("norm_topk_prob"))
+    return replace(shared, experts=replace(experts, normalised=normalised, dense_layers=dense_layers))
+
+
+def sources(spec: DecoderSpec) -> dict[str, Source]:
+    mlp = "model.layers.{i}.mlp."
+    return {
+        **qwen3.sources(spec),
+        "blocks.{i}.mlp.router": mlp + "gate",
+        "blocks.{i}.mlp.experts.{e}.up": stack(mlp + "experts.{e}.gate_proj", mlp + "experts.{e}.up_proj"),
+        "blocks.{i}.mlp.experts.{e}.down": mlp + "experts.{e}.down_proj",
+    }
+
+
+def _dense_layers(config: Config, num_layers: int) -> frozenset[int]:
+    named, step = config.get("mlp_only_layers") or [], integer(config, "decoder_sparse_step", 1)
+    if not isinstance(named, list):
+        raise UnsupportedModelError(f"mlp_only_layers {named!r} of the configuration is not a list")
+    return frozenset(i for i in range(num_layers) if i in named or (i + 1) % step)
