@@ -22,6 +22,7 @@ from bench.service import BenchError, launch
 MODES: tuple[Mode, ...] = ("stream", "unary")
 CHILD_START_S = 60.0
 PEER_TIMEOUT_S = 1200.0
+LOADING_TIMEOUT_S = 600.0
 
 
 def main() -> None:
@@ -71,6 +72,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     before = os.getloadavg()
     # Before the service is there: they must not share the machine.
     (machine,) = run_child("bench.machine", None, CHILD_START_S)
+    loading = None if model is None else _measure_loading(options, model)
     with _target(options, model) as (target, command):
         service = [
             _measure_service(options, target, clients, mode)
@@ -91,6 +93,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "load_average": {"before": before, "after": os.getloadavg()},
         "service": service,
         "peers": peers,
+        "loading": loading,
     }
 
 
@@ -126,6 +129,13 @@ def _measure_service(options: argparse.Namespace, target: str, clients: int, mod
     median = median_figures([repeat["figures"] for repeat in repeats])
     print(f"{clients} {mode}: {median['output_tokens_per_s']:.1f} tokens/s", file=sys.stderr, flush=True)
     return {"clients": clients, "mode": mode, "figures": median, "repeats": repeats}
+
+
+def _measure_loading(options: argparse.Namespace, model: Path) -> dict[str, Any]:
+    from bench.memory import MemoryJob
+
+    (figures,) = run_child("bench.memory", MemoryJob(str(model), options.dtype), LOADING_TIMEOUT_S)
+    return figures
 
 
 def _measure_peers(options: argparse.Namespace, model: Path | None) -> list[dict[str, Any]]:

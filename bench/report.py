@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+MIB = 1 << 20
 HEAD = (
     "clients",
     "call",
@@ -18,6 +19,8 @@ HEAD = (
 def format_report(result: dict[str, Any]) -> str:
     """`result` is what the JSON file holds."""
     parts = [_describe(result), _format_table(HEAD, [_service_row(entry) for entry in result["service"]])]
+    if result["loading"]:
+        parts.append(_describe_loading(result["loading"]))
     if result["peers"]:
         parts.append(_format_peers(result["peers"]))
     failed = sum(int(entry["figures"]["failed"]) for entry in result["service"])
@@ -35,6 +38,15 @@ def _describe(result: dict[str, Any]) -> str:
         f"median of {result['repeat']}. {machine['cpu']}, {machine['usable_cores']} cores: "
         f"reads {machine['read_gb_per_s']:.1f} GB/s, float32 GEMM {machine['gemm_gflop_per_s']:.0f} GFLOP/s. "
         f"Load average {load['before'][0]:.2f} before, {load['after'][0]:.2f} after."
+    )
+
+
+def _describe_loading(loading: dict[str, float]) -> str:
+    size, most, kept = (loading[f"{name}_bytes"] for name in ("file", "peak", "kept"))
+    return (
+        f"Loading: {size / MIB:.0f} MiB of files in {loading['seconds']:.1f} s; at most {most / MIB:.0f} MiB "
+        f"of memory ({most / size:.2f} times the files) while it lasts, {kept / MIB:.0f} MiB "
+        f"({kept / size:.2f} times) afterwards."
     )
 
 

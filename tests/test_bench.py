@@ -18,6 +18,7 @@ from bench import service, shapes
 from bench.children import run_child
 from bench.figures import median_figures, percentile, summarize, token_gaps
 from bench.load import Answer, Job, make_prompts
+from bench.memory import MemoryJob, measure_loading
 from bench.peers import PeerJob
 from bench.peers import measure as measure_peer
 from bench.report import format_report
@@ -182,6 +183,17 @@ def test_attached_to_a_service_the_whole_run_is_reported(tmp_path: Path) -> None
     rows = [line for line in report.splitlines() if line.startswith("| ")]
     assert len(rows) == 2 + 4
     assert {row.count("|") for row in rows} == {8}
+    assert "Loading" not in report
+    loading = {"file_bytes": 2 << 20, "peak_bytes": 3 << 20, "kept_bytes": 1 << 20, "seconds": 0.5}
+    assert "at most 3 MiB of memory (1.50 times the files)" in format_report({**result, "loading": loading})
+
+
+def test_the_memory_of_loading_is_measured(tmp_path: Path) -> None:
+    """Far more than other tests may have left behind: 16 MiB of bfloat16, twice that once it is read."""
+    shapes.write_checkpoint(replace(TINY, hidden_size=1024, vocab_size=8192), tmp_path)
+    figures = measure_loading(MemoryJob(str(tmp_path), "float32"))
+    assert figures["file_bytes"] == (tmp_path / "model.safetensors").stat().st_size
+    assert figures["peak_bytes"] > 1.5 * figures["file_bytes"]
 
 
 def test_transformers_generates_as_many_tokens(tmp_path: Path) -> None:

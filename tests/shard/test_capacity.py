@@ -1,80 +1,38 @@
-"""How memory and cores are found out, in pictures of the files that containers see."""
+"""How large the cache becomes, and the arithmetic that a refusal shows."""
 
-from pathlib import Path
+from itertools import product
 
 import pytest
+import torch
 
+from tgis.shard.cache import bytes_per_block
 from tgis.shard.capacity import (
+    GIB,
     MIB,
     CacheTooSmallError,
     Demand,
+    ModelTooLargeError,
+    Room,
     check_blocks,
+    check_fit,
+    check_step,
     count_blocks,
-    count_cores,
-    memory_left,
+    make_cache,
 )
+from tgis.shard.models.spec import DecoderSpec
+from tgis.shard.world import World
 
-
-def write(root: Path, files: dict[str, str]) -> Path:
-    for name, text in files.items():
-        path = root / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-    return root
-
-
-MACHINE = {"proc/meminfo": "MemTotal: 900 kB\nMemAvailable:      8192 kB\nBuffers: 1 kB\n"}
-V2 = {"proc/self/cgroup": "0::/kubepods/pod\n", **MACHINE}
-V1 = {"proc/self/cgroup": "9:cpu,cpuacct:/a/b\n4:memory:/a/b\n0::/\n", **MACHINE}
-
-
-def group_v2(path: str, limit: str, usage: int, cached: int = 0) -> dict[str, str]:
-    statistics = f"anon 5\ninactive_file {cached}\n"
-    files = {"memory.max": f"{limit}\n", "memory.current": f"{usage}\n", "memory.stat": statistics}
-    return {f"sys/fs/cgroup/{path}/{name}": text for name, text in files.items()}
-
-
-@pytest.mark.parametrize(
-    ("files", "left"),
-    [
-        (V2, 8 * MIB),
-        ({**V2, **group_v2("kubepods/pod", "max", 7)}, 8 * MIB),
-        ({**V2, **group_v2("kubepods/pod", "5000", 2000)}, 3000),
-        ({**V2, **group_v2("kubepods/pod", "5000", 2000, cached=500)}, 3500),
-        ({**V2, **group_v2("kubepods/pod", "max", 2000), **group_v2("kubepods", "9000", 8000)}, 1000),
-        ({**V2, **group_v2("", "5000", 6000)}, 0),
-        (V1, 8 * MIB),
-        (
-            {
-                **V1,
-                "sys/fs/cgroup/memory/memory.limit_in_bytes": "5000\n",
-                "sys/fs/cgroup/memory/memory.usage_in_bytes": "4000\n",
-                "sys/fs/cgroup/memory/memory.stat": "inactive_file 1\ntotal_inactive_file 300\n",
-            },
-            1300,
-        ),
-    ],
+SPEC = DecoderSpec(
+    num_layers=2,
+    hidden_size=32,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    intermediate_size=48,
+    vocab_size=99,
+    norm_eps=1e-5,
 )
-def test_memory_left(tmp_path: Path, files: dict[str, str], left: int) -> None:
-    assert memory_left(write(tmp_path, files)) == left
-
-
-def test_cores_are_limited_by_a_quota(tmp_path: Path) -> None:
-    available = count_cores(write(tmp_path / "none", V2))
-    assert available >= 1
-    half = {**V2, "sys/fs/cgroup/kubepods/pod/cpu.max": "50000 100000\n"}
-    assert count_cores(write(tmp_path / "half", half)) == 1
-    unlimited = {**V2, "sys/fs/cgroup/kubepods/pod/cpu.max": "max 100000\n"}
-    assert count_cores(write(tmp_path / "unlimited", unlimited)) == available
-    old = {
-        f"sys/fs/cgroup/cpu/cpu.cfs_{name}_us": f"{value}\n" for name, value in (("quota", 7), ("period", 10))
-    }
-    assert count_cores(write(tmp_path / "old", {**V1, **old})) == 1
-    old = {
-        f"sys/fs/cgroup/cpu/cpu.cfs_{name}_us": f"{value}\n"
-        for name, value in (("quota", -1), ("period", 10))
-    }
-    assert count_cores(write(tmp_path / "old_unlimited", {**V1, **old})) == available
+BLOCK_BYTES = 2 * 2 * 2 * 16 * 8 * 4  # keys and values, layers, heads, tokens, head_dim, float32
 
 
 def test_blocks_are_the_least_of_three_bounds() -> None:
@@ -83,12 +41,65 @@ def test_blocks_are_the_least_of_three_bounds() -> None:
     assert count_blocks(Demand(16, 100, 4, 95), block_bytes=10, share=10**6) == 5
 
 
+@pytest.mark.parametrize("block_size", [1, 2, 3, 8, 16])
+def test_blocks_of_the_worst_request(block_size: int) -> None:
+    """Every way to part a sequence's tokens over an input and an output."""
+    for length in range(2, 70):
+        whole = -(-length // block_size)
+        assert Demand(block_size, length, 1, None).blocks_per_request == whole
+        worst = max(
+            -(-encoded // block_size) + -(-(length - encoded + 1) // block_size)
+            for encoded in range(1, length)
+        )
+        assert Demand(block_size, length, 1, None, is_encoder_decoder=True).blocks_per_request == worst
+
+
+def test_a_rank_gets_its_part_of_a_quarter() -> None:
+    assert Room(left=1000, step=0, num_ranks=1).share == 250
+    assert Room(left=1000, step=100, num_ranks=2).share == 100
+    assert Room(left=1000, step=600, num_ranks=2).share == 0
+
+
 def test_one_request_must_fit() -> None:
     demand = Demand(16, 100, 4, None)
-    check_blocks(demand, 7, MIB, 7 * MIB)
+    check_blocks(demand, 7, MIB, Room(28 * MIB, 0, 1))
     with pytest.raises(CacheTooSmallError) as error:
-        check_blocks(demand, 6, MIB // 2, 3 * MIB)
+        check_blocks(demand, 6, MIB // 2, Room(30 * MIB, 3 * MIB, 2))
     assert str(error.value) == (
         "the cache is too small for one request: --max-sequence-length 100 takes 7 blocks of 16 tokens and "
-        "0.50 MiB, 4 MiB together, but 3 MiB (a quarter of the free memory, over the ranks) leave room for 6"
+        "0.50 MiB, 4 MiB together, but 3 MiB (a quarter of 30 MiB less 6 MiB for the largest step, over 2 "
+        "shards) leave room for 6"
+    )
+
+
+def test_the_cache_is_what_the_room_allows() -> None:
+    world, demand = World(0, 1), Demand(16, 100, 4, None)
+    assert bytes_per_block(SPEC, world, 16, torch.float32) == BLOCK_BYTES
+    for blocks, step in product((7, 9, 50), (0, 3 * MIB)):
+        cache = make_cache(SPEC, world, torch.float32, demand, Room(4 * blocks * BLOCK_BYTES + step, step, 1))
+        assert cache.num_blocks == min(blocks, 28)
+    with pytest.raises(CacheTooSmallError):
+        make_cache(SPEC, world, torch.float32, demand, Room(4 * 7 * BLOCK_BYTES - 1, 0, 1))
+
+
+def test_a_model_that_cannot_fit_is_refused_before_it_is_read() -> None:
+    world, demand = World(0, 1), Demand(16, 100, 4, None)
+    needed = 4 * 7 * BLOCK_BYTES
+    check_fit(SPEC, world, torch.float32, demand, 3 * GIB, 3 * GIB + needed)
+    with pytest.raises(ModelTooLargeError) as error:
+        check_fit(SPEC, world, torch.bfloat16, demand, 3 * GIB, 2 * GIB)
+    assert str(error.value) == (
+        "the model does not fit: its weights take 3.00 GiB as bfloat16, 2.00 GiB of memory are left"
+    )
+    with pytest.raises(CacheTooSmallError, match=r"leave room for 6$"):
+        check_fit(SPEC, world, torch.float32, demand, 3 * GIB, 3 * GIB + needed - 1)
+
+
+def test_the_largest_step_must_fit() -> None:
+    check_step(Room(2 * GIB, GIB, 2))
+    with pytest.raises(ModelTooLargeError) as error:
+        check_step(Room(2 * GIB - 1, GIB, 2))
+    assert str(error.value) == (
+        "the model does not fit: beside its weights the largest step takes 2.00 GiB, 2.00 GiB of memory are "
+        "left; a smaller --max-step-tokens or --max-batch-size makes it smaller"
     )

@@ -1,20 +1,30 @@
 """What an engine makes of a directory and its options, and how it says no."""
 
+import json
+import math
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers
+from safetensors import safe_open
 
-from tests.shard.checkpoints import write_llama
+from tests.shard.checkpoints import edit_config, write_llama, write_model
 from tests.shard.driver import configure
 from tgis.hub import ModelNotFoundError
 from tgis.pb import shard_pb2 as pb
-from tgis.shard.capacity import CacheTooSmallError
+from tgis.shard import resources, warm_up
+from tgis.shard.capacity import GIB, MIB, CacheTooSmallError, ModelTooLargeError
 from tgis.shard.loading import load
 from tgis.shard.models.interface import UnsupportedModelError
-from tgis.shard.weights import WeightsError
+from tgis.shard.stored import WeightsError
+
+KIB = 1 << 10
+
+NATIVE = {"deployment_framework": "tgis_native"}
 
 
 @pytest.fixture(scope="module")
@@ -37,12 +47,42 @@ def test_types(model_path: Path, tmp_path: Path) -> None:
     assert (info.weight_dtype, info.cache_dtype, info.num_blocks, info.epoch) == ("float16", "float16", 12, 7)
 
 
+def test_the_type_may_be_named_for_the_language_model(model_path: Path, tmp_path: Path) -> None:
+    shutil.copytree(model_path, tmp_path, dirs_exist_ok=True)
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["dtype"]
+    edit_config(tmp_path, {**config, "text_config": {"torch_dtype": "bfloat16"}})
+    assert load(configure(tmp_path)).info.weight_dtype == "bfloat16"
+    edit_config(tmp_path, config)
+    assert load(configure(tmp_path)).info.weight_dtype == "float32"
+
+
+def test_info_of_an_encoder_decoder(tmp_path: Path) -> None:
+    sizes = {"d_model": 32, "d_ff": 48, "d_kv": 8, "num_layers": 1, "num_heads": 4, "vocab_size": 99}
+    write_model(tmp_path, transformers.T5Config(**sizes, decoder_start_token_id=7))
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "generation_config.json").unlink()
+
+    def start(**ids: int) -> int:
+        names = ("decoder_start_token_id", "bos_token_id", "pad_token_id")
+        edit_config(tmp_path, {**config, **dict.fromkeys(names), **ids})
+        info = load(configure(tmp_path, kv_cache_tokens=1024)).info
+        assert info.model_kind == pb.InfoResponse.MODEL_KIND_ENCODER_DECODER
+        return info.decoder_start_token_id
+
+    assert start(decoder_start_token_id=7, bos_token_id=5) == 7
+    assert start(bos_token_id=5, pad_token_id=4) == 5
+    assert start(pad_token_id=4) == 4
+    with pytest.raises(UnsupportedModelError, match="with which token the decoder begins"):
+        start()
+
+
 @pytest.mark.parametrize(
     ("config", "options", "error", "text"),
     [
         ("{}", {}, UnsupportedModelError, "None"),
         ('{"model_type": "clock"}', {}, UnsupportedModelError, "'clock'"),
-        ('{"model_type": "llama"}', {}, UnsupportedModelError, "hidden_size"),
+        ('{"model_type": "llama"}', NATIVE, UnsupportedModelError, "hidden_size"),
         ("{", {}, ModelNotFoundError, "not valid JSON"),
         (None, {"kv_cache_tokens": 191}, CacheTooSmallError, "192 takes 12 blocks .* leave room for 11$"),
     ],
@@ -61,3 +101,45 @@ def test_a_model_without_weights_is_refused(model_path: Path, tmp_path: Path) ->
     (tmp_path / "config.json").write_bytes((model_path / "config.json").read_bytes())
     with pytest.raises(WeightsError):
         load(configure(tmp_path))
+
+
+def test_a_model_that_cannot_fit_is_refused_unread(
+    model_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The arithmetic is of the files' headers: matrices alone, in the type they will have."""
+    caplog.set_level("INFO")
+    with safe_open(model_path / "model.safetensors", framework="pt") as file:
+        shapes = [file.get_slice(name).get_shape() for name in file.keys()]  # noqa: SIM118
+    needed = sum(math.prod(shape) for shape in shapes if len(shape) == 2) * 2
+    monkeypatch.setattr(resources, "memory_left", lambda: needed - 1)
+    with pytest.raises(ModelTooLargeError, match=r"weights take 0\.00 GiB as float16, 0\.00 GiB of memory"):
+        load(configure(model_path, dtype="float16"))
+    monkeypatch.setattr(resources, "memory_left", lambda: needed)
+    with pytest.raises(CacheTooSmallError, match=r"but 0 MiB \(a quarter of 0 MiB\) leave room for 0$"):
+        load(configure(model_path, dtype="float16"))
+    assert "weights read" not in caplog.text
+
+
+def test_the_log_tells_what_fits(model_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    load(configure(model_path))
+    assert "96 blocks, 1536 tokens, 8.0 requests of 192 tokens" in caplog.text
+    assert "GiB of float32 weights, 0.00 GiB of cache" in caplog.text
+    warmed_up = next(record for record in caplog.records if record.message == "warmed up")
+    fields = warmed_up.fields  # type: ignore[attr-defined]
+    assert (fields["tokens"], fields["largest_step_tokens"]) == (32, 8 * 191), "memory is plentiful"
+
+
+def test_the_cache_gets_a_quarter_of_what_the_largest_step_leaves(
+    model_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    left, block_bytes = 160 * MIB, 4 * KIB
+    monkeypatch.setattr(resources, "memory_left", lambda: left)
+    monkeypatch.setattr(warm_up, "MAX_STEP_S", 100.0)
+    info = load(configure(model_path, max_batch_size=512, max_sequence_length=512)).info
+    fields = next(record.fields for record in caplog.records if record.message == "warmed up")  # type: ignore[attr-defined]
+    assert (fields["tokens"], fields["largest_step_tokens"]) == (2048, 2048), "memory decides"
+    step = fields["largest_step_gib"] * GIB
+    assert 0 < step < left / 2
+    assert info.num_blocks == pytest.approx((left - step) / 4 / block_bytes, abs=MIB / 4 / block_bytes)

@@ -5,6 +5,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+CPU = torch.device("cpu")
 LANES = 8  # both sides of a page are padded to a multiple, for vector loads
 
 
@@ -57,9 +58,10 @@ class KVCache:
         num_kv_heads: int,
         head_dim: int,
         dtype: torch.dtype,
+        device: torch.device = CPU,
     ):
         shape = (num_layers, num_blocks, num_kv_heads, page_size(block_size, head_dim))
-        self.keys: Tensor = torch.zeros(shape, dtype=dtype)
-        self.values: Tensor = torch.zeros(shape, dtype=dtype)
+        self.keys: Tensor = torch.zeros(shape, dtype=dtype, device=device)
+        self.values: Tensor = torch.zeros(shape, dtype=dtype, device=device)
         self.num_layers, self.num_blocks, self.block_size = num_layers, num_blocks, block_size
         self.num_kv_heads, self.head_dim, self.dtype = num_kv_heads, head_dim, dtype

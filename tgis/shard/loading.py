@@ -1,28 +1,31 @@
-"""From a configuration to an engine that is ready to answer: its model read, its cache sized, its kernels
-compiled."""
+"""From a configuration to an engine that is ready to answer: its model read, its kernels compiled, its cache
+sized by what is left."""
 
 import logging
 import time
+from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from tgis import hub
 from tgis.config import ShardConfig
 from tgis.pb import shard_pb2 as pb
-from tgis.shard import capacity, world
+from tgis.shard import capacity, resources, world
 from tgis.shard.attention.cpu import CpuAttention
 from tgis.shard.batch import RowTable
-from tgis.shard.capacity import Demand
+from tgis.shard.cache import KVCache, bytes_per_block
+from tgis.shard.capacity import GIB, Demand, Room
+from tgis.shard.checkpoint import count_elements
 from tgis.shard.engine import Engine
 from tgis.shard.grammar import Guides, read_tokenizer
-from tgis.shard.models import catalogue
-from tgis.shard.models.interface import Model
+from tgis.shard.models import engines
+from tgis.shard.models.interface import Model, ModelSpec, UnsupportedModelError
 from tgis.shard.threads import configure
+from tgis.shard.warm_up import WarmUp, largest_step
 from tgis.shard.world import World, WorldError
 
 logger = logging.getLogger(__name__)
@@ -31,71 +34,136 @@ CPU = torch.device("cpu")
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 # How long a rank waits for another that is still reading its weights.
 MEETING_TIMEOUT_S = 600.0
-WARM_UP_TOKENS = 20
 
 
-def load(config: ShardConfig) -> Engine:
-    """Raises ModelNotFoundError, UnsupportedModelError, WeightsError, WorldError or CacheTooSmallError."""
+def load(config: ShardConfig, ranks: World | None = None) -> Engine:
+    """`ranks` have met already; absent, they meet here.
+
+    Raises ModelNotFoundError, UnsupportedModelError, WeightsError, WorldError, ModelTooLargeError or
+    CacheTooSmallError."""
     began = time.monotonic()
     directory = Path(config.model_path)
     settings = hub.read_json(directory, "config.json")
     # Whether it can be served, before anything slow happens.
-    spec = catalogue.describe(settings, config.world_size)
-    configure(config.cpu_threads or max(1, capacity.count_cores() // config.world_size))
-    max_length = config.max_sequence_length or hub.max_sequence_length(settings)
-    demand = Demand(config.block_size, max_length, config.max_batch_size, config.kv_cache_tokens)
-    dtype = _choose_dtype(config.dtype, settings)
-    guides = _start_guides(directory, spec.vocab_size)
-    ranks = _join(config)
-    model = catalogue.load(directory, settings, ranks, DTYPES[dtype])
-    cache = capacity.make_cache(model.spec, ranks, DTYPES[dtype], demand)
-    table = RowTable(config.max_batch_size, max_length, config.block_size, model.spec.vocab_size, CPU)
-    info = _describe(config, settings, model, cache.num_blocks, dtype)
-    engine = Engine(model, CpuAttention(cache), table, guides, info)
-    _warm_up(engine, min(WARM_UP_TOKENS, max_length - 1))
-    guides.wait_until_ready()
+    choice = engines.choose(
+        directory, settings, config.deployment_framework, config.world_size, config.trust_remote_code
+    )
+    spec = choice.spec
+    configure(config.cpu_threads or max(1, resources.count_cores() // config.world_size))
+    dtype, demand = _choose_dtype(config.dtype, settings), _demand(config, settings, spec)
+    info = _describe(config, settings, spec, dtype)
+    guides = _start_guides(directory, Path(config.tokenizer_path or directory), spec.vocab_size)
+    ranks = ranks or _join(config)
+    _check_fit(directory, spec, ranks, dtype, demand)
+    before = resources.memory_used()
+    model = choice.load(ranks, DTYPES[dtype])
+    _check_length(model.spec, demand.max_sequence_length)
+    resources.release_memory()
+    weight_gib = (resources.memory_used() - before) / GIB
+    guides.wait_until_ready()  # its memory is not that of a step, which is measured next
+    loaded = _Loaded(info, model, ranks, guides, demand, DTYPES[dtype])
+    room = loaded.measure_room(config.max_step_tokens)
+    engine = loaded.make_engine(capacity.make_cache(model.spec, ranks, DTYPES[dtype], demand, room))
+    num_blocks = engine.info.num_blocks
     logger.info(
-        "loaded in %.1f s: %s weights; %s cache of %d blocks, %d tokens, %.1f requests of %d tokens",
-        time.monotonic() - began,
-        *(info.weight_dtype, info.cache_dtype, cache.num_blocks, cache.num_blocks * config.block_size),
-        *(cache.num_blocks / demand.blocks_per_request, max_length),
+        "loaded in %.1f s: %.2f GiB of %s weights, %.2f GiB of cache; it holds %d blocks, %d tokens, "
+        "%.1f requests of %d tokens",
+        *(time.monotonic() - began, weight_gib, dtype, num_blocks * loaded.block_bytes / GIB),
+        *(num_blocks, num_blocks * demand.block_size, num_blocks / demand.blocks_per_request),
+        demand.max_sequence_length,
     )
     return engine
 
 
-def _warm_up(engine: Engine, num_tokens: int) -> None:
-    """A prompt in two pieces and a token, so that no request waits for a compiler."""
-    sampling = pb.Sampling(greedy=True, repetition_penalty=1, length_penalty_factor=1)
-    prompt = _column([0] * num_tokens)
-    opened = [pb.OpenRow(token_ids=prompt, prompt_len=num_tokens, max_new_tokens=1, sampling=sampling)]
-    blocks = list(range(-(-num_tokens // engine.info.block_size)))
-    for start, end in pairwise(sorted({0, num_tokens - 1, num_tokens})):
-        step = pb.StepRequest(
-            opened_rows=opened,
-            rows=_column([0]),
-            starts=_column([start]),
-            ends=_column([end]),
-            num_new_blocks=_column([len(blocks)]),
-            new_blocks=_column(blocks),
+@dataclass(frozen=True)
+class _Loaded:
+    """All of an engine but its cache."""
+
+    info: pb.InfoResponse
+    model: Model
+    ranks: World
+    guides: Guides
+    demand: Demand
+    dtype: torch.dtype
+
+    @property
+    def block_bytes(self) -> int:
+        return bytes_per_block(self.model.spec, self.ranks, self.demand.block_size, self.dtype)
+
+    def make_engine(self, cache: KVCache) -> Engine:
+        spec, demand = self.model.spec, self.demand
+        table = RowTable(
+            demand.max_batch_size,
+            demand.max_sequence_length,
+            demand.block_size,
+            spec.vocab_size,
+            CPU,
+            rope_switch_len=spec.rope_switch_len,
+            is_encoder_decoder=spec.is_encoder_decoder,
         )
-        engine.execute(step)
-        opened, blocks = [], []
-    engine.reset()
+        info = pb.InfoResponse(num_blocks=cache.num_blocks)
+        info.MergeFrom(self.info)
+        return Engine(self.model, CpuAttention(cache), table, self.guides, info)
+
+    def measure_room(self, max_step_tokens: int) -> Room:
+        """What is left for caches once kernels are compiled. Raises WorldError, ModelTooLargeError."""
+        shape, ranks, demand = self.model.spec, self.ranks, self.demand
+        cache = capacity.allocate(shape, ranks, self.dtype, demand.block_size, 1)
+        warm_up = WarmUp(self.make_engine(cache), ranks, demand)
+        warm_up.compile()
+        resources.release_memory()
+        left = ranks.min(resources.memory_left())
+
+        def is_enough(step: int) -> bool:
+            room = Room(left, step, ranks.size)
+            return room.share >= demand.wanted_blocks * self.block_bytes
+
+        step = warm_up.measure(largest_step(demand, max_step_tokens), is_enough, left)
+        room = Room(left, step, ranks.size)
+        capacity.check_step(room)
+        resources.release_memory()
+        return room
 
 
-def _column(values: list[int]) -> bytes:
-    return np.array(values, "<i4").tobytes()
+def _demand(config: ShardConfig, settings: dict[str, Any], spec: ModelSpec) -> Demand:
+    """Raises UnsupportedModelError."""
+    length = config.max_sequence_length or hub.max_sequence_length(settings)
+    _check_length(spec, length)
+    return Demand(
+        config.block_size,
+        length,
+        config.max_batch_size,
+        config.kv_cache_tokens,
+        spec.is_encoder_decoder,
+    )
+
+
+def _check_length(spec: ModelSpec, length: int) -> None:
+    """Raises UnsupportedModelError."""
+    if spec.max_positions and length > spec.max_positions:
+        text = f"the model has {spec.max_positions} positions; --max-sequence-length {length} is more"
+        raise UnsupportedModelError(text)
+
+
+def _check_fit(directory: Path, spec: ModelSpec, ranks: World, dtype: str, demand: Demand) -> None:
+    """Before gigabytes are read. No rank reads any before all have looked at what is left."""
+    weights = count_elements(directory) * DTYPES[dtype].itemsize
+    left = ranks.min(resources.memory_left())
+    capacity.check_fit(spec, ranks, DTYPES[dtype], demand, weights, left)
 
 
 def _choose_dtype(asked: str | None, settings: dict[str, Any]) -> str:
-    """What is asked for, else what the checkpoint names, else float32."""
-    name = asked or settings.get("dtype") or settings.get("torch_dtype")
+    """What is asked for, else what the checkpoint names for itself or its language model, else float32."""
+    inner = settings.get("text_config")
+    places = (settings, inner if isinstance(inner, dict) else {})
+    named = [place.get(key) for place in places for key in ("dtype", "torch_dtype")]
+    name = next((name for name in (asked, *named) if name), None)
     return name if name in DTYPES else "float32"
 
 
-def _start_guides(directory: Path, vocab_size: int) -> Guides:
+def _start_guides(directory: Path, tokenizer: Path, vocab_size: int) -> Guides:
     """Reads the tokenizer while the weights are read."""
-    return Guides(partial(read_tokenizer, directory, vocab_size, hub.eos_token_ids(directory)), vocab_size)
+    return Guides(partial(read_tokenizer, tokenizer, vocab_size, hub.eos_token_ids(directory)), vocab_size)
 
 
 def _join(config: ShardConfig) -> World:
@@ -107,18 +175,33 @@ def _join(config: ShardConfig) -> World:
 
 
 def _describe(
-    config: ShardConfig, settings: dict[str, Any], model: Model, num_blocks: int, dtype: str
+    config: ShardConfig, settings: Mapping[str, Any], spec: ModelSpec, dtype: str
 ) -> pb.InfoResponse:
+    """All but the number of blocks. Raises UnsupportedModelError."""
+    kinds = pb.InfoResponse.ModelKind
     return pb.InfoResponse(
-        model_kind=pb.InfoResponse.MODEL_KIND_DECODER_ONLY,
+        model_kind=kinds.MODEL_KIND_ENCODER_DECODER
+        if spec.is_encoder_decoder
+        else kinds.MODEL_KIND_DECODER_ONLY,
         model_type=settings["model_type"],
-        vocab_size=model.spec.vocab_size,
+        vocab_size=spec.vocab_size,
         eos_token_ids=hub.eos_token_ids(Path(config.model_path)),
         block_size=config.block_size,
-        num_blocks=num_blocks,
         rank=config.rank,
         world_size=config.world_size,
         epoch=config.epoch,
         weight_dtype=dtype,
         cache_dtype=dtype,
+        rope_switch_len=spec.rope_switch_len,
+        decoder_start_token_id=_start_token_id(config, settings) if spec.is_encoder_decoder else 0,
     )
+
+
+def _start_token_id(config: ShardConfig, settings: Mapping[str, Any]) -> int:
+    """With which a decoder begins. Raises UnsupportedModelError."""
+    generation = hub.read_json(Path(config.model_path), "generation_config.json")
+    for key in ("decoder_start_token_id", "bos_token_id", "pad_token_id"):
+        for place in (settings, generation):
+            if type(place.get(key)) is int:
+                return int(place[key])
+    raise UnsupportedModelError("the configuration does not say with which token the decoder begins")

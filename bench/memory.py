@@ -1,0 +1,51 @@
+"""How much memory a rank has while it reads a checkpoint, and afterwards. Run as a child process with a
+MemoryJob on stdin; prints a JSON object."""
+
+import json
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from tgis import hub
+from tgis.shard import resources
+from tgis.shard.models import catalogue
+from tgis.shard.world import World
+
+
+@dataclass(frozen=True)
+class MemoryJob:
+    model: str
+    """Directory of the checkpoint."""
+    dtype: str
+
+
+def measure_loading(job: MemoryJob) -> dict[str, float]:
+    """Bytes of the weights' files; most bytes in memory while they are read, less those before; what of them
+    stays; seconds. The files' pages that are mapped at a time count as memory, as they do for `VmHWM`."""
+    directory = Path(job.model)
+    settings = hub.read_json(directory, "config.json")
+    before, used, began = resources.begin_peak(), resources.memory_used(), time.perf_counter()
+    model = catalogue.load(directory, settings, World(0, 1), getattr(torch, job.dtype))
+    seconds, most = time.perf_counter() - began, resources.peak() - before
+    resources.release_memory()
+    kept = resources.memory_used() - used
+    assert model.spec.vocab_size == settings["vocab_size"]
+    files = [*directory.glob("*.safetensors"), *directory.glob("*.bin")]
+    return {
+        "file_bytes": sum(file.stat().st_size for file in files),
+        "peak_bytes": most,
+        "kept_bytes": kept,
+        "seconds": seconds,
+    }
+
+
+def main() -> None:
+    job = MemoryJob(**json.load(sys.stdin))
+    print(json.dumps(measure_loading(job)))
+
+
+if __name__ == "__main__":
+    main()

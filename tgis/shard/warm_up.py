@@ -1,0 +1,157 @@
+"""Runs steps before any request does: kernels get compiled, and it is found out how much memory the largest
+step takes, by running it or, where that would be slow, smaller ones."""
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+from tgis.logs import FIELDS
+from tgis.pb import shard_pb2 as pb
+from tgis.shard.capacity import GIB, Demand
+from tgis.shard.engine import Engine
+from tgis.shard.resources import begin_peak, peak, release_memory
+from tgis.shard.world import World
+
+logger = logging.getLogger(__name__)
+
+COMPILED_TOKENS = 20
+FIRST_TOKENS, GROWTH = 32, 4
+# Once two steps have been run, none that is likely to take longer.
+MAX_STEP_S = 2.0
+# Of all that a row may ask for, what takes most memory.
+SAMPLING = pb.Sampling(
+    temperature=1, top_p=0.95, typical_p=0.95, repetition_penalty=1.1, length_penalty_factor=1
+)
+DETAILS = pb.Details(logprobs=True, ranks=True, top_n=10)
+
+
+@dataclass(frozen=True)
+class Extent:
+    """Of a step: so many rows, each of which samples, with so many tokens together."""
+
+    num_rows: int
+    num_tokens: int
+
+
+@dataclass(frozen=True)
+class WarmUp:
+    """Steps on `engine`, whose cache needs but one block: they share it, and compute nonsense."""
+
+    engine: Engine
+    world: World
+    demand: Demand
+
+    def compile(self) -> None:
+        """A prompt in two pieces and a token, so that no request waits for a compiler. Raises WorldError."""
+        num_tokens = min(COMPILED_TOKENS, self.demand.max_sequence_length - 1)
+        opened = self._open_rows(Extent(1, num_tokens))
+        length = opened[0].prompt_len
+        for start, end in pairwise(sorted({0, length - 1, length})):
+            self.engine.execute(self._step(opened if start == 0 else [], [start], [end]))
+        self.engine.reset()
+
+    def measure(self, largest: Extent, is_enough: Callable[[int], bool], left: int) -> int:
+        """Bytes that a rank takes for a step of that extent beside weights and cache.
+
+        Tries smaller steps first, until an upper bound `is_enough`, or the next would be slow or exceed the
+        bytes that the ranks leave; then goes by those it ran. Equal on all ranks. Raises WorldError."""
+        began, seconds = time.monotonic(), 0.0
+        used: dict[int, int] = {}
+        for extent in _ladder(largest):
+            next_bytes = extrapolate(used, extent.num_tokens) if used else 0
+            is_slow = len(used) > 1 and seconds * GROWTH > MAX_STEP_S
+            if is_slow or next_bytes * self.world.size > left:
+                break
+            seconds, used[extent.num_tokens] = self._run(extent)
+            if is_enough(used[extent.num_tokens] * largest.num_tokens // extent.num_tokens):
+                break
+        found = extrapolate(used, largest.num_tokens)
+        fields = {
+            "seconds": round(time.monotonic() - began, 1),
+            "tokens": max(used),
+            "largest_step_tokens": largest.num_tokens,
+            "largest_step_gib": round(found / GIB, 3),
+        }
+        logger.info("warmed up", extra={FIELDS: fields})
+        return found
+
+    def _run(self, extent: Extent) -> tuple[float, int]:
+        """Seconds and bytes, the most of any rank."""
+        release_memory()
+        before, began = begin_peak(), time.monotonic()
+        opened = self._open_rows(extent)
+        self.engine.execute(self._step(opened, [0] * len(opened), [row.prompt_len for row in opened]))
+        self.engine.reset()
+        seconds, used = time.monotonic() - began, max(0, peak() - before)
+        return -self.world.min(-int(seconds * 1e6)) / 1e6, -self.world.min(-used)
+
+    def _open_rows(self, extent: Extent) -> list[pb.OpenRow]:
+        """The tokens are for the encoder where there is one."""
+        each, rest = divmod(extent.num_tokens, extent.num_rows)
+        return [self._open_row(row, each + (row < rest)) for row in range(extent.num_rows)]
+
+    def _open_row(self, row: int, length: int) -> pb.OpenRow:
+        prompt_len = 1 if self.demand.is_encoder_decoder else length
+        opened = pb.OpenRow(
+            row=row,
+            token_ids=_column([0] * prompt_len),
+            prompt_len=prompt_len,
+            max_new_tokens=1,
+            sampling=SAMPLING,
+            details=DETAILS,
+        )
+        if self.demand.is_encoder_decoder:
+            opened.encoder_token_ids = _column([0] * length)
+            opened.cross_blocks = _column([0] * self._num_blocks(length))
+        return opened
+
+    def _step(self, opened: list[pb.OpenRow], starts: list[int], ends: list[int]) -> pb.StepRequest:
+        pairs = zip(starts, ends, strict=True)
+        new_blocks = [self._num_blocks(end) - self._num_blocks(start) for start, end in pairs]
+        return pb.StepRequest(
+            opened_rows=opened,
+            rows=_column(range(len(ends))),
+            starts=_column(starts),
+            ends=_column(ends),
+            num_new_blocks=_column(new_blocks),
+            new_blocks=_column([0] * sum(new_blocks)),
+        )
+
+    def _num_blocks(self, length: int) -> int:
+        return -(-length // self.demand.block_size)
+
+
+def largest_step(demand: Demand, max_step_tokens: int) -> Extent:
+    """What the router may ask for at most. An encoder's pass is not cut, and may exceed the limit alone."""
+    longest = demand.max_sequence_length - 1
+    num_rows = min(demand.max_batch_size, max_step_tokens)
+    num_tokens = min(max_step_tokens, num_rows * longest)
+    if demand.is_encoder_decoder:
+        num_tokens = max(num_tokens, longest)
+    return Extent(num_rows, num_tokens)
+
+
+def extrapolate(used: dict[int, int], num_tokens: int) -> int:
+    """Bytes that so many tokens take, given what rising numbers of them took: on the line through the last
+    two, or through the only one and nothing."""
+    if num_tokens in used:
+        return used[num_tokens]
+    (x1, y1), (x2, y2) = [(0, 0), *used.items()][-2:]
+    return y2 + max(0, y2 - y1) * (num_tokens - x2) // (x2 - x1)
+
+
+def _ladder(largest: Extent) -> Iterator[Extent]:
+    """Ever larger steps of the same shape."""
+    num_tokens = FIRST_TOKENS
+    while num_tokens < largest.num_tokens:
+        yield Extent(-(-largest.num_rows * num_tokens // largest.num_tokens), num_tokens)
+        num_tokens *= GROWTH
+    yield largest
+
+
+def _column(values: Sequence[int]) -> bytes:
+    return np.array(values, "<i4").tobytes()
