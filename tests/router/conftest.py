@@ -2,7 +2,7 @@
 
 import queue
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,9 +27,20 @@ MAX_SEQUENCE_LENGTH = 200
 class FakeShard(ShardServiceServicer):
     """Speaks the protocol for a ModelOfShard; `step_s` is how long a step takes."""
 
-    def __init__(self, rank: int = 0, epoch: int = 1) -> None:
-        self.model = ModelOfShard(NUM_BLOCKS, BLOCK_SIZE, VOCAB_SIZE)
-        self.rank, self.epoch, self.step_s = rank, epoch, 0.001
+    def __init__(self, rank: int = 0, epoch: int = 1, info: pb.InfoResponse | None = None) -> None:
+        """`info` says what is not as usual."""
+        self.info = pb.InfoResponse(
+            model_kind=pb.InfoResponse.MODEL_KIND_DECODER_ONLY,
+            vocab_size=VOCAB_SIZE,
+            eos_token_ids=[EOS],
+            block_size=BLOCK_SIZE,
+            num_blocks=NUM_BLOCKS,
+            rank=rank,
+            epoch=epoch,
+        )
+        self.info.MergeFrom(info or pb.InfoResponse())
+        self.model = self._model()
+        self.rank, self.step_s = rank, 0.001
         self.num_steps = 0
         self.num_streams = 0
         self.poison: int | None = None
@@ -37,15 +48,11 @@ class FakeShard(ShardServiceServicer):
         self.wrong_digests: queue.SimpleQueue[int] = queue.SimpleQueue()
 
     def Info(self, request: pb.InfoRequest, context: grpc.ServicerContext) -> pb.InfoResponse:
-        return pb.InfoResponse(
-            model_kind=pb.InfoResponse.MODEL_KIND_DECODER_ONLY,
-            vocab_size=VOCAB_SIZE,
-            eos_token_ids=[EOS],
-            block_size=BLOCK_SIZE,
-            num_blocks=NUM_BLOCKS,
-            rank=self.rank,
-            epoch=self.epoch,
-        )
+        return self.info
+
+    def _model(self) -> ModelOfShard:
+        info = self.info
+        return ModelOfShard(info.num_blocks, info.block_size, info.vocab_size, info.rope_switch_len)
 
     def LookupPrompt(
         self, request: pb.LookupPromptRequest, context: grpc.ServicerContext
@@ -56,7 +63,7 @@ class FakeShard(ShardServiceServicer):
         self, requests: Iterator[pb.StepRequest], context: grpc.ServicerContext
     ) -> Iterator[pb.StepResponse]:
         self.num_streams += 1
-        self.model = ModelOfShard(NUM_BLOCKS, BLOCK_SIZE, VOCAB_SIZE)
+        self.model = self._model()
         for request in requests:
             time.sleep(self.step_s)
             self.num_steps += 1
@@ -97,10 +104,20 @@ def serve_shard(shard: FakeShard, uds_path: str) -> grpc.Server:
     return server
 
 
-def start_router(directory: Path, num_shards: int, *flags: str) -> Setup:
-    tokenizer = write_byte_level(directory, VOCAB_SIZE)
+def write_usual(directory: Path) -> Tokenizer:
+    return write_byte_level(directory, VOCAB_SIZE)
+
+
+def start_router(
+    directory: Path,
+    num_shards: int,
+    *flags: str,
+    write_tokenizer: Callable[[Path], Tokenizer] = write_usual,
+    info: pb.InfoResponse | None = None,
+) -> Setup:
+    tokenizer = write_tokenizer(directory)
     uds_path = str(directory / "shard")
-    shards = [FakeShard(rank) for rank in range(num_shards)]
+    shards = [FakeShard(rank, info=info) for rank in range(num_shards)]
     servers = [serve_shard(shard, uds_path) for shard in shards]
     command = ["router", "--tokenizer-path", str(directory), "--shard-uds-path", uds_path]
     command += ["--bind", "127.0.0.1", "--port", "0", "--grpc-port", "0", "--num-shard", str(num_shards)]

@@ -1,9 +1,12 @@
 """What a shard must do with a step, in plain Python: an independent reading of shard.proto. The next token is
-a function of the whole prefix, and every cache slot remembers which prefix it was computed for, so any
-mistake in scheduling, sharing or bookkeeping changes an outcome or fails an assertion."""
+a function of the whole prefix, of the encoder's input and of the length that switches rotary frequencies, and
+every cache slot remembers what was computed into it, so any mistake in scheduling, sharing or bookkeeping
+changes an outcome or fails an assertion."""
 
 import zlib
 from array import array
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from tgis.pb import shard_pb2 as pb
@@ -11,15 +14,28 @@ from tgis.pb import shard_pb2 as pb
 EOS = 0
 
 
-def next_token(prefix: list[int], vocab_size: int) -> int:
-    return zlib.crc32(array("i", prefix).tobytes()) % vocab_size
+def context(encoder_ids: list[int], is_long: bool) -> int:
+    """What all of a decoder's computation depends on beside its own tokens."""
+    return zlib.crc32(array("i", [is_long, *encoder_ids]).tobytes()) if encoder_ids or is_long else 0
 
 
-def truth(prompt: list[int], max_new_tokens: int, vocab_size: int) -> list[int]:
+def next_token(prefix: list[int], vocab_size: int, seed: int = 0) -> int:
+    """`seed` is the context."""
+    return zlib.crc32(array("i", prefix).tobytes(), seed) % vocab_size
+
+
+def truth(
+    prompt: list[int],
+    max_new_tokens: int,
+    vocab_size: int,
+    encoder_ids: list[int] | None = None,
+    switch_len: int = 0,
+) -> list[int]:
     """All tokens of an undisturbed generation."""
     tokens = list(prompt)
     while len(tokens) < len(prompt) + max_new_tokens:
-        tokens.append(next_token(tokens, vocab_size))
+        seed = context(encoder_ids or [], 0 < switch_len < len(tokens))
+        tokens.append(next_token(tokens, vocab_size, seed))
         if tokens[-1] == EOS:
             break
     return tokens
@@ -41,33 +57,35 @@ class Row:
     details: pb.Details
     prompt_len: int
     min_new_tokens: int
+    encoder_ids: list[int]
+    cross_blocks: list[int]
+    is_long: bool
     block_table: list[int] = field(default_factory=list)
     ended: bool = False
 
+    @property
+    def context(self) -> int:
+        return context(self.encoder_ids, self.is_long)
+
 
 class ModelOfShard:
-    def __init__(self, num_blocks: int, block_size: int, vocab_size: int) -> None:
+    def __init__(self, num_blocks: int, block_size: int, vocab_size: int, switch_len: int = 0) -> None:
         self.num_blocks, self.block_size, self.vocab_size = num_blocks, block_size, vocab_size
+        self.switch_len = switch_len
         self.rows: dict[int, Row] = {}
-        self.cache: dict[tuple[int, int], int] = {}
-        self.num_computed = 0
+        self.cache: dict[tuple[int, int], object] = {}
+        self.num_holders: Counter[int] = Counter()
+        self.num_computed = self.num_encoded = self.num_long = 0
         self.last_step = -1
+        self.refuses: Callable[[pb.OpenRow], bool] = lambda message: False
 
     def execute(self, request: pb.StepRequest) -> pb.StepResponse:
         assert request.step_id > self.last_step
         self.last_step = request.step_id
-        for row in integers(request.closed_rows):
-            del self.rows[row]
-        for opened in request.opened_rows:
-            assert opened.row not in self.rows, "a row is closed before it is opened again"
-            self.rows[opened.row] = Row(
-                integers(opened.token_ids),
-                opened.prompt_len + opened.max_new_tokens,
-                integers(opened.eos_token_ids),
-                opened.details,
-                opened.prompt_len,
-                opened.sampling.min_new_tokens,
-            )
+        for number in integers(request.closed_rows):
+            row = self.rows.pop(number)
+            self.num_holders.subtract([*row.cross_blocks, *row.block_table])
+        refused = [message.row for message in request.opened_rows if not self._open(message)]
         new_blocks = iter(integers(request.new_blocks))
         work = zip(
             *map(integers, (request.rows, request.starts, request.ends, request.num_new_blocks)), strict=True
@@ -76,14 +94,16 @@ class ModelOfShard:
         details: list[pb.InputDetails] = []
         for number, start, end, num_new in work:
             row = self.rows[number]
-            row.block_table += [next(new_blocks) for _ in range(num_new)]
+            added = [next(new_blocks) for _ in range(num_new)]
+            row.block_table += added
+            self.num_holders.update(added)
             assert end < row.limit, "the router never schedules past a limit"
             if row.ended:
                 continue
             self._compute(row, start, end)
             details += self._input_details(number, row, start, end)
             if end == len(row.token_ids):
-                token = next_token(row.token_ids, self.vocab_size)
+                token = next_token(row.token_ids, self.vocab_size, row.context)
                 if token in row.eos and len(row.token_ids) - row.prompt_len < row.min_new_tokens:
                     token += 1  # masked; what a real shard takes instead matters to nobody here
                 row.token_ids.append(token)
@@ -99,24 +119,66 @@ class ModelOfShard:
             token_ids=column(list(tokens)),
             ended=bytes(ended),
             input_details=details,
+            errors=[pb.RowError(row=row, message="refused") for row in refused],
         )
+
+    def _open(self, message: pb.OpenRow) -> bool:
+        assert message.row not in self.rows, "a row is closed before it is opened again"
+        token_ids = integers(message.token_ids)
+        row = self.rows[message.row] = Row(
+            token_ids,
+            message.prompt_len + message.max_new_tokens,
+            integers(message.eos_token_ids),
+            message.details,
+            message.prompt_len,
+            message.sampling.min_new_tokens,
+            integers(message.encoder_token_ids),
+            integers(message.cross_blocks),
+            0 < self.switch_len < len(token_ids),
+        )
+        self.num_long += row.is_long
+        self.num_holders.update(row.cross_blocks)
+        assert len(row.cross_blocks) == -(-len(row.encoder_ids) // self.block_size)
+        if self.refuses(message):
+            row.ended = True
+        elif row.encoder_ids and not message.is_encoded:
+            self._encode(row)
+        return not row.ended
+
+    def _encode(self, row: Row) -> None:
+        self.num_encoded += len(row.encoder_ids)
+        for position in range(len(row.encoder_ids)):
+            self._write(row.cross_blocks, position, (row.encoder_ids, position))
 
     def _compute(self, row: Row, start: int, end: int) -> None:
         assert 0 <= start < end <= len(row.token_ids)
         assert len(row.block_table) * self.block_size >= end, "the block table covers what is computed"
         assert all(0 <= block < self.num_blocks for block in row.block_table)
+        assert row.is_long or not self.switch_len or end <= self.switch_len, "a short row grew too long"
         self.num_computed += end - start
-        prefix = 0
+        for position in range(len(row.encoder_ids)):
+            found = self._read(row.cross_blocks, position)
+            assert found == (row.encoder_ids, position), "the cross blocks are not this encoder input's"
+        prefix = row.context
         for position, token in enumerate(row.token_ids[:end]):
             prefix = zlib.crc32(array("q", [prefix, token]).tobytes())
-            slot = row.block_table[position // self.block_size], position % self.block_size
             if position >= start:
-                self.cache[slot] = prefix
-            assert self.cache.get(slot) == prefix, "a cached token is of another prefix"
+                self._write(row.block_table, position, prefix)
+            found = self._read(row.block_table, position)
+            assert found == prefix, "a cached token is of another prefix"
+
+    def _read(self, blocks: list[int], position: int) -> object:
+        return self.cache.get((blocks[position // self.block_size], position % self.block_size))
+
+    def _write(self, blocks: list[int], position: int, value: object) -> None:
+        block = blocks[position // self.block_size]
+        assert self.num_holders[block] == 1, "what others read too is never written"
+        self.cache[block, position % self.block_size] = value
 
     def _input_details(self, number: int, row: Row, start: int, end: int) -> list[pb.InputDetails]:
         if not row.details.input_tokens:
             return []
+        assert not row.encoder_ids, "an encoder's input has no details"
         first = 0 if start == 0 else start + 1
         tokens = [i for i in range(first, min(end + 1, row.prompt_len)) if i >= row.details.input_from]
         if not tokens:

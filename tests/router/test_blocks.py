@@ -42,6 +42,15 @@ def test_a_partial_block_is_no_prefix() -> None:
     assert pool.match((), [1, 2, 3, 4])[0] == blocks
 
 
+def test_a_block_published_short_is_found_as_the_end_of_just_its_tokens() -> None:
+    pool = BlockPool(4, 4)
+    blocks = allocate(pool, 2)
+    publish_all(pool, (), [1, 2, 3, 4, 5, 6], blocks)
+    assert pool.match((), [1, 2, 3, 4, 5, 6])[0] == blocks
+    for longer_or_shorter in ([1, 2, 3, 4, 5], [1, 2, 3, 4, 5, 6, 7], [1, 2, 3, 4, 5, 6, 7, 8]):
+        assert pool.match((), longer_or_shorter)[0] == blocks[:1]
+
+
 def test_what_does_not_fit_changes_nothing() -> None:
     pool = BlockPool(3, 1)
     blocks = allocate(pool, 2)

@@ -299,6 +299,20 @@ def test_bytes_that_are_no_message(router: Setup) -> None:
     assert caught.value.details() == "the request could not be decoded"
 
 
+def test_what_a_refused_row_did_not_compute_is_not_found_by_others(router: Setup) -> None:
+    model, text = router.shards[0].model, "a girl whose text nobody else has"
+    model.refuses = lambda message: True
+    try:
+        with pytest.raises(grpc.RpcError) as caught:
+            router.stub.Generate(batch(text))
+        assert caught.value.code() is grpc.StatusCode.INTERNAL
+    finally:
+        model.refuses = lambda message: False
+    [response] = router.stub.Generate(batch(text)).responses
+    assert response.text == expected_text(router, expected_tokens(router, text, 20))
+    assert router.shards[0].num_streams == 1, "an assertion of the model ended a stream"
+
+
 def test_health_and_reflection(router: Setup) -> None:
     health = health_pb2_grpc.HealthStub(router.channel)
     for name in ("", "fmaas.GenerationService"):

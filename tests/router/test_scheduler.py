@@ -1,20 +1,30 @@
 """Random workloads through scheduler, blocks and messages, against the plain model of a shard: late answers,
-cancels, stops that only the router sees, preemption, lost shards."""
+cancels, stops that only the router sees, refused rows, preemption, lost shards; decoder-only models and
+encoder-decoder ones, with and without a length that switches rotary frequencies."""
 
 import random
+import zlib
+from array import array
 from collections import Counter, deque
 
 import pytest
 
-from tests.router.model_of_shard import EOS, ModelOfShard, truth
+from tests.router.model_of_shard import EOS, ModelOfShard, integers, truth
 from tgis.pb import shard_pb2 as pb
 from tgis.router.blocks import BlockPool
 from tgis.router.columns import decode_answer, encode_step
 from tgis.router.scheduler import Scheduler, Step
 from tgis.router.sequence import Details, Sequence, Stopping
+from tgis.router.sharing import decoder_root
 
 BATCHES = 40  # of random workloads, in one test each
 WORKLOADS = 50  # per batch
+DECODER_START = 1
+
+
+def is_refused(message: pb.OpenRow) -> bool:
+    prompt = integers(message.token_ids)[: message.prompt_len]
+    return zlib.crc32(array("i", prompt).tobytes() + message.encoder_token_ids) % 16 == 0
 
 
 class Workload:
@@ -24,14 +34,17 @@ class Workload:
         self.random = r = random.Random(seed)
         self.vocab_size = r.choice([2, 3, 50])
         self.block_size = r.choice([1, 2, 4, 8])
-        self.pool_blocks = r.randint(10, 40)
-        self.scheduler = Scheduler(self._pool(), r.randint(1, 8))
+        self.has_encoder = r.random() < 0.4
+        self.pool_blocks = r.randint(6 if self.has_encoder else 10, 40)
+        self.switch_len = r.choice([0, 0, r.randint(1, 6 if self.has_encoder else 25)])
+        self.refuses = r.random() < 0.3
+        self.scheduler = Scheduler(self._pool(), r.randint(1, 8), self.switch_len)
         self.shard = self._shard()
         self.depth = r.randint(1, 3)
         self.max_prompt_tokens = r.randint(1, 30)
         self.late = r.choice([0.0, 0.5, 0.9])
         self.loss, self.cancel = r.choice([0.0, 0.02]), r.choice([0.0, 0.02])
-        self.num_losses = 0
+        self.num_losses = self.num_refusals = 0
         self.sent: deque[tuple[Step, pb.StepRequest]] = deque()
         self.executed: deque[tuple[Step, pb.StepResponse]] = deque()
         self.expected: dict[Sequence, list[int]] = {}
@@ -43,7 +56,10 @@ class Workload:
         return BlockPool(self.pool_blocks, self.block_size)
 
     def _shard(self) -> ModelOfShard:
-        return ModelOfShard(self.pool_blocks, self.block_size, self.vocab_size)
+        shard = ModelOfShard(self.pool_blocks, self.block_size, self.vocab_size, self.switch_len)
+        if self.refuses:
+            shard.refuses = is_refused
+        return shard
 
     def _requests(self) -> list[Sequence]:
         r = self.random
@@ -51,11 +67,16 @@ class Workload:
         requests = []
         for _ in range(r.randint(1, 25)):
             prompt = r.choice(prefixes) + [r.randrange(self.vocab_size) for _ in range(r.randint(1, 8))]
-            stopping = Stopping(max_new_tokens=r.randint(1, 10), eos_token_ids=frozenset({EOS}))
-            if -(-(len(prompt) + stopping.max_new_tokens) // self.block_size) <= self.pool_blocks:
-                details = Details(input_tokens=r.random() < 0.2)
-                requests.append(Sequence(prompt, stopping, details=details))
+            stopping = Stopping(max_new_tokens=r.randint(1, 12), eos_token_ids=frozenset({EOS}))
+            if -(-(len(prompt) + stopping.max_new_tokens) // self.block_size) < self.pool_blocks:
+                requests.append(self._request(prompt, stopping, Details(input_tokens=r.random() < 0.2)))
         return requests
+
+    def _request(self, prompt: list[int], stopping: Stopping, details: Details) -> Sequence:
+        if not self.has_encoder:
+            return Sequence(prompt, stopping, details=details)
+        encoder_ids = tuple(prompt[: self.random.choice([len(prompt), 5])])  # some of them equal
+        return Sequence([DECODER_START], stopping, details=details, encoder_token_ids=encoder_ids)
 
     def run(self) -> None:
         r, num_turns = self.random, 0
@@ -86,7 +107,13 @@ class Workload:
         assert set(self.ends.values()) <= {1}
 
     def start(self, sequence: Sequence) -> None:
-        self.expected[sequence] = truth(sequence.token_ids, sequence.stopping.max_new_tokens, self.vocab_size)
+        self.expected[sequence] = truth(
+            sequence.token_ids,
+            sequence.stopping.max_new_tokens,
+            self.vocab_size,
+            list(sequence.encoder_token_ids),
+            self.switch_len,
+        )
         self.reported[sequence] = []
         self.scheduler.add(sequence)
 
@@ -96,14 +123,28 @@ class Workload:
             if step is None:
                 assert self.scheduler.num_in_flight or not self.expected, "stuck with nothing in flight"
                 return
-            chunks = [work.end - work.start for work in step.work if work.end - work.start > 1]
-            assert sum(chunks) <= self.max_prompt_tokens
             request = encode_step(step)
+            self.check_size(step, request)
             self.sent.append((step, pb.StepRequest.FromString(request.SerializeToString())))
+
+    def check_size(self, step: Step, request: pb.StepRequest) -> None:
+        """Prompts share the budget; an encoder's input may exceed it, beside no other prompt."""
+        inputs = [row.encoder_token_ids for row in request.opened_rows if not row.is_encoded]
+        num_encoder_tokens = sum(len(integers(column)) for column in inputs)
+        chunks = [work.end - work.start for work in step.work]
+        assert step.num_tokens == num_encoder_tokens + sum(chunks)
+        prompts = chunks[step.num_decodes :]
+        if num_encoder_tokens + sum(prompts) > self.max_prompt_tokens:
+            assert num_encoder_tokens
+            assert prompts == [1]
 
     def take_answer(self) -> None:
         step, response = self.executed.popleft()
         answer = decode_answer(step, response)
+        for failure in answer.failed:
+            if failure.sequence in self.expected:
+                self.num_refusals += 1
+                self.end(failure.sequence)
         self.scheduler.apply_answer(step)
         for details in answer.input_details:
             if details.sequence in self.expected:
@@ -119,7 +160,7 @@ class Workload:
         expected = self.expected[sequence]
         assert sequence.token_ids == expected[: len(sequence.token_ids)]
         assert ended == (len(sequence.token_ids) == len(expected))
-        if sequence.details.input_tokens:
+        if sequence.details.input_tokens and not self.has_encoder:
             assert self.reported[sequence] == expected[: sequence.prompt_len], (
                 "all inputs before the first token"
             )
@@ -142,8 +183,9 @@ class Workload:
         """No block lost, none in two places that are not one prefix."""
         pool, holders = self.scheduler.pool, Counter[int]()
         for sequence in self.scheduler.running:
-            assert len(set(sequence.block_table)) == len(sequence.block_table)
-            holders.update(sequence.block_table)
+            blocks = [*sequence.cross_blocks, *sequence.block_table]
+            assert len(set(blocks)) == len(blocks)
+            holders.update(blocks)
         owed = {step for step, _ in [*self.sent, *self.executed]}
         for step in owed:
             for blocks in step.blocks_to_release:
@@ -162,15 +204,22 @@ def test_outcomes_never_depend_on_scheduling(batch: int) -> None:
 
 def test_the_workloads_meet_what_they_are_for() -> None:
     """Else the test above would show nothing."""
-    num_preemptions = num_saved = 0
-    for seed in range(100):
+    met: Counter[str] = Counter()
+    for seed in range(200):
         workload = Workload(seed)
         prompts = sum(sequence.prompt_len for sequence in workload.todo)
+        inputs = sum(len(sequence.encoder_token_ids) for sequence in workload.todo)
         workload.run()
-        num_preemptions += workload.scheduler.num_preemptions
-        num_saved += prompts > workload.shard.num_computed
-    assert num_preemptions > 20
-    assert num_saved > 5
+        scheduler, shard, kind = workload.scheduler, workload.shard, "cross " * workload.has_encoder
+        met[kind + "preemptions"] += scheduler.num_preemptions
+        met[kind + "long"] += shard.num_long
+        if not workload.num_losses + workload.num_refusals:
+            met[kind + "hits"] += inputs > shard.num_encoded if kind else prompts > shard.num_computed
+        met[kind + "refusals"] += workload.num_refusals
+        met[kind + "losses"] += workload.num_losses
+    print(met)
+    assert len(met) == 10
+    assert min(met.values()) > 10, met
 
 
 def test_nobody_overtakes_a_sequence_that_waits_for_room() -> None:
@@ -223,12 +272,54 @@ def test_a_block_is_found_once_it_is_computed_and_not_before() -> None:
     pool = BlockPool(8, 4)
     scheduler = Scheduler(pool, max_sequences=4)
     prompt = list(range(10))
-    scheduler.add(Sequence(list(prompt), Stopping(max_new_tokens=9)))
+    sequence = Sequence(list(prompt), Stopping(max_new_tokens=9))
+    root = decoder_root(sequence)
+    scheduler.add(sequence)
     first, second = scheduler.next_step(5), scheduler.next_step(100)
     assert first is not None
     assert second is not None
-    assert len(pool.match((), prompt)[0]) == 0
+    assert len(pool.match(root, prompt)[0]) == 0
     scheduler.apply_answer(first)
-    assert len(pool.match((), prompt)[0]) == 1
+    assert len(pool.match(root, prompt)[0]) == 1
     scheduler.apply_answer(second)
-    assert len(pool.match((), prompt)[0]) == 2
+    assert len(pool.match(root, prompt)[0]) == 2
+
+
+def test_a_sequence_that_outgrows_the_switch_length_starts_over_once() -> None:
+    scheduler = Scheduler(BlockPool(20, 2), max_sequences=4, rope_switch_len=6)
+    first, second = (Sequence([i] * 4, Stopping(max_new_tokens=20)) for i in (1, 2))
+    scheduler.add(first)
+    scheduler.add(second)
+    spans = []
+    for _ in range(6):
+        step = scheduler.next_step(100)
+        assert step is not None
+        spans.append([(work.start, work.end, work.opens) for work in step.work])
+        scheduler.apply_answer(step)
+        for work in step.work:
+            scheduler.append_token(work.sequence, 5)
+    start_over = [(0, 7, True)] * 2  # although the cache holds their beginnings, as short ones
+    once, then = [(4, 5, False)] * 2, [(7, 8, False)] * 2
+    assert spans == [[(0, 4, True)] * 2, once, [(5, 6, False)] * 2, start_over, then, [(8, 9, False)] * 2]
+    assert scheduler.num_preemptions == 0
+    assert list(scheduler.running) == [first, second]
+
+
+def test_long_and_short_sequences_share_no_prefix() -> None:
+    scheduler = Scheduler(BlockPool(40, 2), max_sequences=8, rope_switch_len=6)
+    starts = []
+    for size in (6, 5, 7, 9, 8, 6):
+        scheduler.add(Sequence([1] * size, Stopping(max_new_tokens=1)))
+        step = scheduler.next_step(100)
+        assert step is not None
+        starts.append(step.work[0].start)
+        scheduler.apply_answer(step)
+    assert starts == [0, 4, 0, 6, 6, 4]
+
+
+def test_one_that_needs_no_token_past_the_switch_length_stays_as_it_is() -> None:
+    scheduler = Scheduler(BlockPool(20, 2), max_sequences=4, rope_switch_len=6)
+    scheduler.add(Sequence([1] * 6, Stopping(max_new_tokens=1)))
+    assert scheduler.next_step(100) is not None
+    assert scheduler.next_step(100) is None
+    assert len(scheduler.running) == 1

@@ -24,6 +24,7 @@ from tgis.router.budget import StepBudget
 from tgis.router.calls import Accounts
 from tgis.router.detokenizer import Vocabulary
 from tgis.router.engine import Engine
+from tgis.router.errors import StartupError
 from tgis.router.grpc_api import GenerationService
 from tgis.router.grpc_door import Door
 from tgis.router.guided import Grammars
@@ -69,6 +70,7 @@ class _Router:
     async def serve(self) -> None:
         config = self._config
         tokenizer = Tokenizer(Path(config.tokenizer_path), config.tokenization_workers)
+        # A kind of tokenizer that cannot be served is refused now, not when the shards have loaded.
         vocabulary = Vocabulary(tokenizer, config.output_special_tokens)
         shards = Shards(config.shard_uds_path, config.num_shard)
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -81,6 +83,8 @@ class _Router:
                 info = await self._unless_draining(shards.connect())
                 if info is None:
                     return
+                if _is_encoder_decoder(info):
+                    vocabulary = Vocabulary(tokenizer, config.output_special_tokens, is_continuation=False)
                 self._start_engine(shards, info, vocabulary, tokenizer, server)
                 await server.start()
                 logger.info(
@@ -136,21 +140,22 @@ class _Router:
         server: grpc.aio.Server,
     ) -> None:
         config = self._config
+        limits = _limits(config, info, tokenizer)
+        _check_capacity(info, limits.max_sequence_length)
         self._engine = Engine(
             shards,
             BlockPool(info.num_blocks, info.block_size),
             vocabulary,
             self._metrics,
             max_batch_size=config.max_batch_size,
+            rope_switch_len=info.rope_switch_len,
             budget=StepBudget(config.max_step_tokens, config.decode_step_ms / 1000),
             steps_in_flight=config.steps_in_flight,
             recovery_timeout=config.recovery_timeout,
             on_ready=self._on_ready,
         )
-        limits = _limits(config, info, tokenizer)
         validator = Validator(tokenizer, limits, shards.lookup_prompt, self._grammars, self._metrics)
         kinds = generation_pb2.ModelInfoResponse
-        is_decoder = info.model_kind == shard_pb2.InfoResponse.MODEL_KIND_DECODER_ONLY
         self._metrics.permits_used.follow(lambda: self._permits.num_used)
         self._metrics.tasks.follow(lambda: len(asyncio.all_tasks()))
         service = GenerationService(
@@ -159,7 +164,7 @@ class _Router:
             tokenizer,
             self._permits,
             Accounts(self._metrics, self._tracing, config.log_text_chars),
-            kinds.DECODER_ONLY if is_decoder else kinds.ENCODER_DECODER,
+            kinds.ENCODER_DECODER if _is_encoder_decoder(info) else kinds.DECODER_ONLY,
         )
         add_GenerationServiceServicer_to_server(service, server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
@@ -212,7 +217,23 @@ def _limits(config: RouterConfig, info: shard_pb2.InfoResponse, tokenizer: Token
         max_guided_bytes=config.max_guided_bytes,
         eos_token_ids=frozenset(eos),
         include_stop_sequence=config.default_include_stop_seqs,
+        decoder_start_token_id=info.decoder_start_token_id if _is_encoder_decoder(info) else None,
     )
+
+
+def _is_encoder_decoder(info: shard_pb2.InfoResponse) -> bool:
+    return info.model_kind == shard_pb2.InfoResponse.MODEL_KIND_ENCODER_DECODER
+
+
+def _check_capacity(info: shard_pb2.InfoResponse, max_sequence_length: int) -> None:
+    """What does not fit into the whole cache would wait for ever. Raises StartupError."""
+    # The last token is never computed; an output beside its input may need a further block begun.
+    needed = -(-(max_sequence_length - 1) // info.block_size) + _is_encoder_decoder(info)
+    if info.num_blocks < needed:
+        raise StartupError(
+            f"max_sequence_length {max_sequence_length} takes {needed} cache blocks of {info.block_size} "
+            f"tokens, but the shards have only {info.num_blocks}"
+        )
 
 
 def _open_grpc_port(server: grpc.aio.Server, config: RouterConfig) -> int:

@@ -8,8 +8,9 @@ from itertools import count
 
 class BlockPool:
     """Cached prefixes form a forest. An edge is one block's tokens below a prefix, compared and not only
-    hashed; a prefix is named by a number that is never reused, or by its root. A freed block can be found
-    until it is reused, oldest first."""
+    hashed; a prefix is named by a number that is never reused, or by its root. A block may be published
+    with fewer tokens than it has room for, and is found as the end of exactly those. A freed block can be
+    found until it is reused, oldest first."""
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.num_blocks, self.block_size = num_blocks, block_size
@@ -42,7 +43,7 @@ class BlockPool:
         reference."""
         blocks: list[int] = []
         prefix: Hashable = root
-        for start in range(0, len(token_ids) - self.block_size + 1, self.block_size):
+        for start in range(0, len(token_ids), self.block_size):
             child = self._children.get((prefix, tuple(token_ids[start : start + self.block_size])))
             if child is None:
                 break
@@ -62,7 +63,8 @@ class BlockPool:
         return cached + [self._take_oldest() for _ in range(num_new)]
 
     def publish(self, prefix: Hashable, tokens: Sequence[int], block: int) -> Hashable:
-        """Makes a full, computed block findable below `prefix`; returns the longer prefix.
+        """Makes a computed block, which nobody writes to any more, findable below `prefix`; returns the
+        longer prefix.
 
         Where another block holds the same tokens already, that one stays the one that is found."""
         edge = (prefix, tuple(tokens))

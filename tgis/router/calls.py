@@ -76,7 +76,7 @@ class Call:
         metrics.request_validation_duration.observe(time.monotonic() - self._log.started_at)
         for sequence in sequences:
             sequence.request_id = self._log.request_id
-            metrics.request_input_length.observe(sequence.prompt_len)
+            metrics.request_input_length.observe(sequence.num_input_tokens)
             metrics.request_max_new_tokens.observe(request.stopping.max_new_tokens)
         self._log.accept()
 
@@ -97,7 +97,7 @@ class Call:
         metrics.request_success.add(last.reason.name, self._kind)
         metrics.request_duration.observe(time.monotonic() - self._log.started_at)
         metrics.request_generated_tokens.observe(num_generated)
-        metrics.request_total_tokens.observe(sequence.prompt_len + num_generated)
+        metrics.request_total_tokens.observe(sequence.num_input_tokens + num_generated)
         if num_generated:
             metrics.request_inference_duration.observe(timings.inference_s)
             metrics.request_mean_time_per_token_duration.observe(timings.inference_s / num_generated)

@@ -127,6 +127,9 @@ def _encode_row(work: Work) -> pb.OpenRow:
             input_from=sequence.num_inputs_reported,
         ),
         grammar=_encode_grammar(sequence.grammar),
+        encoder_token_ids=_pack(sequence.encoder_token_ids),
+        cross_blocks=_pack(sequence.cross_blocks),
+        is_encoded=bool(sequence.cross_blocks) and not sequence.num_to_encode,
     )
 
 

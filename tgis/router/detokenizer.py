@@ -162,7 +162,8 @@ class UnitDetokenizer:
             self._unit.append(token_id)
             return ""
         self._unit.clear()
-        self._decode = self._then
+        if text or self._texts[token_id]:  # an id that stands for no piece is not the first
+            self._decode = self._then
         return text
 
     def flush(self) -> str:

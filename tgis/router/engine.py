@@ -36,13 +36,14 @@ class Engine:
         metrics: Metrics,
         *,
         max_batch_size: int,
+        rope_switch_len: int,
         budget: StepBudget,
         steps_in_flight: int,
         recovery_timeout: float,
         on_ready: Callable[[bool], None],
     ) -> None:
         """`shards` are connected; `on_ready` is told when they are lost and when they are back."""
-        self.scheduler = Scheduler(pool, max_batch_size)
+        self.scheduler = Scheduler(pool, max_batch_size, rope_switch_len)
         self._shards, self._vocabulary, self._metrics, self._budget = shards, vocabulary, metrics, budget
         self._steps_in_flight, self._recovery_timeout = steps_in_flight, recovery_timeout
         self._on_ready, self._meter = on_ready, StepMeter(metrics)
@@ -150,11 +151,11 @@ class Engine:
 
     def _apply(self, answer: Answer) -> None:
         self._meter.answer(answer.step, answer.forward_s)
-        self.scheduler.apply_answer(answer.step)
-        self._budget.observe(answer.step.num_tokens, answer.forward_s)
-        for failure in answer.failed:
+        for failure in answer.failed:  # first, for what was not computed must not be found by others
             if failure.sequence in self._live:
                 self._fail(self._live[failure.sequence], _failed_row(failure))
+        self.scheduler.apply_answer(answer.step)
+        self._budget.observe(answer.step.num_tokens, answer.forward_s)
         for details in answer.input_details:
             self._take_input_details(details)
         now = time.monotonic()
@@ -181,6 +182,7 @@ class Engine:
         if generation.first_token_at is None:
             generation.first_token_at = now
             self._metrics.first_token_duration.observe(now - generation.accepted_at)
+            generation.deliver_encoder_inputs()
         else:
             self._metrics.inter_token_duration.observe(now - generation.last_token_at)
         generation.last_token_at = now

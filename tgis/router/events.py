@@ -23,7 +23,7 @@ class Timings:
 
 @dataclass(frozen=True)
 class InputTokens:
-    """Details of all prompt tokens; comes once, before the first Output, to those who asked."""
+    """Details of all input tokens; comes once, before the first Output, to those who asked."""
 
     tokens: tuple[TokenDetail, ...]
 

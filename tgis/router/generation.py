@@ -1,11 +1,12 @@
 """An accepted sequence on its way to a client: what it has to say and when what happened to it."""
 
 import asyncio
+import math
 import time
 from collections import deque
 from dataclasses import dataclass, field
 
-from tgis.router.events import Event, Timings
+from tgis.router.events import Event, InputTokens, Timings
 from tgis.router.sequence import Sequence, TokenDetail
 from tgis.router.stopping import TextStream
 
@@ -29,6 +30,14 @@ class Generation:
     def deliver(self, event: Event) -> None:
         self.events.append(event)
         self.arrived.set()
+
+    def deliver_encoder_inputs(self) -> None:
+        """To those who asked for input tokens. Nothing predicts them, so nobody need be asked for details."""
+        sequence, details = self.sequence, self.sequence.details
+        if details.input_tokens and sequence.encoder_token_ids:
+            logprob = math.nan if details.logprobs else 0.0
+            tokens = (TokenDetail(token_id, logprob) for token_id in sequence.encoder_token_ids)
+            self.deliver(InputTokens(tuple(tokens)))
 
     def timings(self, now: float) -> Timings:
         started_at, begin = now if self.started_at is None else self.started_at, self.accepted_at

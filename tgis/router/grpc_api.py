@@ -20,6 +20,7 @@ from tgis.router.sequence import Sequence
 from tgis.router.tokenizer import Tokenizer
 from tgis.router.validation import Request, Validator, check_parameters
 
+ECHO_GAP = "\n\n"  # between an input and an answer to it; a text that goes on needs none
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
@@ -50,8 +51,9 @@ class GenerationService(GenerationServiceServicer):
                 checked, sequences = await self._check(texts, request)
                 call.accept(checked, sequences)
                 results = await self._collect_all(sequences, call)
-        echoed = texts if checked.input_text else [""] * len(texts)
-        return pb.BatchedGenerationResponse(responses=map(self._writer.unary, results, echoed))
+        return pb.BatchedGenerationResponse(
+            responses=map(self._writer.unary, results, self._echoes(texts, checked))
+        )
 
     async def GenerateStream(
         self, request: pb.SingleGenerationRequest, context: Context
@@ -93,6 +95,13 @@ class GenerationService(GenerationServiceServicer):
                 max_sequence_length=limits.max_sequence_length,
                 max_new_tokens=limits.max_new_tokens,
             )
+
+    def _echoes(self, texts: list[str], request: Request) -> list[str]:
+        """What unary answers begin with. A stream's header has the text alone."""
+        if not request.input_text:
+            return [""] * len(texts)
+        gap = ECHO_GAP if self._model_kind == pb.ModelInfoResponse.ENCODER_DECODER else ""
+        return [text + gap for text in texts]
 
     async def _check(
         self, texts: list[str], request: pb.BatchedGenerationRequest | pb.SingleGenerationRequest

@@ -152,7 +152,7 @@ class CallSpan:
 
     def finish(self, sequence: Sequence, last: Output) -> None:
         """The latencies of a call are those of its slowest input."""
-        self._input_tokens += sequence.prompt_len
+        self._input_tokens += sequence.num_input_tokens
         self._output_tokens += last.num_generated
         if len(self._reasons) < MAX_FINISH_REASONS:
             self._reasons.append(last.reason.name)

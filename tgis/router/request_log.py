@@ -209,7 +209,7 @@ def _fields(call: CallLog, texts: list[str], sequence: Sequence | None) -> dict[
     fields["input_bytes"] = sum(len(text.encode()) for text in texts)
     fields["params"] = call.params_text
     if sequence is not None:
-        fields["input_tokens"] = sequence.prompt_len
+        fields["input_tokens"] = sequence.num_input_tokens
         if not sequence.sampling.greedy:
             fields["seed"] = sequence.sampling.seed
     return fields

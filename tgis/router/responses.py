@@ -36,15 +36,15 @@ class ResponseWriter:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
 
-    def unary(self, result: Result, input_text: str) -> pb.GenerationResponse:
-        """`input_text` is to be repeated; empty where that was not asked for."""
+    def unary(self, result: Result, echo: str) -> pb.GenerationResponse:
+        """`echo` comes before the generated text; empty where the input's text was not asked for."""
         sequence, last = result.sequence, result.last
         assert last is not None, "a generation ends with an output"
         is_empty = not last.num_generated  # expired before anything was computed: only the reason is told
         return pb.GenerationResponse(
-            input_token_count=sequence.prompt_len,
+            input_token_count=sequence.num_input_tokens,
             generated_token_count=last.num_generated,
-            text="" if is_empty else input_text + "".join(result.text),
+            text="" if is_empty else echo + "".join(result.text),
             stop_reason=last.reason.name,
             stop_sequence=last.stop_sequence,
             seed=0 if is_empty else sequence.sampling.seed,
@@ -55,7 +55,7 @@ class ResponseWriter:
     def header(self, sequence: Sequence, input_text: str) -> pb.GenerationResponse:
         """The first message of a stream, before anything is computed."""
         return pb.GenerationResponse(
-            input_token_count=sequence.prompt_len, seed=sequence.sampling.seed, text=input_text
+            input_token_count=sequence.num_input_tokens, seed=sequence.sampling.seed, text=input_text
         )
 
     def message(self, event: InputTokens | Output, sequence: Sequence) -> pb.GenerationResponse | None:

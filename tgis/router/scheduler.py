@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from tgis.router.blocks import BlockPool
 from tgis.router.sequence import Sequence
+from tgis.router.sharing import Cached, find_cached, publish_computed, publish_encoded, take_blocks
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,8 @@ class Step:
     work: list[Work]
     num_decodes: int
     """Leading entries of `work` that compute a single further token; the others compute prompts."""
+    num_encoder_tokens: int
+    """Of the opened rows' encoder inputs; those are computed whole, before anything else of the step."""
     joins: bool
     """Newcomers join sequences that are running."""
     closed_rows: list[int]
@@ -46,7 +49,7 @@ class Step:
 
     @property
     def num_tokens(self) -> int:
-        return sum(work.end - work.start for work in self.work)
+        return self.num_encoder_tokens + sum(work.end - work.start for work in self.work)
 
 
 class Scheduler:
@@ -59,8 +62,11 @@ class Scheduler:
                                             ^ num_scheduled          ^ num_tokens
     """
 
-    def __init__(self, pool: BlockPool, max_sequences: int) -> None:
+    def __init__(self, pool: BlockPool, max_sequences: int, rope_switch_len: int = 0) -> None:
+        """Sequences of more than `rope_switch_len` tokens are computed differently from the first one on; 0:
+        there is no such length."""
         self.pool = pool
+        self._rope_switch_len = rope_switch_len
         self.waiting: deque[Sequence] = deque()
         self.running: dict[Sequence, None] = {}  # oldest first
         self.num_preemptions = 0
@@ -85,8 +91,8 @@ class Scheduler:
 
     @property
     def num_running_tokens(self) -> int:
-        """Prompt and known generated tokens of the running sequences."""
-        return sum(len(sequence.token_ids) for sequence in self.running)
+        """Input and known generated tokens of the running sequences."""
+        return sum(sequence.num_input_tokens + sequence.num_generated for sequence in self.running)
 
     @property
     def num_remaining_tokens(self) -> int:
@@ -101,20 +107,17 @@ class Scheduler:
         """What to compute next, or None when nothing can be computed before a further answer or arrival.
 
         Every sequence with a single pending token takes part; longer ones share `max_prompt_tokens`, oldest
-        first."""
-        num_preemptions, budget = self.num_preemptions, max_prompt_tokens
-        work = list(self._continue_decoding())
-        num_decodes = len(work)
-        for item in self._continue_prompts(budget):
-            work.append(item)
-            budget -= item.end - item.start
-        num_running = len(self.running)
+        first. An encoder's input counts too; it exceeds them where it is the step's only prompt work."""
+        if self._rope_switch_len:
+            self._put_back_outgrown()
+        num_preemptions = self.num_preemptions
+        decodes = list(self._continue_decoding())
+        prompts = list(self._continue_prompts(max_prompt_tokens))
+        newcomers: list[Work] = []
         if self.num_preemptions == num_preemptions:  # else memory is short: no newcomers
-            for item in self._admit_waiting(budget):
-                work.append(item)
-                budget -= item.end - item.start
-        joins = 0 < num_running < len(self.running)
-        return self._send(work, num_decodes, joins) if work else None
+            budget = max_prompt_tokens - sum(item.end - item.start for item in prompts)
+            newcomers += self._admit_waiting(budget, is_alone=not prompts)
+        return self._send(decodes, prompts, newcomers) if decodes or prompts or newcomers else None
 
     def apply_answer(self, step: Step) -> None:
         """The oldest step in flight has been answered: its tokens are in the cache."""
@@ -126,7 +129,10 @@ class Scheduler:
                 del self._last_step[sequence]
             if sequence.row is not None:  # preempted ones are not admitted again before their last answer
                 sequence.num_computed = work.end
-                self._publish(sequence)
+                if work.end // self.pool.block_size > sequence.num_published:
+                    publish_computed(self.pool, sequence)
+                if work.opens:
+                    publish_encoded(self.pool, sequence)
         for blocks in step.blocks_to_release:
             self._num_blocks_owed -= len(blocks)
             self.pool.release(blocks)
@@ -182,36 +188,35 @@ class Scheduler:
                 budget -= end - sequence.num_scheduled
                 yield self._plan(sequence, end, [])
 
-    def _admit_waiting(self, budget: int) -> Iterator[Work]:
-        """In order of arrival; who does not fit holds up those behind, so that nobody starves."""
+    def _admit_waiting(self, budget: int, is_alone: bool) -> Iterator[Work]:
+        """In order of arrival; who does not fit holds up those behind, so that nobody starves. An encoder's
+        input is computed whole: one that the rest of the budget does not cover goes when `is_alone`, which is
+        when nothing else of the step is prompt work."""
         while self.waiting and budget > 0 and self._free_rows:
             sequence = self.waiting[0]
-            if sequence in self._last_step or not self._take_place(sequence):
+            if sequence in self._last_step:
+                return
+            sequence.is_long = 0 < self._rope_switch_len < len(sequence.token_ids)
+            cached = find_cached(self.pool, sequence)
+            if cached.num_to_encode >= budget and not is_alone:
+                return
+            if not self._take_place(sequence, cached):
                 return
             self.running[self.waiting.popleft()] = None
-            end = min(sequence.num_tokens, sequence.num_scheduled + budget)
+            is_alone = False
+            budget -= cached.num_to_encode
+            end = min(sequence.num_tokens, sequence.num_scheduled + max(budget, 1))
             budget -= end - sequence.num_scheduled
             yield self._plan(sequence, end, sequence.block_table, opens=True)
 
-    def _take_place(self, sequence: Sequence) -> bool:
-        """Row and blocks for all tokens it has; what the cache already holds needs no computing."""
-        usable = (
-            len(sequence.token_ids) - 1
-        )  # the last token is computed in any case: the next is sampled from it
-        if not sequence.inputs_reported:  # nor may positions be skipped whose outcome is still to be reported
-            usable = min(usable, max(sequence.num_inputs_reported - 1, 0))
-        cached, prefix = self.pool.match(sequence.prefix_root, sequence.token_ids[:usable])
-        num_new = self.pool.blocks_for(len(sequence.token_ids)) - len(cached)
-        blocks = self.pool.allocate(cached, num_new)
-        if blocks is None:
+    def _take_place(self, sequence: Sequence, cached: Cached) -> bool:
+        if not take_blocks(self.pool, sequence, cached):
             self.num_deferred += 1
             return False
-        self.num_cache_queries += len(sequence.token_ids)
-        self.num_cache_hits += len(cached) * self.pool.block_size
+        num_inputs = len(sequence.encoder_token_ids)
+        self.num_cache_queries += len(sequence.token_ids) + num_inputs
+        self.num_cache_hits += sequence.num_scheduled + num_inputs - sequence.num_to_encode
         sequence.row = self._free_rows.pop()
-        sequence.block_table = blocks
-        sequence.num_scheduled = sequence.num_computed = len(cached) * self.pool.block_size
-        sequence.num_published, sequence.published_prefix = len(cached), prefix
         return True
 
     def _plan(self, sequence: Sequence, end: int, new_blocks: list[int], opens: bool = False) -> Work:
@@ -221,8 +226,11 @@ class Scheduler:
         sequence.num_unanswered += samples
         return Work(sequence, sequence.row, start, end, samples, opens, list(new_blocks))
 
-    def _send(self, work: list[Work], num_decodes: int, joins: bool) -> Step:
-        step = Step(self._num_steps, work, num_decodes, joins, self._closed_rows)
+    def _send(self, decodes: list[Work], prompts: list[Work], newcomers: list[Work]) -> Step:
+        work = [*decodes, *prompts, *newcomers]
+        num_encoder_tokens = sum(item.sequence.num_to_encode for item in newcomers)
+        joins = 0 < len(newcomers) < len(self.running)
+        step = Step(self._num_steps, work, len(decodes), num_encoder_tokens, joins, self._closed_rows)
         self._num_steps += 1
         self._closed_rows = []
         self._in_flight.append(step)
@@ -245,15 +253,26 @@ class Scheduler:
         return blocks
 
     def _preempt(self, sequence: Sequence) -> None:
-        """Back to the head of the queue, to be computed again; its unanswered tokens still count."""
+        self._put_back(sequence)
+        self.num_preemptions += 1
+
+    def _put_back_outgrown(self) -> None:
+        """Short sequences whose next token makes them long ones."""
+        for sequence in reversed(list(self.running)):  # so that they wait in the order in which they ran
+            is_past = sequence.num_tokens > self._rope_switch_len
+            if is_past and not sequence.is_long and not sequence.reached_limit:
+                self._put_back(sequence)
+
+    def _put_back(self, sequence: Sequence) -> None:
+        """To the head of the queue, to be computed again; its unanswered tokens still count."""
         del self.running[sequence]
         self._drop(sequence)
         self.waiting.appendleft(sequence)
-        self.num_preemptions += 1
 
     def _drop(self, sequence: Sequence) -> None:
         """Blocks are free only after the last step that names them has been answered."""
-        blocks, last_step = sequence.block_table, self._last_step.get(sequence)
+        blocks = [*sequence.cross_blocks, *sequence.block_table]
+        last_step = self._last_step.get(sequence)
         if last_step is None:
             self.pool.release(blocks)
         else:
@@ -263,18 +282,10 @@ class Scheduler:
         self._closed_rows.append(row)
         self._free_rows.append(row)
 
-    def _publish(self, sequence: Sequence) -> None:
-        size = self.pool.block_size
-        for i in range(sequence.num_published, sequence.num_computed // size):
-            tokens = sequence.token_ids[i * size : (i + 1) * size]
-            prefix, block = sequence.published_prefix, sequence.block_table[i]
-            sequence.published_prefix = self.pool.publish(prefix, tokens, block)
-            sequence.num_published = i + 1
-
     @staticmethod
     def _forget_place(sequence: Sequence) -> int:
         row, sequence.row = sequence.row, None
         assert row is not None
-        sequence.block_table = []
+        sequence.block_table, sequence.cross_blocks = [], []
         sequence.num_scheduled = sequence.num_computed = sequence.num_published = 0
         return row

@@ -86,7 +86,8 @@ class Sequence:
     """Tokens, limits and place in the cache of one generation; compared by identity."""
 
     token_ids: list[int]
-    """Prompt and generated tokens as far as the router knows them."""
+    """Prompt and generated tokens as far as the router knows them. For an encoder-decoder model the prompt is
+    the one token that its decoder starts from."""
     stopping: Stopping
     sampling: Sampling = Sampling()
     details: Details = Details()
@@ -94,7 +95,9 @@ class Sequence:
     request_id: str = ""
     """Of the call it belongs to, in the log and in what a client is told of an internal error."""
     prefix_root: Hashable = ()
-    """Sequences share cached prefixes only under equal roots (adapter, soft prompt, encoder input)."""
+    """Sequences share what is cached only under equal roots (adapter, soft prompt)."""
+    encoder_token_ids: tuple[int, ...] = ()
+    """The input, for an encoder-decoder model."""
     prompt_len: int = field(init=False)
 
     # What follows belongs to the scheduler.
@@ -107,6 +110,12 @@ class Sequence:
     num_unanswered: int = 0
     """Sampled tokens that are not back yet; they follow token_ids."""
     block_table: list[int] = field(default_factory=list)
+    cross_blocks: list[int] = field(default_factory=list)
+    """Hold what the encoder makes of its input."""
+    num_to_encode: int = 0
+    """Encoder tokens to be computed with the step that opens the row; 0 where the cross blocks had them."""
+    is_long: bool = False
+    """The row was opened with more tokens than the model's rotary frequencies are for; it has others."""
     num_published: int = 0
     """Leading blocks that other sequences can find ..."""
     published_prefix: Hashable = ()
@@ -118,6 +127,11 @@ class Sequence:
 
     def __post_init__(self) -> None:
         self.prompt_len = len(self.token_ids)
+
+    @property
+    def num_input_tokens(self) -> int:
+        """What a client calls the input, and limits and metrics count."""
+        return len(self.encoder_token_ids) or self.prompt_len
 
     @property
     def num_tokens(self) -> int:
@@ -140,4 +154,7 @@ class Sequence:
 
     @property
     def inputs_reported(self) -> bool:
-        return not self.details.input_tokens or self.num_inputs_reported >= self.prompt_len
+        """Nothing (more) is to be learnt from the shards about the input."""
+        if not self.details.input_tokens or self.encoder_token_ids:
+            return True
+        return self.num_inputs_reported >= self.prompt_len

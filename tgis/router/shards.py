@@ -75,6 +75,8 @@ class Shards:
         if len(prompt_id.encode()) > MAX_ID_BYTES:  # such a text would not fit into a status
             shown = prompt_id.encode()[:MAX_ID_BYTES].decode(errors="ignore")
             raise _prompt_error(shown, f'prefix id "{shown}" not found')
+        if not self._channels:
+            raise UnavailableError(LOST)
         call = ShardServiceStub(self._channels[0]).LookupPrompt(
             pb.LookupPromptRequest(prompt_id=prompt_id), timeout=LOOKUP_TIMEOUT_S
         )
@@ -92,11 +94,12 @@ class Shards:
             raise UnavailableError(LOST) from error
 
     async def close(self) -> None:
-        for reader in self._readers:
+        readers, channels = self._readers, self._channels
+        self._readers, self._channels, self._requests = [], [], []  # nobody begins a call on what is closing
+        for reader in readers:
             reader.cancel()
-        await asyncio.gather(*self._readers, return_exceptions=True)
-        await asyncio.gather(*(channel.close() for channel in self._channels))
-        self._readers, self._channels, self._requests = [], [], []
+        await asyncio.gather(*readers, return_exceptions=True)
+        await asyncio.gather(*(channel.close() for channel in channels))
         self._answers = asyncio.Queue()
         self._steps.clear()
 
@@ -122,9 +125,11 @@ class Shards:
         ]
 
     async def _read(self, rank: int, channel: grpc.aio.Channel) -> None:
+        queue = self._requests[rank]
+
         async def requests() -> AsyncIterator[pb.StepRequest]:
             while True:
-                yield await self._requests[rank].get()
+                yield await queue.get()
 
         try:
             async for response in ShardServiceStub(channel).Step(requests()):

@@ -34,6 +34,8 @@ class Limits:
     max_guided_bytes: int
     eos_token_ids: frozenset[int]
     include_stop_sequence: bool
+    decoder_start_token_id: int | None
+    """What the decoder of an encoder-decoder model goes on from; None for decoder-only models."""
 
 
 @dataclass(frozen=True)
@@ -134,12 +136,14 @@ class Validator:
         minimum = stopping.min_new_tokens
         _require(num_inputs + minimum <= limit, f"{sums} plus min_new_tokens ({minimum}) must be <= {limit}")
         seeded = request.sampling.greedy or request.has_seed
+        start = self.limits.decoder_start_token_id
         return Sequence(
-            token_ids,
+            token_ids if start is None else [start],
             _reduce(stopping, limit - num_inputs),
             request.sampling if seeded else replace(request.sampling, seed=secrets.randbits(32)),
             request.details,
             grammar,
+            encoder_token_ids=() if start is None else tuple(token_ids),
         )
 
 
