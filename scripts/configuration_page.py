@@ -83,7 +83,7 @@ def _command(name: str, program: str, config_type: type) -> str:
 def _extra(parameter: click.Parameter) -> tuple[str, ...]:
     """Of what only the command line takes."""
     if isinstance(parameter, click.Argument):
-        return f"`{(parameter.name or '').upper()}`", "", "unset", "Positional, as in TGIS."
+        return f"`{parameter.human_readable_name.strip('[]')}`", "", "unset", "Positional, as in TGIS."
     assert isinstance(parameter, click.Option)
     names = ", ".join(f"`{name}`" for name in (*parameter.opts, *parameter.secondary_opts))
     return names, "", _default(parameter.default), parameter.help or ""

@@ -3,10 +3,10 @@
 import sys
 from pathlib import Path
 
-from scripts import configuration_page, metrics_page
+from scripts import configuration_page, metrics_page, models_page
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
-PAGES = {"configuration.md": configuration_page, "metrics.md": metrics_page}
+PAGES = {"configuration.md": configuration_page, "metrics.md": metrics_page, "models.md": models_page}
 
 
 def main(check: bool) -> None:

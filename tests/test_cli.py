@@ -11,7 +11,16 @@ import pytest
 from click.testing import CliRunner, Result
 
 from tgis import cli
-from tgis.config import LauncherConfig, RouterConfig, ShardConfig, declared, env_of, flag_of, to_flags
+from tgis.config import (
+    ENGINES,
+    LauncherConfig,
+    RouterConfig,
+    ShardConfig,
+    declared,
+    env_of,
+    flag_of,
+    to_flags,
+)
 from tgis.options.command import command
 
 SHARD = ShardConfig(model_path="/models/x", uds_path="/tmp/shard")
@@ -156,8 +165,8 @@ def test_a_child_looks_for_the_name_of_its_traces_itself() -> None:
 
 def test_every_option_is_declared_once() -> None:
     """Options of one name, whichever command they belong to, are one declaration."""
-    # The launcher's are optional, or found elsewhere.
-    other = {"shard_uds_path", "num_shard", "max_sequence_length", "otlp_service_name"}
+    # The launcher's are optional, or found elsewhere; the shard has a place to look for its tokenizer.
+    other = {"shard_uds_path", "num_shard", "max_sequence_length", "otlp_service_name", "tokenizer_path"}
     by_name: dict[str, object] = {}
     for config_type in REQUIRED:
         for f, option, _ in declared(config_type):
@@ -265,16 +274,38 @@ def test_refusals_in_the_words_of_the_original(
         assert refusal(arguments, env, reads="router") == text
 
 
-@pytest.mark.parametrize("name", ["hf_optimum_ort", "hf_optimum_bt", "ibm_fms", "ds_inference"])
+@pytest.mark.parametrize("name", ["ibm_fms", "ds_inference"])
 def test_engines_that_are_not_served(name: str) -> None:
-    assert "use tgis_native" in refusal([], {"DEPLOYMENT_FRAMEWORK": name})
+    for reads in ("launcher", "serve"):
+        assert "use tgis_native" in refusal([], {"DEPLOYMENT_FRAMEWORK": name}, reads=reads)
 
 
-@pytest.mark.parametrize("name", ["hf_transformers", "hf_accelerate", "tgis_native", "hf_custom_tp"])
-def test_engines_that_are_served(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "warning"),
+    [
+        ("hf_transformers", None),
+        ("tgis_native", None),
+        ("hf_optimum_ort", None),
+        ("hf_custom_tp", "older name of tgis_native"),
+        ("hf_accelerate", "means hf_transformers"),
+        ("hf_optimum_bt", "BetterTransformer is gone"),
+    ],
+)
+def test_engines_that_are_served(name: str, warning: str | None) -> None:
     config, result = run(LauncherConfig, ["--deployment-framework", name], reads="launcher")
     assert config.deployment_framework == name
-    assert ("older name of tgis_native" in result.stderr) == (name == "hf_custom_tp")
+    assert ("WARNING" in result.stderr) == (warning is not None)
+    assert (warning or "") in result.stderr
+    assert name in ENGINES
+
+
+def test_code_of_a_checkpoint_is_trusted_when_it_is_said() -> None:
+    for config_type in (LauncherConfig, ShardConfig):
+        assert not parse(config_type, REQUIRED[config_type]).trust_remote_code
+        trusting = parse(config_type, REQUIRED[config_type], {"TRUST_REMOTE_CODE": "true"})
+        assert trusting.trust_remote_code
+        assert "--trust-remote-code" in to_flags(trusting)
+    assert "neither true nor false" in refusal([], {"TRUST_REMOTE_CODE": "yes"}, code=2)
 
 
 @pytest.mark.parametrize("method", ["gptq", "bitsandbytes"])

@@ -46,7 +46,10 @@ WORLD_SIZE DEBUG
 FLAG = re.compile(r"--[a-z][a-z-]+")
 SHORT = ["-p", "-g", "-c"]
 ROOT = Path(__file__).resolve().parent.parent
-HAS_OWN_EFFECT = {"KV_CACHE_MANAGER_NUM_GPU_BLOCKS", "RANK", "WORLD_SIZE", "ESTIMATE_MEMORY"}
+HAS_OWN_EFFECT = {
+    *("KV_CACHE_MANAGER_NUM_GPU_BLOCKS", "RANK", "WORLD_SIZE", "ESTIMATE_MEMORY"),
+    "TRUST_REMOTE_CODE",
+}
 
 
 def variable_of(flag: str) -> str:

@@ -17,9 +17,9 @@ cuda-memory-fraction json-output otlp-endpoint otlp-service-name cors-allow-orig
 ngrok-authtoken ngrok-edge usage-stats graceful-termination-timeout env
 """.split()
 SHARED = """
-revision dtype quantize num-shard max-concurrent-requests max-top-n-tokens max-waiting-tokens
-max-batch-size port shard-uds-path master-addr master-port json-output otlp-endpoint otlp-service-name
-env
+revision trust-remote-code dtype quantize num-shard max-concurrent-requests max-top-n-tokens
+max-waiting-tokens max-batch-size port shard-uds-path master-addr master-port json-output
+otlp-endpoint otlp-service-name env
 """.split()
 REFUSED = "kv-cache-dtype weights-cache-override rope-scaling rope-factor lora-adapters api-key ngrok".split()
 MAPPED = {
@@ -34,13 +34,12 @@ MAPPED = {
     "graceful-termination-timeout": ("90", "shutdown_timeout", 90.0),
 }
 SWITCHES = {
-    "trust-remote-code",
     "disable-custom-kernels",
     "disable-grammar-support",
     "enable-prefill-logprobs",
     "ngrok",
 }
-READ_BY_TGIS = ("trust-remote-code", "disable-custom-kernels", "huggingface-hub-cache")  # as variables
+READ_BY_TGIS = ("disable-custom-kernels", "huggingface-hub-cache")  # as variables
 TGI_ONLY = [flag for flag in FLAGS if flag not in SHARED]
 
 
@@ -86,8 +85,9 @@ def test_with_compat_a_flag_is_mapped_warned_about_or_refused(flag: str) -> None
 @pytest.mark.parametrize("flag", SHARED)
 def test_shared_names_need_no_compat(flag: str) -> None:
     values = {"dtype": "float16", "quantize": "gptq"}
-    switch = [f"--{flag}"] if flag in ("json-output", "env") else [f"--{flag}", values.get(flag, "5")]
-    _, result = run(LauncherConfig, switch, reads="launcher")
+    is_switch = flag in ("json-output", "env", "trust-remote-code")
+    given = [f"--{flag}"] if is_switch else [f"--{flag}", values.get(flag, "5")]
+    _, result = run(LauncherConfig, given, reads="launcher")
     assert result.exit_code == (flag == "quantize"), result.output
 
 
@@ -98,6 +98,9 @@ def test_variables_under_compat() -> None:
     sagemaker = {"COMPAT": "tgi", "HF_MODEL_ID": "/m", "SM_NUM_GPUS": "2", "HF_MODEL_REVISION": "v1"}
     config, _ = run(LauncherConfig, [], sagemaker, "launcher")
     assert (config.model_name, config.num_shard, config.revision) == ("/m", 2, "v1")
+    for text in ("true", "false"):
+        trusts = {"COMPAT": "tgi", "HF_MODEL_TRUST_REMOTE_CODE": text}
+        assert run(LauncherConfig, [], trusts, "launcher")[0].trust_remote_code == (text == "true")
     assert refusal([], {"COMPAT": "tgi", "API_KEY": "s3cret"}).startswith("API_KEY: ")
     assert "s3cret" not in refusal([], {"COMPAT": "tgi", "API_KEY": "s3cret"})
 

@@ -1,5 +1,5 @@
-"""The commands. With `tgis.options.command`, which generates them from `tgis.config`, the only place that
-reads the environment."""
+"""The commands. With `tgis.hub_commands` and with `tgis.options.command`, which generates them from
+`tgis.config`, the only place that reads the environment."""
 
 import os
 from pathlib import Path
@@ -7,11 +7,11 @@ from typing import Any
 
 import click
 
-from tgis import __version__, hub, logs
+from tgis import __version__, hub, hub_commands, logs
 from tgis.client import client
 from tgis.config import FRAMEWORKS, LauncherConfig, RouterConfig, ShardConfig, variables_of
 from tgis.options.command import OneLineGroup, command, one_line_errors
-from tgis.options.settings import DEFAULT, Setting, SettingsError, check
+from tgis.options.settings import DEFAULT, Setting, SettingsError
 from tgis.options.tgis_names import TGIS_NAMES
 
 
@@ -22,6 +22,7 @@ def _run_launcher(config: LauncherConfig) -> None:
     passed = {*variables_of(LauncherConfig)} & {*variables_of(RouterConfig), *variables_of(ShardConfig)}
     for name in passed | {one.variable_name for one in TGIS_NAMES}:
         os.environ.pop(name, None)
+    _stay_offline()
     launcher.run(config)
 
 
@@ -32,22 +33,27 @@ def _run_router(config: RouterConfig) -> None:
 
 
 def _run_shard(config: ShardConfig) -> None:
+    _stay_offline()
     from tgis.shard import server
 
     server.serve(config)
+
+
+def _stay_offline() -> None:
+    """Whatever a library may think of: serving never asks a hub."""
+    os.environ["HF_HUB_OFFLINE"] = "1"
 
 
 def _complete_shard(settings: dict[str, Setting], values: dict[str, Any]) -> None:
     """What TGIS's positional arguments and --sharded say. Raises SettingsError, hub.ModelNotFoundError and
     click.UsageError."""
     if values["model_name"] and settings["model_path"].source == DEFAULT:
-        names = ("hf_hub_cache", "transformers_cache", "huggingface_hub_cache", "hf_home", "home")
-        cache = hub.cache_root(**{name: os.environ.get(name.upper()) for name in names})
-        path = hub.resolve(values["model_name"], values["revision"], cache)
+        path = hub.resolve(values["model_name"], values["revision"], hub_commands.cache_root())
         settings["model_path"] = Setting(str(path), "MODEL_NAME")
     if settings["model_path"].value is None:
         raise click.UsageError("Missing option '--model-path', or MODEL_NAME as an argument.")
-    check({"deployment_framework": Setting(values["deployment_framework"], "DEPLOYMENT_FRAMEWORK")})
+    if values["framework"] and settings["deployment_framework"].source == DEFAULT:
+        settings["deployment_framework"] = Setting(values["framework"], "DEPLOYMENT_FRAMEWORK")
     if values["sharded"]:
         for name, field in (("RANK", "rank"), ("WORLD_SIZE", "world_size")):
             if settings[field].source == DEFAULT:
@@ -59,7 +65,7 @@ def _shard_arguments() -> list[click.Parameter]:
     return [
         click.Argument(["model_name"], required=False),
         click.Argument(
-            ["deployment_framework"],
+            ["framework"],
             required=False,
             type=click.Choice(FRAMEWORKS),
             metavar="[DEPLOYMENT_FRAMEWORK]",
@@ -105,7 +111,7 @@ _env = command(
 @click.group(cls=OneLineGroup)
 @click.version_option(__version__)
 def server_main() -> None:
-    """Serve one shard of a model."""
+    """Serve one shard of a model, and bring models to the disk."""
 
 
 @click.group(cls=OneLineGroup)
@@ -126,6 +132,8 @@ def demo_model(directory: Path) -> None:
         demo.write_demo_model(directory)
 
 
-server_main.add_command(_serve)
-for entry in (launcher_main, router_main, _serve, _env, demo_model, client):
+for entry in (_serve, *hub_commands.COMMANDS):
+    server_main.add_command(entry)
+    main.add_command(entry)
+for entry in (launcher_main, router_main, _env, demo_model, client):
     main.add_command(entry)

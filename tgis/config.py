@@ -16,6 +16,16 @@ FRAMEWORKS = (
     "ibm_fms",
     "ds_inference",
 )
+# What the names of engines mean that are still read: one of the three there are, or None for one of the first
+# two, whichever serves the model.
+ENGINES = {
+    "tgis_native": "tgis_native",
+    "hf_custom_tp": "tgis_native",
+    "hf_transformers": "hf_transformers",
+    "hf_accelerate": "hf_transformers",
+    "hf_optimum_bt": None,
+    "hf_optimum_ort": "hf_optimum_ort",
+}
 UDS_PATH = "/tmp/text-generation"  # of processes that are started by hand
 SERVICE_NAME = "text-generation-inference.router"
 SHORT_SEQUENCE = "max_sequence_length ({value}) must be at least 2 (1 input + 1 output)"
@@ -70,6 +80,16 @@ class ModelOptions:
     )
     cpu_threads: int | None = option(
         "Threads each shard computes with; unset: the cores there are, shared by the shards.", None, minimum=1
+    )
+    deployment_framework: str | None = option(
+        "Engine: tgis_native is the service's own and refuses families it does not know; hf_transformers "
+        "runs transformers' code with the service's cache and attention, slower; hf_optimum_ort runs a model "
+        "in ONNX form; unset: the service's own where it knows the family, transformers' code elsewhere.",
+        None,
+        choices=FRAMEWORKS,
+    )
+    trust_remote_code: bool = option(
+        "Run Python code that comes with a checkpoint, with all the rights of this service.", False
     )
 
 
@@ -155,11 +175,6 @@ class LauncherConfig(LogOptions, ModelOptions, BatchOptions, ServingOptions):
         "Directory of a model, or the id of one in the local hub cache.", "bigscience/bloom-560m"
     )
     revision: str | None = option("Revision of a model in the hub cache.", None)
-    deployment_framework: str | None = option(
-        "Inference engine: the first four values mean this service's own, the others are refused.",
-        None,
-        choices=FRAMEWORKS,
-    )
     dtype_str: str | None = option("Older name of --dtype.", None, choices=DTYPES)
     quantize: str | None = option(
         "Quantization; refused, none is served yet.", None, choices=("gptq", "bitsandbytes")
@@ -218,6 +233,9 @@ class ShardConfig(LogOptions, ModelOptions, BatchOptions):
     """`text-generation-server serve`: one rank of a group."""
 
     model_path: str = option("Directory of the model; MODEL_NAME may be given instead.")
+    tokenizer_path: str | None = option(
+        "Directory that holds tokenizer.json; unset: the model's.", None, env=False
+    )
     uds_path: str = option("Prefix of the Unix sockets; the rank is appended.", UDS_PATH)
     rank: int = option("Which shard of the group this is.", 0, minimum=0)
     world_size: int = option("Shards of the group.", 1, minimum=1)

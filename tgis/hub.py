@@ -19,6 +19,8 @@ LENGTH_KEYS = (
 )
 DEFAULT_LENGTH = 2048
 UNRESOLVED = "Failed to resolve config path"
+# What a tokenizer may be in where there is no tokenizer.json, as names or patterns.
+TOKENIZER_FILES = ("*.model", "*.tiktoken", "vocab.json", "vocab.txt", "tekken.json")
 
 
 class ModelNotFoundError(OperatorError):
@@ -58,17 +60,41 @@ def resolve(name: str, revision: str | None, cache: Path) -> Path:
     end means nothing.
 
     A snapshot goes before a directory, as in TGIS. Raises ModelNotFoundError."""
-    entry = cache / f"models--{name.rstrip('/').replace('/', '--')}"
+    entry = cache_entry(name, cache)
     if not entry.is_dir():
         return _directory(name)
-    reference = entry / "refs" / (revision or "main")
-    commit = reference.read_text().strip() if reference.is_file() else revision or "main"
-    directory = entry / "snapshots" / commit
+    directory = snapshot(entry, revision)
     if not (directory / "config.json").is_file():
         raise ModelNotFoundError(
-            f"{UNRESOLVED}: Config file not found in local cache for model {name}, revision {commit}"
+            f"{UNRESOLVED}: Config file not found in local cache for model {name}, revision {directory.name}"
         )
     return directory
+
+
+def find_files(name: str, revision: str | None, cache: Path) -> Path:
+    """As `resolve`, of a model that may not have all of its files. Raises ModelNotFoundError."""
+    entry = cache_entry(name, cache)
+    directory = snapshot(entry, revision) if entry.is_dir() else Path(name)
+    if not name or not directory.is_dir():
+        raise ModelNotFoundError(f"Weights not found in local cache for model {name}")
+    return directory
+
+
+def cache_entry(name: str, cache: Path) -> Path:
+    """Where the hub cache keeps what it has of a model; it may not exist."""
+    return cache / f"models--{name.rstrip('/').replace('/', '--')}"
+
+
+def snapshot(entry: Path, revision: str | None) -> Path:
+    """The directory of a revision, by default of `main`; it may not exist."""
+    reference = entry / "refs" / (revision or "main")
+    commit = reference.read_text().strip() if reference.is_file() else revision or "main"
+    return entry / "snapshots" / commit
+
+
+def has_tokenizer_to_convert(directory: Path) -> bool:
+    """Whether there is a tokenizer of another kind than tokenizer.json."""
+    return any(any(directory.glob(pattern)) for pattern in TOKENIZER_FILES)
 
 
 def _directory(name: str) -> Path:

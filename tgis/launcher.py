@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from tgis import hub
 from tgis.child import Child
-from tgis.config import SHORT_SEQUENCE, LauncherConfig, RouterConfig, ShardConfig, to_flags
+from tgis.config import ENGINES, SHORT_SEQUENCE, LauncherConfig, RouterConfig, ShardConfig, to_flags
 from tgis.errors import OperatorError
 from tgis.ports import listen
 
@@ -33,6 +33,7 @@ POLL_S = 0.05
 SHARD_ENV = {"GOMP_SPINCOUNT": "2000"}
 IS_CUDA = False  # this version computes on CPUs
 MIN_LENGTH = 2
+TOKENIZER = "tokenizer.json"
 # What ends a process that touches shared memory which there is none of.
 BUS_ERROR = "SIGBUS"
 BUS_ERROR_HINT = "; the shards may lack shared memory: mount at least 1 GB of it at /dev/shm"
@@ -52,6 +53,8 @@ class Plan:
     max_sequence_length: int
     dtype: str | None
     num_shards: int
+    has_fast_tokenizer: bool
+    """Whether there is a tokenizer.json; else one is made at the start."""
 
 
 def run(config: LauncherConfig) -> None:
@@ -65,10 +68,11 @@ def plan(config: LauncherConfig) -> Plan:
         raise LaunchError("dtype and dtype_str args both provided with different values")
     num_shards = count_shards(config, IS_CUDA)
     path = hub.resolve(config.model_name, config.revision, _cache_root(config))
-    if not (path / "tokenizer.json").is_file():
-        raise LaunchError("No existing fast tokenizer (tokenizer.json) found")
+    has_fast = (path / TOKENIZER).is_file()
+    if not has_fast and not hub.has_tokenizer_to_convert(path):
+        raise LaunchError(f"No existing fast tokenizer ({TOKENIZER}) found")
     length = _choose_length(config.max_sequence_length, hub.read_json(path, "config.json"))
-    return Plan(path, length, config.dtype or config.dtype_str, num_shards)
+    return Plan(path, length, config.dtype or config.dtype_str, num_shards, has_fast)
 
 
 def count_shards(config: LauncherConfig, is_cuda: bool) -> int:
@@ -120,6 +124,7 @@ class _Launcher:
         self._config, self._plan = config, planned
         self._directory = Path()
         self._epoch = 0
+        self._converter: Child | None = None
         self._shards: list[Child] = []
         self._router: Child | None = None
         self._stopping, self._aborting = asyncio.Event(), asyncio.Event()
@@ -148,6 +153,8 @@ class _Launcher:
 
     async def _serve(self) -> None:
         """Raises LaunchError when something has ended that should not have."""
+        if not self._plan.has_fast_tokenizer:
+            await self._convert_tokenizer()
         await self._start_shards()
         self._router = Child("router", ["router", *to_flags(self._router_config())])
         await self._router.start()
@@ -161,6 +168,17 @@ class _Launcher:
         finally:
             router.cancel()
             shards.cancel()
+
+    async def _convert_tokenizer(self) -> None:
+        """By a child, for the libraries that can do it are large. Raises LaunchError."""
+        logger.info("converting the tokenizer: there is no %s", TOKENIZER)
+        self._tokenizer_path.mkdir()
+        arguments = [str(self._plan.model_path.absolute()), "--output-path", str(self._tokenizer_path)]
+        self._converter = Child("tokenizer", ["convert-to-fast-tokenizer", *arguments], "Tokenizer: ")
+        await self._converter.start()
+        end = await self._converter.wait()
+        if not (self._tokenizer_path / TOKENIZER).is_file():
+            raise LaunchError(end)
 
     async def _keep_shards(self) -> None:
         """Starts the whole group again whenever one of it has ended; raises LaunchError after too many
@@ -228,6 +246,8 @@ class _Launcher:
     async def _kill_all(self) -> None:
         if self._router is not None:
             await self._router.kill()
+        if self._converter is not None:
+            await self._converter.kill()
         await asyncio.gather(*(child.kill() for child in self._shards))
 
     def _on_signal(self) -> None:
@@ -239,9 +259,13 @@ class _Launcher:
     def _uds_path(self) -> str:
         return self._config.shard_uds_path or str(self._directory / "shard")
 
+    @property
+    def _tokenizer_path(self) -> Path:
+        return self._plan.model_path if self._plan.has_fast_tokenizer else self._directory / "tokenizer"
+
     def _router_config(self) -> RouterConfig:
         own = {
-            "tokenizer_path": str(self._plan.model_path),
+            "tokenizer_path": str(self._tokenizer_path),
             "shard_uds_path": self._uds_path,
             "num_shard": self._plan.num_shards,
             "max_sequence_length": self._plan.max_sequence_length,
@@ -253,12 +277,14 @@ class _Launcher:
     def _shard_config(self, rank: int) -> ShardConfig:
         own = {
             "model_path": str(self._plan.model_path),
+            "tokenizer_path": str(self._tokenizer_path),
             "uds_path": self._uds_path,
             "rank": rank,
             "world_size": self._plan.num_shards,
             "rendezvous": str(self._directory / f"rendezvous-{self._epoch}"),
             "epoch": self._epoch,
             "dtype": self._plan.dtype,
+            "deployment_framework": ENGINES.get(self._config.deployment_framework or ""),
             "max_sequence_length": self._plan.max_sequence_length,
         }
         return _derive(ShardConfig, self._config, own)

@@ -10,10 +10,18 @@ from tgis.options.foreign import Foreign
 
 DEFAULT = "default"
 NOT_SERVED = {
-    "hf_optimum_ort": "ONNX models are not served by this version",
-    "hf_optimum_bt": "BetterTransformer is gone from its library",
-    "ibm_fms": "models of IBM FMS are not served by this version",
-    "ds_inference": "DeepSpeed is not served",
+    "ibm_fms": "models are not run through IBM FMS",
+    "ds_inference": "models are not run through DeepSpeed, and are cut over shards without it",
+}
+OTHERWISE = (
+    "use tgis_native, the service's own engine, or hf_transformers, or leave it out to get whichever knows "
+    "the model"
+)
+RENAMED = {
+    "hf_custom_tp": "hf_custom_tp is an older name of tgis_native",
+    "hf_accelerate": "hf_accelerate means hf_transformers: devices are counted with --num-shard",
+    "hf_optimum_bt": "hf_optimum_bt counts as unset: BetterTransformer is gone from its library, and "
+    "attention is never computed the slow way",
 }
 
 
@@ -99,8 +107,5 @@ def _check_tls(values: Mapping[str, Any]) -> None:
 
 def _check_framework(name: str | None) -> list[str]:
     if name in NOT_SERVED:
-        raise SettingsError(
-            f"deployment framework {name}: {NOT_SERVED[name]}; use tgis_native, the service's own engine, or "
-            "leave it out"
-        )
-    return ["hf_custom_tp is an older name of tgis_native"] if name == "hf_custom_tp" else []
+        raise SettingsError(f"deployment framework {name}: {NOT_SERVED[name]}; {OTHERWISE}")
+    return [RENAMED[name]] if name in RENAMED else []

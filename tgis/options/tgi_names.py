@@ -35,15 +35,12 @@ MAPPED = (
     Foreign("hf_model_id", means="model_name", flag=False),
     Foreign("hf_model_revision", means="revision", flag=False),
     Foreign("hf_model_quantize", means="quantize", flag=False),
+    Foreign("hf_model_trust_remote_code", means="trust_remote_code", flag=False, switch=True),
     Foreign("sm_num_gpus", means="num_shard", flag=False),
 )
 WITHOUT_EFFECT = (
     Foreign("tokenizer_config_path", why=NO_TEXT_TEMPLATES),
     Foreign("tokenizer_name", why="the tokenizer is the model's own"),
-    Foreign("trust_remote_code", why="no code from a checkpoint is ever run", variable=False, switch=True),
-    Foreign(
-        "hf_model_trust_remote_code", why="no code from a checkpoint is ever run", flag=False, switch=True
-    ),
     Foreign("disable_custom_kernels", why=OWN_KERNELS, variable=False, switch=True),
     Foreign("max_best_of", why="a request gets one answer"),
     Foreign("max_stop_sequences", why="a request may have 6 stop sequences of 240 bytes"),

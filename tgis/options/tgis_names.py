@@ -16,7 +16,7 @@ NO_SPECULATION = "this version does not speculate"
 NO_PROMPTS = "soft prompts are not served by this version"
 NO_QUANTIZATION = "quantized weights are not served by this version"
 ONE_HOST = "the ranks of one host meet through a file"
-NO_ONNX = "models are not run through ONNX"
+NO_ONNX = "models in ONNX form are served as they are: say it to convert-to-onnx"
 
 
 def _share(text: str, name: str, least: float, most: float, refusal: str) -> str | None:
@@ -100,7 +100,6 @@ VARIABLES = (
     *_variables(OWN_KERNELS, "FLASH_ATTENTION", "PAGED_ATTENTION", "TRANSFORMERS_ATTN_IMPL"),
     *_variables(OWN_KERNELS, "DISABLE_CUSTOM_KERNELS"),
     *_variables(NOT_COMPILED, "PT2_COMPILE"),
-    *_variables("no code from a checkpoint is ever run", "TRUST_REMOTE_CODE"),
     *_variables("nothing is padded", "CUDA_PAD_TO_MULT_OF_8"),
     *_variables("there is nothing to compact", "COMPACT_BEFORE_PREFILL"),
     Foreign("estimate_memory", why=COUNTED, commands=ALL, flag=False, refusal_of=_estimate),

@@ -1,0 +1,48 @@
+"""`docs/models.md`, from the families that the shard knows."""
+
+from dataclasses import astuple
+from inspect import getdoc
+
+from tgis.shard.models import catalogue
+
+INTRODUCTION = """\
+# Models
+
+The family of a model is the `model_type` of its `config.json`. Those of the table run on this service's own engine
+(`DEPLOYMENT_FRAMEWORK` unset, or `tgis_native`); a configuration that asks for something which a family does not
+compute is refused at start, in one line.
+"""
+COLUMNS = ("family", "what it is", "`model_type`", "kind", "native", "sharded", "quantized", "soft prompts", "adapters")
+OTHERS = """\
+## Sharding
+
+`--num-shard` cuts every native model: attention by heads, feed-forward layers and each expert by width, the vocabulary
+at both ends. The number of attention heads and the widths must divide by the number of shards; key/value heads that
+are fewer than shards are shared by neighbours; the vocabulary need not divide. What cannot be cut is refused with the
+numbers.
+
+## Everything else
+
+A causal model of no family above runs through transformers' own code with this service's cache and attention, if that
+code asks transformers' attention interface for its attention (`DEPLOYMENT_FRAMEWORK` unset or `hf_transformers`). At
+start it must show on a few tokens that it answers through the cache as it does by itself; a model that does not is
+refused with the reason. Every shard then holds the whole model. Code that a checkpoint brings along runs only with
+`TRUST_REMOTE_CODE=true`.
+
+`hf_optimum_ort` runs a decoder-only model in ONNX form on ONNX Runtime (`pip install 'tgis-next[onnx]'`).
+"""
+
+
+def render() -> str:
+    rows = [_row(module) for module in catalogue.MODULES]
+    table = [f"| {' | '.join(cells)} |" for cells in (COLUMNS, ["---"] * len(COLUMNS), *rows)]
+    return "\n".join([INTRODUCTION, *table, "", OTHERS])
+
+
+def _row(module: catalogue.Family) -> list[str]:
+    name, _, what = " ".join((getdoc(module) or "").split()).partition(": ")
+    assert name, "a family says what it is"
+    types = ", ".join(f"`{model_type}`" for model_type in module.MODEL_TYPES)
+    kind = "encoder-decoder" if module in catalogue.ENCODER_DECODERS else "decoder"
+    support = ["yes" if value else "no" for value in (True, *astuple(catalogue.SUPPORT))]
+    return [name.rstrip("."), what.rstrip("."), types, kind, *support]

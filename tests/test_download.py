@@ -1,0 +1,338 @@
+"""`download-weights` against a hub over real sockets: what ends up in the cache, and how it fails."""
+
+import hashlib
+import io
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner, Result
+from huggingface_hub import close_session, constants
+from safetensors.torch import load_file
+
+from tests import hub_server
+from tests.hub_server import Hub, Repo
+from tests.tokenizers_to_convert import write_gpt2
+from tgis import download as download_module
+from tgis.hub_commands import convert_to_safetensors, download_weights
+
+WEIGHTS = random.Random(0).randbytes(24_000_000)  # the library reads ten million bytes at once
+SMALL = random.Random(1).randbytes(3000)
+REST = {"config.json": b"{}", "tokenizer.json": b'{"version": "1.0"}'}
+
+Download = Callable[..., Result]
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
+    """The only one that the library knows, here and in processes that are started."""
+    for name in [name for name in os.environ if name.startswith(("HF_", "HUGGING", "TRANSFORMERS_"))]:
+        monkeypatch.delenv(name)
+    with Hub() as hub:
+        hub.repos["org/m"] = Repo({**REST, "model.safetensors": SMALL})
+        monkeypatch.setenv("HF_ENDPOINT", hub.endpoint)
+        monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
+        monkeypatch.setattr(constants, "ENDPOINT", hub.endpoint)
+        template = hub.endpoint + "/{repo_id}/resolve/{revision}/{filename}"
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "token"))
+        monkeypatch.setattr(download_module, "DELAYS_S", (0.01,) * 4)
+        yield hub
+        close_session()
+
+
+@pytest.fixture
+def entry(tmp_path: Path) -> Path:
+    return tmp_path / "cache" / "models--org--m"
+
+
+@pytest.fixture
+def download(hub: Hub, tmp_path: Path) -> Download:
+    """Runs the command; the tokenizer is not touched."""
+
+    def run(*arguments: str, name: str = "org/m", cache: Path | None = None) -> Result:
+        env = {"HF_HUB_CACHE": str(cache or tmp_path / "cache")}
+        words = [name, "--no-auto-convert", *arguments]
+        return CliRunner().invoke(download_weights, words, env=env, catch_exceptions=False)
+
+    return run
+
+
+def start(cache: Path, *arguments: str, **env: str) -> subprocess.Popen[str]:
+    """The same as a process of its own."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "tgis", "download-weights", "org/m", "--no-auto-convert", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "HF_HUB_CACHE": str(cache), **env},
+    )
+
+
+def content(entry: Path, name: str, commit: str = Repo({}).commit) -> bytes:
+    return (entry / "snapshots" / commit / name).read_bytes()
+
+
+def refusal(result: Result, code: int = 1) -> str:
+    """The one line, beside the log's."""
+    assert result.exit_code == code, result.stderr
+    lines = [line for line in result.stderr.splitlines() if " INFO " not in line]
+    assert len(lines) == 1, result.stderr
+    assert lines[0].startswith("error: ")
+    assert not re.search("SECRET|hf_mine|http:", result.stderr)
+    return lines[0].removeprefix("error: ")
+
+
+def test_files_of_the_top_level_go_to_the_cache(hub: Hub, entry: Path, download: Download) -> None:
+    others = ["training_args.json", "args.md", "sub/x.json", "model.bin", "vocab.txt", "logo.png"]
+    hub.repos["org/m"].files |= {"README.md": b"# M", "code.py": b"1", **dict.fromkeys(others, b"no")}
+    result = download()
+    assert (result.exit_code, result.stdout) == (0, "Downloading 5 files for model org/m\n"), result.stderr
+    assert content(entry, "model.safetensors") == SMALL
+    names = {path.name for path in (entry / "snapshots" / Repo({}).commit).iterdir()}
+    assert names == {"README.md", "code.py", "config.json", "model.safetensors", "tokenizer.json"}
+    assert (entry / "refs" / "main").read_text() == Repo({}).commit
+    assert all(path.is_symlink() for path in (entry / "snapshots" / Repo({}).commit).iterdir())
+
+    before = len(hub.requests)
+    assert download("--extension", ".json, .txt").stdout == "Downloading 3 files for model org/m\n"
+    assert content(entry, "vocab.txt") == b"no"
+    fetched = [one.path for one in hub.requests[before:] if one.method == "GET" and "resolve" in one.path]
+    assert [path.rpartition("/")[2] for path in fetched] == ["vocab.txt"]
+    assert "org/m" in download("--extension", ".onnx", name="org/m/").stdout
+
+
+def test_a_revision_and_a_token(hub: Hub, entry: Path, download: Download) -> None:
+    other = "beef" + 36 * "0"
+    hub.repos["org/m"] = Repo({"model.safetensors": SMALL}, other, ("v2",), needs_token="hf_mine")
+    assert download("--revision", "v2", "--token", "hf_mine").exit_code == 0
+    assert content(entry, "model.safetensors", other) == SMALL
+    assert (entry / "refs" / "v2").read_text() == other
+    assert not (entry / "refs" / "main").exists()
+    shutil.rmtree(entry)
+    process = start(entry.parent, "--revision", other, HF_TOKEN="hf_mine")
+    assert process.communicate(timeout=30) == ("Downloading 1 files for model org/m\n", "")
+    assert process.returncode == 0
+    assert content(entry, "model.safetensors", other) == SMALL
+    tokens = {one.token for one in hub.requests if one.path.startswith("/stored/")}
+    assert tokens == {None}  # the hub's alone
+
+
+@pytest.mark.parametrize("reset", [False, True])
+def test_a_connection_that_ends_in_the_middle(hub: Hub, entry: Path, download: Download, reset: bool) -> None:
+    hub.repos["org/m"].files["model.safetensors"] = WEIGHTS
+    hub.faults["model.safetensors"] = deque([hub_server.cut_after(12_000_000, reset)])
+    result = download()
+    assert result.exit_code == 0, result.stderr
+    assert content(entry, "model.safetensors") == WEIGHTS
+    ranges = [one.range for one in hub.requests if one.path.startswith("/stored/")]
+    assert ranges[0] is None
+    assert ranges[1:] == ["bytes=10485760-"] or (reset and ranges[1:] == [None])
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_process_that_ends_in_the_middle(
+    hub: Hub, entry: Path, download: Download, number: signal.Signals
+) -> None:
+    hub.repos["org/m"].files["model.safetensors"] = WEIGHTS
+    begun = threading.Event()
+    hub.faults["model.safetensors"] = deque([hub_server.hold(begun, 22_000_000)])
+    process = start(entry.parent)
+    assert begun.wait(30)
+    [part] = wait_for(lambda: [p for p in (entry / "blobs").glob("*.incomplete") if p.stat().st_size])
+    process.send_signal(number)
+    if number == signal.SIGTERM:
+        process.send_signal(number)  # which does not wait for the hub
+    process.communicate(timeout=30)
+    assert process.returncode != 0
+    assert not (entry / "refs").exists()
+    kept = part.stat().st_size
+    assert kept >= 10_000_000
+    assert download().exit_code == 0
+    assert content(entry, "model.safetensors") == WEIGHTS
+    assert [one.range for one in hub.requests if one.path.startswith("/stored/")][1:] == [f"bytes={kept}-"]
+    assert not part.exists()
+
+
+@pytest.mark.parametrize("rest", [b"", b"and more"])
+def test_what_another_process_has_left(hub: Hub, entry: Path, download: Download, rest: bytes) -> None:
+    part = entry / "blobs" / f"{hashlib.sha256(SMALL).hexdigest()}.incomplete"
+    part.parent.mkdir(parents=True)
+    part.write_bytes(SMALL + rest)
+    assert download().exit_code == 0
+    assert content(entry, "model.safetensors") == SMALL
+    fetched = [one.range for one in hub.requests if one.path.startswith("/stored/")]
+    assert fetched == ([None] if rest else [])  # all of it again, or nothing
+
+
+def wait_for(find: Callable[[], list[Path]]) -> list[Path]:
+    pause = threading.Event()
+    for _ in range(500):
+        if found := find():
+            return found
+        pause.wait(0.02)
+    raise AssertionError("it has not happened")
+
+
+def test_another_try_where_the_hub_recovers(hub: Hub, entry: Path, download: Download) -> None:
+    hub.faults["org/m"] = deque([hub_server.status(503)])
+    hub.faults["model.safetensors"] = deque([hub_server.status(502)])
+    result = download()
+    assert result.exit_code == 0, result.stderr
+    assert content(entry, "model.safetensors") == SMALL
+    assert result.stderr.count("trying again") == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "fault", "text"),
+    [
+        ("model.safetensors", hub_server.other_bytes, "model.safetensors came with a wrong checksum"),
+        ("config.json", hub_server.other_bytes, "config.json came with a wrong checksum"),
+        ("model.safetensors", hub_server.fewer_bytes, "model.safetensors came with 2990 of 3000 bytes"),
+        ("model.safetensors", hub_server.status(403), "org/m: model.safetensors: the hub refuses access"),
+        (
+            "model.safetensors",
+            hub_server.status(410),
+            "org/m: model.safetensors: the hub answers with HTTP 410",
+        ),
+    ],
+)
+def test_a_file_that_is_not_what_it_should_be(
+    hub: Hub, entry: Path, download: Download, name: str, fault: hub_server.Fault, text: str
+) -> None:
+    hub.repos["org/m"].files["config.json"] = b'{"a": 1}'
+    hub.faults[name] = deque([fault])
+    assert refusal(download()).startswith(text)
+    assert not (entry / "refs").exists()
+    assert not (entry / "snapshots" / Repo({}).commit / name).exists()
+    assert download().exit_code == 0
+    assert content(entry, name) == hub.repos["org/m"].files[name]
+
+
+def test_a_blob_that_somebody_cut_short_is_replaced(hub: Hub, entry: Path, download: Download) -> None:
+    assert download().exit_code == 0
+    link = entry / "snapshots" / Repo({}).commit / "model.safetensors"
+    os.truncate(link, 100)
+    assert download().exit_code == 0
+    assert (link.read_bytes(), link.is_symlink()) == (SMALL, True)
+
+
+def test_refusals_of_the_hub(hub: Hub, download: Download) -> None:
+    hub.repos["org/gated"] = Repo({}, error_code="GatedRepo")
+    hub.repos["org/private"] = Repo({}, needs_token="x")
+    assert refusal(download(name="org/gated")).startswith("org/gated: access is gated; ask for it")
+    assert refusal(download(name="org/none")).startswith(
+        "org/none is not on the hub, or is private and needs"
+    )
+    assert refusal(download("--revision", "v9")) == "org/m has no revision v9 on the hub"
+    assert refusal(download("--token", "hf_mine", name="org/private")).startswith(
+        "org/private: the hub refuses access (HTTP 401)"
+    )
+    text = refusal(download(name="/no/such/directory"))
+    assert text == "/no/such/directory is neither a directory nor the id of a model on the hub"
+    hub.wrong_sums["model.safetensors"] = "../../x"
+    assert refusal(download()) == "model.safetensors: the hub gives no usable ETag"
+
+
+def test_no_network(hub: Hub, download: Download, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert refusal(download()) == "org/m cannot be downloaded: HF_HUB_OFFLINE is set"
+    assert not hub.requests
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "ENDPOINT", "http://user:hf_mine@localhost:1")
+    assert refusal(download()) == "org/m: the hub at localhost cannot be reached: Connection refused"
+
+
+def test_a_hub_without_the_faster_way(hub: Hub, entry: Path, download: Download) -> None:
+    hub.xet = True
+    result = download()
+    assert result.exit_code == 0, result.stderr
+    assert content(entry, "model.safetensors") == SMALL
+    assert "model.safetensors: xet failed" in result.stderr
+    assert hub.asked("GET", "/xet/token")
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """Of four million bytes."""
+    directory = tmp_path / "disk"
+    directory.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4000k", "none", directory], check=True)
+    yield directory
+    subprocess.run(["umount", directory], check=True)
+
+
+def test_a_disk_that_is_too_small(hub: Hub, download: Download, small_disk: Path) -> None:
+    hub.repos["org/m"].files["model.safetensors"] = WEIGHTS
+    text = refusal(download(cache=small_disk))
+    assert text == f"org/m needs 24.0 MB more, {small_disk} has 4.1 MB left"
+    assert not hub.asked("GET", "model.safetensors")
+    hub.hidden_sizes = True
+    text = refusal(download(cache=small_disk))
+    assert text == "org/m: model.safetensors: no space left in the hub cache"
+
+
+def pickled(tensors: dict[str, torch.Tensor]) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(tensors, buffer)
+    return buffer.getvalue()
+
+
+def test_pickles_are_converted_where_the_hub_has_nothing_else(hub: Hub, entry: Path) -> None:
+    tensors = {"x": torch.arange(6.0)}
+    files = {"config.json": b"{}", "tokenizer.json": b"{}", "pytorch_model.bin": pickled(tensors)}
+    hub.repos["org/m"].files = files | {"training_args.bin": b"no"}
+    run, env = CliRunner(), {"HF_HUB_CACHE": str(entry.parent)}
+    result = run.invoke(download_weights, ["org/m"], env=env, catch_exceptions=False)
+    assert result.stdout.splitlines() == [
+        "Downloading 2 files for model org/m",
+        ".safetensors weights not found, downloading pytorch weights to convert...",
+        "Downloading 1 files for model org/m",
+        ".safetensors weights not found, converting from pytorch weights...",
+        "Converted 1 files to .safetensors",
+        "Model org/m already has a fast tokenizer",
+    ], result.stderr
+    directory = entry / "snapshots" / Repo({}).commit
+    assert torch.equal(load_file(directory / "model.safetensors")["x"], tensors["x"])
+    result = run.invoke(download_weights, ["org/m"], env=env, catch_exceptions=False)
+    assert result.stdout.splitlines()[1:] == [
+        ".safetensors weights not found on hub, but were found locally. Remove them first to re-convert",
+        "Model org/m already has a fast tokenizer",
+    ]
+    result = run.invoke(convert_to_safetensors, ["org/m"], env=env, catch_exceptions=False)
+    assert result.stdout == "Existing .safetensors weights found, remove them first to reconvert\n"
+
+    (directory / "model.safetensors").unlink()
+    words = ["org/m", "--extension", ".bin, .safetensors"]
+    result = run.invoke(download_weights, words, env=env, catch_exceptions=False)
+    assert result.stdout.splitlines()[:2] == [
+        "Downloading 1 files for model org/m",
+        ".safetensors weights not found, converting from pytorch weights...",
+    ]
+    result = run.invoke(download_weights, [str(directory), "--extension", ".bin"], catch_exceptions=False)
+    assert result.stdout.splitlines()[0] == f"{directory} is a directory, nothing is downloaded"
+
+
+def test_what_a_tokenizer_is_made_of_comes_along(hub: Hub, entry: Path, tmp_path: Path) -> None:
+    write_gpt2(tmp_path)
+    made_of = {name: (tmp_path / name).read_bytes() for name in ("config.json", "vocab.json", "merges.txt")}
+    hub.repos["org/m"].files = made_of | {"model.safetensors": SMALL, "notes.txt": b"no"}
+    env = {"HF_HUB_CACHE": str(entry.parent)}
+    result = CliRunner().invoke(download_weights, ["org/m"], env=env, catch_exceptions=False)
+    directory = entry / "snapshots" / Repo({}).commit
+    assert result.stdout.splitlines() == [
+        "Downloading 4 files for model org/m",
+        f"Saved tokenizer to {directory}",
+    ], result.stderr
+    assert (directory / "tokenizer.json").is_file()

@@ -1,0 +1,72 @@
+"""A model to ONNX, by the exporter of optimum-onnx where that is installed."""
+
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tgis import hub
+from tgis.convert.workshop import ConversionError, first_line
+
+# Its newest release needs an older transformers than the rest of us.
+ELSEWHERE = (
+    "convert-to-onnx needs optimum-onnx, which needs transformers below 4.58 and so an environment of its "
+    "own: python -m venv onnxenv; onnxenv/bin/pip install 'optimum-onnx[onnxruntime]'; onnxenv/bin/optimum-cli "
+    "export onnx --model MODEL --task text-generation-with-past DIRECTORY"
+)
+CPU, CUDA = "CPUExecutionProvider", "CUDAExecutionProvider"
+LEVELS = {CPU: "O1", CUDA: "O3"}
+
+
+def default_provider() -> str:
+    return CUDA if torch.cuda.is_available() else CPU
+
+
+def check_extra() -> None:
+    """Raises ConversionError where optimum-onnx is not installed."""
+    try:
+        is_there = all(find_spec(name) for name in ("optimum.exporters.onnx", "onnxruntime"))
+    except ModuleNotFoundError:  # of what the first is a part of
+        is_there = False
+    if not is_there:
+        raise ConversionError(ELSEWHERE)
+
+
+def _import_exporter() -> Any:
+    check_extra()
+    try:
+        from optimum.exporters.onnx import main_export
+    except ImportError as error:
+        versions = ", ".join(f"{name} {version(name)}" for name in ("optimum-onnx", "transformers", "torch"))
+        raise ConversionError(f"{ELSEWHERE} (here are {versions})") from error
+    return main_export
+
+
+def model_type_of(directory: Path) -> str:
+    """Raises ConversionError where config.json does not say."""
+    found = hub.read_json(directory, "config.json").get("model_type")
+    if not isinstance(found, str):
+        raise ConversionError(f"{directory}: config.json names no model_type")
+    return found
+
+
+def convert_to_onnx(directory: Path, target: Path, provider: str, merge_graphs: bool, optimize: bool) -> str:
+    """Writes the ONNX model and what belongs to it to `target`. Raises ConversionError."""
+    main_export = _import_exporter()
+    is_encoder_decoder = bool(hub.read_json(directory, "config.json").get("is_encoder_decoder"))
+    try:
+        main_export(
+            str(directory),
+            str(target),
+            task="text2text-generation-with-past" if is_encoder_decoder else "text-generation-with-past",
+            device="cuda" if provider == CUDA else "cpu",
+            optimize=LEVELS.get(provider, LEVELS[CPU]) if optimize else None,
+            no_post_process=not merge_graphs,
+            local_files_only=True,
+            trust_remote_code=False,
+        )
+    except Exception as error:  # of many kinds, and of several libraries
+        raise ConversionError(f"{directory} cannot be converted to ONNX: {first_line(error)}") from error
+    return f"Saved ONNX model to {target}"

@@ -1,0 +1,78 @@
+"""A tokenizer of any kind that transformers reads to `tokenizer.json`, the one kind that is served."""
+
+import json
+from importlib.util import find_spec
+from pathlib import Path
+
+from tgis import hub
+from tgis.convert.workshop import ConversionError, deliver, first_line, workshop
+
+FAST, SETTINGS, SPECIAL_TOKENS = "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"
+PROTOBUF_FIELD_1 = b"\n"  # begins a file of SentencePiece; tiktoken's are base64
+OUR_ARGUMENTS = ("is_local", "local_files_only")  # end up among the settings that transformers writes
+
+
+def convert_to_fast_tokenizer(name: str, directory: Path, output: Path | None = None) -> str:
+    """Writes tokenizer.json to the model's directory, or to `output` together with its settings.
+
+    Returns a line that says what was done, or why there was nothing to do. Raises ConversionError."""
+    if (directory / FAST).is_file():
+        return f"Model {name} already has a fast tokenizer"
+    if output is not None and not output.is_dir():
+        return f"Output path {output} must exist and be a directory"
+    if not hub.has_tokenizer_to_convert(directory):
+        raise ConversionError(f"{directory} holds no tokenizer")
+    target = output or directory
+    with workshop(target) as room:
+        _save(directory, room)
+        _add_settings(directory, room)
+        for file in (SPECIAL_TOKENS, SETTINGS, FAST):
+            # What the model brings itself stays: in the hub cache it is shared with other revisions.
+            if (room / file).is_file() and not (target.samefile(directory) and (target / file).exists()):
+                deliver(room / file, target, like=_any_file(directory))
+    return f"Saved tokenizer to {target}"
+
+
+def _save(directory: Path, room: Path) -> None:
+    _check_packages(directory)
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(
+            str(directory), local_files_only=True, trust_remote_code=False
+        )
+        tokenizer.save_pretrained(str(room))
+    except Exception as error:  # of many kinds, whatever is wrong with the files
+        reason = first_line(error)
+        raise ConversionError(f"the tokenizer of {directory} cannot be converted: {reason}") from error
+    if not (room / FAST).is_file():
+        raise ConversionError(f"the tokenizer of {directory} cannot be converted: it has no fast kind")
+
+
+def _check_packages(directory: Path) -> None:
+    """Some kinds need a package that only they need."""
+    needed = {"tiktoken"} if any(directory.glob("*.tiktoken")) else set()
+    for file in directory.glob("*.model"):
+        with file.open("rb") as content:
+            needed.add("sentencepiece" if content.read(1) == PROTOBUF_FIELD_1 else "tiktoken")
+    for package in sorted(needed):
+        if find_spec(package) is None:
+            raise ConversionError(
+                f"the tokenizer of {directory} needs {package}: pip install 'tgis-next[tokenizers]'"
+            )
+
+
+def _add_settings(directory: Path, room: Path) -> None:
+    """What the model's own files say goes before what transformers adds to it."""
+    written = hub.read_json(room, SETTINGS)
+    for name in OUR_ARGUMENTS:
+        written.pop(name, None)
+    settings = written | hub.read_json(directory, SETTINGS)
+    (room / SETTINGS).write_text(json.dumps(settings, indent=2) + "\n")
+    if (directory / SPECIAL_TOKENS).is_file():
+        (room / SPECIAL_TOKENS).write_bytes((directory / SPECIAL_TOKENS).read_bytes())
+
+
+def _any_file(directory: Path) -> Path:
+    return next(path for pattern in hub.TOKENIZER_FILES for path in directory.glob(pattern))

@@ -1,0 +1,195 @@
+"""PyTorch's pickled weights to safetensors. Pickles are read as weights only, one at a time and mapped, so
+that memory need not hold a copy; what was written is read back and compared."""
+
+import json
+import logging
+import pickle
+import re
+import zipfile
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from tgis import hub
+from tgis.convert.workshop import ConversionError, deliver, first_line, workshop
+
+logger = logging.getLogger(__name__)
+
+INDEX_END, NEW_INDEX_END = ".bin.index.json", ".safetensors.index.json"
+NO_WEIGHTS = ("arguments", "args", "training", "optimizer", "scheduler", "index")
+# Attributes of transformers' models; mappings begin with the name that is spare.
+SPARE_NAMES = (
+    "_tied_weights_keys",
+    "_keys_to_ignore_on_load_missing",
+    "_keys_to_ignore_on_load_unexpected",
+)
+ZIP_MAGIC = b"PK\x03\x04"  # what torch.save has written since 1.6; the older kind cannot be mapped
+
+
+@dataclass(frozen=True)
+class Converted:
+    """A finished file: the bytes of its tensors, their names, and those that are kept under another one."""
+
+    num_bytes: int
+    names: frozenset[str]
+    kept_as: Mapping[str, str]
+
+
+def convert_to_safetensors(directory: Path) -> str:
+    """Writes a .safetensors file beside every .bin file of weights; all of them appear, or none.
+
+    Returns a line that says what was done, or why there was nothing to do. Raises ConversionError."""
+    indexes, files = sorted(directory.glob("*" + INDEX_END)), find_pickles(directory)
+    if len(indexes) > 1:
+        return f"Found more than one .bin.index.json file: {[index.name for index in indexes]}"
+    if not files:
+        return "No pytorch .bin files found to convert"
+    if any(directory.glob("*.safetensors")):
+        return "Existing .safetensors weights found, remove them first to reconvert"
+    if (directory / "model.safetensors.index.json").exists():
+        return "Existing model.safetensors.index.json file found, remove it first to reconvert"
+    files_of = {index: _read_index(index, files) for index in indexes}
+    with workshop(directory) as room:
+        results = {file.name: _convert_one(file, room, directory) for file in files}
+        for index, content in files_of.items():
+            (room / new_name(index.name)).write_text(_rewrite_index(index, content, results))
+        for file in [*files, *indexes]:  # an index last: a reader takes it for a promise
+            deliver(room / new_name(file.name), directory, like=file)
+    return f"Converted {len(files)} files to .safetensors"
+
+
+def find_pickles(directory: Path) -> list[Path]:
+    """The .bin files that hold weights, in order."""
+    return sorted(p for p in directory.glob("*.bin") if not any(word in p.name for word in NO_WEIGHTS))
+
+
+def new_name(name: str) -> str:
+    """Of the file that is made of a .bin file or of an index of some."""
+    end, new_end = (INDEX_END, NEW_INDEX_END) if name.endswith(INDEX_END) else (".bin", ".safetensors")
+    return name.removesuffix(end).removeprefix("pytorch_") + new_end
+
+
+def _convert_one(file: Path, room: Path, directory: Path) -> Converted:
+    logger.info("converting %s", file)
+    tensors = _load(file)
+    kept_as = _choose_names(tensors, directory)
+    target = room / new_name(file.name)
+    try:
+        save_file(_separate(tensors, kept_as), target, metadata={**kept_as, "format": "pt"})
+        _compare(tensors, kept_as, target)
+    except (SafetensorError, OSError) as error:
+        raise ConversionError(f"{file}: {target.name} cannot be written: {first_line(error)}") from error
+    kept = tensors.keys() - kept_as.keys()
+    return Converted(sum(tensors[name].nbytes for name in kept), frozenset(kept), kept_as)
+
+
+def _load(file: Path) -> dict[str, Tensor]:
+    """Tensors by name, whose memory is the file itself where it can be mapped."""
+    try:
+        is_zip = _check_sums(file)
+        content = torch.load(file, map_location="cpu", weights_only=True, mmap=is_zip)
+    except ConversionError:
+        raise
+    except Exception as error:  # of many kinds, whatever byte is wrong
+        if isinstance(error, pickle.UnpicklingError) and "unsupported global" in str(error).lower():
+            reason = "holds objects other than tensors, which could run code, and is refused"
+            raise ConversionError(f"{file} {reason}") from error
+        raise ConversionError(f"{file} cannot be read: it is truncated or damaged") from error
+    if not isinstance(content, dict):
+        raise ConversionError(f"{file} holds no tensors by name")
+    for name, tensor in content.items():
+        if not isinstance(tensor, Tensor) or tensor.layout != torch.strided:
+            raise ConversionError(f"{file}: {name} is not a plain tensor")
+    return content
+
+
+def _check_sums(file: Path) -> bool:
+    """Whether the file is a zip archive; its checksums, which a mapping does not look at, are right then."""
+    with file.open("rb") as content:
+        if content.read(len(ZIP_MAGIC)) != ZIP_MAGIC:
+            return False
+    with zipfile.ZipFile(file) as archive:
+        if damaged := archive.testzip():
+            raise ConversionError(f"{file} is damaged: {damaged} in it has a wrong checksum")
+    return True
+
+
+def _choose_names(tensors: Mapping[str, Tensor], directory: Path) -> dict[str, str]:
+    """Removed name -> kept name, of tensors that are one and the same."""
+    groups = defaultdict(list)
+    for name, tensor in tensors.items():
+        place = (tensor.untyped_storage().data_ptr(), tensor.storage_offset())
+        if tensor.numel():
+            groups[*place, tensor.dtype, tensor.shape, tensor.stride()].append(name)
+    shared = [names for names in groups.values() if len(names) > 1]
+    spare = _spare_names(directory) if shared else []
+    kept_as: dict[str, str] = {}
+    for names in shared:
+        kept = min(names, key=lambda name: (any(re.search(pattern, name) for pattern in spare), name))
+        kept_as |= {name: kept for name in sorted(names) if name != kept}
+    return kept_as
+
+
+def _spare_names(directory: Path) -> list[str]:
+    """Patterns of the names that the model's class can do without."""
+    import transformers  # takes seconds, and few checkpoints need it
+
+    [name, *_] = hub.read_json(directory, "config.json").get("architectures") or [""]
+    model_class = getattr(transformers, name, None) if name else None
+    lists = (getattr(model_class, attribute, None) for attribute in SPARE_NAMES)
+    return [pattern for patterns in lists for pattern in patterns or ()]
+
+
+def _separate(tensors: Mapping[str, Tensor], removed: Iterable[str]) -> dict[str, Tensor]:
+    """As a safetensors file can hold them: contiguous, and no two of them in the same memory."""
+    kept = {name: tensor for name, tensor in tensors.items() if name not in removed}
+    places = Counter(tensor.untyped_storage().data_ptr() for tensor in kept.values())
+    return {
+        name: tensor.clone(memory_format=torch.contiguous_format)
+        if places[tensor.untyped_storage().data_ptr()] > 1
+        else tensor.contiguous()
+        for name, tensor in kept.items()
+    }
+
+
+def _compare(tensors: Mapping[str, Tensor], kept_as: Mapping[str, str], target: Path) -> None:
+    with safe_open(target, framework="pt") as written:
+        for name, tensor in tensors.items():
+            if not _is_same(tensor, written.get_tensor(kept_as.get(name, name))):
+                raise ConversionError(f"The output tensors do not match for key {name}")
+
+
+def _is_same(first: Tensor, second: Tensor) -> bool:
+    """Bit for bit: a NaN is itself."""
+    if first.dtype != second.dtype or first.shape != second.shape:
+        return False
+    return torch.equal(*(one.detach().contiguous().view(-1).view(torch.uint8) for one in (first, second)))
+
+
+def _read_index(index: Path, files: list[Path]) -> dict[str, Any]:
+    content = hub.read_json(index.parent, index.name)
+    file_of = content.get("weight_map")
+    if not isinstance(file_of, dict):
+        raise ConversionError(f"{index} is not an index of weights")
+    if missing := sorted({str(name) for name in file_of.values()} - {file.name for file in files}):
+        raise ConversionError(f"{index} names {', '.join(missing)}, which is not there")
+    return content
+
+
+def _rewrite_index(index: Path, content: dict[str, Any], results: Mapping[str, Converted]) -> str:
+    file_of = {}
+    for name, file in content["weight_map"].items():
+        if name in results[file].names:
+            file_of[name] = new_name(file)
+        elif name not in results[file].kept_as:
+            raise ConversionError(f"{index} names {name} in {file}, which holds no such tensor")
+    used = {name: results[name] for name in content["weight_map"].values()}
+    metadata = (content.get("metadata") or {}) | {"total_size": sum(one.num_bytes for one in used.values())}
+    return json.dumps({"metadata": metadata, "weight_map": file_of}, indent=2, sort_keys=True) + "\n"

@@ -1,0 +1,268 @@
+"""A model's files from a hub to its cache, by huggingface_hub: what was interrupted goes on where it stopped,
+and a file is in the cache only when its size and checksum are right."""
+
+import hashlib
+import io
+import logging
+import re
+import shutil
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TypeVar
+
+from huggingface_hub import HfApi, constants, get_hf_file_metadata, hf_hub_download, hf_hub_url
+from huggingface_hub.errors import HfHubHTTPError, HTTPError
+from huggingface_hub.file_download import http_get
+from huggingface_hub.utils import WeakFileLock, build_hf_headers
+from huggingface_hub.utils.logging import set_verbosity_error
+
+from tgis import hub
+from tgis.hub_errors import DownloadError, told_in_one_line
+
+logger = logging.getLogger(__name__)
+
+META_EXTENSIONS = (".json", ".py", ".model", ".md")
+NOT_FETCHED = ("arguments", "args", "training")
+NAME_ON_DISK = re.compile(r"\w[\w.+=-]*")  # of what the hub names and we make a path of
+TOKENIZER_NAMES = re.compile(r"vocab\.txt|merges\.txt|.*\.tiktoken")
+NUM_THREADS = 5
+TIMEOUT_S = 30.0
+DELAYS_S = (1.0, 2.0, 4.0, 8.0)  # before another try; bytes that arrive begin the row anew
+TRANSIENT = (408, 429, 500, 502, 503, 504)
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+class _Stopped(Exception):
+    """Another file has failed."""
+
+
+@dataclass(frozen=True)
+class RemoteFile:
+    """A file of one commit, as the hub describes it."""
+
+    name: str
+    etag: str
+    """Its sha256, or git's sha1 of it; hubs that are not the original may name anything."""
+    size: int | None
+    """Bytes."""
+    is_xet: bool
+
+
+def choose_extensions(text: str) -> tuple[str, ...]:
+    """A list is taken literally; a single extension of weights also stands for what belongs to them."""
+    given = tuple(part.strip() for part in text.split(","))
+    return given if len(given) > 1 or given[0] in META_EXTENSIONS else (*given, *META_EXTENSIONS)
+
+
+class Repository:
+    """One commit of a model on the hub."""
+
+    def __init__(self, name: str, revision: str | None, token: str | None, cache: Path) -> None:
+        """Asks the hub for the commit and its files. Raises DownloadError."""
+        _quieten()
+        self.name, self._token, self._cache = name.rstrip("/"), token, cache
+        self._revision = revision or "main"
+        self._stop = threading.Event()
+        with told_in_one_line(self.name, self._revision):
+            api = HfApi(token=token)
+            info = self._patiently(
+                lambda: api.model_info(self.name, revision=self._revision, timeout=TIMEOUT_S)
+            )
+        self.commit = str(info.sha)
+        if not NAME_ON_DISK.fullmatch(self.commit):
+            raise DownloadError(f"{self.name}: the hub gives no usable commit")
+        self._files = [file.rfilename for file in info.siblings or [] if "/" not in file.rfilename]
+        self._entry = hub.cache_entry(self.name, cache)
+        self.directory = self._entry / "snapshots" / self.commit
+
+    def select(self, extensions: Sequence[str]) -> list[str]:
+        """Names of the files that end so."""
+        named = [name for name in self._files if name.endswith(tuple(extensions))]
+        return [name for name in named if not any(word in name for word in NOT_FETCHED)]
+
+    def select_tokenizer(self) -> list[str]:
+        """Names of the files that tokenizer.json is made of, where there is none and no extension tells."""
+        has_fast = "tokenizer.json" in self._files
+        return [name for name in self._files if not has_fast and TOKENIZER_NAMES.fullmatch(name)]
+
+    def download(self, names: Iterable[str]) -> None:
+        """All of them, a few at a time; then the revision means this commit. Raises DownloadError."""
+        with told_in_one_line(self.name, self._revision):
+            files = self._in_threads(self._describe, list(names))
+            self._check_space(files)
+            self._in_threads(self._fetch, files)
+            self._name_commit()
+
+    def _describe(self, name: str) -> RemoteFile:
+        with told_in_one_line(self.name, self._revision, name):
+            found = self._patiently(
+                lambda: get_hf_file_metadata(self._url(name), token=self._token, timeout=TIMEOUT_S)
+            )
+            if not NAME_ON_DISK.fullmatch(found.etag or ""):
+                raise DownloadError(f"{name}: the hub gives no usable ETag")
+            return RemoteFile(name, found.etag, found.size, found.xet_file_data is not None)
+
+    def _check_space(self, files: Iterable[RemoteFile]) -> None:
+        self._cache.mkdir(parents=True, exist_ok=True)
+        missing = [file for file in files if not _is_whole(self._blob(file), file)]
+        needed = sum(max((file.size or 0) - _size(self._part(file)), 0) for file in missing)
+        free = shutil.disk_usage(self._cache).free
+        if needed > free:
+            raise DownloadError(
+                f"{self.name} needs {needed / 1e6:,.1f} MB more, {self._cache} has {free / 1e6:,.1f} MB left"
+            )
+
+    def _fetch(self, file: RemoteFile) -> None:
+        """Leaves the blob and the snapshot's link to it, or part of the blob to go on from."""
+        with told_in_one_line(self.name, self._revision, file.name):
+            blob, link = self._blob(file), self.directory / file.name
+            if link.is_file() and (not link.is_symlink() or _is_whole(blob, file)):
+                return
+            if not _is_whole(blob, file) and not (file.is_xet and self._fetch_by_xet(file)):
+                blob.parent.mkdir(parents=True, exist_ok=True)
+                lock = self._cache / ".locks" / self._entry.name / f"{file.etag}.lock"
+                lock.parent.mkdir(parents=True, exist_ok=True)
+                with WeakFileLock(lock):
+                    if not _is_whole(blob, file):  # somebody else may have been faster
+                        self._fill(file)
+            self._link(file)
+
+    def _fill(self, file: RemoteFile) -> None:
+        part = self._part(file)
+        if file.size is None or _size(part) > file.size:
+            part.unlink(missing_ok=True)
+        self._patiently(lambda: self._receive(file, part), lambda: _size(part))
+        if file.size not in (None, _size(part)) or not _has_sum(part, file.etag):
+            size = f"{_size(part)} of {file.size} bytes" if file.size != _size(part) else "a wrong checksum"
+            part.unlink()
+            raise DownloadError(f"{file.name} came with {size} and was thrown away; try again")
+        part.replace(self._blob(file))
+
+    def _receive(self, file: RemoteFile, part: Path) -> None:
+        """Appends what is missing. The address is the hub's own, so that it can be asked for again when a
+        signed one has expired; the library sends no token beyond the hub."""
+        headers = {**build_hf_headers(token=self._token), "Accept-Encoding": "identity"}
+        with _Part(part, self._stop) as content:
+            begun = content.seek(0, io.SEEK_END)
+            if begun != file.size:
+                http_get(
+                    self._url(file.name),
+                    content,
+                    resume_size=begun,
+                    headers=headers,
+                    displayed_filename=file.name,
+                )
+
+    def _fetch_by_xet(self, file: RemoteFile) -> bool:
+        """Whether the hub's faster way has worked; it is not there behind every mirror."""
+        if constants.HF_HUB_DISABLE_XET or find_spec("hf_xet") is None:
+            return False
+        try:
+            self._link(file)
+        except Exception as error:  # of many kinds, some of them of a library in another language
+            logger.warning("%s: xet failed (%s), going on over HTTP", file.name, type(error).__name__)
+            return False
+        if _is_whole(self._blob(file), file) and _has_sum(self._blob(file), file.etag):
+            return True
+        logger.warning("%s: came damaged by xet, going on over HTTP", file.name)
+        self._blob(file).unlink()
+        return False
+
+    def _link(self, file: RemoteFile) -> None:
+        """Without a blob this downloads it."""
+        hf_hub_download(
+            self.name, file.name, revision=self.commit, cache_dir=str(self._cache), token=self._token
+        )
+
+    def _name_commit(self) -> None:
+        if self._revision == self.commit:
+            return
+        reference = self._entry / "refs" / self._revision
+        reference.parent.mkdir(parents=True, exist_ok=True)
+        fresh = reference.with_name(f".{reference.name}.{threading.get_native_id()}")
+        fresh.write_text(self.commit)
+        fresh.replace(reference)
+
+    def _patiently(self, action: Callable[[], R], progress: Callable[[], int] = lambda: 0) -> R:
+        """Again and again while the hub or the network may recover."""
+        failures, reached = 0, progress()
+        while True:
+            try:
+                return action()
+            except HTTPError as error:
+                failures, reached = failures + 1 if progress() == reached else 1, progress()
+                status = error.response.status_code if isinstance(error, HfHubHTTPError) else None
+                if failures > len(DELAYS_S) or status not in (None, *TRANSIENT):
+                    raise
+                logger.info("%s: the hub fails (%s), trying again", self.name, status or type(error).__name__)
+            if self._stop.wait(DELAYS_S[failures - 1]):
+                raise _Stopped
+
+    def _in_threads(self, action: Callable[[T], R], items: Sequence[T]) -> list[R]:
+        """The results in order; the first failure ends all."""
+        with ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="download") as pool:
+            futures = [pool.submit(action, item) for item in items]
+            try:
+                for future in wait(futures, return_when=FIRST_EXCEPTION).done:
+                    future.result()
+            except BaseException:
+                self._stop.set()
+                pool.shutdown(cancel_futures=True)
+                raise
+            return [future.result() for future in futures]
+
+    def _url(self, name: str) -> str:
+        return str(hf_hub_url(self.name, name, revision=self.commit))
+
+    def _blob(self, file: RemoteFile) -> Path:
+        return self._entry / "blobs" / file.etag
+
+    def _part(self, file: RemoteFile) -> Path:
+        return self._entry / "blobs" / f"{file.etag}.incomplete"
+
+
+class _Part(io.BufferedWriter):
+    """The end of a file that grows, until somebody stops it."""
+
+    def __init__(self, path: Path, stop: threading.Event) -> None:
+        super().__init__(io.FileIO(path, "ab"))
+        self._stop = stop
+
+    def write(self, chunk: io.BufferedIOBase, /) -> int:  # type: ignore[override]
+        if self._stop.is_set():
+            raise _Stopped
+        return super().write(chunk)  # type: ignore[arg-type]
+
+
+def _quieten() -> None:
+    """What the libraries log quotes addresses, which may be signed."""
+    set_verbosity_error()
+    for name in ("httpx", "httpx2"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+
+
+def _size(path: Path) -> int:
+    """0 where there is none."""
+    return path.stat().st_size if path.is_file() else 0
+
+
+def _is_whole(path: Path, file: RemoteFile) -> bool:
+    return path.is_file() and file.size in (None, path.stat().st_size)
+
+
+def _has_sum(path: Path, etag: str) -> bool:
+    """True too for an ETag that is no checksum."""
+    if re.fullmatch("[0-9a-f]{64}", etag):
+        digest = hashlib.sha256()
+    elif re.fullmatch("[0-9a-f]{40}", etag):
+        digest = hashlib.sha1(b"blob %d\0" % path.stat().st_size)
+    else:
+        return True
+    with path.open("rb") as content:
+        return bool(hashlib.file_digest(content, lambda: digest).hexdigest() == etag)

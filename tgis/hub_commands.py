@@ -1,0 +1,185 @@
+"""The commands that bring a model's files to the disk and into the formats that are served. Those that find
+nothing to do say so and succeed; a failure is one line."""
+
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING
+
+import click
+
+from tgis import hub, logs
+from tgis.errors import OperatorError
+from tgis.options.command import OneLine, one_line_errors
+
+if TYPE_CHECKING:
+    from tgis.download import Repository
+
+ANYTHING = {"ignore_unknown_options": True, "allow_extra_args": True}
+NOT_QUANTIZED = "quantize: weights are not quantized by this version: serve the unquantized checkpoint"
+
+_revision = click.option("--revision", help="Branch, tag or commit of MODEL_NAME; unset: main.")
+
+
+class Interrupted(OperatorError):
+    """A signal has ended a command; what it had begun is gone, or will be gone on with."""
+
+
+def cache_root() -> Path:
+    """Of the hub cache, from the environment. Raises hub.CacheConflictError."""
+    names = ("hf_hub_cache", "transformers_cache", "huggingface_hub_cache", "hf_home", "home")
+    return hub.cache_root(**{name: os.environ.get(name.upper()) for name in names})
+
+
+@click.command("download-weights", cls=OneLine)
+@click.argument("model_name")
+@_revision
+@click.option("--token", help="Access token of the hub; unset: HF_TOKEN, else that of `hf auth login`.")
+@click.option(
+    "--extension",
+    default=".safetensors",
+    show_default=True,
+    help="Files to download, by the ends of their names, separated by commas; one alone also stands for "
+    ".json, .py, .model and .md.",
+)
+@click.option(
+    "--auto-convert/--no-auto-convert",
+    default=True,
+    show_default=True,
+    help="Make .safetensors where the hub has none, and a tokenizer.json.",
+)
+def download_weights(
+    model_name: str, revision: str | None, token: str | None, extension: str, auto_convert: bool
+) -> None:
+    """Download MODEL_NAME from the hub to its cache; what is there already is not downloaded again."""
+    with _told_in_one_line():
+        from tgis import download
+
+        extensions = download.choose_extensions(extension)
+        converts = auto_convert and ".safetensors" in extensions
+        if Path(model_name).is_dir():
+            click.echo(f"{model_name} is a directory, nothing is downloaded")
+            directory, on_hub = Path(model_name), [".safetensors"]
+        else:
+            repository = download.Repository(model_name, revision, token, cache_root())
+            directory, on_hub = repository.directory, repository.select(extensions)
+            _fetch(repository, on_hub + repository.select_tokenizer() * auto_convert)
+            if converts and ".bin" not in extensions and not _has_safetensors(directory):
+                click.echo(".safetensors weights not found, downloading pytorch weights to convert...")
+                _fetch(repository, repository.select([".bin"]))
+        if converts:
+            _convert(directory, any(name.endswith(".safetensors") for name in on_hub))
+        if auto_convert:
+            from tgis.convert import tokenizer
+
+            click.echo(tokenizer.convert_to_fast_tokenizer(model_name, directory))
+
+
+def _fetch(repository: "Repository", names: list[str]) -> None:
+    click.echo(f"Downloading {len(names)} files for model {repository.name}")
+    repository.download(names)
+
+
+def _convert(directory: Path, is_on_hub: bool) -> None:
+    from tgis.convert import weights
+
+    if not _has_safetensors(directory):
+        click.echo(".safetensors weights not found, converting from pytorch weights...")
+        click.echo(weights.convert_to_safetensors(directory))
+    elif not is_on_hub:
+        found = "not found on hub, but were found locally. Remove them first to re-convert"
+        click.echo(f".safetensors weights {found}")
+
+
+def _has_safetensors(directory: Path) -> bool:
+    return any(directory.glob("*.safetensors"))
+
+
+@click.command("convert-to-safetensors", cls=OneLine)
+@click.argument("model_name")
+@_revision
+def convert_to_safetensors(model_name: str, revision: str | None) -> None:
+    """Make .safetensors files of the .bin files of MODEL_NAME, a directory or in the hub cache."""
+    with _told_in_one_line():
+        directory = hub.find_files(model_name, revision, cache_root())
+        from tgis.convert import weights
+
+        click.echo(weights.convert_to_safetensors(directory))
+
+
+@click.command("convert-to-fast-tokenizer", cls=OneLine)
+@click.argument("model_name")
+@_revision
+@click.option(
+    "--output-path", type=click.Path(path_type=Path), help="Directory that gets it; unset: the model's own."
+)
+def convert_to_fast_tokenizer(model_name: str, revision: str | None, output_path: Path | None) -> None:
+    """Make a tokenizer.json of the tokenizer of MODEL_NAME, a directory or in the hub cache."""
+    with _told_in_one_line():
+        directory = hub.find_files(model_name, revision, cache_root())
+        from tgis.convert import tokenizer
+
+        click.echo(tokenizer.convert_to_fast_tokenizer(model_name, directory, output_path))
+
+
+@click.command("convert-to-onnx", cls=OneLine)
+@click.argument("model_name")
+@click.argument("target_model_name", type=click.Path(path_type=Path))
+@_revision
+@click.option("--merge-graphs/--no-merge-graphs", default=False, help="One graph with and without past.")
+@click.option("--optimize/--no-optimize", default=False, help="O3 on a GPU, O1 on a CPU.")
+@click.option("--provider", help="ONNX Runtime's execution provider; unset: CUDA's where there is a GPU.")
+def convert_to_onnx(
+    model_name: str,
+    target_model_name: Path,
+    revision: str | None,
+    merge_graphs: bool,
+    optimize: bool,
+    provider: str | None,
+) -> None:
+    """Write MODEL_NAME, a directory or in the hub cache, as ONNX to the directory TARGET_MODEL_NAME."""
+    with _told_in_one_line():
+        directory = hub.find_files(model_name, revision, cache_root())
+        from tgis.convert import onnx
+
+        onnx.check_extra()
+        provider = provider or onnx.default_provider()
+        click.echo(f"Provider: {provider}, merge graphs: {merge_graphs}, optimize: {optimize}")
+        click.echo(f"Model type: {onnx.model_type_of(directory)}")
+        click.echo(onnx.convert_to_onnx(directory, target_model_name, provider, merge_graphs, optimize))
+
+
+@click.command("quantize", cls=OneLine, context_settings=ANYTHING)
+@click.pass_context
+def quantize(context: click.Context) -> None:
+    """Refused: weights are not quantized by this version."""
+    with _told_in_one_line():
+        raise OperatorError(NOT_QUANTIZED)
+
+
+COMMANDS = (download_weights, convert_to_safetensors, convert_to_fast_tokenizer, convert_to_onnx, quantize)
+
+
+@contextmanager
+def _told_in_one_line() -> Iterator[None]:
+    """A failure or a signal ends the process with a line; a second signal ends it at once."""
+    logs.setup("info", json_output=False)
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        for one in handlers:
+            signal.signal(one, signal.SIG_DFL)
+        raise KeyboardInterrupt(signal.Signals(number).name)
+
+    handlers = {number: signal.signal(number, interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        with one_line_errors():
+            try:
+                yield
+            except KeyboardInterrupt as error:
+                raise Interrupted(f"interrupted by {error}") from error
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
