@@ -167,4 +167,5 @@ CASES: dict[str, Callable[[], hf.PretrainedConfig]] = {
         **experts(tie_word_embeddings=True, num_key_value_heads=4, **multipliers(0.2, 0.3, 7.0, 3.0))
     ),
     "granitemoe_biases": lambda: hf.GraniteMoeConfig(**experts(attention_bias=True)),
+    "starcoder2": lambda: hf.Starcoder2Config(**sizes(sliding_window=5)),
 }

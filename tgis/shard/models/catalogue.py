@@ -33,6 +33,7 @@ from tgis.shard.models.families import (
     qwen2,
     qwen3,
     qwen3_moe,
+    starcoder2,
     t5,
 )
 from tgis.shard.models.interface import Model, UnsupportedModelError
@@ -81,6 +82,7 @@ DECODERS: tuple[Family, ...] = (
     gpt_neox,
     gpt2,
     gpt_bigcode,
+    starcoder2,
     bloom,
     falcon,
     mpt,
