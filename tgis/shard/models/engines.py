@@ -1,4 +1,5 @@
-"""Chooses what a model runs on: a family of our own where it can, else transformers' code; or ONNX Runtime."""
+"""Chooses what a model runs on: a family of our own where it can, else transformers' code; or ONNX
+Runtime."""
 
 import logging
 from collections.abc import Callable, Mapping
@@ -36,7 +37,7 @@ class Choice:
 def choose(
     directory: Path, settings: Mapping[str, Any], framework: str | None, size: int, trust_remote_code: bool
 ) -> Choice:
-    """What runs the model in `directory`, whose config.json is `settings`, on `size` ranks; touches no tensor.
+    """What runs the model in `directory`, whose config.json is `settings`, on `size` ranks. Reads no tensor.
 
     Raises UnsupportedModelError and WeightsError."""
     engine = ENGINES.get(framework or "")
