@@ -1,4 +1,4 @@
-"""What the shard's tests share: checkpoints on disk, and a second rank."""
+"""What the shard's tests share: checkpoints on disk, and ranks beside the first."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.shard.checkpoints import CASES, write_llama
-from tests.shard.ranks import Pair
+from tests.shard.ranks import Ranks
 from tgis.shard.threads import configure
 
 
@@ -31,7 +31,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
 
 
 @pytest.fixture(scope="session")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
-    """Two ranks: this process, and another for as long as the session lasts."""
-    with Pair(tmp_path_factory.mktemp("ranks") / "rendezvous") as pair:
-        yield pair
+def ranks() -> Iterator[Ranks]:
+    """Groups of two and four ranks, for as long as the session lasts."""
+    with Ranks() as group:
+        yield group

@@ -1,6 +1,8 @@
-"""A group of two ranks, of which this process is the first, to run the same function on both."""
+"""Ranks of gloo groups of two and four, this process being the first of each. The others live as long as the
+test session, so that they import torch once."""
 
 import multiprocessing
+import tempfile
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from multiprocessing.connection import Connection
@@ -8,43 +10,89 @@ from pathlib import Path
 from typing import Any
 
 from tgis.shard.threads import configure
-from tgis.shard.world import join
+from tgis.shard.world import World, join
 
-TIMEOUT_S = 60.0
+TIMEOUT_S = 30.0
+ALONE = World(0, 1)
 
 
-class Pair(AbstractContextManager["Pair"]):
-    def __init__(self, rendezvous: Path):
-        context = multiprocessing.get_context("spawn")
-        self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(str(rendezvous), theirs), daemon=True)
-        self._process.start()
-        self.world = join(0, 2, str(rendezvous), TIMEOUT_S)
+class Ranks(AbstractContextManager["Ranks"]):
+    """Processes start when a size first needs them."""
 
-    def run(self, function: Callable[..., Any], *args: Any) -> tuple[Any, Any]:
-        """What function(world, *args), of a module, gives on rank 0 and on rank 1."""
-        self._pipe.send((function, args))
-        mine = function(self.world, *args)
-        assert self._pipe.poll(TIMEOUT_S), "rank 1 does not answer"
-        theirs = self._pipe.recv()
-        if isinstance(theirs, Exception):
-            raise theirs
-        return mine, theirs
+    def __init__(self) -> None:
+        self._directory = Path(tempfile.mkdtemp(prefix="ranks-"))
+        self._pipes: list[Connection] = []  # of rank 1, 2, ...
+        self._processes: list[multiprocessing.process.BaseProcess] = []
+        self._worlds: dict[int, World] = {1: ALONE}
+        self._num_meetings = 0
+
+    def run(self, size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+        """What function(world, *args), of a module, gives on each of `size` ranks."""
+        world = self._world(size)
+        others = self._pipes[: size - 1]
+        for pipe in others:
+            pipe.send((size, function, args))
+        try:
+            results = [function(world, *args), *(_receive(pipe) for pipe in others)]
+        except BaseException:
+            self._abandon()
+            raise
+        return results
 
     def __exit__(self, *exception: object) -> None:
-        self._pipe.send(None)
-        self._process.join(10)
-        self._process.kill()
-        self.world.leave()
+        for pipe in self._pipes:
+            pipe.send(None)
+        for process in self._processes:
+            process.join(10)
+        self._abandon()
+
+    def _abandon(self) -> None:
+        """Ranks that failed, or wait for one that did, are of no use to the next test."""
+        for process in self._processes:
+            process.kill()
+        for world in self._worlds.values():
+            world.leave()
+        self._pipes, self._processes, self._worlds = [], [], {1: ALONE}
+
+    def _world(self, size: int) -> World:
+        if size not in self._worlds:
+            while len(self._processes) < size - 1:
+                self._start(len(self._processes) + 1)
+            self._num_meetings += 1
+            rendezvous = str(self._directory / f"rendezvous-{self._num_meetings}")
+            for pipe in self._pipes[: size - 1]:
+                pipe.send((size, None, (rendezvous,)))
+            self._worlds[size] = join(0, size, rendezvous, TIMEOUT_S)
+        return self._worlds[size]
+
+    def _start(self, rank: int) -> None:
+        context = multiprocessing.get_context("spawn")
+        ours, theirs = context.Pipe()
+        process = context.Process(target=_serve, args=(rank, theirs), daemon=True)
+        process.start()
+        self._pipes.append(ours)
+        self._processes.append(process)
 
 
-def _serve(rendezvous: str, pipe: Connection) -> None:
+def _receive(pipe: Connection) -> Any:
+    assert pipe.poll(TIMEOUT_S), "a rank does not answer"
+    result = pipe.recv()
+    if isinstance(result, Exception):
+        raise result
+    return result
+
+
+def _serve(rank: int, pipe: Connection) -> None:
     configure(1)
-    world = join(1, 2, rendezvous, TIMEOUT_S)
+    worlds: dict[int, World] = {}
     while (work := pipe.recv()) is not None:
-        function, args = work
-        try:
-            pipe.send(function(world, *args))
-        except Exception as error:
-            pipe.send(error)
-    world.leave()
+        size, function, args = work
+        if function is None:
+            worlds[size] = join(rank, size, args[0], TIMEOUT_S)
+        else:
+            try:
+                pipe.send(function(worlds[size], *args))
+            except Exception as error:
+                pipe.send(error)
+    for world in worlds.values():
+        world.leave()

@@ -17,7 +17,7 @@ from tests.shard.driver import Request
 from tests.shard.family_cases import encoder_decoders, gpts, llamas
 from tests.shard.family_oracle import NEW_TOKENS, Answer, Oracle, draw_inputs
 from tests.shard.messages import GREEDY, SAMPLE
-from tests.shard.rank_group import RankGroup
+from tests.shard.ranks import Ranks
 from tests.shard.relay import serve
 from tgis.shard.models.catalogue import FAMILIES
 
@@ -49,12 +49,6 @@ def plan() -> Iterator[object]:
                 yield pytest.param(case, size, company, id=f"{case}, {size} ranks, {company}", marks=marks)
 
 
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[RankGroup]:
-    with RankGroup() as group:
-        yield group
-
-
 class Checkpoints:
     """Written, and asked of the oracle, when a test first needs one; only the last is kept."""
 
@@ -84,9 +78,16 @@ def ask(oracle: Oracle, input_ids: list[int], sampling: dict[str, object] = GREE
     return Request(prompt, NEW_TOKENS, sampling=sampling, details=DETAILS, encoder_token_ids=encoder)
 
 
+def test_every_model_type_has_a_case() -> None:
+    """But for those that are older names of others, which have tests of their own."""
+    cases = {CASES[case]().model_type for case in CASES}
+    assert FAMILIES.keys() - cases == {"RefinedWeb", "RefinedWebModel"}
+    assert cases <= FAMILIES.keys()
+
+
 @pytest.mark.parametrize(("case", "size", "company"), list(plan()))
 def test_equals_transformers(
-    case: str, size: int, company: str, ranks: RankGroup, checkpoints: Checkpoints
+    case: str, size: int, company: str, ranks: Ranks, checkpoints: Checkpoints
 ) -> None:
     directory, oracle, answers = checkpoints.find(case)
     greedy = [ask(oracle, answer.input_ids) for answer in answers]

@@ -1,5 +1,6 @@
 """Ranks: how things are cut, what collectives give, and that nothing waits or listens where it should not."""
 
+import logging
 import threading
 import time
 from collections.abc import Callable
@@ -9,11 +10,13 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from tests.shard.checkpoints import CASES
-from tests.shard.ranks import Pair
-from tests.shard.stepping import compute_mixed_steps
+from tests.shard.ranks import Ranks
+from tests.shard.stepping import compute_mixed_steps, load
+from tgis.logs import FIELDS
 from tgis.shard.world import World, WorldError, join
 
 
@@ -119,16 +122,51 @@ def test_a_rank_that_never_comes_is_noticed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_two_ranks_equal_one(case: str, pair: Pair, checkpoint: Callable[[str], Path]) -> None:
-    mine, theirs = pair.run(compute_mixed_steps, checkpoint(case), torch.float32)
+def test_two_ranks_equal_one(case: str, ranks: Ranks, checkpoint: Callable[[str], Path]) -> None:
+    mine, theirs = ranks.run(2, compute_mixed_steps, checkpoint(case), torch.float32)
     torch.testing.assert_close(
         mine, compute_mixed_steps(World(0, 1), checkpoint(case), torch.float32), rtol=1e-4, atol=1e-4
     )
     assert torch.equal(mine, theirs), "ranks disagree"
 
 
-def test_two_ranks_equal_one_in_half_precision(pair: Pair, checkpoint: Callable[[str], Path]) -> None:
-    mine, theirs = pair.run(compute_mixed_steps, checkpoint("biases"), torch.bfloat16)
+def test_two_ranks_equal_one_in_half_precision(ranks: Ranks, checkpoint: Callable[[str], Path]) -> None:
+    mine, theirs = ranks.run(2, compute_mixed_steps, checkpoint("biases"), torch.bfloat16)
     expected = compute_mixed_steps(World(0, 1), checkpoint("biases"), torch.bfloat16)
     torch.testing.assert_close(mine, expected, rtol=1e-4, atol=1e-4)
     assert torch.equal(mine, theirs), "ranks disagree"
+
+
+def count_bytes_read(world: World, directory: Path) -> int:
+    """As the log says it at the end."""
+    records: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = records.append  # type: ignore[method-assign]
+    logger = logging.getLogger("tgis.shard.progress")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        load(directory, world)
+    finally:
+        logger.removeHandler(handler)
+    return int(getattr(records[-1], FIELDS)["bytes"])
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_a_rank_reads_its_slices_only(size: int, ranks: Ranks, checkpoint: Callable[[str], Path]) -> None:
+    """Norms and the biases of sums are whole on every rank; of the vocabulary the last has fewer rows."""
+    directory = checkpoint("biases")
+    expected = [0] * size
+    for name, tensor in load_file(directory / "model.safetensors").items():
+        num_bytes = tensor.nbytes
+        is_whole = "norm" in name or name.endswith(("o_proj.bias", "down_proj.bias"))
+        for rank in range(size):
+            share = -(-num_bytes // size)
+            if "embed" in name or "lm_head" in name:
+                rows, width = 99, num_bytes // 99
+                begin = rank * -(-rows // size)
+                share = (min(rows, begin + -(-rows // size)) - begin) * width
+            elif size == 4 and ("k_proj" in name or "v_proj" in name):
+                share = num_bytes // 2  # two heads: neighbours have the same one
+            expected[rank] += num_bytes if is_whole else share
+    assert ranks.run(size, count_bytes_read, directory) == expected
