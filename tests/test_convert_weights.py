@@ -218,7 +218,7 @@ def write_page(file: Path) -> None:
 
 
 DAMAGED = "{file} cannot be read: it is truncated or damaged"
-REFUSED = "{file} holds objects other than tensors, which could run code, and is refused"
+REFUSED = "{file} wants to call "
 
 
 @pytest.mark.parametrize(
@@ -230,9 +230,9 @@ REFUSED = "{file} holds objects other than tensors, which could run code, and is
         (write_most, DAMAGED),
         (write_half_of_old_kind, DAMAGED),
         (write_flipped, "{file} is damaged: pytorch_model-00002-of-00002/data/0 in it has a wrong checksum"),
-        (write_nothing, DAMAGED),
-        (write_page, DAMAGED),
-        (lambda file: torch.save([torch.ones(1)], file), "{file} holds no tensors by name"),
+        (write_nothing, "{file} cannot be read: it is "),
+        (write_page, "{file} cannot be read: it is "),
+        (lambda file: torch.save([torch.ones(1)], file), "{file} does not hold tensors by name"),
         (lambda file: torch.save({"a": {"b": torch.ones(1)}}, file), "{file}: a is not a plain tensor"),
         (lambda file: torch.save({"c": torch.ones(1).to_sparse()}, file), "{file}: c is not a plain tensor"),
     ],

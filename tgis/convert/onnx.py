@@ -13,8 +13,8 @@ from tgis.convert.workshop import ConversionError, first_line
 # Its newest release needs an older transformers than the rest of us.
 ELSEWHERE = (
     "convert-to-onnx needs optimum-onnx, which needs transformers below 4.58 and so an environment of its "
-    "own: python -m venv onnxenv; onnxenv/bin/pip install 'optimum-onnx[onnxruntime]'; onnxenv/bin/optimum-cli "
-    "export onnx --model MODEL --task text-generation-with-past DIRECTORY"
+    "own: python -m venv onnxenv; onnxenv/bin/pip install 'optimum-onnx[onnxruntime]'; "
+    "onnxenv/bin/optimum-cli export onnx --model MODEL --task text-generation-with-past DIRECTORY"
 )
 CPU, CUDA = "CPUExecutionProvider", "CUDAExecutionProvider"
 LEVELS = {CPU: "O1", CUDA: "O3"}

@@ -3,7 +3,6 @@ that memory need not hold a copy; what was written is read back and compared."""
 
 import json
 import logging
-import pickle
 import re
 import zipfile
 from collections import Counter, defaultdict
@@ -19,6 +18,7 @@ from torch import Tensor
 
 from tgis import hub
 from tgis.convert.workshop import ConversionError, deliver, first_line, workshop
+from tgis.pickles import TORN, PickleError, can_map, open_pickle
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +30,6 @@ SPARE_NAMES = (
     "_keys_to_ignore_on_load_missing",
     "_keys_to_ignore_on_load_unexpected",
 )
-ZIP_MAGIC = b"PK\x03\x04"  # what torch.save has written since 1.6; the older kind cannot be mapped
 
 
 @dataclass(frozen=True)
@@ -93,32 +92,24 @@ def _convert_one(file: Path, room: Path, directory: Path) -> Converted:
 def _load(file: Path) -> dict[str, Tensor]:
     """Tensors by name, whose memory is the file itself where it can be mapped."""
     try:
-        is_zip = _check_sums(file)
-        content = torch.load(file, map_location="cpu", weights_only=True, mmap=is_zip)
-    except ConversionError:
-        raise
-    except Exception as error:  # of many kinds, whatever byte is wrong
-        if isinstance(error, pickle.UnpicklingError) and "unsupported global" in str(error).lower():
-            reason = "holds objects other than tensors, which could run code, and is refused"
-            raise ConversionError(f"{file} {reason}") from error
-        raise ConversionError(f"{file} cannot be read: it is truncated or damaged") from error
-    if not isinstance(content, dict):
-        raise ConversionError(f"{file} holds no tensors by name")
+        _check_sums(file)
+        content = open_pickle(file)
+    except PickleError as error:
+        raise ConversionError(str(error)) from error
+    except (OSError, zipfile.BadZipFile) as error:
+        raise ConversionError(f"{file} {TORN}") from error
     for name, tensor in content.items():
         if not isinstance(tensor, Tensor) or tensor.layout != torch.strided:
             raise ConversionError(f"{file}: {name} is not a plain tensor")
     return content
 
 
-def _check_sums(file: Path) -> bool:
-    """Whether the file is a zip archive; its checksums, which a mapping does not look at, are right then."""
-    with file.open("rb") as content:
-        if content.read(len(ZIP_MAGIC)) != ZIP_MAGIC:
-            return False
-    with zipfile.ZipFile(file) as archive:
-        if damaged := archive.testzip():
-            raise ConversionError(f"{file} is damaged: {damaged} in it has a wrong checksum")
-    return True
+def _check_sums(file: Path) -> None:
+    """Of a zip archive, which a mapping does not look at."""
+    if can_map(file):
+        with zipfile.ZipFile(file) as archive:
+            if damaged := archive.testzip():
+                raise ConversionError(f"{file} is damaged: {damaged} in it has a wrong checksum")
 
 
 def _choose_names(tensors: Mapping[str, Tensor], directory: Path) -> dict[str, str]:

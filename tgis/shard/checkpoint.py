@@ -1,17 +1,21 @@
 """The files of a checkpoint: which of them holds a tensor. They are mapped into memory when asked for."""
 
 import json
+import logging
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from tgis.shard.pickles import can_map, open_pickle
+from tgis.pickles import PickleError, can_map, open_pickle
 from tgis.shard.progress import Progress
 from tgis.shard.resources import release_memory
 from tgis.shard.stored import FileTensor, MissingTensorError, WeightsError, first_line
+
+logger = logging.getLogger(__name__)
 
 # Of each kind of file: the name of one that holds all tensors, and that of an index of several.
 SAFETENSORS = ("model.safetensors", "model.safetensors.index.json")
@@ -124,7 +128,19 @@ def count_elements(directory: Path) -> int:
 
 
 def _open(file: Path) -> Tensors:
-    return open_pickle(file) if file.suffix == ".bin" else _Safetensors(file)
+    if file.suffix != ".bin":
+        return _Safetensors(file)
+    if not can_map(file):
+        logger.warning("%s is of an old format that takes memory for all of it while it is read", file)
+    try:
+        found = open_pickle(file)
+    except PickleError as error:
+        raise WeightsError(str(error)) from error
+    return {name: value.detach() for name, value in found.items() if _is_plain(value)}
+
+
+def _is_plain(value: object) -> bool:
+    return isinstance(value, Tensor) and value.layout == torch.strided and value.device.type == "cpu"
 
 
 def _can_map(file: Path) -> bool:

@@ -1,0 +1,54 @@
+"""Reads torch's pickled tensors without ever running what a pickle may hold: only what builds tensors is
+allowed."""
+
+import pickle
+import re
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tgis.errors import OperatorError
+
+TORN = "cannot be read: it is truncated or damaged"
+_ZIP = b"PK\x03\x04"
+_GLOBAL = re.compile(r"GLOBAL ([\w.]+)")
+
+
+class PickleError(OperatorError):
+    """A file cannot be used; the text is one line that names it."""
+
+
+def open_pickle(file: Path) -> dict[str, Any]:
+    """What the file has by name, its tensors mapped into memory; files from before torch 1.6 are read as a
+    whole.
+
+    Raises PickleError, OSError."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # that a pickle is of another protocol than usual
+            found = torch.load(file, map_location="cpu", weights_only=True, mmap=can_map(file))
+    except pickle.UnpicklingError as error:
+        raise PickleError(f"{file} {_explain(error)}") from error
+    except FileNotFoundError:
+        raise
+    # Of a torn file the reader raises whatever it stumbles over.
+    except Exception as error:
+        raise PickleError(f"{file} {TORN}") from error
+    if not isinstance(found, dict):
+        raise PickleError(f"{file} does not hold tensors by name")
+    return found
+
+
+def can_map(file: Path) -> bool:
+    """Whether the file is of a format that can be mapped, a zip archive. Raises OSError."""
+    with file.open("rb") as content:
+        return content.read(len(_ZIP)) == _ZIP
+
+
+def _explain(error: pickle.UnpicklingError) -> str:
+    refused = _GLOBAL.search(str(error))
+    if refused is None:
+        return "cannot be read: it is not a pickle of tensors"
+    return f"wants to call {refused[1]}, which tensors do not need; it was not run"
