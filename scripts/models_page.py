@@ -12,7 +12,17 @@ The family of a model is the `model_type` of its `config.json`. Those of the tab
 (`DEPLOYMENT_FRAMEWORK` unset, or `tgis_native`); a configuration that asks for something which a family does not
 compute is refused at start, in one line.
 """
-COLUMNS = ("family", "what it is", "`model_type`", "kind", "native", "sharded", "quantized", "soft prompts", "adapters")
+COLUMNS = (
+    "family",
+    "what it is",
+    "`model_type`",
+    "kind",
+    "native",
+    "sharded",
+    "quantized",
+    "soft prompts",
+    "adapters",
+)
 OTHERS = """\
 ## Sharding
 

@@ -6,6 +6,7 @@ from dataclasses import MISSING, Field, dataclass, field, fields
 from typing import Any, get_type_hints
 
 DTYPES = ("float32", "bfloat16", "float16")
+DEVICES = ("auto", "cpu", "cuda")
 FRAMEWORKS = (
     "hf_transformers",
     "hf_accelerate",
@@ -73,6 +74,12 @@ class LogOptions:
 class ModelOptions:
     dtype: str | None = option(
         "Type the weights are held in; unset: the checkpoint's own.", None, choices=DTYPES
+    )
+    device: str = option(
+        "What shards compute on; auto: GPUs where torch can use them, else the CPU.",
+        "auto",
+        env="TGIS_DEVICE",
+        choices=DEVICES,
     )
     block_size: int = option("Tokens per cache block.", 16, minimum=1)
     kv_cache_tokens: int | None = option(

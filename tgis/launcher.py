@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 from tgis import hub
 from tgis.child import Child
 from tgis.config import ENGINES, SHORT_SEQUENCE, LauncherConfig, RouterConfig, ShardConfig, to_flags
+from tgis.devices import has_gpus
 from tgis.errors import OperatorError
 from tgis.ports import listen
 
@@ -30,8 +31,8 @@ POLL_S = 0.05
 # milliseconds, in which it keeps a core from the router, the clients and the other threads of its own step:
 # beside one busy process a step then takes ten times as long. Not to look at all costs a wake-up per
 # operator, half the speed of a small model.
-SHARD_ENV = {"GOMP_SPINCOUNT": "2000"}
-IS_CUDA = False  # this version computes on CPUs
+# NCCL is told the interface by which shards meet: like all else among them, on this machine alone.
+SHARD_ENV = {"GOMP_SPINCOUNT": "2000", "NCCL_SOCKET_IFNAME": "lo"}
 MIN_LENGTH = 2
 TOKENIZER = "tokenizer.json"
 # What ends a process that touches shared memory which there is none of.
@@ -66,7 +67,8 @@ def plan(config: LauncherConfig) -> Plan:
     """Raises LaunchError, hub.CacheConflictError or hub.ModelNotFoundError."""
     if config.dtype and config.dtype_str and config.dtype != config.dtype_str:
         raise LaunchError("dtype and dtype_str args both provided with different values")
-    num_shards = count_shards(config, IS_CUDA)
+    is_cuda = config.device != "cpu" and has_gpus(config.cuda_visible_devices)
+    num_shards = count_shards(config, is_cuda)
     path = hub.resolve(config.model_name, config.revision, _cache_root(config))
     has_fast = (path / TOKENIZER).is_file()
     if not has_fast and not hub.has_tokenizer_to_convert(path):

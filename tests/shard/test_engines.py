@@ -7,6 +7,8 @@ import pytest
 import transformers
 
 from tests.shard.checkpoints import SMALL, edit_config
+from tests.shard.driver import Request, Router, configure
+from tgis.shard.loading import load
 from tgis.shard.models import engines
 from tgis.shard.models.interface import UnsupportedModelError
 
@@ -50,6 +52,18 @@ def test_choice(model: str, framework: str | None, size: int, outcome: str, tmp_
             engines.choose(tmp_path, settings, framework, size, trust_remote_code=False)
         assert outcome in str(caught.value)
         assert "\n" not in str(caught.value)
+
+
+ONNX = Path(__file__).parent.parent / "data" / "onnx"
+
+
+def test_a_model_in_onnx_form_is_served(tmp_path: Path) -> None:
+    """Loaded as a shard loads it, in the type that its graph computes in, and driven."""
+    engine = load(configure(ONNX / "half", deployment_framework="hf_optimum_ort", dtype="float32"))
+    assert engine.info.cache_dtype == "float16"
+    request = Request([5, 6, 7], max_new_tokens=4)
+    Router(engine).run([request])
+    assert len(request.generated) == 4
 
 
 def test_says_that_ours_would_be_faster(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

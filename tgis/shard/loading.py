@@ -14,8 +14,7 @@ import torch
 from tgis import hub
 from tgis.config import ShardConfig
 from tgis.pb import shard_pb2 as pb
-from tgis.shard import capacity, resources, world
-from tgis.shard.attention.cpu import CpuAttention
+from tgis.shard import capacity, platform, resources, world
 from tgis.shard.batch import RowTable
 from tgis.shard.cache import KVCache, bytes_per_block
 from tgis.shard.capacity import GIB, Demand, Room
@@ -24,23 +23,24 @@ from tgis.shard.engine import Engine
 from tgis.shard.grammar import Guides, read_tokenizer
 from tgis.shard.models import engines
 from tgis.shard.models.interface import Model, ModelSpec, UnsupportedModelError
+from tgis.shard.platform import Platform
 from tgis.shard.threads import configure
 from tgis.shard.warm_up import WarmUp, largest_step
 from tgis.shard.world import World, WorldError
 
 logger = logging.getLogger(__name__)
 
-CPU = torch.device("cpu")
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 # How long a rank waits for another that is still reading its weights.
 MEETING_TIMEOUT_S = 600.0
 
 
-def load(config: ShardConfig, ranks: World | None = None) -> Engine:
-    """`ranks` have met already; absent, they meet here.
+def load(config: ShardConfig, ranks: World | None = None, on: Platform | None = None) -> Engine:
+    """`ranks` have met already; absent, they meet here. `on` is what to compute with; absent, that follows
+    from the configuration.
 
-    Raises ModelNotFoundError, UnsupportedModelError, WeightsError, WorldError, ModelTooLargeError or
-    CacheTooSmallError."""
+    Raises DeviceError, ModelNotFoundError, UnsupportedModelError, WeightsError, WorldError,
+    ModelTooLargeError or CacheTooSmallError."""
     began = time.monotonic()
     directory = Path(config.model_path)
     settings = hub.read_json(directory, "config.json")
@@ -48,20 +48,20 @@ def load(config: ShardConfig, ranks: World | None = None) -> Engine:
     choice = engines.choose(
         directory, settings, config.deployment_framework, config.world_size, config.trust_remote_code
     )
-    spec = choice.spec
+    spec, on = choice.spec, on or _choose_platform(config, choice)
     configure(config.cpu_threads or max(1, resources.count_cores() // config.world_size))
-    dtype, demand = _choose_dtype(config.dtype, settings), _demand(config, settings, spec)
+    dtype, demand = _choose_dtype(config.dtype, settings, choice), _demand(config, settings, spec)
     info = _describe(config, settings, spec, dtype)
     guides = _start_guides(directory, Path(config.tokenizer_path or directory), spec.vocab_size)
-    ranks = ranks or _join(config)
-    _check_fit(directory, spec, ranks, dtype, demand)
-    before = resources.memory_used()
-    model = choice.load(ranks, DTYPES[dtype])
+    ranks = ranks or _join(config, on.device)
+    _check_fit(directory, choice, ranks, dtype, demand, on)
+    before = on.memory.memory_used()
+    model = choice.load(ranks, DTYPES[dtype], on.kernels)
     _check_length(model.spec, demand.max_sequence_length)
     resources.release_memory()
-    weight_gib = (resources.memory_used() - before) / GIB
+    weight_gib = (on.memory.memory_used() - before) / GIB
     guides.wait_until_ready()  # its memory is not that of a step, which is measured next
-    loaded = _Loaded(info, model, ranks, guides, demand, DTYPES[dtype])
+    loaded = _Loaded(info, model, ranks, guides, demand, DTYPES[dtype], on)
     room = loaded.measure_room(config.max_step_tokens)
     engine = loaded.make_engine(capacity.make_cache(model.spec, ranks, DTYPES[dtype], demand, room))
     num_blocks = engine.info.num_blocks
@@ -85,6 +85,7 @@ class _Loaded:
     guides: Guides
     demand: Demand
     dtype: torch.dtype
+    on: Platform
 
     @property
     def block_bytes(self) -> int:
@@ -97,32 +98,41 @@ class _Loaded:
             demand.max_sequence_length,
             demand.block_size,
             spec.vocab_size,
-            CPU,
+            self.on.device,
             rope_switch_len=spec.rope_switch_len,
             is_encoder_decoder=spec.is_encoder_decoder,
         )
         info = pb.InfoResponse(num_blocks=cache.num_blocks)
         info.MergeFrom(self.info)
-        return Engine(self.model, CpuAttention(cache), table, self.guides, info)
+        return Engine(self.model, self.on.attention(cache), table, self.guides, info)
 
     def measure_room(self, max_step_tokens: int) -> Room:
         """What is left for caches once kernels are compiled. Raises WorldError, ModelTooLargeError."""
         shape, ranks, demand = self.model.spec, self.ranks, self.demand
         cache = capacity.allocate(shape, ranks, self.dtype, demand.block_size, 1)
-        warm_up = WarmUp(self.make_engine(cache), ranks, demand)
+        warm_up = WarmUp(self.make_engine(cache), ranks, demand, self.on.memory)
         warm_up.compile()
-        resources.release_memory()
-        left = ranks.min(resources.memory_left())
+        self.on.memory.release_memory()
+        left = self.on.memory_left(ranks)
 
         def is_enough(step: int) -> bool:
-            room = Room(left, step, ranks.size)
+            room = Room(left, step, ranks.size, self.on.cache_divisor)
             return room.share >= demand.wanted_blocks * self.block_bytes
 
         step = warm_up.measure(largest_step(demand, max_step_tokens), is_enough, left)
-        room = Room(left, step, ranks.size)
+        room = Room(left, step, ranks.size, self.on.cache_divisor)
         capacity.check_step(room)
-        resources.release_memory()
+        self.on.memory.release_memory()
         return room
+
+
+def _choose_platform(config: ShardConfig, choice: engines.Choice) -> Platform:
+    """Raises DeviceError."""
+    on = platform.choose(config.device, config.rank, config.world_size)
+    if on is platform.ON_CPU or choice.engine == engines.NATIVE:
+        return on
+    logger.warning("%s computes on the CPU only", choice.engine)
+    return platform.ON_CPU
 
 
 def _demand(config: ShardConfig, settings: dict[str, Any], spec: ModelSpec) -> Demand:
@@ -145,15 +155,22 @@ def _check_length(spec: ModelSpec, length: int) -> None:
         raise UnsupportedModelError(text)
 
 
-def _check_fit(directory: Path, spec: ModelSpec, ranks: World, dtype: str, demand: Demand) -> None:
+def _check_fit(
+    directory: Path, choice: engines.Choice, ranks: World, dtype: str, demand: Demand, on: Platform
+) -> None:
     """Before gigabytes are read. No rank reads any before all have looked at what is left."""
-    weights = count_elements(directory) * DTYPES[dtype].itemsize
-    left = ranks.min(resources.memory_left())
-    capacity.check_fit(spec, ranks, DTYPES[dtype], demand, weights, left)
+    weights = choice.weight_bytes
+    if weights is None:
+        weights = count_elements(directory) * DTYPES[dtype].itemsize
+    left = on.memory_left(ranks)
+    capacity.check_fit(choice.spec, ranks, DTYPES[dtype], demand, weights, left, on.cache_divisor)
 
 
-def _choose_dtype(asked: str | None, settings: dict[str, Any]) -> str:
-    """What is asked for, else what the checkpoint names for itself or its language model, else float32."""
+def _choose_dtype(asked: str | None, settings: dict[str, Any], choice: engines.Choice) -> str:
+    """Where the model leaves a choice, what is asked for, else what the checkpoint names for itself or its
+    language model, else float32."""
+    if choice.dtype is not None:
+        return next(name for name, dtype in DTYPES.items() if dtype == choice.dtype)
     inner = settings.get("text_config")
     places = (settings, inner if isinstance(inner, dict) else {})
     named = [place.get(key) for place in places for key in ("dtype", "torch_dtype")]
@@ -166,12 +183,12 @@ def _start_guides(directory: Path, tokenizer: Path, vocab_size: int) -> Guides:
     return Guides(partial(read_tokenizer, tokenizer, vocab_size, hub.eos_token_ids(directory)), vocab_size)
 
 
-def _join(config: ShardConfig) -> World:
+def _join(config: ShardConfig, device: torch.device) -> World:
     if config.world_size == 1:
-        return World(0, 1)
+        return World(0, 1, device=device)
     if config.rendezvous is None:
         raise WorldError("the ranks of a group need a rendezvous file to meet by")
-    return world.join(config.rank, config.world_size, config.rendezvous, MEETING_TIMEOUT_S)
+    return world.join(config.rank, config.world_size, config.rendezvous, MEETING_TIMEOUT_S, device)
 
 
 def _describe(

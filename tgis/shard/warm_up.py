@@ -11,9 +11,10 @@ import numpy as np
 
 from tgis.logs import FIELDS
 from tgis.pb import shard_pb2 as pb
+from tgis.shard import resources
 from tgis.shard.capacity import GIB, Demand
 from tgis.shard.engine import Engine
-from tgis.shard.resources import begin_peak, peak, release_memory
+from tgis.shard.platform import Memory
 from tgis.shard.world import World
 
 logger = logging.getLogger(__name__)
@@ -44,6 +45,7 @@ class WarmUp:
     engine: Engine
     world: World
     demand: Demand
+    memory: Memory = resources
 
     def compile(self) -> None:
         """A prompt in two pieces and a token, so that no request waits for a compiler. Raises WorldError."""
@@ -81,12 +83,12 @@ class WarmUp:
 
     def _run(self, extent: Extent) -> tuple[float, int]:
         """Seconds and bytes, the most of any rank."""
-        release_memory()
-        before, began = begin_peak(), time.monotonic()
+        self.memory.release_memory()
+        before, began = self.memory.begin_peak(), time.monotonic()
         opened = self._open_rows(extent)
         self.engine.execute(self._step(opened, [0] * len(opened), [row.prompt_len for row in opened]))
         self.engine.reset()
-        seconds, used = time.monotonic() - began, max(0, peak() - before)
+        seconds, used = time.monotonic() - began, max(0, self.memory.peak() - before)
         return -self.world.min(-int(seconds * 1e6)) / 1e6, -self.world.min(-used)
 
     def _open_rows(self, extent: Extent) -> list[pb.OpenRow]:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from tgis.errors import OperatorError
 
+CPU = torch.device("cpu")
 _LOOPBACK = "127.0.0.1"
 _c10d: Any = dist  # what is needed of it has no stubs
 
@@ -24,9 +25,12 @@ class WorldError(OperatorError):
 
 @dataclass(frozen=True)
 class World:
+    """`device` is where this rank's tensors are, those of collectives among them."""
+
     rank: int
     size: int
     group: Any = field(default=None, repr=False, compare=False)
+    device: torch.device = CPU
 
     def slice(self, length: int, pieces: int | None = None) -> builtins.slice:
         """This rank's share of `length` things; cut in fewer `pieces` than ranks, neighbours share one."""
@@ -49,7 +53,9 @@ class World:
 
     def min(self, value: int) -> int:
         """The least of the ranks' values. Raises WorldError."""
-        return value if self.size == 1 else int(torch.cat(self._gather(torch.tensor([value]))).min())
+        if self.size == 1:
+            return value
+        return int(torch.cat(self._gather(torch.tensor([value], device=self.device))).min())
 
     def leave(self) -> None:
         """Closes the connections to the other ranks; nothing collective works afterwards."""
@@ -63,24 +69,42 @@ class World:
         return parts
 
 
-def join(rank: int, size: int, rendezvous: str, timeout_s: float) -> World:
+def join(rank: int, size: int, rendezvous: str, timeout_s: float, device: torch.device = CPU) -> World:
     """Meets the other ranks through the file `rendezvous`, which must be new for every start of the group.
 
     Listens on the loopback interface alone. No rank waits longer than the time limit for another, here or
     in a collective. Raises WorldError."""
     if size == 1:
-        return World(rank, size)
+        return World(rank, size, device=device)
     timeout = timedelta(seconds=timeout_s)
-    gloo = _c10d.ProcessGroupGloo
-    options = gloo._Options()
-    options._timeout, options._devices = timeout, [gloo.create_device(hostname=_LOOPBACK)]
+    meet = _meet_nccl if device.type == "cuda" else _meet_gloo
     try:
         store = _c10d.FileStore(rendezvous, size)
         store.set_timeout(timeout)
-        return World(rank, size, gloo(store, rank, size, options))
+        return World(rank, size, meet(store, rank, size, timeout), device)
     except RuntimeError as error:
         text = f"rank {rank} did not meet all {size} ranks within {timeout_s:g} s: {_first_line(error)}"
         raise WorldError(text) from error
+
+
+def _meet_gloo(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+    gloo = _c10d.ProcessGroupGloo
+    options = gloo._Options()
+    options._timeout, options._devices = timeout, [gloo.create_device(hostname=_LOOPBACK)]
+    return gloo(store, rank, size, options)
+
+
+def _meet_nccl(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+    """Ranks meet in their first collective, which is done here so that what hinders them shows now.
+
+    Sockets are opened on the interface that NCCL_SOCKET_IFNAME names, which the launcher sets."""
+    nccl = _c10d.ProcessGroupNCCL
+    options = nccl.Options()
+    options._timeout = timeout
+    group = nccl(store, rank, size, options)
+    group.allreduce([torch.zeros(1, device="cuda")]).wait()
+    torch.cuda.synchronize()
+    return group
 
 
 def _complete(begin: Callable[[], Any]) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from tgis.config import ENGINES
+from tgis.shard.layers.kernels import Kernels
 from tgis.shard.models import catalogue, fallback, onnx
 from tgis.shard.models.interface import Model, ModelSpec, UnsupportedModelError
 from tgis.shard.world import World
@@ -23,11 +24,12 @@ NATIVE, TRANSFORMERS, ONNX = "tgis_native", "hf_transformers", "hf_optimum_ort"
 @dataclass(frozen=True)
 class Choice:
     """A model that can be served. `spec` follows from the configuration alone; the loaded model's own is
-    what counts. `load` raises UnsupportedModelError and WeightsError."""
+    what counts. `load` raises UnsupportedModelError and WeightsError; none but the native engine asks for
+    the kernels that it is given."""
 
     engine: str
     spec: ModelSpec
-    load: Callable[[World, torch.dtype], Model]
+    load: Callable[[World, torch.dtype, Kernels], Model]
     dtype: torch.dtype | None = None
     """Of weights and cache, where the model leaves no choice."""
     weight_bytes: int | None = None
@@ -86,7 +88,7 @@ def _choose_transformers(
     if instead_of is not None:
         logger.info("transformers' code serves this model: %s", instead_of)
 
-    def load(world: World, dtype: torch.dtype) -> Model:
+    def load(world: World, dtype: torch.dtype, _: Kernels) -> Model:
         return fallback.load(directory, spec, world, dtype, trust_remote_code)
 
     return Choice(TRANSFORMERS, spec, load)
@@ -95,7 +97,7 @@ def _choose_transformers(
 def _choose_onnx(directory: Path, settings: Mapping[str, Any]) -> Choice:
     spec = onnx.describe(directory, settings)
 
-    def load(world: World, dtype: torch.dtype) -> Model:
+    def load(world: World, dtype: torch.dtype, _: Kernels) -> Model:
         return onnx.load(spec, world, torch.get_num_threads())
 
     return Choice(ONNX, spec, load, spec.dtype, spec.weight_bytes)

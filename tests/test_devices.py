@@ -1,0 +1,42 @@
+"""Whether there are GPUs, told by device files alone; and what the launcher makes of them."""
+
+from pathlib import Path
+
+import pytest
+
+from tgis import launcher
+from tgis.config import LauncherConfig
+from tgis.devices import has_gpus
+
+
+@pytest.mark.parametrize(
+    ("files", "variable", "expected"),
+    [
+        (["nvidia0", "nvidiactl"], None, True),
+        (["nvidia7"], "7", True),
+        (["nvidia0"], "GPU-8f3e", True),
+        (["nvidiactl", "nvidia-uvm", "null"], None, False),
+        (["nvidia0"], "", False),
+        (["nvidia0"], "-1", False),
+        (["nvidia0"], "NoDevFiles", False),
+        ([], "0", False),
+    ],
+)
+def test_finds_gpus(files: list[str], variable: str | None, expected: bool, tmp_path: Path) -> None:
+    for name in files:
+        (tmp_path / name).touch()
+    assert has_gpus(variable, tmp_path) is expected
+
+
+@pytest.mark.parametrize(
+    ("device", "found", "num_shards"),
+    [("auto", True, 2), ("cuda", True, 2), ("cpu", True, 1), ("auto", False, 1)],
+)
+def test_visible_gpus_count(
+    device: str, found: bool, num_shards: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "tokenizer.json").write_text("{}")
+    monkeypatch.setattr(launcher, "has_gpus", lambda variable: found and variable == "0,1")
+    config = LauncherConfig(model_name=f"{tmp_path}/", device=device, cuda_visible_devices="0,1")
+    assert launcher.plan(config).num_shards == num_shards

@@ -1,0 +1,164 @@
+"""Attention in plain torch operators, for any device: pages are gathered, and scores computed in float32.
+
+Sequences with equally many new tokens are attended to together, as far as a bound on memory lets them."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import groupby, pairwise
+
+import torch
+from torch import Tensor
+
+from tgis.shard.attention.base import AttentionMetadata, Scoring
+from tgis.shard.cache import LANES, KVCache
+
+# Keys that are gathered at once, and pairs of a query and a key that are scored at once, where not a single
+# sequence or query has more.
+KEYS, PAIRS = 1 << 16, 1 << 22
+
+
+class TorchAttention:
+    def __init__(self, cache: KVCache):
+        self._cache = cache
+        self._keys, self._values = _as_pages(cache, cache.keys), _as_pages(cache, cache.values)
+        self._plans: list[tuple[AttentionMetadata, list[_Piece]]] = []
+
+    def write(self, layer: int, k: Tensor, v: Tensor, metadata: AttentionMetadata) -> None:
+        slots = metadata.slot_mapping.long()
+        kept = (slots >= 0).nonzero().squeeze(1)
+        slots = slots[kept]
+        block, offset = slots // self._cache.block_size, slots % self._cache.block_size
+        for pages, fresh in ((self._keys, k), (self._values, v)):
+            pages[layer][block, :, offset] = fresh[kept].to(self._cache.dtype)  # [n, num_kv_heads, head_dim]
+
+    def attend(self, layer: int, q: Tensor, metadata: AttentionMetadata, scoring: Scoring) -> Tensor:
+        out = torch.empty_like(q)
+        for piece in self._plan(metadata):
+            k, v = (_gather(pages[layer], piece) for pages in (self._keys, self._values))
+            out[piece.tokens] = _attend(q[piece.tokens], k, v, piece, scoring)
+        return out
+
+    def read(self, layer: int, block_table: Tensor, seq_len: int) -> tuple[Tensor, Tensor]:
+        blocks = block_table[: -(-seq_len // self._cache.block_size)].long()
+        k, v = (pages[layer][blocks].transpose(0, 1).flatten(1, 2) for pages in (self._keys, self._values))
+        return k[:, :seq_len].float(), v[:, :seq_len].float()
+
+    def _plan(self, metadata: AttentionMetadata) -> "list[_Piece]":
+        """Made by the first layer of a step, which has two at most: its own, and one across to an encoder."""
+        for known, pieces in self._plans:
+            if known is metadata:
+                return pieces
+        pieces = list(_plan(metadata, self._cache.block_size))
+        self._plans = [(metadata, pieces), *self._plans[:1]]
+        return pieces
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """The same number of new tokens of each of n sequences, and the keys that they may see."""
+
+    tokens: Tensor  # int64 [n, count], in the step
+    positions: Tensor  # int64 [n, count]
+    lengths: Tensor  # int64 [n, 1], of the sequences
+    blocks: Tensor  # int64 [n, max_blocks]; those behind a sequence's end are others'
+
+
+def _plan(metadata: AttentionMetadata, block_size: int) -> Iterator[_Piece]:
+    begins, lengths = metadata.cu_seqlens_q.tolist(), metadata.seq_lens.tolist()
+    counts = [end - begin for begin, end in pairwise(begins)]
+    order = sorted(range(len(counts)), key=lambda i: (counts[i], lengths[i]))
+    for count, alike in groupby(order, counts.__getitem__):
+        for together in _cut([(i, lengths[i]) for i in alike if count]):
+            longest = lengths[together[-1]]
+            step = max(1, PAIRS // max(1, len(together) * longest))
+            for skip in range(0, count, step):
+                yield _piece(metadata, block_size, together, range(skip, min(skip + step, count)), longest)
+
+
+def _cut(sequences: list[tuple[int, int]]) -> Iterator[list[int]]:
+    """Runs of sequences, each given with its length, rising, that may be padded to the longest."""
+    together: list[int] = []
+    for sequence, length in sequences:
+        if together and (len(together) + 1) * length > KEYS:
+            yield together
+            together = []
+        together.append(sequence)
+    if together:
+        yield together
+
+
+def _piece(
+    metadata: AttentionMetadata, block_size: int, sequences: list[int], which: range, longest: int
+) -> _Piece:
+    """Of the sequences' new tokens only `which`."""
+    device = metadata.seq_lens.device
+    index = torch.tensor(sequences, device=device)
+    place = torch.arange(which.start, which.stop, device=device)  # [count]
+    begins, ends = metadata.cu_seqlens_q[index].long(), metadata.cu_seqlens_q[index + 1].long()
+    lengths = metadata.seq_lens[index].long()
+    first = lengths - (ends - begins)  # positions, [n]; across to an encoder they mean nothing
+    num_blocks = -(-longest // block_size)
+    blocks = metadata.block_tables[index, :num_blocks].long()
+    behind = torch.arange(num_blocks, device=device) * block_size >= lengths.unsqueeze(1)
+    return _Piece(
+        tokens=begins.unsqueeze(1) + place,
+        positions=first.unsqueeze(1) + place,
+        lengths=lengths.unsqueeze(1),
+        blocks=blocks.masked_fill(behind, 0),
+    )
+
+
+def _as_pages(cache: KVCache, elements: Tensor) -> Tensor:
+    """[num_layers, num_blocks, num_kv_heads, block_size, head_dim]"""
+    sides = (-(-n // LANES) * LANES for n in (cache.block_size, cache.head_dim))
+    pages = elements.view(*elements.shape[:3], *sides)
+    return pages[..., : cache.block_size, : cache.head_dim]
+
+
+def _gather(pages: Tensor, piece: _Piece) -> Tensor:
+    """float32 [n, num_kv_heads, length, head_dim]; zero behind a sequence's end, where a page may hold
+    anything."""
+    found = pages[piece.blocks].transpose(1, 2).flatten(2, 3).float()
+    at = torch.arange(found.shape[2], device=found.device)
+    return found.masked_fill_((at >= piece.lengths)[:, None, :, None], 0.0)
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, piece: _Piece, scoring: Scoring) -> Tensor:
+    """q: [n, count, num_heads, head_dim] -> the same shape. Query heads that share a key/value head lie side
+    by side, and become rows of one product."""
+    n, count, num_heads, head_dim = q.shape
+    _, num_kv_heads, length, _ = k.shape
+    rows = num_heads // num_kv_heads * count
+    scores = q.transpose(1, 2).reshape(n, num_kv_heads, rows, head_dim) @ k.transpose(2, 3)
+    distance, hidden = _look(piece, length, scoring)
+    scores = _bend(scores.view(n, num_heads, count, length), distance, scoring)
+    weights = scores.masked_fill_(hidden, -torch.inf).softmax(-1)
+    weights = weights.masked_fill_(hidden, 0.0)  # a query that sees nothing gets nothing
+    y = weights.view(n, num_kv_heads, rows, length) @ v
+    return y.view(n, num_heads, count, head_dim).transpose(1, 2)
+
+
+def _look(piece: _Piece, length: int, scoring: Scoring) -> tuple[Tensor, Tensor]:
+    """Distances int64 and what is hidden, bool, [n, 1, count, length]."""
+    at = torch.arange(length, device=piece.positions.device)
+    distance = at - piece.positions.unsqueeze(-1)  # [n, count, length]
+    hidden = (at >= piece.lengths).unsqueeze(1).expand_as(distance)
+    if scoring.causal:
+        hidden = hidden | (distance > 0)
+    if scoring.window:
+        hidden = hidden | (distance <= -scoring.window)
+    return distance.unsqueeze(1), hidden.unsqueeze(1)
+
+
+def _bend(scores: Tensor, distance: Tensor, scoring: Scoring) -> Tensor:
+    """Scale, soft cap, slopes and bias of scores [n, num_heads, count, length], in place."""
+    scores *= scoring.scale
+    if scoring.soft_cap:
+        scores = scores.div_(scoring.soft_cap).tanh_().mul_(scoring.soft_cap)
+    if scoring.slopes is not None:
+        scores += scoring.slopes[:, None, None] * distance
+    if scoring.bias is not None:
+        reach = scoring.bias.shape[1] // 2
+        places = distance.squeeze(1).clamp(-reach, reach) + reach  # [n, count, length]
+        scores += scoring.bias[:, places].transpose(0, 1)
+    return scores

@@ -1,0 +1,111 @@
+"""`Kernels` in plain torch operators, for any device: float32 activations, and weights in the type that they
+are rounded to, in which products take their operands and give their sums."""
+
+import logging
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tgis.shard.layers.kernels import HeadNorm, Product
+
+logger = logging.getLogger(__name__)
+
+FLOAT16_MAX = torch.finfo(torch.float16).max
+
+
+def _quick_gelu(x: Tensor) -> Tensor:
+    return x * torch.sigmoid(1.702 * x)
+
+
+def _gelu_tanh(x: Tensor) -> Tensor:
+    return F.gelu(x, approximate="tanh")
+
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": _gelu_tanh,
+    "relu": F.relu,
+    "quick_gelu": _quick_gelu,
+}
+
+
+class TorchKernels:
+    """Weights may come from anywhere; all else is on `device`."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+
+    def pack(self, weight: Tensor, dtype: torch.dtype, label: str) -> Product:
+        """As in `Kernels`. A matrix with values beyond float16's range stays float32, with a warning."""
+        if dtype == torch.float16 and not weight.abs().max() <= FLOAT16_MAX:
+            logger.warning("%s does not fit float16 and is kept as float32", label)
+            dtype = torch.float32
+        packed = weight.to(self.device, dtype, copy=True)
+        return lambda x: F.linear(x.to(dtype), packed).float()
+
+    def rms_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+        return F.rms_norm(_add(x, delta), weight.shape, weight, eps)
+
+    def layer_norm(
+        self, x: Tensor, delta: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float
+    ) -> Tensor:
+        return F.layer_norm(_add(x, delta), weight.shape, weight, bias, eps)
+
+    def activate(self, x: Tensor, name: str) -> Tensor:
+        return x.copy_(ACTIVATIONS[name](x))
+
+    def multiply_gated(self, gate_up: Tensor, name: str) -> Tensor:
+        gate, up = gate_up.chunk(2, -1)
+        return ACTIVATIONS[name](gate) * up
+
+    def angles(
+        self,
+        positions: Tensor,
+        inv_freq: Tensor,
+        amplitudes: Tensor,
+        regimes: Tensor | None = None,
+        growth: Tensor | None = None,
+    ) -> Tensor:
+        if regimes is None:
+            inv_freq, amplitudes = inv_freq[:1], amplitudes[:1]
+        else:
+            inv_freq, amplitudes = inv_freq[regimes], amplitudes[regimes]
+        if growth is not None:
+            half = inv_freq.shape[1]
+            steps = torch.arange(half, device=growth.device) / max(half - 1, 1)  # [half]
+            shrunk = torch.exp(-growth.double().log().unsqueeze(-1) * steps)  # [num_tokens, half]
+            inv_freq = (inv_freq * shrunk).float()
+        turned = positions.float().unsqueeze(-1) * inv_freq  # [num_tokens, half]
+        return torch.stack((turned.cos(), turned.sin())) * amplitudes.unsqueeze(-1)
+
+    def split_heads(
+        self,
+        qkv: Tensor,
+        num_heads: int,
+        num_kv_heads: int,
+        angles: Tensor | None,
+        head_norm: HeadNorm | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        heads = qkv.view(len(qkv), num_heads + 2 * num_kv_heads, -1)
+        q, k, v = torch.split(heads, [num_heads, num_kv_heads, num_kv_heads], 1)
+        if head_norm is not None:
+            q = F.rms_norm(q, q.shape[2:], head_norm.q_weight, head_norm.eps)
+            k = F.rms_norm(k, k.shape[2:], head_norm.k_weight, head_norm.eps)
+        return _turn(q, angles), _turn(k, angles), _turn(v, None)
+
+
+def _add(x: Tensor, delta: Tensor | None) -> Tensor:
+    return x if delta is None else x.add_(delta)
+
+
+def _turn(x: Tensor, angles: Tensor | None) -> Tensor:
+    """A new tensor, [num_tokens, heads, head_dim]."""
+    if angles is None:
+        return x.clone(memory_format=torch.contiguous_format)
+    half = angles.shape[-1]
+    cosines, sines = angles.unsqueeze(2)  # [num_tokens, 1, half] each
+    one, other, rest = torch.split(x, [half, half, x.shape[-1] - 2 * half], -1)
+    return torch.cat((one * cosines - other * sines, other * cosines + one * sines, rest), -1)

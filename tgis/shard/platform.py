@@ -1,0 +1,92 @@
+"""What a shard computes with: a device, and the kernels, attention and memory that go with it. Chosen once
+when the shard starts; nothing else asks what kind of device it is, but the world, for how ranks talk."""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from tgis.devices import has_gpus
+from tgis.errors import OperatorError
+from tgis.shard import resources
+from tgis.shard.attention.base import Attention
+from tgis.shard.attention.cpu import CpuAttention
+from tgis.shard.attention.torch_attention import TorchAttention
+from tgis.shard.cache import KVCache
+from tgis.shard.cuda_memory import CudaMemory
+from tgis.shard.layers import cpu
+from tgis.shard.layers.kernels import Kernels
+from tgis.shard.layers.torch_kernels import TorchKernels
+from tgis.shard.world import CPU, World
+
+logger = logging.getLogger(__name__)
+
+
+class DeviceError(OperatorError):
+    """There is no device as was asked for; the text is one line."""
+
+
+class Memory(Protocol):
+    """The memory that weights, cache and steps are in; all numbers are bytes."""
+
+    def memory_left(self) -> int:
+        """What this process may still take."""
+
+    def release_memory(self) -> None:
+        """Gives back what was freed, where it can be."""
+
+    def memory_used(self) -> int:
+        """What this process has taken."""
+
+    def begin_peak(self) -> int:
+        """What this process has taken; `peak` is counted from here on."""
+
+    def peak(self) -> int:
+        """The most that this process has had since `begin_peak`."""
+
+
+@dataclass(frozen=True)
+class Platform:
+    device: torch.device
+    kernels: Kernels
+    attention: Callable[[KVCache], Attention]
+    memory: Memory
+    is_memory_shared: bool
+    """Whether all ranks of a model are in the same memory."""
+    cache_divisor: int
+    """Of the memory that weights and steps leave, the cache may have one part in so many."""
+
+    def memory_left(self, ranks: World) -> int:
+        """Bytes that all ranks together may still take, if each takes as many. Raises WorldError."""
+        left = ranks.min(self.memory.memory_left())
+        return left if self.is_memory_shared else left * ranks.size
+
+
+ON_CPU = Platform(CPU, cpu, CpuAttention, resources, is_memory_shared=True, cache_divisor=4)
+
+
+def choose(asked: str, rank: int, size: int) -> Platform:
+    """What rank `rank` of `size` computes with. Asked for is cpu, cuda or auto, which is GPUs where torch can
+    compute on them. Raises DeviceError."""
+    if asked == "cpu":
+        return ON_CPU
+    if not torch.cuda.is_available():
+        if asked == "cuda":
+            raise DeviceError("there is no GPU that torch can compute on; --device cpu asks for none")
+        if has_gpus(None):
+            logger.warning("there are GPUs, but torch cannot compute on them: computing on the CPU")
+        return ON_CPU
+    count = torch.cuda.device_count()
+    if size > count:
+        raise DeviceError(f"{size} shards configured but only {count} GPUs detected")
+    device = torch.device("cuda", rank % count)
+    torch.cuda.set_device(device)
+    return on_cuda(device)
+
+
+def on_cuda(device: torch.device) -> Platform:
+    """`device` is this process's own."""
+    kernels, memory = TorchKernels(device), CudaMemory(device)
+    return Platform(device, kernels, TorchAttention, memory, is_memory_shared=False, cache_divisor=1)
