@@ -2,7 +2,6 @@
 
 import logging
 import time
-from typing import cast
 
 import numpy as np
 import torch
@@ -53,7 +52,8 @@ class Engine:
         encoder_inputs, batch = self._table.pack_encoder(request.opened_rows), self._table.pack(request)
         with torch.inference_mode():
             if encoder_inputs is not None:
-                cast(EncoderDecoder, self._model).encode(encoder_inputs, self._attention)
+                assert isinstance(self._model, EncoderDecoder), "only its rows have inputs for an encoder"
+                self._model.encode(encoder_inputs, self._attention)
             if batch is not None:
                 self._compute(batch, response)
         response.forward_ns = time.perf_counter_ns() - began

@@ -162,6 +162,8 @@ def _check_fit(
     weights = choice.weight_bytes
     if weights is None:
         weights = count_elements(directory) * DTYPES[dtype].itemsize
+    if choice.engine != engines.NATIVE:  # then every rank has all of them
+        weights *= ranks.size
     left = on.memory_left(ranks)
     capacity.check_fit(choice.spec, ranks, DTYPES[dtype], demand, weights, left, on.cache_divisor)
 

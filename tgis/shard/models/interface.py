@@ -1,7 +1,7 @@
 """What the engine knows of any model: its shape, and how a step goes through it."""
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -62,6 +62,7 @@ class Model(Protocol):
         """Any rows of what `forward` gave, [n, any] -> float32 [n, vocab_size], the same on every rank."""
 
 
+@runtime_checkable
 class EncoderDecoder(Model, Protocol):
     def encode(self, inputs: StepInputs, attention: Attention) -> None:
         """Computes whole encoder inputs, and writes to the blocks of `inputs.metadata` what the decoder's
