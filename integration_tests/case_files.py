@@ -1,5 +1,6 @@
 """The cases of `cases/*.yaml`: requests in protobuf's JSON form, what must come back, and tags for what
-hangs on a tokenizer or a model, or is long.
+hangs on a tokenizer or a model, or is long. A case is asked of the models that it or its file names, of
+`bytes` by default; `decoder_only` keeps it from the encoder-decoder.
 
     !repeat [text, times]
     !inputs 3                         so many inputs
@@ -31,6 +32,8 @@ REQUESTS: dict[str, type[Message]] = {
     "ModelInfo": pb.ModelInfoRequest,
 }
 FIELDS = {"name", "model", "rpc", "request", "expect", "differs"}
+ALSO = "encoder_decoder"
+"""The model that is asked all that `bytes` is asked, except where a case says `decoder_only`."""
 
 
 @dataclass(frozen=True)
@@ -70,9 +73,11 @@ def _load(path: Path) -> list[Case]:
     content = _Loader(path.read_text(encoding="utf-8")).get_single_data()
     found = []
     for entry in content["cases"]:
-        assert not (unknown := set(entry) - FIELDS - {"models"}), f"{path.name}: {unknown}"
+        assert not (unknown := set(entry) - FIELDS - {"models", "decoder_only"}), f"{path.name}: {unknown}"
         given = {"rpc": "Generate", "model": content.get("model", "bytes"), "expect": "oracle", **entry}
         models = given.pop("models", [given["model"]])
+        if not given.pop("decoder_only", False) and "bytes" in models:
+            models = [*models, ALSO]
         found += [Case(**{**given, "topic": path.stem, "model": model}) for model in models]
     return found
 
@@ -121,7 +126,8 @@ def _from_output(
     plain = ParseDict(_resolve({**request, "params": params}, oracle, request), pb.BatchedGenerationRequest())
     ids = oracle.generate(plain.requests[0].text, plain.params, plain.params.sampling.seed).ids
     assert len(ids) >= token, f"only {len(ids)} tokens are generated"
-    text = plain_text.text(oracle.tokenizer, ids[:token], not oracle.served.output_special_tokens)
+    skip = not oracle.served.output_special_tokens
+    text = plain_text.text(oracle.tokenizer, ids[:token], skip, begins=oracle.is_encoder_decoder)
     text = text[: len(text) - drop][-chars:]
     assert len(text) == chars, f"there are only {len(text)} characters"
     return text + add

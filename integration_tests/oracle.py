@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
-from transformers import LlamaForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutput
 
 from integration_tests.first_error import Server, first_error, is_greedy
 from integration_tests.served_models import MAX_NEW_TOKENS, MAX_SEQUENCE_LENGTH, Served
@@ -40,12 +41,18 @@ class Oracle:
     def __init__(self, served: Served) -> None:
         self.served, self.tokenizer = served, served.tokenizer
         self.server = Server(MAX_SEQUENCE_LENGTH, MAX_NEW_TOKENS)
-        self._rows: dict[Ids, list[float]] = {}
+        self._rows: dict[tuple[Ids, Ids], list[float]] = {}
+        self._encoded: dict[Ids, BaseModelOutput] = {}
         self._generations: dict[tuple[str, bytes, int], Generation] = {}
 
+    @property
+    def is_encoder_decoder(self) -> bool:
+        return self.served.decoder_start_id is not None
+
     @cached_property
-    def _model(self) -> LlamaForCausalLM:
-        return LlamaForCausalLM.from_pretrained(self.served.directory, dtype=torch.float32).eval()
+    def model(self) -> PreTrainedModel:
+        kind = AutoModelForSeq2SeqLM if self.is_encoder_decoder else AutoModelForCausalLM
+        return kind.from_pretrained(self.served.directory, dtype=torch.float32).eval()
 
     def error(self, request: pb.BatchedGenerationRequest | pb.SingleGenerationRequest) -> str | None:
         """What the request is refused with."""
@@ -66,13 +73,17 @@ class Oracle:
         return pb.GenerationResponse(
             input_token_count=len(generation.input_ids),
             generated_token_count=len(generation.entries),
-            text=(text if asked.input_text else "") + "".join(entry[0] for entry in generation.entries),
+            text=self._echo(text, asked) + "".join(entry[0] for entry in generation.entries),
             stop_reason=reason,
             stop_sequence=stop_sequence,
             seed=0 if is_greedy(params) else seed,
             tokens=generation.tokens if asked.generated_tokens else [],
             input_tokens=self._input_tokens(generation.input_ids, asked) if asked.input_tokens else [],
         )
+
+    def _echo(self, text: str, asked: pb.ResponseOptions) -> str:
+        gap = "\n\n" if self.is_encoder_decoder else ""
+        return text + gap if asked.input_text else ""
 
     def stream(self, text: str, params: pb.Parameters, seed: int) -> list[pb.GenerationResponse]:
         generation = self.generate(text, params, seed)
@@ -110,10 +121,13 @@ class Oracle:
         limit, minimum = min(wanted, room), params.stopping.min_new_tokens
         include = params.stopping.include_stop_sequence
         row = _row(params, seed, self.served.eos_ids)
+        encoder_ids, before = (prompt, (self._start_id,)) if self.is_encoder_decoder else ((), prompt)
         ids: list[int] = []
         tokens: list[pb.TokenInfo] = []
         while len(ids) < limit:
-            token_id, info = self._next(row, [*prompt, *ids], len(ids), params.response)
+            row.token_ids, row.num_generated = [*before, *ids], len(ids)
+            row.logits = self.logits((*before, *ids), encoder_ids)
+            token_id, info = self._next(row, params.response)
             ids.append(token_id)
             tokens.append(info)
             if token_id in self.served.eos_ids and len(ids) >= minimum:
@@ -132,18 +146,16 @@ class Oracle:
             reduced=limit < wanted,
             eos_ids=self.served.eos_ids,
             output_special_tokens=self.served.output_special_tokens,
+            begins=self.is_encoder_decoder,
         )
         return Generation(prompt, ids, tokens[: len(entries)], entries)
 
-    def _next(
-        self, row: Row, ids: list[int], num_generated: int, asked: pb.ResponseOptions
-    ) -> tuple[int, pb.TokenInfo]:
-        row.logits, row.token_ids, row.num_generated = self.logits(tuple(ids)), ids, num_generated
+    def _next(self, row: Row, asked: pb.ResponseOptions) -> tuple[int, pb.TokenInfo]:
         scores = plain_sampling.process(row)
         token_id, margin = plain_sampling.choose(row, scores.values)
         order = min(scores.order, scores.typical_order)
         if margin < LEAST_MARGIN or order < LEAST_ORDER or scores.mass < LEAST_MASS:
-            raise UncertainError(f"token {num_generated + 1}: {margin=} {order=} {scores.mass=}")
+            raise UncertainError(f"token {row.num_generated + 1}: {margin=} {order=} {scores.mass=}")
         return token_id, self._describe(token_id, scores.values, asked)
 
     def _describe(self, token_id: int, scores: Sequence[float], asked: pb.ResponseOptions) -> pb.TokenInfo:
@@ -162,24 +174,44 @@ class Oracle:
         return info
 
     def _input_tokens(self, ids: Ids, asked: pb.ResponseOptions) -> list[pb.TokenInfo]:
-        first = pb.TokenInfo(text=self.piece(ids[0]), logprob=math.nan if asked.token_logprobs else 0)
+        unknown = math.nan if asked.token_logprobs else 0
+        if self.is_encoder_decoder:  # nothing predicts what an encoder reads
+            return [pb.TokenInfo(text=self.piece(token_id), logprob=unknown) for token_id in ids]
+        first = pb.TokenInfo(text=self.piece(ids[0]), logprob=unknown)
         others = [self._describe(ids[i], self.logits(ids[:i]), asked) for i in range(1, len(ids))]
         return [first, *others]
 
     @torch.inference_mode()
-    def logits(self, ids: Ids) -> list[float]:
+    def logits(self, ids: Ids, encoder_ids: Ids = ()) -> list[float]:
         """Of the token after these; one pass over all of them gives those before, too."""
-        if ids not in self._rows:
-            rows = self._model(torch.tensor([ids])).logits[0].tolist()
-            for i, row in enumerate(rows, start=1):
-                self._rows.setdefault(ids[:i], row)
-        return self._rows[ids]
+        if (encoder_ids, ids) not in self._rows:
+            inputs = torch.tensor([ids])
+            if encoder_ids:
+                encoded = self._encode(encoder_ids)
+                logits = self.model(encoder_outputs=encoded, decoder_input_ids=inputs).logits
+            else:
+                logits = self.model(inputs).logits
+            for i, row in enumerate(logits[0].tolist(), start=1):
+                self._rows.setdefault((encoder_ids, ids[:i]), row)
+        return self._rows[encoder_ids, ids]
+
+    def _encode(self, ids: Ids) -> BaseModelOutput:
+        if ids not in self._encoded:
+            self._encoded[ids] = self.model.get_encoder()(torch.tensor([ids]))
+        return self._encoded[ids]
 
     def input_ids(self, text: str, limit: int) -> Ids:
+        """The last ones, of which a beginning-of-text token takes the first place."""
         ids = self.tokenizer.encode(text).ids
         if 0 < limit < len(ids):
-            ids = [self.tokenizer.token_to_id("<s>"), *ids[len(ids) - limit + 1 :]]
+            begin = [] if self.is_encoder_decoder else [self.tokenizer.token_to_id("<s>")]
+            ids = [*begin, *ids[len(ids) - limit + len(begin) :]]
         return tuple(ids)
+
+    @property
+    def _start_id(self) -> int:
+        assert self.served.decoder_start_id is not None
+        return self.served.decoder_start_id
 
     def piece(self, token_id: int) -> str:
         return self.tokenizer.id_to_token(token_id) or ""
@@ -201,8 +233,9 @@ class Oracle:
         return response
 
     def model_info(self) -> pb.ModelInfoResponse:
+        kinds = pb.ModelInfoResponse
         return pb.ModelInfoResponse(
-            model_kind=pb.ModelInfoResponse.DECODER_ONLY,
+            model_kind=kinds.ENCODER_DECODER if self.is_encoder_decoder else kinds.DECODER_ONLY,
             max_sequence_length=MAX_SEQUENCE_LENGTH,
             max_new_tokens=MAX_NEW_TOKENS,
         )

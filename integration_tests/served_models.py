@@ -1,16 +1,18 @@
 """The checkpoints that the cases are asked of, each with the flags its service is launched with; random, but
 such that generations end, are varied, and hold equal scores where equals matter."""
 
-from collections.abc import Callable, Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from transformers import T5Config
 
-from tests.shard.checkpoints import write_llama
-from tests.tokenizers_for_tests import write_byte_fallback, write_byte_level
+from tests.shard.checkpoints import write_llama, write_model
+from tests.tokenizers_for_tests import TEXT, write_byte_fallback, write_byte_level
 
 VOCAB_SIZE = 403  # more than the tokenizers have
 MAX_SEQUENCE_LENGTH, MAX_NEW_TOKENS = 200, 169
@@ -27,6 +29,8 @@ class Served:
     flags: Sequence[str] = ()
     include_stop_sequence: bool = True
     output_special_tokens: bool = False
+    decoder_start_id: int | None = None
+    """Of encoder-decoder models."""
 
 
 def write_bytes(directory: Path) -> Served:
@@ -61,18 +65,82 @@ def write_special(directory: Path) -> Served:
     return Served(directory, tokenizer, eos_ids, flags, False, True)
 
 
+def write_encoder_decoder(directory: Path) -> Served:
+    """A T5 as Flan has it. Ids that stand for no piece are rarer than the rest, and what begins an answer may
+    be generated, too."""
+    tokenizer = write_t5_tokenizer(directory)
+    nameless = dict.fromkeys(range(tokenizer.get_vocab_size(), VOCAB_SIZE), 0.7)
+    write_t5(directory, {**nameless, 0: 1.5})
+    return Served(directory, tokenizer, (1,), decoder_start_id=0)
+
+
+def write_t5_tokenizer(directory: Path) -> Tokenizer:
+    """Unigram pieces that carry their space; <pad> is 0, </s>, with which texts end, is 1, <unk> is 2."""
+    special = ["<pad>", "</s>", "<unk>"]
+    words = sorted({"▁" + word for text in TEXT for word in text.split() if word.isascii()})
+    syllables = [a + b for a in "bdfghklmnprst" for b in ("a", "e", "in", "or", "us", "ly", "ing")]
+    single = sorted({*map(chr, range(0x21, 0x7F)), *"".join(TEXT)} - {" "})
+    pieces = [*special, *words, *syllables, *(f"▁{syllable}" for syllable in syllables), "▁", *single]
+    assert 250 < len(pieces) < VOCAB_SIZE
+    # Few long pieces are likelier than many short ones.
+    model = models.Unigram([(piece, -10 - i / 1000) for i, piece in enumerate(pieces)], unk_id=2)
+    tokenizer = Tokenizer(model)
+    tokenizer.add_special_tokens(special)
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    tokenizer.post_processor = processors.TemplateProcessing("$A </s>", special_tokens=[("</s>", 1)])
+    directory.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(directory / "tokenizer.json"))
+    settings = {"tokenizer_class": "T5TokenizerFast", "eos_token": "</s>", "pad_token": "<pad>"}
+    (directory / "tokenizer_config.json").write_text(json.dumps(settings))
+    return tokenizer
+
+
+def write_t5(directory: Path, louder: Mapping[int, float]) -> None:
+    config = T5Config(
+        vocab_size=VOCAB_SIZE,
+        d_model=32,
+        d_kv=12,
+        d_ff=48,
+        num_layers=2,
+        num_heads=4,
+        feed_forward_proj="gated-gelu",
+        tie_word_embeddings=False,
+        decoder_start_token_id=0,
+    )
+    write_model(directory, config)
+    _let_inputs_matter(directory)
+    _change_head(directory, louder)
+
+
+def _let_inputs_matter(directory: Path) -> None:
+    """Else a random decoder hardly looks at them. And a head of its own, which transformers does not write,
+    but reads."""
+    path = directory / "model.safetensors"
+    tensors = load_file(path)
+    for name, tensor in tensors.items():
+        if name.endswith("EncDecAttention.o.weight"):
+            tensor *= 3
+    tensors["lm_head.weight"] = tensors["shared.weight"].flip(0).contiguous()  # [vocab_size, d_model]
+    save_file(tensors, path, {"format": "pt"})
+
+
 WRITERS: dict[str, Callable[[Path], Served]] = {
     "bytes": write_bytes,
     "fallback": write_fallback,
     "special": write_special,
+    "encoder_decoder": write_encoder_decoder,
 }
 
 
 def _write(
-    directory: Path, eos_token_id: int | list[int], louder: dict[int, float], silent: Sequence[int] = ()
+    directory: Path, eos_token_id: int | list[int], louder: Mapping[int, float], silent: Sequence[int] = ()
 ) -> None:
     """A Llama whose scores of some tokens are more spread than the others', and of some zero."""
     write_llama(directory, vocab_size=VOCAB_SIZE, max_position_embeddings=256, eos_token_id=eos_token_id)
+    _change_head(directory, louder, silent)
+
+
+def _change_head(directory: Path, louder: Mapping[int, float], silent: Sequence[int] = ()) -> None:
     path = directory / "model.safetensors"
     tensors = load_file(path)
     head = tensors["lm_head.weight"]  # [vocab_size, hidden_size]

@@ -4,7 +4,7 @@ whole with what the oracle and the case itself say, unary and streamed."""
 import random
 import time
 import urllib.request
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -12,7 +12,6 @@ from typing import Any
 
 import grpc
 import pytest
-import torch
 from google.protobuf.json_format import ParseDict
 from google.protobuf.message import Message
 
@@ -84,18 +83,7 @@ def send(stub: GenerationServiceStub, ask: Ask) -> Answer:
 
 
 @pytest.fixture(scope="module")
-def one_thread() -> Iterator[None]:
-    """Two would wait for each other, and the services for both."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
-
-
-@pytest.fixture(scope="module")
-def runs(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, one_thread: None
-) -> dict[str, Run]:
+def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
     """Of every model that a selected test needs. All services start at once; each is asked everything."""
     cases = selected_cases(request.session.items)
     models = sorted({case.model for case in cases})

@@ -1,5 +1,5 @@
 """The same request gives the same tokens as transformers: alone, in a crowd, chunked, preempted, from the
-cache, on one rank and on two, unary and streamed."""
+cache, on one rank and on two, unary and streamed; of a decoder-only model and of an encoder-decoder."""
 
 import random
 import re
@@ -10,23 +10,41 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from integration_tests.conftest import Client, Expected, Model, check, request, serve
+from integration_tests.conftest import MAX_SEQUENCE_LENGTH, Client, Expected, Model, check, request, serve
 from tgis.pb import generation_pb2 as pb
 
 # Small enough that long prompts are cut, that the crowd does not fit into the cache, and that prefixes are
 # shared.
 TIGHT = ["--block-size", "8", "--kv-cache-tokens", "320", "--max-step-tokens", "24", "--max-batch-size", "12"]
+LENGTH = ["--dtype", "float32", "--max-sequence-length", str(MAX_SEQUENCE_LENGTH)]
 SERVICES = {
     "one rank": [],
     "one rank, tight": TIGHT,
     "two ranks, tight": [*TIGHT, "--num-shard", "2"],
     "lock step": [*TIGHT, "--steps-in-flight", "1"],
+    "encoder-decoder, one rank": [],
+    "encoder-decoder, one rank, tight": TIGHT,
+    "encoder-decoder, two ranks, tight": [*TIGHT, "--num-shard", "2"],
 }
+SLOW = {"encoder-decoder, one rank", "encoder-decoder, two ranks, tight"}
+SERVED = [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in SERVICES]
 
 
-@pytest.fixture(scope="module", params=SERVICES)
-def client(request: pytest.FixtureRequest, model: Model) -> Iterator[Client]:
-    yield from serve(model.directory, "--dtype", "float32", *SERVICES[request.param])
+@pytest.fixture(scope="module", params=SERVED)
+def service(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    return name
+
+
+@pytest.fixture(scope="module")
+def model(request: pytest.FixtureRequest, service: str, model: Model) -> Model:
+    found: Model = request.getfixturevalue("encoder_decoder") if "encoder" in service else model
+    return found
+
+
+@pytest.fixture(scope="module")
+def client(service: str, model: Model) -> Iterator[Client]:
+    yield from serve(model.directory, *LENGTH, *SERVICES[service])
 
 
 def unary(client: Client, expected: Expected, **params: object) -> pb.GenerationResponse:
@@ -86,7 +104,7 @@ def test_from_the_cache(client: Client, model: Model) -> None:
 
 
 def test_seeded_answers_depend_on_nothing_else(
-    client: Client, model: Model, first_answers: dict[int, pb.GenerationResponse]
+    client: Client, model: Model, first_answers: dict[tuple[str, int], pb.GenerationResponse]
 ) -> None:
     """Not on company, chunks, preemption, the cache or being streamed, to the last bit; nor, but for the
     rounding of sums over two ranks, on which service of this module it is."""
@@ -103,7 +121,8 @@ def test_seeded_answers_depend_on_nothing_else(
             other.result()
     for i, (one, other) in enumerate(zip(alone, crowded, strict=True)):
         assert_same(one, other, 0)
-        assert_same(one, first_answers.setdefault(i, one), 1e-4)
+        first = first_answers.setdefault((model.directory.name, i), one)
+        assert_same(one, first, 1e-4)
 
 
 def test_another_seed_gives_another_answer(client: Client, model: Model) -> None:
@@ -152,13 +171,13 @@ def cut_logprobs(response: pb.GenerationResponse) -> list[float]:
 
 
 @pytest.fixture(scope="module")
-def first_answers() -> dict[int, pb.GenerationResponse]:
+def first_answers() -> dict[tuple[str, int], pb.GenerationResponse]:
     return {}
 
 
-def test_the_tight_services_are_tight(client: Client, request: pytest.FixtureRequest) -> None:
+def test_the_tight_services_are_tight(client: Client, service: str) -> None:
     """Else the tests above would not show what they are for; runs last."""
     with urllib.request.urlopen(client.service.http + "/metrics", timeout=10) as response:
         found = re.search(r"^tgi_preemptions (\S+)", response.read().decode(), re.MULTILINE)
-    is_tight = request.node.callspec.params["client"] != "one rank"
+    is_tight = not service.endswith("one rank")
     assert (found is not None and float(found[1]) > 0) == is_tight

@@ -29,9 +29,12 @@ def continuation(tokenizer: Tokenizer, ids: Sequence[int], skip_special_tokens: 
     return whole if kind_of(tokenizer) in ("BPEDecoder", "none") else whole.rstrip(REPLACEMENT)
 
 
-def text(tokenizer: Tokenizer, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-    """The text of `ids` as it holds for answers; as `continuation` but for invalid bytes."""
-    return _read(tokenizer, ids, skip_special_tokens).whole
+def text(
+    tokenizer: Tokenizer, ids: Sequence[int], skip_special_tokens: bool = True, begins: bool = False
+) -> str:
+    """The text of `ids` as it holds for answers; as `continuation` but for invalid bytes. `begins`: nothing
+    stands before it."""
+    return _read(tokenizer, ids, skip_special_tokens, begins).whole
 
 
 def stream(
@@ -45,16 +48,18 @@ def stream(
     reduced: bool = False,
     eos_ids: Collection[int] = (),
     output_special_tokens: bool = False,
+    begins: bool = False,
 ) -> list[Entry]:
-    """What a stream shows for each token, up to the one that ends it; `ids` may go on after that one."""
+    """What a stream shows for each token, up to the one that ends it; `ids` may go on after that one.
+    `begins`: as for `text`."""
     skip, stops = not output_special_tokens, [stop.encode() for stop in stop_sequences]
     hold_back = 0 if not stops else 1 if include else max(map(len, stops))
     entries: list[Entry] = []
     shown = 0
     for n in range(1, len(ids) + 1):
-        reading = _read(tokenizer, ids[:n], skip)
+        reading = _read(tokenizer, ids[:n], skip, begins)
         if ids[n - 1] in eos_ids:
-            reason, stop, end = "EOS_TOKEN", "", _read(tokenizer, ids[: n - 1], skip).whole.encode()
+            reason, stop, end = "EOS_TOKEN", "", _read(tokenizer, ids[: n - 1], skip, begins).whole.encode()
         elif n >= max(min_new_tokens, max_new_tokens):
             reason, stop, end = "TOKEN_LIMIT" if reduced else "MAX_TOKENS", "", reading.whole.encode()
         else:
@@ -91,9 +96,11 @@ class _Reading:
     """The text if nothing follows."""
 
 
-def _read(tokenizer: Tokenizer, ids: Sequence[int], skip: bool) -> _Reading:
+def _read(tokenizer: Tokenizer, ids: Sequence[int], skip: bool, begins: bool) -> _Reading:
     if _is_one_behind(tokenizer):
         return _read_one_behind(tokenizer, ids, skip)
+    if begins:
+        return _read_beginning(tokenizer, ids, skip)
     certain, start = [], 0
     for end in range(1, len(ids) + 1):
         unit = _decode_at_once(tokenizer, ids[start:end], skip)
@@ -102,6 +109,14 @@ def _read(tokenizer: Tokenizer, ids: Sequence[int], skip: bool) -> _Reading:
         start = end if is_whole else start
     rest = _decode_at_once(tokenizer, ids[start:], skip) if start < len(ids) else ""
     return _Reading(certain, "".join(certain) + rest.rstrip(REPLACEMENT))
+
+
+def _read_beginning(tokenizer: Tokenizer, ids: Sequence[int], skip: bool) -> _Reading:
+    """Of vocabularies without byte tokens: what each token adds to the library's own text."""
+    assert kind_of(tokenizer) in ("Metaspace", "WordPiece")
+    texts = [tokenizer.decode(list(ids[:n]), skip_special_tokens=skip) for n in range(len(ids) + 1)]
+    assert all(after.startswith(before) for before, after in pairwise(texts))
+    return _Reading([after[len(before) :] for before, after in pairwise(texts)], texts[-1])
 
 
 def _read_one_behind(tokenizer: Tokenizer, ids: Sequence[int], skip: bool) -> _Reading:
