@@ -9,8 +9,8 @@ INTRODUCTION = """\
 # Models
 
 The family of a model is the `model_type` of its `config.json`. Those of the table run on this service's own engine
-(`DEPLOYMENT_FRAMEWORK` unset, or `tgis_native`); a configuration that asks for something which a family does not
-compute is refused at start, in one line.
+(`DEPLOYMENT_FRAMEWORK` unset, or `tgis_native`). A configuration that asks for something which a family does not
+compute runs through transformers' code where that can, with a warning, and is refused by `tgis_native`, in one line.
 """
 COLUMNS = (
     "family",
@@ -27,7 +27,7 @@ OTHERS = """\
 ## Sharding
 
 `--num-shard` cuts every native model: attention by heads, feed-forward layers and each expert by width, the vocabulary
-at both ends. The number of attention heads and the widths must divide by the number of shards; key/value heads that
+at both ends. The number of attention heads and the widths must be divisible by the number of shards; key/value heads that
 are fewer than shards are shared by neighbours; the vocabulary need not divide. What cannot be cut is refused with the
 numbers.
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TypeVar
+from urllib.parse import urlsplit
 
 from huggingface_hub import HfApi, constants, get_hf_file_metadata, hf_hub_download, hf_hub_url
 from huggingface_hub.errors import HfHubHTTPError, HTTPError
@@ -66,6 +67,9 @@ class Repository:
     def __init__(self, name: str, revision: str | None, token: str | None, cache: Path) -> None:
         """Asks the hub for the commit and its files. Raises DownloadError."""
         _quieten()
+        address = urlsplit(constants.ENDPOINT)
+        if address.scheme not in ("http", "https") or not address.hostname:
+            raise DownloadError("HF_ENDPOINT is no address of a hub, as https://huggingface.co is")
         self.name, self._token, self._cache = name.rstrip("/"), token, cache
         self._revision = revision or "main"
         self._stop = threading.Event()

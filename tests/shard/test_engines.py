@@ -4,13 +4,16 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 import transformers
 
-from tests.shard.checkpoints import SMALL, edit_config
+from tests.shard.checkpoints import SMALL, edit_config, write_model
 from tests.shard.driver import Request, Router, configure
+from tgis.shard.layers import cpu
 from tgis.shard.loading import load
 from tgis.shard.models import engines
 from tgis.shard.models.interface import UnsupportedModelError
+from tgis.shard.world import World
 
 Checkpoint = Callable[[str], Path]
 # In files of transformers' types that we have no family for, a feature that our family lacks, and ours.
@@ -64,6 +67,24 @@ def test_a_model_in_onnx_form_is_served(tmp_path: Path) -> None:
     request = Request([5, 6, 7], max_new_tokens=4)
     Router(engine).run([request])
     assert len(request.generated) == 4
+
+
+def test_a_broken_configuration_is_not_served_by_guesses(tmp_path: Path) -> None:
+    """transformers would take a value of its own for what is missing, and blame the weights."""
+    settings = {**CONFIGS["ours"].to_dict(), "hidden_size": None}
+    edit_config(tmp_path, settings)
+    with pytest.raises(UnsupportedModelError, match="hidden_size is missing in the model"):
+        engines.choose(tmp_path, settings, None, 1, trust_remote_code=False)
+
+
+def test_both_reasons_are_told(tmp_path: Path) -> None:
+    settings = transformers.BloomConfig(apply_residual_connection_post_layernorm=True, n_layer=1, n_head=2)
+    write_model(tmp_path, settings)
+    choice = engines.choose(tmp_path, settings.to_dict(), None, 1, trust_remote_code=False)
+    with pytest.raises(UnsupportedModelError) as caught:
+        choice.load(World(0, 1), torch.float32, cpu)
+    ours = "apply_residual_connection_post_layernorm True of the configuration is not supported; through "
+    assert str(caught.value).startswith(f"{ours}transformers: model type 'bloom' cannot be served")
 
 
 def test_says_that_ours_would_be_faster(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

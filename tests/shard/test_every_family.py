@@ -3,30 +3,21 @@ transformers. `make test` runs every case once, so chosen that every family meet
 both kinds of company; `make test-all` runs the product."""
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from copy import deepcopy
-from functools import partial
 from pathlib import Path
 
 import pytest
-from transformers import LlamaConfig, PretrainedConfig
 
-from tests.shard.checkpoints import CASES as LLAMAS
-from tests.shard.checkpoints import SMALL, write_model
+from tests.shard.checkpoints import write_model
 from tests.shard.driver import Request
-from tests.shard.family_cases import encoder_decoders, gpts, llamas
+from tests.shard.family_cases.all import CASES
 from tests.shard.family_oracle import NEW_TOKENS, Answer, Oracle, draw_inputs
 from tests.shard.messages import GREEDY, SAMPLE
 from tests.shard.ranks import Ranks
 from tests.shard.relay import serve
 from tgis.shard.models.catalogue import FAMILIES
 
-CASES: dict[str, Callable[[], PretrainedConfig]] = {
-    **{f"llama_{name}": partial(LlamaConfig, **SMALL | changes) for name, changes in LLAMAS.items()},
-    **llamas.CASES,
-    **gpts.CASES,
-    **encoder_decoders.CASES,
-}
 FOUR_RANKS = ("granite", "falcon", "t5")  # families that are also cut in four
 COMPANY = ("alone", "crowded")
 DETAILS = {"logprobs": True, "ranks": True}

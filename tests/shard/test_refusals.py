@@ -1,11 +1,13 @@
 """What a configuration asks for and we do not compute is refused, never ignored."""
 
 import json
+import math
 from typing import Any
 
 import pytest
 
 from tests.shard.family_cases import gpts
+from tests.shard.family_cases.all import CASES
 from tgis.shard.models import catalogue
 from tgis.shard.models.interface import UnsupportedModelError
 
@@ -55,3 +57,33 @@ def test_grouped_heads_must_be_counted() -> None:
     config["attn_config"]["attn_type"] = "grouped_query_attention"
     with pytest.raises(UnsupportedModelError, match="kv_n_heads is missing"):
         catalogue.describe(config)
+
+
+ODD = (None, "", "x", ["silu"], {"a": 1}, 0, 1, -1, 3, 10**4, 0.5, math.inf, math.nan, True)
+ONE_OF_EACH = {make().model_type: make for make in CASES.values()}
+
+
+@pytest.mark.parametrize("model_type", ONE_OF_EACH)
+def test_odd_values_are_refused_in_one_line_or_served(model_type: str) -> None:
+    """One after the other in every place of the configuration, also of those within it."""
+    config = ONE_OF_EACH[model_type]().to_dict()
+    num_refused = 0
+    for section in [config, *(value for value in config.values() if isinstance(value, dict))]:
+        for key, kept in list(section.items()):
+            for section[key] in ODD:
+                reason = refusal(config)
+                assert "\n" not in reason
+                num_refused += bool(reason)
+            section[key] = kept
+    assert num_refused > 20
+
+
+def refusal(config: dict[str, Any]) -> str:
+    """Why the model cannot be served on two ranks; empty where it can."""
+    try:
+        spec = catalogue.describe(config)
+        catalogue.check_cut(spec, 2)
+        catalogue.FAMILIES[config["model_type"]].sources(spec)
+    except UnsupportedModelError as error:
+        return str(error)
+    return ""

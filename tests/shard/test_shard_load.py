@@ -11,6 +11,7 @@ import pytest
 import torch
 import transformers
 from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 from tests.shard.checkpoints import edit_config, write_llama, write_model
 from tests.shard.driver import configure
@@ -75,6 +76,19 @@ def test_info_of_an_encoder_decoder(tmp_path: Path) -> None:
     assert start(pad_token_id=4) == 4
     with pytest.raises(UnsupportedModelError, match="with which token the decoder begins"):
         start()
+    for token_id in (-5, 99):
+        with pytest.raises(UnsupportedModelError, match=f"bos_token_id {token_id} is no token"):
+            start(bos_token_id=token_id)
+
+
+def test_a_model_that_can_never_answer_is_refused(model_path: Path, tmp_path: Path) -> None:
+    """Rather than to be ready, and to fail every request."""
+    shutil.copytree(model_path, tmp_path, dirs_exist_ok=True)
+    weights = load_file(tmp_path / "model.safetensors")
+    weights["model.norm.weight"].fill_(math.nan)
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UnsupportedModelError, match="the model cannot answer: "):
+        load(configure(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -124,7 +138,7 @@ def test_the_log_tells_what_fits(model_path: Path, caplog: pytest.LogCaptureFixt
     caplog.set_level("INFO")
     load(configure(model_path))
     assert "96 blocks, 1536 tokens, 8.0 requests of 192 tokens" in caplog.text
-    assert "GiB of float32 weights, 0.00 GiB of cache" in caplog.text
+    assert "GiB with float32 weights, 0.00 GiB are cache" in caplog.text
     warmed_up = next(record for record in caplog.records if record.message == "warmed up")
     fields = warmed_up.fields  # type: ignore[attr-defined]
     assert (fields["tokens"], fields["largest_step_tokens"]) == (32, 8 * 191), "memory is plentiful"

@@ -16,6 +16,7 @@ NO_SPECULATION = "this version does not speculate"
 NO_PROMPTS = "soft prompts are not served by this version"
 NO_QUANTIZATION = "quantized weights are not served by this version"
 ONE_HOST = "the ranks of one host meet through a file"
+LEFT_OVER = "the cache takes of what weights and the largest step leave"
 NO_ONNX = "models in ONNX form are served as they are: say it to convert-to-onnx"
 
 
@@ -59,7 +60,7 @@ FLAGS = (
     Foreign(
         "cuda_process_memory_fraction",
         short="-c",
-        why="this version computes on CPUs",
+        why=LEFT_OVER,
         commands=ALL,
         refusal_of=_memory_fraction,
     ),
@@ -113,7 +114,7 @@ VARIABLES = (
         "ESTIMATE_MEMORY_NEW_TOKENS",
         "ESTIMATE_MEMORY_NEW_TOKEN_SAMPLES",
     ),
-    *_variables("this version computes on CPUs", "LOG_GPU_USAGE_INTERVAL"),
+    *_variables("memory is told once, when the model is loaded", "LOG_GPU_USAGE_INTERVAL"),
     *_variables("logits are always processed in float32", "FP32_LOGITS_PROCESS"),
     *_variables("there is one way of computing, and it is exact", "BLOOM_SLOW_BUT_EXACT"),
     *_variables(NO_QUANTIZATION, "DISABLE_EXLLAMA", "EXLLAMA_VERSION", "GPTQ_CUDA_TYPE"),

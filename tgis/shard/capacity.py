@@ -116,12 +116,13 @@ def check_blocks(demand: Demand, num_blocks: int, block_bytes: int, room: Room) 
     if num_blocks >= demand.blocks_per_request:
         return
     needed = demand.blocks_per_request * block_bytes
-    flag = "" if demand.kv_cache_tokens is None else f" and --kv-cache-tokens {demand.kv_cache_tokens}"
+    bound = f"{room.share / MIB:.0f} MiB ({_explain(room)})"
+    if demand.kv_cache_tokens is not None and num_blocks == demand.kv_cache_tokens // demand.block_size:
+        bound = f"the {demand.kv_cache_tokens} tokens of --kv-cache-tokens"
     raise CacheTooSmallError(
         f"the cache is too small for one request: --max-sequence-length {demand.max_sequence_length} takes "
         f"{demand.blocks_per_request} blocks of {demand.block_size} tokens and {block_bytes / MIB:.2f} MiB, "
-        f"{needed / MIB:.0f} MiB together, but {room.share / MIB:.0f} MiB ({_explain(room)}){flag} leave "
-        f"room for {num_blocks}"
+        f"{needed / MIB:.0f} MiB together, but {bound} leave room for {num_blocks}"
     )
 
 

@@ -66,8 +66,8 @@ def load(config: ShardConfig, ranks: World | None = None, on: Platform | None = 
     engine = loaded.make_engine(capacity.make_cache(model.spec, ranks, DTYPES[dtype], demand, room))
     num_blocks = engine.info.num_blocks
     logger.info(
-        "loaded in %.1f s: %.2f GiB of %s weights, %.2f GiB of cache; it holds %d blocks, %d tokens, "
-        "%.1f requests of %d tokens",
+        "loaded in %.1f s: memory grew by %.2f GiB with %s weights, %.2f GiB are cache; it holds %d blocks, "
+        "%d tokens, %.1f requests of %d tokens",
         *(time.monotonic() - began, weight_gib, dtype, num_blocks * loaded.block_bytes / GIB),
         *(num_blocks, num_blocks * demand.block_size, num_blocks / demand.blocks_per_request),
         demand.max_sequence_length,
@@ -172,12 +172,15 @@ def _choose_dtype(asked: str | None, settings: dict[str, Any], choice: engines.C
     """Where the model leaves a choice, what is asked for, else what the checkpoint names for itself or its
     language model, else float32."""
     if choice.dtype is not None:
-        return next(name for name, dtype in DTYPES.items() if dtype == choice.dtype)
+        [found] = [name for name, dtype in DTYPES.items() if dtype == choice.dtype]
+        if asked not in (None, found):
+            logger.warning("the model itself is %s; --dtype %s does not change it", found, asked)
+        return found
     inner = settings.get("text_config")
     places = (settings, inner if isinstance(inner, dict) else {})
     named = [place.get(key) for place in places for key in ("dtype", "torch_dtype")]
     name = next((name for name in (asked, *named) if name), None)
-    return name if name in DTYPES else "float32"
+    return name if isinstance(name, str) and name in DTYPES else "float32"
 
 
 def _start_guides(directory: Path, tokenizer: Path, vocab_size: int) -> Guides:
@@ -212,15 +215,19 @@ def _describe(
         weight_dtype=dtype,
         cache_dtype=dtype,
         rope_switch_len=spec.rope_switch_len,
-        decoder_start_token_id=_start_token_id(config, settings) if spec.is_encoder_decoder else 0,
+        decoder_start_token_id=_start_token_id(config, settings, spec.vocab_size)
+        if spec.is_encoder_decoder
+        else 0,
     )
 
 
-def _start_token_id(config: ShardConfig, settings: Mapping[str, Any]) -> int:
+def _start_token_id(config: ShardConfig, settings: Mapping[str, Any], vocab_size: int) -> int:
     """With which a decoder begins. Raises UnsupportedModelError."""
     generation = hub.read_json(Path(config.model_path), "generation_config.json")
     for key in ("decoder_start_token_id", "bos_token_id", "pad_token_id"):
         for place in (settings, generation):
             if type(place.get(key)) is int:
+                if place[key] not in range(vocab_size):
+                    raise UnsupportedModelError(f"{key} {place[key]} is no token of the model")
                 return int(place[key])
     raise UnsupportedModelError("the configuration does not say with which token the decoder begins")

@@ -14,6 +14,7 @@ from tgis.pb import shard_pb2 as pb
 from tgis.shard import resources
 from tgis.shard.capacity import GIB, Demand
 from tgis.shard.engine import Engine
+from tgis.shard.models.interface import UnsupportedModelError
 from tgis.shard.platform import Memory
 from tgis.shard.world import World
 
@@ -48,13 +49,21 @@ class WarmUp:
     memory: Memory = resources
 
     def compile(self) -> None:
-        """A prompt in two pieces and a token, so that no request waits for a compiler. Raises WorldError."""
+        """A prompt in two pieces and a token, so that no request waits for a compiler.
+
+        Raises WorldError, and UnsupportedModelError where not even that can be answered."""
         num_tokens = min(COMPILED_TOKENS, self.demand.max_sequence_length - 1)
         opened = self._open_rows(Extent(1, num_tokens))
         length = opened[0].prompt_len
+        problems = []
         for start, end in pairwise(sorted({0, length - 1, length})):
-            self.engine.execute(self._step(opened if start == 0 else [], [start], [end]))
+            answer = self.engine.execute(self._step(opened if start == 0 else [], [start], [end]))
+            problems += [error.message for error in answer.errors]
         self.engine.reset()
+        if self.world.min(-len(problems)):  # which only the first rank is told
+            raise UnsupportedModelError(
+                f"the model cannot answer: {problems[0] if problems else 'see rank 0'}"
+            )
 
     def measure(self, largest: Extent, is_enough: Callable[[int], bool], left: int) -> int:
         """Bytes that a rank takes for a step of that extent beside weights and cache.

@@ -93,15 +93,21 @@ MODULES = DECODERS + ENCODER_DECODERS
 FAMILIES: dict[str, Family] = {model_type: module for module in MODULES for model_type in module.MODEL_TYPES}
 
 
+def is_known(config: Mapping[str, Any]) -> bool:
+    """Whether a family of ours is of the model's type."""
+    model_type = config.get("model_type")
+    return isinstance(model_type, str) and model_type in FAMILIES
+
+
 def describe(config: Mapping[str, Any]) -> Spec:
     """The shape of the model that a config.json describes. Raises UnsupportedModelError."""
     model_type = config.get("model_type")
-    if model_type not in FAMILIES:
+    if not is_known(config):
         known = ", ".join(sorted(FAMILIES))
         raise UnsupportedModelError(f"model type {model_type!r} is not supported; supported are: {known}")
     if config.get("quantization_config"):
         raise UnsupportedModelError("quantized checkpoints are not supported")
-    spec = FAMILIES[model_type].spec(config)
+    spec = FAMILIES[config["model_type"]].spec(config)
     if spec.num_heads % spec.num_kv_heads:
         text = f"{spec.num_heads} attention heads cannot share {spec.num_kv_heads} key/value heads"
         raise UnsupportedModelError(text)
@@ -125,7 +131,9 @@ def check_cut(spec: Spec, size: int) -> None:
     """Raises UnsupportedModelError where the model cannot be cut over `size` ranks."""
     shared = spec.num_kv_heads % size == 0 or size % spec.num_kv_heads == 0
     fits = all(width % size == 0 for width in spec.intermediate_sizes)
-    if spec.num_heads % size or not shared or not fits or size > spec.vocab_size:
+    if size > spec.vocab_size:
+        raise UnsupportedModelError(f"a vocabulary of {spec.vocab_size} cannot be cut over {size} shards")
+    if spec.num_heads % size or not shared or not fits:
         widths = " and ".join(str(width) for width in dict.fromkeys(spec.intermediate_sizes))
         raise UnsupportedModelError(
             f"the model cannot be cut over {size} shards: {spec.num_heads} attention heads, "

@@ -5,7 +5,7 @@ each type of layer, and `rope_scaling` beside `rope_theta` (before)."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from math import log, sqrt
+from math import isfinite, log, sqrt
 from typing import Any
 
 from tgis.shard.layers.activation import NAMES
@@ -17,7 +17,7 @@ from tgis.shard.layers.rotary import (
     Rope,
     YarnScaling,
 )
-from tgis.shard.models.interface import UnsupportedModelError
+from tgis.shard.models.interface import ConfigurationError, UnsupportedModelError
 
 Config = Mapping[str, Any]
 
@@ -25,27 +25,40 @@ DEFAULT_THETA = 10000.0
 
 
 def integer(config: Config, key: str, default: Any = None) -> int:
-    """A positive integer; null counts as missing. Raises UnsupportedModelError."""
+    """A positive integer; null counts as missing. Raises ConfigurationError."""
     value = _value(config, key, default)
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise UnsupportedModelError(f"{key} {value!r} of the configuration is not a positive integer")
+        raise ConfigurationError(f"{key} {value!r} of the configuration is not a positive integer")
     return value
 
 
 def number(config: Config, key: str, default: Any = None) -> float:
-    """A positive number; null counts as missing. Raises UnsupportedModelError."""
+    """A positive number; null counts as missing. Raises ConfigurationError."""
     value = _value(config, key, default)
-    if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
-        raise UnsupportedModelError(f"{key} {value!r} of the configuration is not a positive number")
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not (value > 0 and isfinite(value)):
+        raise ConfigurationError(f"{key} {value!r} of the configuration is not a positive number")
     return float(value)
+
+
+def optional_number(config: Config, key: str) -> float | None:
+    """A positive number, or None where it is missing or null. Raises ConfigurationError."""
+    return None if config.get(key) is None else number(config, key)
+
+
+def divide_heads(hidden_size: int, num_heads: int) -> int:
+    """Channels of a head. Raises ConfigurationError."""
+    if hidden_size % num_heads:
+        raise ConfigurationError(f"{num_heads} attention heads do not divide {hidden_size} channels")
+    return hidden_size // num_heads
 
 
 def activation(config: Config, key: str, default: str) -> str:
     name = _value(config, key, default)
-    if name not in NAMES:
+    if not isinstance(name, str) or name not in NAMES:
         known = ", ".join(NAMES)
         raise UnsupportedModelError(f"activation {name!r} is not supported; supported are: {known}")
-    return str(name)
+    return name
 
 
 def rope(config: Config, head_dim: int, layer_type: str = "full_attention") -> Rope:
@@ -58,6 +71,8 @@ def rope(config: Config, head_dim: int, layer_type: str = "full_attention") -> R
     if layer_type != "full_attention":
         theta = config.get("rope_local_base_freq") or theta
     theta = number(given, "rope_theta", theta)
+    if theta == 1:
+        raise ConfigurationError("rope_theta 1 of the configuration would turn all channels alike")
     share = number(given, "partial_rotary_factor", config.get("partial_rotary_factor") or 1.0)
     dim = int(head_dim * share)
     if dim % 2 or dim > head_dim:
@@ -76,7 +91,9 @@ def _rope_parameters(config: Config, layer_type: str) -> Config:
     if not isinstance(given, Mapping):
         raise UnsupportedModelError(f"rope parameters {given!r} are not supported")
     if any(isinstance(value, Mapping) for value in given.values()):
-        found: Config = given.get(layer_type) or {}
+        found = given.get(layer_type) or {}
+        if not isinstance(found, Mapping):
+            raise UnsupportedModelError(f"rope parameters {found!r} are not supported")
         return found
     return given if layer_type == "full_attention" else {}
 
@@ -99,8 +116,8 @@ def _scale_yarn(config: Config, given: Config, plain: Rope) -> Rope:
     length = _original_length(config, given)
     factor = _factor(config, given, length)
     fast, slow = number(given, "beta_fast", 32.0), number(given, "beta_slow", 1.0)
-    scaling = YarnScaling(factor, length, fast, slow, given.get("truncate", True))
-    over, under = given.get("mscale"), given.get("mscale_all_dim")
+    scaling = YarnScaling(factor, length, fast, slow, bool(given.get("truncate", True)))
+    over, under = optional_number(given, "mscale"), optional_number(given, "mscale_all_dim")
     amplitude = _magnitude(factor, 1.0)
     if over and under:
         amplitude = _magnitude(factor, over) / _magnitude(factor, under)
@@ -114,7 +131,7 @@ def _magnitude(factor: float, weight: float) -> float:
 def _scale_long(config: Config, given: Config, plain: Rope) -> Rope:
     length = _original_length(config, given)
     factor = _factor(config, given, length)
-    amplitude = sqrt(1 + log(factor) / log(length)) if factor > 1 else 1.0
+    amplitude = sqrt(1 + log(factor) / log(max(length, 2))) if factor > 1 else 1.0
     amplitude = number(given, "attention_factor", amplitude)
     short, long = (_factors(given, f"{size}_factor", plain.dim // 2) for size in ("short", "long"))
     amplitudes = (number(given, f"{size}_mscale", amplitude) for size in ("short", "long"))
@@ -154,5 +171,5 @@ def _value(config: Config, key: str, default: Any) -> Any:
     value = config.get(key)
     value = default if value is None else value
     if value is None:
-        raise UnsupportedModelError(f"{key} is missing in the model's configuration")
+        raise ConfigurationError(f"{key} is missing in the model's configuration")
     return value

@@ -13,7 +13,8 @@ import torch
 from tgis.config import ENGINES
 from tgis.shard.layers.kernels import Kernels
 from tgis.shard.models import catalogue, fallback, onnx
-from tgis.shard.models.interface import Model, ModelSpec, UnsupportedModelError
+from tgis.shard.models.interface import ConfigurationError, Model, ModelSpec, UnsupportedModelError
+from tgis.shard.stored import WeightsError
 from tgis.shard.world import World
 
 logger = logging.getLogger(__name__)
@@ -55,7 +56,7 @@ def choose(
             if engine == NATIVE:
                 raise
             return _choose_transformers(directory, settings, trust_remote_code, instead_of=error)
-    if settings.get("model_type") in catalogue.FAMILIES:
+    if catalogue.is_known(settings):
         logger.warning("tgis_native serves this model faster than hf_transformers")
     return _choose_transformers(directory, settings, trust_remote_code)
 
@@ -67,6 +68,8 @@ class _NotNativeError(UnsupportedModelError):
 def _choose_native(directory: Path, settings: Mapping[str, Any], size: int) -> Choice:
     try:
         spec = catalogue.describe(settings)
+    except ConfigurationError:
+        raise
     except UnsupportedModelError as error:
         raise _NotNativeError(str(error)) from error
     catalogue.check_cut(spec, size)
@@ -79,17 +82,27 @@ def _choose_transformers(
     trust_remote_code: bool,
     instead_of: _NotNativeError | None = None,
 ) -> Choice:
+    reason = instead_of if catalogue.is_known(settings) else None  # which says what of a family is unknown
+
+    def explain(error: UnsupportedModelError | WeightsError) -> UnsupportedModelError:
+        return UnsupportedModelError(f"{reason}; through transformers: {error}")
+
     try:
         spec = fallback.describe(directory, settings, trust_remote_code)
-    except UnsupportedModelError:
-        if instead_of is not None and settings.get("model_type") in catalogue.FAMILIES:
-            raise instead_of from None  # which says what of a known family is unknown
-        raise
-    if instead_of is not None:
-        logger.info("transformers' code serves this model: %s", instead_of)
+    except UnsupportedModelError as error:
+        if reason is None:
+            raise
+        raise explain(error) from error
+    if reason:
+        logger.warning("transformers' code serves this model, slower than a family of ours would: %s", reason)
 
     def load(world: World, dtype: torch.dtype, _: Kernels) -> Model:
-        return fallback.load(directory, spec, world, dtype, trust_remote_code)
+        try:
+            return fallback.load(directory, spec, world, dtype, trust_remote_code)
+        except (UnsupportedModelError, WeightsError) as error:
+            if reason is None:
+                raise
+            raise explain(error) from error
 
     return Choice(TRANSFORMERS, spec, load)
 

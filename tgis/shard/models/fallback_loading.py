@@ -102,6 +102,8 @@ def load_model(
 def _convert(whole: Any, vocab_size: int, world: World) -> FallbackModel:
     sequences = choose_tokens(vocab_size)
     expected = [score_alone(whole, token_ids) for token_ids in sequences]
+    if not all(scores.isfinite().all() for scores in expected):
+        raise NotServedError("its scores are no finite numbers; are its weights damaged?")
     if (width := expected[0].shape[1]) != vocab_size:
         raise NotServedError(f"it scores {width} tokens, its configuration says {vocab_size}")
     hook, decoder, length = Hook(), _find_decoder(whole), _find_length(whole.config)

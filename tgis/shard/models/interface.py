@@ -13,6 +13,10 @@ class UnsupportedModelError(OperatorError):
     """The model's configuration is none that we can serve; the text is one line."""
 
 
+class ConfigurationError(UnsupportedModelError):
+    """A value of the configuration is missing or makes no sense, so that nothing could serve the model."""
+
+
 class ModelSpec(Protocol):
     """What decides the size of the cache and the tables."""
 

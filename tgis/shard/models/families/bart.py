@@ -1,6 +1,6 @@
 """BART and mBART: learned positions, norms after the branches or, in mBART, before."""
 
-from tgis.shard.models.config import Config, activation, integer
+from tgis.shard.models.config import Config, activation, divide_heads, integer
 from tgis.shard.models.interface import UnsupportedModelError
 from tgis.shard.models.seq2seq_spec import EncoderDecoderSpec, StackSpec
 from tgis.shard.weights import Source, first_of, stack
@@ -22,21 +22,20 @@ def spec(config: Config) -> EncoderDecoderSpec:
 
 def _stack_spec(config: Config, name: str) -> StackSpec:
     size, num_heads = integer(config, "d_model"), integer(config, f"{name}_attention_heads")
-    if size % num_heads:
-        raise UnsupportedModelError(f"{num_heads} attention heads do not divide {size} channels")
+    head_dim = divide_heads(size, num_heads)
     is_multilingual = config["model_type"] == "mbart"
     return StackSpec(
         num_layers=integer(config, f"{name}_layers"),
         hidden_size=size,
         num_heads=num_heads,
-        head_dim=size // num_heads,
+        head_dim=head_dim,
         intermediate_size=integer(config, f"{name}_ffn_dim"),
         norm_eps=1e-5,
         norm="layer",
         norm_place="before" if is_multilingual else "sum",
         activation=activation(config, "activation_function", "gelu"),
         has_biases=True,
-        attention_scale=(size // num_heads) ** -0.5,
+        attention_scale=head_dim**-0.5,
         num_positions=integer(config, "max_position_embeddings", 1024) + _OFFSET,
         position_offset=_OFFSET,
         embedding_scale=size**0.5 if config.get("scale_embedding") else 1.0,

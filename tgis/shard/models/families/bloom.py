@@ -1,6 +1,6 @@
 """BLOOM: LayerNorm also on the embeddings, ALiBi instead of positions."""
 
-from tgis.shard.models.config import Config, integer, number
+from tgis.shard.models.config import Config, divide_heads, integer, number
 from tgis.shard.models.positions import alibi_slopes
 from tgis.shard.models.refusals import refuse_others
 from tgis.shard.models.spec import DecoderSpec
@@ -19,7 +19,7 @@ def spec(config: Config) -> DecoderSpec:
         hidden_size=hidden_size,
         num_heads=num_heads,
         num_kv_heads=num_heads,
-        head_dim=hidden_size // num_heads,
+        head_dim=divide_heads(hidden_size, num_heads),
         intermediate_size=4 * hidden_size,
         vocab_size=integer(config, "vocab_size"),
         norm="layer",

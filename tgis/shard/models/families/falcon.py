@@ -3,7 +3,7 @@ it, with ALiBi (RW). RefinedWeb and RefinedWebModel are what 40B and the rest we
 
 import torch
 
-from tgis.shard.models.config import Config, activation, integer, number, rope
+from tgis.shard.models.config import Config, activation, divide_heads, integer, number, rope
 from tgis.shard.models.families import bloom
 from tgis.shard.models.positions import alibi_slopes
 from tgis.shard.models.refusals import refuse_others
@@ -18,7 +18,7 @@ def spec(config: Config) -> DecoderSpec:
     refuse_others(config, apply_residual_connection_post_layernorm=False)
     hidden_size = integer(config, "hidden_size", config.get("n_embed"))
     num_heads = integer(config, "num_attention_heads", config.get("n_head"))
-    head_dim, has_bias = hidden_size // num_heads, bool(config.get("bias"))
+    head_dim, has_bias = divide_heads(hidden_size, num_heads), bool(config.get("bias"))
     return DecoderSpec(
         num_layers=integer(config, "num_hidden_layers", config.get("n_layer")),
         hidden_size=hidden_size,

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from tgis.shard.models.config import Config, number
+from tgis.shard.models.config import Config, number, optional_number
 from tgis.shard.models.families import gemma
 from tgis.shard.models.spec import DecoderSpec
 from tgis.shard.models.windows import layer_windows
@@ -26,8 +26,8 @@ def spec(config: Config) -> DecoderSpec:
         norm_place="both",
         windows=layer_windows(config, [i % 2 == 0 for i in range(shared.num_layers)]),
         attention_scale=number(config, "query_pre_attn_scalar", 256) ** -0.5,
-        attention_soft_cap=soft_cap(config, "attn_logit_softcapping"),
-        logit_soft_cap=soft_cap(config, "final_logit_softcapping"),
+        attention_soft_cap=optional_number(config, "attn_logit_softcapping"),
+        logit_soft_cap=optional_number(config, "final_logit_softcapping"),
     )
 
 
@@ -39,7 +39,3 @@ def sources(spec: DecoderSpec) -> dict[str, Source]:
         "blocks.{i}.norm_2": layer + "pre_feedforward_layernorm",
         "blocks.{i}.post_norm_2": layer + "post_feedforward_layernorm",
     }
-
-
-def soft_cap(config: Config, key: str) -> float | None:
-    return None if config.get(key) is None else number(config, key)

@@ -1,7 +1,7 @@
 """GPT-2: LayerNorm, learned positions, weights stored [in, out]; SantaCoder's own code shares the keys and
 values of all heads."""
 
-from tgis.shard.models.config import Config, activation, integer, number
+from tgis.shard.models.config import Config, activation, divide_heads, integer, number
 from tgis.shard.models.refusals import refuse_others
 from tgis.shard.models.spec import DecoderSpec
 from tgis.shard.weights import Source, first_of, stack, transposed
@@ -19,7 +19,7 @@ def spec(config: Config) -> DecoderSpec:
         hidden_size=hidden_size,
         num_heads=num_heads,
         num_kv_heads=1 if config.get("attention_head_type") == "multiquery" else num_heads,
-        head_dim=hidden_size // num_heads,
+        head_dim=divide_heads(hidden_size, num_heads),
         intermediate_size=integer(config, "n_inner", 4 * hidden_size),
         vocab_size=integer(config, "vocab_size"),
         norm="layer",

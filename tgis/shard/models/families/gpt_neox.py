@@ -1,6 +1,6 @@
 """GPT-NeoX, Pythia, Dolly: LayerNorm, rotary on some of the channels, attention beside the feed-forward."""
 
-from tgis.shard.models.config import Config, activation, integer, number, rope
+from tgis.shard.models.config import Config, activation, divide_heads, integer, number, rope
 from tgis.shard.models.spec import DecoderSpec
 from tgis.shard.weights import Source, first_of, grouped
 
@@ -9,7 +9,7 @@ MODEL_TYPES: tuple[str, ...] = ("gpt_neox",)
 
 def spec(config: Config) -> DecoderSpec:
     hidden_size, num_heads = integer(config, "hidden_size"), integer(config, "num_attention_heads")
-    head_dim = hidden_size // num_heads
+    head_dim = divide_heads(hidden_size, num_heads)
     attention_bias = bool(config.get("attention_bias", True))
     return DecoderSpec(
         num_layers=integer(config, "num_hidden_layers"),

@@ -1,6 +1,6 @@
 """MPT: no biases anywhere, ALiBi."""
 
-from tgis.shard.models.config import Config, integer, number
+from tgis.shard.models.config import Config, divide_heads, integer, number, optional_number
 from tgis.shard.models.positions import alibi_slopes
 from tgis.shard.models.refusals import refuse_others, section
 from tgis.shard.models.spec import DecoderSpec
@@ -15,13 +15,12 @@ def spec(config: Config) -> DecoderSpec:
     _refuse_variants(config, attention)
     hidden_size = integer(config, "d_model", config.get("hidden_size"))
     num_heads = integer(config, "n_heads", config.get("num_attention_heads"))
-    scale = attention.get("softmax_scale")
     return DecoderSpec(
         num_layers=integer(config, "n_layers", config.get("num_hidden_layers")),
         hidden_size=hidden_size,
         num_heads=num_heads,
         num_kv_heads=integer(attention, "kv_n_heads", _num_kv_heads(attention, num_heads)),
-        head_dim=hidden_size // num_heads,
+        head_dim=divide_heads(hidden_size, num_heads),
         intermediate_size=integer(config, "expansion_ratio", 4) * hidden_size,
         vocab_size=integer(config, "vocab_size"),
         norm="layer_no_bias",
@@ -30,7 +29,7 @@ def spec(config: Config) -> DecoderSpec:
         gated=False,
         slopes=alibi_slopes(num_heads, number(attention, "alibi_bias_max", 8)),
         clip_qkv=number(attention, "clip_qkv") if attention.get("clip_qkv") else None,
-        attention_scale=number(attention, "softmax_scale") if scale is not None else None,
+        attention_scale=optional_number(attention, "softmax_scale"),
         tie_embeddings=bool(config.get("tie_word_embeddings", True)),
     )
 

@@ -1,7 +1,7 @@
 """OPT: learned positions from the third row of their table, ReLU; 350M normalises after each sum, and its
 embeddings are narrower than its layers."""
 
-from tgis.shard.models.config import Config, activation, integer
+from tgis.shard.models.config import Config, activation, divide_heads, integer
 from tgis.shard.models.refusals import refuse_others
 from tgis.shard.models.spec import DecoderSpec
 from tgis.shard.weights import Source, first_of, stack
@@ -21,7 +21,7 @@ def spec(config: Config) -> DecoderSpec:
         hidden_size=hidden_size,
         num_heads=num_heads,
         num_kv_heads=num_heads,
-        head_dim=hidden_size // num_heads,
+        head_dim=divide_heads(hidden_size, num_heads),
         intermediate_size=integer(config, "ffn_dim"),
         vocab_size=integer(config, "vocab_size"),
         norm="layer",

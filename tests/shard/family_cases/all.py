@@ -1,0 +1,17 @@
+"""The cases of all families, those of one family beside each other."""
+
+from collections.abc import Callable
+from functools import partial
+
+from transformers import LlamaConfig, PretrainedConfig
+
+from tests.shard.checkpoints import CASES as LLAMAS
+from tests.shard.checkpoints import SMALL
+from tests.shard.family_cases import encoder_decoders, gpts, llamas
+
+CASES: dict[str, Callable[[], PretrainedConfig]] = {
+    **{f"llama_{name}": partial(LlamaConfig, **SMALL | changes) for name, changes in LLAMAS.items()},
+    **llamas.CASES,
+    **gpts.CASES,
+    **encoder_decoders.CASES,
+}
