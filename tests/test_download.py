@@ -254,6 +254,14 @@ def test_no_network(hub: Hub, download: Download, monkeypatch: pytest.MonkeyPatc
     assert refusal(download()) == "org/m: the hub at localhost cannot be reached: Connection refused"
 
 
+def test_an_endpoint_that_is_no_address(download: Download, monkeypatch: pytest.MonkeyPatch) -> None:
+    for endpoint in ("nonsense", "ftp://hub", "http://"):
+        monkeypatch.setattr(constants, "ENDPOINT", endpoint)
+        result = download()
+        assert result.exit_code == 1
+        assert "HF_ENDPOINT is no address of a hub" in result.stderr
+
+
 def test_a_hub_without_the_faster_way(hub: Hub, entry: Path, download: Download) -> None:
     hub.xet = True
     result = download()

@@ -69,7 +69,7 @@ class Repository:
         _quieten()
         address = urlsplit(constants.ENDPOINT)
         if address.scheme not in ("http", "https") or not address.hostname:
-            raise DownloadError("HF_ENDPOINT is no address of a hub, as https://huggingface.co is")
+            raise DownloadError("HF_ENDPOINT is no address of a hub: it begins with http:// or https://")
         self.name, self._token, self._cache = name.rstrip("/"), token, cache
         self._revision = revision or "main"
         self._stop = threading.Event()
