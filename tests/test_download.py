@@ -274,6 +274,8 @@ def test_a_hub_without_the_faster_way(hub: Hub, entry: Path, download: Download)
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """Of four million bytes."""
+    if os.geteuid() != 0:
+        pytest.skip("only root may mount a small disk")
     directory = tmp_path / "disk"
     directory.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4000k", "none", directory], check=True)
@@ -288,7 +290,8 @@ def test_a_disk_that_is_too_small(hub: Hub, download: Download, small_disk: Path
     assert not hub.asked("GET", "model.safetensors")
     hub.hidden_sizes = True
     text = refusal(download(cache=small_disk))
-    assert text == "org/m: model.safetensors: no space left in the hub cache"
+    # Of the files that come at once, any may be the first to notice.
+    assert re.fullmatch(r"org/m: [a-z._]+: no space left in the hub cache", text)
 
 
 def pickled(tensors: dict[str, torch.Tensor]) -> bytes:
