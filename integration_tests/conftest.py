@@ -12,6 +12,7 @@ from tokenizers import Tokenizer
 from transformers import AutoModelForSeq2SeqLM, LlamaForCausalLM, PreTrainedModel
 
 from integration_tests.served_models import write_t5, write_t5_tokenizer
+from tests.greedy import count_certain, generate
 from tests.processes import Service
 from tests.shard.checkpoints import write_llama
 from tests.tokenizers_for_tests import write_byte_level
@@ -46,22 +47,9 @@ class Oracle:
     def __init__(self, model: PreTrainedModel, tokenizer: Tokenizer) -> None:
         self.model, self.tokenizer = model.eval(), tokenizer
 
-    @torch.inference_mode()
     def answer(self, prompt: str, max_new_tokens: int) -> Expected:
         ids = self.tokenizer.encode(prompt).ids
-        out = self.model.generate(
-            torch.tensor([ids]),
-            attention_mask=torch.ones(1, len(ids), dtype=torch.int64),
-            max_new_tokens=max_new_tokens,
-            do_sample=False,
-            output_logits=True,
-            return_dict_in_generate=True,
-            pad_token_id=0,
-        )
-        tokens = out.sequences[0, -len(out.logits) :].tolist()
-        steps = torch.stack(out.logits)[:, 0].log_softmax(-1)  # [num_tokens, vocab_size]
-        best = steps.topk(2).values
-        close = (best[:, 0] - best[:, 1] < 1e-4).nonzero().flatten().tolist()
+        tokens, steps = generate(self.model, ids, max_new_tokens=max_new_tokens)
         return Expected(
             prompt,
             max_new_tokens,
@@ -69,7 +57,7 @@ class Oracle:
             self._input_logprobs(ids),
             [self.tokenizer.id_to_token(token) or "" for token in tokens],
             [float(steps[i, token]) for i, token in enumerate(tokens)],
-            min(close, default=len(tokens)),
+            count_certain(steps),
         )
 
     def _input_logprobs(self, ids: list[int]) -> list[float]:

@@ -16,6 +16,7 @@ from integration_tests.compare import differences
 from integration_tests.conftest import Client, launch
 from integration_tests.oracle import Oracle, UncertainError
 from integration_tests.served_models import FLAGS, VOCAB_SIZE, Served
+from tests.greedy import generate
 from tests.shard.checkpoints import SMALL, write_model
 from tests.shard.family_cases.llamas import long_rope
 from tests.tokenizers_for_tests import write_byte_level
@@ -167,7 +168,7 @@ def test_positions_that_turn_differently_past_a_length(name: str, running: dict[
     assert len(oracle.input_ids(at_the_length, 0)) == SWITCH_LEN == len(oracle.input_ids(one_more, 0)) - 1
     for text in [*PROMPTS[:2], at_the_length, one_more, "quick " * 30]:
         ids = oracle.input_ids(text, 0)
-        generated = generate(oracle, ids, 40)
+        generated, _ = generate(oracle.model, ids, max_new_tokens=40, min_new_tokens=40)
         crossed.add(len(ids) <= SWITCH_LEN)
         answer = ask(client, text, params)
         certain = first_uncertain(oracle, ids, generated)
@@ -176,25 +177,11 @@ def test_positions_that_turn_differently_past_a_length(name: str, running: dict[
         assert certain > SWITCH_LEN or len(ids) > SWITCH_LEN
     assert crossed == {True, False}
     ids = oracle.input_ids(PROMPTS[0], 0)
-    generated, stale = generate(oracle, ids, 40), generate_with_stale_keys(oracle, ids, 40)
+    generated, _ = generate(oracle.model, ids, max_new_tokens=40, min_new_tokens=40)
+    stale = generate_with_stale_keys(oracle, ids, 40)
     num_same = SWITCH_LEN - len(ids) + 1  # the last of them makes the sequence a long one
     assert generated[:num_same] == stale[:num_same]
     assert generated != stale
-
-
-@torch.inference_mode()
-def generate(oracle: Oracle, ids: Sequence[int], length: int) -> list[int]:
-    """transformers' own way of doing it, with a cache of keys."""
-    out = oracle.model.generate(
-        torch.tensor([ids]),
-        attention_mask=torch.ones(1, len(ids), dtype=torch.int64),
-        max_new_tokens=length,
-        min_new_tokens=length,
-        do_sample=False,
-        pad_token_id=0,
-    )
-    tokens: list[int] = out[0, len(ids) :].tolist()
-    return tokens
 
 
 def first_uncertain(oracle: Oracle, ids: Sequence[int], generated: Sequence[int]) -> int:

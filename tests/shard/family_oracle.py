@@ -7,9 +7,10 @@ from pathlib import Path
 import torch
 import transformers
 
+from tests.greedy import count_certain, generate
+
 NEW_TOKENS = 8
 LENGTHS = (1, 9, 30)
-CLOSE = 1e-4
 
 
 @dataclass(frozen=True)
@@ -35,25 +36,12 @@ class Oracle:
         settings = self._model.generation_config
         # Some models force tokens, which is not for a server to do.
         settings.eos_token_id = settings.forced_bos_token_id = settings.forced_eos_token_id = None
-        settings.pad_token_id = 0
         self.start_token_id = settings.decoder_start_token_id
 
-    @torch.inference_mode()
     def answer(self, input_ids: list[int]) -> Answer:
-        out = self._model.generate(
-            torch.tensor([input_ids]),
-            attention_mask=torch.ones(1, len(input_ids), dtype=torch.int64),
-            max_new_tokens=NEW_TOKENS,
-            do_sample=False,
-            output_logits=True,
-            return_dict_in_generate=True,
-        )
-        tokens = out.sequences[0, -NEW_TOKENS:].tolist()
-        steps = torch.stack(out.logits)[:, 0].log_softmax(-1)  # [NEW_TOKENS, vocab_size]
-        best = steps.topk(2).values
-        close = (best[:, 0] - best[:, 1] < CLOSE).nonzero().flatten().tolist()
+        tokens, steps = generate(self._model, input_ids, max_new_tokens=NEW_TOKENS)
         logprobs = [float(steps[i, token]) for i, token in enumerate(tokens)]
-        return Answer(input_ids, tokens, logprobs, min(close, default=NEW_TOKENS))
+        return Answer(input_ids, tokens, logprobs, count_certain(steps))
 
 
 def draw_inputs(seed: int = 0) -> list[list[int]]:

@@ -27,17 +27,23 @@ def family_of(case: str) -> str:
     return FAMILIES[CASES[case]().model_type].__name__.rpartition(".")[2]
 
 
-def plan() -> Iterator[object]:
-    """Every cell of the product; those that `make test` leaves out are slow."""
-    for family, cases in itertools.groupby(CASES, family_of):
-        sizes = (1, 2, 4) if family in FOUR_RANKS else (1, 2)
+def list_cells() -> Iterator[tuple[str, int, str, bool]]:
+    """Case, ranks, company, and whether `make test` runs it; a family of one case has several such cells."""
+    for family, group in itertools.groupby(CASES, family_of):
+        cases, sizes = list(group), (1, 2, 4) if family in FOUR_RANKS else (1, 2)
         cells = list(itertools.product(sizes, COMPANY))
         diagonal = sorted(cells, key=lambda cell: (sizes.index(cell[0]) + COMPANY.index(cell[1])) % 2)
-        for number, case in enumerate(cases):
-            quick = diagonal[number % len(diagonal)]
-            for size, company in cells:
-                marks = [] if (size, company) == quick else [pytest.mark.slow]
-                yield pytest.param(case, size, company, id=f"{case}, {size} ranks, {company}", marks=marks)
+        turns = range(max(len(cases), len(sizes)))
+        quick = {(cases[turn % len(cases)], *diagonal[turn % len(diagonal)]) for turn in turns}
+        for cell in itertools.product(cases, sizes, COMPANY):
+            yield *cell, cell in quick
+
+
+def plan() -> Iterator[object]:
+    """Every cell of the product; those that `make test` leaves out are slow."""
+    for case, size, company, is_quick in list_cells():
+        marks = [] if is_quick else [pytest.mark.slow]
+        yield pytest.param(case, size, company, id=f"{case}, {size} ranks, {company}", marks=marks)
 
 
 class Checkpoints:
@@ -74,6 +80,17 @@ def test_every_model_type_has_a_case() -> None:
     cases = {CASES[case]().model_type for case in CASES}
     assert FAMILIES.keys() - cases == {"RefinedWeb", "RefinedWebModel"}
     assert cases <= FAMILIES.keys()
+
+
+def test_every_family_meets_every_number_of_ranks_and_all_company() -> None:
+    """In `make test` already, and every case takes part."""
+    quick = [cell for cell in list_cells() if cell[3]]
+    assert {case for case, *_ in quick} == CASES.keys()
+    for family in {family_of(case) for case in CASES}:
+        sizes = {1, 2, 4} if family in FOUR_RANKS else {1, 2}
+        met = [cell for cell in quick if family_of(cell[0]) == family]
+        assert {size for _, size, *_ in met} == sizes
+        assert {company for *_, company, _ in met} == set(COMPANY)
 
 
 @pytest.mark.parametrize(("case", "size", "company"), list(plan()))
