@@ -47,6 +47,7 @@ class Oracle:
     def __init__(self, model: PreTrainedModel, tokenizer: Tokenizer) -> None:
         self.model, self.tokenizer = model.eval(), tokenizer
 
+    @torch.inference_mode()
     def answer(self, prompt: str, max_new_tokens: int) -> Expected:
         ids = self.tokenizer.encode(prompt).ids
         tokens, steps = generate(self.model, ids, max_new_tokens=max_new_tokens)
