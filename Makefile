@@ -14,10 +14,10 @@ SOURCES := tgis tests integration_tests bench scripts
 PACKAGING := pyproject.toml constraints.txt protos/generation.proto protos/shard.proto scripts/build_protos.py
 
 .DEFAULT_GOAL := help
-.PHONY: help install run check test test-all bench docs protos clean
+.PHONY: help install run check test test-all bench bench-tuning docs protos clean
 
 help:  ## Show this list
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{ printf "  make %-10s %s\n", $$1, $$2 }'
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{ printf "  make %-12s %s\n", $$1, $$2 }'
 
 install: $(VENV)/installed  ## Make the virtual environment and install the package
 run: $(VENV)/installed $(if $(MODEL_NAME),,$(DEMO_MODEL)/config.json)  ## Serve MODEL_NAME, or the demo model
@@ -41,6 +41,9 @@ test-all: $(VENV)/installed-dev  ## Run the tests, the slow ones too
 
 bench: $(VENV)/installed-dev  ## Measure the service; SHAPE=15m|135m|500m|1b, BENCH='more options'
 	$(BIN)/python -m bench --shape $(or $(SHAPE),135m) $(BENCH)
+
+bench-tuning: $(VENV)/installed-dev  ## Measure soft prompts and adapters; BENCH='more options'
+	$(BIN)/python -m bench.tuning $(BENCH)
 
 docs: $(VENV)/installed-dev  ## Write the pages of docs/ that follow from the code
 	$(BIN)/python -m scripts.write_docs

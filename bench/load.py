@@ -8,7 +8,8 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Literal
+from itertools import cycle
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import grpc
 
@@ -38,6 +39,17 @@ class Job:
     """Other seeds give other prompts, so that nothing of an earlier measurement is in the service's cache."""
     time_limit: float
     """Seconds after which no request is sent and those under way are given up."""
+    prefix_ids: list[str] = field(default_factory=list)
+    """Soft prompts, dealt out to the requests one after the other; an empty id is none."""
+    adapter_ids: list[str] = field(default_factory=list)
+
+
+class Request(NamedTuple):
+    """What a client sends, and with which soft prompt and adapter."""
+
+    text: str
+    prefix_id: str | None
+    adapter_id: str | None
 
 
 @dataclass
@@ -52,6 +64,8 @@ class Answer:
     """Tokens generated up to each of those messages."""
     input_tokens: int = 0
     error: str | None = None
+    accepted: float = 0.0
+    """When a stream's first message came, which brings no token."""
 
 
 @dataclass
@@ -71,13 +85,13 @@ async def run_load(job: Job) -> list[Answer]:
     try:
         await asyncio.gather(*(asyncio.wait_for(c.channel_ready(), CONNECT_TIMEOUT_S) for c in channels))
         stubs = [GenerationServiceStub(channel) for channel in channels]
-        prompts = make_prompts(job)
+        requests = make_requests(job)
         clock = _Clock(time.perf_counter())
-        warm = (_ask(stub, job, next(prompts), WARM_UP_TOKENS, 0, clock) for stub in stubs)
+        warm = (_ask(stub, job, next(requests), WARM_UP_TOKENS, 0, clock) for stub in stubs)
         await asyncio.gather(*warm)
         clock.start = time.perf_counter()
         lists = await asyncio.gather(
-            *(_run_client(i, stub, job, prompts, clock) for i, stub in enumerate(stubs))
+            *(_run_client(i, stub, job, requests, clock) for i, stub in enumerate(stubs))
         )
         return [answer for answers in lists for answer in answers]
     finally:
@@ -92,19 +106,25 @@ def make_prompts(job: Job) -> Iterator[str]:
         yield " ".join(words)
 
 
+def make_requests(job: Job) -> Iterator[Request]:
+    ids = zip(cycle(job.prefix_ids or [""]), cycle(job.adapter_ids or [""]), strict=True)
+    for text, (prefix_id, adapter_id) in zip(make_prompts(job), ids, strict=True):
+        yield Request(text, prefix_id or None, adapter_id or None)
+
+
 async def _run_client(
-    index: int, stub: "GenerationServiceAsyncStub", job: Job, prompts: Iterator[str], clock: _Clock
+    index: int, stub: "GenerationServiceAsyncStub", job: Job, requests: Iterator[Request], clock: _Clock
 ) -> list[Answer]:
     answers = []
     for _ in range(job.requests_per_client):
         if clock.read() >= job.time_limit:
             break
-        answers.append(await _ask(stub, job, next(prompts), job.new_tokens, index, clock))
+        answers.append(await _ask(stub, job, next(requests), job.new_tokens, index, clock))
     return answers
 
 
 async def _ask(
-    stub: "GenerationServiceAsyncStub", job: Job, text: str, new_tokens: int, client: int, clock: _Clock
+    stub: "GenerationServiceAsyncStub", job: Job, asked: Request, new_tokens: int, client: int, clock: _Clock
 ) -> Answer:
     answer = Answer(client, clock.read())
     timeout = max(0.1, job.time_limit - answer.sent)
@@ -112,14 +132,18 @@ async def _ask(
         stopping=pb.StoppingCriteria(max_new_tokens=new_tokens, min_new_tokens=new_tokens),
         truncate_input_tokens=job.input_tokens,
     )
-    request = pb.GenerationRequest(text=text)
+    request, ids = pb.GenerationRequest(text=asked.text), (asked.prefix_id, asked.adapter_id)
     try:
         if job.mode == "stream":
-            single = pb.SingleGenerationRequest(request=request, params=params)
+            single = pb.SingleGenerationRequest(
+                request=request, params=params, prefix_id=ids[0], adapter_id=ids[1]
+            )
             async for message in stub.GenerateStream(single, timeout=timeout):
                 _note(message, answer, clock)
         else:
-            batched = pb.BatchedGenerationRequest(requests=[request], params=params)
+            batched = pb.BatchedGenerationRequest(
+                requests=[request], params=params, prefix_id=ids[0], adapter_id=ids[1]
+            )
             _note((await stub.Generate(batched, timeout=timeout)).responses[0], answer, clock)
     except grpc.aio.AioRpcError as failure:
         answer.error = f"{failure.code().name}: {failure.details()}"
@@ -127,6 +151,7 @@ async def _ask(
 
 
 def _note(message: pb.GenerationResponse, answer: Answer, clock: _Clock) -> None:
+    answer.accepted = answer.accepted or clock.read()
     answer.input_tokens = answer.input_tokens or message.input_token_count
     if message.generated_token_count > (answer.counts[-1] if answer.counts else 0):
         answer.arrivals.append(clock.read())

@@ -7,7 +7,8 @@ from typing import Any
 import click
 
 from tgis import cli
-from tgis.config import LauncherConfig, Option, RouterConfig, ShardConfig, declared, env_of, flag_of
+from tgis.config import LauncherConfig, RouterConfig, ShardConfig
+from tgis.declaration import Option, declared, env_of, flag_of
 from tgis.options.foreign import Foreign
 from tgis.options.parameters import FOREIGN
 from tgis.options.tgi_names import TGI_NAMES
@@ -53,7 +54,8 @@ The launcher reads them with `--compat tgi` (`COMPAT=tgi`) only; without it a fl
 usage error. Names that TGI and this service share (`PORT`, `DTYPE`, …) are listed above and keep their
 meaning and default. A TGI name and ours with different values are an error. `-g` means `--grpc-port` here and
 `--graceful-termination-timeout` there: with `--compat tgi` one of these must be written out. `HOSTNAME` is
-never read: container engines set it to the container's name.
+never read: container engines set it to the container's name. `LORA_ADAPTERS` has a revision after a hub id only,
+and a request for an adapter that is not there is refused, where TGI answers with the bare model.
 """
 
 

@@ -34,6 +34,10 @@ are mapped:
 | `tgi_batch_max_remaining_tokens` | a sum, as in TGIS, whatever its name says |
 | quantiles | of the last minute, at most 4,096 observations |
 | `tgi_request_failure{err="cancelled"}` | at once, streamed or not (TGIS looked every 16 tokens) |
+| tokens of a soft prompt | are no input: lengths do not count them. `tgi_batch_next_tokens` does, for they are computed |
+| `tgi_prompt_load_duration` | from the look-up until all shards have loaded it, once for each load; what is loaded already adds nothing |
+| `tgi_prompt_load_failure` | calls that were refused for their `prefix_id`, whether it was not found or not loaded |
+| `tgi_prompt_cache_misses` | uses that had to wait for a load, be it one that another call began; look-ups that fail are neither hits nor misses |
 | `tgi_request_failure{err="queue_full"}`, `{err="unknown"}` | never: there is no second queue to be full |
 """
 

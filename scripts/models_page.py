@@ -31,12 +31,17 @@ at both ends. The number of attention heads and the widths must be divisible by 
 are fewer than shards are shared by neighbours; the vocabulary need not divide. What cannot be cut is refused with the
 numbers.
 
+## Soft prompts and adapters
+
+Prompts may be for the decoder, the encoder or both; their embeddings stand where those of tokens do. Adapters may be of
+any linear layers, of the embeddings of tokens and of the head, by the names that PEFT gives these modules.
+
 ## Everything else
 
 A causal model of no family above runs through transformers' own code with this service's cache and attention, if that
 code asks transformers' attention interface for its attention (`DEPLOYMENT_FRAMEWORK` unset or `hf_transformers`). At
 start it must show on a few tokens that it answers through the cache as it does by itself; a model that does not is
-refused with the reason. Every shard then holds the whole model. Code that a checkpoint brings along runs only with
+refused with the reason. Every shard then holds the whole model, and there are no soft prompts and no adapters. Code that a checkpoint brings along runs only with
 `TRUST_REMOTE_CODE=true`.
 
 `hf_optimum_ort` runs a decoder-only model in ONNX form on ONNX Runtime (`pip install 'tgis-next[onnx]'`).

@@ -14,7 +14,7 @@ CLOSE = 1e-4
 def generate(model: Any, input_ids: Sequence[int], **settings: Any) -> tuple[list[int], Tensor]:
     """Generated tokens, and the log-probabilities they were chosen by, [num_tokens, vocab_size]."""
     out = model.generate(
-        torch.tensor([list(input_ids)]),
+        input_ids=torch.tensor([list(input_ids)]),
         attention_mask=torch.ones(1, len(input_ids), dtype=torch.int64),
         do_sample=False,
         output_logits=True,

@@ -11,16 +11,8 @@ import pytest
 from click.testing import CliRunner, Result
 
 from tgis import cli
-from tgis.config import (
-    ENGINES,
-    LauncherConfig,
-    RouterConfig,
-    ShardConfig,
-    declared,
-    env_of,
-    flag_of,
-    to_flags,
-)
+from tgis.config import ENGINES, LauncherConfig, RouterConfig, ShardConfig
+from tgis.declaration import declared, env_of, flag_of, to_flags
 from tgis.options.command import command
 
 SHARD = ShardConfig(model_path="/models/x", uds_path="/tmp/shard")
@@ -148,6 +140,8 @@ def test_a_flag_goes_before_the_environment(config_type: type, f: Any, option: A
     [
         SHARD,
         replace(SHARD, dtype="float16", kv_cache_tokens=100, rank=1, world_size=2, rendezvous="/r", epoch=3),
+        replace(SHARD, prefix_store_path="/p q", adapter_cache="/a", lora_adapters="x=/a,y/z=/b c"),
+        replace(SHARD, prompt_cache_size_mb=1, max_prompt_prefix_length=9, adapter_cache_size_mb=2),
         ROUTER,
         replace(ROUTER, output_special_tokens=True, default_include_stop_seqs=False, decode_step_ms=12.5),
         replace(ROUTER, tls_cert_path="/c", tls_key_path="/k", otlp_endpoint="http://c:4317"),

@@ -48,7 +48,7 @@ SHORT = ["-p", "-g", "-c"]
 ROOT = Path(__file__).resolve().parent.parent
 HAS_OWN_EFFECT = {
     *("KV_CACHE_MANAGER_NUM_GPU_BLOCKS", "RANK", "WORLD_SIZE", "ESTIMATE_MEMORY"),
-    "TRUST_REMOTE_CODE",
+    *("TRUST_REMOTE_CODE", "PREFIX_STORE_PATH", "PROMPT_CACHE_SIZE_MB", "MAX_PROMPT_PREFIX_LENGTH"),
 }
 
 

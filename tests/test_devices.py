@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tgis import launcher
+from tgis import launch_plan
 from tgis.config import LauncherConfig
 from tgis.devices import has_gpus
 
@@ -37,6 +37,6 @@ def test_visible_gpus_count(
 ) -> None:
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "tokenizer.json").write_text("{}")
-    monkeypatch.setattr(launcher, "has_gpus", lambda variable: found and variable == "0,1")
+    monkeypatch.setattr(launch_plan, "has_gpus", lambda variable: found and variable == "0,1")
     config = LauncherConfig(model_name=f"{tmp_path}/", device=device, cuda_visible_devices="0,1")
-    assert launcher.plan(config).num_shards == num_shards
+    assert launch_plan.plan(config).num_shards == num_shards

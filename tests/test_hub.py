@@ -100,6 +100,35 @@ def test_end_of_sequence_ids(tmp_path: Path) -> None:
     assert hub.eos_token_ids(tmp_path) == [0]
 
 
+def test_the_pad_token(tmp_path: Path) -> None:
+    """Of the first place that names a token of the model."""
+    model, tokenizer = tmp_path / "model", tmp_path / "tokenizer"
+    added = [{"id": 7, "content": "<pad>"}, {"id": 8, "content": "<fill>"}, {"id": 200, "content": "<far>"}]
+
+    def find(**files: object) -> int:
+        for directory, names in ((model, ("config", "generation_config")), (tokenizer, None)):
+            for path in directory.glob("*"):
+                path.unlink()
+            for name in names or files.keys() - {"config", "generation_config"}:
+                write(directory / f"{name}.json", files.get(name, {}))
+        return hub.pad_token_id(model, tokenizer, 100)
+
+    named = {"tokenizer_config": {"pad_token": "<pad>"}, "tokenizer": {"added_tokens": added}}
+    assert find(config={"pad_token_id": 3}, generation_config={"pad_token_id": 4}, **named) == 3
+    assert find(config={"text_config": {"pad_token_id": 3}}, generation_config={"pad_token_id": 4}) == 3
+    for odd in (-1, 100, "3", None, True, [3]):
+        assert find(config={"pad_token_id": odd}, generation_config={"pad_token_id": 4}, **named) == 4
+    assert find(config={"eos_token_id": 5}, **named) == 7
+    named["tokenizer_config"] = {"pad_token": {"content": "<fill>", "lstrip": False}}
+    assert find(config={"eos_token_id": 5}, **named) == 8
+    named["special_tokens_map"], named["tokenizer_config"] = {"pad_token": "<pad>"}, {}
+    assert find(config={"eos_token_id": 5}, **named) == 7
+    named["special_tokens_map"] = {"pad_token": "<far>"}
+    assert find(config={"eos_token_id": [5, 6]}, **named) == 5
+    assert find(config={"eos_token_id": 5}, tokenizer_config={"pad_token": "<pad>"}) == 5
+    assert find(config={"eos_token_id": -5}) == 0
+
+
 def test_a_broken_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(hub.ModelNotFoundError, match=r"config\.json is not valid JSON"):

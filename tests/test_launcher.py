@@ -9,7 +9,7 @@ import pytest
 
 from tgis import hub
 from tgis.config import LauncherConfig
-from tgis.launcher import LaunchError, count_shards, plan
+from tgis.launch_plan import LaunchError, count_shards, plan
 
 
 @pytest.fixture

@@ -19,6 +19,7 @@ ENV = {
     "LOG_LEVEL": "warn",
     "MAX_CONCURRENT_REQUESTS": "64",
     "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
+    "PREFIX_STORE_PATH": "prompts/of ours",
     "OTLP_SERVICE_NAME": "unused without an endpoint",
 }
 
@@ -68,6 +69,8 @@ def test_children_get_flags_and_not_the_variables(service: Service) -> None:
     assert router[router.index("--max-concurrent-requests") + 1] == "64"
     assert router[router.index("--max-sequence-length") + 1] == "512"
     assert "--otlp-service-name" not in router
+    for shard in found["serve"]:
+        assert shard[shard.index("--prefix-store-path") + 1] == f"{Path.cwd()}/prompts/of ours"
     for pids in children_of(service.process.pid).values():
         for pid in pids:
             names = {line.partition("=")[0] for line in strings(pid, "environ")}
@@ -76,6 +79,7 @@ def test_children_get_flags_and_not_the_variables(service: Service) -> None:
                 "ESTIMATE_MEMORY",
                 "LOG_LEVEL",
                 "MAX_CONCURRENT_REQUESTS",
+                "PREFIX_STORE_PATH",
             }
             assert {"PYTORCH_CUDA_ALLOC_CONF", "CUDA_VISIBLE_DEVICES"} <= names
 

@@ -2,17 +2,20 @@
 `tgis.config`, the only place that reads the environment."""
 
 import os
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import click
 
-from tgis import __version__, hub, hub_commands, logs
+from tgis import __version__, hub, hub_commands, logs, prompt_commands
 from tgis.client import client
-from tgis.config import FRAMEWORKS, LauncherConfig, RouterConfig, ShardConfig, variables_of
+from tgis.config import FRAMEWORKS, LauncherConfig, RouterConfig, ShardConfig
+from tgis.declaration import variables_of
 from tgis.options.command import OneLineGroup, command, one_line_errors
 from tgis.options.settings import DEFAULT, Setting, SettingsError
 from tgis.options.tgis_names import TGIS_NAMES
+from tgis.tuning_plan import plan_tuning
 
 
 def _run_launcher(config: LauncherConfig) -> None:
@@ -34,9 +37,13 @@ def _run_router(config: RouterConfig) -> None:
 
 def _run_shard(config: ShardConfig) -> None:
     _stay_offline()
+    settings = hub.read_json(Path(config.model_path), "config.json")
+    length = config.max_sequence_length or hub.max_sequence_length(settings)
+    cache = hub_commands.cache_root() if config.lora_adapters else Path()
+    tuning = plan_tuning(config, length, cache)
     from tgis.shard import server
 
-    server.serve(config)
+    server.serve(replace(config, **asdict(tuning)))
 
 
 def _stay_offline() -> None:
@@ -132,7 +139,7 @@ def demo_model(directory: Path) -> None:
         demo.write_demo_model(directory)
 
 
-for entry in (_serve, *hub_commands.COMMANDS):
+for entry in (_serve, *hub_commands.COMMANDS, *prompt_commands.COMMANDS):
     server_main.add_command(entry)
     main.add_command(entry)
 for entry in (launcher_main, router_main, _env, demo_model, client):

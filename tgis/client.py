@@ -14,7 +14,7 @@ import grpc
 from google.protobuf.json_format import MessageToJson
 from google.protobuf.message import Message
 
-from tgis.config import Option, declared, flag_of, option
+from tgis.declaration import Option, declared, flag_of, option
 from tgis.pb import generation_pb2 as pb
 from tgis.pb.generation_pb2_grpc import GenerationServiceStub
 

@@ -1,9 +1,9 @@
-"""Every option of the service, declared once: field, flag, environment variable, type, range and help follow
-from it. Only `tgis.cli` reads them, from the command line and the environment; elsewhere a configuration is a
-frozen value."""
+"""Every option of the service, declared once. Only `tgis.cli` reads them, from the command line and the
+environment; elsewhere a configuration is a frozen value."""
 
-from dataclasses import MISSING, Field, dataclass, field, fields
-from typing import Any, get_type_hints
+from dataclasses import dataclass
+
+from tgis.declaration import option
 
 DTYPES = ("float32", "bfloat16", "float16")
 DEVICES = ("auto", "cpu", "cuda")
@@ -31,34 +31,6 @@ UDS_PATH = "/tmp/text-generation"  # of processes that are started by hand
 SERVICE_NAME = "text-generation-inference.router"
 SHORT_SEQUENCE = "max_sequence_length ({value}) must be at least 2 (1 input + 1 output)"
 NO_SHARDS = "`num_shard` / NUM_GPUS cannot be < 1"
-
-
-@dataclass(frozen=True)
-class Option:
-    """What the command line needs to know of a field beside its name and type."""
-
-    help: str
-    env: bool | str = True
-    """Whether the variable named after the field is read; a text names another variable."""
-    older_env: str | None = None
-    """A further variable, read where the first is not given."""
-    flag: bool = True
-    """Whether there is a flag; variables that belong to others have none, and are texts that may be unset."""
-    short: str | None = None
-    choices: tuple[str, ...] | None = None
-    minimum: float | None = None
-    maximum: float | None = None
-    refusal: str | None = None
-    """What TGIS says of a number that is too small, `{value}` being the number; exit code 1 instead of 2."""
-    unreadable: str | None = None
-    """What TGIS says of a text that is no number; exit code 1 instead of 2."""
-    takes_value: bool = False
-    """A boolean that is written `--flag true`, as TGIS wants it for one of its flags."""
-
-
-def option(help: str, default: Any = MISSING, **more: Any) -> Any:
-    """A field that is an option; `more` are further fields of Option."""
-    return field(default=default, metadata={"option": Option(help, **more)})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,6 +69,33 @@ class ModelOptions:
     )
     trust_remote_code: bool = option(
         "Run Python code that comes with a checkpoint, with all the rights of this service.", False
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TuningOptions:
+    prefix_store_path: str | None = option(
+        "Directory of tuned soft prompts, and of LoRA adapters, by their ids; unset: there are none.", None
+    )
+    prompt_cache_size_mb: int = option(
+        "MiB of soft prompts that each shard may hold loaded; the least recently used make way.",
+        512,
+        minimum=1,
+    )
+    max_prompt_prefix_length: int | None = option(
+        "Most virtual tokens of a soft prompt; unset: half of the longest sequence.", None, minimum=1
+    )
+    adapter_cache: str | None = option(
+        "Directory of LoRA adapters by their ids, looked into before --prefix-store-path.", None
+    )
+    adapter_cache_size_mb: int = option(
+        "MiB of LoRA adapters that each shard may hold loaded; the least recently used make way.",
+        1024,
+        minimum=1,
+    )
+    lora_adapters: str | None = option(
+        "LoRA adapters to load at the start and keep: NAME=DIRECTORY, or ids in the hub cache, with commas.",
+        None,
     )
 
 
@@ -175,7 +174,7 @@ class ServingOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LauncherConfig(LogOptions, ModelOptions, BatchOptions, ServingOptions):
+class LauncherConfig(LogOptions, ModelOptions, TuningOptions, BatchOptions, ServingOptions):
     """`text-generation-launcher`."""
 
     model_name: str = option(
@@ -236,7 +235,7 @@ class RouterConfig(LogOptions, BatchOptions, ServingOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ShardConfig(LogOptions, ModelOptions, BatchOptions):
+class ShardConfig(LogOptions, ModelOptions, TuningOptions, BatchOptions):
     """`text-generation-server serve`: one rank of a group."""
 
     model_path: str = option("Directory of the model; MODEL_NAME may be given instead.")
@@ -250,37 +249,3 @@ class ShardConfig(LogOptions, ModelOptions, BatchOptions):
         "File through which the ranks of one start of the group meet.", None, env=False
     )
     epoch: int = option("Which start of the group this is.", 0, env=False, minimum=0)
-
-
-def declared(config_type: type) -> list[tuple[Field[Any], Option, Any]]:
-    """Field, option and type of everything `config_type` declares, in order."""
-    hints = get_type_hints(config_type)
-    return [(f, f.metadata["option"], hints[f.name]) for f in fields(config_type)]
-
-
-def flag_of(f: Field[Any]) -> str:
-    """Of a field that has one."""
-    return "--" + f.name.replace("_", "-")
-
-
-def env_of(f: Field[Any]) -> str | None:
-    name = f.metadata["option"].env
-    return name if isinstance(name, str) else f.name.upper() if name else None
-
-
-def variables_of(config_type: type) -> list[str]:
-    """All the variables that give options of `config_type`."""
-    found = [(env_of(f), option.older_env) for f, option, _ in declared(config_type)]
-    return [name for names in found for name in names if name]
-
-
-def to_flags(config: object) -> list[str]:
-    """The command line that gives `config` again; unset options and those without a flag are left out."""
-    flags: list[str] = []
-    for f, opt, _ in declared(type(config)):
-        value = getattr(config, f.name)
-        if isinstance(value, bool) and not opt.takes_value:
-            flags += [flag_of(f)] * value
-        elif value is not None and opt.flag:
-            flags += [flag_of(f), str(value).lower() if isinstance(value, bool) else str(value)]
-    return flags

@@ -2,6 +2,8 @@
 network."""
 
 import json
+from collections.abc import Iterator, Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -120,13 +122,13 @@ def read_json(directory: Path, name: str) -> dict[str, Any]:
     return content
 
 
-def length_of_model(config: dict[str, Any]) -> int | None:
+def length_of_model(config: Mapping[str, Any]) -> int | None:
     """Tokens; None where config.json does not say."""
     found = (config.get(key) for key in LENGTH_KEYS)
     return next((value for value in found if type(value) is int and value > 0), None)  # true is no length
 
 
-def max_sequence_length(config: dict[str, Any]) -> int:
+def max_sequence_length(config: Mapping[str, Any]) -> int:
     """What config.json says, else 2048."""
     return length_of_model(config) or DEFAULT_LENGTH
 
@@ -138,3 +140,28 @@ def eos_token_ids(directory: Path) -> list[int]:
         if ids is not None:
             return ids if isinstance(ids, list) else [ids]
     return []
+
+
+def pad_token_id(directory: Path, tokenizer: Path, vocab_size: int) -> int:
+    """Of config.json, else of generation_config.json, else of the files in `tokenizer`, else the first EOS,
+    else 0; whatever is none of the model's tokens counts as not given."""
+    candidates = chain(_pad_token_ids(directory), _pad_tokens_of(tokenizer), eos_token_ids(directory))
+    return next((id for id in candidates if type(id) is int and 0 <= id < vocab_size), 0)
+
+
+def _pad_token_ids(directory: Path) -> Iterator[object]:
+    config = read_json(directory, "config.json")
+    for place in (config, config.get("text_config"), read_json(directory, "generation_config.json")):
+        if isinstance(place, dict):
+            yield place.get("pad_token_id")
+
+
+def _pad_tokens_of(tokenizer: Path) -> Iterator[object]:
+    """The ids, in the tokenizer, of what its configuration calls the pad token."""
+    for name in ("tokenizer_config.json", "special_tokens_map.json"):
+        token = read_json(tokenizer, name).get("pad_token")
+        content = token.get("content") if isinstance(token, dict) else token
+        added = read_json(tokenizer, "tokenizer.json").get("added_tokens") if content else None
+        for one in added if isinstance(added, list) else ():
+            if isinstance(one, dict) and one.get("content") == content:
+                yield one.get("id")

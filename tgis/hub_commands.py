@@ -55,7 +55,7 @@ def download_weights(
     model_name: str, revision: str | None, token: str | None, extension: str, auto_convert: bool
 ) -> None:
     """Download MODEL_NAME from the hub to its cache; what is there already is not downloaded again."""
-    with _told_in_one_line():
+    with told_in_one_line():
         from tgis import download
 
         extensions = download.choose_extensions(extension)
@@ -103,7 +103,7 @@ def _has_safetensors(directory: Path) -> bool:
 @_revision
 def convert_to_safetensors(model_name: str, revision: str | None) -> None:
     """Make .safetensors files of the .bin files of MODEL_NAME, a directory or in the hub cache."""
-    with _told_in_one_line():
+    with told_in_one_line():
         directory = hub.find_files(model_name, revision, cache_root())
         from tgis.convert import weights
 
@@ -118,7 +118,7 @@ def convert_to_safetensors(model_name: str, revision: str | None) -> None:
 )
 def convert_to_fast_tokenizer(model_name: str, revision: str | None, output_path: Path | None) -> None:
     """Make a tokenizer.json of the tokenizer of MODEL_NAME, a directory or in the hub cache."""
-    with _told_in_one_line():
+    with told_in_one_line():
         directory = hub.find_files(model_name, revision, cache_root())
         from tgis.convert import tokenizer
 
@@ -141,7 +141,7 @@ def convert_to_onnx(
     provider: str | None,
 ) -> None:
     """Write MODEL_NAME, a directory or in the hub cache, as ONNX to the directory TARGET_MODEL_NAME."""
-    with _told_in_one_line():
+    with told_in_one_line():
         directory = hub.find_files(model_name, revision, cache_root())
         from tgis.convert import onnx
 
@@ -156,7 +156,7 @@ def convert_to_onnx(
 @click.pass_context
 def quantize(context: click.Context) -> None:
     """Refused: weights are not quantized by this version."""
-    with _told_in_one_line():
+    with told_in_one_line():
         raise OperatorError(NOT_QUANTIZED)
 
 
@@ -164,7 +164,7 @@ COMMANDS = (download_weights, convert_to_safetensors, convert_to_fast_tokenizer,
 
 
 @contextmanager
-def _told_in_one_line() -> Iterator[None]:
+def told_in_one_line() -> Iterator[None]:
     """A failure or a signal ends the process with a line; a second signal ends it at once."""
     logs.setup("info", json_output=False)
 

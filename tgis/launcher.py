@@ -9,15 +9,14 @@ import signal
 import tempfile
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
-from tgis import hub
 from tgis.child import Child
-from tgis.config import ENGINES, SHORT_SEQUENCE, LauncherConfig, RouterConfig, ShardConfig, to_flags
-from tgis.devices import has_gpus
-from tgis.errors import OperatorError
+from tgis.config import ENGINES, LauncherConfig, RouterConfig, ShardConfig
+from tgis.declaration import to_flags
+from tgis.launch_plan import TOKENIZER, LaunchError, Plan, plan
 from tgis.ports import listen
 
 logger = logging.getLogger(__name__)
@@ -33,8 +32,6 @@ POLL_S = 0.05
 # operator, half the speed of a small model.
 # NCCL is told the interface by which shards meet: like all else among them, on this machine alone.
 SHARD_ENV = {"GOMP_SPINCOUNT": "2000", "NCCL_SOCKET_IFNAME": "lo"}
-MIN_LENGTH = 2
-TOKENIZER = "tokenizer.json"
 # What ends a process that touches shared memory which there is none of.
 BUS_ERROR = "SIGBUS"
 BUS_ERROR_HINT = "; the shards may lack shared memory: mount at least 1 GB of it at /dev/shm"
@@ -42,83 +39,9 @@ BUS_ERROR_HINT = "; the shards may lack shared memory: mount at least 1 GB of it
 C = TypeVar("C", RouterConfig, ShardConfig)
 
 
-class LaunchError(OperatorError):
-    """The service cannot start, or has failed; the text is one line."""
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What follows from the configuration before any process is started."""
-
-    model_path: Path
-    max_sequence_length: int
-    dtype: str | None
-    num_shards: int
-    has_fast_tokenizer: bool
-    """Whether there is a tokenizer.json; else one is made at the start."""
-
-
 def run(config: LauncherConfig) -> None:
     """Returns after a clean stop. Raises PortError and what `plan` raises."""
     asyncio.run(_Launcher(config, plan(config)).run())
-
-
-def plan(config: LauncherConfig) -> Plan:
-    """Raises LaunchError, hub.CacheConflictError or hub.ModelNotFoundError."""
-    if config.dtype and config.dtype_str and config.dtype != config.dtype_str:
-        raise LaunchError("dtype and dtype_str args both provided with different values")
-    is_cuda = config.device != "cpu" and has_gpus(config.cuda_visible_devices)
-    num_shards = count_shards(config, is_cuda)
-    path = hub.resolve(config.model_name, config.revision, _cache_root(config))
-    has_fast = (path / TOKENIZER).is_file()
-    if not has_fast and not hub.has_tokenizer_to_convert(path):
-        raise LaunchError(f"No existing fast tokenizer ({TOKENIZER}) found")
-    length = _choose_length(config.max_sequence_length, hub.read_json(path, "config.json"))
-    return Plan(path, length, config.dtype or config.dtype_str, num_shards, has_fast)
-
-
-def count_shards(config: LauncherConfig, is_cuda: bool) -> int:
-    """What is asked for, else one for each device that is visible, else 1. Raises LaunchError."""
-    if config.num_shard and config.num_gpus and config.num_shard != config.num_gpus:
-        counts = f"({config.num_gpus} and {config.num_shard})"
-        raise LaunchError(f"NUM_GPUS and num_shard are set to different values {counts}")
-    if asked := config.num_shard or config.num_gpus:
-        return asked
-    devices = config.cuda_visible_devices
-    if devices is None:
-        devices = config.nvidia_visible_devices
-    if devices is None:
-        return 1
-    if not is_cuda:
-        logger.info("visible devices do not count on a CPU: 1 shard; --num-shard asks for more")
-        return 1
-    return len(devices.split(","))
-
-
-def _cache_root(config: LauncherConfig) -> Path:
-    for name in ("transformers_cache", "huggingface_hub_cache"):
-        if getattr(config, name):
-            logger.warning("%s is an older name of HF_HUB_CACHE", name.upper())
-    return hub.cache_root(
-        config.hf_hub_cache,
-        config.transformers_cache,
-        config.huggingface_hub_cache,
-        config.hf_home,
-        config.home,
-    )
-
-
-def _choose_length(asked: int | None, model_config: dict[str, Any]) -> int:
-    """Tokens of input and output. Raises LaunchError."""
-    of_model = hub.length_of_model(model_config)
-    length = asked or of_model or hub.DEFAULT_LENGTH
-    source = "user-defined" if asked else "model" if of_model else "default"
-    logger.info("max_sequence_length is %d (%s)", length, source)
-    if length < MIN_LENGTH:
-        raise LaunchError(SHORT_SEQUENCE.format(value=length))
-    if of_model and length > of_model:
-        logger.warning("max_sequence_length %d is more than the model's %d", length, of_model)
-    return length
 
 
 class _Launcher:
@@ -288,6 +211,7 @@ class _Launcher:
             "dtype": self._plan.dtype,
             "deployment_framework": ENGINES.get(self._config.deployment_framework or ""),
             "max_sequence_length": self._plan.max_sequence_length,
+            **asdict(self._plan.tuning),
         }
         return _derive(ShardConfig, self._config, own)
 

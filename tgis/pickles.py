@@ -25,19 +25,25 @@ def open_pickle(file: Path) -> dict[str, Any]:
     whole.
 
     Raises PickleError, OSError."""
+    found = load_pickle(file)
+    if not isinstance(found, dict):
+        raise PickleError(f"{file} does not hold tensors by name")
+    return found
+
+
+def load_pickle(file: Path) -> object:
+    """Whatever a file has, otherwise like `open_pickle`."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # that a pickle is of another protocol than usual
-            found = torch.load(file, map_location="cpu", weights_only=True, mmap=can_map(file))
+            found: object = torch.load(file, map_location="cpu", weights_only=True, mmap=can_map(file))
     except pickle.UnpicklingError as error:
         raise PickleError(f"{file} {_explain(error)}") from error
-    except FileNotFoundError:
+    except (FileNotFoundError, MemoryError):
         raise
     # Of a torn file the reader raises whatever it stumbles over.
     except Exception as error:
         raise PickleError(f"{file} {TORN}") from error
-    if not isinstance(found, dict):
-        raise PickleError(f"{file} does not hold tensors by name")
     return found
 
 

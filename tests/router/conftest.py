@@ -12,6 +12,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from tests.processes import Service
+from tests.router.model_of_contents import Library, ShelfOfShard
 from tests.router.model_of_shard import ModelOfShard
 from tests.tokenizers_for_tests import write_byte_level
 from tgis.pb import shard_pb2 as pb
@@ -19,7 +20,7 @@ from tgis.pb.generation_pb2_grpc import GenerationServiceStub
 from tgis.pb.shard_pb2_grpc import ShardServiceServicer, add_ShardServiceServicer_to_server
 
 VOCAB_SIZE = 400
-EOS = 1
+EOS, PAD = 1, 2
 NUM_BLOCKS, BLOCK_SIZE = 64, 8
 MAX_SEQUENCE_LENGTH = 200
 
@@ -27,18 +28,28 @@ MAX_SEQUENCE_LENGTH = 200
 class FakeShard(ShardServiceServicer):
     """Speaks the protocol for a ModelOfShard; `step_s` is how long a step takes."""
 
-    def __init__(self, rank: int = 0, epoch: int = 1, info: pb.InfoResponse | None = None) -> None:
-        """`info` says what is not as usual."""
+    def __init__(
+        self,
+        rank: int = 0,
+        epoch: int = 1,
+        info: pb.InfoResponse | None = None,
+        library: Library | None = None,
+    ) -> None:
+        """`info` says what is not as usual; the ranks of a group have one library."""
         self.info = pb.InfoResponse(
             model_kind=pb.InfoResponse.MODEL_KIND_DECODER_ONLY,
             vocab_size=VOCAB_SIZE,
             eos_token_ids=[EOS],
             block_size=BLOCK_SIZE,
             num_blocks=NUM_BLOCKS,
+            pad_token_id=PAD,
+            prompt_cache_bytes=1 << 20,
+            adapter_cache_bytes=1 << 20,
             rank=rank,
             epoch=epoch,
         )
         self.info.MergeFrom(info or pb.InfoResponse())
+        self.shelf = ShelfOfShard(library or Library(), self.info, rank)
         self.model = self._model()
         self.rank, self.step_s = rank, 0.001
         self.num_steps = 0
@@ -54,16 +65,22 @@ class FakeShard(ShardServiceServicer):
         info = self.info
         return ModelOfShard(info.num_blocks, info.block_size, info.vocab_size, info.rope_switch_len)
 
-    def LookupPrompt(
-        self, request: pb.LookupPromptRequest, context: grpc.ServicerContext
-    ) -> pb.LookupPromptResponse:
-        context.abort(grpc.StatusCode.NOT_FOUND, f'prefix id "{request.prompt_id}" not found')
+    def Find(self, request: pb.FindRequest, context: grpc.ServicerContext) -> pb.FindResponse:
+        assert self.rank == 0, "one rank finds"
+        return self.shelf.find(request, context)
+
+    def Load(self, request: pb.LoadRequest, context: grpc.ServicerContext) -> pb.LoadResponse:
+        return self.shelf.load(request, context)
+
+    def Unload(self, request: pb.UnloadRequest, context: grpc.ServicerContext) -> pb.UnloadResponse:
+        return self.shelf.unload(request)
 
     def Step(
         self, requests: Iterator[pb.StepRequest], context: grpc.ServicerContext
     ) -> Iterator[pb.StepResponse]:
         self.num_streams += 1
         self.model = self._model()
+        self.model.check_contents = self.shelf.check_row
         for request in requests:
             time.sleep(self.step_s)
             self.num_steps += 1
@@ -84,6 +101,7 @@ class Setup:
     servers: list[grpc.Server]
     tokenizer: Tokenizer
     uds_path: str
+    library: Library
     stub: GenerationServiceStub = field(init=False)
     channel: grpc.Channel = field(init=False)
 
@@ -114,10 +132,12 @@ def start_router(
     *flags: str,
     write_tokenizer: Callable[[Path], Tokenizer] = write_usual,
     info: pb.InfoResponse | None = None,
+    library: Library | None = None,
 ) -> Setup:
     tokenizer = write_tokenizer(directory)
     uds_path = str(directory / "shard")
-    shards = [FakeShard(rank, info=info) for rank in range(num_shards)]
+    library = library or Library()
+    shards = [FakeShard(rank, info=info, library=library) for rank in range(num_shards)]
     servers = [serve_shard(shard, uds_path) for shard in shards]
     command = ["router", "--tokenizer-path", str(directory), "--shard-uds-path", uds_path]
     command += ["--bind", "127.0.0.1", "--port", "0", "--grpc-port", "0", "--num-shard", str(num_shards)]
@@ -128,7 +148,7 @@ def start_router(
         for server in servers:
             server.stop(0).wait()
         raise
-    return Setup(service, shards, servers, tokenizer, uds_path)
+    return Setup(service, shards, servers, tokenizer, uds_path, library)
 
 
 def stop_router(setup: Setup) -> int:

@@ -1,7 +1,7 @@
 """What a shard must do with a step, in plain Python: an independent reading of shard.proto. The next token is
-a function of the whole prefix, of the encoder's input and of the length that switches rotary frequencies, and
-every cache slot remembers what was computed into it, so any mistake in scheduling, sharing or bookkeeping
-changes an outcome or fails an assertion."""
+a function of the whole prefix, of the encoder's input, of the length that switches rotary frequencies and of
+soft prompt and adapter; every cache slot remembers what was computed into it. So any mistake in scheduling,
+sharing or bookkeeping changes an outcome or fails an assertion."""
 
 import zlib
 from array import array
@@ -14,9 +14,16 @@ from tgis.pb import shard_pb2 as pb
 EOS = 0
 
 
-def context(encoder_ids: list[int], is_long: bool) -> int:
-    """What all of a decoder's computation depends on beside its own tokens."""
-    return zlib.crc32(array("i", [is_long, *encoder_ids]).tobytes()) if encoder_ids or is_long else 0
+def context(encoder_ids: list[int], is_long: bool, digests: str = "") -> int:
+    """What all of a decoder's computation depends on beside its own tokens; `digests` are those of the
+    adapter and the prompt, with a slash between."""
+    if not (encoder_ids or is_long or digests):
+        return 0
+    return zlib.crc32(array("i", [is_long, *encoder_ids]).tobytes() + digests.encode())
+
+
+def join_digests(adapter: str, prompt: str) -> str:
+    return f"{adapter}/{prompt}" if adapter or prompt else ""
 
 
 def next_token(prefix: list[int], vocab_size: int, seed: int = 0) -> int:
@@ -30,11 +37,12 @@ def truth(
     vocab_size: int,
     encoder_ids: list[int] | None = None,
     switch_len: int = 0,
+    digests: str = "",
 ) -> list[int]:
     """All tokens of an undisturbed generation."""
     tokens = list(prompt)
     while len(tokens) < len(prompt) + max_new_tokens:
-        seed = context(encoder_ids or [], 0 < switch_len < len(tokens))
+        seed = context(encoder_ids or [], 0 < switch_len < len(tokens), digests)
         tokens.append(next_token(tokens, vocab_size, seed))
         if tokens[-1] == EOS:
             break
@@ -60,12 +68,13 @@ class Row:
     encoder_ids: list[int]
     cross_blocks: list[int]
     is_long: bool
+    digests: str
     block_table: list[int] = field(default_factory=list)
     ended: bool = False
 
     @property
     def context(self) -> int:
-        return context(self.encoder_ids, self.is_long)
+        return context(self.encoder_ids, self.is_long, self.digests)
 
 
 class ModelOfShard:
@@ -78,6 +87,8 @@ class ModelOfShard:
         self.num_computed = self.num_encoded = self.num_long = 0
         self.last_step = -1
         self.refuses: Callable[[pb.OpenRow], bool] = lambda message: False
+        self.check_contents: Callable[[pb.OpenRow], None] = lambda message: None
+        """Asserts that what the row names is loaded, and that its virtual tokens are there."""
 
     def execute(self, request: pb.StepRequest) -> pb.StepResponse:
         assert request.step_id > self.last_step
@@ -124,6 +135,7 @@ class ModelOfShard:
 
     def _open(self, message: pb.OpenRow) -> bool:
         assert message.row not in self.rows, "a row is closed before it is opened again"
+        self.check_contents(message)
         token_ids = integers(message.token_ids)
         row = self.rows[message.row] = Row(
             token_ids,
@@ -135,6 +147,7 @@ class ModelOfShard:
             integers(message.encoder_token_ids),
             integers(message.cross_blocks),
             0 < self.switch_len < len(token_ids),
+            join_digests(message.adapter_digest, message.prompt_digest),
         )
         self.num_long += row.is_long
         self.num_holders.update(row.cross_blocks)
@@ -148,7 +161,7 @@ class ModelOfShard:
     def _encode(self, row: Row) -> None:
         self.num_encoded += len(row.encoder_ids)
         for position in range(len(row.encoder_ids)):
-            self._write(row.cross_blocks, position, (row.encoder_ids, position))
+            self._write(row.cross_blocks, position, (row.digests, row.encoder_ids, position))
 
     def _compute(self, row: Row, start: int, end: int) -> None:
         assert 0 <= start < end <= len(row.token_ids)
@@ -158,7 +171,9 @@ class ModelOfShard:
         self.num_computed += end - start
         for position in range(len(row.encoder_ids)):
             found = self._read(row.cross_blocks, position)
-            assert found == (row.encoder_ids, position), "the cross blocks are not this encoder input's"
+            assert found == (row.digests, row.encoder_ids, position), (
+                "the cross blocks are not this encoder input's"
+            )
         prefix = row.context
         for position, token in enumerate(row.token_ids[:end]):
             prefix = zlib.crc32(array("q", [prefix, token]).tobytes())

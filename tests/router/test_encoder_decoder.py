@@ -9,8 +9,9 @@ import grpc
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
-from tests.router.conftest import BLOCK_SIZE, EOS, MAX_SEQUENCE_LENGTH, Setup, start_router, stop_router
-from tests.router.model_of_shard import context, next_token
+from tests.router.conftest import BLOCK_SIZE, EOS, MAX_SEQUENCE_LENGTH, PAD, Setup, start_router, stop_router
+from tests.router.model_of_contents import Item, Library
+from tests.router.model_of_shard import context, join_digests, next_token
 from tests.router.test_grpc_api import batch, get, metric, single, stopping
 from tgis.pb import generation_pb2 as pb
 from tgis.pb import shard_pb2
@@ -22,6 +23,8 @@ VOCAB_SIZE = len(PIECES)
 DECODER_START = 0
 SWITCH_LEN = 40
 PROMPT = "The quick brown fox"
+PROMPTS = {"none": (0, 0), "decoder": (9, 0), "encoder": (0, 5), "both": (3, 4)}
+"""Virtual tokens of the decoder and of the encoder."""
 ALL_DETAILS = {
     "input_tokens": True,
     "generated_tokens": True,
@@ -58,20 +61,27 @@ def model(num_blocks: int = 0) -> shard_pb2.InfoResponse:
 
 @pytest.fixture(scope="module")
 def t5(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Setup]:
-    directory = tmp_path_factory.mktemp("t5")
-    setup = start_router(directory, 1, write_tokenizer=write_tokenizer, info=model())
+    directory, library = tmp_path_factory.mktemp("t5"), Library()
+    for name, (num_decoder, num_encoder) in PROMPTS.items():
+        library.put(Item(name, num_decoder, num_encoder), name)
+    setup = start_router(directory, 1, write_tokenizer=write_tokenizer, info=model(), library=library)
     yield setup
     assert stop_router(setup) == 0, setup.service.output
+    assert library.faults == []
 
 
-def expected_tokens(encoder_ids: list[int], max_new_tokens: int, min_new_tokens: int = 0) -> list[int]:
-    tokens = [DECODER_START]
-    while len(tokens) < 1 + max_new_tokens and tokens[-1] != EOS:
-        seed = context(encoder_ids, len(tokens) > SWITCH_LEN)
+def expected_tokens(
+    encoder_ids: list[int], max_new_tokens: int, min_new_tokens: int = 0, prompt: str = "none"
+) -> list[int]:
+    num_decoder, num_encoder = PROMPTS[prompt]
+    encoder_ids, tokens = [PAD] * num_encoder + encoder_ids, [PAD] * num_decoder + [DECODER_START]
+    prompt_len, digests = len(tokens), "" if prompt == "none" else join_digests("", prompt)
+    while len(tokens) < prompt_len + max_new_tokens and tokens[-1] != EOS:
+        seed = context(encoder_ids, len(tokens) > SWITCH_LEN, digests)
         token = next_token(tokens, VOCAB_SIZE, seed)
-        is_masked = token == EOS and len(tokens) <= min_new_tokens
+        is_masked = token == EOS and len(tokens) - prompt_len < min_new_tokens
         tokens.append(token + is_masked)
-    return tokens[1:]
+    return tokens[prompt_len:]
 
 
 def input_ids(setup: Setup, text: str) -> list[int]:
@@ -141,6 +151,40 @@ def test_input_tokens_are_the_encoders_and_nothing_is_known_of_them(t5: Setup, w
         assert not token.top_tokens
     tokens = expected_tokens(input_ids(t5, PROMPT), 20)
     assert [token.text for token in response.tokens] == [t5.tokenizer.id_to_token(i) for i in tokens]
+
+
+@pytest.mark.parametrize("prompt", ["decoder", "encoder", "both"])
+def test_soft_prompts_of_either_side(t5: Setup, prompt: str) -> None:
+    num_encoder, ids = PROMPTS[prompt][1], input_ids(t5, PROMPT)
+    request = batch(PROMPT, stopping=stopping(50), response=pb.ResponseOptions(**ALL_DETAILS))
+    request.prefix_id = prompt
+    [response] = t5.stub.Generate(request).responses
+    tokens = expected_tokens(ids, 50, prompt=prompt)
+    assert [token.text for token in response.tokens] == [t5.tokenizer.id_to_token(i) for i in tokens]
+    pieces = [t5.tokenizer.id_to_token(PAD)] * num_encoder + t5.tokenizer.encode(PROMPT).tokens
+    assert [token.text for token in response.input_tokens] == pieces
+    assert all(math.isnan(token.logprob) for token in response.input_tokens)
+    assert response.input_token_count == len(ids)
+    before = t5.shards[0].model.num_encoded
+    assert t5.stub.Generate(request).responses[0].text == response.text
+    assert t5.shards[0].model.num_encoded == before
+
+
+@pytest.mark.parametrize(("prompt", "length"), [("decoder", 10), ("encoder", 5), ("both", 8)])
+def test_limits_count_the_prompt_and_its_place_before_the_start(t5: Setup, prompt: str, length: int) -> None:
+    words, room = "fox " * MAX_SEQUENCE_LENGTH, MAX_SEQUENCE_LENGTH - length - 150
+    criteria = stopping(150, min_new_tokens=room + 1)
+    request = batch(words, truncate_input_tokens=150, stopping=criteria)
+    request.prefix_id = prompt
+    with pytest.raises(grpc.RpcError) as caught:
+        t5.stub.Generate(request)
+    sums = f"input tokens (150) plus prefix length ({length}) plus min_new_tokens ({room + 1})"
+    assert caught.value.details() == f"{sums} must be <= {MAX_SEQUENCE_LENGTH}"
+    request.params.stopping.min_new_tokens = room
+    [response] = t5.stub.Generate(request).responses
+    assert (response.generated_token_count, response.stop_reason) == (room, pb.TOKEN_LIMIT)
+    tokens = expected_tokens(input_ids(t5, words)[-150:], room, room, prompt)
+    assert response.text == text_of(t5, tokens)
 
 
 def test_stop_sequences(t5: Setup) -> None:

@@ -222,7 +222,7 @@ def test_rejections_that_need_the_tokens(router: Setup) -> None:
 def test_unknown_prompt_and_adapter(router: Setup) -> None:
     cases = {
         "prefix_id": "can't retrieve prompt prefix with id 'nobody': prefix id \"nobody\" not found",
-        "adapter_id": "adapter_id supplied but no adapter store was configured",
+        "adapter_id": "can't retrieve adapter with id 'nobody': directory does not exist",
     }
     for name, text in cases.items():
         request = batch(PROMPT)

@@ -66,6 +66,19 @@ OURS = {
     "tgi_prefix_cache_queries": ("counter", set()),
     "tgi_prefix_cache_hits": ("counter", set()),
     "tgi_preemptions": ("counter", set()),
+    "tgi_adapter_load_duration": ("histogram", set()),
+    "tgi_adapter_load_failure": ("counter", set()),
+    **{
+        f"tgi_{kind}_cache_{name}": (type_name, set())
+        for kind in ("prompt", "adapter")
+        for name, type_name in (
+            ("entries", "gauge"),
+            ("bytes", "gauge"),
+            ("hits", "counter"),
+            ("misses", "counter"),
+            ("evictions", "counter"),
+        )
+    },
 }
 LENGTHS = [MAX_SEQUENCE_LENGTH * i / 64 for i in range(1, 65)]
 OUTPUTS = [MAX_NEW_TOKENS * i / 64 for i in range(1, 65)]

@@ -66,7 +66,7 @@ class Streams:
 
 
 def restart_shards(setup: Setup, epoch: int) -> None:
-    setup.shards[:] = [FakeShard(rank, epoch) for rank in range(len(setup.shards))]
+    setup.shards[:] = [FakeShard(rank, epoch, library=setup.library) for rank in range(len(setup.shards))]
     setup.servers[:] = [serve_shard(shard, setup.uds_path) for shard in setup.shards]
 
 

@@ -1,6 +1,6 @@
 """Random workloads through scheduler, blocks and messages, against the plain model of a shard: late answers,
 cancels, stops that only the router sees, refused rows, preemption, lost shards; decoder-only models and
-encoder-decoder ones, with and without a length that switches rotary frequencies."""
+encoder-decoder ones, with and without a length that switches rotary frequencies, prompts and adapters."""
 
 import random
 import zlib
@@ -9,17 +9,17 @@ from collections import Counter, deque
 
 import pytest
 
-from tests.router.model_of_shard import EOS, ModelOfShard, integers, truth
+from tests.router.model_of_shard import EOS, ModelOfShard, integers, join_digests, truth
 from tgis.pb import shard_pb2 as pb
 from tgis.router.blocks import BlockPool
 from tgis.router.columns import decode_answer, encode_step
 from tgis.router.scheduler import Scheduler, Step
-from tgis.router.sequence import Details, Sequence, Stopping
+from tgis.router.sequence import Content, ContentKind, Details, Sequence, Stopping, Tuning
 from tgis.router.sharing import decoder_root
 
 BATCHES = 40  # of random workloads, in one test each
 WORKLOADS = 50  # per batch
-DECODER_START = 1
+DECODER_START, PAD = 1, 0
 
 
 def is_refused(message: pb.OpenRow) -> bool:
@@ -50,6 +50,7 @@ class Workload:
         self.expected: dict[Sequence, list[int]] = {}
         self.reported: dict[Sequence, list[int]] = {}
         self.ends: Counter[Sequence] = Counter()
+        self.tunings = self._tunings(random.Random(seed))
         self.todo = self._requests()
 
     def _pool(self) -> BlockPool:
@@ -61,6 +62,17 @@ class Workload:
             shard.refuses = is_refused
         return shard
 
+    def _tunings(self, r: random.Random) -> list[Tuning]:
+        """Prompts and adapters in all combinations, in every third workload."""
+        if r.random() < 0.67:
+            return [Tuning()]
+        prompts: list[Content | None] = [None]
+        for digest in "pq":
+            num_encoder = r.randint(0, 3) * self.has_encoder
+            prompts.append(Content(ContentKind.PROMPT, digest, r.randint(0, 3), num_encoder))
+        adapters = [None, Content(ContentKind.ADAPTER, "p"), Content(ContentKind.ADAPTER, "a")]
+        return [Tuning(prompt, adapter) for prompt in prompts for adapter in adapters]
+
     def _requests(self) -> list[Sequence]:
         r = self.random
         prefixes = [[r.randrange(self.vocab_size) for _ in range(r.randint(0, 20))] for _ in range(3)]
@@ -68,15 +80,21 @@ class Workload:
         for _ in range(r.randint(1, 25)):
             prompt = r.choice(prefixes) + [r.randrange(self.vocab_size) for _ in range(r.randint(1, 8))]
             stopping = Stopping(max_new_tokens=r.randint(1, 12), eos_token_ids=frozenset({EOS}))
-            if -(-(len(prompt) + stopping.max_new_tokens) // self.block_size) < self.pool_blocks:
-                requests.append(self._request(prompt, stopping, Details(input_tokens=r.random() < 0.2)))
+            request = self._request(prompt, stopping, Details(input_tokens=r.random() < 0.2))
+            num_tokens = request.prompt_len + len(request.encoder_token_ids) + stopping.max_new_tokens
+            if -(-num_tokens // self.block_size) < self.pool_blocks:
+                requests.append(request)
         return requests
 
     def _request(self, prompt: list[int], stopping: Stopping, details: Details) -> Sequence:
+        tuning = self.random.choice(self.tunings)
+        before = [PAD] * tuning.num_decoder_tokens
         if not self.has_encoder:
-            return Sequence(prompt, stopping, details=details)
-        encoder_ids = tuple(prompt[: self.random.choice([len(prompt), 5])])  # some of them equal
-        return Sequence([DECODER_START], stopping, details=details, encoder_token_ids=encoder_ids)
+            return Sequence(before + prompt, stopping, details=details, tuning=tuning)
+        encoder_ids = prompt[: self.random.choice([len(prompt), 5])]  # some of them equal
+        encoder_ids = [PAD] * tuning.num_encoder_tokens + encoder_ids
+        start = [*before, DECODER_START]
+        return Sequence(start, stopping, details=details, encoder_token_ids=tuple(encoder_ids), tuning=tuning)
 
     def run(self) -> None:
         r, num_turns = self.random, 0
@@ -113,6 +131,9 @@ class Workload:
             self.vocab_size,
             list(sequence.encoder_token_ids),
             self.switch_len,
+            join_digests(
+                *(one.digest if one else "" for one in (sequence.tuning.adapter, sequence.tuning.prompt))
+            ),
         )
         self.reported[sequence] = []
         self.scheduler.add(sequence)

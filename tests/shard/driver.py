@@ -14,7 +14,7 @@ from tgis.shard.engine import Engine
 
 def configure(path: Path, **options: Any) -> ShardConfig:
     small = {"max_batch_size": 8, "max_sequence_length": 192, "cpu_threads": 1}
-    return ShardConfig(model_path=str(path), uds_path="unused", **{**small, **options})
+    return ShardConfig(model_path=str(path), **{"uds_path": "unused", **small, **options})
 
 
 @dataclass
@@ -29,6 +29,9 @@ class Request:
     """Of encoder-decoder models, whose prompt is the token to begin with."""
     cross_blocks: list[int] = field(default_factory=list)
     is_encoded: bool = False
+    prompt_digest: str = ""
+    """Of a soft prompt, whose tokens begin `prompt` and `encoder_token_ids`."""
+    adapter_digest: str = ""
     generated: list[int] = field(default_factory=list)
     """Known to the router; a resumed request has some already."""
     row: int = -1
@@ -54,6 +57,7 @@ def opening(request: Request) -> pb.OpenRow:
     message.encoder_token_ids = pack(request.encoder_token_ids)
     message.cross_blocks = pack(request.cross_blocks)
     message.is_encoded = request.is_encoded
+    message.prompt_digest, message.adapter_digest = request.prompt_digest, request.adapter_digest
     if request.grammar is not None:
         message.grammar.text = message.grammar.digest = request.grammar
     return message
@@ -93,8 +97,12 @@ class Router:
         self.unread.clear()
 
     def reserve(self, request: Request) -> None:
-        token_ids = request.encoder_token_ids
-        alike = [other for other in self.crossed.values() if other.encoder_token_ids == token_ids]
+        token_ids, root = request.encoder_token_ids, (request.prompt_digest, request.adapter_digest)
+        alike = [
+            other
+            for other in self.crossed.values()
+            if other.encoder_token_ids == token_ids and (other.prompt_digest, other.adapter_digest) == root
+        ]
         request.is_encoded = bool(token_ids and alike)
         if request.is_encoded:
             request.cross_blocks = alike[0].cross_blocks

@@ -1,14 +1,33 @@
 """An engine on every rank of a group, driven on the first: what that one executes, the others do too."""
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from tests.shard.driver import Request, Router, configure
 from tgis.pb import shard_pb2 as pb
+from tgis.prompts.spool import Kind, Spool
 from tgis.shard.engine import Engine
 from tgis.shard.loading import load
 from tgis.shard.world import World
+
+
+@dataclass(frozen=True)
+class Copies:
+    """Soft prompts and adapters that all ranks load, from `{uds_path}-contents`, where the first rank's store
+    puts them."""
+
+    uds_path: str = "unused"
+    digests: tuple[str, ...] = ()
+
+    def put(self, kind: Kind, tensors: Mapping[str, Tensor], about: Mapping[str, Any]) -> "Copies":
+        """With one more, which has the last digest."""
+        digest = Spool(Path(f"{self.uds_path}-contents")).put(kind, tensors, about)
+        return Copies(self.uds_path, (*self.digests, digest))
 
 
 class Relay:
@@ -26,12 +45,20 @@ class Relay:
 
 
 def serve(
-    world: World, directory: Path, seed: int, crowds: list[list[Request]], block_size: int
+    world: World,
+    directory: Path,
+    seed: int,
+    crowds: list[list[Request]],
+    block_size: int,
+    copies: Copies = Copies(),
 ) -> tuple[list[list[Request]], list[int]]:
     """Answers the crowds one after the other. The requests with what was generated, on the first rank; and
     the digests of all steps."""
     options = {"rank": world.rank, "world_size": world.size, "block_size": block_size}
-    engine = load(configure(directory, kv_cache_tokens=2048, dtype="float32", **options), world)
+    options |= {"kv_cache_tokens": 2048, "dtype": "float32", "uds_path": copies.uds_path}
+    engine = load(configure(directory, **options), world)
+    for digest in copies.digests:
+        engine.contents.load(digest)
     if world.rank:
         return [], list(_follow(world, engine))
     relay = Relay(engine, world)

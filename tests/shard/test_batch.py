@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from tests.shard.messages import SAMPLE, Steps, integers, open_row, pack
+from tests.shard.messages import NOTHING, SAMPLE, Steps, integers, open_row, pack
 from tgis.pb import shard_pb2 as pb
 from tgis.shard.batch import Batch, RowTable
+from tgis.shard.contents import Contents, Prompt
+from tgis.shard.lora import Adapter
 from tgis.shard.models.interface import StepInputs
 
 CPU = torch.device("cpu")
@@ -31,6 +33,21 @@ class Row:
     is_long: bool
     computed: int = 0
     ended: bool = False
+
+
+def load_some() -> Contents:
+    """Prompts of three tokens of the decoder, "p", and two of the encoder, "e", and an adapter, "a"."""
+    none, numbers = torch.empty(0, 2), torch.arange(14.0).view(7, 2) // 2
+    found = {"p": Prompt(numbers[:3], none), "e": Prompt(none, numbers[5:]), "a": Adapter({})}
+    contents = Contents(found.__getitem__)
+    for digest in found:
+        contents.load(digest)
+    return contents
+
+
+def tuned(message: pb.OpenRow, prompt: str = "", adapter: str = "") -> pb.OpenRow:
+    message.prompt_digest, message.adapter_digest = prompt, adapter
+    return message
 
 
 def new_row(rng: random.Random, has_encoder: bool) -> Row:
@@ -117,7 +134,7 @@ def check(
 def test_random_steps(has_encoder: bool) -> None:
     rng = random.Random(1)
     options = {"rope_switch_len": SWITCH_LEN, "is_encoder_decoder": has_encoder}
-    table, steps = RowTable(8, 64, 4, 50, CPU, **options), Steps(4, 8 * 16)
+    table, steps = RowTable(8, 64, 4, 50, CPU, NOTHING, **options), Steps(4, 8 * 16)
     rows: dict[int, Row] = {}
     num_ended = 0
     for _ in range(400):
@@ -167,13 +184,17 @@ def test_random_steps(has_encoder: bool) -> None:
         (open_row(0, [3, 50]), "vocabulary size 50"),
         (open_row(0, [3, -1]), "vocabulary size 50"),
         (open_row(0, [1] * 60, max_new_tokens=5), "65 tokens are more than the sequence length 64"),
-        (pb.OpenRow(row=0, token_ids=pack([1]), prompt_len=1, adapter_digest="a"), "LoRA adapters"),
-        (pb.OpenRow(row=0, token_ids=pack([1]), prompt_len=1, prompt_digest="a"), "soft prompts"),
-        (pb.OpenRow(row=0, token_ids=pack([1]), prompt_len=1, encoder_token_ids=pack([1])), "encoder inputs"),
+        (tuned(open_row(0, [1] * 9), adapter="x"), "its adapter is not loaded"),
+        (tuned(open_row(0, [1] * 9), adapter="p"), "its adapter is not loaded"),
+        (tuned(open_row(0, [1] * 9), prompt="x"), "its soft prompt is not loaded"),
+        (tuned(open_row(0, [1] * 9), prompt="a"), "its soft prompt is not loaded"),
+        (tuned(open_row(0, [1] * 9, prompt_len=2), prompt="p"), "fewer tokens than its soft prompt"),
+        (tuned(open_row(0, [1] * 9), prompt="e"), "fewer tokens than its soft prompt"),
+        (pb.OpenRow(row=0, token_ids=pack([1]), prompt_len=1, encoder_token_ids=pack([1])), "no encoder"),
     ],
 )
 def test_a_row_that_cannot_be_served_has_ended(message: pb.OpenRow, problem: str) -> None:
-    table, steps = RowTable(2, 64, 4, 50, CPU), Steps(4, 32)
+    table, steps = RowTable(2, 64, 4, 50, CPU, load_some()), Steps(4, 32)
     answer = table.open(message)
     assert answer is not None
     assert problem in answer
@@ -199,7 +220,7 @@ def test_a_row_that_cannot_be_served_has_ended(message: pb.OpenRow, problem: str
 def test_encoder_inputs_that_cannot_be_served(
     encoder_token_ids: list[int], cross_blocks: list[int], problem: str | None
 ) -> None:
-    table, steps = RowTable(2, 64, 4, 50, CPU, is_encoder_decoder=True), Steps(4, 32)
+    table, steps = RowTable(2, 64, 4, 50, CPU, NOTHING, is_encoder_decoder=True), Steps(4, 32)
     message = open_row(0, [1])
     message.encoder_token_ids, message.cross_blocks = pack(encoder_token_ids), pack(cross_blocks)
     answer = table.open(message)
@@ -210,7 +231,7 @@ def test_encoder_inputs_that_cannot_be_served(
 
 
 def test_a_row_keeps_nothing_of_the_one_before() -> None:
-    table = RowTable(2, 64, 4, 50, CPU)
+    table = RowTable(2, 64, 4, 50, CPU, NOTHING)
     penalised = {**SAMPLE, "repetition_penalty": 2.0, "top_k": 3, "seed": 2**64 - 1}
     table.open(open_row(1, [5, 6, 7], eos=[1, 2, 3], sampling=penalised, top_n=3))
     table.append(np.array([1]), np.array([9], np.int32))
@@ -226,8 +247,59 @@ def test_a_row_keeps_nothing_of_the_one_before() -> None:
     assert table.seen.select(np.array([1]))[0].nonzero().flatten().tolist() == [8]
 
 
+def test_virtual_tokens_are_placed_and_not_penalised() -> None:
+    """Though they are called as any token is, here 7, which comes after them too or does not."""
+    contents = load_some()
+    table, steps = RowTable(4, 64, 4, 50, CPU, contents), Steps(4, 64)
+    penalised = {**SAMPLE, "repetition_penalty": 2.0}
+    rows = [
+        tuned(open_row(0, [7, 7, 7, 8, 9], prompt_len=4, sampling=penalised), prompt="p"),
+        tuned(open_row(1, [7, 7, 7, 7], sampling=penalised), prompt="p", adapter="a"),
+        open_row(2, [7, 7, 7], sampling=penalised),
+    ]
+    assert [table.open(message) for message in rows] == [None] * 3
+    seen = table.seen.select(np.arange(3)).tolist()
+    assert [[i for i, is_seen in enumerate(row) if is_seen] for row in seen] == [[8, 9], [7], [7]]
+    contents.unload(["p", "a"])
+    batch = table.pack(steps.step([(2, 0, 3), (0, 0, 2), (1, 0, 4)]))
+    assert batch is not None
+    assert batch.inputs.virtual is not None
+    assert batch.inputs.virtual.places.tolist() == [3, 4, 5, 6, 7]
+    assert batch.inputs.virtual.embeddings[:, 0].tolist() == [0, 1, 0, 1, 2]
+    assert batch.inputs.adapters is not None
+    assert batch.inputs.adapters.indices.tolist() == [-1] * 5 + [0] * 4
+    batch = table.pack(steps.step([(0, 2, 5), (2, 2, 3)]))
+    assert batch is not None
+    assert batch.inputs.virtual is not None
+    assert batch.inputs.virtual.places.tolist() == [0]
+    assert (batch.inputs.virtual.embeddings[0, 0], batch.inputs.adapters) == (2, None)
+    table.close(np.array([0]))
+    table.open(open_row(0, [7, 7, 7, 8]))
+    batch = table.pack(steps.step([(0, 0, 4)], [open_row(0, [])]))
+    assert batch is not None
+    assert batch.inputs.virtual is None, "what the row had before"
+
+
+def test_virtual_tokens_of_the_encoder() -> None:
+    table = RowTable(4, 64, 4, 50, CPU, load_some(), is_encoder_decoder=True)
+    messages = [open_row(row, [2]) for row in range(3)]
+    for message, count in zip(messages, (2, 3, 5), strict=True):
+        message.encoder_token_ids, message.cross_blocks = pack([7] * count), pack([1, 2])
+    tuned(messages[1], prompt="e", adapter="a")
+    tuned(messages[2], prompt="e")
+    messages[0].is_encoded = True
+    assert [table.open(message) for message in messages] == [None] * 3
+    inputs = table.pack_encoder(messages)
+    assert inputs is not None
+    assert inputs.virtual is not None
+    assert inputs.virtual.places.tolist() == [0, 1, 3, 4]
+    assert inputs.virtual.embeddings[:, 0].tolist() == [5, 6, 5, 6]
+    assert inputs.adapters is not None
+    assert inputs.adapters.indices.tolist() == [0] * 3 + [-1] * 5
+
+
 def test_spans_of_reported_input() -> None:
-    table, steps = RowTable(3, 64, 4, 50, CPU), Steps(4, 48)
+    table, steps = RowTable(3, 64, 4, 50, CPU, NOTHING), Steps(4, 48)
 
     def spans(
         work: list[tuple[int, int, int]], opened: list[pb.OpenRow]
@@ -252,7 +324,7 @@ def test_spans_of_reported_input() -> None:
 
 
 def test_256_rows_take_about_a_millisecond() -> None:
-    table, steps = RowTable(256, 4096, 16, 1000, CPU), Steps(16, 256 * 64)
+    table, steps = RowTable(256, 4096, 16, 1000, CPU, NOTHING), Steps(16, 256 * 64)
     for row in range(256):
         table.open(open_row(row, [row] * 900, max_new_tokens=100))
     table.pack(steps.step([(row, 0, 900) for row in range(256)]))

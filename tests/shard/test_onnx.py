@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tests.shard.driver import Request, Router, opening, prompts
 from tests.shard.family_oracle import NEW_TOKENS, Oracle
-from tests.shard.messages import SAMPLE, Steps, floats, integers
+from tests.shard.messages import NOTHING, SAMPLE, Steps, floats, integers
 from tests.shard.stepping import ALONE, Stepper, read_config
 from tests.tokenizers_for_tests import write_wordpiece
 from tgis.pb import shard_pb2 as pb
@@ -39,11 +39,11 @@ def load(directory: Path, world: World = ALONE) -> Model:
 def make_engine(directory: Path, tokenizer: Path | None = None) -> Engine:
     model, spec = load(directory), onnx.describe(directory, read_config(directory))
     shape = (spec.num_layers, NUM_BLOCKS, BLOCK_SIZE, spec.num_kv_heads, spec.head_dim)
-    table = RowTable(8, 192, BLOCK_SIZE, spec.vocab_size, torch.device("cpu"))
+    table = RowTable(8, 192, BLOCK_SIZE, spec.vocab_size, torch.device("cpu"), NOTHING)
     read = partial(read_tokenizer, tokenizer or directory, spec.vocab_size, [1])
     info = pb.InfoResponse(block_size=BLOCK_SIZE, num_blocks=NUM_BLOCKS)
     attention = CpuAttention(KVCache(*shape, spec.dtype))
-    return Engine(model, attention, table, Guides(read, spec.vocab_size), info)
+    return Engine(model, attention, table, Guides(read, spec.vocab_size), info, NOTHING)
 
 
 @pytest.fixture(scope="module")

@@ -17,8 +17,10 @@ from tests.shard.checkpoints import edit_config, write_llama, write_model
 from tests.shard.driver import configure
 from tgis.hub import ModelNotFoundError
 from tgis.pb import shard_pb2 as pb
+from tgis.prompts.errors import ContentError
 from tgis.shard import resources, warm_up
 from tgis.shard.capacity import GIB, MIB, CacheTooSmallError, ModelTooLargeError
+from tgis.shard.content_loading import open_store
 from tgis.shard.loading import load
 from tgis.shard.models.interface import UnsupportedModelError
 from tgis.shard.stored import WeightsError
@@ -79,6 +81,58 @@ def test_info_of_an_encoder_decoder(tmp_path: Path) -> None:
     for token_id in (-5, 99):
         with pytest.raises(UnsupportedModelError, match=f"bos_token_id {token_id} is no token"):
             start(bos_token_id=token_id)
+
+
+def test_info_of_soft_prompts_and_adapters(model_path: Path, tmp_path: Path) -> None:
+    """How much there may be of what the configuration asks for."""
+
+    def bytes_of(**options: Any) -> tuple[int, int]:
+        sizes = {"prompt_cache_size_mb": 3, "adapter_cache_size_mb": 5}
+        info = load(configure(model_path, **sizes, **options)).info
+        return info.prompt_cache_bytes, info.adapter_cache_bytes
+
+    missing = str(tmp_path / "not-mounted-yet")
+    assert bytes_of() == (0, 0)
+    assert bytes_of(prefix_store_path=missing) == (3 * MIB, 5 * MIB)
+    assert bytes_of(adapter_cache=missing) == (0, 5 * MIB)
+    assert bytes_of(lora_adapters="one=/a,two=/b") == (0, 5 * MIB)
+    info = load(configure(model_path, lora_adapters="one=/a,two=/b")).info
+    assert list(info.preloaded_adapter_ids) == ["one", "two"]
+    assert info.pad_token_id == 2, "its EOS token, as nothing names another"
+
+
+def test_an_engine_that_takes_no_soft_prompts_says_so(
+    model_path: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    through = {"deployment_framework": "hf_transformers", "prefix_store_path": str(tmp_path / "none")}
+    config = configure(model_path, uds_path=str(tmp_path / "shard"), **through)
+    engine = load(config)
+    assert (engine.info.prompt_cache_bytes, engine.info.adapter_cache_bytes) == (0, 0)
+    store = open_store(config, engine.model, 192)
+    (tmp_path / "none" / "a").mkdir(parents=True)
+    torch.save(torch.ones(2, 32), tmp_path / "none" / "a" / "decoder.pt")
+    with pytest.raises(ContentError, match=r"'a': soft prompts need the service's own engine$"):
+        store.find("prompt", "a")
+    with pytest.raises(ContentError, match=r"need the service's own engine$"):
+        engine.contents.load("0" * 64)
+    assert f"prefix_store_path: there is no directory {tmp_path / 'none'}" in caplog.text
+    assert "need the service's own engine: requests for them fail" in caplog.text
+
+
+def test_the_longest_prompt_leaves_room_for_a_token(model_path: Path) -> None:
+    load(configure(model_path, max_prompt_prefix_length=191))
+    with pytest.raises(UnsupportedModelError) as error:
+        load(configure(model_path, max_prompt_prefix_length=192))
+    assert str(error.value) == (
+        "--max-prompt-prefix-length 192 leaves no room in --max-sequence-length 192: at most 191 virtual "
+        "tokens fit"
+    )
+
+
+def test_adapters_to_be_loaded_are_refused_where_nothing_takes_them(model_path: Path) -> None:
+    options = {"deployment_framework": "hf_transformers", "lora_adapters": "one=/a"}
+    with pytest.raises(UnsupportedModelError, match=r"^--lora-adapters need the service's own engine"):
+        load(configure(model_path, **options))
 
 
 def test_a_model_that_can_never_answer_is_refused(model_path: Path, tmp_path: Path) -> None:
@@ -144,16 +198,32 @@ def test_the_log_tells_what_fits(model_path: Path, caplog: pytest.LogCaptureFixt
     assert (fields["tokens"], fields["largest_step_tokens"]) == (32, 8 * 191), "memory is plentiful"
 
 
+@pytest.mark.parametrize("held", [0, 40])
 def test_the_cache_gets_a_quarter_of_what_the_largest_step_leaves(
-    model_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    model_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, held: int
 ) -> None:
+    """And of what soft prompts and adapters leave, `held` MiB."""
     caplog.set_level("INFO")
     left, block_bytes = 160 * MIB, 4 * KIB
     monkeypatch.setattr(resources, "memory_left", lambda: left)
     monkeypatch.setattr(warm_up, "MAX_STEP_S", 100.0)
-    info = load(configure(model_path, max_batch_size=512, max_sequence_length=512)).info
+    options: dict[str, Any] = {"max_batch_size": 512, "max_sequence_length": 512}
+    if held:
+        sizes = {"prompt_cache_size_mb": held - 30, "adapter_cache_size_mb": 30}
+        options |= {"prefix_store_path": "/nowhere", **sizes}
+    info = load(configure(model_path, **options)).info
     fields = next(record.fields for record in caplog.records if record.message == "warmed up")  # type: ignore[attr-defined]
     assert (fields["tokens"], fields["largest_step_tokens"]) == (2048, 2048), "memory decides"
     step = fields["largest_step_gib"] * GIB
     assert 0 < step < left / 2
-    assert info.num_blocks == pytest.approx((left - step) / 4 / block_bytes, abs=MIB / 4 / block_bytes)
+    expected = (left - held * MIB - step) / 4 / block_bytes
+    assert info.num_blocks == pytest.approx(expected, abs=MIB / 4 / block_bytes)
+
+
+def test_what_prompts_and_adapters_may_take_must_be_there(
+    model_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resources, "memory_left", lambda: 160 * MIB)
+    held = {"prefix_store_path": "/nowhere", "prompt_cache_size_mb": 175, "adapter_cache_size_mb": 30}
+    with pytest.raises(ModelTooLargeError, match=r"soft prompts and adapters may take 0\.20 GiB"):
+        load(configure(model_path, **held))

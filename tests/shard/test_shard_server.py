@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -93,28 +94,128 @@ def expected_tokens(model_path: Path, prompt: list[int], count: int) -> list[int
     return tokens
 
 
-def test_two_ranks_answer_alike(model_path: Path, tmp_path: Path) -> None:
-    meeting = {"world_size": 2, "rendezvous": str(tmp_path / "meeting"), "epoch": 3}
-    shards = [Shard(model_path, tmp_path / "shard", rank=rank, **meeting) for rank in range(2)]
-    with started(shards[0]) as (first, stub), started(shards[1]) as (second, other):
-        infos = [stub.Info(pb.InfoRequest()), other.Info(pb.InfoRequest())]
-        assert [(info.rank, info.world_size, info.epoch) for info in infos] == [(0, 2, 3), (1, 2, 3)]
-        assert infos[0].num_blocks == infos[1].num_blocks == 4 * 128 // 16
-        calls, steps = [Call(stub), Call(other)], Steps(16, infos[0].num_blocks)
-        prompt = [7, 8, 9, 10]
-        ahead = [steps.step([(0, 0, 2)], [open_row(0, prompt)])]
-        ahead += [steps.step([(0, end, end + 1)] if end < 9 else [(0, 9, 10)]) for end in range(2, 10)]
-        for call in calls:
-            call.send(*ahead)
-        answers = [call.receive(len(ahead)) for call in calls]
+@dataclass
+class Pair:
+    """Two ranks, and a store of soft prompts that the first one looks into."""
+
+    shards: list[Shard]
+    stubs: list[ShardServiceStub]
+    store: Path
+
+    def begin(self) -> "Both":
+        return Both([Call(stub) for stub in self.stubs])
+
+
+class Both:
+    """A Step stream to each rank, with the same requests."""
+
+    def __init__(self, calls: list[Call]) -> None:
+        self.calls = calls
+
+    def send(self, *steps: pb.StepRequest) -> list[pb.StepResponse]:
+        """The first rank's answers."""
+        for call in self.calls:
+            call.send(*steps)
+        answers = [call.receive(len(steps)) for call in self.calls]
         for one, two in zip(*answers, strict=True):
             assert (one.step_id, one.digest) == (two.step_id, two.digest)
             assert not two.token_ids
-        tokens = [token for answer in answers[0] for token in integers(answer.token_ids)]
-        assert tokens == expected_tokens(model_path, prompt, 7)
-        for shard in (first, second):
-            shard.process.send_signal(signal.SIGTERM)
-        assert [shard.process.wait(10) for shard in (first, second)] == [0, 0]
+        return answers[0]
+
+
+@pytest.fixture(scope="module")
+def pair(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    root = tmp_path_factory.mktemp("pair")
+    options = {"world_size": 2, "rendezvous": str(root / "meeting"), "epoch": 3}
+    options["prefix_store_path"] = str(root / "store")
+    shards = [Shard(model_path, root / "shard", rank=rank, **options) for rank in range(2)]
+    with started(shards[0]) as (_, first), started(shards[1]) as (_, second):
+        yield Pair(shards, [first, second], root / "store")
+
+
+def test_two_ranks_answer_alike(model_path: Path, pair: Pair) -> None:
+    infos = [stub.Info(pb.InfoRequest()) for stub in pair.stubs]
+    assert [(info.rank, info.world_size, info.epoch) for info in infos] == [(0, 2, 3), (1, 2, 3)]
+    assert [(info.num_blocks, info.pad_token_id) for info in infos] == [(4 * 128 // 16, 2)] * 2
+    prompt, steps = [7, 8, 9, 10], Steps(16, infos[0].num_blocks)
+    ahead = [steps.step([(0, 0, 2)], [open_row(0, prompt)])]
+    ahead += [steps.step([(0, end, end + 1)] if end < 9 else [(0, 9, 10)]) for end in range(2, 10)]
+    tokens = [token for answer in pair.begin().send(*ahead) for token in integers(answer.token_ids)]
+    assert tokens == expected_tokens(model_path, prompt, 7)
+
+
+def write_prompt(directory: Path, seed: int) -> torch.Tensor:
+    torch.manual_seed(seed)
+    prompt = torch.randn(3, 32)
+    directory.mkdir(parents=True, exist_ok=True)
+    torch.save(prompt, directory / "decoder.pt")
+    return prompt
+
+
+def expected_under(model_path: Path, prompt: torch.Tensor, token_ids: list[int], count: int) -> list[int]:
+    oracle = transformers.LlamaForCausalLM.from_pretrained(model_path, dtype=torch.float32)
+    tokens: list[int] = []
+    with torch.inference_mode():
+        for _ in range(count):
+            found = oracle.model.embed_tokens(torch.tensor([token_ids + tokens]))
+            out = oracle(inputs_embeds=torch.cat([prompt[None], found], 1))
+            tokens.append(int(out.logits[0, -1].argmax()))
+    return tokens
+
+
+def under(row: int, digest: str) -> pb.OpenRow:
+    message = open_row(row, [2, 2, 2, 7, 8, 9])
+    message.prompt_digest = digest
+    return message
+
+
+def test_a_prompt_is_found_loaded_replaced_and_unloaded(model_path: Path, pair: Pair) -> None:
+    """Rows go on with what they began with, as all ranks loaded it."""
+    first, steps, stream = pair.stubs[0], Steps(16, 32), pair.begin()
+
+    def load(directory: str) -> pb.FindResponse:
+        found = first.Find(pb.FindRequest(kind=pb.CONTENT_KIND_PROMPT, id=directory), timeout=20)
+        for stub in pair.stubs:
+            stub.Load(pb.LoadRequest(digest=found.digest))
+        return found
+
+    old = write_prompt(pair.store / "a" / "b.1", 1)
+    found = load("a/b.1")
+    assert (found.kind, found.num_decoder_tokens, found.num_encoder_tokens) == (1, 3, 0)
+    [answer] = stream.send(steps.step([(0, 0, 6)], [under(0, found.digest)]))
+    tokens = integers(answer.token_ids)
+    new = write_prompt(pair.store / "a" / "b.1", 2)
+    again = load("a/b.1")
+    assert again.digest != found.digest
+    for stub in pair.stubs:
+        stub.Unload(pb.UnloadRequest(digests=[found.digest]))
+    [answer] = stream.send(steps.step([(0, 6, 7), (1, 0, 6)], [under(1, again.digest)]))
+    assert integers(answer.rows) == [0, 1]
+    tokens.append(integers(answer.token_ids)[0])
+    assert tokens == expected_under(model_path, old, [7, 8, 9], 2)
+    assert integers(answer.token_ids)[1:] == expected_under(model_path, new, [7, 8, 9], 1)
+    [answer] = stream.send(steps.step([(1, 6, 7), (2, 0, 6)], [under(2, found.digest)]))
+    assert integers(answer.rows) == [1]
+    assert [error.message for error in answer.errors] == ["its soft prompt is not loaded"]
+
+
+def test_what_is_not_there_to_be_found_or_loaded(pair: Pair) -> None:
+    for stub in pair.stubs:
+        with pytest.raises(grpc.RpcError) as caught:
+            stub.Load(pb.LoadRequest(digest="0" * 64))
+        assert caught.value.code() == grpc.StatusCode.NOT_FOUND
+    with pytest.raises(grpc.RpcError) as caught:
+        pair.stubs[0].Find(pb.FindRequest(kind=pb.CONTENT_KIND_PROMPT, id="a/c"), timeout=20)
+    assert (caught.value.code(), caught.value.details()) == (
+        grpc.StatusCode.INVALID_ARGUMENT,
+        "can't retrieve prompt prefix with id 'a/c': prefix id \"a/c\" not found",
+    )
+
+
+def test_ranks_end_when_told(pair: Pair) -> None:
+    for shard in pair.shards:
+        shard.process.send_signal(signal.SIGTERM)
+    assert [shard.process.wait(10) for shard in pair.shards] == [0, 0]
 
 
 def test_life_of_a_server(model_path: Path, tmp_path: Path) -> None:
@@ -128,15 +229,6 @@ def test_life_of_a_server(model_path: Path, tmp_path: Path) -> None:
         assert len(first.receive(1)[0].token_ids) == 4
 
         stub.Health(pb.HealthRequest())
-        with pytest.raises(grpc.RpcError) as error:
-            stub.LookupPrompt(pb.LookupPromptRequest(prompt_id="a/b"))
-        assert (error.value.code(), error.value.details()) == (
-            grpc.StatusCode.NOT_FOUND,
-            'prefix id "a/b" not found',
-        )
-        with pytest.raises(grpc.RpcError) as error:
-            stub.LookupAdapter(pb.LookupAdapterRequest(adapter_id="x"))
-        assert error.value.code() == grpc.StatusCode.NOT_FOUND
 
         second, steps = Call(stub), Steps(16, 32)
         with pytest.raises(grpc.RpcError) as error:

@@ -22,6 +22,7 @@ from tests.shard.family_cases import encoder_decoders, gpts, llamas
 from tests.shard.family_oracle import NEW_TOKENS, Oracle, draw_inputs
 from tests.shard.messages import GREEDY, SAMPLE
 from tests.shard.test_attention import PLAIN, SCORINGS, SHAPES, Scene, Shape, check
+from tests.shard.test_low_rank import draw_scene
 from tgis.shard import platform, resources
 from tgis.shard.attention import torch_attention
 from tgis.shard.attention.base import Scoring
@@ -31,6 +32,7 @@ from tgis.shard.layers.compiled_activations import KINDS
 from tgis.shard.layers.kernels import HeadNorm
 from tgis.shard.layers.torch_kernels import TorchKernels
 from tgis.shard.loading import load
+from tgis.shard.lora import AdapterSet, Deltas, LowRank, TokenAdapters
 from tgis.shard.platform import ON_CPU, DeviceError, Platform
 from tgis.shard.world import World
 
@@ -120,6 +122,39 @@ def test_heads(turned: int, is_normed: bool) -> None:
         assert mine.is_contiguous()
         mine.zero_()
     assert torch.equal(qkv, before), "a result is no tensor of its own"
+
+
+@pytest.mark.parametrize("num_tokens", [1, 60, 0])
+def test_adapters(num_tokens: int) -> None:
+    scene = draw_scene(num_tokens, 40, 70)
+    tuned = TokenAdapters(AdapterSet(()), scene.indices)
+    found = scene.y.clone()
+    KERNELS.add_low_rank(found, scene.x, scene.deltas, tuned)
+    assert_near(found, scene.add())
+    ids = torch.randint(0, 40, (num_tokens,))
+    found, expected = scene.y.clone(), scene.y.clone()
+    KERNELS.add_looked_up(found, ids, scene.deltas, tuned)
+    cpu.add_looked_up(expected, ids, scene.deltas, tuned)
+    assert_near(found, expected)
+
+
+def test_adapters_stay_on_the_device() -> None:
+    scene, ids = draw_scene(60, 40, 70), torch.randint(0, 40, (60,))
+    expected = scene.y.clone()
+    KERNELS.add_low_rank(expected, scene.x, scene.deltas, TokenAdapters(AdapterSet(()), scene.indices))
+    KERNELS.add_looked_up(expected, ids, scene.deltas, TokenAdapters(AdapterSet(()), scene.indices))
+    with other_device.present() as device:
+        parts = tuple(
+            tuple(LowRank(one.a.to(device), one.b.to(device), one.first) for one in theirs)
+            for theirs in scene.deltas.parts
+        )
+        tuned = TokenAdapters(AdapterSet(()), scene.indices.to(device))
+        found = scene.y.to(device)
+        kernels = TorchKernels(device)
+        kernels.prepare_adapters()
+        kernels.add_low_rank(found, scene.x.to(device), Deltas(parts), tuned)
+        kernels.add_looked_up(found, ids.to(device), Deltas(parts), tuned)
+    assert found.tolist() == expected.tolist()
 
 
 class TorchScene(Scene):

@@ -16,7 +16,8 @@ from click.core import ParameterSource
 
 from tgis import logs
 from tgis.child import ERROR_PREFIX
-from tgis.config import LogOptions, Option, declared, env_of, flag_of
+from tgis.config import LogOptions
+from tgis.declaration import Option, declared, env_of, flag_of
 from tgis.errors import OperatorError
 from tgis.options import log_level, report
 from tgis.options.foreign import Foreign

@@ -10,7 +10,7 @@ from typing import Any, get_args
 
 import click
 
-from tgis.config import Option, env_of, flag_of
+from tgis.declaration import Option, env_of, flag_of
 from tgis.options import log_level
 from tgis.options.foreign import Foreign
 

@@ -7,7 +7,6 @@ NO_TEXT_TEMPLATES = "chat templates are not served by this version"
 NO_SCALING = "the model's own config.json says how its positions are scaled: change it there"
 NO_KEY = "this version checks no keys: leave it out and let mTLS (--tls-client-ca-cert-path) say who may call"
 NO_TUNNEL = "this service opens no tunnels: leave it out and use an ingress of yours"
-NO_ADAPTERS = "adapters are not served by this version: leave it out, or merge the adapter into the model"
 NO_WATERMARK = "no request can ask for a watermark"
 CHUNKED = "prompts are computed in chunks beside running requests"
 OWN_KERNELS = "attention is always paged and unpadded, with the kernels of this service"
@@ -77,7 +76,6 @@ REFUSED = (
     Foreign("weights_cache_override", why="give that directory as --model-id", refused=True),
     Foreign("rope_scaling", why=NO_SCALING, refused=True),
     Foreign("rope_factor", why=NO_SCALING, refused=True),
-    Foreign("lora_adapters", why=NO_ADAPTERS, refused=True),
     Foreign("api_key", why=NO_KEY, refused=True),
     Foreign("ngrok", why=NO_TUNNEL, refused=True, switch=True),
 )

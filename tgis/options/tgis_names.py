@@ -13,7 +13,7 @@ COUNTED = "the cache is counted in blocks, not estimated"
 OWN_KERNELS = "attention is always paged and unpadded, with the kernels of this service"
 NOT_COMPILED = "the model's code is not compiled"
 NO_SPECULATION = "this version does not speculate"
-NO_PROMPTS = "soft prompts are not served by this version"
+OF_SHARDS = "the shards keep soft prompts, and say how many"
 NO_QUANTIZATION = "quantized weights are not served by this version"
 ONE_HOST = "the ranks of one host meet through a file"
 LEFT_OVER = "the cache takes of what weights and the largest step leave"
@@ -66,10 +66,9 @@ FLAGS = (
     ),
     Foreign("master_addr", why=ONE_HOST),
     Foreign("master_port", why=ONE_HOST),
-    Foreign("prefix_store_path", why=NO_PROMPTS, commands=ALL),
-    Foreign("prompt_cache_size_mb", why=NO_PROMPTS, commands=ALL),
-    Foreign("max_prompt_prefix_length", why=NO_PROMPTS, commands=ALL),
-    Foreign("adapter_cache", why="adapters are not served by this version"),
+    Foreign("prefix_store_path", why=OF_SHARDS, commands=("router",)),
+    Foreign("prompt_cache_size_mb", why=OF_SHARDS, commands=("router",)),
+    Foreign("max_prompt_prefix_length", why=OF_SHARDS, commands=("router",)),
     Foreign(
         "master_shard_uds_path",
         means="shard_uds_path",

@@ -22,6 +22,7 @@ from tgis.ports import PortError, listen
 from tgis.router.blocks import BlockPool
 from tgis.router.budget import StepBudget
 from tgis.router.calls import Accounts
+from tgis.router.contents import Contents
 from tgis.router.detokenizer import Vocabulary
 from tgis.router.engine import Engine
 from tgis.router.errors import StartupError
@@ -31,6 +32,7 @@ from tgis.router.guided import Grammars
 from tgis.router.http_api import http_app
 from tgis.router.metrics import MetricLimits, Metrics
 from tgis.router.permits import Permits
+from tgis.router.residents import Residents
 from tgis.router.shards import Shards
 from tgis.router.tls import server_credentials
 from tgis.router.tokenizer import Tokenizer
@@ -73,6 +75,7 @@ class _Router:
         # A kind of tokenizer that cannot be served is refused now, not when the shards have loaded.
         vocabulary = Vocabulary(tokenizer, config.output_special_tokens)
         shards = Shards(config.shard_uds_path, config.num_shard)
+        contents = Contents(Residents(shards, self._metrics), self._metrics)
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, self._draining.set)
         await self._set_health(False)
@@ -80,12 +83,12 @@ class _Router:
         grpc_port = _open_grpc_port(server, config)
         async with self._http_server() as http_port:
             try:
-                info = await self._unless_draining(shards.connect())
+                info = await self._unless_draining(contents.start())
                 if info is None:
                     return
                 if _is_encoder_decoder(info):
                     vocabulary = Vocabulary(tokenizer, config.output_special_tokens, is_continuation=False)
-                self._start_engine(shards, info, vocabulary, tokenizer, server)
+                self._start_engine(contents, info, vocabulary, tokenizer, server)
                 await server.start()
                 logger.info(
                     "serving gRPC on %s:%d, HTTP on %s:%d", config.bind, grpc_port, config.bind, http_port
@@ -133,7 +136,7 @@ class _Router:
 
     def _start_engine(
         self,
-        shards: Shards,
+        contents: Contents,
         info: shard_pb2.InfoResponse,
         vocabulary: Vocabulary,
         tokenizer: Tokenizer,
@@ -143,7 +146,7 @@ class _Router:
         limits = _limits(config, info, tokenizer)
         _check_capacity(info, limits.max_sequence_length)
         self._engine = Engine(
-            shards,
+            contents.residents,
             BlockPool(info.num_blocks, info.block_size),
             vocabulary,
             self._metrics,
@@ -154,7 +157,7 @@ class _Router:
             recovery_timeout=config.recovery_timeout,
             on_ready=self._on_ready,
         )
-        validator = Validator(tokenizer, limits, shards.lookup_prompt, self._grammars, self._metrics)
+        validator = Validator(tokenizer, limits, self._grammars, self._metrics)
         kinds = generation_pb2.ModelInfoResponse
         self._metrics.permits_used.follow(lambda: self._permits.num_used)
         self._metrics.tasks.follow(lambda: len(asyncio.all_tasks()))
@@ -162,6 +165,7 @@ class _Router:
             self._engine,
             validator,
             tokenizer,
+            contents,
             self._permits,
             Accounts(self._metrics, self._tracing, config.log_text_chars),
             kinds.ENCODER_DECODER if _is_encoder_decoder(info) else kinds.DECODER_ONLY,
@@ -218,6 +222,7 @@ def _limits(config: RouterConfig, info: shard_pb2.InfoResponse, tokenizer: Token
         eos_token_ids=frozenset(eos),
         include_stop_sequence=config.default_include_stop_seqs,
         decoder_start_token_id=info.decoder_start_token_id if _is_encoder_decoder(info) else None,
+        pad_token_id=info.pad_token_id,
     )
 
 

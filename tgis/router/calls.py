@@ -53,6 +53,11 @@ class Call:
         """The inputs, in order."""
         return self._log.texts
 
+    @property
+    def request_id(self) -> str:
+        """By which the log and a client name the call."""
+        return self._log.request_id
+
     @contextmanager
     def counting_failures(self) -> Iterator[None]:
         """An error that passes through is counted once, under the label of its kind."""

@@ -9,7 +9,7 @@ import numpy as np
 
 from tgis.pb import shard_pb2 as pb
 from tgis.router.scheduler import Step, Work
-from tgis.router.sequence import Details, Grammar, Sequence, TokenDetail
+from tgis.router.sequence import Content, Details, Grammar, Sequence, TokenDetail
 
 
 @dataclass(frozen=True)
@@ -126,11 +126,17 @@ def _encode_row(work: Work) -> pb.OpenRow:
             input_tokens=not sequence.inputs_reported,
             input_from=sequence.num_inputs_reported,
         ),
+        adapter_digest=_digest(sequence.tuning.adapter),
+        prompt_digest=_digest(sequence.tuning.prompt),
         grammar=_encode_grammar(sequence.grammar),
         encoder_token_ids=_pack(sequence.encoder_token_ids),
         cross_blocks=_pack(sequence.cross_blocks),
         is_encoded=bool(sequence.cross_blocks) and not sequence.num_to_encode,
     )
+
+
+def _digest(content: Content | None) -> str:
+    return "" if content is None else content.digest
 
 
 def _encode_grammar(grammar: Grammar | None) -> pb.Grammar | None:

@@ -15,9 +15,10 @@ from tgis.router.events import Event, Failed, InputTokens, Output, is_final
 from tgis.router.generation import Generation
 from tgis.router.meter import StepMeter
 from tgis.router.metrics import Metrics
+from tgis.router.residents import Residents
 from tgis.router.scheduler import Scheduler
 from tgis.router.sequence import Sequence, StopReason
-from tgis.router.shards import LOST, Shards, ShardsLostError
+from tgis.router.shards import LOST, ShardsLostError
 from tgis.router.stopping import TextStream
 
 logger = logging.getLogger(__name__)
@@ -30,7 +31,7 @@ class Engine:
 
     def __init__(
         self,
-        shards: Shards,
+        residents: Residents,
         pool: BlockPool,
         vocabulary: Vocabulary,
         metrics: Metrics,
@@ -42,9 +43,10 @@ class Engine:
         recovery_timeout: float,
         on_ready: Callable[[bool], None],
     ) -> None:
-        """`shards` are connected; `on_ready` is told when they are lost and when they are back."""
+        """`residents` are connected; `on_ready` is told when the shards are lost and when they are back."""
         self.scheduler = Scheduler(pool, max_batch_size, rope_switch_len)
-        self._shards, self._vocabulary, self._metrics, self._budget = shards, vocabulary, metrics, budget
+        self._residents, self._shards = residents, residents.shards
+        self._vocabulary, self._metrics, self._budget = vocabulary, metrics, budget
         self._steps_in_flight, self._recovery_timeout = steps_in_flight, recovery_timeout
         self._on_ready, self._meter = on_ready, StepMeter(metrics)
         self._live: dict[Sequence, Generation] = {}
@@ -114,6 +116,9 @@ class Engine:
         generation = Generation(sequence, TextStream(self._vocabulary, sequence.stopping))
         if self._given_up:
             generation.deliver(_workers_lost())
+            return generation
+        if not self._has_contents(sequence):
+            generation.deliver(_lost_content(sequence))
             return generation
         self._live[sequence] = generation
         self.scheduler.add(sequence)
@@ -247,15 +252,22 @@ class Engine:
     async def _reconnect(self) -> None:
         try:
             async with asyncio.timeout(self._recovery_timeout):
-                info = await self._shards.connect()
+                info = await self._residents.connect()
         except TimeoutError:
             logger.error("the shards did not come back within %s s", self._recovery_timeout)
             self._given_up = True
             for generation in list(self._live.values()):
                 self._fail(generation, _workers_lost())
-            info = await self._shards.connect()
+            self._residents.give_up()
+            info = await self._residents.connect()
+        for generation in list(self._live.values()):
+            if not self._has_contents(generation.sequence):
+                self._fail(generation, _lost_content(generation.sequence))
         self.scheduler.pool = BlockPool(info.num_blocks, info.block_size)
         logger.info("the shards are back; %d requests resume", len(self._live))
+
+    def _has_contents(self, sequence: Sequence) -> bool:
+        return all(map(self._residents.has, sequence.tuning.contents))
 
 
 def _internal_error(sequence: Sequence, cause: str) -> Failed:
@@ -271,6 +283,10 @@ def _failed_row(failure: RowFailure) -> Failed:
     assert grammar is not None, "only guided sequences have a grammar to fail of"
     text = f"{grammar.field} cannot be followed: it is too complex, or no token of this model fits it"
     return Failed(Code.INVALID_ARGUMENT, text)
+
+
+def _lost_content(sequence: Sequence) -> Failed:
+    return _internal_error(sequence, "its soft prompt or adapter could not be loaded again")
 
 
 def _workers_lost() -> Failed:

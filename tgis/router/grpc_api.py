@@ -11,10 +11,12 @@ import grpc
 from tgis.pb import generation_pb2 as pb
 from tgis.pb.generation_pb2_grpc import GenerationServiceServicer
 from tgis.router.calls import MISSING_REQUEST, Accounts, Call
+from tgis.router.contents import Contents, Hold
 from tgis.router.engine import Engine
 from tgis.router.errors import GenerationError, RequestError
 from tgis.router.events import Failed, InputTokens, Output
 from tgis.router.permits import Permits
+from tgis.router.request_log import GenerationCall
 from tgis.router.responses import ResponseWriter, Result, tokenize_response
 from tgis.router.sequence import Sequence
 from tgis.router.tokenizer import Tokenizer
@@ -32,12 +34,14 @@ class GenerationService(GenerationServiceServicer):
         engine: Engine,
         validator: Validator,
         tokenizer: Tokenizer,
+        contents: Contents,
         permits: Permits,
         accounts: Accounts,
         model_kind: pb.ModelInfoResponse.ModelKind,
     ) -> None:
         self._engine, self._validator, self._tokenizer = engine, validator, tokenizer
-        self._permits, self._accounts, self._model_kind = permits, accounts, model_kind
+        self._contents, self._permits, self._accounts = contents, permits, accounts
+        self._model_kind = model_kind
         self._writer = ResponseWriter(tokenizer)
 
     async def Generate(
@@ -47,8 +51,8 @@ class GenerationService(GenerationServiceServicer):
         with self._accounts.open(request, "Generate", kind, _metadata(context)) as call:
             if not (texts := call.texts):
                 return pb.BatchedGenerationResponse()
-            with self._permits.hold(len(texts)):
-                checked, sequences = await self._check(texts, request)
+            with self._permits.hold(len(texts)), self._hold(request, call) as hold:
+                checked, sequences = await self._check(texts, request, hold)
                 call.accept(checked, sequences)
                 results = await self._collect_all(sequences, call)
         return pb.BatchedGenerationResponse(
@@ -61,10 +65,11 @@ class GenerationService(GenerationServiceServicer):
         with (
             self._accounts.open(request, "GenerateStream", "stream", _metadata(context)) as call,
             self._permits.hold(1),
+            self._hold(request, call) as hold,
         ):
             if not request.HasField("request"):
                 raise RequestError(MISSING_REQUEST)
-            checked, [sequence] = await self._check(call.texts, request)
+            checked, [sequence] = await self._check(call.texts, request, hold)
             call.accept(checked, [sequence])
             yield self._writer.header(sequence, call.texts[0] if checked.input_text else "")
             async with aclosing(self._events(sequence, call)) as events:
@@ -103,13 +108,16 @@ class GenerationService(GenerationServiceServicer):
         gap = ECHO_GAP if self._model_kind == pb.ModelInfoResponse.ENCODER_DECODER else ""
         return [text + gap for text in texts]
 
-    async def _check(
-        self, texts: list[str], request: pb.BatchedGenerationRequest | pb.SingleGenerationRequest
-    ) -> tuple[Request, list[Sequence]]:
-        checked = check_parameters(request.params, self._validator.limits)
+    def _hold(self, request: GenerationCall, call: Call) -> Hold:
         prefix_id = request.prefix_id if request.HasField("prefix_id") else None
         adapter_id = request.adapter_id if request.HasField("adapter_id") else None
-        return checked, await self._validator.sequences(texts, checked, prefix_id, adapter_id)
+        return self._contents.hold(prefix_id, adapter_id, call.request_id)
+
+    async def _check(
+        self, texts: list[str], request: GenerationCall, hold: Hold
+    ) -> tuple[Request, list[Sequence]]:
+        checked = check_parameters(request.params, self._validator.limits)
+        return checked, await self._validator.sequences(texts, checked, hold)
 
     async def _events(
         self, sequence: Sequence, call: Call, index: int = 0

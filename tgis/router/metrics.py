@@ -25,6 +25,19 @@ class MetricLimits:
     max_batch_size: int
 
 
+@dataclass(frozen=True)
+class ContentMetrics:
+    """The series of what is loaded beside the model, of one kind."""
+
+    load_duration: Histogram
+    load_failure: Counter
+    entries: Gauge
+    bytes: Gauge
+    hits: Counter
+    misses: Counter
+    evictions: Counter
+
+
 class Metrics:
     """One registry per router, so that two routers in one process do not meet. Updated from one thread."""
 
@@ -38,6 +51,8 @@ class Metrics:
         self._declare_steps()
         self._declare_tokenize()
         self._declare_state()
+        self.prompts = self._declare_contents("tgi_prompt", "soft prompts")
+        self.adapters = self._declare_contents("tgi_adapter", "adapters")
 
     def _declare_requests(self) -> None:
         self.request_count = self._counter(
@@ -54,9 +69,6 @@ class Metrics:
             "Refused or failed calls (conc_limit, validation, generate), cancelled inputs, and inputs whose "
             "time limit passed before anything was computed (timeout; these are successes too)",
             "err",
-        )
-        self.prompt_load_failure = self._counter(
-            "tgi_prompt_load_failure", "Look-ups of soft prompts that failed"
         )
 
     def _declare_lengths(self, limits: MetricLimits) -> None:
@@ -100,9 +112,6 @@ class Metrics:
         self.inter_token_duration = self._duration(
             "tgi_request_inter_token_duration", "Seconds between two tokens of an input"
         )
-        self.prompt_load_duration = self._duration(
-            "tgi_prompt_load_duration", "Seconds of each look-up of a soft prompt that found it"
-        )
 
     def _declare_batches(self, limits: MetricLimits) -> None:
         sizes = range(1, limits.max_batch_size + 1)
@@ -127,7 +136,8 @@ class Metrics:
             "method",
         )
         self.batch_next_tokens = self._summary(
-            "tgi_batch_next_tokens", "Prompt tokens computed by each step that computes any"
+            "tgi_batch_next_tokens",
+            "Prompt tokens computed by each step that computes any, those of soft prompts too",
         )
         self.batch_concatenation_count = self._counter(
             "tgi_batch_concatenation_count", "Steps in which newcomers joined a running batch"
@@ -199,6 +209,21 @@ class Metrics:
             "tgi_preemptions", "Inputs put back into the queue for lack of cache blocks"
         )
         self.shard_restarts = self._counter("tgi_shard_restarts", "Times the shards were lost")
+
+    def _declare_contents(self, name: str, what: str) -> ContentMetrics:
+        return ContentMetrics(
+            load_duration=self._duration(
+                f"{name}_load_duration", f"Seconds from look-up to use of {what} that had to be loaded"
+            ),
+            load_failure=self._counter(
+                f"{name}_load_failure", f"Calls whose look-up or load of {what} failed"
+            ),
+            entries=self._gauge(f"{name}_cache_entries", f"Loaded {what}"),
+            bytes=self._gauge(f"{name}_cache_bytes", f"Bytes of loaded {what}, on each shard at most"),
+            hits=self._counter(f"{name}_cache_hits", f"Uses of {what} that were loaded"),
+            misses=self._counter(f"{name}_cache_misses", f"Uses of {what} that had to be loaded"),
+            evictions=self._counter(f"{name}_cache_evictions", f"Times that {what} made way for others"),
+        )
 
     def render(self) -> bytes:
         """The text format of a scrape."""

@@ -6,6 +6,8 @@ from contextlib import contextmanager
 
 from tgis.router.errors import OverloadedError
 
+OVERLOADED = "Model is overloaded"
+
 
 class Permits:
     """All of an RPC's inputs get theirs at once, or the RPC is refused at once; nobody queues for a
@@ -24,7 +26,7 @@ class Permits:
     def hold(self, count: int) -> Iterator[None]:
         """Raises OverloadedError."""
         if count > self.num_free:
-            raise OverloadedError("Model is overloaded")
+            raise OverloadedError(OVERLOADED)
         self.num_free -= count
         self.all_free.clear()
         try:

@@ -210,6 +210,8 @@ def _fields(call: CallLog, texts: list[str], sequence: Sequence | None) -> dict[
     fields["params"] = call.params_text
     if sequence is not None:
         fields["input_tokens"] = sequence.num_input_tokens
+        if sequence.num_virtual_tokens:
+            fields["virtual_tokens"] = sequence.num_virtual_tokens
         if not sequence.sampling.greedy:
             fields["seed"] = sequence.sampling.seed
     return fields

@@ -70,6 +70,55 @@ class Grammar:
     """The field of the request that says so."""
 
 
+class ContentKind(Enum):
+    """What can be loaded beside the model, numbered as on the link to the shards."""
+
+    PROMPT = 1
+    ADAPTER = 2
+
+
+@dataclass(frozen=True, eq=False)
+class Content:
+    """A soft prompt or an adapter as the shards have found it; compared by identity, which is one loading."""
+
+    kind: ContentKind
+    digest: str
+    """Equal contents have one digest."""
+    num_decoder_tokens: int = 0
+    """Virtual tokens before those of the decoder ..."""
+    num_encoder_tokens: int = 0
+    """... and before those of the encoder."""
+    num_bytes: int = 0
+    """That a shard needs at most to hold it loaded."""
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """What a call's inputs are computed with, beside the model."""
+
+    prompt: Content | None = None
+    adapter: Content | None = None
+
+    @property
+    def contents(self) -> tuple[Content, ...]:
+        return tuple(content for content in (self.adapter, self.prompt) if content is not None)
+
+    @property
+    def prefix_root(self) -> Hashable:
+        """Equal where what is cached of equal tokens is equal."""
+        return tuple((content.kind, content.digest) for content in self.contents)
+
+    @property
+    def num_decoder_tokens(self) -> int:
+        """Virtual tokens."""
+        return self.prompt.num_decoder_tokens if self.prompt else 0
+
+    @property
+    def num_encoder_tokens(self) -> int:
+        """Virtual tokens."""
+        return self.prompt.num_encoder_tokens if self.prompt else 0
+
+
 @dataclass(frozen=True)
 class TokenDetail:
     """A token and what was asked for about it; fields nobody asked for are 0 or empty."""
@@ -86,18 +135,19 @@ class Sequence:
     """Tokens, limits and place in the cache of one generation; compared by identity."""
 
     token_ids: list[int]
-    """Prompt and generated tokens as far as the router knows them. For an encoder-decoder model the prompt is
-    the one token that its decoder starts from."""
+    """Prompt and generated tokens as far as the router knows them, behind padding for the virtual tokens. For
+    an encoder-decoder model the prompt is the one token that its decoder starts from."""
     stopping: Stopping
     sampling: Sampling = Sampling()
     details: Details = Details()
     grammar: Grammar | None = None
     request_id: str = ""
     """Of the call it belongs to, in the log and in what a client is told of an internal error."""
-    prefix_root: Hashable = ()
-    """Sequences share what is cached only under equal roots (adapter, soft prompt)."""
+    tuning: Tuning = Tuning()
+    prefix_root: Hashable = field(init=False)
+    """Sequences share what is cached only under equal roots."""
     encoder_token_ids: tuple[int, ...] = ()
-    """The input, for an encoder-decoder model."""
+    """The input behind its virtual tokens, for an encoder-decoder model."""
     prompt_len: int = field(init=False)
 
     # What follows belongs to the scheduler.
@@ -127,11 +177,18 @@ class Sequence:
 
     def __post_init__(self) -> None:
         self.prompt_len = len(self.token_ids)
+        self.prefix_root = self.tuning.prefix_root
 
     @property
     def num_input_tokens(self) -> int:
-        """What a client calls the input, and limits and metrics count."""
-        return len(self.encoder_token_ids) or self.prompt_len
+        """What a client calls the input, and metrics count: no virtual tokens."""
+        if self.encoder_token_ids:
+            return len(self.encoder_token_ids) - self.tuning.num_encoder_tokens
+        return self.prompt_len - self.tuning.num_decoder_tokens
+
+    @property
+    def num_virtual_tokens(self) -> int:
+        return self.tuning.num_decoder_tokens + self.tuning.num_encoder_tokens
 
     @property
     def num_tokens(self) -> int:

@@ -3,19 +3,23 @@ Any rank's failure, and any disagreement between ranks, is a failure of the grou
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
+from typing import Any
 
 import grpc
+from google.protobuf.message import Message
 
 from tgis.pb import shard_pb2 as pb
 from tgis.pb.shard_pb2_grpc import ShardServiceStub
 from tgis.router.columns import Answer, decode_answer, encode_step
-from tgis.router.errors import RequestError, RouterError, UnavailableError
+from tgis.router.errors import RouterError
 from tgis.router.scheduler import Step
+from tgis.router.sequence import Content, ContentKind
 
-LOOKUP_TIMEOUT_S = 5.0
-MAX_ID_BYTES = 256
+INFO_TIMEOUT_S = 5.0
+UNLOAD_TIMEOUT_S = 60.0
 LOST = "Request failed during generation: the model's workers are lost"
+LOST_CODES = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
 RETRY_INTERVAL_S = 0.1
 CHANNEL_OPTIONS = [
     ("grpc.max_send_message_length", -1),
@@ -30,6 +34,14 @@ class ShardsLostError(RouterError):
     """The group cannot answer any more; whatever was in flight is lost."""
 
 
+class ContentCallError(Exception):
+    """A rank does not find, load or unload what it was told to."""
+
+    def __init__(self, code: grpc.StatusCode, details: str) -> None:
+        super().__init__(f"{code.name}: {details}")
+        self.code, self.details = code, details
+
+
 class Shards:
     """One long-lived stream per rank. `send` never waits; `receive` gives the answers in the order of the
     steps."""
@@ -42,6 +54,7 @@ class Shards:
         self._responses: list[deque[pb.StepResponse]] = []
         self._answers: asyncio.Queue[Answer | ShardsLostError] = asyncio.Queue()
         self._steps: deque[Step] = deque()
+        self._settling: deque[tuple[Step, asyncio.Future[None]]] = deque()
 
     async def connect(self) -> pb.InfoResponse:
         """Waits until all ranks of one start of the group answer, however long that takes; forgets all
@@ -70,28 +83,43 @@ class Shards:
             raise answer
         return answer
 
-    async def lookup_prompt(self, prompt_id: str) -> pb.LookupPromptResponse:
-        """Raises RequestError with the contract's text, and UnavailableError while the shards are lost."""
-        if len(prompt_id.encode()) > MAX_ID_BYTES:  # such a text would not fit into a status
-            shown = prompt_id.encode()[:MAX_ID_BYTES].decode(errors="ignore")
-            raise _prompt_error(shown, f'prefix id "{shown}" not found')
+    async def settle(self) -> None:
+        """Returns when every step that has been sent is answered by all ranks, or lost."""
+        if self._steps:
+            settled = asyncio.get_running_loop().create_future()
+            self._settling.append((self._steps[-1], settled))
+            await settled
+
+    async def find(self, kind: ContentKind, content_id: str, timeout_s: float) -> Content:
+        """What the first rank finds. This and the next two raise ContentCallError, and ShardsLostError."""
+        number = pb.ContentKind.Name(kind.value)
+        request = pb.FindRequest(kind=number, id=content_id)
+        [found] = await self._call("Find", request, timeout_s, num_ranks=1)
+        numbers = found.num_decoder_tokens, found.num_encoder_tokens, found.num_bytes
+        return Content(ContentKind(found.kind), found.digest, *numbers)
+
+    async def load(self, digest: str, timeout_s: float) -> None:
+        """On all ranks; returns or raises when none of them is at it any more."""
+        await self._call("Load", pb.LoadRequest(digest=digest), timeout_s)
+
+    async def unload(self, digests: Iterable[str], others: bool = False) -> None:
+        """On all ranks, these or everything but these."""
+        await self._call("Unload", pb.UnloadRequest(digests=digests, others=others), UNLOAD_TIMEOUT_S)
+
+    async def _call(
+        self, method: str, request: Message, timeout_s: float, num_ranks: int | None = None
+    ) -> list[Any]:
         if not self._channels:
-            raise UnavailableError(LOST)
-        call = ShardServiceStub(self._channels[0]).LookupPrompt(
-            pb.LookupPromptRequest(prompt_id=prompt_id), timeout=LOOKUP_TIMEOUT_S
-        )
-        try:
-            return await call
-        except asyncio.CancelledError:
-            if not call.done() or (task := asyncio.current_task()) is None or task.cancelling():
-                raise
-            raise UnavailableError(LOST) from None  # the link was closed under the call
-        except grpc.aio.AioRpcError as error:
-            if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
-                raise _prompt_error(prompt_id, "Timeout expired") from error
-            if error.code() in (grpc.StatusCode.NOT_FOUND, grpc.StatusCode.INVALID_ARGUMENT):
-                raise _prompt_error(prompt_id, error.details() or "") from error
-            raise UnavailableError(LOST) from error
+            raise ShardsLostError(LOST)
+        calls = [
+            _answer(getattr(ShardServiceStub(channel), method)(request, timeout=timeout_s))
+            for channel in self._channels[:num_ranks]
+        ]
+        answers = await asyncio.gather(*calls, return_exceptions=True)
+        errors = [answer for answer in answers if isinstance(answer, BaseException)]
+        if errors:
+            raise min(errors, key=lambda error: not isinstance(error, ShardsLostError))
+        return answers
 
     async def close(self) -> None:
         readers, channels = self._readers, self._channels
@@ -102,11 +130,12 @@ class Shards:
         await asyncio.gather(*(channel.close() for channel in channels))
         self._answers = asyncio.Queue()
         self._steps.clear()
+        self._settle(None)
 
     async def _ask_all(self) -> list[pb.InfoResponse] | None:
         """None while a rank is missing, or left over from an earlier start of the group."""
         stubs = [ShardServiceStub(channel) for channel in self._channels]
-        calls = [stub.Info(pb.InfoRequest(), timeout=LOOKUP_TIMEOUT_S) for stub in stubs]
+        calls = [stub.Info(pb.InfoRequest(), timeout=INFO_TIMEOUT_S) for stub in stubs]
         try:
             infos = [await call for call in calls]
         except grpc.aio.AioRpcError:
@@ -144,11 +173,28 @@ class Shards:
         while all(self._responses):
             responses = [queue.popleft() for queue in self._responses]
             step = self._steps.popleft()
+            self._settle(step)
             if len({(response.step_id, response.digest) for response in responses}) > 1:
                 self._answers.put_nowait(ShardsLostError(f"the ranks disagree on step {step.step_id}"))
                 return
             self._answers.put_nowait(decode_answer(step, responses[0]))
 
+    def _settle(self, step: Step | None) -> None:
+        """Tells who waits for `step`, or for any."""
+        while self._settling and (step is None or self._settling[0][0] is step):
+            _, settled = self._settling.popleft()
+            if not settled.done():
+                settled.set_result(None)
 
-def _prompt_error(prompt_id: str, cause: str) -> RequestError:
-    return RequestError(f"can't retrieve prompt prefix with id '{prompt_id}': {cause}")
+
+async def _answer(call: Any) -> Any:
+    try:
+        return await call
+    except asyncio.CancelledError:
+        if not call.done() or (task := asyncio.current_task()) is None or task.cancelling():
+            raise
+        raise ShardsLostError(LOST) from None  # the link was closed under the call
+    except grpc.aio.AioRpcError as error:
+        if error.code() in LOST_CODES:
+            raise ShardsLostError(LOST) from error
+        raise ContentCallError(error.code(), error.details() or "") from error

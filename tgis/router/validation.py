@@ -4,14 +4,14 @@ order."""
 import math
 import secrets
 import time
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 
 from tgis.pb import generation_pb2 as pb
-from tgis.router.errors import RequestError, RouterError
+from tgis.router.contents import Hold
+from tgis.router.errors import RequestError
 from tgis.router.guided import Constraint, Grammars, read_constraint
 from tgis.router.metrics import Metrics
-from tgis.router.sequence import Details, Grammar, Sampling, Sequence, Stopping
+from tgis.router.sequence import Details, Grammar, Sampling, Sequence, Stopping, Tuning
 from tgis.router.tokenizer import Tokenizer
 
 DEFAULT_MAX_NEW_TOKENS = 20
@@ -36,6 +36,8 @@ class Limits:
     include_stop_sequence: bool
     decoder_start_token_id: int | None
     """What the decoder of an encoder-decoder model goes on from; None for decoder-only models."""
+    pad_token_id: int
+    """What stands for virtual tokens."""
 
 
 @dataclass(frozen=True)
@@ -94,57 +96,54 @@ class Validator:
         self,
         tokenizer: Tokenizer,
         limits: Limits,
-        lookup_prompt: Callable[[str], Awaitable[object]],
         grammars: Grammars,
         metrics: Metrics,
     ) -> None:
-        """`lookup_prompt` raises RequestError for an id it does not know."""
         self.limits = limits
-        self._tokenizer, self._lookup_prompt = tokenizer, lookup_prompt
-        self._grammars, self._metrics = grammars, metrics
+        self._tokenizer, self._grammars, self._metrics = tokenizer, grammars, metrics
 
-    async def sequences(
-        self, texts: list[str], request: Request, prefix_id: str | None, adapter_id: str | None
-    ) -> list[Sequence]:
-        """One per text, in order. Raises RequestError for the first text that cannot be served."""
+    async def sequences(self, texts: list[str], request: Request, hold: Hold) -> list[Sequence]:
+        """One per text, in order; each is good for as long as `hold` is kept.
+
+        Raises RequestError for the first text that cannot be served, and what `Hold.take` does."""
         constraint = request.constraint
         grammar = None if constraint is None else await self._grammars.compile(constraint)
-        if adapter_id is not None:
-            raise RequestError("adapter_id supplied but no adapter store was configured")
-        if prefix_id is not None:
-            await self._find_prompt(prefix_id)
+        tuning = await hold.take()
         inputs = await self._tokenizer.encode_ids(texts)
         for token_ids in inputs:
             self._metrics.request_raw_input_length.observe(len(token_ids))
-        return [self._sequence(token_ids, request, grammar) for token_ids in inputs]
+        return [self._sequence(token_ids, request, grammar, tuning) for token_ids in inputs]
 
-    async def _find_prompt(self, prefix_id: str) -> None:
-        began = time.monotonic()
-        try:
-            await self._lookup_prompt(prefix_id)
-        except RouterError:
-            self._metrics.prompt_load_failure.add()
-            raise
-        self._metrics.prompt_load_duration.observe(time.monotonic() - began)
-
-    def _sequence(self, token_ids: list[int], request: Request, grammar: Grammar | None) -> Sequence:
+    def _sequence(
+        self, token_ids: list[int], request: Request, grammar: Grammar | None, tuning: Tuning
+    ) -> Sequence:
         _require(bool(token_ids), "tokenizer error the input has no tokens")
         token_ids = self._tokenizer.truncate(token_ids, request.truncate_input_tokens)
         num_inputs, limit, stopping = len(token_ids), self.limits.max_sequence_length, request.stopping
-        sums = f"input tokens ({num_inputs}) plus prefix length (0)"
-        _require(num_inputs < limit, f"{sums} must be < {limit}")
-        minimum = stopping.min_new_tokens
-        _require(num_inputs + minimum <= limit, f"{sums} plus min_new_tokens ({minimum}) must be <= {limit}")
+        num_virtual = self._prefix_length(tuning)
+        sums = f"input tokens ({num_inputs}) plus prefix length ({num_virtual})"
+        num_used, minimum = num_inputs + num_virtual, stopping.min_new_tokens
+        _require(num_used < limit, f"{sums} must be < {limit}")
+        _require(num_used + minimum <= limit, f"{sums} plus min_new_tokens ({minimum}) must be <= {limit}")
         seeded = request.sampling.greedy or request.has_seed
-        start = self.limits.decoder_start_token_id
+        start, pad = self.limits.decoder_start_token_id, self.limits.pad_token_id
+        before = [pad] * tuning.num_decoder_tokens
+        encoder_before = [pad] * tuning.num_encoder_tokens
         return Sequence(
-            token_ids if start is None else [start],
-            _reduce(stopping, limit - num_inputs),
+            before + (token_ids if start is None else [start]),
+            _reduce(stopping, limit - num_used),
             request.sampling if seeded else replace(request.sampling, seed=secrets.randbits(32)),
             request.details,
             grammar,
-            encoder_token_ids=() if start is None else tuple(token_ids),
+            tuning=tuning,
+            encoder_token_ids=() if start is None else tuple(encoder_before + token_ids),
         )
+
+    def _prefix_length(self, tuning: Tuning) -> int:
+        """As TGIS counts it: the decoder's part of an encoder-decoder model's prompt goes with the start."""
+        num_tokens = tuning.num_encoder_tokens + tuning.num_decoder_tokens
+        has_start = self.limits.decoder_start_token_id is not None and tuning.num_decoder_tokens > 0
+        return num_tokens + has_start
 
 
 def _require(condition: bool, text: str) -> None:

@@ -13,9 +13,19 @@ from torch import Tensor
 
 from tgis.pb import shard_pb2 as pb
 from tgis.shard.attention.base import AttentionMetadata
+from tgis.shard.contents import Contents
 from tgis.shard.models.interface import StepInputs
-from tgis.shard.opening import ROW, Limits, find_problem, read_column, read_parameters, read_row
+from tgis.shard.opening import (
+    ROW,
+    Limits,
+    find_missing,
+    find_problem,
+    read_column,
+    read_parameters,
+    read_row,
+)
 from tgis.shard.sampling import PARAMETERS, SamplingBatch, SeenTokens
+from tgis.shard.tuning import Tuning
 
 Integers = npt.NDArray[np.int64]
 Booleans = npt.NDArray[np.bool_]
@@ -66,7 +76,8 @@ class Wanted:
 class RowTable:
     """The open rows: at most `max_rows`, of `max_sequence_length` tokens at most, in arrays by row.
 
-    `rope_switch_len` is the length past which a model turns positions differently, or 0."""
+    `rope_switch_len` is the length past which a model turns positions differently, or 0. `contents` has the
+    soft prompts and adapters that rows may name."""
 
     def __init__(
         self,
@@ -75,6 +86,7 @@ class RowTable:
         block_size: int,
         vocab_size: int,
         device: torch.device,
+        contents: Contents,
         *,
         rope_switch_len: int = 0,
         is_encoder_decoder: bool = False,
@@ -91,19 +103,25 @@ class RowTable:
         self._block_tables = np.zeros((max_rows, -(-max_sequence_length // block_size)), np.int32)
         self._cross_tables = np.zeros_like(self._block_tables)
         self.seen = SeenTokens(vocab_size, device)
+        self._contents, self._tuning = contents, Tuning(max_rows, device)
 
     def reset(self) -> None:
         self._rows["open"] = False
+        self._tuning.reset()
 
     def close(self, rows: Integers) -> None:
         self._rows["open"][rows] = False
+        self._tuning.close(rows.tolist())
 
     def open(self, message: pb.OpenRow) -> str | None:
         """The row belongs to this sequence now, whoever had it before. A text says why it cannot be served;
         then it has ended."""
         row, token_ids = message.row, read_column(message.token_ids)
+        prompt = self._contents.prompt(message.prompt_digest)
+        adapter = self._contents.adapter(message.adapter_digest)
         self._rows[row] = read_row(message, self._limits)
-        problem = find_problem(message, self._limits)
+        self._tuning.open(row, prompt, adapter)
+        problem = find_problem(message, self._limits) or find_missing(message, prompt, adapter)
         if problem is not None:
             self.fail(np.array([row]))
             return problem
@@ -113,7 +131,7 @@ class RowTable:
         self._params[row] = read_parameters(message.sampling)
         self._set_eos(row, read_column(message.eos_token_ids))
         if message.sampling.repetition_penalty != 1:
-            self.seen.start(row, token_ids)
+            self.seen.start(row, token_ids[0 if prompt is None else len(prompt.decoder) :])
         return None
 
     def fail(self, rows: Integers) -> None:
@@ -167,6 +185,8 @@ class RowTable:
                 metadata,
                 self._cross(rows, metadata) if self._limits.is_encoder_decoder else None,
                 None if is_long is None else self._tensor(is_long, np.bool_),
+                self._tuning.place("decoder", rows, starts, layout.begins),
+                self._tuning.adapters(rows, layout.sequence),
             ),
             sampled_rows=rows[samples],
             sampled_x=self._tensor(layout.begins[1:][samples] - 1, np.int64),
@@ -183,7 +203,13 @@ class RowTable:
         rows, lengths = np.array([message.row for message in fresh]), np.array([len(x) for x in ids])
         layout = _Layout.of(np.zeros_like(lengths), lengths)
         token_ids, positions = (self._tensor(x, np.int64) for x in (np.concatenate(ids), layout.positions))
-        return StepInputs(token_ids, positions, self._metadata(self._cross_tables, rows, lengths, layout))
+        return StepInputs(
+            token_ids,
+            positions,
+            self._metadata(self._cross_tables, rows, lengths, layout),
+            virtual=self._tuning.place("encoder", rows, np.zeros_like(lengths), layout.begins),
+            adapters=self._tuning.adapters(rows, layout.sequence),
+        )
 
     def _metadata(
         self, tables: Blocks, rows: Integers, ends: Integers, layout: "_Layout"

@@ -47,18 +47,24 @@ class Demand:
 @dataclass(frozen=True)
 class Room:
     """Bytes, of which all ranks together leave `left` free, and one of them uses `step` for the largest step
-    beside its cache."""
+    and `contents` for soft prompts and adapters beside its cache."""
 
     left: int
     step: int
     num_ranks: int
     divisor: int = 4
+    contents: int = 0
+
+    @property
+    def taken(self) -> int:
+        """Beside the caches, by all ranks."""
+        return self.num_ranks * (self.step + self.contents)
 
     @property
     def share(self) -> int:
-        """What one rank's cache may take: a quarter of what the steps leave, or another part of it, over the
+        """What one rank's cache may take: a quarter of what the rest leaves, or another part of it, over the
         ranks."""
-        return max(0, self.left - self.num_ranks * self.step) // self.divisor // self.num_ranks
+        return max(0, self.left - self.taken) // self.divisor // self.num_ranks
 
 
 def check_fit(
@@ -69,28 +75,36 @@ def check_fit(
     weights: int,
     left: int,
     divisor: int = 4,
+    contents: int = 0,
 ) -> None:
-    """Whether weights of so many bytes over all ranks, and a cache beside them, can fit into the bytes that
-    are left before anything is read. Raises ModelTooLargeError or CacheTooSmallError."""
+    """Whether weights of so many bytes over all ranks, and beside them on every rank `contents` and a cache,
+    can fit into the bytes that are left before anything is read. Raises ModelTooLargeError or
+    CacheTooSmallError."""
     if weights > left:
         raise ModelTooLargeError(
             f"the model does not fit: its weights take {weights / GIB:.2f} GiB as "
             f"{str(dtype).removeprefix('torch.')}, {left / GIB:.2f} GiB of memory are left"
         )
-    room = Room(left - weights, 0, world.size, divisor)
+    room = Room(left - weights, 0, world.size, divisor, contents)
+    check_room(room)
     block_bytes = bytes_per_block(shape, world, demand.block_size, dtype)
     check_blocks(demand, count_blocks(demand, block_bytes, room.share), block_bytes, room)
 
 
-def check_step(room: Room) -> None:
-    """Raises ModelTooLargeError where the ranks could not compute the largest step."""
-    needed = room.num_ranks * room.step
-    if needed > room.left:
-        raise ModelTooLargeError(
-            f"the model does not fit: beside its weights the largest step takes {needed / GIB:.2f} GiB, "
-            f"{room.left / GIB:.2f} GiB of memory are left; a smaller --max-step-tokens or --max-batch-size "
-            "makes it smaller"
-        )
+def check_room(room: Room) -> None:
+    """Raises ModelTooLargeError where the ranks could not compute the largest step, or hold what they may."""
+    if room.taken <= room.left:
+        return
+    step, contents = (room.num_ranks * each / GIB for each in (room.step, room.contents))
+    parts = [f"the largest step takes {step:.2f} GiB"] * bool(step)
+    cures = ["a smaller --max-step-tokens or --max-batch-size"] * bool(step)
+    if contents:
+        parts.append(f"soft prompts and adapters may take {contents:.2f} GiB")
+        cures.append("a smaller --prompt-cache-size-mb or --adapter-cache-size-mb")
+    raise ModelTooLargeError(
+        f"the model does not fit: beside its weights {' and '.join(parts)}, "
+        f"{room.left / GIB:.2f} GiB of memory are left; {' or '.join(cures)} makes it smaller"
+    )
 
 
 def make_cache(shape: Shape, world: World, dtype: torch.dtype, demand: Demand, room: Room) -> KVCache:
@@ -130,5 +144,7 @@ def _explain(room: Room) -> str:
     free = f"{room.left / MIB:.0f} MiB"
     if room.step:
         free += f" less {room.num_ranks * room.step / MIB:.0f} MiB for the largest step"
+    if room.contents:
+        free += f" less {room.num_ranks * room.contents / MIB:.0f} MiB for soft prompts and adapters"
     part = {1: "", 4: "a quarter of "}[room.divisor]
     return f"{part}{free}" + (f", over {room.num_ranks} shards" if room.num_ranks > 1 else "")

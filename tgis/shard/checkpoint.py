@@ -39,6 +39,7 @@ class Checkpoint:
     def __init__(self, directory: Path):
         self._directory = directory
         self._open: dict[str, Tensors] = {}
+        self.shapes: dict[str, tuple[int, ...]] = {}  # of all that was fetched
         self._file_of = self._list_tensors()
         self._unclosed_bytes = 0
         files = [directory / name for name in set(self._file_of.values())]
@@ -54,9 +55,12 @@ class Checkpoint:
         file = self._file_of[name]
         label = f"{self._directory / file}: tensor {name}"
         try:
-            if file not in self._open:
-                self._open[file] = _open(self._directory / file)
-            return FileTensor(self._open[file][name], label, self._count)
+            tensors = self._open.get(file)
+            if tensors is None:  # or closed meanwhile, by another thread
+                tensors = self._open[file] = _open(self._directory / file)
+            found = FileTensor(tensors[name], label, self._count)
+            self.shapes[name] = found.shape
+            return found
         except (SafetensorError, OSError) as error:
             raise WeightsError(f"{label} cannot be read: {first_line(error)}") from error
         except KeyError as error:

@@ -11,8 +11,10 @@ from tgis.pb import shard_pb2 as pb
 from tgis.shard import answers
 from tgis.shard.attention.base import Attention
 from tgis.shard.batch import Batch, Booleans, InputSpan, Integers, RowTable
+from tgis.shard.contents import Contents
 from tgis.shard.details import TokenDetails, describe, join, leave_blank
 from tgis.shard.grammar import Guides
+from tgis.shard.lora import TokenAdapters
 from tgis.shard.models.interface import EncoderDecoder, Model
 from tgis.shard.sampling import sample
 
@@ -26,10 +28,17 @@ class Engine:
     """Executes steps. Whatever `execute` raises, nothing of the engine is to be trusted afterwards."""
 
     def __init__(
-        self, model: Model, attention: Attention, table: RowTable, guides: Guides, info: pb.InfoResponse
+        self,
+        model: Model,
+        attention: Attention,
+        table: RowTable,
+        guides: Guides,
+        info: pb.InfoResponse,
+        contents: Contents,
     ) -> None:
-        self.info = info
-        self._model, self._attention, self._table, self._guides = model, attention, table, guides
+        """`table` finds in `contents` what rows name; it may be filled beside the steps."""
+        self.info, self.contents = info, contents
+        self.model, self._attention, self._table, self._guides = model, attention, table, guides
         self._is_answering = info.rank == 0
 
     def reset(self) -> None:
@@ -52,42 +61,50 @@ class Engine:
         encoder_inputs, batch = self._table.pack_encoder(request.opened_rows), self._table.pack(request)
         with torch.inference_mode():
             if encoder_inputs is not None:
-                assert isinstance(self._model, EncoderDecoder), "only its rows have inputs for an encoder"
-                self._model.encode(encoder_inputs, self._attention)
+                assert isinstance(self.model, EncoderDecoder), "only its rows have inputs for an encoder"
+                self.model.encode(encoder_inputs, self._attention)
             if batch is not None:
                 self._compute(batch, response)
         response.forward_ns = time.perf_counter_ns() - began
         return response
 
     def _compute(self, batch: Batch, response: pb.StepResponse) -> None:
-        x = self._model.forward(batch.inputs, self._attention)
+        x = self.model.forward(batch.inputs, self._attention)
         for span in batch.input_spans:
-            self._report_input(span, x, response)
+            self._report_input(span, x, batch.inputs.adapters, response)
         if len(batch.sampled_rows):
             self._sample(batch, x, response)
 
-    def _report_input(self, span: InputSpan, x: Tensor, response: pb.StepResponse) -> None:
+    def _report_input(
+        self, span: InputSpan, x: Tensor, adapters: TokenAdapters | None, response: pb.StepResponse
+    ) -> None:
         wanted = self._table.wanted(np.array([span.row]))
-        details = self._describe_input(span, x, wanted.top_n) if wanted.anything.any() else None
+        details = self._describe_input(span, x, adapters, wanted.top_n) if wanted.anything.any() else None
         if self._is_answering:
             answers.write_input(response, span, details)
 
-    def _describe_input(self, span: InputSpan, x: Tensor, top_n: Integers) -> TokenDetails:
+    def _describe_input(
+        self, span: InputSpan, x: Tensor, adapters: TokenAdapters | None, top_n: Integers
+    ) -> TokenDetails:
         """By the raw logits; all ranks take part in these, only one looks at them."""
         num_blank = 1 if span.start == 0 else 0
         token_ids = torch.from_numpy(span.token_ids[num_blank:].astype(np.int64)).to(x.device)
-        states = x[span.first_x : span.first_x + len(token_ids)]  # [count, hidden_size]
+        end = span.first_x + len(token_ids)
         parts = [leave_blank(num_blank)]
         for start in range(0, len(token_ids), HEAD_ROWS):
             some = slice(start, start + HEAD_ROWS)
-            logits = self._model.logits(states[some])  # [at most HEAD_ROWS, vocab_size]
+            at = slice(span.first_x + start, min(span.first_x + start + HEAD_ROWS, end))
+            logits = self.model.logits(x[at], adapters and adapters.take(at))  # [n, vocab_size]
             if self._is_answering:
                 parts.append(describe(logits, token_ids[some], top_n.repeat(len(logits))))
         return join(parts)
 
     def _sample(self, batch: Batch, x: Tensor, response: pb.StepResponse) -> None:
         rows = batch.sampled_rows
-        logits = self._model.logits(x if len(rows) == len(x) else x[batch.sampled_x])
+        adapters, last = batch.inputs.adapters, batch.sampled_x
+        if len(rows) < len(x):
+            x, adapters = x[last], adapters and adapters.take(last)
+        logits = self.model.logits(x, adapters)
         wanted = self._table.wanted(rows)
         described = wanted.anything & self._is_answering
         chosen, usable = self._choose(rows, logits, described, response)

@@ -19,6 +19,8 @@ from tgis.shard.batch import RowTable
 from tgis.shard.cache import KVCache, bytes_per_block
 from tgis.shard.capacity import GIB, Demand, Room
 from tgis.shard.checkpoint import count_elements
+from tgis.shard.content_loading import Allowance, allow, open_contents, read_names
+from tgis.shard.contents import Contents
 from tgis.shard.engine import Engine
 from tgis.shard.grammar import Guides, read_tokenizer
 from tgis.shard.models import engines
@@ -49,19 +51,24 @@ def load(config: ShardConfig, ranks: World | None = None, on: Platform | None = 
         directory, settings, config.deployment_framework, config.world_size, config.trust_remote_code
     )
     spec, on = choice.spec, on or _choose_platform(config, choice)
+    demand = _demand(config, settings, spec)
+    allowance = allow(config, choice.engine == engines.NATIVE, demand.max_sequence_length)
     configure(config.cpu_threads or max(1, resources.count_cores() // config.world_size))
-    dtype, demand = _choose_dtype(config.dtype, settings, choice), _demand(config, settings, spec)
-    info = _describe(config, settings, spec, dtype)
+    dtype = _choose_dtype(config.dtype, settings, choice)
+    info = _describe(config, settings, spec, dtype, allowance)
     guides = _start_guides(directory, Path(config.tokenizer_path or directory), spec.vocab_size)
     ranks = ranks or _join(config, on.device)
-    _check_fit(directory, choice, ranks, dtype, demand, on)
+    _check_fit(directory, choice, ranks, dtype, demand, on, allowance)
     before = on.memory.memory_used()
     model = choice.load(ranks, DTYPES[dtype], on.kernels)
     _check_length(model.spec, demand.max_sequence_length)
     resources.release_memory()
     weight_gib = (on.memory.memory_used() - before) / GIB
     guides.wait_until_ready()  # its memory is not that of a step, which is measured next
-    loaded = _Loaded(info, model, ranks, guides, demand, DTYPES[dtype], on)
+    if allowance.adapter_bytes:
+        on.kernels.prepare_adapters()
+    contents = open_contents(config, model)
+    loaded = _Loaded(info, model, ranks, guides, demand, DTYPES[dtype], on, contents, allowance.num_bytes)
     room = loaded.measure_room(config.max_step_tokens)
     engine = loaded.make_engine(capacity.make_cache(model.spec, ranks, DTYPES[dtype], demand, room))
     num_blocks = engine.info.num_blocks
@@ -75,6 +82,11 @@ def load(config: ShardConfig, ranks: World | None = None, on: Platform | None = 
     return engine
 
 
+def sequence_length(config: ShardConfig, settings: Mapping[str, Any]) -> int:
+    """Of the longest request; `settings` is the model's config.json."""
+    return config.max_sequence_length or hub.max_sequence_length(settings)
+
+
 @dataclass(frozen=True)
 class _Loaded:
     """All of an engine but its cache."""
@@ -86,6 +98,9 @@ class _Loaded:
     demand: Demand
     dtype: torch.dtype
     on: Platform
+    contents: Contents
+    contents_bytes: int
+    """That they may grow to."""
 
     @property
     def block_bytes(self) -> int:
@@ -99,12 +114,13 @@ class _Loaded:
             demand.block_size,
             spec.vocab_size,
             self.on.device,
+            self.contents,
             rope_switch_len=spec.rope_switch_len,
             is_encoder_decoder=spec.is_encoder_decoder,
         )
         info = pb.InfoResponse(num_blocks=cache.num_blocks)
         info.MergeFrom(self.info)
-        return Engine(self.model, self.on.attention(cache), table, self.guides, info)
+        return Engine(self.model, self.on.attention(cache), table, self.guides, info, self.contents)
 
     def measure_room(self, max_step_tokens: int) -> Room:
         """What is left for caches once kernels are compiled. Raises WorldError, ModelTooLargeError."""
@@ -115,13 +131,14 @@ class _Loaded:
         self.on.memory.release_memory()
         left = self.on.memory_left(ranks)
 
-        def is_enough(step: int) -> bool:
-            room = Room(left, step, ranks.size, self.on.cache_divisor)
-            return room.share >= demand.wanted_blocks * self.block_bytes
+        def room_beside(step: int) -> Room:
+            return Room(left, step, ranks.size, self.on.cache_divisor, self.contents_bytes)
 
-        step = warm_up.measure(largest_step(demand, max_step_tokens), is_enough, left)
-        room = Room(left, step, ranks.size, self.on.cache_divisor)
-        capacity.check_step(room)
+        def is_enough(step: int) -> bool:
+            return room_beside(step).share >= demand.wanted_blocks * self.block_bytes
+
+        room = room_beside(warm_up.measure(largest_step(demand, max_step_tokens), is_enough, left))
+        capacity.check_room(room)
         self.on.memory.release_memory()
         return room
 
@@ -137,7 +154,7 @@ def _choose_platform(config: ShardConfig, choice: engines.Choice) -> Platform:
 
 def _demand(config: ShardConfig, settings: dict[str, Any], spec: ModelSpec) -> Demand:
     """Raises UnsupportedModelError."""
-    length = config.max_sequence_length or hub.max_sequence_length(settings)
+    length = sequence_length(config, settings)
     _check_length(spec, length)
     return Demand(
         config.block_size,
@@ -156,7 +173,13 @@ def _check_length(spec: ModelSpec, length: int) -> None:
 
 
 def _check_fit(
-    directory: Path, choice: engines.Choice, ranks: World, dtype: str, demand: Demand, on: Platform
+    directory: Path,
+    choice: engines.Choice,
+    ranks: World,
+    dtype: str,
+    demand: Demand,
+    on: Platform,
+    allowance: Allowance,
 ) -> None:
     """Before gigabytes are read. No rank reads any before all have looked at what is left."""
     weights = choice.weight_bytes
@@ -165,7 +188,8 @@ def _check_fit(
     if choice.engine != engines.NATIVE:  # then every rank has all of them
         weights *= ranks.size
     left = on.memory_left(ranks)
-    capacity.check_fit(choice.spec, ranks, DTYPES[dtype], demand, weights, left, on.cache_divisor)
+    divisor, contents = on.cache_divisor, allowance.num_bytes
+    capacity.check_fit(choice.spec, ranks, DTYPES[dtype], demand, weights, left, divisor, contents)
 
 
 def _choose_dtype(asked: str | None, settings: dict[str, Any], choice: engines.Choice) -> str:
@@ -197,17 +221,17 @@ def _join(config: ShardConfig, device: torch.device) -> World:
 
 
 def _describe(
-    config: ShardConfig, settings: Mapping[str, Any], spec: ModelSpec, dtype: str
+    config: ShardConfig, settings: Mapping[str, Any], spec: ModelSpec, dtype: str, allowance: Allowance
 ) -> pb.InfoResponse:
     """All but the number of blocks. Raises UnsupportedModelError."""
-    kinds = pb.InfoResponse.ModelKind
+    kinds, directory = pb.InfoResponse.ModelKind, Path(config.model_path)
     return pb.InfoResponse(
         model_kind=kinds.MODEL_KIND_ENCODER_DECODER
         if spec.is_encoder_decoder
         else kinds.MODEL_KIND_DECODER_ONLY,
         model_type=settings["model_type"],
         vocab_size=spec.vocab_size,
-        eos_token_ids=hub.eos_token_ids(Path(config.model_path)),
+        eos_token_ids=hub.eos_token_ids(directory),
         block_size=config.block_size,
         rank=config.rank,
         world_size=config.world_size,
@@ -218,6 +242,10 @@ def _describe(
         decoder_start_token_id=_start_token_id(config, settings, spec.vocab_size)
         if spec.is_encoder_decoder
         else 0,
+        pad_token_id=hub.pad_token_id(directory, Path(config.tokenizer_path or directory), spec.vocab_size),
+        prompt_cache_bytes=allowance.prompt_bytes,
+        adapter_cache_bytes=allowance.adapter_bytes,
+        preloaded_adapter_ids=read_names(config.lora_adapters),
     )
 
 

@@ -6,6 +6,8 @@ import numpy as np
 import numpy.typing as npt
 
 from tgis.pb import shard_pb2 as pb
+from tgis.shard.contents import Prompt
+from tgis.shard.lora import Adapter
 
 Column = npt.NDArray[np.int32]
 
@@ -79,7 +81,23 @@ def find_problem(message: pb.OpenRow, limits: Limits) -> str | None:
     if max(limit, len(token_ids)) > longest:
         return f"{limit} tokens are more than the sequence length {longest}"
     problem = _find_encoder_problem(message, limits) if limits.is_encoder_decoder else None
-    return problem or _find_unsupported(message, limits)
+    if message.encoder_token_ids and not limits.is_encoder_decoder:
+        problem = "the model has no encoder"
+    return problem
+
+
+def find_missing(message: pb.OpenRow, prompt: Prompt | None, adapter: Adapter | None) -> str | None:
+    """Why a row cannot be served with what it names, which was looked up."""
+    if message.prompt_digest and prompt is None:
+        return "its soft prompt is not loaded"
+    if message.adapter_digest and adapter is None:
+        return "its adapter is not loaded"
+    if prompt is None:
+        return None
+    lengths = message.prompt_len, len(read_column(message.encoder_token_ids))
+    if len(prompt.decoder) > lengths[0] or len(prompt.encoder) > lengths[1]:
+        return "it has fewer tokens than its soft prompt"
+    return None
 
 
 def _find_encoder_problem(message: pb.OpenRow, limits: Limits) -> str | None:
@@ -97,12 +115,3 @@ def _find_encoder_problem(message: pb.OpenRow, limits: Limits) -> str | None:
 
 def _has_unknown(token_ids: Column, limits: Limits) -> bool:
     return bool(token_ids.min() < 0 or token_ids.max() >= limits.vocab_size)
-
-
-def _find_unsupported(message: pb.OpenRow, limits: Limits) -> str | None:
-    asked = {
-        "LoRA adapters": message.adapter_digest,
-        "soft prompts": message.prompt_digest,
-        "encoder inputs": not limits.is_encoder_decoder and message.encoder_token_ids,
-    }
-    return next((f"{name} are not supported by this shard" for name, value in asked.items() if value), None)

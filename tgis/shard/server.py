@@ -8,24 +8,29 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from queue import SimpleQueue
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
 import grpc
 
+from tgis import hub
 from tgis.config import ShardConfig
 from tgis.errors import OperatorError
 from tgis.pb import shard_pb2 as pb
 from tgis.pb.shard_pb2_grpc import ShardServiceServicer, add_ShardServiceServicer_to_server
+from tgis.shard.content_calls import ContentCalls
+from tgis.shard.content_loading import open_spool, open_store
 from tgis.shard.engine import Engine
-from tgis.shard.loading import load
+from tgis.shard.loading import load, sequence_length
 
 logger = logging.getLogger(__name__)
 
 NUM_RPC_THREADS = 8
+# Calls that read files, at once; further ones wait without a thread, and until their deadlines at most.
+NUM_FINDS, NUM_LOADS = 4, 2
 STEPS_BETWEEN_COLLECTIONS = 1000
 # Answers leave while the next step computes, as soon as a thread of gRPC's gets a turn.
 SWITCH_INTERVAL_S = 0.0005
@@ -55,12 +60,25 @@ class Stream:
         self.outbox: SimpleQueue[pb.StepResponse | Mark] = SimpleQueue()
 
 
+Method = TypeVar("Method", bound=Callable[..., object])
+
+
+def _beside_others(threads: ThreadPoolExecutor) -> Callable[[Method], Method]:
+    """A method that gRPC calls on these threads instead of its own, which a disk that hangs must not take."""
+
+    def mark(method: Method) -> Method:
+        method.experimental_thread_pool = threads  # type: ignore[attr-defined]
+        return method
+
+    return mark
+
+
 class ShardService(ShardServiceServicer):
     """Puts the steps of the newest stream into `inbox`; answers everything else itself."""
 
-    def __init__(self, info: pb.InfoResponse) -> None:
+    def __init__(self, info: pb.InfoResponse, content_calls: ContentCalls) -> None:
         self.inbox: SimpleQueue[tuple[Stream, pb.StepRequest | Mark]] = SimpleQueue()
-        self._info = info
+        self._info, self._content_calls = info, content_calls
         self._newest: Stream | None = None
         self._lock = threading.Lock()
 
@@ -70,15 +88,16 @@ class ShardService(ShardServiceServicer):
     def Health(self, request: pb.HealthRequest, context: grpc.ServicerContext) -> pb.HealthResponse:
         return pb.HealthResponse()
 
-    def LookupPrompt(
-        self, request: pb.LookupPromptRequest, context: grpc.ServicerContext
-    ) -> pb.LookupPromptResponse:
-        context.abort(grpc.StatusCode.NOT_FOUND, f'prefix id "{request.prompt_id}" not found')
+    @_beside_others(ThreadPoolExecutor(NUM_FINDS, "find"))
+    def Find(self, request: pb.FindRequest, context: grpc.ServicerContext) -> pb.FindResponse:
+        return self._content_calls.find(request, context)
 
-    def LookupAdapter(
-        self, request: pb.LookupAdapterRequest, context: grpc.ServicerContext
-    ) -> pb.LookupAdapterResponse:
-        context.abort(grpc.StatusCode.NOT_FOUND, f'adapter id "{request.adapter_id}" not found')
+    @_beside_others(ThreadPoolExecutor(NUM_LOADS, "load"))
+    def Load(self, request: pb.LoadRequest, context: grpc.ServicerContext) -> pb.LoadResponse:
+        return self._content_calls.load(request, context)
+
+    def Unload(self, request: pb.UnloadRequest, context: grpc.ServicerContext) -> pb.UnloadResponse:
+        return self._content_calls.unload(request, context)
 
     def Step(
         self, requests: Iterator[pb.StepRequest], context: grpc.ServicerContext
@@ -120,7 +139,9 @@ def serve(config: ShardConfig) -> NoReturn:
     SocketError."""
     _end_on_signals()
     engine = load(config)
-    service = ShardService(engine.info)
+    length = sequence_length(config, hub.read_json(Path(config.model_path), "config.json"))
+    store = open_store(config, engine.model, length)
+    service = ShardService(engine.info, ContentCalls(store, open_spool(config), engine.contents))
     path = Path(f"{config.uds_path}-{config.rank}")
     server = _listen(service, path)
     _quieten_interpreter()

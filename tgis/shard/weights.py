@@ -7,10 +7,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
+from typing import Protocol
 
 from tgis.shard.checkpoint import Checkpoint
+from tgis.shard.origins import Numbers, Rows, list_rows
 from tgis.shard.stored import (
-    FileTensor,
+    ALL,
     MissingTensorError,
     Stack,
     Stored,
@@ -21,17 +23,28 @@ from tgis.shard.stored import (
 )
 
 
+class Entries(Stored, Protocol):
+    def entry(self, index: int) -> Stored: ...
+
+
+class Holder(Protocol):
+    """A checkpoint, or what stands for one."""
+
+    def __contains__(self, name: str) -> bool: ...
+    def fetch(self, name: str) -> Entries: ...
+
+
 @dataclass(frozen=True)
 class Place:
     """Whose tensor is looked for, and in what checkpoint."""
 
-    checkpoint: Checkpoint
+    checkpoint: Holder
     prefix: str
     layer: str
     expert: str
     end: str  # "weight" or "bias"
 
-    def fetch(self, name: str) -> FileTensor:
+    def fetch(self, name: str) -> Entries:
         """The tensor of a module of the checkpoint, which may lack the prefix, or have it where `name` does
         not. Raises WeightsError."""
         full = f"{name.format(i=self.layer, e=self.expert)}.{self.end}"
@@ -112,7 +125,8 @@ class Weights:
     stay valid. Raises WeightsError where the directory holds no weights."""
 
     def __init__(self, directory: Path, sources: Mapping[str, Source], prefix: str = ""):
-        self._checkpoint, self._sources, self._prefix = Checkpoint(directory), sources, prefix
+        self._checkpoint, self._sources, self.prefix = Checkpoint(directory), sources, prefix
+        self._traces: dict[str, tuple[Rows, ...]] = {}
 
     def __enter__(self) -> "Weights":
         return self
@@ -123,13 +137,13 @@ class Weights:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._checkpoint.close()
+        self.release()
         if error is None:
             self._checkpoint.progress.finish()
 
     def find(self, path: str, shape: tuple[int, ...]) -> Stored:
         """The tensor of a module, `find("blocks.3.mlp.up.weight", (rows, columns))`. Raises WeightsError."""
-        found = self._find(path)
+        found = self._find(path, self._checkpoint)
         if found.shape != shape:
             raise WeightsError(f"{found.label} has shape {list(found.shape)}, expected {list(shape)}")
         return found
@@ -137,15 +151,29 @@ class Weights:
     def has(self, path: str) -> bool:
         """Whether the checkpoint has a module's tensor. Raises WeightsError where it cannot be used."""
         try:
-            self._find(path)
+            self._find(path, self._checkpoint)
         except MissingTensorError:
             return False
         return True
 
-    def _find(self, path: str) -> Stored:
+    def trace(self, path: str, shape: tuple[int, int]) -> tuple[Rows, ...]:
+        """Of which rows of which modules a matrix that was found is made, without reading anything.
+
+        Of several modules that a family looks for, it is the first, whichever the checkpoint has."""
+        if path not in self._traces:
+            numbers = Numbers(self._checkpoint.shapes, self.prefix, shape)
+            column = self._find(path, numbers).read(ALL, slice(0, 1))[:, 0]
+            self._traces[path] = list_rows(column, numbers.modules)
+        return self._traces[path]
+
+    def release(self) -> None:
+        """Closes the files; they are opened again when something is read."""
+        self._checkpoint.close()
+
+    def _find(self, path: str, holder: Holder) -> Stored:
         module, _, end = path.rpartition(".")
         numbers = [part for part in module.split(".") if part.isdigit()]
         layer, expert, *_ = (*numbers, "", "")
         key = module.replace(f".{layer}.", ".{i}.", 1) if layer else module
         key = key.replace(f".{expert}.", ".{e}.", 1) if expert else key
-        return Place(self._checkpoint, self._prefix, layer, expert, end).find(self._sources[key])
+        return Place(holder, self.prefix, layer, expert, end).find(self._sources[key])

@@ -5,6 +5,7 @@ row's bits whatever the other rows are, if some numbers of rows are avoided, whi
 
 import functools
 import logging
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,16 +14,20 @@ import torch
 from torch import Tensor, nn
 
 from tgis.shard.compiled import Kernel, as_bits
-from tgis.shard.layers import compiled_activations, compiled_heads, compiled_norms
+from tgis.shard.layers import compiled_activations, compiled_heads, compiled_low_rank, compiled_norms
 from tgis.shard.layers.kernels import HeadNorm, Product
+from tgis.shard.lora import TILE, Deltas, TokenAdapters
 
 logger = logging.getLogger(__name__)
 
 device = torch.device("cpu")
 FLOAT16_MAX = 65504.0
 _UNIT = 16384  # elements a thread should get at least; waking one for less costs more than it saves
+_PRODUCTS = 1 << 17  # multiplications for which a second thread is woken
+_FEW_TILES, _COLUMNS = 8, 8192  # so few tiles of adapters' tokens are cut into so many columns
 _PERIOD = 120  # rows that FBGEMM takes at a time
 _TRIED_FEATURES = 32
+_preparing = threading.Lock()
 
 
 def pack(weight: Tensor, dtype: torch.dtype, label: str) -> Product:
@@ -33,6 +38,38 @@ def pack(weight: Tensor, dtype: torch.dtype, label: str) -> Product:
         dtype = torch.float32
     halves = dtype != torch.float32 and "fbgemm" in torch.backends.quantized.supported_engines
     return _padded(_pack_float16 if halves else _pack_float32, weight.to(dtype).float())
+
+
+def prepare_adapters() -> None:
+    """Compiles, where that has not been done on this machine; from any thread."""
+    with _preparing:
+        compiled_low_rank.add_low_rank(*[0] * 14)
+
+
+def add_low_rank(y: Tensor, x: Tensor, deltas: Deltas, adapters: TokenAdapters) -> None:
+    assert x.is_contiguous()
+    _add_low_rank(y, x.shape[1], x.data_ptr(), 0, deltas, adapters)
+
+
+def add_looked_up(y: Tensor, token_ids: Tensor, deltas: Deltas, adapters: TokenAdapters) -> None:
+    _add_low_rank(y, 0, 0, token_ids.data_ptr(), deltas, adapters)
+
+
+def _add_low_rank(
+    y: Tensor, in_features: int, x: int, token_ids: int, deltas: Deltas, adapters: TokenAdapters
+) -> None:
+    assert y.is_contiguous()
+    tiles, order, out_features = adapters.tiles, adapters.order, y.shape[1]
+    num_tiles, num_tokens = len(tiles), len(order)
+    # Every slice of the columns needs all of x a, so there are several only where tiles are few.
+    num_slices = 1 if num_tiles > _FEW_TILES else -(-out_features // _COLUMNS)
+    sizes = (num_tiles, num_slices, _COLUMNS if num_slices > 1 else out_features, min(num_tokens, TILE))
+    products = num_tokens * deltas.max_rank * (in_features + out_features)
+    is_small = num_tiles * num_slices < 2 or products < _PRODUCTS
+    run = compiled_low_rank.add_low_rank if is_small else compiled_low_rank.add_low_rank.spread
+    given = (in_features, out_features, x, y.data_ptr(), token_ids)
+    tables = (order.data_ptr(), tiles.data_ptr(), deltas.bounds.data_ptr(), deltas.table.data_ptr())
+    run(*sizes, deltas.max_rank, *given, *tables)
 
 
 def rms_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:

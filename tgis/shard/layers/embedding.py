@@ -6,6 +6,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tgis.shard.layers.kernels import Parts
+from tgis.shard.layers.linear import Adaptable
+from tgis.shard.lora import Cut, TokenAdapters
 from tgis.shard.world import World
 
 
@@ -21,10 +23,20 @@ class Embedding:
 
     def __init__(self, parts: Parts, path: str, vocab_size: int, hidden_size: int):
         self._world, self._share = parts.world, _share(parts.world, vocab_size)
+        self._kernels, self._path = parts.kernels, path
+        # Every rank adds all of what adapters add, after the sum over ranks.
+        parts.cuts[path] = Cut((vocab_size, hidden_size), (slice(0, vocab_size),), is_table=True)
         stored = parts.weights.find(f"{path}.weight", (vocab_size, hidden_size))
-        self._table = stored.read(self._share).to(parts.kernels.device, parts.dtype, copy=True)
+        self._table = stored.read(self._share).to(self._kernels.device, parts.dtype, copy=True)
 
-    def __call__(self, token_ids: Tensor) -> Tensor:
+    def __call__(self, token_ids: Tensor, adapters: TokenAdapters | None) -> Tensor:
+        x = self._look_up(token_ids)
+        deltas = None if adapters is None else adapters.at(self._path)
+        if adapters is not None and deltas is not None:
+            self._kernels.add_looked_up(x, token_ids, deltas, adapters)
+        return x
+
+    def _look_up(self, token_ids: Tensor) -> Tensor:
         if self._world.size == 1:
             return F.embedding(token_ids, self._table).to(torch.float32, copy=True)
         local = token_ids - self._share.start
@@ -40,14 +52,16 @@ class Head:
     def __init__(self, parts: Parts, path: str, vocab_size: int, hidden_size: int):
         self._world, self._vocab_size = parts.world, vocab_size
         share = _share(parts.world, vocab_size)
+        self._adapt = Adaptable(parts, path, Cut((vocab_size, hidden_size), (share,)))
         stored = parts.weights.find(f"{path}.weight", (vocab_size, hidden_size))
         missing = -(-vocab_size // parts.world.size) - (share.stop - share.start)
         weight = stored.read(share)
         weight = F.pad(weight, (0, 0, 0, missing)) if missing else weight
         self._multiply = parts.kernels.pack(weight, parts.dtype, stored.label)
 
-    def __call__(self, x: Tensor) -> Tensor:
-        return self._world.all_gather(self._multiply(x))[:, : self._vocab_size]
+    def __call__(self, x: Tensor, adapters: TokenAdapters | None) -> Tensor:
+        y = self._adapt(x, self._multiply(x), adapters)
+        return self._world.all_gather(y)[:, : self._vocab_size]
 
 
 class Positions:

@@ -2,12 +2,13 @@
 from."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from tgis.shard.lora import Cut, Deltas, TokenAdapters
 from tgis.shard.weights import Weights
 from tgis.shard.world import World
 
@@ -37,6 +38,16 @@ class Kernels(Protocol):
 
     def pack(self, weight: Tensor, dtype: torch.dtype, label: str) -> Product:
         """weight: [out_features, in_features], not kept. `label` names it in warnings."""
+
+    def prepare_adapters(self) -> None:
+        """Whatever the two below need, which may take seconds; called before the first of them is."""
+
+    def add_low_rank(self, y: Tensor, x: Tensor, deltas: Deltas, adapters: TokenAdapters) -> None:
+        """Adds to every row of y, [num_tokens, out_features], what its adapter makes of the same row of x,
+        [num_tokens, in_features]."""
+
+    def add_looked_up(self, y: Tensor, token_ids: Tensor, deltas: Deltas, adapters: TokenAdapters) -> None:
+        """As `add_low_rank`, the rows of x being those of an identity matrix: int64 [num_tokens]."""
 
     def rms_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
         """The norm of x + delta, [num_tokens, size]; x becomes that sum."""
@@ -90,6 +101,8 @@ class Parts:
     weights: Weights
     dtype: torch.dtype
     kernels: Kernels
+    cuts: dict[str, Cut] = field(default_factory=dict)
+    """Of every matrix that an adapter may change, by its path: what is this rank's."""
 
     def read_vector(self, path: str, length: int, rows: Sequence[slice] = (slice(None),)) -> Tensor:
         """The `rows` of a bias or a norm's weight, one after the other; float32. Raises WeightsError."""

@@ -4,7 +4,23 @@ import torch
 from torch import Tensor
 
 from tgis.shard.layers.kernels import Parts
+from tgis.shard.lora import Cut, TokenAdapters
 from tgis.shard.world import World
+
+
+class Adaptable:
+    """Adds to a layer's product what the tokens' adapters make of its input."""
+
+    def __init__(self, parts: Parts, path: str, cut: Cut):
+        self._path, self._kernels = path, parts.kernels
+        parts.cuts[path] = cut
+
+    def __call__(self, x: Tensor, y: Tensor, adapters: TokenAdapters | None) -> Tensor:
+        """x: [num_tokens, own columns]; y: [num_tokens, own rows], changed."""
+        deltas = None if adapters is None else adapters.at(self._path)
+        if adapters is not None and deltas is not None:
+            self._kernels.add_low_rank(y, x, deltas, adapters)
+        return y
 
 
 class ColumnParallel:
@@ -23,14 +39,15 @@ class ColumnParallel:
         pieces: list[int] | None = None,
     ):
         rows = _cut(parts.world, widths, pieces or [parts.world.size] * len(widths))
+        self._adapt = Adaptable(parts, path, Cut((sum(widths), in_features), tuple(rows)))
         weight = parts.weights.find(f"{path}.weight", (sum(widths), in_features))
         mine = [weight.read(part) for part in rows]
         together = mine[0] if len(mine) == 1 else torch.cat(mine)
         self._multiply = parts.kernels.pack(together, parts.dtype, weight.label)
         self._bias = parts.read_vector(f"{path}.bias", sum(widths), rows) if bias else None
 
-    def __call__(self, x: Tensor) -> Tensor:
-        y = self._multiply(x)
+    def __call__(self, x: Tensor, adapters: TokenAdapters | None) -> Tensor:
+        y = self._adapt(x, self._multiply(x), adapters)
         return y if self._bias is None else y.add_(self._bias)
 
 
@@ -40,30 +57,33 @@ class RowParallel:
     The ranks' products are summed, then the bias is added once."""
 
     def __init__(self, parts: Parts, path: str, in_features: int, out_features: int, bias: bool):
-        self._world = parts.world
+        self._world, columns = parts.world, parts.world.slice(in_features)
+        whole = (slice(0, out_features),)
+        self._adapt = Adaptable(parts, path, Cut((out_features, in_features), whole, columns))
         weight = parts.weights.find(f"{path}.weight", (out_features, in_features))
-        mine = weight.read(columns=parts.world.slice(in_features))
+        mine = weight.read(columns=columns)
         self._multiply = parts.kernels.pack(mine, parts.dtype, weight.label)
         self._bias = parts.read_vector(f"{path}.bias", out_features) if bias else None
 
-    def __call__(self, x: Tensor) -> Tensor:
-        y = self._world.all_reduce(self.partial(x))
+    def __call__(self, x: Tensor, adapters: TokenAdapters | None) -> Tensor:
+        y = self._world.all_reduce(self.partial(x, adapters))
         return y if self._bias is None else y.add_(self._bias)
 
-    def partial(self, x: Tensor) -> Tensor:
+    def partial(self, x: Tensor, adapters: TokenAdapters | None) -> Tensor:
         """This rank's part of the sum over ranks, without the bias."""
-        return self._multiply(x)
+        return self._adapt(x, self._multiply(x), adapters)
 
 
 class Replicated:
     """y = x W^T, whole on every rank: [num_tokens, in_features] -> [num_tokens, out_features]."""
 
     def __init__(self, parts: Parts, path: str, in_features: int, out_features: int):
+        self._adapt = Adaptable(parts, path, Cut((out_features, in_features), (slice(0, out_features),)))
         weight = parts.weights.find(f"{path}.weight", (out_features, in_features))
         self._multiply = parts.kernels.pack(weight.read(), parts.dtype, weight.label)
 
-    def __call__(self, x: Tensor) -> Tensor:
-        return self._multiply(x)
+    def __call__(self, x: Tensor, adapters: TokenAdapters | None) -> Tensor:
+        return self._adapt(x, self._multiply(x), adapters)
 
 
 def _cut(world: World, widths: list[int], pieces: list[int]) -> list[slice]:

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tgis.shard.layers.kernels import HeadNorm, Product
+from tgis.shard.lora import Deltas, LowRank, TokenAdapters
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +46,20 @@ class TorchKernels:
             dtype = torch.float32
         packed = weight.to(self.device, dtype, copy=True)
         return lambda x: F.linear(x.to(dtype), packed).float()
+
+    def prepare_adapters(self) -> None:
+        """Nothing is compiled."""
+
+    def add_low_rank(self, y: Tensor, x: Tensor, deltas: Deltas, adapters: TokenAdapters) -> None:
+        for i, tokens in adapters.groups:
+            mine = x[tokens] if deltas.parts[i] else x  # [n, in_features]
+            for one in deltas.parts[i]:
+                _part(y, one).index_add_(0, tokens, mine @ one.a @ one.b)
+
+    def add_looked_up(self, y: Tensor, token_ids: Tensor, deltas: Deltas, adapters: TokenAdapters) -> None:
+        for i, tokens in adapters.groups:
+            for one in deltas.parts[i]:
+                _part(y, one).index_add_(0, tokens, one.a[token_ids[tokens]] @ one.b)
 
     def rms_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
         return F.rms_norm(_add(x, delta), weight.shape, weight, eps)
@@ -99,6 +114,11 @@ class TorchKernels:
 
 def _add(x: Tensor, delta: Tensor | None) -> Tensor:
     return x if delta is None else x.add_(delta)
+
+
+def _part(y: Tensor, one: LowRank) -> Tensor:
+    """The columns that it adds to."""
+    return y[:, one.first : one.first + one.b.shape[1]]
 
 
 def _turn(x: Tensor, angles: Tensor | None) -> Tensor:

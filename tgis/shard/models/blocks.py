@@ -11,6 +11,7 @@ from tgis.shard.layers.kernels import Parts
 from tgis.shard.layers.linear import ColumnParallel, RowParallel
 from tgis.shard.layers.norm import NormKind, read_head_norm
 from tgis.shard.layers.split_norm import SplitNorm
+from tgis.shard.lora import TokenAdapters
 
 
 class Heads(Protocol):
@@ -75,9 +76,14 @@ class SelfAttention:
             )
 
     def __call__(
-        self, x: Tensor, angles: Tensor | None, attention: Attention, metadata: AttentionMetadata
+        self,
+        x: Tensor,
+        angles: Tensor | None,
+        attention: Attention,
+        metadata: AttentionMetadata,
+        adapters: TokenAdapters | None,
     ) -> Tensor:
-        qkv = self._qkv(x)  # [num_tokens, own q, k and v]
+        qkv = self._qkv(x, adapters)  # [num_tokens, own q, k and v]
         if self._clip is not None:
             qkv.clamp_(-self._clip, self._clip)
         if self._whole_norms is not None:
@@ -85,7 +91,7 @@ class SelfAttention:
         q, k, v = self._split(qkv, self._num_heads, self._num_kv_heads, angles, self._head_norm)
         attention.write(self._layer, k, v, metadata)
         y = attention.attend(self._layer, q, metadata, self._scoring)  # [num_tokens, num_heads, head_dim]
-        return self._out(y.flatten(1))
+        return self._out(y.flatten(1), adapters)
 
     def _normalise(self, qkv: Tensor, q_norm: SplitNorm, k_norm: SplitNorm) -> Tensor:
         group = self._num_heads // self._num_kv_heads
@@ -101,12 +107,12 @@ class MLP:
         self._down = RowParallel(parts, f"{path}.down", spec.intermediate_size, size, spec.mlp_bias)
         self._activate = (gated if spec.gated else activated)(spec.activation, parts.kernels)
 
-    def __call__(self, x: Tensor) -> Tensor:
-        return self._down(self.activate(x))
+    def __call__(self, x: Tensor, adapters: TokenAdapters | None) -> Tensor:
+        return self._down(self.activate(x, adapters), adapters)
 
-    def partial(self, x: Tensor) -> Tensor:
+    def partial(self, x: Tensor, adapters: TokenAdapters | None) -> Tensor:
         """This rank's part of the sum that `__call__` gives, without the bias."""
-        return self._down.partial(self.activate(x))
+        return self._down.partial(self.activate(x, adapters), adapters)
 
-    def activate(self, x: Tensor) -> Tensor:
-        return self._activate(self._up(x))
+    def activate(self, x: Tensor, adapters: TokenAdapters | None) -> Tensor:
+        return self._activate(self._up(x, adapters))

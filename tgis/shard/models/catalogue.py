@@ -53,7 +53,7 @@ class Support:
     adapters: bool
 
 
-SUPPORT = Support(sharded=True, quantized=False, soft_prompts=False, adapters=False)
+SUPPORT = Support(sharded=True, quantized=False, soft_prompts=True, adapters=True)
 Spec = DecoderSpec | EncoderDecoderSpec
 
 

@@ -14,10 +14,13 @@ from tgis.shard.layers.kernels import Parts
 from tgis.shard.layers.linear import Replicated
 from tgis.shard.layers.norm import Norm
 from tgis.shard.layers.rotary import Rope, Rotary
+from tgis.shard.lora import TokenAdapters
 from tgis.shard.models.blocks import MLP, SelfAttention
 from tgis.shard.models.experts import SparseMLP
 from tgis.shard.models.interface import StepInputs
 from tgis.shard.models.spec import DecoderSpec
+
+Feeder = Callable[[Tensor, TokenAdapters | None], Tensor]
 
 
 @dataclass(frozen=True)
@@ -28,6 +31,7 @@ class Surroundings:
     metadata: AttentionMetadata
     angles: Tensor | None  # [2, num_tokens, dim / 2]
     local_angles: Tensor | None  # of layers with a window
+    adapters: TokenAdapters | None
 
 
 class LayerAttention:
@@ -47,7 +51,8 @@ class LayerAttention:
 
     def __call__(self, x: Tensor, surroundings: Surroundings) -> Tensor:
         angles = surroundings.local_angles if self._is_local else surroundings.angles
-        return self._attention(x, angles, surroundings.attention, surroundings.metadata)
+        metadata, adapters = surroundings.metadata, surroundings.adapters
+        return self._attention(x, angles, surroundings.attention, metadata, adapters)
 
 
 class Block:
@@ -66,7 +71,7 @@ class Block:
         self, x: Tensor, delta: Tensor | None, surroundings: Surroundings
     ) -> tuple[Tensor, Tensor | None]:
         attended = self._post_norm_1(self._attend(self._norm_1(x, delta), surroundings))
-        return x, self._post_norm_2(self._feed(self._norm_2(x, attended)))
+        return x, self._post_norm_2(self._feed(self._norm_2(x, attended), surroundings.adapters))
 
 
 class ParallelBlock:
@@ -84,7 +89,8 @@ class ParallelBlock:
     ) -> tuple[Tensor, Tensor | None]:
         normed = self._norm_1(x, delta)
         attended = self._attend(normed, surroundings)
-        return x, self._feed(self._norm_2(x) if self._norm_2 else normed).add_(attended)
+        fed = self._feed(self._norm_2(x) if self._norm_2 else normed, surroundings.adapters)
+        return x, fed.add_(attended)
 
 
 class PostNormBlock:
@@ -101,18 +107,18 @@ class PostNormBlock:
     ) -> tuple[Tensor, Tensor | None]:
         assert delta is None, "every block ends with the sum"
         x = self._norm_1(x, self._attend(x, surroundings))
-        return self._norm_2(x, self._feed(x)), None
+        return self._norm_2(x, self._feed(x, surroundings.adapters)), None
 
 
 class Decoder:
     def __init__(self, spec: DecoderSpec, parts: Parts):
-        self.spec = spec
+        self.spec, self.parts = spec, parts
         self._rotary, self._local_rotary = (_rotary(rope, parts) for rope in (spec.rope, spec.local_rope))
         self._embed = InputEmbedding(spec, parts)
         kind = _block_kind(spec)
         self._blocks = [kind(spec, parts, layer) for layer in range(spec.num_layers)]
         self._norm = _norm(spec, parts, "norm") if spec.final_norm else None
-        width = spec.embedding_size or spec.hidden_size
+        width = self.prompt_width = spec.embedding_size or spec.hidden_size
         is_bridged = width != spec.hidden_size
         self._project = Replicated(parts, "embed_out", spec.hidden_size, width) if is_bridged else None
         self._head = Head(parts, "head", spec.vocab_size, width)
@@ -122,16 +128,17 @@ class Decoder:
         """[num_tokens, hidden_size]"""
         x = self._embed(inputs)
         angles, local_angles = (_turn(rotary, inputs) for rotary in (self._rotary, self._local_rotary))
-        surroundings = Surroundings(attention, inputs.metadata, angles, local_angles)
+        surroundings = Surroundings(attention, inputs.metadata, angles, local_angles, inputs.adapters)
         delta: Tensor | None = None
         for block in self._blocks:
             x, delta = block(x, delta, surroundings)
         return x if delta is None else x.add_(delta)
 
     @torch.inference_mode()
-    def logits(self, x: Tensor) -> Tensor:
+    def logits(self, x: Tensor, adapters: TokenAdapters | None = None) -> Tensor:
         x = self._norm(x.contiguous()) if self._norm else x.contiguous()
-        scores = self._head(self._project(x) if self._project else x)  # [n, vocab_size]
+        x = self._project(x, adapters) if self._project else x
+        scores = self._head(x, adapters)  # [n, vocab_size]
         if self.spec.logit_scale != 1:
             scores = scores.mul_(self.spec.logit_scale)
         if cap := self.spec.logit_soft_cap:
@@ -145,6 +152,7 @@ class InputEmbedding:
     def __init__(self, spec: DecoderSpec, parts: Parts):
         # Rounded as the models that have one were trained with.
         self._scale = torch.tensor(spec.embedding_scale, dtype=parts.dtype).item()
+        self._virtual_scale = self._scale if spec.scales_virtual else 1.0
         width = spec.embedding_size or spec.hidden_size
         is_bridged = width != spec.hidden_size
         self._tokens = Embedding(parts, "embed", spec.vocab_size, width)
@@ -154,11 +162,13 @@ class InputEmbedding:
         self._positions = Positions(parts, "positions", *sizes) if spec.num_positions else None
 
     def __call__(self, inputs: StepInputs) -> Tensor:
-        x = self._tokens(inputs.token_ids)
+        x = self._tokens(inputs.token_ids, inputs.adapters)
         if self._scale != 1:
             x.mul_(self._scale)
+        if inputs.virtual is not None:
+            x[inputs.virtual.places] = inputs.virtual.embeddings * self._virtual_scale
         if self._project:
-            x = self._project(x)
+            x = self._project(x, inputs.adapters)
         if self._positions:
             x += self._positions(inputs.positions)
         return self._norm(x) if self._norm else x
@@ -197,6 +207,6 @@ def _turn(rotary: Rotary | None, inputs: StepInputs) -> Tensor | None:
     return None if rotary is None else rotary(inputs.positions, inputs.is_long)
 
 
-def _feeder(spec: DecoderSpec, parts: Parts, path: str, layer: int) -> Callable[[Tensor], Tensor]:
+def _feeder(spec: DecoderSpec, parts: Parts, path: str, layer: int) -> Feeder:
     is_sparse = spec.experts is not None and layer not in spec.experts.dense_layers
     return (SparseMLP if is_sparse else MLP)(spec, parts, f"{path}.mlp")

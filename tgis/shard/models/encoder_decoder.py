@@ -7,11 +7,12 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from tgis.shard.attention.base import Attention, AttentionMetadata, Scoring
+from tgis.shard.attention.base import Attention, Scoring
 from tgis.shard.layers.embedding import Embedding, Head, Positions
 from tgis.shard.layers.kernels import Parts
 from tgis.shard.layers.linear import ColumnParallel, RowParallel
 from tgis.shard.layers.norm import Norm
+from tgis.shard.lora import TokenAdapters
 from tgis.shard.models.blocks import MLP, SelfAttention
 from tgis.shard.models.interface import StepInputs
 from tgis.shard.models.relative import read_bias
@@ -34,15 +35,16 @@ class CrossAttention:
         self._kv = ColumnParallel(parts, f"{path}.kv", size, [inner, inner], spec.has_biases)
         self._out = RowParallel(parts, f"{path}.out", inner, size, spec.has_biases)
 
-    def keep(self, states: Tensor, attention: Attention, metadata: AttentionMetadata) -> None:
-        """states: [num_tokens, hidden_size], the encoder's output."""
-        k, v = self._kv(states).view(len(states), 2, -1, self._head_dim).unbind(1)
-        attention.write(self._layer, k, v, metadata)  # [num_tokens, num_heads, head_dim]
+    def keep(self, states: Tensor, inputs: StepInputs, attention: Attention) -> None:
+        """states: [num_tokens, hidden_size], what the encoder made of its inputs."""
+        k, v = self._kv(states, inputs.adapters).view(len(states), 2, -1, self._head_dim).unbind(1)
+        attention.write(self._layer, k, v, inputs.metadata)  # [num_tokens, num_heads, head_dim]
 
     def __call__(self, x: Tensor, inputs: StepInputs, attention: Attention) -> Tensor:
         assert inputs.cross is not None, "a decoder's tokens come with their encoder's"
-        q = self._q(x).view(len(x), -1, self._head_dim)  # [num_tokens, num_heads, head_dim]
-        return self._out(attention.attend(self._layer, q, inputs.cross, self._scoring).flatten(1))
+        q = self._q(x, inputs.adapters).view(len(x), -1, self._head_dim)  # [num_tokens, num_heads, head_dim]
+        y = attention.attend(self._layer, q, inputs.cross, self._scoring)
+        return self._out(y.flatten(1), inputs.adapters)
 
 
 class Layer:
@@ -62,9 +64,11 @@ class Layer:
         attend = SelfAttention(spec, parts, f"{path}.attention", cache_layer, scoring)
         feed = MLP(spec, parts, f"{path}.mlp")
         branches: dict[str, Branch | None] = {
-            "norm_1": lambda x, inputs, attention: attend(x, None, attention, inputs.metadata),
+            "norm_1": lambda x, inputs, attention: attend(
+                x, None, attention, inputs.metadata, inputs.adapters
+            ),
             "cross_norm": crossing,
-            "norm_2": lambda x, inputs, attention: feed(x),
+            "norm_2": lambda x, inputs, attention: feed(x, inputs.adapters),
         }
         self._branches = [
             (_norm(spec, parts, f"{path}.{name}"), branch) for name, branch in branches.items() if branch
@@ -95,7 +99,7 @@ class Stack:
 
     def __call__(self, x: Tensor, inputs: StepInputs, attention: Attention) -> Tensor:
         """x: [num_tokens, hidden_size], embedded tokens, not kept -> the same shape."""
-        x = self._embed(x, inputs.positions)
+        x = self._embed(x, inputs)
         delta: Tensor | None = None
         for layer in self._layers:
             x, delta = layer(x, delta, inputs, attention)
@@ -105,17 +109,19 @@ class Stack:
         """x: [n, hidden_size], contiguous."""
         return self._norm(x) if self._norm else x
 
-    def _embed(self, x: Tensor, positions: Tensor) -> Tensor:
+    def _embed(self, x: Tensor, inputs: StepInputs) -> Tensor:
         if self._spec.embedding_scale != 1:
             x.mul_(self._spec.embedding_scale)
+        if inputs.virtual is not None:
+            x[inputs.virtual.places] = inputs.virtual.embeddings
         if self._positions:
-            x += self._positions(positions)
+            x += self._positions(inputs.positions)
         return self._embed_norm(x) if self._embed_norm else x
 
 
 class EncoderDecoderModel:
     def __init__(self, spec: EncoderDecoderSpec, parts: Parts):
-        self.spec = spec
+        self.spec, self.parts, self.prompt_width = spec, parts, spec.encoder.hidden_size
         self._tokens = Embedding(parts, "embed", spec.vocab_size, spec.encoder.hidden_size)
         self._encoder = Stack(spec.encoder, parts, "encoder")
         self._crossings = [
@@ -131,22 +137,25 @@ class EncoderDecoderModel:
 
     @torch.inference_mode()
     def encode(self, inputs: StepInputs, attention: Attention) -> None:
-        x = self._encoder(self._tokens(inputs.token_ids), inputs, attention)
+        x = self._encoder(self._embed(inputs), inputs, attention)
         states = self._encoder.normalise(x)  # [num_tokens, hidden_size]
         for crossing in self._crossings:
-            crossing.keep(states, attention, inputs.metadata)
+            crossing.keep(states, inputs, attention)
 
     @torch.inference_mode()
     def forward(self, inputs: StepInputs, attention: Attention) -> Tensor:
         """[num_tokens, hidden_size]"""
-        return self._decoder(self._tokens(inputs.token_ids), inputs, attention)
+        return self._decoder(self._embed(inputs), inputs, attention)
 
     @torch.inference_mode()
-    def logits(self, x: Tensor) -> Tensor:
-        scores = self._head(self._decoder.normalise(x.contiguous()))  # [n, vocab_size]
+    def logits(self, x: Tensor, adapters: TokenAdapters | None = None) -> Tensor:
+        scores = self._head(self._decoder.normalise(x.contiguous()), adapters)  # [n, vocab_size]
         if self.spec.logit_scale != 1:
             scores = scores.mul_(self.spec.logit_scale)
         return scores if self._head_bias is None else scores.add_(self._head_bias)
+
+    def _embed(self, inputs: StepInputs) -> Tensor:
+        return self._tokens(inputs.token_ids, inputs.adapters)
 
 
 def _layers(spec: StackSpec, parts: Parts, path: str, crossings: Sequence[CrossAttention]) -> Iterator[Layer]:

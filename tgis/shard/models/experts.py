@@ -8,6 +8,7 @@ from torch import Tensor
 
 from tgis.shard.layers.kernels import Parts
 from tgis.shard.layers.linear import Replicated
+from tgis.shard.lora import TokenAdapters
 from tgis.shard.models.blocks import MLP
 from tgis.shard.models.spec import DecoderSpec
 
@@ -21,9 +22,9 @@ class SparseMLP:
         sizes = replace(spec, intermediate_size=experts.intermediate_size)
         self._experts = [MLP(sizes, parts, f"{path}.experts.{e}") for e in range(experts.num_experts)]
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, adapters: TokenAdapters | None) -> Tensor:
         """A token's experts are added up in their own order, so its bits do not depend on other tokens."""
-        weights = self._score(x).softmax(-1)  # [num_tokens, num_experts]
+        weights = self._score(x, adapters).softmax(-1)  # [num_tokens, num_experts]
         weights, chosen = weights.topk(self._spec.num_active)  # [num_tokens, num_active]
         if self._spec.normalised:
             weights = weights / weights.sum(-1, keepdim=True)
@@ -33,6 +34,7 @@ class SparseMLP:
         for expert, places in zip(self._experts, torch.split(order, counts), strict=True):
             if len(places):
                 tokens = places // self._spec.num_active
-                y = expert.partial(x[tokens])  # [len(places), hidden_size]
+                theirs = adapters and adapters.take(tokens)
+                y = expert.partial(x[tokens], theirs)  # [len(places), hidden_size]
                 out.index_add_(0, tokens, y * weights.flatten()[places].unsqueeze(-1))
         return self._world.all_reduce(out)

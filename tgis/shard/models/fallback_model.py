@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from transformers.utils import ModelOutput
 
 from tgis.shard.attention.base import Attention
+from tgis.shard.lora import TokenAdapters
 from tgis.shard.models.fallback_hook import AttentionCall, Hook, NotServedError, PagedStep
 from tgis.shard.models.interface import ModelSpec, StepInputs
 
@@ -53,7 +54,7 @@ class FallbackModel:
         return states
 
     @torch.inference_mode()
-    def logits(self, x: Tensor) -> Tensor:
+    def logits(self, x: Tensor, adapters: TokenAdapters | None = None) -> Tensor:
         """Any rows of what `forward` gave, [n, hidden_size] -> float32 [n, vocab_size]."""
         self._states.states = x
         output = self._head(input_ids=torch.zeros(1, len(x), dtype=torch.int64), use_cache=False)

@@ -7,6 +7,8 @@ from torch import Tensor
 
 from tgis.errors import OperatorError
 from tgis.shard.attention.base import Attention, AttentionMetadata
+from tgis.shard.layers.kernels import Parts
+from tgis.shard.lora import TokenAdapters
 
 
 class UnsupportedModelError(OperatorError):
@@ -42,6 +44,14 @@ class ModelSpec(Protocol):
 
 
 @dataclass(frozen=True)
+class VirtualTokens:
+    """Those of a step's tokens that have no id, but embeddings of their own, learned as a soft prompt."""
+
+    places: Tensor  # int64 [num_virtual], in [num_tokens]
+    embeddings: Tensor  # float32 [num_virtual, prompt_width]
+
+
+@dataclass(frozen=True)
 class StepInputs:
     """The new tokens of a step's sequences, packed along one axis."""
 
@@ -51,6 +61,8 @@ class StepInputs:
     cross: AttentionMetadata | None = None
     """Of encoder-decoder models: where the sequences have the keys and values of their encoder's output."""
     is_long: Tensor | None = None  # bool [num_tokens], of sequences past `rope_switch_len`; absent: none is
+    virtual: VirtualTokens | None = None  # whose ids mean nothing
+    adapters: TokenAdapters | None = None
 
 
 class Model(Protocol):
@@ -62,8 +74,22 @@ class Model(Protocol):
     def forward(self, inputs: StepInputs, attention: Attention) -> Tensor:
         """Something for `logits`, [num_tokens, any]. Writes the tokens' keys and values to the cache."""
 
-    def logits(self, x: Tensor) -> Tensor:
-        """Any rows of what `forward` gave, [n, any] -> float32 [n, vocab_size], the same on every rank."""
+    def logits(self, x: Tensor, adapters: TokenAdapters | None = None) -> Tensor:
+        """Any rows of what `forward` gave, [n, any], and their adapters -> float32 [n, vocab_size], the same
+        on every rank."""
+
+
+@runtime_checkable
+class Tunable(Model, Protocol):
+    """Takes virtual tokens and adapters."""
+
+    @property
+    def prompt_width(self) -> int:
+        """Of the embeddings of virtual tokens."""
+
+    @property
+    def parts(self) -> Parts:
+        """What the model was made from."""
 
 
 @runtime_checkable

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tgis.shard.attention.base import Attention, AttentionMetadata
+from tgis.shard.lora import TokenAdapters
 from tgis.shard.models.interface import ModelSpec, StepInputs
 from tgis.shard.models.onnx_graph import Graph
 
@@ -87,7 +88,7 @@ class OnnxModel:
         k, v = (torch.stack([x[:, -len(token_ids) :] for x in part]) for part in zip(*present, strict=True))
         return logits, k.transpose(1, 2), v.transpose(1, 2)
 
-    def logits(self, x: Tensor) -> Tensor:
+    def logits(self, x: Tensor, adapters: TokenAdapters | None = None) -> Tensor:
         """Any rows of what `forward` gave, as they are."""
         return x
 

@@ -67,6 +67,7 @@ class DecoderSpec:
 
     embedding_size: int | None = None  # where it differs from hidden_size, which projections bridge
     embedding_scale: float = 1.0
+    scales_virtual: bool = False  # virtual tokens are learned as what enters the scaling, not what leaves it
     embedding_norm: bool = False
     final_norm: bool = True
     logit_scale: float = 1.0

@@ -16,6 +16,7 @@ def spec(config: Config) -> DecoderSpec:
         attention_scale=number(config, "attention_multiplier", 1.0),
         residual_scale=number(config, "residual_multiplier", 1.0),
         embedding_scale=number(config, "embedding_multiplier", 1.0),
+        scales_virtual=True,
         logit_scale=1.0 / number(config, "logits_scaling", 1.0),
     )
 

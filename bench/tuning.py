@@ -1,0 +1,233 @@
+"""`python -m bench.tuning`: what soft prompts and adapters cost. A thousand prompts and two hundred
+adapters are cycled under load through caches that hold a few of them; batches with adapters are timed."""
+
+import argparse
+import json
+import statistics
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from bench import shapes
+from bench.children import run_child
+from bench.figures import percentile, summarize
+from bench.load import Answer, Job
+from bench.service import BenchError, launch
+from bench.store import ensure_store
+
+CHILD_START_S = 60.0
+SAMPLE_S = 0.2
+MIB = 1 << 20
+BATCHES = (0, 1, 4, 16)  # adapters in a batch
+LINES = ("entries", "bytes", "hits", "misses", "evictions")
+
+
+def main() -> None:
+    options = parse_options(sys.argv[1:])
+    try:
+        result = measure(options)
+    except BenchError as error:
+        sys.exit(f"error: {error}")
+    print(format_result(result))
+    if options.json:
+        options.json.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def parse_options(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m bench.tuning", description=__doc__)
+    parser.add_argument("--shape", choices=list(shapes.SHAPES), default="135m", help="(default %(default)s)")
+    parser.add_argument("--dtype", default="float16", help="of the weights (default %(default)s)")
+    parser.add_argument("--prompts", type=int, default=1000, help="(default %(default)s)")
+    parser.add_argument("--prompt-tokens", type=int, default=50, help="(default %(default)s)")
+    parser.add_argument("--adapters", type=int, default=200, help="(default %(default)s)")
+    parser.add_argument("--rank", type=int, default=8, help="of the adapters (default %(default)s)")
+    parser.add_argument("--prompt-cache-mb", type=int, default=16, help="(default %(default)s)")
+    parser.add_argument("--adapter-cache-mb", type=int, default=256, help="(default %(default)s)")
+    parser.add_argument("--clients", type=int, default=16, help="(default %(default)s)")
+    parser.add_argument("--rounds", type=int, default=2, help="of the cycle (default %(default)s)")
+    parser.add_argument("--repeat", type=int, default=5, help="the median of so many (default %(default)s)")
+    parser.add_argument("--cache", type=Path, default=Path(".cache/bench"), help="where models are kept")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything that was measured")
+    return parser.parse_args(arguments)
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """Everything, as the JSON file holds it. Raises BenchError."""
+    shape = shapes.SHAPES[options.shape]
+    model = shapes.ensure_checkpoint(options.shape, options.cache)
+    store = options.cache / f"{options.shape}-store-{options.rank}"
+    prompts, adapters = ensure_store(
+        shape, store, options.prompts, options.prompt_tokens, options.adapters, options.rank
+    )
+    sizes = [
+        "--prompt-cache-size-mb",
+        options.prompt_cache_mb,
+        "--adapter-cache-size-mb",
+        options.adapter_cache_mb,
+    ]
+    flags = ["--dtype", options.dtype, "--prefix-store-path", store.absolute(), *sizes]
+    with launch(model, options.cache / "tuning.log", list(map(str, flags))) as (target, command):
+        http = f"http://127.0.0.1:{command[command.index('--port') + 1]}/metrics"
+        (machine,) = run_child("bench.machine", None, CHILD_START_S)
+        return {
+            "service_command": command,
+            "machine": machine,
+            "batches": _measure_batches(options, target, adapters),
+            "waits": _measure_waits(options, target, prompts, adapters),
+            "cycle": _measure_cycle(options, target, prompts, adapters, http),
+        }
+
+
+def _measure_batches(options: argparse.Namespace, target: str, adapters: list[str]) -> dict[str, float]:
+    """Decode tokens/s of all clients together, by the number of adapters that they share. The numbers take
+    turns, so that what else the machine does meets all of them."""
+    rates: dict[int, list[float]] = {count: [] for count in BATCHES}
+    for index in range(options.repeat):
+        for count in BATCHES:
+            job = Job(
+                target, "stream", options.clients, 1, 32, 64, time.time_ns() + index, 300.0,
+                adapter_ids=adapters[:count],
+            )  # fmt: skip
+            figures = summarize(job, _run(job))
+            rates[count].append(figures["decode_tokens_per_s"])
+            print(f"{count} adapters: {rates[count][-1]:.0f} tokens/s", file=sys.stderr, flush=True)
+    return {str(count): statistics.median(found) for count, found in rates.items()}
+
+
+def _measure_waits(
+    options: argparse.Namespace, target: str, prompts: list[str], adapters: list[str]
+) -> dict[str, float]:
+    """Median milliseconds from a request to its acceptance, one client alone: with nothing, with what was not
+    loaded, and with what was."""
+    waits = {"nothing": _waits(target, [""] * 20, [])}
+    for kind, ids in (("prompt", prompts[-20:]), ("adapter", adapters[-8:])):
+        place = {f"{kind}_ids".replace("prompt", "prefix"): ids}
+        # The warm-up takes the first, and all of the second round are loaded.
+        first, second = (
+            _waits(target, place.get("prefix_ids", []), place.get("adapter_ids", [])) for _ in range(2)
+        )
+        waits |= {f"{kind} load": first, f"{kind} hit": second}
+    return waits
+
+
+def _waits(target: str, prefix_ids: list[str], adapter_ids: list[str]) -> float:
+    count = max(len(prefix_ids), len(adapter_ids)) - 1
+    job = Job(target, "stream", 1, count, 16, 1, time.time_ns(), 120.0, prefix_ids, adapter_ids)
+    return statistics.median(1e3 * (answer.accepted - answer.sent) for answer in _run(job))
+
+
+def _measure_cycle(
+    options: argparse.Namespace, target: str, prompts: list[str], adapters: list[str], http: str
+) -> dict[str, Any]:
+    """All prompts and adapters in turn, several times, by many clients at once."""
+    count = options.rounds * max(len(prompts), len(adapters)) // options.clients
+    job = Job(target, "stream", options.clients, count, 16, 4, time.time_ns(), 1800.0, prompts, adapters)
+    with _watching_memory(target) as memory:
+        began = time.monotonic()
+        answers = _run(job)
+        seconds = time.monotonic() - began
+    waits = [1e3 * (answer.accepted - answer.sent) for answer in answers]
+    return {
+        "job": asdict(job) | {"prefix_ids": len(prompts), "adapter_ids": len(adapters)},
+        "seconds": seconds,
+        "accepted_ms": {percent: percentile(waits, percent) for percent in (50, 90, 99)},
+        "failed": sum(bool(answer.error) for answer in answers),
+        "memory_mib": {"before": memory[0], "most": max(memory), "after": memory[-1], "samples": memory},
+        "series": _read_series(http),
+    }
+
+
+def _run(job: Job) -> list[Answer]:
+    (raw,) = run_child("bench.load", job, job.time_limit + CHILD_START_S)
+    answers = [Answer(**answer) for answer in raw["answers"]]
+    if failed := [answer.error for answer in answers if answer.error]:
+        print(f"{len(failed)} requests failed, first: {failed[0]}", file=sys.stderr, flush=True)
+    return answers
+
+
+@contextmanager
+def _watching_memory(target: str) -> Iterator[list[float]]:
+    """MiB of the first shard's own memory, sampled until the block is left."""
+    port = int(target.rpartition(":")[2])
+    shard = _find_shard(port)
+    samples, done = [_own_memory(shard)], threading.Event()
+
+    def watch() -> None:
+        while not done.wait(SAMPLE_S):
+            samples.append(_own_memory(shard))
+
+    watcher = threading.Thread(target=watch, daemon=True)
+    watcher.start()
+    try:
+        yield samples
+    finally:
+        done.set()
+        watcher.join()
+
+
+def _find_shard(port: int) -> psutil.Process:
+    """Of the service whose launcher was told the port."""
+    for process in psutil.Process().children(recursive=True):
+        command = process.cmdline()
+        if "serve" in command and any(str(port) in part for part in process.parents()[0].cmdline()):
+            return process
+    raise BenchError("there is no shard to be watched")
+
+
+def _own_memory(process: psutil.Process) -> float:
+    """Without pages of files, which the system takes back when it likes."""
+    info = process.memory_info()
+    return float(info.rss - info.shared) / MIB
+
+
+def _read_series(http: str) -> dict[str, float]:
+    """What the service says of its caches."""
+    with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(http, timeout=10) as answer:
+        lines = answer.read().decode().splitlines()
+    wanted = {f"tgi_{kind}_cache_{line}" for kind in ("prompt", "adapter") for line in LINES}
+    wanted |= {
+        f"tgi_{kind}_load_duration_{part}" for kind in ("prompt", "adapter") for part in ("sum", "count")
+    }
+    pairs = (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
+    return {name: float(value) for name, value in pairs if name in wanted}
+
+
+def format_result(result: dict[str, Any]) -> str:
+    """As Markdown."""
+    batches, cycle, memory = result["batches"], result["cycle"], result["cycle"]["memory_mib"]
+    base = batches["0"]
+    rows = [f"| {count} | {rate:.0f} | {rate / base:.2f} |" for count, rate in batches.items()]
+    waits = ", ".join(f"{name} {value:.1f}" for name, value in result["waits"].items())
+    series = ", ".join(f"{name} {value:g}" for name, value in sorted(cycle["series"].items()))
+    return "\n".join(
+        [
+            "| adapters in the batch | decode tok/s | of none |",
+            "| --- | --- | --- |",
+            *rows,
+            "",
+            f"Until a request is accepted, ms, one client: {waits}.",
+            _format_cycle(cycle, memory),
+            f"Series: {series}.",
+        ]
+    )
+
+
+def _format_cycle(cycle: dict[str, Any], memory: dict[str, Any]) -> str:
+    accepted = " / ".join(f"{value:.0f}" for value in cycle["accepted_ms"].values())
+    return (
+        f"Cycle: {cycle['seconds']:.0f} s, {cycle['failed']} failed, accepted after {accepted} ms "
+        f"(p50 / p90 / p99); the shard's own memory {memory['before']:.0f} MiB before, "
+        f"{memory['most']:.0f} at most, {memory['after']:.0f} after."
+    )
+
+
+if __name__ == "__main__":
+    main()

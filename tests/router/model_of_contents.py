@@ -1,0 +1,141 @@
+"""The rules of shard.proto for soft prompts and adapters, in plain Python: what is in the store, what is
+copied of it, and what each rank holds loaded. What breaks a rule is noted, for a test to look at."""
+
+import threading
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import NoReturn
+
+import grpc
+
+from tests.router.model_of_shard import integers
+from tgis.pb import shard_pb2 as pb
+
+PROMPT, ADAPTER = pb.CONTENT_KIND_PROMPT, pb.CONTENT_KIND_ADAPTER
+TEXTS = {
+    PROMPT: "can't retrieve prompt prefix with id '{0}': prefix id \"{0}\" not found",
+    ADAPTER: "can't retrieve adapter with id '{0}': directory does not exist",
+}
+
+
+@dataclass(frozen=True)
+class Item:
+    """A directory of the store."""
+
+    digest: str
+    num_decoder_tokens: int = 0
+    num_encoder_tokens: int = 0
+    num_bytes: int = 1024
+    kind: pb.ContentKind = PROMPT
+
+
+def adapter(digest: str, num_bytes: int = 1024) -> Item:
+    return Item(digest, num_bytes=num_bytes, kind=ADAPTER)
+
+
+@dataclass
+class Library:
+    """The store and the copies, which all ranks see and a restart leaves as they are."""
+
+    store: dict[tuple[pb.ContentKind, str], Item] = field(default_factory=dict)
+    copies: dict[str, Item] = field(default_factory=dict)
+    faults: list[str] = field(default_factory=list)
+    finds: Counter[str] = field(default_factory=Counter)
+    loads: Counter[str] = field(default_factory=Counter)
+    """On the first rank."""
+    find_s: float = 0.0
+    load_s: float = 0.0
+    unload_s: float = 0.0
+    stuck: threading.Event | None = None
+    """Finds wait for it."""
+    num_finding: int = 0
+    most_finding: int = 0
+    errors: dict[tuple[int, str], tuple[grpc.StatusCode, str]] = field(default_factory=dict)
+    """Of loads, by rank and digest; of finds by rank -1 and id."""
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def put(self, item: Item, content_id: str) -> None:
+        self.store[item.kind, content_id] = item
+
+    def rule(self, holds: bool, text: str) -> None:
+        if not holds:
+            self.faults.append(text)
+
+
+class ShelfOfShard:
+    """What one rank holds."""
+
+    def __init__(self, library: Library, info: pb.InfoResponse, rank: int) -> None:
+        self.library, self.rank = library, rank
+        self.capacities = {PROMPT: info.prompt_cache_bytes, ADAPTER: info.adapter_cache_bytes}
+        self.loaded: dict[str, Item] = {}
+
+    def find(self, request: pb.FindRequest, context: grpc.ServicerContext) -> pb.FindResponse:
+        library = self.library
+        with library.lock:
+            library.finds[request.id] += 1
+            library.num_finding += 1
+            library.most_finding = max(library.most_finding, library.num_finding)
+        time.sleep(library.find_s)
+        if library.stuck is not None:
+            library.stuck.wait(20)
+        with library.lock:
+            library.num_finding -= 1
+        if (-1, request.id) in library.errors:
+            fail(context, library.errors[-1, request.id])
+        item = library.store.get((request.kind, request.id))
+        if item is None:
+            fail(context, (grpc.StatusCode.INVALID_ARGUMENT, TEXTS[request.kind].format(request.id)))
+        with library.lock:
+            library.copies[item.digest] = item
+        return pb.FindResponse(
+            kind=item.kind,
+            digest=item.digest,
+            num_decoder_tokens=item.num_decoder_tokens,
+            num_encoder_tokens=item.num_encoder_tokens,
+            num_bytes=item.num_bytes,
+        )
+
+    def load(self, request: pb.LoadRequest, context: grpc.ServicerContext) -> pb.LoadResponse:
+        library, digest = self.library, request.digest
+        time.sleep(library.load_s)
+        if (self.rank, digest) in library.errors:
+            fail(context, library.errors[self.rank, digest])
+        with library.lock:
+            item = library.copies.get(digest)
+            if item is not None:
+                library.loads[digest] += self.rank == 0
+                self.loaded[digest] = item
+                of_kind = sum(one.num_bytes for one in self.loaded.values() if one.kind == item.kind)
+                library.rule(of_kind <= self.capacities[item.kind], f"{of_kind} bytes are loaded")
+        if item is None:
+            fail(context, (grpc.StatusCode.NOT_FOUND, "no copy is kept"))
+        return pb.LoadResponse()
+
+    def unload(self, request: pb.UnloadRequest) -> pb.UnloadResponse:
+        time.sleep(self.library.unload_s)
+        with self.library.lock:
+            for held in (self.loaded, self.library.copies):
+                for digest in [one for one in held if (one in request.digests) != request.others]:
+                    del held[digest]
+        return pb.UnloadResponse()
+
+    def check_row(self, row: pb.OpenRow) -> None:
+        library, tokens, inputs = self.library, integers(row.token_ids), integers(row.encoder_token_ids)
+        with library.lock:
+            for digest, kind in ((row.prompt_digest, PROMPT), (row.adapter_digest, ADAPTER)):
+                item = self.loaded.get(digest)
+                library.rule(not digest or item is not None, f"rank {self.rank} has not loaded {digest}")
+                library.rule(item is None or item.kind == kind, f"{digest} is of another kind")
+            prompt = self.loaded.get(row.prompt_digest, Item(""))
+        num_decoder, num_encoder = prompt.num_decoder_tokens, prompt.num_encoder_tokens
+        library.rule(row.prompt_len > num_decoder, "no token comes after the prompt")
+        library.rule(set(tokens[:num_decoder]) <= {2}, "the decoder's virtual tokens are not padding")
+        library.rule(set(inputs[:num_encoder]) <= {2}, "the encoder's virtual tokens are not padding")
+        library.rule(len(inputs) >= num_encoder, "the encoder's virtual tokens are missing")
+
+
+def fail(context: grpc.ServicerContext, error: tuple[grpc.StatusCode, str]) -> NoReturn:
+    context.abort(*error)
+    raise AssertionError("abort raises")

@@ -1,0 +1,452 @@
+"""What the router keeps loaded on shards behind real sockets: one load for many, no more than there is room
+for, nothing that is referred to unloaded, and every reference given up."""
+
+import asyncio
+import itertools
+import random
+import threading
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from pathlib import Path
+
+import grpc
+import pytest
+
+from tests.router.conftest import FakeShard, serve_shard
+from tests.router.model_of_contents import ADAPTER, PROMPT, Item, Library, adapter
+from tgis.pb import shard_pb2 as pb
+from tgis.router.blocks import BlockPool
+from tgis.router.contents import Contents, Hold
+from tgis.router.errors import (
+    GenerationError,
+    OverloadedError,
+    RequestError,
+    RouterError,
+    StartupError,
+    UnavailableError,
+)
+from tgis.router.metrics import MetricLimits, Metrics
+from tgis.router.residents import Residents
+from tgis.router.scheduler import Scheduler
+from tgis.router.sequence import ContentKind, Sequence, Stopping
+from tgis.router.shards import Shards
+
+LIMIT_S = 0.25
+ROOM = 3  # items of each kind
+INFO = pb.InfoResponse(prompt_cache_bytes=ROOM * 1024, adapter_cache_bytes=ROOM * 1024)
+
+
+class Group:
+    """Two ranks and what the router has of them, without a router."""
+
+    def __init__(self, directory: Path) -> None:
+        self.library, self.uds_path = Library(), str(directory / "shard")
+        for i in range(9):
+            self.library.put(Item(f"p{i}", num_decoder_tokens=i), f"prompt-{i}")
+            self.library.put(adapter(f"a{i}"), f"adapter-{i}")
+        self.serve()
+        self.metrics = Metrics(MetricLimits(100, 99, 16))
+        limits_s = {ContentKind.PROMPT: LIMIT_S, ContentKind.ADAPTER: LIMIT_S}
+        self.link = Shards(self.uds_path, 2)
+        self.residents = Residents(self.link, self.metrics, limits_s)
+        self.contents = Contents(self.residents, self.metrics)
+
+    def serve(self, epoch: int = 1) -> None:
+        self.shards = [FakeShard(rank, epoch, INFO, self.library) for rank in range(2)]
+        self.servers = [serve_shard(shard, self.uds_path) for shard in self.shards]
+
+    def stop(self) -> None:
+        for server in self.servers:
+            server.stop(0).wait()
+
+    def hold(self, prefix_id: str | None = None, adapter_id: str | None = None) -> Hold:
+        return self.contents.hold(prefix_id, adapter_id, "an-id")
+
+    async def use(self, prefix_id: str | None = None, adapter_id: str | None = None) -> list[str]:
+        """The digests that such a call gets."""
+        with self.hold(prefix_id, adapter_id) as hold:
+            return [content.digest for content in (await hold.take()).contents]
+
+    def loaded(self) -> set[str]:
+        """Equal on all ranks."""
+        first, second = (set(shard.shelf.loaded) for shard in self.shards)
+        assert first == second
+        return first
+
+    async def settle(self) -> None:
+        """Until nothing is loaded or unloaded any more."""
+        for _ in range(200):
+            names = {task.get_name() for task in asyncio.all_tasks()}
+            if not names & {"load", "unload", "find"}:
+                return
+            await asyncio.sleep(0.01)
+        raise AssertionError("never settles")
+
+
+@pytest.fixture
+async def group(tmp_path: Path) -> AsyncIterator[Group]:
+    group = Group(tmp_path)
+    group.shards[1].shelf.loaded["of a killed run"] = Item("of a killed run")
+    await group.contents.start()
+    assert group.loaded() == set()
+    yield group
+    await group.settle()
+    assert group.library.faults == []
+    assert group.residents.num_references == 0
+    await group.link.close()
+    group.stop()
+
+
+async def test_many_calls_share_one_look_up_and_one_load(group: Group) -> None:
+    group.library.find_s = group.library.load_s = 0.1
+    assert (
+        await asyncio.gather(*(group.use("prompt-1", "adapter-1") for _ in range(20))) == [["a1", "p1"]] * 20
+    )
+    assert group.library.loads == {"p1": 1, "a1": 1}
+    assert group.library.finds == {"prompt-1": 1, "adapter-1": 1}
+    assert group.loaded() == {"p1", "a1"}
+    group.library.find_s = 0
+    assert await group.use("prompt-1") == ["p1"]
+    assert group.library.finds["prompt-1"] == 2
+    assert group.library.loads["p1"] == 1
+
+
+@pytest.mark.parametrize("slow", ["find_s", "load_s"])
+async def test_those_who_stay_are_not_cancelled_with_those_who_go(group: Group, slow: str) -> None:
+    setattr(group.library, slow, 0.15)
+    calls = [asyncio.create_task(group.use("prompt-1")) for _ in range(4)]
+    await asyncio.sleep(0.05)
+    for call in calls[:3]:  # the first of them began it
+        call.cancel()
+    assert await calls[3] == ["p1"]
+    assert [call.cancelled() for call in calls] == [True, True, True, False]
+    assert group.library.finds["prompt-1"] == 1
+
+
+async def test_a_call_that_comes_as_the_last_one_goes_looks_up_again(group: Group) -> None:
+    group.library.find_s = 0.1
+    first = asyncio.create_task(group.use("prompt-1"))
+    await asyncio.sleep(0.03)
+    first.cancel()
+    await asyncio.sleep(0)
+    assert await group.use("prompt-1") == ["p1"]
+    assert first.cancelled()
+
+
+async def test_stuck_look_ups_end_and_leave_threads_for_others(group: Group) -> None:
+    group.library.stuck = threading.Event()
+    calls = [asyncio.create_task(group.use(f"prompt-{i}")) for i in range(9)]
+    await asyncio.sleep(0.1)
+    assert await group.use(adapter_id="") == []
+    errors = await asyncio.gather(*calls, return_exceptions=True)
+    group.library.stuck.set()
+    group.library.stuck = None
+    texts = [f"can't retrieve prompt prefix with id 'prompt-{i}': Timeout expired" for i in range(9)]
+    assert [str(error) for error in errors] == texts
+    assert {type(error) for error in errors} == {RequestError}
+    assert group.library.most_finding == 4
+    await asyncio.sleep(0.1)
+    assert await group.use("prompt-1") == ["p1"]
+
+
+async def test_what_was_used_last_stays(group: Group) -> None:
+    for i in (1, 2, 3, 1, 4):
+        await group.use(f"prompt-{i}", f"adapter-{i}")
+    await group.settle()
+    assert group.loaded() == {"p3", "p1", "p4", "a3", "a1", "a4"}
+    await group.use("prompt-2")
+    assert group.library.loads["p2"] == 2
+
+
+async def test_what_is_referred_to_stays_and_who_finds_no_room_is_told(group: Group) -> None:
+    with group.hold("prompt-1") as one, group.hold("prompt-2") as two:
+        await asyncio.gather(one.take(), two.take())
+        assert await group.use("prompt-3") == ["p3"]
+        assert await group.use("prompt-4") == ["p4"]
+        assert group.loaded() == {"p1", "p2", "p4"}
+        with group.hold("prompt-4") as three:
+            await three.take()
+            began = asyncio.get_running_loop().time()
+            with pytest.raises(OverloadedError, match=r"^Model is overloaded$"):
+                await group.use("prompt-5")
+            assert LIMIT_S - 0.1 < asyncio.get_running_loop().time() - began < LIMIT_S + 0.5
+            waiting = asyncio.create_task(group.use("prompt-6"))
+            assert await group.use(adapter_id="adapter-1") == ["a1"]  # adapters have room of their own
+            await asyncio.sleep(0.1)
+            assert not waiting.done()
+        assert await waiting == ["p6"]
+        assert group.loaded() == {"p1", "p2", "p6", "a1"}
+    assert group.metrics.prompts.load_failure._values[()] == 1
+
+
+async def test_a_large_one_is_not_overtaken_for_ever(group: Group) -> None:
+    group.library.put(Item("large", num_bytes=ROOM * 1024), "large")
+    group.library.put(Item("larger", num_bytes=ROOM * 1024 + 1), "larger")
+
+    async def traffic(number: int) -> None:
+        for i in range(100):
+            if is_served.is_set():
+                return
+            group.library.put(Item(f"{number}-{i}"), f"{number}-{i}")
+            with group.hold(f"{number}-{i}") as hold:
+                await hold.take()
+                await asyncio.sleep(0.01 + 0.007 * number)
+
+    is_served = asyncio.Event()
+    calls = [asyncio.create_task(traffic(number)) for number in range(8)]
+    await asyncio.sleep(0.02)
+    assert await group.use("large") == ["large"]
+    assert not any(call.done() for call in calls)
+    is_served.set()
+    await asyncio.gather(*calls)
+    with pytest.raises(RequestError) as caught:
+        await group.use("larger")
+    cause = "Prefix ID object larger exceeds the allowed cache size"
+    assert str(caught.value) == f"can't retrieve prompt prefix with id 'larger': {cause}"
+
+
+async def test_a_replaced_one_is_found_and_the_old_one_stays_while_it_is_used(group: Group) -> None:
+    with group.hold("prompt-1") as hold:
+        await hold.take()
+        group.library.put(Item("new"), "prompt-1")
+        assert await group.use("prompt-1") == ["new"]
+        for i in (2, 3, 4):
+            await group.use(f"prompt-{i}")
+        assert "p1" in group.loaded()
+
+
+async def test_a_copy_that_goes_between_look_up_and_load_is_made_again(group: Group) -> None:
+    for content_id in ("prompt-1", "prompt-2"):
+        content = await group.contents.find(ContentKind.PROMPT, content_id)
+        del group.library.copies[content.digest]
+        resident = await group.contents.load(content, ContentKind.PROMPT, content_id, 0.0)
+        assert resident.content is content
+        group.residents.release(resident)
+        assert group.library.finds[content_id] == 2
+
+
+async def test_what_is_removed_between_look_up_and_load_is_told_as_removed(group: Group) -> None:
+    """And what is replaced then is the new one."""
+    find = group.link.find
+
+    async def find_and_change(*args: object) -> object:
+        found = await find(*args)  # type: ignore[arg-type]
+        if group.library.finds["prompt-1"] == 1:
+            group.library.copies.clear()
+            group.library.store[PROMPT, "prompt-1"] = Item("new")
+        if group.library.finds["prompt-2"] == 1:
+            group.library.copies.clear()
+            group.library.store.clear()
+        return found
+
+    group.link.find = find_and_change  # type: ignore[method-assign, assignment]
+    assert await group.use("prompt-1") == ["new"]
+    with pytest.raises(RequestError) as caught:
+        await group.use("prompt-2")
+    cause = 'prefix id "prompt-2" not found'
+    assert str(caught.value) == f"can't retrieve prompt prefix with id 'prompt-2': {cause}"
+
+
+REFUSED = [
+    (grpc.StatusCode.INVALID_ARGUMENT, "wrong width", RequestError, "wrong width"),
+    (grpc.StatusCode.DEADLINE_EXCEEDED, "others are being read", RequestError, "Timeout expired"),
+    (grpc.StatusCode.RESOURCE_EXHAUSTED, "0x7f", GenerationError, "out of memory"),
+    (grpc.StatusCode.INTERNAL, "/a/path", GenerationError, None),
+    (grpc.StatusCode.UNKNOWN, "a traceback", GenerationError, None),
+]
+
+
+async def test_a_load_that_fails_on_any_rank_is_undone_on_all(group: Group) -> None:
+    told = "Request failed during generation: internal error, request an-id"
+    for rank, (code, details, error, cause) in itertools.product(range(2), REFUSED):
+        group.library.errors = {(rank, "a1"): (code, details), (rank, "p1"): (code, details)}
+        texts = {
+            "adapter-1": f"can't retrieve adapter with id 'adapter-1': {cause}" if cause else told,
+            "prompt-1": f"can't retrieve prompt prefix with id 'prompt-1': {cause}" if cause else told,
+        }
+        for ids in ((None, "adapter-1"), ("prompt-1", None)):
+            with pytest.raises(error) as caught:
+                await group.use(*ids)
+            assert str(caught.value) == texts[ids[0] or ids[1] or ""]
+        await group.settle()
+        assert group.loaded() == set()
+        group.library.errors.clear()
+        assert await group.use("prompt-2", "adapter-2") == ["a2", "p2"]
+        await group.residents.connect()  # forgets what nobody uses
+
+
+async def test_a_load_waits_for_an_unload_that_is_on_its_way(group: Group) -> None:
+    group.library.errors[1, "p1"] = (grpc.StatusCode.INVALID_ARGUMENT, "bad")
+    group.library.unload_s = 0.1
+    with pytest.raises(RequestError):
+        await group.use("prompt-1")
+    group.library.errors.clear()
+    with group.hold("prompt-1") as hold:
+        await hold.take()
+        await asyncio.sleep(0.15)
+        assert group.loaded() == {"p1"}
+
+
+async def test_a_load_that_the_lost_shards_had_done_is_done_again(group: Group) -> None:
+    load = group.link.load
+
+    async def load_and_lose(digest: str, timeout_s: float) -> None:
+        await load(digest, timeout_s)
+        if group.library.loads[digest] == 1:
+            for shard in group.shards:
+                shard.shelf.loaded.clear()
+            await group.residents.connect()
+
+    group.link.load = load_and_lose  # type: ignore[method-assign]
+    assert await group.use("prompt-1") == ["p1"]
+    assert group.loaded() == {"p1"}
+
+
+async def test_preloaded_adapters_stay_as_what_their_names_stand_for_now(group: Group) -> None:
+    group.shards[0].info.preloaded_adapter_ids.extend(["adapter-1", "adapter-2"])
+    await group.contents.start()
+    assert group.loaded() == {"a1", "a2"}
+    for i in range(3, 8):
+        await group.use(adapter_id=f"adapter-{i}")
+    group.library.put(adapter("replaced"), "adapter-1")
+    assert await group.use(adapter_id="adapter-1") == ["replaced"]
+    for i in range(3, 8):
+        await group.use(adapter_id=f"adapter-{i}")
+    assert group.loaded() == {"replaced", "a2", "a7"}
+    await group.residents.connect()
+    assert group.loaded() == {"replaced", "a2"}
+    for resident in group.contents._pinned.values():
+        group.residents.release(resident)
+
+
+@pytest.mark.parametrize("error", ["missing", "bad", "too many"])
+async def test_adapters_that_cannot_be_preloaded_are_told_in_one_line(group: Group, error: str) -> None:
+    names = [f"adapter-{i}" for i in range(1, 5)]
+    cause = "can't retrieve adapter with id 'adapter-2': directory does not exist"
+    told = f"the adapter 'adapter-2' cannot be loaded: {cause}"
+    if error == "missing":
+        del group.library.store[ADAPTER, "adapter-2"]
+    elif error == "bad":
+        group.library.errors[0, "a2"] = (grpc.StatusCode.INVALID_ARGUMENT, "directory does not exist")
+    else:
+        told = "the adapters to preload have no room: 'adapter-4' does not fit beside the others"
+    group.shards[0].info.preloaded_adapter_ids.extend(names)
+    with pytest.raises(StartupError) as caught:
+        await group.contents.start()
+    assert str(caught.value) == told
+    for resident in group.contents._pinned.values():
+        group.residents.release(resident)
+
+
+async def test_a_look_up_that_fails_is_told_as_it_is_or_not_at_all(group: Group) -> None:
+    group.library.errors = {
+        (-1, "adapter-1"): (grpc.StatusCode.INVALID_ARGUMENT, "the complete text"),
+        (-1, "adapter-2"): (grpc.StatusCode.INTERNAL, "/a/path"),
+    }
+    with pytest.raises(RequestError, match=r"^the complete text$"):
+        await group.use(adapter_id="adapter-1")
+    with pytest.raises(GenerationError, match=r"internal error, request an-id$"):
+        await group.use(adapter_id="adapter-2")
+    assert group.metrics.adapters.load_failure._values[()] == 2
+
+
+async def test_nothing_is_unloaded_before_the_steps_on_their_way_are_answered(group: Group) -> None:
+    """A row of a call that is over must find the same on all ranks."""
+    with group.hold("prompt-1") as hold:
+        tuning = await hold.take()
+        scheduler = Scheduler(BlockPool(64, 8), max_sequences=4)
+        sequence = Sequence([2, 5], Stopping(max_new_tokens=9), tuning=tuning)
+        scheduler.add(sequence)
+        group.shards[1].step_s = 0.2
+        step = scheduler.next_step(100)
+        assert step is not None
+        group.link.send(step)
+        scheduler.finish(sequence)
+    group.library.put(Item("large", num_bytes=ROOM * 1024), "large")
+    load = asyncio.create_task(group.use("large"))
+    await asyncio.sleep(0.1)
+    assert group.loaded() == {"p1"}
+    await group.link.receive()
+    assert await load == ["large"]
+
+
+async def test_a_loss_of_the_shards_is_a_pause(group: Group) -> None:
+    group.library.load_s = 0.06
+    with group.hold("prompt-1") as one, group.hold("prompt-2") as two:
+        await one.take()
+        tuning = await two.take()
+        await group.use("prompt-3")
+        on_its_way = asyncio.create_task(group.use("prompt-4", "adapter-4"))
+        await asyncio.sleep(0.03)
+        group.stop()
+        group.library.store.clear()  # what is in use needs its copy alone
+        del group.library.copies["p2"]
+        group.serve(epoch=2)
+        group.shards[0].shelf.loaded["left over"] = Item("left over")
+        await group.residents.connect()
+        assert [group.residents.has(content) for content in tuning.contents] == [False]
+        error = (await asyncio.gather(on_its_way, return_exceptions=True))[0]
+        assert isinstance(error, RequestError)  # the prompt had not been looked up yet
+        await group.settle()
+        assert group.loaded() == {"p1", "a4"}
+    assert group.metrics.prompts.entries._read() == 1
+
+
+async def test_calls_wait_for_shards_until_they_are_given_up(group: Group) -> None:
+    group.stop()
+    connecting = asyncio.create_task(group.residents.connect())
+    await asyncio.sleep(0)
+    call = asyncio.create_task(group.use("prompt-1"))
+    await asyncio.sleep(LIMIT_S + 0.2)
+    assert not call.done()
+    group.residents.give_up()
+    with pytest.raises(UnavailableError):
+        await call
+    with pytest.raises(UnavailableError):
+        await group.use("prompt-1")
+    group.serve(epoch=2)
+    await connecting
+    assert await group.use("prompt-1") == ["p1"]
+
+
+@pytest.mark.parametrize("seed", range(2))
+async def test_storms_leave_no_reference_and_no_stray(group: Group, seed: int) -> None:
+    """Many calls over little room: some are cancelled, some fail, contents are replaced, shards are lost."""
+    r = random.Random(seed)
+    group.library.errors = {
+        (1, "p0"): (grpc.StatusCode.INVALID_ARGUMENT, "bad"),
+        (0, "a0"): (grpc.StatusCode.INTERNAL, "bad"),
+    }
+    served = 0
+
+    async def call() -> None:
+        nonlocal served
+        await asyncio.sleep(r.random() / 3)
+        i, j = r.randrange(9), r.randrange(9)
+        with suppress(RouterError), group.hold(f"prompt-{i}", r.choice([None, f"adapter-{j}"])) as hold:
+            tuning = await hold.take()
+            served += 1
+            for _ in range(r.randrange(5)):
+                held = {content.digest for content in tuning.contents}
+                assert all(held <= shard.shelf.loaded.keys() for shard in group.shards)
+                await asyncio.sleep(r.random() / 100)
+
+    calls = [asyncio.create_task(call()) for _ in range(150)]
+    for turn in range(25):
+        await asyncio.sleep(0.02)
+        r.choice(calls).cancel()
+        k = r.randrange(1, 9)
+        group.library.put(Item(f"p{k}-{turn}", num_bytes=r.choice([100, 1024, 2048])), f"prompt-{k}")
+        if turn == 12 and seed % 2:
+            await group.residents.connect()
+    await asyncio.gather(*calls, return_exceptions=True)
+    assert {str(call.exception()) for call in calls if not call.cancelled()} == {"None"}
+    await group.settle()
+    assert served > 50
+    assert group.residents.num_references == 0
+    assert group.loaded() == set(group.residents._table)
+    assert group.library.faults == []
+    for kind, metrics in ((PROMPT, group.metrics.prompts), (ADAPTER, group.metrics.adapters)):
+        items = [item for item in group.shards[0].shelf.loaded.values() if item.kind == kind]
+        assert metrics.bytes._read() == sum(item.num_bytes for item in items)
+        assert metrics.entries._read() == len(items)

@@ -1,0 +1,87 @@
+"""peft's and transformers' greedy answers under soft prompts, one at a time and unpadded, for any family."""
+
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import peft
+import torch
+import transformers
+from safetensors.torch import load_file
+from torch import Tensor
+
+from tests.greedy import count_certain, generate
+from tests.shard.family_oracle import NEW_TOKENS, Answer
+
+Prompt = Mapping[str, Tensor]  # "decoder" and "encoder", either of which may lack
+
+
+class PromptOracle:
+    """A checkpoint in transformers' hands. Prompts are drawn by peft and kept in its files, under
+    `directory`."""
+
+    def __init__(self, checkpoint: Path, config: transformers.PretrainedConfig, directory: Path) -> None:
+        self.is_encoder_decoder, self._directory = bool(config.is_encoder_decoder), directory
+        kind = (
+            transformers.AutoModelForSeq2SeqLM
+            if self.is_encoder_decoder
+            else transformers.AutoModelForCausalLM
+        )
+        # Run step by step, Falcon would add ALiBi twice.
+        implementation = "sdpa" if config.model_type == "falcon" else "eager"
+        options = {"dtype": torch.float32, "attn_implementation": implementation}
+        self.model = kind.from_pretrained(checkpoint, **options).eval()
+        settings = self.model.generation_config
+        settings.eos_token_id = settings.forced_bos_token_id = settings.forced_eos_token_id = None
+        self.start_token_id = settings.decoder_start_token_id
+
+    def draw(self, num_tokens: int, seed: int) -> Tensor:
+        """Embeddings [num_tokens, width], as peft has drawn and saved them; for an encoder-decoder model, the
+        encoder's."""
+        torch.manual_seed(seed)
+        task = "SEQ_2_SEQ_LM" if self.is_encoder_decoder else "CAUSAL_LM"
+        width = self.model.get_input_embeddings().embedding_dim
+        sizes = {"token_dim": width, "num_layers": 1, "num_attention_heads": 1}
+        config = peft.PromptTuningConfig(task_type=task, num_virtual_tokens=num_tokens, **sizes)
+        self._find(num_tokens, seed).parent.mkdir(exist_ok=True)
+        peft.get_peft_model(self.model, config).save_pretrained(self._find(num_tokens, seed))
+        saved = load_file(self._find(num_tokens, seed) / "adapter_model.safetensors")["prompt_embeddings"]
+        return saved[:num_tokens].clone()
+
+    def answer(self, input_ids: list[int], num_tokens: int, seed: int, **settings: Any) -> Answer:
+        """PeftModel's, under the prompt that `draw` gave for the same numbers; one of no tokens is none."""
+        model = self.model
+        if num_tokens:
+            model = peft.PeftModel.from_pretrained(self.model, self._find(num_tokens, seed)).eval()
+        with warnings.catch_warnings():  # it tells which arguments it leaves out
+            warnings.simplefilter("ignore", UserWarning)
+            tokens, steps = generate(model, input_ids, max_new_tokens=NEW_TOKENS, **settings)
+        return _describe(input_ids, tokens, steps)
+
+    @torch.inference_mode()
+    def answer_with(self, input_ids: list[int], prompt: Prompt) -> Answer:
+        """An encoder-decoder model's, whose decoder has virtual tokens before its first."""
+        tokens, steps = list[int](), list[Tensor]()
+        for _ in range(NEW_TOKENS):
+            out = self.model(
+                inputs_embeds=self.embed(prompt.get("encoder"), input_ids),
+                decoder_inputs_embeds=self.embed(prompt.get("decoder"), [self.start_token_id, *tokens]),
+            )
+            steps.append(out.logits[0, -1].log_softmax(-1))
+            tokens.append(int(steps[-1].argmax()))
+        return _describe(input_ids, tokens, torch.stack(steps))
+
+    def embed(self, prompt: Tensor | None, token_ids: list[int]) -> Tensor:
+        """[1, num_virtual + len(token_ids), width]"""
+        table = self.model.get_input_embeddings()
+        found = table(torch.tensor([token_ids]))
+        return found if prompt is None else torch.cat([prompt[None], found], 1)
+
+    def _find(self, num_tokens: int, seed: int) -> Path:
+        return self._directory / f"{num_tokens}-{seed}"
+
+
+def _describe(input_ids: list[int], tokens: list[int], steps: Tensor) -> Answer:
+    logprobs = [float(steps[i, token]) for i, token in enumerate(tokens)]
+    return Answer(input_ids, tokens, logprobs, count_certain(steps))

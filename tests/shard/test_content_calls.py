@@ -1,0 +1,200 @@
+"""What the calls about soft prompts and adapters answer over a socket: every error, and nothing of it that is
+none of the client's business; and what goes on beside a disk that hangs."""
+
+import errno
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
+from pathlib import Path
+
+import grpc
+import pytest
+import torch
+
+from tests.shard.messages import Steps
+from tests.shard.test_shard_server import Call
+from tgis.pb import shard_pb2 as pb
+from tgis.pb.shard_pb2_grpc import ShardServiceStub
+from tgis.prompts.errors import ContentError, MissingContentError
+from tgis.prompts.spool import Kind, Spool
+from tgis.prompts.store import Found, Store
+from tgis.shard.content_calls import ContentCalls
+from tgis.shard.contents import Content, Contents, Prompt
+from tgis.shard.server import Mark, ShardService, _listen
+
+TIMEOUT_S = 10
+PROMPT = Prompt(torch.ones(2, 4), torch.empty(0, 4))
+Code = grpc.StatusCode
+ERRORS = [
+    (ContentError("it is odd"), Code.INVALID_ARGUMENT, "it is odd"),
+    (MissingContentError("abc"), Code.NOT_FOUND, "no copy is kept"),
+    (MemoryError(), Code.RESOURCE_EXHAUSTED, "out of memory"),
+    (torch.OutOfMemoryError("secret"), Code.RESOURCE_EXHAUSTED, "out of memory"),
+    (OSError(errno.ENOSPC, "secret"), Code.RESOURCE_EXHAUSTED, "no room is left for a copy"),
+    (OSError(errno.EDQUOT, "secret"), Code.RESOURCE_EXHAUSTED, "no room is left for a copy"),
+    (OSError(errno.EIO, "secret"), Code.INTERNAL, "internal error"),
+    (ValueError("secret"), Code.INTERNAL, "internal error"),
+]
+
+
+class Answers:
+    """What the next calls meet."""
+
+    error: Exception | None = None
+
+    def __init__(self) -> None:
+        self.gate, self.num_waiting = threading.Event(), 0
+        self.gate.set()
+
+    def meet(self) -> None:
+        self.num_waiting += 1
+        assert self.gate.wait(TIMEOUT_S)
+        self.num_waiting -= 1
+        if self.error is not None:
+            raise self.error
+
+
+class OddStore(Store):
+    """Finds the same prompt under any id, or fails."""
+
+    def __init__(self, spool: Spool, answers: Answers) -> None:
+        super().__init__(spool, None, None, None, {})
+        self._answers = answers
+
+    def find(self, kind: Kind, id: str) -> Found:
+        self._answers.meet()
+        return Found("adapter" if id == "lora" else kind, f"digest of {id}", 2, 3, 64)
+
+
+class Served:
+    """A service without a model, on a socket; `finding` and `reading` are what finding and loading meet."""
+
+    def __init__(self, directory: Path) -> None:
+        self.finding, self.reading, self.spool = Answers(), Answers(), Spool(directory / "contents")
+        self.contents = Contents(self._read)
+        store = OddStore(self.spool, self.finding)
+        service = ShardService(pb.InfoResponse(), ContentCalls(store, self.spool, self.contents))
+        self.inbox, self._server = service.inbox, _listen(service, directory / "socket")
+        self.channel = grpc.insecure_channel(f"unix:{directory / 'socket'}")
+        self.stub = ShardServiceStub(self.channel)
+
+    def _read(self, digest: str) -> Content:
+        self.reading.meet()
+        return PROMPT
+
+    def stop(self) -> None:
+        self.channel.close()
+        self._server.stop(None)
+
+    def find(self, id: str, kind: pb.ContentKind = pb.CONTENT_KIND_PROMPT) -> pb.FindResponse:
+        return self.stub.Find(pb.FindRequest(kind=kind, id=id), timeout=TIMEOUT_S)
+
+    def load(self, digest: str) -> None:
+        self.stub.Load(pb.LoadRequest(digest=digest), timeout=TIMEOUT_S)
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    served = Served(tmp_path_factory.mktemp("calls"))
+    yield served
+    served.stop()
+
+
+@pytest.fixture
+def served(one: Served) -> Served:
+    one.finding.error = one.reading.error = None
+    one.stub.Unload(pb.UnloadRequest(others=True))
+    return one
+
+
+def test_what_is_found(served: Served) -> None:
+    expected = pb.FindResponse(
+        kind=pb.CONTENT_KIND_PROMPT,
+        digest="digest of a/b",
+        num_decoder_tokens=2,
+        num_encoder_tokens=3,
+        num_bytes=64,
+    )
+    assert served.find("a/b") == expected
+    assert served.find("lora").kind == pb.CONTENT_KIND_ADAPTER
+    assert served.find("x", pb.CONTENT_KIND_ADAPTER).kind == pb.CONTENT_KIND_ADAPTER
+
+
+@pytest.mark.parametrize(("error", "code", "text"), ERRORS, ids=[repr(error) for error, *_ in ERRORS])
+def test_errors(
+    served: Served, error: Exception, code: grpc.StatusCode, text: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    served.finding.error = served.reading.error = error
+    for call in (served.find, served.load):
+        with pytest.raises(grpc.RpcError) as caught:
+            call("a")
+        assert (caught.value.code(), caught.value.details()) == (code, text)
+    assert (len(caplog.records) == 0) == (code in (Code.INVALID_ARGUMENT, Code.NOT_FOUND))
+    served.finding.error = served.reading.error = None
+    assert served.find("a").digest
+    served.load("a")
+    assert served.contents.prompt("a") is PROMPT
+
+
+def test_copies_go_with_what_is_unloaded(served: Served) -> None:
+    digests = [served.spool.put("prompt", {"decoder": torch.full((2, 4), float(i))}, {}) for i in range(3)]
+    for digest in digests:
+        served.load(digest)
+
+    def kept() -> list[bool]:
+        found = []
+        for digest in digests:
+            try:
+                served.spool.open(digest)
+                found.append(True)
+            except MissingContentError:
+                found.append(False)
+        assert [served.contents.prompt(digest) is not None for digest in digests] == found
+        return found
+
+    assert kept() == [True, True, True]
+    served.stub.Unload(pb.UnloadRequest(digests=digests[:1]))
+    assert kept() == [False, True, True]
+    served.stub.Unload(pb.UnloadRequest(digests=digests[2:], others=True))
+    assert kept() == [False, False, True]
+
+
+def test_a_hanging_store_holds_up_finding_alone(served: Served) -> None:
+    """Many more hang than there are threads; those whose caller has gone are not begun afterwards."""
+    served.finding.gate.clear()
+    with ThreadPoolExecutor(24) as threads:
+        hanging = [threads.submit(served.find, str(i)) for i in range(24)]
+        with pytest.raises(grpc.RpcError) as caught:
+            served.stub.Find(pb.FindRequest(kind=pb.CONTENT_KIND_PROMPT, id="x"), timeout=0.2)
+        assert caught.value.code() == Code.DEADLINE_EXCEEDED
+        assert not any(find.done() for find in hanging)
+        served.stub.Health(pb.HealthRequest(), timeout=TIMEOUT_S)
+        served.stub.Info(pb.InfoRequest(), timeout=TIMEOUT_S)
+        served.load("beside")
+        served.stub.Unload(pb.UnloadRequest(digests=["beside"]), timeout=TIMEOUT_S)
+        call = Call(served.stub)
+        call.send(Steps(4, 4).step([]))
+        stream, begun = served.inbox.get(timeout=TIMEOUT_S)
+        assert begun is Mark.BEGUN
+        _, step = served.inbox.get(timeout=TIMEOUT_S)
+        assert isinstance(step, pb.StepRequest)
+        stream.outbox.put(pb.StepResponse(step_id=step.step_id))
+        assert call.receive(1)[0].step_id == step.step_id
+        call.responses.cancel()
+        assert served.finding.num_waiting == 4
+        served.finding.gate.set()
+        wait(hanging, TIMEOUT_S)
+        assert all(find.result().digest for find in hanging)
+
+
+def test_loads_of_one_digest_at_once_read_it_once(served: Served) -> None:
+    served.reading.gate.clear()
+    with ThreadPoolExecutor(6) as threads:
+        loads = [threads.submit(served.load, "same") for _ in range(6)]
+        while not served.reading.num_waiting:
+            threading.Event().wait(0.001)
+        served.stub.Health(pb.HealthRequest(), timeout=TIMEOUT_S)
+        assert served.reading.num_waiting == 1
+        served.reading.gate.set()
+        wait(loads, TIMEOUT_S)
+        assert [load.exception() for load in loads] == [None] * 6

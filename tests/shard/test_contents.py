@@ -1,0 +1,126 @@
+"""What a rank keeps loaded, while many load, unload and read at once; and what becomes of errors."""
+
+import random
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from tgis.shard.contents import Content, Contents, Prompt
+from tgis.shard.lora import Adapter
+
+PROMPT, ADAPTER = Prompt(torch.ones(2, 4), torch.ones(0, 4)), Adapter({})
+
+
+def read(digest: str) -> Content:
+    return {"prompt": PROMPT, "adapter": ADAPTER}[digest]
+
+
+def test_each_is_found_as_what_it_is() -> None:
+    contents = Contents(read)
+    assert contents.prompt("prompt") is None
+    contents.load("prompt")
+    contents.load("adapter")
+    assert (contents.prompt("prompt"), contents.adapter("prompt")) == (PROMPT, None)
+    assert (contents.prompt("adapter"), contents.adapter("adapter")) == (None, ADAPTER)
+    assert (contents.prompt(""), contents.adapter("")) == (None, None)
+    contents.unload(["prompt", "unknown"])
+    assert contents.prompt("prompt") is None
+    contents.load("prompt")
+    contents.unload_others(["prompt", "unknown"])
+    assert (contents.prompt("prompt"), contents.adapter("adapter")) == (PROMPT, None)
+    contents.unload_others([])
+    assert contents.prompt("prompt") is None
+
+
+class Reader:
+    """Counts, and takes as long as it is told."""
+
+    def __init__(self) -> None:
+        self.count, self.go, self.error = 0, threading.Event(), None
+
+    def __call__(self, digest: str) -> Content:
+        self.count += 1
+        assert self.go.wait(10)
+        if self.error is not None:
+            raise self.error
+        return PROMPT
+
+
+def load_at_once(contents: Contents, reader: Reader, count: int) -> list[BaseException | None]:
+    with ThreadPoolExecutor(count) as threads:
+        loads = [threads.submit(contents.load, "one") for _ in range(count)]
+        while not reader.count:
+            time.sleep(0.001)
+        reader.go.set()
+        return [load.exception() for load in loads]
+
+
+def test_loads_at_once_read_once() -> None:
+    reader = Reader()
+    contents = Contents(reader)
+    assert load_at_once(contents, reader, 8) == [None] * 8
+    assert (reader.count, contents.prompt("one")) == (1, PROMPT)
+    contents.load("one")
+    assert reader.count == 1
+
+
+def test_an_error_is_everyones_who_waited_and_of_nobody_later() -> None:
+    reader = Reader()
+    contents, reader.error = Contents(reader), OSError("no disk")
+    errors = load_at_once(contents, reader, 4)
+    assert all(isinstance(error, OSError) for error in errors)
+    assert contents.prompt("one") is None
+    reader.error = None
+    contents.load("one")
+    assert contents.prompt("one") is PROMPT
+
+
+def test_another_is_loaded_while_one_hangs() -> None:
+    slow = threading.Event()
+
+    def wait_for_one(digest: str) -> Content:
+        if digest == "slow":
+            assert slow.wait(10)
+        return PROMPT
+
+    contents = Contents(wait_for_one)
+    with ThreadPoolExecutor(1) as threads:
+        hanging = threads.submit(contents.load, "slow")
+        contents.load("fast")
+        assert contents.prompt("fast") is PROMPT
+        contents.unload_others([])
+        slow.set()
+        hanging.result(10)
+
+
+def test_many_threads_agree_with_the_last_word() -> None:
+    contents = Contents(lambda digest: Prompt(torch.full((1, 1), int(digest)), torch.empty(0, 1)))
+
+    def work(seed: int) -> None:
+        rng, mine = random.Random(seed), f"{seed}"
+        for _ in range(300):
+            contents.load(mine)
+            found = contents.prompt(mine)
+            assert found is not None
+            assert int(found.decoder) == seed
+            contents.unload([mine])
+            assert contents.prompt(mine) is None
+            contents.unload_others([str(i) for i in range(4)])
+            if rng.random() < 0.1:
+                contents.load("9")
+
+    with ThreadPoolExecutor(4) as threads:
+        for done in [threads.submit(work, seed) for seed in range(4)]:
+            done.result(20)
+
+
+@pytest.mark.parametrize("error", [KeyError("x"), MemoryError()])
+def test_what_reading_raises_is_raised(error: Exception) -> None:
+    def fail(digest: str) -> Content:
+        raise error
+
+    with pytest.raises(type(error)):
+        Contents(fail).load("x")

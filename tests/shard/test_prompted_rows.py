@@ -1,0 +1,210 @@
+"""Rows with soft prompts in an engine: details of virtual tokens, penalties that do not see them, rows that
+are interrupted, that read another's blocks, or whose prompt is unloaded or missing."""
+
+import math
+from copy import deepcopy
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tests.shard import other_device
+from tests.shard.driver import Request, Router, configure, opening
+from tests.shard.messages import GREEDY, SAMPLE, Steps, floats, integers, open_row, top_tokens
+from tests.shard.test_every_prompt import PAD, Asked, Case, check
+from tests.shard.test_torch_platform import plain
+from tgis.shard.engine import Engine
+from tgis.shard.loading import load
+from tgis.shard.world import World
+
+NAMES = {"decoder": "granite_biases", "encoder_decoder": "bart_scaled"}
+
+
+class Served:
+    def __init__(self, name: str, root: Path) -> None:
+        self.case = Case(name, root)
+        options = {"uds_path": self.case.copies.uds_path, "kv_cache_tokens": 1024, "block_size": 4}
+        self.engine = load(configure(self.case.directory, **options))
+        self.load_all()
+
+    def load_all(self) -> None:
+        for digest in self.case.copies.digests:
+            self.engine.contents.load(digest)
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("prompted")
+
+
+@pytest.fixture(scope="module")
+def decoder(root: Path) -> Served:
+    return Served(NAMES["decoder"], root)
+
+
+@pytest.fixture(scope="module", params=NAMES)
+def either(request: pytest.FixtureRequest, root: Path, decoder: Served) -> Served:
+    return decoder if request.param == "decoder" else Served(NAMES[request.param], root)
+
+
+@pytest.fixture(autouse=True)
+def _fresh(request: pytest.FixtureRequest) -> None:
+    for name in {"decoder", "either"} & set(request.fixturenames):
+        served: Served = request.getfixturevalue(name)
+        served.engine.reset()
+        served.load_all()
+
+
+def execute(engine: Engine, steps: Steps, work: list[tuple[int, int, int]], *opened: Request) -> list[int]:
+    """The tokens of a step."""
+    response = engine.execute(steps.step(work, [opening(request) for request in opened]))
+    assert not response.errors
+    return integers(response.token_ids)
+
+
+def test_interrupted_rows_go_on_as_if_nothing_had_happened(either: Served) -> None:
+    """In company and with steps ahead; what was generated before comes with the tokens of the second time."""
+    case, engine = either.case, either.engine
+    requests = [case.request(asked) for asked in case.asked]
+    sampled = [case.request(asked) for asked in case.asked]
+    for request in sampled:
+        request.sampling = {**SAMPLE, "seed": 7}
+    expected = deepcopy(sampled)
+    for request in expected:
+        Router(engine, whole=True, depth=1).run([request])
+    engine.reset()
+    Router(engine, seed=1).run([*requests, *sampled], stop_after=7)
+    assert any(0 < len(request.generated) < 8 for request in requests)
+    engine.reset()
+    Router(engine, seed=2).run([request for request in [*requests, *sampled] if not request.ended])
+    for request, asked in zip(requests, case.asked, strict=True):
+        check(request, asked.answer)
+    assert [request.generated for request in sampled] == [request.generated for request in expected]
+
+
+def test_nothing_is_left_on_the_cpu(either: Served) -> None:
+    """Of prompts that are loaded for another device: the same bits as elsewhere."""
+
+    def serve(device: torch.device) -> list[Request]:
+        config = configure(either.case.directory, uds_path=either.case.copies.uds_path, kv_cache_tokens=1024)
+        engine = load(config, World(0, 1, device=device), plain(device))
+        for digest in either.case.copies.digests:
+            engine.contents.load(digest)
+        requests = [either.case.request(asked) for asked in either.case.asked]
+        Router(engine, seed=1).run(list(requests))
+        return requests
+
+    expected = serve(torch.device("cpu"))
+    with other_device.present() as device:
+        found = serve(device)
+    assert [request.generated for request in found] == [request.generated for request in expected]
+    assert [request.logprobs for request in found] == [request.logprobs for request in expected]
+
+
+def test_details_of_virtual_tokens(decoder: Served) -> None:
+    """They are reported as the pad token is, under what comes before them."""
+    case = decoder.case
+    asked = case.asked[2]
+    request = case.request(asked)
+    request.details = {"logprobs": True, "ranks": True, "top_n": 2, "input_tokens": True}
+    request.row, steps = 0, Steps(4, decoder.engine.info.num_blocks)
+    cuts = [0, 4, 7, len(request.prompt)]
+    work = [steps.step([(0, *span)], [opening(request)] if not span[0] else []) for span in pairwise(cuts)]
+    spans = [message for step in work for message in decoder.engine.execute(step).input_details]
+    with torch.inference_mode():
+        prompt = case.oracle.draw(case.lengths[asked.prompt][0], 1)
+        out = case.oracle.model(inputs_embeds=case.oracle.embed(prompt, asked.token_ids))
+    expected = out.logits[0].log_softmax(-1)  # [num_tokens, vocab_size]
+    assert [span.start for span in spans] == [0, 5, 8]
+    logprobs = [logprob for span in spans for logprob in floats(span.logprobs)]
+    ranks = [rank for span in spans for rank in integers(span.ranks)]
+    tops = [top for span in spans for top in top_tokens(span.top_tokens)]
+    tokens = [PAD] * len(prompt) + asked.token_ids
+    assert (math.isnan(logprobs[0]), ranks[0], tops[0], len(logprobs)) == (True, 0, [], len(tokens))
+    index = torch.tensor(tokens[1:])[:, None]
+    chosen = expected[:-1].gather(1, index)
+    assert logprobs[1:] == pytest.approx(chosen[:, 0].tolist(), abs=1e-4)
+    assert ranks[1:] == ((expected[:-1] > chosen).sum(1) + 1).tolist()
+    assert [[token for token, _ in top] for top in tops[1:]] == expected[:-1].topk(2).indices.tolist()
+
+
+def test_virtual_tokens_count_where_long_sequences_turn_differently(root: Path) -> None:
+    """Here from the 21st token on: neither the input nor the prompt is so long, but both are."""
+    served = Served("phi3_short_and_long", root)
+    token_ids, length = list(range(20, 37)), served.case.lengths["a"][0]
+    asked = Asked(token_ids, "a", served.case.oracle.answer(token_ids, length, 1))
+    request = served.case.request(asked)
+    Router(served.engine).run([request])
+    check(request, asked.answer)
+
+
+@pytest.mark.parametrize("pad", ["an end of sequence", "the best token"])
+def test_the_repetition_penalty_does_not_see_virtual_tokens(decoder: Served, pad: str) -> None:
+    """Whatever they are called: here what would be chosen first, or what ends the row."""
+    case = decoder.case
+    asked = case.asked[0]
+    length, options = case.lengths[asked.prompt][0], {"repetition_penalty": 1.7}
+    expected = case.oracle.answer(asked.token_ids, length, 1, **options)
+    best = asked.answer.token_ids[0]
+    assert best not in asked.token_ids, "it would be penalised anyway"
+    request = case.request(asked)
+    request.prompt[:length] = [best] * length
+    request.sampling, request.details = {**GREEDY, **options}, {}
+    request.eos = [best] if pad == "an end of sequence" else []
+    Router(decoder.engine).run([request])
+    assert request.generated[0] == best
+    if pad == "the best token":
+        assert request.generated[: expected.certain] == expected.token_ids[: expected.certain]
+        assert expected.certain > 1
+
+
+def test_blocks_of_another_row_under_the_same_prompt_are_read(decoder: Served) -> None:
+    """From within the virtual tokens on, and after them."""
+    case, engine = decoder.case, decoder.engine
+    first, other = case.request(case.asked[0]), case.request(case.asked[2])
+    size = engine.info.block_size
+    for shared in (1, 2):
+        other.prompt[: shared * size] = first.prompt[: shared * size]
+        expected, again = deepcopy(other), deepcopy(other)
+        Router(engine, whole=True).run([expected])
+        engine.reset()
+        steps = Steps(size, engine.info.num_blocks)
+        first.row, again.row = 0, 1
+        execute(engine, steps, [(0, 0, len(first.prompt))], first)
+        request = steps.step([(1, shared * size, len(again.prompt))], [opening(again)])
+        table = steps.blocks[0][:shared] + steps.blocks[1][shared:]
+        request.new_blocks = np.array(table, "<i4").tobytes()
+        assert integers(engine.execute(request).token_ids) == expected.generated[:1]
+        engine.reset()
+
+
+def test_a_row_keeps_a_prompt_that_is_unloaded(either: Served) -> None:
+    case, engine = either.case, either.engine
+    steps, request = Steps(4, engine.info.num_blocks), case.request(case.asked[0])
+    request.row, request.cross_blocks = 0, [200 + i for i in range(len(request.encoder_token_ids))]
+    generated = execute(engine, steps, [(0, 0, 1)], request)
+    engine.contents.unload_others([])
+    length, end = len(request.prompt), len(request.prompt) + request.max_new_tokens
+    generated += execute(engine, steps, [(0, 1, length)]) if length > 1 else []
+    for position in range(length, end - 1):
+        generated += execute(engine, steps, [(0, position, position + 1)])
+    certain = case.asked[0].answer.certain
+    assert generated[:certain] == case.asked[0].answer.token_ids[:certain]
+
+
+def test_a_row_whose_prompt_is_not_loaded_fails_alone(decoder: Served) -> None:
+    case, engine = decoder.case, decoder.engine
+    engine.contents.unload_others([])
+    steps, bad, good = Steps(4, engine.info.num_blocks), *(case.request(case.asked[i]) for i in (0, -1))
+    bad.row, good.row = 0, 1
+    opened = [opening(bad), opening(good), open_row(2, [5, 6])]
+    opened[2].adapter_digest = "none"
+    response = engine.execute(steps.step([(0, 0, 3), (1, 0, len(good.prompt)), (2, 0, 2)], opened))
+    assert [(error.row, error.message) for error in response.errors] == [
+        (0, "its soft prompt is not loaded"),
+        (2, "its adapter is not loaded"),
+    ]
+    assert integers(response.rows) == [1]
+    assert integers(response.token_ids) == case.asked[-1].answer.token_ids[:1]

@@ -1,0 +1,157 @@
+"""Which tokens of a step get which embeddings and adapters, against a plain model of the rows; and the cost
+where nobody has any."""
+
+import gc
+import random
+import time
+import weakref
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from tgis.shard.contents import Prompt
+from tgis.shard.lora import Adapter, AdapterSet
+from tgis.shard.models.interface import VirtualTokens
+from tgis.shard.tuning import Tuning
+
+CPU, NUM_ROWS, WIDTH = torch.device("cpu"), 12, 3
+
+
+@dataclass
+class Row:
+    prompt: Prompt | None
+    adapter: Adapter | None
+
+
+def draw_prompt(rng: random.Random) -> Prompt:
+    lengths = rng.choice([(5, 0), (3, 4), (0, 6)])
+    return Prompt(*(torch.rand(length, WIDTH, dtype=torch.bfloat16) for length in lengths))
+
+
+def pack(work: list[tuple[int, int, int]]) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Rows, starts, begins and sequence of (row, start, end)."""
+    counts = [end - start for _, start, end in work]
+    rows, starts = (np.array([one[i] for one in work]) for i in (0, 1))
+    return rows, starts, np.cumsum([0, *counts]), np.repeat(np.arange(len(work)), counts)
+
+
+def unpack(virtual: VirtualTokens | None, num_tokens: int) -> list[list[float] | None]:
+    """Of every token its embedding, or none."""
+    found: list[list[float] | None] = [None] * num_tokens
+    if virtual is not None:
+        assert virtual.embeddings.dtype == torch.float32
+        assert len(virtual.places) == len(virtual.embeddings) > 0
+        for place, embedding in zip(virtual.places.tolist(), virtual.embeddings.tolist(), strict=True):
+            assert found[place] is None
+            found[place] = embedding
+    return found
+
+
+def expect(rows: dict[int, Row], work: list[tuple[int, int, int]], part: str) -> list[list[float] | None]:
+    found: list[list[float] | None] = []
+    for number, start, end in work:
+        row = rows.get(number)
+        embeddings = getattr(row.prompt, part).tolist() if row and row.prompt else []
+        found += [embeddings[p] if p < len(embeddings) else None for p in range(start, end)]
+    return found
+
+
+def test_random_rows() -> None:
+    rng = random.Random(3)
+    torch.manual_seed(0)
+    prompts, adapters = [draw_prompt(rng) for _ in range(4)], [Adapter({}) for _ in range(4)]
+    tuning, rows = Tuning(NUM_ROWS, CPU), dict[int, Row]()
+    num_virtual = num_adapted = 0
+    for _ in range(500):
+        number = rng.randrange(NUM_ROWS)
+        if rng.random() < 0.3:
+            some = rng.sample(range(NUM_ROWS), 3)
+            tuning.close(some)
+            for closed in some:
+                rows.pop(closed, None)
+        elif rng.random() < 0.02:
+            tuning.reset()
+            rows.clear()
+        else:
+            row = Row(rng.choice([None, *prompts]), rng.choice([None, *adapters]))
+            tuning.open(number, row.prompt, row.adapter)
+            rows[number] = row
+        chosen = [n for n in range(NUM_ROWS) if rng.random() < 0.4] or [number]
+        starts = [rng.choice([0, 0, 2, 4, 9]) for _ in chosen]
+        work = [(n, start, start + rng.randint(1, 7)) for n, start in zip(chosen, starts, strict=True)]
+        packed, starts_of, begins, sequence = pack(work)
+        for part in ("decoder", "encoder"):
+            placed = unpack(tuning.place(part, packed, starts_of, begins), len(sequence))
+            assert placed == expect(rows, work, part)
+            num_virtual += sum(one is not None for one in placed)
+        found = tuning.adapters(packed, sequence)
+        expected = [
+            rows[n].adapter if n in rows else None for n, start, end in work for _ in range(start, end)
+        ]
+        if found is None:
+            assert not any(expected)
+        else:
+            indices = found.indices.tolist()
+            assert [found.adapters.adapters[i] if i >= 0 else None for i in indices] == expected
+            assert set(found.adapters.adapters) == {row.adapter for row in rows.values()} - {None}
+            num_adapted += 1
+    assert num_virtual > 1000
+    assert num_adapted > 300
+
+
+def adapters_of(tuning: Tuning, *rows: int) -> AdapterSet | None:
+    found = tuning.adapters(np.array(rows), np.arange(len(rows)))
+    return None if found is None else found.adapters
+
+
+def test_a_set_lasts_while_its_adapters_do() -> None:
+    """What has been looked up in it is worth keeping."""
+    one, two = Adapter({}), Adapter({})
+    tuning = Tuning(NUM_ROWS, CPU)
+    tuning.open(0, None, one)
+    tuning.open(1, None, two)
+    both = adapters_of(tuning, 0, 1, 2)
+    assert both is not None
+    tuning.open(2, None, one)
+    tuning.close([0])
+    tuning.open(3, None, None)
+    assert adapters_of(tuning, 1, 2, 3) is both
+    tuning.close([1])
+    assert adapters_of(tuning, 2) is not both
+
+
+def test_nothing_outlives_its_rows() -> None:
+    tuning = Tuning(NUM_ROWS, CPU)
+    prompt, adapter = draw_prompt(random.Random(0)), Adapter({})
+    watched = [weakref.ref(prompt), weakref.ref(adapter)]
+    tuning.open(5, prompt, adapter)
+    assert adapters_of(tuning, 5) is not None
+    del prompt, adapter
+    gc.collect()
+    assert all(one() is not None for one in watched)
+    tuning.close([5])
+    gc.collect()
+    assert all(one() is None for one in watched)
+
+
+def test_it_costs_next_to_nothing_where_nobody_has_any() -> None:
+    """Nor much where all have, once they are past their prompts."""
+    tuning = Tuning(256, CPU)
+    rows, starts, begins, sequence = pack([(row, 900, 901) for row in range(256)])
+
+    def measure() -> float:
+        times = []
+        for _ in range(50):
+            began = time.perf_counter()
+            tuning.close([])
+            tuning.place("decoder", rows, starts, begins)
+            tuning.adapters(rows, sequence)
+            times.append(time.perf_counter() - began)
+        return min(times)
+
+    assert measure() < 5e-6
+    prompt = draw_prompt(random.Random(0))
+    for row in range(256):
+        tuning.open(row, prompt, None)
+    assert measure() < 100e-6

@@ -1,0 +1,74 @@
+"""Writes LoRA adapters with peft for any family's checkpoint, and gives peft's greedy answers with them."""
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import peft
+import torch
+import transformers
+
+from tests.greedy import count_certain, generate
+from tests.shard.family_oracle import NEW_TOKENS, Answer
+
+
+class Tuned:
+    """A checkpoint in transformers' hands, with the adapter that `options` of peft.LoraConfig ask for; with
+    no options without one. Its weights are drawn at random, and saved in `directory`."""
+
+    def __init__(self, checkpoint: Path, directory: Path, seed: int = 0, **options: Any) -> None:
+        config = transformers.AutoConfig.from_pretrained(checkpoint)
+        self.is_encoder_decoder = bool(config.is_encoder_decoder)
+        self.model: Any = load_base(checkpoint, config)
+        self.start_token_id = self.model.generation_config.decoder_start_token_id
+        if options:
+            with quiet():
+                self.model = write_adapter(self.model, directory, seed, **options)
+
+    def answer(self, input_ids: list[int]) -> Answer:
+        with quiet():
+            tokens, steps = generate(self.model, input_ids, max_new_tokens=NEW_TOKENS)
+        logprobs = [float(steps[i, token]) for i, token in enumerate(tokens)]
+        return Answer(input_ids, tokens, logprobs, count_certain(steps))
+
+
+def load_base(checkpoint: Path, config: transformers.PretrainedConfig) -> Any:
+    is_causal = not config.is_encoder_decoder
+    kind = transformers.AutoModelForCausalLM if is_causal else transformers.AutoModelForSeq2SeqLM
+    # Run step by step, Falcon would add ALiBi twice.
+    implementation = "sdpa" if config.model_type == "falcon" else "eager"
+    options = {"dtype": torch.float32, "attn_implementation": implementation}
+    model = kind.from_pretrained(checkpoint, **options).eval()
+    settings = model.generation_config
+    settings.eos_token_id = settings.forced_bos_token_id = settings.forced_eos_token_id = None
+    return model
+
+
+def write_adapter(model: Any, directory: Path, seed: int = 0, **options: Any) -> peft.PeftModel:
+    """`model` with an adapter of random weights, as peft has saved it too."""
+    tuned = peft.get_peft_model(model, peft.LoraConfig(**options)).eval()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in tuned.named_parameters():
+            if "lora_" in name:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.2)
+    tuned.save_pretrained(directory)
+    return tuned
+
+
+def list_targets(model: Any) -> list[str]:
+    """What "all-linear" is for peft, and the two ends of the model, by the last parts of their names."""
+    ends = (model.get_input_embeddings(), model.get_output_embeddings())
+    kinds = (torch.nn.Linear, transformers.pytorch_utils.Conv1D)
+    found = (name for name, module in model.named_modules() if isinstance(module, kinds) or module in ends)
+    return sorted({name.rpartition(".")[2] for name in found})
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """peft warns of what is as it should be here."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield

@@ -1,0 +1,135 @@
+"""What is made of the options about soft prompts and adapters before anything is loaded."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from tests.test_cli import run
+from tgis import cli
+from tgis.config import LauncherConfig, TuningOptions
+from tgis.errors import OperatorError
+from tgis.launch_plan import plan
+from tgis.tuning_plan import plan_tuning
+
+
+def write_adapter(directory: Path, **config: object) -> Path:
+    directory.mkdir(parents=True)
+    (directory / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", **config}))
+    return directory
+
+
+def settle(options: TuningOptions, length: int = 100, cache: Path = Path("/nowhere")) -> TuningOptions:
+    return plan_tuning(options, length, cache)
+
+
+def refusal(text: str, cache: Path = Path("/nowhere")) -> str:
+    with pytest.raises(OperatorError) as error:
+        settle(TuningOptions(lora_adapters=text), cache=cache)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def test_nothing_is_given_and_nothing_is_made_of_it() -> None:
+    assert settle(TuningOptions()) == TuningOptions()
+    assert settle(TuningOptions(lora_adapters=" , ,")) == TuningOptions()
+
+
+def test_directories_are_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "prompts").mkdir()
+    write_adapter(tmp_path / "a")
+    given = TuningOptions(prefix_store_path="prompts", adapter_cache=".", lora_adapters="x = a ,y/z.1=./a,")
+    assert settle(given) == TuningOptions(
+        prefix_store_path=f"{tmp_path}/prompts",
+        adapter_cache=f"{tmp_path}",
+        lora_adapters=f"x={tmp_path}/a,y/z.1={tmp_path}/a",
+    )
+    assert settle(settle(given)) == settle(given)
+
+
+def test_the_longest_prompt_leaves_room_for_a_token() -> None:
+    assert settle(TuningOptions(max_prompt_prefix_length=99)).max_prompt_prefix_length == 99
+    with pytest.raises(OperatorError) as error:
+        settle(TuningOptions(max_prompt_prefix_length=100))
+    text = "max_prompt_prefix_length (100) must be at most 99, one less than max_sequence_length"
+    assert str(error.value) == text
+
+
+@pytest.mark.parametrize(("refs", "entry"), [("main", "org/a"), ("v2", "org/a@v2"), (None, "org/a@c0ffee")])
+def test_adapters_in_the_hub_cache(tmp_path: Path, refs: str | None, entry: str) -> None:
+    """They need no config.json, as models do."""
+    root = tmp_path / "models--org--a"
+    snapshot = write_adapter(root / "snapshots" / "c0ffee")
+    if refs:
+        (root / "refs").mkdir()
+        (root / "refs" / refs).write_text("c0ffee\n")
+    assert settle(TuningOptions(lora_adapters=entry), cache=tmp_path).lora_adapters == f"org/a={snapshot}"
+    assert "is not in the hub cache" in refusal("org/a@other", tmp_path)
+    assert "is not in the hub cache" in refusal("org/b", tmp_path)
+
+
+def test_what_is_no_adapter_is_refused(tmp_path: Path) -> None:
+    good = write_adapter(tmp_path / "good")
+    tuned = write_adapter(tmp_path / "tuned", peft_type="PROMPT_TUNING")
+    torn = write_adapter(tmp_path / "torn")
+    (torn / "adapter_config.json").write_text('{"peft_type"')
+    comma = write_adapter(tmp_path / "a,b")
+    (tmp_path / "empty").mkdir()
+    assert refusal(f"x={tmp_path}/none") == f"lora_adapters: x: there is no directory {tmp_path}/none"
+    assert refusal(f"x={good}@main") == f"lora_adapters: x: there is no directory {good}@main"
+    assert refusal(f"x={tmp_path}/empty").endswith("/empty has no adapter_config.json")
+    assert refusal(f"x={tuned}").endswith("/tuned holds no LoRA adapter, but peft_type PROMPT_TUNING")
+    assert f"{torn}/adapter_config.json is not valid JSON" in refusal(f"x={torn}")
+    assert refusal(f"x={good},y={good},x={good}") == "lora_adapters: x is given twice"
+    for name in ("", "a b", "ä", "a:b", "../a", "a/.b", "/a", "a" * 257):
+        assert refusal(f"{name}={good}").startswith(f"lora_adapters: {name!r} is no id")
+    assert "there is no directory" in refusal(f"x={comma}")
+
+
+def test_a_path_with_a_comma(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_adapter(tmp_path / "a,b" / "adapter")
+    monkeypatch.chdir(tmp_path / "a,b")
+    assert "has a comma, which separates adapters" in refusal("x=adapter")
+
+
+def test_the_launcher_refuses_before_anything_starts(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"n_positions": 64}')
+    (tmp_path / "tokenizer.json").write_text("{}")
+    good = write_adapter(tmp_path / "good")
+    config = LauncherConfig(model_name=str(tmp_path), lora_adapters=f"x={good}", max_prompt_prefix_length=63)
+    assert plan(config).tuning == settle(
+        TuningOptions(lora_adapters=f"x={good}", max_prompt_prefix_length=63), 64
+    )
+    with pytest.raises(OperatorError):
+        plan(replace(config, max_prompt_prefix_length=64))
+    flags = ["--model-name", str(tmp_path), "--termination-log", str(tmp_path / "log")]
+    result = CliRunner().invoke(cli.launcher_main, flags, env={"LORA_ADAPTERS": "y=/none", "HOME": None})
+    assert result.exit_code == 1
+    line = "lora_adapters: y: there is no directory /none"
+    assert result.stderr.splitlines()[-1] == f"error: {line}"
+    assert (tmp_path / "log").read_text() == f"{line}\n"
+
+
+def test_a_shard_refuses_before_anything_is_loaded(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"n_positions": 64}')
+    env = {"HOME": None, "MAX_PROMPT_PREFIX_LENGTH": "64"}
+    result = CliRunner().invoke(cli.main.commands["serve"], ["--model-path", str(tmp_path)], env=env)
+    assert result.exit_code == 1
+    assert "error: max_prompt_prefix_length (64) must be at most 63" in result.stderr
+
+
+def test_numbers_that_are_none() -> None:
+    for name in ("MAX_PROMPT_PREFIX_LENGTH", "PROMPT_CACHE_SIZE_MB", "ADAPTER_CACHE_SIZE_MB"):
+        for text in ("many", "0", "-1", "1.5"):
+            config, result = run(LauncherConfig, [], {name: text}, "launcher")
+            assert (config, result.exit_code) == (None, 2)
+            [line] = result.stderr.splitlines()
+            assert name in line
+
+
+def test_adapters_under_the_names_of_tgi() -> None:
+    env = {"COMPAT": "tgi", "LORA_ADAPTERS": "x=/a,org/b"}
+    assert run(LauncherConfig, [], env, "launcher")[0].lora_adapters == "x=/a,org/b"

@@ -1,0 +1,148 @@
+"""Between the layouts of a soft prompt: `decoder.pt` and `encoder.pt`, and PEFT's files. Numbers stay what
+they are to the bit, and nobody sees a file half-written."""
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from tgis import hub
+from tgis.convert.workshop import ConversionError, workshop
+from tgis.prompts.errors import AbsentError, ContentError
+from tgis.prompts.format import DECODER, ENCODER, PEFT_FILES, PEFT_KEY, choose_prompt_files, read_prompt
+
+CONFIG = "adapter_config.json"
+TORCH_FILES = (ENCODER, DECODER)
+# Its prompt tuning reserves a place for the decoder's half, trains it not and puts it before nothing.
+_NOT_USED = "; PEFT itself never uses the decoder's half of a prompt"
+
+
+def convert_prompt(source: Path, target: Path, with_decoder: bool, overwrite: bool) -> str:
+    """Writes the prompt in the directory `source` to the directory `target`, in the other layout. Of what
+    PEFT has for an encoder-decoder, the decoder's half is left out, as PEFT does, but for `with_decoder`.
+
+    Returns a line that says what was done. Raises ConversionError, hub.ModelNotFoundError."""
+    try:
+        names = choose_prompt_files(os.listdir(source), takes_encoder=True)
+        prompt = read_prompt(source, None)
+    except AbsentError as error:
+        raise ConversionError(f"{source} holds no soft prompt") from error
+    except ContentError as error:
+        raise ConversionError(f"{source}: {error}") from error
+    except OSError as error:
+        raise ConversionError(f"{source} cannot be read: {error.strerror}") from error
+    parts = prompt.tensors
+    is_peft = any(name in PEFT_FILES for name in names)
+    if is_peft:
+        parts = split_embeddings(parts["decoder"], hub.read_json(source, CONFIG))
+    has_both = len(parts) == 2
+    if is_peft and has_both and not with_decoder:
+        del parts["decoder"]
+    written = write_prompt(parts, target, not is_peft, overwrite)
+    counts = " and ".join(f"{len(part)} virtual tokens for the {name}" for name, part in parts.items())
+    return f"Wrote {' and '.join(written)} to {target}: {counts}{_NOT_USED * has_both}"
+
+
+def write_prompt(parts: Mapping[str, Tensor], target: Path, is_peft: bool, overwrite: bool) -> list[str]:
+    """Writes a prompt's `parts`, "decoder" and "encoder" or one of them, [num_virtual_tokens, width] each,
+    into the directory `target`. What a prompt there consists of is replaced if `overwrite` says so.
+
+    Returns the names of the files. Raises ConversionError."""
+    there = [name for name in (*PEFT_FILES, CONFIG, *TORCH_FILES) if (target / name).exists()]
+    if there and not overwrite:
+        raise ConversionError(f"{target} has {' and '.join(there)} already; --overwrite replaces them")
+    is_new = not target.exists()
+    try:
+        (target.parent if is_new else target).mkdir(parents=True, exist_ok=True)
+        with workshop(target.parent if is_new else target) as room:
+            made = room / "prompt"
+            made.mkdir()
+            names = (_write_peft if is_peft else _write_torch)(parts, made)
+            if is_new:
+                made.rename(target)
+            else:
+                _replace(made, target, names, there)
+    except OSError as error:
+        raise ConversionError(f"{target} cannot be written to: {error.strerror}") from error
+    return names
+
+
+def split_embeddings(embeddings: Tensor, config: Mapping[str, Any]) -> dict[str, Tensor]:
+    """What PEFT keeps in one tensor, [rows, width], by the side that it is for: with two submodules the first
+    half is the encoder's, the second the decoder's. Raises ConversionError."""
+    is_encoder_decoder = config.get("task_type") == "SEQ_2_SEQ_LM"
+    num_parts = config.get("num_transformer_submodules") or (2 if is_encoder_decoder else 1)
+    num_rows, num_tokens = len(embeddings), config.get("num_virtual_tokens")
+    if num_parts not in (1, 2) or num_parts > 1 + is_encoder_decoder:
+        text = f"num_transformer_submodules is {num_parts} and task_type {config.get('task_type')}"
+        raise ConversionError(f"{CONFIG}: {text}, which is no prompt for a text")
+    if num_tokens is not None and num_tokens * num_parts != num_rows:
+        text = f"{num_tokens} virtual tokens for {num_parts} of its parts do not make {num_rows} rows"
+        raise ConversionError(f"{CONFIG}: {text}")
+    if not is_encoder_decoder:
+        return {"decoder": embeddings}
+    if num_parts == 1:
+        return {"encoder": embeddings}
+    if num_rows % 2:
+        raise ConversionError(f"{num_rows} rows are not as many for the encoder as for the decoder")
+    encoder, decoder = embeddings.chunk(2)
+    return {"encoder": encoder, "decoder": decoder}
+
+
+def _write_torch(parts: Mapping[str, Tensor], room: Path) -> list[str]:
+    names = []
+    for name in TORCH_FILES:
+        part = parts.get(name.removesuffix(".pt"))
+        if part is not None:
+            # A copy, because all that a tensor is a part of would be written.
+            torch.save(part.detach().clone(), room / name)
+            names.append(name)
+    return names
+
+
+def _write_peft(parts: Mapping[str, Tensor], room: Path) -> list[str]:
+    embeddings = _join(parts)
+    num_parts = len(parts)
+    config = {
+        "peft_type": "PROMPT_TUNING",
+        "task_type": "SEQ_2_SEQ_LM" if "encoder" in parts else "CAUSAL_LM",
+        "num_virtual_tokens": len(embeddings) // num_parts,
+        "token_dim": embeddings.shape[1],
+        "num_transformer_submodules": num_parts,
+        "prompt_tuning_init": "RANDOM",
+        "inference_mode": True,
+    }
+    (room / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+    weights = PEFT_FILES[0]
+    save_file({PEFT_KEY: embeddings}, room / weights, metadata={"format": "pt"})
+    return [CONFIG, weights]
+
+
+def _join(parts: Mapping[str, Tensor]) -> Tensor:
+    """[rows, width], the encoder's before the decoder's. Raises ConversionError where PEFT has no place for
+    them."""
+    encoder, decoder = parts.get("encoder"), parts.get("decoder")
+    if encoder is None or decoder is None:
+        return next(part for part in (encoder, decoder) if part is not None).detach().contiguous()
+    if encoder.shape != decoder.shape or encoder.dtype != decoder.dtype:
+        shapes = " and ".join(f"{list(part.shape)} {_name(part.dtype)}" for part in (encoder, decoder))
+        raise ConversionError(f"PEFT has one shape and type for encoder and decoder, not {shapes}")
+    return torch.cat((encoder.detach(), decoder.detach()))
+
+
+def _replace(made: Path, target: Path, names: list[str], there: list[str]) -> None:
+    """File by file; the one that decides which layout it is comes last."""
+    for name in names:
+        os.replace(made / name, target / name)
+    for name in there:
+        if name not in names:
+            (target / name).unlink(missing_ok=True)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

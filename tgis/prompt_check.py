@@ -1,0 +1,144 @@
+"""What an operator is told of a soft prompt or a LoRA adapter on the disk: what it is, whether it is good,
+and whether it fits a model."""
+
+import tempfile
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import Tensor
+
+from tgis import hub
+from tgis.config import ShardConfig
+from tgis.errors import OperatorError
+from tgis.prompts.adapter_config import NAME as CONFIG
+from tgis.prompts.adapter_format import read_adapter_files
+from tgis.prompts.errors import AbsentError, ContentError, TooLargeError
+from tgis.prompts.format import DECODER, ENCODER, LORA, PEFT_FILES, Fit, read_peft_type, read_prompt
+from tgis.prompts.store import ADAPTER_ITEMSIZE
+from tgis.shard.content_loading import allow
+from tgis.shard.layers.kernels import Parts
+from tgis.shard.models.adapters import read_adapter
+from tgis.shard.models.outline import DTYPES, outline, stored_dtype
+
+UNBOUNDED = 1 << 40  # bytes
+
+
+class PromptCheckError(OperatorError):
+    """It is not good, or does not fit; the text is one line that names it."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """A model, and how much of prompts and adapters may be beside it."""
+
+    parts: Parts
+    fit: Fit
+
+
+def describe(path: Path, config: ShardConfig | None) -> list[str]:
+    """Lines about what the directory `path` holds, or the one that the file `path` is part of. It must fit
+    the model that `config` is of, if one is given.
+
+    Raises PromptCheckError, hub.ModelNotFoundError, UnsupportedModelError, WeightsError."""
+    target = None if config is None else _find_target(config)
+    what = "no soft prompt and no adapter" + " for such a model" * (target is not None)
+    with _told_with(path, what), _directory_of(path) as directory:
+        tell = _describe_adapter if read_peft_type(directory) == LORA else _describe_prompt
+        lines = [*tell(directory, target)]
+    return lines if config is None else [*lines, f"fits {config.model_path}"]
+
+
+def _describe_prompt(directory: Path, target: Target | None) -> Iterator[str]:
+    tensors = read_prompt(directory, target.fit if target else None).tensors
+    num_bytes = sum(tensor.nbytes for tensor in tensors.values())
+    if target:
+        _limit(num_bytes, target.fit.max_prompt_bytes)
+    stored = read_prompt(directory, None).tensors
+    counts = " and ".join(f"{len(tensor)} virtual tokens for the {name}" for name, tensor in tensors.items())
+    yield f"soft prompt: {counts}"
+    yield f"{num_bytes} bytes"
+    yield from _list({name: stored[name] for name in tensors})
+
+
+def _describe_adapter(directory: Path, target: Target | None) -> Iterator[str]:
+    tensors, scales = read_adapter_files(directory, target.fit.max_adapter_bytes if target else UNBOUNDED)
+    num_bytes = sum(tensor.numel() * ADAPTER_ITEMSIZE for tensor in tensors.values())
+    if target:
+        _limit(num_bytes, target.fit.max_adapter_bytes)
+        read_adapter(target.parts, tensors, scales)
+    yield f"LoRA adapter: {len(scales)} modules"
+    for (rank, scale), modules in _group(tensors, scales).items():
+        names = ", ".join(f"{name} ({count})" for name, count in modules.items())
+        yield f"rank {rank}, scale {scale:g}: {names}"
+    yield f"{num_bytes} bytes"
+    yield from _list(tensors)
+
+
+def _group(
+    tensors: Mapping[str, Tensor], scales: Mapping[str, float]
+) -> dict[tuple[int, float], Counter[str]]:
+    """How many modules have the same last name, by rank and scale."""
+    found: dict[tuple[int, float], Counter[str]] = {}
+    for module, scale in scales.items():
+        a = tensors.get(f"{module}.lora_A.weight", tensors.get(f"{module}.lora_embedding_A"))
+        assert a is not None, "what has a scale has tensors"
+        found.setdefault((len(a), scale), Counter())[module.rpartition(".")[2]] += 1
+    return found
+
+
+def _list(tensors: Mapping[str, Tensor]) -> Iterator[str]:
+    width = max(map(len, tensors))
+    for name, tensor in tensors.items():
+        yield f"  {name:{width}}  {list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
+
+
+def _limit(num_bytes: int, max_bytes: int) -> None:
+    if num_bytes > max_bytes:
+        raise TooLargeError
+
+
+def _find_target(config: ShardConfig) -> Target:
+    settings = hub.read_json(Path(config.model_path), "config.json")
+    dtype = DTYPES[config.dtype] if config.dtype else stored_dtype(settings)
+    model = outline(Path(config.model_path), settings, dtype)
+    allowance = allow(config, True, config.max_sequence_length or hub.max_sequence_length(settings))
+    fit = Fit(
+        prompt_width=model.prompt_width,
+        dtype=dtype,
+        is_encoder_decoder=model.is_encoder_decoder,
+        max_prompt_tokens=allowance.max_prompt_tokens,
+        max_prompt_bytes=allowance.prompt_bytes,
+        max_adapter_bytes=allowance.adapter_bytes,
+    )
+    return Target(model.parts, fit)
+
+
+@contextmanager
+def _told_with(path: Path, what: str) -> Iterator[None]:
+    """What is wrong is told with the path."""
+    try:
+        yield
+    except AbsentError as error:
+        raise PromptCheckError(f"{path} holds {what}") from error
+    except TooLargeError as error:
+        raise PromptCheckError(f"{path} exceeds the allowed cache size") from error
+    except ContentError as error:
+        raise PromptCheckError(f"{path}: {error}") from error
+    except OSError as error:
+        raise PromptCheckError(f"{path} cannot be read: {error.strerror or error}") from error
+
+
+@contextmanager
+def _directory_of(path: Path) -> Iterator[Path]:
+    """A lone tensor is for the decoder, unless its name says that it is for the encoder."""
+    if path.is_dir() or not path.exists():
+        yield path
+    elif path.name in (CONFIG, *PEFT_FILES):
+        yield path.parent
+    else:
+        with tempfile.TemporaryDirectory() as room:
+            (Path(room) / (ENCODER if path.name == ENCODER else DECODER)).symlink_to(path.absolute())
+            yield Path(room)

@@ -1,0 +1,185 @@
+"""Reads PEFT's directory of a LoRA adapter, and checks all of it that can be checked without the model."""
+
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from tgis.pickles import TORN, PickleError
+from tgis.prompts import adapter_config
+from tgis.prompts.adapter_config import LoraConfig, parse_config
+from tgis.prompts.errors import ContentError, TooLargeError, quote
+from tgis.prompts.pickled import load_small
+
+SAFETENSORS, PICKLE = "adapter_model.safetensors", "adapter_model.bin"
+MAX_CONFIG_BYTES = 4 << 20
+MAX_HEADER_BYTES = 32 << 20
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+_ROOT = "base_model.model."
+_LINEAR = re.compile(r"(.+)\.(lora_[AB])(?:\.default)?\.weight")
+_TABLE = re.compile(r"(.+)\.(lora_embedding_[AB])(?:\.default)?")
+_BASE = re.compile(r"(.+?)(?:\.base_layer)?\.weight")
+_BIAS = re.compile(r".+\.lora_B(?:\.default)?\.bias")
+_MAGNITUDE = "lora_magnitude_vector"
+# Parameters of all experts at once. A module's second one wraps the first, which is its `base_layer` then.
+_UP, _DOWN = "gate_up_proj", "down_proj"
+
+
+def read_adapter_files(directory: Path, max_bytes: int) -> tuple[dict[str, Tensor], dict[str, float]]:
+    """Tensors by `{module}.lora_A.weight` [rank, in], `{module}.lora_B.weight` [out, rank],
+    `{module}.lora_embedding_A` [rank, rows] and `{module}.lora_embedding_B` [width, rank], in the type they
+    are stored in and perhaps mapped, so the files must not change; and of every such module what its product
+    is multiplied by.
+
+    Modules have PEFT's names, from the model on. A parameter of all experts has its own name instead,
+    `{module}.gate_up_proj`, and num_experts * rank in place of the rank. `{module}.base` is what the model
+    itself is said to have there.
+
+    Raises UnsupportedTypeError, TooLargeError, ContentError with the cause, and OSError."""
+    file = directory / adapter_config.NAME
+    if not file.is_file():
+        raise ContentError(f"invalid adapter: no {adapter_config.NAME} found")
+    config = parse_config(_bounded(file, MAX_CONFIG_BYTES).read_bytes())
+    tensors: dict[str, Tensor] = {}
+    for name, tensor in _read_tensors(directory, max_bytes).items():
+        named = _rename(name)
+        if named in tensors:
+            raise ContentError(f"invalid adapter: it holds {quote(named)} twice")
+        tensors[named] = _check(named, tensor)
+    if config.ties_head and any(".lora_embedding_" in name for name in tensors):
+        raise ContentError("an adapter of embeddings that are tied (ensure_weight_tying) is not supported")
+    tensors = _name_parameters(tensors, config) if config.target_parameters else tensors
+    return tensors, dict(_scales(tensors, config))
+
+
+def split_name(name: str) -> tuple[str, str]:
+    """Module and kind of a tensor, as `read_adapter_files` names them: "lora_A.weight", "lora_embedding_B",
+    "base"."""
+    module, _, kind = name.removesuffix(".weight").rpartition(".")
+    return module, kind + ".weight" * name.endswith(".weight")
+
+
+def _read_tensors(directory: Path, max_bytes: int) -> dict[str, Tensor]:
+    files = {SAFETENSORS: _load, PICKLE: _unpickle}
+    for name, read in files.items():
+        if (directory / name).is_file():
+            found = read(_bounded(directory / name, max_bytes))
+            # A pickle may call few bytes many numbers.
+            if sum(tensor.numel() * tensor.itemsize for tensor in found.values()) > max_bytes:
+                raise TooLargeError
+            return found
+    raise ContentError(f"invalid adapter: neither {SAFETENSORS} nor {PICKLE} found")
+
+
+def _bounded(file: Path, max_bytes: int) -> Path:
+    if file.stat().st_size > max_bytes:
+        raise TooLargeError
+    return file
+
+
+def _load(file: Path) -> dict[str, Tensor]:
+    with file.open("rb") as content:
+        if int.from_bytes(content.read(8), "little") > MAX_HEADER_BYTES:
+            raise ContentError(f"invalid adapter: the header of {SAFETENSORS} is too large")
+    try:
+        found: dict[str, Tensor] = load_file(file)
+    # Of damaged headers the library raises whatever it stumbles over.
+    except (SafetensorError, ValueError, KeyError, TypeError, RuntimeError) as error:
+        raise ContentError(f"invalid adapter: {SAFETENSORS} {TORN}") from error
+    return found
+
+
+def _unpickle(file: Path) -> dict[str, Tensor]:
+    try:
+        found: Any = load_small(file)
+    except PickleError as error:
+        raise ContentError(f"invalid adapter: {PICKLE} {str(error).removeprefix(f'{file} ')}") from error
+    named = found.items() if isinstance(found, dict) else [(None, found)]
+    if not all(isinstance(name, str) and _is_plain(value) for name, value in named):
+        raise ContentError(f"invalid adapter: {PICKLE} does not hold tensors by name")
+    return {str(name): tensor.detach() for name, tensor in named}
+
+
+def _is_plain(value: object) -> bool:
+    return isinstance(value, Tensor) and value.layout == torch.strided and value.device.type == "cpu"
+
+
+def _rename(name: str) -> str:
+    plain = name.removeprefix(_ROOT)
+    if _BIAS.fullmatch(plain):
+        raise ContentError("a bias of lora_B is not supported")
+    if _MAGNITUDE in plain:
+        raise ContentError("weight-decomposed LoRA (DoRA) is not supported")
+    if found := _LINEAR.fullmatch(plain):
+        return f"{found[1]}.{found[2]}.weight"
+    if found := _TABLE.fullmatch(plain):
+        return f"{found[1]}.{found[2]}"
+    if (found := _BASE.fullmatch(plain)) and "lora_" not in plain:
+        return f"{found[1]}.base"
+    raise ContentError(f"invalid adapter: {quote(plain)} is no tensor of LoRA")
+
+
+def _check(name: str, tensor: Tensor) -> Tensor:
+    if tensor.dtype not in DTYPES:
+        kind = str(tensor.dtype).removeprefix("torch.")
+        raise ContentError(f"invalid adapter: {quote(name)} is of type {kind}")
+    if tensor.dim() != 2 or not tensor.numel():
+        raise ContentError(f"invalid adapter: {quote(name)} has shape {list(tensor.shape)}")
+    tensor = tensor.contiguous()
+    if not all(bound.isfinite() for bound in tensor.aminmax()):
+        raise ContentError(f"invalid adapter: {quote(name)} holds numbers that are not finite")
+    return tensor
+
+
+def _name_parameters(tensors: Mapping[str, Tensor], config: LoraConfig) -> dict[str, Tensor]:
+    targets = {target.rpartition(".")[2] for target in config.target_parameters} & {_UP, _DOWN}
+    renamed = {}
+    for name, tensor in tensors.items():
+        module, kind = split_name(name)
+        if targets and kind in ("lora_A.weight", "lora_B.weight"):
+            if module.endswith(".experts.base_layer"):
+                module = f"{module.removesuffix('.base_layer')}.{_UP}"
+            elif module.endswith(".experts"):
+                is_outer = f"{module}.base_layer.{kind}" in tensors
+                module = f"{module}.{_DOWN if is_outer or len(targets) > 1 else next(iter(targets))}"
+        renamed[f"{module}.{kind}"] = tensor
+    return renamed
+
+
+def _scales(tensors: Mapping[str, Tensor], config: LoraConfig) -> Iterator[tuple[str, float]]:
+    """Checks on the way that everything has its partner, and the rank that the configuration says."""
+    modules = dict.fromkeys(module for module, kind in map(split_name, tensors) if kind != "base")
+    if not modules:
+        raise ContentError("invalid adapter: it holds no tensors of LoRA")
+    for module in modules:
+        a, b = _pair(module, tensors)
+        key = _key(module, config)
+        rank = config.rank_of(key)
+        is_fused = bool(config.target_parameters) and module.endswith((f".{_UP}", f".{_DOWN}"))
+        if a.shape[0] != b.shape[1] or (a.shape[0] % rank if is_fused else a.shape[0] != rank):
+            shapes = f"{list(a.shape)} and {list(b.shape)}"
+            raise ContentError(f"invalid adapter: {quote(module)} has shapes {shapes}, expected rank {rank}")
+        yield module, config.scale_of(key)
+
+
+def _pair(module: str, tensors: Mapping[str, Tensor]) -> list[Tensor]:
+    kinds = ("lora_A.weight", "lora_B.weight")
+    if not any(f"{module}.{kind}" in tensors for kind in kinds):
+        kinds = ("lora_embedding_A", "lora_embedding_B")
+    for kind in kinds:
+        if f"{module}.{kind}" not in tensors:
+            raise ContentError(f"invalid adapter: {quote(f'{module}.{kind}')} is missing")
+    return [tensors[f"{module}.{kind}"] for kind in kinds]
+
+
+def _key(module: str, config: LoraConfig) -> str:
+    """What patterns are matched against."""
+    parameter = f"{module}.weight"
+    is_parameter = any(f".{parameter}".endswith(f".{target}") for target in config.target_parameters)
+    return parameter if is_parameter else module

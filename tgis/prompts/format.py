@@ -1,0 +1,180 @@
+"""Reads the directory of a tuned soft prompt and checks all of it, so that what is wrong with one is known
+before a model meets it. Laid out as decoder.pt and encoder.pt, or as PEFT saves it."""
+
+import json
+import os
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from tgis.pickles import PickleError
+from tgis.prompts import adapter_config
+from tgis.prompts.adapter_config import UnsupportedTypeError
+from tgis.prompts.errors import AbsentError, ContentError, TooLargeError, quote
+from tgis.prompts.paths import is_unfinished
+from tgis.prompts.pickled import load_small
+
+DECODER, ENCODER = "decoder.pt", "encoder.pt"
+PEFT_STEM = "adapter_model"
+PEFT_FILES = (f"{PEFT_STEM}.safetensors", f"{PEFT_STEM}.bin")  # the first of them that is there
+PEFT_KEY = "prompt_embeddings"
+# Kinds of PEFT's whose saved embeddings are all there is to them.
+PEFT_PROMPTS = ("PROMPT_TUNING", "P_TUNING")
+LORA = "LORA"
+
+SLACK_BYTES = 1 << 20  # of a file, beside the elements
+MAX_HEADER_BYTES = 1 << 20
+MAX_CONFIG_BYTES = 4 << 20
+MAX_UNFITTED_BYTES = 2 << 30  # of a file, where no model limits it
+_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+_NO_TENSOR = "Invalid prefix embedding tensor"
+
+
+@dataclass(frozen=True)
+class Fit:
+    """What a model takes, and how much of it."""
+
+    prompt_width: int
+    dtype: torch.dtype
+    is_encoder_decoder: bool
+    max_prompt_tokens: int
+    max_prompt_bytes: int
+    max_adapter_bytes: int
+
+
+@dataclass(frozen=True)
+class SoftPrompt:
+    """Embeddings of virtual tokens, [num_tokens, width] and contiguous; at least one of the two is there."""
+
+    decoder: Tensor | None
+    encoder: Tensor | None
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        named = {"decoder": self.decoder, "encoder": self.encoder}
+        return {name: tensor for name, tensor in named.items() if tensor is not None}
+
+
+def read_prompt(directory: Path, fit: Fit | None) -> SoftPrompt:
+    """What `directory` holds, in the type of the model that `fit` describes and checked against it; without,
+    in the type it is stored in, and checked for what no model takes. Tensors may be mapped from the files.
+
+    Raises AbsentError where no soft prompt is there, TooLargeError, ContentError with what is wrong, and
+    OSError."""
+    try:
+        names = choose_prompt_files(os.listdir(directory), fit is None or fit.is_encoder_decoder)
+        _check_files(directory, names, fit)
+        found = {name: _read(directory, name) for name in names if name != adapter_config.NAME}
+    except FileNotFoundError as error:
+        raise AbsentError from error
+    checked = {name: _check(content, fit) for name, content in found.items()}
+    decoders = [checked[name] for name in (*PEFT_FILES, DECODER) if name in checked]
+    return SoftPrompt(next(iter(decoders), None), checked.get(ENCODER))
+
+
+def read_peft_type(directory: Path) -> str | None:
+    """What PEFT calls that which `directory` holds; None where its configuration is missing or is none.
+
+    Raises OSError."""
+    try:
+        with (directory / adapter_config.NAME).open("rb") as content:
+            config = json.loads(content.read(MAX_CONFIG_BYTES))
+    except (FileNotFoundError, ValueError, RecursionError):
+        return None
+    found = config.get("peft_type") if isinstance(config, dict) else None
+    return found if isinstance(found, str) else None
+
+
+def choose_prompt_files(names: Collection[str], takes_encoder: bool) -> list[str]:
+    """Those of a directory that matter to a soft prompt; none where there is none."""
+    if any(Path(name).stem == PEFT_STEM and not is_unfinished(name) for name in names):
+        chosen = choose_adapter_files(names)
+        return chosen if any(name in PEFT_FILES for name in chosen) else []
+    return [name for name in (DECODER, ENCODER)[: 1 + takes_encoder] if name in names]
+
+
+def choose_adapter_files(names: Collection[str]) -> list[str]:
+    """Those of a directory that matter to what PEFT saved."""
+    weights = [name for name in PEFT_FILES if name in names][:1]
+    return [*weights, *(name for name in (adapter_config.NAME,) if name in names)]
+
+
+def max_file_bytes(fit: Fit | None) -> int:
+    """No soft prompt that `fit` takes has a larger file, of whatever type its elements are."""
+    if fit is None:
+        return MAX_UNFITTED_BYTES
+    return fit.max_prompt_bytes // fit.dtype.itemsize * torch.float64.itemsize + SLACK_BYTES
+
+
+def _check_files(directory: Path, names: Collection[str], fit: Fit | None) -> None:
+    if not names or (fit and not fit.is_encoder_decoder and ENCODER in names):
+        raise AbsentError
+    if any((directory / name).stat().st_size > max_file_bytes(fit) for name in names):
+        raise TooLargeError
+    if not any(name in PEFT_FILES for name in names):
+        return
+    if fit and fit.is_encoder_decoder:
+        raise ContentError("encoder-decoder architectures not supported for peft models")
+    kind = read_peft_type(directory)
+    if kind is not None and kind not in PEFT_PROMPTS:
+        raise UnsupportedTypeError(f"adapter type {quote(kind)} is not currently supported")
+
+
+def _read(directory: Path, name: str) -> object:
+    """What may be embeddings. Raises ContentError, OSError."""
+    file = directory / name
+    if name.endswith(".safetensors"):
+        return _read_safetensors(file)
+    try:
+        content = load_small(file)
+    except PickleError as error:
+        raise ContentError(_NO_TENSOR) from error
+    if name.endswith(".bin"):
+        return content.get(PEFT_KEY) if isinstance(content, dict) else None
+    return content
+
+
+def _read_safetensors(file: Path) -> Tensor:
+    with file.open("rb") as start:
+        if int.from_bytes(start.read(8), "little") > MAX_HEADER_BYTES:
+            raise ContentError(_NO_TENSOR)
+    try:
+        with safe_open(file, framework="pt") as content:
+            tensor: Tensor = content.get_tensor(PEFT_KEY)
+    # Of damaged headers the library raises whatever it stumbles over.
+    except (SafetensorError, ValueError, LookupError, TypeError, AttributeError, RuntimeError) as error:
+        raise ContentError(_NO_TENSOR) from error
+    return tensor
+
+
+def _check(content: object, fit: Fit | None) -> Tensor:
+    """[num_tokens, width]. Raises ContentError for the first thing wrong, in the order that clients know."""
+    if not isinstance(content, Tensor) or content.dtype not in _DTYPES or content.dim() != 2:
+        raise ContentError(_NO_TENSOR)
+    tensor = content.detach()
+    num_tokens, width = tensor.shape
+    if not num_tokens or (fit and num_tokens > fit.max_prompt_tokens):
+        raise ContentError(f"Invalid prefix embedding length of {num_tokens}")
+    if fit and fit.is_encoder_decoder and num_tokens % 2:
+        raise ContentError("Encoder/decoder prefix tensor must be of even length")
+    if not width or (fit and width != fit.prompt_width):
+        expected = fit.prompt_width if fit else "1 or more"
+        raise ContentError(f"Prefix embedding tensor dim {width} does not match model ({expected})")
+    if tensor.numel() * tensor.element_size() > max_file_bytes(fit):  # rows may be one and the same
+        raise TooLargeError
+    return _cast(tensor, fit.dtype if fit else tensor.dtype)
+
+
+def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Contiguous. Raises ContentError."""
+    if not tensor.isfinite().all():
+        raise ContentError("Prefix contains non-finite elements")
+    cast = tensor.to(dtype).contiguous()
+    if not cast.isfinite().all():
+        change = f"from {tensor.dtype} to {dtype}"
+        raise ContentError(f"Prefix contains non-finite elements after conversion {change}")
+    return cast

@@ -1,0 +1,66 @@
+"""Reads small files of torch.save's that nobody vouches for. torch's own reader runs nothing that such a file
+holds, but lets it ask for any amount of memory, and does not notice damage; here neither gets as far."""
+
+import pickletools
+import re
+import struct
+import zipfile
+from io import BytesIO
+from pathlib import Path
+
+from tgis.pickles import TORN, PickleError, can_map, load_pickle
+
+# What a file says beside the tensors' elements; as objects it takes some fifty times as much.
+MAX_PICKLE_BYTES = 4 << 20
+OLD_PICKLES = 5  # that a file from before torch 1.6 begins with
+# All that plain tensors and parameters, alone or by name, are built of.
+_NEEDED = re.compile(
+    r"torch \w+Storage|collections OrderedDict|torch\._utils (_rebuild_tensor_v2|_rebuild_parameter)"
+)
+_OTHER_CALLS = ("STACK_GLOBAL", "INST", "OBJ", "NEWOBJ", "NEWOBJ_EX", "EXT1", "EXT2", "EXT4")
+_END = struct.Struct("<4s4HIIH")  # of a zip archive without a comment; the sixth is the size of its directory
+
+
+def load_small(file: Path) -> object:
+    """What the file has; its tensors are mapped from it, so that nobody may write to it.
+
+    Raises PickleError, which names it; OSError, MemoryError."""
+    try:
+        _check_archive(file) if can_map(file) else _check_old(file)
+    except (PickleError, FileNotFoundError, MemoryError):
+        raise
+    # Of a damaged file the readers raise whatever they stumble over.
+    except Exception as error:
+        raise PickleError(f"{file} {TORN}") from error
+    return load_pickle(file)
+
+
+def _check_archive(file: Path) -> None:
+    with file.open("rb") as content:
+        content.seek(-_END.size, 2)
+        if _END.unpack(content.read())[5] > MAX_PICKLE_BYTES:
+            raise PickleError(f"{file} {TORN}")
+        with zipfile.ZipFile(content) as archive:
+            records = archive.infolist()
+            is_plain = all(record.compress_type == zipfile.ZIP_STORED for record in records)
+            pickles = [record for record in records if record.filename.endswith("data.pkl")]
+            is_short = all(record.file_size <= MAX_PICKLE_BYTES for record in pickles)
+            if not (is_plain and is_short) or archive.testzip():
+                raise PickleError(f"{file} {TORN}")
+            for record in pickles:
+                _check_calls(file, archive.read(record), 1)
+
+
+def _check_old(file: Path) -> None:
+    with file.open("rb") as content:
+        _check_calls(file, content.read(MAX_PICKLE_BYTES), OLD_PICKLES)
+
+
+def _check_calls(file: Path, content: bytes, num_pickles: int) -> None:
+    stream = BytesIO(content)
+    for _ in range(num_pickles):
+        for operation, name, _ in pickletools.genops(stream):
+            is_call = operation.name == "GLOBAL" and not _NEEDED.fullmatch(str(name))
+            if is_call or operation.name in _OTHER_CALLS:
+                what = str(name).replace(" ", ".") if is_call else "what it does not name"
+                raise PickleError(f"{file} wants to call {what}, which tensors do not need; it was not run")

@@ -1,0 +1,91 @@
+"""Copies of the files that a soft prompt or an adapter consists of, all as they were at one moment: what
+others write, replace or cut off meanwhile is not in them, and cannot reach whoever maps them into memory."""
+
+import os
+import stat
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tgis.prompts.errors import AbsentError, TooLargeError
+from tgis.prompts.paths import Place, absence, find_inside
+
+# Two writes within this time may leave a file with one and the same time stamp.
+CLOCK_NS = 50_000_000
+TRIES = 8
+CHUNK_BYTES = 1 << 20
+
+Choose = Callable[[Collection[str]], Sequence[str]]
+
+
+@dataclass(frozen=True)
+class State:
+    """By what a change of files is noticed; `files` has their names, inodes, sizes and times."""
+
+    directory: Path
+    files: tuple[tuple[str, tuple[int, ...]], ...]
+    changed_ns: int
+    is_settled: bool = field(compare=False)
+    """Whether any later change will show in another state than this one."""
+
+
+def look(directory: Path, choose: Choose) -> State:
+    """At the files that `choose` takes of the names in a real directory. Raises AbsentError, OSError."""
+    now_ns = time.time_ns()
+    with absence():
+        names = choose(os.listdir(directory))
+        found = {name: os.stat(directory / name) for name in names}
+    if not all(stat.S_ISREG(one.st_mode) for one in found.values()):
+        raise AbsentError
+    # A file's other time is whatever a program says.
+    changed_ns = max((one.st_ctime_ns for one in found.values()), default=0)
+    files = tuple((name, _signature(one)) for name, one in found.items())
+    return State(directory, files, changed_ns, changed_ns < now_ns - CLOCK_NS)
+
+
+def take(place: Place, choose: Choose, room: Path, max_bytes: int) -> State:
+    """Copies the files into `room`, each of at most `max_bytes`, and tells their state at that moment.
+
+    Raises AbsentError, also where they do not stop to change; TooLargeError, OSError."""
+    for _ in range(TRIES):
+        before = _await_rest(place.directory, choose)
+        for name, _ in before.files:
+            _copy(place, name, room / name, max_bytes)
+        if look(place.directory, choose) == before:
+            return before
+        for name, _ in before.files:
+            (room / name).unlink()
+    raise AbsentError
+
+
+def _await_rest(directory: Path, choose: Choose) -> State:
+    """The state, once it tells apart what is written from now on; a clock that is ahead is not waited for."""
+    state = look(directory, choose)
+    rest_ns = state.changed_ns + CLOCK_NS - time.time_ns()
+    if not state.is_settled and rest_ns <= CLOCK_NS:
+        time.sleep(max(rest_ns, 0) / 1e9 + 0.001)
+        state = look(directory, choose)
+    return state
+
+
+def _copy(place: Place, name: str, target: Path, max_bytes: int) -> None:
+    with absence():
+        file = place.directory / name
+        real = find_inside(place.root, file) if place.root else file
+        flags = os.O_RDONLY | os.O_NONBLOCK  # a pipe would block
+        source = os.open(real, flags | os.O_NOFOLLOW if place.root else flags)
+        with os.fdopen(source, "rb", buffering=0) as content, target.open("wb") as copy:
+            found = os.fstat(source)
+            if not stat.S_ISREG(found.st_mode):
+                raise AbsentError
+            if found.st_size > max_bytes:
+                raise TooLargeError
+            rest = found.st_size
+            while rest > 0 and (chunk := content.read(min(CHUNK_BYTES, rest))):
+                copy.write(chunk)
+                rest -= len(chunk)
+
+
+def _signature(found: os.stat_result) -> tuple[int, ...]:
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns

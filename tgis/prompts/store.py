@@ -1,0 +1,227 @@
+"""From the ids that requests give to checked contents; replaced and removed files are noticed at the next
+look."""
+
+import logging
+import os
+import re
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+from torch import Tensor
+
+from tgis.prompts.adapter_config import UnsupportedTypeError
+from tgis.prompts.adapter_format import MAX_HEADER_BYTES, read_adapter_files
+from tgis.prompts.errors import AbsentError, ContentError, TooLargeError, quote
+from tgis.prompts.format import (
+    LORA,
+    Fit,
+    choose_adapter_files,
+    choose_prompt_files,
+    max_file_bytes,
+    read_peft_type,
+    read_prompt,
+)
+from tgis.prompts.paths import Place, absence, find_place
+from tgis.prompts.snapshot import Choose, State, look, take
+from tgis.prompts.spool import Kind, Spool
+
+logger = logging.getLogger(__name__)
+
+MAX_REMEMBERED = 4096
+TRIES = 3  # to follow a link that is turned while its target is read
+ALIGNMENT = 512  # of what a device's memory is given out in
+ADAPTER_ITEMSIZE = 4  # of the widest type that a rank keeps them in
+_ADAPTER_ID = re.compile("[A-Za-z0-9_./-]+")
+
+
+@dataclass(frozen=True)
+class Found:
+    kind: Kind
+    digest: str
+    num_decoder_tokens: int
+    num_encoder_tokens: int
+    num_bytes: int
+    """That a rank needs at most to hold it loaded."""
+
+
+# The text says why a content is refused.
+Outcome = Found | str
+
+
+@dataclass
+class _Turn:
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    num_waiting: int = 0
+
+
+class Store:
+    """Safe to use from any thread. What files hold is remembered until they change."""
+
+    def __init__(
+        self,
+        spool: Spool,
+        fit: Fit | None,
+        prompts: Path | None,
+        adapters: Path | None,
+        named: Mapping[str, Path],
+    ) -> None:
+        """`prompts` and `adapters` are the directories of those, the first of which may hold adapters too;
+        `named` adapters are where they please. `fit` is None where the model takes neither."""
+        self._spool, self._fit = spool, fit
+        self._prompts, self._adapters = (root and root.absolute() for root in (prompts, adapters))
+        self._named = {name: path.absolute() for name, path in named.items()}
+        self._remembered: OrderedDict[tuple[Kind, str], tuple[State, Outcome]] = OrderedDict()
+        self._turns: dict[tuple[Kind, str], _Turn] = {}
+        self._lock = threading.Lock()
+
+    def find(self, kind: Kind, id: str) -> Found:
+        """The checked content of `id`, with a copy in the spool. Parallel calls for one id read it once.
+
+        Raises ContentError with a text for the client, and OSError."""
+        if kind == "adapter" and id not in self._named:
+            if not (self._prompts or self._adapters):
+                raise ContentError("adapter_id supplied but no adapter store was configured")
+            if not _ADAPTER_ID.fullmatch(id):
+                rule = "must contain only alphanumeric, _ and - and /"
+                raise ContentError(f"Invalid adapter id '{quote(id)}', {rule}")
+        try:
+            with self._take_turn(kind, id):
+                outcome = self._find(kind, id)
+        except ContentError as error:
+            raise ContentError(_explain(kind, id, error)) from error
+        if isinstance(outcome, str):
+            raise ContentError(outcome)
+        return outcome
+
+    def _find(self, kind: Kind, id: str) -> Outcome:
+        for _ in range(TRIES):
+            place = self._locate(kind, id)
+            try:
+                return self._recall(kind, id, place) or self._read(kind, id, place)
+            except AbsentError:
+                if self._locate(kind, id) == place:
+                    raise
+        raise AbsentError
+
+    def _locate(self, kind: Kind, id: str) -> Place:
+        if kind == "adapter" and id in self._named:
+            with absence():
+                return Place(Path(os.path.realpath(self._named[id], strict=True)), None)
+        for root in (self._prompts,) if kind == "prompt" else (self._adapters, self._prompts):
+            try:
+                if root is not None:
+                    return find_place(root, id)
+            except AbsentError:
+                continue
+        raise AbsentError
+
+    def _recall(self, kind: Kind, id: str, place: Place) -> Outcome | None:
+        with self._lock:
+            state, outcome = self._remembered.get((kind, id), (None, ""))
+        if state is None or look(place.directory, self._choose(kind)) != state:
+            return None
+        if isinstance(outcome, Found) and outcome.digest not in self._spool:
+            return None
+        with self._lock:
+            if (kind, id) in self._remembered:
+                self._remembered.move_to_end((kind, id))
+        return outcome
+
+    def _read(self, kind: Kind, id: str, place: Place) -> Outcome:
+        fit = self._fit
+        if fit is None:
+            what = "soft prompts" if kind == "prompt" else "LoRA adapters"
+            raise ContentError(f"{what} need the service's own engine")
+        with self._spool.room() as room:
+            state = take(place, self._choose(kind), room, _max_file_bytes(kind, fit))
+            try:
+                outcome: Outcome = self._keep(kind, room, fit)
+            except AbsentError:
+                raise
+            except ContentError as error:
+                detail = str(error.__cause__ or error).replace(str(room), str(place.directory))
+                logger.warning("%s %s is refused: %s", kind, quote(id), detail)
+                outcome = _explain(kind, id, error)
+        if state.is_settled:
+            self._remember(kind, id, state, outcome)
+        return outcome
+
+    def _keep(self, kind: Kind, room: Path, fit: Fit) -> Found:
+        if kind == "adapter" or read_peft_type(room) == LORA:
+            tensors, scales = read_adapter_files(room, _max_file_bytes("adapter", fit))
+            num_bytes = sum(_pad(tensor.numel() * ADAPTER_ITEMSIZE) for tensor in tensors.values())
+            _limit(num_bytes, fit.max_adapter_bytes)
+            return Found("adapter", self._spool.put("adapter", tensors, {"scales": scales}), 0, 0, num_bytes)
+        prompt = read_prompt(room, fit)
+        num_bytes = sum(_pad(tensor.nbytes) for tensor in prompt.tensors.values())
+        _limit(num_bytes, fit.max_prompt_bytes)
+        digest = self._spool.put("prompt", prompt.tensors, {})
+        return Found("prompt", digest, _count(prompt.decoder), _count(prompt.encoder), num_bytes)
+
+    def _remember(self, kind: Kind, id: str, state: State, outcome: Outcome) -> None:
+        with self._lock:
+            self._remembered[kind, id] = state, outcome
+            self._remembered.move_to_end((kind, id))
+            if len(self._remembered) > MAX_REMEMBERED:
+                self._remembered.popitem(last=False)
+
+    def _choose(self, kind: Kind) -> Choose:
+        if kind == "adapter":
+            return choose_adapter_files
+        return partial(choose_prompt_files, takes_encoder=self._fit is None or self._fit.is_encoder_decoder)
+
+    @contextmanager
+    def _take_turn(self, kind: Kind, id: str) -> Iterator[None]:
+        with self._lock:
+            turn = self._turns.setdefault((kind, id), _Turn())
+            turn.num_waiting += 1
+        try:
+            with turn.lock:
+                yield
+        finally:
+            with self._lock:
+                turn.num_waiting -= 1
+                if not turn.num_waiting:
+                    del self._turns[kind, id]
+
+
+def _explain(kind: Kind, id: str, error: ContentError) -> str:
+    """All that a client is told."""
+    shown = quote(id)
+    if isinstance(error, UnsupportedTypeError):
+        return str(error)
+    cause = str(error)
+    if kind == "adapter":
+        if isinstance(error, AbsentError):
+            cause = "directory does not exist"
+        elif isinstance(error, TooLargeError):
+            cause = f"adapter {shown} exceeds the allowed cache size"
+        return f"can't retrieve adapter with id '{shown}': {cause}"
+    if isinstance(error, AbsentError):
+        cause = f'prefix id "{shown}" not found'
+    elif isinstance(error, TooLargeError):
+        cause = f"Prefix ID object {shown} exceeds the allowed cache size"
+    return f"can't retrieve prompt prefix with id '{shown}': {cause}"
+
+
+def _max_file_bytes(kind: Kind, fit: Fit) -> int:
+    adapter = fit.max_adapter_bytes + MAX_HEADER_BYTES
+    return adapter if kind == "adapter" else max(adapter, max_file_bytes(fit))
+
+
+def _limit(num_bytes: int, max_bytes: int) -> None:
+    if num_bytes > max_bytes:
+        raise TooLargeError
+
+
+def _count(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else len(tensor)
+
+
+def _pad(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT

@@ -1,0 +1,293 @@
+"""Which soft prompts and adapters the shards hold loaded: as many bytes of each kind as they have room for,
+always what live calls refer to, of the rest what was used last. All ranks hold the same."""
+
+import asyncio
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import grpc
+
+from tgis.pb import shard_pb2 as pb
+from tgis.router.errors import OverloadedError, UnavailableError
+from tgis.router.metrics import ContentMetrics, Metrics
+from tgis.router.permits import OVERLOADED
+from tgis.router.sequence import Content, ContentKind
+from tgis.router.shards import LOST, RETRY_INTERVAL_S, ContentCallError, Shards, ShardsLostError
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+LIMITS_S = {ContentKind.PROMPT: 5.0, ContentKind.ADAPTER: 60.0}
+"""How long a call waits for a look-up, for room and for a load, each."""
+MAX_TRIES = 50  # of what fails for a loss that nobody else notices
+MAX_RESTORES = 4  # loads at once when the shards are back
+
+
+@dataclass(eq=False)
+class Resident:
+    """A content in the shards, or on its way there."""
+
+    content: Content
+    num_references: int = 0
+    has_room: bool = False
+    """Its bytes are counted."""
+    is_loaded: bool = False
+    loading: "asyncio.Task[None]" = field(init=False)
+
+
+@dataclass(eq=False)
+class Shelf:
+    """The room for one kind."""
+
+    metrics: ContentMetrics
+    limit_s: float
+    num_bytes: int = 0
+    """Of all that has room; that of what is leaving ends when it is gone."""
+    num_leaving: int = 0
+    """Bytes."""
+    capacity: int = 0
+    turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held by the one that room is made for: first come, first served."""
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class Residents:
+    """Owns the link while it is connected, and what follows a loss of the shards."""
+
+    def __init__(
+        self, shards: Shards, metrics: Metrics, limits_s: Mapping[ContentKind, float] = LIMITS_S
+    ) -> None:
+        self.shards = shards
+        self._table: OrderedDict[str, Resident] = OrderedDict()  # by digest, least recently used first
+        self._leaving: dict[str, asyncio.Task[None]] = {}
+        self._shelves = {
+            ContentKind.PROMPT: Shelf(metrics.prompts, limits_s[ContentKind.PROMPT]),
+            ContentKind.ADAPTER: Shelf(metrics.adapters, limits_s[ContentKind.ADAPTER]),
+        }
+        self._decided = asyncio.Event()  # whether the shards are there
+        self._given_up = False
+        self._num_losses = 0
+        for kind in ContentKind:
+            self._show(kind)
+
+    def _show(self, kind: ContentKind) -> None:
+        shelf, table = self._shelves[kind], self._table
+        shelf.metrics.entries.follow(
+            lambda: sum(one.is_loaded for one in table.values() if one.content.kind is kind)
+        )
+        shelf.metrics.bytes.follow(lambda: shelf.num_bytes)
+
+    @property
+    def num_references(self) -> int:
+        return sum(resident.num_references for resident in self._table.values())
+
+    def capacity(self, kind: ContentKind) -> int:
+        """Bytes."""
+        return self._shelves[kind].capacity
+
+    def limit_s(self, kind: ContentKind) -> float:
+        return self._shelves[kind].limit_s
+
+    def has(self, content: Content) -> bool:
+        """It is loaded, or will be again before the shards compute anything."""
+        resident = self._table.get(content.digest)
+        return resident is not None and resident.content is content and resident.is_loaded
+
+    async def connect(self) -> pb.InfoResponse:
+        """Waits until the shards are there, and hold what is referred to and nothing else. What cannot be
+        loaded again is told to the log, and by `has`."""
+        self._suspend()
+        while True:
+            info = await self.shards.connect()
+            self._shelves[ContentKind.PROMPT].capacity = info.prompt_cache_bytes
+            self._shelves[ContentKind.ADAPTER].capacity = info.adapter_cache_bytes
+            try:
+                await self._restore()
+            except ShardsLostError:
+                await asyncio.sleep(RETRY_INTERVAL_S)
+                continue
+            self._given_up = False
+            self._decided.set()
+            return info
+
+    def give_up(self) -> None:
+        """Whoever waits for the shards is told that they are lost, until they are connected."""
+        self._given_up = True
+        self._decided.set()
+
+    async def ask(self, call: Callable[[], Awaitable[T]]) -> T:
+        """Makes a call to the shards, again after a loss of them. Raises UnavailableError, and what `call`
+        raises."""
+        for _ in range(MAX_TRIES):
+            await self._decided.wait()
+            if self._given_up:
+                break
+            num_losses = self._num_losses
+            try:
+                answer = await call()
+                if num_losses == self._num_losses:
+                    return answer
+            except ShardsLostError:
+                await asyncio.sleep(RETRY_INTERVAL_S)
+        raise UnavailableError(LOST)
+
+    async def take(
+        self, content: Content, copy_again: Callable[[], Awaitable[bool]], began: float
+    ) -> Resident:
+        """Refers to what is loaded under the content's digest, once it is. `copy_again` has the same content
+        copied once more, or cannot; `began` is when the look-up did.
+
+        Raises OverloadedError when there is no room for too long, ContentCallError, UnavailableError."""
+        resident, shelf = self._table.get(content.digest), self._shelves[content.kind]
+        if resident is None:
+            resident = self._table[content.digest] = Resident(content)
+            resident.loading = asyncio.create_task(self._load(resident, copy_again, began), name="load")
+        (shelf.metrics.hits if resident.is_loaded else shelf.metrics.misses).add()
+        self.refer(resident)
+        try:
+            # Whoever else waits for it still wants it when this call is cancelled.
+            await asyncio.shield(resident.loading)
+        except BaseException:
+            self.release(resident)
+            raise
+        return resident
+
+    def refer(self, resident: Resident) -> None:
+        resident.num_references += 1
+
+    def release(self, resident: Resident) -> None:
+        resident.num_references -= 1
+        assert resident.num_references >= 0, "released too often"
+        if not resident.num_references and self._table.get(resident.content.digest) is resident:
+            self._table.move_to_end(resident.content.digest)
+            self._shelves[resident.content.kind].changed.set()
+
+    async def _load(
+        self, resident: Resident, copy_again: Callable[[], Awaitable[bool]], began: float
+    ) -> None:
+        digest, shelf = resident.content.digest, self._shelves[resident.content.kind]
+        try:
+            while digest in self._leaving:  # an unload must not overtake the load
+                await asyncio.shield(self._leaving[digest])
+            await self._make_room(resident)
+            try:
+                await self.ask(lambda: self.shards.load(digest, shelf.limit_s))
+            except ContentCallError as error:
+                # The copy went with an eviction after the look-up; this one cannot be evicted meanwhile.
+                if error.code is not grpc.StatusCode.NOT_FOUND or not await copy_again():
+                    raise
+                await self.ask(lambda: self.shards.load(digest, shelf.limit_s))
+        except Exception:
+            self._leave([resident])
+            raise
+        resident.is_loaded = True
+        shelf.changed.set()
+        shelf.metrics.load_duration.observe(time.monotonic() - began)
+
+    async def _make_room(self, resident: Resident) -> None:
+        shelf = self._shelves[resident.content.kind]
+        try:
+            async with asyncio.timeout(shelf.limit_s), shelf.turn:
+                while (excess := shelf.num_bytes + resident.content.num_bytes - shelf.capacity) > 0:
+                    shelf.changed.clear()
+                    victims = self._choose_victims(resident.content.kind, excess - shelf.num_leaving)
+                    self._leave(victims)
+                    shelf.metrics.evictions.add(amount=len(victims))
+                    await shelf.changed.wait()
+                resident.has_room = True
+                shelf.num_bytes += resident.content.num_bytes
+        except TimeoutError:
+            raise OverloadedError(OVERLOADED) from None
+
+    def _choose_victims(self, kind: ContentKind, num_bytes: int) -> list[Resident]:
+        """None unless all of that room is to be had."""
+        victims: list[Resident] = []
+        for resident in self._table.values():
+            if num_bytes <= 0:
+                break
+            is_idle = resident.is_loaded and not resident.num_references
+            if is_idle and resident.content.kind is kind:
+                victims.append(resident)
+                num_bytes -= resident.content.num_bytes
+        return victims if num_bytes <= 0 else []
+
+    def _leave(self, residents: Sequence[Resident]) -> None:
+        """They are out of the table at once, and out of the shards soon."""
+        for resident in residents:
+            del self._table[resident.content.digest]
+            resident.is_loaded = False
+        leaving = [resident for resident in residents if resident.has_room]
+        if not leaving:
+            return
+        task = asyncio.create_task(self._unload(leaving), name="unload")
+        for resident in leaving:
+            self._leaving[resident.content.digest] = task
+            self._shelves[resident.content.kind].num_leaving += resident.content.num_bytes
+
+    async def _unload(self, residents: Sequence[Resident]) -> None:
+        digests = [resident.content.digest for resident in residents]
+        try:
+            # Steps on their way may still open rows of calls that are over, on all ranks or on none.
+            await self.shards.settle()
+            await self.shards.unload(digests)
+        except ShardsLostError:
+            logger.info("unloading ends with the loss of the shards")
+        except ContentCallError:
+            logger.exception("the shards do not unload what they are told to")
+        finally:
+            for resident in residents:
+                shelf = self._shelves[resident.content.kind]
+                del self._leaving[resident.content.digest]
+                shelf.num_leaving -= resident.content.num_bytes
+                self._take_bytes(resident)
+
+    def _take_bytes(self, resident: Resident) -> None:
+        shelf = self._shelves[resident.content.kind]
+        resident.has_room = False
+        shelf.num_bytes -= resident.content.num_bytes
+        shelf.changed.set()
+
+    def _suspend(self) -> None:
+        """The shards are gone. What nobody refers to will not be loaded again."""
+        self._num_losses += 1
+        if not self._given_up:
+            self._decided.clear()
+        for resident in list(self._table.values()):
+            if resident.is_loaded and not resident.num_references:
+                del self._table[resident.content.digest]
+                resident.is_loaded = False
+                self._take_bytes(resident)
+
+    async def _restore(self) -> None:
+        """What is on its way in loads itself, but its copy must stay too."""
+        try:
+            await self.shards.unload(list(self._table), others=True)
+        except ContentCallError:
+            logger.exception("the shards do not unload what is left over")
+        slots = asyncio.Semaphore(MAX_RESTORES)
+        loaded = [resident for resident in self._table.values() if resident.is_loaded]
+        for resident in loaded:  # nor may it leave while it is loaded
+            self.refer(resident)
+        try:
+            async with asyncio.TaskGroup() as group:
+                for resident in loaded:
+                    group.create_task(self._load_again(resident, slots))
+        except ExceptionGroup as losses:
+            raise losses.exceptions[0] from None
+        finally:
+            for resident in loaded:
+                self.release(resident)
+
+    async def _load_again(self, resident: Resident, slots: asyncio.Semaphore) -> None:
+        digest, shelf = resident.content.digest, self._shelves[resident.content.kind]
+        async with slots:
+            try:
+                await self.shards.load(digest, shelf.limit_s)
+            except ContentCallError as error:
+                logger.error("the %s %.16s is lost: %s", resident.content.kind.name.lower(), digest, error)
+                self._leave([resident])

@@ -1,0 +1,82 @@
+"""The calls by which the router finds, loads and unloads soft prompts and adapters: what they answer, and
+what they tell of an error."""
+
+import errno
+import logging
+from collections.abc import Callable
+from typing import TypeVar
+
+import grpc
+import torch
+
+from tgis.pb import shard_pb2 as pb
+from tgis.prompts.errors import ContentError, MissingContentError
+from tgis.prompts.spool import Kind, Spool
+from tgis.prompts.store import Store
+from tgis.shard.contents import Contents
+
+logger = logging.getLogger(__name__)
+
+KINDS: dict[pb.ContentKind, Kind] = {
+    pb.CONTENT_KIND_PROMPT: "prompt",
+    pb.CONTENT_KIND_ADAPTER: "adapter",
+}
+NUMBERS = {kind: number for number, kind in KINDS.items()}
+FULL = (errno.ENOSPC, errno.EDQUOT)
+
+Response = TypeVar("Response")
+
+
+class ContentCalls:
+    """`store` is the first rank's, whose copies in `spool` all ranks load into their `contents`."""
+
+    def __init__(self, store: Store, spool: Spool, contents: Contents) -> None:
+        self._store, self._spool, self._contents = store, spool, contents
+
+    def find(self, request: pb.FindRequest, context: grpc.ServicerContext) -> pb.FindResponse:
+        found = _answer(context, lambda: self._store.find(KINDS[request.kind], request.id))
+        return pb.FindResponse(
+            kind=NUMBERS[found.kind],
+            digest=found.digest,
+            num_decoder_tokens=found.num_decoder_tokens,
+            num_encoder_tokens=found.num_encoder_tokens,
+            num_bytes=found.num_bytes,
+        )
+
+    def load(self, request: pb.LoadRequest, context: grpc.ServicerContext) -> pb.LoadResponse:
+        _answer(context, lambda: self._contents.load(request.digest))
+        return pb.LoadResponse()
+
+    def unload(self, request: pb.UnloadRequest, context: grpc.ServicerContext) -> pb.UnloadResponse:
+        _answer(context, lambda: self._unload(request))
+        return pb.UnloadResponse()
+
+    def _unload(self, request: pb.UnloadRequest) -> None:
+        if request.others:
+            self._contents.unload_others(request.digests)
+            self._spool.remove_others(request.digests)
+        else:
+            self._contents.unload(request.digests)
+            self._spool.remove(request.digests)
+
+
+def _answer(context: grpc.ServicerContext, compute: Callable[[], Response]) -> Response:
+    try:
+        answer = compute()
+    except Exception as error:  # from files that others write: whatever it is, it is this call's alone
+        context.abort(*_explain(error))
+    return answer
+
+
+def _explain(error: Exception) -> tuple[grpc.StatusCode, str]:
+    """What went wrong beside the content itself is told to the log alone."""
+    if isinstance(error, ContentError):
+        return grpc.StatusCode.INVALID_ARGUMENT, str(error)
+    if isinstance(error, MissingContentError):
+        return grpc.StatusCode.NOT_FOUND, "no copy is kept"
+    logger.error("a call about a soft prompt or an adapter failed", exc_info=error)
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return grpc.StatusCode.RESOURCE_EXHAUSTED, "out of memory"
+    if isinstance(error, OSError) and error.errno in FULL:
+        return grpc.StatusCode.RESOURCE_EXHAUSTED, "no room is left for a copy"
+    return grpc.StatusCode.INTERNAL, "internal error"

@@ -1,0 +1,120 @@
+"""How soft prompts and adapters get from their store into a model: where copies are kept, how much there may
+be of them, and how a copy becomes this rank's part."""
+
+import logging
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from tgis.config import ShardConfig
+from tgis.prompts.errors import ContentError
+from tgis.prompts.format import Fit
+from tgis.prompts.spool import Spool
+from tgis.prompts.store import Store
+from tgis.shard.contents import Content, Contents, Prompt
+from tgis.shard.models.adapters import read_adapter
+from tgis.shard.models.interface import Model, Tunable, UnsupportedModelError
+
+logger = logging.getLogger(__name__)
+
+MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class Allowance:
+    """Bytes that a rank may hold loaded, and the longest soft prompt."""
+
+    prompt_bytes: int
+    adapter_bytes: int
+    max_prompt_tokens: int
+
+    @property
+    def num_bytes(self) -> int:
+        return self.prompt_bytes + self.adapter_bytes
+
+
+def allow(config: ShardConfig, is_tunable: bool, max_sequence_length: int) -> Allowance:
+    """Of what the configuration asks for; nothing for a model that takes neither. Raises
+    UnsupportedModelError."""
+    longest = config.max_prompt_prefix_length or -(-max_sequence_length // 2)
+    if config.max_prompt_prefix_length and longest >= max_sequence_length:
+        raise UnsupportedModelError(
+            f"--max-prompt-prefix-length {longest} leaves no room in --max-sequence-length "
+            f"{max_sequence_length}: at most {max_sequence_length - 1} virtual tokens fit"
+        )
+    if config.lora_adapters and not is_tunable:
+        raise UnsupportedModelError(
+            "--lora-adapters need the service's own engine, which does not run this model"
+        )
+    has_prompts = is_tunable and config.prefix_store_path
+    has_adapters = has_prompts or (is_tunable and (config.adapter_cache or config.lora_adapters))
+    return Allowance(
+        config.prompt_cache_size_mb * MIB if has_prompts else 0,
+        config.adapter_cache_size_mb * MIB if has_adapters else 0,
+        longest,
+    )
+
+
+def open_spool(config: ShardConfig) -> Spool:
+    """One for all ranks, beside their sockets."""
+    return Spool(Path(f"{config.uds_path}-contents"))
+
+
+def open_contents(config: ShardConfig, model: Model) -> Contents:
+    """What `model` has loaded: nothing yet."""
+    return Contents(partial(_read, open_spool(config), model))
+
+
+def open_store(config: ShardConfig, model: Model, max_sequence_length: int) -> Store:
+    """What is in the directories that the configuration names, as far as `model` takes it."""
+    fit = None
+    if isinstance(model, Tunable):
+        allowance = allow(config, True, max_sequence_length)
+        fit = Fit(
+            prompt_width=model.prompt_width,
+            dtype=model.parts.dtype,
+            is_encoder_decoder=model.spec.is_encoder_decoder,
+            max_prompt_tokens=allowance.max_prompt_tokens,
+            max_prompt_bytes=allowance.prompt_bytes,
+            max_adapter_bytes=allowance.adapter_bytes,
+        )
+    if config.rank == 0:  # which alone is asked to find something
+        _warn(config, fit)
+    prompts, adapters = (path and Path(path) for path in (config.prefix_store_path, config.adapter_cache))
+    return Store(open_spool(config), fit, prompts or None, adapters or None, read_names(config.lora_adapters))
+
+
+def read_names(text: str | None) -> dict[str, Path]:
+    """Of `name=directory,...`, as the launcher gives it."""
+    pairs = (one.split("=", 1) for one in text.split(",")) if text else ()
+    return {name: Path(path) for name, path in pairs}
+
+
+def _warn(config: ShardConfig, fit: Fit | None) -> None:
+    """Of what makes requests fail; a directory may come later."""
+    paths = {"prefix_store_path": config.prefix_store_path, "adapter_cache": config.adapter_cache}
+    for option, path in paths.items():
+        if path and not Path(path).is_dir():
+            logger.warning("%s: there is no directory %s", option, path)
+    if fit is None and any(paths.values()):
+        logger.warning("soft prompts and adapters need the service's own engine: requests for them fail")
+
+
+def _read(spool: Spool, model: Model, digest: str) -> Content:
+    """Raises ContentError, MissingContentError, OSError."""
+    if not isinstance(model, Tunable):
+        raise ContentError("soft prompts and adapters need the service's own engine")
+    kept = spool.open(digest)
+    if kept.kind == "adapter":
+        model.parts.kernels.prepare_adapters()
+        return read_adapter(model.parts, kept.tensors, kept.about["scales"])
+    device, none = model.parts.kernels.device, torch.empty(0, model.prompt_width, dtype=model.parts.dtype)
+    decoder, encoder = (kept.tensors.get(name, none) for name in ("decoder", "encoder"))
+    return Prompt(_copy(decoder, device), _copy(encoder, device))
+
+
+def _copy(mapped: Tensor, device: torch.device) -> Tensor:
+    return mapped.to(device, copy=True)

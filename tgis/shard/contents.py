@@ -1,0 +1,76 @@
+"""The soft prompts and adapters that this rank has loaded, by the digest of their content: filled beside the
+steps, read by them. What is unloaded goes on in the rows that have it."""
+
+import threading
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from tgis.shard.lora import Adapter
+
+
+@dataclass(frozen=True, eq=False)
+class Prompt:
+    """Embeddings of virtual tokens, which come before the tokens of the decoder and of the encoder."""
+
+    decoder: Tensor  # [num_decoder_tokens, prompt_width], in the type of the weights
+    encoder: Tensor  # [num_encoder_tokens, prompt_width]
+
+
+Content = Prompt | Adapter
+
+
+class Contents:
+    """Safe to use from any thread."""
+
+    def __init__(self, read: Callable[[str], Content]) -> None:
+        """`read` finds what has a digest, and may raise anything."""
+        self._read = read
+        self._loaded: dict[str, Content] = {}
+        self._loading: dict[str, Future[None]] = {}
+        self._lock = threading.Lock()
+
+    def load(self, digest: str) -> None:
+        """Who comes while another reads the same waits for that one. Raises what `read` raises."""
+        mine: Future[None] = Future()
+        with self._lock:
+            if digest in self._loaded:
+                return
+            first = self._loading.setdefault(digest, mine)
+        if first is mine:
+            self._load(digest, mine)
+        first.result()
+
+    def unload(self, digests: Iterable[str]) -> None:
+        with self._lock:
+            for digest in digests:
+                self._loaded.pop(digest, None)
+
+    def unload_others(self, digests: Iterable[str]) -> None:
+        """Everything but these."""
+        kept = set(digests)
+        with self._lock:
+            self._loaded = {digest: content for digest, content in self._loaded.items() if digest in kept}
+
+    def prompt(self, digest: str) -> Prompt | None:
+        content = self._loaded.get(digest)
+        return content if isinstance(content, Prompt) else None
+
+    def adapter(self, digest: str) -> Adapter | None:
+        content = self._loaded.get(digest)
+        return content if isinstance(content, Adapter) else None
+
+    def _load(self, digest: str, done: Future[None]) -> None:
+        try:
+            content = self._read(digest)
+        except BaseException as error:
+            with self._lock:
+                del self._loading[digest]
+            done.set_exception(error)
+        else:
+            with self._lock:
+                del self._loading[digest]
+                self._loaded[digest] = content
+            done.set_result(None)

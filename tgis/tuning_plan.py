@@ -1,0 +1,95 @@
+"""Where soft prompts and LoRA adapters come from, settled before any process is started: directories are
+absolute, and every adapter of the start is where it is said to be."""
+
+import re
+from collections.abc import Iterator
+from dataclasses import fields, replace
+from pathlib import Path
+
+from tgis import hub
+from tgis.config import TuningOptions
+from tgis.errors import OperatorError
+
+ADAPTER_CONFIG = "adapter_config.json"
+MAX_ID_BYTES = 256
+ALLOWED = "letters, digits, _, - and . are allowed, and / between parts, none of which begins with a dot"
+_PART = r"[A-Za-z0-9_-][A-Za-z0-9_.-]*"
+_ID = re.compile(rf"{_PART}(/{_PART})*")
+
+
+class TuningError(OperatorError):
+    """An option about soft prompts or adapters cannot be followed; the text is one line."""
+
+
+def plan_tuning(options: TuningOptions, max_sequence_length: int, cache: Path) -> TuningOptions:
+    """What shards can be given: of `lora_adapters`, `name=directory` each. `cache` is the hub's.
+
+    Raises TuningError, hub.ModelNotFoundError."""
+    longest, limit = options.max_prompt_prefix_length, max_sequence_length - 1
+    if longest is not None and longest > limit:
+        raise TuningError(
+            f"max_prompt_prefix_length ({longest}) must be at most {limit}, one less than max_sequence_length"
+        )
+    adapters = [f"{name}={path}" for name, path in find_adapters(options.lora_adapters or "", cache).items()]
+    given = TuningOptions(**{f.name: getattr(options, f.name) for f in fields(TuningOptions)})
+    return replace(
+        given,
+        prefix_store_path=_make_absolute(options.prefix_store_path),
+        adapter_cache=_make_absolute(options.adapter_cache),
+        lora_adapters=",".join(adapters) or None,
+    )
+
+
+def find_adapters(text: str, cache: Path) -> dict[str, Path]:
+    """Absolute directories by the ids that requests name them by. `text` has `NAME=DIRECTORY`, `HUB/ID` and
+    `HUB/ID@REVISION`, with commas between them.
+
+    Raises TuningError, hub.ModelNotFoundError."""
+    found: dict[str, Path] = {}
+    for entry in _entries(text):
+        name, directory = _locate(entry, cache)
+        if len(name) > MAX_ID_BYTES or not _ID.fullmatch(name):
+            raise TuningError(f"lora_adapters: {name!r} is no id: {ALLOWED}")
+        if name in found:
+            raise TuningError(f"lora_adapters: {name} is given twice")
+        _check_adapter(name, directory)
+        found[name] = directory
+    return found
+
+
+def _entries(text: str) -> Iterator[str]:
+    return filter(None, (entry.strip() for entry in text.split(",")))
+
+
+def _locate(entry: str, cache: Path) -> tuple[str, Path]:
+    """Id and directory, which may not exist."""
+    name, equals, directory = entry.partition("=")
+    if equals:
+        return name.strip(), Path(directory.strip()).absolute()
+    name, _, revision = entry.partition("@")
+    try:
+        return name, hub.find_files(name, revision or None, cache).absolute()
+    except hub.ModelNotFoundError as error:
+        text = (
+            f"lora_adapters: {entry} is not in the hub cache; one in a directory is given as NAME=DIRECTORY"
+        )
+        raise TuningError(text) from error
+
+
+def _check_adapter(name: str, directory: Path) -> None:
+    if "," in str(directory):
+        raise TuningError(
+            f"lora_adapters: {name}: the path {directory} has a comma, which separates adapters"
+        )
+    if not directory.is_dir():
+        raise TuningError(f"lora_adapters: {name}: there is no directory {directory}")
+    if not (directory / ADAPTER_CONFIG).is_file():
+        raise TuningError(f"lora_adapters: {name}: {directory} has no {ADAPTER_CONFIG}")
+    kind = hub.read_json(directory, ADAPTER_CONFIG).get("peft_type")
+    if kind != "LORA":
+        raise TuningError(f"lora_adapters: {name}: {directory} holds no LoRA adapter, but peft_type {kind}")
+
+
+def _make_absolute(path: str | None) -> str | None:
+    """Of a directory, which may appear later."""
+    return str(Path(path).absolute()) if path else None
