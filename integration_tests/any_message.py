@@ -11,6 +11,10 @@ from tgis.pb import generation_pb2 as pb
 
 T = TypeVar("T")
 
+# Ids that stand for something.
+PROMPT, ADAPTER = "tuned/eight.v1", "lora"
+NUM_VIRTUAL = 8  # of the prompt
+
 
 def with_values(method: int, *values: tuple[str, object]) -> pb.BatchedGenerationRequest:
     """A short request in which the named fields have these values."""
@@ -96,8 +100,8 @@ VALUES: dict[str, list[object]] = {
     "params.decoding.length_penalty.start_index": [*COUNTS],
     "params.decoding.length_penalty.decay_factor": [*FLOATS, 10.0, 10.1],
     "params.truncate_input_tokens": [*COUNTS],
-    "prefix_id": ["", "nobody", "\ufffd\0"],
-    "adapter_id": ["", "nobody"],
+    "prefix_id": ["", "nobody", "\ufffd\0", PROMPT, ADAPTER, PROMPT + "/..", "x" * 256, "é" * 129],
+    "adapter_id": ["", "nobody", ADAPTER, PROMPT, "é", "x" * 256, "x" * 257],
     "requests": [*([pb.GenerationRequest(text=text)] for text in HOSTILE_TEXTS)],
 }
 # One per rule, to see which of two is told.
@@ -224,7 +228,10 @@ def parameters(draw: st.DrawFn, guided: bool = True) -> pb.Parameters:
     )
 
 
-names = {"prefix_id": rarely(ids, st.none()), "adapter_id": rarely(ids, st.none())}
+names = {
+    "prefix_id": rarely(ids, st.sampled_from([None, None, None, PROMPT, PROMPT, ADAPTER])),
+    "adapter_id": rarely(ids, st.sampled_from([None, None, None, ADAPTER])),
+}
 batches = st.builds(
     pb.BatchedGenerationRequest,
     model_id=texts,

@@ -124,7 +124,8 @@ def _from_output(
     params = dict(request.get("params", {}))
     params["stopping"] = {k: v for k, v in params.get("stopping", {}).items() if k != "stop_sequences"}
     plain = ParseDict(_resolve({**request, "params": params}, oracle, request), pb.BatchedGenerationRequest())
-    ids = oracle.generate(plain.requests[0].text, plain.params, plain.params.sampling.seed).ids
+    seed, tuned = plain.params.sampling.seed, oracle.tuned(plain)
+    ids = oracle.generate(plain.requests[0].text, plain.params, seed, tuned).ids
     assert len(ids) >= token, f"only {len(ids)} tokens are generated"
     skip = not oracle.served.output_special_tokens
     text = plain_text.text(oracle.tokenizer, ids[:token], skip, begins=oracle.is_encoder_decoder)

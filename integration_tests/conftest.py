@@ -11,7 +11,9 @@ import torch
 from tokenizers import Tokenizer
 from transformers import AutoModelForSeq2SeqLM, LlamaForCausalLM, PreTrainedModel
 
-from integration_tests.served_models import write_t5, write_t5_tokenizer
+from integration_tests import oracle
+from integration_tests.served_models import FLAGS, Served, write_fallback, write_t5, write_t5_tokenizer
+from integration_tests.tuned_files import LINEAR, write_adapter
 from tests.greedy import count_certain, generate
 from tests.processes import Service
 from tests.shard.checkpoints import write_llama
@@ -117,6 +119,39 @@ class Client:
         self.service = service
         self.channel = service.channel()
         self.stub = GenerationServiceStub(self.channel)
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """A service on two ranks with soft prompts and adapters, few of which it may hold loaded at a time."""
+
+    client: Client
+    served: Served
+    oracle: oracle.Oracle
+
+    @property
+    def prompts(self) -> Path:
+        return Path(self.served.flags[1])
+
+    @property
+    def adapters(self) -> Path:
+        return Path(self.served.flags[3])
+
+
+@pytest.fixture(scope="session")
+def tuned(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tuned]:
+    """Whose cache is small, too, so that inputs are cut and preempted. One adapter, `kept`, has its name and
+    its place from the command line."""
+    served = write_fallback(tmp_path_factory.mktemp("models") / "tuned")
+    kept = tmp_path_factory.mktemp("adapters") / "kept"
+    write_adapter(kept, served.directory, 9, LINEAR)
+    served.store.adapters["kept"] = kept
+    tight = ["--block-size", "8", "--kv-cache-tokens", "640", "--max-step-tokens", "64"]
+    contents = ["--prompt-cache-size-mb", "1", "--adapter-cache-size-mb", "1"]
+    contents += ["--lora-adapters", f"kept={kept}"]
+    flags = [*FLAGS, *served.flags, *tight, *contents, "--num-shard", "2"]
+    for client in serve(served.directory, *flags):
+        yield Tuned(client, served, oracle.Oracle(served))
 
 
 def launch(directory: Path, *flags: str, env: dict[str, str] | None = None) -> Service:

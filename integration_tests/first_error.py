@@ -3,14 +3,15 @@ texts a client may be shown at all."""
 
 import math
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from tgis.pb import generation_pb2 as pb
 
 STOPS = "can specify at most 6 non-empty stop sequences, each not more than 240 UTF8 bytes"
 DETAIL = "must request input and/or generated tokens to request extra token detail"
 OVERLOADED = "Model is overloaded"
+MAX_ID_BYTES = 256
 UNREADABLE = "the request could not be decoded"
 
 # What INVALID_ARGUMENT may say. `.` is any character: ids are quoted as they came.
@@ -53,12 +54,65 @@ def is_documented(text: str, guided: bool) -> bool:
 
 
 @dataclass(frozen=True)
+class Names:
+    """What there is of soft prompts and adapters, by their ids."""
+
+    lengths: Mapping[str, int] = field(default_factory=dict)
+    """Virtual tokens of the soft prompts."""
+    adapters: Collection[str] | None = None
+    """None: there is no store of them."""
+    adapters_as_prompts: Collection[str] = ()
+    """Those that a prefix_id may name where there is no adapter_id."""
+    causes: Mapping[str, str] = field(default_factory=dict)
+    """Why other soft prompts that are there cannot be used."""
+    adapter_errors: Mapping[str, str] = field(default_factory=dict)
+    """The whole texts likewise."""
+    is_real: bool = True
+    """Whether the store looks at the characters of ids."""
+
+    def prefix_length(self, prefix_id: str | None) -> int:
+        return 0 if prefix_id is None else self.lengths.get(prefix_id, 0)
+
+    def prompt_error(self, prefix_id: str, has_adapter: bool) -> str | None:
+        if prefix_id in self.lengths:
+            return None
+        shown = self._show(prefix_id)
+        cause = self.causes.get(prefix_id, f'prefix id "{shown}" not found')
+        if prefix_id in self.adapters_as_prompts:
+            if not has_adapter:
+                return None
+            cause = "it is an adapter, but adapter_id names one too"
+        return f"can't retrieve prompt prefix with id '{shown}': {cause}"
+
+    def adapter_error(self, adapter_id: str) -> str | None:
+        shown = self._show(adapter_id)
+        missing = f"can't retrieve adapter with id '{shown}': directory does not exist"
+        if not adapter_id or (self.adapters and adapter_id in self.adapters):
+            return None
+        if len(adapter_id.encode()) > MAX_ID_BYTES:
+            return missing
+        if self.adapters is None:
+            return "adapter_id supplied but no adapter store was configured"
+        if self.is_real and not re.fullmatch(r"[A-Za-z0-9_./-]+", adapter_id):
+            return f"Invalid adapter id '{shown}', must contain only alphanumeric, _ and - and /"
+        return self.adapter_errors.get(adapter_id, missing)
+
+    def _show(self, content_id: str) -> str:
+        """As it is quoted."""
+        if len(content_id.encode()) > MAX_ID_BYTES:
+            return content_id.encode()[:MAX_ID_BYTES].decode(errors="ignore")
+        harmless = (c if c.isprintable() or not self.is_real else repr(c)[1:-1] for c in content_id)
+        return "".join(harmless)
+
+
+@dataclass(frozen=True)
 class Server:
     """What the rules depend on."""
 
     max_sequence_length: int
     max_new_tokens: int
     max_concurrent_requests: int = 512
+    names: Names = field(default_factory=Names)
 
 
 def is_greedy(params: pb.Parameters) -> bool:
@@ -101,12 +155,13 @@ def errors(
         yield f"top_n_tokens ({response.top_n_tokens}) must be <= 10"
     if any(len(stop.encode()) not in range(1, 241) for stop in stops):
         yield STOPS
-    if adapter_id is not None:
-        yield "adapter_id supplied but no adapter store was configured"
-    if prefix_id is not None:
-        yield f"can't retrieve prompt prefix with id '{prefix_id}': prefix id \"{prefix_id}\" not found"
+    if adapter_id is not None and (error := server.names.adapter_error(adapter_id)):
+        yield error
+    if prefix_id is not None and (error := server.names.prompt_error(prefix_id, bool(adapter_id))):
+        yield error
+    prefix_length = server.names.prefix_length(prefix_id)
     for length in lengths:
-        yield from length_errors(length, params.stopping.min_new_tokens, server.max_sequence_length)
+        yield from length_errors(length, prefix_length, params.stopping.min_new_tokens, server)
 
 
 def sampling_errors(sampling: pb.SamplingParameters) -> Iterator[str]:
@@ -138,9 +193,10 @@ def decoding_errors(decoding: pb.DecodingParameters) -> Iterator[str]:
         yield "length_penalty must be >= 1.0 and <= 10.0"
 
 
-def length_errors(length: int, min_new_tokens: int, limit: int) -> Iterator[str]:
-    sums = f"input tokens ({length}) plus prefix length (0)"
-    if length >= limit:
+def length_errors(length: int, prefix_length: int, min_new_tokens: int, server: Server) -> Iterator[str]:
+    sums = f"input tokens ({length}) plus prefix length ({prefix_length})"
+    limit, whole = server.max_sequence_length, length + prefix_length
+    if whole >= limit:
         yield f"{sums} must be < {limit}"
-    if length + min_new_tokens > limit:
+    if whole + min_new_tokens > limit:
         yield f"{sums} plus min_new_tokens ({min_new_tokens}) must be <= {limit}"

@@ -1,16 +1,13 @@
-"""What a service must answer, field by field: scores from transformers, tokens from `tokenizers`, and the
-rules of sampling, stopping and text as plain Python. No batches, no cache of keys, and no code of `tgis`."""
+"""What a service must answer, field by field: scores from transformers and PEFT, tokens from `tokenizers`,
+and the rules of sampling, stopping and text as plain Python. No batches, no cache of keys, and no code of
+`tgis`."""
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
-
-import torch
-from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel
-from transformers.modeling_outputs import BaseModelOutput
+from dataclasses import dataclass, replace
 
 from integration_tests.first_error import Server, first_error, is_greedy
+from integration_tests.scorer import PLAIN, Ids, Scorer, Tuned
 from integration_tests.served_models import MAX_NEW_TOKENS, MAX_SEQUENCE_LENGTH, Served
 from tests import plain_sampling, plain_text
 from tests.plain_sampling import Row
@@ -19,7 +16,7 @@ from tgis.pb import generation_pb2 as pb
 # Nearer than this, another way of adding up the same numbers may decide otherwise.
 LEAST_MARGIN, LEAST_ORDER, LEAST_MASS, LEAST_GAP = 1e-4, 2e-5, 1e-5, 4e-6
 
-Ids = tuple[int, ...]
+Request = pb.BatchedGenerationRequest | pb.SingleGenerationRequest
 
 
 class UncertainError(Exception):
@@ -31,6 +28,7 @@ class Generation:
     """One input's whole answer, before it is put into messages."""
 
     input_ids: Ids
+    """Without virtual tokens."""
     ids: list[int]
     tokens: list[pb.TokenInfo]
     entries: list[plain_text.Entry]
@@ -40,21 +38,22 @@ class Generation:
 class Oracle:
     def __init__(self, served: Served) -> None:
         self.served, self.tokenizer = served, served.tokenizer
-        self.server = Server(MAX_SEQUENCE_LENGTH, MAX_NEW_TOKENS)
-        self._rows: dict[tuple[Ids, Ids], list[float]] = {}
-        self._encoded: dict[Ids, BaseModelOutput] = {}
-        self._generations: dict[tuple[str, bytes, int], Generation] = {}
+        self.server = Server(MAX_SEQUENCE_LENGTH, MAX_NEW_TOKENS, names=served.store.names)
+        self._scorer = Scorer(served)
+        self._generations: dict[tuple[str, bytes, int, Tuned], Generation] = {}
 
     @property
     def is_encoder_decoder(self) -> bool:
         return self.served.decoder_start_id is not None
 
-    @cached_property
-    def model(self) -> PreTrainedModel:
-        kind = AutoModelForSeq2SeqLM if self.is_encoder_decoder else AutoModelForCausalLM
-        return kind.from_pretrained(self.served.directory, dtype=torch.float32).eval()
+    def tuned(self, request: Request) -> Tuned:
+        """What the request's ids stand for."""
+        found = Tuned(request.prefix_id, request.adapter_id)
+        if found.prompt in self.served.store.adapters:
+            return replace(found, prompt="", adapter=found.prompt)
+        return found
 
-    def error(self, request: pb.BatchedGenerationRequest | pb.SingleGenerationRequest) -> str | None:
+    def error(self, request: Request) -> str | None:
         """What the request is refused with."""
         single = isinstance(request, pb.SingleGenerationRequest)
         inputs = [request.request] if single else request.requests
@@ -66,8 +65,10 @@ class Oracle:
             request.adapter_id if request.HasField("adapter_id") else None,
         )
 
-    def unary(self, text: str, params: pb.Parameters, seed: int) -> pb.GenerationResponse:
-        generation = self.generate(text, params, seed)
+    def unary(
+        self, text: str, params: pb.Parameters, seed: int, tuned: Tuned = PLAIN
+    ) -> pb.GenerationResponse:
+        generation = self.generate(text, params, seed, tuned)
         _, reason, stop_sequence = generation.entries[-1]
         asked = params.response
         return pb.GenerationResponse(
@@ -78,21 +79,23 @@ class Oracle:
             stop_sequence=stop_sequence,
             seed=0 if is_greedy(params) else seed,
             tokens=generation.tokens if asked.generated_tokens else [],
-            input_tokens=self._input_tokens(generation.input_ids, asked) if asked.input_tokens else [],
+            input_tokens=self._input_tokens(generation.input_ids, asked, tuned) if asked.input_tokens else [],
         )
 
     def _echo(self, text: str, asked: pb.ResponseOptions) -> str:
         gap = "\n\n" if self.is_encoder_decoder else ""
         return text + gap if asked.input_text else ""
 
-    def stream(self, text: str, params: pb.Parameters, seed: int) -> list[pb.GenerationResponse]:
-        generation = self.generate(text, params, seed)
+    def stream(
+        self, text: str, params: pb.Parameters, seed: int, tuned: Tuned = PLAIN
+    ) -> list[pb.GenerationResponse]:
+        generation = self.generate(text, params, seed, tuned)
         asked, seed = params.response, 0 if is_greedy(params) else seed
         count = len(generation.input_ids)
         header = text if asked.input_text else ""
         messages = [pb.GenerationResponse(input_token_count=count, seed=seed, text=header)]
         if asked.input_tokens:
-            tokens = self._input_tokens(generation.input_ids, asked)
+            tokens = self._input_tokens(generation.input_ids, asked, tuned)
             messages.append(pb.GenerationResponse(input_token_count=len(tokens), input_tokens=tokens))
         for i, (shown, reason, stop_sequence) in enumerate(generation.entries):
             is_last = i == len(generation.entries) - 1
@@ -109,24 +112,29 @@ class Oracle:
                 )
         return messages
 
-    def generate(self, text: str, params: pb.Parameters, seed: int) -> Generation:
-        key = text, params.SerializeToString(deterministic=True), seed
+    def generate(self, text: str, params: pb.Parameters, seed: int, tuned: Tuned = PLAIN) -> Generation:
+        key = text, params.SerializeToString(deterministic=True), seed, tuned
         if key not in self._generations:
-            self._generations[key] = self._generate(text, params, seed)
+            self._generations[key] = self._generate(text, params, seed, tuned)
         return self._generations[key]
 
-    def _generate(self, text: str, params: pb.Parameters, seed: int) -> Generation:
-        prompt = self.input_ids(text, params.truncate_input_tokens)
-        wanted, room = params.stopping.max_new_tokens or 20, MAX_SEQUENCE_LENGTH - len(prompt)
-        limit, minimum = min(wanted, room), params.stopping.min_new_tokens
+    def _generate(self, text: str, params: pb.Parameters, seed: int, tuned: Tuned) -> Generation:
+        inputs = self.input_ids(text, params.truncate_input_tokens)
+        virtual, room = self._scorer.virtual_ids(tuned), MAX_SEQUENCE_LENGTH - len(inputs)
+        room -= self.server.names.prefix_length(tuned.prompt)
+        wanted, minimum = params.stopping.max_new_tokens or 20, params.stopping.min_new_tokens
+        limit = min(wanted, room)
         include = params.stopping.include_stop_sequence
         row = _row(params, seed, self.served.eos_ids)
-        encoder_ids, before = (prompt, (self._start_id,)) if self.is_encoder_decoder else ((), prompt)
+        encoder_ids = self._scorer.encoder_ids(inputs, tuned)
+        before = (self._start_id,) if self.is_encoder_decoder else inputs
         ids: list[int] = []
         tokens: list[pb.TokenInfo] = []
         while len(ids) < limit:
-            row.token_ids, row.num_generated = [*before, *ids], len(ids)
-            row.logits = self.logits((*before, *ids), encoder_ids)
+            # Virtual tokens count as places, but are none that could be repeated.
+            places = [before[0]] * len(virtual)
+            row.token_ids, row.num_generated = [*places, *before, *ids], len(ids)
+            row.logits = self._scorer.logits((*virtual, *before, *ids), encoder_ids, tuned)
             token_id, info = self._next(row, params.response)
             ids.append(token_id)
             tokens.append(info)
@@ -148,7 +156,7 @@ class Oracle:
             output_special_tokens=self.served.output_special_tokens,
             begins=self.is_encoder_decoder,
         )
-        return Generation(prompt, ids, tokens[: len(entries)], entries)
+        return Generation(inputs, ids, tokens[: len(entries)], entries)
 
     def _next(self, row: Row, asked: pb.ResponseOptions) -> tuple[int, pb.TokenInfo]:
         scores = plain_sampling.process(row)
@@ -173,32 +181,19 @@ class Oracle:
             info.top_tokens.add(text=self.piece(i), logprob=logprobs[i] if asked.token_logprobs else 0)
         return info
 
-    def _input_tokens(self, ids: Ids, asked: pb.ResponseOptions) -> list[pb.TokenInfo]:
+    def _input_tokens(self, ids: Ids, asked: pb.ResponseOptions, tuned: Tuned) -> list[pb.TokenInfo]:
+        """Those of a soft prompt, too, by the name of padding."""
         unknown = math.nan if asked.token_logprobs else 0
         if self.is_encoder_decoder:  # nothing predicts what an encoder reads
+            ids = self._scorer.encoder_ids(ids, tuned)
             return [pb.TokenInfo(text=self.piece(token_id), logprob=unknown) for token_id in ids]
+        ids = (*self._scorer.virtual_ids(tuned), *ids)
         first = pb.TokenInfo(text=self.piece(ids[0]), logprob=unknown)
-        others = [self._describe(ids[i], self.logits(ids[:i]), asked) for i in range(1, len(ids))]
+        others = [
+            self._describe(ids[i], self._scorer.logits(ids[:i], tuned=tuned), asked)
+            for i in range(1, len(ids))
+        ]
         return [first, *others]
-
-    @torch.inference_mode()
-    def logits(self, ids: Ids, encoder_ids: Ids = ()) -> list[float]:
-        """Of the token after these; one pass over all of them gives those before, too."""
-        if (encoder_ids, ids) not in self._rows:
-            inputs = torch.tensor([ids])
-            if encoder_ids:
-                encoded = self._encode(encoder_ids)
-                logits = self.model(encoder_outputs=encoded, decoder_input_ids=inputs).logits
-            else:
-                logits = self.model(inputs).logits
-            for i, row in enumerate(logits[0].tolist(), start=1):
-                self._rows.setdefault((encoder_ids, ids[:i]), row)
-        return self._rows[encoder_ids, ids]
-
-    def _encode(self, ids: Ids) -> BaseModelOutput:
-        if ids not in self._encoded:
-            self._encoded[ids] = self.model.get_encoder()(torch.tensor([ids]))
-        return self._encoded[ids]
 
     def input_ids(self, text: str, limit: int) -> Ids:
         """The last ones, of which a beginning-of-text token takes the first place."""

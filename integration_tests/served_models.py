@@ -3,7 +3,7 @@ such that generations end, are varied, and hold equal scores where equals matter
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import T5Config
 
+from integration_tests.served_stores import Store, write_decoder_store, write_encoder_decoder_store
 from tests.shard.checkpoints import write_llama, write_model
 from tests.tokenizers_for_tests import TEXT, write_byte_fallback, write_byte_level
 
@@ -31,6 +32,9 @@ class Served:
     output_special_tokens: bool = False
     decoder_start_id: int | None = None
     """Of encoder-decoder models."""
+    pad_id: int = 1
+    """What virtual tokens are called."""
+    store: Store = field(default_factory=Store)
 
 
 def write_bytes(directory: Path) -> Served:
@@ -47,7 +51,8 @@ def write_fallback(directory: Path) -> Served:
     ascii_bytes = {2 + byte: 0.5 for byte in range(0x80)}
     pieces = dict.fromkeys(range(258, VOCAB_SIZE), 1.2)
     _write(directory, eos_token_id=1, louder={**ascii_bytes, **pieces, 1: 2.0})
-    return Served(directory, tokenizer, (1,))
+    store = write_decoder_store(directory)
+    return Served(directory, tokenizer, (1,), store.flags, store=store)
 
 
 def write_special(directory: Path) -> Served:
@@ -71,7 +76,8 @@ def write_encoder_decoder(directory: Path) -> Served:
     tokenizer = write_t5_tokenizer(directory)
     nameless = dict.fromkeys(range(tokenizer.get_vocab_size(), VOCAB_SIZE), 0.7)
     write_t5(directory, {**nameless, 0: 1.5})
-    return Served(directory, tokenizer, (1,), decoder_start_id=0)
+    store = write_encoder_decoder_store(directory)
+    return Served(directory, tokenizer, (1,), store.flags, decoder_start_id=0, pad_id=0, store=store)
 
 
 def write_t5_tokenizer(directory: Path) -> Tokenizer:

@@ -18,19 +18,23 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from integration_tests import any_message as messages
+from integration_tests.case_files import as_single
 from integration_tests.conftest import MAX_SEQUENCE_LENGTH as MODEL_LENGTH
 from integration_tests.conftest import Model, serve
 from integration_tests.first_error import (
     GUIDED,
     OVERLOADED,
     UNREADABLE,
+    Names,
     Server,
     first_error,
     is_documented,
     is_greedy,
 )
-from tests.router.conftest import EOS, MAX_SEQUENCE_LENGTH, VOCAB_SIZE, start_router, stop_router
-from tests.router.model_of_shard import next_token
+from integration_tests.tuned_files import LINEAR, SoftPrompt, embeddings, write_adapter, write_prompt
+from tests.router.conftest import EOS, MAX_SEQUENCE_LENGTH, PAD, VOCAB_SIZE, start_router, stop_router
+from tests.router.model_of_contents import PROMPT, Item, Library, adapter
+from tests.router.model_of_shard import context, join_digests, next_token
 from tgis.pb import generation_pb2 as pb
 
 DEADLINE_S = 20
@@ -38,6 +42,8 @@ IDLE = ("tgi_queue_size", "tgi_batch_current_size", "tgi_requests_running", "tgi
 INVALID, EXHAUSTED = grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.RESOURCE_EXHAUSTED
 REASONS = {pb.MAX_TOKENS, pb.EOS_TOKEN, pb.TIME_LIMIT, pb.STOP_SEQUENCE, pb.TOKEN_LIMIT}
 MEBIBYTE = 1 << 20
+LENGTHS = {messages.PROMPT: messages.NUM_VIRTUAL}
+Request = pb.BatchedGenerationRequest | pb.SingleGenerationRequest
 
 
 @dataclass(frozen=True)
@@ -90,9 +96,14 @@ class Served:
 @pytest.fixture(scope="module")
 def fake(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """A router in front of a plain model of a shard."""
-    setup = start_router(tmp_path_factory.mktemp("router"), 1, "--max-batch-size", "64")
+    library = Library()
+    library.put(Item("p" * 64, messages.NUM_VIRTUAL), messages.PROMPT)
+    library.put(adapter("a" * 64), messages.ADAPTER)
+    library.store[PROMPT, messages.ADAPTER] = adapter("a" * 64)
+    setup = start_router(tmp_path_factory.mktemp("router"), 1, "--max-batch-size", "64", library=library)
     setup.shards[0].step_s = 0
-    server = Server(MAX_SEQUENCE_LENGTH, MAX_SEQUENCE_LENGTH - 1)
+    names = Names(LENGTHS, [messages.ADAPTER], [messages.ADAPTER], is_real=False)
+    server = Server(MAX_SEQUENCE_LENGTH, MAX_SEQUENCE_LENGTH - 1, names=names)
     channel = grpc.insecure_channel(
         f"127.0.0.1:{setup.service.grpc_port}", [("grpc.max_receive_message_length", -1)]
     )
@@ -100,14 +111,22 @@ def fake(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     channel.close()
     assert stop_router(setup) == 0, setup.service.output
     assert "Traceback" not in setup.service.output
+    assert not library.faults
 
 
 @pytest.fixture(scope="module")
-def real(model: Model) -> Iterator[Served]:
+def real(model: Model, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """The whole service, with a checkpoint."""
-    for client in serve(model.directory, "--dtype", "float32"):
+    store = tmp_path_factory.mktemp("store")
+    write_prompt(store / messages.PROMPT, SoftPrompt(embeddings(messages.NUM_VIRTUAL, 0)))
+    write_adapter(store / messages.ADAPTER, model.directory, 0, LINEAR)
+    bare = (
+        f"can't retrieve adapter with id '{messages.PROMPT}': invalid adapter: no adapter_config.json found"
+    )
+    names = Names(LENGTHS, [messages.ADAPTER], [messages.ADAPTER], adapter_errors={messages.PROMPT: bare})
+    for client in serve(model.directory, "--dtype", "float32", "--prefix-store-path", str(store)):
         tokenizer = Tokenizer.from_file(str(model.directory / "tokenizer.json"))
-        server = Server(MODEL_LENGTH, MODEL_LENGTH - 1)
+        server = Server(MODEL_LENGTH, MODEL_LENGTH - 1, names=names)
         yield Served(client.channel, client.service.http, tokenizer, server, knows_tokens=False)
         assert "Traceback" not in client.service.output
 
@@ -157,7 +176,7 @@ def check_values(served: Served, request: pb.BatchedGenerationRequest) -> bool:
     is_generation = expect_first_error(served, request, [text], answer)
     if is_generation:
         [response] = answer
-        check_response(served, request.params, text, response)
+        check_response(served, request, text, response)
     return is_generation
 
 
@@ -188,7 +207,7 @@ def test_any_batch(served: Served, num_examples: int) -> None:
             responses = pb.BatchedGenerationResponse.FromString(answer).responses
             assert len(responses) == len(request.requests)
             for item, response in zip(request.requests, responses, strict=True):
-                check_response(served, request.params, item.text, response)
+                check_response(served, request, item.text, response)
             check_stream_is_unary(served, request, responses[0])
 
     for_any(st.tuples(messages.batches, messages.unknown_fields), num_examples, check)
@@ -276,29 +295,32 @@ def check_stream(served: Served, request: pb.SingleGenerationRequest, answer: An
         assert answer == (INVALID, "missing request")
     elif expect_first_error(served, request, [request.request.text], answer):
         whole = check_shape(request.params, answer)
-        check_response(served, request.params, request.request.text, whole)
+        check_response(served, request, request.request.text, whole)
 
 
-def check_response(served: Served, params: pb.Parameters, text: str, answer: pb.GenerationResponse) -> None:
+def check_response(served: Served, request: Request, text: str, answer: pb.GenerationResponse) -> None:
     """A unary response, or a stream put together: all that must hold whatever the model says."""
+    params, num_virtual = request.params, served.server.names.prefix_length(request.prefix_id)
     stopping, response = params.stopping, params.response
+    is_guided = params.decoding.WhichOneof("guided") is not None
     num_inputs = served.num_tokens(text, params.truncate_input_tokens)
-    room, num = served.server.max_sequence_length - num_inputs, answer.generated_token_count
+    room, num = served.server.max_sequence_length - num_inputs - num_virtual, answer.generated_token_count
     limit = stopping.max_new_tokens or 20
     assert answer.input_token_count == num_inputs
     assert answer.stop_reason in REASONS
     assert num <= min(limit, room)
     if answer.stop_reason == pb.TIME_LIMIT:
         assert stopping.time_limit_millis
-    else:
-        assert num >= max(stopping.min_new_tokens, 1)
+    else:  # a grammar that is complete ends, whatever the minimum
+        is_complete = is_guided and answer.stop_reason == pb.EOS_TOKEN
+        assert num >= (1 if is_complete else max(stopping.min_new_tokens, 1))
     if answer.stop_reason == pb.MAX_TOKENS:
         assert num == limit <= room
     if answer.stop_reason == pb.TOKEN_LIMIT:
         assert num == room < limit
     check_stop_sequence(params, answer)
     assert len(answer.tokens) == (num if response.generated_tokens else 0)
-    assert len(answer.input_tokens) == (num_inputs if response.input_tokens and num else 0)
+    assert len(answer.input_tokens) == (num_virtual + num_inputs if response.input_tokens and num else 0)
     for token in [*answer.tokens, *answer.input_tokens]:
         assert len(token.top_tokens) <= 4 * response.top_n_tokens
         assert token.rank == 0 or response.token_ranks
@@ -306,8 +328,8 @@ def check_response(served: Served, params: pb.Parameters, text: str, answer: pb.
     assert answer.text.startswith(text) or not (response.input_text and num)
     assert answer.text == "" or num
     check_seed(params, answer)
-    if served.knows_tokens and not stopping.stop_sequences and not params.decoding.WhichOneof("guided"):
-        check_tokens_known_in_advance(served, params, text, answer)
+    if served.knows_tokens and not stopping.stop_sequences and not is_guided:
+        check_tokens_known_in_advance(served, request, text, answer)
 
 
 def check_stop_sequence(params: pb.Parameters, answer: pb.GenerationResponse) -> None:
@@ -329,17 +351,19 @@ def check_seed(params: pb.Parameters, answer: pb.GenerationResponse) -> None:
 
 
 def check_tokens_known_in_advance(
-    served: Served, params: pb.Parameters, text: str, answer: pb.GenerationResponse
+    served: Served, request: Request, text: str, answer: pb.GenerationResponse
 ) -> None:
     """The fake shards' tokens follow from the input, whatever the sampling parameters."""
-    prompt = served.tokenizer.encode(text).ids
+    params, prompt = request.params, served.tokenizer.encode(text).ids
     truncate = params.truncate_input_tokens
     if 0 < truncate < len(prompt):
         prompt = [0, *prompt[len(prompt) - truncate + 1 :]]
+    virtual = [PAD] * served.server.names.prefix_length(request.prefix_id)
+    seed = context([], False, digests_of(request))
     tokens: list[int] = []
     while len(tokens) < answer.generated_token_count:
         assert EOS not in tokens
-        token = next_token([*prompt, *tokens], VOCAB_SIZE)
+        token = next_token([*virtual, *prompt, *tokens], VOCAB_SIZE, seed)
         is_masked = token == EOS and len(tokens) < params.stopping.min_new_tokens
         tokens.append(token + 1 if is_masked else token)
     if params.response.generated_tokens:
@@ -351,6 +375,13 @@ def check_tokens_known_in_advance(
     assert answer.text == echoed + decoded
     if answer.stop_reason != pb.TIME_LIMIT:
         assert (EOS in tokens) == (answer.stop_reason == pb.EOS_TOKEN)
+
+
+def digests_of(request: Request) -> str:
+    """Of what a request that was served is computed with."""
+    has_adapter = messages.ADAPTER in (request.adapter_id, request.prefix_id)
+    has_prompt = request.prefix_id == messages.PROMPT
+    return join_digests("a" * 64 * has_adapter, "p" * 64 * has_prompt)
 
 
 def check_shape(params: pb.Parameters, parts: list[pb.GenerationResponse]) -> pb.GenerationResponse:
@@ -391,7 +422,7 @@ def check_stream_is_unary(
 ) -> None:
     """The first input once more, streamed; what is drawn by chance or by the clock may differ."""
     params = batch.params
-    request = pb.SingleGenerationRequest(request=batch.requests[0], params=params)
+    request = as_single(batch)
     whole = check_shape(params, served.stream(request.SerializeToString()))
     is_certain = is_greedy(params) or params.sampling.HasField("seed")
     if is_certain and not params.stopping.time_limit_millis:

@@ -153,6 +153,7 @@ class Asked:
             whole.MergeFrom(part)
             texts.append(part.text)
         whole.text = "".join(texts)
+        whole.input_token_count = self.answer.messages[0].input_token_count  # later ones count virtual tokens
         return [whole]
 
 
@@ -233,7 +234,8 @@ def check_unary(asked: Asked) -> None:
     assert asked.oracle.error(asked.ask.request) is None or not asked.texts
     try:
         pairs = zip(asked.texts, seeds, strict=True)
-        responses = [asked.oracle.unary(text, asked.params, seed) for text, seed in pairs]
+        tuned = asked.oracle.tuned(asked.ask.request)
+        responses = [asked.oracle.unary(text, asked.params, seed, tuned) for text, seed in pairs]
     except UncertainError:
         assert asked.draws_seed
         return
@@ -246,7 +248,8 @@ def check_stream(asked: Asked) -> None:
     assert len(messages) >= 2
     check_seeds(asked, [messages[0].seed])
     try:
-        expected = asked.oracle.stream(asked.texts[0], asked.params, messages[0].seed)
+        tuned = asked.oracle.tuned(asked.ask.request)
+        expected = asked.oracle.stream(asked.texts[0], asked.params, messages[0].seed, tuned)
     except UncertainError:
         assert asked.draws_seed
         return

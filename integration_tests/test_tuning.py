@@ -1,0 +1,283 @@
+"""A request with a soft prompt or an adapter gives the tokens that PEFT and transformers give: alone, in a
+crowd of others and of none, chunked, preempted, from the cache, streamed, on two ranks. What is counted."""
+
+import os
+import random
+import re
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import grpc
+import pytest
+
+from integration_tests import scorer
+from integration_tests.compare import differences
+from integration_tests.conftest import Tuned
+from integration_tests.test_faults import metrics
+from integration_tests.tuned_files import LINEAR, SoftPrompt, embeddings, write_adapter, write_prompt
+from tgis.pb import generation_pb2 as pb
+
+MIB = 1 << 20
+NUM_TOKENS = 8
+DETAILS = pb.ResponseOptions(generated_tokens=True, token_logprobs=True, token_ranks=True)
+INPUTS = pb.ResponseOptions(generated_tokens=True, input_tokens=True, token_logprobs=True, top_n_tokens=2)
+TEXTS = [
+    "Once upon a time there was a little girl who had",
+    "The quick brown fox",
+    "who had no bread",
+    "Once upon a time there was a little fox",
+]
+INVALID = grpc.StatusCode.INVALID_ARGUMENT
+
+
+@dataclass(frozen=True)
+class Ask:
+    """One request, and by what ids the oracle knows what it must be answered with."""
+
+    text: str
+    prefix_id: str = ""
+    adapter_id: str = ""
+    num_tokens: int = NUM_TOKENS
+    wants_inputs: bool = False
+
+    @property
+    def params(self) -> pb.Parameters:
+        stopping = pb.StoppingCriteria(max_new_tokens=self.num_tokens, min_new_tokens=self.num_tokens)
+        return pb.Parameters(stopping=stopping, response=INPUTS if self.wants_inputs else DETAILS)
+
+    def send(self, tuned: Tuned) -> pb.GenerationResponse:
+        ids = {"prefix_id": self.prefix_id or None, "adapter_id": self.adapter_id or None}
+        message = pb.BatchedGenerationRequest(
+            requests=[pb.GenerationRequest(text=self.text)], params=self.params, **ids
+        )
+        [answer] = tuned.client.stub.Generate(message, timeout=60).responses
+        return answer
+
+    def stream(self, tuned: Tuned) -> list[pb.GenerationResponse]:
+        return list(self.start(tuned))
+
+    def start(self, tuned: Tuned) -> Iterator[pb.GenerationResponse]:
+        ids = {"prefix_id": self.prefix_id or None, "adapter_id": self.adapter_id or None}
+        request = pb.GenerationRequest(text=self.text)
+        message = pb.SingleGenerationRequest(request=request, params=self.params, **ids)
+        return tuned.client.stub.GenerateStream(message, timeout=120)
+
+    def refusal(self, tuned: Tuned) -> tuple[grpc.StatusCode, str]:
+        """How the request must fail, whatever it is."""
+        with pytest.raises(grpc.RpcError) as caught:
+            self.send(tuned)
+        return caught.value.code(), caught.value.details()
+
+    def check(self, tuned: Tuned, answer: pb.GenerationResponse | list[pb.GenerationResponse]) -> None:
+        found = scorer.Tuned(self.prefix_id, self.adapter_id)
+        if isinstance(answer, list):
+            expected = tuned.oracle.stream(self.text, self.params, 0, found)
+            assert len(expected) == len(answer)
+            problems = [d for pair in zip(expected, answer, strict=True) for d in differences(*pair)]
+        else:
+            problems = list(differences(tuned.oracle.unary(self.text, self.params, 0, found), answer))
+        assert not problems, (self, problems)
+
+
+def asks() -> list[Ask]:
+    """Every prompt and every adapter, together and not, of equal and of different texts."""
+    ids = [
+        ("", ""),
+        ("eight", ""),
+        ("peft.v1", ""),
+        ("hundred", ""),
+        ("", "mlp"),
+        ("", "lora"),
+        ("", "nested/all.v2"),
+        ("eight", "mlp"),
+        ("eight", "nested/all.v2"),
+    ]
+    return [Ask(text, *pair) for i, pair in enumerate(ids) for text in (TEXTS[0], TEXTS[1 + i % 3])]
+
+
+def test_alone_and_again_from_the_cache(tuned: Tuned) -> None:
+    for ask in asks():
+        if ask.text == TEXTS[0]:
+            ask.check(tuned, ask.send(tuned))
+            before = metrics(tuned.client)["tgi_prefix_cache_hits"]
+            ask.check(tuned, ask.send(tuned))
+            assert metrics(tuned.client)["tgi_prefix_cache_hits"] > before
+            ask = replace(ask, wants_inputs=True, num_tokens=2)
+            ask.check(tuned, ask.stream(tuned))
+
+
+def test_in_a_crowd(tuned: Tuned) -> None:
+    everything = [
+        replace(ask, num_tokens=24, wants_inputs=wants) for ask in asks() for wants in (False, True)
+    ]
+    r = random.Random(0)
+    r.shuffle(everything)
+    ways = [r.choice((Ask.send, Ask.stream)) for _ in everything]
+    with ThreadPoolExecutor(len(everything)) as threads:
+        answers = list(threads.map(lambda way, ask: way(ask, tuned), ways, everything))
+    for ask, answer in zip(everything, answers, strict=True):
+        ask.check(tuned, answer)
+    assert metrics(tuned.client)["tgi_preemptions"] > 0
+
+
+def test_prompts_make_way_for_others(tuned: Tuned) -> None:
+    """As many as there is room for stay, the least recently used go, and come back when asked for."""
+    num_tokens, num_prompts = 100, 90
+    size = num_tokens * 32 * 4
+    assert num_prompts * size > MIB
+    for i in range(num_prompts):
+        write_prompt(tuned.prompts / f"many/{i}", SoftPrompt(embeddings(num_tokens, 1000 + i)))
+    asks = [Ask("fox", f"many/{i}", num_tokens=1) for i in range(num_prompts)]
+    before = metrics(tuned.client)
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(lambda ask: ask.send(tuned), asks))
+    after = metrics(tuned.client)
+    grown = {name: after[name] - before.get(name, 0) for name in after}
+    assert grown["tgi_prompt_cache_misses"] == grown["tgi_prompt_load_duration_count"] == num_prompts
+    assert grown["tgi_prompt_cache_hits"] == grown["tgi_prompt_load_failure"] == 0
+    assert grown["tgi_prompt_cache_entries"] == num_prompts - grown["tgi_prompt_cache_evictions"]
+    assert grown["tgi_prompt_cache_evictions"] > 0
+    assert MIB - size <= after["tgi_prompt_cache_bytes"] <= MIB
+    asks[-1].send(tuned)  # is there
+    asks[0].send(tuned)  # is not
+    Ask("fox", "nobody").refusal(tuned)
+    last = metrics(tuned.client)
+    for name in ("hits", "misses", "evictions"):
+        assert last[f"tgi_prompt_cache_{name}"] == after[f"tgi_prompt_cache_{name}"] + 1
+    assert last["tgi_prompt_load_failure"] == after["tgi_prompt_load_failure"] + 1
+    Ask("fox", "eight").check(tuned, Ask("fox", "eight").send(tuned))
+
+
+def test_adapters_make_way_for_others(tuned: Tuned) -> None:
+    for i in range(6):
+        write_adapter(tuned.adapters / f"large/{i}", tuned.served.directory, i, LINEAR, r=64)
+    before = metrics(tuned.client)
+    for i in [0, 1, 2, 3, 4, 5, 5, 0]:
+        Ask("fox", adapter_id=f"large/{i}", num_tokens=1).send(tuned)
+    Ask("fox", adapter_id="nobody").refusal(tuned)
+    after = metrics(tuned.client)
+    grown = {name: after[name] - before.get(name, 0) for name in after}
+    assert (grown["tgi_adapter_cache_hits"], grown["tgi_adapter_cache_misses"]) == (1, 7)
+    assert grown["tgi_adapter_load_duration_count"] == 7
+    assert grown["tgi_adapter_load_failure"] == 1
+    assert grown["tgi_adapter_cache_entries"] == 7 - grown["tgi_adapter_cache_evictions"] < 6
+    assert 0 < after["tgi_adapter_cache_bytes"] <= MIB
+    kept = Ask(TEXTS[1], adapter_id="kept")
+    kept.check(tuned, kept.send(tuned))
+    assert metrics(tuned.client)["tgi_adapter_cache_misses"] == after["tgi_adapter_cache_misses"]
+
+
+def test_one_load_for_many_who_ask_at_once(tuned: Tuned) -> None:
+    content = write_prompt(tuned.prompts / "new", SoftPrompt(embeddings(9, 99)))
+    tuned.served.store.prompts["new"] = content
+    ask, before = Ask("fox", "new", num_tokens=2), metrics(tuned.client)
+    with ThreadPoolExecutor(16) as threads:
+        for answer in threads.map(lambda _: ask.send(tuned), range(16)):
+            ask.check(tuned, answer)
+    after = metrics(tuned.client)
+    assert after["tgi_prompt_load_duration_count"] == before["tgi_prompt_load_duration_count"] + 1
+
+
+@pytest.mark.parametrize(("prefix_id", "adapter_id"), [("eight", None), (None, "mlp"), ("peft.v1", "lora")])
+def test_a_grammar_is_followed(tuned: Tuned, prefix_id: str | None, adapter_id: str | None) -> None:
+    """From the first token that is generated, whatever comes before."""
+    params = pb.Parameters(decoding=pb.DecodingParameters(regex="[0-9]{5}x"))
+    message = pb.BatchedGenerationRequest(
+        requests=[pb.GenerationRequest(text="fox")], params=params, prefix_id=prefix_id, adapter_id=adapter_id
+    )
+    [answer] = tuned.client.stub.Generate(message, timeout=60).responses
+    assert re.fullmatch("[0-9]{5}x", answer.text)
+    assert answer.stop_reason == pb.EOS_TOKEN
+
+
+HOSTILE = [
+    "..",
+    "../eight",
+    "eight/..",
+    "eight/../eight",
+    "nested/../eight",
+    "../tuned-prompts/eight",
+    "/eight",
+    "/etc",
+    "//etc/passwd",
+    "/proc/self/cwd",
+    "/proc/self/fd/0",
+    "~",
+    "~/eight",
+    ".",
+    "./eight",
+    "eight/.",
+    "nested/./path",
+    "eight//../../x",
+    "....//eight",
+    "..%2feight",
+    "%2e%2e/eight",
+    "eight%00",
+    "eight\0",
+    "eight\0.pt",
+    "eight\n",
+    "eight ",
+    " eight",
+    "eight\\..\\..",
+    "..\\eight",
+    "C:\\eight",
+    "file:///etc/passwd",
+    "eight/decoder.pt",
+    "decoder.pt",
+    "eight.swp",
+    "outside",
+    "by-file",
+    "loop",
+    "pipe",
+    "nested/directory",
+    "ｅight",
+    "eigh\u0074\u0301",
+    "\u202eeight",
+    "$(id)",
+    "${PREFIX_STORE_PATH}",
+    "*",
+    "eigh?",
+    "x" * 255,
+    "x" * 4096,
+    "../" * 80 + "etc/passwd",
+    "\ufffd" * 1365,
+]
+
+
+# Directories of the store, though without a soft prompt that may be read.
+NO_ADAPTERS = {"by-file", "pipe", "nested/directory"}
+NO_ADAPTER = "can't retrieve adapter with id '{}': invalid adapter: no adapter_config.json found"
+
+
+@pytest.fixture(scope="module")
+def traps(tuned: Tuned, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What leads out of the store, and what would not end; returns what may not be read."""
+    outside = tmp_path_factory.mktemp("outside")
+    write_prompt(outside / "secret", SoftPrompt(embeddings(4, 0)))
+    store = tuned.prompts
+    (store / "outside").symlink_to(outside / "secret")
+    (store / "by-file").mkdir()
+    (store / "by-file" / "decoder.pt").symlink_to(outside / "secret" / "decoder.pt")
+    (store / "loop").symlink_to("loop")
+    (store / "pipe").mkdir()
+    os.mkfifo(store / "pipe" / "decoder.pt")
+    (store / "nested" / "directory" / "decoder.pt").mkdir(parents=True)
+    return outside / "secret" / "decoder.pt"
+
+
+def test_hostile_ids_are_like_missing_ones(tuned: Tuned, traps: Path) -> None:
+    os.utime(traps, (0, 0))  # so that even a mount that hardly keeps times tells of a reader
+    names, text = tuned.oracle.server.names, "fox"
+    for content_id in HOSTILE:
+        code, details = Ask(text, content_id).refusal(tuned)
+        assert (code, details) == (INVALID, names.prompt_error(content_id, has_adapter=False))
+        assert details.endswith("not found")
+        code, details = Ask(text, adapter_id=content_id).refusal(tuned)
+        expected = names.adapter_error(content_id)
+        if content_id in NO_ADAPTERS:
+            expected = NO_ADAPTER.format(content_id)
+        assert (code, details) == (INVALID, expected)
+    assert traps.stat().st_atime == 0, "what is outside was read"
+    Ask(text, "eight").check(tuned, Ask(text, "eight").send(tuned))
