@@ -85,6 +85,8 @@ def test_streams_go_on_when_the_shards_come_back(pair: Setup) -> None:
     restart_shards(pair, epoch=2)
     assert streams.results() == streams.expected()
     wait_for_health(pair, 200)
+    assert stop_router(pair) == 0
+    assert "ERROR" not in pair.service.output, "nothing is left behind that the interpreter complains about"
 
 
 def test_one_lost_rank_is_a_lost_group(pair: Setup) -> None:

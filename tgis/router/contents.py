@@ -39,7 +39,7 @@ REFUSALS = {
 UNKNOWN = {ContentKind.PROMPT: 'prefix id "{}" not found', ContentKind.ADAPTER: "directory does not exist"}
 TOO_LARGE = {
     ContentKind.PROMPT: "Prefix ID object {} exceeds the allowed cache size",
-    ContentKind.ADAPTER: "adapter exceeds the allowed cache size",
+    ContentKind.ADAPTER: "adapter {} exceeds the allowed cache size",
 }
 
 

@@ -50,7 +50,7 @@ class Shards:
         self._paths = [f"{uds_path}-{rank}" for rank in range(num_shards)]
         self._channels: list[grpc.aio.Channel] = []
         self._readers: list[asyncio.Task[None]] = []
-        self._requests: list[asyncio.Queue[pb.StepRequest]] = []
+        self._requests: list[asyncio.Queue[pb.StepRequest | None]] = []
         self._responses: list[deque[pb.StepResponse]] = []
         self._answers: asyncio.Queue[Answer | ShardsLostError] = asyncio.Queue()
         self._steps: deque[Step] = deque()
@@ -157,8 +157,8 @@ class Shards:
         queue = self._requests[rank]
 
         async def requests() -> AsyncIterator[pb.StepRequest]:
-            while True:
-                yield await queue.get()
+            while (request := await queue.get()) is not None:
+                yield request
 
         try:
             async for response in ShardServiceStub(channel).Step(requests()):
@@ -167,6 +167,8 @@ class Shards:
             self._answers.put_nowait(ShardsLostError(f"shard {rank} ended its stream"))
         except grpc.aio.AioRpcError as error:
             self._answers.put_nowait(ShardsLostError(f"shard {rank} is lost: {error.code().name}"))
+        finally:
+            queue.put_nowait(None)  # else the library's task waits for ever, and is complained about
 
     def _combine(self) -> None:
         """Passes on the oldest step's answer once all ranks have given theirs."""
