@@ -40,6 +40,7 @@ def test_the_load_deals_out_ids() -> None:
     assert all(each.HasField("prefix_id") == bool(each.prefix_id) for each in service.asked)
 
 
+@pytest.mark.slow
 def test_everything_is_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -187,6 +187,7 @@ def test_what_cannot_be_said_the_other_way(tmp_path: Path) -> None:
         {"task_type": "CAUSAL_LM"},
         {"num_virtual_tokens": 3, "num_transformer_submodules": 2},
         {"num_virtual_tokens": "four"},
+        {"num_virtual_tokens": {"four": 4}},
     ],
 )
 def test_a_configuration_that_its_tensor_denies(tmp_path: Path, changed: dict[str, object]) -> None:

@@ -72,11 +72,11 @@ def write_prompt(directory: Path, name: str = "decoder.pt", rows: int = 6, width
 
 def test_a_prompt(model: Path, tmp_path: Path) -> None:
     prompt = write_prompt(tmp_path / "prompt")
-    told = ["soft prompt: 6 virtual tokens for the decoder", "768 bytes", "  decoder  [6, 32] float32"]
+    told = ["soft prompt: 6 virtual tokens for the decoder", "1024 bytes", "  decoder  [6, 32] float32"]
     assert lines(prompt) == told
     assert lines(prompt / "decoder.pt") == told
     assert lines(prompt, "--model", str(model)) == [*told, f"fits {model}"]
-    half = [told[0], "384 bytes", *told[2:], f"fits {model}"]
+    half = [told[0], "512 bytes", *told[2:], f"fits {model}"]
     assert lines(prompt, "--model", str(model), "--dtype", "bfloat16") == half
     (prompt / "decoder.pt").rename(prompt / "any name.pt")
     assert lines(prompt / "any name.pt") == told
@@ -107,7 +107,7 @@ def test_an_adapter(model: Path, lora: Path) -> None:
     told = lines(lora)
     assert told[0] == "LoRA adapter: 4 modules"
     assert set(told[1:3]) == {"rank 4, scale 2: q_proj (2)", "rank 2, scale 4: down_proj (2)"}
-    assert told[3] == f"{4 * 2 * (4 * (32 + 32) + 2 * (48 + 32))} bytes"
+    assert told[3] == f"{2 * 2 * 2 * 512} bytes"
     assert "  model.layers.1.mlp.down_proj.lora_A.weight     [2, 48] float32" in told
     assert lines(lora, "--model", str(model)) == [*told, f"fits {model}"]
     assert lines(lora / "adapter_config.json") == told

@@ -7,6 +7,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from tgis.config import DTYPES
 from tgis.errors import OperatorError
 
 # The first of these that a configuration has is the model's sequence length.
@@ -131,6 +132,16 @@ def length_of_model(config: Mapping[str, Any]) -> int | None:
 def max_sequence_length(config: Mapping[str, Any]) -> int:
     """What config.json says, else 2048."""
     return length_of_model(config) or DEFAULT_LENGTH
+
+
+def stored_dtype(config: Mapping[str, Any]) -> str:
+    """What config.json names for the checkpoint, else for its language model; float32 where that is none of
+    ours."""
+    inner = config.get("text_config")
+    places = (config, inner if isinstance(inner, dict) else {})
+    named = (place.get(key) for place in places for key in ("dtype", "torch_dtype"))
+    name = next((name for name in named if name), None)
+    return name if isinstance(name, str) and name in DTYPES else DTYPES[0]
 
 
 def eos_token_ids(directory: Path) -> list[int]:

@@ -13,15 +13,17 @@ from torch import Tensor
 from tgis import hub
 from tgis.config import ShardConfig
 from tgis.errors import OperatorError
+from tgis.prompts.adapter_config import LORA, WEIGHTS
 from tgis.prompts.adapter_config import NAME as CONFIG
-from tgis.prompts.adapter_format import read_adapter_files
+from tgis.prompts.adapter_format import MAX_HEADER_BYTES, read_adapter_files
 from tgis.prompts.errors import AbsentError, ContentError, TooLargeError
-from tgis.prompts.format import DECODER, ENCODER, LORA, PEFT_FILES, Fit, read_peft_type, read_prompt
-from tgis.prompts.store import ADAPTER_ITEMSIZE
+from tgis.prompts.format import DECODER, ENCODER, Fit, read_peft_type, read_prompt
+from tgis.prompts.store import measure_adapter, measure_prompt
 from tgis.shard.content_loading import allow
 from tgis.shard.layers.kernels import Parts
 from tgis.shard.models.adapters import read_adapter
-from tgis.shard.models.outline import DTYPES, outline, stored_dtype
+from tgis.shard.models.outline import outline
+from tgis.shard.stored import DTYPES
 
 UNBOUNDED = 1 << 40  # bytes
 
@@ -52,10 +54,9 @@ def describe(path: Path, config: ShardConfig | None) -> list[str]:
 
 
 def _describe_prompt(directory: Path, target: Target | None) -> Iterator[str]:
-    tensors = read_prompt(directory, target.fit if target else None).tensors
-    num_bytes = sum(tensor.nbytes for tensor in tensors.values())
-    if target:
-        _limit(num_bytes, target.fit.max_prompt_bytes)
+    prompt = read_prompt(directory, target.fit if target else None)
+    num_bytes = measure_prompt(prompt, target.fit.max_prompt_bytes if target else UNBOUNDED)
+    tensors = prompt.tensors
     stored = read_prompt(directory, None).tensors
     counts = " and ".join(f"{len(tensor)} virtual tokens for the {name}" for name, tensor in tensors.items())
     yield f"soft prompt: {counts}"
@@ -64,10 +65,10 @@ def _describe_prompt(directory: Path, target: Target | None) -> Iterator[str]:
 
 
 def _describe_adapter(directory: Path, target: Target | None) -> Iterator[str]:
-    tensors, scales = read_adapter_files(directory, target.fit.max_adapter_bytes if target else UNBOUNDED)
-    num_bytes = sum(tensor.numel() * ADAPTER_ITEMSIZE for tensor in tensors.values())
+    max_bytes = target.fit.max_adapter_bytes if target else UNBOUNDED
+    tensors, scales = read_adapter_files(directory, max_bytes + MAX_HEADER_BYTES)
+    num_bytes = measure_adapter(tensors, max_bytes)
     if target:
-        _limit(num_bytes, target.fit.max_adapter_bytes)
         read_adapter(target.parts, tensors, scales)
     yield f"LoRA adapter: {len(scales)} modules"
     for (rank, scale), modules in _group(tensors, scales).items():
@@ -95,25 +96,12 @@ def _list(tensors: Mapping[str, Tensor]) -> Iterator[str]:
         yield f"  {name:{width}}  {list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
 
 
-def _limit(num_bytes: int, max_bytes: int) -> None:
-    if num_bytes > max_bytes:
-        raise TooLargeError
-
-
 def _find_target(config: ShardConfig) -> Target:
     settings = hub.read_json(Path(config.model_path), "config.json")
-    dtype = DTYPES[config.dtype] if config.dtype else stored_dtype(settings)
+    dtype = DTYPES[config.dtype or hub.stored_dtype(settings)]
     model = outline(Path(config.model_path), settings, dtype)
     allowance = allow(config, True, config.max_sequence_length or hub.max_sequence_length(settings))
-    fit = Fit(
-        prompt_width=model.prompt_width,
-        dtype=dtype,
-        is_encoder_decoder=model.is_encoder_decoder,
-        max_prompt_tokens=allowance.max_prompt_tokens,
-        max_prompt_bytes=allowance.prompt_bytes,
-        max_adapter_bytes=allowance.adapter_bytes,
-    )
-    return Target(model.parts, fit)
+    return Target(model.parts, allowance.fit(model.parts, model.prompt_width, model.is_encoder_decoder))
 
 
 @contextmanager
@@ -136,7 +124,7 @@ def _directory_of(path: Path) -> Iterator[Path]:
     """A lone tensor is for the decoder, unless its name says that it is for the encoder."""
     if path.is_dir() or not path.exists():
         yield path
-    elif path.name in (CONFIG, *PEFT_FILES):
+    elif path.name in (CONFIG, *WEIGHTS):
         yield path.parent
     else:
         with tempfile.TemporaryDirectory() as room:

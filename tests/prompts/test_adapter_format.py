@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import time
 import warnings
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from tests.prompts.files import HARM, Payload
+from tgis.prompts import adapter_config
 from tgis.prompts.adapter_config import UnsupportedTypeError, parse_config
 from tgis.prompts.adapter_format import MAX_HEADER_BYTES, read_adapter_files, split_name
 from tgis.prompts.errors import ContentError, TooLargeError
@@ -134,6 +136,21 @@ def test_patterns_match_as_in_peft(patterns: list[str], name: str) -> None:
     assert parse_config(text.encode()).rank_of(name) == numbers.get(get_pattern_key(patterns, name), 2)
 
 
+def test_as_many_patterns_as_modules() -> None:
+    """What methods that choose ranks by themselves leave behind: more patterns than a library remembers."""
+    numbers = {f"model.layers.{i}.self_attn.q_proj": 1 + i for i in range(600)}
+    text = json.dumps({"peft_type": "LORA", "rank_pattern": numbers, "alpha_pattern": numbers}).encode()
+    began = time.thread_time()
+    config = parse_config(text)
+    for key in [*numbers][::20]:
+        assert config.rank_of(key) == numbers[key]
+        assert config.scale_of(key, config.rank_of(key)) == 1
+    assert time.thread_time() - began < 3
+    too_many = dict.fromkeys(map(str, range(4097)), 2)
+    with pytest.raises(ContentError, match=r"alpha_pattern of adapter_config.json makes no sense"):
+        parse_config(json.dumps({"peft_type": "LORA", "alpha_pattern": too_many}).encode())
+
+
 MISSING = "invalid adapter: no adapter_config.json found"
 
 
@@ -205,7 +222,10 @@ CONFIGURATIONS: list[tuple[dict[str, object], str]] = [
 
 
 @pytest.mark.parametrize(("config", "cause"), CONFIGURATIONS, ids=str)
-def test_configurations_that_are_refused(tmp_path: Path, config: dict[str, object], cause: str) -> None:
+def test_configurations_that_are_refused(
+    tmp_path: Path, config: dict[str, object], cause: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(adapter_config, "_PATTERN_TIMEOUT_S", 0.1)
     with pytest.raises(ContentError, match=re.escape(cause)) as caught:
         read(save(tmp_path, **config))
     assert not isinstance(caught.value, UnsupportedTypeError)

@@ -168,6 +168,27 @@ def test_an_archive_that_lists_a_record_many_times(name: str, num_records: int, 
         load_small(file)
 
 
+@pytest.mark.parametrize("change", ["small", "comment", "locator"])
+def test_an_archive_that_lies_about_its_directory(change: str, tmp_path: Path) -> None:
+    """A hundred thousand records, said to be few where a glance would fall."""
+    file = save_prompt(tmp_path, random_prompt()) / "decoder.pt"
+    with zipfile.ZipFile(file, "a") as archive:
+        archive.writestr("empty", b"")
+        archive.filelist.extend([archive.filelist[-1]] * 100_000)
+    content, few = bytearray(file.read_bytes()), struct.pack("<I", 100)
+    if change == "comment":
+        content[-2:] = struct.pack("<H", 98)
+        content += b"PK\x06\x06" + bytes(72) + b"PK\x05\x06" + bytes(8) + few + bytes(6)
+    else:
+        content[-10:-6] = few
+    if change == "locator":
+        content[-42:-22] = b"PK\x06\x07" + struct.pack("<IQI", 0, len(content) - 120, 1)
+        content[-98:-42] = bytes(56)
+    file.write_bytes(content)
+    with bounded_memory(16 * MIB), pytest.raises(PickleError, match="truncated or damaged"):
+        load_small(file)
+
+
 def test_calls_without_a_name(tmp_path: Path) -> None:
     file = save_prompt(tmp_path, random_prompt()) / "decoder.pt"
     rewrite_pickle(file, lambda _: b"\x80\x04\x8c\x02os\x8c\x05mkdir\x93\x8c\x01x\x85R.")

@@ -168,6 +168,14 @@ def test_what_processes_left_goes_when_it_is_old(spool: Spool, directory: Path) 
     assert names(directory) == []
 
 
+def test_copies_that_nobody_came_for_go_when_they_are_old(spool: Spool, directory: Path) -> None:
+    old, kept, young = (spool.put("prompt", {"decoder": torch.full((1, 2), float(i))}, {}) for i in range(3))
+    for digest in (old, kept):
+        os.utime(directory / digest, (time.time() - MAX_WORK_S - 10,) * 2)
+    spool.sweep([kept])
+    assert names(directory) == sorted([kept, young])
+
+
 @contextmanager
 def full_disk() -> Iterator[None]:
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tests.prompts.files import (
@@ -182,12 +183,28 @@ def test_what_is_too_large(prompts: Path, spool: Spool) -> None:
             assert "exceeds the allowed cache size" in refuse(small, kind, id)  # type: ignore[arg-type]
 
 
+def test_copies_of_the_models_tables_are_not_kept_loaded(prompts: Path, spool: Spool) -> None:
+    """They take no room in a rank, but the file that they make large is read, and limited."""
+    path = save_lora(prompts / "a")
+    stored = load_file(path / "adapter_model.safetensors")
+    table = {"base_model.model.model.embed_tokens.base_layer.weight": torch.ones(64, WIDTH)}
+    save_file(stored | table, path / "adapter_model.safetensors")
+    store = Store(spool, replace(FIT, max_adapter_bytes=1024), prompts, None, {})
+    one = store.find("adapter", "a")
+    assert one.num_bytes == 1024
+    assert "model.embed_tokens.base" in spool.open(one.digest).tensors
+    vast = {name: torch.ones(MIB + 4096, WIDTH) for name in table}
+    save_file(stored | vast, path / "adapter_model.safetensors")
+    assert "exceeds the allowed cache size" in refuse(store, "adapter", "a")
+
+
 def test_a_model_that_takes_neither(prompts: Path, spool: Spool) -> None:
     save_lora(save_prompt(prompts / "a", random_prompt()))
     store = Store(spool, None, prompts, None, {})
-    assert refuse(store, "prompt", "a") == prompt_text("a", "soft prompts need the service's own engine")
-    text = "can't retrieve adapter with id 'a': LoRA adapters need the service's own engine"
-    assert refuse(store, "adapter", "a") == text
+    cause = "soft prompts and adapters need the service's own engine, which does not run this model"
+    assert refuse(store, "prompt", "a") == prompt_text("a", cause)
+    assert refuse(store, "adapter", "a") == f"can't retrieve adapter with id 'a': {cause}"
+    assert refuse(store, "prompt", "b") == not_found("b")
 
 
 CHANGES: list[Callable[[Path], object]] = [

@@ -3,9 +3,11 @@
 import random
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
+from torch import Tensor
 
 from tests.greedy import count_certain, generate
 
@@ -26,22 +28,32 @@ class Answer:
 
 class Oracle:
     def __init__(self, directory: Path, config: transformers.PretrainedConfig) -> None:
-        is_causal = not config.is_encoder_decoder
-        kind = transformers.AutoModelForCausalLM if is_causal else transformers.AutoModelForSeq2SeqLM
         self.is_encoder_decoder = bool(config.is_encoder_decoder)
-        # Run step by step, Falcon would add ALiBi twice.
-        implementation = "sdpa" if config.model_type == "falcon" else "eager"
-        options = {"dtype": torch.float32, "attn_implementation": implementation}
-        self._model = kind.from_pretrained(directory, **options).eval()
-        settings = self._model.generation_config
-        # Some models force tokens, which is not for a server to do.
-        settings.eos_token_id = settings.forced_bos_token_id = settings.forced_eos_token_id = None
-        self.start_token_id = settings.decoder_start_token_id
+        self._model = load_model(directory, config)
+        self.start_token_id = self._model.generation_config.decoder_start_token_id
 
     def answer(self, input_ids: list[int]) -> Answer:
-        tokens, steps = generate(self._model, input_ids, max_new_tokens=NEW_TOKENS)
-        logprobs = [float(steps[i, token]) for i, token in enumerate(tokens)]
-        return Answer(input_ids, tokens, logprobs, count_certain(steps))
+        return describe(input_ids, *generate(self._model, input_ids, max_new_tokens=NEW_TOKENS))
+
+
+def load_model(directory: Path, config: transformers.PretrainedConfig) -> Any:
+    """In transformers' hands, to be asked step by step for as many tokens as one likes."""
+    is_causal = not config.is_encoder_decoder
+    kind = transformers.AutoModelForCausalLM if is_causal else transformers.AutoModelForSeq2SeqLM
+    # Run step by step, Falcon would add ALiBi twice.
+    implementation = "sdpa" if config.model_type == "falcon" else "eager"
+    options = {"dtype": torch.float32, "attn_implementation": implementation}
+    model = kind.from_pretrained(directory, **options).eval()
+    settings = model.generation_config
+    # Some models force tokens, which is not for a server to do.
+    settings.eos_token_id = settings.forced_bos_token_id = settings.forced_eos_token_id = None
+    return model
+
+
+def describe(input_ids: list[int], tokens: list[int], steps: Tensor) -> Answer:
+    """`steps` [num_tokens, vocab_size] are the log-probabilities that the tokens were chosen by."""
+    logprobs = [float(steps[i, token]) for i, token in enumerate(tokens)]
+    return Answer(input_ids, tokens, logprobs, count_certain(steps))
 
 
 def draw_inputs(seed: int = 0) -> list[list[int]]:

@@ -11,8 +11,8 @@ import transformers
 from safetensors.torch import load_file
 from torch import Tensor
 
-from tests.greedy import count_certain, generate
-from tests.shard.family_oracle import NEW_TOKENS, Answer
+from tests.greedy import generate
+from tests.shard.family_oracle import NEW_TOKENS, Answer, describe, load_model
 
 Prompt = Mapping[str, Tensor]  # "decoder" and "encoder", either of which may lack
 
@@ -23,18 +23,8 @@ class PromptOracle:
 
     def __init__(self, checkpoint: Path, config: transformers.PretrainedConfig, directory: Path) -> None:
         self.is_encoder_decoder, self._directory = bool(config.is_encoder_decoder), directory
-        kind = (
-            transformers.AutoModelForSeq2SeqLM
-            if self.is_encoder_decoder
-            else transformers.AutoModelForCausalLM
-        )
-        # Run step by step, Falcon would add ALiBi twice.
-        implementation = "sdpa" if config.model_type == "falcon" else "eager"
-        options = {"dtype": torch.float32, "attn_implementation": implementation}
-        self.model = kind.from_pretrained(checkpoint, **options).eval()
-        settings = self.model.generation_config
-        settings.eos_token_id = settings.forced_bos_token_id = settings.forced_eos_token_id = None
-        self.start_token_id = settings.decoder_start_token_id
+        self.model = load_model(checkpoint, config)
+        self.start_token_id = self.model.generation_config.decoder_start_token_id
 
     def draw(self, num_tokens: int, seed: int) -> Tensor:
         """Embeddings [num_tokens, width], as peft has drawn and saved them; for an encoder-decoder model, the
@@ -57,7 +47,7 @@ class PromptOracle:
         with warnings.catch_warnings():  # it tells which arguments it leaves out
             warnings.simplefilter("ignore", UserWarning)
             tokens, steps = generate(model, input_ids, max_new_tokens=NEW_TOKENS, **settings)
-        return _describe(input_ids, tokens, steps)
+        return describe(input_ids, tokens, steps)
 
     @torch.inference_mode()
     def answer_with(self, input_ids: list[int], prompt: Prompt) -> Answer:
@@ -70,7 +60,7 @@ class PromptOracle:
             )
             steps.append(out.logits[0, -1].log_softmax(-1))
             tokens.append(int(steps[-1].argmax()))
-        return _describe(input_ids, tokens, torch.stack(steps))
+        return describe(input_ids, tokens, torch.stack(steps))
 
     def embed(self, prompt: Tensor | None, token_ids: list[int]) -> Tensor:
         """[1, num_virtual + len(token_ids), width]"""
@@ -80,8 +70,3 @@ class PromptOracle:
 
     def _find(self, num_tokens: int, seed: int) -> Path:
         return self._directory / f"{num_tokens}-{seed}"
-
-
-def _describe(input_ids: list[int], tokens: list[int], steps: Tensor) -> Answer:
-    logprobs = [float(steps[i, token]) for i, token in enumerate(tokens)]
-    return Answer(input_ids, tokens, logprobs, count_certain(steps))

@@ -3,6 +3,7 @@ none of the client's business; and what goes on beside a disk that hangs."""
 
 import errno
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
@@ -43,11 +44,12 @@ class Answers:
     error: Exception | None = None
 
     def __init__(self) -> None:
-        self.gate, self.num_waiting = threading.Event(), 0
+        self.gate, self.num_waiting, self.num_met = threading.Event(), 0, 0
         self.gate.set()
 
     def meet(self) -> None:
         self.num_waiting += 1
+        self.num_met += 1
         assert self.gate.wait(TIMEOUT_S)
         self.num_waiting -= 1
         if self.error is not None:
@@ -59,10 +61,13 @@ class OddStore(Store):
 
     def __init__(self, spool: Spool, answers: Answers) -> None:
         super().__init__(spool, None, None, None, {})
-        self._answers = answers
+        self.spool, self._answers = spool, answers
 
     def find(self, kind: Kind, id: str) -> Found:
         self._answers.meet()
+        if id == "copied":
+            digest = self.spool.put(kind, {"decoder": torch.ones(2, 4)}, {})
+            return Found(kind, digest, 2, 0, 64)
         return Found("adapter" if id == "lora" else kind, f"digest of {id}", 2, 3, 64)
 
 
@@ -159,9 +164,33 @@ def test_copies_go_with_what_is_unloaded(served: Served) -> None:
     assert kept() == [False, False, True]
 
 
+def test_a_copy_of_what_nobody_waits_for_is_removed(served: Served) -> None:
+    """But not where it is loaded: then it must outlive this process."""
+    digest = served.find("copied").digest
+    assert digest in served.spool
+    give_up_finding(served, "copied")
+    assert digest not in served.spool
+    served.find("copied")
+    served.load(digest)
+    give_up_finding(served, "copied")
+    assert digest in served.spool
+
+
+def give_up_finding(served: Served, id: str) -> None:
+    served.finding.gate.clear()
+    with pytest.raises(grpc.RpcError):
+        served.stub.Find(pb.FindRequest(kind=pb.CONTENT_KIND_PROMPT, id=id), timeout=0.2)
+    served.finding.gate.set()
+    deadline = time.monotonic() + TIMEOUT_S
+    while served.finding.num_waiting and time.monotonic() < deadline:
+        time.sleep(0.01)
+    time.sleep(0.1)  # what it found is looked at next
+
+
 def test_a_hanging_store_holds_up_finding_alone(served: Served) -> None:
     """Many more hang than there are threads; those whose caller has gone are not begun afterwards."""
     served.finding.gate.clear()
+    served.finding.num_met = 0
     with ThreadPoolExecutor(24) as threads:
         hanging = [threads.submit(served.find, str(i)) for i in range(24)]
         with pytest.raises(grpc.RpcError) as caught:
@@ -185,6 +214,7 @@ def test_a_hanging_store_holds_up_finding_alone(served: Served) -> None:
         served.finding.gate.set()
         wait(hanging, TIMEOUT_S)
         assert all(find.result().digest for find in hanging)
+    assert served.finding.num_met == 24
 
 
 def test_loads_of_one_digest_at_once_read_it_once(served: Served) -> None:

@@ -4,10 +4,13 @@ import random
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from queue import SimpleQueue
 
 import pytest
 import torch
 
+from tgis.prompts.errors import MissingContentError
 from tgis.shard.contents import Content, Contents, Prompt
 from tgis.shard.lora import Adapter
 
@@ -91,9 +94,11 @@ def test_another_is_loaded_while_one_hangs() -> None:
         hanging = threads.submit(contents.load, "slow")
         contents.load("fast")
         assert contents.prompt("fast") is PROMPT
-        contents.unload_others([])
+        contents.unload_others(["slow"])
         slow.set()
         hanging.result(10)
+        assert contents.prompt("fast") is None
+        assert contents.prompt("slow") is PROMPT
 
 
 def test_many_threads_agree_with_the_last_word() -> None:
@@ -110,11 +115,42 @@ def test_many_threads_agree_with_the_last_word() -> None:
             assert contents.prompt(mine) is None
             contents.unload_others([str(i) for i in range(4)])
             if rng.random() < 0.1:
-                contents.load("9")
+                with suppress(MissingContentError):  # the others unload it
+                    contents.load("9")
 
     with ThreadPoolExecutor(4) as threads:
         for done in [threads.submit(work, seed) for seed in range(4)]:
             done.result(20)
+
+
+@pytest.mark.parametrize("others", [False, True])
+def test_what_is_unloaded_while_it_is_read_is_not_kept(others: bool) -> None:
+    """Whoever wanted it has given up, and nobody would ever unload it. Who wants it later reads it again."""
+    entered, gates = SimpleQueue[None](), [threading.Event(), threading.Event()]
+    waiting = iter(gates)
+
+    def read_slowly(digest: str) -> Content:
+        gate = next(waiting)
+        entered.put(None)
+        assert gate.wait(10)
+        return PROMPT
+
+    contents = Contents(read_slowly)
+    with ThreadPoolExecutor(2) as threads:
+        stray = threads.submit(contents.load, "slow")
+        entered.get(timeout=10)
+        if others:
+            contents.unload_others(["fast"])
+        else:
+            contents.unload(["slow"])
+        wanted = threads.submit(contents.load, "slow")
+        entered.get(timeout=10)
+        gates[0].set()
+        assert isinstance(stray.exception(10), MissingContentError)
+        assert contents.prompt("slow") is None
+        gates[1].set()
+        wanted.result(10)
+    assert contents.prompt("slow") is PROMPT
 
 
 @pytest.mark.parametrize("error", [KeyError("x"), MemoryError()])

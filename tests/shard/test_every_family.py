@@ -5,6 +5,7 @@ both kinds of company; `make test-all` runs the product."""
 import itertools
 from collections.abc import Iterator
 from copy import deepcopy
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,7 @@ COMPANY = ("alone", "crowded")
 DETAILS = {"logprobs": True, "ranks": True}
 
 
+@cache
 def family_of(case: str) -> str:
     return FAMILIES[CASES[case]().model_type].__name__.rpartition(".")[2]
 

@@ -1,9 +1,7 @@
 """Soft prompts on every family, on one rank and two, alone and beside rows with other prompts or none,
 against peft. `make test` runs every family at least once; `make test-all` runs the product."""
 
-import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -12,44 +10,17 @@ from torch import Tensor
 from tests.shard.checkpoints import write_model
 from tests.shard.driver import Request
 from tests.shard.family_cases.all import CASES
-from tests.shard.family_oracle import NEW_TOKENS, Answer
+from tests.shard.family_oracle import NEW_TOKENS, draw_inputs
 from tests.shard.prompt_oracle import PromptOracle
 from tests.shard.ranks import Ranks
-from tests.shard.relay import Copies, serve
-from tests.shard.test_every_family import check, draw_inputs, family_of
+from tests.shard.relay import Copies
+from tests.shard.tuning_cells import Asked, Cases, check_case, check_plan, plan
 
-COMPANY = ("alone", "mixed")
 DETAILS = {"logprobs": True}
 PAD = 0
 LENGTHS = (6, 3)  # of the prompts
 # Of families that do something else to what comes from the table of tokens than the first of them does.
 PECULIAR = {"opt_350m", "granite_shared_kv_head", "bart_scaled"}
-
-
-def list_cells() -> Iterator[tuple[str, int, str, bool]]:
-    """Case, ranks, company, and whether `make test` runs it."""
-    cells = list(itertools.product((1, 2), COMPANY))
-    for turn, (_, group) in enumerate(itertools.groupby(CASES, family_of)):
-        cases = list(group)
-        quick = {(cases[turn % len(cases)], *cells[turn % len(cells)])}
-        quick |= {(case, *cells[(turn + 2) % len(cells)]) for case in cases if case in PECULIAR}
-        for cell in itertools.product(cases, (1, 2), COMPANY):
-            yield *cell, cell in quick
-
-
-def plan() -> Iterator[object]:
-    for case, size, company, is_quick in list_cells():
-        marks = [] if is_quick else [pytest.mark.slow]
-        yield pytest.param(case, size, company, id=f"{case}, {size} ranks, {company}", marks=marks)
-
-
-@dataclass(frozen=True)
-class Asked:
-    """A request without a row, and what it must be answered."""
-
-    token_ids: list[int]
-    prompt: str  # name
-    answer: Answer
 
 
 class Case:
@@ -94,48 +65,23 @@ class Case:
         self.lengths[name] = len(prompt.get("decoder", ())), len(prompt.get("encoder", ()))
 
     def request(self, asked: Asked) -> Request:
-        num_decoder, num_encoder = self.lengths[asked.prompt]
+        num_decoder, num_encoder = self.lengths[asked.content]
         prompt, encoder = asked.token_ids, list[int]()
         if self.oracle.is_encoder_decoder:
             prompt, encoder = [self.oracle.start_token_id], [PAD] * num_encoder + asked.token_ids
-        options = {"details": DETAILS, "prompt_digest": self.digests[asked.prompt]}
+        options = {"details": DETAILS, "prompt_digest": self.digests[asked.content]}
         return Request([PAD] * num_decoder + prompt, NEW_TOKENS, encoder_token_ids=encoder, **options)
 
 
-class Cases:
-    """Written, and asked of the oracle, when a test first needs one; only the last is kept."""
-
-    def __init__(self, root: Path) -> None:
-        self._root, self._name = root, ""
-
-    def find(self, name: str) -> Case:
-        if name != self._name:
-            self._case, self._name = Case(name, self._root), name
-        return self._case
-
-
 @pytest.fixture(scope="module")
-def cases(tmp_path_factory: pytest.TempPathFactory) -> Cases:
-    return Cases(tmp_path_factory.mktemp("prompts"))
+def cases(tmp_path_factory: pytest.TempPathFactory) -> Cases[Case]:
+    return Cases(Case, tmp_path_factory.mktemp("prompts"))
 
 
 def test_every_family_is_met() -> None:
-    """In `make test` already, with any number of ranks and company by turns."""
-    quick = [cell for cell in list_cells() if cell[3]]
-    assert {family_of(case) for case, *_ in quick} == {family_of(case) for case in CASES}
-    assert {(size, company) for _, size, company, _ in quick} == set(itertools.product((1, 2), COMPANY))
+    check_plan(PECULIAR)
 
 
-@pytest.mark.parametrize(("name", "size", "company"), list(plan()))
-def test_equals_peft(name: str, size: int, company: str, ranks: Ranks, cases: Cases) -> None:
-    case = cases.find(name)
-    requests = [case.request(asked) for asked in case.asked]
-    crowds = [[request] for request in requests] if company == "alone" else [requests]
-    block_size = 4 if company == "alone" else 16
-    [(served, digests), *others] = ranks.run(size, serve, case.directory, 1, crowds, block_size, case.copies)
-    assert all(theirs == digests for _, theirs in others)
-    for request, asked in zip(itertools.chain(*served), case.asked, strict=True):
-        check(request, asked.answer)
-    under = {asked.prompt: asked.answer.logprobs for asked in [case.asked[-1], *case.asked[:2]]}
-    for one, other in itertools.combinations(under.values(), 2):
-        assert max(abs(a - b) for a, b in zip(one, other, strict=True)) > 1e-3, "the prompts do nothing"
+@pytest.mark.parametrize(("name", "size", "company"), plan(PECULIAR))
+def test_equals_peft(name: str, size: int, company: str, ranks: Ranks, cases: Cases[Case]) -> None:
+    check_case(cases.find(name), size, company, ranks)

@@ -13,8 +13,10 @@ import torch
 from tests.shard import other_device
 from tests.shard.driver import Request, Router, configure, opening
 from tests.shard.messages import GREEDY, SAMPLE, Steps, floats, integers, open_row, top_tokens
-from tests.shard.test_every_prompt import PAD, Asked, Case, check
+from tests.shard.test_every_family import check
+from tests.shard.test_every_prompt import PAD, Case
 from tests.shard.test_torch_platform import plain
+from tests.shard.tuning_cells import Asked
 from tgis.shard.engine import Engine
 from tgis.shard.loading import load
 from tgis.shard.world import World
@@ -114,7 +116,7 @@ def test_details_of_virtual_tokens(decoder: Served) -> None:
     work = [steps.step([(0, *span)], [opening(request)] if not span[0] else []) for span in pairwise(cuts)]
     spans = [message for step in work for message in decoder.engine.execute(step).input_details]
     with torch.inference_mode():
-        prompt = case.oracle.draw(case.lengths[asked.prompt][0], 1)
+        prompt = case.oracle.draw(case.lengths[asked.content][0], 1)
         out = case.oracle.model(inputs_embeds=case.oracle.embed(prompt, asked.token_ids))
     expected = out.logits[0].log_softmax(-1)  # [num_tokens, vocab_size]
     assert [span.start for span in spans] == [0, 5, 8]
@@ -145,7 +147,7 @@ def test_the_repetition_penalty_does_not_see_virtual_tokens(decoder: Served, pad
     """Whatever they are called: here what would be chosen first, or what ends the row."""
     case = decoder.case
     asked = case.asked[0]
-    length, options = case.lengths[asked.prompt][0], {"repetition_penalty": 1.7}
+    length, options = case.lengths[asked.content][0], {"repetition_penalty": 1.7}
     expected = case.oracle.answer(asked.token_ids, length, 1, **options)
     best = asked.answer.token_ids[0]
     assert best not in asked.token_ids, "it would be penalised anyway"

@@ -111,22 +111,12 @@ def test_an_engine_that_takes_no_soft_prompts_says_so(
     store = open_store(config, engine.model, 192)
     (tmp_path / "none" / "a").mkdir(parents=True)
     torch.save(torch.ones(2, 32), tmp_path / "none" / "a" / "decoder.pt")
-    with pytest.raises(ContentError, match=r"'a': soft prompts need the service's own engine$"):
+    with pytest.raises(ContentError, match=r"'a': soft prompts and adapters need the service's own engine, "):
         store.find("prompt", "a")
-    with pytest.raises(ContentError, match=r"need the service's own engine$"):
+    with pytest.raises(ContentError, match=r"need the service's own engine, which does not run this model$"):
         engine.contents.load("0" * 64)
     assert f"prefix_store_path: there is no directory {tmp_path / 'none'}" in caplog.text
     assert "need the service's own engine: requests for them fail" in caplog.text
-
-
-def test_the_longest_prompt_leaves_room_for_a_token(model_path: Path) -> None:
-    load(configure(model_path, max_prompt_prefix_length=191))
-    with pytest.raises(UnsupportedModelError) as error:
-        load(configure(model_path, max_prompt_prefix_length=192))
-    assert str(error.value) == (
-        "--max-prompt-prefix-length 192 leaves no room in --max-sequence-length 192: at most 191 virtual "
-        "tokens fit"
-    )
 
 
 def test_adapters_to_be_loaded_are_refused_where_nothing_takes_them(model_path: Path) -> None:

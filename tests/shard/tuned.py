@@ -10,8 +10,8 @@ import peft
 import torch
 import transformers
 
-from tests.greedy import count_certain, generate
-from tests.shard.family_oracle import NEW_TOKENS, Answer
+from tests.greedy import generate
+from tests.shard.family_oracle import NEW_TOKENS, Answer, describe, load_model
 
 
 class Tuned:
@@ -21,7 +21,7 @@ class Tuned:
     def __init__(self, checkpoint: Path, directory: Path, seed: int = 0, **options: Any) -> None:
         config = transformers.AutoConfig.from_pretrained(checkpoint)
         self.is_encoder_decoder = bool(config.is_encoder_decoder)
-        self.model: Any = load_base(checkpoint, config)
+        self.model: Any = load_model(checkpoint, config)
         self.start_token_id = self.model.generation_config.decoder_start_token_id
         if options:
             with quiet():
@@ -29,21 +29,8 @@ class Tuned:
 
     def answer(self, input_ids: list[int]) -> Answer:
         with quiet():
-            tokens, steps = generate(self.model, input_ids, max_new_tokens=NEW_TOKENS)
-        logprobs = [float(steps[i, token]) for i, token in enumerate(tokens)]
-        return Answer(input_ids, tokens, logprobs, count_certain(steps))
-
-
-def load_base(checkpoint: Path, config: transformers.PretrainedConfig) -> Any:
-    is_causal = not config.is_encoder_decoder
-    kind = transformers.AutoModelForCausalLM if is_causal else transformers.AutoModelForSeq2SeqLM
-    # Run step by step, Falcon would add ALiBi twice.
-    implementation = "sdpa" if config.model_type == "falcon" else "eager"
-    options = {"dtype": torch.float32, "attn_implementation": implementation}
-    model = kind.from_pretrained(checkpoint, **options).eval()
-    settings = model.generation_config
-    settings.eos_token_id = settings.forced_bos_token_id = settings.forced_eos_token_id = None
-    return model
+            found = generate(self.model, input_ids, max_new_tokens=NEW_TOKENS)
+        return describe(input_ids, *found)
 
 
 def write_adapter(model: Any, directory: Path, seed: int = 0, **options: Any) -> peft.PeftModel:

@@ -13,10 +13,11 @@ from torch import Tensor
 
 from tgis import hub
 from tgis.convert.workshop import ConversionError, workshop
+from tgis.prompts.adapter_config import NAME as CONFIG
+from tgis.prompts.adapter_config import WEIGHTS
 from tgis.prompts.errors import AbsentError, ContentError
-from tgis.prompts.format import DECODER, ENCODER, PEFT_FILES, PEFT_KEY, choose_prompt_files, read_prompt
+from tgis.prompts.format import DECODER, ENCODER, PEFT_KEY, choose_prompt_files, read_prompt
 
-CONFIG = "adapter_config.json"
 TORCH_FILES = (ENCODER, DECODER)
 # Its prompt tuning reserves a place for the decoder's half, trains it not and puts it before nothing.
 _NOT_USED = "; PEFT itself never uses the decoder's half of a prompt"
@@ -37,7 +38,7 @@ def convert_prompt(source: Path, target: Path, with_decoder: bool, overwrite: bo
     except OSError as error:
         raise ConversionError(f"{source} cannot be read: {error.strerror}") from error
     parts = prompt.tensors
-    is_peft = any(name in PEFT_FILES for name in names)
+    is_peft = any(name in WEIGHTS for name in names)
     if is_peft:
         parts = split_embeddings(parts["decoder"], hub.read_json(source, CONFIG))
     has_both = len(parts) == 2
@@ -53,7 +54,7 @@ def write_prompt(parts: Mapping[str, Tensor], target: Path, is_peft: bool, overw
     into the directory `target`. What a prompt there consists of is replaced if `overwrite` says so.
 
     Returns the names of the files. Raises ConversionError."""
-    there = [name for name in (*PEFT_FILES, CONFIG, *TORCH_FILES) if (target / name).exists()]
+    there = [name for name in (*WEIGHTS, CONFIG, *TORCH_FILES) if (target / name).exists()]
     if there and not overwrite:
         raise ConversionError(f"{target} has {' and '.join(there)} already; --overwrite replaces them")
     is_new = not target.exists()
@@ -81,7 +82,7 @@ def split_embeddings(embeddings: Tensor, config: Mapping[str, Any]) -> dict[str,
     if num_parts not in (1, 2) or num_parts > 1 + is_encoder_decoder:
         text = f"num_transformer_submodules is {num_parts} and task_type {config.get('task_type')}"
         raise ConversionError(f"{CONFIG}: {text}, which is no prompt for a text")
-    if num_tokens is not None and num_tokens * num_parts != num_rows:
+    if num_tokens is not None and (type(num_tokens) is not int or num_tokens * num_parts != num_rows):
         text = f"{num_tokens} virtual tokens for {num_parts} of its parts do not make {num_rows} rows"
         raise ConversionError(f"{CONFIG}: {text}")
     if not is_encoder_decoder:
@@ -118,7 +119,7 @@ def _write_peft(parts: Mapping[str, Tensor], room: Path) -> list[str]:
         "inference_mode": True,
     }
     (room / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
-    weights = PEFT_FILES[0]
+    weights = WEIGHTS[0]
     save_file({PEFT_KEY: embeddings}, room / weights, metadata={"format": "pt"})
     return [CONFIG, weights]
 

@@ -5,13 +5,17 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import regex
 
 from tgis.prompts.errors import ContentError, quote
 
 NAME = "adapter_config.json"
+STEM = "adapter_model"
+WEIGHTS = (f"{STEM}.safetensors", f"{STEM}.bin")  # beside it; the first of them that is there
+LORA = "LORA"
+MAX_CONFIG_BYTES = 4 << 20
 # PEFT's own, where a configuration lacks them.
 DEFAULT_RANK = DEFAULT_ALPHA = 8
 # Ways to begin that leave the model as it was; the others subtract from its weights what they begin with.
@@ -31,18 +35,46 @@ _REFUSED = {
 }
 # Patterns are an adapter's own; none that is meant well takes long.
 _PATTERN_TIMEOUT_S = 1.0
+MAX_PATTERNS = 4096  # of either kind; every module is held against all of them
+
+
+Value = TypeVar("Value")
 
 
 class UnsupportedTypeError(ContentError):
     """Not LoRA; the text is all that a client is told."""
 
 
+class Patterns(Generic[Value]):
+    """What some of an adapter's modules have instead of what all have."""
+
+    def __init__(self, values: Mapping[str, Value]) -> None:
+        """Raises ContentError where a pattern is none."""
+        self._values = values
+        if len(values) > MAX_PATTERNS:
+            raise _wrong("rank_pattern or alpha_pattern")
+        try:
+            self._compiled = [(regex.compile(rf"(.*\.)?({pattern})$"), values[pattern]) for pattern in values]
+        except regex.error as error:
+            raise _wrong("rank_pattern or alpha_pattern") from error
+
+    def find(self, key: str, default: Value) -> Value:
+        """Of the first pattern that is the end of `key`, whole parts of its path. Raises ContentError."""
+        for pattern, value in self._compiled:
+            try:
+                if pattern.match(key, timeout=_PATTERN_TIMEOUT_S, concurrent=True):
+                    return value
+            except TimeoutError as error:
+                raise _wrong("rank_pattern or alpha_pattern") from error
+        return self._values.get(key, default)
+
+
 @dataclass(frozen=True)
 class LoraConfig:
     rank: int
     alpha: float
-    rank_pattern: Mapping[str, int]
-    alpha_pattern: Mapping[str, float]
+    ranks: Patterns[int]
+    alphas: Patterns[float]
     uses_square_root: bool
     target_parameters: tuple[str, ...]
     ties_head: bool
@@ -50,12 +82,11 @@ class LoraConfig:
     def rank_of(self, key: str) -> int:
         """`key` is the name of a module or, among the target parameters, of a parameter. Raises
         ContentError."""
-        return self.rank_pattern.get(_match(self.rank_pattern, key), self.rank)
+        return self.ranks.find(key, self.rank)
 
-    def scale_of(self, key: str) -> float:
-        """Raises ContentError."""
-        alpha = self.alpha_pattern.get(_match(self.alpha_pattern, key), self.alpha)
-        rank = self.rank_of(key)
+    def scale_of(self, key: str, rank: int) -> float:
+        """Of what has that rank. Raises ContentError."""
+        alpha = self.alphas.find(key, self.alpha)
         return alpha / (math.sqrt(rank) if self.uses_square_root else rank)
 
 
@@ -72,10 +103,10 @@ def parse_config(text: bytes) -> LoraConfig:
     return LoraConfig(
         rank=_rank("r", config.get("r", DEFAULT_RANK)),
         alpha=_number("lora_alpha", config.get("lora_alpha", DEFAULT_ALPHA)),
-        rank_pattern={key: _rank("rank_pattern", value) for key, value in _object(config, "rank_pattern")},
-        alpha_pattern={
-            key: _number("alpha_pattern", value) for key, value in _object(config, "alpha_pattern")
-        },
+        ranks=Patterns({key: _rank("rank_pattern", value) for key, value in _object(config, "rank_pattern")}),
+        alphas=Patterns(
+            {key: _number("alpha_pattern", value) for key, value in _object(config, "alpha_pattern")}
+        ),
         uses_square_root=_flag(config, "use_rslora"),
         target_parameters=_names(config, "target_parameters"),
         ties_head=_flag(config, "ensure_weight_tying"),
@@ -85,7 +116,7 @@ def parse_config(text: bytes) -> LoraConfig:
 def _refuse_type(kind: object) -> None:
     if not isinstance(kind, str):
         raise ContentError(f"invalid adapter: {NAME} has no peft_type")
-    if kind != "LORA":
+    if kind != LORA:
         raise UnsupportedTypeError(f"adapter type {quote(kind)} is not currently supported")
 
 
@@ -98,17 +129,6 @@ def _refuse_variants(config: Mapping[str, Any]) -> None:
     init = config.get("init_lora_weights")
     if not any(init is plain or (isinstance(init, str) and init == plain) for plain in _PLAIN_INITS):
         raise ContentError("an init_lora_weights that changes the model's own weights is not supported")
-
-
-def _match(patterns: Mapping[str, Any], key: str) -> str:
-    """The first pattern that is the end of `key`, whole parts of its path; else `key`."""
-    for pattern in patterns:
-        try:
-            if regex.match(rf"(.*\.)?({pattern})$", key, timeout=_PATTERN_TIMEOUT_S, concurrent=True):
-                return pattern
-        except (regex.error, TimeoutError) as error:
-            raise _wrong("rank_pattern or alpha_pattern") from error
-    return key
 
 
 def _rank(key: str, value: object) -> int:

@@ -16,8 +16,7 @@ from tgis.prompts.adapter_config import LoraConfig, parse_config
 from tgis.prompts.errors import ContentError, TooLargeError, quote
 from tgis.prompts.pickled import load_small
 
-SAFETENSORS, PICKLE = "adapter_model.safetensors", "adapter_model.bin"
-MAX_CONFIG_BYTES = 4 << 20
+SAFETENSORS, PICKLE = adapter_config.WEIGHTS
 MAX_HEADER_BYTES = 32 << 20
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -45,7 +44,7 @@ def read_adapter_files(directory: Path, max_bytes: int) -> tuple[dict[str, Tenso
     file = directory / adapter_config.NAME
     if not file.is_file():
         raise ContentError(f"invalid adapter: no {adapter_config.NAME} found")
-    config = parse_config(_bounded(file, MAX_CONFIG_BYTES).read_bytes())
+    config = parse_config(_bounded(file, adapter_config.MAX_CONFIG_BYTES).read_bytes())
     tensors: dict[str, Tensor] = {}
     for name, tensor in _read_tensors(directory, max_bytes).items():
         named = _rename(name)
@@ -165,7 +164,7 @@ def _scales(tensors: Mapping[str, Tensor], config: LoraConfig) -> Iterator[tuple
         if a.shape[0] != b.shape[1] or (a.shape[0] % rank if is_fused else a.shape[0] != rank):
             shapes = f"{list(a.shape)} and {list(b.shape)}"
             raise ContentError(f"invalid adapter: {quote(module)} has shapes {shapes}, expected rank {rank}")
-        yield module, config.scale_of(key)
+        yield module, config.scale_of(key, rank)
 
 
 def _pair(module: str, tensors: Mapping[str, Tensor]) -> list[Tensor]:

@@ -23,6 +23,15 @@ class AbsentError(ContentError):
         super().__init__("not found")
 
 
+class NotTunableError(ContentError):
+    """The model that is served takes neither."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "soft prompts and adapters need the service's own engine, which does not run this model"
+        )
+
+
 class MissingContentError(Exception):
     """No copy is kept under a digest."""
 

@@ -19,16 +19,12 @@ from tgis.prompts.paths import is_unfinished
 from tgis.prompts.pickled import load_small
 
 DECODER, ENCODER = "decoder.pt", "encoder.pt"
-PEFT_STEM = "adapter_model"
-PEFT_FILES = (f"{PEFT_STEM}.safetensors", f"{PEFT_STEM}.bin")  # the first of them that is there
 PEFT_KEY = "prompt_embeddings"
 # Kinds of PEFT's whose saved embeddings are all there is to them.
 PEFT_PROMPTS = ("PROMPT_TUNING", "P_TUNING")
-LORA = "LORA"
 
 SLACK_BYTES = 1 << 20  # of a file, beside the elements
 MAX_HEADER_BYTES = 1 << 20
-MAX_CONFIG_BYTES = 4 << 20
 MAX_UNFITTED_BYTES = 2 << 30  # of a file, where no model limits it
 _DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _NO_TENSOR = "Invalid prefix embedding tensor"
@@ -72,7 +68,7 @@ def read_prompt(directory: Path, fit: Fit | None) -> SoftPrompt:
     except FileNotFoundError as error:
         raise AbsentError from error
     checked = {name: _check(content, fit) for name, content in found.items()}
-    decoders = [checked[name] for name in (*PEFT_FILES, DECODER) if name in checked]
+    decoders = [checked[name] for name in (*adapter_config.WEIGHTS, DECODER) if name in checked]
     return SoftPrompt(next(iter(decoders), None), checked.get(ENCODER))
 
 
@@ -82,7 +78,7 @@ def read_peft_type(directory: Path) -> str | None:
     Raises OSError."""
     try:
         with (directory / adapter_config.NAME).open("rb") as content:
-            config = json.loads(content.read(MAX_CONFIG_BYTES))
+            config = json.loads(content.read(adapter_config.MAX_CONFIG_BYTES))
     except (FileNotFoundError, ValueError, RecursionError):
         return None
     found = config.get("peft_type") if isinstance(config, dict) else None
@@ -91,15 +87,15 @@ def read_peft_type(directory: Path) -> str | None:
 
 def choose_prompt_files(names: Collection[str], takes_encoder: bool) -> list[str]:
     """Those of a directory that matter to a soft prompt; none where there is none."""
-    if any(Path(name).stem == PEFT_STEM and not is_unfinished(name) for name in names):
+    if any(Path(name).stem == adapter_config.STEM and not is_unfinished(name) for name in names):
         chosen = choose_adapter_files(names)
-        return chosen if any(name in PEFT_FILES for name in chosen) else []
+        return chosen if any(name in adapter_config.WEIGHTS for name in chosen) else []
     return [name for name in (DECODER, ENCODER)[: 1 + takes_encoder] if name in names]
 
 
 def choose_adapter_files(names: Collection[str]) -> list[str]:
     """Those of a directory that matter to what PEFT saved."""
-    weights = [name for name in PEFT_FILES if name in names][:1]
+    weights = [name for name in adapter_config.WEIGHTS if name in names][:1]
     return [*weights, *(name for name in (adapter_config.NAME,) if name in names)]
 
 
@@ -111,11 +107,11 @@ def max_file_bytes(fit: Fit | None) -> int:
 
 
 def _check_files(directory: Path, names: Collection[str], fit: Fit | None) -> None:
-    if not names or (fit and not fit.is_encoder_decoder and ENCODER in names):
+    if not names:
         raise AbsentError
     if any((directory / name).stat().st_size > max_file_bytes(fit) for name in names):
         raise TooLargeError
-    if not any(name in PEFT_FILES for name in names):
+    if not any(name in adapter_config.WEIGHTS for name in names):
         return
     if fit and fit.is_encoder_decoder:
         raise ContentError("encoder-decoder architectures not supported for peft models")

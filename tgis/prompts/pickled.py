@@ -18,7 +18,11 @@ _NEEDED = re.compile(
     r"torch \w+Storage|collections OrderedDict|torch\._utils (_rebuild_tensor_v2|_rebuild_parameter)"
 )
 _OTHER_CALLS = ("STACK_GLOBAL", "INST", "OBJ", "NEWOBJ", "NEWOBJ_EX", "EXT1", "EXT2", "EXT4")
-_END = struct.Struct("<4s4HIIH")  # of a zip archive without a comment; the sixth is the size of its directory
+# Three records end an archive that has no comment, the first two only one that may be large: where its
+# directory is and how long, where to find that record, and the first again in 32 bits. Their signatures, both
+# lengths, and the length of the comment.
+_END = struct.Struct("<4s36xQ8x 4s16x 4s8xI4xH")
+_LARGE, _LOCATOR, _SMALL = b"PK\x06\x06", b"PK\x06\x07", b"PK\x05\x06"
 
 
 def load_small(file: Path) -> object:
@@ -38,8 +42,7 @@ def load_small(file: Path) -> object:
 def _check_archive(file: Path) -> None:
     with file.open("rb") as content:
         content.seek(-_END.size, 2)
-        if _END.unpack(content.read())[5] > MAX_PICKLE_BYTES:
-            raise PickleError(f"{file} {TORN}")
+        _check_end(file, content.read())
         with zipfile.ZipFile(content) as archive:
             records = archive.infolist()
             is_plain = all(record.compress_type == zipfile.ZIP_STORED for record in records)
@@ -49,6 +52,14 @@ def _check_archive(file: Path) -> None:
                 raise PickleError(f"{file} {TORN}")
             for record in pickles:
                 _check_calls(file, archive.read(record), 1)
+
+
+def _check_end(file: Path, end: bytes) -> None:
+    """The library reads the directory as a whole, and believes the larger record where there is one."""
+    large, large_bytes, locator, small, small_bytes, comment_bytes = _END.unpack(end)
+    is_plain = small == _SMALL and not comment_bytes and (large == _LARGE) == (locator == _LOCATOR)
+    if not is_plain or (large_bytes if locator == _LOCATOR else small_bytes) > MAX_PICKLE_BYTES:
+        raise PickleError(f"{file} {TORN}")
 
 
 def _check_old(file: Path) -> None:

@@ -24,7 +24,7 @@ from tgis.prompts.errors import MissingContentError
 Kind = Literal["prompt", "adapter"]
 
 ABOUT = "tgis"  # the one key of a file's metadata: several would be written in any order
-MAX_WORK_S = 600.0  # what is older was left by a process that died
+MAX_WORK_S = 600.0  # from a look-up to a load; what is older waits for nobody
 _DIGEST = re.compile("[0-9a-f]{64}")
 _OS_ERROR = re.compile(r"\(os error (\d+)\)")  # how the library says that a disk is full
 _UNFINISHED = ".unfinished-"
@@ -80,10 +80,14 @@ class Spool:
 
     def remove_others(self, digests: Iterable[str]) -> None:
         """All but these."""
-        found = [path.name for path in self._directory.iterdir()] if self._directory.is_dir() else []
-        self.remove(set(found) - set(digests))
-        for name in found:
-            if name.startswith(_UNFINISHED):
+        self.remove(set(self._names()) - set(digests))
+        self.sweep(digests)
+
+    def sweep(self, kept: Iterable[str]) -> None:
+        """Removes what nobody has come for: old copies other than `kept` ones, and what processes that died
+        were at."""
+        for name in set(self._names()) - set(kept):
+            if name.startswith(_UNFINISHED) or _DIGEST.fullmatch(name):
                 _remove_if_old(self._directory / name)
 
     @contextmanager
@@ -94,6 +98,9 @@ class Spool:
             prefix=_UNFINISHED, dir=self._directory, ignore_cleanup_errors=True
         ) as path:
             yield Path(path)
+
+    def _names(self) -> list[str]:
+        return [path.name for path in self._directory.iterdir()] if self._directory.is_dir() else []
 
     def _make(self) -> None:
         """Raises OSError, also where somebody else was there before."""
@@ -142,10 +149,12 @@ def _read(file: Path) -> Kept:
     return Kept(about["kind"], tensors, about["about"])
 
 
-def _remove_if_old(room: Path) -> None:
+def _remove_if_old(path: Path) -> None:
     try:
-        age_s = time.time() - room.stat().st_mtime
+        age_s = time.time() - path.stat().st_mtime
     except FileNotFoundError:
         return
-    if age_s > MAX_WORK_S:
-        shutil.rmtree(room, ignore_errors=True)
+    if age_s > MAX_WORK_S and path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    elif age_s > MAX_WORK_S:
+        path.unlink(missing_ok=True)

@@ -6,7 +6,7 @@ import os
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -14,12 +14,12 @@ from pathlib import Path
 
 from torch import Tensor
 
-from tgis.prompts.adapter_config import UnsupportedTypeError
-from tgis.prompts.adapter_format import MAX_HEADER_BYTES, read_adapter_files
-from tgis.prompts.errors import AbsentError, ContentError, TooLargeError, quote
+from tgis.prompts.adapter_config import LORA, UnsupportedTypeError
+from tgis.prompts.adapter_format import MAX_HEADER_BYTES, read_adapter_files, split_name
+from tgis.prompts.errors import AbsentError, ContentError, NotTunableError, TooLargeError, quote
 from tgis.prompts.format import (
-    LORA,
     Fit,
+    SoftPrompt,
     choose_adapter_files,
     choose_prompt_files,
     max_file_bytes,
@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 MAX_REMEMBERED = 4096
 TRIES = 3  # to follow a link that is turned while its target is read
 ALIGNMENT = 512  # of what a device's memory is given out in
-ADAPTER_ITEMSIZE = 4  # of the widest type that a rank keeps them in
+ADAPTER_ITEMSIZE = 4  # of what ranks keep them in, float32
 _ADAPTER_ID = re.compile("[A-Za-z0-9_./-]+")
 
 
@@ -135,8 +135,7 @@ class Store:
     def _read(self, kind: Kind, id: str, place: Place) -> Outcome:
         fit = self._fit
         if fit is None:
-            what = "soft prompts" if kind == "prompt" else "LoRA adapters"
-            raise ContentError(f"{what} need the service's own engine")
+            raise NotTunableError
         with self._spool.room() as room:
             state = take(place, self._choose(kind), room, _max_file_bytes(kind, fit))
             try:
@@ -154,12 +153,10 @@ class Store:
     def _keep(self, kind: Kind, room: Path, fit: Fit) -> Found:
         if kind == "adapter" or read_peft_type(room) == LORA:
             tensors, scales = read_adapter_files(room, _max_file_bytes("adapter", fit))
-            num_bytes = sum(_pad(tensor.numel() * ADAPTER_ITEMSIZE) for tensor in tensors.values())
-            _limit(num_bytes, fit.max_adapter_bytes)
+            num_bytes = measure_adapter(tensors, fit.max_adapter_bytes)
             return Found("adapter", self._spool.put("adapter", tensors, {"scales": scales}), 0, 0, num_bytes)
         prompt = read_prompt(room, fit)
-        num_bytes = sum(_pad(tensor.nbytes) for tensor in prompt.tensors.values())
-        _limit(num_bytes, fit.max_prompt_bytes)
+        num_bytes = measure_prompt(prompt, fit.max_prompt_bytes)
         digest = self._spool.put("prompt", prompt.tensors, {})
         return Found("prompt", digest, _count(prompt.decoder), _count(prompt.encoder), num_bytes)
 
@@ -190,6 +187,25 @@ class Store:
                     del self._turns[kind, id]
 
 
+def measure_prompt(prompt: SoftPrompt, max_bytes: int) -> int:
+    """Bytes that a rank needs to hold it loaded. Raises TooLargeError."""
+    return _measure((tensor.nbytes for tensor in prompt.tensors.values()), max_bytes)
+
+
+def measure_adapter(tensors: Mapping[str, Tensor], max_bytes: int) -> int:
+    """Bytes that a rank needs at most to hold it loaded. Raises TooLargeError."""
+    # What the model itself is said to have is compared with it, and not kept.
+    kept = (tensor for name, tensor in tensors.items() if split_name(name)[1] != "base")
+    return _measure((tensor.numel() * ADAPTER_ITEMSIZE for tensor in kept), max_bytes)
+
+
+def _measure(sizes: Iterable[int], max_bytes: int) -> int:
+    total = sum(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes)
+    if total > max_bytes:
+        raise TooLargeError
+    return total
+
+
 def _explain(kind: Kind, id: str, error: ContentError) -> str:
     """All that a client is told."""
     shown = quote(id)
@@ -214,14 +230,5 @@ def _max_file_bytes(kind: Kind, fit: Fit) -> int:
     return adapter if kind == "adapter" else max(adapter, max_file_bytes(fit))
 
 
-def _limit(num_bytes: int, max_bytes: int) -> None:
-    if num_bytes > max_bytes:
-        raise TooLargeError
-
-
 def _count(tensor: Tensor | None) -> int:
     return 0 if tensor is None else len(tensor)
-
-
-def _pad(num_bytes: int) -> int:
-    return -(-num_bytes // ALIGNMENT) * ALIGNMENT

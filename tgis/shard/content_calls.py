@@ -3,6 +3,7 @@ what they tell of an error."""
 
 import errno
 import logging
+import time
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -12,7 +13,7 @@ import torch
 from tgis.pb import shard_pb2 as pb
 from tgis.prompts.errors import ContentError, MissingContentError
 from tgis.prompts.spool import Kind, Spool
-from tgis.prompts.store import Store
+from tgis.prompts.store import Found, Store
 from tgis.shard.contents import Contents
 
 logger = logging.getLogger(__name__)
@@ -22,6 +23,7 @@ KINDS: dict[pb.ContentKind, Kind] = {
     pb.CONTENT_KIND_ADAPTER: "adapter",
 }
 NUMBERS = {kind: number for number, kind in KINDS.items()}
+SWEEP_INTERVAL_S = 60.0  # between looks for copies of what was found and never loaded
 FULL = (errno.ENOSPC, errno.EDQUOT)
 
 Response = TypeVar("Response")
@@ -32,9 +34,10 @@ class ContentCalls:
 
     def __init__(self, store: Store, spool: Spool, contents: Contents) -> None:
         self._store, self._spool, self._contents = store, spool, contents
+        self._swept_at = time.monotonic()
 
     def find(self, request: pb.FindRequest, context: grpc.ServicerContext) -> pb.FindResponse:
-        found = _answer(context, lambda: self._store.find(KINDS[request.kind], request.id))
+        found = _answer(context, lambda: self._find(request, context))
         return pb.FindResponse(
             kind=NUMBERS[found.kind],
             digest=found.digest,
@@ -42,6 +45,15 @@ class ContentCalls:
             num_encoder_tokens=found.num_encoder_tokens,
             num_bytes=found.num_bytes,
         )
+
+    def _find(self, request: pb.FindRequest, context: grpc.ServicerContext) -> Found:
+        found, loaded = self._store.find(KINDS[request.kind], request.id), self._contents.digests
+        if found.digest not in loaded and not context.is_active():  # the router will not know what to unload
+            self._spool.remove([found.digest])
+        if time.monotonic() - self._swept_at > SWEEP_INTERVAL_S:
+            self._swept_at = time.monotonic()
+            self._spool.sweep(loaded)
+        return found
 
     def load(self, request: pb.LoadRequest, context: grpc.ServicerContext) -> pb.LoadResponse:
         _answer(context, lambda: self._contents.load(request.digest))

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 from tgis.config import ShardConfig
-from tgis.prompts.errors import ContentError
+from tgis.prompts.errors import NotTunableError
 from tgis.prompts.format import Fit
 from tgis.prompts.spool import Spool
 from tgis.prompts.store import Store
 from tgis.shard.contents import Content, Contents, Prompt
+from tgis.shard.layers.kernels import Parts
 from tgis.shard.models.adapters import read_adapter
 from tgis.shard.models.interface import Model, Tunable, UnsupportedModelError
 
@@ -35,16 +36,21 @@ class Allowance:
     def num_bytes(self) -> int:
         return self.prompt_bytes + self.adapter_bytes
 
+    def fit(self, parts: Parts, prompt_width: int, is_encoder_decoder: bool) -> Fit:
+        """Of the model that is made from `parts`."""
+        return Fit(
+            prompt_width=prompt_width,
+            dtype=parts.dtype,
+            is_encoder_decoder=is_encoder_decoder,
+            max_prompt_tokens=self.max_prompt_tokens,
+            max_prompt_bytes=self.prompt_bytes,
+            max_adapter_bytes=self.adapter_bytes,
+        )
+
 
 def allow(config: ShardConfig, is_tunable: bool, max_sequence_length: int) -> Allowance:
     """Of what the configuration asks for; nothing for a model that takes neither. Raises
     UnsupportedModelError."""
-    longest = config.max_prompt_prefix_length or -(-max_sequence_length // 2)
-    if config.max_prompt_prefix_length and longest >= max_sequence_length:
-        raise UnsupportedModelError(
-            f"--max-prompt-prefix-length {longest} leaves no room in --max-sequence-length "
-            f"{max_sequence_length}: at most {max_sequence_length - 1} virtual tokens fit"
-        )
     if config.lora_adapters and not is_tunable:
         raise UnsupportedModelError(
             "--lora-adapters need the service's own engine, which does not run this model"
@@ -54,7 +60,7 @@ def allow(config: ShardConfig, is_tunable: bool, max_sequence_length: int) -> Al
     return Allowance(
         config.prompt_cache_size_mb * MIB if has_prompts else 0,
         config.adapter_cache_size_mb * MIB if has_adapters else 0,
-        longest,
+        config.max_prompt_prefix_length or -(-max_sequence_length // 2),
     )
 
 
@@ -73,14 +79,7 @@ def open_store(config: ShardConfig, model: Model, max_sequence_length: int) -> S
     fit = None
     if isinstance(model, Tunable):
         allowance = allow(config, True, max_sequence_length)
-        fit = Fit(
-            prompt_width=model.prompt_width,
-            dtype=model.parts.dtype,
-            is_encoder_decoder=model.spec.is_encoder_decoder,
-            max_prompt_tokens=allowance.max_prompt_tokens,
-            max_prompt_bytes=allowance.prompt_bytes,
-            max_adapter_bytes=allowance.adapter_bytes,
-        )
+        fit = allowance.fit(model.parts, model.prompt_width, model.spec.is_encoder_decoder)
     if config.rank == 0:  # which alone is asked to find something
         _warn(config, fit)
     prompts, adapters = (path and Path(path) for path in (config.prefix_store_path, config.adapter_cache))
@@ -104,9 +103,9 @@ def _warn(config: ShardConfig, fit: Fit | None) -> None:
 
 
 def _read(spool: Spool, model: Model, digest: str) -> Content:
-    """Raises ContentError, MissingContentError, OSError."""
+    """Raises NotTunableError, ContentError, MissingContentError, OSError."""
     if not isinstance(model, Tunable):
-        raise ContentError("soft prompts and adapters need the service's own engine")
+        raise NotTunableError
     kept = spool.open(digest)
     if kept.kind == "adapter":
         model.parts.kernels.prepare_adapters()

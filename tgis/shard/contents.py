@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from tgis.prompts.errors import MissingContentError
 from tgis.shard.lora import Adapter
 
 
@@ -33,7 +34,8 @@ class Contents:
         self._lock = threading.Lock()
 
     def load(self, digest: str) -> None:
-        """Who comes while another reads the same waits for that one. Raises what `read` raises."""
+        """Who comes while another reads the same waits for that one. Raises what `read` raises, and
+        MissingContentError where it is unloaded before it is there."""
         mine: Future[None] = Future()
         with self._lock:
             if digest in self._loaded:
@@ -44,15 +46,21 @@ class Contents:
         first.result()
 
     def unload(self, digests: Iterable[str]) -> None:
+        """What is being read is not kept either: whoever wanted it has given up."""
         with self._lock:
             for digest in digests:
                 self._loaded.pop(digest, None)
+                self._loading.pop(digest, None)
 
     def unload_others(self, digests: Iterable[str]) -> None:
         """Everything but these."""
-        kept = set(digests)
+        self.unload(self.digests - set(digests))
+
+    @property
+    def digests(self) -> set[str]:
+        """Of what is loaded or being read."""
         with self._lock:
-            self._loaded = {digest: content for digest, content in self._loaded.items() if digest in kept}
+            return {*self._loaded, *self._loading}
 
     def prompt(self, digest: str) -> Prompt | None:
         content = self._loaded.get(digest)
@@ -66,11 +74,20 @@ class Contents:
         try:
             content = self._read(digest)
         except BaseException as error:
-            with self._lock:
-                del self._loading[digest]
+            self._end(digest, done, None)
             done.set_exception(error)
-        else:
-            with self._lock:
-                del self._loading[digest]
-                self._loaded[digest] = content
+            return
+        if self._end(digest, done, content):
             done.set_result(None)
+        else:
+            done.set_exception(MissingContentError(digest))
+
+    def _end(self, digest: str, done: Future[None], content: Content | None) -> bool:
+        """Keeps what was read, if anything; false where that was unloaded meanwhile."""
+        with self._lock:
+            if self._loading.get(digest) is not done:
+                return False
+            del self._loading[digest]
+            if content is not None:
+                self._loaded[digest] = content
+            return True

@@ -26,13 +26,13 @@ from tgis.shard.grammar import Guides, read_tokenizer
 from tgis.shard.models import engines
 from tgis.shard.models.interface import Model, ModelSpec, UnsupportedModelError
 from tgis.shard.platform import Platform
+from tgis.shard.stored import DTYPES
 from tgis.shard.threads import configure
 from tgis.shard.warm_up import WarmUp, largest_step
 from tgis.shard.world import World, WorldError
 
 logger = logging.getLogger(__name__)
 
-DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 # How long a rank waits for another that is still reading its weights.
 MEETING_TIMEOUT_S = 600.0
 
@@ -193,18 +193,13 @@ def _check_fit(
 
 
 def _choose_dtype(asked: str | None, settings: dict[str, Any], choice: engines.Choice) -> str:
-    """Where the model leaves a choice, what is asked for, else what the checkpoint names for itself or its
-    language model, else float32."""
+    """Where the model leaves a choice, what is asked for, else what the checkpoint is stored in."""
     if choice.dtype is not None:
         [found] = [name for name, dtype in DTYPES.items() if dtype == choice.dtype]
         if asked not in (None, found):
             logger.warning("the model itself is %s; --dtype %s does not change it", found, asked)
         return found
-    inner = settings.get("text_config")
-    places = (settings, inner if isinstance(inner, dict) else {})
-    named = [place.get(key) for place in places for key in ("dtype", "torch_dtype")]
-    name = next((name for name in (asked, *named) if name), None)
-    return name if isinstance(name, str) and name in DTYPES else "float32"
+    return asked or hub.stored_dtype(settings)
 
 
 def _start_guides(directory: Path, tokenizer: Path, vocab_size: int) -> Guides:

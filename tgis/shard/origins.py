@@ -1,5 +1,12 @@
-"""From which rows of a checkpoint's modules a matrix of ours is made, found by reading numbers in the place
-of weights."""
+"""From which rows of a checkpoint's modules a matrix of ours is made.
+
+A LoRA adapter names the checkpoint's modules, and a family's table of sources says how a matrix of ours is
+packed, turned and regrouped from those. Rather than to say it a second time, the same sources are read from
+a stand-in of the checkpoint, whose tensors hold numbers of rows in the place of weights; what arrives in our
+matrix tells where each of its rows came from:
+
+    q_proj [2, in]: rows 0, 1     k_proj [1, in]: row 0     ->  qkv: q_proj 0-1, k_proj 0
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -9,7 +16,7 @@ from torch import Tensor
 
 from tgis.shard.stored import ALL
 
-_ROW_BITS = 40  # of the number of a row; those above are the module's
+_ROW_BITS = 40  # of an element, for the number of its row; those above are its module's
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,8 +31,9 @@ class Rows:
 
 @dataclass(frozen=True)
 class Numbered:
-    """Stands for a tensor; an element is the sum of its row and its column, so that the first column of a
-    matrix is the numbers of its rows, however it is turned."""
+    """Stands for a tensor. An element is the number of its module, of its row and of its column, the last two
+    added up: the first column of a matrix that is made of such is then the numbers of its rows, also where
+    the checkpoint has it transposed, whose first row that is."""
 
     shape: tuple[int, ...]
     label: str
@@ -45,10 +53,12 @@ class Numbered:
 
 
 class Numbers:
-    """Has a tensor of any name; of those that the checkpoint had, with its shape there."""
+    """Stands for a checkpoint, and has a tensor of any name. Its shape is that of the checkpoint's where that
+    has been read, since some sources cut by it."""
 
     def __init__(self, shapes: Mapping[str, tuple[int, ...]], prefix: str, shape: tuple[int, ...]):
-        """`shape` is of those that it did not have."""
+        """`shapes` are of what has been read; all else has `shape`, that of our matrix: sources that join
+        tensors name only such as were read."""
         self._shapes, self._prefix, self._shape = shapes, prefix, shape
         self.modules: list[str] = []
 
@@ -62,7 +72,8 @@ class Numbers:
 
 
 def list_rows(column: Tensor, modules: Sequence[str]) -> tuple[Rows, ...]:
-    """`column` is what `Numbered` has in its first, int64 [num_rows]."""
+    """`column` is the first of a matrix that was read from `Numbers`, int64 [num_rows]; neighbours that count
+    up are one run."""
     ends = [*(column.diff() != 1).nonzero().flatten().add(1).tolist(), len(column)]
     found, start = [], 0
     for end in ends:

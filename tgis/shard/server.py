@@ -64,7 +64,10 @@ Method = TypeVar("Method", bound=Callable[..., object])
 
 
 def _beside_others(threads: ThreadPoolExecutor) -> Callable[[Method], Method]:
-    """A method that gRPC calls on these threads instead of its own, which a disk that hangs must not take."""
+    """A method that gRPC calls on these threads instead of its own, which a disk that hangs must not take.
+
+    A call that waits for one of them, and is over by then, is not begun. Should gRPC give up the attribute,
+    calls would wait for each other again, and a test would fail."""
 
     def mark(method: Method) -> Method:
         method.experimental_thread_pool = threads  # type: ignore[attr-defined]

@@ -14,7 +14,8 @@ from tgis.errors import OperatorError
 logger = logging.getLogger(__name__)
 
 ALL = slice(None)
-READABLE = (torch.float32, torch.float16, torch.bfloat16)
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+READABLE = tuple(DTYPES.values())
 
 
 class WeightsError(OperatorError):

@@ -157,12 +157,13 @@ class Weights:
         return True
 
     def trace(self, path: str, shape: tuple[int, int]) -> tuple[Rows, ...]:
-        """Of which rows of which modules a matrix that was found is made, without reading anything.
+        """Of which rows of which modules a matrix is made that was found before; reads no weights.
 
-        Of several modules that a family looks for, it is the first, whichever the checkpoint has."""
+        Modules are called as the family's sources call them. Where these try several, it is by the first,
+        whichever the checkpoint has: a tied head is traced to the name that a head of its own would have."""
         if path not in self._traces:
             numbers = Numbers(self._checkpoint.shapes, self.prefix, shape)
-            column = self._find(path, numbers).read(ALL, slice(0, 1))[:, 0]
+            column = self._find(path, numbers).read(ALL, slice(0, 1))[:, 0]  # [num_rows]
             self._traces[path] = list_rows(column, numbers.modules)
         return self._traces[path]
 

@@ -90,10 +90,8 @@ def _read_all(
     for path, trace in traces.items():
         if any(rows.module in changes for rows in trace):
             _check_fit(parts.cuts[path], trace, changes)
-            deltas[path] = tuple(
-                LowRank(one.a.to(device), one.b.to(device), one.first)
-                for one in read(parts.cuts[path], trace, changes)
-            )
+            found = read(parts.cuts[path], trace, changes)
+            deltas[path] = tuple(LowRank(one.a.to(device), one.b.to(device), one.first) for one in found)
     return deltas
 
 

@@ -21,7 +21,6 @@ from tgis.shard.weights import Weights
 from tgis.shard.world import World
 
 NOWHERE = torch.device("meta")
-DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
@@ -48,15 +47,6 @@ def outline(path: Path, config: Mapping[str, Any], dtype: torch.dtype) -> Outlin
         spec.is_encoder_decoder,
         Parts(World(0, 1), weights, dtype, cpu, blank.cuts),
     )
-
-
-def stored_dtype(config: Mapping[str, Any]) -> torch.dtype:
-    """What a config.json names for the checkpoint or its language model, else float32."""
-    inner = config.get("text_config")
-    places = (config, inner if isinstance(inner, dict) else {})
-    named = (place.get(key) for place in places for key in ("dtype", "torch_dtype"))
-    name = next((name for name in named if name), None)
-    return DTYPES.get(name, torch.float32) if isinstance(name, str) else torch.float32
 
 
 class _Shapes(Weights):

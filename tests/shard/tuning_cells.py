@@ -1,0 +1,103 @@
+"""What the tests of soft prompts and those of adapters on every family share: in which cells they run, and
+how the requests of a cell are served."""
+
+import itertools
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Generic, Protocol, TypeVar
+
+import pytest
+
+from tests.shard.driver import Request
+from tests.shard.family_cases.all import CASES
+from tests.shard.family_oracle import Answer
+from tests.shard.ranks import Ranks
+from tests.shard.relay import Copies, serve
+from tests.shard.test_every_family import check, family_of
+
+COMPANY = ("alone", "mixed")
+CELLS = list(itertools.product((1, 2), COMPANY))  # ranks, company
+
+
+def list_cells(peculiar: Collection[str]) -> Iterator[tuple[str, int, str, bool]]:
+    """Case, ranks, company, and whether `make test` runs it: of a family the peculiar cases, else one, with
+    the ranks and company that have their turn."""
+    for turn, (_, group) in enumerate(itertools.groupby(CASES, family_of)):
+        cases = list(group)
+        chosen = [case for case in cases if case in peculiar] or [cases[turn % len(cases)]]
+        quick = {(case, *CELLS[(turn + i) % len(CELLS)]) for i, case in enumerate(chosen)}
+        for case, cell in itertools.product(cases, CELLS):
+            yield case, *cell, (case, *cell) in quick
+
+
+def plan(peculiar: Collection[str]) -> list[object]:
+    """Every cell, as a test's parameters; those that `make test` leaves out are slow."""
+    return [
+        pytest.param(
+            case,
+            size,
+            company,
+            id=f"{case}, {size} ranks, {company}",
+            marks=[] if is_quick else [pytest.mark.slow],
+        )
+        for case, size, company, is_quick in list_cells(peculiar)
+    ]
+
+
+def check_plan(peculiar: Collection[str]) -> None:
+    """`make test` meets every family, and any number of ranks and company by turns."""
+    quick = [cell for cell in list_cells(peculiar) if cell[3]]
+    assert {family_of(case) for case, *_ in quick} == {family_of(case) for case in CASES}
+    assert {(size, company) for _, size, company, _ in quick} == set(CELLS)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A request without a row, and what it must be answered."""
+
+    token_ids: list[int]
+    content: str  # by what a case knows the soft prompt or adapter; empty: none
+    answer: Answer
+
+
+class Case(Protocol):
+    """A checkpoint with soft prompts or adapters, and what it answers under each of them and under none."""
+
+    directory: Path
+    copies: Copies
+    asked: list[Asked]
+
+    def request(self, asked: Asked) -> Request: ...
+
+
+C = TypeVar("C", bound=Case)
+
+
+class Cases(Generic[C]):
+    """Written, and asked of the oracle, when a test first needs one; only the last is kept."""
+
+    def __init__(self, kind: Callable[[str, Path], C], root: Path) -> None:
+        self._kind, self._root, self._name = kind, root, ""
+
+    def find(self, name: str) -> C:
+        if name != self._name:
+            self._case, self._name = self._kind(name, self._root), name
+        return self._case
+
+
+def check_case(case: Case, size: int, company: str, ranks: Ranks) -> None:
+    """Its requests are answered as they must be, one at a time or all in one batch; and what they name makes
+    a difference."""
+    requests = [case.request(asked) for asked in case.asked]
+    crowds = [[request] for request in requests] if company == "alone" else [requests]
+    block_size = 4 if company == "alone" else 16
+    [(served, digests), *others] = ranks.run(size, serve, case.directory, 1, crowds, block_size, case.copies)
+    assert all(theirs == digests for _, theirs in others)
+    for request, asked in zip(itertools.chain(*served), case.asked, strict=True):
+        check(request, asked.answer)
+    shortest = min((asked.token_ids for asked in case.asked), key=len)
+    alike = [asked.answer.logprobs for asked in case.asked if asked.token_ids == shortest]
+    assert len(alike) > 2
+    for one, other in itertools.combinations(alike, 2):
+        assert other != pytest.approx(one, abs=1e-3), "it changes nothing"
