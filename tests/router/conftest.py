@@ -115,7 +115,7 @@ class Setup:
 
 
 def serve_shard(shard: FakeShard, uds_path: str) -> grpc.Server:
-    server = grpc.server(ThreadPoolExecutor(8))
+    server = grpc.server(ThreadPoolExecutor(24))
     add_ShardServiceServicer_to_server(shard, server)
     server.add_insecure_port(f"unix:{uds_path}-{shard.rank}")
     server.start()

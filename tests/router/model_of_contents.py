@@ -47,6 +47,7 @@ class Library:
     find_s: float = 0.0
     load_s: float = 0.0
     unload_s: float = 0.0
+    max_copies: int = 10**9
     stuck: threading.Event | None = None
     """Finds wait for it."""
     num_finding: int = 0
@@ -88,7 +89,11 @@ class ShelfOfShard:
         if item is None:
             fail(context, (grpc.StatusCode.INVALID_ARGUMENT, TEXTS[request.kind].format(request.id)))
         with library.lock:
-            library.copies[item.digest] = item
+            is_full = item.digest not in library.copies and len(library.copies) >= library.max_copies
+            if not is_full:
+                library.copies[item.digest] = item
+        if is_full:
+            fail(context, (grpc.StatusCode.RESOURCE_EXHAUSTED, "no room is left for a copy"))
         return pb.FindResponse(
             kind=item.kind,
             digest=item.digest,

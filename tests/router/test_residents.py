@@ -135,16 +135,16 @@ async def test_a_call_that_comes_as_the_last_one_goes_looks_up_again(group: Grou
 
 async def test_stuck_look_ups_end_and_leave_threads_for_others(group: Group) -> None:
     group.library.stuck = threading.Event()
-    calls = [asyncio.create_task(group.use(f"prompt-{i}")) for i in range(9)]
+    calls = [asyncio.create_task(group.use(f"prompt-{i}")) for i in range(20)]
     await asyncio.sleep(0.1)
     assert await group.use(adapter_id="") == []
     errors = await asyncio.gather(*calls, return_exceptions=True)
     group.library.stuck.set()
     group.library.stuck = None
-    texts = [f"can't retrieve prompt prefix with id 'prompt-{i}': Timeout expired" for i in range(9)]
+    texts = [f"can't retrieve prompt prefix with id 'prompt-{i}': Timeout expired" for i in range(20)]
     assert [str(error) for error in errors] == texts
     assert {type(error) for error in errors} == {RequestError}
-    assert group.library.most_finding == 4
+    assert group.library.most_finding == 16
     await asyncio.sleep(0.1)
     assert await group.use("prompt-1") == ["p1"]
 
@@ -450,3 +450,72 @@ async def test_storms_leave_no_reference_and_no_stray(group: Group, seed: int) -
         items = [item for item in group.shards[0].shelf.loaded.values() if item.kind == kind]
         assert metrics.bytes._read() == sum(item.num_bytes for item in items)
         assert metrics.entries._read() == len(items)
+
+
+async def test_who_fits_does_not_wait_behind_who_does_not(group: Group) -> None:
+    """Nor does anybody wait for what its caller wants no more."""
+    group.library.put(adapter("large", num_bytes=3 * 1024), "large")
+    with group.hold(adapter_id="adapter-1") as one:
+        await one.take()
+        large = asyncio.create_task(group.use(adapter_id="large"))
+        await asyncio.sleep(0.05)
+        assert await asyncio.wait_for(group.use(adapter_id="adapter-2"), LIMIT_S / 2) == ["a2"]
+        with pytest.raises(OverloadedError):
+            await large
+        gone = asyncio.create_task(group.use(adapter_id="large"))
+        await asyncio.sleep(0.05)
+        gone.cancel()
+        with group.hold(adapter_id="adapter-3") as three, group.hold(adapter_id="adapter-4") as four:
+            await three.take()
+            await asyncio.wait_for(four.take(), LIMIT_S / 2)  # a2 makes way: nobody is in front
+    await group.settle()
+    assert await group.use(adapter_id="large") == ["large"]
+
+
+async def test_room_is_promised_to_the_one_that_others_make_way_for(group: Group) -> None:
+    group.library.put(adapter("large", num_bytes=3 * 1024), "large")
+    for i in (1, 2, 3):
+        await group.use(adapter_id=f"adapter-{i}")
+    group.library.unload_s = 0.1
+    large = asyncio.create_task(group.use(adapter_id="large"))
+    await asyncio.sleep(0.05)
+    small = asyncio.create_task(group.use(adapter_id="adapter-4"))
+    assert await large == ["large"]
+    assert await small == ["a4"]
+
+
+async def test_an_adapter_of_the_start_makes_way_for_its_successor(group: Group) -> None:
+    """Also where there is no room for both; what can never have room beside it is refused at once."""
+    group.library.put(adapter("old", num_bytes=2 * 1024), "kept")
+    group.library.put(adapter("large", num_bytes=2 * 1024), "large")
+    group.shards[0].info.preloaded_adapter_ids.append("kept")
+    await group.contents.start()
+    with pytest.raises(RequestError, match="exceeds the allowed cache size"):
+        await asyncio.wait_for(group.use(adapter_id="large"), LIMIT_S / 2)
+    group.library.put(adapter("new", num_bytes=2 * 1024), "kept")
+    assert await asyncio.wait_for(group.use(adapter_id="kept"), LIMIT_S / 2) == ["new"]
+    for i in (1, 2, 3):
+        await group.use(adapter_id=f"adapter-{i}")
+    await group.settle()
+    assert "new" in group.loaded()
+    group.contents._unpin("kept", "")
+
+
+async def test_a_full_disk_makes_what_nobody_uses_go(group: Group) -> None:
+    with group.hold("prompt-1") as hold:
+        await hold.take()
+        await group.use("prompt-2", "adapter-1")
+        group.library.max_copies = 3
+        assert await group.use(adapter_id="adapter-2") == ["a2"]
+        await group.settle()
+        assert group.loaded() == {"p1", "a2"}
+
+
+async def test_copies_of_what_is_refused_go(group: Group) -> None:
+    group.library.put(adapter("huge", num_bytes=9 * 1024), "huge")
+    group.library.store[PROMPT, "adapter-2"] = adapter("a2")
+    for prefix_id, adapter_id in (("adapter-2", "adapter-1"), (None, "huge")):
+        with pytest.raises(RequestError):
+            await group.use(prefix_id, adapter_id)
+    await group.settle()
+    assert set(group.library.copies) == {"a1"}

@@ -23,15 +23,17 @@ from tgis.router.errors import (
     internal_error,
 )
 from tgis.router.metrics import Metrics
-from tgis.router.residents import Resident, Residents
+from tgis.router.residents import Residents
 from tgis.router.sequence import Content, ContentKind, Tuning
 from tgis.router.shards import ContentCallError
+from tgis.router.shelf import Resident
 
 logger = logging.getLogger(__name__)
 
 MAX_ID_BYTES = 256
-MAX_FINDS = 4  # at once, so that a disk that hangs does not take all of the shard's threads
+MAX_FINDS = 16  # at once, so that a disk that hangs does not take all of the shard's threads
 TIMEOUT = "Timeout expired"
+NO_COPY = "no room is left for a copy"
 REFUSALS = {
     ContentKind.PROMPT: "can't retrieve prompt prefix with id '{}': {}",
     ContentKind.ADAPTER: "can't retrieve adapter with id '{}': {}",
@@ -41,6 +43,10 @@ TOO_LARGE = {
     ContentKind.PROMPT: "Prefix ID object {} exceeds the allowed cache size",
     ContentKind.ADAPTER: "adapter {} exceeds the allowed cache size",
 }
+
+
+class NoRoomError(RequestError):
+    """The adapters of the start leave none, ever."""
 
 
 @dataclass(eq=False)
@@ -62,7 +68,8 @@ class Contents:
         }
         self._finds: dict[tuple[ContentKind, str], _Flight] = {}
         self._slots = asyncio.Semaphore(MAX_FINDS)
-        self._pinned: dict[str, Resident] = {}
+        self._pinned: dict[str, Resident | None] = {}
+        """By the ids of the start; None where what it is now was never loaded."""
 
     async def start(self) -> pb.InfoResponse:
         """Connects, and loads what the shards want loaded before the first request. Raises StartupError."""
@@ -74,7 +81,7 @@ class Contents:
             except UnavailableError:
                 logger.warning("the shards were lost while adapters were loaded")
                 continue
-            except OverloadedError as error:
+            except (OverloadedError, NoRoomError) as error:
                 text = f"the adapters to preload have no room: {adapter_id!r} does not fit beside the others"
                 raise StartupError(text) from error
             except RouterError as error:
@@ -106,8 +113,13 @@ class Contents:
     async def load(self, content: Content, kind: ContentKind, content_id: str, began: float) -> Resident:
         """Loads what was found under an id of `kind`, if need be, and refers to it. Raises what
         `Residents.take` does, and RequestError."""
-        if content.num_bytes > self.residents.capacity(content.kind):
-            raise RequestError(_text(kind, content_id, TOO_LARGE[content.kind].format(content_id)))
+        is_pinned = kind is ContentKind.ADAPTER and content_id in self._pinned
+        if is_pinned:
+            self._unpin(content_id, content.digest)
+        if content.num_bytes > self._room(content):
+            self.residents.forget(content)
+            error = RequestError if content.num_bytes > self.residents.capacity(content.kind) else NoRoomError
+            raise error(_text(kind, content_id, TOO_LARGE[content.kind].format(content_id)))
 
         async def copy_again() -> bool:
             # Not with others who wait for a look-up: theirs may have begun before the copy was gone.
@@ -117,9 +129,15 @@ class Contents:
                 return False
 
         resident = await self.residents.take(content, copy_again, began)
-        if kind is ContentKind.ADAPTER and content_id in self._pinned:
+        if is_pinned:
             self._pin(content_id, resident)
         return resident
+
+    def _room(self, content: Content) -> int:
+        """Bytes that there are for it when nothing else is in use."""
+        kept = {one for one in self._pinned.values() if one and one.content.kind is content.kind}
+        others = sum(one.content.num_bytes for one in kept if one.content.digest != content.digest)
+        return self.residents.capacity(content.kind) - others
 
     async def _find(self, kind: ContentKind, content_id: str) -> Content:
         limit_s = self.residents.limit_s(kind)
@@ -131,7 +149,13 @@ class Contents:
         try:
             return await self.residents.ask(find)
         except TimeoutError:
+            logger.warning("looking for %s %r took more than %s s", kind.name.lower(), content_id, limit_s)
             raise ContentCallError(grpc.StatusCode.DEADLINE_EXCEEDED, TIMEOUT) from None
+        except ContentCallError as error:
+            # There is no room for a copy; those of what nobody uses are only there to spare a load.
+            if error.code is not grpc.StatusCode.RESOURCE_EXHAUSTED or not await self.residents.drop_idle():
+                raise
+            return await self.residents.ask(find)
 
     async def _preload(self, adapter_id: str) -> None:
         if adapter_id not in self._pinned:
@@ -140,10 +164,17 @@ class Contents:
                 self._pin(adapter_id, hold.residents[0])
 
     def _pin(self, adapter_id: str, resident: Resident) -> None:
-        """It stays, and what had the id before may leave."""
-        before, self._pinned[adapter_id] = self._pinned.get(adapter_id), resident
-        self.residents.refer(resident)
-        if before is not None:
+        """It stays, until there is another under its id."""
+        if self._pinned.get(adapter_id) is not resident:
+            self._unpin(adapter_id, resident.content.digest)
+            self.residents.refer(resident)
+            self._pinned[adapter_id] = resident
+
+    def _unpin(self, adapter_id: str, digest: str) -> None:
+        """What has the id may leave, unless it is of that digest; it may have to, for there to be room."""
+        before = self._pinned.get(adapter_id)
+        if before is not None and before.content.digest != digest:
+            self._pinned[adapter_id] = None
             self.residents.release(before)
 
 
@@ -193,6 +224,7 @@ class Hold:
             with self._refusing(kind, content_id, is_complete=True):
                 found = await self._contents.find(kind, content_id)
             if found.kind is not kind and self._adapter_id is not None:
+                self._contents.residents.forget(found)
                 raise RequestError(_text(kind, content_id, "it is an adapter, but adapter_id names one too"))
             with self._refusing(kind, content_id):
                 try:
@@ -221,7 +253,8 @@ class Hold:
             case grpc.StatusCode.DEADLINE_EXCEEDED:
                 return RequestError(_text(kind, content_id, TIMEOUT))
             case grpc.StatusCode.RESOURCE_EXHAUSTED:
-                text = _text(kind, content_id, "out of memory")
+                is_told = error.details == NO_COPY  # else it may be anything that the library says
+                text = _text(kind, content_id, NO_COPY if is_told else "out of memory")
                 return GenerationError(text, Code.RESOURCE_EXHAUSTED)
         logger.error("request %s failed: the shards answer %s", self._request_id, error)
         return GenerationError(internal_error(self._request_id))

@@ -6,17 +6,17 @@ import logging
 import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import TypeVar
 
 import grpc
 
 from tgis.pb import shard_pb2 as pb
 from tgis.router.errors import OverloadedError, UnavailableError
-from tgis.router.metrics import ContentMetrics, Metrics
+from tgis.router.metrics import Metrics
 from tgis.router.permits import OVERLOADED
 from tgis.router.sequence import Content, ContentKind
 from tgis.router.shards import LOST, RETRY_INTERVAL_S, ContentCallError, Shards, ShardsLostError
+from tgis.router.shelf import Resident, Shelf
 
 logger = logging.getLogger(__name__)
 
@@ -26,34 +26,6 @@ LIMITS_S = {ContentKind.PROMPT: 5.0, ContentKind.ADAPTER: 60.0}
 """How long a call waits for a look-up, for room and for a load, each."""
 MAX_TRIES = 50  # of what fails for a loss that nobody else notices
 MAX_RESTORES = 4  # loads at once when the shards are back
-
-
-@dataclass(eq=False)
-class Resident:
-    """A content in the shards, or on its way there."""
-
-    content: Content
-    num_references: int = 0
-    has_room: bool = False
-    """Its bytes are counted."""
-    is_loaded: bool = False
-    loading: "asyncio.Task[None]" = field(init=False)
-
-
-@dataclass(eq=False)
-class Shelf:
-    """The room for one kind."""
-
-    metrics: ContentMetrics
-    limit_s: float
-    num_bytes: int = 0
-    """Of all that has room; that of what is leaving ends when it is gone."""
-    num_leaving: int = 0
-    """Bytes."""
-    capacity: int = 0
-    turn: asyncio.Lock = field(default_factory=asyncio.Lock)
-    """Held by the one that room is made for: first come, first served."""
-    changed: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 class Residents:
@@ -163,9 +135,26 @@ class Residents:
     def release(self, resident: Resident) -> None:
         resident.num_references -= 1
         assert resident.num_references >= 0, "released too often"
-        if not resident.num_references and self._table.get(resident.content.digest) is resident:
+        if resident.num_references or self._table.get(resident.content.digest) is not resident:
+            return
+        if resident.has_room:
             self._table.move_to_end(resident.content.digest)
             self._shelves[resident.content.kind].changed.set()
+        else:  # those behind it need not wait for what nobody wants any more
+            self._leave([resident])
+            resident.loading.cancel()
+
+    def forget(self, content: Content) -> None:
+        """It was found and will not be loaded, so that its copy is for nobody."""
+        if content.digest not in self._table and content.digest not in self._leaving:
+            self._discard([Resident(content)])
+
+    async def drop_idle(self) -> bool:
+        """Unloads all that nobody refers to; false where there is no such thing."""
+        idle = [resident for resident in self._table.values() if resident.is_idle]
+        if idle:
+            await asyncio.shield(self._evict(idle))
+        return bool(idle)
 
     async def _load(
         self, resident: Resident, copy_again: Callable[[], Awaitable[bool]], began: float
@@ -182,8 +171,9 @@ class Residents:
                 if error.code is not grpc.StatusCode.NOT_FOUND or not await copy_again():
                     raise
                 await self.ask(lambda: self.shards.load(digest, shelf.limit_s))
-        except Exception:
-            self._leave([resident])
+        except BaseException:
+            if self._table.get(digest) is resident:
+                self._leave([resident])
             raise
         resident.is_loaded = True
         shelf.changed.set()
@@ -191,18 +181,27 @@ class Residents:
 
     async def _make_room(self, resident: Resident) -> None:
         shelf = self._shelves[resident.content.kind]
+        if shelf.fits(resident.content.num_bytes):  # whoever waits for more room than there is
+            shelf.add(resident)
+            return
         try:
             async with asyncio.timeout(shelf.limit_s), shelf.turn:
-                while (excess := shelf.num_bytes + resident.content.num_bytes - shelf.capacity) > 0:
-                    shelf.changed.clear()
-                    victims = self._choose_victims(resident.content.kind, excess - shelf.num_leaving)
-                    self._leave(victims)
-                    shelf.metrics.evictions.add(amount=len(victims))
-                    await shelf.changed.wait()
-                resident.has_room = True
-                shelf.num_bytes += resident.content.num_bytes
+                await self._clear(shelf, resident.content)
+                shelf.add(resident)
         except TimeoutError:
             raise OverloadedError(OVERLOADED) from None
+
+    async def _clear(self, shelf: Shelf, content: Content) -> None:
+        """Has others make way for it, as soon as nobody needs them."""
+        try:
+            while (excess := shelf.num_bytes + content.num_bytes - shelf.capacity) > 0:
+                shelf.changed.clear()
+                if victims := self._choose_victims(content.kind, excess - shelf.num_leaving):
+                    shelf.num_promised = content.num_bytes
+                    self._evict(victims)
+                await shelf.changed.wait()
+        finally:
+            shelf.num_promised = 0
 
     def _choose_victims(self, kind: ContentKind, num_bytes: int) -> list[Resident]:
         """None unless all of that room is to be had."""
@@ -210,24 +209,30 @@ class Residents:
         for resident in self._table.values():
             if num_bytes <= 0:
                 break
-            is_idle = resident.is_loaded and not resident.num_references
-            if is_idle and resident.content.kind is kind:
+            if resident.is_idle and resident.content.kind is kind:
                 victims.append(resident)
                 num_bytes -= resident.content.num_bytes
         return victims if num_bytes <= 0 else []
 
-    def _leave(self, residents: Sequence[Resident]) -> None:
+    def _evict(self, residents: Sequence[Resident]) -> asyncio.Task[None]:
+        for resident in residents:
+            self._shelves[resident.content.kind].metrics.evictions.add()
+        return self._leave(residents)
+
+    def _leave(self, residents: Sequence[Resident]) -> asyncio.Task[None]:
         """They are out of the table at once, and out of the shards soon."""
         for resident in residents:
             del self._table[resident.content.digest]
             resident.is_loaded = False
-        leaving = [resident for resident in residents if resident.has_room]
-        if not leaving:
-            return
-        task = asyncio.create_task(self._unload(leaving), name="unload")
-        for resident in leaving:
+        return self._discard(residents)
+
+    def _discard(self, residents: Sequence[Resident]) -> asyncio.Task[None]:
+        task = asyncio.create_task(self._unload(residents), name="unload")
+        for resident in residents:
             self._leaving[resident.content.digest] = task
-            self._shelves[resident.content.kind].num_leaving += resident.content.num_bytes
+            if resident.has_room:
+                self._shelves[resident.content.kind].num_leaving += resident.content.num_bytes
+        return task
 
     async def _unload(self, residents: Sequence[Resident]) -> None:
         digests = [resident.content.digest for resident in residents]
@@ -243,14 +248,9 @@ class Residents:
             for resident in residents:
                 shelf = self._shelves[resident.content.kind]
                 del self._leaving[resident.content.digest]
-                shelf.num_leaving -= resident.content.num_bytes
-                self._take_bytes(resident)
-
-    def _take_bytes(self, resident: Resident) -> None:
-        shelf = self._shelves[resident.content.kind]
-        resident.has_room = False
-        shelf.num_bytes -= resident.content.num_bytes
-        shelf.changed.set()
+                if resident.has_room:
+                    shelf.num_leaving -= resident.content.num_bytes
+                    shelf.remove(resident)
 
     def _suspend(self) -> None:
         """The shards are gone. What nobody refers to will not be loaded again."""
@@ -258,10 +258,10 @@ class Residents:
         if not self._given_up:
             self._decided.clear()
         for resident in list(self._table.values()):
-            if resident.is_loaded and not resident.num_references:
+            if resident.is_idle:
                 del self._table[resident.content.digest]
                 resident.is_loaded = False
-                self._take_bytes(resident)
+                self._shelves[resident.content.kind].remove(resident)
 
     async def _restore(self) -> None:
         """What is on its way in loads itself, but its copy must stay too."""
