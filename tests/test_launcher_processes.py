@@ -6,10 +6,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from grpc import insecure_channel
 
 from tests.processes import Service, children_of
+from tests.prompts.files import save_lora
 from tests.shard.checkpoints import write_llama
 from tests.tokenizers_for_tests import write_byte_level
+from tgis.pb import shard_pb2 as pb
+from tgis.pb.shard_pb2_grpc import ShardServiceStub
 
 ENV = {
     "NUM_GPUS": "2",
@@ -35,20 +39,28 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("model")
     write_llama(directory, vocab_size=400, eos_token_id=1)
     write_byte_level(directory, 400)
+    save_lora(directory / "sql")
     return directory
 
 
 @pytest.fixture(scope="module")
-def service(model: Path) -> Iterator[Service]:
-    """With two shards."""
+def sockets(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("sockets")
+
+
+@pytest.fixture(scope="module")
+def service(model: Path, sockets: Path) -> Iterator[Service]:
+    """With two shards, which leave nothing."""
+    own = {"SHARD_UDS_PATH": f"{sockets}/shard", "ADAPTER_CACHE": str(model)}
     service = launch(
-        model, "--dtype", "float32", "--log-level", "info", env=ENV
+        model, "--dtype", "float32", "--log-level", "info", env=ENV | own
     )  # ENV's level hides too much
     try:
         yield service.wait_until_serving()
     finally:
         code = service.end()
     assert code == 0, service.output
+    assert not list(sockets.iterdir())
     assert not (model / "termination-log").exists()
 
 
@@ -87,6 +99,15 @@ def test_children_get_flags_and_not_the_variables(service: Service) -> None:
 def test_what_has_no_effect_is_said_once(service: Service) -> None:
     for name in ("MAX_WAITING_TOKENS", "ESTIMATE_MEMORY"):
         assert sum(f"{name} has no effect" in line for line in service.lines) == 1, service.output
+
+
+def test_copies_are_beside_the_sockets(service: Service, sockets: Path) -> None:
+    shard = insecure_channel(f"unix:{sockets}/shard-0")
+    with shard:
+        request = pb.FindRequest(kind=pb.CONTENT_KIND_ADAPTER, id="sql")
+        digest = ShardServiceStub(shard).Find(request, timeout=20).digest
+    assert sorted(path.name for path in sockets.iterdir()) == ["shard-0", "shard-1", "shard-contents"]
+    assert (sockets / "shard-contents" / digest).is_file()
 
 
 def test_a_bus_error_of_a_shard_is_explained(service: Service) -> None:

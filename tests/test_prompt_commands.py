@@ -186,7 +186,9 @@ def test_what_a_deployment_allows(model: Path, tmp_path: Path) -> None:
 
 
 def test_what_is_not_there(model: Path, tmp_path: Path) -> None:
-    for path in (tmp_path / "none", tmp_path):
-        assert refusal(path) == f"{path} holds no soft prompt and no adapter"
+    assert refusal(tmp_path) == f"{tmp_path} holds no soft prompt and no adapter"
+    for flags in ((), ("--model", str(model))):
+        none = tmp_path / "none"
+        assert refusal(none, *flags) == f"there is no such file or directory: {none}"
     assert "Model nobody/x not found" in refusal(tmp_path, "--model", "nobody/x")
     assert check(tmp_path, "--dtype", "int3").exit_code == 2

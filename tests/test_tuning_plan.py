@@ -14,6 +14,8 @@ from tgis.errors import OperatorError
 from tgis.launch_plan import plan
 from tgis.tuning_plan import plan_tuning
 
+HINT = "one in a directory is given as NAME=DIRECTORY"
+
 
 def write_adapter(directory: Path, **config: object) -> Path:
     directory.mkdir(parents=True)
@@ -84,9 +86,19 @@ def test_what_is_no_adapter_is_refused(tmp_path: Path) -> None:
     assert refusal(f"x={tuned}").endswith("/tuned holds no LoRA adapter, but peft_type PROMPT_TUNING")
     assert f"{torn}/adapter_config.json is not valid JSON" in refusal(f"x={torn}")
     assert refusal(f"x={good},y={good},x={good}") == "lora_adapters: x is given twice"
-    for name in ("", "a b", "ä", "a:b", "../a", "a/.b", "/a", "a" * 257):
+    lacking = f"lacks a name or a directory; {HINT}"
+    for entry in (f"={good}", "sql=", "=", " = "):
+        assert refusal(entry) == f"lora_adapters: {entry.strip()} {lacking}"
+    for name in ("a b", "ä", "a:b", "../a", "a/.b", "/a", "a" * 257):
         assert refusal(f"{name}={good}").startswith(f"lora_adapters: {name!r} is no id")
     assert "there is no directory" in refusal(f"x={comma}")
+
+
+def test_a_directory_without_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    good = write_adapter(tmp_path / "store" / "l0")
+    for entry in ("store/l0", "store", str(good), f"{good}/", "./store/l0"):
+        assert refusal(entry) == f"lora_adapters: {entry} is not in the hub cache; {HINT}"
 
 
 def test_a_path_with_a_comma(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

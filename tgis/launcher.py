@@ -74,7 +74,7 @@ class _Launcher:
             stopping.cancel()
             await asyncio.gather(main, stopping, return_exceptions=True)
             await self._kill_all()
-            shutil.rmtree(self._directory, ignore_errors=True)
+            self._remove_files()
 
     async def _serve(self) -> None:
         """Raises LaunchError when something has ended that should not have."""
@@ -127,8 +127,7 @@ class _Launcher:
         """Returns when all of them listen: a shard's socket appears when its model is loaded."""
         self._epoch += 1
         num_shards = self._plan.num_shards
-        sockets = [Path(f"{self._uds_path}-{rank}") for rank in range(num_shards)]
-        for path in sockets:
+        for path in self._sockets:
             path.unlink(missing_ok=True)
         self._shards = [
             Child(
@@ -139,7 +138,7 @@ class _Launcher:
         await asyncio.gather(*(child.start() for child in self._shards))
         ended = asyncio.create_task(self._first_end())
         try:
-            while not all(path.exists() for path in sockets):
+            while not all(path.exists() for path in self._sockets):
                 await asyncio.wait((ended,), timeout=POLL_S)
                 if ended.done():
                     raise LaunchError(ended.result())
@@ -175,6 +174,14 @@ class _Launcher:
             await self._converter.kill()
         await asyncio.gather(*(child.kill() for child in self._shards))
 
+    def _remove_files(self) -> None:
+        """Of this run; the operator may have put the shards' own elsewhere."""
+        for path in self._sockets:
+            with contextlib.suppress(OSError):
+                path.unlink(missing_ok=True)
+        for directory in (f"{self._uds_path}-contents", self._directory):
+            shutil.rmtree(directory, ignore_errors=True)
+
     def _on_signal(self) -> None:
         if self._stopping.is_set():
             self._aborting.set()
@@ -183,6 +190,10 @@ class _Launcher:
     @property
     def _uds_path(self) -> str:
         return self._config.shard_uds_path or str(self._directory / "shard")
+
+    @property
+    def _sockets(self) -> list[Path]:
+        return [Path(f"{self._uds_path}-{rank}") for rank in range(self._plan.num_shards)]
 
     @property
     def _tokenizer_path(self) -> Path:

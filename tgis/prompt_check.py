@@ -45,6 +45,8 @@ def describe(path: Path, config: ShardConfig | None) -> list[str]:
     the model that `config` is of, if one is given.
 
     Raises PromptCheckError, hub.ModelNotFoundError, UnsupportedModelError, WeightsError."""
+    if not path.exists():
+        raise PromptCheckError(f"there is no such file or directory: {path}")
     target = None if config is None else _find_target(config)
     what = "no soft prompt and no adapter" + " for such a model" * (target is not None)
     with _told_with(path, what), _directory_of(path) as directory:
@@ -122,7 +124,7 @@ def _told_with(path: Path, what: str) -> Iterator[None]:
 @contextmanager
 def _directory_of(path: Path) -> Iterator[Path]:
     """A lone tensor is for the decoder, unless its name says that it is for the encoder."""
-    if path.is_dir() or not path.exists():
+    if path.is_dir():
         yield path
     elif path.name in (CONFIG, *WEIGHTS):
         yield path.parent

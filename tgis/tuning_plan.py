@@ -13,6 +13,7 @@ from tgis.errors import OperatorError
 ADAPTER_CONFIG = "adapter_config.json"
 MAX_ID_BYTES = 256
 ALLOWED = "letters, digits, _, - and . are allowed, and / between parts, none of which begins with a dot"
+_FORM = "one in a directory is given as NAME=DIRECTORY"
 _PART = r"[A-Za-z0-9_-][A-Za-z0-9_.-]*"
 _ID = re.compile(rf"{_PART}(/{_PART})*")
 
@@ -63,17 +64,17 @@ def _entries(text: str) -> Iterator[str]:
 
 def _locate(entry: str, cache: Path) -> tuple[str, Path]:
     """Id and directory, which may not exist."""
-    name, equals, directory = entry.partition("=")
+    name, equals, directory = (part.strip() for part in entry.partition("="))
     if equals:
-        return name.strip(), Path(directory.strip()).absolute()
+        if not name or not directory:
+            raise TuningError(f"lora_adapters: {entry} lacks a name or a directory; {_FORM}")
+        return name, Path(directory).absolute()
     name, _, revision = entry.partition("@")
-    try:
-        return name, hub.find_files(name, revision or None, cache).absolute()
-    except hub.ModelNotFoundError as error:
-        text = (
-            f"lora_adapters: {entry} is not in the hub cache; one in a directory is given as NAME=DIRECTORY"
-        )
-        raise TuningError(text) from error
+    cached = hub.cache_entry(name, cache)
+    snapshot = hub.snapshot(cached, revision or None)
+    if not cached.is_dir() or not snapshot.is_dir():
+        raise TuningError(f"lora_adapters: {entry} is not in the hub cache; {_FORM}")
+    return name, snapshot.absolute()
 
 
 def _check_adapter(name: str, directory: Path) -> None:

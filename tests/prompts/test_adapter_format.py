@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from tests.prompts.files import HARM, Payload
-from tgis.prompts import adapter_config
+from tgis.prompts import adapter_config, adapter_format
 from tgis.prompts.adapter_config import UnsupportedTypeError, parse_config
 from tgis.prompts.adapter_format import MAX_HEADER_BYTES, read_adapter_files, split_name
 from tgis.prompts.errors import ContentError, TooLargeError
@@ -183,9 +183,9 @@ CONFIGURATIONS: list[tuple[dict[str, object], str]] = [
     ({"bias": "all"}, "biases"),
     ({"bias": "lora_only"}, "biases"),
     ({"lora_bias": True}, "bias of lora_B"),
-    ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
-    ({"trainable_token_indices": [1]}, "trained tokens"),
-    ({"layer_replication": [[0, 1]]}, "layer_replication"),
+    ({"modules_to_save": ["lm_head"]}, "a module saved as a whole (modules_to_save) is not"),
+    ({"trainable_token_indices": [1]}, "training of single tokens (trainable_token_indices) is not"),
+    ({"layer_replication": [[0, 1]]}, "replication of layers (layer_replication) is not"),
     ({"alora_invocation_tokens": [1]}, "activated LoRA"),
     ({"use_qalora": True}, "quantization-aware"),
     ({"use_bdlora": {"nblocks": 2}}, "block-diagonal"),
@@ -292,6 +292,15 @@ def test_tensors_that_are_refused(tmp_path: Path, changes: dict[str, Tensor | No
         read(save(tmp_path, tensors(**changes)))
     assert len(str(caught.value)) < 500
     assert str(caught.value).isprintable()
+
+
+def test_more_tensors_than_any_model_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert adapter_format.MAX_TENSORS == 131_072
+    monkeypatch.setattr(adapter_format, "MAX_TENSORS", 2)
+    read(save(tmp_path))
+    odd = {f"{number}": torch.ones(1) for number in range(3)}  # each of which would be refused by itself
+    with pytest.raises(ContentError, match=r"^invalid adapter: it has 3 tensors, more than 2$"):
+        read(save(tmp_path, odd))
 
 
 def test_tied_embeddings_are_refused(tmp_path: Path) -> None:

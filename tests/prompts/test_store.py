@@ -272,6 +272,80 @@ def test_a_refusal_is_remembered_until_the_files_change(
     assert found.find("prompt", "a").num_decoder_tokens == 4
 
 
+def test_what_a_model_refuses_is_remembered_until_the_files_change(
+    prompts: Path, counting: CountingSpool, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = Store(counting, FIT, prompts, None, {})
+    for id, seed in (("a", 0), ("same", 0), ("other", 1)):
+        save_lora(prompts / id, seed)
+    age(save_prompt(prompts / "prompt", random_prompt()))
+    for id in ("a", "same", "other"):
+        age(prompts / id)
+    kinds: tuple[Kind, Kind] = ("prompt", "adapter")
+    one, other = (store.find("adapter", id) for id in ("a", "other"))
+    assert store.find("prompt", "a") == store.find("adapter", "same") == one
+    num_put = counting.num_put
+    store.refuse(one.digest, ContentError("it is for another model"))
+    counting.remove([one.digest])
+    for _ in range(2):
+        for kind, id in ((kinds[0], "a"), (kinds[1], "a"), (kinds[1], "same")):
+            start = "prompt prefix" if kind == "prompt" else "adapter"
+            text = f"can't retrieve {start} with id '{id}': it is for another model"
+            assert refuse(store, kind, id) == text
+        assert store.find("adapter", "other") == other
+    assert counting.num_put == num_put
+    assert len([record for record in caplog.records if "is refused" in record.getMessage()]) == 3
+    save_lora(prompts / "a", 2)
+    assert store.find("adapter", "a").digest not in (one.digest, other.digest)
+    assert "another model" in refuse(store, "adapter", "same")
+
+
+def test_who_waits_for_one_that_hangs_is_told_after_a_while(
+    prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate, entered = threading.Event(), threading.Event()
+
+    class HangingSpool(Spool):
+        def put(self, *arguments: object) -> str:
+            entered.set()
+            assert gate.wait(10)
+            return super().put(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(store, "TURN_TIMEOUT_S", 0.05)
+    found = Store(HangingSpool(tmp_path / "spool"), FIT, prompts, None, {})
+    save_prompt(prompts / "a", random_prompt())
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(found.find, "prompt", "a")
+        assert entered.wait(10)
+        assert refuse(found, "prompt", "a") == prompt_text("a", "Timeout expired")
+        gate.set()
+        assert found.find("prompt", "a") == first.result()
+    assert not found._turns
+
+
+def test_only_what_one_store_lacks_is_looked_for_in_the_other(
+    tmp_path: Path, prompts: Path, spool: Spool
+) -> None:
+    adapters, outside = tmp_path / "adapters", save_lora(tmp_path / "outside", 1)
+    found = Store(spool, FIT, prompts, adapters, {})
+    ids = ("escapes", "dangles", "loops/a", "empty", "file", "dir/a")
+    for id in ids:
+        save_lora(prompts / id)
+        assert found.find("adapter", id).kind == "adapter", "there is no directory of adapters at all"
+    adapters.mkdir()
+    (adapters / "escapes").symlink_to(outside)
+    (adapters / "dangles").symlink_to("nowhere")
+    (adapters / "loops").symlink_to("loops")
+    (adapters / "file").touch()
+    (adapters / "empty").mkdir()
+    (adapters / "dir").touch()
+    for id in ("escapes", "dangles", "loops/a", "file"):
+        text = f"can't retrieve adapter with id '{id}': directory does not exist"
+        assert refuse(found, "adapter", id) == text
+    assert "no adapter_config.json found" in refuse(found, "adapter", "empty")
+    assert found.find("adapter", "dir/a").kind == "adapter"
+
+
 def test_a_clock_that_is_ahead_is_never_trusted(
     prompts: Path, counting: CountingSpool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,6 +12,7 @@ import grpc
 import pytest
 import torch
 
+from tests.prompts.files import FIT, age, save_lora
 from tests.shard.messages import Steps
 from tests.shard.test_shard_server import Call
 from tgis.pb import shard_pb2 as pb
@@ -74,10 +75,11 @@ class OddStore(Store):
 class Served:
     """A service without a model, on a socket; `finding` and `reading` are what finding and loading meet."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, prompts: Path | None = None) -> None:
         self.finding, self.reading, self.spool = Answers(), Answers(), Spool(directory / "contents")
         self.contents = Contents(self._read)
-        store = OddStore(self.spool, self.finding)
+        odd = OddStore(self.spool, self.finding)
+        store = odd if prompts is None else Store(self.spool, FIT, prompts, None, {})
         service = ShardService(pb.InfoResponse(), ContentCalls(store, self.spool, self.contents))
         self.inbox, self._server = service.inbox, _listen(service, directory / "socket")
         self.channel = grpc.insecure_channel(f"unix:{directory / 'socket'}")
@@ -139,6 +141,40 @@ def test_errors(
     assert served.find("a").digest
     served.load("a")
     assert served.contents.prompt("a") is PROMPT
+
+
+def test_a_full_disk_is_one_line_for_the_operator(served: Served, caplog: pytest.LogCaptureFixture) -> None:
+    served.finding.error = OSError(errno.ENOSPC, "secret")
+    with pytest.raises(grpc.RpcError):
+        served.find("a")
+    [record] = caplog.records
+    assert (record.levelname, record.exc_info) == ("ERROR", None)
+    assert record.getMessage() == (
+        f"{served.spool.directory}: no room is left for copies of soft prompts and adapters"
+    )
+
+
+def test_what_cannot_be_loaded_is_not_found_again(tmp_path: Path) -> None:
+    """But where something else is to blame."""
+    prompts = tmp_path / "prompts"
+    age(save_lora(prompts / "a"))
+    served = Served(tmp_path, prompts)
+    try:
+        served.reading.error = ContentError("its rank is odd")
+        served.reading.error.__cause__ = OSError("no disk")
+        found = served.find("a", pb.CONTENT_KIND_ADAPTER)
+        with pytest.raises(grpc.RpcError, match="its rank is odd"):
+            served.load(found.digest)
+        assert served.find("a", pb.CONTENT_KIND_ADAPTER) == found
+        served.reading.error.__cause__ = None
+        with pytest.raises(grpc.RpcError, match="its rank is odd"):
+            served.load(found.digest)
+        with pytest.raises(grpc.RpcError) as caught:
+            served.find("a", pb.CONTENT_KIND_ADAPTER)
+        text = "can't retrieve adapter with id 'a': its rank is odd"
+        assert (caught.value.code(), caught.value.details()) == (Code.INVALID_ARGUMENT, text)
+    finally:
+        served.stop()
 
 
 def test_copies_go_with_what_is_unloaded(served: Served) -> None:
@@ -210,7 +246,7 @@ def test_a_hanging_store_holds_up_finding_alone(served: Served) -> None:
         stream.outbox.put(pb.StepResponse(step_id=step.step_id))
         assert call.receive(1)[0].step_id == step.step_id
         call.responses.cancel()
-        assert served.finding.num_waiting == 4
+        assert served.finding.num_waiting == 16
         served.finding.gate.set()
         wait(hanging, TIMEOUT_S)
         assert all(find.result().digest for find in hanging)

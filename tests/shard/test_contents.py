@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from tgis.prompts.errors import MissingContentError
+from tgis.shard import contents as contents_module
 from tgis.shard.contents import Content, Contents, Prompt
-from tgis.shard.lora import Adapter
+from tgis.shard.lora import Adapter, LowRank
 
 PROMPT, ADAPTER = Prompt(torch.ones(2, 4), torch.ones(0, 4)), Adapter({})
 
@@ -36,6 +37,23 @@ def test_each_is_found_as_what_it_is() -> None:
     assert (contents.prompt("prompt"), contents.adapter("adapter")) == (PROMPT, None)
     contents.unload_others([])
     assert contents.prompt("prompt") is None
+
+
+def test_what_is_unloaded_goes_back_to_the_system_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    part = LowRank(torch.ones(8, 2), torch.ones(2, 8), 0)  # 128 bytes
+    made = {"prompt": Prompt(torch.ones(2, 4), torch.ones(4, 4)), "adapter": Adapter({"a": (part, part)})}
+    released: list[int] = []
+    monkeypatch.setattr(contents_module, "RELEASE_BYTES", 96 + 256)
+    monkeypatch.setattr(contents_module, "release_memory", lambda: released.append(1))
+    contents = Contents(lambda digest: made[digest])
+    for _ in range(2):
+        for digest in made:
+            contents.load(digest)
+        num_released = len(released)
+        contents.unload(["prompt", "unknown"])
+        assert len(released) == num_released
+        contents.unload(["adapter"])
+        assert len(released) == num_released + 1
 
 
 class Reader:

@@ -4,6 +4,7 @@ import json
 import math
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -117,6 +118,25 @@ def test_an_engine_that_takes_no_soft_prompts_says_so(
         engine.contents.load("0" * 64)
     assert f"prefix_store_path: there is no directory {tmp_path / 'none'}" in caplog.text
     assert "need the service's own engine: requests for them fail" in caplog.text
+
+
+def test_a_disk_too_small_for_copies_is_said_at_the_start(
+    model_path: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = configure(
+        model_path, uds_path=str(tmp_path / "later" / "shard"), prefix_store_path=str(tmp_path)
+    )
+    model = load(config).model
+    caplog.clear()
+    open_store(replace(config, prompt_cache_size_mb=1, adapter_cache_size_mb=1), model, 192)
+    assert not caplog.records
+    open_store(replace(config, adapter_cache_size_mb=1 << 40, rank=1), model, 192)
+    assert not caplog.records
+    open_store(replace(config, adapter_cache_size_mb=1 << 40), model, 192)
+    [record] = caplog.records
+    text = f"{tmp_path}/later/shard-contents: copies of soft prompts and adapters may need {(1 << 40) + 512}"
+    assert record.levelname == "WARNING"
+    assert record.getMessage().startswith(f"{text} MiB, and ")
 
 
 def test_adapters_to_be_loaded_are_refused_where_nothing_takes_them(model_path: Path) -> None:

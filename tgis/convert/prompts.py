@@ -14,9 +14,9 @@ from torch import Tensor
 from tgis import hub
 from tgis.convert.workshop import ConversionError, workshop
 from tgis.prompts.adapter_config import NAME as CONFIG
-from tgis.prompts.adapter_config import WEIGHTS
+from tgis.prompts.adapter_config import WEIGHTS, UnsupportedTypeError
 from tgis.prompts.errors import AbsentError, ContentError
-from tgis.prompts.format import DECODER, ENCODER, PEFT_KEY, choose_prompt_files, read_prompt
+from tgis.prompts.format import DECODER, ENCODER, PEFT_KEY, choose_prompt_files, read_peft_type, read_prompt
 
 TORCH_FILES = (ENCODER, DECODER)
 # Its prompt tuning reserves a place for the decoder's half, trains it not and puts it before nothing.
@@ -33,6 +33,9 @@ def convert_prompt(source: Path, target: Path, with_decoder: bool, overwrite: bo
         prompt = read_prompt(source, None)
     except AbsentError as error:
         raise ConversionError(f"{source} holds no soft prompt") from error
+    except UnsupportedTypeError as error:
+        kind = read_peft_type(source)
+        raise ConversionError(f"{source} has peft_type {kind}; only soft prompts are converted") from error
     except ContentError as error:
         raise ConversionError(f"{source}: {error}") from error
     except OSError as error:

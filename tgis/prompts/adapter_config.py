@@ -23,9 +23,9 @@ _PLAIN_INITS = (None, True, False, "gaussian", "eva", "orthogonal", "mica")
 _REFUSED = {
     "use_dora": "weight-decomposed LoRA (DoRA)",
     "lora_bias": "a bias of lora_B (lora_bias)",
-    "modules_to_save": "modules saved as a whole (modules_to_save)",
-    "trainable_token_indices": "trained tokens (trainable_token_indices)",
-    "layer_replication": "replicated layers (layer_replication)",
+    "modules_to_save": "a module saved as a whole (modules_to_save)",
+    "trainable_token_indices": "training of single tokens (trainable_token_indices)",
+    "layer_replication": "replication of layers (layer_replication)",
     "alora_invocation_tokens": "activated LoRA (alora_invocation_tokens)",
     "use_qalora": "quantization-aware LoRA (use_qalora)",
     "use_bdlora": "block-diagonal LoRA (use_bdlora)",

@@ -7,17 +7,18 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor
 
 from tgis.pickles import TORN, PickleError
 from tgis.prompts import adapter_config
 from tgis.prompts.adapter_config import LoraConfig, parse_config
 from tgis.prompts.errors import ContentError, TooLargeError, quote
+from tgis.prompts.mapped import map_tensors
 from tgis.prompts.pickled import load_small
 
 SAFETENSORS, PICKLE = adapter_config.WEIGHTS
 MAX_HEADER_BYTES = 32 << 20
+MAX_TENSORS = 1 << 17  # many times those of the largest model
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 _ROOT = "base_model.model."
@@ -46,7 +47,10 @@ def read_adapter_files(directory: Path, max_bytes: int) -> tuple[dict[str, Tenso
         raise ContentError(f"invalid adapter: no {adapter_config.NAME} found")
     config = parse_config(_bounded(file, adapter_config.MAX_CONFIG_BYTES).read_bytes())
     tensors: dict[str, Tensor] = {}
-    for name, tensor in _read_tensors(directory, max_bytes).items():
+    stored = _read_tensors(directory, max_bytes)
+    if len(stored) > MAX_TENSORS:
+        raise ContentError(f"invalid adapter: it has {len(stored)} tensors, more than {MAX_TENSORS}")
+    for name, tensor in stored.items():
         named = _rename(name)
         if named in tensors:
             raise ContentError(f"invalid adapter: it holds {quote(named)} twice")
@@ -87,7 +91,7 @@ def _load(file: Path) -> dict[str, Tensor]:
         if int.from_bytes(content.read(8), "little") > MAX_HEADER_BYTES:
             raise ContentError(f"invalid adapter: the header of {SAFETENSORS} is too large")
     try:
-        found: dict[str, Tensor] = load_file(file)
+        found, _ = map_tensors(file)
     # Of damaged headers the library raises whatever it stumbles over.
     except (SafetensorError, ValueError, KeyError, TypeError, RuntimeError) as error:
         raise ContentError(f"invalid adapter: {SAFETENSORS} {TORN}") from error

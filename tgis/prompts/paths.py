@@ -36,8 +36,7 @@ class Place:
 
 def find_place(root: Path, id: str) -> Place:
     """What `id` names below `root`, by itself or by links that stay there. Raises AbsentError, OSError."""
-    parts = id.split("/")
-    if len(id) > MAX_ID_BYTES or not _ID.fullmatch(id) or any(part.endswith(".swp") for part in parts):
+    if not _is_id(id):
         raise AbsentError
     with absence():
         real_root = Path(os.path.realpath(root, strict=True))
@@ -50,6 +49,17 @@ def find_inside(real_root: Path, path: Path) -> Path:
     if not real.is_relative_to(real_root):
         raise AbsentError
     return real
+
+
+def is_named(root: Path, id: str) -> bool:
+    """Whether something below `root` has that name, be it forbidden or a link that leads nowhere."""
+    if not _is_id(id):
+        return False
+    try:
+        os.lstat(root / id)
+    except OSError as error:
+        return error.errno not in (errno.ENOENT, errno.ENOTDIR)
+    return True
 
 
 def is_unfinished(name: str) -> bool:
@@ -68,3 +78,8 @@ def absence() -> Iterator[None]:
         if error.errno in _ABSENT:
             raise AbsentError from error
         raise
+
+
+def _is_id(text: str) -> bool:
+    is_swap_file = any(part.endswith(".swp") for part in text.split("/"))
+    return len(text) <= MAX_ID_BYTES and _ID.fullmatch(text) is not None and not is_swap_file

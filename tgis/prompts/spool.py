@@ -15,11 +15,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
 from tgis.prompts.errors import MissingContentError
+from tgis.prompts.mapped import map_tensors
 
 Kind = Literal["prompt", "adapter"]
 
@@ -45,6 +46,11 @@ class Spool:
     def __init__(self, directory: Path) -> None:
         """It is made when it is first needed."""
         self._directory = directory
+
+    @property
+    def directory(self) -> Path:
+        """It may not exist."""
+        return self._directory
 
     def __contains__(self, digest: str) -> bool:
         return self._file(digest).is_file()
@@ -143,9 +149,8 @@ def _hash(file: Path) -> str:
 
 
 def _read(file: Path) -> Kept:
-    with safe_open(file, framework="pt") as content:
-        about = json.loads(content.metadata()[ABOUT])
-        tensors = {name: content.get_tensor(name) for name in content.keys()}  # noqa: SIM118
+    tensors, metadata = map_tensors(file)
+    about = json.loads(metadata[ABOUT])
     return Kept(about["kind"], tensors, about["about"])
 
 

@@ -26,7 +26,7 @@ from tgis.prompts.format import (
     read_peft_type,
     read_prompt,
 )
-from tgis.prompts.paths import Place, absence, find_place
+from tgis.prompts.paths import Place, absence, find_place, is_named
 from tgis.prompts.snapshot import Choose, State, look, take
 from tgis.prompts.spool import Kind, Spool
 
@@ -36,6 +36,7 @@ MAX_REMEMBERED = 4096
 TRIES = 3  # to follow a link that is turned while its target is read
 ALIGNMENT = 512  # of what a device's memory is given out in
 ADAPTER_ITEMSIZE = 4  # of what ranks keep them in, float32
+TURN_TIMEOUT_S = 4.0  # before the router gives up, so that a disk that hangs keeps one thread of an id's
 _ADAPTER_ID = re.compile("[A-Za-z0-9_./-]+")
 
 
@@ -80,7 +81,8 @@ class Store:
         self._lock = threading.Lock()
 
     def find(self, kind: Kind, id: str) -> Found:
-        """The checked content of `id`, with a copy in the spool. Parallel calls for one id read it once.
+        """The checked content of `id`, with a copy in the spool. Parallel calls for one id read it once, and
+        wait for that for TURN_TIMEOUT_S.
 
         Raises ContentError with a text for the client, and OSError."""
         if kind == "adapter" and id not in self._named:
@@ -97,6 +99,15 @@ class Store:
         if isinstance(outcome, str):
             raise ContentError(outcome)
         return outcome
+
+    def refuse(self, digest: str, error: ContentError) -> None:
+        """What was found to have that digest is refused with `error` until its files change: a model does
+        not take it."""
+        with self._lock:
+            for (kind, id), (state, outcome) in list(self._remembered.items()):
+                if isinstance(outcome, Found) and outcome.digest == digest:
+                    self._remembered[kind, id] = state, _explain(kind, id, error)
+                    logger.warning("%s %s is refused: %s", kind, quote(id), error)
 
     def _find(self, kind: Kind, id: str) -> Outcome:
         for _ in range(TRIES):
@@ -117,7 +128,8 @@ class Store:
                 if root is not None:
                     return find_place(root, id)
             except AbsentError:
-                continue
+                if root is not None and is_named(root, id):  # what is forbidden hides what the next one has
+                    raise
         raise AbsentError
 
     def _recall(self, kind: Kind, id: str, place: Place) -> Outcome | None:
@@ -178,8 +190,12 @@ class Store:
             turn = self._turns.setdefault((kind, id), _Turn())
             turn.num_waiting += 1
         try:
-            with turn.lock:
+            if not turn.lock.acquire(timeout=TURN_TIMEOUT_S):
+                raise ContentError("Timeout expired")
+            try:
                 yield
+            finally:
+                turn.lock.release()
         finally:
             with self._lock:
                 turn.num_waiting -= 1

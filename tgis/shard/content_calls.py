@@ -5,6 +5,7 @@ import errno
 import logging
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import TypeVar
 
 import grpc
@@ -37,7 +38,7 @@ class ContentCalls:
         self._swept_at = time.monotonic()
 
     def find(self, request: pb.FindRequest, context: grpc.ServicerContext) -> pb.FindResponse:
-        found = _answer(context, lambda: self._find(request, context))
+        found = self._answer(context, lambda: self._find(request, context))
         return pb.FindResponse(
             kind=NUMBERS[found.kind],
             digest=found.digest,
@@ -56,11 +57,19 @@ class ContentCalls:
         return found
 
     def load(self, request: pb.LoadRequest, context: grpc.ServicerContext) -> pb.LoadResponse:
-        _answer(context, lambda: self._contents.load(request.digest))
+        self._answer(context, lambda: self._load(request.digest))
         return pb.LoadResponse()
 
+    def _load(self, digest: str) -> None:
+        try:
+            self._contents.load(digest)
+        except ContentError as error:
+            if error.__cause__ is None:  # else the disk, say, is to blame, which may get better
+                self._store.refuse(digest, error)
+            raise
+
     def unload(self, request: pb.UnloadRequest, context: grpc.ServicerContext) -> pb.UnloadResponse:
-        _answer(context, lambda: self._unload(request))
+        self._answer(context, lambda: self._unload(request))
         return pb.UnloadResponse()
 
     def _unload(self, request: pb.UnloadRequest) -> None:
@@ -71,24 +80,24 @@ class ContentCalls:
             self._contents.unload(request.digests)
             self._spool.remove(request.digests)
 
+    def _answer(self, context: grpc.ServicerContext, compute: Callable[[], Response]) -> Response:
+        try:
+            answer = compute()
+        except Exception as error:  # from files that others write: whatever it is, it is this call's alone
+            context.abort(*_explain(error, self._spool.directory))
+        return answer
 
-def _answer(context: grpc.ServicerContext, compute: Callable[[], Response]) -> Response:
-    try:
-        answer = compute()
-    except Exception as error:  # from files that others write: whatever it is, it is this call's alone
-        context.abort(*_explain(error))
-    return answer
 
-
-def _explain(error: Exception) -> tuple[grpc.StatusCode, str]:
+def _explain(error: Exception, directory: Path) -> tuple[grpc.StatusCode, str]:
     """What went wrong beside the content itself is told to the log alone."""
     if isinstance(error, ContentError):
         return grpc.StatusCode.INVALID_ARGUMENT, str(error)
     if isinstance(error, MissingContentError):
         return grpc.StatusCode.NOT_FOUND, "no copy is kept"
+    if isinstance(error, OSError) and error.errno in FULL:
+        logger.error("%s: no room is left for copies of soft prompts and adapters", directory)
+        return grpc.StatusCode.RESOURCE_EXHAUSTED, "no room is left for a copy"
     logger.error("a call about a soft prompt or an adapter failed", exc_info=error)
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return grpc.StatusCode.RESOURCE_EXHAUSTED, "out of memory"
-    if isinstance(error, OSError) and error.errno in FULL:
-        return grpc.StatusCode.RESOURCE_EXHAUSTED, "no room is left for a copy"
     return grpc.StatusCode.INTERNAL, "internal error"

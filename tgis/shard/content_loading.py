@@ -2,6 +2,7 @@
 be of them, and how a copy becomes this rank's part."""
 
 import logging
+import shutil
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -80,10 +81,13 @@ def open_store(config: ShardConfig, model: Model, max_sequence_length: int) -> S
     if isinstance(model, Tunable):
         allowance = allow(config, True, max_sequence_length)
         fit = allowance.fit(model.parts, model.prompt_width, model.spec.is_encoder_decoder)
+    spool = open_spool(config)
     if config.rank == 0:  # which alone is asked to find something
         _warn(config, fit)
+        if fit is not None:
+            _warn_of_room(spool.directory, fit.max_prompt_bytes + fit.max_adapter_bytes)
     prompts, adapters = (path and Path(path) for path in (config.prefix_store_path, config.adapter_cache))
-    return Store(open_spool(config), fit, prompts or None, adapters or None, read_names(config.lora_adapters))
+    return Store(spool, fit, prompts or None, adapters or None, read_names(config.lora_adapters))
 
 
 def read_names(text: str | None) -> dict[str, Path]:
@@ -100,6 +104,17 @@ def _warn(config: ShardConfig, fit: Fit | None) -> None:
             logger.warning("%s: there is no directory %s", option, path)
     if fit is None and any(paths.values()):
         logger.warning("soft prompts and adapters need the service's own engine: requests for them fail")
+
+
+def _warn_of_room(directory: Path, wanted: int) -> None:
+    """Where copies of all that may be loaded do not fit on the disk; it may fill up later too."""
+    there = next(path for path in (directory, *directory.absolute().parents) if path.exists())
+    free = shutil.disk_usage(there).free
+    if free < wanted:
+        logger.warning(
+            "%s: copies of soft prompts and adapters may need %d MiB, and %d MiB are free",
+            *(directory, wanted // MIB, free // MIB),
+        )
 
 
 def _read(spool: Spool, model: Model, digest: str) -> Content:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tgis.prompts.errors import MissingContentError
 from tgis.shard.lora import Adapter
+from tgis.shard.resources import release_memory
 
 
 @dataclass(frozen=True, eq=False)
@@ -22,6 +23,10 @@ class Prompt:
 
 Content = Prompt | Adapter
 
+# Unloaded between two times that what threads have freed goes back to the system, 20 ms beside the steps:
+# among what stays, the next one seldom finds room.
+RELEASE_BYTES = 128 << 20
+
 
 class Contents:
     """Safe to use from any thread."""
@@ -31,6 +36,7 @@ class Contents:
         self._read = read
         self._loaded: dict[str, Content] = {}
         self._loading: dict[str, Future[None]] = {}
+        self._num_unloaded_bytes = 0
         self._lock = threading.Lock()
 
     def load(self, digest: str) -> None:
@@ -49,8 +55,13 @@ class Contents:
         """What is being read is not kept either: whoever wanted it has given up."""
         with self._lock:
             for digest in digests:
-                self._loaded.pop(digest, None)
+                self._num_unloaded_bytes += _count_bytes(self._loaded.pop(digest, None))
                 self._loading.pop(digest, None)
+            is_due = self._num_unloaded_bytes >= RELEASE_BYTES
+            if is_due:
+                self._num_unloaded_bytes = 0
+        if is_due:
+            release_memory()
 
     def unload_others(self, digests: Iterable[str]) -> None:
         """Everything but these."""
@@ -91,3 +102,11 @@ class Contents:
             if content is not None:
                 self._loaded[digest] = content
             return True
+
+
+def _count_bytes(content: Content | None) -> int:
+    if content is None:
+        return 0
+    if isinstance(content, Prompt):
+        return content.decoder.nbytes + content.encoder.nbytes
+    return sum(part.a.nbytes + part.b.nbytes for parts in content.deltas.values() for part in parts)

@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 NUM_RPC_THREADS = 8
 # Calls that read files, at once; further ones wait without a thread, and until their deadlines at most.
-NUM_FINDS, NUM_LOADS = 4, 2
+NUM_FINDS, NUM_LOADS = 16, 2
 STEPS_BETWEEN_COLLECTIONS = 1000
 # Answers leave while the next step computes, as soon as a thread of gRPC's gets a turn.
 SWITCH_INTERVAL_S = 0.0005

@@ -1,0 +1,52 @@
+"""Maps the tensors of safetensors files that come and go for as long as the process lives: the library's own
+way to get a tensor (0.8) keeps some memory for each, for ever."""
+
+import json
+import mmap
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+
+
+def map_tensors(file: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """By their names, and the file's metadata. The file must not change; whoever writes to what is mapped
+    writes to a copy.
+
+    Raises what the library raises of damaged files, KeyError or RuntimeError where it does not see the
+    damage, and OSError."""
+    with safe_open(file, framework="numpy"):  # checks the header
+        pass
+    with file.open("rb") as content:
+        mapped = mmap.mmap(content.fileno(), 0, access=mmap.ACCESS_COPY)
+    start = 8 + int.from_bytes(mapped[:8], "little")
+    header = json.loads(mapped[8:start])
+    metadata = header.pop("__metadata__", {})
+    stored = torch.frombuffer(mapped, dtype=torch.uint8)[start:]
+    return {name: _view(stored, start, entry) for name, entry in header.items()}, metadata
+
+
+def _view(stored: Tensor, start: int, entry: Mapping[str, Any]) -> Tensor:
+    dtype, (first, end) = DTYPES[entry["dtype"]], entry["data_offsets"]
+    elements = stored[first:end]
+    if (start + first) % dtype.itemsize:
+        elements = elements.clone()
+    return elements.view(dtype).view(entry["shape"])
