@@ -6,6 +6,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from transformers import PreTrainedModel
+
 from integration_tests.first_error import Server, first_error, is_greedy
 from integration_tests.scorer import PLAIN, Ids, Scorer, Tuned
 from integration_tests.served_models import MAX_NEW_TOKENS, MAX_SEQUENCE_LENGTH, Served
@@ -41,6 +43,15 @@ class Oracle:
         self.server = Server(MAX_SEQUENCE_LENGTH, MAX_NEW_TOKENS, names=served.store.names)
         self._scorer = Scorer(served)
         self._generations: dict[tuple[str, bytes, int, Tuned], Generation] = {}
+
+    @property
+    def model(self) -> PreTrainedModel:
+        """Without any adapter."""
+        return self._scorer.model(PLAIN)
+
+    def logits(self, ids: Ids) -> list[float]:
+        """Of the token after these, without a soft prompt and an adapter."""
+        return self._scorer.logits(ids)
 
     @property
     def is_encoder_decoder(self) -> bool:

@@ -38,7 +38,7 @@ class Scorer:
         """Of the token after these, the first of which are virtual; one pass over all of them gives those
         before, too."""
         if (tuned, encoder_ids, ids) not in self._rows:
-            model, inputs = self._model(tuned), self._embed(ids, tuned, self._prompt(tuned).decoder)
+            model, inputs = self.model(tuned), self._embed(ids, tuned, self._prompt(tuned).decoder)
             if encoder_ids:
                 encoded = self._encode(encoder_ids, tuned)
                 logits = model(encoder_outputs=encoded, decoder_inputs_embeds=inputs).logits
@@ -64,7 +64,8 @@ class Scorer:
     def _prompt(self, tuned: Tuned) -> SoftPrompt:
         return self._served.store.prompts.get(tuned.prompt, NO_PROMPT)
 
-    def _model(self, tuned: Tuned) -> PreTrainedModel:
+    def model(self, tuned: Tuned) -> PreTrainedModel:
+        """With its adapter, if it has one."""
         if tuned.adapter not in self._models:
             adapter = self._served.store.adapters.get(tuned.adapter)
             self._models[tuned.adapter] = read_model(self._served.directory, adapter)
@@ -73,11 +74,11 @@ class Scorer:
     def _encode(self, ids: Ids, tuned: Tuned) -> BaseModelOutput:
         if (tuned, ids) not in self._encoded:
             inputs = self._embed(ids, tuned, self._prompt(tuned).encoder)
-            self._encoded[tuned, ids] = self._model(tuned).get_encoder()(inputs_embeds=inputs)
+            self._encoded[tuned, ids] = self.model(tuned).get_encoder()(inputs_embeds=inputs)
         return self._encoded[tuned, ids]
 
     def _embed(self, ids: Ids, tuned: Tuned, prompt: Tensor) -> Tensor:
         """[1, num_tokens, width]"""
-        embedded: Tensor = self._model(tuned).get_input_embeddings()(torch.tensor([ids]))
+        embedded: Tensor = self.model(tuned).get_input_embeddings()(torch.tensor([ids]))
         embedded[0, : len(prompt)] = prompt[: len(ids)]
         return embedded
