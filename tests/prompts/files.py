@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from tgis.prompts.format import Fit
+from tgis.shard.resources import release_memory
 
 WIDTH = 8
 FIT = Fit(
@@ -98,6 +99,7 @@ def age(directory: Path) -> Path:
 @contextmanager
 def bounded_memory(max_growth_bytes: int) -> Iterator[None]:
     """Fails where the process meanwhile holds more than that above what it held before."""
+    release_memory()  # else what is taken may be what was freed before, which does not show
     Path("/proc/self/clear_refs").write_text("5")  # the peak is the present
     before = _peak_bytes()
     yield
