@@ -6,22 +6,28 @@ takes the address of its arguments; its threads share the units of work by count
 
 Compiled code is kept beside the source, else in the user's cache directory, else nowhere."""
 
+import ast
+import contextlib
 import ctypes
+import functools
 import hashlib
+import importlib.util
 import logging
 import struct
 import tempfile
+import threading
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numba
 import torch
 from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic as untyped_intrinsic
+from torch import Tensor
 
 logger = logging.getLogger(__name__)
 
@@ -30,24 +36,74 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 # Products may be fused into sums, and sums reordered as shapes decide; NaN and infinity stay what they are.
 _FUSED = {"contract", "nsz"}
 _REORDERED = _FUSED | {"reassoc", "arcp"}
+_PACKAGE = __name__.split(".")[0]
 _ADDRESS = types.CPointer(types.int64)
 _CACHE_BASES = (Path(__file__).parent / "__pycache__", Path("~/.cache/tgis").expanduser())
-_sources: set[str] = set()  # files of functions that kernels call
+
+
+class Recorder(Protocol):
+    """Takes down what a thread would compute, instead of its being computed."""
+
+    def note(self, kernel: "Kernel", args: tuple[int, ...]) -> None: ...
+
+    def empty(self, shape: tuple[int, ...]) -> Tensor:
+        """float32 memory that stays where it is for as long as what was recorded is run."""
+
+
+class _Recording(threading.local):
+    recorder: Recorder | None = None
+
+
+_recording = _Recording()
+
+
+@contextlib.contextmanager
+def record(recorder: Recorder) -> Iterator[None]:
+    """Kernels that this thread calls meanwhile are noted and not run."""
+    assert _recording.recorder is None, "one recording at a time"
+    _recording.recorder = recorder
+    try:
+        yield
+    finally:
+        _recording.recorder = None
+
+
+def empty(*shape: int) -> Tensor:
+    """Uninitialised float32, for what a kernel writes."""
+    recorder = _recording.recorder
+    return torch.empty(shape) if recorder is None else recorder.empty(shape)
 
 
 class Kernel:
     """`kernel(*args)` runs `function(args)` on this thread, `kernel.spread(*args)` on all of torch's at once.
 
-    The arguments are integers: sizes, addresses, and floats through `as_bits`. Nothing is checked."""
+    The arguments are integers: sizes, addresses, and floats through `as_bits`. Nothing is checked. However
+    many threads enter, they share the work; one that finds none left returns."""
 
     def __init__(self, function: Callable[[Any], None]):
         self._function = function
 
+    @property
+    def name(self) -> str:
+        return self._function.__name__.lstrip("_")
+
+    @property
+    def address(self) -> int:
+        """Of the machine code: void (int64 *args), args[0] being 0 when the first thread enters."""
+        address: int = self._compiled.address
+        return address
+
     def __call__(self, *args: int) -> None:
+        if _recording.recorder is not None:
+            _recording.recorder.note(self, args)
+            return
         memory = array("q", (0, *args))
         self._entry(memory.buffer_info()[0])
 
     def spread(self, *args: int) -> None:
+        if _recording.recorder is not None:
+            _recording.recorder.note(self, args)
+            return
         num_threads = torch.get_num_threads()
         if num_threads == 1 or _parallel is None:
             self(*args)
@@ -56,9 +112,12 @@ class Kernel:
             _parallel(self._entry, memory.buffer_info()[0], num_threads, 0)
 
     @cached_property
+    def _compiled(self) -> Any:
+        """The machine code lives as long as this object."""
+        return _compile(self._function)
+
+    @cached_property
     def _entry(self) -> Callable[..., None]:
-        # The machine code lives as long as the object that numba gives.
-        self._compiled = _compile(self._function)
         return ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self._compiled.address)
 
 
@@ -79,8 +138,8 @@ def _compile(function: Callable[[Any], None]) -> Any:
 
 def _cache_directory(function: Callable[[Any], None]) -> Path | None:
     """Named after the source of all that a kernel may call: numba itself looks at one file only."""
-    files = sorted(_sources | {function.__code__.co_filename})
-    digest = hashlib.sha256(b"".join(Path(file).read_bytes() for file in files)).hexdigest()[:16]
+    sources = (Path(file).read_bytes() for file in sorted(_sources(function.__code__.co_filename)))
+    digest = hashlib.sha256(b"".join(sources)).hexdigest()[:16]
     for base in _CACHE_BASES:
         directory = base / f"kernels-{digest}"
         try:
@@ -90,6 +149,18 @@ def _cache_directory(function: Callable[[Any], None]) -> Path | None:
         except OSError as error:
             logger.info("compiled code cannot be kept: %s", error)
     return None
+
+
+@functools.cache
+def _sources(file: str) -> frozenset[str]:
+    """The file, and those of ours that it imports, directly or not."""
+    found = {file}
+    for node in ast.walk(ast.parse(Path(file).read_bytes())):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == _PACKAGE:
+            spec = importlib.util.find_spec(node.module)
+            if spec is not None and spec.origin is not None:
+                found |= _sources(spec.origin)
+    return frozenset(found)
 
 
 def _find_parallel() -> Callable[..., None] | None:
@@ -109,21 +180,18 @@ _parallel = _find_parallel()
 
 def inner(function: Function) -> Function:
     """Marks a function that kernels call."""
-    _sources.add(function.__code__.co_filename)
     compiled: Function = numba.njit(fastmath=_REORDERED, error_model="numpy", nogil=True)(function)
     return compiled
 
 
 def ordered(function: Function) -> Function:
     """Marks a function that kernels call, whose sums and differences keep their order."""
-    _sources.add(function.__code__.co_filename)
     compiled: Function = numba.njit(fastmath=_FUSED, error_model="numpy", nogil=True)(function)
     return compiled
 
 
 def intrinsic(function: Callable[..., Any]) -> Callable[..., Any]:
     """Marks a function that gives a signature and the LLVM code of what kernels call by its name."""
-    _sources.add(function.__code__.co_filename)
     marked: Callable[..., Any] = untyped_intrinsic(function)
     return marked
 
