@@ -58,6 +58,20 @@ def stored(typingctx: Any, x: Any, element: Any) -> Any:
     return element(types.float32, element), generate
 
 
+@intrinsic
+def loaded(typingctx: Any, x: Any) -> Any:
+    """In a kernel: the float32 that `stored` kept as x."""
+
+    def generate(context: Any, b: Any, signature: Any, args: Any) -> Any:
+        if x == types.uint16:
+            return b.bitcast(b.shl(b.zext(args[0], _I32), _I32(16)), _FLOAT)
+        if x == types.int16:
+            return b.fpext(b.bitcast(args[0], _HALF), _FLOAT)
+        return args[0]
+
+    return types.float32(x), generate
+
+
 def _build_bfloat16(b: Any, x: Any) -> Any:
     """Rounded to even; rounding would carry some NaNs over to infinity."""
     bits = b.bitcast(x, _I32)

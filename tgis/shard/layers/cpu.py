@@ -13,8 +13,15 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from tgis.shard.compiled import Kernel, as_bits
-from tgis.shard.layers import compiled_activations, compiled_heads, compiled_low_rank, compiled_norms
+from tgis.shard.compiled import Kernel, as_bits, empty
+from tgis.shard.layers import (
+    compiled_activations,
+    compiled_changes,
+    compiled_heads,
+    compiled_low_rank,
+    compiled_norms,
+    compiled_tables,
+)
 from tgis.shard.layers.kernels import HeadNorm, Product
 from tgis.shard.lora import TILE, Deltas, TokenAdapters
 
@@ -73,17 +80,46 @@ def _add_low_rank(
 
 
 def rms_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
-    out = torch.empty_like(x)
+    out = empty(*x.shape)
     addresses = (x.data_ptr(), _address(delta), weight.data_ptr(), out.data_ptr())
     _run(compiled_norms.rms_norm, x.shape, *addresses, as_bits(eps))
     return out
 
 
 def layer_norm(x: Tensor, delta: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
-    out = torch.empty_like(x)
+    out = empty(*x.shape)
     addresses = (x.data_ptr(), _address(delta), weight.data_ptr(), _address(bias), out.data_ptr())
     _run(compiled_norms.layer_norm, x.shape, *addresses, as_bits(eps))
     return out
+
+
+def look_up(table: Tensor, ids: Tensor, offset: int = 0) -> Tensor:
+    out = empty(len(ids), table.shape[1])
+    addresses = (ids.data_ptr(), table.data_ptr(), out.data_ptr())
+    _run(compiled_tables.LOOK_UP[table.dtype], out.shape, *addresses, offset)
+    return out
+
+
+def add(x: Tensor, y: Tensor) -> Tensor:
+    return _change(x, "add", other=y.data_ptr(), stride=y.stride(0) if y.dim() > 1 else 0)
+
+
+def scale(x: Tensor, factor: float) -> Tensor:
+    return _change(x, "scale", factor)
+
+
+def clamp(x: Tensor, limit: float) -> Tensor:
+    return _change(x, "clamp", limit)
+
+
+def soften(x: Tensor, cap: float) -> Tensor:
+    return _change(x, "soften", cap)
+
+
+def _change(x: Tensor, kind: str, number: float = 0.0, other: int = 0, stride: int = 0) -> Tensor:
+    given = (compiled_changes.KINDS[kind], x.data_ptr(), other, stride, as_bits(number))
+    _run(compiled_changes.change, x.shape, *given)
+    return x
 
 
 def activate(x: Tensor, name: str) -> Tensor:
@@ -93,7 +129,7 @@ def activate(x: Tensor, name: str) -> Tensor:
 
 def multiply_gated(gate_up: Tensor, name: str) -> Tensor:
     num_tokens, width = gate_up.shape
-    out = torch.empty(num_tokens, width // 2)
+    out = empty(num_tokens, width // 2)
     kind = compiled_activations.KINDS[name]
     _run(compiled_activations.multiply_gated, out.shape, kind, gate_up.data_ptr(), out.data_ptr())
     return out
@@ -107,7 +143,7 @@ def angles(
     growth: Tensor | None = None,
 ) -> Tensor:
     num_regimes, half = inv_freq.shape
-    out = torch.empty(2, len(positions), half)
+    out = empty(2, len(positions), half)
     addresses = (positions.data_ptr(), inv_freq.data_ptr(), amplitudes.data_ptr())
     optional = (_address(regimes), _address(growth))
     compiled_heads.angles(len(positions), half, num_regimes, *addresses, *optional, out.data_ptr())
@@ -123,8 +159,8 @@ def split_heads(
 ) -> tuple[Tensor, Tensor, Tensor]:
     num_tokens, width = qkv.shape
     head_dim = width // (num_heads + 2 * num_kv_heads)
-    q = torch.empty(num_tokens, num_heads, head_dim)
-    k, v = torch.empty(2, num_tokens, num_kv_heads, head_dim)
+    q = empty(num_tokens, num_heads, head_dim)
+    k, v = (empty(num_tokens, num_kv_heads, head_dim) for _ in range(2))
     addresses = (qkv.data_ptr(), _address(angles), q.data_ptr(), k.data_ptr(), v.data_ptr())
     shape = (num_tokens, num_heads, num_kv_heads, head_dim, 0 if angles is None else angles.shape[-1])
     norm = (0, 0, 0)

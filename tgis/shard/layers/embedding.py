@@ -38,7 +38,7 @@ class Embedding:
 
     def _look_up(self, token_ids: Tensor) -> Tensor:
         if self._world.size == 1:
-            return F.embedding(token_ids, self._table).to(torch.float32, copy=True)
+            return self._kernels.look_up(self._table, token_ids)
         local = token_ids - self._share.start
         mine = (local >= 0) & (local < len(self._table))
         x = torch.zeros(len(token_ids), self._table.shape[1], device=token_ids.device)
@@ -72,7 +72,7 @@ class Positions:
     def __init__(self, parts: Parts, path: str, num_rows: int, hidden_size: int, offset: int):
         stored = parts.weights.find(f"{path}.weight", (num_rows, hidden_size))
         self._table = stored.read().to(parts.kernels.device, parts.dtype, copy=True)
-        self._offset = offset
+        self._offset, self._look_up = offset, parts.kernels.look_up
 
     def __call__(self, positions: Tensor) -> Tensor:
-        return F.embedding(positions + self._offset, self._table).float()
+        return self._look_up(self._table, positions, self._offset)

@@ -57,6 +57,21 @@ class Kernels(Protocol):
     ) -> Tensor:
         """The norm of x + delta, [num_tokens, size]; x becomes that sum."""
 
+    def look_up(self, table: Tensor, ids: Tensor, offset: int = 0) -> Tensor:
+        """Rows ids + offset, int64 [num_tokens], of a table in the weights' type: [num_tokens, size]."""
+
+    def add(self, x: Tensor, y: Tensor) -> Tensor:
+        """x itself, [num_tokens, size], now x + y; y is of the same shape, or [size]."""
+
+    def scale(self, x: Tensor, factor: float) -> Tensor:
+        """x itself, [num_tokens, size], now x * factor."""
+
+    def clamp(self, x: Tensor, limit: float) -> Tensor:
+        """x itself, [num_tokens, size], now between -limit and limit."""
+
+    def soften(self, x: Tensor, cap: float) -> Tensor:
+        """x itself, [num_tokens, size], now cap * tanh(x / cap)."""
+
     def activate(self, x: Tensor, name: str) -> Tensor:
         """x itself, [num_tokens, size], every element now its activation. Names: silu, gelu, gelu_tanh, relu,
         quick_gelu."""

@@ -45,10 +45,11 @@ class ColumnParallel:
         together = mine[0] if len(mine) == 1 else torch.cat(mine)
         self._multiply = parts.kernels.pack(together, parts.dtype, weight.label)
         self._bias = parts.read_vector(f"{path}.bias", sum(widths), rows) if bias else None
+        self._add = parts.kernels.add
 
     def __call__(self, x: Tensor, adapters: TokenAdapters | None) -> Tensor:
         y = self._adapt(x, self._multiply(x), adapters)
-        return y if self._bias is None else y.add_(self._bias)
+        return y if self._bias is None else self._add(y, self._bias)
 
 
 class RowParallel:
@@ -64,10 +65,11 @@ class RowParallel:
         mine = weight.read(columns=columns)
         self._multiply = parts.kernels.pack(mine, parts.dtype, weight.label)
         self._bias = parts.read_vector(f"{path}.bias", out_features) if bias else None
+        self._add = parts.kernels.add
 
     def __call__(self, x: Tensor, adapters: TokenAdapters | None) -> Tensor:
         y = self._world.all_reduce(self.partial(x, adapters))
-        return y if self._bias is None else y.add_(self._bias)
+        return y if self._bias is None else self._add(y, self._bias)
 
     def partial(self, x: Tensor, adapters: TokenAdapters | None) -> Tensor:
         """This rank's part of the sum over ranks, without the bias."""

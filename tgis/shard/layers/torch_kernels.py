@@ -69,6 +69,21 @@ class TorchKernels:
     ) -> Tensor:
         return F.layer_norm(_add(x, delta), weight.shape, weight, bias, eps)
 
+    def look_up(self, table: Tensor, ids: Tensor, offset: int = 0) -> Tensor:
+        return F.embedding(ids + offset if offset else ids, table).to(torch.float32, copy=True)
+
+    def add(self, x: Tensor, y: Tensor) -> Tensor:
+        return x.add_(y)
+
+    def scale(self, x: Tensor, factor: float) -> Tensor:
+        return x.mul_(factor)
+
+    def clamp(self, x: Tensor, limit: float) -> Tensor:
+        return x.clamp_(-limit, limit)
+
+    def soften(self, x: Tensor, cap: float) -> Tensor:
+        return x.div_(cap).tanh_().mul_(cap)
+
     def activate(self, x: Tensor, name: str) -> Tensor:
         return x.copy_(ACTIVATIONS[name](x))
 

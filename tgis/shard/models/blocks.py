@@ -66,7 +66,8 @@ class SelfAttention:
         widths, pieces = [q_size, kv_size, kv_size], [size, kv_pieces, kv_pieces]
         self._qkv = ColumnParallel(parts, f"{path}.qkv", spec.hidden_size, widths, spec.qkv_bias, pieces)
         self._out = RowParallel(parts, f"{path}.out", q_size, spec.hidden_size, spec.out_bias)
-        self._clip, self._head_norm, self._whole_norms = spec.clip_qkv, None, None
+        self._clip, self._clamp = spec.clip_qkv, parts.kernels.clamp
+        self._head_norm, self._whole_norms = None, None
         if spec.qk_norm == "head":
             self._head_norm = read_head_norm(parts, path, spec.head_dim, spec.norm_eps, spec.norm)
         elif spec.qk_norm == "whole":
@@ -85,7 +86,7 @@ class SelfAttention:
     ) -> Tensor:
         qkv = self._qkv(x, adapters)  # [num_tokens, own q, k and v]
         if self._clip is not None:
-            qkv.clamp_(-self._clip, self._clip)
+            self._clamp(qkv, self._clip)
         if self._whole_norms is not None:
             qkv = self._normalise(qkv, *self._whole_norms)
         q, k, v = self._split(qkv, self._num_heads, self._num_kv_heads, angles, self._head_norm)

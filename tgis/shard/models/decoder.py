@@ -81,6 +81,7 @@ class ParallelBlock:
         path = f"blocks.{layer}"
         self._norm_1 = _norm(spec, parts, f"{path}.norm_1")
         self._norm_2 = _norm(spec, parts, f"{path}.norm_2") if spec.residual == "parallel" else None
+        self._add = parts.kernels.add
         self._attend = LayerAttention(spec, parts, path, layer)
         self._feed = _feeder(spec, parts, path, layer)
 
@@ -90,7 +91,7 @@ class ParallelBlock:
         normed = self._norm_1(x, delta)
         attended = self._attend(normed, surroundings)
         fed = self._feed(self._norm_2(x) if self._norm_2 else normed, surroundings.adapters)
-        return x, fed.add_(attended)
+        return x, self._add(fed, attended)
 
 
 class PostNormBlock:
@@ -132,7 +133,7 @@ class Decoder:
         delta: Tensor | None = None
         for block in self._blocks:
             x, delta = block(x, delta, surroundings)
-        return x if delta is None else x.add_(delta)
+        return x if delta is None else self.parts.kernels.add(x, delta)
 
     @torch.inference_mode()
     def logits(self, x: Tensor, adapters: TokenAdapters | None = None) -> Tensor:
@@ -140,9 +141,9 @@ class Decoder:
         x = self._project(x, adapters) if self._project else x
         scores = self._head(x, adapters)  # [n, vocab_size]
         if self.spec.logit_scale != 1:
-            scores = scores.mul_(self.spec.logit_scale)
+            scores = self.parts.kernels.scale(scores, self.spec.logit_scale)
         if cap := self.spec.logit_soft_cap:
-            scores = scores.div_(cap).tanh_().mul_(cap)
+            scores = self.parts.kernels.soften(scores, cap)
         return scores
 
 
@@ -150,6 +151,7 @@ class InputEmbedding:
     """Of tokens and, where they are learned, of positions: float32 [num_tokens, hidden_size]."""
 
     def __init__(self, spec: DecoderSpec, parts: Parts):
+        self._kernels = parts.kernels
         # Rounded as the models that have one were trained with.
         self._scale = torch.tensor(spec.embedding_scale, dtype=parts.dtype).item()
         self._virtual_scale = self._scale if spec.scales_virtual else 1.0
@@ -164,13 +166,13 @@ class InputEmbedding:
     def __call__(self, inputs: StepInputs) -> Tensor:
         x = self._tokens(inputs.token_ids, inputs.adapters)
         if self._scale != 1:
-            x.mul_(self._scale)
+            self._kernels.scale(x, self._scale)
         if inputs.virtual is not None:
             x[inputs.virtual.places] = inputs.virtual.embeddings * self._virtual_scale
         if self._project:
             x = self._project(x, inputs.adapters)
         if self._positions:
-            x += self._positions(inputs.positions)
+            self._kernels.add(x, self._positions(inputs.positions))
         return self._norm(x) if self._norm else x
 
 
@@ -188,15 +190,16 @@ def _norms(
     spec: DecoderSpec, parts: Parts, path: str, number: int
 ) -> tuple[Callable[[Tensor, Tensor | None], Tensor], Callable[[Tensor], Tensor]]:
     """What a branch does to its input, and what to its output."""
-    before = _norm(spec, parts, f"{path}.norm_{number}") if spec.norm_place != "after" else _add
+    kernels = parts.kernels
+
+    def add(x: Tensor, delta: Tensor | None) -> Tensor:
+        return x if delta is None else kernels.add(x, delta)
+
+    before = _norm(spec, parts, f"{path}.norm_{number}") if spec.norm_place != "after" else add
     if spec.norm_place != "before":
         return before, _norm(spec, parts, f"{path}.post_norm_{number}")
     scale = spec.residual_scale
-    return before, (lambda x: x.mul_(scale)) if scale != 1 else lambda x: x
-
-
-def _add(x: Tensor, delta: Tensor | None) -> Tensor:
-    return x if delta is None else x.add_(delta)
+    return before, (lambda x: kernels.scale(x, scale)) if scale != 1 else lambda x: x
 
 
 def _rotary(rope: Rope | None, parts: Parts) -> Rotary | None:

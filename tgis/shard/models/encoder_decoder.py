@@ -90,7 +90,7 @@ class Stack:
     """The encoder, or with `crossings` the decoder, between the embedding of tokens and the last norm."""
 
     def __init__(self, spec: StackSpec, parts: Parts, path: str, crossings: Sequence[CrossAttention] = ()):
-        self._spec = spec
+        self._spec, self._kernels = spec, parts.kernels
         self._embed_norm = _norm(spec, parts, f"{path}.embed_norm") if spec.embedding_norm else None
         self._norm = _norm(spec, parts, f"{path}.norm") if spec.final_norm else None
         sizes = (spec.num_positions, spec.hidden_size, spec.position_offset)
@@ -103,7 +103,7 @@ class Stack:
         delta: Tensor | None = None
         for layer in self._layers:
             x, delta = layer(x, delta, inputs, attention)
-        return x if delta is None else x.add_(delta)
+        return x if delta is None else self._kernels.add(x, delta)
 
     def normalise(self, x: Tensor) -> Tensor:
         """x: [n, hidden_size], contiguous."""
@@ -111,11 +111,11 @@ class Stack:
 
     def _embed(self, x: Tensor, inputs: StepInputs) -> Tensor:
         if self._spec.embedding_scale != 1:
-            x.mul_(self._spec.embedding_scale)
+            self._kernels.scale(x, self._spec.embedding_scale)
         if inputs.virtual is not None:
             x[inputs.virtual.places] = inputs.virtual.embeddings
         if self._positions:
-            x += self._positions(inputs.positions)
+            self._kernels.add(x, self._positions(inputs.positions))
         return self._embed_norm(x) if self._embed_norm else x
 
 
@@ -130,10 +130,11 @@ class EncoderDecoderModel:
         ]
         self._decoder = Stack(spec.decoder, parts, "decoder", self._crossings)
         self._head = Head(parts, "head", spec.vocab_size, spec.decoder.hidden_size)
-        self._head_bias: Tensor | None = None  # [1, vocab_size]
+        self._head_bias: Tensor | None = None  # [vocab_size]
         if spec.has_head_bias and parts.weights.has("head_bias.bias"):
             bias = parts.weights.find("head_bias.bias", (1, spec.vocab_size)).read()
-            self._head_bias = bias.to(parts.kernels.device, parts.dtype).to(torch.float32, copy=True)
+            bias = bias[0].to(parts.kernels.device, parts.dtype)
+            self._head_bias = bias.to(torch.float32, copy=True)
 
     @torch.inference_mode()
     def encode(self, inputs: StepInputs, attention: Attention) -> None:
@@ -151,8 +152,8 @@ class EncoderDecoderModel:
     def logits(self, x: Tensor, adapters: TokenAdapters | None = None) -> Tensor:
         scores = self._head(self._decoder.normalise(x.contiguous()), adapters)  # [n, vocab_size]
         if self.spec.logit_scale != 1:
-            scores = scores.mul_(self.spec.logit_scale)
-        return scores if self._head_bias is None else scores.add_(self._head_bias)
+            scores = self.parts.kernels.scale(scores, self.spec.logit_scale)
+        return scores if self._head_bias is None else self.parts.kernels.add(scores, self._head_bias)
 
     def _embed(self, inputs: StepInputs) -> Tensor:
         return self._tokens(inputs.token_ids, inputs.adapters)

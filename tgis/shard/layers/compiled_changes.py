@@ -1,0 +1,47 @@
+"""Small changes of states in place, as one compiled kernel: sums, factors, limits."""
+
+from typing import Any
+
+import numpy as np
+from numba import carray
+
+from tgis.shard.compiled import Kernel, as_float, ordered, pointer, take
+from tgis.shard.numeric import tanh
+
+_F32 = np.float32(0)
+_ADD, _SCALE, _CLAMP, _SOFTEN = range(4)
+KINDS = {"add": _ADD, "scale": _SCALE, "clamp": _CLAMP, "soften": _SOFTEN}
+
+
+@ordered
+def _change_row(kind: int, x: Any, other: Any, number: Any) -> None:
+    if kind == _ADD:
+        for i in range(x.shape[0]):
+            x[i] += other[i]
+    elif kind == _SCALE:
+        for i in range(x.shape[0]):
+            x[i] *= number
+    elif kind == _CLAMP:
+        for i in range(x.shape[0]):
+            # Written so that NaN stays NaN.
+            low = -number if x[i] < -number else x[i]
+            x[i] = number if low > number else low
+    else:
+        for i in range(x.shape[0]):
+            x[i] = tanh(x[i] / number) * number
+
+
+def _change(args: Any) -> None:
+    a = carray(args, 9)
+    num_rows, size, rows_per_unit, kind, stride = a[1], a[2], a[3], a[4], a[7]
+    x = carray(pointer(a[5], _F32), (num_rows, size))
+    number = as_float(a[8])
+    first = take(args) * rows_per_unit
+    while first < num_rows:
+        for t in range(first, min(num_rows, first + rows_per_unit)):
+            other = carray(pointer(a[6] + 4 * t * stride, _F32), (size if a[6] else 0,))
+            _change_row(kind, x[t], other, number)
+        first = take(args) * rows_per_unit
+
+
+change = Kernel(_change)
