@@ -178,6 +178,18 @@ def _find_parallel() -> Callable[..., None] | None:
 _parallel = _find_parallel()
 
 
+def team_size_address() -> int:
+    """Of the machine code int() that tells a kernel how many threads have entered it; 0: one."""
+    if _parallel is None:
+        return 0
+    return address_of(ctypes.CDLL("libgomp.so.1").omp_get_num_threads)
+
+
+def address_of(function: Any) -> int:
+    """Of the machine code of a library's function."""
+    return ctypes.cast(function, ctypes.c_void_p).value or 0
+
+
 def inner(function: Function) -> Function:
     """Marks a function that kernels call."""
     compiled: Function = numba.njit(fastmath=_REORDERED, error_model="numpy", nogil=True)(function)

@@ -15,7 +15,7 @@ from llvmlite import ir
 from numba import carray, types
 from torch import Tensor
 
-from tgis.shard.compiled import Kernel, intrinsic, pointer
+from tgis.shard.compiled import Kernel, address_of, intrinsic, pointer, team_size_address
 
 _ALIGNMENT = 64
 # Turns of waiting after which a thread offers its processor to others: the one it waits for may need it.
@@ -32,6 +32,7 @@ class Pool:
     def __init__(self) -> None:
         self._free: dict[int, list[Any]] = defaultdict(list)
         self._lent: dict[int, weakref.ref[Any]] = {}
+        self._slabs: dict[int, Any] = {}  # by address
         self.num_bytes = 0
 
     def empty(self, shape: tuple[int, ...]) -> Tensor:
@@ -50,11 +51,18 @@ class Pool:
         self._lent[key] = weakref.ref(view, give_back)
         return torch.from_numpy(view).view(shape)
 
+    def keep(self, x: Tensor) -> Tensor:
+        """The same elements, as they are after the tape was run. The buffer is not kept from other tapes."""
+        slab = self._slabs[x.data_ptr()]
+        return torch.from_numpy(slab[: 4 * x.numel()].view(np.float32)).view(x.shape)
+
     def _allocate(self, size: int) -> Any:
         self.num_bytes += size
         memory = np.empty(size + _ALIGNMENT, np.uint8)
         begin = -memory.ctypes.data % _ALIGNMENT
-        return memory[begin : begin + size]
+        slab = memory[begin : begin + size]
+        self._slabs[slab.ctypes.data] = slab
+        return slab
 
 
 class Call(NamedTuple):
@@ -92,9 +100,8 @@ class Tape:
     def run(self) -> None:
         """On all of torch's threads."""
         self._arrived[0] = 0
-        num_threads = torch.get_num_threads()
-        addresses = (self._table.ctypes.data, self._arrived.ctypes.data, _yield_address())
-        walk.spread(len(self._calls), num_threads, *addresses)
+        addresses = (self._table.ctypes.data, self._arrived.ctypes.data, *_FUNCTIONS)
+        walk.spread(len(self._calls), *addresses)
 
     def profile(self, times: int) -> dict[str, float]:
         """Seconds that a run spends in the kernels of each name, each run by itself; the mean of so many."""
@@ -115,10 +122,8 @@ def _aligned(values: list[int]) -> Any:
     return memory[begin : begin + len(values)]
 
 
-def _yield_address() -> int:
-    return ctypes.cast(ctypes.CDLL(None).sched_yield, ctypes.c_void_p).value or 0
-
-
+# Offers the processor to others; tells how many threads there are.
+_FUNCTIONS = (address_of(ctypes.CDLL(None).sched_yield), team_size_address())
 _VOID_OF_ADDRESS = ir.FunctionType(ir.VoidType(), [ir.IntType(64).as_pointer()])
 _INT_OF_NOTHING = ir.FunctionType(ir.IntType(32), [])
 
@@ -135,6 +140,17 @@ def _call(typingctx: Any, entry: Any, args: Any) -> Any:
         return context.get_dummy_value()
 
     return types.void(types.int64, types.int64), generate
+
+
+@intrinsic
+def _ask(typingctx: Any, function: Any) -> Any:
+    """What the machine code int() at that address says."""
+
+    def generate(context: Any, b: Any, signature: Any, values: Any) -> Any:
+        answer = b.call(b.inttoptr(values[0], _INT_OF_NOTHING.as_pointer()), [])
+        return b.sext(answer, ir.IntType(64))
+
+    return types.int64(types.int64), generate
 
 
 @intrinsic
@@ -188,9 +204,10 @@ def _pause(b: Any) -> None:
 
 def _walk(args: Any) -> None:
     a = carray(args, 6)
-    num_kernels, num_threads, yields = a[1], a[2], a[5]
-    table = carray(pointer(a[3], _I64), (num_kernels, 2))
-    arrived = pointer(a[4], _I64)
+    num_kernels, yields = a[1], a[4]
+    table = carray(pointer(a[2], _I64), (num_kernels, 2))
+    arrived = pointer(a[3], _I64)
+    num_threads = _ask(a[5]) if a[5] else 1
     for i in range(num_kernels):
         _call(table[i, 0], table[i, 1])
         wanted = (i + 1) * num_threads
