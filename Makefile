@@ -14,7 +14,7 @@ SOURCES := tgis tests integration_tests bench scripts
 PACKAGING := pyproject.toml constraints.txt protos/generation.proto protos/shard.proto scripts/build_protos.py
 
 .DEFAULT_GOAL := help
-.PHONY: help install run check test test-all bench bench-tuning docs protos clean
+.PHONY: help install run check test test-all bench bench-peers bench-tuning profile docs protos clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{ printf "  make %-12s %s\n", $$1, $$2 }'
@@ -41,6 +41,12 @@ test-all: $(VENV)/installed-dev  ## Run the tests, the slow ones too
 
 bench: $(VENV)/installed-dev  ## Measure the service; SHAPE=15m|135m|500m|1b, BENCH='more options'
 	$(BIN)/python -m bench --shape $(or $(SHAPE),135m) $(BENCH)
+
+bench-peers: $(VENV)/installed-dev  ## Measure other engines from PyPI beside the service; SHAPE=, BENCH=
+	$(BIN)/python -m bench.peers --shape $(or $(SHAPE),135m) $(BENCH)
+
+profile: $(VENV)/installed-dev  ## Where a step's time goes; SHAPE=, PROFILE='--batch 1,8,32 --prefill 512'
+	$(BIN)/python -m bench.profile --shape $(or $(SHAPE),135m) $(PROFILE)
 
 bench-tuning: $(VENV)/installed-dev  ## Measure soft prompts and adapters; BENCH='more options'
 	$(BIN)/python -m bench.tuning $(BENCH)

@@ -23,6 +23,7 @@ Mode = Literal["stream", "unary"]
 WARM_UP_TOKENS = 8
 CONNECT_TIMEOUT_S = 20.0
 LETTERS = "etaoinshrdlucmfw"
+CHANNEL_OPTIONS = (("grpc.use_local_subchannel_pool", 1), ("grpc.enable_http_proxy", 0))
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ class Answer:
 
 
 @dataclass
-class _Clock:
+class Clock:
     """Seconds since the clients started."""
 
     start: float
@@ -78,16 +79,19 @@ class _Clock:
         return round(time.perf_counter() - self.start, 6)
 
 
+def start_clock() -> Clock:
+    return Clock(time.perf_counter())
+
+
 async def run_load(job: Job) -> list[Answer]:
     """Warms up with a short request per client, then measures; failed requests are among the answers."""
-    options = [("grpc.use_local_subchannel_pool", 1), ("grpc.enable_http_proxy", 0)]
-    channels = [grpc.aio.insecure_channel(job.target, options) for _ in range(job.clients)]
+    channels = [grpc.aio.insecure_channel(job.target, CHANNEL_OPTIONS) for _ in range(job.clients)]
     try:
         await asyncio.gather(*(asyncio.wait_for(c.channel_ready(), CONNECT_TIMEOUT_S) for c in channels))
         stubs = [GenerationServiceStub(channel) for channel in channels]
         requests = make_requests(job)
-        clock = _Clock(time.perf_counter())
-        warm = (_ask(stub, job, next(requests), WARM_UP_TOKENS, 0, clock) for stub in stubs)
+        clock = start_clock()
+        warm = (ask(stub, job, next(requests), WARM_UP_TOKENS, 0, clock) for stub in stubs)
         await asyncio.gather(*warm)
         clock.start = time.perf_counter()
         lists = await asyncio.gather(
@@ -113,19 +117,20 @@ def make_requests(job: Job) -> Iterator[Request]:
 
 
 async def _run_client(
-    index: int, stub: "GenerationServiceAsyncStub", job: Job, requests: Iterator[Request], clock: _Clock
+    index: int, stub: "GenerationServiceAsyncStub", job: Job, requests: Iterator[Request], clock: Clock
 ) -> list[Answer]:
     answers = []
     for _ in range(job.requests_per_client):
         if clock.read() >= job.time_limit:
             break
-        answers.append(await _ask(stub, job, next(requests), job.new_tokens, index, clock))
+        answers.append(await ask(stub, job, next(requests), job.new_tokens, index, clock))
     return answers
 
 
-async def _ask(
-    stub: "GenerationServiceAsyncStub", job: Job, asked: Request, new_tokens: int, client: int, clock: _Clock
+async def ask(
+    stub: "GenerationServiceAsyncStub", job: Job, asked: Request, new_tokens: int, client: int, clock: Clock
 ) -> Answer:
+    """Failures are noted in the answer."""
     answer = Answer(client, clock.read())
     timeout = max(0.1, job.time_limit - answer.sent)
     params = pb.Parameters(
@@ -150,7 +155,7 @@ async def _ask(
     return answer
 
 
-def _note(message: pb.GenerationResponse, answer: Answer, clock: _Clock) -> None:
+def _note(message: pb.GenerationResponse, answer: Answer, clock: Clock) -> None:
     answer.accepted = answer.accepted or clock.read()
     answer.input_tokens = answer.input_tokens or message.input_token_count
     if message.generated_token_count > (answer.counts[-1] if answer.counts else 0):

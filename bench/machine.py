@@ -1,8 +1,11 @@
 """What the machine is and what it can do at most. Run as a child process; prints a JSON object."""
 
+import contextlib
 import json
+import mmap
 import os
 import platform
+import statistics
 import time
 from collections.abc import Callable
 from importlib.metadata import version
@@ -28,27 +31,50 @@ def describe_machine() -> dict[str, object]:
     }
 
 
+class Limits:
+    """Work that nothing but the machine slows down, with all of torch's threads; the median of several tries,
+    because a single one may be off either way on a machine that is shared."""
+
+    def __init__(self, read_bytes: int = READ_BYTES, gemm_size: int = GEMM_SIZE):
+        self._buffer = _map(read_bytes).fill_(1.0)  # [read_bytes / 4]
+        self._matrix = torch.randn(gemm_size, gemm_size)  # [gemm_size, gemm_size]
+
+    def read(self, seconds: float = SECONDS) -> float:
+        """Bytes read per second summing a buffer far larger than the caches."""
+        return self._buffer.numel() * 4 / _typical_time(lambda: self._buffer.sum(), seconds)
+
+    def gemm(self, seconds: float = SECONDS) -> float:
+        """float32 operations per second multiplying square matrices."""
+        return 2 * len(self._matrix) ** 3 / _typical_time(lambda: self._matrix @ self._matrix, seconds)
+
+
+def _map(num_bytes: int) -> torch.Tensor:
+    """float32 [num_bytes / 4] in huge pages, where there are any: with small ones, looking up where they are
+    takes a part of the bandwidth."""
+    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(AttributeError, OSError):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.float32)
+
+
 def measure_limits(read_bytes: int = READ_BYTES, gemm_size: int = GEMM_SIZE) -> dict[str, float]:
-    """The best of several tries, with all of torch's threads: bytes read per second summing a buffer far
-    larger than the caches, and float32 operations per second multiplying square matrices."""
-    buffer = torch.ones(read_bytes // 4)  # [read_bytes / 4]
-    matrix = torch.randn(gemm_size, gemm_size)  # [gemm_size, gemm_size]
+    limits = Limits(read_bytes, gemm_size)
     return {
         "threads": torch.get_num_threads(),
-        "read_gb_per_s": buffer.numel() * 4 / _best_time(lambda: buffer.sum()) / 1e9,
-        "gemm_gflop_per_s": 2 * gemm_size**3 / _best_time(lambda: matrix @ matrix) / 1e9,
+        "read_gb_per_s": limits.read() / 1e9,
+        "gemm_gflop_per_s": limits.gemm() / 1e9,
     }
 
 
-def _best_time(work: Callable[[], torch.Tensor]) -> float:
+def _typical_time(work: Callable[[], torch.Tensor], seconds: float) -> float:
     """Seconds."""
     times: list[float] = []
-    end = time.perf_counter() + SECONDS
+    end = time.perf_counter() + seconds
     while len(times) < 3 or time.perf_counter() < end:
         start = time.perf_counter()
         work()
         times.append(time.perf_counter() - start)
-    return min(times)
+    return statistics.median(times)
 
 
 def _cpu_model() -> str:

@@ -1,10 +1,13 @@
 """The measurement as Markdown."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-MIB = 1 << 20
+from bench.contest import Sample, Spread
+from bench.targets import TARGETS, Figure, Target
+
+TARGET_HEAD = ("what", "as", "measured", "target", "", "runs", "detail")
 HEAD = (
     "clients",
     "call",
@@ -17,37 +20,91 @@ HEAD = (
 
 
 def format_report(result: dict[str, Any]) -> str:
-    """`result` is what the JSON file holds."""
-    parts = [_describe(result), _format_table(HEAD, [_service_row(entry) for entry in result["service"]])]
-    if result["loading"]:
-        parts.append(_describe_loading(result["loading"]))
-    if result["peers"]:
-        parts.append(_format_peers(result["peers"]))
-    failed = sum(int(entry["figures"]["failed"]) for entry in result["service"])
-    if failed:
-        parts.append(
-            f"**{failed} requests failed**; the figures leave them out. First: {_first_error(result)}"
-        )
+    """`result` is what `measure` gives."""
+    parts = [_describe(result)]
+    if result["figures"] or result["missing"]:
+        parts.append(format_targets(result["figures"], result["missing"], result["shape_name"]))
+    parts += result["notes"]
+    if result["service"]:
+        parts += _format_clients(result)
     return "\n\n".join(parts) + "\n"
+
+
+def format_targets(figures: Sequence[Figure], missing: Mapping[str, str], shape: str) -> str:
+    """All that has been measured, in the order of the targets; `missing` says by key why others were not."""
+    found, rows = {figure.key: figure for figure in figures}, []
+    for target in TARGETS:
+        bound = target.bound_of(shape)
+        if target.key in found:
+            rows.append(_target_row(target, found.pop(target.key), shape))
+        elif target.key in missing and bound is not None:
+            rows.append([target.name, target.how, "–", _bound(target, bound), missing[target.key], "", ""])
+    return format_table(TARGET_HEAD, rows + [_other_row(figure) for figure in found.values()])
+
+
+def _target_row(target: Target, figure: Figure, shape: str) -> list[str]:
+    bound, met = target.bound_of(shape), target.is_met(figure.spread.median, shape)
+    verdict = {True: "pass", False: "**miss**", None: "–"}[met]
+    median, spread = _measured(figure)
+    return [target.name, target.how, median, _bound(target, bound), verdict, spread, figure.detail]
+
+
+def _other_row(figure: Figure) -> list[str]:
+    median, spread = _measured(figure)
+    return [figure.key, "", median, "–", "–", spread, figure.detail]
+
+
+def _measured(figure: Figure) -> tuple[str, str]:
+    spread = figure.spread
+    if spread.count == 1:
+        return _ratio(spread.median), "one run"
+    return _ratio(spread.median), f"{_ratio(spread.low)} to {_ratio(spread.high)} in {spread.count}"
+
+
+def _bound(target: Target, bound: float | None) -> str:
+    return "–" if bound is None else f"{'≤' if target.at_most else '≥'} {bound:g}"
+
+
+def _ratio(value: float) -> str:
+    return f"{value:.3g}"
 
 
 def _describe(result: dict[str, Any]) -> str:
     machine, load = result["machine"], result["load_average"]
     return (
-        f"`{result['model']}`, {result['input_tokens']} input and {result['new_tokens']} new tokens, greedy, "
-        f"median of {result['repeat']}. {machine['cpu']}, {machine['usable_cores']} cores: "
-        f"reads {machine['read_gb_per_s']:.1f} GB/s, float32 GEMM {machine['gemm_gflop_per_s']:.0f} GFLOP/s. "
+        f"`{result['model']}`, {result['input_tokens']} input and {result['new_tokens']} new tokens, greedy. "
+        f"{machine['cpu']}, {machine['usable_cores']} cores: {_describe_limits(result)}. "
         f"Load average {load['before'][0]:.2f} before, {load['after'][0]:.2f} after."
     )
 
 
-def _describe_loading(loading: dict[str, float]) -> str:
-    size, most, kept = (loading[f"{name}_bytes"] for name in ("file", "peak", "kept"))
+def _describe_limits(result: dict[str, Any]) -> str:
+    machine, samples = result["machine"], result["samples"]
+    if samples:
+        return describe_looks(samples)
+    gemm = machine["gemm_gflop_per_s"]
+    return f"reads {machine['read_gb_per_s']:.1f} GB/s, float32 GEMM {gemm:.0f} GFLOP/s"
+
+
+def describe_looks(samples: Sequence[Sample]) -> str:
+    """What the machine allowed, and how much that varied: no figure is more certain."""
+    looks = [look for sample in samples for look in sample.looks]
+    read, gemm = (Spread.of([getattr(look, name) / 1e9 for look in looks]) for name in ("read", "gemm"))
     return (
-        f"Loading: {size / MIB:.0f} MiB of files in {loading['seconds']:.1f} s; at most {most / MIB:.0f} MiB "
-        f"of memory ({most / size:.2f} times the files) while it lasts, {kept / MIB:.0f} MiB "
-        f"({kept / size:.2f} times) afterwards."
+        f"reads {read.median:.1f} GB/s ({read.low:.1f} to {read.high:.1f} over the run), "
+        f"float32 GEMM {gemm.median:.0f} GFLOP/s ({gemm.low:.0f} to {gemm.high:.0f})"
     )
+
+
+def _format_clients(result: dict[str, Any]) -> list[str]:
+    entries = result["service"]
+    head = f"Closed-loop clients, medians of {result['rounds']}:"
+    parts = [f"{head}\n\n{format_table(HEAD, [_service_row(entry) for entry in entries])}"]
+    failed = sum(int(entry["figures"]["failed"]) for entry in entries)
+    if failed:
+        first = _first_error(result)
+        parts.append(f"**{failed} requests failed**; the figures leave them out. First: {first}")
+    return parts
 
 
 def _service_row(entry: dict[str, Any]) -> list[str]:
@@ -61,16 +118,7 @@ def _service_row(entry: dict[str, Any]) -> list[str]:
     ]
 
 
-def _format_peers(peers: Sequence[dict[str, Any]]) -> str:
-    head = ("batch", "output tok/s", "decode tok/s", "first token ms", "per token ms")
-    names = ("output_tokens_per_s", "decode_tokens_per_s", "first_token_ms", "token_ms")
-    rows = [[str(peer["batch_size"]), *(_number(peer[name]) for name in names)] for peer in peers]
-    return "transformers `generate`, float32, same model and numbers of tokens:\n\n" + _format_table(
-        head, rows
-    )
-
-
-def _format_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def format_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 READY_TIMEOUT_S = 300.0
 STOP_TIMEOUT_S = 30.0
-POLL_S = 0.2
+POLL_S = 0.05
 LAST_LINES = 15
 
 
@@ -22,15 +22,30 @@ class BenchError(Exception):
     """The measurement cannot be made; the text says why."""
 
 
+def first_line(error: BenchError) -> str:
+    return str(error).partition("\n")[0]
+
+
+def exit_on_sigterm() -> None:
+    """As an exception, so that services are stopped on the way out."""
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+
+
 @contextmanager
-def launch(model: Path, log: Path, options: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
-    """Gives the gRPC target and the command. Raises BenchError where the service does not become ready."""
+def launch(
+    model: Path, log: Path, options: Sequence[str], directory: Path | None = None
+) -> Iterator[tuple[str, list[str]]]:
+    """Gives the gRPC target and the command, which runs the package that is in `directory`, if one is named.
+    Raises BenchError where the service does not become ready."""
     port, grpc_port = _free_ports(2)
-    command = [sys.executable, "-m", "tgis", "launcher", "--model-name", str(model), "--bind", "127.0.0.1"]
+    command = [sys.executable, "-m", "tgis", "launcher", "--bind", "127.0.0.1"]
+    command += ["--model-name", str(model.absolute())]
     command += ["--port", str(port), "--grpc-port", str(grpc_port), *options]
     with log.open("wb") as output:
         # In a session of its own: an interrupt at the terminal is ours to handle, and ours alone.
-        process = subprocess.Popen(command, stdout=output, stderr=output, start_new_session=True)
+        process = subprocess.Popen(
+            command, cwd=directory, stdout=output, stderr=output, start_new_session=True
+        )
         try:
             _wait_until_ready(process, f"http://127.0.0.1:{port}/health", log)
             yield f"127.0.0.1:{grpc_port}", command
@@ -56,7 +71,7 @@ def _wait_until_ready(process: subprocess.Popen[bytes], url: str, log: Path) -> 
     end = time.monotonic() + READY_TIMEOUT_S
     while time.monotonic() < end:
         if process.poll() is not None:
-            raise BenchError(f"the service ended with status {process.returncode}:\n{_last_lines(log)}")
+            raise BenchError(f"the service ended with status {process.returncode}:\n{last_lines(log)}")
         try:
             with opener.open(url, timeout=5) as answer:
                 if answer.status == 200:
@@ -64,10 +79,10 @@ def _wait_until_ready(process: subprocess.Popen[bytes], url: str, log: Path) -> 
         except (urllib.error.URLError, OSError):
             pass  # not listening yet, or not healthy yet
         time.sleep(POLL_S)
-    raise BenchError(f"the service was not ready after {READY_TIMEOUT_S:.0f} s:\n{_last_lines(log)}")
+    raise BenchError(f"the service was not ready after {READY_TIMEOUT_S:.0f} s:\n{last_lines(log)}")
 
 
-def _last_lines(log: Path) -> str:
+def last_lines(log: Path) -> str:
     return "\n".join(log.read_text(errors="replace").splitlines()[-LAST_LINES:])
 
 

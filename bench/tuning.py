@@ -20,7 +20,7 @@ from bench import shapes
 from bench.children import run_child
 from bench.figures import percentile, summarize
 from bench.load import Answer, Job
-from bench.service import BenchError, launch
+from bench.service import BenchError, exit_on_sigterm, launch
 from bench.store import ensure_store
 
 CHILD_START_S = 60.0
@@ -32,6 +32,7 @@ LINES = ("entries", "bytes", "hits", "misses", "evictions")
 
 def main() -> None:
     options = parse_options(sys.argv[1:])
+    exit_on_sigterm()
     try:
         result = measure(options)
     except BenchError as error:

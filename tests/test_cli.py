@@ -93,7 +93,7 @@ def two_values(f: Any, option: Any, hint: Any) -> tuple[str, str]:
     if option.choices:
         return option.choices[0], option.choices[-1]
     if int in (hint, *get_args(hint)):
-        return ("6", "7") if f.name == "steps_in_flight" else ("41", "42")
+        return ("6", "7") if option.maximum is not None and option.maximum < 42 else ("41", "42")
     if float in (hint, *get_args(hint)):
         return "41.5", "42.5"
     return ("error", "debug") if f.name == "log_level" else ("/a", "/b")
@@ -351,7 +351,7 @@ def test_one_shard_as_the_original_was_started(tmp_path: Path) -> None:
     assert missing.stderr == "error: WORLD_SIZE must be set when sharded is True\n"
     assert "use tgis_native" in start([str(tmp_path), "ibm_fms"]).stderr
     assert "Model nobody/x not found" in start(["nobody/x"]).stderr
-    assert "quantized weights are not served" in start([str(tmp_path), "--quantize", "gptq"]).stderr
+    assert "gptq weights are not served" in start([str(tmp_path), "--quantize", "gptq"]).stderr
     nothing = start([])
     assert nothing.exit_code == 2
     assert "--model-path" in nothing.stderr

@@ -19,7 +19,7 @@ ngrok-authtoken ngrok-edge usage-stats graceful-termination-timeout env
 SHARED = """
 revision trust-remote-code dtype quantize num-shard max-concurrent-requests max-top-n-tokens
 max-waiting-tokens max-batch-size port shard-uds-path master-addr master-port json-output
-otlp-endpoint otlp-service-name lora-adapters env
+otlp-endpoint otlp-service-name lora-adapters speculate env
 """.split()
 REFUSED = "kv-cache-dtype weights-cache-override rope-scaling rope-factor api-key ngrok".split()
 MAPPED = {

@@ -106,7 +106,8 @@ def test_copies_are_beside_the_sockets(service: Service, sockets: Path) -> None:
     with shard:
         request = pb.FindRequest(kind=pb.CONTENT_KIND_ADAPTER, id="sql")
         digest = ShardServiceStub(shard).Find(request, timeout=20).digest
-    assert sorted(path.name for path in sockets.iterdir()) == ["shard-0", "shard-1", "shard-contents"]
+    names = ["shard-0", "shard-0.steps", "shard-1", "shard-1.steps", "shard-contents"]
+    assert sorted(path.name for path in sockets.iterdir()) == names
     assert (sockets / "shard-contents" / digest).is_file()
 
 

@@ -1,6 +1,7 @@
 """The commands. With `tgis.hub_commands` and with `tgis.options.command`, which generates them from
 `tgis.config`, the only place that reads the environment."""
 
+import gc
 import os
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -41,6 +42,7 @@ def _run_shard(config: ShardConfig) -> None:
     length = config.max_sequence_length or hub.max_sequence_length(settings)
     cache = hub_commands.cache_root() if config.lora_adapters else Path()
     tuning = plan_tuning(config, length, cache)
+    gc.disable()  # what is imported and loaded is no garbage; the server says when to look for some
     from tgis.shard import server
 
     server.serve(replace(config, **asdict(tuning)))

@@ -7,6 +7,7 @@ from tgis.declaration import option
 
 DTYPES = ("float32", "bfloat16", "float16")
 DEVICES = ("auto", "cpu", "cuda")
+QUANTIZATIONS = ("int8", "gptq", "bitsandbytes")
 FRAMEWORKS = (
     "hf_transformers",
     "hf_accelerate",
@@ -52,6 +53,12 @@ class ModelOptions:
         "auto",
         env="TGIS_DEVICE",
         choices=DEVICES,
+    )
+    quantize: str | None = option(
+        "Weights of linear layers in 8 bits, made when they are read: int8, on the CPU, in the service's own "
+        "engine; activations are rounded to 8 bits where they meet them. gptq and bitsandbytes are refused.",
+        None,
+        choices=QUANTIZATIONS,
     )
     block_size: int = option("Tokens per cache block.", 16, minimum=1)
     kv_cache_tokens: int | None = option(
@@ -153,8 +160,16 @@ class ServingOptions:
     steps_in_flight: int = option(
         "Unanswered steps; 1 waits for every answer before the next step is sent.", 2, minimum=1, maximum=8
     )
+    speculate: int = option(
+        "Most tokens of a sequence that a step computes ahead, guessed from what followed its newest tokens "
+        "where they occurred before; outputs stay the same; 0: none.",
+        0,
+        minimum=0,
+        maximum=16,
+    )
     decode_step_ms: float = option(
-        "Predicted time that a step may take while requests are decoding; prompts are cut to fit.",
+        "Predicted time that a step may take while requests are decoding; prompts are cut to fit, and so that "
+        "no step is more than twice as long as without them.",
         250.0,
         minimum=1,
     )
@@ -182,9 +197,6 @@ class LauncherConfig(LogOptions, ModelOptions, TuningOptions, BatchOptions, Serv
     )
     revision: str | None = option("Revision of a model in the hub cache.", None)
     dtype_str: str | None = option("Older name of --dtype.", None, choices=DTYPES)
-    quantize: str | None = option(
-        "Quantization; refused, none is served yet.", None, choices=("gptq", "bitsandbytes")
-    )
     num_shard: int | None = option(
         "Tensor-parallel shards; unset: NUM_GPUS, else the visible devices, 1 on a CPU.",
         None,

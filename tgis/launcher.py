@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 from tgis.child import Child
 from tgis.config import ENGINES, LauncherConfig, RouterConfig, ShardConfig
 from tgis.declaration import to_flags
+from tgis.frames import steps_path
 from tgis.launch_plan import TOKENIZER, LaunchError, Plan, plan
 from tgis.ports import listen
 
@@ -80,11 +81,10 @@ class _Launcher:
         """Raises LaunchError when something has ended that should not have."""
         if not self._plan.has_fast_tokenizer:
             await self._convert_tokenizer()
-        await self._start_shards()
+        shards = asyncio.create_task(self._run_shards())
         self._router = Child("router", ["router", *to_flags(self._router_config())])
-        await self._router.start()
+        await self._router.start()  # it waits for the shards itself
         router = asyncio.create_task(self._router.wait())
-        shards = asyncio.create_task(self._keep_shards())
         try:
             await asyncio.wait((router, shards), return_when=asyncio.FIRST_COMPLETED)
             if shards.done():
@@ -105,9 +105,10 @@ class _Launcher:
         if not (self._tokenizer_path / TOKENIZER).is_file():
             raise LaunchError(end)
 
-    async def _keep_shards(self) -> None:
-        """Starts the whole group again whenever one of it has ended; raises LaunchError after too many
-        times."""
+    async def _run_shards(self) -> None:
+        """Starts the whole group, and again whenever one of it has ended; raises LaunchError when the first
+        start fails, or after too many times."""
+        await self._start_shards()
         crashes: list[float] = []
         while True:
             reason, now = await self._first_end(), time.monotonic()
@@ -177,8 +178,9 @@ class _Launcher:
     def _remove_files(self) -> None:
         """Of this run; the operator may have put the shards' own elsewhere."""
         for path in self._sockets:
-            with contextlib.suppress(OSError):
-                path.unlink(missing_ok=True)
+            for socket in (path, Path(steps_path(str(path)))):
+                with contextlib.suppress(OSError):
+                    socket.unlink(missing_ok=True)
         for directory in (f"{self._uds_path}-contents", self._directory):
             shutil.rmtree(directory, ignore_errors=True)
 

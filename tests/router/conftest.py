@@ -1,6 +1,9 @@
 """A real router process, in front of shards that are the plain model of one, behind real sockets."""
 
+import contextlib
 import queue
+import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -15,6 +18,7 @@ from tests.processes import Service
 from tests.router.model_of_contents import Library, ShelfOfShard
 from tests.router.model_of_shard import ModelOfShard
 from tests.tokenizers_for_tests import write_byte_level
+from tgis.frames import FrameReader, frame, steps_path
 from tgis.pb import shard_pb2 as pb
 from tgis.pb.generation_pb2_grpc import GenerationServiceStub
 from tgis.pb.shard_pb2_grpc import ShardServiceServicer, add_ShardServiceServicer_to_server
@@ -75,21 +79,69 @@ class FakeShard(ShardServiceServicer):
     def Unload(self, request: pb.UnloadRequest, context: grpc.ServicerContext) -> pb.UnloadResponse:
         return self.shelf.unload(request)
 
-    def Step(
-        self, requests: Iterator[pb.StepRequest], context: grpc.ServicerContext
-    ) -> Iterator[pb.StepResponse]:
+    def answer(self, connection: socket.socket) -> None:
+        """The steps of one stream."""
         self.num_streams += 1
         self.model = self._model()
         self.model.check_contents = self.shelf.check_row
-        for request in requests:
-            time.sleep(self.step_s)
-            self.num_steps += 1
-            if any(row.prompt_len == self.poison for row in request.opened_rows):
-                context.abort(grpc.StatusCode.INTERNAL, "the process would have died")
-            response = self.model.execute(request)
-            if not self.wrong_digests.empty():
-                response.digest ^= self.wrong_digests.get()
-            yield response
+        frames = FrameReader()
+        while data := _received(connection):
+            for request in map(pb.StepRequest.FromString, frames.push(data)):
+                time.sleep(self.step_s)
+                self.num_steps += 1
+                if any(row.prompt_len == self.poison for row in request.opened_rows):
+                    return  # the process would have died
+                response = self.model.execute(request)
+                if not self.wrong_digests.empty():
+                    response.digest ^= self.wrong_digests.get()
+                with contextlib.suppress(OSError):  # the router has closed it meanwhile
+                    connection.sendall(frame(response))
+
+
+def _received(connection: socket.socket) -> bytes:
+    try:
+        return connection.recv(1 << 16)
+    except OSError:
+        return b""
+
+
+class ShardServer:
+    """A FakeShard behind its two sockets."""
+
+    def __init__(self, shard: FakeShard, uds_path: str) -> None:
+        path = f"{uds_path}-{shard.rank}"
+        self._shard = shard
+        self._connections: list[socket.socket] = []
+        Path(steps_path(path)).unlink(missing_ok=True)
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.bind(steps_path(path))
+        self._listener.listen()
+        self._thread = threading.Thread(target=self._accept)
+        self._thread.start()
+        self._server = grpc.server(ThreadPoolExecutor(24))
+        add_ShardServiceServicer_to_server(shard, self._server)
+        self._server.add_insecure_port(f"unix:{path}")
+        self._server.start()
+
+    def _accept(self) -> None:
+        """One stream after the other."""
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:
+                return
+            self._connections.append(connection)
+            with connection:
+                self._shard.answer(connection)
+
+    def stop(self) -> None:
+        """As the process's death would be."""
+        for end in (self._listener, *self._connections):
+            with contextlib.suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        self._server.stop(0).wait()
+        self._thread.join()
 
 
 @dataclass
@@ -98,7 +150,7 @@ class Setup:
 
     service: Service
     shards: list[FakeShard]
-    servers: list[grpc.Server]
+    servers: list[ShardServer]
     tokenizer: Tokenizer
     uds_path: str
     library: Library
@@ -112,14 +164,6 @@ class Setup:
     @property
     def http(self) -> str:
         return self.service.http
-
-
-def serve_shard(shard: FakeShard, uds_path: str) -> grpc.Server:
-    server = grpc.server(ThreadPoolExecutor(24))
-    add_ShardServiceServicer_to_server(shard, server)
-    server.add_insecure_port(f"unix:{uds_path}-{shard.rank}")
-    server.start()
-    return server
 
 
 def write_usual(directory: Path) -> Tokenizer:
@@ -138,7 +182,7 @@ def start_router(
     uds_path = str(directory / "shard")
     library = library or Library()
     shards = [FakeShard(rank, info=info, library=library) for rank in range(num_shards)]
-    servers = [serve_shard(shard, uds_path) for shard in shards]
+    servers = [ShardServer(shard, uds_path) for shard in shards]
     command = ["router", "--tokenizer-path", str(directory), "--shard-uds-path", uds_path]
     command += ["--bind", "127.0.0.1", "--port", "0", "--grpc-port", "0", "--num-shard", str(num_shards)]
     command += ["--max-sequence-length", str(MAX_SEQUENCE_LENGTH), *flags]
@@ -146,7 +190,7 @@ def start_router(
         service = Service(command).wait_until_serving()
     except AssertionError:
         for server in servers:
-            server.stop(0).wait()
+            server.stop()
         raise
     return Setup(service, shards, servers, tokenizer, uds_path, library)
 
@@ -155,7 +199,7 @@ def stop_router(setup: Setup) -> int:
     code = setup.service.end()
     setup.channel.close()
     for server in setup.servers:
-        server.stop(0).wait()
+        server.stop()
     return code
 
 

@@ -6,7 +6,7 @@ sharing or bookkeeping changes an outcome or fails an assertion."""
 import zlib
 from array import array
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from tgis.pb import shard_pb2 as pb
@@ -71,6 +71,7 @@ class Row:
     digests: str
     block_table: list[int] = field(default_factory=list)
     ended: bool = False
+    is_refused: bool = False
 
     @property
     def context(self) -> int:
@@ -97,30 +98,29 @@ class ModelOfShard:
             row = self.rows.pop(number)
             self.num_holders.subtract([*row.cross_blocks, *row.block_table])
         refused = [message.row for message in request.opened_rows if not self._open(message)]
-        new_blocks = iter(integers(request.new_blocks))
-        work = zip(
-            *map(integers, (request.rows, request.starts, request.ends, request.num_new_blocks)), strict=True
-        )
+        new_blocks, draft_ids = iter(integers(request.new_blocks)), iter(integers(request.draft_ids))
+        columns = [*map(integers, (request.rows, request.starts, request.ends, request.num_new_blocks))]
+        columns.append(integers(request.num_drafts) or [0] * len(columns[0]))
+        work = zip(*columns, strict=True)
         sampled: list[tuple[int, int, bool]] = []
         details: list[pb.InputDetails] = []
-        for number, start, end, num_new in work:
+        for number, start, end, num_new, num_drafts in work:
             row = self.rows[number]
             added = [next(new_blocks) for _ in range(num_new)]
             row.block_table += added
             self.num_holders.update(added)
-            assert end < row.limit, "the router never schedules past a limit"
+            drafts = [next(draft_ids) for _ in range(num_drafts)]
+            assert end + num_drafts < row.limit, "the router never schedules past a limit"
             if row.ended:
+                assert not drafts or row.is_refused, "what speculates has no unanswered token"
                 continue
-            self._compute(row, start, end)
+            self._compute(row, start, end, drafts)
             details += self._input_details(number, row, start, end)
             if end == len(row.token_ids):
-                token = next_token(row.token_ids, self.vocab_size, row.context)
-                if token in row.eos and len(row.token_ids) - row.prompt_len < row.min_new_tokens:
-                    token += 1  # masked; what a real shard takes instead matters to nobody here
-                row.token_ids.append(token)
-                row.ended = token in row.eos or len(row.token_ids) == row.limit
-                sampled.append((number, token, row.ended))
-        assert next(new_blocks, None) is None
+                sampled += [(number, *token) for token in self._sample(row, drafts)]
+            else:
+                assert not drafts
+        assert next(new_blocks, None) is next(draft_ids, None) is None
         rows, tokens, ended = zip(*sampled, strict=True) if sampled else ((), (), ())
         return pb.StepResponse(
             step_id=request.step_id,
@@ -132,6 +132,17 @@ class ModelOfShard:
             input_details=details,
             errors=[pb.RowError(row=row, message="refused") for row in refused],
         )
+
+    def _sample(self, row: Row, drafts: list[int]) -> Iterator[tuple[int, bool]]:
+        for draft in [*drafts, None]:
+            token = next_token(row.token_ids, self.vocab_size, row.context)
+            if token in row.eos and len(row.token_ids) - row.prompt_len < row.min_new_tokens:
+                token += 1  # masked; what a real shard takes instead matters to nobody here
+            row.token_ids.append(token)
+            row.ended = token in row.eos or len(row.token_ids) == row.limit
+            yield token, row.ended
+            if row.ended or token != draft:
+                return
 
     def _open(self, message: pb.OpenRow) -> bool:
         assert message.row not in self.rows, "a row is closed before it is opened again"
@@ -153,7 +164,7 @@ class ModelOfShard:
         self.num_holders.update(row.cross_blocks)
         assert len(row.cross_blocks) == -(-len(row.encoder_ids) // self.block_size)
         if self.refuses(message):
-            row.ended = True
+            row.ended = row.is_refused = True
         elif row.encoder_ids and not message.is_encoded:
             self._encode(row)
         return not row.ended
@@ -163,8 +174,9 @@ class ModelOfShard:
         for position in range(len(row.encoder_ids)):
             self._write(row.cross_blocks, position, (row.digests, row.encoder_ids, position))
 
-    def _compute(self, row: Row, start: int, end: int) -> None:
+    def _compute(self, row: Row, start: int, end: int, drafts: list[int]) -> None:
         assert 0 <= start < end <= len(row.token_ids)
+        end += len(drafts)
         assert len(row.block_table) * self.block_size >= end, "the block table covers what is computed"
         assert all(0 <= block < self.num_blocks for block in row.block_table)
         assert row.is_long or not self.switch_len or end <= self.switch_len, "a short row grew too long"
@@ -175,7 +187,7 @@ class ModelOfShard:
                 "the cross blocks are not this encoder input's"
             )
         prefix = row.context
-        for position, token in enumerate(row.token_ids[:end]):
+        for position, token in enumerate([*row.token_ids, *drafts][:end]):
             prefix = zlib.crc32(array("q", [prefix, token]).tobytes())
             if position >= start:
                 self._write(row.block_table, position, prefix)

@@ -34,15 +34,19 @@ def test_one_size_of_step_says_nothing_of_the_fixed_part() -> None:
 
 
 def test_prompts_get_everything_while_nobody_decodes() -> None:
-    assert observed(0.01, 0.001, [1, 300, 20]).prompt_tokens(0) == 2048
-    assert StepBudget(2048, 0.1).prompt_tokens(8) == 2040  # nothing is known yet
+    assert observed(0.01, 0.001, [1, 300, 20]).prompt_tokens(0, 3) == 2048
+    assert StepBudget(2048, 0.1).prompt_tokens(8, 3) == 2040  # nothing is known yet
 
 
 def test_prompts_get_what_fits_beside_those_that_decode() -> None:
     budget = observed(0.01, 0.001, [1, 300, 20])
-    assert budget.prompt_tokens(10) == pytest.approx(80, abs=1)
+    assert budget.prompt_tokens(10, 1) == pytest.approx(20, abs=1)  # 40 ms, twice as long as without
+    assert budget.prompt_tokens(10, 2) == pytest.approx(40, abs=1)
+    assert budget.prompt_tokens(10, 9) == pytest.approx(80, abs=1)  # 100 ms
+    assert budget.prompt_tokens(70, 1) == pytest.approx(20, abs=1)
+    assert budget.prompt_tokens(30, 1) == pytest.approx(40, abs=1)
 
 
 def test_a_prompt_always_comes_forward() -> None:
-    assert observed(0.5, 0.01, [1, 300, 20]).prompt_tokens(10) == MIN_PROMPT_TOKENS
-    assert StepBudget(8, 0.1).prompt_tokens(8) == MIN_PROMPT_TOKENS
+    assert observed(0.5, 0.01, [1, 300, 20]).prompt_tokens(10, 9) == MIN_PROMPT_TOKENS
+    assert StepBudget(8, 0.1).prompt_tokens(8, 1) == MIN_PROMPT_TOKENS

@@ -20,7 +20,7 @@ from tests.router.conftest import (
     VOCAB_SIZE,
     FakeShard,
     Setup,
-    serve_shard,
+    ShardServer,
     start_router,
     stop_router,
 )
@@ -335,7 +335,7 @@ def test_streams_go_on_with_their_prompts_when_the_shards_come_back(lost: Setup)
         results = [threads.submit(read, i) for i in range(len(all_ids))]
         started.wait(10)
         for server in setup.servers:
-            server.stop(0).wait()
+            server.stop()
         setup.library.store.clear()
         del setup.library.copies["p2"]
         serve_again(setup)
@@ -353,7 +353,7 @@ def test_streams_go_on_with_their_prompts_when_the_shards_come_back(lost: Setup)
 def serve_again(setup: Setup) -> None:
     setup.shards[:] = [FakeShard(rank, 2, INFO, setup.library) for rank in range(2)]
     setup.shards[0].shelf.loaded["left over"] = Item("left over")
-    setup.servers[:] = [serve_shard(shard, setup.uds_path) for shard in setup.shards]
+    setup.servers[:] = [ShardServer(shard, setup.uds_path) for shard in setup.shards]
 
 
 def test_a_call_waits_for_room(tuned: Setup) -> None:

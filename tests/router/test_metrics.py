@@ -11,7 +11,7 @@ import pytest
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.router.conftest import MAX_SEQUENCE_LENGTH, Setup, serve_shard, start_router, stop_router
+from tests.router.conftest import MAX_SEQUENCE_LENGTH, Setup, ShardServer, start_router, stop_router
 from tgis.pb import generation_pb2 as pb
 
 MAX_BATCH_SIZE = 16
@@ -66,6 +66,8 @@ OURS = {
     "tgi_prefix_cache_queries": ("counter", set()),
     "tgi_prefix_cache_hits": ("counter", set()),
     "tgi_preemptions": ("counter", set()),
+    "tgi_speculation_drafted_tokens": ("counter", set()),
+    "tgi_speculation_accepted_tokens": ("counter", set()),
     "tgi_adapter_load_duration": ("histogram", set()),
     "tgi_adapter_load_failure": ("counter", set()),
     **{
@@ -378,9 +380,9 @@ def test_lost_steps(lost: Setup) -> None:
     )
     next(stream)
     next(stream)
-    lost.servers.pop().stop(0).wait()
+    lost.servers.pop().stop()
     lost.shards[0].step_s = 0.001
-    lost.servers.append(serve_shard(lost.shards[0], lost.uds_path))
+    lost.servers.append(ShardServer(lost.shards[0], lost.uds_path))
     assert list(stream)[-1].generated_token_count == 30
     assert changed.of("tgi_shard_restarts") == 1
     assert changed.of("tgi_batch_inference_failure", method="next_token", reason="connection") >= 1

@@ -15,7 +15,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tests.processes import Service
-from tests.router.conftest import FakeShard, Setup, serve_shard, start_router, stop_router
+from tests.router.conftest import FakeShard, Setup, ShardServer, start_router, stop_router
 from tests.router.test_grpc_api import batch, expected_text, expected_tokens, get, single, stopping
 from tests.tokenizers_for_tests import write_byte_level
 
@@ -67,7 +67,7 @@ class Streams:
 
 def restart_shards(setup: Setup, epoch: int) -> None:
     setup.shards[:] = [FakeShard(rank, epoch, library=setup.library) for rank in range(len(setup.shards))]
-    setup.servers[:] = [serve_shard(shard, setup.uds_path) for shard in setup.shards]
+    setup.servers[:] = [ShardServer(shard, setup.uds_path) for shard in setup.shards]
 
 
 def test_two_ranks_answer_as_one(pair: Setup) -> None:
@@ -79,7 +79,7 @@ def test_two_ranks_answer_as_one(pair: Setup) -> None:
 def test_streams_go_on_when_the_shards_come_back(pair: Setup) -> None:
     streams = Streams(pair)
     for server in pair.servers:
-        server.stop(0).wait()
+        server.stop()
     wait_for_health(pair, 503)
     assert get(pair.http + "/live")[0] == 200
     restart_shards(pair, epoch=2)
@@ -92,13 +92,13 @@ def test_streams_go_on_when_the_shards_come_back(pair: Setup) -> None:
 def test_one_lost_rank_is_a_lost_group(pair: Setup) -> None:
     """The surviving rank is of the old epoch, so the router waits until both are of one start."""
     streams = Streams(pair)
-    pair.servers[1].stop(0).wait()
-    pair.servers[1] = serve_shard(FakeShard(1, epoch=2), pair.uds_path)
+    pair.servers[1].stop()
+    pair.servers[1] = ShardServer(FakeShard(1, epoch=2), pair.uds_path)
     wait_for_health(pair, 503)
     time.sleep(0.3)
     assert get(pair.http + "/health")[0] == 503
     for server in pair.servers:
-        server.stop(0).wait()
+        server.stop()
     restart_shards(pair, epoch=2)
     assert streams.results() == streams.expected()
 
@@ -115,7 +115,7 @@ def test_past_the_recovery_timeout_calls_end(pair: Setup) -> None:
     streams = Streams(pair)
     lost = time.monotonic()
     for server in pair.servers:
-        server.stop(0).wait()
+        server.stop()
     assert set(streams.errors()) == {grpc.StatusCode.UNAVAILABLE}
     assert RECOVERY_TIMEOUT - 0.5 < time.monotonic() - lost < RECOVERY_TIMEOUT + 3
     with pytest.raises(grpc.RpcError) as refused:
@@ -134,7 +134,7 @@ def test_time_limits_run_on_while_shards_are_lost(pair: Setup) -> None:
     next(stream)
     next(stream)
     for server in pair.servers:
-        server.stop(0).wait()
+        server.stop()
     *_, last = stream
     assert last.stop_reason == 4
     assert 0.7 <= time.monotonic() - started < 1.5

@@ -12,7 +12,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from tests.router.conftest import FakeShard, serve_shard
+from tests.router.conftest import FakeShard, ShardServer
 from tests.router.model_of_contents import ADAPTER, PROMPT, Item, Library, adapter
 from tgis.pb import shard_pb2 as pb
 from tgis.router.blocks import BlockPool
@@ -53,11 +53,11 @@ class Group:
 
     def serve(self, epoch: int = 1) -> None:
         self.shards = [FakeShard(rank, epoch, INFO, self.library) for rank in range(2)]
-        self.servers = [serve_shard(shard, self.uds_path) for shard in self.shards]
+        self.servers = [ShardServer(shard, self.uds_path) for shard in self.shards]
 
     def stop(self) -> None:
         for server in self.servers:
-            server.stop(0).wait()
+            server.stop()
 
     def hold(self, prefix_id: str | None = None, adapter_id: str | None = None) -> Hold:
         return self.contents.hold(prefix_id, adapter_id, "an-id")

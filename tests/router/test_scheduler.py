@@ -13,9 +13,11 @@ from tests.router.model_of_shard import EOS, ModelOfShard, integers, join_digest
 from tgis.pb import shard_pb2 as pb
 from tgis.router.blocks import BlockPool
 from tgis.router.columns import decode_answer, encode_step
-from tgis.router.scheduler import Scheduler, Step
+from tgis.router.drafts import Drafter
+from tgis.router.scheduler import Scheduler
 from tgis.router.sequence import Content, ContentKind, Details, Sequence, Stopping, Tuning
 from tgis.router.sharing import decoder_root
+from tgis.router.step import Step
 
 BATCHES = 40  # of random workloads, in one test each
 WORKLOADS = 50  # per batch
@@ -25,6 +27,36 @@ DECODER_START, PAD = 1, 0
 def is_refused(message: pb.OpenRow) -> bool:
     prompt = integers(message.token_ids)[: message.prompt_len]
     return zlib.crc32(array("i", prompt).tobytes() + message.encoder_token_ids) % 16 == 0
+
+
+class LuckyDrafter(Drafter):
+    """Right as often as it likes, for it knows what comes; as long as the scheduler lets it."""
+
+    def __init__(self, workload: "Workload", r: random.Random) -> None:
+        super().__init__(r.randint(1, 6), lambda num_tokens: 1.0)
+        self.workload, self.random = workload, r
+        self.luck, self.zeal = r.choice([0.0, 0.7, 0.9, 1.0]), r.choice([0.5, 0.9, 1.0])
+        self.left = 0
+
+    def begin(self, num_sequences: int, most: int) -> bool:
+        self.left = most
+        return most > 0
+
+    def guess(self, sequence: Sequence, most: int) -> list[int]:
+        r, known = self.random, sequence.num_tokens
+        most = min(most, self.left)
+        if most <= 0 or r.random() > self.zeal:
+            return []
+        truth = self.workload.expected[sequence]
+        drafts = [
+            truth[place]
+            if place < len(truth) and r.random() <= self.luck
+            else r.randrange(self.workload.vocab_size)
+            for place in range(known, known + r.randint(1, most))
+        ]
+        if not sequence.num_unanswered:
+            self.left -= len(drafts)
+        return drafts
 
 
 class Workload:
@@ -38,7 +70,10 @@ class Workload:
         self.pool_blocks = r.randint(6 if self.has_encoder else 10, 40)
         self.switch_len = r.choice([0, 0, r.randint(1, 6 if self.has_encoder else 25)])
         self.refuses = r.random() < 0.3
-        self.scheduler = Scheduler(self._pool(), r.randint(1, 8), self.switch_len)
+        max_sequences = r.randint(1, 8)
+        drafter = self._drafter(random.Random(-1 - seed))
+        self.scheduler = Scheduler(self._pool(), max_sequences, self.switch_len, drafter)
+        self.max_sequences = max_sequences
         self.shard = self._shard()
         self.depth = r.randint(1, 3)
         self.max_prompt_tokens = r.randint(1, 30)
@@ -52,6 +87,9 @@ class Workload:
         self.ends: Counter[Sequence] = Counter()
         self.tunings = self._tunings(random.Random(seed))
         self.todo = self._requests()
+
+    def _drafter(self, r: random.Random) -> "LuckyDrafter | None":
+        return LuckyDrafter(self, r) if r.random() < 0.7 else None
 
     def _pool(self) -> BlockPool:
         return BlockPool(self.pool_blocks, self.block_size)
@@ -153,11 +191,15 @@ class Workload:
         inputs = [row.encoder_token_ids for row in request.opened_rows if not row.is_encoded]
         num_encoder_tokens = sum(len(integers(column)) for column in inputs)
         chunks = [work.end - work.start for work in step.work]
-        assert step.num_tokens == num_encoder_tokens + sum(chunks)
-        prompts = chunks[step.num_decodes :]
+        num_drafts = sum(len(work.drafts) for work in step.work)
+        assert step.num_tokens == num_encoder_tokens + sum(chunks) + num_drafts
+        assert step.num_prompt_tokens == num_encoder_tokens + sum(chunks[step.num_decodes :])
+        num_samples = num_drafts + sum(work.samples for work in step.work)
+        assert num_samples <= self.max_sequences
+        prompts = chunks[step.num_decodes :] + [1] * num_drafts
         if num_encoder_tokens + sum(prompts) > self.max_prompt_tokens:
             assert num_encoder_tokens
-            assert prompts == [1]
+            assert prompts == [1] + [1] * num_drafts
 
     def take_answer(self) -> None:
         step, response = self.executed.popleft()
@@ -238,8 +280,13 @@ def test_the_workloads_meet_what_they_are_for() -> None:
             met[kind + "hits"] += inputs > shard.num_encoded if kind else prompts > shard.num_computed
         met[kind + "refusals"] += workload.num_refusals
         met[kind + "losses"] += workload.num_losses
+        met[kind + "right drafts"] += scheduler.num_accepted_drafts
+        met[kind + "wrong drafts"] += scheduler.num_drafts - scheduler.num_accepted_drafts
+        if scheduler.num_accepted_drafts:
+            met["losses with drafts"] += workload.num_losses
+            met["preemptions with drafts"] += scheduler.num_preemptions
     print(met)
-    assert len(met) == 10
+    assert len(met) == 16
     assert min(met.values()) > 10, met
 
 

@@ -5,8 +5,9 @@ import pytest
 from tests.router.model_of_shard import integers
 from tgis.router.blocks import BlockPool
 from tgis.router.columns import encode_step
-from tgis.router.scheduler import Scheduler, Step
+from tgis.router.scheduler import Scheduler
 from tgis.router.sequence import Sequence, Stopping
+from tgis.router.step import Step
 
 START = 7
 LIMITS = [(block_size, limit) for block_size in (1, 2, 3, 4) for limit in range(2, 14)]

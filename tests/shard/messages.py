@@ -69,12 +69,13 @@ class Steps:
         work: list[tuple[int, int, int]],
         opened: Iterable[pb.OpenRow] = (),
         closed: Iterable[int] = (),
+        drafts: dict[int, list[int]] | None = None,
     ) -> pb.StepRequest:
-        """Work is (row, start, end)."""
-        opened = list(opened)
+        """Work is (row, start, end); drafts are by row."""
+        opened, guesses = list(opened), [(drafts or {}).get(row, []) for row, _, _ in work]
         for row in [*closed, *(message.row for message in opened)]:
             self.free += self.blocks.pop(row, [])
-        new = [self._extend(row, end) for row, _, end in work]
+        new = [self._extend(row, end + len(ids)) for (row, _, end), ids in zip(work, guesses, strict=True)]
         self.step_id += 1
         return pb.StepRequest(
             step_id=self.step_id,
@@ -85,6 +86,8 @@ class Steps:
             ends=pack(end for _, _, end in work),
             num_new_blocks=pack(len(blocks) for blocks in new),
             new_blocks=pack(block for blocks in new for block in blocks),
+            num_drafts=pack(map(len, guesses)) if drafts else b"",
+            draft_ids=pack(token_id for ids in guesses for token_id in ids),
         )
 
     def _extend(self, row: int, end: int) -> list[int]:

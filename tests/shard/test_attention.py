@@ -1,6 +1,11 @@
 """The CPU's paged attention against a plain model of the rules, and bit by bit against itself."""
 
+import os
+import platform
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
@@ -8,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tests.shard.stepping import make_metadata
-from tgis.shard.attention.base import AttentionMetadata, Scoring
+from tgis.shard.attention.base import TILE, AttentionMetadata, Scoring
 from tgis.shard.attention.cpu import CpuAttention
 from tgis.shard.cache import KVCache, bytes_per_block
 
@@ -96,6 +101,7 @@ SHAPES = {
     "many_heads_share": Shape(num_heads=40, num_kv_heads=2, head_dim=8, dtype=torch.float16),
     "odd_sizes": Shape(num_heads=6, num_kv_heads=2, head_dim=13, block_size=10, dtype=torch.bfloat16),
     "small_blocks": Shape(head_dim=80, block_size=4),
+    "wide_heads": Shape(num_heads=5, num_kv_heads=1, head_dim=112, block_size=32, dtype=torch.float16),
     "single_slots": Shape(block_size=1),
     "long_blocks": Shape(head_dim=128, block_size=128),
 }
@@ -152,7 +158,7 @@ def test_bits_do_not_depend_on_company_or_chunks(dtype: torch.dtype, scoring: Sc
 def test_bits_do_not_depend_on_block_size_or_threads() -> None:
     work = {0: (20, 140), 1: (76, 77), 2: (199, 200)}
     results = []
-    for block_size in (8, 16, 32, 64):
+    for block_size in (8, 10, 16, 32, 64, 128):
         scene = Scene(Shape(num_heads=8, block_size=block_size), [140, 77, 200])
         scene.write_all()
         results.append(torch.cat(list(scene.attend(work, PLAIN).values())))
@@ -245,3 +251,72 @@ def test_one_block_takes_what_is_said() -> None:
     )
     assert bytes_per_block(Model(3, 4, 64), Ranks(2), 16, torch.bfloat16) == 2 * 3 * 2 * 16 * 64 * 2
     assert bytes_per_block(Model(1, 1, 64), Ranks(4), 16, torch.float32) == 2 * 16 * 64 * 4
+
+
+def test_a_step_is_read_from_its_table() -> None:
+    """What was prepared for one step serves another of as many tokens, once that one's table is copied."""
+    scene = Scene(Shape(num_heads=6), [150, 40, 90])
+    scene.write_all()
+    first = scene.metadata([(69, 70), (9, 10)], [0, 1])
+    second = scene.metadata([(89, 90), (149, 150)], [2, 0])
+    q = torch.cat([scene.q[scene.rows(2, 89, 90)], scene.q[scene.rows(0, 149, 150)]])
+    expected = scene.attention.attend(0, q, second, PLAIN)
+    first.table.copy_(second.table)
+    assert torch.equal(scene.attention.attend(0, q, first, PLAIN), expected)
+
+
+@pytest.mark.parametrize("counts", [[1], [1, 1, 1], [2, 0, 1], [0, 0, 1], [33, 1, 100, 32]])
+def test_every_token_stands_in_one_tile(counts: list[int]) -> None:
+    lengths = [count + 7 * i for i, count in enumerate(counts)]
+    spans = [(length - count, length) for length, count in zip(lengths, counts, strict=True)]
+    metadata = make_metadata(spans, [list(range(20))] * len(counts), 10)
+    tiles = metadata.tiles.tolist()
+    placed = [
+        (begin + i, sequence, position + i)
+        for sequence, begin, count, position in tiles
+        for i in range(count)
+    ]
+    expected = [(sequence, position) for sequence, span in enumerate(spans) for position in range(*span)]
+    assert sorted(placed) == [(token, *place) for token, place in enumerate(expected)]
+    costs = [count * (position + count) for _, _, count, position in tiles]
+    assert costs == sorted(costs, reverse=True)
+    assert max(count for _, _, count, _ in tiles) <= metadata.table[4] <= TILE
+
+
+def test_bits_are_the_same_for_any_number_of_heads_that_share() -> None:
+    """Rows are taken in tiles of other heights then."""
+    results = []
+    for num_heads in (1, 2, 3, 4, 5, 7, 17):
+        scene = Scene(Shape(num_heads=17, num_kv_heads=1, head_dim=80), [100, 70])
+        scene.write_all()
+        scene.q = scene.q[:, :num_heads].contiguous()
+        found = scene.attend({0: (10, 100), 1: (69, 70)}, PLAIN)
+        results.append(torch.cat([found[0][:, 0], found[1][:, 0]]))
+    assert all(torch.equal(result, results[0]) for result in results)
+
+
+_OTHER_PROCESSOR = """
+import sys, torch
+from tests.shard.test_attention import attend_some
+torch.save(attend_some(), sys.argv[1])
+"""
+
+
+def attend_some() -> Tensor:
+    scene = Scene(Shape(num_heads=9, num_kv_heads=3, head_dim=64, dtype=torch.float16), [100, 40])
+    scene.write_all()
+    work = {0: (20, 100), 1: (39, 40)}
+    check(scene, work, PLAIN)
+    return torch.cat(list(scene.attend(work, PLAIN).values()))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="names a processor of another kind")
+def test_bits_are_the_same_with_shorter_registers(tmp_path: Path) -> None:
+    target = {
+        "NUMBA_CPU_NAME": "haswell",
+        "NUMBA_CPU_FEATURES": "+avx2,+fma,+f16c,+bmi,+bmi2,+popcnt,+sse4.2",
+    }
+    command = [sys.executable, "-c", _OTHER_PROCESSOR, str(tmp_path / "found")]
+    subprocess.run(command, env={**os.environ, **target}, check=True, timeout=120)
+    assert torch.equal(torch.load(tmp_path / "found"), attend_some())

@@ -13,8 +13,6 @@ import pytest
 import torch
 
 from tests.prompts.files import FIT, age, save_lora
-from tests.shard.messages import Steps
-from tests.shard.test_shard_server import Call
 from tgis.pb import shard_pb2 as pb
 from tgis.pb.shard_pb2_grpc import ShardServiceStub
 from tgis.prompts.errors import ContentError, MissingContentError
@@ -22,7 +20,7 @@ from tgis.prompts.spool import Kind, Spool
 from tgis.prompts.store import Found, Store
 from tgis.shard.content_calls import ContentCalls
 from tgis.shard.contents import Content, Contents, Prompt
-from tgis.shard.server import Mark, ShardService, _listen
+from tgis.shard.server import ShardService, _listen
 
 TIMEOUT_S = 10
 PROMPT = Prompt(torch.ones(2, 4), torch.empty(0, 4))
@@ -81,7 +79,7 @@ class Served:
         odd = OddStore(self.spool, self.finding)
         store = odd if prompts is None else Store(self.spool, FIT, prompts, None, {})
         service = ShardService(pb.InfoResponse(), ContentCalls(store, self.spool, self.contents))
-        self.inbox, self._server = service.inbox, _listen(service, directory / "socket")
+        self._server = _listen(service, str(directory / "socket"))
         self.channel = grpc.insecure_channel(f"unix:{directory / 'socket'}")
         self.stub = ShardServiceStub(self.channel)
 
@@ -237,15 +235,6 @@ def test_a_hanging_store_holds_up_finding_alone(served: Served) -> None:
         served.stub.Info(pb.InfoRequest(), timeout=TIMEOUT_S)
         served.load("beside")
         served.stub.Unload(pb.UnloadRequest(digests=["beside"]), timeout=TIMEOUT_S)
-        call = Call(served.stub)
-        call.send(Steps(4, 4).step([]))
-        stream, begun = served.inbox.get(timeout=TIMEOUT_S)
-        assert begun is Mark.BEGUN
-        _, step = served.inbox.get(timeout=TIMEOUT_S)
-        assert isinstance(step, pb.StepRequest)
-        stream.outbox.put(pb.StepResponse(step_id=step.step_id))
-        assert call.receive(1)[0].step_id == step.step_id
-        call.responses.cancel()
         assert served.finding.num_waiting == 16
         served.finding.gate.set()
         wait(hanging, TIMEOUT_S)

@@ -1,6 +1,5 @@
-"""Layers on their own: against torch in double precision, bit for bit in any company, and cut over ranks."""
+"""Layers on their own: against torch, and cut over ranks."""
 
-import logging
 from pathlib import Path
 
 import pytest
@@ -10,49 +9,13 @@ from torch import Tensor
 
 from tgis.shard.layers import cpu
 from tgis.shard.layers.embedding import Embedding, Head
-from tgis.shard.layers.kernels import Parts, Product
+from tgis.shard.layers.kernels import Parts
 from tgis.shard.layers.linear import ColumnParallel, Replicated, RowParallel
 from tgis.shard.lora import Adapter, AdapterSet, Cut, LowRank, TokenAdapters
 from tgis.shard.weights import Weights
 from tgis.shard.world import World
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-COUNTS = [*range(1, 40), 61, 62, 120, 121, 122, 127, 134, 241]
-
-
-def pack(weight: Tensor, dtype: torch.dtype) -> Product:
-    return cpu.pack(weight, dtype, "a weight")
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("in_features", "out_features"), [(64, 99), (33, 7), (1500, 40)])
-def test_products(dtype: torch.dtype, in_features: int, out_features: int) -> None:
-    torch.manual_seed(0)
-    weight, x = torch.randn(out_features, in_features), torch.randn(241, in_features)
-    product = pack(weight, dtype)
-    whole = product(x)
-    expected = x.double() @ weight.to(dtype).double().t()
-    torch.testing.assert_close(whole.double(), expected, rtol=1e-5, atol=1e-4)
-    for count in COUNTS:
-        assert torch.equal(product(x[:count]), whole[:count]), f"{count} rows"
-        assert torch.equal(product(x[-count:]), whole[-count:]), f"{count} rows"
-    assert product(x[:0]).shape == (0, out_features)
-
-
-def test_a_weight_beyond_float16_is_kept_exact(caplog: pytest.LogCaptureFixture) -> None:
-    weight = torch.tensor([[1.0, 2.0], [70000.0, 3.0]])
-    with caplog.at_level(logging.WARNING):
-        product = cpu.pack(weight, torch.float16, "file: tensor x")
-    assert caplog.messages == ["file: tensor x does not fit float16 and is kept as float32"]
-    assert torch.equal(product(torch.eye(2)), weight.t())
-
-
-def test_a_packed_weight_is_a_copy() -> None:
-    for dtype in DTYPES:
-        weight = torch.randn(8, 8)
-        product, expected = pack(weight, dtype), weight.to(dtype).float().clone()
-        weight.zero_()
-        torch.testing.assert_close(product(torch.eye(8)).t(), expected)
 
 
 def parts(directory: Path, world: World, dtype: torch.dtype = torch.float32) -> Parts:

@@ -21,6 +21,7 @@ from tgis.shard.attention.cpu import CpuAttention
 from tgis.shard.batch import RowTable
 from tgis.shard.cache import KVCache, local_kv_heads
 from tgis.shard.engine import Engine
+from tgis.shard.forward import Forward
 from tgis.shard.grammar import Guides, read_tokenizer
 from tgis.shard.models import onnx
 from tgis.shard.models.interface import Model
@@ -43,7 +44,7 @@ def make_engine(directory: Path, tokenizer: Path | None = None) -> Engine:
     read = partial(read_tokenizer, tokenizer or directory, spec.vocab_size, [1])
     info = pb.InfoResponse(block_size=BLOCK_SIZE, num_blocks=NUM_BLOCKS)
     attention = CpuAttention(KVCache(*shape, spec.dtype))
-    return Engine(model, attention, table, Guides(read, spec.vocab_size), info, NOTHING)
+    return Engine(Forward(model, attention), table, Guides(read, spec.vocab_size), info, NOTHING)
 
 
 @pytest.fixture(scope="module")

@@ -7,11 +7,11 @@ import stat
 import subprocess
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from queue import SimpleQueue
 
 import grpc
 import pytest
@@ -19,6 +19,7 @@ import torch
 import transformers
 
 from tests.shard.messages import Steps, integers, open_row
+from tgis.frames import FrameReader, frame, steps_path
 from tgis.pb import shard_pb2 as pb
 from tgis.pb.shard_pb2_grpc import ShardServiceStub
 
@@ -66,18 +67,30 @@ def started(shard: Shard) -> Iterator[tuple[Shard, ShardServiceStub]]:
 
 
 class Call:
-    """A Step stream whose requests are sent one by one."""
+    """A stream of steps."""
 
-    def __init__(self, stub: ShardServiceStub) -> None:
-        self.requests: SimpleQueue[pb.StepRequest | None] = SimpleQueue()
-        self.responses = stub.Step(iter(self.requests.get, None))
+    def __init__(self, shard: Shard) -> None:
+        self.socket = socket.socket(socket.AF_UNIX)
+        self.socket.settimeout(30)
+        self.socket.connect(steps_path(str(shard.socket)))
+        self._frames, self._bodies = FrameReader(), deque[bytes]()
 
     def send(self, *steps: pb.StepRequest) -> None:
-        for step in steps:
-            self.requests.put(step)
+        self.socket.sendall(b"".join(map(frame, steps)))
 
     def receive(self, count: int) -> list[pb.StepResponse]:
-        return [next(self.responses) for _ in range(count)]
+        """Raises EOFError at the end of the stream."""
+        return [self._next() for _ in range(count)]
+
+    def close(self) -> None:
+        self.socket.close()
+
+    def _next(self) -> pb.StepResponse:
+        while not self._bodies:
+            if not (data := self.socket.recv(7)):
+                raise EOFError
+            self._bodies += self._frames.push(data)
+        return pb.StepResponse.FromString(self._bodies.popleft())
 
 
 @pytest.fixture(scope="module")
@@ -102,12 +115,14 @@ class Pair:
     stubs: list[ShardServiceStub]
     store: Path
 
-    def begin(self) -> "Both":
-        return Both([Call(stub) for stub in self.stubs])
+    @contextmanager
+    def stream(self) -> Iterator["Both"]:
+        with ExitStack() as stack:
+            yield Both([stack.enter_context(closing(Call(shard))) for shard in self.shards])
 
 
 class Both:
-    """A Step stream to each rank, with the same requests."""
+    """A stream of steps to each rank, with the same requests."""
 
     def __init__(self, calls: list[Call]) -> None:
         self.calls = calls
@@ -133,14 +148,20 @@ def pair(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
         yield Pair(shards, [first, second], root / "store")
 
 
-def test_two_ranks_answer_alike(model_path: Path, pair: Pair) -> None:
+@pytest.fixture
+def stream(pair: Pair) -> Iterator[Both]:
+    with pair.stream() as both:
+        yield both
+
+
+def test_two_ranks_answer_alike(model_path: Path, pair: Pair, stream: Both) -> None:
     infos = [stub.Info(pb.InfoRequest()) for stub in pair.stubs]
     assert [(info.rank, info.world_size, info.epoch) for info in infos] == [(0, 2, 3), (1, 2, 3)]
     assert [(info.num_blocks, info.pad_token_id) for info in infos] == [(4 * 128 // 16, 2)] * 2
     prompt, steps = [7, 8, 9, 10], Steps(16, infos[0].num_blocks)
     ahead = [steps.step([(0, 0, 2)], [open_row(0, prompt)])]
     ahead += [steps.step([(0, end, end + 1)] if end < 9 else [(0, 9, 10)]) for end in range(2, 10)]
-    tokens = [token for answer in pair.begin().send(*ahead) for token in integers(answer.token_ids)]
+    tokens = [token for answer in stream.send(*ahead) for token in integers(answer.token_ids)]
     assert tokens == expected_tokens(model_path, prompt, 7)
 
 
@@ -169,9 +190,9 @@ def under(row: int, digest: str) -> pb.OpenRow:
     return message
 
 
-def test_a_prompt_is_found_loaded_replaced_and_unloaded(model_path: Path, pair: Pair) -> None:
+def test_a_prompt_is_found_loaded_replaced_and_unloaded(model_path: Path, pair: Pair, stream: Both) -> None:
     """Rows go on with what they began with, as all ranks loaded it."""
-    first, steps, stream = pair.stubs[0], Steps(16, 32), pair.begin()
+    first, steps = pair.stubs[0], Steps(16, 32)
 
     def load(directory: str) -> pb.FindResponse:
         found = first.Find(pb.FindRequest(kind=pb.CONTENT_KIND_PROMPT, id=directory), timeout=20)
@@ -221,29 +242,31 @@ def test_ranks_end_when_told(pair: Pair) -> None:
 def test_life_of_a_server(model_path: Path, tmp_path: Path) -> None:
     with socket.socket(socket.AF_UNIX) as stale:
         stale.bind(str(tmp_path / "shard-0"))
-    with started(Shard(model_path, tmp_path / "shard")) as (shard, stub):
-        assert stat.S_IMODE(os.stat(shard.socket).st_mode) == 0o600
+    with started(Shard(model_path, tmp_path / "shard")) as (shard, stub), ExitStack() as stack:
+        for path in (shard.socket, steps_path(str(shard.socket))):
+            assert stat.S_IMODE(os.stat(path).st_mode) == 0o600
         assert stub.Info(pb.InfoRequest()).vocab_size == 99
-        first, steps = Call(stub), Steps(16, 32)
+        first, steps = stack.enter_context(closing(Call(shard))), Steps(16, 32)
         first.send(steps.step([(0, 0, 2)], [open_row(0, [5, 6])]))
         assert len(first.receive(1)[0].token_ids) == 4
 
         stub.Health(pb.HealthRequest())
 
-        second, steps = Call(stub), Steps(16, 32)
-        with pytest.raises(grpc.RpcError) as error:
+        second, steps = stack.enter_context(closing(Call(shard))), Steps(16, 32)
+        with pytest.raises(EOFError):
             first.receive(1)
-        assert error.value.code() == grpc.StatusCode.ABORTED
-        first.send(steps.step([(0, 2, 3)]))
+        with pytest.raises(BrokenPipeError):
+            first.send(steps.step([(0, 2, 3)]))
         second.send(steps.step([(0, 0, 3)], [open_row(0, [5, 6, 7])]), steps.step([(0, 3, 4)]))
+        second.socket.shutdown(socket.SHUT_WR)
         answers = second.receive(2)
         assert [integers(answer.rows) for answer in answers] == [[0], [0]]
-        second.requests.put(None)
-        assert list(second.responses) == [], "half closed, answered, ended"
+        with pytest.raises(EOFError):
+            second.receive(1)
 
-        third = Call(stub)
+        third = stack.enter_context(closing(Call(shard)))
         third.send(steps.step([(0, 4, 5)]))
-        with pytest.raises(grpc.RpcError):
+        with pytest.raises((EOFError, ConnectionResetError)):
             third.receive(1)
         assert shard.process.wait(10) == 1
         log = shard.log.read_text()

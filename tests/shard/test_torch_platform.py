@@ -42,7 +42,9 @@ assert_near = partial(torch.testing.assert_close, rtol=2e-5, atol=2e-5)
 
 
 def plain(device: torch.device) -> Platform:
-    return replace(ON_CPU, device=device, kernels=TorchKernels(device), attention=TorchAttention)
+    return replace(
+        ON_CPU, device=device, kernels=TorchKernels(device), attention=TorchAttention, tapes_steps=False
+    )
 
 
 # Where whole models are compared with transformers: also on a GPU where there is one.

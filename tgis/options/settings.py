@@ -13,6 +13,7 @@ NOT_SERVED = {
     "ibm_fms": "models are not run through IBM FMS",
     "ds_inference": "models are not run through DeepSpeed, and are cut over shards without it",
 }
+NOT_QUANTIZED = ("gptq", "bitsandbytes")
 OTHERWISE = (
     "use tgis_native, the service's own engine, or hf_transformers, or leave it out to get whichever knows "
     "the model"
@@ -89,10 +90,10 @@ def check(settings: Mapping[str, Setting]) -> list[str]:
     """What is to be warned about in the options of any command. Raises SettingsError."""
     values = {name: setting.value for name, setting in settings.items()}
     _check_tls(values)
-    if method := values.get("quantize"):
+    if (method := values.get("quantize")) in NOT_QUANTIZED:
         raise SettingsError(
             f"{settings['quantize'].source}: {method} weights are not served by this version: give an "
-            "unquantized checkpoint and leave it out"
+            "unquantized checkpoint and leave it out, or ask for int8"
         )
     return _check_framework(values.get("deployment_framework"))
 

@@ -53,7 +53,6 @@ WITHOUT_EFFECT = (
     Foreign("waiting_served_ratio", why=CHUNKED),
     Foreign("cuda_graphs", why="no graphs are captured"),
     Foreign("cuda_memory_fraction", why="the cache takes of what weights and the largest step leave"),
-    Foreign("speculate", why="this version does not speculate"),
     Foreign("watermark_gamma", why=NO_WATERMARK),
     Foreign("watermark_delta", why=NO_WATERMARK),
     Foreign("prometheus_port", why="metrics are on the HTTP port"),

@@ -12,9 +12,9 @@ TGIS_BLOCK_SIZE = 16  # tokens
 COUNTED = "the cache is counted in blocks, not estimated"
 OWN_KERNELS = "attention is always paged and unpadded, with the kernels of this service"
 NOT_COMPILED = "the model's code is not compiled"
-NO_SPECULATION = "this version does not speculate"
+NO_SPECULATION = "no model speculates here: --speculate guesses from the text itself"
 OF_SHARDS = "the shards keep soft prompts, and say how many"
-NO_QUANTIZATION = "quantized weights are not served by this version"
+NO_QUANTIZATION = "quantized checkpoints are not served by this version"
 ONE_HOST = "the ranks of one host meet through a file"
 LEFT_OVER = "the cache takes of what weights and the largest step leave"
 NO_ONNX = "models in ONNX form are served as they are: say it to convert-to-onnx"
@@ -77,13 +77,6 @@ FLAGS = (
         convert=lambda text: text.removesuffix("-0"),
     ),
     Foreign("max_new_tokens", why="the router keeps this limit", commands=("serve",), variable=False),
-    Foreign(
-        "quantize",
-        why=f"{NO_QUANTIZATION}: give an unquantized checkpoint",
-        refused=True,
-        commands=("serve",),
-        variable=False,
-    ),
 )
 VARIABLES = (
     Foreign(

@@ -152,6 +152,7 @@ class _Router:
             self._metrics,
             max_batch_size=config.max_batch_size,
             rope_switch_len=info.rope_switch_len,
+            max_drafts=config.speculate,
             budget=StepBudget(config.max_step_tokens, config.decode_step_ms / 1000),
             steps_in_flight=config.steps_in_flight,
             recovery_timeout=config.recovery_timeout,

@@ -26,14 +26,19 @@ class StepBudget:
         fixed, per_token = self._fit()
         return fixed + per_token * num_tokens
 
-    def prompt_tokens(self, num_decoding: int) -> int:
+    def prompt_tokens(self, num_decoding: int, num_prompts: int) -> int:
         """The whole budget while nobody decodes, else what fits into the time; never less than a small
-        chunk."""
+        chunk.
+
+        Each prompt that waits, or is computed in part, is given as much time as those that decode take: one
+        makes their steps twice as long, and of many none waits long."""
         room = self._max_tokens - num_decoding
         if num_decoding:
             fixed, per_token = self._fit()
             if per_token > 0:
-                room = min(room, int((self._decode_step_s - fixed) / per_token) - num_decoding)
+                decode_s = fixed + per_token * num_decoding
+                seconds = min(self._decode_step_s, (1 + num_prompts) * decode_s)
+                room = min(room, int((seconds - fixed) / per_token) - num_decoding)
         return max(room, MIN_PROMPT_TOKENS)
 
     def _fit(self) -> tuple[float, float]:

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from tgis.router.errors import OverloadedError, RequestError, RouterError
-from tgis.router.events import InputTokens, Output
+from tgis.router.errors import GenerationError, OverloadedError, RequestError, RouterError
+from tgis.router.events import Event, Failed, InputTokens, Output
 from tgis.router.metrics import Metrics
 from tgis.router.request_log import CallLog, GenerationCall, InputLog, correlation_id
 from tgis.router.sequence import Sequence, StopReason
@@ -89,12 +89,15 @@ class Call:
         """To be told the events of the input at `index`, and what ends it early."""
         return self._log.input(index, sequence)
 
-    def take(self, event: InputTokens | Output, log: InputLog) -> None:
-        """The next event of an input, before anybody else sees it."""
+    def take(self, event: Event, log: InputLog) -> InputTokens | Output:
+        """The next event of an input, before anybody else sees it. Raises GenerationError for a failure."""
+        if isinstance(event, Failed):
+            raise GenerationError(event.message, event.code)
         if isinstance(event, Output) and event.reason is not StopReason.NOT_FINISHED:
             self._count(log.sequence, event)
             self._span.finish(log.sequence, event)
         log.add(event)
+        return event
 
     def _count(self, sequence: Sequence, last: Output) -> None:
         metrics, timings, num_generated = self._metrics, last.timings, last.num_generated

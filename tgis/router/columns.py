@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from tgis.pb import shard_pb2 as pb
-from tgis.router.scheduler import Step, Work
 from tgis.router.sequence import Content, Details, Grammar, Sequence, TokenDetail
+from tgis.router.step import Step, Work
 
 
 @dataclass(frozen=True)
@@ -62,6 +62,8 @@ def encode_step(step: Step) -> pb.StepRequest:
         ends=_pack([item.end for item in work]),
         num_new_blocks=_pack([len(item.new_blocks) for item in work]),
         new_blocks=_pack([block for item in work for block in item.new_blocks]),
+        num_drafts=_pack([len(item.drafts) for item in work]) if step.num_drafts else b"",
+        draft_ids=_pack([token_id for item in work for token_id in item.drafts]) if step.num_drafts else b"",
     )
 
 

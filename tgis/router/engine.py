@@ -10,6 +10,7 @@ from tgis.router.blocks import BlockPool
 from tgis.router.budget import StepBudget
 from tgis.router.columns import Answer, InputDetails, RowFailure, Sampled
 from tgis.router.detokenizer import Vocabulary
+from tgis.router.drafts import Drafter
 from tgis.router.errors import Code, internal_error
 from tgis.router.events import Event, Failed, InputTokens, Output, is_final
 from tgis.router.generation import Generation
@@ -38,13 +39,15 @@ class Engine:
         *,
         max_batch_size: int,
         rope_switch_len: int,
+        max_drafts: int,
         budget: StepBudget,
         steps_in_flight: int,
         recovery_timeout: float,
         on_ready: Callable[[bool], None],
     ) -> None:
         """`residents` are connected; `on_ready` is told when the shards are lost and when they are back."""
-        self.scheduler = Scheduler(pool, max_batch_size, rope_switch_len)
+        drafter = Drafter(max_drafts, budget.predict) if max_drafts else None
+        self.scheduler = Scheduler(pool, max_batch_size, rope_switch_len, drafter)
         self._residents, self._shards = residents, residents.shards
         self._vocabulary, self._metrics, self._budget = vocabulary, metrics, budget
         self._steps_in_flight, self._recovery_timeout = steps_in_flight, recovery_timeout
@@ -75,19 +78,18 @@ class Engine:
         metrics.prefix_cache_hits.follow(lambda: scheduler.num_cache_hits)
         metrics.preemptions.follow(lambda: scheduler.num_preemptions)
         metrics.deferred.follow(lambda: scheduler.num_deferred)
+        metrics.drafts.follow(lambda: scheduler.num_drafts)
+        metrics.accepted_drafts.follow(lambda: scheduler.num_accepted_drafts)
 
     async def generate(self, sequence: Sequence) -> AsyncGenerator[Event, None]:
         """The events of one sequence. Closing the iterator early cancels the generation."""
         generation = self._accept(sequence)
         try:
             while True:
-                await generation.arrived.wait()
-                generation.arrived.clear()
-                while generation.events:
-                    event = generation.events.popleft()
-                    yield event
-                    if is_final(event):
-                        return
+                event = await generation.next_event()
+                yield event
+                if is_final(event):
+                    return
         finally:
             if sequence in self._live:
                 self._metrics.request_failure.add("cancelled")
@@ -140,7 +142,9 @@ class Engine:
         self._fill_is_due = False
         scheduler = self.scheduler
         while self._connected and scheduler.num_in_flight < self._steps_in_flight:
-            step = scheduler.next_step(self._budget.prompt_tokens(scheduler.num_decoding))
+            num_decoding = scheduler.num_decoding
+            num_prompts = len(scheduler.waiting) + len(scheduler.running) - num_decoding
+            step = scheduler.next_step(self._budget.prompt_tokens(num_decoding, num_prompts))
             if step is None:
                 break
             self._shards.send(step)

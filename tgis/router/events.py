@@ -2,6 +2,7 @@
 last event of every accepted sequence, and only that, is final."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from tgis.router.errors import Code
 from tgis.router.sequence import StopReason, TokenDetail
@@ -28,8 +29,7 @@ class InputTokens:
     tokens: tuple[TokenDetail, ...]
 
 
-@dataclass(frozen=True)
-class Output:
+class Output(NamedTuple):
     """A token and the text that may be shown now. Final when it has a reason; then it has timings, and the
     token may be missing."""
 

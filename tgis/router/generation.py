@@ -13,12 +13,13 @@ from tgis.router.stopping import TextStream
 
 @dataclass(eq=False)
 class Generation:
-    """`events` are for its client, who waits for `arrived`."""
+    """`events` are for its client."""
 
     sequence: Sequence
     text: TextStream
     events: deque[Event] = field(default_factory=deque)
-    arrived: asyncio.Event = field(default_factory=asyncio.Event)
+    arrival: asyncio.Future[None] | None = None
+    """What the client waits for."""
     inputs: list[TokenDetail] = field(default_factory=list)
     accepted_at: float = field(default_factory=time.monotonic)
     started_at: float | None = None
@@ -29,7 +30,15 @@ class Generation:
 
     def deliver(self, event: Event) -> None:
         self.events.append(event)
-        self.arrived.set()
+        if self.arrival is not None and not self.arrival.done():
+            self.arrival.set_result(None)
+
+    async def next_event(self) -> Event:
+        """In order, once it is there; for one client."""
+        if not self.events:
+            self.arrival = asyncio.get_running_loop().create_future()
+            await self.arrival
+        return self.events.popleft()
 
     def deliver_encoder_inputs(self) -> None:
         """To those who asked for input tokens. Nothing predicts them, so nobody need be asked for details."""

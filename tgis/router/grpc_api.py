@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable
-from contextlib import aclosing
+from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
 import grpc
@@ -13,10 +13,10 @@ from tgis.pb.generation_pb2_grpc import GenerationServiceServicer
 from tgis.router.calls import MISSING_REQUEST, Accounts, Call
 from tgis.router.contents import Contents, Hold
 from tgis.router.engine import Engine
-from tgis.router.errors import GenerationError, RequestError
-from tgis.router.events import Failed, InputTokens, Output
+from tgis.router.errors import RequestError
+from tgis.router.events import Event
 from tgis.router.permits import Permits
-from tgis.router.request_log import GenerationCall
+from tgis.router.request_log import GenerationCall, InputLog
 from tgis.router.responses import ResponseWriter, Result, tokenize_response
 from tgis.router.sequence import Sequence
 from tgis.router.tokenizer import Tokenizer
@@ -61,7 +61,7 @@ class GenerationService(GenerationServiceServicer):
 
     async def GenerateStream(
         self, request: pb.SingleGenerationRequest, context: Context
-    ) -> AsyncIterator[pb.GenerationResponse]:
+    ) -> AsyncGenerator[pb.GenerationResponse, None]:
         with (
             self._accounts.open(request, "GenerateStream", "stream", _metadata(context)) as call,
             self._permits.hold(1),
@@ -72,9 +72,10 @@ class GenerationService(GenerationServiceServicer):
             checked, [sequence] = await self._check(call.texts, request, hold)
             call.accept(checked, [sequence])
             yield self._writer.header(sequence, call.texts[0] if checked.input_text else "")
-            async with aclosing(self._events(sequence, call)) as events:
+            async with self._events(sequence, call) as (events, log):
                 async for event in events:
-                    if (response := self._writer.message(event, sequence)) is not None:
+                    response = self._writer.message(call.take(event, log), sequence)
+                    if response is not None:
                         yield response
 
     async def Tokenize(
@@ -119,17 +120,14 @@ class GenerationService(GenerationServiceServicer):
         checked = check_parameters(request.params, self._validator.limits)
         return checked, await self._validator.sequences(texts, checked, hold)
 
+    @asynccontextmanager
     async def _events(
         self, sequence: Sequence, call: Call, index: int = 0
-    ) -> AsyncGenerator[InputTokens | Output, None]:
-        """Of the input at `index` of a call; one that fails raises GenerationError."""
+    ) -> AsyncIterator[tuple[AsyncGenerator[Event, None], InputLog]]:
+        """Of the input at `index` of a call, which is to take each of them."""
         with call.input(index, sequence) as log:
             async with aclosing(self._engine.generate(sequence)) as events:
-                async for event in events:
-                    if isinstance(event, Failed):
-                        raise GenerationError(event.message, event.code)
-                    call.take(event, log)
-                    yield event
+                yield events, log
 
     async def _collect_all(self, sequences: list[Sequence], call: Call) -> list[Result]:
         """All or nothing: the first failure cancels the rest."""
@@ -145,9 +143,9 @@ class GenerationService(GenerationServiceServicer):
 
     async def _collect(self, sequence: Sequence, call: Call, index: int) -> Result:
         result = Result(sequence)
-        async with aclosing(self._events(sequence, call, index)) as events:
+        async with self._events(sequence, call, index) as (events, log):
             async for event in events:
-                result.add(event)
+                result.add(call.take(event, log))
         return result
 
 

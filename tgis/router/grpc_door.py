@@ -4,7 +4,8 @@ become statuses by one table, and nothing unforeseen tells a client more than a 
 import asyncio
 import logging
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing
 from typing import Any
 
 import grpc
@@ -75,12 +76,13 @@ def _guard_unary(
 
 
 def _guard_stream(
-    method: Callable[[Any, Context], AsyncIterator[Any]],
-) -> Callable[[Any, Context], AsyncIterator[Any]]:
-    async def call(request: Any, context: Context) -> AsyncIterator[Any]:
+    method: Callable[[Any, Context], AsyncGenerator[Any, None]],
+) -> Callable[[Any, Context], Awaitable[None]]:
+    async def call(request: Any, context: Context) -> None:
         try:
-            async for response in method(_checked(request), context):
-                yield response
+            async with aclosing(method(_checked(request), context)) as responses:
+                async for response in responses:
+                    await context.write(response)
         except Exception as error:
             await _abort(context, error)
 

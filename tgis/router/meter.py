@@ -5,7 +5,7 @@ import time
 from collections import deque
 
 from tgis.router.metrics import MAKEUP, Metrics
-from tgis.router.scheduler import Step
+from tgis.router.step import Step
 
 PREFILL, NEXT_TOKEN = "prefill", "next_token"
 
@@ -25,7 +25,7 @@ class StepMeter:
             metrics.batch_count.add(method)
             metrics.batch_size.observe(num_sequences, method)
         if step.num_prompts:
-            metrics.batch_next_tokens.observe(step.num_tokens - step.num_decodes)
+            metrics.batch_next_tokens.observe(step.num_prompt_tokens)
         if step.joins:
             metrics.batch_concatenation_count.add()
 

@@ -208,6 +208,12 @@ class Metrics:
         self.preemptions = self._counter(
             "tgi_preemptions", "Inputs put back into the queue for lack of cache blocks"
         )
+        self.drafts = self._counter(
+            "tgi_speculation_drafted_tokens", "Guessed tokens that were computed ahead"
+        )
+        self.accepted_drafts = self._counter(
+            "tgi_speculation_accepted_tokens", "Guessed tokens that were the generated ones"
+        )
         self.shard_restarts = self._counter("tgi_shard_restarts", "Times the shards were lost")
 
     def _declare_contents(self, name: str, what: str) -> ContentMetrics:

@@ -9,6 +9,8 @@ from tgis.router.events import InputTokens, Output
 from tgis.router.sequence import Details, Sequence, StopReason, TokenDetail
 from tgis.router.tokenizer import Encoding, Tokenizer, byte_offsets
 
+_NOT_FINISHED = StopReason.NOT_FINISHED  # looked up once, as every token needs it
+
 
 @dataclass
 class Result:
@@ -64,9 +66,11 @@ class ResponseWriter:
         if isinstance(event, InputTokens):
             infos = self._token_infos(event.tokens, details)
             return pb.GenerationResponse(input_tokens=infos, input_token_count=len(infos))
-        is_last = event.reason is not StopReason.NOT_FINISHED
-        if not is_last and not event.text and not details.generated_tokens:
-            return None
+        is_last = event.reason is not _NOT_FINISHED
+        if not is_last and not details.generated_tokens:
+            if not event.text:
+                return None
+            return pb.GenerationResponse(generated_token_count=event.num_generated, text=event.text)
         tokens = [event.token] if event.token is not None and details.generated_tokens else []
         return pb.GenerationResponse(
             generated_token_count=event.num_generated,

@@ -3,53 +3,20 @@ computed yet, and every step computes some of them. Steps may be sent before ear
 
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Sequence as AnySequence
 
 from tgis.router.blocks import BlockPool
+from tgis.router.drafts import Drafter, find_room
 from tgis.router.sequence import Sequence
-from tgis.router.sharing import Cached, find_cached, publish_computed, publish_encoded, take_blocks
-
-
-@dataclass(frozen=True)
-class Work:
-    """One sequence's part of a step: compute tokens [start, end), and sample the next one if `samples`."""
-
-    sequence: Sequence
-    row: int
-    start: int
-    end: int
-    samples: bool
-    opens: bool
-    """The row is new to the shards with this step."""
-    new_blocks: list[int]
-
-
-@dataclass(eq=False)
-class Step:
-    """What all shards compute at once, and what becomes free when they have answered."""
-
-    step_id: int
-    work: list[Work]
-    num_decodes: int
-    """Leading entries of `work` that compute a single further token; the others compute prompts."""
-    num_encoder_tokens: int
-    """Of the opened rows' encoder inputs; those are computed whole, before anything else of the step."""
-    joins: bool
-    """Newcomers join sequences that are running."""
-    closed_rows: list[int]
-    blocks_to_release: list[list[int]] = field(default_factory=list)
-
-    @property
-    def num_prompts(self) -> int:
-        return len(self.work) - self.num_decodes
-
-    @property
-    def opened(self) -> list[Sequence]:
-        return [work.sequence for work in self.work[self.num_decodes :] if work.opens]
-
-    @property
-    def num_tokens(self) -> int:
-        return self.num_encoder_tokens + sum(work.end - work.start for work in self.work)
+from tgis.router.sharing import (
+    Cached,
+    accept_draft,
+    find_cached,
+    publish_computed,
+    publish_encoded,
+    take_blocks,
+)
+from tgis.router.step import Step, Work
 
 
 class Scheduler:
@@ -62,10 +29,12 @@ class Scheduler:
                                             ^ num_scheduled          ^ num_tokens
     """
 
-    def __init__(self, pool: BlockPool, max_sequences: int, rope_switch_len: int = 0) -> None:
+    def __init__(
+        self, pool: BlockPool, max_sequences: int, rope_switch_len: int = 0, drafter: Drafter | None = None
+    ) -> None:
         """Sequences of more than `rope_switch_len` tokens are computed differently from the first one on; 0:
-        there is no such length."""
-        self.pool = pool
+        there is no such length. Without a `drafter` nobody speculates."""
+        self.pool, self._drafter = pool, drafter
         self._rope_switch_len = rope_switch_len
         self.waiting: deque[Sequence] = deque()
         self.running: dict[Sequence, None] = {}  # oldest first
@@ -74,6 +43,7 @@ class Scheduler:
         """Times that the first waiting sequence found too few blocks."""
         self.num_cache_queries = self.num_cache_hits = 0
         """Tokens looked for, and found, in the prefix cache."""
+        self.num_drafts = self.num_accepted_drafts = 0
         self._in_flight: deque[Step] = deque()
         self._free_rows = list(range(max_sequences))[::-1]
         self._closed_rows: list[int] = []
@@ -107,11 +77,13 @@ class Scheduler:
         """What to compute next, or None when nothing can be computed before a further answer or arrival.
 
         Every sequence with a single pending token takes part; longer ones share `max_prompt_tokens`, oldest
-        first. An encoder's input counts too; it exceeds them where it is the step's only prompt work."""
+        first, and up to half of it with drafts. An encoder's input counts too; it exceeds them where it is
+        the step's only prompt work."""
         if self._rope_switch_len:
             self._put_back_outgrown()
         num_preemptions = self.num_preemptions
-        decodes = list(self._continue_decoding())
+        decodes = list(self._continue_decoding(max_prompt_tokens // 2))
+        max_prompt_tokens -= sum(len(item.drafts) for item in decodes)
         prompts = list(self._continue_prompts(max_prompt_tokens))
         newcomers: list[Work] = []
         if self.num_preemptions == num_preemptions:  # else memory is short: no newcomers
@@ -125,6 +97,8 @@ class Scheduler:
         self._in_flight.popleft()
         for work in step.work:
             sequence = work.sequence
+            if work.drafts:
+                sequence.is_speculating = False
             if self._last_step.get(sequence) is step:
                 del self._last_step[sequence]
             if sequence.row is not None:  # preempted ones are not admitted again before their last answer
@@ -140,7 +114,11 @@ class Scheduler:
     def append_token(self, sequence: Sequence, token_id: int) -> None:
         """A sampled token came back; called after apply_answer, also for a sequence that was preempted
         meanwhile."""
-        sequence.num_unanswered -= 1
+        if sequence.num_unanswered:
+            sequence.num_unanswered -= 1
+        else:  # a step brings one token, and a further one where the one before was the draft
+            self.num_accepted_drafts += 1
+            accept_draft(self.pool, sequence)
         sequence.token_ids.append(token_id)
 
     def finish(self, sequence: Sequence) -> None:
@@ -158,7 +136,7 @@ class Scheduler:
         suspects = [work.sequence for work in self._in_flight[0].work] if self._in_flight else []
         for step in self._in_flight:
             for work in step.work:
-                work.sequence.num_unanswered = 0
+                work.sequence.num_unanswered, work.sequence.is_speculating = 0, False
         self.pool = pool
         self._in_flight.clear()
         self._last_step.clear()
@@ -170,15 +148,30 @@ class Scheduler:
         self.running.clear()
         return [sequence for sequence in suspects if sequence in self.waiting]
 
-    def _continue_decoding(self) -> Iterator[Work]:
+    def _continue_decoding(self, max_drafts: int) -> Iterator[Work]:
+        # Drafts take the places of sequences that could sample.
+        max_drafts = min(max_drafts, len(self._free_rows) - len(self.waiting))
+        drafter = self._drafter
+        if drafter is not None and not drafter.begin(len(self.running), max_drafts):
+            drafter = None
         for sequence in list(self.running):
             if sequence.num_pending != 1 or sequence.reached_limit or sequence not in self.running:
                 continue
-            num_missing = self.pool.blocks_for(sequence.num_tokens) - len(sequence.block_table)
+            drafts = [] if drafter is None else self._guess(sequence, drafter)
+            if sequence.is_speculating or (drafts and sequence.num_unanswered):
+                continue  # what follows its last token can be guessed when that is known
+            num_tokens = sequence.num_tokens + len(drafts)
+            num_missing = self.pool.blocks_for(num_tokens) - len(sequence.block_table)
             new_blocks = self._find_blocks(sequence, num_missing)
             if new_blocks is not None:
                 sequence.block_table += new_blocks
-                yield self._plan(sequence, sequence.num_tokens, new_blocks)
+                yield self._plan(sequence, sequence.num_tokens, new_blocks, drafts=drafts)
+
+    def _guess(self, sequence: Sequence, drafter: Drafter) -> list[int]:
+        if sequence.is_speculating:
+            return []
+        num_running = len(self.running)
+        return drafter.guess(sequence, find_room(self.pool, sequence, num_running, self._rope_switch_len))
 
     def _continue_prompts(self, budget: int) -> Iterator[Work]:
         """Their blocks were taken at admission."""
@@ -219,18 +212,29 @@ class Scheduler:
         sequence.row = self._free_rows.pop()
         return True
 
-    def _plan(self, sequence: Sequence, end: int, new_blocks: list[int], opens: bool = False) -> Work:
+    def _plan(
+        self,
+        sequence: Sequence,
+        end: int,
+        new_blocks: list[int],
+        opens: bool = False,
+        drafts: AnySequence[int] = (),
+    ) -> Work:
         assert sequence.row is not None
         start, samples = sequence.num_scheduled, end == sequence.num_tokens
         sequence.num_scheduled = end
         sequence.num_unanswered += samples
-        return Work(sequence, sequence.row, start, end, samples, opens, list(new_blocks))
+        sequence.is_speculating = bool(drafts)
+        return Work(sequence, sequence.row, start, end, samples, opens, list(new_blocks), drafts)
 
     def _send(self, decodes: list[Work], prompts: list[Work], newcomers: list[Work]) -> Step:
         work = [*decodes, *prompts, *newcomers]
         num_encoder_tokens = sum(item.sequence.num_to_encode for item in newcomers)
         joins = 0 < len(newcomers) < len(self.running)
-        step = Step(self._num_steps, work, len(decodes), num_encoder_tokens, joins, self._closed_rows)
+        num_drafts = sum(len(item.drafts) for item in decodes)
+        self.num_drafts += num_drafts
+        counts = (len(decodes), num_drafts, num_encoder_tokens)
+        step = Step(self._num_steps, work, *counts, joins, self._closed_rows)
         self._num_steps += 1
         self._closed_rows = []
         self._in_flight.append(step)

@@ -159,6 +159,8 @@ class Sequence:
     """... and answered."""
     num_unanswered: int = 0
     """Sampled tokens that are not back yet; they follow token_ids."""
+    is_speculating: bool = False
+    """An unanswered step has drafts of it, which may bring more tokens than one."""
     block_table: list[int] = field(default_factory=list)
     cross_blocks: list[int] = field(default_factory=list)
     """Hold what the encoder makes of its input."""

@@ -3,18 +3,20 @@ Any rank's failure, and any disagreement between ranks, is a failure of the grou
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any, cast
 
 import grpc
 from google.protobuf.message import Message
 
+from tgis.frames import FrameReader, frame, steps_path
 from tgis.pb import shard_pb2 as pb
 from tgis.pb.shard_pb2_grpc import ShardServiceStub
 from tgis.router.columns import Answer, decode_answer, encode_step
 from tgis.router.errors import RouterError
-from tgis.router.scheduler import Step
 from tgis.router.sequence import Content, ContentKind
+from tgis.router.step import Step
 
 INFO_TIMEOUT_S = 5.0
 UNLOAD_TIMEOUT_S = 60.0
@@ -49,9 +51,7 @@ class Shards:
     def __init__(self, uds_path: str, num_shards: int) -> None:
         self._paths = [f"{uds_path}-{rank}" for rank in range(num_shards)]
         self._channels: list[grpc.aio.Channel] = []
-        self._readers: list[asyncio.Task[None]] = []
-        self._requests: list[asyncio.Queue[pb.StepRequest | None]] = []
-        self._responses: list[deque[pb.StepResponse]] = []
+        self._streams: list[_StepStream] = []
         self._answers: asyncio.Queue[Answer | ShardsLostError] = asyncio.Queue()
         self._steps: deque[Step] = deque()
         self._settling: deque[tuple[Step, asyncio.Future[None]]] = deque()
@@ -65,16 +65,15 @@ class Shards:
                 grpc.aio.insecure_channel(f"unix:{path}", options=CHANNEL_OPTIONS) for path in self._paths
             ]
             infos = await self._ask_all()
-            if infos is not None:
-                self._open_streams()
+            if infos is not None and await self._open_streams():
                 return infos[0]
             await asyncio.sleep(RETRY_INTERVAL_S)
 
     def send(self, step: Step) -> None:
-        request = encode_step(step)
+        request = frame(encode_step(step))
         self._steps.append(step)
-        for queue in self._requests:
-            queue.put_nowait(request)
+        for stream in self._streams:
+            stream.send(request)
 
     async def receive(self) -> Answer:
         """The answer to the oldest step that has none yet. Raises ShardsLostError."""
@@ -122,11 +121,10 @@ class Shards:
         return answers
 
     async def close(self) -> None:
-        readers, channels = self._readers, self._channels
-        self._readers, self._channels, self._requests = [], [], []  # nobody begins a call on what is closing
-        for reader in readers:
-            reader.cancel()
-        await asyncio.gather(*readers, return_exceptions=True)
+        streams, channels = self._streams, self._channels
+        self._streams, self._channels = [], []  # nobody begins a call on what is closing
+        for stream in streams:
+            stream.close()
         await asyncio.gather(*(channel.close() for channel in channels))
         self._answers = asyncio.Queue()
         self._steps.clear()
@@ -145,35 +143,25 @@ class Shards:
                 call.cancel()
         return infos if len({info.epoch for info in infos}) == 1 else None
 
-    def _open_streams(self) -> None:
-        self._responses = [deque() for _ in self._channels]
-        self._requests = [asyncio.Queue() for _ in self._channels]
-        self._readers = [
-            asyncio.create_task(self._read(rank, channel), name=f"shard-{rank}")
-            for rank, channel in enumerate(self._channels)
-        ]
-
-    async def _read(self, rank: int, channel: grpc.aio.Channel) -> None:
-        queue = self._requests[rank]
-
-        async def requests() -> AsyncIterator[pb.StepRequest]:
-            while (request := await queue.get()) is not None:
-                yield request
-
+    async def _open_streams(self) -> bool:
+        """False where a rank is gone again."""
+        loop = asyncio.get_running_loop()
         try:
-            async for response in ShardServiceStub(channel).Step(requests()):
-                self._responses[rank].append(response)
-                self._combine()
-            self._answers.put_nowait(ShardsLostError(f"shard {rank} ended its stream"))
-        except grpc.aio.AioRpcError as error:
-            self._answers.put_nowait(ShardsLostError(f"shard {rank} is lost: {error.code().name}"))
-        finally:
-            queue.put_nowait(None)  # else the library's task waits for ever, and is complained about
+            for rank, path in enumerate(self._paths):
+                make = partial(_StepStream, self._combine, partial(self._lose, rank))
+                _, stream = await loop.create_unix_connection(make, steps_path(path))
+                self._streams.append(stream)
+        except OSError:
+            return False
+        return True
+
+    def _lose(self, rank: int) -> None:
+        self._answers.put_nowait(ShardsLostError(f"shard {rank} is lost"))
 
     def _combine(self) -> None:
         """Passes on the oldest step's answer once all ranks have given theirs."""
-        while all(self._responses):
-            responses = [queue.popleft() for queue in self._responses]
+        while self._steps and all(stream.responses for stream in self._streams):
+            responses = [stream.responses.popleft() for stream in self._streams]
             step = self._steps.popleft()
             self._settle(step)
             if len({(response.step_id, response.digest) for response in responses}) > 1:
@@ -187,6 +175,37 @@ class Shards:
             _, settled = self._settling.popleft()
             if not settled.done():
                 settled.set_result(None)
+
+
+class _StepStream(asyncio.Protocol):
+    """One rank's: steps go out, answers come in, in the same order."""
+
+    def __init__(self, on_answer: Callable[[], None], on_loss: Callable[[], None]) -> None:
+        """`on_answer` looks at `responses`; `on_loss` is told unless it was closed here."""
+        self.responses: deque[pb.StepResponse] = deque()
+        self._on_answer, self._on_loss = on_answer, on_loss
+        self._frames = FrameReader()
+        self._transport: asyncio.Transport | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's is of no class of asyncio's
+
+    def data_received(self, data: bytes) -> None:
+        self.responses += map(pb.StepResponse.FromString, self._frames.push(data))
+        self._on_answer()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        if self._transport is not None:
+            self._on_loss()
+
+    def send(self, request: bytes) -> None:
+        assert self._transport is not None, "only what is connected is sent to"
+        self._transport.write(request)
+
+    def close(self) -> None:
+        transport, self._transport = self._transport, None
+        if transport is not None:
+            transport.abort()
 
 
 async def _answer(call: Any) -> Any:

@@ -61,6 +61,15 @@ def publish_computed(pool: BlockPool, sequence: Sequence) -> None:
         sequence.num_published = i + 1
 
 
+def accept_draft(pool: BlockPool, sequence: Sequence) -> None:
+    """Its newest token is the draft of which keys and values have been computed; the next one follows."""
+    if sequence.row is not None:  # else it was preempted, and computes everything again
+        sequence.num_computed += 1
+        sequence.num_scheduled += 1
+        if sequence.num_computed % pool.block_size == 0:
+            publish_computed(pool, sequence)
+
+
 def publish_encoded(pool: BlockPool, sequence: Sequence) -> None:
     """Its cross blocks, the last of which need not be full: nothing is ever added to them."""
     size, prefix = pool.block_size, encoder_root(sequence)

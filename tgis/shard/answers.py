@@ -1,35 +1,80 @@
 """What a step has to say, as the columns of its StepResponse."""
 
 import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from tgis.pb import shard_pb2 as pb
-from tgis.shard.batch import Booleans, InputSpan, Integers, TokenIds, Wanted
-from tgis.shard.details import TokenDetails
+from tgis.shard.details import InputSpan, TokenDetails, Wanted, join
+from tgis.shard.rows import Booleans, Integers, TokenIds
 
 
-def digest(rows: Integers, token_ids: TokenIds) -> int:
-    """Of the sampled tokens [n]: 32 bits that are equal on all ranks, or something is wrong."""
-    return zlib.crc32(token_ids.astype("<i4").tobytes(), zlib.crc32(rows.astype("<i4").tobytes()))
+class Problem(NamedTuple):
+    """Why a row cannot be served."""
+
+    row: int
+    text: str
+    cause: pb.RowError.Cause = pb.RowError.CAUSE_UNSPECIFIED
 
 
-def write_sampled(response: pb.StepResponse, rows: Integers, token_ids: TokenIds, ended: Booleans) -> None:
-    response.rows = rows.astype("<i4").tobytes()
-    response.token_ids = token_ids.astype("<i4").tobytes()
-    response.ended = ended.astype(np.uint8).tobytes()
+@dataclass(frozen=True)
+class SampledDetails:
+    """Of n sampled tokens those that their rows asked for."""
+
+    wanted: Wanted  # [n]
+    at: Integers  # [num_described], in [n]
+    details: TokenDetails  # [num_described]
 
 
-def write_details(response: pb.StepResponse, wanted: Wanted, at: Integers, details: TokenDetails) -> None:
-    """`details` are those of the sampled tokens `at`; the others, of the rows that asked for none, get NaN
-    and 0."""
-    num_sampled = len(wanted.top_n)
-    if wanted.logprobs.any():
+@dataclass(frozen=True)
+class Sampled:
+    """The tokens of some of a step's places, each of another row."""
+
+    kept: Integers  # [n], those of the places that have a token
+    rows: Integers  # [n]
+    token_ids: TokenIds  # [n]
+    ended: Booleans  # [n]
+    details: SampledDetails | None  # where any are asked for, on the rank that answers
+    problems: list[Problem]  # of the other places
+
+
+def digest(parts: Sequence[Sampled]) -> int:
+    """32 bits that are equal on all ranks, or something is wrong."""
+    found = 0
+    for part in parts:
+        found = zlib.crc32(part.rows.astype("<i4").tobytes(), found)
+        found = zlib.crc32(part.token_ids.astype("<i4").tobytes(), found)
+    return found
+
+
+def write_sampled(response: pb.StepResponse, parts: Sequence[Sampled]) -> None:
+    """One part after the other; the tokens of rows that asked for no details get NaN and 0."""
+    response.rows = b"".join(part.rows.astype("<i4").tobytes() for part in parts)
+    response.token_ids = b"".join(part.token_ids.astype("<i4").tobytes() for part in parts)
+    response.ended = b"".join(part.ended.tobytes() for part in parts)
+    if any(part.details for part in parts):
+        begins = accumulate((len(part.rows) for part in parts), initial=0)
+        _write_details(
+            response,
+            [(part.details, begin) for part, begin in zip(parts, begins, strict=False) if part.details],
+        )
+
+
+def _write_details(response: pb.StepResponse, parts: list[tuple[SampledDetails, int]]) -> None:
+    """With where each part begins among the sampled tokens."""
+    num_sampled = len(response.ended)
+    at = np.concatenate([part.at + begin for part, begin in parts])
+    details = join([part.details for part, _ in parts])
+    if any(part.wanted.logprobs.any() for part, _ in parts):
         response.logprobs = _spread(details.logprobs, at, num_sampled, np.nan, "<f4")
-    if wanted.ranks.any():
+    if any(part.wanted.ranks.any() for part, _ in parts):
         response.ranks = _spread(details.ranks, at, num_sampled, 0, "<i4")
-    if wanted.top_n.any():
+    if any(part.wanted.top_n.any() for part, _ in parts):
         response.top_tokens.counts = _spread(details.top_counts, at, num_sampled, 0, "<i4")
         _write_top(response.top_tokens, details)
 

@@ -1,10 +1,7 @@
-"""What a shard keeps of the sequences in generation, and a step's work as packed tensors. All rows are
-handled at once, since this is on the path of every token; and all of it can be made again from the router's
-messages."""
+"""A step's work as packed tensors. All rows are handled at once, since this is on the path of every token."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -13,37 +10,13 @@ from torch import Tensor
 
 from tgis.pb import shard_pb2 as pb
 from tgis.shard.attention.base import AttentionMetadata
-from tgis.shard.contents import Contents
+from tgis.shard.details import InputSpan
+from tgis.shard.layout import Layout
 from tgis.shard.models.interface import StepInputs
-from tgis.shard.opening import (
-    ROW,
-    Limits,
-    find_missing,
-    find_problem,
-    read_column,
-    read_parameters,
-    read_row,
-)
-from tgis.shard.sampling import PARAMETERS, SamplingBatch, SeenTokens
-from tgis.shard.tuning import Tuning
+from tgis.shard.opening import NOT_WANTED, read_column
+from tgis.shard.rows import Booleans, Integers, Rows, TokenIds
 
-Integers = npt.NDArray[np.int64]
-Booleans = npt.NDArray[np.bool_]
-TokenIds = npt.NDArray[np.int32]
 Blocks = npt.NDArray[np.int32]
-
-
-@dataclass(frozen=True)
-class InputSpan:
-    """Prompt tokens of a row that a step reports, from position `start` on.
-
-    The first of them is described by what the model makes of the token before it, `first_x` in [num_tokens],
-    and so on; token 0 has none before it and is described by nothing."""
-
-    row: int
-    start: int
-    token_ids: TokenIds  # [count]
-    first_x: int
 
 
 @dataclass(frozen=True)
@@ -51,147 +24,101 @@ class Batch:
     """The work of one step on num_seqs rows."""
 
     inputs: StepInputs
-    sampled_rows: Integers  # [num_sampled], in the order of work
-    sampled_x: Tensor  # int64 [num_sampled], their last tokens in [num_tokens]
+    sampled_rows: Integers  # [num_sampled], in the order of work; once, and once more for each draft
+    sampled_x: Tensor  # int64 [num_sampled], in [num_tokens] what the samples come after
     input_spans: list[InputSpan]
+    drafts: TokenIds | None = None  # [num_sampled], what the samples should be, -1 where nobody guessed
 
 
-@dataclass(frozen=True)
-class Wanted:
-    """What n rows report of a token: logprobs and ranks bool [n], top_n int64 [n]."""
-
-    logprobs: Booleans
-    ranks: Booleans
-    top_n: Integers
-
-    @property
-    def anything(self) -> Booleans:
-        wanted: Booleans = self.logprobs | self.ranks | (self.top_n > 0)
-        return wanted
-
-    def take(self, index: Integers) -> "Wanted":
-        return Wanted(self.logprobs[index], self.ranks[index], self.top_n[index])
-
-
-class RowTable:
-    """The open rows: at most `max_rows`, of `max_sequence_length` tokens at most, in arrays by row.
-
-    `rope_switch_len` is the length past which a model turns positions differently, or 0. `contents` has the
-    soft prompts and adapters that rows may name."""
-
-    def __init__(
-        self,
-        max_rows: int,
-        max_sequence_length: int,
-        block_size: int,
-        vocab_size: int,
-        device: torch.device,
-        contents: Contents,
-        *,
-        rope_switch_len: int = 0,
-        is_encoder_decoder: bool = False,
-    ):
-        self._block_size, self._device = block_size, device
-        self._limits = Limits(
-            max_sequence_length, block_size, vocab_size, rope_switch_len, is_encoder_decoder
-        )
-        self._rows = np.zeros(max_rows, ROW)
-        self._params = np.zeros(max_rows, PARAMETERS)
-        self._eos = np.full((max_rows, 1), -1, np.int32)
-        # Of these three, only the pages that are written to take memory.
-        self._token_ids = np.zeros((max_rows, max_sequence_length), np.int32)
-        self._block_tables = np.zeros((max_rows, -(-max_sequence_length // block_size)), np.int32)
-        self._cross_tables = np.zeros_like(self._block_tables)
-        self.seen = SeenTokens(vocab_size, device)
-        self._contents, self._tuning = contents, Tuning(max_rows, device)
-
-    def reset(self) -> None:
-        self._rows["open"] = False
-        self._tuning.reset()
-
-    def close(self, rows: Integers) -> None:
-        self._rows["open"][rows] = False
-        self._tuning.close(rows.tolist())
-
-    def open(self, message: pb.OpenRow) -> str | None:
-        """The row belongs to this sequence now, whoever had it before. A text says why it cannot be served;
-        then it has ended."""
-        row, token_ids = message.row, read_column(message.token_ids)
-        prompt = self._contents.prompt(message.prompt_digest)
-        adapter = self._contents.adapter(message.adapter_digest)
-        self._rows[row] = read_row(message, self._limits)
-        self._tuning.open(row, prompt, adapter)
-        problem = find_problem(message, self._limits) or find_missing(message, prompt, adapter)
-        if problem is not None:
-            self.fail(np.array([row]))
-            return problem
-        self._token_ids[row, : len(token_ids)] = token_ids
-        num_blocks = -(-int(self._rows["encoder_len"][row]) // self._block_size)
-        self._cross_tables[row, :num_blocks] = read_column(message.cross_blocks)[:num_blocks]
-        self._params[row] = read_parameters(message.sampling)
-        self._set_eos(row, read_column(message.eos_token_ids))
-        if message.sampling.repetition_penalty != 1:
-            self.seen.start(row, token_ids[0 if prompt is None else len(prompt.decoder) :])
-        return None
-
-    def fail(self, rows: Integers) -> None:
-        self._rows["ended"][rows] = True
-
-    def append(self, rows: Integers, token_ids: TokenIds) -> Booleans:
-        """Each of the rows [n] is a token longer; bool [n], where that was its last one."""
-        state = self._rows[rows]
-        self._token_ids[rows, state["length"]] = token_ids
-        self._rows["length"][rows] += 1
-        ended: Booleans = state["length"] + 1 >= state["limit"]
-        ended |= (self._eos[rows] == token_ids[:, None]).any(-1)
-        self._rows["ended"][rows] = ended
-        penalised = self._params["repetition_penalty"][rows] != 1
-        if penalised.any():
-            self.seen.add(rows[penalised], token_ids[penalised])
-        return ended
-
-    def wanted(self, rows: Integers) -> Wanted:
-        state = self._rows[rows]
-        return Wanted(state["logprobs"], state["ranks"], state["top_n"])
-
-    def sampling_batch(self, rows: Integers, described: Booleans, must_end: Booleans) -> SamplingBatch:
-        state = self._rows[rows]
-        generated = state["length"] - state["prompt_len"]
-        params, eos_token_ids = self._params[rows], self._eos[rows]
-        return SamplingBatch(rows, params, generated, state["length"], eos_token_ids, described, must_end)
+class RowTable(Rows):
+    """The open rows, and what a step computes of them."""
 
     def pack(self, request: pb.StepRequest) -> Batch | None:
         """The step's work on rows that have not ended, or None where there is none."""
         rows, starts, ends = (_integers(column) for column in (request.rows, request.starts, request.ends))
-        assert self._rows["open"][rows].all(), "work on a row that is not open"
-        assert len(np.unique(rows)) == len(rows), "a row twice in a step"
-        assert not request.num_drafts, "drafts for a shard that cannot check them"
-        self._append_blocks(rows, _integers(request.num_new_blocks), read_column(request.new_blocks))
-        live = ~self._rows["ended"][rows]
-        return self._pack(rows[live], starts[live], ends[live]) if live.any() else None
+        assert self._open[rows].all(), "work on a row that is not open"
+        assert len(set(rows.tolist())) == len(rows), "a row twice in a step"
+        if request.new_blocks:
+            self._append_blocks(rows, _integers(request.num_new_blocks), read_column(request.new_blocks))
+        num_drafts, ids = _integers(request.num_drafts), read_column(request.draft_ids)
+        ended = self._ended[rows]
+        if ended.any():
+            live = ~ended
+            rows, starts, ends = rows[live], starts[live], ends[live]
+            if len(ids):
+                num_drafts, ids = num_drafts[live], ids[live.repeat(num_drafts)]
+        if not len(rows):
+            return None
+        if len(ids):
+            return self._pack_drafts(rows, starts, ends, num_drafts, ids)
+        return self._pack(rows, starts, ends)
+
+    def pack_last(self, rows: Integers) -> Batch:
+        """The last tokens of the rows, to be computed once more."""
+        lengths = self._lengths[rows]
+        return self._pack(rows, lengths - 1, lengths)
 
     def _pack(self, rows: Integers, starts: Integers, ends: Integers) -> Batch:
-        state, counts = self._rows[rows], ends - starts
-        assert (counts > 0).all(), "empty work"
-        assert (ends <= state["length"]).all(), "work on tokens that are not known yet"
-        assert (ends <= state["num_blocks"] * self._block_size).all(), "work without blocks to write to"
-        layout, samples = _Layout.of(starts, ends), ends == state["length"]
-        metadata = self._metadata(self._block_tables, rows, ends, layout)
-        is_long = state["is_long"][layout.sequence] if state["is_long"].any() else None  # [num_tokens]
+        layout, samples = Layout.of(starts, ends), self._check(rows, starts, ends)
+        all_sample = bool(samples.all())
+        lasts = layout.begins[1:] - 1
         return Batch(
-            inputs=StepInputs(
-                self._tensor(self._token_ids[rows[layout.sequence], layout.positions], np.int64),
-                self._tensor(layout.positions, np.int64),
-                metadata,
-                self._cross(rows, metadata) if self._limits.is_encoder_decoder else None,
-                None if is_long is None else self._tensor(is_long, np.bool_),
-                self._tuning.place("decoder", rows, starts, layout.begins),
-                self._tuning.adapters(rows, layout.sequence),
-            ),
-            sampled_rows=rows[samples],
-            sampled_x=self._tensor(layout.begins[1:][samples] - 1, np.int64),
-            input_spans=list(self._input_spans(rows, starts, ends, layout.begins)),
+            self._inputs(rows, starts, ends, layout),
+            rows if all_sample else rows[samples],
+            self._tensor(lasts if all_sample else lasts[samples], np.int64),
+            self._input_spans(rows, starts, ends, layout.begins),
         )
+
+    def _pack_drafts(
+        self, rows: Integers, starts: Integers, ends: Integers, num_drafts: Integers, ids: TokenIds
+    ) -> Batch:
+        """The drafts are computed as if they were the rows' next tokens; those that are not will be
+        overwritten by what is, like their keys and values."""
+        samples = self._check(rows, starts, ends)
+        has_drafts = num_drafts > 0
+        assert (samples & (starts == ends - 1))[has_drafts].all(), "drafts beside more than the last token"
+        assert (ends + num_drafts < self._end[rows])[has_drafts].all(), "drafts past the limit"
+        guessed = Layout.of(ends, ends + num_drafts)
+        self._token_ids[rows[guessed.sequence], guessed.positions] = ids
+        layout = Layout.of(starts, ends + num_drafts)
+        lasts = layout.begins[1:]
+        sampled = Layout.of(lasts - num_drafts - samples, lasts)
+        drafts = np.full(len(sampled.positions), -1, np.int32)
+        drafts[np.delete(np.arange(len(drafts)), sampled.begins[1:][samples] - 1)] = ids
+        return Batch(
+            self._inputs(rows, starts, ends + num_drafts, layout),
+            rows[sampled.sequence],
+            self._tensor(sampled.positions, np.int64),
+            self._input_spans(rows, starts, ends, layout.begins),
+            drafts,
+        )
+
+    def _check(self, rows: Integers, starts: Integers, ends: Integers) -> Booleans:
+        """Where [num_seqs] the work comes to the row's end."""
+        lengths = self._lengths[rows]
+        assert (ends > starts).all(), "empty work"
+        assert (ends <= lengths).all(), "work on tokens that are not known yet"
+        samples: Booleans = ends == lengths
+        return samples
+
+    def _inputs(self, rows: Integers, starts: Integers, ends: Integers, layout: Layout) -> StepInputs:
+        """Of tokens that are known or guessed, up to `ends`."""
+        assert (ends <= self._num_blocks[rows] * self._block_size).all(), "work without blocks to write to"
+        row = rows[layout.sequence]  # [num_tokens]
+        metadata = self._metadata(self._block_tables, rows, ends, layout)
+        return StepInputs(
+            self._tensor(self._token_ids[row, layout.positions], np.int64),
+            self._tensor(layout.positions, np.int64),
+            metadata,
+            self._cross(rows, metadata) if self._limits.is_encoder_decoder else None,
+            self._find_long(row) if self._limits.rope_switch_len else None,
+            self._tuning.place("decoder", rows, starts, layout.begins),
+            self._tuning.adapters(rows, layout.sequence),
+        )
+
+    def _find_long(self, row: Integers) -> Tensor | None:
+        is_long = self._rows["is_long"][row]  # [num_tokens]
+        return self._tensor(is_long, np.bool_) if is_long.any() else None
 
     def pack_encoder(self, opened: Iterable[pb.OpenRow]) -> StepInputs | None:
         """What the encoder must compute for rows just opened, or None where that is nothing."""
@@ -201,7 +128,7 @@ class RowTable:
         if not any(map(len, ids)):
             return None
         rows, lengths = np.array([message.row for message in fresh]), np.array([len(x) for x in ids])
-        layout = _Layout.of(np.zeros_like(lengths), lengths)
+        layout = Layout.of(np.zeros_like(lengths), lengths)
         token_ids, positions = (self._tensor(x, np.int64) for x in (np.concatenate(ids), layout.positions))
         return StepInputs(
             token_ids,
@@ -211,9 +138,7 @@ class RowTable:
             adapters=self._tuning.adapters(rows, layout.sequence),
         )
 
-    def _metadata(
-        self, tables: Blocks, rows: Integers, ends: Integers, layout: "_Layout"
-    ) -> AttentionMetadata:
+    def _metadata(self, tables: Blocks, rows: Integers, ends: Integers, layout: Layout) -> AttentionMetadata:
         size, width = self._block_size, -(-int(ends.max()) // self._block_size)
         blocks = tables[rows[layout.sequence], layout.positions // size].astype(np.int64)  # [num_tokens]
         return AttentionMetadata(
@@ -237,30 +162,27 @@ class RowTable:
 
     def _input_spans(
         self, rows: Integers, starts: Integers, ends: Integers, cu_seqlens_q: Integers
-    ) -> Iterator[InputSpan]:
+    ) -> list[InputSpan]:
         """Computing [start, end) tells of the tokens start + 1 to end; of token 0 there is nothing to
         tell."""
-        state = self._rows[rows]
-        for i in ((state["input_from"] <= ends) & (starts < state["prompt_len"])).nonzero()[0].tolist():
+        input_from, spans = self._input_from[rows], []
+        if (input_from == NOT_WANTED).all():
+            return []
+        prompt_len = self._rows["prompt_len"][rows]
+        for i in ((input_from <= ends) & (starts < prompt_len)).nonzero()[0].tolist():
             first = 0 if starts[i] == 0 else int(starts[i]) + 1
-            first = max(first, int(state["input_from"][i]))
-            end = min(int(ends[i]) + 1, int(state["prompt_len"][i]))
+            first = max(first, int(input_from[i]))
+            end = min(int(ends[i]) + 1, int(prompt_len[i]))
             if first < end:
                 first_x = int(cu_seqlens_q[i] - starts[i]) + max(first, 1) - 1
-                yield InputSpan(int(rows[i]), first, self._token_ids[rows[i], first:end], first_x)
+                spans.append(InputSpan(int(rows[i]), first, self._token_ids[rows[i], first:end], first_x))
+        return spans
 
     def _append_blocks(self, rows: Integers, counts: Integers, blocks: Blocks) -> None:
-        targets = np.repeat(rows, counts)  # [num_blocks]
-        places = np.arange(len(blocks)) - np.repeat(np.cumsum(counts) - counts, counts)
-        self._block_tables[targets, self._rows["num_blocks"][targets] + places] = blocks
-        self._rows["num_blocks"][rows] += counts
-
-    def _set_eos(self, row: int, token_ids: TokenIds) -> None:
-        missing = len(token_ids) - self._eos.shape[1]
-        if missing > 0:
-            self._eos = np.pad(self._eos, ((0, 0), (0, missing)), constant_values=-1)
-        self._eos[row] = -1
-        self._eos[row, : len(token_ids)] = token_ids
+        before = self._num_blocks[rows]
+        added = Layout.of(before, before + counts)
+        self._block_tables[rows[added.sequence], added.positions] = blocks
+        self._num_blocks[rows] += counts
 
     def _tensor(
         self, array: npt.NDArray[np.integer | np.bool_], dtype: type[np.integer | np.bool_]
@@ -270,18 +192,3 @@ class RowTable:
 
 def _integers(column: bytes) -> Integers:
     return read_column(column).astype(np.int64)
-
-
-class _Layout(NamedTuple):
-    """Positions of sequences, packed along one axis."""
-
-    begins: Integers  # [num_seqs + 1], where each sequence's begin
-    sequence: Integers  # [num_tokens]
-    positions: Integers  # [num_tokens]
-
-    @classmethod
-    def of(cls, starts: Integers, ends: Integers) -> "_Layout":
-        counts = ends - starts
-        begins = np.concatenate([[0], np.cumsum(counts)])
-        sequence = np.repeat(np.arange(len(counts)), counts)
-        return cls(begins, sequence, np.arange(len(sequence)) + (starts - begins[:-1])[sequence])

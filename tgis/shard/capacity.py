@@ -76,6 +76,7 @@ def check_fit(
     left: int,
     divisor: int = 4,
     contents: int = 0,
+    quantize: str | None = None,
 ) -> None:
     """Whether weights of so many bytes over all ranks, and beside them on every rank `contents` and a cache,
     can fit into the bytes that are left before anything is read. Raises ModelTooLargeError or
@@ -83,7 +84,7 @@ def check_fit(
     if weights > left:
         raise ModelTooLargeError(
             f"the model does not fit: its weights take {weights / GIB:.2f} GiB as "
-            f"{str(dtype).removeprefix('torch.')}, {left / GIB:.2f} GiB of memory are left"
+            f"{quantize or str(dtype).removeprefix('torch.')}, {left / GIB:.2f} GiB of memory are left"
         )
     room = Room(left - weights, 0, world.size, divisor, contents)
     check_room(room)

@@ -9,6 +9,36 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
+class InputSpan:
+    """Prompt tokens of a row that a step reports, from position `start` on.
+
+    The first of them is described by what the model makes of the token before it, `first_x` in [num_tokens],
+    and so on; token 0 has none before it and is described by nothing."""
+
+    row: int
+    start: int
+    token_ids: npt.NDArray[np.int32]  # [count]
+    first_x: int
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What n rows report of a token: logprobs and ranks bool [n], top_n int64 [n]."""
+
+    logprobs: npt.NDArray[np.bool_]
+    ranks: npt.NDArray[np.bool_]
+    top_n: npt.NDArray[np.int64]
+
+    @property
+    def anything(self) -> npt.NDArray[np.bool_]:
+        wanted: npt.NDArray[np.bool_] = self.logprobs | self.ranks | (self.top_n > 0)
+        return wanted
+
+    def take(self, index: npt.NDArray[np.int64]) -> "Wanted":
+        return Wanted(self.logprobs[index], self.ranks[index], self.top_n[index])
+
+
+@dataclass(frozen=True)
 class TokenDetails:
     """Of n tokens.
 

@@ -2,6 +2,7 @@
 
 import logging
 import time
+from functools import partial
 
 import numpy as np
 import torch
@@ -9,14 +10,17 @@ from torch import Tensor
 
 from tgis.pb import shard_pb2 as pb
 from tgis.shard import answers
-from tgis.shard.attention.base import Attention
-from tgis.shard.batch import Batch, Booleans, InputSpan, Integers, RowTable
+from tgis.shard.answers import Problem, Sampled, SampledDetails
+from tgis.shard.batch import Batch, RowTable
 from tgis.shard.contents import Contents
-from tgis.shard.details import TokenDetails, describe, join, leave_blank
+from tgis.shard.details import InputSpan, TokenDetails, Wanted, describe, join, leave_blank
+from tgis.shard.forward import Forward
 from tgis.shard.grammar import Guides
 from tgis.shard.lora import TokenAdapters
-from tgis.shard.models.interface import EncoderDecoder, Model
+from tgis.shard.models.interface import EncoderDecoder
+from tgis.shard.rows import Booleans, Integers
 from tgis.shard.sampling import sample
+from tgis.shard.speculate import follow_drafts
 
 logger = logging.getLogger(__name__)
 
@@ -29,8 +33,7 @@ class Engine:
 
     def __init__(
         self,
-        model: Model,
-        attention: Attention,
+        forward: Forward,
         table: RowTable,
         guides: Guides,
         info: pb.InfoResponse,
@@ -38,7 +41,7 @@ class Engine:
     ) -> None:
         """`table` finds in `contents` what rows name; it may be filled beside the steps."""
         self.info, self.contents = info, contents
-        self.model, self._attention, self._table, self._guides = model, attention, table, guides
+        self.model, self.forward, self._table, self._guides = forward.model, forward, table, guides
         self._is_answering = info.rank == 0
 
     def reset(self) -> None:
@@ -55,30 +58,30 @@ class Engine:
         for message in request.opened_rows:
             problem = self._table.open(message)
             if problem is not None:
-                self._end_row(response, message.row, problem)
+                self._end_row(response, Problem(message.row, problem))
             else:
                 self._guides.open(message)
         encoder_inputs, batch = self._table.pack_encoder(request.opened_rows), self._table.pack(request)
         with torch.inference_mode():
             if encoder_inputs is not None:
                 assert isinstance(self.model, EncoderDecoder), "only its rows have inputs for an encoder"
-                self.model.encode(encoder_inputs, self._attention)
+                self.model.encode(encoder_inputs, self.forward.attention)
             if batch is not None:
                 self._compute(batch, response)
         response.forward_ns = time.perf_counter_ns() - began
         return response
 
     def _compute(self, batch: Batch, response: pb.StepResponse) -> None:
-        x = self.model.forward(batch.inputs, self._attention)
+        x, logits = self.forward(batch)
         for span in batch.input_spans:
             self._report_input(span, x, batch.inputs.adapters, response)
-        if len(batch.sampled_rows):
-            self._sample(batch, x, response)
+        if logits is not None:
+            self._sample(batch, logits, response)
 
     def _report_input(
         self, span: InputSpan, x: Tensor, adapters: TokenAdapters | None, response: pb.StepResponse
     ) -> None:
-        wanted = self._table.wanted(np.array([span.row]))
+        wanted = self._table.traits(np.array([span.row])).wanted
         details = self._describe_input(span, x, adapters, wanted.top_n) if wanted.anything.any() else None
         if self._is_answering:
             answers.write_input(response, span, details)
@@ -99,51 +102,78 @@ class Engine:
                 parts.append(describe(logits, token_ids[some], top_n.repeat(len(logits))))
         return join(parts)
 
-    def _sample(self, batch: Batch, x: Tensor, response: pb.StepResponse) -> None:
-        rows = batch.sampled_rows
-        adapters, last = batch.inputs.adapters, batch.sampled_x
-        if len(rows) < len(x):
-            x, adapters = x[last], adapters and adapters.take(last)
-        logits = self.model.logits(x, adapters)
-        wanted = self._table.wanted(rows)
-        described = wanted.anything & self._is_answering
-        chosen, usable = self._choose(rows, logits, described, response)
-        kept = usable.nonzero()[0]
-        token_ids = chosen.numpy(force=True).astype(np.int32)[kept]
-        ended = self._table.append(rows[kept], token_ids)
-        self._guides.advance(rows[kept], token_ids, ended)
-        response.digest = answers.digest(rows[kept], token_ids)
+    def _sample(self, batch: Batch, logits: Tensor, response: pb.StepResponse) -> None:
+        if batch.drafts is None:
+            parts = [self._sample_rows(batch.sampled_rows, logits)]
+            problems = parts[0].problems
+        else:
+            parts, problems = self._sample_drafts(batch, logits)
+        for problem in problems:
+            self._end_row(response, problem)
+        response.digest = answers.digest(parts)
         if self._is_answering:
-            answers.write_sampled(response, rows[kept], token_ids, ended)
-        at = (described & usable).nonzero()[0]
-        if len(at):
-            index = torch.from_numpy(at)
-            details = describe(logits[index], chosen[index], wanted.top_n[at])
-            answers.write_details(response, wanted.take(kept), np.searchsorted(kept, at), details)
+            answers.write_sampled(response, parts)
+
+    def _sample_drafts(self, batch: Batch, logits: Tensor) -> tuple[list[Sampled], list[Problem]]:
+        """What goes wrong behind a draft comes again, before any in the row's next step. A row of which the
+        first token is no number is tried without its drafts, for it may be one of them that spoils it."""
+        parts = list(follow_drafts(batch, partial(self._sample_some, batch, logits)))
+        problems = parts[0].problems
+        spoilt = [problem.row for problem in problems if problem.cause != pb.RowError.CAUSE_GRAMMAR]
+        if spoilt:
+            again = self._table.pack_last(np.array(spoilt))
+            _, logits_again = self.forward(again)
+            assert logits_again is not None
+            parts.append(self._sample_rows(again.sampled_rows, logits_again))
+            problems = [each for each in problems if each.row not in spoilt] + parts[-1].problems
+        return parts, problems
+
+    def _sample_some(self, batch: Batch, logits: Tensor, at: Integers) -> Sampled:
+        return self._sample_rows(batch.sampled_rows[at], logits[torch.from_numpy(at)])
+
+    def _sample_rows(self, rows: Integers, logits: Tensor) -> Sampled:
+        """The next tokens of some rows, by logits [n, vocab_size]."""
+        traits = self._table.traits(rows)
+        described = traits.described & self._is_answering
+        chosen, usable, problems = self._choose(rows, logits, described)
+        kept, token_ids = usable.nonzero()[0], chosen.numpy(force=True).astype(np.int32)
+        if len(kept) < len(rows):
+            rows, token_ids = rows[kept], token_ids[kept]
+        ended = self._table.append(rows, token_ids)
+        self._guides.advance(rows, token_ids, ended)
+        details = None
+        if described.any():
+            details = self._describe(logits, chosen, kept, described[kept], traits.wanted)
+        return Sampled(kept, rows, token_ids, ended, details, problems)
+
+    def _describe(
+        self, logits: Tensor, chosen: Tensor, kept: Integers, described: Booleans, wanted: Wanted
+    ) -> SampledDetails:
+        """Of the tokens `kept`; `described` [num_kept] are the ones that are asked for."""
+        at = kept[described]
+        index = torch.from_numpy(at)
+        details = describe(logits[index], chosen[index], wanted.top_n[at])
+        return SampledDetails(wanted.take(kept), described.nonzero()[0], details)
 
     def _choose(
-        self, rows: Integers, logits: Tensor, described: Booleans, response: pb.StepResponse
-    ) -> tuple[Tensor, Booleans]:
-        """Tokens int64 [n], and where [n] there is one to be had; rows without have ended."""
-        must_end, problems = self._guides.mask(logits, rows)
+        self, rows: Integers, logits: Tensor, described: Booleans
+    ) -> tuple[Tensor, Booleans, list[Problem]]:
+        """Tokens int64 [n], where [n] there is one to be had, and what is wrong with the other rows."""
+        must_end, misled = self._guides.mask(logits, rows)
         batch = self._table.sampling_batch(rows, described, must_end)
         chosen, usable = sample(logits, batch, self._table.seen)
-        for i in (~usable).nonzero()[0].tolist():
-            if i not in problems:
-                self._end_row(response, int(rows[i]), "the model gives no finite score to choose a token by")
-        for i, problem in problems.items():
+        problems = [
+            Problem(int(rows[i]), "the model gives no finite score to choose a token by")
+            for i in (~usable).nonzero()[0].tolist()
+            if i not in misled
+        ]
+        for i, text in misled.items():
             usable[i] = False
-            self._end_row(response, int(rows[i]), problem, pb.RowError.CAUSE_GRAMMAR)
-        return chosen, usable
+            problems.append(Problem(int(rows[i]), text, pb.RowError.CAUSE_GRAMMAR))
+        return chosen, usable, problems
 
-    def _end_row(
-        self,
-        response: pb.StepResponse,
-        row: int,
-        problem: str,
-        cause: pb.RowError.Cause = pb.RowError.CAUSE_UNSPECIFIED,
-    ) -> None:
-        self._table.fail(np.array([row]))
-        logger.warning("row %d cannot be served: %s", row, problem)
+    def _end_row(self, response: pb.StepResponse, problem: Problem) -> None:
+        self._table.fail(np.array([problem.row]))
+        logger.warning("row %d cannot be served: %s", problem.row, problem.text)
         if self._is_answering:
-            response.errors.add(row=row, message=problem, cause=cause)
+            response.errors.add(row=problem.row, message=problem.text, cause=problem.cause)

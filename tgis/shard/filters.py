@@ -1,6 +1,6 @@
-"""Top-k, top-p and typical-p: which tokens sampled rows may choose from. A few hundred candidates nearly
-always decide; a vocabulary is sorted only where they cannot. A row's result never depends on the rows beside
-it."""
+"""Top-k, top-p and typical-p: which tokens sampled rows may choose from. Few candidates mostly decide; where
+they cannot, vocabularies are sorted, but not on a CPU, where that takes longer than a model's step, and the
+edge is searched for. A row's result never depends on the rows beside it."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,6 +12,8 @@ from torch import Tensor
 
 # Candidates tried, in turn, before the whole vocabulary.
 WIDTHS = (64, 1024, 8192)
+# What an edge is searched for in, and how far they reach, in nats; what is beyond shares one.
+NUM_BINS, REACH = 4096, 24.0
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,10 @@ def narrow(scores: Tensor, limits: Limits) -> Iterator[Candidates]:
             _limit_typical(found.scores, limits.typical_p[found.rows])
             yield found
         pending = np.sort(np.concatenate([pending, rows[~certain]]))
+        is_open = limits.top_k[pending] == 0
+        if scores.is_cpu and is_open.any():
+            yield _cut(scores, pending[is_open], limits)
+            pending = pending[~is_open]
         if len(pending) == 0:
             return
 
@@ -85,6 +91,46 @@ def _narrow(
     # Ties of the k-th have a share in the mass that top_p divides, so all of them must be here.
     certain = torch.where(has_k, edge, lowest).squeeze(-1) > best[:, -1]
     return Candidates(rows, kept, token_ids), certain.numpy(force=True) | (width == scores.shape[-1])
+
+
+def _cut(scores: Tensor, rows: npt.NDArray[np.int64], limits: Limits) -> Candidates:
+    """All tokens of `rows`, cut to top_p."""
+    limits = limits.take(rows)
+    scores = scores[torch.from_numpy(rows)]  # [n, vocab_size]
+    probabilities = scores.softmax(-1).numpy()
+    for i in (limits.top_p < 1).nonzero()[0].tolist():
+        _cut_row(scores[i].numpy(), probabilities[i], limits.top_p[i])
+    _limit_typical(scores, limits.typical_p)
+    return Candidates(rows, scores, torch.arange(scores.shape[-1]).expand_as(scores))
+
+
+def _cut_row(scores: npt.NDArray[np.float32], weights: npt.NDArray[np.float32], top_p: np.float32) -> None:
+    """In place, [vocab_size]."""
+    edge, before = _find_edge(-scores, weights, top_p, -scores.max())
+    ties = np.flatnonzero(scores == -edge)
+    scores[scores < -edge] = -np.inf
+    scores[ties[before + weights[ties].astype(np.float64).cumsum() - weights[ties] >= top_p]] = -np.inf
+
+
+def _find_edge(
+    keys: npt.NDArray[np.float32],
+    weights: npt.NDArray[np.float32],
+    mass: np.float32,
+    least: np.float32,
+) -> tuple[np.float32, np.float64]:
+    """The key at which the weights [width] of all that are not higher reach the mass, and the weights of all
+    that are lower; the highest where they never do. No key is lower than `least`."""
+    with np.errstate(invalid="ignore"):  # a row of which nothing can be chosen has no least
+        bins = (np.fmin(keys - least, np.float32(REACH)) * np.float32(NUM_BINS / REACH)).astype(np.int32)
+    total = np.bincount(bins, weights, NUM_BINS + 1).cumsum()
+    found = min(int(np.searchsorted(total, mass)), int(bins.max()))
+    inside = np.flatnonzero(bins == found)
+    inside = inside[np.argsort(keys[inside], kind="stable")]
+    lower = total[found - 1] if found else np.float64(0)
+    total = lower + weights[inside].astype(np.float64).cumsum()
+    edge = keys[inside[min(int(np.searchsorted(total, mass)), len(inside) - 1)]]
+    first = int(np.searchsorted(keys[inside], edge))
+    return edge, total[first - 1] if first else lower
 
 
 def _rank(scores: Tensor, width: int) -> tuple[Tensor, Tensor]:
@@ -129,6 +175,9 @@ def keep_typical(scores: Tensor, typical_p: npt.NDArray[np.float32]) -> Tensor:
 def _typical_edge(distance: Tensor, probabilities: Tensor, mass: Tensor) -> Tensor:
     """The distance [n, 1] at which the mass is reached, however many candidates it takes to tell."""
     size = distance.shape[-1]
+    if distance.is_cpu and size > WIDTHS[0]:
+        rows = zip(distance.numpy(), probabilities.numpy(), mass.squeeze(-1).numpy(), strict=True)
+        return torch.from_numpy(np.array([[_find_edge(*row, np.float32(0))[0]] for row in rows]))
     for width in (*(width for width in WIDTHS if width < size), size):
         nearest, columns = distance.topk(width, largest=False)  # rising
         short = probabilities.gather(-1, columns).cumsum(-1) < mass

@@ -14,14 +14,14 @@ import torch
 from tgis import hub
 from tgis.config import ShardConfig
 from tgis.pb import shard_pb2 as pb
-from tgis.shard import capacity, platform, resources, world
+from tgis.shard import capacity, platform, quantization, resources, world
 from tgis.shard.batch import RowTable
 from tgis.shard.cache import KVCache, bytes_per_block
 from tgis.shard.capacity import GIB, Demand, Room
-from tgis.shard.checkpoint import count_elements
 from tgis.shard.content_loading import Allowance, allow, open_contents, read_names
 from tgis.shard.contents import Contents
 from tgis.shard.engine import Engine
+from tgis.shard.forward import Forward, TapedForward
 from tgis.shard.grammar import Guides, read_tokenizer
 from tgis.shard.models import engines
 from tgis.shard.models.interface import Model, ModelSpec, UnsupportedModelError
@@ -47,10 +47,9 @@ def load(config: ShardConfig, ranks: World | None = None, on: Platform | None = 
     directory = Path(config.model_path)
     settings = hub.read_json(directory, "config.json")
     # Whether it can be served, before anything slow happens.
-    choice = engines.choose(
-        directory, settings, config.deployment_framework, config.world_size, config.trust_remote_code
-    )
+    choice = _choose_engine(config, settings)
     spec, on = choice.spec, on or _choose_platform(config, choice)
+    quantization.check(config.quantize, on)
     demand = _demand(config, settings, spec)
     allowance = allow(config, choice.engine == engines.NATIVE, demand.max_sequence_length)
     configure(config.cpu_threads or max(1, resources.count_cores() // config.world_size))
@@ -58,7 +57,7 @@ def load(config: ShardConfig, ranks: World | None = None, on: Platform | None = 
     info = _describe(config, settings, spec, dtype, allowance)
     guides = _start_guides(directory, Path(config.tokenizer_path or directory), spec.vocab_size)
     ranks = ranks or _join(config, on.device)
-    _check_fit(directory, choice, ranks, dtype, demand, on, allowance)
+    _check_fit(config, choice, ranks, dtype, demand, on, allowance)
     before = on.memory.memory_used()
     model = choice.load(ranks, DTYPES[dtype], on.kernels)
     _check_length(model.spec, demand.max_sequence_length)
@@ -68,14 +67,17 @@ def load(config: ShardConfig, ranks: World | None = None, on: Platform | None = 
     if allowance.adapter_bytes:
         on.kernels.prepare_adapters()
     contents = open_contents(config, model)
-    loaded = _Loaded(info, model, ranks, guides, demand, DTYPES[dtype], on, contents, allowance.num_bytes)
+    is_taped = on.tapes_steps and choice.engine == engines.NATIVE and ranks.size == 1
+    loaded = _Loaded(
+        info, model, ranks, guides, demand, DTYPES[dtype], on, contents, allowance.num_bytes, is_taped
+    )
     room = loaded.measure_room(config.max_step_tokens)
     engine = loaded.make_engine(capacity.make_cache(model.spec, ranks, DTYPES[dtype], demand, room))
     num_blocks = engine.info.num_blocks
     logger.info(
         "loaded in %.1f s: memory grew by %.2f GiB with %s weights, %.2f GiB are cache; it holds %d blocks, "
         "%d tokens, %.1f requests of %d tokens",
-        *(time.monotonic() - began, weight_gib, dtype, num_blocks * loaded.block_bytes / GIB),
+        *(time.monotonic() - began, weight_gib, info.weight_dtype, num_blocks * loaded.block_bytes / GIB),
         *(num_blocks, num_blocks * demand.block_size, num_blocks / demand.blocks_per_request),
         demand.max_sequence_length,
     )
@@ -101,6 +103,8 @@ class _Loaded:
     contents: Contents
     contents_bytes: int
     """That they may grow to."""
+    is_taped: bool
+    """Whether steps may be made of the platform's kernels alone."""
 
     @property
     def block_bytes(self) -> int:
@@ -120,7 +124,8 @@ class _Loaded:
         )
         info = pb.InfoResponse(num_blocks=cache.num_blocks)
         info.MergeFrom(self.info)
-        return Engine(self.model, self.on.attention(cache), table, self.guides, info, self.contents)
+        forward = (TapedForward if self.is_taped else Forward)(self.model, self.on.attention(cache))
+        return Engine(forward, table, self.guides, info, self.contents)
 
     def measure_room(self, max_step_tokens: int) -> Room:
         """What is left for caches once kernels are compiled. Raises WorldError, ModelTooLargeError."""
@@ -141,6 +146,12 @@ class _Loaded:
         capacity.check_room(room)
         self.on.memory.release_memory()
         return room
+
+
+def _choose_engine(config: ShardConfig, settings: dict[str, Any]) -> engines.Choice:
+    """Raises UnsupportedModelError and WeightsError."""
+    how = (config.deployment_framework, config.world_size, config.trust_remote_code)
+    return engines.choose(Path(config.model_path), settings, *how, quantization.read(config.quantize))
 
 
 def _choose_platform(config: ShardConfig, choice: engines.Choice) -> Platform:
@@ -173,7 +184,7 @@ def _check_length(spec: ModelSpec, length: int) -> None:
 
 
 def _check_fit(
-    directory: Path,
+    config: ShardConfig,
     choice: engines.Choice,
     ranks: World,
     dtype: str,
@@ -184,12 +195,12 @@ def _check_fit(
     """Before gigabytes are read. No rank reads any before all have looked at what is left."""
     weights = choice.weight_bytes
     if weights is None:
-        weights = count_elements(directory) * DTYPES[dtype].itemsize
+        weights = quantization.count_bytes(config, choice, DTYPES[dtype])
     if choice.engine != engines.NATIVE:  # then every rank has all of them
         weights *= ranks.size
     left = on.memory_left(ranks)
-    divisor, contents = on.cache_divisor, allowance.num_bytes
-    capacity.check_fit(choice.spec, ranks, DTYPES[dtype], demand, weights, left, divisor, contents)
+    beside = (on.cache_divisor, allowance.num_bytes)
+    capacity.check_fit(choice.spec, ranks, DTYPES[dtype], demand, weights, left, *beside, config.quantize)
 
 
 def _choose_dtype(asked: str | None, settings: dict[str, Any], choice: engines.Choice) -> str:
@@ -231,7 +242,7 @@ def _describe(
         rank=config.rank,
         world_size=config.world_size,
         epoch=config.epoch,
-        weight_dtype=dtype,
+        weight_dtype=config.quantize or dtype,
         cache_dtype=dtype,
         rope_switch_len=spec.rope_switch_len,
         decoder_start_token_id=_start_token_id(config, settings, spec.vocab_size)

@@ -57,6 +57,8 @@ class Platform:
     """Whether all ranks of a model are in the same memory."""
     cache_divisor: int
     """Of the memory that weights and steps leave, the cache may have one part in so many."""
+    tapes_steps: bool
+    """Whether kernels and attention can be recorded."""
 
     def memory_left(self, ranks: World) -> int:
         """Bytes that all ranks together may still take, if each takes as many. Raises WorldError."""
@@ -64,7 +66,7 @@ class Platform:
         return left if self.is_memory_shared else left * ranks.size
 
 
-ON_CPU = Platform(CPU, cpu, CpuAttention, resources, is_memory_shared=True, cache_divisor=4)
+ON_CPU = Platform(CPU, cpu, CpuAttention, resources, is_memory_shared=True, cache_divisor=4, tapes_steps=True)
 
 
 def choose(asked: str, rank: int, size: int) -> Platform:
@@ -89,4 +91,4 @@ def choose(asked: str, rank: int, size: int) -> Platform:
 def on_cuda(device: torch.device) -> Platform:
     """`device` is this process's own."""
     kernels, memory = TorchKernels(device), CudaMemory(device)
-    return Platform(device, kernels, TorchAttention, memory, is_memory_shared=False, cache_divisor=1)
+    return Platform(device, kernels, TorchAttention, memory, False, cache_divisor=1, tapes_steps=False)

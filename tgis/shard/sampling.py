@@ -46,6 +46,7 @@ class SamplingBatch:
     eos_token_ids: npt.NDArray[np.int32]
     described: npt.NDArray[np.bool_]
     must_end: npt.NDArray[np.bool_] | np.bool_ = np.False_
+    is_plain: bool = False  # as `find_plain` says
 
 
 class SeenTokens:
@@ -70,17 +71,24 @@ class SeenTokens:
         return self._seen[torch.from_numpy(rows)]
 
 
+def find_plain(params: npt.NDArray[np.void]) -> bool:
+    """Whether all rows take the highest score of those that the model gives."""
+    changes = (params["repetition_penalty"] != 1) | (params["length_penalty_factor"] != 1)
+    return bool((params["greedy"] & ~changes & (params["min_new_tokens"] == 0)).all())
+
+
 def sample(scores: Tensor, batch: SamplingBatch, seen: SeenTokens) -> tuple[Tensor, npt.NDArray[np.bool_]]:
     """Tokens int64 [n] from logits float32 [n, vocab_size], and where [n] the logits were fit to choose from.
 
     Works in place: afterwards the scores of `batch.described` rows are those the choice was made from."""
-    _penalise(scores, batch, seen)
-    if batch.params["greedy"].all():
+    if not batch.is_plain:
+        _penalise(scores, batch, seen)
+    if batch.is_plain or batch.params["greedy"].all():
         highest, chosen = scores.max(-1)  # the lowest id among equals
-        return chosen, highest.isfinite().numpy(force=True)
+        return chosen, np.isfinite(highest.numpy(force=True))
     if (batch.params["temperature"] != 1).any():
         scores.div_(_column(batch.params["temperature"], scores.device))
-    usable = scores.amax(-1).isfinite().numpy(force=True)
+    usable = np.isfinite(scores.amax(-1).numpy(force=True))
     return _choose(scores, batch), usable
 
 

@@ -1,17 +1,18 @@
-"""One rank's service on its Unix socket: gRPC's threads carry messages, the main thread computes the
-steps."""
+"""One rank's service on its Unix sockets: the main thread takes the steps and computes them, gRPC's threads
+answer everything else."""
 
-import enum
 import gc
 import logging
 import os
+import select
 import signal
-import sys
+import socket
+import struct
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
-from queue import SimpleQueue
 from typing import NoReturn, TypeVar
 
 import grpc
@@ -19,6 +20,7 @@ import grpc
 from tgis import hub
 from tgis.config import ShardConfig
 from tgis.errors import OperatorError
+from tgis.frames import FrameReader, frame, steps_path
 from tgis.pb import shard_pb2 as pb
 from tgis.pb.shard_pb2_grpc import ShardServiceServicer, add_ShardServiceServicer_to_server
 from tgis.shard.content_calls import ContentCalls
@@ -32,8 +34,8 @@ NUM_RPC_THREADS = 8
 # Calls that read files, at once; further ones wait without a thread, and until their deadlines at most.
 NUM_FINDS, NUM_LOADS = 16, 2
 STEPS_BETWEEN_COLLECTIONS = 1000
-# Answers leave while the next step computes, as soon as a thread of gRPC's gets a turn.
-SWITCH_INTERVAL_S = 0.0005
+READ_BYTES = 1 << 18
+SEND_TIMEOUT = struct.pack("ll", 10, 0)  # seconds and microseconds
 SERVER_OPTIONS = [
     ("grpc.so_reuseport", 0),
     ("grpc.max_send_message_length", -1),
@@ -45,19 +47,65 @@ class SocketError(OperatorError):
     """The socket cannot be opened; the text is one line."""
 
 
-class Mark(enum.Enum):
-    """What befalls a stream beside its messages."""
+class StepSocket:
+    """The stream of steps of the router that connected last; any before it is over."""
 
-    BEGUN = enum.auto()
-    ENDED = enum.auto()
-    REPLACED = enum.auto()
+    def __init__(self, path: str) -> None:
+        """Raises SocketError."""
+        self._listener = socket.socket(socket.AF_UNIX)
+        Path(path).unlink(missing_ok=True)
+        with _private_socket(path):
+            self._listener.bind(path)
+        self._listener.listen()
+        self._poll = select.poll()
+        self._poll.register(self._listener, select.POLLIN)
+        self._connection: socket.socket | None = None
+        self._frames = FrameReader()
 
+    def receive(self) -> list[pb.StepRequest] | None:
+        """Waits for steps; None: a stream begins."""
+        while True:
+            ready = {number for number, _ in self._poll.poll()}
+            if self._listener.fileno() in ready:
+                self._begin()
+                return None
+            if requests := [pb.StepRequest.FromString(body) for body in self._frames.push(self._read())]:
+                return requests
 
-class Stream:
-    """One Step call: what is to be sent to the router."""
+    def send(self, response: pb.StepResponse) -> None:
+        """Nowhere if the router is gone."""
+        if self._connection is not None:
+            try:
+                self._connection.sendall(frame(response))
+            except OSError as error:
+                self._end(error)
 
-    def __init__(self) -> None:
-        self.outbox: SimpleQueue[pb.StepResponse | Mark] = SimpleQueue()
+    def _begin(self) -> None:
+        if self._connection is not None:
+            self._end("a newer one has taken over")
+        self._connection, _ = self._listener.accept()
+        # A router that reads no answers must not keep its successor waiting for ever.
+        self._connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, SEND_TIMEOUT)
+        self._frames = FrameReader()
+        self._poll.register(self._connection, select.POLLIN)
+
+    def _read(self) -> bytes:
+        assert self._connection is not None, "only what is connected has bytes"
+        try:
+            data = self._connection.recv(READ_BYTES)
+        except OSError as error:
+            self._end(error)
+            return b""
+        if not data:
+            self._end("it was closed")
+        return data
+
+    def _end(self, reason: object) -> None:
+        assert self._connection is not None
+        logger.info("the router's stream is over: %s", reason)
+        self._poll.unregister(self._connection)
+        self._connection.close()
+        self._connection = None
 
 
 Method = TypeVar("Method", bound=Callable[..., object])
@@ -77,13 +125,10 @@ def _beside_others(threads: ThreadPoolExecutor) -> Callable[[Method], Method]:
 
 
 class ShardService(ShardServiceServicer):
-    """Puts the steps of the newest stream into `inbox`; answers everything else itself."""
+    """Answers everything but the steps."""
 
     def __init__(self, info: pb.InfoResponse, content_calls: ContentCalls) -> None:
-        self.inbox: SimpleQueue[tuple[Stream, pb.StepRequest | Mark]] = SimpleQueue()
         self._info, self._content_calls = info, content_calls
-        self._newest: Stream | None = None
-        self._lock = threading.Lock()
 
     def Info(self, request: pb.InfoRequest, context: grpc.ServicerContext) -> pb.InfoResponse:
         return self._info
@@ -102,89 +147,60 @@ class ShardService(ShardServiceServicer):
     def Unload(self, request: pb.UnloadRequest, context: grpc.ServicerContext) -> pb.UnloadResponse:
         return self._content_calls.unload(request, context)
 
-    def Step(
-        self, requests: Iterator[pb.StepRequest], context: grpc.ServicerContext
-    ) -> Iterator[pb.StepResponse]:
-        stream = self._begin()
-        if not context.add_callback(lambda: stream.outbox.put(Mark.ENDED)):
-            return  # the router is gone already
-        threading.Thread(target=self._read, args=(stream, requests), name="steps", daemon=True).start()
-        while True:
-            answer = stream.outbox.get()
-            if isinstance(answer, pb.StepResponse):
-                yield answer
-            elif answer is Mark.REPLACED:
-                context.abort(grpc.StatusCode.ABORTED, "a newer stream has taken over")
-            else:
-                return
-
-    def _begin(self) -> Stream:
-        stream = Stream()
-        with self._lock:
-            if self._newest is not None:
-                self._newest.outbox.put(Mark.REPLACED)
-            self._newest = stream
-            self.inbox.put((stream, Mark.BEGUN))
-        return stream
-
-    def _read(self, stream: Stream, requests: Iterator[pb.StepRequest]) -> None:
-        try:
-            for request in requests:
-                self.inbox.put((stream, request))
-        except grpc.RpcError:
-            logger.info("the router's stream broke off")
-        self.inbox.put((stream, Mark.ENDED))
-
 
 def serve(config: ShardConfig) -> NoReturn:
-    """Loads the model, then opens the socket `{uds_path}-{rank}` and computes until SIGTERM (status 0) or
-    until a step fails (status 1). What goes wrong before raises one of the errors of `load`, or
-    SocketError."""
+    """Loads the model, then opens the socket `{uds_path}-{rank}`, with that of the steps beside it, and
+    computes until SIGTERM (status 0) or until a step fails (status 1). What goes wrong before raises one of
+    the errors of `load`, or SocketError."""
     _end_on_signals()
     engine = load(config)
     length = sequence_length(config, hub.read_json(Path(config.model_path), "config.json"))
     store = open_store(config, engine.model, length)
     service = ShardService(engine.info, ContentCalls(store, open_spool(config), engine.contents))
-    path = Path(f"{config.uds_path}-{config.rank}")
+    path = f"{config.uds_path}-{config.rank}"
+    steps = StepSocket(steps_path(path))  # who finds the other may connect to this one
     server = _listen(service, path)
     _quieten_interpreter()
     logger.info("rank %d of %d serves %s on %s", config.rank, config.world_size, config.model_path, path)
     try:
-        _compute(engine, service.inbox)
+        _compute(engine, steps)
     except Exception:
         logger.exception("a step failed; this process can answer for nothing any more")
     server.stop(None)
     _exit(1)
 
 
-def _listen(service: ShardService, path: Path) -> grpc.Server:
-    """The socket is this user's alone."""
+def _listen(service: ShardService, path: str) -> grpc.Server:
     server = grpc.server(ThreadPoolExecutor(NUM_RPC_THREADS, "rpc"), options=SERVER_OPTIONS)
     add_ShardServiceServicer_to_server(service, server)
-    path.unlink(missing_ok=True)
-    mask = os.umask(0o177)
-    try:
+    Path(path).unlink(missing_ok=True)
+    with _private_socket(path):
         server.add_insecure_port(f"unix:{path}")
-    except RuntimeError as error:
-        raise SocketError(f"cannot listen on {path}: {error}") from error
-    finally:
-        os.umask(mask)
     server.start()
     return server
 
 
-def _compute(engine: Engine, inbox: SimpleQueue[tuple[Stream, pb.StepRequest | Mark]]) -> NoReturn:
-    current, num_steps = None, 0
+@contextmanager
+def _private_socket(path: str) -> Iterator[None]:
+    """What is bound meanwhile is this user's alone. Raises SocketError."""
+    mask = os.umask(0o177)
+    try:
+        yield
+    except (OSError, RuntimeError) as error:
+        raise SocketError(f"cannot listen on {path}: {error}") from error
+    finally:
+        os.umask(mask)
+
+
+def _compute(engine: Engine, steps: StepSocket) -> NoReturn:
+    num_steps = 0
     while True:
-        stream, item = inbox.get()
-        if item is Mark.BEGUN:
-            current = stream
+        requests = steps.receive()
+        if requests is None:
             engine.reset()
-        elif item is Mark.ENDED:
-            stream.outbox.put(Mark.ENDED)
-        elif stream is current:  # else it was sent before the newer stream took over
-            assert isinstance(item, pb.StepRequest)
-            stream.outbox.put(engine.execute(item))
+            continue
+        for request in requests:
+            steps.send(engine.execute(request))
             num_steps += 1
             if num_steps % STEPS_BETWEEN_COLLECTIONS == 0:
                 gc.collect()
@@ -195,7 +211,6 @@ def _quieten_interpreter() -> None:
     gc.collect()
     gc.freeze()
     gc.disable()
-    sys.setswitchinterval(SWITCH_INTERVAL_S)
 
 
 def _end_on_signals() -> None:

@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 COMPILED_TOKENS = 20
 FIRST_TOKENS, GROWTH = 32, 4
 # Once two steps have been run, none that is likely to take longer.
-MAX_STEP_S = 2.0
+MAX_STEP_S = 0.5
 # Of all that a row may ask for, what takes most memory.
 SAMPLING = pb.Sampling(
     temperature=1, top_p=0.95, typical_p=0.95, repetition_penalty=1.1, length_penalty_factor=1

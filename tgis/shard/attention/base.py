@@ -2,12 +2,13 @@
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
+from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
-TILE = 16  # tokens of one sequence that are attended with together at most
+TILE = 32  # tokens of one sequence that are attended with together at most
 
 
 @dataclass(frozen=True)
@@ -31,19 +32,54 @@ class AttentionMetadata:
         """int32 [num_tiles, 4]: sequence, first token in the step, number of tokens, the first's position.
 
         The costliest come first, so that threads which take one after the other end together."""
-        counts = self.cu_seqlens_q.diff()  # [num_seqs]
-        tiles_of = (counts + TILE - 1) // TILE
-        sequence = torch.repeat_interleave(tiles_of)  # [num_tiles]
-        before = (tiles_of.cumsum(0) - tiles_of)[sequence]  # tiles of the sequences before
-        offset = (torch.arange(len(sequence)) - before) * TILE
-        count = (counts[sequence] - offset).clamp(max=TILE)
-        position = (self.seq_lens - counts)[sequence] + offset
-        seen = position + count
-        if self.is_cross:
-            position, seen = torch.zeros_like(position), self.seq_lens[sequence]
-        tiles = torch.stack((sequence, self.cu_seqlens_q[sequence] + offset, count, position), 1)
-        cost = seen * count
-        return tiles[cost.argsort(descending=True, stable=True)].to(torch.int32)
+        begins, lengths = self.cu_seqlens_q.numpy(), self.seq_lens.numpy()
+        if (begins == np.arange(len(begins))).all():
+            return torch.from_numpy(_lay_single_tokens(lengths, self.is_cross))
+        return torch.from_numpy(_cut(begins.astype(np.int64), lengths.astype(np.int64), self.is_cross))
+
+    @cached_property
+    def table(self) -> Tensor:
+        """int64 [9], on the CPU: all that a compiled kernel needs to know of a step, in one place, which
+        another step's table may be copied to.
+
+        Numbers of tokens, sequences, entries of a block table, tiles, and tokens of a tile at most; the
+        addresses of seq_lens, block_tables, tiles and slot_mapping, whose memory lives as long as this."""
+        tensors = self._kept
+        addresses = [x.data_ptr() for x in tensors]
+        num_seqs, max_blocks = self.block_tables.shape
+        num_tokens = int(self.cu_seqlens_q.numpy()[-1])
+        most = 1 if num_tokens == num_seqs == len(tensors[2]) else TILE
+        table = (num_tokens, num_seqs, max_blocks, len(tensors[2]), most, *addresses)
+        return torch.from_numpy(np.array(table, np.int64))
+
+    @cached_property
+    def _kept(self) -> tuple[Tensor, ...]:
+        slots = self.slot_mapping.to(torch.int64).contiguous()
+        return self.seq_lens.contiguous(), self.block_tables.contiguous(), self.tiles, slots
+
+
+def _lay_single_tokens(lengths: Any, is_cross: bool) -> Any:
+    """The tiles of sequences with a new token each."""
+    tiles = np.empty((len(lengths), 4), np.int32)
+    order = np.argsort(-lengths, kind="stable") if len(lengths) > 1 else 0
+    tiles[:, 0] = tiles[:, 1] = order
+    tiles[:, 2], tiles[:, 3] = 1, 0 if is_cross else lengths[order] - 1
+    return tiles
+
+
+def _cut(begins: Any, lengths: Any, is_cross: bool) -> Any:
+    counts = begins[1:] - begins[:-1]  # [num_seqs]
+    tiles_of = (counts + TILE - 1) // TILE
+    sequence = np.repeat(np.arange(len(counts)), tiles_of)  # [num_tiles]
+    before = (tiles_of.cumsum() - tiles_of)[sequence]  # tiles of the sequences before
+    offset = (np.arange(len(sequence)) - before) * TILE
+    count = np.minimum(counts[sequence] - offset, TILE)
+    position = (lengths - counts)[sequence] + offset
+    seen = position + count
+    if is_cross:
+        position, seen = np.zeros_like(position), lengths[sequence]
+    tiles = np.stack((sequence, begins[sequence] + offset, count, position), 1)
+    return tiles[np.argsort(-seen * count, kind="stable")].astype(np.int32)
 
 
 @dataclass(frozen=True)

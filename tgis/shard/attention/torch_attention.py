@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tgis.shard.attention.base import AttentionMetadata, Scoring
-from tgis.shard.cache import LANES, KVCache
+from tgis.shard.cache import KVCache
 
 # Keys that are gathered at once, and pairs of a query and a key that are scored at once, where not a single
 # sequence or query has more.
@@ -110,9 +110,7 @@ def _piece(
 
 def _as_pages(cache: KVCache, elements: Tensor) -> Tensor:
     """[num_layers, num_blocks, num_kv_heads, block_size, head_dim]"""
-    sides = (-(-n // LANES) * LANES for n in (cache.block_size, cache.head_dim))
-    pages = elements.view(*elements.shape[:3], *sides)
-    return pages[..., : cache.block_size, : cache.head_dim]
+    return elements.view(*elements.shape[:3], cache.block_size, cache.head_dim)
 
 
 def _gather(pages: Tensor, piece: _Piece) -> Tensor:

@@ -32,15 +32,16 @@ def _change_row(kind: int, x: Any, other: Any, number: Any) -> None:
 
 
 def _change(args: Any) -> None:
-    a = carray(args, 9)
-    num_rows, size, rows_per_unit, kind, stride = a[1], a[2], a[3], a[4], a[7]
-    x = carray(pointer(a[5], _F32), (num_rows, size))
-    number = as_float(a[8])
+    a = carray(args, 10)
+    num_rows, size, rows_per_unit, kind = a[1], a[2], a[3], a[4]
+    pitch, stride = 4 * a[6], 4 * a[8]  # bytes from one row to the next
+    number = as_float(a[9])
     first = take(args) * rows_per_unit
     while first < num_rows:
         for t in range(first, min(num_rows, first + rows_per_unit)):
-            other = carray(pointer(a[6] + 4 * t * stride, _F32), (size if a[6] else 0,))
-            _change_row(kind, x[t], other, number)
+            x = carray(pointer(a[5] + t * pitch, _F32), (size,))
+            other = carray(pointer(a[7] + t * stride, _F32), (size if a[7] else 0,))
+            _change_row(kind, x, other, number)
         first = take(args) * rows_per_unit
 
 

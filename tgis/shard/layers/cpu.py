@@ -1,17 +1,9 @@
-"""The CPU's `Kernels`: float32 activations, and weights packed once for products whose rows are independent.
+"""The CPU's `Kernels`: float32 activations, weights packed once, and rows that do not affect each other."""
 
-float16 and bfloat16 weights are packed as float16 (FBGEMM), float32 ones as float32 (oneDNN). Both keep a
-row's bits whatever the other rows are, if some numbers of rows are avoided, which `_extra_rows` finds out."""
-
-import functools
-import logging
 import threading
-import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from tgis.shard.compiled import Kernel, as_bits, empty
 from tgis.shard.layers import (
@@ -21,30 +13,26 @@ from tgis.shard.layers import (
     compiled_low_rank,
     compiled_norms,
     compiled_tables,
+    int8,
+    packed,
 )
 from tgis.shard.layers.kernels import HeadNorm, Product
 from tgis.shard.lora import TILE, Deltas, TokenAdapters
 
-logger = logging.getLogger(__name__)
-
 device = torch.device("cpu")
-FLOAT16_MAX = 65504.0
 _UNIT = 16384  # elements a thread should get at least; waking one for less costs more than it saves
 _PRODUCTS = 1 << 17  # multiplications for which a second thread is woken
 _FEW_TILES, _COLUMNS = 8, 8192  # so few tiles of adapters' tokens are cut into so many columns
-_PERIOD = 120  # rows that FBGEMM takes at a time
-_TRIED_FEATURES = 32
 _preparing = threading.Lock()
 
 
 def pack(weight: Tensor, dtype: torch.dtype, label: str) -> Product:
-    """As in `Kernels`. A matrix with values beyond float16's range stays float32, with a warning."""
-    low, high = weight.aminmax()
-    if dtype != torch.float32 and not max(-low, high) <= FLOAT16_MAX:
-        logger.warning("%s does not fit float16 and is kept as float32", label)
-        dtype = torch.float32
-    halves = dtype != torch.float32 and "fbgemm" in torch.backends.quantized.supported_engines
-    return _padded(_pack_float16 if halves else _pack_float32, weight.to(dtype).float())
+    """As in `Kernels`. For float16, a matrix that would lose by it stays float32, with a warning."""
+    return packed.pack(weight, dtype, label)
+
+
+def pack_int8(weight: Tensor) -> Product:
+    return int8.pack(weight)
 
 
 def prepare_adapters() -> None:
@@ -117,7 +105,8 @@ def soften(x: Tensor, cap: float) -> Tensor:
 
 
 def _change(x: Tensor, kind: str, number: float = 0.0, other: int = 0, stride: int = 0) -> Tensor:
-    given = (compiled_changes.KINDS[kind], x.data_ptr(), other, stride, as_bits(number))
+    assert x.stride(1) == 1 or x.shape[1] == 1, "elements of a row lie side by side"
+    given = (compiled_changes.KINDS[kind], x.data_ptr(), x.stride(0), other, stride, as_bits(number))
     _run(compiled_changes.change, x.shape, *given)
     return x
 
@@ -180,74 +169,3 @@ def _run(kernel: Kernel, shape: tuple[int, ...], *args: int, width: int | None =
     rows_per_unit = max(1, _UNIT // (width or shape[1]))
     run = kernel if shape[0] <= rows_per_unit else kernel.spread
     run(*shape, rows_per_unit, *args)
-
-
-def _pack_float32(weight: Tensor) -> Product:
-    if not torch._C._has_mkldnn:
-        weight = weight.clone()
-        return lambda x: nn.functional.linear(x, weight)
-    packed = torch.ops.mkldnn._reorder_linear_weight(weight)
-    multiply = torch.ops.mkldnn._linear_pointwise.default
-    return lambda x: multiply(x, packed, None, "none", [], "")
-
-
-class _Float16(nn.Module):
-    def __init__(self, packed: torch.ScriptObject):
-        super().__init__()
-        self.packed = packed
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = torch.ops.quantized.linear_dynamic_fp16(x, self.packed)
-        return y
-
-
-def _pack_float16(weight: Tensor) -> Product:
-    """Scripted, because a packed weight that comes from Python costs ten microseconds with every call."""
-    packed = torch.ops.quantized.linear_prepack_fp16(weight, None)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        scripted = torch.jit.script(_Float16(packed))
-    product: Product = scripted._c._get_method("forward")
-    return product
-
-
-def _padded(packer: Callable[[Tensor], Product], weight: Tensor) -> Product:
-    """The packed weight, only ever given so many rows at a time that each row's bits are its own affair."""
-    product, extra = packer(weight), _extra_rows(packer, weight.shape[1])
-    if not any(extra):
-        return product
-
-    def multiply(x: Tensor) -> Tensor:
-        missing = extra[len(x) % _PERIOD]
-        return product(torch.cat((x, x[:1].expand(missing, -1))))[: len(x)] if missing else product(x)
-
-    return multiply
-
-
-@functools.cache
-def _extra_rows(packer: Callable[[Tensor], Product], in_features: int) -> tuple[int, ...]:
-    """How many rows to add for every number of rows, modulo _PERIOD, found by trying on this machine.
-
-    Libraries cut rows into groups and sum in another order where a group is small: FBGEMM on AVX2 where
-    groups of six leave one or two rows over, oneDNN where there is but one row."""
-    random = torch.Generator().manual_seed(0)
-    product = packer(torch.randn(_TRIED_FEATURES, in_features, generator=random))
-    x = torch.randn(_PERIOD, in_features, generator=random)
-    with _one_thread():
-        expected = product(x)
-        good = [True] + [torch.equal(product(x[:m]), expected[:m]) for m in range(1, _PERIOD)]
-    if sum(good) < _PERIOD / 2:
-        logger.warning("the rows of matrix products affect each other's last bits on this machine")
-        return (0,) * _PERIOD
-    return tuple(next(i for i in range(_PERIOD) if good[(m + i) % _PERIOD]) for m in range(_PERIOD))
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """Many small products are slow where threads wait for each other."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(num_threads)

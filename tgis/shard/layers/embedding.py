@@ -57,7 +57,7 @@ class Head:
         missing = -(-vocab_size // parts.world.size) - (share.stop - share.start)
         weight = stored.read(share)
         weight = F.pad(weight, (0, 0, 0, missing)) if missing else weight
-        self._multiply = parts.kernels.pack(weight, parts.dtype, stored.label)
+        self._multiply = parts.pack(weight, stored.label)
 
     def __call__(self, x: Tensor, adapters: TokenAdapters | None) -> Tensor:
         y = self._adapt(x, self._multiply(x), adapters)

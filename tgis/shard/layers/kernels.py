@@ -1,9 +1,9 @@
 """What a platform provides to the layers, chosen once when a model is loaded, and what every layer is made
 from."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -12,9 +12,19 @@ from tgis.shard.lora import Cut, Deltas, TokenAdapters
 from tgis.shard.weights import Weights
 from tgis.shard.world import World
 
+Quantization = Literal["none", "int8"]
+
 
 class Product(Protocol):
     """x W^T for a weight that has been packed."""
+
+    @property
+    def in_features(self) -> int: ...
+    @property
+    def out_features(self) -> int: ...
+    @property
+    def num_bytes(self) -> int:
+        """Of the weight as it is packed."""
 
     def __call__(self, x: Tensor) -> Tensor:
         """[num_tokens, in_features] -> [num_tokens, out_features], newly allocated."""
@@ -39,6 +49,10 @@ class Kernels(Protocol):
     def pack(self, weight: Tensor, dtype: torch.dtype, label: str) -> Product:
         """weight: [out_features, in_features], not kept. `label` names it in warnings."""
 
+    @property
+    def pack_int8(self) -> Callable[[Tensor], Product] | None:
+        """As `pack`, with 8 bits for a weight; None where there are no such products."""
+
     def prepare_adapters(self) -> None:
         """Whatever the two below need, which may take seconds; called before the first of them is."""
 
@@ -61,7 +75,8 @@ class Kernels(Protocol):
         """Rows ids + offset, int64 [num_tokens], of a table in the weights' type: [num_tokens, size]."""
 
     def add(self, x: Tensor, y: Tensor) -> Tensor:
-        """x itself, [num_tokens, size], now x + y; y is of the same shape, or [size]."""
+        """x itself, [num_tokens, size], now x + y; y is of the same shape, or [size]. Here and in the next
+        three, rows may lie apart."""
 
     def scale(self, x: Tensor, factor: float) -> Tensor:
         """x itself, [num_tokens, size], now x * factor."""
@@ -110,7 +125,8 @@ class Kernels(Protocol):
 
 @dataclass(frozen=True)
 class Parts:
-    """What a layer is made from. `dtype` is the type the weights are rounded to."""
+    """What a layer is made from. `dtype` is the type that weights are rounded to, but those of linear layers
+    where `quantize` says otherwise."""
 
     world: World
     weights: Weights
@@ -118,6 +134,14 @@ class Parts:
     kernels: Kernels
     cuts: dict[str, Cut] = field(default_factory=dict)
     """Of every matrix that an adapter may change, by its path: what is this rank's."""
+    quantize: Quantization = "none"
+
+    def pack(self, weight: Tensor, label: str) -> Product:
+        """For a linear layer; as `Kernels.pack`."""
+        if self.quantize == "none":
+            return self.kernels.pack(weight, self.dtype, label)
+        assert self.kernels.pack_int8 is not None, "refused before weights are read"
+        return self.kernels.pack_int8(weight)
 
     def read_vector(self, path: str, length: int, rows: Sequence[slice] = (slice(None),)) -> Tensor:
         """The `rows` of a bias or a norm's weight, one after the other; float32. Raises WeightsError."""

@@ -43,7 +43,7 @@ class ColumnParallel:
         weight = parts.weights.find(f"{path}.weight", (sum(widths), in_features))
         mine = [weight.read(part) for part in rows]
         together = mine[0] if len(mine) == 1 else torch.cat(mine)
-        self._multiply = parts.kernels.pack(together, parts.dtype, weight.label)
+        self._multiply = parts.pack(together, weight.label)
         self._bias = parts.read_vector(f"{path}.bias", sum(widths), rows) if bias else None
         self._add = parts.kernels.add
 
@@ -63,7 +63,7 @@ class RowParallel:
         self._adapt = Adaptable(parts, path, Cut((out_features, in_features), whole, columns))
         weight = parts.weights.find(f"{path}.weight", (out_features, in_features))
         mine = weight.read(columns=columns)
-        self._multiply = parts.kernels.pack(mine, parts.dtype, weight.label)
+        self._multiply = parts.pack(mine, weight.label)
         self._bias = parts.read_vector(f"{path}.bias", out_features) if bias else None
         self._add = parts.kernels.add
 
@@ -77,7 +77,9 @@ class RowParallel:
 
 
 class Replicated:
-    """y = x W^T, whole on every rank: [num_tokens, in_features] -> [num_tokens, out_features]."""
+    """y = x W^T, whole on every rank: [num_tokens, in_features] -> [num_tokens, out_features].
+
+    Small matrices on which much depends, which expert computes what: they are not quantized."""
 
     def __init__(self, parts: Parts, path: str, in_features: int, out_features: int):
         self._adapt = Adaptable(parts, path, Cut((out_features, in_features), (slice(0, out_features),)))

@@ -3,6 +3,7 @@ are rounded to, in which products take their operands and give their sums."""
 
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -33,8 +34,32 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+@dataclass(frozen=True, eq=False)
+class TorchProduct:
+    """x W^T in the weight's type."""
+
+    weight: Tensor  # [out_features, in_features]
+
+    @property
+    def in_features(self) -> int:
+        return self.weight.shape[1]
+
+    @property
+    def out_features(self) -> int:
+        return self.weight.shape[0]
+
+    @property
+    def num_bytes(self) -> int:
+        return self.weight.nbytes
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return F.linear(x.to(self.weight.dtype), self.weight).float()
+
+
 class TorchKernels:
     """Weights may come from anywhere; all else is on `device`."""
+
+    pack_int8 = None
 
     def __init__(self, device: torch.device):
         self.device = device
@@ -44,8 +69,7 @@ class TorchKernels:
         if dtype == torch.float16 and not weight.abs().max() <= FLOAT16_MAX:
             logger.warning("%s does not fit float16 and is kept as float32", label)
             dtype = torch.float32
-        packed = weight.to(self.device, dtype, copy=True)
-        return lambda x: F.linear(x.to(dtype), packed).float()
+        return TorchProduct(weight.to(self.device, dtype, copy=True))
 
     def prepare_adapters(self) -> None:
         """Nothing is compiled."""

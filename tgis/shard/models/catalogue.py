@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 
 from tgis.shard.layers import cpu
-from tgis.shard.layers.kernels import Kernels, Parts
+from tgis.shard.layers.kernels import Kernels, Parts, Quantization
 from tgis.shard.models.decoder import Decoder
 from tgis.shard.models.encoder_decoder import EncoderDecoderModel
 from tgis.shard.models.families import (
@@ -53,7 +53,7 @@ class Support:
     adapters: bool
 
 
-SUPPORT = Support(sharded=True, quantized=False, soft_prompts=True, adapters=True)
+SUPPORT = Support(sharded=True, quantized=True, soft_prompts=True, adapters=True)
 Spec = DecoderSpec | EncoderDecoderSpec
 
 
@@ -115,16 +115,29 @@ def describe(config: Mapping[str, Any]) -> Spec:
 
 
 def load(
-    path: Path, config: Mapping[str, Any], world: World, dtype: torch.dtype, kernels: Kernels = cpu
+    path: Path,
+    config: Mapping[str, Any],
+    world: World,
+    dtype: torch.dtype,
+    kernels: Kernels = cpu,
+    quantize: Quantization = "none",
 ) -> Model:
-    """This rank's part of the model in directory `path`, with weights rounded to `dtype`.
+    """This rank's part of the model in directory `path`, with weights rounded to `dtype`, those of linear
+    layers to what `quantize` says.
 
     Raises UnsupportedModelError, WeightsError."""
     spec = describe(config)
     family = FAMILIES[config["model_type"]]
     with Weights(path, family.sources(spec), getattr(family, "PREFIX", "")) as weights:
-        parts = Parts(world, weights, dtype, kernels)
+        parts = Parts(world, weights, dtype, kernels, quantize=quantize)
         return Decoder(spec, parts) if isinstance(spec, DecoderSpec) else EncoderDecoderModel(spec, parts)
+
+
+def count_table(spec: Spec) -> int:
+    """Elements of the embedding of tokens."""
+    if isinstance(spec, DecoderSpec):
+        return spec.vocab_size * (spec.embedding_size or spec.hidden_size)
+    return spec.vocab_size * spec.encoder.hidden_size
 
 
 def check_cut(spec: Spec, size: int) -> None:

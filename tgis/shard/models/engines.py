@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from tgis.config import ENGINES
-from tgis.shard.layers.kernels import Kernels
+from tgis.shard.layers.kernels import Kernels, Quantization
 from tgis.shard.models import catalogue, fallback, onnx
 from tgis.shard.models.interface import ConfigurationError, Model, ModelSpec, UnsupportedModelError
 from tgis.shard.stored import WeightsError
@@ -35,14 +35,35 @@ class Choice:
     """Of weights and cache, where the model leaves no choice."""
     weight_bytes: int | None = None
     """Where they are not those of the checkpoint's tensors."""
+    table_elements: int = 0
+    """Of the embedding, whose type is not that of other weights where these are quantized."""
 
 
 def choose(
-    directory: Path, settings: Mapping[str, Any], framework: str | None, size: int, trust_remote_code: bool
+    directory: Path,
+    settings: Mapping[str, Any],
+    framework: str | None,
+    size: int,
+    trust_remote_code: bool,
+    quantize: Quantization = "none",
 ) -> Choice:
     """What runs the model in `directory`, whose config.json is `settings`, on `size` ranks. Reads no tensor.
 
     Raises UnsupportedModelError and WeightsError."""
+    choice = _choose(directory, settings, framework, size, trust_remote_code, quantize)
+    if quantize != "none" and choice.engine != NATIVE:
+        raise UnsupportedModelError(f"--quantize {quantize} is for {NATIVE}, not for {choice.engine}")
+    return choice
+
+
+def _choose(
+    directory: Path,
+    settings: Mapping[str, Any],
+    framework: str | None,
+    size: int,
+    trust_remote_code: bool,
+    quantize: Quantization,
+) -> Choice:
     engine = ENGINES.get(framework or "")
     if engine == ONNX:
         return _choose_onnx(directory, settings)
@@ -51,7 +72,7 @@ def choose(
         engine = None
     if engine != TRANSFORMERS:
         try:
-            return _choose_native(directory, settings, size)
+            return _choose_native(directory, settings, size, quantize)
         except _NotNativeError as error:
             if engine == NATIVE:
                 raise
@@ -65,7 +86,7 @@ class _NotNativeError(UnsupportedModelError):
     """No family of ours computes what the configuration asks for."""
 
 
-def _choose_native(directory: Path, settings: Mapping[str, Any], size: int) -> Choice:
+def _choose_native(directory: Path, settings: Mapping[str, Any], size: int, quantize: Quantization) -> Choice:
     try:
         spec = catalogue.describe(settings)
     except ConfigurationError:
@@ -73,7 +94,8 @@ def _choose_native(directory: Path, settings: Mapping[str, Any], size: int) -> C
     except UnsupportedModelError as error:
         raise _NotNativeError(str(error)) from error
     catalogue.check_cut(spec, size)
-    return Choice(NATIVE, spec, partial(catalogue.load, directory, settings))
+    load = partial(catalogue.load, directory, settings, quantize=quantize)
+    return Choice(NATIVE, spec, load, table_elements=catalogue.count_table(spec))
 
 
 def _choose_transformers(

@@ -1,0 +1,166 @@
+"""Several contenders measured in turns on the same cases, with the machine's limits between any two
+measurements."""
+
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from bench.limits import Rates
+from bench.probe import Probe, highest
+from bench.worker import Worker
+
+Kind = Literal["decode", "prefill"]
+
+
+@dataclass(frozen=True)
+class Case:
+    """`decode`: sequences that are there all at once; `prefill`: one, until its first token."""
+
+    kind: Kind
+    batch: int
+    input_tokens: int
+    new_tokens: int
+    is_cached: bool = False
+    """Whether the prompts are the same every time, so that a service has them in its cache."""
+
+    @property
+    def name(self) -> str:
+        if self.kind == "prefill":
+            return f"prefill {self.input_tokens}"
+        return f"decode {self.batch}" + (f" at {self.input_tokens}" if self.is_cached else "")
+
+
+class Contender(Protocol):
+    @property
+    def name(self) -> str: ...
+
+    def generate(self, batch: int, input_tokens: int, new_tokens: int, seed: int) -> float:
+        """Seconds from when all prompts are given until all sequences have that many new tokens, greedily.
+        The seed decides the prompts."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A contender in a process of its own."""
+
+    name: str
+    worker: Worker
+    time_limit: float = 300.0
+
+    def generate(self, batch: int, input_tokens: int, new_tokens: int, seed: int) -> float:
+        question = {"batch": batch, "input_tokens": input_tokens, "new_tokens": new_tokens, "seed": seed}
+        seconds: float = self.worker.ask(question, self.time_limit)["seconds"]
+        return seconds
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One measurement. `whole_s` is of all new tokens, `first_s` of one; tokens per second."""
+
+    case: str
+    contender: str
+    round: int
+    first_s: float
+    whole_s: float
+    rate: float
+    looks: tuple[Rates, Rates]
+    """What the machine could do right before it and right after."""
+
+    @property
+    def rates(self) -> Rates:
+        """The better of the looks: a disturbance of either is not the machine's limit."""
+        return highest(*self.looks)
+
+
+Match = tuple[Case, Sequence[Contender]]
+
+
+def play(
+    matches: Sequence[Match], probe: Probe, rounds: int, note: Callable[[Sample], None] | None = None
+) -> list[Sample]:
+    """Whoever begins a round ends the next, so that nobody always follows the same other one."""
+    samples = []
+    for case, contenders in matches:
+        for contender in contenders:
+            _warm(contender, case)
+    before = probe()
+    for number in range(rounds):
+        for index, (case, contenders) in enumerate(matches):
+            turn = number % len(contenders)
+            for contender in [*contenders[turn:], *contenders[:turn]]:
+                first_s, whole_s = _measure(case, contender, seed=1 + number * len(matches) + index)
+                after = probe()
+                rate = _rate(case, first_s, whole_s)
+                looks = (before, after)
+                samples.append(Sample(case.name, contender.name, number, first_s, whole_s, rate, looks))
+                before = after
+                (note or _print)(samples[-1])
+    return samples
+
+
+def _warm(contender: Contender, case: Case) -> None:
+    """Also fills caches with prompts that are to be found there."""
+    is_whole = case.is_cached or case.kind == "prefill"
+    contender.generate(case.batch, case.input_tokens if is_whole else 16, 2, seed=0)
+
+
+def _measure(case: Case, contender: Contender, seed: int) -> tuple[float, float]:
+    seeds = (0, 0) if case.is_cached else (2 * seed, 2 * seed + 1)
+    first_s = contender.generate(case.batch, case.input_tokens, 1, seeds[0])
+    if case.kind == "prefill":
+        return first_s, first_s
+    return first_s, contender.generate(case.batch, case.input_tokens, case.new_tokens, seeds[1])
+
+
+def _rate(case: Case, first_s: float, whole_s: float) -> float:
+    """Prompt tokens until the first new one, or tokens after it."""
+    if case.kind == "prefill":
+        return case.batch * case.input_tokens / first_s
+    return case.batch * (case.new_tokens - 1) / (whole_s - first_s)
+
+
+def _print(sample: Sample) -> None:
+    text = f"{sample.contender}, {sample.case}: {sample.rate:.0f} tokens/s"
+    print(text, file=sys.stderr, flush=True)
+
+
+@dataclass(frozen=True)
+class Spread:
+    """A figure of several runs: its median, least and greatest."""
+
+    median: float
+    low: float
+    high: float
+    count: int
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> "Spread":
+        return cls(statistics.median(values), min(values), max(values), len(values))
+
+
+def select(samples: Sequence[Sample], contender: str, case: str) -> list[Sample]:
+    return [sample for sample in samples if (sample.contender, sample.case) == (contender, case)]
+
+
+def rates_of(samples: Sequence[Sample], contender: str, case: str) -> Spread | None:
+    """Tokens per second; None where it was not measured."""
+    found = select(samples, contender, case)
+    return Spread.of([sample.rate for sample in found]) if found else None
+
+
+def shares_of(
+    samples: Sequence[Sample], contender: str, case: str, limit: Callable[[Rates], float]
+) -> Spread | None:
+    """Of what the machine allowed at the time of each run."""
+    found = select(samples, contender, case)
+    return Spread.of([sample.rate / limit(sample.rates) for sample in found]) if found else None
+
+
+def ratios_of(samples: Sequence[Sample], ours: tuple[str, str], theirs: tuple[str, str]) -> Spread | None:
+    """Round by round, of (contender, case) to (contender, case)."""
+    others = {sample.round: sample.rate for sample in select(samples, *theirs)}
+    pairs = [(sample.rate, others.get(sample.round)) for sample in select(samples, *ours)]
+    ratios = [rate / other for rate, other in pairs if other]
+    return Spread.of(ratios) if ratios else None

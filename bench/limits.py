@@ -1,0 +1,62 @@
+"""What a machine allows at most: from its read bandwidth and its rate of float32 products to tokens per
+second of a shape."""
+
+from dataclasses import dataclass
+
+from bench.shapes import Shape, count_parameters
+
+WIDTHS = {"float32": 4.0, "float16": 2.0, "bfloat16": 2.0, "int8": 1.0}
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Of the machine, measured: bytes read and float32 operations of a large matrix product, per second."""
+
+    read: float
+    gemm: float
+
+
+def count_step_weights(shape: Shape) -> int:
+    """Weights that a decode step reads: all but an embedding table that is nothing else; the head is read."""
+    return count_parameters(shape) - (0 if shape.tie_embeddings else _table(shape))
+
+
+def count_body_weights(shape: Shape) -> int:
+    """Weights that every token of a prompt is multiplied with: neither embedding table nor head."""
+    return count_step_weights(shape) - _table(shape)
+
+
+def count_attention(shape: Shape, start: int, end: int) -> int:
+    """Operations of causal attention for a sequence's tokens [start, end): two for every channel of the
+    scores, two for every channel of the sums."""
+    seen = (end * (end + 1) - start * (start + 1)) // 2
+    return 4 * shape.num_layers * shape.num_heads * shape.head_dim * seen
+
+
+def prefill_operations(shape: Shape, num_tokens: int) -> int:
+    return 2 * count_body_weights(shape) * num_tokens + count_attention(shape, 0, num_tokens)
+
+
+def decode_operations(shape: Shape, input_tokens: int, new_tokens: int) -> int:
+    """Of the steps that make the second to the last token of one sequence."""
+    steps, end = new_tokens - 1, input_tokens + new_tokens - 1
+    return 2 * count_step_weights(shape) * steps + count_attention(shape, input_tokens, end)
+
+
+def prefill_limit(shape: Shape, num_tokens: int, rates: Rates) -> float:
+    """Tokens per second of one prompt."""
+    return num_tokens * rates.gemm / prefill_operations(shape, num_tokens)
+
+
+def decode_limit(
+    shape: Shape, dtype: str, batch: int, input_tokens: int, new_tokens: int, rates: Rates
+) -> float:
+    """Tokens per second of `batch` sequences together: what reading the weights once a step allows, or what
+    multiplying with them does, whichever is less. For one sequence that is the former, for 32 the latter."""
+    reading = batch * rates.read / (count_step_weights(shape) * WIDTHS[dtype])
+    multiplying = (new_tokens - 1) * rates.gemm / decode_operations(shape, input_tokens, new_tokens)
+    return min(reading, multiplying)
+
+
+def _table(shape: Shape) -> int:
+    return shape.vocab_size * shape.hidden_size

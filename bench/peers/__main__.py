@@ -1,0 +1,125 @@
+"""`python -m bench.peers`: the service and other engines on the same checkpoint, in turns in one run; prints
+Markdown and keeps the figures for `python -m bench`."""
+
+import argparse
+import contextlib
+import json
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from bench import rates, shapes, worker
+from bench.contest import Asked, Case, Match, Sample, play
+from bench.peers import environments
+from bench.peers.catalogue import ABSENT, PEERS, Peer
+from bench.peers.report import find_figures, format_peers
+from bench.probe import probing
+from bench.sections import peers_file
+from bench.service import BenchError, exit_on_sigterm, first_line
+
+PREFILLS = (512, 1024)
+START_TIMEOUT_S = 300.0
+
+
+def main() -> None:
+    options = parse_options(sys.argv[1:])
+    exit_on_sigterm()
+    try:
+        result = measure(options)
+    except BenchError as error:
+        sys.exit(f"error: {error}")
+    text = json.dumps(result, indent=1, default=asdict)
+    peers_file(options).write_text(text + "\n")
+    print(format_peers(result))
+
+
+def parse_options(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m bench.peers", description=__doc__)
+    parser.add_argument("--shape", choices=list(shapes.SHAPES), default="135m", help="(default %(default)s)")
+    parser.add_argument("--dtype", default="float16", help="of our weights (default %(default)s)")
+    names = [peer.name for peer in PEERS]
+    parser.add_argument("--only", type=_names, default=names, metavar="NAMES", help=f"of {','.join(names)}")
+    parser.add_argument("--int8", action="store_true", help="measure our int8 weights too")
+    parser.add_argument("--rounds", type=int, default=5, help="(default %(default)s)")
+    parser.add_argument("--clients", type=_counts, default=[1, 8, 32], help="(default 1,8,32)")
+    parser.add_argument("--input-tokens", type=int, default=128, help="(default %(default)s)")
+    parser.add_argument("--new-tokens", type=int, default=64, help="(default %(default)s)")
+    parser.add_argument("--cache", type=Path, default=Path(".cache/bench"), help="where models are kept")
+    parser.add_argument("--peers", type=Path, default=Path(".cache/peers"), help="where peers are installed")
+    parser.add_argument("launcher", nargs="*", help="further options of the launcher, after --")
+    return parser.parse_args(arguments)
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """Raises BenchError where nothing can be measured; a peer that cannot is named with the reason."""
+    model = shapes.ensure_checkpoint(options.shape, options.cache)
+    failures: dict[str, str] = {}
+    with contextlib.ExitStack() as stack:
+        probe = stack.enter_context(probing())
+        contenders = [stack.enter_context(rates.serving(options, model, rates.OURS, []))]
+        if options.int8:
+            service = rates.serving(options, model, rates.INT8, ["--quantize", "int8"])
+            contenders.append(stack.enter_context(service))
+        for peer in PEERS:
+            if peer.name in options.only:
+                try:
+                    contenders.append(_start(peer, model, options, stack))
+                except BenchError as error:
+                    failures[peer.name] = first_line(error)
+        samples = play(make_matches(options, contenders), probe, options.rounds)
+    return _result(options, samples, failures)
+
+
+def make_matches(options: argparse.Namespace, contenders: Sequence[Asked]) -> list[Match]:
+    sizes = (options.input_tokens, options.new_tokens)
+    cases = [Case("decode", count, *sizes) for count in options.clients]
+    cases += [Case("prefill", 1, length, 1) for length in PREFILLS]
+    return [(case, contenders) for case in cases]
+
+
+def _start(peer: Peer, model: Path, options: argparse.Namespace, stack: contextlib.ExitStack) -> Asked:
+    """Ready to be measured. Raises BenchError."""
+    python = sys.executable
+    if peer.environment is not None:
+        python = str(environments.ensure(peer.environment, options.peers).absolute())
+    arguments = peer.arguments(model, options.peers)
+    log = options.peers / f"{peer.name}.log"
+    child = worker.start(peer.module, *arguments, python=python, log=log, env=peer.variables())
+    asked = Asked(peer.name, stack.enter_context(child))
+    asked.worker.ask({"batch": 1, "input_tokens": 16, "new_tokens": 2, "seed": 0}, START_TIMEOUT_S)
+    return asked
+
+
+def _result(
+    options: argparse.Namespace, samples: Sequence[Sample], failures: dict[str, str]
+) -> dict[str, Any]:
+    return {
+        "started": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
+        "shape": options.shape,
+        "rounds": options.rounds,
+        "titles": {rates.OURS: f"ours: {options.dtype} weights, through the service"}
+        | {rates.INT8: "ours: int8 weights, through the service"}
+        | {peer.name: peer.title for peer in PEERS},
+        "figures": find_figures(samples, options.clients, PREFILLS),
+        "samples": list(samples),
+        "failures": failures | ABSENT,
+    }
+
+
+def _names(text: str) -> list[str]:
+    known = {peer.name for peer in PEERS}
+    chosen = text.split(",") if text else []
+    if unknown := set(chosen) - known:
+        raise argparse.ArgumentTypeError(f"{min(unknown)} is none of {','.join(sorted(known))}")
+    return chosen
+
+
+def _counts(text: str) -> list[int]:
+    return [int(part) for part in text.split(",")]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,102 @@
+"""The peers that are measured: where each runs, with what, and in which precision."""
+
+import shutil
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from bench.peers import environments
+from bench.peers.environments import Environment, list_cores
+
+
+@dataclass(frozen=True)
+class Peer:
+    name: str
+    title: str
+    """With the precision of weights, of arithmetic and of the cache."""
+    module: str
+    arguments: Callable[[Path, Path], list[str]]
+    """By the checkpoint and the directory of peers; converts the checkpoint where that has not been done."""
+    environment: Environment | None = None
+    """None: our own."""
+    variables: Callable[[], dict[str, str]] = dict
+    """Of the process's environment."""
+
+
+def _openvino(weights: str, arithmetic: str, cache: str) -> Callable[[Path, Path], list[str]]:
+    def arguments(model: Path, root: Path) -> list[str]:
+        directory = _export(model, root, weights)
+        return [str(directory), str(len(list_cores())), arithmetic, cache]
+
+    return arguments
+
+
+def _export(model: Path, root: Path, weights: str) -> Path:
+    """The checkpoint in OpenVINO's form; complete or absent. Raises BenchError."""
+    directory = root / "models" / f"{model.name}-openvino-{weights}"
+    if directory.is_dir():
+        return directory
+    directory.parent.mkdir(exist_ok=True)
+    tool = environments.ensure(environments.OPENVINO, root).with_name("optimum-cli")
+    fresh = Path(tempfile.mkdtemp(dir=directory.parent))
+    try:
+        task = ("--task", "text-generation-with-past", "--weight-format", weights)
+        command = [str(tool), "export", "openvino", "-m", str(model.absolute()), *task, str(fresh)]
+        environments.run(command, root / "openvino.log")
+        fresh.rename(directory)
+    finally:
+        shutil.rmtree(fresh, ignore_errors=True)
+    return directory
+
+
+def _vllm_variables() -> dict[str, str]:
+    """Its engine in the process that is measured, with a thread on every core."""
+    return {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, list_cores())),
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_HOST_IP": "127.0.0.1",
+    }
+
+
+PEERS = (
+    Peer(
+        "openvino",
+        "OpenVINO GenAI: float16 weights, float32 arithmetic, float16 cache",
+        "bench.peers.openvino",
+        _openvino("fp16", "f32", "f16"),
+        environments.OPENVINO,
+    ),
+    Peer(
+        "openvino-default",
+        "OpenVINO GenAI: float16 weights, arithmetic and cache of its choice",
+        "bench.peers.openvino",
+        _openvino("fp16", "default", "default"),
+        environments.OPENVINO,
+    ),
+    Peer(
+        "openvino-int8",
+        "OpenVINO GenAI: int8 weights, arithmetic and cache of its choice",
+        "bench.peers.openvino",
+        _openvino("int8", "default", "default"),
+        environments.OPENVINO,
+    ),
+    Peer(
+        "vllm",
+        "vLLM: float32, eager",
+        "bench.peers.vllm",
+        lambda model, _: [str(model), "float32"],
+        environments.VLLM,
+        _vllm_variables,
+    ),
+    Peer(
+        "transformers",
+        "transformers `generate`: float32",
+        "bench.peers.transformers",
+        lambda model, _: [str(model), "float32"],
+    ),
+)
+
+# By name, why an engine that would belong here is not measured.
+ABSENT = {"llama.cpp": "PyPI serves its source only (llama-cpp-python), which a compiler must build"}

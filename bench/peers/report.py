@@ -1,0 +1,52 @@
+"""What peers and the service reached beside each other, as figures and as Markdown."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from bench.contest import Sample, rates_of, ratios_of
+from bench.rates import OURS
+from bench.report import describe_looks, format_table, format_targets
+from bench.targets import Figure
+
+
+def find_figures(samples: Sequence[Sample], clients: Sequence[int], prefills: Sequence[int]) -> list[Figure]:
+    """Ours to every peer's, by peer and case."""
+    cases = [(f"decode {count}", str(count)) for count in clients]
+    cases += [(f"prefill {length}", f"prefill {length}") for length in prefills]
+    names = dict.fromkeys(sample.contender for sample in samples if not sample.contender.startswith(OURS))
+    found = []
+    for name in names:
+        for case, label in cases:
+            ratio = ratios_of(samples, (OURS, case), (name, case))
+            ours, theirs = rates_of(samples, OURS, case), rates_of(samples, name, case)
+            if ratio and ours and theirs:
+                detail = f"{ours.median:.0f} to {theirs.median:.0f} tokens/s"
+                found.append(Figure(f"{name} {label}", ratio, detail))
+    return found
+
+
+def format_peers(result: dict[str, Any]) -> str:
+    samples: Sequence[Sample] = result["samples"]
+    cases = list(dict.fromkeys(sample.case for sample in samples))
+    rows = [
+        [result["titles"][name], *(_cell(samples, name, case) for case in cases)]
+        for name in dict.fromkeys(sample.contender for sample in samples)
+    ]
+    told = [figure for figure in result["figures"] if figure.key.startswith("openvino ")]
+    about = (
+        f"Shape {result['shape']}, tokens/s, medians of {result['rounds']} in turns (least to greatest). "
+        f"The machine {describe_looks(samples)}."
+    )
+    parts = [
+        about,
+        format_table(["", *cases], rows),
+        "Ours beside OpenVINO's at equal arithmetic:",
+        format_targets(told, {}, result["shape"]),
+        *(f"{name} was left out: {reason}" for name, reason in result["failures"].items()),
+    ]
+    return "\n\n".join(parts)
+
+
+def _cell(samples: Sequence[Sample], name: str, case: str) -> str:
+    spread = rates_of(samples, name, case)
+    return "–" if spread is None else f"{spread.median:.0f} ({spread.low:.0f} to {spread.high:.0f})"

@@ -1,0 +1,144 @@
+"""The parts of a run that are measured by modules of their own, as figures and pages of text."""
+
+import importlib.util
+import json
+import statistics
+import sys
+import traceback
+from argparse import Namespace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from bench import rates
+from bench.accuracy import DEMO_MODEL, format_costs
+from bench.accuracy import measure as measure_costs
+from bench.children import run_child
+from bench.contest import Spread
+from bench.limits import WIDTHS
+from bench.memory import MemoryJob
+from bench.service import BenchError, first_line
+from bench.targets import TARGETS, Figure
+from tgis.demo import write_demo_model
+
+LOADING_TIMEOUT_S = 600.0
+MIB = 1 << 20
+FILE_WIDTH = 2  # bytes of a weight in a checkpoint's files
+# By section; each has a function `run(options, model)`.
+MODULES = {
+    "prefix": "bench.shared_prefix",
+    "interruption": "bench.interruption",
+    "startup": "bench.startup",
+    "router": "bench.router_step",
+    "speculation": "bench.speculation",
+}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    figures: list[Figure] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    """Markdown."""
+    raw: Any = None
+    """What the JSON file keeps."""
+    failures: dict[str, str] = field(default_factory=dict)
+    """By section, what could not be measured and why."""
+
+
+def measure_memory(options: Namespace, model: Path) -> Outcome:
+    job, loadings = MemoryJob(str(model), options.dtype), []
+    for _ in range(options.rounds):
+        loadings += run_child("bench.memory", job, LOADING_TIMEOUT_S)
+    return Outcome([find_memory(loadings, WIDTHS[options.dtype])], [], loadings)
+
+
+def find_memory(loadings: Sequence[dict[str, float]], width: float) -> Figure:
+    """The most that was there while loading, to what all weights take in `width` bytes each."""
+    peaks = [loading["peak_bytes"] for loading in loadings]
+    weights = loadings[0]["file_bytes"] * width / FILE_WIDTH
+    kept = statistics.median(loading["kept_bytes"] for loading in loadings)
+    seconds = statistics.median(loading["seconds"] for loading in loadings)
+    detail = (
+        f"{max(peaks) / MIB:.0f} MiB at most for {weights / MIB:.0f} of weights; {kept / MIB:.0f} stay; "
+        f"read in {seconds:.1f} s"
+    )
+    return Figure("memory", Spread.of([peak / weights for peak in peaks]), detail)
+
+
+def measure_accuracy() -> Outcome:
+    if not DEMO_MODEL.is_dir():
+        write_demo_model(DEMO_MODEL)
+    costs = measure_costs(DEMO_MODEL)
+    return Outcome(notes=["What a precision costs, on the demo model:\n\n" + format_costs(costs)])
+
+
+def measure_module(section: str, options: Namespace, model: Path) -> Outcome:
+    """Raises BenchError."""
+    if importlib.util.find_spec(MODULES[section]) is None:
+        raise BenchError(f"there is no {MODULES[section]}")
+    found = importlib.import_module(MODULES[section]).run(options, model)
+    figures = [
+        Figure(key, Spread.of(figure["values"]), figure["detail"]) for key, figure in found["figures"].items()
+    ]
+    return Outcome(figures, [], found)
+
+
+def recall_peers(options: Namespace) -> Outcome:
+    """The figures of the last run of `bench.peers` on the shape, if there was one."""
+    path = peers_file(options)
+    if not path.is_file():
+        raise BenchError("make bench-peers")
+    kept = json.loads(path.read_text())
+    figures = [
+        Figure(each["key"], Spread(**each["spread"]), f"{each['detail']} (run of {kept['started']})")
+        for each in kept["figures"]
+        if each["key"] in {target.key for target in TARGETS}
+    ]
+    return Outcome(figures)
+
+
+def peers_file(options: Namespace) -> Path:
+    path: Path = options.cache / f"peers-{options.shape}.json"
+    return path
+
+
+def run_sections(options: Namespace, model: Path) -> tuple[dict[str, Outcome], dict[str, str]]:
+    """What was measured, by section, and why the rest was not. One that fails leaves the others alone."""
+    outcomes, failures = dict[str, Outcome](), dict[str, str]()
+    for name, measure in _plan(options, model).items():
+        try:
+            outcomes[name] = measure()
+            failures |= outcomes[name].failures
+        except BenchError as error:
+            failures |= _fail(name, first_line(error))
+        except Exception as error:  # a fault of ours: what the others find is not to be lost
+            traceback.print_exc(file=sys.stderr)
+            failures |= _fail(name, f"failed: {type(error).__name__}")
+    return outcomes, failures
+
+
+def _fail(name: str, text: str) -> dict[str, str]:
+    return dict.fromkeys(rates.SECTIONS if name == "rates" else (name,), text)
+
+
+def _plan(options: Namespace, model: Path) -> dict[str, Callable[[], Outcome]]:
+    plan: dict[str, Callable[[], Outcome]] = {}
+    if "memory" in options.only:
+        plan["memory"] = partial(measure_memory, options, model)
+    if set(rates.SECTIONS) & set(options.only):
+        plan["rates"] = partial(_measure_rates, options, model)
+    for section in MODULES:
+        if section in options.only:
+            plan[section] = partial(measure_module, section, options, model)
+    if "accuracy" in options.only:
+        plan["accuracy"] = measure_accuracy
+    if {"decode", "prefill"} & set(options.only):  # what peers are compared in
+        plan["peers"] = partial(recall_peers, options)
+    return plan
+
+
+def _measure_rates(options: Namespace, model: Path) -> Outcome:
+    found = rates.measure(options, model)
+    return Outcome(found.figures, [], found.samples, found.failures)

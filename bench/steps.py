@@ -1,0 +1,106 @@
+"""Steps on an engine in this process, without router or service: rows that are given, or made up as if their
+prompts had been computed."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from tgis.config import ShardConfig
+from tgis.pb import shard_pb2 as pb
+from tgis.shard.engine import Engine
+from tgis.shard.loading import load
+
+MAX_LENGTH = 4096
+
+
+def load_engine(model: Path, dtype: str, cache_tokens: int, quantize: str | None = None) -> Engine:
+    """As a shard of its own does."""
+    config = ShardConfig(
+        model_path=str(model),
+        dtype=dtype,
+        device="cpu",
+        quantize=quantize,
+        kv_cache_tokens=cache_tokens,
+        max_sequence_length=MAX_LENGTH,
+    )
+    return load(config)
+
+
+@dataclass
+class Rows:
+    """Sequences with `length` tokens each and blocks of their own; greedy."""
+
+    engine: Engine
+    batch: int
+    length: int
+    most_new: int
+    seed: int = 0
+    _most: int = field(init=False)
+    _num_blocks: list[int] = field(init=False, default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._most = -(-(self.length + self.most_new) // self._block_size)  # blocks of a row
+
+    @property
+    def _block_size(self) -> int:
+        return self.engine.info.block_size
+
+    def prefill(self, max_tokens: int) -> Iterator[pb.StepRequest]:
+        """Steps of whole prompts, as many at once as `max_tokens` allows; each samples first tokens. The rows
+        are open afterwards."""
+        opened, at_once = self._open(), max(1, max_tokens // self.length)
+        for first in range(0, self.batch, at_once):
+            rows = range(first, min(first + at_once, self.batch))
+            yield self._request(opened[rows.start : rows.stop], rows, 0, self.length)
+
+    def resume(self) -> pb.StepRequest:
+        """As if all but the last token had been computed: the cache has whatever is in it."""
+        return self._request(self._open(), range(self.batch), self.length - 1, self.length)
+
+    def decode(self) -> pb.StepRequest:
+        """The next token of every row."""
+        self.length += 1
+        return self._request([], range(self.batch), self.length - 1, self.length)
+
+    def _open(self) -> list[pb.OpenRow]:
+        random = np.random.default_rng(self.seed)
+        self._num_blocks = [0] * self.batch
+        return [
+            pb.OpenRow(
+                row=row,
+                token_ids=_column(random.integers(2, self.engine.info.vocab_size, self.length)),
+                prompt_len=self.length,
+                max_new_tokens=self.most_new,
+                sampling=pb.Sampling(
+                    greedy=True,
+                    temperature=1,
+                    top_p=1,
+                    typical_p=1,
+                    repetition_penalty=1,
+                    length_penalty_factor=1,
+                ),
+            )
+            for row in range(self.batch)
+        ]
+
+    def _request(self, opened: Sequence[pb.OpenRow], rows: range, start: int, end: int) -> pb.StepRequest:
+        """Tokens [start, end) of each of the rows."""
+        wanted, fresh = -(-end // self._block_size), []
+        for row in rows:
+            begin = row * self._most
+            fresh.append(range(begin + self._num_blocks[row], begin + wanted))
+            self._num_blocks[row] = wanted
+        return pb.StepRequest(
+            opened_rows=opened,
+            rows=_column(rows),
+            starts=_column([start] * len(rows)),
+            ends=_column([end] * len(rows)),
+            num_new_blocks=_column([len(blocks) for blocks in fresh]),
+            new_blocks=_column([block for blocks in fresh for block in blocks]),
+        )
+
+
+def _column(values: Sequence[int] | np.ndarray) -> bytes:
+    return np.asarray(values, "<i4").tobytes()

@@ -1,0 +1,126 @@
+"""Where the time of a step goes, kernel by kernel: those of a tape one by one, or all that a step calls."""
+
+import statistics
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from bench.shapes import Shape
+from tgis.shard.batch import Batch
+from tgis.shard.compiled import Kernel
+from tgis.shard.engine import Engine
+from tgis.shard.forward import Forward, Outputs
+from tgis.shard.tape import Call, Tape
+
+Parts = dict[str, tuple[float, int]]
+"""By name, seconds of a step and calls."""
+
+
+@dataclass
+class Stopwatch:
+    """Of several steps; products go by the matrix they are of."""
+
+    shape: Shape
+    _steps: list[dict[str, list[float]]] = field(default_factory=list)
+
+    def begin_step(self) -> None:
+        self._steps.append(defaultdict(list))
+
+    def add(self, name: str, seconds: float) -> None:
+        """What came before the first step is not counted."""
+        if self._steps:
+            self._steps[-1][name].append(seconds)
+
+    def read(self) -> Parts:
+        """The medians."""
+        calls = {name: len(found) for name, found in self._steps[-1].items()}
+        return {
+            name: (statistics.median(sum(step[name]) for step in self._steps), count)
+            for name, count in calls.items()
+        }
+
+
+def name_call(shape: Shape, kernel: Kernel, args: Sequence[int]) -> str:
+    """Products' arguments begin with the number of rows and the two sides of the matrix."""
+    if not kernel.name.startswith("multiply_") or kernel.name == "multiply_gated":
+        return kernel.name
+    return _name_products(shape).get(frozenset(args[1:3]), kernel.name)
+
+
+def _name_products(shape: Shape) -> dict[frozenset[int], str]:
+    """By the sides of their matrices."""
+    hidden, inner = shape.hidden_size, shape.intermediate_size
+    q_size, kv_size = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    return {
+        frozenset((hidden, q_size + 2 * kv_size)): "product qkv",
+        frozenset((hidden, q_size)): "product o",
+        frozenset((hidden, 2 * inner)): "product gate_up",
+        frozenset((hidden, inner)): "product down",
+        frozenset((hidden, shape.vocab_size)): "product head",
+    }
+
+
+class WatchedForward:
+    """Takes the time of every pass, and keeps the last batch: arguments of a tape name its memory."""
+
+    def __init__(self, forward: Forward):
+        self.forward, self.model, self.attention = forward, forward.model, forward.attention
+        self.seconds: list[float] = []
+        self.batch: Batch | None = None
+
+    def __call__(self, batch: Batch) -> Outputs:
+        self.batch, begin = batch, time.perf_counter()
+        outputs = self.forward(batch)
+        self.seconds.append(time.perf_counter() - begin)
+        return outputs
+
+
+@contextmanager
+def watching(engine: Engine) -> Iterator[WatchedForward]:
+    forward = engine.forward
+    watched = WatchedForward(forward)
+    engine.forward = watched  # type: ignore[assignment]
+    try:
+        yield watched
+    finally:
+        engine.forward = forward
+
+
+def profile_tape(tape: Tape, shape: Shape, times: int) -> Parts:
+    """Each kernel run by itself, so that nothing of what walking the tape saves is in it."""
+    calls = Counter[str]()
+
+    def name(call: Call) -> str:
+        found = name_call(shape, *call)
+        calls[found] += 1
+        return found
+
+    return {found: (seconds, calls[found] // times) for found, seconds in tape.profile(times, name).items()}
+
+
+@contextmanager
+def timing_kernels(watch: Stopwatch) -> Iterator[None]:
+    """Every kernel that a step calls meanwhile is timed; for steps that have no tape."""
+    call, spread = Kernel.__call__, Kernel.spread
+    is_inside = False
+
+    def timed(work: Callable[..., None]) -> Callable[..., None]:
+        def run(kernel: Kernel, *args: int) -> None:
+            nonlocal is_inside
+            if is_inside:  # with one thread, the one method calls the other
+                return work(kernel, *args)
+            is_inside, begin = True, time.perf_counter()
+            work(kernel, *args)
+            watch.add(name_call(watch.shape, kernel, args), time.perf_counter() - begin)
+            is_inside = False
+            return None
+
+        return run
+
+    Kernel.__call__, Kernel.spread = timed(call), timed(spread)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Kernel.__call__, Kernel.spread = call, spread  # type: ignore[method-assign]

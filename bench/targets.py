@@ -1,0 +1,89 @@
+"""What the service is to reach: ratios, each measured in one run. A figure without a target for a shape is
+told and not judged."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from bench.contest import Spread
+
+
+@dataclass(frozen=True)
+class Target:
+    key: str
+    """What a section calls the figure."""
+    section: str
+    name: str
+    how: str
+    bound: float
+    at_most: bool = False
+    """Whether the figure shall stay below instead of above."""
+    shapes: Mapping[str, float | None] = field(default_factory=dict)
+    """Bounds of shapes that have another; None: no target."""
+
+    def bound_of(self, shape: str) -> float | None:
+        return self.shapes.get(shape, self.bound)
+
+    def is_met(self, value: float, shape: str) -> bool | None:
+        bound = self.bound_of(shape)
+        if bound is None:
+            return None
+        return value <= bound if self.at_most else value >= bound
+
+
+@dataclass(frozen=True)
+class Figure:
+    """What was measured for a target."""
+
+    key: str
+    spread: Spread
+    detail: str
+    """The two things whose ratio it is, with their units."""
+
+
+LIMIT, TRANSFORMERS, OPENVINO = "of the limit", "× transformers float32", "× OpenVINO GenAI"
+HALVES = "of float16's rate"
+ONLY_135M: dict[str, float | None] = {"15m": None, "500m": None, "1b": None}
+ONLY_1B: dict[str, float | None] = {"15m": None, "135m": None, "500m": None}
+PREFILLS = (512, 1024, 2048)
+
+
+def _against_transformers(count: int, bound: float) -> Target:
+    name = f"decode, {count} client{'s' * (count > 1)}"
+    return Target(f"transformers {count}", "transformers", name, TRANSFORMERS, bound, shapes=ONLY_135M)
+
+
+TARGETS = (
+    Target("decode 1", "decode", "decode, 1 client, float16", LIMIT, 0.75, shapes={"1b": 0.9}),
+    Target("decode 32", "decode", "decode, 32 clients, float16", LIMIT, 0.70),
+    *(Target(f"prefill {n}", "prefill", f"prefill, {n:,} tokens, float16", LIMIT, 0.8) for n in PREFILLS),
+    Target("int8 1", "int8", "int8, 1 client", HALVES, 1.4, shapes=ONLY_1B),
+    Target("int8 8", "int8", "int8, 8 clients", HALVES, 1.2),
+    Target("int8 32", "int8", "int8, 32 clients", HALVES, 1.2),
+    Target("int8 prefill", "int8", "int8, prefill, 512 tokens", HALVES, 1.2),
+    Target("context", "context", "decode, 32 clients, context 1,024", "of the rate at 128", 0.6),
+    _against_transformers(1, 5),
+    _against_transformers(8, 3.2),
+    _against_transformers(32, 3.2),
+    Target("engine 1", "engine", "the service, 1 client", "of its engine alone", 0.95),
+    Target("engine 32", "engine", "the service, 32 clients", "of its engine alone", 0.90),
+    Target("prefix", "prefix", "first token after a shared prefix of 1,000", "× sooner on a hit", 10),
+    Target(
+        "interruption",
+        "interruption",
+        "p99 between tokens, a prompt of 2,048 comes",
+        "× undisturbed",
+        3,
+        True,
+    ),
+    Target("startup", "startup", "ready, kernels compiled before", "s beyond reading weights", 5, True),
+    Target("memory", "memory", "most memory while loading", "× the weights", 1.2, True, shapes=ONLY_1B),
+    Target("router", "router", "router's step, 256 sequences", "ms", 2, True),
+    Target("router growth", "router", "router's step, 256 sequences", "of four times that of 64", 1.25, True),
+    Target("speculation", "speculation", "repetitive text, --speculate, 1 client", "× without", 1.8),
+    Target("speculation other", "speculation", "other text, --speculate, 1 client", "× without", 0.95),
+    Target("openvino 1", "peers", "decode, 1 client", OPENVINO, 1.4),
+    Target("openvino 8", "peers", "decode, 8 clients", OPENVINO, 1.25),
+    Target("openvino 32", "peers", "decode, 32 clients", OPENVINO, 1.1),
+    Target("openvino prefill 512", "peers", "prefill, 512 tokens", OPENVINO, 1.1),
+    Target("openvino prefill 1024", "peers", "prefill, 1,024 tokens", OPENVINO, 1.1),
+)

@@ -1,0 +1,65 @@
+"""Guesses change no answer of a service: not those that the oracle gives, not beside others in a small cache,
+and not when the shards die under them."""
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from integration_tests.conftest import Client, Model, check, request, serve
+from integration_tests.test_faults import check_survival, metrics
+from tgis.pb import generation_pb2 as pb
+
+NUM_TOKENS = 60
+
+
+@pytest.fixture(scope="module")
+def client(model: Model) -> Iterator[Client]:
+    tight = ["--block-size", "4", "--kv-cache-tokens", "400", "--max-sequence-length", "300"]
+    yield from serve(model.directory, "--dtype", "float32", "--speculate", "6", *tight)
+
+
+def num_drafts(client: Client) -> tuple[float, float]:
+    found = metrics(client)
+    return found["tgi_speculation_drafted_tokens"], found["tgi_speculation_accepted_tokens"]
+
+
+def sample(client: Client, text: str, seed: int, **stopping: object) -> pb.GenerationResponse:
+    params = pb.Parameters(method=pb.SAMPLE)
+    params.sampling.seed, params.sampling.top_k, params.sampling.temperature = seed, 2, 0.3
+    params.stopping.MergeFrom(pb.StoppingCriteria(max_new_tokens=NUM_TOKENS, **stopping))  # type: ignore[arg-type]
+    batch = pb.BatchedGenerationRequest(requests=[pb.GenerationRequest(text=text)], params=params)
+    return client.stub.Generate(batch).responses[0]
+
+
+def test_answers_are_the_oracles(client: Client, model: Model) -> None:
+    """One after the other, where there is most to gain, and all at once, in a cache too small for that."""
+
+    def ask(expected: object) -> None:
+        batch = pb.BatchedGenerationRequest(
+            requests=[pb.GenerationRequest(text=expected.prompt)], params=pb.Parameters(**request(expected))
+        )
+        check(expected, client.stub.Generate(batch).responses[0])
+
+    for expected in model.expected:
+        ask(expected)
+    drafted, accepted = num_drafts(client)
+    assert drafted > accepted > 10
+    with ThreadPoolExecutor(len(model.expected)) as threads:
+        list(threads.map(ask, model.expected))
+    assert metrics(client)["tgi_preemptions"] > 0
+
+
+def test_streams_survive_a_killed_shard(client: Client, model: Model) -> None:
+    before = num_drafts(client)[1]
+    check_survival(client, [model.expected[3].prompt[:20]], 0)
+    assert num_drafts(client)[1] > before
+
+
+def test_a_stop_sequence_cuts_what_was_computed_ahead(client: Client, model: Model) -> None:
+    """And a seed gives the same text whatever ends it."""
+    whole = sample(client, model.expected[0].prompt, 7).text
+    stop = whole[len(whole) // 2 :][:3]
+    cut = sample(client, model.expected[0].prompt, 7, stop_sequences=[stop])
+    assert cut.stop_reason == pb.STOP_SEQUENCE
+    assert cut.text == whole[: whole.index(stop) + len(stop)]

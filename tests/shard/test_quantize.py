@@ -1,0 +1,110 @@
+"""`--quantize int8`: whole models and engines, against float32 and against themselves in other company, and
+who refuses."""
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+
+from tests.shard import stepping
+from tests.shard.checkpoints import SMALL, write_model
+from tests.shard.driver import Request, Router, configure, prompts
+from tests.shard.ranks import Ranks
+from tests.shard.stepping import Stepper
+from tgis.shard import quantization
+from tgis.shard.layers.int8 import Int8Product
+from tgis.shard.layers.packed import PackedProduct
+from tgis.shard.layers.torch_kernels import TorchKernels
+from tgis.shard.loading import load
+from tgis.shard.models import catalogue, engines
+from tgis.shard.models.decoder import Decoder
+from tgis.shard.models.interface import UnsupportedModelError
+from tgis.shard.platform import ON_CPU, DeviceError
+from tgis.shard.world import World
+
+TOLERANCE = 0.05  # of log-probabilities on average, of models as tiny and random as these
+
+
+@pytest.fixture(scope="module")
+def model_path(checkpoint: Callable[[str], Path]) -> Path:
+    return checkpoint("grouped_queries")
+
+
+def quantized(directory: Path, world: World = stepping.ALONE) -> Decoder:
+    model = catalogue.load(directory, stepping.read_config(directory), world, torch.float32, quantize="int8")
+    assert isinstance(model, Decoder)
+    return model
+
+
+def compute_steps(world: World, directory: Path) -> Tensor:
+    """Log-probabilities of two sequences, in chunks and together."""
+    stepper = Stepper(quantized(directory, world), world)
+    first, second = list(range(5, 20)), [30, 31]
+    steps = [{0: (first[:9], 0)}, {0: (first, 9), 1: (second, 0)}]
+    return torch.cat([torch.cat(list(stepper.step(work).values())) for work in steps]).log_softmax(-1)
+
+
+@pytest.mark.parametrize("case", ["grouped_queries", "tied", "biases"])
+def test_both_numbers_of_ranks_are_near_float32(
+    case: str, ranks: Ranks, checkpoint: Callable[[str], Path]
+) -> None:
+    directory = checkpoint(case)
+    stepper = Stepper(stepping.load(directory))
+    first, second = stepper.step({0: (list(range(5, 20)), 0), 1: ([30, 31], 0)}).values()
+    expected = torch.cat((first, second)).log_softmax(-1)
+    one, (two, same) = compute_steps(stepping.ALONE, directory), ranks.run(2, compute_steps, directory)
+    assert torch.equal(two, same)
+    for found in (one, two):
+        assert not torch.equal(found, expected)
+        difference = (found - expected).abs()
+        assert difference.mean() < TOLERANCE
+        assert difference.max() < 5 * TOLERANCE
+
+
+def test_experts_are_quantized_and_who_chooses_them_is_not(tmp_path: Path) -> None:
+    sizes = {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}
+    write_model(tmp_path, transformers.MixtralConfig(**SMALL, **sizes))
+    model, ids = quantized(tmp_path), list(range(5, 20))
+    feed = model._blocks[0]._feed
+    assert isinstance(feed._score._multiply, PackedProduct)
+    assert isinstance(feed._experts[3]._down._multiply, Int8Product)
+    assert isinstance(model._head._multiply, Int8Product)
+    found, expected = (Stepper(each).step({0: (ids, 0)})[0] for each in (model, stepping.load(tmp_path)))
+    difference = (found.log_softmax(-1) - expected.log_softmax(-1)).abs()
+    assert 0 < difference.mean() < TOLERANCE
+
+
+def test_an_engine_answers_the_same_alone_and_in_company(model_path: Path) -> None:
+    engine = load(configure(model_path, quantize="int8", cpu_threads=2))
+    assert (engine.info.weight_dtype, engine.info.cache_dtype) == ("int8", "float32")
+    together = [Request(prompt, 8, details={"logprobs": True}) for prompt in prompts(3, 6)]
+    alone = [Request(list(request.prompt), 8, details={"logprobs": True}) for request in together]
+    Router(engine, seed=1).run(list(together))
+    for request in alone:
+        engine.reset()
+        Router(engine, seed=2, whole=True).run([request])
+    assert [(r.generated, r.logprobs) for r in alone] == [(r.generated, r.logprobs) for r in together]
+
+
+def test_memory_is_that_of_bytes(model_path: Path) -> None:
+    settings = stepping.read_config(model_path)
+    choice = engines.choose(model_path, settings, None, 1, trust_remote_code=False, quantize="int8")
+    config = configure(model_path, quantize="int8")
+    elements = engines.catalogue.count_table(choice.spec)
+    assert elements == 99 * 32
+    whole = quantization.count_bytes(configure(model_path), choice, torch.float16) // 2
+    assert quantization.count_bytes(config, choice, torch.float16) == int(whole * 33 / 32) + 2 * elements
+
+
+def test_other_engines_and_devices_refuse(model_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING), pytest.raises(UnsupportedModelError) as refused:
+        load(configure(model_path, quantize="int8", deployment_framework="hf_transformers"))
+    assert str(refused.value) == "--quantize int8 is for tgis_native, not for hf_transformers"
+    elsewhere = replace(ON_CPU, kernels=TorchKernels(torch.device("cpu")))
+    with pytest.raises(DeviceError, match=r"^--quantize int8 is computed on the CPU only"):
+        load(configure(model_path, quantize="int8"), on=elsewhere)

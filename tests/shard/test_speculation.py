@@ -1,0 +1,210 @@
+"""Drafts change nothing but the number of steps: an engine that gets right ones and wrong ones, against the
+same engine without any, for every kind of parameters at once."""
+
+import math
+import random
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from tests.shard.checkpoints import write_llama
+from tests.shard.driver import Request, Router, configure, opening, prompts
+from tests.shard.messages import GREEDY, SAMPLE, Steps, integers, open_row
+from tests.tokenizers_for_tests import write_byte_level
+from tgis.pb import shard_pb2 as pb
+from tgis.shard.engine import Engine
+from tgis.shard.loading import load
+
+VOCAB_SIZE = 403
+EOS = 1
+EVERYTHING = {"logprobs": True, "ranks": True, "top_n": 3}
+SAMPLINGS: list[dict[str, Any]] = [
+    GREEDY,
+    {**GREEDY, "repetition_penalty": 1.6},
+    {**GREEDY, "min_new_tokens": 7},
+    {**GREEDY, "length_penalty_start": 3, "length_penalty_factor": 1.5},
+    SAMPLE,
+    {**SAMPLE, "top_k": 5, "repetition_penalty": 1.3, "min_new_tokens": 4},
+    {**SAMPLE, "top_p": 0.8, "temperature": 0.6},
+    {**SAMPLE, "typical_p": 0.7, "length_penalty_start": 2, "length_penalty_factor": 1.2},
+]
+DETAILS: list[dict[str, Any]] = [{}, EVERYTHING, {"logprobs": True}, {**EVERYTHING, "input_tokens": True}]
+GRAMMAR = '%llguidance {"no_forcing": true}\nstart: /([a-c]{1,3} ){2,9}\\./'
+
+
+@dataclass
+class Foreseen(Request):
+    truth: list[int] = field(default_factory=list)
+    """What it will generate."""
+
+
+class Speculator(Router):
+    """Guesses right with the chance `luck`; a row with guesses is in no other unread step."""
+
+    def __init__(self, engine: Engine, luck: float, seed: int) -> None:
+        super().__init__(engine, seed)
+        self.luck = luck
+        self.busy: set[int] = set()
+        self.num_guessed = self.num_right = 0
+
+    def guess(self, request: Foreseen) -> list[int]:
+        room = request.max_new_tokens - len(request.generated) - 1
+        if room < 1 or self.rng.random() < 0.2:
+            return []
+        start = len(request.generated)
+        places = range(start, start + self.rng.randint(1, min(room, 6)))
+        return [
+            request.truth[place]
+            if place < len(request.truth) and self.rng.random() <= self.luck
+            else self.rng.randrange(VOCAB_SIZE)
+            for place in places
+        ]
+
+    def send(self, running: list[Request], fresh: list[Request]) -> None:
+        work, drafts = [], {}
+        for request in running:
+            start, known = request.scheduled, len(request.prompt) + len(request.generated)
+            if request.row in self.busy or start == request.length:
+                continue
+            if known < request.length and self.rng.random() < 0.7:
+                continue  # as one that means to guess, once its last token is known
+            end = self.rng.randint(start + 1, request.length)
+            guess = self.guess(request) if start + 1 == known == request.length else []
+            if guess:
+                drafts[request.row] = guess
+                self.busy.add(request.row)
+            elif end == request.length < len(request.prompt) + request.max_new_tokens - 1:
+                request.length += 1
+            request.scheduled = end
+            work.append((request.row, start, end))
+        step = self.steps.step(work, [opening(request) for request in fresh], self.closed, drafts)
+        self.closed = []
+        response = self.engine.execute(step)
+        self.num_guessed += sum(map(len, drafts.values()))
+        self.num_right += len(response.rows) // 4 - len(set(integers(response.rows)))
+        self.unread.append(response)
+
+    def read(self, response: pb.StepResponse, running: list[Request]) -> None:
+        mine = list(running)
+        super().read(response, running)
+        for request in mine:
+            if request.row in self.busy and request.row in integers(response.rows):
+                self.busy.remove(request.row)
+                request.length = len(request.prompt) + len(request.generated)
+                request.scheduled = request.length - 1
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("speculation")
+    write_llama(directory, vocab_size=VOCAB_SIZE, eos_token_id=EOS)
+    write_byte_level(directory, 400)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def engine(directory: Path) -> Engine:
+    return load(configure(directory))
+
+
+def make_requests(seed: int) -> list[Foreseen]:
+    rng = random.Random(seed)
+    requests = []
+    for i, prompt in enumerate(prompts(seed, 16, longest=30)):
+        sampling = {**SAMPLINGS[i % len(SAMPLINGS)]}
+        if not sampling["greedy"]:
+            sampling["seed"] = rng.getrandbits(64)
+        eos = rng.choice([[EOS], list(range(0, VOCAB_SIZE, 9))])
+        grammar = GRAMMAR if rng.random() < 0.25 else None
+        details = rng.choice(DETAILS)
+        requests.append(Foreseen(prompt, rng.randint(1, 24), eos, sampling, details, grammar))
+    return requests
+
+
+@pytest.mark.parametrize("luck", [0.0, 0.6, 0.9, 1.0])
+def test_outputs_are_those_without_drafts(engine: Engine, luck: float) -> None:
+    seed = int(luck * 10)
+    engine.reset()
+    plain, guessed = make_requests(seed), make_requests(seed)
+    router, speculator = Router(engine, seed), Speculator(engine, luck, seed)
+    router.run(list(plain))
+    for request, known in zip(guessed, plain, strict=True):
+        request.truth = known.generated
+    engine.reset()
+    speculator.run(list(guessed))
+    for request, known in zip(guessed, plain, strict=True):
+        assert request.generated == known.generated
+        if request.details.get("ranks"):
+            assert request.ranks == known.ranks
+        if request.details.get("logprobs"):
+            assert request.logprobs == known.logprobs
+        assert request.tops == known.tops
+    assert speculator.num_guessed > 50
+    assert (speculator.num_right == 0) == (luck == 0)
+    assert luck < 1 or speculator.num_right > 50
+
+
+def test_a_row_ends_where_it_would_have_ended(engine: Engine) -> None:
+    """Whatever is guessed to come after; and what it leaves in the cache harms nobody."""
+    engine.reset()
+    known = Request([5, 6, 7], 12, row=0)
+    Router(engine).run([known])
+    tokens = known.generated
+    end = next(i for i, token in enumerate(tokens) if i > 2 and token not in tokens[:i])
+    engine.reset()
+    steps = Steps(engine.info.block_size, engine.info.num_blocks)
+    opened = open_row(0, [5, 6, 7], max_new_tokens=12, eos=[tokens[end]])
+    engine.execute(steps.step([(0, 0, 3)], [opened]))
+    response = engine.execute(steps.step([(0, 3, 4)], drafts={0: tokens[1:11]}))
+    assert integers(response.token_ids) == tokens[1 : end + 1]
+    assert list(response.ended) == [0] * (end - 1) + [1]
+    assert integers(response.rows) == [0] * end
+    response = engine.execute(steps.step([(0, end + 3, end + 4)]))
+    assert not response.rows, "nothing more is computed for it"
+
+
+def test_the_last_token_ends_the_row_behind_its_drafts(engine: Engine) -> None:
+    engine.reset()
+    known = Request([9, 8], 6, row=0)
+    Router(engine).run([known])
+    steps = Steps(engine.info.block_size, engine.info.num_blocks)
+    opened = open_row(0, [9, 8], max_new_tokens=6)
+    engine.execute(steps.step([(0, 0, 2)], [opened]))
+    response = engine.execute(steps.step([(0, 2, 3)], drafts={0: known.generated[1:5]}))
+    assert integers(response.token_ids) == known.generated[1:]
+    assert list(response.ended) == [0] * 4 + [1]
+
+
+def poison(directory: Path, target: Path, token_id: int) -> Engine:
+    """The model, but whoever reads that token knows nothing any more."""
+    for file in ("config.json", "tokenizer.json"):
+        (target / file).write_bytes((directory / file).read_bytes())
+    tensors = load_file(directory / "model.safetensors")
+    tensors["model.embed_tokens.weight"][token_id] = math.nan
+    save_file(tensors, target / "model.safetensors", {"format": "pt"})
+    return load(configure(target))
+
+
+def test_what_goes_wrong_behind_a_draft(engine: Engine, directory: Path, tmp_path: Path) -> None:
+    """Is told after the tokens before it, which are a client's; and harms nobody if the draft was wrong."""
+    engine.reset()
+    known = Request([5, 6, 7], 12, row=0)
+    Router(engine).run([known])
+    tokens = known.generated
+    place = next(i for i, token in enumerate(tokens) if i > 2 and token not in [5, 6, 7, *tokens[:i]])
+    poisoned = poison(directory, tmp_path, tokens[place])
+    steps = Steps(poisoned.info.block_size, poisoned.info.num_blocks)
+    poisoned.execute(steps.step([(0, 0, 3)], [open_row(0, [5, 6, 7], max_new_tokens=12)]))
+    sampled, drafts, problems = tokens[:1], [tokens[place]] * 2, []
+    while not problems:
+        assert len(sampled) <= place + 1
+        length = 3 + len(sampled)
+        response = poisoned.execute(steps.step([(0, length - 1, length)], drafts={0: drafts}))
+        assert not (response.rows and response.errors)
+        sampled += integers(response.token_ids)
+        drafts, problems = tokens[len(sampled) : 11], [error.message for error in response.errors]
+    assert sampled == tokens[: place + 1]
+    assert "finite" in problems[0]

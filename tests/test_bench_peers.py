@@ -1,0 +1,189 @@
+"""The workers that peers are measured in, clients in bursts against canned answers, environments that are
+made once, and the profile of a tiny model's steps."""
+
+import sys
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaForCausalLM
+
+from bench import burst, router_step, shapes, worker
+from bench.contest import Sample, Spread
+from bench.engine_worker import generate as ask_engine
+from bench.limits import Rates
+from bench.peers import environments
+from bench.peers.environments import Environment
+from bench.peers.report import find_figures, format_peers
+from bench.peers.transformers import generate
+from bench.profile import measure
+from bench.profile_report import Profile, Work, format_profile, part_limits
+from bench.service import BenchError
+from bench.steps import Rows, load_engine
+from tests.canned_service import CannedService, serve
+
+TINY = shapes.Shape(2, 48, 4, 2, 8, 80, 600, max_length=64)
+
+
+def test_a_worker_answers_until_it_is_left() -> None:
+    with worker.start("bench.probe") as child:
+        rates = Rates(**child.ask({}, 60))
+        assert rates.read > 1e8
+        assert rates.gemm > 1e8
+        process = child._process
+    assert process.returncode == 0
+
+
+def test_a_worker_that_fails_is_an_error(capfd: pytest.CaptureFixture[str]) -> None:
+    with (
+        worker.start("bench.no_such_module") as child,
+        pytest.raises(BenchError, match="failed with status 1"),
+    ):
+        child.ask({}, 60)
+    assert "no_such_module" in capfd.readouterr().err
+
+
+def test_a_burst_is_over_with_its_last_answer() -> None:
+    asked = CannedService(delay=0.05)
+    with serve(asked) as target, worker.start(burst.MODULE, target) as clients:
+        answer = clients.ask({"batch": 3, "input_tokens": 5, "new_tokens": 3, "seed": 1}, 60)
+    assert answer["seconds"] >= 3 * 0.05
+    assert len(answer["first_s"]) == len(asked.asked) == 3
+    assert len({request.request.text for request in asked.asked}) == 3
+
+
+def test_transformers_generates_as_many_tokens(tmp_path: Path) -> None:
+    shapes.write_checkpoint(TINY, tmp_path)
+    model = LlamaForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    question = {"batch": 3, "input_tokens": 8, "new_tokens": 4, "seed": 0}
+    assert generate(model, question)["seconds"] > 0
+
+
+def test_an_environment_is_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without packages, so that no index is asked."""
+    commands: list[list[str]] = []
+    run = environments.run
+
+    def run_all_but_installs(command: list[str], log: Path) -> None:
+        commands.append(command)
+        if "venv" in command:
+            run([*command, "--without-pip"], log)
+
+    monkeypatch.setattr(environments, "run", run_all_but_installs)
+    small = Environment("small", ("nothing==1",), unwanted=("much",))
+    python = environments.ensure(small, tmp_path)
+    assert python.is_file()
+    assert [command[1:4] for command in commands[1:]] == [
+        ["-m", "pip", "install"],
+        ["-m", "pip", "uninstall"],
+    ]
+    assert environments.ensure(small, tmp_path) == python
+    assert len(commands) == 3
+    environments.ensure(Environment("small", ("nothing==2",)), tmp_path)
+    assert commands[-1][-1] == "nothing==2"
+
+
+def test_a_command_that_fails_says_why(tmp_path: Path) -> None:
+    failing = [sys.executable, "-c", "raise SystemExit('no such wheel')"]
+    with pytest.raises(BenchError, match="no such wheel"):
+        environments.run(failing, tmp_path / "log")
+
+
+def test_peers_are_told_beside_ours() -> None:
+    rates = {"ours": 150.0, "openvino": 100.0, "other": 300.0}
+    samples = [
+        Sample("decode 1", name, number, 0.1, 1.0, rate, (Rates(32e9, 2e11), Rates(30e9, 1e11)))
+        for name, rate in rates.items()
+        for number in range(2)
+    ]
+    figures = find_figures(samples, [1, 8], [512])
+    assert [(figure.key, figure.spread) for figure in figures] == [
+        ("openvino 1", Spread(1.5, 1.5, 1.5, 2)),
+        ("other 1", Spread(0.5, 0.5, 0.5, 2)),
+    ]
+    titles = {name: name for name in rates}
+    result = {"shape": "135m", "rounds": 2, "samples": samples, "figures": figures, "titles": titles}
+    text = format_peers(result | {"failures": {"vllm": "no wheel"}})
+    assert "| openvino | 100 (100 to 100) |" in text
+    assert "reads 31.0 GB/s (30.0 to 32.0 over the run), float32 GEMM 150 GFLOP/s (100 to 200)" in text
+    assert "| 1.5 | ≥ 1.4 | pass |" in text
+    assert text.endswith("vllm was left out: no wheel")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("model")
+    shapes.write_checkpoint(TINY, directory)
+    return directory
+
+
+def test_a_profile_has_all_parts_of_a_step(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bench.profile.STEPS", 3)
+    monkeypatch.setattr("bench.steps.MAX_LENGTH", 64)
+    engine = load_engine(model, "float16", 1024)
+    for work in (Work(2, 1, 20), Work(1, 24, 24)):
+        profile = measure(engine, TINY, work)
+        calls = {name: count for name, (_, count) in profile.kernels.items()}
+        assert set(part_limits(TINY, work, 2.0, Rates(1, 1))) <= set(calls)
+        assert calls["product gate_up"] == calls["attend"] == TINY.num_layers
+        assert calls["product head"] == 1
+        assert profile.is_taped == (work.new_tokens == 1)
+        assert 0 < profile.model_s < profile.step_s
+
+
+def test_rows_go_on_where_their_prompts_end(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Computed at once or made up as computed, there are as many steps; computed, the tokens are the
+    same whether the prompt was alone or not."""
+    monkeypatch.setattr("bench.steps.MAX_LENGTH", 64)
+    engine = load_engine(model, "float32", 1024)
+    rows = Rows(engine, 2, 20, 8)
+    answers = [engine.execute(step) for step in [*rows.prefill(40), *(rows.decode() for _ in range(6))]]
+    assert [len(answer.token_ids) for answer in answers] == [2 * 4] * 7
+    engine.reset()
+    one_by_one = Rows(engine, 2, 20, 8)
+    first, second = (engine.execute(step).token_ids for step in one_by_one.prefill(20))
+    assert first + second == answers[0].token_ids
+    engine.reset()
+    made_up = Rows(engine, 2, 20, 8)
+    assert len(engine.execute(made_up.resume()).token_ids) == 2 * 4
+    assert len(engine.execute(made_up.decode()).token_ids) == 2 * 4
+
+
+def test_limits_of_parts_add_up() -> None:
+    """Reading alone: every weight and every key and value once."""
+    reading = Rates(read=1.0, gemm=1e30)
+    parts = part_limits(TINY, Work(2, 1, 20), 2.0, reading)
+    weights = 2 * (48 * (32 + 32) + 48 * 32 + 3 * 48 * 80) + 600 * 48
+    assert sum(parts.values()) - parts["attend"] == 2 * weights
+    assert parts["attend"] == 2 * (2 * 20) * 2 * 2 * 8 * 2
+
+
+def test_a_profile_is_a_table() -> None:
+    kernels = {"attend": (0.002, 2), "write": (0.001, 2)}
+    profile = Profile(Work(2, 1, 20), 0.01, 0.0025, kernels, is_taped=True)
+    lines = format_profile(profile, TINY, 2.0, Rates(1e9, 1e9)).splitlines()
+    assert lines[0].startswith("**decode of 2, context 20**: 10.00 ms a step, 200 tokens/s")
+    assert lines[4].startswith("| attend | 2 | 2.000 | 20% |")
+    assert lines[5] == "| write | 2 | 1.000 | 10% | – | – |"
+    assert lines[6].startswith("| *kernels, one by one* |  | 3.000 | 30% |")
+    assert lines[7].startswith("| *the model, as one tape* |  | 2.500 | 25% |")
+    assert lines[8] == "| packing, sampling, answering |  | 7.500 | 75% | – | – |"
+
+
+def test_the_engine_alone_answers_as_a_contender(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bench.steps.MAX_LENGTH", 64)
+    engine = load_engine(model, "float32", 1024)
+    question = {"batch": 3, "input_tokens": 20, "new_tokens": 4, "seed": 1}
+    assert ask_engine(engine, question)["seconds"] > 0
+
+
+def test_the_router_is_timed_by_itself(
+    model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in {"SIZES": (2, 8), "WARM_STEPS": 2, "STEPS": 4, "NEW_TOKENS": 9}.items():
+        monkeypatch.setattr(router_step, name, value)
+    found = router_step.run(Namespace(rounds=3), model)
+    assert [len(figure["values"]) for figure in found["figures"].values()] == [3, 3]
+    assert all(0 < each[size] < 0.1 for each in found["rounds"] for size in (2, 8))
+    assert capsys.readouterr().err.startswith("router's step: ")

@@ -1,0 +1,263 @@
+"""Machine code of int8 products: tiles of sums that stay in registers, by the instructions there are.
+
+Integer sums are exact whatever their order, and floats are added group after group in one chain, so an
+element's bits follow from its own row and column alone, with every instruction set."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+
+from tgis.shard.compiled import intrinsic
+from tgis.shard.layers.packing import has_feature
+
+GROUP = 128  # neighbours along a row, of weights as of activations, that share a scale
+QUAD = 4  # of them that an instruction multiplies at once
+HEAD = 8  # bytes before a group of activations: its scale, float32, and what its sums lack, int32
+
+_FLOAT, _I8, _I16, _I32, _I64 = ir.FloatType(), *(ir.IntType(bits) for bits in (8, 16, 32, 64))
+_FUSED = {"flags": ("contract",)}
+
+
+@dataclass(frozen=True)
+class Form:
+    """How tiles are computed with the instructions of a machine."""
+
+    lanes: int  # columns of a vector
+    vectors: int  # of a panel
+    rows: tuple[int, ...]  # of the tiles, tallest first; the last is 1
+    width: int  # bytes of an activation
+    sums: int  # accumulators of a row and a vector
+    spread: Callable[["Form", Any, Any], list[Any]]
+    weights: Callable[["Form", Any, Any], list[Any]]
+    multiply: Callable[["Form", Any, list[Any], list[Any], list[Any]], list[Any]]
+
+    @property
+    def columns(self) -> int:
+        """Of a panel."""
+        return self.lanes * self.vectors
+
+
+def _vector(element: Any, lanes: int) -> Any:
+    return ir.VectorType(element, lanes)
+
+
+def _everywhere(b: Any, x: Any, lanes: int) -> Any:
+    kind = _vector(x.type, lanes)
+    first = b.insert_element(ir.Constant(kind, ir.Undefined), x, _I32(0))
+    return b.shuffle_vector(first, first, ir.Constant(_vector(_I32, lanes), [0] * lanes))
+
+
+def _take_lanes(b: Any, x: Any, y: Any, lanes: list[int]) -> Any:
+    return b.shuffle_vector(x, y, ir.Constant(_vector(_I32, len(lanes)), lanes))
+
+
+def _call(b: Any, name: str, result: Any, *args: Any) -> Any:
+    kind = ir.FunctionType(result, [arg.type for arg in args])
+    function = b.module.globals.get(name) or ir.Function(b.module, kind, name)
+    return b.call(function, args)
+
+
+def _load(b: Any, address: Any, kind: Any, align: int = 1) -> Any:
+    return b.load(b.inttoptr(address, kind.as_pointer()), align=align)
+
+
+# One instruction multiplies quads of unsigned bytes and signed ones and adds them up.
+
+
+def _spread_bytes(form: Form, b: Any, address: Any) -> list[Any]:
+    return [_everywhere(b, _load(b, address, _I32), form.lanes)]
+
+
+def _load_bytes(form: Form, b: Any, address: Any) -> list[Any]:
+    return [_load(b, address, _vector(_I32, form.lanes))]
+
+
+def _multiply_bytes(form: Form, b: Any, sums: list[Any], w: list[Any], x: list[Any]) -> list[Any]:
+    kind = _vector(_I32, form.lanes)
+    return [_call(b, f"llvm.x86.avx512.vpdpbusd.{32 * form.lanes}", kind, sums[0], w[0], x[0])]
+
+
+# Pairs of 16 bits, of which a product and a sum cannot overflow 32; two sums of a column lie side by side.
+
+
+def _spread_pairs(form: Form, b: Any, address: Any) -> list[Any]:
+    return [b.bitcast(_everywhere(b, _load(b, address, _I64), 4), _vector(_I16, 16))]
+
+
+def _load_pairs(form: Form, b: Any, address: Any) -> list[Any]:
+    half, wide = _vector(_I8, 16), _vector(_I16, 16)
+    return [b.zext(_load(b, b.add(address, _I64(16 * i)), half), wide) for i in range(2)]
+
+
+def _multiply_pairs(form: Form, b: Any, sums: list[Any], w: list[Any], x: list[Any]) -> list[Any]:
+    products = [_call(b, "llvm.x86.avx2.pmadd.wd", _vector(_I32, 8), half, x[0]) for half in w]
+    return [b.add(total, more) for total, more in zip(sums, products, strict=True)]
+
+
+# Whatever the compiler makes of it.
+
+
+def _spread_any(form: Form, b: Any, address: Any) -> list[Any]:
+    quad = b.sext(_load(b, address, _vector(_I8, QUAD)), _vector(_I32, QUAD))
+    return [_take_lanes(b, quad, quad, list(range(QUAD)) * form.lanes)]
+
+
+def _load_any(form: Form, b: Any, address: Any) -> list[Any]:
+    lanes = QUAD * form.lanes
+    return [b.zext(_load(b, address, _vector(_I8, lanes)), _vector(_I32, lanes))]
+
+
+def _multiply_any(form: Form, b: Any, sums: list[Any], w: list[Any], x: list[Any]) -> list[Any]:
+    products, total = b.mul(w[0], x[0]), sums[0]
+    for i in range(QUAD):
+        total = b.add(total, _take_lanes(b, products, products, list(range(i, QUAD * form.lanes, QUAD))))
+    return [total]
+
+
+_BYTES = (1, 1, _spread_bytes, _load_bytes, _multiply_bytes)
+_PAIRS = (2, 2, _spread_pairs, _load_pairs, _multiply_pairs)
+WIDE_BYTES = Form(16, 2, (8, 4, 2, 1), *_BYTES)
+BYTES = Form(8, 2, (6, 4, 2, 1), *_BYTES)
+PAIRS = Form(8, 1, (6, 4, 2, 1), *_PAIRS)
+ANY = Form(8, 1, (4, 3, 2, 1), 1, 1, _spread_any, _load_any, _multiply_any)
+
+
+def _choose() -> Form:
+    if all(has_feature(name) for name in ("avx512vnni", "avx512bw", "avx512vl")):
+        return WIDE_BYTES
+    if has_feature("avxvnni"):
+        return BYTES
+    return PAIRS if has_feature("avx2") else ANY
+
+
+FORM = _choose()
+
+
+def _loop(b: Any, n: Any, initial: list[Any], build: Callable[[Any, list[Any]], list[Any]]) -> list[Any]:
+    """values = initial; for k in range(n): values = build(k, values); n is at least 1."""
+    before, loop, done = b.block, b.append_basic_block("loop"), b.append_basic_block("done")
+    b.branch(loop)
+    b.position_at_end(loop)
+    k, values = b.phi(_I64), [b.phi(value.type) for value in initial]
+    changed = build(k, values)
+    following, end = b.add(k, _I64(1)), b.block
+    for phi, first, next_ in zip([k, *values], [_I64(0), *initial], [following, *changed], strict=True):
+        phi.add_incoming(first, before)
+        phi.add_incoming(next_, end)
+    b.cbranch(b.icmp_signed("<", following, n), loop, done)
+    b.position_at_end(done)
+    return changed
+
+
+@dataclass(frozen=True)
+class _Tile:
+    """Rows of activations times a panel."""
+
+    form: Form
+    num_rows: int
+
+    @property
+    def cells(self) -> list[tuple[int, int]]:
+        return [(r, v) for r in range(self.num_rows) for v in range(self.form.vectors)]
+
+    def add_quads(self, b: Any, x: list[Any], panel: Any, num_quads: Any) -> list[Any]:
+        """Sums over a group, [lanes] of int32 for every cell. x: where the rows' group is."""
+        form = self.form
+        flat = [ir.Constant(_vector(_I32, form.lanes), [0] * form.lanes)] * (form.sums * len(self.cells))
+
+        def build(k: Any, flat: list[Any]) -> list[Any]:
+            at = b.add(panel, b.mul(k, _I64(QUAD * form.columns)))
+            places = [b.add(at, _I64(v * QUAD * form.lanes)) for v in range(form.vectors)]
+            weights = [form.weights(form, b, place) for place in places]
+            place = b.mul(k, _I64(QUAD * form.width))
+            spread = [form.spread(form, b, b.add(address, place)) for address in x]
+            changed = []
+            for i, (r, v) in enumerate(self.cells):
+                sums = flat[i * form.sums : (i + 1) * form.sums]
+                changed += form.multiply(form, b, sums, weights[v], spread[r])
+            return changed
+
+        flat = _loop(b, num_quads, flat, build)
+        return [self._join(b, flat[i : i + form.sums]) for i in range(0, len(flat), form.sums)]
+
+    def _join(self, b: Any, sums: list[Any]) -> Any:
+        if len(sums) == 1:
+            return sums[0]
+        one, other = sums
+        lanes = list(range(0, 2 * self.form.lanes, 2))
+        odd = [lane + 1 for lane in lanes]
+        return b.add(_take_lanes(b, one, other, lanes), _take_lanes(b, one, other, odd))
+
+    def add_group(self, b: Any, totals: list[Any], heads: list[Any], panel: Any, num_quads: Any) -> list[Any]:
+        """totals + sums over a group times the scales. heads: of the rows' group."""
+        form = self.form
+        sums = self.add_quads(b, [b.add(head, _I64(HEAD)) for head in heads], panel, num_quads)
+        behind = b.add(panel, b.mul(num_quads, _I64(QUAD * form.columns)))
+        kind = _vector(_FLOAT, form.lanes)
+        scales = [_load(b, b.add(behind, _I64(4 * form.lanes * v)), kind) for v in range(form.vectors)]
+        rows = [_everywhere(b, _load(b, head, _FLOAT), form.lanes) for head in heads]
+        missing = [_everywhere(b, _load(b, b.add(head, _I64(4)), _I32), form.lanes) for head in heads]
+        changed = []
+        for total, exact, (r, v) in zip(totals, sums, self.cells, strict=True):
+            value = b.sitofp(b.add(exact, missing[r]), kind)
+            changed.append(b.fadd(total, b.fmul(value, b.fmul(rows[r], scales[v]), **_FUSED), **_FUSED))
+        return changed
+
+    def store(self, b: Any, totals: list[Any], out: Any, stride: Any, num_columns: Any) -> None:
+        """The first columns only; where the panel has no more, without a mask, which takes many times as long
+        on some machines."""
+        begins = [b.add(out, b.mul(stride, _I64(r))) for r in range(self.num_rows)]
+        kind = _vector(_FLOAT, self.form.lanes)
+        addresses = [b.add(begins[r], _I64(4 * self.form.lanes * v)) for r, v in self.cells]
+        places = [b.inttoptr(address, kind.as_pointer()) for address in addresses]
+        with b.if_else(b.icmp_signed(">=", num_columns, _I64(self.form.columns))) as (whole, part):
+            with whole:
+                for total, place in zip(totals, places, strict=True):
+                    b.store(total, place, align=4)
+            with part:
+                self._store_some(b, totals, places, b.trunc(num_columns, _I32))
+
+    def _store_some(self, b: Any, totals: list[Any], places: list[Any], num_columns: Any) -> None:
+        lanes = self.form.lanes
+        numbers = ir.Constant(_vector(_I32, lanes), list(range(lanes)))
+        for total, place, (_, v) in zip(totals, places, self.cells, strict=True):
+            left = _everywhere(b, b.sub(num_columns, _I32(v * lanes)), lanes)
+            mask = b.icmp_signed("<", numbers, left)
+            _call(b, f"llvm.masked.store.v{lanes}f32.p0", ir.VoidType(), total, place, _I32(4), mask)
+
+
+def make_tile(num_rows: int, form: Form = FORM) -> Any:
+    """In a kernel: out[:num_rows, :num_columns] = activations[:num_rows] times a panel's columns.
+
+    Arguments: out and activations, each followed by the bytes from one row to the next; the panel; the number
+    of groups, and of quads in the last; the number of columns, at most the panel's."""
+    tile = _Tile(form, num_rows)
+    num_full = GROUP // QUAD
+    x_step, panel_step = HEAD + GROUP * form.width, (GROUP + 4) * form.columns
+
+    def generate(context: Any, b: Any, signature: Any, args: Any) -> Any:
+        out, out_stride, x, x_stride, panel, num_groups, last_quads, num_columns = args
+        heads = [b.add(x, b.mul(x_stride, _I64(r))) for r in range(num_rows)]
+        zero = ir.Constant(_vector(_FLOAT, form.lanes), [0.0] * form.lanes)
+        last = b.sub(num_groups, _I64(1))
+
+        def build(g: Any, totals: list[Any]) -> list[Any]:
+            here = [b.add(head, b.mul(g, _I64(x_step))) for head in heads]
+            num_quads = b.select(b.icmp_signed("<", g, last), _I64(num_full), last_quads)
+            return tile.add_group(b, totals, here, b.add(panel, b.mul(g, _I64(panel_step))), num_quads)
+
+        totals = _loop(b, num_groups, [zero] * len(tile.cells), build)
+        tile.store(b, totals, out, out_stride, num_columns)
+        return context.get_dummy_value()
+
+    i = types.int64
+
+    def multiply(
+        typingctx: Any, out: Any, os: Any, x: Any, xs: Any, panel: Any, groups: Any, last: Any, columns: Any
+    ) -> Any:
+        return types.void(*[i] * 8), generate
+
+    return intrinsic(multiply)

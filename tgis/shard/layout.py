@@ -1,0 +1,27 @@
+"""Where positions of sequences lie that are packed along one axis."""
+
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+Integers = npt.NDArray[np.int64]
+
+
+class Layout(NamedTuple):
+    """Positions of sequences, one sequence's after those of the one before."""
+
+    begins: Integers  # [num_seqs + 1], where each sequence's begin
+    sequence: Integers  # [num_tokens]
+    positions: Integers  # [num_tokens]
+
+    @classmethod
+    def of(cls, starts: Integers, ends: Integers) -> "Layout":
+        """[start, end) of each sequence, which may be empty."""
+        counts = ends - starts
+        if (counts == 1).all():
+            numbers = np.arange(len(counts) + 1)
+            return cls(numbers, numbers[:-1], starts)
+        begins = np.concatenate([[0], np.cumsum(counts)])
+        sequence = np.repeat(np.arange(len(counts)), counts)
+        return cls(begins, sequence, np.arange(len(sequence)) + (starts - begins[:-1])[sequence])

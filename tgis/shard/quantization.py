@@ -1,0 +1,31 @@
+"""What `--quantize` means for a shard: who can serve it, and how much memory its weights take."""
+
+from pathlib import Path
+
+import torch
+
+from tgis.config import ShardConfig
+from tgis.shard.checkpoint import count_elements
+from tgis.shard.layers.int8 import BYTES_PER_WEIGHT
+from tgis.shard.layers.kernels import Quantization
+from tgis.shard.models.engines import Choice
+from tgis.shard.platform import DeviceError, Platform
+
+
+def read(quantize: str | None) -> Quantization:
+    """Of an option's value, those that are never served being refused before."""
+    return "int8" if quantize == "int8" else "none"
+
+
+def check(quantize: str | None, on: Platform) -> None:
+    """Raises DeviceError."""
+    if read(quantize) == "int8" and on.kernels.pack_int8 is None:
+        raise DeviceError("--quantize int8 is computed on the CPU only: --device cpu asks for that")
+
+
+def count_bytes(config: ShardConfig, choice: Choice, dtype: torch.dtype) -> int:
+    """Of a checkpoint's weights over all ranks; the embedding, of which a head may be made, counts twice."""
+    elements = count_elements(Path(config.model_path))
+    if read(config.quantize) == "none":
+        return elements * dtype.itemsize
+    return int(elements * BYTES_PER_WEIGHT) + choice.table_elements * dtype.itemsize
