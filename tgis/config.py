@@ -168,8 +168,8 @@ class ServingOptions:
         maximum=16,
     )
     decode_step_ms: float = option(
-        "Predicted time that a step may take while requests are decoding; prompts are cut to fit, and so that "
-        "no step is more than twice as long as without them.",
+        "Predicted time that a step may take while requests are decoding; prompts are cut to fit, and so "
+        "that no step is more than twice as long as without them.",
         250.0,
         minimum=1,
     )
