@@ -64,8 +64,10 @@ class KVCache:
         device: torch.device = CPU,
     ):
         shape = (num_layers, num_blocks, num_kv_heads, page_size(block_size, head_dim))
-        with ThreadPoolExecutor(2) as threads:
-            self.keys, self.values = threads.map(lambda _: _allocate(shape, dtype, device), range(2))
+        self.keys, self.values = (_allocate(shape, dtype, device) for _ in range(2))
+        if device.type == "cpu":
+            with ThreadPoolExecutor(2) as threads:
+                list(threads.map(_touch, (self.keys, self.values)))
         self.num_layers, self.num_blocks, self.block_size = num_layers, num_blocks, block_size
         self.num_kv_heads, self.head_dim, self.dtype = num_kv_heads, head_dim, dtype
 
@@ -78,9 +80,7 @@ def _allocate(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) 
     size = (count + SLACK) * dtype.itemsize
     # Pages that are new to the process are zeros, at no cost until they are used.
     pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    memory = torch.frombuffer(pages, dtype=dtype)
-    _touch(memory)
-    return memory[:count].view(shape)
+    return torch.frombuffer(pages, dtype=dtype)[:count].view(shape)
 
 
 def _touch(memory: Tensor) -> None:
