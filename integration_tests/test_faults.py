@@ -141,15 +141,14 @@ def sockets_of(children: dict[str, list[int]]) -> set[str]:
 def test_sigterm_finishes_what_is_in_flight(model: Model) -> None:
     service = launch(model.directory, "--dtype", "float32").wait_until_serving()
     client = Client(service)
-    with ThreadPoolExecutor(1) as threads:
-        stream = threads.submit(read, client, "girl")
-        time.sleep(0.1)
-        assert not stream.done()
+    with ThreadPoolExecutor(NUM_STREAMS) as threads:
+        running = threading.Barrier(NUM_STREAMS + 1)
+        streams = [threads.submit(read, client, "girl", running) for _ in range(NUM_STREAMS)]
+        running.wait(30)
         started = time.monotonic()
         assert service.end(signal.SIGTERM) == 0, service.output
         assert time.monotonic() - started < 8
-        _, reason = stream.result(10)
-    assert reason == pb.MAX_TOKENS
+        assert {stream.result(10)[1] for stream in streams} == {pb.MAX_TOKENS}
     client.channel.close()
 
 
