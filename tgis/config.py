@@ -169,7 +169,7 @@ class ServingOptions:
     )
     decode_step_ms: float = option(
         "Predicted time that a step may take while requests are decoding; prompts are cut to fit, and so "
-        "that no step is more than twice as long as without them.",
+        "that each gets no more of a step than those requests.",
         250.0,
         minimum=1,
     )
