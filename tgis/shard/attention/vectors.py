@@ -92,7 +92,7 @@ def loop(b: Any, n: Any, initial: list[Any], build: Callable[[Any, list[Any]], l
     before, body, done = b.block, b.append_basic_block("loop"), b.append_basic_block("done")
     b.branch(body)
     b.position_at_end(body)
-    k, values = b.phi(I64), [b.phi(VECTOR) for _ in initial]
+    k, values = b.phi(I64), [b.phi(value.type) for value in initial]
     changed = build(k, values)
     following, end = b.add(k, I64(1)), b.block
     for phi, first, next_ in zip([k, *values], [I64(0), *initial], [following, *changed], strict=True):

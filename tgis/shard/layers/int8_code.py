@@ -10,6 +10,7 @@ from typing import Any
 from llvmlite import ir
 from numba import types
 
+from tgis.shard.attention.vectors import loop
 from tgis.shard.compiled import intrinsic
 from tgis.shard.layers.packing import has_feature
 
@@ -136,22 +137,6 @@ def _choose() -> Form:
 FORM = _choose()
 
 
-def _loop(b: Any, n: Any, initial: list[Any], build: Callable[[Any, list[Any]], list[Any]]) -> list[Any]:
-    """values = initial; for k in range(n): values = build(k, values); n is at least 1."""
-    before, loop, done = b.block, b.append_basic_block("loop"), b.append_basic_block("done")
-    b.branch(loop)
-    b.position_at_end(loop)
-    k, values = b.phi(_I64), [b.phi(value.type) for value in initial]
-    changed = build(k, values)
-    following, end = b.add(k, _I64(1)), b.block
-    for phi, first, next_ in zip([k, *values], [_I64(0), *initial], [following, *changed], strict=True):
-        phi.add_incoming(first, before)
-        phi.add_incoming(next_, end)
-    b.cbranch(b.icmp_signed("<", following, n), loop, done)
-    b.position_at_end(done)
-    return changed
-
-
 @dataclass(frozen=True)
 class _Tile:
     """Rows of activations times a panel."""
@@ -180,7 +165,7 @@ class _Tile:
                 changed += form.multiply(form, b, sums, weights[v], spread[r])
             return changed
 
-        flat = _loop(b, num_quads, flat, build)
+        flat = loop(b, num_quads, flat, build)
         return [self._join(b, flat[i : i + form.sums]) for i in range(0, len(flat), form.sums)]
 
     def _join(self, b: Any, sums: list[Any]) -> Any:
@@ -249,7 +234,7 @@ def make_tile(num_rows: int, form: Form = FORM) -> Any:
             num_quads = b.select(b.icmp_signed("<", g, last), _I64(num_full), last_quads)
             return tile.add_group(b, totals, here, b.add(panel, b.mul(g, _I64(panel_step))), num_quads)
 
-        totals = _loop(b, num_groups, [zero] * len(tile.cells), build)
+        totals = loop(b, num_groups, [zero] * len(tile.cells), build)
         tile.store(b, totals, out, out_stride, num_columns)
         return context.get_dummy_value()
 
