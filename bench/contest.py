@@ -9,6 +9,7 @@ from typing import Literal, Protocol
 
 from bench.limits import Rates
 from bench.probe import Probe, highest
+from bench.service import BenchError
 from bench.worker import Worker
 
 Kind = Literal["decode", "prefill"]
@@ -115,9 +116,12 @@ def _measure(case: Case, contender: Contender, seed: int) -> tuple[float, float]
 
 
 def _rate(case: Case, first_s: float, whole_s: float) -> float:
-    """Prompt tokens until the first new one, or tokens after it."""
+    """Prompt tokens until the first new one, or tokens after it. Raises BenchError where these took no time,
+    as they seem to on a machine that was disturbed meanwhile."""
     if case.kind == "prefill":
         return case.batch * case.input_tokens / first_s
+    if whole_s <= first_s:
+        raise BenchError(f"{case.name}: whole answers took {whole_s:.2f} s, first tokens {first_s:.2f} s")
     return case.batch * (case.new_tokens - 1) / (whole_s - first_s)
 
 

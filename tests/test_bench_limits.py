@@ -14,6 +14,7 @@ from bench.contest import Case, Sample, Spread
 from bench.interruption import find_gaps
 from bench.limits import Rates
 from bench.load import Answer
+from bench.service import BenchError
 from bench.shapes import SHAPES, Shape
 from bench.targets import Figure
 
@@ -95,6 +96,11 @@ def test_a_contest_finds_the_rates() -> None:
     assert contest.rates_of(samples, "slow", "prefill 512") is None
     ratio = contest.ratios_of(samples, ("fast", "decode 8"), ("slow", "decode 8"))
     assert ratio == Spread(*[pytest.approx(4.0)] * 3, 3)
+
+
+def test_a_rate_below_zero_is_no_figure() -> None:
+    with pytest.raises(BenchError, match="whole answers took"):
+        contest.play([(DECODE, [Steady("backward", 0.001, -0.01)])], climbing(), 1, lambda _: None)
 
 
 def test_contenders_take_turns_with_new_prompts_and_a_look_at_the_machine_between() -> None:
