@@ -4,6 +4,7 @@ hundreds of sequences costs microseconds."""
 from collections.abc import Iterator
 from collections.abc import Sequence as AnySequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -12,8 +13,7 @@ from tgis.router.sequence import Content, Details, Grammar, Sequence, TokenDetai
 from tgis.router.step import Step, Work
 
 
-@dataclass(frozen=True)
-class Sampled:
+class Sampled(NamedTuple):
     """A token that a step gave to a sequence."""
 
     sequence: Sequence

@@ -124,7 +124,7 @@ class Drafter:
 def find_room(pool: BlockPool, sequence: Sequence, num_running: int, rope_switch_len: int) -> int:
     """Most drafts for a sequence that decodes: within its limits, and within blocks that it has or that are
     free beside one for each running sequence, so that nobody else is in want of them."""
-    limit = sequence.prompt_len + sequence.stopping.max_new_tokens - 1  # the last token is never computed
+    limit = sequence.max_tokens - 1  # the last token is never computed
     if rope_switch_len and not sequence.is_long:
         limit = min(limit, rope_switch_len)
     num_blocks = max(len(sequence.block_table), pool.blocks_for(sequence.num_tokens))

@@ -155,17 +155,19 @@ class Scheduler:
         if drafter is not None and not drafter.begin(len(self.running), max_drafts):
             drafter = None
         for sequence in list(self.running):
-            if sequence.num_pending != 1 or sequence.reached_limit or sequence not in self.running:
+            num_tokens = sequence.num_tokens
+            if num_tokens - sequence.num_scheduled != 1 or num_tokens >= sequence.max_tokens:
+                continue
+            if sequence not in self.running:
                 continue
             drafts = [] if drafter is None else self._guess(sequence, drafter)
             if sequence.is_speculating or (drafts and sequence.num_unanswered):
                 continue  # what follows its last token can be guessed when that is known
-            num_tokens = sequence.num_tokens + len(drafts)
-            num_missing = self.pool.blocks_for(num_tokens) - len(sequence.block_table)
+            num_missing = self.pool.blocks_for(num_tokens + len(drafts)) - len(sequence.block_table)
             new_blocks = self._find_blocks(sequence, num_missing)
             if new_blocks is not None:
                 sequence.block_table += new_blocks
-                yield self._plan(sequence, sequence.num_tokens, new_blocks, drafts=drafts)
+                yield self._plan(sequence, num_tokens, new_blocks, drafts=drafts)
 
     def _guess(self, sequence: Sequence, drafter: Drafter) -> list[int]:
         if sequence.is_speculating:

@@ -4,6 +4,7 @@ speak it."""
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import NamedTuple
 
 
 class StopReason(Enum):
@@ -119,8 +120,7 @@ class Tuning:
         return self.prompt.num_encoder_tokens if self.prompt else 0
 
 
-@dataclass(frozen=True)
-class TokenDetail:
+class TokenDetail(NamedTuple):
     """A token and what was asked for about it; fields nobody asked for are 0 or empty."""
 
     token_id: int
@@ -149,6 +149,8 @@ class Sequence:
     encoder_token_ids: tuple[int, ...] = ()
     """The input behind its virtual tokens, for an encoder-decoder model."""
     prompt_len: int = field(init=False)
+    max_tokens: int = field(init=False)
+    """Prompt and new tokens, at most."""
 
     # What follows belongs to the scheduler.
     row: int | None = None
@@ -179,6 +181,7 @@ class Sequence:
 
     def __post_init__(self) -> None:
         self.prompt_len = len(self.token_ids)
+        self.max_tokens = self.prompt_len + self.stopping.max_new_tokens
         self.prefix_root = self.tuning.prefix_root
 
     @property
@@ -209,7 +212,7 @@ class Sequence:
     @property
     def reached_limit(self) -> bool:
         """No further token may be sampled; counts the unanswered ones."""
-        return self.num_tokens - self.prompt_len >= self.stopping.max_new_tokens
+        return self.num_tokens >= self.max_tokens
 
     @property
     def inputs_reported(self) -> bool:

@@ -2,12 +2,12 @@
 
 from collections.abc import Sequence as AnySequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from tgis.router.sequence import Sequence
 
 
-@dataclass(frozen=True)
-class Work:
+class Work(NamedTuple):
     """One sequence's part of a step: compute tokens [start, end), and sample the next one if `samples`."""
 
     sequence: Sequence

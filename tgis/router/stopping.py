@@ -37,7 +37,8 @@ class StopMatcher:
 
     def __init__(self, stop_sequences: tuple[str, ...]) -> None:
         self._stop_sequences = stop_sequences
-        self._reach = max((len(stop) for stop in stop_sequences), default=1) - 1
+        reach = max((len(stop) for stop in stop_sequences), default=1) - 1
+        self._end = slice(-reach, None) if reach else slice(0)
         self._tail = ""  # the end of the text so far, as far as a match could reach back
 
     def find(self, text: str) -> tuple[str, int]:
@@ -45,14 +46,14 @@ class StopMatcher:
         seen only after `add`."""
         window = self._tail + text
         for stop in self._stop_sequences:
-            start = window.rfind(stop, max(len(self._tail) - len(stop) + 1, 0))
-            if start >= 0:
-                return stop, len(window) - start - len(stop)
+            if stop in window:  # hardly ever, so that what follows need not be fast
+                start = window.rfind(stop, max(len(self._tail) - len(stop) + 1, 0))
+                if start >= 0:
+                    return stop, len(window) - start - len(stop)
         return "", 0
 
     def add(self, text: str) -> None:
-        window = self._tail + text
-        self._tail = window[max(len(window) - self._reach, 0) :]
+        self._tail = (self._tail + text)[self._end]
 
 
 class Hold(Protocol):
@@ -77,7 +78,7 @@ class ClusterHold:
     def push(self, text: str) -> str:
         held = self._held + text
         if held.isascii():
-            end = _ascii_start(held, len(held) - (self._hold_back + len(text) if self._hold_back else 0))
+            end = _ascii_start(held, len(self._held) - self._hold_back if self._hold_back else len(held))
         elif not self._hold_back and len(held) <= MAX_CLUSTER:
             end = len(held) - len(_CLUSTER.findall(held)[-1])
         else:
@@ -182,7 +183,9 @@ def _hold_back(stopping: Stopping) -> int:
 
 def _ascii_start(text: str, cutoff: int) -> int:
     """As `_cluster_start`, where only a carriage return and line feed are more than one character."""
-    start = max(min(cutoff, len(text) - 1), 0)
+    if cutoff <= 0:
+        return 0
+    start = cutoff if cutoff < len(text) else len(text) - 1
     return start - 1 if start and text[start] == "\n" and text[start - 1] == "\r" else start
 
 
