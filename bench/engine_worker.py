@@ -1,37 +1,72 @@
-"""The engine alone as a contender; a worker process whose arguments are the model's directory, the type of
-its weights and the tokens that its cache shall hold."""
+"""The engine alone as a contender: the router's scheduler and the shard's engine in one process, without
+gRPC, clients or text; a worker process whose arguments are the model's directory, the type of its weights and
+the tokens that its cache shall hold."""
 
 import gc
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from bench import worker
-from bench.steps import Rows, load_engine
+from bench.steps import load_engine
+from tgis.config import RouterConfig
+from tgis.router.blocks import BlockPool
+from tgis.router.budget import StepBudget
+from tgis.router.columns import decode_answer, encode_step
+from tgis.router.scheduler import Scheduler
+from tgis.router.sequence import Sequence, Stopping
 from tgis.shard.engine import Engine
 
-MAX_STEP_TOKENS = 2048  # of prompts
 
+class EngineAlone:
+    """Generates as a service with the same options schedules it, where all requests are there at once."""
 
-def generate(engine: Engine, question: dict[str, Any]) -> dict[str, float]:
-    """Seconds that the steps take which make as many tokens; they are made before."""
-    new_tokens = question["new_tokens"]
-    rows = Rows(engine, question["batch"], question["input_tokens"], new_tokens, question["seed"])
-    steps = [*rows.prefill(MAX_STEP_TOKENS), *(rows.decode() for _ in range(new_tokens - 1))]
-    engine.reset()
-    start = time.perf_counter()
-    for step in steps:
-        engine.execute(step)
-    return {"seconds": time.perf_counter() - start}
+    def __init__(self, engine: Engine):
+        self._engine = engine
+        # It outlives a question, as a service's does, so that it knows how long steps take.
+        self._budget = StepBudget(RouterConfig.max_step_tokens, RouterConfig.decode_step_ms / 1000)
+
+    def answer(self, question: dict[str, Any]) -> dict[str, float]:
+        """Seconds until all sequences have all of their tokens."""
+        self._engine.reset()
+        info = self._engine.info
+        scheduler = Scheduler(BlockPool(info.num_blocks, info.block_size), question["batch"])
+        for prompt in self._make_prompts(question):
+            scheduler.add(Sequence(prompt, Stopping(question["new_tokens"])))
+        start = time.perf_counter()
+        while scheduler.waiting or scheduler.running:
+            self._take_step(scheduler)
+        return {"seconds": time.perf_counter() - start}
+
+    def _make_prompts(self, question: dict[str, Any]) -> Iterator[list[int]]:
+        random = np.random.default_rng(question["seed"])
+        for _ in range(question["batch"]):
+            yield random.integers(2, self._engine.info.vocab_size, question["input_tokens"]).tolist()
+
+    def _take_step(self, scheduler: Scheduler) -> None:
+        num_decoding = scheduler.num_decoding
+        num_prompts = len(scheduler.waiting) + len(scheduler.running) - num_decoding
+        step = scheduler.next_step(self._budget.prompt_tokens(num_decoding, num_prompts))
+        assert step is not None, "nothing is in flight that could be waited for"
+        answer = decode_answer(step, self._engine.execute(encode_step(step)))
+        scheduler.apply_answer(step)
+        self._budget.observe(step.num_tokens, answer.forward_s)
+        for sampled in answer.sampled:
+            scheduler.append_token(sampled.sequence, sampled.token.token_id)
+            if sampled.sequence.reached_limit:
+                scheduler.finish(sampled.sequence)
 
 
 def main() -> None:
     directory, dtype, cache_tokens = sys.argv[1:]
-    engine = load_engine(Path(directory), dtype, int(cache_tokens))
+    alone = EngineAlone(load_engine(Path(directory), dtype, int(cache_tokens)))
     gc.freeze()
     gc.disable()
-    worker.serve(lambda question: generate(engine, question))
+    worker.serve(alone.answer)
 
 
 if __name__ == "__main__":

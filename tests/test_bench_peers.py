@@ -11,7 +11,7 @@ from transformers import LlamaForCausalLM
 
 from bench import burst, router_step, shapes, worker
 from bench.contest import Sample, Spread
-from bench.engine_worker import generate as ask_engine
+from bench.engine_worker import EngineAlone
 from bench.limits import Rates
 from bench.peers import environments
 from bench.peers.environments import Environment
@@ -22,6 +22,7 @@ from bench.profile_report import Profile, Work, format_profile, part_limits
 from bench.service import BenchError
 from bench.steps import Rows, load_engine
 from tests.canned_service import CannedService, serve
+from tgis.pb import shard_pb2 as pb
 
 TINY = shapes.Shape(2, 48, 4, 2, 8, 80, 600, max_length=64)
 
@@ -172,10 +173,22 @@ def test_a_profile_is_a_table() -> None:
 
 
 def test_the_engine_alone_answers_as_a_contender(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every token of every sequence comes, and each question finds all rows and blocks free."""
     monkeypatch.setattr("bench.steps.MAX_LENGTH", 64)
-    engine = load_engine(model, "float32", 1024)
-    question = {"batch": 3, "input_tokens": 20, "new_tokens": 4, "seed": 1}
-    assert ask_engine(engine, question)["seconds"] > 0
+    engine = load_engine(model, "float32", 128)
+    execute, num_tokens = engine.execute, list[int]()
+
+    def count(step: pb.StepRequest) -> pb.StepResponse:
+        answer = execute(step)
+        num_tokens.append(len(answer.token_ids) // 4)
+        return answer
+
+    monkeypatch.setattr(engine, "execute", count)
+    alone = EngineAlone(engine)
+    for seed in (1, 2):
+        question = {"batch": 3, "input_tokens": 20, "new_tokens": 4, "seed": seed}
+        assert alone.answer(question)["seconds"] > 0
+        assert sum(num_tokens) == seed * 3 * 4
 
 
 def test_the_router_is_timed_by_itself(

@@ -1,6 +1,7 @@
 """Puts the router together and runs it: ports, shards, service, signals; startup, main loop, shutdown."""
 
 import asyncio
+import gc
 import contextlib
 import logging
 import signal
@@ -90,6 +91,8 @@ class _Router:
                     vocabulary = Vocabulary(tokenizer, config.output_special_tokens, is_continuation=False)
                 self._start_engine(contents, info, vocabulary, tokenizer, server)
                 await server.start()
+                gc.collect()
+                gc.freeze()  # what is there from now on is looked through with no later collection
                 logger.info(
                     "serving gRPC on %s:%d, HTTP on %s:%d", config.bind, grpc_port, config.bind, http_port
                 )
