@@ -99,7 +99,8 @@ async def _run_streams(
 
 def _job(input_tokens: int) -> Job:
     """With prompts of its own."""
-    return Job("", "stream", STREAMS, 1, input_tokens, NEW_TOKENS, time.time_ns(), TIMEOUT_S)
+    sizes = (STREAMS, 1, input_tokens, NEW_TOKENS)
+    return Job("", "stream", *sizes, time.time_ns(), TIMEOUT_S, every_token=True)
 
 
 def find_gaps(answers: Iterable[Answer], begin: float, end: float) -> list[float]:

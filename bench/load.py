@@ -43,6 +43,8 @@ class Job:
     prefix_ids: list[str] = field(default_factory=list)
     """Soft prompts, dealt out to the requests one after the other; an empty id is none."""
     adapter_ids: list[str] = field(default_factory=list)
+    every_token: bool = False
+    """Whether a token that shows no text, as half a character does not, has a message too."""
 
 
 class Request(NamedTuple):
@@ -136,6 +138,7 @@ async def ask(
     params = pb.Parameters(
         stopping=pb.StoppingCriteria(max_new_tokens=new_tokens, min_new_tokens=new_tokens),
         truncate_input_tokens=job.input_tokens,
+        response=pb.ResponseOptions(generated_tokens=job.every_token),
     )
     request, ids = pb.GenerationRequest(text=asked.text), (asked.prefix_id, asked.adapter_id)
     try:

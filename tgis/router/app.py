@@ -1,8 +1,8 @@
 """Puts the router together and runs it: ports, shards, service, signals; startup, main loop, shutdown."""
 
 import asyncio
-import gc
 import contextlib
+import gc
 import logging
 import signal
 from collections.abc import AsyncIterator, Coroutine

@@ -84,12 +84,21 @@ def sample(scores: Tensor, batch: SamplingBatch, seen: SeenTokens) -> tuple[Tens
     if not batch.is_plain:
         _penalise(scores, batch, seen)
     if batch.is_plain or batch.params["greedy"].all():
-        highest, chosen = scores.max(-1)  # the lowest id among equals
-        return chosen, np.isfinite(highest.numpy(force=True))
+        return _take_highest(scores)
     if (batch.params["temperature"] != 1).any():
         scores.div_(_column(batch.params["temperature"], scores.device))
     usable = np.isfinite(scores.amax(-1).numpy(force=True))
     return _choose(scores, batch), usable
+
+
+def _take_highest(scores: Tensor) -> tuple[Tensor, npt.NDArray[np.bool_]]:
+    """The lowest id among equals."""
+    if not scores.is_cpu:
+        highest, chosen = scores.max(-1)
+        return chosen, np.isfinite(highest.numpy(force=True))
+    values = scores.numpy()
+    ids = values.argmax(-1)  # several times as fast as torch's
+    return torch.from_numpy(ids), np.isfinite(values[np.arange(len(ids)), ids])
 
 
 def _penalise(scores: Tensor, batch: SamplingBatch, seen: SeenTokens) -> None:
