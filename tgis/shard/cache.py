@@ -3,8 +3,9 @@
 import ctypes
 import math
 import mmap
-import time
-from concurrent.futures import ThreadPoolExecutor
+import os
+import threading
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 
 CPU = torch.device("cpu")
 SLACK = 16  # elements behind the last page, for loads of whole vectors
-TOUCHED_BYTES, TOUCH_S = 1 << 25, 0.25
+TOUCHED_BYTES, LEAST_PRIORITY = 1 << 21, 19
 MADV_HUGEPAGE, MADV_POPULATE_WRITE = 14, 23  # of Linux
 
 
@@ -66,8 +67,7 @@ class KVCache:
         shape = (num_layers, num_blocks, num_kv_heads, page_size(block_size, head_dim))
         self.keys, self.values = (_allocate(shape, dtype, device) for _ in range(2))
         if device.type == "cpu":
-            with ThreadPoolExecutor(2) as threads:
-                list(threads.map(_touch, (self.keys, self.values)))
+            _touch_soon((self.keys, self.values))
         self.num_layers, self.num_blocks, self.block_size = num_layers, num_blocks, block_size
         self.num_kv_heads, self.head_dim, self.dtype = num_kv_heads, head_dim, dtype
 
@@ -83,16 +83,25 @@ def _allocate(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) 
     return torch.frombuffer(pages, dtype=dtype)[:count].view(shape)
 
 
-def _touch(memory: Tensor) -> None:
-    """So that a lack of memory shows now, and no step has to wait for it; where the system is slow to give
-    it, for as long as a start may take. In large pages if the system lends them, which are read faster."""
+def _touch_soon(memories: Sequence[Tensor]) -> None:
+    """Of tensors [num_layers, any], on a thread of its own, so that neither the start waits for the system to
+    give the memory nor, later, a step. In large pages if there are any, which are read faster, and in the
+    order in which blocks are used: the beginnings of all layers come first."""
     madvise = getattr(ctypes.CDLL(None), "madvise", None)
     if madvise is None:
         return
-    begin, size, deadline = memory.data_ptr(), memory.nbytes, time.monotonic() + TOUCH_S
-    madvise(ctypes.c_void_p(begin), ctypes.c_size_t(size), MADV_HUGEPAGE)
-    for start in range(0, size, TOUCHED_BYTES):
-        length = ctypes.c_size_t(min(TOUCHED_BYTES, size - start))
-        has_failed = madvise(ctypes.c_void_p(begin + start), length, MADV_POPULATE_WRITE)
-        if has_failed or time.monotonic() > deadline:
-            return
+    for memory in memories:
+        madvise(ctypes.c_void_p(memory.data_ptr()), ctypes.c_size_t(memory.nbytes), MADV_HUGEPAGE)
+
+    def touch() -> None:
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LEAST_PRIORITY)
+        layer_bytes = max(memory[0].nbytes for memory in memories)
+        for offset in range(0, layer_bytes, TOUCHED_BYTES):
+            for memory in memories:
+                for layer in memory:
+                    begin = (layer.data_ptr() + offset) // mmap.PAGESIZE * mmap.PAGESIZE
+                    end = layer.data_ptr() + min(offset + TOUCHED_BYTES, layer.nbytes)
+                    if madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), MADV_POPULATE_WRITE):
+                        return  # what cannot be had beforehand may not be needed
+
+    threading.Thread(target=touch, name="cache", daemon=True).start()
