@@ -44,6 +44,13 @@ class LogOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
+class FaultOptions:
+    failpoints: str | None = option(
+        "Faults to make happen, for tests: POINT[FACTS]=ACTION:SECONDS@TIME, with commas; unset: none.", None
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelOptions:
     dtype: str | None = option(
         "Type the weights are held in; unset: the checkpoint's own.", None, choices=DTYPES
@@ -144,6 +151,10 @@ class ServingOptions:
     tls_client_ca_cert_path: str | None = option(
         "PEM file of the authorities of clients, which then must show a certificate.", None
     )
+    auth_tokens_path: str | None = option(
+        "File of bearer tokens, a line each, of which a call must show one; unset: none is asked for.",
+        None,
+    )
     tokenization_workers: int | None = option(
         "Threads that tokenize; unset: 1 to 8 by the cores.",
         None,
@@ -189,7 +200,7 @@ class ServingOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LauncherConfig(LogOptions, ModelOptions, TuningOptions, BatchOptions, ServingOptions):
+class LauncherConfig(LogOptions, FaultOptions, ModelOptions, TuningOptions, BatchOptions, ServingOptions):
     """`text-generation-launcher`."""
 
     model_name: str = option(
@@ -234,7 +245,7 @@ class LauncherConfig(LogOptions, ModelOptions, TuningOptions, BatchOptions, Serv
 
 
 @dataclass(frozen=True, kw_only=True)
-class RouterConfig(LogOptions, BatchOptions, ServingOptions):
+class RouterConfig(LogOptions, FaultOptions, BatchOptions, ServingOptions):
     """`text-generation-router`."""
 
     tokenizer_path: str = option("Directory that holds tokenizer.json.")
@@ -247,7 +258,7 @@ class RouterConfig(LogOptions, BatchOptions, ServingOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ShardConfig(LogOptions, ModelOptions, TuningOptions, BatchOptions):
+class ShardConfig(LogOptions, FaultOptions, ModelOptions, TuningOptions, BatchOptions):
     """`text-generation-server serve`: one rank of a group."""
 
     model_path: str = option("Directory of the model; MODEL_NAME may be given instead.")
@@ -261,3 +272,6 @@ class ShardConfig(LogOptions, ModelOptions, TuningOptions, BatchOptions):
         "File through which the ranks of one start of the group meet.", None, env=False
     )
     epoch: int = option("Which start of the group this is.", 0, env=False, minimum=0)
+    heartbeat_fd: int | None = option(
+        "Open file descriptor to write signs of life to.", None, env=False, minimum=0
+    )

@@ -1,15 +1,18 @@
 """The public port with real certificates, and every combination of files that is refused."""
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
 import trustme
 
 from tests.router.conftest import Setup, start_router, stop_router
-from tests.router.test_grpc_api import get
+from tests.router.test_grpc_api import get, single, stopping
 from tgis.pb import generation_pb2 as pb
 from tgis.pb.generation_pb2_grpc import GenerationServiceStub
 
@@ -106,6 +109,83 @@ def test_refused_at_start(
             (tmp_path / f"{name}.pem").write_bytes(content)
     with pytest.raises(AssertionError, match=f"error: {text}"):
         start_router(tmp_path, 1, *copies.flags(*given))
+
+
+def wait_for(condition: Callable[[], bool], timeout_s: float = 8) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def issue(authority: trustme.CA, directory: Path, **more: Any) -> None:
+    """As Kubernetes mounts a secret: real files in a new directory, a link to it that is swapped at once."""
+    fresh = directory / f"..{len(list(directory.iterdir()))}"
+    fresh.mkdir()
+    server = authority.issue_cert("localhost", **more)
+    server.private_key_pem.write_to_path(fresh / "key.pem")
+    server.cert_chain_pems[0].write_to_path(fresh / "cert.pem")
+    authority.cert_pem.write_to_path(fresh / "ca.pem")
+    (directory / "..new").symlink_to(fresh)
+    (directory / "..new").replace(directory / "..data")
+
+
+def test_certificates_change_under_live_streams(tmp_path: Path) -> None:
+    """Server's, key and clients' authority at once; what was open goes on, what comes needs the new ones."""
+    first, second = trustme.CA(), trustme.CA()
+    mount, home = tmp_path / "mount", tmp_path / "home"
+    mount.mkdir()
+    home.mkdir()
+    issue(first, mount)
+    files = Files(mount / "..data", *[_credentials(ca, ca.issue_cert("a@b.c")) for ca in (first, second)])
+    setup = start_router(home, 1, *files.flags("cert", "key", "ca"))
+    setup.shards[0].step_s = 0.02
+    target = f"localhost:{setup.service.grpc_port}"
+    try:
+        with grpc.secure_channel(target, files.client) as channel:
+            request = single("Once upon a time", stopping=stopping(100, min_new_tokens=100))
+            stream = GenerationServiceStub(channel).GenerateStream(request)
+            next(stream)
+            issue(second, mount)
+            assert call(setup, files.stranger) is grpc.StatusCode.OK
+            assert call(setup, files.client) is grpc.StatusCode.UNAVAILABLE
+            *_, last = stream
+            assert last.generated_token_count == 100
+            assert GenerationServiceStub(channel).ModelInfo(pb.ModelInfoRequest(), timeout=5)
+    finally:
+        assert stop_router(setup) == 0
+
+
+def test_what_does_not_fit_together_is_not_taken(tmp_path: Path) -> None:
+    authority = trustme.CA()
+    mount, home = tmp_path / "mount", tmp_path / "home"
+    mount.mkdir()
+    home.mkdir()
+    issue(authority, mount, not_after=datetime.now(UTC) + timedelta(days=2))
+    files = Files(mount / "..data", *[_credentials(authority, authority.issue_cert("a@b.c"))] * 2)
+    setup = start_router(home, 1, *files.flags("cert", "key"))
+
+    def metric(name: str) -> float:
+        lines = get(setup.http + "/metrics")[1].splitlines()
+        return next(float(line.split()[1]) for line in lines if line.startswith(name + " "))
+
+    try:
+        setup.service.wait_for_line("the TLS certificate expires in 2.0 days", 8)
+        assert 1.9 < metric("tgi_tls_certificate_seconds_left") / 86400 < 2
+        cert, key = mount / "..data" / "cert.pem", mount / "..data" / "key.pem"
+        whole = cert.read_bytes()
+        for number, broken in enumerate((whole[: len(whole) // 2], b"", trustme.CA().cert_pem.bytes()), 1):
+            cert.write_bytes(broken)
+            assert call(setup, files.client) is grpc.StatusCode.OK
+            assert metric("tgi_tls_reload_failure_total") == number
+        key.unlink()
+        wait_for(lambda: metric("tgi_tls_reload_failure_total") == 4)  # nobody need call
+        issue(authority, mount, not_after=datetime.now(UTC) + timedelta(days=20))
+        assert call(setup, files.client) is grpc.StatusCode.OK
+        assert metric("tgi_tls_certificate_seconds_left") > 19 * 86400
+        assert authority.cert_pem.bytes() not in setup.service.output.encode()
+    finally:
+        assert stop_router(setup) == 0
 
 
 def test_a_key_of_another_certificate_is_refused(files: Files, tmp_path: Path) -> None:

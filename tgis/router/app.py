@@ -27,6 +27,7 @@ from tgis.router.contents import Contents
 from tgis.router.detokenizer import Vocabulary
 from tgis.router.engine import Engine
 from tgis.router.errors import StartupError
+from tgis.router.gate import Gate, Tokens
 from tgis.router.grpc_api import GenerationService
 from tgis.router.grpc_door import Door
 from tgis.router.guided import Grammars
@@ -35,7 +36,7 @@ from tgis.router.metrics import MetricLimits, Metrics
 from tgis.router.permits import Permits
 from tgis.router.residents import Residents
 from tgis.router.shards import Shards
-from tgis.router.tls import server_credentials
+from tgis.router.tls import Certificates, TlsFiles
 from tgis.router.tokenizer import Tokenizer
 from tgis.router.tracing import open_tracing
 from tgis.router.validation import Limits, Validator
@@ -67,6 +68,8 @@ class _Router:
         self._grammars = Grammars()
         self._health = health.aio.HealthServicer()
         self._permits = Permits(config.max_concurrent_requests)
+        self._certificates = _certificates(config)
+        self._gates = [Gate(Tokens(config.auth_tokens_path))] if config.auth_tokens_path else []
         self._engine: Engine | None = None
         self._draining = asyncio.Event()
 
@@ -80,8 +83,8 @@ class _Router:
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, self._draining.set)
         await self._set_health(False)
-        server = grpc.aio.server(interceptors=[Door(f"/{SERVICE}/")], options=GRPC_OPTIONS)
-        grpc_port = _open_grpc_port(server, config)
+        server = grpc.aio.server(interceptors=[*self._gates, Door(f"/{SERVICE}/")], options=GRPC_OPTIONS)
+        grpc_port = _open_grpc_port(server, config, self._certificates)
         async with self._http_server() as http_port:
             try:
                 info = await self._unless_draining(contents.start())
@@ -117,15 +120,22 @@ class _Router:
         assert self._engine is not None
         engine = asyncio.create_task(self._engine.run(), name="engine")
         draining = asyncio.create_task(self._draining.wait(), name="signals")
+        watching = asyncio.create_task(self._watch_certificates(), name="certificates")
         await asyncio.wait((engine, draining), return_when=asyncio.FIRST_COMPLETED)
         if not engine.done():
             logger.info("draining %d requests", self._engine.num_live)
         await self._health.enter_graceful_shutdown()
         await self._stop(server, 0 if engine.done() else self._config.shutdown_timeout)
-        engine.cancel()
-        draining.cancel()
+        for task in (engine, draining, watching):
+            task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await engine
+
+    async def _watch_certificates(self) -> None:
+        if (certificates := self._certificates) is not None:
+            self._metrics.tls_seconds_left.follow(lambda: certificates.seconds_left)
+            self._metrics.tls_refusals.follow(lambda: certificates.num_refusals)
+            await certificates.watch()
 
     async def _stop(self, server: grpc.aio.Server, timeout_s: float) -> None:
         """New calls are refused at once, generations may finish. Other streams, such as a watch of the
@@ -245,11 +255,19 @@ def _check_capacity(info: shard_pb2.InfoResponse, max_sequence_length: int) -> N
         )
 
 
-def _open_grpc_port(server: grpc.aio.Server, config: RouterConfig) -> int:
+def _certificates(config: RouterConfig) -> Certificates | None:
+    """None for a port in the clear. Raises StartupError."""
+    if not config.tls_cert_path or not config.tls_key_path:
+        return None
+    return Certificates(TlsFiles(config.tls_cert_path, config.tls_key_path, config.tls_client_ca_cert_path))
+
+
+def _open_grpc_port(server: grpc.aio.Server, config: RouterConfig, certificates: Certificates | None) -> int:
     address = f"{config.bind}:{config.grpc_port}"
-    tls = server_credentials(config.tls_cert_path, config.tls_key_path, config.tls_client_ca_cert_path)
     try:
-        return server.add_secure_port(address, tls) if tls else server.add_insecure_port(address)
+        if certificates is None:
+            return server.add_insecure_port(address)
+        return server.add_secure_port(address, certificates.credentials())
     except RuntimeError as error:
         raise PortError(
             f"port {config.grpc_port} on {config.bind} cannot be opened; is it in use?"

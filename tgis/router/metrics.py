@@ -214,6 +214,13 @@ class Metrics:
         self.accepted_drafts = self._counter(
             "tgi_speculation_accepted_tokens", "Guessed tokens that were the generated ones"
         )
+        self.tls_seconds_left = self._gauge(
+            "tgi_tls_certificate_seconds_left", "Seconds until the public port's certificate expires; 0: none"
+        )
+        self.tls_refusals = self._counter(
+            "tgi_tls_reload_failure",
+            "Changes of the TLS files that were not taken, as they do not fit",
+        )
         self.shard_restarts = self._counter("tgi_shard_restarts", "Times the shards were lost")
 
     def _declare_contents(self, name: str, what: str) -> ContentMetrics:

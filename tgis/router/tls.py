@@ -1,41 +1,150 @@
-"""Encryption of the public port: what the three PEM files that TGIS knows ask for."""
+"""Encryption of the public port, by the three PEM files that TGIS knows. They are read again when they
+change, for the connections that come then; what is half-written or does not fit together is not taken."""
 
-import ssl
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 import grpc
+from cryptography import x509
+from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat, load_pem_private_key
 
 from tgis.router.errors import StartupError
 
+logger = logging.getLogger(__name__)
 
-def server_credentials(
-    cert_path: str | None, key_path: str | None, client_ca_path: str | None
-) -> grpc.ServerCredentials | None:
-    """None for a port in the clear. With a client CA, clients must show a certificate it has signed.
+LOOK_S = 5.0  # between two looks at the files; new connections look too
+SOON_S = 7 * 86400.0  # before its end a certificate is warned of
+WARN_EVERY_S = 86400.0
 
-    A certificate without a key, or the other way round, has been refused before. Raises StartupError, in
-    TGIS's words."""
-    if not cert_path or not key_path:
+
+@dataclass(frozen=True)
+class TlsFiles:
+    """Where the files are. A certificate without a key, or the other way round, has been refused before."""
+
+    cert: str
+    key: str
+    client_ca: str | None
+    """With it, clients must show a certificate that it has signed."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Content:
+    """Of files that fit together."""
+
+    cert: bytes
+    key: bytes
+    client_ca: bytes | None
+    expires_at: float
+    """On the clock of the day, in seconds."""
+
+    @property
+    def configuration(self) -> grpc.ServerCertificateConfiguration:
+        return grpc.ssl_server_certificate_configuration([(self.key, self.cert)], self.client_ca)
+
+
+class Certificates:
+    """What the files held when they were last found in order."""
+
+    def __init__(self, files: TlsFiles, now: Callable[[], float] = time.time) -> None:
+        """Raises StartupError, in TGIS's words."""
+        self._files, self._now = files, now
+        self._lock = threading.Lock()
+        self._seen = self._look()
+        self._content = self._given = _read(files)
+        self._warned_at = -WARN_EVERY_S
+        self.num_refusals = 0
+        """Changes of the files that were not taken."""
+        self._warn()
+
+    @property
+    def seconds_left(self) -> float:
+        """Until the certificate expires; less than zero afterwards."""
+        return self._content.expires_at - self._now()
+
+    def credentials(self) -> grpc.ServerCredentials:
+        return grpc.dynamic_ssl_server_credentials(
+            self._content.configuration,
+            self._give_new,  # type: ignore[arg-type]  # the stubs do not know of None: nothing has changed
+            require_client_authentication=self._files.client_ca is not None,
+        )
+
+    async def watch(self) -> NoReturn:
+        """Looks at the files, so that a fault in them is known before a client is refused for it."""
+        while True:
+            await asyncio.sleep(LOOK_S)
+            await asyncio.to_thread(self.look)
+
+    def look(self) -> None:
+        """Takes what has changed, if it is in order; warns of a certificate that ends soon."""
+        with self._lock:
+            seen = self._look()
+            if seen != self._seen:
+                self._seen = seen
+                self._take()
+        self._warn()
+
+    def _warn(self) -> None:
+        if self.seconds_left < SOON_S and time.monotonic() - self._warned_at >= WARN_EVERY_S:
+            self._warned_at = time.monotonic()
+            logger.warning("the TLS certificate expires in %.1f days", self.seconds_left / 86400)
+
+    def _take(self) -> None:
+        try:
+            self._content = _read(self._files)
+        except StartupError as error:
+            self.num_refusals += 1
+            logger.error("the changed TLS files are not taken, those before serve on: %s", error)
+        else:
+            self._warned_at = -WARN_EVERY_S
+            logger.info("new TLS files serve new connections")
+
+    def _give_new(self) -> grpc.ServerCertificateConfiguration | None:
+        """What gRPC asks for before every handshake, on threads of its own."""
+        self.look()
+        with self._lock:
+            if self._given is self._content:
+                return None
+            self._given = self._content
+            return self._given.configuration
+
+    def _look(self) -> list[tuple[int, int, int] | None]:
+        return [look_at(path) for path in (self._files.cert, self._files.key, self._files.client_ca) if path]
+
+
+def look_at(path: str) -> tuple[int, int, int] | None:
+    """Differs when the file has changed, or what a link names; None: there is none."""
+    try:
+        found = Path(path).stat()
+    except OSError:
         return None
-    pair = _read(key_path, "key"), _read(cert_path, "cert")
-    client_ca = _read(client_ca_path, "client ca cert") if client_ca_path else None
-    _check(cert_path, key_path, client_ca_path)
-    return grpc.ssl_server_credentials([pair], client_ca, require_client_auth=client_ca is not None)
+    return found.st_ino, found.st_mtime_ns, found.st_size
 
 
-def _read(path: str, what: str) -> bytes:
+def _read(files: TlsFiles) -> _Content:
+    """Raises StartupError."""
+    key, cert = _read_file(files.key, "key"), _read_file(files.cert, "cert")
+    client_ca = _read_file(files.client_ca, "client ca cert") if files.client_ca else None
+    try:
+        leaf = x509.load_pem_x509_certificates(cert)[0]
+        own = load_pem_private_key(key, None).public_key()
+        if client_ca is not None:
+            x509.load_pem_x509_certificates(client_ca)
+    except (ValueError, TypeError) as error:  # the latter of a key that wants a password
+        raise StartupError(f"tls configuration error: {str(error).splitlines()[0]}") from error
+    as_bytes = (Encoding.DER, PublicFormat.SubjectPublicKeyInfo)
+    if leaf.public_key().public_bytes(*as_bytes) != own.public_bytes(*as_bytes):
+        raise StartupError("tls configuration error: the key is not the certificate's")
+    return _Content(cert, key, client_ca, leaf.not_valid_after_utc.timestamp())
+
+
+def _read_file(path: str, what: str) -> bytes:
     try:
         return Path(path).read_bytes()
     except OSError as error:
         raise StartupError(f"couldn't load {what} from {path}") from error
-
-
-def _check(cert_path: str, key_path: str, client_ca_path: str | None) -> None:
-    """gRPC would only say that the port cannot be opened."""
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    try:
-        context.load_cert_chain(cert_path, key_path, password=lambda: b"")  # nobody is there to be asked
-        if client_ca_path:
-            context.load_verify_locations(client_ca_path)
-    except (ssl.SSLError, ValueError) as error:
-        raise StartupError(f"tls configuration error: {error}") from error

@@ -1,0 +1,108 @@
+"""Bearer tokens at a real router: who gets in, and how tokens are replaced."""
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from tests.router.conftest import Setup, start_router, stop_router
+from tests.router.test_grpc_api import batch, single
+from tgis.pb import generation_pb2 as pb
+
+OLD, NEW = "old-secret", "new-secret"
+REFUSED = grpc.StatusCode.UNAUTHENTICATED
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("home")
+
+
+@pytest.fixture(scope="module")
+def guarded(home: Path) -> Iterator[Setup]:
+    (home / "tokens").write_text(f"{OLD}\nanother\n")
+    setup = start_router(home, 1, "--auth-tokens-path", str(home / "tokens"))
+    yield setup
+    assert stop_router(setup) == 0
+    assert OLD not in setup.service.output
+    assert NEW not in setup.service.output
+
+
+def status(setup: Setup, *values: str) -> grpc.StatusCode:
+    """Of calls of both kinds, which must agree."""
+    metadata = [("authorization", value) for value in values]
+    codes = set()
+    try:
+        setup.stub.ModelInfo(pb.ModelInfoRequest(), metadata=metadata, timeout=5)
+        codes.add(grpc.StatusCode.OK)
+    except grpc.RpcError as error:
+        codes.add(error.code())
+    try:
+        list(setup.stub.GenerateStream(single("a"), metadata=metadata, timeout=5))
+        codes.add(grpc.StatusCode.OK)
+    except grpc.RpcError as error:
+        codes.add(error.code())
+    [code] = codes
+    return code
+
+
+@pytest.mark.parametrize("value", [f"Bearer {OLD}", f"bearer {OLD}", "Bearer another"])
+def test_any_of_the_tokens_lets_in(guarded: Setup, value: str) -> None:
+    assert status(guarded, value) is grpc.StatusCode.OK
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        (),
+        (OLD,),
+        ("Bearer ",),
+        (f"Bearer {OLD}x",),
+        (f"Bearer {OLD[:-1]}",),
+        (f"Basic {OLD}",),
+        (f"Bearer {OLD} another",),
+        (f"Bearer {OLD}", f"Bearer {OLD}"),
+    ],
+)
+def test_nothing_else_does(guarded: Setup, values: tuple[str, ...]) -> None:
+    assert status(guarded, *values) is REFUSED
+
+
+def test_health_may_be_asked_by_all_and_nothing_else(guarded: Setup) -> None:
+    answer = health_pb2_grpc.HealthStub(guarded.channel).Check(health_pb2.HealthCheckRequest(), timeout=5)
+    assert answer.status == health_pb2.HealthCheckResponse.SERVING
+    with pytest.raises(grpc.RpcError) as refused:
+        guarded.stub.Generate(batch("a"), timeout=5)
+    assert refused.value.details() == "a valid bearer token is required"
+    with pytest.raises(grpc.RpcError) as unknown:
+        guarded.channel.unary_unary("/fmaas.GenerationService/NoSuch")(b"", timeout=5)
+    assert unknown.value.code() is REFUSED
+
+
+def test_tokens_are_replaced_under_way(guarded: Setup, home: Path) -> None:
+    def wait_for(expected: grpc.StatusCode, token: str) -> None:
+        deadline = time.monotonic() + 8
+        while status(guarded, f"Bearer {token}") is not expected:
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+
+    (home / "tokens").write_text(f"{OLD}\n{NEW}\n")
+    wait_for(grpc.StatusCode.OK, NEW)
+    assert status(guarded, f"Bearer {OLD}") is grpc.StatusCode.OK
+    (home / "tokens").write_text("")  # half-written
+    time.sleep(1.2)
+    assert status(guarded, f"Bearer {OLD}") is grpc.StatusCode.OK
+    (home / "tokens").write_text(f"{NEW}\n")
+    wait_for(REFUSED, OLD)
+    assert status(guarded, f"Bearer {NEW}") is grpc.StatusCode.OK
+
+
+def test_a_file_without_tokens_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match=r"error: the tokens of .*nowhere cannot be read"):
+        start_router(tmp_path, 1, "--auth-tokens-path", str(tmp_path / "nowhere"))
+    (tmp_path / "empty").write_text("\n")
+    with pytest.raises(AssertionError, match="error: there is no token in "):
+        start_router(tmp_path, 1, "--auth-tokens-path", str(tmp_path / "empty"))

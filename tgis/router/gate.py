@@ -1,0 +1,93 @@
+"""Who may call, where a file of tokens says so: a call without one of them is refused before anything of it
+is read. Health may always be asked."""
+
+import hashlib
+import hmac
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any, NoReturn
+
+import grpc
+
+from tgis.router.errors import StartupError
+from tgis.router.tls import look_at
+
+logger = logging.getLogger(__name__)
+
+OPEN_PREFIX = "/grpc.health.v1.Health/"
+SCHEME = "bearer "
+REFUSAL = "a valid bearer token is required"
+LOOK_S = 1.0  # between two looks at the file, at least
+
+Handler = Any  # grpc types its handlers for the synchronous server only
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class Tokens:
+    """Those of a file, a line each; a changed file is read again, so that tokens can be replaced."""
+
+    def __init__(self, path: str) -> None:
+        """Raises StartupError."""
+        self._path, self._state, self._looked_at = path, look_at(path), time.monotonic()
+        self._digests = _read(path)
+
+    def has(self, token: str) -> bool:
+        """In a time that does not depend on how much of a token is right."""
+        self._look()
+        digest = _digest(token)
+        return sum(hmac.compare_digest(digest, known) for known in self._digests) > 0
+
+    def _look(self) -> None:
+        now = time.monotonic()
+        if now - self._looked_at < LOOK_S:
+            return
+        self._looked_at, state = now, look_at(self._path)
+        if state != self._state:
+            self._state = state
+            try:
+                self._digests = _read(self._path)
+            except StartupError as error:
+                logger.error("the tokens stay as they were: %s", error)
+
+
+class Gate(grpc.aio.ServerInterceptor):
+    """Stands before all methods."""
+
+    def __init__(self, tokens: Tokens) -> None:
+        self._tokens = tokens
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Handler:
+        if handler_call_details.method.startswith(OPEN_PREFIX) or self._admits(handler_call_details):
+            return await continuation(handler_call_details)
+        return grpc.unary_unary_rpc_method_handler(_refuse)
+
+    def _admits(self, details: grpc.HandlerCallDetails) -> bool:
+        given = [value for key, value in details.invocation_metadata or () if key == "authorization"]
+        if len(given) != 1 or not isinstance(given[0], str):
+            return False
+        scheme, token = given[0][: len(SCHEME)], given[0][len(SCHEME) :]
+        return scheme.lower() == SCHEME and self._tokens.has(token.strip())
+
+
+async def _refuse(request: Any, context: Context) -> NoReturn:
+    await context.abort(grpc.StatusCode.UNAUTHENTICATED, REFUSAL)
+
+
+def _read(path: str) -> list[bytes]:
+    try:
+        lines = Path(path).read_text().split()
+    except (OSError, UnicodeDecodeError) as error:
+        raise StartupError(f"the tokens of {path} cannot be read") from error
+    if not lines:
+        raise StartupError(f"there is no token in {path}")
+    return [_digest(line) for line in lines]
+
+
+def _digest(token: str) -> bytes:
+    return hashlib.sha256(token.encode(errors="replace")).digest()
