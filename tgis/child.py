@@ -10,6 +10,8 @@ import sys
 from collections.abc import AsyncIterator, Callable, Mapping
 from types import MappingProxyType
 
+from tgis.heartbeat import wait_until_hung
+
 ERROR_PREFIX = "error: "  # begins a process's last words, the one line that says why it failed
 MAX_LINE_BYTES = 1 << 16
 PR_SET_PDEATHSIG = 1
@@ -26,19 +28,36 @@ class Child:
         arguments: list[str],
         line_prefix: str = "",
         env: Mapping[str, str] = MappingProxyType({}),
+        beats: bool = False,
     ) -> None:
-        """`env` holds variables that the child gets where the parent has none of that name."""
+        """`env` holds variables that the child gets where the parent has none of that name. One that `beats`
+        is given a descriptor for signs of life, and is killed where it hangs."""
         self.name, self._arguments, self._line_prefix, self._env = name, arguments, line_prefix, env
+        self._beats, self._hangs = beats, False
         self._error = ""
         self._process: asyncio.subprocess.Process | None = None
         self._end: asyncio.Task[str] | None = None
+        self._watch: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
+        if not self._beats:
+            await self._start([])
+            return
+        reader, writer = os.pipe()
+        try:
+            await self._start(["--heartbeat-fd", str(writer)], writer)
+        finally:
+            os.close(writer)
+        self._watch = asyncio.create_task(self._end_if_hung(reader), name=f"{self.name}'s heart")
+
+    async def _start(self, more: list[str], *fds: int) -> None:
         self._process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
             "tgis",
             *self._arguments,
+            *more,
+            pass_fds=fds,
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
@@ -63,6 +82,11 @@ class Child:
         if self._end is not None:
             await self._end
 
+    async def _end_if_hung(self, fd: int) -> None:
+        await wait_until_hung(fd)
+        self._hangs = True
+        self.signal(signal.SIGKILL)
+
     async def _run_to_end(self, process: asyncio.subprocess.Process) -> str:
         assert process.stdout is not None
         async for line in _lines(process.stdout):
@@ -73,9 +97,14 @@ class Child:
                     OSError
                 ):  # nobody reads our stderr any more: the child must not block on it
                     print(self._line_prefix + line, file=sys.stderr, flush=True)
-        return self._describe(await process.wait())
+        code = await process.wait()
+        if self._watch is not None:
+            self._watch.cancel()
+        return self._describe(code)
 
     def _describe(self, code: int) -> str:
+        if self._hangs:
+            return f"{self.name} hung and was killed"
         if code >= 0:
             return f"{self.name}: {self._error}" if self._error else f"{self.name} exited with code {code}"
         hint = "; was it out of memory?" if -code == signal.SIGKILL else ""

@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from tgis import __version__, hub, hub_commands, logs, prompt_commands
+from tgis import __version__, failpoints, hub, hub_commands, logs, prompt_commands
 from tgis.client import client
 from tgis.config import FRAMEWORKS, LauncherConfig, RouterConfig, ShardConfig
 from tgis.declaration import variables_of
@@ -20,6 +20,7 @@ from tgis.tuning_plan import plan_tuning
 
 
 def _run_launcher(config: LauncherConfig) -> None:
+    failpoints.arm(config.failpoints)  # so that what cannot be read is refused here
     from tgis import launcher
 
     # The children get all of it as flags; what stayed in the environment they would read, and warn of, again.
@@ -31,12 +32,14 @@ def _run_launcher(config: LauncherConfig) -> None:
 
 
 def _run_router(config: RouterConfig) -> None:
+    failpoints.arm(config.failpoints)
     from tgis.router import app
 
     app.run(config)
 
 
 def _run_shard(config: ShardConfig) -> None:
+    failpoints.arm(config.failpoints, f"rank={config.rank}", f"epoch={config.epoch}")
     _stay_offline()
     settings = hub.read_json(Path(config.model_path), "config.json")
     length = config.max_sequence_length or hub.max_sequence_length(settings)

@@ -6,6 +6,7 @@ import struct
 from google.protobuf.message import Message
 
 _LENGTH = struct.Struct("<I")
+MAX_LENGTH = 1 << 30  # bytes of a message
 
 
 def steps_path(path: str) -> str:
@@ -18,6 +19,10 @@ def frame(message: Message) -> bytes:
     return _LENGTH.pack(len(body)) + body
 
 
+class FrameError(Exception):
+    """What arrives is not what the other end sends."""
+
+
 class FrameReader:
     """Cuts what arrives into messages."""
 
@@ -25,12 +30,15 @@ class FrameReader:
         self._pending = bytearray()
 
     def push(self, data: bytes) -> list[bytes]:
-        """The messages that `data` completes, serialized."""
+        """The messages that `data` completes, serialized. Raises FrameError."""
         pending, start, bodies = self._pending, 0, []
         pending += data
         while len(pending) >= start + _LENGTH.size:
             begin = start + _LENGTH.size
-            end = begin + _LENGTH.unpack_from(pending, start)[0]
+            [length] = _LENGTH.unpack_from(pending, start)
+            if length > MAX_LENGTH:
+                raise FrameError
+            end = begin + length
             if end > len(pending):
                 break
             bodies.append(bytes(pending[begin:end]))

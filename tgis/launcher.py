@@ -6,7 +6,6 @@ import contextlib
 import logging
 import shutil
 import signal
-import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, fields
@@ -19,13 +18,14 @@ from tgis.declaration import to_flags
 from tgis.frames import steps_path
 from tgis.launch_plan import TOKENIZER, LaunchError, Plan, plan
 from tgis.ports import listen
+from tgis.run_directory import RunDirectory
 
 logger = logging.getLogger(__name__)
 
 STOP_TIMEOUT_S = 5.0  # what the router gets beyond its own shutdown timeout
 CRASH_WINDOW_S = 300.0
-MAX_CRASHES = 5  # of the shards, within the window
-FIRST_BACKOFF_S = 0.5
+MAX_CRASHES = 6  # of the shards, within the window; a request that kills them takes three
+FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.5, 4.0
 POLL_S = 0.05
 # How often a thread of a shard looks for its next piece of work before it sleeps. By default that takes
 # milliseconds, in which it keeps a core from the router, the clients and the other threads of its own step:
@@ -48,7 +48,7 @@ def run(config: LauncherConfig) -> None:
 class _Launcher:
     def __init__(self, config: LauncherConfig, planned: Plan) -> None:
         self._config, self._plan = config, planned
-        self._directory = Path()
+        self._directory: RunDirectory | None = None
         self._epoch = 0
         self._converter: Child | None = None
         self._shards: list[Child] = []
@@ -60,7 +60,7 @@ class _Launcher:
             listen(self._config.bind, port).close()  # the router opens it for good, when the model is loaded
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
-        self._directory = Path(tempfile.mkdtemp(prefix="text-generation-"))  # mode 0700
+        self._directory = RunDirectory()
         logger.info("loading %s on %d shards", self._plan.model_path, self._plan.num_shards)
         main = asyncio.create_task(self._serve())
         stopping = asyncio.create_task(self._stopping.wait())
@@ -118,7 +118,7 @@ class _Launcher:
             logger.error("%s; starting the shards again", reason)
             await asyncio.gather(*(child.kill() for child in self._shards))
             if len(crashes) > 1:
-                await asyncio.sleep(FIRST_BACKOFF_S * 2 ** (len(crashes) - 2))
+                await asyncio.sleep(min(FIRST_BACKOFF_S * 2 ** (len(crashes) - 2), MAX_BACKOFF_S))
             with contextlib.suppress(
                 LaunchError
             ):  # the next turn of the loop finds what has ended, and counts it
@@ -132,7 +132,11 @@ class _Launcher:
             path.unlink(missing_ok=True)
         self._shards = [
             Child(
-                f"shard {rank}", ["serve", *to_flags(self._shard_config(rank))], f"Shard {rank}: ", SHARD_ENV
+                f"shard {rank}",
+                ["serve", *to_flags(self._shard_config(rank))],
+                f"Shard {rank}: ",
+                SHARD_ENV,
+                beats=True,
             )
             for rank in range(num_shards)
         ]
@@ -181,8 +185,9 @@ class _Launcher:
             for socket in (path, Path(steps_path(str(path)))):
                 with contextlib.suppress(OSError):
                     socket.unlink(missing_ok=True)
-        for directory in (f"{self._uds_path}-contents", self._directory):
-            shutil.rmtree(directory, ignore_errors=True)
+        shutil.rmtree(f"{self._uds_path}-contents", ignore_errors=True)
+        if self._directory is not None:
+            self._directory.remove()
 
     def _on_signal(self) -> None:
         if self._stopping.is_set():
@@ -190,8 +195,13 @@ class _Launcher:
         self._stopping.set()
 
     @property
+    def _path(self) -> Path:
+        assert self._directory is not None, "the run has begun"
+        return self._directory.path
+
+    @property
     def _uds_path(self) -> str:
-        return self._config.shard_uds_path or str(self._directory / "shard")
+        return self._config.shard_uds_path or str(self._path / "shard")
 
     @property
     def _sockets(self) -> list[Path]:
@@ -199,7 +209,7 @@ class _Launcher:
 
     @property
     def _tokenizer_path(self) -> Path:
-        return self._plan.model_path if self._plan.has_fast_tokenizer else self._directory / "tokenizer"
+        return self._plan.model_path if self._plan.has_fast_tokenizer else self._path / "tokenizer"
 
     def _router_config(self) -> RouterConfig:
         own = {
@@ -219,8 +229,9 @@ class _Launcher:
             "uds_path": self._uds_path,
             "rank": rank,
             "world_size": self._plan.num_shards,
-            "rendezvous": str(self._directory / f"rendezvous-{self._epoch}"),
+            "rendezvous": str(self._path / f"rendezvous-{self._epoch}"),
             "epoch": self._epoch,
+            "heartbeat_fd": None,  # each child's own
             "dtype": self._plan.dtype,
             "deployment_framework": ENGINES.get(self._config.deployment_framework or ""),
             "max_sequence_length": self._plan.max_sequence_length,

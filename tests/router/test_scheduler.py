@@ -79,7 +79,11 @@ class Workload:
         self.max_prompt_tokens = r.randint(1, 30)
         self.late = r.choice([0.0, 0.5, 0.9])
         self.loss, self.cancel = r.choice([0.0, 0.02]), r.choice([0.0, 0.02])
-        self.num_losses = self.num_refusals = 0
+        self.num_losses = self.num_refusals = self.num_culprits = 0
+        # Where shards die of sequences, they die of nothing else, or innocents might seem to be the cause.
+        self.deadly_share = 0.0 if self.loss else random.Random(~seed).choice([0.0, 0.0, 0.1, 0.3])
+        self.deadly: dict[Sequence, int] = {}  # how many tokens the shards can compute of each
+        self.suspects: list[Sequence] = []
         self.sent: deque[tuple[Step, pb.StepRequest]] = deque()
         self.executed: deque[tuple[Step, pb.StepResponse]] = deque()
         self.expected: dict[Sequence, list[int]] = {}
@@ -144,8 +148,7 @@ class Workload:
             self.send()
             self.check_blocks()
             if self.sent and r.random() >= self.late:
-                step, request = self.sent.popleft()
-                self.executed.append((step, self.shard.execute(request)))
+                self.execute(*self.sent.popleft())
             if self.executed and r.random() >= self.late:
                 self.take_answer()
             if r.random() < self.loss and self.num_losses < 5:
@@ -154,9 +157,10 @@ class Workload:
                 if r.random() < self.cancel:
                     self.end(sequence)
         while self.sent or self.executed:
-            self.executed += [(step, self.shard.execute(request)) for step, request in self.sent]
-            self.sent.clear()
-            self.take_answer()
+            while self.sent:
+                self.execute(*self.sent.popleft())
+            if self.executed:
+                self.take_answer()
         assert self.scheduler.pool.num_used == 0
         assert not self.scheduler.running
         assert not self.scheduler.waiting
@@ -174,6 +178,9 @@ class Workload:
             ),
         )
         self.reported[sequence] = []
+        r = random.Random(repr(sequence.token_ids))
+        if r.random() < self.deadly_share:
+            self.deadly[sequence] = r.randrange(len(self.expected[sequence]))
         self.scheduler.add(sequence)
 
     def send(self) -> None:
@@ -184,6 +191,10 @@ class Workload:
                 return
             request = encode_step(step)
             self.check_size(step, request)
+            self.suspects = [suspect for suspect in self.suspects if suspect in self.expected]
+            if self.suspects:
+                assert [work.sequence for work in step.work] == self.suspects[:1]
+                assert self.scheduler.num_in_flight == 1
             self.sent.append((step, pb.StepRequest.FromString(request.SerializeToString())))
 
     def check_size(self, step: Step, request: pb.StepRequest) -> None:
@@ -218,7 +229,18 @@ class Workload:
             if sampled.sequence in self.expected:
                 self.take_token(sampled.sequence, sampled.token.token_id, sampled.ended)
 
+    def execute(self, step: Step, request: pb.StepRequest) -> None:
+        """Unless it kills the shards."""
+        if any(work.end > self.deadly.get(work.sequence, work.end) for work in step.work):
+            # What an earlier step has answered may still be on its way; here it is lost as well.
+            self.sent.appendleft((step, request))
+            self.lose_shards()
+        else:
+            self.executed.append((step, self.shard.execute(request)))
+
     def take_token(self, sequence: Sequence, token: int, ended: bool) -> None:
+        if sequence in self.suspects:
+            self.suspects.remove(sequence)
         self.scheduler.append_token(sequence, token)
         expected = self.expected[sequence]
         assert sequence.token_ids == expected[: len(sequence.token_ids)]
@@ -237,10 +259,20 @@ class Workload:
 
     def lose_shards(self) -> None:
         self.num_losses += 1
+        unanswered = [step for step, _ in [*self.executed, *self.sent]]
+        tried = [work.sequence for step in unanswered[:1] for work in step.work]
+        tried = [sequence for sequence in tried if sequence in self.expected]
+        self.suspects = [*reversed(tried), *(each for each in self.suspects if each not in tried)]
         self.sent.clear()
         self.executed.clear()
         self.shard = self._shard()
-        self.scheduler.reset(self._pool())
+        culprit = self.scheduler.reset(self._pool())
+        if culprit is not None:
+            assert tried == [culprit]
+            assert culprit in self.deadly or self.loss
+            self.suspects = []
+            self.num_culprits += 1
+            self.end(culprit)
 
     def check_blocks(self) -> None:
         """No block lost, none in two places that are not one prefix."""
@@ -280,13 +312,14 @@ def test_the_workloads_meet_what_they_are_for() -> None:
             met[kind + "hits"] += inputs > shard.num_encoded if kind else prompts > shard.num_computed
         met[kind + "refusals"] += workload.num_refusals
         met[kind + "losses"] += workload.num_losses
+        met[kind + "culprits"] += workload.num_culprits
         met[kind + "right drafts"] += scheduler.num_accepted_drafts
         met[kind + "wrong drafts"] += scheduler.num_drafts - scheduler.num_accepted_drafts
         if scheduler.num_accepted_drafts:
             met["losses with drafts"] += workload.num_losses
             met["preemptions with drafts"] += scheduler.num_preemptions
     print(met)
-    assert len(met) == 16
+    assert len(met) == 18
     assert min(met.values()) > 10, met
 
 

@@ -3,6 +3,8 @@ those can wait, predicted from the steps before."""
 
 MIN_PROMPT_TOKENS = 16  # what a long prompt gets of any step, so that it always comes forward
 FORGET = 0.98  # weight that an observation keeps with each further one
+MIN_TIMEOUT_S, PATIENCE = 10.0, 10
+"""A step that takes longer, and as many times longer than predicted, will never end."""
 
 
 class StepBudget:
@@ -11,10 +13,12 @@ class StepBudget:
 
     def __init__(self, max_tokens: int, decode_step_s: float) -> None:
         self._max_tokens, self._decode_step_s = max_tokens, decode_step_s
+        self._largest = 0  # tokens of a step so far
         self._weight = self._n = self._nn = self._t = self._nt = 0.0
 
     def observe(self, num_tokens: int, seconds: float) -> None:
         """A step of that many tokens took that long."""
+        self._largest = max(self._largest, num_tokens)
         sums = (self._weight, self._n, self._nn, self._t, self._nt)
         added = (1.0, num_tokens, num_tokens**2, seconds, num_tokens * seconds)
         self._weight, self._n, self._nn, self._t, self._nt = (
@@ -25,6 +29,14 @@ class StepBudget:
         """Seconds; 0 before anything was observed."""
         fixed, per_token = self._fit()
         return fixed + per_token * num_tokens
+
+    def timeout(self, num_tokens: int) -> float:
+        """Seconds after which a step of so many tokens will never end; 0 where that cannot be told."""
+        if not self._largest:
+            return 0.0
+        # What is known of smaller steps says little of a larger one, but that it takes no more per token.
+        known = min(num_tokens, self._largest)
+        return max(MIN_TIMEOUT_S, PATIENCE * self.predict(known) * num_tokens / known)
 
     def prompt_tokens(self, num_decoding: int, num_prompts: int) -> int:
         """The whole budget while nobody decodes, else what fits into the time; never less than a small

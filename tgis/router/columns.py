@@ -12,6 +12,8 @@ from tgis.pb import shard_pb2 as pb
 from tgis.router.sequence import Content, Details, Grammar, Sequence, TokenDetail
 from tgis.router.step import Step, Work
 
+MAX_U32 = 2**32 - 1
+
 
 class Sampled(NamedTuple):
     """A token that a step gave to a sequence."""
@@ -51,7 +53,8 @@ class Answer:
     forward_s: float
 
 
-def encode_step(step: Step) -> pb.StepRequest:
+def encode_step(step: Step, timeout_s: float = 0.0) -> pb.StepRequest:
+    """`timeout_s`: a shard that computes it for longer hangs; 0: it may take any time."""
     work = step.work
     return pb.StepRequest(
         step_id=step.step_id,
@@ -64,11 +67,15 @@ def encode_step(step: Step) -> pb.StepRequest:
         new_blocks=_pack([block for item in work for block in item.new_blocks]),
         num_drafts=_pack([len(item.drafts) for item in work]) if step.num_drafts else b"",
         draft_ids=_pack([token_id for item in work for token_id in item.drafts]) if step.num_drafts else b"",
+        timeout_ms=min(round(1000 * timeout_s), MAX_U32),
     )
 
 
 def decode_answer(step: Step, response: pb.StepResponse) -> Answer:
-    """`response` is rank 0's; rows are those of `step`, whatever has taken their place meanwhile."""
+    """`response` is rank 0's; rows are those of `step`, whatever has taken their place meanwhile. Raises
+    KeyError and ValueError for what can be no answer to it."""
+    if response.step_id != step.step_id:
+        raise ValueError("another step's")
     sequences = {item.row: item.sequence for item in step.work}
     return Answer(
         step,

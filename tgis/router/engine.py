@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Callable
 
+from tgis import failpoints
 from tgis.router.blocks import BlockPool
 from tgis.router.budget import StepBudget
 from tgis.router.columns import Answer, InputDetails, RowFailure, Sampled
@@ -23,8 +24,6 @@ from tgis.router.shards import LOST, ShardsLostError
 from tgis.router.stopping import TextStream
 
 logger = logging.getLogger(__name__)
-
-MAX_FATAL_STEPS = 3  # a sequence that was part of as many fatal steps is not tried again
 
 
 class Engine:
@@ -71,8 +70,12 @@ class Engine:
         metrics.queue_size.follow(lambda: len(scheduler.waiting))
         metrics.batch_current_size.follow(lambda: len(scheduler.running))
         metrics.requests_running.follow(lambda: len(scheduler.running))
-        metrics.batch_input_tokens.follow(lambda: scheduler.num_running_tokens)
-        metrics.batch_max_remaining_tokens.follow(lambda: scheduler.num_remaining_tokens)
+        metrics.batch_input_tokens.follow(
+            lambda: sum(each.num_input_tokens + each.num_generated for each in scheduler.running)
+        )
+        metrics.batch_max_remaining_tokens.follow(
+            lambda: sum(each.max_tokens - len(each.token_ids) for each in scheduler.running)
+        )
         metrics.kv_cache_usage.follow(lambda: scheduler.pool.num_used / scheduler.pool.num_blocks)
         metrics.prefix_cache_queries.follow(lambda: scheduler.num_cache_queries)
         metrics.prefix_cache_hits.follow(lambda: scheduler.num_cache_hits)
@@ -147,7 +150,8 @@ class Engine:
             step = scheduler.next_step(self._budget.prompt_tokens(num_decoding, num_prompts))
             if step is None:
                 break
-            self._shards.send(step)
+            failpoints.hit("router.before_step")
+            self._shards.send(step, self._budget.timeout(step.num_tokens))
             self._meter.send(step)
             for sequence in step.opened:
                 self._start(self._live[sequence])
@@ -196,7 +200,6 @@ class Engine:
             self._metrics.inter_token_duration.observe(now - generation.last_token_at)
         generation.last_token_at = now
         self.scheduler.append_token(sequence, sampled.token.token_id)
-        sequence.num_fatal_steps = 0
         piece = generation.text.push(sampled.token.token_id)
         is_last = piece.reason is not StopReason.NOT_FINISHED
         generation.deliver(
@@ -239,14 +242,13 @@ class Engine:
             self._release(generation)
 
     def _suspend(self) -> None:
-        """The shards and their caches are gone; everything waits to be computed again, but for repeated
-        suspects."""
+        """The shards and their caches are gone; everything waits to be computed again, but for what they die
+        of."""
         pool = self.scheduler.pool
-        for sequence in self.scheduler.reset(BlockPool(pool.num_blocks, pool.block_size)):
-            sequence.num_fatal_steps += 1
-            if sequence.num_fatal_steps > MAX_FATAL_STEPS:
-                text = "the shards die whenever it is computed"
-                self._fail(self._live[sequence], _internal_error(sequence, text))
+        culprit = self.scheduler.reset(BlockPool(pool.num_blocks, pool.block_size))
+        if culprit is not None:
+            text = "the shards die whenever it is computed"
+            self._fail(self._live[culprit], _internal_error(culprit, text))
         now = time.monotonic()
         for generation in list(self._live.values()):
             deadline = generation.sequence.stopping.deadline

@@ -7,16 +7,18 @@ from collections.abc import Sequence as AnySequence
 
 from tgis.router.blocks import BlockPool
 from tgis.router.drafts import Drafter, find_room
+from tgis.router.quarantine import Quarantine
 from tgis.router.sequence import Sequence
 from tgis.router.sharing import (
     Cached,
     accept_draft,
     find_cached,
+    forget_place,
     publish_computed,
     publish_encoded,
     take_blocks,
 )
-from tgis.router.step import Step, Work
+from tgis.router.step import Step, Work, make_step
 
 
 class Scheduler:
@@ -44,6 +46,7 @@ class Scheduler:
         self.num_cache_queries = self.num_cache_hits = 0
         """Tokens looked for, and found, in the prefix cache."""
         self.num_drafts = self.num_accepted_drafts = 0
+        self._quarantine = Quarantine()
         self._in_flight: deque[Step] = deque()
         self._free_rows = list(range(max_sequences))[::-1]
         self._closed_rows: list[int] = []
@@ -59,16 +62,6 @@ class Scheduler:
     def num_decoding(self) -> int:
         return sum(sequence.num_scheduled >= sequence.prompt_len for sequence in self.running)
 
-    @property
-    def num_running_tokens(self) -> int:
-        """Input and known generated tokens of the running sequences."""
-        return sum(sequence.num_input_tokens + sequence.num_generated for sequence in self.running)
-
-    @property
-    def num_remaining_tokens(self) -> int:
-        """What the running sequences may still generate, all together."""
-        return sum(sequence.stopping.max_new_tokens - sequence.num_generated for sequence in self.running)
-
     def add(self, sequence: Sequence) -> None:
         """The sequence waits; a full-length one must fit into the pool."""
         self.waiting.append(sequence)
@@ -81,6 +74,8 @@ class Scheduler:
         the step's only prompt work."""
         if self._rope_switch_len:
             self._put_back_outgrown()
+        if (suspect := self._quarantine.next) is not None:
+            return None if self._in_flight else self._try_alone(suspect, max_prompt_tokens)
         num_preemptions = self.num_preemptions
         decodes = list(self._continue_decoding(max_prompt_tokens // 2))
         max_prompt_tokens -= sum(len(item.drafts) for item in decodes)
@@ -120,20 +115,24 @@ class Scheduler:
             self.num_accepted_drafts += 1
             accept_draft(self.pool, sequence)
         sequence.token_ids.append(token_id)
+        self._quarantine.clear(sequence)
 
     def finish(self, sequence: Sequence) -> None:
         """The sequence leaves, whatever its state; its unanswered tokens are for nobody."""
+        self._quarantine.clear(sequence)
         if sequence in self.running:
             del self.running[sequence]
             self._drop(sequence)
         else:
             self.waiting.remove(sequence)
 
-    def reset(self, pool: BlockPool) -> list[Sequence]:
+    def reset(self, pool: BlockPool) -> Sequence | None:
         """The shards have lost everything: all sequences wait again, with the tokens they have.
 
-        Returns the sequences of the oldest unanswered step, the first suspects."""
+        Gives the one that is not to be tried again, for the shards died of it."""
         suspects = [work.sequence for work in self._in_flight[0].work] if self._in_flight else []
+        live = {*self.running, *self.waiting}
+        culprit = self._quarantine.take([suspect for suspect in suspects if suspect in live])
         for step in self._in_flight:
             for work in step.work:
                 work.sequence.num_unanswered, work.sequence.is_speculating = 0, False
@@ -143,10 +142,22 @@ class Scheduler:
         self._closed_rows.clear()
         self._num_blocks_owed = 0
         for sequence in reversed(self.running):
-            self._free_rows.append(self._forget_place(sequence))
+            self._free_rows.append(forget_place(sequence))
             self.waiting.appendleft(sequence)
         self.running.clear()
-        return [sequence for sequence in suspects if sequence in self.waiting]
+        return culprit
+
+    def _try_alone(self, suspect: Sequence, budget: int) -> Step | None:
+        """Others lose their blocks to it where there are too few."""
+        if suspect in self.running:
+            end = min(suspect.num_tokens, suspect.num_scheduled + budget)
+            return self._send([], [self._plan(suspect, end, [])], [])
+        while True:
+            self.waiting.remove(suspect)
+            self.waiting.appendleft(suspect)
+            for work in self._admit_waiting(budget, is_alone=True):
+                return self._send([], [], [work])
+            self._preempt(next(reversed(self.running)))
 
     def _continue_decoding(self, max_drafts: int) -> Iterator[Work]:
         # Drafts take the places of sequences that could sample.
@@ -230,17 +241,13 @@ class Scheduler:
         return Work(sequence, sequence.row, start, end, samples, opens, list(new_blocks), drafts)
 
     def _send(self, decodes: list[Work], prompts: list[Work], newcomers: list[Work]) -> Step:
-        work = [*decodes, *prompts, *newcomers]
-        num_encoder_tokens = sum(item.sequence.num_to_encode for item in newcomers)
         joins = 0 < len(newcomers) < len(self.running)
-        num_drafts = sum(len(item.drafts) for item in decodes)
-        self.num_drafts += num_drafts
-        counts = (len(decodes), num_drafts, num_encoder_tokens)
-        step = Step(self._num_steps, work, *counts, joins, self._closed_rows)
+        step = make_step(self._num_steps, decodes, prompts, newcomers, joins, self._closed_rows)
         self._num_steps += 1
+        self.num_drafts += step.num_drafts
         self._closed_rows = []
         self._in_flight.append(step)
-        for item in work:
+        for item in step.work:
             self._last_step[item.sequence] = step
         return step
 
@@ -284,14 +291,6 @@ class Scheduler:
         else:
             last_step.blocks_to_release.append(blocks)
             self._num_blocks_owed += len(blocks)
-        row = self._forget_place(sequence)
+        row = forget_place(sequence)
         self._closed_rows.append(row)
         self._free_rows.append(row)
-
-    @staticmethod
-    def _forget_place(sequence: Sequence) -> int:
-        row, sequence.row = sequence.row, None
-        assert row is not None
-        sequence.block_table, sequence.cross_blocks = [], []
-        sequence.num_scheduled = sequence.num_computed = sequence.num_published = 0
-        return row

@@ -177,7 +177,7 @@ class Sequence:
     num_inputs_reported: int = 0
     """Prompt tokens whose details have been delivered."""
     num_fatal_steps: int = 0
-    """How often the shards died on a step that named this sequence, since its last token."""
+    """In a row, in which it was alone."""
 
     def __post_init__(self) -> None:
         self.prompt_len = len(self.token_ids)

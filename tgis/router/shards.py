@@ -8,9 +8,9 @@ from functools import partial
 from typing import Any, cast
 
 import grpc
-from google.protobuf.message import Message
+from google.protobuf.message import DecodeError, Message
 
-from tgis.frames import FrameReader, frame, steps_path
+from tgis.frames import FrameError, FrameReader, frame, steps_path
 from tgis.pb import shard_pb2 as pb
 from tgis.pb.shard_pb2_grpc import ShardServiceStub
 from tgis.router.columns import Answer, decode_answer, encode_step
@@ -69,8 +69,9 @@ class Shards:
                 return infos[0]
             await asyncio.sleep(RETRY_INTERVAL_S)
 
-    def send(self, step: Step) -> None:
-        request = frame(encode_step(step))
+    def send(self, step: Step, timeout_s: float) -> None:
+        """A shard that computes it for longer hangs, and is killed; 0: it may take any time."""
+        request = frame(encode_step(step, timeout_s))
         self._steps.append(step)
         for stream in self._streams:
             stream.send(request)
@@ -159,7 +160,8 @@ class Shards:
         self._answers.put_nowait(ShardsLostError(f"shard {rank} is lost"))
 
     def _combine(self) -> None:
-        """Passes on the oldest step's answer once all ranks have given theirs."""
+        """Passes on the oldest step's answer once all ranks have given theirs; what cannot be one is a fault
+        of the group."""
         while self._steps and all(stream.responses for stream in self._streams):
             responses = [stream.responses.popleft() for stream in self._streams]
             step = self._steps.popleft()
@@ -167,7 +169,11 @@ class Shards:
             if len({(response.step_id, response.digest) for response in responses}) > 1:
                 self._answers.put_nowait(ShardsLostError(f"the ranks disagree on step {step.step_id}"))
                 return
-            self._answers.put_nowait(decode_answer(step, responses[0]))
+            try:
+                self._answers.put_nowait(decode_answer(step, responses[0]))
+            except (KeyError, ValueError):
+                self._answers.put_nowait(ShardsLostError(f"what came for step {step.step_id} is no answer"))
+                return
 
     def _settle(self, step: Step | None) -> None:
         """Tells who waits for `step`, or for any."""
@@ -191,8 +197,12 @@ class _StepStream(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)  # uvloop's is of no class of asyncio's
 
     def data_received(self, data: bytes) -> None:
-        self.responses += map(pb.StepResponse.FromString, self._frames.push(data))
-        self._on_answer()
+        try:
+            self.responses += map(pb.StepResponse.FromString, self._frames.push(data))
+        except (DecodeError, FrameError):
+            self._on_loss()
+        else:
+            self._on_answer()
 
     def connection_lost(self, error: Exception | None) -> None:
         if self._transport is not None:

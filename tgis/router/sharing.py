@@ -51,6 +51,15 @@ def take_blocks(pool: BlockPool, sequence: Sequence, cached: Cached) -> bool:
     return True
 
 
+def forget_place(sequence: Sequence) -> int:
+    """All of it is to be computed again; gives the row that it had."""
+    row, sequence.row = sequence.row, None
+    assert row is not None, "only what runs has a place"
+    sequence.block_table, sequence.cross_blocks = [], []
+    sequence.num_scheduled = sequence.num_computed = sequence.num_published = 0
+    return row
+
+
 def publish_computed(pool: BlockPool, sequence: Sequence) -> None:
     """Its full blocks, as far as they are computed."""
     size = pool.block_size

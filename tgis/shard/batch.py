@@ -33,6 +33,11 @@ class Batch:
 class RowTable(Rows):
     """The open rows, and what a step computes of them."""
 
+    def tell(self, request: pb.StepRequest) -> list[str]:
+        """What failpoints may want to know of the step's rows."""
+        lengths = self._rows["prompt_len"][_integers(request.rows)]
+        return [f"prompt={length}" for length in lengths.tolist()]
+
     def pack(self, request: pb.StepRequest) -> Batch | None:
         """The step's work on rows that have not ended, or None where there is none."""
         rows, starts, ends = (_integers(column) for column in (request.rows, request.starts, request.ends))

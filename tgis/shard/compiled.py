@@ -55,6 +55,7 @@ class _Recording(threading.local):
 
 
 _recording = _Recording()
+_num_compiling = 0
 
 
 @contextlib.contextmanager
@@ -121,7 +122,21 @@ class Kernel:
         return ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self._compiled.address)
 
 
+def is_compiling() -> bool:
+    """Whether a kernel that nothing was kept of is being called for the first time."""
+    return _num_compiling > 0
+
+
 def _compile(function: Callable[[Any], None]) -> Any:
+    global _num_compiling
+    _num_compiling += 1
+    try:
+        return _compile_or_read(function)
+    finally:
+        _num_compiling -= 1
+
+
+def _compile_or_read(function: Callable[[Any], None]) -> Any:
     signature = types.void(_ADDRESS)
     directory = _cache_directory(function)
     if directory is None:

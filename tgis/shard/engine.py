@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tgis import failpoints
 from tgis.pb import shard_pb2 as pb
 from tgis.shard import answers
 from tgis.shard.answers import Problem, Sampled, SampledDetails
@@ -61,6 +62,7 @@ class Engine:
                 self._end_row(response, Problem(message.row, problem))
             else:
                 self._guides.open(message)
+        failpoints.hit("shard.before_forward", lambda: self._table.tell(request))
         encoder_inputs, batch = self._table.pack_encoder(request.opened_rows), self._table.pack(request)
         with torch.inference_mode():
             if encoder_inputs is not None:

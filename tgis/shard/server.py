@@ -17,12 +17,14 @@ from typing import NoReturn, TypeVar
 
 import grpc
 
-from tgis import hub
+from tgis import failpoints, hub
 from tgis.config import ShardConfig
 from tgis.errors import OperatorError
 from tgis.frames import FrameReader, frame, steps_path
+from tgis.heartbeat import Heartbeat
 from tgis.pb import shard_pb2 as pb
 from tgis.pb.shard_pb2_grpc import ShardServiceServicer, add_ShardServiceServicer_to_server
+from tgis.shard.compiled import is_compiling
 from tgis.shard.content_calls import ContentCalls
 from tgis.shard.content_loading import open_spool, open_store
 from tgis.shard.engine import Engine
@@ -35,6 +37,7 @@ NUM_RPC_THREADS = 8
 NUM_FINDS, NUM_LOADS = 16, 2
 STEPS_BETWEEN_COLLECTIONS = 1000
 READ_BYTES = 1 << 18
+GARBAGE = frame(pb.StepResponse(step_id=1 << 63, rows=b"garbage"))  # of which no failpoint makes sense
 SEND_TIMEOUT = struct.pack("ll", 10, 0)  # seconds and microseconds
 SERVER_OPTIONS = [
     ("grpc.so_reuseport", 0),
@@ -76,7 +79,8 @@ class StepSocket:
         """Nowhere if the router is gone."""
         if self._connection is not None:
             try:
-                self._connection.sendall(frame(response))
+                is_garbage = failpoints.hit("shard.before_answer")
+                self._connection.sendall(GARBAGE if is_garbage else frame(response))
             except OSError as error:
                 self._end(error)
 
@@ -153,6 +157,7 @@ def serve(config: ShardConfig) -> NoReturn:
     computes until SIGTERM (status 0) or until a step fails (status 1). What goes wrong before raises one of
     the errors of `load`, or SocketError."""
     _end_on_signals()
+    failpoints.hit("shard.before_loading")
     engine = load(config)
     length = sequence_length(config, hub.read_json(Path(config.model_path), "config.json"))
     store = open_store(config, engine.model, length)
@@ -163,7 +168,7 @@ def serve(config: ShardConfig) -> NoReturn:
     _quieten_interpreter()
     logger.info("rank %d of %d serves %s on %s", config.rank, config.world_size, config.model_path, path)
     try:
-        _compute(engine, steps)
+        _compute(engine, steps, Heartbeat(config.heartbeat_fd, is_compiling))
     except Exception:
         logger.exception("a step failed; this process can answer for nothing any more")
     server.stop(None)
@@ -192,7 +197,7 @@ def _private_socket(path: str) -> Iterator[None]:
         os.umask(mask)
 
 
-def _compute(engine: Engine, steps: StepSocket) -> NoReturn:
+def _compute(engine: Engine, steps: StepSocket, heartbeat: Heartbeat) -> NoReturn:
     num_steps = 0
     while True:
         requests = steps.receive()
@@ -200,7 +205,10 @@ def _compute(engine: Engine, steps: StepSocket) -> NoReturn:
             engine.reset()
             continue
         for request in requests:
-            steps.send(engine.execute(request))
+            with heartbeat.step(request.timeout_ms / 1000):
+                response = engine.execute(request)
+            steps.send(response)
+            failpoints.hit("shard.after_answer")
             num_steps += 1
             if num_steps % STEPS_BETWEEN_COLLECTIONS == 0:
                 gc.collect()

@@ -1,0 +1,69 @@
+"""Both ends of the signs of life, over a real pipe, with time that runs faster."""
+
+import asyncio
+import os
+import time
+
+import pytest
+
+from tgis import heartbeat
+from tgis.heartbeat import Heartbeat, wait_until_hung
+
+PERIOD_S, MAX_MISSED = 0.02, 5
+LONG_S = 20 * PERIOD_S  # longer than silence may last
+
+
+@pytest.fixture(autouse=True)
+def fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(heartbeat, "PERIOD_S", PERIOD_S)
+    monkeypatch.setattr(heartbeat, "MAX_MISSED", MAX_MISSED)
+
+
+async def hangs(fd: int) -> bool:
+    """Within a long time."""
+    try:
+        await asyncio.wait_for(wait_until_hung(fd), LONG_S)
+    except TimeoutError:
+        return False
+    return True
+
+
+async def test_who_beats_does_not_hang() -> None:
+    reader, writer = os.pipe()
+    beating = Heartbeat(writer, is_excused=lambda: False)
+    with beating.step(0):  # it may take any time
+        assert not await hangs(reader)
+
+
+async def test_short_steps_never_add_up() -> None:
+    reader, writer = os.pipe()
+    beating = Heartbeat(writer, is_excused=lambda: False)
+    watch = asyncio.create_task(hangs(reader))
+    while not watch.done():
+        with beating.step(5 * PERIOD_S):
+            await asyncio.sleep(2 * PERIOD_S)
+    assert not watch.result()
+
+
+async def test_a_step_that_takes_too_long_hangs() -> None:
+    reader, writer = os.pipe()
+    beating, started = Heartbeat(writer, is_excused=lambda: False), time.monotonic()
+    with beating.step(10 * PERIOD_S):
+        assert await hangs(reader)
+    assert time.monotonic() - started >= 10 * PERIOD_S
+
+
+async def test_time_that_is_excused_does_not_count() -> None:
+    reader, writer = os.pipe()
+    with Heartbeat(writer, is_excused=lambda: True).step(2 * PERIOD_S):
+        assert not await hangs(reader)
+
+
+async def test_silence_counts_once_there_was_a_sign() -> None:
+    reader, writer = os.pipe()
+    silent = asyncio.create_task(hangs(os.dup(reader)))
+    assert not await silent
+    started = asyncio.create_task(hangs(reader))
+    os.write(writer, b".")
+    assert await started
+    os.close(writer)

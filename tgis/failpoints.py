@@ -1,0 +1,93 @@
+"""Places where a fault can be made to happen, for tests; dead unless the option `failpoints` names some.
+
+`POINT[FACT;FACT]=ACTION:SECONDS@TIME`, several with commas: the action is taken where the process gets to
+that point and all facts hold, the TIME-th time only if one is given, else every time. Facts and seconds are
+optional."""
+
+import os
+import re
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from tgis.errors import OperatorError
+
+ACTIONS = ("raise", "sleep", "kill", "exit", "oom", "garbage")
+EXIT_CODE = 3
+_RULE = re.compile(
+    r"(?P<point>[a-z_.]+)(?:\[(?P<facts>[^]]*)\])?=(?P<action>[a-z]+)(?::(?P<seconds>[\d.]+))?(?:@(?P<time>\d+))?"
+)
+
+
+class FailpointError(OperatorError):
+    """The option cannot be read; the text is one line."""
+
+
+class InjectedError(Exception):
+    """What `raise` raises."""
+
+
+@dataclass
+class _Rule:
+    facts: frozenset[str]
+    action: str
+    seconds: float
+    turn: int | None
+    """Which of its times it acts; None: each."""
+    num_hits: int = field(default=0)
+
+    def acts(self, facts: frozenset[str]) -> bool:
+        if not self.facts <= facts:
+            return False
+        self.num_hits += 1
+        return self.turn in (None, self.num_hits)
+
+
+_rules: dict[str, list[_Rule]] = {}
+_own_facts: frozenset[str] = frozenset()
+
+
+def arm(text: str | None, *facts: str) -> None:
+    """From now on; `facts` hold for this process. Raises FailpointError."""
+    global _own_facts
+    read = [_read(part.strip()) for part in (text or "").split(",") if part.strip()]
+    _rules.clear()
+    _own_facts = frozenset(facts)
+    for point, rule in read:
+        _rules.setdefault(point, []).append(rule)
+
+
+def hit(point: str, facts: Callable[[], list[str]] = list) -> bool:
+    """Acts if something is to happen here; whether the caller is to give garbage. `facts` are asked for only
+    where they may matter."""
+    if not _rules or point not in _rules:
+        return False
+    known = _own_facts | frozenset(facts())
+    acting = [rule for rule in _rules[point] if rule.acts(known)]
+    for rule in acting:
+        _act(rule)
+    return any(rule.action == "garbage" for rule in acting)
+
+
+def _read(text: str) -> tuple[str, _Rule]:
+    found = _RULE.fullmatch(text)
+    if found is None or found["action"] not in ACTIONS:
+        raise FailpointError(f"failpoints: {text!r} is not POINT[FACTS]=ACTION:SECONDS@TIME")
+    facts = frozenset(fact for fact in (found["facts"] or "").split(";") if fact)
+    turn = int(found["time"]) if found["time"] else None
+    return found["point"], _Rule(facts, found["action"], float(found["seconds"] or 0), turn)
+
+
+def _act(rule: _Rule) -> None:
+    match rule.action:
+        case "raise":
+            raise InjectedError
+        case "oom":
+            raise MemoryError
+        case "sleep":
+            time.sleep(rule.seconds)
+        case "exit":
+            os._exit(EXIT_CODE)
+        case "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
