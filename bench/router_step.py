@@ -68,8 +68,8 @@ class InstantShards:
         self._steps, self._began = asyncio.Queue[Step](), 0.0
         self.times: list[float] = []
 
-    def send(self, step: Step) -> None:
-        frame(encode_step(step))
+    def send(self, step: Step, timeout_s: float) -> None:
+        frame(encode_step(step, timeout_s))
         self._steps.put_nowait(step)
 
     async def receive(self) -> Answer:

@@ -360,7 +360,7 @@ async def test_nothing_is_unloaded_before_the_steps_on_their_way_are_answered(gr
         group.shards[1].step_s = 0.2
         step = scheduler.next_step(100)
         assert step is not None
-        group.link.send(step)
+        group.link.send(step, timeout_s=0)
         scheduler.finish(sequence)
     group.library.put(Item("large", num_bytes=ROOM * 1024), "large")
     load = asyncio.create_task(group.use("large"))

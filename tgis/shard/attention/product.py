@@ -10,21 +10,16 @@ from typing import Any, NamedTuple
 from numba import types
 
 from tgis.shard.attention.vectors import (
-    FUSED,
-    I1,
-    I64,
     LANES,
-    at,
     constant,
     has_avx512,
     load,
     load_everywhere,
-    load_stored,
-    loop,
-    prefetch,
+    load_lanes,
     store,
     use_widest,
 )
+from tgis.shard.code import FUSED, I1, I64, at, loop, prefetch
 from tgis.shard.compiled import intrinsic
 
 GROUPS = 4
@@ -128,7 +123,7 @@ def _build_scores(b: Any, call: ScoresCall, rows: int, first: int, width: int) -
         row, column = b.mul(k, call.stride), b.mul(k, I64(4))
         if rows <= SHORT:
             _fetch_keys(b, ahead, k, row, call.dtype)
-        loaded = [load_stored(b, base, row, call.dtype) for base in bases]
+        loaded = [load_lanes(b, base, row, call.dtype) for base in bases]
         return _products(b, sums, [load_everywhere(b, start, column) for start in starts], loaded)
 
     results = loop(b, call.n, [constant(0.0)] * (rows * width), build)
@@ -195,7 +190,7 @@ def _build_sums(b: Any, call: SumsCall, rows: int, first: int, width: int) -> No
             row, weight = b.mul(k, call.stride), b.mul(b.add(begin, k), I64(4))
             for skip in range(0, width * size if rows <= SHORT else 0, LINE):
                 prefetch(b, ahead, b.add(row, I64(skip)))
-            loaded = [load_stored(b, base, b.add(row, I64(v * size)), call.dtype) for v in range(width)]
+            loaded = [load_lanes(b, base, b.add(row, I64(v * size)), call.dtype) for v in range(width)]
             offsets = [b.add(weight, I64(4 * SPAN * r)) for r in range(rows)]
             return _products(b, sums, [load_everywhere(b, call.weights, x) for x in offsets], loaded)
 

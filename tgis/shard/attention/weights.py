@@ -8,23 +8,17 @@ from numba import types
 
 from tgis.shard.attention.product import GROUPS
 from tgis.shard.attention.vectors import (
-    FLOAT,
-    FUSED,
-    I32,
-    I64,
     INTEGERS,
     LANES,
     VECTOR,
-    at,
     constant,
-    everywhere,
     load,
     load_everywhere,
-    loop,
     multiply_add,
     store,
     use_widest,
 )
+from tgis.shard.code import FLOAT, FUSED, I32, I64, at, everywhere, loop
 from tgis.shard.compiled import intrinsic
 
 # 2^f for |f| <= 1/2, to a relative 1e-7, and exactly 1 for 0.
@@ -64,7 +58,7 @@ def _exp(b: Any, x: Any) -> Any:
 
 def _find_visible(b: Any, first: Any, count: Any) -> list[Any]:
     """Which of the span's keys are among `count` from `first` on, a vector of bits for each group."""
-    first, count = (everywhere(b, b.trunc(x, I32)) for x in (first, count))
+    first, count = (everywhere(b, b.trunc(x, I32), LANES) for x in (first, count))
     lanes = [ir.Constant(INTEGERS, list(range(v * LANES, (v + 1) * LANES))) for v in range(GROUPS)]
     return [b.icmp_unsigned("<", b.sub(lane, first), count) for lane in lanes]
 

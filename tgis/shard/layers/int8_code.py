@@ -10,16 +10,13 @@ from typing import Any
 from llvmlite import ir
 from numba import types
 
-from tgis.shard.attention.vectors import loop
+from tgis.shard.code import FLOAT, FUSED, I8, I16, I32, I64, everywhere, loop
 from tgis.shard.compiled import intrinsic
 from tgis.shard.layers.packing import has_feature
 
 GROUP = 128  # neighbours along a row, of weights as of activations, that share a scale
 QUAD = 4  # of them that an instruction multiplies at once
 HEAD = 8  # bytes before a group of activations: its scale, float32, and what its sums lack, int32
-
-_FLOAT, _I8, _I16, _I32, _I64 = ir.FloatType(), *(ir.IntType(bits) for bits in (8, 16, 32, 64))
-_FUSED = {"flags": ("contract",)}
 
 
 @dataclass(frozen=True)
@@ -45,14 +42,8 @@ def _vector(element: Any, lanes: int) -> Any:
     return ir.VectorType(element, lanes)
 
 
-def _everywhere(b: Any, x: Any, lanes: int) -> Any:
-    kind = _vector(x.type, lanes)
-    first = b.insert_element(ir.Constant(kind, ir.Undefined), x, _I32(0))
-    return b.shuffle_vector(first, first, ir.Constant(_vector(_I32, lanes), [0] * lanes))
-
-
 def _take_lanes(b: Any, x: Any, y: Any, lanes: list[int]) -> Any:
-    return b.shuffle_vector(x, y, ir.Constant(_vector(_I32, len(lanes)), lanes))
+    return b.shuffle_vector(x, y, ir.Constant(_vector(I32, len(lanes)), lanes))
 
 
 def _call(b: Any, name: str, result: Any, *args: Any) -> Any:
@@ -69,15 +60,15 @@ def _load(b: Any, address: Any, kind: Any, align: int = 1) -> Any:
 
 
 def _spread_bytes(form: Form, b: Any, address: Any) -> list[Any]:
-    return [_everywhere(b, _load(b, address, _I32), form.lanes)]
+    return [everywhere(b, _load(b, address, I32), form.lanes)]
 
 
 def _load_bytes(form: Form, b: Any, address: Any) -> list[Any]:
-    return [_load(b, address, _vector(_I32, form.lanes))]
+    return [_load(b, address, _vector(I32, form.lanes))]
 
 
 def _multiply_bytes(form: Form, b: Any, sums: list[Any], w: list[Any], x: list[Any]) -> list[Any]:
-    kind = _vector(_I32, form.lanes)
+    kind = _vector(I32, form.lanes)
     return [_call(b, f"llvm.x86.avx512.vpdpbusd.{32 * form.lanes}", kind, sums[0], w[0], x[0])]
 
 
@@ -85,16 +76,16 @@ def _multiply_bytes(form: Form, b: Any, sums: list[Any], w: list[Any], x: list[A
 
 
 def _spread_pairs(form: Form, b: Any, address: Any) -> list[Any]:
-    return [b.bitcast(_everywhere(b, _load(b, address, _I64), 4), _vector(_I16, 16))]
+    return [b.bitcast(everywhere(b, _load(b, address, I64), 4), _vector(I16, 16))]
 
 
 def _load_pairs(form: Form, b: Any, address: Any) -> list[Any]:
-    half, wide = _vector(_I8, 16), _vector(_I16, 16)
-    return [b.zext(_load(b, b.add(address, _I64(16 * i)), half), wide) for i in range(2)]
+    half, wide = _vector(I8, 16), _vector(I16, 16)
+    return [b.zext(_load(b, b.add(address, I64(16 * i)), half), wide) for i in range(2)]
 
 
 def _multiply_pairs(form: Form, b: Any, sums: list[Any], w: list[Any], x: list[Any]) -> list[Any]:
-    products = [_call(b, "llvm.x86.avx2.pmadd.wd", _vector(_I32, 8), half, x[0]) for half in w]
+    products = [_call(b, "llvm.x86.avx2.pmadd.wd", _vector(I32, 8), half, x[0]) for half in w]
     return [b.add(total, more) for total, more in zip(sums, products, strict=True)]
 
 
@@ -102,13 +93,13 @@ def _multiply_pairs(form: Form, b: Any, sums: list[Any], w: list[Any], x: list[A
 
 
 def _spread_any(form: Form, b: Any, address: Any) -> list[Any]:
-    quad = b.sext(_load(b, address, _vector(_I8, QUAD)), _vector(_I32, QUAD))
+    quad = b.sext(_load(b, address, _vector(I8, QUAD)), _vector(I32, QUAD))
     return [_take_lanes(b, quad, quad, list(range(QUAD)) * form.lanes)]
 
 
 def _load_any(form: Form, b: Any, address: Any) -> list[Any]:
     lanes = QUAD * form.lanes
-    return [b.zext(_load(b, address, _vector(_I8, lanes)), _vector(_I32, lanes))]
+    return [b.zext(_load(b, address, _vector(I8, lanes)), _vector(I32, lanes))]
 
 
 def _multiply_any(form: Form, b: Any, sums: list[Any], w: list[Any], x: list[Any]) -> list[Any]:
@@ -151,13 +142,13 @@ class _Tile:
     def add_quads(self, b: Any, x: list[Any], panel: Any, num_quads: Any) -> list[Any]:
         """Sums over a group, [lanes] of int32 for every cell. x: where the rows' group is."""
         form = self.form
-        flat = [ir.Constant(_vector(_I32, form.lanes), [0] * form.lanes)] * (form.sums * len(self.cells))
+        flat = [ir.Constant(_vector(I32, form.lanes), [0] * form.lanes)] * (form.sums * len(self.cells))
 
         def build(k: Any, flat: list[Any]) -> list[Any]:
-            at = b.add(panel, b.mul(k, _I64(QUAD * form.columns)))
-            places = [b.add(at, _I64(v * QUAD * form.lanes)) for v in range(form.vectors)]
+            at = b.add(panel, b.mul(k, I64(QUAD * form.columns)))
+            places = [b.add(at, I64(v * QUAD * form.lanes)) for v in range(form.vectors)]
             weights = [form.weights(form, b, place) for place in places]
-            place = b.mul(k, _I64(QUAD * form.width))
+            place = b.mul(k, I64(QUAD * form.width))
             spread = [form.spread(form, b, b.add(address, place)) for address in x]
             changed = []
             for i, (r, v) in enumerate(self.cells):
@@ -179,39 +170,39 @@ class _Tile:
     def add_group(self, b: Any, totals: list[Any], heads: list[Any], panel: Any, num_quads: Any) -> list[Any]:
         """totals + sums over a group times the scales. heads: of the rows' group."""
         form = self.form
-        sums = self.add_quads(b, [b.add(head, _I64(HEAD)) for head in heads], panel, num_quads)
-        behind = b.add(panel, b.mul(num_quads, _I64(QUAD * form.columns)))
-        kind = _vector(_FLOAT, form.lanes)
-        scales = [_load(b, b.add(behind, _I64(4 * form.lanes * v)), kind) for v in range(form.vectors)]
-        rows = [_everywhere(b, _load(b, head, _FLOAT), form.lanes) for head in heads]
-        missing = [_everywhere(b, _load(b, b.add(head, _I64(4)), _I32), form.lanes) for head in heads]
+        sums = self.add_quads(b, [b.add(head, I64(HEAD)) for head in heads], panel, num_quads)
+        behind = b.add(panel, b.mul(num_quads, I64(QUAD * form.columns)))
+        kind = _vector(FLOAT, form.lanes)
+        scales = [_load(b, b.add(behind, I64(4 * form.lanes * v)), kind) for v in range(form.vectors)]
+        rows = [everywhere(b, _load(b, head, FLOAT), form.lanes) for head in heads]
+        missing = [everywhere(b, _load(b, b.add(head, I64(4)), I32), form.lanes) for head in heads]
         changed = []
         for total, exact, (r, v) in zip(totals, sums, self.cells, strict=True):
             value = b.sitofp(b.add(exact, missing[r]), kind)
-            changed.append(b.fadd(total, b.fmul(value, b.fmul(rows[r], scales[v]), **_FUSED), **_FUSED))
+            changed.append(b.fadd(total, b.fmul(value, b.fmul(rows[r], scales[v]), **FUSED), **FUSED))
         return changed
 
     def store(self, b: Any, totals: list[Any], out: Any, stride: Any, num_columns: Any) -> None:
         """The first columns only; where the panel has no more, without a mask, which takes many times as long
         on some machines."""
-        begins = [b.add(out, b.mul(stride, _I64(r))) for r in range(self.num_rows)]
-        kind = _vector(_FLOAT, self.form.lanes)
-        addresses = [b.add(begins[r], _I64(4 * self.form.lanes * v)) for r, v in self.cells]
+        begins = [b.add(out, b.mul(stride, I64(r))) for r in range(self.num_rows)]
+        kind = _vector(FLOAT, self.form.lanes)
+        addresses = [b.add(begins[r], I64(4 * self.form.lanes * v)) for r, v in self.cells]
         places = [b.inttoptr(address, kind.as_pointer()) for address in addresses]
-        with b.if_else(b.icmp_signed(">=", num_columns, _I64(self.form.columns))) as (whole, part):
+        with b.if_else(b.icmp_signed(">=", num_columns, I64(self.form.columns))) as (whole, part):
             with whole:
                 for total, place in zip(totals, places, strict=True):
                     b.store(total, place, align=4)
             with part:
-                self._store_some(b, totals, places, b.trunc(num_columns, _I32))
+                self._store_some(b, totals, places, b.trunc(num_columns, I32))
 
     def _store_some(self, b: Any, totals: list[Any], places: list[Any], num_columns: Any) -> None:
         lanes = self.form.lanes
-        numbers = ir.Constant(_vector(_I32, lanes), list(range(lanes)))
+        numbers = ir.Constant(_vector(I32, lanes), list(range(lanes)))
         for total, place, (_, v) in zip(totals, places, self.cells, strict=True):
-            left = _everywhere(b, b.sub(num_columns, _I32(v * lanes)), lanes)
+            left = everywhere(b, b.sub(num_columns, I32(v * lanes)), lanes)
             mask = b.icmp_signed("<", numbers, left)
-            _call(b, f"llvm.masked.store.v{lanes}f32.p0", ir.VoidType(), total, place, _I32(4), mask)
+            _call(b, f"llvm.masked.store.v{lanes}f32.p0", ir.VoidType(), total, place, I32(4), mask)
 
 
 def make_tile(num_rows: int, form: Form = FORM) -> Any:
@@ -225,14 +216,14 @@ def make_tile(num_rows: int, form: Form = FORM) -> Any:
 
     def generate(context: Any, b: Any, signature: Any, args: Any) -> Any:
         out, out_stride, x, x_stride, panel, num_groups, last_quads, num_columns = args
-        heads = [b.add(x, b.mul(x_stride, _I64(r))) for r in range(num_rows)]
-        zero = ir.Constant(_vector(_FLOAT, form.lanes), [0.0] * form.lanes)
-        last = b.sub(num_groups, _I64(1))
+        heads = [b.add(x, b.mul(x_stride, I64(r))) for r in range(num_rows)]
+        zero = ir.Constant(_vector(FLOAT, form.lanes), [0.0] * form.lanes)
+        last = b.sub(num_groups, I64(1))
 
         def build(g: Any, totals: list[Any]) -> list[Any]:
-            here = [b.add(head, b.mul(g, _I64(x_step))) for head in heads]
-            num_quads = b.select(b.icmp_signed("<", g, last), _I64(num_full), last_quads)
-            return tile.add_group(b, totals, here, b.add(panel, b.mul(g, _I64(panel_step))), num_quads)
+            here = [b.add(head, b.mul(g, I64(x_step))) for head in heads]
+            num_quads = b.select(b.icmp_signed("<", g, last), I64(num_full), last_quads)
+            return tile.add_group(b, totals, here, b.add(panel, b.mul(g, I64(panel_step))), num_quads)
 
         totals = loop(b, num_groups, [zero] * len(tile.cells), build)
         tile.store(b, totals, out, out_stride, num_columns)

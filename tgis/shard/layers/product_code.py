@@ -7,8 +7,9 @@ from typing import Any
 
 from llvmlite import ir
 from numba import types
-from numba.core.cgutils import get_or_insert_function, raw_memcpy
+from numba.core.cgutils import raw_memcpy
 
+from tgis.shard.code import FLOAT, FUSED, I8, I64, at, everywhere, load_stored, loop, prefetch
 from tgis.shard.compiled import intrinsic
 from tgis.shard.layers.packing import LANES, PANEL
 
@@ -21,42 +22,20 @@ STRIDE = 4 * (BLOCK + 16)  # bytes between rows of a copy of x: with a power of 
 # So few rows leave the processor time to fetch weights by itself; with more it must be told what is next.
 STREAMED = 2
 
-_FLOAT, _I8, _I32, _I64 = ir.FloatType(), ir.IntType(8), ir.IntType(32), ir.IntType(64)
-_VECTOR = ir.VectorType(_FLOAT, LANES)
-_STORED = {types.float32: _FLOAT, types.uint16: ir.IntType(16), types.int16: ir.HalfType()}
-_FUSED = {"flags": ("contract",)}
+_VECTOR = ir.VectorType(FLOAT, LANES)
 _NONE = ir.Constant(_VECTOR, [0.0] * LANES)
 _VECTORS = PANEL // LANES
 
 
-def _at(b: Any, address: Any, offset: Any, element: Any) -> Any:
-    return b.inttoptr(b.add(address, offset), element.as_pointer())
-
-
 def _load_weights(b: Any, address: Any, offset: int, dtype: Any) -> Any:
-    """A vector of them as float32; uint16 holds bfloat16 bits, int16 float16 bits."""
-    stored = b.load(_at(b, address, _I64(offset), ir.VectorType(_STORED[dtype], LANES)), align=32)
-    if dtype == types.int16:
-        return b.fpext(stored, _VECTOR)
-    if dtype == types.uint16:
-        wide = ir.VectorType(_I32, LANES)
-        return b.bitcast(b.shl(b.zext(stored, wide), ir.Constant(wide, [16] * LANES)), _VECTOR)
-    return stored
-
-
-def _load_everywhere(b: Any, address: Any, offset: int) -> Any:
-    """One float32 in all lanes."""
-    x = b.load(_at(b, address, _I64(offset), _FLOAT), align=4)
-    first = b.insert_element(ir.Constant(_VECTOR, ir.Undefined), x, _I32(0))
-    return b.shuffle_vector(first, first, ir.Constant(ir.VectorType(_I32, LANES), [0] * LANES))
+    """A vector of them as float32."""
+    return load_stored(b, at(b, address, I64(offset), I8), LANES, dtype, align=32)
 
 
 def _prefetch(b: Any, address: Any, num_bytes: int) -> None:
     """Asks for what lies there, into the second-level cache."""
-    kind = ir.FunctionType(ir.VoidType(), (_I8.as_pointer(), _I32, _I32, _I32))
-    function = get_or_insert_function(b.module, kind, "llvm.prefetch.p0")
     for offset in range(0, num_bytes, 64):
-        b.call(function, [_at(b, address, _I64(offset), _I8), _I32(0), _I32(2), _I32(1)])
+        prefetch(b, address, I64(offset))
 
 
 def _multiply(b: Any, rows: int, args: Any, dtype: Any) -> None:
@@ -64,27 +43,23 @@ def _multiply(b: Any, rows: int, args: Any, dtype: Any) -> None:
     out, out_stride, x, weights, ahead, count, is_first, _ = args
     step = PANEL * dtype.bitwidth // 8
     cells = [(r, v) for r in range(rows) for v in range(_VECTORS)]
-    begins = [b.add(out, b.mul(_I64(r), out_stride)) for r in range(rows)]
-    places = [_at(b, begins[r], _I64(4 * LANES * v), _VECTOR) for r, v in cells]
-    begun = b.icmp_signed("!=", is_first, _I64(0))
+    begins = [b.add(out, b.mul(I64(r), out_stride)) for r in range(rows)]
+    places = [at(b, begins[r], I64(4 * LANES * v), _VECTOR) for r, v in cells]
+    begun = b.icmp_signed("!=", is_first, I64(0))
     initial = [b.select(begun, _NONE, b.load(place, align=4)) for place in places]
-    before, loop, done = b.block, b.append_basic_block("loop"), b.append_basic_block("done")
-    b.branch(loop)
-    b.position_at_end(loop)
-    k, sums = b.phi(_I64), [b.phi(_VECTOR) for _ in cells]
-    weight, column = b.add(weights, b.mul(k, _I64(step))), b.add(x, b.mul(k, _I64(4)))
-    loaded = [_load_weights(b, weight, v * step // _VECTORS, dtype) for v in range(_VECTORS)]
-    if rows > STREAMED:
-        _prefetch(b, b.add(ahead, b.mul(k, _I64(step))), step)
-    spread = [_load_everywhere(b, column, r * STRIDE) for r in range(rows)]
-    products = [b.fmul(spread[r], loaded[v], **_FUSED) for r, v in cells]
-    changed = [b.fadd(total, more, **_FUSED) for total, more in zip(sums, products, strict=True)]
-    following = b.add(k, _I64(1))
-    for phi, first, next_ in zip([k, *sums], [_I64(0), *initial], [following, *changed], strict=True):
-        phi.add_incoming(first, before)
-        phi.add_incoming(next_, b.block)
-    b.cbranch(b.icmp_signed("<", following, count), loop, done)
-    b.position_at_end(done)
+
+    def add_column(k: Any, sums: list[Any]) -> list[Any]:
+        weight, column = b.add(weights, b.mul(k, I64(step))), b.add(x, b.mul(k, I64(4)))
+        loaded = [_load_weights(b, weight, v * step // _VECTORS, dtype) for v in range(_VECTORS)]
+        if rows > STREAMED:
+            _prefetch(b, b.add(ahead, b.mul(k, I64(step))), step)
+        spread = [
+            everywhere(b, b.load(at(b, column, I64(r * STRIDE), FLOAT), align=4), LANES) for r in range(rows)
+        ]
+        products = [b.fmul(spread[r], loaded[v], **FUSED) for r, v in cells]
+        return [b.fadd(total, more, **FUSED) for total, more in zip(sums, products, strict=True)]
+
+    changed = loop(b, count, initial, add_column)
     for place, total in zip(places, changed, strict=True):
         b.store(total, place, align=4)
 
@@ -102,7 +77,7 @@ def _make_tile(fewest: int) -> Any:
         cases = b.switch(args[0], end)
         for num_rows in range(fewest, ROWS + 1):
             block = b.append_basic_block(f"rows{num_rows}")
-            cases.add_case(_I64(num_rows), block)
+            cases.add_case(I64(num_rows), block)
             b.position_at_end(block)
             _multiply(b, num_rows, args[1:], signature.args[-1])
             b.branch(end)
@@ -139,19 +114,15 @@ def widen(typingctx: Any, to: Any, weights: Any, count: Any, element: Any) -> An
         to, weights, count, _ = args
         dtype = signature.args[-1]
         step = PANEL * dtype.bitwidth // 8
-        before, loop, done = b.block, b.append_basic_block("loop"), b.append_basic_block("done")
-        b.branch(loop)
-        b.position_at_end(loop)
-        k = b.phi(_I64)
-        source, target = b.add(weights, b.mul(k, _I64(step))), b.add(to, b.mul(k, _I64(4 * PANEL)))
-        for v in range(_VECTORS):
-            place = _at(b, target, _I64(4 * LANES * v), _VECTOR)
-            b.store(_load_weights(b, source, v * step // _VECTORS, dtype), place, align=32)
-        following = b.add(k, _I64(1))
-        k.add_incoming(_I64(0), before)
-        k.add_incoming(following, loop)
-        b.cbranch(b.icmp_signed("<", following, count), loop, done)
-        b.position_at_end(done)
+
+        def widen_row(k: Any, _: list[Any]) -> list[Any]:
+            source, target = b.add(weights, b.mul(k, I64(step))), b.add(to, b.mul(k, I64(4 * PANEL)))
+            for v in range(_VECTORS):
+                place = at(b, target, I64(4 * LANES * v), _VECTOR)
+                b.store(_load_weights(b, source, v * step // _VECTORS, dtype), place, align=32)
+            return []
+
+        loop(b, count, [], widen_row)
         return context.get_dummy_value()
 
     i = types.int64
@@ -163,8 +134,8 @@ def copy(typingctx: Any, to: Any, source: Any, num_bytes: Any) -> Any:
     """In a kernel: copies bytes from one address to another."""
 
     def generate(context: Any, b: Any, signature: Any, args: Any) -> Any:
-        target, source = (b.inttoptr(address, _I8.as_pointer()) for address in args[:2])
-        raw_memcpy(b, target, source, args[2], _I64(1))
+        target, source = (b.inttoptr(address, I8.as_pointer()) for address in args[:2])
+        raw_memcpy(b, target, source, args[2], I64(1))
         return context.get_dummy_value()
 
     i = types.int64
