@@ -37,7 +37,7 @@ NUM_RPC_THREADS = 8
 NUM_FINDS, NUM_LOADS = 16, 2
 STEPS_BETWEEN_COLLECTIONS = 1000
 READ_BYTES = 1 << 18
-GARBAGE = frame(pb.StepResponse(step_id=1 << 63, rows=b"garbage"))  # of which no failpoint makes sense
+GARBAGE = frame(pb.StepResponse(step_id=1 << 63, rows=b"garbage"))  # which no router takes for an answer
 SEND_TIMEOUT = struct.pack("ll", 10, 0)  # seconds and microseconds
 SERVER_OPTIONS = [
     ("grpc.so_reuseport", 0),
