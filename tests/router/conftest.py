@@ -60,6 +60,8 @@ class FakeShard(ShardServiceServicer):
         self.num_streams = 0
         self.poison: int | None = None
         """A prompt of so many tokens is the end of the stream that computes it."""
+        self.garbage: queue.SimpleQueue[Callable[[pb.StepResponse], bytes]] = queue.SimpleQueue()
+        """What is made of an answer and sent instead."""
         self.wrong_digests: queue.SimpleQueue[int] = queue.SimpleQueue()
 
     def Info(self, request: pb.InfoRequest, context: grpc.ServicerContext) -> pb.InfoResponse:
@@ -94,8 +96,9 @@ class FakeShard(ShardServiceServicer):
                 response = self.model.execute(request)
                 if not self.wrong_digests.empty():
                     response.digest ^= self.wrong_digests.get()
+                answer = (frame if self.garbage.empty() else self.garbage.get())(response)
                 with contextlib.suppress(OSError):  # the router has closed it meanwhile
-                    connection.sendall(frame(response))
+                    connection.sendall(answer)
 
 
 def _received(connection: socket.socket) -> bytes:

@@ -6,9 +6,10 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -18,6 +19,8 @@ from tests.processes import Service
 from tests.router.conftest import FakeShard, Setup, ShardServer, start_router, stop_router
 from tests.router.test_grpc_api import batch, expected_text, expected_tokens, get, single, stopping
 from tests.tokenizers_for_tests import write_byte_level
+from tgis.frames import frame
+from tgis.pb import shard_pb2 as pb
 
 NUM_STREAMS = 8
 LENGTH = 60
@@ -109,6 +112,43 @@ def test_ranks_that_disagree_are_found_out(pair: Setup) -> None:
     assert streams.results() == streams.expected()
     assert pair.shards[0].num_streams == 2
     assert "the ranks disagree" in pair.service.output
+
+
+def changed(**columns: Any) -> Callable[[pb.StepResponse], bytes]:
+    def change(response: pb.StepResponse) -> bytes:
+        for name, value in columns.items():
+            setattr(response, name, value)
+        return frame(response)
+
+    return change
+
+
+GARBAGE: dict[str, Callable[[pb.StepResponse], bytes]] = {
+    "no end": lambda response: b"\xff" * 9,
+    "no message": lambda response: b"\x03\x00\x00\x00\xff\xff\xff",
+    "another step's": changed(step_id=1 << 40),
+    "columns that do not fit": changed(rows=b"garbage"),
+    "an unknown row": changed(rows=b"abcd", token_ids=b"efgh", ended=b"i"),
+}
+
+
+def test_what_is_no_answer_is_a_lost_link(tmp_path: Path) -> None:
+    """One kind after the other, under live streams."""
+    setup = start_router(tmp_path, 1)
+    shard = setup.shards[0]
+    try:
+        streams = Streams(setup)
+        for number, garbage in enumerate(GARBAGE.values(), shard.num_streams + 1):
+            shard.garbage.put(garbage)
+            deadline = time.monotonic() + 10
+            tried = shard.num_steps + 2 * NUM_STREAMS  # the suspects, and further steps of them all
+            while shard.num_streams < number or shard.num_steps < tried:
+                assert time.monotonic() < deadline, setup.service.output
+                time.sleep(0.01)
+        assert streams.results() == streams.expected()
+    finally:
+        assert stop_router(setup) == 0
+    assert "Traceback" not in setup.service.output
 
 
 def test_past_the_recovery_timeout_calls_end(pair: Setup) -> None:

@@ -5,7 +5,6 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
@@ -51,10 +50,9 @@ class _Content:
 class Certificates:
     """What the files held when they were last found in order."""
 
-    def __init__(self, files: TlsFiles, now: Callable[[], float] = time.time) -> None:
+    def __init__(self, files: TlsFiles) -> None:
         """Raises StartupError, in TGIS's words."""
-        self._files, self._now = files, now
-        self._lock = threading.Lock()
+        self._files, self._lock = files, threading.Lock()
         self._seen = self._look()
         self._content = self._given = _read(files)
         self._warned_at = -WARN_EVERY_S
@@ -65,7 +63,7 @@ class Certificates:
     @property
     def seconds_left(self) -> float:
         """Until the certificate expires; less than zero afterwards."""
-        return self._content.expires_at - self._now()
+        return self._content.expires_at - time.time()
 
     def credentials(self) -> grpc.ServerCredentials:
         return grpc.dynamic_ssl_server_credentials(

@@ -55,7 +55,7 @@ class _Recording(threading.local):
 
 
 _recording = _Recording()
-_num_compiling = 0
+_compiling: list[Callable[..., Any]] = []  # by all threads
 
 
 @contextlib.contextmanager
@@ -124,16 +124,15 @@ class Kernel:
 
 def is_compiling() -> bool:
     """Whether a kernel that nothing was kept of is being called for the first time."""
-    return _num_compiling > 0
+    return bool(_compiling)
 
 
 def _compile(function: Callable[[Any], None]) -> Any:
-    global _num_compiling
-    _num_compiling += 1
+    _compiling.append(function)
     try:
         return _compile_or_read(function)
     finally:
-        _num_compiling -= 1
+        _compiling.remove(function)
 
 
 def _compile_or_read(function: Callable[[Any], None]) -> Any:
