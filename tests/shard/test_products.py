@@ -4,6 +4,9 @@ the C library, and bit for bit the same in any company, on any number of threads
 import ctypes
 import logging
 import math
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -72,6 +75,23 @@ def test_threads_and_places_change_nothing(dtype: torch.dtype) -> None:
         moved = room[offset : offset + 5 * 1700].view(5, 1700).copy_(x[:5])
         assert torch.equal(product(moved), expected[:5]), f"{4 * offset} bytes off"
         assert torch.equal(product(moved[:1]), expected[:1]), f"{4 * offset} bytes off"
+
+
+_MANY_THREADS = """
+import torch
+from tgis.shard.layers import packed
+torch.set_num_threads(1)
+product, x = packed.pack(torch.randn(323, 1700), torch.float32, "a weight"), torch.randn(450, 1700)
+expected = product(x)
+torch.set_num_threads(4)
+assert all(torch.equal(product(x), expected) for _ in range(20))
+"""
+
+
+def test_scratch_memory_lives_as_long_as_its_kernel() -> None:
+    """With one arena for all threads, memory that is freed too soon is another thread's at once."""
+    environment = os.environ | {"MALLOC_ARENA_MAX": "1"}
+    subprocess.run([sys.executable, "-c", _MANY_THREADS], check=True, env=environment)
 
 
 def test_a_recorded_product_reads_what_x_is_by_then() -> None:

@@ -248,6 +248,17 @@ def take(typingctx: Any, args: Any) -> Any:
 
 
 @intrinsic
+def keep(typingctx: Any, array: Any) -> Any:
+    """In a kernel: memory that is used by its address lives until here. numba frees an array after the last
+    line that names it."""
+
+    def generate(context: Any, b: Any, signature: Any, args: Any) -> Any:
+        return context.get_dummy_value()
+
+    return types.void(array), generate
+
+
+@intrinsic
 def pointer(typingctx: Any, address: Any, element: Any) -> Any:
     """In a kernel: an address as a pointer to values of `element`'s type, for `numba.carray`."""
 

@@ -12,7 +12,7 @@ from numba import carray
 from tgis.shard.attention.product import GROUPS, SPAN, TALL
 from tgis.shard.attention.units import Pages, Rows, Rule, Scratch, Unit, attend_unit, read_int, round_up
 from tgis.shard.attention.vectors import LANES
-from tgis.shard.compiled import Kernel, as_float, inner, pointer, take
+from tgis.shard.compiled import Kernel, as_float, inner, keep, pointer, take
 from tgis.shard.numeric import stored
 
 HEADS = 16  # query heads of a unit at most
@@ -62,7 +62,7 @@ def _attend_kernel(element: Any) -> Kernel:
         s = Scratch(begin, begin + 4 * q, depth + LANES, begin + 4 * (q + sums), scores, places, rest)
         while _attend_tile(take(args), a, step, p, rule, s, element):
             pass
-        memory[0] = 0  # which must live until here
+        keep(memory)
 
     return Kernel(attend)
 

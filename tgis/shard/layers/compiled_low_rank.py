@@ -12,7 +12,7 @@ from llvmlite import ir
 from numba import carray, types
 from numba.core.cgutils import get_or_insert_function
 
-from tgis.shard.compiled import Kernel, intrinsic, ordered, pointer, take
+from tgis.shard.compiled import Kernel, intrinsic, keep, ordered, pointer, take
 
 LANES = 8
 ROWS = 4  # rows that the taller products take at once
@@ -247,6 +247,7 @@ def _add_low_rank(args: Any) -> None:
                     s.x[r] = p.a + 4 * pointer(ids, _I64)[order[start + r]] * p.rank
             _add_part(p, rows, in_features, begin, min(begin + columns, out_features), s)
         unit = take(args)
+    keep(s.scratch)
 
 
 add_low_rank = Kernel(_add_low_rank)

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import carray
 
-from tgis.shard.compiled import Kernel, inner, take
+from tgis.shard.compiled import Kernel, inner, keep, take
 from tgis.shard.layers.packing import PANEL
 from tgis.shard.layers.product_code import (
     BLOCK,
@@ -164,6 +164,8 @@ def _multiply(args: Any, width: int, element: Any) -> None:
             bounds = (begin, end, following % runs * run)
             _multiply_low(to, n, source, rows, k, weights, bounds, spare, width, element)
         unit = following
+    keep(rows_of_x)
+    keep(scratch)
 
 
 def _multiply_float32(args: Any) -> None:
