@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
 from pathlib import Path
 
+import grpc
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -154,17 +155,35 @@ def test_sigterm_finishes_what_is_in_flight(model: Model) -> None:
     client.channel.close()
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
-def test_nothing_outlives_the_launcher(model: Model, number: signal.Signals) -> None:
-    service = launch(model.directory, "--num-shard", "2").wait_until_serving()
+@pytest.mark.parametrize("is_killed", [True, False])
+def test_nothing_outlives_the_launcher(model: Model, tmp_path: Path, is_killed: bool) -> None:
+    """Neither one that is killed nor one that is told twice to end while it drains."""
+    log = tmp_path / "termination-log"
+    slowly = ("--failpoints", "shard.before_forward=sleep:0.1")
+    flags = ("--num-shard", "2", "--termination-log", str(log), *slowly)
+    service = launch(model.directory, *flags).wait_until_serving()
     children = list(chain(*children_of(service.process.pid).values()))
     assert len(children) == 3
-    port = service.grpc_port
-    service.end(number)
+    port, client = service.grpc_port, Client(service)
+    stream = client.stub.GenerateStream(long_request("girl"))
+    next(stream)
+    next(stream)
+    if is_killed:
+        service.end(signal.SIGKILL)
+    else:
+        service.process.send_signal(signal.SIGINT)
+        service.wait_for_line("draining 1 requests", 10)
+        assert service.end(signal.SIGINT) == 1
+        text = "a second signal ended the service before its requests were finished"
+        assert (service.lines[-1], log.read_text()) == (f"error: {text}", f"{text}\n")
     deadline = time.monotonic() + 3
     while any(is_running(pid) for pid in children) or not can_listen(port):
         assert time.monotonic() < deadline
         time.sleep(0.02)
+    with pytest.raises(grpc.RpcError) as ended:
+        list(stream)
+    assert ended.value.code() is grpc.StatusCode.UNAVAILABLE
+    client.channel.close()
 
 
 def test_shards_that_keep_dying_end_the_service(model: Model, tmp_path: Path) -> None:

@@ -120,3 +120,20 @@ def test_a_model_in_a_cache_of_any_name(config: LauncherConfig, tmp_path: Path) 
     assert plan(replace(named, hf_home=str(tmp_path), home="/nobody")).model_path == snapshot
     with pytest.raises(hub.CacheConflictError):
         plan(replace(named, transformers_cache=cache, hf_hub_cache="/elsewhere"))
+
+
+@pytest.mark.parametrize(
+    ("grace", "pre_stop", "timeout", "left"),
+    [(60.0, 15.0, 40.0, None), (60.0, 15.0, 40.5, "40"), (30.0, 0.0, 30.0, "25"), (3.0, 0.0, 1.0, "0")],
+)
+def test_draining_fits_into_the_grace_period(
+    config: LauncherConfig, grace: float, pre_stop: float, timeout: float, left: str | None
+) -> None:
+    config = replace(
+        config, termination_grace_period=grace, pre_stop_delay=pre_stop, shutdown_timeout=timeout
+    )
+    if left is None:
+        plan(config)
+    else:
+        with pytest.raises(LaunchError, match=f"more than the {left} s that are left"):
+            plan(config)

@@ -238,6 +238,17 @@ class LauncherConfig(LogOptions, FaultOptions, ModelOptions, TuningOptions, Batc
     termination_log: str = option(
         "File that gets the reason of a failure.", "/dev/termination-log", older_env="TERMINATION_LOG_DIR"
     )
+    termination_grace_period: float | None = option(
+        "Seconds from the pod's end to its being killed, its terminationGracePeriodSeconds; a "
+        "--shutdown-timeout that does not fit into them is refused. Unset: nothing is checked.",
+        None,
+        minimum=0,
+    )
+    pre_stop_delay: float = option(
+        "Seconds of the grace period that pass before SIGTERM comes, in the pod's preStop hook.",
+        0.0,
+        minimum=0,
+    )
     compat: str | None = option("Also read the names of another server's options.", None, choices=("tgi",))
     env: bool = option(
         "Print versions, machine and settings to stderr first, then go on.", False, env=False, short="-e"

@@ -15,6 +15,7 @@ from tgis.tuning_plan import plan_tuning
 logger = logging.getLogger(__name__)
 
 MIN_LENGTH = 2
+END_S = 5.0  # what processes get to end in, after the requests have
 TOKENIZER = "tokenizer.json"
 
 
@@ -39,6 +40,7 @@ def plan(config: LauncherConfig) -> Plan:
     """Raises LaunchError, TuningError, hub.CacheConflictError or hub.ModelNotFoundError."""
     if config.dtype and config.dtype_str and config.dtype != config.dtype_str:
         raise LaunchError("dtype and dtype_str args both provided with different values")
+    _check_budget(config)
     is_cuda = config.device != "cpu" and has_gpus(config.cuda_visible_devices)
     num_shards = count_shards(config, is_cuda)
     cache = _cache_root(config)
@@ -80,6 +82,19 @@ def _cache_root(config: LauncherConfig) -> Path:
         config.hf_home,
         config.home,
     )
+
+
+def _check_budget(config: LauncherConfig) -> None:
+    """Requests that are still served when the pod is killed would be lost. Raises LaunchError."""
+    if (grace_s := config.termination_grace_period) is None:
+        return
+    left_s = max(0.0, grace_s - config.pre_stop_delay - END_S)
+    if config.shutdown_timeout > left_s:
+        raise LaunchError(
+            f"shutdown_timeout {config.shutdown_timeout:g} is more than the {left_s:g} s that are left of "
+            f"termination_grace_period {grace_s:g}, less pre_stop_delay {config.pre_stop_delay:g} and "
+            f"{END_S:g} s to end in"
+        )
 
 
 def _choose_length(asked: int | None, model_config: dict[str, Any]) -> int:

@@ -16,13 +16,12 @@ from tgis.child import Child
 from tgis.config import ENGINES, LauncherConfig, RouterConfig, ShardConfig
 from tgis.declaration import to_flags
 from tgis.frames import steps_path
-from tgis.launch_plan import TOKENIZER, LaunchError, Plan, plan
+from tgis.launch_plan import END_S, TOKENIZER, LaunchError, Plan, plan
 from tgis.ports import listen
 from tgis.run_directory import RunDirectory
 
 logger = logging.getLogger(__name__)
 
-STOP_TIMEOUT_S = 5.0  # what the router gets beyond its own shutdown timeout
 CRASH_WINDOW_S = 300.0
 MAX_CRASHES = 6  # of the shards, within the window; a request that kills them takes three
 FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.5, 4.0
@@ -162,15 +161,17 @@ class _Launcher:
                 wait.cancel()
 
     async def _drain(self, main: "asyncio.Task[None]") -> None:
-        """The router finishes what is in flight, while the shards are still watched over; a second signal
-        ends that."""
+        """The router finishes what is in flight, while the shards are still watched over. Raises LaunchError
+        where a second signal ends that."""
         if self._router is None:
             return
         self._router.signal(signal.SIGTERM)
         aborting = asyncio.create_task(self._aborting.wait())
-        timeout_s = self._config.shutdown_timeout + STOP_TIMEOUT_S
+        timeout_s = self._config.shutdown_timeout + END_S
         await asyncio.wait((main, aborting), timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
         aborting.cancel()
+        if self._aborting.is_set() and not main.done():
+            raise LaunchError("a second signal ended the service before its requests were finished")
 
     async def _kill_all(self) -> None:
         if self._router is not None:

@@ -13,13 +13,13 @@ from typing import Any, TypeVar
 import grpc
 import uvicorn
 import uvloop
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1 import health, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from tgis.config import SERVICE_NAME, RouterConfig
 from tgis.pb import generation_pb2, shard_pb2
 from tgis.pb.generation_pb2_grpc import add_GenerationServiceServicer_to_server
-from tgis.ports import PortError, listen
+from tgis.ports import PortError, listen, reserve
 from tgis.router.blocks import BlockPool
 from tgis.router.budget import StepBudget
 from tgis.router.calls import Accounts
@@ -34,6 +34,7 @@ from tgis.router.guided import Grammars
 from tgis.router.http_api import http_app
 from tgis.router.metrics import MetricLimits, Metrics
 from tgis.router.permits import Permits
+from tgis.router.readiness import Readiness
 from tgis.router.residents import Residents
 from tgis.router.shards import Shards
 from tgis.router.tls import Certificates, TlsFiles
@@ -56,7 +57,8 @@ GRPC_OPTIONS = [
 
 
 def run(config: RouterConfig) -> None:
-    """Serves until SIGTERM or SIGINT; returns after the drain. Raises StartupError and PortError."""
+    """Serves until SIGTERM or SIGINT; returns after the drain, which a second signal cuts short. Raises
+    StartupError and PortError."""
     uvloop.run(_Router(config).serve())
 
 
@@ -66,12 +68,12 @@ class _Router:
         self._metrics = Metrics(_metric_limits(config))
         self._tracing = open_tracing(config.otlp_endpoint, config.otlp_service_name or SERVICE_NAME)
         self._grammars = Grammars()
-        self._health = health.aio.HealthServicer()
+        self._readiness = Readiness(SERVICE)
         self._permits = Permits(config.max_concurrent_requests)
         self._certificates = _certificates(config)
         self._gates = [Gate(Tokens(config.auth_tokens_path))] if config.auth_tokens_path else []
         self._engine: Engine | None = None
-        self._draining = asyncio.Event()
+        self._draining, self._aborting = asyncio.Event(), asyncio.Event()
 
     async def serve(self) -> None:
         config = self._config
@@ -81,10 +83,12 @@ class _Router:
         shards = Shards(config.shard_uds_path, config.num_shard)
         contents = Contents(Residents(shards, self._metrics), self._metrics)
         for number in (signal.SIGTERM, signal.SIGINT):
-            asyncio.get_running_loop().add_signal_handler(number, self._draining.set)
-        await self._set_health(False)
+            asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
+        await self._readiness.tell()
         server = grpc.aio.server(interceptors=[*self._gates, Door(f"/{SERVICE}/")], options=GRPC_OPTIONS)
-        grpc_port = _open_grpc_port(server, config, self._certificates)
+        # Who connects while the model loads is refused, and can go elsewhere, instead of waiting for answers.
+        reserved = reserve(config.bind, config.grpc_port)
+        grpc_port = reserved.getsockname()[1]
         async with self._http_server() as http_port:
             try:
                 info = await self._unless_draining(contents.start())
@@ -93,6 +97,7 @@ class _Router:
                 if _is_encoder_decoder(info):
                     vocabulary = Vocabulary(tokenizer, config.output_special_tokens, is_continuation=False)
                 self._start_engine(contents, info, vocabulary, tokenizer, server)
+                _open_grpc_port(server, config.bind, grpc_port, self._certificates)
                 await server.start()
                 gc.collect()
                 gc.freeze()  # what is there from now on is looked through with no later collection
@@ -101,10 +106,16 @@ class _Router:
                 )
                 await self._run(server)
             finally:
+                reserved.close()
                 await shards.close()
                 tokenizer.close()
                 self._grammars.close()
                 await asyncio.to_thread(self._tracing.close)
+
+    def _on_signal(self) -> None:
+        if self._draining.is_set():
+            self._aborting.set()
+        self._draining.set()
 
     async def _unless_draining(self, waiting: Coroutine[Any, Any, T]) -> T | None:
         """What `waiting` gives, or None when the router is told to stop before."""
@@ -124,7 +135,7 @@ class _Router:
         await asyncio.wait((engine, draining), return_when=asyncio.FIRST_COMPLETED)
         if not engine.done():
             logger.info("draining %d requests", self._engine.num_live)
-        await self._health.enter_graceful_shutdown()
+        await self._readiness.drain()
         await self._stop(server, 0 if engine.done() else self._config.shutdown_timeout)
         for task in (engine, draining, watching):
             task.cancel()
@@ -138,13 +149,15 @@ class _Router:
             await certificates.watch()
 
     async def _stop(self, server: grpc.aio.Server, timeout_s: float) -> None:
-        """New calls are refused at once, generations may finish. Other streams, such as a watch of the
-        health, are not waited for."""
+        """New calls are refused at once, generations may finish until a second signal. Other streams, such as
+        a watch of the health, are not waited for."""
         stopping = asyncio.create_task(server.stop(timeout_s))
         idle = asyncio.create_task(self._permits.all_free.wait())
-        await asyncio.wait((stopping, idle), return_when=asyncio.FIRST_COMPLETED)
-        idle.cancel()
-        await server.stop(LAST_WORDS_S)
+        aborting = asyncio.create_task(self._aborting.wait())
+        await asyncio.wait((stopping, idle, aborting), return_when=asyncio.FIRST_COMPLETED)
+        for task in (idle, aborting):
+            task.cancel()
+        await server.stop(0 if self._aborting.is_set() else LAST_WORDS_S)
         await stopping
 
     def _start_engine(
@@ -169,7 +182,7 @@ class _Router:
             budget=StepBudget(config.max_step_tokens, config.decode_step_ms / 1000),
             steps_in_flight=config.steps_in_flight,
             recovery_timeout=config.recovery_timeout,
-            on_ready=self._on_ready,
+            on_ready=self._readiness.set,
         )
         validator = Validator(tokenizer, limits, self._grammars, self._metrics)
         kinds = generation_pb2.ModelInfoResponse
@@ -185,27 +198,18 @@ class _Router:
             kinds.ENCODER_DECODER if _is_encoder_decoder(info) else kinds.DECODER_ONLY,
         )
         add_GenerationServiceServicer_to_server(service, server)
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        health_pb2_grpc.add_HealthServicer_to_server(self._readiness.servicer, server)
         reflection.enable_server_reflection((SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
-
-    def _is_ready(self) -> bool:
-        return self._engine is not None and self._engine.is_ready and not self._draining.is_set()
-
-    def _on_ready(self, ready: bool) -> None:
-        task = asyncio.ensure_future(self._set_health(ready))
-        task.add_done_callback(lambda done: done.result())
-
-    async def _set_health(self, ready: bool) -> None:
-        status = health_pb2.HealthCheckResponse
-        for name in ("", SERVICE):
-            await self._health.set(name, status.SERVING if ready else status.NOT_SERVING)
 
     @asynccontextmanager
     async def _http_server(self) -> AsyncIterator[int]:
         """Answers from the start, so that the process is live while the model loads; yields the port."""
         listener = listen(self._config.bind, self._config.port)
         settings = uvicorn.Config(
-            http_app(self._is_ready, self._metrics), log_config=None, access_log=False, lifespan="off"
+            http_app(lambda: self._readiness.is_ready, self._metrics),
+            log_config=None,
+            access_log=False,
+            lifespan="off",
         )
         server = uvicorn.Server(settings)
         server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign, assignment]
@@ -262,13 +266,13 @@ def _certificates(config: RouterConfig) -> Certificates | None:
     return Certificates(TlsFiles(config.tls_cert_path, config.tls_key_path, config.tls_client_ca_cert_path))
 
 
-def _open_grpc_port(server: grpc.aio.Server, config: RouterConfig, certificates: Certificates | None) -> int:
-    address = f"{config.bind}:{config.grpc_port}"
+def _open_grpc_port(server: grpc.aio.Server, bind: str, port: int, certificates: Certificates | None) -> None:
+    """Raises PortError where somebody else has begun to listen on the port meanwhile."""
+    address = f"{bind}:{port}"
     try:
         if certificates is None:
-            return server.add_insecure_port(address)
-        return server.add_secure_port(address, certificates.credentials())
+            server.add_insecure_port(address)
+        else:
+            server.add_secure_port(address, certificates.credentials())
     except RuntimeError as error:
-        raise PortError(
-            f"port {config.grpc_port} on {config.bind} cannot be opened; is it in use?"
-        ) from error
+        raise PortError(f"port {port} on {bind} cannot be opened; is it in use?") from error

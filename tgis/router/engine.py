@@ -59,10 +59,6 @@ class Engine:
     def num_live(self) -> int:
         return len(self._live)
 
-    @property
-    def is_ready(self) -> bool:
-        return self._connected
-
     def _show(self, metrics: Metrics) -> None:
         """What a scrape sees of the state as it is then; the steps have nothing to do for it."""
         scheduler = self.scheduler
