@@ -1,0 +1,100 @@
+"""`python -m integration_tests.chaos`: traffic under faults at random, the same for the same seed, and what
+became of it. Ends with 1 where a request was lost or something is left."""
+
+import argparse
+import sys
+import tempfile
+import time
+from collections import Counter, deque
+from pathlib import Path
+from random import Random
+
+from integration_tests.chaos.faults import FATAL, OTHERS, Fault
+from integration_tests.chaos.memory import Watch
+from integration_tests.chaos.report import Report, read_resumed
+from integration_tests.chaos.target import STEADY, Target
+from integration_tests.chaos.traffic import Answer, Case, Traffic, make_cases
+from tgis.pb.generation_pb2_grpc import GenerationServiceStub
+
+NUM_CASES, NUM_WORKERS = 24, 8
+# The launcher gives up after six restarts in five minutes.
+WINDOW_S, MAX_RESTARTS = 310.0, 4
+PAUSE_S = 1.0  # between two faults
+
+
+def main() -> None:
+    options = argparse.ArgumentParser("chaos", description=__doc__)
+    options.add_argument("--minutes", type=float, default=10.0, help="how long there are faults")
+    options.add_argument("--seed", type=int, default=1)
+    options.add_argument("--log", type=Path, help="file for what the service prints")
+    given = options.parse_args()
+    with tempfile.TemporaryDirectory(prefix="chaos-") as directory:
+        report = run(Path(directory), given.minutes * 60, given.seed, given.log)
+    print(report)
+    sys.exit(not report.is_good)
+
+
+def run(directory: Path, seconds: float, seed: int, log: Path | None = None) -> Report:
+    target = Target(directory)
+    try:
+        return _run(target, seconds, seed)
+    finally:
+        target.service.end()
+        if log is not None:
+            log.write_text(target.service.output + "\n")
+
+
+def _run(target: Target, seconds: float, seed: int) -> Report:
+    random = Random(seed)
+    answers = _answers_without_faults(target, make_cases(random, NUM_CASES, STEADY))
+    before = target.accounts()
+    watch = Watch(target.processes)
+    traffic = Traffic(target.connect, answers, NUM_WORKERS, seed)
+    try:
+        faults = _do_faults(target, random, list(answers), time.monotonic() + seconds)
+    finally:
+        tally = traffic.end()
+        slopes = watch.end()
+    left = target.wait_until_settled(before)
+    restarts = int(target.metrics()["tgi_shard_restarts_total"])
+    exit_code = target.service.end()
+    resumed = read_resumed(target.service.lines)
+    return Report(seed, seconds, tally, faults, restarts, resumed, left, slopes, exit_code)
+
+
+def _answers_without_faults(target: Target, cases: list[Case]) -> dict[Case, Answer]:
+    with target.connect() as channel:
+        stub = GenerationServiceStub(channel)
+        return {case: case.ask(stub)[0] for case in cases}
+
+
+def _do_faults(target: Target, random: Random, cases: list[Case], end: float) -> Counter[str]:
+    """One after the other, each on a service that is ready."""
+    done: Counter[str] = Counter()
+    restarts: deque[float] = deque()
+    while time.monotonic() < end:
+        _note_restarts(target, restarts)
+        may_kill = len(restarts) < MAX_RESTARTS and random.random() < 0.3
+        fault: Fault = random.choice(FATAL if may_kill else OTHERS)
+        print(
+            f"{max(0.0, end - time.monotonic()):5.0f} s left: {fault.__name__}", file=sys.stderr, flush=True
+        )
+        fault(target, random, cases)
+        done[fault.__name__] += 1
+        target.wait_until_ready()
+        time.sleep(PAUSE_S * random.random())
+    return done
+
+
+def _note_restarts(target: Target, restarts: deque[float]) -> None:
+    """Those of the last minutes, in which failpoints have their part."""
+    now = time.monotonic()
+    total = int(target.metrics().get("tgi_shard_restarts_total", 0))
+    target.num_restarts_seen, fresh = total, total - target.num_restarts_seen
+    restarts.extend([now] * fresh)
+    while restarts and now - restarts[0] > WINDOW_S:
+        restarts.popleft()
+
+
+if __name__ == "__main__":
+    main()

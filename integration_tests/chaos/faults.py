@@ -1,0 +1,167 @@
+"""What is done to the service, each at a time that chance chooses. A fault returns when it is over; what it
+does not lead to an error of its own is found by the traffic."""
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from random import Random
+
+import grpc
+
+from integration_tests.chaos.target import CHANGING, MAX_REQUESTS, Target
+from integration_tests.chaos.traffic import OVERLOADED, Case
+from tgis.pb import generation_pb2 as pb
+from tgis.pb.generation_pb2_grpc import GenerationServiceStub
+
+Fault = Callable[[Target, Random, list[Case]], None]
+NUM_CALLS = 40  # of a storm
+# A client that opens streams, says that it has, and does nothing more.
+CLIENT = """
+import sys, time
+from integration_tests.chaos.client import open_streams
+streams = open_streams(sys.argv[1], sys.argv[2], 8)
+print("open", flush=True)
+time.sleep(60)
+"""
+
+
+def kill_shard(target: Target, random: Random, cases: list[Case]) -> None:
+    _signal_shard(target, random, signal.SIGKILL)
+
+
+def stop_shard(target: Target, random: Random, cases: list[Case]) -> None:
+    """It hangs; only the watch over its signs of life can find that."""
+    _signal_shard(target, random, signal.SIGSTOP)
+
+
+def kill_shard_that_starts(target: Target, random: Random, cases: list[Case]) -> None:
+    """Once more while the group is being started again."""
+    before = set(target.shard_pids())
+    _signal_shard(target, random, signal.SIGKILL)
+    deadline = time.monotonic() + 30
+    while not (fresh := set(target.shard_pids()) - before):
+        assert time.monotonic() < deadline, "the shards are not started again"
+        time.sleep(0.05)
+    time.sleep(random.random())
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(random.choice(sorted(fresh)), signal.SIGKILL)
+
+
+def _signal_shard(target: Target, random: Random, number: signal.Signals) -> None:
+    victim = random.choice(target.shard_pids())
+    os.kill(victim, number)
+    deadline = time.monotonic() + 60
+    while victim in target.shard_pids():
+        assert time.monotonic() < deadline, f"a shard that got {number.name} is still there"
+        time.sleep(0.05)
+
+
+def cancel_streams(target: Target, random: Random, cases: list[Case]) -> None:
+    """Early, late, by closing the channel, and by deadlines."""
+
+    def leave(seed: int) -> None:
+        own = Random(seed)
+        with target.connect() as channel, contextlib.suppress(grpc.RpcError, StopIteration):
+            timeout_s = own.choice((60.0, 0.005, 0.2))
+            stream = own.choice(cases).start(GenerationServiceStub(channel), timeout_s)
+            for _ in range(own.randint(0, 20)):
+                next(stream)
+            if own.random() < 0.5:
+                stream.cancel()
+
+    _storm(leave, random)
+
+
+def overload(target: Target, random: Random, cases: list[Case]) -> None:
+    """Four times what is allowed: the rest is refused at once, and health is asked meanwhile."""
+    long = [case for case in cases if case.is_stream]
+
+    def ask(seed: int) -> None:
+        with target.connect() as channel:
+            try:
+                Random(seed).choice(long).ask(GenerationServiceStub(channel))
+            except grpc.RpcError as error:
+                if (error.code(), error.details()) != OVERLOADED:
+                    raise
+
+    _storm(ask, random, 4 * MAX_REQUESTS)
+
+
+def kill_client(target: Target, random: Random, cases: list[Case]) -> None:
+    """A process with eight streams."""
+    credentials = target.write_client_files()
+    command = [sys.executable, "-c", CLIENT, f"localhost:{target.service.grpc_port}", str(credentials)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as client:
+        assert client.stdout is not None
+        client.stdout.readline()
+        client.kill()
+
+
+def swap_certificate(target: Target, random: Random, cases: list[Case]) -> None:
+    target.swap_certificate()
+    target.connect().close()
+
+
+def break_certificate(target: Target, random: Random, cases: list[Case]) -> None:
+    """A pair that does not fit together, until that is noticed."""
+    name = "tgi_tls_reload_failure_total"
+    before = target.metrics().get(name, 0.0)
+    target.swap_certificate(is_broken=True)
+    deadline = time.monotonic() + 30
+    while target.metrics().get(name, 0.0) <= before:
+        assert time.monotonic() < deadline, "nobody has noticed a broken certificate"
+        time.sleep(0.2)
+    target.swap_certificate()
+
+
+def change_prompt(target: Target, random: Random, cases: list[Case]) -> None:
+    """Replaced, removed and half-copied, while it is asked for: answers or INVALID_ARGUMENT."""
+    with target.connect() as channel:
+        stub = GenerationServiceStub(channel)
+        for seed in range(6):
+            change = random.choice(("replace", "remove", "cut"))
+            if change == "replace":
+                target.set_prompt(CHANGING, seed)
+            elif change == "remove":
+                shutil.rmtree(target.store / CHANGING, ignore_errors=True)
+            elif (file := target.store / CHANGING / "decoder.pt").is_file():
+                file.write_bytes(file.read_bytes()[: random.randint(0, 200)])
+            request = pb.SingleGenerationRequest(
+                request=pb.GenerationRequest(text="girl"), prefix_id=CHANGING
+            )
+            try:
+                list(stub.GenerateStream(request, timeout=60))
+            except grpc.RpcError as error:
+                if error.code() is not grpc.StatusCode.INVALID_ARGUMENT and (
+                    (error.code(), error.details()) != OVERLOADED
+                ):
+                    raise
+
+
+def scrape(target: Target, random: Random, cases: list[Case]) -> None:
+    _storm(lambda _: target.metrics(), random, 100)
+
+
+def _storm(act: Callable[[int], object], random: Random, count: int = NUM_CALLS) -> None:
+    """So many at once."""
+    seeds = [random.getrandbits(32) for _ in range(count)]
+    with ThreadPoolExecutor(count) as threads:
+        list(threads.map(act, seeds))
+
+
+FATAL: tuple[Fault, ...] = (kill_shard, stop_shard, kill_shard_that_starts)
+OTHERS: tuple[Fault, ...] = (
+    cancel_streams,
+    overload,
+    kill_client,
+    swap_certificate,
+    break_certificate,
+    change_prompt,
+    scrape,
+)

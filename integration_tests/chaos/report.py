@@ -1,0 +1,57 @@
+"""What became of the traffic, and what is left of it."""
+
+import re
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from integration_tests.chaos.traffic import Tally
+
+SHOWN = 5  # losses
+
+
+@dataclass(frozen=True)
+class Report:
+    seed: int
+    seconds: float
+    tally: Tally
+    faults: Counter[str]
+    restarts: int
+    resumed: int
+    left: dict[str, float]
+    """What is not as it was before the traffic."""
+    slopes: dict[str, float]
+    """Of memory, in bytes a second."""
+    exit_code: int
+
+    @property
+    def is_good(self) -> bool:
+        return not (
+            self.tally.lost or self.tally.wrong or self.left or self.exit_code or not self.tally.answered
+        )
+
+    def __str__(self) -> str:
+        tally = self.tally
+        faults = ", ".join(f"{name} {count}" for name, count in sorted(self.faults.items()))
+        slopes = ", ".join(f"{name} {value * 60 / 1e6:+.2f}" for name, value in self.slopes.items())
+        left = ", ".join(f"{name} {value:+g}" for name, value in sorted(self.left.items()))
+        counts = f"{tally.sent} sent, {tally.answered} answered, {tally.refused} refused by overload"
+        lines = [
+            f"chaos with seed {self.seed}, {self.seconds:.0f} s of faults",
+            f"requests: {counts}, {len(tally.lost)} lost, {len(tally.wrong)} answered wrongly",
+            f"faults: {self.faults.total()} ({faults})",
+            f"shards: lost {self.restarts} times, {self.resumed} requests resumed",
+            f"longest pause of a request: {tally.longest_pause_s:.1f} s",
+            f"left behind: {left or 'nothing'}; exit code {self.exit_code}",
+            f"memory, MB a minute in the later half: {slopes}",
+            *(f"lost: {text}" for text in tally.lost[:SHOWN]),
+            *(f"wrong: {text}" for text in tally.wrong[:SHOWN]),
+            "passed" if self.is_good else "FAILED",
+        ]
+        return "\n".join(lines)
+
+
+def read_resumed(lines: Iterable[str]) -> int:
+    """Requests that went on after the loss of the shards, by what the router prints."""
+    found = (re.search(r"(\d+) requests will resume", line) for line in lines)
+    return sum(int(each[1]) for each in found if each)

@@ -1,0 +1,165 @@
+"""The service that faults are done to: two ranks, mutual TLS from links that can be swapped, a store of soft
+prompts, and failpoints that end some of its starts from within."""
+
+import ssl
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import grpc
+import trustme
+
+from integration_tests.conftest import MAX_SEQUENCE_LENGTH, VOCAB_SIZE, launch
+from integration_tests.tuned_files import WIDTH
+from tests.processes import children_of
+from tests.prompts.files import random_prompt, save_prompt
+from tests.shard.checkpoints import write_llama
+from tests.tokenizers_for_tests import write_byte_level
+
+MAX_REQUESTS = 32
+STEADY, CHANGING = "steady", "changing"  # prompts: one that stays as it is, one that does not
+ACCOUNTS = (
+    "tgi_requests_live",
+    "tgi_queue_size",
+    "tgi_requests_running",
+    "tgi_permits_used",
+    "tgi_kv_cache_usage_ratio",
+    "tgi_tasks",
+)
+# One of a group's starts each, wherever chance has led to by then.
+FAILPOINTS = (
+    "shard.before_answer[epoch=1]=garbage@1500",
+    "shard.before_forward[epoch=2;rank=1]=raise@1500",
+    "shard.before_forward[epoch=4;rank=0]=oom@1500",
+    "shard.after_answer[epoch=6;rank=1]=kill@1500",
+    "shard.before_answer[epoch=7;rank=0]=garbage@500",
+)
+
+
+class Target:
+    """Raises AssertionError where it does not do what it must."""
+
+    def __init__(self, directory: Path) -> None:
+        self.model, self.store, self._tls = (directory / name for name in ("model", "store", "tls"))
+        write_llama(self.model, vocab_size=VOCAB_SIZE, max_position_embeddings=MAX_SEQUENCE_LENGTH)
+        write_byte_level(self.model, 400)
+        self.set_prompt(STEADY, seed=1)
+        self._authority = trustme.CA()
+        identity = self._authority.issue_cert("client@example.com")
+        self._key, self._chain = identity.private_key_pem.bytes(), identity.cert_chain_pems[0].bytes()
+        self._tls.mkdir()
+        for name in ("cert", "key", "ca"):
+            (self._tls / f"{name}.pem").symlink_to(Path("..data") / f"{name}.pem")
+        self._num_versions = 0
+        self.swap_certificate()
+        self.service = launch(self.model, *self._flags()).wait_until_serving()
+        self.pid = self.service.process.pid
+        self.num_restarts_seen = 0
+
+    def _flags(self) -> list[str]:
+        files = {"tls-cert-path": "cert", "tls-key-path": "key", "tls-client-ca-cert-path": "ca"}
+        tls = [part for flag, name in files.items() for part in (f"--{flag}", str(self._tls / f"{name}.pem"))]
+        limits = ["--max-concurrent-requests", str(MAX_REQUESTS), "--prefix-store-path", str(self.store)]
+        return [
+            *("--dtype", "float32", "--num-shard", "2", "--failpoints", ",".join(FAILPOINTS)),
+            *tls,
+            *limits,
+        ]
+
+    @property
+    def address(self) -> tuple[str, int]:
+        return "localhost", self.service.grpc_port
+
+    def connect(self) -> grpc.Channel:
+        """A channel of its own, over a connection of its own."""
+        credentials = grpc.ssl_channel_credentials(self._authority.cert_pem.bytes(), self._key, self._chain)
+        options = [("grpc.use_local_subchannel_pool", 1)]
+        return grpc.secure_channel(f"localhost:{self.service.grpc_port}", credentials, options)
+
+    def tls_context(self) -> ssl.SSLContext:
+        """Of a client that is let in."""
+        files = self.write_client_files()
+        context = ssl.create_default_context(cafile=str(files / "ca.pem"))
+        context.load_cert_chain(files / "chain.pem", files / "key.pem")
+        context.set_alpn_protocols(["h2"])
+        return context
+
+    def write_client_files(self) -> Path:
+        directory = self._tls.parent / "client"
+        directory.mkdir(exist_ok=True)
+        contents = {"ca": self._authority.cert_pem.bytes(), "key": self._key, "chain": self._chain}
+        for name, content in contents.items():
+            (directory / f"{name}.pem").write_bytes(content)
+        return directory
+
+    def swap_certificate(self, is_broken: bool = False) -> None:
+        """As Kubernetes does it. A broken one is the new certificate beside another's key."""
+        self._num_versions += 1
+        fresh = self._tls / f"..{self._num_versions}"
+        fresh.mkdir()
+        server = self._authority.issue_cert("localhost")
+        other = self._authority.issue_cert("localhost") if is_broken else server
+        other.private_key_pem.write_to_path(fresh / "key.pem")
+        server.cert_chain_pems[0].write_to_path(fresh / "cert.pem")
+        self._authority.cert_pem.write_to_path(fresh / "ca.pem")
+        (self._tls / "..new").symlink_to(fresh)
+        (self._tls / "..new").replace(self._tls / "..data")
+
+    def set_prompt(self, name: str, seed: int) -> None:
+        """Appears at once, as a copy that is renamed."""
+        save_prompt(self.store / f"..{name}", random_prompt(6, WIDTH, seed) * 0.4)
+        (self.store / name).mkdir(exist_ok=True)
+        (self.store / f"..{name}" / "decoder.pt").replace(self.store / name / "decoder.pt")
+
+    def metrics(self) -> dict[str, float]:
+        text = self.get("/metrics")
+        lines = (line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
+        return {name: float(value) for name, value in lines}
+
+    def get(self, path: str) -> str:
+        with urllib.request.urlopen(self.service.http + path, timeout=20) as response:
+            text: str = response.read().decode()
+            return text
+
+    @property
+    def router_pid(self) -> int:
+        return children_of(self.pid)["router"][0]
+
+    def shard_pids(self) -> list[int]:
+        return sorted(children_of(self.pid).get("serve", []))
+
+    def processes(self) -> dict[str, int]:
+        shards = {f"shard {i}": pid for i, pid in enumerate(self.shard_pids())}
+        return {"launcher": self.pid, "router": self.router_pid, **shards}
+
+    def wait_until_ready(self, timeout_s: float = 90.0) -> None:
+        deadline = time.monotonic() + timeout_s
+        while True:
+            assert self.service.process.poll() is None, f"the service has ended:\n{self.service.output}"
+            self.get("/live")
+            try:
+                self.get("/health")
+            except urllib.error.HTTPError as error:
+                error.close()
+            else:
+                return
+            assert time.monotonic() < deadline, f"not ready again:\n{self.service.output}"
+            time.sleep(0.1)
+
+    def accounts(self) -> dict[str, float]:
+        """What must be the same when nobody asks anything any more."""
+        metrics = self.metrics()
+        found = {name: metrics[name] for name in ACCOUNTS}
+        found["descriptors of the router"] = len(list(Path(f"/proc/{self.router_pid}/fd").iterdir()))
+        return found
+
+    def wait_until_settled(self, before: dict[str, float], timeout_s: float = 60.0) -> dict[str, float]:
+        """What there is more of than before, after so long."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            now = self.accounts()
+            left = {name: now[name] - before[name] for name in now if now[name] > before[name]}
+            if not left or time.monotonic() > deadline:
+                return left
+            time.sleep(0.5)

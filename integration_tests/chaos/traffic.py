@@ -1,0 +1,153 @@
+"""Clients that never pause and know what the answers must be."""
+
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any
+
+import grpc
+
+from integration_tests.conftest import WORDS
+from tgis.pb import generation_pb2 as pb
+from tgis.pb.generation_pb2_grpc import GenerationServiceStub
+
+TIMEOUT_S = 120.0
+OVERLOADED = (grpc.StatusCode.RESOURCE_EXHAUSTED, "Model is overloaded")
+CALLS_OF_A_CHANNEL = 20
+LENGTHS = (20, 150)  # of an output, tokens
+
+Answer = list[tuple[str, int, int]]
+"""Text, number of tokens and stop reason, for each input."""
+
+
+@dataclass(frozen=True, eq=False)
+class Case:
+    """A call whose answer does not depend on when it is asked, nor beside whom."""
+
+    texts: tuple[str, ...]
+    params: pb.Parameters
+    prefix_id: str | None
+    is_stream: bool
+
+    def ask(self, stub: GenerationServiceStub, timeout_s: float = TIMEOUT_S) -> tuple[Answer, float]:
+        """The answer, and the longest time without a message. Raises grpc.RpcError."""
+        parts = self.start(stub, timeout_s) if self.is_stream else self._wait(stub, timeout_s)
+        return _read(parts)
+
+    def start(self, stub: GenerationServiceStub, timeout_s: float) -> Any:
+        """As a stream, of the first text."""
+        request = pb.GenerationRequest(text=self.texts[0])
+        return stub.GenerateStream(
+            pb.SingleGenerationRequest(request=request, params=self.params, prefix_id=self.prefix_id),
+            timeout=timeout_s,
+        )
+
+    def _wait(self, stub: GenerationServiceStub, timeout_s: float) -> Iterable[Any]:
+        requests = [pb.GenerationRequest(text=text) for text in self.texts]
+        yield stub.Generate(
+            pb.BatchedGenerationRequest(requests=requests, params=self.params, prefix_id=self.prefix_id),
+            timeout=timeout_s,
+        )
+
+
+def _read(parts: Iterable[Any]) -> tuple[Answer, float]:
+    longest_s, last_at, texts, answer = 0.0, time.monotonic(), [], []
+    for part in parts:
+        longest_s, last_at = max(longest_s, time.monotonic() - last_at), time.monotonic()
+        if isinstance(part, pb.BatchedGenerationResponse):
+            return [(r.text, r.generated_token_count, r.stop_reason) for r in part.responses], longest_s
+        texts.append(part.text)
+        answer = [("".join(texts), part.generated_token_count, part.stop_reason)]
+    return answer, longest_s
+
+
+def make_cases(random: Random, count: int, prefix_id: str) -> list[Case]:
+    """Greedy and sampled with a seed, alone and in batches, streamed and whole, with and without a prompt."""
+    return [_make_case(random, prefix_id if random.random() < 0.3 else None) for _ in range(count)]
+
+
+def _make_case(random: Random, prefix_id: str | None) -> Case:
+    length = random.randint(*LENGTHS)
+    params = pb.Parameters(stopping=pb.StoppingCriteria(max_new_tokens=length, min_new_tokens=length))
+    if random.random() < 0.5:
+        params.method = pb.SAMPLE
+        params.sampling.CopyFrom(
+            pb.SamplingParameters(temperature=0.9, top_k=30, top_p=0.95, seed=random.getrandbits(32))
+        )
+    if random.random() < 0.3:
+        params.decoding.repetition_penalty = 1.3
+    is_stream = random.random() < 0.6
+    num_texts = 1 if is_stream else random.choice((1, 1, 2, 3))
+    texts = tuple(" ".join(random.choices(WORDS, k=random.randint(1, 20))) for _ in range(num_texts))
+    return Case(texts, params, prefix_id, is_stream)
+
+
+@dataclass
+class Tally:
+    """What became of the calls; of all workers."""
+
+    sent: int = 0
+    answered: int = 0
+    refused: int = 0
+    longest_pause_s: float = 0.0
+    lost: list[str] = field(default_factory=list)
+    """What each was told instead of its answer."""
+    wrong: list[str] = field(default_factory=list)
+
+
+class Traffic:
+    """Workers that ask the cases in random order, on channels of their own, until they are told to end."""
+
+    def __init__(
+        self, connect: Callable[[], grpc.Channel], answers: dict[Case, Answer], num_workers: int, seed: int
+    ) -> None:
+        self.tally = Tally()
+        self._connect, self._answers = connect, answers
+        self._lock, self._ending = threading.Lock(), threading.Event()
+        self._threads = [
+            threading.Thread(target=self._work, args=(Random(seed * 1000 + i),)) for i in range(num_workers)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def end(self) -> Tally:
+        """When what has been sent is answered."""
+        self._ending.set()
+        for thread in self._threads:
+            thread.join()
+        return self.tally
+
+    def _work(self, random: Random) -> None:
+        cases = list(self._answers)
+        while not self._ending.is_set():
+            with self._connect() as channel:
+                stub = GenerationServiceStub(channel)
+                for _ in range(CALLS_OF_A_CHANNEL):
+                    if self._ending.is_set():
+                        return
+                    self._call(stub, random.choice(cases))
+
+    def _call(self, stub: GenerationServiceStub, case: Case) -> None:
+        with self._lock:
+            self.tally.sent += 1
+        started = time.monotonic()
+        try:
+            answer, pause_s = case.ask(stub)
+        except grpc.RpcError as error:
+            self._note_error(error, time.monotonic() - started)
+            return
+        with self._lock:
+            self.tally.longest_pause_s = max(self.tally.longest_pause_s, pause_s)
+            self.tally.answered += 1
+            if answer != self._answers[case]:
+                self.tally.wrong.append(f"{answer!r} instead of {self._answers[case]!r}")
+
+    def _note_error(self, error: grpc.RpcError, seconds: float) -> None:
+        with self._lock:
+            if (error.code(), error.details()) == OVERLOADED:
+                self.tally.refused += 1
+            else:
+                self.tally.lost.append(f"{error.code().name} after {seconds:.1f} s: {error.details()}")
+        time.sleep(0.1)
