@@ -14,7 +14,7 @@ SOURCES := tgis tests integration_tests bench scripts
 PACKAGING := pyproject.toml constraints.txt protos/generation.proto protos/shard.proto scripts/build_protos.py
 
 .DEFAULT_GOAL := help
-.PHONY: help install run check test test-all bench bench-peers bench-tuning profile docs protos clean
+.PHONY: help install run check test test-all chaos bench bench-peers bench-tuning profile docs protos clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{ printf "  make %-12s %s\n", $$1, $$2 }'
@@ -38,6 +38,9 @@ test: $(VENV)/installed-dev  ## Run the tests
 
 test-all: $(VENV)/installed-dev  ## Run the tests, the slow ones too
 	$(BIN)/pytest
+
+chaos: $(VENV)/installed-dev  ## Traffic under faults at random, ten minutes; CHAOS='--minutes 2 --seed 7'
+	$(BIN)/python -m integration_tests.chaos $(CHAOS)
 
 bench: $(VENV)/installed-dev  ## Measure the service; SHAPE=15m|135m|500m|1b, BENCH='more options'
 	$(BIN)/python -m bench --shape $(or $(SHAPE),135m) $(BENCH)

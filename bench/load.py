@@ -69,6 +69,8 @@ class Answer:
     error: str | None = None
     accepted: float = 0.0
     """When a stream's first message came, which brings no token."""
+    ended: float = 0.0
+    """When it was over, however it ended."""
 
 
 @dataclass
@@ -155,6 +157,7 @@ async def ask(
             _note((await stub.Generate(batched, timeout=timeout)).responses[0], answer, clock)
     except grpc.aio.AioRpcError as failure:
         answer.error = f"{failure.code().name}: {failure.details()}"
+    answer.ended = clock.read()
     return answer
 
 

@@ -30,6 +30,7 @@ FILE_WIDTH = 2  # bytes of a weight in a checkpoint's files
 MODULES = {
     "prefix": "bench.shared_prefix",
     "interruption": "bench.interruption",
+    "overload": "bench.overload",
     "startup": "bench.startup",
     "router": "bench.router_step",
     "speculation": "bench.speculation",

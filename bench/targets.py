@@ -75,6 +75,9 @@ TARGETS = (
         3,
         True,
     ),
+    Target(
+        "overload", "overload", "answered while thrice as many arrive", "of what it answers when full", 0.8
+    ),
     Target("startup", "startup", "ready, kernels compiled before", "s beyond reading weights", 5, True),
     Target("memory", "memory", "most memory while loading", "× the weights", 1.2, True, shapes=ONLY_1B),
     Target("router", "router", "router's step, 256 sequences", "ms", 2, True),
