@@ -117,10 +117,14 @@ def test_a_bus_error_of_a_shard_is_explained(service: Service) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-def test_a_signal_while_the_model_is_loading_is_a_clean_end(model: Path, number: signal.Signals) -> None:
-    service = launch(model)
+def test_a_signal_while_the_model_is_loading_is_a_clean_end(
+    model: Path, tmp_path: Path, number: signal.Signals
+) -> None:
+    service = launch(model, env={"TMPDIR": str(tmp_path)})
     service.wait_for_line("loading")
-    assert service.end(number) == 0, service.output
+    assert service.end(number, timeout_s=5) == 0, service.output
+    assert "Traceback" not in service.output
+    assert not list(tmp_path.iterdir())
 
 
 def test_tls_is_checked_before_anything_is_started(model: Path, tmp_path: Path) -> None:

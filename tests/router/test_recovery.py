@@ -181,12 +181,15 @@ def test_time_limits_run_on_while_shards_are_lost(pair: Setup) -> None:
 
 
 def test_sigterm_lets_streams_finish(pair: Setup) -> None:
+    """While nothing new is begun, whether on an old channel or a new one."""
     streams = Streams(pair)
     pair.service.process.send_signal(signal.SIGTERM)
     time.sleep(0.2)
-    with pytest.raises(grpc.RpcError) as refused:
-        pair.service.channel().unary_unary("/fmaas.GenerationService/ModelInfo")(b"", timeout=5)
-    assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
+    with pair.service.channel() as fresh:
+        for channel in (pair.channel, fresh):
+            with pytest.raises(grpc.RpcError) as refused:
+                channel.unary_unary("/fmaas.GenerationService/ModelInfo")(b"", timeout=5)
+            assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
     assert streams.results() == streams.expected()
     assert pair.service.end() == 0
 
