@@ -15,7 +15,7 @@ from peft.utils.other import get_pattern_key
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from tests.prompts.files import HARM, Payload
+from tests.prompts.files import HARM, Payload, random_prompt
 from tgis.prompts import adapter_config, adapter_format
 from tgis.prompts.adapter_config import UnsupportedTypeError, parse_config
 from tgis.prompts.adapter_format import MAX_HEADER_BYTES, read_adapter_files, split_name
@@ -257,7 +257,7 @@ def test_a_huge_configuration(tmp_path: Path) -> None:
         read(tmp_path)
 
 
-A, B = torch.randn(2, 8), torch.randn(6, 2)
+A, B = random_prompt(2, 8), random_prompt(6, 2)
 TENSORS: list[tuple[dict[str, Tensor | None], str]] = [
     ({"A": None}, "lora_A.weight is missing"),
     ({"B": None}, "lora_B.weight is missing"),
@@ -269,16 +269,16 @@ TENSORS: list[tuple[dict[str, Tensor | None], str]] = [
     ({"A": torch.empty(0, 8), "B": torch.empty(6, 0)}, "has shape"),
     ({"A": A[:1]}, "expected rank 2"),
     ({"B": B[:, :1]}, "expected rank 2"),
-    ({"A": torch.randn(4, 8), "B": torch.randn(6, 4)}, "expected rank 2"),
+    ({"A": random_prompt(4, 8), "B": random_prompt(6, 4)}, "expected rank 2"),
     ({"A": A.long()}, "is of type int64"),
     ({"A": A.double()}, "is of type float64"),
     ({"A": A.to(torch.float8_e4m3fn)}, "is of type float8_e4m3fn"),
     ({"A": A.clone().index_fill_(1, torch.tensor([3]), torch.nan)}, "not finite"),
     ({"B": B.clone().index_fill_(0, torch.tensor([5]), -torch.inf)}, "not finite"),
-    ({"lora_B__bias": torch.randn(6)}, "bias of lora_B is not supported"),
-    ({"lora_magnitude_vector": torch.randn(6)}, "DoRA"),
-    ({"lora_diag": torch.randn(2)}, "lora_diag is no tensor of LoRA"),
-    ({"bias": torch.randn(6)}, "q_proj.bias is no tensor of LoRA"),
+    ({"lora_B__bias": torch.ones(6)}, "bias of lora_B is not supported"),
+    ({"lora_magnitude_vector": torch.ones(6)}, "DoRA"),
+    ({"lora_diag": torch.ones(2)}, "lora_diag is no tensor of LoRA"),
+    ({"bias": torch.ones(6)}, "q_proj.bias is no tensor of LoRA"),
     ({"lora_A__other__weight": A}, "no tensor of LoRA"),
     ({"lora_A__default__weight": A}, "twice"),
     ({"n" * 9000: A}, "no tensor of LoRA"),

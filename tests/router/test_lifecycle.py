@@ -27,7 +27,7 @@ from tests.router.conftest import (
     stop_router,
     write_usual,
 )
-from tests.router.test_grpc_api import batch, get, single, stopping
+from tests.router.test_grpc_api import batch, get, metric, single, stopping
 from tests.router.test_recovery import Streams, restart_shards
 from tgis.pb.generation_pb2_grpc import GenerationServiceStub
 from tgis.router import readiness
@@ -183,6 +183,14 @@ def overloaded(setup: Setup) -> bool:
     return True
 
 
+def wait_for_calls(setup: Setup) -> None:
+    """The clients know of it; a restart of the other before that leaves them with nobody."""
+    deadline = time.monotonic() + 20
+    while metric(setup, 'tgi_request_count{kind="single"}') < 20:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
 def test_a_rolling_restart_of_two_replicas_loses_nothing(tmp_path: Path) -> None:
     """With the client's configuration that is documented, and calls that never pause."""
     homes = [tmp_path / str(i) for i in range(2)]
@@ -205,11 +213,12 @@ def test_a_rolling_restart_of_two_replicas_loses_nothing(tmp_path: Path) -> None
         counts = [threads.submit(call_until_the_end) for _ in range(16)]
         try:
             for i, setup in enumerate(replicas):
-                time.sleep(1)
+                for each in replicas:
+                    wait_for_calls(each)
                 ports = ["--port", str(setup.service.http_port), "--grpc-port", str(setup.service.grpc_port)]
                 assert stop_router(setup) == 0, setup.service.output
                 replicas[i] = start_router(homes[i], 1, *ports)
-            time.sleep(1)
+            wait_for_calls(replicas[-1])
         finally:
             ending.set()
         assert min(count.result(30) for count in counts) > 0
