@@ -1,6 +1,5 @@
 """From the start to the end of a router: who is told what of it, and what becomes of whom it serves."""
 
-import asyncio
 import contextlib
 import json
 import logging
@@ -228,7 +227,7 @@ def test_a_rolling_restart_of_two_replicas_loses_nothing(tmp_path: Path) -> None
         assert stop_router(setup) == 0
 
 
-async def test_a_recovery_that_a_probe_does_not_wait_for_is_warned_of(
+def test_a_recovery_that_a_probe_does_not_wait_for_is_warned_of(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(readiness, "PATIENCE_S", 0.1)
@@ -237,11 +236,11 @@ async def test_a_recovery_that_a_probe_does_not_wait_for_is_warned_of(
         for pause_s, level in ((0.0, logging.INFO), (0.2, logging.WARNING)):
             state.set(True)
             state.set(False)
-            await asyncio.sleep(pause_s)
+            time.sleep(pause_s)
             state.set(True)
             assert state.is_ready
             assert caplog.records[-1].levelno == level
             assert caplog.records[-1].message.startswith("ready again after 0.")
-    await state.drain()
+    state.drain()
     state.set(True)
     assert not state.is_ready

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import grpc
 import uvicorn
 import uvloop
-from grpc_health.v1 import health, health_pb2_grpc
+from grpc_health.v1 import health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from tgis.config import SERVICE_NAME, RouterConfig
@@ -31,6 +31,7 @@ from tgis.router.gate import Gate, Tokens
 from tgis.router.grpc_api import GenerationService
 from tgis.router.grpc_door import Door
 from tgis.router.guided import Grammars
+from tgis.router.health import NAME as HEALTH
 from tgis.router.http_api import http_app
 from tgis.router.metrics import MetricLimits, Metrics
 from tgis.router.permits import Permits
@@ -47,7 +48,9 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 SERVICE = "fmaas.GenerationService"
-LAST_WORDS_S = 0.5  # for answers that are on their way when the last generation has ended
+# For clients that watch the health to go elsewhere: calls that arrive just as gRPC stops are cancelled.
+FAREWELL_S = 1.0
+LAST_WORDS_S = 5.0  # at most, for answers that are on their way when the last generation has ended
 GRPC_OPTIONS = [
     ("grpc.so_reuseport", 0),  # a second server on the port must fail, not share it
     ("grpc.max_concurrent_streams", 1024),
@@ -84,7 +87,6 @@ class _Router:
         contents = Contents(Residents(shards, self._metrics), self._metrics)
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
-        await self._readiness.tell()
         server = grpc.aio.server(interceptors=[*self._gates, Door(f"/{SERVICE}/")], options=GRPC_OPTIONS)
         # Who connects while the model loads is refused, and can go elsewhere, instead of waiting for answers.
         reserved = reserve(config.bind, config.grpc_port)
@@ -135,7 +137,10 @@ class _Router:
         await asyncio.wait((engine, draining), return_when=asyncio.FIRST_COMPLETED)
         if not engine.done():
             logger.info("draining %d requests", self._engine.num_live)
-        await self._readiness.drain()
+        has_watchers = self._readiness.health.num_watches > 0
+        self._readiness.drain()
+        if has_watchers and not engine.done():
+            await _wait(self._aborting, FAREWELL_S)
         await self._stop(server, 0 if engine.done() else self._config.shutdown_timeout)
         for task in (engine, draining, watching):
             task.cancel()
@@ -149,15 +154,16 @@ class _Router:
             await certificates.watch()
 
     async def _stop(self, server: grpc.aio.Server, timeout_s: float) -> None:
-        """New calls are refused at once, generations may finish until a second signal. Other streams, such as
-        a watch of the health, are not waited for."""
+        """New calls are refused at once, generations may finish until a second signal. Who keeps a stream
+        open that is none, of reflection say, is not waited for."""
         stopping = asyncio.create_task(server.stop(timeout_s))
         idle = asyncio.create_task(self._permits.all_free.wait())
         aborting = asyncio.create_task(self._aborting.wait())
         await asyncio.wait((stopping, idle, aborting), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((stopping, aborting), timeout=LAST_WORDS_S, return_when=asyncio.FIRST_COMPLETED)
         for task in (idle, aborting):
             task.cancel()
-        await server.stop(0 if self._aborting.is_set() else LAST_WORDS_S)
+        await server.stop(0)
         await stopping
 
     def _start_engine(
@@ -198,8 +204,8 @@ class _Router:
             kinds.ENCODER_DECODER if _is_encoder_decoder(info) else kinds.DECODER_ONLY,
         )
         add_GenerationServiceServicer_to_server(service, server)
-        health_pb2_grpc.add_HealthServicer_to_server(self._readiness.servicer, server)
-        reflection.enable_server_reflection((SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
+        health_pb2_grpc.add_HealthServicer_to_server(self._readiness.health, server)
+        reflection.enable_server_reflection((SERVICE, HEALTH, reflection.SERVICE_NAME), server)
 
     @asynccontextmanager
     async def _http_server(self) -> AsyncIterator[int]:
@@ -219,6 +225,11 @@ class _Router:
         finally:
             server.should_exit = True
             await task
+
+
+async def _wait(event: asyncio.Event, timeout_s: float) -> None:
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(event.wait(), timeout_s)
 
 
 def _metric_limits(config: RouterConfig) -> MetricLimits:
