@@ -234,6 +234,7 @@ EXACT_TEXTS = [
         {},
         "tls: cannot provide client ca cert without keypair",
     ),
+    (["--http-tls"], {}, "tls: the HTTP port has no cert and key to use either"),
     (
         ["--tls-client-ca-cert-path", "/a", "--tls-key-path", "/k"],
         {},

@@ -151,6 +151,9 @@ class ServingOptions:
     tls_client_ca_cert_path: str | None = option(
         "PEM file of the authorities of clients, which then must show a certificate.", None
     )
+    http_tls: bool = option(
+        "Serve the HTTP port with the gRPC port's certificate too; its clients need none.", False
+    )
     auth_tokens_path: str | None = option(
         "File of bearer tokens, a line each, of which a call must show one; unset: none is asked for.",
         None,

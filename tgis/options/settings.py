@@ -104,6 +104,8 @@ def _check_tls(values: Mapping[str, Any]) -> None:
         raise SettingsError("tls: must provide both cert and key")
     if values.get("tls_client_ca_cert_path") and not has_cert:
         raise SettingsError("tls: cannot provide client ca cert without keypair")
+    if values.get("http_tls") and not has_cert:
+        raise SettingsError("tls: the HTTP port has no cert and key to use either")
 
 
 def _check_framework(name: str | None) -> list[str]:

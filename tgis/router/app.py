@@ -16,6 +16,7 @@ import uvloop
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from tgis.certificates import Certificates, TlsFiles
 from tgis.config import SERVICE_NAME, RouterConfig
 from tgis.pb import generation_pb2, shard_pb2
 from tgis.pb.generation_pb2_grpc import add_GenerationServiceServicer_to_server
@@ -31,15 +32,15 @@ from tgis.router.gate import Gate, Tokens
 from tgis.router.grpc_api import GenerationService
 from tgis.router.grpc_door import Door
 from tgis.router.guided import Grammars
-from tgis.router.http_api import http_app
+from tgis.router.http_api import encrypt, http_app
 from tgis.router.metrics import MetricLimits, Metrics
 from tgis.router.permits import Permits
 from tgis.router.residents import Residents
 from tgis.router.shards import Shards
-from tgis.router.tls import Certificates, TlsFiles
 from tgis.router.tokenizer import Tokenizer
 from tgis.router.tracing import open_tracing
 from tgis.router.validation import Limits, Validator
+from tgis.tls_contexts import open_server
 
 logger = logging.getLogger(__name__)
 
@@ -207,6 +208,8 @@ class _Router:
         settings = uvicorn.Config(
             http_app(self._is_ready, self._metrics), log_config=None, access_log=False, lifespan="off"
         )
+        if self._config.http_tls and self._certificates is not None:
+            encrypt(settings, self._certificates)
         server = uvicorn.Server(settings)
         server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign, assignment]
         task = asyncio.create_task(server.serve(sockets=[listener]), name="http")
@@ -256,10 +259,11 @@ def _check_capacity(info: shard_pb2.InfoResponse, max_sequence_length: int) -> N
 
 
 def _certificates(config: RouterConfig) -> Certificates | None:
-    """None for a port in the clear. Raises StartupError."""
+    """None for ports in the clear. Raises CertificateError."""
     if not config.tls_cert_path or not config.tls_key_path:
         return None
-    return Certificates(TlsFiles(config.tls_cert_path, config.tls_key_path, config.tls_client_ca_cert_path))
+    files = TlsFiles(config.tls_cert_path, config.tls_key_path, config.tls_client_ca_cert_path)
+    return Certificates(files, open_server if config.http_tls else None)
 
 
 def _open_grpc_port(server: grpc.aio.Server, config: RouterConfig, certificates: Certificates | None) -> int:

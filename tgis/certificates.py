@@ -1,10 +1,12 @@
-"""Encryption of the public port, by the three PEM files that TGIS knows. They are read again when they
-change, for the connections that come then; what is half-written or does not fit together is not taken."""
+"""Certificates from PEM files, for gRPC and for Python's own TLS. They are read again when they change, for
+the connections that come then; what is half-written or does not fit together is not taken."""
 
 import asyncio
 import logging
+import ssl
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
@@ -13,7 +15,8 @@ import grpc
 from cryptography import x509
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat, load_pem_private_key
 
-from tgis.router.errors import StartupError
+from tgis.errors import OperatorError
+from tgis.tls_contexts import Pem
 
 logger = logging.getLogger(__name__)
 
@@ -28,33 +31,43 @@ class TlsFiles:
 
     cert: str
     key: str
-    client_ca: str | None
-    """With it, clients must show a certificate that it has signed."""
+    ca: str | None
+    """With it, the other end must show a certificate that it has signed."""
 
 
 @dataclass(frozen=True, eq=False)
 class _Content:
     """Of files that fit together."""
 
-    cert: bytes
-    key: bytes
-    client_ca: bytes | None
+    pem: Pem
+    context: ssl.SSLContext | None
     expires_at: float
     """On the clock of the day, in seconds."""
 
     @property
     def configuration(self) -> grpc.ServerCertificateConfiguration:
-        return grpc.ssl_server_certificate_configuration([(self.key, self.cert)], self.client_ca)
+        return grpc.ssl_server_certificate_configuration([(self.pem.key, self.pem.cert)], self.pem.ca)
+
+
+class CertificateError(OperatorError):
+    """The files are not there, or not in order."""
 
 
 class Certificates:
     """What the files held when they were last found in order."""
 
-    def __init__(self, files: TlsFiles) -> None:
-        """Raises StartupError, in TGIS's words."""
-        self._files, self._lock = files, threading.Lock()
+    def __init__(
+        self,
+        files: TlsFiles,
+        make_context: Callable[[Pem], ssl.SSLContext] | None = None,
+        name: str = "TLS",
+    ) -> None:
+        """`make_context` is one of `tgis.tls_contexts`, where `context` is asked for; the name is for the
+        log. Raises CertificateError, in TGIS's words."""
+        self._files, self._make_context, self._name = files, make_context, name
+        self._lock = threading.Lock()
         self._seen = self._look()
-        self._content = self._given = _read(files)
+        self._content = self._given = self._read()
         self._warned_at = -WARN_EVERY_S
         self.num_refusals = 0
         """Changes of the files that were not taken."""
@@ -65,11 +78,21 @@ class Certificates:
         """Until the certificate expires; less than zero afterwards."""
         return self._content.expires_at - time.time()
 
+    @property
+    def pem(self) -> Pem:
+        """Another object whenever something else is taken."""
+        return self._content.pem
+
+    @property
+    def context(self) -> ssl.SSLContext:
+        assert self._content.context is not None, "it was said how to make one"
+        return self._content.context
+
     def credentials(self) -> grpc.ServerCredentials:
         return grpc.dynamic_ssl_server_credentials(
             self._content.configuration,
             self._give_new,  # type: ignore[arg-type]  # the stubs do not know of None: nothing has changed
-            require_client_authentication=self._files.client_ca is not None,
+            require_client_authentication=self._files.ca is not None,
         )
 
     async def watch(self) -> NoReturn:
@@ -90,17 +113,38 @@ class Certificates:
     def _warn(self) -> None:
         if self.seconds_left < SOON_S and time.monotonic() - self._warned_at >= WARN_EVERY_S:
             self._warned_at = time.monotonic()
-            logger.warning("the TLS certificate expires in %.1f days", self.seconds_left / 86400)
+            days = self.seconds_left / 86400
+            logger.warning("the %s certificate expires in %.1f days", self._name, days)
 
     def _take(self) -> None:
         try:
-            self._content = _read(self._files)
-        except StartupError as error:
+            self._content = self._read()
+        except CertificateError as error:
             self.num_refusals += 1
-            logger.error("the changed TLS files are not taken, those before serve on: %s", error)
+            logger.error("the changed %s files are not taken, those before serve on: %s", self._name, error)
         else:
             self._warned_at = -WARN_EVERY_S
-            logger.info("new TLS files serve new connections")
+            logger.info("new %s files serve new connections", self._name)
+
+    def _read(self) -> _Content:
+        """Raises CertificateError."""
+        pem = _read(self._files)
+        try:
+            leaf = x509.load_pem_x509_certificates(pem.cert)[0]
+            own = load_pem_private_key(pem.key, None).public_key()
+            if pem.ca is not None:
+                x509.load_pem_x509_certificates(pem.ca)
+            as_bytes = (Encoding.DER, PublicFormat.SubjectPublicKeyInfo)
+            if leaf.public_key().public_bytes(*as_bytes) != own.public_bytes(*as_bytes):
+                raise CertificateError(f"{self._trouble}: the key is not the certificate's")
+            context = self._make_context(pem) if self._make_context else None
+        except (ValueError, TypeError, ssl.SSLError) as error:  # the second of a key that wants a password
+            raise CertificateError(f"{self._trouble}: {str(error).splitlines()[0]}") from error
+        return _Content(pem, context, leaf.not_valid_after_utc.timestamp())
+
+    @property
+    def _trouble(self) -> str:
+        return f"{self._name.lower()} configuration error"
 
     def _give_new(self) -> grpc.ServerCertificateConfiguration | None:
         """What gRPC asks for before every handshake, on threads of its own."""
@@ -112,7 +156,7 @@ class Certificates:
             return self._given.configuration
 
     def _look(self) -> list[tuple[int, int, int] | None]:
-        return [look_at(path) for path in (self._files.cert, self._files.key, self._files.client_ca) if path]
+        return [look_at(path) for path in (self._files.cert, self._files.key, self._files.ca) if path]
 
 
 def look_at(path: str) -> tuple[int, int, int] | None:
@@ -124,25 +168,14 @@ def look_at(path: str) -> tuple[int, int, int] | None:
     return found.st_ino, found.st_mtime_ns, found.st_size
 
 
-def _read(files: TlsFiles) -> _Content:
-    """Raises StartupError."""
+def _read(files: TlsFiles) -> Pem:
+    """Raises CertificateError."""
     key, cert = _read_file(files.key, "key"), _read_file(files.cert, "cert")
-    client_ca = _read_file(files.client_ca, "client ca cert") if files.client_ca else None
-    try:
-        leaf = x509.load_pem_x509_certificates(cert)[0]
-        own = load_pem_private_key(key, None).public_key()
-        if client_ca is not None:
-            x509.load_pem_x509_certificates(client_ca)
-    except (ValueError, TypeError) as error:  # the latter of a key that wants a password
-        raise StartupError(f"tls configuration error: {str(error).splitlines()[0]}") from error
-    as_bytes = (Encoding.DER, PublicFormat.SubjectPublicKeyInfo)
-    if leaf.public_key().public_bytes(*as_bytes) != own.public_bytes(*as_bytes):
-        raise StartupError("tls configuration error: the key is not the certificate's")
-    return _Content(cert, key, client_ca, leaf.not_valid_after_utc.timestamp())
+    return Pem(cert, key, _read_file(files.ca, "client ca cert") if files.ca else None)
 
 
 def _read_file(path: str, what: str) -> bytes:
     try:
         return Path(path).read_bytes()
     except OSError as error:
-        raise StartupError(f"couldn't load {what} from {path}") from error
+        raise CertificateError(f"couldn't load {what} from {path}") from error
