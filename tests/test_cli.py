@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from tgis import cli
-from tgis.config import ENGINES, LauncherConfig, RouterConfig, ShardConfig
+from tgis.config import ENGINES, LauncherConfig, LinkOptions, RouterConfig, ShardConfig
 from tgis.declaration import declared, env_of, flag_of, to_flags
 from tgis.options.command import command
 
@@ -167,7 +167,8 @@ def test_every_option_is_declared_once() -> None:
             if f.name not in other or config_type is ShardConfig:
                 assert by_name.setdefault(f.name, option) is option
     shared = {f.name for f in fields(LauncherConfig)}
-    assert {f.name for f in fields(RouterConfig)} - shared == {"tokenizer_path"}
+    shared |= {f.name for f in fields(LinkOptions)}
+    assert {f.name for f in fields(RouterConfig)} - shared == {"tokenizer_path", "shard_addresses"}
 
 
 @pytest.mark.parametrize(

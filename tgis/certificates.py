@@ -15,6 +15,7 @@ import grpc
 from cryptography import x509
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat, load_pem_private_key
 
+from tgis.config import LinkOptions
 from tgis.errors import OperatorError
 from tgis.tls_contexts import Pem
 
@@ -157,6 +158,15 @@ class Certificates:
 
     def _look(self) -> list[tuple[int, int, int] | None]:
         return [look_at(path) for path in (self._files.cert, self._files.key, self._files.ca) if path]
+
+
+def link_certificates(options: LinkOptions, make_context: Callable[[Pem], ssl.SSLContext]) -> Certificates:
+    """Of this end of links over TCP. Raises CertificateError."""
+    cert, key, ca = options.link_cert_path, options.link_key_path, options.link_ca_cert_path
+    assert cert is not None, "the options have been checked"
+    assert key is not None
+    assert ca is not None
+    return Certificates(TlsFiles(cert, key, ca), make_context, "link")
 
 
 def look_at(path: str) -> tuple[int, int, int] | None:

@@ -203,6 +203,14 @@ class ServingOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LinkOptions:
+    # No variables: those that a launcher finds must not reach its children, whom it gives Unix sockets.
+    link_cert_path: str | None = option("PEM file of this end's certificate, for TCP.", None, env=False)
+    link_key_path: str | None = option("PEM file of its private key.", None, env=False)
+    link_ca_cert_path: str | None = option("PEM file of the other end's authorities.", None, env=False)
+
+
+@dataclass(frozen=True, kw_only=True)
 class LauncherConfig(LogOptions, FaultOptions, ModelOptions, TuningOptions, BatchOptions, ServingOptions):
     """`text-generation-launcher`."""
 
@@ -248,11 +256,14 @@ class LauncherConfig(LogOptions, FaultOptions, ModelOptions, TuningOptions, Batc
 
 
 @dataclass(frozen=True, kw_only=True)
-class RouterConfig(LogOptions, FaultOptions, BatchOptions, ServingOptions):
+class RouterConfig(LogOptions, FaultOptions, LinkOptions, BatchOptions, ServingOptions):
     """`text-generation-router`."""
 
     tokenizer_path: str = option("Directory that holds tokenizer.json.")
     shard_uds_path: str = option("Prefix of the shards' Unix sockets; the rank is appended.", UDS_PATH)
+    shard_addresses: str | None = option(
+        "HOST:PORT of each rank, with commas, to use TCP with TLS instead.", None, env=False
+    )
     num_shard: int = option("Shards of the group.", 1, minimum=1)
     max_sequence_length: int | None = option(
         "Limit of input plus output tokens.", 2048, minimum=2, refusal=SHORT_SEQUENCE
@@ -261,7 +272,7 @@ class RouterConfig(LogOptions, FaultOptions, BatchOptions, ServingOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ShardConfig(LogOptions, FaultOptions, ModelOptions, TuningOptions, BatchOptions):
+class ShardConfig(LogOptions, FaultOptions, LinkOptions, ModelOptions, TuningOptions, BatchOptions):
     """`text-generation-server serve`: one rank of a group."""
 
     model_path: str = option("Directory of the model; MODEL_NAME may be given instead.")
@@ -269,6 +280,9 @@ class ShardConfig(LogOptions, FaultOptions, ModelOptions, TuningOptions, BatchOp
         "Directory that holds tokenizer.json; unset: the model's.", None, env=False
     )
     uds_path: str = option("Prefix of the Unix sockets; the rank is appended.", UDS_PATH)
+    listen_address: str | None = option(
+        "HOST:PORT to use TCP with TLS instead; steps have the next port.", None, env=False
+    )
     rank: int = option("Which shard of the group this is.", 0, minimum=0)
     world_size: int = option("Shards of the group.", 1, minimum=1)
     rendezvous: str | None = option(

@@ -33,6 +33,7 @@ from tgis.router.grpc_api import GenerationService
 from tgis.router.grpc_door import Door
 from tgis.router.guided import Grammars
 from tgis.router.http_api import encrypt, http_app
+from tgis.router.link import open_link
 from tgis.router.metrics import MetricLimits, Metrics
 from tgis.router.permits import Permits
 from tgis.router.residents import Residents
@@ -79,7 +80,7 @@ class _Router:
         tokenizer = Tokenizer(Path(config.tokenizer_path), config.tokenization_workers)
         # A kind of tokenizer that cannot be served is refused now, not when the shards have loaded.
         vocabulary = Vocabulary(tokenizer, config.output_special_tokens)
-        shards = Shards(config.shard_uds_path, config.num_shard)
+        shards = Shards(open_link(config))
         contents = Contents(Residents(shards, self._metrics), self._metrics)
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, self._draining.set)
