@@ -100,7 +100,7 @@ def live(linked: Linked, model: Model) -> Iterator[list[Future[tuple[str, int]]]
 
 def client_context(files: LinkFiles, authority: trustme.CA) -> ssl.SSLContext:
     context = ssl.create_default_context(cadata=authority.cert_pem.bytes().decode())
-    context.load_cert_chain(files.directory / "cert.pem", files.directory / "key.pem")
+    context.load_cert_chain(files.path("cert"), files.path("key"))
     return context
 
 

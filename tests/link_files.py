@@ -19,13 +19,14 @@ class LinkFiles:
 
     directory: Path
 
+    def path(self, name: str) -> Path:
+        """Of `cert`, `key` or `ca`."""
+        return self.directory / f"{name}.pem"
+
     @property
     def flags(self) -> list[str]:
-        return [
-            *("--link-cert-path", str(self.directory / "cert.pem")),
-            *("--link-key-path", str(self.directory / "key.pem")),
-            *("--link-ca-cert-path", str(self.directory / "ca.pem")),
-        ]
+        cert, key, ca = (str(self.path(name)) for name in ("cert", "key", "ca"))
+        return ["--link-cert-path", cert, "--link-key-path", key, "--link-ca-cert-path", ca]
 
     def write(self, own: trustme.CA, name: str, other: trustme.CA | None = None, **more: Any) -> "LinkFiles":
         """`own` vouches for this end, `other` for the other one, if they are not the same."""
@@ -38,12 +39,12 @@ class LinkFiles:
         }
         for file, text in texts.items():
             text.write_to_path(self.directory / f"{file}.new")
-            (self.directory / f"{file}.new").replace(self.directory / f"{file}.pem")
+            (self.directory / f"{file}.new").replace(self.path(file))
         return self
 
     @property
     def credentials(self) -> grpc.ChannelCredentials:
-        pem = [(self.directory / f"{file}.pem").read_bytes() for file in ("ca", "key", "cert")]
+        pem = [self.path(name).read_bytes() for name in ("ca", "key", "cert")]
         return grpc.ssl_channel_credentials(*pem)
 
 

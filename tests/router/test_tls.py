@@ -76,6 +76,7 @@ def servers(files: Files, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         found[name] = start_router(tmp_path_factory.mktemp(name), 1, *flags)
     yield found
     assert [stop_router(setup) for setup in found.values()] == [0] * len(found)
+    assert "ssl_transport_security" not in found["mutual"].service.output, "gRPC has no log of its own"
 
 
 def call(setup: Setup, own: grpc.ChannelCredentials | None, expected_name: str = "") -> grpc.StatusCode:
