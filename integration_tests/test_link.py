@@ -153,7 +153,8 @@ def test_nobody_else_gets_in_or_in_the_way(linked: Linked, model: Model, tmp_pat
                 assert len(plain.recv(99)) < 8, "it is closed, with an alert at most"
                 assert plain.recv(99) == b""
         for _ in range(NUM_SILENT):
-            stack.enter_context(socket.create_connection(("127.0.0.1", steps)))
+            silent = stack.enter_context(socket.create_connection(("127.0.0.1", steps)))
+            silent.sendall(b"\x16\x03\x01")
         assert not any(stream.done() for stream in streams), "they must be running meanwhile"
     assert linked.num_over() == num_over
     assert info(calls, linked.router_files.credentials) is grpc.StatusCode.OK
