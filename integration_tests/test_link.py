@@ -16,7 +16,6 @@ import pytest
 import trustme
 
 from integration_tests.conftest import MAX_SEQUENCE_LENGTH, Client, Model, check, request
-from integration_tests.test_faults import read
 from tests.link_files import LinkFiles, Relay, free_ports
 from tests.processes import Service
 from tgis.frames import frame
@@ -25,6 +24,7 @@ from tgis.pb import shard_pb2
 from tgis.pb.shard_pb2_grpc import ShardServiceStub
 
 NUM_STREAMS = 3
+LENGTH = 80
 NUM_SILENT = 40  # more than there are handshakes at once
 OVER = "the router's stream is over"
 
@@ -38,14 +38,27 @@ class Linked:
     port: int
     client: Client
     relay: Relay
-    known: dict[str, tuple[str, int]] = field(default_factory=dict)
+    known: dict[str, str] = field(default_factory=dict)
 
     def num_over(self) -> int:
         return sum(OVER in line for line in self.shard.lines)
 
-    def undisturbed(self, text: str) -> tuple[str, int]:
+    def read(self, text: str, running: threading.Barrier | None = None) -> str:
+        """Text of a whole stream; `running` is met after the first token."""
+        criteria = pb.StoppingCriteria(max_new_tokens=LENGTH, min_new_tokens=LENGTH)
+        request = pb.GenerationRequest(text=text)
+        parameters = pb.Parameters(stopping=criteria)
+        parts = self.client.stub.GenerateStream(
+            pb.SingleGenerationRequest(request=request, params=parameters)
+        )
+        texts = [next(parts).text, next(parts).text]
+        if running is not None:
+            running.wait(30)
+        return "".join([*texts, *(part.text for part in parts)])
+
+    def undisturbed(self, text: str) -> str:
         if text not in self.known:
-            self.known[text] = read(self.client, text)
+            self.known[text] = self.read(text)
         return self.known[text]
 
 
@@ -86,13 +99,13 @@ def test_tokens_are_those_of_unix_sockets(linked: Linked, model: Model) -> None:
 
 
 @contextlib.contextmanager
-def live(linked: Linked, model: Model) -> Iterator[list[Future[tuple[str, int]]]]:
+def live(linked: Linked, model: Model) -> Iterator[list[Future[str]]]:
     """Streams that run meanwhile, and give what they give undisturbed."""
     texts = [expected.prompt[:20] for expected in model.expected[:NUM_STREAMS]]
     with ThreadPoolExecutor(NUM_STREAMS) as threads:
         undisturbed = list(threads.map(linked.undisturbed, texts))
         running = threading.Barrier(NUM_STREAMS + 1)
-        streams = [threads.submit(read, linked.client, text, running) for text in texts]
+        streams = [threads.submit(linked.read, text, running) for text in texts]
         running.wait(30)
         yield streams
         assert [stream.result(60) for stream in streams] == undisturbed
@@ -167,15 +180,15 @@ def test_nobody_else_gets_in_or_in_the_way(linked: Linked, model: Model, tmp_pat
 
 
 def test_a_cut_link_is_made_again_with_the_files_of_then(linked: Linked, model: Model) -> None:
-    """First with those of before."""
-    with live(linked, model):
-        linked.relay.cut()
     old, new = LinkFiles(linked.router_files.directory.parent / "old"), trustme.CA()
     old.write(linked.authority, "router.example.com")
     assert info(linked.port, old.credentials) is grpc.StatusCode.OK
-    with live(linked, model):
+    num_over = linked.num_over()
+    with live(linked, model) as streams:
         linked.shard_files.write(new, "localhost")
         linked.router_files.write(new, "router.example.com")
+        assert not any(stream.done() for stream in streams), "they must be running when the link is cut"
         linked.relay.cut()
+    assert linked.num_over() == num_over + 1
     assert info(linked.port, old.credentials) is grpc.StatusCode.UNAVAILABLE
     assert info(linked.port, linked.router_files.credentials) is grpc.StatusCode.OK

@@ -139,7 +139,7 @@ class Certificates:
             if leaf.public_key().public_bytes(*as_bytes) != own.public_bytes(*as_bytes):
                 raise CertificateError(f"{self._trouble}: the key is not the certificate's")
             context = self._make_context(pem) if self._make_context else None
-        except (ValueError, TypeError, ssl.SSLError) as error:  # the second of a key that wants a password
+        except (ValueError, TypeError, OSError) as error:  # the second of a key that wants a password
             raise CertificateError(f"{self._trouble}: {str(error).splitlines()[0]}") from error
         return _Content(pem, context, leaf.not_valid_after_utc.timestamp())
 

@@ -262,7 +262,7 @@ class RouterConfig(LogOptions, FaultOptions, LinkOptions, BatchOptions, ServingO
     tokenizer_path: str = option("Directory that holds tokenizer.json.")
     shard_uds_path: str = option("Prefix of the shards' Unix sockets; the rank is appended.", UDS_PATH)
     shard_addresses: str | None = option(
-        "HOST:PORT of each rank, with commas, to use TCP with TLS instead.", None, env=False
+        "HOST:PORT of each rank, with commas: TCP with mutual TLS instead of Unix sockets.", None, env=False
     )
     num_shard: int = option("Shards of the group.", 1, minimum=1)
     max_sequence_length: int | None = option(
@@ -281,7 +281,7 @@ class ShardConfig(LogOptions, FaultOptions, LinkOptions, ModelOptions, TuningOpt
     )
     uds_path: str = option("Prefix of the Unix sockets; the rank is appended.", UDS_PATH)
     listen_address: str | None = option(
-        "HOST:PORT to use TCP with TLS instead; steps have the next port.", None, env=False
+        "HOST:PORT: TCP with mutual TLS instead of Unix sockets; steps have the next port.", None, env=False
     )
     rank: int = option("Which shard of the group this is.", 0, minimum=0)
     world_size: int = option("Shards of the group.", 1, minimum=1)

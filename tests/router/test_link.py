@@ -1,6 +1,7 @@
 """A router whose shards are reached over TCP: whom it takes for a shard, what it says of others, and what it
 shows of itself."""
 
+import asyncio
 import socket
 import ssl
 import time
@@ -22,7 +23,8 @@ from tgis.config import RouterConfig, ShardConfig
 from tgis.errors import OperatorError
 from tgis.link_address import parse_all
 from tgis.pb import shard_pb2 as pb
-from tgis.router.link import open_link
+from tgis.router.link import UnixLink, open_link
+from tgis.router.shards import Shards
 from tgis.shard.link import choose_link
 
 RIGHT, WRONG = "localhost", "elsewhere.example.com"
@@ -116,7 +118,7 @@ def test_a_shard_of_another_name_is_refused_in_one_line(linked: Linked) -> None:
 
 
 def test_a_cut_stream_is_made_again(linked: Linked) -> None:
-    streams = Streams(linked)
+    streams = Streams(linked, count=2, step_s=0.005)
     linked.servers[1].cut()
     assert streams.results() == streams.expected()
     assert linked.shards[1].num_streams == 2
@@ -173,3 +175,20 @@ def test_files_and_addresses_that_cannot_be_used(tmp_path: Path) -> None:
     with pytest.raises(OperatorError, match="an address is there twice"):
         parse_all("a:1,b:1, a:1")
     assert [str(one) for one in parse_all("a-1.example:1, [::1]:65534")] == ["a-1.example:1", "[::1]:65534"]
+
+
+async def test_addresses_in_another_order_than_the_ranks(tmp_path: Path) -> None:
+    shards = [FakeShard(rank) for rank in (0, 1)]
+    for shard, other in zip(shards, (1, 0), strict=True):
+        shard.info.rank = other
+    servers = [ShardServer(shard, str(tmp_path / "shard")) for shard in shards]
+    link = Shards(UnixLink(str(tmp_path / "shard"), 2))
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(link.connect(), 0.4)
+    for rank, shard in enumerate(shards):
+        shard.info.rank = rank
+    assert (await asyncio.wait_for(link.connect(), 10)).rank == 0
+    await link.close()
+    for server in servers:
+        server.stop()
+    assert [shard.num_streams for shard in shards] == [1, 1]

@@ -70,12 +70,15 @@ SERVERS = {
 @pytest.fixture(scope="module")
 def servers(files: Files, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Setup]]:
     """One of each kind."""
-    found: dict[str, Setup] = {}
-    for name, given in SERVERS.items():
-        flags = [*files.flags(*given), *(["--http-tls"] if given else [])]
-        found[name] = start_router(tmp_path_factory.mktemp(name), 1, *flags)
-    yield found
-    assert [stop_router(setup) for setup in found.values()] == [0] * len(found)
+
+    def start(name: str) -> Setup:
+        more = ["--http-tls"] if SERVERS[name] else []
+        return start_router(tmp_path_factory.mktemp(name), 1, *files.flags(*SERVERS[name]), *more)
+
+    with ThreadPoolExecutor(len(SERVERS)) as threads:
+        found = dict(zip(SERVERS, threads.map(start, SERVERS), strict=True))
+        yield found
+        assert list(threads.map(stop_router, found.values())) == [0] * len(found)
     assert "ssl_transport_security" not in found["mutual"].service.output, "gRPC has no log of its own"
 
 

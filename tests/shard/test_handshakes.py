@@ -109,7 +109,8 @@ def strangers(ends: Ends, stack: ExitStack, count: int) -> list[socket.socket]:
 
 
 def test_strangers_who_fall_silent_are_in_nobodys_way(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(handshakes, "HANDSHAKE_S", 0.5)
+    monkeypatch.setattr(handshakes, "HANDSHAKE_S", 0.3)
+    monkeypatch.setattr(handshakes, "CHECK_S", 0.1)
     with ExitStack() as stack, soon():
         router = ends.connect(stack)
         silent = strangers(ends, stack, 5)

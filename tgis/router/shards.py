@@ -155,6 +155,10 @@ class Shards:
         finally:
             for call in calls:
                 call.cancel()
+        for rank, info in enumerate(infos):
+            if info.rank != rank:
+                self._tell(rank, f"rank {info.rank} answers there")
+                return None
         return infos if len({info.epoch for info in infos}) == 1 else None
 
     async def _open_streams(self) -> bool:
