@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from tgis import cli
-from tgis.config import ENGINES, LauncherConfig, RouterConfig, ShardConfig
+from tgis.config import ENGINES, LauncherConfig, LinkOptions, RouterConfig, ShardConfig
 from tgis.declaration import declared, env_of, flag_of, to_flags
 from tgis.options.command import command
 
@@ -145,6 +145,7 @@ def test_a_flag_goes_before_the_environment(config_type: type, f: Any, option: A
         ROUTER,
         replace(ROUTER, output_special_tokens=True, default_include_stop_seqs=False, decode_step_ms=12.5),
         replace(ROUTER, tls_cert_path="/c", tls_key_path="/k", otlp_endpoint="http://c:4317"),
+        replace(ROUTER, tls_cert_path="/c", tls_key_path="/k", http_tls=True),
         LauncherConfig(json_output=True, max_sequence_length=99),
     ],
 )
@@ -167,7 +168,8 @@ def test_every_option_is_declared_once() -> None:
             if f.name not in other or config_type is ShardConfig:
                 assert by_name.setdefault(f.name, option) is option
     shared = {f.name for f in fields(LauncherConfig)}
-    assert {f.name for f in fields(RouterConfig)} - shared == {"tokenizer_path"}
+    shared |= {f.name for f in fields(LinkOptions)}
+    assert {f.name for f in fields(RouterConfig)} - shared == {"tokenizer_path", "shard_addresses"}
 
 
 @pytest.mark.parametrize(
@@ -266,6 +268,28 @@ def test_refusals_in_the_words_of_the_original(
     is_routers = (arguments, env, text) in EXACT_TEXTS and "NUM_GPUS" not in text
     if is_routers:
         assert refusal(arguments, env, reads="router") == text
+
+
+LINK_FILES = ["--link-cert-path", "/c", "--link-key-path", "/k", "--link-ca-cert-path", "/a"]
+NOT_ENCRYPTED = "link: TCP needs cert, key and ca cert"
+NO_ADDRESS = "link: cert, key and ca cert are for TCP, and no address is given"
+
+
+def test_encryption_is_whole_or_refused() -> None:
+    text = "tls: the HTTP port has no cert and key to use either"
+    for reads in ("launcher", "router"):
+        assert refusal(["--http-tls"], reads=reads) == text
+    for reads, address in (("router", "--shard-addresses"), ("serve", "--listen-address")):
+        for missing in (0, 2, 4):
+            files = LINK_FILES[:missing] + LINK_FILES[missing + 2 :]
+            assert refusal([address, "a:1", *files], reads=reads) == NOT_ENCRYPTED
+            assert refusal(files, reads=reads) == NO_ADDRESS
+        assert refusal([address, "a:1"], reads=reads) == NOT_ENCRYPTED
+        assert refusal(LINK_FILES, reads=reads) == NO_ADDRESS
+    several = [*LINK_FILES, "--shard-addresses", "a:1,b:1"]
+    assert refusal([*several, "--num-shard", "3"], reads="router") == "link: 3 shards need as many addresses"
+    for flags in ([], ["--num-shard", "2"]):
+        assert run(RouterConfig, [*several, *flags, *REQUIRED[RouterConfig]])[0].shard_addresses == "a:1,b:1"
 
 
 @pytest.mark.parametrize("name", ["ibm_fms", "ds_inference"])

@@ -4,6 +4,7 @@ environment; elsewhere a configuration is a frozen value."""
 from dataclasses import dataclass
 
 from tgis.declaration import option
+from tgis.port_options import LinkOptions, PortOptions
 
 DTYPES = ("float32", "bfloat16", "float16")
 DEVICES = ("auto", "cpu", "cuda")
@@ -139,22 +140,6 @@ class ServingOptions:
         refusal="max_new_tokens ({value}) at least 1",
     )
     max_top_n_tokens: int = option("Upper bound of a request's top_n_tokens.", 10, minimum=1)
-    bind: str = option("Address the public ports listen on.", "0.0.0.0")
-    port: int = option(
-        "HTTP port: health and metrics; 0 takes a free one.", 3000, short="-p", minimum=0, maximum=65535
-    )
-    grpc_port: int = option(
-        "Public gRPC port; 0 takes a free one.", 8033, short="-g", minimum=0, maximum=65535
-    )
-    tls_cert_path: str | None = option("PEM file of the gRPC port's certificate; needs --tls-key-path.", None)
-    tls_key_path: str | None = option("PEM file of its private key; needs --tls-cert-path.", None)
-    tls_client_ca_cert_path: str | None = option(
-        "PEM file of the authorities of clients, which then must show a certificate.", None
-    )
-    auth_tokens_path: str | None = option(
-        "File of bearer tokens, a line each, of which a call must show one; unset: none is asked for.",
-        None,
-    )
     tokenization_workers: int | None = option(
         "Threads that tokenize; unset: 1 to 8 by the cores.",
         None,
@@ -200,7 +185,9 @@ class ServingOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LauncherConfig(LogOptions, FaultOptions, ModelOptions, TuningOptions, BatchOptions, ServingOptions):
+class LauncherConfig(
+    LogOptions, FaultOptions, ModelOptions, TuningOptions, BatchOptions, PortOptions, ServingOptions
+):
     """`text-generation-launcher`."""
 
     model_name: str = option(
@@ -256,11 +243,14 @@ class LauncherConfig(LogOptions, FaultOptions, ModelOptions, TuningOptions, Batc
 
 
 @dataclass(frozen=True, kw_only=True)
-class RouterConfig(LogOptions, FaultOptions, BatchOptions, ServingOptions):
+class RouterConfig(LogOptions, FaultOptions, LinkOptions, BatchOptions, PortOptions, ServingOptions):
     """`text-generation-router`."""
 
     tokenizer_path: str = option("Directory that holds tokenizer.json.")
     shard_uds_path: str = option("Prefix of the shards' Unix sockets; the rank is appended.", UDS_PATH)
+    shard_addresses: str | None = option(
+        "HOST:PORT of each rank, with commas: TCP with mutual TLS instead of Unix sockets.", None, env=False
+    )
     num_shard: int = option("Shards of the group.", 1, minimum=1)
     max_sequence_length: int | None = option(
         "Limit of input plus output tokens.", 2048, minimum=2, refusal=SHORT_SEQUENCE
@@ -269,7 +259,7 @@ class RouterConfig(LogOptions, FaultOptions, BatchOptions, ServingOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ShardConfig(LogOptions, FaultOptions, ModelOptions, TuningOptions, BatchOptions):
+class ShardConfig(LogOptions, FaultOptions, LinkOptions, ModelOptions, TuningOptions, BatchOptions):
     """`text-generation-server serve`: one rank of a group."""
 
     model_path: str = option("Directory of the model; MODEL_NAME may be given instead.")
@@ -277,6 +267,9 @@ class ShardConfig(LogOptions, FaultOptions, ModelOptions, TuningOptions, BatchOp
         "Directory that holds tokenizer.json; unset: the model's.", None, env=False
     )
     uds_path: str = option("Prefix of the Unix sockets; the rank is appended.", UDS_PATH)
+    listen_address: str | None = option(
+        "HOST:PORT: TCP with mutual TLS instead of Unix sockets; steps have the next port.", None, env=False
+    )
     rank: int = option("Which shard of the group this is.", 0, minimum=0)
     world_size: int = option("Shards of the group.", 1, minimum=1)
     rendezvous: str | None = option(

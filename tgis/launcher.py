@@ -242,6 +242,7 @@ class _Launcher:
 
 
 def _derive(config_type: type[C], config: LauncherConfig, own: Mapping[str, Any]) -> C:
-    """`own` values, and for the rest the launcher's options of the same name."""
-    shared = {f.name: getattr(config, f.name) for f in fields(config_type) if f.name not in own}
+    """`own` values, and for the rest the launcher's options of the same name; defaults where it has none."""
+    names = {f.name for f in fields(config_type)} & {f.name for f in fields(config)} - own.keys()
+    shared = {name: getattr(config, name) for name in names}
     return config_type(**shared, **own)

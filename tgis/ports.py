@@ -14,17 +14,21 @@ class PortError(OperatorError):
 def listen(host: str, port: int) -> socket.socket:
     """A listening TCP socket that no other process shares; port 0 takes a free one. Raises PortError."""
     with _one_line_error(host, port):
-        return socket.create_server((host, port))
+        return socket.create_server((host, port), family=_family(host, port))
 
 
 def reserve(host: str, port: int) -> socket.socket:
     """A TCP socket that has the port without listening: who connects is refused, and who comes to listen,
     gRPC for one, may do so as long as nobody else does; port 0 takes a free one. Raises PortError."""
-    reserved = socket.socket()
-    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     with _one_line_error(host, port):
+        reserved = socket.socket(_family(host, port))
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         reserved.bind((host, port))
-    return reserved
+        return reserved
+
+
+def _family(host: str, port: int) -> socket.AddressFamily:
+    return socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
 
 
 @contextmanager

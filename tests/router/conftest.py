@@ -112,19 +112,23 @@ class ShardServer:
     """A FakeShard behind its two sockets."""
 
     def __init__(self, shard: FakeShard, uds_path: str) -> None:
-        path = f"{uds_path}-{shard.rank}"
         self._shard = shard
         self._connections: list[socket.socket] = []
-        Path(steps_path(path)).unlink(missing_ok=True)
-        self._listener = socket.socket(socket.AF_UNIX)
-        self._listener.bind(steps_path(path))
-        self._listener.listen()
-        self._thread = threading.Thread(target=self._accept)
-        self._thread.start()
         self._server = grpc.server(ThreadPoolExecutor(24))
         add_ShardServiceServicer_to_server(shard, self._server)
-        self._server.add_insecure_port(f"unix:{path}")
+        self._listener = self._open(f"{uds_path}-{shard.rank}")
+        self._thread = threading.Thread(target=self._accept)
+        self._thread.start()
         self._server.start()
+
+    def _open(self, path: str) -> socket.socket:
+        """For the calls; what it returns listens for the steps."""
+        Path(steps_path(path)).unlink(missing_ok=True)
+        listener = socket.socket(socket.AF_UNIX)
+        listener.bind(steps_path(path))
+        listener.listen()
+        self._server.add_insecure_port(f"unix:{path}")
+        return listener
 
     def _accept(self) -> None:
         """One stream after the other."""
@@ -135,13 +139,22 @@ class ShardServer:
                 return
             self._connections.append(connection)
             with connection:
-                self._shard.answer(connection)
+                self._answer(connection)
+
+    def _answer(self, connection: socket.socket) -> None:
+        self._shard.answer(connection)
+
+    def cut(self) -> None:
+        """The streams."""
+        for connection in self._connections:
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
 
     def stop(self) -> None:
         """As the process's death would be."""
-        for end in (self._listener, *self._connections):
-            with contextlib.suppress(OSError):
-                end.shutdown(socket.SHUT_RDWR)
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self.cut()
         self._listener.close()
         self._server.stop(0).wait()
         self._thread.join()
@@ -186,16 +199,19 @@ def start_router(
     library = library or Library()
     shards = [FakeShard(rank, info=info, library=library) for rank in range(num_shards)]
     servers = [ShardServer(shard, uds_path) for shard in shards]
-    command = ["router", "--tokenizer-path", str(directory), "--shard-uds-path", uds_path]
-    command += ["--bind", "127.0.0.1", "--port", "0", "--grpc-port", "0", "--num-shard", str(num_shards)]
-    command += ["--max-sequence-length", str(MAX_SEQUENCE_LENGTH), *flags]
+    link = ["--shard-uds-path", uds_path, "--num-shard", str(num_shards)]
     try:
-        service = Service(command).wait_until_serving()
+        service = Service(router_command(directory, *link, *flags)).wait_until_serving()
     except AssertionError:
         for server in servers:
             server.stop()
         raise
     return Setup(service, shards, servers, tokenizer, uds_path, library)
+
+
+def router_command(directory: Path, *flags: str) -> list[str]:
+    command = ["router", "--tokenizer-path", str(directory), "--bind", "127.0.0.1", "--port", "0"]
+    return [*command, "--grpc-port", "0", "--max-sequence-length", str(MAX_SEQUENCE_LENGTH), *flags]
 
 
 def stop_router(setup: Setup) -> int:

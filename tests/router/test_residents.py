@@ -25,6 +25,7 @@ from tgis.router.errors import (
     StartupError,
     UnavailableError,
 )
+from tgis.router.link import UnixLink
 from tgis.router.metrics import MetricLimits, Metrics
 from tgis.router.residents import Residents
 from tgis.router.scheduler import Scheduler
@@ -47,7 +48,7 @@ class Group:
         self.serve()
         self.metrics = Metrics(MetricLimits(100, 99, 16))
         limits_s = {ContentKind.PROMPT: LIMIT_S, ContentKind.ADAPTER: LIMIT_S}
-        self.link = Shards(self.uds_path, 2)
+        self.link = Shards(UnixLink(self.uds_path, 2))
         self.residents = Residents(self.link, self.metrics, limits_s)
         self.contents = Contents(self.residents, self.metrics)
 

@@ -1,7 +1,14 @@
-"""The public port with real certificates, and every combination of files that is refused."""
+"""The public ports with real certificates: who gets in, how it is encrypted, files that change, and every
+combination of files that is refused."""
 
+import http.client
+import socket
+import ssl
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -16,72 +23,198 @@ from tests.router.test_grpc_api import get, single, stopping
 from tgis.pb import generation_pb2 as pb
 from tgis.pb.generation_pb2_grpc import GenerationServiceStub
 
+OK, REFUSED = grpc.StatusCode.OK, grpc.StatusCode.UNAVAILABLE
+SOON_S = 4.0  # a refusal comes at once; the machine may be busy
+
 
 @dataclass(frozen=True)
 class Files:
-    """Of an authority, a server it vouches for and a client it vouches for."""
+    """Of an authority, and of a server it vouches for."""
 
     directory: Path
-    client: grpc.ChannelCredentials
-    stranger: grpc.ChannelCredentials
+    authority: trustme.CA
 
     def flags(self, *names: str) -> list[str]:
         files = {"cert": "tls-cert-path", "key": "tls-key-path", "ca": "tls-client-ca-cert-path"}
         return [part for name in names for part in (f"--{files[name]}", str(self.directory / f"{name}.pem"))]
 
+    def client(self, **more: Any) -> grpc.ChannelCredentials:
+        """Of one whom the authority vouches for."""
+        return credentials(self.authority, self.authority.issue_cert("client@example.com", **more))
+
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
+    """The server's key is of the kind that every cipher suite can be tried with."""
     directory = tmp_path_factory.mktemp("pem")
     authority = trustme.CA()
-    server = authority.issue_cert("127.0.0.1", "localhost")
+    server = authority.issue_cert("127.0.0.1", "localhost", key_type=trustme.KeyType.RSA)
     authority.cert_pem.write_to_path(directory / "ca.pem")
     server.private_key_pem.write_to_path(directory / "key.pem")
     server.cert_chain_pems[0].write_to_path(directory / "cert.pem")
-    return Files(
-        directory,
-        _credentials(authority, authority.issue_cert("client@example.com")),
-        _credentials(authority, trustme.CA().issue_cert("client@example.com")),
-    )
+    return Files(directory, authority)
 
 
-def _credentials(server_authority: trustme.CA, own: trustme.LeafCert) -> grpc.ChannelCredentials:
+def credentials(server_authority: trustme.CA, own: trustme.LeafCert) -> grpc.ChannelCredentials:
     chain = b"".join(part.bytes() for part in own.cert_chain_pems)
     return grpc.ssl_channel_credentials(server_authority.cert_pem.bytes(), own.private_key_pem.bytes(), chain)
 
 
-@pytest.fixture(params=[("cert", "key"), ("cert", "key", "ca")], ids=["tls", "mutual"])
-def encrypted(
-    files: Files, tmp_path: Path, request: pytest.FixtureRequest
-) -> Iterator[tuple[Setup, tuple[str, ...]]]:
-    setup = start_router(tmp_path, 1, *files.flags(*request.param))
-    yield setup, request.param
-    assert stop_router(setup) == 0
+SERVERS = {
+    "plain": (),
+    "TLS": ("cert", "key"),
+    "mutual": ("cert", "key", "ca"),
+}
 
 
-def call(setup: Setup, credentials: grpc.ChannelCredentials | None) -> grpc.StatusCode:
+@pytest.fixture(scope="module")
+def servers(files: Files, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Setup]]:
+    """One of each kind."""
+
+    def start(name: str) -> Setup:
+        more = ["--http-tls"] if SERVERS[name] else []
+        return start_router(tmp_path_factory.mktemp(name), 1, *files.flags(*SERVERS[name]), *more)
+
+    with ThreadPoolExecutor(len(SERVERS)) as threads:
+        found = dict(zip(SERVERS, threads.map(start, SERVERS), strict=True))
+        yield found
+        assert list(threads.map(stop_router, found.values())) == [0] * len(found)
+    assert "ssl_transport_security" not in found["mutual"].service.output, "gRPC has no log of its own"
+
+
+def call(setup: Setup, own: grpc.ChannelCredentials | None, expected_name: str = "") -> grpc.StatusCode:
     target = f"localhost:{setup.service.grpc_port}"
-    channel = (
-        grpc.secure_channel(target, credentials) if credentials is not None else grpc.insecure_channel(target)
-    )
+    options = [("grpc.ssl_target_name_override", expected_name)] if expected_name else []
+    channel = grpc.insecure_channel(target) if own is None else grpc.secure_channel(target, own, options)
     with channel:
         try:
-            GenerationServiceStub(channel).ModelInfo(pb.ModelInfoRequest(), timeout=5)
+            GenerationServiceStub(channel).ModelInfo(pb.ModelInfoRequest(), timeout=2 * SOON_S)
         except grpc.RpcError as error:
             return error.code()
-    return grpc.StatusCode.OK
+    return OK
 
 
-def test_who_gets_in(encrypted: tuple[Setup, tuple[str, ...]], files: Files) -> None:
-    setup, given = encrypted
-    refused = grpc.StatusCode.UNAVAILABLE
-    ca = grpc.ssl_channel_credentials((files.directory / "ca.pem").read_bytes())
-    is_mutual = "ca" in given
-    assert call(setup, files.client) is grpc.StatusCode.OK
-    assert call(setup, ca) is (refused if is_mutual else grpc.StatusCode.OK)
-    assert call(setup, files.stranger) is (refused if is_mutual else grpc.StatusCode.OK)
-    assert call(setup, None) is refused
-    assert get(setup.http + "/health")[0] == 200  # the HTTP port stays in the clear
+def corrupted(files: Files) -> grpc.ChannelCredentials:
+    """With a certificate whose signature is not the authority's any more."""
+    own = files.authority.issue_cert("client@example.com")
+    der = bytearray(ssl.PEM_cert_to_DER_cert(own.cert_chain_pems[0].bytes().decode()))
+    der[-3] ^= 0x5A
+    chain = ssl.DER_cert_to_PEM_cert(bytes(der)).encode()
+    return grpc.ssl_channel_credentials(files.authority.cert_pem.bytes(), own.private_key_pem.bytes(), chain)
+
+
+DAY = timedelta(days=1)
+# What a client shows, and which servers let it in: one that does not ask for a certificate looks at none.
+CLIENTS: dict[str, tuple[Callable[[Files], grpc.ChannelCredentials | None], set[str]]] = {
+    "plain": (lambda files: None, {"plain"}),
+    "the right certificate": (lambda files: files.client(), {"TLS", "mutual"}),
+    "no certificate": (
+        lambda files: grpc.ssl_channel_credentials(files.authority.cert_pem.bytes()),
+        {"TLS"},
+    ),
+    "another authority's certificate": (
+        lambda files: credentials(files.authority, trustme.CA().issue_cert("client@example.com")),
+        {"TLS"},
+    ),
+    "trust in another authority": (
+        lambda files: credentials(trustme.CA(), files.authority.issue_cert("client@example.com")),
+        set(),
+    ),
+    "an expired certificate": (lambda files: files.client(not_after=datetime.now(UTC) - DAY), {"TLS"}),
+    "a certificate of tomorrow": (lambda files: files.client(not_before=datetime.now(UTC) + DAY), {"TLS"}),
+    "a corrupted certificate": (corrupted, {"TLS"}),
+}
+
+
+@pytest.mark.parametrize("server", SERVERS)
+@pytest.mark.parametrize("client", CLIENTS)
+def test_who_gets_in(servers: dict[str, Setup], files: Files, server: str, client: str) -> None:
+    show, lets_in = CLIENTS[client]
+    own = show(files)
+    started = time.monotonic()
+    assert call(servers[server], own) is (OK if server in lets_in else REFUSED)
+    assert time.monotonic() - started < SOON_S
+
+
+@pytest.mark.parametrize("server", SERVERS)
+def test_a_server_of_another_name_is_not_called(servers: dict[str, Setup], files: Files, server: str) -> None:
+    started = time.monotonic()
+    assert call(servers[server], files.client(), "elsewhere.example.com") is REFUSED
+    assert time.monotonic() - started < SOON_S
+
+
+LEGACY = ":@SECLEVEL=0"  # which lets OpenSSL try what is weak
+SUITES = {
+    "1.3": (ssl.TLSVersion.TLSv1_3, "DEFAULT", True),
+    "1.2, AES-128-GCM": (ssl.TLSVersion.TLSv1_2, "ECDHE-RSA-AES128-GCM-SHA256", True),
+    "1.2, AES-256-GCM": (ssl.TLSVersion.TLSv1_2, "ECDHE-RSA-AES256-GCM-SHA384", True),
+    "1.2, CBC": (ssl.TLSVersion.TLSv1_2, "ECDHE+AES:!AESGCM:!AESCCM" + LEGACY, False),
+    "1.2, without ECDHE": (ssl.TLSVersion.TLSv1_2, "kRSA+AESGCM:DHE+AESGCM" + LEGACY, False),
+    "1.2, all the rest": (ssl.TLSVersion.TLSv1_2, "ALL:!AESGCM" + LEGACY, False),
+    "1.1": (ssl.TLSVersion.TLSv1_1, "ALL" + LEGACY, False),
+    "1.0": (ssl.TLSVersion.TLSv1, "ALL" + LEGACY, False),
+}
+
+
+def agree(port: int, version: ssl.TLSVersion, ciphers: str) -> bool:
+    """Whether there is anything that both ends speak."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    context.minimum_version = context.maximum_version = version
+    context.set_ciphers(ciphers)
+    context.set_alpn_protocols(["h2", "http/1.1"])
+    with socket.create_connection(("127.0.0.1", port), timeout=SOON_S) as plain:
+        try:
+            with context.wrap_socket(plain):
+                return True
+        except (ssl.SSLError, ConnectionResetError):
+            return False
+
+
+@pytest.mark.filterwarnings("ignore:ssl.TLSVersion:DeprecationWarning")
+@pytest.mark.parametrize("suite", SUITES)
+def test_how_it_is_encrypted(servers: dict[str, Setup], suite: str) -> None:
+    version, ciphers, is_served = SUITES[suite]
+    for port in (servers["TLS"].service.grpc_port, servers["TLS"].service.http_port):
+        assert agree(port, version, ciphers) is is_served
+
+
+@pytest.mark.filterwarnings("ignore:ssl.TLSVersion:DeprecationWarning")
+def test_what_is_refused_can_be_spoken_here(files: Files) -> None:
+    """By a server that speaks everything; without it the refusals would show nothing."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1
+    context.set_ciphers("ALL" + LEGACY)
+    context.load_cert_chain(files.directory / "cert.pem", files.directory / "key.pem")
+    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as threads:
+        for version, ciphers, _ in SUITES.values():
+            agreed = threads.submit(agree, listener.getsockname()[1], version, ciphers)
+            connection, _ = listener.accept()
+            context.wrap_socket(connection, server_side=True).close()
+            assert agreed.result()
+
+
+def https(setup: Setup, path: str, authority: trustme.CA) -> int:
+    """The status that a probe without a certificate of its own gets."""
+    context = ssl.create_default_context(cadata=authority.cert_pem.bytes().decode())
+    with urllib.request.urlopen(
+        f"https://localhost:{setup.service.http_port}{path}", timeout=SOON_S, context=context
+    ) as answer:
+        return int(answer.status)
+
+
+@pytest.mark.parametrize("server", ["TLS", "mutual"])
+def test_the_http_port_has_the_same_certificate_and_asks_for_none(
+    servers: dict[str, Setup], files: Files, server: str
+) -> None:
+    assert [https(servers[server], path, files.authority) for path in ("/health", "/live", "/metrics")] == [
+        200
+    ] * 3
+    with pytest.raises(urllib.error.URLError, match="CERTIFICATE_VERIFY_FAILED"):
+        https(servers[server], "/health", trustme.CA())
+    with pytest.raises((OSError, http.client.HTTPException)):
+        urllib.request.urlopen(servers[server].http + "/health", timeout=SOON_S)
+    assert https(servers[server], "/health", files.authority) == 200
 
 
 @pytest.mark.parametrize(
@@ -102,7 +235,7 @@ def test_who_gets_in(encrypted: tuple[Setup, tuple[str, ...]], files: Files) -> 
 def test_refused_at_start(
     files: Files, tmp_path: Path, given: tuple[str, ...], broken: dict[str, bytes | None], text: str
 ) -> None:
-    copies = Files(tmp_path, files.client, files.stranger)
+    copies = Files(tmp_path, files.authority)
     for name in ("cert", "key", "ca"):
         content = broken.get(name, (files.directory / f"{name}.pem").read_bytes())
         if content is not None:
@@ -137,18 +270,20 @@ def test_certificates_change_under_live_streams(tmp_path: Path) -> None:
     mount.mkdir()
     home.mkdir()
     issue(first, mount)
-    files = Files(mount / "..data", *[_credentials(ca, ca.issue_cert("a@b.c")) for ca in (first, second)])
-    setup = start_router(home, 1, *files.flags("cert", "key", "ca"))
+    files, later = (Files(mount / "..data", authority) for authority in (first, second))
+    setup = start_router(home, 1, *files.flags("cert", "key", "ca"), "--http-tls")
     setup.shards[0].step_s = 0.02
     target = f"localhost:{setup.service.grpc_port}"
     try:
-        with grpc.secure_channel(target, files.client) as channel:
+        assert https(setup, "/health", first) == 200
+        with grpc.secure_channel(target, files.client()) as channel:
             request = single("Once upon a time", stopping=stopping(100, min_new_tokens=100))
             stream = GenerationServiceStub(channel).GenerateStream(request)
             next(stream)
             issue(second, mount)
-            assert call(setup, files.stranger) is grpc.StatusCode.OK
-            assert call(setup, files.client) is grpc.StatusCode.UNAVAILABLE
+            assert https(setup, "/health", second) == 200
+            assert call(setup, later.client()) is OK
+            assert call(setup, files.client()) is REFUSED
             *_, last = stream
             assert last.generated_token_count == 100
             assert GenerationServiceStub(channel).ModelInfo(pb.ModelInfoRequest(), timeout=5)
@@ -162,7 +297,7 @@ def test_what_does_not_fit_together_is_not_taken(tmp_path: Path) -> None:
     mount.mkdir()
     home.mkdir()
     issue(authority, mount, not_after=datetime.now(UTC) + timedelta(days=2))
-    files = Files(mount / "..data", *[_credentials(authority, authority.issue_cert("a@b.c"))] * 2)
+    files = Files(mount / "..data", authority)
     setup = start_router(home, 1, *files.flags("cert", "key"))
 
     def metric(name: str) -> float:
@@ -176,12 +311,12 @@ def test_what_does_not_fit_together_is_not_taken(tmp_path: Path) -> None:
         whole = cert.read_bytes()
         for number, broken in enumerate((whole[: len(whole) // 2], b"", trustme.CA().cert_pem.bytes()), 1):
             cert.write_bytes(broken)
-            assert call(setup, files.client) is grpc.StatusCode.OK
+            assert call(setup, files.client()) is OK
             assert metric("tgi_tls_reload_failure_total") == number
         key.unlink()
         wait_for(lambda: metric("tgi_tls_reload_failure_total") == 4)  # nobody need call
         issue(authority, mount, not_after=datetime.now(UTC) + timedelta(days=20))
-        assert call(setup, files.client) is grpc.StatusCode.OK
+        assert call(setup, files.client()) is OK
         assert metric("tgi_tls_certificate_seconds_left") > 19 * 86400
         assert authority.cert_pem.bytes() not in setup.service.output.encode()
     finally:
@@ -192,6 +327,6 @@ def test_a_key_of_another_certificate_is_refused(files: Files, tmp_path: Path) -
     other = trustme.CA().issue_cert("localhost")
     (tmp_path / "cert.pem").write_bytes((files.directory / "cert.pem").read_bytes())
     other.private_key_pem.write_to_path(tmp_path / "key.pem")
-    copies = Files(tmp_path, files.client, files.stranger)
+    copies = Files(tmp_path, files.authority)
     with pytest.raises(AssertionError, match="error: tls configuration error"):
         start_router(tmp_path, 1, *copies.flags("cert", "key"))

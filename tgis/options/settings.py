@@ -90,6 +90,7 @@ def check(settings: Mapping[str, Setting]) -> list[str]:
     """What is to be warned about in the options of any command. Raises SettingsError."""
     values = {name: setting.value for name, setting in settings.items()}
     _check_tls(values)
+    _check_link(settings)
     if (method := values.get("quantize")) in NOT_QUANTIZED:
         raise SettingsError(
             f"{settings['quantize'].source}: {method} weights are not served by this version: give an "
@@ -104,6 +105,21 @@ def _check_tls(values: Mapping[str, Any]) -> None:
         raise SettingsError("tls: must provide both cert and key")
     if values.get("tls_client_ca_cert_path") and not has_cert:
         raise SettingsError("tls: cannot provide client ca cert without keypair")
+    if values.get("http_tls") and not has_cert:
+        raise SettingsError("tls: the HTTP port has no cert and key to use either")
+
+
+def _check_link(settings: Mapping[str, Setting]) -> None:
+    values = {name: setting.value for name, setting in settings.items()}
+    files = [values.get(f"link_{name}_path") for name in ("cert", "key", "ca_cert")]
+    addresses = values.get("shard_addresses") or values.get("listen_address")
+    if addresses and not all(files):
+        raise SettingsError("link: TCP needs cert, key and ca cert")
+    if any(files) and not addresses:
+        raise SettingsError("link: cert, key and ca cert are for TCP, and no address is given")
+    count = settings.get("num_shard")
+    if addresses and count and count.source != DEFAULT and count.value != addresses.count(",") + 1:
+        raise SettingsError(f"link: {count.value} shards need as many addresses")
 
 
 def _check_framework(name: str | None) -> list[str]:

@@ -16,6 +16,7 @@ import uvloop
 from grpc_health.v1 import health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from tgis.certificates import Certificates, TlsFiles
 from tgis.config import SERVICE_NAME, RouterConfig
 from tgis.pb import generation_pb2, shard_pb2
 from tgis.pb.generation_pb2_grpc import add_GenerationServiceServicer_to_server
@@ -32,16 +33,17 @@ from tgis.router.grpc_api import GenerationService
 from tgis.router.grpc_door import Door
 from tgis.router.guided import Grammars
 from tgis.router.health import NAME as HEALTH
-from tgis.router.http_api import http_app
+from tgis.router.http_api import encrypt, http_app
+from tgis.router.link import open_link
 from tgis.router.metrics import MetricLimits, Metrics
 from tgis.router.permits import Permits
 from tgis.router.readiness import Readiness
 from tgis.router.residents import Residents
 from tgis.router.shards import Shards
-from tgis.router.tls import Certificates, TlsFiles
 from tgis.router.tokenizer import Tokenizer
 from tgis.router.tracing import open_tracing
 from tgis.router.validation import Limits, Validator
+from tgis.tls_contexts import open_server
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +85,7 @@ class _Router:
         tokenizer = Tokenizer(Path(config.tokenizer_path), config.tokenization_workers)
         # A kind of tokenizer that cannot be served is refused now, not when the shards have loaded.
         vocabulary = Vocabulary(tokenizer, config.output_special_tokens)
-        shards = Shards(config.shard_uds_path, config.num_shard)
+        shards = Shards(open_link(config))
         contents = Contents(Residents(shards, self._metrics), self._metrics)
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
@@ -217,6 +219,8 @@ class _Router:
             access_log=False,
             lifespan="off",
         )
+        if self._config.http_tls and self._certificates is not None:
+            encrypt(settings, self._certificates)
         server = uvicorn.Server(settings)
         server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign, assignment]
         task = asyncio.create_task(server.serve(sockets=[listener]), name="http")
@@ -271,15 +275,16 @@ def _check_capacity(info: shard_pb2.InfoResponse, max_sequence_length: int) -> N
 
 
 def _certificates(config: RouterConfig) -> Certificates | None:
-    """None for a port in the clear. Raises StartupError."""
+    """None for ports in the clear. Raises CertificateError."""
     if not config.tls_cert_path or not config.tls_key_path:
         return None
-    return Certificates(TlsFiles(config.tls_cert_path, config.tls_key_path, config.tls_client_ca_cert_path))
+    files = TlsFiles(config.tls_cert_path, config.tls_key_path, config.tls_client_ca_cert_path)
+    return Certificates(files, open_server if config.http_tls else None)
 
 
 def _open_grpc_port(server: grpc.aio.Server, bind: str, port: int, certificates: Certificates | None) -> None:
     """Raises PortError where somebody else has begun to listen on the port meanwhile."""
-    address = f"{bind}:{port}"
+    address = f"[{bind}]:{port}" if ":" in bind else f"{bind}:{port}"
     try:
         if certificates is None:
             server.add_insecure_port(address)

@@ -11,8 +11,8 @@ from typing import Any, NoReturn
 
 import grpc
 
+from tgis.certificates import look_at
 from tgis.router.errors import StartupError
-from tgis.router.tls import look_at
 
 logger = logging.getLogger(__name__)
 

@@ -2,6 +2,7 @@
 Any rank's failure, and any disagreement between ranks, is a failure of the group."""
 
 import asyncio
+import logging
 from collections import deque
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -10,26 +11,22 @@ from typing import Any, cast
 import grpc
 from google.protobuf.message import DecodeError, Message
 
-from tgis.frames import FrameError, FrameReader, frame, steps_path
+from tgis.frames import FrameError, FrameReader, frame
 from tgis.pb import shard_pb2 as pb
 from tgis.pb.shard_pb2_grpc import ShardServiceStub
 from tgis.router.columns import Answer, decode_answer, encode_step
 from tgis.router.errors import RouterError
+from tgis.router.link import Link
 from tgis.router.sequence import Content, ContentKind
 from tgis.router.step import Step
+
+logger = logging.getLogger(__name__)
 
 INFO_TIMEOUT_S = 5.0
 UNLOAD_TIMEOUT_S = 60.0
 LOST = "Request failed during generation: the model's workers are lost"
 LOST_CODES = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
 RETRY_INTERVAL_S = 0.1
-CHANNEL_OPTIONS = [
-    ("grpc.max_send_message_length", -1),
-    ("grpc.max_receive_message_length", -1),
-    ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.max_reconnect_backoff_ms", 500),
-    ("grpc.use_local_subchannel_pool", 1),
-]
 
 
 class ShardsLostError(RouterError):
@@ -48,9 +45,11 @@ class Shards:
     """One long-lived stream per rank. `send` never waits; `receive` gives the answers in the order of the
     steps."""
 
-    def __init__(self, uds_path: str, num_shards: int) -> None:
-        self._paths = [f"{uds_path}-{rank}" for rank in range(num_shards)]
+    def __init__(self, link: Link) -> None:
+        self._link = link
+        self._told: set[tuple[int, str]] = set()
         self._channels: list[grpc.aio.Channel] = []
+        self._closing: set[asyncio.Task[None]] = set()
         self._streams: list[_StepStream] = []
         self._answers: asyncio.Queue[Answer | ShardsLostError] = asyncio.Queue()
         self._steps: deque[Step] = deque()
@@ -61,11 +60,10 @@ class Shards:
         steps."""
         while True:
             await self.close()
-            self._channels = [
-                grpc.aio.insecure_channel(f"unix:{path}", options=CHANNEL_OPTIONS) for path in self._paths
-            ]
+            self._channels = self._link.open_channels()
             infos = await self._ask_all()
             if infos is not None and await self._open_streams():
+                self._told.clear()
                 return infos[0]
             await asyncio.sleep(RETRY_INTERVAL_S)
 
@@ -111,6 +109,8 @@ class Shards:
     ) -> list[Any]:
         if not self._channels:
             raise ShardsLostError(LOST)
+        if self._link.is_stale:
+            self._renew_channels()
         calls = [
             _answer(getattr(ShardServiceStub(channel), method)(request, timeout=timeout_s))
             for channel in self._channels[:num_ranks]
@@ -121,11 +121,21 @@ class Shards:
             raise min(errors, key=lambda error: not isinstance(error, ShardsLostError))
         return answers
 
+    def _renew_channels(self) -> None:
+        """Calls that have begun end on those of before."""
+        old, self._channels = self._channels, self._link.open_channels()
+        for channel in old:
+            closing = asyncio.create_task(channel.close(UNLOAD_TIMEOUT_S), name="close")
+            self._closing.add(closing)
+            closing.add_done_callback(self._closing.discard)
+
     async def close(self) -> None:
         streams, channels = self._streams, self._channels
         self._streams, self._channels = [], []  # nobody begins a call on what is closing
         for stream in streams:
             stream.close()
+        for closing in self._closing:
+            closing.cancel()
         await asyncio.gather(*(channel.close() for channel in channels))
         self._answers = asyncio.Queue()
         self._steps.clear()
@@ -135,26 +145,39 @@ class Shards:
         """None while a rank is missing, or left over from an earlier start of the group."""
         stubs = [ShardServiceStub(channel) for channel in self._channels]
         calls = [stub.Info(pb.InfoRequest(), timeout=INFO_TIMEOUT_S) for stub in stubs]
+        infos: list[pb.InfoResponse] = []
         try:
-            infos = [await call for call in calls]
-        except grpc.aio.AioRpcError:
+            for call in calls:
+                infos.append(await call)  # noqa: PERF401  # their number says whose call failed
+        except grpc.aio.AioRpcError as error:
+            self._tell(len(infos), error.details() or error.code().name)
             return None
         finally:
             for call in calls:
                 call.cancel()
+        for rank, info in enumerate(infos):
+            if info.rank != rank:
+                self._tell(rank, f"rank {info.rank} answers there")
+                return None
         return infos if len({info.epoch for info in infos}) == 1 else None
 
     async def _open_streams(self) -> bool:
         """False where a rank is gone again."""
-        loop = asyncio.get_running_loop()
         try:
-            for rank, path in enumerate(self._paths):
+            for rank in range(len(self._channels)):
                 make = partial(_StepStream, self._combine, partial(self._lose, rank))
-                _, stream = await loop.create_unix_connection(make, steps_path(path))
-                self._streams.append(stream)
-        except OSError:
+                self._streams.append(await self._link.open_stream(rank, make))
+        except OSError as error:
+            self._tell(len(self._streams), str(error) or type(error).__name__)
             return False
         return True
+
+    def _tell(self, rank: int, reason: str) -> None:
+        """Each reason once, until the shards are reached."""
+        if (rank, reason) not in self._told:
+            self._told.add((rank, reason))
+            name = self._link.names[rank]
+            logger.log(self._link.severity, "shard %d at %s is not reached: %s", rank, name, reason)
 
     def _lose(self, rank: int) -> None:
         self._answers.put_nowait(ShardsLostError(f"shard {rank} is lost"))

@@ -1,0 +1,194 @@
+"""A router whose shards are reached over TCP: whom it takes for a shard, what it says of others, and what it
+shows of itself."""
+
+import asyncio
+import socket
+import ssl
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import grpc
+import pytest
+import trustme
+
+from tests.link_files import LinkFiles, free_ports
+from tests.processes import Service
+from tests.router.conftest import FakeShard, Setup, ShardServer, router_command, write_usual
+from tests.router.model_of_contents import Item, Library
+from tests.router.test_grpc_api import batch
+from tests.router.test_recovery import Streams
+from tgis.config import RouterConfig, ShardConfig
+from tgis.errors import OperatorError
+from tgis.link_address import parse_all
+from tgis.pb import shard_pb2 as pb
+from tgis.router.link import UnixLink, open_link
+from tgis.router.shards import Shards
+from tgis.shard.link import choose_link
+
+RIGHT, WRONG = "localhost", "elsewhere.example.com"
+NOT_CALLED = "Hostname Verification Check failed"
+NO_STREAM = "Hostname mismatch, certificate is not valid for 'localhost'"
+
+
+class CallersShard(FakeShard):
+    """Remembers who asked it to find something."""
+
+    callers: tuple[bytes, ...] = ()
+
+    def Find(self, request: pb.FindRequest, context: grpc.ServicerContext) -> pb.FindResponse:
+        self.callers += tuple(context.auth_context()["x509_subject_alternative_name"])
+        return super().Find(request, context)
+
+
+class TcpShardServer(ShardServer):
+    """Behind two TCP ports, for who shows a certificate."""
+
+    def __init__(self, shard: FakeShard, port: int, files: LinkFiles, of_steps: LinkFiles) -> None:
+        self._files = files
+        self._context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        self._context.load_cert_chain(of_steps.path("cert"), of_steps.path("key"))
+        self._context.load_verify_locations(files.path("ca"))
+        self._context.verify_mode = ssl.CERT_REQUIRED
+        super().__init__(shard, str(port))
+
+    def _open(self, path: str) -> socket.socket:
+        port = int(path.partition("-")[0])
+        key, cert, ca = (self._files.path(name).read_bytes() for name in ("key", "cert", "ca"))
+        own = grpc.ssl_server_credentials([(key, cert)], ca, require_client_auth=True)
+        self._server.add_secure_port(f"127.0.0.1:{port}", own)
+        return socket.create_server(("127.0.0.1", port + 1))
+
+    def _answer(self, connection: socket.socket) -> None:
+        with suppress(OSError), self._context.wrap_socket(connection, server_side=True) as encrypted:
+            self._connections.append(encrypted)
+            super()._answer(encrypted)
+
+
+class Linked(Setup):
+    """A router, and two shards, of which one has had the wrong name at first."""
+
+    authority: trustme.CA
+    own: LinkFiles
+
+
+@pytest.fixture(scope="module")
+def linked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Linked]:
+    home, authority, library = tmp_path_factory.mktemp("linked"), trustme.CA(), Library()
+    library.put(Item("p0", 3), "prompt")
+    own = LinkFiles(home / "router").write(authority, "first.example.com")
+    named = {name: LinkFiles(home / name).write(authority, name) for name in (RIGHT, WRONG)}
+    room = pb.InfoResponse(prompt_cache_bytes=1 << 20)
+    shards: list[FakeShard] = [CallersShard(rank, info=room, library=library) for rank in range(2)]
+    ports = [free_ports() for _ in shards]
+
+    def serve(rank: int, name: str, name_of_steps: str) -> ShardServer:
+        return TcpShardServer(shards[rank], ports[rank], named[name], named[name_of_steps])
+
+    servers = [serve(0, RIGHT, RIGHT), serve(1, WRONG, RIGHT)]
+    tokenizer = write_usual(home)
+    addresses = ",".join(f"localhost:{port}" for port in ports)
+    service = Service(router_command(home, "--shard-addresses", addresses, *own.flags))
+    try:
+        for reason, names in ((NOT_CALLED, (RIGHT, WRONG)), (NO_STREAM, (RIGHT, RIGHT))):
+            service.wait_for_line(reason, 20)
+            time.sleep(0.4)  # for some further attempts
+            assert service.grpc_port == 0, "it waits for the right one"
+            servers[1].stop()
+            servers[1] = serve(1, *names)
+        setup = Linked(service.wait_until_serving(20), shards, servers, tokenizer, "", library)
+        setup.authority, setup.own = authority, own
+        yield setup
+        setup.channel.close()
+    finally:
+        code = service.end()
+        for server in servers:
+            server.stop()
+    assert code == 0, service.output
+    assert "ssl_transport_security" not in service.output, "gRPC has no log of its own"
+
+
+def test_a_shard_of_another_name_is_refused_in_one_line(linked: Linked) -> None:
+    """On either port."""
+    for reason in (NOT_CALLED, NO_STREAM):
+        [line] = [line for line in linked.service.lines if reason in line]
+        assert " WARNING " in line
+        assert "shard 1 at localhost:" in line
+
+
+def test_a_cut_stream_is_made_again(linked: Linked) -> None:
+    streams = Streams(linked, count=2, step_s=0.005)
+    linked.servers[1].cut()
+    assert streams.results() == streams.expected()
+    assert linked.shards[1].num_streams == 2
+
+
+def test_new_files_are_shown_to_shards_that_are_connected(linked: Linked) -> None:
+    """For a link may live for longer than a certificate."""
+    shard = linked.shards[0]
+    assert isinstance(shard, CallersShard)
+    request, num_streams = batch("a"), shard.num_streams
+    request.prefix_id = "prompt"
+    linked.stub.Generate(request)
+    linked.own.write(linked.authority, "second.example.com")
+    linked.stub.Generate(request)
+    assert shard.callers == (b"first.example.com", b"second.example.com")
+    assert shard.num_streams == num_streams, "the stream of steps goes on"
+
+
+def options_of(files: LinkFiles) -> dict[str, str]:
+    cert, key, ca = (str(files.path(name)) for name in ("cert", "key", "ca"))
+    return {"link_cert_path": cert, "link_key_path": key, "link_ca_cert_path": ca}
+
+
+def test_files_and_addresses_that_cannot_be_used(tmp_path: Path) -> None:
+    """At either end."""
+    files, authority = LinkFiles(tmp_path / "own"), trustme.CA()
+
+    def refusals(address: str = "localhost:1") -> set[str]:
+        router = RouterConfig(tokenizer_path="", shard_addresses=address, **options_of(files))
+        shard = ShardConfig(model_path="", listen_address=address, **options_of(files))
+        found = set()
+        for open_it in (lambda: open_link(router), lambda: choose_link(shard)):
+            with pytest.raises(OperatorError) as caught:
+                open_it()
+            found.add(str(caught.value))
+        return found
+
+    other = LinkFiles(tmp_path / "other").write(authority, "a.example.com").path("cert").read_bytes()
+    for name, content, reason in (
+        ("cert", other, "link configuration error: the key is not the certificate's"),
+        ("cert", b"nonsense", "link configuration error: Unable to load PEM file."),
+        ("ca", b"nonsense", "link configuration error: Unable to load PEM file."),
+        ("key", None, "couldn't load key from "),
+    ):
+        files.write(authority, "a.example.com")
+        files.path(name).unlink()
+        if content is not None:
+            files.path(name).write_bytes(content)
+        [refusal] = refusals()
+        assert refusal.startswith(reason)
+    files.write(authority, "a.example.com")
+    for address in ("localhost", "localhost:", ":8000", "localhost:0", "localhost:65535", "::1:80", "a b:80"):
+        assert refusals(address) == {f"{address!r} is no HOST:PORT with a port from 1 to 65534"}
+    with pytest.raises(OperatorError, match="an address is there twice"):
+        parse_all("a:1,b:1, a:1")
+    assert [str(one) for one in parse_all("a-1.example:1, [::1]:65534")] == ["a-1.example:1", "[::1]:65534"]
+
+
+async def test_addresses_in_another_order_than_the_ranks(tmp_path: Path) -> None:
+    shards = [FakeShard(rank) for rank in (0, 1)]
+    for shard, other in zip(shards, (1, 0), strict=True):
+        shard.info.rank = other
+    servers = [ShardServer(shard, str(tmp_path / "shard")) for shard in shards]
+    link = Shards(UnixLink(str(tmp_path / "shard"), 2))
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(link.connect(), 0.4)
+    for rank, shard in enumerate(shards):
+        shard.info.rank = rank
+    assert (await asyncio.wait_for(link.connect(), 10)).rank == 0
+    await link.close()
+    for server in servers:
+        server.stop()
+    assert [shard.num_streams for shard in shards] == [1, 1]

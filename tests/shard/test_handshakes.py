@@ -1,0 +1,143 @@
+"""The port where streams arrive over TCP, and the thread behind it that must never wait for a stranger."""
+
+import socket
+import ssl
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from typing import NamedTuple
+
+import pytest
+import trustme
+
+from tests.link_files import LinkFiles
+from tgis.certificates import Certificates, TlsFiles
+from tgis.frames import FrameReader, frame
+from tgis.pb import shard_pb2 as pb
+from tgis.shard import handshakes
+from tgis.shard.handshakes import Entrance
+from tgis.shard.steps import StepSocket
+from tgis.tls_contexts import mutual_client, mutual_server
+
+
+class Ends(NamedTuple):
+    steps: StepSocket
+    address: tuple[str, int]
+    context: ssl.SSLContext
+    """Of a router."""
+
+    def open(self, stack: ExitStack) -> ssl.SSLSocket:
+        """As a router does."""
+        plain = socket.create_connection(self.address, timeout=10)
+        return stack.enter_context(self.context.wrap_socket(plain, server_hostname="localhost"))
+
+    def connect(self, stack: ExitStack) -> ssl.SSLSocket:
+        """Whose stream is the newest from then on."""
+        connection = self.open(stack)
+        assert self.steps.receive() is None
+        return connection
+
+
+@pytest.fixture(scope="module")
+def ends(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ends]:
+    files = LinkFiles(tmp_path_factory.mktemp("link") / "own").write(trustme.CA(), "localhost")
+    paths = TlsFiles(*(str(files.path(name)) for name in ("cert", "key", "ca")))
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        steps = StepSocket(Entrance(listener, Certificates(paths, mutual_server, "link")))
+        client = Certificates(paths, mutual_client, "link")
+        yield Ends(steps, listener.getsockname(), client.context)
+        steps._end("the tests are over")
+
+
+def step(number: int, num_bytes: int = 0) -> pb.StepRequest:
+    return pb.StepRequest(step_id=number, rows=bytes(num_bytes))
+
+
+@contextmanager
+def soon(timeout_s: float = 8) -> Iterator[None]:
+    began = time.monotonic()
+    yield
+    assert time.monotonic() - began < timeout_s
+
+
+def test_steps_of_any_size_arrive_whole(ends: Ends) -> None:
+    """Larger than a record, and several in one."""
+    sent = [step(1), step(2, 100_000), step(3), step(4, 40_000), step(5)]
+    with ExitStack() as stack:
+        router = ends.connect(stack)
+        router.sendall(b"".join(map(frame, sent)))
+        received: list[pb.StepRequest] = []
+        while len(received) < len(sent):
+            received += ends.steps.receive() or []
+        assert received == sent
+        ends.steps.send(pb.StepResponse(step_id=5))
+        assert FrameReader().push(router.recv(1 << 16)) == [pb.StepResponse(step_id=5).SerializeToString()]
+
+
+def test_half_a_record_does_not_keep_a_newer_router_waiting(ends: Ends) -> None:
+    incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+    router = ends.context.wrap_bio(incoming, outgoing, server_hostname="localhost")
+    with socket.create_connection(ends.address, timeout=10) as plain, ExitStack() as stack:
+        while True:
+            try:
+                router.do_handshake()
+                break
+            except ssl.SSLWantReadError:
+                plain.sendall(outgoing.read())
+                incoming.write(plain.recv(1 << 16))
+        plain.sendall(outgoing.read())
+        assert ends.steps.receive() is None
+        router.write(frame(step(1, 5000)))
+        with ThreadPoolExecutor(1) as threads, soon():
+            waiting = threads.submit(ends.steps.receive)
+            plain.sendall(outgoing.read()[:2000])
+            time.sleep(0.2)
+            newer = ends.open(stack)
+            assert waiting.result(8) is None
+            newer.sendall(frame(step(7)))
+            assert ends.steps.receive() == [step(7)]
+
+
+def strangers(ends: Ends, stack: ExitStack, count: int) -> list[socket.socket]:
+    """Who begin a handshake and then say nothing more."""
+    found = []
+    for _ in range(count):
+        found.append(stack.enter_context(socket.create_connection(ends.address, timeout=8)))
+        found[-1].sendall(b"\x16\x03\x01")
+    return found
+
+
+def test_strangers_who_fall_silent_are_in_nobodys_way(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(handshakes, "HANDSHAKE_S", 0.3)
+    monkeypatch.setattr(handshakes, "CHECK_S", 0.1)
+    with ExitStack() as stack, soon():
+        router = ends.connect(stack)
+        silent = strangers(ends, stack, 5)
+        router.sendall(frame(step(1)))
+        assert ends.steps.receive() == [step(1)], "they are not even noticed"
+        newer = ends.connect(stack)
+        newer.sendall(frame(step(2)))
+        assert ends.steps.receive() == [step(2)]
+        assert [one.recv(1) for one in silent] == [b""] * len(silent), "all are closed in the end"
+
+
+def test_of_too_many_the_oldest_is_given_up(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(handshakes, "HANDSHAKE_S", 60)
+    with ExitStack() as stack, soon():
+        silent = strangers(ends, stack, handshakes.MAX_HANDSHAKES + 8)
+        assert [one.recv(1) for one in silent[:8]] == [b""] * 8
+        newer = ends.connect(stack)
+        newer.sendall(frame(step(1)))
+        assert ends.steps.receive() == [step(1)]
+
+
+def test_a_router_that_reads_nothing_is_given_up(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(handshakes, "SEND_S", 0.3)
+    with ExitStack() as stack, soon():
+        ends.connect(stack)
+        for number in range(64):
+            ends.steps.send(pb.StepResponse(step_id=number, rows=bytes(1 << 20)))
+        newer = ends.connect(stack)
+        newer.sendall(frame(step(1)))
+        assert ends.steps.receive() == [step(1)]

@@ -1,0 +1,191 @@
+"""Certificates from PEM files, for gRPC and for Python's own TLS. They are read again when they change, for
+the connections that come then; what is half-written or does not fit together is not taken."""
+
+import asyncio
+import logging
+import ssl
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+import grpc
+from cryptography import x509
+from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat, load_pem_private_key
+
+from tgis.errors import OperatorError
+from tgis.port_options import LinkOptions
+from tgis.tls_contexts import Pem
+
+logger = logging.getLogger(__name__)
+
+LOOK_S = 5.0  # between two looks at the files; new connections look too
+SOON_S = 7 * 86400.0  # before its end a certificate is warned of
+WARN_EVERY_S = 86400.0
+
+
+@dataclass(frozen=True)
+class TlsFiles:
+    """Where the files are. A certificate without a key, or the other way round, has been refused before."""
+
+    cert: str
+    key: str
+    ca: str | None
+    """With it, the other end must show a certificate that it has signed."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Content:
+    """Of files that fit together."""
+
+    pem: Pem
+    context: ssl.SSLContext | None
+    expires_at: float
+    """On the clock of the day, in seconds."""
+
+    @property
+    def configuration(self) -> grpc.ServerCertificateConfiguration:
+        return grpc.ssl_server_certificate_configuration([(self.pem.key, self.pem.cert)], self.pem.ca)
+
+
+class CertificateError(OperatorError):
+    """The files are not there, or not in order."""
+
+
+class Certificates:
+    """What the files held when they were last found in order."""
+
+    def __init__(
+        self,
+        files: TlsFiles,
+        make_context: Callable[[Pem], ssl.SSLContext] | None = None,
+        name: str = "TLS",
+    ) -> None:
+        """`make_context` is one of `tgis.tls_contexts`, where `context` is asked for; the name is for the
+        log. Raises CertificateError, in TGIS's words."""
+        self._files, self._make_context, self._name = files, make_context, name
+        self._lock = threading.Lock()
+        self._seen = self._look()
+        self._content = self._given = self._read()
+        self._warned_at = -WARN_EVERY_S
+        self.num_refusals = 0
+        """Changes of the files that were not taken."""
+        self._warn()
+
+    @property
+    def seconds_left(self) -> float:
+        """Until the certificate expires; less than zero afterwards."""
+        return self._content.expires_at - time.time()
+
+    @property
+    def pem(self) -> Pem:
+        """Another object whenever something else is taken."""
+        return self._content.pem
+
+    @property
+    def context(self) -> ssl.SSLContext:
+        assert self._content.context is not None, "it was said how to make one"
+        return self._content.context
+
+    def credentials(self) -> grpc.ServerCredentials:
+        return grpc.dynamic_ssl_server_credentials(
+            self._content.configuration,
+            self._give_new,  # type: ignore[arg-type]  # the stubs do not know of None: nothing has changed
+            require_client_authentication=self._files.ca is not None,
+        )
+
+    async def watch(self) -> NoReturn:
+        """Looks at the files, so that a fault in them is known before a client is refused for it."""
+        while True:
+            await asyncio.sleep(LOOK_S)
+            await asyncio.to_thread(self.look)
+
+    def look(self) -> None:
+        """Takes what has changed, if it is in order; warns of a certificate that ends soon."""
+        with self._lock:
+            seen = self._look()
+            if seen != self._seen:
+                self._seen = seen
+                self._take()
+        self._warn()
+
+    def _warn(self) -> None:
+        if self.seconds_left < SOON_S and time.monotonic() - self._warned_at >= WARN_EVERY_S:
+            self._warned_at = time.monotonic()
+            days = self.seconds_left / 86400
+            logger.warning("the %s certificate expires in %.1f days", self._name, days)
+
+    def _take(self) -> None:
+        try:
+            self._content = self._read()
+        except CertificateError as error:
+            self.num_refusals += 1
+            logger.error("the changed %s files are not taken, those before serve on: %s", self._name, error)
+        else:
+            self._warned_at = -WARN_EVERY_S
+            logger.info("new %s files serve new connections", self._name)
+
+    def _read(self) -> _Content:
+        """Raises CertificateError."""
+        pem = _read(self._files)
+        try:
+            leaf = x509.load_pem_x509_certificates(pem.cert)[0]
+            own = load_pem_private_key(pem.key, None).public_key()
+            if pem.ca is not None:
+                x509.load_pem_x509_certificates(pem.ca)
+            as_bytes = (Encoding.DER, PublicFormat.SubjectPublicKeyInfo)
+            if leaf.public_key().public_bytes(*as_bytes) != own.public_bytes(*as_bytes):
+                raise CertificateError(f"{self._trouble}: the key is not the certificate's")
+            context = self._make_context(pem) if self._make_context else None
+        except (ValueError, TypeError, OSError) as error:  # the second of a key that wants a password
+            raise CertificateError(f"{self._trouble}: {str(error).splitlines()[0]}") from error
+        return _Content(pem, context, leaf.not_valid_after_utc.timestamp())
+
+    @property
+    def _trouble(self) -> str:
+        return f"{self._name.lower()} configuration error"
+
+    def _give_new(self) -> grpc.ServerCertificateConfiguration | None:
+        """What gRPC asks for before every handshake, on threads of its own."""
+        self.look()
+        with self._lock:
+            if self._given is self._content:
+                return None
+            self._given = self._content
+            return self._given.configuration
+
+    def _look(self) -> list[tuple[int, int, int] | None]:
+        return [look_at(path) for path in (self._files.cert, self._files.key, self._files.ca) if path]
+
+
+def link_certificates(options: LinkOptions, make_context: Callable[[Pem], ssl.SSLContext]) -> Certificates:
+    """Of this end of links over TCP. Raises CertificateError."""
+    cert, key, ca = options.link_cert_path, options.link_key_path, options.link_ca_cert_path
+    assert cert is not None, "the options have been checked"
+    assert key is not None
+    assert ca is not None
+    return Certificates(TlsFiles(cert, key, ca), make_context, "link")
+
+
+def look_at(path: str) -> tuple[int, int, int] | None:
+    """Differs when the file has changed, or what a link names; None: there is none."""
+    try:
+        found = Path(path).stat()
+    except OSError:
+        return None
+    return found.st_ino, found.st_mtime_ns, found.st_size
+
+
+def _read(files: TlsFiles) -> Pem:
+    """Raises CertificateError."""
+    key, cert = _read_file(files.key, "key"), _read_file(files.cert, "cert")
+    return Pem(cert, key, _read_file(files.ca, "client ca cert") if files.ca else None)
+
+
+def _read_file(path: str, what: str) -> bytes:
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise CertificateError(f"couldn't load {what} from {path}") from error

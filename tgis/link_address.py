@@ -1,0 +1,61 @@
+"""Where a shard is reached over TCP: calls on one port, steps on the next one, both with mutual TLS."""
+
+import re
+import socket
+from dataclasses import dataclass
+
+from tgis.errors import OperatorError
+
+MAX_PORT = 65534  # for there is one more
+# A peer that is gone, or a network that is cut, is found out in so many seconds.
+IDLE_S, PROBE_S, NUM_PROBES, UNANSWERED_S = 5, 2, 5, 30
+
+_ADDRESS = re.compile(r"(?:\[([0-9A-Fa-f:.%]+)\]|([^\s\[\]:/,]+)):(\d{1,5})")
+
+
+class AddressError(OperatorError):
+    """What is no address; the text is one line."""
+
+
+@dataclass(frozen=True)
+class TcpAddress:
+    host: str
+    port: int
+
+    @property
+    def calls(self) -> str:
+        """As gRPC wants it."""
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+    @property
+    def steps(self) -> tuple[str, int]:
+        return self.host, self.port + 1
+
+    def __str__(self) -> str:
+        return self.calls
+
+
+def parse(text: str) -> TcpAddress:
+    """`HOST:PORT`; an IPv6 address stands in brackets. Raises AddressError."""
+    found = _ADDRESS.fullmatch(text.strip())
+    if found is None or not 0 < int(found[3]) <= MAX_PORT:
+        raise AddressError(f"{text!r} is no HOST:PORT with a port from 1 to {MAX_PORT}")
+    return TcpAddress(found[1] or found[2], int(found[3]))
+
+
+def parse_all(text: str) -> list[TcpAddress]:
+    """With commas between them. Raises AddressError, also for one that is there twice."""
+    addresses = [parse(part) for part in text.split(",")]
+    if len(set(addresses)) < len(addresses):
+        raise AddressError(f"an address is there twice in {text!r}")
+    return addresses
+
+
+def tune(connection: socket.socket) -> None:
+    """Small messages leave at once; who does not answer any more is missed."""
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, IDLE_S)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, PROBE_S)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, NUM_PROBES)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNANSWERED_S * 1000)

@@ -1,0 +1,36 @@
+"""The options of connections: those of the public ports, and of the link between router and shards."""
+
+from dataclasses import dataclass
+
+from tgis.declaration import option
+
+
+@dataclass(frozen=True, kw_only=True)
+class PortOptions:
+    bind: str = option("Address the public ports listen on.", "0.0.0.0")
+    port: int = option(
+        "HTTP port: health and metrics; 0 takes a free one.", 3000, short="-p", minimum=0, maximum=65535
+    )
+    grpc_port: int = option(
+        "Public gRPC port; 0 takes a free one.", 8033, short="-g", minimum=0, maximum=65535
+    )
+    tls_cert_path: str | None = option("PEM file of the gRPC port's certificate; needs --tls-key-path.", None)
+    tls_key_path: str | None = option("PEM file of its private key; needs --tls-cert-path.", None)
+    tls_client_ca_cert_path: str | None = option(
+        "PEM file of the authorities of clients, which then must show a certificate.", None
+    )
+    http_tls: bool = option(
+        "Serve the HTTP port with the gRPC port's certificate too; its clients need none.", False
+    )
+    auth_tokens_path: str | None = option(
+        "File of bearer tokens, a line each, of which a call must show one; unset: none is asked for.",
+        None,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinkOptions:
+    # No variables: those that a launcher finds must not reach its children, whom it gives Unix sockets.
+    link_cert_path: str | None = option("PEM file of this end's certificate, for TCP.", None, env=False)
+    link_key_path: str | None = option("PEM file of its private key.", None, env=False)
+    link_ca_cert_path: str | None = option("PEM file of the other end's authorities.", None, env=False)

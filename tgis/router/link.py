@@ -1,0 +1,98 @@
+"""How a router reaches its shards: on their Unix sockets, or over TCP with mutual TLS."""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import Protocol, TypeVar
+
+import grpc
+
+from tgis.certificates import Certificates, link_certificates
+from tgis.config import RouterConfig
+from tgis.frames import steps_path
+from tgis.link_address import TcpAddress, parse_all, tune
+from tgis.tls_contexts import mutual_client
+
+CONNECT_TIMEOUT_S = 5.0
+CHANNEL_OPTIONS = [
+    ("grpc.max_send_message_length", -1),
+    ("grpc.max_receive_message_length", -1),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 500),
+    ("grpc.use_local_subchannel_pool", 1),
+]
+TCP_OPTIONS = [*CHANNEL_OPTIONS, ("grpc.enable_http_proxy", 0)]
+
+Stream = TypeVar("Stream", bound=asyncio.Protocol)
+
+
+class Link(Protocol):
+    """To all ranks of a group."""
+
+    names: list[str]
+    """Of the shards, in the order of ranks."""
+    severity: int
+    """How bad it is that a shard is not reached."""
+
+    @property
+    def is_stale(self) -> bool:
+        """Channels opened now would be others than those opened last."""
+
+    def open_channels(self) -> list[grpc.aio.Channel]:
+        """For the calls."""
+
+    async def open_stream(self, rank: int, make: Callable[[], Stream]) -> Stream:
+        """For the steps. Raises OSError."""
+
+
+def open_link(config: RouterConfig) -> Link:
+    """Raises AddressError and CertificateError."""
+    if not config.shard_addresses:
+        return UnixLink(config.shard_uds_path, config.num_shard)
+    return TcpLink(parse_all(config.shard_addresses), link_certificates(config, mutual_client))
+
+
+class UnixLink:
+    severity = logging.DEBUG  # the launcher says what is wrong with them
+    is_stale = False
+
+    def __init__(self, uds_path: str, num_shards: int) -> None:
+        self.names = [f"{uds_path}-{rank}" for rank in range(num_shards)]
+
+    def open_channels(self) -> list[grpc.aio.Channel]:
+        return [grpc.aio.insecure_channel(f"unix:{path}", CHANNEL_OPTIONS) for path in self.names]
+
+    async def open_stream(self, rank: int, make: Callable[[], Stream]) -> Stream:
+        loop = asyncio.get_running_loop()
+        _, stream = await loop.create_unix_connection(make, steps_path(self.names[rank]))
+        return stream
+
+
+class TcpLink:
+    severity = logging.WARNING
+
+    def __init__(self, addresses: list[TcpAddress], certificates: Certificates) -> None:
+        self._addresses, self._certificates = addresses, certificates
+        self._shown = certificates.pem
+        self.names = [str(address) for address in addresses]
+
+    @property
+    def is_stale(self) -> bool:
+        self._certificates.look()
+        return self._certificates.pem is not self._shown
+
+    def open_channels(self) -> list[grpc.aio.Channel]:
+        self._certificates.look()
+        pem = self._shown = self._certificates.pem
+        own = grpc.ssl_channel_credentials(pem.ca, pem.key, pem.cert)
+        return [grpc.aio.secure_channel(address.calls, own, TCP_OPTIONS) for address in self._addresses]
+
+    async def open_stream(self, rank: int, make: Callable[[], Stream]) -> Stream:
+        loop = asyncio.get_running_loop()
+        host, port = self._addresses[rank].steps
+        async with asyncio.timeout(CONNECT_TIMEOUT_S):
+            transport, stream = await loop.create_connection(
+                make, host, port, ssl=self._certificates.context, server_hostname=host
+            )
+        tune(transport.get_extra_info("socket"))
+        return stream

@@ -1,0 +1,131 @@
+"""Streams over TCP for a thread that waits with poll: another thread makes the handshakes, and hands over who
+has shown a certificate. Nobody else reaches the waiting thread, or makes it wait."""
+
+import logging
+import os
+import selectors
+import socket
+import ssl
+import threading
+import time
+from collections import deque
+
+from tgis.certificates import LOOK_S, Certificates
+from tgis.link_address import tune
+
+logger = logging.getLogger(__name__)
+
+HANDSHAKE_S = 5.0
+MAX_HANDSHAKES = 32  # at once; a further one ends the oldest
+CHECK_S = 1.0  # between two looks for those that take too long
+SEND_S = 10.0  # a router that reads no answers must not keep its successor waiting for ever
+
+
+class Connection:
+    """An encrypted stream. Nothing that has arrived stays unread, so that poll tells the truth of it."""
+
+    def __init__(self, connection: ssl.SSLSocket) -> None:
+        self._connection = connection
+
+    def fileno(self) -> int:
+        return self._connection.fileno()
+
+    def recv(self, size: int) -> bytes:
+        self._connection.settimeout(0)  # what is readable may be half a record, or no data at all
+        try:
+            data = self._connection.recv(size)
+        except (ssl.SSLWantReadError, ssl.SSLWantWriteError) as error:
+            raise BlockingIOError from error
+        while waiting := self._connection.pending():
+            data += self._connection.recv(waiting)
+        return data
+
+    def sendall(self, data: bytes) -> None:
+        self._connection.settimeout(SEND_S)
+        self._connection.sendall(data)
+
+    def close(self) -> None:
+        self._connection.close()
+
+
+class Entrance:
+    """A listening port; the other end shows a certificate before anything else is looked at."""
+
+    def __init__(self, listener: socket.socket, certificates: Certificates) -> None:
+        self._listener, self._certificates = listener, certificates
+        self._ready: deque[Connection] = deque()
+        self._num_ready = os.eventfd(0, os.EFD_SEMAPHORE)
+        self._deadlines: dict[ssl.SSLSocket, float] = {}  # the oldest first
+        self._selector = selectors.DefaultSelector()
+        listener.setblocking(False)
+        self._selector.register(listener, selectors.EVENT_READ)
+        threading.Thread(target=self._run, name="handshakes", daemon=True).start()
+
+    def fileno(self) -> int:
+        return self._num_ready
+
+    def accept(self) -> Connection:
+        os.eventfd_read(self._num_ready)
+        return self._ready.popleft()
+
+    def _run(self) -> None:
+        while True:
+            for key, _ in self._selector.select(CHECK_S if self._deadlines else LOOK_S):
+                if isinstance(key.fileobj, ssl.SSLSocket):
+                    self._go_on(key.fileobj)
+                else:
+                    self._begin()
+            now = time.monotonic()
+            for late in [one for one, deadline in self._deadlines.items() if deadline < now]:
+                self._give_up(late, "it takes too long")
+            self._certificates.look()
+
+    def _begin(self) -> None:
+        try:
+            plain, _ = self._listener.accept()
+        except BlockingIOError:
+            return  # it is gone again
+        except OSError as error:
+            logger.warning("no connection can be accepted: %s", error)
+            time.sleep(CHECK_S)  # so that there is no second line at once
+            return
+        if len(self._deadlines) >= MAX_HANDSHAKES:
+            self._give_up(next(iter(self._deadlines)), "there are too many")
+        self._certificates.look()
+        try:
+            tune(plain)
+            plain.setblocking(False)
+            connection = self._certificates.context.wrap_socket(
+                plain, server_side=True, do_handshake_on_connect=False
+            )
+        except OSError as error:
+            logger.debug("a connection ended at once: %s", error)
+            plain.close()
+            return
+        self._deadlines[connection] = time.monotonic() + HANDSHAKE_S
+        self._selector.register(connection, selectors.EVENT_READ)
+
+    def _go_on(self, connection: ssl.SSLSocket) -> None:
+        if connection not in self._deadlines:
+            return  # given up since it became ready
+        try:
+            connection.do_handshake()
+        except ssl.SSLWantReadError:
+            self._selector.modify(connection, selectors.EVENT_READ)
+        except ssl.SSLWantWriteError:
+            self._selector.modify(connection, selectors.EVENT_WRITE)
+        except OSError as error:
+            self._give_up(connection, error)
+        else:
+            self._forget(connection)
+            self._ready.append(Connection(connection))
+            os.eventfd_write(self._num_ready, 1)
+
+    def _give_up(self, connection: ssl.SSLSocket, reason: object) -> None:
+        logger.debug("a handshake failed: %s", reason)
+        self._forget(connection)
+        connection.close()
+
+    def _forget(self, connection: ssl.SSLSocket) -> None:
+        self._selector.unregister(connection)
+        del self._deadlines[connection]

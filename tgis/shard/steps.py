@@ -1,0 +1,71 @@
+"""The stream of steps between a router and the thread that computes them."""
+
+import logging
+import select
+
+from tgis import failpoints
+from tgis.frames import FrameReader, frame
+from tgis.pb import shard_pb2 as pb
+from tgis.shard.link import Connection, Entrance
+
+logger = logging.getLogger(__name__)
+
+READ_BYTES = 1 << 18
+GARBAGE = frame(pb.StepResponse(step_id=1 << 63, rows=b"garbage"))  # which no router takes for an answer
+
+
+class StepSocket:
+    """The stream of steps of the router that connected last; any before it is over."""
+
+    def __init__(self, entrance: Entrance) -> None:
+        self._entrance = entrance
+        self._poll = select.poll()
+        self._poll.register(entrance, select.POLLIN)
+        self._connection: Connection | None = None
+        self._frames = FrameReader()
+
+    def receive(self) -> list[pb.StepRequest] | None:
+        """Waits for steps; None: a stream begins."""
+        while True:
+            ready = {number for number, _ in self._poll.poll()}
+            if self._entrance.fileno() in ready:
+                self._begin()
+                return None
+            if requests := [pb.StepRequest.FromString(body) for body in self._frames.push(self._read())]:
+                return requests
+
+    def send(self, response: pb.StepResponse) -> None:
+        """Nowhere if the router is gone."""
+        if self._connection is not None:
+            try:
+                is_garbage = failpoints.hit("shard.before_answer")
+                self._connection.sendall(GARBAGE if is_garbage else frame(response))
+            except OSError as error:
+                self._end(error)
+
+    def _begin(self) -> None:
+        if self._connection is not None:
+            self._end("a newer one has taken over")
+        self._connection = self._entrance.accept()
+        self._frames = FrameReader()
+        self._poll.register(self._connection, select.POLLIN)
+
+    def _read(self) -> bytes:
+        assert self._connection is not None, "only what is connected has bytes"
+        try:
+            data = self._connection.recv(READ_BYTES)
+        except BlockingIOError:
+            return b""
+        except OSError as error:
+            self._end(error)
+            return b""
+        if not data:
+            self._end("it was closed")
+        return data
+
+    def _end(self, reason: object) -> None:
+        assert self._connection is not None
+        logger.info("the router's stream is over: %s", reason)
+        self._poll.unregister(self._connection)
+        self._connection.close()
+        self._connection = None
