@@ -15,6 +15,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from tests.accounts import assert_nothing_left, take_baseline
 from tests.processes import Service
 from tests.router.conftest import FakeShard, Setup, ShardServer, start_router, stop_router
 from tests.router.test_grpc_api import batch, expected_text, expected_tokens, get, single, stopping
@@ -29,9 +30,19 @@ RECOVERY_TIMEOUT = 2.0
 
 @pytest.fixture
 def pair(tmp_path: Path) -> Iterator[Setup]:
+    """Which holds nothing when the test is over and the router still there, whatever was lost."""
     setup = start_router(tmp_path, 2, "--recovery-timeout", str(RECOVERY_TIMEOUT))
+    baseline = warm_up(setup)
     yield setup
+    if setup.service.process.poll() is None:
+        assert_nothing_left(setup.http, baseline)
     stop_router(setup)
+
+
+def warm_up(setup: Setup) -> dict[str, float]:
+    """What the router holds when idle."""
+    setup.stub.Generate(batch("a"))
+    return take_baseline(setup.http)
 
 
 class Streams:
@@ -135,7 +146,7 @@ GARBAGE: dict[str, Callable[[pb.StepResponse], bytes]] = {
 def test_what_is_no_answer_is_a_lost_link(tmp_path: Path) -> None:
     """One kind after the other, under live streams."""
     setup = start_router(tmp_path, 1)
-    shard = setup.shards[0]
+    shard, baseline = setup.shards[0], warm_up(setup)
     try:
         streams = Streams(setup)
         for number, garbage in enumerate(GARBAGE.values(), shard.num_streams + 1):
@@ -146,6 +157,7 @@ def test_what_is_no_answer_is_a_lost_link(tmp_path: Path) -> None:
                 assert time.monotonic() < deadline, setup.service.output
                 time.sleep(0.01)
         assert streams.results() == streams.expected()
+        assert_nothing_left(setup.http, baseline)
     finally:
         assert stop_router(setup) == 0
     assert "Traceback" not in setup.service.output

@@ -162,6 +162,8 @@ class Workload:
             if self.executed:
                 self.take_answer()
         assert self.scheduler.pool.num_used == 0
+        tallies = self.scheduler.pool.tally, self.scheduler.rows.tally
+        assert all(tally.is_balanced for tally in tallies)
         assert not self.scheduler.running
         assert not self.scheduler.waiting
         assert set(self.ends.values()) <= {1}
@@ -266,7 +268,7 @@ class Workload:
         self.sent.clear()
         self.executed.clear()
         self.shard = self._shard()
-        culprit = self.scheduler.reset(self._pool())
+        culprit = self.scheduler.reset(self.scheduler.pool.renew(self.pool_blocks, self.block_size))
         if culprit is not None:
             assert tried == [culprit]
             assert culprit in self.deadly or self.loss
@@ -277,6 +279,7 @@ class Workload:
     def check_blocks(self) -> None:
         """No block lost, none in two places that are not one prefix."""
         pool, holders = self.scheduler.pool, Counter[int]()
+        row_tally = self.scheduler.rows.tally
         for sequence in self.scheduler.running:
             blocks = [*sequence.cross_blocks, *sequence.block_table]
             assert len(set(blocks)) == len(blocks)
@@ -287,8 +290,9 @@ class Workload:
                 holders.update(blocks)
         assert len(holders) == pool.num_used
         assert len(holders) + pool.num_free == pool.num_blocks
+        assert len(holders) == pool.tally.created - pool.tally.released
         rows = [sequence.row for sequence in self.scheduler.running]
-        assert len(set(rows)) == len(rows)
+        assert len(set(rows)) == len(rows) == row_tally.created - row_tally.released
 
 
 @pytest.mark.parametrize("batch", range(BATCHES))

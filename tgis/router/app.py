@@ -36,6 +36,7 @@ from tgis.router.metrics import MetricLimits, Metrics
 from tgis.router.permits import Permits
 from tgis.router.residents import Residents
 from tgis.router.shards import Shards
+from tgis.router.tally import check_balance, count_descriptors
 from tgis.router.tls import Certificates, TlsFiles
 from tgis.router.tokenizer import Tokenizer
 from tgis.router.tracing import open_tracing
@@ -130,6 +131,8 @@ class _Router:
             task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await engine
+        self._engine.scheduler.abandon_steps()
+        await check_balance(self._metrics.tallies)
 
     async def _watch_certificates(self) -> None:
         if (certificates := self._certificates) is not None:
@@ -175,6 +178,8 @@ class _Router:
         kinds = generation_pb2.ModelInfoResponse
         self._metrics.permits_used.follow(lambda: self._permits.num_used)
         self._metrics.tasks.follow(lambda: len(asyncio.all_tasks()))
+        self._metrics.descriptors.follow(count_descriptors)
+        self._metrics.follow_tally("permit", self._permits.tally)
         service = GenerationService(
             self._engine,
             validator,
