@@ -70,7 +70,11 @@ class _Router:
         self._health = health.aio.HealthServicer()
         self._permits = Permits(config.max_concurrent_requests)
         self._certificates = _certificates(config)
-        self._gates = [Gate(Tokens(config.auth_tokens_path))] if config.auth_tokens_path else []
+        self._gates = (
+            [Gate(Tokens(config.auth_tokens_path), self._metrics.request_failure)]
+            if config.auth_tokens_path
+            else []
+        )
         self._engine: Engine | None = None
         self._draining = asyncio.Event()
 
@@ -84,7 +88,8 @@ class _Router:
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, self._draining.set)
         await self._set_health(False)
-        server = grpc.aio.server(interceptors=[*self._gates, Door(f"/{SERVICE}/")], options=GRPC_OPTIONS)
+        door = Door(f"/{SERVICE}/", self._metrics.request_failure)
+        server = grpc.aio.server(interceptors=[*self._gates, door], options=GRPC_OPTIONS)
         grpc_port = _open_grpc_port(server, config, self._certificates)
         async with self._http_server() as http_port:
             try:

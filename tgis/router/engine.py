@@ -79,7 +79,6 @@ class Engine:
                     return
         finally:
             if sequence in self._live:
-                self._metrics.request_failure.add("cancelled")
                 self._release(generation)
 
     async def run(self) -> None:
@@ -168,7 +167,8 @@ class Engine:
         generation = self._live.get(sequence)
         if generation is None:
             return
-        assert details.start == sequence.num_inputs_reported, "prompt details come in order, once"
+        if details.start != sequence.num_inputs_reported:
+            raise ShardsLostError("details of a prompt came out of order")
         generation.inputs += details.tokens
         sequence.num_inputs_reported += len(details.tokens)
         if sequence.inputs_reported:
