@@ -184,6 +184,11 @@ class ServingOptions:
         250.0,
         minimum=1,
     )
+    keepalive_time: float = option(
+        "Seconds of silence after which a client is pinged; without an answer in a third of that it is gone.",
+        60.0,
+        minimum=1,
+    )
     shutdown_timeout: float = option(
         "Seconds that requests in flight get to finish on SIGTERM.", 30.0, minimum=0
     )

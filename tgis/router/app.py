@@ -89,7 +89,8 @@ class _Router:
             asyncio.get_running_loop().add_signal_handler(number, self._draining.set)
         await self._set_health(False)
         door = Door(f"/{SERVICE}/", self._metrics.request_failure)
-        server = grpc.aio.server(interceptors=[*self._gates, door], options=GRPC_OPTIONS)
+        options = [*GRPC_OPTIONS, *_keepalive(config.keepalive_time)]
+        server = grpc.aio.server(interceptors=[*self._gates, door], options=options)
         grpc_port = _open_grpc_port(server, config, self._certificates)
         async with self._http_server() as http_port:
             try:
@@ -225,6 +226,15 @@ class _Router:
         finally:
             server.should_exit = True
             await task
+
+
+def _keepalive(seconds: float) -> list[tuple[str, int]]:
+    """A client whose network is gone says nothing, and would keep what it has for hours."""
+    return [
+        ("grpc.keepalive_time_ms", round(1000 * seconds)),
+        ("grpc.keepalive_timeout_ms", round(1000 * seconds / 3)),
+        ("grpc.http2.ping_timeout_ms", round(1000 * seconds / 3)),  # without it a minute counts
+    ]
 
 
 def _metric_limits(config: RouterConfig) -> MetricLimits:
