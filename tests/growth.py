@@ -1,5 +1,5 @@
-"""How much a process grows per request, measured in a way that a small leak cannot hide from and noise does not
-look like."""
+"""How much a process grows per request, measured so that a small leak cannot hide and noise does not look
+like one."""
 
 from collections.abc import Callable
 

@@ -22,8 +22,7 @@ def dates(source: str) -> list[int]:
     found = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
-            if (node.value.id, node.attr) in DATES:
-                found.append(node.lineno)
+            found += [node.lineno] * ((node.value.id, node.attr) in DATES)
         if isinstance(node, ast.ImportFrom):
             found += [node.lineno for alias in node.names if (node.module, alias.name) in DATES]
     return found

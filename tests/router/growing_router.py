@@ -1,4 +1,4 @@
-"""A router that keeps a kilobyte of every input on purpose, so that the test of its growth is seen to find it.
+"""A router that keeps a kilobyte of every input on purpose, so that the test of growth is seen to find it.
 Run like `python -m tgis`."""
 
 from collections.abc import Iterator

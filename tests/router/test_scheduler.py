@@ -87,6 +87,7 @@ class Workload:
         self.sent: deque[tuple[Step, pb.StepRequest]] = deque()
         self.executed: deque[tuple[Step, pb.StepResponse]] = deque()
         self.expected: dict[Sequence, list[int]] = {}
+        self.queue: list[Sequence] = []  # who has not started, oldest first
         self.reported: dict[Sequence, list[int]] = {}
         self.ends: Counter[Sequence] = Counter()
         self.tunings = self._tunings(random.Random(seed))
@@ -184,6 +185,7 @@ class Workload:
         if r.random() < self.deadly_share:
             self.deadly[sequence] = r.randrange(len(self.expected[sequence]))
         self.scheduler.add(sequence)
+        self.queue.append(sequence)
 
     def send(self) -> None:
         while self.scheduler.num_in_flight < self.depth:
@@ -193,11 +195,18 @@ class Workload:
                 return
             request = encode_step(step)
             self.check_size(step, request)
+            self.check_turns(step)
             self.suspects = [suspect for suspect in self.suspects if suspect in self.expected]
             if self.suspects:
                 assert [work.sequence for work in step.work] == self.suspects[:1]
                 assert self.scheduler.num_in_flight == 1
             self.sent.append((step, pb.StepRequest.FromString(request.SerializeToString())))
+
+    def check_turns(self, step: Step) -> None:
+        """Nobody starts before an older one, whatever its size."""
+        for work in step.work:
+            if work.sequence in self.queue:
+                assert work.sequence is self.queue.pop(0)
 
     def check_size(self, step: Step, request: pb.StepRequest) -> None:
         """Prompts share the budget; an encoder's input may exceed it, beside no other prompt."""
@@ -256,6 +265,8 @@ class Workload:
 
     def end(self, sequence: Sequence) -> None:
         self.ends[sequence] += 1
+        if sequence in self.queue:
+            self.queue.remove(sequence)
         del self.expected[sequence]
         self.scheduler.finish(sequence)
 
