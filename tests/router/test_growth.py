@@ -15,6 +15,7 @@ from tests.growth import growth_per_request, slope
 from tests.router.conftest import Setup, start_router, stop_router
 from tests.router.test_grpc_api import batch, single, stopping
 from tgis.pb import generation_pb2 as pb
+from tgis.pb.generation_pb2_grpc import GenerationServiceStub
 
 NUM_REQUESTS = 20_000
 MOST = 20 << 20  # bytes, over so many requests
@@ -22,7 +23,7 @@ MOST_SHARE = 0.02  # of what it has
 NUM_THREADS = 4
 
 
-def mix(setup: Setup) -> Callable[[int], None]:
+def mix(stub: GenerationServiceStub) -> Callable[[int], None]:
     """Makes so many requests; of a hundred inputs sixty are in batches, twenty single, ten streamed, five
     cancelled and five refused."""
     numbers = count()
@@ -31,16 +32,16 @@ def mix(setup: Setup) -> Callable[[int], None]:
         number = next(numbers)
         few = {"stopping": stopping(4)}
         for _ in range(2):
-            setup.stub.Generate(batch(*[f"{number} girl {i}" for i in range(6)], **few))
+            stub.Generate(batch(*[f"{number} girl {i}" for i in range(6)], **few))
         for i in range(4):
-            setup.stub.Generate(batch(f"{number} fox {i}", **few))
+            stub.Generate(batch(f"{number} fox {i}", **few))
         for i in range(2):
-            list(setup.stub.GenerateStream(single(f"{number} dog {i}", **few)))
-        call = setup.stub.GenerateStream(single(f"{number}", stopping=stopping(100, min_new_tokens=100)))
+            list(stub.GenerateStream(single(f"{number} dog {i}", **few)))
+        call = stub.GenerateStream(single(f"{number}", stopping=stopping(100, min_new_tokens=100)))
         next(call), next(call)
         call.cancel()
         with contextlib.suppress(grpc.RpcError):
-            setup.stub.Generate(batch("a", stopping=pb.StoppingCriteria(min_new_tokens=21)))
+            stub.Generate(batch("a", stopping=pb.StoppingCriteria(min_new_tokens=21)))
 
     def serve(num_requests: int) -> None:
         with ThreadPoolExecutor(NUM_THREADS) as threads:
@@ -55,7 +56,7 @@ def growth(setup: Setup, num_requests: int) -> tuple[float, float]:
     setup.shards[0].step_s = 0
     setup.stub.Generate(batch("a"))
     baseline, began = take_baseline(setup.http), time.monotonic()
-    per_request, size = growth_per_request(setup.service.process.pid, num_requests, mix(setup))
+    per_request, size = growth_per_request(setup.service.process.pid, num_requests, mix(setup.stub))
     print(
         f"{num_requests} requests in {time.monotonic() - began:.0f} s: {per_request:.0f} bytes per request, "
         f"of {size / 2**20:.1f} MiB"
