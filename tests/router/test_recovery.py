@@ -22,6 +22,7 @@ from tests.router.model_of_shard import column
 from tests.router.test_grpc_api import batch, expected_text, expected_tokens, get, single, stopping
 from tests.tokenizers_for_tests import write_byte_level
 from tgis.frames import frame
+from tgis.pb import generation_pb2
 from tgis.pb import shard_pb2 as pb
 
 NUM_STREAMS = 8
@@ -184,6 +185,20 @@ def test_what_is_no_answer_is_a_lost_link(tmp_path: Path) -> None:
     finally:
         assert stop_router(setup) == 0
     assert "Traceback" not in setup.service.output
+
+
+def test_details_out_of_order_are_a_lost_link(pair: Setup) -> None:
+    def cut(response: pb.StepResponse) -> bytes:
+        [details] = response.input_details
+        details.start, details.count, details.ranks = 1, details.count - 1, details.ranks[4:]
+        return frame(response)
+
+    options = generation_pb2.ResponseOptions(input_tokens=True)
+    pair.shards[0].garbage.put(cut)
+    [answer] = pair.stub.Generate(batch("four little girls", response=options)).responses
+    assert pair.shards[0].num_streams == 2
+    tokens = pair.tokenizer.encode("four little girls").tokens
+    assert [token.text for token in answer.input_tokens] == tokens
 
 
 def test_past_the_recovery_timeout_calls_end(pair: Setup) -> None:
