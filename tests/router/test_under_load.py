@@ -41,6 +41,7 @@ def test_more_than_the_cache_holds_is_served_in_turn(tight: Setup) -> None:
     assert_nothing_left(tight.http, baseline)
 
 
+@pytest.mark.slow
 def test_scrapes_hold_up_no_stream(tight: Setup) -> None:
     setup, gaps = tight, []
     setup.shards[0].step_s = 0.005

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 logger = logging.getLogger(__name__)
 
-SETTLE_S, LOOK_S = 2.0, 0.01  # how long calls that are ending get to give back what they hold
+SETTLE_S, LOOK_S = 1.0, 0.01  # how long calls that are ending get to give back what they hold
 
 
 @dataclass(eq=False)
