@@ -3,7 +3,6 @@ its promises, or with the first error there is, in the contract's words. And the
 
 import math
 import time
-import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -32,13 +31,13 @@ from integration_tests.first_error import (
     is_greedy,
 )
 from integration_tests.tuned_files import LINEAR, SoftPrompt, embeddings, write_adapter, write_prompt
+from tests.accounts import assert_nothing_left
 from tests.router.conftest import EOS, MAX_SEQUENCE_LENGTH, PAD, VOCAB_SIZE, start_router, stop_router
 from tests.router.model_of_contents import PROMPT, Item, Library, adapter
 from tests.router.model_of_shard import context, join_digests, next_token
 from tgis.pb import generation_pb2 as pb
 
 DEADLINE_S = 20
-IDLE = ("tgi_queue_size", "tgi_batch_current_size", "tgi_requests_running", "tgi_kv_cache_usage_ratio")
 INVALID, EXHAUSTED = grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.RESOURCE_EXHAUSTED
 REASONS = {pb.MAX_TOKENS, pb.EOS_TOKEN, pb.TIME_LIMIT, pb.STOP_SEQUENCE, pb.TOKEN_LIMIT}
 MEBIBYTE = 1 << 20
@@ -77,17 +76,8 @@ class Served:
         whole = len(self.tokenizer.encode(text).ids)
         return min(whole, truncate) if truncate else whole
 
-    def gauge(self, name: str) -> float:
-        with urllib.request.urlopen(self.http + "/metrics", timeout=10) as response:
-            lines = response.read().decode().splitlines()
-        [value] = [line.split(" ")[1] for line in lines if line.split(" ")[0] == name]
-        return float(value)
-
     def check_that_it_is_idle_and_serves(self) -> None:
-        give_up = time.monotonic() + 10
-        while any(self.gauge(name) for name in IDLE):
-            assert time.monotonic() < give_up, {name: self.gauge(name) for name in IDLE}
-            time.sleep(0.05)
+        assert_nothing_left(self.http, {})
         texts = ["a girl"] * self.server.max_concurrent_requests  # no permit is missing
         answers = self.generate(batch(*texts, stopping={"max_new_tokens": 1, "min_new_tokens": 1}))
         assert [answer.generated_token_count for answer in answers] == [1] * len(texts)

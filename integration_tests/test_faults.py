@@ -21,6 +21,7 @@ import torch
 from safetensors.torch import load_file
 
 from integration_tests.conftest import Client, Model, launch, serve
+from tests.accounts import assert_nothing_left, take_baseline
 from tests.processes import Service, children_of
 from tgis.pb import generation_pb2 as pb
 
@@ -66,6 +67,8 @@ def check_survival(
 ) -> None:
     """All streams give the same as when no shard is killed, or stopped, under them."""
     shards = sorted(children_of(client.service.process.pid)["serve"])
+    read(client, texts[0])
+    baseline = take_baseline(client.service.http)
     with ThreadPoolExecutor(len(texts)) as threads:
         undisturbed = list(threads.map(lambda text: read(client, text), texts))
         running = threading.Barrier(len(texts) + 1)
@@ -79,6 +82,7 @@ def check_survival(
     assert len(again) == len(shards)
     assert not set(again) & set(shards)
     client.service.wait_for_line("requests resume")
+    assert_nothing_left(client.service.http, baseline)
 
 
 def metrics(client: Client) -> dict[str, float]:
@@ -89,8 +93,7 @@ def metrics(client: Client) -> dict[str, float]:
 
 def test_a_hundred_cancelled_streams_leave_nothing(client: Client, model: Model) -> None:
     read(client, "a")
-    time.sleep(0.5)
-    num_tasks = metrics(client)["tgi_tasks"]
+    baseline = take_baseline(client.service.http)
 
     def cancel(i: int) -> None:
         call = client.stub.GenerateStream(long_request(model.expected[i % 20].prompt))
@@ -100,17 +103,7 @@ def test_a_hundred_cancelled_streams_leave_nothing(client: Client, model: Model)
 
     with ThreadPoolExecutor(32) as threads:
         list(threads.map(cancel, range(100)))
-    names = (
-        "tgi_queue_size",
-        "tgi_requests_running",
-        "tgi_requests_live",
-        "tgi_kv_cache_usage_ratio",
-        "tgi_permits_used",
-    )
-    deadline = time.monotonic() + 10
-    while any((found := metrics(client))[name] for name in names) or found["tgi_tasks"] > num_tasks:
-        assert time.monotonic() < deadline, (num_tasks, {n: found[n] for n in (*names, "tgi_tasks")})
-        time.sleep(0.1)
+    assert_nothing_left(client.service.http, baseline)
 
 
 def test_nothing_listens_off_loopback(client: Client) -> None:

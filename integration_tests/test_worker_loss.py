@@ -9,6 +9,8 @@ from tokenizers import Tokenizer
 
 from integration_tests.conftest import Client, Model, launch
 from integration_tests.test_faults import check_survival, metrics, read
+from tests.accounts import assert_nothing_left, differences, take_baseline
+from tgis.pb import generation_pb2 as pb
 
 NUM_STREAMS = 4
 POISON = "girl fox " * 20  # nobody else's prompt is as long
@@ -24,7 +26,9 @@ SLOW_FAULTS = ("shard.before_forward[epoch=1]=oom@20", "shard.before_forward[epo
 
 def serve_with(model: Model, *faults: str) -> Client:
     flags = ("--dtype", "float32", "--failpoints", ",".join(faults))
-    return Client(launch(model.directory, *flags).wait_until_serving())
+    client = Client(launch(model.directory, *flags).wait_until_serving())
+    client.stub.ModelInfo(pb.ModelInfoRequest())  # so that its connection is there
+    return client
 
 
 def texts_of(model: Model) -> list[str]:
@@ -33,9 +37,11 @@ def texts_of(model: Model) -> list[str]:
 
 def read_twice(client: Client, texts: list[str]) -> None:
     """First under the faults, and again when there are none left."""
+    baseline = take_baseline(client.service.http)
     with ThreadPoolExecutor(len(texts)) as threads:
         disturbed = list(threads.map(lambda text: read(client, text), texts))
         assert disturbed == list(threads.map(lambda text: read(client, text), texts))
+    assert_nothing_left(client.service.http, baseline)
 
 
 def end(client: Client) -> None:
@@ -65,6 +71,7 @@ def test_who_kills_the_shards_ends_alone(model: Model) -> None:
         assert caught.value.code() is grpc.StatusCode.INTERNAL
         disturbed = [stream.result(60) for stream in streams]
         assert disturbed == list(threads.map(lambda text: read(client, text), texts))
+    assert not differences(client.service.http, {})
     request_id = caught.value.details().rsplit(" ", 1)[1]
     client.service.wait_for_line(f"request {request_id} failed: the shards die whenever it is computed", 5)
     assert metrics(client)["tgi_shard_restarts_total"] <= 3

@@ -11,18 +11,19 @@ from pathlib import Path
 
 from grpc import Channel, insecure_channel
 
+LEAKED = re.compile(r"leaked (request|block|row|permit|content): ")  # a router's last words, if need be
 ADDRESSES = re.compile(r"serving gRPC on (\S+):(\d+), HTTP on (\S+):(\d+)")
 
 
 class Service:
     """A router or a launcher with free ports on loopback."""
 
-    def __init__(self, command: list[str], env: dict[str, str] | None = None) -> None:
+    def __init__(self, command: list[str], env: dict[str, str] | None = None, module: str = "tgis") -> None:
         self.lines: list[str] = []
         self.grpc_port = self.http_port = 0
         self._serving = threading.Event()
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "tgis", *command],
+            [sys.executable, "-m", module, *command],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -66,17 +67,19 @@ class Service:
         return insecure_channel(f"127.0.0.1:{self.grpc_port}")
 
     def end(self, number: signal.Signals = signal.SIGTERM, timeout_s: float = 30) -> int:
-        """Exit code, of a process that may have ended before."""
+        """Exit code, of a process that may have ended before; a router must have given back all it took."""
         if self.process.poll() is None:
             self.process.send_signal(number)
         try:
-            return self.process.wait(timeout_s)
+            code = self.process.wait(timeout_s)
         finally:
             self.process.kill()
             self.process.wait()
             self._reader.join()
             assert self.process.stdout is not None
             self.process.stdout.close()
+        assert not LEAKED.search(self.output), self.output
+        return code
 
 
 def children_of(pid: int) -> dict[str, list[int]]:

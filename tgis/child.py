@@ -46,6 +46,9 @@ class Child:
         reader, writer = os.pipe()
         try:
             await self._start(["--heartbeat-fd", str(writer)], writer)
+        except BaseException:
+            os.close(reader)
+            raise
         finally:
             os.close(writer)
         self._watch = asyncio.create_task(self._end_if_hung(reader), name=f"{self.name}'s heart")

@@ -26,6 +26,11 @@ class PortOptions:
         "File of bearer tokens, a line each, of which a call must show one; unset: none is asked for.",
         None,
     )
+    keepalive_time: float = option(
+        "Seconds of silence after which a client is pinged; without an answer in a third of that it is gone.",
+        60.0,
+        minimum=1,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,11 +14,13 @@ import grpc
 import pytest
 from tokenizers import Tokenizer
 
+from tests.accounts import assert_nothing_left, take_baseline
 from tests.processes import Service
 from tests.router.model_of_contents import Library, ShelfOfShard
 from tests.router.model_of_shard import ModelOfShard
 from tests.tokenizers_for_tests import write_byte_level
 from tgis.frames import FrameReader, frame, steps_path
+from tgis.pb import generation_pb2
 from tgis.pb import shard_pb2 as pb
 from tgis.pb.generation_pb2_grpc import GenerationServiceStub
 from tgis.pb.shard_pb2_grpc import ShardServiceServicer, add_ShardServiceServicer_to_server
@@ -193,7 +195,9 @@ def start_router(
     write_tokenizer: Callable[[Path], Tokenizer] = write_usual,
     info: pb.InfoResponse | None = None,
     library: Library | None = None,
+    module: str = "tgis",
 ) -> Setup:
+    """`module` is what runs the router."""
     tokenizer = write_tokenizer(directory)
     uds_path = str(directory / "shard")
     library = library or Library()
@@ -201,7 +205,7 @@ def start_router(
     servers = [ShardServer(shard, uds_path) for shard in shards]
     link = ["--shard-uds-path", uds_path, "--num-shard", str(num_shards)]
     try:
-        service = Service(router_command(directory, *link, *flags)).wait_until_serving()
+        service = Service(router_command(directory, *link, *flags), module=module).wait_until_serving()
     except AssertionError:
         for server in servers:
             server.stop()
@@ -215,15 +219,24 @@ def router_command(directory: Path, *flags: str) -> list[str]:
 
 
 def stop_router(setup: Setup) -> int:
-    code = setup.service.end()
+    """Which must have given back all it took."""
+    try:
+        return setup.service.end()
+    finally:
+        stop_shards(setup)
+
+
+def stop_shards(setup: Setup) -> None:
     setup.channel.close()
     for server in setup.servers:
         server.stop()
-    return code
 
 
 @pytest.fixture(scope="module")
 def router(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Setup]:
     setup = start_router(tmp_path_factory.mktemp("router"), 1, "--max-batch-size", "16")
+    setup.stub.ModelInfo(generation_pb2.ModelInfoRequest())
+    baseline = take_baseline(setup.http)
     yield setup
+    assert_nothing_left(setup.http, baseline)
     assert stop_router(setup) == 0, setup.service.output

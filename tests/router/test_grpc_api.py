@@ -11,6 +11,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
+from tests.accounts import assert_nothing_left, take_baseline
 from tests.router.conftest import EOS, MAX_SEQUENCE_LENGTH, Setup
 from tests.router.model_of_shard import next_token
 from tgis.pb import generation_pb2 as pb
@@ -354,6 +355,7 @@ def metric(setup: Setup, series: str) -> float:
 
 
 def test_cancelled_calls_leave_nothing_behind(router: Setup) -> None:
+    baseline = take_baseline(router.http)
     router.shards[0].step_s = 0.01
 
     def cancel(i: int) -> None:
@@ -373,11 +375,7 @@ def test_cancelled_calls_leave_nothing_behind(router: Setup) -> None:
     try:
         with ThreadPoolExecutor(16) as threads:
             list(threads.map(cancel, range(60)))
-        deadline = time.monotonic() + 5
-        series = ("tgi_queue_size", "tgi_requests_running", "tgi_kv_cache_usage_ratio")
-        while any(metric(router, name) for name in series):
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+        assert_nothing_left(router.http, baseline)
     finally:
         router.shards[0].step_s = 0.001
     assert len(router.stub.Generate(batch(*["a"] * 512, stopping=stopping(1))).responses) == 512

@@ -68,6 +68,9 @@ OURS = {
     "tgi_preemptions": ("counter", set()),
     "tgi_speculation_drafted_tokens": ("counter", set()),
     "tgi_speculation_accepted_tokens": ("counter", set()),
+    "tgi_resources_created": ("counter", {"kind"}),
+    "tgi_resources_released": ("counter", {"kind"}),
+    "tgi_open_descriptors": ("gauge", set()),
     "tgi_adapter_load_duration": ("histogram", set()),
     "tgi_adapter_load_failure": ("counter", set()),
     **{

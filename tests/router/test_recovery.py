@@ -15,11 +15,14 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from tests.accounts import assert_nothing_left, take_baseline
 from tests.processes import Service
 from tests.router.conftest import FakeShard, Setup, ShardServer, start_router, stop_router
+from tests.router.model_of_shard import column
 from tests.router.test_grpc_api import batch, expected_text, expected_tokens, get, single, stopping
 from tests.tokenizers_for_tests import write_byte_level
 from tgis.frames import frame
+from tgis.pb import generation_pb2
 from tgis.pb import shard_pb2 as pb
 
 NUM_STREAMS = 8
@@ -29,16 +32,28 @@ RECOVERY_TIMEOUT = 2.0
 
 @pytest.fixture
 def pair(tmp_path: Path) -> Iterator[Setup]:
+    """Which holds nothing when the test is over and the router still there, whatever was lost."""
     setup = start_router(tmp_path, 2, "--recovery-timeout", str(RECOVERY_TIMEOUT))
+    baseline = warm_up(setup)
     yield setup
+    if setup.service.process.poll() is None:
+        assert_nothing_left(setup.http, baseline)
     stop_router(setup)
+
+
+def warm_up(setup: Setup) -> dict[str, float]:
+    """What the router holds when idle."""
+    setup.stub.Generate(batch("a"))
+    return take_baseline(setup.http)
 
 
 class Streams:
     """Live streams, read by threads of their own."""
 
-    def __init__(self, setup: Setup, count: int = NUM_STREAMS, step_s: float = 0.01) -> None:
-        self.setup = setup
+    def __init__(
+        self, setup: Setup, count: int = NUM_STREAMS, step_s: float = 0.01, length: int = LENGTH
+    ) -> None:
+        self.setup, self.length = setup, length
         for shard in setup.shards:
             shard.step_s = step_s
         self.texts = [f"{i} little girls" for i in range(count)]
@@ -49,7 +64,7 @@ class Streams:
 
     def _read(self, text: str) -> str:
         parts, waited = [], False
-        for response in self.setup.stub.GenerateStream(single(text, stopping=stopping(LENGTH))):
+        for response in self.setup.stub.GenerateStream(single(text, stopping=stopping(self.length))):
             parts.append(response.text)
             if response.generated_token_count and not waited:
                 waited = True
@@ -65,7 +80,8 @@ class Streams:
             return [result.exception(30).code() for result in self._results]  # type: ignore[union-attr]
 
     def expected(self) -> list[str]:
-        return [expected_text(self.setup, expected_tokens(self.setup, text, LENGTH)) for text in self.texts]
+        tokens = [expected_tokens(self.setup, text, self.length) for text in self.texts]
+        return [expected_text(self.setup, each) for each in tokens]
 
 
 def restart_shards(setup: Setup, epoch: int) -> None:
@@ -123,21 +139,40 @@ def changed(**columns: Any) -> Callable[[pb.StepResponse], bytes]:
     return change
 
 
+def with_a_top_token_too_few(response: pb.StepResponse) -> bytes:
+    response.top_tokens.counts = column([1] * len(response.ended))
+    return frame(response)
+
+
+def with_a_token_that_is_none(response: pb.StepResponse) -> bytes:
+    response.token_ids = column([-1] * len(response.ended))
+    return frame(response)
+
+
+def with_tokens_twice(response: pb.StepResponse) -> bytes:
+    response.rows, response.token_ids = 2 * response.rows, 2 * response.token_ids
+    response.ended *= 2
+    return frame(response)
+
+
 GARBAGE: dict[str, Callable[[pb.StepResponse], bytes]] = {
     "no end": lambda response: b"\xff" * 9,
     "no message": lambda response: b"\x03\x00\x00\x00\xff\xff\xff",
     "another step's": changed(step_id=1 << 40),
     "columns that do not fit": changed(rows=b"garbage"),
     "an unknown row": changed(rows=b"abcd", token_ids=b"efgh", ended=b"i"),
+    "top tokens that are not there": with_a_top_token_too_few,
+    "no token": with_a_token_that_is_none,
+    "a token too many": with_tokens_twice,
 }
 
 
 def test_what_is_no_answer_is_a_lost_link(tmp_path: Path) -> None:
     """One kind after the other, under live streams."""
     setup = start_router(tmp_path, 1)
-    shard = setup.shards[0]
+    shard, baseline = setup.shards[0], warm_up(setup)
     try:
-        streams = Streams(setup)
+        streams = Streams(setup, length=150)
         for number, garbage in enumerate(GARBAGE.values(), shard.num_streams + 1):
             shard.garbage.put(garbage)
             deadline = time.monotonic() + 10
@@ -146,9 +181,24 @@ def test_what_is_no_answer_is_a_lost_link(tmp_path: Path) -> None:
                 assert time.monotonic() < deadline, setup.service.output
                 time.sleep(0.01)
         assert streams.results() == streams.expected()
+        assert_nothing_left(setup.http, baseline)
     finally:
         assert stop_router(setup) == 0
     assert "Traceback" not in setup.service.output
+
+
+def test_details_out_of_order_are_a_lost_link(pair: Setup) -> None:
+    def cut(response: pb.StepResponse) -> bytes:
+        [details] = response.input_details
+        details.start, details.count, details.ranks = 1, details.count - 1, details.ranks[4:]
+        return frame(response)
+
+    options = generation_pb2.ResponseOptions(input_tokens=True)
+    pair.shards[0].garbage.put(cut)
+    [answer] = pair.stub.Generate(batch("four little girls", response=options)).responses
+    assert pair.shards[0].num_streams == 2
+    tokens = pair.tokenizer.encode("four little girls").tokens
+    assert [token.text for token in answer.input_tokens] == tokens
 
 
 def test_past_the_recovery_timeout_calls_end(pair: Setup) -> None:

@@ -87,6 +87,7 @@ class Workload:
         self.sent: deque[tuple[Step, pb.StepRequest]] = deque()
         self.executed: deque[tuple[Step, pb.StepResponse]] = deque()
         self.expected: dict[Sequence, list[int]] = {}
+        self.queue: list[Sequence] = []  # who has not started, oldest first
         self.reported: dict[Sequence, list[int]] = {}
         self.ends: Counter[Sequence] = Counter()
         self.tunings = self._tunings(random.Random(seed))
@@ -162,6 +163,8 @@ class Workload:
             if self.executed:
                 self.take_answer()
         assert self.scheduler.pool.num_used == 0
+        tallies = self.scheduler.pool.tally, self.scheduler.rows.tally
+        assert all(tally.is_balanced for tally in tallies)
         assert not self.scheduler.running
         assert not self.scheduler.waiting
         assert set(self.ends.values()) <= {1}
@@ -182,6 +185,7 @@ class Workload:
         if r.random() < self.deadly_share:
             self.deadly[sequence] = r.randrange(len(self.expected[sequence]))
         self.scheduler.add(sequence)
+        self.queue.append(sequence)
 
     def send(self) -> None:
         while self.scheduler.num_in_flight < self.depth:
@@ -191,11 +195,18 @@ class Workload:
                 return
             request = encode_step(step)
             self.check_size(step, request)
+            self.check_turns(step)
             self.suspects = [suspect for suspect in self.suspects if suspect in self.expected]
             if self.suspects:
                 assert [work.sequence for work in step.work] == self.suspects[:1]
                 assert self.scheduler.num_in_flight == 1
             self.sent.append((step, pb.StepRequest.FromString(request.SerializeToString())))
+
+    def check_turns(self, step: Step) -> None:
+        """Nobody starts before an older one, whatever its size."""
+        for work in step.work:
+            if work.sequence in self.queue:
+                assert work.sequence is self.queue.pop(0)
 
     def check_size(self, step: Step, request: pb.StepRequest) -> None:
         """Prompts share the budget; an encoder's input may exceed it, beside no other prompt."""
@@ -254,6 +265,8 @@ class Workload:
 
     def end(self, sequence: Sequence) -> None:
         self.ends[sequence] += 1
+        if sequence in self.queue:
+            self.queue.remove(sequence)
         del self.expected[sequence]
         self.scheduler.finish(sequence)
 
@@ -266,7 +279,7 @@ class Workload:
         self.sent.clear()
         self.executed.clear()
         self.shard = self._shard()
-        culprit = self.scheduler.reset(self._pool())
+        culprit = self.scheduler.reset(self.scheduler.pool.renew(self.pool_blocks, self.block_size))
         if culprit is not None:
             assert tried == [culprit]
             assert culprit in self.deadly or self.loss
@@ -277,6 +290,7 @@ class Workload:
     def check_blocks(self) -> None:
         """No block lost, none in two places that are not one prefix."""
         pool, holders = self.scheduler.pool, Counter[int]()
+        row_tally = self.scheduler.rows.tally
         for sequence in self.scheduler.running:
             blocks = [*sequence.cross_blocks, *sequence.block_table]
             assert len(set(blocks)) == len(blocks)
@@ -287,8 +301,9 @@ class Workload:
                 holders.update(blocks)
         assert len(holders) == pool.num_used
         assert len(holders) + pool.num_free == pool.num_blocks
+        assert len(holders) == pool.tally.created - pool.tally.released
         rows = [sequence.row for sequence in self.scheduler.running]
-        assert len(set(rows)) == len(rows)
+        assert len(set(rows)) == len(rows) == row_tally.created - row_tally.released
 
 
 @pytest.mark.parametrize("batch", range(BATCHES))

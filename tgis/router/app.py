@@ -40,6 +40,7 @@ from tgis.router.permits import Permits
 from tgis.router.readiness import Readiness
 from tgis.router.residents import Residents
 from tgis.router.shards import Shards
+from tgis.router.tally import check_balance, count_descriptors
 from tgis.router.tokenizer import Tokenizer
 from tgis.router.tracing import open_tracing
 from tgis.router.validation import Limits, Validator
@@ -76,7 +77,11 @@ class _Router:
         self._readiness = Readiness(SERVICE)
         self._permits = Permits(config.max_concurrent_requests)
         self._certificates = _certificates(config)
-        self._gates = [Gate(Tokens(config.auth_tokens_path))] if config.auth_tokens_path else []
+        self._gates = (
+            [Gate(Tokens(config.auth_tokens_path), self._metrics.request_failure)]
+            if config.auth_tokens_path
+            else []
+        )
         self._engine: Engine | None = None
         self._draining, self._aborting = asyncio.Event(), asyncio.Event()
 
@@ -89,7 +94,9 @@ class _Router:
         contents = Contents(Residents(shards, self._metrics), self._metrics)
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
-        server = grpc.aio.server(interceptors=[*self._gates, Door(f"/{SERVICE}/")], options=GRPC_OPTIONS)
+        door = Door(f"/{SERVICE}/", self._metrics.request_failure)
+        options = [*GRPC_OPTIONS, *_keepalive(config.keepalive_time)]
+        server = grpc.aio.server(interceptors=[*self._gates, door], options=options)
         # Who connects while the model loads is refused, and can go elsewhere, instead of waiting for answers.
         reserved = reserve(config.bind, config.grpc_port)
         grpc_port = reserved.getsockname()[1]
@@ -148,6 +155,8 @@ class _Router:
             task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await engine
+        self._engine.scheduler.abandon_steps()
+        await check_balance(self._metrics.tallies)
 
     async def _watch_certificates(self) -> None:
         if (certificates := self._certificates) is not None:
@@ -196,6 +205,8 @@ class _Router:
         kinds = generation_pb2.ModelInfoResponse
         self._metrics.permits_used.follow(lambda: self._permits.num_used)
         self._metrics.tasks.follow(lambda: len(asyncio.all_tasks()))
+        self._metrics.descriptors.follow(count_descriptors)
+        self._metrics.follow_tally("permit", self._permits.tally)
         service = GenerationService(
             self._engine,
             validator,
@@ -234,6 +245,15 @@ class _Router:
 async def _wait(event: asyncio.Event, timeout_s: float) -> None:
     with contextlib.suppress(TimeoutError):
         await asyncio.wait_for(event.wait(), timeout_s)
+
+
+def _keepalive(seconds: float) -> list[tuple[str, int]]:
+    """A client whose network is gone says nothing, and would keep what it has for hours."""
+    return [
+        ("grpc.keepalive_time_ms", round(1000 * seconds)),
+        ("grpc.keepalive_timeout_ms", round(1000 * seconds / 3)),
+        ("grpc.http2.ping_timeout_ms", round(1000 * seconds / 3)),  # without it a minute counts
+    ]
 
 
 def _metric_limits(config: RouterConfig) -> MetricLimits:

@@ -5,6 +5,8 @@ from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 from itertools import count
 
+from tgis.router.tally import Tally
+
 
 class BlockPool:
     """Cached prefixes form a forest. An edge is one block's tokens below a prefix, compared and not only
@@ -12,8 +14,11 @@ class BlockPool:
     with fewer tokens than it has room for, and is found as the end of exactly those. A freed block can be
     found until it is reused, oldest first."""
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
+    def __init__(self, num_blocks: int, block_size: int, tally: Tally | None = None) -> None:
+        """A block counts as taken while somebody refers to it, however many do; one that can only be found
+        counts as given back."""
         self.num_blocks, self.block_size = num_blocks, block_size
+        self.tally = tally or Tally()
         self._num_references = [0] * num_blocks
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(
             range(num_blocks)
@@ -57,6 +62,7 @@ class BlockPool:
         num_revived = sum(not self._num_references[block] for block in cached)
         if num_new > self.num_free - num_revived:
             return None
+        self.tally.created += num_revived + num_new
         for block in cached:
             self._num_references[block] += 1
             self._free.pop(block, None)
@@ -79,7 +85,13 @@ class BlockPool:
             self._num_references[block] -= 1
             assert self._num_references[block] >= 0, f"block {block} was released too often"
             if not self._num_references[block]:
+                self.tally.released += 1
                 self._free[block] = None
+
+    def renew(self, num_blocks: int, block_size: int) -> "BlockPool":
+        """An empty one, for shards that have lost what this one's blocks held; nobody may refer to them."""
+        self.tally.released += self.num_used
+        return BlockPool(num_blocks, block_size, self.tally)
 
     def _take_oldest(self) -> int:
         block, _ = self._free.popitem(last=False)

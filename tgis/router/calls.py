@@ -1,12 +1,13 @@
 """Accounts for generation calls: every call, refusal, failure and finished input is counted, timed, traced
 and logged once, at the moments and under the labels of TGIS."""
 
+import asyncio
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from tgis.router.errors import GenerationError, OverloadedError, RequestError, RouterError
+from tgis.router.errors import GenerationError, OverloadedError, RequestError
 from tgis.router.events import Event, Failed, InputTokens, Output
 from tgis.router.metrics import Metrics
 from tgis.router.request_log import CallLog, GenerationCall, InputLog, correlation_id
@@ -44,6 +45,7 @@ class Call:
 
     def __init__(self, metrics: Metrics, log: CallLog, span: Span, kind: str) -> None:
         self._metrics, self._log, self._span, self._kind = metrics, log, span, kind
+        self._num_waiting = len(log.texts)  # inputs that the engine has not been asked for
         metrics.request_count.add(kind)
         if log.texts:
             metrics.request_input_count.add(amount=len(log.texts))
@@ -60,7 +62,8 @@ class Call:
 
     @contextmanager
     def counting_failures(self) -> Iterator[None]:
-        """An error that passes through is counted once, under the label of its kind."""
+        """What ends the call early is counted once, under the label of its kind; a cancellation, for each of
+        the inputs that have not begun."""
         failure = self._metrics.request_failure
         try:
             yield
@@ -71,8 +74,11 @@ class Call:
         except OverloadedError:
             failure.add("conc_limit")
             raise
-        except RouterError:
+        except Exception:
             failure.add("generate")
+            raise
+        except (asyncio.CancelledError, GeneratorExit):
+            failure.add("cancelled", amount=self._num_waiting)
             raise
 
     def accept(self, request: Request, sequences: list[Sequence]) -> None:
@@ -85,9 +91,17 @@ class Call:
             metrics.request_max_new_tokens.observe(request.stopping.max_new_tokens)
         self._log.accept()
 
-    def input(self, index: int, sequence: Sequence) -> InputLog:
+    @contextmanager
+    def input(self, index: int, sequence: Sequence) -> Iterator[InputLog]:
         """To be told the events of the input at `index`, and what ends it early."""
-        return self._log.input(index, sequence)
+        self._num_waiting -= 1
+        with self._log.input(index, sequence) as log:
+            try:
+                yield log
+            except (asyncio.CancelledError, GeneratorExit):
+                if not log.has_ended:
+                    self._metrics.request_failure.add("cancelled")
+                raise
 
     def take(self, event: Event, log: InputLog) -> InputTokens | Output:
         """The next event of an input, before anybody else sees it. Raises GenerationError for a failure."""

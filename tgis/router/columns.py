@@ -4,6 +4,7 @@ hundreds of sequences costs microseconds."""
 from collections.abc import Iterator
 from collections.abc import Sequence as AnySequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
@@ -79,7 +80,7 @@ def decode_answer(step: Step, response: pb.StepResponse) -> Answer:
     sequences = {item.row: item.sequence for item in step.work}
     return Answer(
         step,
-        list(_sampled(sequences, response)),
+        list(_sampled(step, sequences, response)),
         [_input_details(sequences[details.row], details) for details in response.input_details],
         [
             RowFailure(sequences[error.row], error.cause == pb.RowError.CAUSE_GRAMMAR)
@@ -152,7 +153,8 @@ def _encode_grammar(grammar: Grammar | None) -> pb.Grammar | None:
     return None if grammar is None else pb.Grammar(text=grammar.text, digest=grammar.digest)
 
 
-def _sampled(sequences: dict[int, Sequence], response: pb.StepResponse) -> Iterator[Sampled]:
+def _sampled(step: Step, sequences: dict[int, Sequence], response: pb.StepResponse) -> Iterator[Sampled]:
+    most = {item.row: item.samples + len(item.drafts) for item in step.work}
     token_ids = _integers(response.token_ids)
     logprobs = _floats(response.logprobs) or [0.0] * len(token_ids)
     ranks = _integers(response.ranks) or [0] * len(token_ids)
@@ -160,6 +162,9 @@ def _sampled(sequences: dict[int, Sequence], response: pb.StepResponse) -> Itera
     columns = zip(_integers(response.rows), token_ids, logprobs, ranks, tops, response.ended, strict=True)
     for row, token_id, logprob, rank, top, ended in columns:
         sequence = sequences[row]
+        most[row] -= 1
+        if token_id < 0 or most[row] < 0:
+            raise ValueError("a token that nobody can have sampled")
         details = sequence.details
         if details.generated_tokens:
             token = _detail(details, token_id, logprob, rank, top)
@@ -192,5 +197,8 @@ def _detail(
 def _top_tokens(message: pb.TopTokens) -> list[tuple[tuple[int, float], ...]]:
     """Per entry; empty when the message is."""
     counts = _integers(message.counts)
-    pairs = iter(zip(_integers(message.token_ids), _floats(message.logprobs), strict=True))
-    return [tuple(next(pairs) for _ in range(count)) for count in counts]
+    pairs = list(zip(_integers(message.token_ids), _floats(message.logprobs), strict=True))
+    if sum(counts) != len(pairs) or any(count < 0 for count in counts):
+        raise ValueError("top tokens that belong to none, or are not there")
+    rest = iter(pairs)
+    return [tuple(islice(rest, count)) for count in counts]

@@ -27,6 +27,7 @@ from tgis.router.residents import Residents
 from tgis.router.sequence import Content, ContentKind, Tuning
 from tgis.router.shards import ContentCallError
 from tgis.router.shelf import Resident
+from tgis.router.tally import Tally
 
 logger = logging.getLogger(__name__)
 
@@ -66,6 +67,8 @@ class Contents:
             ContentKind.PROMPT: metrics.prompts.load_failure,
             ContentKind.ADAPTER: metrics.adapters.load_failure,
         }
+        self.uses = Tally()
+        metrics.follow_tally("content", self.uses)
         self._finds: dict[tuple[ContentKind, str], _Flight] = {}
         self._slots = asyncio.Semaphore(MAX_FINDS)
         self._pinned: dict[str, Resident | None] = {}
@@ -195,6 +198,7 @@ class Hold:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         while self.residents:
+            self._contents.uses.released += 1
             self._contents.residents.release(self.residents.pop())
 
     async def take(self) -> Tuning:
@@ -229,6 +233,7 @@ class Hold:
             with self._refusing(kind, content_id):
                 try:
                     self.residents.append(await self._contents.load(found, kind, content_id, began))
+                    self._contents.uses.created += 1
                     break
                 except ContentCallError as error:
                     # Replaced or removed between look-up and load: a second look-up tells the truth.

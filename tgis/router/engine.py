@@ -14,6 +14,7 @@ from tgis.router.detokenizer import Vocabulary
 from tgis.router.drafts import Drafter
 from tgis.router.errors import Code, internal_error
 from tgis.router.events import Event, Failed, InputTokens, Output, is_final
+from tgis.router.gauges import show
 from tgis.router.generation import Generation
 from tgis.router.meter import StepMeter
 from tgis.router.metrics import Metrics
@@ -22,6 +23,7 @@ from tgis.router.scheduler import Scheduler
 from tgis.router.sequence import Sequence, StopReason
 from tgis.router.shards import LOST, ShardsLostError
 from tgis.router.stopping import TextStream
+from tgis.router.tally import Tally
 
 logger = logging.getLogger(__name__)
 
@@ -53,32 +55,14 @@ class Engine:
         self._on_ready, self._meter = on_ready, StepMeter(metrics)
         self._live: dict[Sequence, Generation] = {}
         self._connected = self._given_up = self._fill_is_due = False
-        self._show(metrics)
+        self._requests = Tally()
+        metrics.requests_live.follow(lambda: len(self._live))
+        metrics.follow_tally("request", self._requests)
+        show(self.scheduler, metrics)
 
     @property
     def num_live(self) -> int:
         return len(self._live)
-
-    def _show(self, metrics: Metrics) -> None:
-        """What a scrape sees of the state as it is then; the steps have nothing to do for it."""
-        scheduler = self.scheduler
-        metrics.requests_live.follow(lambda: len(self._live))
-        metrics.queue_size.follow(lambda: len(scheduler.waiting))
-        metrics.batch_current_size.follow(lambda: len(scheduler.running))
-        metrics.requests_running.follow(lambda: len(scheduler.running))
-        metrics.batch_input_tokens.follow(
-            lambda: sum(each.num_input_tokens + each.num_generated for each in scheduler.running)
-        )
-        metrics.batch_max_remaining_tokens.follow(
-            lambda: sum(each.max_tokens - len(each.token_ids) for each in scheduler.running)
-        )
-        metrics.kv_cache_usage.follow(lambda: scheduler.pool.num_used / scheduler.pool.num_blocks)
-        metrics.prefix_cache_queries.follow(lambda: scheduler.num_cache_queries)
-        metrics.prefix_cache_hits.follow(lambda: scheduler.num_cache_hits)
-        metrics.preemptions.follow(lambda: scheduler.num_preemptions)
-        metrics.deferred.follow(lambda: scheduler.num_deferred)
-        metrics.drafts.follow(lambda: scheduler.num_drafts)
-        metrics.accepted_drafts.follow(lambda: scheduler.num_accepted_drafts)
 
     async def generate(self, sequence: Sequence) -> AsyncGenerator[Event, None]:
         """The events of one sequence. Closing the iterator early cancels the generation."""
@@ -91,7 +75,6 @@ class Engine:
                     return
         finally:
             if sequence in self._live:
-                self._metrics.request_failure.add("cancelled")
                 self._release(generation)
 
     async def run(self) -> None:
@@ -122,6 +105,7 @@ class Engine:
             generation.deliver(_lost_content(sequence))
             return generation
         self._live[sequence] = generation
+        self._requests.created += 1
         self.scheduler.add(sequence)
         if sequence.stopping.deadline is not None:
             loop = asyncio.get_running_loop()
@@ -179,7 +163,8 @@ class Engine:
         generation = self._live.get(sequence)
         if generation is None:
             return
-        assert details.start == sequence.num_inputs_reported, "prompt details come in order, once"
+        if details.start != sequence.num_inputs_reported:
+            raise ShardsLostError("details of a prompt came out of order")
         generation.inputs += details.tokens
         sequence.num_inputs_reported += len(details.tokens)
         if sequence.inputs_reported:
@@ -216,6 +201,7 @@ class Engine:
     def _release(self, generation: Generation) -> None:
         """The generation's final event is out, or nobody waits for it."""
         del self._live[generation.sequence]
+        self._requests.released += 1
         if generation.expiry is not None:
             generation.expiry.cancel()
         self.scheduler.finish(generation.sequence)
@@ -241,7 +227,7 @@ class Engine:
         """The shards and their caches are gone; everything waits to be computed again, but for what they die
         of."""
         pool = self.scheduler.pool
-        culprit = self.scheduler.reset(BlockPool(pool.num_blocks, pool.block_size))
+        culprit = self.scheduler.reset(pool.renew(pool.num_blocks, pool.block_size))
         if culprit is not None:
             text = "the shards die whenever it is computed"
             self._fail(self._live[culprit], _internal_error(culprit, text))
@@ -265,7 +251,7 @@ class Engine:
         for generation in list(self._live.values()):
             if not self._has_contents(generation.sequence):
                 self._fail(generation, _lost_content(generation.sequence))
-        self.scheduler.pool = BlockPool(info.num_blocks, info.block_size)
+        self.scheduler.pool = self.scheduler.pool.renew(info.num_blocks, info.block_size)
         logger.info("the shards are back; %d requests resume", len(self._live))
 
     def _has_contents(self, sequence: Sequence) -> bool:

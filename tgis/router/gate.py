@@ -13,12 +13,14 @@ import grpc
 
 from tgis.certificates import look_at
 from tgis.router.errors import StartupError
+from tgis.router.series import Counter
 
 logger = logging.getLogger(__name__)
 
 OPEN_PREFIX = "/grpc.health.v1.Health/"
 SCHEME = "bearer "
 REFUSAL = "a valid bearer token is required"
+MAX_METHOD_CHARS = 100  # in the log; a stranger may call anything
 LOOK_S = 1.0  # between two looks at the file, at least
 
 Handler = Any  # grpc types its handlers for the synchronous server only
@@ -53,10 +55,10 @@ class Tokens:
 
 
 class Gate(grpc.aio.ServerInterceptor):
-    """Stands before all methods."""
+    """Stands before all methods; what it refuses is counted and logged."""
 
-    def __init__(self, tokens: Tokens) -> None:
-        self._tokens = tokens
+    def __init__(self, tokens: Tokens, failures: Counter) -> None:
+        self._tokens, self._failures = tokens, failures
 
     async def intercept_service(
         self,
@@ -65,6 +67,9 @@ class Gate(grpc.aio.ServerInterceptor):
     ) -> Handler:
         if handler_call_details.method.startswith(OPEN_PREFIX) or self._admits(handler_call_details):
             return await continuation(handler_call_details)
+        self._failures.add("unauthenticated")
+        method = handler_call_details.method[:MAX_METHOD_CHARS]
+        logger.warning("a call of %s was refused: %s", method, REFUSAL)
         return grpc.unary_unary_rpc_method_handler(_refuse)
 
     def _admits(self, details: grpc.HandlerCallDetails) -> bool:

@@ -12,6 +12,7 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from tgis.router.errors import Code, RequestError, RouterError, internal_error
+from tgis.router.series import Counter
 
 logger = logging.getLogger(__name__)
 
@@ -21,6 +22,8 @@ STATUS = {
     Code.UNAVAILABLE: grpc.StatusCode.UNAVAILABLE,
     Code.INTERNAL: grpc.StatusCode.INTERNAL,
 }
+
+UNREADABLE = "the request could not be decoded"
 
 Context = grpc.aio.ServicerContext[Any, Any]
 Handler = Any  # grpc types its handlers for the synchronous server only
@@ -33,8 +36,9 @@ class _Malformed:
 class Door(grpc.aio.ServerInterceptor):
     """Wraps the methods under `prefix`; others (health, reflection) pass as they are."""
 
-    def __init__(self, prefix: str) -> None:
-        self._prefix = prefix
+    def __init__(self, prefix: str, failures: Counter) -> None:
+        """`failures` counts what no method gets to see."""
+        self._prefix, self._failures = prefix, failures
 
     async def intercept_service(
         self,
@@ -45,12 +49,19 @@ class Door(grpc.aio.ServerInterceptor):
         if handler is None or not handler_call_details.method.startswith(self._prefix):
             return handler
         make, method = (
-            (grpc.unary_stream_rpc_method_handler, _guard_stream(handler.unary_stream))
+            (grpc.unary_stream_rpc_method_handler, _guard_stream(handler.unary_stream, self._checked))
             if handler.response_streaming
-            else (grpc.unary_unary_rpc_method_handler, _guard_unary(handler.unary_unary))
+            else (grpc.unary_unary_rpc_method_handler, _guard_unary(handler.unary_unary, self._checked))
         )
         reader = _tolerant(handler.request_deserializer)
         return make(method, request_deserializer=reader, response_serializer=handler.response_serializer)
+
+    def _checked(self, request: Any) -> Any:
+        if isinstance(request, _Malformed):
+            self._failures.add("validation")
+            logger.error("a call failed with %s: %s", Code.INVALID_ARGUMENT.name, UNREADABLE)
+            raise RequestError(UNREADABLE)
+        return request
 
 
 def _tolerant(deserialize: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
@@ -64,11 +75,11 @@ def _tolerant(deserialize: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
 
 
 def _guard_unary(
-    method: Callable[[Any, Context], Awaitable[Any]],
+    method: Callable[[Any, Context], Awaitable[Any]], checked: Callable[[Any], Any]
 ) -> Callable[[Any, Context], Awaitable[Any]]:
     async def call(request: Any, context: Context) -> Any:
         try:
-            return await method(_checked(request), context)
+            return await method(checked(request), context)
         except Exception as error:
             await _abort(context, error)
 
@@ -76,23 +87,17 @@ def _guard_unary(
 
 
 def _guard_stream(
-    method: Callable[[Any, Context], AsyncGenerator[Any, None]],
+    method: Callable[[Any, Context], AsyncGenerator[Any, None]], checked: Callable[[Any], Any]
 ) -> Callable[[Any, Context], Awaitable[None]]:
     async def call(request: Any, context: Context) -> None:
         try:
-            async with aclosing(method(_checked(request), context)) as responses:
+            async with aclosing(method(checked(request), context)) as responses:
                 async for response in responses:
                     await context.write(response)
         except Exception as error:
             await _abort(context, error)
 
     return call
-
-
-def _checked(request: Any) -> Any:
-    if isinstance(request, _Malformed):
-        raise RequestError("the request could not be decoded")
-    return request
 
 
 async def _abort(context: Context, error: Exception) -> None:

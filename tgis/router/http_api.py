@@ -1,6 +1,7 @@
 """The HTTP port: `/health` (ready to serve), `/live` (the process answers) and `/metrics`; in the clear, or
 with TLS for clients that need no certificate of their own."""
 
+import asyncio
 import ssl
 from collections.abc import Callable
 
@@ -13,10 +14,13 @@ from starlette.routing import Route
 from tgis.certificates import Certificates
 from tgis.router.metrics import Metrics
 
+SPACING_S = 0.05  # between two writings of the metrics, each of which takes milliseconds
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 def http_app(is_ready: Callable[[], bool], metrics: Metrics) -> Starlette:
+    scrapes = _Scrapes(metrics)
+
     async def health(request: Request) -> Response:
         if is_ready():
             return Response()
@@ -26,7 +30,7 @@ def http_app(is_ready: Callable[[], bool], metrics: Metrics) -> Starlette:
         return Response()
 
     async def scrape(request: Request) -> Response:
-        return Response(metrics.render(), media_type=METRICS_TYPE)
+        return Response(await scrapes.text(), media_type=METRICS_TYPE)
 
     return Starlette(routes=[Route("/health", health), Route("/live", live), Route("/metrics", scrape)])
 
@@ -41,3 +45,29 @@ def encrypt(settings: uvicorn.Config, certificates: Certificates) -> None:
     settings.load()
     settings.ssl = certificates.context
     settings.ssl.sni_callback = renew  # asked for before every handshake, whether a name is given or not
+
+
+class _Scrapes:
+    """One text for all who ask at about the same time, written after they have asked, so that no number of
+    them holds up the event loop."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
+        self._next: asyncio.Future[bytes] | None = None
+        self._written_at = float("-inf")
+
+    async def text(self) -> bytes:
+        loop = asyncio.get_running_loop()
+        if self._next is None:
+            self._next = loop.create_future()
+            loop.call_later(max(self._written_at + SPACING_S - loop.time(), 0.0), self._write)
+        return await asyncio.shield(self._next)
+
+    def _write(self) -> None:
+        waiting, self._next = self._next, None
+        assert waiting is not None, "only who is waited for writes"
+        try:
+            waiting.set_result(self._metrics.render())
+        except Exception as error:
+            waiting.set_exception(error)
+        self._written_at = asyncio.get_running_loop().time()

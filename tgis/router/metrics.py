@@ -7,6 +7,7 @@ from typing import TypeVar
 from prometheus_client import CollectorRegistry, generate_latest
 
 from tgis.router.series import Counter, Gauge, Histogram, Series, Summary
+from tgis.router.tally import Tally
 
 DURATION_BOUNDS = tuple(0.0001 * 1.5**k for k in range(1, 36))  # seconds
 TOKENIZE_BOUNDS = tuple(64 * 2**k for k in range(14))
@@ -44,6 +45,7 @@ class Metrics:
     def __init__(self, limits: MetricLimits) -> None:
         self.registry = CollectorRegistry()
         self.catalogue: list[Series] = []
+        self.tallies: dict[str, Tally] = {}
         self._declare_requests()
         self._declare_lengths(limits)
         self._declare_durations()
@@ -66,8 +68,9 @@ class Metrics:
         )
         self.request_failure = self._counter(
             "tgi_request_failure",
-            "Refused or failed calls (conc_limit, validation, generate), cancelled inputs, and inputs whose "
-            "time limit passed before anything was computed (timeout; these are successes too)",
+            "Refused or failed calls (conc_limit, validation, generate, unauthenticated), cancelled inputs, "
+            "and inputs whose time limit passed before anything was computed (timeout; these are successes "
+            "too)",
             "err",
         )
 
@@ -198,6 +201,16 @@ class Metrics:
         self.requests_live = self._gauge("tgi_requests_live", "Accepted inputs without a final event")
         self.permits_used = self._gauge("tgi_permits_used", "Concurrency permits that are held")
         self.tasks = self._gauge("tgi_tasks", "Tasks of the router's event loop")
+        self.descriptors = self._gauge("tgi_open_descriptors", "File descriptors that the router has open")
+        self.created = self._counter(
+            "tgi_resources_created",
+            "What was taken so far: accepted inputs (request), cache blocks, rows of the shards' tables, "
+            "concurrency permits, uses of soft prompts and adapters (content)",
+            "kind",
+        )
+        self.released = self._counter(
+            "tgi_resources_released", "What was given back of it; equal to what was taken when idle", "kind"
+        )
         self.kv_cache_usage = self._gauge("tgi_kv_cache_usage_ratio", "Share of the cache's blocks in use")
         self.prefix_cache_queries = self._counter(
             "tgi_prefix_cache_queries", "Tokens that were looked up in the prefix cache"
@@ -237,6 +250,12 @@ class Metrics:
             misses=self._counter(f"{name}_cache_misses", f"Uses of {what} that had to be loaded"),
             evictions=self._counter(f"{name}_cache_evictions", f"Times that {what} made way for others"),
         )
+
+    def follow_tally(self, kind: str, tally: Tally) -> None:
+        """Shown at every scrape, and checked at the end."""
+        self.tallies[kind] = tally
+        self.created.follow(lambda: tally.created, kind)
+        self.released.follow(lambda: tally.released, kind)
 
     def render(self) -> bytes:
         """The text format of a scrape."""

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from tgis.router.errors import OverloadedError
+from tgis.router.tally import Tally
 
 OVERLOADED = "Model is overloaded"
 
@@ -15,6 +16,7 @@ class Permits:
 
     def __init__(self, max_permits: int) -> None:
         self.num_free = self.max_permits = max_permits
+        self.tally = Tally()
         self.all_free = asyncio.Event()
         self.all_free.set()
 
@@ -28,10 +30,12 @@ class Permits:
         if count > self.num_free:
             raise OverloadedError(OVERLOADED)
         self.num_free -= count
+        self.tally.created += count
         self.all_free.clear()
         try:
             yield
         finally:
             self.num_free += count
+            self.tally.released += count
             if not self.num_used:
                 self.all_free.set()

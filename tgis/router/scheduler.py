@@ -8,6 +8,7 @@ from collections.abc import Sequence as AnySequence
 from tgis.router.blocks import BlockPool
 from tgis.router.drafts import Drafter, find_room
 from tgis.router.quarantine import Quarantine
+from tgis.router.rows import Rows
 from tgis.router.sequence import Sequence
 from tgis.router.sharing import (
     Cached,
@@ -48,8 +49,7 @@ class Scheduler:
         self.num_drafts = self.num_accepted_drafts = 0
         self._quarantine = Quarantine()
         self._in_flight: deque[Step] = deque()
-        self._free_rows = list(range(max_sequences))[::-1]
-        self._closed_rows: list[int] = []
+        self.rows = Rows(max_sequences)
         self._last_step: dict[Sequence, Step] = {}  # the newest unanswered step that names the sequence
         self._num_steps = 0
         self._num_blocks_owed = 0  # blocks that become free with an answer
@@ -126,6 +126,11 @@ class Scheduler:
         else:
             self.waiting.remove(sequence)
 
+    def abandon_steps(self) -> None:
+        """No answer will come, and nothing will be sent any more: what waits for answers is free."""
+        while self._in_flight:
+            self.apply_answer(self._in_flight[0])
+
     def reset(self, pool: BlockPool) -> Sequence | None:
         """The shards have lost everything: all sequences wait again, with the tokens they have.
 
@@ -139,11 +144,11 @@ class Scheduler:
         self.pool = pool
         self._in_flight.clear()
         self._last_step.clear()
-        self._closed_rows.clear()
         self._num_blocks_owed = 0
         for sequence in reversed(self.running):
-            self._free_rows.append(forget_place(sequence))
+            self.rows.close(forget_place(sequence))
             self.waiting.appendleft(sequence)
+        self.rows.take_closed()
         self.running.clear()
         return culprit
 
@@ -161,7 +166,7 @@ class Scheduler:
 
     def _continue_decoding(self, max_drafts: int) -> Iterator[Work]:
         # Drafts take the places of sequences that could sample.
-        max_drafts = min(max_drafts, len(self._free_rows) - len(self.waiting))
+        max_drafts = min(max_drafts, self.rows.num_free - len(self.waiting))
         drafter = self._drafter
         if drafter is not None and not drafter.begin(len(self.running), max_drafts):
             drafter = None
@@ -198,7 +203,7 @@ class Scheduler:
         """In order of arrival; who does not fit holds up those behind, so that nobody starves. An encoder's
         input is computed whole: one that the rest of the budget does not cover goes when `is_alone`, which is
         when nothing else of the step is prompt work."""
-        while self.waiting and budget > 0 and self._free_rows:
+        while self.waiting and budget > 0 and self.rows.num_free:
             sequence = self.waiting[0]
             if sequence in self._last_step:
                 return
@@ -222,7 +227,7 @@ class Scheduler:
         num_inputs = len(sequence.encoder_token_ids)
         self.num_cache_queries += len(sequence.token_ids) + num_inputs
         self.num_cache_hits += sequence.num_scheduled + num_inputs - sequence.num_to_encode
-        sequence.row = self._free_rows.pop()
+        sequence.row = self.rows.take()
         return True
 
     def _plan(
@@ -242,10 +247,9 @@ class Scheduler:
 
     def _send(self, decodes: list[Work], prompts: list[Work], newcomers: list[Work]) -> Step:
         joins = 0 < len(newcomers) < len(self.running)
-        step = make_step(self._num_steps, decodes, prompts, newcomers, joins, self._closed_rows)
+        step = make_step(self._num_steps, decodes, prompts, newcomers, joins, self.rows.take_closed())
         self._num_steps += 1
         self.num_drafts += step.num_drafts
-        self._closed_rows = []
         self._in_flight.append(step)
         for item in step.work:
             self._last_step[item.sequence] = step
@@ -291,6 +295,4 @@ class Scheduler:
         else:
             last_step.blocks_to_release.append(blocks)
             self._num_blocks_owed += len(blocks)
-        row = forget_place(sequence)
-        self._closed_rows.append(row)
-        self._free_rows.append(row)
+        self.rows.close(forget_place(sequence))

@@ -45,20 +45,20 @@ class Counter:
     def __init__(self, name: str, help: str, label_names: Labels = ()) -> None:
         self.name, self.help, self.label_names = name, help, label_names
         self._values: dict[Labels, float] = {} if label_names else {(): 0.0}
-        self._read: Callable[[], float] | None = None
+        self._reads: dict[Labels, Callable[[], float]] = {}
 
     def add(self, *labels: str, amount: float = 1) -> None:
         """Label values in the order of declaration."""
         assert len(labels) == len(self.label_names), f"{self.name} has labels {self.label_names}"
         self._values[labels] = self._values.get(labels, 0.0) + amount
 
-    def follow(self, read: Callable[[], float]) -> None:
-        """What is counted elsewhere, read at every scrape; for a counter without labels."""
-        self._read = read
+    def follow(self, read: Callable[[], float], *labels: str) -> None:
+        """What is counted elsewhere, read at every scrape; label values in the order of declaration."""
+        assert len(labels) == len(self.label_names), f"{self.name} has labels {self.label_names}"
+        self._reads[labels] = read
 
     def collect(self) -> Iterable[Metric]:
-        if self._read is not None:
-            self._values[()] = self._read()
+        self._values |= {labels: read() for labels, read in self._reads.items()}
         bare = UntypedMetricFamily(self.name, self.help, labels=self.label_names)
         total = CounterMetricFamily(self.name, self.help, labels=self.label_names)
         for labels, value in self._values.items():

@@ -1,0 +1,28 @@
+"""The memory of a router and of a shard after thousands of requests, with cancelled and refused ones among
+them."""
+
+import pytest
+
+from integration_tests.conftest import Client, Model, launch
+from tests.accounts import assert_nothing_left, take_baseline
+from tests.growth import growth_per_request
+from tests.processes import children_of
+from tests.router.test_growth import MOST, MOST_SHARE, mix
+
+NUM_REQUESTS = 4_000
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", ["router", "serve"])
+def test_memory_does_not_grow_with_requests(model: Model, command: str) -> None:
+    client = Client(launch(model.directory, "--dtype", "float32").wait_until_serving())
+    serve = mix(client.stub)
+    serve(NUM_REQUESTS)  # which fills what is kept of the newest observations
+    baseline = take_baseline(client.service.http)
+    [pid] = children_of(client.service.process.pid)[command]
+    per_request, size = growth_per_request(pid, NUM_REQUESTS, serve)
+    print(f"{command}: {per_request:.0f} bytes per request, of {size / 2**20:.1f} MiB")
+    assert_nothing_left(client.service.http, baseline)
+    client.channel.close()
+    assert client.service.end() == 0
+    assert per_request * NUM_REQUESTS < min(MOST, MOST_SHARE * size)

@@ -1,0 +1,62 @@
+"""Whether a router holds anything that it should have given back: by its own accounts, as a scrape shows
+them."""
+
+import time
+import urllib.request
+from collections.abc import Mapping
+
+KINDS = ("request", "block", "row", "permit", "content")
+EMPTY = (
+    "tgi_queue_size",
+    "tgi_requests_running",
+    "tgi_requests_live",
+    "tgi_permits_used",
+    "tgi_kv_cache_usage_ratio",
+)
+GROWING = ("tgi_tasks", "tgi_open_descriptors")
+
+
+def scrape(http: str) -> dict[str, float]:
+    """Samples by name and labels, as they are written."""
+    with urllib.request.urlopen(f"{http}/metrics", timeout=10) as response:
+        lines = response.read().decode().splitlines()
+    return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines if line[0] != "#")}
+
+
+def take_baseline(http: str, settle_s: float = 10.0) -> dict[str, float]:
+    """Tasks and descriptors of a router that is warm and idle, once two looks see the same. Its clients'
+    connections are descriptors, and so are the pipes of the processes that compile grammars."""
+    deadline, before = time.monotonic() + settle_s, scrape(http)
+    while True:
+        time.sleep(0.1)
+        now = scrape(http)
+        if not differences_of(now, {}) and all(now[name] == before[name] for name in GROWING):
+            return {name: now[name] for name in GROWING}
+        assert time.monotonic() < deadline, differences_of(now, {})
+        before = now
+
+
+def differences(http: str, baseline: Mapping[str, float]) -> dict[str, float]:
+    """What is held now, by name; empty where nothing is left. Without a baseline, tasks and descriptors are
+    not looked at."""
+    return differences_of(scrape(http), baseline)
+
+
+def differences_of(samples: Mapping[str, float], baseline: Mapping[str, float]) -> dict[str, float]:
+    found = {}
+    for kind in KINDS:
+        created, released = (
+            samples[f'tgi_resources_{half}_total{{kind="{kind}"}}'] for half in ("created", "released")
+        )
+        found[kind] = created - released  # below 0 where something was given back twice
+    found |= {name: samples[name] for name in EMPTY}
+    found |= {name: max(samples[name] - most, 0) for name, most in baseline.items()}
+    return {name: value for name, value in found.items() if value}
+
+
+def assert_nothing_left(http: str, baseline: Mapping[str, float], timeout_s: float = 10.0) -> None:
+    """Waits for it; what is cancelled ends a little later than its client."""
+    deadline = time.monotonic() + timeout_s
+    while left := differences(http, baseline):
+        assert time.monotonic() < deadline, left
+        time.sleep(0.05)

@@ -1,0 +1,60 @@
+"""A router that leaks on purpose, some of everything at its first calls, so that the tests of leaks are seen
+to find them. Run like `python -m tgis`."""
+
+import asyncio
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from tgis.cli import main
+from tgis.router.blocks import BlockPool
+from tgis.router.engine import Engine
+from tgis.router.generation import Generation
+from tgis.router.permits import Permits
+from tgis.router.rows import Rows
+
+hold, release_blocks, close_row, release = Permits.hold, BlockPool.release, Rows.close, Engine._release
+left = {"block": 1, "row": 1, "permit": 1}
+tasks: list[asyncio.Task[None]] = []
+forgotten: list[Generation] = []
+
+
+def leaks(kind: str) -> bool:
+    left[kind] -= 1
+    return left[kind] >= 0
+
+
+@contextmanager
+def hold_and_return_twice(permits: Permits, count: int) -> Iterator[None]:
+    if leaks("permit"):
+        tasks.append(asyncio.create_task(asyncio.sleep(3600)))
+        os.dup(0)
+        permits.num_free += count
+        permits.tally.released += count
+    with hold(permits, count):
+        yield
+
+
+def release_all_but_one(pool: BlockPool, blocks: list[int]) -> None:
+    release_blocks(pool, blocks[1:] if blocks and leaks("block") else blocks)
+
+
+def close_later(rows: Rows, row: int) -> None:
+    if not leaks("row"):
+        close_row(rows, row)
+
+
+def forget_the_first(engine: Engine, generation: Generation) -> None:
+    """Which its client's leaving would release as well."""
+    if not forgotten:
+        forgotten.append(generation)
+    if generation not in forgotten:
+        release(engine, generation)
+
+
+if __name__ == "__main__":
+    Permits.hold = hold_and_return_twice  # type: ignore[method-assign]
+    BlockPool.release = release_all_but_one  # type: ignore[method-assign]
+    Rows.close = close_later  # type: ignore[method-assign]
+    Engine._release = forget_the_first  # type: ignore[method-assign]
+    main()

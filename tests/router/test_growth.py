@@ -1,0 +1,92 @@
+"""A router's memory after thousands of requests, with cancelled and failed ones among them."""
+
+import contextlib
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from itertools import count
+from pathlib import Path
+
+import grpc
+import pytest
+
+from tests.accounts import assert_nothing_left, take_baseline
+from tests.growth import growth_per_request, slope
+from tests.router.conftest import Setup, start_router, stop_router
+from tests.router.test_grpc_api import batch, single, stopping
+from tgis.pb import generation_pb2 as pb
+from tgis.pb.generation_pb2_grpc import GenerationServiceStub
+
+NUM_REQUESTS = 20_000
+MOST = 20 << 20  # bytes, over so many requests
+MOST_SHARE = 0.02  # of what it has
+NUM_THREADS = 4
+NUM_WORDS = 100  # the tokenizer remembers up to 10,000 different words, which is no leak
+
+
+def mix(stub: GenerationServiceStub) -> Callable[[int], None]:
+    """Makes so many requests; of a hundred inputs sixty are in batches, twenty single, ten streamed, five
+    cancelled and five refused."""
+    numbers = count()
+
+    def twenty() -> None:
+        number = next(numbers) % NUM_WORDS
+        few = {"stopping": stopping(4)}
+        for _ in range(2):
+            stub.Generate(batch(*[f"{number} girl {i}" for i in range(6)], **few))
+        for i in range(4):
+            stub.Generate(batch(f"{number} fox {i}", **few))
+        for i in range(2):
+            list(stub.GenerateStream(single(f"{number} dog {i}", **few)))
+        call = stub.GenerateStream(single(f"{number}", stopping=stopping(100, min_new_tokens=100)))
+        next(call), next(call)
+        call.cancel()
+        with contextlib.suppress(grpc.RpcError):
+            stub.Generate(batch("a", stopping=pb.StoppingCriteria(min_new_tokens=21)))
+
+    def serve(num_requests: int) -> None:
+        with ThreadPoolExecutor(NUM_THREADS) as threads:
+            for done in [threads.submit(twenty) for _ in range(num_requests // 20)]:
+                done.result()
+
+    return serve
+
+
+def growth(setup: Setup, num_requests: int) -> tuple[float, float]:
+    """Over NUM_REQUESTS, and the most that it may be."""
+    setup.shards[0].step_s = 0
+    setup.stub.Generate(batch("a"))
+    baseline, began = take_baseline(setup.http), time.monotonic()
+    per_request, size = growth_per_request(setup.service.process.pid, num_requests, mix(setup.stub))
+    print(
+        f"{num_requests} requests in {time.monotonic() - began:.0f} s: {per_request:.0f} bytes per request, "
+        f"of {size / 2**20:.1f} MiB"
+    )
+    assert_nothing_left(setup.http, baseline)
+    return per_request * NUM_REQUESTS, min(MOST, MOST_SHARE * size)
+
+
+@pytest.mark.slow
+def test_memory_does_not_grow_with_requests(tmp_path: Path) -> None:
+    setup = start_router(tmp_path, 1)
+    try:
+        grown, most = growth(setup, NUM_REQUESTS)
+        assert grown < most
+    finally:
+        assert stop_router(setup) == 0
+
+
+@pytest.mark.slow
+def test_growth_is_found(tmp_path: Path) -> None:
+    """Else the test above would show nothing: a router that keeps a kilobyte per request."""
+    setup = start_router(tmp_path, 1, module="tests.router.growing_router")
+    try:
+        grown, most = growth(setup, NUM_REQUESTS // 4)
+        assert grown > most
+    finally:
+        stop_router(setup)
+
+
+def test_a_slope_is_what_it_should_be() -> None:
+    assert slope([3, 5, 7, 9]) == 2
+    assert slope([4] * 9) == 0

@@ -1,0 +1,247 @@
+"""Clients that leave, one way or another, and clients that are too many: what they had is free at once, and
+who waits gets a turn."""
+
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import grpc
+import pytest
+
+from tests.accounts import assert_nothing_left, scrape, take_baseline
+from tests.router.conftest import Setup, start_router, stop_router
+from tests.router.model_of_shard import integers
+from tests.router.proxy import Proxy
+from tests.router.test_grpc_api import batch, single, stopping
+from tgis.pb import shard_pb2
+from tgis.pb.generation_pb2_grpc import GenerationServiceStub
+
+LONG = {"stopping": stopping(190, min_new_tokens=190)}
+LIMIT = 8
+KEEPALIVE_S = 1.0
+CLIENT = """
+import sys
+import grpc
+from tgis.pb import generation_pb2 as pb
+from tgis.pb.generation_pb2_grpc import GenerationServiceStub
+
+request = pb.SingleGenerationRequest.FromString(bytes.fromhex(sys.argv[2]))
+stream = GenerationServiceStub(grpc.insecure_channel(sys.argv[1])).GenerateStream(request)
+for number, _ in enumerate(stream):
+    if number == 3:
+        print("running", flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Setup, dict[str, float]]]:
+    """A router with room for two at once, and for few to wait; and what it holds when idle."""
+    flags = ["--max-batch-size", "2", "--max-concurrent-requests", str(LIMIT)]
+    flags += ["--keepalive-time", str(KEEPALIVE_S)]
+    setup = start_router(tmp_path_factory.mktemp("small"), 1, *flags)
+    setup.stub.Generate(batch("a"))
+    yield setup, take_baseline(setup.http)
+    assert stop_router(setup) == 0
+
+
+@pytest.fixture(autouse=True)
+def _usual_speed(small: tuple[Setup, dict[str, float]]) -> Iterator[None]:
+    yield
+    small[0].shards[0].step_s = 0.001
+
+
+class Opened:
+    """The prompts that the shard began to compute, in order."""
+
+    def __init__(self, setup: Setup) -> None:
+        self.prompts: list[list[int]] = []
+        self._model = setup.shards[0].model
+        self._model.refuses = self._note
+
+    def _note(self, message: shard_pb2.OpenRow) -> bool:
+        self.prompts.append(integers(message.token_ids))
+        return False
+
+    def close(self) -> None:
+        self._model.refuses = lambda message: False
+
+
+@pytest.mark.parametrize("kind", ["stream", "unary"])
+def test_a_cancelled_call_is_computed_no_further(small: tuple[Setup, dict[str, float]], kind: str) -> None:
+    setup, baseline = small
+    shard = setup.shards[0]
+    shard.step_s = 0.1
+    if kind == "stream":
+        call = setup.stub.GenerateStream(single(**LONG))
+        for _ in range(4):
+            next(call)
+    else:
+        call = setup.stub.Generate.future(batch("a", **LONG))
+        time.sleep(0.4)
+    num_steps = shard.num_steps
+    assert num_steps
+    call.cancel()
+    assert_nothing_left(setup.http, baseline)
+    # One may be under way, two are in flight, and one may be sent before the router hears of it.
+    assert shard.num_steps - num_steps <= 4
+    num_steps = shard.num_steps
+    time.sleep(0.3)
+    assert shard.num_steps == num_steps
+
+
+def test_a_killed_client_leaves_nothing(small: tuple[Setup, dict[str, float]]) -> None:
+    setup, baseline = small
+    setup.shards[0].step_s = 0.05
+    arguments = [f"127.0.0.1:{setup.service.grpc_port}", single(**LONG).SerializeToString().hex()]
+    client = subprocess.Popen([sys.executable, "-c", CLIENT, *arguments], stdout=subprocess.PIPE, text=True)
+    assert client.stdout is not None
+    with client.stdout:
+        assert client.stdout.readline() == "running\n"
+        assert scrape(setup.http)["tgi_requests_running"] == 1
+        client.send_signal(signal.SIGKILL)
+        client.wait()
+    assert_nothing_left(setup.http, baseline, timeout_s=3)
+
+
+def test_a_client_whose_network_vanishes_leaves_nothing(small: tuple[Setup, dict[str, float]]) -> None:
+    """Before its call is over, which would end it as well."""
+    setup, baseline = small
+    setup.shards[0].step_s = 0.1
+    proxy = Proxy(setup.service.grpc_port)
+    channel = grpc.insecure_channel(f"127.0.0.1:{proxy.port}")
+    try:
+        stream = GenerationServiceStub(channel).GenerateStream(single(**LONG))
+        next(stream), next(stream)
+        proxy.passes.clear()
+        began = time.monotonic()
+        time.sleep(KEEPALIVE_S / 3)
+        assert scrape(setup.http)["tgi_requests_live"] == 1
+        assert_nothing_left(setup.http, baseline)
+        assert time.monotonic() - began < 190 * 0.1 / 2
+    finally:
+        proxy.close()
+        channel.close()
+
+
+def test_who_is_too_late_in_the_queue_is_never_computed(small: tuple[Setup, dict[str, float]]) -> None:
+    setup, baseline = small
+    setup.shards[0].step_s = 0.02
+    busy = [setup.stub.GenerateStream(single(f"busy {i}", **LONG)) for i in range(2)]
+    for call in busy:
+        next(call), next(call)
+    opened = Opened(setup)
+    try:
+        with pytest.raises(grpc.RpcError) as caught:
+            setup.stub.Generate(batch("late"), timeout=0.2)
+        assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        for call in busy:
+            call.cancel()
+        assert setup.stub.Generate(batch("next")).responses
+    finally:
+        opened.close()
+    assert opened.prompts == [setup.tokenizer.encode("next").ids]
+    assert_nothing_left(setup.http, baseline)
+
+
+def test_too_many_are_refused_at_once_and_cost_nobody_a_place(small: tuple[Setup, dict[str, float]]) -> None:
+    setup, baseline = small
+    setup.shards[0].step_s = 0.02
+    refusals = 'tgi_request_failure_total{err="conc_limit"}'
+    before = scrape(setup.http).get(refusals, 0.0)
+    calls = [setup.stub.GenerateStream(single(f"{i}", **LONG)) for i in range(LIMIT)]
+    for call in calls:
+        next(call)
+    slowest = 0.0
+    for _ in range(3 * LIMIT):
+        began = time.monotonic()
+        with pytest.raises(grpc.RpcError, match="Model is overloaded"):
+            setup.stub.Generate(batch("a"))
+        slowest = max(slowest, time.monotonic() - began)
+    print(f"slowest refusal: {1000 * slowest:.1f} ms")
+    assert slowest < 2
+    for call in calls:
+        call.cancel()
+    assert_nothing_left(setup.http, baseline)
+    assert scrape(setup.http)[refusals] - before == 3 * LIMIT
+    setup.shards[0].step_s = 0.001
+    assert len(setup.stub.Generate(batch(*["a"] * LIMIT, stopping=stopping(1))).responses) == LIMIT
+
+
+def test_nobody_starves_behind_a_stream_of_newcomers(small: tuple[Setup, dict[str, float]]) -> None:
+    """A long prompt with a long answer starts before all that come after it."""
+    setup, baseline = small
+    setup.shards[0].step_s = 0.005
+    until = time.monotonic() + 1
+    long = "girl fox " * 20
+
+    def hurry(worker: int) -> None:
+        number = 0
+        while time.monotonic() < until:
+            setup.stub.Generate(batch(f"{worker} {number}", stopping=stopping(3)))
+            number += 1
+
+    opened = Opened(setup)
+    try:
+        with ThreadPoolExecutor(5) as threads:
+            workers = [threads.submit(hurry, worker) for worker in range(5)]
+            time.sleep(0.3)
+            num_before = len(opened.prompts)
+            stream = setup.stub.GenerateStream(single(long, stopping=stopping(60, min_new_tokens=60)))
+            next(stream)  # it is in the queue
+            num_ahead = len(opened.prompts) - num_before
+            assert list(stream)[-1].generated_token_count == 60
+            for worker in workers:
+                worker.result(30)
+    finally:
+        opened.close()
+    place = opened.prompts.index(setup.tokenizer.encode(long).ids) - num_before
+    print(f"{place} others began first, {num_ahead} of them before it was in the queue")
+    assert place <= num_ahead + LIMIT
+    assert len(opened.prompts) - num_before > 3 * LIMIT, "newcomers went on arriving"
+    assert_nothing_left(setup.http, baseline)
+
+
+@pytest.mark.parametrize(
+    "num_calls", [100, pytest.param(1000, marks=[pytest.mark.slow])], ids=["some", "many"]
+)
+def test_a_cancel_that_races_the_end_is_one_or_the_other(
+    small: tuple[Setup, dict[str, float]], num_calls: int
+) -> None:
+    setup, baseline = small
+    began = time.monotonic()
+    for _ in range(10):
+        setup.stub.Generate(batch("a", stopping=stopping(2, min_new_tokens=2)))
+    usual_s = (time.monotonic() - began) / 10
+    before, r = outcomes(setup), random.Random(0)
+    waits = [r.uniform(0, 5 * usual_s) for _ in range(num_calls)]
+
+    def race(wait_s: float) -> grpc.StatusCode:
+        call = setup.stub.Generate.future(batch("a", stopping=stopping(2, min_new_tokens=2)))
+        time.sleep(wait_s)
+        call.cancel()
+        code: grpc.StatusCode = call.code()
+        return code
+
+    with ThreadPoolExecutor(4) as threads:
+        ends = Counter(threads.map(race, waits))
+    assert set(ends) == {grpc.StatusCode.OK, grpc.StatusCode.CANCELLED}, ends
+    assert_nothing_left(setup.http, baseline)
+    changes = outcomes(setup) - before
+    assert changes["calls"] == changes["successes"] + changes["cancelled"] > num_calls / 2, changes
+    assert changes["successes"] >= ends[grpc.StatusCode.OK] > 0
+    assert changes["cancelled"] > 0
+
+
+def outcomes(setup: Setup) -> Counter[str]:
+    names = {
+        "calls": 'tgi_request_count_total{kind="single"}',
+        "successes": 'tgi_request_success_total{kind="single",stop_reason="MAX_TOKENS"}',
+        "cancelled": 'tgi_request_failure_total{err="cancelled"}',
+    }
+    samples = scrape(setup.http)
+    return Counter({name: int(samples.get(series, 0)) for name, series in names.items()})

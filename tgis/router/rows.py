@@ -1,0 +1,31 @@
+"""Places in the shards' tables, one per running sequence."""
+
+from tgis.router.tally import Tally
+
+
+class Rows:
+    """A row that is closed may be taken again at once: the next step tells the shards of both, in that
+    order."""
+
+    def __init__(self, num_rows: int) -> None:
+        self.tally = Tally()
+        self._free = list(range(num_rows))[::-1]
+        self._closed: list[int] = []
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def take(self) -> int:
+        self.tally.created += 1
+        return self._free.pop()
+
+    def close(self, row: int) -> None:
+        self.tally.released += 1
+        self._closed.append(row)
+        self._free.append(row)
+
+    def take_closed(self) -> list[int]:
+        """Those that the shards do not know to be closed; with this they are told, or gone."""
+        closed, self._closed = self._closed, []
+        return closed
