@@ -14,6 +14,7 @@ from integration_tests.chaos.memory import Watch
 from integration_tests.chaos.report import Report, read_resumed
 from integration_tests.chaos.target import STEADY, Target
 from integration_tests.chaos.traffic import Answer, Case, Traffic, make_cases
+from tests.accounts import take_baseline
 from tgis.pb.generation_pb2_grpc import GenerationServiceStub
 
 NUM_CASES, NUM_WORKERS = 24, 8
@@ -47,7 +48,7 @@ def run(directory: Path, seconds: float, seed: int, log: Path | None = None) -> 
 def _run(target: Target, seconds: float, seed: int) -> Report:
     random = Random(seed)
     answers = _answers_without_faults(target, make_cases(random, NUM_CASES, STEADY))
-    before = target.accounts()
+    baseline = take_baseline(target.service.http)
     watch = Watch(target.processes)
     traffic = Traffic(target.connect, answers, NUM_WORKERS, seed)
     try:
@@ -55,7 +56,7 @@ def _run(target: Target, seconds: float, seed: int) -> Report:
     finally:
         tally = traffic.end()
         slopes = watch.end()
-    left = target.wait_until_settled(before)
+    left = target.wait_until_settled(baseline)
     restarts = int(target.metrics()["tgi_shard_restarts_total"])
     exit_code = target.service.end()
     resumed = read_resumed(target.service.lines)

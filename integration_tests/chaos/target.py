@@ -5,6 +5,7 @@ import ssl
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Mapping
 from pathlib import Path
 
 import grpc
@@ -12,6 +13,7 @@ import trustme
 
 from integration_tests.conftest import MAX_SEQUENCE_LENGTH, VOCAB_SIZE, launch
 from integration_tests.tuned_files import WIDTH
+from tests.accounts import differences, scrape
 from tests.processes import children_of
 from tests.prompts.files import random_prompt, save_prompt
 from tests.shard.checkpoints import write_llama
@@ -19,14 +21,6 @@ from tests.tokenizers_for_tests import write_byte_level
 
 MAX_REQUESTS = 32
 STEADY, CHANGING = "steady", "changing"  # prompts: one that stays as it is, one that does not
-ACCOUNTS = (
-    "tgi_requests_live",
-    "tgi_queue_size",
-    "tgi_requests_running",
-    "tgi_permits_used",
-    "tgi_kv_cache_usage_ratio",
-    "tgi_tasks",
-)
 # One of a group's starts each, wherever chance has led to by then.
 FAILPOINTS = (
     "shard.before_answer[epoch=1]=garbage@1500",
@@ -113,9 +107,7 @@ class Target:
         (self.store / f"..{name}" / "decoder.pt").replace(self.store / name / "decoder.pt")
 
     def metrics(self) -> dict[str, float]:
-        text = self.get("/metrics")
-        lines = (line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
-        return {name: float(value) for name, value in lines}
+        return scrape(self.service.http)
 
     def get(self, path: str) -> str:
         with urllib.request.urlopen(self.service.http + path, timeout=20) as response:
@@ -147,19 +139,9 @@ class Target:
             assert time.monotonic() < deadline, f"not ready again:\n{self.service.output}"
             time.sleep(0.1)
 
-    def accounts(self) -> dict[str, float]:
-        """What must be the same when nobody asks anything any more."""
-        metrics = self.metrics()
-        found = {name: metrics[name] for name in ACCOUNTS}
-        found["descriptors of the router"] = len(list(Path(f"/proc/{self.router_pid}/fd").iterdir()))
-        return found
-
-    def wait_until_settled(self, before: dict[str, float], timeout_s: float = 60.0) -> dict[str, float]:
-        """What there is more of than before, after so long."""
+    def wait_until_settled(self, baseline: Mapping[str, float], timeout_s: float = 60.0) -> dict[str, float]:
+        """What is held that was not before, after so long."""
         deadline = time.monotonic() + timeout_s
-        while True:
-            now = self.accounts()
-            left = {name: now[name] - before[name] for name in now if now[name] > before[name]}
-            if not left or time.monotonic() > deadline:
-                return left
+        while (left := differences(self.service.http, baseline)) and time.monotonic() < deadline:
             time.sleep(0.5)
+        return left
