@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import grpc
-import uvicorn
 import uvloop
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
@@ -30,12 +29,15 @@ from tgis.router.errors import StartupError
 from tgis.router.gate import Gate, Tokens
 from tgis.router.grpc_api import GenerationService
 from tgis.router.grpc_door import Door
+from tgis.router.grpc_options import grpc_options
 from tgis.router.guided import Grammars
 from tgis.router.http_api import http_app
+from tgis.router.http_port import http_server
 from tgis.router.metrics import MetricLimits, Metrics
 from tgis.router.permits import Permits
 from tgis.router.residents import Residents
 from tgis.router.shards import Shards
+from tgis.router.slow_readers import SlowReaders
 from tgis.router.tls import Certificates, TlsFiles
 from tgis.router.tokenizer import Tokenizer
 from tgis.router.tracing import open_tracing
@@ -47,12 +49,6 @@ T = TypeVar("T")
 
 SERVICE = "fmaas.GenerationService"
 LAST_WORDS_S = 0.5  # for answers that are on their way when the last generation has ended
-GRPC_OPTIONS = [
-    ("grpc.so_reuseport", 0),  # a second server on the port must fail, not share it
-    ("grpc.max_concurrent_streams", 1024),
-    ("grpc.keepalive_permit_without_calls", 1),  # idle clients may ping every 30 s
-    ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
-]
 
 
 def run(config: RouterConfig) -> None:
@@ -69,6 +65,7 @@ class _Router:
         self._health = health.aio.HealthServicer()
         self._permits = Permits(config.max_concurrent_requests)
         self._certificates = _certificates(config)
+        self._readers = SlowReaders(config.slow_reader_timeout)
         self._gates = [Gate(Tokens(config.auth_tokens_path))] if config.auth_tokens_path else []
         self._engine: Engine | None = None
         self._draining = asyncio.Event()
@@ -83,7 +80,8 @@ class _Router:
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, self._draining.set)
         await self._set_health(False)
-        server = grpc.aio.server(interceptors=[*self._gates, Door(f"/{SERVICE}/")], options=GRPC_OPTIONS)
+        doors = [*self._gates, Door(f"/{SERVICE}/", self._readers)]
+        server = grpc.aio.server(interceptors=doors, options=grpc_options(config))
         grpc_port = _open_grpc_port(server, config, self._certificates)
         async with self._http_server() as http_port:
             try:
@@ -121,12 +119,13 @@ class _Router:
         engine = asyncio.create_task(self._engine.run(), name="engine")
         draining = asyncio.create_task(self._draining.wait(), name="signals")
         watching = asyncio.create_task(self._watch_certificates(), name="certificates")
+        reading = asyncio.create_task(self._readers.watch(), name="slow readers")
         await asyncio.wait((engine, draining), return_when=asyncio.FIRST_COMPLETED)
         if not engine.done():
             logger.info("draining %d requests", self._engine.num_live)
         await self._health.enter_graceful_shutdown()
         await self._stop(server, 0 if engine.done() else self._config.shutdown_timeout)
-        for task in (engine, draining, watching):
+        for task in (engine, draining, watching, reading):
             task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await engine
@@ -204,10 +203,7 @@ class _Router:
     async def _http_server(self) -> AsyncIterator[int]:
         """Answers from the start, so that the process is live while the model loads; yields the port."""
         listener = listen(self._config.bind, self._config.port)
-        settings = uvicorn.Config(
-            http_app(self._is_ready, self._metrics), log_config=None, access_log=False, lifespan="off"
-        )
-        server = uvicorn.Server(settings)
+        server = http_server(http_app(self._is_ready, self._metrics))
         server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign, assignment]
         task = asyncio.create_task(server.serve(sockets=[listener]), name="http")
         try:

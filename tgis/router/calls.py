@@ -1,12 +1,19 @@
 """Accounts for generation calls: every call, refusal, failure and finished input is counted, timed, traced
 and logged once, at the moments and under the labels of TGIS."""
 
+import asyncio
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from tgis.router.errors import GenerationError, OverloadedError, RequestError, RouterError
+from tgis.router.errors import (
+    GenerationError,
+    OverloadedError,
+    RequestError,
+    RouterError,
+    SlowReaderError,
+)
 from tgis.router.events import Event, Failed, InputTokens, Output
 from tgis.router.metrics import Metrics
 from tgis.router.request_log import CallLog, GenerationCall, InputLog, correlation_id
@@ -71,6 +78,9 @@ class Call:
         except OverloadedError:
             failure.add("conc_limit")
             raise
+        except SlowReaderError:
+            failure.add("slow_reader")
+            raise
         except RouterError:
             failure.add("generate")
             raise
@@ -85,9 +95,16 @@ class Call:
             metrics.request_max_new_tokens.observe(request.stopping.max_new_tokens)
         self._log.accept()
 
-    def input(self, index: int, sequence: Sequence) -> InputLog:
-        """To be told the events of the input at `index`, and what ends it early."""
-        return self._log.input(index, sequence)
+    @contextmanager
+    def input(self, index: int, sequence: Sequence) -> Iterator[InputLog]:
+        """To be told the events of the input at `index`; what ends it early passes through."""
+        with self._log.input(index, sequence) as log:
+            try:
+                yield log
+            except (asyncio.CancelledError, GeneratorExit):
+                if not log.has_ended:
+                    self._metrics.request_failure.add("cancelled")
+                raise
 
     def take(self, event: Event, log: InputLog) -> InputTokens | Output:
         """The next event of an input, before anybody else sees it. Raises GenerationError for a failure."""

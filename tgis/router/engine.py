@@ -95,7 +95,6 @@ class Engine:
                     return
         finally:
             if sequence in self._live:
-                self._metrics.request_failure.add("cancelled")
                 self._release(generation)
 
     async def run(self) -> None:

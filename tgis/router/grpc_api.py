@@ -71,8 +71,8 @@ class GenerationService(GenerationServiceServicer):
                 raise RequestError(MISSING_REQUEST)
             checked, [sequence] = await self._check(call.texts, request, hold)
             call.accept(checked, [sequence])
-            yield self._writer.header(sequence, call.texts[0] if checked.input_text else "")
             async with self._events(sequence, call) as (events, log):
+                yield self._writer.header(sequence, call.texts[0] if checked.input_text else "")
                 async for event in events:
                     response = self._writer.message(call.take(event, log), sequence)
                     if response is not None:

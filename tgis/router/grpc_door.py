@@ -11,7 +11,9 @@ from typing import Any
 import grpc
 from google.protobuf.message import DecodeError
 
-from tgis.router.errors import Code, RequestError, RouterError, internal_error
+from tgis.router.errors import Code, OverloadedError, RequestError, RouterError, internal_error
+from tgis.router.retry import retry_later
+from tgis.router.slow_readers import SlowReaders
 
 logger = logging.getLogger(__name__)
 
@@ -33,8 +35,8 @@ class _Malformed:
 class Door(grpc.aio.ServerInterceptor):
     """Wraps the methods under `prefix`; others (health, reflection) pass as they are."""
 
-    def __init__(self, prefix: str) -> None:
-        self._prefix = prefix
+    def __init__(self, prefix: str, readers: SlowReaders) -> None:
+        self._prefix, self._readers = prefix, readers
 
     async def intercept_service(
         self,
@@ -45,9 +47,9 @@ class Door(grpc.aio.ServerInterceptor):
         if handler is None or not handler_call_details.method.startswith(self._prefix):
             return handler
         make, method = (
-            (grpc.unary_stream_rpc_method_handler, _guard_stream(handler.unary_stream))
+            (grpc.unary_stream_rpc_method_handler, _guard_stream(handler.unary_stream, self._readers))
             if handler.response_streaming
-            else (grpc.unary_unary_rpc_method_handler, _guard_unary(handler.unary_unary))
+            else (grpc.unary_unary_rpc_method_handler, _guard_unary(handler.unary_unary, self._readers))
         )
         reader = _tolerant(handler.request_deserializer)
         return make(method, request_deserializer=reader, response_serializer=handler.response_serializer)
@@ -64,27 +66,31 @@ def _tolerant(deserialize: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
 
 
 def _guard_unary(
-    method: Callable[[Any, Context], Awaitable[Any]],
+    method: Callable[[Any, Context], Awaitable[Any]], readers: SlowReaders
 ) -> Callable[[Any, Context], Awaitable[Any]]:
     async def call(request: Any, context: Context) -> Any:
         try:
-            return await method(_checked(request), context)
+            answer = await method(_checked(request), context)
         except Exception as error:
-            await _abort(context, error)
+            readers.end()
+            return await _abort(context, error)
+        readers.end()
+        return answer
 
     return call
 
 
 def _guard_stream(
-    method: Callable[[Any, Context], AsyncGenerator[Any, None]],
+    method: Callable[[Any, Context], AsyncGenerator[Any, None]], readers: SlowReaders
 ) -> Callable[[Any, Context], Awaitable[None]]:
     async def call(request: Any, context: Context) -> None:
         try:
             async with aclosing(method(_checked(request), context)) as responses:
-                async for response in responses:
-                    await context.write(response)
+                await readers.send(responses, context)
         except Exception as error:
+            readers.end()
             await _abort(context, error)
+        readers.end()
 
     return call
 
@@ -100,7 +106,9 @@ async def _abort(context: Context, error: Exception) -> None:
     if isinstance(error, grpc.aio.AbortError | asyncio.CancelledError):
         raise error
     if isinstance(error, RouterError):
-        await context.abort(STATUS[error.code], str(error))
+        code, text = STATUS[error.code], str(error)
+        more = retry_later(code.value[0], text) if isinstance(error, OverloadedError) else ()
+        await context.abort(code, text, more)
     request_id = secrets.token_hex(8)
     logger.error("request %s failed", request_id, exc_info=error)
     await context.abort(grpc.StatusCode.INTERNAL, internal_error(request_id))

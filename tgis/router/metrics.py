@@ -66,8 +66,9 @@ class Metrics:
         )
         self.request_failure = self._counter(
             "tgi_request_failure",
-            "Refused or failed calls (conc_limit, validation, generate), cancelled inputs, and inputs whose "
-            "time limit passed before anything was computed (timeout; these are successes too)",
+            "Refused or failed calls (conc_limit, validation, generate), streams whose client does not read "
+            "(slow_reader), cancelled inputs, and inputs whose time limit passed before anything was "
+            "computed (timeout; these are successes too)",
             "err",
         )
 
