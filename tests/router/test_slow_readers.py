@@ -5,11 +5,13 @@ import socket
 import struct
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import psutil
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from tests.router.conftest import Setup, start_router, stop_router
+from tests.router.conftest import Setup, ShardServer, start_router, stop_router
 from tests.router.http2 import (
     ACK,
     END_STREAM,
@@ -26,6 +28,7 @@ TIMEOUT_S = 1.0
 LENGTH = 150
 STREAM = "/fmaas.GenerationService/GenerateStream"
 UNARY = "/fmaas.GenerationService/Generate"
+WATCH = "/grpc.health.v1.Health/Watch"
 TOKENIZE = "/fmaas.GenerationService/Tokenize"
 IDLE = ("tgi_requests_live", "tgi_permits_used", "tgi_kv_cache_usage_ratio")
 SLOW = 'tgi_request_failure{err="slow_reader"}'
@@ -156,3 +159,23 @@ def test_a_socket_that_nobody_reads(router: Setup, num_tasks: float) -> None:
         connection.call(101, STREAM, REQUEST)
         wait(lambda: metric(router, SLOW) == slow + 1)
         wait(lambda: is_idle(router, num_tasks))
+
+
+def test_a_watch_of_the_health_that_nobody_reads_keeps_it_from_nobody(tmp_path: Path) -> None:
+    setup = start_router(tmp_path, 1, "--shutdown-timeout", "1")
+    status = health_pb2.HealthCheckResponse
+    try:
+        with no_reader(setup) as connection:
+            connection.call(1, WATCH, b"")
+            list(connection.frames(0.2))
+            watch = health_pb2_grpc.HealthStub(setup.channel).Watch(
+                health_pb2.HealthCheckRequest(), timeout=20
+            )
+            assert next(watch).status == status.SERVING
+            setup.servers.pop().stop()
+            assert next(watch).status == status.NOT_SERVING
+            setup.servers.append(ShardServer(setup.shards[0], setup.uds_path))
+            assert next(watch).status == status.SERVING
+            assert setup.service.end(timeout_s=10) == 0
+    finally:
+        stop_router(setup)

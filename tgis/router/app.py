@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import grpc
 import uvloop
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1 import health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from tgis.config import SERVICE_NAME, RouterConfig
@@ -31,6 +31,8 @@ from tgis.router.grpc_api import GenerationService
 from tgis.router.grpc_door import Door
 from tgis.router.grpc_options import grpc_options
 from tgis.router.guided import Grammars
+from tgis.router.health import NAME as HEALTH
+from tgis.router.health import Health
 from tgis.router.http_api import http_app
 from tgis.router.http_port import http_server
 from tgis.router.metrics import MetricLimits, Metrics
@@ -62,7 +64,7 @@ class _Router:
         self._metrics = Metrics(_metric_limits(config))
         self._tracing = open_tracing(config.otlp_endpoint, config.otlp_service_name or SERVICE_NAME)
         self._grammars = Grammars()
-        self._health = health.aio.HealthServicer()
+        self._health = Health(SERVICE)
         self._permits = Permits(config.max_concurrent_requests)
         self._certificates = _certificates(config)
         self._readers = SlowReaders(config.slow_reader_timeout)
@@ -79,8 +81,7 @@ class _Router:
         contents = Contents(Residents(shards, self._metrics), self._metrics)
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, self._draining.set)
-        await self._set_health(False)
-        doors = [*self._gates, Door(f"/{SERVICE}/", self._readers)]
+        doors = [*self._gates, Door(self._readers)]
         server = grpc.aio.server(interceptors=doors, options=grpc_options(config))
         grpc_port = _open_grpc_port(server, config, self._certificates)
         async with self._http_server() as http_port:
@@ -123,7 +124,7 @@ class _Router:
         await asyncio.wait((engine, draining), return_when=asyncio.FIRST_COMPLETED)
         if not engine.done():
             logger.info("draining %d requests", self._engine.num_live)
-        await self._health.enter_graceful_shutdown()
+        self._health.end()
         await self._stop(server, 0 if engine.done() else self._config.shutdown_timeout)
         for task in (engine, draining, watching, reading):
             task.cancel()
@@ -168,7 +169,7 @@ class _Router:
             budget=StepBudget(config.max_step_tokens, config.decode_step_ms / 1000),
             steps_in_flight=config.steps_in_flight,
             recovery_timeout=config.recovery_timeout,
-            on_ready=self._on_ready,
+            on_ready=self._health.set,
         )
         validator = Validator(tokenizer, limits, self._grammars, self._metrics)
         kinds = generation_pb2.ModelInfoResponse
@@ -185,19 +186,10 @@ class _Router:
         )
         add_GenerationServiceServicer_to_server(service, server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
-        reflection.enable_server_reflection((SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
+        reflection.enable_server_reflection((SERVICE, HEALTH, reflection.SERVICE_NAME), server)
 
     def _is_ready(self) -> bool:
         return self._engine is not None and self._engine.is_ready and not self._draining.is_set()
-
-    def _on_ready(self, ready: bool) -> None:
-        task = asyncio.ensure_future(self._set_health(ready))
-        task.add_done_callback(lambda done: done.result())
-
-    async def _set_health(self, ready: bool) -> None:
-        status = health_pb2.HealthCheckResponse
-        for name in ("", SERVICE):
-            await self._health.set(name, status.SERVING if ready else status.NOT_SERVING)
 
     @asynccontextmanager
     async def _http_server(self) -> AsyncIterator[int]:

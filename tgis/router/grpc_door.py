@@ -1,10 +1,10 @@
-"""What stands before every method of the public gRPC service: bytes that are no message are refused, errors
+"""What stands before every method of the public gRPC port: bytes that are no message are refused, errors
 become statuses by one table, and nothing unforeseen tells a client more than a request id."""
 
 import asyncio
 import logging
 import secrets
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterable, Awaitable, Callable
 from contextlib import aclosing
 from typing import Any
 
@@ -33,10 +33,10 @@ class _Malformed:
 
 
 class Door(grpc.aio.ServerInterceptor):
-    """Wraps the methods under `prefix`; others (health, reflection) pass as they are."""
+    """Wraps every method there is, those of gRPC's own services too."""
 
-    def __init__(self, prefix: str, readers: SlowReaders) -> None:
-        self._prefix, self._readers = prefix, readers
+    def __init__(self, readers: SlowReaders) -> None:
+        self._readers = readers
 
     async def intercept_service(
         self,
@@ -44,15 +44,22 @@ class Door(grpc.aio.ServerInterceptor):
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Handler:
         handler = await continuation(handler_call_details)
-        if handler is None or not handler_call_details.method.startswith(self._prefix):
-            return handler
-        make, method = (
-            (grpc.unary_stream_rpc_method_handler, _guard_stream(handler.unary_stream, self._readers))
-            if handler.response_streaming
-            else (grpc.unary_unary_rpc_method_handler, _guard_unary(handler.unary_unary, self._readers))
-        )
+        if handler is None:
+            return None
+        make, method = self._guarded(handler)
         reader = _tolerant(handler.request_deserializer)
         return make(method, request_deserializer=reader, response_serializer=handler.response_serializer)
+
+    def _guarded(self, handler: Handler) -> tuple[Callable[..., Handler], Callable[[Any, Context], Any]]:
+        if handler.unary_unary:
+            guarded = _guard_unary(handler.unary_unary, self._readers)
+            return grpc.unary_unary_rpc_method_handler, guarded
+        if handler.unary_stream:
+            streamed = _guard_stream(handler.unary_stream, self._readers)
+            return grpc.unary_stream_rpc_method_handler, streamed
+        assert handler.stream_stream, "no service here has a stream of requests and one answer"
+        streamed = _guard_stream(handler.stream_stream, self._readers)
+        return grpc.stream_stream_rpc_method_handler, streamed
 
 
 def _tolerant(deserialize: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
@@ -96,9 +103,17 @@ def _guard_stream(
 
 
 def _checked(request: Any) -> Any:
+    """Raises RequestError, for a stream of requests when the one that is none comes."""
+    if isinstance(request, AsyncIterable):
+        return _all_checked(request)
     if isinstance(request, _Malformed):
         raise RequestError("the request could not be decoded")
     return request
+
+
+async def _all_checked(requests: AsyncIterable[Any]) -> AsyncGenerator[Any, None]:
+    async for request in requests:
+        yield _checked(request)
 
 
 async def _abort(context: Context, error: Exception) -> None:

@@ -1,0 +1,57 @@
+"""gRPC's health service. A watcher that does not read keeps the health from nobody else; the one that comes
+with gRPC tells one watcher after the other."""
+
+import asyncio
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health_pb2 as pb
+from grpc_health.v1.health_pb2_grpc import HealthServicer
+
+NAME = "grpc.health.v1.Health"
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class Health(HealthServicer):  # type: ignore[misc]
+    """Of services that are ready or not together; the empty name stands for all."""
+
+    def __init__(self, *services: str) -> None:
+        self._services = ("", *services)
+        self._status = pb.HealthCheckResponse.NOT_SERVING
+        self._changed = asyncio.Event()
+        self._has_ended = False
+
+    def set(self, is_ready: bool) -> None:
+        status = pb.HealthCheckResponse
+        self._status = status.SERVING if is_ready and not self._has_ended else status.NOT_SERVING
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    def end(self) -> None:
+        """Never ready again."""
+        self._has_ended = True
+        self.set(False)
+
+    async def Check(self, request: pb.HealthCheckRequest, context: Context) -> pb.HealthCheckResponse:
+        if request.service not in self._services:
+            await context.abort(grpc.StatusCode.NOT_FOUND)
+        return pb.HealthCheckResponse(status=self._status)
+
+    async def List(self, request: pb.HealthListRequest, context: Context) -> pb.HealthListResponse:
+        status = pb.HealthCheckResponse(status=self._status)
+        return pb.HealthListResponse(statuses=dict.fromkeys(self._services, status))
+
+    async def Watch(
+        self, request: pb.HealthCheckRequest, context: Context
+    ) -> AsyncGenerator[pb.HealthCheckResponse, None]:
+        """Every status from now on, but for those that another follows before they are read."""
+        is_known, told = request.service in self._services, None
+        while True:
+            changed = self._changed
+            status = self._status if is_known else pb.HealthCheckResponse.SERVICE_UNKNOWN
+            if status != told:
+                told = status
+                yield pb.HealthCheckResponse(status=status)
+            await changed.wait()
