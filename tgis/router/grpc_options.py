@@ -5,7 +5,11 @@ import resource
 
 from tgis.config import RouterConfig
 
-MAX_STREAMS = 100  # of a connection; with more, resets in a row starve others. More calls wait at the client
+# Of a connection; without it, resets in a row starve others. gRPC counts a stream until its call is let go of
+# and refuses what is beyond, even to clients that keep to the number: it must be more than anybody needs.
+MAX_STREAMS = 1024
+# Calls that nobody has looked at yet. Past gRPC's own thousand it drops calls at random, anybody's.
+MAX_PENDING = 10 * MAX_STREAMS
 HANDSHAKE_S = 10  # of what connects and says nothing; gRPC's own two minutes hold a place for too long
 MIN_PING_S = 10  # between two pings without a call; clients that watch their connections ping every 30 s
 MAX_CONNECTIONS = 4096
@@ -19,6 +23,8 @@ def grpc_options(config: RouterConfig) -> Options:
     options = [
         ("grpc.so_reuseport", 0),  # a second server on the port must fail, not share it
         ("grpc.max_concurrent_streams", MAX_STREAMS),
+        ("grpc.server.max_pending_requests", MAX_PENDING),
+        ("grpc.server.max_pending_requests_hard_limit", 2 * MAX_PENDING),
         ("grpc.max_allowed_incoming_connections", max_connections()),
         ("grpc.server_handshake_timeout_ms", 1000 * HANDSHAKE_S),
         ("grpc.max_receive_message_length", config.max_message_bytes),
@@ -26,7 +32,7 @@ def grpc_options(config: RouterConfig) -> Options:
         ("grpc.max_metadata_size", metadata),
         ("grpc.absolute_max_metadata_size", metadata),
         ("grpc.keepalive_permit_without_calls", 1),
-        ("grpc.http2.min_recv_ping_interval_without_data_ms", 1000 * MIN_PING_S),
+        ("grpc.http2.min_ping_interval_without_data_ms", 1000 * MIN_PING_S),
     ]
     if config.max_connection_age is not None:  # the grace is gRPC's own, without end: streams finish
         options.append(("grpc.max_connection_age_ms", int(1000 * config.max_connection_age)))
