@@ -26,6 +26,21 @@ class PortOptions:
         "File of bearer tokens, a line each, of which a call must show one; unset: none is asked for.",
         None,
     )
+    max_message_bytes: int = option("Bytes of the largest request.", 4 << 20, minimum=1)
+    max_metadata_bytes: int = option(
+        "Bytes of a call's metadata, with 32 for each entry.", 16 << 10, minimum=1
+    )
+    max_connection_age: float | None = option(
+        "Seconds after which a gRPC connection is asked to be opened anew, within a tenth; streams on it "
+        "finish; unset: never.",
+        None,
+        minimum=0.1,
+    )
+    slow_reader_timeout: float = option(
+        "Seconds that an answer waits for a client that does not read; then the call ends.",
+        60.0,
+        minimum=0.1,
+    )
     keepalive_time: float = option(
         "Seconds of silence after which a client is pinged; without an answer in a third of that it is gone.",
         60.0,

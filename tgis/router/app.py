@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import grpc
-import uvicorn
 import uvloop
 from grpc_health.v1 import health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
@@ -31,15 +30,18 @@ from tgis.router.errors import StartupError
 from tgis.router.gate import Gate, Tokens
 from tgis.router.grpc_api import GenerationService
 from tgis.router.grpc_door import Door
+from tgis.router.grpc_options import grpc_options
 from tgis.router.guided import Grammars
 from tgis.router.health import NAME as HEALTH
-from tgis.router.http_api import encrypt, http_app
+from tgis.router.http_api import http_app
+from tgis.router.http_port import http_server
 from tgis.router.link import open_link
 from tgis.router.metrics import MetricLimits, Metrics
 from tgis.router.permits import Permits
 from tgis.router.readiness import Readiness
 from tgis.router.residents import Residents
 from tgis.router.shards import Shards
+from tgis.router.slow_readers import SlowReaders
 from tgis.router.tally import check_balance, count_descriptors
 from tgis.router.tokenizer import Tokenizer
 from tgis.router.tracing import open_tracing
@@ -54,12 +56,6 @@ SERVICE = "fmaas.GenerationService"
 # For clients that watch the health to go elsewhere: calls that arrive just as gRPC stops are cancelled.
 FAREWELL_S = 1.0
 LAST_WORDS_S = 5.0  # at most, for answers that are on their way when the last generation has ended
-GRPC_OPTIONS = [
-    ("grpc.so_reuseport", 0),  # a second server on the port must fail, not share it
-    ("grpc.max_concurrent_streams", 1024),
-    ("grpc.keepalive_permit_without_calls", 1),  # idle clients may ping every 30 s
-    ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
-]
 
 
 def run(config: RouterConfig) -> None:
@@ -77,6 +73,7 @@ class _Router:
         self._readiness = Readiness(SERVICE)
         self._permits = Permits(config.max_concurrent_requests)
         self._certificates = _certificates(config)
+        self._readers = SlowReaders(config.slow_reader_timeout)
         self._gates = (
             [Gate(Tokens(config.auth_tokens_path), self._metrics.request_failure)]
             if config.auth_tokens_path
@@ -94,9 +91,8 @@ class _Router:
         contents = Contents(Residents(shards, self._metrics), self._metrics)
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
-        door = Door(f"/{SERVICE}/", self._metrics.request_failure)
-        options = [*GRPC_OPTIONS, *_keepalive(config.keepalive_time)]
-        server = grpc.aio.server(interceptors=[*self._gates, door], options=options)
+        doors = [*self._gates, Door(self._readers, self._metrics.request_failure)]
+        server = grpc.aio.server(interceptors=doors, options=grpc_options(config))
         # Who connects while the model loads is refused, and can go elsewhere, instead of waiting for answers.
         reserved = reserve(config.bind, config.grpc_port)
         grpc_port = reserved.getsockname()[1]
@@ -143,6 +139,7 @@ class _Router:
         engine = asyncio.create_task(self._engine.run(), name="engine")
         draining = asyncio.create_task(self._draining.wait(), name="signals")
         watching = asyncio.create_task(self._watch_certificates(), name="certificates")
+        reading = asyncio.create_task(self._readers.watch(), name="slow readers")
         await asyncio.wait((engine, draining), return_when=asyncio.FIRST_COMPLETED)
         if not engine.done():
             logger.info("draining %d requests", self._engine.num_live)
@@ -151,7 +148,7 @@ class _Router:
         if has_watchers and not engine.done():
             await _wait(self._aborting, FAREWELL_S)
         await self._stop(server, 0 if engine.done() else self._config.shutdown_timeout)
-        for task in (engine, draining, watching):
+        for task in (engine, draining, watching, reading):
             task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await engine
@@ -224,15 +221,8 @@ class _Router:
     async def _http_server(self) -> AsyncIterator[int]:
         """Answers from the start, so that the process is live while the model loads; yields the port."""
         listener = listen(self._config.bind, self._config.port)
-        settings = uvicorn.Config(
-            http_app(lambda: self._readiness.is_ready, self._metrics),
-            log_config=None,
-            access_log=False,
-            lifespan="off",
-        )
-        if self._config.http_tls and self._certificates is not None:
-            encrypt(settings, self._certificates)
-        server = uvicorn.Server(settings)
+        certificates = self._certificates if self._config.http_tls else None
+        server = http_server(http_app(lambda: self._readiness.is_ready, self._metrics), certificates)
         server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign, assignment]
         task = asyncio.create_task(server.serve(sockets=[listener]), name="http")
         try:
@@ -245,15 +235,6 @@ class _Router:
 async def _wait(event: asyncio.Event, timeout_s: float) -> None:
     with contextlib.suppress(TimeoutError):
         await asyncio.wait_for(event.wait(), timeout_s)
-
-
-def _keepalive(seconds: float) -> list[tuple[str, int]]:
-    """A client whose network is gone says nothing, and would keep what it has for hours."""
-    return [
-        ("grpc.keepalive_time_ms", round(1000 * seconds)),
-        ("grpc.keepalive_timeout_ms", round(1000 * seconds / 3)),
-        ("grpc.http2.ping_timeout_ms", round(1000 * seconds / 3)),  # without it a minute counts
-    ]
 
 
 def _metric_limits(config: RouterConfig) -> MetricLimits:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from tgis.router.errors import GenerationError, OverloadedError, RequestError
+from tgis.router.errors import GenerationError, OverloadedError, RequestError, SlowReaderError
 from tgis.router.events import Event, Failed, InputTokens, Output
 from tgis.router.metrics import Metrics
 from tgis.router.request_log import CallLog, GenerationCall, InputLog, correlation_id
@@ -74,6 +74,9 @@ class Call:
         except OverloadedError:
             failure.add("conc_limit")
             raise
+        except SlowReaderError:
+            failure.add("slow_reader")
+            raise
         except Exception:
             failure.add("generate")
             raise
@@ -93,7 +96,7 @@ class Call:
 
     @contextmanager
     def input(self, index: int, sequence: Sequence) -> Iterator[InputLog]:
-        """To be told the events of the input at `index`, and what ends it early."""
+        """To be told the events of the input at `index`; what ends it early passes through."""
         self._num_waiting -= 1
         with self._log.input(index, sequence) as log:
             try:

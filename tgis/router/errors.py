@@ -4,6 +4,7 @@ status.
 RouterError
 ├── RequestError        INVALID_ARGUMENT    the request is wrong; the text is the contract's
 ├── OverloadedError     RESOURCE_EXHAUSTED  no room now, try again
+├── SlowReaderError     RESOURCE_EXHAUSTED  the client does not read its answer
 ├── UnavailableError    UNAVAILABLE         shutting down, or the shards stayed away too long
 └── GenerationError     its own             an accepted request could not be served
 
@@ -41,6 +42,13 @@ class RequestError(RouterError):
 
 class OverloadedError(RouterError):
     code = Code.RESOURCE_EXHAUSTED
+
+
+class SlowReaderError(RouterError):
+    code = Code.RESOURCE_EXHAUSTED
+
+    def __init__(self) -> None:
+        super().__init__("the client does not read its answer")
 
 
 class UnavailableError(RouterError):

@@ -1,18 +1,20 @@
-"""What stands before every method of the public gRPC service: bytes that are no message are refused, errors
+"""What stands before every method of the public gRPC port: bytes that are no message are refused, errors
 become statuses by one table, and nothing unforeseen tells a client more than a request id."""
 
 import asyncio
 import logging
 import secrets
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterable, Awaitable, Callable
 from contextlib import aclosing
 from typing import Any
 
 import grpc
 from google.protobuf.message import DecodeError
 
-from tgis.router.errors import Code, RequestError, RouterError, internal_error
+from tgis.router.errors import Code, OverloadedError, RequestError, RouterError, internal_error
+from tgis.router.retry import retry_later
 from tgis.router.series import Counter
+from tgis.router.slow_readers import SlowReaders
 
 logger = logging.getLogger(__name__)
 
@@ -27,6 +29,8 @@ UNREADABLE = "the request could not be decoded"
 
 Context = grpc.aio.ServicerContext[Any, Any]
 Handler = Any  # grpc types its handlers for the synchronous server only
+Unary = Callable[[Any, Context], Awaitable[Any]]
+Stream = Callable[[Any, Context], AsyncGenerator[Any, None]]
 
 
 class _Malformed:
@@ -34,11 +38,11 @@ class _Malformed:
 
 
 class Door(grpc.aio.ServerInterceptor):
-    """Wraps the methods under `prefix`; others (health, reflection) pass as they are."""
+    """Wraps every method there is, those of gRPC's own services too."""
 
-    def __init__(self, prefix: str, failures: Counter) -> None:
+    def __init__(self, readers: SlowReaders, failures: Counter) -> None:
         """`failures` counts what no method gets to see."""
-        self._prefix, self._failures = prefix, failures
+        self._readers, self._failures = readers, failures
 
     async def intercept_service(
         self,
@@ -46,22 +50,57 @@ class Door(grpc.aio.ServerInterceptor):
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Handler:
         handler = await continuation(handler_call_details)
-        if handler is None or not handler_call_details.method.startswith(self._prefix):
-            return handler
-        make, method = (
-            (grpc.unary_stream_rpc_method_handler, _guard_stream(handler.unary_stream, self._checked))
-            if handler.response_streaming
-            else (grpc.unary_unary_rpc_method_handler, _guard_unary(handler.unary_unary, self._checked))
-        )
+        if handler is None:
+            return None
+        make, method = self._guarded(handler)
         reader = _tolerant(handler.request_deserializer)
         return make(method, request_deserializer=reader, response_serializer=handler.response_serializer)
 
+    def _guarded(self, handler: Handler) -> tuple[Callable[..., Handler], Unary]:
+        if handler.unary_unary:
+            return grpc.unary_unary_rpc_method_handler, self._guard_unary(handler.unary_unary)
+        if handler.unary_stream:
+            return grpc.unary_stream_rpc_method_handler, self._guard_stream(handler.unary_stream)
+        assert handler.stream_stream, "no service here has a stream of requests and one answer"
+        return grpc.stream_stream_rpc_method_handler, self._guard_stream(handler.stream_stream)
+
+    def _guard_unary(self, method: Unary) -> Unary:
+        async def call(request: Any, context: Context) -> Any:
+            try:
+                answer = await method(self._checked(request), context)
+            except Exception as error:
+                self._readers.end()
+                return await _abort(context, error)
+            self._readers.end()
+            return answer
+
+        return call
+
+    def _guard_stream(self, method: Stream) -> Unary:
+        async def call(request: Any, context: Context) -> None:
+            try:
+                async with aclosing(method(self._checked(request), context)) as responses:
+                    await self._readers.send(responses, context)
+            except Exception as error:
+                self._readers.end()
+                await _abort(context, error)
+            self._readers.end()
+
+        return call
+
     def _checked(self, request: Any) -> Any:
+        """Raises RequestError, for a stream of requests when the one that is none comes."""
+        if isinstance(request, AsyncIterable):
+            return self._all_checked(request)
         if isinstance(request, _Malformed):
             self._failures.add("validation")
             logger.error("a call failed with %s: %s", Code.INVALID_ARGUMENT.name, UNREADABLE)
             raise RequestError(UNREADABLE)
         return request
+
+    async def _all_checked(self, requests: AsyncIterable[Any]) -> AsyncGenerator[Any, None]:
+        async for request in requests:
+            yield self._checked(request)
 
 
 def _tolerant(deserialize: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
@@ -74,38 +113,14 @@ def _tolerant(deserialize: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
     return read
 
 
-def _guard_unary(
-    method: Callable[[Any, Context], Awaitable[Any]], checked: Callable[[Any], Any]
-) -> Callable[[Any, Context], Awaitable[Any]]:
-    async def call(request: Any, context: Context) -> Any:
-        try:
-            return await method(checked(request), context)
-        except Exception as error:
-            await _abort(context, error)
-
-    return call
-
-
-def _guard_stream(
-    method: Callable[[Any, Context], AsyncGenerator[Any, None]], checked: Callable[[Any], Any]
-) -> Callable[[Any, Context], Awaitable[None]]:
-    async def call(request: Any, context: Context) -> None:
-        try:
-            async with aclosing(method(checked(request), context)) as responses:
-                async for response in responses:
-                    await context.write(response)
-        except Exception as error:
-            await _abort(context, error)
-
-    return call
-
-
 async def _abort(context: Context, error: Exception) -> None:
     """Ends the call with the error's status; an error that is not ours is logged, and only its id is told."""
     if isinstance(error, grpc.aio.AbortError | asyncio.CancelledError):
         raise error
     if isinstance(error, RouterError):
-        await context.abort(STATUS[error.code], str(error))
+        code, text = STATUS[error.code], str(error)
+        more = retry_later(code.value[0], text) if isinstance(error, OverloadedError) else ()
+        await context.abort(code, text, more)
     request_id = secrets.token_hex(8)
     logger.error("request %s failed", request_id, exc_info=error)
     await context.abort(grpc.StatusCode.INTERNAL, internal_error(request_id))

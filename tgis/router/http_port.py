@@ -1,0 +1,82 @@
+"""The HTTP port's server. What does not finish, half a request or an answer that nobody reads, is cut off
+after a while, and the oldest of too many connections makes way for the newest."""
+
+import asyncio
+import ssl
+from typing import Any
+
+import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from tgis.certificates import Certificates
+
+REQUEST_S = 10.0  # from the first byte, or from connecting, until the answer is out
+MAX_CONNECTIONS = 128  # probes and scrapes take a few; files to open are worth more to the gRPC port
+MAX_HEADER_BYTES = 16 << 10
+
+
+class HttpConnection(H11Protocol):
+    _end: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._opened_at = self.loop.time()
+        self._begin()
+        if len(self.connections) > MAX_CONNECTIONS:
+            oldest = min(self.connections, key=_opened_at)
+            oldest.transport.abort()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._finish()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        self._begin()
+        super().data_received(data)
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if not self.transport.get_write_buffer_size():
+            self._finish()
+
+    def _begin(self) -> None:
+        if self._end is None:
+            self._end = self.loop.call_later(REQUEST_S, self.transport.abort)
+
+    def _finish(self) -> None:
+        if self._end is not None:
+            self._end.cancel()
+            self._end = None
+
+
+def _opened_at(connection: Any) -> float:
+    opened_at: float = connection._opened_at
+    return opened_at
+
+
+def http_server(app: Any, certificates: Certificates | None) -> uvicorn.Server:
+    """In the clear where there are no certificates; its clients need none of their own."""
+    settings = uvicorn.Config(
+        app,
+        http=HttpConnection,
+        ws="none",
+        h11_max_incomplete_event_size=MAX_HEADER_BYTES,
+        log_config=None,
+        access_log=False,
+        lifespan="off",
+    )
+    if certificates is not None:
+        _encrypt(settings, certificates)
+    return uvicorn.Server(settings)
+
+
+def _encrypt(settings: uvicorn.Config, certificates: Certificates) -> None:
+    """With what the files hold when a handshake begins."""
+
+    def renew(connection: ssl.SSLObject, name: str, context: ssl.SSLContext) -> None:
+        certificates.look()
+        connection.context = certificates.context
+
+    settings.load()
+    settings.ssl = certificates.context
+    settings.ssl.sni_callback = renew  # asked for before every handshake, whether a name is given or not

@@ -1,0 +1,100 @@
+"""Ends calls whose client does not read: one without a deadline would hold for ever what its call holds."""
+
+import asyncio
+import gc
+import time
+from collections.abc import AsyncGenerator
+from contextlib import suppress
+from typing import Any
+
+import grpc
+
+from tgis.router.errors import SlowReaderError
+
+LOOKS = 10  # per timeout, so that none is found out later than a tenth of it
+WAITS_FOR_THE_END = "_schedule_rpc_coro"  # grpc.aio's coroutine that does, for every call
+
+Context = grpc.aio.ServicerContext[Any, Any]
+Task = asyncio.Task[Any]
+
+
+class SlowReaders:
+    """Knows since when the answer of each call waits for its client. After `timeout_s` a stream ends with
+    SlowReaderError; a last message or a status gets as long again, then the call is reset."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._since: dict[Task, float] = {}
+        self._late: set[Task] = set()
+        self._ending: set[Task] = set()
+
+    async def send(self, responses: AsyncGenerator[Any, None], context: Context) -> None:
+        """Writes all of them. Throws SlowReaderError into `responses` where the client does not read."""
+        task, has_begun = self._current_task(), False
+        async for response in responses:
+            self._since[task] = time.monotonic()
+            try:
+                if not has_begun:  # by itself, for no status can follow while it waits
+                    await context.send_initial_metadata(())
+                    has_begun = True
+                await context.write(response)
+            except asyncio.CancelledError:
+                if task not in self._late or task.uncancel():
+                    raise
+                if has_begun:
+                    await responses.athrow(SlowReaderError())
+                with suppress(SlowReaderError):
+                    await responses.athrow(SlowReaderError())
+                _reset({task})
+                raise
+            del self._since[task]
+
+    def end(self) -> None:
+        """The current call has only its last message, a status or both left to send."""
+        task = self._current_task()
+        self._since[task] = time.monotonic()
+        self._ending.add(task)
+
+    def _current_task(self) -> Task:
+        task = asyncio.current_task()
+        assert task is not None, "calls run in tasks"
+        task.add_done_callback(self._forget)
+        return task
+
+    async def watch(self) -> None:
+        """Never returns."""
+        while True:
+            await asyncio.sleep(self._timeout_s / LOOKS)
+            self._look(time.monotonic() - self._timeout_s)
+
+    def _look(self, begun_before: float) -> None:
+        overdue = {task for task, begun in self._since.items() if begun <= begun_before}
+        _reset(overdue & self._ending)
+        for task in overdue - self._ending - self._late:
+            self._late.add(task)
+            task.cancel()
+
+    def _forget(self, task: Task) -> None:
+        self._since.pop(task, None)
+        self._late.discard(task)
+        self._ending.discard(task)
+
+
+def _reset(tasks: set[Task]) -> None:
+    """grpc.aio cannot end a call whose client takes nothing, and its core keeps what waits for it. But the
+    core resets a call that nobody refers to, and beside its own task only one other does; of the newest call
+    also the server, until it takes the next."""
+    if not tasks:
+        return
+    for other in asyncio.all_tasks():
+        coroutine = other.get_coro()
+        if getattr(coroutine, "__name__", "") == WAITS_FOR_THE_END and _has_any(coroutine, tasks):
+            other.cancel()
+    for task in tasks:
+        task.cancel()
+
+
+def _has_any(coroutine: object, tasks: set[Task]) -> bool:
+    """The locals of a compiled coroutine lie in an object that it refers to."""
+    inner = gc.get_referents(*gc.get_referents(coroutine))
+    return any(isinstance(each, asyncio.Task) and each in tasks for each in inner)
