@@ -9,6 +9,7 @@ from collections import Counter, deque
 from pathlib import Path
 from random import Random
 
+from integration_tests.chaos.attackers import ATTACKS
 from integration_tests.chaos.faults import FATAL, OTHERS, Fault
 from integration_tests.chaos.memory import Watch
 from integration_tests.chaos.report import Report, read_resumed
@@ -40,7 +41,7 @@ def run(directory: Path, seconds: float, seed: int, log: Path | None = None) -> 
     try:
         return _run(target, seconds, seed)
     finally:
-        target.service.end()
+        target.end()
         if log is not None:
             log.write_text(target.service.output + "\n")
 
@@ -58,7 +59,7 @@ def _run(target: Target, seconds: float, seed: int) -> Report:
         slopes = watch.end()
     left = target.wait_until_settled(baseline)
     restarts = int(target.metrics()["tgi_shard_restarts_total"])
-    exit_code = target.service.end()
+    exit_code = target.end()
     resumed = read_resumed(target.service.lines)
     return Report(seed, seconds, tally, faults, restarts, resumed, left, slopes, exit_code)
 
@@ -76,7 +77,7 @@ def _do_faults(target: Target, random: Random, cases: list[Case], end: float) ->
     while time.monotonic() < end:
         _note_restarts(target, restarts)
         may_kill = len(restarts) < MAX_RESTARTS and random.random() < 0.3
-        fault: Fault = random.choice(FATAL if may_kill else OTHERS)
+        fault: Fault = random.choice(FATAL if may_kill else OTHERS + ATTACKS)
         print(
             f"{max(0.0, end - time.monotonic()):5.0f} s left: {fault.__name__}", file=sys.stderr, flush=True
         )

@@ -54,9 +54,12 @@ def kill_shard_that_starts(target: Target, random: Random, cases: list[Case]) ->
 
 
 def _signal_shard(target: Target, random: Random, number: signal.Signals) -> None:
-    victim = random.choice(target.shard_pids())
-    os.kill(victim, number)
     deadline = time.monotonic() + 60
+    while len(pids := target.shard_pids()) < target.num_shards:
+        assert time.monotonic() < deadline, "shards are missing"
+        time.sleep(0.05)
+    victim = random.choice(pids)
+    os.kill(victim, number)
     while victim in target.shard_pids():
         assert time.monotonic() < deadline, f"a shard that got {number.name} is still there"
         time.sleep(0.05)

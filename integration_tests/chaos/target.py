@@ -11,6 +11,7 @@ from pathlib import Path
 import grpc
 import trustme
 
+from integration_tests.chaos.tls_proxy import TlsProxy
 from integration_tests.conftest import MAX_SEQUENCE_LENGTH, VOCAB_SIZE, launch
 from integration_tests.tuned_files import WIDTH
 from tests.accounts import differences, scrape
@@ -20,6 +21,7 @@ from tests.shard.checkpoints import write_llama
 from tests.tokenizers_for_tests import write_byte_level
 
 MAX_REQUESTS = 32
+SLOW_READER_S = 4.0
 STEADY, CHANGING = "steady", "changing"  # prompts: one that stays as it is, one that does not
 # One of a group's starts each, wherever chance has led to by then.
 FAILPOINTS = (
@@ -33,6 +35,8 @@ FAILPOINTS = (
 
 class Target:
     """Raises AssertionError where it does not do what it must."""
+
+    num_shards = 2
 
     def __init__(self, directory: Path) -> None:
         self.model, self.store, self._tls = (directory / name for name in ("model", "store", "tls"))
@@ -50,16 +54,30 @@ class Target:
         self.service = launch(self.model, *self._flags()).wait_until_serving()
         self.pid = self.service.process.pid
         self.num_restarts_seen = 0
+        self.proxy = TlsProxy(self.address, self.tls_context())
 
     def _flags(self) -> list[str]:
         files = {"tls-cert-path": "cert", "tls-key-path": "key", "tls-client-ca-cert-path": "ca"}
         tls = [part for flag, name in files.items() for part in (f"--{flag}", str(self._tls / f"{name}.pem"))]
         limits = ["--max-concurrent-requests", str(MAX_REQUESTS), "--prefix-store-path", str(self.store)]
+        limits += ["--slow-reader-timeout", str(SLOW_READER_S)]
         return [
-            *("--dtype", "float32", "--num-shard", "2", "--failpoints", ",".join(FAILPOINTS)),
+            *(
+                "--dtype",
+                "float32",
+                "--num-shard",
+                str(self.num_shards),
+                "--failpoints",
+                ",".join(FAILPOINTS),
+            ),
             *tls,
             *limits,
         ]
+
+    def end(self) -> int:
+        """Its exit code."""
+        self.proxy.close()
+        return self.service.end()
 
     @property
     def address(self) -> tuple[str, int]:

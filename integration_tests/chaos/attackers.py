@@ -1,0 +1,58 @@
+"""What hostile clients do to the gRPC port, with a certificate and without."""
+
+import time
+from collections.abc import Callable
+from random import Random
+
+import grpc
+
+from integration_tests.chaos.target import Target
+from integration_tests.chaos.traffic import Case
+from tests.router import attacks
+from tests.router.http2 import INITIAL_WINDOW_SIZE, Connection
+from tgis.pb import generation_pb2 as pb
+
+HOST = "127.0.0.1"
+NUM_FRAMES = 3000
+NUM_HALF_OPEN, HALF_OPEN_S = 200, 3.0
+UNREAD_S = 8.0  # longer than the service waits for a reader
+Fault = Callable[[Target, Random, list[Case]], None]
+
+
+def flood(target: Target, random: Random, cases: list[Case]) -> None:
+    """One kind of frames in great number, from who has a certificate."""
+    name = random.choice([name for name in attacks.FLOODS if name not in ("odd_frames", "garbage")])
+    attacks.FLOODS[name](HOST, target.proxy.port, NUM_FRAMES, random.getrandbits(32))
+
+
+def break_rules(target: Target, random: Random, cases: list[Case]) -> None:
+    """Frames that nobody may send, and bytes that are none, with a certificate and without."""
+    seed = random.getrandbits(32)
+    attacks.odd_frames(HOST, target.proxy.port, 19, seed)
+    attacks.garbage(HOST, target.proxy.port, 8, seed)
+    attacks.garbage(*target.address, 8, seed)
+
+
+def mutate(target: Target, random: Random, cases: list[Case]) -> None:
+    """Messages that are damaged get an answer or a status, never an exception's text."""
+    for outcome in attacks.mutated_messages(HOST, target.proxy.port, 60, random.getrandbits(32)):
+        assert outcome.code is not grpc.StatusCode.UNKNOWN, outcome
+
+
+def half_open(target: Target, random: Random, cases: list[Case]) -> None:
+    """Connections that say nothing."""
+    with attacks.half_open(*target.address, NUM_HALF_OPEN, random.getrandbits(32)):
+        time.sleep(HALF_OPEN_S)
+
+
+def read_nothing(target: Target, random: Random, cases: list[Case]) -> None:
+    """Streams whose client lets nothing come."""
+    params = pb.Parameters(stopping=pb.StoppingCriteria(max_new_tokens=150, min_new_tokens=150))
+    request = pb.SingleGenerationRequest(request=pb.GenerationRequest(text="girl"), params=params)
+    with Connection(HOST, target.proxy.port, [(INITIAL_WINDOW_SIZE, 0)]) as connection:
+        for stream in (1, 3, 5):
+            connection.call(stream, attacks.SERVICE + "GenerateStream", request.SerializeToString())
+        time.sleep(UNREAD_S)
+
+
+ATTACKS: tuple[Fault, ...] = (flood, break_rules, mutate, half_open, read_nothing)

@@ -1,0 +1,46 @@
+"""Lets attackers who speak in the clear reach a port that is encrypted."""
+
+import asyncio
+import contextlib
+import ssl
+import threading
+
+
+class TlsProxy:
+    """A port on loopback; what comes in goes on to `target` over TLS, and back."""
+
+    def __init__(self, target: tuple[str, int], context: ssl.SSLContext) -> None:
+        self._target, self._context = target, context
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever)
+        self._thread.start()
+        serving = asyncio.run_coroutine_threadsafe(
+            asyncio.start_server(self._relay, "127.0.0.1", 0), self._loop
+        )
+        self._server = serving.result(10)
+        self.port: int = self._server.sockets[0].getsockname()[1]
+
+    def close(self) -> None:
+        """More than once is once."""
+        if self._loop.is_closed():
+            return
+        self._loop.call_soon_threadsafe(self._server.close)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        for task in asyncio.all_tasks(self._loop):
+            task.cancel()
+        self._loop.run_until_complete(asyncio.sleep(0.1))
+        self._loop.close()
+
+    async def _relay(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(OSError):  # either end may break off, and so may the handshake
+            far_reader, far_writer = await asyncio.open_connection(*self._target, ssl=self._context)
+            await asyncio.gather(_pump(reader, far_writer), _pump(far_reader, writer))
+
+
+async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    with contextlib.suppress(OSError):
+        while data := await reader.read(1 << 16):
+            writer.write(data)
+            await writer.drain()
+    writer.close()
