@@ -60,19 +60,8 @@ class Target:
         files = {"tls-cert-path": "cert", "tls-key-path": "key", "tls-client-ca-cert-path": "ca"}
         tls = [part for flag, name in files.items() for part in (f"--{flag}", str(self._tls / f"{name}.pem"))]
         limits = ["--max-concurrent-requests", str(MAX_REQUESTS), "--prefix-store-path", str(self.store)]
-        limits += ["--slow-reader-timeout", str(SLOW_READER_S)]
-        return [
-            *(
-                "--dtype",
-                "float32",
-                "--num-shard",
-                str(self.num_shards),
-                "--failpoints",
-                ",".join(FAILPOINTS),
-            ),
-            *tls,
-            *limits,
-        ]
+        limits += ["--slow-reader-timeout", str(SLOW_READER_S), "--failpoints", ",".join(FAILPOINTS)]
+        return ["--dtype", "float32", "--num-shard", str(self.num_shards), *tls, *limits]
 
     def end(self) -> int:
         """Its exit code."""

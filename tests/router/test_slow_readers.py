@@ -147,6 +147,7 @@ def test_answers_that_nobody_reads_are_dropped(router: Setup, num_tasks: float, 
     assert sizes[-1] - sizes[0] < 40, sizes
 
 
+@pytest.mark.slow
 def test_a_socket_that_nobody_reads(router: Setup, num_tasks: float) -> None:
     """Its streams cannot even begin. There is room for megabytes in the sockets of both ends."""
     wait(lambda: is_idle(router, num_tasks))

@@ -9,7 +9,7 @@ from tgis.config import RouterConfig
 # and refuses what is beyond, even to clients that keep to the number: it must be more than anybody needs.
 MAX_STREAMS = 1024
 # Calls that nobody has looked at yet. Past gRPC's own thousand it drops calls at random, anybody's.
-MAX_PENDING = 10 * MAX_STREAMS
+MAX_PENDING = 10  # times the streams of a connection
 HANDSHAKE_S = 10  # of what connects and says nothing; gRPC's own two minutes hold a place for too long
 MIN_PING_S = 10  # between two pings without a call; clients that watch their connections ping every 30 s
 MAX_CONNECTIONS = 4096
@@ -19,12 +19,13 @@ Options = list[tuple[str, int]]
 
 
 def grpc_options(config: RouterConfig) -> Options:
-    metadata, answer_ms = config.max_metadata_bytes, round(1000 * config.keepalive_time / 3)
+    metadata, streams = config.max_metadata_bytes, max(MAX_STREAMS, 2 * config.max_concurrent_requests)
+    answer_ms = round(1000 * config.keepalive_time / 3)
     options = [
         ("grpc.so_reuseport", 0),  # a second server on the port must fail, not share it
-        ("grpc.max_concurrent_streams", MAX_STREAMS),
-        ("grpc.server.max_pending_requests", MAX_PENDING),
-        ("grpc.server.max_pending_requests_hard_limit", 2 * MAX_PENDING),
+        ("grpc.max_concurrent_streams", streams),
+        ("grpc.server.max_pending_requests", MAX_PENDING * streams),
+        ("grpc.server.max_pending_requests_hard_limit", 2 * MAX_PENDING * streams),
         ("grpc.max_allowed_incoming_connections", max_connections()),
         ("grpc.server_handshake_timeout_ms", 1000 * HANDSHAKE_S),
         ("grpc.max_receive_message_length", config.max_message_bytes),

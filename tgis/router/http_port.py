@@ -35,9 +35,10 @@ class HttpConnection(H11Protocol):
         super().data_received(data)
 
     def on_response_complete(self) -> None:
-        super().on_response_complete()
-        if not self.transport.get_write_buffer_size():
-            self._finish()
+        self._finish()
+        super().on_response_complete()  # begins with the next request, where that is there
+        if self.transport.get_write_buffer_size() or not self.cycle.response_complete:
+            self._begin()
 
     def _begin(self) -> None:
         if self._end is None:
