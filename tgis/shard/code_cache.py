@@ -73,7 +73,8 @@ def _copy(packaged: Path, kept: Path) -> None:
         with tempfile.TemporaryDirectory(dir=kept.parent, ignore_cleanup_errors=True) as unfinished:
             os.rename(shutil.copytree(packaged, Path(unfinished) / "copy"), kept)
     except OSError as error:
-        logger.info("%s was not copied to %s: %s", packaged, kept, error)
+        if not kept.exists():
+            logger.info("%s was not copied to %s: %s", packaged, kept, error)
 
 
 @functools.cache
