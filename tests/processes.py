@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from grpc import Channel, insecure_channel
@@ -17,12 +18,17 @@ ADDRESSES = re.compile(r"serving gRPC on (\S+):(\d+), HTTP on (\S+):(\d+)")
 class Service:
     """A router or a launcher with free ports on loopback."""
 
-    def __init__(self, command: list[str], env: dict[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        command: list[str],
+        env: dict[str, str] | None = None,
+        python: Sequence[str] = (sys.executable,),
+    ) -> None:
         self.lines: list[str] = []
         self.grpc_port = self.http_port = 0
         self._serving = threading.Event()
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "tgis", *command],
+            [*python, "-m", "tgis", *command],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
