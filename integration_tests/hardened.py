@@ -25,6 +25,7 @@ from tests.processes import Service, children_of
 USER_ID = 1000660000
 FILES = Path("/tmp/files")  # where the service finds what it is given
 AUDIT = Path("/tmp/audit")
+COMPILED_CODE = str(Path("tgis/shard/__pycache__").absolute())
 GRPC_PORT, HTTP_PORT = 8033, 3000  # the defaults
 _CLONE_NEWNET = 0x40000000
 _IN_OPEN = 0x20
@@ -53,13 +54,19 @@ cover() {
 cover "$HOME_OF_ROOT" 755 "$@"
 mount --move "$new" "$HOME_OF_ROOT"
 cover /tmp 1777 "$@"
-mkdir -m 1777 "$new/audit"
+mkdir "$new/audit"
+mount -t tmpfs -o mode=1777 tmpfs "$new/audit"
 show "$files" "$new/files"
 mount --move "$new" /tmp
 while [ "$1" != -- ]; do shift; done
 shift
+[ ! -d "$HIDDEN" ] || mount -t tmpfs tmpfs "$HIDDEN"
 while read -r _ _ _ _ target _; do
-    case $target in /tmp | /tmp/* | /proc*) ;; *) mount -o remount,bind,ro "$target" ;; esac
+    case $target in
+        "$HIDDEN") mount -o remount,bind,ro "$target" ;;
+        /tmp | /tmp/* | /proc*) ;;
+        *) mount -o remount,bind,ro "$target" ;;
+    esac
 done < /proc/self/mountinfo
 exec setpriv --reuid=USER --regid=0 --clear-groups --no-new-privs --bounding-set=-all --inh-caps=-all \\
     env "$@"
@@ -108,11 +115,13 @@ class Event:
 class Hardened:
     """A running service of two shards, to be reached from here."""
 
-    def __init__(self, scratch: Path, files: Path, *flags: str, size: str) -> None:
-        """With ports and address as they are by default. `files` has a directory `model`."""
+    def __init__(self, scratch: Path, files: Path, *flags: str, size: str, is_compiled: bool = True) -> None:
+        """With ports and address as they are by default. `files` has a directory `model`; compiled code may
+        be withheld."""
         skip_unless_possible(scratch, files)
         command = ["launcher", "--model-name", str(FILES / "model"), "--num-shard", "2", *flags]
-        self.service = Service(command, environment(), interpreter(scratch, files, size))
+        env = environment() | {"HIDDEN": "" if is_compiled else COMPILED_CODE}
+        self.service = Service(command, env, interpreter(scratch, files, size))
         self.service.wait_until_serving()
         self._relay = Relay(self.service.process.pid, GRPC_PORT, HTTP_PORT)
         self.service.grpc_port, self.service.http_port = self._relay.ports

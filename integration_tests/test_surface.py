@@ -2,7 +2,9 @@
 whom it speaks to, what it opens, and what it leaves."""
 
 import os
+import re
 import shutil
+import signal
 import sys
 import urllib.request
 from collections.abc import Iterator
@@ -16,13 +18,15 @@ from grpc_health.v1 import health_pb2
 from grpc_health.v1.health_pb2_grpc import HealthStub
 
 from integration_tests.conftest import Model, check, request
-from integration_tests.hardened import FILES, GRPC_PORT, HTTP_PORT, USER_ID, Hardened, Watch
+from integration_tests.hardened import AUDIT, FILES, GRPC_PORT, HTTP_PORT, USER_ID, Hardened, Watch
 from integration_tests.tuned_files import LINEAR, SoftPrompt, embeddings, write_adapter, write_prompt
+from tests.processes import children_of
 from tests.prompts.test_paths import HOSTILE, write_ways_out
 from tgis.pb import generation_pb2 as pb
 
 TMP = Path("/tmp")
 STORE = FILES / "root"
+LOADED = re.compile(r"loaded in ([\d.]+) s")
 
 
 @pytest.fixture(scope="module")
@@ -33,10 +37,14 @@ def files(model: Model, tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_prompt(files / "root" / "eight", SoftPrompt(embeddings(8, 1)))
     write_adapter(files / "root" / "sql", files / "model", 3, LINEAR)
     write_ways_out(files / "root", files / "outside", FILES / "outside")
-    for path in (files, *files.rglob("*")):
+    let_all_read(files)
+    return files
+
+
+def let_all_read(directory: Path) -> None:
+    for path in (directory, *directory.rglob("*")):
         if not path.is_symlink():
             path.chmod(0o755 if path.is_dir() else 0o644)
-    return files
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +100,7 @@ def test_nobody_has_a_right_to_anything(place: Hardened) -> None:
     mounts = [line.split() for line in (place.proc / "mountinfo").read_text().splitlines()]
     options = {line[4]: line[5].split(",") for line in mounts}  # the last one covers those before
     writable = {path for path, said in options.items() if "rw" in said and not path.startswith("/proc")}
-    assert writable == {"/tmp"}
+    assert writable == {"/tmp", str(AUDIT)}
 
 
 def test_it_listens_where_it_is_told_to(place: Hardened) -> None:
@@ -165,3 +173,20 @@ def test_nothing_is_opened_that_is_not_its_own(place: Hardened) -> None:
         is_temporary = TMP in (path, path.parent) or str(path).startswith("/tmp/text-generation-")
         is_known = is_temporary or any(path.is_relative_to(one) for one in known)
         assert is_known or event.kind.startswith("socket."), event
+
+
+@pytest.mark.slow
+def test_kernels_are_compiled_once(files: Path) -> None:
+    """Where nothing came with the package and nothing but /tmp can be written: shards that start again find
+    the code of the first ones."""
+    place = Hardened(files.parent, files, size="128m", is_compiled=False)
+    try:
+        os.kill(children_of(place.service.process.pid)["serve"][0], signal.SIGKILL)
+        place.service.wait_for_line("requests resume", 120)
+        generate(place)
+        times = [float(found[1]) for line in place.service.lines if (found := LOADED.search(line))]
+    finally:
+        code = place.end()
+    assert code == 0, place.service.output
+    first, second = max(times[:2]), max(times[2:])
+    assert (len(times), second < first / 3) == (4, True), times
