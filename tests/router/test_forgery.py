@@ -4,7 +4,6 @@ import json
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import grpc
 import pytest
@@ -29,14 +28,14 @@ SENT = [text for text in FORGED if text and text.isprintable() and text.isascii(
 ABOUT = ("ERROR", "tgis.router.request_log")
 
 
-@pytest.fixture(params=["json", "text"])
+@pytest.fixture(params=["json", "text"], scope="module")
 def form(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
-@pytest.fixture
-def setup(tmp_path: Path, form: str) -> Iterator[Setup]:
-    setup = start_router(tmp_path, 1, *(["--json-output"] if form == "json" else []))
+@pytest.fixture(scope="module")
+def setup(tmp_path_factory: pytest.TempPathFactory, form: str) -> Iterator[Setup]:
+    setup = start_router(tmp_path_factory.mktemp("router"), 1, *(["--json-output"] if form == "json" else []))
     yield setup
     assert stop_router(setup) == 0
 
@@ -96,7 +95,7 @@ def test_equal_correlation_ids_are_no_keys(setup: Setup) -> None:
         )
     assert all(answer == expected for answer in calls)
     deadline = time.monotonic() + 10
-    while len(found := [line for line in setup.service.lines if "request_id" in line]) < 9:
+    while len(found := [line for line in setup.service.lines if "the same" in line]) < 9:
         assert time.monotonic() < deadline
         time.sleep(0.02)
     assert len({line.split("request_id")[1][:22] for line in found}) == 9
