@@ -10,11 +10,15 @@ MODEL_NAME ?=
 BIND ?= 127.0.0.1
 SERVED := $(if $(MODEL_NAME),$(MODEL_NAME),$(DEMO_MODEL))
 
+# Detectors of secrets that look like any other word; the tests have many such words.
+WITHOUT_A_FORM := KeywordDetector BasicAuthDetector Base64HighEntropyString HexHighEntropyString
+
 SOURCES := tgis tests integration_tests bench scripts
 PACKAGING := pyproject.toml constraints.txt protos/generation.proto protos/shard.proto scripts/build_protos.py
 
 .DEFAULT_GOAL := help
-.PHONY: help install run check test test-all chaos bench bench-peers bench-tuning profile docs protos clean
+.PHONY: help install run check audit test test-all chaos bench bench-peers bench-tuning profile docs protos
+.PHONY: clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{ printf "  make %-12s %s\n", $$1, $$2 }'
@@ -32,6 +36,11 @@ check: $(VENV)/installed-dev  ## Lint, types, imports, sizes, pages, wire contra
 	$(BIN)/python -m scripts.write_docs --check
 	$(BIN)/buf lint
 	$(BIN)/buf breaking --against tests/wire/served
+
+audit: $(VENV)/installed $(VENV)-audit/installed  ## List what is installed (sbom.json), look for secrets and known faults
+	$(VENV)-audit/bin/cyclonedx-py environment --pyproject pyproject.toml -o sbom.json $(BIN)/python
+	git ls-files -z | xargs -0 $(VENV)-audit/bin/detect-secrets-hook $(WITHOUT_A_FORM:%=--disable-plugin %)
+	$(VENV)-audit/bin/pip-audit --path "$$($(BIN)/python -c 'import site; print(site.getsitepackages()[0])')"
 
 test: $(VENV)/installed-dev  ## Run the tests
 	$(BIN)/pytest -m "not slow"
@@ -61,7 +70,7 @@ protos: $(VENV)/bin/pip  ## Generate tgis/pb from protos/; every install does
 	$(PIP) --no-deps -e .
 
 clean:  ## Remove what the other targets made
-	rm -rf $(VENV) .cache tgis/pb build dist
+	rm -rf $(VENV) $(VENV)-audit sbom.json .cache tgis/pb build dist
 
 $(VENV)/bin/pip:
 	$(PYTHON) -m venv $(VENV)
@@ -72,6 +81,11 @@ $(VENV)/installed: $(VENV)/bin/pip $(PACKAGING)
 
 $(VENV)/installed-dev: $(VENV)/installed
 	$(PIP) -e '.[dev]'
+	@touch $@
+
+$(VENV)-audit/installed:
+	$(PYTHON) -m venv $(VENV)-audit
+	$(VENV)-audit/bin/pip install -q cyclonedx-bom detect-secrets pip-audit
 	@touch $@
 
 $(DEMO_MODEL)/config.json: | $(VENV)/installed

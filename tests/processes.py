@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from grpc import Channel, insecure_channel
@@ -18,12 +19,18 @@ ADDRESSES = re.compile(r"serving gRPC on (\S+):(\d+), HTTP on (\S+):(\d+)")
 class Service:
     """A router or a launcher with free ports on loopback."""
 
-    def __init__(self, command: list[str], env: dict[str, str] | None = None, module: str = "tgis") -> None:
+    def __init__(
+        self,
+        command: list[str],
+        env: dict[str, str] | None = None,
+        module: str = "tgis",
+        python: Sequence[str] = (sys.executable,),
+    ) -> None:
         self.lines: list[str] = []
         self.grpc_port = self.http_port = 0
         self._serving = threading.Event()
         self.process = subprocess.Popen(
-            [sys.executable, "-m", module, *command],
+            [*python, "-m", module, *command],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

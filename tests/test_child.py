@@ -1,10 +1,78 @@
-"""A child that cannot be started."""
+"""A child that prints without end, and a parent to whom nobody listens: neither waits for the other. And a
+child that cannot be started."""
 
 import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
 from tgis.child import Child
+
+FLOOD_BYTES = 100 << 20
+# Stands where a child looks for the package.
+FLOOD = f"""
+import os
+line = (b"x" * 9999 + b"\\n") * 100
+for _ in range({FLOOD_BYTES} // 2 // len(line)):
+    os.write(2, line)
+for _ in range({FLOOD_BYTES} // 2 >> 20):
+    os.write(1, b"y" * (1 << 20))
+os.write(2, b"\\nerror: the flood is over")
+os._exit(1)
+"""
+PARENT = """
+import asyncio, sys
+from pathlib import Path
+from tgis.child import Child
+
+async def run():
+    child, beats = Child("flood", [], "Flood: "), 0
+    await child.start()
+    end = asyncio.ensure_future(child.wait())
+    while not end.done():
+        await asyncio.sleep(0.01)
+        beats += 1
+    peak = next(line for line in Path("/proc/self/status").read_text().splitlines() if "VmHWM" in line)
+    Path(sys.argv[1]).write_text(f"{end.result()}|{beats}|{peak.split()[1]}")
+
+asyncio.run(run())
+"""
+
+
+@pytest.fixture
+def parent(tmp_path: Path) -> list[str]:
+    """Writes how its child ended, how often it came to its turn meanwhile, and its memory's peak in KiB."""
+    (tmp_path / "tgis").mkdir()
+    (tmp_path / "tgis" / "__init__.py").touch()
+    (tmp_path / "tgis" / "__main__.py").write_text(FLOOD)
+    import_ours = f"import sys; sys.path.insert(0, {str(Path.cwd())!r})"
+    return [sys.executable, "-c", import_ours + PARENT, str(tmp_path / "result")]
+
+
+def check(result: Path) -> None:
+    end, beats, kib = result.read_text().split("|")
+    assert end == "flood: the flood is over"
+    assert int(beats) > 10
+    assert int(kib) < 80 << 10
+
+
+def test_a_flood_passes(parent: list[str], tmp_path: Path) -> None:
+    with subprocess.Popen(parent, cwd=tmp_path, stderr=subprocess.PIPE) as run:
+        assert run.stderr is not None
+        num_bytes = sum(len(line) for line in run.stderr)
+    check(tmp_path / "result")
+    assert num_bytes > 0.99 * FLOOD_BYTES
+
+
+def test_nobody_reads_it(parent: list[str], tmp_path: Path) -> None:
+    reader, writer = os.pipe()
+    run = subprocess.Popen(parent, cwd=tmp_path, stdout=writer, stderr=writer)
+    os.close(reader)
+    os.close(writer)
+    assert run.wait(60) == 0
+    check(tmp_path / "result")
 
 
 async def test_a_start_that_fails_leaves_no_descriptor_open() -> None:

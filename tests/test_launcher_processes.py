@@ -135,3 +135,20 @@ def test_tls_is_checked_before_anything_is_started(model: Path, tmp_path: Path) 
     log = model / "termination-log"
     assert log.read_text() == "tls: must provide both cert and key\n"
     log.unlink()
+
+
+def test_a_killed_router_ends_everything(model: Path) -> None:
+    service = launch(model)
+    service.wait_for_line("loading")
+    while not {"router", "serve"} <= (children := children_of(service.process.pid)).keys():
+        assert service.process.poll() is None
+    os.kill(children["router"][0], signal.SIGKILL)
+    assert service.process.wait(20) == 1
+    assert service.end() == 1
+    text = "router was killed by SIGKILL; was it out of memory?"
+    assert service.lines[-1] == f"error: {text}"
+    log = model / "termination-log"
+    assert log.read_text() == text + "\n"
+    log.unlink()
+    for pid in (*children["router"], *children["serve"]):
+        assert not Path(f"/proc/{pid}").exists()

@@ -67,13 +67,13 @@ def read_value(text: str) -> tuple[Scalar, str]:
         return run, space + rest
 
 
-def parse(line: str) -> tuple[str, dict[str, Scalar]]:
+def parse(line: str, about: tuple[str, str] = ("INFO", "tgis.test")) -> tuple[str, dict[str, Scalar]]:
     """What a strict reader finds in a line of text: a message, JSON or free of `=`, then ` key=value` to the
-    end."""
+    end. `about` is its level and its logger."""
     assert line.isprintable()
     head = HEAD.match(line)
     assert head is not None
-    assert head.group(2, 3) == ("INFO", "tgis.test")
+    assert head.group(2, 3) == about
     rest = line[head.end() :]
     if rest.startswith('"'):
         message, rest = read_value(rest)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tgis import run_directory
-from tgis.run_directory import RunDirectory
+from tgis.run_directory import RunDirectory, RunDirectoryError
 
 HOLD = """
 import sys, time
@@ -61,3 +61,15 @@ def test_a_young_one_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     os.utime(young, (1, 1))
     RunDirectory(tmp_path).remove()
     assert not young.exists()
+
+
+def test_a_place_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(RunDirectoryError, match=r"^no directory for temporary files: No such file"):
+        RunDirectory(Path("/proc/nowhere"))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    monkeypatch.setattr("tempfile._candidate_tempdir_list", lambda: ["/proc/a", "/proc/b"])
+    with pytest.raises(RunDirectoryError) as error:
+        RunDirectory()
+    assert str(error.value) == (
+        "no directory for temporary files: No usable temporary directory found in ['/proc/a', '/proc/b']"
+    )

@@ -275,6 +275,9 @@ class ShardConfig(LogOptions, FaultOptions, LinkOptions, ModelOptions, TuningOpt
     rendezvous: str | None = option(
         "File through which the ranks of one start of the group meet.", None, env=False
     )
+    kernel_cache: str | None = option(
+        "Directory for compiled code where no other place can be written.", None, env=False
+    )
     epoch: int = option("Which start of the group this is.", 0, env=False, minimum=0)
     heartbeat_fd: int | None = option(
         "Open file descriptor to write signs of life to.", None, env=False, minimum=0

@@ -265,7 +265,7 @@ def _has_sum(path: Path, etag: str) -> bool:
     if re.fullmatch("[0-9a-f]{64}", etag):
         digest = hashlib.sha256()
     elif re.fullmatch("[0-9a-f]{40}", etag):
-        digest = hashlib.sha1(b"blob %d\0" % path.stat().st_size)
+        digest = hashlib.sha1(b"blob %d\0" % path.stat().st_size, usedforsecurity=False)
     else:
         return True
     with path.open("rb") as content:

@@ -231,6 +231,7 @@ class _Launcher:
             "rank": rank,
             "world_size": self._plan.num_shards,
             "rendezvous": str(self._path / f"rendezvous-{self._epoch}"),
+            "kernel_cache": str(self._path / "kernels"),
             "epoch": self._epoch,
             "heartbeat_fd": None,  # each child's own
             "dtype": self._plan.dtype,

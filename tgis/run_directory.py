@@ -9,18 +9,27 @@ import tempfile
 import time
 from pathlib import Path
 
+from tgis.errors import OperatorError
+
 PREFIX = "text-generation-"
 LOCK = "lock"
 MIN_AGE_S = 60.0  # younger ones may not have been locked yet
+
+
+class RunDirectoryError(OperatorError):
+    """There is nowhere to put the run's files; the text is one line."""
 
 
 class RunDirectory:
     """There until `remove`, and held for as long as this process lives."""
 
     def __init__(self, parent: Path | None = None) -> None:
-        """In the system's place for such files, if no other is named."""
-        self.path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))  # mode 0700
-        self._lock = os.open(self.path / LOCK, os.O_CREAT | os.O_RDWR, 0o600)
+        """In the system's place for such files, if no other is named. Raises RunDirectoryError."""
+        try:
+            self.path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))  # mode 0700
+            self._lock = os.open(self.path / LOCK, os.O_CREAT | os.O_RDWR, 0o600)
+        except OSError as error:
+            raise RunDirectoryError(f"no directory for temporary files: {error.strerror}") from error
         fcntl.flock(self._lock, fcntl.LOCK_EX)
         _remove_abandoned(self.path.parent)
 

@@ -12,6 +12,7 @@ class TlsProxy:
     def __init__(self, target: tuple[str, int], context: ssl.SSLContext) -> None:
         self._target, self._context = target, context
         self._loop = asyncio.new_event_loop()
+        self._relays: set[asyncio.Task[None]] = set()
         self._thread = threading.Thread(target=self._loop.run_forever)
         self._thread.start()
         serving = asyncio.run_coroutine_threadsafe(
@@ -27,18 +28,24 @@ class TlsProxy:
         self._loop.call_soon_threadsafe(self._server.close)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
-        for task in asyncio.all_tasks(self._loop):
-            task.cancel()
-        self._loop.run_until_complete(asyncio.sleep(0.1))
+        for relay in self._relays:
+            relay.cancel()
+        self._loop.run_until_complete(asyncio.gather(*self._relays, return_exceptions=True))
         self._loop.close()
 
     async def _relay(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._relays.add(task)  # nobody else refers to it
+        task.add_done_callback(self._relays.discard)
         with contextlib.suppress(OSError):  # either end may break off, and so may the handshake
             far_reader, far_writer = await asyncio.open_connection(*self._target, ssl=self._context)
             await asyncio.gather(_pump(reader, far_writer), _pump(far_reader, writer))
+        writer.close()
 
 
 async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Until either end has enough; then the other learns of it."""
     with contextlib.suppress(OSError):
         while data := await reader.read(1 << 16):
             writer.write(data)

@@ -115,25 +115,19 @@ HOSTILE = [
 ]
 
 
-@pytest.fixture
-def root(tmp_path: Path) -> Path:
-    """A store with a way out of every kind, beside what must not be reached."""
-    root, outside = tmp_path / "root", tmp_path / "outside"
-    for name in GOOD:
-        save_prompt(root / name, random_prompt())
+def write_ways_out(root: Path, outside: Path, seen_as: Path) -> None:
+    """A way out of every kind, to what must not be reached; who follows it finds `outside` at `seen_as`."""
     for directory in (outside, outside / "b", root / ".hidden", root / "a.swp", root / "b" / "a.swp"):
         save_prompt(directory, random_prompt())
     save_prompt(root / ("n" * 200) / ("o" * 100), random_prompt())
     save_lora(outside / "lora")
-    (root / "link_in").symlink_to("nested/path")
-    (root / "link_in_far").symlink_to(root / "nested")
-    (root / "link_out").symlink_to(outside)
-    (root / "link_to_file_out").symlink_to(outside / "decoder.pt")
+    (root / "link_out").symlink_to(seen_as)
+    (root / "link_to_file_out").symlink_to(seen_as / "decoder.pt")
     (root / "link_up").symlink_to("..")
     (root / "loop").symlink_to("loop")
     (root / "broken").symlink_to("nothing")
     for kind, target in (
-        ("out", outside / "decoder.pt"),
+        ("out", seen_as / "decoder.pt"),
         ("up", "../../outside/decoder.pt"),
         ("broken", "nothing"),
         ("loop", "decoder.pt"),
@@ -148,7 +142,17 @@ def root(tmp_path: Path) -> Path:
     for name, linked in (("peft_out", "adapter_model.safetensors"), ("config_out", "adapter_config.json")):
         save_lora(root / name)
         (root / name / linked).unlink()
-        (root / name / linked).symlink_to(outside / "lora" / linked)
+        (root / name / linked).symlink_to(seen_as / "lora" / linked)
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    root, outside = tmp_path / "root", tmp_path / "outside"
+    for name in GOOD:
+        save_prompt(root / name, random_prompt())
+    (root / "link_in").symlink_to("nested/path")
+    (root / "link_in_far").symlink_to(root / "nested")
+    write_ways_out(root, outside, outside)
     return root
 
 

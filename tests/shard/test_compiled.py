@@ -1,8 +1,7 @@
-"""Compiled kernels: who runs them, what they may count on, and where their code is kept."""
+"""Compiled kernels: who runs them, and what they may count on."""
 
 import math
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -68,33 +67,3 @@ def test_floats_survive_as_bits(value: float) -> None:
     x, exps, tanhs = torch.ones(1), torch.empty(1), torch.empty(1)
     apply(1, x.data_ptr(), exps.data_ptr(), tanhs.data_ptr(), as_bits(value))
     torch.testing.assert_close(tanhs, torch.tensor([value]).tanh(), rtol=1e-6, atol=5e-7, equal_nan=True)
-
-
-def test_code_is_kept_where_it_may_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    kept = tmp_path / "kept"
-    monkeypatch.setattr(compiled, "_CACHE_BASES", (Path("/proc/nowhere"), kept))
-    counts = torch.zeros(3, dtype=torch.int64)
-    Kernel(_count)(3, counts.data_ptr(), 1)
-    assert counts.tolist() == [1, 1, 1]
-    assert list(kept.glob("kernels-*/**/*.nbc"))
-    files = sorted(kept.glob("kernels-*/**/*.nbc"))
-    Kernel(_count)(3, counts.data_ptr(), 1)
-    assert sorted(kept.glob("kernels-*/**/*.nbc")) == files, "compiled again"
-
-
-def test_code_is_not_kept_where_it_may_not_be(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiled, "_CACHE_BASES", (Path("/proc/nowhere"),))
-    counts = torch.zeros(3, dtype=torch.int64)
-    Kernel(_count)(3, counts.data_ptr(), 1)
-    assert counts.tolist() == [1, 1, 1]
-
-
-def test_a_full_disk_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: Any) -> None:
-        raise OSError("no space left on device")
-
-    monkeypatch.setattr(compiled, "_CACHE_BASES", (tmp_path,))
-    monkeypatch.setattr("numba.core.caching.IndexDataCacheFile.save", fail)
-    counts = torch.zeros(3, dtype=torch.int64)
-    Kernel(_count)(3, counts.data_ptr(), 1)
-    assert counts.tolist() == [1, 1, 1]

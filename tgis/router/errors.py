@@ -3,6 +3,7 @@ status.
 
 RouterError
 ├── RequestError        INVALID_ARGUMENT    the request is wrong; the text is the contract's
+│   └── QuotingError                        and may quote the request, which no log may
 ├── OverloadedError     RESOURCE_EXHAUSTED  no room now, try again
 ├── SlowReaderError     RESOURCE_EXHAUSTED  the client does not read its answer
 ├── UnavailableError    UNAVAILABLE         shutting down, or the shards stayed away too long
@@ -35,9 +36,22 @@ class RouterError(Exception):
 
     code = Code.INTERNAL
 
+    @property
+    def log_text(self) -> str:
+        """What may be logged of the text."""
+        return str(self)
+
 
 class RequestError(RouterError):
     code = Code.INVALID_ARGUMENT
+
+
+class QuotingError(RequestError):
+    """What follows the first colon may quote the request: its client alone is told."""
+
+    @property
+    def log_text(self) -> str:
+        return str(self).partition(":")[0]
 
 
 class OverloadedError(RouterError):

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 
 from tgis.pb import generation_pb2 as pb
-from tgis.router.errors import RequestError
+from tgis.router.errors import QuotingError, RequestError
 from tgis.router.sequence import Grammar
 
 MAX_CHOICES = 4096
@@ -88,7 +88,7 @@ class Grammars:
         else:
             self._answers.move_to_end(key)
         if isinstance(answer, str):
-            raise RequestError(f"{constraint.field} {answer}")
+            raise QuotingError(f"{constraint.field} {answer}")
         return answer
 
     def close(self) -> None:

@@ -186,12 +186,13 @@ def _log_end(
 def _log_error(
     call: CallLog, kind: str, texts: list[str], error: BaseException, sequence: Sequence | None = None
 ) -> None:
-    """Tells what the client is told; the cause of an unforeseen error is logged where it becomes a status."""
+    """Tells what the client is told, but what quotes it; the cause of an unforeseen error is logged where it
+    becomes a status."""
     if not logger.isEnabledFor(logging.ERROR):
         return
     code, told = Code.INTERNAL, ""
     if isinstance(error, RouterError):
-        code, told = error.code, f": {str(error)[:MAX_ERROR_CHARS]}"
+        code, told = error.code, f": {error.log_text[:MAX_ERROR_CHARS]}"
     fields = _fields(call, texts, sequence) | {"code": code.name} | _durations(call, None)
     logger.error("%s failed with %s%s", kind, code.name, told, extra={FIELDS: fields})
 

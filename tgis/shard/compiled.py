@@ -3,23 +3,16 @@
 Sharing torch's threads is why numba's parallel loops are not used: their OpenMP layer asks the system for a
 second runtime, which slim images lack, and their built-in one costs a hundred microseconds a call. A kernel
 takes the address of its arguments; its threads share the units of work by counting `args[0]` up with `take`.
+"""
 
-Compiled code is kept beside the source, else in the user's cache directory, else nowhere."""
-
-import ast
 import contextlib
 import ctypes
-import functools
-import hashlib
-import importlib.util
 import logging
 import struct
-import tempfile
 import threading
 from array import array
 from collections.abc import Callable, Iterator
 from functools import cached_property
-from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import numba
@@ -29,6 +22,8 @@ from numba import types
 from numba.extending import intrinsic as untyped_intrinsic
 from torch import Tensor
 
+from tgis.shard.code_cache import cache_directory
+
 logger = logging.getLogger(__name__)
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -36,9 +31,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 # Products may be fused into sums, and sums reordered as shapes decide; NaN and infinity stay what they are.
 _FUSED = {"contract", "nsz"}
 _REORDERED = _FUSED | {"reassoc", "arcp"}
-_PACKAGE = __name__.split(".")[0]
 _ADDRESS = types.CPointer(types.int64)
-_CACHE_BASES = (Path(__file__).parent / "__pycache__", Path("~/.cache/tgis").expanduser())
 
 
 class Recorder(Protocol):
@@ -137,7 +130,7 @@ def _compile(function: Callable[[Any], None]) -> Any:
 
 def _compile_or_read(function: Callable[[Any], None]) -> Any:
     signature = types.void(_ADDRESS)
-    directory = _cache_directory(function)
+    directory = cache_directory(function)
     if directory is None:
         return numba.cfunc(signature, error_model="numpy")(function)
     previous, numba.config.CACHE_DIR = numba.config.CACHE_DIR, str(directory)
@@ -148,33 +141,6 @@ def _compile_or_read(function: Callable[[Any], None]) -> Any:
         return numba.cfunc(signature, error_model="numpy")(function)
     finally:
         numba.config.CACHE_DIR = previous
-
-
-def _cache_directory(function: Callable[[Any], None]) -> Path | None:
-    """Named after the source of all that a kernel may call: numba itself looks at one file only."""
-    sources = (Path(file).read_bytes() for file in sorted(_sources(function.__code__.co_filename)))
-    digest = hashlib.sha256(b"".join(sources)).hexdigest()[:16]
-    for base in _CACHE_BASES:
-        directory = base / f"kernels-{digest}"
-        try:
-            directory.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryFile(dir=directory):
-                return directory
-        except OSError as error:
-            logger.info("compiled code cannot be kept: %s", error)
-    return None
-
-
-@functools.cache
-def _sources(file: str) -> frozenset[str]:
-    """The file, and those of ours that it imports, directly or not."""
-    found = {file}
-    for node in ast.walk(ast.parse(Path(file).read_bytes())):
-        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == _PACKAGE:
-            spec = importlib.util.find_spec(node.module)
-            if spec is not None and spec.origin is not None:
-                found |= _sources(spec.origin)
-    return frozenset(found)
 
 
 def _find_parallel() -> Callable[..., None] | None:

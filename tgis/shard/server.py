@@ -18,6 +18,7 @@ from tgis.config import ShardConfig
 from tgis.heartbeat import Heartbeat
 from tgis.pb import shard_pb2 as pb
 from tgis.pb.shard_pb2_grpc import ShardServiceServicer, add_ShardServiceServicer_to_server
+from tgis.shard.code_cache import keep_with_run
 from tgis.shard.compiled import is_compiling
 from tgis.shard.content_calls import ContentCalls
 from tgis.shard.content_loading import open_spool, open_store
@@ -86,6 +87,8 @@ def serve(config: ShardConfig) -> NoReturn:
     raises an OperatorError."""
     _end_on_signals()
     link = choose_link(config)
+    if config.kernel_cache is not None:
+        keep_with_run(Path(config.kernel_cache))
     failpoints.hit("shard.before_loading")
     engine = load(config)
     length = sequence_length(config, hub.read_json(Path(config.model_path), "config.json"))

@@ -1,0 +1,89 @@
+"""Where compiled code is kept: beside the source, else in the user's cache directory, else in the run's own,
+where shards that start again find it, else nowhere. Code beside the source is read in any case."""
+
+import ast
+import functools
+import hashlib
+import importlib.util
+import logging
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+MIN_FREE_BYTES = 64 << 20  # the run has more important things to write
+_PACKAGE = __name__.split(".")[0]
+_BESIDE_SOURCE = Path(__file__).parent / "__pycache__"
+
+
+def _of_user() -> list[Path]:
+    try:
+        return [Path.home() / ".cache" / "tgis"]
+    except RuntimeError:  # neither HOME nor an entry in the list of users
+        return []
+
+
+_bases = [_BESIDE_SOURCE, *_of_user()]
+
+
+def keep_with_run(directory: Path) -> None:
+    """Where nothing else can be written. Its parent must be this user's alone: what is kept is run."""
+    try:
+        has_room = shutil.disk_usage(directory.parent).free >= MIN_FREE_BYTES
+    except OSError:
+        has_room = False
+    if not has_room:
+        logger.info("%s has no room for compiled code", directory.parent)
+    elif directory not in _bases:
+        _bases.append(directory)
+
+
+def cache_directory(function: Callable[[Any], None]) -> Path | None:
+    """Named after the source of all that a kernel may call: numba itself looks at one file only."""
+    sources = (Path(file).read_bytes() for file in sorted(_sources(function.__code__.co_filename)))
+    name = f"kernels-{hashlib.sha256(b''.join(sources)).hexdigest()[:16]}"
+    base = next(filter(_can_be_written, _bases), None)
+    if base is None:
+        return None
+    if base != _BESIDE_SOURCE:
+        _copy(_BESIDE_SOURCE / name, base / name)
+    return base / name
+
+
+@functools.cache
+def _can_be_written(base: Path) -> bool:
+    try:
+        base.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=base):
+            return True
+    except OSError as error:
+        logger.info("compiled code cannot be kept in %s: %s", base, error.strerror)
+        return False
+
+
+def _copy(packaged: Path, kept: Path) -> None:
+    """numba reads no code from where it cannot write. Several ranks do it at once; one is the first."""
+    if kept.exists() or not packaged.is_dir():
+        return
+    try:
+        with tempfile.TemporaryDirectory(dir=kept.parent, ignore_cleanup_errors=True) as unfinished:
+            os.rename(shutil.copytree(packaged, Path(unfinished) / "copy"), kept)
+    except OSError as error:
+        if not kept.exists():
+            logger.info("%s was not copied to %s: %s", packaged, kept, error)
+
+
+@functools.cache
+def _sources(file: str) -> frozenset[str]:
+    """The file, and those of ours that it imports, directly or not."""
+    found = {file}
+    for node in ast.walk(ast.parse(Path(file).read_bytes())):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == _PACKAGE:
+            spec = importlib.util.find_spec(node.module)
+            if spec is not None and spec.origin is not None:
+                found |= _sources(spec.origin)
+    return frozenset(found)
