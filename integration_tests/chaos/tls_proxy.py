@@ -23,22 +23,24 @@ class TlsProxy:
 
     def close(self) -> None:
         """More than once is once."""
-        if self._loop.is_closed():
-            return
-        self._loop.call_soon_threadsafe(self._server.close)
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
+        if not self._loop.is_closed():
+            asyncio.run_coroutine_threadsafe(self._end(), self._loop).result(10)
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+            self._loop.close()
+
+    async def _end(self) -> None:
+        self._server.close()
         for relay in self._relays:
             relay.cancel()
-        self._loop.run_until_complete(asyncio.gather(*self._relays, return_exceptions=True))
-        self._loop.close()
+        await asyncio.gather(*self._relays)
 
     async def _relay(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
         assert task is not None
         self._relays.add(task)  # nobody else refers to it
         task.add_done_callback(self._relays.discard)
-        with contextlib.suppress(OSError):  # either end may break off, and so may the handshake
+        with contextlib.suppress(OSError, asyncio.CancelledError):  # either end may break off at any time
             far_reader, far_writer = await asyncio.open_connection(*self._target, ssl=self._context)
             await asyncio.gather(_pump(reader, far_writer), _pump(far_reader, writer))
         writer.close()

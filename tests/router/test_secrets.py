@@ -37,7 +37,7 @@ def setup(files: Files, tmp_path: Path, collector: tuple[Collector, str]) -> Ite
     flags += [*files.flags("cert", "key", "ca"), "--otlp-endpoint", f"http://{collector[1]}"]
     setup = start_router(tmp_path, 1, *flags, "--failpoints", "router.before_step=raise@60")
     setup.channel.close()
-    setup.channel = grpc.secure_channel(f"localhost:{setup.service.grpc_port}", files.client)
+    setup.channel = grpc.secure_channel(f"localhost:{setup.service.grpc_port}", files.client())
     setup.stub = GenerationServiceStub(setup.channel)
     yield setup
     stop_router(setup)
