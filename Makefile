@@ -13,6 +13,9 @@ SERVED := $(if $(MODEL_NAME),$(MODEL_NAME),$(DEMO_MODEL))
 # Detectors of secrets that look like any other word; the tests have many such words.
 WITHOUT_A_FORM := KeywordDetector BasicAuthDetector Base64HighEntropyString HexHighEntropyString
 
+# Two files of tests at a time; those of one file share services and models.
+SPREAD := -n 2 --dist loadfile
+
 SOURCES := tgis tests integration_tests bench scripts
 PACKAGING := pyproject.toml constraints.txt protos/generation.proto protos/shard.proto scripts/build_protos.py
 
@@ -43,10 +46,10 @@ audit: $(VENV)/installed $(VENV)-audit/installed  ## List what is installed (sbo
 	$(VENV)-audit/bin/pip-audit --path "$$($(BIN)/python -c 'import site; print(site.getsitepackages()[0])')"
 
 test: $(VENV)/installed-dev  ## Run the tests
-	$(BIN)/pytest -m "not slow"
+	$(BIN)/pytest -m "not slow" $(SPREAD)
 
 test-all: $(VENV)/installed-dev  ## Run the tests, the slow ones too
-	$(BIN)/pytest
+	$(BIN)/pytest $(SPREAD)
 
 chaos: $(VENV)/installed-dev  ## Traffic under faults at random, ten minutes; CHAOS='--minutes 2 --seed 7'
 	$(BIN)/python -m integration_tests.chaos $(CHAOS)
