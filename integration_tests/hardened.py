@@ -121,7 +121,7 @@ class Hardened:
         skip_unless_possible(scratch, files)
         command = ["launcher", "--model-name", str(FILES / "model"), "--num-shard", "2", *flags]
         env = environment() | {"HIDDEN": "" if is_compiled else COMPILED_CODE}
-        self.service = Service(command, env, interpreter(scratch, files, size))
+        self.service = Service(command, env, python=interpreter(scratch, files, size))
         self.service.wait_until_serving()
         self._relay = Relay(self.service.process.pid, GRPC_PORT, HTTP_PORT)
         self.service.grpc_port, self.service.http_port = self._relay.ports

@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import re
+import secrets
 import shutil
 import signal
 import socket
@@ -220,12 +221,12 @@ def broken(model: Model, directory: Path, **config: object) -> str:
     return str(directory)
 
 
-def tgis_processes() -> set[str]:
-    """Ids of all that run, whoever is their parent by now."""
+def processes_with(variable: str) -> set[str]:
+    """Ids of all that were started with it, whoever is their parent by now."""
     found = set()
     for entry in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            if b"-m\0tgis\0" in (entry / "cmdline").read_bytes():
+            if variable.encode() in (entry / "environ").read_bytes().split(b"\0"):
                 found.add(entry.name)
     return found
 
@@ -234,12 +235,12 @@ def failure(*flags: str, env: dict[str, str] | None = None, termination_log: Pat
     """The last line of a start that must fail within ten seconds and leave nothing behind."""
     log = ["--termination-log", str(termination_log)] if termination_log else []
     command = ["launcher", "--bind", "127.0.0.1", "--port", "0", "--grpc-port", "0", *log, *flags]
-    before, started = tgis_processes(), time.monotonic()
-    service = Service(command, env)
+    mark, started = secrets.token_hex(8), time.monotonic()
+    service = Service(command, {"OF_TEST": mark, **(env or {})})
     code = service.process.wait(30)
     assert time.monotonic() - started < 10, service.output
     assert service.end() == code != 0
-    assert not tgis_processes() - before
+    assert not processes_with(f"OF_TEST={mark}")
     assert "Traceback" not in service.output
     return service.lines[-1]
 

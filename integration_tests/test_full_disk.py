@@ -32,12 +32,13 @@ def python_on(size: str) -> list[str]:
 
 
 @pytest.fixture
-def disk(tmp_path: Path) -> Path:
+def disk(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where a command of `python_on` finds as much room for its temporary files, and no more."""
-    env = {**os.environ, "TMPDIR": str(tmp_path)}
+    directory = tmp_path_factory.mktemp("disk")  # a path that is short enough for sockets
+    env = {**os.environ, "TMPDIR": str(directory)}
     if subprocess.run([*python_on("1m"), "-c", ""], env=env, capture_output=True, timeout=30).returncode:
         pytest.skip("no small disk can be made here: that needs root, and unshare")
-    return tmp_path
+    return directory
 
 
 @pytest.fixture
@@ -47,7 +48,7 @@ def client(model: Model, disk: Path) -> Iterator[Client]:
     write_adapter(store / "large", model.directory, 3, LINEAR, r=400)
     command = ["launcher", "--model-name", str(model.directory), "--prefix-store-path", str(store)]
     command += ["--bind", "127.0.0.1", "--port", "0", "--grpc-port", "0"]
-    service = Service(command, {"TMPDIR": str(disk)}, python_on("1m")).wait_until_serving()
+    service = Service(command, {"TMPDIR": str(disk)}, python=python_on("1m")).wait_until_serving()
     client = Client(service)
     try:
         yield client

@@ -118,13 +118,24 @@ def test_a_bus_error_of_a_shard_is_explained(service: Service) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_while_the_model_is_loading_is_a_clean_end(
-    model: Path, tmp_path: Path, number: signal.Signals
+    model: Path, tmp_path_factory: pytest.TempPathFactory, number: signal.Signals
 ) -> None:
-    service = launch(model, env={"TMPDIR": str(tmp_path)})
+    home = tmp_path_factory.mktemp("home")
+    service = launch(model, env={"TMPDIR": str(home)})
     service.wait_for_line("loading")
     assert service.end(number, timeout_s=5) == 0, service.output
     assert "Traceback" not in service.output
-    assert not list(tmp_path.iterdir())
+    assert not list(home.iterdir())
+
+
+def test_a_path_that_no_socket_can_have_is_refused(model: Path, tmp_path: Path) -> None:
+    """At once, and not when the model has been loaded."""
+    long = tmp_path / ("x" * 80)
+    service = launch(model, "--shard-uds-path", str(long))
+    assert service.process.wait(20) == 1
+    assert service.end() == 1
+    assert service.lines[-1].startswith(f"error: {long}-0.steps is too long for a socket's path: set ")
+    (model / "termination-log").unlink()
 
 
 def test_tls_is_checked_before_anything_is_started(model: Path, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ started again, a router that dies ends everything, and nothing outlives the laun
 import asyncio
 import contextlib
 import logging
+import os
 import shutil
 import signal
 import time
@@ -26,6 +27,7 @@ CRASH_WINDOW_S = 300.0
 MAX_CRASHES = 6  # of the shards, within the window; a request that kills them takes three
 FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.5, 4.0
 POLL_S = 0.05
+MAX_SOCKET_PATH = 107  # bytes, of Linux
 # How often a thread of a shard looks for its next piece of work before it sleeps. By default that takes
 # milliseconds, in which it keeps a core from the router, the clients and the other threads of its own step:
 # beside one busy process a step then takes ten times as long. Not to look at all costs a wake-up per
@@ -60,6 +62,7 @@ class _Launcher:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
         self._directory = RunDirectory()
+        self._check_sockets()
         logger.info("loading %s on %d shards", self._plan.model_path, self._plan.num_shards)
         main = asyncio.create_task(self._serve())
         stopping = asyncio.create_task(self._stopping.wait())
@@ -207,6 +210,14 @@ class _Launcher:
     @property
     def _sockets(self) -> list[Path]:
         return [Path(f"{self._uds_path}-{rank}") for rank in range(self._plan.num_shards)]
+
+    def _check_sockets(self) -> None:
+        """Before minutes go by until a shard finds it out. Raises LaunchError."""
+        longest = steps_path(str(self._sockets[-1]))
+        if len(os.fsencode(longest)) > MAX_SOCKET_PATH:
+            raise LaunchError(
+                f"{longest} is too long for a socket's path: set --shard-uds-path or a shorter TMPDIR"
+            )
 
     @property
     def _tokenizer_path(self) -> Path:

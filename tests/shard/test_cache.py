@@ -2,6 +2,8 @@
 
 import ctypes
 import mmap
+import subprocess
+import sys
 import time
 
 import torch
@@ -31,3 +33,16 @@ def test_memory_is_touched_without_being_waited_for() -> None:
         time.sleep(0.01)
     assert not cache.keys.any()
     assert not cache.values.any()
+
+
+_ENDS_EARLY = """
+import sys, torch
+from tgis.shard.cache import KVCache
+cache = KVCache(30, 2_000, 16, 8, 64, torch.float32)
+sys.exit(3)
+"""
+
+
+def test_a_process_may_end_while_its_memory_is_touched() -> None:
+    for _ in range(3):
+        assert subprocess.run([sys.executable, "-c", _ENDS_EARLY]).returncode == 3

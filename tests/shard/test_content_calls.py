@@ -20,6 +20,7 @@ from tgis.prompts.spool import Kind, Spool
 from tgis.prompts.store import Found, Store
 from tgis.shard.content_calls import ContentCalls
 from tgis.shard.contents import Content, Contents, Prompt
+from tgis.shard.link import UnixLink
 from tgis.shard.server import ShardService, _listen
 
 TIMEOUT_S = 10
@@ -79,7 +80,7 @@ class Served:
         odd = OddStore(self.spool, self.finding)
         store = odd if prompts is None else Store(self.spool, FIT, prompts, None, {})
         service = ShardService(pb.InfoResponse(), ContentCalls(store, self.spool, self.contents))
-        self._server = _listen(service, str(directory / "socket"))
+        self._server = _listen(service, UnixLink(str(directory / "socket")))
         self.channel = grpc.insecure_channel(f"unix:{directory / 'socket'}")
         self.stub = ShardServiceStub(self.channel)
 

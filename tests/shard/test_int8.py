@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tgis.shard import compiled
+from tgis.shard import code_cache
 from tgis.shard.layers import compiled_int8, int8, int8_code
 from tgis.shard.layers.int8_code import Form
 from tgis.shard.layers.packing import has_feature
@@ -129,7 +129,7 @@ def test_a_thread_that_lost_its_core_is_not_waited_for(monkeypatch: pytest.Monke
 
 def with_form(form: Form, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """The kernels as they are on another machine; nothing of them is kept."""
-    monkeypatch.setattr(compiled, "_CACHE_BASES", ())
+    monkeypatch.setattr(code_cache, "_bases", [])
     monkeypatch.setattr(int8_code, "FORM", form)
     monkeypatch.setattr(int8_code.make_tile, "__defaults__", (form,))
     spec = importlib.util.spec_from_file_location("other_int8", compiled_int8.__file__)

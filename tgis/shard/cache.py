@@ -93,15 +93,16 @@ def _touch_soon(memories: Sequence[Tensor]) -> None:
     for memory in memories:
         madvise(ctypes.c_void_p(memory.data_ptr()), ctypes.c_size_t(memory.nbytes), MADV_HUGEPAGE)
 
+    layers = [(layer.data_ptr(), layer.nbytes) for memory in memories for layer in memory]
+
     def touch() -> None:
+        """Without a call of torch: a thread that is in one when the process ends would abort it."""
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LEAST_PRIORITY)
-        layer_bytes = max(memory[0].nbytes for memory in memories)
-        for offset in range(0, layer_bytes, TOUCHED_BYTES):
-            for memory in memories:
-                for layer in memory:
-                    begin = (layer.data_ptr() + offset) // mmap.PAGESIZE * mmap.PAGESIZE
-                    end = layer.data_ptr() + min(offset + TOUCHED_BYTES, layer.nbytes)
-                    if madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), MADV_POPULATE_WRITE):
-                        return  # what cannot be had beforehand may not be needed
+        for offset in range(0, max(num_bytes for _, num_bytes in layers), TOUCHED_BYTES):
+            for address, num_bytes in layers:
+                begin = (address + offset) // mmap.PAGESIZE * mmap.PAGESIZE
+                end = address + min(offset + TOUCHED_BYTES, num_bytes)
+                if madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), MADV_POPULATE_WRITE):
+                    return  # what cannot be had beforehand may not be needed
 
     threading.Thread(target=touch, name="cache", daemon=True).start()
