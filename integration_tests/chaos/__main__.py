@@ -9,6 +9,8 @@ from collections import Counter, deque
 from pathlib import Path
 from random import Random
 
+import grpc
+
 from integration_tests.chaos.attackers import ATTACKS
 from integration_tests.chaos.faults import FATAL, OTHERS, Fault
 from integration_tests.chaos.memory import Watch
@@ -54,8 +56,12 @@ def _run(target: Target, seconds: float, seed: int) -> Report:
     baseline["tgi_open_descriptors"] += PIPES
     watch = Watch(target.processes)
     traffic = Traffic(target.connect, answers, NUM_WORKERS, seed)
+    faults: Counter[str] = Counter()
+    trouble = ""
     try:
-        faults = _do_faults(target, random, list(answers), time.monotonic() + seconds)
+        _do_faults(target, random, list(answers), time.monotonic() + seconds, faults)
+    except (AssertionError, OSError, grpc.RpcError) as error:
+        trouble = f"{type(error).__name__}: {error}"
     finally:
         tally = traffic.end()
         slopes = watch.end()
@@ -63,7 +69,7 @@ def _run(target: Target, seconds: float, seed: int) -> Report:
     restarts = int(target.metrics()["tgi_shard_restarts_total"])
     exit_code = target.end()
     resumed = read_resumed(target.service.lines)
-    return Report(seed, seconds, tally, faults, restarts, resumed, left, slopes, exit_code)
+    return Report(seed, seconds, tally, faults, restarts, resumed, left, slopes, exit_code, trouble)
 
 
 def _answers_without_faults(target: Target, cases: list[Case]) -> dict[Case, Answer]:
@@ -72,9 +78,8 @@ def _answers_without_faults(target: Target, cases: list[Case]) -> dict[Case, Ans
         return {case: case.ask(stub)[0] for case in cases}
 
 
-def _do_faults(target: Target, random: Random, cases: list[Case], end: float) -> Counter[str]:
+def _do_faults(target: Target, random: Random, cases: list[Case], end: float, begun: Counter[str]) -> None:
     """One after the other, each on a service that is ready."""
-    done: Counter[str] = Counter()
     restarts: deque[float] = deque()
     while time.monotonic() < end:
         _note_restarts(target, restarts)
@@ -83,11 +88,10 @@ def _do_faults(target: Target, random: Random, cases: list[Case], end: float) ->
         print(
             f"{max(0.0, end - time.monotonic()):5.0f} s left: {fault.__name__}", file=sys.stderr, flush=True
         )
+        begun[fault.__name__] += 1
         fault(target, random, cases)
-        done[fault.__name__] += 1
         target.wait_until_ready()
         time.sleep(PAUSE_S * random.random())
-    return done
 
 
 def _note_restarts(target: Target, restarts: deque[float]) -> None:

@@ -1,5 +1,5 @@
-"""What is done to the service, each at a time that chance chooses. A fault returns when it is over; what it
-does not lead to an error of its own is found by the traffic."""
+"""What is done to the service, at times that chance chooses. A fault returns when it is over, and raises
+AssertionError where the service did not do about it what it must; the rest is the traffic's to find out."""
 
 import contextlib
 import os
@@ -107,8 +107,10 @@ def kill_client(target: Target, random: Random, cases: list[Case]) -> None:
 
 
 def swap_certificate(target: Target, random: Random, cases: list[Case]) -> None:
+    """The next handshake shows the new one."""
+    before = target.served_certificate()
     target.swap_certificate()
-    target.connect().close()
+    assert target.served_certificate() != before, "the certificate of before is served"
 
 
 def break_certificate(target: Target, random: Random, cases: list[Case]) -> None:

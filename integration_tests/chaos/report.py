@@ -23,12 +23,14 @@ class Report:
     slopes: dict[str, float]
     """Of memory, in bytes a second."""
     exit_code: int
+    trouble: str
+    """What ended the run early."""
 
     @property
     def is_good(self) -> bool:
-        return not (
-            self.tally.lost or self.tally.wrong or self.left or self.exit_code or not self.tally.answered
-        )
+        tally = self.tally
+        is_bad = tally.lost or tally.wrong or self.left or self.exit_code or self.trouble
+        return not is_bad and tally.answered > 0
 
     def __str__(self) -> str:
         tally = self.tally
@@ -46,6 +48,7 @@ class Report:
             f"memory, MB a minute in the later half: {slopes}",
             *(f"lost: {text}" for text in tally.lost[:SHOWN]),
             *(f"wrong: {text}" for text in tally.wrong[:SHOWN]),
+            *([f"ended early: {self.trouble}"] * bool(self.trouble)),
             "passed" if self.is_good else "FAILED",
         ]
         return "\n".join(lines)

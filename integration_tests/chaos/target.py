@@ -1,6 +1,7 @@
 """The service that faults are done to: two ranks, mutual TLS from links that can be swapped, a store of soft
 prompts, and failpoints that end some of its starts from within."""
 
+import socket
 import ssl
 import time
 import urllib.error
@@ -93,6 +94,12 @@ class Target:
         for name, content in contents.items():
             (directory / f"{name}.pem").write_bytes(content)
         return directory
+
+    def served_certificate(self) -> bytes:
+        """What a new connection is shown."""
+        with socket.create_connection(self.address, timeout=20) as plain:
+            with self.tls_context().wrap_socket(plain, server_hostname="localhost") as connection:
+                return connection.getpeercert(binary_form=True) or b""
 
     def swap_certificate(self, is_broken: bool = False) -> None:
         """As Kubernetes does it. A broken one is the new certificate beside another's key."""

@@ -1,0 +1,48 @@
+"""Clients made from the contract and from its older shapes, which know nothing of each other: every method
+answers each of them as it answers ours."""
+
+from typing import Any
+
+import grpc
+import pytest
+from google.protobuf.descriptor import FileDescriptor
+from google.protobuf.json_format import ParseDict
+from google.protobuf.message_factory import GetMessageClass
+
+from tests.router.conftest import Setup
+from tests.test_protos import frozen
+from tgis.pb import generation_pb2 as pb
+
+__all__ = ["frozen"]
+
+PARAMS = {
+    "method": "GREEDY",
+    "stopping": {"maxNewTokens": 12, "stopSequences": ["zz"]},
+    "response": {"generatedTokens": True, "inputTokens": True, "tokenLogprobs": True, "topNTokens": 2},
+    "truncateInputTokens": 9,
+}
+REQUESTS: dict[str, Any] = {
+    "Generate": {"requests": [{"text": "a girl"}, {"text": "naïve café"}], "params": PARAMS},
+    "GenerateStream": {"request": {"text": "a girl"}, "params": PARAMS},
+    "Tokenize": {"requests": [{"text": "a girl"}], "returnTokens": True, "returnOffsets": True},
+    "ModelInfo": {"modelId": "any"},
+}
+
+
+def answers(channel: grpc.Channel, file: FileDescriptor, name: str) -> list[bytes]:
+    """What a client of that shape reads, written down again."""
+    method = file.services_by_name["GenerationService"].methods_by_name[name]
+    asked, answered = (GetMessageClass(each) for each in (method.input_type, method.output_type))
+    path = f"/{method.containing_service.full_name}/{name}"
+    make = channel.unary_stream if method.server_streaming else channel.unary_unary
+    call = make(path, request_serializer=asked.SerializeToString, response_deserializer=answered.FromString)
+    found = call(ParseDict(REQUESTS[name], asked()), timeout=20)
+    messages = list(found) if method.server_streaming else [found]
+    return [message.SerializeToString(deterministic=True) for message in messages]
+
+
+@pytest.mark.parametrize("name", REQUESTS)
+def test_every_shape_is_answered_alike(router: Setup, frozen: FileDescriptor, name: str) -> None:
+    expected = answers(router.channel, pb.DESCRIPTOR, name)
+    assert answers(router.channel, frozen, name) == expected
+    assert sum(map(len, expected)) > 5
