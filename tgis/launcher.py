@@ -174,7 +174,7 @@ class _Launcher:
         await asyncio.wait((main, aborting), timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
         aborting.cancel()
         if self._aborting.is_set() and not main.done():
-            raise LaunchError("a second signal ended the service before its requests were finished")
+            raise LaunchError("a second signal ended the service at once")
 
     async def _kill_all(self) -> None:
         if self._router is not None:
