@@ -128,13 +128,16 @@ def test_a_signal_while_the_model_is_loading_is_a_clean_end(
     assert not list(home.iterdir())
 
 
-def test_a_path_that_no_socket_can_have_is_refused(model: Path, tmp_path: Path) -> None:
-    """At once, and not when the model has been loaded."""
-    long = tmp_path / ("x" * 80)
-    service = launch(model, "--shard-uds-path", str(long))
+def test_a_path_that_no_socket_can_have_is_refused(
+    model: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """At once, and not when the model has been loaded; nothing stays."""
+    long, home = tmp_path / ("x" * 80), tmp_path_factory.mktemp("home")
+    service = launch(model, "--shard-uds-path", str(long), env={"TMPDIR": str(home)})
     assert service.process.wait(20) == 1
     assert service.end() == 1
     assert service.lines[-1].startswith(f"error: {long}-0.steps is too long for a socket's path: set ")
+    assert not list(home.iterdir())
     (model / "termination-log").unlink()
 
 

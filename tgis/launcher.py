@@ -62,7 +62,6 @@ class _Launcher:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
         self._directory = RunDirectory()
-        self._check_sockets()
         logger.info("loading %s on %d shards", self._plan.model_path, self._plan.num_shards)
         main = asyncio.create_task(self._serve())
         stopping = asyncio.create_task(self._stopping.wait())
@@ -81,6 +80,7 @@ class _Launcher:
 
     async def _serve(self) -> None:
         """Raises LaunchError when something has ended that should not have."""
+        self._check_sockets()
         if not self._plan.has_fast_tokenizer:
             await self._convert_tokenizer()
         shards = asyncio.create_task(self._run_shards())

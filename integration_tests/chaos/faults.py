@@ -102,7 +102,7 @@ def kill_client(target: Target, random: Random, cases: list[Case]) -> None:
     command = [sys.executable, "-c", CLIENT, f"localhost:{target.service.grpc_port}", str(credentials)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as client:
         assert client.stdout is not None
-        client.stdout.readline()
+        assert client.stdout.readline() == "open\n", "the client that is to be killed has not begun"
         client.kill()
 
 
