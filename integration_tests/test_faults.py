@@ -10,7 +10,6 @@ import signal
 import socket
 import threading
 import time
-import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
@@ -22,7 +21,7 @@ import torch
 from safetensors.torch import load_file
 
 from integration_tests.conftest import Client, Model, launch, serve
-from tests.accounts import assert_nothing_left, take_baseline
+from tests.accounts import assert_nothing_left, scrape, take_baseline
 from tests.processes import Service, children_of
 from tgis.pb import generation_pb2 as pb
 
@@ -87,9 +86,7 @@ def check_survival(
 
 
 def metrics(client: Client) -> dict[str, float]:
-    with urllib.request.urlopen(client.service.http + "/metrics", timeout=10) as response:
-        lines = response.read().decode().splitlines()
-    return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines if line[0] != "#")}
+    return scrape(client.service.http)
 
 
 def test_a_hundred_cancelled_streams_leave_nothing(client: Client, model: Model) -> None:
