@@ -107,7 +107,7 @@ def test_what_is_not_given_is_not_warned_about() -> None:
         assert "WARNING" not in run(config_type, REQUIRED[config_type], {}, reads)[1].stderr
 
 
-@pytest.mark.parametrize("flag", ["--max-waiting-tokens", "--batch-safety-margin", "--master-addr", "-c"])
+@pytest.mark.parametrize("flag", ["--max-waiting-tokens", "--batch-safety-margin", "-c"])
 def test_a_flag_without_effect_is_one_line_of_warning(flag: str) -> None:
     name = "--cuda-process-memory-fraction" if flag == "-c" else flag
     variable = name[2:].upper().replace("-", "_")
@@ -154,7 +154,7 @@ def test_old_manifests_start() -> None:
     assert (config.model_name, config.dtype_str, config.num_gpus) == ("/mnt/models/", "float16", 2)
     assert (config.max_batch_size, config.max_concurrent_requests, config.tls_cert_path) == (12, 64, None)
     warned = re.findall(r"WARNING \S+ (\S+) has no effect", result.stderr)
-    assert sorted(warned) == ["--master-port", "FLASH_ATTENTION", "MAX_PREFILL_WEIGHT", "PT2_COMPILE"]
+    assert sorted(warned) == ["FLASH_ATTENTION", "MAX_PREFILL_WEIGHT", "PT2_COMPILE"]
 
 
 def test_the_document_is_up_to_date() -> None:

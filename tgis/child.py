@@ -7,7 +7,7 @@ import ctypes
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from types import MappingProxyType
 
 from tgis.heartbeat import wait_until_hung
@@ -29,11 +29,14 @@ class Child:
         line_prefix: str = "",
         env: Mapping[str, str] = MappingProxyType({}),
         beats: bool = False,
+        fds: Sequence[int] = (),
     ) -> None:
         """`env` holds variables that the child gets where the parent has none of that name. One that `beats`
-        is given a descriptor for signs of life, and is killed where it hangs."""
+        is given a descriptor for signs of life, and is killed where it hangs; `fds` are open in it too."""
         self.name, self._arguments, self._line_prefix, self._env = name, arguments, line_prefix, env
-        self._beats, self._hangs = beats, False
+        self._beats, self._hangs, self._fds = beats, False, tuple(fds)
+        self.has_begun = asyncio.Event()
+        """To give signs of life."""
         self._error = ""
         self._process: asyncio.subprocess.Process | None = None
         self._end: asyncio.Task[str] | None = None
@@ -60,7 +63,7 @@ class Child:
             "tgis",
             *self._arguments,
             *more,
-            pass_fds=fds,
+            pass_fds=(*self._fds, *fds),
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
@@ -86,7 +89,7 @@ class Child:
             await self._end
 
     async def _end_if_hung(self, fd: int) -> None:
-        await wait_until_hung(fd)
+        await wait_until_hung(fd, self.has_begun)
         self._hangs = True
         self.signal(signal.SIGKILL)
 

@@ -21,14 +21,14 @@ from tgis.tuning_plan import plan_tuning
 
 def _run_launcher(config: LauncherConfig) -> None:
     failpoints.arm(config.failpoints)  # so that what cannot be read is refused here
-    from tgis import launcher
+    from tgis.launcher import main
 
     # The children get all of it as flags; what stayed in the environment they would read, and warn of, again.
     passed = {*variables_of(LauncherConfig)} & {*variables_of(RouterConfig), *variables_of(ShardConfig)}
     for name in passed | {one.variable_name for one in TGIS_NAMES}:
         os.environ.pop(name, None)
     _stay_offline()
-    launcher.run(config)
+    main.run(config)
 
 
 def _run_router(config: RouterConfig) -> None:

@@ -4,6 +4,7 @@ environment; elsewhere a configuration is a frozen value."""
 from dataclasses import dataclass
 
 from tgis.declaration import option
+from tgis.group_options import NodeOptions, RankOptions
 from tgis.port_options import LinkOptions, PortOptions
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -186,7 +187,15 @@ class ServingOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class LauncherConfig(
-    LogOptions, FaultOptions, ModelOptions, TuningOptions, BatchOptions, PortOptions, ServingOptions
+    LogOptions,
+    FaultOptions,
+    NodeOptions,
+    LinkOptions,
+    ModelOptions,
+    TuningOptions,
+    BatchOptions,
+    PortOptions,
+    ServingOptions,
 ):
     """`text-generation-launcher`."""
 
@@ -196,7 +205,7 @@ class LauncherConfig(
     revision: str | None = option("Revision of a model in the hub cache.", None)
     dtype_str: str | None = option("Older name of --dtype.", None, choices=DTYPES)
     num_shard: int | None = option(
-        "Tensor-parallel shards; unset: NUM_GPUS, else the visible devices, 1 on a CPU.",
+        "Tensor-parallel shards of each node; unset: NUM_GPUS, else the visible devices, 1 on a CPU.",
         None,
         minimum=1,
         refusal=NO_SHARDS,
@@ -249,7 +258,10 @@ class RouterConfig(LogOptions, FaultOptions, LinkOptions, BatchOptions, PortOpti
     tokenizer_path: str = option("Directory that holds tokenizer.json.")
     shard_uds_path: str = option("Prefix of the shards' Unix sockets; the rank is appended.", UDS_PATH)
     shard_addresses: str | None = option(
-        "HOST:PORT of each rank, with commas: TCP with mutual TLS instead of Unix sockets.", None, env=False
+        "HOST:PORT of each rank, with commas, or the path of a file that holds that and may change: TCP with "
+        "mutual TLS instead of Unix sockets.",
+        None,
+        env=False,
     )
     num_shard: int = option("Shards of the group.", 1, minimum=1)
     max_sequence_length: int | None = option(
@@ -259,7 +271,9 @@ class RouterConfig(LogOptions, FaultOptions, LinkOptions, BatchOptions, PortOpti
 
 
 @dataclass(frozen=True, kw_only=True)
-class ShardConfig(LogOptions, FaultOptions, LinkOptions, ModelOptions, TuningOptions, BatchOptions):
+class ShardConfig(
+    LogOptions, FaultOptions, LinkOptions, RankOptions, ModelOptions, TuningOptions, BatchOptions
+):
     """`text-generation-server serve`: one rank of a group."""
 
     model_path: str = option("Directory of the model; MODEL_NAME may be given instead.")
@@ -270,15 +284,9 @@ class ShardConfig(LogOptions, FaultOptions, LinkOptions, ModelOptions, TuningOpt
     listen_address: str | None = option(
         "HOST:PORT: TCP with mutual TLS instead of Unix sockets; steps have the next port.", None, env=False
     )
-    rank: int = option("Which shard of the group this is.", 0, minimum=0)
-    world_size: int = option("Shards of the group.", 1, minimum=1)
-    rendezvous: str | None = option(
-        "File through which the ranks of one start of the group meet.", None, env=False
-    )
     kernel_cache: str | None = option(
         "Directory for compiled code where no other place can be written.", None, env=False
     )
-    epoch: int = option("Which start of the group this is.", 0, env=False, minimum=0)
     heartbeat_fd: int | None = option(
         "Open file descriptor to write signs of life to.", None, env=False, minimum=0
     )

@@ -67,19 +67,28 @@ def _tell(fd: int, what: bytes) -> None:
         os.write(fd, what)
 
 
-async def wait_until_hung(fd: int) -> None:
+async def wait_until_hung(fd: int, has_begun: asyncio.Event) -> None:
     """The parent's end: returns when the child says that a step hangs, or has been silent for too long, which
-    counts from its first sign of life on. Takes the descriptor over."""
+    counts from its first sign of life on, when `has_begun` is set. Takes the descriptor over."""
     os.set_blocking(fd, False)
-    missed: int | None = None
+    loop, missed, signs = asyncio.get_running_loop(), 0, b""
+
+    def begin() -> None:
+        nonlocal signs
+        loop.remove_reader(fd)
+        signs = _read(fd)
+        if signs:  # else it has ended
+            has_begun.set()
+
+    loop.add_reader(fd, begin)
     try:
-        while missed is None or missed < MAX_MISSED:
+        await has_begun.wait()
+        while _HUNG not in signs and missed < MAX_MISSED:
             await asyncio.sleep(PERIOD_S)
             signs = _read(fd)
-            if _HUNG in signs:
-                return
-            missed = 0 if signs else None if missed is None else missed + 1
+            missed = 0 if signs else missed + 1
     finally:
+        loop.remove_reader(fd)
         os.close(fd)
 
 

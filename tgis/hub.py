@@ -3,6 +3,7 @@ network."""
 
 import json
 from collections.abc import Iterator, Mapping
+from hashlib import sha256
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ LENGTH_KEYS = (
 )
 DEFAULT_LENGTH = 2048
 UNRESOLVED = "Failed to resolve config path"
+WEIGHT_FILES = ("*.safetensors", "*.bin", "*.onnx")
 # What a tokenizer may be in where there is no tokenizer.json, as names or patterns.
 TOKENIZER_FILES = ("*.model", "*.tiktoken", "vocab.json", "vocab.txt", "tekken.json")
 
@@ -98,6 +100,14 @@ def snapshot(entry: Path, revision: str | None) -> Path:
 def has_tokenizer_to_convert(directory: Path) -> bool:
     """Whether there is a tokenizer of another kind than tokenizer.json."""
     return any(any(directory.glob(pattern)) for pattern in TOKENIZER_FILES)
+
+
+def fingerprint(directory: Path) -> str:
+    """The same where configuration, and names and sizes of the weights' files, are the same."""
+    files = sorted(path for pattern in WEIGHT_FILES for path in directory.glob(pattern))
+    sizes = [(path.name, path.stat().st_size) for path in files]
+    text = json.dumps([read_json(directory, "config.json"), sizes], sort_keys=True)
+    return sha256(text.encode()).hexdigest()[:16]
 
 
 def _directory(name: str) -> Path:

@@ -34,6 +34,8 @@ class Plan:
     has_fast_tokenizer: bool
     """Whether there is a tokenizer.json; else one is made at the start."""
     tuning: TuningOptions
+    fingerprint: str
+    """Of the model's configuration and weights, by the names and sizes of their files."""
 
 
 def plan(config: LauncherConfig) -> Plan:
@@ -50,7 +52,8 @@ def plan(config: LauncherConfig) -> Plan:
         raise LaunchError(f"No existing fast tokenizer ({TOKENIZER}) found")
     length = _choose_length(config.max_sequence_length, hub.read_json(path, "config.json"))
     tuning = plan_tuning(config, length, cache)
-    return Plan(path, length, config.dtype or config.dtype_str, num_shards, has_fast, tuning)
+    dtype, fingerprint = config.dtype or config.dtype_str, hub.fingerprint(path)
+    return Plan(path, length, dtype, num_shards, has_fast, tuning, fingerprint)
 
 
 def count_shards(config: LauncherConfig, is_cuda: bool) -> int:

@@ -50,7 +50,11 @@ class PortOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class LinkOptions:
-    # No variables: those that a launcher finds must not reach its children, whom it gives Unix sockets.
-    link_cert_path: str | None = option("PEM file of this end's certificate, for TCP.", None, env=False)
-    link_key_path: str | None = option("PEM file of its private key.", None, env=False)
-    link_ca_cert_path: str | None = option("PEM file of the other end's authorities.", None, env=False)
+    link_cert_path: str | None = option(
+        "PEM file of this end's certificate, for links over TCP between nodes, router and shards.", None
+    )
+    link_key_path: str | None = option("PEM file of its private key.", None)
+    link_ca_cert_path: str | None = option("PEM file of the other end's authorities.", None)
+    link_server_name: str | None = option(
+        "Name that the certificate of who is connected to must bear; unset: that of its address.", None
+    )

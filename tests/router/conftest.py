@@ -40,6 +40,7 @@ class FakeShard(ShardServiceServicer):
         epoch: int = 1,
         info: pb.InfoResponse | None = None,
         library: Library | None = None,
+        world_size: int = 1,
     ) -> None:
         """`info` says what is not as usual; the ranks of a group have one library."""
         self.info = pb.InfoResponse(
@@ -52,6 +53,7 @@ class FakeShard(ShardServiceServicer):
             prompt_cache_bytes=1 << 20,
             adapter_cache_bytes=1 << 20,
             rank=rank,
+            world_size=world_size,
             epoch=epoch,
         )
         self.info.MergeFrom(info or pb.InfoResponse())
@@ -201,7 +203,7 @@ def start_router(
     tokenizer = write_tokenizer(directory)
     uds_path = str(directory / "shard")
     library = library or Library()
-    shards = [FakeShard(rank, info=info, library=library) for rank in range(num_shards)]
+    shards = [FakeShard(rank, 1, info, library, num_shards) for rank in range(num_shards)]
     servers = [ShardServer(shard, uds_path) for shard in shards]
     link = ["--shard-uds-path", uds_path, "--num-shard", str(num_shards)]
     try:

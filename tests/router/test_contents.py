@@ -351,7 +351,7 @@ def test_streams_go_on_with_their_prompts_when_the_shards_come_back(lost: Setup)
 
 
 def serve_again(setup: Setup) -> None:
-    setup.shards[:] = [FakeShard(rank, 2, INFO, setup.library) for rank in range(2)]
+    setup.shards[:] = [FakeShard(rank, 2, INFO, setup.library, 2) for rank in range(2)]
     setup.shards[0].shelf.loaded["left over"] = Item("left over")
     setup.servers[:] = [ShardServer(shard, setup.uds_path) for shard in setup.shards]
 

@@ -2,6 +2,7 @@
 shows of itself."""
 
 import asyncio
+import logging
 import socket
 import ssl
 import time
@@ -21,7 +22,7 @@ from tests.router.test_grpc_api import batch
 from tests.router.test_recovery import Streams
 from tgis.config import RouterConfig, ShardConfig
 from tgis.errors import OperatorError
-from tgis.link_address import parse_all
+from tgis.link_address import AddressError, parse_all
 from tgis.pb import shard_pb2 as pb
 from tgis.router.link import UnixLink, open_link
 from tgis.router.shards import Shards
@@ -80,7 +81,7 @@ def linked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Linked]:
     own = LinkFiles(home / "router").write(authority, "first.example.com")
     named = {name: LinkFiles(home / name).write(authority, name) for name in (RIGHT, WRONG)}
     room = pb.InfoResponse(prompt_cache_bytes=1 << 20)
-    shards: list[FakeShard] = [CallersShard(rank, info=room, library=library) for rank in range(2)]
+    shards: list[FakeShard] = [CallersShard(rank, 1, room, library, 2) for rank in range(2)]
     ports = [free_ports() for _ in shards]
 
     def serve(rank: int, name: str, name_of_steps: str) -> ShardServer:
@@ -177,8 +178,49 @@ def test_files_and_addresses_that_cannot_be_used(tmp_path: Path) -> None:
     assert [str(one) for one in parse_all("a-1.example:1, [::1]:65534")] == ["a-1.example:1", "[::1]:65534"]
 
 
+def test_addresses_in_a_file_may_change(tmp_path: Path) -> None:
+    """What is no address any more is not taken, and ends nobody."""
+    path = tmp_path / "addresses"
+    files = LinkFiles(tmp_path / "tls").write(trustme.CA(), "a.example.com")
+    cert, key, ca = (str(files.path(name)) for name in ("cert", "key", "ca"))
+    config = RouterConfig(
+        tokenizer_path="",
+        shard_addresses=str(path),
+        link_cert_path=cert,
+        link_key_path=key,
+        link_ca_cert_path=ca,
+    )
+    link = open_link(config)
+    for text, names in (
+        (None, []),
+        ("a:1,b:1", ["a:1", "b:1"]),
+        ("c:1,d:1", ["c:1", "d:1"]),
+        ("c:1,", ["c:1", "d:1"]),
+    ):
+        if text is not None:
+            path.write_text(text)
+        assert len(link.open_channels()) == len(names)
+        assert link.names == names
+    with pytest.raises(AddressError):
+        open_link(config)
+
+
+async def test_shards_of_a_larger_group_are_not_connected(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    shards = [FakeShard(rank, world_size=3) for rank in (0, 1)]
+    servers = [ShardServer(shard, str(tmp_path / "shard")) for shard in shards]
+    link = Shards(UnixLink(str(tmp_path / "shard"), 2))
+    with caplog.at_level(logging.DEBUG), pytest.raises(TimeoutError):
+        await asyncio.wait_for(link.connect(), 0.4)
+    assert "it is one of 3 shards, and 2 are known" in caplog.text
+    await link.close()
+    for server in servers:
+        server.stop()
+
+
 async def test_addresses_in_another_order_than_the_ranks(tmp_path: Path) -> None:
-    shards = [FakeShard(rank) for rank in (0, 1)]
+    shards = [FakeShard(rank, world_size=2) for rank in (0, 1)]
     for shard, other in zip(shards, (1, 0), strict=True):
         shard.info.rank = other
     servers = [ShardServer(shard, str(tmp_path / "shard")) for shard in shards]

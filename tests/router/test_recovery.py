@@ -85,7 +85,9 @@ class Streams:
 
 
 def restart_shards(setup: Setup, epoch: int) -> None:
-    setup.shards[:] = [FakeShard(rank, epoch, library=setup.library) for rank in range(len(setup.shards))]
+    setup.shards[:] = [
+        FakeShard(rank, epoch, None, setup.library, len(setup.shards)) for rank in range(len(setup.shards))
+    ]
     setup.servers[:] = [ShardServer(shard, setup.uds_path) for shard in setup.shards]
 
 
@@ -112,7 +114,7 @@ def test_one_lost_rank_is_a_lost_group(pair: Setup) -> None:
     """The surviving rank is of the old epoch, so the router waits until both are of one start."""
     streams = Streams(pair)
     pair.servers[1].stop()
-    pair.servers[1] = ShardServer(FakeShard(1, epoch=2), pair.uds_path)
+    pair.servers[1] = ShardServer(FakeShard(1, epoch=2, world_size=2), pair.uds_path)
     wait_for_health(pair, 503)
     time.sleep(0.3)
     assert get(pair.http + "/health")[0] == 503

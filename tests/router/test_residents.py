@@ -53,7 +53,7 @@ class Group:
         self.contents = Contents(self.residents, self.metrics)
 
     def serve(self, epoch: int = 1) -> None:
-        self.shards = [FakeShard(rank, epoch, INFO, self.library) for rank in range(2)]
+        self.shards = [FakeShard(rank, epoch, INFO, self.library, 2) for rank in range(2)]
         self.servers = [ShardServer(shard, self.uds_path) for shard in self.shards]
 
     def stop(self) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tgis.shard.threads import configure
-from tgis.shard.world import World, join
+from tgis.shard.world import Meeting, World, join
 
 TIMEOUT_S = 30.0
 ALONE = World(0, 1)
@@ -62,7 +62,7 @@ class Ranks(AbstractContextManager["Ranks"]):
             rendezvous = str(self._directory / f"rendezvous-{self._num_meetings}")
             for pipe in self._pipes[: size - 1]:
                 pipe.send((size, None, (rendezvous,)))
-            self._worlds[size] = join(0, size, rendezvous, TIMEOUT_S)
+            self._worlds[size] = join(0, size, Meeting(rendezvous), TIMEOUT_S)
         return self._worlds[size]
 
     def _start(self, rank: int) -> None:
@@ -88,7 +88,7 @@ def _serve(rank: int, pipe: Connection) -> None:
     while (work := pipe.recv()) is not None:
         size, function, args = work
         if function is None:
-            worlds[size] = join(rank, size, args[0], TIMEOUT_S)
+            worlds[size] = join(rank, size, Meeting(args[0]), TIMEOUT_S)
         else:
             try:
                 pipe.send(function(worlds[size], *args))

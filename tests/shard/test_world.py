@@ -1,6 +1,8 @@
 """Ranks: how things are cut, what collectives give, and that nothing waits or listens where it should not."""
 
 import logging
+import os
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -17,18 +19,20 @@ from tests.shard.checkpoints import CASES
 from tests.shard.ranks import Ranks
 from tests.shard.stepping import compute_mixed_steps, load
 from tgis.logs import FIELDS
-from tgis.shard.world import World, WorldError, join
+from tgis.shard.world import Meeting, World, WorldError, join
 
 
 def in_threads(
-    size: int, rendezvous: Path, function: Callable[[World], Any], timeout_s: float = 30.0
+    size: int, place: Path | list[Meeting], function: Callable[[World], Any], timeout_s: float = 30.0
 ) -> list[Any]:
-    """What function(world) gives, or raises, on each rank of a group whose ranks are threads."""
+    """What function(world) gives, or raises, on each rank of a group whose ranks are threads, and meet in a
+    file or as they are told."""
+    meetings = [Meeting(str(place))] * size if isinstance(place, Path) else place
     results: list[Any] = [None] * size
 
     def run(rank: int) -> None:
         try:
-            world = join(rank, size, str(rendezvous), timeout_s)
+            world = join(rank, size, meetings[rank], timeout_s)
             results[rank] = function(world)
             world.leave()
         except Exception as error:
@@ -58,7 +62,7 @@ def test_cuts_evenly() -> None:
 
 
 def test_one_rank_is_alone() -> None:
-    world = join(0, 1, "/nowhere", 1.0)
+    world = join(0, 1, Meeting("/nowhere"), 1.0)
     x = torch.randn(2, 3)
     assert world.all_reduce(x) is x
     assert world.all_gather(x) is x
@@ -100,6 +104,24 @@ def test_listens_on_loopback_only(tmp_path: Path) -> None:
     assert set(listening()) == before
 
 
+def test_ranks_meet_at_a_port(tmp_path: Path) -> None:
+    """Which one of them was given, and listen nowhere but at their own addresses."""
+    before = set(listening())
+    with socket.create_server(("127.0.0.2", 0)) as listener:
+        place, fd = f"127.0.0.2:{listener.getsockname()[1]}", os.dup(listener.fileno())
+    meetings = [Meeting(place, f"127.0.0.{2 + rank}", fd if rank == 0 else None) for rank in range(3)]
+
+    def function(world: World) -> tuple[Tensor, set[Any]]:
+        total = world.all_reduce(torch.tensor([2.0**world.rank]))
+        found = {address.ip for address in set(listening()) - before}
+        world.min(0)
+        return total, found
+
+    for total, found in in_threads(3, meetings, function):
+        assert total.tolist() == [7.0]
+        assert found == {"127.0.0.2", "127.0.0.3", "127.0.0.4"}
+
+
 def test_a_rank_that_hangs_is_noticed(tmp_path: Path) -> None:
     def function(world: World) -> float:
         began = time.monotonic()
@@ -117,7 +139,7 @@ def test_a_rank_that_hangs_is_noticed(tmp_path: Path) -> None:
 
 def test_a_rank_that_never_comes_is_noticed(tmp_path: Path) -> None:
     with pytest.raises(WorldError, match=r"^rank 1 did not meet all 2 ranks within 0\.3 s: ") as caught:
-        join(1, 2, str(tmp_path / "rendezvous"), 0.3)
+        join(1, 2, Meeting(str(tmp_path / "rendezvous")), 0.3)
     assert "\n" not in str(caught.value)
 
 

@@ -113,13 +113,17 @@ def _check_link(settings: Mapping[str, Setting]) -> None:
     values = {name: setting.value for name, setting in settings.items()}
     files = [values.get(f"link_{name}_path") for name in ("cert", "key", "ca_cert")]
     addresses = values.get("shard_addresses") or values.get("listen_address")
-    if addresses and not all(files):
+    spans = values.get("nnodes", 1) > 1 or values.get("headless")
+    if (addresses or spans) and not all(files):
         raise SettingsError("link: TCP needs cert, key and ca cert")
-    if any(files) and not addresses:
+    if any(files) and not addresses and not spans:
         raise SettingsError("link: cert, key and ca cert are for TCP, and no address is given")
     count = settings.get("num_shard")
-    if addresses and count and count.source != DEFAULT and count.value != addresses.count(",") + 1:
+    is_list = bool(addresses) and "/" not in str(addresses)
+    if is_list and count and count.source != DEFAULT and count.value != str(addresses).count(",") + 1:
         raise SettingsError(f"link: {count.value} shards need as many addresses")
+    if values.get("node_rank", 0) >= values.get("nnodes", 1):
+        raise SettingsError(f"node_rank {values['node_rank']} is none of {values['nnodes']} nodes")
 
 
 def _check_framework(name: str | None) -> list[str]:

@@ -15,7 +15,6 @@ NOT_COMPILED = "the model's code is not compiled"
 NO_SPECULATION = "no model speculates here: --speculate guesses from the text itself"
 OF_SHARDS = "the shards keep soft prompts, and say how many"
 NO_QUANTIZATION = "quantized checkpoints are not served by this version"
-ONE_HOST = "the ranks of one host meet through a file"
 LEFT_OVER = "the cache takes of what weights and the largest step leave"
 NO_ONNX = "models in ONNX form are served as they are: say it to convert-to-onnx"
 
@@ -64,8 +63,6 @@ FLAGS = (
         commands=ALL,
         refusal_of=_memory_fraction,
     ),
-    Foreign("master_addr", why=ONE_HOST),
-    Foreign("master_port", why=ONE_HOST),
     Foreign("prefix_store_path", why=OF_SHARDS, commands=("router",)),
     Foreign("prompt_cache_size_mb", why=OF_SHARDS, commands=("router",)),
     Foreign("max_prompt_prefix_length", why=OF_SHARDS, commands=("router",)),

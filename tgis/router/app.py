@@ -17,6 +17,7 @@ from grpc_reflection.v1alpha import reflection
 
 from tgis.certificates import Certificates, TlsFiles
 from tgis.config import SERVICE_NAME, RouterConfig
+from tgis.http_port import http_server
 from tgis.pb import generation_pb2, shard_pb2
 from tgis.pb.generation_pb2_grpc import add_GenerationServiceServicer_to_server
 from tgis.ports import PortError, listen, reserve
@@ -34,7 +35,6 @@ from tgis.router.grpc_options import grpc_options
 from tgis.router.guided import Grammars
 from tgis.router.health import NAME as HEALTH
 from tgis.router.http_api import http_app
-from tgis.router.http_port import http_server
 from tgis.router.link import open_link
 from tgis.router.metrics import MetricLimits, Metrics
 from tgis.router.permits import Permits

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Callable
+from pathlib import Path
 from typing import Protocol, TypeVar
 
 import grpc
@@ -10,8 +11,10 @@ import grpc
 from tgis.certificates import Certificates, link_certificates
 from tgis.config import RouterConfig
 from tgis.frames import steps_path
-from tgis.link_address import TcpAddress, parse_all, tune
+from tgis.link_address import AddressError, TcpAddress, parse_all, tune
 from tgis.tls_contexts import mutual_client
+
+logger = logging.getLogger(__name__)
 
 CONNECT_TIMEOUT_S = 5.0
 CHANNEL_OPTIONS = [
@@ -29,10 +32,12 @@ Stream = TypeVar("Stream", bound=asyncio.Protocol)
 class Link(Protocol):
     """To all ranks of a group."""
 
-    names: list[str]
-    """Of the shards, in the order of ranks."""
     severity: int
     """How bad it is that a shard is not reached."""
+
+    @property
+    def names(self) -> list[str]:
+        """Of the shards, in the order of ranks."""
 
     @property
     def is_stale(self) -> bool:
@@ -49,7 +54,8 @@ def open_link(config: RouterConfig) -> Link:
     """Raises AddressError and CertificateError."""
     if not config.shard_addresses:
         return UnixLink(config.shard_uds_path, config.num_shard)
-    return TcpLink(parse_all(config.shard_addresses), link_certificates(config, mutual_client))
+    certificates = link_certificates(config, mutual_client)
+    return TcpLink(_read_addresses(config.shard_addresses), certificates, config.link_server_name)
 
 
 class UnixLink:
@@ -71,10 +77,21 @@ class UnixLink:
 class TcpLink:
     severity = logging.WARNING
 
-    def __init__(self, addresses: list[TcpAddress], certificates: Certificates) -> None:
-        self._addresses, self._certificates = addresses, certificates
+    def __init__(
+        self,
+        find: Callable[[], list[TcpAddress]],
+        certificates: Certificates,
+        server_name: str | None = None,
+    ) -> None:
+        """`find` gives the addresses of all ranks, each time there may be others; `server_name` is what the
+        shards' certificates bear instead of their hosts."""
+        self._find, self._certificates, self._server_name = find, certificates, server_name
         self._shown = certificates.pem
-        self.names = [str(address) for address in addresses]
+        self._addresses = find()
+
+    @property
+    def names(self) -> list[str]:
+        return [str(address) for address in self._addresses]
 
     @property
     def is_stale(self) -> bool:
@@ -82,17 +99,33 @@ class TcpLink:
         return self._certificates.pem is not self._shown
 
     def open_channels(self) -> list[grpc.aio.Channel]:
+        try:
+            self._addresses = self._find()
+        except AddressError as error:
+            logger.error("the changed addresses are not taken, those before are tried on: %s", error)
         self._certificates.look()
         pem = self._shown = self._certificates.pem
         own = grpc.ssl_channel_credentials(pem.ca, pem.key, pem.cert)
-        return [grpc.aio.secure_channel(address.calls, own, TCP_OPTIONS) for address in self._addresses]
+        named = [("grpc.ssl_target_name_override", self._server_name)] if self._server_name else []
+        options = [*TCP_OPTIONS, *named]
+        return [grpc.aio.secure_channel(address.calls, own, options) for address in self._addresses]
 
     async def open_stream(self, rank: int, make: Callable[[], Stream]) -> Stream:
         loop = asyncio.get_running_loop()
         host, port = self._addresses[rank].steps
+        name = self._server_name or host
         async with asyncio.timeout(CONNECT_TIMEOUT_S):
             transport, stream = await loop.create_connection(
-                make, host, port, ssl=self._certificates.context, server_hostname=host
+                make, host, port, ssl=self._certificates.context, server_hostname=name
             )
         tune(transport.get_extra_info("socket"))
         return stream
+
+
+def _read_addresses(text: str) -> Callable[[], list[TcpAddress]]:
+    """Of what `text` lists, or of the file that it names; none while there is none. Raises AddressError."""
+    if "/" not in text:
+        addresses = parse_all(text)
+        return lambda: addresses
+    path = Path(text)
+    return lambda: parse_all(path.read_text()) if path.is_file() else []

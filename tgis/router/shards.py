@@ -159,6 +159,9 @@ class Shards:
             if info.rank != rank:
                 self._tell(rank, f"rank {info.rank} answers there")
                 return None
+            if info.world_size != len(infos):
+                self._tell(rank, f"it is one of {info.world_size} shards, and {len(infos)} are known")
+                return None
         return infos if len({info.epoch for info in infos}) == 1 else None
 
     async def _open_streams(self) -> bool:

@@ -46,8 +46,8 @@ class Demand:
 
 @dataclass(frozen=True)
 class Room:
-    """Bytes, of which all ranks together leave `left` free, and one of them uses `step` for the largest step
-    and `contents` for soft prompts and adapters beside its cache."""
+    """Bytes, of which all ranks of a machine leave `left` free, and one of them uses `step` for the largest
+    step and `contents` for soft prompts and adapters beside its cache."""
 
     left: int
     step: int
@@ -78,15 +78,15 @@ def check_fit(
     contents: int = 0,
     quantize: str | None = None,
 ) -> None:
-    """Whether weights of so many bytes over all ranks, and beside them on every rank `contents` and a cache,
-    can fit into the bytes that are left before anything is read. Raises ModelTooLargeError or
+    """Whether weights of so many bytes over this machine's ranks, and beside them on each `contents` and a
+    cache, can fit into the bytes that are left before anything is read. Raises ModelTooLargeError or
     CacheTooSmallError."""
     if weights > left:
         raise ModelTooLargeError(
             f"the model does not fit: its weights take {weights / GIB:.2f} GiB as "
             f"{quantize or str(dtype).removeprefix('torch.')}, {left / GIB:.2f} GiB of memory are left"
         )
-    room = Room(left - weights, 0, world.size, divisor, contents)
+    room = Room(left - weights, 0, world.local_size, divisor, contents)
     check_room(room)
     block_bytes = bytes_per_block(shape, world, demand.block_size, dtype)
     check_blocks(demand, count_blocks(demand, block_bytes, room.share), block_bytes, room)

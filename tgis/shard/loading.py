@@ -4,7 +4,7 @@ sized by what is left."""
 import logging
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from tgis.shard.platform import Platform
 from tgis.shard.stored import DTYPES
 from tgis.shard.threads import configure
 from tgis.shard.warm_up import WarmUp, largest_step
-from tgis.shard.world import World, WorldError
+from tgis.shard.world import LOOPBACK, Meeting, World, WorldError
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ def load(config: ShardConfig, ranks: World | None = None, on: Platform | None = 
     quantization.check(config.quantize, on)
     demand = _demand(config, settings, spec)
     allowance = allow(config, choice.engine == engines.NATIVE, demand.max_sequence_length)
-    configure(config.cpu_threads or max(1, resources.count_cores() // config.world_size))
+    configure(config.cpu_threads or max(1, resources.count_cores() // _num_local(config)))
     dtype = _choose_dtype(config.dtype, settings, choice)
     info = _describe(config, settings, spec, dtype, allowance)
     guides = _start_guides(directory, Path(config.tokenizer_path or directory), spec.vocab_size)
@@ -137,7 +137,7 @@ class _Loaded:
         left = self.on.memory_left(ranks)
 
         def room_beside(step: int) -> Room:
-            return Room(left, step, ranks.size, self.on.cache_divisor, self.contents_bytes)
+            return Room(left, step, ranks.local_size, self.on.cache_divisor, self.contents_bytes)
 
         def is_enough(step: int) -> bool:
             return room_beside(step).share >= demand.wanted_blocks * self.block_bytes
@@ -156,7 +156,7 @@ def _choose_engine(config: ShardConfig, settings: dict[str, Any]) -> engines.Cho
 
 def _choose_platform(config: ShardConfig, choice: engines.Choice) -> Platform:
     """Raises DeviceError."""
-    on = platform.choose(config.device, config.rank, config.world_size)
+    on = platform.choose(config.device, _local_rank(config), _num_local(config))
     if on is platform.ON_CPU or choice.engine == engines.NATIVE:
         return on
     logger.warning("%s computes on the CPU only", choice.engine)
@@ -198,6 +198,7 @@ def _check_fit(
         weights = quantization.count_bytes(config, choice, DTYPES[dtype])
     if choice.engine != engines.NATIVE:  # then every rank has all of them
         weights *= ranks.size
+    weights = weights * ranks.local_size // ranks.size
     left = on.memory_left(ranks)
     beside = (on.cache_divisor, allowance.num_bytes)
     capacity.check_fit(choice.spec, ranks, DTYPES[dtype], demand, weights, left, *beside, config.quantize)
@@ -222,8 +223,19 @@ def _join(config: ShardConfig, device: torch.device) -> World:
     if config.world_size == 1:
         return World(0, 1, device=device)
     if config.rendezvous is None:
-        raise WorldError("the ranks of a group need a rendezvous file to meet by")
-    return world.join(config.rank, config.world_size, config.rendezvous, MEETING_TIMEOUT_S, device)
+        raise WorldError("the ranks of a group need a rendezvous to meet at")
+    meeting = Meeting(config.rendezvous, config.node_address or LOOPBACK, config.rendezvous_fd)
+    joined = world.join(config.rank, config.world_size, meeting, MEETING_TIMEOUT_S, device)
+    return replace(joined, num_on_host=_num_local(config))
+
+
+def _num_local(config: ShardConfig) -> int:
+    """Ranks that share this machine."""
+    return config.local_size or config.world_size
+
+
+def _local_rank(config: ShardConfig) -> int:
+    return config.rank if config.local_rank is None else config.local_rank
 
 
 def _describe(

@@ -54,24 +54,25 @@ class Platform:
     attention: Callable[[KVCache], Attention]
     memory: Memory
     is_memory_shared: bool
-    """Whether all ranks of a model are in the same memory."""
+    """Whether all ranks of a machine are in the same memory."""
     cache_divisor: int
     """Of the memory that weights and steps leave, the cache may have one part in so many."""
     tapes_steps: bool
     """Whether kernels and attention can be recorded."""
 
     def memory_left(self, ranks: World) -> int:
-        """Bytes that all ranks together may still take, if each takes as many. Raises WorldError."""
+        """Bytes that all ranks of this machine together may still take, if each takes as many, on the
+        machine that has the least left. Raises WorldError."""
         left = ranks.min(self.memory.memory_left())
-        return left if self.is_memory_shared else left * ranks.size
+        return left if self.is_memory_shared else left * ranks.local_size
 
 
 ON_CPU = Platform(CPU, cpu, CpuAttention, resources, is_memory_shared=True, cache_divisor=4, tapes_steps=True)
 
 
 def choose(asked: str, rank: int, size: int) -> Platform:
-    """What rank `rank` of `size` computes with. Asked for is cpu, cuda or auto, which is GPUs where torch can
-    compute on them. Raises DeviceError."""
+    """What rank `rank` of `size` on this machine computes with. Asked for is cpu, cuda or auto, which is GPUs
+    where torch can compute on them. Raises DeviceError."""
     if asked == "cpu":
         return ON_CPU
     if not torch.cuda.is_available():

@@ -13,9 +13,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tgis.errors import OperatorError
+from tgis.link_address import AddressError, parse
 
 CPU = torch.device("cpu")
-_LOOPBACK = "127.0.0.1"
+LOOPBACK = "127.0.0.1"
 _c10d: Any = dist  # what is needed of it has no stubs
 
 
@@ -31,6 +32,12 @@ class World:
     size: int
     group: Any = field(default=None, repr=False, compare=False)
     device: torch.device = CPU
+    num_on_host: int = 0
+    """Ranks that share this one's machine; 0: all of them do."""
+
+    @property
+    def local_size(self) -> int:
+        return self.num_on_host or self.size
 
     def slice(self, length: int, pieces: int | None = None) -> builtins.slice:
         """This rank's share of `length` things; cut in fewer `pieces` than ranks, neighbours share one."""
@@ -69,35 +76,66 @@ class World:
         return parts
 
 
-def join(rank: int, size: int, rendezvous: str, timeout_s: float, device: torch.device = CPU) -> World:
-    """Meets the other ranks through the file `rendezvous`, which must be new for every start of the group.
+@dataclass(frozen=True)
+class Meeting:
+    """Where the ranks of one start of the group find each other: a file, or HOST:PORT, where rank 0 listens
+    with the socket that is open as `listener`. Either must be new for every start.
 
-    Listens on the loopback interface alone. No rank waits longer than the time limit for another, here or
-    in a collective. Raises WorldError."""
+    The others connect to this rank at `address`, and nowhere else."""
+
+    place: str
+    address: str = LOOPBACK
+    listener: int | None = None
+
+
+def join(rank: int, size: int, meeting: Meeting, timeout_s: float, device: torch.device = CPU) -> World:
+    """Meets the other ranks. No rank waits longer than the time limit for another, here or in a collective.
+    Raises WorldError."""
     if size == 1:
         return World(rank, size, device=device)
     timeout = timedelta(seconds=timeout_s)
     meet = _meet_nccl if device.type == "cuda" else _meet_gloo
     try:
-        store = _c10d.FileStore(rendezvous, size)
-        store.set_timeout(timeout)
-        return World(rank, size, meet(store, rank, size, timeout), device)
+        store = _open_store(rank, size, meeting, timeout)
+        return World(rank, size, meet(store, rank, size, timeout, meeting.address), device)
     except RuntimeError as error:
         text = f"rank {rank} did not meet all {size} ranks within {timeout_s:g} s: {_first_line(error)}"
         raise WorldError(text) from error
 
 
-def _meet_gloo(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+def _open_store(rank: int, size: int, meeting: Meeting, timeout: timedelta) -> Any:
+    """By which addresses are exchanged. Raises WorldError, and RuntimeError."""
+    if "/" in meeting.place:
+        store = _c10d.FileStore(meeting.place, size)
+        store.set_timeout(timeout)
+        return store
+    try:
+        address = parse(meeting.place)
+    except AddressError as error:
+        raise WorldError(f"the ranks cannot meet there: {error}") from error
+    return _c10d.TCPStore(
+        address.host,
+        address.port,
+        size,
+        is_master=rank == 0,
+        timeout=timeout,
+        wait_for_workers=False,
+        master_listen_fd=meeting.listener if rank == 0 else None,
+    )
+
+
+def _meet_gloo(store: Any, rank: int, size: int, timeout: timedelta, address: str) -> Any:
     gloo = _c10d.ProcessGroupGloo
     options = gloo._Options()
-    options._timeout, options._devices = timeout, [gloo.create_device(hostname=_LOOPBACK)]
+    options._timeout, options._devices = timeout, [gloo.create_device(hostname=address)]
     return gloo(store, rank, size, options)
 
 
-def _meet_nccl(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+def _meet_nccl(store: Any, rank: int, size: int, timeout: timedelta, address: str) -> Any:
     """Ranks meet in their first collective, which is done here so that what hinders them shows now.
 
-    Sockets are opened on the interface that NCCL_SOCKET_IFNAME names, which the launcher sets."""
+    It knows interfaces, not addresses: NCCL_SOCKET_IFNAME names one, which the launcher sets where all ranks
+    are on one machine."""
     nccl = _c10d.ProcessGroupNCCL
     options = nccl.Options()
     options._timeout = timeout

@@ -1,0 +1,105 @@
+"""What the router and each shard are told, derived from what the launcher was told."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, TypeVar
+
+from tgis import __version__
+from tgis.config import ENGINES, LauncherConfig, RouterConfig, ShardConfig
+from tgis.launch_plan import Plan
+from tgis.launcher.run_files import RunFiles
+from tgis.link_address import TcpAddress
+from tgis.port_options import LinkOptions
+
+C = TypeVar("C", RouterConfig, ShardConfig)
+
+LINK_OPTIONS = {f.name for f in fields(LinkOptions)}
+# Of a shard, what need not be the same on all nodes; of paths only whether there are any.
+OF_THE_NODE = LINK_OPTIONS | {"cpu_threads", "failpoints", "json_output", "log_level"}
+PATHS = ("adapter_cache", "lora_adapters", "prefix_store_path")
+
+
+@dataclass(frozen=True)
+class Start:
+    """One start of all the shards of a group, as every node is told of it."""
+
+    epoch: int
+    rendezvous: str
+    """A file, or HOST:PORT where ranks of several nodes meet."""
+
+
+class ChildConfigs:
+    def __init__(self, config: LauncherConfig, plan: Plan, files: RunFiles) -> None:
+        self._config, self._plan, self._files = config, plan, files
+        self.first_rank = config.node_rank * plan.num_shards
+        self.num_shards = plan.num_shards
+        self.spans = config.nnodes > 1 or config.headless
+        """Whether shards are reached over TCP."""
+
+    def addresses(self, host: str) -> list[TcpAddress]:
+        """Of this node's shards, where `host` is its own: two ports for each rank of the group."""
+        ranks = range(self.first_rank, self.first_rank + self.num_shards)
+        return [TcpAddress(host, self._config.master_port + 1 + 2 * rank) for rank in ranks]
+
+    @property
+    def common(self) -> dict[str, Any]:
+        """What must be the same on all nodes."""
+        config = self._config
+        names = {f.name for f in fields(ShardConfig)} & {f.name for f in fields(config)}
+        options = {name: getattr(config, name) for name in names - OF_THE_NODE}
+        options |= {name: bool(options[name]) for name in PATHS}
+        options |= {"dtype": self._plan.dtype, "max_sequence_length": self._plan.max_sequence_length}
+        model = {"model": self._plan.fingerprint, "version": __version__}
+        return options | model | {"nnodes": config.nnodes, "num_shard": self.num_shards}
+
+    def router(self, addresses: Path) -> RouterConfig:
+        """`addresses` is the file of the shards' where they are reached over TCP."""
+        own = {
+            "tokenizer_path": str(self._files.tokenizer_path),
+            "shard_uds_path": self._files.uds_path,
+            "num_shard": self.num_shards * self._config.nnodes,
+            "max_sequence_length": self._plan.max_sequence_length,
+            # Without one the router looks further; without an endpoint there is nothing to name.
+            "otlp_service_name": self._config.otlp_service_name if self._config.otlp_endpoint else None,
+        }
+        own |= {"shard_addresses": str(addresses)} if self.spans else dict.fromkeys(LINK_OPTIONS)
+        return _derive(RouterConfig, self._config, own)
+
+    def shard(self, index: int, start: Start, host: str, listener: int | None) -> ShardConfig:
+        """Of the shard with that index on this node, which others reach at `host`; rank 0 gets the open
+        socket of the rendezvous."""
+        rank = self.first_rank + index
+        own = {
+            "model_path": str(self._plan.model_path),
+            "tokenizer_path": str(self._files.tokenizer_path),
+            "uds_path": self._files.uds_path,
+            "rank": rank,
+            "world_size": self.num_shards * self._config.nnodes,
+            "rendezvous": start.rendezvous,
+            "kernel_cache": str(self._files.path / "kernels"),
+            "epoch": start.epoch,
+            "heartbeat_fd": None,  # each child's own
+            "dtype": self._plan.dtype,
+            "deployment_framework": ENGINES.get(self._config.deployment_framework or ""),
+            "max_sequence_length": self._plan.max_sequence_length,
+            **asdict(self._plan.tuning),
+        }
+        if self.spans:
+            own |= {
+                "listen_address": str(self.addresses(host)[index]),
+                "local_rank": index,
+                "local_size": self.num_shards,
+                "node_address": host,
+                "rendezvous_fd": listener if rank == 0 else None,
+            }
+        else:
+            own |= dict.fromkeys(LINK_OPTIONS)
+        return _derive(ShardConfig, self._config, own)
+
+
+def _derive(config_type: type[C], config: LauncherConfig, own: Mapping[str, Any]) -> C:
+    """`own` values, and for the rest the launcher's options of the same name; defaults where it has none."""
+    names = {f.name for f in fields(config_type)} & {f.name for f in fields(config)} - own.keys()
+    shared = {name: getattr(config, name) for name in names}
+    return config_type(**shared, **own)

@@ -1,0 +1,113 @@
+"""The shards of all nodes as one: started together, again and again, and ended by the loss of any."""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Protocol
+
+from tgis.launch_plan import LaunchError
+from tgis.launcher.child_configs import Start
+from tgis.launcher.node import Node, all_of, first_of
+from tgis.link_address import TcpAddress
+from tgis.ports import listen
+
+logger = logging.getLogger(__name__)
+
+CRASH_WINDOW_S = 300.0
+MAX_CRASHES = 6  # of the shards, within the window; a request that kills them takes three
+FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.5, 4.0
+SETTLE_S = 1.0  # in which the loss of a node is noticed that ended shards of another
+
+
+class Rendezvous(Protocol):
+    """Where the ranks of each start meet."""
+
+    def open(self, epoch: int) -> AbstractContextManager[tuple[str, int | None]]:
+        """The place, and the descriptor of the socket that listens there, if one does."""
+
+
+class FileRendezvous:
+    """Of ranks of one machine."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+
+    @contextmanager
+    def open(self, epoch: int) -> Iterator[tuple[str, int | None]]:
+        yield str(self._directory / f"rendezvous-{epoch}"), None
+
+
+class PortRendezvous:
+    """Of ranks of several, a new port each time: who is left over from a start before finds nobody."""
+
+    def __init__(self, host: str) -> None:
+        self._host = host
+
+    @contextmanager
+    def open(self, epoch: int) -> Iterator[tuple[str, int | None]]:
+        """Raises PortError."""
+        with listen(self._host, 0) as listener:
+            yield str(TcpAddress(self._host, listener.getsockname()[1])), listener.fileno()
+
+
+class Group:
+    def __init__(self, nodes: Sequence[Node], rendezvous: Rendezvous, addresses: Path) -> None:
+        """The file `addresses` says where all shards are reached over TCP."""
+        self._nodes, self._rendezvous, self._addresses = nodes, rendezvous, addresses
+        self._epoch = 0
+        self.is_serving = False
+
+    async def run(self) -> None:
+        """Starts the shards, and again whenever one of them has ended. Raises LaunchError when the first
+        start fails, or after too many times."""
+        await self._start_first()
+        crashes: list[float] = []
+        while True:
+            reason, now = await first_of(node.wait() for node in self._nodes), time.monotonic()
+            self.is_serving = False
+            crashes = [at for at in crashes if now - at < CRASH_WINDOW_S] + [now]
+            if len(crashes) > MAX_CRASHES:
+                raise LaunchError(f"{reason}; giving up after {MAX_CRASHES} restarts of the shards")
+            logger.error("%s; starting the shards again", reason)
+            await self.kill()
+            if len(crashes) > 1:
+                await asyncio.sleep(min(FIRST_BACKOFF_S * 2 ** (len(crashes) - 2), MAX_BACKOFF_S))
+            # Where that fails, the next turn of the loop finds what has ended, and counts it.
+            with contextlib.suppress(LaunchError):
+                await self._start()
+
+    async def kill(self) -> None:
+        await asyncio.gather(*(node.kill() for node in self._nodes))
+
+    async def _start_first(self) -> None:
+        """Nodes may come and go meanwhile. Raises LaunchError."""
+        while True:
+            try:
+                return await self._start()
+            except LaunchError as error:
+                await self.kill()
+                await asyncio.sleep(SETTLE_S)
+                if all(node.is_there for node in self._nodes):
+                    raise
+                logger.warning("%s; starting the shards again", error)
+
+    async def _start(self) -> None:
+        """Returns when all have loaded. Raises LaunchError."""
+        for node in self._nodes:
+            await node.wait_until_there()
+        self._epoch += 1
+        self._tell_addresses()
+        with self._rendezvous.open(self._epoch) as (place, listener):
+            start = Start(self._epoch, place)
+            await all_of(node.start(start, listener) for node in self._nodes)
+        self.is_serving = True
+
+    def _tell_addresses(self) -> None:
+        """To the router, which may read at any time."""
+        new = self._addresses.with_suffix(".new")
+        new.write_text(",".join(str(address) for node in self._nodes for address in node.addresses))
+        new.replace(self._addresses)

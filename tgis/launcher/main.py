@@ -1,0 +1,45 @@
+"""The launcher's process: signals, and the end of everything that it started."""
+
+import asyncio
+import logging
+import signal
+
+from tgis.config import LauncherConfig
+from tgis.launch_plan import plan
+from tgis.launcher.service import Service
+from tgis.launcher.worker import Worker
+
+logger = logging.getLogger(__name__)
+
+
+def run(config: LauncherConfig) -> None:
+    """Returns after a clean stop. Raises what `plan`, Service and Worker raise."""
+    asyncio.run(_run(config))
+
+
+async def _run(config: LauncherConfig) -> None:
+    planned = plan(config)
+    node = (Worker if config.node_rank else Service)(config, planned)
+    stopping = asyncio.Event()
+
+    def on_signal() -> None:
+        if stopping.is_set():
+            node.abort()
+        stopping.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        asyncio.get_running_loop().add_signal_handler(number, on_signal)
+    logger.info("loading %s on %d shards", planned.model_path, planned.num_shards)
+    main = asyncio.create_task(node.run())
+    stop = asyncio.create_task(stopping.wait())
+    try:
+        await asyncio.wait((main, stop), return_when=asyncio.FIRST_COMPLETED)
+        if main.done():
+            main.result()
+        else:
+            await node.drain(main)
+    finally:
+        main.cancel()
+        stop.cancel()
+        await asyncio.gather(main, stop, return_exceptions=True)
+        await node.close()

@@ -1,0 +1,166 @@
+"""Node 0's side of the group: launchers of other nodes connect here, and start and kill their shards as they
+are told. One that is lost may come again."""
+
+import asyncio
+import logging
+import socket
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+from tgis.certificates import LOOK_S, Certificates
+from tgis.launch_plan import LaunchError
+from tgis.launcher.channel import MAX_LINE_BYTES, Channel, ChannelLostError, Message
+from tgis.launcher.child_configs import Start
+from tgis.launcher.node import unless_ended
+from tgis.link_address import AddressError, TcpAddress, parse
+
+logger = logging.getLogger(__name__)
+
+HELLO_S = 10.0  # of who has shown a certificate and says nothing
+HANDSHAKE_S = 5.0
+
+
+class Members:
+    """All nodes but the first."""
+
+    def __init__(self, num_others: int, common: Mapping[str, Any], certificates: Certificates) -> None:
+        """`common` is what must be the same on all nodes."""
+        self.nodes = [RemoteNode(rank) for rank in range(1, num_others + 1)]
+        self._common, self._certificates = common, certificates
+        self._channels: set[Channel] = set()
+
+    async def serve(self, listener: socket.socket) -> None:
+        """Until it is cancelled, with the certificate that is there when a node connects."""
+        while True:
+            self._certificates.look()
+            pem = self._certificates.pem
+            server = await asyncio.start_server(
+                self._greet,
+                sock=listener.dup(),
+                ssl=self._certificates.context,
+                ssl_handshake_timeout=HANDSHAKE_S,
+                limit=MAX_LINE_BYTES,
+            )
+            try:
+                while self._certificates.pem is pem:
+                    await asyncio.sleep(LOOK_S)
+                    self._certificates.look()
+            finally:
+                server.close()  # who is connected stays
+
+    def close(self) -> None:
+        for channel in self._channels:
+            channel.close()
+
+    async def _greet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        channel = Channel(reader, writer)
+        self._channels.add(channel)
+        try:
+            await self._listen(channel)
+        except ChannelLostError as error:
+            logger.debug("a connection of %s ended: %s", channel.other_host, error)
+        except TimeoutError:
+            logger.warning("%s has connected and does not say which node it is", channel.other_host)
+        finally:
+            self._channels.discard(channel)
+            channel.close()
+
+    async def _listen(self, channel: Channel) -> None:
+        """Raises ChannelLostError and TimeoutError."""
+        async with asyncio.timeout(HELLO_S):
+            hello = await channel.receive()
+        try:
+            rank, addresses = self._read_hello(hello)
+        except LaunchError as error:
+            logger.warning("%s is refused: %s", channel.other_host, error)
+            channel.send("refused", reason=str(error))
+            return
+        await self.nodes[rank - 1].follow(channel, addresses)
+
+    def _read_hello(self, hello: Message) -> tuple[int, list[TcpAddress]]:
+        """Raises LaunchError where it cannot be of this group."""
+        try:
+            rank, common = int(hello["node_rank"]), dict(hello["common"])
+            addresses = [parse(text) for text in hello["addresses"]]
+        except (KeyError, TypeError, ValueError, AddressError) as error:
+            raise LaunchError("it does not say which node it is") from error
+        if not 0 < rank <= len(self.nodes):
+            raise LaunchError(f"node_rank {rank} is none of {len(self.nodes) + 1} nodes")
+        for name, value in self._common.items():
+            if common.get(name) != value:
+                raise LaunchError(f"{name} is {common.get(name)} on node {rank} and {value} on node 0")
+        return rank, addresses
+
+
+class RemoteNode:
+    """Another node, whether it is there or not."""
+
+    def __init__(self, rank: int) -> None:
+        self.name = f"node {rank}"
+        self.addresses: list[TcpAddress] = []
+        self._channel: Channel | None = None
+        self._is_there = asyncio.Event()
+        self._epoch = 0
+        self._has_begun = asyncio.Event()
+        self._end: asyncio.Future[str] | None = None
+
+    @property
+    def is_there(self) -> bool:
+        return self._channel is not None
+
+    async def wait_until_there(self) -> None:
+        if not self._is_there.is_set():
+            logger.info("waiting for %s", self.name)
+        await self._is_there.wait()
+
+    async def start(self, start: Start, listener: int | None = None) -> None:
+        self._epoch, self._has_begun = start.epoch, asyncio.Event()
+        self._end = asyncio.get_running_loop().create_future()
+        if self._channel is None:
+            self._tell_end(f"{self.name} is lost")
+        else:
+            self._channel.send("start", epoch=start.epoch, rendezvous=start.rendezvous)
+        await unless_ended(self._has_begun.wait(), self.wait())
+
+    async def wait(self) -> str:
+        assert self._end is not None, "wait comes after start"
+        return await asyncio.shield(self._end)
+
+    async def kill(self) -> None:
+        if self._channel is not None:
+            self._channel.send("kill")
+
+    async def follow(self, channel: Channel, addresses: list[TcpAddress]) -> NoReturn:
+        """For as long as that is this node's connection. Raises ChannelLostError."""
+        if self._channel is not None:
+            self._lose("it has come again")
+        self._channel, self.addresses = channel, addresses
+        self._is_there.set()
+        logger.info("%s is there: %s", self.name, channel.other_host)
+        try:
+            while True:
+                self._take(await channel.receive())
+        except ChannelLostError as error:
+            if self._channel is channel:
+                self._lose(str(error))
+            raise
+
+    def _lose(self, reason: str) -> None:
+        assert self._channel is not None, "what is lost was there"
+        logger.warning("%s is lost: %s", self.name, reason)
+        self._channel.close()
+        self._channel = None
+        self._is_there.clear()
+        self._tell_end(f"{self.name} is lost: {reason}")
+
+    def _take(self, message: Message) -> None:
+        if message.get("epoch") != self._epoch:
+            return  # of shards that have been killed since
+        if message["kind"] == "begun":
+            self._has_begun.set()
+        elif message["kind"] == "ended":
+            self._tell_end(f"{self.name}: {message.get('reason')}")
+
+    def _tell_end(self, reason: str) -> None:
+        if self._end is not None and not self._end.done():
+            self._end.set_result(reason)

@@ -1,0 +1,119 @@
+"""The shards of one machine: started together, watched, and killed together."""
+
+import asyncio
+from collections.abc import Coroutine, Iterable
+from typing import Any, Protocol
+
+from tgis.child import Child
+from tgis.declaration import to_flags
+from tgis.launch_plan import LaunchError
+from tgis.launcher.child_configs import ChildConfigs, Start
+from tgis.link_address import TcpAddress
+
+LOOPBACK = "127.0.0.1"
+# How often a thread of a shard looks for its next piece of work before it sleeps. By default that takes
+# milliseconds, in which it keeps a core from the router, the clients and the other threads of its own step:
+# beside one busy process a step then takes ten times as long. Not to look at all costs a wake-up per
+# operator, half the speed of a small model.
+SHARD_ENV = {"GOMP_SPINCOUNT": "2000"}
+# NCCL is told the interface by which shards of one machine meet: like all else among them, on it alone.
+LOCAL_ENV = {"NCCL_SOCKET_IFNAME": "lo"}
+# What ends a process that touches shared memory which there is none of.
+BUS_ERROR = "SIGBUS"
+BUS_ERROR_HINT = "; the shards may lack shared memory: mount at least 1 GB of it at /dev/shm"
+
+
+class Node(Protocol):
+    @property
+    def addresses(self) -> list[TcpAddress]:
+        """Of its shards, where they are reached over TCP; known when it is there."""
+
+    @property
+    def is_there(self) -> bool: ...
+
+    async def wait_until_there(self) -> None: ...
+
+    async def start(self, start: Start, listener: int | None) -> None:
+        """Returns when all its shards have loaded; `listener` is the rendezvous' socket. Raises LaunchError
+        when something has ended before."""
+
+    async def wait(self) -> str:
+        """How the first of its shards to end has ended, in words."""
+
+    async def kill(self) -> None: ...
+
+
+class LocalNode:
+    def __init__(self, configs: ChildConfigs, host: str = LOOPBACK) -> None:
+        """Others reach it at `host`."""
+        self._configs = configs
+        self._shards: list[Child] = []
+        self.host = host
+
+    @property
+    def addresses(self) -> list[TcpAddress]:
+        return self._configs.addresses(self.host)
+
+    @property
+    def is_there(self) -> bool:
+        return True
+
+    async def wait_until_there(self) -> None:
+        pass
+
+    async def start(self, start: Start, listener: int | None = None) -> None:
+        await self.kill()
+        self._shards = [self._child(index, start, listener) for index in range(self._configs.num_shards)]
+        await asyncio.gather(*(child.start() for child in self._shards))
+        begun = all_of(child.has_begun.wait() for child in self._shards)
+        await unless_ended(begun, self.wait())
+
+    async def wait(self) -> str:
+        reason = await first_of(child.wait() for child in self._shards)
+        is_shared = len(self._shards) > 1 and reason.endswith(BUS_ERROR)
+        return reason + BUS_ERROR_HINT if is_shared else reason
+
+    async def kill(self) -> None:
+        await asyncio.gather(*(child.kill() for child in self._shards))
+
+    def _child(self, index: int, start: Start, listener: int | None) -> Child:
+        config = self._configs.shard(index, start, self.host, listener)
+        env = SHARD_ENV if self._configs.spans else SHARD_ENV | LOCAL_ENV
+        fds = [] if config.rendezvous_fd is None else [config.rendezvous_fd]
+        name = f"shard {config.rank}"
+        command = ["serve", *to_flags(config)]
+        return Child(name, command, f"{name.capitalize()}: ", env, beats=True, fds=fds)
+
+
+async def first_of(endings: Iterable[Coroutine[Any, Any, str]]) -> str:
+    """What comes first; the others are given up."""
+    waits = [asyncio.create_task(ending) for ending in endings]
+    try:
+        done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        return next(iter(done)).result()
+    finally:
+        for wait in waits:
+            wait.cancel()
+
+
+async def all_of(beginnings: Iterable[Coroutine[Any, Any, object]]) -> None:
+    """Returns when all have; when one fails, so does this, and the others are given up."""
+    tasks = [asyncio.create_task(beginning) for beginning in beginnings]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+async def unless_ended(begun: Coroutine[Any, Any, object], ending: Coroutine[Any, Any, str]) -> None:
+    """Raises LaunchError where the end comes first."""
+    beginning, end = asyncio.create_task(begun), asyncio.create_task(ending)
+    try:
+        await asyncio.wait((beginning, end), return_when=asyncio.FIRST_COMPLETED)
+        if end.done():
+            raise LaunchError(end.result())
+        beginning.result()
+    finally:
+        beginning.cancel()
+        end.cancel()

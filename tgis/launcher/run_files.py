@@ -1,0 +1,71 @@
+"""What the processes of one run share on the disk: sockets, a converted tokenizer, compiled code. It is there
+for as long as the run."""
+
+import contextlib
+import logging
+import os
+import shutil
+from pathlib import Path
+
+from tgis.child import Child
+from tgis.frames import steps_path
+from tgis.launch_plan import TOKENIZER, LaunchError, Plan
+from tgis.run_directory import RunDirectory
+
+logger = logging.getLogger(__name__)
+
+MAX_SOCKET_PATH = 107  # bytes, of Linux
+
+
+class RunFiles:
+    def __init__(self, plan: Plan, uds_path: str | None) -> None:
+        """`uds_path` is where an operator wants the sockets. Raises RunDirectoryError."""
+        self._plan = plan
+        self._directory = RunDirectory()
+        self.path = self._directory.path
+        self.uds_path = uds_path or str(self.path / "shard")
+        self._converter: Child | None = None
+
+    @property
+    def tokenizer_path(self) -> Path:
+        return self._plan.model_path if self._plan.has_fast_tokenizer else self.path / "tokenizer"
+
+    async def prepare(self) -> None:
+        """Raises LaunchError."""
+        self._check_sockets()
+        if not self._plan.has_fast_tokenizer:
+            await self._convert_tokenizer()
+
+    async def remove(self) -> None:
+        """Of this run; the operator may have put the shards' own elsewhere."""
+        if self._converter is not None:
+            await self._converter.kill()
+        for path in self._sockets:
+            for socket in (path, Path(steps_path(str(path)))):
+                with contextlib.suppress(OSError):
+                    socket.unlink(missing_ok=True)
+        shutil.rmtree(f"{self.uds_path}-contents", ignore_errors=True)
+        self._directory.remove()
+
+    @property
+    def _sockets(self) -> list[Path]:
+        return [Path(f"{self.uds_path}-{rank}") for rank in range(self._plan.num_shards)]
+
+    def _check_sockets(self) -> None:
+        """Before minutes go by until a shard finds it out. Raises LaunchError."""
+        longest = steps_path(str(self._sockets[-1]))
+        if len(os.fsencode(longest)) > MAX_SOCKET_PATH:
+            raise LaunchError(
+                f"{longest} is too long for a socket's path: set --shard-uds-path or a shorter TMPDIR"
+            )
+
+    async def _convert_tokenizer(self) -> None:
+        """By a child, for the libraries that can do it are large. Raises LaunchError."""
+        logger.info("converting the tokenizer: there is no %s", TOKENIZER)
+        self.tokenizer_path.mkdir()
+        arguments = [str(self._plan.model_path.absolute()), "--output-path", str(self.tokenizer_path)]
+        self._converter = Child("tokenizer", ["convert-to-fast-tokenizer", *arguments], "Tokenizer: ")
+        await self._converter.start()
+        end = await self._converter.wait()
+        if not (self.tokenizer_path / TOKENIZER).is_file():
+            raise LaunchError(end)

@@ -1,0 +1,122 @@
+"""Starts the shards, then the router, watches over all of them and stops them: a group of shards that dies is
+started again, a router that dies ends everything, and nothing outlives the launcher."""
+
+import asyncio
+import logging
+import signal
+import socket
+from collections.abc import Sequence
+
+from tgis.certificates import link_certificates
+from tgis.child import Child
+from tgis.config import LauncherConfig
+from tgis.declaration import to_flags
+from tgis.launch_plan import END_S, LaunchError, Plan
+from tgis.launcher.child_configs import ChildConfigs
+from tgis.launcher.group import FileRendezvous, Group, PortRendezvous
+from tgis.launcher.members import Members
+from tgis.launcher.node import LocalNode, Node
+from tgis.launcher.run_files import RunFiles
+from tgis.launcher.shard_health import serve_health
+from tgis.ports import listen
+from tgis.tls_contexts import mutual_server
+
+logger = logging.getLogger(__name__)
+
+RESOLVE_S = 1.0  # between two tries: the name of a pod may come later than the pod
+
+
+class Service:
+    """Of node 0, which may be the only one."""
+
+    def __init__(self, config: LauncherConfig, planned: Plan) -> None:
+        """Raises RunDirectoryError, and PortError where a port is taken."""
+        for port in (config.port,) if config.headless else (config.port, config.grpc_port):
+            listen(config.bind, port).close()  # the router opens it for good, when the model is loaded
+        self._config = config
+        self._files = RunFiles(planned, config.shard_uds_path)
+        self._configs = ChildConfigs(config, planned, self._files)
+        self._addresses = self._files.path / "addresses"
+        self._local = LocalNode(self._configs)
+        self._members: Members | None = None
+        self._router: Child | None = None
+        self._aborting = asyncio.Event()
+
+    async def run(self) -> None:
+        """Raises LaunchError when something has ended that should not have."""
+        await self._files.prepare()
+        if self._configs.spans:
+            await self._run_spanning()
+        else:
+            await self._run_group([self._local], FileRendezvous(self._files.path))
+
+    async def drain(self, main: "asyncio.Task[None]") -> None:
+        """The router finishes what is in flight, while the shards are still watched over. Raises LaunchError
+        where a second signal ends that."""
+        if self._router is None:
+            return
+        self._router.signal(signal.SIGTERM)
+        aborting = asyncio.create_task(self._aborting.wait())
+        timeout_s = self._config.shutdown_timeout + END_S
+        await asyncio.wait((main, aborting), timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        aborting.cancel()
+        if self._aborting.is_set() and not main.done():
+            raise LaunchError("a second signal ended the service at once")
+
+    def abort(self) -> None:
+        self._aborting.set()
+
+    async def close(self) -> None:
+        if self._router is not None:
+            await self._router.kill()
+        await self._local.kill()
+        if self._members is not None:
+            self._members.close()
+        await self._files.remove()
+
+    async def _run_spanning(self) -> None:
+        """Raises PortError, CertificateError and LaunchError."""
+        self._local.host = host = await _resolve(self._config.master_addr)
+        certificates = link_certificates(self._config, mutual_server)
+        members = self._members = Members(self._config.nnodes - 1, self._configs.common, certificates)
+        with listen(host, self._config.master_port) as listener:
+            serving = asyncio.create_task(members.serve(listener), name="members")
+            try:
+                await self._run_group([self._local, *members.nodes], PortRendezvous(host))
+            finally:
+                serving.cancel()
+
+    async def _run_group(self, nodes: Sequence[Node], rendezvous: FileRendezvous | PortRendezvous) -> None:
+        """Raises LaunchError when something has ended that should not have."""
+        group = Group(nodes, rendezvous, self._addresses)
+        shards = asyncio.create_task(group.run())
+        ends: list[asyncio.Task[object]] = [shards]
+        try:
+            if self._config.headless:
+                async with serve_health(self._config, lambda: group.is_serving):
+                    await asyncio.wait(ends)
+            else:
+                self._router = Child("router", ["router", *to_flags(self._configs.router(self._addresses))])
+                await self._router.start()  # it waits for the shards itself
+                ends.append(asyncio.create_task(self._router.wait()))
+                await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            if shards.done():
+                shards.result()
+            raise LaunchError(str(ends[-1].result()))
+        finally:
+            for end in ends:
+                end.cancel()
+
+
+async def _resolve(name: str) -> str:
+    """Waits for as long as the name is unknown."""
+    loop, is_told = asyncio.get_running_loop(), False
+    while True:
+        try:
+            found = await loop.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+            return str(found[0][4][0])
+        except OSError as error:
+            if not is_told:
+                logger.warning("%s is not known yet: %s", name, error.strerror)
+                is_told = True
+        await asyncio.sleep(RESOLVE_S)

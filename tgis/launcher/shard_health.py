@@ -1,0 +1,36 @@
+"""What the HTTP port of a node without a router answers: `/live`, and `/health` while its shards serve."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from tgis.config import LauncherConfig
+from tgis.http_port import http_server
+from tgis.ports import listen
+
+
+@asynccontextmanager
+async def serve_health(config: LauncherConfig, is_serving: Callable[[], bool]) -> AsyncIterator[None]:
+    """Meanwhile. Raises PortError."""
+
+    async def health(request: Request) -> Response:
+        return Response() if is_serving() else JSONResponse({"error": "unhealthy"}, status_code=503)
+
+    async def live(request: Request) -> Response:
+        return Response()
+
+    listener = listen(config.bind, config.port)
+    server = http_server(Starlette(routes=[Route("/health", health), Route("/live", live)]), None)
+    server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign, assignment]
+    task = asyncio.create_task(server.serve(sockets=[listener]), name="http")
+    try:
+        yield
+    finally:
+        server.should_exit = True
+        await task

@@ -1,0 +1,133 @@
+"""A node without a router: it connects to node 0, starts and kills its shards as it is told there, and does
+so again whenever the connection was lost."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import NoReturn
+
+from tgis.certificates import link_certificates
+from tgis.config import LauncherConfig
+from tgis.launch_plan import LaunchError, Plan
+from tgis.launcher.channel import MAX_LINE_BYTES, Channel, ChannelLostError
+from tgis.launcher.child_configs import ChildConfigs, Start
+from tgis.launcher.node import LocalNode
+from tgis.launcher.run_files import RunFiles
+from tgis.launcher.shard_health import serve_health
+from tgis.tls_contexts import mutual_client
+
+logger = logging.getLogger(__name__)
+
+CONNECT_S = 5.0
+RETRY_S = 1.0
+
+
+class Worker:
+    """Of any node but the first."""
+
+    def __init__(self, config: LauncherConfig, planned: Plan) -> None:
+        """Raises RunDirectoryError and CertificateError."""
+        self._config = config
+        self._certificates = link_certificates(config, mutual_client)
+        self._files = RunFiles(planned, config.shard_uds_path)
+        self._configs = ChildConfigs(config, planned, self._files)
+        self._local = LocalNode(self._configs)
+        self._running: asyncio.Task[None] | None = None
+        self._told = ""
+        self._idle, self._aborting = asyncio.Event(), asyncio.Event()
+        self._idle.set()  # no shard serves
+
+    async def run(self) -> None:
+        """Raises LaunchError where node 0 refuses this one, and PortError."""
+        async with serve_health(self._config, lambda: not self._idle.is_set()):
+            await self._files.prepare()
+            while True:
+                try:
+                    async with self._connect() as channel:
+                        await self._follow(channel)
+                except (ChannelLostError, OSError, TimeoutError) as error:
+                    self._tell(str(error) or type(error).__name__)
+                await asyncio.sleep(RETRY_S)
+
+    async def drain(self, main: "asyncio.Task[None]") -> None:
+        """Shards compute until node 0 needs them no more, or for as long as a router would finish its
+        requests: when the whole group is ended, it is draining meanwhile."""
+        idle, aborting = asyncio.create_task(self._idle.wait()), asyncio.create_task(self._aborting.wait())
+        waits = (main, idle, aborting)
+        timeout_s = self._config.shutdown_timeout
+        await asyncio.wait(waits, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        idle.cancel()
+        aborting.cancel()
+
+    def abort(self) -> None:
+        self._aborting.set()
+
+    async def close(self) -> None:
+        await self._local.kill()
+        await self._files.remove()
+
+    @asynccontextmanager
+    async def _connect(self) -> AsyncIterator[Channel]:
+        """Raises OSError and TimeoutError."""
+        host, port = self._config.master_addr, self._config.master_port
+        self._certificates.look()
+        async with asyncio.timeout(CONNECT_S):
+            reader, writer = await asyncio.open_connection(
+                host,
+                port,
+                ssl=self._certificates.context,
+                server_hostname=self._config.link_server_name or host,
+                limit=MAX_LINE_BYTES,
+            )
+        channel = Channel(reader, writer)
+        self._local.host = channel.own_host
+        try:
+            yield channel
+        finally:
+            channel.close()
+            await self._kill()
+
+    async def _follow(self, channel: Channel) -> NoReturn:
+        """Raises ChannelLostError, and LaunchError."""
+        addresses = [str(address) for address in self._local.addresses]
+        rank, common = self._config.node_rank, self._configs.common
+        channel.send("hello", node_rank=rank, common=common, addresses=addresses)
+        while True:
+            message = await channel.receive()
+            if message["kind"] == "refused":
+                raise LaunchError(f"node 0 refuses this one: {message.get('reason')}")
+            await self._kill()
+            if message["kind"] == "start":
+                self._told = ""
+                start = Start(int(message["epoch"]), str(message["rendezvous"]))
+                logger.info("start %d of the group", start.epoch)
+                self._running = asyncio.create_task(self._run(start, channel))
+
+    async def _run(self, start: Start, channel: Channel) -> None:
+        """One start of this node's shards, as long as they live."""
+        try:
+            await self._local.start(start)
+            self._idle.clear()
+            channel.send("begun", epoch=start.epoch)
+            reason = await self._local.wait()
+        except LaunchError as error:
+            reason = str(error)
+        self._idle.set()
+        logger.error("%s", reason)
+        channel.send("ended", epoch=start.epoch, reason=reason)
+
+    async def _kill(self) -> None:
+        """What runs; node 0 says when it runs again."""
+        running, self._running = self._running, None
+        if running is not None:
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
+        await self._local.kill()
+        self._idle.set()
+
+    def _tell(self, reason: str) -> None:
+        """Each reason once in a row."""
+        if reason != self._told:
+            logger.warning("no connection to node 0 at %s: %s", self._config.master_addr, reason)
+            self._told = reason
