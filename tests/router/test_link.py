@@ -178,7 +178,7 @@ def test_files_and_addresses_that_cannot_be_used(tmp_path: Path) -> None:
     assert [str(one) for one in parse_all("a-1.example:1, [::1]:65534")] == ["a-1.example:1", "[::1]:65534"]
 
 
-def test_addresses_in_a_file_may_change(tmp_path: Path) -> None:
+async def test_addresses_in_a_file_may_change(tmp_path: Path) -> None:
     """What is no address any more is not taken, and ends nobody."""
     path = tmp_path / "addresses"
     files = LinkFiles(tmp_path / "tls").write(trustme.CA(), "a.example.com")
@@ -199,7 +199,10 @@ def test_addresses_in_a_file_may_change(tmp_path: Path) -> None:
     ):
         if text is not None:
             path.write_text(text)
-        assert len(link.open_channels()) == len(names)
+        channels = link.open_channels()
+        assert len(channels) == len(names)
+        for channel in channels:
+            await channel.close()
         assert link.names == names
     with pytest.raises(AddressError):
         open_link(config)
