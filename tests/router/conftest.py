@@ -82,6 +82,13 @@ class FakeShard(ShardServiceServicer):
     def Load(self, request: pb.LoadRequest, context: grpc.ServicerContext) -> pb.LoadResponse:
         return self.shelf.load(request, context)
 
+    def Fetch(self, request: pb.FetchRequest, context: grpc.ServicerContext) -> Iterator[pb.FetchResponse]:
+        assert self.rank == 0, "one rank has what was found"
+        return self.shelf.fetch(request, context)
+
+    def Put(self, requests: Iterator[pb.PutRequest], context: grpc.ServicerContext) -> pb.PutResponse:
+        return self.shelf.put(requests, context)
+
     def Unload(self, request: pb.UnloadRequest, context: grpc.ServicerContext) -> pb.UnloadResponse:
         return self.shelf.unload(request)
 

@@ -3,7 +3,8 @@ copied of it, and what each rank holds loaded. What breaks a rule is noted, for 
 
 import threading
 import time
-from collections import Counter
+from collections import Counter, defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NoReturn
 
@@ -54,6 +55,10 @@ class Library:
     most_finding: int = 0
     errors: dict[tuple[int, str], tuple[grpc.StatusCode, str]] = field(default_factory=dict)
     """Of loads, by rank and digest; of finds by rank -1 and id."""
+    elsewhere: defaultdict[int, set[str]] = field(default_factory=lambda: defaultdict(set))
+    """Copies that a rank's machine has not."""
+    put_error: tuple[grpc.StatusCode, str] | None = None
+    relayed: Counter[int] = field(default_factory=Counter)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def put(self, item: Item, content_id: str) -> None:
@@ -108,7 +113,7 @@ class ShelfOfShard:
         if (self.rank, digest) in library.errors:
             fail(context, library.errors[self.rank, digest])
         with library.lock:
-            item = library.copies.get(digest)
+            item = None if digest in library.elsewhere[self.rank] else library.copies.get(digest)
             if item is not None:
                 library.loads[digest] += self.rank == 0
                 self.loaded[digest] = item
@@ -117,6 +122,28 @@ class ShelfOfShard:
         if item is None:
             fail(context, (grpc.StatusCode.NOT_FOUND, "no copy is kept"))
         return pb.LoadResponse()
+
+    def fetch(self, request: pb.FetchRequest, context: grpc.ServicerContext) -> Iterator[pb.FetchResponse]:
+        library = self.library
+        with library.lock:
+            is_there = request.digest in library.copies
+        if not is_there:
+            fail(context, (grpc.StatusCode.NOT_FOUND, "no copy is kept"))
+        for letter in request.digest:
+            yield pb.FetchResponse(data=letter.encode())
+
+    def put(self, requests: Iterator[pb.PutRequest], context: grpc.ServicerContext) -> pb.PutResponse:
+        """Each content is its own digest."""
+        library = self.library
+        if library.put_error is not None:
+            fail(context, library.put_error)
+        parts = list(requests)
+        content = b"".join(part.data for part in parts)
+        with library.lock:
+            library.rule({part.digest for part in parts} == {content.decode()}, "a copy is not what it was")
+            library.elsewhere[self.rank].discard(content.decode())
+            library.relayed[self.rank] += 1
+        return pb.PutResponse()
 
     def unload(self, request: pb.UnloadRequest) -> pb.UnloadResponse:
         time.sleep(self.library.unload_s)

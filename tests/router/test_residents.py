@@ -112,6 +112,32 @@ async def test_many_calls_share_one_look_up_and_one_load(group: Group) -> None:
     assert group.library.loads["p1"] == 1
 
 
+async def test_a_machine_without_a_copy_gets_one(group: Group) -> None:
+    """Once, and again when it was lost with the machine."""
+    group.library.elsewhere[1] = {"p1"}
+    await group.use("prompt-1", "adapter-1")
+    assert group.loaded() == {"p1", "a1"}
+    assert group.library.relayed == {1: 1}
+    with group.hold("prompt-1") as hold:
+        await hold.take()
+        group.library.elsewhere[1] = {"p1"}
+        group.stop()
+        group.serve(epoch=2)
+        await group.residents.connect()
+        assert group.loaded() == {"p1"}
+    assert group.library.relayed == {1: 2}
+
+
+async def test_a_machine_that_takes_no_copy(group: Group) -> None:
+    """Says why, and the next call is served."""
+    full = (grpc.StatusCode.RESOURCE_EXHAUSTED, "no room is left for a copy")
+    group.library.elsewhere[1], group.library.put_error = {"p1"}, full
+    with pytest.raises(RouterError, match="no room is left for a copy"):
+        await group.use("prompt-1")
+    group.library.put_error = None
+    assert await group.use("prompt-1") == ["p1"]
+
+
 @pytest.mark.parametrize("slow", ["find_s", "load_s"])
 async def test_those_who_stay_are_not_cancelled_with_those_who_go(group: Group, slow: str) -> None:
     setattr(group.library, slow, 0.15)

@@ -199,6 +199,29 @@ def test_copies_go_with_what_is_unloaded(served: Served) -> None:
     assert kept() == [False, False, True]
 
 
+def test_a_copy_from_another_machine(served: Served, tmp_path: Path) -> None:
+    """In pieces; what is cut off or changed on the way is not kept, and strange names are nobody's file."""
+    other = Spool(tmp_path / "other")
+    digest = other.put("adapter", {"a": torch.arange(1 << 19, dtype=torch.float32)}, {"scales": {}})
+    pieces = list(other.read(digest))
+    assert len(pieces) == 3
+    requests = [pb.PutRequest(digest=digest, data=piece) for piece in pieces]
+    changed = pb.PutRequest(digest=digest, data=b"x" * len(pieces[-1]))
+    for wrong in ([], requests[:2], [*requests[:2], changed], [pb.PutRequest(digest="../x", data=b"x")]):
+        with pytest.raises(grpc.RpcError) as caught:
+            served.stub.Put(iter(wrong), timeout=TIMEOUT_S)
+        assert caught.value.code() is Code.NOT_FOUND
+        assert digest not in served.spool
+    served.stub.Put(iter(requests), timeout=TIMEOUT_S)
+    assert torch.equal(served.spool.open(digest).tensors["a"], other.open(digest).tensors["a"])
+    answer = served.stub.Fetch(pb.FetchRequest(digest=digest), timeout=TIMEOUT_S)
+    assert [part.data for part in answer] == pieces
+    for name in ("0" * 64, "../x"):
+        with pytest.raises(grpc.RpcError) as caught:
+            list(served.stub.Fetch(pb.FetchRequest(digest=name), timeout=TIMEOUT_S))
+        assert caught.value.code() is Code.NOT_FOUND
+
+
 def test_a_copy_of_what_nobody_waits_for_is_removed(served: Served) -> None:
     """But not where it is loaded: then it must outlive this process."""
     digest = served.find("copied").digest

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, BinaryIO, Literal
 
 from safetensors import SafetensorError
 from safetensors.torch import save_file
@@ -25,6 +25,7 @@ from tgis.prompts.mapped import map_tensors
 Kind = Literal["prompt", "adapter"]
 
 ABOUT = "tgis"  # the one key of a file's metadata: several would be written in any order
+PIECE_BYTES = 1 << 20
 MAX_WORK_S = 600.0  # from a look-up to a load; what is older waits for nobody
 _DIGEST = re.compile("[0-9a-f]{64}")
 _OS_ERROR = re.compile(r"\(os error (\d+)\)")  # how the library says that a disk is full
@@ -78,6 +79,28 @@ class Spool:
         except (FileNotFoundError, SafetensorError) as error:
             raise MissingContentError(digest) from error
         raise MissingContentError(digest)
+
+    def read(self, digest: str) -> Iterator[bytes]:
+        """A copy, piece by piece, for the spool of another machine. Raises MissingContentError and OSError."""
+        if not _DIGEST.fullmatch(digest):
+            raise MissingContentError(digest)
+        try:
+            file = self._file(digest).open("rb")
+        except FileNotFoundError as error:
+            raise MissingContentError(digest) from error
+        return _pieces(file)
+
+    def take(self, digest: str, pieces: Iterable[bytes]) -> None:
+        """What `read` gave there; what is not, is missing. Raises MissingContentError, and OSError."""
+        with self.room() as room:
+            file = room / "content"
+            with file.open("xb") as content:
+                for piece in pieces:
+                    content.write(piece)
+            file.chmod(0o600)
+            if _hash(file) != digest:
+                raise MissingContentError(digest)
+            os.replace(file, self._file(digest))
 
     def remove(self, digests: Iterable[str]) -> None:
         """Those that are there."""
@@ -141,6 +164,12 @@ def _separate(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         own = own.clone() if own.data_ptr() < end else own
         separate[name], end = own, max(end, own.data_ptr() + own.nbytes)
     return separate
+
+
+def _pieces(file: BinaryIO) -> Iterator[bytes]:
+    with file:
+        while piece := file.read(PIECE_BYTES):
+            yield piece
 
 
 def _hash(file: Path) -> str:

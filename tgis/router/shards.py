@@ -4,7 +4,8 @@ Any rank's failure, and any disagreement between ranks, is a failure of the grou
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, cast
 
@@ -17,6 +18,7 @@ from tgis.pb.shard_pb2_grpc import ShardServiceStub
 from tgis.router.columns import Answer, decode_answer, encode_step
 from tgis.router.errors import RouterError
 from tgis.router.link import Link
+from tgis.router.relay import relay
 from tgis.router.sequence import Content, ContentKind
 from tgis.router.step import Step
 
@@ -92,34 +94,53 @@ class Shards:
         """What the first rank finds. This and the next two raise ContentCallError, and ShardsLostError."""
         number = pb.ContentKind.Name(kind.value)
         request = pb.FindRequest(kind=number, id=content_id)
-        [found] = await self._call("Find", request, timeout_s, num_ranks=1)
+        answers = await self._ask("Find", request, timeout_s, [0])
+        _raise_worst(answers)
+        [found] = answers
         numbers = found.num_decoder_tokens, found.num_encoder_tokens, found.num_bytes
         return Content(ContentKind(found.kind), found.digest, *numbers)
 
     async def load(self, digest: str, timeout_s: float) -> None:
-        """On all ranks; returns or raises when none of them is at it any more."""
-        await self._call("Load", pb.LoadRequest(digest=digest), timeout_s)
+        """On all ranks; returns or raises when none of them is at it any more. Machines that have no copy get
+        the first rank's."""
+        request = pb.LoadRequest(digest=digest)
+        answers = await self._ask("Load", request, timeout_s)
+        if not _is_missing(answers[0]):
+            for rank in [rank for rank, answer in enumerate(answers) if _is_missing(answer)]:
+                await self._relay(rank, digest, timeout_s)
+                [answers[rank]] = await self._ask("Load", request, timeout_s, [rank])
+        _raise_worst(answers)
 
     async def unload(self, digests: Iterable[str], others: bool = False) -> None:
         """On all ranks, these or everything but these."""
-        await self._call("Unload", pb.UnloadRequest(digests=digests, others=others), UNLOAD_TIMEOUT_S)
+        request = pb.UnloadRequest(digests=digests, others=others)
+        _raise_worst(await self._ask("Unload", request, UNLOAD_TIMEOUT_S))
 
-    async def _call(
-        self, method: str, request: Message, timeout_s: float, num_ranks: int | None = None
+    async def _ask(
+        self, method: str, request: Message, timeout_s: float, ranks: Iterable[int] | None = None
     ) -> list[Any]:
+        """What these ranks, or all, answer, or why not, when none of them is at it any more."""
+        stubs = [ShardServiceStub(channel) for channel in self._current_channels()]
+        calls = [
+            _answer(getattr(stubs[rank], method)(request, timeout=timeout_s))
+            for rank in (range(len(stubs)) if ranks is None else ranks)
+        ]
+        return await asyncio.gather(*calls, return_exceptions=True)
+
+    async def _relay(self, rank: int, digest: str, timeout_s: float) -> None:
+        """Raises ContentCallError and ShardsLostError."""
+        channels = self._current_channels()
+        first, other = (ShardServiceStub(channels[one]) for one in (0, rank))
+        with _shard_errors():
+            await relay(first, other, digest, timeout_s)
+
+    def _current_channels(self) -> list[grpc.aio.Channel]:
+        """Raises ShardsLostError."""
         if not self._channels:
             raise ShardsLostError(LOST)
         if self._link.is_stale:
             self._renew_channels()
-        calls = [
-            _answer(getattr(ShardServiceStub(channel), method)(request, timeout=timeout_s))
-            for channel in self._channels[:num_ranks]
-        ]
-        answers = await asyncio.gather(*calls, return_exceptions=True)
-        errors = [answer for answer in answers if isinstance(answer, BaseException)]
-        if errors:
-            raise min(errors, key=lambda error: not isinstance(error, ShardsLostError))
-        return answers
+        return self._channels
 
     def _renew_channels(self) -> None:
         """Calls that have begun end on those of before."""
@@ -244,13 +265,30 @@ class _StepStream(asyncio.Protocol):
             transport.abort()
 
 
+def _is_missing(answer: Any) -> bool:
+    return isinstance(answer, ContentCallError) and answer.code is grpc.StatusCode.NOT_FOUND
+
+
+def _raise_worst(answers: Iterable[Any]) -> None:
+    errors = [answer for answer in answers if isinstance(answer, BaseException)]
+    if errors:
+        raise min(errors, key=lambda error: not isinstance(error, ShardsLostError))
+
+
 async def _answer(call: Any) -> Any:
     try:
-        return await call
+        with _shard_errors():
+            return await call
     except asyncio.CancelledError:
         if not call.done() or (task := asyncio.current_task()) is None or task.cancelling():
             raise
         raise ShardsLostError(LOST) from None  # the link was closed under the call
+
+
+@contextmanager
+def _shard_errors() -> Iterator[None]:
+    try:
+        yield
     except grpc.aio.AioRpcError as error:
         if error.code() in LOST_CODES:
             raise ShardsLostError(LOST) from error

@@ -4,7 +4,8 @@ what they tell of an error."""
 import errno
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import chain
 from pathlib import Path
 from typing import TypeVar
 
@@ -67,6 +68,19 @@ class ContentCalls:
             if error.__cause__ is None:  # else the disk, say, is to blame, which may get better
                 self._store.refuse(digest, error)
             raise
+
+    def fetch(self, request: pb.FetchRequest, context: grpc.ServicerContext) -> Iterator[pb.FetchResponse]:
+        for piece in self._answer(context, lambda: self._spool.read(request.digest)):
+            yield pb.FetchResponse(data=piece)
+
+    def put(self, requests: Iterator[pb.PutRequest], context: grpc.ServicerContext) -> pb.PutResponse:
+        self._answer(context, lambda: self._put(requests))
+        return pb.PutResponse()
+
+    def _put(self, requests: Iterator[pb.PutRequest]) -> None:
+        """One that is cut off is not what its digest says."""
+        first = next(requests, pb.PutRequest())
+        self._spool.take(first.digest, (one.data for one in chain([first], requests)))
 
     def unload(self, request: pb.UnloadRequest, context: grpc.ServicerContext) -> pb.UnloadResponse:
         self._answer(context, lambda: self._unload(request))

@@ -6,7 +6,7 @@ import logging
 import os
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NoReturn, TypeVar
@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 NUM_RPC_THREADS = 8
 # Calls that read files, at once; further ones wait without a thread, and until their deadlines at most.
-NUM_FINDS, NUM_LOADS = 16, 2
+NUM_FINDS, NUM_LOADS, NUM_COPIES = 16, 2, 4
 STEPS_BETWEEN_COLLECTIONS = 1000
 SERVER_OPTIONS = [
     ("grpc.so_reuseport", 0),
@@ -76,6 +76,14 @@ class ShardService(ShardServiceServicer):
     @_beside_others(ThreadPoolExecutor(NUM_LOADS, "load"))
     def Load(self, request: pb.LoadRequest, context: grpc.ServicerContext) -> pb.LoadResponse:
         return self._content_calls.load(request, context)
+
+    @_beside_others(ThreadPoolExecutor(NUM_COPIES, "copy"))
+    def Fetch(self, request: pb.FetchRequest, context: grpc.ServicerContext) -> Iterator[pb.FetchResponse]:
+        return self._content_calls.fetch(request, context)
+
+    @_beside_others(ThreadPoolExecutor(NUM_COPIES, "put"))
+    def Put(self, requests: Iterator[pb.PutRequest], context: grpc.ServicerContext) -> pb.PutResponse:
+        return self._content_calls.put(requests, context)
 
     def Unload(self, request: pb.UnloadRequest, context: grpc.ServicerContext) -> pb.UnloadResponse:
         return self._content_calls.unload(request, context)
