@@ -67,21 +67,30 @@ def check_survival(
 ) -> None:
     """All streams give the same as when no shard is killed, or stopped, under them."""
     shards = sorted(children_of(client.service.process.pid)["serve"])
+    with live_streams(client, texts):
+        os.kill(shards[victim], number)
+    again = children_of(client.service.process.pid)["serve"]
+    assert len(again) == len(shards)
+    assert not set(again) & set(shards)
+
+
+@contextlib.contextmanager
+def live_streams(client: Client, texts: list[str], timeout_s: float = 60) -> Iterator[None]:
+    """Are running when the block begins, lose the shards in it, give the same as undisturbed, and leave
+    nothing."""
     read(client, texts[0])
     baseline = take_baseline(client.service.http)
+    num_resumed = client.service.output.count("requests resume")
     with ThreadPoolExecutor(len(texts)) as threads:
         undisturbed = list(threads.map(lambda text: read(client, text), texts))
         running = threading.Barrier(len(texts) + 1)
         streams = [threads.submit(read, client, text, running) for text in texts]
         running.wait(30)
-        assert not any(stream.done() for stream in streams), "they must be running when the shard dies"
-        os.kill(shards[victim], number)
-        disturbed = [stream.result(60) for stream in streams]
+        assert not any(stream.done() for stream in streams), "they must be running when the shards are lost"
+        yield
+        disturbed = [stream.result(timeout_s) for stream in streams]
     assert disturbed == undisturbed
-    again = children_of(client.service.process.pid)["serve"]
-    assert len(again) == len(shards)
-    assert not set(again) & set(shards)
-    client.service.wait_for_line("requests resume")
+    assert client.service.output.count("requests resume") > num_resumed
     assert_nothing_left(client.service.http, baseline)
 
 

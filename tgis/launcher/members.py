@@ -27,7 +27,7 @@ class Members:
         """`common` is what must be the same on all nodes."""
         self.nodes = [RemoteNode(rank) for rank in range(1, num_others + 1)]
         self._common, self._certificates = common, certificates
-        self._channels: set[Channel] = set()
+        self._channels: dict[asyncio.Task[None], Channel] = {}
 
     async def serve(self, listener: socket.socket) -> None:
         """Until it is cancelled, with the certificate that is there when a node connects."""
@@ -48,13 +48,16 @@ class Members:
             finally:
                 server.close()  # who is connected stays
 
-    def close(self) -> None:
-        for channel in self._channels:
+    async def close(self) -> None:
+        for channel in self._channels.values():
             channel.close()
+        await asyncio.gather(*self._channels, return_exceptions=True)
 
     async def _greet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         channel = Channel(reader, writer)
-        self._channels.add(channel)
+        task = asyncio.current_task()
+        assert task is not None, "callbacks of a server are tasks"
+        self._channels[task] = channel
         try:
             await self._listen(channel)
         except ChannelLostError as error:
@@ -62,7 +65,7 @@ class Members:
         except TimeoutError:
             logger.warning("%s has connected and does not say which node it is", channel.other_host)
         finally:
-            self._channels.discard(channel)
+            del self._channels[task]
             channel.close()
 
     async def _listen(self, channel: Channel) -> None:

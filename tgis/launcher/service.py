@@ -71,7 +71,7 @@ class Service:
             await self._router.kill()
         await self._local.kill()
         if self._members is not None:
-            self._members.close()
+            await self._members.close()
         await self._files.remove()
 
     async def _run_spanning(self) -> None:

@@ -81,7 +81,7 @@ class Spool:
         raise MissingContentError(digest)
 
     def read(self, digest: str) -> Iterator[bytes]:
-        """A copy, piece by piece, for the spool of another machine. Raises MissingContentError and OSError."""
+        """A copy, piece by piece, for the spool of another machine. Raises MissingContentError, OSError."""
         if not _DIGEST.fullmatch(digest):
             raise MissingContentError(digest)
         try:

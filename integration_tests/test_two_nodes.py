@@ -1,0 +1,109 @@
+"""One group of ranks on two nodes: the answers of one machine, prompts and adapters that only node 0 has, and
+streams that outlive a lost shard, a lost node and the end of a worker."""
+
+import os
+import signal
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from integration_tests import oracle
+from integration_tests.conftest import Tuned
+from integration_tests.served_models import FLAGS, write_fallback
+from integration_tests.test_faults import live_streams, read
+from integration_tests.test_tuning import TEXTS, asks
+from integration_tests.two_nodes import TwoNodes
+from tests.processes import children_of
+
+
+@pytest.fixture(scope="module")
+def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TwoNodes]:
+    home = tmp_path_factory.mktemp("n")
+    served = write_fallback(home / "model")
+    nodes = TwoNodes(home, served.directory, *FLAGS, *served.flags)
+    yield nodes
+    codes = nodes.end()
+    assert codes == [0, 0], nodes.nodes[0].output + nodes.nodes[1].output
+    assert not nodes.left_over()
+
+
+@pytest.fixture(scope="module")
+def tuned(nodes: TwoNodes) -> Iterator[Tuned]:
+    served = write_fallback(nodes.home / "again")
+    client = nodes.serve()
+    yield Tuned(client, served, oracle.Oracle(served))
+    client.channel.close()
+
+
+def health(nodes: TwoNodes, rank: int) -> int:
+    port = nodes.nodes[rank].http_port
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=10) as answer:
+            return int(answer.status)
+    except urllib.error.HTTPError as error:
+        return error.code
+
+
+def test_answers_are_those_of_one_machine(tuned: Tuned) -> None:
+    """Prompts and adapters are read on node 0, and copied to the other."""
+    with ThreadPoolExecutor(8) as threads:
+        everything = asks()
+        for ask, answer in zip(everything, threads.map(lambda ask: ask.send(tuned), everything), strict=True):
+            ask.check(tuned, answer)
+
+
+def test_streams_outlive_a_shard_of_the_other_node(tuned: Tuned, nodes: TwoNodes) -> None:
+    with live_streams(tuned.client, TEXTS):
+        [shard] = children_of(nodes.nodes[1].process.pid)["serve"]
+        os.kill(shard, signal.SIGKILL)
+    assert nodes.nodes[1].process.poll() is None
+    nodes.nodes[0].wait_for_line("node 1: shard 1 was killed by SIGKILL")
+
+
+def test_streams_outlive_the_other_node(tuned: Tuned, nodes: TwoNodes) -> None:
+    """Which begins with nothing, and gets the copies of what is in use."""
+    with live_streams(tuned.client, TEXTS):
+        nodes.nodes[1].end(signal.SIGKILL)
+        nodes.start(1)
+    everything = asks()[:6]
+    for ask in everything:
+        ask.check(tuned, ask.send(tuned))
+
+
+def test_a_worker_that_is_told_to_end_lets_streams_finish(tuned: Tuned, nodes: TwoNodes) -> None:
+    """As far as they do in time, or until it is told again; then its successor joins."""
+    client, running, node = tuned.client, threading.Barrier(2), nodes.nodes[0]
+    num_lost = node.output.count("is lost")
+    expected = read(client, TEXTS[0])
+    with ThreadPoolExecutor(1) as threads:
+        stream = threads.submit(read, client, TEXTS[0], running)
+        running.wait(30)
+        nodes.nodes[1].process.terminate()
+        assert stream.result(60) == expected
+    assert node.output.count("is lost") == num_lost
+    assert nodes.nodes[1].end(timeout_s=60) == 0, nodes.nodes[1].output
+    nodes.start(1)
+    assert read(client, TEXTS[0]) == expected
+
+
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        (("--dtype", "bfloat16"), "dtype is bfloat16 on node 1 and float32 on node 0"),
+        (("--num-shard", "2"), "num_shard is 2 on node 1 and 1 on node 0"),
+    ],
+)
+def test_a_node_that_does_not_fit_is_refused(
+    nodes: TwoNodes, tuned: Tuned, flags: tuple[str, ...], reason: str
+) -> None:
+    worker = nodes.nodes[1]
+    other = nodes.start(1, *flags)
+    nodes.nodes[1] = worker
+    assert other.process.wait(60) == 1
+    other.end()
+    assert other.lines[-1] == f"error: node 0 refuses this one: {reason}"
+    assert health(nodes, 0) == 200
