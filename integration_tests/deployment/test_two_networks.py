@@ -9,8 +9,8 @@ from collections.abc import Iterator
 import pytest
 
 from integration_tests.conftest import Client, Model, check, request
+from integration_tests.deployment.two_nodes import HOSTS, TwoNetworks
 from integration_tests.test_faults import live_streams
-from integration_tests.two_nodes import HOSTS, TwoNetworks
 from tests.processes import children_of
 from tgis.pb import generation_pb2 as pb
 

@@ -55,6 +55,10 @@ class TwoNodes:
             service.process.wait(60)
         return [self.nodes[rank].end() for rank in sorted(self.nodes)]
 
+    def clear(self, rank: int) -> None:
+        """The disk of a machine that is gone."""
+        shutil.rmtree(self.home / f"{rank}")
+
     def left_over(self) -> list[Path]:
         """Of what the nodes had on the disk."""
         return [path for rank in self.nodes for path in (self.home / f"{rank}").iterdir()]

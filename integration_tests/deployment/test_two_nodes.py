@@ -13,11 +13,13 @@ import pytest
 
 from integration_tests import oracle
 from integration_tests.conftest import Tuned
+from integration_tests.deployment.two_nodes import TwoNodes
 from integration_tests.served_models import FLAGS, write_fallback
 from integration_tests.test_faults import live_streams, read
 from integration_tests.test_tuning import TEXTS, asks
-from integration_tests.two_nodes import TwoNodes
 from tests.processes import children_of
+
+pytestmark = pytest.mark.deploy
 
 
 @pytest.fixture(scope="module")
@@ -68,6 +70,7 @@ def test_streams_outlive_the_other_node(tuned: Tuned, nodes: TwoNodes) -> None:
     """Which begins with nothing, and gets the copies of what is in use."""
     with live_streams(tuned.client, TEXTS):
         nodes.nodes[1].end(signal.SIGKILL)
+        nodes.clear(1)
         nodes.start(1)
     everything = asks()[:6]
     for ask in everything:
