@@ -9,7 +9,7 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parent.parent / "tgis"
 ROOTS = ("OperatorError", "RouterError", "ClickException", "UsageError")
-LOGGED = ("logger.warning", "logger.error")
+LOGGED = ("logger.warning", "logger.error", "logger.exception")
 REFUSALS = ("refusal", "unreadable")  # of an option: what is said of a value that cannot be
 PERCENT = re.compile(r"%(?:\.\d+)?[srdfgi]")
 HOLE = re.compile(r"\{[^{}]*\}")

@@ -32,7 +32,7 @@ STREAM = """\
 ## The shape of a stream
 
 1. A header at once: `input_token_count`, the seed, and the input's text where it was asked for.
-2. Where `input_tokens` were asked for, a message with only those.
+2. Where `input_tokens` were asked for, a message with only those and their count.
 3. Messages with text, tokens or both; `generated_token_count` grows. One without text is sent only where tokens were
    asked for.
 4. The last one has `stop_reason`, the seed again, and `stop_sequence` where that was the reason.
