@@ -9,7 +9,7 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parent.parent / "tgis"
 ROOTS = ("OperatorError", "RouterError", "ClickException", "UsageError")
-LOGGED = ("logger.warning", "logger.error", "logger.exception")
+LOGGED = ("warning", "error", "exception")
 REFUSALS = ("refusal", "unreadable")  # of an option: what is said of a value that cannot be
 PERCENT = re.compile(r"%(?:\.\d+)?[srdfgi]")
 HOLE = re.compile(r"\{[^{}]*\}")
@@ -85,14 +85,15 @@ def _errors(trees: Iterable[ast.Module]) -> frozenset[str]:
 
 class _Module:
     def __init__(self, tree: ast.Module, errors: frozenset[str], constants: Mapping[str, ast.expr]) -> None:
-        self._tree, self._errors = tree, errors
+        self._nodes, self._errors = list(ast.walk(tree)), errors
         self._constants = {**constants, **_constants(tree)}
-        joined = [node for node in ast.walk(tree) if isinstance(node, ast.JoinedStr)]
+        joined = [node for node in self._nodes if isinstance(node, ast.JoinedStr)]
         self._parts = {id(part) for node in joined for part in node.values}
 
     def texts(self, kind: str) -> Iterator[str]:
-        for node in ast.walk(self._tree):
-            for expression, values in getattr(self, f"_{kind}")(node):
+        find = {"raised": self._raised, "logged": self._logged, "other": self._other}[kind]
+        for node in self._nodes:
+            for expression, values in find(node):
                 for text in self._templates(expression):
                     yield " ".join(_fill(text, values).split())
 
@@ -101,17 +102,17 @@ class _Module:
             yield node.value, []
         if not isinstance(node, ast.Call):
             return
-        name = ast.unparse(node.func).rpartition(".")[2]
-        if name in self._errors and node.args:
+        owner, name = _called(node.func)
+        if node.args and (name in self._errors or (owner, name) == ("super", "__init__")):
             yield node.args[0], []
         if name == "_require" and len(node.args) == 2:
             yield node.args[1], []
-        if ast.unparse(node.func) == "super().__init__" and node.args:
-            yield node.args[0], []
 
     def _logged(self, node: ast.AST) -> Iterator[tuple[ast.expr, list[ast.expr]]]:
-        if isinstance(node, ast.Call) and ast.unparse(node.func) in LOGGED:
-            yield node.args[0], node.args[1:]
+        if isinstance(node, ast.Call):
+            owner, name = _called(node.func)
+            if owner == "logger" and name in LOGGED:
+                yield node.args[0], node.args[1:]
 
     def _other(self, node: ast.AST) -> Iterator[tuple[ast.expr, list[ast.expr]]]:
         is_text = isinstance(node, ast.JoinedStr) or isinstance(getattr(node, "value", None), str)
@@ -142,6 +143,20 @@ class _Module:
         assert isinstance(node, ast.FormattedValue)
         constant = self._constants.get(node.value.id) if isinstance(node.value, ast.Name) else None
         return str(constant.value) if isinstance(constant, ast.Constant) else _hole(node.value)
+
+
+def _called(function: ast.expr) -> tuple[str, str]:
+    """Whose method it is, and its name."""
+    match function:
+        case ast.Name(id=name):
+            return "", name
+        case ast.Attribute(value=ast.Name(id=owner), attr=name):
+            return owner, name
+        case ast.Attribute(value=ast.Call(func=ast.Name(id=owner)), attr=name):
+            return owner, name
+        case ast.Attribute(attr=name):
+            return "", name
+    return "", ""
 
 
 def _fill(text: str, values: list[ast.expr]) -> str:
