@@ -57,7 +57,7 @@ def render() -> str:
             f"## {section['title']}\n\n| message | what it means, what to do |\n|---|---|\n" + "".join(rows)
         )
     rest = [one for one in messages if one.kind != "other" and one.key not in told]
-    return "\n".join([*parts, *_alerts(), OTHERS, *_others(rest)])
+    return "\n".join([*parts, *alerts(explained["alerts"]), OTHERS, *_others(rest)])
 
 
 def find(begin: str, messages: list[Message]) -> Message:
@@ -99,27 +99,28 @@ def _others(rest: list[Message]) -> list[str]:
     return parts
 
 
-def _alerts() -> list[str]:
-    if not RULES.is_file():
+def alerts(cures: dict[str, str], file: Path = RULES) -> list[str]:
+    """None where there are no rules; an alert without a cure, or a cure without its alert, is an error."""
+    if not file.is_file():
         return []
     import yaml
 
-    content: dict[str, Any] = yaml.safe_load(RULES.read_text())
-    groups = content.get("groups") or content["spec"]["groups"]
-    rules = [rule for group in groups for rule in group["rules"] if "alert" in rule]
-    return [ALERTS, *map(_alert, rules)]
+    content: dict[str, Any] = yaml.safe_load(file.read_text())
+    rules = [rule for group in content["groups"] for rule in group["rules"] if "alert" in rule]
+    if wrong := {rule["alert"] for rule in rules} ^ cures.keys():
+        raise SystemExit(f"{EXPLAINED.name}, {file.name}: not an alert of both: {', '.join(sorted(wrong))}")
+    return [ALERTS, *(_alert(rule, cures[rule["alert"]]) for rule in rules)]
 
 
-def _alert(rule: dict[str, Any]) -> str:
-    notes, labels = rule.get("annotations", {}), rule.get("labels", {})
+def _alert(rule: dict[str, Any], cure: str) -> str:
+    severity = rule.get("labels", {}).get("severity", "alert")
     lasting = f", for {rule['for']}" if "for" in rule else ""
-    texts = [_plain(notes.get(name, "")) for name in ("summary", "description", "action")]
-    head = f"*{labels.get('severity', 'alert')}{lasting}:* "
-    body = " ".join(text if text.endswith(".") else f"{text}." for text in texts if text)
-    return f"### {rule['alert']}\n\n{head}{body}\n\n```promql\n{' '.join(rule['expr'].split())}\n```\n"
+    meaning = " ".join(_sentence(rule["annotations"][name]) for name in ("summary", "description"))
+    return f"### {rule['alert']}\n\n*{severity}{lasting}:* {meaning}\n\n{cure}\n"
 
 
-def _plain(text: str) -> str:
+def _sentence(text: str) -> str:
     """Without Prometheus' templates."""
     text = re.sub(r"\{\{ *\$labels\.(\w+) *\}\}", r"`\1`", text)
-    return " ".join(re.sub(r"\{\{ *\$value[^}]*\}\}", "…", text).split())
+    text = " ".join(re.sub(r"\{\{[^}]*\}\}", "…", text).split())
+    return text if text.endswith(".") else f"{text}."

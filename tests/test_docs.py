@@ -43,6 +43,14 @@ COMING_NAMES = set(
     "NNODES NODE_RANK HEADLESS LWS_GROUP_SIZE LWS_WORKER_INDEX LWS_LEADER_ADDRESS LINK_CERT_PATH "
     "LINK_KEY_PATH LINK_CA_CERT_PATH LINK_SERVER_NAME".split()
 )
+COMING_FILES = {
+    "deployment/Containerfile",
+    "deployment/client/service-config.json",
+    "deployment/deploy_model.sh",
+    "deployment/monitoring/rules.yaml",
+    "deployment/overlays/cpu",
+}
+DEPLOYMENT_FILE = re.compile(r"deployment/[\w./-]*\w")
 
 
 def ours() -> Iterator[click.Command]:
@@ -92,11 +100,7 @@ def wrong_with(command: Command) -> str | None:
     if program in SCRIPTS:
         module, _, name = SCRIPTS[program].partition(":")
         return wrong_with_ours(getattr(importlib.import_module(module), name), rest)
-    is_known = (
-        program in PROGRAMS
-        or (ROOT / command.words[0]).is_file()
-        or command.words[0].startswith("deployment/")
-    )
+    is_known = program in PROGRAMS or command.words[0].startswith("deployment/")
     return None if is_known else f"no program {program}"
 
 
@@ -146,6 +150,14 @@ def test_pages_are_all_in_the_navigation() -> None:
     assert sorted(named) == sorted(there)
 
 
+def test_files_of_the_deployment_exist() -> None:
+    """Those that are named in full."""
+    named = {name for path in PAGES for name in DEPLOYMENT_FILE.findall(Page(path).text)}
+    missing = {name for name in named if not (ROOT / name).exists()}
+    assert named
+    assert not missing - COMING_FILES
+
+
 @pytest.mark.parametrize(
     ("text", "why"),
     [
@@ -175,6 +187,17 @@ def test_a_message_that_has_left_the_source_is_found() -> None:
     assert troubleshooting_page.find("Model is overloaded", found).kind == "raised"
     with pytest.raises(SystemExit, match="no source has 'Model is tired'"):
         troubleshooting_page.find("Model is tired", found)
+
+
+def test_an_alert_without_a_cure_is_found(tmp_path: Path) -> None:
+    rules = tmp_path / "rules.yaml"
+    notes = "{summary: 'On {{ $labels.job }}', description: '{{ $value }} of them.'}"
+    rules.write_text(f"groups: [{{rules: [{{alert: A, expr: x, for: 5m, annotations: {notes}}}]}}]")
+    [_, alert] = troubleshooting_page.alerts({"A": "Do it."}, rules)
+    assert alert == "### A\n\n*alert, for 5m:* On `job`. … of them.\n\nDo it.\n"
+    for cures in ({}, {"A": "Do it.", "B": "Do that."}):
+        with pytest.raises(SystemExit, match="not an alert of both"):
+            troubleshooting_page.alerts(cures, rules)
 
 
 def test_messages_are_read_from_any_source(tmp_path: Path) -> None:
