@@ -79,7 +79,6 @@ CLIENTS = """\
 | 422, `validation` | INVALID_ARGUMENT |
 | 429, `overloaded` | RESOURCE_EXHAUSTED, `Model is overloaded`, with the time to come again |
 | 424, `generation` | INTERNAL, with an id that the log explains |
-| 503 | UNAVAILABLE |
 | `finish_reason` `length`, `eos_token`, `stop_sequence` | `stop_reason` MAX_TOKENS or TOKEN_LIMIT, EOS_TOKEN, STOP_SEQUENCE |
 
 ## Metrics
