@@ -16,12 +16,15 @@ WITHOUT_A_FORM := KeywordDetector BasicAuthDetector Base64HighEntropyString HexH
 # Two files of tests at a time; those of one file share services and models.
 SPREAD := -n 2 --dist loadfile
 
+# Without its notice about a successor at every build.
+MKDOCS := NO_MKDOCS_2_WARNING=1 $(VENV)-docs/bin/mkdocs
+
 SOURCES := tgis tests integration_tests bench scripts
 PACKAGING := pyproject.toml constraints.txt protos/generation.proto protos/shard.proto scripts/build_protos.py
 
 .DEFAULT_GOAL := help
 .PHONY: help install run check audit test test-all chaos bench bench-peers bench-tuning profile docs protos
-.PHONY: clean
+.PHONY: site serve-site clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{ printf "  make %-12s %s\n", $$1, $$2 }'
@@ -69,11 +72,17 @@ bench-tuning: $(VENV)/installed-dev  ## Measure soft prompts and adapters; BENCH
 docs: $(VENV)/installed-dev  ## Write the pages of docs/ that follow from the code
 	$(BIN)/python -m scripts.write_docs
 
+site: $(VENV)-docs/installed  ## Build the pages of docs/ into site/
+	$(MKDOCS) build -q
+
+serve-site: $(VENV)-docs/installed  ## Serve the pages on loopback while they are written
+	$(MKDOCS) serve
+
 protos: $(VENV)/bin/pip  ## Generate tgis/pb from protos/; every install does
 	$(PIP) --no-deps -e .
 
 clean:  ## Remove what the other targets made
-	rm -rf $(VENV) $(VENV)-audit sbom.json .cache tgis/pb build dist
+	rm -rf $(VENV) $(VENV)-audit $(VENV)-docs sbom.json .cache tgis/pb build dist site
 
 $(VENV)/bin/pip:
 	$(PYTHON) -m venv $(VENV)
@@ -89,6 +98,11 @@ $(VENV)/installed-dev: $(VENV)/installed
 $(VENV)-audit/installed:
 	$(PYTHON) -m venv $(VENV)-audit
 	$(VENV)-audit/bin/pip install -q cyclonedx-bom detect-secrets pip-audit
+	@touch $@
+
+$(VENV)-docs/installed:
+	$(PYTHON) -m venv $(VENV)-docs
+	$(VENV)-docs/bin/pip install -q -c constraints.txt 'mkdocs>=1.6,<2' 'mkdocs-material==9.*'
 	@touch $@
 
 $(DEMO_MODEL)/config.json: | $(VENV)/installed

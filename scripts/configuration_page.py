@@ -67,7 +67,7 @@ def render() -> str:
         *commands,
         TGIS_MAPPED + "\n" + _foreign(tgis[0]),
         TGIS_WITHOUT_EFFECT + "\n" + _foreign(tgis[1]),
-        PASSED + "\n" + _table(("variable", "read by"), [(f"`{k}`", v) for k, v in PASSED_ON.items()]),
+        PASSED + "\n" + table(("variable", "read by"), [(f"`{k}`", v) for k, v in PASSED_ON.items()]),
         TGI + "\n" + _foreign(TGI_NAMES),
     ]
     return "\n".join(parts)
@@ -79,7 +79,7 @@ def _command(name: str, program: str, config_type: type) -> str:
     own = {f.name for f, _, _ in declared(config_type)}
     rows = [_extra(p) for p in command.params if p.name not in own and not (p.name or "").startswith(FOREIGN)]
     rows += [_row(f, option) for f, option, _ in declared(config_type)]
-    return f"## `{program}`\n\n" + _table(("flag", "variable", "default", "meaning"), rows)
+    return f"## `{program}`\n\n" + table(("flag", "variable", "default", "meaning"), rows)
 
 
 def _extra(parameter: click.Parameter) -> tuple[str, ...]:
@@ -95,7 +95,7 @@ def _row(f: Field[Any], option: Option) -> tuple[str, ...]:
     flags = [flag_of(f), *([option.short] if option.short else [])] if option.flag else []
     variables = [name for name in (env_of(f), option.older_env) if name]
     default = "required" if f.default is MISSING else _default(f.default)
-    return _code(flags), _code(variables), default, option.help + _range(option)
+    return code(flags), code(variables), default, option.help + _range(option)
 
 
 def _default(value: object) -> str:
@@ -104,7 +104,7 @@ def _default(value: object) -> str:
 
 def _range(option: Option) -> str:
     if option.choices:
-        return " One of " + _code(option.choices) + "."
+        return " One of " + code(option.choices) + "."
     bounds = [
         f"{word} {bound:g}"
         for word, bound in (("at least", option.minimum), ("at most", option.maximum))
@@ -117,14 +117,14 @@ def _range(option: Option) -> str:
 def _foreign(names: Iterable[Foreign]) -> str:
     rows = [
         (
-            _code([one.flag_name, *([one.short] if one.short else [])] if one.flag else []),
-            _code([one.variable_name] if one.variable else []),
+            code([one.flag_name, *([one.short] if one.short else [])] if one.flag else []),
+            code([one.variable_name] if one.variable else []),
             ", ".join(one.commands),
             _meaning(one),
         )
         for one in names
     ]
-    return _table(("flag", "variable", "read by", "what it does"), rows)
+    return table(("flag", "variable", "read by", "what it does"), rows)
 
 
 def _meaning(one: Foreign) -> str:
@@ -133,10 +133,10 @@ def _meaning(one: Foreign) -> str:
     return ("refused: " if one.refused else "no effect: ") + one.why
 
 
-def _code(names: Iterable[str]) -> str:
+def code(names: Iterable[str]) -> str:
     return ", ".join(f"`{name}`" for name in names)
 
 
-def _table(titles: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
+def table(titles: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
     lines = [titles, tuple("---" for _ in titles), *rows]
     return "".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |\n" for line in lines)

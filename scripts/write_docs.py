@@ -3,10 +3,17 @@
 import sys
 from pathlib import Path
 
-from scripts import configuration_page, metrics_page, models_page
+from scripts import configuration_page, metrics_page, models_page, tgi_page, troubleshooting_page, wire_page
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
-PAGES = {"configuration.md": configuration_page, "metrics.md": metrics_page, "models.md": models_page}
+PAGES = {
+    "configuration.md": configuration_page,
+    "metrics.md": metrics_page,
+    "migrating/tgi.md": tgi_page,
+    "models.md": models_page,
+    "troubleshooting.md": troubleshooting_page,
+    "wire.md": wire_page,
+}
 
 
 def main(check: bool) -> None:
@@ -14,6 +21,7 @@ def main(check: bool) -> None:
     if outdated and check:
         sys.exit(f"out of date: {', '.join(outdated)}; run `make docs`")
     for name in outdated:
+        (DOCS / name).parent.mkdir(exist_ok=True)
         (DOCS / name).write_text(PAGES[name].render())
 
 

@@ -5,7 +5,7 @@ from tgis.options.foreign import Foreign
 
 NO_TEXT_TEMPLATES = "chat templates are not served by this version"
 NO_SCALING = "the model's own config.json says how its positions are scaled: change it there"
-NO_KEY = "this version checks no keys: leave it out and let mTLS (--tls-client-ca-cert-path) say who may call"
+NO_KEY = "keys are read from a file: write them into one, a line each, and give it as --auth-tokens-path"
 NO_TUNNEL = "this service opens no tunnels: leave it out and use an ingress of yours"
 NO_WATERMARK = "no request can ask for a watermark"
 CHUNKED = "prompts are computed in chunks beside running requests"

@@ -1,0 +1,126 @@
+"""`docs/troubleshooting.md`: the messages of the source with what they mean, from troubleshooting.toml, then the
+messages that speak for themselves, and the alerts. A message that is explained and no longer in the source is an
+error."""
+
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+from scripts.messages import Message, collect, key_of
+from tgis.router.grpc_door import STATUS
+
+ROOT = Path(__file__).resolve().parent.parent
+EXPLAINED = Path(__file__).parent / "troubleshooting.toml"
+RULES = ROOT / "deployment" / "monitoring" / "rules.yaml"
+# Whose messages nobody meets who runs the service or calls it.
+INNER = ("tgis/demo.py", "tgis/frames.py")
+
+INTRODUCTION = """\
+# Troubleshooting
+
+By exact message. What stands in braces is a value. A start that is refused, or a command that fails, says so in one
+line, `error: …`, on stderr and in the termination log; the exit status is 1, or 2 for an option that cannot be read.
+Every other line is in the log. `tgis env` prints versions, machine and settings for a report.
+"""
+STATUSES = """\
+## Statuses
+
+| status | when, and what to do |
+|---|---|
+"""
+OTHERS = """\
+## Further messages
+
+They say all that there is to say.
+"""
+ALERTS = """\
+## Alerts
+
+Those of `deployment/monitoring/rules.yaml`.
+"""
+GROUPS = (
+    ("At the start, and of commands", "raised", ("tgis/router/", "tgis/prompts/")),
+    ("Of requests, soft prompts and adapters", "raised", ()),
+    ("In the log", "logged", ()),
+)
+
+
+def render() -> str:
+    messages = [one for one in collect() if one.module not in INNER]
+    explained = tomllib.loads(EXPLAINED.read_text())
+    told: set[str] = set()
+    parts = [INTRODUCTION, STATUSES + _statuses(explained["statuses"])]
+    for section in explained["section"]:
+        rows = [_row(begin, text, messages, told) for begin, text in section["messages"].items()]
+        parts.append(
+            f"## {section['title']}\n\n| message | what it means, what to do |\n|---|---|\n" + "".join(rows)
+        )
+    rest = [one for one in messages if one.kind != "other" and one.key not in told]
+    return "\n".join([*parts, *alerts(explained["alerts"]), OTHERS, *_others(rest)])
+
+
+def find(begin: str, messages: list[Message]) -> Message:
+    """The one that begins so, or is part of one that does not begin with letters of its own."""
+    found = [one for one in messages if one.key.startswith(begin)]
+    if not found:
+        raise SystemExit(f"{EXPLAINED.name}: no source has {begin!r}")
+    return min(found, key=lambda one: (("raised", "logged", "other").index(one.kind), len(one.key)))
+
+
+def _row(begin: str, text: str, messages: list[Message], told: set[str]) -> str:
+    assert begin == key_of(begin), f"{begin!r}: holes are {{}}"
+    told.update(one.key for one in messages if one.key.startswith(begin))
+    return f"| {_code(find(begin, messages).text)} | {text} |\n"
+
+
+def _code(text: str) -> str:
+    """As it can stand in a cell; a text may have backticks of its own."""
+    shown = re.sub(r"\{\}", "{…}", text).replace("|", "\\|").strip(" ;")
+    marks = "``" if "`" in shown else "`"
+    space = " " if marks == "``" else ""
+    return f"{marks}{space}{shown}{space}{marks}"
+
+
+def _statuses(texts: dict[str, str]) -> str:
+    if missing := {one.name for one in STATUS.values()} - texts.keys():
+        raise SystemExit(f"{EXPLAINED.name}: no word about {', '.join(sorted(missing))}")
+    return "".join(f"| {name} | {text} |\n" for name, text in texts.items())
+
+
+def _others(rest: list[Message]) -> list[str]:
+    """By where they come up."""
+    parts = []
+    for title, kind, elsewhere in GROUPS:
+        mine = [one for one in rest if one.kind == kind and not one.module.startswith(elsewhere or "?")]
+        rest = [one for one in rest if one not in mine]
+        lines = sorted({_code(one.text) for one in mine})
+        parts.append(f"### {title}\n\n" + "".join(f"- {line}\n" for line in lines))
+    return parts
+
+
+def alerts(cures: dict[str, str], file: Path = RULES) -> list[str]:
+    """None where there are no rules; an alert without a cure, or a cure without its alert, is an error."""
+    if not file.is_file():
+        return []
+    import yaml
+
+    content: dict[str, Any] = yaml.safe_load(file.read_text())
+    rules = [rule for group in content["groups"] for rule in group["rules"] if "alert" in rule]
+    if wrong := {rule["alert"] for rule in rules} ^ cures.keys():
+        raise SystemExit(f"{EXPLAINED.name}, {file.name}: not an alert of both: {', '.join(sorted(wrong))}")
+    return [ALERTS, *(_alert(rule, cures[rule["alert"]]) for rule in rules)]
+
+
+def _alert(rule: dict[str, Any], cure: str) -> str:
+    severity = rule.get("labels", {}).get("severity", "alert")
+    lasting = f", for {rule['for']}" if "for" in rule else ""
+    meaning = " ".join(_sentence(rule["annotations"][name]) for name in ("summary", "description"))
+    return f"### {rule['alert']}\n\n*{severity}{lasting}:* {meaning}\n\n{cure}\n"
+
+
+def _sentence(text: str) -> str:
+    """Without Prometheus' templates."""
+    text = re.sub(r"\{\{ *\$labels\.(\w+) *\}\}", r"`\1`", text)
+    text = " ".join(re.sub(r"\{\{[^}]*\}\}", "…", text).split())
+    return text if text.endswith(".") else f"{text}."

@@ -1,0 +1,128 @@
+"""`docs/wire.md`, from the public proto and what the service assumes and allows."""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from scripts.configuration_page import table
+from tgis.port_options import PortOptions
+from tgis.router.guided import MAX_CHOICES
+from tgis.router.validation import (
+    DEFAULT_MAX_NEW_TOKENS,
+    MAX_STOP_SEQUENCE_BYTES,
+    MAX_STOP_SEQUENCES,
+    MIN_TEMPERATURE,
+)
+
+PROTO = Path(__file__).resolve().parent.parent / "protos" / "generation.proto"
+BLOCK = re.compile(r"(message|enum|service|oneof) (\w+) \{")
+FIELD = re.compile(r"(?:(optional|repeated) )?([\w.]+) (\w+) = (\d+);(?:\s*// (.*))?")
+VALUE = re.compile(r"([A-Z_]+) = (\d+);(?:\s*// (.*))?")
+CALL = re.compile(r"rpc (\w+)\((\w+)\) returns \((stream )?(\w+)\)")
+
+INTRODUCTION = f"""\
+# The wire
+
+`fmaas.GenerationService` on port 8033, from `protos/generation.proto`. Names, numbers and types are those
+of TGIS with what vllm-tgis-adapter added; they do not change. gRPC health (`""` and `fmaas.GenerationService`) and
+reflection are served beside it. A request may have {PortOptions.max_message_bytes >> 20} MiB (`--max-message-bytes`).
+"""
+STREAM = """\
+## The shape of a stream
+
+1. A header at once: `input_token_count`, the seed, and the input's text where it was asked for.
+2. Where `input_tokens` were asked for, a message with only those and their count.
+3. Messages with text, tokens or both; `generated_token_count` grows. One without text is sent only where tokens were
+   asked for.
+4. The last one has `stop_reason`, the seed again, and `stop_sequence` where that was the reason.
+
+A unary answer has all of that in one message for each input, in their order.
+"""
+NOTES = {
+    "SamplingParameters.temperature": f"absent: 1; 0: greedy; else at least {MIN_TEMPERATURE}",
+    "SamplingParameters.top_k": "0: off",
+    "SamplingParameters.top_p": "0: off; else up to 1",
+    "SamplingParameters.typical_p": "0: off; else up to 1",
+    "SamplingParameters.seed": "absent: one is drawn, and told in the answer",
+    "StoppingCriteria.max_new_tokens": f"0: {DEFAULT_MAX_NEW_TOKENS}; at most `--max-new-tokens`",
+    "StoppingCriteria.min_new_tokens": "at most `max_new_tokens`",
+    "StoppingCriteria.time_limit_millis": "0: none; looked at after every token",
+    "StoppingCriteria.stop_sequences": f"at most {MAX_STOP_SEQUENCES} of {MAX_STOP_SEQUENCE_BYTES} bytes",
+    "StoppingCriteria.include_stop_sequence": "absent: `--default-include-stop-seqs`",
+    "ResponseOptions.input_text": "the input before the answer",
+    "ResponseOptions.token_logprobs": "needs generated or input tokens, as do the next two",
+    "ResponseOptions.top_n_tokens": "at most `--max-top-n-tokens`; ties are listed too",
+    "DecodingParameters.repetition_penalty": "0: 1; above 0",
+    "LengthPenalty.start_index": "tokens after which the end grows likelier",
+    "LengthPenalty.decay_factor": "1 to 10",
+    "DecodingParameters.format": "JSON: any object",
+    "DecodingParameters.json_schema": "with `--max-guided-bytes`, as the next three",
+    "DecodingParameters.regex": "Rust's syntax, for the whole output",
+    "DecodingParameters.grammar": "Lark or GBNF",
+    "StringChoices.choices": f"2 to {MAX_CHOICES:,}",
+    "BatchedTokenizeRequest.prefix_id": "ignored, and so is the next",
+    "BatchedTokenizeRequest.truncate_input_tokens": "keep the last N; 0 keeps all",
+    "BatchedGenerationRequest.model_id": "named in traces, else ignored, here and in the other requests",
+}
+
+
+@dataclass
+class Block:
+    kind: str
+    name: str
+    rows: list[tuple[str, ...]] = field(default_factory=list)
+
+
+def render() -> str:
+    blocks = list(_blocks(PROTO.read_text()))
+    known = {f"{block.name}.{row[0].strip('`')}" for block in blocks for row in block.rows}
+    if unknown := NOTES.keys() - known:
+        raise SystemExit(f"no field {', '.join(sorted(unknown))} in {PROTO.name}")
+    service = next(block for block in blocks if block.kind == "service")
+    parts = [INTRODUCTION, "## Calls\n", table(("call", "request", "answer", ""), service.rows), STREAM]
+    messages = [block for block in blocks if block.kind == "message" and block.rows]
+    parts += ["## Messages\n", *(_section(block, ("field", "type", "number", "")) for block in messages)]
+    enums = [block for block in blocks if block.kind == "enum"]
+    parts += ["## Enumerations\n", *(_section(block, ("name", "number", "")) for block in enums)]
+    return "\n".join(parts)
+
+
+def _blocks(text: str) -> Iterator[Block]:
+    """In the order in which they end, nested ones first; the fields of a oneof are its message's."""
+    open_blocks: list[Block] = []
+    comment = ""
+    for line in map(str.strip, text.splitlines()):
+        if begin := BLOCK.match(line):
+            open_blocks.append(Block(begin[1], begin[2]))
+        elif line == "}":
+            block = open_blocks.pop()
+            if block.kind == "oneof":
+                open_blocks[-1].rows += [(*row[:3], _join("one of these", row[3])) for row in block.rows]
+            else:
+                yield block
+        elif open_blocks:
+            _add(line, open_blocks, comment)
+        comment = line.removeprefix("// ") if line.startswith("//") else ""
+
+
+def _add(line: str, open_blocks: list[Block], comment: str) -> None:
+    block = open_blocks[-1]
+    owner = next(one.name for one in reversed(open_blocks) if one.kind != "oneof")
+    if call := CALL.match(line):
+        answer = f"{call[3] or ''}{call[4]}"
+        block.rows.append((f"`{call[1]}`", f"`{call[2]}`", f"`{answer}`", comment))
+    elif block.kind == "enum" and (value := VALUE.match(line)):
+        block.rows.append((f"`{value[1]}`", value[2], value[3] or ""))
+    elif found := FIELD.match(line):
+        type_ = f"{found[1]} {found[2]}" if found[1] else found[2]
+        note = _join(found[5] or "", NOTES.get(f"{owner}.{found[3]}", ""))
+        block.rows.append((f"`{found[3]}`", type_, found[4], note))
+
+
+def _join(*texts: str) -> str:
+    return "; ".join(text for text in texts if text)
+
+
+def _section(block: Block, titles: tuple[str, ...]) -> str:
+    return f"### `{block.name}`\n\n" + table(titles, block.rows)

@@ -1,0 +1,218 @@
+"""What the pages say can be typed: commands, flags and variables exist, or are listed here as somebody
+else's; links and anchors lead somewhere; messages that are explained are in the source."""
+
+import importlib
+import re
+import shlex
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+import grpc
+import pytest
+
+from scripts import messages, troubleshooting_page
+from tests.pages import FLAG, VARIABLE, Command, Page, take_variables
+from tgis import cli
+from tgis.config import LauncherConfig, RouterConfig, ShardConfig
+from tgis.declaration import variables_of
+from tgis.options.tgi_names import TGI_NAMES
+from tgis.options.tgis_names import PASSED_ON, TGIS_NAMES
+from tgis.pb import generation_pb2 as pb
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = [ROOT / "README.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").rglob("*.md"))]
+SCRIPTS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+MAKEFILE = (ROOT / "Makefile").read_text()
+OURS = re.compile(r"(make|tgis|text-generation-\w+) ")  # in the middle of a sentence
+# Flags of tools of ours that are no commands of the package.
+TOOLS = [*(ROOT / "bench").rglob("*.py"), *(ROOT / "integration_tests" / "chaos").glob("*.py")]
+
+PROGRAMS = set("cd curl for kubectl mkdir openssl pip podman printf source".split())
+# Flags, variables and further words in capitals that are others'.
+FOREIGN_FLAGS = set(
+    "--help --max-model-len --model --tensor-parallel-size --quantization --ssl-certfile "
+    "--disable-prompt-logprobs".split()
+)
+FOREIGN_NAMES = set(
+    "HF_ENDPOINT TMPDIR CHAOS HOSTNAME INFERENCE_PRECISION_HINT ADD_SPECIAL_TOKENS DISABLE_PROMPT_LOGPROBS "
+    "ENABLE_VLLM_LOG_REQUESTS MASTER_SHARD_UDS_PATH".split()
+)
+# Of groups over several machines and of the probe, which other parts of the package declare.
+COMING_FLAGS = {"--live"}
+COMING_NAMES: set[str] = set()
+COMING_TARGETS = ("deploy-check",)
+COMING_FILES = {
+    "deployment/Containerfile",
+    "deployment/client/service-config.json",
+    "deployment/deploy_model.sh",
+    "deployment/monitoring/rules.yaml",
+    "deployment/overlays/cpu",
+}
+DEPLOYMENT_FILE = re.compile(r"deployment/[\w./-]*\w")
+
+
+def ours() -> Iterator[click.Command]:
+    waiting: list[click.Command] = [cli.main]
+    while waiting:
+        command = waiting.pop()
+        yield command
+        waiting += command.commands.values() if isinstance(command, click.Group) else []
+
+
+def flags_of(command: click.Command) -> set[str]:
+    options = [one for one in command.params if isinstance(one, click.Option)]
+    return {name for one in options for name in (*one.opts, *one.secondary_opts)} | {"--help", "--version"}
+
+
+def known_flags() -> set[str]:
+    of_tools = {flag for path in TOOLS for flag in FLAG.findall(path.read_text())}
+    return of_tools | FOREIGN_FLAGS | COMING_FLAGS | {name for one in ours() for name in flags_of(one)}
+
+
+def known_names() -> set[str]:
+    own = [name for kind in (LauncherConfig, RouterConfig, ShardConfig) for name in variables_of(kind)]
+    foreign = {one.variable_name for one in (*TGIS_NAMES, *TGI_NAMES)} | PASSED_ON.keys()
+    of_make = re.findall(r"\b([A-Z][A-Z_]+)\b", MAKEFILE)
+    of_messages = [enum for one in pb.DESCRIPTOR.message_types_by_name.values() for enum in one.enum_types]
+    of_file = pb.DESCRIPTOR.enum_types_by_name.values()
+    enums = {value.name for enum in (*of_file, *of_messages) for value in enum.values}
+    statuses = {code.name for code in grpc.StatusCode}
+    return {*own, *foreign, *of_make, *enums, *statuses} | FOREIGN_NAMES | COMING_NAMES
+
+
+def wrong_with(command: Command) -> str | None:
+    """Why nobody could type that."""
+    if unknown := set(command.variables) - known_names():
+        return f"no variable {unknown}"
+    if not command.words:
+        return None
+    program, rest = Path(command.words[0]).name, list(command.words[1:])
+    if program == "make":
+        targets = [word for word in rest if "=" not in word]
+        known = [*COMING_TARGETS, *re.findall(r"^([a-z-]+):", MAKEFILE, re.MULTILINE)]
+        return next((f"no target {one}" for one in targets if one not in known), None)
+    if program.startswith("--"):
+        return next(
+            (f"no flag {one}" for one in command.words if FLAG.fullmatch(one) and one not in known_flags()),
+            None,
+        )
+    if program in SCRIPTS:
+        module, _, name = SCRIPTS[program].partition(":")
+        return wrong_with_ours(getattr(importlib.import_module(module), name), rest)
+    is_known = program in PROGRAMS or command.words[0].startswith("deployment/")
+    return None if is_known else f"no program {program}"
+
+
+def wrong_with_ours(command: object, words: list[str]) -> str | None:
+    while isinstance(command, click.Group) and words and not words[0].startswith("-"):
+        name = words.pop(0)
+        if name not in command.commands:
+            return f"no command {name}"
+        command = command.commands[name]
+    if not isinstance(command, click.Command):
+        return None
+    given = {word.partition("=")[0] for word in words if word.startswith("--")}
+    of_tgi = set() if "--compat" in given else {one.flag_name for one in TGI_NAMES}
+    unknown = given - (flags_of(command) - of_tgi) - COMING_FLAGS
+    return f"no flag {', '.join(sorted(unknown))}" if unknown else None
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_commands_can_be_typed(path: Path) -> None:
+    inline = [take_variables(shlex.split(code)) for code in Page(path).inline if OURS.match(code)]
+    commands = [*Page(path).commands(), *inline]
+    assert not {" ".join(one.words): why for one in commands if (why := wrong_with(one))}
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_flags_and_variables_exist(path: Path) -> None:
+    codes = Page(path).inline
+    flags = {flag for code in codes for flag in FLAG.findall(code)}
+    names = {name for code in codes if (name := code.partition("=")[0]) and VARIABLE.fullmatch(name)}
+    assert not flags - known_flags()
+    assert not names - known_names()
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_links_lead_somewhere(path: Path) -> None:
+    broken = []
+    for link in Page(path).links:
+        file, _, anchor = link.partition("#")
+        target = (path.parent / file).resolve() if file else path
+        if not target.is_file() or (anchor and anchor not in Page(target).anchors):
+            broken.append(link)
+    assert not broken
+
+
+def test_pages_are_all_in_the_navigation() -> None:
+    named = re.findall(r": ([\w/-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    there = [str(path.relative_to(ROOT / "docs")) for path in (ROOT / "docs").rglob("*.md")]
+    assert sorted(named) == sorted(there)
+
+
+def test_files_of_the_deployment_exist() -> None:
+    """Those that are named in full."""
+    named = {name for path in PAGES for name in DEPLOYMENT_FILE.findall(Page(path).text)}
+    missing = {name for name in named if not (ROOT / name).exists()}
+    assert named
+    assert not missing - COMING_FILES
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("tgis client stream --max-tokens 5 x", "no flag --max-tokens"),
+        ("tgis client ask x", "no command ask"),
+        ("text-generation-launcher --model-id org/model", "no flag --model-id"),
+        ("text-generation-launcher --compat tgi --model-id org/model", None),
+        ("MODEL=x make run", "no variable {'MODEL'}"),
+        ("make everything", "no target everything"),
+        ("true && grpcurl localhost:8033", "no program true"),
+    ],
+)
+def test_what_cannot_be_typed_is_found(text: str, why: str | None, tmp_path: Path) -> None:
+    page = Page(tmp_path / "page.md")
+    page.path.write_text(f"```shell\n{text}  # a comment\n```\n")
+    assert wrong_with(next(page.commands())) == why
+
+
+def test_pages_are_read_as_they_look(tmp_path: Path) -> None:
+    page = Page(tmp_path / "page.md")
+    page.path.write_text("# A `b` c\n\n`--flag X` [one](two.md#three)\n\n```\n`--other` [x](y.md)\n```\n")
+    assert (page.inline, page.links, page.anchors) == (["b", "--flag X"], ["two.md#three"], {"a-b-c"})
+
+
+def test_a_message_that_has_left_the_source_is_found() -> None:
+    found = messages.collect()
+    assert troubleshooting_page.find("Model is overloaded", found).kind == "raised"
+    with pytest.raises(SystemExit, match="no source has 'Model is tired'"):
+        troubleshooting_page.find("Model is tired", found)
+
+
+def test_an_alert_without_a_cure_is_found(tmp_path: Path) -> None:
+    rules = tmp_path / "rules.yaml"
+    notes = "{summary: 'On {{ $labels.job }}', description: '{{ $value }} of them.'}"
+    rules.write_text(f"groups: [{{rules: [{{alert: A, expr: x, for: 5m, annotations: {notes}}}]}}]")
+    [_, alert] = troubleshooting_page.alerts({"A": "Do it."}, rules)
+    assert alert == "### A\n\n*alert, for 5m:* On `job`. … of them.\n\nDo it.\n"
+    for cures in ({}, {"A": "Do it.", "B": "Do that."}):
+        with pytest.raises(SystemExit, match="not an alert of both"):
+            troubleshooting_page.alerts(cures, rules)
+
+
+def test_messages_are_read_from_any_source(tmp_path: Path) -> None:
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "a.py").write_text(
+        "LIMIT = 3\nclass OwnError(OperatorError): pass\n"
+        'def f(x, y):\n    """A docstring is no message."""\n'
+        '    logger.warning("it took %.1f s of %s, too long", x.seconds, y)\n'
+        '    raise OwnError(f"more than {LIMIT} of {x.name} " "were given" if x else "none was given")\n'
+    )
+    found = [(one.kind, one.text) for one in messages.collect(tmp_path / "own") if one.kind != "other"]
+    assert found == [
+        ("raised", "more than 3 of {name} were given"),
+        ("raised", "none was given"),
+        ("logged", "it took {seconds} s of {y}, too long"),
+    ]
