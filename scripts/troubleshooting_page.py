@@ -76,7 +76,7 @@ def _row(begin: str, text: str, messages: list[Message], told: set[str]) -> str:
 
 def _code(text: str) -> str:
     """As it can stand in a cell; a text may have backticks of its own."""
-    shown = re.sub(r"\{\}", "{…}", text).replace("|", "\\|").strip(" ;")
+    shown = re.sub(r"\{\}|%[sd]", "{…}", text).replace("|", "\\|").strip(" ;")
     marks = "``" if "`" in shown else "`"
     space = " " if marks == "``" else ""
     return f"{marks}{space}{shown}{space}{marks}"

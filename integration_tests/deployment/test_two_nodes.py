@@ -8,16 +8,20 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
+import trustme
 
 from integration_tests import oracle
-from integration_tests.conftest import Tuned
-from integration_tests.deployment.two_nodes import TwoNodes
+from integration_tests.conftest import Client, Model, Tuned, check, request
+from integration_tests.deployment.two_nodes import NAME, TwoNodes
 from integration_tests.served_models import FLAGS, write_fallback
 from integration_tests.test_faults import live_streams, read
 from integration_tests.test_tuning import TEXTS, asks
-from tests.processes import children_of
+from tests.link_files import LinkFiles, free_ports
+from tests.processes import Service, children_of
+from tgis.pb import generation_pb2 as pb
 
 pytestmark = pytest.mark.deploy
 
@@ -110,3 +114,22 @@ def test_a_node_that_does_not_fit_is_refused(
     other.end()
     assert other.lines[-1] == f"error: node 0 refuses this one: {reason}"
     assert health(nodes, 0) == 200
+
+
+def test_shards_alone_serve_a_router_elsewhere(model: Model, tmp_path: Path) -> None:
+    """Whose addresses are known by the ports' order."""
+    files, port = LinkFiles(tmp_path / "link").write(trustme.CA(), NAME), free_ports()
+    common = ["--bind", "127.0.0.1", "--port", "0", *files.flags, "--link-server-name", NAME]
+    own = ["--model-name", str(model.directory), "--dtype", "float32", "--headless"]
+    own += ["--master-addr", "127.0.0.1", "--master-port", str(port)]
+    shards = Service(["launcher", *common, *own, "--termination-log", str(tmp_path / "end")])
+    own = ["--tokenizer-path", str(model.directory), "--max-sequence-length", "256", "--grpc-port", "0"]
+    router = Service(["router", *common, *own, "--shard-addresses", f"127.0.0.1:{port + 1}"])
+    client = Client(router.wait_until_serving())
+    expected = model.expected[0]
+    batch = pb.BatchedGenerationRequest(
+        requests=[pb.GenerationRequest(text=expected.prompt)], params=pb.Parameters(**request(expected))
+    )
+    check(expected, client.stub.Generate(batch, timeout=60).responses[0])
+    client.channel.close()
+    assert (router.end(), shards.end()) == (0, 0), shards.output
