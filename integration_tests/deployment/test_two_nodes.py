@@ -116,6 +116,19 @@ def test_a_node_that_does_not_fit_is_refused(
     assert health(nodes, 0) == 200
 
 
+def test_the_other_node_outlives_node_0(nodes: TwoNodes, tuned: Tuned) -> None:
+    """And serves the next one; this is the last test of the group."""
+    expected, worker = read(tuned.client, TEXTS[1]), nodes.nodes[1]
+    nodes.nodes[0].end(signal.SIGKILL)
+    nodes.clear(0)
+    worker.wait_for_line("no connection to node 0")
+    again = Client(nodes.start(0).wait_until_serving())
+    assert read(again, TEXTS[1]) == expected
+    again.channel.close()
+    assert nodes.nodes[1] is worker
+    assert worker.process.poll() is None
+
+
 def test_shards_alone_serve_a_router_elsewhere(model: Model, tmp_path: Path) -> None:
     """Whose addresses are known by the ports' order."""
     files, port = LinkFiles(tmp_path / "link").write(trustme.CA(), NAME), free_ports()
