@@ -1,8 +1,11 @@
 """One group of ranks on two nodes: the answers of one machine, prompts and adapters that only node 0 has, and
 streams that outlive a lost shard, a lost node and the end of a worker."""
 
+import contextlib
 import os
 import signal
+import socket
+import ssl
 import threading
 import urllib.error
 import urllib.request
@@ -18,6 +21,7 @@ from integration_tests.conftest import Client, Model, Tuned, check, request
 from integration_tests.deployment.two_nodes import NAME, TwoNodes
 from integration_tests.served_models import FLAGS, write_fallback
 from integration_tests.test_faults import live_streams, read
+from integration_tests.test_link import is_refused
 from integration_tests.test_tuning import TEXTS, asks
 from tests.link_files import LinkFiles, free_ports
 from tests.processes import Service, children_of
@@ -114,6 +118,54 @@ def test_a_node_that_does_not_fit_is_refused(
     other.end()
     assert other.lines[-1] == f"error: node 0 refuses this one: {reason}"
     assert health(nodes, 0) == 200
+
+
+def context_of(files: LinkFiles | None, authority: Path) -> ssl.SSLContext:
+    context = ssl.create_default_context(cafile=str(authority))
+    context.check_hostname = False
+    if files is not None:
+        context.load_cert_chain(files.path("cert"), files.path("key"))
+    return context
+
+
+def test_strangers_are_no_nodes(nodes: TwoNodes, tuned: Tuned, tmp_path: Path) -> None:
+    """Without the right certificate nobody is heard; with it, nonsense is answered, or ends what said it."""
+    port, group = nodes.port, LinkFiles(nodes.home / "link")
+    others = LinkFiles(tmp_path / "others").write(trustme.CA(), NAME)
+    num_lost = nodes.nodes[0].output.count("is lost")
+    expected = read(tuned.client, TEXTS[2])
+    for files in (None, others):
+        assert is_refused(port, context_of(files, group.path("ca")))
+    with socket.create_connection(("127.0.0.1", port), timeout=10) as plain:
+        plain.sendall(b'{"kind": "hello", "node_rank": 1}\n')
+        with contextlib.suppress(ConnectionResetError):
+            assert b"kind" not in plain.recv(1 << 16)
+    right = context_of(group, group.path("ca"))
+    for said, answer in (
+        (b'{"kind": "hello", "node_rank": 7, "common": {}, "addresses": []}\n', b"node_rank 7 is none of 2"),
+        (b'{"kind": "hello", "node_rank": 1, "common": {}, "addresses": []}\n', b" is None on node 1 and "),
+        (b'{"kind": "hello"}\n', b"it does not say which node it is"),
+        (b"[1, 2]\n", b""),
+        (b"x" * (1 << 20), b""),
+    ):
+        with (
+            socket.create_connection(("127.0.0.1", port), timeout=10) as plain,
+            right.wrap_socket(plain) as connection,
+        ):
+            with contextlib.suppress(ConnectionResetError, BrokenPipeError):
+                connection.sendall(said)
+            assert answer in received(connection)
+    assert read(tuned.client, TEXTS[2]) == expected
+    assert nodes.nodes[0].output.count("is lost") == num_lost
+
+
+def received(connection: ssl.SSLSocket) -> bytes:
+    """Until it is closed."""
+    found = b""
+    with contextlib.suppress(ConnectionResetError, ssl.SSLEOFError):
+        while data := connection.recv(1 << 16):
+            found += data
+    return found
 
 
 def test_the_other_node_outlives_node_0(nodes: TwoNodes, tuned: Tuned) -> None:

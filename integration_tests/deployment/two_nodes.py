@@ -29,6 +29,7 @@ class TwoNodes:
         files = LinkFiles(home / "link").write(trustme.CA(), NAME)
         self.flags = [*files.flags, "--link-server-name", NAME, "--model-name", str(model), *flags]
         self.flags += ["--nnodes", "2", "--cpu-threads", "1"]
+        self.port = free_ports()
         self.nodes: dict[int, Service] = {}
 
     def start(self, rank: int, *flags: str) -> Service:
@@ -64,10 +65,8 @@ class TwoNodes:
         return [path for rank in self.nodes for path in (self.home / f"{rank}").iterdir()]
 
     def _place(self) -> list[str]:
-        if not hasattr(self, "_port"):
-            self._port = free_ports()
         ports = ["--port", "0", "--grpc-port", "0"]
-        return ["--bind", "127.0.0.1", *ports, "--master-addr", "127.0.0.1", "--master-port", str(self._port)]
+        return ["--bind", "127.0.0.1", *ports, "--master-addr", "127.0.0.1", "--master-port", str(self.port)]
 
     def _python(self, rank: int) -> Sequence[str]:
         return (sys.executable,)
