@@ -1,5 +1,5 @@
-"""Rules about what containers run: commands, flags and variables exist, values are read without complaint, and
-what is told to the launcher is what the pod does."""
+"""Rules about what containers run: commands, flags and variables exist, values are read without complaint,
+and what is told to the launcher is what the pod does."""
 
 import re
 import tomllib
@@ -111,7 +111,12 @@ def ports_are_served(objects: list[Object]) -> Iterator[str]:
     for pod in pods_of(objects):
         for container in pod.servers:
             config, where = config_of(pod, container), f"{pod.source} {container['name']}:"
-            served = {"http": config.port, "http1": config.port, "grpc": config.grpc_port, "h2c": config.grpc_port}
+            served = {
+                "http": config.port,
+                "http1": config.port,
+                "grpc": config.grpc_port,
+                "h2c": config.grpc_port,
+            }
             for port in container.get("ports", []):
                 if served.get(port["name"]) != port["containerPort"]:
                     yield f"{where} nothing listens on {port['name']} {port['containerPort']}"
@@ -134,7 +139,7 @@ def devices_are_counted(objects: list[Object]) -> Iterator[str]:
         for container in pod.servers:
             where, given = f"{pod.source} {container['name']}:", variables(container)
             gpus = container["resources"]["limits"].get("nvidia.com/gpu")
-            if given.get("TGIS_DEVICE") == "cuda" and gpus != given.get("NUM_SHARD"):
+            if given.get("TGIS_DEVICE") == "cuda" and (gpus is None or gpus != given.get("NUM_SHARD")):
                 yield f"{where} {given.get('NUM_SHARD')} shards on {gpus} GPUs"
             if gpus and given.get("TGIS_DEVICE") != "cuda":
                 yield f"{where} may compute on the CPU in silence"

@@ -44,7 +44,7 @@ def launch(pod: Pod, container: Container) -> Launch:
 
 
 def config_of(pod: Pod, container: Container) -> LauncherConfig:
-    """What the launcher would run with; the defaults where it would not start, of which another rule tells."""
+    """What the launcher would run with; the defaults where it would not start, which another rule finds."""
     return launch(pod, container).config or LauncherConfig()
 
 
@@ -83,7 +83,7 @@ def _invoke(parser: click.Command, arguments: list[str], env: Mapping[str, str])
 
 @contextmanager
 def _own_logging() -> Iterator[None]:
-    """A command sets up the root logger, and closes what it finds there; the tests' own handlers come back."""
+    """A command sets up the root logger and closes what it finds there; the tests' handlers come back."""
     root = logging.getLogger()
     handlers, level = root.handlers[:], root.level
     root.handlers[:] = []

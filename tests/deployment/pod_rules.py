@@ -80,8 +80,8 @@ def accounts_exist(objects: list[Object]) -> Iterator[str]:
 
 
 def files_are_mounted(objects: list[Object]) -> Iterator[str]:
-    """Paths of certificates lead into a mounted secret, to a key that it has. The secret is mounted as a whole:
-    a file mounted by itself is never renewed."""
+    """Paths of certificates lead into a mounted secret, to a key that it has. A file that is mounted by
+    itself would never be renewed."""
     for pod in pods_of(objects):
         secrets = {one["name"] for one in pod.spec.get("volumes", []) if "secret" in one}
         for container in pod.containers:
@@ -120,7 +120,9 @@ def shards_share_memory(objects: list[Object]) -> Iterator[str]:
     """Shards on several GPUs of a pod need more than the 64 MiB of every container."""
     for pod in pods_of(objects):
         memory = {
-            one["name"] for one in pod.spec.get("volumes", []) if one.get("emptyDir", {}).get("medium") == "Memory"
+            one["name"]
+            for one in pod.spec.get("volumes", [])
+            if one.get("emptyDir", {}).get("medium") == "Memory"
         }
         for container in pod.servers:
             mounts = {one["mountPath"]: one["name"] for one in container.get("volumeMounts", [])}

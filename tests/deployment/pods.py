@@ -59,15 +59,15 @@ def pods_of(objects: list[Object]) -> list[Pod]:
 
 def _pod(one: Object, template: dict[str, Any]) -> Pod:
     metadata = template.get("metadata", {})
-    return Pod(
-        name_of(one), template["spec"], metadata.get("labels", {}), metadata.get("annotations", {})
-    )
+    return Pod(name_of(one), template["spec"], metadata.get("labels", {}), metadata.get("annotations", {}))
 
 
 def _group(one: Object) -> Iterator[Pod]:
     """The first pod and one of the others; without a template of its own, the first is like the others."""
     name, group = one["metadata"]["name"], one["spec"]["leaderWorkerTemplate"]
-    for index, template in enumerate([group.get("leaderTemplate", group["workerTemplate"]), group["workerTemplate"]]):
+    for index, template in enumerate(
+        [group.get("leaderTemplate", group["workerTemplate"]), group["workerTemplate"]]
+    ):
         pod = _pod(one, template)
         labels = {f"{LWS}/name": name, f"{LWS}/worker-index": str(index), f"{LWS}/group-index": "0"}
         variables = {

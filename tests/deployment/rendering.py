@@ -17,7 +17,7 @@ DIRECTORIES = sorted(
     for pattern in ("base", "overlays/*", "models/*", "kserve/*", "storage")
     for path in DEPLOYMENT.glob(f"{pattern}/kustomization.yaml")
 )
-# Where what is served may be seen from outside the cluster as it is: an image of a fixed name, nothing writable.
+# Meant to be applied almost as it is.
 PRODUCTION = "overlays/production"
 
 Object = dict[str, Any]

@@ -1,5 +1,5 @@
-"""Rules about what leads to pods: services, policies, budgets, monitors and autoscalers find the pods they are
-about, and ports that they have."""
+"""Rules about what leads to pods: services, policies, budgets, monitors and autoscalers find the pods they
+are about, and ports that they have."""
 
 import re
 from collections.abc import Iterator
@@ -78,8 +78,8 @@ def monitors_lead_to_ports(objects: list[Object]) -> Iterator[str]:
 
 
 def policies_fit_ports(objects: list[Object]) -> Iterator[str]:
-    """A policy lets somebody, but not everybody, to all ports of its pods and to no others, and binds what they
-    may call."""
+    """A policy lets somebody, but not everybody, to all ports of its pods and to no others, and binds what
+    they may call."""
     for one in objects:
         if one["kind"] == "NetworkPolicy":
             yield from (f"{name_of(one)}: {problem}" for problem in _problems_of_policy(one, objects))
@@ -120,8 +120,8 @@ def traces_may_leave(objects: list[Object]) -> Iterator[str]:
 
 
 def autoscalers_scale_on_demand(objects: list[Object]) -> Iterator[str]:
-    """Fast up, slow down, never on CPU or memory, never to zero, on series that exist; and nobody else says how
-    many replicas there are."""
+    """Fast up, slow down, never on CPU or memory, never to zero, on series that exist; and nobody else says
+    how many replicas there are."""
     targets = {name_of(one): one for one in objects}
     for one in objects:
         if one["kind"] in ("HorizontalPodAutoscaler", "ScaledObject"):
@@ -140,7 +140,9 @@ def _problems_of_scaling(one: Object) -> Iterator[str]:
     if one["kind"] == "ScaledObject":
         behavior = spec["advanced"]["horizontalPodAutoscalerConfig"]["behavior"]
         kinds = {trigger["type"] for trigger in spec["triggers"]} - {"prometheus"}
-        names = re.findall(r"tgi_\w+", " ".join(trigger["metadata"].get("query", "") for trigger in spec["triggers"]))
+        names = re.findall(
+            r"tgi_\w+", " ".join(trigger["metadata"].get("query", "") for trigger in spec["triggers"])
+        )
         least = spec["minReplicaCount"]
     else:
         behavior, least = spec["behavior"], spec["minReplicas"]
@@ -160,8 +162,8 @@ def _problems_of_scaling(one: Object) -> Iterator[str]:
 
 
 def groups_recover(objects: list[Object]) -> Iterator[str]:
-    """A worker that is lost is started again alone; the pods of a group find each other before they are ready, by
-    a service that must not be hidden by ours; clients find the first pod only."""
+    """A worker that is lost is started again alone; the pods of a group find each other before they are
+    ready, by a service that ours must not hide; clients find the first pod only."""
     services = [one for one in objects if one["kind"] == "Service"]
     for one in objects:
         if one["kind"] == "LeaderWorkerSet":
@@ -181,7 +183,9 @@ def names_are_certified(objects: list[Object]) -> Iterator[str]:
     certificates = {one["spec"]["secretName"]: one for one in objects if one["kind"] == "Certificate"}
     for pod, container, where in ours(objects):
         mounts = {one["mountPath"]: one["name"] for one in container.get("volumeMounts", [])}
-        secrets = {one["name"]: one["secret"]["secretName"] for one in pod.spec.get("volumes", []) if "secret" in one}
+        secrets = {
+            one["name"]: one["secret"]["secretName"] for one in pod.spec.get("volumes", []) if "secret" in one
+        }
         env = {one["name"]: one.get("value", "") for one in container.get("env", [])}
         for variable, names in (
             ("TLS_CERT_PATH", _names_of_services(pod, objects)),
