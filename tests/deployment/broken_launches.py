@@ -3,11 +3,13 @@
 from tests.deployment import launch_rules as rules
 from tests.deployment.broken import (
     GONE,
+    GROUP_POD,
     KSERVE,
     SERVER,
     Broken,
     deployment,
     env,
+    group,
     has_fixed_image,
 )
 
@@ -37,6 +39,9 @@ CASES = [
     ),
     Broken(
         rules.options_are_read, ("storage/download.yaml",), "Job", f"{SERVER}.args.0", "fetch", "no command"
+    ),
+    group(
+        rules.options_are_read, f"{GROUP_POD}.containers.0.env.5", env("LOG_LEVEL", "info"), "TCP needs cert"
     ),
     deployment(rules.drains_fit, "spec.template.spec.terminationGracePeriodSeconds", 60, "not the pod's 60"),
     deployment(rules.drains_fit, f"{SERVER}.lifecycle", GONE, "not the 0 of preStop"),

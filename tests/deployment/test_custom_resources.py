@@ -27,6 +27,7 @@ IN_TYPES = [
     ("Certificate", "spec.dnsName", ["a"]),
     ("Issuer", "spec.ca", {"secret": "a"}),
     ("PodMonitor", "spec.podMetricsEndpoints.0.prt", "http"),
+    ("PrometheusRule", "spec.groups.0.rules.0.expression", "up"),
     ("ScaledObject", "spec.maxReplicaCount", "8"),
 ]
 
@@ -73,7 +74,7 @@ def test_schemas_refuse_what_is_wrong(
 
 
 def test_types_allow_them(rendered: list[Object], types: Path) -> None:
-    assert {kind for kind in OF_TYPES if kind != "PrometheusRule"} <= {one["kind"] for one in rendered}
+    assert {*OF_TYPES} <= {one["kind"] for one in rendered}
     assert refused_by_types(rendered, types) == ""
 
 
@@ -81,11 +82,12 @@ def test_types_refuse_what_is_wrong(types: Path) -> None:
     objects = written(
         "components/tls/certificates.yaml",
         "components/monitoring/podmonitor.yaml",
+        "components/monitoring/prometheusrule.yaml",
         "components/autoscale-keda/scaledobject.yaml",
     )
     for case in IN_TYPES:
         change(objects, *case)
     refusals = refused_by_types(objects, types)
     assert refusals.count("error TS") == len(IN_TYPES), refusals
-    for name in ("dnsName", "secret", "prt", "string"):
+    for name in ("dnsName", "secret", "prt", "expression", "string"):
         assert f"'{name}'" in refusals or f"'\"{name}\"'" in refusals, refusals
