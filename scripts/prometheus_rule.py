@@ -1,5 +1,5 @@
-"""`deployment/components/monitoring/prometheusrule.yaml`: the rules of `deployment/monitoring/rules.yaml` as an
-object for the operator of Prometheus."""
+"""`deployment/components/monitoring/prometheusrule.yaml`: the rules of `deployment/monitoring/rules.yaml` for
+the operator of Prometheus."""
 
 from pathlib import Path
 from textwrap import indent

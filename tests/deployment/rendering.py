@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 DEPLOYMENT = ROOT / "deployment"
 DIRECTORIES = sorted(
     str(path.parent.relative_to(DEPLOYMENT))
-    for pattern in ("base", "overlays/*", "models/*", "kserve/*", "storage")
+    for pattern in ("base", "overlays/*", "models/*", "kserve", "kserve/*", "storage")
     for path in DEPLOYMENT.glob(f"{pattern}/kustomization.yaml")
 )
 # Meant to be applied almost as it is.

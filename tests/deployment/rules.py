@@ -39,7 +39,7 @@ ALL = EVERYWHERE + FOR_PRODUCTION + WITHOUT_WRITING
 
 
 def rules_of(directory: str) -> tuple[Rule, ...]:
-    is_read_only = directory.startswith(("models/", "kserve/")) or directory in (
+    is_read_only = directory.startswith(("models/", "kserve")) or directory in (
         PRODUCTION,
         "overlays/read-only",
         "overlays/multi-node",

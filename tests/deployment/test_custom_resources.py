@@ -63,8 +63,8 @@ def test_schemas_refuse_what_is_wrong(
     kind: str, path: str, value: object, check_jsonschema: str, tmp_path: Path
 ) -> None:
     objects = written(
-        "kserve/grpc/servingruntime.yaml",
-        "kserve/grpc/inferenceservice.yaml",
+        "kserve/servingruntime.yaml",
+        "kserve/inferenceservice.yaml",
         "overlays/multi-node/leaderworkerset.yaml",
     )
     objects = [one for one in objects if one["kind"] == kind]

@@ -19,4 +19,4 @@ def test_all_that_was_asked_for_is_there() -> None:
         "cpu gpu-1 gpu-2 gpu-8 tls read-only pvc shm autoscale-hpa autoscale-keda network-policy multi-node"
     )
     assert {f"overlays/{name}" for name in overlays.split()} <= {*DIRECTORIES}
-    assert {"kserve/grpc", "kserve/http", "kserve/caikit"} <= {*DIRECTORIES}
+    assert {"kserve", "kserve/http", "kserve/caikit"} <= {*DIRECTORIES}
