@@ -30,14 +30,19 @@ def need_kubectl() -> str:
     return command
 
 
-@functools.cache
-def render(directory: str) -> str:
+def render_path(directory: Path) -> str:
     """YAML. A warning of kubectl's is a failure, too."""
-    command = [need_kubectl(), "kustomize", str(DEPLOYMENT / directory)]
+    command = [need_kubectl(), "kustomize", str(directory)]
     result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert result.returncode == 0, result.stderr
     assert result.stderr == ""
     return result.stdout
+
+
+@functools.cache
+def render(directory: str) -> str:
+    """Of deployment/."""
+    return render_path(DEPLOYMENT / directory)
 
 
 def objects_of(directory: str) -> list[Object]:

@@ -130,9 +130,24 @@ def autoscalers_scale_on_demand(objects: list[Object]) -> Iterator[str]:
             problems = [*_problems_of_scaling(one)]
             if target is None:
                 problems.append("scales nothing")
-            elif "replicas" in target["spec"]:
-                problems.append("is not alone in saying how many replicas there are")
+            else:
+                problems += _problems_of_target(one, target)
             yield from (f"{name_of(one)}: {problem}" for problem in problems)
+
+
+def _problems_of_target(one: Object, target: Object) -> Iterator[str]:
+    if "replicas" in target["spec"]:
+        yield "is not alone in saying how many replicas there are"
+    labels = dict(target["spec"]["selector"]["matchLabels"])
+    if namespace := target["metadata"].get("namespace"):
+        labels["namespace"] = namespace
+    for trigger in one["spec"].get("triggers", []):
+        query = trigger["metadata"].get("query", "")
+        yield from (
+            f'asks not only for {name}="{value}"'
+            for name, value in labels.items()
+            if query and f'{name}="{value}"' not in query
+        )
 
 
 def _problems_of_scaling(one: Object) -> Iterator[str]:
