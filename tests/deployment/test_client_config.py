@@ -1,6 +1,7 @@
 """The service config that clients are given is the one that is documented, and gRPC takes it."""
 
 import json
+import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -54,8 +55,10 @@ def model_info(target: str, config: str) -> pb.ModelInfoResponse:
         return GenerationServiceStub(channel).ModelInfo(pb.ModelInfoRequest(), timeout=5)
 
 
-def test_it_is_the_documented_one() -> None:
-    assert f"```json\n{CONFIG}```" in (ROOT / "docs" / "reliability.md").read_text()
+@pytest.mark.parametrize("page", ["reliability.md", "deployment.md"])
+def test_it_is_the_documented_one(page: str) -> None:
+    blocks = re.findall(r"```json\n(.*?)```", (ROOT / "docs" / page).read_text(), re.DOTALL)
+    assert json.loads(CONFIG) in [json.loads(block) for block in blocks]
 
 
 def test_calls_are_made_again(service: tuple[str, SecondTime, health.HealthServicer]) -> None:
