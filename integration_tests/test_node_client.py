@@ -3,13 +3,10 @@ and meets the limits."""
 
 import base64
 import gzip
-import hashlib
 import json
 import os
-import shutil
 import struct
 import subprocess
-import tempfile
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -21,11 +18,11 @@ import pytest
 
 from integration_tests.conftest import MAX_SEQUENCE_LENGTH as MODEL_LENGTH
 from integration_tests.conftest import Client, Model, serve
+from tests import npm_packages
 from tests.router.conftest import Setup, start_router, stop_router
 
 ROOT = Path(__file__).parents[1]
 SOURCES = ROOT / "integration_tests" / "node"
-CACHE = ROOT / ".cache"
 NEEDED = "the Node client needs node 20 and npm; without them leave this file out: --ignore={file}"
 
 Call = dict[str, Any]
@@ -89,23 +86,9 @@ class Node:
 @pytest.fixture(scope="session")
 def packages() -> Path:
     """The locked packages, installed once per lock file."""
-    if not (shutil.which("node") and shutil.which("npm")):
+    if not npm_packages.has_npm():
         pytest.fail(NEEDED.format(file=Path(__file__).relative_to(ROOT)))
-    digest = hashlib.sha256((SOURCES / "package-lock.json").read_bytes()).hexdigest()
-    installed = CACHE / f"node-client-{digest[:16]}"
-    if not installed.is_dir():
-        CACHE.mkdir(exist_ok=True)
-        fresh = Path(tempfile.mkdtemp(dir=CACHE))
-        for name in ("package.json", "package-lock.json", ".npmrc"):
-            shutil.copy(SOURCES / name, fresh)
-        env = os.environ | {"npm_config_cache": str(CACHE / "npm"), "npm_config_update_notifier": "false"}
-        command = ["npm", "ci", "--prefer-offline"]
-        result = subprocess.run(command, cwd=fresh, env=env, text=True, capture_output=True, check=False)
-        if result.returncode:
-            shutil.rmtree(fresh)
-            pytest.fail(f"npm ci: {result.stderr}")
-        fresh.rename(installed)
-    return installed
+    return npm_packages.install(SOURCES, "node-client")
 
 
 @pytest.fixture(scope="module")

@@ -1,9 +1,17 @@
-"""Writes the pages that follow from the code; with --check, fails where that would change one."""
+"""Writes the pages and files that follow from the code; with --check, fails where that would change one."""
 
 import sys
 from pathlib import Path
 
-from scripts import configuration_page, metrics_page, models_page, tgi_page, troubleshooting_page, wire_page
+from scripts import (
+    configuration_page,
+    metrics_page,
+    models_page,
+    prometheus_rule,
+    tgi_page,
+    troubleshooting_page,
+    wire_page,
+)
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 PAGES = {
@@ -13,6 +21,7 @@ PAGES = {
     "models.md": models_page,
     "troubleshooting.md": troubleshooting_page,
     "wire.md": wire_page,
+    "../deployment/components/monitoring/prometheusrule.yaml": prometheus_rule,
 }
 
 

@@ -1,7 +1,6 @@
 """From the start to the end of a router: who is told what of it, and what becomes of whom it serves."""
 
 import contextlib
-import json
 import logging
 import queue
 import signal
@@ -38,23 +37,8 @@ SERVING, NOT_SERVING, SERVICE_UNKNOWN = (
     health_pb2.HealthCheckResponse.SERVICE_UNKNOWN,
 )
 NAME = "fmaas.GenerationService"
-# What the documentation tells clients of several replicas to use.
-SERVICE_CONFIG = {
-    "loadBalancingConfig": [{"round_robin": {}}],
-    "healthCheckConfig": {"serviceName": NAME},
-    "methodConfig": [
-        {
-            "name": [{"service": NAME}],
-            "retryPolicy": {
-                "maxAttempts": 4,
-                "initialBackoff": "0.05s",
-                "maxBackoff": "0.5s",
-                "backoffMultiplier": 2,
-                "retryableStatusCodes": ["UNAVAILABLE"],
-            },
-        }
-    ],
-}
+# What clients of several replicas are told to use.
+SERVICE_CONFIG = Path(__file__).parents[2] / "deployment" / "client" / "service-config.json"
 
 
 @pytest.fixture
@@ -197,7 +181,7 @@ def test_a_rolling_restart_of_two_replicas_loses_nothing(tmp_path: Path) -> None
         home.mkdir()
     replicas = [start_router(home, 1) for home in homes]
     addresses = ",".join(f"127.0.0.1:{setup.service.grpc_port}" for setup in replicas)
-    options = [("grpc.service_config", json.dumps(SERVICE_CONFIG))]
+    options = [("grpc.service_config", SERVICE_CONFIG.read_text())]
     channel, ending = grpc.insecure_channel(f"ipv4:{addresses}", options), threading.Event()
     stub = GenerationServiceStub(channel)
 
