@@ -46,10 +46,10 @@ audit: $(VENV)/installed $(VENV)-audit/installed  ## List what is installed (sbo
 	$(VENV)-audit/bin/pip-audit --path "$$($(BIN)/python -c 'import site; print(site.getsitepackages()[0])')"
 
 test: $(VENV)/installed-dev  ## Run the tests
-	$(BIN)/pytest -m "not slow" $(SPREAD)
+	$(BIN)/pytest -m "not slow and not deploy" $(SPREAD)
 
 test-all: $(VENV)/installed-dev  ## Run the tests, the slow ones too
-	$(BIN)/pytest $(SPREAD)
+	$(BIN)/pytest -m "not deploy" $(SPREAD)
 
 chaos: $(VENV)/installed-dev  ## Traffic under faults at random, ten minutes; CHAOS='--minutes 2 --seed 7'
 	$(BIN)/python -m integration_tests.chaos $(CHAOS)
