@@ -1,5 +1,5 @@
-"""One container, started as a runtime would: namespaces of its own, the image's files, the mounts it was given,
-a user id that nobody knows, and no rights. As a program, this becomes it."""
+"""One container, started as a runtime would: namespaces of its own, the image's files, the mounts it was
+given, a user id that nobody knows, and no rights. As a program, this becomes it."""
 
 import ctypes
 import json
@@ -162,9 +162,9 @@ def _fill(spec: Spec, root: Path) -> None:
     _attach(root, Mount("/dev/shm", size=64 << 20))
     for mount in sorted(spec.mounts, key=lambda mount: mount.target.count("/")):
         _attach(root, mount)
+    _mount("-o", "remount,ro", str(root / "dev"))
     if spec.is_root_read_only:
         _mount("-o", "remount,ro", str(root))
-        _mount("-o", "remount,ro", str(root / "dev"))
 
 
 def _attach(root: Path, mount: Mount) -> None:

@@ -1,5 +1,5 @@
-"""What kubelet does with a container: it probes, tells who is ready, and ends it within its grace period. Where
-a cluster would restart or kill the container, this one raises."""
+"""What kubelet does with a container: it probes, tells who is ready, and ends it within its grace period.
+Where a cluster would restart or kill the container, this one raises."""
 
 import http.client
 import signal

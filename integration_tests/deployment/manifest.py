@@ -1,5 +1,5 @@
-"""What a rendered manifest asks of a node: a pod's container of ours, with its command, environment and mounts,
-read as Kubernetes and KServe read them."""
+"""What a rendered manifest asks of a node: a pod's container of ours, with its command, environment and
+mounts, read as Kubernetes and KServe read them."""
 
 import copy
 import re
@@ -98,8 +98,8 @@ class Pod:
         return known[path]
 
     def _service_links(self) -> dict[str, str]:
-        """What Kubernetes adds for each service with an address, as `NAME_PORT=tcp://...`; that of its own API
-        is always there."""
+        """What Kubernetes adds for each service with an address, as `NAME_PORT=tcp://...`; that of its own
+        API is always there."""
         found = {"KUBERNETES_SERVICE_HOST": "10.96.0.1", "KUBERNETES_SERVICE_PORT": "443"}
         services = [one for one in self.objects if one["kind"] == "Service"]
         for service in services if self.spec.get("enableServiceLinks", True) else []:

@@ -1,5 +1,5 @@
-"""A pod's life without a cluster: from its manifest to its end, with a client that calls it before and after it
-is told to end."""
+"""A pod's life without a cluster: from its manifest to its end, with a client that calls it before and after
+it is told to end."""
 
 import os
 from collections.abc import Iterator, Mapping

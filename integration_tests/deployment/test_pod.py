@@ -1,5 +1,5 @@
-"""Pods of the manifests, each from its start to its end, and broken ones that are found to be so. It needs root,
-to make namespaces; no cluster, and no container engine."""
+"""Pods of the manifests, each from its start to its end, and broken ones that are found to be so. It needs
+root, to make namespaces; no cluster, and no container engine."""
 
 import copy
 import os
