@@ -6,6 +6,7 @@ import signal
 import ssl
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -36,6 +37,7 @@ class Kubelet:
 
     def __init__(self, pod: Pod, container: Container) -> None:
         self.events: list[Event] = []
+        self.probed: Counter[str] = Counter()
         self._pod, self._container, self._began = pod, container, time.monotonic()
         self._is_ready, self._over, self._fault = threading.Event(), threading.Event(), ""
         self._threads: list[threading.Thread] = []
@@ -122,6 +124,7 @@ class Kubelet:
         self._over.wait(probe.get("initialDelaySeconds", 0))
         while not self._over.is_set():
             is_good, reason = self._ask(probe)
+            self.probed[kind] += 1
             successes, failures = (successes + 1, 0) if is_good else (0, failures + 1)
             if kind == "readiness":
                 self._set_ready(successes, failures, probe, reason)

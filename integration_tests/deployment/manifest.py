@@ -33,7 +33,17 @@ class Pod:
 
     @property
     def is_root_read_only(self) -> bool:
-        return bool(self.container.get("securityContext", {}).get("readOnlyRootFilesystem"))
+        return bool(self.security.get("readOnlyRootFilesystem"))
+
+    @property
+    def security(self) -> Object:
+        """Of the container, and where it says nothing, of the pod."""
+        return {**self.spec.get("securityContext", {}), **self.container.get("securityContext", {})}
+
+    @property
+    def groups(self) -> list[int]:
+        """Beside its own, which is 0."""
+        return [self.security["fsGroup"]] if "fsGroup" in self.security else []
 
     @property
     def ports(self) -> dict[str, int]:

@@ -23,6 +23,7 @@ STEP_S = 0.05
 """That a step takes at least: a stream of the smallest model would end before anything happened to it."""
 SLOW_STEPS = {"FAILPOINTS": f"shard.before_forward=sleep:{STEP_S}"}
 READY_S = 180.0
+QUIET_S = 3.0  # that it goes on being ready, before it is called
 NUM_SHORT = 8
 MORE_S = 3.0  # that the stream goes on after SIGTERM
 
@@ -33,12 +34,16 @@ class Life:
 
     status: int
     events: list[Event]
+    probed: Mapping[str, int]
+    """How often, by the kind of probe."""
     rights: Mapping[str, list[str]]
     """Lines of /proc/PID/status."""
     writable: set[str]
     """Mounts, of those that the manifest did not make so."""
     written: set[str]
     """Files beside all mounts."""
+    compiled: set[str]
+    """Code of kernels that did not come with the image."""
     short: str
     """The answer to a call."""
     late: str
@@ -88,6 +93,7 @@ def live(pod: Pod, image: Path, cluster: Cluster, client: Client, scratch: Path)
     kubelet = Kubelet(pod, container)
     try:
         kubelet.wait_until_ready(READY_S)
+        kubelet.wait_for(QUIET_S)
         ports, env = {"grpc": 8033, **pod.ports}, container.spec.env
         with client.stub(container, ports.get("h2c", ports["grpc"]), env) as stub:
             return _observe(pod, container, kubelet, stub)
@@ -102,7 +108,7 @@ def _observe(pod: Pod, container: Container, kubelet: Kubelet, stub: GenerationS
     )
     parts = [next(stream), next(stream)]
     rights, writable = _rights(container.pid), _writable(container)
-    written = _written(container)
+    written, compiled = _written(container), _compiled(container)
     with ThreadPoolExecutor(2) as threads:
         end = threads.submit(kubelet.delete)
         late = threads.submit(_ask, stub)
@@ -115,9 +121,11 @@ def _observe(pod: Pod, container: Container, kubelet: Kubelet, stub: GenerationS
     return Life(
         status,
         kubelet.events,
+        kubelet.probed,
         rights,
         writable,
         written,
+        compiled,
         short,
         late.result(),
         "".join(part.text for part in parts),
@@ -134,7 +142,6 @@ def _spec(pod: Pod, image: Path, cluster: Cluster, scratch: Path) -> Spec:
     said = {name: os.path.expandvars(text) for name, text in file.final.pairs("ENV").items()}
     spec = Spec(str(image.absolute()), str(scratch), [], {}, is_root_read_only=pod.is_root_read_only)
     env = pod.env(said, spec.address) | SLOW_STEPS
-    context = {**pod.spec.get("securityContext", {}), **pod.container.get("securityContext", {})}
     model = _model_name(pod, env)
     return replace(
         spec,
@@ -142,8 +149,8 @@ def _spec(pod: Pod, image: Path, cluster: Cluster, scratch: Path) -> Spec:
         env=env,
         mounts=[*_base(image), *mounts_of(pod, cluster, model, scratch)],
         directory=pod.container.get("workingDir", file.final.all("WORKDIR")[-1]),
-        user=context.get("runAsUser", spec.user),
-        groups=[context["fsGroup"]] if "fsGroup" in context else [],
+        user=pod.security.get("runAsUser", spec.user),
+        groups=pod.groups,
     )
 
 
@@ -212,3 +219,12 @@ def _written(container: Container) -> set[str]:
             if os.lstat(path).st_uid == container.spec.user:
                 found.add("/" + os.path.relpath(path, root))
     return found
+
+
+def _compiled(container: Container) -> set[str]:
+    """Newer than the container; what is copied from the image keeps its time."""
+    began = (Path(container.spec.scratch) / "spec.json").stat().st_mtime
+    places = [Path(f"/proc/{container.pid}/root") / name for name in ("tmp", "home/tgis")]
+    files = [path for place in places for path in place.rglob("*.nbc")]
+    assert files, "it has copied what the image brings"
+    return {path.name for path in files if path.stat().st_mtime > began}

@@ -145,6 +145,7 @@ def test_it_lives_and_ends_as_told(life: Life) -> None:
     assert (life.num_streamed, life.stop_reason) == (life.num_asked, pb.StopReason.MAX_TOKENS)
     assert life.at("started") <= life.at("ready") < life.at("deleted") < life.at("SIGTERM") < life.at("ended")
     assert not life.termination_log
+    assert set(life.probed) == {"startup", "liveness", "readiness"}
 
 
 def test_it_has_no_rights(life: Life) -> None:
@@ -153,6 +154,11 @@ def test_it_has_no_rights(life: Life) -> None:
     assert (life.rights["Uid"], life.rights["Gid"]) == ([user] * 4, ["0"] * 4)
     assert all(life.rights[f"Cap{kind}"] == ["0" * 16] for kind in ("Inh", "Prm", "Eff", "Bnd", "Amb"))
     assert life.rights["NoNewPrivs"] == ["1"]
+
+
+def test_it_compiles_nothing(life: Life) -> None:
+    """Kernels come with the image, where they cannot be written to."""
+    assert not life.compiled
 
 
 def test_it_writes_where_it_may(life: Life) -> None:

@@ -3,7 +3,7 @@ for what the cluster would bring."""
 
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -53,7 +53,7 @@ def _mount(
             shutil.copytree(cluster.model, inside / os.path.relpath(model_name, target), dirs_exist_ok=True)
         inside.mkdir(parents=True, exist_ok=True)
         return Mount(target, str(inside), is_read_only)
-    _write(source, _data(pod, cluster, volume))
+    _write(source, _data(pod, cluster, volume), _mode_of(volume), pod.groups)
     return Mount(target, str(inside), is_read_only=True)
 
 
@@ -77,12 +77,19 @@ def _data(pod: Pod, cluster: Cluster, source: Object) -> dict[str, str]:
     return {item["path"]: data[item["key"]] for item in items}
 
 
-def _write(directory: Path, files: Mapping[str, str]) -> None:
-    """As kubelet does: links to a directory that can be swapped."""
+def _mode_of(volume: Object) -> int:
+    [said] = [volume[kind] for kind in ("secret", "configMap", "projected") if kind in volume]
+    mode: int = said.get("defaultMode", 0o644)
+    return mode
+
+
+def _write(directory: Path, files: Mapping[str, str], mode: int, groups: Sequence[int]) -> None:
+    """As kubelet does: links to a directory that can be swapped, of root's files, or a group's of the pod."""
     (directory / VERSION).mkdir(parents=True, exist_ok=True)
     for name, text in files.items():
         (directory / VERSION / name).write_text(text)
-        (directory / VERSION / name).chmod(0o644)
+        (directory / VERSION / name).chmod(mode | 0o440 if groups else mode)
+        os.chown(directory / VERSION / name, 0, groups[0] if groups else 0)
         if not (directory / name).is_symlink():
             (directory / name).symlink_to(f"..data/{name}")
     if not (directory / "..data").is_symlink():
