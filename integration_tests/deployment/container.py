@@ -8,9 +8,9 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -112,25 +112,22 @@ class Container:
 
     def connect(self, port: int, timeout: float) -> socket.socket:
         """To the pod's address, from its own network: there is no other. Raises OSError."""
-        made: list[socket.socket] = []
-
-        def make() -> None:
-            with open(f"/proc/{self.pid}/ns/net") as network:
-                if not _libc.setns(network.fileno(), _CLONE_NEWNET):
-                    made.append(socket.socket())
-
-        thread = threading.Thread(target=make)  # which is in that network from then on
-        thread.start()
-        thread.join()
-        if not made:
-            raise ConnectionError("the container is gone")
-        made[0].settimeout(timeout)
+        with ThreadPoolExecutor(1) as thread:
+            made = thread.submit(self._make_socket).result()
+        made.settimeout(timeout)
         try:
-            made[0].connect((self.spec.address, port))
+            made.connect((self.spec.address, port))
         except BaseException:
-            made[0].close()
+            made.close()
             raise
-        return made[0]
+        return made
+
+    def _make_socket(self) -> socket.socket:
+        """In its network, and so is the thread that calls this from then on."""
+        with open(f"/proc/{self.pid}/ns/net") as network:
+            if _libc.setns(network.fileno(), _CLONE_NEWNET):
+                raise OSError(ctypes.get_errno(), "setns")
+        return socket.socket()
 
 
 def _mount(*arguments: str) -> None:
