@@ -59,6 +59,19 @@ def set_variables(pod: Pod, **variables: str) -> None:
     ]
 
 
+def encrypt_http_too(pod: Pod) -> None:
+    """And ask for health in both ways there are."""
+    set_variables(pod, HTTP_TLS="true")
+    pod.container["readinessProbe"]["httpGet"]["scheme"] = "HTTPS"
+    pod.container["startupProbe"] = {
+        "exec": {"command": ["health-probe"]},
+        "timeoutSeconds": 5,
+        "failureThreshold": 60,
+    }
+    pod.container["livenessProbe"] = {"exec": {"command": ["health-probe", "--live"]}, "timeoutSeconds": 5}
+
+
+CHANGED = {encrypt_http_too: "overlays/tls"}
 BROKEN: dict[Callable[[Pod], None], str] = {
     break_liveness: r"to be restarted: the liveness probe failed 2 times, .*Connection refused",
     take_away_all_places_to_write: r"the container ended with status 1: .*error: ",
@@ -116,6 +129,10 @@ def lives(
     """Of all pods, all at once: most of a life is waiting."""
     there = [name for name in VARIANTS if (DEPLOYMENT / name).is_dir()]
     pods = {name: pod_of(render(DEPLOYMENT / name)) for name in there}
+    for change, name in CHANGED.items():
+        if name in pods:
+            pods[change.__name__] = copy.deepcopy(pods[name])
+            change(pods[change.__name__])
     for change in BROKEN:
         broken = copy.deepcopy(pods["base"])
         broken.container["startupProbe"]["periodSeconds"] = 1
@@ -128,7 +145,7 @@ def lives(
         }
 
 
-@pytest.fixture(params=VARIANTS)
+@pytest.fixture(params=[*VARIANTS, *(change.__name__ for change in CHANGED)])
 def life(request: pytest.FixtureRequest, lives: dict[str, Future[Life]]) -> Life:
     if request.param not in lives:
         pytest.skip(f"deployment/{request.param} is not there yet")
