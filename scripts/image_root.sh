@@ -8,6 +8,9 @@ root=$1 python=$2
 made=$root/.made
 sources="tgis protos pyproject.toml constraints.txt deployment/build.sh scripts/build_protos.py scripts/image_root.sh"
 
+mkdir -p "$root"
+exec 9> "$root/.lock"
+flock 9 # tests at the same time need it made once
 # shellcheck disable=SC2086 # a list of words
 if [ -e "$made" ] && [ -z "$(find $sources -name __pycache__ -prune -o -type f -newer "$made" -print -quit)" ]; then
     exit

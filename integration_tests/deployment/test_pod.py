@@ -21,7 +21,7 @@ from tests.shard.checkpoints import write_llama
 from tests.tokenizers_for_tests import write_byte_level
 from tgis.pb import generation_pb2 as pb
 
-pytestmark = pytest.mark.deploy
+pytestmark = [pytest.mark.deploy, pytest.mark.timeout(600)]
 
 DEPLOYMENT = Path("deployment")
 VARIANTS = ("base", "overlays/tls", "overlays/read-only", "kserve")
@@ -86,7 +86,7 @@ def image() -> Path:
     if missing or os.geteuid() != 0:
         pytest.skip(f"needs root, and {missing or 'no more'}, to run pods")
     made = subprocess.run(
-        ["scripts/image_root.sh", str(IMAGE), sys.executable], capture_output=True, text=True, timeout=280
+        ["scripts/image_root.sh", str(IMAGE), sys.executable], capture_output=True, text=True, timeout=400
     )
     assert made.returncode == 0, made.stderr
     return IMAGE

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.deploy
+pytestmark = [pytest.mark.deploy, pytest.mark.timeout(600)]
 
 UNNEEDED = ("pip", "gcc", "cc", "c++", "curl", "wget", "conda", "uv")
 
@@ -19,7 +19,7 @@ def root() -> Path:
     if os.geteuid() != 0 or shutil.which("unshare") is None:
         pytest.skip("needs root, and unshare, to make a directory of the image's layers")
     root = Path("build/image-root")
-    subprocess.run(["scripts/image_root.sh", str(root), sys.executable], check=True, timeout=280)
+    subprocess.run(["scripts/image_root.sh", str(root), sys.executable], check=True, timeout=400)
     return root.absolute()
 
 
