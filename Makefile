@@ -8,6 +8,7 @@ PIP := $(BIN)/pip install -q -c constraints.txt
 DEMO_MODEL := .cache/demo-model
 MODEL_NAME ?=
 BIND ?= 127.0.0.1
+IMAGE ?= tgis-next:latest
 SERVED := $(if $(MODEL_NAME),$(MODEL_NAME),$(DEMO_MODEL))
 
 # Detectors of secrets that look like any other word; the tests have many such words.
@@ -27,7 +28,7 @@ PACKAGING := pyproject.toml constraints.txt protos/generation.proto protos/shard
 
 .DEFAULT_GOAL := help
 .PHONY: help install run check audit test test-all chaos bench bench-peers bench-tuning profile docs protos
-.PHONY: deploy-check site serve-site clean
+.PHONY: sbom image image-root deploy-check site serve-site clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{ printf "  make %-12s %s\n", $$1, $$2 }'
@@ -46,10 +47,21 @@ check: $(VENV)/installed-dev  ## Lint, types, imports, sizes, pages, wire contra
 	$(BIN)/buf lint
 	$(BIN)/buf breaking --against tests/wire/served
 
-audit: $(VENV)/installed $(VENV)-audit/installed  ## List what is installed (sbom.json), look for secrets and known faults
-	$(VENV)-audit/bin/cyclonedx-py environment --pyproject pyproject.toml -o sbom.json $(BIN)/python
+audit: sbom  ## List what is installed (sbom.json), look for secrets and known faults
 	git ls-files -z | xargs -0 $(VENV)-audit/bin/detect-secrets-hook $(WITHOUT_A_FORM:%=--disable-plugin %)
 	$(VENV)-audit/bin/pip-audit --path "$$($(BIN)/python -c 'import site; print(site.getsitepackages()[0])')"
+
+sbom: $(VENV)/installed $(VENV)-audit/installed  ## List what is installed, in sbom.json; SBOM_OF=the python it is of
+	$(VENV)-audit/bin/cyclonedx-py environment --pyproject pyproject.toml -o sbom.json $(or $(SBOM_OF),$(BIN)/python)
+
+image:  ## Build the image with podman or docker; VARIANT=cpu|cuda, IMAGE=its name, IMAGE_ARGS='more options'
+	@engine=$$(command -v podman || command -v docker) || \
+		{ echo "error: an image is built with podman or docker, and neither is installed" >&2; exit 1; }; \
+	set -x; "$$engine" build -f deployment/Containerfile -t $(IMAGE) --build-arg VARIANT=$(or $(VARIANT),cpu) \
+		--build-arg REVISION=$$(git rev-parse HEAD) $(IMAGE_ARGS) .
+
+image-root: $(VENV)/installed  ## What the image has beside its base, as a directory: build/image-root; needs root
+	scripts/image_root.sh build/image-root $(BIN)/python
 
 test: $(VENV)/installed-dev  ## Run the tests
 	$(BIN)/pytest -m "not slow and not deploy" $(SPREAD)
@@ -57,10 +69,10 @@ test: $(VENV)/installed-dev  ## Run the tests
 test-all: $(VENV)/installed-dev  ## Run the tests, the slow ones too
 	$(BIN)/pytest -m "not deploy" $(SPREAD)
 
-deploy-check: $(VENV)/installed-dev $(VENV)-deploy/installed  ## Check deployment/; some of it needs kubectl, npm, apt
+deploy-check: $(VENV)/installed-dev $(VENV)-deploy/installed $(VENV)-docs/installed  ## Check deployment/; some of it needs kubectl, npm, apt
 	scripts/fetch_prometheus.sh
 	PATH="$(abspath $(BIN)):$(abspath $(VENV)-deploy/bin):$$PATH" \
-		$(BIN)/pytest -m deploy $(SPREAD) $(wildcard tests/deployment integration_tests/deployment)
+		$(BIN)/pytest -m deploy $(SPREAD) tests/deployment integration_tests/deployment
 
 chaos: $(VENV)/installed-dev  ## Traffic under faults at random, ten minutes; CHAOS='--minutes 2 --seed 7'
 	$(BIN)/python -m integration_tests.chaos $(CHAOS)

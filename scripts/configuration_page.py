@@ -13,11 +13,13 @@ from tgis.options.foreign import Foreign
 from tgis.options.parameters import FOREIGN
 from tgis.options.tgi_names import TGI_NAMES
 from tgis.options.tgis_names import PASSED_ON, TGIS_NAMES
+from tgis.port_options import ProbeConfig
 
 COMMANDS = {
     "launcher": ("text-generation-launcher", LauncherConfig),
     "router": ("text-generation-router", RouterConfig),
     "serve": ("text-generation-server serve", ShardConfig),
+    "health-probe": ("health-probe", ProbeConfig),
 }
 INTRODUCTION = """\
 # Configuration

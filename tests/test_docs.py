@@ -40,7 +40,7 @@ FOREIGN_NAMES = set(
     "ENABLE_VLLM_LOG_REQUESTS MASTER_SHARD_UDS_PATH".split()
 )
 # Of groups over several machines and of the probe, which other parts of the package declare.
-COMING_FLAGS = {"--live"}
+COMING_FLAGS: set[str] = set()
 COMING_NAMES: set[str] = set()
 COMING_TARGETS = ("deploy-check",)
 COMING_FILES = {

@@ -16,8 +16,8 @@ from cryptography import x509
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat, load_pem_private_key
 
 from tgis.errors import OperatorError
-from tgis.port_options import LinkOptions
-from tgis.tls_contexts import Pem
+from tgis.port_options import LinkOptions, PortOptions
+from tgis.tls_contexts import Pem, open_server
 
 logger = logging.getLogger(__name__)
 
@@ -158,6 +158,14 @@ class Certificates:
 
     def _look(self) -> list[tuple[int, int, int] | None]:
         return [look_at(path) for path in (self._files.cert, self._files.key, self._files.ca) if path]
+
+
+def port_certificates(options: PortOptions) -> Certificates | None:
+    """None for ports in the clear. Raises CertificateError."""
+    if not options.tls_cert_path or not options.tls_key_path:
+        return None
+    files = TlsFiles(options.tls_cert_path, options.tls_key_path, options.tls_client_ca_cert_path)
+    return Certificates(files, open_server if options.http_tls else None)
 
 
 def link_certificates(options: LinkOptions, make_context: Callable[[Pem], ssl.SSLContext]) -> Certificates:

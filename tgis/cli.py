@@ -16,6 +16,7 @@ from tgis.declaration import variables_of
 from tgis.options.command import OneLineGroup, command, one_line_errors
 from tgis.options.settings import DEFAULT, Setting, SettingsError
 from tgis.options.tgis_names import TGIS_NAMES
+from tgis.probe import health_probe
 from tgis.tuning_plan import plan_tuning
 
 
@@ -144,7 +145,7 @@ def demo_model(directory: Path) -> None:
         demo.write_demo_model(directory)
 
 
-for entry in (_serve, *hub_commands.COMMANDS, *prompt_commands.COMMANDS):
+for entry in (_serve, health_probe, *hub_commands.COMMANDS, *prompt_commands.COMMANDS):
     server_main.add_command(entry)
     main.add_command(entry)
 for entry in (launcher_main, router_main, _env, demo_model, client):

@@ -1,4 +1,5 @@
-"""The options of connections: those of the public ports, and of the link between router and shards."""
+"""The options of connections: those of the public ports, of who asks them for health, and of the link between
+router and shards."""
 
 from dataclasses import dataclass
 
@@ -57,4 +58,19 @@ class LinkOptions:
     link_ca_cert_path: str | None = option("PEM file of the other end's authorities.", None)
     link_server_name: str | None = option(
         "Name that the certificate of who is connected to must bear; unset: that of its address.", None
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProbeConfig:
+    """`health-probe`, which finds the service by the variables that the service itself reads."""
+
+    live: bool = option("Ask /live, whether the process answers, instead of /health.", False, env=False)
+    bind: str = option(
+        "Address the service listens on; one that means all of them means loopback.", "0.0.0.0"
+    )
+    port: int = option("Its HTTP port.", 3000, short="-p", minimum=1, maximum=65535)
+    http_tls: bool = option("It serves that port with TLS; its certificate is not verified.", False)
+    timeout: float = option(
+        "Seconds after which it counts as not answering.", 4.0, env=False, minimum=0.01, maximum=3600
     )

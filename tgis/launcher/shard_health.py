@@ -10,6 +10,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from tgis.certificates import port_certificates
 from tgis.config import LauncherConfig
 from tgis.http_port import http_server
 from tgis.ports import listen
@@ -17,7 +18,7 @@ from tgis.ports import listen
 
 @asynccontextmanager
 async def serve_health(config: LauncherConfig, is_serving: Callable[[], bool]) -> AsyncIterator[None]:
-    """Meanwhile. Raises PortError."""
+    """Meanwhile, encrypted where a router's would be. Raises PortError and CertificateError."""
 
     async def health(request: Request) -> Response:
         return Response() if is_serving() else JSONResponse({"error": "unhealthy"}, status_code=503)
@@ -26,7 +27,8 @@ async def serve_health(config: LauncherConfig, is_serving: Callable[[], bool]) -
         return Response()
 
     listener = listen(config.bind, config.port)
-    server = http_server(Starlette(routes=[Route("/health", health), Route("/live", live)]), None)
+    app = Starlette(routes=[Route("/health", health), Route("/live", live)])
+    server = http_server(app, port_certificates(config) if config.http_tls else None)
     server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign, assignment]
     task = asyncio.create_task(server.serve(sockets=[listener]), name="http")
     try:

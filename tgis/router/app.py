@@ -15,7 +15,7 @@ import uvloop
 from grpc_health.v1 import health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from tgis.certificates import Certificates, TlsFiles
+from tgis.certificates import Certificates, port_certificates
 from tgis.config import SERVICE_NAME, RouterConfig
 from tgis.http_port import http_server
 from tgis.pb import generation_pb2, shard_pb2
@@ -46,7 +46,6 @@ from tgis.router.tally import check_balance, count_descriptors
 from tgis.router.tokenizer import Tokenizer
 from tgis.router.tracing import open_tracing
 from tgis.router.validation import Limits, Validator
-from tgis.tls_contexts import open_server
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +71,7 @@ class _Router:
         self._grammars = Grammars()
         self._readiness = Readiness(SERVICE)
         self._permits = Permits(config.max_concurrent_requests)
-        self._certificates = _certificates(config)
+        self._certificates = port_certificates(config)
         self._readers = SlowReaders(config.slow_reader_timeout)
         self._gates = (
             [Gate(Tokens(config.auth_tokens_path), self._metrics.request_failure)]
@@ -273,14 +272,6 @@ def _check_capacity(info: shard_pb2.InfoResponse, max_sequence_length: int) -> N
             f"max_sequence_length {max_sequence_length} takes {needed} cache blocks of {info.block_size} "
             f"tokens, but the shards have only {info.num_blocks}"
         )
-
-
-def _certificates(config: RouterConfig) -> Certificates | None:
-    """None for ports in the clear. Raises CertificateError."""
-    if not config.tls_cert_path or not config.tls_key_path:
-        return None
-    files = TlsFiles(config.tls_cert_path, config.tls_key_path, config.tls_client_ca_cert_path)
-    return Certificates(files, open_server if config.http_tls else None)
 
 
 def _open_grpc_port(server: grpc.aio.Server, bind: str, port: int, certificates: Certificates | None) -> None:

@@ -54,6 +54,11 @@ def cache_directory(function: Callable[[Any], None]) -> Path | None:
     return base / name
 
 
+def packaged_files() -> list[Path]:
+    """Compiled code beside the source, a file for each kernel."""
+    return sorted(_BESIDE_SOURCE.glob("kernels-*/**/*.nbc"))
+
+
 @functools.cache
 def _can_be_written(base: Path) -> bool:
     try:

@@ -1,0 +1,62 @@
+"""What the image holds beside its base, as scripts/image_root.sh makes it."""
+
+import os
+import shutil
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.deploy, pytest.mark.timeout(600)]
+
+UNNEEDED = ("pip", "gcc", "cc", "c++", "curl", "wget", "conda", "uv")
+
+
+@pytest.fixture(scope="module")
+def root() -> Path:
+    if os.geteuid() != 0 or shutil.which("unshare") is None:
+        pytest.skip("needs root, and unshare, to make a directory of the image's layers")
+    root = Path("build/image-root")
+    subprocess.run(["scripts/image_root.sh", str(root), sys.executable], check=True, timeout=400)
+    return root.absolute()
+
+
+def test_it_is_installed_and_not_linked(root: Path) -> None:
+    [package] = root.glob("opt/tgis/lib/python3*/site-packages/tgis")
+    assert (package / "pb/generation_pb2.py").is_file()
+    assert str(Path.cwd()).encode() not in b"".join(
+        path.read_bytes() for path in package.parent.glob("*.pth")
+    )
+    for script in ("text-generation-launcher", "text-generation-server", "health-probe", "tgis"):
+        assert (root / "opt/tgis/bin" / script).read_text().startswith("#!/opt/tgis/bin/python")
+
+
+def test_nothing_is_in_it_that_builds_or_fetches(root: Path) -> None:
+    found = {path.name for path in (root / "opt/tgis/bin").iterdir()}
+    assert "python" in found
+    assert found.isdisjoint(UNNEEDED)
+    assert not [*root.glob("opt/tgis/lib/python3*/site-packages/pip")]
+
+
+def test_kernels_are_in_it(root: Path) -> None:
+    files = [*root.glob("opt/tgis/lib/python3*/site-packages/tgis/shard/__pycache__/kernels-*/**/*.nbc")]
+    assert len(files) >= 25
+
+
+def test_any_user_may_write_in_two_places(root: Path) -> None:
+    """With group 0; and may read everything else."""
+    writable, hidden = set(), set()
+    for directory, _, files in os.walk(root):
+        for path in (directory, *(os.path.join(directory, name) for name in files)):
+            found = os.lstat(path)
+            if stat.S_ISLNK(found.st_mode):
+                continue
+            for_all = found.st_mode | found.st_mode >> 3 if found.st_gid == 0 else found.st_mode
+            if for_all & stat.S_IWOTH:
+                writable.add(path)
+            if not for_all & stat.S_IROTH:
+                hidden.add(path)
+    assert writable == {f"{root}/tmp", f"{root}/home/tgis"}
+    assert not hidden
