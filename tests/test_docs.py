@@ -39,17 +39,6 @@ FOREIGN_NAMES = set(
     "HF_ENDPOINT TMPDIR CHAOS HOSTNAME INFERENCE_PRECISION_HINT ADD_SPECIAL_TOKENS DISABLE_PROMPT_LOGPROBS "
     "ENABLE_VLLM_LOG_REQUESTS MASTER_SHARD_UDS_PATH".split()
 )
-# Of groups over several machines and of the probe, which other parts of the package declare.
-COMING_FLAGS: set[str] = set()
-COMING_NAMES: set[str] = set()
-COMING_TARGETS = ("deploy-check",)
-COMING_FILES = {
-    "deployment/Containerfile",
-    "deployment/client/service-config.json",
-    "deployment/deploy_model.sh",
-    "deployment/monitoring/rules.yaml",
-    "deployment/overlays/cpu",
-}
 DEPLOYMENT_FILE = re.compile(r"deployment/[\w./-]*\w")
 
 
@@ -68,7 +57,7 @@ def flags_of(command: click.Command) -> set[str]:
 
 def known_flags() -> set[str]:
     of_tools = {flag for path in TOOLS for flag in FLAG.findall(path.read_text())}
-    return of_tools | FOREIGN_FLAGS | COMING_FLAGS | {name for one in ours() for name in flags_of(one)}
+    return of_tools | FOREIGN_FLAGS | {name for one in ours() for name in flags_of(one)}
 
 
 def known_names() -> set[str]:
@@ -79,7 +68,7 @@ def known_names() -> set[str]:
     of_file = pb.DESCRIPTOR.enum_types_by_name.values()
     enums = {value.name for enum in (*of_file, *of_messages) for value in enum.values}
     statuses = {code.name for code in grpc.StatusCode}
-    return {*own, *foreign, *of_make, *enums, *statuses} | FOREIGN_NAMES | COMING_NAMES
+    return {*own, *foreign, *of_make, *enums, *statuses} | FOREIGN_NAMES
 
 
 def wrong_with(command: Command) -> str | None:
@@ -91,7 +80,7 @@ def wrong_with(command: Command) -> str | None:
     program, rest = Path(command.words[0]).name, list(command.words[1:])
     if program == "make":
         targets = [word for word in rest if "=" not in word]
-        known = [*COMING_TARGETS, *re.findall(r"^([a-z-]+):", MAKEFILE, re.MULTILINE)]
+        known = re.findall(r"^([a-z-]+):", MAKEFILE, re.MULTILINE)
         return next((f"no target {one}" for one in targets if one not in known), None)
     if program.startswith("--"):
         return next(
@@ -115,7 +104,7 @@ def wrong_with_ours(command: object, words: list[str]) -> str | None:
         return None
     given = {word.partition("=")[0] for word in words if word.startswith("--")}
     of_tgi = set() if "--compat" in given else {one.flag_name for one in TGI_NAMES}
-    unknown = given - (flags_of(command) - of_tgi) - COMING_FLAGS
+    unknown = given - (flags_of(command) - of_tgi)
     return f"no flag {', '.join(sorted(unknown))}" if unknown else None
 
 
@@ -157,7 +146,7 @@ def test_files_of_the_deployment_exist() -> None:
     named = {name for path in PAGES for name in DEPLOYMENT_FILE.findall(Page(path).text)}
     missing = {name for name in named if not (ROOT / name).exists()}
     assert named
-    assert not missing - COMING_FILES
+    assert not missing
 
 
 @pytest.mark.parametrize(

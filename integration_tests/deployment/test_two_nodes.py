@@ -6,6 +6,8 @@ import os
 import signal
 import socket
 import ssl
+import subprocess
+import sys
 import threading
 import urllib.error
 import urllib.request
@@ -182,13 +184,23 @@ def test_the_other_node_outlives_node_0(nodes: TwoNodes, tuned: Tuned) -> None:
 
 
 def test_shards_alone_serve_a_router_elsewhere(model: Model, tmp_path: Path) -> None:
-    """Whose addresses are known by the ports' order."""
+    """Whose addresses are known by the ports' order; they say over HTTPS how they are."""
     files, port = LinkFiles(tmp_path / "link").write(trustme.CA(), NAME), free_ports()
-    common = ["--bind", "127.0.0.1", "--port", "0", *files.flags, "--link-server-name", NAME]
+    common = ["--bind", "127.0.0.1", *files.flags, "--link-server-name", NAME]
     own = ["--model-name", str(model.directory), "--dtype", "float32", "--headless"]
-    own += ["--master-addr", "127.0.0.1", "--master-port", str(port)]
+    own += ["--master-addr", "127.0.0.1", "--master-port", str(port), "--port", str(port + 4), "--http-tls"]
+    own += ["--tls-cert-path", str(files.path("cert")), "--tls-key-path", str(files.path("key"))]
     shards = Service(["launcher", *common, *own, "--termination-log", str(tmp_path / "end")])
-    own = ["--tokenizer-path", str(model.directory), "--max-sequence-length", "256", "--grpc-port", "0"]
+    own = [
+        "--tokenizer-path",
+        str(model.directory),
+        "--max-sequence-length",
+        "256",
+        "--grpc-port",
+        "0",
+        "--port",
+        "0",
+    ]
     router = Service(["router", *common, *own, "--shard-addresses", f"127.0.0.1:{port + 1}"])
     client = Client(router.wait_until_serving())
     expected = model.expected[0]
@@ -197,4 +209,6 @@ def test_shards_alone_serve_a_router_elsewhere(model: Model, tmp_path: Path) -> 
     )
     check(expected, client.stub.Generate(batch, timeout=60).responses[0])
     client.channel.close()
+    probe = ["health-probe", "--port", str(port + 4), "--http-tls"]
+    assert subprocess.run([sys.executable, "-m", "tgis", *probe], timeout=60).returncode == 0
     assert (router.end(), shards.end()) == (0, 0), shards.output
