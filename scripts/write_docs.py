@@ -1,12 +1,17 @@
-"""Writes the pages that follow from the code; with --check, fails where that would change one."""
+"""Writes the pages and files that follow from the code; with --check, fails where that would change one."""
 
 import sys
 from pathlib import Path
 
-from scripts import configuration_page, metrics_page, models_page
+from scripts import configuration_page, dashboard, metrics_page, models_page
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
-PAGES = {"configuration.md": configuration_page, "metrics.md": metrics_page, "models.md": models_page}
+PAGES = {
+    "configuration.md": configuration_page,
+    "metrics.md": metrics_page,
+    "models.md": models_page,
+    "../deployment/monitoring/dashboard.json": dashboard,
+}
 
 
 def main(check: bool) -> None:
