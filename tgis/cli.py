@@ -16,6 +16,7 @@ from tgis.declaration import variables_of
 from tgis.options.command import OneLineGroup, command, one_line_errors
 from tgis.options.settings import DEFAULT, Setting, SettingsError
 from tgis.options.tgis_names import TGIS_NAMES
+from tgis.top.command import command as top
 from tgis.tuning_plan import plan_tuning
 
 
@@ -147,5 +148,5 @@ def demo_model(directory: Path) -> None:
 for entry in (_serve, *hub_commands.COMMANDS, *prompt_commands.COMMANDS):
     server_main.add_command(entry)
     main.add_command(entry)
-for entry in (launcher_main, router_main, _env, demo_model, client):
+for entry in (launcher_main, router_main, _env, demo_model, client, top):
     main.add_command(entry)
