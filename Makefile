@@ -21,7 +21,7 @@ PACKAGING := pyproject.toml constraints.txt protos/generation.proto protos/shard
 
 .DEFAULT_GOAL := help
 .PHONY: help install run check audit test test-all chaos bench bench-peers bench-tuning profile docs protos
-.PHONY: clean
+.PHONY: screenshots clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{ printf "  make %-12s %s\n", $$1, $$2 }'
@@ -68,6 +68,10 @@ bench-tuning: $(VENV)/installed-dev  ## Measure soft prompts and adapters; BENCH
 
 docs: $(VENV)/installed-dev  ## Write the pages of docs/ that follow from the code
 	$(BIN)/python -m scripts.write_docs
+
+screenshots: $(VENV)/installed-dev $(DEMO_MODEL)/config.json  ## Make docs/pictures; SCREENSHOTS='dashboard top site'
+	@scripts/fetch_prometheus.sh
+	$(BIN)/python -m scripts.screenshots $(SCREENSHOTS)
 
 protos: $(VENV)/bin/pip  ## Generate tgis/pb from protos/; every install does
 	$(PIP) --no-deps -e .

@@ -207,13 +207,9 @@ ROWS = (
             ),
             Panel(
                 "Steps lost with them",
-                "ops",
-                [
-                    Query(
-                        total("tgi_batch_inference_failure_total", "method", "reason"),
-                        "{{method}} {{reason}}",
-                    )
-                ],
+                "short",
+                [Query(f"sum by (method) ({series('tgi_batch_inference_failure_total')})", "{{method}}")],
+                "Since the start of the router.",
             ),
             Panel(
                 "Guessed tokens that were right",
@@ -267,7 +263,7 @@ ROWS = (
                     quantiles("tgi_adapter_load_duration", "adapters ")[1],
                 ],
             ),
-            Panel("Bytes loaded", "bytes", [*_loaded("prompt"), *_loaded("adapter")]),
+            Panel("Bytes loaded", "decbytes", [*_loaded("prompt"), *_loaded("adapter")]),
         ],
     ),
 )

@@ -21,7 +21,7 @@ class Query:
 class Panel:
     title: str
     unit: str
-    """As Grafana calls it: s, reqps, percentunit, bytes, short, ..."""
+    """As Grafana calls it: s, reqps, percentunit, decbytes, short, ..."""
     queries: Sequence[Query]
     help: str = ""
     is_stacked: bool = False

@@ -126,7 +126,7 @@ def _shards(scrape: Scrape) -> list[str]:
 def _contents(scrape: Scrape) -> list[str]:
     shown = [
         f"{kind}s {scrape.value(f'tgi_{kind}_cache_entries'):.0f} "
-        f"({scrape.value(f'tgi_{kind}_cache_bytes') / 2**20:.1f} MiB)"
+        f"({_bytes(scrape.value(f'tgi_{kind}_cache_bytes'))})"
         for kind in ("prompt", "adapter")
     ]
     return [_line("loaded", "   ".join(shown))]
@@ -150,6 +150,10 @@ def _quantile(window: Window | None, q: float, series: str, **labels: str) -> st
 
 def _mean_time(window: Window | None, series: str, **labels: str) -> str:
     return _time(window.mean(series, **labels) if window else None)
+
+
+def _bytes(value: float) -> str:
+    return f"{value / 1e6:,.1f} MB" if value >= 1e6 else f"{value / 1e3:.0f} kB"
 
 
 def _time(seconds: float | None) -> str:
