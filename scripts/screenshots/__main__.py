@@ -1,6 +1,6 @@
 """Makes docs/pictures: `dashboard` and `top` of a service under load for a minute and a half, `site` of the
-pages that `make site` built. Needs, beside the development environment, Debian's chromium, tmux and pngquant, and
-`scripts/fetch_prometheus.sh`."""
+pages that `make site` built. Needs, beside the development environment, Debian's chromium, tmux and
+pngquant, and `scripts/fetch_prometheus.sh`."""
 
 import sys
 import tempfile
