@@ -3,13 +3,14 @@
 import sys
 from pathlib import Path
 
-from scripts import configuration_page, dashboard, metrics_page, models_page
+from scripts import configuration_page, dashboard, metrics_page, models_page, observability_page
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 PAGES = {
     "configuration.md": configuration_page,
     "metrics.md": metrics_page,
     "models.md": models_page,
+    "observability.md": observability_page,
     "../deployment/monitoring/dashboard.json": dashboard,
 }
 
