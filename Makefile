@@ -28,7 +28,7 @@ PACKAGING := pyproject.toml constraints.txt protos/generation.proto protos/shard
 
 .DEFAULT_GOAL := help
 .PHONY: help install run check audit test test-all chaos bench bench-peers bench-tuning profile docs protos
-.PHONY: sbom image image-root deploy-check site serve-site clean
+.PHONY: sbom image image-root deploy-check site serve-site screenshots clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{ printf "  make %-12s %s\n", $$1, $$2 }'
@@ -97,6 +97,10 @@ site: $(VENV)-docs/installed  ## Build the pages of docs/ into site/
 
 serve-site: $(VENV)-docs/installed  ## Serve the pages on loopback while they are written
 	$(MKDOCS) serve
+
+screenshots: $(VENV)/installed-dev $(DEMO_MODEL)/config.json  ## Make docs/pictures; SCREENSHOTS='dashboard top site'
+	@scripts/fetch_prometheus.sh
+	$(BIN)/python -m scripts.screenshots $(SCREENSHOTS)
 
 protos: $(VENV)/bin/pip  ## Generate tgis/pb from protos/; every install does
 	$(PIP) --no-deps -e .

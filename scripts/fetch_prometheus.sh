@@ -5,7 +5,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 TO=.cache/prometheus
 [ -x "$TO/usr/bin/promtool" ] && exit 0
-if ! command -v apt-get dpkg-deb > /dev/null; then
+if ! command -v apt-get > /dev/null || ! command -v dpkg-deb > /dev/null; then
     echo "NOTICE: no apt here to fetch promtool with; checks that need it are skipped" >&2
     exit 0
 fi

@@ -1,18 +1,14 @@
 """`docs/troubleshooting.md`: the messages of the source with what they mean, from troubleshooting.toml, then the
-messages that speak for themselves, and the alerts. A message that is explained and no longer in the source is an
-error."""
+messages that speak for themselves. A message that is explained and no longer in the source is an error."""
 
 import re
 import tomllib
 from pathlib import Path
-from typing import Any
 
 from scripts.messages import Message, collect, key_of
 from tgis.router.grpc_door import STATUS
 
-ROOT = Path(__file__).resolve().parent.parent
 EXPLAINED = Path(__file__).parent / "troubleshooting.toml"
-RULES = ROOT / "deployment" / "monitoring" / "rules.yaml"
 # Whose messages nobody meets who runs the service or calls it.
 INNER = ("tgis/demo.py", "tgis/frames.py")
 
@@ -21,7 +17,8 @@ INTRODUCTION = """\
 
 By exact message. What stands in braces is a value. A start that is refused, or a command that fails, says so in one
 line, `error: …`, on stderr and in the termination log; the exit status is 1, or 2 for an option that cannot be read.
-Every other line is in the log. `tgis env` prints versions, machine and settings for a report.
+Every other line is in the log. `tgis env` prints versions, machine and settings for a report. What to do about alerts
+stands under [Seeing](observability.md#alerts).
 """
 STATUSES = """\
 ## Statuses
@@ -33,11 +30,6 @@ OTHERS = """\
 ## Further messages
 
 They say all that there is to say.
-"""
-ALERTS = """\
-## Alerts
-
-Those of `deployment/monitoring/rules.yaml`.
 """
 GROUPS = (
     ("At the start, and of commands", "raised", ("tgis/router/", "tgis/prompts/")),
@@ -57,7 +49,7 @@ def render() -> str:
             f"## {section['title']}\n\n| message | what it means, what to do |\n|---|---|\n" + "".join(rows)
         )
     rest = [one for one in messages if one.kind != "other" and one.key not in told]
-    return "\n".join([*parts, *alerts(explained["alerts"]), OTHERS, *_others(rest)])
+    return "\n".join([*parts, OTHERS, *_others(rest)])
 
 
 def find(begin: str, messages: list[Message]) -> Message:
@@ -97,30 +89,3 @@ def _others(rest: list[Message]) -> list[str]:
         lines = sorted({_code(one.text) for one in mine})
         parts.append(f"### {title}\n\n" + "".join(f"- {line}\n" for line in lines))
     return parts
-
-
-def alerts(cures: dict[str, str], file: Path = RULES) -> list[str]:
-    """None where there are no rules; an alert without a cure, or a cure without its alert, is an error."""
-    if not file.is_file():
-        return []
-    import yaml
-
-    content: dict[str, Any] = yaml.safe_load(file.read_text())
-    rules = [rule for group in content["groups"] for rule in group["rules"] if "alert" in rule]
-    if wrong := {rule["alert"] for rule in rules} ^ cures.keys():
-        raise SystemExit(f"{EXPLAINED.name}, {file.name}: not an alert of both: {', '.join(sorted(wrong))}")
-    return [ALERTS, *(_alert(rule, cures[rule["alert"]]) for rule in rules)]
-
-
-def _alert(rule: dict[str, Any], cure: str) -> str:
-    severity = rule.get("labels", {}).get("severity", "alert")
-    lasting = f", for {rule['for']}" if "for" in rule else ""
-    meaning = " ".join(_sentence(rule["annotations"][name]) for name in ("summary", "description"))
-    return f"### {rule['alert']}\n\n*{severity}{lasting}:* {meaning}\n\n{cure}\n"
-
-
-def _sentence(text: str) -> str:
-    """Without Prometheus' templates."""
-    text = re.sub(r"\{\{ *\$labels\.(\w+) *\}\}", r"`\1`", text)
-    text = " ".join(re.sub(r"\{\{[^}]*\}\}", "…", text).split())
-    return text if text.endswith(".") else f"{text}."

@@ -5,8 +5,10 @@ from pathlib import Path
 
 from scripts import (
     configuration_page,
+    dashboard,
     metrics_page,
     models_page,
+    observability_page,
     prometheus_rule,
     tgi_page,
     troubleshooting_page,
@@ -19,9 +21,11 @@ PAGES = {
     "metrics.md": metrics_page,
     "migrating/tgi.md": tgi_page,
     "models.md": models_page,
+    "observability.md": observability_page,
     "troubleshooting.md": troubleshooting_page,
     "wire.md": wire_page,
     "../deployment/components/monitoring/prometheusrule.yaml": prometheus_rule,
+    "../deployment/monitoring/dashboard.json": dashboard,
 }
 
 

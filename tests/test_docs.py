@@ -12,7 +12,7 @@ import click
 import grpc
 import pytest
 
-from scripts import messages, troubleshooting_page
+from scripts import messages, observability_page, troubleshooting_page
 from tests.pages import FLAG, VARIABLE, Command, Page, take_variables
 from tgis import cli
 from tgis.config import LauncherConfig, RouterConfig, ShardConfig
@@ -180,15 +180,13 @@ def test_a_message_that_has_left_the_source_is_found() -> None:
         troubleshooting_page.find("Model is tired", found)
 
 
-def test_an_alert_without_a_cure_is_found(tmp_path: Path) -> None:
-    rules = tmp_path / "rules.yaml"
-    notes = "{summary: 'On {{ $labels.job }}', description: '{{ $value }} of them.'}"
-    rules.write_text(f"groups: [{{rules: [{{alert: A, expr: x, for: 5m, annotations: {notes}}}]}}]")
-    [_, alert] = troubleshooting_page.alerts({"A": "Do it."}, rules)
-    assert alert == "### A\n\n*alert, for 5m:* On `job`. … of them.\n\nDo it.\n"
+def test_an_alert_without_a_cure_is_found() -> None:
+    rule = {"alert": "A", "expr": "x > 1", "for": "5m", "labels": {"severity": "info"}}
+    [text] = observability_page.alerts([rule, {"record": "r", "expr": "x"}], {"A": "Do it."})
+    assert text == "### A\n\nInfo, for 5m:\n\n```promql\nx > 1\n```\n\nDo it.\n"
     for cures in ({}, {"A": "Do it.", "B": "Do that."}):
         with pytest.raises(SystemExit, match="not an alert of both"):
-            troubleshooting_page.alerts(cures, rules)
+            observability_page.alerts([rule], cures)
 
 
 def test_messages_are_read_from_any_source(tmp_path: Path) -> None:

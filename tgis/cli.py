@@ -17,6 +17,7 @@ from tgis.options.command import OneLineGroup, command, one_line_errors
 from tgis.options.settings import DEFAULT, Setting, SettingsError
 from tgis.options.tgis_names import TGIS_NAMES
 from tgis.probe import health_probe
+from tgis.top.command import command as top
 from tgis.tuning_plan import plan_tuning
 
 
@@ -148,5 +149,5 @@ def demo_model(directory: Path) -> None:
 for entry in (_serve, health_probe, *hub_commands.COMMANDS, *prompt_commands.COMMANDS):
     server_main.add_command(entry)
     main.add_command(entry)
-for entry in (launcher_main, router_main, _env, demo_model, client):
+for entry in (launcher_main, router_main, _env, demo_model, client, top):
     main.add_command(entry)

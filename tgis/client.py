@@ -2,19 +2,19 @@
 stderr and exit status 1."""
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import MISSING, Field, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from types import NoneType
-from typing import IO, Any, get_args, get_origin
+from typing import IO, Any
 
 import click
 import grpc
 from google.protobuf.json_format import MessageToJson
 from google.protobuf.message import Message
 
-from tgis.declaration import Option, declared, flag_of, option
+from tgis.declaration import option
+from tgis.flag_command import build_command
 from tgis.pb import generation_pb2 as pb
 from tgis.pb.generation_pb2_grpc import GenerationServiceStub
 
@@ -247,49 +247,15 @@ def _escape(text: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
 
 
-def _click_option(f: Field[Any], declaration: Option, hint: Any) -> click.Option:
-    base = next((kind for kind in get_args(hint) if kind is not NoneType), hint)
-    return click.Option(
-        [flag_of(f), f.name],
-        type=_click_type(base, declaration),
-        default=None if f.default is MISSING else f.default,
-        is_flag=hint is bool,
-        multiple=get_origin(hint) is tuple,
-        help=declaration.help,
-        show_default=f.default not in (None, False, ()),
-    )
-
-
-def _click_type(base: Any, declaration: Option) -> Any:
-    low, high = declaration.minimum, declaration.maximum
-    if base is int and low is not None:
-        return click.IntRange(int(low), None if high is None else int(high))
-    return click.FloatRange(low, high) if base is float and low is not None else base
-
-
-def _build_command(
-    ask: Callable[..., None], help: str, kinds: Sequence[type], inputs: click.Argument | None
-) -> click.Command:
-    """A command that calls `ask` with a value of each of `kinds`, filled from options, then the inputs."""
-
-    def run(**values: Any) -> None:
-        filled = [kind(**{f.name: values[f.name] for f, _, _ in declared(kind)}) for kind in kinds]
-        ask(*filled, *([values["inputs"]] if inputs else []))
-
-    options = [_click_option(*declaration) for kind in kinds for declaration in declared(kind)]
-    params: list[click.Parameter] = [inputs, *options] if inputs else [*options]
-    return click.Command(ask.__name__, params=params, callback=run, help=help)
-
-
 def _build_group() -> click.Group:
     many = click.Argument(["inputs"], nargs=-1, required=True, metavar="TEXT...")
     one = click.Argument(["inputs"], metavar="TEXT")
     asking, generating = (Connection, Output), (Connection, Generation, Output)
     commands = [
-        _build_command(generate, "Generate text for one or more inputs.", generating, many),
-        _build_command(stream, "Generate text for one input, printed as it comes.", generating, one),
-        _build_command(tokenize, "Count and list the tokens of one or more texts.", asking, many),
-        _build_command(info, "Kind and limits of the model.", asking, None),
+        build_command(generate, "Generate text for one or more inputs.", generating, many),
+        build_command(stream, "Generate text for one input, printed as it comes.", generating, one),
+        build_command(tokenize, "Count and list the tokens of one or more texts.", asking, many),
+        build_command(info, "Kind and limits of the model.", asking, None),
     ]
     return click.Group("client", commands=commands, help="Ask a running service.")
 

@@ -3,7 +3,7 @@
 import re
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import grpc
@@ -62,6 +62,8 @@ OURS = {
     "tgi_request_time_to_first_token_duration": ("histogram", set()),
     "tgi_request_inter_token_duration": ("histogram", set()),
     "tgi_requests_running": ("gauge", set()),
+    "tgi_permits_limit": ("gauge", set()),
+    "tgi_ready": ("gauge", set()),
     "tgi_kv_cache_usage_ratio": ("gauge", set()),
     "tgi_prefix_cache_queries": ("counter", set()),
     "tgi_prefix_cache_hits": ("counter", set()),
@@ -138,6 +140,13 @@ def settle(setup: Setup) -> None:
         )
         if sent == answered + failed:
             return
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def wait_until(is_so: Callable[[], bool], timeout_s: float = 5) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not is_so():
         assert time.monotonic() < deadline
         time.sleep(0.02)
 
@@ -364,6 +373,7 @@ def test_gauges_while_something_runs_and_after(lost: Setup) -> None:
         list(stream)
     finally:
         lost.shards[0].step_s = 0.001
+    assert (seen["tgi_ready{}"], seen["tgi_permits_used{}"], seen["tgi_permits_limit{}"]) == (1, 1, 20)
     assert seen["tgi_batch_current_size{}"] == seen["tgi_requests_running{}"] == 1
     total = seen["tgi_batch_input_tokens{}"] + seen["tgi_batch_max_remaining_tokens{}"]
     assert total == num_inputs + 50
@@ -384,6 +394,7 @@ def test_lost_steps(lost: Setup) -> None:
     next(stream)
     next(stream)
     lost.servers.pop().stop()
+    wait_until(lambda: values(lost)["tgi_ready{}"] == 0)
     lost.shards[0].step_s = 0.001
     lost.servers.append(ShardServer(lost.shards[0], lost.uds_path))
     assert list(stream)[-1].generated_token_count == 30

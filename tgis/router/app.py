@@ -70,7 +70,9 @@ class _Router:
         self._tracing = open_tracing(config.otlp_endpoint, config.otlp_service_name or SERVICE_NAME)
         self._grammars = Grammars()
         self._readiness = Readiness(SERVICE)
+        self._metrics.ready.follow(lambda: self._readiness.is_ready)
         self._permits = Permits(config.max_concurrent_requests)
+        self._metrics.permits_limit.follow(lambda: self._permits.max_permits)
         self._certificates = port_certificates(config)
         self._readers = SlowReaders(config.slow_reader_timeout)
         self._gates = (

@@ -200,6 +200,8 @@ class Metrics:
         self.requests_running = self._gauge("tgi_requests_running", "Inputs in the batch")
         self.requests_live = self._gauge("tgi_requests_live", "Accepted inputs without a final event")
         self.permits_used = self._gauge("tgi_permits_used", "Concurrency permits that are held")
+        self.permits_limit = self._gauge("tgi_permits_limit", "Concurrency permits there are")
+        self.ready = self._gauge("tgi_ready", "1 while calls are served; 0: loading, shards lost, or ending")
         self.tasks = self._gauge("tgi_tasks", "Tasks of the router's event loop")
         self.descriptors = self._gauge("tgi_open_descriptors", "File descriptors that the router has open")
         self.created = self._counter(

@@ -1,0 +1,48 @@
+"""What Chromium makes of a page, as a PNG of 128 colours where pngquant is there."""
+
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+LIGHT, DARK = "1", "0"  # what the browser says that its user prefers
+NAMES = ("chromium", "chromium-browser", "google-chrome")
+
+
+def screenshot(
+    url: str, picture: Path, width: int, height: int, wait_ms: int = 1000, scheme: str = LIGHT
+) -> None:
+    """Of a window of the size; scripts of the page get `wait_ms`, which must not be 0."""
+    chromium = next((found for name in NAMES if (found := shutil.which(name))), None)
+    if chromium is None:
+        raise SystemExit("no chromium here: apt-get install chromium")
+    with tempfile.TemporaryDirectory() as profile:
+        subprocess.run(
+            [
+                chromium,
+                "--headless=new",
+                "--no-sandbox",
+                "--disable-gpu",
+                "--hide-scrollbars",
+                "--disable-background-networking",
+                "--disable-component-update",
+                f"--user-data-dir={profile}",
+                f"--blink-settings=preferredColorScheme={scheme}",
+                f"--window-size={width},{height}",
+                f"--virtual-time-budget={wait_ms}",
+                f"--screenshot={picture}",
+                url,
+            ],
+            check=True,
+            capture_output=True,
+            timeout=60,
+        )
+    if pngquant := shutil.which("pngquant"):
+        subprocess.run([pngquant, "--force", "--ext", ".png", "128", picture], check=True)
+
+
+def screenshot_html(html: str, picture: Path, width: int, height: int) -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        page = Path(directory) / "page.html"
+        page.write_text(html)
+        screenshot(page.as_uri(), picture, width, height)

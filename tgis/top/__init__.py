@@ -1,0 +1,1 @@
+"""`tgis top`: a running service, seen from a terminal. Reads nothing but `/metrics`."""

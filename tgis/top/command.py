@@ -1,0 +1,118 @@
+"""The command: asks, draws and waits until it is interrupted, through whatever the service does meanwhile."""
+
+import contextlib
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import FrameType
+
+import click
+
+from tgis.declaration import option
+from tgis.flag_command import build_command
+from tgis.top.frame import NAME_WIDTH, draw, draw_failure
+from tgis.top.scrape import ScrapeError, Source, scrape
+from tgis.top.window import History
+
+# A screen of its own without a cursor, and back again; from the top; the rest of a line, of the screen.
+ENTER, LEAVE = "\x1b[?1049h\x1b[?25l", "\x1b[?25h\x1b[?1049l"
+HOME, REST_OF_LINE, REST_OF_SCREEN = "\x1b[H", "\x1b[K", "\x1b[J"
+
+
+@dataclass(frozen=True, kw_only=True)
+class View:
+    interval: float = option("Seconds from one look to the next.", 1.0, env=False, minimum=0.1)
+    window: float = option("Seconds that rates and latencies are taken over.", 10.0, env=False, minimum=0.1)
+    once: bool = option("Print one frame, of two looks, and end.", False, env=False)
+
+
+def top(source: Source, view: View) -> None:
+    """Draws on a terminal; elsewhere prints one frame after the other. Raises ClickException where --once
+    finds no service."""
+    if view.once:
+        _print_once(source, view)
+        return
+    with contextlib.suppress(KeyboardInterrupt):
+        (_watch_on_screen if sys.stdout.isatty() else _print_frames)(source, view)
+
+
+def _print_once(source: Source, view: View) -> None:
+    history = History(view.window)
+    try:
+        history.push(scrape(source))
+        time.sleep(view.interval)
+        last = scrape(source)
+    except ScrapeError as error:
+        raise click.ClickException(f"{source.target}: {error}") from error
+    click.echo("\n".join(draw(source.target, _clock(), last, history.push(last))))
+
+
+def _print_frames(source: Source, view: View) -> None:
+    """One that is not there is told of once, until it is there."""
+    told = ""
+    for lines, failure in _frames(source, view):
+        if not failure:
+            click.echo("\n".join([*lines, ""]))
+        elif failure != told:
+            click.echo(f"{source.target}: {failure}; is asked again")
+        told = failure
+
+
+def _watch_on_screen(source: Source, view: View) -> None:
+    with _screen():
+        for lines, _ in _frames(source, view):
+            width, height = os.get_terminal_size(sys.stdout.fileno())
+            shown = [_emphasize(line[:width]) + REST_OF_LINE for line in lines[:height]]
+            click.echo(HOME + "\r\n".join(shown) + REST_OF_SCREEN, nl=False, color=True)
+
+
+def _frames(source: Source, view: View) -> Iterator[tuple[list[str], str]]:
+    """Lines to draw, and why there is no more to them; one for each look, without end."""
+    history = History(view.window)
+    due = time.monotonic()
+    while True:
+        try:
+            now = scrape(source)
+            yield draw(source.target, _clock(), now, history.push(now)), ""
+        except ScrapeError as error:
+            history.forget()
+            yield draw_failure(source.target, _clock(), str(error)), str(error)
+        # What took longer than the interval is not caught up with.
+        now_s = time.monotonic()
+        due = max(due + view.interval, now_s)
+        time.sleep(due - now_s)
+
+
+@contextlib.contextmanager
+def _screen() -> Iterator[None]:
+    """Given back however the block ends."""
+    before = signal.signal(signal.SIGTERM, _interrupt)
+    click.echo(ENTER, nl=False, color=True)
+    try:
+        yield
+    finally:
+        click.echo(LEAVE, nl=False, color=True)
+        signal.signal(signal.SIGTERM, before)
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
+def _emphasize(line: str) -> str:
+    if line.startswith(" "):
+        return line
+    name, rest = line[:NAME_WIDTH], line[NAME_WIDTH:]
+    for bad in ("not ready", "no answer"):
+        rest = rest.replace(bad, click.style(bad, fg="red", bold=True))
+    return click.style(name, bold=True) + rest
+
+
+def _clock() -> str:
+    return time.strftime("%H:%M:%S")
+
+
+command = build_command(top, "Watch a running service; reads its /metrics alone.", (Source, View))

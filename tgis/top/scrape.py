@@ -1,0 +1,125 @@
+"""What a running service's `/metrics` says at one moment. Whatever keeps it from being read is a ScrapeError
+of one line."""
+
+import ssl
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from http.client import HTTPConnection, HTTPException, HTTPSConnection
+from urllib.parse import urlsplit
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from tgis.declaration import option
+from tgis.errors import OperatorError
+
+TIMEOUT_S = 5.0
+MAX_BYTES = 64 << 20  # of an answer; ours has less than one MiB
+OURS = "tgi_queue_size"  # a series that every scrape of a service has
+
+Labels = frozenset[tuple[str, str]]
+
+
+class ScrapeError(OperatorError):
+    """There is no answer, or none of this service."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """Where the service's HTTP port is and how it is reached."""
+
+    target: str = option("Host and port of the service's HTTP port, or its URL.", "localhost:3000", env=False)
+    tls: bool = option("Use TLS; without --ca-cert the system's authorities are trusted.", False, env=False)
+    ca_cert: str | None = option("PEM file of the authorities to trust; implies --tls.", None, env=False)
+    server_name: str | None = option(
+        "Name that the certificate bears, where it is not the target's; implies --tls.", None, env=False
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class Scrape:
+    at: float
+    """When it was read, by the monotonic clock."""
+    samples: Mapping[str, Mapping[Labels, float]]
+
+    def select(self, name: str, **labels: str) -> dict[Labels, float]:
+        """Samples that have all the labels."""
+        wanted = frozenset(labels.items())
+        return {found: value for found, value in self.samples.get(name, {}).items() if wanted <= found}
+
+    def value(self, name: str, **labels: str) -> float:
+        """Their sum; 0 where there are none."""
+        return sum(self.select(name, **labels).values())
+
+
+def scrape(source: Source) -> Scrape:
+    """Raises ScrapeError."""
+    text = _get(source)
+    try:
+        samples = parse(text)
+    except ValueError as error:
+        raise ScrapeError(f"its answer is not in Prometheus' format: {error}") from error
+    if OURS not in samples:
+        raise ScrapeError(f"its answer has no {OURS}: it is another service's")
+    return Scrape(time.monotonic(), samples)
+
+
+def parse(text: str) -> dict[str, dict[Labels, float]]:
+    """Samples by name and labels. Raises ValueError."""
+    samples: dict[str, dict[Labels, float]] = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            samples.setdefault(sample.name, {})[frozenset(sample.labels.items())] = sample.value
+    return samples
+
+
+def _get(source: Source) -> str:
+    connection = _connection(source)
+    try:
+        connection.request("GET", "/metrics")
+        response = connection.getresponse()
+        body = response.read(MAX_BYTES)
+        text = body.decode()
+    except ssl.SSLError as error:
+        raise ScrapeError(f"TLS: {error.reason or error}") from error
+    except OSError as error:
+        raise ScrapeError(error.strerror or str(error) or type(error).__name__) from error
+    except (HTTPException, UnicodeDecodeError) as error:
+        raise ScrapeError(f"its answer is no HTTP: {type(error).__name__}") from error
+    finally:
+        connection.close()
+    if response.status != 200:
+        raise ScrapeError(f"/metrics answers with status {response.status}")
+    return text
+
+
+def _connection(source: Source) -> HTTPConnection:
+    """Nothing is sent yet."""
+    url = urlsplit(source.target if "://" in source.target else f"http://{source.target}")
+    if url.scheme not in ("http", "https") or not url.netloc:
+        raise ScrapeError("neither host and port nor an http or https URL")
+    try:
+        if url.scheme == "http" and not (source.tls or source.ca_cert or source.server_name):
+            return HTTPConnection(url.netloc, timeout=TIMEOUT_S)
+        return _Tls(url.netloc, _context(source), source.server_name)
+    except HTTPException as error:
+        raise ScrapeError("its port is no number") from error
+
+
+def _context(source: Source) -> ssl.SSLContext:
+    try:
+        return ssl.create_default_context(cafile=source.ca_cert)
+    except OSError as error:
+        raise ScrapeError(f"{source.ca_cert} cannot be read: {error.strerror or error}") from error
+
+
+class _Tls(HTTPSConnection):
+    """The certificate may bear another name than the one that is dialled, as through a forwarded port."""
+
+    def __init__(self, address: str, context: ssl.SSLContext, server_name: str | None) -> None:
+        super().__init__(address, timeout=TIMEOUT_S, context=context)
+        self._tls, self._server_name = context, server_name
+
+    def connect(self) -> None:
+        HTTPConnection.connect(self)
+        self.sock = self._tls.wrap_socket(self.sock, server_hostname=self._server_name or self.host)

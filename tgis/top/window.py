@@ -1,0 +1,106 @@
+"""What happened between two scrapes: rates, means, shares, and quantiles as Prometheus' histogram_quantile
+has them."""
+
+import math
+from collections import deque
+from dataclasses import dataclass
+
+from tgis.top.scrape import Labels, Scrape
+
+
+@dataclass(frozen=True, eq=False)
+class Window:
+    """From an earlier scrape of a process to a later one of the same. Quotients are None where nothing
+    happened."""
+
+    begin: Scrape
+    end: Scrape
+
+    @property
+    def seconds(self) -> float:
+        return self.end.at - self.begin.at
+
+    def increase(self, name: str, **labels: str) -> float:
+        return self.end.value(name, **labels) - self.begin.value(name, **labels)
+
+    def rate(self, name: str, **labels: str) -> float:
+        """Per second."""
+        return self.increase(name, **labels) / self.seconds
+
+    def rates_by(self, name: str, label: str) -> dict[str, float]:
+        """By the label's values, of those that are not 0."""
+        values = sorted({dict(labels)[label] for labels in self.end.samples.get(name, {})})
+        rates = {value: self.rate(name, **{label: value}) for value in values}
+        return {value: rate for value, rate in rates.items() if rate}
+
+    def share(self, part: str, whole: str) -> float | None:
+        divisor = self.increase(whole)
+        return self.increase(part) / divisor if divisor else None
+
+    def mean(self, histogram: str, **labels: str) -> float | None:
+        count = self.increase(f"{histogram}_count", **labels)
+        return self.increase(f"{histogram}_sum", **labels) / count if count else None
+
+    def quantile(self, q: float, histogram: str, **labels: str) -> float | None:
+        """Of the observations in between."""
+        name = f"{histogram}_bucket"
+        counts: dict[float, float] = {}
+        for scrape, sign in ((self.end, 1), (self.begin, -1)):
+            for found, count in scrape.select(name, **labels).items():
+                end = _bucket_end(found)
+                counts[end] = counts.get(end, 0.0) + sign * count
+        return quantile_of(q, sorted(counts.items()))
+
+
+def quantile_of(q: float, buckets: list[tuple[float, float]]) -> float | None:
+    """Of buckets as pairs of upper end and count of all that is no greater, the last of which has no end:
+    where the observation of that rank would be, were those of its bucket spread evenly from the bucket's
+    lower end, that of the first one being 0. What is beyond the last end counts as at it."""
+    assert q > 0, "the first of all is nowhere in particular"
+    if len(buckets) < 2 or not buckets[-1][1]:
+        return None
+    rank = q * buckets[-1][1]
+    last = len(buckets) - 1
+    index = next((i for i in range(last) if buckets[i][1] >= rank), last)
+    if index == last:
+        return buckets[last - 1][0]
+    end, count = buckets[index]
+    begin, before = buckets[index - 1] if index else (0.0, 0.0)
+    assert math.isfinite(end), "the last bucket alone has no end"
+    return begin + (end - begin) * ((rank - before) / (count - before))
+
+
+class History:
+    """The last scrapes of a process, for a window of about `seconds`; begins anew when another process
+    answers."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._scrapes: deque[Scrape] = deque()
+
+    def forget(self) -> None:
+        """The process may be another one when it next answers."""
+        self._scrapes.clear()
+
+    def push(self, scrape: Scrape) -> Window | None:
+        """The window that ends now; None for the first scrape of a process."""
+        if self._scrapes and has_restarted(self._scrapes[-1], scrape):
+            self._scrapes.clear()
+        self._scrapes.append(scrape)
+        while len(self._scrapes) > 2 and scrape.at - self._scrapes[1].at >= self._seconds:
+            self._scrapes.popleft()
+        return Window(self._scrapes[0], scrape) if len(self._scrapes) > 1 else None
+
+
+def has_restarted(before: Scrape, after: Scrape) -> bool:
+    """Counters went back, or are gone."""
+    counters = (name for name in before.samples if name.endswith(("_total", "_bucket")))
+    return any(
+        after.samples.get(name, {}).get(labels, -1.0) < value
+        for name in counters
+        for labels, value in before.samples[name].items()
+    )
+
+
+def _bucket_end(labels: Labels) -> float:
+    return float(dict(labels)["le"])
