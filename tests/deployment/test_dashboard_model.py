@@ -1,9 +1,12 @@
-"""The dashboard against Grafana's own model of one, from grafana-foundation-sdk where that is installed."""
+"""The dashboard against Grafana's own model of one, that of grafana-foundation-sdk."""
 
 import json
 from typing import Any
 
 import pytest
+from grafana_foundation_sdk.cog.encoder import JSONEncoder
+from grafana_foundation_sdk.cog.plugins import register_default_plugins
+from grafana_foundation_sdk.models.dashboard import Dashboard
 
 from tests.deployment.expressions import DASHBOARD
 
@@ -26,11 +29,6 @@ def lost(written: Any, read: Any, path: str = "") -> list[str]:
 
 
 def test_grafanas_model_knows_all_of_the_dashboard() -> None:
-    pytest.importorskip("grafana_foundation_sdk", reason="NOTICE: no grafana-foundation-sdk to read it with")
-    from grafana_foundation_sdk.cog.encoder import JSONEncoder
-    from grafana_foundation_sdk.cog.plugins import register_default_plugins
-    from grafana_foundation_sdk.models.dashboard import Dashboard
-
     def through_the_model(dashboard: Any) -> Any:
         return json.loads(JSONEncoder().encode(Dashboard.from_json(dashboard)))
 
