@@ -39,7 +39,7 @@ FOREIGN_NAMES = set(
     "HF_ENDPOINT TMPDIR CHAOS HOSTNAME INFERENCE_PRECISION_HINT ADD_SPECIAL_TOKENS DISABLE_PROMPT_LOGPROBS "
     "ENABLE_VLLM_LOG_REQUESTS MASTER_SHARD_UDS_PATH".split()
 )
-DEPLOYMENT_FILE = re.compile(r"deployment/[\w./-]*\w")
+DEPLOYMENT_FILE = re.compile(r"(?<![\w/])deployment/[\w./-]*\w")
 
 
 def ours() -> Iterator[click.Command]:
