@@ -133,3 +133,15 @@ def test_a_broken_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(hub.ModelNotFoundError, match=r"config\.json is not valid JSON"):
         hub.read_json(tmp_path, "config.json")
+
+
+def test_fingerprints_tell_models_apart(tmp_path: Path) -> None:
+    """By settings and sizes of weights; what else lies there does not count."""
+    found = []
+    for size, settings in ((2, {"a": 1}), (2, {"a": 2}), (3, {"a": 1}), (2, {"a": 1})):
+        write(tmp_path / "config.json", settings)
+        (tmp_path / "model.safetensors").write_bytes(bytes(size))
+        (tmp_path / "README.md").write_text(f"{len(found)}")
+        found.append(hub.fingerprint(tmp_path))
+    assert found[0] == found[3]
+    assert len(set(found)) == 3

@@ -209,6 +209,9 @@ def test_shards_alone_serve_a_router_elsewhere(model: Model, tmp_path: Path) -> 
     )
     check(expected, client.stub.Generate(batch, timeout=60).responses[0])
     client.channel.close()
+    url, context = f"https://127.0.0.1:{port + 4}/metrics", context_of(None, files.path("ca"))
+    with urllib.request.urlopen(url, context=context, timeout=10) as answer:
+        assert "\ntgi_ready 1\n" in answer.read().decode()
     probe = ["health-probe", "--port", str(port + 4), "--http-tls"]
     assert subprocess.run([sys.executable, "-m", "tgis", *probe], timeout=60).returncode == 0
     assert (router.end(), shards.end()) == (0, 0), shards.output
