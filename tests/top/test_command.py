@@ -78,7 +78,7 @@ def numbers(frame: str, name: str) -> list[float]:
 
 
 def test_once_prints_what_happened_between_two_looks(router: Setup) -> None:
-    router.shards[0].step_s = 0.01
+    router.shards[0].step_s = 0.05  # so that the stream outlasts a slow start of the command
     stream = router.stub.GenerateStream(request(150))
     next(stream)
     done = run("--target", target_of(router), "--once", "--interval", "0.7")
@@ -89,9 +89,9 @@ def test_once_prints_what_happened_between_two_looks(router: Setup) -> None:
     assert "\x1b" not in frame
     assert frame.startswith(f"tgis top    {target_of(router)}  ready  ")
     assert numbers(frame, "requests") == [0, 1, 1, 1, 20]
-    assert 10 < numbers(frame, "tokens/s")[0] <= 100
+    assert 0 < numbers(frame, "tokens/s")[0] <= 20
     p50, p95, *_ = numbers(frame, "next token")
-    assert 10 <= p50 <= p95 < 200
+    assert 30 <= p50 <= p95
     assert numbers(frame, "next_token")[-1] == 1.0, "one sequence a step"
     assert numbers(frame, "first token") == [0.0], "no times, and none a second"
     assert "failures    none" in frame
