@@ -14,6 +14,7 @@ ALLOWED = {
     "run_directory.py": "the age of a directory",
     "prompts/spool.py": "the age of a file",
     "prompts/snapshot.py": "the age of a file",
+    "top/command.py": "the time of a frame",
 }
 
 

@@ -28,6 +28,7 @@ from tgis.pb.shard_pb2_grpc import ShardServiceServicer, add_ShardServiceService
 VOCAB_SIZE = 400
 EOS, PAD = 1, 2
 NUM_BLOCKS, BLOCK_SIZE = 64, 8
+NUM_THREADS = 24  # for calls of a shard
 MAX_SEQUENCE_LENGTH = 200
 
 
@@ -125,7 +126,7 @@ class ShardServer:
     def __init__(self, shard: FakeShard, uds_path: str) -> None:
         self._shard = shard
         self._connections: list[socket.socket] = []
-        self._server = grpc.server(ThreadPoolExecutor(24))
+        self._server = grpc.server(ThreadPoolExecutor(NUM_THREADS))
         add_ShardServiceServicer_to_server(shard, self._server)
         self._listener = self._open(f"{uds_path}-{shard.rank}")
         self._thread = threading.Thread(target=self._accept)

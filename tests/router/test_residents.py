@@ -12,7 +12,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from tests.router.conftest import FakeShard, ShardServer
+from tests.router.conftest import NUM_THREADS, FakeShard, ShardServer
 from tests.router.model_of_contents import ADAPTER, PROMPT, Item, Library, adapter
 from tgis.pb import shard_pb2 as pb
 from tgis.router.blocks import BlockPool
@@ -162,16 +162,17 @@ async def test_a_call_that_comes_as_the_last_one_goes_looks_up_again(group: Grou
 
 async def test_stuck_look_ups_end_and_leave_threads_for_others(group: Group) -> None:
     group.library.stuck = threading.Event()
-    calls = [asyncio.create_task(group.use(f"prompt-{i}")) for i in range(20)]
+    calls = [asyncio.create_task(group.use(f"prompt-{i}")) for i in range(40)]
     await asyncio.sleep(0.1)
     assert await group.use(adapter_id="") == []
     errors = await asyncio.gather(*calls, return_exceptions=True)
     group.library.stuck.set()
     group.library.stuck = None
-    texts = [f"can't retrieve prompt prefix with id 'prompt-{i}': Timeout expired" for i in range(20)]
+    texts = [f"can't retrieve prompt prefix with id 'prompt-{i}': Timeout expired" for i in range(40)]
     assert [str(error) for error in errors] == texts
     assert {type(error) for error in errors} == {RequestError}
-    assert group.library.most_finding == 16
+    # On a slow machine a look-up may still begin when those before it time out, whose threads are stuck here.
+    assert 16 <= group.library.most_finding < NUM_THREADS
     await asyncio.sleep(0.1)
     assert await group.use("prompt-1") == ["p1"]
 

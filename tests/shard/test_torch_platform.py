@@ -423,8 +423,10 @@ def test_every_shard_has_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_memory_of_ranks() -> None:
+    """Those of one machine, two of four here."""
+
     class Two:
-        size = 2
+        size, local_size = 4, 2
 
         def min(self, value: int) -> int:
             return value
