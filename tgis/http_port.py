@@ -2,13 +2,18 @@
 after a while, and the oldest of too many connections makes way for the newest."""
 
 import asyncio
+import contextlib
 import ssl
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from tgis.certificates import Certificates
+from tgis.port_options import PortOptions
+from tgis.ports import listen
 
 REQUEST_S = 10.0  # from the first byte, or from connecting, until the answer is out
 MAX_CONNECTIONS = 128  # probes and scrapes take a few; files to open are worth more to the gRPC port
@@ -55,8 +60,22 @@ def _opened_at(connection: Any) -> float:
     return opened_at
 
 
-def http_server(app: Any, certificates: Certificates | None) -> uvicorn.Server:
-    """In the clear where there are no certificates; its clients need none of their own."""
+@asynccontextmanager
+async def serve_http(app: Any, options: PortOptions, certificates: Certificates | None) -> AsyncIterator[int]:
+    """Yields the port. In the clear unless HTTP is to be encrypted; clients need no certificate of their own.
+    Raises PortError."""
+    listener = listen(options.bind, options.port)
+    server = _server(app, certificates if options.http_tls else None)
+    server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign, assignment]
+    task = asyncio.create_task(server.serve(sockets=[listener]), name="http")
+    try:
+        yield listener.getsockname()[1]
+    finally:
+        server.should_exit = True
+        await task
+
+
+def _server(app: Any, certificates: Certificates | None) -> uvicorn.Server:
     settings = uvicorn.Config(
         app,
         http=HttpConnection,

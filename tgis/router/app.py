@@ -5,8 +5,7 @@ import contextlib
 import gc
 import logging
 import signal
-from collections.abc import AsyncIterator, Coroutine
-from contextlib import asynccontextmanager
+from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,10 +16,10 @@ from grpc_reflection.v1alpha import reflection
 
 from tgis.certificates import Certificates, port_certificates
 from tgis.config import SERVICE_NAME, RouterConfig
-from tgis.http_port import http_server
+from tgis.http_port import serve_http
 from tgis.pb import generation_pb2, shard_pb2
 from tgis.pb.generation_pb2_grpc import add_GenerationServiceServicer_to_server
-from tgis.ports import PortError, listen, reserve
+from tgis.ports import PortError, reserve
 from tgis.router.blocks import BlockPool
 from tgis.router.budget import StepBudget
 from tgis.router.calls import Accounts
@@ -97,7 +96,8 @@ class _Router:
         # Who connects while the model loads is refused, and can go elsewhere, instead of waiting for answers.
         reserved = reserve(config.bind, config.grpc_port)
         grpc_port = reserved.getsockname()[1]
-        async with self._http_server() as http_port:
+        http = http_app(lambda: self._readiness.is_ready, self._metrics)
+        async with serve_http(http, config, self._certificates) as http_port:
             try:
                 info = await self._unless_draining(contents.start())
                 if info is None:
@@ -217,20 +217,6 @@ class _Router:
         add_GenerationServiceServicer_to_server(service, server)
         health_pb2_grpc.add_HealthServicer_to_server(self._readiness.health, server)
         reflection.enable_server_reflection((SERVICE, HEALTH, reflection.SERVICE_NAME), server)
-
-    @asynccontextmanager
-    async def _http_server(self) -> AsyncIterator[int]:
-        """Answers from the start, so that the process is live while the model loads; yields the port."""
-        listener = listen(self._config.bind, self._config.port)
-        certificates = self._certificates if self._config.http_tls else None
-        server = http_server(http_app(lambda: self._readiness.is_ready, self._metrics), certificates)
-        server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign, assignment]
-        task = asyncio.create_task(server.serve(sockets=[listener]), name="http")
-        try:
-            yield listener.getsockname()[1]
-        finally:
-            server.should_exit = True
-            await task
 
 
 async def _wait(event: asyncio.Event, timeout_s: float) -> None:

@@ -5,30 +5,22 @@ from collections.abc import Callable
 
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.routing import Route
 
+from tgis.http_health import METRICS_TYPE, health_routes
 from tgis.router.metrics import Metrics
 
 SPACING_S = 0.05  # between two writings of the metrics, each of which takes milliseconds
-METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 def http_app(is_ready: Callable[[], bool], metrics: Metrics) -> Starlette:
     scrapes = _Scrapes(metrics)
 
-    async def health(request: Request) -> Response:
-        if is_ready():
-            return Response()
-        return JSONResponse({"error": "unhealthy"}, status_code=503)
-
-    async def live(request: Request) -> Response:
-        return Response()
-
     async def scrape(request: Request) -> Response:
         return Response(await scrapes.text(), media_type=METRICS_TYPE)
 
-    return Starlette(routes=[Route("/health", health), Route("/live", live), Route("/metrics", scrape)])
+    return Starlette(routes=[*health_routes(is_ready), Route("/metrics", scrape)])
 
 
 class _Scrapes:
