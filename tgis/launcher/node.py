@@ -104,6 +104,7 @@ async def all_of(beginnings: Iterable[Coroutine[Any, Any, object]]) -> None:
     finally:
         for task in tasks:
             task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def unless_ended(begun: Coroutine[Any, Any, object], ending: Coroutine[Any, Any, str]) -> None:

@@ -15,7 +15,7 @@ from tgis.launch_plan import END_S, LaunchError, Plan
 from tgis.launcher.child_configs import ChildConfigs
 from tgis.launcher.group import FileRendezvous, Group, PortRendezvous
 from tgis.launcher.members import Members
-from tgis.launcher.node import LocalNode, Node
+from tgis.launcher.node import LocalNode, Node, all_of
 from tgis.launcher.run_files import RunFiles
 from tgis.launcher.shard_health import serve_health
 from tgis.ports import listen
@@ -79,12 +79,9 @@ class Service:
         self._local.host = host = await _resolve(self._config.master_addr)
         certificates = link_certificates(self._config, mutual_server)
         members = self._members = Members(self._config.nnodes - 1, self._configs.common, certificates)
+        nodes: list[Node] = [self._local, *members.nodes]
         with listen(host, self._config.master_port) as listener:
-            serving = asyncio.create_task(members.serve(listener), name="members")
-            try:
-                await self._run_group([self._local, *members.nodes], PortRendezvous(host))
-            finally:
-                serving.cancel()
+            await all_of((members.serve(listener), self._run_group(nodes, PortRendezvous(host))))
 
     async def _run_group(self, nodes: Sequence[Node], rendezvous: FileRendezvous | PortRendezvous) -> None:
         """Raises LaunchError when something has ended that should not have."""
