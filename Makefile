@@ -28,7 +28,7 @@ PACKAGING := pyproject.toml constraints.txt protos/generation.proto protos/shard
 
 .DEFAULT_GOAL := help
 .PHONY: help install run check audit test test-all chaos bench bench-peers bench-tuning profile docs protos
-.PHONY: sbom image image-root deploy-check site serve-site screenshots clean
+.PHONY: sbom image image-root deploy deploy-check site serve-site screenshots clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{ printf "  make %-12s %s\n", $$1, $$2 }'
@@ -62,6 +62,9 @@ image:  ## Build the image with podman or docker; VARIANT=cpu|cuda, IMAGE=its na
 
 image-root: $(VENV)/installed  ## What the image has beside its base, as a directory: build/image-root; needs root
 	scripts/image_root.sh build/image-root $(BIN)/python
+
+deploy:  ## Apply a model of deployment/models to the cluster that kubectl speaks to; DEPLOY=its name
+	deployment/deploy_model.sh $(DEPLOY)
 
 test: $(VENV)/installed-dev  ## Run the tests
 	$(BIN)/pytest -m "not slow and not deploy" $(SPREAD)
