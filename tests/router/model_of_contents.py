@@ -134,10 +134,9 @@ class ShelfOfShard:
 
     def put(self, requests: Iterator[pb.PutRequest], context: grpc.ServicerContext) -> pb.PutResponse:
         """Each content is its own digest."""
-        library = self.library
+        library, parts = self.library, list(requests)
         if library.put_error is not None:
             fail(context, library.put_error)
-        parts = list(requests)
         content = b"".join(part.data for part in parts)
         with library.lock:
             library.rule({part.digest for part in parts} == {content.decode()}, "a copy is not what it was")

@@ -1,6 +1,7 @@
 """What the calls about soft prompts and adapters answer over a socket: every error, and nothing of it that is
 none of the client's business; and what goes on beside a disk that hangs."""
 
+import asyncio
 import errno
 import threading
 import time
@@ -18,6 +19,7 @@ from tgis.pb.shard_pb2_grpc import ShardServiceStub
 from tgis.prompts.errors import ContentError, MissingContentError
 from tgis.prompts.spool import Kind, Spool
 from tgis.prompts.store import Found, Store
+from tgis.router.relay import relay
 from tgis.shard.content_calls import ContentCalls
 from tgis.shard.contents import Content, Contents, Prompt
 from tgis.shard.link import UnixLink
@@ -80,8 +82,9 @@ class Served:
         odd = OddStore(self.spool, self.finding)
         store = odd if prompts is None else Store(self.spool, FIT, prompts, None, {})
         service = ShardService(pb.InfoResponse(), ContentCalls(store, self.spool, self.contents))
-        self._server = _listen(service, UnixLink(str(directory / "socket")))
-        self.channel = grpc.insecure_channel(f"unix:{directory / 'socket'}")
+        self.path = directory / "socket"
+        self._server = _listen(service, UnixLink(str(self.path)))
+        self.channel = grpc.insecure_channel(f"unix:{self.path}")
         self.stub = ShardServiceStub(self.channel)
 
     def _read(self, digest: str) -> Content:
@@ -220,6 +223,41 @@ def test_a_copy_from_another_machine(served: Served, tmp_path: Path) -> None:
         with pytest.raises(grpc.RpcError) as caught:
             list(served.stub.Fetch(pb.FetchRequest(digest=name), timeout=TIMEOUT_S))
         assert caught.value.code() is Code.NOT_FOUND
+
+
+async def test_relaying_says_why_it_failed(served: Served, tmp_path: Path) -> None:
+    """Whatever fails while pieces are on their way, which are many."""
+    target = Served(tmp_path)
+    digest = served.spool.put("adapter", {"a": torch.zeros(8 << 18)}, {"scales": {}})
+    paths = (f"unix:{one.path}" for one in (served, target))
+    first, other = (
+        grpc.aio.insecure_channel(path, [("grpc.use_local_subchannel_pool", 1)]) for path in paths
+    )
+    stubs = ShardServiceStub(first), ShardServiceStub(other)
+    for _ in range(5):
+        await relay(*stubs, digest, TIMEOUT_S)
+        assert digest in target.spool
+        target.spool.remove([digest])
+        target.spool.directory.rename(tmp_path / "gone")
+        target.spool.directory.write_text("no directory")
+        with pytest.raises(grpc.RpcError) as caught:
+            await relay(*stubs, digest, TIMEOUT_S)
+        assert (caught.value.code(), caught.value.details()) == (Code.INTERNAL, "internal error")
+        target.spool.directory.unlink()
+        (tmp_path / "gone").rename(target.spool.directory)
+        with pytest.raises(grpc.RpcError) as caught:
+            await relay(*stubs, "0" * 64, TIMEOUT_S)
+        assert caught.value.code() is Code.NOT_FOUND
+        with pytest.raises(TimeoutError):
+            await relay(*stubs, digest, 0.001)
+    relaying = asyncio.create_task(relay(*stubs, digest, TIMEOUT_S))
+    target.stop()
+    with pytest.raises((grpc.RpcError, ConnectionError)) as broken:
+        await relaying
+    if isinstance(broken.value, grpc.RpcError):
+        assert broken.value.code() in (Code.UNAVAILABLE, Code.CANCELLED)
+    for channel in (first, other):
+        await channel.close()
 
 
 def test_a_copy_of_what_nobody_waits_for_is_removed(served: Served) -> None:

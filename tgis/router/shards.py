@@ -131,8 +131,13 @@ class Shards:
         """Raises ContentCallError and ShardsLostError."""
         channels = self._current_channels()
         first, other = (ShardServiceStub(channels[one]) for one in (0, rank))
-        with _shard_errors():
-            await relay(first, other, digest, timeout_s)
+        try:
+            with _shard_errors():
+                await relay(first, other, digest, timeout_s)
+        except TimeoutError as error:
+            raise ContentCallError(grpc.StatusCode.DEADLINE_EXCEEDED, "") from error
+        except ConnectionError as error:
+            raise ShardsLostError(LOST) from error
 
     def _current_channels(self) -> list[grpc.aio.Channel]:
         """Raises ShardsLostError."""

@@ -4,7 +4,9 @@ what they tell of an error."""
 import errno
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from itertools import chain
 from pathlib import Path
 from typing import TypeVar
@@ -79,8 +81,14 @@ class ContentCalls:
 
     def _put(self, requests: Iterator[pb.PutRequest]) -> None:
         """One that is cut off is not what its digest says."""
-        first = next(requests, pb.PutRequest())
-        self._spool.take(first.digest, (one.data for one in chain([first], requests)))
+        try:
+            first = next(requests, pb.PutRequest())
+            self._spool.take(first.digest, (one.data for one in chain([first], requests)))
+        except grpc.RpcError as error:
+            raise MissingContentError("the call is over") from error
+        finally:
+            with suppress(grpc.RpcError):
+                deque(requests, maxlen=0)
 
     def unload(self, request: pb.UnloadRequest, context: grpc.ServicerContext) -> pb.UnloadResponse:
         self._answer(context, lambda: self._unload(request))
