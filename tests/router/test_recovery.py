@@ -1,6 +1,5 @@
 """Shards that die, disagree or stay away, and the router's own end, under live streams."""
 
-import contextlib
 import queue
 import re
 import signal
@@ -287,13 +286,15 @@ def test_start_failures_are_one_line(tmp_path: Path, pair: Setup) -> None:
 
 
 def test_a_watch_of_the_health_does_not_hold_up_the_end(pair: Setup) -> None:
-    states: queue.SimpleQueue[int] = queue.SimpleQueue()
+    states: queue.SimpleQueue[object] = queue.SimpleQueue()
 
     def watch() -> None:
         request = health_pb2.HealthCheckRequest(service="fmaas.GenerationService")
-        with contextlib.suppress(grpc.RpcError):
+        try:
             for answer in health_pb2_grpc.HealthStub(pair.channel).Watch(request):
                 states.put(answer.status)
+        except grpc.RpcError as error:
+            states.put(error)
 
     watcher = threading.Thread(target=watch)
     watcher.start()
