@@ -215,3 +215,25 @@ def test_shards_alone_serve_a_router_elsewhere(model: Model, tmp_path: Path) -> 
     probe = ["health-probe", "--port", str(port + 4), "--http-tls"]
     assert subprocess.run([sys.executable, "-m", "tgis", *probe], timeout=60).returncode == 0
     assert (router.end(), shards.end()) == (0, 0), shards.output
+
+
+def test_a_node_may_be_lost_while_all_load(model: Model, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Which ends a service only where a shard fails by itself."""
+    nodes = TwoNodes(tmp_path_factory.mktemp("n"), model.directory, "--dtype", "float32")
+    first, lost = nodes.start(0), nodes.start(1)
+    lost.wait_for_line("start 1 of the group")
+    lost.end(signal.SIGKILL)
+    nodes.clear(1)
+    first.wait_for_line("node 1 is lost")
+    nodes.start(1)
+    client = Client(first.wait_until_serving())
+    assert read(client, TEXTS[0])
+    client.channel.close()
+    assert nodes.end() == [0, 0], first.output
+    failing = TwoNodes(tmp_path_factory.mktemp("n"), model.directory, "--dtype", "float32")
+    first = failing.start(0)
+    failing.start(1, "--failpoints", "shard.before_loading[rank=1]=raise")
+    assert first.process.wait(60) == 1
+    assert first.lines[-1].startswith("error: node 1: shard 1")
+    failing.nodes[1].end()
+    first.end()

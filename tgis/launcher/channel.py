@@ -26,16 +26,11 @@ class Channel:
         self._reader, self._writer = reader, writer
         self._missed = 0
         tune(writer.get_extra_info("socket"))
+        self.own_host, self.other_host = (
+            str(writer.get_extra_info(name)[0]) for name in ("sockname", "peername")
+        )
+        """The addresses of both ends."""
         self._beating = asyncio.create_task(self._beat(), name="signs of life")
-
-    @property
-    def own_host(self) -> str:
-        """The address by which this end is connected."""
-        return str(self._writer.get_extra_info("sockname")[0])
-
-    @property
-    def other_host(self) -> str:
-        return str(self._writer.get_extra_info("peername")[0])
 
     def send(self, kind: str, **more: Any) -> None:
         """Nowhere if the other end is gone, which `receive` tells."""

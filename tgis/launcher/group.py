@@ -86,14 +86,20 @@ class Group:
     async def _start_first(self) -> None:
         """Nodes may come and go meanwhile. Raises LaunchError."""
         while True:
+            num_losses = self._num_losses
             try:
                 return await self._start()
             except LaunchError as error:
-                await self.kill()
-                await asyncio.sleep(SETTLE_S)
-                if all(node.is_there for node in self._nodes):
+                if len(self._nodes) > 1:
+                    await asyncio.sleep(SETTLE_S)
+                if self._num_losses == num_losses:
                     raise
                 logger.warning("%s; starting the shards again", error)
+                await self.kill()
+
+    @property
+    def _num_losses(self) -> int:
+        return sum(node.num_losses for node in self._nodes)
 
     async def _start(self) -> None:
         """Returns when all have loaded. Raises LaunchError."""

@@ -101,15 +101,12 @@ class RemoteNode:
     def __init__(self, rank: int) -> None:
         self.name = f"node {rank}"
         self.addresses: list[TcpAddress] = []
+        self.num_losses = 0
         self._channel: Channel | None = None
         self._is_there = asyncio.Event()
         self._epoch = 0
         self._has_begun = asyncio.Event()
         self._end: asyncio.Future[str] | None = None
-
-    @property
-    def is_there(self) -> bool:
-        return self._channel is not None
 
     async def wait_until_there(self) -> None:
         if not self._is_there.is_set():
@@ -153,6 +150,7 @@ class RemoteNode:
         logger.warning("%s is lost: %s", self.name, reason)
         self._channel.close()
         self._channel = None
+        self.num_losses += 1
         self._is_there.clear()
         self._tell_end(f"{self.name} is lost: {reason}")
 

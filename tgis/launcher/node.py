@@ -29,7 +29,8 @@ class Node(Protocol):
         """Of its shards, where they are reached over TCP; known when it is there."""
 
     @property
-    def is_there(self) -> bool: ...
+    def num_losses(self) -> int:
+        """How often it was there, and no more."""
 
     async def wait_until_there(self) -> None: ...
 
@@ -55,8 +56,8 @@ class LocalNode:
         return self._configs.addresses(self.host)
 
     @property
-    def is_there(self) -> bool:
-        return True
+    def num_losses(self) -> int:
+        return 0
 
     async def wait_until_there(self) -> None:
         pass
