@@ -154,7 +154,7 @@ def test_strangers_are_no_nodes(nodes: TwoNodes, tuned: Tuned, tmp_path: Path) -
             socket.create_connection(("127.0.0.1", port), timeout=10) as plain,
             right.wrap_socket(plain) as connection,
         ):
-            with contextlib.suppress(ConnectionResetError, BrokenPipeError):
+            with contextlib.suppress(OSError):  # it may be closed meanwhile, in more than one way
                 connection.sendall(said)
             assert answer in received(connection)
     assert read(tuned.client, TEXTS[2]) == expected
@@ -164,7 +164,7 @@ def test_strangers_are_no_nodes(nodes: TwoNodes, tuned: Tuned, tmp_path: Path) -
 def received(connection: ssl.SSLSocket) -> bytes:
     """Until it is closed."""
     found = b""
-    with contextlib.suppress(ConnectionResetError, ssl.SSLEOFError):
+    with contextlib.suppress(OSError):
         while data := connection.recv(1 << 16):
             found += data
     return found
