@@ -292,6 +292,21 @@ def test_encryption_is_whole_or_refused() -> None:
         assert run(RouterConfig, [*several, *flags, *REQUIRED[RouterConfig]])[0].shard_addresses == "a:1,b:1"
 
 
+def test_groups_of_nodes() -> None:
+    """Also as LeaderWorkerSet tells of them; one node may have certificates for more."""
+    for flags in (["--nnodes", "2"], ["--headless"], ["--nnodes", "2", *LINK_FILES[2:]]):
+        assert refusal(flags) == NOT_ENCRYPTED
+    for flags, text in ((["--node-rank", "1"], "1 is none of 1"), (["--node-rank", "2"], "2 is none of 2")):
+        more = ["--nnodes", "2", *LINK_FILES] if "2" in flags else []
+        assert refusal([*flags, *more]) == f"node_rank {text} nodes"
+    told = {"LWS_WORKER_INDEX": "1", "LWS_LEADER_ADDRESS": "first.group.ns", "LINK_SERVER_NAME": "link"}
+    config = run(LauncherConfig, LINK_FILES, {**told, "LWS_GROUP_SIZE": "3"})[0]
+    assert (config.nnodes, config.node_rank, config.master_addr) == (3, 1, "first.group.ns")
+    assert (config.master_port, config.link_server_name, config.headless) == (29500, "link", False)
+    alone = run(LauncherConfig, LINK_FILES, {**told, "LWS_GROUP_SIZE": "1", "LWS_WORKER_INDEX": "0"})[0]
+    assert alone.nnodes == 1
+
+
 @pytest.mark.parametrize("name", ["ibm_fms", "ds_inference"])
 def test_engines_that_are_not_served(name: str) -> None:
     for reads in ("launcher", "serve"):
