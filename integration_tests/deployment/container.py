@@ -1,6 +1,7 @@
 """One container, started as a runtime would: namespaces of its own, the image's files, the mounts it was
 given, a user id that nobody knows, and no rights. As a program, this becomes it."""
 
+import contextlib
 import ctypes
 import json
 import os
@@ -87,7 +88,12 @@ class Container:
             return None
 
     def kill(self) -> None:
-        self.process.kill()  # which takes all of it along
+        """Its first process, which takes all others along; the one that began it ends with it."""
+        if self.pid:  # who changes its user is not killed with its parent any more
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
+        else:
+            self.process.kill()
         self.process.wait()
 
     def run(self, command: Sequence[str], timeout: float) -> tuple[int, str]:

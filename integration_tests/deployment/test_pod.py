@@ -1,6 +1,7 @@
 """Pods of the manifests, each from its start to its end, and broken ones that are found to be so. It needs
 root, to make namespaces; no cluster, and no container engine."""
 
+import contextlib
 import copy
 import os
 import shutil
@@ -141,6 +142,17 @@ def lives(
             name: threads.submit(live, pod, image, cluster, client, tmp_path_factory.mktemp("pod"))
             for name, pod in pods.items()
         }
+    assert not running_from("/opt/tgis/bin/"), "no pod outlives its test"
+
+
+def running_from(place: str) -> set[str]:
+    """Command lines of processes whose program is there."""
+    found = set()
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):  # it has just ended
+            if (line := path.read_text()).startswith(place):
+                found.add(line.replace("\0", " "))
+    return found
 
 
 @pytest.fixture(params=[*VARIANTS, *(change.__name__ for change in CHANGED)])
