@@ -55,8 +55,8 @@ class PortRendezvous:
 
 
 class Group:
-    def __init__(self, nodes: Sequence[Node], rendezvous: Rendezvous, addresses: Path) -> None:
-        """The file `addresses` says where all shards are reached over TCP."""
+    def __init__(self, nodes: Sequence[Node], rendezvous: Rendezvous, addresses: Path | None) -> None:
+        """The file `addresses` is to say where all shards are reached, if that is over TCP."""
         self._nodes, self._rendezvous, self._addresses = nodes, rendezvous, addresses
         self._epoch = 0
         self.is_serving = False
@@ -114,6 +114,8 @@ class Group:
 
     def _tell_addresses(self) -> None:
         """To the router, which may read at any time."""
+        if self._addresses is None:  # a disk without room must not keep a single shard from starting again
+            return
         new = self._addresses.with_suffix(".new")
         new.write_text(",".join(str(address) for node in self._nodes for address in node.addresses))
         new.replace(self._addresses)

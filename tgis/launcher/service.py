@@ -85,7 +85,7 @@ class Service:
 
     async def _run_group(self, nodes: Sequence[Node], rendezvous: FileRendezvous | PortRendezvous) -> None:
         """Raises LaunchError when something has ended that should not have."""
-        group = Group(nodes, rendezvous, self._addresses)
+        group = Group(nodes, rendezvous, self._addresses if self._configs.spans else None)
         shards = asyncio.create_task(group.run())
         ends: list[asyncio.Task[object]] = [shards]
         try:
