@@ -2,7 +2,7 @@
 
 import json
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -40,6 +40,7 @@ class Checkpoint:
         self._directory = directory
         self._open: dict[str, Tensors] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}  # of all that was fetched
+        self._taken: dict[str, set[int]] = {}  # likewise; the entries, of tensors that are read by entries
         self._file_of = self._list_tensors()
         self._unclosed_bytes = 0
         files = [directory / name for name in set(self._file_of.values())]
@@ -57,7 +58,8 @@ class Checkpoint:
         tensors = self._open.get(file)
         if tensors is None:  # or closed meanwhile, by another thread
             tensors = self._open[file] = _open(self._directory / file)
-        found = FileTensor(_get(tensors, name, label), label, self._count)
+        taken = self._taken.setdefault(name, set())
+        found = FileTensor(_get(tensors, name, label), label, self._count, taken)
         self.shapes[name] = found.shape
         return found
 
@@ -74,6 +76,15 @@ class Checkpoint:
                 found = (_get(tensors, name, f"{path}: tensor {name}") for name in names)
                 total += sum(tensor.numel() for tensor in found if tensor.dim() > 1)
         return total
+
+    def list_unread(self) -> Iterator[str]:
+        """Yield the tensors that were never fetched; of one that was read by entries, the first left out."""
+        for name in self._file_of:
+            taken = self._taken.get(name)
+            if taken is None:
+                yield name
+            elif taken and (left := set(range(self.shapes[name][0])) - taken):
+                yield f"{name}[{min(left)}]"
 
     def check_files(self) -> None:
         """Open each file once. Raises WeightsError for the first that cannot be."""

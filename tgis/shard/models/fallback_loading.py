@@ -16,6 +16,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 from transformers.utils import ModelOutput
 from transformers.utils import logging as transformers_logging
 
+from tgis import hub
 from tgis.errors import OperatorError
 from tgis.shard.checkpoint import Checkpoint
 from tgis.shard.models.fallback import FallbackSpec
@@ -24,6 +25,7 @@ from tgis.shard.models.fallback_hook import Hook, NotServedError, Recorder, cach
 from tgis.shard.models.fallback_linear import find_wanted, pack_linears
 from tgis.shard.models.fallback_model import FallbackModel, compute_states
 from tgis.shard.models.interface import UnsupportedModelError
+from tgis.shard.models.leftovers import refuse_unread
 from tgis.shard.stored import WeightsError
 from tgis.shard.world import World
 
@@ -141,6 +143,7 @@ def _read(directory: Path, dtype: torch.dtype, trust_remote_code: bool) -> Any:
         raise WeightsError(f"{directory}: tensor {name} has shape {[*stored]}, expected {[*expected]}")
     for name in sorted(found["missing_keys"]):
         raise WeightsError(f"{directory}: tensor {name} is missing")
+    refuse_unread(directory, found["unexpected_keys"], hub.read_json(directory, "config.json"))
     return whole.eval()
 
 
