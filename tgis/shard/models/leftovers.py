@@ -67,8 +67,8 @@ def refuse_unread(directory: Path, names: Iterable[str], config: Mapping[str, An
         raise WeightsError(
             f"{directory}: config.json describes a model without {len(unknown)} of the checkpoint's tensors, "
             f"the first is {first}: it names too few layers or experts, leaves biases out or is another "
-            "model's; take the config.json that was published with the weights, or remove the tensors if they "
-            "are no part of the language model"
+            "model's; take the config.json that was published with the weights, or remove the tensors if "
+            "they are no part of the language model"
         )
 
 
