@@ -40,7 +40,7 @@ class Checkpoint:
         self._directory = directory
         self._open: dict[str, Tensors] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}  # of all that was fetched
-        self._taken: dict[str, set[int]] = {}  # likewise; the entries, of tensors that are read by entries
+        self._taken: dict[str, set[int]] = {}  # likewise; which entries were asked for by number
         self._file_of = self._list_tensors()
         self._unclosed_bytes = 0
         files = [directory / name for name in set(self._file_of.values())]
@@ -78,7 +78,8 @@ class Checkpoint:
         return total
 
     def list_unread(self) -> Iterator[str]:
-        """Yield the tensors that were never fetched; of one that was read by entries, the first left out."""
+        """Yield every tensor that was not fetched; of one that was read by entries, as `name[7]`, the first
+        entry that was left out."""
         for name in self._file_of:
             taken = self._taken.get(name)
             if taken is None:

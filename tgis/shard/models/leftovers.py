@@ -1,5 +1,5 @@
-"""Tensors of a checkpoint that a model does not read: those that are known to be of no use to it, and the
-refusal of all others, which would make the model another one than was trained."""
+"""Tensors of a checkpoint that a model does not read: the known ones, which no answer needs, and the refusal
+of all others, without which the model would not be the one that was trained."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -22,19 +22,21 @@ _ANYWHERE = r"(?:.+\.)?"
 _PREFIX = re.compile(r"^(?:model|transformer)\.")
 
 LEFTOVERS = (
-    Leftover(_ANYWHERE + r"\w*rotary\w*\.\w+", "rotary frequencies and angles, which config.json tells too"),
+    Leftover(
+        _ANYWHERE + r"\w*rotary\w*\.\w+", "rotary frequencies and angles, which are computed from config.json"
+    ),
     Leftover(_ANYWHERE + r"(?:attn|attention)\.(?:masked_bias|bias)", "causal masks of GPT-2 and GPT-NeoX"),
     Leftover(_ANYWHERE + r"causal_mask", "causal masks of BLOOM, Falcon and CodeGen"),
-    Leftover(_ANYWHERE + r"position_ids", "the numbers from 0 on, which old releases of transformers stored"),
+    Leftover(_ANYWHERE + r"position_ids", "position ids, which old releases of transformers stored"),
     Leftover(
         r"(?:(?:en|de)coder\.)?embed_positions\.(?:weights|_float_tensor)",
-        "sinusoidal positions, which follow from their number",
+        "tables of sinusoidal positions, which are computed",
     ),
     Leftover(r"(?:shared|(?:en|de)coder\.embed_tokens)\.weight", "copies of T5's and BART's table of tokens"),
-    Leftover(r"(?:en|de)coder\.version", "the release of fairseq that a BART or OPT was trained with"),
+    Leftover(r"(?:en|de)coder\.version", "the version number that fairseq gave a BART or OPT"),
     Leftover(
         r"decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight",
-        "a bias that T5's attention to the encoder has and does not add",
+        "the relative bias of T5's cross-attention, which is never added",
     ),
     Leftover(
         r"decoder\.final_layer_norm\.(?:weight|bias)",
@@ -45,13 +47,16 @@ LEFTOVERS = (
         r"qa_outputs|multiple_choice_head|(?:\w+\.)?pooler|cls\.seq_relationship)\..+",
         "heads that score or classify texts",
     ),
-    Leftover(r"(?:speculators?|medusa_heads?|mtp(?:_\w+)?)\..+", "parts that guess further tokens ahead"),
+    Leftover(
+        r"(?:speculators?|medusa_heads?|mtp(?:_\w+)?)\..+",
+        "speculators and heads that predict further tokens",
+    ),
     Leftover(
         r"(?:vision|visual|image|audio|speech|multi_?modal|mm_projector|embed_vision|embed_audio|talker|"
         r"token2wav|code2wav)\w*(?:\..+)?",
-        "the parts of multimodal checkpoints that see, hear or speak",
+        "the vision, audio and speech parts of multimodal checkpoints",
     ),
-    Leftover(_ANYWHERE + r"_extra_state", "what Transformer Engine notes about the scales of 8-bit training"),
+    Leftover(_ANYWHERE + r"_extra_state", "the scales that Transformer Engine keeps for 8-bit training"),
 )
 _KNOWN = re.compile("|".join(f"(?:{leftover.pattern})" for leftover in LEFTOVERS))
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d{1,9})\.")
@@ -91,5 +96,5 @@ def _layer_of(name: str) -> int | None:
 
 
 def _layer_order(name: str) -> str:
-    """A key that sorts names as their numbers count: layer 2 before layer 10."""
+    """Return a key that sorts by the numbers in names: layer 2 before layer 10."""
     return re.sub(r"\d+", lambda number: number[0].zfill(9), name)
