@@ -126,7 +126,7 @@ def cases() -> list[tuple[str, str]]:
     return [(kind, name) for kind, damages in kinds.items() for name in damages]
 
 
-@pytest.mark.parametrize("read", READERS)
+@pytest.mark.parametrize("read", READERS[:3])  # the last opens files as the second does
 @pytest.mark.parametrize("is_split", [False, True])
 @pytest.mark.parametrize(("kind", "name"), cases())
 def test_a_damaged_file_is_named(
