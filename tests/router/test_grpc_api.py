@@ -258,6 +258,7 @@ def test_time_limit_keeps_what_there_is(router: Setup) -> None:
     if EOS not in tokens:
         assert response.text == expected_text(router, tokens)
 
+
 ONE_MILLISECOND = stopping(20, min_new_tokens=20, time_limit_millis=1)
 
 
