@@ -353,6 +353,29 @@ def test_bytes_that_are_no_message(router: Setup) -> None:
     assert caught.value.details() == "the request could not be decoded"
 
 
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/fmaas.GenerationService/Chat",
+        "/fmaas.Generation/Generate",
+        "/grpc.health.v1.Health/Ask",
+        "/grpc.reflection.v1.ServerReflection/ServerReflectionInfo",
+        "/nothing",
+    ],
+)
+def test_an_unknown_method_is_refused_without_a_text(router: Setup, path: str) -> None:
+    """As tonic refuses it, which served TGIS's clients; whatever the client sends and waits for."""
+    unary, stream = router.channel.unary_unary(path), router.channel.unary_stream(path)
+    joined, both = router.channel.stream_unary(path), router.channel.stream_stream(path)
+    calls = [lambda: unary(b""), lambda: list(stream(b"\xff")), lambda: joined(iter([]))]
+    calls.append(lambda: list(both(iter([b"a", b"b"]))))
+    for call in calls:
+        with pytest.raises(grpc.RpcError) as caught:
+            call()
+        assert (caught.value.code(), caught.value.details()) == (grpc.StatusCode.UNIMPLEMENTED, "")
+        assert not caught.value.trailing_metadata()
+
+
 def test_what_a_refused_row_did_not_compute_is_not_found_by_others(router: Setup) -> None:
     model, text = router.shards[0].model, "a girl whose text nobody else has"
     model.refuses = lambda message: True

@@ -51,7 +51,7 @@ class PromptOracle:
 
     @torch.inference_mode()
     def answer_to_nothing(self, num_tokens: int, seed: int, repetition_penalty: float = 1.0) -> Answer:
-        """PeftModel's, under such a prompt, to an input without tokens, which its `generate` does not take."""
+        """PeftModel's, under such a prompt, to an input without tokens, which `generate` does not take."""
         model = peft.PeftModel.from_pretrained(self.model, self._find(num_tokens, seed)).eval()
         penalise = transformers.RepetitionPenaltyLogitsProcessor(repetition_penalty)
         tokens, steps = list[int](), list[Tensor]()
