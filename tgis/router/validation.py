@@ -117,11 +117,7 @@ class Validator:
     def _sequence(
         self, token_ids: list[int], request: Request, grammar: Grammar | None, tuning: Tuning
     ) -> Sequence:
-        start, pad = self.limits.decoder_start_token_id, self.limits.pad_token_id
-        before = [pad] * tuning.num_decoder_tokens
-        encoder_before = [pad] * tuning.num_encoder_tokens
-        has_tokens = bool(token_ids or (before if start is None else encoder_before))
-        _require(has_tokens, "tokenizer error the input has no tokens")
+        _require(bool(token_ids or self._num_before(tuning)), "tokenizer error the input has no tokens")
         token_ids = self._tokenizer.truncate(token_ids, request.truncate_input_tokens)
         num_inputs, limit, stopping = len(token_ids), self.limits.max_sequence_length, request.stopping
         num_virtual = self._prefix_length(tuning)
@@ -130,6 +126,9 @@ class Validator:
         _require(num_used < limit, f"{sums} must be < {limit}")
         _require(num_used + minimum <= limit, f"{sums} plus min_new_tokens ({minimum}) must be <= {limit}")
         seeded = request.sampling.greedy or request.has_seed
+        start, pad = self.limits.decoder_start_token_id, self.limits.pad_token_id
+        before = [pad] * tuning.num_decoder_tokens
+        encoder_before = [pad] * tuning.num_encoder_tokens
         return Sequence(
             before + (token_ids if start is None else [start]),
             _reduce(stopping, limit - num_used),
@@ -139,6 +138,11 @@ class Validator:
             tuning=tuning,
             encoder_token_ids=() if start is None else tuple(encoder_before + token_ids),
         )
+
+    def _num_before(self, tuning: Tuning) -> int:
+        """Return how many virtual tokens stand before the text: the encoder's where there is one."""
+        has_encoder = self.limits.decoder_start_token_id is not None
+        return tuning.num_encoder_tokens if has_encoder else tuning.num_decoder_tokens
 
     def _prefix_length(self, tuning: Tuning) -> int:
         """As TGIS counts it: the decoder's part of an encoder-decoder model's prompt goes with the start."""
