@@ -143,7 +143,8 @@ class ServingOptions:
     )
     max_top_n_tokens: int = option("Upper bound of a request's top_n_tokens.", 10, minimum=1)
     tokenization_workers: int | None = option(
-        "Threads that tokenize; unset: 1 to 8 by the cores.",
+        "Threads that tokenize calls with up to 32 KiB of text, which longer ones do not share; unset: 1 to 8 by "
+        "the cores.",
         None,
         minimum=1,
         refusal="tokenization_workers must be > 0",

@@ -54,7 +54,8 @@ class Door(grpc.aio.ServerInterceptor):
             return grpc.stream_stream_rpc_method_handler(_refuse_unknown)
         make, method = self._guarded(handler)
         reader = _tolerant(handler.request_deserializer)
-        return make(method, request_deserializer=reader, response_serializer=handler.response_serializer)
+        writer = _passing_bytes(handler.response_serializer)
+        return make(method, request_deserializer=reader, response_serializer=writer)
 
     def _guarded(self, handler: Handler) -> tuple[Callable[..., Handler], Unary]:
         if handler.unary_unary:
@@ -116,6 +117,15 @@ def _tolerant(deserialize: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
             return _Malformed()
 
     return read
+
+
+def _passing_bytes(serialize: Callable[[Any], bytes]) -> Callable[[Any], bytes]:
+    """An answer that is bytes has been serialized already, where it held up nobody."""
+
+    def write(response: Any) -> bytes:
+        return response if isinstance(response, bytes) else serialize(response)
+
+    return write
 
 
 async def _abort(context: Context, error: Exception) -> None:
