@@ -106,21 +106,17 @@ STABLELM = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4,
 UNSET = "leave DEPLOYMENT_FRAMEWORK unset"
 
 
-@pytest.mark.parametrize("framework", ["hf_transformers", None])
+@pytest.mark.parametrize("is_known", [True, False])
 def test_an_engine_that_takes_no_soft_prompts_says_so(
-    framework: str | None,
-    model_path: Path,
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
+    is_known: bool, model_path: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """And what to do, where another one would take them: of a model that ours knows, and of one that is
-    unknown to it."""
-    remedy = f": {UNSET}" if framework else ", which does not run this model"
-    if framework is None:
+    """And what to do, where our engine knows the model and would take them."""
+    remedy = f": {UNSET}" if is_known else ", which does not run this model"
+    if not is_known:
         model_path = tmp_path / "model"
         config = transformers.StableLmConfig(**STABLELM, vocab_size=99, intermediate_size=48, pad_token_id=0)
         write_model(model_path, config)
-    through = {"deployment_framework": framework, "prefix_store_path": str(tmp_path / "none")}
+    through = {"deployment_framework": "hf_transformers", "prefix_store_path": str(tmp_path / "none")}
     config = configure(model_path, uds_path=str(tmp_path / "shard"), kv_cache_tokens=1024, **through)
     engine = load(config)
     assert (engine.info.prompt_cache_bytes, engine.info.adapter_cache_bytes) == (0, 0)
