@@ -45,6 +45,10 @@ start it must show on a few tokens that it answers through the cache as it does 
 refused with the reason. Every shard then holds the whole model, and there are no soft prompts and no adapters. Code that a checkpoint brings along runs only with
 `TRUST_REMOTE_CODE=true`.
 
+`hf_transformers` and `hf_accelerate` ask for that code for models of the table too, on one shard. Encoder-decoders, models
+with ALiBi, Falcon and models with a `dynamic` or `longrope` rope cannot run so: the service's own engine serves them, with a
+warning, and with soft prompts and adapters.
+
 `hf_optimum_ort` runs a decoder-only model in ONNX form on ONNX Runtime (`pip install 'tgis-next[onnx]'`).
 """
 

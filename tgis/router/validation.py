@@ -121,7 +121,8 @@ class Validator:
         return [self._sequence(ids, request, grammar, tuning) for ids in inputs]
 
     def _sequence(self, ids: TokenIds, request: Request, grammar: Grammar | None, tuning: Tuning) -> Sequence:
-        _require(ids.num_tokens > 0, "tokenizer error the input has no tokens")
+        has_tokens = ids.num_tokens + self._num_before(tuning) > 0
+        _require(has_tokens, "tokenizer error the input has no tokens")
         num_inputs, token_ids = self._tokenizer.truncate(ids, request.truncate_input_tokens)
         limit, stopping = self.limits.max_sequence_length, request.stopping
         num_virtual = self._prefix_length(tuning)
@@ -142,6 +143,11 @@ class Validator:
             tuning=tuning,
             encoder_token_ids=() if start is None else tuple(encoder_before + token_ids),
         )
+
+    def _num_before(self, tuning: Tuning) -> int:
+        """Return how many virtual tokens stand before the text: the encoder's where there is one."""
+        has_encoder = self.limits.decoder_start_token_id is not None
+        return tuning.num_encoder_tokens if has_encoder else tuning.num_decoder_tokens
 
     def _prefix_length(self, tuning: Tuning) -> int:
         """As TGIS counts it: the decoder's part of an encoder-decoder model's prompt goes with the start."""

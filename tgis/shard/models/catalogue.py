@@ -115,6 +115,15 @@ def describe(config: Mapping[str, Any]) -> Spec:
     return spec
 
 
+def serves(config: Mapping[str, Any]) -> bool:
+    """Return whether `describe` gives a spec for the model."""
+    try:
+        describe(config)
+    except UnsupportedModelError:
+        return False
+    return True
+
+
 def load(
     path: Path,
     config: Mapping[str, Any],
