@@ -2,7 +2,7 @@
 
 import json
 import random
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -11,6 +11,8 @@ from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_to
 from tgis.router.token_bound import NFC_FACTOR, max_bytes_per_token
 
 TO_BYTES = normalizers.ByteLevel()
+SHRINKING = "\u1fbe\u0308\u0301"
+"""7 bytes, and 2 as U+0390: iota has a double of 3 bytes."""
 BYTE_TOKENS = [f"<0x{byte:02X}>" for byte in range(256)]
 UNITS = [" ", "ab", "1", "k", "K", "\n", "=-", "é", "\u0390", "각", "\u1e69", "東", "🙂", "▁", "\u00c5"]
 """What long entries of vocabularies are runs of."""
@@ -114,26 +116,32 @@ def least(text: str, bound: int) -> int:
     return -(-len(text.encode()) // bound)
 
 
-def test_canonical_composition_shrinks_no_text_to_less_than_a_third() -> None:
-    """An exhaustive search. A text and its NFC decompose to the same characters. Give each of these the most
-    bytes that a text needs to have it: then a text has no more bytes than its decomposition's characters have
-    together, and it is enough that no character that NFC leaves is decomposed to more than three times its
-    bytes."""
-    characters = [chr(i) for i in range(0x110000) if not 0xD800 <= i < 0xE000 and i != 0x0A]
-    text = "\n".join(characters)
-    decomposed = dict(zip(characters, normalizers.NFD().normalize_str(text).split("\n"), strict=True))
-    composed = dict(zip(characters, normalizers.NFC().normalize_str(text).split("\n"), strict=True))
-    weights = {"\n": 1} | {character: len(character.encode()) for character in characters}
+def test_no_text_has_more_bytes_for_each_of_its_composition_than_the_factor_says() -> None:
+    """An exhaustive search of Unicode, as the library knows it. A text and its NFC decompose to the same
+    characters. Weigh each of these with the most bytes of a text that are needed to have it: then a text has no
+    more bytes than its decomposition weighs, and it is enough to weigh those characters that NFC leaves."""
+    nfc, nfd = normalizers.NFC(), normalizers.NFD()
+    everything = [chr(i) for i in range(0x110000) if not 0xD800 <= i < 0xE000 and i != ord("\n")]
+    pairs = zip(everything, nfd.normalize_str("\n".join(everything)).split("\n"), strict=True)
+    decomposed = {character: parts for character, parts in pairs if parts != character}
+    weights: dict[str, int] = {}
     for character, parts in decomposed.items():
         if len(parts) == 1:
-            weights[parts] = max(weights[parts], len(character.encode()))
-    sums = {character: sum(weights[part] for part in parts) for character, parts in decomposed.items()}
-    assert all(len(character.encode()) <= sums[character] for character in characters)
-    left = [character for character in characters if composed[character] == character]
-    assert max(sums[character] / len(character.encode()) for character in left) == NFC_FACTOR == 3
-    assert len(normalizers.NFC().normalize_str("\u03b9\u0308\u0301").encode()) * 3 == len(
-        "\u03b9\u0308\u0301".encode()
-    )
+            weights[parts] = max(len(character.encode()), weights.get(parts, 0))
+
+    def weigh(parts: str) -> int:
+        return sum(max(len(part.encode()), weights.get(part, 0)) for part in parts)
+
+    assert all(len(character.encode()) <= weigh(parts) for character, parts in decomposed.items())
+    # All others stay as they are, and weigh what they have.
+    left = [
+        character
+        for character in decomposed.keys() | weights.keys()
+        if nfc.normalize_str(character) == character
+    ]
+    ratios = {c: weigh(decomposed.get(c, c)) / len(c.encode()) for c in left}
+    assert max(ratios.values()) == NFC_FACTOR
+    assert len(nfc.normalize_str(SHRINKING).encode()) * NFC_FACTOR == len(SHRINKING.encode())
 
 
 def test_a_text_and_its_composition_decompose_to_the_same_characters() -> None:
@@ -175,7 +183,7 @@ LIKE_FALCON = pre_tokenizers.Sequence(
 # A tokenizer, its bound, and a text that has as few tokens as the bound allows.
 BOUNDED: dict[str, tuple[Tokenizer, int, str]] = {
     "GPT-2": (with_added(changed(byte_level(" "), pre_tokenizer=LIKE_GPT2), END), 16, " " * 160),
-    "GPT-NeoX": (with_added(changed(byte_level(" "), normalizer=normalizers.NFC()), SPACES, END), 72, ""),
+    "GPT-NeoX": (with_added(changed(byte_level(" "), normalizer=normalizers.NFC()), SPACES, END), 84, ""),
     "Llama 3": (
         changed(
             byte_level(" ", doublings=7, ignore_merges=True),
@@ -185,7 +193,7 @@ BOUNDED: dict[str, tuple[Tokenizer, int, str]] = {
         128,
         " " * 128,
     ),
-    "Qwen": (changed(byte_level("\u0390"), normalizer=normalizers.NFC()), 96, "\u03b9\u0308\u0301" * 160),
+    "Qwen": (changed(byte_level("\u0390"), normalizer=normalizers.NFC()), 112, SHRINKING * 160),
     "Falcon": (changed(byte_level("a"), pre_tokenizer=LIKE_FALCON), 16, "a" * 160),
     "Llama 2": (with_added(byte_fallback(" "), AddedToken("<s>", special=True)), 48, "▁" * 159),
     "Mistral": (
@@ -209,8 +217,8 @@ BOUNDED: dict[str, tuple[Tokenizer, int, str]] = {
     "added tokens are the longest": (with_added(byte_level("ab"), AddedToken("x" * 50)), 50, "x" * 500),
     "an added token that is found decomposed": (
         with_added(changed(byte_level(), normalizer=normalizers.NFC()), AddedToken("\u0390" * 9)),
-        54,
-        "\u03b9\u0308\u0301" * 90,
+        63,
+        SHRINKING * 90,
     ),
     "an added token that grows": (
         with_added(changed(byte_level(), normalizer=normalizers.Replace(" ", "▁")), AddedToken(" " * 9)),
@@ -252,6 +260,7 @@ def without(tokenizer: Tokenizer, *entries: str) -> Tokenizer:
     model = json.loads(tokenizer.to_str())["model"]
     for entry in entries:
         del model["vocab"][entry]
+    model["merges"] = [merge for merge in model["merges"] if not {*merge} & {*entries}]
     return rewritten(tokenizer, model=model)
 
 
@@ -311,7 +320,7 @@ UNBOUNDED: dict[str, tuple[Tokenizer, str]] = {
         split_by(pre_tokenizers.Sequence([pre_tokenizers.Digits(), pre_tokenizers.WhitespaceSplit()])),
         " " * 1000,
     ),
-    "bytes without a pre-tokenizer": (changed(byte_level("a"), pre_tokenizer=None), "é" * 1000),
+    "bytes without a pre-tokenizer": (changed(byte_level("a"), pre_tokenizer=None), "東" * 1000),
     "a byte is missing and dropped": (without(byte_level(), "Ġ"), " " * 1000),
     "a byte is missing and fused": (without(byte_level(unk_token="<s>", fuse_unk=True), "Ġ"), " " * 1000),
     "a fallback byte is missing and dropped": (without(byte_fallback(unk_token=None), "<0xE6>"), "東" * 1000),
@@ -358,7 +367,6 @@ NORMALIZERS: list[tuple[normalizers.Normalizer, int]] = [
     (normalizers.Prepend("▁"), 2),
     (normalizers.Prepend("\u0301"), 1),
     (normalizers.Replace(" ", "▁"), 4),
-    (normalizers.Replace("", "é"), 1),
     (normalizers.Replace("a", "A\u030a"), 2),
     (normalizers.Replace("\u0301", "\u0308\u0301"), 2),
     (normalizers.Replace("▁", " "), 1),
@@ -384,6 +392,11 @@ STEPS: list[tuple[pre_tokenizers.PreTokenizer, int]] = [
     (pre_tokenizers.Split(" ", "removed"), 1),
     (pre_tokenizers.WhitespaceSplit(), 1),
 ]
+FORMS: list[Callable[[str], str]] = [
+    NFC.normalize_str,
+    NFD.normalize_str,
+    lambda text: text.replace("\u0390", SHRINKING).replace("K", "\u212a").replace(" ", "▁"),
+]
 PROCESSORS = [None, TEMPLATE, processors.ByteLevel(), processors.BertProcessing(("<s>", 0), ("<s>", 0))]
 
 
@@ -391,7 +404,8 @@ def draw_some(r: random.Random, parts: list[tuple[Any, int]], most: int) -> list
     return r.choices([part for part, _ in parts], [weight for _, weight in parts], k=r.randint(0, most))
 
 
-def draw_tokenizer(r: random.Random) -> Tokenizer:
+def draw_tokenizer(r: random.Random) -> tuple[Tokenizer, list[str]]:
+    """Return it with what its long entries and added tokens are made of."""
     options = {
         "fuse_unk": r.random() < 0.5,
         "ignore_merges": r.random() < 0.3,
@@ -410,41 +424,49 @@ def draw_tokenizer(r: random.Random) -> Tokenizer:
     tokenizer.normalizer = normalizers.Sequence(draw_some(r, NORMALIZERS, 3))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*draw_some(r, STEPS, 2), *last])
     tokenizer.post_processor = r.choice(PROCESSORS)
-    for content in r.sample(CONTENTS, r.randint(0, 3)):
+    contents = r.sample(CONTENTS, r.randint(0, 3))
+    for content in contents:
         flags = {name: r.random() < 0.5 for name in ("normalized", "special", "single_word")}
         strips = {name: r.random() < 0.05 for name in ("lstrip", "rstrip")}
         tokenizer.add_tokens([AddedToken(content, **flags, **strips)])
-    return tokenizer
+    return tokenizer, units + contents
 
 
-def draw_text(r: random.Random) -> str:
-    """A run of one thing, or of some, composed or not."""
-    things = [*UNITS, *CONTENTS, *ODD]
-    text = "".join(part * r.choice([1, 3, 40]) for part in r.choices(things, k=r.choice([1, 1, 2, 6])))
-    return r.choice([NFC, NFD, normalizers.Sequence([])]).normalize_str(text * r.choice([1, 1, 10]))
+def draw_text(r: random.Random, own: list[str]) -> str:
+    """Return a run of one thing, or of several, composed or not; half of the time of the tokenizer's own."""
+    if own and r.random() < 0.5:
+        text = r.choice(own) * r.choice([64, 320])
+    else:
+        things = [*UNITS, *CONTENTS, *ODD, SHRINKING, *own]
+        text = "".join(part * r.choice([1, 3, 40]) for part in r.choices(things, k=r.choice([1, 2, 6])))
+    return r.choice(FORMS)(text)
 
 
 def search(seeds: range) -> tuple[int, int]:
-    """Return how many of the tokenizers have a bound, and how many texts have just as many tokens as it allows."""
-    num_bounded = num_tight = 0
+    """Return how many tokenizers have a bound, and how many texts come close to it."""
+    num_bounded = num_close = 0
     for seed in seeds:
         r = random.Random(seed)
-        tokenizer = draw_tokenizer(r)
+        tokenizer, own = draw_tokenizer(r)
         bound = max_bytes_per_token(tokenizer)
-        num_bounded += bound is not None
-        for text in [draw_text(r) for _ in range(12)] if bound else []:
+        if bound is None:
+            continue
+        num_bounded += 1
+        for text in [draw_text(r, own) for _ in range(12)]:
             num_tokens = count(tokenizer, text)
             assert num_tokens >= least(text, bound), (seed, bound, text[:80], tokenizer.to_str()[:2000])
-            num_tight += len(text) > bound and num_tokens == least(text, bound)
-    return num_bounded, num_tight
+            num_close += len(text) > 10 * bound and num_tokens < 1.1 * least(text, bound)
+    return num_bounded, num_close
 
 
 def test_a_random_search_finds_no_text_with_fewer_tokens() -> None:
-    num_bounded, num_tight = search(range(400))
+    num_bounded, num_close = search(range(400))
     assert num_bounded > 150
-    assert num_tight > 10
+    assert num_close > 20
 
 
 @pytest.mark.slow
 def test_a_long_random_search_finds_no_text_with_fewer_tokens() -> None:
-    assert search(range(1000, 21000))[0] > 8000
+    num_bounded, num_close = search(range(1000, 21000))
+    assert num_bounded > 8000
+    assert num_close > 1000

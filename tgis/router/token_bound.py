@@ -15,7 +15,7 @@ from tokenizers import pre_tokenizers
 
 Part = Mapping[str, Any]
 
-NFC_FACTOR = 3
+NFC_FACTOR = 3.5
 """The most bytes of text that a byte of its NFC stands for: U+0390 has 2 bytes, its decomposition has 6."""
 BEHAVIORS_THAT_KEEP_ALL = frozenset({"Isolated", "MergedWithPrevious", "MergedWithNext", "Contiguous"})
 BYTE_LEVEL_ALPHABET = frozenset(pre_tokenizers.ByteLevel.alphabet())
@@ -51,7 +51,8 @@ def max_bytes_per_token(tokenizer: tokenizers.Tokenizer) -> int | None:
     longest_entry = _longest_entry(model, is_byte_level, tokenizer.get_vocab_size(with_added_tokens=False))
     if longest_entry is None:
         return None
-    return factor * max(longest_entry, *(_longest_spelling(tokenizer, token) for token in added_tokens))
+    spellings = [_longest_spelling(tokenizer, token) for token in added_tokens]
+    return math.ceil(factor * max([longest_entry, *spellings]))
 
 
 def _flatten(part: Part | None) -> Iterator[Part]:
@@ -90,7 +91,7 @@ def _shrink_factor(normalizer: Part) -> int:
         case {"type": "Prepend", "prepend": _, **rest} if not rest:
             return 1
         case {"type": "Replace", "pattern": {"String": pattern}, "content": content, **rest} if not rest:
-            return int(len(content.encode()) >= len(pattern.encode()))
+            return int(0 < len(pattern.encode()) <= len(content.encode()))
     return 0
 
 
