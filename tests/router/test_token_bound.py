@@ -363,13 +363,14 @@ def test_there_is_no_bound_for_what_is_not_understood(step: pre_tokenizers.PreTo
 
 # The random search. What is drawn is bounded more often than not, and is as odd as files may be.
 NORMALIZERS: list[tuple[normalizers.Normalizer, int]] = [
-    (NFC, 6),
+    (NFC, 8),
     (normalizers.Prepend("▁"), 2),
     (normalizers.Prepend("\u0301"), 1),
     (normalizers.Replace(" ", "▁"), 4),
     (normalizers.Replace("a", "A\u030a"), 2),
     (normalizers.Replace("\u0301", "\u0308\u0301"), 2),
     (normalizers.Replace("▁", " "), 1),
+    (normalizers.Replace("ab", "1"), 1),
     (normalizers.Replace(Regex(r"\s+"), "  "), 1),
     *((kind(), 1) for kind in (normalizers.NFD, normalizers.NFKC, normalizers.Lowercase, normalizers.Strip)),
 ]
@@ -412,14 +413,15 @@ def draw_tokenizer(r: random.Random) -> tuple[Tokenizer, list[str]]:
         "dropout": r.choice([None, None, 0.3]),
     }
     options["unk_token"] = r.choice([None, "<s>"])
-    units = r.sample(UNITS, r.randint(0, 4))
+    units = r.sample(UNITS, r.choice([0, 1, 1, 2, 4]))
     if r.random() < 0.5:
         tokenizer = byte_level(*units, doublings=r.randint(0, 5), **options)
         last = [pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
     else:
+        options["byte_fallback"] = r.random() < 0.9
         tokenizer = byte_fallback(*units, doublings=r.randint(0, 5), **options)
         last = []
-    if r.random() < 0.1:
+    if r.random() < 0.15:
         tokenizer = without(tokenizer, *{"Ġ", "<0x20>"} & tokenizer.get_vocab().keys())
     tokenizer.normalizer = normalizers.Sequence(draw_some(r, NORMALIZERS, 3))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*draw_some(r, STEPS, 2), *last])
@@ -427,7 +429,7 @@ def draw_tokenizer(r: random.Random) -> tuple[Tokenizer, list[str]]:
     contents = r.sample(CONTENTS, r.randint(0, 3))
     for content in contents:
         flags = {name: r.random() < 0.5 for name in ("normalized", "special", "single_word")}
-        strips = {name: r.random() < 0.05 for name in ("lstrip", "rstrip")}
+        strips = {name: r.random() < 0.1 for name in ("lstrip", "rstrip")}
         tokenizer.add_tokens([AddedToken(content, **flags, **strips)])
     return tokenizer, units + contents
 
@@ -435,7 +437,8 @@ def draw_tokenizer(r: random.Random) -> tuple[Tokenizer, list[str]]:
 def draw_text(r: random.Random, own: list[str]) -> str:
     """Return a run of one thing, or of several, composed or not; half of the time of the tokenizer's own."""
     if own and r.random() < 0.5:
-        text = r.choice(own) * r.choice([64, 320])
+        spaces = r.choice(["", "", " " * 400, " \n\u3000" * 99])
+        text = spaces + r.choice(own) * r.choice([1, 64, 320]) + spaces
     else:
         things = [*UNITS, *CONTENTS, *ODD, SHRINKING, *own]
         text = "".join(part * r.choice([1, 3, 40]) for part in r.choices(things, k=r.choice([1, 2, 6])))
