@@ -118,8 +118,9 @@ def least(text: str, bound: int) -> int:
 
 def test_no_text_has_more_bytes_for_each_of_its_composition_than_the_factor_says() -> None:
     """An exhaustive search of Unicode, as the library knows it. A text and its NFC decompose to the same
-    characters. Weigh each of these with the most bytes of a text that are needed to have it: then a text has no
-    more bytes than its decomposition weighs, and it is enough to weigh those characters that NFC leaves."""
+    characters. Weigh each of these by the most bytes that a character has which decomposes to it alone: then no
+    text has more bytes than its decomposition weighs, and it is enough to weigh the characters that NFC leaves.
+    """
     nfc, nfd = normalizers.NFC(), normalizers.NFD()
     everything = [chr(i) for i in range(0x110000) if not 0xD800 <= i < 0xE000 and i != ord("\n")]
     pairs = zip(everything, nfd.normalize_str("\n".join(everything)).split("\n"), strict=True)

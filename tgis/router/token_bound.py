@@ -1,9 +1,9 @@
 """How many bytes of text one token can stand for at most, as far as a tokenizer's own parts prove it.
 
-The proof follows the text through the tokenizer. Added tokens that strip no spaces stand for what they spell.
-The normalizers known here shrink text by a known factor at most, and the pre-tokenizers known here drop nothing
-and shrink nothing. A BPE model that knows every byte drops nothing, and its tokens stand for no more than they
-spell. Post-processors only add tokens. Whatever is not known to keep these rules gives no bound."""
+The proof follows the text through the tokenizer. Added tokens that strip no spaces stand for what they
+spell. Normalizers of a list shrink text by a known factor at most. Pre-tokenizers of a list drop and shrink
+nothing. A BPE model that knows every byte drops nothing, and its tokens stand for no more than they spell.
+Post-processors only add tokens. Whatever is not known to keep these rules gives no bound."""
 
 import json
 import math
@@ -15,8 +15,11 @@ from tokenizers import pre_tokenizers
 
 Part = Mapping[str, Any]
 
+PARTS = frozenset(
+    "version truncation padding added_tokens normalizer pre_tokenizer post_processor decoder model".split()
+)
 NFC_FACTOR = 3.5
-"""The most bytes of text that a byte of its NFC stands for: U+0390 has 2 bytes, its decomposition has 6."""
+"""The most bytes of text for a byte of its NFC: U+1FBE U+0308 U+0301, 7 bytes, become U+0390, 2 bytes."""
 BEHAVIORS_THAT_KEEP_ALL = frozenset({"Isolated", "MergedWithPrevious", "MergedWithNext", "Contiguous"})
 BYTE_LEVEL_ALPHABET = frozenset(pre_tokenizers.ByteLevel.alphabet())
 BYTE_FALLBACK_TOKENS = frozenset(f"<0x{byte:02X}>" for byte in range(256))
@@ -26,45 +29,36 @@ def max_bytes_per_token(tokenizer: tokenizers.Tokenizer) -> int | None:
     """Return the most UTF-8 bytes of input text per token, or None where no bound can be proved.
 
     A text of n bytes then has at least n / bound tokens, special ones included."""
-    match json.loads(tokenizer.to_str()):
-        case {
-            "version": "1.0",
-            "truncation": None,
-            "padding": _,
-            "added_tokens": added_tokens,
-            "normalizer": normalizer,
-            "pre_tokenizer": pre_tokenizer,
-            "post_processor": post_processor,
-            "decoder": _,
-            "model": model,
-            **rest,
-        } if not rest:
-            pass
-        case _:
-            return None
-    steps = list(_flatten(pre_tokenizer))
-    factor = math.prod(map(_shrink_factor, _flatten(normalizer)))
-    is_known = all(map(_keeps_all, steps)) and all(map(_strips_nothing, added_tokens))
-    if not (factor and is_known and _only_adds(list(_flatten(post_processor)))):
-        return None
+    parts = json.loads(tokenizer.to_str())
+    steps = list(_flatten(parts["pre_tokenizer"]))
+    factor = math.prod(map(_shrink_factor, _flatten(parts["normalizer"])))
+    is_known = (
+        parts.keys() == PARTS
+        and parts["truncation"] is None
+        and all(map(_strips_nothing, parts["added_tokens"]))
+        and factor > 0
+        and all(map(_keeps_all, steps))
+        and _only_adds(list(_flatten(parts["post_processor"])))
+    )
     is_byte_level = any(step["type"] == "ByteLevel" for step in steps)
-    longest_entry = _longest_entry(model, is_byte_level, tokenizer.get_vocab_size(with_added_tokens=False))
-    if longest_entry is None:
+    vocab_size = tokenizer.get_vocab_size(with_added_tokens=False)
+    longest_entry = _longest_entry(parts["model"], is_byte_level, vocab_size)
+    if not is_known or longest_entry is None:
         return None
-    spellings = [_longest_spelling(tokenizer, token) for token in added_tokens]
+    spellings = [_longest_spelling(tokenizer, token) for token in parts["added_tokens"]]
     return math.ceil(factor * max([longest_entry, *spellings]))
 
 
 def _flatten(part: Part | None) -> Iterator[Part]:
-    """Yield the steps of a part in order. A Sequence has one field besides its type, a list of parts."""
-    match part:
-        case None:
-            return
-        case {"type": "Sequence", **rest} if len(rest) == 1:
-            for step in next(iter(rest.values())):
-                yield from _flatten(step)
-        case _:
-            yield part
+    """Yield the steps of a part in order. A Sequence has one field beside its type, a list of parts."""
+    if part is None:
+        return
+    fields = [value for name, value in part.items() if name != "type"]
+    if part["type"] != "Sequence" or len(fields) != 1:
+        yield part
+        return
+    for step in fields[0]:
+        yield from _flatten(step)
 
 
 def _strips_nothing(token: Part) -> bool:
@@ -83,15 +77,15 @@ def _strips_nothing(token: Part) -> bool:
     return False
 
 
-def _shrink_factor(normalizer: Part) -> int:
-    """Return how many bytes of text a byte of its normal form stands for at most, 0 where that is not known."""
+def _shrink_factor(normalizer: Part) -> float:
+    """Return the most bytes of text for a byte of its normal form, or 0 where that is not known."""
     match normalizer:
         case {"type": "NFC", **rest} if not rest:
             return NFC_FACTOR
         case {"type": "Prepend", "prepend": _, **rest} if not rest:
             return 1
         case {"type": "Replace", "pattern": {"String": pattern}, "content": content, **rest} if not rest:
-            return int(0 < len(pattern.encode()) <= len(content.encode()))
+            return float(0 < len(pattern.encode()) <= len(content.encode()))
     return 0
 
 
@@ -123,8 +117,8 @@ def _only_adds(processors: list[Part]) -> bool:
 
 
 def _longest_entry(model: Part, is_byte_level: bool, vocab_size: int) -> int | None:
-    """Return the most bytes of normalized text that a token of the model stands for. None for models other than
-    BPE, for those that lack a byte, and for those whose tokens may spell less than they stand for."""
+    """Return the most bytes of normalized text that a token of the model stands for. None for other models
+    than BPE, for those that lack a byte, and for those whose tokens may spell less than they stand for."""
     match model:
         case {
             "type": "BPE",

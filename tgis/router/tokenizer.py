@@ -13,6 +13,7 @@ import tokenizers
 
 from tgis import hub
 from tgis.router.errors import RequestError, StartupError
+from tgis.router.token_bound import max_bytes_per_token
 
 MAX_WORKERS = 8
 TEXTS_PER_JOB = 64  # a job for each of many small texts would cost more than the texts
@@ -39,6 +40,8 @@ class Tokenizer:
     def __init__(self, directory: Path, num_workers: int | None = None) -> None:
         """Raises StartupError when the directory holds no tokenizer that can be read."""
         self.fast = _load(directory / "tokenizer.json")
+        self.max_bytes_per_token = max_bytes_per_token(self.fast)
+        """See there; None where texts can only be refused for the tokens they have."""
         settings = hub.read_json(directory, "tokenizer_config.json")
         self._settings = hub.read_json(directory, "special_tokens_map.json") | settings
         default = min(max(len(os.sched_getaffinity(0)) - 1, 1), MAX_WORKERS)
