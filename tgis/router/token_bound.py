@@ -30,11 +30,12 @@ def max_bytes_per_token(tokenizer: tokenizers.Tokenizer) -> int | None:
 
     A text of n bytes then has at least n / bound tokens, special ones included."""
     parts = json.loads(tokenizer.to_str())
+    if parts.keys() != PARTS:
+        return None
     steps = list(_flatten(parts["pre_tokenizer"]))
     factor = math.prod(map(_shrink_factor, _flatten(parts["normalizer"])))
     is_known = (
-        parts.keys() == PARTS
-        and parts["truncation"] is None
+        parts["truncation"] is None
         and all(map(_strips_nothing, parts["added_tokens"]))
         and factor > 0
         and all(map(_keeps_all, steps))
@@ -141,7 +142,9 @@ def _longest_entry(model: Part, is_byte_level: bool, vocab_size: int) -> int | N
 
 
 def _longest_spelling(tokenizer: tokenizers.Tokenizer, token: Part) -> int:
-    """Return the most bytes of an added token where it is found, in the text or in its normal form."""
+    """Return the most bytes of an added token where it is found, in the text or in its normal form.
+
+    The library finds it by the normal form that it keeps for its id, which may be that of another token."""
     spellings = [token["content"], tokenizer.id_to_token(token["id"])]
     if tokenizer.normalizer is not None:
         spellings.append(tokenizer.normalizer.normalize_str(token["content"]))
