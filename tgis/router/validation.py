@@ -116,7 +116,7 @@ class Validator:
         for token_ids in inputs:
             self._metrics.request_raw_input_length.observe(len(token_ids))
         sequences = [self._sequence(token_ids, request, grammar, tuning) for token_ids in inputs]
-        if num_served < len(texts):
+        if num_served < len(texts):  # those before it can be served, and this refuses it
             self._check_length(least, f"at least {least}", request.stopping, tuning)
         return sequences
 
