@@ -11,8 +11,8 @@ from tgis.certificates import link_certificates
 from tgis.config import LauncherConfig
 from tgis.launch_plan import LaunchError, Plan
 from tgis.launcher.channel import MAX_LINE_BYTES, Channel, ChannelLostError
-from tgis.launcher.child_configs import ChildConfigs, Start
-from tgis.launcher.node import LocalNode
+from tgis.launcher.child_configs import ChildConfigs, Start, line_fields
+from tgis.launcher.node import LocalNode, ShardEndedError
 from tgis.launcher.run_files import RunFiles
 from tgis.launcher.shard_health import serve_health
 from tgis.tls_contexts import mutual_client
@@ -30,7 +30,7 @@ class Worker:
         """Raises RunDirectoryError and CertificateError."""
         self._config = config
         self._certificates = link_certificates(config, mutual_client)
-        self._files = RunFiles(planned, config.shard_uds_path)
+        self._files = RunFiles(planned, config.shard_uds_path, line_fields(config, "tokenizer"))
         self._configs = ChildConfigs(config, planned, self._files)
         self._local = LocalNode(self._configs)
         self._running: asyncio.Task[None] | None = None
@@ -110,12 +110,12 @@ class Worker:
             await self._local.start(start)
             self._idle.clear()
             channel.send("begun", epoch=start.epoch)
-            reason = await self._local.wait()
-        except LaunchError as error:
-            reason = str(error)
+            end = await self._local.wait()
+        except ShardEndedError as error:
+            end = error.end
         self._idle.set()
-        logger.error("%s", reason)
-        channel.send("ended", epoch=start.epoch, reason=reason)
+        logger.error("%s", end.text)
+        channel.send("ended", epoch=start.epoch, reason=end.text, is_refusal=end.is_refusal)
 
     async def _kill(self) -> None:
         """What runs; node 0 says when it runs again."""
