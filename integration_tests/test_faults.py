@@ -24,6 +24,7 @@ from integration_tests.conftest import Client, Model, launch, serve
 from tests.accounts import assert_nothing_left, scrape, take_baseline
 from tests.processes import Service, children_of
 from tgis.pb import generation_pb2 as pb
+from tgis.router.shards import LOST
 
 LENGTH = 150
 LOOPBACK = {
@@ -189,6 +190,10 @@ def test_nothing_outlives_the_launcher(model: Model, tmp_path: Path, is_killed: 
 def test_shards_that_keep_dying_end_the_service(model: Model, tmp_path: Path) -> None:
     log = tmp_path / "termination-log"
     service = launch(model.directory, "--termination-log", str(log)).wait_until_serving()
+    client = Client(service)
+    stream = client.stub.GenerateStream(long_request("girl"))
+    next(stream)
+    next(stream)  # a token: the first part may come before the shards have computed anything
     killed: set[int] = set()
     deadline = time.monotonic() + 60
     while service.process.poll() is None:
@@ -201,6 +206,24 @@ def test_shards_that_keep_dying_end_the_service(model: Model, tmp_path: Path) ->
     text = "shard 0 was killed by SIGKILL; was it out of memory?; giving up after 6 restarts of the shards"
     assert service.lines[-1] == f"error: {text}"
     assert log.read_text() == text + "\n"
+    with pytest.raises(grpc.RpcError) as ended:
+        list(stream)
+    assert (ended.value.code(), ended.value.details()) == (grpc.StatusCode.UNAVAILABLE, LOST)
+    client.channel.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("action", ["kill", "exit"])
+def test_shards_that_die_before_they_serve_are_tried_four_times(
+    model: Model, tmp_path: Path, action: str
+) -> None:
+    log, fault = tmp_path / "termination-log", f"shard.before_loading={action}"
+    service = launch(model.directory, "--termination-log", str(log), "--failpoints", fault)
+    assert service.process.wait(90) == service.end() == 1
+    reason = {"kill": "was killed by SIGKILL; was it out of memory?", "exit": "exited with code 3"}[action]
+    text = f"shard 0 {reason}; giving up after 3 restarts of the shards"
+    assert (service.lines[-1], log.read_text()) == (f"error: {text}", f"{text}\n")
+    assert service.output.count("starting the shards again") == 3
 
 
 def can_listen(port: int) -> bool:

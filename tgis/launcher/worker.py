@@ -40,15 +40,19 @@ class Worker:
 
     async def run(self) -> None:
         """Raises LaunchError where node 0 refuses this one, and PortError."""
-        async with serve_health(self._config, lambda: not self._idle.is_set()):
-            await self._files.prepare()
-            while True:
-                try:
-                    async with self._connect() as channel:
-                        await self._follow(channel)
-                except (ChannelLostError, OSError, TimeoutError) as error:
-                    self._tell(str(error) or type(error).__name__)
-                await asyncio.sleep(RETRY_S)
+        watching = asyncio.create_task(self._certificates.watch(), name="certificates")
+        try:
+            async with serve_health(self._config, lambda: not self._idle.is_set()):
+                await self._files.prepare()
+                while True:
+                    try:
+                        async with self._connect() as channel:
+                            await self._follow(channel)
+                    except (ChannelLostError, OSError, TimeoutError) as error:
+                        self._tell(str(error) or type(error).__name__)
+                    await asyncio.sleep(RETRY_S)
+        finally:
+            watching.cancel()
 
     async def drain(self, main: "asyncio.Task[None]") -> None:
         """Shards compute until node 0 needs them no more, or for as long as a router would finish its

@@ -35,7 +35,7 @@ from tgis.router.grpc_options import grpc_options
 from tgis.router.guided import Grammars
 from tgis.router.health import NAME as HEALTH
 from tgis.router.http_api import http_app
-from tgis.router.link import open_link
+from tgis.router.link import Link, open_link
 from tgis.router.metrics import MetricLimits, Metrics
 from tgis.router.permits import Permits
 from tgis.router.readiness import Readiness
@@ -89,7 +89,8 @@ class _Router:
         tokenizer = Tokenizer(Path(config.tokenizer_path), config.tokenization_workers)
         # A kind of tokenizer that cannot be served is refused now, not when the shards have loaded.
         vocabulary = Vocabulary(tokenizer, config.output_special_tokens)
-        shards = Shards(open_link(config))
+        link = open_link(config)
+        shards = Shards(link)
         contents = Contents(Residents(shards, self._metrics), self._metrics)
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
@@ -115,7 +116,7 @@ class _Router:
                 logger.info(
                     "serving gRPC on %s:%d, HTTP on %s:%d", config.bind, grpc_port, config.bind, http_port
                 )
-                await self._run(server)
+                await self._run(server, link)
             finally:
                 reserved.close()
                 await shards.close()
@@ -145,12 +146,13 @@ class _Router:
         await asyncio.wait((task, draining))
         return None if task.cancelled() else task.result()
 
-    async def _run(self, server: grpc.aio.Server) -> None:
+    async def _run(self, server: grpc.aio.Server, link: Link) -> None:
         """The engine's task runs beside the server; if it ever fails, so does the router."""
         assert self._engine is not None
         engine = asyncio.create_task(self._engine.run(), name="engine")
         draining = asyncio.create_task(self._draining.wait(), name="signals")
         watching = asyncio.create_task(self._watch_certificates(), name="certificates")
+        linking = asyncio.create_task(link.watch(), name="certificates of the link")
         reading = asyncio.create_task(self._readers.watch(), name="slow readers")
         await asyncio.wait((engine, draining), return_when=asyncio.FIRST_COMPLETED)
         if not engine.done():
@@ -161,7 +163,7 @@ class _Router:
             await _wait(self._aborting, FAREWELL_S)
         timeout_s = LAST_WORDS_S if self._has_given_up else self._config.shutdown_timeout
         await self._stop(server, 0 if engine.done() else timeout_s)
-        for task in (engine, draining, watching, reading):
+        for task in (engine, draining, watching, linking, reading):
             task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await engine
