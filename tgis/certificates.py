@@ -121,11 +121,16 @@ class Certificates:
             return
         self._warned_at = time.monotonic()
         if left_s > 0:
-            logger.warning("the %s certificate expires in %.1f days", self._name, left_s / 86400)
+            days = left_s / 86400
+            logger.warning("the %s certificate expires in %.1f days", self._name, days)
             return
         since = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(self._content.expires_at))
-        text = "the %s certificate %s has been expired since %s: the other end refuses it; renew it"
-        logger.error(text, self._name, self._files.cert, since)
+        logger.error(
+            "the %s certificate %s has been expired since %s: the other end refuses it; renew it",
+            self._name,
+            self._files.cert,
+            since,
+        )
 
     def _take(self) -> None:
         try:
@@ -146,16 +151,20 @@ class Certificates:
         with self._one_line_error(f"the cert {files.cert}"):
             leaf = x509.load_pem_x509_certificates(pem.cert)[0]
             expires_at, of_cert = leaf.not_valid_after_utc.timestamp(), _public_bytes(leaf.public_key())
-        with self._one_line_error(f"the client ca cert {files.ca}"):
+        with self._one_line_error(f"the ca cert {files.ca}"):
             if pem.ca is not None:
                 x509.load_pem_x509_certificates(pem.ca)
         if of_cert != own:
-            raise self._error(f"the key {files.key} is not that of the cert {files.cert}")
+            raise CertificateError(
+                f"{self._trouble}: the key {files.key} is not that of the cert {files.cert}"
+            )
         try:
             context = self._make_context(pem) if self._make_context else None
         except OSError as error:
-            pair = f"the cert {files.cert} and the key {files.key}"
-            raise self._error(f"{pair} cannot be used: {error.strerror or error}") from error
+            raise CertificateError(
+                f"{self._trouble}: the cert {files.cert} and the key {files.key} cannot be used: "
+                f"{error.strerror or error}"
+            ) from error
         return _Content(pem, context, expires_at)
 
     @contextmanager
@@ -164,12 +173,17 @@ class Certificates:
         try:
             yield
         except TypeError as error:  # of a key alone
-            raise self._error(f"{file} is encrypted; give one without a password") from error
+            raise CertificateError(
+                f"{self._trouble}: {file} is encrypted; give one without a password"
+            ) from error
         except (ValueError, UnsupportedAlgorithm) as error:
-            raise self._error(f"{file} is damaged, or no PEM file of its kind") from error
+            raise CertificateError(
+                f"{self._trouble}: {file} is damaged, or no PEM file of its kind"
+            ) from error
 
-    def _error(self, text: str) -> CertificateError:
-        return CertificateError(f"{self._name.lower()} configuration error: {text}")
+    @property
+    def _trouble(self) -> str:
+        return f"{self._name.lower()} configuration error"
 
     def _give_new(self) -> grpc.ServerCertificateConfiguration | None:
         """What gRPC asks for before every handshake, on threads of its own."""
