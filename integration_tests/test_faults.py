@@ -293,8 +293,9 @@ def test_starts_that_fail_say_why_in_one_line(model: Model, tmp_path: Path) -> N
     assert fails(*here, "--num-shard", "1", env={"NUM_GPUS": "2"}) == f"error: {text}"
     wrong = broken(model, tmp_path / "wrong", hidden_size=48)
     assert re.search(r"error: shard 0: .*model\.safetensors.*", fails("--model-name", wrong))
-    small = fails(*here, "--kv-cache-tokens", "100")
+    small = json.loads(fails(*here, "--kv-cache-tokens", "100", "--json-output"))["message"]
     assert small.startswith("error: shard 0: the cache is too small for one request")
+    assert log.read_text() == small.removeprefix("error: ") + "\n"
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         text = f"error: port {port} on 127.0.0.1 cannot be opened: Address already in use"

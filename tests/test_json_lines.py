@@ -6,7 +6,7 @@ import sys
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tgis import json_lines
@@ -87,16 +87,19 @@ def test_what_an_object_said_stays() -> None:
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
-    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    max_leaves=5,
 )
 
 
+@settings(deadline=None)
 @given(st.text(st.characters(exclude_characters="\n", exclude_categories=())))
 def test_any_line_becomes_an_object(line: str) -> None:
     read(json_lines.to_json(line, FIELDS))
 
 
-@given(st.dictionaries(st.text(), JSON), st.booleans())
+@settings(max_examples=50, deadline=None)
+@given(st.dictionaries(st.text(), JSON, max_size=3), st.booleans())
 def test_any_object_stays_one(own: dict[str, Any], is_ascii: bool) -> None:
     line = json.dumps(own, ensure_ascii=is_ascii)
     assert read(json_lines.to_json(line, FIELDS)) == FIELDS | own

@@ -24,33 +24,22 @@ if "serve" in sys.orig_argv:
 FATAL = "shard.before_loading[rank=1;epoch=1]=kill"
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("model")
-    write_llama(directory, vocab_size=400, eos_token_id=1)
-    write_byte_level(directory, 400)
-    return directory
-
-
-def launch(directory: Path, *flags: str, env: dict[str, str] | None = None) -> Service:
-    ports = ["--bind", "127.0.0.1", "--port", "0", "--grpc-port", "0"]
-    log = ["--termination-log", str(directory / "termination-log")]
-    return Service(["launcher", "--model-name", str(directory), *ports, *log, *flags], env)
-
-
 def read(service: Service) -> list[dict[str, Any]]:
     lines = [json.loads(line, parse_constant=pytest.fail) for line in service.lines]
     assert all(isinstance(line, dict) for line in lines)
     return lines
 
 
-def test_every_line_is_an_object(model: Path, tmp_path: Path) -> None:
+def test_every_line_is_an_object(tmp_path: Path) -> None:
     """Also of shards that print what they like and are killed before they have loaded, which are started
     again, and of one that is killed later."""
+    write_llama(tmp_path, vocab_size=400, eos_token_id=1)
+    write_byte_level(tmp_path, 400)
     (tmp_path / "sitecustomize.py").write_text(PRINTS)
     env = {"PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', os.getcwd())}"}
-    flags = ["--json-output", "--env", "--num-shard", "2", "--dtype", "float32", "--failpoints"]
-    service = launch(model, *flags, FATAL, env=env).wait_until_serving()
+    command = ["launcher", "--model-name", str(tmp_path), "--num-shard", "2", "--dtype", "float32"]
+    command += ["--bind", "127.0.0.1", "--port", "0", "--grpc-port", "0", "--failpoints", FATAL]
+    service = Service([*command, "--json-output", "--env"], env).wait_until_serving()
     os.kill(children_of(service.process.pid)["serve"][0], signal.SIGKILL)
     service.wait_for_line("1 was killed by SIGKILL; was it out of memory?; starting the shards again")
     assert service.end() == 0
@@ -67,39 +56,3 @@ def test_every_line_is_an_object(model: Path, tmp_path: Path) -> None:
     told = [line["message"] for line in lines if line["process"] == "launcher"]
     assert "shard 1 was killed by SIGKILL; was it out of memory?; starting the shards again" in told
     assert any(text.startswith("versions:\n") for text in told)
-
-
-@pytest.mark.parametrize(
-    ("flags", "env", "code", "text"),
-    [
-        (["--json-output", "--tls-cert-path", "/x"], {}, 1, "error: tls: must provide both cert and key"),
-        (["--json-output", "--port", "many"], {}, 2, "error: Invalid value for '--port'"),
-        (["--nonsense"], {"JSON_OUTPUT": "true"}, 2, "error: No such option"),
-        (
-            ["--json-output", "--dtype", "float16", "--dtype-str", "float32"],
-            {},
-            1,
-            "error: dtype and dtype_str",
-        ),
-    ],
-)
-def test_so_is_the_line_of_a_refused_start(
-    model: Path, flags: list[str], env: dict[str, str], code: int, text: str
-) -> None:
-    service = launch(model, *flags, env=env)
-    assert service.process.wait(30) == code
-    service.end()
-    last = read(service)[-1]
-    assert (last["process"], last["level"]) == ("launcher", "CRITICAL")
-    assert last["message"].startswith(text)
-
-
-def test_so_is_the_line_of_a_shard_that_refuses_to_serve(model: Path) -> None:
-    service = launch(model, "--json-output", "--kv-cache-tokens", "16")
-    assert service.process.wait(60) == 1
-    service.end()
-    lines = read(service)
-    assert lines[-1]["message"].startswith("error: shard 0: the cache is too small for one request")
-    log = model / "termination-log"
-    assert log.read_text() == lines[-1]["message"].removeprefix("error: ") + "\n"
-    assert not any("again" in line["message"] for line in lines), "it would refuse again"

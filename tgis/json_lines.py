@@ -1,6 +1,7 @@
 """Lines that no logger of this process has written, as JSON objects: what other processes and libraries
 print, and the last line of a command that fails."""
 
+import contextlib
 import json
 import re
 import time
@@ -28,7 +29,9 @@ def to_json(line: str, fields: Mapping[str, Scalar], level: str | None = None) -
     stay; any other line becomes the message, with the level that it seems to have where none is given."""
     own = _read_object(line)
     if own is not None:
-        return _write(own | {name: value for name, value in fields.items() if name not in own})
+        # Not where a number is too large, or too much is nested, to be written again.
+        with contextlib.suppress(ValueError, RecursionError):
+            return _write(own | {name: value for name, value in fields.items() if name not in own})
     return _write_record(line, fields, level or _guess_level(line), OUTPUT)
 
 
@@ -47,12 +50,11 @@ def error_of(line: str) -> str | None:
 
 
 def _read_object(line: str) -> dict[str, Any] | None:
-    """Return None where the line is none that could be written again."""
+    """Return None where the line is none."""
     if not line.lstrip().startswith("{"):
         return None
     try:
         found = json.loads(line, parse_constant=_refuse)
-        _write(found)
     except (ValueError, RecursionError):
         return None
     return found if isinstance(found, dict) else None
@@ -63,7 +65,7 @@ def _refuse(constant: str) -> NoReturn:
 
 
 def _write(record: Mapping[str, Any]) -> str:
-    """Raises ValueError where a number is too large for a float."""
+    """Raises ValueError where a number is infinite."""
     return json.dumps(record, allow_nan=False)
 
 

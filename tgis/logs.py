@@ -1,6 +1,7 @@
 """Logging to stderr, as text or as JSON lines. No text of an argument or a field can look like a record or
 a field of its own: both forms read back exactly."""
 
+import contextlib
 import functools
 import json
 import logging
@@ -65,11 +66,12 @@ class JsonFormatter(logging.Formatter):
 
 class _JsonHandler(logging.StreamHandler[TextIO]):
     def handleError(self, record: logging.LogRecord) -> None:
-        """Log that a record could not be formatted, as one object instead of the lines of `logging`."""
-        if isinstance(sys.exception(), OSError):  # nobody reads the stream any more
-            return
+        """Write that a record could not be formatted, as one object instead of the lines of `logging`."""
         text = "a log record could not be written"
-        self.emit(logging.LogRecord(record.name, logging.ERROR, "", 0, text, (), sys.exc_info()))
+        failure = logging.LogRecord(record.name, logging.ERROR, "", 0, text, (), sys.exc_info())
+        with contextlib.suppress(OSError, ValueError):  # the stream may be closed
+            self.stream.write(self.format(failure) + self.terminator)
+            self.flush()
 
 
 def setup(level: str, json_output: bool, process: Mapping[str, Scalar] = MappingProxyType({})) -> None:

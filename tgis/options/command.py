@@ -225,7 +225,7 @@ def _fields_of(error: click.ClickException) -> dict[str, logs.Scalar] | None:
     context = getattr(error, "ctx", None)
     if context is None or not isinstance(context.command, OneLine) or not context.command.process:
         return None
-    is_asked = "--json-output" in context.meta[ARGUMENTS] or os.environ.get("JSON_OUTPUT") == "true"
+    is_asked = "--json-output" in context.meta.get(ARGUMENTS, ()) or os.environ.get("JSON_OUTPUT") == "true"
     return logs.process_fields(context.command.process, {}) if is_asked else None
 
 
