@@ -59,7 +59,7 @@ class Group:
         """The file `addresses` is to say where all shards are reached, if that is over TCP."""
         self._nodes, self._rendezvous, self._addresses = nodes, rendezvous, addresses
         self._epoch = 0
-        self.is_serving = False
+        self.is_serving = self.has_served = False
 
     async def run(self) -> None:
         """Starts the shards, and again whenever one of them has ended. Raises LaunchError after too many
@@ -124,7 +124,7 @@ class Group:
         with self._rendezvous.open(self._epoch) as (place, listener):
             start = Start(self._epoch, place)
             await all_of(node.start(start, listener) for node in self._nodes)
-        self.is_serving = True
+        self.is_serving = self.has_served = True
 
     def _tell_addresses(self) -> None:
         """To the router, which may read at any time."""

@@ -102,8 +102,9 @@ class Service:
                 await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
                 if not shards.done():
                     raise LaunchError(router_end.result().text)
-                router.signal(GIVE_UP)  # calls end with a status
-                await asyncio.wait([router_end], timeout=GIVE_UP_S)
+                if group.has_served:  # calls are under way, which are to end with a status
+                    router.signal(GIVE_UP)
+                    await asyncio.wait([router_end], timeout=GIVE_UP_S)
             shards.result()
         finally:
             for end in ends:
