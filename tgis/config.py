@@ -78,8 +78,9 @@ class ModelOptions:
     )
     deployment_framework: str | None = option(
         "Engine: tgis_native is the service's own and refuses families it does not know; hf_transformers "
-        "runs transformers' code with the service's cache and attention, slower; hf_optimum_ort runs a model "
-        "in ONNX form; unset: the service's own where it knows the family, transformers' code elsewhere.",
+        "runs transformers' code with the service's cache and attention, slower, where that can; "
+        "hf_optimum_ort runs a model in ONNX form; unset: the service's own where it knows the family, "
+        "transformers' code elsewhere.",
         None,
         choices=FRAMEWORKS,
     )
@@ -142,7 +143,8 @@ class ServingOptions:
     )
     max_top_n_tokens: int = option("Upper bound of a request's top_n_tokens.", 10, minimum=1)
     tokenization_workers: int | None = option(
-        "Threads that tokenize; unset: 1 to 8 by the cores.",
+        "Threads that tokenize; calls with more than 32 KiB of text have a process of their own. Unset: 1 to "
+        "8, by the cores.",
         None,
         minimum=1,
         refusal="tokenization_workers must be > 0",

@@ -2,6 +2,7 @@
 and logged once, at the moments and under the labels of TGIS."""
 
 import asyncio
+import logging
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -14,6 +15,8 @@ from tgis.router.request_log import CallLog, GenerationCall, InputLog, correlati
 from tgis.router.sequence import Sequence, StopReason
 from tgis.router.tracing import Span, Tracing
 from tgis.router.validation import Request
+
+logger = logging.getLogger(__name__)
 
 MISSING_REQUEST = "missing request"
 
@@ -38,6 +41,16 @@ class Accounts:
             call = Call(self.metrics, log, span, kind)
             with call.counting_failures():
                 yield call
+
+    @contextmanager
+    def counting_overload(self, method: str) -> Iterator[None]:
+        """Count and log the refusal of a call that generates nothing; it passes through."""
+        try:
+            yield
+        except OverloadedError as error:
+            self.metrics.request_failure.add("conc_limit")
+            logger.error("%s failed with %s: %s", method, error.code.name, error.log_text)
+            raise
 
 
 class Call:
