@@ -97,7 +97,7 @@ class Engine:
             await self._reconnect()
 
     def give_up(self) -> None:
-        """End all requests and refuse new ones, until shards are connected anew."""
+        """End all requests and refuse new ones: the model's workers are lost."""
         self._given_up = True
         for generation in list(self._live.values()):
             self._fail(generation, _workers_lost())
