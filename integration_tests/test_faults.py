@@ -213,15 +213,21 @@ def test_shards_that_keep_dying_end_the_service(model: Model, tmp_path: Path) ->
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("action", ["kill", "exit"])
+@pytest.mark.parametrize(
+    ("num_shards", "fault", "reason"),
+    [
+        (1, "shard.before_loading=kill", "shard 0 was killed by SIGKILL; was it out of memory?"),
+        (2, "shard.before_loading[rank=1]=exit", "shard 1 exited with code 3"),
+    ],
+)
 def test_shards_that_die_before_they_serve_are_tried_four_times(
-    model: Model, tmp_path: Path, action: str
+    model: Model, tmp_path: Path, num_shards: int, fault: str, reason: str
 ) -> None:
-    log, fault = tmp_path / "termination-log", f"shard.before_loading={action}"
-    service = launch(model.directory, "--termination-log", str(log), "--failpoints", fault)
+    log = tmp_path / "termination-log"
+    flags = ("--num-shard", str(num_shards), "--termination-log", str(log))
+    service = launch(model.directory, *flags, "--failpoints", fault)
     assert service.process.wait(90) == service.end() == 1
-    reason = {"kill": "was killed by SIGKILL; was it out of memory?", "exit": "exited with code 3"}[action]
-    text = f"shard 0 {reason}; giving up after 3 restarts of the shards"
+    text = f"{reason}; giving up after 3 restarts of the shards"
     assert (service.lines[-1], log.read_text()) == (f"error: {text}", f"{text}\n")
     assert service.output.count("starting the shards again") == 3
 
