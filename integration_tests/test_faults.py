@@ -24,6 +24,7 @@ from integration_tests.conftest import Client, Model, launch, serve
 from tests.accounts import assert_nothing_left, scrape, take_baseline
 from tests.processes import Service, children_of
 from tgis.pb import generation_pb2 as pb
+from tgis.router.shards import LOST
 
 LENGTH = 150
 LOOPBACK = {
@@ -189,6 +190,10 @@ def test_nothing_outlives_the_launcher(model: Model, tmp_path: Path, is_killed: 
 def test_shards_that_keep_dying_end_the_service(model: Model, tmp_path: Path) -> None:
     log = tmp_path / "termination-log"
     service = launch(model.directory, "--termination-log", str(log)).wait_until_serving()
+    client = Client(service)
+    stream = client.stub.GenerateStream(long_request("girl"))
+    next(stream)
+    next(stream)  # a token: the first part may come before the shards have computed anything
     killed: set[int] = set()
     deadline = time.monotonic() + 60
     while service.process.poll() is None:
@@ -201,6 +206,30 @@ def test_shards_that_keep_dying_end_the_service(model: Model, tmp_path: Path) ->
     text = "shard 0 was killed by SIGKILL; was it out of memory?; giving up after 6 restarts of the shards"
     assert service.lines[-1] == f"error: {text}"
     assert log.read_text() == text + "\n"
+    with pytest.raises(grpc.RpcError) as ended:
+        list(stream)
+    assert (ended.value.code(), ended.value.details()) == (grpc.StatusCode.UNAVAILABLE, LOST)
+    client.channel.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("num_shards", "fault", "reason"),
+    [
+        (1, "shard.before_loading=kill", "shard 0 was killed by SIGKILL; was it out of memory?"),
+        (2, "shard.before_loading[rank=1]=exit", "shard 1 exited with code 3"),
+    ],
+)
+def test_shards_that_die_before_they_serve_are_tried_four_times(
+    model: Model, tmp_path: Path, num_shards: int, fault: str, reason: str
+) -> None:
+    log = tmp_path / "termination-log"
+    flags = ("--num-shard", str(num_shards), "--termination-log", str(log))
+    service = launch(model.directory, *flags, "--failpoints", fault)
+    assert service.process.wait(90) == service.end() == 1
+    text = f"{reason}; giving up after 3 restarts of the shards"
+    assert (service.lines[-1], log.read_text()) == (f"error: {text}", f"{text}\n")
+    assert service.output.count("starting the shards again") == 3
 
 
 def can_listen(port: int) -> bool:
@@ -270,8 +299,9 @@ def test_starts_that_fail_say_why_in_one_line(model: Model, tmp_path: Path) -> N
     assert fails(*here, "--num-shard", "1", env={"NUM_GPUS": "2"}) == f"error: {text}"
     wrong = broken(model, tmp_path / "wrong", hidden_size=48)
     assert re.search(r"error: shard 0: .*model\.safetensors.*", fails("--model-name", wrong))
-    small = fails(*here, "--kv-cache-tokens", "100")
+    small = json.loads(fails(*here, "--kv-cache-tokens", "100", "--json-output"))["message"]
     assert small.startswith("error: shard 0: the cache is too small for one request")
+    assert log.read_text() == small.removeprefix("error: ") + "\n"
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         text = f"error: port {port} on 127.0.0.1 cannot be opened: Address already in use"

@@ -19,11 +19,29 @@ What a running service tells, and what is there to look at it with. Nothing of i
 |---|---|---|
 | metrics | `GET /metrics` on the HTTP port, 3000 | [every series](metrics.md), under TGIS's names |
 | health | `/health`, `/live`, gRPC's health service | ready to serve; alive ([reliability](reliability.md)) |
-| logs | stdout; `--json-output` for machines | a line for every input, with its ids, counts, times and how it ended |
+| logs | stderr; [`--json-output`](#logs) for machines | a line for every input, with its ids, counts, times and how it ended |
 | traces | `--otlp-endpoint` | a span for every call |
 | terminal | `tgis top` | the metrics of one instance, each second |
 | dashboard | `deployment/monitoring/dashboard.json` | for Grafana; import it and choose a Prometheus |
 | rules | `deployment/monitoring/rules.yaml` | recorded series and alerts, for Prometheus |
+
+## Logs
+
+With `--json-output` every line of the launcher, and so of all that it starts, is one JSON object:
+
+```json
+{"timestamp": "2026-01-31T12:00:00.123Z", "level": "INFO", "logger": "tgis.shard.server",
+ "message": "rank 0 of 2 serves /model on /tmp/text-generation-x/shard-0", "process": "shard", "rank": 0}
+```
+
+- `process` is `launcher`, `router`, `shard` or, while one is converted, `tokenizer`; shards have their `rank`, and all
+  lines the `node` where there are several.
+- What libraries print is the `message` of an object whose `logger` is `output`: an object for each line, so that
+  several belong to one crash. The level is read from the line, and is WARNING where it shows none. A line that is an
+  object already keeps its fields and gets those that it lacks. Bytes that are no UTF-8 are replaced, and what is longer
+  than 1 MiB is cut into several objects.
+- An exception that nobody caught in Python is one object, its lines in `traceback`.
+- A start that fails ends with level CRITICAL and the message `error: …`; the termination log has the reason as text.
 
 ## In a terminal
 

@@ -1,6 +1,7 @@
 """A child that prints without end, and a parent to whom nobody listens: neither waits for the other. And a
 child that cannot be started."""
 
+import json
 import os
 import subprocess
 import sys
@@ -28,14 +29,14 @@ from pathlib import Path
 from tgis.child import Child
 
 async def run():
-    child, beats = Child("flood", [], "Flood: "), 0
+    child, beats = Child("flood", [], "Flood: ", fields=eval(sys.argv[2])), 0
     await child.start()
     end = asyncio.ensure_future(child.wait())
     while not end.done():
         await asyncio.sleep(0.01)
         beats += 1
     peak = next(line for line in Path("/proc/self/status").read_text().splitlines() if "VmHWM" in line)
-    Path(sys.argv[1]).write_text(f"{end.result()}|{beats}|{peak.split()[1]}")
+    Path(sys.argv[1]).write_text(f"{end.result().text}|{beats}|{peak.split()[1]}")
 
 asyncio.run(run())
 """
@@ -58,17 +59,30 @@ def check(result: Path) -> None:
     assert int(kib) < 80 << 10
 
 
-def test_a_flood_passes(parent: list[str], tmp_path: Path) -> None:
-    with subprocess.Popen(parent, cwd=tmp_path, stderr=subprocess.PIPE) as run:
+FIELDS = [None, {"process": "flood"}]
+
+
+@pytest.mark.parametrize("fields", FIELDS)
+def test_a_flood_passes(parent: list[str], tmp_path: Path, fields: dict[str, str] | None) -> None:
+    num_bytes = 0
+    with subprocess.Popen([*parent, repr(fields)], cwd=tmp_path, stderr=subprocess.PIPE) as run:
         assert run.stderr is not None
-        num_bytes = sum(len(line) for line in run.stderr)
+        for line in run.stderr:
+            num_bytes += len(line)
+            if fields:
+                found = json.loads(line)
+                assert found["process"] == "flood"
+                assert set(found["message"]) <= {"x", "y"}
+            else:
+                assert line.startswith(b"Flood: ")
     check(tmp_path / "result")
     assert num_bytes > 0.99 * FLOOD_BYTES
 
 
-def test_nobody_reads_it(parent: list[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize("fields", FIELDS)
+def test_nobody_reads_it(parent: list[str], tmp_path: Path, fields: dict[str, str] | None) -> None:
     reader, writer = os.pipe()
-    run = subprocess.Popen(parent, cwd=tmp_path, stdout=writer, stderr=writer)
+    run = subprocess.Popen([*parent, repr(fields)], cwd=tmp_path, stdout=writer, stderr=writer)
     os.close(reader)
     os.close(writer)
     assert run.wait(60) == 0

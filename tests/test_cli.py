@@ -1,5 +1,6 @@
 """The commands generated from the declaration of options: what gives a value, what is refused and how."""
 
+import json
 import subprocess
 import sys
 from dataclasses import MISSING, fields, replace
@@ -197,6 +198,36 @@ def test_bad_flags_are_one_line(arguments: list[str], tmp_path: Path) -> None:
     assert arguments[0] in line
     if arguments != ["--nonsense"]:  # which is found out before any option is read
         assert log.read_text() == line.removeprefix("error: ") + "\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "env", "code", "text"),
+    [
+        (["--json-output", "--tls-cert-path", "/x"], {}, 1, "error: tls: must provide both cert and key"),
+        (["--port", "many", "--json-output"], {}, 2, "error: Invalid value for '--port'"),
+        (["--nonsense"], {"JSON_OUTPUT": "true"}, 2, "error: No such option"),
+        (["--num-gpus", "x", "--json-output"], {}, 1, "error: NUM_GPUS must be a positive integer"),
+    ],
+)
+def test_the_last_line_is_an_object_where_lines_are(
+    arguments: list[str], env: dict[str, str], code: int, text: str, tmp_path: Path
+) -> None:
+    """Also where the options were not all read; the termination log has the text."""
+    log = tmp_path / "termination-log"
+    result = CliRunner().invoke(cli.launcher_main, ["--termination-log", str(log), *arguments], env=env)
+    assert result.exit_code == code
+    lines = [json.loads(line) for line in result.stderr.splitlines()]
+    assert {line["process"] for line in lines} == {"launcher"}
+    assert lines[-1]["level"] == "CRITICAL"
+    assert lines[-1]["message"].startswith(text)
+    if "--nonsense" not in arguments:  # which is found out before any option is read
+        assert log.read_text() == lines[-1]["message"].removeprefix("error: ") + "\n"
+    text = (
+        CliRunner()
+        .invoke(cli.server_main, ["health-probe", "--nonsense"], env={"JSON_OUTPUT": "true"})
+        .stderr
+    )
+    assert text.startswith("error: "), "this command has no such option"
 
 
 @pytest.mark.parametrize("text", ["1", "True", "yes", "", " ", "on", "TRUE"])

@@ -10,6 +10,7 @@ import pytest
 from tgis import hub
 from tgis.config import LauncherConfig
 from tgis.launch_plan import LaunchError, count_shards, plan
+from tgis.launcher.child_configs import line_fields
 
 
 @pytest.fixture
@@ -137,3 +138,25 @@ def test_draining_fits_into_the_grace_period(
     else:
         with pytest.raises(LaunchError, match=f"more than the {left} s that are left"):
             plan(config)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "process", "options", "expected"),
+    [
+        ({}, "router", {}, {"process": "router"}),
+        ({}, "shard", {"rank": 3}, {"process": "shard", "rank": 3}),
+        ({"nnodes": 2}, "router", {}, {"process": "router", "node": 0}),
+        ({"nnodes": 2, "node_rank": 1}, "shard", {"rank": 3}, {"process": "shard", "node": 1, "rank": 3}),
+    ],
+)
+def test_lines_say_which_process_they_are_of(
+    config: LauncherConfig,
+    nodes: dict[str, int],
+    process: str,
+    options: dict[str, int],
+    expected: dict[str, object],
+) -> None:
+    """The node only where there are several, and only where lines are JSON."""
+    asked = replace(config, json_output=True, **nodes)  # type: ignore[arg-type]
+    assert line_fields(asked, process, options) == expected
+    assert line_fields(replace(asked, json_output=False), process, options) is None

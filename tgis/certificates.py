@@ -6,13 +6,16 @@ import logging
 import ssl
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
 import grpc
 from cryptography import x509
+from cryptography.exceptions import UnsupportedAlgorithm
+from cryptography.hazmat.primitives.asymmetric.types import CertificatePublicKeyTypes, PublicKeyTypes
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat, load_pem_private_key
 
 from tgis.errors import OperatorError
@@ -23,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 LOOK_S = 5.0  # between two looks at the files; new connections look too
 SOON_S = 7 * 86400.0  # before its end a certificate is warned of
-WARN_EVERY_S = 86400.0
+WARN_EVERY_S, EXPIRED_EVERY_S = 86400.0, 60.0
 
 
 @dataclass(frozen=True)
@@ -103,19 +106,31 @@ class Certificates:
             await asyncio.to_thread(self.look)
 
     def look(self) -> None:
-        """Takes what has changed, if it is in order; warns of a certificate that ends soon."""
+        """Takes what has changed, if it is in order; tells of a certificate that ends soon or has ended."""
         with self._lock:
             seen = self._look()
             if seen != self._seen:
                 self._seen = seen
                 self._take()
-        self._warn()
+            self._warn()
 
     def _warn(self) -> None:
-        if self.seconds_left < SOON_S and time.monotonic() - self._warned_at >= WARN_EVERY_S:
-            self._warned_at = time.monotonic()
-            days = self.seconds_left / 86400
+        left_s = self.seconds_left
+        pause_s = WARN_EVERY_S if left_s > 0 else EXPIRED_EVERY_S
+        if left_s >= SOON_S or time.monotonic() - self._warned_at < pause_s:
+            return
+        self._warned_at = time.monotonic()
+        if left_s > 0:
+            days = left_s / 86400
             logger.warning("the %s certificate expires in %.1f days", self._name, days)
+            return
+        since = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(self._content.expires_at))
+        logger.error(
+            "the %s certificate %s has been expired since %s: the other end refuses it; renew it",
+            self._name,
+            self._files.cert,
+            since,
+        )
 
     def _take(self) -> None:
         try:
@@ -129,19 +144,42 @@ class Certificates:
 
     def _read(self) -> _Content:
         """Raises CertificateError."""
-        pem = _read(self._files)
-        try:
+        files = self._files
+        pem = _read(files)
+        with self._one_line_error(f"the key {files.key}"):
+            own = _public_bytes(load_pem_private_key(pem.key, None).public_key())
+        with self._one_line_error(f"the cert {files.cert}"):
             leaf = x509.load_pem_x509_certificates(pem.cert)[0]
-            own = load_pem_private_key(pem.key, None).public_key()
+            expires_at, of_cert = leaf.not_valid_after_utc.timestamp(), _public_bytes(leaf.public_key())
+        with self._one_line_error(f"the ca cert {files.ca}"):
             if pem.ca is not None:
                 x509.load_pem_x509_certificates(pem.ca)
-            as_bytes = (Encoding.DER, PublicFormat.SubjectPublicKeyInfo)
-            if leaf.public_key().public_bytes(*as_bytes) != own.public_bytes(*as_bytes):
-                raise CertificateError(f"{self._trouble}: the key is not the certificate's")
+        if of_cert != own:
+            raise CertificateError(
+                f"{self._trouble}: the key {files.key} is not that of the cert {files.cert}"
+            )
+        try:
             context = self._make_context(pem) if self._make_context else None
-        except (ValueError, TypeError, OSError) as error:  # the second of a key that wants a password
-            raise CertificateError(f"{self._trouble}: {str(error).splitlines()[0]}") from error
-        return _Content(pem, context, leaf.not_valid_after_utc.timestamp())
+        except OSError as error:
+            raise CertificateError(
+                f"{self._trouble}: the cert {files.cert} and the key {files.key} cannot be used: "
+                f"{error.strerror or error}"
+            ) from error
+        return _Content(pem, context, expires_at)
+
+    @contextmanager
+    def _one_line_error(self, file: str) -> Iterator[None]:
+        """Raises CertificateError, which names the file, where the block cannot read what is in it."""
+        try:
+            yield
+        except TypeError as error:  # of a key alone
+            raise CertificateError(
+                f"{self._trouble}: {file} is encrypted; give one without a password"
+            ) from error
+        except (ValueError, UnsupportedAlgorithm) as error:
+            raise CertificateError(
+                f"{self._trouble}: {file} is damaged, or no PEM file of its kind"
+            ) from error
 
     @property
     def _trouble(self) -> str:
@@ -196,4 +234,8 @@ def _read_file(path: str, what: str) -> bytes:
     try:
         return Path(path).read_bytes()
     except OSError as error:
-        raise CertificateError(f"couldn't load {what} from {path}") from error
+        raise CertificateError(f"couldn't load {what} from {path}: {error.strerror}") from error
+
+
+def _public_bytes(key: CertificatePublicKeyTypes | PublicKeyTypes) -> bytes:
+    return key.public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)

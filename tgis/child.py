@@ -9,15 +9,29 @@ import os
 import signal
 import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
 
 from tgis.heartbeat import wait_until_hung
+from tgis.json_lines import error_of, to_json
+from tgis.logs import Scalar
 
-ERROR_PREFIX = "error: "  # begins a process's last words, the one line that says why it failed
-MAX_LINE_BYTES = 1 << 16
+READ_BYTES = 1 << 16
+# Longer lines are cut. A record of our own must not be: its halves would be no objects.
+MAX_LINE_BYTES, MAX_JSON_BYTES = READ_BYTES, 1 << 20
 PR_SET_PDEATHSIG = 1
+GIVE_UP = signal.SIGUSR1  # tells a router that its shards are not started again
 
 _libc = ctypes.CDLL(None)
+
+
+@dataclass(frozen=True)
+class End:
+    """How a process has ended."""
+
+    text: str
+    is_refusal: bool = False
+    """True if it ended by itself, with status 1 and a line that says why: it would do so again."""
 
 
 class Child:
@@ -31,16 +45,19 @@ class Child:
         env: Mapping[str, str] = MappingProxyType({}),
         beats: bool = False,
         fds: Sequence[int] = (),
+        fields: Mapping[str, Scalar] | None = None,
     ) -> None:
         """`env` holds variables that the child gets where the parent has none of that name. One that `beats`
-        is given a descriptor for signs of life, and is killed where it hangs; `fds` are open in it too."""
+        is given a descriptor for signs of life, and is killed where it hangs; `fds` are open in it too.
+        With `fields`, every line of its output becomes a JSON object that has them, without the prefix."""
         self.name, self._arguments, self._line_prefix, self._env = name, arguments, line_prefix, env
+        self._fields = fields
         self._beats, self._hangs, self._fds = beats, False, tuple(fds)
         self.has_begun = asyncio.Event()
         """To give signs of life."""
         self._error = ""
         self._process: asyncio.subprocess.Process | None = None
-        self._end: asyncio.Task[str] | None = None
+        self._end: asyncio.Task[End] | None = None
         self._watch: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -74,8 +91,8 @@ class Child:
         )
         self._end = asyncio.create_task(self._run_to_end(self._process), name=self.name)
 
-    async def wait(self) -> str:
-        """How it ended, in words, once it has; may be awaited by several and given up by any."""
+    async def wait(self) -> End:
+        """How it ended, once it has; may be awaited by several and given up by any."""
         assert self._end is not None, "wait comes after start"
         return await asyncio.shield(self._end)
 
@@ -94,20 +111,22 @@ class Child:
         self._hangs = True
         self.signal(signal.SIGKILL)
 
-    async def _run_to_end(self, process: asyncio.subprocess.Process) -> str:
+    async def _run_to_end(self, process: asyncio.subprocess.Process) -> End:
         assert process.stdout is not None
-        async for line in _lines(process.stdout):
-            if line.startswith(ERROR_PREFIX):
-                self._error = line.removeprefix(ERROR_PREFIX)
+        async for line in _lines(process.stdout, MAX_LINE_BYTES if self._fields is None else MAX_JSON_BYTES):
+            if (error := error_of(line)) is not None:
+                self._error = error
             else:
-                with contextlib.suppress(
-                    OSError
-                ):  # nobody reads our stderr any more: the child must not block on it
-                    print(self._line_prefix + line, file=sys.stderr, flush=True)
+                self._print(line)
         code = await process.wait()
         if self._watch is not None:
             self._watch.cancel()
-        return self._describe(code)
+        return End(self._describe(code), not self._hangs and code == 1 and bool(self._error))
+
+    def _print(self, line: str) -> None:
+        text = self._line_prefix + line if self._fields is None else to_json(line, self._fields)
+        with contextlib.suppress(OSError):  # nobody reads our stderr any more: the child must not block on it
+            print(text, file=sys.stderr, flush=True)
 
     def _describe(self, code: int) -> str:
         if self._hangs:
@@ -125,12 +144,12 @@ def die_with(parent: int) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-async def _lines(stream: asyncio.StreamReader) -> AsyncIterator[str]:
-    """Lines as text; one without an end is cut into pieces, so that a flood needs no memory."""
+async def _lines(stream: asyncio.StreamReader, max_bytes: int) -> AsyncIterator[str]:
+    """Lines as text; one that is too long is cut into pieces, so that a flood needs no memory."""
     pending = b""
-    while chunk := await stream.read(MAX_LINE_BYTES):
+    while chunk := await stream.read(READ_BYTES):
         *lines, pending = (pending + chunk).split(b"\n")
-        if len(pending) >= MAX_LINE_BYTES:
+        if len(pending) >= max_bytes:
             lines, pending = [*lines, pending], b""
         for line in lines:
             yield line.decode(errors="replace")

@@ -21,8 +21,15 @@ from tgis.top.command import command as top
 from tgis.tuning_plan import plan_tuning
 
 
+def _begin(config: LauncherConfig | RouterConfig | ShardConfig, *facts: str) -> None:
+    """Raises FailpointError."""
+    failpoints.arm(config.failpoints, *facts)
+    if config.json_output:
+        logs.catch_unlogged()
+
+
 def _run_launcher(config: LauncherConfig) -> None:
-    failpoints.arm(config.failpoints)  # so that what cannot be read is refused here
+    _begin(config)
     from tgis.launcher import main
 
     # The children get all of it as flags; what stayed in the environment they would read, and warn of, again.
@@ -34,14 +41,14 @@ def _run_launcher(config: LauncherConfig) -> None:
 
 
 def _run_router(config: RouterConfig) -> None:
-    failpoints.arm(config.failpoints)
+    _begin(config)
     from tgis.router import app
 
     app.run(config)
 
 
 def _run_shard(config: ShardConfig) -> None:
-    failpoints.arm(config.failpoints, f"rank={config.rank}", f"epoch={config.epoch}")
+    _begin(config, f"rank={config.rank}", f"epoch={config.epoch}")
     _stay_offline()
     settings = hub.read_json(Path(config.model_path), "config.json")
     length = config.max_sequence_length or hub.max_sequence_length(settings)
@@ -95,6 +102,7 @@ launcher_main = command(
     _run_launcher,
     "Serve a model: starts, watches and stops the shards and the router.",
     reads="launcher",
+    process="launcher",
 )
 router_main = command(
     "router",
@@ -102,6 +110,7 @@ router_main = command(
     _run_router,
     "The router alone, for shards that are there already.",
     reads="router",
+    process="router",
 )
 _serve = command(
     "serve",
@@ -111,6 +120,7 @@ _serve = command(
     reads="serve",
     extra=_shard_arguments(),
     complete=_complete_shard,
+    process="shard",
 )
 _env = command(
     "env",

@@ -16,6 +16,7 @@ logger = logging.getLogger(__name__)
 
 MIN_LENGTH = 2
 END_S = 5.0  # what processes get to end in, after the requests have
+GIVE_UP_S = 12.0  # what a router gets to end its calls in when the shards are not started again
 TOKENIZER = "tokenizer.json"
 
 

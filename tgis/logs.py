@@ -1,13 +1,18 @@
 """Logging to stderr, as text or as JSON lines. No text of an argument or a field can look like a record or
 a field of its own: both forms read back exactly."""
 
+import contextlib
 import functools
 import json
 import logging
 import math
 import re
 import sys
+import threading
 import time
+from collections.abc import Mapping
+from types import MappingProxyType, TracebackType
+from typing import Any, TextIO
 
 FIELDS = "fields"
 """The key of `extra` under which a record brings its fields: `extra={FIELDS: {"request_id": "a1"}}`."""
@@ -25,7 +30,8 @@ class TextFormatter(logging.Formatter):
     A message or string value that could be misread is a JSON string; so is none that could not."""
 
     def format(self, record: logging.LogRecord) -> str:
-        head = f"{_timestamp(record)} {record.levelname} {record.name}: {_text_message(record.getMessage())}"
+        about = f"{timestamp(record.created)} {record.levelname} {record.name}"
+        head = f"{about}: {_text_message(record.getMessage())}"
         fields = [f" {_key(name)}={_text_value(value)}" for name, value in _fields(record).items()]
         lines = [head + "".join(fields)]
         if record.exc_info:  # indented, because a traceback ends with a text that may be a user's
@@ -37,9 +43,14 @@ class TextFormatter(logging.Formatter):
 class JsonFormatter(logging.Formatter):
     """The same as an object. A field of a name that every record has gets an underscore behind it."""
 
+    def __init__(self, process: Mapping[str, Scalar] = MappingProxyType({})) -> None:
+        """`process` are fields for every object; those of the record's own come first."""
+        super().__init__()
+        self._process = process
+
     def format(self, record: logging.LogRecord) -> str:
         line: dict[str, Scalar] = {
-            "timestamp": _timestamp(record),
+            "timestamp": timestamp(record.created),
             "level": record.levelname,
             "logger": record.name,
             "message": record.getMessage(),
@@ -48,20 +59,56 @@ class JsonFormatter(logging.Formatter):
             line["traceback"] = self.formatException(record.exc_info)
         for name, value in _fields(record).items():
             line[f"{name}_" if name in line else name] = value
+        for name, value in self._process.items():
+            line.setdefault(name, value)
         return json.dumps(line, ensure_ascii=True, allow_nan=False)
 
 
-def setup(level: str, json_output: bool) -> None:
-    """Replaces the root logger's handlers; called once by each process."""
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(JsonFormatter() if json_output else TextFormatter())
+class _JsonHandler(logging.StreamHandler[TextIO]):
+    def handleError(self, record: logging.LogRecord) -> None:
+        """Write that a record could not be formatted, as one object instead of the lines of `logging`."""
+        text = "a log record could not be written"
+        failure = logging.LogRecord(record.name, logging.ERROR, "", 0, text, (), sys.exc_info())
+        with contextlib.suppress(OSError, ValueError):  # the stream may be closed
+            self.stream.write(self.format(failure) + self.terminator)
+            self.flush()
+
+
+def setup(level: str, json_output: bool, process: Mapping[str, Scalar] = MappingProxyType({})) -> None:
+    """Replaces the root logger's handlers. `process` are fields for every JSON object."""
+    handler = _JsonHandler(sys.stderr) if json_output else logging.StreamHandler(sys.stderr)
+    handler.setFormatter(JsonFormatter(process) if json_output else TextFormatter())
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
     logging.getLogger("uvicorn").setLevel(logging.WARNING)  # what it has to say, we say ourselves
 
 
-def _timestamp(record: logging.LogRecord) -> str:
-    seconds = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
-    return f"{seconds}.{int(record.msecs):03d}Z"
+def catch_unlogged() -> None:
+    """Log from now on what Python would print: warnings, and exceptions that nobody catches."""
+    logging.captureWarnings(True)
+    sys.excepthook = lambda kind, error, traceback: _log_uncaught(logging.CRITICAL, error, traceback)
+    threading.excepthook = lambda args: _log_uncaught(logging.ERROR, args.exc_value, args.exc_traceback)
+    sys.unraisablehook = lambda args: _log_uncaught(logging.ERROR, args.exc_value, args.exc_traceback)
+
+
+def _log_uncaught(level: int, error: BaseException | None, traceback: TracebackType | None) -> None:
+    if error is not None and not isinstance(error, SystemExit):  # by which a thread may end
+        logging.log(level, "uncaught exception", exc_info=(type(error), error, traceback))
+
+
+def process_fields(process: str, options: Mapping[str, Any]) -> dict[str, Scalar]:
+    """Return what the JSON lines of a process say of it: what it is, and with these options which one."""
+    fields: dict[str, Scalar] = {"process": process}
+    if options.get("nnodes", 1) > 1:
+        fields["node"] = options["node_rank"]
+    if "rank" in options:
+        fields["rank"] = options["rank"]
+    return fields
+
+
+def timestamp(seconds: float) -> str:
+    """Return a time since the epoch in UTC, to the millisecond."""
+    day_and_time = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(seconds))
+    return f"{day_and_time}.{int(seconds * 1000 % 1000):03d}Z"
 
 
 def _fields(record: logging.LogRecord) -> dict[str, Scalar]:

@@ -23,6 +23,7 @@ from tests.tokenizers_for_tests import write_byte_level
 from tgis.frames import frame
 from tgis.pb import generation_pb2
 from tgis.pb import shard_pb2 as pb
+from tgis.router.shards import LOST
 
 NUM_STREAMS = 8
 LENGTH = 60
@@ -74,9 +75,12 @@ class Streams:
         with self._threads:
             return [result.result(30) for result in self._results]
 
-    def errors(self) -> list[grpc.StatusCode]:
+    def failures(self) -> list[grpc.RpcError]:
         with self._threads:
-            return [result.exception(30).code() for result in self._results]  # type: ignore[union-attr]
+            return [result.exception(30) for result in self._results]  # type: ignore[misc]
+
+    def errors(self) -> list[grpc.StatusCode]:
+        return [failure.code() for failure in self.failures()]
 
     def expected(self) -> list[str]:
         tokens = [expected_tokens(self.setup, text, self.length) for text in self.texts]
@@ -107,6 +111,21 @@ def test_streams_go_on_when_the_shards_come_back(pair: Setup) -> None:
     wait_for_health(pair, 200)
     assert stop_router(pair) == 0
     assert "ERROR" not in pair.service.output, "nothing is left behind that the interpreter complains about"
+
+
+def test_a_router_that_is_told_to_give_up_ends_all_calls_with_a_reason(pair: Setup) -> None:
+    """And then ends itself."""
+    streams = Streams(pair, step_s=0.2)
+    pair.servers[1].stop()
+    wait_for_health(pair, 503)
+    pair.service.process.send_signal(signal.SIGUSR1)
+    ends = [(error.code(), error.details()) for error in streams.failures()]
+    assert ends == [(grpc.StatusCode.UNAVAILABLE, LOST)] * NUM_STREAMS
+    with pytest.raises(grpc.RpcError) as refused:
+        pair.stub.Generate(batch("a"), timeout=10)
+    assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
+    assert pair.service.process.wait(10) == 0
+    assert f"the shards are not started again: {NUM_STREAMS} requests end" in pair.service.output
 
 
 def test_one_lost_rank_is_a_lost_group(pair: Setup) -> None:

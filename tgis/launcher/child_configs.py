@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 from tgis import __version__
@@ -10,6 +11,7 @@ from tgis.config import ENGINES, LauncherConfig, RouterConfig, ShardConfig
 from tgis.launch_plan import Plan
 from tgis.launcher.run_files import RunFiles
 from tgis.link_address import TcpAddress
+from tgis.logs import Scalar, process_fields
 from tgis.port_options import LinkOptions
 
 C = TypeVar("C", RouterConfig, ShardConfig)
@@ -52,6 +54,10 @@ class ChildConfigs:
         options |= {"dtype": self._plan.dtype, "max_sequence_length": self._plan.max_sequence_length}
         model = {"model": self._plan.fingerprint, "version": __version__}
         return options | model | {"nnodes": config.nnodes, "num_shard": self.num_shards}
+
+    def line_fields(self, config: RouterConfig | ShardConfig) -> dict[str, Scalar] | None:
+        process = "shard" if isinstance(config, ShardConfig) else "router"
+        return line_fields(self._config, process, vars(config))
 
     def router(self, addresses: Path) -> RouterConfig:
         """`addresses` is the file of the shards' where they are reached over TCP."""
@@ -96,6 +102,15 @@ class ChildConfigs:
         else:
             own |= dict.fromkeys(LINK_OPTIONS)
         return _derive(ShardConfig, self._config, own)
+
+
+def line_fields(
+    config: LauncherConfig, process: str, options: Mapping[str, Any] = MappingProxyType({})
+) -> dict[str, Scalar] | None:
+    """Return the fields of each line of a child with these options; None where lines stay text."""
+    if not config.json_output:
+        return None
+    return process_fields("launcher", vars(config)) | process_fields(process, options)
 
 
 def _derive(config_type: type[C], config: LauncherConfig, own: Mapping[str, Any]) -> C:

@@ -11,7 +11,7 @@ from typing import Protocol
 
 from tgis.launch_plan import LaunchError
 from tgis.launcher.child_configs import Start
-from tgis.launcher.node import Node, all_of, first_of
+from tgis.launcher.node import SETTLE_S, Node, ShardEndedError, all_of, first_of
 from tgis.link_address import TcpAddress
 from tgis.ports import listen
 
@@ -19,8 +19,8 @@ logger = logging.getLogger(__name__)
 
 CRASH_WINDOW_S = 300.0
 MAX_CRASHES = 6  # of the shards, within the window; a request that kills them takes three
+MAX_FIRST_CRASHES = 3  # before they have served, however long each start takes
 FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.5, 4.0
-SETTLE_S = 1.0  # in which the loss of a node is noticed that ended shards of another
 
 
 class Rendezvous(Protocol):
@@ -59,23 +59,21 @@ class Group:
         """The file `addresses` is to say where all shards are reached, if that is over TCP."""
         self._nodes, self._rendezvous, self._addresses = nodes, rendezvous, addresses
         self._epoch = 0
-        self.is_serving = False
+        self.is_serving = self.has_served = False
 
     async def run(self) -> None:
-        """Starts the shards, and again whenever one of them has ended. Raises LaunchError when the first
-        start fails, or after too many times."""
+        """Starts the shards, and again whenever one of them has ended. Raises LaunchError after too many
+        times, and when a shard refuses to serve before any has served."""
         await self._start_first()
         crashes: list[float] = []
         while True:
-            reason, now = await first_of(node.wait() for node in self._nodes), time.monotonic()
+            end, now = await first_of(node.wait() for node in self._nodes), time.monotonic()
             self.is_serving = False
             crashes = [at for at in crashes if now - at < CRASH_WINDOW_S] + [now]
             if len(crashes) > MAX_CRASHES:
-                raise LaunchError(f"{reason}; giving up after {MAX_CRASHES} restarts of the shards")
-            logger.error("%s; starting the shards again", reason)
-            await self.kill()
-            if len(crashes) > 1:
-                await asyncio.sleep(min(FIRST_BACKOFF_S * 2 ** (len(crashes) - 2), MAX_BACKOFF_S))
+                await self.kill()
+                raise LaunchError(f"{end.text}; giving up after {MAX_CRASHES} restarts of the shards")
+            await self._clear(end.text, len(crashes))
             # Where that fails, the next turn of the loop finds what has ended, and counts it.
             with contextlib.suppress(LaunchError):
                 await self._start()
@@ -85,17 +83,33 @@ class Group:
 
     async def _start_first(self) -> None:
         """Nodes may come and go meanwhile. Raises LaunchError."""
+        num_crashes = 0
         while True:
             num_losses = self._num_losses
             try:
                 return await self._start()
-            except LaunchError as error:
-                if len(self._nodes) > 1:
-                    await asyncio.sleep(SETTLE_S)
-                if self._num_losses == num_losses:
-                    raise
-                logger.warning("%s; starting the shards again", error)
-                await self.kill()
+            except ShardEndedError as error:
+                end = error.end
+            if len(self._nodes) > 1:
+                await asyncio.sleep(SETTLE_S)
+            if self._num_losses > num_losses:
+                await self._clear(end.text)
+                continue
+            if end.is_refusal and len(self._nodes) > 1:  # perhaps because a rank of another node was killed
+                end = await first_of(node.wait() for node in self._nodes)
+            num_crashes += 1
+            if end.is_refusal:
+                raise LaunchError(end.text)
+            if num_crashes > MAX_FIRST_CRASHES:
+                raise LaunchError(f"{end.text}; giving up after {MAX_FIRST_CRASHES} restarts of the shards")
+            await self._clear(end.text, num_crashes)
+
+    async def _clear(self, reason: str, num_crashes: int = 1) -> None:
+        """Make room for another start; wait the longer, the more shards have crashed."""
+        logger.error("%s; starting the shards again", reason)
+        await self.kill()
+        if num_crashes > 1:
+            await asyncio.sleep(min(FIRST_BACKOFF_S * 2 ** (num_crashes - 2), MAX_BACKOFF_S))
 
     @property
     def _num_losses(self) -> int:
@@ -110,7 +124,7 @@ class Group:
         with self._rendezvous.open(self._epoch) as (place, listener):
             start = Start(self._epoch, place)
             await all_of(node.start(start, listener) for node in self._nodes)
-        self.is_serving = True
+        self.is_serving = self.has_served = True
 
     def _tell_addresses(self) -> None:
         """To the router, which may read at any time."""

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any, NoReturn
 
 from tgis.certificates import LOOK_S, Certificates
+from tgis.child import End
 from tgis.launch_plan import LaunchError
 from tgis.launcher.channel import MAX_LINE_BYTES, Channel, ChannelLostError, Message
 from tgis.launcher.child_configs import Start
@@ -106,7 +107,7 @@ class RemoteNode:
         self._is_there = asyncio.Event()
         self._epoch = 0
         self._has_begun = asyncio.Event()
-        self._end: asyncio.Future[str] | None = None
+        self._end: asyncio.Future[End] | None = None
 
     async def wait_until_there(self) -> None:
         if not self._is_there.is_set():
@@ -117,12 +118,12 @@ class RemoteNode:
         self._epoch, self._has_begun = start.epoch, asyncio.Event()
         self._end = asyncio.get_running_loop().create_future()
         if self._channel is None:
-            self._tell_end(f"{self.name} is lost")
+            self._tell_end(End(f"{self.name} is lost"))
         else:
             self._channel.send("start", epoch=start.epoch, rendezvous=start.rendezvous)
         await unless_ended(self._has_begun.wait(), self.wait())
 
-    async def wait(self) -> str:
+    async def wait(self) -> End:
         assert self._end is not None, "wait comes after start"
         return await asyncio.shield(self._end)
 
@@ -152,7 +153,7 @@ class RemoteNode:
         self._channel = None
         self.num_losses += 1
         self._is_there.clear()
-        self._tell_end(f"{self.name} is lost: {reason}")
+        self._tell_end(End(f"{self.name} is lost: {reason}"))
 
     def _take(self, message: Message) -> None:
         if message.get("epoch") != self._epoch:
@@ -160,8 +161,9 @@ class RemoteNode:
         if message["kind"] == "begun":
             self._has_begun.set()
         elif message["kind"] == "ended":
-            self._tell_end(f"{self.name}: {message.get('reason')}")
+            text = f"{self.name}: {message.get('reason')}"
+            self._tell_end(End(text, bool(message.get("is_refusal"))))
 
-    def _tell_end(self, reason: str) -> None:
+    def _tell_end(self, end: End) -> None:
         if self._end is not None and not self._end.done():
-            self._end.set_result(reason)
+            self._end.set_result(end)

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Coroutine, Iterable
 from typing import Any, Protocol
 
-from tgis.child import Child
+from tgis.child import Child, End
 from tgis.declaration import to_flags
 from tgis.launch_plan import LaunchError
 from tgis.launcher.child_configs import ChildConfigs, Start
@@ -21,6 +21,15 @@ LOCAL_ENV = {"NCCL_SOCKET_IFNAME": "lo"}
 # What ends a process that touches shared memory which there is none of.
 BUS_ERROR = "SIGBUS"
 BUS_ERROR_HINT = "; the shards may lack shared memory: mount at least 1 GB of it at /dev/shm"
+SETTLE_S = 1.0  # in which the cause is noticed of an end that was a consequence
+
+
+class ShardEndedError(LaunchError):
+    """A shard has ended before all had loaded."""
+
+    def __init__(self, end: End) -> None:
+        super().__init__(end.text)
+        self.end = end
 
 
 class Node(Protocol):
@@ -35,11 +44,11 @@ class Node(Protocol):
     async def wait_until_there(self) -> None: ...
 
     async def start(self, start: Start, listener: int | None) -> None:
-        """Returns when all its shards have loaded; `listener` is the rendezvous' socket. Raises LaunchError
-        when something has ended before."""
+        """Returns when all its shards have loaded; `listener` is the rendezvous' socket. Raises
+        ShardEndedError when something has ended before."""
 
-    async def wait(self) -> str:
-        """How the first of its shards to end has ended, in words."""
+    async def wait(self) -> End:
+        """How the first of its shards to end has ended."""
 
     async def kill(self) -> None: ...
 
@@ -69,10 +78,10 @@ class LocalNode:
         begun = all_of(child.has_begun.wait() for child in self._shards)
         await unless_ended(begun, self.wait())
 
-    async def wait(self) -> str:
-        reason = await first_of(child.wait() for child in self._shards)
-        is_shared = len(self._shards) > 1 and reason.endswith(BUS_ERROR)
-        return reason + BUS_ERROR_HINT if is_shared else reason
+    async def wait(self) -> End:
+        end = await first_of(child.wait() for child in self._shards)
+        is_shared = len(self._shards) > 1 and end.text.endswith(BUS_ERROR)
+        return End(end.text + BUS_ERROR_HINT) if is_shared else end
 
     async def kill(self) -> None:
         await asyncio.gather(*(child.kill() for child in self._shards))
@@ -83,15 +92,22 @@ class LocalNode:
         fds = [] if config.rendezvous_fd is None else [config.rendezvous_fd]
         name = f"shard {config.rank}"
         command = ["serve", *to_flags(config)]
-        return Child(name, command, f"{name.capitalize()}: ", env, beats=True, fds=fds)
+        fields = self._configs.line_fields(config)
+        return Child(name, command, f"{name.capitalize()}: ", env, beats=True, fds=fds, fields=fields)
 
 
-async def first_of(endings: Iterable[Coroutine[Any, Any, str]]) -> str:
-    """What comes first; the others are given up."""
+async def first_of(endings: Iterable[Coroutine[Any, Any, End]]) -> End:
+    """Return the first end, and give up the others. A rank that is left alone says so and ends, sometimes
+    before it is noticed that another was killed: where the first has said why, a kill soon after comes first.
+    """
     waits = [asyncio.create_task(ending) for ending in endings]
     try:
         done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-        return next(iter(done)).result()
+        first = done.pop().result()
+        if first.is_refusal and len(waits) > 1:
+            await asyncio.wait(waits, timeout=SETTLE_S)
+        ends = [first, *(wait.result() for wait in waits if wait.done())]
+        return next((end for end in ends if not end.is_refusal), first)
     finally:
         for wait in waits:
             wait.cancel()
@@ -108,13 +124,13 @@ async def all_of(beginnings: Iterable[Coroutine[Any, Any, object]]) -> None:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def unless_ended(begun: Coroutine[Any, Any, object], ending: Coroutine[Any, Any, str]) -> None:
-    """Raises LaunchError where the end comes first."""
+async def unless_ended(begun: Coroutine[Any, Any, object], ending: Coroutine[Any, Any, End]) -> None:
+    """Raises ShardEndedError where the end comes first."""
     beginning, end = asyncio.create_task(begun), asyncio.create_task(ending)
     try:
         await asyncio.wait((beginning, end), return_when=asyncio.FIRST_COMPLETED)
         if end.done():
-            raise LaunchError(end.result())
+            raise ShardEndedError(end.result())
         beginning.result()
     finally:
         beginning.cancel()

@@ -5,11 +5,13 @@ import contextlib
 import logging
 import os
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 
 from tgis.child import Child
 from tgis.frames import steps_path
 from tgis.launch_plan import TOKENIZER, LaunchError, Plan
+from tgis.logs import Scalar
 from tgis.run_directory import RunDirectory
 
 logger = logging.getLogger(__name__)
@@ -18,9 +20,12 @@ MAX_SOCKET_PATH = 107  # bytes, of Linux
 
 
 class RunFiles:
-    def __init__(self, plan: Plan, uds_path: str | None) -> None:
-        """`uds_path` is where an operator wants the sockets. Raises RunDirectoryError."""
-        self._plan = plan
+    def __init__(
+        self, plan: Plan, uds_path: str | None, line_fields: Mapping[str, Scalar] | None = None
+    ) -> None:
+        """`uds_path` is where an operator wants the sockets, `line_fields` are those of a converter's output.
+        Raises RunDirectoryError."""
+        self._plan, self._line_fields = plan, line_fields
         self._directory = RunDirectory()
         self.path = self._directory.path
         self.uds_path = uds_path or str(self.path / "shard")
@@ -64,8 +69,9 @@ class RunFiles:
         logger.info("converting the tokenizer: there is no %s", TOKENIZER)
         self.tokenizer_path.mkdir()
         arguments = [str(self._plan.model_path.absolute()), "--output-path", str(self.tokenizer_path)]
-        self._converter = Child("tokenizer", ["convert-to-fast-tokenizer", *arguments], "Tokenizer: ")
+        command = ["convert-to-fast-tokenizer", *arguments]
+        self._converter = Child("tokenizer", command, "Tokenizer: ", fields=self._line_fields)
         await self._converter.start()
         end = await self._converter.wait()
         if not (self.tokenizer_path / TOKENIZER).is_file():
-            raise LaunchError(end)
+            raise LaunchError(end.text)

@@ -8,11 +8,11 @@ import socket
 from collections.abc import Sequence
 
 from tgis.certificates import link_certificates
-from tgis.child import Child
+from tgis.child import GIVE_UP, Child, End
 from tgis.config import LauncherConfig
 from tgis.declaration import to_flags
-from tgis.launch_plan import END_S, LaunchError, Plan
-from tgis.launcher.child_configs import ChildConfigs
+from tgis.launch_plan import END_S, GIVE_UP_S, LaunchError, Plan
+from tgis.launcher.child_configs import ChildConfigs, line_fields
 from tgis.launcher.group import FileRendezvous, Group, PortRendezvous
 from tgis.launcher.members import Members
 from tgis.launcher.node import LocalNode, Node, all_of
@@ -34,7 +34,7 @@ class Service:
         for port in (config.port,) if config.headless else (config.port, config.grpc_port):
             listen(config.bind, port).close()  # the router opens it for good, when the model is loaded
         self._config = config
-        self._files = RunFiles(planned, config.shard_uds_path)
+        self._files = RunFiles(planned, config.shard_uds_path, line_fields(config, "tokenizer"))
         self._configs = ChildConfigs(config, planned, self._files)
         self._addresses = self._files.path / "addresses"
         self._local = LocalNode(self._configs)
@@ -87,19 +87,25 @@ class Service:
         """Raises LaunchError when something has ended that should not have."""
         group = Group(nodes, rendezvous, self._addresses if self._configs.spans else None)
         shards = asyncio.create_task(group.run())
-        ends: list[asyncio.Task[object]] = [shards]
+        ends: list[asyncio.Task[None] | asyncio.Task[End]] = [shards]
         try:
             if self._config.headless:
                 async with serve_health(self._config, lambda: group.is_serving):
                     await asyncio.wait(ends)
             else:
-                self._router = Child("router", ["router", *to_flags(self._configs.router(self._addresses))])
-                await self._router.start()  # it waits for the shards itself
-                ends.append(asyncio.create_task(self._router.wait()))
+                own = self._configs.router(self._addresses)
+                fields = self._configs.line_fields(own)
+                router = self._router = Child("router", ["router", *to_flags(own)], fields=fields)
+                await router.start()  # it waits for the shards itself
+                router_end = asyncio.create_task(router.wait())
+                ends.append(router_end)
                 await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-            if shards.done():
-                shards.result()
-            raise LaunchError(str(ends[-1].result()))
+                if not shards.done():
+                    raise LaunchError(router_end.result().text)
+                if group.has_served:  # calls are under way, which are to end with a status
+                    router.signal(GIVE_UP)
+                    await asyncio.wait([router_end], timeout=GIVE_UP_S)
+            shards.result()
         finally:
             for end in ends:
                 end.cancel()

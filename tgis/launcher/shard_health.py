@@ -1,8 +1,9 @@
 """What the HTTP port of a node without a router answers: `/live`, `/health` while its shards serve, and
 `/metrics` with that alone."""
 
-from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -21,11 +22,19 @@ tgi_ready {}
 """
 
 
-def serve_health(config: LauncherConfig, is_serving: Callable[[], bool]) -> AbstractAsyncContextManager[int]:
+@asynccontextmanager
+async def serve_health(config: LauncherConfig, is_serving: Callable[[], bool]) -> AsyncIterator[None]:
     """Meanwhile, encrypted where a router's would be. Raises PortError and CertificateError."""
 
     async def metrics(request: Request) -> Response:
         return Response(READY.format(int(is_serving())), media_type=METRICS_TYPE)
 
     app = Starlette(routes=[*health_routes(is_serving), Route("/metrics", metrics)])
-    return serve_http(app, config, port_certificates(config))
+    certificates = port_certificates(config)
+    watching = asyncio.create_task(certificates.watch()) if certificates else None
+    try:
+        async with serve_http(app, config, certificates):
+            yield
+    finally:
+        if watching is not None:
+            watching.cancel()

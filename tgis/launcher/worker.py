@@ -11,8 +11,8 @@ from tgis.certificates import link_certificates
 from tgis.config import LauncherConfig
 from tgis.launch_plan import LaunchError, Plan
 from tgis.launcher.channel import MAX_LINE_BYTES, Channel, ChannelLostError
-from tgis.launcher.child_configs import ChildConfigs, Start
-from tgis.launcher.node import LocalNode
+from tgis.launcher.child_configs import ChildConfigs, Start, line_fields
+from tgis.launcher.node import LocalNode, ShardEndedError
 from tgis.launcher.run_files import RunFiles
 from tgis.launcher.shard_health import serve_health
 from tgis.tls_contexts import mutual_client
@@ -30,7 +30,7 @@ class Worker:
         """Raises RunDirectoryError and CertificateError."""
         self._config = config
         self._certificates = link_certificates(config, mutual_client)
-        self._files = RunFiles(planned, config.shard_uds_path)
+        self._files = RunFiles(planned, config.shard_uds_path, line_fields(config, "tokenizer"))
         self._configs = ChildConfigs(config, planned, self._files)
         self._local = LocalNode(self._configs)
         self._running: asyncio.Task[None] | None = None
@@ -40,15 +40,19 @@ class Worker:
 
     async def run(self) -> None:
         """Raises LaunchError where node 0 refuses this one, and PortError."""
-        async with serve_health(self._config, lambda: not self._idle.is_set()):
-            await self._files.prepare()
-            while True:
-                try:
-                    async with self._connect() as channel:
-                        await self._follow(channel)
-                except (ChannelLostError, OSError, TimeoutError) as error:
-                    self._tell(str(error) or type(error).__name__)
-                await asyncio.sleep(RETRY_S)
+        watching = asyncio.create_task(self._certificates.watch(), name="certificates")
+        try:
+            async with serve_health(self._config, lambda: not self._idle.is_set()):
+                await self._files.prepare()
+                while True:
+                    try:
+                        async with self._connect() as channel:
+                            await self._follow(channel)
+                    except (ChannelLostError, OSError, TimeoutError) as error:
+                        self._tell(str(error) or type(error).__name__)
+                    await asyncio.sleep(RETRY_S)
+        finally:
+            watching.cancel()
 
     async def drain(self, main: "asyncio.Task[None]") -> None:
         """Shards compute until node 0 needs them no more, or for as long as a router would finish its
@@ -110,12 +114,12 @@ class Worker:
             await self._local.start(start)
             self._idle.clear()
             channel.send("begun", epoch=start.epoch)
-            reason = await self._local.wait()
-        except LaunchError as error:
-            reason = str(error)
+            end = await self._local.wait()
+        except ShardEndedError as error:
+            end = error.end
         self._idle.set()
-        logger.error("%s", reason)
-        channel.send("ended", epoch=start.epoch, reason=reason)
+        logger.error("%s", end.text)
+        channel.send("ended", epoch=start.epoch, reason=end.text, is_refusal=end.is_refusal)
 
     async def _kill(self) -> None:
         """What runs; node 0 says when it runs again."""

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import Field
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -14,8 +14,7 @@ from typing import Any, NoReturn, TypeVar
 import click
 from click.core import ParameterSource
 
-from tgis import logs
-from tgis.child import ERROR_PREFIX
+from tgis import json_lines, logs
 from tgis.config import LogOptions
 from tgis.declaration import Option, declared, env_of, flag_of
 from tgis.errors import OperatorError
@@ -37,11 +36,14 @@ ARGUMENTS = "tgis.arguments"  # where a context keeps the command line as it was
 class OneLine(click.Command):
     """A command whose usage errors are one line too."""
 
+    process = ""
+    """What its lines name as the process where they are JSON; without a name they never are."""
+
     def main(self, *args: Any, **kwargs: Any) -> Any:
         try:
             return super().main(*args, **{**kwargs, "standalone_mode": False})
         except click.ClickException as error:
-            _fail(error.format_message(), _termination_log_of(error), error.exit_code)
+            _fail(error.format_message(), _termination_log_of(error), _fields_of(error), error.exit_code)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         ctx.meta[ARGUMENTS] = list(args)
@@ -62,15 +64,19 @@ def command(
     extra: Sequence[click.Parameter] = (),
     complete: Complete | None = None,
     only_report: bool = False,
+    process: str = "",
 ) -> click.Command:
     """A command whose options are the fields of `config_type`, and the foreign names of the command `reads`.
 
     `extra` parameters are no fields: `complete` makes settings of their values. With `only_report`
-    the settings are printed, not run."""
+    the settings are printed, not run. `process` is what JSON lines call that which it runs."""
 
     def call(**values: Any) -> None:
         context = click.get_current_context()
-        with one_line_errors(values.get("termination_log")):
+        fields = logs.process_fields(process, values) if process and values["json_output"] else None
+        if fields:
+            logs.setup("info", json_output=True, process=fields)
+        with one_line_errors(values.get("termination_log"), fields):
             settings = {f.name: _setting(context, f, option) for f, option, _ in declared(config_type)}
             if complete:
                 complete(settings, {one.name: values[one.name] for one in extra if one.name})
@@ -78,7 +84,7 @@ def command(
             if only_report:
                 print(report.describe(settings))
                 return
-            run(_configure(config_type, settings, notices))
+            run(_configure(config_type, settings, notices, fields))
 
     options = [
         parameter(f, option, hint, complete is None)
@@ -86,27 +92,32 @@ def command(
         if option.flag
     ]
     theirs = [foreign_flag(one, hidden=one in TGI_NAMES) for one in _names_of(reads) if one.flag]
-    return OneLine(
+    made = OneLine(
         name,
         callback=call,
         params=[*extra, *options, *theirs],
         help=help,
         context_settings={"show_default": True},
     )
+    made.process = process
+    return made
 
 
 @contextlib.contextmanager
-def one_line_errors(termination_log: str | None = None) -> Iterator[None]:
-    """Ends the process where the block fails, with a line on stderr and in the termination log."""
+def one_line_errors(
+    termination_log: str | None = None, fields: Mapping[str, logs.Scalar] | None = None
+) -> Iterator[None]:
+    """Ends the process where the block fails, with a line on stderr and in the termination log. The line is
+    JSON where there are fields for it."""
     try:
         yield
     except OperatorError as error:
-        _fail(str(error), termination_log)
+        _fail(str(error), termination_log, fields)
     except click.ClickException:
         raise
     except Exception as error:
         logger.exception("unforeseen failure")
-        _fail(f"{type(error).__name__}: {error}", termination_log)
+        _fail(f"{type(error).__name__}: {error}", termination_log, fields)
 
 
 def _names_of(command_name: str) -> list[Foreign]:
@@ -169,14 +180,20 @@ def _uses_short_flag(arguments: Iterable[str]) -> bool:
     return any(one.startswith(SHARED_SHORT_FLAG) for one in arguments)
 
 
-def _configure(config_type: type[C], settings: dict[str, Setting], notices: list[str]) -> C:
+def _configure(
+    config_type: type[C],
+    settings: dict[str, Setting],
+    notices: list[str],
+    fields: Mapping[str, logs.Scalar] | None,
+) -> C:
     """Sets up logging, says what there is to say about the settings, and checks them."""
     level, notice = log_level.parse(settings["log_level"].value)
     settings["log_level"] = Setting(level, settings["log_level"].source)
     config = config_type(**{name: setting.value for name, setting in settings.items()})
-    logs.setup(config.log_level, config.json_output)
+    logs.setup(config.log_level, config.json_output, fields or {})
     if "env" in settings and settings["env"].value:
-        print(report.describe(settings), file=sys.stderr, flush=True)
+        text = report.describe(settings)
+        print(json_lines.to_json(text, fields, "INFO") if fields else text, file=sys.stderr, flush=True)
     for text in [*filter(None, [notice]), *notices, *check(settings)]:
         logger.warning("%s", text)
     ours = [f.name for f, option, _ in declared(config_type) if option.flag]
@@ -189,13 +206,27 @@ def _configure(config_type: type[C], settings: dict[str, Setting], notices: list
     return config
 
 
-def _fail(text: str, termination_log: str | None = None, exit_code: int = 1) -> NoReturn:
+def _fail(
+    text: str,
+    termination_log: str | None = None,
+    fields: Mapping[str, logs.Scalar] | None = None,
+    exit_code: int = 1,
+) -> NoReturn:
     line = " ".join(text.split())
-    print(ERROR_PREFIX + line, file=sys.stderr, flush=True)
+    print(json_lines.error_line(line, fields), file=sys.stderr, flush=True)
     if termination_log:
         with contextlib.suppress(OSError):  # there is none outside a cluster, or it may not be written
             Path(termination_log).write_text(line + "\n")
     sys.exit(exit_code)
+
+
+def _fields_of(error: click.ClickException) -> dict[str, logs.Scalar] | None:
+    """Return the fields of a command that was asked for JSON lines, also where its options were not read."""
+    context = getattr(error, "ctx", None)
+    if context is None or not isinstance(context.command, OneLine) or not context.command.process:
+        return None
+    is_asked = "--json-output" in context.meta.get(ARGUMENTS, ()) or os.environ.get("JSON_OUTPUT") == "true"
+    return logs.process_fields(context.command.process, {}) if is_asked else None
 
 
 def _termination_log_of(error: click.ClickException) -> str | None:

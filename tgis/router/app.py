@@ -15,6 +15,7 @@ from grpc_health.v1 import health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from tgis.certificates import Certificates, port_certificates
+from tgis.child import GIVE_UP
 from tgis.config import SERVICE_NAME, RouterConfig
 from tgis.http_port import serve_http
 from tgis.pb import generation_pb2, shard_pb2
@@ -34,7 +35,7 @@ from tgis.router.grpc_options import grpc_options
 from tgis.router.guided import Grammars
 from tgis.router.health import NAME as HEALTH
 from tgis.router.http_api import http_app
-from tgis.router.link import open_link
+from tgis.router.link import Link, open_link
 from tgis.router.metrics import MetricLimits, Metrics
 from tgis.router.permits import Permits
 from tgis.router.readiness import Readiness
@@ -57,8 +58,8 @@ LAST_WORDS_S = 5.0  # at most, for answers that are on their way when the last g
 
 
 def run(config: RouterConfig) -> None:
-    """Serves until SIGTERM or SIGINT; returns after the drain, which a second signal cuts short. Raises
-    StartupError and PortError."""
+    """Serves until SIGTERM or SIGINT; returns after the drain, which a second signal cuts short. Soon after
+    GIVE_UP it returns too. Raises StartupError and PortError."""
     uvloop.run(_Router(config).serve())
 
 
@@ -82,16 +83,19 @@ class _Router:
         )
         self._engine: Engine | None = None
         self._draining, self._aborting = asyncio.Event(), asyncio.Event()
+        self._has_given_up = False
 
     async def serve(self) -> None:
         config = self._config
         tokenizer = Tokenizer(Path(config.tokenizer_path), config.tokenization_workers)
         # A kind of tokenizer that cannot be served is refused now, not when the shards have loaded.
         vocabulary = Vocabulary(tokenizer, config.output_special_tokens)
-        shards = Shards(open_link(config))
+        link = open_link(config)
+        shards = Shards(link)
         contents = Contents(Residents(shards, self._metrics), self._metrics)
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
+        asyncio.get_running_loop().add_signal_handler(GIVE_UP, self._give_up)
         doors = [*self._gates, Door(self._readers, self._metrics.request_failure)]
         server = grpc.aio.server(interceptors=doors, options=grpc_options(config))
         # Who connects while the model loads is refused, and can go elsewhere, instead of waiting for answers.
@@ -113,7 +117,7 @@ class _Router:
                 logger.info(
                     "serving gRPC on %s:%d, HTTP on %s:%d", config.bind, grpc_port, config.bind, http_port
                 )
-                await self._run(server)
+                await self._run(server, link)
             finally:
                 reserved.close()
                 await shards.close()
@@ -126,6 +130,14 @@ class _Router:
             self._aborting.set()
         self._draining.set()
 
+    def _give_up(self) -> None:
+        """The shards do not come back: end all requests, then the process."""
+        self._has_given_up = True
+        if self._engine is not None:
+            logger.error("the shards are not started again: %d requests end", self._engine.num_live)
+            self._engine.give_up()
+        self._draining.set()
+
     async def _unless_draining(self, waiting: Coroutine[Any, Any, T]) -> T | None:
         """What `waiting` gives, or None when the router is told to stop before."""
         task, draining = asyncio.create_task(waiting), asyncio.create_task(self._draining.wait())
@@ -135,22 +147,24 @@ class _Router:
         await asyncio.wait((task, draining))
         return None if task.cancelled() else task.result()
 
-    async def _run(self, server: grpc.aio.Server) -> None:
+    async def _run(self, server: grpc.aio.Server, link: Link) -> None:
         """The engine's task runs beside the server; if it ever fails, so does the router."""
         assert self._engine is not None
         engine = asyncio.create_task(self._engine.run(), name="engine")
         draining = asyncio.create_task(self._draining.wait(), name="signals")
         watching = asyncio.create_task(self._watch_certificates(), name="certificates")
+        linking = asyncio.create_task(link.watch(), name="certificates of the link")
         reading = asyncio.create_task(self._readers.watch(), name="slow readers")
         await asyncio.wait((engine, draining), return_when=asyncio.FIRST_COMPLETED)
         if not engine.done():
             logger.info("draining %d requests", self._engine.num_live)
-        has_watchers = self._readiness.health.num_watches > 0
+        has_callers = self._readiness.health.num_watches > 0 or self._has_given_up
         self._readiness.drain()
-        if has_watchers and not engine.done():
+        if has_callers and not engine.done():
             await _wait(self._aborting, FAREWELL_S)
-        await self._stop(server, 0 if engine.done() else self._config.shutdown_timeout)
-        for task in (engine, draining, watching, reading):
+        timeout_s = LAST_WORDS_S if self._has_given_up else self._config.shutdown_timeout
+        await self._stop(server, 0 if engine.done() else timeout_s)
+        for task in (engine, draining, watching, linking, reading):
             task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await engine

@@ -80,7 +80,7 @@ class Engine:
     async def run(self) -> None:
         """Serves until it is cancelled; survives the loss of the shards."""
         while True:
-            self._connected, self._given_up = True, False
+            self._connected = True
             self._on_ready(True)
             self._fill()
             try:
@@ -95,6 +95,13 @@ class Engine:
             self._meter.lose_all()
             self._suspend()
             await self._reconnect()
+
+    def give_up(self) -> None:
+        """End all requests and refuse new ones: the model's workers are lost."""
+        self._given_up = True
+        for generation in list(self._live.values()):
+            self._fail(generation, _workers_lost())
+        self._residents.give_up()
 
     def _accept(self, sequence: Sequence) -> Generation:
         generation = Generation(sequence, TextStream(self._vocabulary, sequence.stopping))
@@ -248,11 +255,9 @@ class Engine:
                 info = await self._residents.connect()
         except TimeoutError:
             logger.error("the shards did not come back within %s s", self._recovery_timeout)
-            self._given_up = True
-            for generation in list(self._live.values()):
-                self._fail(generation, _workers_lost())
-            self._residents.give_up()
+            self.give_up()
             info = await self._residents.connect()
+            self._given_up = False
         for generation in list(self._live.values()):
             if not self._has_contents(generation.sequence):
                 self._fail(generation, _lost_content(generation.sequence))

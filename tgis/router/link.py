@@ -49,6 +49,9 @@ class Link(Protocol):
     async def open_stream(self, rank: int, make: Callable[[], Stream]) -> Stream:
         """For the steps. Raises OSError."""
 
+    async def watch(self) -> None:
+        """Look at the certificates from time to time, if the link has any."""
+
 
 def open_link(config: RouterConfig) -> Link:
     """Raises AddressError and CertificateError."""
@@ -72,6 +75,9 @@ class UnixLink:
         loop = asyncio.get_running_loop()
         _, stream = await loop.create_unix_connection(make, steps_path(self.names[rank]))
         return stream
+
+    async def watch(self) -> None:
+        pass
 
 
 class TcpLink:
@@ -120,6 +126,9 @@ class TcpLink:
             )
         tune(transport.get_extra_info("socket"))
         return stream
+
+    async def watch(self) -> None:
+        await self._certificates.watch()
 
 
 def _read_addresses(text: str) -> Callable[[], list[TcpAddress]]:

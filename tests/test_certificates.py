@@ -1,0 +1,214 @@
+"""What an operator is told of files that cannot be used, and of certificates that end: which file, and since
+when."""
+
+import asyncio
+import logging
+import subprocess
+import sys
+from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+import trustme
+from cryptography.hazmat.primitives.asymmetric.dsa import generate_private_key
+from cryptography.hazmat.primitives.serialization import (
+    BestAvailableEncryption,
+    Encoding,
+    NoEncryption,
+    PrivateFormat,
+    load_pem_private_key,
+)
+
+from tgis import certificates
+from tgis.certificates import CertificateError, Certificates, TlsFiles
+from tgis.router.link import TcpLink
+from tgis.tls_contexts import mutual_client, mutual_server
+
+
+def issue(directory: Path, **more: object) -> TlsFiles:
+    authority = trustme.CA()
+    leaf = authority.issue_cert("localhost", **more)  # type: ignore[arg-type]
+    leaf.private_key_pem.write_to_path(directory / "key.pem")
+    leaf.cert_chain_pems[0].write_to_path(directory / "cert.pem")
+    authority.cert_pem.write_to_path(directory / "ca.pem")
+    return TlsFiles(*(str(directory / f"{name}.pem") for name in ("cert", "key", "ca")))
+
+
+def encrypt(path: Path) -> None:
+    key = load_pem_private_key(path.read_bytes(), None)
+    encryption = BestAvailableEncryption(b"a password")
+    path.write_bytes(key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, encryption))
+
+
+def replace_key(path: Path) -> None:
+    trustme.CA().issue_cert("localhost").private_key_pem.write_to_path(path)
+
+
+def write_dsa(path: Path) -> None:
+    """A kind of key that nothing here speaks."""
+    key = generate_private_key(2048)
+    path.write_bytes(key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
+
+
+def cut(path: Path) -> None:
+    whole = path.read_bytes()
+    path.write_bytes(whole[: len(whole) // 2])
+
+
+def copy(name: str) -> Callable[[Path], object]:
+    return lambda path: path.write_bytes(path.with_name(name).read_bytes())
+
+
+def empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+def make_directory(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+# What is done to which file, and what the line says beside the file's path.
+DAMAGES: dict[str, tuple[str, Callable[[Path], object], str]] = {
+    "no certificate": ("cert", Path.unlink, "No such file or directory"),
+    "no key": ("key", Path.unlink, "No such file or directory"),
+    "no authority": ("ca", Path.unlink, "No such file or directory"),
+    "a directory": ("key", make_directory, "Is a directory"),
+    "an empty certificate": ("cert", empty, "the cert "),
+    "half a certificate": ("cert", cut, "the cert "),
+    "half a key": ("key", cut, "key"),
+    "an empty authority": ("ca", empty, "the ca cert "),
+    "half an authority": ("ca", cut, "the ca cert "),
+    "garbage for a key": ("key", lambda path: path.write_bytes(b"\xff\x00garbage"), "key"),
+    "a certificate for a key": ("key", copy("ca.pem"), "key"),
+    "a key for a certificate": ("cert", copy("key.pem"), "cert"),
+    "an encrypted key": ("key", encrypt, "is encrypted; give one without a password"),
+    "a key that fits nothing": ("key", write_dsa, "is not that of the cert"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("name", ["TLS", "link"])
+def test_what_cannot_be_read_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: str, name: str
+) -> None:
+    """At the start in the error, later in the log; then what served before serves on."""
+    file, spoil, text = DAMAGES[damage]
+    files = issue(tmp_path)
+    loaded = Certificates(files, mutual_server, name)
+    before, path = loaded.context, tmp_path / f"{file}.pem"
+    spoil(path)
+    with pytest.raises(CertificateError) as refused:
+        Certificates(files, mutual_server, name)
+    line = str(refused.value)
+    assert str(path) in line
+    assert text in line
+    assert "PRIVATE" not in line
+    assert "\n" not in line
+    others = {files.cert, files.key, str(files.ca)} - {str(path)}
+    assert not any(other in line for other in others) or damage == "a key that fits nothing"
+    with caplog.at_level(logging.ERROR):
+        loaded.look()
+    assert loaded.context is before
+    assert [record.getMessage() for record in caplog.records] == [
+        f"the changed {name} files are not taken, those before serve on: {line}"
+    ]
+
+
+WITHOUT_RIGHTS = """
+import os, sys
+from tgis.certificates import Certificates, CertificateError, TlsFiles
+
+if os.getuid() == 0:  # who may read everything
+    os.setuid(65534)
+try:
+    Certificates(TlsFiles(*sys.argv[1:]))
+except CertificateError as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize(("file", "what"), [("cert", "cert"), ("key", "key"), ("ca", "client ca cert")])
+def test_what_may_not_be_read_is_named(tmp_path: Path, file: str, what: str) -> None:
+    issue(tmp_path)
+    tmp_path.chmod(0o755)
+    names = [f"{name}.pem" for name in ("cert", "key", "ca")]
+    for name in names:
+        (tmp_path / name).chmod(0 if name == f"{file}.pem" else 0o444)
+    command = [sys.executable, "-c", WITHOUT_RIGHTS, *names]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True, cwd=tmp_path)
+    assert result.stdout == f"couldn't load {what} from {file}.pem: Permission denied\n"
+
+
+def test_both_files_of_a_pair_that_does_not_fit_are_named(tmp_path: Path) -> None:
+    files = issue(tmp_path)
+    replace_key(tmp_path / "key.pem")
+    with pytest.raises(CertificateError) as refused:
+        Certificates(files)
+    text = f"tls configuration error: the key {files.key} is not that of the cert {files.cert}"
+    assert str(refused.value) == text
+
+
+EXPIRED = {
+    "not_before": datetime(2020, 1, 1, tzinfo=UTC),
+    "not_after": datetime(2021, 1, 31, 12, tzinfo=UTC),
+}
+
+
+def expired_line(files: TlsFiles) -> tuple[int, str]:
+    since = f"the link certificate {files.cert} has been expired since 2021-01-31T12:00:00Z"
+    return logging.ERROR, f"{since}: the other end refuses it; renew it"
+
+
+def said(caplog: pytest.LogCaptureFixture) -> list[tuple[int, str]]:
+    return [(record.levelno, record.getMessage()) for record in caplog.records]
+
+
+def test_an_expired_certificate_is_an_error_until_it_is_renewed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which is told once a minute; one that ends soon is a warning, once a day."""
+    files = issue(tmp_path, **EXPIRED)
+    loaded = Certificates(files, name="link")
+    loaded.look()
+    assert said(caplog) == [expired_line(files)]
+    assert certificates.EXPIRED_EVERY_S == 60
+    monkeypatch.setattr(certificates, "EXPIRED_EVERY_S", 0.0)
+    loaded.look()
+    assert said(caplog) == [expired_line(files)] * 2
+    issue(tmp_path, not_after=datetime.now(UTC) + timedelta(days=2))
+    for _ in range(3):
+        loaded.look()
+    assert said(caplog)[2:] == [(logging.WARNING, "the link certificate expires in 2.0 days")]
+
+
+class Signal(logging.Handler):
+    """Sets an event at the second record."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loop, self.event, self.num_records = asyncio.get_running_loop(), asyncio.Event(), 0
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.num_records += 1
+        if self.num_records == 2:
+            self.loop.call_soon_threadsafe(self.event.set)
+
+
+async def test_the_certificate_of_a_link_is_looked_at_without_a_call(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(certificates, "LOOK_S", 0.01)
+    monkeypatch.setattr(certificates, "EXPIRED_EVERY_S", 0.01)
+    files = issue(tmp_path, **EXPIRED)
+    link, signal = TcpLink(list, Certificates(files, mutual_client, "link")), Signal()
+    certificates.logger.addHandler(signal)
+    watching = asyncio.create_task(link.watch())
+    try:
+        await asyncio.wait_for(signal.event.wait(), 30)
+    finally:
+        certificates.logger.removeHandler(signal)
+        watching.cancel()
+    assert len(caplog.records) > 1
+    assert {*said(caplog)} == {expired_line(files)}

@@ -1,0 +1,139 @@
+"""How often a group of shards is started again, over one node or two whose shards end as a script says."""
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import pytest
+
+from tgis.child import End
+from tgis.launch_plan import LaunchError
+from tgis.launcher import group, node
+from tgis.launcher.child_configs import Start
+from tgis.launcher.group import Group
+from tgis.launcher.node import ShardEndedError, first_of, unless_ended
+from tgis.link_address import TcpAddress
+
+KILLED, REFUSED, LOST = End("killed"), End("refused", is_refusal=True), End("the node is lost")
+
+
+@pytest.fixture(autouse=True)
+def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(group, "FIRST_BACKOFF_S", 0.0)
+    for module in (group, node):
+        monkeypatch.setattr(module, "SETTLE_S", 0.1)
+
+
+class Rendezvous:
+    @contextmanager
+    def open(self, epoch: int) -> Iterator[tuple[str, int | None]]:
+        yield f"{epoch}", None
+
+
+class Node:
+    """Each start takes the next of the script: an end before its shards have loaded, or None, and then an end
+    when they have. Past the script they load and stay."""
+
+    addresses: Sequence[TcpAddress] = ()
+
+    def __init__(self, *script: End | None, delay_s: float = 0.0) -> None:
+        """`delay_s` passes before it is known how shards have ended."""
+        self.script, self.delay_s, self.num_starts, self.num_losses = list(script), delay_s, 0, 0
+        self._end: asyncio.Future[End] | None = None
+        self.stays = asyncio.Event()
+
+    async def wait_until_there(self) -> None:
+        pass
+
+    async def start(self, start: Start, listener: int | None) -> None:
+        self.num_starts += 1
+        self._end = asyncio.get_running_loop().create_future()
+        if self.script and (end := self.script.pop(0)) is not None:
+            self._finish(self._end, end)
+            await unless_ended(asyncio.Event().wait(), self.wait())
+        elif self.script and (end := self.script.pop(0)) is not None:
+            self._finish(self._end, end)
+        else:
+            self.stays.set()
+
+    def _finish(self, future: "asyncio.Future[End]", end: End) -> None:
+        self.num_losses += end is LOST
+        asyncio.get_running_loop().call_later(self.delay_s, future.set_result, end)
+
+    async def wait(self) -> End:
+        assert self._end is not None
+        return await asyncio.shield(self._end)
+
+    async def kill(self) -> None:
+        pass
+
+
+async def run(*nodes: Node) -> str:
+    """How the group ends."""
+    with pytest.raises(LaunchError) as caught:
+        await asyncio.wait_for(Group(nodes, Rendezvous(), None).run(), 20)  # type: ignore[arg-type]
+    return str(caught.value)
+
+
+async def serve(*nodes: Node) -> None:
+    """Returns when all of them stay."""
+    running = asyncio.create_task(Group(nodes, Rendezvous(), None).run())  # type: ignore[arg-type]
+    await asyncio.wait_for(asyncio.gather(*(node.stays.wait() for node in nodes)), 20)
+    assert not running.done()
+    running.cancel()
+
+
+async def test_three_kills_before_the_first_readiness_are_borne() -> None:
+    survivor, victim = Node(KILLED, KILLED, KILLED), Node(KILLED, KILLED, KILLED, KILLED)
+    await serve(survivor)
+    assert survivor.num_starts == 4
+    assert await run(victim) == "killed; giving up after 3 restarts of the shards"
+    assert victim.num_starts == 4
+
+
+async def test_who_says_why_is_not_asked_again() -> None:
+    for script in ((REFUSED,), (KILLED, REFUSED)):
+        shards = Node(*script)
+        assert await run(shards) == "refused"
+        assert shards.num_starts == len(script)
+
+
+async def test_after_the_first_readiness_all_ends_count_alike() -> None:
+    """And those of before do not count."""
+    shards = Node(KILLED, KILLED, None, KILLED, REFUSED, *[KILLED] * 5)
+    assert await run(shards) == "killed; giving up after 6 restarts of the shards"
+    assert shards.num_starts == 9
+
+
+async def test_a_rank_that_is_left_alone_is_not_to_blame() -> None:
+    """It ends with a line, and is heard of before the one that was killed on the other node."""
+    alone, killed = Node(REFUSED), Node(KILLED, delay_s=0.05)
+    await serve(alone, killed)
+    assert (alone.num_starts, killed.num_starts) == (2, 2)
+
+
+async def test_a_node_that_goes_and_comes_does_not_count() -> None:
+    gone = Node(*[LOST] * 6, KILLED, KILLED, KILLED)
+    await serve(gone)
+    assert gone.num_starts == 10
+
+
+async def after(seconds: float, end: End) -> End:
+    await asyncio.sleep(seconds)
+    return end
+
+
+@pytest.mark.parametrize(
+    ("ends", "expected"),
+    [
+        ([(0.0, REFUSED), (0.02, KILLED)], KILLED),
+        ([(0.0, REFUSED), (9.0, KILLED)], REFUSED),
+        ([(0.0, KILLED), (0.0, REFUSED)], KILLED),
+        ([(0.0, REFUSED), (0.02, End("also", is_refusal=True))], REFUSED),
+        ([(0.0, REFUSED)], REFUSED),
+    ],
+)
+async def test_a_kill_is_the_reason_of_what_a_rank_says(ends: list[tuple[float, End]], expected: End) -> None:
+    assert await first_of(after(*end) for end in ends) is expected
+    with pytest.raises(ShardEndedError, match=expected.text):
+        await unless_ended(asyncio.Event().wait(), first_of(after(*end) for end in ends))
