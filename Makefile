@@ -87,6 +87,7 @@ test-all: $(VENV)/installed-dev  ## Run the tests, the slow ones too
 
 deploy-check: $(VENV)/installed-dev $(VENV)-deploy/installed $(VENV)-docs/installed  ## Check deployment/; some of it needs kubectl, npm, apt
 	scripts/fetch_prometheus.sh
+	scripts/fetch_systemd.sh
 	PATH="$(abspath $(BIN)):$(abspath $(VENV)-deploy/bin):$$PATH" \
 		$(BIN)/pytest -m deploy $(SPREAD) tests/deployment integration_tests/deployment
 
