@@ -47,7 +47,7 @@ run: $(VENV)/installed $(if $(MODEL_NAME),,$(DEMO_MODEL)/config.json)  ## Serve 
 	@scripts/serve.sh "$(BIN)" "$(SERVED)" "$(BIND)"
 
 lock: $(VENV)-lock/installed  ## Write locks/ from pyproject.toml and constraints.txt; LOCK=--upgrade takes the newest
-	scripts/lock.sh $(VENV)-lock/bin/uv $(LOCK)
+	TORCH_INDEX=$(TORCH_INDEX) scripts/lock.sh $(VENV)-lock/bin/uv $(LOCK)
 
 check: $(VENV)/installed-dev  ## Lint, types, imports, sizes, locks, pages, wire contract
 	$(BIN)/ruff check $(SOURCES)

@@ -7,7 +7,7 @@
 #   build.sh user ROOT        its user, and the directories it may write, below ROOT
 #
 # Everything is a wheel that locks/ names, with a hash that locks/ has. VARIANT: cpu or cuda. TORCH_INDEX: where torch's
-# build for CPUs comes from; unset: where pip finds everything else.
+# build for CPUs comes from; empty: where pip finds everything else.
 # shellcheck disable=SC2086 # LOCKED is a list of words
 set -eu
 umask 022
@@ -15,6 +15,7 @@ unset PYTHONPATH PYTHONDONTWRITEBYTECODE PYTHONHOME
 
 PREFIX=/opt/tgis
 VARIANT=${VARIANT:-cpu}
+TORCH_INDEX=${TORCH_INDEX-https://download.pytorch.org/whl/cpu}
 LOCKED="--require-hashes --no-deps --only-binary :all:"
 
 # pip stays outside. Bytecode is written for what is imported below, not for thousands of files that never are.

@@ -1,6 +1,7 @@
 #!/bin/sh
-# lock.sh UV [--upgrade]: writes locks/ from pyproject.toml and constraints.txt. Versions that still fit are kept,
-# unless --upgrade asks for the newest. The hashes are those of every file of a release, as the index publishes them.
+# lock.sh UV [--upgrade]: writes locks/ from pyproject.toml and constraints.txt, with the uv of a virtual environment.
+# Versions that still fit are kept, unless --upgrade asks for the newest. The hashes are those of every file of a
+# release, as the index publishes them. TORCH_INDEX: PyTorch's own index, of builds for CPUs.
 #
 #   service.lock      what the service and the image's extras need, but for torch
 #   torch-cpu.lock    torch's build for CPUs, which only PyTorch's own index has
@@ -8,7 +9,6 @@
 #   build.lock        what builds the service from its sources
 set -eu
 uv=$1 upgrade=${2:-}
-TORCH_INDEX=${TORCH_INDEX:-https://download.pytorch.org/whl/cpu}
 excluded=$(mktemp)
 trap 'rm -f "$excluded"' EXIT
 
@@ -32,10 +32,10 @@ compile torch-cuda pyproject.toml --extra image -c constraints.txt -c locks/serv
 # The files of a version never change, and the index is not everywhere within reach.
 torch=$(sed -n 's/^torch==//p' constraints.txt)
 if ! grep -qs "^torch==$torch+cpu " locks/torch-cpu.lock; then
-    echo torch | compile torch-cpu - -c constraints.txt --no-deps --default-index "$TORCH_INDEX"
+    echo torch | compile torch-cpu - -c constraints.txt --no-deps --default-index "${TORCH_INDEX:?}"
 fi
 
 # hatchling asks for editables where a package is installed from its sources.
-python3 -c '
+"$(dirname "$uv")/python" -c '
 import tomllib
 print(*tomllib.load(open("pyproject.toml", "rb"))["build-system"]["requires"], "editables", sep="\n")' | compile build -

@@ -39,7 +39,7 @@ BROKEN = [
     ("TimeoutStopSec=120", "TimeoutStopSec=90", "a drain and 5 s do not fit into the 90 s"),
     ("LimitNOFILE=8192", "LimitNOFILE=4096", "LimitNOFILE is less than"),
     ("HOME=%S/tgis-next", "HOME=/home/tgis", "HOME is not /var/lib/tgis-next"),
-    (" GRPC_PORT=8033", " GRPCPORT=8033", "nothing reads GRPCPORT"),
+    ("SHUTDOWN_TIMEOUT=110", "DRAIN_TIMEOUT=110", "nothing reads DRAIN_TIMEOUT"),
 ]
 
 
