@@ -2,7 +2,16 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/pip install -q -c constraints.txt
+PIP := $(BIN)/pip install -q
+# What the locks name, if its hash is theirs, and nothing else.
+LOCKED := $(PIP) --require-hashes --no-deps --only-binary :all:
+
+# What torch is built for, cpu or cuda, and where its build for CPUs is found.
+VARIANT ?= cpu
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+TORCH_SOURCE := $(if $(filter cpu,$(VARIANT)),$(TORCH_INDEX:%=--index-url %))
+LOCKS := locks/service.lock locks/torch-$(VARIANT).lock
+EDITABLE = PYTHONPATH=$(abspath $(VENV)-build) $(PIP) --no-deps --no-build-isolation -e .
 
 # What `make run` serves, and where. Without a name: a small model, trained on the spot and kept.
 DEMO_MODEL := .cache/demo-model
@@ -24,25 +33,29 @@ SPREAD := -n 2 --dist loadfile
 MKDOCS := NO_MKDOCS_2_WARNING=1 $(VENV)-docs/bin/mkdocs
 
 SOURCES := tgis tests integration_tests bench scripts
-PACKAGING := pyproject.toml constraints.txt protos/generation.proto protos/shard.proto scripts/build_protos.py
+PACKAGING := pyproject.toml protos/generation.proto protos/shard.proto scripts/build_protos.py
 
 .DEFAULT_GOAL := help
-.PHONY: help install run check audit test test-all chaos bench bench-peers bench-tuning profile docs protos
+.PHONY: help install run lock check audit test test-all chaos bench bench-peers bench-tuning profile docs protos
 .PHONY: sbom image image-root deploy deploy-check site serve-site screenshots clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{ printf "  make %-12s %s\n", $$1, $$2 }'
 
-install: $(VENV)/installed  ## Make the virtual environment and install the package
+install: $(VENV)/installed  ## Make the virtual environment and install the package; VARIANT=cpu|cuda
 run: $(VENV)/installed $(if $(MODEL_NAME),,$(DEMO_MODEL)/config.json)  ## Serve MODEL_NAME, or the demo model
 	@scripts/serve.sh "$(BIN)" "$(SERVED)" "$(BIND)"
 
-check: $(VENV)/installed-dev  ## Lint, types, imports, sizes, pages, wire contract
+lock: $(VENV)-lock/installed  ## Write locks/ from pyproject.toml and constraints.txt; LOCK=--upgrade takes the newest
+	TORCH_INDEX=$(TORCH_INDEX) scripts/lock.sh $(VENV)-lock/bin/uv $(LOCK)
+
+check: $(VENV)/installed-dev  ## Lint, types, imports, sizes, locks, pages, wire contract
 	$(BIN)/ruff check $(SOURCES)
 	$(BIN)/ruff format --check $(SOURCES)
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
 	$(BIN)/python scripts/check_sizes.py
+	$(BIN)/python -m scripts.check_locks
 	$(BIN)/python -m scripts.write_docs --check
 	$(BIN)/buf lint
 	$(BIN)/buf breaking --against tests/wire/served
@@ -57,7 +70,7 @@ sbom: $(VENV)/installed $(VENV)-audit/installed  ## List what is installed, in s
 image:  ## Build the image with podman or docker; VARIANT=cpu|cuda, IMAGE=its name, IMAGE_ARGS='more options'
 	@engine=$$(command -v podman || command -v docker) || \
 		{ echo "error: an image is built with podman or docker, and neither is installed" >&2; exit 1; }; \
-	set -x; "$$engine" build -f deployment/Containerfile -t $(IMAGE) --build-arg VARIANT=$(or $(VARIANT),cpu) \
+	set -x; "$$engine" build -f deployment/Containerfile -t $(IMAGE) --build-arg VARIANT=$(VARIANT) \
 		--build-arg REVISION=$$(git rev-parse HEAD) $(IMAGE_ARGS) .
 
 image-root: $(VENV)/installed  ## What the image has beside its base, as a directory: build/image-root; needs root
@@ -74,6 +87,7 @@ test-all: $(VENV)/installed-dev  ## Run the tests, the slow ones too
 
 deploy-check: $(VENV)/installed-dev $(VENV)-deploy/installed $(VENV)-docs/installed  ## Check deployment/; some of it needs kubectl, npm, apt
 	scripts/fetch_prometheus.sh
+	scripts/fetch_systemd.sh
 	PATH="$(abspath $(BIN)):$(abspath $(VENV)-deploy/bin):$$PATH" \
 		$(BIN)/pytest -m deploy $(SPREAD) tests/deployment integration_tests/deployment
 
@@ -105,21 +119,34 @@ screenshots: $(VENV)/installed-dev $(DEMO_MODEL)/config.json  ## Make docs/pictu
 	@scripts/fetch_prometheus.sh
 	$(BIN)/python -m scripts.screenshots $(SCREENSHOTS)
 
-protos: $(VENV)/bin/pip  ## Generate tgis/pb from protos/; every install does
-	$(PIP) --no-deps -e .
+protos: $(VENV)-build/installed  ## Generate tgis/pb from protos/; every install does
+	$(EDITABLE)
 
 clean:  ## Remove what the other targets made
-	rm -rf $(VENV) $(VENV)-audit $(VENV)-deploy $(VENV)-docs sbom.json .cache tgis/pb build dist site
+	rm -rf $(VENV) $(VENV)-audit $(VENV)-build $(VENV)-deploy $(VENV)-docs $(VENV)-lock sbom.json .cache tgis/pb build dist site
 
 $(VENV)/bin/pip:
 	$(PYTHON) -m venv $(VENV)
 
-$(VENV)/installed: $(VENV)/bin/pip $(PACKAGING)
-	$(PIP) -e .
+# A directory beside the environment, so that what builds the package is not installed with it.
+$(VENV)-build/installed: locks/build.lock | $(VENV)/bin/pip
+	rm -rf $(@D)
+	$(LOCKED) --target $(@D) -r $<
 	@touch $@
 
-$(VENV)/installed-dev: $(VENV)/installed
-	$(PIP) -e '.[dev]'
+$(VENV)/installed: $(VENV)-build/installed $(LOCKS) $(PACKAGING)
+	$(LOCKED) $(TORCH_SOURCE) -r locks/torch-$(VARIANT).lock
+	$(LOCKED) -r locks/service.lock
+	$(EDITABLE)
+	@touch $@
+
+$(VENV)/installed-dev: $(VENV)/installed constraints.txt
+	$(PIP) -c constraints.txt -e '.[dev]'
+	@touch $@
+
+$(VENV)-lock/installed:
+	$(PYTHON) -m venv $(VENV)-lock
+	$(VENV)-lock/bin/pip install -q uv
 	@touch $@
 
 $(VENV)-audit/installed:

@@ -6,28 +6,41 @@
 #   build.sh service PYTHON   the service into it, from the current directory, with its kernels compiled
 #   build.sh user ROOT        its user, and the directories it may write, below ROOT
 #
-# TORCH_INDEX: where torch comes from; unset: where pip finds everything else. EXTRAS: of pyproject.toml.
+# Everything is a wheel that locks/ names, with a hash that locks/ has. VARIANT: cpu or cuda. TORCH_INDEX: where torch's
+# build for CPUs comes from; empty: where pip finds everything else.
+# shellcheck disable=SC2086 # LOCKED is a list of words
 set -eu
 umask 022
 unset PYTHONPATH PYTHONDONTWRITEBYTECODE PYTHONHOME
 
 PREFIX=/opt/tgis
-EXTRAS=${EXTRAS-otel,tokenizers,onnx}
+VARIANT=${VARIANT:-cpu}
+TORCH_INDEX=${TORCH_INDEX-https://download.pytorch.org/whl/cpu}
+LOCKED="--require-hashes --no-deps --only-binary :all:"
 
 # pip stays outside. Bytecode is written for what is imported below, not for thousands of files that never are.
 install() {
-    "$python" -m pip --python "$PREFIX/bin/python" install -q --no-cache-dir --no-compile -c constraints.txt "$@"
+    "$python" -m pip --python "$PREFIX/bin/python" install -q --no-cache-dir --no-compile "$@"
 }
 
 case $1 in
 torch)
     python=$2
     "$python" -m venv --without-pip "$PREFIX"
-    install ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} torch
+    case $VARIANT in
+    cpu) install $LOCKED ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} -r locks/torch-cpu.lock ;;
+    cuda) install $LOCKED -r locks/torch-cuda.lock ;;
+    *) echo "error: VARIANT is cpu or cuda" >&2; exit 2 ;;
+    esac
     ;;
 service)
     python=$2
-    install ".${EXTRAS:+[$EXTRAS]}"
+    install $LOCKED -r locks/service.lock
+    # What builds the service is not installed with it.
+    builders=$(mktemp -d)
+    trap 'rm -rf "$builders"' EXIT
+    "$python" -m pip install -q --no-cache-dir $LOCKED --target "$builders" -r locks/build.lock
+    (export PYTHONPATH="$builders" && install --no-deps --no-build-isolation .)
     # Away from the sources, so that what is imported is what was installed.
     cd /
     "$PREFIX/bin/python" -c 'import tgis.cli, tgis.launcher.main, tgis.probe, tgis.router.app'

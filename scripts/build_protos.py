@@ -31,11 +31,15 @@ def generate(root: Path) -> None:
 
 
 def _typing_plugin() -> Path:
-    """Beside the interpreter in a virtual environment, elsewhere in pip's isolated build environment."""
-    for file in distribution("mypy-protobuf").files or []:
-        if file.stem == "protoc-gen-mypy_grpc":
-            return Path(str(file.locate())).resolve()
-    raise SystemExit("mypy-protobuf has no protoc-gen-mypy_grpc")
+    """Return the program's path: in a directory that pip filled with `--target`, which moves programs from
+    where its records have them; in a virtual environment; or in pip's isolated build environment."""
+    name, found = "protoc-gen-mypy_grpc", distribution("mypy-protobuf")
+    moved = Path(str(found.locate_file(f"bin/{name}")))
+    recorded = (Path(str(file.locate())).resolve() for file in found.files or [] if file.stem == name)
+    for path in (moved, *recorded):
+        if path.exists():
+            return path
+    raise SystemExit(f"mypy-protobuf has no {name}")
 
 
 if __name__ == "__main__":

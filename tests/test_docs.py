@@ -32,12 +32,12 @@ TOOLS = [*(ROOT / "bench").rglob("*.py"), *(ROOT / "integration_tests" / "chaos"
 PROGRAMS = set("cd curl for kubectl mkdir openssl pip podman printf source".split())
 # Flags, variables and further words in capitals that are others'.
 FOREIGN_FLAGS = set(
-    "--help --max-model-len --model --tensor-parallel-size --quantization --ssl-certfile "
+    "--help --max-model-len --model --tensor-parallel-size --quantization --ssl-certfile --upgrade "
     "--disable-prompt-logprobs".split()
 )
 FOREIGN_NAMES = set(
     "HF_ENDPOINT TMPDIR CHAOS HOSTNAME INFERENCE_PRECISION_HINT ADD_SPECIAL_TOKENS DISABLE_PROMPT_LOGPROBS "
-    "ENABLE_VLLM_LOG_REQUESTS MASTER_SHARD_UDS_PATH".split()
+    "ENABLE_VLLM_LOG_REQUESTS MASTER_SHARD_UDS_PATH AF_NETLINK".split()
 )
 DEPLOYMENT_FILE = re.compile(r"(?<![\w/])deployment/[\w./-]*\w")
 

@@ -109,6 +109,6 @@ def test_scripts_are_plain_shell() -> None:
     shellcheck = shutil.which("shellcheck") or pytest.skip(
         "shellcheck is not installed: make deploy-check installs it"
     )
-    scripts = ["deployment/build.sh", "scripts/image_root.sh"]
+    scripts = ["deployment/build.sh", "scripts/image_root.sh", "scripts/lock.sh", "scripts/fetch_systemd.sh"]
     checked = subprocess.run([shellcheck, *scripts], capture_output=True, text=True, timeout=60)
     assert checked.returncode == 0, checked.stdout

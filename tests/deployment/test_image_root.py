@@ -5,12 +5,17 @@ import shutil
 import stat
 import subprocess
 import sys
+from importlib.metadata import distributions
 from pathlib import Path
 
 import pytest
+from packaging.utils import canonicalize_name
+
+from scripts.check_locks import CPU, SERVICE, read_lock
 
 pytestmark = [pytest.mark.deploy, pytest.mark.timeout(600)]
 
+ROOT = Path(__file__).parents[2]
 UNNEEDED = ("pip", "gcc", "cc", "c++", "curl", "wget", "conda", "uv")
 
 
@@ -31,6 +36,17 @@ def test_it_is_installed_and_not_linked(root: Path) -> None:
     )
     for script in ("text-generation-launcher", "text-generation-server", "health-probe", "tgis"):
         assert (root / "opt/tgis/bin" / script).read_text().startswith("#!/opt/tgis/bin/python")
+
+
+def test_the_locks_have_all_that_is_in_it(root: Path) -> None:
+    """No more and no less, in the versions that they have."""
+    [packages] = root.glob("opt/tgis/lib/python3*/site-packages")
+    found = {canonicalize_name(one.name): one.version for one in distributions(path=[str(packages)])}
+    locked = [
+        entry for name in (SERVICE, CPU) for entry in read_lock((ROOT / f"locks/{name}.lock").read_text())
+    ]
+    del found["tgis-next"]
+    assert found == {entry.name: entry.version for entry in locked if entry.applies({})}
 
 
 def test_nothing_is_in_it_that_builds_or_fetches(root: Path) -> None:

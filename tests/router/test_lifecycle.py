@@ -211,6 +211,15 @@ def test_a_rolling_restart_of_two_replicas_loses_nothing(tmp_path: Path) -> None
         assert stop_router(setup) == 0
 
 
+async def test_a_watcher_is_told_of_an_end_that_comes_while_a_status_is_sent() -> None:
+    state = Readiness(NAME)
+    state.set(True)
+    watching = state.health.Watch(health_pb2.HealthCheckRequest(service=NAME), None)  # type: ignore[arg-type]
+    assert (await anext(watching)).status == SERVING
+    state.drain()
+    assert [answer.status async for answer in watching] == [NOT_SERVING]
+
+
 def test_a_recovery_that_a_probe_does_not_wait_for_is_warned_of(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -305,6 +305,7 @@ def test_start_failures_are_one_line(tmp_path: Path, pair: Setup) -> None:
 
 
 def test_a_watch_of_the_health_does_not_hold_up_the_end(pair: Setup) -> None:
+    """It ends by itself; one that the router waited for would be cut off with an error."""
     states: queue.SimpleQueue[object] = queue.SimpleQueue()
 
     def watch() -> None:
@@ -312,17 +313,17 @@ def test_a_watch_of_the_health_does_not_hold_up_the_end(pair: Setup) -> None:
         try:
             for answer in health_pb2_grpc.HealthStub(pair.channel).Watch(request):
                 states.put(answer.status)
+            states.put("over")
         except grpc.RpcError as error:
             states.put(error)
 
     watcher = threading.Thread(target=watch)
     watcher.start()
-    assert states.get(timeout=5) == health_pb2.HealthCheckResponse.SERVING
-    started = time.monotonic()
+    assert states.get(timeout=30) == health_pb2.HealthCheckResponse.SERVING
     assert pair.service.end() == 0
-    assert time.monotonic() - started < 5
-    assert states.get(timeout=5) == health_pb2.HealthCheckResponse.NOT_SERVING
-    watcher.join(5)
+    assert states.get(timeout=30) == health_pb2.HealthCheckResponse.NOT_SERVING
+    assert states.get(timeout=30) == "over"
+    watcher.join()
 
 
 def test_a_request_that_always_kills_the_shards_ends(pair: Setup) -> None:

@@ -59,11 +59,12 @@ class Health(HealthServicer):  # type: ignore[misc]
     async def _statuses(self, is_known: bool) -> AsyncGenerator[Any, None]:
         told = None
         while True:
-            changed = self._changed
+            # Of one moment: what changes while a status is being sent is told after it, the end too.
+            changed, has_ended = self._changed, self._has_ended
             status = self._status if is_known else pb.HealthCheckResponse.SERVICE_UNKNOWN
             if status != told:
                 told = status
                 yield status
-            if self._has_ended:
+            if has_ended:
                 return
             await changed.wait()

@@ -1,0 +1,41 @@
+#!/bin/sh
+# lock.sh UV [--upgrade]: writes locks/ from pyproject.toml and constraints.txt, with the uv of a virtual environment.
+# Versions that still fit are kept, unless --upgrade asks for the newest. The hashes are those of every file of a
+# release, as the index publishes them. TORCH_INDEX: PyTorch's own index, of builds for CPUs.
+#
+#   service.lock      what the service and the image's extras need, but for torch
+#   torch-cpu.lock    torch's build for CPUs, which only PyTorch's own index has
+#   torch-cuda.lock   torch's build for CUDA, and the libraries that come with it
+#   build.lock        what builds the service from its sources
+set -eu
+uv=$1 upgrade=${2:-}
+excluded=$(mktemp)
+trap 'rm -f "$excluded"' EXIT
+
+compile() {
+    to=$1
+    shift
+    # shellcheck disable=SC2086 # nothing or one word
+    "$uv" pip compile --quiet --universal --python-version 3.11 --fork-strategy fewest --generate-hashes \
+        --custom-compile-command 'make lock' $upgrade --output-file "locks/$to.lock" "$@"
+}
+
+# What torch's build for CUDA needs, and that for CPUs does not.
+printf '%s\n' cuda-bindings cuda-toolkit nvidia-cublas nvidia-cudnn-cu13 nvidia-cusparselt-cu13 \
+    nvidia-nccl-cu13 nvidia-nvshmem-cu13 triton > "$excluded"
+compile service pyproject.toml --extra image -c constraints.txt --excludes "$excluded" --no-emit-package torch
+
+# shellcheck disable=SC2046 # names have no spaces
+compile torch-cuda pyproject.toml --extra image -c constraints.txt -c locks/service.lock \
+    $(sed -n 's/^\([a-z0-9-]*\)==.*/--no-emit-package \1/p' locks/service.lock)
+
+# The files of a version never change, and the index is not everywhere within reach.
+torch=$(sed -n 's/^torch==//p' constraints.txt)
+if ! grep -qs "^torch==$torch+cpu " locks/torch-cpu.lock; then
+    echo torch | compile torch-cpu - -c constraints.txt --no-deps --default-index "${TORCH_INDEX:?}"
+fi
+
+# hatchling asks for editables where a package is installed from its sources.
+"$(dirname "$uv")/python" -c '
+import tomllib
+print(*tomllib.load(open("pyproject.toml", "rb"))["build-system"]["requires"], "editables", sep="\n")' | compile build -
