@@ -186,6 +186,7 @@ class _Router:
         config = self._config
         limits = _limits(config, info, tokenizer)
         _check_capacity(info, limits.max_sequence_length)
+        _check_vocabulary(info, tokenizer)
         self._engine = Engine(
             contents.residents,
             BlockPool(info.num_blocks, info.block_size),
@@ -244,6 +245,7 @@ def _limits(config: RouterConfig, info: shard_pb2.InfoResponse, tokenizer: Token
         include_stop_sequence=config.default_include_stop_seqs,
         decoder_start_token_id=info.decoder_start_token_id if _is_encoder_decoder(info) else None,
         pad_token_id=info.pad_token_id,
+        vocab_size=info.vocab_size,
     )
 
 
@@ -259,6 +261,17 @@ def _check_capacity(info: shard_pb2.InfoResponse, max_sequence_length: int) -> N
         raise StartupError(
             f"max_sequence_length {max_sequence_length} takes {needed} cache blocks of {info.block_size} "
             f"tokens, but the shards have only {info.num_blocks}"
+        )
+
+
+def _check_vocabulary(info: shard_pb2.InfoResponse, tokenizer: Tokenizer) -> None:
+    if beyond := tokenizer.ids_beyond(info.vocab_size):
+        logger.warning(
+            "the tokenizer has %d token ids beyond the model's vocabulary of %d tokens, up to %d: requests "
+            "whose text has one of them are refused",
+            len(beyond),
+            info.vocab_size,
+            beyond[-1],
         )
 
 

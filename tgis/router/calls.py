@@ -2,18 +2,29 @@
 and logged once, at the moments and under the labels of TGIS."""
 
 import asyncio
+import logging
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from tgis.router.errors import GenerationError, OverloadedError, RequestError, SlowReaderError
+from tgis import failpoints
+from tgis.router.errors import (
+    GenerationError,
+    OverloadedError,
+    RequestError,
+    RouterError,
+    SlowReaderError,
+    internal_error,
+)
 from tgis.router.events import Event, Failed, InputTokens, Output
 from tgis.router.metrics import Metrics
 from tgis.router.request_log import CallLog, GenerationCall, InputLog, correlation_id
 from tgis.router.sequence import Sequence, StopReason
 from tgis.router.tracing import Span, Tracing
 from tgis.router.validation import Request
+
+logger = logging.getLogger(__name__)
 
 MISSING_REQUEST = "missing request"
 
@@ -63,7 +74,8 @@ class Call:
     @contextmanager
     def counting_failures(self) -> Iterator[None]:
         """What ends the call early is counted once, under the label of its kind; a cancellation, for each of
-        the inputs that have not begun."""
+        the inputs that have not begun. What nobody foresaw is logged, and becomes a GenerationError that names
+        the request."""
         failure = self._metrics.request_failure
         try:
             yield
@@ -77,15 +89,20 @@ class Call:
         except SlowReaderError:
             failure.add("slow_reader")
             raise
-        except Exception:
+        except RouterError:
             failure.add("generate")
             raise
+        except Exception as error:
+            failure.add("generate")
+            logger.error("request %s failed: %r", self.request_id, error, exc_info=error)
+            raise GenerationError(internal_error(self.request_id)) from error
         except (asyncio.CancelledError, GeneratorExit):
             failure.add("cancelled", amount=self._num_waiting)
             raise
 
     def accept(self, request: Request, sequences: list[Sequence]) -> None:
         """All inputs have been validated."""
+        failpoints.hit("router.before_accept")
         metrics = self._metrics
         metrics.request_validation_duration.observe(time.monotonic() - self._log.started_at)
         for sequence in sequences:

@@ -38,6 +38,8 @@ class Limits:
     """What the decoder of an encoder-decoder model goes on from; None for decoder-only models."""
     pad_token_id: int
     """What stands for virtual tokens."""
+    vocab_size: int
+    """Of the model; its tokenizer may have token ids beyond it."""
 
 
 @dataclass(frozen=True)
@@ -125,6 +127,7 @@ class Validator:
         num_used, minimum = num_inputs + num_virtual, stopping.min_new_tokens
         _require(num_used < limit, f"{sums} must be < {limit}")
         _require(num_used + minimum <= limit, f"{sums} plus min_new_tokens ({minimum}) must be <= {limit}")
+        self._check_known(token_ids)
         seeded = request.sampling.greedy or request.has_seed
         start, pad = self.limits.decoder_start_token_id, self.limits.pad_token_id
         before = [pad] * tuning.num_decoder_tokens
@@ -137,6 +140,13 @@ class Validator:
             grammar,
             tuning=tuning,
             encoder_token_ids=() if start is None else tuple(encoder_before + token_ids),
+        )
+
+    def _check_known(self, token_ids: list[int]) -> None:
+        vocab_size, largest = self.limits.vocab_size, max(token_ids)
+        _require(
+            largest < vocab_size,
+            f"input token id {largest} is beyond the model's vocabulary of {vocab_size} tokens",
         )
 
     def _prefix_length(self, tuning: Tuning) -> int:
