@@ -27,7 +27,7 @@ from tgis.router.contents import Contents
 from tgis.router.detokenizer import Vocabulary
 from tgis.router.engine import Engine
 from tgis.router.errors import StartupError
-from tgis.router.gate import Gate, Tokens
+from tgis.router.gate import Gate, Tokens, warn_if_open
 from tgis.router.grpc_api import GenerationService
 from tgis.router.grpc_door import Door
 from tgis.router.grpc_options import grpc_options
@@ -95,7 +95,8 @@ class _Router:
         server = grpc.aio.server(interceptors=doors, options=grpc_options(config))
         # Who connects while the model loads is refused, and can go elsewhere, instead of waiting for answers.
         reserved = reserve(config.bind, config.grpc_port)
-        grpc_port = reserved.getsockname()[1]
+        host, grpc_port, *_ = reserved.getsockname()
+        warn_if_open(config, host)
         http = http_app(lambda: self._readiness.is_ready, self._metrics)
         async with serve_http(http, config, self._certificates) as http_port:
             try:
