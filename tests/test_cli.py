@@ -292,6 +292,19 @@ def test_encryption_is_whole_or_refused() -> None:
         assert run(RouterConfig, [*several, *flags, *REQUIRED[RouterConfig]])[0].shard_addresses == "a:1,b:1"
 
 
+def test_addresses_and_ports_of_their_own() -> None:
+    for blank in ("", " "):
+        assert refusal(["--bind", blank]) == "bind: there is no address; 0.0.0.0 means all of them"
+    same = ["--port", "5000", "--grpc-port", "5000"]
+    for reads in ("launcher", "router"):
+        text = "port and grpc_port are both 5000: HTTP and gRPC need a port each"
+        assert refusal(same, reads=reads) == text
+    assert parse(LauncherConfig, ["--port", "0", "--grpc-port", "0"]).port == 0
+    assert parse(LauncherConfig, [*same, *LINK_FILES, "--headless"]).headless, "it has one port"
+    assert parse(LauncherConfig, [*same, *LINK_FILES, "--nnodes", "2", "--node-rank", "1"]).node_rank == 1
+    assert "is not in the range" in refusal(["--port", "70000"], code=2)
+
+
 def test_groups_of_nodes() -> None:
     """Also as LeaderWorkerSet tells of them; one node may have certificates for more."""
     for flags in (["--nnodes", "2"], ["--headless"], ["--nnodes", "2", *LINK_FILES[2:]]):

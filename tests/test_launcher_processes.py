@@ -151,6 +151,51 @@ def test_tls_is_checked_before_anything_is_started(model: Path, tmp_path: Path) 
     log.unlink()
 
 
+@pytest.mark.parametrize(
+    ("flags", "text"),
+    [
+        (
+            ["--model-name", "x" * 5000],
+            f"Failed to resolve config path: Model {'x' * 200} not found: ",
+        ),
+        (["--model-name", "{home}/deep"], "{home}/deep/config.json is nested too deep to be read"),
+        (
+            ["--model-name", "{home}/untyped"],
+            "{home}/untyped/config.json has no model_type, the name of a ",
+        ),
+        (["--model-name", "{home}/caf\udce9"], "Failed to resolve config path: the path {home}/caf"),
+        (
+            ["--shard-uds-path", "{home}/caf\udce9"],
+            "{home}/caf\\udce9-0.steps is not UTF-8, as a socket's ",
+        ),
+        (["--lora-adapters", "a={home}/\udce9"], "lora_adapters: a: there is no directory {home}/\\udce9"),
+        (["--bind", ""], "bind: there is no address; 0.0.0.0 means all of them"),
+        (["--bind", "a..b"], "port 0 on a..b cannot be opened: that is no address"),
+        (["--port", "4444", "--grpc-port", "4444"], "port and grpc_port are both 4444: HTTP and gRPC need"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_refused_in_one_line_before_anything_is_started(
+    model: Path, tmp_path: Path, flags: list[str], text: str
+) -> None:
+    for name, config in (
+        ("deep", '{"a":' * 10**5),
+        ("untyped", "{}"),
+        ("caf\udce9", '{"model_type": "llama"}'),
+    ):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(config)
+    service = launch(model, *(flag.format(home=tmp_path) for flag in flags))
+    assert service.process.wait(20) == 1
+    assert service.end() == 1
+    assert service.lines[-1].startswith("error: " + text.format(home=tmp_path)), service.output
+    assert "Traceback" not in service.output
+    assert "loading" not in service.output or "--shard-uds-path" in flags
+    log = model / "termination-log"
+    assert log.read_text() == service.lines[-1].removeprefix("error: ") + "\n"
+    log.unlink()
+
+
 def test_a_killed_router_ends_everything(model: Path) -> None:
     service = launch(model)
     service.wait_for_line("loading")

@@ -108,7 +108,7 @@ def test_a_path_with_a_comma(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_the_launcher_refuses_before_anything_starts(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text('{"n_positions": 64}')
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "n_positions": 64}')
     (tmp_path / "tokenizer.json").write_text("{}")
     good = write_adapter(tmp_path / "good")
     config = LauncherConfig(model_name=str(tmp_path), lora_adapters=f"x={good}", max_prompt_prefix_length=63)
@@ -126,7 +126,7 @@ def test_the_launcher_refuses_before_anything_starts(tmp_path: Path) -> None:
 
 
 def test_a_shard_refuses_before_anything_is_loaded(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text('{"n_positions": 64}')
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "n_positions": 64}')
     env = {"HOME": None, "MAX_PROMPT_PREFIX_LENGTH": "64"}
     result = CliRunner().invoke(cli.main.commands["serve"], ["--model-path", str(tmp_path)], env=env)
     assert result.exit_code == 1

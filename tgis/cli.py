@@ -43,7 +43,7 @@ def _run_router(config: RouterConfig) -> None:
 def _run_shard(config: ShardConfig) -> None:
     failpoints.arm(config.failpoints, f"rank={config.rank}", f"epoch={config.epoch}")
     _stay_offline()
-    settings = hub.read_json(Path(config.model_path), "config.json")
+    settings = hub.read_config(Path(config.model_path))
     length = config.max_sequence_length or hub.max_sequence_length(settings)
     cache = hub_commands.cache_root() if config.lora_adapters else Path()
     tuning = plan_tuning(config, length, cache)

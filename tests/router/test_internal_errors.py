@@ -1,5 +1,5 @@
-"""Every answer with the status INTERNAL has an id, and the log has a line with that id and the cause, which the
-client is not told."""
+"""Every answer with the status INTERNAL has an id, and the log has a line with that id and the cause, which
+the client is not told."""
 
 import re
 from collections.abc import Callable, Iterator

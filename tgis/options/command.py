@@ -194,7 +194,7 @@ def _fail(text: str, termination_log: str | None = None, exit_code: int = 1) -> 
     print(ERROR_PREFIX + line, file=sys.stderr, flush=True)
     if termination_log:
         with contextlib.suppress(OSError):  # there is none outside a cluster, or it may not be written
-            Path(termination_log).write_text(line + "\n")
+            Path(termination_log).write_text(line + "\n", encoding="utf-8", errors="backslashreplace")
     sys.exit(exit_code)
 
 

@@ -74,8 +74,7 @@ class Call:
     @contextmanager
     def counting_failures(self) -> Iterator[None]:
         """What ends the call early is counted once, under the label of its kind; a cancellation, for each of
-        the inputs that have not begun. What nobody foresaw is logged, and becomes a GenerationError that names
-        the request."""
+        the inputs that have not begun. What nobody foresaw is logged and becomes a GenerationError."""
         failure = self._metrics.request_failure
         try:
             yield
