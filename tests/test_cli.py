@@ -1,5 +1,6 @@
 """The commands generated from the declaration of options: what gives a value, what is refused and how."""
 
+import re
 import subprocess
 import sys
 from dataclasses import MISSING, fields, replace
@@ -12,7 +13,7 @@ from click.testing import CliRunner, Result
 
 from tgis import cli
 from tgis.config import ENGINES, LauncherConfig, LinkOptions, RouterConfig, ShardConfig
-from tgis.declaration import declared, env_of, flag_of, to_flags
+from tgis.declaration import Group, declared, env_of, flag_of, to_flags
 from tgis.options.command import command
 
 SHARD = ShardConfig(model_path="/models/x", uds_path="/tmp/shard")
@@ -22,6 +23,7 @@ REQUIRED = {
     RouterConfig: ["--tokenizer-path", "/x"],
     ShardConfig: ["--model-path", "/x"],
 }
+TYPES = {"launcher": LauncherConfig, "router": RouterConfig, "serve": ShardConfig}
 BLANK = {"HOME": None}  # not of this machine
 
 
@@ -45,8 +47,7 @@ def refusal(
     arguments: list[str], env: dict[str, str] | None = None, code: int = 1, reads: str = "launcher"
 ) -> str:
     """The one line that a start ends with."""
-    types = {"launcher": LauncherConfig, "router": RouterConfig, "serve": ShardConfig}
-    config, result = run(types[reads], [*arguments, *REQUIRED[types[reads]]], env, reads)
+    config, result = run(TYPES[reads], [*arguments, *REQUIRED[TYPES[reads]]], env, reads)
     assert (config, result.exit_code) == (None, code), result.output
     lines = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
     assert len(lines) == 1, result.stderr
@@ -417,6 +418,29 @@ def test_commands_that_only_talk_import_no_torch() -> None:
     code = "import sys, tgis.cli, tgis.launcher, tgis.router.app, tgis.client; print('torch' in sys.modules)"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout == "False\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "first"),
+    [("launcher", "--model-name"), ("router", "--tokenizer-path"), ("serve", "--model-path")],
+)
+def test_help_is_in_groups(name: str, first: str) -> None:
+    """Each option stands once, under the heading that its declaration names; the model comes first."""
+    result = CliRunner().invoke(cli.main, [name, "--help"], terminal_width=200)
+    parts = re.split(r"^(\w.*):$", result.output, flags=re.MULTILINE)[1:]
+    listed = {
+        heading: re.findall(r"^  (?:-\w, )?(--[\w-]+)", text, re.MULTILINE)
+        for heading, text in zip(parts[::2], parts[1::2], strict=True)
+    }
+    assert list(listed) == [group.value for group in Group if group.value in listed] + ["Options"]
+    assert listed["Model"][0] == first
+    assert listed.pop("Options") == ["--help"]
+    heading_of = {flag: heading for heading, flags in listed.items() for flag in flags}
+    for f, option, _ in declared(TYPES[name]):
+        assert option.group is not None, f.name
+        assert not option.flag or heading_of[flag_of(f)] == option.group.value
+    visible = [p for p in cli.main.commands[name].params if isinstance(p, click.Option) and not p.hidden]
+    assert len(visible) == len(heading_of) == sum(map(len, listed.values()))
 
 
 def test_every_command_has_help() -> None:

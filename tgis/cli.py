@@ -11,9 +11,11 @@ import click
 
 from tgis import __version__, failpoints, hub, hub_commands, logs, prompt_commands
 from tgis.client import client
-from tgis.config import FRAMEWORKS, LauncherConfig, RouterConfig, ShardConfig
-from tgis.declaration import variables_of
+from tgis.config import LauncherConfig, RouterConfig, ShardConfig
+from tgis.declaration import Group, variables_of
+from tgis.model_options import FRAMEWORKS
 from tgis.options.command import OneLineGroup, command, one_line_errors
+from tgis.options.parameters import GroupedOption
 from tgis.options.settings import DEFAULT, Setting, SettingsError
 from tgis.options.tgis_names import TGIS_NAMES
 from tgis.probe import health_probe
@@ -84,8 +86,15 @@ def _shard_arguments() -> list[click.Parameter]:
             type=click.Choice(FRAMEWORKS),
             metavar="[DEPLOYMENT_FRAMEWORK]",
         ),
-        click.Option(["--revision"], help="Revision of MODEL_NAME in the hub cache.", default=None),
-        click.Option(["--sharded/--no-sharded"], help="Insist on a rank and a world size.", default=False),
+        GroupedOption(
+            ["--revision"], help="Revision of MODEL_NAME in the hub cache.", default=None, group=Group.MODEL
+        ),
+        GroupedOption(
+            ["--sharded/--no-sharded"],
+            help="Insist on a rank and a world size.",
+            default=False,
+            group=Group.COMPATIBILITY,
+        ),
     ]
 
 

@@ -17,7 +17,7 @@ from click.core import ParameterSource
 from tgis import logs
 from tgis.child import ERROR_PREFIX
 from tgis.config import LogOptions
-from tgis.declaration import Option, declared, env_of, flag_of
+from tgis.declaration import Group, Option, declared, env_of, flag_of, in_groups
 from tgis.errors import OperatorError
 from tgis.options import log_level, report
 from tgis.options.foreign import Foreign
@@ -46,6 +46,21 @@ class OneLine(click.Command):
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         ctx.meta[ARGUMENTS] = list(args)
         return super().parse_args(ctx, args)
+
+
+class GroupedCommand(OneLine):
+    """A command whose help has its options in groups."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the options under the headings of their groups, those without one under "Options"."""
+        records: dict[Group | None, list[tuple[str, str]]] = {group: [] for group in (*Group, None)}
+        for one in self.get_params(ctx):
+            if record := one.get_help_record(ctx):
+                records[getattr(one, "group", None)].append(record)
+        for group, rows in records.items():
+            if rows:
+                with formatter.section(group.value if group else "Options"):
+                    formatter.write_dl(rows)
 
 
 class OneLineGroup(OneLine, click.Group):
@@ -82,14 +97,14 @@ def command(
 
     options = [
         parameter(f, option, hint, complete is None)
-        for f, option, hint in declared(config_type)
+        for f, option, hint in in_groups(config_type)
         if option.flag
     ]
     theirs = [foreign_flag(one, hidden=one in TGI_NAMES) for one in _names_of(reads) if one.flag]
-    return OneLine(
+    return GroupedCommand(
         name,
         callback=call,
-        params=[*extra, *options, *theirs],
+        params=[*options, *extra, *theirs],
         help=help,
         context_settings={"show_default": True},
     )
