@@ -1,6 +1,8 @@
 """The launcher with real children: what they are given, and how it ends."""
 
 import os
+import re
+import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,6 +10,7 @@ from pathlib import Path
 import pytest
 from grpc import insecure_channel
 
+import tgis
 from tests.processes import Service, children_of
 from tests.prompts.files import save_lora
 from tests.shard.checkpoints import write_llama
@@ -211,3 +214,21 @@ def test_a_killed_router_ends_everything(model: Path) -> None:
     log.unlink()
     for pid in (*children["router"], *children["serve"]):
         assert not Path(f"/proc/{pid}").exists()
+
+
+@pytest.mark.slow
+def test_a_first_start_says_that_it_compiles(model: Path, tmp_path: Path) -> None:
+    """And the second has nothing to say. The package is a copy, beside which no code is kept yet."""
+    package = Path(tgis.__file__).parent
+    shutil.copytree(package, tmp_path / "tgis", ignore=shutil.ignore_patterns("__pycache__"))
+    env = {"PYTHONPATH": str(tmp_path), "PYTHONSAFEPATH": "1", "HOME": str(tmp_path)}
+    told = "compiling kernels for this processor; the code is kept in " + str(tmp_path)
+    first = launch(model, env=env).wait_until_serving(300)
+    assert first.end() == 0
+    lines = [line for line in first.lines if told in line]
+    assert all(re.search(r" kernels=\d+ at_most=\d+ seconds=[\d.]+$", line) for line in lines), first.output
+    assert 2 <= len(lines) <= 12, first.output
+    assert sum("kernels compiled" in line for line in first.lines) == 1
+    second = launch(model, env=env).wait_until_serving()
+    assert second.end() == 0
+    assert "kernels" not in second.output
