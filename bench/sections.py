@@ -31,6 +31,7 @@ MODULES = {
     "prefix": "bench.shared_prefix",
     "interruption": "bench.interruption",
     "overload": "bench.overload",
+    "flood": "bench.flood",
     "startup": "bench.startup",
     "router": "bench.router_step",
     "speculation": "bench.speculation",

@@ -78,6 +78,11 @@ TARGETS = (
     Target(
         "overload", "overload", "answered while thrice as many arrive", "of what it answers when full", 0.8
     ),
+    Target(
+        "flood median", "flood", "median of small requests beside refused 4 MB texts", "ms more", 50, True
+    ),
+    Target("flood worst", "flood", "slowest small request beside refused 4 MB texts", "s", 1, True),
+    Target("flood memory", "flood", "router's memory after refused 4 MB texts", "MiB more", 100, True),
     Target("startup", "startup", "ready, kernels compiled before", "s beyond reading weights", 5, True),
     Target("memory", "memory", "most memory while loading", "× the weights", 1.2, True, shapes=ONLY_1B),
     Target("router", "router", "router's step, 256 sequences", "ms", 2, True),

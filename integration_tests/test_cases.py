@@ -28,6 +28,7 @@ from tgis.pb.generation_pb2_grpc import GenerationServiceStub
 CASES = load_cases()
 TIMEOUT_S = 60
 TIME_LIMIT_S = 0.04  # of the case that is asked again alone
+NUM_HURRIED = 25  # times that the case with the shortest time limit is asked again
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,8 @@ class Run:
     answers: dict[tuple[str, str], Answer] = field(default_factory=dict)
     timed: list[tuple[Ask, Answer, float]] = field(default_factory=list)
     """What was asked afterwards, when nothing else was, and the seconds that it took."""
+    hurried: list[Answer] = field(default_factory=list)
+    """To what was asked afterwards, one by one, with the shortest time limit."""
     metrics_status: int = 0
 
     def send_all(self, service: Service) -> None:
@@ -68,6 +71,8 @@ class Run:
             for ask in [ask for ask in self.asks if ask.case.name == "a time limit of some tokens"]:
                 started = time.monotonic()
                 self.timed.append((ask, send(stub, ask), time.monotonic() - started))
+            for ask in [ask for ask in self.asks if ask.case.name == "a time limit of a millisecond"]:
+                self.hurried += [send(stub, ask) for _ in range(NUM_HURRIED)]
         with urllib.request.urlopen(f"{service.http}/metrics", timeout=10) as response:
             self.metrics_status = response.status
 
@@ -218,6 +223,18 @@ def test_afterwards_a_time_limit_alone(rpc: str, runs: dict[str, Run]) -> None:
     assert messages[-1].stop_reason == pb.TIME_LIMIT
     assert 1 <= messages[-1].generated_token_count < 169
     assert TIME_LIMIT_S <= elapsed < TIME_LIMIT_S + 2
+
+
+def test_afterwards_a_millisecond_is_enough_for_a_token(runs: dict[str, Run]) -> None:
+    """Where nobody else is served, however fast the model is."""
+    answers = runs["bytes"].hurried
+    assert len(answers) == 2 * NUM_HURRIED
+    for answer in answers:
+        assert answer.error is None
+        last = answer.messages[-1]
+        [last] = last.responses if isinstance(last, pb.BatchedGenerationResponse) else [last]
+        assert last.stop_reason == pb.TIME_LIMIT
+        assert 1 <= last.generated_token_count < 169
 
 
 def check_error(asked: Asked) -> None:

@@ -13,6 +13,7 @@ from tgis.pb import generation_pb2 as pb
 
 # Room for the inputs of all streams, but not for their answers.
 FLAGS = ["--block-size", "8", "--kv-cache-tokens", "520", "--dtype", "float32"]
+FLAGS += ["--deployment-framework", "hf_accelerate"]  # what TGIS served such models with
 QUERIES, HITS = "tgi_prefix_cache_queries", "tgi_prefix_cache_hits"
 FIRST_STEP = {"stopping": pb.StoppingCriteria(max_new_tokens=1)}
 NUM_ALIKE = 10

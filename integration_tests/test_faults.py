@@ -279,6 +279,22 @@ def test_starts_that_fail_say_why_in_one_line(model: Model, tmp_path: Path) -> N
         assert fails(*here, "--port", port) == text
 
 
+@pytest.mark.slow
+def test_weights_that_do_not_fit_or_are_cut_are_refused(model: Model, tmp_path: Path) -> None:
+    log = tmp_path / "termination-log"
+    fewer = broken(model, tmp_path / "fewer", num_hidden_layers=1)
+    line = failure("--model-name", fewer, "--num-shard", "2", termination_log=log)
+    text = rf"{re.escape(fewer)}: config\.json describes a model without \d+ of the checkpoint's tensors, .*"
+    assert re.fullmatch(rf"error: shard \d: {text}", line)
+    assert re.search(text, log.read_text())
+    file = Path(broken(model, tmp_path / "cut")) / "model.safetensors"
+    os.truncate(file, file.stat().st_size - 8)
+    line = failure("--model-name", str(file.parent), termination_log=log)
+    text = f"shard 0: {file} cannot be read: it is truncated or damaged: "
+    assert line.startswith(f"error: {text}")
+    assert text in log.read_text()
+
+
 class Payload:
     """Makes a file when it is unpickled by a careless reader."""
 

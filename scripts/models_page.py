@@ -4,6 +4,7 @@ from dataclasses import astuple
 from inspect import getdoc
 
 from tgis.shard.models import catalogue
+from tgis.shard.models.leftovers import LEFTOVERS
 
 INTRODUCTION = """\
 # Models
@@ -44,14 +45,28 @@ start it must show on a few tokens that it answers through the cache as it does 
 refused with the reason. Every shard then holds the whole model, and there are no soft prompts and no adapters. Code that a checkpoint brings along runs only with
 `TRUST_REMOTE_CODE=true`.
 
+`hf_transformers` and `hf_accelerate` ask for that code for models of the table too, on one shard. Encoder-decoders, models
+with ALiBi, Falcon and models with a `dynamic` or `longrope` rope cannot run so: the service's own engine serves them, with a
+warning, and with soft prompts and adapters.
+
 `hf_optimum_ort` runs a decoder-only model in ONNX form on ONNX Runtime (`pip install 'tgis-next[onnx]'`).
+"""
+
+
+UNREAD = """\
+## Tensors that are not read
+
+A checkpoint with tensors for which its `config.json` has no place is refused at the start, with the name of the first:
+more layers or experts than the configuration names, or biases that it leaves out. Only these are left unread, in the
+checkpoint of any family, and layers that predict further tokens, where `num_nextn_predict_layers` counts them:
 """
 
 
 def render() -> str:
     rows = [_row(module) for module in catalogue.MODULES]
     table = [f"| {' | '.join(cells)} |" for cells in (COLUMNS, ["---"] * len(COLUMNS), *rows)]
-    return "\n".join([INTRODUCTION, *table, "", OTHERS])
+    unread = [f"- {leftover.reason}" for leftover in LEFTOVERS]
+    return "\n".join([INTRODUCTION, *table, "", OTHERS, UNREAD, *unread, ""])
 
 
 def _row(module: catalogue.Family) -> list[str]:

@@ -47,7 +47,7 @@ NOTES = {
     "SamplingParameters.seed": "absent: one is drawn, and told in the answer",
     "StoppingCriteria.max_new_tokens": f"0: {DEFAULT_MAX_NEW_TOKENS}; at most `--max-new-tokens`",
     "StoppingCriteria.min_new_tokens": "at most `max_new_tokens`",
-    "StoppingCriteria.time_limit_millis": "0: none; looked at after every token",
+    "StoppingCriteria.time_limit_millis": "0: none; looked at after every token, of which an idle service gives one",
     "StoppingCriteria.stop_sequences": f"at most {MAX_STOP_SEQUENCES} of {MAX_STOP_SEQUENCE_BYTES} bytes",
     "StoppingCriteria.include_stop_sequence": "absent: `--default-include-stop-seqs`",
     "ResponseOptions.input_text": "the input before the answer",

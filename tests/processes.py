@@ -12,7 +12,9 @@ from pathlib import Path
 
 from grpc import Channel, insecure_channel
 
-LEAKED = re.compile(r"leaked (request|block|row|permit|content): ")  # a router's last words, if need be
+LEAKED = re.compile(
+    r"leaked (request|block|row|permit|tokenize permit|content): "
+)  # a router's last words, if need be
 ADDRESSES = re.compile(r"serving gRPC on (\S+):(\d+), HTTP on (\S+):(\d+)")
 
 

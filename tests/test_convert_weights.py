@@ -219,6 +219,7 @@ def write_page(file: Path) -> None:
 
 DAMAGED = "{file} cannot be read: it is truncated or damaged"
 REFUSED = "{file} wants to call "
+INCOMPLETE = "the checkpoint is truncated or damaged"
 
 
 @pytest.mark.parametrize(
@@ -230,8 +231,8 @@ REFUSED = "{file} wants to call "
         (write_most, DAMAGED),
         (write_half_of_old_kind, DAMAGED),
         (write_flipped, "{file} is damaged: pytorch_model-00002-of-00002/data/0 in it has a wrong checksum"),
-        (write_nothing, "{file} cannot be read: it is "),
-        (write_page, "{file} cannot be read: it is "),
+        (write_nothing, DAMAGED),
+        (write_page, DAMAGED),
         (lambda file: torch.save([torch.ones(1)], file), "{file} does not hold tensors by name"),
         (lambda file: torch.save({"a": {"b": torch.ones(1)}}, file), "{file}: a is not a plain tensor"),
         (lambda file: torch.save({"c": torch.ones(1).to_sparse()}, file), "{file}: c is not a plain tensor"),
@@ -251,8 +252,11 @@ def test_a_file_that_cannot_be_converted(tmp_path: Path, write: Callable[[Path],
 @pytest.mark.parametrize(
     ("also", "text"),
     [
-        ({"z": "other.bin"}, "names other.bin, which is not there"),
-        ({"z": "pytorch_model.bin"}, "names z in pytorch_model.bin, which holds no such tensor"),
+        ({"z": "other.bin"}, f"names other.bin, which is not there: {INCOMPLETE}"),
+        (
+            {"z": "pytorch_model.bin"},
+            f"names z in pytorch_model.bin, which holds no such tensor: {INCOMPLETE}",
+        ),
     ],
 )
 def test_an_index_that_promises_too_much(tmp_path: Path, also: dict[str, str], text: str) -> None:

@@ -4,10 +4,11 @@ in words."""
 import asyncio
 import contextlib
 import ctypes
+import functools
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from types import MappingProxyType
 
 from tgis.heartbeat import wait_until_hung
@@ -68,7 +69,7 @@ class Child:
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
             env={**self._env, **os.environ},
-            preexec_fn=_die_with(os.getpid()),
+            preexec_fn=functools.partial(die_with, os.getpid()),
             process_group=0,  # a terminal's Ctrl-C is the parent's alone
         )
         self._end = asyncio.create_task(self._run_to_end(self._process), name=self.name)
@@ -117,15 +118,11 @@ class Child:
         return f"{self.name} was killed by {signal.Signals(-code).name}{hint}"
 
 
-def _die_with(parent: int) -> Callable[[], None]:
-    """What runs in the child between fork and exec."""
-
-    def ask_kernel() -> None:
-        _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # it died before we asked
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    return ask_kernel
+def die_with(parent: int) -> None:
+    """Ask the kernel to kill this process when `parent` ends."""
+    _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it died before we asked
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 async def _lines(stream: asyncio.StreamReader) -> AsyncIterator[str]:

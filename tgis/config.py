@@ -74,7 +74,8 @@ class ServingOptions:
     )
     max_top_n_tokens: int = option("Upper bound of a request's top_n_tokens.", 10, minimum=1)
     tokenization_workers: int | None = option(
-        "Threads that tokenize; unset: 1 to 8 by the cores.",
+        "Threads that tokenize; calls with more than 32 KiB of text have a process of their own. Unset: 1 to "
+        "8, by the cores.",
         None,
         minimum=1,
         refusal="tokenization_workers must be > 0",

@@ -53,8 +53,9 @@ class ModelOptions:
     )
     deployment_framework: str | None = option(
         "Engine: tgis_native is the service's own and refuses families it does not know; hf_transformers "
-        "runs transformers' code with the service's cache and attention, slower; hf_optimum_ort runs a model "
-        "in ONNX form; unset: the service's own where it knows the family, transformers' code elsewhere.",
+        "runs transformers' code with the service's cache and attention, slower, where that can; "
+        "hf_optimum_ort runs a model in ONNX form; unset: the service's own where it knows the family, "
+        "transformers' code elsewhere.",
         None,
         choices=FRAMEWORKS,
     )

@@ -12,6 +12,7 @@ import torch
 from tgis.errors import OperatorError
 
 TORN = "cannot be read: it is truncated or damaged"
+INCOMPLETE = "the checkpoint is truncated or damaged"
 _ZIP = b"PK\x03\x04"
 _GLOBAL = re.compile(r"GLOBAL ([\w.]+)")
 
@@ -38,7 +39,7 @@ def load_pickle(file: Path) -> object:
             warnings.simplefilter("ignore", UserWarning)  # that a pickle is of another protocol than usual
             found: object = torch.load(file, map_location="cpu", weights_only=True, mmap=can_map(file))
     except pickle.UnpicklingError as error:
-        raise PickleError(f"{file} {_explain(error)}") from error
+        raise PickleError(f"{file} {_explain(error, file)}") from error
     except (FileNotFoundError, MemoryError):
         raise
     # Of a torn file the reader raises whatever it stumbles over.
@@ -53,8 +54,21 @@ def can_map(file: Path) -> bool:
         return content.read(len(_ZIP)) == _ZIP
 
 
-def _explain(error: pickle.UnpicklingError) -> str:
+def _explain(error: pickle.UnpicklingError, file: Path) -> str:
     refused = _GLOBAL.search(str(error))
     if refused is None:
-        return "cannot be read: it is not a pickle of tensors"
+        return f"{TORN}, or not a pickle of tensors"
+    if _ends_within(file, refused[1]):
+        return TORN
     return f"wants to call {refused[1]}, which tensors do not need; it was not run"
+
+
+def _ends_within(file: Path, name: str) -> bool:
+    """Return whether the file ends within the name of what it wants to call. A whole pickle has a line break
+    behind the module and behind the attribute; torch drops the last character of either, whatever it is."""
+    module, _, attribute = name.rpartition(".")
+    begun = tuple(f"c{text}".encode() for text in (module, f"{module}\n{attribute}"))
+    with file.open("rb") as content:
+        content.seek(max(0, file.stat().st_size - len(name) - 3))
+        tail = content.read()
+    return tail.endswith(begun) or tail[:-1].endswith(begun)

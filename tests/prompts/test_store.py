@@ -205,6 +205,9 @@ def test_a_model_that_takes_neither(prompts: Path, spool: Spool) -> None:
     assert refuse(store, "prompt", "a") == prompt_text("a", cause)
     assert refuse(store, "adapter", "a") == f"can't retrieve adapter with id 'a': {cause}"
     assert refuse(store, "prompt", "b") == not_found("b")
+    store = Store(spool, None, prompts, None, {}, is_known=True)
+    cause = "soft prompts and adapters need the service's own engine: leave DEPLOYMENT_FRAMEWORK unset"
+    assert refuse(store, "prompt", "a") == prompt_text("a", cause)
 
 
 CHANGES: list[Callable[[Path], object]] = [

@@ -161,7 +161,8 @@ class ShelfOfShard:
                 library.rule(item is None or item.kind == kind, f"{digest} is of another kind")
             prompt = self.loaded.get(row.prompt_digest, Item(""))
         num_decoder, num_encoder = prompt.num_decoder_tokens, prompt.num_encoder_tokens
-        library.rule(row.prompt_len > num_decoder, "no token comes after the prompt")
+        num_first = num_decoder + 1 if inputs else max(num_decoder, 1)  # a decoder's start, else any token
+        library.rule(row.prompt_len >= num_first, "no token comes after the prompt")
         library.rule(set(tokens[:num_decoder]) <= {2}, "the decoder's virtual tokens are not padding")
         library.rule(set(inputs[:num_encoder]) <= {2}, "the encoder's virtual tokens are not padding")
         library.rule(len(inputs) >= num_encoder, "the encoder's virtual tokens are missing")

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import grpc
 import pytest
+from tokenizers import Tokenizer
 
 from tests.router.conftest import (
     BLOCK_SIZE,
@@ -27,6 +28,7 @@ from tests.router.conftest import (
 from tests.router.model_of_contents import PROMPT, Item, Library, adapter
 from tests.router.model_of_shard import context, join_digests, next_token
 from tests.router.test_grpc_api import batch, expected_text, metric, single, stopping
+from tests.tokenizers_for_tests import write_byte_level
 from tgis.pb import generation_pb2 as pb
 from tgis.pb import shard_pb2
 
@@ -46,6 +48,23 @@ def library() -> Library:
         library.put(adapter(f"a{i}"), f"adapter-{i}")
     library.store[PROMPT, "lora"] = adapter("a1")
     return library
+
+
+def write_no_bos(directory: Path) -> Tokenizer:
+    """To which an empty text has no token."""
+    return write_byte_level(directory, VOCAB_SIZE, bos=False)
+
+
+@pytest.fixture(scope="module")
+def bare(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Setup]:
+    """With room for one long sequence, so that others are preempted."""
+    few = shard_pb2.InfoResponse(num_blocks=26)
+    few.MergeFrom(INFO)
+    directory = tmp_path_factory.mktemp("bare")
+    setup = start_router(directory, 1, write_tokenizer=write_no_bos, info=few, library=library())
+    yield setup
+    assert stop_router(setup) == 0, setup.service.output
+    assert setup.library.faults == []
 
 
 @pytest.fixture(scope="module")
@@ -125,6 +144,64 @@ def test_all_of_a_batch_have_the_same(tuned: Setup) -> None:
     answers = tuned.stub.Generate(message).responses
     tokens = [expected_tokens(tuned, text, 9, "p3", "a3") for text in texts]
     assert [answer.text for answer in answers] == [expected_text(tuned, some) for some in tokens]
+
+
+ALONE: Ids = ("prompt/1.x", None)
+
+
+@pytest.mark.parametrize("limit", [0, 1])
+def test_an_empty_text_is_an_input_behind_a_prompt(bare: Setup, limit: int) -> None:
+    """Of no token as a client counts it, with the virtual ones to be told of."""
+    options = pb.ResponseOptions(
+        input_tokens=True, generated_tokens=True, token_ranks=True, token_logprobs=True, input_text=True
+    )
+    params = {"response": options, "truncate_input_tokens": limit}
+    tokens = expected_tokens(bare, "", 20, "p1")
+    before = metric(bare, "tgi_request_input_length_count")
+    [answer] = bare.stub.Generate(request("", ALONE, **params)).responses
+    assert (answer.text, answer.input_token_count) == (expected_text(bare, tokens), 0)
+    assert [token.text for token in answer.input_tokens] == [bare.tokenizer.id_to_token(PAD)] * NUM_VIRTUAL
+    assert [token.rank for token in answer.input_tokens] == list(range(NUM_VIRTUAL))
+    header, inputs, *rest = bare.stub.GenerateStream(stream("", ALONE, **params))
+    assert header == pb.GenerationResponse()
+    assert inputs.input_tokens == answer.input_tokens
+    assert inputs.input_token_count == NUM_VIRTUAL
+    assert "".join(part.text for part in rest) == answer.text
+    assert metric(bare, "tgi_request_input_length_count") == before + 2
+    bare.service.wait_for_line("input_tokens=0 ", 5)
+
+
+def test_limits_of_a_prompt_alone(bare: Setup) -> None:
+    room = MAX_SEQUENCE_LENGTH - NUM_VIRTUAL
+    sums = f"input tokens (0) plus prefix length ({NUM_VIRTUAL})"
+    long = request("", ALONE, stopping=stopping(199, min_new_tokens=room + 1))
+    text = f"{sums} plus min_new_tokens ({room + 1}) must be <= {MAX_SEQUENCE_LENGTH}"
+    assert refusal(bare, long) == (grpc.StatusCode.INVALID_ARGUMENT, text)
+    long.params.stopping.min_new_tokens = room
+    [answer] = bare.stub.Generate(long).responses
+    assert (answer.generated_token_count, answer.stop_reason) == (room, pb.TOKEN_LIMIT)
+
+
+def test_prompts_alone_are_preempted_and_resumed(bare: Setup) -> None:
+    """In company that has a text too; all of them are cut off and computed again."""
+    before, texts = metric(bare, "tgi_preemptions"), ["", "girl", "", "a little girl"] * 4
+    ids = [("prompt/1.x", None), ("prompt/2.x", "adapter-2")]
+    asked = [(text, ids[i % 5 == 0]) for i, text in enumerate(texts)]
+    with ThreadPoolExecutor(len(asked)) as threads:
+        answers = threads.map(
+            lambda one: bare.stub.Generate(request(*one, stopping=stopping(60))).responses[0], asked
+        )
+        for (text, (prompt, lora)), answer in zip(asked, answers, strict=True):
+            names = f"p{prompt[7]}", f"a{lora[8]}" if lora else ""
+            assert answer.text == expected_text(bare, expected_tokens(bare, text, 60, *names))
+    assert metric(bare, "tgi_preemptions") > before
+
+
+def test_an_empty_text_without_virtual_tokens_is_refused(bare: Setup) -> None:
+    """An adapter adds none, whichever id names it."""
+    text = "tokenizer error the input has no tokens"
+    for ids in ((None, None), (None, "adapter-1"), ("lora", None)):
+        assert refusal(bare, request("", ids)) == (grpc.StatusCode.INVALID_ARGUMENT, text)
 
 
 def test_refusals(tuned: Setup) -> None:

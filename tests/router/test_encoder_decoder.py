@@ -48,6 +48,14 @@ def write_tokenizer(directory: Path) -> Tokenizer:
     return tokenizer
 
 
+def write_bare_tokenizer(directory: Path) -> Tokenizer:
+    """One that ends nothing."""
+    tokenizer = write_tokenizer(directory)
+    tokenizer.post_processor = processors.Sequence([])
+    tokenizer.save(str(directory / "tokenizer.json"))
+    return tokenizer
+
+
 def model(num_blocks: int = 0) -> shard_pb2.InfoResponse:
     """With a cache of the usual size, or of so many blocks."""
     return shard_pb2.InfoResponse(
@@ -168,6 +176,32 @@ def test_soft_prompts_of_either_side(t5: Setup, prompt: str) -> None:
     before = t5.shards[0].model.num_encoded
     assert t5.stub.Generate(request).responses[0].text == response.text
     assert t5.shards[0].model.num_encoded == before
+
+
+def test_an_empty_text_is_an_input_where_the_encoder_has_virtual_tokens(tmp_path: Path) -> None:
+    """And the tokenizer adds none."""
+    library = Library()
+    for name, (num_decoder, num_encoder) in PROMPTS.items():
+        library.put(Item(name, num_decoder, num_encoder), name)
+    setup = start_router(tmp_path, 1, write_tokenizer=write_bare_tokenizer, info=model(), library=library)
+    try:
+        for prompt, (_, num_encoder) in PROMPTS.items():
+            request = batch("", stopping=stopping(30), response=pb.ResponseOptions(**ALL_DETAILS))
+            request.prefix_id = prompt
+            if not num_encoder:
+                with pytest.raises(grpc.RpcError) as caught:
+                    setup.stub.Generate(request)
+                assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+                assert caught.value.details() == "tokenizer error the input has no tokens"
+                continue
+            [response] = setup.stub.Generate(request).responses
+            tokens = expected_tokens([], 30, prompt=prompt)
+            assert [token.text for token in response.tokens] == [PIECES[i] for i in tokens]
+            assert [token.text for token in response.input_tokens] == [PIECES[PAD]] * num_encoder
+            assert response.input_token_count == 0
+    finally:
+        assert stop_router(setup) == 0, setup.service.output
+    assert library.faults == []
 
 
 @pytest.mark.parametrize(("prompt", "length"), [("decoder", 10), ("encoder", 5), ("both", 8)])

@@ -13,6 +13,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from tests.accounts import assert_nothing_left, take_baseline
 from tests.router.conftest import EOS, MAX_SEQUENCE_LENGTH, Setup
+from tests.router.model_of_contents import Item
 from tests.router.model_of_shard import next_token
 from tgis.pb import generation_pb2 as pb
 
@@ -258,6 +259,58 @@ def test_time_limit_keeps_what_there_is(router: Setup) -> None:
         assert response.text == expected_text(router, tokens)
 
 
+ONE_MILLISECOND = stopping(20, min_new_tokens=20, time_limit_millis=1)
+
+
+def test_an_idle_service_gives_a_token_whatever_the_time_limit(router: Setup) -> None:
+    """As TGIS does: however late the deadline is noticed, and to all inputs of a call."""
+    router.shards[0].step_s = 0.005
+    try:
+        for _ in range(40):
+            responses = router.stub.Generate(batch("a", PROMPT, stopping=ONE_MILLISECOND)).responses
+            *_, last = router.stub.GenerateStream(single(stopping=ONE_MILLISECOND))
+            ends = [(each.generated_token_count, each.stop_reason) for each in (*responses, last)]
+            assert ends == [(1, pb.TIME_LIMIT)] * 3
+    finally:
+        router.shards[0].step_s = 0.001
+    [first] = expected_tokens(router, PROMPT, 1)
+    assert responses[1].text == expected_text(router, [first])
+
+
+def test_a_deadline_that_has_passed_before_the_input_is_accepted(router: Setup) -> None:
+    """Here while its soft prompt is loaded."""
+    router.library.put(Item("slow", 3), "slow")
+    router.library.load_s = 0.05
+    try:
+        request = batch("a", stopping=ONE_MILLISECOND)
+        request.prefix_id = "slow"
+        [response] = router.stub.Generate(request).responses
+    finally:
+        router.library.load_s = 0.0
+    assert (response.generated_token_count, response.stop_reason) == (1, pb.TIME_LIMIT)
+
+
+def test_a_deadline_behind_a_full_batch_ends_the_wait(router: Setup) -> None:
+    timeouts = 'tgi_request_failure{err="timeout"}'
+    before = metric(router, timeouts)
+    router.shards[0].step_s = 0.1
+    try:
+        crowd = batch(*["a"] * 16, stopping=stopping(25, min_new_tokens=25))
+        ahead = router.stub.Generate.future(crowd)
+        deadline = time.monotonic() + 10
+        while metric(router, "tgi_batch_current_size") < 16:
+            assert time.monotonic() < deadline
+        [response] = router.stub.Generate(batch("late", stopping=ONE_MILLISECOND)).responses
+        header, last = router.stub.GenerateStream(single("late", stopping=ONE_MILLISECOND))
+    finally:
+        router.shards[0].step_s = 0.001
+    count = len(router.tokenizer.encode("late").ids)
+    assert response == pb.GenerationResponse(input_token_count=count, stop_reason=pb.TIME_LIMIT)
+    assert (header.input_token_count, last) == (count, pb.GenerationResponse(stop_reason=pb.TIME_LIMIT))
+    assert metric(router, timeouts) == before + 2
+    assert len(ahead.result(30).responses) == 16
+
+
 def test_more_inputs_than_permits_are_refused_at_once(router: Setup) -> None:
     with pytest.raises(grpc.RpcError) as caught:
         router.stub.Generate(batch(*["a"] * 513))
@@ -298,6 +351,29 @@ def test_bytes_that_are_no_message(router: Setup) -> None:
         call(b"\xff\xff\xff\x01garbage")
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert caught.value.details() == "the request could not be decoded"
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/fmaas.GenerationService/Chat",
+        "/fmaas.Generation/Generate",
+        "/grpc.health.v1.Health/Ask",
+        "/grpc.reflection.v1.ServerReflection/ServerReflectionInfo",
+        "/nothing",
+    ],
+)
+def test_an_unknown_method_is_refused_without_a_text(router: Setup, path: str) -> None:
+    """As tonic refuses it, which served TGIS's clients; whatever the client sends and waits for."""
+    unary, stream = router.channel.unary_unary(path), router.channel.unary_stream(path)
+    joined, both = router.channel.stream_unary(path), router.channel.stream_stream(path)
+    calls = [lambda: unary(b""), lambda: list(stream(b"\xff")), lambda: joined(iter([]))]
+    calls.append(lambda: list(both(iter([b"a", b"b"]))))
+    for call in calls:
+        with pytest.raises(grpc.RpcError) as caught:
+            call()
+        assert (caught.value.code(), caught.value.details()) == (grpc.StatusCode.UNIMPLEMENTED, "")
+        assert not caught.value.trailing_metadata()
 
 
 def test_what_a_refused_row_did_not_compute_is_not_found_by_others(router: Setup) -> None:

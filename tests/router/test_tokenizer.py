@@ -8,8 +8,10 @@ import pytest
 
 from tests.router.kinds_of_tokenizer import ALPHABET, KINDS
 from tests.tokenizers_for_tests import write_byte_fallback, write_byte_level
+from tgis.pb import generation_pb2 as pb
 from tgis.router.errors import RequestError, StartupError
-from tgis.router.tokenizer import Tokenizer, byte_offsets
+from tgis.router.tokenization import TokenIds, byte_offsets
+from tgis.router.tokenizer import LONG_TEXT_BYTES, Tokenizer
 
 TEXT = "The fox, naïve 東京 🙂\r\n e\u0301 👩\u200d👩\u200d👧 fox"
 
@@ -22,26 +24,26 @@ def test_truncation_keeps_the_last_tokens(tmp_path: Path, kind: str, bos: bool) 
     tokenizer = Tokenizer(tmp_path, 1)
     ids = fast.encode(TEXT).ids
     assert ids[0] == 0
-    for max_tokens in range(1, len(ids)):
-        kept = tokenizer.truncate(list(ids), max_tokens)
-        assert kept == ([0] if bos else ids[-max_tokens:][:1]) + ids[-max_tokens:][1:]
+    for num_last in (len(ids), len(ids) // 2):
+        for max_tokens in range(1, num_last):
+            kept = tokenizer.truncate(TokenIds(len(ids), ids[-num_last:]), max_tokens)
+            assert kept == (max_tokens, ([0] if bos else ids[-max_tokens:][:1]) + ids[-max_tokens:][1:])
+    whole = TokenIds(len(ids), list(ids))
     for max_tokens in (0, len(ids), len(ids) + 1, 2**32 - 1):
-        assert tokenizer.truncate(list(ids), max_tokens) == ids
-    assert tokenizer.truncate([2, 3], 2) == [2, 3]
+        assert tokenizer.truncate(whole, max_tokens) == (len(ids), ids)
+    assert tokenizer.truncate(TokenIds(2, [2, 3]), 2) == (2, [2, 3])
 
 
 @pytest.mark.parametrize("kind", KINDS)
 async def test_offsets_cut_the_same_characters_out_of_bytes(tmp_path: Path, kind: str) -> None:
-    KINDS[kind](tmp_path)
+    fast = KINDS[kind](tmp_path)
     tokenizer = Tokenizer(tmp_path, 1)
     r = random.Random(0)
     texts = [TEXT, "", *("".join(r.choices(ALPHABET, k=r.randint(1, 8))) for _ in range(200))]
-    for text, encoding in zip(texts, await tokenizer.encode(texts), strict=True):
-        for (start, end), (first, last) in zip(
-            byte_offsets(text, encoding.offsets), encoding.offsets, strict=True
-        ):
-            assert text.encode()[start:end].decode() == text[first:last]
-        assert encoding.offsets[0] == (0, 0)
+    for text, response in zip(texts, await tokenize(tokenizer, texts), strict=True):
+        for place, (first, last) in zip(response.offsets, fast.encode(text).offsets, strict=True):
+            assert text.encode()[place.start : place.end].decode() == text[first:last]
+        assert (response.offsets[0].start, response.offsets[0].end) == (0, 0)
     tokenizer.close()
 
 
@@ -49,10 +51,28 @@ async def test_tokens_of_one_character_have_all_of_its_bytes(tmp_path: Path) -> 
     """As the library counts bytes itself: a character in three byte tokens is three times the same place."""
     write_byte_fallback(tmp_path)
     tokenizer = Tokenizer(tmp_path, 1)
-    [encoding] = await tokenizer.encode(["é東"])
-    *_, e1, e2, t1, t2, t3 = byte_offsets("é東", encoding.offsets)
+    [response] = await tokenize(tokenizer, ["é東"])
+    *_, e1, e2, t1, t2, t3 = ((place.start, place.end) for place in response.offsets)
     assert (e1, e2) == ((0, 2), (0, 2))
     assert (t1, t2, t3) == ((2, 5), (2, 5), (2, 5))
+    tokenizer.close()
+
+
+@pytest.mark.parametrize("kind", ["byte_level", "byte_fallback", "metaspace"])
+async def test_long_texts_are_tokenized_as_short_ones_are(tmp_path: Path, kind: str) -> None:
+    fast = KINDS[kind](tmp_path)
+    tokenizer = Tokenizer(tmp_path, 1)
+    texts = [TEXT * (LONG_TEXT_BYTES // len(TEXT)), "", TEXT]
+    for max_ids in (5, 10**6):
+        for text, ids in zip(texts, await tokenizer.encode_ids(texts, max_ids, "a"), strict=True):
+            assert ids == (len(fast.encode(text)), fast.encode(text).ids[-max_ids:])
+    for truncated in (0, 7):
+        for text, response in zip(texts, await tokenize(tokenizer, texts, truncated), strict=True):
+            expected = fast.encode(text)
+            assert response.token_count == min(len(expected), truncated or len(expected))
+            assert list(response.tokens) == expected.tokens[-truncated:]
+            offsets = byte_offsets(text, expected.offsets[-truncated:])
+            assert [(place.start, place.end) for place in response.offsets] == offsets
     tokenizer.close()
 
 
@@ -101,7 +121,9 @@ async def test_a_text_that_is_no_unicode_is_a_request_error(tmp_path: Path) -> N
     write_byte_level(tmp_path)
     tokenizer = Tokenizer(tmp_path, 1)
     with pytest.raises(RequestError, match="tokenizer error"):
-        await tokenizer.encode(["\ud800"])
+        await tokenizer.encode_ids(["\ud800"], 9, "a")
+    with pytest.raises(RequestError, match="tokenizer error"):
+        await tokenizer.encode_ids(["\ud800" * LONG_TEXT_BYTES], 9, "a")
     tokenizer.close()
 
 
@@ -113,6 +135,17 @@ def test_a_directory_without_a_tokenizer_is_refused(tmp_path: Path, content: str
         (tmp_path / "tokenizer.json").write_text(content)
     with pytest.raises(StartupError, match=text):
         Tokenizer(tmp_path, 1)
+
+
+async def tokenize(tokenizer: Tokenizer, texts: list[str], truncated: int = 0) -> list[pb.TokenizeResponse]:
+    requests = [pb.TokenizeRequest(text=text) for text in texts]
+    request = pb.BatchedTokenizeRequest(
+        requests=requests, return_tokens=True, return_offsets=True, truncate_input_tokens=truncated
+    )
+    answer, num_tokens = await tokenizer.tokenize(request, "a")
+    responses = list(pb.BatchedTokenizeResponse.FromString(answer).responses)
+    assert num_tokens == sum(response.token_count for response in responses)
+    return responses
 
 
 def rewrite_settings(directory: Path, **changes: object) -> None:

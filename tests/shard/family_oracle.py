@@ -5,11 +5,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import transformers
 from torch import Tensor
 
 from tests.greedy import count_certain, generate
+from tests.shard.driver import Request
 
 NEW_TOKENS = 8
 LENGTHS = (1, 9, 30)
@@ -54,6 +56,14 @@ def describe(input_ids: list[int], tokens: list[int], steps: Tensor) -> Answer:
     """`steps` [num_tokens, vocab_size] are the log-probabilities that the tokens were chosen by."""
     logprobs = [float(steps[i, token]) for i, token in enumerate(tokens)]
     return Answer(input_ids, tokens, logprobs, count_certain(steps))
+
+
+def check(request: Request, answer: Answer) -> None:
+    """Assert that the request was answered as it must be."""
+    certain = answer.certain
+    assert request.generated[:certain] == answer.token_ids[:certain]
+    assert request.logprobs[:certain] == pytest.approx(answer.logprobs[:certain], rel=1e-4, abs=1e-4)
+    assert certain, "nothing was compared"
 
 
 def draw_inputs(seed: int = 0) -> list[list[int]]:

@@ -50,6 +50,18 @@ class PromptOracle:
         return describe(input_ids, tokens, steps)
 
     @torch.inference_mode()
+    def answer_to_nothing(self, num_tokens: int, seed: int, repetition_penalty: float = 1.0) -> Answer:
+        """PeftModel's, under such a prompt, to an input without tokens, which `generate` does not take."""
+        model = peft.PeftModel.from_pretrained(self.model, self._find(num_tokens, seed)).eval()
+        penalise = transformers.RepetitionPenaltyLogitsProcessor(repetition_penalty)
+        tokens, steps = list[int](), list[Tensor]()
+        for _ in range(NEW_TOKENS):
+            input_ids = torch.tensor([tokens], dtype=torch.int64)
+            steps.append(penalise(input_ids, model(input_ids=input_ids).logits[:, -1])[0].log_softmax(-1))
+            tokens.append(int(steps[-1].argmax()))
+        return describe([], tokens, torch.stack(steps))
+
+    @torch.inference_mode()
     def answer_with(self, input_ids: list[int], prompt: Prompt) -> Answer:
         """An encoder-decoder model's, whose decoder has virtual tokens before its first."""
         tokens, steps = list[int](), list[Tensor]()
@@ -65,7 +77,7 @@ class PromptOracle:
     def embed(self, prompt: Tensor | None, token_ids: list[int]) -> Tensor:
         """[1, num_virtual + len(token_ids), width]"""
         table = self.model.get_input_embeddings()
-        found = table(torch.tensor([token_ids]))
+        found = table(torch.tensor([token_ids], dtype=torch.int64))
         return found if prompt is None else torch.cat([prompt[None], found], 1)
 
     def _find(self, num_tokens: int, seed: int) -> Path:

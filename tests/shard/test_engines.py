@@ -9,11 +9,16 @@ import transformers
 
 from tests.shard.checkpoints import SMALL, edit_config, write_model
 from tests.shard.driver import Request, Router, configure
+from tests.shard.family_cases.all import CASES
+from tests.shard.family_oracle import NEW_TOKENS, check, draw_inputs
+from tests.shard.prompt_oracle import PromptOracle
+from tests.shard.stepping import ALONE, read_config
+from tests.shard.tuned import Tuned
+from tgis.shard.content_loading import open_store
 from tgis.shard.layers import cpu
 from tgis.shard.loading import load
-from tgis.shard.models import engines
+from tgis.shard.models import engines, fallback
 from tgis.shard.models.interface import UnsupportedModelError
-from tgis.shard.world import World
 
 Checkpoint = Callable[[str], Path]
 # In files of transformers' types that we have no family for, a feature that our family lacks, and ours.
@@ -21,7 +26,11 @@ CONFIGS = {
     "ours": transformers.LlamaConfig(**SMALL),
     "theirs": transformers.StableLmConfig(**SMALL, pad_token_id=0),
     "a feature of theirs": transformers.GPT2Config(scale_attn_by_inverse_layer_idx=True),
+    "encoder-decoder": transformers.MT5Config(),
+    "ALiBi": transformers.BloomConfig(),
 }
+ONLY_OURS = ("encoder-decoder", "ALiBi")
+THEIRS = ("hf_transformers", "hf_accelerate")
 CHOICES = [
     ("ours", None, 1, "tgis_native"),
     ("ours", None, 2, "tgis_native"),
@@ -39,6 +48,7 @@ CHOICES = [
     ("a feature of theirs", None, 1, "hf_transformers"),
     ("a feature of theirs", "tgis_native", 1, "scale_attn_by_inverse_layer_idx True"),
     ("ours", None, 3, "cannot be cut over 3 shards"),
+    *((model, name, size, "tgis_native") for model in ONLY_OURS for name in THEIRS for size in (1, 2)),
 ]
 
 
@@ -55,6 +65,61 @@ def test_choice(model: str, framework: str | None, size: int, outcome: str, tmp_
             engines.choose(tmp_path, settings, framework, size, trust_remote_code=False)
         assert outcome in str(caught.value)
         assert "\n" not in str(caught.value)
+
+
+# A case of each kind that transformers' code cannot run with our cache; `make test-all` tries all families.
+OBSTACLES = {"mt5", "bart", "bloom", "mpt", "falcon_7b", "falcon_alibi", "phi3_short_and_long"}
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in OBSTACLES else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
+)
+def test_what_asks_for_transformers_code_gets_it_where_it_can_run(
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And is served by ours exactly where the other engine refuses what it finds."""
+    write_model(tmp_path, CASES[name]())
+    settings = read_config(tmp_path)
+    choice = engines.choose(tmp_path, settings, "hf_accelerate", 1, trust_remote_code=False)
+    if choice.engine == "hf_transformers":
+        assert name not in OBSTACLES
+        choice.load(ALONE, torch.float32, cpu)
+        return
+    assert "tgis_native serves this model, because hf_transformers cannot: it" in caplog.text
+    choice.load(ALONE, torch.float32, cpu)
+    with pytest.raises(UnsupportedModelError, match="cannot be served through transformers"):
+        fallback.load(tmp_path, fallback.describe(tmp_path, settings, False), ALONE, torch.float32, False)
+
+
+@pytest.mark.parametrize("name", ["bloom", "mt5"])
+def test_prompts_and_adapters_work_where_ours_serves_instead(name: str, tmp_path: Path) -> None:
+    directory, store_path, config = tmp_path / "model", tmp_path / "store", CASES[name]()
+    write_model(directory, config)
+    oracle = PromptOracle(directory, config, store_path)
+    (store_path / "prompt").mkdir(parents=True)
+    part = "encoder.pt" if oracle.is_encoder_decoder else "decoder.pt"
+    torch.save(oracle.draw(4, seed=1), store_path / "prompt" / part)
+    tuned = Tuned(directory, store_path / "lora", r=4, target_modules="all-linear")
+    options = {"deployment_framework": "hf_accelerate", "prefix_store_path": str(store_path)}
+    shard = configure(directory, uds_path=str(tmp_path / "shard"), kv_cache_tokens=1024, **options)
+    engine = load(shard)
+    store = open_store(shard, engine.model, 192)
+    prompt, adapter = store.find("prompt", "prompt"), store.find("adapter", "lora")
+    for digest in (prompt.digest, adapter.digest):
+        engine.contents.load(digest)
+
+    def ask(inputs: list[int], **digests: str) -> Request:
+        begin, encoder = ([start], inputs) if oracle.is_encoder_decoder else (inputs, [])
+        request = Request(begin, NEW_TOKENS, details={"logprobs": True}, encoder_token_ids=encoder, **digests)
+        Router(engine).run([request])
+        return request
+
+    ids, start = draw_inputs()[1], oracle.start_token_id
+    with_prompt = ask([0] * 4 + ids, prompt_digest=prompt.digest)
+    with_adapter = ask(ids, adapter_digest=adapter.digest)
+    check(with_prompt, oracle.answer(ids, 4, 1))
+    check(with_adapter, tuned.answer(ids))
+    assert with_prompt.logprobs != pytest.approx(with_adapter.logprobs, abs=1e-3)
 
 
 ONNX = Path(__file__).parent.parent / "data" / "onnx"
@@ -77,18 +142,24 @@ def test_a_broken_configuration_is_not_served_by_guesses(tmp_path: Path) -> None
         engines.choose(tmp_path, settings, None, 1, trust_remote_code=False)
 
 
-def test_both_reasons_are_told(tmp_path: Path) -> None:
+@pytest.mark.parametrize("framework", [None, "hf_accelerate"])
+def test_both_reasons_are_told(framework: str | None, tmp_path: Path) -> None:
     settings = transformers.BloomConfig(apply_residual_connection_post_layernorm=True, n_layer=1, n_head=2)
     write_model(tmp_path, settings)
-    choice = engines.choose(tmp_path, settings.to_dict(), None, 1, trust_remote_code=False)
+    choice = engines.choose(tmp_path, settings.to_dict(), framework, 1, trust_remote_code=False)
     with pytest.raises(UnsupportedModelError) as caught:
-        choice.load(World(0, 1), torch.float32, cpu)
+        choice.load(ALONE, torch.float32, cpu)
     ours = "apply_residual_connection_post_layernorm True of the configuration is not supported; through "
     assert str(caught.value).startswith(f"{ours}transformers: model type 'bloom' cannot be served")
 
 
-def test_says_that_ours_would_be_faster(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    settings = CONFIGS["ours"].to_dict()
+@pytest.mark.parametrize(("model", "is_known"), [("ours", True), ("a feature of theirs", False)])
+def test_says_that_ours_would_be_faster(
+    model: str, is_known: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Where it would be: the family may know the type alone."""
+    settings = CONFIGS[model].to_dict()
     edit_config(tmp_path, settings)
     engines.choose(tmp_path, settings, "hf_transformers", 1, trust_remote_code=False)
-    assert "tgis_native serves this model faster" in caplog.text
+    assert ("tgis_native serves this model faster" in caplog.text) is is_known
+    assert ("scale_attn_by_inverse_layer_idx True" in caplog.text) is not is_known

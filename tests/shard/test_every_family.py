@@ -13,7 +13,7 @@ import pytest
 from tests.shard.checkpoints import write_model
 from tests.shard.driver import Request
 from tests.shard.family_cases.all import CASES
-from tests.shard.family_oracle import NEW_TOKENS, Answer, Oracle, draw_inputs
+from tests.shard.family_oracle import NEW_TOKENS, Answer, Oracle, check, draw_inputs
 from tests.shard.messages import GREEDY, SAMPLE
 from tests.shard.ranks import Ranks
 from tests.shard.relay import serve
@@ -119,10 +119,3 @@ def test_equals_transformers(
         [again] = [r for r in itertools.chain(*served) if not r.sampling["greedy"]]
         assert again.generated == alone.generated
         assert again.logprobs == pytest.approx(alone.logprobs, rel=1e-4, abs=1e-4)
-
-
-def check(request: Request, answer: Answer) -> None:
-    certain = answer.certain
-    assert request.generated[:certain] == answer.token_ids[:certain]
-    assert request.logprobs[:certain] == pytest.approx(answer.logprobs[:certain], rel=1e-4, abs=1e-4)
-    assert certain, "nothing was compared"

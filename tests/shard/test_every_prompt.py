@@ -45,6 +45,7 @@ class Case:
             self._keep(name, {"decoder": self.oracle.draw(length, 1)})
             yield Asked(middle, name, self.oracle.answer(middle, length, 1))
         yield Asked(long, "a", self.oracle.answer(long, LENGTHS[0], 1))
+        yield Asked([], "a", self.oracle.answer_to_nothing(LENGTHS[0], 1))
         yield Asked(middle, "", self.oracle.answer(middle, 0, 1))
 
     def _ask_both(self, middle: list[int], long: list[int]) -> Iterator[Asked]:
@@ -57,6 +58,7 @@ class Case:
         yield Asked(middle, "d", self.oracle.answer_with(middle, prompts["d"]))
         yield Asked(middle, "b", self.oracle.answer_with(middle, prompts["b"]))
         yield Asked(long, "b", self.oracle.answer_with(long, prompts["b"]))
+        yield Asked([], "e", self.oracle.answer_with([], prompts["e"]))
         yield Asked(middle, "", self.oracle.answer_with(middle, {}))
 
     def _keep(self, name: str, prompt: dict[str, Tensor]) -> None:

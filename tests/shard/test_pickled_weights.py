@@ -11,10 +11,12 @@ import torch
 from torch import nn
 
 from tests.shard.test_weights import SOURCES, check_slices, fail, save_single, tensors
+from tgis.pickles import PickleError, open_pickle
 from tgis.shard.stored import WeightsError
 from tgis.shard.weights import Weights
 
 BIN = "pytorch_model.bin"
+DAMAGED = "cannot be read: it is truncated or damaged"
 
 
 class Payload:
@@ -56,7 +58,7 @@ def test_reads_several_files(tmp_path: Path) -> None:
     check_slices(weights, "blocks.11.out.weight", content["model.layers.11.o.weight"])
     check_slices(weights, "embed.weight", content["model.embed_tokens.weight"])
     if file_of["model.layers.3.q.weight"] != file_of["model.layers.3.k.weight"]:
-        with pytest.raises(WeightsError, match=r"k\.weight is not in the file, though the index says so$"):
+        with pytest.raises(WeightsError, match=r"k\.weight is not in the file, though the index says so: "):
             weights.find("blocks.3.qkv.weight", (8, 4))
 
 
@@ -81,7 +83,20 @@ def test_names_a_truncated_file(share: float, is_zip: bool, tmp_path: Path) -> N
     file = save(tmp_path, tensors(), is_zip)
     content = file.read_bytes()
     file.write_bytes(content[: int(share if share > 1 else share * len(content))])
-    assert fail(tmp_path).startswith(f"{file} cannot be read: it is ")
+    assert fail(tmp_path).startswith(f"{file} {DAMAGED}")
+
+
+def test_names_an_old_file_that_is_cut_anywhere(tmp_path: Path) -> None:
+    """Also within the name of what builds a tensor, whose rest would be a call that is not known."""
+    file = tmp_path / BIN
+    content = {"model.embed_tokens.weight": torch.zeros(10, 4)}
+    torch.save(content, file, _use_new_zipfile_serialization=False)
+    whole = file.read_bytes()
+    for length in range(len(whole)):
+        file.write_bytes(whole[:length])
+        with pytest.raises(PickleError) as caught:
+            open_pickle(file)
+        assert str(caught.value).startswith(f"{file} {DAMAGED}")
 
 
 def test_names_what_is_no_pickle_of_tensors(tmp_path: Path) -> None:
@@ -91,7 +106,7 @@ def test_names_what_is_no_pickle_of_tensors(tmp_path: Path) -> None:
         assert str(file) in fail(tmp_path)
     with tarfile.open(file, "w") as archive:
         archive.add(__file__)
-    assert fail(tmp_path).startswith(f"{file} cannot be read: it is ")
+    assert fail(tmp_path).startswith(f"{file} {DAMAGED}")
     save(tmp_path, [torch.zeros(10, 4)])
     assert fail(tmp_path) == f"{file} does not hold tensors by name"
     save(tmp_path, {"model.embed_tokens.weight": torch.eye(10, 4).to_sparse()})

@@ -12,8 +12,8 @@ import torch
 
 from tests.shard import other_device
 from tests.shard.driver import Request, Router, configure, opening
+from tests.shard.family_oracle import check
 from tests.shard.messages import GREEDY, SAMPLE, Steps, floats, integers, open_row, top_tokens
-from tests.shard.test_every_family import check
 from tests.shard.test_every_prompt import PAD, Case
 from tests.shard.test_torch_platform import plain
 from tests.shard.tuning_cells import Asked
@@ -105,21 +105,22 @@ def test_nothing_is_left_on_the_cpu(either: Served) -> None:
     assert [request.logprobs for request in found] == [request.logprobs for request in expected]
 
 
-def test_details_of_virtual_tokens(decoder: Served) -> None:
+@pytest.mark.parametrize(("number", "cuts"), [(2, (0, 4, 7)), (3, (0, 4))], ids=["before a text", "alone"])
+def test_details_of_virtual_tokens(decoder: Served, number: int, cuts: tuple[int, ...]) -> None:
     """They are reported as the pad token is, under what comes before them."""
     case = decoder.case
-    asked = case.asked[2]
+    asked = case.asked[number]
     request = case.request(asked)
     request.details = {"logprobs": True, "ranks": True, "top_n": 2, "input_tokens": True}
     request.row, steps = 0, Steps(4, decoder.engine.info.num_blocks)
-    cuts = [0, 4, 7, len(request.prompt)]
-    work = [steps.step([(0, *span)], [opening(request)] if not span[0] else []) for span in pairwise(cuts)]
+    bounds = pairwise((*cuts, len(request.prompt)))
+    work = [steps.step([(0, *span)], [opening(request)] if not span[0] else []) for span in bounds]
     spans = [message for step in work for message in decoder.engine.execute(step).input_details]
     with torch.inference_mode():
         prompt = case.oracle.draw(case.lengths[asked.content][0], 1)
         out = case.oracle.model(inputs_embeds=case.oracle.embed(prompt, asked.token_ids))
     expected = out.logits[0].log_softmax(-1)  # [num_tokens, vocab_size]
-    assert [span.start for span in spans] == [0, 5, 8]
+    assert [span.start for span in spans] == [cut + (cut > 0) for cut in cuts]
     logprobs = [logprob for span in spans for logprob in floats(span.logprobs)]
     ranks = [rank for span in spans for rank in integers(span.ranks)]
     tops = [top for span in spans for top in top_tokens(span.top_tokens)]
@@ -160,6 +161,18 @@ def test_the_repetition_penalty_does_not_see_virtual_tokens(decoder: Served, pad
     if pad == "the best token":
         assert request.generated[: expected.certain] == expected.token_ids[: expected.certain]
         assert expected.certain > 1
+
+
+def test_the_repetition_penalty_of_a_prompt_alone(decoder: Served) -> None:
+    """Begins with nothing that it could see."""
+    case = decoder.case
+    [asked] = [asked for asked in case.asked if not asked.token_ids]
+    expected = case.oracle.answer_to_nothing(case.lengths[asked.content][0], 1, 1.7)
+    assert expected.token_ids != asked.answer.token_ids
+    request = case.request(asked)
+    request.sampling, request.details = {**GREEDY, "repetition_penalty": 1.7}, {}
+    Router(decoder.engine).run([request])
+    assert request.generated[: expected.certain] == expected.token_ids[: expected.certain]
 
 
 def test_blocks_of_another_row_under_the_same_prompt_are_read(decoder: Served) -> None:

@@ -102,22 +102,34 @@ def test_info_of_soft_prompts_and_adapters(model_path: Path, tmp_path: Path) -> 
     assert info.pad_token_id == 2, "its EOS token, as nothing names another"
 
 
+STABLELM = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 4}
+UNSET = "leave DEPLOYMENT_FRAMEWORK unset"
+
+
+@pytest.mark.parametrize("is_known", [True, False])
 def test_an_engine_that_takes_no_soft_prompts_says_so(
-    model_path: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    is_known: bool, model_path: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """And what to do, where our engine knows the model and would take them."""
+    remedy = f": {UNSET}" if is_known else ", which does not run this model"
+    if not is_known:
+        model_path = tmp_path / "model"
+        config = transformers.StableLmConfig(**STABLELM, vocab_size=99, intermediate_size=48, pad_token_id=0)
+        write_model(model_path, config)
     through = {"deployment_framework": "hf_transformers", "prefix_store_path": str(tmp_path / "none")}
-    config = configure(model_path, uds_path=str(tmp_path / "shard"), **through)
+    config = configure(model_path, uds_path=str(tmp_path / "shard"), kv_cache_tokens=1024, **through)
     engine = load(config)
     assert (engine.info.prompt_cache_bytes, engine.info.adapter_cache_bytes) == (0, 0)
     store = open_store(config, engine.model, 192)
     (tmp_path / "none" / "a").mkdir(parents=True)
     torch.save(torch.ones(2, 32), tmp_path / "none" / "a" / "decoder.pt")
-    with pytest.raises(ContentError, match=r"'a': soft prompts and adapters need the service's own engine, "):
+    text = f"soft prompts and adapters need the service's own engine{remedy}"
+    with pytest.raises(ContentError, match=f"'a': {text}$"):
         store.find("prompt", "a")
-    with pytest.raises(ContentError, match=r"need the service's own engine, which does not run this model$"):
+    with pytest.raises(ContentError, match=f"^{text}$"):
         engine.contents.load("0" * 64)
     assert f"prefix_store_path: there is no directory {tmp_path / 'none'}" in caplog.text
-    assert "need the service's own engine: requests for them fail" in caplog.text
+    assert f"requests for soft prompts and adapters fail: {text}" in caplog.text
 
 
 def test_a_disk_too_small_for_copies_is_said_at_the_start(
@@ -141,7 +153,8 @@ def test_a_disk_too_small_for_copies_is_said_at_the_start(
 
 def test_adapters_to_be_loaded_are_refused_where_nothing_takes_them(model_path: Path) -> None:
     options = {"deployment_framework": "hf_transformers", "lora_adapters": "one=/a"}
-    with pytest.raises(UnsupportedModelError, match=r"^--lora-adapters need the service's own engine"):
+    text = f"^--lora-adapters need the service's own engine: {UNSET}$"
+    with pytest.raises(UnsupportedModelError, match=text):
         load(configure(model_path, **options))
 
 

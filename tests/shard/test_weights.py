@@ -82,9 +82,7 @@ def test_does_not_read_what_is_not_asked_for(tmp_path: Path) -> None:
     broken.write_bytes(b"")
     weights = Weights(tmp_path, SOURCES)
     assert weights.find("embed.weight", (10, 4)).read().shape == (10, 4)
-    with pytest.raises(
-        WeightsError, match=rf"^{broken}: tensor model\.layers\.0\.o\.weight cannot be read: "
-    ):
+    with pytest.raises(WeightsError, match=rf"^{broken} cannot be read: it is truncated or damaged: "):
         weights.find("blocks.0.out.weight", (4, 6))
 
 
@@ -125,20 +123,21 @@ def test_names_a_truncated_file(keep: int, tmp_path: Path) -> None:
     save_single(tmp_path, tensors())
     file = tmp_path / "model.safetensors"
     file.write_bytes(file.read_bytes()[:keep])
-    assert fail(tmp_path).startswith(f"{file} cannot be read: ")
+    assert fail(tmp_path).startswith(f"{file} cannot be read: it is truncated or damaged: ")
 
 
 def test_names_a_corrupt_file(tmp_path: Path) -> None:
     save_single(tmp_path, tensors())
     file = tmp_path / "model.safetensors"
     file.write_bytes(b"\xff" * 64 + file.read_bytes()[64:])
-    assert fail(tmp_path).startswith(f"{file} cannot be read: ")
+    assert fail(tmp_path).startswith(f"{file} cannot be read: it is truncated or damaged: ")
 
 
 @pytest.mark.parametrize(
     ("index", "text"),
     [
-        ("{", "is not an index of weights: "),
+        ("{", "cannot be read: it is truncated or damaged: "),
+        ("[" * 100_000, "cannot be read: it is truncated or damaged: "),
         ("{}", "is not an index of weights: 'weight_map'"),
         ('{"weight_map": ["a"]}', "is not an index of weights: "),
         ('{"weight_map": {"model.embed_tokens.weight": 3}}', "is not an index of weights: "),
@@ -161,9 +160,9 @@ def test_names_a_bad_index(index: str, text: str, tmp_path: Path) -> None:
 def test_names_a_missing_file(tmp_path: Path) -> None:
     save_sharded(tmp_path, tensors())
     (tmp_path / "b.safetensors").unlink()
-    (tmp_path / "a.safetensors").unlink()
-    text = fail(tmp_path)
-    assert "safetensors: tensor model.embed_tokens.weight cannot be read: " in text
+    index = tmp_path / "model.safetensors.index.json"
+    text = "names b.safetensors, which is not there: the checkpoint is truncated or damaged"
+    assert fail(tmp_path) == f"{index} {text}"
 
 
 def test_an_empty_directory_says_so(tmp_path: Path) -> None:
@@ -196,7 +195,7 @@ def header(**offsets: list[int]) -> bytes:
 def test_names_a_file_whose_header_lies(content: bytes, tmp_path: Path) -> None:
     file = tmp_path / "model.safetensors"
     file.write_bytes(content)
-    assert fail(tmp_path).startswith(f"{file} cannot be read: ")
+    assert fail(tmp_path).startswith(f"{file} cannot be read: it is truncated or damaged: ")
 
 
 def test_names_a_tensor_that_the_index_puts_elsewhere(tmp_path: Path) -> None:
@@ -204,7 +203,8 @@ def test_names_a_tensor_that_the_index_puts_elsewhere(tmp_path: Path) -> None:
     index = {"weight_map": {"model.embed_tokens.weight": "a.safetensors"}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     label = f"{tmp_path}/a.safetensors: tensor model.embed_tokens.weight"
-    assert fail(tmp_path).startswith(f"{label} cannot be read: ")
+    text = "is not in the file, though the index says so: the checkpoint is truncated or damaged"
+    assert fail(tmp_path) == f"{label} {text}"
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
@@ -355,7 +355,9 @@ def test_elements_are_counted_unread(tmp_path: Path) -> None:
     save_sharded(tmp_path, {"a": torch.zeros(5, 3), "b": torch.zeros(2, 2, 2), "c": torch.zeros(4)})
     assert count_elements(tmp_path) == 23, "safetensors go first"
     (tmp_path / "a.safetensors").write_bytes(b"")
-    with pytest.raises(WeightsError, match=rf"^{tmp_path}/a\.safetensors cannot be read: "):
+    with pytest.raises(
+        WeightsError, match=rf"^{tmp_path}/a\.safetensors cannot be read: it is truncated or damaged: "
+    ):
         count_elements(tmp_path)
 
 

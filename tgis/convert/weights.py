@@ -18,7 +18,7 @@ from torch import Tensor
 
 from tgis import hub
 from tgis.convert.workshop import ConversionError, deliver, first_line, workshop
-from tgis.pickles import TORN, PickleError, can_map, open_pickle
+from tgis.pickles import INCOMPLETE, TORN, PickleError, can_map, open_pickle
 
 logger = logging.getLogger(__name__)
 
@@ -170,7 +170,7 @@ def _read_index(index: Path, files: list[Path]) -> dict[str, Any]:
     if not isinstance(file_of, dict):
         raise ConversionError(f"{index} is not an index of weights")
     if missing := sorted({str(name) for name in file_of.values()} - {file.name for file in files}):
-        raise ConversionError(f"{index} names {', '.join(missing)}, which is not there")
+        raise ConversionError(f"{index} names {', '.join(missing)}, which is not there: {INCOMPLETE}")
     return content
 
 
@@ -180,7 +180,7 @@ def _rewrite_index(index: Path, content: dict[str, Any], results: Mapping[str, C
         if name in results[file].names:
             file_of[name] = new_name(file)
         elif name not in results[file].kept_as:
-            raise ConversionError(f"{index} names {name} in {file}, which holds no such tensor")
+            raise ConversionError(f"{index} names {name} in {file}, which holds no such tensor: {INCOMPLETE}")
     used = {name: results[name] for name in content["weight_map"].values()}
     metadata = (content.get("metadata") or {}) | {"total_size": sum(one.num_bytes for one in used.values())}
     return json.dumps({"metadata": metadata, "weight_map": file_of}, indent=2, sort_keys=True) + "\n"

@@ -26,9 +26,12 @@ class AbsentError(ContentError):
 class NotTunableError(ContentError):
     """The model that is served takes neither."""
 
-    def __init__(self) -> None:
+    def __init__(self, is_known: bool = False) -> None:
+        """`is_known` tells whether the service's own engine would run the model if it were let."""
         super().__init__(
-            "soft prompts and adapters need the service's own engine, which does not run this model"
+            "soft prompts and adapters need the service's own engine: leave DEPLOYMENT_FRAMEWORK unset"
+            if is_known
+            else "soft prompts and adapters need the service's own engine, which does not run this model"
         )
 
 

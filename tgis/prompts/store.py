@@ -70,10 +70,12 @@ class Store:
         prompts: Path | None,
         adapters: Path | None,
         named: Mapping[str, Path],
+        is_known: bool = False,
     ) -> None:
         """`prompts` and `adapters` are the directories of those, the first of which may hold adapters too;
-        `named` adapters are where they please. `fit` is None where the model takes neither."""
-        self._spool, self._fit = spool, fit
+        `named` adapters are where they please. `fit` is None where the model takes neither; `is_known` is
+        NotTunableError's."""
+        self._spool, self._fit, self._is_known = spool, fit, is_known
         self._prompts, self._adapters = (root and root.absolute() for root in (prompts, adapters))
         self._named = {name: path.absolute() for name, path in named.items()}
         self._remembered: OrderedDict[tuple[Kind, str], tuple[State, Outcome]] = OrderedDict()
@@ -147,7 +149,7 @@ class Store:
     def _read(self, kind: Kind, id: str, place: Place) -> Outcome:
         fit = self._fit
         if fit is None:
-            raise NotTunableError
+            raise NotTunableError(self._is_known)
         with self._spool.room() as room:
             state = take(place, self._choose(kind), room, _max_file_bytes(kind, fit))
             try:

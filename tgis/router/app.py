@@ -71,6 +71,7 @@ class _Router:
         self._readiness = Readiness(SERVICE)
         self._metrics.ready.follow(lambda: self._readiness.is_ready)
         self._permits = Permits(config.max_concurrent_requests)
+        self._tokenize_permits = Permits(config.max_concurrent_requests)
         self._metrics.permits_limit.follow(lambda: self._permits.max_permits)
         self._certificates = port_certificates(config)
         self._readers = SlowReaders(config.slow_reader_timeout)
@@ -207,12 +208,14 @@ class _Router:
         self._metrics.tasks.follow(lambda: len(asyncio.all_tasks()))
         self._metrics.descriptors.follow(count_descriptors)
         self._metrics.follow_tally("permit", self._permits.tally)
+        self._metrics.tallies["tokenize permit"] = self._tokenize_permits.tally
         service = GenerationService(
             self._engine,
             validator,
             tokenizer,
             contents,
             self._permits,
+            self._tokenize_permits,
             Accounts(self._metrics, self._tracing, config.log_text_chars),
             kinds.ENCODER_DECODER if _is_encoder_decoder(info) else kinds.DECODER_ONLY,
         )

@@ -50,6 +50,16 @@ class Accounts:
             with call.counting_failures():
                 yield call
 
+    @contextmanager
+    def counting_overload(self, method: str) -> Iterator[None]:
+        """Count and log the refusal of a call that generates nothing; it passes through."""
+        try:
+            yield
+        except OverloadedError as error:
+            self.metrics.request_failure.add("conc_limit")
+            logger.error("%s failed with %s: %s", method, error.code.name, error.log_text)
+            raise
+
 
 class Call:
     """One call from its start to its end."""

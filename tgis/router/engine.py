@@ -212,9 +212,14 @@ class Engine:
         self._release(generation)
 
     def _expire(self, generation: Generation) -> None:
-        """The deadline has passed. One that is being computed ends with its next token, one that waits ends
-        now."""
+        """End a generation whose deadline has passed: now where it waits, with its next token where it is
+        being computed.
+
+        A step is filled first, so that a generation that need not wait begins, however late its deadline is
+        noticed: an idle service gives at least one token, as TGIS does."""
         sequence = generation.sequence
+        if sequence in self._live and sequence.row is None:
+            self._fill()
         if sequence in self._live and sequence.row is None:
             if generation.started_at is None:
                 self._metrics.request_failure.add("timeout")

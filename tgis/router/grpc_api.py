@@ -17,7 +17,7 @@ from tgis.router.errors import RequestError
 from tgis.router.events import Event
 from tgis.router.permits import Permits
 from tgis.router.request_log import GenerationCall, InputLog
-from tgis.router.responses import ResponseWriter, Result, tokenize_response
+from tgis.router.responses import ResponseWriter, Result
 from tgis.router.sequence import Sequence
 from tgis.router.tokenizer import Tokenizer
 from tgis.router.validation import Request, Validator, check_parameters
@@ -36,11 +36,13 @@ class GenerationService(GenerationServiceServicer):
         tokenizer: Tokenizer,
         contents: Contents,
         permits: Permits,
+        tokenize_permits: Permits,
         accounts: Accounts,
         model_kind: pb.ModelInfoResponse.ModelKind,
     ) -> None:
         self._engine, self._validator, self._tokenizer = engine, validator, tokenizer
-        self._contents, self._permits, self._accounts = contents, permits, accounts
+        self._contents, self._accounts = contents, accounts
+        self._permits, self._tokenize_permits = permits, tokenize_permits
         self._model_kind = model_kind
         self._writer = ResponseWriter(tokenizer)
 
@@ -52,7 +54,7 @@ class GenerationService(GenerationServiceServicer):
             if not (texts := call.texts):
                 return pb.BatchedGenerationResponse()
             with self._permits.hold(len(texts)), self._hold(request, call) as hold:
-                checked, sequences = await self._check(texts, request, hold)
+                checked, sequences = await self._check(texts, request, hold, context)
                 call.accept(checked, sequences)
                 results = await self._collect_all(sequences, call)
         return pb.BatchedGenerationResponse(
@@ -69,7 +71,7 @@ class GenerationService(GenerationServiceServicer):
         ):
             if not request.HasField("request"):
                 raise RequestError(MISSING_REQUEST)
-            checked, [sequence] = await self._check(call.texts, request, hold)
+            checked, [sequence] = await self._check(call.texts, request, hold, context)
             call.accept(checked, [sequence])
             async with self._events(sequence, call) as (events, log):
                 yield self._writer.header(sequence, call.texts[0] if checked.input_text else "")
@@ -78,20 +80,22 @@ class GenerationService(GenerationServiceServicer):
                     if response is not None:
                         yield response
 
-    async def Tokenize(
+    async def Tokenize(  # type: ignore[override]
         self, request: pb.BatchedTokenizeRequest, context: Context
-    ) -> pb.BatchedTokenizeResponse:
-        started_at, texts = time.monotonic(), [item.text for item in request.requests]
-        metrics = self._accounts.metrics
+    ) -> bytes:
+        """Return a serialized BatchedTokenizeResponse: a large one takes long to serialize."""
+        started_at, metrics = time.monotonic(), self._accounts.metrics
         metrics.tokenize_count.add()
-        metrics.tokenize_input_count.add(amount=len(texts))
-        with self._accounts.tracing.call("Tokenize", _metadata(context)):
-            encodings = await self._tokenizer.encode(texts, request.return_tokens, request.return_offsets)
-            # Off the event loop: the tokens and offsets of megabytes take seconds to write down.
-            answer = await asyncio.to_thread(tokenize_response, texts, encodings, request)
-        metrics.tokenize_tokens.observe(sum(response.token_count for response in answer.responses))
+        metrics.tokenize_input_count.add(amount=len(request.requests))
+        with (
+            self._accounts.tracing.call("Tokenize", _metadata(context)),
+            self._accounts.counting_overload("Tokenize"),
+            self._tokenize_permits.hold(1),
+        ):
+            response, num_tokens = await self._tokenizer.tokenize(request, context.peer())
+        metrics.tokenize_tokens.observe(num_tokens)
         metrics.tokenize_duration.observe(time.monotonic() - started_at)
-        return answer
+        return response
 
     async def ModelInfo(self, request: pb.ModelInfoRequest, context: Context) -> pb.ModelInfoResponse:
         limits = self._validator.limits
@@ -115,10 +119,10 @@ class GenerationService(GenerationServiceServicer):
         return self._contents.hold(prefix_id, adapter_id, call.request_id)
 
     async def _check(
-        self, texts: list[str], request: GenerationCall, hold: Hold
+        self, texts: list[str], request: GenerationCall, hold: Hold, context: Context
     ) -> tuple[Request, list[Sequence]]:
         checked = check_parameters(request.params, self._validator.limits)
-        return checked, await self._validator.sequences(texts, checked, hold)
+        return checked, await self._validator.sequences(texts, checked, hold, context.peer())
 
     @asynccontextmanager
     async def _events(

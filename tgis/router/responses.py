@@ -1,13 +1,12 @@
 """The public messages, in the shapes that TGIS's clients expect, from what an engine tells of its work."""
 
 from collections.abc import Iterable
-from collections.abc import Sequence as AnySequence
 from dataclasses import dataclass, field
 
 from tgis.pb import generation_pb2 as pb
 from tgis.router.events import InputTokens, Output
 from tgis.router.sequence import Details, Sequence, StopReason, TokenDetail
-from tgis.router.tokenizer import Encoding, Tokenizer, byte_offsets
+from tgis.router.tokenizer import Tokenizer
 
 _NOT_FINISHED = StopReason.NOT_FINISHED  # looked up once, as every token needs it
 
@@ -101,20 +100,3 @@ class ResponseWriter:
             )
             for token_id, logprob in top
         ]
-
-
-def tokenize_response(
-    texts: AnySequence[str], encodings: AnySequence[Encoding], request: pb.BatchedTokenizeRequest
-) -> pb.BatchedTokenizeResponse:
-    """The last tokens of each text where the request truncates: nothing takes the place of those before."""
-    answer, limit = pb.BatchedTokenizeResponse(), request.truncate_input_tokens
-    for text, encoding in zip(texts, encodings, strict=True):
-        num_tokens = len(encoding.token_ids)
-        start = max(num_tokens - limit, 0) if limit else 0
-        response = answer.responses.add(token_count=num_tokens - start)
-        if request.return_tokens:
-            response.tokens.extend(encoding.pieces[start:])
-        if request.return_offsets:
-            for begin, end in byte_offsets(text, encoding.offsets[start:]):
-                response.offsets.add(start=begin, end=end)
-    return answer

@@ -1,49 +1,40 @@
-"""Text to token ids in a pool of threads, and token ids to the vocabulary's own pieces."""
+"""Text to token ids off the event loop, and token ids to the vocabulary's own pieces."""
 
 import asyncio
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TypeVar
 
-import tokenizers
-
 from tgis import hub
-from tgis.router.errors import RequestError, StartupError
+from tgis.pb import generation_pb2 as pb
+from tgis.router.tokenization import TokenIds, Tokenized, encode_ids, load_tokenizer, tokenize
+from tgis.router.tokenizer_process import TokenizerProcess
 
 MAX_WORKERS = 8
-TEXTS_PER_JOB = 64  # a job for each of many small texts would cost more than the texts
+LONG_TEXT_BYTES = 32 << 10
+"""Calls with more text than this go to the tokenizer process."""
+BYTES_PER_TEXT = 64  # what a text costs at least, in bytes of text that would cost as much
 CLASSES_THAT_ADD_BOS = {"LlamaTokenizer", "CodeLlamaTokenizer", "GemmaTokenizer", "CohereTokenizer"}
 """Values of `tokenizer_class`, less "Fast", for which an absent `add_bos_token` means yes."""
 
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class Encoding:
-    """A text's tokens, special ones included."""
-
-    token_ids: list[int]
-    pieces: list[str]
-    offsets: list[tuple[int, int]]
-    """Of each token in the text, in characters; (0, 0) for special tokens."""
-
-
 class Tokenizer:
-    """A `tokenizer.json` with what its directory says beside it. Safe to use from any task; owns its
-    threads."""
+    """A `tokenizer.json` with what its directory says beside it. Safe to use from any task; owns its threads
+    and its process."""
 
     def __init__(self, directory: Path, num_workers: int | None = None) -> None:
-        """Raises StartupError when the directory holds no tokenizer that can be read."""
-        self.fast = _load(directory / "tokenizer.json")
+        """Raises StartupError if the directory holds no tokenizer that can be read."""
+        self.fast = load_tokenizer(directory)
         settings = hub.read_json(directory, "tokenizer_config.json")
         self._settings = hub.read_json(directory, "special_tokens_map.json") | settings
         default = min(max(len(os.sched_getaffinity(0)) - 1, 1), MAX_WORKERS)
-        self._num_workers = num_workers or default
-        self._threads = ThreadPoolExecutor(self._num_workers, thread_name_prefix="tokenizer")
+        self._threads = ThreadPoolExecutor(num_workers or default, thread_name_prefix="tokenizer")
+        self._process = TokenizerProcess(directory)
 
     @property
     def vocab_size(self) -> int:
@@ -75,85 +66,39 @@ class Tokenizer:
         """The vocabulary's piece, not decoded text; empty for ids outside the vocabulary."""
         return self.fast.id_to_token(token_id) or ""
 
-    async def encode(self, texts: Sequence[str], pieces: bool = True, offsets: bool = True) -> list[Encoding]:
-        """All texts, in order, off the event loop; pieces and offsets cost time of their own. Raises
-        RequestError."""
+    async def encode_ids(self, texts: list[str], max_ids: int, connection: Hashable) -> list[TokenIds]:
+        """Encode the texts of one call of a client's connection and keep the last `max_ids` of each. Raises
+        RequestError and OverloadedError."""
+        num_bytes = sum(max(len(text.encode(errors="replace")), BYTES_PER_TEXT) for text in texts)
+        if num_bytes > LONG_TEXT_BYTES:
+            return await self._process.encode_ids(texts, max_ids, connection, num_bytes)
+        return await self._in_thread(lambda: encode_ids(self.fast, texts, max_ids))
 
-        def read(encoding: tokenizers.Encoding) -> Encoding:
-            return Encoding(
-                encoding.ids, encoding.tokens if pieces else [], encoding.offsets if offsets else []
-            )
+    async def tokenize(self, request: pb.BatchedTokenizeRequest, connection: Hashable) -> Tokenized:
+        """Answer a Tokenize call of a client's connection. Raises RequestError and OverloadedError."""
+        if max(request.ByteSize(), BYTES_PER_TEXT * len(request.requests)) > LONG_TEXT_BYTES:
+            return await self._process.tokenize(request, connection)
+        return await self._in_thread(lambda: tokenize(self.fast, request))
 
-        return await self._encode_all(texts, pieces or offsets, read)
-
-    async def encode_ids(self, texts: Sequence[str]) -> list[list[int]]:
-        """As `encode`, but only the token ids. Raises RequestError."""
-        return await self._encode_all(texts, False, lambda encoding: encoding.ids)
-
-    def truncate(self, token_ids: list[int], max_tokens: int) -> list[int]:
-        """The last `max_tokens`; a beginning-of-text token the tokenizer adds takes the place of the first of
+    def truncate(self, ids: TokenIds, max_tokens: int) -> TokenIds:
+        """Keep the last `max_tokens`; a beginning-of-text token that the tokenizer adds replaces the first of
         them."""
-        if not 0 < max_tokens < len(token_ids):
-            return token_ids
-        kept = token_ids[-max_tokens:]
+        if not 0 < max_tokens < ids.num_tokens:
+            return ids
+        last = ids.last[-max_tokens:]
         if self.bos_token_id is not None:
-            kept[0] = self.bos_token_id
-        return kept
+            last[0] = self.bos_token_id
+        return TokenIds(max_tokens, last)
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
+        self._process.close()
 
-    async def _encode_all(
-        self, texts: Sequence[str], in_full: bool, read: Callable[[tokenizers.Encoding], T]
-    ) -> list[T]:
-        """In jobs, of which each worker has one at a time, so that other calls get their turns."""
-        # Only the library's batch calls let other threads run; the fast one gives ids alone.
-        encode_batch = self.fast.encode_batch if in_full else self.fast.encode_batch_fast
-        jobs = [texts[i : i + TEXTS_PER_JOB] for i in range(0, len(texts), TEXTS_PER_JOB)]
-        results: dict[int, list[T]] = {}
-        loop = asyncio.get_running_loop()
-
-        def encode(job: Sequence[str]) -> list[T]:
-            return [read(encoding) for encoding in _or_refuse(lambda: encode_batch(list(job)))]
-
-        async def work(first: int) -> None:
-            for i in range(first, len(jobs), self._num_workers):
-                results[i] = await loop.run_in_executor(self._threads, encode, jobs[i])
-
-        await asyncio.gather(*(work(first) for first in range(min(self._num_workers, len(jobs)))))
-        return [result for i in range(len(jobs)) for result in results[i]]
+    async def _in_thread(self, call: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, call)
 
     def _special_id(self, name: str) -> int | None:
         token = self._settings.get(name)
         content = token.get("content") if isinstance(token, dict) else token
         token_id: int | None = self.fast.token_to_id(content) if content else None
         return token_id
-
-
-def byte_offsets(text: str, offsets: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Character offsets into `text` as offsets into its UTF-8 bytes."""
-    if text.isascii():
-        return list(offsets)
-    ends = [0]
-    for character in text:
-        ends.append(ends[-1] + len(character.encode()))
-    return [(ends[start], ends[end]) for start, end in offsets]
-
-
-def _or_refuse(encode: Callable[[], T]) -> T:
-    try:
-        return encode()
-    except Exception as error:  # the library raises bare Exception, and its text may quote the input
-        raise RequestError("tokenizer error the text could not be encoded") from error
-
-
-def _load(path: Path) -> tokenizers.Tokenizer:
-    if not path.is_file():
-        raise StartupError("No existing fast tokenizer (tokenizer.json) found")
-    try:
-        tokenizer = tokenizers.Tokenizer.from_file(str(path))
-    except Exception as error:
-        raise StartupError(f"Problem loading tokenizer for model: {error}") from error
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    return tokenizer

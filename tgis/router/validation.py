@@ -4,6 +4,7 @@ order."""
 import math
 import secrets
 import time
+from collections.abc import Hashable
 from dataclasses import dataclass, replace
 
 from tgis.pb import generation_pb2 as pb
@@ -12,6 +13,7 @@ from tgis.router.errors import RequestError
 from tgis.router.guided import Constraint, Grammars, read_constraint
 from tgis.router.metrics import Metrics
 from tgis.router.sequence import Details, Grammar, Sampling, Sequence, Stopping, Tuning
+from tgis.router.tokenization import TokenIds
 from tgis.router.tokenizer import Tokenizer
 
 DEFAULT_MAX_NEW_TOKENS = 20
@@ -104,24 +106,27 @@ class Validator:
         self.limits = limits
         self._tokenizer, self._grammars, self._metrics = tokenizer, grammars, metrics
 
-    async def sequences(self, texts: list[str], request: Request, hold: Hold) -> list[Sequence]:
-        """One per text, in order; each is good for as long as `hold` is kept.
+    async def sequences(
+        self, texts: list[str], request: Request, hold: Hold, connection: Hashable
+    ) -> list[Sequence]:
+        """One per text of a call of a client's connection, in order; each is good for as long as `hold` is
+        kept.
 
         Raises RequestError for the first text that cannot be served, and what `Hold.take` does."""
         constraint = request.constraint
         grammar = None if constraint is None else await self._grammars.compile(constraint)
         tuning = await hold.take()
-        inputs = await self._tokenizer.encode_ids(texts)
-        for token_ids in inputs:
-            self._metrics.request_raw_input_length.observe(len(token_ids))
-        return [self._sequence(token_ids, request, grammar, tuning) for token_ids in inputs]
+        # A text with more tokens is refused, so no more of them are needed.
+        inputs = await self._tokenizer.encode_ids(texts, self.limits.max_sequence_length, connection)
+        for ids in inputs:
+            self._metrics.request_raw_input_length.observe(ids.num_tokens)
+        return [self._sequence(ids, request, grammar, tuning) for ids in inputs]
 
-    def _sequence(
-        self, token_ids: list[int], request: Request, grammar: Grammar | None, tuning: Tuning
-    ) -> Sequence:
-        _require(bool(token_ids), "tokenizer error the input has no tokens")
-        token_ids = self._tokenizer.truncate(token_ids, request.truncate_input_tokens)
-        num_inputs, limit, stopping = len(token_ids), self.limits.max_sequence_length, request.stopping
+    def _sequence(self, ids: TokenIds, request: Request, grammar: Grammar | None, tuning: Tuning) -> Sequence:
+        has_tokens = ids.num_tokens + self._num_before(tuning) > 0
+        _require(has_tokens, "tokenizer error the input has no tokens")
+        num_inputs, token_ids = self._tokenizer.truncate(ids, request.truncate_input_tokens)
+        limit, stopping = self.limits.max_sequence_length, request.stopping
         num_virtual = self._prefix_length(tuning)
         sums = f"input tokens ({num_inputs}) plus prefix length ({num_virtual})"
         num_used, minimum = num_inputs + num_virtual, stopping.min_new_tokens
@@ -143,11 +148,16 @@ class Validator:
         )
 
     def _check_known(self, token_ids: list[int]) -> None:
-        vocab_size, largest = self.limits.vocab_size, max(token_ids)
+        vocab_size, largest = self.limits.vocab_size, max(token_ids, default=-1)
         _require(
             largest < vocab_size,
             f"input token id {largest} is beyond the model's vocabulary of {vocab_size} tokens",
         )
+
+    def _num_before(self, tuning: Tuning) -> int:
+        """Return how many virtual tokens stand before the text: the encoder's where there is one."""
+        has_encoder = self.limits.decoder_start_token_id is not None
+        return tuning.num_encoder_tokens if has_encoder else tuning.num_decoder_tokens
 
     def _prefix_length(self, tuning: Tuning) -> int:
         """As TGIS counts it: the decoder's part of an encoder-decoder model's prompt goes with the start."""

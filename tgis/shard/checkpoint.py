@@ -2,7 +2,7 @@
 
 import json
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -10,7 +10,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from tgis.pickles import PickleError, can_map, open_pickle
+from tgis.pickles import INCOMPLETE, TORN, PickleError, can_map, open_pickle
 from tgis.shard.progress import Progress
 from tgis.shard.resources import release_memory
 from tgis.shard.stored import FileTensor, MissingTensorError, WeightsError, first_line
@@ -34,16 +34,17 @@ class Tensors(Protocol):
 class Checkpoint:
     """The tensors in `directory`, by name. Safetensors files are taken where there are pickles too.
 
-    Raises WeightsError where there are no weights."""
+    Raises WeightsError where there are no weights, or not all of their files."""
 
     def __init__(self, directory: Path):
         self._directory = directory
         self._open: dict[str, Tensors] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}  # of all that was fetched
+        self._taken: dict[str, set[int]] = {}  # likewise; which entries were asked for by number
         self._file_of = self._list_tensors()
         self._unclosed_bytes = 0
         files = [directory / name for name in set(self._file_of.values())]
-        self.progress = Progress(sum(file.stat().st_size for file in files if file.is_file()))
+        self.progress = Progress(sum(file.stat().st_size for file in files))
 
     def __contains__(self, name: str) -> bool:
         return name in self._file_of
@@ -54,17 +55,13 @@ class Checkpoint:
             raise MissingTensorError(f"{self._directory}: tensor {name} is missing")
         file = self._file_of[name]
         label = f"{self._directory / file}: tensor {name}"
-        try:
-            tensors = self._open.get(file)
-            if tensors is None:  # or closed meanwhile, by another thread
-                tensors = self._open[file] = _open(self._directory / file)
-            found = FileTensor(tensors[name], label, self._count)
-            self.shapes[name] = found.shape
-            return found
-        except (SafetensorError, OSError) as error:
-            raise WeightsError(f"{label} cannot be read: {first_line(error)}") from error
-        except KeyError as error:
-            raise WeightsError(f"{label} is not in the file, though the index says so") from error
+        tensors = self._open.get(file)
+        if tensors is None:  # or closed meanwhile, by another thread
+            tensors = self._open[file] = _open(self._directory / file)
+        taken = self._taken.setdefault(name, set())
+        found = FileTensor(_get(tensors, name, label), label, self._count, taken)
+        self.shapes[name] = found.shape
+        return found
 
     def count_elements(self) -> int:
         """Of all matrices, as the files' headers tell; files without are left out. Raises WeightsError."""
@@ -73,14 +70,27 @@ class Checkpoint:
             names_in.setdefault(file, []).append(name)
         total = 0
         for file, names in names_in.items():
-            try:
-                if _can_map(self._directory / file):
-                    tensors = _open(self._directory / file)
-                    total += sum(tensors[name].numel() for name in names if tensors[name].dim() > 1)
-            except (SafetensorError, OSError, KeyError) as error:
-                text = f"{self._directory / file} cannot be read: {first_line(error)}"
-                raise WeightsError(text) from error
+            path = self._directory / file
+            if _can_map(path):
+                tensors = _open(path)
+                found = (_get(tensors, name, f"{path}: tensor {name}") for name in names)
+                total += sum(tensor.numel() for tensor in found if tensor.dim() > 1)
         return total
+
+    def list_unread(self) -> Iterator[str]:
+        """Yield every tensor that was not fetched; of one that was read by entries, as `name[7]`, the first
+        entry that was left out."""
+        for name in self._file_of:
+            taken = self._taken.get(name)
+            if taken is None:
+                yield name
+            elif taken and (left := set(range(self.shapes[name][0])) - taken):
+                yield f"{name}[{min(left)}]"
+
+    def check_files(self) -> None:
+        """Open each file once. Raises WeightsError for the first that cannot be."""
+        for file in sorted(set(self._file_of.values())):
+            _open(self._directory / file)
 
     def close(self) -> None:
         """Tensors that were read stay valid."""
@@ -100,10 +110,7 @@ class Checkpoint:
         for single, index in (SAFETENSORS, PICKLES):
             file = self._directory / single
             if file.is_file():
-                try:
-                    self._open[single] = _open(file)
-                except (SafetensorError, OSError) as error:
-                    raise WeightsError(f"{file} cannot be read: {first_line(error)}") from error
+                self._open[single] = _open(file)
                 return dict.fromkeys(self._open[single].keys(), single)
             if (self._directory / index).is_file():
                 return _read_index(self._directory / index)
@@ -132,15 +139,30 @@ def count_elements(directory: Path) -> int:
 
 
 def _open(file: Path) -> Tensors:
-    if file.suffix != ".bin":
-        return _Safetensors(file)
-    if not can_map(file):
-        logger.warning("%s is of an old format that takes memory for all of it while it is read", file)
+    """Raises WeightsError."""
     try:
+        if file.suffix != ".bin":
+            return _Safetensors(file)
+        if not _can_map(file):
+            logger.warning("%s is of an old format that takes memory for all of it while it is read", file)
         found = open_pickle(file)
+    except SafetensorError as error:
+        raise WeightsError(f"{file} {TORN}: {first_line(error)}") from error
     except PickleError as error:
         raise WeightsError(str(error)) from error
+    except OSError as error:
+        raise _unreadable(file, error) from error
     return {name: value.detach() for name, value in found.items() if _is_plain(value)}
+
+
+def _get(tensors: Tensors, name: str, label: str) -> Tensor:
+    """Raises WeightsError."""
+    try:
+        return tensors[name]
+    except (SafetensorError, KeyError, OSError) as error:
+        if name in tensors.keys():  # noqa: SIM118
+            raise WeightsError(f"{label} cannot be read: {first_line(error)}") from error
+        raise WeightsError(f"{label} is not in the file, though the index says so: {INCOMPLETE}") from error
 
 
 def _is_plain(value: object) -> bool:
@@ -148,15 +170,29 @@ def _is_plain(value: object) -> bool:
 
 
 def _can_map(file: Path) -> bool:
-    return file.suffix != ".bin" or can_map(file)
+    """Raises WeightsError."""
+    try:
+        return file.suffix != ".bin" or can_map(file)
+    except OSError as error:
+        raise _unreadable(file, error) from error
+
+
+def _unreadable(file: Path, error: OSError) -> WeightsError:
+    return WeightsError(f"{file} cannot be read: {error.strerror or first_line(error)}")
 
 
 def _read_index(index: Path) -> dict[str, str]:
+    """Raises WeightsError."""
     try:
         file_of = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         inside = all(Path(file).name == file for file in file_of.values())
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise WeightsError(f"{index} {TORN}: {first_line(error)}") from error
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise WeightsError(f"{index} is not an index of weights: {first_line(error)}") from error
     if not inside:
         raise WeightsError(f"{index} names a file outside its directory")
+    for file in dict.fromkeys(file_of.values()):
+        if not (index.parent / file).is_file():
+            raise WeightsError(f"{index} names {file}, which is not there: {INCOMPLETE}")
     return dict(file_of)

@@ -10,13 +10,15 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from tgis.config import ShardConfig
+from tgis import hub
+from tgis.config import ENGINES, ShardConfig
 from tgis.prompts.errors import NotTunableError
 from tgis.prompts.format import Fit
 from tgis.prompts.spool import Spool
 from tgis.prompts.store import Store
 from tgis.shard.contents import Content, Contents, Prompt
 from tgis.shard.layers.kernels import Parts
+from tgis.shard.models import catalogue
 from tgis.shard.models.adapters import read_adapter
 from tgis.shard.models.interface import Model, Tunable, UnsupportedModelError
 
@@ -54,7 +56,9 @@ def allow(config: ShardConfig, is_tunable: bool, max_sequence_length: int) -> Al
     UnsupportedModelError."""
     if config.lora_adapters and not is_tunable:
         raise UnsupportedModelError(
-            "--lora-adapters need the service's own engine, which does not run this model"
+            "--lora-adapters need the service's own engine: leave DEPLOYMENT_FRAMEWORK unset"
+            if _is_known(config)
+            else "--lora-adapters need the service's own engine, which does not run this model"
         )
     has_prompts = is_tunable and config.prefix_store_path
     has_adapters = has_prompts or (is_tunable and (config.adapter_cache or config.lora_adapters))
@@ -72,7 +76,7 @@ def open_spool(config: ShardConfig) -> Spool:
 
 def open_contents(config: ShardConfig, model: Model) -> Contents:
     """What `model` has loaded: nothing yet."""
-    return Contents(partial(_read, open_spool(config), model))
+    return Contents(partial(_read, open_spool(config), model, _is_known(config)))
 
 
 def open_store(config: ShardConfig, model: Model, max_sequence_length: int) -> Store:
@@ -87,13 +91,21 @@ def open_store(config: ShardConfig, model: Model, max_sequence_length: int) -> S
         if fit is not None:
             _warn_of_room(spool.directory, fit.max_prompt_bytes + fit.max_adapter_bytes)
     prompts, adapters = (path and Path(path) for path in (config.prefix_store_path, config.adapter_cache))
-    return Store(spool, fit, prompts or None, adapters or None, read_names(config.lora_adapters))
+    named = read_names(config.lora_adapters)
+    return Store(spool, fit, prompts or None, adapters or None, named, _is_known(config))
 
 
 def read_names(text: str | None) -> dict[str, Path]:
     """Of `name=directory,...`, as the launcher gives it."""
     pairs = (one.split("=", 1) for one in text.split(",")) if text else ()
     return {name: Path(path) for name, path in pairs}
+
+
+def _is_known(config: ShardConfig) -> bool:
+    """Return whether the service's own engine would run the model but for DEPLOYMENT_FRAMEWORK."""
+    if ENGINES.get(config.deployment_framework or "") != "hf_transformers":
+        return False
+    return catalogue.serves(hub.read_json(Path(config.model_path), "config.json"))
 
 
 def _warn(config: ShardConfig, fit: Fit | None) -> None:
@@ -103,7 +115,8 @@ def _warn(config: ShardConfig, fit: Fit | None) -> None:
         if path and not Path(path).is_dir():
             logger.warning("%s: there is no directory %s", option, path)
     if fit is None and any(paths.values()):
-        logger.warning("soft prompts and adapters need the service's own engine: requests for them fail")
+        refusal = NotTunableError(_is_known(config))
+        logger.warning("requests for soft prompts and adapters fail: %s", refusal)
 
 
 def _warn_of_room(directory: Path, wanted: int) -> None:
@@ -117,10 +130,10 @@ def _warn_of_room(directory: Path, wanted: int) -> None:
         )
 
 
-def _read(spool: Spool, model: Model, digest: str) -> Content:
+def _read(spool: Spool, model: Model, is_known: bool, digest: str) -> Content:
     """Raises NotTunableError, ContentError, MissingContentError, OSError."""
     if not isinstance(model, Tunable):
-        raise NotTunableError
+        raise NotTunableError(is_known)
     kept = spool.open(digest)
     if kept.kind == "adapter":
         model.parts.kernels.prepare_adapters()

@@ -41,10 +41,11 @@ class Stored(Protocol):
 
 
 class FileTensor:
-    """As a mapped file holds it; `count` is told its label and bytes with the bytes of every part read."""
+    """As a mapped file holds it; `count` is told its label and bytes with the bytes of every part read, and
+    `taken` gets the number of every entry that is asked for."""
 
-    def __init__(self, mapped: Tensor, label: str, count: Callable[[str, int, int], None]):
-        self._mapped, self.label, self._count = mapped, label, count
+    def __init__(self, mapped: Tensor, label: str, count: Callable[[str, int, int], None], taken: set[int]):
+        self._mapped, self.label, self._count, self._taken = mapped, label, count, taken
         self.shape = tuple(mapped.shape)
         if mapped.dtype not in READABLE:
             expected = ", ".join(_name(dtype) for dtype in READABLE)
@@ -56,7 +57,8 @@ class FileTensor:
         """The tensor at that index of the first axis. Raises WeightsError where there is none."""
         if index >= self.shape[0] or len(self.shape) == 1:
             raise WeightsError(f"{self.label} has shape {list(self.shape)}, no entry {index}")
-        return FileTensor(self._mapped[index], f"{self.label}[{index}]", self._count)
+        self._taken.add(index)
+        return FileTensor(self._mapped[index], f"{self.label}[{index}]", self._count, set())
 
     def read(self, rows: slice = ALL, columns: slice = ALL) -> Tensor:
         part = self._mapped[rows, columns] if len(self.shape) > 1 else self._mapped[rows]

@@ -3,7 +3,7 @@
 A family's table says where each of our modules finds its tensors, in the words below: a plain name, `stack`,
 `transposed`, `grouped`, `expert` and `first_of`."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -166,6 +166,10 @@ class Weights:
             column = self._find(path, numbers).read(ALL, slice(0, 1))[:, 0]  # [num_rows]
             self._traces[path] = list_rows(column, numbers.modules)
         return self._traces[path]
+
+    def list_unread(self) -> Iterator[str]:
+        """Yield the tensors of the checkpoint that were not looked for, as `Checkpoint.list_unread` does."""
+        return self._checkpoint.list_unread()
 
     def release(self) -> None:
         """Closes the files; they are opened again when something is read."""

@@ -37,6 +37,7 @@ from tgis.shard.models.families import (
     t5,
 )
 from tgis.shard.models.interface import Model, UnsupportedModelError
+from tgis.shard.models.leftovers import refuse_unread
 from tgis.shard.models.seq2seq_spec import EncoderDecoderSpec
 from tgis.shard.models.spec import DecoderSpec
 from tgis.shard.weights import Source, Weights
@@ -114,6 +115,15 @@ def describe(config: Mapping[str, Any]) -> Spec:
     return spec
 
 
+def serves(config: Mapping[str, Any]) -> bool:
+    """Return whether `describe` gives a spec for the model."""
+    try:
+        describe(config)
+    except UnsupportedModelError:
+        return False
+    return True
+
+
 def load(
     path: Path,
     config: Mapping[str, Any],
@@ -130,7 +140,9 @@ def load(
     family = FAMILIES[config["model_type"]]
     with Weights(path, family.sources(spec), getattr(family, "PREFIX", "")) as weights:
         parts = Parts(world, weights, dtype, kernels, quantize=quantize)
-        return Decoder(spec, parts) if isinstance(spec, DecoderSpec) else EncoderDecoderModel(spec, parts)
+        model = Decoder(spec, parts) if isinstance(spec, DecoderSpec) else EncoderDecoderModel(spec, parts)
+        refuse_unread(path, weights.list_unread(), config)
+        return model
 
 
 def count_table(spec: Spec) -> int:

@@ -70,15 +70,20 @@ def _choose(
     if engine == TRANSFORMERS and size > 1:
         # What TGIS did: there transformers cannot cut a model.
         engine = None
+    try:
+        native = _choose_native(directory, settings, size, quantize)
+    except UnsupportedModelError as error:
+        is_native_only = engine == NATIVE or not isinstance(error, _NotNativeError)
+        if engine != TRANSFORMERS and is_native_only:
+            raise
+        return _choose_transformers(directory, settings, trust_remote_code, instead_of=error)
     if engine != TRANSFORMERS:
-        try:
-            return _choose_native(directory, settings, size, quantize)
-        except _NotNativeError as error:
-            if engine == NATIVE:
-                raise
-            return _choose_transformers(directory, settings, trust_remote_code, instead_of=error)
-    if catalogue.is_known(settings):
-        logger.warning("tgis_native serves this model faster than hf_transformers")
+        return native
+    obstacle = fallback.find_obstacle(native.spec, settings["model_type"])
+    if obstacle is not None:
+        logger.warning("tgis_native serves this model, because hf_transformers cannot: %s", obstacle)
+        return native
+    logger.warning("tgis_native serves this model faster than hf_transformers")
     return _choose_transformers(directory, settings, trust_remote_code)
 
 
@@ -102,7 +107,7 @@ def _choose_transformers(
     directory: Path,
     settings: Mapping[str, Any],
     trust_remote_code: bool,
-    instead_of: _NotNativeError | None = None,
+    instead_of: UnsupportedModelError | None = None,
 ) -> Choice:
     reason = instead_of if catalogue.is_known(settings) else None  # which says what of a family is unknown
 

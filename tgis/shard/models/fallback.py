@@ -11,7 +11,10 @@ from typing import Any
 import torch
 
 from tgis import hub
-from tgis.shard.models.interface import Model, UnsupportedModelError
+from tgis.shard.layers.rotary import DynamicScaling, LongScaling
+from tgis.shard.models.families import falcon
+from tgis.shard.models.interface import Model, ModelSpec, UnsupportedModelError
+from tgis.shard.models.spec import DecoderSpec
 from tgis.shard.world import World
 
 logger = logging.getLogger(__name__)
@@ -47,6 +50,20 @@ def describe(directory: Path, config: Mapping[str, Any], trust_remote_code: bool
             head_dim=_most(text, "head_dim") or (_most(text, "hidden_size") or heads) // heads,
             vocab_size=text.vocab_size,
         )
+
+
+def find_obstacle(spec: ModelSpec, model_type: str) -> str | None:
+    """Return why `load` would refuse a model that a family of ours serves with `spec`, or None where nothing
+    is known to be in the way. Looks at neither transformers nor the checkpoint."""
+    if not isinstance(spec, DecoderSpec):
+        return "it is an encoder-decoder"
+    if spec.slopes:
+        return "it has ALiBi"
+    if model_type in falcon.MODEL_TYPES:
+        return "its code does not use the attention interface"
+    if spec.rope and isinstance(spec.rope.scaling, DynamicScaling | LongScaling):
+        return "its rotary embedding lets sequences of one step affect each other"
+    return None
 
 
 def load(

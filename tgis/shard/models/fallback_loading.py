@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 from transformers.utils import ModelOutput
 from transformers.utils import logging as transformers_logging
 
+from tgis import hub
 from tgis.errors import OperatorError
 from tgis.shard.checkpoint import Checkpoint
 from tgis.shard.models.fallback import FallbackSpec
@@ -25,7 +25,8 @@ from tgis.shard.models.fallback_hook import Hook, NotServedError, Recorder, cach
 from tgis.shard.models.fallback_linear import find_wanted, pack_linears
 from tgis.shard.models.fallback_model import FallbackModel, compute_states
 from tgis.shard.models.interface import UnsupportedModelError
-from tgis.shard.stored import WeightsError, first_line
+from tgis.shard.models.leftovers import refuse_unread
+from tgis.shard.stored import WeightsError
 from tgis.shard.world import World
 
 CAUSAL = "AutoModelForCausalLM"
@@ -136,24 +137,14 @@ def _read(directory: Path, dtype: torch.dtype, trust_remote_code: bool) -> Any:
             ignore_mismatched_sizes=True,  # so that they are reported, not told in a table
         )
     except Exception:
-        _blame_file(directory)
+        Checkpoint(directory).check_files()  # which says what transformers' errors do not
         raise
     for name, stored, expected in sorted(found["mismatched_keys"]):
         raise WeightsError(f"{directory}: tensor {name} has shape {[*stored]}, expected {[*expected]}")
     for name in sorted(found["missing_keys"]):
         raise WeightsError(f"{directory}: tensor {name} is missing")
+    refuse_unread(directory, found["unexpected_keys"], hub.read_json(directory, "config.json"))
     return whole.eval()
-
-
-def _blame_file(directory: Path) -> None:
-    """Raises WeightsError for the first file of weights that cannot be read, or where there is none."""
-    Checkpoint(directory)
-    for file in sorted(directory.glob("*.safetensors")):
-        try:
-            with safe_open(file, framework="pt"):
-                pass
-        except (SafetensorError, OSError) as error:
-            raise WeightsError(f"{file} cannot be read: {first_line(error)}") from error
 
 
 def _check_state(whole: Any) -> None:

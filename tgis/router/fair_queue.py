@@ -1,0 +1,75 @@
+"""A queue that serves its owners in turn and is bounded in bytes."""
+
+from collections import OrderedDict, deque
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+
+@dataclass
+class _Share(Generic[T]):
+    """What one owner has in the queue, oldest first."""
+
+    items: deque[tuple[T, int]] = field(default_factory=deque)
+    num_bytes: int = 0
+
+
+class FairQueue(Generic[T]):
+    """First come, first served among the items of one owner; one item of each owner in turn.
+
+    A full queue drops the newest items of the owner with the most bytes: longest queue drop (Suter et al.,
+    "Design considerations for supporting TCP with per-flow queueing", 1998)."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self.num_bytes = 0
+        self._shares: OrderedDict[Hashable, _Share[T]] = OrderedDict()  # the next to be served first
+
+    def __len__(self) -> int:
+        return sum(len(share.items) for share in self._shares.values())
+
+    def push(self, owner: Hashable, item: T, num_bytes: int) -> list[T]:
+        """Return the items that are dropped, which `item` itself may be one of."""
+        share = self._shares.setdefault(owner, _Share())
+        share.items.append((item, num_bytes))
+        self._add(share, num_bytes)
+        dropped = []
+        while self.num_bytes > self._max_bytes:
+            # Of equals, the newcomer.
+            loser = max(self._shares, key=lambda each: (self._shares[each].num_bytes, each == owner))
+            newest, size = self._shares[loser].items.pop()
+            self._take(loser, size)
+            dropped.append(newest)
+        return dropped
+
+    def pop(self) -> T:
+        """Remove the oldest item of the owner whose turn it is. Raises IndexError if there is none."""
+        if not self._shares:
+            raise IndexError("pop from an empty queue")
+        owner, share = next(iter(self._shares.items()))
+        item, size = share.items.popleft()
+        self._shares.move_to_end(owner)
+        self._take(owner, size)
+        return item
+
+    def remove(self, owner: Hashable, item: T) -> bool:
+        """Return whether it was still there."""
+        share = self._shares.get(owner)
+        place = next((each for each in share.items if each[0] is item), None) if share else None
+        if share is None or place is None:
+            return False
+        share.items.remove(place)
+        self._take(owner, place[1])
+        return True
+
+    def _take(self, owner: Hashable, num_bytes: int) -> None:
+        share = self._shares[owner]
+        self._add(share, -num_bytes)
+        if not share.items:
+            del self._shares[owner]
+
+    def _add(self, share: _Share[T], num_bytes: int) -> None:
+        share.num_bytes += num_bytes
+        self.num_bytes += num_bytes

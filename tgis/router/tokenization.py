@@ -1,0 +1,88 @@
+"""Tokenizing as the router's threads and the tokenizer process do it: plain functions over a tokenizer."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import tokenizers
+
+from tgis.pb import generation_pb2 as pb
+from tgis.router.errors import RequestError, StartupError
+
+
+class TokenIds(NamedTuple):
+    """A text's token ids, special ones included."""
+
+    num_tokens: int
+    last: list[int]
+    """The last of them, as many as were asked for."""
+
+
+class Tokenized(NamedTuple):
+    """An answer to a Tokenize call."""
+
+    response: bytes
+    """A serialized BatchedTokenizeResponse."""
+    num_tokens: int
+
+
+def load_tokenizer(directory: Path) -> tokenizers.Tokenizer:
+    """Raises StartupError if the directory holds no tokenizer that can be read."""
+    path = directory / "tokenizer.json"
+    if not path.is_file():
+        raise StartupError("No existing fast tokenizer (tokenizer.json) found")
+    try:
+        tokenizer = tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:
+        raise StartupError(f"Problem loading tokenizer for model: {error}") from error
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
+def encode_ids(tokenizer: tokenizers.Tokenizer, texts: Sequence[str], max_ids: int) -> list[TokenIds]:
+    """Encode each text and keep the last `max_ids` of its token ids. Raises RequestError."""
+    return [
+        TokenIds(len(encoding), encoding.ids[-max_ids:])
+        for encoding in _encode(tokenizer, texts, with_offsets=False)
+    ]
+
+
+def tokenize(tokenizer: tokenizers.Tokenizer, request: pb.BatchedTokenizeRequest) -> Tokenized:
+    """Answer a Tokenize call. Truncation keeps the last tokens; nothing replaces those before.
+
+    Raises RequestError."""
+    answer, limit = pb.BatchedTokenizeResponse(), request.truncate_input_tokens
+    texts = [item.text for item in request.requests]
+    in_full = request.return_tokens or request.return_offsets
+    for text, encoding in zip(texts, _encode(tokenizer, texts, in_full), strict=True):
+        num_tokens = len(encoding)
+        start = max(num_tokens - limit, 0) if limit else 0
+        response = answer.responses.add(token_count=num_tokens - start)
+        if request.return_tokens:
+            response.tokens.extend(encoding.tokens[start:])
+        if request.return_offsets:
+            for begin, end in byte_offsets(text, encoding.offsets[start:]):
+                response.offsets.add(start=begin, end=end)
+    return Tokenized(answer.SerializeToString(), sum(each.token_count for each in answer.responses))
+
+
+def byte_offsets(text: str, offsets: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return character offsets into `text` as offsets into its UTF-8 bytes."""
+    if text.isascii():
+        return list(offsets)
+    ends = [0]
+    for character in text:
+        ends.append(ends[-1] + len(character.encode()))
+    return [(ends[start], ends[end]) for start, end in offsets]
+
+
+def _encode(
+    tokenizer: tokenizers.Tokenizer, texts: Sequence[str], with_offsets: bool
+) -> list[tokenizers.Encoding]:
+    # Only the library's batch calls let other threads run; the fast one does not compute offsets.
+    encode_batch = tokenizer.encode_batch if with_offsets else tokenizer.encode_batch_fast
+    try:
+        return encode_batch(list(texts))
+    except Exception as error:  # the library raises bare Exception, and its text may quote the input
+        raise RequestError("tokenizer error the text could not be encoded") from error

@@ -1,0 +1,57 @@
+"""The tokenizer process: answers one call at a time at a low priority, so that long texts hold up neither the
+router's interpreter nor whoever else computes on this machine."""
+
+import os
+import sys
+from collections.abc import Callable, Mapping
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import tokenizers
+
+from tgis.child import die_with
+from tgis.pb import generation_pb2 as pb
+from tgis.router.errors import RequestError
+from tgis.router.tokenization import Tokenized, encode_ids, load_tokenizer, tokenize
+
+NICENESS = 10
+
+
+def main(fd: int, directory: Path, parent: int) -> None:
+    """Say over the socket `fd` that the tokenizer is loaded, then answer calls until the other end closes."""
+    die_with(parent)
+    os.nice(NICENESS)
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one core is enough to lose
+    tokenizer = load_tokenizer(directory)
+    with Connection(fd) as connection:
+        connection.send(None)
+        while True:
+            try:
+                name, arguments = connection.recv()
+            except EOFError:
+                return
+            connection.send(_answer(tokenizer, name, arguments))
+            del arguments
+
+
+def _answer(tokenizer: tokenizers.Tokenizer, name: str, arguments: tuple[Any, ...]) -> object:
+    """Return what the call gives, or the RequestError that refuses it."""
+    try:
+        return CALLS[name](tokenizer, *arguments)
+    except RequestError as error:
+        return RequestError(str(error))  # without the library's own text
+
+
+def _tokenize_serialized(tokenizer: tokenizers.Tokenizer, request: bytes) -> Tokenized:
+    return tokenize(tokenizer, pb.BatchedTokenizeRequest.FromString(request))
+
+
+CALLS: Mapping[str, Callable[..., object]] = MappingProxyType(
+    {"encode_ids": encode_ids, "tokenize": _tokenize_serialized}
+)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]))

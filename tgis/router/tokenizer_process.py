@@ -1,0 +1,176 @@
+"""Tokenizes long texts in a process of its own. Small texts, which threads of the router tokenize, never wait
+behind long ones, and no long text holds the router's interpreter."""
+
+import asyncio
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Hashable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from tgis.pb import generation_pb2 as pb
+from tgis.router.errors import OverloadedError, RequestError
+from tgis.router.fair_queue import FairQueue
+from tgis.router.permits import OVERLOADED
+from tgis.router.tokenization import TokenIds, Tokenized
+
+MAX_QUEUED_BYTES = 64 << 20
+# How long a text may be computed on for nobody. Below it, computing on costs less than a new process does.
+ABANDONED_S = 2.0
+
+
+@dataclass(eq=False)
+class _Job:
+    """One call: a function of `tokenizer_child.CALLS` and what it is given beside the tokenizer."""
+
+    name: str
+    arguments: tuple[Any, ...]
+    answer: asyncio.Future[Any] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+
+
+class TokenizerProcess:
+    """Answers one call at a time, those of each connection in turn. Owns its process, which starts with the
+    first call and is started again if it dies."""
+
+    def __init__(self, directory: Path) -> None:
+        """`directory` holds the tokenizer.json."""
+        self._queue: FairQueue[_Job] = FairQueue(MAX_QUEUED_BYTES)
+        self._child = _Child(directory)
+        # The process dies with this thread, which starts it: the kernel looks at threads.
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="tokenizer process")
+        self._worker: asyncio.Task[None] | None = None
+        self._running: _Job | None = None
+
+    @property
+    def num_queued_bytes(self) -> int:
+        return self._queue.num_bytes
+
+    async def encode_ids(
+        self, texts: list[str], max_ids: int, connection: Hashable, num_bytes: int
+    ) -> list[TokenIds]:
+        """`num_bytes` is the size of all texts. Raises RequestError and OverloadedError."""
+        answer: list[TokenIds] = await self._ask(_Job("encode_ids", (texts, max_ids)), connection, num_bytes)
+        return answer
+
+    async def tokenize(self, request: pb.BatchedTokenizeRequest, connection: Hashable) -> Tokenized:
+        """Raises RequestError and OverloadedError."""
+        data = request.SerializeToString()
+        answer: Tokenized = await self._ask(_Job("tokenize", (data,)), connection, len(data))
+        return answer
+
+    def close(self) -> None:
+        """Nothing may be asked afterwards."""
+        self._child.close()
+        self._thread.submit(self._child.reap)
+        self._thread.shutdown(wait=False)
+
+    async def _ask(self, job: _Job, connection: Hashable, num_bytes: int) -> Any:
+        for dropped in self._queue.push(connection, job, num_bytes):
+            dropped.answer.set_result(OverloadedError(OVERLOADED))
+        if self._worker is None:
+            self._worker = asyncio.create_task(self._work(), name="tokenizer process")
+        try:
+            answer = await job.answer
+        except asyncio.CancelledError:
+            if not self._queue.remove(connection, job):
+                asyncio.get_running_loop().call_later(ABANDONED_S, self._stop_computing, job)
+            raise
+        if isinstance(answer, Exception):
+            try:
+                raise answer
+            finally:
+                del answer  # its traceback refers to this frame: the cycle would keep the texts
+        return answer
+
+    async def _work(self) -> None:
+        while self._queue:
+            self._running = job = self._queue.pop()
+            answer = await self._run(job)
+            self._running = None
+            if not job.answer.done():
+                job.answer.set_result(answer)
+            del job
+        self._worker = None
+
+    async def _run(self, job: _Job) -> object:
+        """Return the answer, or the exception to raise for it."""
+        loop = asyncio.get_running_loop()
+        try:
+            for _ in range(2):  # the process may have been killed from outside
+                answer = await loop.run_in_executor(self._thread, self._child.ask, job.name, job.arguments)
+                if answer is not None or job.answer.done():
+                    return answer
+        except Exception as error:
+            return error
+        return RequestError("tokenizer error the text could not be encoded")
+
+    def _stop_computing(self, job: _Job) -> None:
+        if job is self._running:
+            self._child.kill()
+
+
+class _Child:
+    """The process and the router's end of its socket. One thread starts it and asks."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._process: subprocess.Popen[bytes] | None = None
+        self._connection: Connection | None = None
+        self._is_closed = False
+
+    def ask(self, name: str, arguments: tuple[Any, ...]) -> object:
+        """Return the answer, or None if the process dies before. Raises RuntimeError if it cannot start."""
+        connection = self._connection or self._start()
+        try:
+            connection.send((name, arguments))
+            return connection.recv()
+        except (EOFError, OSError):
+            self.reap()
+            return None
+
+    def kill(self) -> None:
+        """May be called by any thread."""
+        if self._process is not None:
+            self._process.kill()
+
+    def close(self) -> None:
+        """May be called by any thread."""
+        self._is_closed = True
+        self.kill()
+
+    def reap(self) -> int:
+        """Return the exit status of the process, which has ended or is ending."""
+        if self._connection is not None:
+            self._connection.close()
+        status = 0 if self._process is None else self._process.wait()
+        self._process = self._connection = None
+        return status
+
+    def _start(self) -> Connection:
+        ours, theirs = socket.socketpair()
+        self._connection = connection = Connection(ours.detach())
+        with theirs:
+            fd = theirs.fileno()
+            arguments = str(fd), str(self._directory), str(os.getpid())
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "tgis.router.tokenizer_child", *arguments],
+                pass_fds=[fd],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,  # a crashing library's last words may quote the user
+                start_new_session=True,  # a terminal's Ctrl-C is the router's alone
+            )
+        if self._is_closed:
+            self.kill()
+        try:
+            connection.recv()
+        except (EOFError, OSError) as error:
+            raise RuntimeError(
+                f"the tokenizer process ended at its start with status {self.reap()}"
+            ) from error
+        return connection
