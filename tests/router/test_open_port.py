@@ -15,7 +15,7 @@ from tgis.ports import reserve
 from tgis.router.gate import warn_if_open
 
 WARNING = "may call the gRPC port"
-READ_ALONG = "and read what others send and get"
+NOT_ENCRYPTED = "and nothing on it is encrypted"
 TLS = {"tls_cert_path": "c", "tls_key_path": "k"}
 ALONE = ["unshare", "--user", "--map-root-user", "--net"]  # a network that nobody else is in
 
@@ -23,8 +23,8 @@ ALONE = ["unshare", "--user", "--map-root-user", "--net"]  # a network that nobo
 @pytest.mark.parametrize(
     ("bind", "options", "said"),
     [
-        ("0.0.0.0", {}, [WARNING, READ_ALONG]),
-        ("::", {}, [WARNING, READ_ALONG]),
+        ("0.0.0.0", {}, [WARNING, NOT_ENCRYPTED]),
+        ("::", {}, [WARNING, NOT_ENCRYPTED]),
         ("0.0.0.0", TLS, [WARNING]),
         ("0.0.0.0", TLS | {"tls_client_ca_cert_path": "a"}, []),
         ("0.0.0.0", TLS | {"auth_tokens_path": "t"}, []),
@@ -40,7 +40,7 @@ def test_what_is_said(
 ) -> None:
     with reserve(bind, 0) as reserved:  # which does not listen
         warn_if_open(PortOptions(bind=bind, **options), reserved.getsockname()[0])  # type: ignore[arg-type]
-    assert [text for text in (WARNING, READ_ALONG) if text in caplog.text] == said
+    assert [text for text in (WARNING, NOT_ENCRYPTED) if text in caplog.text] == said
     assert len(caplog.records) == bool(said)
 
 

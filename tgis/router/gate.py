@@ -41,7 +41,7 @@ def warn_if_open(options: PortOptions, host: str) -> None:
         )
     else:
         logger.warning(
-            "anybody who reaches %s may call the gRPC port, and read what others send and get: "
+            "anybody who reaches %s may call the gRPC port, and nothing on it is encrypted: "
             "--tls-cert-path and --tls-key-path encrypt it, --tls-client-ca-cert-path or --auth-tokens-path "
             "admits known clients alone, --bind 127.0.0.1 keeps it on this machine",
             host,

@@ -51,17 +51,18 @@ class Progress:
 
 
 class CompileProgress:
-    """A line when kernels that nothing was kept of have taken a second, then every five, and one at the end.
+    """A line after one second of compiling, then after every five, and one at the end; none where the compiled
+    code of all kernels was found.
 
-    Without them there is none. A model needs some of the kernels that there are."""
+    Which kernels a model needs is not known before it has used them."""
 
     def __init__(self) -> None:
         self.num_kernels = 0
-        """That could be compiled."""
+        """Number of kernels that there are, of which a model needs some."""
         self._num_compiled, self._seconds, self._said_seconds = 0, 0.0, 0.0
 
     def add(self, seconds: float, place: str) -> None:
-        """One more was compiled, in so many seconds; `place` says where its code is kept."""
+        """Count a kernel that took so many seconds to compile; `place` says where its code is kept."""
         self._num_compiled += 1
         self._seconds += seconds
         interval = COMPILING_S if self._said_seconds else FIRST_COMPILING_S
@@ -70,7 +71,7 @@ class CompileProgress:
             self._log(f"compiling kernels for this processor; the code {place}", at_most=self.num_kernels)
 
     def finish(self) -> None:
-        """Those of the start are compiled."""
+        """Log the sum, when the model can answer."""
         if self._said_seconds:
             self._log("kernels compiled")
 
