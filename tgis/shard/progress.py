@@ -51,8 +51,8 @@ class Progress:
 
 
 class CompileProgress:
-    """A line after one second of compiling, then after every five, and one at the end; none where the compiled
-    code of all kernels was found.
+    """A line after one second of compiling, then after every five, and one at the end; none where the code of
+    all kernels was found.
 
     Which kernels a model needs is not known before it has used them."""
 
