@@ -1,10 +1,13 @@
 """The rules of validation once more, as plain Python: which error a generation request meets first, and which
 texts a client may be shown at all."""
 
+import json
 import math
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+
+from tokenizers import Tokenizer
 
 from tgis.pb import generation_pb2 as pb
 
@@ -24,8 +27,8 @@ INVALID = [
     r"length_penalty must be >= 1\.0 and <= 10\.0",
     r"max_new_tokens must be <= \d+",
     r"min_new_tokens must be <= max_new_tokens",
-    r"input tokens \(\d+\) plus prefix length \(\d+\) plus min_new_tokens \(\d+\) must be <= \d+",
-    r"input tokens \(\d+\) plus prefix length \(\d+\) must be < \d+",
+    r"input tokens \((at least )?\d+\) plus prefix length \(\d+\) plus min_new_tokens \(\d+\) must be <= \d+",
+    r"input tokens \((at least )?\d+\) plus prefix length \(\d+\) must be < \d+",
     r"tokenizer error .+",
     re.escape(STOPS),
     re.escape(DETAIL),
@@ -106,6 +109,25 @@ class Names:
 
 
 @dataclass(frozen=True)
+class Length:
+    """Of an input after truncation: its tokens, and how many it must have by its bytes alone, 0 where its
+    tokenizer gives no such number."""
+
+    num_tokens: int
+    num_least: int
+
+
+def length_of(tokenizer: Tokenizer, text: str, truncate: int) -> Length:
+    """For tokenizers as these tests have them: byte-level, with byte fallback, or not BPE."""
+    model, num_least = json.loads(tokenizer.to_str())["model"], 0
+    if model["type"] == "BPE":
+        entries = [entry.encode() if model["byte_fallback"] else entry for entry in tokenizer.get_vocab()]
+        num_least = math.ceil(len(text.encode()) / max(map(len, entries)))
+    numbers = (len(tokenizer.encode(text).ids), num_least)
+    return Length(*(min(number, truncate or number) for number in numbers))
+
+
+@dataclass(frozen=True)
 class Server:
     """What the rules depend on."""
 
@@ -124,19 +146,18 @@ def is_greedy(params: pb.Parameters) -> bool:
 def first_error(
     params: pb.Parameters,
     server: Server,
-    lengths: Sequence[int],
+    lengths: Sequence[Length],
     prefix_id: str | None,
     adapter_id: str | None,
 ) -> str | None:
-    """The text a request is refused with, but for what its grammar adds; `lengths` are the inputs' tokens
-    after truncation, in order."""
+    """The text a request is refused with, but for what its grammar adds. `lengths` are in order."""
     return next(errors(params, server, lengths, prefix_id, adapter_id), None)
 
 
 def errors(
     params: pb.Parameters,
     server: Server,
-    lengths: Sequence[int],
+    lengths: Sequence[Length],
     prefix_id: str | None,
     adapter_id: str | None,
 ) -> Iterator[str]:
@@ -193,9 +214,12 @@ def decoding_errors(decoding: pb.DecodingParameters) -> Iterator[str]:
         yield "length_penalty must be >= 1.0 and <= 10.0"
 
 
-def length_errors(length: int, prefix_length: int, min_new_tokens: int, server: Server) -> Iterator[str]:
-    sums = f"input tokens ({length}) plus prefix length ({prefix_length})"
-    limit, whole = server.max_sequence_length, length + prefix_length
+def length_errors(length: Length, prefix_length: int, min_new_tokens: int, server: Server) -> Iterator[str]:
+    limit = server.max_sequence_length
+    is_least = length.num_least > max(0, limit - prefix_length - max(min_new_tokens, 1))
+    number = length.num_least if is_least else length.num_tokens
+    shown = f"at least {number}" if is_least else f"{number}"
+    sums, whole = f"input tokens ({shown}) plus prefix length ({prefix_length})", number + prefix_length
     if whole >= limit:
         yield f"{sums} must be < {limit}"
     if whole + min_new_tokens > limit:

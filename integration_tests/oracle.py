@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from transformers import PreTrainedModel
 
-from integration_tests.first_error import Server, first_error, is_greedy
+from integration_tests.first_error import Server, first_error, is_greedy, length_of
 from integration_tests.scorer import PLAIN, Ids, Scorer, Tuned
 from integration_tests.served_models import MAX_NEW_TOKENS, MAX_SEQUENCE_LENGTH, Served
 from tests import plain_sampling, plain_text
@@ -71,7 +71,7 @@ class Oracle:
         return first_error(
             request.params,
             self.server,
-            [len(self.input_ids(item.text, request.params.truncate_input_tokens)) for item in inputs],
+            [length_of(self.tokenizer, item.text, request.params.truncate_input_tokens) for item in inputs],
             request.prefix_id if request.HasField("prefix_id") else None,
             request.adapter_id if request.HasField("adapter_id") else None,
         )

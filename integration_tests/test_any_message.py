@@ -29,6 +29,7 @@ from integration_tests.first_error import (
     first_error,
     is_documented,
     is_greedy,
+    length_of,
 )
 from integration_tests.tuned_files import LINEAR, SoftPrompt, embeddings, write_adapter, write_prompt
 from tests.accounts import assert_nothing_left
@@ -264,7 +265,7 @@ def expect_first_error(
 ) -> bool:
     """True where a generation is what there should be and is; asserts that an error is the right one."""
     params = request.params
-    lengths = [served.num_tokens(text, params.truncate_input_tokens) for text in texts]
+    lengths = [length_of(served.tokenizer, text, params.truncate_input_tokens) for text in texts]
     prefix_id = request.prefix_id if request.HasField("prefix_id") else None
     adapter_id = request.adapter_id if request.HasField("adapter_id") else None
     expected = first_error(params, served.server, lengths, prefix_id, adapter_id)

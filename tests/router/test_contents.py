@@ -238,6 +238,9 @@ def test_limits_count_virtual_tokens(tuned: Setup) -> None:
     whole = request(long, ids, truncate_input_tokens=num_left)
     text = f"input tokens ({num_left}) {sums} must be < {MAX_SEQUENCE_LENGTH}"
     assert refusal(tuned, whole) == (grpc.StatusCode.INVALID_ARGUMENT, text)
+    num_least = -(-len(long * 20) // 19)  # the tokenizer's longest entry has 19 bytes
+    text = f"input tokens (at least {num_least}) {sums} must be < {MAX_SEQUENCE_LENGTH}"
+    assert refusal(tuned, request(long * 20, ids)) == (grpc.StatusCode.INVALID_ARGUMENT, text)
     minimum = request(long, ids, truncate_input_tokens=150, stopping=stopping(100, min_new_tokens=40))
     text = f"input tokens (150) {sums} plus min_new_tokens (40) must be <= {MAX_SEQUENCE_LENGTH}"
     assert refusal(tuned, minimum) == (grpc.StatusCode.INVALID_ARGUMENT, text)

@@ -5,6 +5,8 @@ import random
 from pathlib import Path
 
 import pytest
+import tokenizers
+from tokenizers import AddedToken, models, normalizers
 
 from tests.router.kinds_of_tokenizer import ALPHABET, KINDS
 from tests.tokenizers_for_tests import write_byte_fallback, write_byte_level
@@ -124,6 +126,20 @@ async def test_a_text_that_is_no_unicode_is_a_request_error(tmp_path: Path) -> N
         await tokenizer.encode_ids(["\ud800"], 9, "a")
     with pytest.raises(RequestError, match="tokenizer error"):
         await tokenizer.encode_ids(["\ud800" * LONG_TEXT_BYTES], 9, "a")
+    tokenizer.close()
+
+
+@pytest.mark.parametrize("length", [1, LONG_TEXT_BYTES])
+async def test_a_text_that_the_library_panics_at_is_a_request_error(tmp_path: Path, length: int) -> None:
+    """A panic is no Exception."""
+    library = tokenizers.Tokenizer(models.BPE({"a": 0}, []))
+    library.normalizer = normalizers.Strip()
+    library.add_tokens([AddedToken("  ", normalized=True)])
+    library.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = Tokenizer(tmp_path, 1)
+    with pytest.raises(RequestError, match="tokenizer error the text could not be encoded"):
+        await tokenizer.encode_ids(["é" * length], 9, "a")
+    assert [ids.num_tokens for ids in await tokenizer.encode_ids(["a" * length], 9, "a")] == [length]
     tokenizer.close()
 
 

@@ -78,7 +78,8 @@ class Metrics:
         lengths = _equal_steps(limits.max_sequence_length)
         outputs = _equal_steps(limits.max_new_tokens)
         self.request_raw_input_length = self._summary(
-            "tgi_request_raw_input_length", "Tokens of each input before truncation, refused ones too"
+            "tgi_request_raw_input_length",
+            "Tokens of each input that was tokenized, before truncation, refused ones too",
         )
         self.request_input_length = self._histogram(
             "tgi_request_input_length", "Tokens of each accepted input, after truncation", lengths

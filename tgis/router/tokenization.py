@@ -84,5 +84,6 @@ def _encode(
     encode_batch = tokenizer.encode_batch if with_offsets else tokenizer.encode_batch_fast
     try:
         return encode_batch(list(texts))
-    except Exception as error:  # the library raises bare Exception, and its text may quote the input
+    # The library raises bare Exception, and BaseException where it panics; its text may quote the input.
+    except BaseException as error:
         raise RequestError("tokenizer error the text could not be encoded") from error

@@ -10,6 +10,7 @@ from typing import TypeVar
 
 from tgis import hub
 from tgis.pb import generation_pb2 as pb
+from tgis.router.token_bound import max_bytes_per_token
 from tgis.router.tokenization import TokenIds, Tokenized, encode_ids, load_tokenizer, tokenize
 from tgis.router.tokenizer_process import TokenizerProcess
 
@@ -30,6 +31,8 @@ class Tokenizer:
     def __init__(self, directory: Path, num_workers: int | None = None) -> None:
         """Raises StartupError if the directory holds no tokenizer that can be read."""
         self.fast = load_tokenizer(directory)
+        self.max_bytes_per_token = max_bytes_per_token(self.fast)
+        """See there; None where texts can only be refused for the tokens they have."""
         settings = hub.read_json(directory, "tokenizer_config.json")
         self._settings = hub.read_json(directory, "special_tokens_map.json") | settings
         default = min(max(len(os.sched_getaffinity(0)) - 1, 1), MAX_WORKERS)

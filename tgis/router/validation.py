@@ -112,26 +112,43 @@ class Validator:
         """One per text of a call of a client's connection, in order; each is good for as long as `hold` is
         kept.
 
+        Texts are tokenized up to the first whose bytes alone prove that it is too long.
+
         Raises RequestError for the first text that cannot be served, and what `Hold.take` does."""
         constraint = request.constraint
         grammar = None if constraint is None else await self._grammars.compile(constraint)
         tuning = await hold.take()
+        num_served, least = self._find_too_long(texts, request, tuning)
         # A text with more tokens is refused, so no more of them are needed.
-        inputs = await self._tokenizer.encode_ids(texts, self.limits.max_sequence_length, connection)
+        max_ids = self.limits.max_sequence_length
+        inputs = await self._tokenizer.encode_ids(texts[:num_served], max_ids, connection)
         for ids in inputs:
             self._metrics.request_raw_input_length.observe(ids.num_tokens)
-        return [self._sequence(ids, request, grammar, tuning) for ids in inputs]
+        sequences = [self._sequence(ids, request, grammar, tuning) for ids in inputs]
+        if num_served < len(texts):  # those before it can be served, and this refuses it
+            self._check_length(least, f"at least {least}", request.stopping, tuning)
+        return sequences
+
+    def _find_too_long(self, texts: list[str], request: Request, tuning: Tuning) -> tuple[int, int]:
+        """Return the place of the first text whose bytes alone prove that it is too long, and the least
+        number of tokens that truncation leaves of it; the number of texts and 0 where there is none."""
+        bound = self._tokenizer.max_bytes_per_token
+        if bound is None:
+            return len(texts), 0
+        limit, minimum = self.limits.max_sequence_length, request.stopping.min_new_tokens
+        room = limit - self._prefix_length(tuning) - max(minimum, 1)
+        for i, text in enumerate(texts):
+            least = -(-len(text.encode()) // bound)  # rounded up
+            least = min(least, request.truncate_input_tokens or least)
+            if least > max(room, 0):  # an empty text is tokenized: it may be refused for having no tokens
+                return i, least
+        return len(texts), 0
 
     def _sequence(self, ids: TokenIds, request: Request, grammar: Grammar | None, tuning: Tuning) -> Sequence:
         has_tokens = ids.num_tokens + self._num_before(tuning) > 0
         _require(has_tokens, "tokenizer error the input has no tokens")
         num_inputs, token_ids = self._tokenizer.truncate(ids, request.truncate_input_tokens)
-        limit, stopping = self.limits.max_sequence_length, request.stopping
-        num_virtual = self._prefix_length(tuning)
-        sums = f"input tokens ({num_inputs}) plus prefix length ({num_virtual})"
-        num_used, minimum = num_inputs + num_virtual, stopping.min_new_tokens
-        _require(num_used < limit, f"{sums} must be < {limit}")
-        _require(num_used + minimum <= limit, f"{sums} plus min_new_tokens ({minimum}) must be <= {limit}")
+        num_left = self._check_length(num_inputs, str(num_inputs), request.stopping, tuning)
         self._check_known(token_ids)
         seeded = request.sampling.greedy or request.has_seed
         start, pad = self.limits.decoder_start_token_id, self.limits.pad_token_id
@@ -139,7 +156,7 @@ class Validator:
         encoder_before = [pad] * tuning.num_encoder_tokens
         return Sequence(
             before + (token_ids if start is None else [start]),
-            _reduce(stopping, limit - num_used),
+            _reduce(request.stopping, num_left),
             request.sampling if seeded else replace(request.sampling, seed=secrets.randbits(32)),
             request.details,
             grammar,
@@ -158,6 +175,17 @@ class Validator:
         """Return how many virtual tokens stand before the text: the encoder's where there is one."""
         has_encoder = self.limits.decoder_start_token_id is not None
         return tuning.num_encoder_tokens if has_encoder else tuning.num_decoder_tokens
+
+    def _check_length(self, num_inputs: int, shown: str, stopping: Stopping, tuning: Tuning) -> int:
+        """Return how many tokens can follow the input. A refusal says `shown` for the number of its tokens.
+
+        Raises RequestError where too few can follow."""
+        limit, num_virtual = self.limits.max_sequence_length, self._prefix_length(tuning)
+        sums = f"input tokens ({shown}) plus prefix length ({num_virtual})"
+        num_left, minimum = limit - num_inputs - num_virtual, stopping.min_new_tokens
+        _require(num_left > 0, f"{sums} must be < {limit}")
+        _require(minimum <= num_left, f"{sums} plus min_new_tokens ({minimum}) must be <= {limit}")
+        return num_left
 
     def _prefix_length(self, tuning: Tuning) -> int:
         """As TGIS counts it: the decoder's part of an encoder-decoder model's prompt goes with the start."""

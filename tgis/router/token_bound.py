@@ -1,0 +1,151 @@
+"""How many bytes of text one token can stand for at most, as far as a tokenizer's own parts prove it.
+
+The proof follows the text through the tokenizer. Added tokens that strip no spaces stand for what they
+spell. Normalizers of a list shrink text by a known factor at most. Pre-tokenizers of a list drop and shrink
+nothing. A BPE model that knows every byte drops nothing, and its tokens stand for no more than they spell.
+Post-processors only add tokens. Whatever is not known to keep these rules gives no bound."""
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import tokenizers
+from tokenizers import pre_tokenizers
+
+Part = Mapping[str, Any]
+
+PARTS = frozenset(
+    "version truncation padding added_tokens normalizer pre_tokenizer post_processor decoder model".split()
+)
+NFC_FACTOR = 3.5
+"""The most bytes of text for a byte of its NFC: U+1FBE U+0308 U+0301, 7 bytes, become U+0390, 2 bytes."""
+BEHAVIORS_THAT_KEEP_ALL = frozenset({"Isolated", "MergedWithPrevious", "MergedWithNext", "Contiguous"})
+BYTE_LEVEL_ALPHABET = frozenset(pre_tokenizers.ByteLevel.alphabet())
+BYTE_FALLBACK_TOKENS = frozenset(f"<0x{byte:02X}>" for byte in range(256))
+
+
+def max_bytes_per_token(tokenizer: tokenizers.Tokenizer) -> int | None:
+    """Return the most UTF-8 bytes of input text per token, or None where no bound can be proved.
+
+    A text of n bytes then has at least n / bound tokens, special ones included."""
+    parts = json.loads(tokenizer.to_str())
+    if parts.keys() != PARTS:
+        return None
+    steps = list(_flatten(parts["pre_tokenizer"]))
+    factor = math.prod(map(_shrink_factor, _flatten(parts["normalizer"])))
+    is_known = (
+        parts["truncation"] is None
+        and all(map(_strips_nothing, parts["added_tokens"]))
+        and factor > 0
+        and all(map(_keeps_all, steps))
+        and _only_adds(list(_flatten(parts["post_processor"])))
+    )
+    is_byte_level = any(step["type"] == "ByteLevel" for step in steps)
+    vocab_size = tokenizer.get_vocab_size(with_added_tokens=False)
+    longest_entry = _longest_entry(parts["model"], is_byte_level, vocab_size)
+    if not is_known or longest_entry is None:
+        return None
+    spellings = [_longest_spelling(tokenizer, token) for token in parts["added_tokens"]]
+    return math.ceil(factor * max([longest_entry, *spellings]))
+
+
+def _flatten(part: Part | None) -> Iterator[Part]:
+    """Yield the steps of a part in order. A Sequence has one field beside its type, a list of parts."""
+    if part is None:
+        return
+    fields = [value for name, value in part.items() if name != "type"]
+    if part["type"] != "Sequence" or len(fields) != 1:
+        yield part
+        return
+    for step in fields[0]:
+        yield from _flatten(step)
+
+
+def _strips_nothing(token: Part) -> bool:
+    match token:
+        case {
+            "id": _,
+            "content": _,
+            "single_word": _,
+            "lstrip": False,
+            "rstrip": False,
+            "normalized": _,
+            "special": _,
+            **rest,
+        }:
+            return not rest
+    return False
+
+
+def _shrink_factor(normalizer: Part) -> float:
+    """Return the most bytes of text for a byte of its normal form, or 0 where that is not known."""
+    match normalizer:
+        case {"type": "NFC", **rest} if not rest:
+            return NFC_FACTOR
+        case {"type": "Prepend", "prepend": _, **rest} if not rest:
+            return 1
+        case {"type": "Replace", "pattern": {"String": pattern}, "content": content, **rest} if not rest:
+            return float(0 < len(pattern.encode()) <= len(content.encode()))
+    return 0
+
+
+def _keeps_all(step: Part) -> bool:
+    """Return whether a pre-tokenizer only splits text and makes it longer."""
+    match step:
+        case {"type": "ByteLevel", "add_prefix_space": _, "trim_offsets": _, "use_regex": _, **rest}:
+            return not rest
+        case {"type": "Metaspace", "replacement": _, "prepend_scheme": _, "split": _, **rest}:
+            return not rest
+        case {"type": "Digits", "individual_digits": _, **rest}:
+            return not rest
+        case {"type": "Punctuation", "behavior": behavior, **rest}:
+            return not rest and behavior in BEHAVIORS_THAT_KEEP_ALL
+        case {"type": "Split", "pattern": _, "invert": _, "behavior": behavior, **rest}:
+            return not rest and behavior in BEHAVIORS_THAT_KEEP_ALL
+    return False
+
+
+def _only_adds(processors: list[Part]) -> bool:
+    """Return whether all tokens of the text stay: a template may leave them out, and one that follows another
+    processor gets them in pieces."""
+    match [processor for processor in processors if processor["type"] != "ByteLevel"]:
+        case [] | [{"type": "BertProcessing" | "RobertaProcessing"}]:
+            return True
+        case [{"type": "TemplateProcessing", "single": pieces}]:
+            return any(piece.get("Sequence", {}).get("id") == "A" for piece in pieces)
+    return False
+
+
+def _longest_entry(model: Part, is_byte_level: bool, vocab_size: int) -> int | None:
+    """Return the most bytes of normalized text that a token of the model stands for. None for other models
+    than BPE, for those that lack a byte, and for those whose tokens may spell less than they stand for."""
+    match model:
+        case {
+            "type": "BPE",
+            "dropout": _,
+            "unk_token": _,
+            "continuing_subword_prefix": None | "",
+            "end_of_word_suffix": None | "",
+            "fuse_unk": _,
+            "byte_fallback": byte_fallback,
+            "ignore_merges": _,
+            "vocab": vocab,
+            "merges": _,
+            **rest,
+        } if not rest and len(vocab) == vocab_size:  # else entries share an id, and so their merges
+            if is_byte_level and vocab.keys() >= BYTE_LEVEL_ALPHABET:
+                return max(map(len, vocab))  # each character is a byte
+            if byte_fallback and vocab.keys() >= BYTE_FALLBACK_TOKENS:
+                return max(len(entry.encode()) for entry in vocab)
+    return None
+
+
+def _longest_spelling(tokenizer: tokenizers.Tokenizer, token: Part) -> int:
+    """Return the most bytes of an added token where it is found, in the text or in its normal form.
+
+    The library finds it by the normal form that it keeps for its id, which may be that of another token."""
+    spellings = [token["content"], tokenizer.id_to_token(token["id"])]
+    if tokenizer.normalizer is not None:
+        spellings.append(tokenizer.normalizer.normalize_str(token["content"]))
+    return max(len(spelling.encode()) for spelling in spellings)
