@@ -8,7 +8,7 @@ import click
 
 from tgis import cli
 from tgis.config import LauncherConfig, RouterConfig, ShardConfig
-from tgis.declaration import Option, declared, env_of, flag_of
+from tgis.declaration import Group, Option, declared, env_of, flag_of, in_groups
 from tgis.options.foreign import Foreign
 from tgis.options.parameters import FOREIGN
 from tgis.options.tgi_names import TGI_NAMES
@@ -76,12 +76,21 @@ def render() -> str:
 
 
 def _command(name: str, program: str, config_type: type) -> str:
-    """A heading and a table."""
+    """A heading, and a table for each group of options."""
     command = cli.main.commands[name]
     own = {f.name for f, _, _ in declared(config_type)}
-    rows = [_extra(p) for p in command.params if p.name not in own and not (p.name or "").startswith(FOREIGN)]
-    rows += [_row(f, option) for f, option, _ in declared(config_type)]
-    return f"## `{program}`\n\n" + table(("flag", "variable", "default", "meaning"), rows)
+    tables: dict[Group | None, list[tuple[str, ...]]] = {group: [] for group in (None, *Group)}
+    for f, option, _ in in_groups(config_type):
+        tables[option.group].append(_row(f, option))
+    for p in command.params:
+        if p.name not in own and not (p.name or "").startswith(FOREIGN):
+            tables[getattr(p, "group", None)].append(_extra(p))
+    parts = [f"## `{program}`\n"]
+    for group, rows in tables.items():
+        if rows:
+            heading = f"### {group.value}\n\n" if group else ""
+            parts.append(heading + table(("flag", "variable", "default", "meaning"), rows))
+    return "\n".join(parts)
 
 
 def _extra(parameter: click.Parameter) -> tuple[str, ...]:

@@ -1,6 +1,7 @@
 """The commands generated from the declaration of options: what gives a value, what is refused and how."""
 
 import json
+import re
 import subprocess
 import sys
 from dataclasses import MISSING, fields, replace
@@ -13,7 +14,7 @@ from click.testing import CliRunner, Result
 
 from tgis import cli
 from tgis.config import ENGINES, LauncherConfig, LinkOptions, RouterConfig, ShardConfig
-from tgis.declaration import declared, env_of, flag_of, to_flags
+from tgis.declaration import Group, declared, env_of, flag_of, to_flags
 from tgis.options.command import command
 
 SHARD = ShardConfig(model_path="/models/x", uds_path="/tmp/shard")
@@ -23,6 +24,7 @@ REQUIRED = {
     RouterConfig: ["--tokenizer-path", "/x"],
     ShardConfig: ["--model-path", "/x"],
 }
+TYPES = {"launcher": LauncherConfig, "router": RouterConfig, "serve": ShardConfig}
 BLANK = {"HOME": None}  # not of this machine
 
 
@@ -46,8 +48,7 @@ def refusal(
     arguments: list[str], env: dict[str, str] | None = None, code: int = 1, reads: str = "launcher"
 ) -> str:
     """The one line that a start ends with."""
-    types = {"launcher": LauncherConfig, "router": RouterConfig, "serve": ShardConfig}
-    config, result = run(types[reads], [*arguments, *REQUIRED[types[reads]]], env, reads)
+    config, result = run(TYPES[reads], [*arguments, *REQUIRED[TYPES[reads]]], env, reads)
     assert (config, result.exit_code) == (None, code), result.output
     lines = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
     assert len(lines) == 1, result.stderr
@@ -323,6 +324,19 @@ def test_encryption_is_whole_or_refused() -> None:
         assert run(RouterConfig, [*several, *flags, *REQUIRED[RouterConfig]])[0].shard_addresses == "a:1,b:1"
 
 
+def test_addresses_and_ports_of_their_own() -> None:
+    for blank in ("", " "):
+        assert refusal(["--bind", blank]) == "bind: there is no address; 0.0.0.0 means all of them"
+    same = ["--port", "5000", "--grpc-port", "5000"]
+    for reads in ("launcher", "router"):
+        text = "port and grpc_port are both 5000: HTTP and gRPC need a port each"
+        assert refusal(same, reads=reads) == text
+    assert parse(LauncherConfig, ["--port", "0", "--grpc-port", "0"]).port == 0
+    assert parse(LauncherConfig, [*same, *LINK_FILES, "--headless"]).headless, "it has one port"
+    assert parse(LauncherConfig, [*same, *LINK_FILES, "--nnodes", "2", "--node-rank", "1"]).node_rank == 1
+    assert "is not in the range" in refusal(["--port", "70000"], code=2)
+
+
 def test_groups_of_nodes() -> None:
     """Also as LeaderWorkerSet tells of them; one node may have certificates for more."""
     for flags in (["--nnodes", "2"], ["--headless"], ["--nnodes", "2", *LINK_FILES[2:]]):
@@ -435,6 +449,29 @@ def test_commands_that_only_talk_import_no_torch() -> None:
     code = "import sys, tgis.cli, tgis.launcher, tgis.router.app, tgis.client; print('torch' in sys.modules)"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout == "False\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "first"),
+    [("launcher", "--model-name"), ("router", "--tokenizer-path"), ("serve", "--model-path")],
+)
+def test_help_is_in_groups(name: str, first: str) -> None:
+    """Each option stands once, under the heading that its declaration names; the model comes first."""
+    result = CliRunner().invoke(cli.main, [name, "--help"], terminal_width=200)
+    parts = re.split(r"^(\w.*):$", result.output, flags=re.MULTILINE)[1:]
+    listed = {
+        heading: re.findall(r"^  (?:-\w, )?(--[\w-]+)", text, re.MULTILINE)
+        for heading, text in zip(parts[::2], parts[1::2], strict=True)
+    }
+    assert list(listed) == [group.value for group in Group if group.value in listed] + ["Options"]
+    assert listed["Model"][0] == first
+    assert listed.pop("Options") == ["--help"]
+    heading_of = {flag: heading for heading, flags in listed.items() for flag in flags}
+    for f, option, _ in declared(TYPES[name]):
+        assert option.group is not None, f.name
+        assert not option.flag or heading_of[flag_of(f)] == option.group.value
+    visible = [p for p in cli.main.commands[name].params if isinstance(p, click.Option) and not p.hidden]
+    assert len(visible) == len(heading_of) == sum(map(len, listed.values()))
 
 
 def test_every_command_has_help() -> None:

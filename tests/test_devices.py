@@ -35,7 +35,7 @@ def test_finds_gpus(files: list[str], variable: str | None, expected: bool, tmp_
 def test_visible_gpus_count(
     device: str, found: bool, num_shards: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     (tmp_path / "tokenizer.json").write_text("{}")
     monkeypatch.setattr(launch_plan, "has_gpus", lambda variable: found and variable == "0,1")
     config = LauncherConfig(model_name=f"{tmp_path}/", device=device, cuda_visible_devices="0,1")

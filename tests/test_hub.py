@@ -1,10 +1,12 @@
 """Names to directories, and what a model's files say."""
 
 import json
+import os
 from itertools import permutations
 from pathlib import Path
 
 import pytest
+from safetensors import SafetensorError, safe_open
 
 from tgis import hub
 
@@ -56,6 +58,34 @@ def test_what_is_not_there(tmp_path: Path) -> None:
         hub.resolve("nobody/nothing", None, tmp_path)
     with pytest.raises(hub.ModelNotFoundError, match=UNRESOLVED + r".* has no config\.json$"):
         hub.resolve(str(tmp_path), None, tmp_path)
+
+
+def test_names_that_are_too_long(tmp_path: Path) -> None:
+    """For a file; the path to a directory may be longer than that."""
+    directory = tmp_path / ("x" * 150) / ("y" * 150)
+    write(directory / "config.json", {})
+    assert hub.resolve(str(directory), None, tmp_path) == directory
+    for name in ("z" * 300, f"/{'z' * 300}", "z" * 5000):
+        text = UNRESOLVED + f"Model {name[:200]} not found: File name too long$"
+        with pytest.raises(hub.ModelNotFoundError, match=text):
+            hub.resolve(name, None, tmp_path)
+        with pytest.raises(hub.ModelNotFoundError, match=r"^Weights not found in local cache for model "):
+            hub.find_files(name, None, tmp_path)
+    snapshot(tmp_path, "org/m", "c0ffee")
+    with pytest.raises(hub.ModelNotFoundError, match=UNRESOLVED + "Config file not found in local cache"):
+        hub.resolve("org/m", "r" * 300, tmp_path)
+
+
+def test_a_path_that_is_not_utf8(tmp_path: Path) -> None:
+    """The libraries that read models refuse it, each in its own words and later."""
+    directory = tmp_path / os.fsdecode(b"caf\xe9")
+    write(directory / "config.json", {})
+    with pytest.raises(hub.ModelNotFoundError, match=UNRESOLVED + "the path .* is not UTF-8, as safetensors"):
+        hub.resolve(str(directory), None, tmp_path)
+    weights = directory / "model.safetensors"
+    weights.write_bytes(b"\2\0\0\0\0\0\0\0{}")
+    with pytest.raises(SafetensorError, match="is not valid UTF-8"):
+        safe_open(weights, "pt").__enter__()
 
 
 def test_cache_root() -> None:
@@ -129,9 +159,21 @@ def test_the_pad_token(tmp_path: Path) -> None:
     assert find(config={"eos_token_id": -5}) == 0
 
 
-def test_a_broken_file_is_named(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text("{")
-    with pytest.raises(hub.ModelNotFoundError, match=r"config\.json is not valid JSON"):
+@pytest.mark.parametrize(
+    ("content", "fault"),
+    [
+        (b"", "is not valid JSON"),
+        (b"{", "is not valid JSON"),
+        (b'{"a": "\xff"}', "is not valid JSON"),
+        (b"[1]", "does not hold an object"),
+        (b'{"a":' * 10**5, "is nested too deep"),
+        (b'{"a":' + b"[" * 10**5 + b"]" * 10**5 + b"}", "is nested too deep"),
+    ],
+    ids=range(6),
+)
+def test_a_broken_file_is_named(tmp_path: Path, content: bytes, fault: str) -> None:
+    (tmp_path / "config.json").write_bytes(content)
+    with pytest.raises(hub.ModelNotFoundError, match=rf"config\.json {fault}"):
         hub.read_json(tmp_path, "config.json")
 
 

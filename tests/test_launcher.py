@@ -11,6 +11,7 @@ from tgis import hub
 from tgis.config import LauncherConfig
 from tgis.launch_plan import LaunchError, count_shards, plan
 from tgis.launcher.child_configs import line_fields
+from tgis.tuning_plan import TuningError
 
 
 @pytest.fixture
@@ -21,7 +22,7 @@ def config(tmp_path: Path) -> LauncherConfig:
 
 
 def write_config(directory: Path, content: dict[str, object]) -> None:
-    (directory / "config.json").write_text(json.dumps(content))
+    (directory / "config.json").write_text(json.dumps({"model_type": "llama"} | content))
 
 
 @pytest.mark.parametrize(
@@ -55,6 +56,29 @@ def test_a_model_of_one_token(config: LauncherConfig) -> None:
     with pytest.raises(LaunchError) as error:
         plan(config)
     assert str(error.value) == "max_sequence_length (1) must be at least 2 (1 input + 1 output)"
+
+
+@pytest.mark.parametrize("model_type", [None, "", 3, ["llama"]])
+def test_a_model_must_have_a_type(config: LauncherConfig, model_type: object) -> None:
+    write_config(Path(config.model_name), {"model_type": model_type})
+    with pytest.raises(hub.ModelNotFoundError, match=r"config\.json has no model_type, the name of a kind"):
+        plan(config)
+
+
+def test_weights_that_cannot_be_looked_at(config: LauncherConfig) -> None:
+    """As in a hub cache that was copied without what its links lead to."""
+    (Path(config.model_name) / "model.safetensors").symlink_to("/nowhere/blob")
+    with pytest.raises(hub.ModelNotFoundError, match=r"model\.safetensors cannot be read: No such file"):
+        plan(config)
+
+
+def test_stores_that_cannot_be(config: LauncherConfig) -> None:
+    for name in ("prefix_store_path", "adapter_cache"):
+        with pytest.raises(TuningError, match=r"x cannot be used: File name too long$"):
+            plan(replace(config, **{name: "x" * 300}))
+    for adapter in ("x" * 300, "org/" + "x" * 300 + "@main", f"name=/{'x' * 300}"):
+        with pytest.raises(TuningError, match=r"^lora_adapters: "):
+            plan(replace(config, lora_adapters=adapter))
 
 
 def test_a_tokenizer_must_be_there(config: LauncherConfig) -> None:

@@ -1,6 +1,8 @@
 """The launcher with real children: what they are given, and how it ends."""
 
 import os
+import re
+import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,6 +10,7 @@ from pathlib import Path
 import pytest
 from grpc import insecure_channel
 
+import tgis
 from tests.processes import Service, children_of
 from tests.prompts.files import save_lora
 from tests.shard.checkpoints import write_llama
@@ -151,6 +154,51 @@ def test_tls_is_checked_before_anything_is_started(model: Path, tmp_path: Path) 
     log.unlink()
 
 
+@pytest.mark.parametrize(
+    ("flags", "text"),
+    [
+        (
+            ["--model-name", "x" * 5000],
+            f"Failed to resolve config path: Model {'x' * 200} not found: ",
+        ),
+        (["--model-name", "{home}/deep"], "{home}/deep/config.json is nested too deep to be read"),
+        (
+            ["--model-name", "{home}/untyped"],
+            "{home}/untyped/config.json has no model_type, the name of a ",
+        ),
+        (["--model-name", "{home}/caf\udce9"], "Failed to resolve config path: the path {home}/caf"),
+        (
+            ["--shard-uds-path", "{home}/caf\udce9"],
+            "{home}/caf\\udce9-0.steps is not UTF-8, as a socket's ",
+        ),
+        (["--lora-adapters", "a={home}/\udce9"], "lora_adapters: a: there is no directory {home}/\\udce9"),
+        (["--bind", ""], "bind: there is no address; 0.0.0.0 means all of them"),
+        (["--bind", "a..b"], "port 0 on a..b cannot be opened: that is no address"),
+        (["--port", "4444", "--grpc-port", "4444"], "port and grpc_port are both 4444: HTTP and gRPC need"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_refused_in_one_line_before_anything_is_started(
+    model: Path, tmp_path: Path, flags: list[str], text: str
+) -> None:
+    for name, config in (
+        ("deep", '{"a":' * 10**5),
+        ("untyped", "{}"),
+        ("caf\udce9", '{"model_type": "llama"}'),
+    ):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(config)
+    service = launch(model, *(flag.format(home=tmp_path) for flag in flags))
+    assert service.process.wait(20) == 1
+    assert service.end() == 1
+    assert service.lines[-1].startswith("error: " + text.format(home=tmp_path)), service.output
+    assert "Traceback" not in service.output
+    assert "loading" not in service.output or "--shard-uds-path" in flags
+    log = model / "termination-log"
+    assert log.read_text() == service.lines[-1].removeprefix("error: ") + "\n"
+    log.unlink()
+
+
 def test_a_killed_router_ends_everything(model: Path) -> None:
     service = launch(model)
     service.wait_for_line("loading")
@@ -166,3 +214,21 @@ def test_a_killed_router_ends_everything(model: Path) -> None:
     log.unlink()
     for pid in (*children["router"], *children["serve"]):
         assert not Path(f"/proc/{pid}").exists()
+
+
+@pytest.mark.slow
+def test_a_first_start_says_that_it_compiles(model: Path, tmp_path: Path) -> None:
+    """And the second has nothing to say. The package is a copy, beside which no code is kept yet."""
+    package = Path(tgis.__file__).parent
+    shutil.copytree(package, tmp_path / "tgis", ignore=shutil.ignore_patterns("__pycache__"))
+    env = {"PYTHONPATH": str(tmp_path), "PYTHONSAFEPATH": "1", "HOME": str(tmp_path)}
+    told = "compiling kernels for this processor; the code is kept in " + str(tmp_path)
+    first = launch(model, env=env).wait_until_serving(300)
+    assert first.end() == 0
+    lines = [line for line in first.lines if told in line]
+    assert all(re.search(r" kernels=\d+ at_most=\d+ seconds=[\d.]+$", line) for line in lines), first.output
+    assert 2 <= len(lines) <= 12, first.output
+    assert sum("kernels compiled" in line for line in first.lines) == 1
+    second = launch(model, env=env).wait_until_serving()
+    assert second.end() == 0
+    assert "kernels" not in second.output

@@ -9,9 +9,10 @@ from click.testing import CliRunner
 
 from tests.test_cli import run
 from tgis import cli
-from tgis.config import LauncherConfig, TuningOptions
+from tgis.config import LauncherConfig
 from tgis.errors import OperatorError
 from tgis.launch_plan import plan
+from tgis.model_options import TuningOptions
 from tgis.tuning_plan import plan_tuning
 
 HINT = "one in a directory is given as NAME=DIRECTORY"
@@ -108,7 +109,7 @@ def test_a_path_with_a_comma(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_the_launcher_refuses_before_anything_starts(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text('{"n_positions": 64}')
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "n_positions": 64}')
     (tmp_path / "tokenizer.json").write_text("{}")
     good = write_adapter(tmp_path / "good")
     config = LauncherConfig(model_name=str(tmp_path), lora_adapters=f"x={good}", max_prompt_prefix_length=63)
@@ -126,7 +127,7 @@ def test_the_launcher_refuses_before_anything_starts(tmp_path: Path) -> None:
 
 
 def test_a_shard_refuses_before_anything_is_loaded(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text('{"n_positions": 64}')
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "n_positions": 64}')
     env = {"HOME": None, "MAX_PROMPT_PREFIX_LENGTH": "64"}
     result = CliRunner().invoke(cli.main.commands["serve"], ["--model-path", str(tmp_path)], env=env)
     assert result.exit_code == 1

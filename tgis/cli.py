@@ -11,9 +11,11 @@ import click
 
 from tgis import __version__, failpoints, hub, hub_commands, logs, prompt_commands
 from tgis.client import client
-from tgis.config import FRAMEWORKS, LauncherConfig, RouterConfig, ShardConfig
-from tgis.declaration import variables_of
+from tgis.config import LauncherConfig, RouterConfig, ShardConfig
+from tgis.declaration import Group, variables_of
+from tgis.model_options import FRAMEWORKS
 from tgis.options.command import OneLineGroup, command, one_line_errors
+from tgis.options.parameters import GroupedOption
 from tgis.options.settings import DEFAULT, Setting, SettingsError
 from tgis.options.tgis_names import TGIS_NAMES
 from tgis.probe import health_probe
@@ -50,7 +52,7 @@ def _run_router(config: RouterConfig) -> None:
 def _run_shard(config: ShardConfig) -> None:
     _begin(config, f"rank={config.rank}", f"epoch={config.epoch}")
     _stay_offline()
-    settings = hub.read_json(Path(config.model_path), "config.json")
+    settings = hub.read_config(Path(config.model_path))
     length = config.max_sequence_length or hub.max_sequence_length(settings)
     cache = hub_commands.cache_root() if config.lora_adapters else Path()
     tuning = plan_tuning(config, length, cache)
@@ -91,8 +93,15 @@ def _shard_arguments() -> list[click.Parameter]:
             type=click.Choice(FRAMEWORKS),
             metavar="[DEPLOYMENT_FRAMEWORK]",
         ),
-        click.Option(["--revision"], help="Revision of MODEL_NAME in the hub cache.", default=None),
-        click.Option(["--sharded/--no-sharded"], help="Insist on a rank and a world size.", default=False),
+        GroupedOption(
+            ["--revision"], help="Revision of MODEL_NAME in the hub cache.", default=None, group=Group.MODEL
+        ),
+        GroupedOption(
+            ["--sharded/--no-sharded"],
+            help="Insist on a rank and a world size.",
+            default=False,
+            group=Group.COMPATIBILITY,
+        ),
     ]
 
 

@@ -3,23 +3,11 @@ environment; elsewhere a configuration is a frozen value."""
 
 from dataclasses import dataclass
 
-from tgis.declaration import option
+from tgis.declaration import Group, in_group, option
 from tgis.group_options import NodeOptions, RankOptions
+from tgis.model_options import DTYPES, ModelOptions, TuningOptions
 from tgis.port_options import LinkOptions, PortOptions
 
-DTYPES = ("float32", "bfloat16", "float16")
-DEVICES = ("auto", "cpu", "cuda")
-QUANTIZATIONS = ("int8", "gptq", "bitsandbytes")
-FRAMEWORKS = (
-    "hf_transformers",
-    "hf_accelerate",
-    "tgis_native",
-    "hf_custom_tp",
-    "hf_optimum_ort",
-    "hf_optimum_bt",
-    "ibm_fms",
-    "ds_inference",
-)
 # What the names of engines mean that are still read: one of the three there are, or None for one of the first
 # two, whichever serves the model.
 ENGINES = {
@@ -36,6 +24,7 @@ SHORT_SEQUENCE = "max_sequence_length ({value}) must be at least 2 (1 input + 1 
 NO_SHARDS = "`num_shard` / NUM_GPUS cannot be < 1"
 
 
+@in_group(Group.LOGS)
 @dataclass(frozen=True, kw_only=True)
 class LogOptions:
     json_output: bool = option("Log JSON lines instead of text.", False)
@@ -45,6 +34,7 @@ class LogOptions:
     )
 
 
+@in_group(Group.LIFECYCLE)
 @dataclass(frozen=True, kw_only=True)
 class FaultOptions:
     failpoints: str | None = option(
@@ -52,70 +42,7 @@ class FaultOptions:
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class ModelOptions:
-    dtype: str | None = option(
-        "Type the weights are held in; unset: the checkpoint's own.", None, choices=DTYPES
-    )
-    device: str = option(
-        "What shards compute on; auto: GPUs where torch can use them, else the CPU.",
-        "auto",
-        env="TGIS_DEVICE",
-        choices=DEVICES,
-    )
-    quantize: str | None = option(
-        "Weights of linear layers in 8 bits, made when they are read: int8, on the CPU, in the service's own "
-        "engine; activations are rounded to 8 bits where they meet them. gptq and bitsandbytes are refused.",
-        None,
-        choices=QUANTIZATIONS,
-    )
-    block_size: int = option("Tokens per cache block.", 16, minimum=1)
-    kv_cache_tokens: int | None = option(
-        "Most tokens the cache may hold; memory and the largest batch bound it too.", None, minimum=1
-    )
-    cpu_threads: int | None = option(
-        "Threads each shard computes with; unset: the cores there are, shared by the shards.", None, minimum=1
-    )
-    deployment_framework: str | None = option(
-        "Engine: tgis_native is the service's own and refuses families it does not know; hf_transformers "
-        "runs transformers' code with the service's cache and attention, slower, where that can; "
-        "hf_optimum_ort runs a model in ONNX form; unset: the service's own where it knows the family, "
-        "transformers' code elsewhere.",
-        None,
-        choices=FRAMEWORKS,
-    )
-    trust_remote_code: bool = option(
-        "Run Python code that comes with a checkpoint, with all the rights of this service.", False
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class TuningOptions:
-    prefix_store_path: str | None = option(
-        "Directory of tuned soft prompts, and of LoRA adapters, by their ids; unset: there are none.", None
-    )
-    prompt_cache_size_mb: int = option(
-        "MiB of soft prompts that each shard may hold loaded; the least recently used make way.",
-        512,
-        minimum=1,
-    )
-    max_prompt_prefix_length: int | None = option(
-        "Most virtual tokens of a soft prompt; unset: half of the longest sequence.", None, minimum=1
-    )
-    adapter_cache: str | None = option(
-        "Directory of LoRA adapters by their ids, looked into before --prefix-store-path.", None
-    )
-    adapter_cache_size_mb: int = option(
-        "MiB of LoRA adapters that each shard may hold loaded; the least recently used make way.",
-        1024,
-        minimum=1,
-    )
-    lora_adapters: str | None = option(
-        "LoRA adapters to load at the start and keep: NAME=DIRECTORY, or ids in the hub cache, with commas.",
-        None,
-    )
-
-
+@in_group(Group.MEMORY)
 @dataclass(frozen=True, kw_only=True)
 class BatchOptions:
     max_sequence_length: int | None = option(
@@ -123,13 +50,16 @@ class BatchOptions:
         None,
         minimum=2,
         refusal=SHORT_SEQUENCE,
+        group=Group.LIMITS,
+        is_common=True,
     )
-    max_batch_size: int = option("Most sequences in one step.", 256, minimum=1)
+    max_batch_size: int = option("Most sequences in one step.", 256, minimum=1, is_common=True)
     max_step_tokens: int = option(
         "Most tokens computed in one step; longer prompts are computed in chunks.", 2048, minimum=1
     )
 
 
+@in_group(Group.LIMITS)
 @dataclass(frozen=True, kw_only=True)
 class ServingOptions:
     max_concurrent_requests: int = option(
@@ -140,6 +70,7 @@ class ServingOptions:
         1024,
         minimum=1,
         refusal="max_new_tokens ({value}) at least 1",
+        is_common=True,
     )
     max_top_n_tokens: int = option("Upper bound of a request's top_n_tokens.", 10, minimum=1)
     tokenization_workers: int | None = option(
@@ -148,6 +79,7 @@ class ServingOptions:
         None,
         minimum=1,
         refusal="tokenization_workers must be > 0",
+        group=Group.MEMORY,
     )
     output_special_tokens: bool = option("Keep special tokens in the text.", False)
     default_include_stop_seqs: bool = option(
@@ -157,7 +89,11 @@ class ServingOptions:
         "Bytes of the largest grammar, schema or list of choices that a request may bring.", 65536, minimum=1
     )
     steps_in_flight: int = option(
-        "Unanswered steps; 1 waits for every answer before the next step is sent.", 2, minimum=1, maximum=8
+        "Unanswered steps; 1 waits for every answer before the next step is sent.",
+        2,
+        minimum=1,
+        maximum=8,
+        group=Group.MEMORY,
     )
     speculate: int = option(
         "Most tokens of a sequence that a step computes ahead, guessed from what followed its newest tokens "
@@ -165,28 +101,33 @@ class ServingOptions:
         0,
         minimum=0,
         maximum=16,
+        group=Group.MEMORY,
     )
     decode_step_ms: float = option(
         "Predicted time that a step may take while requests are decoding; prompts are cut to fit, and so "
         "that each gets no more of a step than those requests.",
         250.0,
         minimum=1,
+        group=Group.MEMORY,
     )
     shutdown_timeout: float = option(
-        "Seconds that requests in flight get to finish on SIGTERM.", 30.0, minimum=0
+        "Seconds that requests in flight get to finish on SIGTERM.", 30.0, minimum=0, group=Group.LIFECYCLE
     )
     recovery_timeout: float = option(
-        "Seconds that requests wait for lost shards to come back.", 300.0, minimum=0
+        "Seconds that requests wait for lost shards to come back.", 300.0, minimum=0, group=Group.LIFECYCLE
     )
-    log_text_chars: int = option("Characters of input and output that a log line may show.", 0, minimum=0)
+    log_text_chars: int = option(
+        "Characters of input and output that a log line may show.", 0, minimum=0, group=Group.LOGS
+    )
     otlp_endpoint: str | None = option(
-        "OpenTelemetry collector (gRPC) that traces go to; unset: none are made.", None
+        "OpenTelemetry collector (gRPC) that traces go to; unset: none are made.", None, group=Group.LOGS
     )
     otlp_service_name: str | None = option(
-        f"Service name in traces; unset: OTEL_SERVICE_NAME, else {SERVICE_NAME}.", None
+        f"Service name in traces; unset: OTEL_SERVICE_NAME, else {SERVICE_NAME}.", None, group=Group.LOGS
     )
 
 
+@in_group(Group.MODEL)
 @dataclass(frozen=True, kw_only=True)
 class LauncherConfig(
     LogOptions,
@@ -202,15 +143,18 @@ class LauncherConfig(
     """`text-generation-launcher`."""
 
     model_name: str = option(
-        "Directory of a model, or the id of one in the local hub cache.", "bigscience/bloom-560m"
+        "Directory of a model, or the id of one in the local hub cache.",
+        "bigscience/bloom-560m",
+        is_common=True,
     )
-    revision: str | None = option("Revision of a model in the hub cache.", None)
-    dtype_str: str | None = option("Older name of --dtype.", None, choices=DTYPES)
+    revision: str | None = option("Revision of a model in the hub cache.", None, is_common=True)
+    dtype_str: str | None = option("Older name of --dtype.", None, choices=DTYPES, group=Group.COMPATIBILITY)
     num_shard: int | None = option(
         "Tensor-parallel shards of each node; unset: NUM_GPUS, else the visible devices, 1 on a CPU.",
         None,
         minimum=1,
         refusal=NO_SHARDS,
+        is_common=True,
     )
     num_gpus: int | None = option(
         "Older name of --num-shard.",
@@ -218,14 +162,21 @@ class LauncherConfig(
         minimum=1,
         refusal=NO_SHARDS,
         unreadable="NUM_GPUS must be a positive integer",
+        group=Group.COMPATIBILITY,
     )
     shard_uds_path: str | None = option(
-        "Prefix of the shards' Unix sockets; unset: inside a new private directory.", None
+        "Prefix of the shards' Unix sockets; unset: inside a new private directory.",
+        None,
+        group=Group.NETWORK,
     )
     hf_hub_cache: str | None = option("Root of the hub cache.", None)
     hf_home: str | None = option("Parent of the hub cache where --hf-hub-cache is unset.", None)
-    transformers_cache: str | None = option("Older name of HF_HUB_CACHE.", None, flag=False)
-    huggingface_hub_cache: str | None = option("Older name of HF_HUB_CACHE.", None, flag=False)
+    transformers_cache: str | None = option(
+        "Older name of HF_HUB_CACHE.", None, flag=False, group=Group.COMPATIBILITY
+    )
+    huggingface_hub_cache: str | None = option(
+        "Older name of HF_HUB_CACHE.", None, flag=False, group=Group.COMPATIBILITY
+    )
     home: str | None = option(
         "The hub cache is .cache/huggingface/hub below it where nothing else is set.", None, flag=False
     )
@@ -234,61 +185,90 @@ class LauncherConfig(
     )
     nvidia_visible_devices: str | None = option("Read where CUDA_VISIBLE_DEVICES is unset.", None, flag=False)
     termination_log: str = option(
-        "File that gets the reason of a failure.", "/dev/termination-log", older_env="TERMINATION_LOG_DIR"
+        "File that gets the reason of a failure.",
+        "/dev/termination-log",
+        older_env="TERMINATION_LOG_DIR",
+        group=Group.LIFECYCLE,
     )
     termination_grace_period: float | None = option(
         "Seconds from the pod's end to its being killed, its terminationGracePeriodSeconds; a "
         "--shutdown-timeout that does not fit into them is refused. Unset: nothing is checked.",
         None,
         minimum=0,
+        group=Group.LIFECYCLE,
     )
     pre_stop_delay: float = option(
         "Seconds of the grace period that pass before SIGTERM comes, in the pod's preStop hook.",
         0.0,
         minimum=0,
+        group=Group.LIFECYCLE,
     )
-    compat: str | None = option("Also read the names of another server's options.", None, choices=("tgi",))
+    compat: str | None = option(
+        "Also read the names of another server's options.", None, choices=("tgi",), group=Group.COMPATIBILITY
+    )
     env: bool = option(
-        "Print versions, machine and settings to stderr first, then go on.", False, env=False, short="-e"
+        "Print versions, machine and settings to stderr first, then go on.",
+        False,
+        env=False,
+        short="-e",
+        group=Group.LOGS,
     )
 
 
+@in_group(Group.MODEL)
 @dataclass(frozen=True, kw_only=True)
 class RouterConfig(LogOptions, FaultOptions, LinkOptions, BatchOptions, PortOptions, ServingOptions):
     """`text-generation-router`."""
 
-    tokenizer_path: str = option("Directory that holds tokenizer.json.")
-    shard_uds_path: str = option("Prefix of the shards' Unix sockets; the rank is appended.", UDS_PATH)
+    tokenizer_path: str = option("Directory that holds tokenizer.json.", is_common=True)
+    shard_uds_path: str = option(
+        "Prefix of the shards' Unix sockets; the rank is appended.", UDS_PATH, group=Group.NETWORK
+    )
     shard_addresses: str | None = option(
         "HOST:PORT of each rank, with commas, or the path of a file that holds that and may change: TCP with "
         "mutual TLS instead of Unix sockets.",
         None,
         env=False,
+        group=Group.NETWORK,
     )
-    num_shard: int = option("Shards of the group.", 1, minimum=1)
+    num_shard: int = option("Shards of the group.", 1, minimum=1, is_common=True)
     max_sequence_length: int | None = option(
-        "Limit of input plus output tokens.", 2048, minimum=2, refusal=SHORT_SEQUENCE
+        "Limit of input plus output tokens.",
+        2048,
+        minimum=2,
+        refusal=SHORT_SEQUENCE,
+        group=Group.LIMITS,
+        is_common=True,
     )
-    otlp_service_name: str | None = option("Service name in traces.", SERVICE_NAME, env="OTEL_SERVICE_NAME")
+    otlp_service_name: str | None = option(
+        "Service name in traces.", SERVICE_NAME, env="OTEL_SERVICE_NAME", group=Group.LOGS
+    )
 
 
+@in_group(Group.MODEL)
 @dataclass(frozen=True, kw_only=True)
 class ShardConfig(
     LogOptions, FaultOptions, LinkOptions, RankOptions, ModelOptions, TuningOptions, BatchOptions
 ):
     """`text-generation-server serve`: one rank of a group."""
 
-    model_path: str = option("Directory of the model; MODEL_NAME may be given instead.")
+    model_path: str = option("Directory of the model; MODEL_NAME may be given instead.", is_common=True)
     tokenizer_path: str | None = option(
-        "Directory that holds tokenizer.json; unset: the model's.", None, env=False
+        "Directory that holds tokenizer.json; unset: the model's.", None, env=False, is_common=True
     )
-    uds_path: str = option("Prefix of the Unix sockets; the rank is appended.", UDS_PATH)
+    uds_path: str = option("Prefix of the Unix sockets; the rank is appended.", UDS_PATH, group=Group.NETWORK)
     listen_address: str | None = option(
-        "HOST:PORT: TCP with mutual TLS instead of Unix sockets; steps have the next port.", None, env=False
+        "HOST:PORT: TCP with mutual TLS instead of Unix sockets; steps have the next port.",
+        None,
+        env=False,
+        group=Group.NETWORK,
     )
     kernel_cache: str | None = option(
-        "Directory for compiled code where no other place can be written.", None, env=False
+        "Directory for compiled code where no other place can be written.",
+        None,
+        env=False,
+        group=Group.LIFECYCLE,
     )
     heartbeat_fd: int | None = option(
-        "Open file descriptor to write signs of life to.", None, env=False, minimum=0
+        "Open file descriptor to write signs of life to.", None, env=False, minimum=0, group=Group.LIFECYCLE
     )

@@ -1,8 +1,28 @@
 """How an option is declared: as the field of a dataclass, from which flag, environment variable, type, range
 and help follow."""
 
-from dataclasses import MISSING, Field, dataclass, field, fields
-from typing import Any, get_type_hints
+from collections.abc import Callable
+from dataclasses import MISSING, Field, dataclass, field, fields, replace
+from enum import Enum
+from types import MappingProxyType
+from typing import Any, TypeVar, get_type_hints
+
+C = TypeVar("C", bound=type)
+
+
+class Group(Enum):
+    """Headings under which options are listed, in this order: what most people set comes first."""
+
+    MODEL = "Model"
+    LIMITS = "Limits of requests"
+    NETWORK = "Network"
+    TLS = "TLS and tokens"
+    MEMORY = "Memory and speed"
+    ADAPTERS = "Soft prompts and adapters"
+    LOGS = "Logs and traces"
+    LIFECYCLE = "Start, stop and recovery"
+    NODES = "Several machines"
+    COMPATIBILITY = "Compatibility"
 
 
 @dataclass(frozen=True)
@@ -26,11 +46,34 @@ class Option:
     """What TGIS says of a text that is no number; exit code 1 instead of 2."""
     takes_value: bool = False
     """A boolean that is written `--flag true`, as TGIS wants it for one of its flags."""
+    group: Group | None = None
+    """None: that of the class that declares it, if it has one."""
+    is_common: bool = False
+    """Listed before the others of its group."""
 
 
 def option(help: str, default: Any = MISSING, **more: Any) -> Any:
     """A field that is an option; `more` are further fields of Option."""
     return field(default=default, metadata={"option": Option(help, **more)})
+
+
+def in_group(group: Group) -> Callable[[C], C]:
+    """Put the options that a dataclass declares itself into `group`, but those that name another."""
+
+    def decorate(config_type: C) -> C:
+        for f in fields(config_type):
+            option = f.metadata["option"]
+            if f.name in config_type.__annotations__ and option.group is None:
+                f.metadata = MappingProxyType({"option": replace(option, group=group)})
+        return config_type
+
+    return decorate
+
+
+def in_groups(config_type: type) -> list[tuple[Field[Any], Option, Any]]:
+    """Return what `declared` does, by groups, those without one last; of each group the common ones first."""
+    order = [*Group, None]
+    return sorted(declared(config_type), key=lambda one: (order.index(one[1].group), not one[1].is_common))
 
 
 def declared(config_type: type) -> list[tuple[Field[Any], Option, Any]]:

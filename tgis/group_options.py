@@ -2,9 +2,10 @@
 
 from dataclasses import dataclass
 
-from tgis.declaration import option
+from tgis.declaration import Group, in_group, option
 
 
+@in_group(Group.NODES)
 @dataclass(frozen=True, kw_only=True)
 class NodeOptions:
     """Of a launcher, one of which runs on each node."""
@@ -28,6 +29,7 @@ class NodeOptions:
     headless: bool = option("Run shards alone, for a router elsewhere; so do all nodes but node 0.", False)
 
 
+@in_group(Group.NODES)
 @dataclass(frozen=True, kw_only=True)
 class RankOptions:
     """Of a shard."""
@@ -49,4 +51,4 @@ class RankOptions:
     rendezvous_fd: int | None = option(
         "Open file descriptor of the socket that listens there, for rank 0.", None, env=False, minimum=0
     )
-    epoch: int = option("Which start of the group this is.", 0, env=False, minimum=0)
+    epoch: int = option("Which start of the group this is.", 0, env=False, minimum=0, group=Group.LIFECYCLE)

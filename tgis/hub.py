@@ -2,14 +2,15 @@
 network."""
 
 import json
+import os
 from collections.abc import Iterator, Mapping
 from hashlib import sha256
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from tgis.config import DTYPES
 from tgis.errors import OperatorError
+from tgis.model_options import DTYPES
 
 # The first of these that a configuration has is the model's sequence length.
 LENGTH_KEYS = (
@@ -25,6 +26,7 @@ DEFAULT_LENGTH = 2048
 UNRESOLVED = "Failed to resolve config path"
 WEIGHT_FILES = ("*.safetensors", "*.bin", "*.onnx")
 # What a tokenizer may be in where there is no tokenizer.json, as names or patterns.
+MAX_SHOWN_CHARS = 200  # of a name
 TOKENIZER_FILES = ("*.model", "*.tiktoken", "vocab.json", "vocab.txt", "tekken.json")
 
 
@@ -66,34 +68,46 @@ def resolve(name: str, revision: str | None, cache: Path) -> Path:
 
     A snapshot goes before a directory, as in TGIS. Raises ModelNotFoundError."""
     entry = cache_entry(name, cache)
-    if not entry.is_dir():
-        return _directory(name)
-    directory = snapshot(entry, revision)
-    if not (directory / "config.json").is_file():
+    directory = snapshot(entry, revision) if os.path.isdir(entry) else _directory(name)
+    if not os.path.isfile(directory / "config.json"):
         raise ModelNotFoundError(
             f"{UNRESOLVED}: Config file not found in local cache for model {name}, revision {directory.name}"
         )
+    if not is_utf8(directory):
+        raise ModelNotFoundError(
+            f"{UNRESOLVED}: the path {directory} is not UTF-8, as safetensors and tokenizers need it"
+        )
     return directory
+
+
+def is_utf8(path: object) -> bool:
+    """Return whether a path that the system gave as bytes is text in UTF-8."""
+    try:
+        str(path).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def find_files(name: str, revision: str | None, cache: Path) -> Path:
     """As `resolve`, of a model that may not have all of its files. Raises ModelNotFoundError."""
     entry = cache_entry(name, cache)
-    directory = snapshot(entry, revision) if entry.is_dir() else Path(name)
-    if not name or not directory.is_dir():
-        raise ModelNotFoundError(f"Weights not found in local cache for model {name}")
+    directory = snapshot(entry, revision) if os.path.isdir(entry) else Path(name)
+    if not name or not os.path.isdir(directory):
+        raise ModelNotFoundError(f"Weights not found in local cache for model {name[:MAX_SHOWN_CHARS]}")
     return directory
 
 
 def cache_entry(name: str, cache: Path) -> Path:
-    """Where the hub cache keeps what it has of a model; it may not exist."""
+    """Where the hub cache keeps what it has of a model; it may not exist, nor can it where the name is longer
+    than a file's."""
     return cache / f"models--{name.rstrip('/').replace('/', '--')}"
 
 
 def snapshot(entry: Path, revision: str | None) -> Path:
     """The directory of a revision, by default of `main`; it may not exist."""
     reference = entry / "refs" / (revision or "main")
-    commit = reference.read_text().strip() if reference.is_file() else revision or "main"
+    commit = reference.read_text().strip() if os.path.isfile(reference) else revision or "main"
     return entry / "snapshots" / commit
 
 
@@ -103,20 +117,42 @@ def has_tokenizer_to_convert(directory: Path) -> bool:
 
 
 def fingerprint(directory: Path) -> str:
-    """The same where configuration, and names and sizes of the weights' files, are the same."""
+    """The same where configuration, and names and sizes of the weights' files, are the same. Raises
+    ModelNotFoundError."""
     files = sorted(path for pattern in WEIGHT_FILES for path in directory.glob(pattern))
-    sizes = [(path.name, path.stat().st_size) for path in files]
+    sizes = [(path.name, _size(path)) for path in files]
     text = json.dumps([read_json(directory, "config.json"), sizes], sort_keys=True)
     return sha256(text.encode()).hexdigest()[:16]
 
 
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError as error:  # a link of the hub cache that leads nowhere, say
+        raise ModelNotFoundError(f"{path} cannot be read: {error.strerror}") from error
+
+
 def _directory(name: str) -> Path:
-    directory = Path(name)
-    if not name or not directory.is_dir():
-        raise ModelNotFoundError(f"{UNRESOLVED}: Model {name} not found")
-    if not (directory / "config.json").is_file():
-        raise ModelNotFoundError(f"{UNRESOLVED}: Model {name} has no config.json")
+    directory, shown = Path(name), name[:MAX_SHOWN_CHARS]
+    try:
+        if not name or not directory.is_dir():
+            raise ModelNotFoundError(f"{UNRESOLVED}: Model {shown} not found")
+        if not (directory / "config.json").is_file():
+            raise ModelNotFoundError(f"{UNRESOLVED}: Model {shown} has no config.json")
+    except OSError as error:
+        raise ModelNotFoundError(f"{UNRESOLVED}: Model {shown} not found: {error.strerror}") from error
     return directory
+
+
+def read_config(directory: Path) -> dict[str, Any]:
+    """Return the model's config.json, which must name a model type. Raises ModelNotFoundError."""
+    config = read_json(directory, "config.json")
+    model_type = config.get("model_type")
+    if not isinstance(model_type, str) or not model_type:
+        raise ModelNotFoundError(
+            f"{directory / 'config.json'} has no model_type, the name of a kind of model"
+        )
+    return config
 
 
 def read_json(directory: Path, name: str) -> dict[str, Any]:
@@ -126,6 +162,10 @@ def read_json(directory: Path, name: str) -> dict[str, Any]:
         return {}
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ModelNotFoundError(f"{path} cannot be read: {error.strerror}") from error
+    except RecursionError as error:
+        raise ModelNotFoundError(f"{path} is nested too deep to be read") from error
     except ValueError as error:
         raise ModelNotFoundError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(content, dict):

@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from tgis import hub
-from tgis.config import SHORT_SEQUENCE, LauncherConfig, TuningOptions
+from tgis.config import SHORT_SEQUENCE, LauncherConfig
 from tgis.devices import has_gpus
 from tgis.errors import OperatorError
+from tgis.model_options import TuningOptions
 from tgis.tuning_plan import plan_tuning
 
 logger = logging.getLogger(__name__)
@@ -48,10 +49,11 @@ def plan(config: LauncherConfig) -> Plan:
     num_shards = count_shards(config, is_cuda)
     cache = _cache_root(config)
     path = hub.resolve(config.model_name, config.revision, cache)
+    model_config = hub.read_config(path)
     has_fast = (path / TOKENIZER).is_file()
     if not has_fast and not hub.has_tokenizer_to_convert(path):
         raise LaunchError(f"No existing fast tokenizer ({TOKENIZER}) found")
-    length = _choose_length(config.max_sequence_length, hub.read_json(path, "config.json"))
+    length = _choose_length(config.max_sequence_length, model_config)
     tuning = plan_tuning(config, length, cache)
     dtype, fingerprint = config.dtype or config.dtype_str, hub.fingerprint(path)
     return Plan(path, length, dtype, num_shards, has_fast, tuning, fingerprint)

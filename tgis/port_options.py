@@ -3,9 +3,10 @@ router and shards."""
 
 from dataclasses import dataclass
 
-from tgis.declaration import option
+from tgis.declaration import Group, in_group, option
 
 
+@in_group(Group.NETWORK)
 @dataclass(frozen=True, kw_only=True)
 class PortOptions:
     bind: str = option("Address the public ports listen on.", "0.0.0.0")
@@ -15,21 +16,28 @@ class PortOptions:
     grpc_port: int = option(
         "Public gRPC port; 0 takes a free one.", 8033, short="-g", minimum=0, maximum=65535
     )
-    tls_cert_path: str | None = option("PEM file of the gRPC port's certificate; needs --tls-key-path.", None)
-    tls_key_path: str | None = option("PEM file of its private key; needs --tls-cert-path.", None)
+    tls_cert_path: str | None = option(
+        "PEM file of the gRPC port's certificate; needs --tls-key-path.", None, group=Group.TLS
+    )
+    tls_key_path: str | None = option(
+        "PEM file of its private key; needs --tls-cert-path.", None, group=Group.TLS
+    )
     tls_client_ca_cert_path: str | None = option(
-        "PEM file of the authorities of clients, which then must show a certificate.", None
+        "PEM file of the authorities of clients, which then must show a certificate.", None, group=Group.TLS
     )
     http_tls: bool = option(
-        "Serve the HTTP port with the gRPC port's certificate too; its clients need none.", False
+        "Serve the HTTP port with the gRPC port's certificate too; its clients need none.",
+        False,
+        group=Group.TLS,
     )
     auth_tokens_path: str | None = option(
         "File of bearer tokens, a line each, of which a call must show one; unset: none is asked for.",
         None,
+        group=Group.TLS,
     )
-    max_message_bytes: int = option("Bytes of the largest request.", 4 << 20, minimum=1)
+    max_message_bytes: int = option("Bytes of the largest request.", 4 << 20, minimum=1, group=Group.LIMITS)
     max_metadata_bytes: int = option(
-        "Bytes of a call's metadata, with 32 for each entry.", 16 << 10, minimum=1
+        "Bytes of a call's metadata, with 32 for each entry.", 16 << 10, minimum=1, group=Group.LIMITS
     )
     max_connection_age: float | None = option(
         "Seconds after which a gRPC connection is asked to be opened anew, within a tenth; streams on it "
@@ -49,6 +57,7 @@ class PortOptions:
     )
 
 
+@in_group(Group.NODES)
 @dataclass(frozen=True, kw_only=True)
 class LinkOptions:
     link_cert_path: str | None = option(

@@ -38,3 +38,5 @@ def _one_line_error(host: str, port: int) -> Iterator[None]:
     except OSError as error:
         reason = (error.strerror or str(error)).split(" (")[0]  # asyncio and socket add the address once more
         raise PortError(f"port {port} on {host} cannot be opened: {reason}") from error
+    except UnicodeError as error:  # of a name that no host can have
+        raise PortError(f"port {port} on {host} cannot be opened: that is no address") from error

@@ -1,14 +1,15 @@
 """Where soft prompts and LoRA adapters come from, settled before any process is started: directories are
 absolute, and every adapter of the start is where it is said to be."""
 
+import os
 import re
 from collections.abc import Iterator
 from dataclasses import fields, replace
 from pathlib import Path
 
 from tgis import hub
-from tgis.config import TuningOptions
 from tgis.errors import OperatorError
+from tgis.model_options import TuningOptions
 
 ADAPTER_CONFIG = "adapter_config.json"
 MAX_ID_BYTES = 256
@@ -72,7 +73,7 @@ def _locate(entry: str, cache: Path) -> tuple[str, Path]:
     name, _, revision = entry.partition("@")
     cached = hub.cache_entry(name, cache)
     snapshot = hub.snapshot(cached, revision or None)
-    if not cached.is_dir() or not snapshot.is_dir():
+    if not os.path.isdir(cached) or not os.path.isdir(snapshot):
         raise TuningError(f"lora_adapters: {entry} is not in the hub cache; {_FORM}")
     return name, snapshot.absolute()
 
@@ -82,7 +83,7 @@ def _check_adapter(name: str, directory: Path) -> None:
         raise TuningError(
             f"lora_adapters: {name}: the path {directory} has a comma, which separates adapters"
         )
-    if not directory.is_dir():
+    if not os.path.isdir(directory):
         raise TuningError(f"lora_adapters: {name}: there is no directory {directory}")
     if not (directory / ADAPTER_CONFIG).is_file():
         raise TuningError(f"lora_adapters: {name}: {directory} has no {ADAPTER_CONFIG}")
@@ -92,5 +93,12 @@ def _check_adapter(name: str, directory: Path) -> None:
 
 
 def _make_absolute(path: str | None) -> str | None:
-    """Of a directory, which may appear later."""
-    return str(Path(path).absolute()) if path else None
+    """Of a directory, which may appear later. Raises TuningError."""
+    if not path:
+        return None
+    directory = Path(path).absolute()
+    try:
+        directory.is_dir()
+    except OSError as error:  # such as a name that no directory can have
+        raise TuningError(f"{directory} cannot be used: {error.strerror}") from error
+    return str(directory)

@@ -64,7 +64,9 @@ def _parse_launch(arguments: list[str], env: Mapping[str, str]) -> Launch:
     def keep(config: LauncherConfig) -> None:
         configs.append(config)
         with tempfile.TemporaryDirectory() as model:
-            (Path(model) / "config.json").write_text(json.dumps({"max_position_embeddings": 1 << 20}))
+            (Path(model) / "config.json").write_text(
+                json.dumps({"model_type": "llama", "max_position_embeddings": 1 << 20})
+            )
             (Path(model) / "tokenizer.json").write_text("{}")
             plan(replace(config, model_name=model))
 

@@ -12,8 +12,9 @@ import pytest
 import torch
 from numba import carray
 
-from tgis.shard import code_cache
+from tgis.shard import code_cache, compiled, progress
 from tgis.shard.compiled import Kernel, pointer, take
+from tgis.shard.progress import CompileProgress
 
 NOWHERE = Path("/proc/nowhere")
 _I64 = np.int64(0)
@@ -62,6 +63,27 @@ def test_code_is_not_kept_where_it_may_not_be(
         for _ in range(2):
             check(monkeypatch, NOWHERE)
     assert len(caplog.records) == 1, "it is said once"
+
+
+def test_compiling_is_told_where_nothing_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With how long the code lasts."""
+    caplog.set_level("INFO", "tgis.shard.progress")
+    monkeypatch.setattr(progress, "FIRST_COMPILING_S", 0.0)
+
+    def told(*bases: Path) -> list[str]:
+        monkeypatch.setattr(compiled, "compile_progress", CompileProgress())
+        caplog.clear()
+        check(monkeypatch, *bases)
+        return [text.partition("; the code ")[2] for text in caplog.messages if text.startswith("compiling")]
+
+    kept = tmp_path / "kept"
+    assert told(kept) == [f"is kept in {kept}, where later starts find it"]
+    assert told(kept) == []
+    assert told(NOWHERE) == ["cannot be kept, so that every start compiles"]
+    monkeypatch.setattr(code_cache, "_of_run", {tmp_path / "run"})
+    assert told(tmp_path / "run") == ["is kept for this run, so that the next one compiles again"]
 
 
 def test_a_full_disk_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

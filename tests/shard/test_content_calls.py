@@ -35,8 +35,8 @@ ERRORS = [
     (torch.OutOfMemoryError("secret"), Code.RESOURCE_EXHAUSTED, "out of memory"),
     (OSError(errno.ENOSPC, "secret"), Code.RESOURCE_EXHAUSTED, "no room is left for a copy"),
     (OSError(errno.EDQUOT, "secret"), Code.RESOURCE_EXHAUSTED, "no room is left for a copy"),
-    (OSError(errno.EIO, "secret"), Code.INTERNAL, "internal error"),
-    (ValueError("secret"), Code.INTERNAL, "internal error"),
+    (OSError(errno.EIO, "bad disk", "/a/path"), Code.INTERNAL, "OSError: [Errno 5] bad disk: '/a/path'"),
+    (ValueError("odd"), Code.INTERNAL, "ValueError: odd"),
 ]
 
 
@@ -242,7 +242,8 @@ async def test_relaying_says_why_it_failed(served: Served, tmp_path: Path) -> No
         target.spool.directory.write_text("no directory")
         with pytest.raises(grpc.RpcError) as caught:
             await relay(*stubs, digest, TIMEOUT_S)
-        assert (caught.value.code(), caught.value.details()) == (Code.INTERNAL, "internal error")
+        assert caught.value.code() is Code.INTERNAL
+        assert caught.value.details().startswith("FileExistsError: ")
         target.spool.directory.unlink()
         (tmp_path / "gone").rename(target.spool.directory)
         with pytest.raises(grpc.RpcError) as caught:

@@ -1,4 +1,4 @@
-"""What the log says while a checkpoint is read."""
+"""What the log says while a checkpoint is read and kernels are compiled."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tgis.shard.progress import Progress
+from tgis.shard.progress import CompileProgress, Progress
 from tgis.shard.weights import Weights, stack
 
 
@@ -46,3 +46,27 @@ def test_counts_what_is_read(tmp_path: Path, caplog: pytest.LogCaptureFixture) -
         weights.find("y.weight", (2, 4)).read()
     assert [record.message for record in caplog.records] == ["weights read"]
     assert fields(caplog)[0]["bytes"] == (3 * 2 + 2 * 4) * 4
+
+
+def test_compiling_is_told_after_a_second_and_every_five(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    progress = CompileProgress()
+    progress.num_kernels = 25
+    for _ in range(16):
+        progress.add(0.75, "is kept")
+    assert caplog.messages == ["compiling kernels for this processor; the code is kept"] * 3
+    assert [line["seconds"] for line in fields(caplog)] == [1.5, 6.8, 12.0]
+    assert [line["kernels"] for line in fields(caplog)] == [2, 9, 16]
+    assert {line["at_most"] for line in fields(caplog)} == {25}
+    progress.finish()
+    assert caplog.messages[-1] == "kernels compiled"
+    assert fields(caplog)[-1] == {"kernels": 16, "seconds": 12.0}
+
+
+def test_little_or_no_compiling_is_not_told(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    progress = CompileProgress()
+    progress.finish()
+    progress.add(0.9, "is kept")
+    progress.finish()
+    assert not caplog.records

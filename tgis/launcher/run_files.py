@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
+from tgis import hub
 from tgis.child import Child
 from tgis.frames import steps_path
 from tgis.launch_plan import TOKENIZER, LaunchError, Plan
@@ -59,6 +60,10 @@ class RunFiles:
     def _check_sockets(self) -> None:
         """Before minutes go by until a shard finds it out. Raises LaunchError."""
         longest = steps_path(str(self._sockets[-1]))
+        if not hub.is_utf8(longest):
+            raise LaunchError(
+                f"{longest} is not UTF-8, as a socket's path must be: set --shard-uds-path or another TMPDIR"
+            )
         if len(os.fsencode(longest)) > MAX_SOCKET_PATH:
             raise LaunchError(
                 f"{longest} is too long for a socket's path: set --shard-uds-path or a shorter TMPDIR"

@@ -16,7 +16,7 @@ from click.core import ParameterSource
 
 from tgis import json_lines, logs
 from tgis.config import LogOptions
-from tgis.declaration import Option, declared, env_of, flag_of
+from tgis.declaration import Group, Option, declared, env_of, flag_of, in_groups
 from tgis.errors import OperatorError
 from tgis.options import log_level, report
 from tgis.options.foreign import Foreign
@@ -48,6 +48,21 @@ class OneLine(click.Command):
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         ctx.meta[ARGUMENTS] = list(args)
         return super().parse_args(ctx, args)
+
+
+class GroupedCommand(OneLine):
+    """A command whose help has its options in groups."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the options under the headings of their groups, those without one under "Options"."""
+        records: dict[Group | None, list[tuple[str, str]]] = {group: [] for group in (*Group, None)}
+        for one in self.get_params(ctx):
+            if record := one.get_help_record(ctx):
+                records[getattr(one, "group", None)].append(record)
+        for group, rows in records.items():
+            if rows:
+                with formatter.section(group.value if group else "Options"):
+                    formatter.write_dl(rows)
 
 
 class OneLineGroup(OneLine, click.Group):
@@ -88,14 +103,14 @@ def command(
 
     options = [
         parameter(f, option, hint, complete is None)
-        for f, option, hint in declared(config_type)
+        for f, option, hint in in_groups(config_type)
         if option.flag
     ]
     theirs = [foreign_flag(one, hidden=one in TGI_NAMES) for one in _names_of(reads) if one.flag]
-    made = OneLine(
+    made = GroupedCommand(
         name,
         callback=call,
-        params=[*extra, *options, *theirs],
+        params=[*options, *extra, *theirs],
         help=help,
         context_settings={"show_default": True},
     )
@@ -216,7 +231,7 @@ def _fail(
     print(json_lines.error_line(line, fields), file=sys.stderr, flush=True)
     if termination_log:
         with contextlib.suppress(OSError):  # there is none outside a cluster, or it may not be written
-            Path(termination_log).write_text(line + "\n")
+            Path(termination_log).write_text(line + "\n", encoding="utf-8", errors="backslashreplace")
     sys.exit(exit_code)
 
 

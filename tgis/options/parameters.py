@@ -10,7 +10,7 @@ from typing import Any, get_args
 
 import click
 
-from tgis.declaration import Option, env_of, flag_of
+from tgis.declaration import Group, Option, env_of, flag_of
 from tgis.options import log_level
 from tgis.options.foreign import Foreign
 
@@ -42,16 +42,26 @@ def parameter(f: Field[Any], option: Option, hint: Any, is_required: bool) -> cl
         show_envvar=True,
         is_eager=f.name == "termination_log",  # known before other options are found to be wrong
         help=option.help,
+        group=option.group,
     )
 
 
 def foreign_flag(foreign: Foreign, hidden: bool) -> click.Option:
     help = f"Means --{foreign.means.replace('_', '-')}." if foreign.means else f"No effect: {foreign.why}."
     names = [foreign.flag_name, FOREIGN + foreign.name, *([foreign.short] if foreign.short else [])]
-    return click.Option(names, is_flag=foreign.switch, default=None, hidden=hidden, help=help)
+    switch, group = foreign.switch, Group.COMPATIBILITY
+    return GroupedOption(names, is_flag=switch, default=None, hidden=hidden, help=help, group=group)
 
 
-class _Declared(click.Option):
+class GroupedOption(click.Option):
+    """An option that `--help` lists under the heading of its group."""
+
+    def __init__(self, *args: Any, group: Group | None, **more: Any) -> None:
+        super().__init__(*args, **more)
+        self.group = group
+
+
+class _Declared(GroupedOption):
     def resolve_envvar_value(self, ctx: click.Context) -> str | None:
         """Of the first variable that is given. Blank, it is not given where the option may be unset and is a
         text, and an error elsewhere."""

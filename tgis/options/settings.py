@@ -89,6 +89,7 @@ def _agreed(ours: Setting, theirs: Setting) -> Setting:
 def check(settings: Mapping[str, Setting]) -> list[str]:
     """What is to be warned about in the options of any command. Raises SettingsError."""
     values = {name: setting.value for name, setting in settings.items()}
+    _check_ports(values)
     _check_tls(values)
     _check_link(settings)
     if (method := values.get("quantize")) in NOT_QUANTIZED:
@@ -97,6 +98,14 @@ def check(settings: Mapping[str, Setting]) -> list[str]:
             "unquantized checkpoint and leave it out, or ask for int8"
         )
     return _check_framework(values.get("deployment_framework"))
+
+
+def _check_ports(values: Mapping[str, Any]) -> None:
+    if "bind" in values and not values["bind"].strip():
+        raise SettingsError("bind: there is no address; 0.0.0.0 means all of them")
+    is_public = "grpc_port" in values and not values.get("headless") and not values.get("node_rank")
+    if is_public and values["port"] == values["grpc_port"] != 0:
+        raise SettingsError(f"port and grpc_port are both {values['port']}: HTTP and gRPC need a port each")
 
 
 def _check_tls(values: Mapping[str, Any]) -> None:

@@ -28,7 +28,7 @@ from tgis.router.contents import Contents
 from tgis.router.detokenizer import Vocabulary
 from tgis.router.engine import Engine
 from tgis.router.errors import StartupError
-from tgis.router.gate import Gate, Tokens
+from tgis.router.gate import Gate, Tokens, warn_if_open
 from tgis.router.grpc_api import GenerationService
 from tgis.router.grpc_door import Door
 from tgis.router.grpc_options import grpc_options
@@ -100,7 +100,8 @@ class _Router:
         server = grpc.aio.server(interceptors=doors, options=grpc_options(config))
         # Who connects while the model loads is refused, and can go elsewhere, instead of waiting for answers.
         reserved = reserve(config.bind, config.grpc_port)
-        grpc_port = reserved.getsockname()[1]
+        host, grpc_port, *_ = reserved.getsockname()
+        warn_if_open(config, host)
         http = http_app(lambda: self._readiness.is_ready, self._metrics)
         async with serve_http(http, config, self._certificates) as http_port:
             try:
@@ -201,6 +202,7 @@ class _Router:
         config = self._config
         limits = _limits(config, info, tokenizer)
         _check_capacity(info, limits.max_sequence_length)
+        _check_vocabulary(info, tokenizer)
         self._engine = Engine(
             contents.residents,
             BlockPool(info.num_blocks, info.block_size),
@@ -261,6 +263,7 @@ def _limits(config: RouterConfig, info: shard_pb2.InfoResponse, tokenizer: Token
         include_stop_sequence=config.default_include_stop_seqs,
         decoder_start_token_id=info.decoder_start_token_id if _is_encoder_decoder(info) else None,
         pad_token_id=info.pad_token_id,
+        vocab_size=info.vocab_size,
     )
 
 
@@ -276,6 +279,17 @@ def _check_capacity(info: shard_pb2.InfoResponse, max_sequence_length: int) -> N
         raise StartupError(
             f"max_sequence_length {max_sequence_length} takes {needed} cache blocks of {info.block_size} "
             f"tokens, but the shards have only {info.num_blocks}"
+        )
+
+
+def _check_vocabulary(info: shard_pb2.InfoResponse, tokenizer: Tokenizer) -> None:
+    if beyond := tokenizer.ids_beyond(info.vocab_size):
+        logger.warning(
+            "the tokenizer has %d token ids beyond the model's vocabulary of %d tokens, up to %d: requests "
+            "whose text has one of them are refused",
+            len(beyond),
+            info.vocab_size,
+            beyond[-1],
         )
 
 

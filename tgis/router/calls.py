@@ -8,7 +8,15 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from tgis.router.errors import GenerationError, OverloadedError, RequestError, SlowReaderError
+from tgis import failpoints
+from tgis.router.errors import (
+    GenerationError,
+    OverloadedError,
+    RequestError,
+    RouterError,
+    SlowReaderError,
+    internal_error,
+)
 from tgis.router.events import Event, Failed, InputTokens, Output
 from tgis.router.metrics import Metrics
 from tgis.router.request_log import CallLog, GenerationCall, InputLog, correlation_id
@@ -76,7 +84,7 @@ class Call:
     @contextmanager
     def counting_failures(self) -> Iterator[None]:
         """What ends the call early is counted once, under the label of its kind; a cancellation, for each of
-        the inputs that have not begun."""
+        the inputs that have not begun. What nobody foresaw is logged and becomes a GenerationError."""
         failure = self._metrics.request_failure
         try:
             yield
@@ -90,15 +98,20 @@ class Call:
         except SlowReaderError:
             failure.add("slow_reader")
             raise
-        except Exception:
+        except RouterError:
             failure.add("generate")
             raise
+        except Exception as error:
+            failure.add("generate")
+            logger.error("request %s failed: %r", self.request_id, error, exc_info=error)
+            raise GenerationError(internal_error(self.request_id)) from error
         except (asyncio.CancelledError, GeneratorExit):
             failure.add("cancelled", amount=self._num_waiting)
             raise
 
     def accept(self, request: Request, sequences: list[Sequence]) -> None:
         """All inputs have been validated."""
+        failpoints.hit("router.before_accept")
         metrics = self._metrics
         metrics.request_validation_duration.observe(time.monotonic() - self._log.started_at)
         for sequence in sequences:

@@ -36,9 +36,11 @@ class InputDetails:
 
 @dataclass(frozen=True)
 class RowFailure:
-    """A sequence that could not be served; the shards have logged why."""
+    """A sequence that could not be served."""
 
     sequence: Sequence
+    cause: str
+    """As the shards word it: for the log alone."""
     by_grammar: bool
     """Its grammar is to blame."""
 
@@ -83,7 +85,7 @@ def decode_answer(step: Step, response: pb.StepResponse) -> Answer:
         list(_sampled(step, sequences, response)),
         [_input_details(sequences[details.row], details) for details in response.input_details],
         [
-            RowFailure(sequences[error.row], error.cause == pb.RowError.CAUSE_GRAMMAR)
+            RowFailure(sequences[error.row], error.message, error.cause == pb.RowError.CAUSE_GRAMMAR)
             for error in response.errors
         ],
         response.forward_ns / 1e9,

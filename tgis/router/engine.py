@@ -276,7 +276,7 @@ def _internal_error(sequence: Sequence, cause: str) -> Failed:
 
 def _failed_row(failure: RowFailure) -> Failed:
     if not failure.by_grammar:
-        return _internal_error(failure.sequence, "the shards could not serve it")
+        return _internal_error(failure.sequence, f"the shards cannot serve it: {failure.cause}")
     grammar = failure.sequence.grammar
     assert grammar is not None, "only guided sequences have a grammar to fail of"
     text = f"{grammar.field} cannot be followed: it is too complex, or no token of this model fits it"

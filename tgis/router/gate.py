@@ -6,12 +6,14 @@ import hmac
 import logging
 import time
 from collections.abc import Awaitable, Callable
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any, NoReturn
 
 import grpc
 
 from tgis.certificates import look_at
+from tgis.port_options import PortOptions
 from tgis.router.errors import StartupError
 from tgis.router.series import Counter
 
@@ -25,6 +27,25 @@ LOOK_S = 1.0  # between two looks at the file, at least
 
 Handler = Any  # grpc types its handlers for the synchronous server only
 Context = grpc.aio.ServicerContext[Any, Any]
+
+
+def warn_if_open(options: PortOptions, host: str) -> None:
+    """Warn where anybody who reaches `host`, the address of the gRPC port, may call."""
+    if ip_address(host).is_loopback or options.tls_client_ca_cert_path or options.auth_tokens_path:
+        return
+    if options.tls_cert_path:
+        logger.warning(
+            "anybody who reaches %s may call the gRPC port: --tls-client-ca-cert-path or --auth-tokens-path "
+            "admits known clients alone",
+            host,
+        )
+    else:
+        logger.warning(
+            "anybody who reaches %s may call the gRPC port, and nothing on it is encrypted: "
+            "--tls-cert-path and --tls-key-path encrypt it, --tls-client-ca-cert-path or --auth-tokens-path "
+            "admits known clients alone, --bind 127.0.0.1 keeps it on this machine",
+            host,
+        )
 
 
 class Tokens:

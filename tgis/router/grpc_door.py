@@ -137,5 +137,5 @@ async def _abort(context: Context, error: Exception) -> None:
         more = retry_later(code.value[0], text) if isinstance(error, OverloadedError) else ()
         await context.abort(code, text, more)
     request_id = secrets.token_hex(8)
-    logger.error("request %s failed", request_id, exc_info=error)
+    logger.error("request %s failed: %r", request_id, error, exc_info=error)
     await context.abort(grpc.StatusCode.INTERNAL, internal_error(request_id))

@@ -61,6 +61,10 @@ class Tokenizer:
         added = self.fast.get_added_tokens_decoder()
         return frozenset(token_id for token_id, token in added.items() if token.special)
 
+    def ids_beyond(self, vocab_size: int) -> list[int]:
+        """Return the token ids that a model of that many tokens does not have, the largest last."""
+        return sorted(token_id for token_id in self.fast.get_vocab().values() if token_id >= vocab_size)
+
     def piece(self, token_id: int) -> str:
         """The vocabulary's piece, not decoded text; empty for ids outside the vocabulary."""
         return self.fast.id_to_token(token_id) or ""

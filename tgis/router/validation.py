@@ -40,6 +40,8 @@ class Limits:
     """What the decoder of an encoder-decoder model goes on from; None for decoder-only models."""
     pad_token_id: int
     """What stands for virtual tokens."""
+    vocab_size: int
+    """Of the model; its tokenizer may have token ids beyond it."""
 
 
 @dataclass(frozen=True)
@@ -147,6 +149,7 @@ class Validator:
         _require(has_tokens, "tokenizer error the input has no tokens")
         num_inputs, token_ids = self._tokenizer.truncate(ids, request.truncate_input_tokens)
         num_left = self._check_length(num_inputs, str(num_inputs), request.stopping, tuning)
+        self._check_known(token_ids)
         seeded = request.sampling.greedy or request.has_seed
         start, pad = self.limits.decoder_start_token_id, self.limits.pad_token_id
         before = [pad] * tuning.num_decoder_tokens
@@ -159,6 +162,13 @@ class Validator:
             grammar,
             tuning=tuning,
             encoder_token_ids=() if start is None else tuple(encoder_before + token_ids),
+        )
+
+    def _check_known(self, token_ids: list[int]) -> None:
+        vocab_size, largest = self.limits.vocab_size, max(token_ids, default=-1)
+        _require(
+            largest < vocab_size,
+            f"input token id {largest} is beyond the model's vocabulary of {vocab_size} tokens",
         )
 
     def _num_before(self, tuning: Tuning) -> int:

@@ -28,6 +28,7 @@ def _of_user() -> list[Path]:
 
 
 _bases = [_BESIDE_SOURCE, *_of_user()]
+_of_run: set[Path] = set()
 
 
 def keep_with_run(directory: Path) -> None:
@@ -40,6 +41,7 @@ def keep_with_run(directory: Path) -> None:
         logger.info("%s has no room for compiled code", directory.parent)
     elif directory not in _bases:
         _bases.append(directory)
+        _of_run.add(directory)
 
 
 def cache_directory(function: Callable[[Any], None]) -> Path | None:
@@ -52,6 +54,15 @@ def cache_directory(function: Callable[[Any], None]) -> Path | None:
     if base != _BESIDE_SOURCE:
         _copy(_BESIDE_SOURCE / name, base / name)
     return base / name
+
+
+def tell_place(directory: Path | None) -> str:
+    """Return in words how long code lasts that is kept in a `cache_directory`."""
+    if directory is None:
+        return "cannot be kept, so that every start compiles"
+    if directory.parent in _of_run:
+        return "is kept for this run, so that the next one compiles again"
+    return f"is kept in {directory.parent}, where later starts find it"
 
 
 def packaged_files() -> list[Path]:

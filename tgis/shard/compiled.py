@@ -10,9 +10,11 @@ import ctypes
 import logging
 import struct
 import threading
+import time
 from array import array
 from collections.abc import Callable, Iterator
 from functools import cached_property
+from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import numba
@@ -22,7 +24,8 @@ from numba import types
 from numba.extending import intrinsic as untyped_intrinsic
 from torch import Tensor
 
-from tgis.shard.code_cache import cache_directory
+from tgis.shard.code_cache import cache_directory, tell_place
+from tgis.shard.progress import CompileProgress
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +52,7 @@ class _Recording(threading.local):
 
 _recording = _Recording()
 _compiling: list[Callable[..., Any]] = []  # by all threads
+compile_progress = CompileProgress()
 
 
 @contextlib.contextmanager
@@ -76,6 +80,7 @@ class Kernel:
 
     def __init__(self, function: Callable[[Any], None]):
         self._function = function
+        compile_progress.num_kernels += 1
 
     @property
     def name(self) -> str:
@@ -121,16 +126,19 @@ def is_compiling() -> bool:
 
 
 def _compile(function: Callable[[Any], None]) -> Any:
+    directory, began = cache_directory(function), time.monotonic()
     _compiling.append(function)
     try:
-        return _compile_or_read(function)
+        compiled = _compile_or_read(function, directory)
     finally:
         _compiling.remove(function)
+    if not compiled.cache_hits:
+        compile_progress.add(time.monotonic() - began, tell_place(directory))
+    return compiled
 
 
-def _compile_or_read(function: Callable[[Any], None]) -> Any:
+def _compile_or_read(function: Callable[[Any], None], directory: Path | None) -> Any:
     signature = types.void(_ADDRESS)
-    directory = cache_directory(function)
     if directory is None:
         return numba.cfunc(signature, error_model="numpy")(function)
     previous, numba.config.CACHE_DIR = numba.config.CACHE_DIR, str(directory)

@@ -29,6 +29,7 @@ KINDS: dict[pb.ContentKind, Kind] = {
 NUMBERS = {kind: number for number, kind in KINDS.items()}
 SWEEP_INTERVAL_S = 60.0  # between looks for copies of what was found and never loaded
 FULL = (errno.ENOSPC, errno.EDQUOT)
+MAX_CAUSE_CHARS = 500  # of a status, which is metadata
 
 Response = TypeVar("Response")
 
@@ -111,7 +112,7 @@ class ContentCalls:
 
 
 def _explain(error: Exception, directory: Path) -> tuple[grpc.StatusCode, str]:
-    """What went wrong beside the content itself is told to the log alone."""
+    """What went wrong beside the content itself is for the logs alone, the router's too."""
     if isinstance(error, ContentError):
         return grpc.StatusCode.INVALID_ARGUMENT, str(error)
     if isinstance(error, MissingContentError):
@@ -122,4 +123,4 @@ def _explain(error: Exception, directory: Path) -> tuple[grpc.StatusCode, str]:
     logger.error("a call about a soft prompt or an adapter failed", exc_info=error)
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return grpc.StatusCode.RESOURCE_EXHAUSTED, "out of memory"
-    return grpc.StatusCode.INTERNAL, "internal error"
+    return grpc.StatusCode.INTERNAL, f"{type(error).__name__}: {error}"[:MAX_CAUSE_CHARS]

@@ -18,6 +18,7 @@ from tgis.shard import capacity, platform, quantization, resources, world
 from tgis.shard.batch import RowTable
 from tgis.shard.cache import KVCache, bytes_per_block
 from tgis.shard.capacity import GIB, Demand, Room
+from tgis.shard.compiled import compile_progress
 from tgis.shard.content_loading import Allowance, allow, open_contents, read_names
 from tgis.shard.contents import Contents
 from tgis.shard.engine import Engine
@@ -72,6 +73,7 @@ def load(config: ShardConfig, ranks: World | None = None, on: Platform | None = 
         info, model, ranks, guides, demand, DTYPES[dtype], on, contents, allowance.num_bytes, is_taped
     )
     room = loaded.measure_room(config.max_step_tokens)
+    compile_progress.finish()
     engine = loaded.make_engine(capacity.make_cache(model.spec, ranks, DTYPES[dtype], demand, room))
     num_blocks = engine.info.num_blocks
     logger.info(

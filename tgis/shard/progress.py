@@ -1,4 +1,4 @@
-"""Tells the log how far the reading of a checkpoint has come, and how fast it was."""
+"""Tells the log how far the slow parts of a start have come: reading a checkpoint, compiling kernels."""
 
 import logging
 import time
@@ -9,6 +9,7 @@ from tgis.logs import FIELDS
 logger = logging.getLogger(__name__)
 
 STEP_PERCENT, LEAST_SECONDS, MOST_SECONDS = 10.0, 2.0, 30.0
+FIRST_COMPILING_S, COMPILING_S = 1.0, 5.0  # of compiling, before the first line and between two
 
 
 class Progress:
@@ -46,4 +47,34 @@ class Progress:
             "seconds": round(seconds, 1),
             "gb_per_s": round(self._read_bytes / 1e9 / max(seconds, 1e-9), 2),
         }
+        logger.info(message, extra={FIELDS: fields})
+
+
+class CompileProgress:
+    """A line after one second of compiling, then after every five, and one at the end; none where the code of
+    all kernels was found.
+
+    Which kernels a model needs is not known before it has used them."""
+
+    def __init__(self) -> None:
+        self.num_kernels = 0
+        """Number of kernels that there are, of which a model needs some."""
+        self._num_compiled, self._seconds, self._said_seconds = 0, 0.0, 0.0
+
+    def add(self, seconds: float, place: str) -> None:
+        """Count a kernel that took so many seconds to compile; `place` says where its code is kept."""
+        self._num_compiled += 1
+        self._seconds += seconds
+        interval = COMPILING_S if self._said_seconds else FIRST_COMPILING_S
+        if self._seconds >= self._said_seconds + interval:
+            self._said_seconds = self._seconds
+            self._log(f"compiling kernels for this processor; the code {place}", at_most=self.num_kernels)
+
+    def finish(self) -> None:
+        """Log the sum, when the model can answer."""
+        if self._said_seconds:
+            self._log("kernels compiled")
+
+    def _log(self, message: str, **more: int) -> None:
+        fields = {"kernels": self._num_compiled, **more, "seconds": round(self._seconds, 1)}
         logger.info(message, extra={FIELDS: fields})

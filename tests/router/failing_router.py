@@ -1,0 +1,13 @@
+"""A router with a method that fails as nobody foresaw. Run like `python -m tgis`."""
+
+from tgis.cli import main
+from tgis.router.grpc_api import GenerationService
+
+
+async def fail(*_: object) -> None:
+    raise ValueError("no such kind")
+
+
+if __name__ == "__main__":
+    GenerationService.ModelInfo = fail  # type: ignore[method-assign, assignment]
+    main()

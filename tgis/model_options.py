@@ -1,0 +1,92 @@
+"""The options of a model, and of the soft prompts and adapters that it is served with."""
+
+from dataclasses import dataclass
+
+from tgis.declaration import Group, in_group, option
+
+DTYPES = ("float32", "bfloat16", "float16")
+DEVICES = ("auto", "cpu", "cuda")
+QUANTIZATIONS = ("int8", "gptq", "bitsandbytes")
+FRAMEWORKS = (
+    "hf_transformers",
+    "hf_accelerate",
+    "tgis_native",
+    "hf_custom_tp",
+    "hf_optimum_ort",
+    "hf_optimum_bt",
+    "ibm_fms",
+    "ds_inference",
+)
+
+
+@in_group(Group.MODEL)
+@dataclass(frozen=True, kw_only=True)
+class ModelOptions:
+    dtype: str | None = option(
+        "Type the weights are held in; unset: the checkpoint's own.", None, choices=DTYPES
+    )
+    device: str = option(
+        "What shards compute on; auto: GPUs where torch can use them, else the CPU.",
+        "auto",
+        env="TGIS_DEVICE",
+        choices=DEVICES,
+    )
+    quantize: str | None = option(
+        "Weights of linear layers in 8 bits, made when they are read: int8, on the CPU, in the service's own "
+        "engine; activations are rounded to 8 bits where they meet them. gptq and bitsandbytes are refused.",
+        None,
+        choices=QUANTIZATIONS,
+    )
+    block_size: int = option("Tokens per cache block.", 16, minimum=1, group=Group.MEMORY)
+    kv_cache_tokens: int | None = option(
+        "Most tokens the cache may hold; memory and the largest batch bound it too.",
+        None,
+        minimum=1,
+        group=Group.MEMORY,
+        is_common=True,
+    )
+    cpu_threads: int | None = option(
+        "Threads each shard computes with; unset: the cores there are, shared by the shards.",
+        None,
+        minimum=1,
+        group=Group.MEMORY,
+    )
+    deployment_framework: str | None = option(
+        "Engine: tgis_native is the service's own and refuses families it does not know; hf_transformers "
+        "runs transformers' code with the service's cache and attention, slower, where that can; "
+        "hf_optimum_ort runs a model in ONNX form; unset: the service's own where it knows the family, "
+        "transformers' code elsewhere.",
+        None,
+        choices=FRAMEWORKS,
+    )
+    trust_remote_code: bool = option(
+        "Run Python code that comes with a checkpoint, with all the rights of this service.", False
+    )
+
+
+@in_group(Group.ADAPTERS)
+@dataclass(frozen=True, kw_only=True)
+class TuningOptions:
+    prefix_store_path: str | None = option(
+        "Directory of tuned soft prompts, and of LoRA adapters, by their ids; unset: there are none.", None
+    )
+    prompt_cache_size_mb: int = option(
+        "MiB of soft prompts that each shard may hold loaded; the least recently used make way.",
+        512,
+        minimum=1,
+    )
+    max_prompt_prefix_length: int | None = option(
+        "Most virtual tokens of a soft prompt; unset: half of the longest sequence.", None, minimum=1
+    )
+    adapter_cache: str | None = option(
+        "Directory of LoRA adapters by their ids, looked into before --prefix-store-path.", None
+    )
+    adapter_cache_size_mb: int = option(
+        "MiB of LoRA adapters that each shard may hold loaded; the least recently used make way.",
+        1024,
+        minimum=1,
+    )
+    lora_adapters: str | None = option(
+        "LoRA adapters to load at the start and keep: NAME=DIRECTORY, or ids in the hub cache, with commas.",
+        None,
+    )
