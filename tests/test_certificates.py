@@ -169,6 +169,7 @@ def test_an_expired_certificate_is_an_error_until_it_is_renewed(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Which is told once a minute; one that ends soon is a warning, once a day."""
+    caplog.set_level(logging.WARNING)
     files = issue(tmp_path, **EXPIRED)
     loaded = Certificates(files, name="link")
     loaded.look()
