@@ -8,6 +8,7 @@ from itertools import count
 from pathlib import Path
 
 import grpc
+import psutil
 import pytest
 
 from tests.accounts import assert_nothing_left, take_baseline
@@ -21,6 +22,10 @@ NUM_REQUESTS = 20_000
 MOST = 20 << 20  # bytes, over so many requests
 MOST_SHARE = 0.02  # of what it has
 NUM_THREADS = 4
+NUM_LARGE = 60
+LARGE_TEXT = "word " * 800_000
+TOKENIZED_TEXT = LARGE_TEXT[: 1 << 20]  # which takes longer
+MOST_OF_LARGE = 100 << 20  # bytes
 NUM_WORDS = 100  # the tokenizer remembers up to 10,000 different words, which is no leak
 
 
@@ -85,6 +90,55 @@ def test_growth_is_found(tmp_path: Path) -> None:
         assert grown > most
     finally:
         stop_router(setup)
+
+
+def large_mix(setup: Setup) -> None:
+    """Texts of megabytes: refused, each on a connection of its own, so that none has to wait; cancelled; and
+    truncated."""
+    options = [("grpc.use_local_subchannel_pool", 1)]
+    refused = batch(LARGE_TEXT, stopping=pb.StoppingCriteria(min_new_tokens=21))
+
+    def refuse(_: int) -> None:
+        with grpc.insecure_channel(f"127.0.0.1:{setup.service.grpc_port}", options) as channel:
+            with contextlib.suppress(grpc.RpcError):
+                GenerationServiceStub(channel).Generate(refused)
+
+    with ThreadPoolExecutor(2 * NUM_THREADS) as threads:
+        list(threads.map(refuse, range(NUM_LARGE)))
+    cancelled = setup.stub.Generate.future(batch(TOKENIZED_TEXT))
+    time.sleep(0.1)
+    cancelled.cancel()
+    few = {"truncate_input_tokens": 9, "stopping": stopping(4)}
+    assert setup.stub.Generate(batch(TOKENIZED_TEXT, **few)).responses[0].input_token_count == 9
+
+
+def memory_of(setup: Setup) -> int:
+    """Bytes of the router and its processes."""
+    router = psutil.Process(setup.service.process.pid)
+    return sum(process.memory_info().rss for process in (router, *router.children(recursive=True)))
+
+
+def grow_with_large_prompts(setup: Setup, wait_s: float) -> int:
+    """Bytes that the router keeps of them after at most `wait_s`, or fewer than MOST_OF_LARGE."""
+    setup.stub.Generate(batch(TOKENIZED_TEXT[: 1 << 16], truncate_input_tokens=9))  # starts its processes
+    before = memory_of(setup)
+    large_mix(setup)
+    at_once = kept = memory_of(setup) - before
+    begun = time.monotonic()
+    while kept > MOST_OF_LARGE and time.monotonic() - begun < wait_s:
+        time.sleep(0.1)
+        kept = memory_of(setup) - before
+    print(f"{at_once >> 20} MiB more, {kept >> 20} MiB after {time.monotonic() - begun:.1f} s")
+    return kept
+
+
+def test_memory_of_large_prompts_comes_back(tmp_path: Path) -> None:
+    """Although the router is idle afterwards."""
+    setup = start_router(tmp_path, 1)
+    try:
+        assert grow_with_large_prompts(setup, wait_s=30) < MOST_OF_LARGE
+    finally:
+        assert stop_router(setup) == 0
 
 
 def test_a_slope_is_what_it_should_be() -> None:

@@ -36,9 +36,11 @@ from tgis.router.guided import Grammars
 from tgis.router.health import NAME as HEALTH
 from tgis.router.http_api import http_app
 from tgis.router.link import Link, open_link
+from tgis.router.memory_release import MemoryRelease
 from tgis.router.metrics import MetricLimits, Metrics
 from tgis.router.permits import Permits
 from tgis.router.readiness import Readiness
+from tgis.router.refusal_pacing import RefusalPacing
 from tgis.router.residents import Residents
 from tgis.router.shards import Shards
 from tgis.router.slow_readers import SlowReaders
@@ -76,6 +78,7 @@ class _Router:
         self._metrics.permits_limit.follow(lambda: self._permits.max_permits)
         self._certificates = port_certificates(config)
         self._readers = SlowReaders(config.slow_reader_timeout)
+        self._pacing, self._memory = RefusalPacing(), MemoryRelease()
         self._gates = (
             [Gate(Tokens(config.auth_tokens_path), self._metrics.request_failure)]
             if config.auth_tokens_path
@@ -96,8 +99,8 @@ class _Router:
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
         asyncio.get_running_loop().add_signal_handler(GIVE_UP, self._give_up)
-        doors = [*self._gates, Door(self._readers, self._metrics.request_failure)]
-        server = grpc.aio.server(interceptors=doors, options=grpc_options(config))
+        door = Door(self._readers, self._pacing, self._memory, self._metrics.request_failure)
+        server = grpc.aio.server(interceptors=[*self._gates, door], options=grpc_options(config))
         # Who connects while the model loads is refused, and can go elsewhere, instead of waiting for answers.
         reserved = reserve(config.bind, config.grpc_port)
         host, grpc_port, *_ = reserved.getsockname()
@@ -153,19 +156,26 @@ class _Router:
         assert self._engine is not None
         engine = asyncio.create_task(self._engine.run(), name="engine")
         draining = asyncio.create_task(self._draining.wait(), name="signals")
-        watching = asyncio.create_task(self._watch_certificates(), name="certificates")
-        linking = asyncio.create_task(link.watch(), name="certificates of the link")
-        reading = asyncio.create_task(self._readers.watch(), name="slow readers")
+        background = [
+            asyncio.create_task(each)
+            for each in (
+                self._watch_certificates(),
+                link.watch(),
+                self._readers.watch(),
+                self._memory.watch(),
+            )
+        ]
         await asyncio.wait((engine, draining), return_when=asyncio.FIRST_COMPLETED)
         if not engine.done():
             logger.info("draining %d requests", self._engine.num_live)
         has_callers = self._readiness.health.num_watches > 0 or self._has_given_up
         self._readiness.drain()
+        self._pacing.end()
         if has_callers and not engine.done():
             await _wait(self._aborting, FAREWELL_S)
         timeout_s = LAST_WORDS_S if self._has_given_up else self._config.shutdown_timeout
         await self._stop(server, 0 if engine.done() else timeout_s)
-        for task in (engine, draining, watching, linking, reading):
+        for task in (engine, draining, *background):
             task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await engine

@@ -8,12 +8,13 @@ import time
 from collections.abc import Awaitable, Callable
 from ipaddress import ip_address
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import grpc
 
 from tgis.certificates import look_at
 from tgis.port_options import PortOptions
+from tgis.router.call_status import Status, end_call
 from tgis.router.errors import StartupError
 from tgis.router.series import Counter
 
@@ -101,8 +102,8 @@ class Gate(grpc.aio.ServerInterceptor):
         return scheme.lower() == SCHEME and self._tokens.has(token.strip())
 
 
-async def _refuse(request: Any, context: Context) -> NoReturn:
-    await context.abort(grpc.StatusCode.UNAUTHENTICATED, REFUSAL)
+async def _refuse(request: Any, context: Context) -> None:
+    await end_call(context, Status(grpc.StatusCode.UNAUTHENTICATED, REFUSAL))
 
 
 def _read(path: str) -> list[bytes]:

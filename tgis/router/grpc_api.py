@@ -142,8 +142,11 @@ class GenerationService(GenerationServiceServicer):
                     for index, sequence in enumerate(sequences)
                 ]
         except ExceptionGroup as failures:
-            raise failures.exceptions[0] from None
-        return [task.result() for task in tasks]
+            failures.__traceback__ = None  # of which a frame of asyncio's holds the group
+            failure = failures.exceptions[0]
+        else:
+            return [task.result() for task in tasks]
+        raise failure  # not in `except`, which would chain it to the group that holds it
 
     async def _collect(self, sequence: Sequence, call: Call, index: int) -> Result:
         result = Result(sequence)

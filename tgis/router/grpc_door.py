@@ -4,14 +4,18 @@ become statuses by one table, and nothing unforeseen tells a client more than a 
 import asyncio
 import logging
 import secrets
-from collections.abc import AsyncGenerator, AsyncIterable, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterable, Awaitable, Callable, Coroutine
 from contextlib import aclosing
+from dataclasses import dataclass
 from typing import Any
 
 import grpc
 from google.protobuf.message import DecodeError
 
+from tgis.router.call_status import Status, drop_tracebacks, end_call
 from tgis.router.errors import Code, OverloadedError, RequestError, RouterError, internal_error
+from tgis.router.memory_release import MemoryRelease
+from tgis.router.refusal_pacing import RefusalPacing
 from tgis.router.retry import retry_later
 from tgis.router.series import Counter
 from tgis.router.slow_readers import SlowReaders
@@ -25,6 +29,7 @@ STATUS = {
     Code.INTERNAL: grpc.StatusCode.INTERNAL,
 }
 
+PACED_CODES = {grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.RESOURCE_EXHAUSTED}
 UNREADABLE = "the request could not be decoded"
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -33,16 +38,23 @@ Unary = Callable[[Any, Context], Awaitable[Any]]
 Stream = Callable[[Any, Context], AsyncGenerator[Any, None]]
 
 
-class _Malformed:
-    """Stands for a request whose bytes could not be read."""
+@dataclass(slots=True)
+class Received:
+    """A request as it came. grpc.aio keeps it as long as the call, but the message only until the answer."""
+
+    message: Any
+    """None where it cannot be read, and after the answer."""
+    num_bytes: int
 
 
 class Door(grpc.aio.ServerInterceptor):
     """Wraps every method there is, those of gRPC's own services too."""
 
-    def __init__(self, readers: SlowReaders, failures: Counter) -> None:
+    def __init__(
+        self, readers: SlowReaders, pacing: RefusalPacing, memory: MemoryRelease, failures: Counter
+    ) -> None:
         """`failures` counts what no method gets to see."""
-        self._readers, self._failures = readers, failures
+        self._readers, self._pacing, self._memory, self._failures = readers, pacing, memory, failures
 
     async def intercept_service(
         self,
@@ -53,7 +65,7 @@ class Door(grpc.aio.ServerInterceptor):
         if handler is None:
             return grpc.stream_stream_rpc_method_handler(_refuse_unknown)
         make, method = self._guarded(handler)
-        reader = _tolerant(handler.request_deserializer)
+        reader = _measuring(handler.request_deserializer)
         writer = _passing_bytes(handler.response_serializer)
         return make(method, request_deserializer=reader, response_serializer=writer)
 
@@ -67,37 +79,47 @@ class Door(grpc.aio.ServerInterceptor):
 
     def _guard_unary(self, method: Unary) -> Unary:
         async def call(request: Any, context: Context) -> Any:
-            try:
-                answer = await method(self._checked(request), context)
-            except Exception as error:
-                self._readers.end()
-                return await _abort(context, error)
-            self._readers.end()
-            return answer
+            async def answer() -> Any:
+                return await method(self._checked(request), context)
+
+            return await self._serve(answer(), request, context)
 
         return call
 
     def _guard_stream(self, method: Stream) -> Unary:
         async def call(request: Any, context: Context) -> None:
-            try:
+            async def send() -> None:
                 async with aclosing(method(self._checked(request), context)) as responses:
                     await self._readers.send(responses, context)
-            except Exception as error:
-                self._readers.end()
-                await _abort(context, error)
-            self._readers.end()
+
+            await self._serve(send(), request, context)
 
         return call
 
+    async def _serve(self, answering: Coroutine[Any, Any, Any], request: Any, context: Context) -> Any:
+        """Return the call's answer; where it has none, the call has ended with a status."""
+        received = request if isinstance(request, Received) else Received(None, 0)
+        try:
+            answer, status = await _answer_or_status(answering)
+            received.message = None  # nobody needs its texts while a client waits or reads slowly
+            if status is not None and status.code in PACED_CODES:
+                await self._pacing.wait(context.peer(), received.num_bytes)
+            self._readers.end()
+            if status is not None:
+                await end_call(context, status)
+            return answer
+        finally:
+            self._memory.note(received.num_bytes)
+
     def _checked(self, request: Any) -> Any:
-        """Raises RequestError, for a stream of requests when the one that is none comes."""
+        """Return the message, or the stream of messages. Raises RequestError for one that cannot be read."""
         if isinstance(request, AsyncIterable):
             return self._all_checked(request)
-        if isinstance(request, _Malformed):
+        if request.message is None:
             self._failures.add("validation")
             logger.error("a call failed with %s: %s", Code.INVALID_ARGUMENT.name, UNREADABLE)
             raise RequestError(UNREADABLE)
-        return request
+        return request.message
 
     async def _all_checked(self, requests: AsyncIterable[Any]) -> AsyncGenerator[Any, None]:
         async for request in requests:
@@ -109,12 +131,12 @@ async def _refuse_unknown(requests: AsyncIterable[Any], context: Context) -> Non
     context.set_code(grpc.StatusCode.UNIMPLEMENTED)
 
 
-def _tolerant(deserialize: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
-    def read(data: bytes) -> Any:
+def _measuring(deserialize: Callable[[bytes], Any]) -> Callable[[bytes], Received]:
+    def read(data: bytes) -> Received:
         try:
-            return deserialize(data)
+            return Received(deserialize(data), len(data))
         except DecodeError:
-            return _Malformed()
+            return Received(None, len(data))
 
     return read
 
@@ -128,14 +150,28 @@ def _passing_bytes(serialize: Callable[[Any], bytes]) -> Callable[[Any], bytes]:
     return write
 
 
-async def _abort(context: Context, error: Exception) -> None:
-    """Ends the call with the error's status; an error that is not ours is logged, and only its id is told."""
-    if isinstance(error, grpc.aio.AbortError | asyncio.CancelledError):
-        raise error
+async def _answer_or_status(answering: Coroutine[Any, Any, Any]) -> tuple[Any, Status | None]:
+    """Return what a method gives, or what a client is told of its error, without its frames."""
+    try:
+        return await answering, None
+    except grpc.aio.AbortError as error:  # of gRPC's own services, which end their calls by themselves
+        drop_tracebacks(error)
+        return None, None
+    except Exception as error:
+        status = _status_of(error)
+        drop_tracebacks(error)
+        return None, status
+    except asyncio.CancelledError as error:
+        drop_tracebacks(error)
+        raise
+
+
+def _status_of(error: Exception) -> Status:
+    """Return what a client is told of `error`: of one that is not ours, the id that the log has."""
     if isinstance(error, RouterError):
         code, text = STATUS[error.code], str(error)
         more = retry_later(code.value[0], text) if isinstance(error, OverloadedError) else ()
-        await context.abort(code, text, more)
+        return Status(code, text, more)
     request_id = secrets.token_hex(8)
     logger.error("request %s failed: %r", request_id, error, exc_info=error)
-    await context.abort(grpc.StatusCode.INTERNAL, internal_error(request_id))
+    return Status(grpc.StatusCode.INTERNAL, internal_error(request_id))

@@ -14,9 +14,11 @@ import tokenizers
 from tgis.child import die_with
 from tgis.pb import generation_pb2 as pb
 from tgis.router.errors import RequestError
+from tgis.router.memory_release import return_freed_memory
 from tgis.router.tokenization import Tokenized, encode_ids, load_tokenizer, tokenize
 
 NICENESS = 10
+IDLE_S = 2.0  # after which it keeps no memory for the next text
 
 
 def main(fd: int, directory: Path, parent: int) -> None:
@@ -28,6 +30,8 @@ def main(fd: int, directory: Path, parent: int) -> None:
     with Connection(fd) as connection:
         connection.send(None)
         while True:
+            if not connection.poll(IDLE_S):
+                return_freed_memory()
             try:
                 name, arguments = connection.recv()
             except EOFError:

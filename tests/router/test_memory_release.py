@@ -1,0 +1,66 @@
+"""Memory of large calls goes back to the system, by this process's own resident memory."""
+
+import asyncio
+import contextlib
+import gc
+import time
+from collections.abc import Iterator
+
+import psutil
+import pytest
+
+from tgis.router import memory_release
+from tgis.router.memory_release import ENOUGH_BYTES, LARGE_BYTES, MemoryRelease
+
+SMALL, NUM_SMALL = 600, 200_000  # too large for Python's own allocator
+HELD = SMALL * NUM_SMALL * 3 // 4
+
+
+class Node:
+    """Refers to itself, so that only the collector frees it."""
+
+    def __init__(self, content: list[bytes]) -> None:
+        self.content, self.itself = content, self
+
+
+@pytest.fixture(autouse=True)
+def _no_collector_and_no_delays(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(memory_release, "DELAYS_S", (0.01, 0.01))
+    gc.disable()
+    yield
+    gc.enable()
+    gc.collect()
+
+
+def resident() -> int:
+    return psutil.Process().memory_info().rss
+
+
+async def released_by(*messages: int, wait_s: float) -> int:
+    """Bytes that go back to the system after calls with messages of such sizes; waits until it is most."""
+    content = [bytes(SMALL) for _ in range(NUM_SMALL)]
+    Node(content)
+    last = bytes(SMALL)  # above them, where it keeps the heap from shrinking by itself
+    del content
+    before, memory = resident(), MemoryRelease()
+    watching = asyncio.create_task(memory.watch())
+    for num_bytes in messages:
+        memory.note(num_bytes)
+    deadline = time.monotonic() + wait_s
+    while before - resident() < HELD and time.monotonic() < deadline:  # noqa: ASYNC110
+        await asyncio.sleep(0.02)
+    watching.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await watching
+    assert len(last) == SMALL
+    return before - resident()
+
+
+@pytest.mark.parametrize("messages", [(ENOUGH_BYTES,), (ENOUGH_BYTES // 4,) * 4])
+async def test_enough_large_calls_give_memory_back(messages: tuple[int, ...]) -> None:
+    assert await released_by(*messages, wait_s=20) >= HELD
+
+
+@pytest.mark.parametrize("messages", [(), (LARGE_BYTES,) * 1000, (ENOUGH_BYTES // 4,) * 3])
+async def test_nothing_is_looked_for_after_others(messages: tuple[int, ...]) -> None:
+    assert await released_by(*messages, wait_s=0.2) < HELD

@@ -1,0 +1,27 @@
+"""A router without the garbage collector: what refers to itself when a call ends stays, and is counted. On
+SIGUSR1 it prints a line of it. Run like `python -m tgis`."""
+
+import gc
+import signal
+from collections import Counter
+
+from tgis.cli import main
+from tgis.router.request_log import CallLog
+
+
+def print_what_is_left(*_: object) -> None:
+    """Of what was made since the start: logs of calls, which have their messages, and exceptions, which have
+    frames."""
+    kept = (each for each in gc.get_objects() if isinstance(each, CallLog | BaseException))
+    print(f"left: {sorted(Counter(type(each).__name__ for each in kept).items())}", flush=True)
+
+
+def collect_nothing(generation: int = 2) -> int:
+    return 0
+
+
+if __name__ == "__main__":
+    gc.disable()
+    gc.collect = collect_nothing
+    signal.signal(signal.SIGUSR1, print_what_is_left)
+    main()

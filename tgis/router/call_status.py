@@ -1,0 +1,41 @@
+"""The status that a call ends with, sent so that nothing of the call is kept once it has ended."""
+
+from typing import Any, NamedTuple
+
+import grpc
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class Status(NamedTuple):
+    """A status other than OK."""
+
+    code: grpc.StatusCode
+    text: str
+    trailing_metadata: tuple[tuple[str, str | bytes], ...] = ()
+
+
+async def end_call(context: Context, status: Status) -> None:
+    """Send `status` as the end of the call. Call it outside of `except`, so that no error is chained to it.
+
+    Only `abort` ends a unary call without sending a message first, after which clients would not retry it.
+    grpc.aio keeps the AbortError as long as the call, and raises it again by itself."""
+    try:
+        await context.abort(*status)
+    except grpc.aio.AbortError as error:
+        drop_tracebacks(error)
+
+
+def drop_tracebacks(error: BaseException) -> None:
+    """Remove the frames from `error`, its causes, its context and its group.
+
+    Frames hold requests, texts and token ids, and some of asyncio's hold the error that holds them: only the
+    garbage collector would free those, and it rarely looks at what is old."""
+    found, seen = [error], {id(error)}
+    for each in found:
+        each.__traceback__ = None
+        group = each.exceptions if isinstance(each, BaseExceptionGroup) else ()
+        for other in (each.__cause__, each.__context__, *group):
+            if other is not None and id(other) not in seen:
+                seen.add(id(other))
+                found.append(other)
