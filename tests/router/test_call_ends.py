@@ -176,7 +176,7 @@ def look(router: Setup) -> str:
     for _ in range(2):
         router.stub.ModelInfo(pb.ModelInfoRequest(), metadata=METADATA)
     before = len(lines(router))
-    router.service.process.send_signal(signal.SIGUSR1)
+    router.service.process.send_signal(signal.SIGUSR2)
     wait_until(lambda: len(lines(router)) > before)
     return lines(router)[-1]
 

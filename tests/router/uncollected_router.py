@@ -1,5 +1,5 @@
 """A router without the garbage collector: what refers to itself when a call ends stays, and is counted. On
-SIGUSR1 it prints a line of it. Run like `python -m tgis`."""
+SIGUSR2 it prints a line of it. Run like `python -m tgis`."""
 
 import gc
 import signal
@@ -23,5 +23,5 @@ def collect_nothing(generation: int = 2) -> int:
 if __name__ == "__main__":
     gc.disable()
     gc.collect = collect_nothing
-    signal.signal(signal.SIGUSR1, print_what_is_left)
+    signal.signal(signal.SIGUSR2, print_what_is_left)
     main()
