@@ -89,7 +89,7 @@ def test_once_prints_what_happened_between_two_looks(router: Setup) -> None:
     assert "\x1b" not in frame
     assert frame.startswith(f"tgis top    {target_of(router)}  ready  ")
     assert numbers(frame, "requests") == [0, 1, 1, 1, 20]
-    assert 0 < numbers(frame, "tokens/s")[0] <= 20
+    assert 0 < numbers(frame, "tokens/s")[0] <= 22, "at most one answer more than steps fit between the looks"
     p50, p95, *_ = numbers(frame, "next token")
     assert 30 <= p50 <= p95
     assert numbers(frame, "next_token")[-1] == 1.0, "one sequence a step"
