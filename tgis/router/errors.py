@@ -16,6 +16,8 @@ from enum import Enum, auto
 
 from tgis.errors import OperatorError
 
+OVERLOADED = "Model is overloaded"
+
 
 class Code(Enum):
     """What kind of answer an error is; each door has one table from here to its own statuses."""

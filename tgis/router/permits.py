@@ -4,10 +4,8 @@ import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from tgis.router.errors import OverloadedError
+from tgis.router.errors import OVERLOADED, OverloadedError
 from tgis.router.tally import Tally
-
-OVERLOADED = "Model is overloaded"
 
 
 class Permits:

@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from tgis.pb import generation_pb2 as pb
-from tgis.router.errors import OverloadedError, RequestError
+from tgis.router.errors import OVERLOADED, OverloadedError, RequestError
 from tgis.router.fair_queue import FairQueue
-from tgis.router.permits import OVERLOADED
 from tgis.router.tokenization import TokenIds, Tokenized
 
 MAX_QUEUED_BYTES = 64 << 20
