@@ -4,7 +4,6 @@ transformers is imported when such a model is described, which takes seconds, an
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,25 +11,13 @@ import torch
 
 from tgis import hub
 from tgis.shard.layers.rotary import DynamicScaling, LongScaling
+from tgis.shard.models.fallback_spec import FallbackSpec
 from tgis.shard.models.families import falcon
 from tgis.shard.models.interface import Model, ModelSpec, UnsupportedModelError
 from tgis.shard.models.spec import DecoderSpec
 from tgis.shard.world import World
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class FallbackSpec:
-    """Every rank holds the whole model, so its key/value heads are counted once for each rank."""
-
-    num_layers: int
-    num_kv_heads: int
-    head_dim: int
-    vocab_size: int
-    max_positions: int = 0
-    rope_switch_len: int = 0
-    is_encoder_decoder: bool = False
 
 
 def describe(directory: Path, config: Mapping[str, Any], trust_remote_code: bool) -> FallbackSpec:

@@ -19,11 +19,11 @@ from transformers.utils import logging as transformers_logging
 from tgis import hub
 from tgis.errors import OperatorError
 from tgis.shard.checkpoint import Checkpoint
-from tgis.shard.models.fallback import FallbackSpec
 from tgis.shard.models.fallback_check import check_positions, check_scores, choose_tokens, score_alone
 from tgis.shard.models.fallback_hook import Hook, NotServedError, Recorder, cache_shape
 from tgis.shard.models.fallback_linear import find_wanted, pack_linears
 from tgis.shard.models.fallback_model import FallbackModel, compute_states
+from tgis.shard.models.fallback_spec import FallbackSpec
 from tgis.shard.models.interface import UnsupportedModelError
 from tgis.shard.models.leftovers import refuse_unread
 from tgis.shard.stored import WeightsError
