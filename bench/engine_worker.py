@@ -13,7 +13,7 @@ import numpy as np
 
 from bench import worker
 from bench.steps import load_engine
-from tgis.config import RouterConfig
+from tgis.config.processes import RouterConfig
 from tgis.router.blocks import BlockPool
 from tgis.router.budget import StepBudget
 from tgis.router.columns import decode_answer, encode_step

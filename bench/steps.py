@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tgis.config import ShardConfig
+from tgis.config.processes import ShardConfig
 from tgis.pb import shard_pb2 as pb
 from tgis.shard.engine import Engine
 from tgis.shard.loading import load

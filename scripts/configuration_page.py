@@ -7,13 +7,13 @@ from typing import Any
 import click
 
 from tgis import cli
-from tgis.config import LauncherConfig, RouterConfig, ShardConfig
-from tgis.declaration import Group, Option, declared, env_of, flag_of, in_groups
-from tgis.options.foreign import Foreign
+from tgis.config.aliases.alias import Foreign
+from tgis.config.aliases.tgi import TGI_NAMES
+from tgis.config.aliases.tgis import PASSED_ON, TGIS_NAMES
+from tgis.config.network import ProbeConfig
+from tgis.config.option import Group, Option, declared, env_of, flag_of, in_groups
+from tgis.config.processes import LauncherConfig, RouterConfig, ShardConfig
 from tgis.options.parameters import FOREIGN
-from tgis.options.tgi_names import TGI_NAMES
-from tgis.options.tgis_names import PASSED_ON, TGIS_NAMES
-from tgis.port_options import ProbeConfig
 
 COMMANDS = {
     "launcher": ("text-generation-launcher", LauncherConfig),

@@ -4,8 +4,8 @@
 from collections.abc import Callable, Iterable
 
 from scripts.configuration_page import code, table
-from tgis.options.foreign import Foreign
-from tgis.options.tgi_names import MAPPED, REFUSED, WITHOUT_EFFECT
+from tgis.config.aliases.alias import Foreign
+from tgis.config.aliases.tgi import MAPPED, REFUSED, WITHOUT_EFFECT
 
 INTRODUCTION = """\
 # Coming from Text Generation Inference

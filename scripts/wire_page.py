@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from scripts.configuration_page import table
-from tgis.port_options import PortOptions
+from tgis.config.network import PortOptions
 from tgis.router.guided import MAX_CHOICES
 from tgis.router.validation import (
     DEFAULT_MAX_NEW_TOKENS,

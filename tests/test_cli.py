@@ -13,8 +13,8 @@ import pytest
 from click.testing import CliRunner, Result
 
 from tgis import cli
-from tgis.config import ENGINES, LauncherConfig, LinkOptions, RouterConfig, ShardConfig
-from tgis.declaration import Group, declared, env_of, flag_of, to_flags
+from tgis.config.option import Group, declared, env_of, flag_of, to_flags
+from tgis.config.processes import ENGINES, LauncherConfig, LinkOptions, RouterConfig, ShardConfig
 from tgis.options.command import command
 
 SHARD = ShardConfig(model_path="/models/x", uds_path="/tmp/shard")

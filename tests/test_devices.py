@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tgis import launch_plan
-from tgis.config import LauncherConfig
+from tgis.config.processes import LauncherConfig
 from tgis.devices import has_gpus
 
 

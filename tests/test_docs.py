@@ -15,10 +15,10 @@ import pytest
 from scripts import messages, observability_page, troubleshooting_page
 from tests.pages import FLAG, VARIABLE, Command, Page, take_variables
 from tgis import cli
-from tgis.config import LauncherConfig, RouterConfig, ShardConfig
-from tgis.declaration import variables_of
-from tgis.options.tgi_names import TGI_NAMES
-from tgis.options.tgis_names import PASSED_ON, TGIS_NAMES
+from tgis.config.aliases.tgi import TGI_NAMES
+from tgis.config.aliases.tgis import PASSED_ON, TGIS_NAMES
+from tgis.config.option import variables_of
+from tgis.config.processes import LauncherConfig, RouterConfig, ShardConfig
 from tgis.pb import generation_pb2 as pb
 
 ROOT = Path(__file__).resolve().parent.parent

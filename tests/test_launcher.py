@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tgis import hub
-from tgis.config import LauncherConfig
+from tgis.config.processes import LauncherConfig
 from tgis.launch_plan import LaunchError, count_shards, plan
 from tgis.launcher.child_configs import line_fields
 from tgis.tuning_plan import TuningError

@@ -14,8 +14,8 @@ import pytest
 import trustme
 
 from tgis import cli
-from tgis.declaration import declared, env_of
-from tgis.port_options import PortOptions, ProbeConfig
+from tgis.config.network import PortOptions, ProbeConfig
+from tgis.config.option import declared, env_of
 from tgis.probe import health_probe
 
 START = "from tgis.probe import health_probe; health_probe()"

@@ -9,10 +9,10 @@ from click.testing import CliRunner
 
 from tests.test_cli import run
 from tgis import cli
-from tgis.config import LauncherConfig
+from tgis.config.model import TuningOptions
+from tgis.config.processes import LauncherConfig
 from tgis.errors import OperatorError
 from tgis.launch_plan import plan
-from tgis.model_options import TuningOptions
 from tgis.tuning_plan import plan_tuning
 
 HINT = "one in a directory is given as NAME=DIRECTORY"

@@ -18,8 +18,8 @@ from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives.asymmetric.types import CertificatePublicKeyTypes, PublicKeyTypes
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat, load_pem_private_key
 
+from tgis.config.network import LinkOptions, PortOptions
 from tgis.errors import OperatorError
-from tgis.port_options import LinkOptions, PortOptions
 from tgis.tls_contexts import Pem, open_server
 
 logger = logging.getLogger(__name__)

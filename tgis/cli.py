@@ -1,5 +1,5 @@
 """The commands. With `tgis.hub_commands` and with `tgis.options.command`, which generates them from
-`tgis.config`, the only place that reads the environment."""
+`tgis.config.processes`, the only place that reads the environment."""
 
 import gc
 import os
@@ -11,13 +11,13 @@ import click
 
 from tgis import __version__, failpoints, hub, hub_commands, logs, prompt_commands
 from tgis.client import client
-from tgis.config import LauncherConfig, RouterConfig, ShardConfig
-from tgis.declaration import Group, variables_of
-from tgis.model_options import FRAMEWORKS
+from tgis.config.aliases.tgis import TGIS_NAMES
+from tgis.config.checks import DEFAULT, Setting, SettingsError
+from tgis.config.model import FRAMEWORKS
+from tgis.config.option import Group, variables_of
+from tgis.config.processes import LauncherConfig, RouterConfig, ShardConfig
 from tgis.options.command import OneLineGroup, command, one_line_errors
 from tgis.options.parameters import GroupedOption
-from tgis.options.settings import DEFAULT, Setting, SettingsError
-from tgis.options.tgis_names import TGIS_NAMES
 from tgis.probe import health_probe
 from tgis.top.command import command as top
 from tgis.tuning_plan import plan_tuning

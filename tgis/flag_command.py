@@ -8,7 +8,7 @@ from typing import Any, get_args, get_origin
 
 import click
 
-from tgis.declaration import Option, declared, flag_of
+from tgis.config.option import Option, declared, flag_of
 
 
 def build_command(

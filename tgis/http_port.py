@@ -12,7 +12,7 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from tgis.certificates import Certificates
-from tgis.port_options import PortOptions
+from tgis.config.network import PortOptions
 from tgis.ports import listen
 
 REQUEST_S = 10.0  # from the first byte, or from connecting, until the answer is out

@@ -9,8 +9,8 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from tgis.config.model import DTYPES
 from tgis.errors import OperatorError
-from tgis.model_options import DTYPES
 
 # The first of these that a configuration has is the model's sequence length.
 LENGTH_KEYS = (

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from tgis import hub
-from tgis.config import SHORT_SEQUENCE, LauncherConfig
+from tgis.config.model import TuningOptions
+from tgis.config.processes import SHORT_SEQUENCE, LauncherConfig
 from tgis.devices import has_gpus
 from tgis.errors import OperatorError
-from tgis.model_options import TuningOptions
 from tgis.tuning_plan import plan_tuning
 
 logger = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ from pathlib import Path
 from torch import Tensor
 
 from tgis import hub
-from tgis.config import ShardConfig
+from tgis.config.processes import ShardConfig
 from tgis.errors import OperatorError
 from tgis.prompts.adapter_config import LORA, WEIGHTS
 from tgis.prompts.adapter_config import NAME as CONFIG

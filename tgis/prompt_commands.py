@@ -7,8 +7,8 @@ from typing import Any
 import click
 
 from tgis import hub
-from tgis.config import ShardConfig
-from tgis.declaration import declared
+from tgis.config.option import declared
+from tgis.config.processes import ShardConfig
 from tgis.hub_commands import cache_root, told_in_one_line
 from tgis.options.command import OneLine
 from tgis.options.parameters import parameter

@@ -8,8 +8,8 @@ from dataclasses import fields, replace
 from pathlib import Path
 
 from tgis import hub
+from tgis.config.model import TuningOptions
 from tgis.errors import OperatorError
-from tgis.model_options import TuningOptions
 
 ADAPTER_CONFIG = "adapter_config.json"
 MAX_ID_BYTES = 256

@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from tests.deployment.launches import config_of, launch, variables
 from tests.deployment.pods import Container, Pod, is_ours, pods_of
 from tests.deployment.rendering import ROOT, Object
-from tgis.config import LauncherConfig
-from tgis.declaration import variables_of
+from tgis.config.aliases.tgis import PASSED_ON, TGIS_NAMES
+from tgis.config.option import variables_of
+from tgis.config.processes import LauncherConfig
 from tgis.launch_plan import END_S
-from tgis.options.tgis_names import PASSED_ON, TGIS_NAMES
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 # Read by libraries of ours, and no options.

@@ -18,7 +18,7 @@ from click.testing import CliRunner, Result
 
 from tests.deployment.pods import LAUNCHER, Container, Pod
 from tgis.cli import server_main
-from tgis.config import LauncherConfig
+from tgis.config.processes import LauncherConfig
 from tgis.launch_plan import plan
 from tgis.options.command import command
 

@@ -11,7 +11,7 @@ from click import UsageError
 from tests.deployment.launch_rules import KNOWN, PROJECT
 from tests.deployment.launches import launch
 from tests.deployment.pods import Pod
-from tgis.config import LauncherConfig
+from tgis.config.processes import LauncherConfig
 from tgis.launch_plan import END_S
 from tgis.router.grpc_options import MAX_CONNECTIONS, RESERVED_FILES
 

@@ -20,7 +20,7 @@ from tests.router.conftest import FakeShard, Setup, ShardServer, router_command,
 from tests.router.model_of_contents import Item, Library
 from tests.router.test_grpc_api import batch
 from tests.router.test_recovery import Streams
-from tgis.config import RouterConfig, ShardConfig
+from tgis.config.processes import RouterConfig, ShardConfig
 from tgis.errors import OperatorError
 from tgis.link_address import AddressError, parse_all
 from tgis.pb import shard_pb2 as pb

@@ -10,7 +10,7 @@ import pytest
 from tests.processes import Service
 from tests.router.conftest import Setup, router_command
 from tests.tokenizers_for_tests import write_byte_level
-from tgis.port_options import PortOptions
+from tgis.config.network import PortOptions
 from tgis.ports import reserve
 from tgis.router.gate import warn_if_open
 

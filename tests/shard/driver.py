@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.shard.messages import GREEDY, Steps, floats, integers, open_row, pack, top_tokens
-from tgis.config import ShardConfig
+from tgis.config.processes import ShardConfig
 from tgis.pb import shard_pb2 as pb
 from tgis.shard.engine import Engine
 

@@ -26,7 +26,7 @@ from tgis.pb.shard_pb2_grpc import ShardServiceStub
 SCRIPT = """
 import sys
 from tgis import logs
-from tgis.config import ShardConfig
+from tgis.config.processes import ShardConfig
 from tgis.shard.server import serve
 logs.setup("info", False)
 serve(ShardConfig(**eval(sys.argv[1])))

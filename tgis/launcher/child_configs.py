@@ -7,12 +7,12 @@ from types import MappingProxyType
 from typing import Any, TypeVar
 
 from tgis import __version__
-from tgis.config import ENGINES, LauncherConfig, RouterConfig, ShardConfig
+from tgis.config.network import LinkOptions
+from tgis.config.processes import ENGINES, LauncherConfig, RouterConfig, ShardConfig
 from tgis.launch_plan import Plan
 from tgis.launcher.run_files import RunFiles
 from tgis.link_address import TcpAddress
 from tgis.logs import Scalar, process_fields
-from tgis.port_options import LinkOptions
 
 C = TypeVar("C", RouterConfig, ShardConfig)
 

@@ -4,7 +4,7 @@ import asyncio
 import logging
 import signal
 
-from tgis.config import LauncherConfig
+from tgis.config.processes import LauncherConfig
 from tgis.launch_plan import plan
 from tgis.launcher.service import Service
 from tgis.launcher.worker import Worker

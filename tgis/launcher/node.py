@@ -5,7 +5,7 @@ from collections.abc import Coroutine, Iterable
 from typing import Any, Protocol
 
 from tgis.child import Child, End
-from tgis.declaration import to_flags
+from tgis.config.option import to_flags
 from tgis.launch_plan import LaunchError
 from tgis.launcher.child_configs import ChildConfigs, Start
 from tgis.link_address import TcpAddress

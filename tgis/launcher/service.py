@@ -9,8 +9,8 @@ from collections.abc import Sequence
 
 from tgis.certificates import link_certificates
 from tgis.child import GIVE_UP, Child, End
-from tgis.config import LauncherConfig
-from tgis.declaration import to_flags
+from tgis.config.option import to_flags
+from tgis.config.processes import LauncherConfig
 from tgis.launch_plan import END_S, GIVE_UP_S, LaunchError, Plan
 from tgis.launcher.child_configs import ChildConfigs, line_fields
 from tgis.launcher.group import FileRendezvous, Group, PortRendezvous

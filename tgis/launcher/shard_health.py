@@ -11,7 +11,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from tgis.certificates import port_certificates
-from tgis.config import LauncherConfig
+from tgis.config.processes import LauncherConfig
 from tgis.http_health import METRICS_TYPE, health_routes
 from tgis.http_port import serve_http
 

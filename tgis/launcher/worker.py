@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from typing import NoReturn
 
 from tgis.certificates import link_certificates
-from tgis.config import LauncherConfig
+from tgis.config.processes import LauncherConfig
 from tgis.launch_plan import LaunchError, Plan
 from tgis.launcher.channel import MAX_LINE_BYTES, Channel, ChannelLostError
 from tgis.launcher.child_configs import ChildConfigs, Start, line_fields

@@ -15,15 +15,15 @@ import click
 from click.core import ParameterSource
 
 from tgis import json_lines, logs
-from tgis.config import LogOptions
-from tgis.declaration import Group, Option, declared, env_of, flag_of, in_groups
+from tgis.config import log_level, report
+from tgis.config.aliases.alias import Foreign
+from tgis.config.aliases.tgi import SHARED_SHORT_FLAG, TGI_NAMES
+from tgis.config.aliases.tgis import TGIS_NAMES
+from tgis.config.checks import DEFAULT, Given, Setting, apply, check
+from tgis.config.option import Group, Option, declared, env_of, flag_of, in_groups
+from tgis.config.processes import LogOptions
 from tgis.errors import OperatorError
-from tgis.options import log_level, report
-from tgis.options.foreign import Foreign
 from tgis.options.parameters import FOREIGN, foreign_flag, parameter
-from tgis.options.settings import DEFAULT, Given, Setting, apply, check
-from tgis.options.tgi_names import SHARED_SHORT_FLAG, TGI_NAMES
-from tgis.options.tgis_names import TGIS_NAMES
 
 logger = logging.getLogger(__name__)
 

@@ -10,9 +10,9 @@ from typing import Any, get_args
 
 import click
 
-from tgis.declaration import Group, Option, env_of, flag_of
-from tgis.options import log_level
-from tgis.options.foreign import Foreign
+from tgis.config import log_level
+from tgis.config.aliases.alias import Foreign
+from tgis.config.option import Group, Option, env_of, flag_of
 
 FOREIGN = "foreign_"  # begins the parameters of foreign names
 

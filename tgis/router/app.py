@@ -16,7 +16,7 @@ from grpc_reflection.v1alpha import reflection
 
 from tgis.certificates import Certificates, port_certificates
 from tgis.child import GIVE_UP
-from tgis.config import SERVICE_NAME, RouterConfig
+from tgis.config.processes import SERVICE_NAME, RouterConfig
 from tgis.http_port import serve_http
 from tgis.pb import generation_pb2, shard_pb2
 from tgis.pb.generation_pb2_grpc import add_GenerationServiceServicer_to_server

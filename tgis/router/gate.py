@@ -13,7 +13,7 @@ from typing import Any
 import grpc
 
 from tgis.certificates import look_at
-from tgis.port_options import PortOptions
+from tgis.config.network import PortOptions
 from tgis.router.call_status import Status, end_call
 from tgis.router.errors import StartupError
 from tgis.router.series import Counter

@@ -3,7 +3,7 @@ often. None of them ends a call that has begun."""
 
 import resource
 
-from tgis.config import RouterConfig
+from tgis.config.processes import RouterConfig
 
 # Of a connection; without it, resets in a row starve others. gRPC counts a stream until its call is let go of
 # and refuses what is beyond, even to clients that keep to the number: it must be more than anybody needs.

@@ -9,7 +9,7 @@ from typing import Protocol, TypeVar
 import grpc
 
 from tgis.certificates import Certificates, link_certificates
-from tgis.config import RouterConfig
+from tgis.config.processes import RouterConfig
 from tgis.frames import steps_path
 from tgis.link_address import AddressError, TcpAddress, parse_all, tune
 from tgis.tls_contexts import mutual_client

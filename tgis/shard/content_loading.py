@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tgis import hub
-from tgis.config import ENGINES, ShardConfig
+from tgis.config.processes import ENGINES, ShardConfig
 from tgis.prompts.errors import NotTunableError
 from tgis.prompts.format import Fit
 from tgis.prompts.spool import Spool

@@ -12,7 +12,7 @@ from typing import Protocol
 import grpc
 
 from tgis.certificates import Certificates, link_certificates
-from tgis.config import ShardConfig
+from tgis.config.processes import ShardConfig
 from tgis.errors import OperatorError
 from tgis.frames import steps_path
 from tgis.link_address import TcpAddress, parse

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from tgis import hub
-from tgis.config import ShardConfig
+from tgis.config.processes import ShardConfig
 from tgis.pb import shard_pb2 as pb
 from tgis.shard import capacity, platform, quantization, resources, world
 from tgis.shard.batch import RowTable

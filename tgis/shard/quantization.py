@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 
-from tgis.config import ShardConfig
+from tgis.config.processes import ShardConfig
 from tgis.shard.checkpoint import count_elements
 from tgis.shard.layers.int8 import BYTES_PER_WEIGHT
 from tgis.shard.layers.kernels import Quantization

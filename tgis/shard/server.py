@@ -14,7 +14,7 @@ from typing import NoReturn, TypeVar
 import grpc
 
 from tgis import failpoints, hub
-from tgis.config import ShardConfig
+from tgis.config.processes import ShardConfig
 from tgis.heartbeat import Heartbeat
 from tgis.pb import shard_pb2 as pb
 from tgis.pb.shard_pb2_grpc import ShardServiceServicer, add_ShardServiceServicer_to_server

@@ -11,7 +11,7 @@ from types import FrameType
 
 import click
 
-from tgis.declaration import option
+from tgis.config.option import option
 from tgis.flag_command import build_command
 from tgis.top.frame import NAME_WIDTH, draw, draw_failure
 from tgis.top.scrape import ScrapeError, Source, scrape

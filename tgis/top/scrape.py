@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from tgis.declaration import option
+from tgis.config.option import option
 from tgis.errors import OperatorError
 
 TIMEOUT_S = 5.0

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from tgis.config import ENGINES
+from tgis.config.processes import ENGINES
 from tgis.shard.layers.kernels import Kernels, Quantization
 from tgis.shard.models import catalogue, fallback, onnx
 from tgis.shard.models.interface import ConfigurationError, Model, ModelSpec, UnsupportedModelError

@@ -3,7 +3,7 @@ router and shards."""
 
 from dataclasses import dataclass
 
-from tgis.declaration import Group, in_group, option
+from tgis.config.option import Group, in_group, option
 
 
 @in_group(Group.NETWORK)

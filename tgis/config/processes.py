@@ -3,10 +3,10 @@ environment; elsewhere a configuration is a frozen value."""
 
 from dataclasses import dataclass
 
-from tgis.declaration import Group, in_group, option
-from tgis.group_options import NodeOptions, RankOptions
-from tgis.model_options import DTYPES, ModelOptions, TuningOptions
-from tgis.port_options import LinkOptions, PortOptions
+from tgis.config.cluster import NodeOptions, RankOptions
+from tgis.config.model import DTYPES, ModelOptions, TuningOptions
+from tgis.config.network import LinkOptions, PortOptions
+from tgis.config.option import Group, in_group, option
 
 # What the names of engines mean that are still read: one of the three there are, or None for one of the first
 # two, whichever serves the model.

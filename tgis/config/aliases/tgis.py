@@ -1,9 +1,9 @@
 """What TGIS reads and we have no option for: every flag and variable of its three programs that is not in
-`tgis.config`, with the option it means or the reason why it has no effect."""
+`tgis.config.processes`, with the option it means or the reason why it has no effect."""
 
 import math
 
-from tgis.options.foreign import Foreign
+from tgis.config.aliases.alias import Foreign
 
 ALL = ("launcher", "serve")
 ROUTER = ("launcher", "router")

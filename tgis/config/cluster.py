@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from tgis.declaration import Group, in_group, option
+from tgis.config.option import Group, in_group, option
 
 
 @in_group(Group.NODES)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.test_cli import REQUIRED, parse, refusal, run
-from tgis.config import LauncherConfig, RouterConfig, ShardConfig
+from tgis.config.processes import LauncherConfig, RouterConfig, ShardConfig
 
 LAUNCHER_FLAGS = """
 model-name revision deployment-framework dtype dtype-str quantize num-shard max-concurrent-requests
@@ -45,7 +45,7 @@ WORLD_SIZE DEBUG
 """.split()
 FLAG = re.compile(r"--[a-z][a-z-]+")
 SHORT = ["-p", "-g", "-c"]
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 HAS_OWN_EFFECT = {
     *("KV_CACHE_MANAGER_NUM_GPU_BLOCKS", "RANK", "WORLD_SIZE", "ESTIMATE_MEMORY"),
     *("TRUST_REMOTE_CODE", "PREFIX_STORE_PATH", "PROMPT_CACHE_SIZE_MB", "MAX_PROMPT_PREFIX_LENGTH"),

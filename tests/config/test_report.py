@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tgis.options import report
-from tgis.options.settings import Setting
+from tgis.config import report
+from tgis.config.checks import Setting
 
 
 def run(*arguments: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
@@ -46,7 +46,7 @@ def test_the_flag_prints_and_goes_on(tmp_path: Path) -> None:
 
 def test_it_loads_none_of_the_libraries_it_names() -> None:
     code = (
-        "import sys; from tgis.options import report; report.describe({});"
+        "import sys; from tgis.config import report; report.describe({});"
         "print([name for name in ('torch', 'transformers', 'tokenizers', 'numba') if name in sys.modules])"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

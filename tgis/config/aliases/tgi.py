@@ -1,7 +1,7 @@
 """Hugging Face TGI's names, read by the launcher under `--compat tgi` only: what each means here, why it has
 no effect, or why the start is refused. Names that TGI and we share keep our meaning and need no row."""
 
-from tgis.options.foreign import Foreign
+from tgis.config.aliases.alias import Foreign
 
 NO_TEXT_TEMPLATES = "chat templates are not served by this version"
 NO_SCALING = "the model's own config.json says how its positions are scaled: change it there"

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from tgis.declaration import Group, in_group, option
+from tgis.config.option import Group, in_group, option
 
 DTYPES = ("float32", "bfloat16", "float16")
 DEVICES = ("auto", "cpu", "cuda")

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.test_cli import refusal, run
-from tgis.config import LauncherConfig
+from tgis.config.processes import LauncherConfig
 
 FLAGS = """
 model-id revision tokenizer-config-path trust-remote-code dtype kv-cache-dtype quantize sharded

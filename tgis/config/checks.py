@@ -5,8 +5,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from tgis.config.aliases.alias import Foreign
 from tgis.errors import OperatorError
-from tgis.options.foreign import Foreign
 
 DEFAULT = "default"
 NOT_SERVED = {

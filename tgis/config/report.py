@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tgis import __version__
-from tgis.options.settings import Setting
+from tgis.config.checks import Setting
 
 PACKAGES = ("torch", "transformers", "tokenizers", "grpcio", "protobuf", "llguidance", "numba", "safetensors")
 VARIABLES = re.compile(r"(HF|HUGGING|TRANSFORMERS|CUDA|NVIDIA|NCCL|GLOO|OMP|MKL|PYTORCH|TORCH|OTEL|GRPC)_\w+")

@@ -1,0 +1,1 @@
+"""Options of every command, each declared once, and what is checked of their values."""

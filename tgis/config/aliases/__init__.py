@@ -1,0 +1,1 @@
+"""Names of other servers' options that are read too."""
