@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from tgis.frames import frame
+from tgis.net.framing import frame
 from tgis.pb import shard_pb2 as pb
 from tgis.router.blocks import BlockPool
 from tgis.router.budget import StepBudget

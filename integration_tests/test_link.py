@@ -18,7 +18,7 @@ import trustme
 from integration_tests.conftest import MAX_SEQUENCE_LENGTH, Client, Model, check, request
 from tests.link_files import LinkFiles, Relay, free_ports
 from tests.processes import Service
-from tgis.frames import frame
+from tgis.net.framing import frame
 from tgis.pb import generation_pb2 as pb
 from tgis.pb import shard_pb2
 from tgis.pb.shard_pb2_grpc import ShardServiceStub

@@ -12,7 +12,7 @@ from tgis.launcher import group, node
 from tgis.launcher.child_configs import Start
 from tgis.launcher.group import Group
 from tgis.launcher.node import ShardEndedError, first_of, unless_ended
-from tgis.link_address import TcpAddress
+from tgis.net.addresses import TcpAddress
 
 KILLED, REFUSED, LOST = End("killed"), End("refused", is_refusal=True), End("the node is lost")
 

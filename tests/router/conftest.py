@@ -19,7 +19,7 @@ from tests.processes import Service
 from tests.router.model_of_contents import Library, ShelfOfShard
 from tests.router.model_of_shard import ModelOfShard
 from tests.tokenizers_for_tests import write_byte_level
-from tgis.frames import FrameReader, frame, steps_path
+from tgis.net.framing import FrameReader, frame, steps_path
 from tgis.pb import generation_pb2
 from tgis.pb import shard_pb2 as pb
 from tgis.pb.generation_pb2_grpc import GenerationServiceStub

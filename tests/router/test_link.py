@@ -22,7 +22,7 @@ from tests.router.test_grpc_api import batch
 from tests.router.test_recovery import Streams
 from tgis.config.processes import RouterConfig, ShardConfig
 from tgis.errors import OperatorError
-from tgis.link_address import AddressError, parse_all
+from tgis.net.addresses import AddressError, parse_all
 from tgis.pb import shard_pb2 as pb
 from tgis.router.link import UnixLink, open_link
 from tgis.router.shards import Shards

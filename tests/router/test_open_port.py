@@ -11,7 +11,7 @@ from tests.processes import Service
 from tests.router.conftest import Setup, router_command
 from tests.tokenizers_for_tests import write_byte_level
 from tgis.config.network import PortOptions
-from tgis.ports import reserve
+from tgis.net.ports import reserve
 from tgis.router.gate import warn_if_open
 
 WARNING = "may call the gRPC port"

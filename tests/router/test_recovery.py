@@ -20,7 +20,7 @@ from tests.router.conftest import FakeShard, Setup, ShardServer, start_router, s
 from tests.router.model_of_shard import column
 from tests.router.test_grpc_api import batch, expected_text, expected_tokens, get, single, stopping
 from tests.tokenizers_for_tests import write_byte_level
-from tgis.frames import frame
+from tgis.net.framing import frame
 from tgis.pb import generation_pb2
 from tgis.pb import shard_pb2 as pb
 from tgis.router.shards import LOST

@@ -12,13 +12,13 @@ import pytest
 import trustme
 
 from tests.link_files import LinkFiles
-from tgis.certificates import Certificates, TlsFiles
-from tgis.frames import FrameReader, frame
+from tgis.net.framing import FrameReader, frame
+from tgis.net.tls import Certificates, TlsFiles
+from tgis.net.tls_contexts import mutual_client, mutual_server
 from tgis.pb import shard_pb2 as pb
 from tgis.shard import handshakes
 from tgis.shard.handshakes import Entrance
 from tgis.shard.steps import StepSocket
-from tgis.tls_contexts import mutual_client, mutual_server
 
 
 class Ends(NamedTuple):

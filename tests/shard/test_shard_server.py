@@ -19,7 +19,7 @@ import torch
 import transformers
 
 from tests.shard.messages import Steps, integers, open_row
-from tgis.frames import FrameReader, frame, steps_path
+from tgis.net.framing import FrameReader, frame, steps_path
 from tgis.pb import shard_pb2 as pb
 from tgis.pb.shard_pb2_grpc import ShardServiceStub
 

@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 from tgis.heartbeat import MAX_MISSED, PERIOD_S
-from tgis.link_address import tune
+from tgis.net.addresses import tune
 
 MAX_LINE_BYTES = 1 << 16
 BEAT = b"\n"

@@ -11,8 +11,8 @@ from tgis.config.network import LinkOptions
 from tgis.config.processes import ENGINES, LauncherConfig, RouterConfig, ShardConfig
 from tgis.launch_plan import Plan
 from tgis.launcher.run_files import RunFiles
-from tgis.link_address import TcpAddress
 from tgis.logs import Scalar, process_fields
+from tgis.net.addresses import TcpAddress
 
 C = TypeVar("C", RouterConfig, ShardConfig)
 

@@ -12,8 +12,8 @@ from typing import Protocol
 from tgis.launch_plan import LaunchError
 from tgis.launcher.child_configs import Start
 from tgis.launcher.node import SETTLE_S, Node, ShardEndedError, all_of, first_of
-from tgis.link_address import TcpAddress
-from tgis.ports import listen
+from tgis.net.addresses import TcpAddress
+from tgis.net.ports import listen
 
 logger = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from tgis.child import Child, End
 from tgis.config.option import to_flags
 from tgis.launch_plan import LaunchError
 from tgis.launcher.child_configs import ChildConfigs, Start
-from tgis.link_address import TcpAddress
+from tgis.net.addresses import TcpAddress
 
 LOOPBACK = "127.0.0.1"
 # How often a thread of a shard looks for its next piece of work before it sleeps. By default that takes

@@ -10,9 +10,9 @@ from pathlib import Path
 
 from tgis import hub
 from tgis.child import Child
-from tgis.frames import steps_path
 from tgis.launch_plan import TOKENIZER, LaunchError, Plan
 from tgis.logs import Scalar
+from tgis.net.framing import steps_path
 from tgis.run_directory import RunDirectory
 
 logger = logging.getLogger(__name__)

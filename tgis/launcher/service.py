@@ -7,7 +7,6 @@ import signal
 import socket
 from collections.abc import Sequence
 
-from tgis.certificates import link_certificates
 from tgis.child import GIVE_UP, Child, End
 from tgis.config.option import to_flags
 from tgis.config.processes import LauncherConfig
@@ -18,8 +17,9 @@ from tgis.launcher.members import Members
 from tgis.launcher.node import LocalNode, Node, all_of
 from tgis.launcher.run_files import RunFiles
 from tgis.launcher.shard_health import serve_health
-from tgis.ports import listen
-from tgis.tls_contexts import mutual_server
+from tgis.net.ports import listen
+from tgis.net.tls import link_certificates
+from tgis.net.tls_contexts import mutual_server
 
 logger = logging.getLogger(__name__)
 

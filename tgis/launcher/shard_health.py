@@ -10,10 +10,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from tgis.certificates import port_certificates
 from tgis.config.processes import LauncherConfig
-from tgis.http_health import METRICS_TYPE, health_routes
-from tgis.http_port import serve_http
+from tgis.net.http_health import METRICS_TYPE, health_routes
+from tgis.net.http_server import serve_http
+from tgis.net.tls import port_certificates
 
 READY = """\
 # HELP tgi_ready 1 while this node's shards serve; 0: loading, waiting for other nodes, or ending

@@ -7,7 +7,6 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import NoReturn
 
-from tgis.certificates import link_certificates
 from tgis.config.processes import LauncherConfig
 from tgis.launch_plan import LaunchError, Plan
 from tgis.launcher.channel import MAX_LINE_BYTES, Channel, ChannelLostError
@@ -15,7 +14,8 @@ from tgis.launcher.child_configs import ChildConfigs, Start, line_fields
 from tgis.launcher.node import LocalNode, ShardEndedError
 from tgis.launcher.run_files import RunFiles
 from tgis.launcher.shard_health import serve_health
-from tgis.tls_contexts import mutual_client
+from tgis.net.tls import link_certificates
+from tgis.net.tls_contexts import mutual_client
 
 logger = logging.getLogger(__name__)
 

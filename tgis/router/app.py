@@ -14,13 +14,13 @@ import uvloop
 from grpc_health.v1 import health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from tgis.certificates import Certificates, port_certificates
 from tgis.child import GIVE_UP
 from tgis.config.processes import SERVICE_NAME, RouterConfig
-from tgis.http_port import serve_http
+from tgis.net.http_server import serve_http
+from tgis.net.ports import PortError, reserve
+from tgis.net.tls import Certificates, port_certificates
 from tgis.pb import generation_pb2, shard_pb2
 from tgis.pb.generation_pb2_grpc import add_GenerationServiceServicer_to_server
-from tgis.ports import PortError, reserve
 from tgis.router.blocks import BlockPool
 from tgis.router.budget import StepBudget
 from tgis.router.calls import Accounts

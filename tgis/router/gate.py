@@ -12,8 +12,8 @@ from typing import Any
 
 import grpc
 
-from tgis.certificates import look_at
 from tgis.config.network import PortOptions
+from tgis.net.tls import look_at
 from tgis.router.call_status import Status, end_call
 from tgis.router.errors import StartupError
 from tgis.router.series import Counter

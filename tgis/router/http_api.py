@@ -8,7 +8,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from tgis.http_health import METRICS_TYPE, health_routes
+from tgis.net.http_health import METRICS_TYPE, health_routes
 from tgis.router.metrics import Metrics
 
 SPACING_S = 0.05  # between two writings of the metrics, each of which takes milliseconds

@@ -8,11 +8,11 @@ from typing import Protocol, TypeVar
 
 import grpc
 
-from tgis.certificates import Certificates, link_certificates
 from tgis.config.processes import RouterConfig
-from tgis.frames import steps_path
-from tgis.link_address import AddressError, TcpAddress, parse_all, tune
-from tgis.tls_contexts import mutual_client
+from tgis.net.addresses import AddressError, TcpAddress, parse_all, tune
+from tgis.net.framing import steps_path
+from tgis.net.tls import Certificates, link_certificates
+from tgis.net.tls_contexts import mutual_client
 
 logger = logging.getLogger(__name__)
 

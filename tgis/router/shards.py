@@ -12,7 +12,7 @@ from typing import Any, cast
 import grpc
 from google.protobuf.message import DecodeError, Message
 
-from tgis.frames import FrameError, FrameReader, frame
+from tgis.net.framing import FrameError, FrameReader, frame
 from tgis.pb import shard_pb2 as pb
 from tgis.pb.shard_pb2_grpc import ShardServiceStub
 from tgis.router.columns import Answer, decode_answer, encode_step

@@ -10,8 +10,8 @@ import threading
 import time
 from collections import deque
 
-from tgis.certificates import LOOK_S, Certificates
-from tgis.link_address import tune
+from tgis.net.addresses import tune
+from tgis.net.tls import LOOK_S, Certificates
 
 logger = logging.getLogger(__name__)
 

@@ -11,14 +11,14 @@ from typing import Protocol
 
 import grpc
 
-from tgis.certificates import Certificates, link_certificates
 from tgis.config.processes import ShardConfig
 from tgis.errors import OperatorError
-from tgis.frames import steps_path
-from tgis.link_address import TcpAddress, parse
-from tgis.ports import PortError, listen
+from tgis.net.addresses import TcpAddress, parse
+from tgis.net.framing import steps_path
+from tgis.net.ports import PortError, listen
+from tgis.net.tls import Certificates, link_certificates
+from tgis.net.tls_contexts import mutual_server
 from tgis.shard.handshakes import Entrance as TlsEntrance
-from tgis.tls_contexts import mutual_server
 
 SEND_TIMEOUT = struct.pack("ll", 10, 0)  # seconds and microseconds
 

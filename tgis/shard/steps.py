@@ -4,7 +4,7 @@ import logging
 import select
 
 from tgis import failpoints
-from tgis.frames import FrameReader, frame
+from tgis.net.framing import FrameReader, frame
 from tgis.pb import shard_pb2 as pb
 from tgis.shard.link import Connection, Entrance
 

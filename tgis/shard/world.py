@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tgis.errors import OperatorError
-from tgis.link_address import AddressError, parse
+from tgis.net.addresses import AddressError, parse
 
 CPU = torch.device("cpu")
 LOOPBACK = "127.0.0.1"

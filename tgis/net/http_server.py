@@ -11,9 +11,9 @@ from typing import Any
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from tgis.certificates import Certificates
 from tgis.config.network import PortOptions
-from tgis.ports import listen
+from tgis.net.ports import listen
+from tgis.net.tls import Certificates
 
 REQUEST_S = 10.0  # from the first byte, or from connecting, until the answer is out
 MAX_CONNECTIONS = 128  # probes and scrapes take a few; files to open are worth more to the gRPC port

@@ -20,7 +20,7 @@ from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat,
 
 from tgis.config.network import LinkOptions, PortOptions
 from tgis.errors import OperatorError
-from tgis.tls_contexts import Pem, open_server
+from tgis.net.tls_contexts import Pem, open_server
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +66,7 @@ class Certificates:
         make_context: Callable[[Pem], ssl.SSLContext] | None = None,
         name: str = "TLS",
     ) -> None:
-        """`make_context` is one of `tgis.tls_contexts`, where `context` is asked for; the name is for the
+        """`make_context` is one of `tgis.net.tls_contexts`, where `context` is asked for; the name is for the
         log. Raises CertificateError, in TGIS's words."""
         self._files, self._make_context, self._name = files, make_context, name
         self._lock = threading.Lock()

@@ -20,10 +20,10 @@ from cryptography.hazmat.primitives.serialization import (
     load_pem_private_key,
 )
 
-from tgis import certificates
-from tgis.certificates import CertificateError, Certificates, TlsFiles
+from tgis.net import tls
+from tgis.net.tls import CertificateError, Certificates, TlsFiles
+from tgis.net.tls_contexts import mutual_client, mutual_server
 from tgis.router.link import TcpLink
-from tgis.tls_contexts import mutual_client, mutual_server
 
 
 def issue(directory: Path, **more: object) -> TlsFiles:
@@ -118,7 +118,7 @@ def test_what_cannot_be_read_is_named(
 
 WITHOUT_RIGHTS = """
 import os, sys
-from tgis.certificates import Certificates, CertificateError, TlsFiles
+from tgis.net.tls import Certificates, CertificateError, TlsFiles
 
 if os.getuid() == 0:  # who may read everything
     os.setuid(65534)
@@ -174,8 +174,8 @@ def test_an_expired_certificate_is_an_error_until_it_is_renewed(
     loaded = Certificates(files, name="link")
     loaded.look()
     assert said(caplog) == [expired_line(files)]
-    assert certificates.EXPIRED_EVERY_S == 60
-    monkeypatch.setattr(certificates, "EXPIRED_EVERY_S", 0.0)
+    assert tls.EXPIRED_EVERY_S == 60
+    monkeypatch.setattr(tls, "EXPIRED_EVERY_S", 0.0)
     loaded.look()
     assert said(caplog) == [expired_line(files)] * 2
     issue(tmp_path, not_after=datetime.now(UTC) + timedelta(days=2))
@@ -200,16 +200,16 @@ class Signal(logging.Handler):
 async def test_the_certificate_of_a_link_is_looked_at_without_a_call(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(certificates, "LOOK_S", 0.01)
-    monkeypatch.setattr(certificates, "EXPIRED_EVERY_S", 0.01)
+    monkeypatch.setattr(tls, "LOOK_S", 0.01)
+    monkeypatch.setattr(tls, "EXPIRED_EVERY_S", 0.01)
     files = issue(tmp_path, **EXPIRED)
     link, signal = TcpLink(list, Certificates(files, mutual_client, "link")), Signal()
-    certificates.logger.addHandler(signal)
+    tls.logger.addHandler(signal)
     watching = asyncio.create_task(link.watch())
     try:
         await asyncio.wait_for(signal.event.wait(), 30)
     finally:
-        certificates.logger.removeHandler(signal)
+        tls.logger.removeHandler(signal)
         watching.cancel()
     assert len(caplog.records) > 1
     assert {*said(caplog)} == {expired_line(files)}

@@ -1,0 +1,1 @@
+"""Listening ports, TLS, HTTP, and the framing and addresses of the link between router and shards."""
