@@ -6,13 +6,13 @@ from contextlib import contextmanager
 
 import pytest
 
-from tgis.child import End
 from tgis.launch_plan import LaunchError
 from tgis.launcher import group, node
 from tgis.launcher.child_configs import Start
 from tgis.launcher.group import Group
 from tgis.launcher.node import ShardEndedError, first_of, unless_ended
 from tgis.net.addresses import TcpAddress
+from tgis.process.child import End
 
 KILLED, REFUSED, LOST = End("killed"), End("refused", is_refusal=True), End("the node is lost")
 

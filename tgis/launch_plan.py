@@ -9,8 +9,8 @@ from typing import Any
 from tgis import hub
 from tgis.config.model import TuningOptions
 from tgis.config.processes import SHORT_SEQUENCE, LauncherConfig
-from tgis.devices import has_gpus
 from tgis.errors import OperatorError
+from tgis.process.gpus import has_gpus
 from tgis.tuning_plan import plan_tuning
 
 logger = logging.getLogger(__name__)

@@ -5,8 +5,8 @@ import asyncio
 import json
 from typing import Any
 
-from tgis.heartbeat import MAX_MISSED, PERIOD_S
 from tgis.net.addresses import tune
+from tgis.process.heartbeat import MAX_MISSED, PERIOD_S
 
 MAX_LINE_BYTES = 1 << 16
 BEAT = b"\n"

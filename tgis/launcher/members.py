@@ -7,13 +7,13 @@ import socket
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
-from tgis.child import End
 from tgis.launch_plan import LaunchError
 from tgis.launcher.channel import MAX_LINE_BYTES, Channel, ChannelLostError, Message
 from tgis.launcher.child_configs import Start
 from tgis.launcher.node import unless_ended
 from tgis.net.addresses import AddressError, TcpAddress, parse
 from tgis.net.tls import LOOK_S, Certificates
+from tgis.process.child import End
 
 logger = logging.getLogger(__name__)
 

@@ -4,11 +4,11 @@ import asyncio
 from collections.abc import Coroutine, Iterable
 from typing import Any, Protocol
 
-from tgis.child import Child, End
 from tgis.config.option import to_flags
 from tgis.launch_plan import LaunchError
 from tgis.launcher.child_configs import ChildConfigs, Start
 from tgis.net.addresses import TcpAddress
+from tgis.process.child import Child, End
 
 LOOPBACK = "127.0.0.1"
 # How often a thread of a shard looks for its next piece of work before it sleeps. By default that takes

@@ -9,11 +9,11 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from tgis import hub
-from tgis.child import Child
 from tgis.launch_plan import TOKENIZER, LaunchError, Plan
 from tgis.logs import Scalar
 from tgis.net.framing import steps_path
-from tgis.run_directory import RunDirectory
+from tgis.process.child import Child
+from tgis.process.run_directory import RunDirectory
 
 logger = logging.getLogger(__name__)
 

@@ -7,7 +7,6 @@ import signal
 import socket
 from collections.abc import Sequence
 
-from tgis.child import GIVE_UP, Child, End
 from tgis.config.option import to_flags
 from tgis.config.processes import LauncherConfig
 from tgis.launch_plan import END_S, GIVE_UP_S, LaunchError, Plan
@@ -20,6 +19,7 @@ from tgis.launcher.shard_health import serve_health
 from tgis.net.ports import listen
 from tgis.net.tls import link_certificates
 from tgis.net.tls_contexts import mutual_server
+from tgis.process.child import GIVE_UP, Child, End
 
 logger = logging.getLogger(__name__)
 

@@ -14,13 +14,14 @@ import uvloop
 from grpc_health.v1 import health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from tgis.child import GIVE_UP
 from tgis.config.processes import SERVICE_NAME, RouterConfig
 from tgis.net.http_server import serve_http
 from tgis.net.ports import PortError, reserve
 from tgis.net.tls import Certificates, port_certificates
 from tgis.pb import generation_pb2, shard_pb2
 from tgis.pb.generation_pb2_grpc import add_GenerationServiceServicer_to_server
+from tgis.process.child import GIVE_UP
+from tgis.process.memory_release import MemoryRelease
 from tgis.router.blocks import BlockPool
 from tgis.router.budget import StepBudget
 from tgis.router.calls import Accounts
@@ -36,7 +37,6 @@ from tgis.router.guided import Grammars
 from tgis.router.health import NAME as HEALTH
 from tgis.router.http_api import http_app
 from tgis.router.link import Link, open_link
-from tgis.router.memory_release import MemoryRelease
 from tgis.router.metrics import MetricLimits, Metrics
 from tgis.router.permits import Permits
 from tgis.router.readiness import Readiness

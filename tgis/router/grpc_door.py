@@ -12,9 +12,9 @@ from typing import Any
 import grpc
 from google.protobuf.message import DecodeError
 
+from tgis.process.memory_release import MemoryRelease
 from tgis.router.call_status import Status, drop_tracebacks, end_call
 from tgis.router.errors import Code, OverloadedError, RequestError, RouterError, internal_error
-from tgis.router.memory_release import MemoryRelease
 from tgis.router.refusal_pacing import RefusalPacing
 from tgis.router.retry import retry_later
 from tgis.router.series import Counter

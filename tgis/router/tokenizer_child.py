@@ -11,10 +11,10 @@ from typing import Any
 
 import tokenizers
 
-from tgis.child import die_with
 from tgis.pb import generation_pb2 as pb
+from tgis.process.child import die_with
+from tgis.process.memory_release import return_freed_memory
 from tgis.router.errors import RequestError
-from tgis.router.memory_release import return_freed_memory
 from tgis.router.tokenization import Tokenized, encode_ids, load_tokenizer, tokenize
 
 NICENESS = 10

@@ -8,8 +8,8 @@ from typing import Protocol
 
 import torch
 
-from tgis.devices import has_gpus
 from tgis.errors import OperatorError
+from tgis.process.gpus import has_gpus
 from tgis.shard import resources
 from tgis.shard.attention.base import Attention
 from tgis.shard.attention.cpu import CpuAttention

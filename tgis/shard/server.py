@@ -15,9 +15,9 @@ import grpc
 
 from tgis import failpoints, hub
 from tgis.config.processes import ShardConfig
-from tgis.heartbeat import Heartbeat
 from tgis.pb import shard_pb2 as pb
 from tgis.pb.shard_pb2_grpc import ShardServiceServicer, add_ShardServiceServicer_to_server
+from tgis.process.heartbeat import Heartbeat
 from tgis.shard.code_cache import keep_with_run
 from tgis.shard.compiled import is_compiling
 from tgis.shard.content_calls import ContentCalls

@@ -6,8 +6,8 @@ import time
 
 import pytest
 
-from tgis import heartbeat
-from tgis.heartbeat import Heartbeat, wait_until_hung
+from tgis.process import heartbeat
+from tgis.process.heartbeat import Heartbeat, wait_until_hung
 
 PERIOD_S, MAX_MISSED = 0.02, 5
 LONG_S = 20 * PERIOD_S  # longer than silence may last

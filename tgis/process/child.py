@@ -12,9 +12,9 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from tgis.heartbeat import wait_until_hung
 from tgis.json_lines import error_of, to_json
 from tgis.logs import Scalar
+from tgis.process.heartbeat import wait_until_hung
 
 READ_BYTES = 1 << 16
 # Longer lines are cut. A record of our own must not be: its halves would be no objects.

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from tgis import run_directory
-from tgis.run_directory import RunDirectory, RunDirectoryError
+from tgis.process import run_directory
+from tgis.process.run_directory import RunDirectory, RunDirectoryError
 
 HOLD = """
 import sys, time
 from pathlib import Path
-from tgis.run_directory import RunDirectory
+from tgis.process.run_directory import RunDirectory
 print(RunDirectory(Path(sys.argv[1])).path, flush=True)
 time.sleep(60)
 """

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
-from tgis.router import memory_release
-from tgis.router.memory_release import ENOUGH_BYTES, LARGE_BYTES, MemoryRelease
+from tgis.process import memory_release
+from tgis.process.memory_release import ENOUGH_BYTES, LARGE_BYTES, MemoryRelease
 
 SMALL, NUM_SMALL = 600, 200_000  # too large for Python's own allocator
 HELD = SMALL * NUM_SMALL * 3 // 4

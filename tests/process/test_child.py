@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tgis.child import Child
+from tgis.process.child import Child
 
 FLOOD_BYTES = 100 << 20
 # Stands where a child looks for the package.
@@ -26,7 +26,7 @@ os._exit(1)
 PARENT = """
 import asyncio, sys
 from pathlib import Path
-from tgis.child import Child
+from tgis.process.child import Child
 
 async def run():
     child, beats = Child("flood", [], "Flood: ", fields=eval(sys.argv[2])), 0

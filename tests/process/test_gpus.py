@@ -6,7 +6,7 @@ import pytest
 
 from tgis import launch_plan
 from tgis.config.processes import LauncherConfig
-from tgis.devices import has_gpus
+from tgis.process.gpus import has_gpus
 
 
 @pytest.mark.parametrize(
