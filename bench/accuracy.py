@@ -12,9 +12,9 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from tgis import hub
 from tgis.demo import write_demo_model
 from tgis.demo_text import read_documents
+from tgis.hub import model_files
 from tgis.shard.attention.base import AttentionMetadata
 from tgis.shard.attention.cpu import CpuAttention
 from tgis.shard.cache import KVCache
@@ -96,7 +96,7 @@ def _score(model: Path, precision: Precision, windows: Sequence[Tensor]) -> tupl
     """Log-probabilities of the windows' tokens, all but the firsts, and the likeliest tokens in their place;
     float64 and int64 [num_tokens]."""
     alone, dtype = World(0, 1), precision.dtype
-    settings = hub.read_json(model, "config.json")
+    settings = model_files.read_json(model, "config.json")
     decoder = catalogue.load(model, settings, alone, dtype, quantize=precision.quantize)
     assert isinstance(decoder, Decoder)
     spec, num_blocks = decoder.spec, -(-WINDOW // BLOCK_SIZE)

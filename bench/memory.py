@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from tgis import hub
+from tgis.hub import model_files
 from tgis.shard import resources
 from tgis.shard.models import catalogue
 from tgis.shard.world import World
@@ -26,7 +26,7 @@ def measure_loading(job: MemoryJob) -> dict[str, float]:
     """Bytes of the weights' files; most bytes in memory while they are read, less those before; what of them
     stays; seconds. The files' pages that are mapped at a time count as memory, as they do for `VmHWM`."""
     directory = Path(job.model)
-    settings = hub.read_json(directory, "config.json")
+    settings = model_files.read_json(directory, "config.json")
     before, used, began = resources.begin_peak(), resources.memory_used(), time.perf_counter()
     model = catalogue.load(directory, settings, World(0, 1), getattr(torch, job.dtype))
     seconds, most = time.perf_counter() - began, resources.peak() - before

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from tgis import hub
 from tgis.config.processes import LauncherConfig
+from tgis.hub import model_files
+from tgis.hub.startup_adapters import TuningError
 from tgis.launch_plan import LaunchError, count_shards, plan
 from tgis.launcher.child_configs import line_fields
-from tgis.tuning_plan import TuningError
 
 
 @pytest.fixture
@@ -61,14 +61,18 @@ def test_a_model_of_one_token(config: LauncherConfig) -> None:
 @pytest.mark.parametrize("model_type", [None, "", 3, ["llama"]])
 def test_a_model_must_have_a_type(config: LauncherConfig, model_type: object) -> None:
     write_config(Path(config.model_name), {"model_type": model_type})
-    with pytest.raises(hub.ModelNotFoundError, match=r"config\.json has no model_type, the name of a kind"):
+    with pytest.raises(
+        model_files.ModelNotFoundError, match=r"config\.json has no model_type, the name of a kind"
+    ):
         plan(config)
 
 
 def test_weights_that_cannot_be_looked_at(config: LauncherConfig) -> None:
     """As in a hub cache that was copied without what its links lead to."""
     (Path(config.model_name) / "model.safetensors").symlink_to("/nowhere/blob")
-    with pytest.raises(hub.ModelNotFoundError, match=r"model\.safetensors cannot be read: No such file"):
+    with pytest.raises(
+        model_files.ModelNotFoundError, match=r"model\.safetensors cannot be read: No such file"
+    ):
         plan(config)
 
 
@@ -143,7 +147,7 @@ def test_a_model_in_a_cache_of_any_name(config: LauncherConfig, tmp_path: Path) 
     assert plan(replace(named, transformers_cache=cache)).model_path == snapshot
     assert plan(replace(named, huggingface_hub_cache=cache)).model_path == snapshot
     assert plan(replace(named, hf_home=str(tmp_path), home="/nobody")).model_path == snapshot
-    with pytest.raises(hub.CacheConflictError):
+    with pytest.raises(model_files.CacheConflictError):
         plan(replace(named, transformers_cache=cache, hf_hub_cache="/elsewhere"))
 
 

@@ -9,18 +9,19 @@ from typing import Any
 
 import click
 
-from tgis import __version__, failpoints, hub, hub_commands, logs, prompt_commands
+from tgis import __version__, failpoints, hub_commands, logs, prompt_commands
 from tgis.client import client
 from tgis.config.aliases.tgis import TGIS_NAMES
 from tgis.config.checks import DEFAULT, Setting, SettingsError
 from tgis.config.model import FRAMEWORKS
 from tgis.config.option import Group, variables_of
 from tgis.config.processes import LauncherConfig, RouterConfig, ShardConfig
+from tgis.hub import model_files
+from tgis.hub.startup_adapters import plan_tuning
 from tgis.options.command import OneLineGroup, command, one_line_errors
 from tgis.options.parameters import GroupedOption
 from tgis.probe import health_probe
 from tgis.top.command import command as top
-from tgis.tuning_plan import plan_tuning
 
 
 def _begin(config: LauncherConfig | RouterConfig | ShardConfig, *facts: str) -> None:
@@ -52,8 +53,8 @@ def _run_router(config: RouterConfig) -> None:
 def _run_shard(config: ShardConfig) -> None:
     _begin(config, f"rank={config.rank}", f"epoch={config.epoch}")
     _stay_offline()
-    settings = hub.read_config(Path(config.model_path))
-    length = config.max_sequence_length or hub.max_sequence_length(settings)
+    settings = model_files.read_config(Path(config.model_path))
+    length = config.max_sequence_length or model_files.max_sequence_length(settings)
     cache = hub_commands.cache_root() if config.lora_adapters else Path()
     tuning = plan_tuning(config, length, cache)
     gc.disable()  # what is imported and loaded is no garbage; the server says when to look for some
@@ -68,10 +69,10 @@ def _stay_offline() -> None:
 
 
 def _complete_shard(settings: dict[str, Setting], values: dict[str, Any]) -> None:
-    """What TGIS's positional arguments and --sharded say. Raises SettingsError, hub.ModelNotFoundError and
+    """What TGIS's positional arguments and --sharded say. Raises SettingsError, model_files.ModelNotFoundError and
     click.UsageError."""
     if values["model_name"] and settings["model_path"].source == DEFAULT:
-        path = hub.resolve(values["model_name"], values["revision"], hub_commands.cache_root())
+        path = model_files.resolve(values["model_name"], values["revision"], hub_commands.cache_root())
         settings["model_path"] = Setting(str(path), "MODEL_NAME")
     if settings["model_path"].value is None:
         raise click.UsageError("Missing option '--model-path', or MODEL_NAME as an argument.")

@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING
 
 import click
 
-from tgis import hub, logs
+from tgis import logs
 from tgis.errors import OperatorError
+from tgis.hub import model_files
 from tgis.options.command import OneLine, one_line_errors
 
 if TYPE_CHECKING:
-    from tgis.download import Repository
+    from tgis.hub.download import Repository
 
 ANYTHING = {"ignore_unknown_options": True, "allow_extra_args": True}
 NOT_QUANTIZED = "quantize: weights are not quantized by this version: serve the unquantized checkpoint"
@@ -29,9 +30,9 @@ class Interrupted(OperatorError):
 
 
 def cache_root() -> Path:
-    """Of the hub cache, from the environment. Raises hub.CacheConflictError."""
+    """Of the hub cache, from the environment. Raises model_files.CacheConflictError."""
     names = ("hf_hub_cache", "transformers_cache", "huggingface_hub_cache", "hf_home", "home")
-    return hub.cache_root(**{name: os.environ.get(name.upper()) for name in names})
+    return model_files.cache_root(**{name: os.environ.get(name.upper()) for name in names})
 
 
 @click.command("download-weights", cls=OneLine)
@@ -56,7 +57,7 @@ def download_weights(
 ) -> None:
     """Download MODEL_NAME from the hub to its cache; what is there already is not downloaded again."""
     with told_in_one_line():
-        from tgis import download
+        from tgis.hub import download
 
         extensions = download.choose_extensions(extension)
         converts = auto_convert and ".safetensors" in extensions
@@ -104,7 +105,7 @@ def _has_safetensors(directory: Path) -> bool:
 def convert_to_safetensors(model_name: str, revision: str | None) -> None:
     """Make .safetensors files of the .bin files of MODEL_NAME, a directory or in the hub cache."""
     with told_in_one_line():
-        directory = hub.find_files(model_name, revision, cache_root())
+        directory = model_files.find_files(model_name, revision, cache_root())
         from tgis.convert import weights
 
         click.echo(weights.convert_to_safetensors(directory))
@@ -119,7 +120,7 @@ def convert_to_safetensors(model_name: str, revision: str | None) -> None:
 def convert_to_fast_tokenizer(model_name: str, revision: str | None, output_path: Path | None) -> None:
     """Make a tokenizer.json of the tokenizer of MODEL_NAME, a directory or in the hub cache."""
     with told_in_one_line():
-        directory = hub.find_files(model_name, revision, cache_root())
+        directory = model_files.find_files(model_name, revision, cache_root())
         from tgis.convert import tokenizer
 
         click.echo(tokenizer.convert_to_fast_tokenizer(model_name, directory, output_path))
@@ -142,7 +143,7 @@ def convert_to_onnx(
 ) -> None:
     """Write MODEL_NAME, a directory or in the hub cache, as ONNX to the directory TARGET_MODEL_NAME."""
     with told_in_one_line():
-        directory = hub.find_files(model_name, revision, cache_root())
+        directory = model_files.find_files(model_name, revision, cache_root())
         from tgis.convert import onnx
 
         onnx.check_extra()

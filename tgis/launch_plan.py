@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tgis import hub
 from tgis.config.model import TuningOptions
 from tgis.config.processes import SHORT_SEQUENCE, LauncherConfig
 from tgis.errors import OperatorError
+from tgis.hub import model_files
+from tgis.hub.startup_adapters import plan_tuning
 from tgis.process.gpus import has_gpus
-from tgis.tuning_plan import plan_tuning
 
 logger = logging.getLogger(__name__)
 
@@ -41,21 +41,21 @@ class Plan:
 
 
 def plan(config: LauncherConfig) -> Plan:
-    """Raises LaunchError, TuningError, hub.CacheConflictError or hub.ModelNotFoundError."""
+    """Raises LaunchError, TuningError, model_files.CacheConflictError or model_files.ModelNotFoundError."""
     if config.dtype and config.dtype_str and config.dtype != config.dtype_str:
         raise LaunchError("dtype and dtype_str args both provided with different values")
     _check_budget(config)
     is_cuda = config.device != "cpu" and has_gpus(config.cuda_visible_devices)
     num_shards = count_shards(config, is_cuda)
     cache = _cache_root(config)
-    path = hub.resolve(config.model_name, config.revision, cache)
-    model_config = hub.read_config(path)
+    path = model_files.resolve(config.model_name, config.revision, cache)
+    model_config = model_files.read_config(path)
     has_fast = (path / TOKENIZER).is_file()
-    if not has_fast and not hub.has_tokenizer_to_convert(path):
+    if not has_fast and not model_files.has_tokenizer_to_convert(path):
         raise LaunchError(f"No existing fast tokenizer ({TOKENIZER}) found")
     length = _choose_length(config.max_sequence_length, model_config)
     tuning = plan_tuning(config, length, cache)
-    dtype, fingerprint = config.dtype or config.dtype_str, hub.fingerprint(path)
+    dtype, fingerprint = config.dtype or config.dtype_str, model_files.fingerprint(path)
     return Plan(path, length, dtype, num_shards, has_fast, tuning, fingerprint)
 
 
@@ -81,7 +81,7 @@ def _cache_root(config: LauncherConfig) -> Path:
     for name in ("transformers_cache", "huggingface_hub_cache"):
         if getattr(config, name):
             logger.warning("%s is an older name of HF_HUB_CACHE", name.upper())
-    return hub.cache_root(
+    return model_files.cache_root(
         config.hf_hub_cache,
         config.transformers_cache,
         config.huggingface_hub_cache,
@@ -105,8 +105,8 @@ def _check_budget(config: LauncherConfig) -> None:
 
 def _choose_length(asked: int | None, model_config: dict[str, Any]) -> int:
     """Tokens of input and output. Raises LaunchError."""
-    of_model = hub.length_of_model(model_config)
-    length = asked or of_model or hub.DEFAULT_LENGTH
+    of_model = model_files.length_of_model(model_config)
+    length = asked or of_model or model_files.DEFAULT_LENGTH
     source = "user-defined" if asked else "model" if of_model else "default"
     logger.info("max_sequence_length is %d (%s)", length, source)
     if length < MIN_LENGTH:

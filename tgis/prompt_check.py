@@ -10,9 +10,9 @@ from pathlib import Path
 
 from torch import Tensor
 
-from tgis import hub
 from tgis.config.processes import ShardConfig
 from tgis.errors import OperatorError
+from tgis.hub import model_files
 from tgis.prompts.adapter_config import LORA, WEIGHTS
 from tgis.prompts.adapter_config import NAME as CONFIG
 from tgis.prompts.adapter_format import MAX_HEADER_BYTES, read_adapter_files
@@ -44,7 +44,7 @@ def describe(path: Path, config: ShardConfig | None) -> list[str]:
     """Lines about what the directory `path` holds, or the one that the file `path` is part of. It must fit
     the model that `config` is of, if one is given.
 
-    Raises PromptCheckError, hub.ModelNotFoundError, UnsupportedModelError, WeightsError."""
+    Raises PromptCheckError, model_files.ModelNotFoundError, UnsupportedModelError, WeightsError."""
     if not path.exists():
         raise PromptCheckError(f"there is no such file or directory: {path}")
     target = None if config is None else _find_target(config)
@@ -99,10 +99,10 @@ def _list(tensors: Mapping[str, Tensor]) -> Iterator[str]:
 
 
 def _find_target(config: ShardConfig) -> Target:
-    settings = hub.read_json(Path(config.model_path), "config.json")
-    dtype = DTYPES[config.dtype or hub.stored_dtype(settings)]
+    settings = model_files.read_json(Path(config.model_path), "config.json")
+    dtype = DTYPES[config.dtype or model_files.stored_dtype(settings)]
     model = outline(Path(config.model_path), settings, dtype)
-    allowance = allow(config, True, config.max_sequence_length or hub.max_sequence_length(settings))
+    allowance = allow(config, True, config.max_sequence_length or model_files.max_sequence_length(settings))
     return Target(model.parts, allowance.fit(model.parts, model.prompt_width, model.is_encoder_decoder))
 
 

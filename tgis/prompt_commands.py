@@ -6,9 +6,9 @@ from typing import Any
 
 import click
 
-from tgis import hub
 from tgis.config.option import declared
 from tgis.config.processes import ShardConfig
+from tgis.hub import model_files
 from tgis.hub_commands import cache_root, told_in_one_line
 from tgis.options.command import OneLine
 from tgis.options.parameters import parameter
@@ -25,7 +25,7 @@ DECISIVE = (
 
 def _check_prompt(path: Path, model: str | None, revision: str | None, **decisive: Any) -> None:
     with told_in_one_line():
-        directory = None if model is None else hub.resolve(model, revision, cache_root())
+        directory = None if model is None else model_files.resolve(model, revision, cache_root())
         from tgis import prompt_check
 
         config = None

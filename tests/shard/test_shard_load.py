@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.shard.checkpoints import edit_config, write_llama, write_model
 from tests.shard.driver import configure
-from tgis.hub import ModelNotFoundError
+from tgis.hub.model_files import ModelNotFoundError
 from tgis.pb import shard_pb2 as pb
 from tgis.prompts.errors import ContentError
 from tgis.shard import resources, warm_up

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from tgis import hub
 from tgis.convert.workshop import ConversionError, first_line
+from tgis.hub import model_files
 
 # Its newest release needs an older transformers than the rest of us.
 ELSEWHERE = (
@@ -46,7 +46,7 @@ def _import_exporter() -> Any:
 
 def model_type_of(directory: Path) -> str:
     """Raises ConversionError where config.json does not say."""
-    found = hub.read_json(directory, "config.json").get("model_type")
+    found = model_files.read_json(directory, "config.json").get("model_type")
     if not isinstance(found, str):
         raise ConversionError(f"{directory}: config.json names no model_type")
     return found
@@ -55,7 +55,7 @@ def model_type_of(directory: Path) -> str:
 def convert_to_onnx(directory: Path, target: Path, provider: str, merge_graphs: bool, optimize: bool) -> str:
     """Writes the ONNX model and what belongs to it to `target`. Raises ConversionError."""
     main_export = _import_exporter()
-    is_encoder_decoder = bool(hub.read_json(directory, "config.json").get("is_encoder_decoder"))
+    is_encoder_decoder = bool(model_files.read_json(directory, "config.json").get("is_encoder_decoder"))
     try:
         main_export(
             str(directory),

@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from tgis import hub
 from tgis.convert.workshop import ConversionError, workshop
+from tgis.hub import model_files
 from tgis.prompts.adapter_config import NAME as CONFIG
 from tgis.prompts.adapter_config import WEIGHTS, UnsupportedTypeError
 from tgis.prompts.errors import AbsentError, ContentError
@@ -27,7 +27,7 @@ def convert_prompt(source: Path, target: Path, with_decoder: bool, overwrite: bo
     """Writes the prompt in the directory `source` to the directory `target`, in the other layout. Of what
     PEFT has for an encoder-decoder, the decoder's half is left out, as PEFT does, but for `with_decoder`.
 
-    Returns a line that says what was done. Raises ConversionError, hub.ModelNotFoundError."""
+    Returns a line that says what was done. Raises ConversionError, model_files.ModelNotFoundError."""
     try:
         names = choose_prompt_files(os.listdir(source), takes_encoder=True)
         prompt = read_prompt(source, None)
@@ -43,7 +43,7 @@ def convert_prompt(source: Path, target: Path, with_decoder: bool, overwrite: bo
     parts = prompt.tensors
     is_peft = any(name in WEIGHTS for name in names)
     if is_peft:
-        parts = split_embeddings(parts["decoder"], hub.read_json(source, CONFIG))
+        parts = split_embeddings(parts["decoder"], model_files.read_json(source, CONFIG))
     has_both = len(parts) == 2
     if is_peft and has_both and not with_decoder:
         del parts["decoder"]

@@ -4,8 +4,8 @@ import json
 from importlib.util import find_spec
 from pathlib import Path
 
-from tgis import hub
 from tgis.convert.workshop import ConversionError, deliver, first_line, workshop
+from tgis.hub import model_files
 
 FAST, SETTINGS, SPECIAL_TOKENS = "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"
 PROTOBUF_FIELD_1 = b"\n"  # begins a file of SentencePiece; tiktoken's are base64
@@ -20,7 +20,7 @@ def convert_to_fast_tokenizer(name: str, directory: Path, output: Path | None = 
         return f"Model {name} already has a fast tokenizer"
     if output is not None and not output.is_dir():
         return f"Output path {output} must exist and be a directory"
-    if not hub.has_tokenizer_to_convert(directory):
+    if not model_files.has_tokenizer_to_convert(directory):
         raise ConversionError(f"{directory} holds no tokenizer")
     target = output or directory
     with workshop(target) as room:
@@ -65,14 +65,14 @@ def _check_packages(directory: Path) -> None:
 
 def _add_settings(directory: Path, room: Path) -> None:
     """What the model's own files say goes before what transformers adds to it."""
-    written = hub.read_json(room, SETTINGS)
+    written = model_files.read_json(room, SETTINGS)
     for name in OUR_ARGUMENTS:
         written.pop(name, None)
-    settings = written | hub.read_json(directory, SETTINGS)
+    settings = written | model_files.read_json(directory, SETTINGS)
     (room / SETTINGS).write_text(json.dumps(settings, indent=2) + "\n")
     if (directory / SPECIAL_TOKENS).is_file():
         (room / SPECIAL_TOKENS).write_bytes((directory / SPECIAL_TOKENS).read_bytes())
 
 
 def _any_file(directory: Path) -> Path:
-    return next(path for pattern in hub.TOKENIZER_FILES for path in directory.glob(pattern))
+    return next(path for pattern in model_files.TOKENIZER_FILES for path in directory.glob(pattern))

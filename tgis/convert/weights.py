@@ -16,8 +16,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from tgis import hub
 from tgis.convert.workshop import ConversionError, deliver, first_line, workshop
+from tgis.hub import model_files
 from tgis.pickles import INCOMPLETE, TORN, PickleError, can_map, open_pickle
 
 logger = logging.getLogger(__name__)
@@ -132,7 +132,7 @@ def _spare_names(directory: Path) -> list[str]:
     """Patterns of the names that the model's class can do without."""
     import transformers  # takes seconds, and few checkpoints need it
 
-    [name, *_] = hub.read_json(directory, "config.json").get("architectures") or [""]
+    [name, *_] = model_files.read_json(directory, "config.json").get("architectures") or [""]
     model_class = getattr(transformers, name, None) if name else None
     lists = (getattr(model_class, attribute, None) for attribute in SPARE_NAMES)
     return [pattern for patterns in lists for pattern in patterns or ()]
@@ -165,7 +165,7 @@ def _is_same(first: Tensor, second: Tensor) -> bool:
 
 
 def _read_index(index: Path, files: list[Path]) -> dict[str, Any]:
-    content = hub.read_json(index.parent, index.name)
+    content = model_files.read_json(index.parent, index.name)
     file_of = content.get("weight_map")
     if not isinstance(file_of, dict):
         raise ConversionError(f"{index} is not an index of weights")

@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
-from tgis import hub
+from tgis.hub import model_files
 from tgis.launch_plan import TOKENIZER, LaunchError, Plan
 from tgis.logs import Scalar
 from tgis.net.framing import steps_path
@@ -60,7 +60,7 @@ class RunFiles:
     def _check_sockets(self) -> None:
         """Before minutes go by until a shard finds it out. Raises LaunchError."""
         longest = steps_path(str(self._sockets[-1]))
-        if not hub.is_utf8(longest):
+        if not model_files.is_utf8(longest):
             raise LaunchError(
                 f"{longest} is not UTF-8, as a socket's path must be: set --shard-uds-path or another TMPDIR"
             )

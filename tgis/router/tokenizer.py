@@ -8,7 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TypeVar
 
-from tgis import hub
+from tgis.hub import model_files
 from tgis.pb import generation_pb2 as pb
 from tgis.router.token_bound import max_bytes_per_token
 from tgis.router.tokenization import TokenIds, Tokenized, encode_ids, load_tokenizer, tokenize
@@ -33,8 +33,8 @@ class Tokenizer:
         self.fast = load_tokenizer(directory)
         self.max_bytes_per_token = max_bytes_per_token(self.fast)
         """See there; None where texts can only be refused for the tokens they have."""
-        settings = hub.read_json(directory, "tokenizer_config.json")
-        self._settings = hub.read_json(directory, "special_tokens_map.json") | settings
+        settings = model_files.read_json(directory, "tokenizer_config.json")
+        self._settings = model_files.read_json(directory, "special_tokens_map.json") | settings
         default = min(max(len(os.sched_getaffinity(0)) - 1, 1), MAX_WORKERS)
         self._threads = ThreadPoolExecutor(num_workers or default, thread_name_prefix="tokenizer")
         self._process = TokenizerProcess(directory)

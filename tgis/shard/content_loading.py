@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from tgis import hub
 from tgis.config.processes import ENGINES, ShardConfig
+from tgis.hub import model_files
 from tgis.prompts.errors import NotTunableError
 from tgis.prompts.format import Fit
 from tgis.prompts.spool import Spool
@@ -105,7 +105,7 @@ def _is_known(config: ShardConfig) -> bool:
     """Return whether the service's own engine would run the model but for DEPLOYMENT_FRAMEWORK."""
     if ENGINES.get(config.deployment_framework or "") != "hf_transformers":
         return False
-    return catalogue.serves(hub.read_json(Path(config.model_path), "config.json"))
+    return catalogue.serves(model_files.read_json(Path(config.model_path), "config.json"))
 
 
 def _warn(config: ShardConfig, fit: Fit | None) -> None:

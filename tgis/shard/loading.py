@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from tgis import hub
 from tgis.config.processes import ShardConfig
+from tgis.hub import model_files
 from tgis.pb import shard_pb2 as pb
 from tgis.shard import capacity, platform, quantization, resources, world
 from tgis.shard.batch import RowTable
@@ -46,7 +46,7 @@ def load(config: ShardConfig, ranks: World | None = None, on: Platform | None = 
     ModelTooLargeError or CacheTooSmallError."""
     began = time.monotonic()
     directory = Path(config.model_path)
-    settings = hub.read_json(directory, "config.json")
+    settings = model_files.read_json(directory, "config.json")
     # Whether it can be served, before anything slow happens.
     choice = _choose_engine(config, settings)
     spec, on = choice.spec, on or _choose_platform(config, choice)
@@ -88,7 +88,7 @@ def load(config: ShardConfig, ranks: World | None = None, on: Platform | None = 
 
 def sequence_length(config: ShardConfig, settings: Mapping[str, Any]) -> int:
     """Of the longest request; `settings` is the model's config.json."""
-    return config.max_sequence_length or hub.max_sequence_length(settings)
+    return config.max_sequence_length or model_files.max_sequence_length(settings)
 
 
 @dataclass(frozen=True)
@@ -213,12 +213,14 @@ def _choose_dtype(asked: str | None, settings: dict[str, Any], choice: engines.C
         if asked not in (None, found):
             logger.warning("the model itself is %s; --dtype %s does not change it", found, asked)
         return found
-    return asked or hub.stored_dtype(settings)
+    return asked or model_files.stored_dtype(settings)
 
 
 def _start_guides(directory: Path, tokenizer: Path, vocab_size: int) -> Guides:
     """Reads the tokenizer while the weights are read."""
-    return Guides(partial(read_tokenizer, tokenizer, vocab_size, hub.eos_token_ids(directory)), vocab_size)
+    return Guides(
+        partial(read_tokenizer, tokenizer, vocab_size, model_files.eos_token_ids(directory)), vocab_size
+    )
 
 
 def _join(config: ShardConfig, device: torch.device) -> World:
@@ -251,7 +253,7 @@ def _describe(
         else kinds.MODEL_KIND_DECODER_ONLY,
         model_type=settings["model_type"],
         vocab_size=spec.vocab_size,
-        eos_token_ids=hub.eos_token_ids(directory),
+        eos_token_ids=model_files.eos_token_ids(directory),
         block_size=config.block_size,
         rank=config.rank,
         world_size=config.world_size,
@@ -262,7 +264,9 @@ def _describe(
         decoder_start_token_id=_start_token_id(config, settings, spec.vocab_size)
         if spec.is_encoder_decoder
         else 0,
-        pad_token_id=hub.pad_token_id(directory, Path(config.tokenizer_path or directory), spec.vocab_size),
+        pad_token_id=model_files.pad_token_id(
+            directory, Path(config.tokenizer_path or directory), spec.vocab_size
+        ),
         prompt_cache_bytes=allowance.prompt_bytes,
         adapter_cache_bytes=allowance.adapter_bytes,
         preloaded_adapter_ids=read_names(config.lora_adapters),
@@ -271,7 +275,7 @@ def _describe(
 
 def _start_token_id(config: ShardConfig, settings: Mapping[str, Any], vocab_size: int) -> int:
     """With which a decoder begins. Raises UnsupportedModelError."""
-    generation = hub.read_json(Path(config.model_path), "generation_config.json")
+    generation = model_files.read_json(Path(config.model_path), "generation_config.json")
     for key in ("decoder_start_token_id", "bos_token_id", "pad_token_id"):
         for place in (settings, generation):
             if type(place.get(key)) is int:

@@ -13,8 +13,9 @@ from typing import NoReturn, TypeVar
 
 import grpc
 
-from tgis import failpoints, hub
+from tgis import failpoints
 from tgis.config.processes import ShardConfig
+from tgis.hub import model_files
 from tgis.pb import shard_pb2 as pb
 from tgis.pb.shard_pb2_grpc import ShardServiceServicer, add_ShardServiceServicer_to_server
 from tgis.process.heartbeat import Heartbeat
@@ -99,7 +100,7 @@ def serve(config: ShardConfig) -> NoReturn:
         keep_with_run(Path(config.kernel_cache))
     failpoints.hit("shard.before_loading")
     engine = load(config)
-    length = sequence_length(config, hub.read_json(Path(config.model_path), "config.json"))
+    length = sequence_length(config, model_files.read_json(Path(config.model_path), "config.json"))
     store = open_store(config, engine.model, length)
     service = ShardService(engine.info, ContentCalls(store, open_spool(config), engine.contents))
     steps = StepSocket(link.open_steps())  # who finds the other may connect to this one

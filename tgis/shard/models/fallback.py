@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from tgis import hub
+from tgis.hub import model_files
 from tgis.shard.layers.rotary import DynamicScaling, LongScaling
 from tgis.shard.models.fallback_spec import FallbackSpec
 from tgis.shard.models.families import falcon
@@ -68,7 +68,7 @@ def load(
             "tgis_native serves, makes better use of the machine",
             world.size,
         )
-    with fallback_loading.one_line(hub.read_json(directory, "config.json").get("model_type")):
+    with fallback_loading.one_line(model_files.read_json(directory, "config.json").get("model_type")):
         return fallback_loading.load_model(directory, spec, world, dtype, trust_remote_code)
 
 

@@ -16,8 +16,8 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 from transformers.utils import ModelOutput
 from transformers.utils import logging as transformers_logging
 
-from tgis import hub
 from tgis.errors import OperatorError
+from tgis.hub import model_files
 from tgis.shard.checkpoint import Checkpoint
 from tgis.shard.models.fallback_check import check_positions, check_scores, choose_tokens, score_alone
 from tgis.shard.models.fallback_hook import Hook, NotServedError, Recorder, cache_shape
@@ -143,7 +143,7 @@ def _read(directory: Path, dtype: torch.dtype, trust_remote_code: bool) -> Any:
         raise WeightsError(f"{directory}: tensor {name} has shape {[*stored]}, expected {[*expected]}")
     for name in sorted(found["missing_keys"]):
         raise WeightsError(f"{directory}: tensor {name} is missing")
-    refuse_unread(directory, found["unexpected_keys"], hub.read_json(directory, "config.json"))
+    refuse_unread(directory, found["unexpected_keys"], model_files.read_json(directory, "config.json"))
     return whole.eval()
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tgis import hub
+from tgis.hub import model_files
 from tgis.shard.models import onnx_model
 from tgis.shard.models.interface import Model, UnsupportedModelError
 from tgis.shard.models.onnx_graph import Graph, Value, read_graph
@@ -128,7 +128,7 @@ def _describe(file: Path, graph: Graph, config: dict[str, Any]) -> OnnxSpec:
     vocab_size = (scores[-1] if scores else None) or config.get("vocab_size")
     if not isinstance(vocab_size, int):
         raise _NotServedError("neither it nor config.json says how many tokens there are")
-    length = hub.length_of_model(config) or 0
+    length = model_files.length_of_model(config) or 0
     return OnnxSpec(file, num_layers, num_kv_heads, head_dim, vocab_size, dtype, length)
 
 

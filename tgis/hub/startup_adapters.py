@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from dataclasses import fields, replace
 from pathlib import Path
 
-from tgis import hub
 from tgis.config.model import TuningOptions
 from tgis.errors import OperatorError
+from tgis.hub import model_files
 
 ADAPTER_CONFIG = "adapter_config.json"
 MAX_ID_BYTES = 256
@@ -26,7 +26,7 @@ class TuningError(OperatorError):
 def plan_tuning(options: TuningOptions, max_sequence_length: int, cache: Path) -> TuningOptions:
     """What shards can be given: of `lora_adapters`, `name=directory` each. `cache` is the hub's.
 
-    Raises TuningError, hub.ModelNotFoundError."""
+    Raises TuningError, model_files.ModelNotFoundError."""
     longest, limit = options.max_prompt_prefix_length, max_sequence_length - 1
     if longest is not None and longest > limit:
         raise TuningError(
@@ -46,7 +46,7 @@ def find_adapters(text: str, cache: Path) -> dict[str, Path]:
     """Absolute directories by the ids that requests name them by. `text` has `NAME=DIRECTORY`, `HUB/ID` and
     `HUB/ID@REVISION`, with commas between them.
 
-    Raises TuningError, hub.ModelNotFoundError."""
+    Raises TuningError, model_files.ModelNotFoundError."""
     found: dict[str, Path] = {}
     for entry in _entries(text):
         name, directory = _locate(entry, cache)
@@ -71,8 +71,8 @@ def _locate(entry: str, cache: Path) -> tuple[str, Path]:
             raise TuningError(f"lora_adapters: {entry} lacks a name or a directory; {_FORM}")
         return name, Path(directory).absolute()
     name, _, revision = entry.partition("@")
-    cached = hub.cache_entry(name, cache)
-    snapshot = hub.snapshot(cached, revision or None)
+    cached = model_files.cache_entry(name, cache)
+    snapshot = model_files.snapshot(cached, revision or None)
     if not os.path.isdir(cached) or not os.path.isdir(snapshot):
         raise TuningError(f"lora_adapters: {entry} is not in the hub cache; {_FORM}")
     return name, snapshot.absolute()
@@ -87,7 +87,7 @@ def _check_adapter(name: str, directory: Path) -> None:
         raise TuningError(f"lora_adapters: {name}: there is no directory {directory}")
     if not (directory / ADAPTER_CONFIG).is_file():
         raise TuningError(f"lora_adapters: {name}: {directory} has no {ADAPTER_CONFIG}")
-    kind = hub.read_json(directory, ADAPTER_CONFIG).get("peft_type")
+    kind = model_files.read_json(directory, ADAPTER_CONFIG).get("peft_type")
     if kind != "LORA":
         raise TuningError(f"lora_adapters: {name}: {directory} holds no LoRA adapter, but peft_type {kind}")
 

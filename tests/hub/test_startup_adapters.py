@@ -12,8 +12,8 @@ from tgis import cli
 from tgis.config.model import TuningOptions
 from tgis.config.processes import LauncherConfig
 from tgis.errors import OperatorError
+from tgis.hub.startup_adapters import plan_tuning
 from tgis.launch_plan import plan
-from tgis.tuning_plan import plan_tuning
 
 HINT = "one in a directory is given as NAME=DIRECTORY"
 
