@@ -20,10 +20,10 @@ from tests.prompts.files import (
     rewrite_pickle,
     save_prompt,
 )
-from tgis.pickles import PickleError
 from tgis.prompts.errors import ContentError, TooLargeError
 from tgis.prompts.format import read_prompt
-from tgis.prompts.pickled import load_small
+from tgis.tensor_files.safe_pickle import PickleError
+from tgis.tensor_files.small_pickle import load_small
 
 NO_TENSOR = "Invalid prefix embedding tensor"
 MIB = 1 << 20

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from tests.shard.test_weights import SOURCES, check_slices, fail, save_single, tensors
-from tgis.pickles import PickleError, open_pickle
 from tgis.shard.stored import WeightsError
 from tgis.shard.weights import Weights
+from tgis.tensor_files.safe_pickle import PickleError, open_pickle
 
 BIN = "pytorch_model.bin"
 DAMAGED = "cannot be read: it is truncated or damaged"

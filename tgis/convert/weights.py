@@ -18,7 +18,7 @@ from torch import Tensor
 
 from tgis.convert.workshop import ConversionError, deliver, first_line, workshop
 from tgis.hub import model_files
-from tgis.pickles import INCOMPLETE, TORN, PickleError, can_map, open_pickle
+from tgis.tensor_files.safe_pickle import INCOMPLETE, TORN, PickleError, can_map, open_pickle
 
 logger = logging.getLogger(__name__)
 

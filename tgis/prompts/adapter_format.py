@@ -9,12 +9,12 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from tgis.pickles import TORN, PickleError
 from tgis.prompts import adapter_config
 from tgis.prompts.adapter_config import LoraConfig, parse_config
 from tgis.prompts.errors import ContentError, TooLargeError, quote
-from tgis.prompts.mapped import map_tensors
-from tgis.prompts.pickled import load_small
+from tgis.tensor_files.mapped_safetensors import map_tensors
+from tgis.tensor_files.safe_pickle import TORN, PickleError
+from tgis.tensor_files.small_pickle import load_small
 
 SAFETENSORS, PICKLE = adapter_config.WEIGHTS
 MAX_HEADER_BYTES = 32 << 20

@@ -11,12 +11,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from tgis.pickles import PickleError
 from tgis.prompts import adapter_config
 from tgis.prompts.adapter_config import UnsupportedTypeError
 from tgis.prompts.errors import AbsentError, ContentError, TooLargeError, quote
 from tgis.prompts.paths import is_unfinished
-from tgis.prompts.pickled import load_small
+from tgis.tensor_files.safe_pickle import PickleError
+from tgis.tensor_files.small_pickle import load_small
 
 DECODER, ENCODER = "decoder.pt", "encoder.pt"
 PEFT_KEY = "prompt_embeddings"

@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from tgis.prompts.errors import MissingContentError
-from tgis.prompts.mapped import map_tensors
+from tgis.tensor_files.mapped_safetensors import map_tensors
 
 Kind = Literal["prompt", "adapter"]
 

@@ -8,7 +8,7 @@ import zipfile
 from io import BytesIO
 from pathlib import Path
 
-from tgis.pickles import TORN, PickleError, can_map, load_pickle
+from tgis.tensor_files.safe_pickle import TORN, PickleError, can_map, load_pickle
 
 # What a file says beside the tensors' elements; as objects it takes some fifty times as much.
 MAX_PICKLE_BYTES = 4 << 20

@@ -10,7 +10,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from tgis.prompts.mapped import DTYPES, map_tensors
+from tgis.tensor_files.mapped_safetensors import DTYPES, map_tensors
 
 
 def test_finds_what_the_library_finds(tmp_path: Path) -> None:
