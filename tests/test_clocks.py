@@ -13,7 +13,7 @@ ALLOWED = {
     "json_lines.py": "the same",
     "certificates.py": "the end of a certificate",
     "run_directory.py": "the age of a directory",
-    "prompts/spool.py": "the age of a file",
+    "prompts/artifact_cache.py": "the age of a file",
     "prompts/snapshot.py": "the age of a file",
     "top/command.py": "the time of a frame",
 }

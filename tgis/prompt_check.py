@@ -13,11 +13,11 @@ from torch import Tensor
 from tgis.config.processes import ShardConfig
 from tgis.errors import OperatorError
 from tgis.hub import model_files
-from tgis.prompts.adapter_config import LORA, WEIGHTS
-from tgis.prompts.adapter_config import NAME as CONFIG
-from tgis.prompts.adapter_format import MAX_HEADER_BYTES, read_adapter_files
 from tgis.prompts.errors import AbsentError, ContentError, TooLargeError
-from tgis.prompts.format import DECODER, ENCODER, Fit, read_peft_type, read_prompt
+from tgis.prompts.lora_config import LORA, WEIGHTS
+from tgis.prompts.lora_config import NAME as CONFIG
+from tgis.prompts.lora_files import MAX_HEADER_BYTES, read_adapter_files
+from tgis.prompts.soft_prompt import DECODER, ENCODER, Fit, read_peft_type, read_prompt
 from tgis.prompts.store import measure_adapter, measure_prompt
 from tgis.shard.content_loading import allow
 from tgis.shard.layers.kernels import Parts

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from tgis.prompts.format import Fit
+from tgis.prompts.soft_prompt import Fit
 from tgis.shard.resources import release_memory
 
 WIDTH = 8

@@ -21,7 +21,7 @@ from tests.prompts.files import (
     save_prompt,
 )
 from tgis.prompts.errors import ContentError, TooLargeError
-from tgis.prompts.format import read_prompt
+from tgis.prompts.soft_prompt import read_prompt
 from tgis.tensor_files.safe_pickle import PickleError
 from tgis.tensor_files.small_pickle import load_small
 

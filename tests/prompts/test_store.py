@@ -25,10 +25,10 @@ from tests.prompts.files import (
     save_prompt,
 )
 from tgis.prompts import snapshot, store
-from tgis.prompts.adapter_format import read_adapter_files
+from tgis.prompts.artifact_cache import Kind, Spool
 from tgis.prompts.errors import ContentError
-from tgis.prompts.format import Fit
-from tgis.prompts.spool import Kind, Spool
+from tgis.prompts.lora_files import read_adapter_files
+from tgis.prompts.soft_prompt import Fit
 from tgis.prompts.store import Found, Store
 
 MIB = 1 << 20

@@ -16,8 +16,8 @@ import torch
 from tests.prompts.files import FIT, age, save_lora
 from tgis.pb import shard_pb2 as pb
 from tgis.pb.shard_pb2_grpc import ShardServiceStub
+from tgis.prompts.artifact_cache import Kind, Spool
 from tgis.prompts.errors import ContentError, MissingContentError
-from tgis.prompts.spool import Kind, Spool
 from tgis.prompts.store import Found, Store
 from tgis.router.relay import relay
 from tgis.shard.content_calls import ContentCalls

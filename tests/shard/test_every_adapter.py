@@ -14,7 +14,7 @@ from tests.shard.ranks import Ranks
 from tests.shard.relay import Copies
 from tests.shard.tuned import Tuned, list_targets
 from tests.shard.tuning_cells import Asked, Cases, check_case, check_plan, plan
-from tgis.prompts.adapter_format import read_adapter_files
+from tgis.prompts.lora_files import read_adapter_files
 
 ALL_LINEAR = {"r": 4, "target_modules": "all-linear"}
 # Parameters that "all-linear" leaves out, though they are linear layers.

@@ -13,10 +13,17 @@ from torch import Tensor
 
 from tgis.convert.workshop import ConversionError, workshop
 from tgis.hub import model_files
-from tgis.prompts.adapter_config import NAME as CONFIG
-from tgis.prompts.adapter_config import WEIGHTS, UnsupportedTypeError
 from tgis.prompts.errors import AbsentError, ContentError
-from tgis.prompts.format import DECODER, ENCODER, PEFT_KEY, choose_prompt_files, read_peft_type, read_prompt
+from tgis.prompts.lora_config import NAME as CONFIG
+from tgis.prompts.lora_config import WEIGHTS, UnsupportedTypeError
+from tgis.prompts.soft_prompt import (
+    DECODER,
+    ENCODER,
+    PEFT_KEY,
+    choose_prompt_files,
+    read_peft_type,
+    read_prompt,
+)
 
 TORCH_FILES = (ENCODER, DECODER)
 # Its prompt tuning reserves a place for the decoder's half, trains it not and puts it before nothing.

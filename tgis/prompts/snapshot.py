@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tgis.prompts.errors import AbsentError, TooLargeError
-from tgis.prompts.paths import Place, absence, find_inside
+from tgis.prompts.ids import Place, absence, find_inside
 
 # Two writes within this time may leave a file with one and the same time stamp.
 CLOCK_NS = 50_000_000

@@ -14,10 +14,13 @@ from pathlib import Path
 
 from torch import Tensor
 
-from tgis.prompts.adapter_config import LORA, UnsupportedTypeError
-from tgis.prompts.adapter_format import MAX_HEADER_BYTES, read_adapter_files, split_name
+from tgis.prompts.artifact_cache import Kind, Spool
 from tgis.prompts.errors import AbsentError, ContentError, NotTunableError, TooLargeError, quote
-from tgis.prompts.format import (
+from tgis.prompts.ids import Place, absence, find_place, is_named
+from tgis.prompts.lora_config import LORA, UnsupportedTypeError
+from tgis.prompts.lora_files import MAX_HEADER_BYTES, read_adapter_files, split_name
+from tgis.prompts.snapshot import Choose, State, look, take
+from tgis.prompts.soft_prompt import (
     Fit,
     SoftPrompt,
     choose_adapter_files,
@@ -26,9 +29,6 @@ from tgis.prompts.format import (
     read_peft_type,
     read_prompt,
 )
-from tgis.prompts.paths import Place, absence, find_place, is_named
-from tgis.prompts.snapshot import Choose, State, look, take
-from tgis.prompts.spool import Kind, Spool
 
 logger = logging.getLogger(__name__)
 

@@ -15,8 +15,8 @@ import grpc
 import torch
 
 from tgis.pb import shard_pb2 as pb
+from tgis.prompts.artifact_cache import Kind, Spool
 from tgis.prompts.errors import ContentError, MissingContentError
-from tgis.prompts.spool import Kind, Spool
 from tgis.prompts.store import Found, Store
 from tgis.shard.contents import Contents
 

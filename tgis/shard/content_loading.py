@@ -12,9 +12,9 @@ from torch import Tensor
 
 from tgis.config.processes import ENGINES, ShardConfig
 from tgis.hub import model_files
+from tgis.prompts.artifact_cache import Spool
 from tgis.prompts.errors import NotTunableError
-from tgis.prompts.format import Fit
-from tgis.prompts.spool import Spool
+from tgis.prompts.soft_prompt import Fit
 from tgis.prompts.store import Store
 from tgis.shard.contents import Content, Contents, Prompt
 from tgis.shard.layers.kernels import Parts

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tgis.prompts.adapter_format import split_name
 from tgis.prompts.errors import ContentError, quote
+from tgis.prompts.lora_files import split_name
 from tgis.shard.layers.kernels import Parts
 from tgis.shard.lora import Adapter, Cut, LowRank
 from tgis.shard.models.adapter_names import divide, is_unused, spell

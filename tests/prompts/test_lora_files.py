@@ -16,10 +16,10 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from tests.prompts.files import HARM, Payload, random_prompt
-from tgis.prompts import adapter_config, adapter_format
-from tgis.prompts.adapter_config import UnsupportedTypeError, parse_config
-from tgis.prompts.adapter_format import MAX_HEADER_BYTES, read_adapter_files, split_name
+from tgis.prompts import lora_config, lora_files
 from tgis.prompts.errors import ContentError, TooLargeError
+from tgis.prompts.lora_config import UnsupportedTypeError, parse_config
+from tgis.prompts.lora_files import MAX_HEADER_BYTES, read_adapter_files, split_name
 
 Q = "model.layers.0.self_attn.q_proj"
 MAX_BYTES = 1 << 16
@@ -225,7 +225,7 @@ CONFIGURATIONS: list[tuple[dict[str, object], str]] = [
 def test_configurations_that_are_refused(
     tmp_path: Path, config: dict[str, object], cause: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(adapter_config, "_PATTERN_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(lora_config, "_PATTERN_TIMEOUT_S", 0.1)
     with pytest.raises(ContentError, match=re.escape(cause)) as caught:
         read(save(tmp_path, **config))
     assert not isinstance(caught.value, UnsupportedTypeError)
@@ -295,8 +295,8 @@ def test_tensors_that_are_refused(tmp_path: Path, changes: dict[str, Tensor | No
 
 
 def test_more_tensors_than_any_model_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert adapter_format.MAX_TENSORS == 131_072
-    monkeypatch.setattr(adapter_format, "MAX_TENSORS", 2)
+    assert lora_files.MAX_TENSORS == 131_072
+    monkeypatch.setattr(lora_files, "MAX_TENSORS", 2)
     read(save(tmp_path))
     odd = {f"{number}": torch.ones(1) for number in range(3)}  # each of which would be refused by itself
     with pytest.raises(ContentError, match=r"^invalid adapter: it has 3 tensors, more than 2$"):

@@ -11,10 +11,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from tgis.prompts import adapter_config
-from tgis.prompts.adapter_config import UnsupportedTypeError
+from tgis.prompts import lora_config
 from tgis.prompts.errors import AbsentError, ContentError, TooLargeError, quote
-from tgis.prompts.paths import is_unfinished
+from tgis.prompts.ids import is_unfinished
+from tgis.prompts.lora_config import UnsupportedTypeError
 from tgis.tensor_files.safe_pickle import PickleError
 from tgis.tensor_files.small_pickle import load_small
 
@@ -64,11 +64,11 @@ def read_prompt(directory: Path, fit: Fit | None) -> SoftPrompt:
     try:
         names = choose_prompt_files(os.listdir(directory), fit is None or fit.is_encoder_decoder)
         _check_files(directory, names, fit)
-        found = {name: _read(directory, name) for name in names if name != adapter_config.NAME}
+        found = {name: _read(directory, name) for name in names if name != lora_config.NAME}
     except FileNotFoundError as error:
         raise AbsentError from error
     checked = {name: _check(content, fit) for name, content in found.items()}
-    decoders = [checked[name] for name in (*adapter_config.WEIGHTS, DECODER) if name in checked]
+    decoders = [checked[name] for name in (*lora_config.WEIGHTS, DECODER) if name in checked]
     return SoftPrompt(next(iter(decoders), None), checked.get(ENCODER))
 
 
@@ -77,8 +77,8 @@ def read_peft_type(directory: Path) -> str | None:
 
     Raises OSError."""
     try:
-        with (directory / adapter_config.NAME).open("rb") as content:
-            config = json.loads(content.read(adapter_config.MAX_CONFIG_BYTES))
+        with (directory / lora_config.NAME).open("rb") as content:
+            config = json.loads(content.read(lora_config.MAX_CONFIG_BYTES))
     except (FileNotFoundError, ValueError, RecursionError):
         return None
     found = config.get("peft_type") if isinstance(config, dict) else None
@@ -87,16 +87,16 @@ def read_peft_type(directory: Path) -> str | None:
 
 def choose_prompt_files(names: Collection[str], takes_encoder: bool) -> list[str]:
     """Those of a directory that matter to a soft prompt; none where there is none."""
-    if any(Path(name).stem == adapter_config.STEM and not is_unfinished(name) for name in names):
+    if any(Path(name).stem == lora_config.STEM and not is_unfinished(name) for name in names):
         chosen = choose_adapter_files(names)
-        return chosen if any(name in adapter_config.WEIGHTS for name in chosen) else []
+        return chosen if any(name in lora_config.WEIGHTS for name in chosen) else []
     return [name for name in (DECODER, ENCODER)[: 1 + takes_encoder] if name in names]
 
 
 def choose_adapter_files(names: Collection[str]) -> list[str]:
     """Those of a directory that matter to what PEFT saved."""
-    weights = [name for name in adapter_config.WEIGHTS if name in names][:1]
-    return [*weights, *(name for name in (adapter_config.NAME,) if name in names)]
+    weights = [name for name in lora_config.WEIGHTS if name in names][:1]
+    return [*weights, *(name for name in (lora_config.NAME,) if name in names)]
 
 
 def max_file_bytes(fit: Fit | None) -> int:
@@ -111,7 +111,7 @@ def _check_files(directory: Path, names: Collection[str], fit: Fit | None) -> No
         raise AbsentError
     if any((directory / name).stat().st_size > max_file_bytes(fit) for name in names):
         raise TooLargeError
-    if not any(name in adapter_config.WEIGHTS for name in names):
+    if not any(name in lora_config.WEIGHTS for name in names):
         return
     if fit and fit.is_encoder_decoder:
         raise ContentError("encoder-decoder architectures not supported for peft models")

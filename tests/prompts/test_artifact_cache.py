@@ -15,8 +15,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.prompts.files import bounded_memory, random_prompt
+from tgis.prompts.artifact_cache import MAX_WORK_S, Spool
 from tgis.prompts.errors import MissingContentError
-from tgis.prompts.spool import MAX_WORK_S, Spool
 
 ABOUT = {"scales": {"b": 0.1, "a": 2.0}}
 OTHER = "0" * 64

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from tests.prompts.files import FIT, WIDTH, random_prompt, save_config, save_prompt
 from tgis.prompts.errors import AbsentError, ContentError, TooLargeError
-from tgis.prompts.format import Fit, read_peft_type, read_prompt
+from tgis.prompts.soft_prompt import Fit, read_peft_type, read_prompt
 
 SEQ2SEQ = replace(FIT, is_encoder_decoder=True)
 HALF = replace(FIT, dtype=torch.float16)

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from tests.prompts.files import FIT, age, random_prompt, save_lora, save_prompt
+from tgis.prompts.artifact_cache import Kind, Spool
 from tgis.prompts.errors import AbsentError, ContentError
-from tgis.prompts.paths import absence, find_place
-from tgis.prompts.spool import Kind, Spool
+from tgis.prompts.ids import absence, find_place
 from tgis.prompts.store import Store
 
 GOOD = [

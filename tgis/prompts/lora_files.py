@@ -9,14 +9,14 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from tgis.prompts import adapter_config
-from tgis.prompts.adapter_config import LoraConfig, parse_config
+from tgis.prompts import lora_config
 from tgis.prompts.errors import ContentError, TooLargeError, quote
+from tgis.prompts.lora_config import LoraConfig, parse_config
 from tgis.tensor_files.mapped_safetensors import map_tensors
 from tgis.tensor_files.safe_pickle import TORN, PickleError
 from tgis.tensor_files.small_pickle import load_small
 
-SAFETENSORS, PICKLE = adapter_config.WEIGHTS
+SAFETENSORS, PICKLE = lora_config.WEIGHTS
 MAX_HEADER_BYTES = 32 << 20
 MAX_TENSORS = 1 << 17  # many times those of the largest model
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -42,10 +42,10 @@ def read_adapter_files(directory: Path, max_bytes: int) -> tuple[dict[str, Tenso
     itself is said to have there.
 
     Raises UnsupportedTypeError, TooLargeError, ContentError with the cause, and OSError."""
-    file = directory / adapter_config.NAME
+    file = directory / lora_config.NAME
     if not file.is_file():
-        raise ContentError(f"invalid adapter: no {adapter_config.NAME} found")
-    config = parse_config(_bounded(file, adapter_config.MAX_CONFIG_BYTES).read_bytes())
+        raise ContentError(f"invalid adapter: no {lora_config.NAME} found")
+    config = parse_config(_bounded(file, lora_config.MAX_CONFIG_BYTES).read_bytes())
     tensors: dict[str, Tensor] = {}
     stored = _read_tensors(directory, max_bytes)
     if len(stored) > MAX_TENSORS:
