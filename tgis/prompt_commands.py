@@ -65,9 +65,9 @@ def convert_prompt(source: Path, target: Path, with_decoder: bool, overwrite: bo
     """Write the soft prompt in the directory SOURCE to TARGET, in the other layout: decoder.pt, encoder.pt or
     both, or PEFT's files."""
     with told_in_one_line():
-        from tgis.convert import prompts
+        from tgis.convert import soft_prompts
 
-        click.echo(prompts.convert_prompt(source, target, with_decoder, overwrite))
+        click.echo(soft_prompts.convert_prompt(source, target, with_decoder, overwrite))
 
 
 COMMANDS = (check_prompt, convert_prompt)

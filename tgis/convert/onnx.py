@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from tgis.convert.workshop import ConversionError, first_line
+from tgis.convert.atomic_write import ConversionError, first_line
 from tgis.hub import model_files
 
 # Its newest release needs an older transformers than the rest of us.

@@ -4,7 +4,7 @@ import json
 from importlib.util import find_spec
 from pathlib import Path
 
-from tgis.convert.workshop import ConversionError, deliver, first_line, workshop
+from tgis.convert.atomic_write import ConversionError, deliver, first_line, workshop
 from tgis.hub import model_files
 
 FAST, SETTINGS, SPECIAL_TOKENS = "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"

@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from tgis.convert.workshop import ConversionError, deliver, first_line, workshop
+from tgis.convert.atomic_write import ConversionError, deliver, first_line, workshop
 from tgis.hub import model_files
 from tgis.tensor_files.safe_pickle import INCOMPLETE, TORN, PickleError, can_map, open_pickle
 

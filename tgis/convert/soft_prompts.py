@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from tgis.convert.workshop import ConversionError, workshop
+from tgis.convert.atomic_write import ConversionError, workshop
 from tgis.hub import model_files
 from tgis.prompts.errors import AbsentError, ContentError
 from tgis.prompts.lora_config import NAME as CONFIG
