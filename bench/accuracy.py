@@ -12,8 +12,8 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from tgis.demo import write_demo_model
-from tgis.demo_text import read_documents
+from tgis.cli.demo_model import write_demo_model
+from tgis.cli.demo_text import read_documents
 from tgis.hub import model_files
 from tgis.shard.attention.base import AttentionMetadata
 from tgis.shard.attention.cpu import CpuAttention

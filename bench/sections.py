@@ -21,7 +21,7 @@ from bench.limits import WIDTHS
 from bench.memory import MemoryJob
 from bench.service import BenchError, first_line
 from bench.targets import TARGETS, Figure
-from tgis.demo import write_demo_model
+from tgis.cli.demo_model import write_demo_model
 
 LOADING_TIMEOUT_S = 600.0
 MIB = 1 << 20

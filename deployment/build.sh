@@ -43,7 +43,7 @@ service)
     (export PYTHONPATH="$builders" && install --no-deps --no-build-isolation .)
     # Away from the sources, so that what is imported is what was installed.
     cd /
-    "$PREFIX/bin/python" -c 'import tgis.cli, tgis.launcher.main, tgis.probe, tgis.router.app'
+    "$PREFIX/bin/python" -c 'import tgis.cli.main, tgis.launcher.main, tgis.cli.health_probe, tgis.router.app'
     "$PREFIX/bin/python" -m tgis.shard.precompile
     ;;
 user)

@@ -6,14 +6,14 @@ from typing import Any
 
 import click
 
-from tgis import cli
+from tgis.cli import main as cli
+from tgis.cli.parameters import FOREIGN
 from tgis.config.aliases.alias import Foreign
 from tgis.config.aliases.tgi import TGI_NAMES
 from tgis.config.aliases.tgis import PASSED_ON, TGIS_NAMES
 from tgis.config.network import ProbeConfig
 from tgis.config.option import Group, Option, declared, env_of, flag_of, in_groups
 from tgis.config.processes import LauncherConfig, RouterConfig, ShardConfig
-from tgis.options.parameters import FOREIGN
 
 COMMANDS = {
     "launcher": ("text-generation-launcher", LauncherConfig),

@@ -1,6 +1,6 @@
 """`python -m tgis` is the `tgis` command."""
 
-from tgis.cli import main
+from tgis.cli.main import main
 
 if __name__ == "__main__":
     main()

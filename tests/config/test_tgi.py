@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.test_cli import refusal, run
+from tests.cli.test_main import refusal, run
 from tgis.config.processes import LauncherConfig
 
 FLAGS = """

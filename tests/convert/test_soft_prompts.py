@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from tests.shard.checkpoints import write_llama, write_model
 from tests.shard.family_cases.all import CASES
-from tgis import cli
+from tgis.cli import main as cli
 
 KINDS = {"CAUSAL_LM": AutoModelForCausalLM, "SEQ_2_SEQ_LM": AutoModelForSeq2SeqLM}
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"

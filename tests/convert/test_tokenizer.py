@@ -14,7 +14,7 @@ from click.testing import CliRunner
 
 from tests.tokenizers_for_tests import TEXT
 from tests.tokenizers_to_convert import write_bert, write_gpt2, write_llama, write_t5
-from tgis import hub_commands
+from tgis.cli import models
 from tgis.convert import onnx
 from tgis.convert import tokenizer as conversion
 from tgis.router.tokenizer import Tokenizer as RouterTokenizer
@@ -33,7 +33,7 @@ def call(command: click.Command, *words: object, code: int = 0) -> str:
 
 
 def convert(*words: object, code: int = 0) -> str:
-    return call(hub_commands.convert_to_fast_tokenizer, *words, code=code)
+    return call(models.convert_to_fast_tokenizer, *words, code=code)
 
 
 @pytest.mark.parametrize("write", [write_gpt2, write_bert, write_llama, write_t5])
@@ -129,13 +129,13 @@ def test_a_package_that_is_missing(
 def test_onnx_needs_an_environment_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(onnx, "find_spec", lambda name: None)
     words = [tmp_path, tmp_path / "onnx", "--merge-graphs", "--no-optimize", "--provider", "X"]
-    assert call(hub_commands.convert_to_onnx, *words, code=1) == onnx.ELSEWHERE
+    assert call(models.convert_to_onnx, *words, code=1) == onnx.ELSEWHERE
     assert "onnxenv/bin/pip install 'optimum-onnx[onnxruntime]'" in onnx.ELSEWHERE
     text = "Weights not found in local cache for model nobody/x"
-    assert call(hub_commands.convert_to_onnx, "nobody/x", "y", code=1) == text
+    assert call(models.convert_to_onnx, "nobody/x", "y", code=1) == text
 
 
 def test_quantize_is_refused() -> None:
     words = ["org/m", "out", "--percdamp", "0.01", "--act-order", "--upload-to-model-id", "x"]
     text = "quantize: weights are not quantized by this version: serve the unquantized checkpoint"
-    assert call(hub_commands.quantize, *words, code=1) == text
+    assert call(models.quantize, *words, code=1) == text

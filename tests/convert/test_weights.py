@@ -21,8 +21,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from tests.shard.checkpoints import SMALL, randomise
+from tgis.cli.models import convert_to_safetensors
 from tgis.convert.weights import new_name
-from tgis.hub_commands import convert_to_safetensors
 
 
 def convert(directory: Path, code: int = 0) -> str:

@@ -17,10 +17,10 @@ import click
 from click.testing import CliRunner, Result
 
 from tests.deployment.pods import LAUNCHER, Container, Pod
-from tgis.cli import server_main
+from tgis.cli.command import command
+from tgis.cli.main import server_main
 from tgis.config.processes import LauncherConfig
 from tgis.launch_plan import plan
-from tgis.options.command import command
 
 WARNING = re.compile(r"(?m)^\S+ WARNING \S+ (.*)$|^\{.*\"level\": \"WARNING\".*\"message\": (.*)$")
 

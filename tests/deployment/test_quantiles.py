@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from scripts.prometheus import promtool as run_promtool
-from tgis.top.window import quantile_of
+from tgis.cli.top.rates import quantile_of
 
 pytestmark = pytest.mark.deploy
 NUM_CASES = 200

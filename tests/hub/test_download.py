@@ -23,8 +23,8 @@ from safetensors.torch import load_file
 from tests import hub_server
 from tests.hub_server import Hub, Repo
 from tests.tokenizers_to_convert import write_gpt2
+from tgis.cli.models import convert_to_safetensors, download_weights
 from tgis.hub import download as download_module
-from tgis.hub_commands import convert_to_safetensors, download_weights
 
 WEIGHTS = random.Random(0).randbytes(24_000_000)  # the library reads ten million bytes at once
 SMALL = random.Random(1).randbytes(3000)

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from tests.test_cli import run
-from tgis import cli
+from tests.cli.test_main import run
+from tgis.cli import main as cli
 from tgis.config.model import TuningOptions
 from tgis.config.processes import LauncherConfig
 from tgis.errors import OperatorError

@@ -1,6 +1,6 @@
 """A router with a method that fails as nobody foresaw. Run like `python -m tgis`."""
 
-from tgis.cli import main
+from tgis.cli.main import main
 from tgis.router.grpc_api import GenerationService
 
 

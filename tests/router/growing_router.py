@@ -4,7 +4,7 @@ Run like `python -m tgis`."""
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from tgis.cli import main
+from tgis.cli.main import main
 from tgis.router.permits import Permits
 
 hold = Permits.hold

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from tgis.cli import main
+from tgis.cli.main import main
 from tgis.router.blocks import BlockPool
 from tgis.router.engine import Engine
 from tgis.router.generation import Generation

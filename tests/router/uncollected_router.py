@@ -5,7 +5,7 @@ import gc
 import signal
 from collections import Counter
 
-from tgis.cli import main
+from tgis.cli.main import main
 from tgis.router.request_log import CallLog
 
 

@@ -11,7 +11,7 @@ from click.testing import CliRunner
 from tests.shard.checkpoints import write_llama
 from tests.shard.driver import configure
 from tests.tokenizers_to_convert import write_gpt2
-from tgis import hub_commands
+from tgis.cli import models as model_commands
 from tgis.shard.loading import load
 from tgis.shard.models.interface import UnsupportedModelError
 
@@ -72,7 +72,7 @@ def test_a_tokenizer_is_not_asked_for_code(model: Path, modules: Path, settings:
     """The one that transformers knows is taken instead, else there is none."""
     write_gpt2(model)
     (model / "tokenizer_config.json").write_text(json.dumps(settings))
-    done = CliRunner().invoke(hub_commands.convert_to_fast_tokenizer, [str(model)], input="y\n" * 9)
+    done = CliRunner().invoke(model_commands.convert_to_fast_tokenizer, [str(model)], input="y\n" * 9)
     if "GPT2Tokenizer" in settings.values():
         assert (model / "tokenizer.json").is_file()
     else:

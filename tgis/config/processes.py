@@ -1,4 +1,4 @@
-"""Every option of the service, declared once. Only `tgis.cli` reads them, from the command line and the
+"""Every option of the service, declared once. Only `tgis.cli.main` reads them, from the command line and the
 environment; elsewhere a configuration is a frozen value."""
 
 from dataclasses import dataclass

@@ -23,7 +23,7 @@ from tokenizers import Tokenizer
 from torch.nn.functional import cross_entropy
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tgis.demo_text import PROMPT, read_documents, train_tokenizer
+from tgis.cli.demo_text import PROMPT, read_documents, train_tokenizer
 from tgis.errors import OperatorError
 
 logger = logging.getLogger(__name__)

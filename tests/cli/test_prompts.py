@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.shard.checkpoints import write_llama, write_model
 from tests.shard.family_cases.all import CASES
-from tgis import cli
+from tgis.cli import main as cli
 
 
 def check(path: Path, *flags: str, env: dict[str, str] | None = None) -> Result:

@@ -15,6 +15,7 @@ import click
 from click.core import ParameterSource
 
 from tgis import json_lines, logs
+from tgis.cli.parameters import FOREIGN, foreign_flag, parameter
 from tgis.config import log_level, report
 from tgis.config.aliases.alias import Foreign
 from tgis.config.aliases.tgi import SHARED_SHORT_FLAG, TGI_NAMES
@@ -23,7 +24,6 @@ from tgis.config.checks import DEFAULT, Given, Setting, apply, check
 from tgis.config.option import Group, Option, declared, env_of, flag_of, in_groups
 from tgis.config.processes import LogOptions
 from tgis.errors import OperatorError
-from tgis.options.parameters import FOREIGN, foreign_flag, parameter
 
 logger = logging.getLogger(__name__)
 

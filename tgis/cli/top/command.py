@@ -11,11 +11,11 @@ from types import FrameType
 
 import click
 
+from tgis.cli.flag_command import build_command
+from tgis.cli.top.rates import History
+from tgis.cli.top.scrape import ScrapeError, Source, scrape
+from tgis.cli.top.screen import NAME_WIDTH, draw, draw_failure
 from tgis.config.option import option
-from tgis.flag_command import build_command
-from tgis.top.frame import NAME_WIDTH, draw, draw_failure
-from tgis.top.scrape import ScrapeError, Source, scrape
-from tgis.top.window import History
 
 # A screen of its own without a cursor, and back again; from the top; the rest of a line, of the screen.
 ENTER, LEAVE = "\x1b[?1049h\x1b[?25l", "\x1b[?25h\x1b[?1049l"

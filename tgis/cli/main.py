@@ -1,4 +1,4 @@
-"""The commands. With `tgis.hub_commands` and with `tgis.options.command`, which generates them from
+"""The commands. With `tgis.cli.models` and with `tgis.cli.command`, which generates them from
 `tgis.config.processes`, the only place that reads the environment."""
 
 import gc
@@ -9,8 +9,13 @@ from typing import Any
 
 import click
 
-from tgis import __version__, failpoints, hub_commands, logs, prompt_commands
-from tgis.client import client
+from tgis import __version__, failpoints, logs
+from tgis.cli import models, prompts
+from tgis.cli.client import client
+from tgis.cli.command import OneLineGroup, command, one_line_errors
+from tgis.cli.health_probe import health_probe
+from tgis.cli.parameters import GroupedOption
+from tgis.cli.top.command import command as top
 from tgis.config.aliases.tgis import TGIS_NAMES
 from tgis.config.checks import DEFAULT, Setting, SettingsError
 from tgis.config.model import FRAMEWORKS
@@ -18,10 +23,6 @@ from tgis.config.option import Group, variables_of
 from tgis.config.processes import LauncherConfig, RouterConfig, ShardConfig
 from tgis.hub import model_files
 from tgis.hub.startup_adapters import plan_tuning
-from tgis.options.command import OneLineGroup, command, one_line_errors
-from tgis.options.parameters import GroupedOption
-from tgis.probe import health_probe
-from tgis.top.command import command as top
 
 
 def _begin(config: LauncherConfig | RouterConfig | ShardConfig, *facts: str) -> None:
@@ -55,7 +56,7 @@ def _run_shard(config: ShardConfig) -> None:
     _stay_offline()
     settings = model_files.read_config(Path(config.model_path))
     length = config.max_sequence_length or model_files.max_sequence_length(settings)
-    cache = hub_commands.cache_root() if config.lora_adapters else Path()
+    cache = models.cache_root() if config.lora_adapters else Path()
     tuning = plan_tuning(config, length, cache)
     gc.disable()  # what is imported and loaded is no garbage; the server says when to look for some
     from tgis.shard import server
@@ -72,7 +73,7 @@ def _complete_shard(settings: dict[str, Setting], values: dict[str, Any]) -> Non
     """What TGIS's positional arguments and --sharded say. Raises SettingsError, model_files.ModelNotFoundError and
     click.UsageError."""
     if values["model_name"] and settings["model_path"].source == DEFAULT:
-        path = model_files.resolve(values["model_name"], values["revision"], hub_commands.cache_root())
+        path = model_files.resolve(values["model_name"], values["revision"], models.cache_root())
         settings["model_path"] = Setting(str(path), "MODEL_NAME")
     if settings["model_path"].value is None:
         raise click.UsageError("Missing option '--model-path', or MODEL_NAME as an argument.")
@@ -159,14 +160,14 @@ def main() -> None:
 def demo_model(directory: Path) -> None:
     """Write a small model to DIRECTORY, trained on the spot on the documentation that Python carries with
     it."""
-    from tgis import demo
+    from tgis.cli import demo_model as demo
 
     logs.setup("info", json_output=False)
     with one_line_errors():
         demo.write_demo_model(directory)
 
 
-for entry in (_serve, health_probe, *hub_commands.COMMANDS, *prompt_commands.COMMANDS):
+for entry in (_serve, health_probe, *models.COMMANDS, *prompts.COMMANDS):
     server_main.add_command(entry)
     main.add_command(entry)
 for entry in (launcher_main, router_main, _env, demo_model, client, top):

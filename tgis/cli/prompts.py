@@ -6,12 +6,12 @@ from typing import Any
 
 import click
 
+from tgis.cli.command import OneLine
+from tgis.cli.models import cache_root, told_in_one_line
+from tgis.cli.parameters import parameter
 from tgis.config.option import declared
 from tgis.config.processes import ShardConfig
 from tgis.hub import model_files
-from tgis.hub_commands import cache_root, told_in_one_line
-from tgis.options.command import OneLine
-from tgis.options.parameters import parameter
 
 # Options of a shard that decide what fits.
 DECISIVE = (
@@ -26,7 +26,7 @@ DECISIVE = (
 def _check_prompt(path: Path, model: str | None, revision: str | None, **decisive: Any) -> None:
     with told_in_one_line():
         directory = None if model is None else model_files.resolve(model, revision, cache_root())
-        from tgis import prompt_check
+        from tgis.cli import prompt_check
 
         config = None
         if directory is not None:

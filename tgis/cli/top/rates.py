@@ -5,7 +5,7 @@ import math
 from collections import deque
 from dataclasses import dataclass
 
-from tgis.top.scrape import Labels, Scrape
+from tgis.cli.top.scrape import Labels, Scrape
 
 
 @dataclass(frozen=True, eq=False)

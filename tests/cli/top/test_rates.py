@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tgis.cli.top.rates import History, Window, has_restarted, quantile_of
+from tgis.cli.top.scrape import Scrape, parse
 from tgis.router.metrics import MetricLimits, Metrics
-from tgis.top.scrape import Scrape, parse
-from tgis.top.window import History, Window, has_restarted, quantile_of
 
 COUNTS = st.lists(st.integers(1, 50), min_size=1, max_size=12)
 

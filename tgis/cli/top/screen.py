@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from tgis.top.scrape import Scrape
-from tgis.top.window import Window
+from tgis.cli.top.rates import Window
+from tgis.cli.top.scrape import Scrape
 
 NAME_WIDTH = 12  # of the first columns
 BAR_WIDTH = 20

@@ -13,8 +13,8 @@ import grpc
 from google.protobuf.json_format import MessageToJson
 from google.protobuf.message import Message
 
+from tgis.cli.flag_command import build_command
 from tgis.config.option import option
-from tgis.flag_command import build_command
 from tgis.pb import generation_pb2 as pb
 from tgis.pb.generation_pb2_grpc import GenerationServiceStub
 

@@ -13,7 +13,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from tests.canned_service import WORDS, CannedService, serve
-from tgis.client import client
+from tgis.cli.client import client
 from tgis.pb import generation_pb2 as pb
 
 
@@ -127,7 +127,7 @@ def test_stream_prints_the_words(target: str) -> None:
 
 
 def test_stream_prints_a_word_before_the_next_is_there() -> None:
-    code = "from tgis.client import client; client()"
+    code = "from tgis.cli.client import client; client()"
     with serve(CannedService(delay=1.0)) as address:
         command = [sys.executable, "-c", code, "stream", "count", "--target", address]
         # Buffered, as Python's stdout is for everybody else's pipes.

@@ -12,10 +12,10 @@ import click
 import pytest
 from click.testing import CliRunner, Result
 
-from tgis import cli
+from tgis.cli import main as cli
+from tgis.cli.command import command
 from tgis.config.option import Group, declared, env_of, flag_of, to_flags
 from tgis.config.processes import ENGINES, LauncherConfig, LinkOptions, RouterConfig, ShardConfig
-from tgis.options.command import command
 
 SHARD = ShardConfig(model_path="/models/x", uds_path="/tmp/shard")
 ROUTER = RouterConfig(tokenizer_path="/models/x", shard_uds_path="/tmp/shard")
@@ -446,7 +446,7 @@ def test_one_shard_as_the_original_was_started(tmp_path: Path) -> None:
 
 def test_commands_that_only_talk_import_no_torch() -> None:
     """Their start would take seconds."""
-    code = "import sys, tgis.cli, tgis.launcher, tgis.router.app, tgis.client; print('torch' in sys.modules)"
+    code = "import sys, tgis.cli.main, tgis.launcher, tgis.router.app, tgis.cli.client; print('torch' in sys.modules)"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout == "False\n"
 

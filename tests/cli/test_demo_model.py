@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
-from tgis.demo import MAX_LENGTH, DemoModelError, train_model, write_demo_model
-from tgis.demo_text import PROMPT, VOCAB_SIZE, read_documents, train_tokenizer
+from tgis.cli.demo_model import MAX_LENGTH, DemoModelError, train_model, write_demo_model
+from tgis.cli.demo_text import PROMPT, VOCAB_SIZE, read_documents, train_tokenizer
 
 FILES = {
     "config.json",
@@ -108,7 +108,9 @@ def test_what_is_there_stays(model_directory: Path) -> None:
 
 
 def test_an_interrupt_leaves_nothing(tmp_path: Path) -> None:
-    code = "import sys, pathlib, tgis.demo as demo; demo.write_demo_model(pathlib.Path(sys.argv[1]))"
+    code = (
+        "import sys, pathlib, tgis.cli.demo_model as demo; demo.write_demo_model(pathlib.Path(sys.argv[1]))"
+    )
     command = [sys.executable, "-c", code, str(tmp_path / "model")]
     with subprocess.Popen(command, stderr=subprocess.PIPE) as process:
         end = time.monotonic() + 60

@@ -20,9 +20,9 @@ import pytest
 import trustme
 
 from tests.router.conftest import Setup, start_router, stop_router
+from tgis.cli.top.command import ENTER, HOME, LEAVE
+from tgis.cli.top.scrape import ScrapeError, Source, scrape
 from tgis.pb import generation_pb2 as pb
-from tgis.top.command import ENTER, HOME, LEAVE
-from tgis.top.scrape import ScrapeError, Source, scrape
 
 COMMAND = [sys.executable, "-m", "tgis", "top"]
 NAME = "inference-server.example"

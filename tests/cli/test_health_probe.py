@@ -13,12 +13,12 @@ from contextlib import contextmanager
 import pytest
 import trustme
 
-from tgis import cli
+from tgis.cli import main as cli
+from tgis.cli.health_probe import health_probe
 from tgis.config.network import PortOptions, ProbeConfig
 from tgis.config.option import declared, env_of
-from tgis.probe import health_probe
 
-START = "from tgis.probe import health_probe; health_probe()"
+START = "from tgis.cli.health_probe import health_probe; health_probe()"
 LEFT_OUT = {"torch", "grpc", "asyncio", "numpy", "transformers"}
 
 
@@ -151,7 +151,7 @@ def test_it_reads_what_the_service_reads() -> None:
 
 def test_it_loads_little() -> None:
     """What takes long to load, on every probe of every pod."""
-    code = f"import sys, tgis.probe; print(sorted({LEFT_OUT} & set(sys.modules)), file=sys.stderr)"
+    code = f"import sys, tgis.cli.health_probe; print(sorted({LEFT_OUT} & set(sys.modules)), file=sys.stderr)"
     assert probe(code=code) == (0, "[]\n")
 
 

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 import click
 
 from tgis import logs
+from tgis.cli.command import OneLine, one_line_errors
 from tgis.errors import OperatorError
 from tgis.hub import model_files
-from tgis.options.command import OneLine, one_line_errors
 
 if TYPE_CHECKING:
     from tgis.hub.download import Repository

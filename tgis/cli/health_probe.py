@@ -10,9 +10,9 @@ from typing import Any
 
 import click
 
+from tgis.cli.parameters import parameter
 from tgis.config.network import ProbeConfig
 from tgis.config.option import declared
-from tgis.options.parameters import parameter
 
 MOST_BYTES = 200  # of what is no answer of ours
 

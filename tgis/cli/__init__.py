@@ -1,0 +1,1 @@
+"""The commands, from arguments and environment to a configuration."""

@@ -1,1 +1,0 @@
-"""How the commands read their options: ours, and the names of other servers."""
