@@ -11,7 +11,7 @@ from tests.deployment.rendering import ROOT, Object
 from tgis.config.aliases.tgis import PASSED_ON, TGIS_NAMES
 from tgis.config.option import variables_of
 from tgis.config.processes import LauncherConfig
-from tgis.launch_plan import END_S
+from tgis.launcher.plan import END_S
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 # Read by libraries of ours, and no options.

@@ -20,7 +20,7 @@ from tests.deployment.pods import LAUNCHER, Container, Pod
 from tgis.cli.command import command
 from tgis.cli.main import server_main
 from tgis.config.processes import LauncherConfig
-from tgis.launch_plan import plan
+from tgis.launcher.plan import plan
 
 WARNING = re.compile(r"(?m)^\S+ WARNING \S+ (.*)$|^\{.*\"level\": \"WARNING\".*\"message\": (.*)$")
 

@@ -12,7 +12,7 @@ from tests.deployment.launch_rules import KNOWN, PROJECT
 from tests.deployment.launches import launch
 from tests.deployment.pods import Pod
 from tgis.config.processes import LauncherConfig
-from tgis.launch_plan import END_S
+from tgis.launcher.plan import END_S
 from tgis.router.grpc_options import MAX_CONNECTIONS, RESERVED_FILES
 
 STATE = "/var/lib"  # what %S stands for

@@ -13,7 +13,7 @@ from tgis.config.model import TuningOptions
 from tgis.config.processes import LauncherConfig
 from tgis.errors import OperatorError
 from tgis.hub.startup_adapters import plan_tuning
-from tgis.launch_plan import plan
+from tgis.launcher.plan import plan
 
 HINT = "one in a directory is given as NAME=DIRECTORY"
 

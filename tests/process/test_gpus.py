@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from tgis import launch_plan
 from tgis.config.processes import LauncherConfig
+from tgis.launcher import plan as launch_plan
 from tgis.process.gpus import has_gpus
 
 

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from tgis import __version__
 from tgis.config.network import LinkOptions
 from tgis.config.processes import ENGINES, LauncherConfig, RouterConfig, ShardConfig
-from tgis.launch_plan import Plan
+from tgis.launcher.plan import Plan
 from tgis.launcher.run_files import RunFiles
 from tgis.logs import Scalar, process_fields
 from tgis.net.addresses import TcpAddress

@@ -5,9 +5,9 @@ import logging
 import signal
 
 from tgis.config.processes import LauncherConfig
-from tgis.launch_plan import plan
-from tgis.launcher.service import Service
-from tgis.launcher.worker import Worker
+from tgis.launcher.follower import Worker
+from tgis.launcher.leader import Service
+from tgis.launcher.plan import plan
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from tgis.hub import model_files
-from tgis.launch_plan import TOKENIZER, LaunchError, Plan
+from tgis.launcher.plan import TOKENIZER, LaunchError, Plan
 from tgis.logs import Scalar
 from tgis.net.framing import steps_path
 from tgis.process.child import Child

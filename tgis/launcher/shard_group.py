@@ -9,9 +9,9 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Protocol
 
-from tgis.launch_plan import LaunchError
 from tgis.launcher.child_configs import Start
-from tgis.launcher.node import SETTLE_S, Node, ShardEndedError, all_of, first_of
+from tgis.launcher.local_node import SETTLE_S, Node, ShardEndedError, all_of, first_of
+from tgis.launcher.plan import LaunchError
 from tgis.net.addresses import TcpAddress
 from tgis.net.ports import listen
 

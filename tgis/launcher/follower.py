@@ -8,10 +8,10 @@ from contextlib import asynccontextmanager
 from typing import NoReturn
 
 from tgis.config.processes import LauncherConfig
-from tgis.launch_plan import LaunchError, Plan
-from tgis.launcher.channel import MAX_LINE_BYTES, Channel, ChannelLostError
 from tgis.launcher.child_configs import ChildConfigs, Start, line_fields
-from tgis.launcher.node import LocalNode, ShardEndedError
+from tgis.launcher.local_node import LocalNode, ShardEndedError
+from tgis.launcher.node_channel import MAX_LINE_BYTES, Channel, ChannelLostError
+from tgis.launcher.plan import LaunchError, Plan
 from tgis.launcher.run_files import RunFiles
 from tgis.launcher.shard_health import serve_health
 from tgis.net.tls import link_certificates

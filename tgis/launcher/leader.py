@@ -9,12 +9,12 @@ from collections.abc import Sequence
 
 from tgis.config.option import to_flags
 from tgis.config.processes import LauncherConfig
-from tgis.launch_plan import END_S, GIVE_UP_S, LaunchError, Plan
 from tgis.launcher.child_configs import ChildConfigs, line_fields
-from tgis.launcher.group import FileRendezvous, Group, PortRendezvous
-from tgis.launcher.members import Members
-from tgis.launcher.node import LocalNode, Node, all_of
+from tgis.launcher.local_node import LocalNode, Node, all_of
+from tgis.launcher.plan import END_S, GIVE_UP_S, LaunchError, Plan
+from tgis.launcher.remote_nodes import Members
 from tgis.launcher.run_files import RunFiles
+from tgis.launcher.shard_group import FileRendezvous, Group, PortRendezvous
 from tgis.launcher.shard_health import serve_health
 from tgis.net.ports import listen
 from tgis.net.tls import link_certificates

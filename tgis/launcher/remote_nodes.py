@@ -7,10 +7,10 @@ import socket
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
-from tgis.launch_plan import LaunchError
-from tgis.launcher.channel import MAX_LINE_BYTES, Channel, ChannelLostError, Message
 from tgis.launcher.child_configs import Start
-from tgis.launcher.node import unless_ended
+from tgis.launcher.local_node import unless_ended
+from tgis.launcher.node_channel import MAX_LINE_BYTES, Channel, ChannelLostError, Message
+from tgis.launcher.plan import LaunchError
 from tgis.net.addresses import AddressError, TcpAddress, parse
 from tgis.net.tls import LOOK_S, Certificates
 from tgis.process.child import End

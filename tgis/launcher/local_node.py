@@ -5,8 +5,8 @@ from collections.abc import Coroutine, Iterable
 from typing import Any, Protocol
 
 from tgis.config.option import to_flags
-from tgis.launch_plan import LaunchError
 from tgis.launcher.child_configs import ChildConfigs, Start
+from tgis.launcher.plan import LaunchError
 from tgis.net.addresses import TcpAddress
 from tgis.process.child import Child, End
 

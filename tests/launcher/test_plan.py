@@ -10,8 +10,8 @@ import pytest
 from tgis.config.processes import LauncherConfig
 from tgis.hub import model_files
 from tgis.hub.startup_adapters import TuningError
-from tgis.launch_plan import LaunchError, count_shards, plan
 from tgis.launcher.child_configs import line_fields
+from tgis.launcher.plan import LaunchError, count_shards, plan
 
 
 @pytest.fixture

@@ -6,11 +6,12 @@ from contextlib import contextmanager
 
 import pytest
 
-from tgis.launch_plan import LaunchError
-from tgis.launcher import group, node
+from tgis.launcher import local_node as node
+from tgis.launcher import shard_group
 from tgis.launcher.child_configs import Start
-from tgis.launcher.group import Group
-from tgis.launcher.node import ShardEndedError, first_of, unless_ended
+from tgis.launcher.local_node import ShardEndedError, first_of, unless_ended
+from tgis.launcher.plan import LaunchError
+from tgis.launcher.shard_group import Group
 from tgis.net.addresses import TcpAddress
 from tgis.process.child import End
 
@@ -19,8 +20,8 @@ KILLED, REFUSED, LOST = End("killed"), End("refused", is_refusal=True), End("the
 
 @pytest.fixture(autouse=True)
 def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(group, "FIRST_BACKOFF_S", 0.0)
-    for module in (group, node):
+    monkeypatch.setattr(shard_group, "FIRST_BACKOFF_S", 0.0)
+    for module in (shard_group, node):
         monkeypatch.setattr(module, "SETTLE_S", 0.1)
 
 
