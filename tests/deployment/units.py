@@ -13,7 +13,7 @@ from tests.deployment.launches import launch
 from tests.deployment.pods import Pod
 from tgis.config.processes import LauncherConfig
 from tgis.launcher.plan import END_S
-from tgis.router.grpc_options import MAX_CONNECTIONS, RESERVED_FILES
+from tgis.router.api.grpc.server_options import MAX_CONNECTIONS, RESERVED_FILES
 
 STATE = "/var/lib"  # what %S stands for
 _VARIABLE = re.compile(r"#?([A-Z][A-Z0-9_]*)=(.*)")

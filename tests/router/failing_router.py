@@ -1,7 +1,7 @@
 """A router with a method that fails as nobody foresaw. Run like `python -m tgis`."""
 
 from tgis.cli.main import main
-from tgis.router.grpc_api import GenerationService
+from tgis.router.api.grpc.servicer import GenerationService
 
 
 async def fail(*_: object) -> None:

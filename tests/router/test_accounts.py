@@ -8,8 +8,8 @@ from pathlib import Path
 import grpc
 import pytest
 
+from tests.router.api.grpc.test_servicer import batch, expected_text, expected_tokens, single, stopping
 from tests.router.conftest import Setup, start_router, stop_router
-from tests.router.test_grpc_api import batch, expected_text, expected_tokens, single, stopping
 from tests.router.test_tracing import PARENT_ID, TRACE_ID, TRACEPARENT, Collector, collector, values
 from tgis.pb import generation_pb2 as pb
 

@@ -13,6 +13,7 @@ import grpc
 import pytest
 from tokenizers import Tokenizer
 
+from tests.router.api.grpc.test_servicer import batch, expected_text, metric, single, stopping
 from tests.router.conftest import (
     BLOCK_SIZE,
     EOS,
@@ -27,7 +28,6 @@ from tests.router.conftest import (
 )
 from tests.router.model_of_contents import PROMPT, Item, Library, adapter
 from tests.router.model_of_shard import context, join_digests, next_token
-from tests.router.test_grpc_api import batch, expected_text, metric, single, stopping
 from tests.tokenizers_for_tests import write_byte_level
 from tgis.pb import generation_pb2 as pb
 from tgis.pb import shard_pb2

@@ -15,8 +15,8 @@ import psutil
 import pytest
 
 from tests.accounts import assert_nothing_left, take_baseline
+from tests.router.api.grpc.test_servicer import get, single, stopping
 from tests.router.conftest import Setup, start_router, stop_router
-from tests.router.test_grpc_api import get, single, stopping
 from tgis.pb import generation_pb2 as pb
 from tgis.pb.generation_pb2_grpc import GenerationServiceStub
 

@@ -10,8 +10,8 @@ import grpc
 import pytest
 
 from tests.accounts import assert_nothing_left, scrape, take_baseline
+from tests.router.api.grpc.test_servicer import batch, single, stopping
 from tests.router.conftest import FakeShard, Setup, ShardServer, start_router, stop_router
-from tests.router.test_grpc_api import batch, single, stopping
 from tgis.pb import generation_pb2 as pb
 
 TOKEN = (("authorization", "Bearer secret"),)

@@ -13,8 +13,8 @@ import pytest
 
 from tests.accounts import assert_nothing_left, take_baseline
 from tests.growth import growth_per_request, slope
+from tests.router.api.grpc.test_servicer import batch, single, stopping
 from tests.router.conftest import Setup, start_router, stop_router
-from tests.router.test_grpc_api import batch, single, stopping
 from tgis.pb import generation_pb2 as pb
 from tgis.pb.generation_pb2_grpc import GenerationServiceStub
 

@@ -16,6 +16,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tests.processes import Service
+from tests.router.api.grpc.test_servicer import batch, get, metric, single, stopping
 from tests.router.conftest import (
     MAX_SEQUENCE_LENGTH,
     FakeShard,
@@ -25,11 +26,10 @@ from tests.router.conftest import (
     stop_router,
     write_usual,
 )
-from tests.router.test_grpc_api import batch, get, metric, single, stopping
 from tests.router.test_recovery import Streams, restart_shards
 from tgis.pb.generation_pb2_grpc import GenerationServiceStub
-from tgis.router import readiness
-from tgis.router.readiness import Readiness
+from tgis.router.api.grpc import readiness
+from tgis.router.api.grpc.readiness import Readiness
 
 SERVING, NOT_SERVING, SERVICE_UNKNOWN = (
     health_pb2.HealthCheckResponse.SERVING,

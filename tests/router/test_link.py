@@ -16,9 +16,9 @@ import trustme
 
 from tests.link_files import LinkFiles, free_ports
 from tests.processes import Service
+from tests.router.api.grpc.test_servicer import batch
 from tests.router.conftest import FakeShard, Setup, ShardServer, router_command, write_usual
 from tests.router.model_of_contents import Item, Library
-from tests.router.test_grpc_api import batch
 from tests.router.test_recovery import Streams
 from tgis.config.processes import RouterConfig, ShardConfig
 from tgis.errors import OperatorError

@@ -11,8 +11,8 @@ import grpc
 import pytest
 
 from tests.accounts import assert_nothing_left, differences, scrape, take_baseline
+from tests.router.api.grpc.test_servicer import batch, single, stopping
 from tests.router.conftest import Setup, start_router, stop_router, stop_shards
-from tests.router.test_grpc_api import batch, single, stopping
 
 LENGTH = 150
 CREATED = 'tgi_resources_created_total{kind="request"}'

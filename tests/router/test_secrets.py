@@ -10,9 +10,9 @@ from pathlib import Path
 import grpc
 import pytest
 
+from tests.router.api.grpc.test_servicer import batch, stopping
+from tests.router.api.grpc.test_tls import Files, files
 from tests.router.conftest import Setup, start_router, stop_router
-from tests.router.test_grpc_api import batch, stopping
-from tests.router.test_tls import Files, files
 from tests.router.test_tracing import Collector, collector
 from tgis.pb import generation_pb2 as pb
 from tgis.pb.generation_pb2_grpc import GenerationServiceStub

@@ -7,8 +7,8 @@ import grpc
 import pytest
 from tokenizers import Tokenizer
 
+from tests.router.api.grpc.test_servicer import batch, single
 from tests.router.conftest import VOCAB_SIZE, Setup, start_router, stop_router
-from tests.router.test_grpc_api import batch, single
 from tests.tokenizers_for_tests import write_byte_level
 from tgis.pb import generation_pb2 as pb
 from tgis.pb import shard_pb2

@@ -22,6 +22,15 @@ from tgis.pb import generation_pb2, shard_pb2
 from tgis.pb.generation_pb2_grpc import add_GenerationServiceServicer_to_server
 from tgis.process.child import GIVE_UP
 from tgis.process.memory_release import MemoryRelease
+from tgis.router.api.grpc.auth_interceptor import Gate, Tokens, warn_if_open
+from tgis.router.api.grpc.error_interceptor import Door
+from tgis.router.api.grpc.health import NAME as HEALTH
+from tgis.router.api.grpc.readiness import Readiness
+from tgis.router.api.grpc.refusal_pacing import RefusalPacing
+from tgis.router.api.grpc.server_options import grpc_options
+from tgis.router.api.grpc.servicer import GenerationService
+from tgis.router.api.grpc.slow_clients import SlowReaders
+from tgis.router.api.http.metrics_app import http_app
 from tgis.router.blocks import BlockPool
 from tgis.router.budget import StepBudget
 from tgis.router.calls import Accounts
@@ -29,21 +38,12 @@ from tgis.router.contents import Contents
 from tgis.router.detokenizer import Vocabulary
 from tgis.router.engine import Engine
 from tgis.router.errors import StartupError
-from tgis.router.gate import Gate, Tokens, warn_if_open
-from tgis.router.grpc_api import GenerationService
-from tgis.router.grpc_door import Door
-from tgis.router.grpc_options import grpc_options
 from tgis.router.guided import Grammars
-from tgis.router.health import NAME as HEALTH
-from tgis.router.http_api import http_app
 from tgis.router.link import Link, open_link
 from tgis.router.metrics import MetricLimits, Metrics
 from tgis.router.permits import Permits
-from tgis.router.readiness import Readiness
-from tgis.router.refusal_pacing import RefusalPacing
 from tgis.router.residents import Residents
 from tgis.router.shards import Shards
-from tgis.router.slow_readers import SlowReaders
 from tgis.router.tally import check_balance, count_descriptors
 from tgis.router.tokenizer import Tokenizer
 from tgis.router.tracing import open_tracing

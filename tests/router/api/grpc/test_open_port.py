@@ -12,7 +12,7 @@ from tests.router.conftest import Setup, router_command
 from tests.tokenizers_for_tests import write_byte_level
 from tgis.config.network import PortOptions
 from tgis.net.ports import reserve
-from tgis.router.gate import warn_if_open
+from tgis.router.api.grpc.auth_interceptor import warn_if_open
 
 WARNING = "may call the gRPC port"
 NOT_ENCRYPTED = "and nothing on it is encrypted"

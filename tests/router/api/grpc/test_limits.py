@@ -13,10 +13,18 @@ import pytest
 from google.rpc import error_details_pb2, status_pb2
 
 from tests.router import attacks
+from tests.router.api.grpc.test_servicer import (
+    batch,
+    expected_text,
+    expected_tokens,
+    get,
+    metric,
+    single,
+    stopping,
+)
 from tests.router.attacks import Bystander
 from tests.router.conftest import Setup, start_router, stop_router
 from tests.router.http2 import Connection, Kind
-from tests.router.test_grpc_api import batch, expected_text, expected_tokens, get, metric, single, stopping
 from tgis.pb import generation_pb2 as pb
 
 HOST = "127.0.0.1"

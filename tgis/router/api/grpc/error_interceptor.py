@@ -13,12 +13,12 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from tgis.process.memory_release import MemoryRelease
-from tgis.router.call_status import Status, drop_tracebacks, end_call
+from tgis.router.api.grpc.call_status import Status, drop_tracebacks, end_call
+from tgis.router.api.grpc.refusal_pacing import RefusalPacing
+from tgis.router.api.grpc.retry import retry_later
+from tgis.router.api.grpc.slow_clients import SlowReaders
 from tgis.router.errors import Code, OverloadedError, RequestError, RouterError, internal_error
-from tgis.router.refusal_pacing import RefusalPacing
-from tgis.router.retry import retry_later
 from tgis.router.series import Counter
-from tgis.router.slow_readers import SlowReaders
 
 logger = logging.getLogger(__name__)
 

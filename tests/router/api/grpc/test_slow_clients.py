@@ -11,6 +11,14 @@ import psutil
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from tests.router.api.grpc.test_servicer import (
+    batch,
+    expected_text,
+    expected_tokens,
+    metric,
+    single,
+    stopping,
+)
 from tests.router.conftest import Setup, ShardServer, start_router, stop_router
 from tests.router.http2 import (
     ACK,
@@ -21,7 +29,6 @@ from tests.router.http2 import (
     Kind,
     frame,
 )
-from tests.router.test_grpc_api import batch, expected_text, expected_tokens, metric, single, stopping
 from tgis.pb import generation_pb2 as pb
 
 TIMEOUT_S = 0.7

@@ -3,7 +3,7 @@
 import logging
 import time
 
-from tgis.router.health import Health
+from tgis.router.api.grpc.health import Health
 
 logger = logging.getLogger(__name__)
 

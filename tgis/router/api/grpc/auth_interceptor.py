@@ -14,7 +14,7 @@ import grpc
 
 from tgis.config.network import PortOptions
 from tgis.net.tls import look_at
-from tgis.router.call_status import Status, end_call
+from tgis.router.api.grpc.call_status import Status, end_call
 from tgis.router.errors import StartupError
 from tgis.router.series import Counter
 

@@ -14,7 +14,7 @@ from tests.accounts import assert_nothing_left, scrape, take_baseline
 from tests.router.conftest import Setup, start_router, stop_router
 from tgis.pb import generation_pb2 as pb
 from tgis.pb.generation_pb2_grpc import GenerationServiceStub
-from tgis.router.refusal_pacing import BYTES_PER_S, MAX_DELAY_S, RefusalClocks
+from tgis.router.api.grpc.refusal_pacing import BYTES_PER_S, MAX_DELAY_S, RefusalClocks
 
 TEXT = "word " * 800_000  # a second's worth
 MANY = 8  # more than MAX_DELAY_S's worth

@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from tests.router import attacks
+from tests.router.api.grpc.test_servicer import batch, get, metric
 from tests.router.attacks import SERVICE, Bystander
 from tests.router.conftest import Setup, start_router, stop_router
 from tests.router.http2 import (
@@ -29,7 +30,6 @@ from tests.router.http2 import (
     header_block,
     message,
 )
-from tests.router.test_grpc_api import batch, get, metric
 from tests.router.test_guided import DEEP_RULES, SLOW
 from tgis.pb import generation_pb2 as pb
 

@@ -18,8 +18,8 @@ import grpc
 import pytest
 import trustme
 
+from tests.router.api.grpc.test_servicer import get, single, stopping
 from tests.router.conftest import Setup, start_router, stop_router
-from tests.router.test_grpc_api import get, single, stopping
 from tgis.pb import generation_pb2 as pb
 from tgis.pb.generation_pb2_grpc import GenerationServiceStub
 

@@ -1,0 +1,1 @@
+"""The public gRPC port: the service, its interceptors, health and server options."""
