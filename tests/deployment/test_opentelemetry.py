@@ -18,12 +18,12 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2_grpc import (
 
 from integration_tests.conftest import launch
 from integration_tests.served_models import FLAGS, write_bytes
-from tests.router.test_tracing import Collector
+from tests.router.requests.test_tracing import Collector
 from tgis.config.option import variables_of
 from tgis.config.processes import LauncherConfig
 from tgis.pb import generation_pb2 as pb
 from tgis.pb.generation_pb2_grpc import GenerationServiceStub
-from tgis.router.otlp import DEFAULT_PORT
+from tgis.router.requests.otlp import DEFAULT_PORT
 
 pytestmark = pytest.mark.deploy
 DEPLOYMENT = Path(__file__).parents[2] / "deployment"

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from tgis.cli.main import main
-from tgis.router.permits import Permits
+from tgis.router.requests.concurrency import Permits
 
 hold = Permits.hold
 kept: list[bytearray] = []

@@ -10,7 +10,7 @@ from tgis.cli.main import main
 from tgis.router.blocks import BlockPool
 from tgis.router.engine import Engine
 from tgis.router.generation import Generation
-from tgis.router.permits import Permits
+from tgis.router.requests.concurrency import Permits
 from tgis.router.rows import Rows
 
 hold, release_blocks, close_row, release = Permits.hold, BlockPool.release, Rows.close, Engine._release

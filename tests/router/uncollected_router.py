@@ -6,7 +6,7 @@ import signal
 from collections import Counter
 
 from tgis.cli.main import main
-from tgis.router.request_log import CallLog
+from tgis.router.requests.request_log import CallLog
 
 
 def print_what_is_left(*_: object) -> None:

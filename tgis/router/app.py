@@ -33,7 +33,6 @@ from tgis.router.api.grpc.slow_clients import SlowReaders
 from tgis.router.api.http.metrics_app import http_app
 from tgis.router.blocks import BlockPool
 from tgis.router.budget import StepBudget
-from tgis.router.calls import Accounts
 from tgis.router.contents import Contents
 from tgis.router.detokenizer import Vocabulary
 from tgis.router.engine import Engine
@@ -41,13 +40,14 @@ from tgis.router.errors import StartupError
 from tgis.router.guided import Grammars
 from tgis.router.link import Link, open_link
 from tgis.router.metrics import MetricLimits, Metrics
-from tgis.router.permits import Permits
+from tgis.router.requests.accounting import Accounts
+from tgis.router.requests.concurrency import Permits
+from tgis.router.requests.tracing import open_tracing
+from tgis.router.requests.validation import Limits, Validator
 from tgis.router.residents import Residents
 from tgis.router.shards import Shards
 from tgis.router.tally import check_balance, count_descriptors
 from tgis.router.tokenizer import Tokenizer
-from tgis.router.tracing import open_tracing
-from tgis.router.validation import Limits, Validator
 
 logger = logging.getLogger(__name__)
 

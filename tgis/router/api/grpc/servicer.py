@@ -11,16 +11,16 @@ import grpc
 from tgis.pb import generation_pb2 as pb
 from tgis.pb.generation_pb2_grpc import GenerationServiceServicer
 from tgis.router.api.grpc.messages import ResponseWriter, Result
-from tgis.router.calls import MISSING_REQUEST, Accounts, Call
 from tgis.router.contents import Contents, Hold
 from tgis.router.engine import Engine
 from tgis.router.errors import RequestError
 from tgis.router.events import Event
-from tgis.router.permits import Permits
-from tgis.router.request_log import GenerationCall, InputLog
+from tgis.router.requests.accounting import MISSING_REQUEST, Accounts, Call
+from tgis.router.requests.concurrency import Permits
+from tgis.router.requests.request_log import GenerationCall, InputLog
+from tgis.router.requests.validation import Request, Validator, check_parameters
 from tgis.router.sequence import Sequence
 from tgis.router.tokenizer import Tokenizer
-from tgis.router.validation import Request, Validator, check_parameters
 
 ECHO_GAP = "\n\n"  # between an input and an answer to it; a text that goes on needs none
 Context = grpc.aio.ServicerContext[Any, Any]

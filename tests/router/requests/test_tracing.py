@@ -38,10 +38,10 @@ from tgis.router.errors import (
     UnavailableError,
 )
 from tgis.router.events import Output, Timings
-from tgis.router.otlp import CLOSE_S, MAX_BATCH_SPANS, MAX_QUEUED_SPANS
-from tgis.router.request_log import correlation_id
+from tgis.router.requests.otlp import CLOSE_S, MAX_BATCH_SPANS, MAX_QUEUED_SPANS
+from tgis.router.requests.request_log import correlation_id
+from tgis.router.requests.tracing import NoTracing, Tracing, open_tracing
 from tgis.router.sequence import Sequence, Stopping, StopReason
-from tgis.router.tracing import NoTracing, Tracing, open_tracing
 
 TRACE_ID, PARENT_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 TRACEPARENT = f"00-{TRACE_ID}-{PARENT_ID}-01"
@@ -381,7 +381,11 @@ def assert_costs_nothing(tracing: Tracing, caplog: pytest.LogCaptureFixture) -> 
     records = [record for record in caplog.records if record.levelno > logging.DEBUG]
     assert len(records) <= 1
     for record in records:
-        assert (record.name, record.levelname, record.exc_info) == ("tgis.router.otlp", "WARNING", None)
+        assert (record.name, record.levelname, record.exc_info) == (
+            "tgis.router.requests.otlp",
+            "WARNING",
+            None,
+        )
         assert "\n" not in record.getMessage()
 
 
@@ -440,7 +444,7 @@ def first_bytes(endpoint: Callable[[str], str]) -> bytes:
 
 
 def test_the_scheme_says_whether_it_is_tls(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tgis.router.otlp.CLOSE_S", 0.4)
+    monkeypatch.setattr("tgis.router.requests.otlp.CLOSE_S", 0.4)
     assert first_bytes(lambda address: f"https://{address}") == b"\x16\x03\x01"
     assert first_bytes(lambda address: f"http://{address}/") == b"PRI"
     assert first_bytes(lambda address: address) == b"PRI"
@@ -465,7 +469,7 @@ def run_python(script: str) -> str:
 def test_without_an_endpoint_nothing_is_imported() -> None:
     script = """
 import sys
-from tgis.router.tracing import open_tracing
+from tgis.router.requests.tracing import open_tracing
 tracing = open_tracing(None, "s")
 with tracing.call("Generate", ()) as span:
     span.set_request(None, "", "")
@@ -486,7 +490,7 @@ from tgis.pb.generation_pb2_grpc import (
     add_GenerationServiceServicer_to_server,
 )
 from tgis.router.errors import StartupError
-from tgis.router.tracing import open_tracing
+from tgis.router.requests.tracing import open_tracing
 try:
     open_tracing("localhost:4317", "s")
 except StartupError as error:

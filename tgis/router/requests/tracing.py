@@ -83,7 +83,7 @@ def open_tracing(endpoint: str | None, service_name: str) -> Tracing:
     if not endpoint:
         return NoTracing()
     try:
-        from tgis.router.otlp import OtlpTracing
+        from tgis.router.requests.otlp import OtlpTracing
     except ImportError as error:
         raise StartupError("traces need OpenTelemetry: pip install 'tgis-next[otel]'") from error
     return OtlpTracing(endpoint, service_name)

@@ -19,10 +19,10 @@ from tgis.router.errors import (
 )
 from tgis.router.events import Event, Failed, InputTokens, Output
 from tgis.router.metrics import Metrics
-from tgis.router.request_log import CallLog, GenerationCall, InputLog, correlation_id
+from tgis.router.requests.request_log import CallLog, GenerationCall, InputLog, correlation_id
+from tgis.router.requests.tracing import Span, Tracing
+from tgis.router.requests.validation import Request
 from tgis.router.sequence import Sequence, StopReason
-from tgis.router.tracing import Span, Tracing
-from tgis.router.validation import Request
 
 logger = logging.getLogger(__name__)
 

@@ -20,7 +20,7 @@ from tgis.router.errors import (
     UnavailableError,
 )
 from tgis.router.events import InputTokens, Output, Timings
-from tgis.router.request_log import CallLog, InputLog, correlation_id
+from tgis.router.requests.request_log import CallLog, InputLog, correlation_id
 from tgis.router.sequence import Sampling, Sequence, Stopping, StopReason
 
 MARKER = "a-text-nobody-may-see"
@@ -48,7 +48,7 @@ class Lines(logging.Handler):
 
 @pytest.fixture
 def lines() -> Iterator[Lines]:
-    logger, handler = logging.getLogger("tgis.router.request_log"), Lines()
+    logger, handler = logging.getLogger("tgis.router.requests.request_log"), Lines()
     level = logger.level
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
@@ -105,7 +105,7 @@ def test_a_line_says_what_was_asked_for_and_how_it_went(lines: Lines) -> None:
     fields.pop("timestamp")
     assert fields == {
         "level": "INFO",
-        "logger": "tgis.router.request_log",
+        "logger": "tgis.router.requests.request_log",
         "message": "Request generated 3 tokens before EOS_TOKEN, output 3 bytes",
         "request_id": "request-7",
         "correlation_id": "client-7",
@@ -337,7 +337,7 @@ def test_unknown_values_of_parameters(lines: Lines) -> None:
 
 
 def test_a_line_nobody_reads_is_cheap(lines: Lines) -> None:
-    logging.getLogger("tgis.router.request_log").setLevel(logging.CRITICAL)
+    logging.getLogger("tgis.router.requests.request_log").setLevel(logging.CRITICAL)
     request, rounds = batch("text" * 1000), 2000
     last = output("x", 1, StopReason.MAX_TOKENS)
     log = CallLog(request)

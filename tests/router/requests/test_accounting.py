@@ -10,7 +10,7 @@ import pytest
 
 from tests.router.api.grpc.test_servicer import batch, expected_text, expected_tokens, single, stopping
 from tests.router.conftest import Setup, start_router, stop_router
-from tests.router.test_tracing import PARENT_ID, TRACE_ID, TRACEPARENT, Collector, collector, values
+from tests.router.requests.test_tracing import PARENT_ID, TRACE_ID, TRACEPARENT, Collector, collector, values
 from tgis.pb import generation_pb2 as pb
 
 __all__ = ["collector"]

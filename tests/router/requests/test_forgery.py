@@ -25,7 +25,7 @@ FORGED = [
 SENT = [text for text in FORGED if text and text.isprintable() and text.isascii()]  # as a header may be
 
 
-ABOUT = ("ERROR", "tgis.router.request_log")
+ABOUT = ("ERROR", "tgis.router.requests.request_log")
 
 
 @pytest.fixture(params=["json", "text"], scope="module")

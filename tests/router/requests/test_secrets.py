@@ -13,7 +13,7 @@ import pytest
 from tests.router.api.grpc.test_servicer import batch, stopping
 from tests.router.api.grpc.test_tls import Files, files
 from tests.router.conftest import Setup, start_router, stop_router
-from tests.router.test_tracing import Collector, collector
+from tests.router.requests.test_tracing import Collector, collector
 from tgis.pb import generation_pb2 as pb
 from tgis.pb.generation_pb2_grpc import GenerationServiceStub
 
