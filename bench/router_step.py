@@ -18,7 +18,7 @@ from tgis.router.blocks import BlockPool
 from tgis.router.budget import StepBudget
 from tgis.router.columns import Answer, decode_answer, encode_step
 from tgis.router.detokenizer import Vocabulary
-from tgis.router.engine import Engine
+from tgis.router.engine.engine import Engine
 from tgis.router.metrics import MetricLimits, Metrics
 from tgis.router.residents import Residents
 from tgis.router.sequence import Sequence, Stopping

@@ -8,8 +8,8 @@ from contextlib import contextmanager
 
 from tgis.cli.main import main
 from tgis.router.blocks import BlockPool
-from tgis.router.engine import Engine
-from tgis.router.generation import Generation
+from tgis.router.engine.engine import Engine
+from tgis.router.engine.live_request import Generation
 from tgis.router.requests.concurrency import Permits
 from tgis.router.rows import Rows
 

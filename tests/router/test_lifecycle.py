@@ -26,7 +26,7 @@ from tests.router.conftest import (
     stop_router,
     write_usual,
 )
-from tests.router.test_recovery import Streams, restart_shards
+from tests.router.engine.test_recovery import Streams, restart_shards
 from tgis.pb.generation_pb2_grpc import GenerationServiceStub
 from tgis.router.api.grpc import readiness
 from tgis.router.api.grpc.readiness import Readiness

@@ -35,7 +35,7 @@ from tgis.router.blocks import BlockPool
 from tgis.router.budget import StepBudget
 from tgis.router.contents import Contents
 from tgis.router.detokenizer import Vocabulary
-from tgis.router.engine import Engine
+from tgis.router.engine.engine import Engine
 from tgis.router.errors import StartupError
 from tgis.router.guided import Grammars
 from tgis.router.link import Link, open_link

@@ -12,7 +12,7 @@ from tgis.pb import generation_pb2 as pb
 from tgis.pb.generation_pb2_grpc import GenerationServiceServicer
 from tgis.router.api.grpc.messages import ResponseWriter, Result
 from tgis.router.contents import Contents, Hold
-from tgis.router.engine import Engine
+from tgis.router.engine.engine import Engine
 from tgis.router.errors import RequestError
 from tgis.router.events import Event
 from tgis.router.requests.accounting import MISSING_REQUEST, Accounts, Call

@@ -12,11 +12,11 @@ from tgis.router.budget import StepBudget
 from tgis.router.columns import Answer, InputDetails, RowFailure, Sampled
 from tgis.router.detokenizer import Vocabulary
 from tgis.router.drafts import Drafter
+from tgis.router.engine.gauges import show
+from tgis.router.engine.live_request import Generation
+from tgis.router.engine.step_metrics import StepMeter
 from tgis.router.errors import Code, internal_error
 from tgis.router.events import Event, Failed, InputTokens, Output, is_final
-from tgis.router.gauges import show
-from tgis.router.generation import Generation
-from tgis.router.meter import StepMeter
 from tgis.router.metrics import Metrics
 from tgis.router.residents import Residents
 from tgis.router.scheduler import Scheduler
