@@ -14,13 +14,13 @@ import numpy as np
 
 from tgis.net.framing import frame
 from tgis.pb import shard_pb2 as pb
+from tgis.router.adapters.residency import Residents
 from tgis.router.blocks import BlockPool
 from tgis.router.budget import StepBudget
 from tgis.router.columns import Answer, decode_answer, encode_step
 from tgis.router.detokenizer import Vocabulary
 from tgis.router.engine.engine import Engine
 from tgis.router.metrics import MetricLimits, Metrics
-from tgis.router.residents import Residents
 from tgis.router.sequence import Sequence, Stopping
 from tgis.router.shards import Shards
 from tgis.router.step import Step

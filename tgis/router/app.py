@@ -22,6 +22,8 @@ from tgis.pb import generation_pb2, shard_pb2
 from tgis.pb.generation_pb2_grpc import add_GenerationServiceServicer_to_server
 from tgis.process.child import GIVE_UP
 from tgis.process.memory_release import MemoryRelease
+from tgis.router.adapters.registry import Contents
+from tgis.router.adapters.residency import Residents
 from tgis.router.api.grpc.auth_interceptor import Gate, Tokens, warn_if_open
 from tgis.router.api.grpc.error_interceptor import Door
 from tgis.router.api.grpc.health import NAME as HEALTH
@@ -33,7 +35,6 @@ from tgis.router.api.grpc.slow_clients import SlowReaders
 from tgis.router.api.http.metrics_app import http_app
 from tgis.router.blocks import BlockPool
 from tgis.router.budget import StepBudget
-from tgis.router.contents import Contents
 from tgis.router.detokenizer import Vocabulary
 from tgis.router.engine.engine import Engine
 from tgis.router.errors import StartupError
@@ -44,7 +45,6 @@ from tgis.router.requests.accounting import Accounts
 from tgis.router.requests.concurrency import Permits
 from tgis.router.requests.tracing import open_tracing
 from tgis.router.requests.validation import Limits, Validator
-from tgis.router.residents import Residents
 from tgis.router.shards import Shards
 from tgis.router.tally import check_balance, count_descriptors
 from tgis.router.tokenizer import Tokenizer

@@ -7,6 +7,7 @@ import time
 from collections.abc import AsyncGenerator, Callable
 
 from tgis import failpoints
+from tgis.router.adapters.residency import Residents
 from tgis.router.blocks import BlockPool
 from tgis.router.budget import StepBudget
 from tgis.router.columns import Answer, InputDetails, RowFailure, Sampled
@@ -18,7 +19,6 @@ from tgis.router.engine.step_metrics import StepMeter
 from tgis.router.errors import Code, internal_error
 from tgis.router.events import Event, Failed, InputTokens, Output, is_final
 from tgis.router.metrics import Metrics
-from tgis.router.residents import Residents
 from tgis.router.scheduler import Scheduler
 from tgis.router.sequence import Sequence, StopReason
 from tgis.router.shards import LOST, ShardsLostError

@@ -8,7 +8,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass, replace
 
 from tgis.pb import generation_pb2 as pb
-from tgis.router.contents import Hold
+from tgis.router.adapters.registry import Hold
 from tgis.router.errors import RequestError
 from tgis.router.guided import Constraint, Grammars, read_constraint
 from tgis.router.metrics import Metrics

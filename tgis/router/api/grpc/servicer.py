@@ -10,8 +10,8 @@ import grpc
 
 from tgis.pb import generation_pb2 as pb
 from tgis.pb.generation_pb2_grpc import GenerationServiceServicer
+from tgis.router.adapters.registry import Contents, Hold
 from tgis.router.api.grpc.messages import ResponseWriter, Result
-from tgis.router.contents import Contents, Hold
 from tgis.router.engine.engine import Engine
 from tgis.router.errors import RequestError
 from tgis.router.events import Event

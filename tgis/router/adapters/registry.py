@@ -12,6 +12,8 @@ from types import TracebackType
 import grpc
 
 from tgis.pb import shard_pb2 as pb
+from tgis.router.adapters.residency import Residents
+from tgis.router.adapters.shelf import Resident
 from tgis.router.errors import (
     Code,
     GenerationError,
@@ -23,10 +25,8 @@ from tgis.router.errors import (
     internal_error,
 )
 from tgis.router.metrics import Metrics
-from tgis.router.residents import Residents
 from tgis.router.sequence import Content, ContentKind, Tuning
 from tgis.router.shards import ContentCallError
-from tgis.router.shelf import Resident
 from tgis.router.tally import Tally
 
 logger = logging.getLogger(__name__)

@@ -15,8 +15,9 @@ import pytest
 from tests.router.conftest import NUM_THREADS, FakeShard, ShardServer
 from tests.router.model_of_contents import ADAPTER, PROMPT, Item, Library, adapter
 from tgis.pb import shard_pb2 as pb
+from tgis.router.adapters.registry import Contents, Hold
+from tgis.router.adapters.residency import Residents
 from tgis.router.blocks import BlockPool
-from tgis.router.contents import Contents, Hold
 from tgis.router.errors import (
     GenerationError,
     OverloadedError,
@@ -27,7 +28,6 @@ from tgis.router.errors import (
 )
 from tgis.router.link import UnixLink
 from tgis.router.metrics import MetricLimits, Metrics
-from tgis.router.residents import Residents
 from tgis.router.scheduler import Scheduler
 from tgis.router.sequence import ContentKind, Sequence, Stopping
 from tgis.router.shards import Shards

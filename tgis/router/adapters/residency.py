@@ -11,11 +11,11 @@ from typing import TypeVar
 import grpc
 
 from tgis.pb import shard_pb2 as pb
+from tgis.router.adapters.shelf import Resident, Shelf
 from tgis.router.errors import OVERLOADED, OverloadedError, UnavailableError
 from tgis.router.metrics import Metrics
 from tgis.router.sequence import Content, ContentKind
 from tgis.router.shards import LOST, RETRY_INTERVAL_S, ContentCallError, Shards, ShardsLostError
-from tgis.router.shelf import Resident, Shelf
 
 logger = logging.getLogger(__name__)
 
