@@ -16,9 +16,9 @@ from bench.steps import load_engine
 from tgis.config.processes import RouterConfig
 from tgis.router.blocks import BlockPool
 from tgis.router.budget import StepBudget
-from tgis.router.columns import decode_answer, encode_step
 from tgis.router.scheduler import Scheduler
 from tgis.router.sequence import Sequence, Stopping
+from tgis.router.shards.codec import decode_answer, encode_step
 from tgis.shard.engine import Engine
 
 

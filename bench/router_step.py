@@ -17,12 +17,12 @@ from tgis.pb import shard_pb2 as pb
 from tgis.router.adapters.residency import Residents
 from tgis.router.blocks import BlockPool
 from tgis.router.budget import StepBudget
-from tgis.router.columns import Answer, decode_answer, encode_step
 from tgis.router.detokenizer import Vocabulary
 from tgis.router.engine.engine import Engine
 from tgis.router.metrics import MetricLimits, Metrics
 from tgis.router.sequence import Sequence, Stopping
-from tgis.router.shards import Shards
+from tgis.router.shards.client import Shards
+from tgis.router.shards.codec import Answer, decode_answer, encode_step
 from tgis.router.step import Step
 from tgis.router.tokenizer import Tokenizer
 

@@ -24,7 +24,7 @@ from integration_tests.conftest import Client, Model, launch, serve
 from tests.accounts import assert_nothing_left, scrape, take_baseline
 from tests.processes import Service, children_of
 from tgis.pb import generation_pb2 as pb
-from tgis.router.shards import LOST
+from tgis.router.shards.client import LOST
 
 LENGTH = 150
 LOOPBACK = {

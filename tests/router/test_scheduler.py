@@ -12,10 +12,10 @@ import pytest
 from tests.router.model_of_shard import EOS, ModelOfShard, integers, join_digests, truth
 from tgis.pb import shard_pb2 as pb
 from tgis.router.blocks import BlockPool
-from tgis.router.columns import decode_answer, encode_step
 from tgis.router.drafts import Drafter
 from tgis.router.scheduler import Scheduler
 from tgis.router.sequence import Content, ContentKind, Details, Sequence, Stopping, Tuning
+from tgis.router.shards.codec import decode_answer, encode_step
 from tgis.router.sharing import decoder_root
 from tgis.router.step import Step
 

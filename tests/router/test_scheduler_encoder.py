@@ -4,9 +4,9 @@ import pytest
 
 from tests.router.model_of_shard import integers
 from tgis.router.blocks import BlockPool
-from tgis.router.columns import encode_step
 from tgis.router.scheduler import Scheduler
 from tgis.router.sequence import Sequence, Stopping
+from tgis.router.shards.codec import encode_step
 from tgis.router.step import Step
 
 START = 7

@@ -19,7 +19,7 @@ from tgis.pb.shard_pb2_grpc import ShardServiceStub
 from tgis.prompts.artifact_cache import Kind, Spool
 from tgis.prompts.errors import ContentError, MissingContentError
 from tgis.prompts.store import Found, Store
-from tgis.router.relay import relay
+from tgis.router.shards.artifact_transfer import relay
 from tgis.shard.content_calls import ContentCalls
 from tgis.shard.contents import Content, Contents, Prompt
 from tgis.shard.link import UnixLink

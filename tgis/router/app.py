@@ -39,13 +39,13 @@ from tgis.router.detokenizer import Vocabulary
 from tgis.router.engine.engine import Engine
 from tgis.router.errors import StartupError
 from tgis.router.guided import Grammars
-from tgis.router.link import Link, open_link
 from tgis.router.metrics import MetricLimits, Metrics
 from tgis.router.requests.accounting import Accounts
 from tgis.router.requests.concurrency import Permits
 from tgis.router.requests.tracing import open_tracing
 from tgis.router.requests.validation import Limits, Validator
-from tgis.router.shards import Shards
+from tgis.router.shards.client import Shards
+from tgis.router.shards.link import Link, open_link
 from tgis.router.tally import check_balance, count_descriptors
 from tgis.router.tokenizer import Tokenizer
 

@@ -26,11 +26,11 @@ from tgis.router.errors import (
     StartupError,
     UnavailableError,
 )
-from tgis.router.link import UnixLink
 from tgis.router.metrics import MetricLimits, Metrics
 from tgis.router.scheduler import Scheduler
 from tgis.router.sequence import ContentKind, Sequence, Stopping
-from tgis.router.shards import Shards
+from tgis.router.shards.client import Shards
+from tgis.router.shards.link import UnixLink
 
 LIMIT_S = 0.25
 ROOM = 3  # items of each kind

@@ -23,7 +23,7 @@ from tests.tokenizers_for_tests import write_byte_level
 from tgis.net.framing import frame
 from tgis.pb import generation_pb2
 from tgis.pb import shard_pb2 as pb
-from tgis.router.shards import LOST
+from tgis.router.shards.client import LOST
 
 NUM_STREAMS = 8
 LENGTH = 60

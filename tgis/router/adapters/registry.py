@@ -26,7 +26,7 @@ from tgis.router.errors import (
 )
 from tgis.router.metrics import Metrics
 from tgis.router.sequence import Content, ContentKind, Tuning
-from tgis.router.shards import ContentCallError
+from tgis.router.shards.client import ContentCallError
 from tgis.router.tally import Tally
 
 logger = logging.getLogger(__name__)

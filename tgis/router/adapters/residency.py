@@ -15,7 +15,7 @@ from tgis.router.adapters.shelf import Resident, Shelf
 from tgis.router.errors import OVERLOADED, OverloadedError, UnavailableError
 from tgis.router.metrics import Metrics
 from tgis.router.sequence import Content, ContentKind
-from tgis.router.shards import LOST, RETRY_INTERVAL_S, ContentCallError, Shards, ShardsLostError
+from tgis.router.shards.client import LOST, RETRY_INTERVAL_S, ContentCallError, Shards, ShardsLostError
 
 logger = logging.getLogger(__name__)
 

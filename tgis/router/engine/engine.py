@@ -10,7 +10,6 @@ from tgis import failpoints
 from tgis.router.adapters.residency import Residents
 from tgis.router.blocks import BlockPool
 from tgis.router.budget import StepBudget
-from tgis.router.columns import Answer, InputDetails, RowFailure, Sampled
 from tgis.router.detokenizer import Vocabulary
 from tgis.router.drafts import Drafter
 from tgis.router.engine.gauges import show
@@ -21,7 +20,8 @@ from tgis.router.events import Event, Failed, InputTokens, Output, is_final
 from tgis.router.metrics import Metrics
 from tgis.router.scheduler import Scheduler
 from tgis.router.sequence import Sequence, StopReason
-from tgis.router.shards import LOST, ShardsLostError
+from tgis.router.shards.client import LOST, ShardsLostError
+from tgis.router.shards.codec import Answer, InputDetails, RowFailure, Sampled
 from tgis.router.stopping import TextStream
 from tgis.router.tally import Tally
 

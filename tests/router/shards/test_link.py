@@ -24,8 +24,8 @@ from tgis.config.processes import RouterConfig, ShardConfig
 from tgis.errors import OperatorError
 from tgis.net.addresses import AddressError, parse_all
 from tgis.pb import shard_pb2 as pb
-from tgis.router.link import UnixLink, open_link
-from tgis.router.shards import Shards
+from tgis.router.shards.client import Shards
+from tgis.router.shards.link import UnixLink, open_link
 from tgis.shard.link import choose_link
 
 RIGHT, WRONG = "localhost", "elsewhere.example.com"

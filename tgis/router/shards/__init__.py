@@ -1,0 +1,1 @@
+"""Client of a group of shards: connection, message codec and transfer of artifacts."""
