@@ -14,9 +14,9 @@ import numpy as np
 from bench import worker
 from bench.steps import load_engine
 from tgis.config.processes import RouterConfig
-from tgis.router.blocks import BlockPool
-from tgis.router.budget import StepBudget
-from tgis.router.scheduler import Scheduler
+from tgis.router.scheduling.block_pool import BlockPool
+from tgis.router.scheduling.scheduler import Scheduler
+from tgis.router.scheduling.token_budget import StepBudget
 from tgis.router.sequence import Sequence, Stopping
 from tgis.router.shards.codec import decode_answer, encode_step
 from tgis.shard.engine import Engine

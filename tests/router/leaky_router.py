@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from tgis.cli.main import main
-from tgis.router.blocks import BlockPool
 from tgis.router.engine.engine import Engine
 from tgis.router.engine.live_request import Generation
 from tgis.router.requests.concurrency import Permits
-from tgis.router.rows import Rows
+from tgis.router.scheduling.block_pool import BlockPool
+from tgis.router.scheduling.free_rows import Rows
 
 hold, release_blocks, close_row, release = Permits.hold, BlockPool.release, Rows.close, Engine._release
 left = {"block": 1, "row": 1, "permit": 1}

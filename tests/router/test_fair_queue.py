@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from tgis.router.fair_queue import FairQueue
+from tgis.router.text.fair_queue import FairQueue
 
 MAX_BYTES = 20
 

@@ -33,8 +33,6 @@ from tgis.router.api.grpc.server_options import grpc_options
 from tgis.router.api.grpc.servicer import GenerationService
 from tgis.router.api.grpc.slow_clients import SlowReaders
 from tgis.router.api.http.metrics_app import http_app
-from tgis.router.blocks import BlockPool
-from tgis.router.budget import StepBudget
 from tgis.router.detokenizer import Vocabulary
 from tgis.router.engine.engine import Engine
 from tgis.router.errors import StartupError
@@ -44,6 +42,8 @@ from tgis.router.requests.accounting import Accounts
 from tgis.router.requests.concurrency import Permits
 from tgis.router.requests.tracing import open_tracing
 from tgis.router.requests.validation import Limits, Validator
+from tgis.router.scheduling.block_pool import BlockPool
+from tgis.router.scheduling.token_budget import StepBudget
 from tgis.router.shards.client import Shards
 from tgis.router.shards.link import Link, open_link
 from tgis.router.tally import check_balance, count_descriptors

@@ -15,7 +15,7 @@ from typing import Any
 
 from tgis.pb import generation_pb2 as pb
 from tgis.router.errors import OVERLOADED, OverloadedError, RequestError
-from tgis.router.fair_queue import FairQueue
+from tgis.router.text.fair_queue import FairQueue
 from tgis.router.tokenization import TokenIds, Tokenized
 
 MAX_QUEUED_BYTES = 64 << 20

@@ -17,7 +17,6 @@ from tests.router.model_of_contents import ADAPTER, PROMPT, Item, Library, adapt
 from tgis.pb import shard_pb2 as pb
 from tgis.router.adapters.registry import Contents, Hold
 from tgis.router.adapters.residency import Residents
-from tgis.router.blocks import BlockPool
 from tgis.router.errors import (
     GenerationError,
     OverloadedError,
@@ -27,7 +26,8 @@ from tgis.router.errors import (
     UnavailableError,
 )
 from tgis.router.metrics import MetricLimits, Metrics
-from tgis.router.scheduler import Scheduler
+from tgis.router.scheduling.block_pool import BlockPool
+from tgis.router.scheduling.scheduler import Scheduler
 from tgis.router.sequence import ContentKind, Sequence, Stopping
 from tgis.router.shards.client import Shards
 from tgis.router.shards.link import UnixLink

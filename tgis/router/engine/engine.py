@@ -8,17 +8,17 @@ from collections.abc import AsyncGenerator, Callable
 
 from tgis import failpoints
 from tgis.router.adapters.residency import Residents
-from tgis.router.blocks import BlockPool
-from tgis.router.budget import StepBudget
 from tgis.router.detokenizer import Vocabulary
-from tgis.router.drafts import Drafter
 from tgis.router.engine.gauges import show
 from tgis.router.engine.live_request import Generation
 from tgis.router.engine.step_metrics import StepMeter
 from tgis.router.errors import Code, internal_error
 from tgis.router.events import Event, Failed, InputTokens, Output, is_final
 from tgis.router.metrics import Metrics
-from tgis.router.scheduler import Scheduler
+from tgis.router.scheduling.block_pool import BlockPool
+from tgis.router.scheduling.proposers.prompt_lookup import Drafter
+from tgis.router.scheduling.scheduler import Scheduler
+from tgis.router.scheduling.token_budget import StepBudget
 from tgis.router.sequence import Sequence, StopReason
 from tgis.router.shards.client import LOST, ShardsLostError
 from tgis.router.shards.codec import Answer, InputDetails, RowFailure, Sampled

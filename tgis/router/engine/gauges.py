@@ -1,7 +1,7 @@
 """What a scrape sees of the scheduler as it is then; the steps have nothing to do for it."""
 
 from tgis.router.metrics import Metrics
-from tgis.router.scheduler import Scheduler
+from tgis.router.scheduling.scheduler import Scheduler
 
 
 def show(scheduler: Scheduler, metrics: Metrics) -> None:

@@ -5,7 +5,7 @@ import time
 from collections import deque
 
 from tgis.router.metrics import MAKEUP, Metrics
-from tgis.router.step import Step
+from tgis.router.scheduling.step import Step
 
 PREFILL, NEXT_TOKEN = "prefill", "next_token"
 

@@ -16,11 +16,11 @@ from tgis.net.framing import FrameError, FrameReader, frame
 from tgis.pb import shard_pb2 as pb
 from tgis.pb.shard_pb2_grpc import ShardServiceStub
 from tgis.router.errors import RouterError
+from tgis.router.scheduling.step import Step
 from tgis.router.sequence import Content, ContentKind
 from tgis.router.shards.artifact_transfer import relay
 from tgis.router.shards.codec import Answer, decode_answer, encode_step
 from tgis.router.shards.link import Link
-from tgis.router.step import Step
 
 logger = logging.getLogger(__name__)
 

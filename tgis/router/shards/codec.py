@@ -10,8 +10,8 @@ from typing import NamedTuple
 import numpy as np
 
 from tgis.pb import shard_pb2 as pb
+from tgis.router.scheduling.step import Step, Work
 from tgis.router.sequence import Content, Details, Grammar, Sequence, TokenDetail
-from tgis.router.step import Step, Work
 
 MAX_U32 = 2**32 - 1
 

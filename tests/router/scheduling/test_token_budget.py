@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from tgis.router.budget import MIN_PROMPT_TOKENS, StepBudget
+from tgis.router.scheduling.token_budget import MIN_PROMPT_TOKENS, StepBudget
 
 
 def observed(fixed: float, per_token: float, sizes: list[int], decode_step_s: float = 0.1) -> StepBudget:

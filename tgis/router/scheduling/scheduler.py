@@ -5,12 +5,10 @@ from collections import deque
 from collections.abc import Iterator
 from collections.abc import Sequence as AnySequence
 
-from tgis.router.blocks import BlockPool
-from tgis.router.drafts import Drafter, find_room
-from tgis.router.quarantine import Quarantine
-from tgis.router.rows import Rows
-from tgis.router.sequence import Sequence
-from tgis.router.sharing import (
+from tgis.router.scheduling.block_pool import BlockPool
+from tgis.router.scheduling.crash_suspects import Quarantine
+from tgis.router.scheduling.free_rows import Rows
+from tgis.router.scheduling.prefix_cache import (
     Cached,
     accept_draft,
     find_cached,
@@ -19,7 +17,9 @@ from tgis.router.sharing import (
     publish_encoded,
     take_blocks,
 )
-from tgis.router.step import Step, Work, make_step
+from tgis.router.scheduling.proposers.prompt_lookup import Drafter, find_room
+from tgis.router.scheduling.step import Step, Work, make_step
+from tgis.router.sequence import Sequence
 
 
 class Scheduler:

@@ -3,11 +3,11 @@
 import pytest
 
 from tests.router.model_of_shard import integers
-from tgis.router.blocks import BlockPool
-from tgis.router.scheduler import Scheduler
+from tgis.router.scheduling.block_pool import BlockPool
+from tgis.router.scheduling.scheduler import Scheduler
+from tgis.router.scheduling.step import Step
 from tgis.router.sequence import Sequence, Stopping
 from tgis.router.shards.codec import encode_step
-from tgis.router.step import Step
 
 START = 7
 LIMITS = [(block_size, limit) for block_size in (1, 2, 3, 4) for limit in range(2, 14)]

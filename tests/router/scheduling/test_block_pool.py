@@ -2,7 +2,7 @@
 
 from collections.abc import Hashable
 
-from tgis.router.blocks import BlockPool
+from tgis.router.scheduling.block_pool import BlockPool
 
 
 def publish_all(pool: BlockPool, root: Hashable, tokens: list[int], blocks: list[int]) -> None:

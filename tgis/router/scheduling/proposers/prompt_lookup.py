@@ -6,7 +6,7 @@ from itertools import accumulate
 from operator import mul
 from weakref import WeakKeyDictionary
 
-from tgis.router.blocks import BlockPool
+from tgis.router.scheduling.block_pool import BlockPool
 from tgis.router.sequence import Sequence
 
 BITS = 21  # of a token id

@@ -4,7 +4,7 @@ exact, and only under what keys and values depend on."""
 from collections.abc import Hashable
 from dataclasses import dataclass
 
-from tgis.router.blocks import BlockPool
+from tgis.router.scheduling.block_pool import BlockPool
 from tgis.router.sequence import Sequence
 
 

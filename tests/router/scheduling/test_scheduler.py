@@ -11,13 +11,13 @@ import pytest
 
 from tests.router.model_of_shard import EOS, ModelOfShard, integers, join_digests, truth
 from tgis.pb import shard_pb2 as pb
-from tgis.router.blocks import BlockPool
-from tgis.router.drafts import Drafter
-from tgis.router.scheduler import Scheduler
+from tgis.router.scheduling.block_pool import BlockPool
+from tgis.router.scheduling.prefix_cache import decoder_root
+from tgis.router.scheduling.proposers.prompt_lookup import Drafter
+from tgis.router.scheduling.scheduler import Scheduler
+from tgis.router.scheduling.step import Step
 from tgis.router.sequence import Content, ContentKind, Details, Sequence, Stopping, Tuning
 from tgis.router.shards.codec import decode_answer, encode_step
-from tgis.router.sharing import decoder_root
-from tgis.router.step import Step
 
 BATCHES = 40  # of random workloads, in one test each
 WORKLOADS = 50  # per batch

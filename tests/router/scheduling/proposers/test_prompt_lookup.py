@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from tgis.router.blocks import BlockPool
-from tgis.router.drafts import TOKENS_AT_ONCE, Drafter, History, find_room
-from tgis.router.scheduler import Scheduler
+from tgis.router.scheduling.block_pool import BlockPool
+from tgis.router.scheduling.proposers.prompt_lookup import TOKENS_AT_ONCE, Drafter, History, find_room
+from tgis.router.scheduling.scheduler import Scheduler
 from tgis.router.sequence import Sequence, Stopping
 
 

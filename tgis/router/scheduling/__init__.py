@@ -1,0 +1,1 @@
+"""What the next step computes, in which rows and cache blocks."""

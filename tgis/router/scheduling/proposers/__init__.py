@@ -1,0 +1,1 @@
+"""Proposers of draft tokens for the shards to verify."""
