@@ -15,7 +15,6 @@ import numpy as np
 from tgis.net.framing import frame
 from tgis.pb import shard_pb2 as pb
 from tgis.router.adapters.residency import Residents
-from tgis.router.detokenizer import Vocabulary
 from tgis.router.engine.engine import Engine
 from tgis.router.metrics import MetricLimits, Metrics
 from tgis.router.scheduling.block_pool import BlockPool
@@ -24,7 +23,8 @@ from tgis.router.scheduling.token_budget import StepBudget
 from tgis.router.sequence import Sequence, Stopping
 from tgis.router.shards.client import Shards
 from tgis.router.shards.codec import Answer, decode_answer, encode_step
-from tgis.router.tokenizer import Tokenizer
+from tgis.router.text.detokenizer import Vocabulary
+from tgis.router.text.tokenizer import Tokenizer
 
 SIZES = (32, 64, 128, 256)  # live sequences
 WARM_STEPS, STEPS = 10, 60

@@ -17,7 +17,7 @@ from tests.tokenizers_to_convert import write_bert, write_gpt2, write_llama, wri
 from tgis.cli import models
 from tgis.convert import onnx
 from tgis.convert import tokenizer as conversion
-from tgis.router.tokenizer import Tokenizer as RouterTokenizer
+from tgis.router.text.tokenizer import Tokenizer as RouterTokenizer
 
 TEXTS = [*TEXT, "  Two  blanks\nand a line.", "The 123 foxes’ 🙂", ""]
 HAS_SENTENCEPIECE = find_spec("sentencepiece") is not None

@@ -33,7 +33,6 @@ from tgis.router.api.grpc.server_options import grpc_options
 from tgis.router.api.grpc.servicer import GenerationService
 from tgis.router.api.grpc.slow_clients import SlowReaders
 from tgis.router.api.http.metrics_app import http_app
-from tgis.router.detokenizer import Vocabulary
 from tgis.router.engine.engine import Engine
 from tgis.router.errors import StartupError
 from tgis.router.guided import Grammars
@@ -47,7 +46,8 @@ from tgis.router.scheduling.token_budget import StepBudget
 from tgis.router.shards.client import Shards
 from tgis.router.shards.link import Link, open_link
 from tgis.router.tally import check_balance, count_descriptors
-from tgis.router.tokenizer import Tokenizer
+from tgis.router.text.detokenizer import Vocabulary
+from tgis.router.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 

@@ -8,7 +8,6 @@ from collections.abc import AsyncGenerator, Callable
 
 from tgis import failpoints
 from tgis.router.adapters.residency import Residents
-from tgis.router.detokenizer import Vocabulary
 from tgis.router.engine.gauges import show
 from tgis.router.engine.live_request import Generation
 from tgis.router.engine.step_metrics import StepMeter
@@ -22,8 +21,9 @@ from tgis.router.scheduling.token_budget import StepBudget
 from tgis.router.sequence import Sequence, StopReason
 from tgis.router.shards.client import LOST, ShardsLostError
 from tgis.router.shards.codec import Answer, InputDetails, RowFailure, Sampled
-from tgis.router.stopping import TextStream
 from tgis.router.tally import Tally
+from tgis.router.text.detokenizer import Vocabulary
+from tgis.router.text.stop_sequences import TextStream
 
 logger = logging.getLogger(__name__)
 

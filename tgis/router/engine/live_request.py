@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from tgis.router.events import Event, InputTokens, Timings
 from tgis.router.sequence import Sequence, TokenDetail
-from tgis.router.stopping import TextStream
+from tgis.router.text.stop_sequences import TextStream
 
 
 @dataclass(eq=False)

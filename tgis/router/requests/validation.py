@@ -13,8 +13,8 @@ from tgis.router.errors import RequestError
 from tgis.router.guided import Constraint, Grammars, read_constraint
 from tgis.router.metrics import Metrics
 from tgis.router.sequence import Details, Grammar, Sampling, Sequence, Stopping, Tuning
-from tgis.router.tokenization import TokenIds
-from tgis.router.tokenizer import Tokenizer
+from tgis.router.text.tokenization import TokenIds
+from tgis.router.text.tokenizer import Tokenizer
 
 DEFAULT_MAX_NEW_TOKENS = 20
 MAX_STOP_SEQUENCES = 6

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from tgis.pb import generation_pb2 as pb
 from tgis.router.events import InputTokens, Output
 from tgis.router.sequence import Details, Sequence, StopReason, TokenDetail
-from tgis.router.tokenizer import Tokenizer
+from tgis.router.text.tokenizer import Tokenizer
 
 _NOT_FINISHED = StopReason.NOT_FINISHED  # looked up once, as every token needs it
 

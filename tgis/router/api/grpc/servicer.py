@@ -20,7 +20,7 @@ from tgis.router.requests.concurrency import Permits
 from tgis.router.requests.request_log import GenerationCall, InputLog
 from tgis.router.requests.validation import Request, Validator, check_parameters
 from tgis.router.sequence import Sequence
-from tgis.router.tokenizer import Tokenizer
+from tgis.router.text.tokenizer import Tokenizer
 
 ECHO_GAP = "\n\n"  # between an input and an answer to it; a text that goes on needs none
 Context = grpc.aio.ServicerContext[Any, Any]

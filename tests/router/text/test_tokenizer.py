@@ -12,8 +12,8 @@ from tests.router.kinds_of_tokenizer import ALPHABET, KINDS
 from tests.tokenizers_for_tests import write_byte_fallback, write_byte_level
 from tgis.pb import generation_pb2 as pb
 from tgis.router.errors import RequestError, StartupError
-from tgis.router.tokenization import TokenIds, byte_offsets
-from tgis.router.tokenizer import LONG_TEXT_BYTES, Tokenizer
+from tgis.router.text.tokenization import TokenIds, byte_offsets
+from tgis.router.text.tokenizer import LONG_TEXT_BYTES, Tokenizer
 
 TEXT = "The fox, naïve 東京 🙂\r\n e\u0301 👩\u200d👩\u200d👧 fox"
 

@@ -10,9 +10,9 @@ from typing import TypeVar
 
 from tgis.hub import model_files
 from tgis.pb import generation_pb2 as pb
-from tgis.router.token_bound import max_bytes_per_token
-from tgis.router.tokenization import TokenIds, Tokenized, encode_ids, load_tokenizer, tokenize
-from tgis.router.tokenizer_process import TokenizerProcess
+from tgis.router.text.token_bound import max_bytes_per_token
+from tgis.router.text.tokenization import TokenIds, Tokenized, encode_ids, load_tokenizer, tokenize
+from tgis.router.text.tokenizer_process import TokenizerProcess
 
 MAX_WORKERS = 8
 LONG_TEXT_BYTES = 32 << 10

@@ -6,8 +6,8 @@ from typing import NamedTuple, Protocol
 
 import regex
 
-from tgis.router.detokenizer import Vocabulary
 from tgis.router.sequence import Stopping, StopReason
+from tgis.router.text.detokenizer import Vocabulary
 
 MAX_CLUSTER = 512
 """Characters after which a grapheme cluster is taken to end: what a token costs must not depend on how many

@@ -15,7 +15,7 @@ from tgis.pb import generation_pb2 as pb
 from tgis.process.child import die_with
 from tgis.process.memory_release import return_freed_memory
 from tgis.router.errors import RequestError
-from tgis.router.tokenization import Tokenized, encode_ids, load_tokenizer, tokenize
+from tgis.router.text.tokenization import Tokenized, encode_ids, load_tokenizer, tokenize
 
 NICENESS = 10
 IDLE_S = 2.0  # after which it keeps no memory for the next text

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Generic, Protocol, TypeVar
 
 from tgis.router.errors import StartupError
-from tgis.router.tokenizer import Tokenizer
+from tgis.router.text.tokenizer import Tokenizer
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 MAX_UNIT = 256

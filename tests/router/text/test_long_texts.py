@@ -14,8 +14,8 @@ from tests.accounts import scrape
 from tests.router.conftest import Setup, start_router, stop_router
 from tgis.pb import generation_pb2 as pb
 from tgis.pb.generation_pb2_grpc import GenerationServiceStub
-from tgis.router.tokenizer import LONG_TEXT_BYTES
-from tgis.router.tokenizer_process import MAX_QUEUED_BYTES
+from tgis.router.text.tokenizer import LONG_TEXT_BYTES
+from tgis.router.text.tokenizer_process import MAX_QUEUED_BYTES
 
 LONG = "fox " * (LONG_TEXT_BYTES // 4 + 1)
 MAX_MESSAGE = 4 << 20
@@ -165,7 +165,7 @@ def find_child(setup: Setup) -> int | None:
     for entry in Path("/proc").glob("[0-9]*"):
         try:
             parent = int((entry / "stat").read_text().rsplit(")", 1)[1].split()[1])
-            if parent == router and b"tgis.router.tokenizer_child" in (entry / "cmdline").read_bytes():
+            if parent == router and b"tgis.router.text.tokenizer_child" in (entry / "cmdline").read_bytes():
                 return int(entry.name)
         except OSError:
             continue  # it has just ended

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers, processors
 
-from tgis.router.token_bound import NFC_FACTOR, max_bytes_per_token
+from tgis.router.text.token_bound import NFC_FACTOR, max_bytes_per_token
 
 TO_BYTES = normalizers.ByteLevel()
 SHRINKING = "\u1fbe\u0308\u0301"

@@ -11,10 +11,10 @@ from tokenizers import decoders, models
 
 from tests import plain_text
 from tests.router.kinds_of_tokenizer import KINDS, random_ids
-from tgis.router.detokenizer import Vocabulary
 from tgis.router.sequence import Stopping, StopReason
-from tgis.router.stopping import MAX_CLUSTER, TextStream
-from tgis.router.tokenizer import Tokenizer
+from tgis.router.text.detokenizer import Vocabulary
+from tgis.router.text.stop_sequences import MAX_CLUSTER, TextStream
+from tgis.router.text.tokenizer import Tokenizer
 
 EOS = 1
 

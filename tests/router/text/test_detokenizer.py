@@ -12,9 +12,9 @@ from tokenizers import decoders, models
 from tests import plain_text
 from tests.router.kinds_of_tokenizer import KINDS, random_ids
 from tests.tokenizers_for_tests import write_byte_fallback, write_byte_level, write_wordpiece
-from tgis.router.detokenizer import MAX_UNIT, REPLACEMENT, Vocabulary
 from tgis.router.errors import StartupError
-from tgis.router.tokenizer import Tokenizer
+from tgis.router.text.detokenizer import MAX_UNIT, REPLACEMENT, Vocabulary
+from tgis.router.text.tokenizer import Tokenizer
 
 
 def pieces_of(vocabulary: Vocabulary, token_ids: list[int]) -> list[str]:

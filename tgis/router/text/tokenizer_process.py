@@ -16,7 +16,7 @@ from typing import Any
 from tgis.pb import generation_pb2 as pb
 from tgis.router.errors import OVERLOADED, OverloadedError, RequestError
 from tgis.router.text.fair_queue import FairQueue
-from tgis.router.tokenization import TokenIds, Tokenized
+from tgis.router.text.tokenization import TokenIds, Tokenized
 
 MAX_QUEUED_BYTES = 64 << 20
 # How long a text may be computed on for nobody. Below it, computing on costs less than a new process does.
@@ -157,7 +157,7 @@ class _Child:
             fd = theirs.fileno()
             arguments = str(fd), str(self._directory), str(os.getpid())
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "tgis.router.tokenizer_child", *arguments],
+                [sys.executable, "-m", "tgis.router.text.tokenizer_child", *arguments],
                 pass_fds=[fd],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
