@@ -7,7 +7,7 @@ from pathlib import Path
 
 from scripts.configuration_page import table
 from tgis.config.network import PortOptions
-from tgis.router.guided import MAX_CHOICES
+from tgis.router.grammar.compiler import MAX_CHOICES
 from tgis.router.requests.validation import (
     DEFAULT_MAX_NEW_TOKENS,
     MAX_STOP_SEQUENCE_BYTES,

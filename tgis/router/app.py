@@ -35,7 +35,7 @@ from tgis.router.api.grpc.slow_clients import SlowReaders
 from tgis.router.api.http.metrics_app import http_app
 from tgis.router.engine.engine import Engine
 from tgis.router.errors import StartupError
-from tgis.router.guided import Grammars
+from tgis.router.grammar.compiler import Grammars
 from tgis.router.metrics import MetricLimits, Metrics
 from tgis.router.requests.accounting import Accounts
 from tgis.router.requests.concurrency import Permits

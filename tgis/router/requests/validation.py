@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from tgis.pb import generation_pb2 as pb
 from tgis.router.adapters.registry import Hold
 from tgis.router.errors import RequestError
-from tgis.router.guided import Constraint, Grammars, read_constraint
+from tgis.router.grammar.compiler import Constraint, Grammars, read_constraint
 from tgis.router.metrics import Metrics
 from tgis.router.sequence import Details, Grammar, Sampling, Sequence, Stopping, Tuning
 from tgis.router.text.tokenization import TokenIds

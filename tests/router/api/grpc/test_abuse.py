@@ -18,6 +18,7 @@ from tests.router import attacks
 from tests.router.api.grpc.test_servicer import batch, get, metric
 from tests.router.attacks import SERVICE, Bystander
 from tests.router.conftest import Setup, start_router, stop_router
+from tests.router.grammar.test_compiler import DEEP_RULES, SLOW
 from tests.router.http2 import (
     ACK,
     END_HEADERS,
@@ -30,7 +31,6 @@ from tests.router.http2 import (
     header_block,
     message,
 )
-from tests.router.test_guided import DEEP_RULES, SLOW
 from tgis.pb import generation_pb2 as pb
 
 HOST, SEED = "127.0.0.1", 20

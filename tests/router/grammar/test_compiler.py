@@ -20,8 +20,8 @@ from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 from tests.tokenizers_for_tests import write_byte_level
 from tgis.pb import generation_pb2 as pb
 from tgis.router.errors import RequestError
-from tgis.router.grammar_child import Bytes
-from tgis.router.guided import CACHE_SIZE, MAX_CHOICES, Constraint, Grammars, read_constraint
+from tgis.router.grammar.compiler import CACHE_SIZE, MAX_CHOICES, Constraint, Grammars, read_constraint
+from tgis.router.grammar.worker import Bytes
 
 Decoding = pb.DecodingParameters
 MAX_BYTES = 1 << 16

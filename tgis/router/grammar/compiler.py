@@ -142,7 +142,7 @@ class Worker:
     def __init__(self) -> None:
         # Not asyncio's: that forks, and gRPC's threads do not bear it.
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tgis.router.grammar_child"],
+            [sys.executable, "-m", "tgis.router.grammar.worker"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,  # a crashing library's last words may quote the user

@@ -1,0 +1,1 @@
+"""Compiles the grammars of guided generation in a process of its own."""
