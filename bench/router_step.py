@@ -16,7 +16,7 @@ from tgis.net.framing import frame
 from tgis.pb import shard_pb2 as pb
 from tgis.router.adapters.residency import Residents
 from tgis.router.engine.engine import Engine
-from tgis.router.metrics import MetricLimits, Metrics
+from tgis.router.metrics.metrics import MetricLimits, Metrics
 from tgis.router.scheduling.block_pool import BlockPool
 from tgis.router.scheduling.step import Step
 from tgis.router.scheduling.token_budget import StepBudget

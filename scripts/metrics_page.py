@@ -1,7 +1,7 @@
 """`docs/metrics.md`, from the list of series that the router declares."""
 
-from tgis.router.metrics import MetricLimits, Metrics
-from tgis.router.series import Histogram, Series
+from tgis.router.metrics.metric_types import Histogram, Series
+from tgis.router.metrics.metrics import MetricLimits, Metrics
 
 INTRODUCTION = """\
 # Metrics

@@ -9,7 +9,7 @@ from tests.deployment.launch_rules import ours
 from tests.deployment.launches import config_of
 from tests.deployment.pods import LWS, Pod, pods_of
 from tests.deployment.rendering import Object, name_of
-from tgis.router.metrics import MetricLimits, Metrics
+from tgis.router.metrics.metrics import MetricLimits, Metrics
 
 CALM_S = 300  # before fewer replicas
 SERIES = {one.name for one in Metrics(MetricLimits(2048, 1024, 256)).catalogue}

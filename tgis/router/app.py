@@ -36,7 +36,8 @@ from tgis.router.api.http.metrics_app import http_app
 from tgis.router.engine.engine import Engine
 from tgis.router.errors import StartupError
 from tgis.router.grammar.compiler import Grammars
-from tgis.router.metrics import MetricLimits, Metrics
+from tgis.router.metrics.metrics import MetricLimits, Metrics
+from tgis.router.metrics.resource_counts import check_balance, count_descriptors
 from tgis.router.requests.accounting import Accounts
 from tgis.router.requests.concurrency import Permits
 from tgis.router.requests.tracing import open_tracing
@@ -45,7 +46,6 @@ from tgis.router.scheduling.block_pool import BlockPool
 from tgis.router.scheduling.token_budget import StepBudget
 from tgis.router.shards.client import Shards
 from tgis.router.shards.link import Link, open_link
-from tgis.router.tally import check_balance, count_descriptors
 from tgis.router.text.detokenizer import Vocabulary
 from tgis.router.text.tokenizer import Tokenizer
 

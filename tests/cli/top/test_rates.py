@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tgis.cli.top.rates import History, Window, has_restarted, quantile_of
 from tgis.cli.top.scrape import Scrape, parse
-from tgis.router.metrics import MetricLimits, Metrics
+from tgis.router.metrics.metrics import MetricLimits, Metrics
 
 COUNTS = st.lists(st.integers(1, 50), min_size=1, max_size=12)
 

@@ -25,7 +25,7 @@ from tgis.router.errors import (
     StartupError,
     UnavailableError,
 )
-from tgis.router.metrics import MetricLimits, Metrics
+from tgis.router.metrics.metrics import MetricLimits, Metrics
 from tgis.router.scheduling.block_pool import BlockPool
 from tgis.router.scheduling.scheduler import Scheduler
 from tgis.router.sequence import ContentKind, Sequence, Stopping

@@ -24,10 +24,10 @@ from tgis.router.errors import (
     UnavailableError,
     internal_error,
 )
-from tgis.router.metrics import Metrics
+from tgis.router.metrics.metrics import Metrics
+from tgis.router.metrics.resource_counts import Tally
 from tgis.router.sequence import Content, ContentKind, Tuning
 from tgis.router.shards.client import ContentCallError
-from tgis.router.tally import Tally
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ import grpc
 from tgis.pb import shard_pb2 as pb
 from tgis.router.adapters.shelf import Resident, Shelf
 from tgis.router.errors import OVERLOADED, OverloadedError, UnavailableError
-from tgis.router.metrics import Metrics
+from tgis.router.metrics.metrics import Metrics
 from tgis.router.sequence import Content, ContentKind
 from tgis.router.shards.client import LOST, RETRY_INTERVAL_S, ContentCallError, Shards, ShardsLostError
 

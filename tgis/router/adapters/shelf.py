@@ -3,7 +3,7 @@
 import asyncio
 from dataclasses import dataclass, field
 
-from tgis.router.metrics import ContentMetrics
+from tgis.router.metrics.metrics import ContentMetrics
 from tgis.router.sequence import Content
 
 

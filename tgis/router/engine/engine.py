@@ -13,7 +13,8 @@ from tgis.router.engine.live_request import Generation
 from tgis.router.engine.step_metrics import StepMeter
 from tgis.router.errors import Code, internal_error
 from tgis.router.events import Event, Failed, InputTokens, Output, is_final
-from tgis.router.metrics import Metrics
+from tgis.router.metrics.metrics import Metrics
+from tgis.router.metrics.resource_counts import Tally
 from tgis.router.scheduling.block_pool import BlockPool
 from tgis.router.scheduling.proposers.prompt_lookup import Drafter
 from tgis.router.scheduling.scheduler import Scheduler
@@ -21,7 +22,6 @@ from tgis.router.scheduling.token_budget import StepBudget
 from tgis.router.sequence import Sequence, StopReason
 from tgis.router.shards.client import LOST, ShardsLostError
 from tgis.router.shards.codec import Answer, InputDetails, RowFailure, Sampled
-from tgis.router.tally import Tally
 from tgis.router.text.detokenizer import Vocabulary
 from tgis.router.text.stop_sequences import TextStream
 

@@ -1,6 +1,6 @@
 """What a scrape sees of the scheduler as it is then; the steps have nothing to do for it."""
 
-from tgis.router.metrics import Metrics
+from tgis.router.metrics.metrics import Metrics
 from tgis.router.scheduling.scheduler import Scheduler
 
 

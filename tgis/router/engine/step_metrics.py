@@ -4,7 +4,7 @@ a step that has both is one of each."""
 import time
 from collections import deque
 
-from tgis.router.metrics import MAKEUP, Metrics
+from tgis.router.metrics.metrics import MAKEUP, Metrics
 from tgis.router.scheduling.step import Step
 
 PREFILL, NEXT_TOKEN = "prefill", "next_token"

@@ -18,7 +18,7 @@ from tgis.router.errors import (
     internal_error,
 )
 from tgis.router.events import Event, Failed, InputTokens, Output
-from tgis.router.metrics import Metrics
+from tgis.router.metrics.metrics import Metrics
 from tgis.router.requests.request_log import CallLog, GenerationCall, InputLog, correlation_id
 from tgis.router.requests.tracing import Span, Tracing
 from tgis.router.requests.validation import Request

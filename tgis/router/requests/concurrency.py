@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from tgis.router.errors import OVERLOADED, OverloadedError
-from tgis.router.tally import Tally
+from tgis.router.metrics.resource_counts import Tally
 
 
 class Permits:

@@ -11,7 +11,7 @@ from tgis.pb import generation_pb2 as pb
 from tgis.router.adapters.registry import Hold
 from tgis.router.errors import RequestError
 from tgis.router.grammar.compiler import Constraint, Grammars, read_constraint
-from tgis.router.metrics import Metrics
+from tgis.router.metrics.metrics import Metrics
 from tgis.router.sequence import Details, Grammar, Sampling, Sequence, Stopping, Tuning
 from tgis.router.text.tokenization import TokenIds
 from tgis.router.text.tokenizer import Tokenizer

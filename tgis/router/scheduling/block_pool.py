@@ -5,7 +5,7 @@ from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 from itertools import count
 
-from tgis.router.tally import Tally
+from tgis.router.metrics.resource_counts import Tally
 
 
 class BlockPool:

@@ -1,6 +1,6 @@
 """Places in the shards' tables, one per running sequence."""
 
-from tgis.router.tally import Tally
+from tgis.router.metrics.resource_counts import Tally
 
 
 class Rows:

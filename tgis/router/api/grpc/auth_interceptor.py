@@ -16,7 +16,7 @@ from tgis.config.network import PortOptions
 from tgis.net.tls import look_at
 from tgis.router.api.grpc.call_status import Status, end_call
 from tgis.router.errors import StartupError
-from tgis.router.series import Counter
+from tgis.router.metrics.metric_types import Counter
 
 logger = logging.getLogger(__name__)
 

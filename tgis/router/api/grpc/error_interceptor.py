@@ -18,7 +18,7 @@ from tgis.router.api.grpc.refusal_pacing import RefusalPacing
 from tgis.router.api.grpc.retry import retry_later
 from tgis.router.api.grpc.slow_clients import SlowReaders
 from tgis.router.errors import Code, OverloadedError, RequestError, RouterError, internal_error
-from tgis.router.series import Counter
+from tgis.router.metrics.metric_types import Counter
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from tgis.net.http_health import METRICS_TYPE, health_routes
-from tgis.router.metrics import Metrics
+from tgis.router.metrics.metrics import Metrics
 
 SPACING_S = 0.05  # between two writings of the metrics, each of which takes milliseconds
 

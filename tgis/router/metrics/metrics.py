@@ -6,8 +6,8 @@ from typing import TypeVar
 
 from prometheus_client import CollectorRegistry, generate_latest
 
-from tgis.router.series import Counter, Gauge, Histogram, Series, Summary
-from tgis.router.tally import Tally
+from tgis.router.metrics.metric_types import Counter, Gauge, Histogram, Series, Summary
+from tgis.router.metrics.resource_counts import Tally
 
 DURATION_BOUNDS = tuple(0.0001 * 1.5**k for k in range(1, 36))  # seconds
 TOKENIZE_BOUNDS = tuple(64 * 2**k for k in range(14))

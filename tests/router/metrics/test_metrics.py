@@ -410,7 +410,7 @@ def test_lost_steps(lost: Setup) -> None:
 
 def test_the_page_tells_of_every_series_and_no_other(lost: Setup) -> None:
     exercise(lost)
-    page = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
+    page = (Path(__file__).parents[3] / "docs" / "metrics.md").read_text()
     told = re.findall(r"^\| `(tgi_\w+)` \| (\w+) \| (.*?) \|", page, re.MULTILINE)
     shown = {name.removesuffix("_total"): family for name, family in scrape(lost).items()}
     assert {name for name, _, _ in told} == set(shown)

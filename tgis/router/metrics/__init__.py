@@ -1,0 +1,1 @@
+"""Metric series and counts of resources."""
