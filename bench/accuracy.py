@@ -18,11 +18,11 @@ from tgis.hub import model_files
 from tgis.shard.attention.base import AttentionMetadata
 from tgis.shard.attention.cpu import CpuAttention
 from tgis.shard.cache import KVCache
+from tgis.shard.collectives import World
 from tgis.shard.layers.kernels import Quantization
 from tgis.shard.models import catalogue
 from tgis.shard.models.decoder import Decoder
 from tgis.shard.models.interface import StepInputs
-from tgis.shard.world import World
 
 DEMO_MODEL = Path(".cache/demo-model")
 BLOCK_SIZE = 16

@@ -11,8 +11,8 @@ import torch
 
 from tgis.hub import model_files
 from tgis.shard import resources
+from tgis.shard.collectives import World
 from tgis.shard.models import catalogue
-from tgis.shard.world import World
 
 
 @dataclass(frozen=True)

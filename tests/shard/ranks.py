@@ -9,8 +9,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from tgis.shard.collectives import Meeting, World, join
 from tgis.shard.threads import configure
-from tgis.shard.world import Meeting, World, join
 
 TIMEOUT_S = 30.0
 ALONE = World(0, 1)

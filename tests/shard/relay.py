@@ -11,9 +11,9 @@ from torch import Tensor
 from tests.shard.driver import Request, Router, configure
 from tgis.pb import shard_pb2 as pb
 from tgis.prompts.artifact_cache import Kind, Spool
+from tgis.shard.collectives import World
 from tgis.shard.engine import Engine
 from tgis.shard.loading import load
-from tgis.shard.world import World
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,10 @@ from torch import Tensor
 from tgis.shard.attention.base import AttentionMetadata
 from tgis.shard.attention.cpu import CpuAttention
 from tgis.shard.cache import KVCache, local_kv_heads
+from tgis.shard.collectives import World
 from tgis.shard.models import catalogue
 from tgis.shard.models.decoder import Decoder
 from tgis.shard.models.interface import StepInputs
-from tgis.shard.world import World
 
 ALONE = World(0, 1)
 # Block tables of sequences 0, 1, ...: neither contiguous nor in order.

@@ -14,11 +14,11 @@ from tests.shard.checkpoints import write_model
 from tests.shard.family_cases.all import CASES
 from tests.shard.stepping import ALONE, load, read_config
 from tgis.prompts.errors import ContentError
+from tgis.shard.collectives import World
 from tgis.shard.layers.kernels import Parts
 from tgis.shard.lora import Adapter
 from tgis.shard.models.adapters import read_adapter
 from tgis.shard.models.outline import outline
-from tgis.shard.world import World
 
 # Layers that are looked up, and what is no layer at all.
 TABLES = re.compile(r".*(embed_tokens|wte|word_embeddings|embed_in|shared)")

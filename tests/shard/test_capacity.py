@@ -19,8 +19,8 @@ from tgis.shard.capacity import (
     count_blocks,
     make_cache,
 )
+from tgis.shard.collectives import World
 from tgis.shard.models.spec import DecoderSpec
-from tgis.shard.world import World
 
 SPEC = DecoderSpec(
     num_layers=2,

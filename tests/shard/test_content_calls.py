@@ -22,8 +22,8 @@ from tgis.prompts.store import Found, Store
 from tgis.router.shards.artifact_transfer import relay
 from tgis.shard.content_calls import ContentCalls
 from tgis.shard.contents import Content, Contents, Prompt
-from tgis.shard.link import UnixLink
 from tgis.shard.server import ShardService, _listen
+from tgis.shard.transport.link import UnixLink
 
 TIMEOUT_S = 10
 PROMPT = Prompt(torch.ones(2, 4), torch.empty(0, 4))

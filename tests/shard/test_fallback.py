@@ -14,10 +14,10 @@ from tests.shard.checkpoints import SMALL, write_model
 from tests.shard.family_oracle import NEW_TOKENS, Answer, Oracle
 from tests.shard.stepping import ALONE, Stepper, read_config
 from tgis.shard.cache import local_kv_heads
+from tgis.shard.collectives import World
 from tgis.shard.models import fallback
 from tgis.shard.models.fallback_linear import PackedLinear, find_wanted, pack_linears
 from tgis.shard.models.interface import Model
-from tgis.shard.world import World
 
 LATENT = {
     "q_lora_rank": 16,

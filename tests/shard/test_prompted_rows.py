@@ -17,9 +17,9 @@ from tests.shard.messages import GREEDY, SAMPLE, Steps, floats, integers, open_r
 from tests.shard.test_every_prompt import PAD, Case
 from tests.shard.test_torch_platform import plain
 from tests.shard.tuning_cells import Asked
+from tgis.shard.collectives import World
 from tgis.shard.engine import Engine
 from tgis.shard.loading import load
-from tgis.shard.world import World
 
 NAMES = {"decoder": "granite_biases", "encoder_decoder": "bart_scaled"}
 

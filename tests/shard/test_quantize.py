@@ -17,6 +17,7 @@ from tests.shard.driver import Request, Router, configure, prompts
 from tests.shard.ranks import Ranks
 from tests.shard.stepping import Stepper
 from tgis.shard import quantization
+from tgis.shard.collectives import World
 from tgis.shard.layers.int8 import Int8Product
 from tgis.shard.layers.packed import PackedProduct
 from tgis.shard.layers.torch_kernels import TorchKernels
@@ -25,7 +26,6 @@ from tgis.shard.models import catalogue, engines
 from tgis.shard.models.decoder import Decoder
 from tgis.shard.models.interface import UnsupportedModelError
 from tgis.shard.platform import ON_CPU, DeviceError
-from tgis.shard.world import World
 
 TOLERANCE = 0.05  # of log-probabilities on average, of models as tiny and random as these
 

@@ -27,6 +27,7 @@ from tgis.shard import platform, resources
 from tgis.shard.attention import torch_attention
 from tgis.shard.attention.base import Scoring
 from tgis.shard.attention.torch_attention import TorchAttention
+from tgis.shard.collectives import World
 from tgis.shard.layers import cpu
 from tgis.shard.layers.compiled_activations import KINDS
 from tgis.shard.layers.kernels import HeadNorm
@@ -34,7 +35,6 @@ from tgis.shard.layers.torch_kernels import TorchKernels
 from tgis.shard.loading import load
 from tgis.shard.lora import AdapterSet, Deltas, LowRank, TokenAdapters
 from tgis.shard.platform import ON_CPU, DeviceError, Platform
-from tgis.shard.world import World
 
 CPU = torch.device("cpu")
 KERNELS = TorchKernels(CPU)

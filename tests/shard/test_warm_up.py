@@ -8,9 +8,9 @@ import pytest
 from tgis.pb import shard_pb2 as pb
 from tgis.shard import warm_up
 from tgis.shard.capacity import Demand
+from tgis.shard.collectives import World
 from tgis.shard.opening import Limits, find_problem
 from tgis.shard.warm_up import Extent, WarmUp, extrapolate, largest_step
-from tgis.shard.world import World
 
 MIB = 1 << 20
 

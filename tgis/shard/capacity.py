@@ -7,7 +7,7 @@ import torch
 
 from tgis.errors import OperatorError
 from tgis.shard.cache import KVCache, Shape, bytes_per_block, local_kv_heads
-from tgis.shard.world import World
+from tgis.shard.collectives import World
 
 MIB, GIB = 1 << 20, 1 << 30
 

@@ -14,10 +14,11 @@ import torch
 from tgis.config.processes import ShardConfig
 from tgis.hub import model_files
 from tgis.pb import shard_pb2 as pb
-from tgis.shard import capacity, platform, quantization, resources, world
+from tgis.shard import capacity, collectives, platform, quantization, resources
 from tgis.shard.batch import RowTable
 from tgis.shard.cache import KVCache, bytes_per_block
 from tgis.shard.capacity import GIB, Demand, Room
+from tgis.shard.collectives import LOOPBACK, Meeting, World, WorldError
 from tgis.shard.compiled import compile_progress
 from tgis.shard.content_loading import Allowance, allow, open_contents, read_names
 from tgis.shard.contents import Contents
@@ -30,7 +31,6 @@ from tgis.shard.platform import Platform
 from tgis.shard.stored import DTYPES
 from tgis.shard.threads import configure
 from tgis.shard.warm_up import WarmUp, largest_step
-from tgis.shard.world import LOOPBACK, Meeting, World, WorldError
 
 logger = logging.getLogger(__name__)
 
@@ -229,7 +229,7 @@ def _join(config: ShardConfig, device: torch.device) -> World:
     if config.rendezvous is None:
         raise WorldError("the ranks of a group need a rendezvous to meet at")
     meeting = Meeting(config.rendezvous, config.node_address or LOOPBACK, config.rendezvous_fd)
-    joined = world.join(config.rank, config.world_size, meeting, MEETING_TIMEOUT_S, device)
+    joined = collectives.join(config.rank, config.world_size, meeting, MEETING_TIMEOUT_S, device)
     return replace(joined, num_on_host=_num_local(config))
 
 

@@ -15,11 +15,11 @@ from tgis.shard.attention.base import Attention
 from tgis.shard.attention.cpu import CpuAttention
 from tgis.shard.attention.torch_attention import TorchAttention
 from tgis.shard.cache import KVCache
+from tgis.shard.collectives import CPU, World
 from tgis.shard.cuda_memory import CudaMemory
 from tgis.shard.layers import cpu
 from tgis.shard.layers.kernels import Kernels
 from tgis.shard.layers.torch_kernels import TorchKernels
-from tgis.shard.world import CPU, World
 
 logger = logging.getLogger(__name__)
 

@@ -24,9 +24,9 @@ from tgis.shard.compiled import is_compiling
 from tgis.shard.content_calls import ContentCalls
 from tgis.shard.content_loading import open_spool, open_store
 from tgis.shard.engine import Engine
-from tgis.shard.link import Link, choose_link
 from tgis.shard.loading import load, sequence_length
-from tgis.shard.steps import StepSocket
+from tgis.shard.transport.link import Link, choose_link
+from tgis.shard.transport.step_stream import StepSocket
 
 logger = logging.getLogger(__name__)
 

@@ -26,7 +26,7 @@ from tgis.net.addresses import AddressError, parse_all
 from tgis.pb import shard_pb2 as pb
 from tgis.router.shards.client import Shards
 from tgis.router.shards.link import UnixLink, open_link
-from tgis.shard.link import choose_link
+from tgis.shard.transport.link import choose_link
 
 RIGHT, WRONG = "localhost", "elsewhere.example.com"
 NOT_CALLED = "Hostname Verification Check failed"

@@ -5,10 +5,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tgis.shard.collectives import World
 from tgis.shard.layers.kernels import Parts
 from tgis.shard.layers.linear import Adaptable
 from tgis.shard.lora import Cut, TokenAdapters
-from tgis.shard.world import World
 
 
 def _share(world: World, vocab_size: int) -> slice:

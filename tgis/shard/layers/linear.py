@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor
 
+from tgis.shard.collectives import World
 from tgis.shard.layers.kernels import Parts
 from tgis.shard.lora import Cut, TokenAdapters
-from tgis.shard.world import World
 
 
 class Adaptable:

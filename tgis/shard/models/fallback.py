@@ -10,12 +10,12 @@ from typing import Any
 import torch
 
 from tgis.hub import model_files
+from tgis.shard.collectives import World
 from tgis.shard.layers.rotary import DynamicScaling, LongScaling
 from tgis.shard.models.fallback_spec import FallbackSpec
 from tgis.shard.models.families import falcon
 from tgis.shard.models.interface import Model, ModelSpec, UnsupportedModelError
 from tgis.shard.models.spec import DecoderSpec
-from tgis.shard.world import World
 
 logger = logging.getLogger(__name__)
 

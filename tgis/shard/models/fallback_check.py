@@ -11,10 +11,10 @@ from transformers import DynamicCache
 from tgis.shard.attention.base import AttentionMetadata
 from tgis.shard.attention.cpu import CpuAttention
 from tgis.shard.cache import KVCache, local_kv_heads
+from tgis.shard.collectives import World
 from tgis.shard.models.fallback_hook import Hook, NotServedError, Recorder
 from tgis.shard.models.fallback_model import FallbackModel, compute_states, read_logits
 from tgis.shard.models.interface import StepInputs
-from tgis.shard.world import World
 
 LENGTHS = (14, 9)  # tokens of two sequences
 # What is computed of which of them: beginnings, chunks and single tokens, in both orders.

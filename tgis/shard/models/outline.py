@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tgis.shard.collectives import World
 from tgis.shard.layers import cpu
 from tgis.shard.layers.kernels import Parts
 from tgis.shard.layers.torch_kernels import TorchKernels
@@ -18,7 +19,6 @@ from tgis.shard.models.encoder_decoder import EncoderDecoderModel
 from tgis.shard.models.spec import DecoderSpec
 from tgis.shard.stored import ALL, Stored
 from tgis.shard.weights import Weights
-from tgis.shard.world import World
 
 NOWHERE = torch.device("meta")
 

@@ -6,7 +6,7 @@ import select
 from tgis import failpoints
 from tgis.net.framing import FrameReader, frame
 from tgis.pb import shard_pb2 as pb
-from tgis.shard.link import Connection, Entrance
+from tgis.shard.transport.link import Connection, Entrance
 
 logger = logging.getLogger(__name__)
 

@@ -16,9 +16,9 @@ from tgis.net.framing import FrameReader, frame
 from tgis.net.tls import Certificates, TlsFiles
 from tgis.net.tls_contexts import mutual_client, mutual_server
 from tgis.pb import shard_pb2 as pb
-from tgis.shard import handshakes
-from tgis.shard.handshakes import Entrance
-from tgis.shard.steps import StepSocket
+from tgis.shard.transport import tls_listener
+from tgis.shard.transport.step_stream import StepSocket
+from tgis.shard.transport.tls_listener import Entrance
 
 
 class Ends(NamedTuple):
@@ -109,8 +109,8 @@ def strangers(ends: Ends, stack: ExitStack, count: int) -> list[socket.socket]:
 
 
 def test_strangers_who_fall_silent_are_in_nobodys_way(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(handshakes, "HANDSHAKE_S", 0.3)
-    monkeypatch.setattr(handshakes, "CHECK_S", 0.1)
+    monkeypatch.setattr(tls_listener, "HANDSHAKE_S", 0.3)
+    monkeypatch.setattr(tls_listener, "CHECK_S", 0.1)
     with ExitStack() as stack, soon():
         router = ends.connect(stack)
         silent = strangers(ends, stack, 5)
@@ -123,9 +123,9 @@ def test_strangers_who_fall_silent_are_in_nobodys_way(ends: Ends, monkeypatch: p
 
 
 def test_of_too_many_the_oldest_is_given_up(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(handshakes, "HANDSHAKE_S", 60)
+    monkeypatch.setattr(tls_listener, "HANDSHAKE_S", 60)
     with ExitStack() as stack, soon():
-        silent = strangers(ends, stack, handshakes.MAX_HANDSHAKES + 8)
+        silent = strangers(ends, stack, tls_listener.MAX_HANDSHAKES + 8)
         assert [one.recv(1) for one in silent[:8]] == [b""] * 8
         newer = ends.connect(stack)
         newer.sendall(frame(step(1)))
@@ -133,7 +133,7 @@ def test_of_too_many_the_oldest_is_given_up(ends: Ends, monkeypatch: pytest.Monk
 
 
 def test_a_router_that_reads_nothing_is_given_up(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(handshakes, "SEND_S", 0.3)
+    monkeypatch.setattr(tls_listener, "SEND_S", 0.3)
     with ExitStack() as stack, soon():
         ends.connect(stack)
         for number in range(64):

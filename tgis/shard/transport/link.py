@@ -18,7 +18,7 @@ from tgis.net.framing import steps_path
 from tgis.net.ports import PortError, listen
 from tgis.net.tls import Certificates, link_certificates
 from tgis.net.tls_contexts import mutual_server
-from tgis.shard.handshakes import Entrance as TlsEntrance
+from tgis.shard.transport.tls_listener import Entrance as TlsEntrance
 
 SEND_TIMEOUT = struct.pack("ll", 10, 0)  # seconds and microseconds
 

@@ -19,7 +19,7 @@ from tests.shard.checkpoints import CASES
 from tests.shard.ranks import Ranks
 from tests.shard.stepping import compute_mixed_steps, load
 from tgis.logs import FIELDS
-from tgis.shard.world import Meeting, World, WorldError, join
+from tgis.shard.collectives import Meeting, World, WorldError, join
 
 
 def in_threads(

@@ -1,0 +1,1 @@
+"""The shard's end of the link to its router."""
