@@ -10,7 +10,7 @@ import numpy as np
 from tgis.config.processes import ShardConfig
 from tgis.pb import shard_pb2 as pb
 from tgis.shard.engine import Engine
-from tgis.shard.loading import load
+from tgis.shard.startup.load import load
 
 MAX_LENGTH = 4096
 

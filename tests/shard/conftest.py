@@ -7,7 +7,7 @@ import pytest
 
 from tests.shard.checkpoints import CASES, write_llama
 from tests.shard.ranks import Ranks
-from tgis.shard.threads import configure
+from tgis.shard.startup.threads import configure
 
 
 @pytest.fixture(scope="session", autouse=True)

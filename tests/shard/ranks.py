@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tgis.shard.collectives import Meeting, World, join
-from tgis.shard.threads import configure
+from tgis.shard.startup.threads import configure
 
 TIMEOUT_S = 30.0
 ALONE = World(0, 1)

@@ -13,7 +13,7 @@ from tgis.pb import shard_pb2 as pb
 from tgis.prompts.artifact_cache import Kind, Spool
 from tgis.shard.collectives import World
 from tgis.shard.engine import Engine
-from tgis.shard.loading import load
+from tgis.shard.startup.load import load
 
 
 @dataclass(frozen=True)

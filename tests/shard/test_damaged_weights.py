@@ -16,9 +16,9 @@ from tests.shard.checkpoints import SMALL, write_model
 from tests.shard.driver import configure
 from tests.shard.stepping import ALONE, read_config
 from tgis.errors import OperatorError
-from tgis.shard import loading
 from tgis.shard.models import catalogue, fallback
 from tgis.shard.models.outline import outline
+from tgis.shard.startup import load as startup
 
 Damage = Callable[[bytes], bytes]
 
@@ -95,7 +95,7 @@ def copy(model: Path, directory: Path, kind: str, is_split: bool) -> Path:
 
 
 def start(directory: Path) -> object:
-    return loading.load(configure(directory, **NATIVE))
+    return startup.load(configure(directory, **NATIVE))
 
 
 def load_natively(directory: Path) -> object:

@@ -19,11 +19,11 @@ from tests.shard.driver import Request, Router, configure, opening
 from tests.shard.family_cases.encoder_decoders import CASES
 from tests.shard.messages import SAMPLE, Steps, floats, integers
 from tgis.shard.attention.base import TILE, AttentionMetadata
-from tgis.shard.loading import load
 from tgis.shard.models import catalogue
 from tgis.shard.models.interface import UnsupportedModelError
 from tgis.shard.models.relative import find_buckets
 from tgis.shard.models.seq2seq_spec import RelativeBias
+from tgis.shard.startup.load import load
 
 START = 2
 DETAILS = {"logprobs": True}

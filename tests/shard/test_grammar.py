@@ -25,7 +25,7 @@ from tests.tokenizers_for_tests import write_byte_level
 from tgis.pb import shard_pb2 as pb
 from tgis.shard.engine import Engine
 from tgis.shard.grammar import Guides, read_tokenizer
-from tgis.shard.loading import load
+from tgis.shard.startup.load import load
 
 VOCAB_SIZE = 403  # more than the tokenizer has tokens
 EOS, OTHER_EOS = 1, 7

@@ -19,7 +19,7 @@ from tests.shard.test_torch_platform import plain
 from tests.shard.tuning_cells import Asked
 from tgis.shard.collectives import World
 from tgis.shard.engine import Engine
-from tgis.shard.loading import load
+from tgis.shard.startup.load import load
 
 NAMES = {"decoder": "granite_biases", "encoder_decoder": "bart_scaled"}
 

@@ -12,8 +12,8 @@ from tests.shard.checkpoints import write_llama
 from tests.shard.driver import configure
 from tests.tokenizers_to_convert import write_gpt2
 from tgis.cli import models as model_commands
-from tgis.shard.loading import load
 from tgis.shard.models.interface import UnsupportedModelError
+from tgis.shard.startup.load import load
 
 AUTO_MAP = {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"}
 TOKENIZER = {"auto_map": {"AutoTokenizer": ["evil.Tokenizer", "evil.Tokenizer"]}, "tokenizer_class": "Evil"}

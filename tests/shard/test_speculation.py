@@ -16,7 +16,7 @@ from tests.shard.messages import GREEDY, SAMPLE, Steps, integers, open_row
 from tests.tokenizers_for_tests import write_byte_level
 from tgis.pb import shard_pb2 as pb
 from tgis.shard.engine import Engine
-from tgis.shard.loading import load
+from tgis.shard.startup.load import load
 
 VOCAB_SIZE = 403
 EOS = 1

@@ -23,7 +23,7 @@ from tests.shard.family_oracle import NEW_TOKENS, Oracle, draw_inputs
 from tests.shard.messages import GREEDY, SAMPLE
 from tests.shard.test_attention import PLAIN, SCORINGS, SHAPES, Scene, Shape, check
 from tests.shard.test_low_rank import draw_scene
-from tgis.shard import platform, resources
+from tgis.shard import resources
 from tgis.shard.attention import torch_attention
 from tgis.shard.attention.base import Scoring
 from tgis.shard.attention.torch_attention import TorchAttention
@@ -32,9 +32,10 @@ from tgis.shard.layers import cpu
 from tgis.shard.layers.compiled_activations import KINDS
 from tgis.shard.layers.kernels import HeadNorm
 from tgis.shard.layers.torch_kernels import TorchKernels
-from tgis.shard.loading import load
 from tgis.shard.lora import AdapterSet, Deltas, LowRank, TokenAdapters
-from tgis.shard.platform import ON_CPU, DeviceError, Platform
+from tgis.shard.startup import platform
+from tgis.shard.startup.load import load
+from tgis.shard.startup.platform import ON_CPU, DeviceError, Platform
 
 CPU = torch.device("cpu")
 KERNELS = TorchKernels(CPU)

@@ -16,9 +16,10 @@ from tests.shard.stepping import ALONE, read_config
 from tests.shard.tuned import Tuned
 from tgis.shard.content_loading import open_store
 from tgis.shard.layers import cpu
-from tgis.shard.loading import load
-from tgis.shard.models import engines, fallback
+from tgis.shard.models import fallback
 from tgis.shard.models.interface import UnsupportedModelError
+from tgis.shard.startup import engine_choice
+from tgis.shard.startup.load import load
 
 Checkpoint = Callable[[str], Path]
 # In files of transformers' types that we have no family for, a feature that our family lacks, and ours.
@@ -57,12 +58,12 @@ def test_choice(model: str, framework: str | None, size: int, outcome: str, tmp_
     settings = CONFIGS[model].to_dict()
     edit_config(tmp_path, settings)
     if outcome in ("tgis_native", "hf_transformers"):
-        choice = engines.choose(tmp_path, settings, framework, size, trust_remote_code=False)
+        choice = engine_choice.choose(tmp_path, settings, framework, size, trust_remote_code=False)
         assert choice.engine == outcome
         assert choice.spec.vocab_size == settings["vocab_size"]
     else:
         with pytest.raises(UnsupportedModelError) as caught:
-            engines.choose(tmp_path, settings, framework, size, trust_remote_code=False)
+            engine_choice.choose(tmp_path, settings, framework, size, trust_remote_code=False)
         assert outcome in str(caught.value)
         assert "\n" not in str(caught.value)
 
@@ -80,7 +81,7 @@ def test_what_asks_for_transformers_code_gets_it_where_it_can_run(
     """And is served by ours exactly where the other engine refuses what it finds."""
     write_model(tmp_path, CASES[name]())
     settings = read_config(tmp_path)
-    choice = engines.choose(tmp_path, settings, "hf_accelerate", 1, trust_remote_code=False)
+    choice = engine_choice.choose(tmp_path, settings, "hf_accelerate", 1, trust_remote_code=False)
     if choice.engine == "hf_transformers":
         assert name not in OBSTACLES
         choice.load(ALONE, torch.float32, cpu)
@@ -122,7 +123,7 @@ def test_prompts_and_adapters_work_where_ours_serves_instead(name: str, tmp_path
     assert with_prompt.logprobs != pytest.approx(with_adapter.logprobs, abs=1e-3)
 
 
-ONNX = Path(__file__).parent.parent / "data" / "onnx"
+ONNX = Path(__file__).parents[2] / "data" / "onnx"
 
 
 def test_a_model_in_onnx_form_is_served(tmp_path: Path) -> None:
@@ -139,14 +140,14 @@ def test_a_broken_configuration_is_not_served_by_guesses(tmp_path: Path) -> None
     settings = {**CONFIGS["ours"].to_dict(), "hidden_size": None}
     edit_config(tmp_path, settings)
     with pytest.raises(UnsupportedModelError, match="hidden_size is missing in the model"):
-        engines.choose(tmp_path, settings, None, 1, trust_remote_code=False)
+        engine_choice.choose(tmp_path, settings, None, 1, trust_remote_code=False)
 
 
 @pytest.mark.parametrize("framework", [None, "hf_accelerate"])
 def test_both_reasons_are_told(framework: str | None, tmp_path: Path) -> None:
     settings = transformers.BloomConfig(apply_residual_connection_post_layernorm=True, n_layer=1, n_head=2)
     write_model(tmp_path, settings)
-    choice = engines.choose(tmp_path, settings.to_dict(), framework, 1, trust_remote_code=False)
+    choice = engine_choice.choose(tmp_path, settings.to_dict(), framework, 1, trust_remote_code=False)
     with pytest.raises(UnsupportedModelError) as caught:
         choice.load(ALONE, torch.float32, cpu)
     ours = "apply_residual_connection_post_layernorm True of the configuration is not supported; through "
@@ -160,6 +161,6 @@ def test_says_that_ours_would_be_faster(
     """Where it would be: the family may know the type alone."""
     settings = CONFIGS[model].to_dict()
     edit_config(tmp_path, settings)
-    engines.choose(tmp_path, settings, "hf_transformers", 1, trust_remote_code=False)
+    engine_choice.choose(tmp_path, settings, "hf_transformers", 1, trust_remote_code=False)
     assert ("tgis_native serves this model faster" in caplog.text) is is_known
     assert ("scale_attn_by_inverse_layer_idx True" in caplog.text) is not is_known

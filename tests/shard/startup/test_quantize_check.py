@@ -16,16 +16,16 @@ from tests.shard.checkpoints import SMALL, write_model
 from tests.shard.driver import Request, Router, configure, prompts
 from tests.shard.ranks import Ranks
 from tests.shard.stepping import Stepper
-from tgis.shard import quantization
 from tgis.shard.collectives import World
 from tgis.shard.layers.int8 import Int8Product
 from tgis.shard.layers.packed import PackedProduct
 from tgis.shard.layers.torch_kernels import TorchKernels
-from tgis.shard.loading import load
-from tgis.shard.models import catalogue, engines
+from tgis.shard.models import catalogue
 from tgis.shard.models.decoder import Decoder
 from tgis.shard.models.interface import UnsupportedModelError
-from tgis.shard.platform import ON_CPU, DeviceError
+from tgis.shard.startup import engine_choice, quantize_check
+from tgis.shard.startup.load import load
+from tgis.shard.startup.platform import ON_CPU, DeviceError
 
 TOLERANCE = 0.05  # of log-probabilities on average, of models as tiny and random as these
 
@@ -93,12 +93,12 @@ def test_an_engine_answers_the_same_alone_and_in_company(model_path: Path) -> No
 
 def test_memory_is_that_of_bytes(model_path: Path) -> None:
     settings = stepping.read_config(model_path)
-    choice = engines.choose(model_path, settings, None, 1, trust_remote_code=False, quantize="int8")
+    choice = engine_choice.choose(model_path, settings, None, 1, trust_remote_code=False, quantize="int8")
     config = configure(model_path, quantize="int8")
-    elements = engines.catalogue.count_table(choice.spec)
+    elements = engine_choice.catalogue.count_table(choice.spec)
     assert elements == 99 * 32
-    whole = quantization.count_bytes(configure(model_path), choice, torch.float16) // 2
-    assert quantization.count_bytes(config, choice, torch.float16) == int(whole * 33 / 32) + 2 * elements
+    whole = quantize_check.count_bytes(configure(model_path), choice, torch.float16) // 2
+    assert quantize_check.count_bytes(config, choice, torch.float16) == int(whole * 33 / 32) + 2 * elements
 
 
 def test_other_engines_and_devices_refuse(model_path: Path, caplog: pytest.LogCaptureFixture) -> None:

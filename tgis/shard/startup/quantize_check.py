@@ -8,8 +8,8 @@ from tgis.config.processes import ShardConfig
 from tgis.shard.checkpoint import count_elements
 from tgis.shard.layers.int8 import BYTES_PER_WEIGHT
 from tgis.shard.layers.kernels import Quantization
-from tgis.shard.models.engines import Choice
-from tgis.shard.platform import DeviceError, Platform
+from tgis.shard.startup.engine_choice import Choice
+from tgis.shard.startup.platform import DeviceError, Platform
 
 
 def read(quantize: str | None) -> Quantization:

@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from tgis.shard.cache import bytes_per_block
-from tgis.shard.capacity import (
+from tgis.shard.collectives import World
+from tgis.shard.models.spec import DecoderSpec
+from tgis.shard.startup.memory_plan import (
     GIB,
     MIB,
     CacheTooSmallError,
@@ -19,8 +21,6 @@ from tgis.shard.capacity import (
     count_blocks,
     make_cache,
 )
-from tgis.shard.collectives import World
-from tgis.shard.models.spec import DecoderSpec
 
 SPEC = DecoderSpec(
     num_layers=2,

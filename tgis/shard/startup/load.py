@@ -14,10 +14,9 @@ import torch
 from tgis.config.processes import ShardConfig
 from tgis.hub import model_files
 from tgis.pb import shard_pb2 as pb
-from tgis.shard import capacity, collectives, platform, quantization, resources
+from tgis.shard import collectives, resources
 from tgis.shard.batch import RowTable
 from tgis.shard.cache import KVCache, bytes_per_block
-from tgis.shard.capacity import GIB, Demand, Room
 from tgis.shard.collectives import LOOPBACK, Meeting, World, WorldError
 from tgis.shard.compiled import compile_progress
 from tgis.shard.content_loading import Allowance, allow, open_contents, read_names
@@ -25,12 +24,13 @@ from tgis.shard.contents import Contents
 from tgis.shard.engine import Engine
 from tgis.shard.forward import Forward, TapedForward
 from tgis.shard.grammar import Guides, read_tokenizer
-from tgis.shard.models import engines
 from tgis.shard.models.interface import Model, ModelSpec, UnsupportedModelError
-from tgis.shard.platform import Platform
+from tgis.shard.startup import engine_choice, memory_plan, platform, quantize_check
+from tgis.shard.startup.memory_plan import GIB, Demand, Room
+from tgis.shard.startup.platform import Platform
+from tgis.shard.startup.threads import configure
+from tgis.shard.startup.warm_up import WarmUp, largest_step
 from tgis.shard.stored import DTYPES
-from tgis.shard.threads import configure
-from tgis.shard.warm_up import WarmUp, largest_step
 
 logger = logging.getLogger(__name__)
 
@@ -50,9 +50,9 @@ def load(config: ShardConfig, ranks: World | None = None, on: Platform | None = 
     # Whether it can be served, before anything slow happens.
     choice = _choose_engine(config, settings)
     spec, on = choice.spec, on or _choose_platform(config, choice)
-    quantization.check(config.quantize, on)
+    quantize_check.check(config.quantize, on)
     demand = _demand(config, settings, spec)
-    allowance = allow(config, choice.engine == engines.NATIVE, demand.max_sequence_length)
+    allowance = allow(config, choice.engine == engine_choice.NATIVE, demand.max_sequence_length)
     configure(config.cpu_threads or max(1, resources.count_cores() // _num_local(config)))
     dtype = _choose_dtype(config.dtype, settings, choice)
     info = _describe(config, settings, spec, dtype, allowance)
@@ -68,13 +68,13 @@ def load(config: ShardConfig, ranks: World | None = None, on: Platform | None = 
     if allowance.adapter_bytes:
         on.kernels.prepare_adapters()
     contents = open_contents(config, model)
-    is_taped = on.tapes_steps and choice.engine == engines.NATIVE and ranks.size == 1
+    is_taped = on.tapes_steps and choice.engine == engine_choice.NATIVE and ranks.size == 1
     loaded = _Loaded(
         info, model, ranks, guides, demand, DTYPES[dtype], on, contents, allowance.num_bytes, is_taped
     )
     room = loaded.measure_room(config.max_step_tokens)
     compile_progress.finish()
-    engine = loaded.make_engine(capacity.make_cache(model.spec, ranks, DTYPES[dtype], demand, room))
+    engine = loaded.make_engine(memory_plan.make_cache(model.spec, ranks, DTYPES[dtype], demand, room))
     num_blocks = engine.info.num_blocks
     logger.info(
         "loaded in %.1f s: memory grew by %.2f GiB with %s weights, %.2f GiB are cache; it holds %d blocks, "
@@ -132,7 +132,7 @@ class _Loaded:
     def measure_room(self, max_step_tokens: int) -> Room:
         """What is left for caches once kernels are compiled. Raises WorldError, ModelTooLargeError."""
         shape, ranks, demand = self.model.spec, self.ranks, self.demand
-        cache = capacity.allocate(shape, ranks, self.dtype, demand.block_size, 1)
+        cache = memory_plan.allocate(shape, ranks, self.dtype, demand.block_size, 1)
         warm_up = WarmUp(self.make_engine(cache), ranks, demand, self.on.memory)
         warm_up.compile()
         self.on.memory.release_memory()
@@ -145,21 +145,21 @@ class _Loaded:
             return room_beside(step).share >= demand.wanted_blocks * self.block_bytes
 
         room = room_beside(warm_up.measure(largest_step(demand, max_step_tokens), is_enough, left))
-        capacity.check_room(room)
+        memory_plan.check_room(room)
         self.on.memory.release_memory()
         return room
 
 
-def _choose_engine(config: ShardConfig, settings: dict[str, Any]) -> engines.Choice:
+def _choose_engine(config: ShardConfig, settings: dict[str, Any]) -> engine_choice.Choice:
     """Raises UnsupportedModelError and WeightsError."""
     how = (config.deployment_framework, config.world_size, config.trust_remote_code)
-    return engines.choose(Path(config.model_path), settings, *how, quantization.read(config.quantize))
+    return engine_choice.choose(Path(config.model_path), settings, *how, quantize_check.read(config.quantize))
 
 
-def _choose_platform(config: ShardConfig, choice: engines.Choice) -> Platform:
+def _choose_platform(config: ShardConfig, choice: engine_choice.Choice) -> Platform:
     """Raises DeviceError."""
     on = platform.choose(config.device, _local_rank(config), _num_local(config))
-    if on is platform.ON_CPU or choice.engine == engines.NATIVE:
+    if on is platform.ON_CPU or choice.engine == engine_choice.NATIVE:
         return on
     logger.warning("%s computes on the CPU only", choice.engine)
     return platform.ON_CPU
@@ -187,7 +187,7 @@ def _check_length(spec: ModelSpec, length: int) -> None:
 
 def _check_fit(
     config: ShardConfig,
-    choice: engines.Choice,
+    choice: engine_choice.Choice,
     ranks: World,
     dtype: str,
     demand: Demand,
@@ -197,16 +197,16 @@ def _check_fit(
     """Before gigabytes are read. No rank reads any before all have looked at what is left."""
     weights = choice.weight_bytes
     if weights is None:
-        weights = quantization.count_bytes(config, choice, DTYPES[dtype])
-    if choice.engine != engines.NATIVE:  # then every rank has all of them
+        weights = quantize_check.count_bytes(config, choice, DTYPES[dtype])
+    if choice.engine != engine_choice.NATIVE:  # then every rank has all of them
         weights *= ranks.size
     weights = weights * ranks.local_size // ranks.size
     left = on.memory_left(ranks)
     beside = (on.cache_divisor, allowance.num_bytes)
-    capacity.check_fit(choice.spec, ranks, DTYPES[dtype], demand, weights, left, *beside, config.quantize)
+    memory_plan.check_fit(choice.spec, ranks, DTYPES[dtype], demand, weights, left, *beside, config.quantize)
 
 
-def _choose_dtype(asked: str | None, settings: dict[str, Any], choice: engines.Choice) -> str:
+def _choose_dtype(asked: str | None, settings: dict[str, Any], choice: engine_choice.Choice) -> str:
     """Where the model leaves a choice, what is asked for, else what the checkpoint is stored in."""
     if choice.dtype is not None:
         [found] = [name for name, dtype in DTYPES.items() if dtype == choice.dtype]

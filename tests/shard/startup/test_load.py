@@ -19,11 +19,12 @@ from tests.shard.driver import configure
 from tgis.hub.model_files import ModelNotFoundError
 from tgis.pb import shard_pb2 as pb
 from tgis.prompts.errors import ContentError
-from tgis.shard import resources, warm_up
-from tgis.shard.capacity import GIB, MIB, CacheTooSmallError, ModelTooLargeError
+from tgis.shard import resources
 from tgis.shard.content_loading import open_store
-from tgis.shard.loading import load
 from tgis.shard.models.interface import UnsupportedModelError
+from tgis.shard.startup import warm_up
+from tgis.shard.startup.load import load
+from tgis.shard.startup.memory_plan import GIB, MIB, CacheTooSmallError, ModelTooLargeError
 from tgis.shard.stored import WeightsError
 
 KIB = 1 << 10

@@ -1,0 +1,1 @@
+"""From a configuration to a model runner that is ready to answer."""
