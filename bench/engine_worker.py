@@ -19,7 +19,7 @@ from tgis.router.scheduling.scheduler import Scheduler
 from tgis.router.scheduling.token_budget import StepBudget
 from tgis.router.sequence import Sequence, Stopping
 from tgis.router.shards.codec import decode_answer, encode_step
-from tgis.shard.engine import Engine
+from tgis.shard.runner.model_runner import Engine
 
 
 class EngineAlone:

@@ -9,7 +9,7 @@ import numpy as np
 
 from tgis.config.processes import ShardConfig
 from tgis.pb import shard_pb2 as pb
-from tgis.shard.engine import Engine
+from tgis.shard.runner.model_runner import Engine
 from tgis.shard.startup.load import load
 
 MAX_LENGTH = 4096

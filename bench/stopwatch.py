@@ -8,10 +8,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from bench.shapes import Shape
-from tgis.shard.batch import Batch
 from tgis.shard.compiled import Kernel
-from tgis.shard.engine import Engine
-from tgis.shard.forward import Forward, Outputs
+from tgis.shard.runner.batch_builder import Batch
+from tgis.shard.runner.forward import Forward, Outputs
+from tgis.shard.runner.model_runner import Engine
 from tgis.shard.tape import Call, Tape
 
 Parts = dict[str, tuple[float, int]]

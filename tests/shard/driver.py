@@ -9,7 +9,7 @@ from typing import Any
 from tests.shard.messages import GREEDY, Steps, floats, integers, open_row, pack, top_tokens
 from tgis.config.processes import ShardConfig
 from tgis.pb import shard_pb2 as pb
-from tgis.shard.engine import Engine
+from tgis.shard.runner.model_runner import Engine
 
 
 def configure(path: Path, **options: Any) -> ShardConfig:

@@ -12,7 +12,7 @@ from tests.shard.driver import Request, Router, configure
 from tgis.pb import shard_pb2 as pb
 from tgis.prompts.artifact_cache import Kind, Spool
 from tgis.shard.collectives import World
-from tgis.shard.engine import Engine
+from tgis.shard.runner.model_runner import Engine
 from tgis.shard.startup.load import load
 
 

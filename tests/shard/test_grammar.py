@@ -23,8 +23,8 @@ from tests.shard.driver import Request, Router, configure, opening
 from tests.shard.messages import GREEDY, SAMPLE, Steps, integers, open_row
 from tests.tokenizers_for_tests import write_byte_level
 from tgis.pb import shard_pb2 as pb
-from tgis.shard.engine import Engine
 from tgis.shard.grammar import Guides, read_tokenizer
+from tgis.shard.runner.model_runner import Engine
 from tgis.shard.startup.load import load
 
 VOCAB_SIZE = 403  # more than the tokenizer has tokens

@@ -18,14 +18,14 @@ from tests.shard.stepping import ALONE, Stepper, read_config
 from tests.tokenizers_for_tests import write_wordpiece
 from tgis.pb import shard_pb2 as pb
 from tgis.shard.attention.cpu import CpuAttention
-from tgis.shard.batch import RowTable
 from tgis.shard.cache import KVCache, local_kv_heads
 from tgis.shard.collectives import World
-from tgis.shard.engine import Engine
-from tgis.shard.forward import Forward
 from tgis.shard.grammar import Guides, read_tokenizer
 from tgis.shard.models import onnx
 from tgis.shard.models.interface import Model
+from tgis.shard.runner.batch_builder import RowTable
+from tgis.shard.runner.forward import Forward
+from tgis.shard.runner.model_runner import Engine
 
 DATA = Path(__file__).parent.parent / "data" / "onnx"
 # Scores of the graph in float16 are as far from those in float32 as its arithmetic.

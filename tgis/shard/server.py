@@ -23,7 +23,7 @@ from tgis.shard.code_cache import keep_with_run
 from tgis.shard.compiled import is_compiling
 from tgis.shard.content_calls import ContentCalls
 from tgis.shard.content_loading import open_spool, open_store
-from tgis.shard.engine import Engine
+from tgis.shard.runner.model_runner import Engine
 from tgis.shard.startup.load import load, sequence_length
 from tgis.shard.transport.link import Link, choose_link
 from tgis.shard.transport.step_stream import StepSocket

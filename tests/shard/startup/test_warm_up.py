@@ -7,7 +7,7 @@ import pytest
 
 from tgis.pb import shard_pb2 as pb
 from tgis.shard.collectives import World
-from tgis.shard.opening import Limits, find_problem
+from tgis.shard.runner.opening import Limits, find_problem
 from tgis.shard.startup import warm_up
 from tgis.shard.startup.memory_plan import Demand
 from tgis.shard.startup.warm_up import Extent, WarmUp, extrapolate, largest_step

@@ -13,8 +13,8 @@ from tgis.logs import FIELDS
 from tgis.pb import shard_pb2 as pb
 from tgis.shard import resources
 from tgis.shard.collectives import World
-from tgis.shard.engine import Engine
 from tgis.shard.models.interface import UnsupportedModelError
+from tgis.shard.runner.model_runner import Engine
 from tgis.shard.startup.memory_plan import GIB, Demand
 from tgis.shard.startup.platform import Memory
 

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from tgis.pb import shard_pb2 as pb
 from tgis.shard.details import InputSpan, TokenDetails, Wanted, join
-from tgis.shard.rows import Booleans, Integers, TokenIds
+from tgis.shard.runner.row_table import Booleans, Integers, TokenIds
 
 
 class Problem(NamedTuple):

@@ -10,8 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tgis.shard import compiled
 from tgis.shard.attention.base import Attention, AttentionMetadata
-from tgis.shard.batch import Batch
 from tgis.shard.models.interface import Model, StepInputs
+from tgis.shard.runner.batch_builder import Batch
 from tgis.shard.tape import Pool, Recorder, Tape
 
 logger = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ import torch
 from tgis.pb import shard_pb2 as pb
 from tgis.shard.contents import Contents
 from tgis.shard.details import Wanted
-from tgis.shard.opening import (
+from tgis.shard.runner.opening import (
     ROW,
     Limits,
     find_missing,

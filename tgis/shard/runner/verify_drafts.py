@@ -5,9 +5,9 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from tgis.shard.answers import Sampled
-from tgis.shard.batch import Batch
-from tgis.shard.rows import Integers
+from tgis.shard.runner.batch_builder import Batch
+from tgis.shard.runner.row_table import Integers
+from tgis.shard.runner.step_response import Sampled
 
 # Of places [n] in [num_sampled], no two of one row: their tokens.
 Sample = Callable[[Integers], Sampled]

@@ -10,18 +10,18 @@ from torch import Tensor
 
 from tgis import failpoints
 from tgis.pb import shard_pb2 as pb
-from tgis.shard import answers
-from tgis.shard.answers import Problem, Sampled, SampledDetails
-from tgis.shard.batch import Batch, RowTable
 from tgis.shard.contents import Contents
 from tgis.shard.details import InputSpan, TokenDetails, Wanted, describe, join, leave_blank
-from tgis.shard.forward import Forward
 from tgis.shard.grammar import Guides
 from tgis.shard.lora import TokenAdapters
 from tgis.shard.models.interface import EncoderDecoder
-from tgis.shard.rows import Booleans, Integers
+from tgis.shard.runner import step_response
+from tgis.shard.runner.batch_builder import Batch, RowTable
+from tgis.shard.runner.forward import Forward
+from tgis.shard.runner.row_table import Booleans, Integers
+from tgis.shard.runner.step_response import Problem, Sampled, SampledDetails
+from tgis.shard.runner.verify_drafts import follow_drafts
 from tgis.shard.sampling import sample
-from tgis.shard.speculate import follow_drafts
 
 logger = logging.getLogger(__name__)
 
@@ -86,7 +86,7 @@ class Engine:
         wanted = self._table.traits(np.array([span.row])).wanted
         details = self._describe_input(span, x, adapters, wanted.top_n) if wanted.anything.any() else None
         if self._is_answering:
-            answers.write_input(response, span, details)
+            step_response.write_input(response, span, details)
 
     def _describe_input(
         self, span: InputSpan, x: Tensor, adapters: TokenAdapters | None, top_n: Integers
@@ -112,9 +112,9 @@ class Engine:
             parts, problems = self._sample_drafts(batch, logits)
         for problem in problems:
             self._end_row(response, problem)
-        response.digest = answers.digest(parts)
+        response.digest = step_response.digest(parts)
         if self._is_answering:
-            answers.write_sampled(response, parts)
+            step_response.write_sampled(response, parts)
 
     def _sample_drafts(self, batch: Batch, logits: Tensor) -> tuple[list[Sampled], list[Problem]]:
         """What goes wrong behind a draft comes again, before any in the row's next step. A row of which the

@@ -18,7 +18,7 @@ from tests.shard.test_every_prompt import PAD, Case
 from tests.shard.test_torch_platform import plain
 from tests.shard.tuning_cells import Asked
 from tgis.shard.collectives import World
-from tgis.shard.engine import Engine
+from tgis.shard.runner.model_runner import Engine
 from tgis.shard.startup.load import load
 
 NAMES = {"decoder": "granite_biases", "encoder_decoder": "bart_scaled"}

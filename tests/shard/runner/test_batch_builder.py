@@ -10,10 +10,10 @@ import torch
 
 from tests.shard.messages import NOTHING, SAMPLE, Steps, integers, open_row, pack
 from tgis.pb import shard_pb2 as pb
-from tgis.shard.batch import Batch, RowTable
 from tgis.shard.contents import Contents, Prompt
 from tgis.shard.lora import Adapter
 from tgis.shard.models.interface import StepInputs
+from tgis.shard.runner.batch_builder import Batch, RowTable
 
 CPU = torch.device("cpu")
 SWITCH_LEN = 22
