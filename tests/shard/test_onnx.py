@@ -20,12 +20,12 @@ from tgis.pb import shard_pb2 as pb
 from tgis.shard.attention.cpu import CpuAttention
 from tgis.shard.cache import KVCache, local_kv_heads
 from tgis.shard.collectives import World
-from tgis.shard.grammar import Guides, read_tokenizer
 from tgis.shard.models import onnx
 from tgis.shard.models.interface import Model
 from tgis.shard.runner.batch_builder import RowTable
 from tgis.shard.runner.forward import Forward
 from tgis.shard.runner.model_runner import Engine
+from tgis.shard.sampling.grammar import Guides, read_tokenizer
 
 DATA = Path(__file__).parent.parent / "data" / "onnx"
 # Scores of the graph in float16 are as far from those in float32 as its arithmetic.

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from tgis.pb import shard_pb2 as pb
 from tgis.shard.attention.base import AttentionMetadata
-from tgis.shard.details import InputSpan
 from tgis.shard.models.interface import StepInputs
 from tgis.shard.runner.layout import Layout
 from tgis.shard.runner.opening import NOT_WANTED, read_column
 from tgis.shard.runner.row_table import Booleans, Integers, Rows, TokenIds
+from tgis.shard.sampling.logprobs import InputSpan
 
 Blocks = npt.NDArray[np.int32]
 

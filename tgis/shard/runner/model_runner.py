@@ -11,8 +11,6 @@ from torch import Tensor
 from tgis import failpoints
 from tgis.pb import shard_pb2 as pb
 from tgis.shard.contents import Contents
-from tgis.shard.details import InputSpan, TokenDetails, Wanted, describe, join, leave_blank
-from tgis.shard.grammar import Guides
 from tgis.shard.lora import TokenAdapters
 from tgis.shard.models.interface import EncoderDecoder
 from tgis.shard.runner import step_response
@@ -21,7 +19,9 @@ from tgis.shard.runner.forward import Forward
 from tgis.shard.runner.row_table import Booleans, Integers
 from tgis.shard.runner.step_response import Problem, Sampled, SampledDetails
 from tgis.shard.runner.verify_drafts import follow_drafts
-from tgis.shard.sampling import sample
+from tgis.shard.sampling.grammar import Guides
+from tgis.shard.sampling.logprobs import InputSpan, TokenDetails, Wanted, describe, join, leave_blank
+from tgis.shard.sampling.sampler import sample
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,6 @@ import torch
 
 from tgis.pb import shard_pb2 as pb
 from tgis.shard.contents import Contents
-from tgis.shard.details import Wanted
 from tgis.shard.runner.opening import (
     ROW,
     Limits,
@@ -19,7 +18,8 @@ from tgis.shard.runner.opening import (
     read_parameters,
     read_row,
 )
-from tgis.shard.sampling import PARAMETERS, SamplingBatch, SeenTokens, find_plain
+from tgis.shard.sampling.logprobs import Wanted
+from tgis.shard.sampling.sampler import PARAMETERS, SamplingBatch, SeenTokens, find_plain
 from tgis.shard.tuning import Tuning
 
 Integers = npt.NDArray[np.int64]

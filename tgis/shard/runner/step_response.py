@@ -10,8 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from tgis.pb import shard_pb2 as pb
-from tgis.shard.details import InputSpan, TokenDetails, Wanted, join
 from tgis.shard.runner.row_table import Booleans, Integers, TokenIds
+from tgis.shard.sampling.logprobs import InputSpan, TokenDetails, Wanted, join
 
 
 class Problem(NamedTuple):

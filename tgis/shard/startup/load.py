@@ -20,11 +20,11 @@ from tgis.shard.collectives import LOOPBACK, Meeting, World, WorldError
 from tgis.shard.compiled import compile_progress
 from tgis.shard.content_loading import Allowance, allow, open_contents, read_names
 from tgis.shard.contents import Contents
-from tgis.shard.grammar import Guides, read_tokenizer
 from tgis.shard.models.interface import Model, ModelSpec, UnsupportedModelError
 from tgis.shard.runner.batch_builder import RowTable
 from tgis.shard.runner.forward import Forward, TapedForward
 from tgis.shard.runner.model_runner import Engine
+from tgis.shard.sampling.grammar import Guides, read_tokenizer
 from tgis.shard.startup import engine_choice, memory_plan, platform, quantize_check
 from tgis.shard.startup.memory_plan import GIB, Demand, Room
 from tgis.shard.startup.platform import Platform

@@ -8,8 +8,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from tgis.shard.filters import Limits, keep_typical, narrow
-from tgis.shard.noise import draw_keys, race
+from tgis.shard.sampling.counter_rng import draw_keys, race
+from tgis.shard.sampling.logits_filters import Limits, keep_typical, narrow
 
 # One row's parameters; those from `seed` to `typical_p` are neutral in a greedy row.
 PARAMETERS = np.dtype(

@@ -10,8 +10,8 @@ import torch
 
 from tests import plain_sampling
 from tests.plain_sampling import Row, single
-from tgis.shard.details import describe
-from tgis.shard.sampling import PARAMETERS, SamplingBatch, SeenTokens, sample
+from tgis.shard.sampling.logprobs import describe
+from tgis.shard.sampling.sampler import PARAMETERS, SamplingBatch, SeenTokens, sample
 
 INF = math.inf
 CPU = torch.device("cpu")

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from tgis.shard.noise import draw_keys, race, uniforms
+from tgis.shard.sampling.counter_rng import draw_keys, race, uniforms
 
 
 def chi_square(counts: np.ndarray, probabilities: np.ndarray) -> float:

@@ -23,8 +23,8 @@ from tests.shard.driver import Request, Router, configure, opening
 from tests.shard.messages import GREEDY, SAMPLE, Steps, integers, open_row
 from tests.tokenizers_for_tests import write_byte_level
 from tgis.pb import shard_pb2 as pb
-from tgis.shard.grammar import Guides, read_tokenizer
 from tgis.shard.runner.model_runner import Engine
+from tgis.shard.sampling.grammar import Guides, read_tokenizer
 from tgis.shard.startup.load import load
 
 VOCAB_SIZE = 403  # more than the tokenizer has tokens
@@ -260,7 +260,7 @@ def test_what_others_have_used_up_of_a_grammar_fails_no_row(
 ) -> None:
     """Rows of one grammar share what is known of it, which is limited."""
     limits = LLParserLimits(max_lexer_states=1000, verbose_errors=False)
-    monkeypatch.setattr("tgis.shard.grammar.LIMITS", limits)
+    monkeypatch.setattr("tgis.shard.sampling.grammar.LIMITS", limits)
     guides = Guides(partial(read_tokenizer, directory, VOCAB_SIZE, [EOS]), VOCAB_SIZE)
     grammar = f"{HEADER}start: /x((.*[a-f].{{30}})|(.*x.{{20}}))/"
     for seed in range(30):
