@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tgis.pb import shard_pb2 as pb
-from tgis.shard.contents import Contents
+from tgis.shard.adapters.registry import Contents
 
 GREEDY = {"greedy": True, "repetition_penalty": 1.0, "length_penalty_factor": 1.0}
 NOTHING = Contents({}.__getitem__)

@@ -19,9 +19,9 @@ from tgis.prompts.lora_config import NAME as CONFIG
 from tgis.prompts.lora_files import MAX_HEADER_BYTES, read_adapter_files
 from tgis.prompts.soft_prompt import DECODER, ENCODER, Fit, read_peft_type, read_prompt
 from tgis.prompts.store import measure_adapter, measure_prompt
-from tgis.shard.content_loading import allow
+from tgis.shard.adapters.loading import allow
+from tgis.shard.adapters.lora_mapping import read_adapter
 from tgis.shard.layers.kernels import Parts
-from tgis.shard.models.adapters import read_adapter
 from tgis.shard.models.outline import outline
 from tgis.shard.stored import DTYPES
 

@@ -14,7 +14,7 @@ from tests.shard.family_oracle import NEW_TOKENS, check, draw_inputs
 from tests.shard.prompt_oracle import PromptOracle
 from tests.shard.stepping import ALONE, read_config
 from tests.shard.tuned import Tuned
-from tgis.shard.content_loading import open_store
+from tgis.shard.adapters.loading import open_store
 from tgis.shard.layers import cpu
 from tgis.shard.models import fallback
 from tgis.shard.models.interface import UnsupportedModelError

@@ -20,7 +20,7 @@ from tgis.hub.model_files import ModelNotFoundError
 from tgis.pb import shard_pb2 as pb
 from tgis.prompts.errors import ContentError
 from tgis.shard import resources
-from tgis.shard.content_loading import open_store
+from tgis.shard.adapters.loading import open_store
 from tgis.shard.models.interface import UnsupportedModelError
 from tgis.shard.startup import warm_up
 from tgis.shard.startup.load import load

@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tgis.pb import shard_pb2 as pb
-from tgis.shard.contents import Prompt
+from tgis.shard.adapters.registry import Prompt
 from tgis.shard.lora import Adapter
 
 Column = npt.NDArray[np.int32]

@@ -8,7 +8,8 @@ import numpy.typing as npt
 import torch
 
 from tgis.pb import shard_pb2 as pb
-from tgis.shard.contents import Contents
+from tgis.shard.adapters.registry import Contents
+from tgis.shard.adapters.row_adapters import Tuning
 from tgis.shard.runner.opening import (
     ROW,
     Limits,
@@ -20,7 +21,6 @@ from tgis.shard.runner.opening import (
 )
 from tgis.shard.sampling.logprobs import Wanted
 from tgis.shard.sampling.sampler import PARAMETERS, SamplingBatch, SeenTokens, find_plain
-from tgis.shard.tuning import Tuning
 
 Integers = npt.NDArray[np.int64]
 Booleans = npt.NDArray[np.bool_]

@@ -15,11 +15,11 @@ from tgis.config.processes import ShardConfig
 from tgis.hub import model_files
 from tgis.pb import shard_pb2 as pb
 from tgis.shard import collectives, resources
+from tgis.shard.adapters.loading import Allowance, allow, open_contents, read_names
+from tgis.shard.adapters.registry import Contents
 from tgis.shard.cache import KVCache, bytes_per_block
 from tgis.shard.collectives import LOOPBACK, Meeting, World, WorldError
 from tgis.shard.compiled import compile_progress
-from tgis.shard.content_loading import Allowance, allow, open_contents, read_names
-from tgis.shard.contents import Contents
 from tgis.shard.models.interface import Model, ModelSpec, UnsupportedModelError
 from tgis.shard.runner.batch_builder import RowTable
 from tgis.shard.runner.forward import Forward, TapedForward

@@ -18,7 +18,7 @@ from tgis.pb import shard_pb2 as pb
 from tgis.prompts.artifact_cache import Kind, Spool
 from tgis.prompts.errors import ContentError, MissingContentError
 from tgis.prompts.store import Found, Store
-from tgis.shard.contents import Contents
+from tgis.shard.adapters.registry import Contents
 
 logger = logging.getLogger(__name__)
 

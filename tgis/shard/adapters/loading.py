@@ -16,10 +16,10 @@ from tgis.prompts.artifact_cache import Spool
 from tgis.prompts.errors import NotTunableError
 from tgis.prompts.soft_prompt import Fit
 from tgis.prompts.store import Store
-from tgis.shard.contents import Content, Contents, Prompt
+from tgis.shard.adapters.lora_mapping import read_adapter
+from tgis.shard.adapters.registry import Content, Contents, Prompt
 from tgis.shard.layers.kernels import Parts
 from tgis.shard.models import catalogue
-from tgis.shard.models.adapters import read_adapter
 from tgis.shard.models.interface import Model, Tunable, UnsupportedModelError
 
 logger = logging.getLogger(__name__)

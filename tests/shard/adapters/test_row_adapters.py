@@ -9,10 +9,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from tgis.shard.contents import Prompt
+from tgis.shard.adapters.registry import Prompt
+from tgis.shard.adapters.row_adapters import Tuning
 from tgis.shard.lora import Adapter, AdapterSet
 from tgis.shard.models.interface import VirtualTokens
-from tgis.shard.tuning import Tuning
 
 CPU, NUM_ROWS, WIDTH = torch.device("cpu"), 12, 3
 

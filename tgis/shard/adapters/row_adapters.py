@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from tgis.shard.contents import Prompt
+from tgis.shard.adapters.registry import Prompt
 from tgis.shard.lora import Adapter, AdapterSet, TokenAdapters
 from tgis.shard.models.interface import VirtualTokens
 

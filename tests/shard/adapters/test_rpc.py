@@ -20,8 +20,8 @@ from tgis.prompts.artifact_cache import Kind, Spool
 from tgis.prompts.errors import ContentError, MissingContentError
 from tgis.prompts.store import Found, Store
 from tgis.router.shards.artifact_transfer import relay
-from tgis.shard.content_calls import ContentCalls
-from tgis.shard.contents import Content, Contents, Prompt
+from tgis.shard.adapters.registry import Content, Contents, Prompt
+from tgis.shard.adapters.rpc import ContentCalls
 from tgis.shard.server import ShardService, _listen
 from tgis.shard.transport.link import UnixLink
 

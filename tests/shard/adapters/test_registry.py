@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from tgis.prompts.errors import MissingContentError
-from tgis.shard import contents as contents_module
-from tgis.shard.contents import Content, Contents, Prompt
+from tgis.shard.adapters import registry as contents_module
+from tgis.shard.adapters.registry import Content, Contents, Prompt
 from tgis.shard.lora import Adapter, LowRank
 
 PROMPT, ADAPTER = Prompt(torch.ones(2, 4), torch.ones(0, 4)), Adapter({})
