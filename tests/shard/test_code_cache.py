@@ -12,9 +12,10 @@ import pytest
 import torch
 from numba import carray
 
-from tgis.shard import code_cache, compiled, progress
+from tgis.shard import code_cache, compiled
+from tgis.shard.checkpoint import progress
+from tgis.shard.checkpoint.progress import CompileProgress
 from tgis.shard.compiled import Kernel, pointer, take
-from tgis.shard.progress import CompileProgress
 
 NOWHERE = Path("/proc/nowhere")
 _I64 = np.int64(0)
@@ -69,7 +70,7 @@ def test_compiling_is_told_where_nothing_is_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """With how long the code lasts."""
-    caplog.set_level("INFO", "tgis.shard.progress")
+    caplog.set_level("INFO", "tgis.shard.checkpoint.progress")
     monkeypatch.setattr(progress, "FIRST_COMPILING_S", 0.0)
 
     def told(*bases: Path) -> list[str]:

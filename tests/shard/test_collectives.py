@@ -164,7 +164,7 @@ def count_bytes_read(world: World, directory: Path) -> int:
     records: list[logging.LogRecord] = []
     handler = logging.Handler()
     handler.emit = records.append  # type: ignore[method-assign]
-    logger = logging.getLogger("tgis.shard.progress")
+    logger = logging.getLogger("tgis.shard.checkpoint.progress")
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     try:

@@ -16,10 +16,10 @@ from tests.shard.stepping import ALONE, Stepper, make_metadata, read_config
 from tgis.shard.attention.base import Scoring
 from tgis.shard.attention.cpu import CpuAttention
 from tgis.shard.cache import KVCache
+from tgis.shard.checkpoint.tensors import WeightsError
 from tgis.shard.models import fallback
 from tgis.shard.models.fallback_hook import AttentionCall, NotServedError, PagedStep, find_window
 from tgis.shard.models.interface import Model, UnsupportedModelError
-from tgis.shard.stored import WeightsError
 
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
 MODELS: dict[str, tuple[Callable[[], transformers.PretrainedConfig], str]] = {

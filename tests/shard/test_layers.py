@@ -7,13 +7,13 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from tgis.shard.checkpoint.weights import Weights
 from tgis.shard.collectives import World
 from tgis.shard.layers import cpu
 from tgis.shard.layers.embedding import Embedding, Head
 from tgis.shard.layers.kernels import Parts
 from tgis.shard.layers.linear import ColumnParallel, Replicated, RowParallel
 from tgis.shard.lora import Adapter, AdapterSet, Cut, LowRank, TokenAdapters
-from tgis.shard.weights import Weights
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 

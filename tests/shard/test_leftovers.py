@@ -14,11 +14,11 @@ from torch import Tensor
 from tests.shard.checkpoints import SMALL, edit_config, write_model
 from tests.shard.family_cases.all import CASES
 from tests.shard.stepping import ALONE, read_config
+from tgis.shard.checkpoint.tensors import WeightsError
 from tgis.shard.collectives import World
 from tgis.shard.models import catalogue, fallback
 from tgis.shard.models.catalogue import FAMILIES
 from tgis.shard.models.leftovers import refuse_unread
-from tgis.shard.stored import WeightsError
 
 # The first case of each family, by the name of its module.
 FIRST_CASES = {

@@ -11,11 +11,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from tests.shard.test_layers import parts
+from tgis.shard.checkpoint.weights import Weights
 from tgis.shard.collectives import World
 from tgis.shard.layers import cpu
 from tgis.shard.layers.kernels import Parts
 from tgis.shard.layers.norm import Norm, NormKind, read_head_norm
-from tgis.shard.weights import Weights
 
 EPS = 1e-5
 

@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from tests.shard.stepping import ALONE, read_config
+from tgis.shard.checkpoint.tensors import WeightsError
 from tgis.shard.models import onnx
 from tgis.shard.models.interface import UnsupportedModelError
 from tgis.shard.models.onnx_graph import read_graph
-from tgis.shard.stored import WeightsError
 
 DATA = Path(__file__).parent.parent / "data" / "onnx"
 FILES = sorted(DATA.glob("*/*.onnx"))

@@ -8,11 +8,11 @@ import torch
 
 from tests.shard.checkpoints import edit_config, write_llama, write_model
 from tests.shard.family_cases.all import CASES
+from tgis.shard.checkpoint.tensors import WeightsError
 from tgis.shard.collectives import World
 from tgis.shard.models import catalogue, outline
 from tgis.shard.models.catalogue import FAMILIES
 from tgis.shard.models.interface import Tunable
-from tgis.shard.stored import WeightsError
 
 # The last case of each family: those of data that follows from the checkpoint.
 OF_FAMILY = {FAMILIES[make().model_type].__name__: name for name, make in CASES.items()}

@@ -21,9 +21,9 @@ from tgis.prompts.soft_prompt import DECODER, ENCODER, Fit, read_peft_type, read
 from tgis.prompts.store import measure_adapter, measure_prompt
 from tgis.shard.adapters.loading import allow
 from tgis.shard.adapters.lora_mapping import read_adapter
+from tgis.shard.checkpoint.tensors import DTYPES
 from tgis.shard.layers.kernels import Parts
 from tgis.shard.models.outline import outline
-from tgis.shard.stored import DTYPES
 
 UNBOUNDED = 1 << 40  # bytes
 

@@ -24,8 +24,8 @@ from numba import types
 from numba.extending import intrinsic as untyped_intrinsic
 from torch import Tensor
 
+from tgis.shard.checkpoint.progress import CompileProgress
 from tgis.shard.code_cache import cache_directory, tell_place
-from tgis.shard.progress import CompileProgress
 
 logger = logging.getLogger(__name__)
 

@@ -21,11 +21,11 @@ from tgis.pb import shard_pb2 as pb
 from tgis.prompts.errors import ContentError
 from tgis.shard import resources
 from tgis.shard.adapters.loading import open_store
+from tgis.shard.checkpoint.tensors import WeightsError
 from tgis.shard.models.interface import UnsupportedModelError
 from tgis.shard.startup import warm_up
 from tgis.shard.startup.load import load
 from tgis.shard.startup.memory_plan import GIB, MIB, CacheTooSmallError, ModelTooLargeError
-from tgis.shard.stored import WeightsError
 
 KIB = 1 << 10
 

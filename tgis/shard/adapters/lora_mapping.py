@@ -12,10 +12,10 @@ from torch import Tensor
 from tgis.prompts.errors import ContentError, quote
 from tgis.prompts.lora_files import split_name
 from tgis.shard.adapters.lora_names import divide, is_unused, spell
+from tgis.shard.checkpoint.provenance import Rows
+from tgis.shard.checkpoint.tensors import WeightsError
 from tgis.shard.layers.kernels import Parts
 from tgis.shard.lora import Adapter, Cut, LowRank
-from tgis.shard.origins import Rows
-from tgis.shard.stored import WeightsError
 
 # Of a model's own table, compared at a time.
 COMPARED_ROWS = 8192

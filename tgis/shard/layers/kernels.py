@@ -8,9 +8,9 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
+from tgis.shard.checkpoint.weights import Weights
 from tgis.shard.collectives import World
 from tgis.shard.lora import Cut, Deltas, TokenAdapters
-from tgis.shard.weights import Weights
 
 Quantization = Literal["none", "int8"]
 

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 import torch
 
+from tgis.shard.checkpoint.weights import Source, Weights
 from tgis.shard.collectives import World
 from tgis.shard.layers import cpu
 from tgis.shard.layers.kernels import Kernels, Parts, Quantization
@@ -41,7 +42,6 @@ from tgis.shard.models.interface import Model, UnsupportedModelError
 from tgis.shard.models.leftovers import refuse_unread
 from tgis.shard.models.seq2seq_spec import EncoderDecoderSpec
 from tgis.shard.models.spec import DecoderSpec
-from tgis.shard.weights import Source, Weights
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,8 @@ from transformers.utils import logging as transformers_logging
 
 from tgis.errors import OperatorError
 from tgis.hub import model_files
-from tgis.shard.checkpoint import Checkpoint
+from tgis.shard.checkpoint.files import Checkpoint
+from tgis.shard.checkpoint.tensors import WeightsError
 from tgis.shard.collectives import World
 from tgis.shard.models.fallback_check import check_positions, check_scores, choose_tokens, score_alone
 from tgis.shard.models.fallback_hook import Hook, NotServedError, Recorder, cache_shape
@@ -27,7 +28,6 @@ from tgis.shard.models.fallback_model import FallbackModel, compute_states
 from tgis.shard.models.fallback_spec import FallbackSpec
 from tgis.shard.models.interface import UnsupportedModelError
 from tgis.shard.models.leftovers import refuse_unread
-from tgis.shard.stored import WeightsError
 
 CAUSAL = "AutoModelForCausalLM"
 # Turn all positions of a step by its longest sequence.

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tgis.shard.stored import WeightsError
+from tgis.shard.checkpoint.tensors import WeightsError
 
 
 @dataclass(frozen=True)

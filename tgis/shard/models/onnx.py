@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from tgis.hub import model_files
+from tgis.shard.checkpoint.tensors import WeightsError, first_line
 from tgis.shard.collectives import World
 from tgis.shard.models import onnx_model
 from tgis.shard.models.interface import Model, UnsupportedModelError
 from tgis.shard.models.onnx_graph import Graph, Value, read_graph
 from tgis.shard.models.onnx_model import HAS_PAST, LOGITS, MASK, POSITIONS, TOKENS, OnnxModel, Runner
-from tgis.shard.stored import WeightsError, first_line
 
 logger = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from tgis.shard.stored import WeightsError, first_line
+from tgis.shard.checkpoint.tensors import WeightsError, first_line
 
 # Types of fields in protobuf's encoding, and how long the values of fixed length are.
 VARINT, BYTES = 0, 2

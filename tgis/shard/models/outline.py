@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tgis.shard.checkpoint.tensors import ALL, Stored
+from tgis.shard.checkpoint.weights import Weights
 from tgis.shard.collectives import World
 from tgis.shard.layers import cpu
 from tgis.shard.layers.kernels import Parts
@@ -17,8 +19,6 @@ from tgis.shard.models import catalogue
 from tgis.shard.models.decoder import Decoder
 from tgis.shard.models.encoder_decoder import EncoderDecoderModel
 from tgis.shard.models.spec import DecoderSpec
-from tgis.shard.stored import ALL, Stored
-from tgis.shard.weights import Weights
 
 NOWHERE = torch.device("meta")
 

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 
 from tgis.config.processes import ENGINES
+from tgis.shard.checkpoint.tensors import WeightsError
 from tgis.shard.collectives import World
 from tgis.shard.layers.kernels import Kernels, Quantization
 from tgis.shard.models import catalogue, fallback, onnx
 from tgis.shard.models.interface import ConfigurationError, Model, ModelSpec, UnsupportedModelError
-from tgis.shard.stored import WeightsError
 
 logger = logging.getLogger(__name__)
 

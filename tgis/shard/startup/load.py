@@ -18,6 +18,7 @@ from tgis.shard import collectives, resources
 from tgis.shard.adapters.loading import Allowance, allow, open_contents, read_names
 from tgis.shard.adapters.registry import Contents
 from tgis.shard.cache import KVCache, bytes_per_block
+from tgis.shard.checkpoint.tensors import DTYPES
 from tgis.shard.collectives import LOOPBACK, Meeting, World, WorldError
 from tgis.shard.compiled import compile_progress
 from tgis.shard.models.interface import Model, ModelSpec, UnsupportedModelError
@@ -30,7 +31,6 @@ from tgis.shard.startup.memory_plan import GIB, Demand, Room
 from tgis.shard.startup.platform import Platform
 from tgis.shard.startup.threads import configure
 from tgis.shard.startup.warm_up import WarmUp, largest_step
-from tgis.shard.stored import DTYPES
 
 logger = logging.getLogger(__name__)
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 
 from tgis.config.processes import ShardConfig
-from tgis.shard.checkpoint import count_elements
+from tgis.shard.checkpoint.files import count_elements
 from tgis.shard.layers.int8 import BYTES_PER_WEIGHT
 from tgis.shard.layers.kernels import Quantization
 from tgis.shard.startup.engine_choice import Choice

@@ -3,12 +3,12 @@ it, with ALiBi (RW). RefinedWeb and RefinedWebModel are what 40B and the rest we
 
 import torch
 
+from tgis.shard.checkpoint.weights import Source, grouped
 from tgis.shard.models.config import Config, activation, divide_heads, integer, number, rope
 from tgis.shard.models.families import bloom
 from tgis.shard.models.positions import alibi_slopes
 from tgis.shard.models.refusals import refuse_others
 from tgis.shard.models.spec import DecoderSpec, Residual
-from tgis.shard.weights import Source, grouped
 
 MODEL_TYPES: tuple[str, ...] = ("falcon", "RefinedWeb", "RefinedWebModel")
 PREFIX = bloom.PREFIX

@@ -2,11 +2,11 @@
 
 from dataclasses import replace
 
+from tgis.shard.checkpoint.weights import Source
 from tgis.shard.models.config import Config
 from tgis.shard.models.families import llama
 from tgis.shard.models.interface import UnsupportedModelError
 from tgis.shard.models.spec import DecoderSpec
-from tgis.shard.weights import Source
 
 MODEL_TYPES: tuple[str, ...] = ("gemma",)
 

@@ -4,12 +4,12 @@ head instead of capped scores; layers with a window turn positions in their own 
 from collections.abc import Mapping
 from dataclasses import replace
 
+from tgis.shard.checkpoint.weights import Source
 from tgis.shard.models.config import Config, integer, rope
 from tgis.shard.models.families import gemma2
 from tgis.shard.models.interface import UnsupportedModelError
 from tgis.shard.models.spec import DecoderSpec
 from tgis.shard.models.windows import SLIDING, layer_windows
-from tgis.shard.weights import Source
 
 MODEL_TYPES: tuple[str, ...] = ("gemma3", "gemma3_text")
 PREFIX = "language_model."

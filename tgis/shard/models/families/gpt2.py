@@ -1,10 +1,10 @@
 """GPT-2: LayerNorm, learned positions, weights stored [in, out]; SantaCoder's own code shares the keys and
 values of all heads."""
 
+from tgis.shard.checkpoint.weights import Source, first_of, stack, transposed
 from tgis.shard.models.config import Config, activation, divide_heads, integer, number
 from tgis.shard.models.refusals import refuse_others
 from tgis.shard.models.spec import DecoderSpec
-from tgis.shard.weights import Source, first_of, stack, transposed
 
 MODEL_TYPES: tuple[str, ...] = ("gpt2",)
 PREFIX = "transformer."

@@ -2,10 +2,10 @@
 
 from dataclasses import replace
 
+from tgis.shard.checkpoint.weights import Source, grouped
 from tgis.shard.models.config import Config
 from tgis.shard.models.families import gpt2
 from tgis.shard.models.spec import DecoderSpec
-from tgis.shard.weights import Source, grouped
 
 MODEL_TYPES: tuple[str, ...] = ("gpt_bigcode",)
 PREFIX = gpt2.PREFIX

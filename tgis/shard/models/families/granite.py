@@ -2,10 +2,10 @@
 
 from dataclasses import replace
 
+from tgis.shard.checkpoint.weights import Source
 from tgis.shard.models.config import Config, number
 from tgis.shard.models.families import llama
 from tgis.shard.models.spec import DecoderSpec
-from tgis.shard.weights import Source
 
 MODEL_TYPES: tuple[str, ...] = ("granite",)
 

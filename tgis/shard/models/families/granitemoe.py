@@ -2,10 +2,10 @@
 
 from dataclasses import replace
 
+from tgis.shard.checkpoint.weights import Source, expert
 from tgis.shard.models.config import Config
 from tgis.shard.models.families import granite, mixtral
 from tgis.shard.models.spec import DecoderSpec
-from tgis.shard.weights import Source, expert
 
 MODEL_TYPES: tuple[str, ...] = ("granitemoe",)
 

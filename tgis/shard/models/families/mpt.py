@@ -1,10 +1,10 @@
 """MPT: no biases anywhere, ALiBi."""
 
+from tgis.shard.checkpoint.weights import Source, first_of
 from tgis.shard.models.config import Config, divide_heads, integer, number, optional_number
 from tgis.shard.models.positions import alibi_slopes
 from tgis.shard.models.refusals import refuse_others, section
 from tgis.shard.models.spec import DecoderSpec
-from tgis.shard.weights import Source, first_of
 
 MODEL_TYPES: tuple[str, ...] = ("mpt",)
 PREFIX = "transformer."

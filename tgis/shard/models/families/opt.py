@@ -1,10 +1,10 @@
 """OPT: learned positions from the third row of their table, ReLU; 350M normalises after each sum, and its
 embeddings are narrower than its layers."""
 
+from tgis.shard.checkpoint.weights import Source, first_of, stack
 from tgis.shard.models.config import Config, activation, divide_heads, integer
 from tgis.shard.models.refusals import refuse_others
 from tgis.shard.models.spec import DecoderSpec
-from tgis.shard.weights import Source, first_of, stack
 
 MODEL_TYPES: tuple[str, ...] = ("opt",)
 PREFIX = "model."

@@ -2,11 +2,11 @@
 
 from dataclasses import replace
 
+from tgis.shard.checkpoint.weights import Source, stack
 from tgis.shard.models.config import Config, integer
 from tgis.shard.models.families import mixtral, qwen3
 from tgis.shard.models.interface import UnsupportedModelError
 from tgis.shard.models.spec import DecoderSpec
-from tgis.shard.weights import Source, stack
 
 MODEL_TYPES: tuple[str, ...] = ("qwen3_moe",)
 

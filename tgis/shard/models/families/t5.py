@@ -2,10 +2,10 @@
 
 from dataclasses import replace
 
+from tgis.shard.checkpoint.weights import Source, first_of, stack
 from tgis.shard.models.config import Config, activation, integer, number
 from tgis.shard.models.interface import UnsupportedModelError
 from tgis.shard.models.seq2seq_spec import EncoderDecoderSpec, RelativeBias, StackSpec
-from tgis.shard.weights import Source, first_of, stack
 
 MODEL_TYPES: tuple[str, ...] = ("t5", "mt5", "umt5")
 # The table of tokens, which both stacks and often the head share, is stored under some of its names.

@@ -6,8 +6,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tgis.shard.progress import CompileProgress, Progress
-from tgis.shard.weights import Weights, stack
+from tgis.shard.checkpoint.progress import CompileProgress, Progress
+from tgis.shard.checkpoint.weights import Weights, stack
 
 
 def fields(caplog: pytest.LogCaptureFixture) -> list[dict[str, float]]:

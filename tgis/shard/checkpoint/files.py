@@ -10,9 +10,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from tgis.shard.progress import Progress
+from tgis.shard.checkpoint.progress import Progress
+from tgis.shard.checkpoint.tensors import FileTensor, MissingTensorError, WeightsError, first_line
 from tgis.shard.resources import release_memory
-from tgis.shard.stored import FileTensor, MissingTensorError, WeightsError, first_line
 from tgis.tensor_files.safe_pickle import INCOMPLETE, TORN, PickleError, can_map, open_pickle
 
 logger = logging.getLogger(__name__)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tgis.shard.stored import ALL
+from tgis.shard.checkpoint.tensors import ALL
 
 _ROW_BITS = 40  # of an element, for the number of its row; those above are its module's
 

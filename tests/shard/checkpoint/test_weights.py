@@ -10,11 +10,11 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from tgis.shard import checkpoint
-from tgis.shard.checkpoint import count_elements
+from tgis.shard.checkpoint import files
+from tgis.shard.checkpoint.files import count_elements
+from tgis.shard.checkpoint.tensors import WeightsError
+from tgis.shard.checkpoint.weights import Source, Weights, expert, grouped, stack, transposed
 from tgis.shard.resources import begin_peak, peak
-from tgis.shard.stored import WeightsError
-from tgis.shard.weights import Source, Weights, expert, grouped, stack, transposed
 
 SOURCES: dict[str, Source] = {
     "embed": "model.embed_tokens",
@@ -341,7 +341,7 @@ def test_pages_that_were_read_do_not_pile_up(
         torch.save(content, tmp_path / "pytorch_model.bin")
     else:
         save_single(tmp_path, content)
-    monkeypatch.setattr(checkpoint, "REOPEN_BYTES", 2 << 20)
+    monkeypatch.setattr(files, "REOPEN_BYTES", 2 << 20)
     weights, before = Weights(tmp_path, {"blocks.{i}.up": "layers.{i}"}), begin_peak()
     for i in range(64):
         assert weights.find(f"blocks.{i}.up.weight", (512, 256)).read().mean() == i

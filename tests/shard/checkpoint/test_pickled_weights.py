@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from tests.shard.test_weights import SOURCES, check_slices, fail, save_single, tensors
-from tgis.shard.stored import WeightsError
-from tgis.shard.weights import Weights
+from tests.shard.checkpoint.test_weights import SOURCES, check_slices, fail, save_single, tensors
+from tgis.shard.checkpoint.tensors import WeightsError
+from tgis.shard.checkpoint.weights import Weights
 from tgis.tensor_files.safe_pickle import PickleError, open_pickle
 
 BIN = "pytorch_model.bin"

@@ -9,9 +9,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Protocol
 
-from tgis.shard.checkpoint import Checkpoint
-from tgis.shard.origins import Numbers, Rows, list_rows
-from tgis.shard.stored import (
+from tgis.shard.checkpoint.files import Checkpoint
+from tgis.shard.checkpoint.provenance import Numbers, Rows, list_rows
+from tgis.shard.checkpoint.tensors import (
     ALL,
     MissingTensorError,
     Stack,
