@@ -17,9 +17,9 @@ from tgis.cli.demo_text import read_documents
 from tgis.hub import model_files
 from tgis.shard.attention.base import AttentionMetadata
 from tgis.shard.attention.cpu import CpuAttention
-from tgis.shard.cache import KVCache
 from tgis.shard.collectives import World
 from tgis.shard.layers.kernels import Quantization
+from tgis.shard.memory.kv_cache import KVCache
 from tgis.shard.models import catalogue
 from tgis.shard.models.decoder import Decoder
 from tgis.shard.models.interface import StepInputs

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from tgis.prompts.soft_prompt import Fit
-from tgis.shard.resources import release_memory
+from tgis.shard.memory.host_limits import release_memory
 
 WIDTH = 8
 FIT = Fit(

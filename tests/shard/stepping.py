@@ -10,8 +10,8 @@ from torch import Tensor
 
 from tgis.shard.attention.base import AttentionMetadata
 from tgis.shard.attention.cpu import CpuAttention
-from tgis.shard.cache import KVCache, local_kv_heads
 from tgis.shard.collectives import World
+from tgis.shard.memory.kv_cache import KVCache, local_kv_heads
 from tgis.shard.models import catalogue
 from tgis.shard.models.decoder import Decoder
 from tgis.shard.models.interface import StepInputs

@@ -15,7 +15,7 @@ from torch import Tensor
 from tests.shard.stepping import make_metadata
 from tgis.shard.attention.base import TILE, AttentionMetadata, Scoring
 from tgis.shard.attention.cpu import CpuAttention
-from tgis.shard.cache import KVCache, bytes_per_block
+from tgis.shard.memory.kv_cache import KVCache, bytes_per_block
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 PLAIN = Scoring(scale=0.3)

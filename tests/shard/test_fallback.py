@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from tests.shard.checkpoints import SMALL, write_model
 from tests.shard.family_oracle import NEW_TOKENS, Answer, Oracle
 from tests.shard.stepping import ALONE, Stepper, read_config
-from tgis.shard.cache import local_kv_heads
 from tgis.shard.collectives import World
+from tgis.shard.memory.kv_cache import local_kv_heads
 from tgis.shard.models import fallback
 from tgis.shard.models.fallback_linear import PackedLinear, find_wanted, pack_linears
 from tgis.shard.models.interface import Model

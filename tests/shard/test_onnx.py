@@ -18,8 +18,8 @@ from tests.shard.stepping import ALONE, Stepper, read_config
 from tests.tokenizers_for_tests import write_wordpiece
 from tgis.pb import shard_pb2 as pb
 from tgis.shard.attention.cpu import CpuAttention
-from tgis.shard.cache import KVCache, local_kv_heads
 from tgis.shard.collectives import World
+from tgis.shard.memory.kv_cache import KVCache, local_kv_heads
 from tgis.shard.models import onnx
 from tgis.shard.models.interface import Model
 from tgis.shard.runner.batch_builder import RowTable

@@ -23,7 +23,6 @@ from tests.shard.family_oracle import NEW_TOKENS, Oracle, draw_inputs
 from tests.shard.messages import GREEDY, SAMPLE
 from tests.shard.test_attention import PLAIN, SCORINGS, SHAPES, Scene, Shape, check
 from tests.shard.test_low_rank import draw_scene
-from tgis.shard import resources
 from tgis.shard.attention import torch_attention
 from tgis.shard.attention.base import Scoring
 from tgis.shard.attention.torch_attention import TorchAttention
@@ -33,6 +32,7 @@ from tgis.shard.layers.compiled_activations import KINDS
 from tgis.shard.layers.kernels import HeadNorm
 from tgis.shard.layers.torch_kernels import TorchKernels
 from tgis.shard.lora import AdapterSet, Deltas, LowRank, TokenAdapters
+from tgis.shard.memory import host_limits
 from tgis.shard.startup import platform
 from tgis.shard.startup.load import load
 from tgis.shard.startup.platform import ON_CPU, DeviceError, Platform
@@ -432,6 +432,6 @@ def test_memory_of_ranks() -> None:
         def min(self, value: int) -> int:
             return value
 
-    one = resources.memory_left()
+    one = host_limits.memory_left()
     assert ON_CPU.memory_left(Two()) == pytest.approx(one, rel=0.2)
     assert replace(ON_CPU, is_memory_shared=False).memory_left(Two()) == pytest.approx(2 * one, rel=0.2)

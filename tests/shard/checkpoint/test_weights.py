@@ -14,7 +14,7 @@ from tgis.shard.checkpoint import files
 from tgis.shard.checkpoint.files import count_elements
 from tgis.shard.checkpoint.tensors import WeightsError
 from tgis.shard.checkpoint.weights import Source, Weights, expert, grouped, stack, transposed
-from tgis.shard.resources import begin_peak, peak
+from tgis.shard.memory.host_limits import begin_peak, peak
 
 SOURCES: dict[str, Source] = {
     "embed": "model.embed_tokens",

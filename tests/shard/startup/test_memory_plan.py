@@ -5,8 +5,8 @@ from itertools import product
 import pytest
 import torch
 
-from tgis.shard.cache import bytes_per_block
 from tgis.shard.collectives import World
+from tgis.shard.memory.kv_cache import bytes_per_block
 from tgis.shard.models.spec import DecoderSpec
 from tgis.shard.startup.memory_plan import (
     GIB,

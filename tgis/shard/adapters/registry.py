@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tgis.prompts.errors import MissingContentError
 from tgis.shard.lora import Adapter
-from tgis.shard.resources import release_memory
+from tgis.shard.memory.host_limits import release_memory
 
 
 @dataclass(frozen=True, eq=False)

@@ -8,8 +8,8 @@ from torch import Tensor
 from tgis.shard import compiled
 from tgis.shard.attention.base import AttentionMetadata, Scoring
 from tgis.shard.attention.kernels import ATTEND, TOKENS, WRITE
-from tgis.shard.cache import KVCache
 from tgis.shard.compiled import as_bits
+from tgis.shard.memory.kv_cache import KVCache
 
 
 class CpuAttention:

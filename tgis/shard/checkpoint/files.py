@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tgis.shard.checkpoint.progress import Progress
 from tgis.shard.checkpoint.tensors import FileTensor, MissingTensorError, WeightsError, first_line
-from tgis.shard.resources import release_memory
+from tgis.shard.memory.host_limits import release_memory
 from tgis.tensor_files.safe_pickle import INCOMPLETE, TORN, PickleError, can_map, open_pickle
 
 logger = logging.getLogger(__name__)

@@ -10,8 +10,8 @@ from transformers import DynamicCache
 
 from tgis.shard.attention.base import AttentionMetadata
 from tgis.shard.attention.cpu import CpuAttention
-from tgis.shard.cache import KVCache, local_kv_heads
 from tgis.shard.collectives import World
+from tgis.shard.memory.kv_cache import KVCache, local_kv_heads
 from tgis.shard.models.fallback_hook import Hook, NotServedError, Recorder
 from tgis.shard.models.fallback_model import FallbackModel, compute_states, read_logits
 from tgis.shard.models.interface import StepInputs

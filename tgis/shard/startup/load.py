@@ -14,13 +14,14 @@ import torch
 from tgis.config.processes import ShardConfig
 from tgis.hub import model_files
 from tgis.pb import shard_pb2 as pb
-from tgis.shard import collectives, resources
+from tgis.shard import collectives
 from tgis.shard.adapters.loading import Allowance, allow, open_contents, read_names
 from tgis.shard.adapters.registry import Contents
-from tgis.shard.cache import KVCache, bytes_per_block
 from tgis.shard.checkpoint.tensors import DTYPES
 from tgis.shard.collectives import LOOPBACK, Meeting, World, WorldError
 from tgis.shard.compiled import compile_progress
+from tgis.shard.memory import host_limits
+from tgis.shard.memory.kv_cache import KVCache, bytes_per_block
 from tgis.shard.models.interface import Model, ModelSpec, UnsupportedModelError
 from tgis.shard.runner.batch_builder import RowTable
 from tgis.shard.runner.forward import Forward, TapedForward
@@ -53,7 +54,7 @@ def load(config: ShardConfig, ranks: World | None = None, on: Platform | None = 
     quantize_check.check(config.quantize, on)
     demand = _demand(config, settings, spec)
     allowance = allow(config, choice.engine == engine_choice.NATIVE, demand.max_sequence_length)
-    configure(config.cpu_threads or max(1, resources.count_cores() // _num_local(config)))
+    configure(config.cpu_threads or max(1, host_limits.count_cores() // _num_local(config)))
     dtype = _choose_dtype(config.dtype, settings, choice)
     info = _describe(config, settings, spec, dtype, allowance)
     guides = _start_guides(directory, Path(config.tokenizer_path or directory), spec.vocab_size)
@@ -62,7 +63,7 @@ def load(config: ShardConfig, ranks: World | None = None, on: Platform | None = 
     before = on.memory.memory_used()
     model = choice.load(ranks, DTYPES[dtype], on.kernels)
     _check_length(model.spec, demand.max_sequence_length)
-    resources.release_memory()
+    host_limits.release_memory()
     weight_gib = (on.memory.memory_used() - before) / GIB
     guides.wait_until_ready()  # its memory is not that of a step, which is measured next
     if allowance.adapter_bytes:

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import torch
 
 from tgis.errors import OperatorError
-from tgis.shard.cache import KVCache, Shape, bytes_per_block, local_kv_heads
 from tgis.shard.collectives import World
+from tgis.shard.memory.kv_cache import KVCache, Shape, bytes_per_block, local_kv_heads
 
 MIB, GIB = 1 << 20, 1 << 30
 

@@ -10,16 +10,16 @@ import torch
 
 from tgis.errors import OperatorError
 from tgis.process.gpus import has_gpus
-from tgis.shard import resources
 from tgis.shard.attention.base import Attention
 from tgis.shard.attention.cpu import CpuAttention
 from tgis.shard.attention.torch_attention import TorchAttention
-from tgis.shard.cache import KVCache
 from tgis.shard.collectives import CPU, World
-from tgis.shard.cuda_memory import CudaMemory
 from tgis.shard.layers import cpu
 from tgis.shard.layers.kernels import Kernels
 from tgis.shard.layers.torch_kernels import TorchKernels
+from tgis.shard.memory import host_limits
+from tgis.shard.memory.cuda import CudaMemory
+from tgis.shard.memory.kv_cache import KVCache
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +67,9 @@ class Platform:
         return left if self.is_memory_shared else left * ranks.local_size
 
 
-ON_CPU = Platform(CPU, cpu, CpuAttention, resources, is_memory_shared=True, cache_divisor=4, tapes_steps=True)
+ON_CPU = Platform(
+    CPU, cpu, CpuAttention, host_limits, is_memory_shared=True, cache_divisor=4, tapes_steps=True
+)
 
 
 def choose(asked: str, rank: int, size: int) -> Platform:

@@ -11,8 +11,8 @@ import numpy as np
 
 from tgis.logs import FIELDS
 from tgis.pb import shard_pb2 as pb
-from tgis.shard import resources
 from tgis.shard.collectives import World
+from tgis.shard.memory import host_limits
 from tgis.shard.models.interface import UnsupportedModelError
 from tgis.shard.runner.model_runner import Engine
 from tgis.shard.startup.memory_plan import GIB, Demand
@@ -46,7 +46,7 @@ class WarmUp:
     engine: Engine
     world: World
     demand: Demand
-    memory: Memory = resources
+    memory: Memory = host_limits
 
     def compile(self) -> None:
         """A prompt in two pieces and a token, so that no request waits for a compiler.

@@ -9,7 +9,7 @@ import time
 import torch
 from torch import Tensor
 
-from tgis.shard.cache import KVCache
+from tgis.shard.memory.kv_cache import KVCache
 
 
 def resident_share(memory: Tensor) -> float:
@@ -37,7 +37,7 @@ def test_memory_is_touched_without_being_waited_for() -> None:
 
 _ENDS_EARLY = """
 import sys, torch
-from tgis.shard.cache import KVCache
+from tgis.shard.memory.kv_cache import KVCache
 cache = KVCache(30, 2_000, 16, 8, 64, torch.float32)
 sys.exit(3)
 """

@@ -5,7 +5,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tgis.shard.resources import begin_peak, count_cores, memory_left, memory_used, peak, release_memory
+from tgis.shard.memory.host_limits import (
+    begin_peak,
+    count_cores,
+    memory_left,
+    memory_used,
+    peak,
+    release_memory,
+)
 
 MIB = 1 << 20
 

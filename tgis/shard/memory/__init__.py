@@ -1,0 +1,1 @@
+"""The paged key-value cache, and the limits of memory on host and GPU."""
