@@ -15,9 +15,9 @@ from bench.shapes import Shape
 from bench.steps import Rows, load_engine
 from bench.stopwatch import Stopwatch, WatchedForward, profile_tape, timing_kernels, watching
 from tgis.pb import shard_pb2 as pb
+from tgis.shard.kernels.cpu.kernel_graph import Tape
 from tgis.shard.runner.forward import TapedForward
 from tgis.shard.runner.model_runner import Engine
-from tgis.shard.tape import Tape
 
 STEPS, WARM_STEPS = 20, 4
 PROMPTS = 3

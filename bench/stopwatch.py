@@ -8,11 +8,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from bench.shapes import Shape
-from tgis.shard.compiled import Kernel
+from tgis.shard.kernels.cpu.jit.compiler import Kernel
+from tgis.shard.kernels.cpu.kernel_graph import Call, Tape
 from tgis.shard.runner.batch_builder import Batch
 from tgis.shard.runner.forward import Forward, Outputs
 from tgis.shard.runner.model_runner import Engine
-from tgis.shard.tape import Call, Tape
 
 Parts = dict[str, tuple[float, int]]
 """By name, seconds of a step and calls."""

@@ -44,7 +44,7 @@ service)
     # Away from the sources, so that what is imported is what was installed.
     cd /
     "$PREFIX/bin/python" -c 'import tgis.cli.main, tgis.launcher.main, tgis.cli.health_probe, tgis.router.app'
-    "$PREFIX/bin/python" -m tgis.shard.precompile
+    "$PREFIX/bin/python" -m tgis.shard.kernels.cpu.jit.precompile
     ;;
 user)
     root=$2

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from tgis.shard.attention.base import AttentionMetadata
-from tgis.shard.attention.cpu import CpuAttention
 from tgis.shard.collectives import World
+from tgis.shard.kernels.cpu.attention.attention import CpuAttention
 from tgis.shard.memory.kv_cache import KVCache, local_kv_heads
 from tgis.shard.models import catalogue
 from tgis.shard.models.decoder import Decoder

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tgis.shard.checkpoint.weights import Weights
 from tgis.shard.collectives import World
-from tgis.shard.layers import cpu
+from tgis.shard.kernels.cpu import ops
 from tgis.shard.layers.embedding import Embedding, Head
 from tgis.shard.layers.kernels import Parts
 from tgis.shard.layers.linear import ColumnParallel, Replicated, RowParallel
@@ -19,7 +19,7 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def parts(directory: Path, world: World, dtype: torch.dtype = torch.float32) -> Parts:
-    return Parts(world, Weights(directory, {"layer": "layer"}), dtype, cpu)
+    return Parts(world, Weights(directory, {"layer": "layer"}), dtype, ops)
 
 
 def test_columns_are_cut_piece_by_piece(tmp_path: Path) -> None:

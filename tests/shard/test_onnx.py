@@ -17,8 +17,8 @@ from tests.shard.messages import NOTHING, SAMPLE, Steps, floats, integers
 from tests.shard.stepping import ALONE, Stepper, read_config
 from tests.tokenizers_for_tests import write_wordpiece
 from tgis.pb import shard_pb2 as pb
-from tgis.shard.attention.cpu import CpuAttention
 from tgis.shard.collectives import World
+from tgis.shard.kernels.cpu.attention.attention import CpuAttention
 from tgis.shard.memory.kv_cache import KVCache, local_kv_heads
 from tgis.shard.models import onnx
 from tgis.shard.models.interface import Model

@@ -21,8 +21,8 @@ from tgis.pb.shard_pb2_grpc import ShardServiceServicer, add_ShardServiceService
 from tgis.process.heartbeat import Heartbeat
 from tgis.shard.adapters.loading import open_spool, open_store
 from tgis.shard.adapters.rpc import ContentCalls
-from tgis.shard.code_cache import keep_with_run
-from tgis.shard.compiled import is_compiling
+from tgis.shard.kernels.cpu.jit.cache import keep_with_run
+from tgis.shard.kernels.cpu.jit.compiler import is_compiling
 from tgis.shard.runner.model_runner import Engine
 from tgis.shard.startup.load import load, sequence_length
 from tgis.shard.transport.link import Link, choose_link

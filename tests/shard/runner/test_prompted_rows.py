@@ -13,9 +13,9 @@ import torch
 from tests.shard import other_device
 from tests.shard.driver import Request, Router, configure, opening
 from tests.shard.family_oracle import check
+from tests.shard.kernels.test_portable import plain
 from tests.shard.messages import GREEDY, SAMPLE, Steps, floats, integers, open_row, top_tokens
 from tests.shard.test_every_prompt import PAD, Case
-from tests.shard.test_torch_platform import plain
 from tests.shard.tuning_cells import Asked
 from tgis.shard.collectives import World
 from tgis.shard.runner.model_runner import Engine

@@ -15,7 +15,7 @@ from tests.shard.prompt_oracle import PromptOracle
 from tests.shard.stepping import ALONE, read_config
 from tests.shard.tuned import Tuned
 from tgis.shard.adapters.loading import open_store
-from tgis.shard.layers import cpu
+from tgis.shard.kernels.cpu import ops
 from tgis.shard.models import fallback
 from tgis.shard.models.interface import UnsupportedModelError
 from tgis.shard.startup import engine_choice
@@ -84,10 +84,10 @@ def test_what_asks_for_transformers_code_gets_it_where_it_can_run(
     choice = engine_choice.choose(tmp_path, settings, "hf_accelerate", 1, trust_remote_code=False)
     if choice.engine == "hf_transformers":
         assert name not in OBSTACLES
-        choice.load(ALONE, torch.float32, cpu)
+        choice.load(ALONE, torch.float32, ops)
         return
     assert "tgis_native serves this model, because hf_transformers cannot: it" in caplog.text
-    choice.load(ALONE, torch.float32, cpu)
+    choice.load(ALONE, torch.float32, ops)
     with pytest.raises(UnsupportedModelError, match="cannot be served through transformers"):
         fallback.load(tmp_path, fallback.describe(tmp_path, settings, False), ALONE, torch.float32, False)
 
@@ -149,7 +149,7 @@ def test_both_reasons_are_told(framework: str | None, tmp_path: Path) -> None:
     write_model(tmp_path, settings)
     choice = engine_choice.choose(tmp_path, settings.to_dict(), framework, 1, trust_remote_code=False)
     with pytest.raises(UnsupportedModelError) as caught:
-        choice.load(ALONE, torch.float32, cpu)
+        choice.load(ALONE, torch.float32, ops)
     ours = "apply_residual_connection_post_layernorm True of the configuration is not supported; through "
     assert str(caught.value).startswith(f"{ours}transformers: model type 'bloom' cannot be served")
 

@@ -17,9 +17,9 @@ from tests.shard.driver import Request, Router, configure, prompts
 from tests.shard.ranks import Ranks
 from tests.shard.stepping import Stepper
 from tgis.shard.collectives import World
-from tgis.shard.layers.int8 import Int8Product
-from tgis.shard.layers.packed import PackedProduct
-from tgis.shard.layers.torch_kernels import TorchKernels
+from tgis.shard.kernels.cpu.gemm.product import PackedProduct
+from tgis.shard.kernels.cpu.int8.product import Int8Product
+from tgis.shard.kernels.portable.ops import TorchKernels
 from tgis.shard.models import catalogue
 from tgis.shard.models.decoder import Decoder
 from tgis.shard.models.interface import UnsupportedModelError

@@ -9,7 +9,7 @@ import torch
 
 from tgis.shard.checkpoint.weights import Source, Weights
 from tgis.shard.collectives import World
-from tgis.shard.layers import cpu
+from tgis.shard.kernels.cpu import ops
 from tgis.shard.layers.kernels import Kernels, Parts, Quantization
 from tgis.shard.models.decoder import Decoder
 from tgis.shard.models.encoder_decoder import EncoderDecoderModel
@@ -129,7 +129,7 @@ def load(
     config: Mapping[str, Any],
     world: World,
     dtype: torch.dtype,
-    kernels: Kernels = cpu,
+    kernels: Kernels = ops,
     quantize: Quantization = "none",
 ) -> Model:
     """This rank's part of the model in directory `path`, with weights rounded to `dtype`, those of linear

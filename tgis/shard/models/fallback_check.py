@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 
 from tgis.shard.attention.base import AttentionMetadata
-from tgis.shard.attention.cpu import CpuAttention
 from tgis.shard.collectives import World
+from tgis.shard.kernels.cpu.attention.attention import CpuAttention
 from tgis.shard.memory.kv_cache import KVCache, local_kv_heads
 from tgis.shard.models.fallback_hook import Hook, NotServedError, Recorder
 from tgis.shard.models.fallback_model import FallbackModel, compute_states, read_logits

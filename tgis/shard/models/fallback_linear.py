@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tgis.shard.layers import cpu
+from tgis.shard.kernels.cpu import ops
 from tgis.shard.layers.kernels import Product
 
 _NUMBER = re.compile(r"\b\d+\b")
@@ -22,7 +22,7 @@ class PackedLinear(nn.Module):
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.is_wanted = False
-        self._multiply: Product = cpu.pack(linear.weight.detach(), dtype, label)
+        self._multiply: Product = ops.pack(linear.weight.detach(), dtype, label)
         self.bias = None if linear.bias is None else nn.Parameter(linear.bias.float(), requires_grad=False)
 
     @property

@@ -12,9 +12,9 @@ from torch import Tensor
 from tgis.shard.checkpoint.tensors import ALL, Stored
 from tgis.shard.checkpoint.weights import Weights
 from tgis.shard.collectives import World
-from tgis.shard.layers import cpu
+from tgis.shard.kernels.cpu import ops
+from tgis.shard.kernels.portable.ops import TorchKernels
 from tgis.shard.layers.kernels import Parts
-from tgis.shard.layers.torch_kernels import TorchKernels
 from tgis.shard.models import catalogue
 from tgis.shard.models.decoder import Decoder
 from tgis.shard.models.encoder_decoder import EncoderDecoderModel
@@ -45,7 +45,7 @@ def outline(path: Path, config: Mapping[str, Any], dtype: torch.dtype) -> Outlin
     return Outline(
         model.prompt_width,
         spec.is_encoder_decoder,
-        Parts(World(0, 1), weights, dtype, cpu, blank.cuts),
+        Parts(World(0, 1), weights, dtype, ops, blank.cuts),
     )
 
 

@@ -8,11 +8,11 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tgis.shard import compiled
 from tgis.shard.attention.base import Attention, AttentionMetadata
+from tgis.shard.kernels.cpu.jit import compiler
+from tgis.shard.kernels.cpu.kernel_graph import Pool, Recorder, Tape
 from tgis.shard.models.interface import Model, StepInputs
 from tgis.shard.runner.batch_builder import Batch
-from tgis.shard.tape import Pool, Recorder, Tape
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +65,7 @@ class TapedForward(Forward):
     def _record(self, inputs: StepInputs) -> "_TapedStep | None":
         recorder, fixed = Recorder(self._pool), _copy(inputs)
         try:
-            with _NoOperators(), compiled.record(recorder):  # type: ignore[no-untyped-call]
+            with _NoOperators(), compiler.record(recorder):  # type: ignore[no-untyped-call]
                 x = self.model.forward(fixed, self.attention)
                 logits = self.model.logits(x)
         except _OperatorError as error:

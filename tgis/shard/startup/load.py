@@ -19,7 +19,7 @@ from tgis.shard.adapters.loading import Allowance, allow, open_contents, read_na
 from tgis.shard.adapters.registry import Contents
 from tgis.shard.checkpoint.tensors import DTYPES
 from tgis.shard.collectives import LOOPBACK, Meeting, World, WorldError
-from tgis.shard.compiled import compile_progress
+from tgis.shard.kernels.cpu.jit.compiler import compile_progress
 from tgis.shard.memory import host_limits
 from tgis.shard.memory.kv_cache import KVCache, bytes_per_block
 from tgis.shard.models.interface import Model, ModelSpec, UnsupportedModelError

@@ -11,12 +11,12 @@ import torch
 from tgis.errors import OperatorError
 from tgis.process.gpus import has_gpus
 from tgis.shard.attention.base import Attention
-from tgis.shard.attention.cpu import CpuAttention
-from tgis.shard.attention.torch_attention import TorchAttention
 from tgis.shard.collectives import CPU, World
-from tgis.shard.layers import cpu
+from tgis.shard.kernels.cpu import ops
+from tgis.shard.kernels.cpu.attention.attention import CpuAttention
+from tgis.shard.kernels.portable.attention import TorchAttention
+from tgis.shard.kernels.portable.ops import TorchKernels
 from tgis.shard.layers.kernels import Kernels
-from tgis.shard.layers.torch_kernels import TorchKernels
 from tgis.shard.memory import host_limits
 from tgis.shard.memory.cuda import CudaMemory
 from tgis.shard.memory.kv_cache import KVCache
@@ -68,7 +68,7 @@ class Platform:
 
 
 ON_CPU = Platform(
-    CPU, cpu, CpuAttention, host_limits, is_memory_shared=True, cache_divisor=4, tapes_steps=True
+    CPU, ops, CpuAttention, host_limits, is_memory_shared=True, cache_divisor=4, tapes_steps=True
 )
 
 

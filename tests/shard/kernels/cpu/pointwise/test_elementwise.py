@@ -1,0 +1,54 @@
+"""Small changes of states, and rows of tables: the compiled kernels against torch."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from tgis.shard.kernels.cpu import ops
+
+ROWS, SIZE = 5, 37
+
+
+@pytest.fixture(params=["together", "apart"])
+def x(request: pytest.FixtureRequest) -> Tensor:
+    """Rows side by side, or with something between them that must stay as it is."""
+    whole = torch.randn(ROWS, SIZE + 6) * 3
+    return whole[:, :SIZE] if request.param == "apart" else whole[:, :SIZE].contiguous()
+
+
+@pytest.mark.parametrize("shape", [(SIZE,), (ROWS, SIZE)])
+def test_sums(x: Tensor, shape: tuple[int, ...]) -> None:
+    y = torch.randn(shape)
+    expected = x + y
+    assert ops.add(x, y) is x
+    assert x.equal(expected)
+
+
+def test_a_factor(x: Tensor) -> None:
+    expected = x * torch.tensor(0.3)
+    assert ops.scale(x, 0.3).equal(expected)
+
+
+def test_limits_leave_what_is_no_number(x: Tensor) -> None:
+    x[1, 2], x[2, 3] = torch.nan, torch.inf
+    expected = x.clamp(-1.5, 1.5)
+    assert ops.clamp(x, 1.5).allclose(expected, equal_nan=True)
+
+
+def test_a_soft_cap(x: Tensor) -> None:
+    expected = torch.tanh(x / 2.5) * 2.5
+    assert ops.soften(x, 2.5).allclose(expected, rtol=0, atol=2e-6)
+
+
+def test_nothing_beside_the_rows_changes() -> None:
+    whole = torch.ones(ROWS, SIZE + 6)
+    ops.scale(whole[:, :SIZE], 2.0)
+    assert whole[:, :SIZE].unique().tolist() == [2.0]
+    assert whole[:, SIZE:].unique().tolist() == [1.0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_rows_of_a_table(dtype: torch.dtype) -> None:
+    table, ids = torch.randn(11, SIZE).to(dtype), torch.tensor([3, 0, 8, 3])
+    assert ops.look_up(table, ids).equal(table[ids].float())
+    assert ops.look_up(table, ids, 2).equal(table[ids + 2].float())

@@ -1,0 +1,175 @@
+"""Products with packed weights: against torch in double precision, against chains of fused multiply-adds of
+the C library, and bit for bit the same in any company, on any number of threads, wherever they lie."""
+
+import ctypes
+import logging
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from tgis.shard.kernels.cpu import ops
+from tgis.shard.kernels.cpu.gemm import panels
+from tgis.shard.kernels.cpu.gemm import product as gemm
+from tgis.shard.kernels.cpu.gemm.inner_loop import BLOCK, ROWS
+from tgis.shard.kernels.cpu.gemm.panels import PANEL, Arena
+from tgis.shard.kernels.cpu.jit import compiler
+from tgis.shard.kernels.cpu.kernel_graph import Pool, Recorder
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+SHAPES = [(1, 1), (33, 7), (1500, 40), (BLOCK, PANEL), (BLOCK + 1, 3 * PANEL + 1), (2 * BLOCK, 6 * PANEL - 1)]
+COUNTS = [*range(1, 3 * ROWS + 2), 61, 127, 128, 241]
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> Iterator[None]:
+    torch.manual_seed(0)
+    yield
+    torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("in_features", "out_features"), SHAPES)
+def test_rows_are_their_own(dtype: torch.dtype, in_features: int, out_features: int) -> None:
+    weight, x = torch.randn(out_features, in_features), torch.randn(241, in_features)
+    product = gemm.pack(weight, dtype, "a weight")
+    whole = product(x)
+    expected = x.double() @ weight.to(dtype).double().t()
+    scale = x.double().abs() @ weight.to(dtype).double().abs().t()
+    # A chain of k sums in float32; on average far less than k roundings remain.
+    assert ((whole - expected).abs() <= 2**-24 * in_features**0.5 * 4 * scale).all()
+    for count in COUNTS:
+        assert torch.equal(product(x[:count]), whole[:count]), f"{count} rows"
+        assert torch.equal(product(x[-count:]), whole[-count:]), f"{count} rows"
+    assert product(x[:0]).shape == (0, out_features)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_each_sum_is_one_chain(dtype: torch.dtype) -> None:
+    fma = ctypes.CDLL("libm.so.6").fmaf
+    fma.argtypes, fma.restype = [ctypes.c_float] * 3, ctypes.c_float
+    weight, x = torch.randn(PANEL + 2, 2 * BLOCK + 5), torch.randn(ROWS + 1, 2 * BLOCK + 5)
+    y = gemm.pack(weight, dtype, "a weight")(x)
+    for row, column in ((0, 0), (1, PANEL), (ROWS, PANEL + 1), (ROWS, PANEL - 1)):
+        total = 0.0
+        for one, other in zip(x[row].tolist(), weight[column].to(dtype).tolist(), strict=True):
+            total = fma(one, other, total)
+        assert y[row, column] == total
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_threads_and_places_change_nothing(dtype: torch.dtype) -> None:
+    """Rows in many groups, many units, and x at every place between two cache lines."""
+    weight, x = torch.randn(10 * PANEL + 3, 1700), torch.randn(450, 1700)
+    product = gemm.pack(weight, dtype, "a weight")
+    expected = product(x)
+    for num_threads in (2, 3):
+        torch.set_num_threads(num_threads)
+        for count in (1, 2, 60, 449, 450):
+            assert torch.equal(product(x[:count]), expected[:count]), f"{count} rows, {num_threads} threads"
+    room = torch.empty(5 * 1700 + 16)
+    for offset in range(16):
+        moved = room[offset : offset + 5 * 1700].view(5, 1700).copy_(x[:5])
+        assert torch.equal(product(moved), expected[:5]), f"{4 * offset} bytes off"
+        assert torch.equal(product(moved[:1]), expected[:1]), f"{4 * offset} bytes off"
+
+
+_MANY_THREADS = """
+import torch
+from tgis.shard.kernels.cpu.gemm import product as packed
+torch.set_num_threads(1)
+product, x = packed.pack(torch.randn(323, 1700), torch.float32, "a weight"), torch.randn(450, 1700)
+expected = product(x)
+torch.set_num_threads(4)
+assert all(torch.equal(product(x), expected) for _ in range(20))
+"""
+
+
+def test_scratch_memory_lives_as_long_as_its_kernel() -> None:
+    """With one arena for all threads, memory that is freed too soon is another thread's at once."""
+    environment = os.environ | {"MALLOC_ARENA_MAX": "1"}
+    subprocess.run([sys.executable, "-c", _MANY_THREADS], check=True, env=environment)
+
+
+def test_a_recorded_product_reads_what_x_is_by_then() -> None:
+    product, x = gemm.pack(torch.randn(70, 40), torch.float16, "a weight"), torch.randn(3, 40)
+    expected, pool = product(x), Pool()
+    recorder = Recorder(pool)
+    source = torch.zeros(3, 40)
+    with compiler.record(recorder):
+        y = product(source)
+    tape = recorder.make_tape()
+    source.copy_(x)
+    for _ in range(2):
+        y.zero_()
+        tape.run()
+        assert torch.equal(y, expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("stored", DTYPES)
+def test_every_type_becomes_every_type(
+    dtype: torch.dtype, stored: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Piece by piece; numbers are rounded as torch rounds them, from memory with gaps that is not kept."""
+    monkeypatch.setattr(gemm, "_PIECE", 2 * PANEL * 9)
+    weight = torch.randn(7 * PANEL + 5, 18).to(stored)[:, ::2]
+    product, expected = gemm.pack(weight, dtype, "a weight"), weight.to(dtype).float().clone()
+    weight.zero_()
+    assert torch.equal(product(torch.eye(9)).t(), expected)
+    assert (product.in_features, product.out_features) == (9, 7 * PANEL + 5)
+    assert product.num_bytes == 8 * PANEL * 9 * dtype.itemsize
+
+
+@pytest.mark.parametrize(
+    "weight", [[70000.0, 1.0], [-65521.0, 1.0], [3e-6, -9e-4], [torch.inf, 1.0], [torch.nan, 1.0]]
+)
+def test_what_float16_cannot_hold_is_kept_exact(
+    weight: list[float], caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        product = ops.pack(torch.tensor([weight]), torch.float16, "file: tensor x")
+    assert caplog.messages == ["file: tensor x does not fit float16 and is kept as float32"]
+    if all(math.isfinite(one) for one in weight):
+        assert product(torch.eye(2)).flatten().tolist() == torch.tensor(weight).tolist()
+
+
+@pytest.mark.parametrize("weight", [torch.zeros(2, 2), torch.full((2, 2), 65504.0), torch.eye(2) * 2**-10])
+def test_what_float16_can_hold(weight: Tensor, caplog: pytest.LogCaptureFixture) -> None:
+    product = ops.pack(weight, torch.float16, "a weight")
+    assert not caplog.messages
+    assert torch.equal(product(torch.eye(2)), weight.t())
+
+
+def test_bfloat16_keeps_its_range(caplog: pytest.LogCaptureFixture) -> None:
+    weight = torch.tensor([[1e30, 1e-30], [-(2.0**-120), 3.0]]).bfloat16()
+    product = ops.pack(weight, torch.bfloat16, "a weight")
+    assert not caplog.messages
+    assert torch.equal(product(torch.eye(2)), weight.float().t())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_is_not_finite_stays_in_its_row(dtype: torch.dtype) -> None:
+    product, x = gemm.pack(torch.randn(40, 20), dtype, "a weight"), torch.randn(9, 20)
+    expected = product(x)
+    x[4, 3], x[7, 0] = torch.nan, torch.inf
+    found = product(x)
+    finite = [i for i in range(9) if i not in (4, 7)]
+    assert torch.equal(found[finite], expected[finite])
+    assert not found[[4, 7]].isfinite().any()
+
+
+def test_memory_for_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(panels, "_CHUNK", 4096)
+    arena = Arena()
+    parts = [arena.allocate(num_bytes) for num_bytes in (100, 1, 64, 5000, 3000, 2000)]
+    for i, part in enumerate(parts):
+        assert part.data_ptr() % 64 == 0
+        assert not part.any(), "not zero, or another's"
+        part.fill_(i + 1)
+    assert [part.unique().tolist() for part in parts] == [[i + 1] for i in range(len(parts))]

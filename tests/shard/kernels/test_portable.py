@@ -1,0 +1,437 @@
+"""The platform of plain torch operators: piece by piece against the CPU's compiled kernels and a plain model
+of attention, whole models against transformers, and on a device of its own, where all of it must be."""
+
+import logging
+from collections.abc import Callable
+from copy import deepcopy
+from dataclasses import replace
+from functools import partial
+from itertools import cycle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import LlamaConfig, PretrainedConfig
+
+from tests.shard import other_device
+from tests.shard.checkpoints import LLAMA3_ROPE, SMALL, write_model
+from tests.shard.driver import Request, Router, configure
+from tests.shard.family_cases import encoder_decoders, gpts, llamas
+from tests.shard.family_oracle import NEW_TOKENS, Oracle, draw_inputs
+from tests.shard.kernels.cpu.test_attention import PLAIN, SCORINGS, SHAPES, Scene, Shape, check
+from tests.shard.kernels.cpu.test_lora import draw_scene
+from tests.shard.messages import GREEDY, SAMPLE
+from tgis.shard.attention.base import Scoring
+from tgis.shard.collectives import World
+from tgis.shard.kernels.cpu import ops
+from tgis.shard.kernels.cpu.pointwise.activations import KINDS
+from tgis.shard.kernels.portable import attention as portable_attention
+from tgis.shard.kernels.portable.attention import TorchAttention
+from tgis.shard.kernels.portable.ops import TorchKernels
+from tgis.shard.layers.kernels import HeadNorm
+from tgis.shard.lora import AdapterSet, Deltas, LowRank, TokenAdapters
+from tgis.shard.memory import host_limits
+from tgis.shard.startup import platform
+from tgis.shard.startup.load import load
+from tgis.shard.startup.platform import ON_CPU, DeviceError, Platform
+
+CPU = torch.device("cpu")
+KERNELS = TorchKernels(CPU)
+assert_near = partial(torch.testing.assert_close, rtol=2e-5, atol=2e-5)
+
+
+def plain(device: torch.device) -> Platform:
+    return replace(
+        ON_CPU, device=device, kernels=TorchKernels(device), attention=TorchAttention, tapes_steps=False
+    )
+
+
+# Where whole models are compared with transformers: also on a GPU where there is one.
+PLATFORMS = {"cpu": plain(CPU)}
+if torch.cuda.is_available():
+    PLATFORMS["cuda"] = platform.on_cuda(torch.device("cuda", 0))
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+# What rounding operands to the weights' type, and the sum to it again, may cost; of sums around 8.
+TOLERANCES = {torch.float32: 1e-5, torch.float16: 0.02, torch.bfloat16: 0.15}
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+def test_products(dtype: torch.dtype) -> None:
+    weight, x = torch.randn(40, 64), torch.randn(9, 64)
+    expected = x.double() @ weight.to(dtype).double().t()
+    product = KERNELS.pack(weight, dtype, "a weight")
+    weight.zero_()
+    assert product(x).dtype == torch.float32
+    torch.testing.assert_close(product(x).double(), expected, rtol=0, atol=TOLERANCES[dtype])
+
+
+def test_a_weight_beyond_float16_is_kept_exact(caplog: pytest.LogCaptureFixture) -> None:
+    weight = torch.tensor([[1.0, 2.0], [70000.0, 3.0]])
+    product = KERNELS.pack(weight, torch.float16, "file: tensor x")
+    assert caplog.messages == ["file: tensor x does not fit float16 and is kept as float32"]
+    assert torch.equal(product(torch.eye(2)), weight.t())
+
+
+@pytest.mark.parametrize("has_delta", [True, False])
+def test_norms(has_delta: bool) -> None:
+    x, more, weight, bias = torch.randn(7, 33), torch.randn(7, 33), torch.randn(33), torch.randn(33)
+    for norm in ("rms_norm", "layer_norm"):
+        for biases in ([], [None], [bias])[norm == "layer_norm" :][: 1 + (norm == "layer_norm")]:
+            mine, theirs = x.clone(), x.clone()
+            delta = more if has_delta else None
+            found = getattr(KERNELS, norm)(mine, delta, weight, *biases, 1e-5)
+            assert_near(found, getattr(ops, norm)(theirs, delta, weight, *biases, 1e-5))
+            assert torch.equal(mine, theirs), "x is not the sum"
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_activations(name: str) -> None:
+    x = torch.randn(5, 48) * 4
+    assert_near(KERNELS.multiply_gated(x, name), ops.multiply_gated(x, name))
+    mine = x.clone()
+    assert KERNELS.activate(mine, name) is mine
+    assert_near(mine, ops.activate(x, name))
+
+
+def test_angles() -> None:
+    positions, inv_freq = torch.tensor([0, 5, 900, 31]), torch.rand(2, 6)
+    amplitudes, regimes = torch.tensor([1.0, 1.3]), torch.tensor([1, 0, 1, 0])
+    growth = torch.tensor([1.0, 2.5, 8.0, 1.0])
+    for more in ({}, {"regimes": regimes}, {"growth": growth}, {"regimes": regimes, "growth": growth}):
+        found = KERNELS.angles(positions, inv_freq, amplitudes, **more)
+        torch.testing.assert_close(
+            found, ops.angles(positions, inv_freq, amplitudes, **more), rtol=0, atol=2e-4
+        )
+
+
+@pytest.mark.parametrize("turned", [0, 6, 10])
+@pytest.mark.parametrize("is_normed", [True, False])
+def test_heads(turned: int, is_normed: bool) -> None:
+    qkv = torch.randn(5, 8 * 10)
+    angles = torch.randn(2, 5, turned // 2) if turned else None
+    norm = HeadNorm(torch.randn(10), torch.randn(10), 1e-6) if is_normed else None
+    before = qkv.clone()
+    found, expected = (kernels.split_heads(qkv, 4, 2, angles, norm) for kernels in (KERNELS, ops))
+    for mine, theirs in zip(found, expected, strict=True):
+        assert_near(mine, theirs)
+        assert mine.is_contiguous()
+        mine.zero_()
+    assert torch.equal(qkv, before), "a result is no tensor of its own"
+
+
+@pytest.mark.parametrize("num_tokens", [1, 60, 0])
+def test_adapters(num_tokens: int) -> None:
+    scene = draw_scene(num_tokens, 40, 70)
+    tuned = TokenAdapters(AdapterSet(()), scene.indices)
+    found = scene.y.clone()
+    KERNELS.add_low_rank(found, scene.x, scene.deltas, tuned)
+    assert_near(found, scene.add())
+    ids = torch.randint(0, 40, (num_tokens,))
+    found, expected = scene.y.clone(), scene.y.clone()
+    KERNELS.add_looked_up(found, ids, scene.deltas, tuned)
+    ops.add_looked_up(expected, ids, scene.deltas, tuned)
+    assert_near(found, expected)
+
+
+def test_adapters_stay_on_the_device() -> None:
+    scene, ids = draw_scene(60, 40, 70), torch.randint(0, 40, (60,))
+    expected = scene.y.clone()
+    KERNELS.add_low_rank(expected, scene.x, scene.deltas, TokenAdapters(AdapterSet(()), scene.indices))
+    KERNELS.add_looked_up(expected, ids, scene.deltas, TokenAdapters(AdapterSet(()), scene.indices))
+    with other_device.present() as device:
+        parts = tuple(
+            tuple(LowRank(one.a.to(device), one.b.to(device), one.first) for one in theirs)
+            for theirs in scene.deltas.parts
+        )
+        tuned = TokenAdapters(AdapterSet(()), scene.indices.to(device))
+        found = scene.y.to(device)
+        kernels = TorchKernels(device)
+        kernels.prepare_adapters()
+        kernels.add_low_rank(found, scene.x.to(device), Deltas(parts), tuned)
+        kernels.add_looked_up(found, ids.to(device), Deltas(parts), tuned)
+    assert found.tolist() == expected.tolist()
+
+
+class TorchScene(Scene):
+    def __init__(self, shape: Shape, lengths: list[int], num_layers: int = 1):
+        super().__init__(shape, lengths, num_layers)
+        self.attention = TorchAttention(self.cache)
+
+
+@pytest.fixture(params=[(1 << 16, 1 << 22), (150, 400)], ids=["at once", "in pieces"])
+def _pieces(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    keys, pairs = request.param
+    monkeypatch.setattr(portable_attention, "KEYS", keys)
+    monkeypatch.setattr(portable_attention, "PAIRS", pairs)
+
+
+LENGTHS = [1, 16, 65, 150, 33, 130, 40]
+MIXED = {0: (0, 1), 1: (0, 16), 2: (64, 65), 3: (70, 150), 4: (0, 33), 5: (128, 130), 6: (39, 40)}
+
+
+@pytest.mark.usefixtures("_pieces")
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_attention_agrees_with_the_rules(shape: Shape) -> None:
+    scene = TorchScene(shape, LENGTHS)
+    scene.write_all()
+    check(scene, MIXED, PLAIN)
+
+
+@pytest.mark.usefixtures("_pieces")
+@pytest.mark.parametrize("scoring", SCORINGS.values(), ids=SCORINGS)
+@pytest.mark.parametrize("block_size", [16, 10])
+def test_scores_are_bent_as_asked(scoring: dict[str, Any], block_size: int) -> None:
+    scene = TorchScene(Shape(block_size=block_size), LENGTHS)
+    scene.write_all()
+    check(scene, MIXED, replace(PLAIN, **scoring))
+
+
+@pytest.mark.parametrize("shape", [SHAPES["odd_sizes"], SHAPES["plain"]])
+def test_reads_what_was_written(shape: Shape) -> None:
+    """The CPU's layout of pages is another, but what is read is the same."""
+    scene, other = TorchScene(shape, [70, 50], num_layers=2), Scene(shape, [70, 50], num_layers=2)
+    metadata = scene.metadata([(0, 70), (0, 50)], [0, 1])
+    for each in (scene, other):
+        each.attention.write(1, scene.k, scene.v, metadata)
+    for sequence, length in ((0, 70), (1, 17), (0, 0)):
+        table = metadata.block_tables[sequence]
+        found = scene.attention.read(1, table, length)
+        for mine, theirs in zip(found, other.attention.read(1, table, length), strict=True):
+            assert mine.shape == theirs.shape
+            assert torch.equal(mine, theirs)
+
+
+def test_entries_behind_a_table_are_not_read() -> None:
+    scene = TorchScene(Shape(), [100, 20])
+    scene.write_all()
+    scene.tables[1][2:4] = [-(10**6), 10**6]
+    check(scene, {0: (99, 100), 1: (19, 20)}, PLAIN)
+
+
+def test_memory_of_scores_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    largest: list[tuple[int, int]] = []
+
+    def note(q: Tensor, k: Tensor, *rest: Any) -> Tensor:
+        largest.append((k.shape[0] * k.shape[2], q.shape[0] * q.shape[1] * k.shape[2]))
+        return torch.zeros_like(q)
+
+    monkeypatch.setattr(portable_attention, "KEYS", 320)
+    monkeypatch.setattr(portable_attention, "PAIRS", 640)
+    monkeypatch.setattr(portable_attention, "_attend", note)
+    TorchScene(Shape(), [100] * 9).attend(dict.fromkeys(range(9), (99, 100)) | {3: (60, 100)}, PLAIN)
+    rounded = 112  # to whole blocks
+    assert max(keys for keys, _ in largest) <= 3 * rounded
+    assert max(pairs for _, pairs in largest) <= 6 * rounded
+    assert len(largest) == 3 + 7
+
+
+def test_attention_across() -> None:
+    """Sequences of 20 and 0 keys, which 3 tokens each look into that have no position there."""
+    scene = TorchScene(Shape(), [20, 5])
+    scene.write_all()
+    metadata = replace(
+        scene.metadata([(0, 3), (0, 3)], [0, 1]),
+        seq_lens=torch.tensor([20, 0], dtype=torch.int32),
+        slot_mapping=torch.empty(0, dtype=torch.int64),
+        is_cross=True,
+    )
+    scoring = Scoring(scale=0.3, causal=False)
+    found = scene.attention.attend(0, scene.q[:6], metadata, scoring)
+    k, v = (x[:20].repeat_interleave(2, 1).double() for x in (scene.k, scene.v))
+    weights = (torch.einsum("qhd,khd->hqk", scene.q[:3].double(), k) * 0.3).softmax(-1)
+    assert_near(found[:3].double(), torch.einsum("hqk,khd->qhd", weights, v))
+    assert not found[3:].any()
+
+
+def test_writes_only_where_it_is_told() -> None:
+    scene = TorchScene(Shape(), [40], num_layers=2)
+    metadata = scene.metadata([(0, 40)], [0])
+    slots = metadata.slot_mapping.clone()
+    slots[1::2] = -1
+    scene.attention.write(1, scene.k, scene.v, replace(metadata, slot_mapping=slots.to(torch.int32)))
+    assert scene.cache.keys[0].isnan().all()
+    assert (~scene.cache.values[1].isnan()).sum() == 20 * scene.k[0].numel()
+
+
+CASES: dict[str, Callable[[], PretrainedConfig]] = {
+    "llama": partial(LlamaConfig, **SMALL, rope_parameters=LLAMA3_ROPE),
+    "gemma2": llamas.CASES["gemma2"],
+    "qwen3": llamas.CASES["qwen3"],
+    "phi3": llamas.CASES["phi3_short_and_long"],
+    "mixtral": llamas.CASES["mixtral"],
+    "bloom": gpts.CASES["bloom"],
+    "opt": gpts.CASES["opt"],
+    "t5": encoder_decoders.CASES["t5"],
+}
+DYNAMIC_ROPE = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+OTHERS: dict[str, Callable[[], PretrainedConfig]] = {
+    "bart": encoder_decoders.CASES["bart"],
+    "dynamic": partial(LlamaConfig, **SMALL, rope_parameters=DYNAMIC_ROPE),
+    "olmo2": llamas.CASES["olmo2"],
+}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    root = tmp_path_factory.mktemp("plain")
+
+    def find(case: str) -> Path:
+        if not (root / case).exists():
+            write_model(root / case, (CASES | OTHERS)[case]())
+        return root / case
+
+    return find
+
+
+def serve(
+    directory: Path, on: Platform, requests: list[Request], ranks: World | None = None, dtype: str = "float32"
+) -> list[Request]:
+    world_size = ranks.size if ranks else 1
+    small = {"kv_cache_tokens": 2048, "block_size": 4, "max_step_tokens": 64}
+    config = configure(directory, dtype=dtype, world_size=world_size, **small)
+    Router(load(config, ranks, on), 1).run(list(requests))
+    return requests
+
+
+def ask(input_ids: list[int], is_encoder_decoder: bool, sampling: dict[str, Any] = GREEDY) -> Request:
+    prompt, encoder = ([0], input_ids) if is_encoder_decoder else (input_ids, [])
+    details = {"logprobs": True, "ranks": True, "top_n": 3}
+    return Request(prompt, NEW_TOKENS, sampling=sampling, details=details, encoder_token_ids=encoder)
+
+
+@pytest.mark.parametrize("on", PLATFORMS.values(), ids=PLATFORMS)
+@pytest.mark.parametrize("case", CASES)
+def test_equals_transformers(case: str, on: Platform, checkpoint: Callable[[str], Path]) -> None:
+    directory = checkpoint(case)
+    oracle = Oracle(directory, CASES[case]())
+    answers = [oracle.answer(ids) for ids in draw_inputs()]
+    requests = [ask(answer.input_ids, oracle.is_encoder_decoder) for answer in answers]
+    serve(directory, on, requests)
+    for request, answer in zip(requests, answers, strict=True):
+        certain = answer.certain
+        assert certain, "nothing was compared"
+        assert request.generated[:certain] == answer.token_ids[:certain]
+        assert request.logprobs[:certain] == pytest.approx(answer.logprobs[:certain], rel=1e-4, abs=1e-4)
+
+
+# Every way of choosing a token.
+SAMPLINGS = [
+    GREEDY,
+    {**GREEDY, "repetition_penalty": 1.3, "min_new_tokens": 3},
+    {**SAMPLE, "seed": 1, "temperature": 0.7, "repetition_penalty": 1.2},
+    {**SAMPLE, "seed": 2, "top_k": 5, "typical_p": 0.8},
+    {**SAMPLE, "seed": 3, "top_p": 0.6, "length_penalty_start": 2, "length_penalty_factor": 1.2},
+    {**SAMPLE, "seed": 4, "typical_p": 0.5},
+]
+
+
+class Half(World):
+    """The first of two ranks, which takes the other for one like itself."""
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        return x.mul_(2)
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        return torch.cat((x, x), -1)
+
+    def min(self, value: int) -> int:
+        return value
+
+
+@pytest.mark.parametrize(
+    ("case", "dtype", "size"),
+    [
+        ("dynamic", "bfloat16", 1),
+        ("gemma2", "float32", 1),
+        ("phi3", "bfloat16", 1),
+        ("mixtral", "float32", 1),
+        ("bloom", "bfloat16", 1),
+        ("t5", "float32", 1),
+        ("bart", "bfloat16", 1),
+        ("olmo2", "float32", 2),
+    ],
+)
+def test_nothing_is_left_on_the_cpu(
+    case: str, dtype: str, size: int, checkpoint: Callable[[str], Path]
+) -> None:
+    """A whole engine, loading and warm-up included, on a device of its own: the same bits as elsewhere."""
+    directory, world = checkpoint(case), World if size == 1 else Half
+    asked = [
+        ask(ids, case in ("t5", "bart"), sampling)
+        for ids, sampling in zip(cycle(draw_inputs()), SAMPLINGS, strict=False)
+    ]
+    for request in asked:
+        request.eos = [2, 7]
+    asked[1].details["input_tokens"] = True
+    expected = serve(directory, plain(CPU), deepcopy(asked), world(0, size), dtype=dtype)
+    with other_device.present() as device:
+        ranks = world(0, size, device=device)
+        found = serve(directory, plain(device), deepcopy(asked), ranks, dtype=dtype)
+    for mine, theirs in zip(found, expected, strict=True):
+        assert mine.generated == theirs.generated
+        assert mine.logprobs == theirs.logprobs
+        assert mine.tops == theirs.tops
+
+
+def test_the_other_device_is_one() -> None:
+    """Else the test above could not fail."""
+    with other_device.present() as device:
+        x = torch.ones(3, device=device)
+        assert x.device == (x + 1).device == device
+        with pytest.raises(other_device.MixedDevicesError):
+            x + torch.ones(3)
+        with pytest.raises(other_device.MixedDevicesError):
+            x.gather(0, torch.tensor([1]))
+        assert x[torch.tensor([0, 2])].tolist() == [1.0, 1.0]
+        assert x.numpy(force=True).sum() == 3
+
+
+def test_computes_on_the_cpu_where_there_is_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert platform.choose("auto", 0, 1) is ON_CPU
+    assert platform.choose("cpu", 0, 1) is ON_CPU
+    with pytest.raises(DeviceError, match="there is no GPU"):
+        platform.choose("cuda", 0, 1)
+
+
+def test_says_that_gpus_lie_idle(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for has_gpus, messages in ((False, 0), (True, 1)):
+        monkeypatch.setattr(platform, "has_gpus", lambda _, found=has_gpus: found)
+        with caplog.at_level(logging.WARNING):
+            assert platform.choose("auto", 0, 1) is ON_CPU
+        assert len(caplog.messages) == messages
+
+
+def test_every_shard_has_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    found = [platform.choose("auto", rank, 2) for rank in range(2)]
+    assert [p.device for p in found] == chosen == [torch.device("cuda", 0), torch.device("cuda", 1)]
+    assert not found[0].is_memory_shared
+    with pytest.raises(DeviceError, match=r"^3 shards configured but only 2 GPUs detected$"):
+        platform.choose("cuda", 0, 3)
+
+
+def test_memory_of_ranks() -> None:
+    """Those of one machine, two of four here."""
+
+    class Two:
+        size, local_size = 4, 2
+
+        def min(self, value: int) -> int:
+            return value
+
+    one = host_limits.memory_left()
+    assert ON_CPU.memory_left(Two()) == pytest.approx(one, rel=0.2)
+    assert replace(ON_CPU, is_memory_shared=False).memory_left(Two()) == pytest.approx(2 * one, rel=0.2)

@@ -1,0 +1,1 @@
+"""Implementations of the layers' operations and of attention, by platform."""

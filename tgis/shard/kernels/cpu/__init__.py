@@ -1,0 +1,1 @@
+"""Kernels for CPUs, compiled from Python by numba and LLVM."""

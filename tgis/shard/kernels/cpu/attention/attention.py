@@ -1,0 +1,61 @@
+"""Attention on the CPU: compiled kernels walk the pages in place, in float32 arithmetic whatever they hold.
+
+A row's result has the same bits alone, in any company, with any number of threads, with any block size, and
+however its sequence was cut into chunks."""
+
+from torch import Tensor
+
+from tgis.shard.attention.base import AttentionMetadata, Scoring
+from tgis.shard.kernels.cpu.attention.kernels import ATTEND, TOKENS, WRITE
+from tgis.shard.kernels.cpu.jit import compiler
+from tgis.shard.kernels.cpu.jit.compiler import as_bits
+from tgis.shard.memory.kv_cache import KVCache
+
+
+class CpuAttention:
+    def __init__(self, cache: KVCache):
+        self._cache, self._attend, self._write = cache, ATTEND[cache.dtype], WRITE[cache.dtype]
+        sizes = (cache.num_kv_heads, cache.head_dim, cache.block_size, cache.dtype.itemsize)
+        layers = zip(cache.keys, cache.values, strict=True)
+        # Per layer what the kernels call `Pages`.
+        self._pages = [(k.data_ptr(), v.data_ptr(), *sizes) for k, v in layers]
+        # Per layer how it scored last, and what the kernel calls `Rule`.
+        self._rules: list[tuple[Scoring | None, tuple[int, ...]]] = [(None, ())] * cache.num_layers
+
+    def write(self, layer: int, k: Tensor, v: Tensor, metadata: AttentionMetadata) -> None:
+        k, v = k.contiguous(), v.contiguous()
+        run = self._write if len(k) <= TOKENS else self._write.spread
+        run(*self._pages[layer], metadata.table.data_ptr(), k.data_ptr(), v.data_ptr())
+
+    def attend(self, layer: int, q: Tensor, metadata: AttentionMetadata, scoring: Scoring) -> Tensor:
+        q, out = q.contiguous(), compiler.empty(*q.shape)
+        known, rule = self._rules[layer]
+        if known is not scoring:
+            rule = _rule(scoring)
+            self._rules[layer] = (scoring, rule)
+        addresses = (metadata.table.data_ptr(), q.data_ptr(), out.data_ptr())
+        self._attend.spread(*self._pages[layer], q.shape[1], *addresses, *rule)
+        return out
+
+    def read(self, layer: int, block_table: Tensor, seq_len: int) -> tuple[Tensor, Tensor]:
+        cache = self._cache
+        blocks = block_table[: -(-seq_len // cache.block_size)].long()
+        shape = (len(blocks), cache.num_kv_heads)
+        k = cache.keys[layer][blocks].view(*shape, cache.head_dim, cache.block_size).transpose(2, 3)
+        v = cache.values[layer][blocks].view(*shape, cache.block_size, cache.head_dim)
+        k, v = (x.transpose(0, 1).flatten(1, 2)[:, :seq_len].float() for x in (k, v))
+        return k, v
+
+
+def _rule(scoring: Scoring) -> tuple[int, ...]:
+    """What the kernel calls `Rule`."""
+    slopes, bias = scoring.slopes, scoring.bias
+    return (
+        as_bits(scoring.scale),
+        as_bits(scoring.soft_cap or 0.0),
+        scoring.window or 0,
+        int(scoring.causal),
+        0 if slopes is None else slopes.data_ptr(),
+        0 if bias is None else bias.data_ptr(),
+        0 if bias is None else bias.shape[1],
+    )

@@ -1,0 +1,113 @@
+"""Paged attention as compiled kernels: keeping fresh keys and values, and attending to the pages in place.
+
+What differs from step to step is read from the step's table (`AttentionMetadata.table`), so that the same
+arguments serve any step of as many tokens."""
+
+from typing import Any
+
+import numpy as np
+import torch
+from numba import carray
+
+from tgis.shard.kernels.cpu.attention.qk_pv import GROUPS, SPAN, TALL
+from tgis.shard.kernels.cpu.attention.tiles import (
+    Pages,
+    Rows,
+    Rule,
+    Scratch,
+    Unit,
+    attend_unit,
+    read_int,
+    round_up,
+)
+from tgis.shard.kernels.cpu.attention.vectors import LANES
+from tgis.shard.kernels.cpu.jit.compiler import Kernel, as_float, inner, keep, pointer, take
+from tgis.shard.kernels.cpu.jit.scalar_math import stored
+
+HEADS = 16  # query heads of a unit at most
+TOKENS = 8  # tokens whose keys and values are one unit of work to write
+ALIGNMENT = 64
+
+# Values of the types that numba knows the cache's elements by.
+_ELEMENTS = {torch.float32: np.float32(0), torch.bfloat16: np.uint16(0), torch.float16: np.int16(0)}
+_F32, _I64 = np.float32(0), np.int64(0)
+
+
+@inner
+def _attend_tile(index: int, a: Any, step: Any, p: Any, rule: Any, s: Any, element: Any) -> bool:
+    """The unit of that number; False if there is none."""
+    group = a[7] // p.num_kv_heads
+    parts = (group + HEADS - 1) // HEADS
+    part, rest = index % parts, index // parts
+    kv_head, t = rest % p.num_kv_heads, rest // p.num_kv_heads
+    if t >= step[3]:
+        return False
+    tile = step[7] + 16 * t
+    sequence, start = read_int(tile), read_int(tile + 4)
+    count, position = read_int(tile + 8), read_int(tile + 12)
+    seq_len = read_int(step[5] + 4 * sequence)
+    end = min(position + count, seq_len) if rule.causal else seq_len
+    heads, head = min(HEADS, group - part * HEADS), kv_head * group + part * HEADS
+    u = Unit(step[6] + 4 * sequence * step[2], start, count, position, kv_head, head, heads, end)
+    attend_unit(u, Rows(a[9], a[10], a[7]), p, rule, s, element)
+    return True
+
+
+def _attend_kernel(element: Any) -> Kernel:
+    def attend(args: Any) -> None:
+        a = carray(args, 18)
+        p = Pages(a[1], a[2], a[3], a[4], a[5], a[6])
+        step = carray(pointer(a[8], _I64), 9)
+        rule = Rule(as_float(a[11]), as_float(a[12]), a[13], a[14], a[15], a[16], a[17])
+        depth = round_up(p.head_dim, LANES)
+        most_rows = step[4] * min(HEADS, a[7] // p.num_kv_heads) + TALL
+        q, sums = round_up(most_rows * p.head_dim, LANES), most_rows * (depth + LANES)
+        best, gathered = round_up(most_rows, LANES), SPAN * (p.head_dim + depth)
+        memory = np.empty(LANES + q + sums + best + TALL * SPAN + 8 * GROUPS + gathered, np.float32)
+        begin = round_up(memory.ctypes.data, ALIGNMENT)
+        scores = begin + 4 * (q + sums + best)
+        places = scores + 4 * TALL * SPAN
+        rest = places + 32 * GROUPS
+        s = Scratch(begin, begin + 4 * q, depth + LANES, begin + 4 * (q + sums), scores, places, rest)
+        while _attend_tile(take(args), a, step, p, rule, s, element):
+            pass
+        keep(memory)
+
+    return Kernel(attend)
+
+
+@inner
+def _write_token(k: Any, v: Any, slot: int, p: Any, element: Any) -> None:
+    """k, v: [num_kv_heads, head_dim]"""
+    block, offset = slot // p.block_size, slot % p.block_size
+    for h in range(p.num_kv_heads):
+        page = (block * p.num_kv_heads + h) * p.head_dim * p.block_size * p.width
+        keys = carray(pointer(p.keys + page, element), (p.head_dim, p.block_size))
+        values = carray(pointer(p.values + page, element), (p.block_size, p.head_dim))
+        for d in range(p.head_dim):
+            keys[d, offset] = stored(k[h, d], element)
+        for d in range(p.head_dim):
+            values[offset, d] = stored(v[h, d], element)
+
+
+def _write_kernel(element: Any) -> Kernel:
+    def write(args: Any) -> None:
+        a = carray(args, 10)
+        p = Pages(a[1], a[2], a[3], a[4], a[5], a[6])
+        step = carray(pointer(a[7], _I64), 9)
+        num_tokens = step[0]
+        k = carray(pointer(a[8], _F32), (num_tokens, p.num_kv_heads, p.head_dim))
+        v = carray(pointer(a[9], _F32), (num_tokens, p.num_kv_heads, p.head_dim))
+        slots = carray(pointer(step[8], _I64), (num_tokens,))
+        first = take(args) * TOKENS
+        while first < num_tokens:
+            for t in range(first, min(num_tokens, first + TOKENS)):
+                if slots[t] >= 0:
+                    _write_token(k[t], v[t], slots[t], p, element)
+            first = take(args) * TOKENS
+
+    return Kernel(write)
+
+
+ATTEND = {dtype: _attend_kernel(element) for dtype, element in _ELEMENTS.items()}
+WRITE = {dtype: _write_kernel(element) for dtype, element in _ELEMENTS.items()}

@@ -1,0 +1,255 @@
+"""What a unit of attention's work is, and how it is done: a tile (some tokens of one sequence), a kv head and
+some of the query heads that share it. Its rows are their combinations.
+
+Keys are taken a span at a time, counted from the sequence's start, and every row meets them in the same
+order and arithmetic, so its bits depend neither on the rows beside it nor on how its sequence was cut into
+chunks."""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numba import carray
+
+from tgis.shard.kernels.cpu.attention.qk_pv import (
+    GROUPS,
+    SHORT,
+    SPAN,
+    TALL,
+    add_1_vector,
+    add_4_vectors,
+    multiply_keys,
+)
+from tgis.shard.kernels.cpu.attention.softmax import add_lanes, weigh
+from tgis.shard.kernels.cpu.attention.vectors import LANES, peek, poke
+from tgis.shard.kernels.cpu.jit.compiler import inner, pointer
+from tgis.shard.kernels.cpu.jit.scalar_math import tanh
+
+MANY = 16  # rows of a unit, more of which are taken TALL at a time
+UNSEEN = np.float32(-1e30)  # below what any row has seen
+
+_F32, _I32, _I64 = np.float32(0), np.int32(0), np.int64(0)
+
+
+class Pages(NamedTuple):
+    """One layer of the cache: addresses, and sizes in elements."""
+
+    keys: int  # [num_blocks, num_kv_heads] pages of [head_dim, block_size]
+    values: int  # [num_blocks, num_kv_heads] pages of [block_size, head_dim]
+    num_kv_heads: int
+    head_dim: int
+    block_size: int
+    width: int  # bytes of an element
+
+
+class Rule(NamedTuple):
+    """How a score becomes a weight; zeros stand for what is absent."""
+
+    scale: Any
+    soft_cap: Any
+    window: int
+    causal: int
+    slopes: int  # address of float32 [num_heads]
+    bias: int  # address of float32 [num_heads, num_biases]
+    num_biases: int
+
+
+class Rows(NamedTuple):
+    """Addresses of float32 [num_tokens, num_heads, head_dim]."""
+
+    q: int
+    out: int
+    num_heads: int
+
+
+class Unit(NamedTuple):
+    """`num_tokens` tokens from token `start` of the step, at `position` of their sequence; `heads` heads
+    from `head`. None of them sees a key from `end` on."""
+
+    blocks: int  # address of the sequence's, int32
+    start: int
+    num_tokens: int
+    position: int
+    kv_head: int
+    head: int
+    heads: int
+    end: int
+
+
+class Scratch(NamedTuple):
+    """A thread's own memory: addresses, of float32 where nothing else is said."""
+
+    q: int  # [most_rows, head_dim], scaled
+    sums: int  # [most_rows, length], values summed by weight, and last weights summed lane by lane
+    length: int
+    best: int  # [most_rows], greatest score so far
+    scores: int  # [TALL, SPAN], then weights
+    # int64 [4, GROUPS], addresses of a span's vectors of keys, the next span's, and so for every LANES rows
+    # of values.
+    places: int
+    gathered: int  # of keys [head_dim, SPAN], then of values [SPAN, depth], where pages are no use in place
+
+
+@inner
+def read_int(address: int) -> Any:
+    """An int32."""
+    return np.int64(peek(address, _I32))
+
+
+@inner
+def round_up(n: int, step: int) -> int:
+    return (n + step - 1) // step * step
+
+
+@inner
+def _place(which: int, span: int, u: Any, p: Any, s: Any) -> None:
+    """Where the keys and values of the span lie; groups that the unit does not see may lie anywhere."""
+    page = p.head_dim * p.block_size * p.width
+    for group in range(GROUPS):
+        key = span + group * LANES
+        if key >= u.end:
+            key = span if span < u.end else 0
+        index = key // p.block_size
+        block = read_int(u.blocks + 4 * index)
+        base, offset = (block * p.num_kv_heads + u.kv_head) * page, (key - index * p.block_size) * p.width
+        place = s.places + 8 * (which * GROUPS + group)
+        poke(place, p.keys + base + offset)
+        poke(place + 16 * GROUPS, p.values + base + offset * p.head_dim)
+
+
+@inner
+def _step(s: Any) -> None:
+    """What was placed as the next span becomes the span."""
+    for group in range(GROUPS):
+        place = s.places + 8 * group
+        poke(place, peek(place + 8 * GROUPS, _I64))
+        poke(place + 16 * GROUPS, peek(place + 24 * GROUPS, _I64))
+
+
+@inner
+def _gather(span: int, u: Any, p: Any, s: Any, element: Any) -> None:
+    """Copies the span together from pages that hold no whole number of vectors."""
+    page, depth = p.head_dim * p.block_size * p.width, s.length - LANES
+    gathered = carray(pointer(s.gathered, element), (SPAN * (p.head_dim + depth),))
+    begin = p.head_dim * SPAN
+    for j in range(min(SPAN, u.end - span)):
+        block = read_int(u.blocks + 4 * ((span + j) // p.block_size))
+        base, offset = (block * p.num_kv_heads + u.kv_head) * page, (span + j) % p.block_size
+        keys = carray(pointer(p.keys + base, element), (p.head_dim, p.block_size))
+        values = carray(pointer(p.values + base, element), (p.block_size, p.head_dim))
+        for d in range(p.head_dim):
+            gathered[d * SPAN + j] = keys[d, offset]
+            gathered[begin + j * depth + d] = values[offset, d]
+    for group in range(GROUPS):
+        place = s.places + 8 * group
+        for ahead in range(2):
+            poke(place + 8 * ahead * GROUPS, s.gathered + group * LANES * p.width)
+            values_place = s.gathered + (begin + group * LANES * depth) * p.width
+            poke(place + 8 * (2 + ahead) * GROUPS, values_place)
+
+
+@inner
+def _bend(address: int, rule: Any, head: int, distance: int) -> None:
+    """Soft cap, slope and bias of a row of scores; `distance` is that of the span's first key."""
+    scores = carray(pointer(address, _F32), (SPAN,))
+    if rule.soft_cap > 0:
+        for c in range(SPAN):
+            scores[c] = rule.soft_cap * tanh(scores[c] / rule.soft_cap)
+    if rule.slopes:
+        slope = peek(rule.slopes + 4 * head, _F32)
+        for c in range(SPAN):
+            scores[c] += slope * np.float32(distance + c)
+    if rule.bias:
+        bias = carray(pointer(rule.bias + 4 * head * rule.num_biases, _F32), (rule.num_biases,))
+        reach = rule.num_biases // 2
+        for c in range(SPAN):
+            scores[c] += bias[min(max(distance + c, -reach), reach) + reach]
+
+
+@inner
+def _weigh_rows(r: int, rows: int, span: int, u: Any, rule: Any, s: Any) -> int:
+    """Scores of rows [r, r + rows) for the keys from `span` on become weights; gives how many of the keys
+    have any."""
+    is_bent = rule.soft_cap > 0 or rule.slopes != 0 or rule.bias != 0
+    seen, token, head = 0, r // u.heads, r % u.heads
+    for i in range(rows):
+        position, scores = u.position + token, s.scores + 4 * SPAN * i
+        last = (min(position + 1, u.end) if rule.causal else u.end) - span
+        first = max(position - rule.window + 1 - span, 0) if rule.window else 0
+        count = max(min(last, SPAN) - first, 0) if token < u.num_tokens else 0
+        if count:
+            seen = first + count
+            if is_bent:
+                _bend(scores, rule, u.head + head, span - position)
+        weigh(scores, s.best + 4 * (r + i), s.sums + 4 * s.length * (r + i), s.length, first, count)
+        head += 1
+        if head == u.heads:
+            token, head = token + 1, 0
+    return seen
+
+
+@inner
+def _meet(r: int, rows: int, span: int, u: Any, p: Any, rule: Any, s: Any, element: Any) -> None:
+    """Rows [r, r + rows) of a unit meet the keys from `span` on."""
+    depth, in_place = s.length - LANES, p.block_size % LANES == 0
+    stride = (p.block_size if in_place else SPAN) * p.width
+    q = s.q + 4 * r * p.head_dim
+    multiply_keys(rows, s.scores, q, 4 * p.head_dim, s.places, stride, p.head_dim, element)
+    seen = _weigh_rows(r, rows, span, u, rule, s)
+    if seen:
+        sums, places = s.sums + 4 * s.length * r, s.places + 16 * GROUPS
+        stride, length = (p.head_dim if in_place else depth) * p.width, 4 * s.length
+        most = depth // SPAN * SPAN
+        for c in range(0, most, SPAN):
+            add_4_vectors(rows, sums + 4 * c, length, s.scores, places, c * p.width, stride, seen, element)
+        for c in range(most, depth, LANES):
+            add_1_vector(rows, sums + 4 * c, length, s.scores, places, c * p.width, stride, seen, element)
+
+
+@inner
+def _begin_row(r: int, u: Any, rows: Any, p: Any, scale: Any, s: Any) -> None:
+    """Rows behind a unit's last are as that one."""
+    token = min(r // u.heads, u.num_tokens - 1)
+    index = (u.start + token) * rows.num_heads + u.head + r % u.heads
+    q = carray(pointer(rows.q + 4 * index * p.head_dim, _F32), (p.head_dim,))
+    scaled = carray(pointer(s.q + 4 * r * p.head_dim, _F32), (p.head_dim,))
+    sums = carray(pointer(s.sums + 4 * r * s.length, _F32), (s.length,))
+    for d in range(p.head_dim):
+        scaled[d] = q[d] * scale
+    for d in range(s.length):
+        sums[d] = np.float32(0)
+    poke(s.best + 4 * r, UNSEEN)
+
+
+@inner
+def _end_row(r: int, u: Any, rows: Any, p: Any, s: Any) -> None:
+    index = (u.start + r // u.heads) * rows.num_heads + u.head + r % u.heads
+    out = carray(pointer(rows.out + 4 * index * p.head_dim, _F32), (p.head_dim,))
+    sums = carray(pointer(s.sums + 4 * r * s.length, _F32), (s.length,))
+    mass = add_lanes(s.sums + 4 * (r * s.length + s.length - LANES))
+    factor = np.float32(1) / mass if mass != 0 else np.float32(0)
+    for d in range(p.head_dim):
+        out[d] = sums[d] * factor
+
+
+@inner
+def attend_unit(u: Any, rows: Any, p: Any, rule: Any, s: Any, element: Any) -> None:
+    num_rows = u.num_tokens * u.heads
+    # As few tiles as can be, of one height.
+    num_tiles = (num_rows + SHORT - 1) // SHORT
+    height = TALL if num_rows > MANY else (num_rows + num_tiles - 1) // num_tiles
+    for r in range(round_up(num_rows, height)):
+        _begin_row(r, u, rows, p, rule.scale, s)
+    in_place = p.block_size % LANES == 0
+    begin = max(u.position - rule.window + 1, 0) // SPAN * SPAN if rule.window else 0
+    if in_place:
+        _place(1, begin, u, p, s)
+    for span in range(begin, u.end, SPAN):
+        if in_place:
+            _step(s)
+            _place(1, span + SPAN, u, p, s)
+        else:
+            _gather(span, u, p, s, element)
+        for r in range(0, num_rows, height):
+            _meet(r, height, span, u, p, rule, s, element)
+    for r in range(num_rows):
+        _end_row(r, u, rows, p, s)

@@ -1,0 +1,1 @@
+"""Matrix products with int8 weights and activations."""

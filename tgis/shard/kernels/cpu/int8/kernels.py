@@ -1,0 +1,218 @@
+"""Kernels of int8 products: weights are packed once, rows of activations where they are multiplied.
+
+A group of GROUP neighbours along a row has a scale, its largest magnitude over 127; what the scale divides is
+rounded to even. Weights are kept 128 larger, as bytes without a sign, which the groups' sums make up for."""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from llvmlite import ir
+from numba import carray, types
+
+from tgis.shard.kernels.cpu.int8.inner_loop import FORM, GROUP, HEAD, QUAD, make_tile
+from tgis.shard.kernels.cpu.jit.compiler import Kernel, intrinsic, ordered, pointer, take
+
+COLUMNS = FORM.columns  # of a panel
+ROWS = FORM.rows
+PANEL_GROUP = (GROUP + 4) * COLUMNS  # bytes of a group and its scales
+WIDTH = FORM.width
+X_GROUP = HEAD + GROUP * WIDTH  # bytes of a group of activations
+LARGEST, OFFSET = 127, 128
+
+_F32, _I32, _U8 = np.float32(0), np.int32(0), np.uint8(0)
+_STORED = np.int8(0) if WIDTH == 1 else np.int16(0)
+_MAGNITUDE, _INFINITE = np.int32(0x7FFFFFFF), np.int32(0x7F800000)
+_TINY = np.float32(1e-30)  # groups whose largest is smaller count as zeros
+_NAN = np.float32(np.nan)
+_ONE_DONE, _UNITS = 1 << 32, (1 << 32) - 1  # in the counter, done is counted above what was taken
+_PATIENCE = 1 << 14  # looks at what others are at
+
+TALLEST, TALL, PAIR, ONE = ROWS
+_tile_tallest, _tile_tall, _tile_pair, _tile_one = (make_tile(rows) for rows in ROWS)
+
+
+@intrinsic
+def _as_real(typingctx: Any, bits: Any) -> Any:
+    def generate(context: Any, b: Any, signature: Any, args: Any) -> Any:
+        return b.bitcast(args[0], ir.FloatType())
+
+    return types.float32(types.int32), generate
+
+
+@intrinsic
+def _finish(typingctx: Any, args: Any) -> Any:
+    """One unit of the first part of the work is done, for all threads to see."""
+
+    def generate(context: Any, b: Any, signature: Any, values: Any) -> Any:
+        b.atomic_rmw("add", values[0], ir.Constant(ir.IntType(64), _ONE_DONE), "release")
+        return context.get_dummy_value()
+
+    return types.void(args), generate
+
+
+@intrinsic
+def _count_done(typingctx: Any, args: Any) -> Any:
+    def generate(context: Any, b: Any, signature: Any, values: Any) -> Any:
+        count = b.load_atomic(values[0], "acquire", 8)
+        return b.lshr(count, ir.Constant(ir.IntType(64), 32))
+
+    return types.int64(args), generate
+
+
+@ordered
+def _measure(x: int, n: int) -> Any:
+    """The largest magnitude of n floats, NaN where one is not finite, 0 where it is tiny."""
+    bits = carray(pointer(x, _I32), (n,))
+    largest = np.int32(0)
+    for i in range(n):
+        largest = max(largest, np.int32(bits[i] & _MAGNITUDE))
+    if largest >= _INFINITE:
+        return _NAN
+    value = _as_real(largest)
+    return value if value >= _TINY else np.float32(0)
+
+
+@ordered
+def _round(x: int, n: int, padded: int, out: int) -> None:
+    """A group of activations: scale, what its sums lack, and the values, zeros behind the n that there
+    are."""
+    values, largest = carray(pointer(x, _F32), (n,)), _measure(x, n)
+    rounded = carray(pointer(out + HEAD, _STORED), (padded,))
+    factor = np.float32(LARGEST) / largest if largest > 0 else np.float32(0)
+    total = np.int32(0)
+    for i in range(n):
+        value = np.int32(np.rint(values[i] * factor))
+        total = np.int32(total + value)
+        rounded[i] = value
+    for i in range(n, padded):
+        rounded[i] = 0
+    carray(pointer(out, _F32), (1,))[0] = largest / np.float32(LARGEST)
+    carray(pointer(out + 4, _I32), (1,))[0] = -OFFSET * total
+
+
+@ordered
+def _round_rows(x: int, in_features: int, first: int, stop: int, out: int, stride: int) -> None:
+    for row in range(first, stop):
+        for group in range(-(-in_features // GROUP)):
+            n = min(GROUP, in_features - group * GROUP)
+            start = x + 4 * (row * in_features + group * GROUP)
+            _round(start, n, -(-n // QUAD) * QUAD, out + row * stride + group * X_GROUP)
+
+
+@ordered
+def _multiply_rows(
+    out: int, width: int, x: int, stride: int, rows: int, panel: int, groups: int, quads: int, columns: int
+) -> None:
+    """Every row's chains are the same whichever tile it is in."""
+    row = 0
+    while row < rows:
+        to, of, left = out + row * width, x + row * stride, rows - row
+        if left >= TALLEST:
+            _tile_tallest(to, width, of, stride, panel, groups, quads, columns)
+            row += TALLEST
+        elif left >= TALL:
+            _tile_tall(to, width, of, stride, panel, groups, quads, columns)
+            row += TALL
+        elif left >= PAIR:
+            _tile_pair(to, width, of, stride, panel, groups, quads, columns)
+            row += PAIR
+        else:
+            _tile_one(to, width, of, stride, panel, groups, quads, columns)
+            row += ONE
+
+
+class Work(NamedTuple):
+    """What a product is made of; places are addresses."""
+
+    num_rows: int
+    in_features: int
+    out_features: int
+    x: int
+    panels: int
+    rounded: int
+    out: int
+    row_bytes: int  # of `rounded`
+
+
+@ordered
+def _multiply_panels(w: Any, first: int, rows: int, begin: int, end: int) -> None:
+    """So many rows from `first` on with the panels from `begin` to `end`."""
+    groups = -(-w.in_features // GROUP)
+    quads = -(-(w.in_features - (groups - 1) * GROUP) // QUAD)  # of the last group
+    panel_bytes = (groups - 1) * PANEL_GROUP + (QUAD * quads + 4) * COLUMNS
+    width, stride = 4 * w.out_features, w.row_bytes
+    for p in range(begin, end):
+        columns = min(COLUMNS, w.out_features - p * COLUMNS)
+        out, panel = w.out + first * width + 4 * p * COLUMNS, w.panels + p * panel_bytes
+        of = w.rounded + first * stride
+        _multiply_rows(out, width, of, stride, rows, panel, groups, quads, columns)
+
+
+@ordered
+def _await(args: Any, num_parts: int, w: Any) -> None:
+    """Returns when all rows are rounded. Does it all again where a thread seems to have lost its core: the
+    same bytes may well be written twice."""
+    looks = 0
+    while _count_done(args) < num_parts:
+        looks += 1
+        if looks == _PATIENCE:
+            _round_rows(w.x, w.in_features, 0, w.num_rows, w.rounded, w.row_bytes)
+            break
+
+
+def _multiply_int8(args: Any) -> None:
+    """The first units round some rows, the others multiply chunks of rows with runs of panels."""
+    a = carray(args, 12)
+    w = Work(a[1], a[2], a[3], a[4], a[5], a[6], a[7], a[8])
+    rows_per_part, rows_per_chunk, panels_per_run = a[9], a[10], a[11]
+    num_parts = -(-w.num_rows // rows_per_part)
+    num_panels = -(-w.out_features // COLUMNS)
+    num_runs = -(-num_panels // panels_per_run)
+    unit = take(args) & _UNITS
+    while unit < num_parts:
+        first = unit * rows_per_part
+        stop = min(first + rows_per_part, w.num_rows)
+        _round_rows(w.x, w.in_features, first, stop, w.rounded, w.row_bytes)
+        _finish(args)
+        unit = take(args) & _UNITS
+    _await(args, num_parts, w)
+    unit -= num_parts
+    while unit < num_runs * -(-w.num_rows // rows_per_chunk):
+        first, begin = unit // num_runs * rows_per_chunk, unit % num_runs * panels_per_run
+        rows, end = min(rows_per_chunk, w.num_rows - first), min(begin + panels_per_run, num_panels)
+        _multiply_panels(w, first, rows, begin, end)
+        unit = (take(args) & _UNITS) - num_parts
+
+
+@ordered
+def _pack_column(w: int, in_features: int, panel: int) -> None:
+    """panel: where the column's first quad is."""
+    for group in range(-(-in_features // GROUP)):
+        n = min(GROUP, in_features - group * GROUP)
+        start, at = w + 4 * group * GROUP, panel + group * PANEL_GROUP
+        values, largest = carray(pointer(start, _F32), (n,)), _measure(start, n)
+        factor = np.float32(LARGEST) / largest if largest > 0 else np.float32(0)
+        num_quads = -(-n // QUAD)
+        quads = carray(pointer(at, _U8), (num_quads, COLUMNS * QUAD))
+        for i in range(n):
+            quads[i // QUAD, i % QUAD] = np.int32(np.rint(values[i] * factor)) + OFFSET
+        for i in range(n, num_quads * QUAD):
+            quads[i // QUAD, i % QUAD] = OFFSET
+        # The scales are behind the quads; a column's is as wide as its quad.
+        behind = at + num_quads * QUAD * COLUMNS
+        carray(pointer(behind, _F32), (1,))[0] = largest / np.float32(LARGEST)
+
+
+def _pack_int8(args: Any) -> None:
+    """Columns of panels, from `first` on, of so many rows of a matrix; float32."""
+    a = carray(args, 7)
+    num_rows, in_features, first, w, panels, panel_bytes = a[1], a[2], a[3], a[4], a[5], a[6]
+    row = take(args)
+    while row < num_rows:
+        column = first + row
+        panel = panels + column // COLUMNS * panel_bytes
+        _pack_column(w + 4 * row * in_features, in_features, panel + QUAD * (column % COLUMNS))
+        row = take(args)
+
+
+multiply_int8, pack_int8 = Kernel(_multiply_int8), Kernel(_pack_int8)

@@ -1,0 +1,78 @@
+"""Products with int8 weights and activations. Sums are of integers: a row's bits are its own affair."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tgis.shard.kernels.cpu.gemm.panels import arena
+from tgis.shard.kernels.cpu.int8 import kernels
+from tgis.shard.kernels.cpu.int8.inner_loop import GROUP, HEAD, QUAD
+from tgis.shard.kernels.cpu.jit.compiler import empty
+
+BYTES_PER_WEIGHT = 1 + 4 / GROUP  # of wide matrices
+_PIECE = 1 << 20  # elements that are float32 while they are packed, about
+_PART = 1 << 14  # activations that a thread rounds at a time, about
+_RUN = 8  # panels that a thread multiplies at a time, at most
+_CHUNK = 1 << 19  # bytes of activations that stay in a core's cache
+_ALONE = 1 << 19  # multiplications that are not worth waking a second thread
+
+
+@dataclass(frozen=True, eq=False)
+class Int8Product:
+    """x W^T, float32 [num_tokens, in_features] -> [num_tokens, out_features]."""
+
+    panels: Tensor  # uint8, as `compiled_int8` has them
+    in_features: int
+    out_features: int
+
+    @property
+    def num_bytes(self) -> int:
+        return self.panels.nbytes
+
+    def __call__(self, x: Tensor) -> Tensor:
+        assert x.is_contiguous()
+        assert x.dtype == torch.float32
+        assert x.shape[1] == self.in_features
+        num_rows, row_bytes = len(x), _count_row_bytes(self.in_features)
+        y, rounded = empty(num_rows, self.out_features), empty(num_rows, row_bytes // 4)
+        sizes = (num_rows, self.in_features, self.out_features)
+        addresses = (x.data_ptr(), self.panels.data_ptr(), rounded.data_ptr(), y.data_ptr())
+        rows_per_part = max(1, _PART // self.in_features)
+        rows_per_chunk = max(48, _CHUNK // row_bytes // 48 * 48)  # whole tiles, whichever there are
+        num_panels = -(-self.out_features // kernels.COLUMNS) * -(-num_rows // rows_per_chunk)
+        panels_per_run = max(1, min(_RUN, num_panels // (8 * torch.get_num_threads())))
+        kernel = kernels.multiply_int8
+        run = kernel if num_rows * self.in_features * self.out_features < _ALONE else kernel.spread
+        run(*sizes, *addresses, row_bytes, rows_per_part, rows_per_chunk, panels_per_run)
+        return y
+
+
+def pack(weight: Tensor) -> Int8Product:
+    """weight: [out_features, in_features], of a floating type; not kept. Where one of its numbers is not
+    finite, or one of a row's, the result is NaN."""
+    out_features, in_features = weight.shape
+    num_panels, panel_bytes = -(-out_features // kernels.COLUMNS), _count_panel_bytes(in_features)
+    panels = arena.allocate(num_panels * panel_bytes)
+    num_rows = max(1, _PIECE // in_features)
+    for first in range(0, out_features, num_rows):
+        piece = weight[first : first + num_rows].float().contiguous()
+        addresses = (piece.data_ptr(), panels.data_ptr())
+        kernels.pack_int8.spread(len(piece), in_features, first, *addresses, panel_bytes)
+    return Int8Product(panels, in_features, out_features)
+
+
+def _count_panel_bytes(in_features: int) -> int:
+    groups, values = _divide(in_features)
+    return (groups + 1) * 4 * kernels.COLUMNS + (groups * GROUP + values) * kernels.COLUMNS
+
+
+def _count_row_bytes(in_features: int) -> int:
+    groups, values = _divide(in_features)
+    return (groups + 1) * HEAD + (groups * GROUP + values) * kernels.WIDTH
+
+
+def _divide(in_features: int) -> tuple[int, int]:
+    """Whole groups before the last one, and its size, which may be whole too; in whole quads."""
+    groups, rest = divmod(in_features - 1, GROUP)
+    return groups, (rest // QUAD + 1) * QUAD

@@ -1,0 +1,1 @@
+"""Compiles kernels, caches their machine code, and helps to write LLVM code."""

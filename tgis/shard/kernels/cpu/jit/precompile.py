@@ -1,0 +1,50 @@
+"""`python -m tgis.shard.kernels.cpu.jit.precompile`: compiles every kernel beside the source, for an image to bring along.
+The code is for processors like this one; on others it is compiled at the first start."""
+
+import gc
+import importlib
+import multiprocessing
+import os
+import pkgutil
+import sys
+from collections import defaultdict
+from collections.abc import Iterable
+
+from tgis import shard
+from tgis.shard.kernels.cpu.jit.cache import packaged_files
+from tgis.shard.kernels.cpu.jit.compiler import Kernel
+
+
+def main() -> None:
+    kernels, num_workers = _all_kernels(), len(os.sched_getaffinity(0))
+    # Those of one name are variants of one function: the index of their compiled code is one file.
+    by_name: dict[str, list[Kernel]] = defaultdict(list)
+    for kernel in kernels:
+        by_name[kernel.name].append(kernel)
+    groups, fork = list(by_name.values()), multiprocessing.get_context("fork")
+    workers = [fork.Process(target=_compile, args=(groups[i::num_workers],)) for i in range(num_workers)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    num_files = len(packaged_files())
+    if any(worker.exitcode for worker in workers) or num_files < len(kernels):
+        sys.exit(f"error: of {len(kernels)} kernels, the code of {num_files} is beside the source")
+    print(f"compiled {len(kernels)} kernels")
+
+
+def _all_kernels() -> list[Kernel]:
+    """Every module of the shard is imported, and makes its own."""
+    for module in pkgutil.walk_packages(shard.__path__, f"{shard.__name__}."):
+        importlib.import_module(module.name)
+    return [one for one in gc.get_objects() if type(one) is Kernel]
+
+
+def _compile(groups: Iterable[Iterable[Kernel]]) -> None:
+    for group in groups:
+        for kernel in group:
+            assert kernel.address  # asking for it compiles it
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,103 @@
+"""Scalar arithmetic for compiled kernels, in LLVM code where numba would widen integers to 64 bits and so
+keep a loop from being vectorised."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import types
+
+from tgis.shard.kernels.cpu.jit.compiler import intrinsic, ordered
+
+_HALF, _FLOAT, _I16, _I32 = ir.HalfType(), ir.FloatType(), ir.IntType(16), ir.IntType(32)
+
+
+def _unary(build: Callable[[Any, Any], Any]) -> Any:
+    """A function of kernels, float32 to float32, whose code is build(builder, value)."""
+
+    def generate(context: Any, b: Any, signature: Any, args: Any) -> Any:
+        return build(b, args[0])
+
+    def unary(typingctx: Any, x: Any) -> Any:
+        return types.float32(types.float32), generate
+
+    return intrinsic(unary)
+
+
+def _build_power_of_two(b: Any, x: Any) -> Any:
+    return b.bitcast(b.shl(b.add(b.fptosi(x, _I32), _I32(127)), _I32(23)), _FLOAT)
+
+
+@intrinsic
+def multiply_add(typingctx: Any, x: Any, y: Any, z: Any) -> Any:
+    """In a kernel: x * y + z, float32, rounded once. Where a condition stands before the sum, LLVM by itself
+    fuses the product into it in the vectorised version of a loop or in the other, but not in both."""
+
+    def generate(context: Any, b: Any, signature: Any, args: Any) -> Any:
+        return b.fma(*args)
+
+    return types.float32(types.float32, types.float32, types.float32), generate
+
+
+_truncate = _unary(lambda b, x: b.sitofp(b.fptosi(x, _I32), _FLOAT))
+_power_of_two = _unary(_build_power_of_two)
+
+
+@intrinsic
+def stored(typingctx: Any, x: Any, element: Any) -> Any:
+    """In a kernel: float32 `x` as the cache keeps it. uint16 elements are bfloat16 bits, int16 float16."""
+
+    def generate(context: Any, b: Any, signature: Any, args: Any) -> Any:
+        if element == types.uint16:
+            return _build_bfloat16(b, args[0])
+        if element == types.int16:
+            return b.bitcast(b.fptrunc(args[0], _HALF), _I16)
+        return args[0]
+
+    return element(types.float32, element), generate
+
+
+@intrinsic
+def loaded(typingctx: Any, x: Any) -> Any:
+    """In a kernel: the float32 that `stored` kept as x."""
+
+    def generate(context: Any, b: Any, signature: Any, args: Any) -> Any:
+        if x == types.uint16:
+            return b.bitcast(b.shl(b.zext(args[0], _I32), _I32(16)), _FLOAT)
+        if x == types.int16:
+            return b.fpext(b.bitcast(args[0], _HALF), _FLOAT)
+        return args[0]
+
+    return types.float32(x), generate
+
+
+def _build_bfloat16(b: Any, x: Any) -> Any:
+    """Rounded to even; rounding would carry some NaNs over to infinity."""
+    bits = b.bitcast(x, _I32)
+    even = b.and_(b.lshr(bits, _I32(16)), _I32(1))
+    rounded = b.trunc(b.lshr(b.add(b.add(bits, _I32(0x7FFF)), even), _I32(16)), _I16)
+    is_nan = b.icmp_unsigned(">", b.and_(bits, _I32(0x7FFFFFFF)), _I32(0x7F800000))
+    return b.select(is_nan, _I16(0x7FC0), rounded)
+
+
+@ordered
+def exp(x: Any) -> Any:
+    """e^x for float32, to a relative 2e-7 where |x| <= 86, and no further beyond; NaN for NaN."""
+    x = np.float32(-86) if x < np.float32(-86) else x
+    x = np.float32(86) if x > np.float32(86) else x
+    n = _truncate(x * np.float32(1.44269504) + np.float32(127.5)) - np.float32(127)
+    # ln 2 in two parts, the first of few enough bits for n * first to be exact.
+    r = multiply_add(n, np.float32(-0.693359375), x) + n * np.float32(2.12194440e-4)
+    p = np.float32(1 / 720) + r * np.float32(1 / 5040)
+    p = np.float32(1 / 24) + r * (np.float32(1 / 120) + r * p)
+    p = np.float32(1) + r * (np.float32(1) + r * (np.float32(0.5) + r * (np.float32(1 / 6) + r * p)))
+    return p * _power_of_two(n)
+
+
+@ordered
+def tanh(x: Any) -> Any:
+    """tanh for float32, to an absolute 2e-7; NaN for NaN."""
+    shrunk = exp(np.float32(-2) * abs(x))
+    size = (np.float32(1) - shrunk) / (np.float32(1) + shrunk)
+    return -size if x < np.float32(0) else size

@@ -1,0 +1,95 @@
+"""Queries, keys and values between two matrix products, as compiled kernels: cut into heads, normalised,
+turned. A row's bits follow from its own values and the sizes alone.
+
+As with norms, only sums over one array may be reordered."""
+
+from typing import Any
+
+import numpy as np
+from numba import carray
+
+from tgis.shard.kernels.cpu.jit.compiler import Kernel, as_float, ordered, pointer, take
+from tgis.shard.kernels.cpu.pointwise.norms import sum_squares
+
+_F32, _I64 = np.float32(0), np.int64(0)
+
+
+def _angles(args: Any) -> None:
+    a = carray(args, 10)
+    num_rows, half, num_regimes = a[1], a[2], a[3]
+    positions = carray(pointer(a[4], _I64), (num_rows,))
+    inv_freq = carray(pointer(a[5], _F32), (num_regimes, half))
+    amplitudes = carray(pointer(a[6], _F32), (num_regimes,))
+    regimes = carray(pointer(a[7], _I64), (num_rows if a[7] else 0,))
+    growth = carray(pointer(a[8], _F32), (num_rows if a[8] else 0,))
+    out = carray(pointer(a[9], _F32), (2, num_rows, half))
+    t = take(args)
+    while t < num_rows:
+        regime = regimes[t] if regimes.size else 0
+        stretch = np.log(np.float64(growth[t])) / max(half - 1, 1) if growth.size else 0.0
+        for i in range(half):
+            frequency = inv_freq[regime, i]
+            if stretch != 0:
+                frequency = np.float32(frequency * np.exp(-stretch * i))
+            angle = np.float32(positions[t]) * frequency
+            out[0, t, i] = np.cos(angle) * amplitudes[regime]
+            out[1, t, i] = np.sin(angle) * amplitudes[regime]
+        t = take(args)
+
+
+@ordered
+def _normalise_heads(x: Any, weight: Any, eps: Any, out: Any) -> None:
+    """x, out: [num_heads * head_dim]"""
+    dim = weight.shape[0]
+    for h in range(0, x.shape[0], dim):
+        source, target = x[h : h + dim], out[h : h + dim]
+        scale = np.float32(1) / np.sqrt(sum_squares(source) / np.float32(dim) + eps)
+        for i in range(dim):
+            target[i] = source[i] * scale * weight[i]
+
+
+@ordered
+def _turn_heads(x: Any, dim: int, cosines: Any, sines: Any, out: Any) -> None:
+    """x, out: [num_heads * dim]; channels behind the turned ones are copied."""
+    half = cosines.shape[0]
+    for h in range(0, x.shape[0] if half else 0, dim):
+        source, target = x[h : h + dim], out[h : h + dim]
+        for i in range(half):
+            one, other = source[i], source[i + half]
+            target[i] = one * cosines[i] - other * sines[i]
+            target[i + half] = other * cosines[i] + one * sines[i]
+        for i in range(2 * half, dim):
+            target[i] = source[i]
+    if half == 0:
+        for i in range(x.shape[0]):
+            out[i] = x[i]
+
+
+def _split_heads(args: Any) -> None:
+    a = carray(args, 15)
+    num_rows, heads, kv_heads, dim, half, rows_per_unit = a[1], a[2], a[3], a[4], a[5], a[6]
+    q_size, kv_size = heads * dim, kv_heads * dim
+    x = carray(pointer(a[7], _F32), (num_rows, q_size + 2 * kv_size))
+    angles = carray(pointer(a[8], _F32), (2, num_rows, half))
+    q = carray(pointer(a[9], _F32), (num_rows, q_size))
+    k = carray(pointer(a[10], _F32), (num_rows, kv_size))
+    v = carray(pointer(a[11], _F32), (num_rows, kv_size))
+    q_weight = carray(pointer(a[12], _F32), (dim if a[12] else 0,))
+    k_weight = carray(pointer(a[13], _F32), (dim if a[13] else 0,))
+    eps = as_float(a[14])
+    normed = np.empty(q_size + kv_size if a[12] else 0, np.float32)
+    first = take(args) * rows_per_unit
+    while first < num_rows:
+        for t in range(first, min(num_rows, first + rows_per_unit)):
+            row = x[t]
+            if normed.size:
+                _normalise_heads(row[:q_size], q_weight, eps, normed[:q_size])
+                _normalise_heads(row[q_size : q_size + kv_size], k_weight, eps, normed[q_size:])
+                row = normed
+            _turn_heads(row[:q_size], dim, angles[0, t], angles[1, t], q[t])
+            _turn_heads(row[q_size : q_size + kv_size], dim, angles[0, t], angles[1, t], k[t])
+            _turn_heads(x[t, q_size + kv_size :], dim, angles[0, t, :0], angles[1, t, :0], v[t])
+        first = take(args) * rows_per_unit
+
+
+angles, split_heads = Kernel(_angles), Kernel(_split_heads)

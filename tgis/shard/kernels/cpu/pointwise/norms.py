@@ -1,0 +1,99 @@
+"""Norms as compiled kernels. Rows never meet, and a row's arithmetic follows from its width alone, so its
+bits are the same in any company.
+
+Only sums over one array may be reordered. A loop over several is compiled twice, for arrays that lie near
+each other and for others, and the two must not choose orders of their own."""
+
+from typing import Any
+
+import numpy as np
+from numba import carray
+
+from tgis.shard.kernels.cpu.jit.compiler import Kernel, as_float, inner, ordered, pointer, take
+
+_F32 = np.float32(0)
+
+
+@inner
+def sum_squares(x: Any) -> Any:
+    total = np.float32(0)
+    for i in range(x.shape[0]):
+        total += x[i] * x[i]
+    return total
+
+
+@inner
+def _mean(x: Any) -> Any:
+    total = np.float32(0)
+    for i in range(x.shape[0]):
+        total += x[i]
+    return total / np.float32(x.shape[0])
+
+
+@inner
+def _variance(x: Any, mean: Any) -> Any:
+    """A second pass over x, because a difference of sums would lose what a large mean covers."""
+    total = np.float32(0)
+    for i in range(x.shape[0]):
+        total += (x[i] - mean) * (x[i] - mean)
+    return total / np.float32(x.shape[0])
+
+
+@ordered
+def _rms_norm_row(x: Any, delta: Any, weight: Any, eps: Any, out: Any, t: int) -> None:
+    size = weight.shape[0]
+    if delta.size:
+        for i in range(size):
+            x[t, i] += delta[t, i]
+    scale = np.float32(1) / np.sqrt(sum_squares(x[t]) / np.float32(size) + eps)
+    for i in range(size):
+        out[t, i] = x[t, i] * scale * weight[i]
+
+
+def _rms_norm(args: Any) -> None:
+    a = carray(args, 9)
+    num_rows, size, rows_per_unit = a[1], a[2], a[3]
+    x = carray(pointer(a[4], _F32), (num_rows, size))
+    delta = carray(pointer(a[5], _F32), (num_rows if a[5] else 0, size))
+    weight = carray(pointer(a[6], _F32), (size,))
+    out = carray(pointer(a[7], _F32), (num_rows, size))
+    eps = as_float(a[8])
+    first = take(args) * rows_per_unit
+    while first < num_rows:
+        for t in range(first, min(num_rows, first + rows_per_unit)):
+            _rms_norm_row(x, delta, weight, eps, out, t)
+        first = take(args) * rows_per_unit
+
+
+@ordered
+def _layer_norm_row(x: Any, delta: Any, weight: Any, bias: Any, eps: Any, out: Any, t: int) -> None:
+    size = weight.shape[0]
+    if delta.size:
+        for i in range(size):
+            x[t, i] += delta[t, i]
+    mean = _mean(x[t])
+    scale = np.float32(1) / np.sqrt(_variance(x[t], mean) + eps)
+    for i in range(size):
+        out[t, i] = (x[t, i] - mean) * scale * weight[i]
+    if bias.size:
+        for i in range(size):
+            out[t, i] += bias[i]
+
+
+def _layer_norm(args: Any) -> None:
+    a = carray(args, 10)
+    num_rows, size, rows_per_unit = a[1], a[2], a[3]
+    x = carray(pointer(a[4], _F32), (num_rows, size))
+    delta = carray(pointer(a[5], _F32), (num_rows if a[5] else 0, size))
+    weight = carray(pointer(a[6], _F32), (size,))
+    bias = carray(pointer(a[7], _F32), (size if a[7] else 0,))
+    out = carray(pointer(a[8], _F32), (num_rows, size))
+    eps = as_float(a[9])
+    first = take(args) * rows_per_unit
+    while first < num_rows:
+        for t in range(first, min(num_rows, first + rows_per_unit)):
+            _layer_norm_row(x, delta, weight, bias, eps, out, t)
+        first = take(args) * rows_per_unit
+
+
+rms_norm, layer_norm = Kernel(_rms_norm), Kernel(_layer_norm)
