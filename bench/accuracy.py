@@ -15,10 +15,10 @@ from torch import Tensor
 from tgis.cli.demo_model import write_demo_model
 from tgis.cli.demo_text import read_documents
 from tgis.hub import model_files
-from tgis.shard.attention.base import AttentionMetadata
+from tgis.shard.attention.interface import AttentionMetadata
 from tgis.shard.collectives import World
 from tgis.shard.kernels.cpu.attention.attention import CpuAttention
-from tgis.shard.layers.kernels import Quantization
+from tgis.shard.layers.ops import Quantization
 from tgis.shard.memory.kv_cache import KVCache
 from tgis.shard.models import catalogue
 from tgis.shard.models.decoder import Decoder

@@ -18,7 +18,7 @@ from tests.shard.checkpoints import write_model
 from tests.shard.driver import Request, Router, configure, opening
 from tests.shard.family_cases.encoder_decoders import CASES
 from tests.shard.messages import SAMPLE, Steps, floats, integers
-from tgis.shard.attention.base import TILE, AttentionMetadata
+from tgis.shard.attention.interface import TILE, AttentionMetadata
 from tgis.shard.models import catalogue
 from tgis.shard.models.interface import UnsupportedModelError
 from tgis.shard.models.relative import find_buckets

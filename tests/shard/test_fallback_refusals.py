@@ -13,7 +13,7 @@ from torch import nn
 
 from tests.shard.checkpoints import SMALL, write_model
 from tests.shard.stepping import ALONE, Stepper, make_metadata, read_config
-from tgis.shard.attention.base import Scoring
+from tgis.shard.attention.interface import Scoring
 from tgis.shard.checkpoint.tensors import WeightsError
 from tgis.shard.kernels.cpu.attention.attention import CpuAttention
 from tgis.shard.memory.kv_cache import KVCache

@@ -22,7 +22,7 @@ from tgis.prompts.store import measure_adapter, measure_prompt
 from tgis.shard.adapters.loading import allow
 from tgis.shard.adapters.lora_mapping import read_adapter
 from tgis.shard.checkpoint.tensors import DTYPES
-from tgis.shard.layers.kernels import Parts
+from tgis.shard.layers.ops import Parts
 from tgis.shard.models.outline import outline
 
 UNBOUNDED = 1 << 40  # bytes

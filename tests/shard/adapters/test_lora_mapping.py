@@ -16,8 +16,8 @@ from tests.shard.stepping import ALONE, load, read_config
 from tgis.prompts.errors import ContentError
 from tgis.shard.adapters.lora_mapping import read_adapter
 from tgis.shard.collectives import World
-from tgis.shard.layers.kernels import Parts
-from tgis.shard.lora import Adapter
+from tgis.shard.layers.lora import Adapter
+from tgis.shard.layers.ops import Parts
 from tgis.shard.models.outline import outline
 
 # Layers that are looked up, and what is no layer at all.

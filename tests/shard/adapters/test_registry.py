@@ -13,7 +13,7 @@ import torch
 from tgis.prompts.errors import MissingContentError
 from tgis.shard.adapters import registry as contents_module
 from tgis.shard.adapters.registry import Content, Contents, Prompt
-from tgis.shard.lora import Adapter, LowRank
+from tgis.shard.layers.lora import Adapter, LowRank
 
 PROMPT, ADAPTER = Prompt(torch.ones(2, 4), torch.ones(0, 4)), Adapter({})
 

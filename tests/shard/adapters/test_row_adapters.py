@@ -11,7 +11,7 @@ import torch
 
 from tgis.shard.adapters.registry import Prompt
 from tgis.shard.adapters.row_adapters import Tuning
-from tgis.shard.lora import Adapter, AdapterSet
+from tgis.shard.layers.lora import Adapter, AdapterSet
 from tgis.shard.models.interface import VirtualTokens
 
 CPU, NUM_ROWS, WIDTH = torch.device("cpu"), 12, 3

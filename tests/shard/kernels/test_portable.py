@@ -23,15 +23,15 @@ from tests.shard.family_oracle import NEW_TOKENS, Oracle, draw_inputs
 from tests.shard.kernels.cpu.test_attention import PLAIN, SCORINGS, SHAPES, Scene, Shape, check
 from tests.shard.kernels.cpu.test_lora import draw_scene
 from tests.shard.messages import GREEDY, SAMPLE
-from tgis.shard.attention.base import Scoring
+from tgis.shard.attention.interface import Scoring
 from tgis.shard.collectives import World
 from tgis.shard.kernels.cpu import ops
 from tgis.shard.kernels.cpu.pointwise.activations import KINDS
 from tgis.shard.kernels.portable import attention as portable_attention
 from tgis.shard.kernels.portable.attention import TorchAttention
 from tgis.shard.kernels.portable.ops import TorchKernels
-from tgis.shard.layers.kernels import HeadNorm
-from tgis.shard.lora import AdapterSet, Deltas, LowRank, TokenAdapters
+from tgis.shard.layers.lora import AdapterSet, Deltas, LowRank, TokenAdapters
+from tgis.shard.layers.ops import HeadNorm
 from tgis.shard.memory import host_limits
 from tgis.shard.startup import platform
 from tgis.shard.startup.load import load

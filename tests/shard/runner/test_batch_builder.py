@@ -11,7 +11,7 @@ import torch
 from tests.shard.messages import NOTHING, SAMPLE, Steps, integers, open_row, pack
 from tgis.pb import shard_pb2 as pb
 from tgis.shard.adapters.registry import Contents, Prompt
-from tgis.shard.lora import Adapter
+from tgis.shard.layers.lora import Adapter
 from tgis.shard.models.interface import StepInputs
 from tgis.shard.runner.batch_builder import Batch, RowTable
 

@@ -18,7 +18,7 @@ from tgis.prompts.soft_prompt import Fit
 from tgis.prompts.store import Store
 from tgis.shard.adapters.lora_mapping import read_adapter
 from tgis.shard.adapters.registry import Content, Contents, Prompt
-from tgis.shard.layers.kernels import Parts
+from tgis.shard.layers.ops import Parts
 from tgis.shard.models import catalogue
 from tgis.shard.models.interface import Model, Tunable, UnsupportedModelError
 

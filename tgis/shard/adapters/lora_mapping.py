@@ -14,8 +14,8 @@ from tgis.prompts.lora_files import split_name
 from tgis.shard.adapters.lora_names import divide, is_unused, spell
 from tgis.shard.checkpoint.provenance import Rows
 from tgis.shard.checkpoint.tensors import WeightsError
-from tgis.shard.layers.kernels import Parts
-from tgis.shard.lora import Adapter, Cut, LowRank
+from tgis.shard.layers.lora import Adapter, Cut, LowRank
+from tgis.shard.layers.ops import Parts
 
 # Of a model's own table, compared at a time.
 COMPARED_ROWS = 8192

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from tgis.prompts.errors import MissingContentError
-from tgis.shard.lora import Adapter
+from tgis.shard.layers.lora import Adapter
 from tgis.shard.memory.host_limits import release_memory
 
 

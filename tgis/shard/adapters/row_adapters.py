@@ -8,7 +8,7 @@ import numpy.typing as npt
 import torch
 
 from tgis.shard.adapters.registry import Prompt
-from tgis.shard.lora import Adapter, AdapterSet, TokenAdapters
+from tgis.shard.layers.lora import Adapter, AdapterSet, TokenAdapters
 from tgis.shard.models.interface import VirtualTokens
 
 Integers = npt.NDArray[np.int64]

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from tgis.shard.layers.kernels import Kernels
+from tgis.shard.layers.ops import Kernels
 
 # A checkpoint's name -> the kernel's.
 NAMES = {

@@ -6,9 +6,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tgis.shard.collectives import World
-from tgis.shard.layers.kernels import Parts
 from tgis.shard.layers.linear import Adaptable
-from tgis.shard.lora import Cut, TokenAdapters
+from tgis.shard.layers.lora import Cut, TokenAdapters
+from tgis.shard.layers.ops import Parts
 
 
 def _share(world: World, vocab_size: int) -> slice:

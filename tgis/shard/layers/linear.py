@@ -4,8 +4,8 @@ import torch
 from torch import Tensor
 
 from tgis.shard.collectives import World
-from tgis.shard.layers.kernels import Parts
-from tgis.shard.lora import Cut, TokenAdapters
+from tgis.shard.layers.lora import Cut, TokenAdapters
+from tgis.shard.layers.ops import Parts
 
 
 class Adaptable:

@@ -4,7 +4,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from tgis.shard.layers.kernels import HeadNorm, Parts
+from tgis.shard.layers.ops import HeadNorm, Parts
 
 NormKind = Literal["rms", "rms_plus_one", "layer", "layer_no_bias"]
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tgis.shard.layers.kernels import Kernels
+from tgis.shard.layers.ops import Kernels
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from tgis.shard.layers.kernels import Parts
+from tgis.shard.layers.ops import Parts
 
 
 class SplitNorm:

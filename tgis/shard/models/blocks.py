@@ -5,13 +5,13 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
-from tgis.shard.attention.base import Attention, AttentionMetadata, Scoring
+from tgis.shard.attention.interface import Attention, AttentionMetadata, Scoring
 from tgis.shard.layers.activation import activated, gated
-from tgis.shard.layers.kernels import Parts
 from tgis.shard.layers.linear import ColumnParallel, RowParallel
+from tgis.shard.layers.lora import TokenAdapters
 from tgis.shard.layers.norm import NormKind, read_head_norm
+from tgis.shard.layers.ops import Parts
 from tgis.shard.layers.split_norm import SplitNorm
-from tgis.shard.lora import TokenAdapters
 
 
 class Heads(Protocol):

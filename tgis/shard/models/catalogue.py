@@ -10,7 +10,7 @@ import torch
 from tgis.shard.checkpoint.weights import Source, Weights
 from tgis.shard.collectives import World
 from tgis.shard.kernels.cpu import ops
-from tgis.shard.layers.kernels import Kernels, Parts, Quantization
+from tgis.shard.layers.ops import Kernels, Parts, Quantization
 from tgis.shard.models.decoder import Decoder
 from tgis.shard.models.encoder_decoder import EncoderDecoderModel
 from tgis.shard.models.families import (

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tgis.shard.attention.base import Attention, AttentionMetadata, Scoring
+from tgis.shard.attention.interface import Attention, AttentionMetadata, Scoring
 from tgis.shard.layers.embedding import Embedding, Head, Positions
-from tgis.shard.layers.kernels import Parts
 from tgis.shard.layers.linear import Replicated
+from tgis.shard.layers.lora import TokenAdapters
 from tgis.shard.layers.norm import Norm
+from tgis.shard.layers.ops import Parts
 from tgis.shard.layers.rotary import Rope, Rotary
-from tgis.shard.lora import TokenAdapters
 from tgis.shard.models.blocks import MLP, SelfAttention
 from tgis.shard.models.experts import SparseMLP
 from tgis.shard.models.interface import StepInputs

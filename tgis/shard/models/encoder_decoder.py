@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from tgis.shard.attention.base import Attention, Scoring
+from tgis.shard.attention.interface import Attention, Scoring
 from tgis.shard.layers.embedding import Embedding, Head, Positions
-from tgis.shard.layers.kernels import Parts
 from tgis.shard.layers.linear import ColumnParallel, RowParallel
+from tgis.shard.layers.lora import TokenAdapters
 from tgis.shard.layers.norm import Norm
-from tgis.shard.lora import TokenAdapters
+from tgis.shard.layers.ops import Parts
 from tgis.shard.models.blocks import MLP, SelfAttention
 from tgis.shard.models.interface import StepInputs
 from tgis.shard.models.relative import read_bias

@@ -6,9 +6,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from tgis.shard.layers.kernels import Parts
 from tgis.shard.layers.linear import Replicated
-from tgis.shard.lora import TokenAdapters
+from tgis.shard.layers.lora import TokenAdapters
+from tgis.shard.layers.ops import Parts
 from tgis.shard.models.blocks import MLP
 from tgis.shard.models.spec import DecoderSpec
 

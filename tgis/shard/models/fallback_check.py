@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
 
-from tgis.shard.attention.base import AttentionMetadata
+from tgis.shard.attention.interface import AttentionMetadata
 from tgis.shard.collectives import World
 from tgis.shard.kernels.cpu.attention.attention import CpuAttention
 from tgis.shard.memory.kv_cache import KVCache, local_kv_heads

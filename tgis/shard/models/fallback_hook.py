@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from tgis.shard.attention.base import Attention, AttentionMetadata, Scoring
+from tgis.shard.attention.interface import Attention, AttentionMetadata, Scoring
 
 # (sequence, head, query's position, key's position) -> whether the key is seen; arguments broadcast.
 MaskRule = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]

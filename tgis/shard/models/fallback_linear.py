@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from tgis.shard.kernels.cpu import ops
-from tgis.shard.layers.kernels import Product
+from tgis.shard.layers.ops import Product
 
 _NUMBER = re.compile(r"\b\d+\b")
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from transformers.utils import ModelOutput
 
-from tgis.shard.attention.base import Attention
-from tgis.shard.lora import TokenAdapters
+from tgis.shard.attention.interface import Attention
+from tgis.shard.layers.lora import TokenAdapters
 from tgis.shard.models.fallback_hook import AttentionCall, Hook, NotServedError, PagedStep
 from tgis.shard.models.interface import ModelSpec, StepInputs
 

@@ -6,9 +6,9 @@ from typing import Protocol, runtime_checkable
 from torch import Tensor
 
 from tgis.errors import OperatorError
-from tgis.shard.attention.base import Attention, AttentionMetadata
-from tgis.shard.layers.kernels import Parts
-from tgis.shard.lora import TokenAdapters
+from tgis.shard.attention.interface import Attention, AttentionMetadata
+from tgis.shard.layers.lora import TokenAdapters
+from tgis.shard.layers.ops import Parts
 
 
 class UnsupportedModelError(OperatorError):

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tgis.shard.attention.base import Attention, AttentionMetadata
-from tgis.shard.lora import TokenAdapters
+from tgis.shard.attention.interface import Attention, AttentionMetadata
+from tgis.shard.layers.lora import TokenAdapters
 from tgis.shard.models.interface import ModelSpec, StepInputs
 from tgis.shard.models.onnx_graph import Graph
 

@@ -14,7 +14,7 @@ from tgis.shard.checkpoint.weights import Weights
 from tgis.shard.collectives import World
 from tgis.shard.kernels.cpu import ops
 from tgis.shard.kernels.portable.ops import TorchKernels
-from tgis.shard.layers.kernels import Parts
+from tgis.shard.layers.ops import Parts
 from tgis.shard.models import catalogue
 from tgis.shard.models.decoder import Decoder
 from tgis.shard.models.encoder_decoder import EncoderDecoderModel

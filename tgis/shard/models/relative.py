@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from tgis.shard.layers.kernels import Parts
+from tgis.shard.layers.ops import Parts
 from tgis.shard.models.seq2seq_spec import RelativeBias
 
 

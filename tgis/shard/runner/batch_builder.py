@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tgis.pb import shard_pb2 as pb
-from tgis.shard.attention.base import AttentionMetadata
+from tgis.shard.attention.interface import AttentionMetadata
 from tgis.shard.models.interface import StepInputs
 from tgis.shard.runner.layout import Layout
 from tgis.shard.runner.opening import NOT_WANTED, read_column

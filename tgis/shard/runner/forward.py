@@ -8,7 +8,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tgis.shard.attention.base import Attention, AttentionMetadata
+from tgis.shard.attention.interface import Attention, AttentionMetadata
 from tgis.shard.kernels.cpu.jit import compiler
 from tgis.shard.kernels.cpu.kernel_graph import Pool, Recorder, Tape
 from tgis.shard.models.interface import Model, StepInputs

@@ -11,7 +11,7 @@ from torch import Tensor
 from tgis import failpoints
 from tgis.pb import shard_pb2 as pb
 from tgis.shard.adapters.registry import Contents
-from tgis.shard.lora import TokenAdapters
+from tgis.shard.layers.lora import TokenAdapters
 from tgis.shard.models.interface import EncoderDecoder
 from tgis.shard.runner import step_response
 from tgis.shard.runner.batch_builder import Batch, RowTable

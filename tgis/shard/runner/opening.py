@@ -7,7 +7,7 @@ import numpy.typing as npt
 
 from tgis.pb import shard_pb2 as pb
 from tgis.shard.adapters.registry import Prompt
-from tgis.shard.lora import Adapter
+from tgis.shard.layers.lora import Adapter
 
 Column = npt.NDArray[np.int32]
 

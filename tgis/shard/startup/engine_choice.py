@@ -13,7 +13,7 @@ import torch
 from tgis.config.processes import ENGINES
 from tgis.shard.checkpoint.tensors import WeightsError
 from tgis.shard.collectives import World
-from tgis.shard.layers.kernels import Kernels, Quantization
+from tgis.shard.layers.ops import Kernels, Quantization
 from tgis.shard.models import catalogue, fallback, onnx
 from tgis.shard.models.interface import ConfigurationError, Model, ModelSpec, UnsupportedModelError
 

@@ -10,13 +10,13 @@ import torch
 
 from tgis.errors import OperatorError
 from tgis.process.gpus import has_gpus
-from tgis.shard.attention.base import Attention
+from tgis.shard.attention.interface import Attention
 from tgis.shard.collectives import CPU, World
 from tgis.shard.kernels.cpu import ops
 from tgis.shard.kernels.cpu.attention.attention import CpuAttention
 from tgis.shard.kernels.portable.attention import TorchAttention
 from tgis.shard.kernels.portable.ops import TorchKernels
-from tgis.shard.layers.kernels import Kernels
+from tgis.shard.layers.ops import Kernels
 from tgis.shard.memory import host_limits
 from tgis.shard.memory.cuda import CudaMemory
 from tgis.shard.memory.kv_cache import KVCache

@@ -7,7 +7,7 @@ import torch
 from tgis.config.processes import ShardConfig
 from tgis.shard.checkpoint.files import count_elements
 from tgis.shard.kernels.cpu.int8.product import BYTES_PER_WEIGHT
-from tgis.shard.layers.kernels import Quantization
+from tgis.shard.layers.ops import Quantization
 from tgis.shard.startup.engine_choice import Choice
 from tgis.shard.startup.platform import DeviceError, Platform
 

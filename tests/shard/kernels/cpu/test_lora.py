@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tgis.shard.kernels.cpu import lora as lora_kernels
 from tgis.shard.kernels.cpu import ops
-from tgis.shard.lora import TILE, Adapter, AdapterSet, Deltas, LowRank, TokenAdapters
+from tgis.shard.layers.lora import TILE, Adapter, AdapterSet, Deltas, LowRank, TokenAdapters
 
 PATH = "layer"
 RANKS = (1, 2, 7, 8, 9, 16, 24, 33, 64, 100, 257)

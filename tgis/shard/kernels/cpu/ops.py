@@ -10,8 +10,8 @@ from tgis.shard.kernels.cpu.gemm import product as gemm
 from tgis.shard.kernels.cpu.int8 import product as int8
 from tgis.shard.kernels.cpu.jit.compiler import Kernel, as_bits, empty
 from tgis.shard.kernels.cpu.pointwise import activations, elementwise, embedding, heads, norms
-from tgis.shard.layers.kernels import HeadNorm, Product
-from tgis.shard.lora import TILE, Deltas, TokenAdapters
+from tgis.shard.layers.lora import TILE, Deltas, TokenAdapters
+from tgis.shard.layers.ops import HeadNorm, Product
 
 device = torch.device("cpu")
 _UNIT = 16384  # elements a thread should get at least; waking one for less costs more than it saves

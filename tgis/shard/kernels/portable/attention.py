@@ -9,7 +9,7 @@ from itertools import groupby, pairwise
 import torch
 from torch import Tensor
 
-from tgis.shard.attention.base import AttentionMetadata, Scoring
+from tgis.shard.attention.interface import AttentionMetadata, Scoring
 from tgis.shard.memory.kv_cache import KVCache
 
 # Keys that are gathered at once, and pairs of a query and a key that are scored at once, where not a single

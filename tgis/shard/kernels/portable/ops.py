@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tgis.shard.layers.kernels import HeadNorm, Product
-from tgis.shard.lora import Deltas, LowRank, TokenAdapters
+from tgis.shard.layers.lora import Deltas, LowRank, TokenAdapters
+from tgis.shard.layers.ops import HeadNorm, Product
 
 logger = logging.getLogger(__name__)
 

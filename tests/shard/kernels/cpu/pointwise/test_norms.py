@@ -10,12 +10,12 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor
 
-from tests.shard.test_layers import parts
+from tests.shard.layers.test_layers import parts
 from tgis.shard.checkpoint.weights import Weights
 from tgis.shard.collectives import World
 from tgis.shard.kernels.cpu import ops
-from tgis.shard.layers.kernels import Parts
 from tgis.shard.layers.norm import Norm, NormKind, read_head_norm
+from tgis.shard.layers.ops import Parts
 
 EPS = 1e-5
 

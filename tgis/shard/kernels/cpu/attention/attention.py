@@ -5,7 +5,7 @@ however its sequence was cut into chunks."""
 
 from torch import Tensor
 
-from tgis.shard.attention.base import AttentionMetadata, Scoring
+from tgis.shard.attention.interface import AttentionMetadata, Scoring
 from tgis.shard.kernels.cpu.attention.kernels import ATTEND, TOKENS, WRITE
 from tgis.shard.kernels.cpu.jit import compiler
 from tgis.shard.kernels.cpu.jit.compiler import as_bits

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tgis.shard.checkpoint.weights import Weights
 from tgis.shard.collectives import World
-from tgis.shard.lora import Cut, Deltas, TokenAdapters
+from tgis.shard.layers.lora import Cut, Deltas, TokenAdapters
 
 Quantization = Literal["none", "int8"]
 

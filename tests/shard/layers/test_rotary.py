@@ -13,7 +13,7 @@ from transformers.models.gemma3.modeling_gemma3 import Gemma3RotaryEmbedding
 from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
 
 from tgis.shard.kernels.cpu import ops
-from tgis.shard.layers.kernels import HeadNorm
+from tgis.shard.layers.ops import HeadNorm
 from tgis.shard.layers.rotary import DynamicScaling, LinearScaling, LongScaling, Rope, Rotary
 from tgis.shard.models.config import rope
 from tgis.shard.models.interface import UnsupportedModelError

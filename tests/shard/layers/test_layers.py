@@ -11,9 +11,9 @@ from tgis.shard.checkpoint.weights import Weights
 from tgis.shard.collectives import World
 from tgis.shard.kernels.cpu import ops
 from tgis.shard.layers.embedding import Embedding, Head
-from tgis.shard.layers.kernels import Parts
 from tgis.shard.layers.linear import ColumnParallel, Replicated, RowParallel
-from tgis.shard.lora import Adapter, AdapterSet, Cut, LowRank, TokenAdapters
+from tgis.shard.layers.lora import Adapter, AdapterSet, Cut, LowRank, TokenAdapters
+from tgis.shard.layers.ops import Parts
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
