@@ -20,7 +20,7 @@ from tgis.shard.collectives import World
 from tgis.shard.kernels.cpu.attention.attention import CpuAttention
 from tgis.shard.layers.ops import Quantization
 from tgis.shard.memory.kv_cache import KVCache
-from tgis.shard.models import catalogue
+from tgis.shard.models import registry
 from tgis.shard.models.decoder import Decoder
 from tgis.shard.models.interface import StepInputs
 
@@ -97,7 +97,7 @@ def _score(model: Path, precision: Precision, windows: Sequence[Tensor]) -> tupl
     float64 and int64 [num_tokens]."""
     alone, dtype = World(0, 1), precision.dtype
     settings = model_files.read_json(model, "config.json")
-    decoder = catalogue.load(model, settings, alone, dtype, quantize=precision.quantize)
+    decoder = registry.load(model, settings, alone, dtype, quantize=precision.quantize)
     assert isinstance(decoder, Decoder)
     spec, num_blocks = decoder.spec, -(-WINDOW // BLOCK_SIZE)
     cache = KVCache(spec.num_layers, num_blocks, BLOCK_SIZE, spec.num_kv_heads, spec.head_dim, dtype)

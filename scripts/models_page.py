@@ -3,7 +3,7 @@
 from dataclasses import astuple
 from inspect import getdoc
 
-from tgis.shard.models import catalogue
+from tgis.shard.models import registry
 from tgis.shard.models.leftovers import LEFTOVERS
 
 INTRODUCTION = """\
@@ -63,16 +63,16 @@ checkpoint of any family, and layers that predict further tokens, where `num_nex
 
 
 def render() -> str:
-    rows = [_row(module) for module in catalogue.MODULES]
+    rows = [_row(module) for module in registry.MODULES]
     table = [f"| {' | '.join(cells)} |" for cells in (COLUMNS, ["---"] * len(COLUMNS), *rows)]
     unread = [f"- {leftover.reason}" for leftover in LEFTOVERS]
     return "\n".join([INTRODUCTION, *table, "", OTHERS, UNREAD, *unread, ""])
 
 
-def _row(module: catalogue.Family) -> list[str]:
+def _row(module: registry.Family) -> list[str]:
     name, _, what = " ".join((getdoc(module) or "").split()).partition(": ")
     assert name, "a family says what it is"
     types = ", ".join(f"`{model_type}`" for model_type in module.MODEL_TYPES)
-    kind = "encoder-decoder" if module in catalogue.ENCODER_DECODERS else "decoder"
-    support = ["yes" if value else "no" for value in (True, *astuple(catalogue.SUPPORT))]
+    kind = "encoder-decoder" if module in registry.ENCODER_DECODERS else "decoder"
+    support = ["yes" if value else "no" for value in (True, *astuple(registry.SUPPORT))]
     return [name.rstrip("."), what.rstrip("."), types, kind, *support]

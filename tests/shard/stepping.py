@@ -12,7 +12,7 @@ from tgis.shard.attention.interface import AttentionMetadata
 from tgis.shard.collectives import World
 from tgis.shard.kernels.cpu.attention.attention import CpuAttention
 from tgis.shard.memory.kv_cache import KVCache, local_kv_heads
-from tgis.shard.models import catalogue
+from tgis.shard.models import registry
 from tgis.shard.models.decoder import Decoder
 from tgis.shard.models.interface import StepInputs
 
@@ -27,7 +27,7 @@ def read_config(directory: Path) -> dict[str, Any]:
 
 
 def load(directory: Path, world: World = ALONE, dtype: torch.dtype = torch.float32) -> Decoder:
-    return catalogue.load(directory, read_config(directory), world, dtype)
+    return registry.load(directory, read_config(directory), world, dtype)
 
 
 def new_attention(

@@ -23,7 +23,7 @@ from tgis.shard.adapters.loading import allow
 from tgis.shard.adapters.lora_mapping import read_adapter
 from tgis.shard.checkpoint.tensors import DTYPES
 from tgis.shard.layers.ops import Parts
-from tgis.shard.models.outline import outline
+from tgis.shard.models.skeleton import outline
 
 UNBOUNDED = 1 << 40  # bytes
 

@@ -18,7 +18,7 @@ from tgis.shard.adapters.lora_mapping import read_adapter
 from tgis.shard.collectives import World
 from tgis.shard.layers.lora import Adapter
 from tgis.shard.layers.ops import Parts
-from tgis.shard.models.outline import outline
+from tgis.shard.models.skeleton import outline
 
 # Layers that are looked up, and what is no layer at all.
 TABLES = re.compile(r".*(embed_tokens|wte|word_embeddings|embed_in|shared)")

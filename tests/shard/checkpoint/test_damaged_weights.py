@@ -16,8 +16,9 @@ from tests.shard.checkpoints import SMALL, write_model
 from tests.shard.driver import configure
 from tests.shard.stepping import ALONE, read_config
 from tgis.errors import OperatorError
-from tgis.shard.models import catalogue, fallback
-from tgis.shard.models.outline import outline
+from tgis.shard.models import registry
+from tgis.shard.models.hf_transformers import load as hf_transformers
+from tgis.shard.models.skeleton import outline
 from tgis.shard.startup import load as startup
 
 Damage = Callable[[bytes], bytes]
@@ -99,12 +100,12 @@ def start(directory: Path) -> object:
 
 
 def load_natively(directory: Path) -> object:
-    return catalogue.load(directory, read_config(directory), ALONE, torch.float32)
+    return registry.load(directory, read_config(directory), ALONE, torch.float32)
 
 
 def load_through_transformers(directory: Path) -> object:
-    spec = fallback.describe(directory, read_config(directory), False)
-    return fallback.load(directory, spec, ALONE, torch.float32, False)
+    spec = hf_transformers.describe(directory, read_config(directory), False)
+    return hf_transformers.load(directory, spec, ALONE, torch.float32, False)
 
 
 def look_at_shapes(directory: Path) -> object:

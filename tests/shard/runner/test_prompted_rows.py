@@ -15,7 +15,7 @@ from tests.shard.driver import Request, Router, configure, opening
 from tests.shard.family_oracle import check
 from tests.shard.kernels.test_portable import plain
 from tests.shard.messages import GREEDY, SAMPLE, Steps, floats, integers, open_row, top_tokens
-from tests.shard.test_every_prompt import PAD, Case
+from tests.shard.models.test_every_prompt import PAD, Case
 from tests.shard.tuning_cells import Asked
 from tgis.shard.collectives import World
 from tgis.shard.runner.model_runner import Engine

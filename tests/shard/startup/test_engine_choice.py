@@ -16,7 +16,7 @@ from tests.shard.stepping import ALONE, read_config
 from tests.shard.tuned import Tuned
 from tgis.shard.adapters.loading import open_store
 from tgis.shard.kernels.cpu import ops
-from tgis.shard.models import fallback
+from tgis.shard.models.hf_transformers import load as hf_transformers
 from tgis.shard.models.interface import UnsupportedModelError
 from tgis.shard.startup import engine_choice
 from tgis.shard.startup.load import load
@@ -89,7 +89,9 @@ def test_what_asks_for_transformers_code_gets_it_where_it_can_run(
     assert "tgis_native serves this model, because hf_transformers cannot: it" in caplog.text
     choice.load(ALONE, torch.float32, ops)
     with pytest.raises(UnsupportedModelError, match="cannot be served through transformers"):
-        fallback.load(tmp_path, fallback.describe(tmp_path, settings, False), ALONE, torch.float32, False)
+        hf_transformers.load(
+            tmp_path, hf_transformers.describe(tmp_path, settings, False), ALONE, torch.float32, False
+        )
 
 
 @pytest.mark.parametrize("name", ["bloom", "mt5"])

@@ -20,7 +20,7 @@ from tgis.shard.collectives import World
 from tgis.shard.kernels.cpu.gemm.product import PackedProduct
 from tgis.shard.kernels.cpu.int8.product import Int8Product
 from tgis.shard.kernels.portable.ops import TorchKernels
-from tgis.shard.models import catalogue
+from tgis.shard.models import registry
 from tgis.shard.models.decoder import Decoder
 from tgis.shard.models.interface import UnsupportedModelError
 from tgis.shard.startup import engine_choice, quantize_check
@@ -36,7 +36,7 @@ def model_path(checkpoint: Callable[[str], Path]) -> Path:
 
 
 def quantized(directory: Path, world: World = stepping.ALONE) -> Decoder:
-    model = catalogue.load(directory, stepping.read_config(directory), world, torch.float32, quantize="int8")
+    model = registry.load(directory, stepping.read_config(directory), world, torch.float32, quantize="int8")
     assert isinstance(model, Decoder)
     return model
 
@@ -95,7 +95,7 @@ def test_memory_is_that_of_bytes(model_path: Path) -> None:
     settings = stepping.read_config(model_path)
     choice = engine_choice.choose(model_path, settings, None, 1, trust_remote_code=False, quantize="int8")
     config = configure(model_path, quantize="int8")
-    elements = engine_choice.catalogue.count_table(choice.spec)
+    elements = engine_choice.registry.count_table(choice.spec)
     assert elements == 99 * 32
     whole = quantize_check.count_bytes(configure(model_path), choice, torch.float16) // 2
     assert quantize_check.count_bytes(config, choice, torch.float16) == int(whole * 33 / 32) + 2 * elements

@@ -19,7 +19,7 @@ from tgis.prompts.store import Store
 from tgis.shard.adapters.lora_mapping import read_adapter
 from tgis.shard.adapters.registry import Content, Contents, Prompt
 from tgis.shard.layers.ops import Parts
-from tgis.shard.models import catalogue
+from tgis.shard.models import registry as model_registry
 from tgis.shard.models.interface import Model, Tunable, UnsupportedModelError
 
 logger = logging.getLogger(__name__)
@@ -105,7 +105,7 @@ def _is_known(config: ShardConfig) -> bool:
     """Return whether the service's own engine would run the model but for DEPLOYMENT_FRAMEWORK."""
     if ENGINES.get(config.deployment_framework or "") != "hf_transformers":
         return False
-    return catalogue.serves(model_files.read_json(Path(config.model_path), "config.json"))
+    return model_registry.serves(model_files.read_json(Path(config.model_path), "config.json"))
 
 
 def _warn(config: ShardConfig, fit: Fit | None) -> None:

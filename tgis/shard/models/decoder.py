@@ -15,10 +15,10 @@ from tgis.shard.layers.lora import TokenAdapters
 from tgis.shard.layers.norm import Norm
 from tgis.shard.layers.ops import Parts
 from tgis.shard.layers.rotary import Rope, Rotary
-from tgis.shard.models.blocks import MLP, SelfAttention
-from tgis.shard.models.experts import SparseMLP
 from tgis.shard.models.interface import StepInputs
-from tgis.shard.models.spec import DecoderSpec
+from tgis.shard.models.parts.blocks import MLP, SelfAttention
+from tgis.shard.models.parts.moe import SparseMLP
+from tgis.shard.models.spec.spec import DecoderSpec
 
 Feeder = Callable[[Tensor, TokenAdapters | None], Tensor]
 

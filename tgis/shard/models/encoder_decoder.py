@@ -13,10 +13,10 @@ from tgis.shard.layers.linear import ColumnParallel, RowParallel
 from tgis.shard.layers.lora import TokenAdapters
 from tgis.shard.layers.norm import Norm
 from tgis.shard.layers.ops import Parts
-from tgis.shard.models.blocks import MLP, SelfAttention
 from tgis.shard.models.interface import StepInputs
-from tgis.shard.models.relative import read_bias
-from tgis.shard.models.seq2seq_spec import EncoderDecoderSpec, StackSpec
+from tgis.shard.models.parts.blocks import MLP, SelfAttention
+from tgis.shard.models.parts.relative_bias import read_bias
+from tgis.shard.models.spec.seq2seq_spec import EncoderDecoderSpec, StackSpec
 
 # Where the encoder keeps the keys and values of the layer that it is at; the decoder's come after it is done.
 SCRATCH_LAYER = 0

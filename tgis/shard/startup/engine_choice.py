@@ -14,8 +14,10 @@ from tgis.config.processes import ENGINES
 from tgis.shard.checkpoint.tensors import WeightsError
 from tgis.shard.collectives import World
 from tgis.shard.layers.ops import Kernels, Quantization
-from tgis.shard.models import catalogue, fallback, onnx
+from tgis.shard.models import registry
+from tgis.shard.models.hf_transformers import load as hf_transformers
 from tgis.shard.models.interface import ConfigurationError, Model, ModelSpec, UnsupportedModelError
+from tgis.shard.models.onnx_runtime import load as onnx_runtime
 
 logger = logging.getLogger(__name__)
 
@@ -79,7 +81,7 @@ def _choose(
         return _choose_transformers(directory, settings, trust_remote_code, instead_of=error)
     if engine != TRANSFORMERS:
         return native
-    obstacle = fallback.find_obstacle(native.spec, settings["model_type"])
+    obstacle = hf_transformers.find_obstacle(native.spec, settings["model_type"])
     if obstacle is not None:
         logger.warning("tgis_native serves this model, because hf_transformers cannot: %s", obstacle)
         return native
@@ -93,14 +95,14 @@ class _NotNativeError(UnsupportedModelError):
 
 def _choose_native(directory: Path, settings: Mapping[str, Any], size: int, quantize: Quantization) -> Choice:
     try:
-        spec = catalogue.describe(settings)
+        spec = registry.describe(settings)
     except ConfigurationError:
         raise
     except UnsupportedModelError as error:
         raise _NotNativeError(str(error)) from error
-    catalogue.check_cut(spec, size)
-    load = partial(catalogue.load, directory, settings, quantize=quantize)
-    return Choice(NATIVE, spec, load, table_elements=catalogue.count_table(spec))
+    registry.check_cut(spec, size)
+    load = partial(registry.load, directory, settings, quantize=quantize)
+    return Choice(NATIVE, spec, load, table_elements=registry.count_table(spec))
 
 
 def _choose_transformers(
@@ -109,13 +111,13 @@ def _choose_transformers(
     trust_remote_code: bool,
     instead_of: UnsupportedModelError | None = None,
 ) -> Choice:
-    reason = instead_of if catalogue.is_known(settings) else None  # which says what of a family is unknown
+    reason = instead_of if registry.is_known(settings) else None  # which says what of a family is unknown
 
     def explain(error: UnsupportedModelError | WeightsError) -> UnsupportedModelError:
         return UnsupportedModelError(f"{reason}; through transformers: {error}")
 
     try:
-        spec = fallback.describe(directory, settings, trust_remote_code)
+        spec = hf_transformers.describe(directory, settings, trust_remote_code)
     except UnsupportedModelError as error:
         if reason is None:
             raise
@@ -125,7 +127,7 @@ def _choose_transformers(
 
     def load(world: World, dtype: torch.dtype, _: Kernels) -> Model:
         try:
-            return fallback.load(directory, spec, world, dtype, trust_remote_code)
+            return hf_transformers.load(directory, spec, world, dtype, trust_remote_code)
         except (UnsupportedModelError, WeightsError) as error:
             if reason is None:
                 raise
@@ -135,9 +137,9 @@ def _choose_transformers(
 
 
 def _choose_onnx(directory: Path, settings: Mapping[str, Any]) -> Choice:
-    spec = onnx.describe(directory, settings)
+    spec = onnx_runtime.describe(directory, settings)
 
     def load(world: World, dtype: torch.dtype, _: Kernels) -> Model:
-        return onnx.load(spec, world, torch.get_num_threads())
+        return onnx_runtime.load(spec, world, torch.get_num_threads())
 
     return Choice(ONNX, spec, load, spec.dtype, spec.weight_bytes)

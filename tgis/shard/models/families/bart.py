@@ -1,9 +1,9 @@
 """BART and mBART: learned positions, norms after the branches or, in mBART, before."""
 
 from tgis.shard.checkpoint.weights import Source, first_of, stack
-from tgis.shard.models.config import Config, activation, divide_heads, integer
 from tgis.shard.models.interface import UnsupportedModelError
-from tgis.shard.models.seq2seq_spec import EncoderDecoderSpec, StackSpec
+from tgis.shard.models.spec.config_reader import Config, activation, divide_heads, integer
+from tgis.shard.models.spec.seq2seq_spec import EncoderDecoderSpec, StackSpec
 
 MODEL_TYPES: tuple[str, ...] = ("bart", "mbart")
 PREFIX = "model."

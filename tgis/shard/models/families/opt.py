@@ -2,9 +2,9 @@
 embeddings are narrower than its layers."""
 
 from tgis.shard.checkpoint.weights import Source, first_of, stack
-from tgis.shard.models.config import Config, activation, divide_heads, integer
-from tgis.shard.models.refusals import refuse_others
-from tgis.shard.models.spec import DecoderSpec
+from tgis.shard.models.spec.config_reader import Config, activation, divide_heads, integer
+from tgis.shard.models.spec.refusals import refuse_others
+from tgis.shard.models.spec.spec import DecoderSpec
 
 MODEL_TYPES: tuple[str, ...] = ("opt",)
 PREFIX = "model."

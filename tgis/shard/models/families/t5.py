@@ -3,9 +3,9 @@
 from dataclasses import replace
 
 from tgis.shard.checkpoint.weights import Source, first_of, stack
-from tgis.shard.models.config import Config, activation, integer, number
 from tgis.shard.models.interface import UnsupportedModelError
-from tgis.shard.models.seq2seq_spec import EncoderDecoderSpec, RelativeBias, StackSpec
+from tgis.shard.models.spec.config_reader import Config, activation, integer, number
+from tgis.shard.models.spec.seq2seq_spec import EncoderDecoderSpec, RelativeBias, StackSpec
 
 MODEL_TYPES: tuple[str, ...] = ("t5", "mt5", "umt5")
 # The table of tokens, which both stacks and often the head share, is stored under some of its names.

@@ -1,0 +1,89 @@
+"""What a configuration asks for and we do not compute is refused, never ignored."""
+
+import json
+import math
+from typing import Any
+
+import pytest
+
+from tests.shard.family_cases import gpts
+from tests.shard.family_cases.all import CASES
+from tgis.shard.models import registry
+from tgis.shard.models.interface import UnsupportedModelError
+
+REFUSED: list[tuple[str, str, Any]] = [
+    ("gpt_neox", "hidden_act", "gelu_10"),
+    ("gpt2", "scale_attn_by_inverse_layer_idx", True),
+    ("gpt2", "add_cross_attention", True),
+    ("gpt_bigcode_multi_head", "add_cross_attention", True),
+    ("bloom", "apply_residual_connection_post_layernorm", True),
+    ("falcon_rw", "apply_residual_connection_post_layernorm", True),
+    ("opt", "layer_norm_elementwise_affine", False),
+    ("mpt", "no_bias", False),
+    ("mpt", "logit_scale", "inv_sqrt_d_model"),
+    ("mpt", "norm_type", "rmsnorm"),
+    ("mpt", "final_logit_softcapping", 30.0),
+    ("mpt", "block_overrides", {"order": []}),
+    ("mpt", "ffn_config.ffn_type", "mptglu"),
+    ("mpt", "ffn_config.ffn_hidden_size", 64),
+    ("mpt", "ffn_config.ffn_act_fn", {"name": "relu"}),
+    ("mpt", "attn_config", "alibi"),
+    ("mpt", "attn_config.alibi", False),
+    ("mpt", "attn_config.rope", True),
+    ("mpt", "attn_config.prefix_lm", True),
+    ("mpt", "attn_config.sliding_window_size", 16),
+    ("mpt", "attn_config.qk_ln", True),
+    ("mpt", "attn_config.qk_gn", True),
+    ("mpt", "attn_config.attn_type", "sparse"),
+    ("mpt", "attn_config.attn_logit_softcapping", 50.0),
+    ("mpt", "attn_config.kv_dim", 16),
+]
+
+
+@pytest.mark.parametrize(("case", "key", "value"), REFUSED, ids=str)
+def test_refuses_in_one_line(case: str, key: str, value: object) -> None:
+    config = json.loads(gpts.CASES[case]().to_json_string(use_diff=False))
+    registry.describe(config)
+    outer, _, inner = key.rpartition(".")
+    (config.setdefault(outer, {}) if outer else config)[inner] = value
+    with pytest.raises(UnsupportedModelError) as caught:
+        registry.describe(config)
+    assert repr(value) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_grouped_heads_must_be_counted() -> None:
+    config = json.loads(gpts.CASES["mpt"]().to_json_string(use_diff=False))
+    config["attn_config"]["attn_type"] = "grouped_query_attention"
+    with pytest.raises(UnsupportedModelError, match="kv_n_heads is missing"):
+        registry.describe(config)
+
+
+ODD = (None, "", "x", ["silu"], {"a": 1}, 0, 1, -1, 3, 10**4, 0.5, math.inf, math.nan, True)
+ONE_OF_EACH = {make().model_type: make for make in CASES.values()}
+
+
+@pytest.mark.parametrize("model_type", ONE_OF_EACH)
+def test_odd_values_are_refused_in_one_line_or_served(model_type: str) -> None:
+    """One after the other in every place of the configuration, also of those within it."""
+    config = ONE_OF_EACH[model_type]().to_dict()
+    num_refused = 0
+    for section in [config, *(value for value in config.values() if isinstance(value, dict))]:
+        for key, kept in list(section.items()):
+            for section[key] in ODD:
+                reason = refusal(config)
+                assert "\n" not in reason
+                num_refused += bool(reason)
+            section[key] = kept
+    assert num_refused > 20
+
+
+def refusal(config: dict[str, Any]) -> str:
+    """Why the model cannot be served on two ranks; empty where it can."""
+    try:
+        spec = registry.describe(config)
+        registry.check_cut(spec, 2)
+        registry.FAMILIES[config["model_type"]].sources(spec)
+    except UnsupportedModelError as error:
+        return str(error)
+    return ""

@@ -1,0 +1,227 @@
+"""Configurations of Llama's kin, as checkpoints of all ages have them: transformers knows what they mean."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from tests.shard.checkpoints import write_model
+from tests.shard.family_cases import llamas
+from tests.shard.stepping import Stepper, load
+from tgis.shard.models import registry
+from tgis.shard.models.interface import UnsupportedModelError
+
+Config = dict[str, Any]
+
+# Enough for every model type; what else they need has a default.
+LEAST: Config = {
+    "hidden_size": 2048,
+    "intermediate_size": 512,
+    "num_hidden_layers": 7,
+    "num_attention_heads": 32,
+    "vocab_size": 100,
+}
+EXPERTS: Config = {"num_local_experts": 8, "num_experts_per_tok": 2}
+MODEL_TYPES: dict[str, Config] = {
+    "llama": {},
+    "mistral": {},
+    "ministral": {},
+    "qwen2": {},
+    "qwen3": {},
+    "qwen3_moe": {**EXPERTS, "moe_intermediate_size": 768},
+    "granite": {},
+    "granitemoe": EXPERTS,
+    "gemma": {},
+    "gemma2": {},
+    "gemma3_text": {},
+    "phi3": {},
+    "olmo2": {},
+    "mixtral": EXPERTS,
+}
+FACTORS = [1.0 + 0.1 * i for i in range(24)]
+# As transformers 4 wrote them.
+PUBLISHED: dict[str, Config] = {
+    "no_window": {"model_type": "mistral", "sliding_window": None, "head_dim": None},
+    "unused_window": {
+        "model_type": "qwen2",
+        "use_sliding_window": False,
+        "sliding_window": 131072,
+        "max_window_layers": 3,
+        "rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768},
+    },
+    "last_layers_window": {
+        "model_type": "qwen2",
+        "use_sliding_window": True,
+        "sliding_window": 4096,
+        "max_window_layers": 3,
+        "rope_theta": 1000000.0,
+    },
+    "all_layers_window": {"model_type": "qwen3", "use_sliding_window": True, "max_window_layers": 0},
+    "first_gemma": {"model_type": "gemma", "hidden_act": "gelu", "num_key_value_heads": 1, "head_dim": 256},
+    "untold_activation": {"model_type": "gemma", "hidden_activation": None},
+    "gemma2": {
+        "model_type": "gemma2",
+        "attn_logit_softcapping": None,
+        "final_logit_softcapping": 20.0,
+        "cache_implementation": "hybrid",
+        "hidden_act": "gelu",
+        "query_pre_attn_scalar": 144,
+        "sliding_window_size": 4096,
+    },
+    "gemma3_1b": {
+        "model_type": "gemma3_text",
+        "num_key_value_heads": 1,
+        "rope_local_base_freq": 20000,
+        "rope_theta": 2000000,
+        "rope_scaling": None,
+        "sliding_window": 512,
+        "sliding_window_pattern": 3,
+    },
+    "gemma3_27b": {
+        "model_type": "gemma3",
+        "text_config": {
+            **LEAST,
+            "model_type": "gemma3_text",
+            "query_pre_attn_scalar": 168,
+            "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+            "sliding_window": 1024,
+        },
+    },
+    "gemma3_4b": {
+        "model_type": "gemma3",
+        "text_config": {
+            "model_type": "gemma3_text",
+            "hidden_size": 2560,
+            "intermediate_size": 10240,
+            "num_hidden_layers": 34,
+        },
+    },
+    "phi3_4k": {"model_type": "phi3", "sliding_window": 2047, "rope_scaling": None, "attention_bias": False},
+    "phi3_128k": {
+        "model_type": "phi3",
+        "max_position_embeddings": 131072,
+        "original_max_position_embeddings": 4096,
+        "rope_scaling": {"type": "longrope", "long_factor": FACTORS, "short_factor": FACTORS[::-1]},
+        "partial_rotary_factor": 0.75,
+    },
+    "mixtral": {"model_type": "mixtral", **EXPERTS, "sliding_window": 4096, "rope_theta": 5e5},
+    "qwen3_30b": {
+        "model_type": "qwen3_moe",
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+        "norm_topk_prob": True,
+        "max_window_layers": 48,
+        "sliding_window": None,
+        "head_dim": 128,
+    },
+    "some_sparse_layers": {
+        "model_type": "qwen3_moe",
+        **MODEL_TYPES["qwen3_moe"],
+        "decoder_sparse_step": 2,
+        "mlp_only_layers": [3],
+        "use_sliding_window": True,
+    },
+    "granite": {
+        "model_type": "granite",
+        "attention_multiplier": 0.0078125,
+        "embedding_multiplier": 12.0,
+        "logits_scaling": 16.0,
+        "residual_multiplier": 0.22,
+        "rope_theta": 10000000.0,
+    },
+}
+
+
+def complete(config: Config) -> Config:
+    """With all keys that transformers derives from it, in its newest spelling."""
+    return transformers.AutoConfig.for_model(**config).to_dict()
+
+
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+def test_defaults(model_type: str) -> None:
+    config = {"model_type": model_type, **LEAST, **MODEL_TYPES[model_type]}
+    assert registry.describe(config) == registry.describe(complete(config))
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_configurations_of_any_age(name: str) -> None:
+    config = {**LEAST, **PUBLISHED[name]}
+    assert registry.describe(config) == registry.describe(complete(config))
+
+
+KINDS = ["chunked_attention", "full_attention"]
+REFUSED: dict[str, Config] = {
+    f"layer types {KINDS} are not supported, expected 7 of full_attention or sliding_attention": {
+        "model_type": "qwen2",
+        "layer_types": KINDS,
+    },
+    "layer types 'none' are not supported, expected 7 of full_attention or sliding_attention": {
+        "model_type": "ministral",
+        "layer_types": "none",
+    },
+    "sliding_window is missing in the model's configuration": {
+        "model_type": "qwen3",
+        "sliding_window": 4096,
+        "layer_types": ["sliding_attention"] * 7,
+    },
+    "sliding_window 0 of the configuration is not a positive integer": {
+        "model_type": "mistral",
+        "sliding_window": 0,
+    },
+    "max_window_layers -1 of the configuration is not a positive integer": {
+        "model_type": "qwen2",
+        "use_sliding_window": True,
+        "max_window_layers": -1,
+    },
+    "bidirectional attention is not supported": {
+        "model_type": "gemma3_text",
+        "use_bidirectional_attention": True,
+    },
+    "attn_logit_softcapping is not supported for this model type": {
+        "model_type": "gemma3_text",
+        "attn_logit_softcapping": 50.0,
+    },
+    "text_config [] of the configuration is not an object": {"model_type": "gemma3", "text_config": []},
+    "attn_logit_softcapping 0.0 of the configuration is not a positive number": {
+        "model_type": "gemma2",
+        "attn_logit_softcapping": 0.0,
+    },
+    "logits_scaling 0 of the configuration is not a positive number": {
+        "model_type": "granite",
+        "logits_scaling": 0,
+    },
+    "tokens cannot use 9 of 8 experts": {"model_type": "mixtral", **EXPERTS, "num_experts_per_tok": 9},
+    "num_local_experts is missing in the model's configuration": {
+        "model_type": "granitemoe",
+        "num_experts_per_tok": 2,
+    },
+    "mlp_only_layers 3 of the configuration is not a list": {
+        "model_type": "qwen3_moe",
+        **MODEL_TYPES["qwen3_moe"],
+        "mlp_only_layers": 3,
+    },
+}
+
+
+@pytest.mark.parametrize("text", REFUSED)
+def test_refuses_in_one_line(text: str) -> None:
+    with pytest.raises(UnsupportedModelError) as caught:
+        registry.describe({**LEAST, **REFUSED[text]})
+    assert str(caught.value) == text
+
+
+def test_a_tied_checkpoint_may_have_a_head_of_its_own(tmp_path: Path) -> None:
+    write_model(tmp_path, llamas.CASES["gemma"]())
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].flip(0)
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    oracle = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    ids = [5, 6, 7, 8]
+    with torch.inference_mode():
+        expected = oracle(torch.tensor([ids])).logits[0]
+    found = Stepper(load(tmp_path)).step({0: (ids, 0)})[0]
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)

@@ -1,0 +1,1 @@
+"""Models run by transformers' own code, with this service's cache and attention."""

@@ -1,0 +1,185 @@
+"""Makes a model of transformers' code and a checkpoint on this machine's disk, and tries it before it serves.
+
+Nothing is fetched from anywhere, and a checkpoint's own code runs only where it is trusted."""
+
+import inspect
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+from transformers.utils import ModelOutput
+from transformers.utils import logging as transformers_logging
+
+from tgis.errors import OperatorError
+from tgis.hub import model_files
+from tgis.shard.checkpoint.files import Checkpoint
+from tgis.shard.checkpoint.tensors import WeightsError
+from tgis.shard.collectives import World
+from tgis.shard.models.hf_transformers.attention_hook import Hook, NotServedError, Recorder, cache_shape
+from tgis.shard.models.hf_transformers.model import FallbackModel, compute_states
+from tgis.shard.models.hf_transformers.packed_linear import find_wanted, pack_linears
+from tgis.shard.models.hf_transformers.self_check import (
+    check_positions,
+    check_scores,
+    choose_tokens,
+    score_alone,
+)
+from tgis.shard.models.hf_transformers.spec import FallbackSpec
+from tgis.shard.models.interface import UnsupportedModelError
+from tgis.shard.models.leftovers import refuse_unread
+
+CAUSAL = "AutoModelForCausalLM"
+# Turn all positions of a step by its longest sequence.
+STEP_WIDE_ROPES = ("dynamic", "longrope")
+# Positions over which masks are looked at; what only shows beyond does not show in any request.
+LEAST_LENGTH, MOST_LENGTH = 2048, 1 << 20
+
+
+@contextmanager
+def one_line(model_type: Any) -> Iterator[None]:
+    """Turns whatever transformers' code raises into an UnsupportedModelError, and keeps it quiet."""
+    refused = f"model type {model_type!r} cannot be served through transformers"
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    except (OperatorError, MemoryError):
+        raise
+    except NotServedError as error:
+        raise UnsupportedModelError(f"{refused}: {error}") from error
+    except Exception as error:  # of code that is not ours, so of any kind
+        lines = (line.strip() for line in str(error).splitlines())
+        text = next(filter(None, lines), "no reason given")
+        raise UnsupportedModelError(
+            f"{refused}: its code failed with {type(error).__name__}: {text}"
+        ) from error
+
+
+def read_config(directory: Path, config: Mapping[str, Any], trust_remote_code: bool) -> Any:
+    """transformers' configuration of a causal model. Raises NotServedError and errors of transformers."""
+    own = config.get("auto_map") or {}
+    known = config.get("model_type") in CONFIG_MAPPING_NAMES
+    if not known and not own:
+        raise NotServedError("it does not know this type")
+    if not known and not trust_remote_code:
+        raise NotServedError(
+            "its code is part of the checkpoint, and runs only with TRUST_REMOTE_CODE=true (or "
+            "--trust-remote-code)"
+        )
+    parsed = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=trust_remote_code)
+    if getattr(parsed, "is_encoder_decoder", False):
+        raise NotServedError("it is an encoder-decoder")
+    brings_code = trust_remote_code and CAUSAL in own
+    if not brings_code and type(parsed) not in AutoModelForCausalLM._model_mapping:
+        raise NotServedError("it has no causal language model of this type")
+    return parsed
+
+
+def load_model(
+    directory: Path, promised: FallbackSpec, world: World, dtype: torch.dtype, trust_remote_code: bool
+) -> FallbackModel:
+    """A model that was tried, with the shape it was found to have.
+
+    Raises WeightsError, NotServedError and errors of transformers."""
+    plain: set[str] = set()
+    while True:
+        whole = _read(directory, dtype, trust_remote_code)
+        _check_state(whole)
+        pack_linears(whole, dtype, plain)
+        try:
+            with torch.inference_mode():
+                return _convert(whole, promised.vocab_size, world)
+        except AttributeError:
+            wanted = find_wanted(whole) - plain
+            if not wanted:
+                raise
+        del whole
+        plain |= wanted
+
+
+def _convert(whole: Any, vocab_size: int, world: World) -> FallbackModel:
+    sequences = choose_tokens(vocab_size)
+    expected = [score_alone(whole, token_ids) for token_ids in sequences]
+    if not all(scores.isfinite().all() for scores in expected):
+        raise NotServedError("its scores are no finite numbers; are its weights damaged?")
+    if (width := expected[0].shape[1]) != vocab_size:
+        raise NotServedError(f"it scores {width} tokens, its configuration says {vocab_size}")
+    hook, decoder, length = Hook(), _find_decoder(whole), _find_length(whole.config)
+    whole.set_attn_implementation(hook.name)
+    recorder, token_ids = Recorder(length), sequences[0]
+    positions = torch.arange(len(token_ids))
+    output = hook.call(recorder, lambda: compute_states(decoder, token_ids, positions))
+    if not recorder.calls:
+        raise NotServedError("its code does not use the attention interface")
+    max_positions = check_positions(hook, decoder, token_ids, length)
+    num_kv_heads, head_dim = cache_shape(recorder.calls)
+    shape = (len(recorder.calls), num_kv_heads * world.size, head_dim)
+    spec = FallbackSpec(*shape, vocab_size, max_positions)
+    kind = type(output) if isinstance(output, ModelOutput) else tuple
+    model = FallbackModel(spec, whole, decoder, kind, hook, recorder.calls)
+    check_scores(model, world, sequences, expected)
+    return model
+
+
+def _read(directory: Path, dtype: torch.dtype, trust_remote_code: bool) -> Any:
+    """A causal language model with all its weights. Raises WeightsError and errors of transformers."""
+    try:
+        whole, found = AutoModelForCausalLM.from_pretrained(
+            directory,
+            dtype=dtype,
+            attn_implementation="eager",
+            local_files_only=True,
+            trust_remote_code=trust_remote_code,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # so that they are reported, not told in a table
+        )
+    except Exception:
+        Checkpoint(directory).check_files()  # which says what transformers' errors do not
+        raise
+    for name, stored, expected in sorted(found["mismatched_keys"]):
+        raise WeightsError(f"{directory}: tensor {name} has shape {[*stored]}, expected {[*expected]}")
+    for name in sorted(found["missing_keys"]):
+        raise WeightsError(f"{directory}: tensor {name} is missing")
+    refuse_unread(directory, found["unexpected_keys"], model_files.read_json(directory, "config.json"))
+    return whole.eval()
+
+
+def _check_state(whole: Any) -> None:
+    """Raises NotServedError."""
+    kinds = getattr(whole.config.get_text_config(decoder=True), "layer_types", None) or ()
+    strange = [kind for kind in kinds if kind == "linear_attention" or not str(kind).endswith("attention")]
+    if strange or getattr(whole, "_is_stateful", False):
+        kind = f" of kind {strange[0]}" if strange else ""
+        raise NotServedError(f"its layers{kind} keep a state that is no keys and values")
+    for module in whole.modules():
+        kinds = getattr(module, "rope_type", None)
+        for rope in kinds.values() if isinstance(kinds, Mapping) else [kinds]:
+            if rope in STEP_WIDE_ROPES:
+                raise NotServedError(
+                    f"its rotary embedding, {rope}, lets sequences of one step affect each other"
+                )
+
+
+def _find_decoder(whole: Any) -> nn.Module:
+    """What gives hidden states, of text alone. Raises NotServedError."""
+    named = (whole.base_model, *(getattr(whole, name, None) for name in ("model", "transformer")))
+    for part in (whole.get_decoder(), *named):
+        if isinstance(part, nn.Module) and part is not whole:
+            told = inspect.signature(part.forward).parameters
+            if {"input_ids", "position_ids"} <= set(told):
+                return part
+    raise NotServedError("its code cannot be told positions")
+
+
+def _find_length(config: Any) -> int:
+    """Positions that requests may have."""
+    length = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
+    return min(length, MOST_LENGTH) if isinstance(length, int) and length > 1 else LEAST_LENGTH

@@ -1,0 +1,78 @@
+"""Models of no family of ours, through transformers' own modelling code with our attention and cache.
+
+transformers is imported when such a model is described, which takes seconds, and not before."""
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tgis.hub import model_files
+from tgis.shard.collectives import World
+from tgis.shard.layers.rotary import DynamicScaling, LongScaling
+from tgis.shard.models.families import falcon
+from tgis.shard.models.hf_transformers.spec import FallbackSpec
+from tgis.shard.models.interface import Model, ModelSpec, UnsupportedModelError
+from tgis.shard.models.spec.spec import DecoderSpec
+
+logger = logging.getLogger(__name__)
+
+
+def describe(directory: Path, config: Mapping[str, Any], trust_remote_code: bool) -> FallbackSpec:
+    """The shape that the configuration promises; `load` finds out the real one. Touches no tensor, but runs
+    the checkpoint's own configuration code where that is trusted. Raises UnsupportedModelError."""
+    from tgis.shard.models.hf_transformers import build
+
+    if config.get("quantization_config"):
+        raise UnsupportedModelError("quantized checkpoints are not supported")
+    with build.one_line(config.get("model_type")):
+        parsed = build.read_config(directory, config, trust_remote_code)
+        text = parsed.get_text_config(decoder=True)
+        heads = _most(text, "num_attention_heads") or 1
+        return FallbackSpec(
+            num_layers=_most(text, "num_hidden_layers") or 1,
+            num_kv_heads=_most(text, "num_key_value_heads") or heads,
+            head_dim=_most(text, "head_dim") or (_most(text, "hidden_size") or heads) // heads,
+            vocab_size=text.vocab_size,
+        )
+
+
+def find_obstacle(spec: ModelSpec, model_type: str) -> str | None:
+    """Return why `load` would refuse a model that a family of ours serves with `spec`, or None where nothing
+    is known to be in the way. Looks at neither transformers nor the checkpoint."""
+    if not isinstance(spec, DecoderSpec):
+        return "it is an encoder-decoder"
+    if spec.slopes:
+        return "it has ALiBi"
+    if model_type in falcon.MODEL_TYPES:
+        return "its code does not use the attention interface"
+    if spec.rope and isinstance(spec.rope.scaling, DynamicScaling | LongScaling):
+        return "its rotary embedding lets sequences of one step affect each other"
+    return None
+
+
+def load(
+    directory: Path, spec: FallbackSpec, world: World, dtype: torch.dtype, trust_remote_code: bool
+) -> Model:
+    """The model, its weights rounded to `dtype`, after it has shown on a few tokens that it answers through
+    our cache as it does by itself. Its spec is what was found, not what was promised.
+
+    Raises UnsupportedModelError and WeightsError."""
+    from tgis.shard.models.hf_transformers import build
+
+    if world.size > 1 and world.rank == 0:
+        logger.warning(
+            "each of the %d shards holds the whole model and computes all of it: one shard, or a model that "
+            "tgis_native serves, makes better use of the machine",
+            world.size,
+        )
+    with build.one_line(model_files.read_json(directory, "config.json").get("model_type")):
+        return build.load_model(directory, spec, world, dtype, trust_remote_code)
+
+
+def _most(config: Any, name: str) -> int:
+    """A number of the configuration, the greatest where layers have their own; 0 where there is none."""
+    value = config.to_dict().get(config.attribute_map.get(name, name))
+    return max(value, default=0) if isinstance(value, list | tuple) else value or 0

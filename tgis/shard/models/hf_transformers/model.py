@@ -1,0 +1,97 @@
+"""A model whose arithmetic is transformers' own code, seen as one of ours: tokens packed along one axis, keys
+and values in our cache. Nothing of a sequence is kept anywhere else."""
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.utils import ModelOutput
+
+from tgis.shard.attention.interface import Attention
+from tgis.shard.layers.lora import TokenAdapters
+from tgis.shard.models.hf_transformers.attention_hook import AttentionCall, Hook, NotServedError, PagedStep
+from tgis.shard.models.interface import ModelSpec, StepInputs
+
+
+class States:
+    """Stands for a decoder: whatever it is called with, it gives the states that were put here."""
+
+    def __init__(self, kind: type) -> None:
+        self._kind = kind
+        self.states = torch.empty(0)
+
+    def forward(self, *_: Any, **__: Any) -> Any:
+        x = self.states[None]  # [1, n, hidden_size]
+        return self._kind(last_hidden_state=x) if issubclass(self._kind, ModelOutput) else (x,)
+
+
+class FallbackModel:
+    """`whole` is a causal language model, `decoder` the part of it that gives hidden states, of type
+    `output`."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        whole: nn.Module,
+        decoder: nn.Module,
+        output: type,
+        hook: Hook,
+        calls: list[AttentionCall],
+    ) -> None:
+        self.spec = spec
+        self._decoder, self._hook, self._calls = decoder, hook, calls
+        self._states = States(output)
+        self._head = _replace_forward(whole, decoder, self._states.forward)
+
+    @torch.inference_mode()
+    def forward(self, inputs: StepInputs, attention: Attention) -> Tensor:
+        """[num_tokens, hidden_size]"""
+        step = PagedStep(self._calls, attention, inputs.metadata)
+        x = self._hook.call(step, lambda: compute_states(self._decoder, inputs.token_ids, inputs.positions))
+        step.check_complete()
+        states: Tensor = x[0][0]
+        return states
+
+    @torch.inference_mode()
+    def logits(self, x: Tensor, adapters: TokenAdapters | None = None) -> Tensor:
+        """Any rows of what `forward` gave, [n, hidden_size] -> float32 [n, vocab_size]."""
+        self._states.states = x
+        output = self._head(input_ids=torch.zeros(1, len(x), dtype=torch.int64), use_cache=False)
+        self._states.states = torch.empty(0)
+        return read_logits(output)
+
+
+def compute_states(decoder: nn.Module, token_ids: Tensor, positions: Tensor, **more: Any) -> Any:
+    """The decoder's output for tokens packed along one axis, both int64 [num_tokens]; first of it are the
+    states, [1, num_tokens, hidden_size]."""
+    use_cache = "past_key_values" in more
+    return decoder(input_ids=token_ids[None], position_ids=positions[None], use_cache=use_cache, **more)
+
+
+def read_logits(output: Any) -> Tensor:
+    """float32 [num_tokens, vocab_size] of a causal language model's output for one sequence."""
+    logits: Tensor = output.logits if isinstance(output, ModelOutput) else output[0]
+    return logits[0].float()
+
+
+def _replace_forward(whole: nn.Module, part: nn.Module, forward: Any) -> nn.Module:
+    """`whole` with another forward of its `part`; shares all weights, and leaves `whole` as it is."""
+    path = next((name for name, module in whole.named_modules() if module is part), "")
+    if not path:
+        raise NotServedError("its decoder is no part of it")
+    top = parent = _copy(whole)
+    for name in path.split("."):
+        child = parent._modules[name]
+        assert child is not None, "named_modules lists what is there"
+        copied = _copy(child)
+        parent._modules[name] = copied
+        parent = copied
+    parent.forward = forward
+    return top
+
+
+def _copy(module: nn.Module) -> nn.Module:
+    copied = copy.copy(module)
+    copied._modules = dict(module._modules)
+    return copied

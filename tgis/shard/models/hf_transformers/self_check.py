@@ -1,0 +1,110 @@
+"""Whether a model answers the same through our cache as by itself, tried on a few tokens when it is loaded.
+One whose code goes its own ways is refused instead of answering wrongly."""
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache
+
+from tgis.shard.attention.interface import AttentionMetadata
+from tgis.shard.collectives import World
+from tgis.shard.kernels.cpu.attention.attention import CpuAttention
+from tgis.shard.memory.kv_cache import KVCache, local_kv_heads
+from tgis.shard.models.hf_transformers.attention_hook import Hook, NotServedError, Recorder
+from tgis.shard.models.hf_transformers.model import FallbackModel, compute_states, read_logits
+from tgis.shard.models.interface import StepInputs
+
+LENGTHS = (14, 9)  # tokens of two sequences
+# What is computed of which of them: beginnings, chunks and single tokens, in both orders.
+STEPS = (((0, 0, 5),), ((0, 5, 12), (1, 0, 8)), ((1, 8, 9), (0, 12, 14)))
+BLOCK_SIZE = 4
+TABLES = ((3, 5, 1, 7), (2, 0, 4, 6))
+# Of the greatest score: float32 arithmetic in another order stays far below.
+TOLERANCE = 2e-4
+
+
+def choose_tokens(vocab_size: int) -> list[Tensor]:
+    """Two sequences, of tokens from the middle of the vocabulary; its ends are for special ones."""
+    ids = (vocab_size // 3 + 7 * torch.arange(sum(LENGTHS))) % vocab_size
+    return list(torch.split(ids, list(LENGTHS)))
+
+
+def score_alone(whole: nn.Module, token_ids: Tensor) -> Tensor:
+    """float32 [num_tokens, vocab_size], as the model's own code has it."""
+    return read_logits(whole(input_ids=token_ids[None], use_cache=True))
+
+
+def check_scores(model: FallbackModel, world: World, sequences: list[Tensor], expected: list[Tensor]) -> None:
+    """Raises NotServedError unless sequences that are cut into chunks and packed give the expected scores."""
+    spec, num_blocks = model.spec, sum(map(len, TABLES))
+    shape = (BLOCK_SIZE, local_kv_heads(spec, world), spec.head_dim)
+    attention = CpuAttention(KVCache(spec.num_layers, num_blocks, *shape, torch.float32))
+    for step in STEPS:
+        ids = torch.cat([sequences[i][start:end] for i, start, end in step])
+        positions = torch.cat([torch.arange(start, end) for _, start, end in step])
+        x = model.forward(StepInputs(ids, positions, _place(step)), attention)
+        wanted = torch.cat([expected[i][start:end] for i, start, end in step])
+        if not _agree(model.logits(x), wanted):
+            raise NotServedError(
+                "its scores change where sequences are packed and cut, so its code uses more of them than "
+                "keys, values and plain positions"
+            )
+
+
+def check_positions(hook: Hook, decoder: nn.Module, token_ids: Tensor, length: int) -> int:
+    """Positions the model has, `length` or 0 where there is no end to them.
+
+    Raises NotServedError where its code takes positions from elsewhere than it is told."""
+    token_ids = token_ids[: length - 1]
+    start = length - len(token_ids)
+
+    def compute(token_ids: Tensor, start: int, **more: Any) -> Tensor:
+        positions = torch.arange(start, start + len(token_ids))
+        forward = partial(compute_states, decoder, token_ids, positions, **more)
+        states: Tensor = hook.call(Recorder(length), forward)[0]
+        return states
+
+    told = compute(token_ids, start)
+    try:
+        seen = compute(token_ids, start, past_key_values=_pretend_cache(start))
+    except (LookupError, AttributeError, TypeError, ValueError, RuntimeError) as error:
+        raise NotServedError("its code needs a cache of its own") from error
+    if not _agree(seen, told):
+        raise NotServedError("its code takes positions from a cache of its own")
+    try:
+        compute(token_ids[:1], length)
+    except (IndexError, RuntimeError):
+        return length
+    return 0
+
+
+def _pretend_cache(length: int) -> Any:
+    """Says that it holds so many tokens, and holds none."""
+    cache = DynamicCache()
+    cache.get_seq_length = lambda *_, **__: length
+    cache.update = lambda k, v, *_, **__: (k, v)
+    return cache
+
+
+def _agree(one: Tensor, other: Tensor) -> bool:
+    if one.shape != other.shape:
+        return False
+    largest = other.abs().max().clamp(min=1.0)
+    return bool((one - other).abs().max() <= TOLERANCE * largest)  # not so for NaN
+
+
+def _place(step: tuple[tuple[int, int, int], ...]) -> AttentionMetadata:
+    counts = [0] + [end - start for _, start, end in step]
+    slots = [
+        TABLES[i][p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE
+        for i, start, end in step
+        for p in range(start, end)
+    ]
+    return AttentionMetadata(
+        cu_seqlens_q=torch.tensor(counts).cumsum(0).to(torch.int32),
+        seq_lens=torch.tensor([end for _, _, end in step], dtype=torch.int32),
+        block_tables=torch.tensor([TABLES[i] for i, _, _ in step], dtype=torch.int32),
+        slot_mapping=torch.tensor(slots),
+    )

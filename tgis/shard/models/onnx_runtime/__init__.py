@@ -1,0 +1,1 @@
+"""Models in ONNX form, run by ONNX Runtime with this service's cache."""

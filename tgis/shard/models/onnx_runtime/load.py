@@ -1,0 +1,206 @@
+"""Models in ONNX form, as optimum's exporter writes them, run by ONNX Runtime with our cache.
+
+onnxruntime is an extra: it is imported when such a model is described, and not before."""
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tgis.hub import model_files
+from tgis.shard.checkpoint.tensors import WeightsError, first_line
+from tgis.shard.collectives import World
+from tgis.shard.models.interface import Model, UnsupportedModelError
+from tgis.shard.models.onnx_runtime import model
+from tgis.shard.models.onnx_runtime.graph import Graph, Value, read_graph
+from tgis.shard.models.onnx_runtime.model import HAS_PAST, LOGITS, MASK, POSITIONS, TOKENS, OnnxModel, Runner
+
+logger = logging.getLogger(__name__)
+
+EXTRA = "pip install 'tgis-next[onnx]'"
+HOW_TO_EXPORT = (
+    "export it where optimum-onnx is installed, with `optimum-cli export onnx --model MODEL --task "
+    "text-generation-with-past DIRECTORY`"
+)
+FILES = ("model.onnx", "decoder_model_merged.onnx")
+FOLDERS = ("", "onnx")  # of the model's directory; the second is usual on the hub
+PARTS = ("decoder_model.onnx", "decoder_with_past_model.onnx")
+ENCODER = "encoder_model.onnx"
+CPU = "CPUExecutionProvider"
+QUIET = 4  # of ONNX Runtime's log, whose errors are raised as well
+# What is scored whole and then in chunks, to see whether the graph takes them.
+TRIED, CHUNKS = 9, (0, 4, 5, 9)
+# Of the greatest score.
+TOLERANCE = {torch.float32: 1e-3, torch.float16: 5e-2}
+
+
+@dataclass(frozen=True)
+class OnnxSpec:
+    """Every rank holds the whole model, so its key/value heads are counted once for each rank."""
+
+    file: Path
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    dtype: torch.dtype  # of the graph's keys and values: a cache of it changes nothing
+    max_positions: int = 0
+    rope_switch_len: int = 0
+    is_encoder_decoder: bool = False
+
+    @property
+    def weight_bytes(self) -> int:
+        """On disk; weights may lie in files beside the graph, whose names begin with its own."""
+        return sum(file.stat().st_size for file in self.file.parent.glob(f"{self.file.name}*"))
+
+
+def describe(directory: Path, config: Mapping[str, Any]) -> OnnxSpec:
+    """The shape of the model, by its graph's inputs and outputs; touches no tensor.
+
+    Raises UnsupportedModelError and WeightsError."""
+    if find_spec("onnxruntime") is None:
+        raise UnsupportedModelError(f"models in ONNX form need ONNX Runtime: {EXTRA}")
+    file = _find_file(directory, config)
+    try:
+        return _describe(file, read_graph(file), dict(config))
+    except _NotServedError as error:
+        raise UnsupportedModelError(f"{file} cannot be served: {error}") from error
+
+
+def load(spec: OnnxSpec, world: World, num_threads: int) -> Model:
+    """The model that was described, after it has shown on a few tokens that it answers the same where they
+    come in chunks.
+
+    Raises UnsupportedModelError and WeightsError."""
+    if world.size > 1 and world.rank == 0:
+        logger.warning(
+            "each of the %d shards holds the whole model and computes all of it: one shard makes better use "
+            "of the machine",
+            world.size,
+        )
+    session = _open_session(spec.file, num_threads)
+    runner = Runner(read_graph(spec.file), session, spec.num_layers)
+    try:
+        _try_chunks(spec, runner)
+    except _NotServedError as error:
+        raise UnsupportedModelError(f"{spec.file} cannot be served: {error}") from error
+    return OnnxModel(replace(spec, num_kv_heads=spec.num_kv_heads * world.size), runner, spec.num_kv_heads)
+
+
+class _NotServedError(Exception):
+    """Why; the text is the end of a sentence."""
+
+
+def _find_file(directory: Path, config: Mapping[str, Any]) -> Path:
+    """Raises UnsupportedModelError."""
+    folders = [directory / folder for folder in FOLDERS]
+    if config.get("is_encoder_decoder") or any((folder / ENCODER).exists() for folder in folders):
+        raise UnsupportedModelError(
+            "encoder-decoder models are not served in ONNX form: serve the checkpoint itself, as tgis_native"
+        )
+    for folder in folders:
+        for name in FILES:
+            if (folder / name).is_file():
+                return folder / name
+    if any((folder / name).exists() for folder in folders for name in PARTS):
+        cause = "has its model in ONNX form in two graphs, and they are served as one"
+    else:
+        cause = "has no model in ONNX form, " + " or ".join(FILES)
+    raise UnsupportedModelError(f"{directory} {cause}: {HOW_TO_EXPORT}")
+
+
+def _describe(file: Path, graph: Graph, config: dict[str, Any]) -> OnnxSpec:
+    """Raises _NotServedError."""
+    num_layers = sum(name in graph.inputs for name in map(_first_past_name, range(len(graph.inputs))))
+    _check_names(graph, num_layers)
+    cached = [graph.inputs[name] for layer in range(num_layers) for name in model.past_names(layer)]
+    num_kv_heads, head_dim = _cache_shape(cached)
+    dtype = cached[0].dtype
+    if dtype not in TOLERANCE or {value.dtype for value in cached} != {dtype}:
+        raise _NotServedError("its keys and values are neither all float32 nor all float16")
+    scores = graph.outputs[LOGITS].shape
+    vocab_size = (scores[-1] if scores else None) or config.get("vocab_size")
+    if not isinstance(vocab_size, int):
+        raise _NotServedError("neither it nor config.json says how many tokens there are")
+    length = model_files.length_of_model(config) or 0
+    return OnnxSpec(file, num_layers, num_kv_heads, head_dim, vocab_size, dtype, length)
+
+
+def _first_past_name(layer: int) -> str:
+    return model.past_names(layer)[0]
+
+
+def _check_names(graph: Graph, num_layers: int) -> None:
+    """Raises _NotServedError."""
+    if not num_layers:
+        raise _NotServedError(f"it takes no keys and values of the tokens before; {HOW_TO_EXPORT}")
+    layers = range(num_layers)
+    past = {name for layer in layers for name in model.past_names(layer)}
+    known = past | {TOKENS, MASK, POSITIONS, HAS_PAST}
+    wanted = {LOGITS, *(name for layer in layers for name in model.present_names(layer))}
+    if strange := [name for name, value in graph.inputs.items() if name not in known or value.dtype is None]:
+        raise _NotServedError(f"its input {strange[0]} has a name or type that we do not know")
+    if missing := [*({TOKENS, *past} - set(graph.inputs)), *(wanted - set(graph.outputs))]:
+        raise _NotServedError(f"it has no {min(missing)}")
+
+
+def _cache_shape(cached: list[Value]) -> tuple[int, int]:
+    """Heads and their size, of every layer. Raises _NotServedError."""
+    shapes = {value.shape[1::2] for value in cached if len(value.shape) == 4}
+    if len(shapes) != 1 or any(len(value.shape) != 4 for value in cached):
+        raise _NotServedError("its keys and values are not of one shape, [batch, heads, tokens, head size]")
+    num_kv_heads, head_dim = shapes.pop()
+    if not num_kv_heads or not head_dim:
+        raise _NotServedError("it does not say how many key/value heads there are and how large they are")
+    return num_kv_heads, head_dim
+
+
+def _open_session(file: Path, num_threads: int) -> Any:
+    """Memory that is freed goes back to the process, so that what a step takes can be measured, and threads
+    do not spin between steps. Raises WeightsError."""
+    import onnxruntime
+
+    onnxruntime.disable_telemetry_events()
+    onnxruntime.set_default_logger_severity(QUIET)
+    options = onnxruntime.SessionOptions()
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_ALL
+    options.intra_op_num_threads, options.inter_op_num_threads = num_threads, 1
+    options.enable_cpu_mem_arena = options.enable_mem_pattern = False
+    options.add_session_config_entry("session.force_spinning_stop", "1")
+    try:
+        return onnxruntime.InferenceSession(str(file), options, providers=[CPU])
+    except Exception as error:  # of the runtime's own kinds, which have nothing else in common
+        raise WeightsError(f"{file} cannot be loaded: {first_line(error)}") from error
+
+
+def _try_chunks(spec: OnnxSpec, runner: Runner) -> None:
+    """Raises _NotServedError."""
+    try:
+        whole, cut = (_score(spec, runner, ends) for ends in ((0, TRIED), CHUNKS))
+    except Exception as error:  # of the runtime's own kinds, which have nothing else in common
+        raise _NotServedError(f"ONNX Runtime failed with {first_line(error)}") from error
+    if whole.shape != (TRIED, spec.vocab_size):
+        raise _NotServedError(f"it gives scores of shape {[*whole.shape]} for {TRIED} tokens")
+    bound = TOLERANCE[spec.dtype] * whole.abs().max().clamp(min=1.0)
+    if not (cut - whole).abs().max() <= bound:  # nor for NaN
+        raise _NotServedError(
+            "its scores change where a prompt comes in chunks, as where it is quantized dynamically or was "
+            f"exported for single tokens; {HOW_TO_EXPORT}"
+        )
+
+
+def _score(spec: OnnxSpec, runner: Runner, ends: Sequence[int]) -> Tensor:
+    """[TRIED, vocab_size], computed in chunks that end there."""
+    token_ids = (spec.vocab_size // 3 + 7 * torch.arange(TRIED)) % spec.vocab_size
+    nothing = torch.empty(spec.num_kv_heads, 0, spec.head_dim)
+    past, parts = [(nothing, nothing)] * spec.num_layers, []
+    for start, end in pairwise(ends):
+        logits, past = runner.run(token_ids[start:end], torch.arange(start, end), past)
+        parts.append(logits)
+    return torch.cat(parts)

@@ -1,0 +1,107 @@
+"""A graph in ONNX form, run by ONNX Runtime, seen as one of our models: keys and values live in our cache and
+go into the graph with the tokens that follow them."""
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tgis.shard.attention.interface import Attention, AttentionMetadata
+from tgis.shard.layers.lora import TokenAdapters
+from tgis.shard.models.interface import ModelSpec, StepInputs
+from tgis.shard.models.onnx_runtime.graph import Graph
+
+LOGITS = "logits"
+TOKENS, MASK, POSITIONS, HAS_PAST = "input_ids", "attention_mask", "position_ids", "use_cache_branch"
+Pair = tuple[Tensor, Tensor]
+
+
+def past_names(layer: int) -> tuple[str, str]:
+    """Inputs: what keys and values of the tokens before are called."""
+    return f"past_key_values.{layer}.key", f"past_key_values.{layer}.value"
+
+
+def present_names(layer: int) -> tuple[str, str]:
+    """Outputs: what keys and values of the tokens before and the new ones are called."""
+    return f"present.{layer}.key", f"present.{layer}.value"
+
+
+class Runner:
+    """Scores tokens of one sequence; ONNX Runtime's session keeps nothing of it."""
+
+    def __init__(self, graph: Graph, session: Any, num_layers: int) -> None:
+        self._session = session
+        self._dtypes = {name: value.dtype for name, value in graph.inputs.items()}
+        self._past = [name for layer in range(num_layers) for name in past_names(layer)]
+        self._outputs = [LOGITS, *(name for layer in range(num_layers) for name in present_names(layer))]
+
+    def run(self, token_ids: Tensor, positions: Tensor, past: Sequence[Pair]) -> tuple[Tensor, list[Pair]]:
+        """Logits [n, vocab_size] of n tokens, given with their positions, int64 [n]; and per layer all keys
+        and values, [num_kv_heads, num_tokens, head_dim] like those of the tokens before, the new ones last.
+
+        What comes out is of the graph's own type."""
+        num_past, num_new = past[0][0].shape[1], len(token_ids)
+        found = {
+            TOKENS: token_ids,
+            MASK: torch.ones(num_past + num_new, dtype=torch.int64),
+            POSITIONS: positions,
+            HAS_PAST: torch.tensor(num_past > 0),
+            **dict(zip(self._past, (x for pair in past for x in pair), strict=True)),
+        }
+        feeds = {name: _with_batch(found[name], dtype) for name, dtype in self._dtypes.items()}
+        logits, *present = (torch.from_numpy(x)[0] for x in self._session.run(self._outputs, feeds))
+        return logits, list(zip(present[::2], present[1::2], strict=True))
+
+
+class OnnxModel:
+    """`num_kv_heads` are those of the graph, all of which this rank computes."""
+
+    def __init__(self, spec: ModelSpec, runner: Runner, num_kv_heads: int) -> None:
+        self.spec = spec
+        self._runner, self._num_kv_heads = runner, num_kv_heads
+
+    def forward(self, inputs: StepInputs, attention: Attention) -> Tensor:
+        """float32 [num_tokens, vocab_size]: the graph gives nothing before the scores. Sequences go through
+        it one by one."""
+        spec, num_tokens = self.spec, len(inputs.token_ids)
+        logits = torch.empty(num_tokens, spec.vocab_size)
+        k, v = torch.empty(2, spec.num_layers, num_tokens, self._num_kv_heads, spec.head_dim)
+        for new, num_past, table in _sequences(inputs.metadata):
+            past = partial(attention.read, block_table=table, seq_len=num_past)
+            logits[new], k[:, new], v[:, new] = self._score(
+                inputs.token_ids[new], inputs.positions[new], past
+            )
+        for layer in range(spec.num_layers):
+            attention.write(layer, k[layer], v[layer], inputs.metadata)
+        return logits
+
+    def _score(
+        self, token_ids: Tensor, positions: Tensor, past: Callable[[int], Pair]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Of n tokens that follow what `past` gives of each layer: logits [n, vocab_size], and new keys and
+        values, [num_layers, n, num_kv_heads, head_dim]."""
+        layers = [past(layer) for layer in range(self.spec.num_layers)]
+        logits, present = self._runner.run(token_ids, positions, layers)
+        k, v = (torch.stack([x[:, -len(token_ids) :] for x in part]) for part in zip(*present, strict=True))
+        return logits, k.transpose(1, 2), v.transpose(1, 2)
+
+    def logits(self, x: Tensor, adapters: TokenAdapters | None = None) -> Tensor:
+        """Any rows of what `forward` gave, as they are."""
+        return x
+
+
+def _sequences(metadata: AttentionMetadata) -> Iterator[tuple[slice, int, Tensor]]:
+    """Where in the step a sequence's new tokens are, how many came before them, and its block table."""
+    spans = pairwise(metadata.cu_seqlens_q.tolist())
+    for (first, last), seq_len, table in zip(
+        spans, metadata.seq_lens.tolist(), metadata.block_tables, strict=True
+    ):
+        yield slice(first, last), seq_len - (last - first), table
+
+
+def _with_batch(x: Tensor, dtype: torch.dtype | None) -> Any:
+    """As ONNX Runtime takes it: one row of a batch."""
+    return x.to(dtype)[None].numpy()

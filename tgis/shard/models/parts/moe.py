@@ -1,0 +1,40 @@
+"""A feed-forward layer of many experts, of which every token uses a few. Each expert is cut over all ranks,
+so ranks have equal work whichever experts a step needs."""
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from tgis.shard.layers.linear import Replicated
+from tgis.shard.layers.lora import TokenAdapters
+from tgis.shard.layers.ops import Parts
+from tgis.shard.models.parts.blocks import MLP
+from tgis.shard.models.spec.spec import DecoderSpec
+
+
+class SparseMLP:
+    def __init__(self, spec: DecoderSpec, parts: Parts, path: str):
+        experts = spec.experts
+        assert experts is not None, "only models with experts have such layers"
+        self._world, self._spec = parts.world, experts
+        self._score = Replicated(parts, f"{path}.router", spec.hidden_size, experts.num_experts)
+        sizes = replace(spec, intermediate_size=experts.intermediate_size)
+        self._experts = [MLP(sizes, parts, f"{path}.experts.{e}") for e in range(experts.num_experts)]
+
+    def __call__(self, x: Tensor, adapters: TokenAdapters | None) -> Tensor:
+        """A token's experts are added up in their own order, so its bits do not depend on other tokens."""
+        weights = self._score(x, adapters).softmax(-1)  # [num_tokens, num_experts]
+        weights, chosen = weights.topk(self._spec.num_active)  # [num_tokens, num_active]
+        if self._spec.normalised:
+            weights = weights / weights.sum(-1, keepdim=True)
+        order = chosen.flatten().argsort(stable=True)  # places in `chosen`, by expert
+        counts = chosen.flatten().bincount(minlength=self._spec.num_experts).tolist()
+        out = torch.zeros_like(x)
+        for expert, places in zip(self._experts, torch.split(order, counts), strict=True):
+            if len(places):
+                tokens = places // self._spec.num_active
+                theirs = adapters and adapters.take(tokens)
+                y = expert.partial(x[tokens], theirs)  # [len(places), hidden_size]
+                out.index_add_(0, tokens, y * weights.flatten()[places].unsqueeze(-1))
+        return self._world.all_reduce(out)

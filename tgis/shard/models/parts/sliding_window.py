@@ -1,0 +1,25 @@
+"""Reads which layers of a model look only at the latest keys, and how many of them a query sees."""
+
+from collections.abc import Sequence
+
+from tgis.shard.models.interface import UnsupportedModelError
+from tgis.shard.models.spec.config_reader import Config, integer
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+
+def layer_windows(config: Config, is_local: Sequence[bool]) -> tuple[int | None, ...]:
+    """How many keys a query of each layer sees, None for all; empty where no layer has a window.
+
+    `is_local` tells layers apart where a configuration has no `layer_types`. Raises UnsupportedModelError."""
+    kinds = config.get("layer_types")
+    if kinds is None:
+        kinds = [SLIDING if local else FULL for local in is_local]
+    known = isinstance(kinds, list) and all(kind in (FULL, SLIDING) for kind in kinds)
+    if not known or len(kinds) != len(is_local):
+        expected = f"{len(is_local)} of {FULL} or {SLIDING}"
+        raise UnsupportedModelError(f"layer types {kinds!r} are not supported, expected {expected}")
+    if SLIDING not in kinds:
+        return ()
+    window = integer(config, "sliding_window")
+    return tuple(window if kind == SLIDING else None for kind in kinds)

@@ -1,0 +1,166 @@
+"""The families we serve by ourselves, and how a model of one is loaded."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from tgis.shard.checkpoint.weights import Source, Weights
+from tgis.shard.collectives import World
+from tgis.shard.kernels.cpu import ops
+from tgis.shard.layers.ops import Kernels, Parts, Quantization
+from tgis.shard.models.decoder import Decoder
+from tgis.shard.models.encoder_decoder import EncoderDecoderModel
+from tgis.shard.models.families import (
+    bart,
+    bloom,
+    falcon,
+    gemma,
+    gemma2,
+    gemma3,
+    gpt2,
+    gpt_bigcode,
+    gpt_neox,
+    granite,
+    granitemoe,
+    llama,
+    mistral,
+    mixtral,
+    mpt,
+    olmo2,
+    opt,
+    phi3,
+    qwen2,
+    qwen3,
+    qwen3_moe,
+    starcoder2,
+    t5,
+)
+from tgis.shard.models.interface import Model, UnsupportedModelError
+from tgis.shard.models.leftovers import refuse_unread
+from tgis.shard.models.spec.seq2seq_spec import EncoderDecoderSpec
+from tgis.shard.models.spec.spec import DecoderSpec
+
+
+@dataclass(frozen=True)
+class Support:
+    """What else of the service works with the models of an engine."""
+
+    sharded: bool
+    quantized: bool
+    soft_prompts: bool
+    adapters: bool
+
+
+SUPPORT = Support(sharded=True, quantized=True, soft_prompts=True, adapters=True)
+Spec = DecoderSpec | EncoderDecoderSpec
+
+
+class Family(Protocol):
+    MODEL_TYPES: tuple[str, ...]
+
+    def spec(self, config: Mapping[str, Any]) -> Spec: ...
+    def sources(self, spec: Any) -> dict[str, Source]:
+        """For a spec that `spec` gave."""
+
+
+DECODERS: tuple[Family, ...] = (
+    llama,
+    mistral,
+    qwen2,
+    qwen3,
+    granite,
+    gemma,
+    gemma2,
+    gemma3,
+    phi3,
+    olmo2,
+    mixtral,
+    qwen3_moe,
+    granitemoe,
+    gpt_neox,
+    gpt2,
+    gpt_bigcode,
+    starcoder2,
+    bloom,
+    falcon,
+    mpt,
+    opt,
+)
+ENCODER_DECODERS: tuple[Family, ...] = (t5, bart)
+MODULES = DECODERS + ENCODER_DECODERS
+FAMILIES: dict[str, Family] = {model_type: module for module in MODULES for model_type in module.MODEL_TYPES}
+
+
+def is_known(config: Mapping[str, Any]) -> bool:
+    """Whether a family of ours is of the model's type."""
+    model_type = config.get("model_type")
+    return isinstance(model_type, str) and model_type in FAMILIES
+
+
+def describe(config: Mapping[str, Any]) -> Spec:
+    """The shape of the model that a config.json describes. Raises UnsupportedModelError."""
+    model_type = config.get("model_type")
+    if not is_known(config):
+        known = ", ".join(sorted(FAMILIES))
+        raise UnsupportedModelError(f"model type {model_type!r} is not supported; supported are: {known}")
+    if config.get("quantization_config"):
+        raise UnsupportedModelError("quantized checkpoints are not supported")
+    spec = FAMILIES[config["model_type"]].spec(config)
+    if spec.num_heads % spec.num_kv_heads:
+        text = f"{spec.num_heads} attention heads cannot share {spec.num_kv_heads} key/value heads"
+        raise UnsupportedModelError(text)
+    return spec
+
+
+def serves(config: Mapping[str, Any]) -> bool:
+    """Return whether `describe` gives a spec for the model."""
+    try:
+        describe(config)
+    except UnsupportedModelError:
+        return False
+    return True
+
+
+def load(
+    path: Path,
+    config: Mapping[str, Any],
+    world: World,
+    dtype: torch.dtype,
+    kernels: Kernels = ops,
+    quantize: Quantization = "none",
+) -> Model:
+    """This rank's part of the model in directory `path`, with weights rounded to `dtype`, those of linear
+    layers to what `quantize` says.
+
+    Raises UnsupportedModelError, WeightsError."""
+    spec = describe(config)
+    family = FAMILIES[config["model_type"]]
+    with Weights(path, family.sources(spec), getattr(family, "PREFIX", "")) as weights:
+        parts = Parts(world, weights, dtype, kernels, quantize=quantize)
+        model = Decoder(spec, parts) if isinstance(spec, DecoderSpec) else EncoderDecoderModel(spec, parts)
+        refuse_unread(path, weights.list_unread(), config)
+        return model
+
+
+def count_table(spec: Spec) -> int:
+    """Elements of the embedding of tokens."""
+    if isinstance(spec, DecoderSpec):
+        return spec.vocab_size * (spec.embedding_size or spec.hidden_size)
+    return spec.vocab_size * spec.encoder.hidden_size
+
+
+def check_cut(spec: Spec, size: int) -> None:
+    """Raises UnsupportedModelError where the model cannot be cut over `size` ranks."""
+    shared = spec.num_kv_heads % size == 0 or size % spec.num_kv_heads == 0
+    fits = all(width % size == 0 for width in spec.intermediate_sizes)
+    if size > spec.vocab_size:
+        raise UnsupportedModelError(f"a vocabulary of {spec.vocab_size} cannot be cut over {size} shards")
+    if spec.num_heads % size or not shared or not fits:
+        widths = " and ".join(str(width) for width in dict.fromkeys(spec.intermediate_sizes))
+        raise UnsupportedModelError(
+            f"the model cannot be cut over {size} shards: {spec.num_heads} attention heads, "
+            f"{spec.num_kv_heads} key/value heads, intermediate size {widths}"
+        )

@@ -1,0 +1,1 @@
+"""Specifications of model families, and the reading of a checkpoint's config.json."""
