@@ -21,7 +21,7 @@ from google.protobuf.json_format import ParseDict
 from google.protobuf.message import Message
 
 from integration_tests.oracle import Oracle
-from tests import plain_text
+from tests.support import plain_text
 from tgis.pb import generation_pb2 as pb
 
 DIRECTORY = Path(__file__).parent / "cases"

@@ -14,10 +14,10 @@ from transformers import AutoModelForSeq2SeqLM, LlamaForCausalLM, PreTrainedMode
 from integration_tests import oracle
 from integration_tests.served_models import FLAGS, Served, write_fallback, write_t5, write_t5_tokenizer
 from integration_tests.tuned_files import LINEAR, write_adapter
-from tests.greedy import count_certain, generate
-from tests.processes import Service
-from tests.shard.checkpoints import write_llama
-from tests.tokenizers_for_tests import write_byte_level
+from tests.support.greedy import count_certain, generate
+from tests.support.processes import Service
+from tests.support.shard.checkpoints import write_llama
+from tests.support.tokenizers.trained import write_byte_level
 from tgis.pb import generation_pb2 as pb
 from tgis.pb.generation_pb2_grpc import GenerationServiceStub
 

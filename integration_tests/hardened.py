@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 
 from integration_tests.conftest import Client
-from tests.processes import Service, children_of
+from tests.support.processes import Service, children_of
 
 USER_ID = 1000660000
 FILES = Path("/tmp/files")  # where the service finds what it is given

@@ -12,8 +12,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import T5Config
 
 from integration_tests.served_stores import Store, write_decoder_store, write_encoder_decoder_store
-from tests.shard.checkpoints import write_llama, write_model
-from tests.tokenizers_for_tests import TEXT, write_byte_fallback, write_byte_level
+from tests.support.shard.checkpoints import write_llama, write_model
+from tests.support.tokenizers.trained import TEXT, write_byte_fallback, write_byte_level
 
 VOCAB_SIZE = 403  # more than the tokenizers have
 MAX_SEQUENCE_LENGTH, MAX_NEW_TOKENS = 200, 169

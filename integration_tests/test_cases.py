@@ -21,7 +21,7 @@ from integration_tests.conftest import launch
 from integration_tests.first_error import is_greedy
 from integration_tests.oracle import Oracle, UncertainError
 from integration_tests.served_models import FLAGS, WRITERS
-from tests.processes import Service
+from tests.support.processes import Service
 from tgis.pb import generation_pb2 as pb
 from tgis.pb.generation_pb2_grpc import GenerationServiceStub
 

@@ -16,10 +16,10 @@ from integration_tests.compare import differences
 from integration_tests.conftest import Client, launch
 from integration_tests.oracle import Oracle, UncertainError
 from integration_tests.served_models import FLAGS, VOCAB_SIZE, Served
-from tests.greedy import generate
-from tests.shard.checkpoints import SMALL, write_model
-from tests.shard.family_cases.llamas import long_rope
-from tests.tokenizers_for_tests import write_byte_level
+from tests.support.greedy import generate
+from tests.support.shard.checkpoints import SMALL, write_model
+from tests.support.shard.family_cases.llamas import long_rope
+from tests.support.tokenizers.trained import write_byte_level
 from tgis.pb import generation_pb2 as pb
 
 SIZES = {**SMALL, "vocab_size": VOCAB_SIZE, "bos_token_id": 0, "eos_token_id": 1}

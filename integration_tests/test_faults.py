@@ -21,8 +21,8 @@ import torch
 from safetensors.torch import load_file
 
 from integration_tests.conftest import Client, Model, launch, serve
-from tests.accounts import assert_nothing_left, scrape, take_baseline
-from tests.processes import Service, children_of
+from tests.support.accounts import assert_nothing_left, scrape, take_baseline
+from tests.support.processes import Service, children_of
 from tgis.pb import generation_pb2 as pb
 from tgis.router.shards.client import LOST
 

@@ -14,7 +14,7 @@ import pytest
 
 from integration_tests.conftest import Client, Model
 from integration_tests.tuned_files import LINEAR, SoftPrompt, embeddings, write_adapter, write_prompt
-from tests.processes import Service, children_of
+from tests.support.processes import Service, children_of
 from tgis.pb import generation_pb2 as pb
 
 TINY_DISK = [

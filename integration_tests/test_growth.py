@@ -4,10 +4,10 @@ them."""
 import pytest
 
 from integration_tests.conftest import Client, Model, launch
-from tests.accounts import assert_nothing_left, take_baseline
-from tests.growth import growth_per_request
-from tests.processes import children_of
 from tests.router.test_growth import MOST, MOST_SHARE, mix
+from tests.support.accounts import assert_nothing_left, take_baseline
+from tests.support.growth import growth_per_request
+from tests.support.processes import children_of
 
 NUM_REQUESTS = 4_000
 

@@ -16,8 +16,8 @@ import pytest
 import trustme
 
 from integration_tests.conftest import MAX_SEQUENCE_LENGTH, Client, Model, check, request
-from tests.link_files import LinkFiles, Relay, free_ports
-from tests.processes import Service
+from tests.support.link_files import LinkFiles, Relay, free_ports
+from tests.support.processes import Service
 from tgis.net.framing import frame
 from tgis.pb import generation_pb2 as pb
 from tgis.pb import shard_pb2

@@ -12,7 +12,7 @@ import pytest
 from integration_tests.conftest import Client, Model, launch
 from integration_tests.test_faults import read
 from integration_tests.tuned_files import LINEAR, write_adapter
-from tests.processes import children_of
+from tests.support.processes import children_of
 from tgis.pb import generation_pb2 as pb
 
 pytestmark = pytest.mark.slow

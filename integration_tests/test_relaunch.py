@@ -13,7 +13,7 @@ import pytest
 
 from integration_tests.conftest import Client, Model
 from integration_tests.test_faults import long_request
-from tests.processes import Service, children_of
+from tests.support.processes import Service, children_of
 from tgis.pb import generation_pb2 as pb
 
 pytestmark = pytest.mark.slow

@@ -28,7 +28,7 @@ from integration_tests.tuned_files import (
     write_adapter,
     write_misfit,
 )
-from tests.processes import children_of
+from tests.support.processes import children_of
 from tgis.pb import generation_pb2 as pb
 
 LONG = 150  # tokens, so that a stream lasts

@@ -9,7 +9,7 @@ from tokenizers import Tokenizer
 
 from integration_tests.conftest import Client, Model, launch
 from integration_tests.test_faults import check_survival, metrics, read
-from tests.accounts import assert_nothing_left, differences, take_baseline
+from tests.support.accounts import assert_nothing_left, differences, take_baseline
 from tgis.pb import generation_pb2 as pb
 
 NUM_STREAMS = 4

@@ -21,7 +21,7 @@ from bench.load import Answer, Job, make_prompts
 from bench.memory import MemoryJob, measure_loading
 from bench.report import format_report
 from bench.service import BenchError
-from tests.canned_service import WORDS, CannedService, serve
+from tests.support.canned_service import WORDS, CannedService, serve
 
 TINY = shapes.Shape(2, 48, 4, 2, 8, 80, 600, max_length=64)
 JOB = Job("nowhere", "stream", 2, 3, 5, 3, seed=1, time_limit=30.0)

@@ -21,7 +21,7 @@ from bench.profile import measure
 from bench.profile_report import Profile, Work, format_profile, part_limits
 from bench.service import BenchError
 from bench.steps import Rows, load_engine
-from tests.canned_service import CannedService, serve
+from tests.support.canned_service import CannedService, serve
 from tgis.pb import shard_pb2 as pb
 
 TINY = shapes.Shape(2, 48, 4, 2, 8, 80, 600, max_length=64)

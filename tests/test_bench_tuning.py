@@ -13,7 +13,7 @@ from bench import shapes, tuning
 from bench.children import run_child
 from bench.load import Job
 from bench.store import ensure_store
-from tests.canned_service import CannedService, serve
+from tests.support.canned_service import CannedService, serve
 
 TINY = shapes.Shape(2, 48, 4, 2, 8, 80, 600, max_length=128)
 

@@ -13,7 +13,7 @@ import grpc
 import pytest
 
 from scripts import messages, observability_page, troubleshooting_page
-from tests.pages import FLAG, VARIABLE, Command, Page, take_variables
+from tests.support.pages import FLAG, VARIABLE, Command, Page, take_variables
 from tgis.cli import main as cli
 from tgis.config.aliases.tgi import TGI_NAMES
 from tgis.config.aliases.tgis import PASSED_ON, TGIS_NAMES

@@ -17,7 +17,7 @@ from integration_tests.chaos.memory import Watch
 from integration_tests.chaos.report import Report, read_resumed
 from integration_tests.chaos.target import STEADY, Target
 from integration_tests.chaos.traffic import Answer, Case, Traffic, make_cases
-from tests.accounts import take_baseline
+from tests.support.accounts import take_baseline
 from tgis.pb.generation_pb2_grpc import GenerationServiceStub
 
 NUM_CASES, NUM_WORKERS = 24, 8

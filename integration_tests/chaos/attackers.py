@@ -8,8 +8,8 @@ import grpc
 
 from integration_tests.chaos.target import Target
 from integration_tests.chaos.traffic import Case
-from tests.router import attacks
-from tests.router.http2 import INITIAL_WINDOW_SIZE, Connection
+from tests.support.router import attacks
+from tests.support.router.http2 import INITIAL_WINDOW_SIZE, Connection
 from tgis.pb import generation_pb2 as pb
 
 HOST = "127.0.0.1"

@@ -15,11 +15,11 @@ import trustme
 from integration_tests.chaos.tls_proxy import TlsProxy
 from integration_tests.conftest import MAX_SEQUENCE_LENGTH, VOCAB_SIZE, launch
 from integration_tests.tuned_files import WIDTH
-from tests.accounts import differences, scrape
-from tests.processes import children_of
-from tests.prompts.files import random_prompt, save_prompt
-from tests.shard.checkpoints import write_llama
-from tests.tokenizers_for_tests import write_byte_level
+from tests.support.accounts import differences, scrape
+from tests.support.processes import children_of
+from tests.support.prompt_files import random_prompt, save_prompt
+from tests.support.shard.checkpoints import write_llama
+from tests.support.tokenizers.trained import write_byte_level
 
 MAX_REQUESTS = 32
 SLOW_READER_S = 4.0

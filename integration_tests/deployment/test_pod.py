@@ -18,8 +18,8 @@ from integration_tests.deployment.kubelet import PodFault
 from integration_tests.deployment.manifest import Pod, pod_of, render
 from integration_tests.deployment.simulator import Client, Life, live
 from integration_tests.deployment.volumes import Cluster
-from tests.shard.checkpoints import write_llama
-from tests.tokenizers_for_tests import write_byte_level
+from tests.support.shard.checkpoints import write_llama
+from tests.support.tokenizers.trained import write_byte_level
 from tgis.pb import generation_pb2 as pb
 
 pytestmark = [pytest.mark.deploy, pytest.mark.timeout(600)]

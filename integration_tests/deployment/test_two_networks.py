@@ -11,7 +11,7 @@ import pytest
 from integration_tests.conftest import Client, Model, check, request
 from integration_tests.deployment.two_nodes import HOSTS, TwoNetworks
 from integration_tests.test_faults import live_streams
-from tests.processes import children_of
+from tests.support.processes import children_of
 from tgis.pb import generation_pb2 as pb
 
 pytestmark = pytest.mark.deploy

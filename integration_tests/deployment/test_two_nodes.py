@@ -25,8 +25,8 @@ from integration_tests.served_models import FLAGS, write_fallback
 from integration_tests.test_faults import live_streams, read
 from integration_tests.test_link import is_refused
 from integration_tests.test_tuning import TEXTS, asks
-from tests.link_files import LinkFiles, free_ports
-from tests.processes import Service, children_of
+from tests.support.link_files import LinkFiles, free_ports
+from tests.support.processes import Service, children_of
 from tgis.pb import generation_pb2 as pb
 
 pytestmark = pytest.mark.deploy

@@ -13,9 +13,9 @@ import pytest
 
 from integration_tests.deployment.unit_sandbox import missing_tools
 from tests.deployment.units import read_unit
-from tests.processes import Service, children_of
-from tests.shard.checkpoints import write_llama
-from tests.tokenizers_for_tests import write_byte_level
+from tests.support.processes import Service, children_of
+from tests.support.shard.checkpoints import write_llama
+from tests.support.tokenizers.trained import write_byte_level
 from tgis.pb import generation_pb2 as pb
 from tgis.pb.generation_pb2_grpc import GenerationServiceStub
 

@@ -12,8 +12,8 @@ import trustme
 
 from integration_tests.conftest import Client
 from integration_tests.hardened import Relay
-from tests.link_files import LinkFiles, free_ports
-from tests.processes import Service
+from tests.support.link_files import LinkFiles, free_ports
+from tests.support.processes import Service
 
 NAME = "group.example"
 HOSTS = ("198.51.100.1", "198.51.100.2")  # of documentation, and in these networks alone

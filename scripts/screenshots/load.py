@@ -15,7 +15,7 @@ import grpc
 
 from integration_tests.conftest import launch
 from integration_tests.tuned_files import LINEAR, SoftPrompt, embeddings, write_adapter, write_prompt
-from tests.processes import Service, children_of
+from tests.support.processes import Service, children_of
 from tgis.pb import generation_pb2 as pb
 from tgis.pb.generation_pb2_grpc import GenerationServiceStub
 

@@ -12,7 +12,7 @@ import grpc
 import pytest
 from click.testing import CliRunner, Result
 
-from tests.canned_service import WORDS, CannedService, serve
+from tests.support.canned_service import WORDS, CannedService, serve
 from tgis.cli.client import client
 from tgis.pb import generation_pb2 as pb
 

@@ -10,8 +10,8 @@ from click.testing import CliRunner, Result
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
-from tests.shard.checkpoints import write_llama, write_model
-from tests.shard.family_cases.all import CASES
+from tests.support.shard.checkpoints import write_llama, write_model
+from tests.support.shard.family_cases.all import CASES
 from tgis.cli import main as cli
 
 

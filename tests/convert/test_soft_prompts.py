@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
-from tests.shard.checkpoints import write_llama, write_model
-from tests.shard.family_cases.all import CASES
+from tests.support.shard.checkpoints import write_llama, write_model
+from tests.support.shard.family_cases.all import CASES
 from tgis.cli import main as cli
 
 KINDS = {"CAUSAL_LM": AutoModelForCausalLM, "SEQ_2_SEQ_LM": AutoModelForSeq2SeqLM}

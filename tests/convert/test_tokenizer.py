@@ -12,8 +12,8 @@ import tokenizers
 import transformers
 from click.testing import CliRunner
 
-from tests.tokenizers_for_tests import TEXT
-from tests.tokenizers_to_convert import write_bert, write_gpt2, write_llama, write_t5
+from tests.support.tokenizers.older_kinds import write_bert, write_gpt2, write_llama, write_t5
+from tests.support.tokenizers.trained import TEXT
 from tgis.cli import models
 from tgis.convert import onnx
 from tgis.convert import tokenizer as conversion

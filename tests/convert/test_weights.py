@@ -20,7 +20,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
-from tests.shard.checkpoints import SMALL, randomise
+from tests.support.shard.checkpoints import SMALL, randomise
 from tgis.cli.models import convert_to_safetensors
 from tgis.convert.weights import new_name
 

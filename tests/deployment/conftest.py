@@ -16,7 +16,7 @@ import pytest
 from integration_tests.conftest import launch
 from integration_tests.served_models import FLAGS, write_fallback
 from scripts.prometheus import PROMTOOL, Prometheus
-from tests.processes import Service, children_of
+from tests.support.processes import Service, children_of
 from tgis.pb import generation_pb2 as pb
 from tgis.pb.generation_pb2_grpc import GenerationServiceStub
 

@@ -6,8 +6,8 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
-from tests import npm_packages
 from tests.deployment.rendering import ROOT, Object, name_of
+from tests.support import npm_packages
 
 # Beside the repository; too large and too foreign to be in it.
 SCHEMAS = ROOT.parent / "shared" / "schemas"

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from tests import npm_packages
 from tests.deployment.broken import change
 from tests.deployment.custom_resources import (
     OF_SCHEMAS,
@@ -15,6 +14,7 @@ from tests.deployment.custom_resources import (
     refused_by_types,
 )
 from tests.deployment.rendering import DIRECTORIES, Object, objects_of, written
+from tests.support import npm_packages
 
 pytestmark = pytest.mark.deploy
 

@@ -20,9 +20,9 @@ from click.testing import CliRunner, Result
 from huggingface_hub import close_session, constants
 from safetensors.torch import load_file
 
-from tests import hub_server
-from tests.hub_server import Hub, Repo
-from tests.tokenizers_to_convert import write_gpt2
+from tests.support import hub_server
+from tests.support.hub_server import Hub, Repo
+from tests.support.tokenizers.older_kinds import write_gpt2
 from tgis.cli.models import convert_to_safetensors, download_weights
 from tgis.hub import download as download_module
 

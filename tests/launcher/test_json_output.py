@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from tests.processes import Service, children_of
-from tests.shard.checkpoints import write_llama
-from tests.tokenizers_for_tests import write_byte_level
+from tests.support.processes import Service, children_of
+from tests.support.shard.checkpoints import write_llama
+from tests.support.tokenizers.trained import write_byte_level
 
 # Python runs this before anything else, in every process.
 PRINTS = r"""

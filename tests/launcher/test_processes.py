@@ -11,10 +11,10 @@ import pytest
 from grpc import insecure_channel
 
 import tgis
-from tests.processes import Service, children_of
-from tests.prompts.files import save_lora
-from tests.shard.checkpoints import write_llama
-from tests.tokenizers_for_tests import write_byte_level
+from tests.support.processes import Service, children_of
+from tests.support.prompt_files import save_lora
+from tests.support.shard.checkpoints import write_llama
+from tests.support.tokenizers.trained import write_byte_level
 from tgis.pb import shard_pb2 as pb
 from tgis.pb.shard_pb2_grpc import ShardServiceStub
 

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.hub_server import Hub
-from tests.processes import Service
-from tests.shard.checkpoints import write_llama
-from tests.tokenizers_to_convert import write_gpt2
+from tests.support.hub_server import Hub
+from tests.support.processes import Service
+from tests.support.shard.checkpoints import write_llama
+from tests.support.tokenizers.older_kinds import write_gpt2
 from tgis.pb import generation_pb2 as pb
 from tgis.pb import generation_pb2_grpc
 

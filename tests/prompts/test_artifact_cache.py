@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.prompts.files import bounded_memory, random_prompt
+from tests.support.prompt_files import bounded_memory, random_prompt
 from tgis.prompts.artifact_cache import MAX_WORK_S, Spool
 from tgis.prompts.errors import MissingContentError
 

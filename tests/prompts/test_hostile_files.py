@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tests.prompts.files import (
+from tests.support.prompt_files import (
     FIT,
     HARM,
     WIDTH,

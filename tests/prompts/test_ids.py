@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.prompts.files import FIT, age, random_prompt, save_lora, save_prompt
+from tests.support.prompt_files import FIT, age, random_prompt, save_lora, save_prompt
 from tgis.prompts.artifact_cache import Kind, Spool
 from tgis.prompts.errors import AbsentError, ContentError
 from tgis.prompts.ids import absence, find_place

@@ -15,7 +15,7 @@ from peft.utils.other import get_pattern_key
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from tests.prompts.files import HARM, Payload, random_prompt
+from tests.support.prompt_files import HARM, Payload, random_prompt
 from tgis.prompts import lora_config, lora_files
 from tgis.prompts.errors import ContentError, TooLargeError
 from tgis.prompts.lora_config import UnsupportedTypeError, parse_config

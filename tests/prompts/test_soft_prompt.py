@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from tests.prompts.files import FIT, WIDTH, random_prompt, save_config, save_prompt
+from tests.support.prompt_files import FIT, WIDTH, random_prompt, save_config, save_prompt
 from tgis.prompts.errors import AbsentError, ContentError, TooLargeError
 from tgis.prompts.soft_prompt import Fit, read_peft_type, read_prompt
 

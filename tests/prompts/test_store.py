@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tests.prompts.files import (
+from tests.support.prompt_files import (
     FIT,
     WIDTH,
     age,

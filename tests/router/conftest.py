@@ -14,11 +14,11 @@ import grpc
 import pytest
 from tokenizers import Tokenizer
 
-from tests.accounts import assert_nothing_left, take_baseline
-from tests.processes import Service
-from tests.router.model_of_contents import Library, ShelfOfShard
-from tests.router.model_of_shard import ModelOfShard
-from tests.tokenizers_for_tests import write_byte_level
+from tests.support.accounts import assert_nothing_left, take_baseline
+from tests.support.processes import Service
+from tests.support.router.model_of_contents import Library, ShelfOfShard
+from tests.support.router.model_of_shard import ModelOfShard
+from tests.support.tokenizers.trained import write_byte_level
 from tgis.net.framing import FrameReader, frame, steps_path
 from tgis.pb import generation_pb2
 from tgis.pb import shard_pb2 as pb

@@ -14,9 +14,9 @@ import grpc
 import psutil
 import pytest
 
-from tests.accounts import assert_nothing_left, take_baseline
 from tests.router.api.grpc.test_servicer import get, single, stopping
 from tests.router.conftest import Setup, start_router, stop_router
+from tests.support.accounts import assert_nothing_left, take_baseline
 from tgis.pb import generation_pb2 as pb
 from tgis.pb.generation_pb2_grpc import GenerationServiceStub
 

@@ -11,10 +11,10 @@ import grpc
 import psutil
 import pytest
 
-from tests.accounts import assert_nothing_left, take_baseline
-from tests.growth import growth_per_request, slope
 from tests.router.api.grpc.test_servicer import batch, single, stopping
 from tests.router.conftest import Setup, start_router, stop_router
+from tests.support.accounts import assert_nothing_left, take_baseline
+from tests.support.growth import growth_per_request, slope
 from tgis.pb import generation_pb2 as pb
 from tgis.pb.generation_pb2_grpc import GenerationServiceStub
 
@@ -84,7 +84,7 @@ def test_memory_does_not_grow_with_requests(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_growth_is_found(tmp_path: Path) -> None:
     """Else the test above would show nothing: a router that keeps a kilobyte per request."""
-    setup = start_router(tmp_path, 1, module="tests.router.growing_router")
+    setup = start_router(tmp_path, 1, module="tests.support.router.growing_router")
     try:
         grown, most = growth(setup, NUM_REQUESTS // 4)
         assert grown > most

@@ -15,7 +15,6 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from tests.processes import Service
 from tests.router.api.grpc.test_servicer import batch, get, metric, single, stopping
 from tests.router.conftest import (
     MAX_SEQUENCE_LENGTH,
@@ -27,6 +26,7 @@ from tests.router.conftest import (
     write_usual,
 )
 from tests.router.engine.test_recovery import Streams, restart_shards
+from tests.support.processes import Service
 from tgis.pb.generation_pb2_grpc import GenerationServiceStub
 from tgis.router.api.grpc import readiness
 from tgis.router.api.grpc.readiness import Readiness

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.accounts import assert_nothing_left, scrape, take_baseline
 from tests.router.api.grpc.test_servicer import batch, expected_text, expected_tokens, single, stopping
 from tests.router.conftest import Setup, start_router, stop_router
+from tests.support.accounts import assert_nothing_left, scrape, take_baseline
 from tgis.pb import shard_pb2 as pb
 
 NUM_SCRAPES = 100

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.shard.checkpoints import CASES, write_llama
-from tests.shard.ranks import Ranks
+from tests.support.shard.checkpoints import CASES, write_llama
+from tests.support.shard.ranks import Ranks
 from tgis.shard.startup.threads import configure
 
 

@@ -15,9 +15,9 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from tests.shard.checkpoints import CASES
-from tests.shard.ranks import Ranks
-from tests.shard.stepping import compute_mixed_steps, load
+from tests.support.shard.checkpoints import CASES
+from tests.support.shard.ranks import Ranks
+from tests.support.shard.stepping import compute_mixed_steps, load
 from tgis.logs import FIELDS
 from tgis.shard.collectives import Meeting, World, WorldError, join
 

@@ -18,7 +18,7 @@ import pytest
 import torch
 import transformers
 
-from tests.shard.messages import Steps, integers, open_row
+from tests.support.shard.messages import Steps, integers, open_row
 from tgis.net.framing import FrameReader, frame, steps_path
 from tgis.pb import shard_pb2 as pb
 from tgis.pb.shard_pb2_grpc import ShardServiceStub

@@ -26,9 +26,9 @@ from tests.router.conftest import (
     start_router,
     stop_router,
 )
-from tests.router.model_of_contents import PROMPT, Item, Library, adapter
-from tests.router.model_of_shard import context, join_digests, next_token
-from tests.tokenizers_for_tests import write_byte_level
+from tests.support.router.model_of_contents import PROMPT, Item, Library, adapter
+from tests.support.router.model_of_shard import context, join_digests, next_token
+from tests.support.tokenizers.trained import write_byte_level
 from tgis.pb import generation_pb2 as pb
 from tgis.pb import shard_pb2
 

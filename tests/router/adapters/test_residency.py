@@ -13,7 +13,7 @@ import grpc
 import pytest
 
 from tests.router.conftest import NUM_THREADS, FakeShard, ShardServer
-from tests.router.model_of_contents import ADAPTER, PROMPT, Item, Library, adapter
+from tests.support.router.model_of_contents import ADAPTER, PROMPT, Item, Library, adapter
 from tgis.pb import shard_pb2 as pb
 from tgis.router.adapters.registry import Contents, Hold
 from tgis.router.adapters.residency import Residents

@@ -11,8 +11,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
 from tests.router.api.grpc.test_servicer import batch, get, metric, single, stopping
 from tests.router.conftest import BLOCK_SIZE, EOS, MAX_SEQUENCE_LENGTH, PAD, Setup, start_router, stop_router
-from tests.router.model_of_contents import Item, Library
-from tests.router.model_of_shard import context, join_digests, next_token
+from tests.support.router.model_of_contents import Item, Library
+from tests.support.router.model_of_shard import context, join_digests, next_token
 from tgis.pb import generation_pb2 as pb
 from tgis.pb import shard_pb2
 

@@ -14,12 +14,12 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from tests.accounts import assert_nothing_left, take_baseline
-from tests.processes import Service
 from tests.router.api.grpc.test_servicer import batch, expected_text, expected_tokens, get, single, stopping
 from tests.router.conftest import FakeShard, Setup, ShardServer, start_router, stop_router
-from tests.router.model_of_shard import column
-from tests.tokenizers_for_tests import write_byte_level
+from tests.support.accounts import assert_nothing_left, take_baseline
+from tests.support.processes import Service
+from tests.support.router.model_of_shard import column
+from tests.support.tokenizers.trained import write_byte_level
 from tgis.net.framing import frame
 from tgis.pb import generation_pb2
 from tgis.pb import shard_pb2 as pb

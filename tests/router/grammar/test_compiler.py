@@ -17,7 +17,7 @@ import pytest
 import pytest_asyncio
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
-from tests.tokenizers_for_tests import write_byte_level
+from tests.support.tokenizers.trained import write_byte_level
 from tgis.pb import generation_pb2 as pb
 from tgis.router.errors import RequestError
 from tgis.router.grammar.compiler import CACHE_SIZE, MAX_CHOICES, Constraint, Grammars, read_constraint

@@ -10,9 +10,9 @@ from pathlib import Path
 import grpc
 import pytest
 
-from tests.accounts import assert_nothing_left, differences, scrape, take_baseline
 from tests.router.api.grpc.test_servicer import batch, single, stopping
 from tests.router.conftest import Setup, start_router, stop_router, stop_shards
+from tests.support.accounts import assert_nothing_left, differences, scrape, take_baseline
 
 LENGTH = 150
 CREATED = 'tgi_resources_created_total{kind="request"}'
@@ -129,7 +129,7 @@ def test_nothing_is_left_at_the_end(tmp_path: Path, kind: str) -> None:
 
 def test_leaks_are_found(tmp_path: Path) -> None:
     """Else all of the above would show nothing: a router that leaks some of everything."""
-    setup = start_router(tmp_path, 1, module="tests.router.leaky_router")
+    setup = start_router(tmp_path, 1, module="tests.support.router.leaky_router")
     try:
         baseline = take_baseline(setup.http)
         assert call(setup, "batch") is grpc.StatusCode.OK

@@ -9,9 +9,9 @@ from pathlib import Path
 import grpc
 import pytest
 
-from tests.accounts import assert_nothing_left, scrape, take_baseline
 from tests.router.api.grpc.test_servicer import batch, single, stopping
 from tests.router.conftest import FakeShard, Setup, ShardServer, start_router, stop_router
+from tests.support.accounts import assert_nothing_left, scrape, take_baseline
 from tgis.pb import generation_pb2 as pb
 
 TOKEN = (("authorization", "Bearer secret"),)

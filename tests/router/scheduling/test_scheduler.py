@@ -9,7 +9,7 @@ from collections import Counter, deque
 
 import pytest
 
-from tests.router.model_of_shard import EOS, ModelOfShard, integers, join_digests, truth
+from tests.support.router.model_of_shard import EOS, ModelOfShard, integers, join_digests, truth
 from tgis.pb import shard_pb2 as pb
 from tgis.router.scheduling.block_pool import BlockPool
 from tgis.router.scheduling.prefix_cache import decoder_root

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.router.model_of_shard import integers
+from tests.support.router.model_of_shard import integers
 from tgis.router.scheduling.block_pool import BlockPool
 from tgis.router.scheduling.scheduler import Scheduler
 from tgis.router.scheduling.step import Step

@@ -14,12 +14,12 @@ import grpc
 import pytest
 import trustme
 
-from tests.link_files import LinkFiles, free_ports
-from tests.processes import Service
 from tests.router.api.grpc.test_servicer import batch
 from tests.router.conftest import FakeShard, Setup, ShardServer, router_command, write_usual
 from tests.router.engine.test_recovery import Streams
-from tests.router.model_of_contents import Item, Library
+from tests.support.link_files import LinkFiles, free_ports
+from tests.support.processes import Service
+from tests.support.router.model_of_contents import Item, Library
 from tgis.config.processes import RouterConfig, ShardConfig
 from tgis.errors import OperatorError
 from tgis.net.addresses import AddressError, parse_all

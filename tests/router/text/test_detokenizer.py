@@ -9,9 +9,9 @@ import pytest
 from tokenizers import Tokenizer as Fast
 from tokenizers import decoders, models
 
-from tests import plain_text
-from tests.router.kinds_of_tokenizer import KINDS, random_ids
-from tests.tokenizers_for_tests import write_byte_fallback, write_byte_level, write_wordpiece
+from tests.support import plain_text
+from tests.support.tokenizers.decoder_kinds import KINDS, random_ids
+from tests.support.tokenizers.trained import write_byte_fallback, write_byte_level, write_wordpiece
 from tgis.router.errors import StartupError
 from tgis.router.text.detokenizer import MAX_UNIT, REPLACEMENT, Vocabulary
 from tgis.router.text.tokenizer import Tokenizer

@@ -12,7 +12,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from tests.router.conftest import MAX_SEQUENCE_LENGTH, VOCAB_SIZE, Setup, start_router, stop_router
-from tests.tokenizers_for_tests import write_byte_level
+from tests.support.tokenizers.trained import write_byte_level
 from tgis.pb import generation_pb2 as pb
 
 LONGEST = " 👩\u200d👩\u200d👧"

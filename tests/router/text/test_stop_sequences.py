@@ -9,8 +9,8 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models
 
-from tests import plain_text
-from tests.router.kinds_of_tokenizer import KINDS, random_ids
+from tests.support import plain_text
+from tests.support.tokenizers.decoder_kinds import KINDS, random_ids
 from tgis.router.sequence import Stopping, StopReason
 from tgis.router.text.detokenizer import Vocabulary
 from tgis.router.text.stop_sequences import MAX_CLUSTER, TextStream

@@ -8,8 +8,8 @@ import pytest
 import tokenizers
 from tokenizers import AddedToken, models, normalizers
 
-from tests.router.kinds_of_tokenizer import ALPHABET, KINDS
-from tests.tokenizers_for_tests import write_byte_fallback, write_byte_level
+from tests.support.tokenizers.decoder_kinds import ALPHABET, KINDS
+from tests.support.tokenizers.trained import write_byte_fallback, write_byte_level
 from tgis.pb import generation_pb2 as pb
 from tgis.router.errors import RequestError, StartupError
 from tgis.router.text.tokenization import TokenIds, byte_offsets

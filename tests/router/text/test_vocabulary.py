@@ -9,7 +9,7 @@ from tokenizers import Tokenizer
 
 from tests.router.api.grpc.test_servicer import batch, single
 from tests.router.conftest import VOCAB_SIZE, Setup, start_router, stop_router
-from tests.tokenizers_for_tests import write_byte_level
+from tests.support.tokenizers.trained import write_byte_level
 from tgis.pb import generation_pb2 as pb
 from tgis.pb import shard_pb2
 

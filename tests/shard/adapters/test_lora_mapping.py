@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tests.shard.checkpoints import write_model
-from tests.shard.family_cases.all import CASES
-from tests.shard.stepping import ALONE, load, read_config
+from tests.support.shard.checkpoints import write_model
+from tests.support.shard.family_cases.all import CASES
+from tests.support.shard.stepping import ALONE, load, read_config
 from tgis.prompts.errors import ContentError
 from tgis.shard.adapters.lora_mapping import read_adapter
 from tgis.shard.collectives import World

@@ -13,7 +13,7 @@ import grpc
 import pytest
 import torch
 
-from tests.prompts.files import FIT, age, save_lora
+from tests.support.prompt_files import FIT, age, save_lora
 from tgis.pb import shard_pb2 as pb
 from tgis.pb.shard_pb2_grpc import ShardServiceStub
 from tgis.prompts.artifact_cache import Kind, Spool

@@ -12,9 +12,9 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from tests.shard.checkpoints import SMALL, write_model
-from tests.shard.driver import configure
-from tests.shard.stepping import ALONE, read_config
+from tests.support.shard.checkpoints import SMALL, write_model
+from tests.support.shard.driver import configure
+from tests.support.shard.stepping import ALONE, read_config
 from tgis.errors import OperatorError
 from tgis.shard.models import registry
 from tgis.shard.models.hf_transformers import load as hf_transformers

@@ -13,9 +13,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tests.shard.checkpoints import write_model
-from tests.shard.family_cases import gpts
-from tests.shard.stepping import ALONE, compute_mixed_steps
+from tests.support.shard.checkpoints import write_model
+from tests.support.shard.family_cases import gpts
+from tests.support.shard.stepping import ALONE, compute_mixed_steps
 
 Tensors = dict[str, Tensor]
 Config = dict[str, Any]

@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, PretrainedConfig
 
-from tests.shard import other_device
-from tests.shard.checkpoints import LLAMA3_ROPE, SMALL, write_model
-from tests.shard.driver import Request, Router, configure
-from tests.shard.family_cases import encoder_decoders, gpts, llamas
-from tests.shard.family_oracle import NEW_TOKENS, Oracle, draw_inputs
 from tests.shard.kernels.cpu.test_attention import PLAIN, SCORINGS, SHAPES, Scene, Shape, check
 from tests.shard.kernels.cpu.test_lora import draw_scene
-from tests.shard.messages import GREEDY, SAMPLE
+from tests.support.shard import other_device
+from tests.support.shard.checkpoints import LLAMA3_ROPE, SMALL, write_model
+from tests.support.shard.driver import Request, Router, configure
+from tests.support.shard.family_cases import encoder_decoders, gpts, llamas
+from tests.support.shard.family_oracle import NEW_TOKENS, Oracle, draw_inputs
+from tests.support.shard.messages import GREEDY, SAMPLE
 from tgis.shard.attention.interface import Scoring
 from tgis.shard.collectives import World
 from tgis.shard.kernels.cpu import ops

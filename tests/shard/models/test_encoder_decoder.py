@@ -14,10 +14,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers.models.t5.modeling_t5 import T5Attention
 
-from tests.shard.checkpoints import write_model
-from tests.shard.driver import Request, Router, configure, opening
-from tests.shard.family_cases.encoder_decoders import CASES
-from tests.shard.messages import SAMPLE, Steps, floats, integers
+from tests.support.shard.checkpoints import write_model
+from tests.support.shard.driver import Request, Router, configure, opening
+from tests.support.shard.family_cases.encoder_decoders import CASES
+from tests.support.shard.messages import SAMPLE, Steps, floats, integers
 from tgis.shard.attention.interface import TILE, AttentionMetadata
 from tgis.shard.models import registry
 from tgis.shard.models.interface import UnsupportedModelError

@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 
-from tests.shard.checkpoints import write_model
-from tests.shard.driver import Request
-from tests.shard.family_cases.all import CASES
-from tests.shard.family_oracle import NEW_TOKENS, draw_inputs
-from tests.shard.ranks import Ranks
-from tests.shard.relay import Copies
-from tests.shard.tuned import Tuned, list_targets
-from tests.shard.tuning_cells import Asked, Cases, check_case, check_plan, plan
+from tests.support.shard.checkpoints import write_model
+from tests.support.shard.driver import Request
+from tests.support.shard.family_cases.all import CASES
+from tests.support.shard.family_oracle import NEW_TOKENS, draw_inputs
+from tests.support.shard.ranks import Ranks
+from tests.support.shard.relay import Copies
+from tests.support.shard.tuned import Tuned, list_targets
+from tests.support.shard.tuning_cells import Asked, Cases, check_case, check_plan, plan
 from tgis.prompts.lora_files import read_adapter_files
 
 ALL_LINEAR = {"r": 4, "target_modules": "all-linear"}

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.shard.checkpoints import write_model
-from tests.shard.driver import Request
-from tests.shard.family_cases.all import CASES
-from tests.shard.family_oracle import NEW_TOKENS, Answer, Oracle, check, draw_inputs
-from tests.shard.messages import GREEDY, SAMPLE
-from tests.shard.ranks import Ranks
-from tests.shard.relay import serve
+from tests.support.shard.checkpoints import write_model
+from tests.support.shard.driver import Request
+from tests.support.shard.family_cases.all import CASES
+from tests.support.shard.family_oracle import NEW_TOKENS, Answer, Oracle, check, draw_inputs
+from tests.support.shard.messages import GREEDY, SAMPLE
+from tests.support.shard.ranks import Ranks
+from tests.support.shard.relay import serve
 from tgis.shard.models.registry import FAMILIES
 
 FOUR_RANKS = ("granite", "falcon", "t5")  # families that are also cut in four

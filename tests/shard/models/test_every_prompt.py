@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 from torch import Tensor
 
-from tests.shard.checkpoints import write_model
-from tests.shard.driver import Request
-from tests.shard.family_cases.all import CASES
-from tests.shard.family_oracle import NEW_TOKENS, draw_inputs
-from tests.shard.prompt_oracle import PromptOracle
-from tests.shard.ranks import Ranks
-from tests.shard.relay import Copies
-from tests.shard.tuning_cells import Asked, Cases, check_case, check_plan, plan
+from tests.support.shard.checkpoints import write_model
+from tests.support.shard.driver import Request
+from tests.support.shard.family_cases.all import CASES
+from tests.support.shard.family_oracle import NEW_TOKENS, draw_inputs
+from tests.support.shard.prompt_oracle import PromptOracle
+from tests.support.shard.ranks import Ranks
+from tests.support.shard.relay import Copies
+from tests.support.shard.tuning_cells import Asked, Cases, check_case, check_plan, plan
 
 DETAILS = {"logprobs": True}
 PAD = 0

@@ -8,8 +8,8 @@ import torch
 import transformers
 from torch import Tensor
 
-from tests.shard.checkpoints import CASES, LLAMA3_ROPE, write_llama
-from tests.shard.stepping import Stepper, load, read_config
+from tests.support.shard.checkpoints import CASES, LLAMA3_ROPE, write_llama
+from tests.support.shard.stepping import Stepper, load, read_config
 from tgis.shard.layers.activation import NAMES
 from tgis.shard.models import registry
 from tgis.shard.models.interface import UnsupportedModelError

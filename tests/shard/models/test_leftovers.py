@@ -11,9 +11,9 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tests.shard.checkpoints import SMALL, edit_config, write_model
-from tests.shard.family_cases.all import CASES
-from tests.shard.stepping import ALONE, read_config
+from tests.support.shard.checkpoints import SMALL, edit_config, write_model
+from tests.support.shard.family_cases.all import CASES
+from tests.support.shard.stepping import ALONE, read_config
 from tgis.shard.checkpoint.tensors import WeightsError
 from tgis.shard.collectives import World
 from tgis.shard.models import registry

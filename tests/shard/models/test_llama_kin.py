@@ -8,9 +8,9 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from tests.shard.checkpoints import write_model
-from tests.shard.family_cases import llamas
-from tests.shard.stepping import Stepper, load
+from tests.support.shard.checkpoints import write_model
+from tests.support.shard.family_cases import llamas
+from tests.support.shard.stepping import Stepper, load
 from tgis.shard.models import registry
 from tgis.shard.models.interface import UnsupportedModelError
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.shard.checkpoints import edit_config, write_llama, write_model
-from tests.shard.family_cases.all import CASES
+from tests.support.shard.checkpoints import edit_config, write_llama, write_model
+from tests.support.shard.family_cases.all import CASES
 from tgis.shard.checkpoint.tensors import WeightsError
 from tgis.shard.collectives import World
 from tgis.shard.models import registry, skeleton

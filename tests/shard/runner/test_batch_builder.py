@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.shard.messages import NOTHING, SAMPLE, Steps, integers, open_row, pack
+from tests.support.shard.messages import NOTHING, SAMPLE, Steps, integers, open_row, pack
 from tgis.pb import shard_pb2 as pb
 from tgis.shard.adapters.registry import Contents, Prompt
 from tgis.shard.layers.lora import Adapter

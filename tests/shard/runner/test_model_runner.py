@@ -11,8 +11,8 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from tests.shard.driver import Request, Router, configure, opening, prompts
-from tests.shard.messages import GREEDY, SAMPLE, Steps, floats, integers, open_row, top_tokens
+from tests.support.shard.driver import Request, Router, configure, opening, prompts
+from tests.support.shard.messages import GREEDY, SAMPLE, Steps, floats, integers, open_row, top_tokens
 from tgis.shard.runner.model_runner import Engine
 from tgis.shard.startup.load import load
 

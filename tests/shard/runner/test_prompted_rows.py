@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 import torch
 
-from tests.shard import other_device
-from tests.shard.driver import Request, Router, configure, opening
-from tests.shard.family_oracle import check
 from tests.shard.kernels.test_portable import plain
-from tests.shard.messages import GREEDY, SAMPLE, Steps, floats, integers, open_row, top_tokens
 from tests.shard.models.test_every_prompt import PAD, Case
-from tests.shard.tuning_cells import Asked
+from tests.support.shard import other_device
+from tests.support.shard.driver import Request, Router, configure, opening
+from tests.support.shard.family_oracle import check
+from tests.support.shard.messages import GREEDY, SAMPLE, Steps, floats, integers, open_row, top_tokens
+from tests.support.shard.tuning_cells import Asked
 from tgis.shard.collectives import World
 from tgis.shard.runner.model_runner import Engine
 from tgis.shard.startup.load import load

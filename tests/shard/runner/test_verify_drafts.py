@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
-from tests.shard.checkpoints import write_llama
-from tests.shard.driver import Request, Router, configure, opening, prompts
-from tests.shard.messages import GREEDY, SAMPLE, Steps, integers, open_row
-from tests.tokenizers_for_tests import write_byte_level
+from tests.support.shard.checkpoints import write_llama
+from tests.support.shard.driver import Request, Router, configure, opening, prompts
+from tests.support.shard.messages import GREEDY, SAMPLE, Steps, integers, open_row
+from tests.support.tokenizers.trained import write_byte_level
 from tgis.pb import shard_pb2 as pb
 from tgis.shard.runner.model_runner import Engine
 from tgis.shard.startup.load import load

@@ -17,11 +17,11 @@ from tokenizers import Tokenizer
 from transformers import LlamaForCausalLM
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from tests.router.kinds_of_tokenizer import KINDS
-from tests.shard.checkpoints import write_llama
-from tests.shard.driver import Request, Router, configure, opening
-from tests.shard.messages import GREEDY, SAMPLE, Steps, integers, open_row
-from tests.tokenizers_for_tests import write_byte_level
+from tests.support.shard.checkpoints import write_llama
+from tests.support.shard.driver import Request, Router, configure, opening
+from tests.support.shard.messages import GREEDY, SAMPLE, Steps, integers, open_row
+from tests.support.tokenizers.decoder_kinds import KINDS
+from tests.support.tokenizers.trained import write_byte_level
 from tgis.pb import shard_pb2 as pb
 from tgis.shard.runner.model_runner import Engine
 from tgis.shard.sampling.grammar import Guides, read_tokenizer

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from tests import plain_sampling
-from tests.plain_sampling import Row, single
+from tests.support import plain_sampling
+from tests.support.plain_sampling import Row, single
 from tgis.shard.sampling.logprobs import describe
 from tgis.shard.sampling.sampler import PARAMETERS, SamplingBatch, SeenTokens, sample
 

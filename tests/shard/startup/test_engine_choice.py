@@ -7,13 +7,13 @@ import pytest
 import torch
 import transformers
 
-from tests.shard.checkpoints import SMALL, edit_config, write_model
-from tests.shard.driver import Request, Router, configure
-from tests.shard.family_cases.all import CASES
-from tests.shard.family_oracle import NEW_TOKENS, check, draw_inputs
-from tests.shard.prompt_oracle import PromptOracle
-from tests.shard.stepping import ALONE, read_config
-from tests.shard.tuned import Tuned
+from tests.support.shard.checkpoints import SMALL, edit_config, write_model
+from tests.support.shard.driver import Request, Router, configure
+from tests.support.shard.family_cases.all import CASES
+from tests.support.shard.family_oracle import NEW_TOKENS, check, draw_inputs
+from tests.support.shard.prompt_oracle import PromptOracle
+from tests.support.shard.stepping import ALONE, read_config
+from tests.support.shard.tuned import Tuned
 from tgis.shard.adapters.loading import open_store
 from tgis.shard.kernels.cpu import ops
 from tgis.shard.models.hf_transformers import load as hf_transformers

@@ -14,8 +14,8 @@ import transformers
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from tests.shard.checkpoints import edit_config, write_llama, write_model
-from tests.shard.driver import configure
+from tests.support.shard.checkpoints import edit_config, write_llama, write_model
+from tests.support.shard.driver import configure
 from tgis.hub.model_files import ModelNotFoundError
 from tgis.pb import shard_pb2 as pb
 from tgis.prompts.errors import ContentError

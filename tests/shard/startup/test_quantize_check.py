@@ -11,11 +11,11 @@ import torch
 import transformers
 from torch import Tensor
 
-from tests.shard import stepping
-from tests.shard.checkpoints import SMALL, write_model
-from tests.shard.driver import Request, Router, configure, prompts
-from tests.shard.ranks import Ranks
-from tests.shard.stepping import Stepper
+from tests.support.shard import stepping
+from tests.support.shard.checkpoints import SMALL, write_model
+from tests.support.shard.driver import Request, Router, configure, prompts
+from tests.support.shard.ranks import Ranks
+from tests.support.shard.stepping import Stepper
 from tgis.shard.collectives import World
 from tgis.shard.kernels.cpu.gemm.product import PackedProduct
 from tgis.shard.kernels.cpu.int8.product import Int8Product

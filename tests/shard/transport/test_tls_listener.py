@@ -11,7 +11,7 @@ from typing import NamedTuple
 import pytest
 import trustme
 
-from tests.link_files import LinkFiles
+from tests.support.link_files import LinkFiles
 from tgis.net.framing import FrameReader, frame
 from tgis.net.tls import Certificates, TlsFiles
 from tgis.net.tls_contexts import mutual_client, mutual_server

@@ -14,12 +14,12 @@ import grpc
 import psutil
 import pytest
 
-from tests.router import attacks
 from tests.router.api.grpc.test_servicer import batch, get, metric
-from tests.router.attacks import SERVICE, Bystander
 from tests.router.conftest import Setup, start_router, stop_router
 from tests.router.grammar.test_compiler import DEEP_RULES, SLOW
-from tests.router.http2 import (
+from tests.support.router import attacks
+from tests.support.router.attacks import SERVICE, Bystander
+from tests.support.router.http2 import (
     ACK,
     END_HEADERS,
     END_STREAM,

@@ -14,9 +14,9 @@ import pytest
 from grpc_health.v1 import health_pb2
 from grpc_health.v1.health_pb2_grpc import HealthStub
 
-from tests.accounts import scrape
 from tests.router.conftest import Setup, start_router, stop_router
-from tests.router.http2 import ACK, END_STREAM, Connection, Frame, Kind, frame
+from tests.support.accounts import scrape
+from tests.support.router.http2 import ACK, END_STREAM, Connection, Frame, Kind, frame
 from tgis.pb import generation_pb2 as pb
 from tgis.pb.generation_pb2_grpc import GenerationServiceStub
 
@@ -46,7 +46,7 @@ def router(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Setup]:
     home: Path = tmp_path_factory.mktemp("router")
     (home / "tokens").write_text("secret\n")
     flags = ["--auth-tokens-path", str(home / "tokens"), "--max-concurrent-requests", str(NUM_PERMITS)]
-    setup = start_router(home, 1, *flags, module="tests.router.uncollected_router")
+    setup = start_router(home, 1, *flags, module="tests.support.router.uncollected_router")
     setup.stub.Generate(batch("a"), metadata=METADATA)
     yield setup
     assert stop_router(setup) == 0, setup.service.output

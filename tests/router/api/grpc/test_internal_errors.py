@@ -10,7 +10,7 @@ import pytest
 
 from tests.router.api.grpc.test_servicer import batch, single, stopping
 from tests.router.conftest import FakeShard, Setup, ShardServer, start_router, stop_router
-from tests.router.model_of_contents import Item, Library, adapter
+from tests.support.router.model_of_contents import Item, Library, adapter
 from tgis.net.framing import frame
 from tgis.pb import generation_pb2 as pb
 from tgis.pb import shard_pb2
@@ -117,7 +117,7 @@ def test_the_log_has_the_cause_under_the_id(setup: Setup, name: str) -> None:
 
 
 def test_failures_outside_of_generations_too(tmp_path: Path) -> None:
-    setup = start_router(tmp_path, 1, module="tests.router.failing_router")
+    setup = start_router(tmp_path, 1, module="tests.support.router.failing_router")
     try:
         with pytest.raises(grpc.RpcError) as caught:
             setup.stub.ModelInfo(pb.ModelInfoRequest())

@@ -12,7 +12,6 @@ import psutil
 import pytest
 from google.rpc import error_details_pb2, status_pb2
 
-from tests.router import attacks
 from tests.router.api.grpc.test_servicer import (
     batch,
     expected_text,
@@ -22,9 +21,10 @@ from tests.router.api.grpc.test_servicer import (
     single,
     stopping,
 )
-from tests.router.attacks import Bystander
 from tests.router.conftest import Setup, start_router, stop_router
-from tests.router.http2 import Connection, Kind
+from tests.support.router import attacks
+from tests.support.router.attacks import Bystander
+from tests.support.router.http2 import Connection, Kind
 from tgis.pb import generation_pb2 as pb
 
 HOST = "127.0.0.1"

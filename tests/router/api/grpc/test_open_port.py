@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.processes import Service
 from tests.router.conftest import Setup, router_command
-from tests.tokenizers_for_tests import write_byte_level
+from tests.support.processes import Service
+from tests.support.tokenizers.trained import write_byte_level
 from tgis.config.network import PortOptions
 from tgis.net.ports import reserve
 from tgis.router.api.grpc.auth_interceptor import warn_if_open

@@ -11,10 +11,10 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from tests.accounts import assert_nothing_left, take_baseline
 from tests.router.conftest import EOS, MAX_SEQUENCE_LENGTH, Setup
-from tests.router.model_of_contents import Item
-from tests.router.model_of_shard import next_token
+from tests.support.accounts import assert_nothing_left, take_baseline
+from tests.support.router.model_of_contents import Item
+from tests.support.router.model_of_shard import next_token
 from tgis.pb import generation_pb2 as pb
 
 VOCAB_SIZE = 400

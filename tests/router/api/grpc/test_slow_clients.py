@@ -20,7 +20,7 @@ from tests.router.api.grpc.test_servicer import (
     stopping,
 )
 from tests.router.conftest import Setup, ShardServer, start_router, stop_router
-from tests.router.http2 import (
+from tests.support.router.http2 import (
     ACK,
     END_STREAM,
     INITIAL_WINDOW_SIZE,

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.shard.stepping import make_metadata
+from tests.support.shard.stepping import make_metadata
 from tgis.shard.attention.interface import TILE, AttentionMetadata, Scoring
 from tgis.shard.kernels.cpu.attention.attention import CpuAttention
 from tgis.shard.memory.kv_cache import KVCache, bytes_per_block

@@ -10,9 +10,9 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from tests.shard.checkpoints import SMALL, write_model
-from tests.shard.family_oracle import NEW_TOKENS, Answer, Oracle
-from tests.shard.stepping import ALONE, Stepper, read_config
+from tests.support.shard.checkpoints import SMALL, write_model
+from tests.support.shard.family_oracle import NEW_TOKENS, Answer, Oracle
+from tests.support.shard.stepping import ALONE, Stepper, read_config
 from tgis.shard.collectives import World
 from tgis.shard.memory.kv_cache import local_kv_heads
 from tgis.shard.models.hf_transformers import load as hf_transformers

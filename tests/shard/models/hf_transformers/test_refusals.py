@@ -11,8 +11,8 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from tests.shard.checkpoints import SMALL, write_model
-from tests.shard.stepping import ALONE, Stepper, make_metadata, read_config
+from tests.support.shard.checkpoints import SMALL, write_model
+from tests.support.shard.stepping import ALONE, Stepper, make_metadata, read_config
 from tgis.shard.attention.interface import Scoring
 from tgis.shard.checkpoint.tensors import WeightsError
 from tgis.shard.kernels.cpu.attention.attention import CpuAttention

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from tests.shard.checkpoints import write_llama
-from tests.shard.driver import configure
-from tests.tokenizers_to_convert import write_gpt2
+from tests.support.shard.checkpoints import write_llama
+from tests.support.shard.driver import configure
+from tests.support.tokenizers.older_kinds import write_gpt2
 from tgis.cli import models as model_commands
 from tgis.shard.models.interface import UnsupportedModelError
 from tgis.shard.startup.load import load

@@ -11,11 +11,11 @@ import torch
 import transformers
 from torch import Tensor
 
-from tests.shard.driver import Request, Router, opening, prompts
-from tests.shard.family_oracle import NEW_TOKENS, Oracle
-from tests.shard.messages import NOTHING, SAMPLE, Steps, floats, integers
-from tests.shard.stepping import ALONE, Stepper, read_config
-from tests.tokenizers_for_tests import write_wordpiece
+from tests.support.shard.driver import Request, Router, opening, prompts
+from tests.support.shard.family_oracle import NEW_TOKENS, Oracle
+from tests.support.shard.messages import NOTHING, SAMPLE, Steps, floats, integers
+from tests.support.shard.stepping import ALONE, Stepper, read_config
+from tests.support.tokenizers.trained import write_wordpiece
 from tgis.pb import shard_pb2 as pb
 from tgis.shard.collectives import World
 from tgis.shard.kernels.cpu.attention.attention import CpuAttention

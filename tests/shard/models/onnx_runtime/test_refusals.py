@@ -12,7 +12,7 @@ import onnxruntime
 import pytest
 import torch
 
-from tests.shard.stepping import ALONE, read_config
+from tests.support.shard.stepping import ALONE, read_config
 from tgis.shard.checkpoint.tensors import WeightsError
 from tgis.shard.models.interface import UnsupportedModelError
 from tgis.shard.models.onnx_runtime import load as onnx_runtime

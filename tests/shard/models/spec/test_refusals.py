@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from tests.shard.family_cases import gpts
-from tests.shard.family_cases.all import CASES
+from tests.support.shard.family_cases import gpts
+from tests.support.shard.family_cases.all import CASES
 from tgis.shard.models import registry
 from tgis.shard.models.interface import UnsupportedModelError
 

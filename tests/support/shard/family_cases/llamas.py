@@ -5,7 +5,7 @@ from typing import Any
 
 import transformers as hf
 
-from tests.shard.checkpoints import LLAMA3_ROPE, SMALL
+from tests.support.shard.checkpoints import LLAMA3_ROPE, SMALL
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 YARN_ROPE = {

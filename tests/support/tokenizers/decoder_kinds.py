@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from tests import tokenizers_for_tests
+from tests.support.tokenizers import trained
 
 ALPHABET = [
     "a",
@@ -52,25 +52,25 @@ _FALLBACK = {"type": "ByteFallback"}
 _FUSE = {"type": "Fuse"}
 
 KINDS: dict[str, Callable[[Path], Tokenizer]] = {
-    "byte_level": tokenizers_for_tests.write_byte_level,
-    "byte_level_in_sequence": _with_decoder(tokenizers_for_tests.write_byte_level, _sequence(_BYTE_LEVEL)),
+    "byte_level": trained.write_byte_level,
+    "byte_level_in_sequence": _with_decoder(trained.write_byte_level, _sequence(_BYTE_LEVEL)),
     "byte_level_and_more": _with_decoder(
-        tokenizers_for_tests.write_byte_level,
+        trained.write_byte_level,
         _sequence(_BYTE_LEVEL, {"type": "Replace", "pattern": {"Regex": "o"}, "content": "oo"}),
     ),
-    "byte_fallback": tokenizers_for_tests.write_byte_fallback,
+    "byte_fallback": trained.write_byte_fallback,
     "byte_fallback_without_strip": _with_decoder(
-        tokenizers_for_tests.write_byte_fallback, _sequence(_REPLACE, _FALLBACK, _FUSE)
+        trained.write_byte_fallback, _sequence(_REPLACE, _FALLBACK, _FUSE)
     ),
     "byte_fallback_before_metaspace": _with_decoder(
-        tokenizers_for_tests.write_byte_fallback, _sequence(_FALLBACK, _METASPACE)
+        trained.write_byte_fallback, _sequence(_FALLBACK, _METASPACE)
     ),
-    "metaspace": tokenizers_for_tests.write_metaspace,
-    "wordpiece": tokenizers_for_tests.write_wordpiece,
-    "wordpiece_in_sequence": _with_decoder(tokenizers_for_tests.write_wordpiece, _sequence(_WORDPIECE)),
-    "suffix": tokenizers_for_tests.write_suffix_bpe,
-    "suffix_in_sequence": _with_decoder(tokenizers_for_tests.write_suffix_bpe, _sequence(_SUFFIX)),
-    "plain": tokenizers_for_tests.write_plain,
+    "metaspace": trained.write_metaspace,
+    "wordpiece": trained.write_wordpiece,
+    "wordpiece_in_sequence": _with_decoder(trained.write_wordpiece, _sequence(_WORDPIECE)),
+    "suffix": trained.write_suffix_bpe,
+    "suffix_in_sequence": _with_decoder(trained.write_suffix_bpe, _sequence(_SUFFIX)),
+    "plain": trained.write_plain,
 }
 
 

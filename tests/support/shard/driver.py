@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.shard.messages import GREEDY, Steps, floats, integers, open_row, pack, top_tokens
+from tests.support.shard.messages import GREEDY, Steps, floats, integers, open_row, pack, top_tokens
 from tgis.config.processes import ShardConfig
 from tgis.pb import shard_pb2 as pb
 from tgis.shard.runner.model_runner import Engine

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.shard.driver import Request, Router, configure
+from tests.support.shard.driver import Request, Router, configure
 from tgis.pb import shard_pb2 as pb
 from tgis.prompts.artifact_cache import Kind, Spool
 from tgis.shard.collectives import World

@@ -5,9 +5,9 @@ from functools import partial
 
 from transformers import LlamaConfig, PretrainedConfig
 
-from tests.shard.checkpoints import CASES as LLAMAS
-from tests.shard.checkpoints import SMALL
-from tests.shard.family_cases import encoder_decoders, gpts, llamas
+from tests.support.shard.checkpoints import CASES as LLAMAS
+from tests.support.shard.checkpoints import SMALL
+from tests.support.shard.family_cases import encoder_decoders, gpts, llamas
 
 CASES: dict[str, Callable[[], PretrainedConfig]] = {
     **{f"llama_{name}": partial(LlamaConfig, **SMALL | changes) for name, changes in LLAMAS.items()},

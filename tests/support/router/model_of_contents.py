@@ -10,7 +10,7 @@ from typing import NoReturn
 
 import grpc
 
-from tests.router.model_of_shard import integers
+from tests.support.router.model_of_shard import integers
 from tgis.pb import shard_pb2 as pb
 
 PROMPT, ADAPTER = pb.CONTENT_KIND_PROMPT, pb.CONTENT_KIND_ADAPTER

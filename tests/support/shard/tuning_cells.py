@@ -9,12 +9,12 @@ from typing import Generic, Protocol, TypeVar
 
 import pytest
 
-from tests.shard.driver import Request
-from tests.shard.family_cases.all import CASES
-from tests.shard.family_oracle import Answer, check
 from tests.shard.models.test_every_family import family_of
-from tests.shard.ranks import Ranks
-from tests.shard.relay import Copies, serve
+from tests.support.shard.driver import Request
+from tests.support.shard.family_cases.all import CASES
+from tests.support.shard.family_oracle import Answer, check
+from tests.support.shard.ranks import Ranks
+from tests.support.shard.relay import Copies, serve
 
 COMPANY = ("alone", "mixed")
 CELLS = list(itertools.product((1, 2), COMPANY))  # ranks, company

@@ -18,7 +18,7 @@ import grpc
 from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from tests.router.http2 import (
+from tests.support.router.http2 import (
     ACK,
     END_HEADERS,
     END_STREAM,

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
-from tests.tokenizers_for_tests import ALPHABET, TEXT
+from tests.support.tokenizers.trained import ALPHABET, TEXT
 
 
 def write_gpt2(directory: Path) -> None:

@@ -11,8 +11,8 @@ import transformers
 from safetensors.torch import load_file
 from torch import Tensor
 
-from tests.greedy import generate
-from tests.shard.family_oracle import NEW_TOKENS, Answer, describe, load_model
+from tests.support.greedy import generate
+from tests.support.shard.family_oracle import NEW_TOKENS, Answer, describe, load_model
 
 Prompt = Mapping[str, Tensor]  # "decoder" and "encoder", either of which may lack
 

@@ -10,8 +10,8 @@ import peft
 import torch
 import transformers
 
-from tests.greedy import generate
-from tests.shard.family_oracle import NEW_TOKENS, Answer, describe, load_model
+from tests.support.greedy import generate
+from tests.support.shard.family_oracle import NEW_TOKENS, Answer, describe, load_model
 
 
 class Tuned:

@@ -7,7 +7,7 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-CACHE = Path(__file__).parents[1] / ".cache"
+CACHE = Path(__file__).parents[2] / ".cache"
 
 
 class InstallError(Exception):

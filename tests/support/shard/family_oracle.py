@@ -10,8 +10,8 @@ import torch
 import transformers
 from torch import Tensor
 
-from tests.greedy import count_certain, generate
-from tests.shard.driver import Request
+from tests.support.greedy import count_certain, generate
+from tests.support.shard.driver import Request
 
 NEW_TOKENS = 8
 LENGTHS = (1, 9, 30)
