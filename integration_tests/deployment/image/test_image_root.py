@@ -1,0 +1,78 @@
+"""What the image holds beside its base, as scripts/image_root.sh makes it."""
+
+import os
+import shutil
+import stat
+import subprocess
+import sys
+from importlib.metadata import distributions
+from pathlib import Path
+
+import pytest
+from packaging.utils import canonicalize_name
+
+from scripts.check_locks import CPU, SERVICE, read_lock
+
+pytestmark = [pytest.mark.deploy, pytest.mark.timeout(600)]
+
+ROOT = Path(__file__).parents[3]
+UNNEEDED = ("pip", "gcc", "cc", "c++", "curl", "wget", "conda", "uv")
+
+
+@pytest.fixture(scope="module")
+def root() -> Path:
+    if os.geteuid() != 0 or shutil.which("unshare") is None:
+        pytest.skip("needs root, and unshare, to make a directory of the image's layers")
+    root = Path("build/image-root")
+    subprocess.run(["scripts/image_root.sh", str(root), sys.executable], check=True, timeout=400)
+    return root.absolute()
+
+
+def test_it_is_installed_and_not_linked(root: Path) -> None:
+    [package] = root.glob("opt/tgis/lib/python3*/site-packages/tgis")
+    assert (package / "pb/generation_pb2.py").is_file()
+    assert str(Path.cwd()).encode() not in b"".join(
+        path.read_bytes() for path in package.parent.glob("*.pth")
+    )
+    for script in ("text-generation-launcher", "text-generation-server", "health-probe", "tgis"):
+        assert (root / "opt/tgis/bin" / script).read_text().startswith("#!/opt/tgis/bin/python")
+
+
+def test_the_locks_have_all_that_is_in_it(root: Path) -> None:
+    """No more and no less, in the versions that they have."""
+    [packages] = root.glob("opt/tgis/lib/python3*/site-packages")
+    found = {canonicalize_name(one.name): one.version for one in distributions(path=[str(packages)])}
+    locked = [
+        entry for name in (SERVICE, CPU) for entry in read_lock((ROOT / f"locks/{name}.lock").read_text())
+    ]
+    del found["tgis-next"]
+    assert found == {entry.name: entry.version for entry in locked if entry.applies({})}
+
+
+def test_nothing_is_in_it_that_builds_or_fetches(root: Path) -> None:
+    found = {path.name for path in (root / "opt/tgis/bin").iterdir()}
+    assert "python" in found
+    assert found.isdisjoint(UNNEEDED)
+    assert not [*root.glob("opt/tgis/lib/python3*/site-packages/pip")]
+
+
+def test_kernels_are_in_it(root: Path) -> None:
+    files = [*root.glob("opt/tgis/lib/python3*/site-packages/tgis/shard/__pycache__/kernels-*/**/*.nbc")]
+    assert len(files) >= 25
+
+
+def test_any_user_may_write_in_two_places(root: Path) -> None:
+    """With group 0; and may read everything else."""
+    writable, hidden = set(), set()
+    for directory, _, files in os.walk(root):
+        for path in (directory, *(os.path.join(directory, name) for name in files)):
+            found = os.lstat(path)
+            if stat.S_ISLNK(found.st_mode):
+                continue
+            for_all = found.st_mode | found.st_mode >> 3 if found.st_gid == 0 else found.st_mode
+            if for_all & stat.S_IWOTH:
+                writable.add(path)
+            if not for_all & stat.S_IROTH:
+                hidden.add(path)
+    assert writable == {f"{root}/tmp", f"{root}/home/tgis"}
+    assert not hidden

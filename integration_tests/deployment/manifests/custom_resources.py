@@ -1,0 +1,59 @@
+"""Custom resources against what defines them: schemas made from the definitions of KServe and
+LeaderWorkerSet, kept outside this repository, and the types that npm has of other operators' definitions."""
+
+import json
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+from integration_tests.deployment.manifests.rendering import ROOT, Object, name_of
+from tests.support import npm_packages
+
+# Beside the repository; too large and too foreign to be in it.
+SCHEMAS = ROOT.parent / "shared" / "schemas"
+OF_SCHEMAS = ("InferenceService", "LeaderWorkerSet", "ServingRuntime")
+OF_TYPES = {
+    "Certificate": "cert-manager/cert-manager.io/v1",
+    "Issuer": "cert-manager/cert-manager.io/v1",
+    "PodMonitor": "prometheus-operator/monitoring.coreos.com/v1",
+    "PrometheusRule": "prometheus-operator/monitoring.coreos.com/v1",
+    "ScaledObject": "keda/keda.sh/v1alpha1",
+}
+OPTIONS = ("--noEmit", "--strict", "--skipLibCheck", "--module", "commonjs", "--target", "es2020")
+
+
+def refused_by_schemas(objects: list[Object], check_jsonschema: str, work: Path) -> Iterator[str]:
+    """What check-jsonschema says; the schemas refuse fields that they do not have."""
+    for kind in OF_SCHEMAS:
+        files = []
+        for index, one in enumerate(one for one in objects if one["kind"] == kind):
+            files.append(work / f"{kind}-{index}.json")
+            files[-1].write_text(json.dumps(one))
+        if files:
+            schema = SCHEMAS / f"{kind.lower()}.json"
+            result = subprocess.run(
+                [check_jsonschema, "--schemafile", schema, *files],
+                capture_output=True,
+                text=True,
+                check=False,
+            )
+            if result.returncode:
+                yield result.stdout + result.stderr
+
+
+def refused_by_types(objects: list[Object], work: Path) -> str:
+    """What TypeScript's compiler says of the objects as literals of their types, which may have no other
+    fields than the type has; empty where all is well. Needs npm."""
+    packages = npm_packages.install(Path(__file__).parent / "custom_types", "custom-types")
+    (work / "node_modules").symlink_to(packages / "node_modules")
+    lines = [
+        f'import type {{ I{kind} }} from "@kubernetes-models/{place}/{kind}";'
+        for kind, place in OF_TYPES.items()
+    ]
+    for index, one in enumerate(one for one in objects if one["kind"] in OF_TYPES):
+        lines.append(f"export const o{index}: I{one['kind']} = {json.dumps(one)}; // {name_of(one)}")
+    (work / "objects.ts").write_text("\n".join(lines))
+    compiler = packages / "node_modules" / "typescript" / "bin" / "tsc"
+    command = ["node", str(compiler), *OPTIONS, "objects.ts"]
+    result = subprocess.run(command, cwd=work, capture_output=True, text=True, check=False)
+    return result.stdout + result.stderr
