@@ -89,7 +89,7 @@ deploy-check: $(VENV)/installed-dev $(VENV)-deploy/installed $(VENV)-docs/instal
 	scripts/fetch_prometheus.sh
 	scripts/fetch_systemd.sh
 	PATH="$(abspath $(BIN)):$(abspath $(VENV)-deploy/bin):$$PATH" \
-		$(BIN)/pytest -m deploy $(SPREAD) tests/deployment integration_tests/deployment
+		$(BIN)/pytest -m deploy $(SPREAD) integration_tests/deployment
 
 chaos: $(VENV)/installed-dev  ## Traffic under faults at random, ten minutes; CHAOS='--minutes 2 --seed 7'
 	$(BIN)/python -m integration_tests.chaos $(CHAOS)

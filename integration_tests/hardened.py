@@ -25,7 +25,7 @@ from tests.support.processes import Service, children_of
 USER_ID = 1000660000
 FILES = Path("/tmp/files")  # where the service finds what it is given
 AUDIT = Path("/tmp/audit")
-COMPILED_CODE = str(Path("tgis/shard/__pycache__").absolute())
+COMPILED_CODE = str(Path("tgis/shard/kernels/cpu/jit/__pycache__").absolute())
 GRPC_PORT, HTTP_PORT = 8033, 3000  # the defaults
 _CLONE_NEWNET = 0x40000000
 _IN_OPEN = 0x20

@@ -11,8 +11,8 @@ DATES |= {("datetime", name) for name in ("now", "utcnow", "today")}
 ALLOWED = {
     "logs.py": "a line's time",
     "json_lines.py": "the same",
-    "certificates.py": "the end of a certificate",
-    "run_directory.py": "the age of a directory",
+    "net/tls.py": "the end of a certificate",
+    "process/run_directory.py": "the age of a directory",
     "prompts/artifact_cache.py": "the age of a file",
     "prompts/snapshot.py": "the age of a file",
     "cli/top/command.py": "the time of a frame",

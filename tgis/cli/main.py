@@ -70,8 +70,8 @@ def _stay_offline() -> None:
 
 
 def _complete_shard(settings: dict[str, Setting], values: dict[str, Any]) -> None:
-    """What TGIS's positional arguments and --sharded say. Raises SettingsError, model_files.ModelNotFoundError and
-    click.UsageError."""
+    """What TGIS's positional arguments and --sharded say. Raises SettingsError,
+    model_files.ModelNotFoundError and click.UsageError."""
     if values["model_name"] and settings["model_path"].source == DEFAULT:
         path = model_files.resolve(values["model_name"], values["revision"], models.cache_root())
         settings["model_path"] = Setting(str(path), "MODEL_NAME")

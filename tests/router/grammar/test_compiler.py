@@ -362,7 +362,7 @@ def children() -> Iterator[int]:
     )
     for line in listed.stdout.splitlines():
         pid, _, command = line.strip().partition(" ")
-        if "grammar_child" in command:
+        if "tgis.router.grammar.worker" in command:
             yield int(pid)
 
 

@@ -15,7 +15,7 @@ from tests.support.accounts import assert_nothing_left, scrape, take_baseline
 from tgis.pb import generation_pb2 as pb
 
 TOKEN = (("authorization", "Bearer secret"),)
-LOGGERS = {"request_log", "grpc_door", "gate"}
+LOGGERS = {"request_log", "error_interceptor", "auth_interceptor"}
 LONG = {"stopping": stopping(150, min_new_tokens=150)}
 
 
@@ -100,8 +100,13 @@ CLASSES: dict[str, tuple[Callable[[Setup], None], grpc.StatusCode, str, tuple[st
     "late": (be_late, Status.DEADLINE_EXCEEDED, "cancelled", ("request_log", "WARNING")),
     "refused row": (be_refused_by_a_shard, Status.INTERNAL, "generate", ("request_log", "ERROR")),
     "lost shards": (lose_the_shards, Status.UNAVAILABLE, "generate", ("request_log", "ERROR")),
-    "garbage": (send_garbage, Status.INVALID_ARGUMENT, "validation", ("grpc_door", "ERROR")),
-    "wrong token": (show_a_wrong_token, Status.UNAUTHENTICATED, "unauthenticated", ("gate", "WARNING")),
+    "garbage": (send_garbage, Status.INVALID_ARGUMENT, "validation", ("error_interceptor", "ERROR")),
+    "wrong token": (
+        show_a_wrong_token,
+        Status.UNAUTHENTICATED,
+        "unauthenticated",
+        ("auth_interceptor", "WARNING"),
+    ),
 }
 
 

@@ -1,4 +1,4 @@
-"""What memory of its GPU this process may use, and how much it has used: what `resources` tells of the
+"""What memory of its GPU this process may use, and how much it has used: what `host_limits` tells of the
 CPU's."""
 
 import torch

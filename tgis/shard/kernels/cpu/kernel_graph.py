@@ -72,7 +72,7 @@ class Call(NamedTuple):
 
 
 class Recorder:
-    """What `compiled.record` fills; gives a Tape."""
+    """What `compiler.record` fills; gives a Tape."""
 
     def __init__(self, pool: Pool) -> None:
         self._pool, self._calls = pool, list[Call]()

@@ -1,4 +1,4 @@
-"""Turns matrices into the panels of `packing`, as compiled kernels."""
+"""Turns matrices into the panels of `panels.py`, as compiled kernels."""
 
 from typing import Any
 

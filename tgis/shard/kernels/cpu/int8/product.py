@@ -22,7 +22,7 @@ _ALONE = 1 << 19  # multiplications that are not worth waking a second thread
 class Int8Product:
     """x W^T, float32 [num_tokens, in_features] -> [num_tokens, out_features]."""
 
-    panels: Tensor  # uint8, as `compiled_int8` has them
+    panels: Tensor  # uint8, as `kernels.py` has them
     in_features: int
     out_features: int
 

@@ -1,5 +1,5 @@
-"""`python -m tgis.shard.kernels.cpu.jit.precompile`: compiles every kernel beside the source, for an image to bring along.
-The code is for processors like this one; on others it is compiled at the first start."""
+"""`python -m tgis.shard.kernels.cpu.jit.precompile`: compiles every kernel beside the source, for an image to
+bring along. The code is for processors like this one; on others it is compiled at the first start."""
 
 import gc
 import importlib
