@@ -149,6 +149,21 @@ def test_files_of_the_deployment_exist() -> None:
     assert not missing
 
 
+def test_how_it_works_names_files_that_exist_and_every_package() -> None:
+    """A package of one that is named counts as named with it, but for those of the router and the shard."""
+    package, text = ROOT / "tgis", (ROOT / "docs" / "how-it-works.md").read_text()
+    steps, packages = text.split("## A request in eight steps")[1].split("## Packages")
+    named = re.findall(r"`((?:router|shard)/[\w/]+)`", steps)
+    assert len(named) > 20
+    assert [
+        name for name in named if not (package / name).is_dir() and not (package / f"{name}.py").is_file()
+    ] == []
+    rows = set(re.findall(r"^\| `([\w/]+)` \|", packages, re.MULTILINE))
+    there = {path.parent for path in package.rglob("__init__.py")} - {package, package / "pb"}
+    names = {path.relative_to(package).as_posix() for path in there} - {"router", "shard"}
+    assert rows == {name for name in names if name.count("/") == name.startswith(("router/", "shard/"))}
+
+
 @pytest.mark.parametrize(
     ("text", "why"),
     [
