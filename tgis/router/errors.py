@@ -2,7 +2,7 @@
 
 RouterError
 ├── RequestError        INVALID_ARGUMENT    the request is wrong; the text is the contract's
-│   └── QuotingError                        the same; its text may quote the request, so logs cut it
+│   └── QuotingError                        the same; logs show its text only up to the first colon
 ├── OverloadedError     RESOURCE_EXHAUSTED  no room now, try again
 ├── SlowReaderError     RESOURCE_EXHAUSTED  the client does not read its answer
 ├── UnavailableError    UNAVAILABLE         shutting down, or the shards stayed away too long
