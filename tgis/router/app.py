@@ -154,8 +154,8 @@ class _Router:
         return None if task.cancelled() else task.result()
 
     async def _run(self, server: grpc.aio.Server, link: Link) -> None:
-        """Run the engine's task beside the server until a signal comes or the engine fails, and then stop
-        both."""
+        """Run the engine's task beside the server until a signal comes, and then drain. If the engine fails,
+        so does the router."""
         assert self._engine is not None
         engine = asyncio.create_task(self._engine.run(), name="engine")
         draining = asyncio.create_task(self._draining.wait(), name="signals")

@@ -246,8 +246,8 @@ class Hold:
 
     @contextmanager
     def _refusing(self, kind: ContentKind, content_id: str, is_complete: bool = False) -> Iterator[None]:
-        """Turn errors of the shards into errors for the client. `is_complete` means that their text needs no
-        frame."""
+        """Turn errors of the shards into errors for the client. `is_complete` means that the shards' text is
+        the client's whole text."""
         try:
             yield
         except ContentCallError as error:

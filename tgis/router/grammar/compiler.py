@@ -142,7 +142,7 @@ class Worker:
     """A process that compiles one constraint at a time."""
 
     def __init__(self) -> None:
-        # asyncio's subprocesses fork, which gRPC's threads do not survive.
+        # asyncio's subprocesses fork, which is not safe with gRPC's threads.
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tgis.router.grammar.worker"],
             stdin=subprocess.PIPE,
@@ -171,7 +171,7 @@ class Worker:
     def end(self) -> int:
         """Wait for the worker and return its exit status: its own one, if it was already ending."""
         if self._process.stdin is not None:
-            with contextlib.suppress(BrokenPipeError):  # it has not read everything
+            with contextlib.suppress(BrokenPipeError):  # the worker has not read everything
                 self._process.stdin.close()
         if self._process.stdout is not None:
             self._process.stdout.close()

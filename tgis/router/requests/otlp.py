@@ -92,7 +92,7 @@ class OtlpTracing:
             if key in ("traceparent", "tracestate") and isinstance(value, str):
                 carrier.setdefault(key, []).append(value)
         if len(carrier.get("traceparent", ())) > 1:
-            carrier.clear()  # nothing says which one is right
+            carrier.clear()  # nothing says which of several parents is right
         span = self._tracer.start_span(
             f"{SERVICE}/{method}",
             context=self._propagator.extract(carrier, Context()),

@@ -1,4 +1,5 @@
-"""Traces calls. Without an endpoint, tracing costs nothing and imports no package."""
+"""Traces calls. Without an endpoint, tracing costs nothing, and none of the packages that it needs is
+imported."""
 
 from collections.abc import Iterable
 from types import TracebackType
