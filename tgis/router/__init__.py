@@ -1,1 +1,2 @@
-"""Asyncio process that owns requests, text, blocks and the schedule; no torch."""
+"""The router: an asyncio process that owns requests, text, cache blocks and the schedule. It uses no
+torch."""

@@ -1,4 +1,4 @@
-"""Puts the router together and runs it: ports, shards, service, signals; startup, main loop, shutdown."""
+"""Assembles and runs the router: ports, shards, service and signals; startup, main loop and shutdown."""
 
 import asyncio
 import contextlib
@@ -54,14 +54,15 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 SERVICE = "fmaas.GenerationService"
-# For clients that watch the health to go elsewhere: calls that arrive just as gRPC stops are cancelled.
+# Clients that watch the health get this long to go elsewhere: gRPC cancels calls that arrive just as it
+# stops.
 FAREWELL_S = 1.0
-LAST_WORDS_S = 5.0  # at most, for answers that are on their way when the last generation has ended
+LAST_WORDS_S = 5.0  # time limit for answers still in transit after the last generation has ended
 
 
 def run(config: RouterConfig) -> None:
-    """Serves until SIGTERM or SIGINT; returns after the drain, which a second signal cuts short. Soon after
-    GIVE_UP it returns too. Raises StartupError and PortError."""
+    """Serve until SIGTERM or SIGINT, and return after the drain. A second signal cuts the drain short. The
+    signal GIVE_UP also ends it, soon after it arrives. Raises StartupError and PortError."""
     uvloop.run(_Router(config).serve())
 
 
@@ -91,7 +92,7 @@ class _Router:
     async def serve(self) -> None:
         config = self._config
         tokenizer = Tokenizer(Path(config.tokenizer_path), config.tokenization_workers)
-        # A kind of tokenizer that cannot be served is refused now, not when the shards have loaded.
+        # An unsupported kind of tokenizer is refused now, before the shards have loaded.
         vocabulary = Vocabulary(tokenizer, config.output_special_tokens)
         link = open_link(config)
         shards = Shards(link)
@@ -101,7 +102,8 @@ class _Router:
         asyncio.get_running_loop().add_signal_handler(GIVE_UP, self._give_up)
         door = Door(self._readers, self._pacing, self._memory, self._metrics.request_failure)
         server = grpc.aio.server(interceptors=[*self._gates, door], options=grpc_options(config))
-        # Who connects while the model loads is refused, and can go elsewhere, instead of waiting for answers.
+        # The bound port refuses clients that connect while the model loads, so that they go elsewhere and do
+        # not wait.
         reserved = reserve(config.bind, config.grpc_port)
         host, grpc_port, *_ = reserved.getsockname()
         warn_if_open(config, host)
@@ -117,7 +119,7 @@ class _Router:
                 _open_grpc_port(server, config.bind, grpc_port, self._certificates)
                 await server.start()
                 gc.collect()
-                gc.freeze()  # what is there from now on is looked through with no later collection
+                gc.freeze()  # no later garbage collection scans the objects that exist now
                 logger.info(
                     "serving gRPC on %s:%d, HTTP on %s:%d", config.bind, grpc_port, config.bind, http_port
                 )
@@ -135,7 +137,7 @@ class _Router:
         self._draining.set()
 
     def _give_up(self) -> None:
-        """The shards do not come back: end all requests, then the process."""
+        """End all requests and then the process, because the shards will not come back."""
         self._has_given_up = True
         if self._engine is not None:
             logger.error("the shards are not started again: %d requests end", self._engine.num_live)
@@ -143,7 +145,7 @@ class _Router:
         self._draining.set()
 
     async def _unless_draining(self, waiting: Coroutine[Any, Any, T]) -> T | None:
-        """What `waiting` gives, or None when the router is told to stop before."""
+        """Return the result of `waiting`, or None if the router is told to stop first."""
         task, draining = asyncio.create_task(waiting), asyncio.create_task(self._draining.wait())
         await asyncio.wait((task, draining), return_when=asyncio.FIRST_COMPLETED)
         for one in (task, draining):
@@ -152,7 +154,8 @@ class _Router:
         return None if task.cancelled() else task.result()
 
     async def _run(self, server: grpc.aio.Server, link: Link) -> None:
-        """The engine's task runs beside the server; if it ever fails, so does the router."""
+        """Run the engine's task beside the server until a signal comes, and then drain. If the engine fails,
+        so does the router."""
         assert self._engine is not None
         engine = asyncio.create_task(self._engine.run(), name="engine")
         draining = asyncio.create_task(self._draining.wait(), name="signals")
@@ -189,8 +192,9 @@ class _Router:
             await certificates.watch()
 
     async def _stop(self, server: grpc.aio.Server, timeout_s: float) -> None:
-        """New calls are refused at once, generations may finish until a second signal. Who keeps a stream
-        open that is none, of reflection say, is not waited for."""
+        """Refuse new calls at once, and let generations finish until a second signal.
+
+        Streams of other services, such as reflection, are not waited for."""
         stopping = asyncio.create_task(server.stop(timeout_s))
         idle = asyncio.create_task(self._permits.all_free.wait())
         aborting = asyncio.create_task(self._aborting.wait())
@@ -282,8 +286,10 @@ def _is_encoder_decoder(info: shard_pb2.InfoResponse) -> bool:
 
 
 def _check_capacity(info: shard_pb2.InfoResponse, max_sequence_length: int) -> None:
-    """What does not fit into the whole cache would wait for ever. Raises StartupError."""
-    # The last token is never computed; an output beside its input may need a further block begun.
+    """Check that one sequence of full length fits into the whole cache; it would wait for ever otherwise.
+    Raises StartupError."""
+    # The last token is never computed. An encoder-decoder model keeps input and output in separate blocks,
+    # which can take one block more.
     needed = -(-(max_sequence_length - 1) // info.block_size) + _is_encoder_decoder(info)
     if info.num_blocks < needed:
         raise StartupError(
@@ -304,7 +310,7 @@ def _check_vocabulary(info: shard_pb2.InfoResponse, tokenizer: Tokenizer) -> Non
 
 
 def _open_grpc_port(server: grpc.aio.Server, bind: str, port: int, certificates: Certificates | None) -> None:
-    """Raises PortError where somebody else has begun to listen on the port meanwhile."""
+    """Open the gRPC port. Raises PortError if another process has begun to listen on it meanwhile."""
     address = f"[{bind}]:{port}" if ":" in bind else f"{bind}:{port}"
     try:
         if certificates is None:

@@ -1,9 +1,8 @@
-"""Everything that can go wrong with a request or the router, each with the code that a door turns into its
-status.
+"""Errors of requests and of the router, each with the code that the gRPC and HTTP servers map to a status.
 
 RouterError
 ├── RequestError        INVALID_ARGUMENT    the request is wrong; the text is the contract's
-│   └── QuotingError                        and may quote the request, which no log may
+│   └── QuotingError                        the same; logs show its text only up to the first colon
 ├── OverloadedError     RESOURCE_EXHAUSTED  no room now, try again
 ├── SlowReaderError     RESOURCE_EXHAUSTED  the client does not read its answer
 ├── UnavailableError    UNAVAILABLE         shutting down, or the shards stayed away too long
@@ -20,7 +19,7 @@ OVERLOADED = "Model is overloaded"
 
 
 class Code(Enum):
-    """What kind of answer an error is; each door has one table from here to its own statuses."""
+    """Kind of an error. Each protocol has one table from codes to its own statuses."""
 
     INVALID_ARGUMENT = auto()
     RESOURCE_EXHAUSTED = auto()
@@ -29,18 +28,18 @@ class Code(Enum):
 
 
 def internal_error(request_id: str) -> str:
-    """All that a client is told of what nobody foresaw."""
+    """Return the text that a client gets for an unforeseen error."""
     return f"Request failed during generation: internal error, request {request_id}"
 
 
 class RouterError(Exception):
-    """The text is shown to clients: no prompt, no cause, no path in it."""
+    """Base of the router's errors. Clients see the text, so it contains no prompt, no cause and no path."""
 
     code = Code.INTERNAL
 
     @property
     def log_text(self) -> str:
-        """What may be logged of the text."""
+        """The part of the text that may be logged."""
         return str(self)
 
 
@@ -49,7 +48,7 @@ class RequestError(RouterError):
 
 
 class QuotingError(RequestError):
-    """What follows the first colon may quote the request: its client alone is told."""
+    """Request error that may quote the request after its first colon. Only its client sees that part."""
 
     @property
     def log_text(self) -> str:
@@ -78,4 +77,4 @@ class GenerationError(RouterError):
 
 
 class StartupError(OperatorError):
-    """The router cannot start; the text is the one line an operator reads."""
+    """Failure to start the router. The text is the one line that an operator reads."""

@@ -1,5 +1,5 @@
-"""What an engine tells of a generation: plain values, so that doors may one day live in other processes. The
-last event of every accepted sequence, and only that, is final."""
+"""Events of a generation. They are plain values, so that API servers may one day run in other processes. The
+last event of every accepted sequence is final, and no other event is."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -10,10 +10,10 @@ from tgis.router.sequence import StopReason, TokenDetail
 
 @dataclass(frozen=True)
 class Timings:
-    """Of one generation, in seconds since it was accepted."""
+    """Durations of one generation, in seconds since it was accepted."""
 
     queue_s: float
-    """Until its first step; the whole time where there was none."""
+    """Time until its first step, or the whole time if there was none."""
     first_token_s: float | None
     total_s: float
 
@@ -24,14 +24,15 @@ class Timings:
 
 @dataclass(frozen=True)
 class InputTokens:
-    """Details of all input tokens; comes once, before the first Output, to those who asked."""
+    """Details of all input tokens. The event comes once, before the first Output, if the client asked for
+    it."""
 
     tokens: tuple[TokenDetail, ...]
 
 
 class Output(NamedTuple):
-    """A token and the text that may be shown now. Final when it has a reason; then it has timings, and the
-    token may be missing."""
+    """A token and the text that may be shown now. It is final if it has a reason; then it has timings, and
+    the token may be missing."""
 
     text: str
     token: TokenDetail | None
@@ -43,7 +44,7 @@ class Output(NamedTuple):
 
 @dataclass(frozen=True)
 class Failed:
-    """Final: the generation could not be completed."""
+    """Final event of a generation that could not be completed."""
 
     code: Code
     message: str

@@ -1,5 +1,5 @@
-"""One generation in progress and everything it was asked for. The scheduler, the link and the engine all
-speak it."""
+"""Sequence: the state of one generation, and everything that its request asked for. The scheduler, the shard
+client and the engine share these types."""
 
 from collections.abc import Hashable
 from dataclasses import dataclass, field
@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 
 class StopReason(Enum):
-    """Why a generation ended, named and numbered as on the wire."""
+    """Reason why a generation ended, with the names and numbers of the public protocol."""
 
     NOT_FINISHED = 0
     MAX_TOKENS = 1
@@ -22,7 +22,7 @@ class StopReason(Enum):
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is chosen; the defaults leave the distribution as it is."""
+    """Sampling parameters. The defaults leave the distribution unchanged."""
 
     greedy: bool = True
     seed: int = 0
@@ -37,22 +37,22 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Stopping:
-    """When a generation ends, beside its own end-of-sequence token."""
+    """Conditions that end a generation."""
 
     max_new_tokens: int
     min_new_tokens: int = 0
     reduced: bool = False
-    """Whether max_new_tokens is less than was asked for, because the model's length leaves no more room."""
+    """True if max_new_tokens is less than the request's, because the model's length leaves no more room."""
     stop_sequences: tuple[str, ...] = ()
     include_stop_sequence: bool = True
     eos_token_ids: frozenset[int] = frozenset()
     deadline: float | None = None
-    """On the monotonic clock, in seconds."""
+    """Time on the monotonic clock, in seconds."""
 
 
 @dataclass(frozen=True)
 class Details:
-    """What a client wants to know of each token."""
+    """Token details that a client asks for."""
 
     generated_tokens: bool = False
     input_tokens: bool = False
@@ -63,16 +63,17 @@ class Details:
 
 @dataclass(frozen=True)
 class Grammar:
-    """What the generated text must match, in the form that shards read, and that text's digest."""
+    """Grammar that the generated text must match, in the form that shards read, and the digest of that
+    form."""
 
     text: str
     digest: str
     field: str
-    """The field of the request that says so."""
+    """Field of the request that asked for it."""
 
 
 class ContentKind(Enum):
-    """What can be loaded beside the model, numbered as on the link to the shards."""
+    """Kind of an adapter, with the numbers of the protocol between router and shards."""
 
     PROMPT = 1
     ADAPTER = 2
@@ -80,22 +81,23 @@ class ContentKind(Enum):
 
 @dataclass(frozen=True, eq=False)
 class Content:
-    """A soft prompt or an adapter as the shards have found it; compared by identity, which is one loading."""
+    """A soft prompt or LoRA adapter as the shards have found it. It is compared by identity: one object
+    stands for one load."""
 
     kind: ContentKind
     digest: str
-    """Equal contents have one digest."""
+    """Digest of the content; equal for equal contents."""
     num_decoder_tokens: int = 0
-    """Virtual tokens before those of the decoder ..."""
+    """Virtual tokens before those of the decoder."""
     num_encoder_tokens: int = 0
-    """... and before those of the encoder."""
+    """Virtual tokens before those of the encoder."""
     num_bytes: int = 0
-    """That a shard needs at most to hold it loaded."""
+    """Upper bound of the bytes that it takes in a shard when loaded."""
 
 
 @dataclass(frozen=True)
 class Tuning:
-    """What a call's inputs are computed with, beside the model."""
+    """Adapters that all inputs of a call use."""
 
     prompt: Content | None = None
     adapter: Content | None = None
@@ -106,78 +108,80 @@ class Tuning:
 
     @property
     def prefix_root(self) -> Hashable:
-        """Equal where what is cached of equal tokens is equal."""
+        """Key of the adapters in the prefix cache. Sequences with equal roots and equal tokens have equal
+        cache contents."""
         return tuple((content.kind, content.digest) for content in self.contents)
 
     @property
     def num_decoder_tokens(self) -> int:
-        """Virtual tokens."""
+        """Number of the decoder's virtual tokens."""
         return self.prompt.num_decoder_tokens if self.prompt else 0
 
     @property
     def num_encoder_tokens(self) -> int:
-        """Virtual tokens."""
+        """Number of the encoder's virtual tokens."""
         return self.prompt.num_encoder_tokens if self.prompt else 0
 
 
 class TokenDetail(NamedTuple):
-    """A token and what was asked for about it; fields nobody asked for are 0 or empty."""
+    """A token and the details that were asked for. Fields that nobody asked for are 0 or empty."""
 
     token_id: int
     logprob: float = 0.0
     rank: int = 0
     top_tokens: tuple[tuple[int, float], ...] = ()
-    """(token id, log-probability), most probable first."""
+    """Pairs of token id and logprob, most probable first."""
 
 
 @dataclass(eq=False)
 class Sequence:
-    """Tokens, limits and place in the cache of one generation; compared by identity."""
+    """Tokens, limits and cache state of one generation. It is compared by identity."""
 
     token_ids: list[int]
-    """Prompt and generated tokens as far as the router knows them, behind padding for the virtual tokens. For
-    an encoder-decoder model the prompt is the one token that its decoder starts from."""
+    """Prompt and generated tokens that the router knows, after padding that stands for the virtual tokens.
+    For an encoder-decoder model the prompt is the one token that its decoder starts from."""
     stopping: Stopping
     sampling: Sampling = Sampling()
     details: Details = Details()
     grammar: Grammar | None = None
     request_id: str = ""
-    """Of the call it belongs to, in the log and in what a client is told of an internal error."""
+    """Id of its call in the log and in internal errors that a client sees."""
     tuning: Tuning = Tuning()
     prefix_root: Hashable = field(init=False)
-    """Sequences share what is cached only under equal roots."""
+    """Key of the prefix cache: sequences share cached blocks only if their roots are equal."""
     encoder_token_ids: tuple[int, ...] = ()
-    """The input behind its virtual tokens, for an encoder-decoder model."""
+    """Input after padding that stands for its virtual tokens; encoder-decoder models only."""
     prompt_len: int = field(init=False)
     max_tokens: int = field(init=False)
-    """Prompt and new tokens, at most."""
+    """Upper bound of prompt and new tokens together."""
 
-    # What follows belongs to the scheduler.
+    # The scheduler owns the fields from here on.
     row: int | None = None
-    """Place in the shards' tables while running."""
+    """Row in the shards' row tables while it is running."""
     num_scheduled: int = 0
-    """Tokens whose computation has been sent ..."""
+    """Tokens that the steps sent so far compute."""
     num_computed: int = 0
-    """... and answered."""
+    """Tokens that the answered steps have computed."""
     num_unanswered: int = 0
-    """Sampled tokens that are not back yet; they follow token_ids."""
+    """Sampled tokens that the shards have not returned yet; they follow token_ids."""
     is_speculating: bool = False
-    """An unanswered step has drafts of it, which may bring more tokens than one."""
+    """True while an unanswered step has drafts for it; such a step may bring more than one token."""
     block_table: list[int] = field(default_factory=list)
     cross_blocks: list[int] = field(default_factory=list)
-    """Hold what the encoder makes of its input."""
+    """Blocks of the encoder's output."""
     num_to_encode: int = 0
-    """Encoder tokens to be computed with the step that opens the row; 0 where the cross blocks had them."""
+    """Encoder tokens to compute with the step that opens the row; 0 if the cross blocks were cached."""
     is_long: bool = False
-    """The row was opened with more tokens than the model's rotary frequencies are for; it has others."""
+    """True if the row was opened with more tokens than the model's usual rotary frequencies cover; it then
+    uses the long ones."""
     num_published: int = 0
-    """Leading blocks that other sequences can find ..."""
+    """Leading blocks that other sequences can find in the prefix cache."""
     published_prefix: Hashable = ()
-    """... and the prefix they spell."""
+    """Name of the prefix that the published blocks hold."""
     num_inputs_reported: int = 0
     """Prompt tokens whose details have been delivered."""
     num_fatal_steps: int = 0
-    """In a row, in which it was alone."""
+    """Consecutive fatal steps in which it was the only sequence."""
 
     def __post_init__(self) -> None:
         self.prompt_len = len(self.token_ids)
@@ -186,7 +190,7 @@ class Sequence:
 
     @property
     def num_input_tokens(self) -> int:
-        """What a client calls the input, and metrics count: no virtual tokens."""
+        """Number of input tokens as clients and metrics count them, without virtual tokens."""
         if self.encoder_token_ids:
             return len(self.encoder_token_ids) - self.tuning.num_encoder_tokens
         return self.prompt_len - self.tuning.num_decoder_tokens
@@ -197,12 +201,12 @@ class Sequence:
 
     @property
     def num_tokens(self) -> int:
-        """Known and unanswered tokens."""
+        """Number of known and unanswered tokens."""
         return len(self.token_ids) + self.num_unanswered
 
     @property
     def num_pending(self) -> int:
-        """Tokens that no step computes yet."""
+        """Number of tokens that no step computes yet."""
         return self.num_tokens - self.num_scheduled
 
     @property
@@ -211,12 +215,12 @@ class Sequence:
 
     @property
     def reached_limit(self) -> bool:
-        """No further token may be sampled; counts the unanswered ones."""
+        """True if no further token may be sampled. Unanswered tokens count."""
         return self.num_tokens >= self.max_tokens
 
     @property
     def inputs_reported(self) -> bool:
-        """Nothing (more) is to be learnt from the shards about the input."""
+        """True if the shards owe no (more) details of input tokens."""
         if not self.details.input_tokens or self.encoder_token_ids:
             return True
         return self.num_inputs_reported >= self.prompt_len

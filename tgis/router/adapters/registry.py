@@ -1,5 +1,6 @@
-"""From the ids in a call to the soft prompt and the adapter that it is computed with: found anew each time,
-loaded on the shards, and kept there until the call ends. Says in the contract's words why not."""
+"""Registry of adapters. It finds the soft prompt and the LoRA adapter that a call's ids name, anew for each
+call, loads them on the shards, and keeps them loaded until the call ends. Its refusals have the contract's
+words."""
 
 import asyncio
 import logging
@@ -32,7 +33,7 @@ from tgis.router.shards.client import ContentCallError
 logger = logging.getLogger(__name__)
 
 MAX_ID_BYTES = 256
-MAX_FINDS = 16  # at once, so that a disk that hangs does not take all of the shard's threads
+MAX_FINDS = 16  # look-ups at once, so that a disk that hangs does not take all of the shard's threads
 TIMEOUT = "Timeout expired"
 NO_COPY = "no room is left for a copy"
 REFUSALS = {
@@ -47,19 +48,19 @@ TOO_LARGE = {
 
 
 class NoRoomError(RequestError):
-    """The adapters of the start leave none, ever."""
+    """Refusal of an adapter that can never fit beside the preloaded ones."""
 
 
 @dataclass(eq=False)
 class _Flight:
-    """A look-up that several calls may wait for."""
+    """Look-up that several calls may wait for."""
 
     task: asyncio.Task[Content]
     num_waiting: int = 0
 
 
 class Contents:
-    """Finds, and keeps the adapters of the start."""
+    """Registry that finds adapters and keeps the preloaded ones loaded."""
 
     def __init__(self, residents: Residents, metrics: Metrics) -> None:
         self.residents = residents
@@ -72,10 +73,11 @@ class Contents:
         self._finds: dict[tuple[ContentKind, str], _Flight] = {}
         self._slots = asyncio.Semaphore(MAX_FINDS)
         self._pinned: dict[str, Resident | None] = {}
-        """By the ids of the start; None where what it is now was never loaded."""
+        """Preloaded adapters by id. None if the id has new content that was never loaded."""
 
     async def start(self) -> pb.InfoResponse:
-        """Connects, and loads what the shards want loaded before the first request. Raises StartupError."""
+        """Connect to the shards, and load the adapters that they want loaded before the first request. Raises
+        StartupError."""
         while True:
             info = await self.residents.connect()
             try:
@@ -92,12 +94,12 @@ class Contents:
             return info
 
     def hold(self, prefix_id: str | None, adapter_id: str | None, request_id: str) -> "Hold":
-        """For one call; None is an absent field."""
+        """Return the lease of one call, which has taken nothing yet. An id of None is an absent field."""
         return Hold(self, prefix_id, adapter_id, request_id)
 
     async def find(self, kind: ContentKind, content_id: str) -> Content:
-        """One look-up at a time per id; those who come while it is on its way get its answer. Raises
-        ContentCallError and UnavailableError."""
+        """Find an adapter by its id. Only one look-up per id runs at a time, and calls that come during it
+        share its answer. Raises ContentCallError and UnavailableError."""
         key = kind, content_id
         flight = self._finds.get(key)
         if flight is None:
@@ -114,8 +116,8 @@ class Contents:
                 del self._finds[key]
 
     async def load(self, content: Content, kind: ContentKind, content_id: str, began: float) -> Resident:
-        """Loads what was found under an id of `kind`, if need be, and refers to it. Raises what
-        `Residents.take` does, and RequestError."""
+        """Load content that was found under an id of `kind`, unless it is loaded, and take a reference to it.
+        Raises RequestError, and everything that `Residents.take` raises."""
         is_pinned = kind is ContentKind.ADAPTER and content_id in self._pinned
         if is_pinned:
             self._unpin(content_id, content.digest)
@@ -125,7 +127,7 @@ class Contents:
             raise error(_text(kind, content_id, TOO_LARGE[content.kind].format(content_id)))
 
         async def copy_again() -> bool:
-            # Not with others who wait for a look-up: theirs may have begun before the copy was gone.
+            # Do not share a look-up with others, because it may have begun before the copy was removed.
             try:
                 return (await self._find(kind, content_id)).digest == content.digest
             except ContentCallError:
@@ -137,7 +139,7 @@ class Contents:
         return resident
 
     def _room(self, content: Content) -> int:
-        """Bytes that there are for it when nothing else is in use."""
+        """Return the bytes that are available for it beside the other preloaded adapters."""
         kept = {one for one in self._pinned.values() if one and one.content.kind is content.kind}
         others = sum(one.content.num_bytes for one in kept if one.content.digest != content.digest)
         return self.residents.capacity(content.kind) - others
@@ -155,7 +157,7 @@ class Contents:
             logger.warning("looking for %s %r took more than %s s", kind.name.lower(), content_id, limit_s)
             raise ContentCallError(grpc.StatusCode.DEADLINE_EXCEEDED, TIMEOUT) from None
         except ContentCallError as error:
-            # There is no room for a copy; those of what nobody uses are only there to spare a load.
+            # There is no room for a copy. Copies of idle adapters only save a load, so they can go.
             if error.code is not grpc.StatusCode.RESOURCE_EXHAUSTED or not await self.residents.drop_idle():
                 raise
             return await self.residents.ask(find)
@@ -167,14 +169,14 @@ class Contents:
                 self._pin(adapter_id, hold.residents[0])
 
     def _pin(self, adapter_id: str, resident: Resident) -> None:
-        """It stays, until there is another under its id."""
+        """Keep an adapter loaded until its id has another one."""
         if self._pinned.get(adapter_id) is not resident:
             self._unpin(adapter_id, resident.content.digest)
             self.residents.refer(resident)
             self._pinned[adapter_id] = resident
 
     def _unpin(self, adapter_id: str, digest: str) -> None:
-        """What has the id may leave, unless it is of that digest; it may have to, for there to be room."""
+        """Stop keeping the adapter of this id, unless it has this digest. The new one may need its room."""
         before = self._pinned.get(adapter_id)
         if before is not None and before.content.digest != digest:
             self._pinned[adapter_id] = None
@@ -182,7 +184,7 @@ class Contents:
 
 
 class Hold:
-    """What one call refers to; a context manager, which gives it up."""
+    """Lease of the adapters of one call. It is a context manager, which gives them up at its end."""
 
     def __init__(
         self, contents: Contents, prefix_id: str | None, adapter_id: str | None, request_id: str
@@ -202,7 +204,7 @@ class Hold:
             self._contents.residents.release(self.residents.pop())
 
     async def take(self) -> Tuning:
-        """Finds and loads what the ids name. Raises RouterError."""
+        """Find and load the adapters that the ids name. Raises RouterError."""
         adapter = prompt = None
         if self._adapter_id is not None:
             adapter = await self._take(ContentKind.ADAPTER, self._adapter_id)
@@ -220,7 +222,7 @@ class Hold:
             raise
 
     async def _find_and_load(self, kind: ContentKind, content_id: str) -> Content:
-        if len(content_id.encode()) > MAX_ID_BYTES:  # such a text would not fit into a status
+        if len(content_id.encode()) > MAX_ID_BYTES:  # such an id would not fit into a status
             shown = content_id.encode()[:MAX_ID_BYTES].decode(errors="ignore")
             raise RequestError(_text(kind, shown, UNKNOWN[kind].format(shown)))
         for is_second in (False, True):
@@ -236,14 +238,16 @@ class Hold:
                     self._contents.uses.created += 1
                     break
                 except ContentCallError as error:
-                    # Replaced or removed between look-up and load: a second look-up tells the truth.
+                    # The adapter was replaced or removed between look-up and load, so a second look-up
+                    # decides.
                     if is_second or error.code is not grpc.StatusCode.NOT_FOUND:
                         raise
         return self.residents[-1].content
 
     @contextmanager
     def _refusing(self, kind: ContentKind, content_id: str, is_complete: bool = False) -> Iterator[None]:
-        """Their errors become what a client is told; `is_complete` says that their text is all of it."""
+        """Turn errors of the shards into errors for the client. `is_complete` means that the shards' text is
+        the client's whole text."""
         try:
             yield
         except ContentCallError as error:
@@ -258,7 +262,7 @@ class Hold:
             case grpc.StatusCode.DEADLINE_EXCEEDED:
                 return RequestError(_text(kind, content_id, TIMEOUT))
             case grpc.StatusCode.RESOURCE_EXHAUSTED:
-                is_told = error.details == NO_COPY  # else it may be anything that the library says
+                is_told = error.details == NO_COPY  # else the library may have said anything
                 text = _text(kind, content_id, NO_COPY if is_told else "out of memory")
                 return GenerationError(text, Code.RESOURCE_EXHAUSTED)
         logger.error("request %s failed: the shards answer %s", self._request_id, error)

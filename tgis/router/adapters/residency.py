@@ -1,5 +1,6 @@
-"""Which soft prompts and adapters the shards hold loaded: as many bytes of each kind as they have room for,
-always what live calls refer to, of the rest what was used last. All ranks hold the same."""
+"""Decides which soft prompts and LoRA adapters the shards keep loaded: as many bytes of each kind as they
+have room for. These are always the ones that live calls refer to, and of the others the most recently used.
+All ranks keep the same ones."""
 
 import asyncio
 import logging
@@ -22,13 +23,14 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 LIMITS_S = {ContentKind.PROMPT: 5.0, ContentKind.ADAPTER: 60.0}
-"""How long a call waits for a look-up, for room and for a load, each."""
-MAX_TRIES = 50  # of what fails for a loss that nobody else notices
-MAX_RESTORES = 4  # loads at once when the shards are back
+"""Time limits of a look-up, of a wait for room and of a load, each."""
+MAX_TRIES = 50  # tries of a call that fails with losses that nothing else notices
+MAX_RESTORES = 4  # concurrent loads when the shards are back
 
 
 class Residents:
-    """Owns the link while it is connected, and what follows a loss of the shards."""
+    """Owner of the adapters in the shards. It connects to the shards and restores the adapters after a
+    loss."""
 
     def __init__(
         self, shards: Shards, metrics: Metrics, limits_s: Mapping[ContentKind, float] = LIMITS_S
@@ -40,7 +42,7 @@ class Residents:
             ContentKind.PROMPT: Shelf(metrics.prompts, limits_s[ContentKind.PROMPT]),
             ContentKind.ADAPTER: Shelf(metrics.adapters, limits_s[ContentKind.ADAPTER]),
         }
-        self._decided = asyncio.Event()  # whether the shards are there
+        self._decided = asyncio.Event()  # set when the shards are connected or given up
         self._given_up = False
         self._num_losses = 0
         for kind in ContentKind:
@@ -58,20 +60,20 @@ class Residents:
         return sum(resident.num_references for resident in self._table.values())
 
     def capacity(self, kind: ContentKind) -> int:
-        """Bytes."""
+        """Return the bytes that adapters of this kind may take."""
         return self._shelves[kind].capacity
 
     def limit_s(self, kind: ContentKind) -> float:
         return self._shelves[kind].limit_s
 
     def has(self, content: Content) -> bool:
-        """It is loaded, or will be again before the shards compute anything."""
+        """Return whether an adapter is loaded, or will be again before the shards compute anything."""
         resident = self._table.get(content.digest)
         return resident is not None and resident.content is content and resident.is_loaded
 
     async def connect(self) -> pb.InfoResponse:
-        """Waits until the shards are there, and hold what is referred to and nothing else. What cannot be
-        loaded again is told to the log, and by `has`."""
+        """Wait until the shards are connected and have loaded what is referred to and nothing else. An
+        adapter that cannot be loaded again is logged, and `has` returns False for it."""
         self._suspend()
         while True:
             info = await self.shards.connect()
@@ -87,13 +89,13 @@ class Residents:
             return info
 
     def give_up(self) -> None:
-        """Whoever waits for the shards is told that they are lost, until they are connected."""
+        """Tell all that wait for the shards that they are lost, until they are connected again."""
         self._given_up = True
         self._decided.set()
 
     async def ask(self, call: Callable[[], Awaitable[T]]) -> T:
-        """Makes a call to the shards, again after a loss of them. Raises UnavailableError, and what `call`
-        raises."""
+        """Call the shards, and call again after a loss of them. Raises UnavailableError, and everything that
+        `call` raises."""
         for _ in range(MAX_TRIES):
             await self._decided.wait()
             if self._given_up:
@@ -110,10 +112,11 @@ class Residents:
     async def take(
         self, content: Content, copy_again: Callable[[], Awaitable[bool]], began: float
     ) -> Resident:
-        """Refers to what is loaded under the content's digest, once it is. `copy_again` has the same content
-        copied once more, or cannot; `began` is when the look-up did.
+        """Take a reference to the adapter with this content's digest, and return it once it is loaded.
+        `copy_again` copies the same content once more, and returns False if it cannot. `began` is the time at
+        which the look-up began.
 
-        Raises OverloadedError when there is no room for too long, ContentCallError, UnavailableError."""
+        Raises OverloadedError if there is no room for too long, ContentCallError and UnavailableError."""
         resident, shelf = self._table.get(content.digest), self._shelves[content.kind]
         if resident is None:
             resident = self._table[content.digest] = Resident(content)
@@ -121,7 +124,7 @@ class Residents:
         (shelf.metrics.hits if resident.is_loaded else shelf.metrics.misses).add()
         self.refer(resident)
         try:
-            # Whoever else waits for it still wants it when this call is cancelled.
+            # Others that wait for it still want it when this call is cancelled.
             await asyncio.shield(resident.loading)
         except BaseException:
             self.release(resident)
@@ -144,12 +147,12 @@ class Residents:
             resident.loading.cancel()
 
     def forget(self, content: Content) -> None:
-        """It was found and will not be loaded, so that its copy is for nobody."""
+        """Discard the copy of an adapter that was found but will not be loaded."""
         if content.digest not in self._table and content.digest not in self._leaving:
             self._discard([Resident(content)])
 
     async def drop_idle(self) -> bool:
-        """Unloads all that nobody refers to; false where there is no such thing."""
+        """Unload all adapters that nothing refers to. Return False if there are none."""
         idle = [resident for resident in self._table.values() if resident.is_idle]
         if idle:
             await asyncio.shield(self._evict(idle))
@@ -166,7 +169,7 @@ class Residents:
             try:
                 await self.ask(lambda: self.shards.load(digest, shelf.limit_s))
             except ContentCallError as error:
-                # The copy went with an eviction after the look-up; this one cannot be evicted meanwhile.
+                # An eviction removed the copy after the look-up. It cannot remove the new copy meanwhile.
                 if error.code is not grpc.StatusCode.NOT_FOUND or not await copy_again():
                     raise
                 await self.ask(lambda: self.shards.load(digest, shelf.limit_s))
@@ -180,7 +183,7 @@ class Residents:
 
     async def _make_room(self, resident: Resident) -> None:
         shelf = self._shelves[resident.content.kind]
-        if shelf.fits(resident.content.num_bytes):  # whoever waits for more room than there is
+        if shelf.fits(resident.content.num_bytes):  # even if others wait for more room than there is
             shelf.add(resident)
             return
         try:
@@ -191,7 +194,7 @@ class Residents:
             raise OverloadedError(OVERLOADED) from None
 
     async def _clear(self, shelf: Shelf, content: Content) -> None:
-        """Has others make way for it, as soon as nobody needs them."""
+        """Evict others until the content fits, as soon as nobody needs them."""
         try:
             while (excess := shelf.num_bytes + content.num_bytes - shelf.capacity) > 0:
                 shelf.changed.clear()
@@ -203,7 +206,8 @@ class Residents:
             shelf.num_promised = 0
 
     def _choose_victims(self, kind: ContentKind, num_bytes: int) -> list[Resident]:
-        """None unless all of that room is to be had."""
+        """Return idle adapters that together free this room, least recently used first; none if they cannot
+        free all of it."""
         victims: list[Resident] = []
         for resident in self._table.values():
             if num_bytes <= 0:
@@ -219,7 +223,7 @@ class Residents:
         return self._leave(residents)
 
     def _leave(self, residents: Sequence[Resident]) -> asyncio.Task[None]:
-        """They are out of the table at once, and out of the shards soon."""
+        """Remove adapters from the table at once, and unload them soon."""
         for resident in residents:
             del self._table[resident.content.digest]
             resident.is_loaded = False
@@ -236,7 +240,7 @@ class Residents:
     async def _unload(self, residents: Sequence[Resident]) -> None:
         digests = [resident.content.digest for resident in residents]
         try:
-            # Steps on their way may still open rows of calls that are over, on all ranks or on none.
+            # Steps in flight may still open rows of calls that have ended, on all ranks or on none.
             await self.shards.settle()
             await self.shards.unload(digests)
         except ShardsLostError:
@@ -252,7 +256,7 @@ class Residents:
                     shelf.remove(resident)
 
     def _suspend(self) -> None:
-        """The shards are gone. What nobody refers to will not be loaded again."""
+        """Note the loss of the shards. Adapters that nothing refers to will not be loaded again."""
         self._num_losses += 1
         if not self._given_up:
             self._decided.clear()
@@ -263,14 +267,15 @@ class Residents:
                 self._shelves[resident.content.kind].remove(resident)
 
     async def _restore(self) -> None:
-        """What is on its way in loads itself, but its copy must stay too."""
+        """Unload leftovers, and load all loaded adapters again. Those that were just being loaded load
+        themselves, but their copies must stay too."""
         try:
             await self.shards.unload(list(self._table), others=True)
         except ContentCallError:
             logger.exception("the shards do not unload what is left over")
         slots = asyncio.Semaphore(MAX_RESTORES)
         loaded = [resident for resident in self._table.values() if resident.is_loaded]
-        for resident in loaded:  # nor may it leave while it is loaded
+        for resident in loaded:  # they may not be evicted while they are loaded
             self.refer(resident)
         try:
             async with asyncio.TaskGroup() as group:

@@ -1,4 +1,4 @@
-"""The room that shards have for loaded contents of one kind, and the contents in it, or on their way."""
+"""Room that the shards have for adapters of one kind, and the adapters that take it."""
 
 import asyncio
 from dataclasses import dataclass, field
@@ -9,12 +9,12 @@ from tgis.router.sequence import Content
 
 @dataclass(eq=False)
 class Resident:
-    """A content in the shards, or on its way there."""
+    """Adapter that the shards have loaded or are loading."""
 
     content: Content
     num_references: int = 0
     has_room: bool = False
-    """Its bytes are counted."""
+    """True if its bytes are counted."""
     is_loaded: bool = False
     loading: "asyncio.Task[None]" = field(init=False)
 
@@ -25,22 +25,22 @@ class Resident:
 
 @dataclass(eq=False)
 class Shelf:
-    """All numbers are bytes."""
+    """Room for adapters of one kind. All sizes are bytes."""
 
     metrics: ContentMetrics
     limit_s: float
     capacity: int = 0
     num_bytes: int = 0
-    """Of all that has room; that of what is leaving ends when it is gone."""
+    """Bytes of all adapters that have room. An adapter that is being unloaded counts until it is gone."""
     num_leaving: int = 0
     num_promised: int = 0
-    """To the one that others make way for."""
+    """Bytes promised to the adapter that others are being evicted for."""
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
-    """Held by the one that others make way for: first come, first served."""
+    """Lock of the adapter that others are being evicted for: first come, first served."""
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     def fits(self, num_bytes: int) -> bool:
-        """Nobody need make way, and nothing of it is promised."""
+        """Return whether that many bytes fit without an eviction and without using promised room."""
         later = self.num_bytes - self.num_leaving + self.num_promised
         return max(self.num_bytes, later) + num_bytes <= self.capacity
 

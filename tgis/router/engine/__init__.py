@@ -1,1 +1,1 @@
-"""The loop that schedules steps, sends them to the shards and passes on their answers."""
+"""Engine: schedules steps, sends them to the shards and applies their answers."""

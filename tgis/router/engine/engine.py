@@ -1,5 +1,5 @@
-"""The loop between requests and shards: schedules, sends, applies answers, turns tokens to text and delivers
-events. Every accepted sequence ends in exactly one final event."""
+"""Runs the loop between requests and shards: it schedules and sends steps, applies answers, turns tokens into
+text and delivers events. Every accepted sequence ends in exactly one final event."""
 
 import asyncio
 import logging
@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 
 class Engine:
-    """Owns the live generations, the scheduler and the stream of steps; `run` is its one task."""
+    """Owner of the live requests, the scheduler and the stream of steps. `run` is its only task."""
 
     def __init__(
         self,
@@ -46,7 +46,8 @@ class Engine:
         recovery_timeout: float,
         on_ready: Callable[[bool], None],
     ) -> None:
-        """`residents` are connected; `on_ready` is told when the shards are lost and when they are back."""
+        """Take `residents` that are connected. `on_ready` is called when the shards are lost and when they
+        are back."""
         drafter = Drafter(max_drafts, budget.predict) if max_drafts else None
         self.scheduler = Scheduler(pool, max_batch_size, rope_switch_len, drafter)
         self._residents, self._shards = residents, residents.shards
@@ -65,7 +66,7 @@ class Engine:
         return len(self._live)
 
     async def generate(self, sequence: Sequence) -> AsyncGenerator[Event, None]:
-        """The events of one sequence. Closing the iterator early cancels the generation."""
+        """Yield the events of one sequence. Closing the iterator early cancels the generation."""
         generation = self._accept(sequence)
         try:
             while True:
@@ -78,7 +79,7 @@ class Engine:
                 self._release(generation)
 
     async def run(self) -> None:
-        """Serves until it is cancelled; survives the loss of the shards."""
+        """Serve until cancelled. The engine survives the loss of the shards."""
         while True:
             self._connected = True
             self._on_ready(True)
@@ -97,7 +98,7 @@ class Engine:
             await self._reconnect()
 
     def give_up(self) -> None:
-        """End all requests and refuse new ones: the model's workers are lost."""
+        """End all requests and refuse new ones, because the model's workers are lost."""
         self._given_up = True
         for generation in list(self._live.values()):
             self._fail(generation, _workers_lost())
@@ -122,13 +123,14 @@ class Engine:
         return generation
 
     def _fill_soon(self) -> None:
-        """Once per turn of the event loop, so that requests that arrive together start together."""
+        """Schedule one `_fill` per turn of the event loop, so that requests that arrive together start
+        together."""
         if not self._fill_is_due:
             self._fill_is_due = True
             asyncio.get_running_loop().call_soon(self._fill)
 
     def _fill(self) -> None:
-        """Sends steps until enough are in flight."""
+        """Send steps until enough are in flight."""
         self._fill_is_due = False
         scheduler = self.scheduler
         while self._connected and scheduler.num_in_flight < self._steps_in_flight:
@@ -144,14 +146,15 @@ class Engine:
                 self._start(self._live[sequence])
 
     def _start(self, generation: Generation) -> None:
-        if generation.started_at is None:  # else it goes on after a preemption or a loss of the shards
+        if generation.started_at is None:  # else it resumes after a preemption or a loss of the shards
             generation.started_at = time.monotonic()
             queue_s = generation.started_at - generation.accepted_at
             self._metrics.request_queue_duration.observe(queue_s)
 
     def _apply(self, answer: Answer) -> None:
         self._meter.answer(answer.step, answer.forward_s)
-        for failure in answer.failed:  # first, for what was not computed must not be found by others
+        # first, because blocks that were not computed must not be found by other sequences
+        for failure in answer.failed:
             if failure.sequence in self._live:
                 self._fail(self._live[failure.sequence], _failed_row(failure))
         self.scheduler.apply_answer(answer.step)
@@ -206,7 +209,7 @@ class Engine:
             self._fail(generation, _internal_error(sequence, "the shards ended what should go on"))
 
     def _release(self, generation: Generation) -> None:
-        """The generation's final event is out, or nobody waits for it."""
+        """Remove a generation whose final event is delivered, or whose client is gone."""
         del self._live[generation.sequence]
         self._requests.released += 1
         if generation.expiry is not None:
@@ -219,10 +222,10 @@ class Engine:
         self._release(generation)
 
     def _expire(self, generation: Generation) -> None:
-        """End a generation whose deadline has passed: now where it waits, with its next token where it is
-        being computed.
+        """End a generation whose deadline has passed. A waiting one ends now; a running one ends with its
+        next token.
 
-        A step is filled first, so that a generation that need not wait begins, however late its deadline is
+        A step is sent first, so that a generation that need not wait begins, however late its deadline is
         noticed: an idle service gives at least one token, as TGIS does."""
         sequence = generation.sequence
         if sequence in self._live and sequence.row is None:
@@ -236,8 +239,8 @@ class Engine:
             self._release(generation)
 
     def _suspend(self) -> None:
-        """The shards and their caches are gone; everything waits to be computed again, but for what they die
-        of."""
+        """Put all sequences back to waiting, because the shards and their caches are lost. A sequence that
+        kills the shards fails instead."""
         pool = self.scheduler.pool
         culprit = self.scheduler.reset(pool.renew(pool.num_blocks, pool.block_size))
         if culprit is not None:
@@ -269,7 +272,7 @@ class Engine:
 
 
 def _internal_error(sequence: Sequence, cause: str) -> Failed:
-    """The client gets the id by which the log tells the cause."""
+    """Log the cause under the request's id, and return an event that tells the client only that id."""
     logger.error("request %s failed: %s", sequence.request_id, cause)
     return Failed(Code.INTERNAL, internal_error(sequence.request_id))
 

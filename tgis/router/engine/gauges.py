@@ -1,11 +1,12 @@
-"""What a scrape sees of the scheduler as it is then; the steps have nothing to do for it."""
+"""Connects gauges to the scheduler's state. A scrape reads it, so that steps need no work for these
+metrics."""
 
 from tgis.router.metrics.metrics import Metrics
 from tgis.router.scheduling.scheduler import Scheduler
 
 
 def show(scheduler: Scheduler, metrics: Metrics) -> None:
-    """At every scrape from now on."""
+    """Connect the metrics to the scheduler, which every scrape from now on reads."""
     metrics.queue_size.follow(lambda: len(scheduler.waiting))
     metrics.batch_current_size.follow(lambda: len(scheduler.running))
     metrics.requests_running.follow(lambda: len(scheduler.running))

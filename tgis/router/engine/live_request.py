@@ -1,4 +1,5 @@
-"""An accepted sequence on its way to a client: what it has to say and when what happened to it."""
+"""Live request: the events of an accepted sequence on their way to its client, and the times of its
+progress."""
 
 import asyncio
 import math
@@ -13,17 +14,17 @@ from tgis.router.text.stop_sequences import TextStream
 
 @dataclass(eq=False)
 class Generation:
-    """`events` are for its client."""
+    """An accepted sequence and the queue of events for its client."""
 
     sequence: Sequence
     text: TextStream
     events: deque[Event] = field(default_factory=deque)
     arrival: asyncio.Future[None] | None = None
-    """What the client waits for."""
+    """Future that the client's task awaits."""
     inputs: list[TokenDetail] = field(default_factory=list)
     accepted_at: float = field(default_factory=time.monotonic)
     started_at: float | None = None
-    """When it first had a part in a step."""
+    """Time of its first step."""
     first_token_at: float | None = None
     last_token_at: float = 0.0
     expiry: asyncio.TimerHandle | None = None
@@ -34,14 +35,15 @@ class Generation:
             self.arrival.set_result(None)
 
     async def next_event(self) -> Event:
-        """In order, once it is there; for one client."""
+        """Return the next event in order, and wait for it if need be. Only one task may call this."""
         if not self.events:
             self.arrival = asyncio.get_running_loop().create_future()
             await self.arrival
         return self.events.popleft()
 
     def deliver_encoder_inputs(self) -> None:
-        """To those who asked for input tokens. Nothing predicts them, so nobody need be asked for details."""
+        """Deliver the encoder's input tokens if the client asked for input tokens. No model output predicts
+        them, so the shards have no details of them."""
         sequence, details = self.sequence, self.sequence.details
         if details.input_tokens and sequence.encoder_token_ids:
             logprob = math.nan if details.logprobs else 0.0

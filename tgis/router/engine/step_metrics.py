@@ -1,5 +1,5 @@
-"""Counts and times the steps, in TGIS's terms: prompt sequences are a prefill, decode rows a next_token, and
-a step that has both is one of each."""
+"""Counts and times the steps in TGIS's terms. Prompt sequences count as a prefill, decode rows as a
+next_token, and a step that has both counts as one of each."""
 
 import time
 from collections import deque
@@ -11,7 +11,7 @@ PREFILL, NEXT_TOKEN = "prefill", "next_token"
 
 
 class StepMeter:
-    """Told when steps are sent, answered, applied and lost, in their order."""
+    """Meter of the steps. It must be told when steps are sent, answered, applied and lost, in order."""
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
@@ -30,7 +30,8 @@ class StepMeter:
             metrics.batch_concatenation_count.add()
 
     def answer(self, step: Step, forward_s: float) -> None:
-        """The oldest step is answered. Sent ahead, its time begins when the shards were free for it."""
+        """Record the answer to the oldest step. The time of a step sent ahead begins when the shards became
+        free for it."""
         metrics, now = self._metrics, time.monotonic()
         _, sent_at = self._sent.popleft()
         for method, _ in _parts(step):
@@ -41,12 +42,12 @@ class StepMeter:
         self._last_answer_at = now
 
     def apply(self, step: Step) -> None:
-        """The answer that came last has been applied."""
+        """Record that the last answer has been applied."""
         seconds = time.monotonic() - self._last_answer_at
         self._metrics.tokproc_duration.observe(seconds, _method(step), MAKEUP)
 
     def lose_all(self) -> None:
-        """The shards are gone, and the unanswered steps with them."""
+        """Count the unanswered steps as failed, because the shards are lost."""
         for step, _ in self._sent:
             for method, _ in _parts(step):
                 self._metrics.batch_failure.add(method, "connection")

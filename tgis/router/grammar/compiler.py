@@ -1,5 +1,5 @@
-"""From a request's constraint to the grammar that shards follow. Compiling is tried first, in processes that
-can be killed, so that no text can hold up the router or reach a shard that it would harm."""
+"""Turns a request's constraint into the grammar that shards follow. It is compiled first in processes that
+can be killed, so that no text can block the router or reach a shard that it would harm."""
 
 import asyncio
 import contextlib
@@ -20,7 +20,7 @@ from tgis.router.sequence import Grammar
 
 MAX_CHOICES = 4096
 NUM_WORKERS = 2
-# The worker's own limit is on its computing time; this one is for when it gets no turn to compute.
+# The worker limits its own computing time; this limit is for a worker that gets no CPU time.
 TIMEOUT_S = 5.0
 CACHE_SIZE = 256
 ANY_OBJECT = '{"type": "object"}'
@@ -28,7 +28,7 @@ ANY_OBJECT = '{"type": "object"}'
 
 @dataclass(frozen=True)
 class Constraint:
-    """What a text must match, as the client says it, and the field that says so."""
+    """Constraint on a text as the client states it, and the field that states it."""
 
     field: str
     kind: str
@@ -36,7 +36,8 @@ class Constraint:
 
 
 def read_constraint(decoding: pb.DecodingParameters, max_bytes: int) -> Constraint | None:
-    """What can be said without compiling. None for free text. Raises RequestError."""
+    """Check everything that needs no compilation, and return the constraint, or None for free text. Raises
+    RequestError."""
     match decoding.WhichOneof("guided"):
         case None:
             return None
@@ -66,8 +67,8 @@ def _require_size(field: str, num_bytes: int, max_bytes: int) -> None:
 
 
 class Grammars:
-    """Compiles constraints off the event loop, each once however many ask for it, and remembers the newest
-    answers. Owns its threads and processes, which start when they are needed."""
+    """Compiler of constraints off the event loop. It compiles each once, however many calls ask for it, and
+    caches the newest answers. It owns its threads and processes, which start when they are needed."""
 
     def __init__(self) -> None:
         self._answers: OrderedDict[bytes, Grammar | str] = OrderedDict()
@@ -78,7 +79,7 @@ class Grammars:
         self._is_closed = False
 
     async def compile(self, constraint: Constraint) -> Grammar:
-        """Raises RequestError, in one line, for a constraint that cannot be served."""
+        """Return the grammar of a constraint. Raises RequestError, in one line, if it cannot be served."""
         key = hashlib.sha256(f"{constraint.field} {constraint.text}".encode()).digest()
         answer = self._answers.get(key)
         if answer is None:
@@ -92,7 +93,7 @@ class Grammars:
         return answer
 
     def close(self) -> None:
-        """Nothing may be compiled afterwards."""
+        """Stop all workers. Nothing may be compiled afterwards."""
         self._is_closed = True
         self._threads.shutdown(wait=False, cancel_futures=True)
         for worker in list(self._workers):
@@ -100,21 +101,22 @@ class Grammars:
             worker.end()
 
     async def _compile(self, key: bytes, constraint: Constraint) -> Grammar | str:
-        """A grammar, or what is wrong with the constraint."""
+        """Return a grammar, or a text that says what is wrong with the constraint."""
         try:
             loop = asyncio.get_running_loop()
             line, code = await loop.run_in_executor(self._threads, self._ask, constraint)
         finally:
             del self._pending[key]
         answer = _read_answer(line, constraint.field) if line else "is too complex"
-        if code != -signal.SIGKILL:  # else a busy machine, not the constraint, may be to blame
+        if code != -signal.SIGKILL:  # else a busy machine may be to blame, and not the constraint
             self._answers[key] = answer
             if len(self._answers) > CACHE_SIZE:
                 self._answers.popitem(last=False)
         return answer
 
     def _ask(self, constraint: Constraint) -> tuple[bytes, int]:
-        """A worker's line, or nothing and how it ended. One that was killed has a successor."""
+        """Return a worker's line and 0, or an empty line and the worker's exit status. If the worker was
+        killed, a second one is tried."""
         for _ in range(2):
             worker = self._take_worker()
             line = worker.ask(constraint)
@@ -140,17 +142,17 @@ class Worker:
     """A process that compiles one constraint at a time."""
 
     def __init__(self) -> None:
-        # Not asyncio's: that forks, and gRPC's threads do not bear it.
+        # asyncio's subprocesses fork, which is not safe with gRPC's threads.
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tgis.router.grammar.worker"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,  # a crashing library's last words may quote the user
-            start_new_session=True,  # a terminal's Ctrl-C is the router's alone
+            stderr=subprocess.DEVNULL,  # a crashing library's last output may quote the user
+            start_new_session=True,  # a terminal's Ctrl-C is meant for the router alone
         )
 
     def ask(self, constraint: Constraint) -> bytes:
-        """A line, or nothing when it is killed or dies of the constraint."""
+        """Return the worker's line; empty if the worker is killed or dies of the constraint."""
         stdin, stdout = self._process.stdin, self._process.stdout
         assert stdin is not None
         assert stdout is not None
@@ -167,9 +169,9 @@ class Worker:
         return line if line.endswith(b"\n") else b""
 
     def end(self) -> int:
-        """How it ended: its own way, if it was ending."""
+        """Wait for the worker and return its exit status: its own one, if it was already ending."""
         if self._process.stdin is not None:
-            with contextlib.suppress(BrokenPipeError):  # it has not read everything
+            with contextlib.suppress(BrokenPipeError):  # the worker has not read everything
                 self._process.stdin.close()
         if self._process.stdout is not None:
             self._process.stdout.close()

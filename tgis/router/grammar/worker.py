@@ -1,5 +1,6 @@
-"""Compiles grammars in a process of its own, one line of JSON in, one out. What a hostile grammar can do ends
-here: time, memory and stack are bounded, and being killed or crashing is an answer too."""
+"""Compiles grammars in a process of its own, with one line of JSON in and one out. The process contains what
+a hostile grammar can do: time, memory and stack are limited, and being killed or crashing is an answer
+too."""
 
 import json
 import os
@@ -21,11 +22,12 @@ MEMORY_BYTES = 1 << 30
 # A shard compiles with a stack sixteen times as deep, so what fits here fits there.
 STACK_BYTES = 4 << 20
 MAX_CAUSE = 200
-# As people indent; a model without an idea what comes next would write it for ever.
+# White space as people indent. Without a limit, a model that does not know what comes next would write it for
+# ever.
 WHITESPACE = r"\r?\n[ \t]{0,40}|[ \t]{1,8}"
-# A text that is forced by the grammar is not forced to be cut into tokens in one way.
+# Text that the grammar forces may still be split into tokens in any way.
 HEADER = '%llguidance {"no_forcing": true}\n'
-# Tighter than a shard's.
+# These limits are tighter than a shard's.
 LIMITS = LLParserLimits(
     initial_lexer_fuel=300_000,
     step_lexer_fuel=100_000,
@@ -37,11 +39,11 @@ LIMITS = LLParserLimits(
 
 
 class GrammarError(Exception):
-    """The text is one line that says what is wrong."""
+    """Fault of a grammar. The text is one line that says what is wrong."""
 
 
 class Bytes:
-    """A vocabulary of all bytes and an end, the least there is: it spells every text."""
+    """Smallest vocabulary that spells every text: all bytes and an end token."""
 
     eos_token_id = 256
     bos_token_id = None
@@ -53,7 +55,7 @@ class Bytes:
 
 
 def main() -> None:
-    """Answers until its input ends."""
+    """Answer requests until the input ends."""
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     os.nice(10)
@@ -64,8 +66,8 @@ def main() -> None:
 
 
 def compile_grammar(kind: str, text: str, tokenizer: LLTokenizer) -> str:
-    """`text` in the one form that shards read. Raises GrammarError where it cannot be compiled, where nothing
-    matches it, and where following it is too much."""
+    """Return `text` in the one form that shards read. Raises GrammarError if it cannot be compiled, if no
+    text matches it, and if following it costs too much."""
     try:
         grammar = _CONVERT[kind](text)
     except RecursionError as error:
@@ -78,7 +80,8 @@ def compile_grammar(kind: str, text: str, tokenizer: LLTokenizer) -> str:
 
 
 def _follow(matcher: LLMatcher) -> None:
-    """The beginning of a text that matches, at random, but always the same."""
+    """Follow the grammar along the beginning of a matching text, which is random but always the same. Raises
+    GrammarError."""
     r = random.Random(0)
     for count in range(TRIAL_BYTES):
         is_accepting = matcher.is_accepting()
@@ -98,7 +101,7 @@ def _follow(matcher: LLMatcher) -> None:
 def _answer_all(requests: BinaryIO, answers: BinaryIO) -> None:
     tokenizer = LLTokenizer(TokenizerWrapper(Bytes()))
     for line in requests:
-        # Its signal's default is to end the process, whatever code is running.
+        # The default action of its signal ends the process, whatever code is running.
         signal.setitimer(signal.ITIMER_PROF, CPU_LIMIT_S)
         kind, text = json.loads(line)
         try:
@@ -111,7 +114,8 @@ def _answer_all(requests: BinaryIO, answers: BinaryIO) -> None:
 
 
 def _from_json_schema(text: str) -> str:
-    """With white space between its tokens as `WHITESPACE` says, unless the schema says it itself."""
+    """Return the grammar of a JSON schema. White space between its tokens follows `WHITESPACE`, unless the
+    schema defines it."""
     try:
         schema = json.loads(text)
         if schema is True:
@@ -138,12 +142,13 @@ def _from_choices(text: str) -> str:
 
 
 def _from_grammar(text: str) -> str:
-    """Lark or GBNF. Our line comes last, so that the lines of errors are the text's own."""
+    """Return the grammar of a Lark or GBNF text. The header comes last, so that line numbers in errors are
+    the text's own."""
     try:
         return f"{any_to_lark(text)}\n{HEADER}"
     except RecursionError:
         raise
-    except Exception as error:  # the converter's own class and bare Exception alike
+    except Exception as error:  # the converter raises its own class and bare Exception alike
         raise GrammarError(_cause(str(error))) from error
 
 
@@ -159,8 +164,8 @@ _PLACE = re.compile(
 
 
 def _cause(message: str) -> str:
-    """Of the library's many lines, the one that says most; without the place in a text that the user has not
-    written, and without what follows of other names."""
+    """Return the most telling line of the library's message, without the place in a text that the user has
+    not written, and without the list of special tokens that follows it."""
     lines = [line.strip() for line in message.splitlines() if line.strip()] or ["unknown cause"]
     line = next((line for line in lines if line.startswith("error: ")), lines[0])
     line = _PLACE.sub("", line)

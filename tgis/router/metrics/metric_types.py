@@ -1,5 +1,5 @@
-"""The kinds of series a scrape shows. Updated from the router's event loop alone, many times per step, so
-they take no locks and search their buckets by bisection; prometheus_client writes them out."""
+"""Kinds of metric series. Only the router's event loop updates them, many times per step, so they take no
+locks and search their buckets by bisection. prometheus_client renders them."""
 
 import time
 from bisect import bisect_left
@@ -20,14 +20,14 @@ from prometheus_client.metrics_core import (
 from prometheus_client.utils import floatToGoString
 
 QUANTILES = (0.0, 0.5, 0.9, 0.95, 0.99, 0.999, 1.0)
-WINDOW_S = 60.0  # of the quantiles
-MAX_OBSERVATIONS = 4096  # in the window; older ones make way
+WINDOW_S = 60.0  # time that the quantiles cover
+MAX_OBSERVATIONS = 4096  # limit within the window; the oldest are dropped
 
 Labels = tuple[str, ...]
 
 
 class Series(Protocol):
-    """One family of a scrape; its name, kind, labels and help are what the documentation tells of it."""
+    """Family of series in a scrape. The documentation shows its name, kind, labels and help."""
 
     name: str
     help: str
@@ -38,7 +38,8 @@ class Series(Protocol):
 
 
 class Counter:
-    """Shown as `name`, which TGIS's dashboards ask for, and as `name_total`, which Prometheus expects."""
+    """Counter, shown as `name`, which TGIS's dashboards query, and as `name_total`, which Prometheus
+    expects."""
 
     kind = "counter"
 
@@ -48,12 +49,13 @@ class Counter:
         self._reads: dict[Labels, Callable[[], float]] = {}
 
     def add(self, *labels: str, amount: float = 1) -> None:
-        """Label values in the order of declaration."""
+        """Add to the series with these label values, in the order of declaration."""
         assert len(labels) == len(self.label_names), f"{self.name} has labels {self.label_names}"
         self._values[labels] = self._values.get(labels, 0.0) + amount
 
     def follow(self, read: Callable[[], float], *labels: str) -> None:
-        """What is counted elsewhere, read at every scrape; label values in the order of declaration."""
+        """Read a count that is kept elsewhere at every scrape. Label values are in the order of
+        declaration."""
         assert len(labels) == len(self.label_names), f"{self.name} has labels {self.label_names}"
         self._reads[labels] = read
 
@@ -68,7 +70,7 @@ class Counter:
 
 
 class Gauge:
-    """A state that is read at every scrape; 0 until somebody says where."""
+    """State that is read at every scrape; 0 until `follow` is called."""
 
     kind = "gauge"
 
@@ -91,7 +93,7 @@ class _Counts:
 
 
 class Histogram:
-    """`bounds` are the buckets' upper ends, rising; one without end is added."""
+    """Histogram. `bounds` are the buckets' upper ends, increasing; a bucket without an upper end is added."""
 
     kind = "histogram"
 
@@ -103,7 +105,7 @@ class Histogram:
             self._start(())
 
     def observe(self, value: float, *labels: str) -> None:
-        """Label values in the order of declaration."""
+        """Count a value in the series with these label values, in the order of declaration."""
         counts = self._counts.get(labels) or self._start(labels)
         counts.by_bucket[bisect_left(self.bounds, value)] += 1
         counts.total += value
@@ -122,7 +124,7 @@ class Histogram:
 
 
 class Summary:
-    """Quantiles of the last minute, beside the sum and the count of everything."""
+    """Quantiles of the last minute, and the sum and the count of everything."""
 
     kind = "summary"
 

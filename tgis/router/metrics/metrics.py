@@ -1,4 +1,4 @@
-"""Every series of the service, declared once: `docs/metrics.md` and the scrape both follow from this list."""
+"""Declares every series of the service once. `docs/metrics.md` and the scrape both follow from this list."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,14 +12,14 @@ from tgis.router.metrics.resource_counts import Tally
 DURATION_BOUNDS = tuple(0.0001 * 1.5**k for k in range(1, 36))  # seconds
 TOKENIZE_BOUNDS = tuple(64 * 2**k for k in range(14))
 NUM_LENGTH_BUCKETS = 64
-MAKEUP = "single_only"  # the one value that TGIS's label `makeup` ever has
+MAKEUP = "single_only"  # the only value that TGIS's label `makeup` ever has
 
 S = TypeVar("S", bound=Series)
 
 
 @dataclass(frozen=True)
 class MetricLimits:
-    """What the buckets of lengths and sizes reach up to."""
+    """Upper ends of the buckets of lengths and sizes."""
 
     max_sequence_length: int
     max_new_tokens: int
@@ -28,7 +28,7 @@ class MetricLimits:
 
 @dataclass(frozen=True)
 class ContentMetrics:
-    """The series of what is loaded beside the model, of one kind."""
+    """Series of the adapters of one kind."""
 
     load_duration: Histogram
     load_failure: Counter
@@ -40,7 +40,8 @@ class ContentMetrics:
 
 
 class Metrics:
-    """One registry per router, so that two routers in one process do not meet. Updated from one thread."""
+    """All series of one router, in a registry of its own, so that two routers in one process do not conflict.
+    Only one thread updates them."""
 
     def __init__(self, limits: MetricLimits) -> None:
         self.registry = CollectorRegistry()
@@ -255,13 +256,13 @@ class Metrics:
         )
 
     def follow_tally(self, kind: str, tally: Tally) -> None:
-        """Shown at every scrape, and checked at the end."""
+        """Show a tally at every scrape, and check it at the end."""
         self.tallies[kind] = tally
         self.created.follow(lambda: tally.created, kind)
         self.released.follow(lambda: tally.released, kind)
 
     def render(self) -> bytes:
-        """The text format of a scrape."""
+        """Return the text of a scrape."""
         return generate_latest(self.registry)
 
     def _counter(self, name: str, help: str, *labels: str) -> Counter:

@@ -1,5 +1,5 @@
-"""What was taken and what was given back, each counted for itself, so that what never comes back is seen, and
-what comes back twice."""
+"""Counts resources that are taken and given back. The two counts are separate, so that both a leak and a
+double release are seen."""
 
 import asyncio
 import logging
@@ -10,12 +10,13 @@ from dataclasses import dataclass
 
 logger = logging.getLogger(__name__)
 
-SETTLE_S, LOOK_S = 1.0, 0.01  # how long calls that are ending get to give back what they hold
+# time for calls that are ending to release what they hold; time between two checks
+SETTLE_S, LOOK_S = 1.0, 0.01
 
 
 @dataclass(eq=False)
 class Tally:
-    """Of one kind of thing, ever."""
+    """Counts of one kind of resource since the start."""
 
     created: int = 0
     released: int = 0
@@ -26,7 +27,7 @@ class Tally:
 
 
 async def check_balance(tallies: Mapping[str, Tally]) -> None:
-    """At the router's end: names in the log, by kind, what has no other half."""
+    """Log every kind of resource whose counts differ when the router ends, after a time to settle."""
     deadline = asyncio.get_running_loop().time() + SETTLE_S
     while not all(tally.is_balanced for tally in tallies.values()):
         if asyncio.get_running_loop().time() > deadline:
@@ -38,7 +39,8 @@ async def check_balance(tallies: Mapping[str, Tally]) -> None:
 
 
 def count_descriptors() -> int:
-    """Open ones of this process. Counting takes one; where there is none left, all are open."""
+    """Return the number of this process's open file descriptors. Counting needs a free one; if there is none,
+    return the limit."""
     try:
         return len(os.listdir("/proc/self/fd")) - 1
     except OSError:

@@ -1,1 +1,2 @@
-"""What is done for a call before and after the engine: validation, concurrency, accounting, logs, traces."""
+"""Handling of a call before and after the engine: validation, concurrency limit, accounting, logs and
+traces."""

@@ -31,18 +31,18 @@ MISSING_REQUEST = "missing request"
 
 @dataclass(frozen=True)
 class Accounts:
-    """Where calls are accounted for."""
+    """Metrics, traces and log settings of all calls."""
 
     metrics: Metrics
     tracing: Tracing
     log_text_chars: int
-    """How much of a text a log line may show."""
+    """Number of characters of a text that a log line may show."""
 
     @contextmanager
     def open(
         self, request: GenerationCall, method: str, kind: str, metadata: Iterable[tuple[str, str | bytes]]
     ) -> "Iterator[Call]":
-        """A call begins; what ends it early passes through. `kind` is single, batch or stream."""
+        """Begin a call. Exceptions that end it early pass through. `kind` is single, batch or stream."""
         log = CallLog(request, correlation_id(metadata), self.log_text_chars)
         with self.tracing.call(method, metadata) as span, log:
             span.set_request(request, log.request_id, log.correlation_id)
@@ -52,7 +52,7 @@ class Accounts:
 
     @contextmanager
     def counting_overload(self, method: str) -> Iterator[None]:
-        """Count and log the refusal of a call that generates nothing; it passes through."""
+        """Count and log the refusal of a call that generates nothing. The exception passes through."""
         try:
             yield
         except OverloadedError as error:
@@ -66,25 +66,25 @@ class Call:
 
     def __init__(self, metrics: Metrics, log: CallLog, span: Span, kind: str) -> None:
         self._metrics, self._log, self._span, self._kind = metrics, log, span, kind
-        self._num_waiting = len(log.texts)  # inputs that the engine has not been asked for
+        self._num_waiting = len(log.texts)  # inputs that the engine has not been given yet
         metrics.request_count.add(kind)
         if log.texts:
             metrics.request_input_count.add(amount=len(log.texts))
 
     @property
     def texts(self) -> list[str]:
-        """The inputs, in order."""
+        """Texts of the inputs, in order."""
         return self._log.texts
 
     @property
     def request_id(self) -> str:
-        """By which the log and a client name the call."""
+        """Id of the call in the log and in what a client is told."""
         return self._log.request_id
 
     @contextmanager
     def counting_failures(self) -> Iterator[None]:
-        """What ends the call early is counted once, under the label of its kind; a cancellation, for each of
-        the inputs that have not begun. What nobody foresaw is logged and becomes a GenerationError."""
+        """Count once what ends the call early, under the label of its kind; a cancellation counts for each
+        input that has not begun. An unforeseen error is logged and becomes a GenerationError."""
         failure = self._metrics.request_failure
         try:
             yield
@@ -110,7 +110,7 @@ class Call:
             raise
 
     def accept(self, request: Request, sequences: list[Sequence]) -> None:
-        """All inputs have been validated."""
+        """Record that all inputs have been validated."""
         failpoints.hit("router.before_accept")
         metrics = self._metrics
         metrics.request_validation_duration.observe(time.monotonic() - self._log.started_at)
@@ -122,7 +122,8 @@ class Call:
 
     @contextmanager
     def input(self, index: int, sequence: Sequence) -> Iterator[InputLog]:
-        """To be told the events of the input at `index`; what ends it early passes through."""
+        """Open the log of the input at `index`, which must be told the input's events. Exceptions that end it
+        early pass through."""
         self._num_waiting -= 1
         with self._log.input(index, sequence) as log:
             try:
@@ -133,7 +134,8 @@ class Call:
                 raise
 
     def take(self, event: Event, log: InputLog) -> InputTokens | Output:
-        """The next event of an input, before anybody else sees it. Raises GenerationError for a failure."""
+        """Account for the next event of an input before it is used, and return it. Raises GenerationError for
+        a failure."""
         if isinstance(event, Failed):
             raise GenerationError(event.message, event.code)
         if isinstance(event, Output) and event.reason is not StopReason.NOT_FINISHED:

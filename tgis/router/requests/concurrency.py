@@ -1,4 +1,4 @@
-"""Counting permits for the inputs that are in the server at once."""
+"""Limits how many inputs are in the server at once."""
 
 import asyncio
 from collections.abc import Iterator
@@ -9,8 +9,8 @@ from tgis.router.metrics.resource_counts import Tally
 
 
 class Permits:
-    """All of an RPC's inputs get theirs at once, or the RPC is refused at once; nobody queues for a
-    permit."""
+    """Concurrency limit. An RPC gets permits for all its inputs at once, or is refused at once; no RPC waits
+    for a permit."""
 
     def __init__(self, max_permits: int) -> None:
         self.num_free = self.max_permits = max_permits
@@ -24,7 +24,7 @@ class Permits:
 
     @contextmanager
     def hold(self, count: int) -> Iterator[None]:
-        """Raises OverloadedError."""
+        """Hold `count` permits while the context is open. Raises OverloadedError."""
         if count > self.num_free:
             raise OverloadedError(OVERLOADED)
         self.num_free -= count

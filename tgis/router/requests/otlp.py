@@ -1,5 +1,6 @@
-"""Spans of the calls, sent to an OpenTelemetry collector from a bounded queue. A collector that is slow, dead
-or silent costs a call nothing, the shutdown at most `CLOSE_S`, and the log a line a minute."""
+"""Sends the spans of calls to an OpenTelemetry collector from a bounded queue. A collector that is slow, dead
+or silent delays no call, delays the shutdown by at most `CLOSE_S`, and causes at most one log line a
+minute."""
 
 import asyncio
 import logging
@@ -54,10 +55,12 @@ Attributes = dict[str, AttributeValue]
 
 
 class OtlpTracing:
-    """Has a thread that sends. Where the caller's trace is not sampled, neither are its calls here."""
+    """Tracing to an OpenTelemetry collector, with a thread that sends. If the caller's trace is not sampled,
+    neither are its calls here."""
 
     def __init__(self, endpoint: str, service_name: str) -> None:
-        """Raises StartupError for an endpoint that is none. The collector need not be there."""
+        """Create the exporter. The collector need not run yet. Raises StartupError for an endpoint that is
+        not valid."""
         url = _url(endpoint)
         self._noise = _Noise(url)
         try:
@@ -69,7 +72,8 @@ class OtlpTracing:
                 span_limits=SpanLimits(max_span_attribute_length=MAX_ATTRIBUTE_CHARS),
                 shutdown_on_exit=False,
             )
-        except (ValueError, RuntimeError) as error:  # one of OpenTelemetry's own variables
+        # one of OpenTelemetry's own environment variables is wrong
+        except (ValueError, RuntimeError) as error:
             self._noise.close()
             raise StartupError(f"traces cannot be set up: {error}") from error
         self._processor = BatchSpanProcessor(
@@ -88,7 +92,7 @@ class OtlpTracing:
             if key in ("traceparent", "tracestate") and isinstance(value, str):
                 carrier.setdefault(key, []).append(value)
         if len(carrier.get("traceparent", ())) > 1:
-            carrier.clear()  # nobody can say which one is true
+            carrier.clear()  # nothing says which of several parents is right
         span = self._tracer.start_span(
             f"{SERVICE}/{method}",
             context=self._propagator.extract(carrier, Context()),
@@ -98,19 +102,19 @@ class OtlpTracing:
         return CallSpan(span)
 
     def close(self) -> None:
-        """Sends what is queued, for at most CLOSE_S; what is left then is dropped."""
+        """Send the queued spans for at most CLOSE_S, and drop the rest."""
         flushing = threading.Thread(target=self._processor.shutdown, name="traces", daemon=True)
         flushing.start()
         flushing.join(CLOSE_S * 0.75)
         if flushing.is_alive():
-            self._exporter.shutdown()  # ends the call and the pause in which the processor hangs
+            self._exporter.shutdown()  # this ends the export and the pause that the processor hangs in
             flushing.join(CLOSE_S * 0.25)
         if not flushing.is_alive():
             self._noise.close()
 
 
 class CallSpan:
-    """Records what is known of a call; without the texts."""
+    """Span of one call. It records no texts."""
 
     def __init__(self, span: Span) -> None:
         self._span, self._started_at = span, time.monotonic()
@@ -151,7 +155,7 @@ class CallSpan:
             self._span.set_attributes(attributes)
 
     def finish(self, sequence: Sequence, last: Output) -> None:
-        """The latencies of a call are those of its slowest input."""
+        """Record the end of an input. The latencies of a call are those of its slowest input."""
         self._input_tokens += sequence.num_input_tokens
         self._output_tokens += last.num_generated
         if len(self._reasons) < MAX_FINISH_REASONS:
@@ -179,7 +183,8 @@ class CallSpan:
 
 
 class _Noise(logging.Handler):
-    """Stands between OpenTelemetry's loggers, which speak of every failed attempt, and ours."""
+    """Log handler between OpenTelemetry's loggers, which report every failed attempt, and ours, which gets
+    one line per WARNING_INTERVAL_S."""
 
     def __init__(self, url: str) -> None:
         super().__init__(logging.WARNING)
@@ -190,7 +195,7 @@ class _Noise(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         if not record.name.startswith(("opentelemetry.exporter", "opentelemetry.sdk")):
-            return  # a client's malformed headers
+            return  # such records are about a client's malformed headers
         if (now := time.monotonic()) >= self._next_at:
             self._next_at = now + WARNING_INTERVAL_S
             logger.warning(
@@ -204,7 +209,7 @@ class _Noise(logging.Handler):
 
 
 def _url(endpoint: str) -> str:
-    """With scheme and port, without anything else."""
+    """Return the endpoint as a URL with scheme, host and port only. Raises StartupError."""
     try:
         parts = urlsplit(endpoint if "://" in endpoint else f"http://{endpoint}")
         host, port = parts.hostname, parts.port
@@ -216,7 +221,7 @@ def _url(endpoint: str) -> str:
 
 
 def _status(error: BaseException | None) -> grpc.StatusCode:
-    """What the door makes of what passes through it."""
+    """Return the status that the error interceptor gives a call that ends with `error`."""
     if error is None:
         return grpc.StatusCode.OK
     if isinstance(error, RouterError):
@@ -227,7 +232,7 @@ def _status(error: BaseException | None) -> grpc.StatusCode:
 
 
 def _method_attributes(method: str) -> Attributes:
-    """Under the names of today's dashboards and under those that replace them."""
+    """Return the attributes under the names that dashboards use today and under their successors."""
     return {"rpc.system": "grpc", "rpc.system.name": "grpc", "rpc.service": SERVICE, "rpc.method": method}
 
 
@@ -251,7 +256,8 @@ def _call_attributes(request: pb.BatchedGenerationRequest | pb.SingleGenerationR
 
 
 def _parameter_attributes(params: pb.Parameters) -> Iterator[tuple[str, AttributeValue]]:
-    """Of what is set; a seed that is no signed number of 64 bits goes as text, for want of a type."""
+    """Yield the attributes of parameters that are set. A seed of 2**63 or more is sent as text, because
+    attributes have no unsigned type."""
     sampling, stopping, guided = params.sampling, params.stopping, params.decoding.WhichOneof("guided")
     if stopping.max_new_tokens:
         yield "gen_ai.request.max_tokens", stopping.max_new_tokens

@@ -1,5 +1,6 @@
-"""One log line per finished input, in TGIS's words, and one for a call that ends before its inputs begin. No
-text of a prompt, an answer or a grammar is in them, beyond the number of characters that the operator set."""
+"""Writes one log line per finished input, in TGIS's words, and one for a call that ends before its inputs
+begin. The lines contain no text of a prompt, an answer or a grammar beyond the number of characters that the
+operator set."""
 
 import asyncio
 import logging
@@ -35,23 +36,23 @@ Metadata = Iterable[tuple[str, str | bytes]]
 
 @dataclass
 class CallLog:
-    """What is known of a call. As a context manager it logs an error or a cancellation that ends the call
-    before `accept`; afterwards each input speaks for itself."""
+    """Log of one call. As a context manager it logs an error or a cancellation that ends the call before
+    `accept`; afterwards each input has its own log."""
 
     request: GenerationCall
     correlation_id: str = NO_ID
     text_chars: int = 0
-    """How much of an input's and of an output's text a line may show."""
+    """Number of characters of an input's text and of an output's text that a line may show."""
     request_id: str = field(default_factory=lambda: secrets.token_hex(8))
     started_at: float = field(default_factory=time.monotonic)
     validation_s: float | None = None
 
     def accept(self) -> None:
-        """All inputs have been validated."""
+        """Record that all inputs have been validated."""
         self.validation_s = time.monotonic() - self.started_at
 
     def input(self, index: int, sequence: Sequence) -> "InputLog":
-        """The log of the input at `index`, from 0."""
+        """Return the log of the input at `index`, counted from 0."""
         return InputLog(self, index, sequence)
 
     def __enter__(self) -> "CallLog":
@@ -69,14 +70,14 @@ class CallLog:
 
     @cached_property
     def texts(self) -> list[str]:
-        """The inputs, in order."""
+        """Texts of the inputs, in order."""
         if isinstance(self.request, pb.SingleGenerationRequest):
             return [self.request.request.text]
         return [item.text for item in self.request.requests]
 
     @cached_property
     def params_text(self) -> str:
-        """The decoding method and every parameter that is set: numbers as they are, texts by their length and
+        """Decoding method and every parameter that is set: numbers as they are, texts by their length and
         lists by their count."""
         params = self.request.params
         default = () if params.method else ("method=GREEDY",)
@@ -89,15 +90,15 @@ class CallLog:
         return "Request" if len(self.texts) == 1 else f"Batch of {len(self.texts)}"
 
     def kind_of_input(self, index: int) -> str:
-        """TGIS's name for the input at `index`."""
+        """Return TGIS's name for the input at `index`."""
         is_part = isinstance(self.request, pb.BatchedGenerationRequest) and len(self.texts) > 1
         return f"Sub-request {index + 1} from batch of {len(self.texts)}" if is_part else self._kind
 
 
 @dataclass
 class InputLog:
-    """Follows the events of one input and logs once how it ended. As a context manager it also logs what ends
-    it early: a cancellation, or an error that passes through."""
+    """Log of one input. It follows the events and logs once how the input ended. As a context manager it also
+    logs a cancellation, or an exception that passes through, which ends the input early."""
 
     call: CallLog
     index: int
@@ -108,7 +109,7 @@ class InputLog:
     has_ended: bool = False
 
     def add(self, event: InputTokens | Output) -> None:
-        """The next event; a final one is logged."""
+        """Record the next event; a final one is logged."""
         if isinstance(event, InputTokens):
             return
         self.num_generated = event.num_generated
@@ -156,7 +157,7 @@ class _Ending:
 
 
 def correlation_id(metadata: Metadata) -> str:
-    """What the client calls its request, shortened; a fixed word where it is missing or unreadable."""
+    """Return the client's id of its request, shortened, or a fixed word if it is missing or unreadable."""
     for key, value in metadata:
         if key == "x-correlation-id":
             if isinstance(value, bytes) or not (value.isascii() and value.isprintable()):
@@ -186,8 +187,8 @@ def _log_end(
 def _log_error(
     call: CallLog, kind: str, texts: list[str], error: BaseException, sequence: Sequence | None = None
 ) -> None:
-    """Tells what the client is told, but what quotes it; the cause of an unforeseen error is logged where it
-    becomes a status."""
+    """Log what the client is told, except the part that may quote the request. The cause of an unforeseen
+    error is logged where the error becomes a status."""
     if not logger.isEnabledFor(logging.ERROR):
         return
     code, told = Code.INTERNAL, ""
@@ -198,7 +199,8 @@ def _log_error(
 
 
 def _fields(call: CallLog, texts: list[str], sequence: Sequence | None) -> dict[str, Scalar]:
-    """What was asked for, by whom; `texts` are the inputs that the line is about."""
+    """Return the fields that describe the request and its ids. `texts` are the inputs that the line is
+    about."""
     request = call.request
     fields: dict[str, Scalar] = {"request_id": call.request_id, "correlation_id": call.correlation_id}
     if request.HasField("prefix_id"):
@@ -219,7 +221,7 @@ def _fields(call: CallLog, texts: list[str], sequence: Sequence | None) -> dict[
 
 
 def _durations(call: CallLog, ending: _Ending | None) -> dict[str, Scalar]:
-    """In milliseconds, as far as they are known."""
+    """Return the known durations in milliseconds."""
     seconds: dict[str, float] = {}
     if call.validation_s is not None:
         seconds["validation_time"] = call.validation_s
@@ -233,7 +235,8 @@ def _durations(call: CallLog, ending: _Ending | None) -> dict[str, Scalar]:
 
 
 def _shown(message: Message) -> Iterator[str]:
-    """Of what is set; numbers and names only, whatever fields the message may get."""
+    """Yield the fields that are set. Only numbers and names are shown, even of fields that the message may
+    get later."""
     for descriptor, value in message.ListFields():
         if isinstance(value, Message):
             yield from _shown(value)

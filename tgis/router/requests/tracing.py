@@ -1,4 +1,5 @@
-"""Traces of the calls. Without an endpoint they cost nothing, and no package that they need is imported."""
+"""Traces calls. Without an endpoint, tracing costs nothing, and none of the packages that it needs is
+imported."""
 
 from collections.abc import Iterable
 from types import TracebackType
@@ -11,7 +12,7 @@ from tgis.router.sequence import Sequence
 
 
 class Span(Protocol):
-    """One call from its start to its end; as a context manager it takes the status from what passes."""
+    """Span of one call. As a context manager it takes the status from the exception that passes through."""
 
     def __enter__(self) -> Self: ...
 
@@ -25,24 +26,25 @@ class Span(Protocol):
         request_id: str,
         correlation_id: str,
     ) -> None:
-        """What is asked for; texts are not recorded."""
+        """Record the request, without its texts."""
 
     def finish(self, sequence: Sequence, last: Output) -> None:
-        """An input has ended with a stop reason."""
+        """Record that an input has ended with a stop reason."""
 
 
 class Tracing(Protocol):
-    """Where spans come from."""
+    """Source of spans."""
 
     def call(self, method: str, metadata: Iterable[tuple[str, str | bytes]]) -> Span:
-        """A span of `method` (`Generate`, say), below the caller's where the metadata name one."""
+        """Start a span of `method`, for example `Generate`, below the caller's span if the metadata name
+        one."""
 
     def close(self) -> None:
-        """Sends what is queued; blocks for a bounded time."""
+        """Send what is queued. This blocks for a bounded time."""
 
 
 class NoSpan:
-    """Records nothing."""
+    """Span that records nothing."""
 
     def __enter__(self) -> Self:
         return self
@@ -65,7 +67,7 @@ class NoSpan:
 
 
 class NoTracing:
-    """Nobody asked for traces."""
+    """Tracing that is switched off."""
 
     def __init__(self) -> None:
         self._span = NoSpan()
@@ -78,8 +80,9 @@ class NoTracing:
 
 
 def open_tracing(endpoint: str | None, service_name: str) -> Tracing:
-    """Spans go to the OTLP collector at `endpoint`: `http://host:port` or `host:port` in the clear, `https://`
-    over TLS. Raises StartupError for an endpoint that is none, and where OpenTelemetry is not installed."""
+    """Return a tracing that sends spans to the OTLP collector at `endpoint`: `http://host:port` or
+    `host:port` without encryption, `https://` over TLS. Raises StartupError for an endpoint that is not
+    valid, and if OpenTelemetry is not installed."""
     if not endpoint:
         return NoTracing()
     try:

@@ -1,5 +1,5 @@
-"""From a request's messages to sequences: defaults, ranges and the exact text of every rejection, in TGIS's
-order."""
+"""Validates requests and turns them into sequences: defaults, ranges and the exact text of every rejection,
+in TGIS's order."""
 
 import math
 import secrets
@@ -28,7 +28,7 @@ STOP_SEQUENCES_TEXT = (
 
 @dataclass(frozen=True)
 class Limits:
-    """What the server allows and assumes."""
+    """Limits and defaults of the server."""
 
     max_sequence_length: int
     max_new_tokens: int
@@ -37,16 +37,16 @@ class Limits:
     eos_token_ids: frozenset[int]
     include_stop_sequence: bool
     decoder_start_token_id: int | None
-    """What the decoder of an encoder-decoder model goes on from; None for decoder-only models."""
+    """Token that the decoder of an encoder-decoder model starts from; None for decoder-only models."""
     pad_token_id: int
-    """What stands for virtual tokens."""
+    """Token that stands for virtual tokens."""
     vocab_size: int
-    """Of the model; its tokenizer may have token ids beyond it."""
+    """Size of the model's vocabulary. Its tokenizer may have token ids beyond it."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """Checked parameters of one call; they hold for all its inputs."""
+    """Checked parameters of one call. They apply to all its inputs."""
 
     sampling: Sampling
     stopping: Stopping
@@ -58,8 +58,8 @@ class Request:
 
 
 def check_parameters(params: pb.Parameters, limits: Limits) -> Request:
-    """Everything that can be said before a grammar is compiled and inputs are tokenized. The time limit's
-    clock starts here.
+    """Check everything that needs neither a compiled grammar nor tokenized inputs. The time limit's clock
+    starts here.
 
     Raises RequestError for the first rule that is broken."""
     stopping_time = time.monotonic() + params.stopping.time_limit_millis / 1000
@@ -94,7 +94,7 @@ def check_parameters(params: pb.Parameters, limits: Limits) -> Request:
 
 
 class Validator:
-    """Turns the inputs of a call into sequences."""
+    """Validator that turns the inputs of a call into sequences."""
 
     def __init__(
         self,
@@ -109,12 +109,13 @@ class Validator:
     async def sequences(
         self, texts: list[str], request: Request, hold: Hold, connection: Hashable
     ) -> list[Sequence]:
-        """One per text of a call of a client's connection, in order; each is good for as long as `hold` is
-        kept.
+        """Return one sequence per text of a call, in order. Each is valid while `hold` is kept. `connection`
+        identifies the client's connection.
 
         Texts are tokenized up to the first whose bytes alone prove that it is too long.
 
-        Raises RequestError for the first text that cannot be served, and what `Hold.take` does."""
+        Raises RequestError for the first text that cannot be served, and everything that `Hold.take`
+        raises."""
         constraint = request.constraint
         grammar = None if constraint is None else await self._grammars.compile(constraint)
         tuning = await hold.take()
@@ -125,13 +126,13 @@ class Validator:
         for ids in inputs:
             self._metrics.request_raw_input_length.observe(ids.num_tokens)
         sequences = [self._sequence(ids, request, grammar, tuning) for ids in inputs]
-        if num_served < len(texts):  # those before it can be served, and this refuses it
+        if num_served < len(texts):  # the texts before it can be served, and this refuses it
             self._check_length(least, f"at least {least}", request.stopping, tuning)
         return sequences
 
     def _find_too_long(self, texts: list[str], request: Request, tuning: Tuning) -> tuple[int, int]:
-        """Return the place of the first text whose bytes alone prove that it is too long, and the least
-        number of tokens that truncation leaves of it; the number of texts and 0 where there is none."""
+        """Return the index of the first text whose bytes alone prove that it is too long, and the least
+        number of tokens that truncation leaves of it. Return the number of texts and 0 if there is none."""
         bound = self._tokenizer.max_bytes_per_token
         if bound is None:
             return len(texts), 0
@@ -140,7 +141,8 @@ class Validator:
         for i, text in enumerate(texts):
             least = -(-len(text.encode()) // bound)  # rounded up
             least = min(least, request.truncate_input_tokens or least)
-            if least > max(room, 0):  # an empty text is tokenized: it may be refused for having no tokens
+            # an empty text is tokenized, because it may be refused for having no tokens
+            if least > max(room, 0):
                 return i, least
         return len(texts), 0
 
@@ -172,14 +174,14 @@ class Validator:
         )
 
     def _num_before(self, tuning: Tuning) -> int:
-        """Return how many virtual tokens stand before the text: the encoder's where there is one."""
+        """Return the number of virtual tokens before the text: the encoder's if the model has one."""
         has_encoder = self.limits.decoder_start_token_id is not None
         return tuning.num_encoder_tokens if has_encoder else tuning.num_decoder_tokens
 
     def _check_length(self, num_inputs: int, shown: str, stopping: Stopping, tuning: Tuning) -> int:
-        """Return how many tokens can follow the input. A refusal says `shown` for the number of its tokens.
+        """Return how many tokens can follow the input. A refusal shows `shown` as the number of its tokens.
 
-        Raises RequestError where too few can follow."""
+        Raises RequestError if too few can follow."""
         limit, num_virtual = self.limits.max_sequence_length, self._prefix_length(tuning)
         sums = f"input tokens ({shown}) plus prefix length ({num_virtual})"
         num_left, minimum = limit - num_inputs - num_virtual, stopping.min_new_tokens
@@ -188,7 +190,8 @@ class Validator:
         return num_left
 
     def _prefix_length(self, tuning: Tuning) -> int:
-        """As TGIS counts it: the decoder's part of an encoder-decoder model's prompt goes with the start."""
+        """Return the prefix length as TGIS counts it. In an encoder-decoder model, the decoder's virtual
+        tokens count together with the start token."""
         num_tokens = tuning.num_encoder_tokens + tuning.num_decoder_tokens
         has_start = self.limits.decoder_start_token_id is not None and tuning.num_decoder_tokens > 0
         return num_tokens + has_start
@@ -200,8 +203,8 @@ def _require(condition: bool, text: str) -> None:
 
 
 def _check_sampling(params: pb.Parameters) -> Sampling:
-    """Greedy ignores the whole message; NaN fails every comparison, so each rule is written to need its
-    truth."""
+    """Check and return the sampling parameters. Greedy decoding ignores the sampling message. NaN fails every
+    comparison, so each rule requires a comparison to be true."""
     sampling, decoding = params.sampling, params.decoding
     length = decoding.length_penalty
     greedy = Sampling(
@@ -262,7 +265,7 @@ def _check_stop_sequences(stop_sequences: list[str]) -> None:
 
 
 def _reduce(stopping: Stopping, room: int) -> Stopping:
-    """max_new_tokens cut to the tokens that the model's length leaves."""
+    """Return `stopping` with max_new_tokens reduced to the room that the model's length leaves."""
     if stopping.max_new_tokens <= room:
         return stopping
     return replace(stopping, max_new_tokens=room, reduced=True)

@@ -1,1 +1,1 @@
-"""What the next step computes, in which rows and cache blocks."""
+"""Scheduler: decides what the next step computes, and in which rows and cache blocks."""

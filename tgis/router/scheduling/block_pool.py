@@ -1,5 +1,5 @@
-"""Cache blocks: which are free, which are shared, which prefix each full one holds. Exact, and without
-tensors."""
+"""Pool of cache blocks. It knows which blocks are free, which are shared and which prefix each full one
+holds. The bookkeeping is exact and uses no tensors."""
 
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
@@ -9,14 +9,16 @@ from tgis.router.metrics.resource_counts import Tally
 
 
 class BlockPool:
-    """Cached prefixes form a forest. An edge is one block's tokens below a prefix, compared and not only
-    hashed; a prefix is named by a number that is never reused, or by its root. A block may be published
-    with fewer tokens than it has room for, and is found as the end of exactly those. A freed block can be
-    found until it is reused, oldest first."""
+    """Cache blocks and the forest of cached prefixes.
+
+    An edge of the forest is one block's tokens below a prefix; tokens are compared and not only hashed. A
+    prefix is named by a number that is never reused, or by its root. A block may be published with fewer
+    tokens than it has room for; a look-up finds it only as the end of exactly those tokens. A freed block can
+    be found until it is reused, and the oldest is reused first."""
 
     def __init__(self, num_blocks: int, block_size: int, tally: Tally | None = None) -> None:
-        """A block counts as taken while somebody refers to it, however many do; one that can only be found
-        counts as given back."""
+        """Create an empty pool. The tally counts a block as taken while it has at least one reference, and as
+        given back once it can only be found."""
         self.num_blocks, self.block_size = num_blocks, block_size
         self.tally = tally or Tally()
         self._num_references = [0] * num_blocks
@@ -40,12 +42,12 @@ class BlockPool:
         return self.num_blocks - len(self._free)
 
     def blocks_for(self, num_tokens: int) -> int:
-        """How many blocks hold that many tokens."""
+        """Return how many blocks hold that many tokens."""
         return -(-num_tokens // self.block_size)
 
     def match(self, root: Hashable, token_ids: Sequence[int]) -> tuple[list[int], Hashable]:
-        """The blocks of the longest cached prefix of `token_ids` under `root`, and that prefix. Takes no
-        reference."""
+        """Return the blocks of the longest cached prefix of `token_ids` under `root`, and that prefix. This
+        takes no references."""
         blocks: list[int] = []
         prefix: Hashable = root
         for start in range(0, len(token_ids), self.block_size):
@@ -57,8 +59,8 @@ class BlockPool:
         return blocks, prefix
 
     def allocate(self, cached: list[int], num_new: int) -> list[int] | None:
-        """References to the `cached` blocks, then `num_new` fresh ones; None, and no change, when they do not
-        fit."""
+        """Take references to the `cached` blocks and `num_new` fresh ones, and return them all. Return None
+        and change nothing if they do not fit."""
         num_revived = sum(not self._num_references[block] for block in cached)
         if num_new > self.num_free - num_revived:
             return None
@@ -69,10 +71,10 @@ class BlockPool:
         return cached + [self._take_oldest() for _ in range(num_new)]
 
     def publish(self, prefix: Hashable, tokens: Sequence[int], block: int) -> Hashable:
-        """Makes a computed block, which nobody writes to any more, findable below `prefix`; returns the
-        longer prefix.
+        """Publish a computed block below `prefix`, and return the longer prefix. Nothing may write to the
+        block any more.
 
-        Where another block holds the same tokens already, that one stays the one that is found."""
+        If another block already holds the same tokens there, look-ups keep finding that one."""
         edge = (prefix, tuple(tokens))
         if edge not in self._children:
             self._children[edge] = (next(self._names), block)
@@ -80,7 +82,7 @@ class BlockPool:
         return self._children[edge][0]
 
     def release(self, blocks: list[int]) -> None:
-        """Gives up one reference to each block."""
+        """Give up one reference to each block."""
         for block in reversed(blocks):  # the end of a prefix is worth least, so it is reused first
             self._num_references[block] -= 1
             assert self._num_references[block] >= 0, f"block {block} was released too often"
@@ -89,7 +91,8 @@ class BlockPool:
                 self._free[block] = None
 
     def renew(self, num_blocks: int, block_size: int) -> "BlockPool":
-        """An empty one, for shards that have lost what this one's blocks held; nobody may refer to them."""
+        """Return an empty pool with the same tally, for shards that have lost this pool's contents. Nothing
+        may refer to this pool's blocks any more."""
         self.tally.released += self.num_used
         return BlockPool(num_blocks, block_size, self.tally)
 

@@ -1,5 +1,5 @@
-"""Who may have killed the shards. Suspects are computed again one by one, each alone, so that one that kills
-them every time is found out and nobody else ends with it."""
+"""Finds the sequence that kills the shards. Suspects are computed again one by one, each alone, so that a
+sequence that kills the shards every time is found and no other sequence ends with it."""
 
 from collections import deque
 from collections.abc import Sequence as AnySequence
@@ -7,23 +7,23 @@ from collections.abc import Sequence as AnySequence
 from tgis.router.sequence import Sequence
 
 MAX_FATAL_STEPS = 2
-"""After as many in a row, alone in each, a sequence is the culprit."""
+"""Number of consecutive fatal steps, alone in each, that make a sequence the culprit."""
 
 
 class Quarantine:
-    """The suspects, in the order of their trials: the newest first, for it is the likeliest."""
+    """Crash suspects in the order of their trials. The newest comes first, because it is the likeliest."""
 
     def __init__(self) -> None:
         self._suspects: deque[Sequence] = deque()
 
     @property
     def next(self) -> Sequence | None:
-        """Whose turn it is to be computed, and nobody else's."""
+        """Suspect that the next step computes alone, if there is one."""
         return self._suspects[0] if self._suspects else None
 
     def take(self, sequences: AnySequence[Sequence]) -> Sequence | None:
-        """The shards died of a step of these, oldest first. Gives the one that is not to be tried again; the
-        others are cleared with that."""
+        """Note that the shards died of a step of these sequences, oldest first. Return the culprit, which
+        must not be tried again, if it is known; finding it clears all other suspects."""
         if len(sequences) == 1:
             [alone] = sequences
             alone.num_fatal_steps += 1
@@ -35,7 +35,7 @@ class Quarantine:
         return None
 
     def clear(self, sequence: Sequence) -> None:
-        """It has got its next token, or has ended."""
+        """Clear a sequence that has got its next token or has ended."""
         sequence.num_fatal_steps = 0
         if self._suspects and sequence in self._suspects:
             self._suspects.remove(sequence)

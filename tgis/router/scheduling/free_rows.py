@@ -1,11 +1,11 @@
-"""Places in the shards' tables, one per running sequence."""
+"""Free rows of the shards' row tables. Every running sequence has one row."""
 
 from tgis.router.metrics.resource_counts import Tally
 
 
 class Rows:
-    """A row that is closed may be taken again at once: the next step tells the shards of both, in that
-    order."""
+    """Free and closed rows. A closed row may be taken again at once, because the next step tells the shards
+    of both, in that order."""
 
     def __init__(self, num_rows: int) -> None:
         self.tally = Tally()
@@ -26,6 +26,7 @@ class Rows:
         self._free.append(row)
 
     def take_closed(self) -> list[int]:
-        """Those that the shards do not know to be closed; with this they are told, or gone."""
+        """Return the closed rows that the shards have not been told of. The caller tells them, or the shards
+        are gone."""
         closed, self._closed = self._closed, []
         return closed

@@ -1,5 +1,6 @@
-"""What of a sequence the cache holds already, the blocks that it takes, and what of it others may find:
-exact, and only under what keys and values depend on."""
+"""Prefix cache: finds what of a sequence is cached, takes its blocks, and publishes its computed blocks for
+other sequences. Look-ups are exact, and only under roots that cover everything that keys and values depend
+on."""
 
 from collections.abc import Hashable
 from dataclasses import dataclass
@@ -10,23 +11,24 @@ from tgis.router.sequence import Sequence
 
 @dataclass(frozen=True)
 class Cached:
-    """Blocks that the pool holds for a sequence; nobody has taken references yet."""
+    """Cached blocks that fit a sequence. No references to them have been taken yet."""
 
     blocks: list[int]
-    """Of its first tokens, all of them full ..."""
+    """Blocks of its first tokens, all full."""
     prefix: Hashable
-    """... and the prefix that they spell."""
+    """Name of the prefix that these blocks hold."""
     cross_blocks: list[int]
-    """All of its encoder's output or nothing: every position of it has seen the whole input."""
+    """Blocks of the whole encoder output, or none: every position of it depends on the whole input."""
     num_to_encode: int
     """Encoder tokens that are left to compute: all or none."""
 
 
 def find_cached(pool: BlockPool, sequence: Sequence) -> Cached:
-    """What needs no computing."""
-    # The last token is computed in any case: the next is sampled from it.
+    """Return the blocks of a sequence that need no computation."""
+    # The last token is computed in any case, because the next one is sampled from its output.
     usable = len(sequence.token_ids) - 1
-    if not sequence.inputs_reported:  # nor may positions be skipped whose outcome is still to be reported
+    # positions whose details are still to be reported cannot be skipped either
+    if not sequence.inputs_reported:
         usable = min(usable, max(sequence.num_inputs_reported - 1, 0))
     blocks, prefix = pool.match(decoder_root(sequence), sequence.token_ids[:usable])
     num_inputs = len(sequence.encoder_token_ids)
@@ -37,7 +39,8 @@ def find_cached(pool: BlockPool, sequence: Sequence) -> Cached:
 
 
 def take_blocks(pool: BlockPool, sequence: Sequence, cached: Cached) -> bool:
-    """For all tokens it has and for its encoder's output; False, and no change, when they do not fit."""
+    """Take blocks for all tokens of a sequence and for its encoder output. Return False and change nothing if
+    they do not fit."""
     num_cached, num_cross = len(cached.blocks), pool.blocks_for(len(sequence.encoder_token_ids))
     num_new = pool.blocks_for(len(sequence.token_ids)) - num_cached + num_cross - len(cached.cross_blocks)
     blocks = pool.allocate(cached.blocks + cached.cross_blocks, num_new)
@@ -52,7 +55,7 @@ def take_blocks(pool: BlockPool, sequence: Sequence, cached: Cached) -> bool:
 
 
 def forget_place(sequence: Sequence) -> int:
-    """All of it is to be computed again; gives the row that it had."""
+    """Reset a sequence so that all of it is computed again, and return the row that it had."""
     row, sequence.row = sequence.row, None
     assert row is not None, "only what runs has a place"
     sequence.block_table, sequence.cross_blocks = [], []
@@ -61,7 +64,7 @@ def forget_place(sequence: Sequence) -> int:
 
 
 def publish_computed(pool: BlockPool, sequence: Sequence) -> None:
-    """Its full blocks, as far as they are computed."""
+    """Publish the full blocks of a sequence, as far as they are computed."""
     size = pool.block_size
     for i in range(sequence.num_published, sequence.num_computed // size):
         tokens = sequence.token_ids[i * size : (i + 1) * size]
@@ -71,8 +74,9 @@ def publish_computed(pool: BlockPool, sequence: Sequence) -> None:
 
 
 def accept_draft(pool: BlockPool, sequence: Sequence) -> None:
-    """Its newest token is the draft of which keys and values have been computed; the next one follows."""
-    if sequence.row is not None:  # else it was preempted, and computes everything again
+    """Count the newest token of a sequence as computed: it is an accepted draft, whose keys and values are in
+    the cache."""
+    if sequence.row is not None:  # else it was preempted and computes everything again
         sequence.num_computed += 1
         sequence.num_scheduled += 1
         if sequence.num_computed % pool.block_size == 0:
@@ -80,7 +84,8 @@ def accept_draft(pool: BlockPool, sequence: Sequence) -> None:
 
 
 def publish_encoded(pool: BlockPool, sequence: Sequence) -> None:
-    """Its cross blocks, the last of which need not be full: nothing is ever added to them."""
+    """Publish the cross blocks of a sequence. The last one need not be full, because nothing is ever added to
+    it."""
     size, prefix = pool.block_size, encoder_root(sequence)
     for i, block in enumerate(sequence.cross_blocks):
         tokens = sequence.encoder_token_ids[i * size : (i + 1) * size]
@@ -88,10 +93,12 @@ def publish_encoded(pool: BlockPool, sequence: Sequence) -> None:
 
 
 def decoder_root(sequence: Sequence) -> Hashable:
-    """What all the decoder's keys and values depend on, beside the tokens up to their own."""
+    """Return a key of everything that all keys and values of the decoder depend on, besides the tokens before
+    them."""
     return "decoder", sequence.prefix_root, sequence.encoder_token_ids, sequence.is_long
 
 
 def encoder_root(sequence: Sequence) -> Hashable:
-    """The encoder looks both ways, so the first block's content already depends on all of the input."""
+    """Return a key that includes the whole encoder input. The encoder attends in both directions, so even the
+    first block depends on all of the input."""
     return "encoder", sequence.prefix_root, sequence.encoder_token_ids

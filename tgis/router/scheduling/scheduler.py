@@ -1,5 +1,6 @@
-"""Decides what the shards compute next. There is no prefill and no decode: a sequence has tokens that are not
-computed yet, and every step computes some of them. Steps may be sent before earlier ones are answered."""
+"""Scheduler: decides what the shards compute next. It has no prefill and decode phases: a sequence has tokens
+that are not computed yet, and every step computes some of them. Steps may be sent before earlier ones are
+answered."""
 
 from collections import deque
 from collections.abc import Iterator
@@ -23,9 +24,9 @@ from tgis.router.sequence import Sequence
 
 
 class Scheduler:
-    """Owns the waiting and the running sequences, the rows and the blocks.
+    """Owner of the waiting and the running sequences, the rows and the blocks.
 
-    Tokens of a running sequence, and how far each count reaches:
+    Tokens of a running sequence, and the extent of each count:
 
         | prompt ................... | generated ....... | unanswered |
         | num_computed ........ | in flight | num_pending ............ |
@@ -35,24 +36,25 @@ class Scheduler:
     def __init__(
         self, pool: BlockPool, max_sequences: int, rope_switch_len: int = 0, drafter: Drafter | None = None
     ) -> None:
-        """Sequences of more than `rope_switch_len` tokens are computed differently from the first one on; 0:
-        there is no such length. Without a `drafter` nobody speculates."""
+        """Create a scheduler without sequences. Sequences of more than `rope_switch_len` tokens are computed
+        differently from their first token on; 0 means that the model has no such length. Without a `drafter`,
+        nothing is speculated."""
         self.pool, self._drafter = pool, drafter
         self._rope_switch_len = rope_switch_len
         self.waiting: deque[Sequence] = deque()
         self.running: dict[Sequence, None] = {}  # oldest first
         self.num_preemptions = 0
         self.num_deferred = 0
-        """Times that the first waiting sequence found too few blocks."""
+        """Number of times that the first waiting sequence found too few free blocks."""
         self.num_cache_queries = self.num_cache_hits = 0
-        """Tokens looked for, and found, in the prefix cache."""
+        """Numbers of tokens looked up, and found, in the prefix cache."""
         self.num_drafts = self.num_accepted_drafts = 0
         self._quarantine = Quarantine()
         self._in_flight: deque[Step] = deque()
         self.rows = Rows(max_sequences)
-        self._last_step: dict[Sequence, Step] = {}  # the newest unanswered step that names the sequence
+        self._last_step: dict[Sequence, Step] = {}  # newest unanswered step of each sequence
         self._num_steps = 0
-        self._num_blocks_owed = 0  # blocks that become free with an answer
+        self._num_blocks_owed = 0  # blocks that the answers in flight will free
 
     @property
     def num_in_flight(self) -> int:
@@ -63,15 +65,15 @@ class Scheduler:
         return sum(sequence.num_scheduled >= sequence.prompt_len for sequence in self.running)
 
     def add(self, sequence: Sequence) -> None:
-        """The sequence waits; a full-length one must fit into the pool."""
+        """Append a sequence to the queue. A sequence of full length must fit into the pool."""
         self.waiting.append(sequence)
 
     def next_step(self, max_prompt_tokens: int) -> Step | None:
-        """What to compute next, or None when nothing can be computed before a further answer or arrival.
+        """Return the next step, or None if nothing can be computed before a further answer or arrival.
 
-        Every sequence with a single pending token takes part; longer ones share `max_prompt_tokens`, oldest
-        first, and up to half of it with drafts. An encoder's input counts too; it exceeds them where it is
-        the step's only prompt work."""
+        Every sequence with a single pending token takes part. Longer ones share `max_prompt_tokens`, oldest
+        first; drafts take up to half of it. Encoder input counts too, and may exceed it if it is the step's
+        only prompt work."""
         if self._rope_switch_len:
             self._put_back_outgrown()
         if (suspect := self._quarantine.next) is not None:
@@ -81,13 +83,13 @@ class Scheduler:
         max_prompt_tokens -= sum(len(item.drafts) for item in decodes)
         prompts = list(self._continue_prompts(max_prompt_tokens))
         newcomers: list[Work] = []
-        if self.num_preemptions == num_preemptions:  # else memory is short: no newcomers
+        if self.num_preemptions == num_preemptions:  # else blocks are short: no newcomers
             budget = max_prompt_tokens - sum(item.end - item.start for item in prompts)
             newcomers += self._admit_waiting(budget, is_alone=not prompts)
         return self._send(decodes, prompts, newcomers) if decodes or prompts or newcomers else None
 
     def apply_answer(self, step: Step) -> None:
-        """The oldest step in flight has been answered: its tokens are in the cache."""
+        """Apply the answer to the oldest step in flight: its tokens are now in the cache."""
         assert next(iter(self._in_flight), None) is step, "steps are answered in order"
         self._in_flight.popleft()
         for work in step.work:
@@ -96,7 +98,7 @@ class Scheduler:
                 sequence.is_speculating = False
             if self._last_step.get(sequence) is step:
                 del self._last_step[sequence]
-            if sequence.row is not None:  # preempted ones are not admitted again before their last answer
+            if sequence.row is not None:  # a preempted one is not admitted again before its last answer
                 sequence.num_computed = work.end
                 if work.end // self.pool.block_size > sequence.num_published:
                     publish_computed(self.pool, sequence)
@@ -107,18 +109,18 @@ class Scheduler:
             self.pool.release(blocks)
 
     def append_token(self, sequence: Sequence, token_id: int) -> None:
-        """A sampled token came back; called after apply_answer, also for a sequence that was preempted
-        meanwhile."""
+        """Append a sampled token to a sequence. Call it after apply_answer, also for a sequence that was
+        preempted meanwhile."""
         if sequence.num_unanswered:
             sequence.num_unanswered -= 1
-        else:  # a step brings one token, and a further one where the one before was the draft
+        else:  # a step brings one token, and a further one for each accepted draft
             self.num_accepted_drafts += 1
             accept_draft(self.pool, sequence)
         sequence.token_ids.append(token_id)
         self._quarantine.clear(sequence)
 
     def finish(self, sequence: Sequence) -> None:
-        """The sequence leaves, whatever its state; its unanswered tokens are for nobody."""
+        """Remove a sequence in any state. Its unanswered tokens are ignored."""
         self._quarantine.clear(sequence)
         if sequence in self.running:
             del self.running[sequence]
@@ -127,14 +129,16 @@ class Scheduler:
             self.waiting.remove(sequence)
 
     def abandon_steps(self) -> None:
-        """No answer will come, and nothing will be sent any more: what waits for answers is free."""
+        """Free everything that waits for answers, because no answer will come and no step will be sent any
+        more."""
         while self._in_flight:
             self.apply_answer(self._in_flight[0])
 
     def reset(self, pool: BlockPool) -> Sequence | None:
-        """The shards have lost everything: all sequences wait again, with the tokens they have.
+        """Put all sequences back to waiting with the tokens they have, because the shards have lost
+        everything.
 
-        Gives the one that is not to be tried again, for the shards died of it."""
+        Return the sequence that must not be tried again because it kills the shards, if there is one."""
         suspects = [work.sequence for work in self._in_flight[0].work] if self._in_flight else []
         live = {*self.running, *self.waiting}
         culprit = self._quarantine.take([suspect for suspect in suspects if suspect in live])
@@ -153,7 +157,7 @@ class Scheduler:
         return culprit
 
     def _try_alone(self, suspect: Sequence, budget: int) -> Step | None:
-        """Others lose their blocks to it where there are too few."""
+        """Return a step of the suspect alone. Other sequences are preempted if there are too few blocks."""
         if suspect in self.running:
             end = min(suspect.num_tokens, suspect.num_scheduled + budget)
             return self._send([], [self._plan(suspect, end, [])], [])
@@ -165,7 +169,7 @@ class Scheduler:
             self._preempt(next(reversed(self.running)))
 
     def _continue_decoding(self, max_drafts: int) -> Iterator[Work]:
-        # Drafts take the places of sequences that could sample.
+        # Drafts take the place of sequences that could sample.
         max_drafts = min(max_drafts, self.rows.num_free - len(self.waiting))
         drafter = self._drafter
         if drafter is not None and not drafter.begin(len(self.running), max_drafts):
@@ -178,7 +182,7 @@ class Scheduler:
                 continue
             drafts = [] if drafter is None else self._guess(sequence, drafter)
             if sequence.is_speculating or (drafts and sequence.num_unanswered):
-                continue  # what follows its last token can be guessed when that is known
+                continue  # its next tokens can only be guessed once its last token is known
             num_missing = self.pool.blocks_for(num_tokens + len(drafts)) - len(sequence.block_table)
             new_blocks = self._find_blocks(sequence, num_missing)
             if new_blocks is not None:
@@ -192,7 +196,7 @@ class Scheduler:
         return drafter.guess(sequence, find_room(self.pool, sequence, num_running, self._rope_switch_len))
 
     def _continue_prompts(self, budget: int) -> Iterator[Work]:
-        """Their blocks were taken at admission."""
+        """Continue prompts that are computed in part. They took their blocks at admission."""
         for sequence in self.running:
             if budget > 0 and sequence.num_pending > 1:
                 end = min(sequence.num_tokens, sequence.num_scheduled + budget)
@@ -200,9 +204,11 @@ class Scheduler:
                 yield self._plan(sequence, end, [])
 
     def _admit_waiting(self, budget: int, is_alone: bool) -> Iterator[Work]:
-        """In order of arrival; who does not fit holds up those behind, so that nobody starves. An encoder's
-        input is computed whole: one that the rest of the budget does not cover goes when `is_alone`, which is
-        when nothing else of the step is prompt work."""
+        """Admit waiting sequences in order of arrival. One that does not fit blocks those behind it, so that
+        none starves.
+
+        An encoder's input is computed whole. One that exceeds the rest of the budget is admitted only if
+        `is_alone`, that is, if the step has no other prompt work."""
         while self.waiting and budget > 0 and self.rows.num_free:
             sequence = self.waiting[0]
             if sequence in self._last_step:
@@ -256,13 +262,13 @@ class Scheduler:
         return step
 
     def _find_blocks(self, sequence: Sequence, num_blocks: int) -> list[int] | None:
-        """Free blocks, if need be those of the youngest sequences; None when they are not to be had in this
-        step."""
+        """Return free blocks, if need be those of preempted sequences, youngest first. Return None if this
+        step cannot have enough blocks."""
         if num_blocks <= 0:
             return []
         while (blocks := self.pool.allocate([], num_blocks)) is None:
             if self._num_blocks_owed >= num_blocks - self.pool.num_free:
-                return None  # an answer will free them
+                return None  # answers in flight will free them
             victim = next(reversed(self.running))
             self._preempt(victim)
             if victim is sequence:
@@ -274,20 +280,22 @@ class Scheduler:
         self.num_preemptions += 1
 
     def _put_back_outgrown(self) -> None:
-        """Short sequences whose next token makes them long ones."""
+        """Put back short sequences whose next token makes them long."""
         for sequence in reversed(list(self.running)):  # so that they wait in the order in which they ran
             is_past = sequence.num_tokens > self._rope_switch_len
             if is_past and not sequence.is_long and not sequence.reached_limit:
                 self._put_back(sequence)
 
     def _put_back(self, sequence: Sequence) -> None:
-        """To the head of the queue, to be computed again; its unanswered tokens still count."""
+        """Put a sequence back at the head of the queue, to be computed again. Its unanswered tokens still
+        count."""
         del self.running[sequence]
         self._drop(sequence)
         self.waiting.appendleft(sequence)
 
     def _drop(self, sequence: Sequence) -> None:
-        """Blocks are free only after the last step that names them has been answered."""
+        """Free the row and the blocks of a sequence. The blocks become free only after the last step that
+        names them has been answered."""
         blocks = [*sequence.cross_blocks, *sequence.block_table]
         last_step = self._last_step.get(sequence)
         if last_step is None:

@@ -1,4 +1,4 @@
-"""A step as the scheduler plans it and the link sends it."""
+"""Step: a unit of work that the scheduler plans and the shard client sends."""
 
 from collections.abc import Sequence as AnySequence
 from dataclasses import dataclass, field
@@ -16,26 +16,26 @@ class Work(NamedTuple):
     end: int
     samples: bool
     opens: bool
-    """The row is new to the shards with this step."""
+    """True if this step opens the row in the shards."""
     new_blocks: list[int]
     drafts: AnySequence[int] = ()
-    """Guesses at the tokens from `end` on, which are computed too and become tokens where they are right."""
+    """Draft tokens from `end` on. The step computes them too, and those that are right become tokens."""
 
 
 @dataclass(eq=False)
 class Step:
-    """What all shards compute at once, and what becomes free when they have answered."""
+    """Work that all shards compute at once, and blocks that become free when all of them have answered."""
 
     step_id: int
     work: list[Work]
     num_decodes: int
     """Leading entries of `work` that compute a single further token; the others compute prompts."""
     num_drafts: int
-    """Of those entries, all together."""
+    """Total number of drafts in those entries."""
     num_encoder_tokens: int
-    """Of the opened rows' encoder inputs; those are computed whole, before anything else of the step."""
+    """Encoder tokens of the opened rows, which are computed whole, before anything else of the step."""
     joins: bool
-    """Newcomers join sequences that are running."""
+    """True if newcomers join sequences that are already running."""
     closed_rows: list[int]
     blocks_to_release: list[list[int]] = field(default_factory=list)
 
@@ -49,7 +49,7 @@ class Step:
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Of the encoder too."""
+        """Number of prompt tokens, with encoder tokens."""
         prompts = self.work[self.num_decodes :]
         return self.num_encoder_tokens + sum(work.end - work.start for work in prompts)
 
@@ -66,7 +66,7 @@ def make_step(
     joins: bool,
     closed_rows: list[int],
 ) -> Step:
-    """Of sequences that decode, that go on with their prompts, and that begin."""
+    """Assemble a step of sequences that decode, that continue their prompts, and that begin."""
     num_encoder_tokens = sum(item.sequence.num_to_encode for item in newcomers)
     num_drafts = sum(len(item.drafts) for item in decodes)
     work = [*decodes, *prompts, *newcomers]

@@ -1,4 +1,4 @@
-"""Copies of soft prompts and adapters from the first rank's machine to that of another rank, unread."""
+"""Copies soft prompts and adapters from the first rank's machine to another rank's, without reading them."""
 
 import asyncio
 from typing import Any
@@ -9,10 +9,10 @@ from tgis.pb import shard_pb2 as pb
 
 
 async def relay(source: Any, target: Any, digest: str, timeout_s: float) -> None:
-    """From one asynchronous stub to another, as fast as the slower of both. Raises grpc.aio.AioRpcError of
-    whichever fails, ConnectionError where the target is cut off, and TimeoutError.
+    """Copy an artifact from one asynchronous stub to another, as fast as the slower of the two. Raises
+    grpc.aio.AioRpcError of the stub that fails, ConnectionError if the target is cut off, and TimeoutError.
 
-    The time limit is not gRPC's: a write that meets the end of a call hides how that ended."""
+    The time limit is not gRPC's: a write that meets the end of a call hides how that call ended."""
     fetching, putting = source.Fetch(pb.FetchRequest(digest=digest)), target.Put()
     try:
         async with asyncio.timeout(timeout_s):
@@ -26,7 +26,8 @@ async def relay(source: Any, target: Any, digest: str, timeout_s: float) -> None
 
 
 async def _write(putting: Any, request: pb.PutRequest) -> None:
-    """A target says nothing before it has read everything, so that its call cannot be over."""
+    """Write a part. A target answers only after it has read everything, so its call cannot have ended
+    normally before that."""
     try:
         await putting.write(request)
     except (asyncio.InvalidStateError, grpc.aio.AioRpcError) as error:

@@ -1,5 +1,5 @@
-"""The link to the shards of one model: all ranks get every step, their answers come back as one, in order.
-Any rank's failure, and any disagreement between ranks, is a failure of the group."""
+"""Client of the shards of one model. All ranks get every step, and their answers come back as one, in order.
+A failure of any rank, or a disagreement between ranks, is a failure of the group."""
 
 import asyncio
 import logging
@@ -32,11 +32,11 @@ RETRY_INTERVAL_S = 0.1
 
 
 class ShardsLostError(RouterError):
-    """The group cannot answer any more; whatever was in flight is lost."""
+    """Loss of the shard group: it cannot answer any more, and everything in flight is lost."""
 
 
 class ContentCallError(Exception):
-    """A rank does not find, load or unload what it was told to."""
+    """Failure of a rank to find, load or unload an adapter."""
 
     def __init__(self, code: grpc.StatusCode, details: str) -> None:
         super().__init__(f"{code.name}: {details}")
@@ -44,8 +44,8 @@ class ContentCallError(Exception):
 
 
 class Shards:
-    """One long-lived stream per rank. `send` never waits; `receive` gives the answers in the order of the
-    steps."""
+    """Connection to every rank of a shard group, with one long-lived stream of steps per rank. `send` never
+    waits; `receive` returns the answers in the order of the steps."""
 
     def __init__(self, link: Link) -> None:
         self._link = link
@@ -58,8 +58,8 @@ class Shards:
         self._settling: deque[tuple[Step, asyncio.Future[None]]] = deque()
 
     async def connect(self) -> pb.InfoResponse:
-        """Waits until all ranks of one start of the group answer, however long that takes; forgets all
-        steps."""
+        """Wait, however long it takes, until all ranks of one start of the group answer. All earlier steps
+        are forgotten."""
         while True:
             await self.close()
             self._channels = self._link.open_channels()
@@ -70,28 +70,29 @@ class Shards:
             await asyncio.sleep(RETRY_INTERVAL_S)
 
     def send(self, step: Step, timeout_s: float) -> None:
-        """A shard that computes it for longer hangs, and is killed; 0: it may take any time."""
+        """Send a step to all ranks. A shard that computes it for longer than `timeout_s` counts as hanging
+        and is killed; 0 means no limit."""
         request = frame(encode_step(step, timeout_s))
         self._steps.append(step)
         for stream in self._streams:
             stream.send(request)
 
     async def receive(self) -> Answer:
-        """The answer to the oldest step that has none yet. Raises ShardsLostError."""
+        """Return the answer to the oldest step that has none yet. Raises ShardsLostError."""
         answer = await self._answers.get()
         if isinstance(answer, ShardsLostError):
             raise answer
         return answer
 
     async def settle(self) -> None:
-        """Returns when every step that has been sent is answered by all ranks, or lost."""
+        """Wait until every step sent so far is answered by all ranks, or lost."""
         if self._steps:
             settled = asyncio.get_running_loop().create_future()
             self._settling.append((self._steps[-1], settled))
             await settled
 
     async def find(self, kind: ContentKind, content_id: str, timeout_s: float) -> Content:
-        """What the first rank finds. This and the next two raise ContentCallError, and ShardsLostError."""
+        """Find an adapter by its id on the first rank. Raises ContentCallError and ShardsLostError."""
         number = pb.ContentKind.Name(kind.value)
         request = pb.FindRequest(kind=number, id=content_id)
         answers = await self._ask("Find", request, timeout_s, [0])
@@ -101,8 +102,8 @@ class Shards:
         return Content(ContentKind(found.kind), found.digest, *numbers)
 
     async def load(self, digest: str, timeout_s: float) -> None:
-        """On all ranks; returns or raises when none of them is at it any more. Machines that have no copy get
-        the first rank's."""
+        """Load an adapter on all ranks, and return or raise once no rank is loading it any more. Ranks on
+        machines without a copy get the first rank's. Raises ContentCallError and ShardsLostError."""
         request = pb.LoadRequest(digest=digest)
         answers = await self._ask("Load", request, timeout_s)
         if not _is_missing(answers[0]):
@@ -112,14 +113,16 @@ class Shards:
         _raise_worst(answers)
 
     async def unload(self, digests: Iterable[str], others: bool = False) -> None:
-        """On all ranks, these or everything but these."""
+        """Unload these adapters from all ranks, or with `others` all except these. Raises ContentCallError
+        and ShardsLostError."""
         request = pb.UnloadRequest(digests=digests, others=others)
         _raise_worst(await self._ask("Unload", request, UNLOAD_TIMEOUT_S))
 
     async def _ask(
         self, method: str, request: Message, timeout_s: float, ranks: Iterable[int] | None = None
     ) -> list[Any]:
-        """What these ranks, or all, answer, or why not, when none of them is at it any more."""
+        """Call a method of these ranks, or of all, and wait until all calls have ended. Return each rank's
+        answer or its exception."""
         stubs = [ShardServiceStub(channel) for channel in self._current_channels()]
         calls = [
             _answer(getattr(stubs[rank], method)(request, timeout=timeout_s))
@@ -128,7 +131,7 @@ class Shards:
         return await asyncio.gather(*calls, return_exceptions=True)
 
     async def _relay(self, rank: int, digest: str, timeout_s: float) -> None:
-        """Raises ContentCallError and ShardsLostError."""
+        """Copy an artifact from the first rank to this one. Raises ContentCallError and ShardsLostError."""
         channels = self._current_channels()
         first, other = (ShardServiceStub(channels[one]) for one in (0, rank))
         try:
@@ -140,7 +143,7 @@ class Shards:
             raise ShardsLostError(LOST) from error
 
     def _current_channels(self) -> list[grpc.aio.Channel]:
-        """Raises ShardsLostError."""
+        """Return the channels, opened anew if the link says that they are stale. Raises ShardsLostError."""
         if not self._channels:
             raise ShardsLostError(LOST)
         if self._link.is_stale:
@@ -148,7 +151,7 @@ class Shards:
         return self._channels
 
     def _renew_channels(self) -> None:
-        """Calls that have begun end on those of before."""
+        """Open new channels. Calls that have begun end on the old ones."""
         old, self._channels = self._channels, self._link.open_channels()
         for channel in old:
             closing = asyncio.create_task(channel.close(UNLOAD_TIMEOUT_S), name="close")
@@ -157,7 +160,7 @@ class Shards:
 
     async def close(self) -> None:
         streams, channels = self._streams, self._channels
-        self._streams, self._channels = [], []  # nobody begins a call on what is closing
+        self._streams, self._channels = [], []  # no call begins on a channel that is being closed
         for stream in streams:
             stream.close()
         for closing in self._closing:
@@ -168,7 +171,8 @@ class Shards:
         self._settle(None)
 
     async def _ask_all(self) -> list[pb.InfoResponse] | None:
-        """None while a rank is missing, or left over from an earlier start of the group."""
+        """Return every rank's info, or None while a rank is missing or left over from an earlier start of the
+        group."""
         stubs = [ShardServiceStub(channel) for channel in self._channels]
         calls = [stub.Info(pb.InfoRequest(), timeout=INFO_TIMEOUT_S) for stub in stubs]
         infos: list[pb.InfoResponse] = []
@@ -191,7 +195,7 @@ class Shards:
         return infos if len({info.epoch for info in infos}) == 1 else None
 
     async def _open_streams(self) -> bool:
-        """False where a rank is gone again."""
+        """Open the streams of steps. Return False if a rank is gone again."""
         try:
             for rank in range(len(self._channels)):
                 make = partial(_StepStream, self._combine, partial(self._lose, rank))
@@ -202,7 +206,7 @@ class Shards:
         return True
 
     def _tell(self, rank: int, reason: str) -> None:
-        """Each reason once, until the shards are reached."""
+        """Log why a shard is not reached, each reason once until the shards are reached."""
         if (rank, reason) not in self._told:
             self._told.add((rank, reason))
             name = self._link.names[rank]
@@ -212,8 +216,8 @@ class Shards:
         self._answers.put_nowait(ShardsLostError(f"shard {rank} is lost"))
 
     def _combine(self) -> None:
-        """Passes on the oldest step's answer once all ranks have given theirs; what cannot be one is a fault
-        of the group."""
+        """Pass on the oldest step's answer once all ranks have answered. Answers that differ or cannot be
+        decoded are a fault of the group."""
         while self._steps and all(stream.responses for stream in self._streams):
             responses = [stream.responses.popleft() for stream in self._streams]
             step = self._steps.popleft()
@@ -228,7 +232,7 @@ class Shards:
                 return
 
     def _settle(self, step: Step | None) -> None:
-        """Tells who waits for `step`, or for any."""
+        """Wake those that wait for `step`, or for any step if it is None."""
         while self._settling and (step is None or self._settling[0][0] is step):
             _, settled = self._settling.popleft()
             if not settled.done():
@@ -236,17 +240,19 @@ class Shards:
 
 
 class _StepStream(asyncio.Protocol):
-    """One rank's: steps go out, answers come in, in the same order."""
+    """One rank's stream: steps go out and answers come in, in the same order."""
 
     def __init__(self, on_answer: Callable[[], None], on_loss: Callable[[], None]) -> None:
-        """`on_answer` looks at `responses`; `on_loss` is told unless it was closed here."""
+        """Open a stream. `on_answer` is called when `responses` has grown; `on_loss` is called when the
+        stream ends, unless this side closed it."""
         self.responses: deque[pb.StepResponse] = deque()
         self._on_answer, self._on_loss = on_answer, on_loss
         self._frames = FrameReader()
         self._transport: asyncio.Transport | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's is of no class of asyncio's
+        # uvloop's transports do not derive from asyncio's
+        self._transport = cast(asyncio.Transport, transport)
 
     def data_received(self, data: bytes) -> None:
         try:
@@ -287,7 +293,7 @@ async def _answer(call: Any) -> Any:
     except asyncio.CancelledError:
         if not call.done() or (task := asyncio.current_task()) is None or task.cancelling():
             raise
-        raise ShardsLostError(LOST) from None  # the link was closed under the call
+        raise ShardsLostError(LOST) from None  # the link was closed during the call
 
 
 @contextmanager

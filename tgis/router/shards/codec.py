@@ -1,5 +1,5 @@
-"""Steps to messages for the shards, and their messages to answers: columns of raw bytes, so that a step of
-hundreds of sequences costs microseconds."""
+"""Encodes steps as messages for the shards, and decodes their answers. Messages hold columns of raw bytes, so
+that a step of hundreds of sequences costs microseconds."""
 
 from collections.abc import Iterator
 from collections.abc import Sequence as AnySequence
@@ -17,17 +17,17 @@ MAX_U32 = 2**32 - 1
 
 
 class Sampled(NamedTuple):
-    """A token that a step gave to a sequence."""
+    """A token that a step sampled for a sequence."""
 
     sequence: Sequence
     token: TokenDetail
     ended: bool
-    """The shards will compute nothing more for it."""
+    """True if the shards will compute nothing more for the sequence."""
 
 
 @dataclass(frozen=True)
 class InputDetails:
-    """Details of prompt tokens of a sequence, from `start` on."""
+    """Details of a sequence's prompt tokens, from `start` on."""
 
     sequence: Sequence
     start: int
@@ -36,18 +36,18 @@ class InputDetails:
 
 @dataclass(frozen=True)
 class RowFailure:
-    """A sequence that could not be served."""
+    """A sequence that the shards could not serve."""
 
     sequence: Sequence
     cause: str
-    """As the shards word it: for the log alone."""
+    """Cause in the shards' words, for the log alone."""
     by_grammar: bool
-    """Its grammar is to blame."""
+    """True if the sequence's grammar caused the failure."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What came back for a step."""
+    """Answer of the shard group to a step."""
 
     step: Step
     sampled: list[Sampled]
@@ -57,7 +57,8 @@ class Answer:
 
 
 def encode_step(step: Step, timeout_s: float = 0.0) -> pb.StepRequest:
-    """`timeout_s`: a shard that computes it for longer hangs; 0: it may take any time."""
+    """Encode a step. A shard that computes it for longer than `timeout_s` counts as hanging; 0 means no
+    limit."""
     work = step.work
     return pb.StepRequest(
         step_id=step.step_id,
@@ -75,8 +76,9 @@ def encode_step(step: Step, timeout_s: float = 0.0) -> pb.StepRequest:
 
 
 def decode_answer(step: Step, response: pb.StepResponse) -> Answer:
-    """`response` is rank 0's; rows are those of `step`, whatever has taken their place meanwhile. Raises
-    KeyError and ValueError for what can be no answer to it."""
+    """Decode rank 0's response to `step`. Its rows refer to the sequences of `step`, even if other sequences
+    have the rows meanwhile. Raises KeyError and ValueError if the response cannot be an answer to the
+    step."""
     if response.step_id != step.step_id:
         raise ValueError("another step's")
     sequences = {item.row: item.sequence for item in step.work}
@@ -187,7 +189,8 @@ def _input_details(sequence: Sequence, message: pb.InputDetails) -> InputDetails
 def _detail(
     details: Details, token_id: int, logprob: float, rank: int, top: tuple[tuple[int, float], ...]
 ) -> TokenDetail:
-    """Only what this sequence asked for: a column is there for all as soon as one row asks."""
+    """Keep only what this sequence asked for: the shards fill a column for all rows as soon as one row asks
+    for it."""
     return TokenDetail(
         token_id,
         logprob if details.logprobs else 0.0,
@@ -197,7 +200,7 @@ def _detail(
 
 
 def _top_tokens(message: pb.TopTokens) -> list[tuple[tuple[int, float], ...]]:
-    """Per entry; empty when the message is."""
+    """Return the top tokens of each entry; an empty list if the message is empty."""
     counts = _integers(message.counts)
     pairs = list(zip(_integers(message.token_ids), _floats(message.logprobs), strict=True))
     if sum(counts) != len(pairs) or any(count < 0 for count in counts):

@@ -1,4 +1,4 @@
-"""How a router reaches its shards: on their Unix sockets, or over TCP with mutual TLS."""
+"""Connects a router to its shards, over Unix sockets or over TCP with mutual TLS."""
 
 import asyncio
 import logging
@@ -30,31 +30,31 @@ Stream = TypeVar("Stream", bound=asyncio.Protocol)
 
 
 class Link(Protocol):
-    """To all ranks of a group."""
+    """Connection to every rank of a shard group."""
 
     severity: int
-    """How bad it is that a shard is not reached."""
+    """Log level of the line that says that a shard is not reached."""
 
     @property
     def names(self) -> list[str]:
-        """Of the shards, in the order of ranks."""
+        """Names of the shards, in rank order."""
 
     @property
     def is_stale(self) -> bool:
-        """Channels opened now would be others than those opened last."""
+        """True if the certificates changed since the channels were opened."""
 
     def open_channels(self) -> list[grpc.aio.Channel]:
-        """For the calls."""
+        """Open one channel per rank, for unary calls."""
 
     async def open_stream(self, rank: int, make: Callable[[], Stream]) -> Stream:
-        """For the steps. Raises OSError."""
+        """Open the stream of steps to a rank. Raises OSError."""
 
     async def watch(self) -> None:
-        """Look at the certificates from time to time, if the link has any."""
+        """Check the certificates from time to time, if the link has any."""
 
 
 def open_link(config: RouterConfig) -> Link:
-    """Raises AddressError and CertificateError."""
+    """Create the link that the options ask for. Raises AddressError and CertificateError."""
     if not config.shard_addresses:
         return UnixLink(config.shard_uds_path, config.num_shard)
     certificates = link_certificates(config, mutual_client)
@@ -62,7 +62,7 @@ def open_link(config: RouterConfig) -> Link:
 
 
 class UnixLink:
-    severity = logging.DEBUG  # the launcher says what is wrong with them
+    severity = logging.DEBUG  # the launcher reports their failures
     is_stale = False
 
     def __init__(self, uds_path: str, num_shards: int) -> None:
@@ -89,8 +89,8 @@ class TcpLink:
         certificates: Certificates,
         server_name: str | None = None,
     ) -> None:
-        """`find` gives the addresses of all ranks, each time there may be others; `server_name` is what the
-        shards' certificates bear instead of their hosts."""
+        """Create a link to the addresses that `find` returns. They may differ from call to call.
+        `server_name` is the name in the shards' certificates if that is not their host name."""
         self._find, self._certificates, self._server_name = find, certificates, server_name
         self._shown = certificates.pem
         self._addresses = find()
@@ -132,7 +132,8 @@ class TcpLink:
 
 
 def _read_addresses(text: str) -> Callable[[], list[TcpAddress]]:
-    """Of what `text` lists, or of the file that it names; none while there is none. Raises AddressError."""
+    """Return a function that returns the addresses in `text`, or in the file that `text` names; none while
+    there is no such file. Raises AddressError."""
     if "/" not in text:
         addresses = parse_all(text)
         return lambda: addresses

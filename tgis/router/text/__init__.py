@@ -1,1 +1,1 @@
-"""Text to tokens, tokens to text, and stop sequences."""
+"""Tokenization, detokenization and stop sequences."""

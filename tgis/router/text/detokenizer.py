@@ -1,6 +1,7 @@
-"""Token ids to text as soon as it is certain: `push(token_id)` releases text, `flush()` the rest.
+"""Turns token ids into text as soon as the text is certain: `push(token_id)` releases text, and `flush()` the
+rest.
 
-Tokens are decoded in units: a unit ends with the first token after which its text does not end in a
+Tokens are decoded in units. A unit ends with the first token after which its text does not end in a
 replacement character, and is released as a whole. Such characters at the end of a generation are dropped."""
 
 import codecs
@@ -13,14 +14,14 @@ from tgis.router.text.tokenizer import Tokenizer
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 MAX_UNIT = 256
-"""Tokens after which a unit that the library decodes is released as it is: a model that spells no valid
-character must not make every token dearer than the one before."""
+"""Number of tokens after which a unit that the library decodes is released as it is. Otherwise, if a model
+produces no valid character, every token would cost more than the one before."""
 
 V = TypeVar("V")
 
 
 class Detokenizer(Protocol):
-    """Decodes one generation. All that `push` and `flush` return, joined, is its text."""
+    """Decoder of one generation. The joined results of `push` and `flush` are its text."""
 
     def push(self, token_id: int) -> str: ...
 
@@ -28,21 +29,22 @@ class Detokenizer(Protocol):
 
 
 class Vocabulary:
-    """What each token contributes to a text, as the tokenizer's decoder says; shared by all generations."""
+    """Text of each token, according to the tokenizer's decoder. All generations share it."""
 
     def __init__(
         self, tokenizer: Tokenizer, output_special_tokens: bool = False, is_continuation: bool = True
     ) -> None:
-        """`is_continuation`: the text goes on from the input (decoder-only models), so its first token keeps
-        its space. Raises StartupError for a kind of decoder that does not go token by token."""
+        """Choose the detokenizer. `is_continuation` means that the text continues the input (decoder-only
+        models), so that its first token keeps its space. Raises StartupError for a decoder that cannot decode
+        token by token."""
         decoder = json.loads(tokenizer.fast.to_str())["decoder"]
         self._tokenizer = tokenizer
         self._skips_special, self._is_continuation = not output_special_tokens, is_continuation
         self._skipped = frozenset() if output_special_tokens else tokenizer.special_ids
         self.holds_clusters = bool(decoder) and decoder["type"] in ("ByteLevel", "Sequence")
-        """Whether a stream shows whole grapheme clusters; else it shows whole tokens."""
+        """True if a stream shows whole grapheme clusters; else it shows whole tokens."""
         self.detokenizer = self._choose(_kinds(decoder))
-        """Makes the detokenizer of one generation."""
+        """Factory of the detokenizer of one generation."""
 
     def _choose(self, kinds: list[str]) -> Callable[[], Detokenizer]:
         if kinds in (["ByteLevel"], ["ByteLevel", "Fuse"]):
@@ -67,13 +69,14 @@ class Vocabulary:
         return " " + text if text else ""
 
     def _decode_after_placeholder(self) -> Callable[[list[int]], str]:
-        """The library takes the space off the first token of a text, which ours is not."""
+        """Return a decoder that puts a placeholder token first. The library strips the space of a text's
+        first token, and ours is not the first."""
         placeholder = self._find_placeholder()
         beginning = self._decode([placeholder])
         return lambda token_ids: self._decode([placeholder, *token_ids]).removeprefix(beginning)
 
     def _find_placeholder(self) -> int:
-        """A token that is its own text whatever stands beside it, as a byte token is not."""
+        """Return a token whose text does not depend on its neighbours; that of a byte token does."""
         fast = self._tokenizer.fast
         token_ids: list[int] = [
             *fast.encode("A", add_special_tokens=False).ids,
@@ -86,7 +89,8 @@ class Vocabulary:
         raise StartupError("Problem loading tokenizer for model: no token is plain text")
 
     def _text_or_bytes(self, token_id: int) -> str | bytes:
-        """Bytes where the token's own text could be or become another one among its neighbours."""
+        """Return the token's text, or its bytes if the text alone could be another one among its
+        neighbours."""
         if token_id in self._skipped:
             return ""
         spelled = self._bytes_of(token_id)
@@ -105,7 +109,7 @@ class Vocabulary:
 
 
 class ByteLevelDetokenizer:
-    """For vocabularies whose pieces spell bytes."""
+    """Detokenizer for vocabularies whose pieces spell bytes."""
 
     def __init__(self, parts: "_Cache[str | bytes]") -> None:
         self._parts = parts
@@ -137,8 +141,8 @@ class ByteLevelDetokenizer:
 
 
 class UnitDetokenizer:
-    """For all kinds whose tokens read the same wherever they stand, except at the beginning of a text and
-    within a character spelt in byte tokens."""
+    """Detokenizer for all vocabularies whose tokens have the same text everywhere, except at the beginning of
+    a text and within a character spelt in byte tokens."""
 
     def __init__(
         self,
@@ -147,8 +151,8 @@ class UnitDetokenizer:
         decode_first: Callable[[list[int]], str],
         skipped: frozenset[int],
     ) -> None:
-        """`decode` gives a unit's text, `decode_first` that of a unit that begins the text, `texts` that of
-        every token as a unit of its own."""
+        """Create a detokenizer. `decode` returns a unit's text, `decode_first` that of a unit that begins the
+        text, and `texts` that of every token as a unit of its own."""
         self._texts, self._then, self._skipped = texts, decode, skipped
         self._decode = decode_first
         self._unit: list[int] = []
@@ -162,7 +166,7 @@ class UnitDetokenizer:
             self._unit.append(token_id)
             return ""
         self._unit.clear()
-        if text or self._texts[token_id]:  # an id that stands for no piece is not the first
+        if text or self._texts[token_id]:  # an id that has no piece does not count as the first token
             self._decode = self._then
         return text
 
@@ -173,13 +177,14 @@ class UnitDetokenizer:
 
 
 class SuffixDetokenizer:
-    """For vocabularies that mark the end of a word. One token behind: that mark is a space unless the text
-    ends there."""
+    """Detokenizer for vocabularies that mark the end of a word. It is one token behind, because that mark is
+    a space unless the text ends there."""
 
     def __init__(
         self, inner: "_Cache[str]", decode: Callable[[list[int]], str], skipped: frozenset[int]
     ) -> None:
-        """`inner` gives a token's text when another follows, `decode` the text of the last."""
+        """Create a detokenizer. `inner` returns a token's text if another token follows, and `decode` the
+        text of the last token."""
         self._inner, self._decode, self._skipped = inner, decode, skipped
         self._last: int | None = None
 
@@ -195,7 +200,7 @@ class SuffixDetokenizer:
 
 
 class _Cache(dict[int, V], Generic[V]):
-    """Remembers what `compute` gives for a token id; at most one entry for each token of the vocabulary."""
+    """Cache of `compute` by token id, with at most one entry for each token of the vocabulary."""
 
     def __init__(self, compute: Callable[[int], V]) -> None:
         super().__init__()
@@ -207,7 +212,7 @@ class _Cache(dict[int, V], Generic[V]):
 
 
 def _kinds(decoder: dict[str, object] | None) -> list[str]:
-    """The decoder's steps. Raises StartupError."""
+    """Return the decoder's steps. Raises StartupError for an unsupported one."""
     if decoder is None:
         return []
     steps = _steps(decoder)
@@ -233,8 +238,8 @@ _STEPS = {"Replace", "ByteFallback", "Fuse", "Strip"}
 
 
 def _characters_of_bytes() -> dict[str, int]:
-    """The published alphabet of byte-level vocabularies: printable bytes stand for themselves, the others
-    follow from U+0100 on (GPT-2, Radford et al. 2019)."""
+    """Return the published alphabet of byte-level vocabularies. Printable bytes stand for themselves, and the
+    others follow from U+0100 on (GPT-2, Radford et al. 2019)."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     alphabet = {chr(byte): byte for byte in printable}

@@ -10,14 +10,14 @@ T = TypeVar("T")
 
 @dataclass
 class _Share(Generic[T]):
-    """What one owner has in the queue, oldest first."""
+    """Items of one owner in the queue, oldest first."""
 
     items: deque[tuple[T, int]] = field(default_factory=deque)
     num_bytes: int = 0
 
 
 class FairQueue(Generic[T]):
-    """First come, first served among the items of one owner; one item of each owner in turn.
+    """Queue that takes one item of each owner in turn, and the items of one owner in order of arrival.
 
     A full queue drops the newest items of the owner with the most bytes: longest queue drop (Suter et al.,
     "Design considerations for supporting TCP with per-flow queueing", 1998)."""
@@ -25,19 +25,19 @@ class FairQueue(Generic[T]):
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
         self.num_bytes = 0
-        self._shares: OrderedDict[Hashable, _Share[T]] = OrderedDict()  # the next to be served first
+        self._shares: OrderedDict[Hashable, _Share[T]] = OrderedDict()  # in order of service
 
     def __len__(self) -> int:
         return sum(len(share.items) for share in self._shares.values())
 
     def push(self, owner: Hashable, item: T, num_bytes: int) -> list[T]:
-        """Return the items that are dropped, which `item` itself may be one of."""
+        """Append an item, and return the items that are dropped for it. `item` itself may be one of them."""
         share = self._shares.setdefault(owner, _Share())
         share.items.append((item, num_bytes))
         self._add(share, num_bytes)
         dropped = []
         while self.num_bytes > self._max_bytes:
-            # Of equals, the newcomer.
+            # Among equals, the owner of the new item loses.
             loser = max(self._shares, key=lambda each: (self._shares[each].num_bytes, each == owner))
             newest, size = self._shares[loser].items.pop()
             self._take(loser, size)
@@ -55,7 +55,7 @@ class FairQueue(Generic[T]):
         return item
 
     def remove(self, owner: Hashable, item: T) -> bool:
-        """Return whether it was still there."""
+        """Remove an item, and return whether it was still there."""
         share = self._shares.get(owner)
         place = next((each for each in share.items if each[0] is item), None) if share else None
         if share is None or place is None:

@@ -1,4 +1,4 @@
-"""Decides after every token whether a generation ends, and what of its text may be shown meanwhile."""
+"""Decides after every token whether a generation ends, and which part of its text may be shown meanwhile."""
 
 import time
 from collections import deque
@@ -10,15 +10,15 @@ from tgis.router.sequence import Stopping, StopReason
 from tgis.router.text.detokenizer import Vocabulary
 
 MAX_CLUSTER = 512
-"""Characters after which a grapheme cluster is taken to end: what a token costs must not depend on how many
-combining marks came before it."""
+"""Number of characters after which a grapheme cluster is taken to end, so that the cost of a token does not
+depend on the number of combining marks before it."""
 
 _CLUSTER = regex.compile(r"\X")
-_NOT_FINISHED = StopReason.NOT_FINISHED  # looked up once, as every token needs it
+_NOT_FINISHED = StopReason.NOT_FINISHED  # looked up once, because every token needs it
 
 
 class Piece(NamedTuple):
-    """What one token adds: text that may be shown, and whether it was the last."""
+    """Result of one token: text that may be shown, and whether the token was the last."""
 
     text: str
     reason: StopReason = _NOT_FINISHED
@@ -29,7 +29,7 @@ _NOTHING = Piece("")
 
 
 class StopMatcher:
-    """Finds stop sequences in a text that arrives in pieces.
+    """Matcher that finds stop sequences in a text that arrives in pieces.
 
     A match must use some of the newest piece. The first sequence of the list that matches wins, at its
     right-most place. Strings stand for their UTF-8 bytes here: no character's bytes occur within those of
@@ -39,14 +39,14 @@ class StopMatcher:
         self._stop_sequences = stop_sequences
         reach = max((len(stop) for stop in stop_sequences), default=1) - 1
         self._end = slice(-reach, None) if reach else slice(0)
-        self._tail = ""  # the end of the text so far, as far as a match could reach back
+        self._tail = ""  # end of the text so far, as long as a match could reach back
 
     def find(self, text: str) -> tuple[str, int]:
-        """(the stop sequence that `text` completes or empty, how many characters follow it); `text` counts as
-        seen only after `add`."""
+        """Return the stop sequence that `text` completes, or an empty string, and the number of characters
+        after it. `text` counts as seen only after `add`."""
         window = self._tail + text
         for stop in self._stop_sequences:
-            if stop in window:  # hardly ever, so that what follows need not be fast
+            if stop in window:  # this is rare, so the code below need not be fast
                 start = window.rfind(stop, max(len(self._tail) - len(stop) + 1, 0))
                 if start >= 0:
                     return stop, len(window) - start - len(stop)
@@ -57,20 +57,21 @@ class StopMatcher:
 
 
 class Hold(Protocol):
-    """The end of the text, which may not be shown yet."""
+    """End of the text that may not be shown yet."""
 
     def push(self, text: str) -> str:
-        """What may be shown now that the text goes on with `text`."""
+        """Add `text`, and return the text that may be shown now."""
         ...
 
     def flush(self) -> str:
-        """All that is held."""
+        """Return all the text that is held."""
         ...
 
 
 class ClusterHold:
-    """Shows the text up to the last beginning of a grapheme cluster that leaves `hold_back` bytes and those
-    of the newest piece behind it; with `hold_back` 0, all but the last cluster."""
+    """Hold that shows whole grapheme clusters. It shows the text up to the last beginning of a cluster that
+    leaves `hold_back` bytes and those of the newest piece behind it; with `hold_back` 0, all but the last
+    cluster."""
 
     def __init__(self, hold_back: int) -> None:
         self._hold_back, self._held = hold_back, ""
@@ -93,11 +94,12 @@ class ClusterHold:
 
 
 class TokenHold:
-    """Shows the text up to the last end of a piece that leaves `hold_back` bytes behind it."""
+    """Hold that shows whole pieces. It shows the text up to the last end of a piece that leaves `hold_back`
+    bytes behind it."""
 
     def __init__(self, hold_back: int) -> None:
         self._hold_back = hold_back
-        self._held: deque[tuple[str, int]] = deque()  # pieces and their bytes
+        self._held: deque[tuple[str, int]] = deque()  # pieces and their numbers of bytes
         self._num_bytes = 0
 
     def push(self, text: str) -> str:
@@ -121,7 +123,7 @@ class TokenHold:
 
 
 class TextStream:
-    """From the sampled tokens of one generation to its text and its end, in TGIS's order of reasons."""
+    """Text of one generation from its sampled tokens, and its end, with TGIS's order of stop reasons."""
 
     def __init__(self, vocabulary: Vocabulary, stopping: Stopping) -> None:
         self._stopping = stopping
@@ -132,10 +134,10 @@ class TextStream:
         self._num_tokens = 0
 
     def push(self, token_id: int) -> Piece:
-        """The next token. After a piece with a reason there is no further push."""
+        """Add the next token. No further token may follow a piece with a reason."""
         self._num_tokens += 1
         reason = self._reason(token_id)
-        # The token that ends a sequence is not text, not even where special tokens are.
+        # The token that ends a sequence is not part of the text, even if special tokens are.
         text = "" if reason is StopReason.EOS_TOKEN else self._detokenizer.push(token_id)
         if reason is not _NOT_FINISHED:
             return Piece(self._hold.flush() + text + self._detokenizer.flush(), reason)
@@ -150,7 +152,7 @@ class TextStream:
         return Piece(self._hold.push(text))
 
     def flush(self) -> str:
-        """What is held back; for a generation that ends between tokens."""
+        """Return the text that is held back, for a generation that ends between tokens."""
         return self._hold.flush() + self._detokenizer.flush()
 
     def _cut(self, text: str, stop: str, num_after: int) -> str:
@@ -173,7 +175,7 @@ class TextStream:
 
 
 def _hold_back(stopping: Stopping) -> int:
-    """Bytes that a stop sequence may still take away."""
+    """Return the number of bytes that a stop sequence may still take away."""
     if not stopping.stop_sequences:
         return 0
     if stopping.include_stop_sequence:
@@ -182,7 +184,8 @@ def _hold_back(stopping: Stopping) -> int:
 
 
 def _ascii_start(text: str, cutoff: int) -> int:
-    """As `_cluster_start`, where only a carriage return and line feed are more than one character."""
+    """Return the same as `_cluster_start` for ASCII, where only a carriage return and line feed form a
+    cluster of more than one character."""
     if cutoff <= 0:
         return 0
     start = cutoff if cutoff < len(text) else len(text) - 1
@@ -190,8 +193,8 @@ def _ascii_start(text: str, cutoff: int) -> int:
 
 
 def _cluster_start(text: str, cutoff: int) -> int:
-    """The index at which the last grapheme cluster begins that begins within the first `cutoff` bytes; looks
-    no further. 0 if there is none but the first."""
+    """Return the index of the last grapheme cluster that begins within the first `cutoff` bytes, or 0 if only
+    the first does. The search looks no further."""
     start = num_bytes = 0
     while True:
         cluster = _CLUSTER.match(text, start, start + MAX_CLUSTER)

@@ -1,9 +1,10 @@
-"""How many bytes of text one token can stand for at most, as far as a tokenizer's own parts prove it.
+"""Computes how many bytes of text one token can stand for at most, as far as a tokenizer's own parts prove
+it.
 
-The proof follows the text through the tokenizer. Added tokens that strip no spaces stand for what they
-spell. Normalizers of a list shrink text by a known factor at most. Pre-tokenizers of a list drop and shrink
-nothing. A BPE model that knows every byte drops nothing, and its tokens stand for no more than they spell.
-Post-processors only add tokens. Whatever is not known to keep these rules gives no bound."""
+The proof follows the text through the tokenizer. Added tokens that strip no spaces stand for what they spell.
+Normalizers of a list shrink text by a known factor at most. Pre-tokenizers of a list drop and shrink nothing.
+A BPE model that knows every byte drops nothing, and its tokens stand for no more than they spell.
+Post-processors only add tokens. If any part is not known to keep these rules, there is no bound."""
 
 import json
 import math
@@ -19,14 +20,14 @@ PARTS = frozenset(
     "version truncation padding added_tokens normalizer pre_tokenizer post_processor decoder model".split()
 )
 NFC_FACTOR = 3.5
-"""The most bytes of text for a byte of its NFC: U+1FBE U+0308 U+0301, 7 bytes, become U+0390, 2 bytes."""
+"""Maximum bytes of text for a byte of its NFC: U+1FBE U+0308 U+0301, 7 bytes, become U+0390, 2 bytes."""
 BEHAVIORS_THAT_KEEP_ALL = frozenset({"Isolated", "MergedWithPrevious", "MergedWithNext", "Contiguous"})
 BYTE_LEVEL_ALPHABET = frozenset(pre_tokenizers.ByteLevel.alphabet())
 BYTE_FALLBACK_TOKENS = frozenset(f"<0x{byte:02X}>" for byte in range(256))
 
 
 def max_bytes_per_token(tokenizer: tokenizers.Tokenizer) -> int | None:
-    """Return the most UTF-8 bytes of input text per token, or None where no bound can be proved.
+    """Return the most UTF-8 bytes of input text per token, or None if no bound can be proved.
 
     A text of n bytes then has at least n / bound tokens, special ones included."""
     parts = json.loads(tokenizer.to_str())
@@ -79,7 +80,7 @@ def _strips_nothing(token: Part) -> bool:
 
 
 def _shrink_factor(normalizer: Part) -> float:
-    """Return the most bytes of text for a byte of its normal form, or 0 where that is not known."""
+    """Return the most bytes of text for a byte of its normal form, or 0 if that is not known."""
     match normalizer:
         case {"type": "NFC", **rest} if not rest:
             return NFC_FACTOR
@@ -107,7 +108,7 @@ def _keeps_all(step: Part) -> bool:
 
 
 def _only_adds(processors: list[Part]) -> bool:
-    """Return whether all tokens of the text stay: a template may leave them out, and one that follows another
+    """Return whether all tokens of the text stay. A template may omit them, and one that follows another
     processor gets them in pieces."""
     match [processor for processor in processors if processor["type"] != "ByteLevel"]:
         case [] | [{"type": "BertProcessing" | "RobertaProcessing"}]:

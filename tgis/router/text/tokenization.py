@@ -1,4 +1,4 @@
-"""Tokenizing as the router's threads and the tokenizer process do it: plain functions over a tokenizer."""
+"""Functions over a tokenizer, which both the router's threads and the tokenizer process use."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,11 +11,11 @@ from tgis.router.errors import RequestError, StartupError
 
 
 class TokenIds(NamedTuple):
-    """A text's token ids, special ones included."""
+    """Token ids of a text, special ones included."""
 
     num_tokens: int
     last: list[int]
-    """The last of them, as many as were asked for."""
+    """Last token ids, as many as were asked for."""
 
 
 class Tokenized(NamedTuple):
@@ -27,7 +27,8 @@ class Tokenized(NamedTuple):
 
 
 def load_tokenizer(directory: Path) -> tokenizers.Tokenizer:
-    """Raises StartupError if the directory holds no tokenizer that can be read."""
+    """Load the tokenizer of a directory. Raises StartupError if the directory has no tokenizer that can be
+    read."""
     path = directory / "tokenizer.json"
     if not path.is_file():
         raise StartupError("No existing fast tokenizer (tokenizer.json) found")
@@ -49,7 +50,7 @@ def encode_ids(tokenizer: tokenizers.Tokenizer, texts: Sequence[str], max_ids: i
 
 
 def tokenize(tokenizer: tokenizers.Tokenizer, request: pb.BatchedTokenizeRequest) -> Tokenized:
-    """Answer a Tokenize call. Truncation keeps the last tokens; nothing replaces those before.
+    """Answer a Tokenize call. Truncation keeps the last tokens and adds no token in place of the others.
 
     Raises RequestError."""
     answer, limit = pb.BatchedTokenizeResponse(), request.truncate_input_tokens
@@ -80,10 +81,10 @@ def byte_offsets(text: str, offsets: Sequence[tuple[int, int]]) -> list[tuple[in
 def _encode(
     tokenizer: tokenizers.Tokenizer, texts: Sequence[str], with_offsets: bool
 ) -> list[tokenizers.Encoding]:
-    # Only the library's batch calls let other threads run; the fast one does not compute offsets.
+    # Only the library's batch calls let other threads run, and the fast one does not compute offsets.
     encode_batch = tokenizer.encode_batch if with_offsets else tokenizer.encode_batch_fast
     try:
         return encode_batch(list(texts))
-    # The library raises bare Exception, and BaseException where it panics; its text may quote the input.
+    # The library raises bare Exception, and BaseException if it panics. The error's text may quote the input.
     except BaseException as error:
         raise RequestError("tokenizer error the text could not be encoded") from error

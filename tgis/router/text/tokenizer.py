@@ -1,4 +1,4 @@
-"""Text to token ids off the event loop, and token ids to the vocabulary's own pieces."""
+"""Tokenizes text off the event loop, and looks up the vocabulary's pieces."""
 
 import asyncio
 import os
@@ -16,8 +16,8 @@ from tgis.router.text.tokenizer_process import TokenizerProcess
 
 MAX_WORKERS = 8
 LONG_TEXT_BYTES = 32 << 10
-"""Calls with more text than this go to the tokenizer process."""
-BYTES_PER_TEXT = 64  # what a text costs at least, in bytes of text that would cost as much
+"""Size of a call's text above which the tokenizer process takes it."""
+BYTES_PER_TEXT = 64  # least cost of a text, as the bytes of text that would cost as much
 CLASSES_THAT_ADD_BOS = {"LlamaTokenizer", "CodeLlamaTokenizer", "GemmaTokenizer", "CohereTokenizer"}
 """Values of `tokenizer_class`, less "Fast", for which an absent `add_bos_token` means yes."""
 
@@ -25,14 +25,14 @@ T = TypeVar("T")
 
 
 class Tokenizer:
-    """A `tokenizer.json` with what its directory says beside it. Safe to use from any task; owns its threads
-    and its process."""
+    """A `tokenizer.json` with the settings in its directory. It is safe to use from any task, and owns its
+    threads and its process."""
 
     def __init__(self, directory: Path, num_workers: int | None = None) -> None:
-        """Raises StartupError if the directory holds no tokenizer that can be read."""
+        """Load the tokenizer. Raises StartupError if the directory has no tokenizer that can be read."""
         self.fast = load_tokenizer(directory)
         self.max_bytes_per_token = max_bytes_per_token(self.fast)
-        """See there; None where texts can only be refused for the tokens they have."""
+        """Upper bound from `token_bound`, or None if a text must be tokenized to show that it is too long."""
         settings = model_files.read_json(directory, "tokenizer_config.json")
         self._settings = model_files.read_json(directory, "special_tokens_map.json") | settings
         default = min(max(len(os.sched_getaffinity(0)) - 1, 1), MAX_WORKERS)
@@ -45,8 +45,8 @@ class Tokenizer:
 
     @cached_property
     def bos_token_id(self) -> int | None:
-        """Only where the model's settings say that inputs begin with it; that the tokenizer adds it by itself
-        does not count."""
+        """Beginning-of-text token, if the model's settings say that inputs begin with it. A token that the
+        tokenizer adds without such a setting does not count."""
         adds_bos = self._settings.get("add_bos_token")
         if adds_bos is None:
             adds_bos = str(self._settings.get("tokenizer_class")).removesuffix("Fast") in CLASSES_THAT_ADD_BOS
@@ -62,30 +62,30 @@ class Tokenizer:
         return frozenset(token_id for token_id, token in added.items() if token.special)
 
     def ids_beyond(self, vocab_size: int) -> list[int]:
-        """Return the token ids that a model of that many tokens does not have, the largest last."""
+        """Return the token ids that a model with that many tokens does not have, the largest last."""
         return sorted(token_id for token_id in self.fast.get_vocab().values() if token_id >= vocab_size)
 
     def piece(self, token_id: int) -> str:
-        """The vocabulary's piece, not decoded text; empty for ids outside the vocabulary."""
+        """Return the vocabulary's piece, which is not decoded text; empty for ids outside the vocabulary."""
         return self.fast.id_to_token(token_id) or ""
 
     async def encode_ids(self, texts: list[str], max_ids: int, connection: Hashable) -> list[TokenIds]:
-        """Encode the texts of one call of a client's connection and keep the last `max_ids` of each. Raises
-        RequestError and OverloadedError."""
+        """Encode the texts of one call, and keep the last `max_ids` of each. `connection` identifies the
+        client's connection. Raises RequestError and OverloadedError."""
         num_bytes = sum(max(len(text.encode(errors="replace")), BYTES_PER_TEXT) for text in texts)
         if num_bytes > LONG_TEXT_BYTES:
             return await self._process.encode_ids(texts, max_ids, connection, num_bytes)
         return await self._in_thread(lambda: encode_ids(self.fast, texts, max_ids))
 
     async def tokenize(self, request: pb.BatchedTokenizeRequest, connection: Hashable) -> Tokenized:
-        """Answer a Tokenize call of a client's connection. Raises RequestError and OverloadedError."""
+        """Answer a Tokenize call. `connection` identifies the client's connection. Raises RequestError and
+        OverloadedError."""
         if max(request.ByteSize(), BYTES_PER_TEXT * len(request.requests)) > LONG_TEXT_BYTES:
             return await self._process.tokenize(request, connection)
         return await self._in_thread(lambda: tokenize(self.fast, request))
 
     def truncate(self, ids: TokenIds, max_tokens: int) -> TokenIds:
-        """Keep the last `max_tokens`; a beginning-of-text token that the tokenizer adds replaces the first of
-        them."""
+        """Keep the last `max_tokens`. If `bos_token_id` is set, it replaces the first of them."""
         if not 0 < max_tokens < ids.num_tokens:
             return ids
         last = ids.last[-max_tokens:]

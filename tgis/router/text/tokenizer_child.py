@@ -1,5 +1,5 @@
-"""The tokenizer process: answers one call at a time at a low priority, so that long texts hold up neither the
-router's interpreter nor whoever else computes on this machine."""
+"""The tokenizer process. It answers one call at a time at a low priority, so that long texts block neither
+the router's interpreter nor other computations on this machine."""
 
 import os
 import sys
@@ -18,14 +18,14 @@ from tgis.router.errors import RequestError
 from tgis.router.text.tokenization import Tokenized, encode_ids, load_tokenizer, tokenize
 
 NICENESS = 10
-IDLE_S = 2.0  # after which it keeps no memory for the next text
+IDLE_S = 2.0  # idle time after which it keeps no memory for the next text
 
 
 def main(fd: int, directory: Path, parent: int) -> None:
     """Say over the socket `fd` that the tokenizer is loaded, then answer calls until the other end closes."""
     die_with(parent)
     os.nice(NICENESS)
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one core is enough to lose
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # it may use only one core
     tokenizer = load_tokenizer(directory)
     with Connection(fd) as connection:
         connection.send(None)
@@ -41,11 +41,11 @@ def main(fd: int, directory: Path, parent: int) -> None:
 
 
 def _answer(tokenizer: tokenizers.Tokenizer, name: str, arguments: tuple[Any, ...]) -> object:
-    """Return what the call gives, or the RequestError that refuses it."""
+    """Return the call's result, or the RequestError that refuses it."""
     try:
         return CALLS[name](tokenizer, *arguments)
     except RequestError as error:
-        return RequestError(str(error))  # without the library's own text
+        return RequestError(str(error))  # without the library's error, whose text may quote the input
 
 
 def _tokenize_serialized(tokenizer: tokenizers.Tokenizer, request: bytes) -> Tokenized:

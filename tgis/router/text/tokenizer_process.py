@@ -1,5 +1,5 @@
 """Tokenizes long texts in a process of its own. Small texts, which threads of the router tokenize, never wait
-behind long ones, and no long text holds the router's interpreter."""
+behind long ones, and no long text blocks the router's interpreter."""
 
 import asyncio
 import os
@@ -19,13 +19,14 @@ from tgis.router.text.fair_queue import FairQueue
 from tgis.router.text.tokenization import TokenIds, Tokenized
 
 MAX_QUEUED_BYTES = 64 << 20
-# How long a text may be computed on for nobody. Below it, computing on costs less than a new process does.
+# Time that the process may spend on a text whose call has ended. Below it, going on costs less than starting
+# a new process.
 ABANDONED_S = 2.0
 
 
 @dataclass(eq=False)
 class _Job:
-    """One call: a function of `tokenizer_child.CALLS` and what it is given beside the tokenizer."""
+    """One call: a function of `tokenizer_child.CALLS` and its arguments besides the tokenizer."""
 
     name: str
     arguments: tuple[Any, ...]
@@ -33,14 +34,14 @@ class _Job:
 
 
 class TokenizerProcess:
-    """Answers one call at a time, those of each connection in turn. Owns its process, which starts with the
-    first call and is started again if it dies."""
+    """Client of the tokenizer process. The process answers one call at a time, those of each connection in
+    turn. It starts with the first call and is started again if it dies."""
 
     def __init__(self, directory: Path) -> None:
-        """`directory` holds the tokenizer.json."""
+        """Create the client without starting the process. `directory` holds the tokenizer.json."""
         self._queue: FairQueue[_Job] = FairQueue(MAX_QUEUED_BYTES)
         self._child = _Child(directory)
-        # The process dies with this thread, which starts it: the kernel looks at threads.
+        # The process dies with the thread that starts it, because the kernel watches threads, not processes.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="tokenizer process")
         self._worker: asyncio.Task[None] | None = None
         self._running: _Job | None = None
@@ -52,18 +53,19 @@ class TokenizerProcess:
     async def encode_ids(
         self, texts: list[str], max_ids: int, connection: Hashable, num_bytes: int
     ) -> list[TokenIds]:
-        """`num_bytes` is the size of all texts. Raises RequestError and OverloadedError."""
+        """Encode the texts, and keep the last `max_ids` of each. `num_bytes` is the size of all texts. Raises
+        RequestError and OverloadedError."""
         answer: list[TokenIds] = await self._ask(_Job("encode_ids", (texts, max_ids)), connection, num_bytes)
         return answer
 
     async def tokenize(self, request: pb.BatchedTokenizeRequest, connection: Hashable) -> Tokenized:
-        """Raises RequestError and OverloadedError."""
+        """Answer a Tokenize call. Raises RequestError and OverloadedError."""
         data = request.SerializeToString()
         answer: Tokenized = await self._ask(_Job("tokenize", (data,)), connection, len(data))
         return answer
 
     def close(self) -> None:
-        """Nothing may be asked afterwards."""
+        """Stop the process. No call may follow."""
         self._child.close()
         self._thread.submit(self._child.reap)
         self._thread.shutdown(wait=False)
@@ -114,7 +116,7 @@ class TokenizerProcess:
 
 
 class _Child:
-    """The process and the router's end of its socket. One thread starts it and asks."""
+    """The process and the router's end of its socket. Only one thread starts it and calls it."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -123,7 +125,7 @@ class _Child:
         self._is_closed = False
 
     def ask(self, name: str, arguments: tuple[Any, ...]) -> object:
-        """Return the answer, or None if the process dies before. Raises RuntimeError if it cannot start."""
+        """Return the answer, or None if the process dies first. Raises RuntimeError if it cannot start."""
         connection = self._connection or self._start()
         try:
             connection.send((name, arguments))
@@ -133,17 +135,17 @@ class _Child:
             return None
 
     def kill(self) -> None:
-        """May be called by any thread."""
+        """Kill the process. Any thread may call this."""
         if self._process is not None:
             self._process.kill()
 
     def close(self) -> None:
-        """May be called by any thread."""
+        """Kill the process, also one that is just starting. Any thread may call this."""
         self._is_closed = True
         self.kill()
 
     def reap(self) -> int:
-        """Return the exit status of the process, which has ended or is ending."""
+        """Wait for the process, which has ended or is ending, and return its exit status."""
         if self._connection is not None:
             self._connection.close()
         status = 0 if self._process is None else self._process.wait()
@@ -161,8 +163,8 @@ class _Child:
                 pass_fds=[fd],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,  # a crashing library's last words may quote the user
-                start_new_session=True,  # a terminal's Ctrl-C is the router's alone
+                stderr=subprocess.DEVNULL,  # a crashing library's last output may quote the user
+                start_new_session=True,  # a terminal's Ctrl-C is meant for the router alone
             )
         if self._is_closed:
             self.kill()

@@ -1,5 +1,5 @@
-"""Who may call, where a file of tokens says so: a call without one of them is refused before anything of it
-is read. Health may always be asked."""
+"""Authenticates calls, if a file of tokens is given: a call without one of the tokens is refused before
+anything of it is read. Health checks need no token."""
 
 import hashlib
 import hmac
@@ -23,15 +23,15 @@ logger = logging.getLogger(__name__)
 OPEN_PREFIX = "/grpc.health.v1.Health/"
 SCHEME = "bearer "
 REFUSAL = "a valid bearer token is required"
-MAX_METHOD_CHARS = 100  # in the log; a stranger may call anything
-LOOK_S = 1.0  # between two looks at the file, at least
+MAX_METHOD_CHARS = 100  # length in the log, because an unknown client may call any name
+LOOK_S = 1.0  # least time between two checks of the file
 
 Handler = Any  # grpc types its handlers for the synchronous server only
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
 def warn_if_open(options: PortOptions, host: str) -> None:
-    """Warn where anybody who reaches `host`, the address of the gRPC port, may call."""
+    """Warn if anybody who reaches `host`, the address of the gRPC port, may call."""
     if ip_address(host).is_loopback or options.tls_client_ca_cert_path or options.auth_tokens_path:
         return
     if options.tls_cert_path:
@@ -50,15 +50,15 @@ def warn_if_open(options: PortOptions, host: str) -> None:
 
 
 class Tokens:
-    """Those of a file, a line each; a changed file is read again, so that tokens can be replaced."""
+    """Tokens of a file, one per line. A changed file is read again, so that tokens can be replaced."""
 
     def __init__(self, path: str) -> None:
-        """Raises StartupError."""
+        """Read the file. Raises StartupError."""
         self._path, self._state, self._looked_at = path, look_at(path), time.monotonic()
         self._digests = _read(path)
 
     def has(self, token: str) -> bool:
-        """In a time that does not depend on how much of a token is right."""
+        """Return whether `token` is known, in a time that does not depend on how much of it is right."""
         self._look()
         digest = _digest(token)
         return sum(hmac.compare_digest(digest, known) for known in self._digests) > 0
@@ -77,7 +77,7 @@ class Tokens:
 
 
 class Gate(grpc.aio.ServerInterceptor):
-    """Stands before all methods; what it refuses is counted and logged."""
+    """Interceptor of all methods that counts and logs the calls it refuses."""
 
     def __init__(self, tokens: Tokens, failures: Counter) -> None:
         self._tokens, self._failures = tokens, failures

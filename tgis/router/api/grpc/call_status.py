@@ -1,4 +1,4 @@
-"""The status that a call ends with, sent so that nothing of the call is kept once it has ended."""
+"""Ends a call with a status, so that nothing of the call is kept once it has ended."""
 
 from typing import Any, NamedTuple
 
@@ -29,8 +29,8 @@ async def end_call(context: Context, status: Status) -> None:
 def drop_tracebacks(error: BaseException) -> None:
     """Remove the frames from `error`, its causes, its context and its group.
 
-    Frames hold requests, texts and token ids, and some of asyncio's hold the error that holds them: only the
-    garbage collector would free those, and it rarely looks at what is old."""
+    Frames hold requests, texts and token ids, and some of asyncio's frames hold the error that holds them.
+    Only the garbage collector would free those, and it rarely examines old objects."""
     found, seen = [error], {id(error)}
     for each in found:
         each.__traceback__ = None

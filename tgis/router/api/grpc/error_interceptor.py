@@ -1,5 +1,5 @@
-"""What stands before every method of the public gRPC port: bytes that are no message are refused, errors
-become statuses by one table, and nothing unforeseen tells a client more than a request id."""
+"""Intercepts every method of the public gRPC port. Bytes that are not a valid message are refused, errors
+become statuses by one table, and an unforeseen error tells a client no more than a request id."""
 
 import asyncio
 import logging
@@ -40,20 +40,21 @@ Stream = Callable[[Any, Context], AsyncGenerator[Any, None]]
 
 @dataclass(slots=True)
 class Received:
-    """A request as it came. grpc.aio keeps it as long as the call, but the message only until the answer."""
+    """A request as it was received. grpc.aio keeps it as long as the call, but the message only until the
+    answer."""
 
     message: Any
-    """None where it cannot be read, and after the answer."""
+    """The message, or None if it cannot be read and after the answer."""
     num_bytes: int
 
 
 class Door(grpc.aio.ServerInterceptor):
-    """Wraps every method there is, those of gRPC's own services too."""
+    """Interceptor that wraps every method, those of gRPC's own services too."""
 
     def __init__(
         self, readers: SlowReaders, pacing: RefusalPacing, memory: MemoryRelease, failures: Counter
     ) -> None:
-        """`failures` counts what no method gets to see."""
+        """Create an interceptor. `failures` counts the refusals that no method sees."""
         self._readers, self._pacing, self._memory, self._failures = readers, pacing, memory, failures
 
     async def intercept_service(
@@ -97,7 +98,7 @@ class Door(grpc.aio.ServerInterceptor):
         return call
 
     async def _serve(self, answering: Coroutine[Any, Any, Any], request: Any, context: Context) -> Any:
-        """Return the call's answer; where it has none, the call has ended with a status."""
+        """Return the call's answer. If it has none, the call has ended with a status."""
         received = request if isinstance(request, Received) else Received(None, 0)
         try:
             answer, status = await _answer_or_status(answering)
@@ -112,7 +113,7 @@ class Door(grpc.aio.ServerInterceptor):
             self._memory.note(received.num_bytes)
 
     def _checked(self, request: Any) -> Any:
-        """Return the message, or the stream of messages. Raises RequestError for one that cannot be read."""
+        """Return the message, or the stream of messages. Raises RequestError if one cannot be read."""
         if isinstance(request, AsyncIterable):
             return self._all_checked(request)
         if request.message is None:
@@ -127,7 +128,7 @@ class Door(grpc.aio.ServerInterceptor):
 
 
 async def _refuse_unknown(requests: AsyncIterable[Any], context: Context) -> None:
-    """End a call of a method that is none: at once, and without a text, as TGIS's server does."""
+    """End a call of an unknown method at once and without a text, as TGIS's server does."""
     context.set_code(grpc.StatusCode.UNIMPLEMENTED)
 
 
@@ -142,7 +143,8 @@ def _measuring(deserialize: Callable[[bytes], Any]) -> Callable[[bytes], Receive
 
 
 def _passing_bytes(serialize: Callable[[Any], bytes]) -> Callable[[Any], bytes]:
-    """An answer that is bytes has been serialized already, where it held up nobody."""
+    """Return a serializer that leaves bytes alone: such an answer was serialized earlier, off the event
+    loop."""
 
     def write(response: Any) -> bytes:
         return response if isinstance(response, bytes) else serialize(response)
@@ -151,10 +153,10 @@ def _passing_bytes(serialize: Callable[[Any], bytes]) -> Callable[[Any], bytes]:
 
 
 async def _answer_or_status(answering: Coroutine[Any, Any, Any]) -> tuple[Any, Status | None]:
-    """Return what a method gives, or what a client is told of its error, without its frames."""
+    """Return a method's answer, or the status for its error, without the error's frames."""
     try:
         return await answering, None
-    except grpc.aio.AbortError as error:  # of gRPC's own services, which end their calls by themselves
+    except grpc.aio.AbortError as error:  # gRPC's own services end their calls by themselves
         drop_tracebacks(error)
         return None, None
     except Exception as error:
@@ -167,7 +169,8 @@ async def _answer_or_status(answering: Coroutine[Any, Any, Any]) -> tuple[Any, S
 
 
 def _status_of(error: Exception) -> Status:
-    """Return what a client is told of `error`: of one that is not ours, the id that the log has."""
+    """Return the status that a client gets for `error`. For an unforeseen one it tells only the id that the
+    log has."""
     if isinstance(error, RouterError):
         code, text = STATUS[error.code], str(error)
         more = retry_later(code.value[0], text) if isinstance(error, OverloadedError) else ()

@@ -1,5 +1,5 @@
-"""gRPC's health service. A watcher that does not read keeps the health from nobody else; the one that comes
-with gRPC tells one watcher after the other."""
+"""gRPC's health service. A watcher that does not read delays no other watcher; the service that comes with
+gRPC notifies one watcher after the other."""
 
 import asyncio
 from collections.abc import AsyncGenerator
@@ -15,7 +15,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class Health(HealthServicer):  # type: ignore[misc]
-    """Of services that are ready or not together; the empty name stands for all."""
+    """Health of services that are ready or not together. The empty name stands for all of them."""
 
     def __init__(self, *services: str) -> None:
         self._services = ("", *services)
@@ -31,7 +31,7 @@ class Health(HealthServicer):  # type: ignore[misc]
         self._changed = asyncio.Event()
 
     def end(self) -> None:
-        """Never ready again."""
+        """Set the health to not ready for good."""
         self._has_ended = True
         self.set(False)
 
@@ -47,8 +47,8 @@ class Health(HealthServicer):  # type: ignore[misc]
     async def Watch(
         self, request: pb.HealthCheckRequest, context: Context
     ) -> AsyncGenerator[pb.HealthCheckResponse, None]:
-        """Every status from now on, but for those that another follows before they are read; after the end
-        that one, and the end of the watch."""
+        """Yield every status from now on, except those that another one replaces before they are read. After
+        the end, yield the last status and return."""
         self.num_watches += 1
         try:
             async for status in self._statuses(request.service in self._services):
@@ -59,7 +59,8 @@ class Health(HealthServicer):  # type: ignore[misc]
     async def _statuses(self, is_known: bool) -> AsyncGenerator[Any, None]:
         told = None
         while True:
-            # Of one moment: what changes while a status is being sent is told after it, the end too.
+            # Read both at one moment, so that a change or an end while a status is being sent is reported
+            # after it.
             changed, has_ended = self._changed, self._has_ended
             status = self._status if is_known else pb.HealthCheckResponse.SERVICE_UNKNOWN
             if status != told:

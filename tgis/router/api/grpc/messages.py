@@ -1,4 +1,4 @@
-"""The public messages, in the shapes that TGIS's clients expect, from what an engine tells of its work."""
+"""Writes the public messages from the engine's events, in the shapes that TGIS's clients expect."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -8,7 +8,7 @@ from tgis.router.events import InputTokens, Output
 from tgis.router.sequence import Details, Sequence, StopReason, TokenDetail
 from tgis.router.text.tokenizer import Tokenizer
 
-_NOT_FINISHED = StopReason.NOT_FINISHED  # looked up once, as every token needs it
+_NOT_FINISHED = StopReason.NOT_FINISHED  # looked up once, because every token needs it
 
 
 @dataclass
@@ -32,13 +32,14 @@ class Result:
 
 
 class ResponseWriter:
-    """Writes answers with the vocabulary's own pieces."""
+    """Writer of answers. Token texts are the vocabulary's own pieces."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
 
     def unary(self, result: Result, echo: str) -> pb.GenerationResponse:
-        """`echo` comes before the generated text; empty where the input's text was not asked for."""
+        """Return a unary answer. `echo` comes before the generated text; it is empty unless the input's text
+        was asked for."""
         sequence, last = result.sequence, result.last
         assert last is not None, "a generation ends with an output"
         is_empty = not last.num_generated  # expired before anything was computed: only the reason is told
@@ -54,13 +55,14 @@ class ResponseWriter:
         )
 
     def header(self, sequence: Sequence, input_text: str) -> pb.GenerationResponse:
-        """The first message of a stream, before anything is computed."""
+        """Return the first message of a stream, which is sent before anything is computed."""
         return pb.GenerationResponse(
             input_token_count=sequence.num_input_tokens, seed=sequence.sampling.seed, text=input_text
         )
 
     def message(self, event: InputTokens | Output, sequence: Sequence) -> pb.GenerationResponse | None:
-        """None for a token that shows nothing: no text yet, and nobody asked for tokens."""
+        """Return the message for an event, or None for a token that shows nothing: it has no text yet, and
+        tokens were not asked for."""
         details = sequence.details
         if isinstance(event, InputTokens):
             infos = self._token_infos(event.tokens, details)
@@ -92,7 +94,7 @@ class ResponseWriter:
         ]
 
     def _top_tokens(self, token: TokenDetail, with_logprobs: bool) -> list[pb.TokenInfo.TopToken]:
-        """By probability where that is shown, else by token id."""
+        """Return the top tokens by probability if that is shown, else by token id."""
         top = token.top_tokens if with_logprobs else sorted(token.top_tokens)
         return [
             pb.TokenInfo.TopToken(

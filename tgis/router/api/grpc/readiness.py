@@ -1,4 +1,4 @@
-"""Whether calls are served, as gRPC's health, its watchers and HTTP are told. Who is told is told at once."""
+"""Readiness of the router for calls. gRPC's health, its watchers and HTTP are told of a change at once."""
 
 import logging
 import time
@@ -7,21 +7,22 @@ from tgis.router.api.grpc.health import Health
 
 logger = logging.getLogger(__name__)
 
-# What Kubernetes gives a liveness probe where nothing else is said: three failures, ten seconds apart.
+# Kubernetes' default for a liveness probe: three failures, ten seconds apart.
 PATIENCE_S = 30.0
 
 
 class Readiness:
-    """Not ready until it is told otherwise; after `drain` nothing makes it ready again."""
+    """Readiness, false until it is set; after `drain` it stays false."""
 
     def __init__(self, *services: str) -> None:
-        """`services` are the names that gRPC's health is asked for, beside that of the whole."""
+        """Create it. `services` are the names that gRPC's health is asked for, besides the empty one for
+        all."""
         self.health = Health(*services)
         self.is_ready = self._is_draining = False
         self._lost_at: float | None = None
 
     def set(self, ready: bool) -> None:
-        """The shards are there, or lost."""
+        """Record that the shards are there, or lost."""
         self.is_ready = ready and not self._is_draining
         self.health.set(self.is_ready)
         if not ready:

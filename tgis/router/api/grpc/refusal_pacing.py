@@ -1,43 +1,45 @@
-"""Paces the refusals of large requests, for each connection: a client that sends megabytes which are refused
-at once, again and again, would keep the event loop busy with receiving and decoding them."""
+"""Paces the refusals of large requests on each connection. Without it, a client that keeps sending megabytes
+which are refused at once would keep the event loop busy with receiving and decoding them."""
 
 import asyncio
 from contextlib import suppress
 
-LARGE_BYTES = 32 << 10  # of a message; smaller ones are never paced
-BYTES_PER_S = 4 << 20  # of refused messages, for each connection
+LARGE_BYTES = 32 << 10  # size of a message; smaller ones are never paced
+BYTES_PER_S = 4 << 20  # rate of refused messages on each connection
 MAX_DELAY_S = 4.0
-MAX_WAITING_BYTES = 256 << 20  # of all refusals that wait, whose bytes gRPC holds until they are sent
+# limit for all waiting refusals together, because gRPC holds their bytes until they are sent
+MAX_WAITING_BYTES = 256 << 20
 
 
 class RefusalClocks:
-    """When the next refusal on each connection is due. Knows only the connections that have been refused
-    something in the last `max_delay_s`."""
+    """Times at which the next refusal on each connection is due. Only connections that were refused something
+    in the last `max_delay_s` are kept."""
 
     def __init__(self, bytes_per_s: float = BYTES_PER_S, max_delay_s: float = MAX_DELAY_S) -> None:
         self._bytes_per_s, self._max_delay_s = bytes_per_s, max_delay_s
         self._due: dict[str, float] = {}
-        """By peer, in the order of their last refusals."""
+        """Due times by peer, in the order of their last refusals."""
 
     def __len__(self) -> int:
         return len(self._due)
 
     def delay(self, peer: str, num_bytes: int, now: float) -> float:
-        """Return the seconds that the refusal of a message is to wait, at most `max_delay_s`; none after a
-        quiet time. `now` never goes back."""
+        """Return the seconds that the refusal of a message must wait, at most `max_delay_s`; 0 after a quiet
+        time. `now` never decreases."""
         due = max(self._due.pop(peer, now), now)
         self._due[peer] = min(due + num_bytes / self._bytes_per_s, now + self._max_delay_s)
         self._forget_quiet(now)
         return due - now
 
     def _forget_quiet(self, now: float) -> None:
-        """Remove from the front, which is as old as `max_delay_s` at most."""
+        """Remove past due times from the front. They are in the order of the last refusals, which are at most
+        `max_delay_s` old."""
         while self._due and next(iter(self._due.values())) <= now:
             del self._due[next(iter(self._due))]
 
 
 class RefusalPacing:
-    """Makes refusals wait for their turns."""
+    """Pacer that makes refusals wait for their turns."""
 
     def __init__(self) -> None:
         self._clocks = RefusalClocks()
@@ -45,7 +47,7 @@ class RefusalPacing:
         self._has_ended = asyncio.Event()
 
     async def wait(self, peer: str, num_bytes: int) -> None:
-        """Return when a message of so many bytes may be refused on the connection to `peer`."""
+        """Wait until a message of that many bytes may be refused on the connection to `peer`."""
         if num_bytes <= LARGE_BYTES:
             return
         delay = self._clocks.delay(peer, num_bytes, asyncio.get_running_loop().time())
@@ -59,5 +61,5 @@ class RefusalPacing:
             self._num_waiting_bytes -= num_bytes
 
     def end(self) -> None:
-        """Let what waits go, and make nothing wait from now on."""
+        """Release all waiting refusals, and let no further one wait."""
         self._has_ended.set()

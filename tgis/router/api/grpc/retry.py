@@ -1,5 +1,5 @@
-"""What an overloaded server adds to its status, for clients that look: when to come again, in the two ways
-that are read, `google.rpc.RetryInfo` and gRPC's own."""
+"""Tells clients of an overloaded server when to retry, in the two ways that clients read:
+`google.rpc.RetryInfo` and gRPC's own pushback."""
 
 from google.protobuf.any_pb2 import Any
 from google.protobuf.duration_pb2 import Duration
@@ -11,10 +11,10 @@ Metadata = tuple[tuple[str, str | bytes], ...]
 
 
 def retry_later(code: int, text: str) -> Metadata:
-    """Trailing metadata to a status of `code` and `text`."""
+    """Return the trailing metadata for a status of `code` and `text`."""
     retry_info = _field(1, Duration(seconds=RETRY_S).SerializeToString())
     detail = Any(type_url=RETRY_INFO, value=retry_info).SerializeToString()
-    # google.rpc.Status: its numbers are those of a public contract.
+    # The field numbers of google.rpc.Status are part of a public contract.
     status = bytes([1 << 3, code]) + _field(2, text.encode()) + _field(3, detail)
     return ("grpc-status-details-bin", status), ("grpc-retry-pushback-ms", str(1000 * RETRY_S))
 

@@ -1,19 +1,23 @@
-"""What the public gRPC port takes from a connection, as arguments of gRPC's core: how much, how long and how
-often. None of them ends a call that has begun."""
+"""Limits on connections to the public gRPC port, as arguments of gRPC's core: sizes, times and rates. None of
+them ends a call that has begun."""
 
 import resource
 
 from tgis.config.processes import RouterConfig
 
-# Of a connection; without it, resets in a row starve others. gRPC counts a stream until its call is let go of
-# and refuses what is beyond, even to clients that keep to the number: it must be more than anybody needs.
+# Streams per connection; without this limit, repeated resets starve other connections. gRPC counts a stream
+# until its call is freed, and refuses further streams even from clients that keep to the limit, so it must
+# exceed what any client needs.
 MAX_STREAMS = 1024
-# Calls that nobody has looked at yet. Past gRPC's own thousand it drops calls at random, anybody's.
+# Calls that have not been accepted yet. Beyond gRPC's own limit of a thousand, it drops calls at random, any
+# client's.
 MAX_PENDING = 10  # times the streams of a connection
-HANDSHAKE_S = 10  # of what connects and says nothing; gRPC's own two minutes hold a place for too long
-MIN_PING_S = 10  # between two pings without a call; clients that watch their connections ping every 30 s
+# limit for connections that say nothing; gRPC's default of two minutes holds a place for too long
+HANDSHAKE_S = 10
+# least time between two pings without a call; clients that watch their connections ping every 30 s
+MIN_PING_S = 10
 MAX_CONNECTIONS = 4096
-RESERVED_FILES = 256  # for all that is not a gRPC connection: HTTP, shards, the tokenizer, logs
+RESERVED_FILES = 256  # files for everything that is not a gRPC connection: HTTP, shards, the tokenizer, logs
 
 Options = list[tuple[str, int]]
 
@@ -29,23 +33,23 @@ def grpc_options(config: RouterConfig) -> Options:
         ("grpc.max_allowed_incoming_connections", max_connections()),
         ("grpc.server_handshake_timeout_ms", 1000 * HANDSHAKE_S),
         ("grpc.max_receive_message_length", config.max_message_bytes),
-        # Both limits: between a lower soft one and the other, gRPC refuses calls at random.
+        # Set both limits: between a lower soft limit and the hard one, gRPC refuses calls at random.
         ("grpc.max_metadata_size", metadata),
         ("grpc.absolute_max_metadata_size", metadata),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.min_ping_interval_without_data_ms", 1000 * MIN_PING_S),
-        # A client whose network is gone says nothing, and would keep what it has for hours.
+        # A client whose network is gone closes nothing, and would keep its resources for hours.
         ("grpc.keepalive_time_ms", round(1000 * config.keepalive_time)),
         ("grpc.keepalive_timeout_ms", answer_ms),
-        ("grpc.http2.ping_timeout_ms", answer_ms),  # without it a minute counts
+        ("grpc.http2.ping_timeout_ms", answer_ms),  # otherwise gRPC uses a minute
     ]
-    if config.max_connection_age is not None:  # the grace is gRPC's own, without end: streams finish
+    if config.max_connection_age is not None:  # gRPC's own grace is infinite: streams finish
         options.append(("grpc.max_connection_age_ms", int(1000 * config.max_connection_age)))
     return options
 
 
 def max_connections() -> int:
-    """So many that the process keeps files to open for everything else."""
+    """Return a number of connections that leaves the process files to open for everything else."""
     num_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if num_files == resource.RLIM_INFINITY:
         return MAX_CONNECTIONS

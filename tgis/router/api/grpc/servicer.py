@@ -1,4 +1,4 @@
-"""`fmaas.GenerationService`: TGIS's calls, from the request's message to the engine and back."""
+"""Implements `fmaas.GenerationService`, TGIS's calls, from the request's message to the engine and back."""
 
 import asyncio
 import time
@@ -22,12 +22,13 @@ from tgis.router.requests.validation import Request, Validator, check_parameters
 from tgis.router.sequence import Sequence
 from tgis.router.text.tokenizer import Tokenizer
 
-ECHO_GAP = "\n\n"  # between an input and an answer to it; a text that goes on needs none
+ECHO_GAP = "\n\n"  # between an input and its answer; a text that continues the input needs none
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class GenerationService(GenerationServiceServicer):
-    """Answers raise RouterError; the door turns those into statuses."""
+    """Methods of the public service. They raise RouterError, which the error interceptor turns into a
+    status."""
 
     def __init__(
         self,
@@ -83,7 +84,7 @@ class GenerationService(GenerationServiceServicer):
     async def Tokenize(  # type: ignore[override]
         self, request: pb.BatchedTokenizeRequest, context: Context
     ) -> bytes:
-        """Return a serialized BatchedTokenizeResponse: a large one takes long to serialize."""
+        """Return a serialized BatchedTokenizeResponse, because serializing a large one takes long."""
         started_at, metrics = time.monotonic(), self._accounts.metrics
         metrics.tokenize_count.add()
         metrics.tokenize_input_count.add(amount=len(request.requests))
@@ -107,7 +108,7 @@ class GenerationService(GenerationServiceServicer):
             )
 
     def _echoes(self, texts: list[str], request: Request) -> list[str]:
-        """What unary answers begin with. A stream's header has the text alone."""
+        """Return the beginnings of unary answers. A stream's header has the text without a gap."""
         if not request.input_text:
             return [""] * len(texts)
         gap = ECHO_GAP if self._model_kind == pb.ModelInfoResponse.ENCODER_DECODER else ""
@@ -128,13 +129,13 @@ class GenerationService(GenerationServiceServicer):
     async def _events(
         self, sequence: Sequence, call: Call, index: int = 0
     ) -> AsyncIterator[tuple[AsyncGenerator[Event, None], InputLog]]:
-        """Of the input at `index` of a call, which is to take each of them."""
+        """Open the events of a call's input at `index`. The caller must pass each event to `call.take`."""
         with call.input(index, sequence) as log:
             async with aclosing(self._engine.generate(sequence)) as events:
                 yield events, log
 
     async def _collect_all(self, sequences: list[Sequence], call: Call) -> list[Result]:
-        """All or nothing: the first failure cancels the rest."""
+        """Collect all generations. The first failure cancels the rest."""
         try:
             async with asyncio.TaskGroup() as group:
                 tasks = [
@@ -142,7 +143,7 @@ class GenerationService(GenerationServiceServicer):
                     for index, sequence in enumerate(sequences)
                 ]
         except ExceptionGroup as failures:
-            failures.__traceback__ = None  # of which a frame of asyncio's holds the group
+            failures.__traceback__ = None  # one of asyncio's frames in it holds the group
             failure = failures.exceptions[0]
         else:
             return [task.result() for task in tasks]

@@ -1,4 +1,5 @@
-"""Ends calls whose client does not read: one without a deadline would hold for ever what its call holds."""
+"""Ends calls whose client does not read. Without a deadline, such a call would hold its resources for
+ever."""
 
 import asyncio
 import gc
@@ -11,16 +12,16 @@ import grpc
 
 from tgis.router.errors import SlowReaderError
 
-LOOKS = 10  # per timeout, so that none is found out later than a tenth of it
-WAITS_FOR_THE_END = "_schedule_rpc_coro"  # grpc.aio's coroutine that does, for every call
+LOOKS = 10  # checks per timeout, so that none is found later than a tenth of it
+WAITS_FOR_THE_END = "_schedule_rpc_coro"  # grpc.aio's coroutine that waits for the end of every call
 
 Context = grpc.aio.ServicerContext[Any, Any]
 Task = asyncio.Task[Any]
 
 
 class SlowReaders:
-    """Knows since when the answer of each call waits for its client. After `timeout_s` a stream ends with
-    SlowReaderError; a last message or a status gets as long again, then the call is reset."""
+    """Times since which the answer of each call waits for its client. After `timeout_s` a stream ends with
+    SlowReaderError. A last message or a status gets as long again, and then the call is reset."""
 
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
@@ -29,12 +30,12 @@ class SlowReaders:
         self._ending: set[Task] = set()
 
     async def send(self, responses: AsyncGenerator[Any, None], context: Context) -> None:
-        """Writes all of them. Throws SlowReaderError into `responses` where the client does not read."""
+        """Write all responses. Throw SlowReaderError into `responses` if the client does not read."""
         task, has_begun = self._current_task(), False
         async for response in responses:
             self._since[task] = time.monotonic()
             try:
-                if not has_begun:  # by itself, for no status can follow while it waits
+                if not has_begun:  # by itself, because no status can follow while it waits
                     await context.send_initial_metadata(())
                     has_begun = True
                 await context.write(response)
@@ -50,7 +51,7 @@ class SlowReaders:
             del self._since[task]
 
     def end(self) -> None:
-        """The current call has only its last message, a status or both left to send."""
+        """Record that the current call has only its last message, its status or both left to send."""
         task = self._current_task()
         self._since[task] = time.monotonic()
         self._ending.add(task)
@@ -62,7 +63,7 @@ class SlowReaders:
         return task
 
     async def watch(self) -> None:
-        """Never returns."""
+        """Check all calls from time to time, for ever."""
         while True:
             await asyncio.sleep(self._timeout_s / LOOKS)
             self._look(time.monotonic() - self._timeout_s)
@@ -81,9 +82,11 @@ class SlowReaders:
 
 
 def _reset(tasks: set[Task]) -> None:
-    """grpc.aio cannot end a call whose client takes nothing, and its core keeps what waits for it. But the
-    core resets a call that nobody refers to, and beside its own task only one other does; of the newest call
-    also the server, until it takes the next."""
+    """Reset calls by cancelling the tasks that refer to them.
+
+    grpc.aio cannot end a call whose client reads nothing, and its core keeps what waits for that client. But
+    the core resets a call that nothing refers to, and besides the call's own task only one other task does.
+    The server also refers to the newest call until it accepts the next."""
     if not tasks:
         return
     for other in asyncio.all_tasks():
@@ -95,6 +98,7 @@ def _reset(tasks: set[Task]) -> None:
 
 
 def _has_any(coroutine: object, tasks: set[Task]) -> bool:
-    """The locals of a compiled coroutine lie in an object that it refers to."""
+    """Return whether the coroutine's locals hold one of the tasks. A compiled coroutine keeps its locals in
+    an object that it refers to."""
     inner = gc.get_referents(*gc.get_referents(coroutine))
     return any(isinstance(each, asyncio.Task) and each in tasks for each in inner)

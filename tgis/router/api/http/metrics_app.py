@@ -1,4 +1,4 @@
-"""What the HTTP port answers: `/health` (ready to serve), `/live` (the process answers) and `/metrics`."""
+"""HTTP app that answers `/health` (ready to serve), `/live` (the process answers) and `/metrics`."""
 
 import asyncio
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from starlette.routing import Route
 from tgis.net.http_health import METRICS_TYPE, health_routes
 from tgis.router.metrics.metrics import Metrics
 
-SPACING_S = 0.05  # between two writings of the metrics, each of which takes milliseconds
+SPACING_S = 0.05  # least time between two renderings of the metrics, each of which takes milliseconds
 
 
 def http_app(is_ready: Callable[[], bool], metrics: Metrics) -> Starlette:
@@ -24,8 +24,8 @@ def http_app(is_ready: Callable[[], bool], metrics: Metrics) -> Starlette:
 
 
 class _Scrapes:
-    """One text for all who ask at about the same time, written after they have asked, so that no number of
-    them holds up the event loop."""
+    """Shared scrapes. Requests that arrive at about the same time get one text, which is rendered after they
+    have arrived, so that no number of scrapes blocks the event loop."""
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics

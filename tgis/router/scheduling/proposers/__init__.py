@@ -1,1 +1,1 @@
-"""Proposers of draft tokens for the shards to verify."""
+"""Proposers of draft tokens that the shards verify."""

@@ -1,5 +1,5 @@
-"""Guesses at a sequence's next tokens, for the shards to verify: what followed the last time that its newest
-tokens occurred in it, where that is likely to be right often enough to pay."""
+"""Prompt look-up: proposes the tokens that followed the last occurrence of a sequence's newest tokens in it,
+if they are likely to be right often enough to pay. The shards verify them."""
 
 from collections.abc import Callable, Iterable
 from itertools import accumulate
@@ -9,39 +9,43 @@ from weakref import WeakKeyDictionary
 from tgis.router.scheduling.block_pool import BlockPool
 from tgis.router.sequence import Sequence
 
-BITS = 21  # of a token id
-NGRAMS = (4, 2)  # tokens by which an earlier place is found, longest first
+BITS = 21  # bits of a token id
+NGRAMS = (4, 2)  # n-gram sizes that find an earlier occurrence, longest first
 MASKS = tuple((1 << BITS * size) - 1 for size in NGRAMS)
-TOKENS_AT_ONCE = 512  # of a sequence that are looked into for one step
-# How often a repetition of so many tokens goes on by one more, before anything is known of a text; of longer
-# ones as often as of the last.
+TOKENS_AT_ONCE = 512  # maximum number of a sequence's tokens that one step reads
+# Initial probability that a match of so many tokens goes on for one more, by the match's length. Longer
+# matches use the last value.
 FIRST_RATES = (0.0, 0.0, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.85)
 MAX_LENGTH = len(FIRST_RATES) - 1
 NEWEST = 1 / 16  # weight of the newest token in these rates
-# A sequence with drafts is in one unanswered step at most. By itself it leaves the shards waiting between two
-# for this part of a step; beside others it misses every second one.
+# A sequence with drafts is in at most one unanswered step. Alone, it leaves the shards idle between two steps
+# for this fraction of a step; beside others, it misses every second step.
 WAIT = 0.15
-# The most that a draft costs, as a part of a step: while all steps are of one size, none has told.
+# Upper bound of a draft's cost, as a fraction of a step. While all steps have one size, the cost of a draft
+# is unknown.
 MAX_COST = 0.25
 
 
 class History:
-    """Tokens, after each of their n-grams' last occurrence what came next, and how well that has foretold
-    what comes."""
+    """Tokens of one sequence, an index of what followed each n-gram's last occurrence, and the rates at which
+    such predictions were right."""
 
     def __init__(self, input_ids: Iterable[int]) -> None:
         self._token_ids: list[int] = []
         self._num_read = 0
         self._after: tuple[dict[int, int], ...] = tuple({} for _ in NGRAMS)
-        self._newest = 0  # the last tokens as one number
-        self._source = -1  # the place of what is expected next
-        self._length = 0  # tokens before it that are like the last ones
+        self._newest = 0  # the newest tokens packed into one number
+        self._source = -1  # index of the token that is expected next, or -1
+        self._length = 0  # length of the match before it
         self._rates = list(FIRST_RATES)
         for token_id in input_ids:
             self._add(token_id)
 
     def read(self, token_ids: list[int]) -> bool:
-        """Tokens behind the input, which are those of the last time and more; True where it is through."""
+        """Read the tokens after the input that are new since the last call, at most TOKENS_AT_ONCE. Return
+        True if none are left.
+
+        `token_ids` begins with the tokens of the last call."""
         end = self._num_read + TOKENS_AT_ONCE
         for token_id in token_ids[self._num_read : end]:
             self._add(token_id)
@@ -49,15 +53,16 @@ class History:
         return self._num_read == len(token_ids)
 
     def chances(self, num_tokens: int) -> list[float]:
-        """That the next token comes as expected, that the next two do, and so on; empty where nothing is
-        expected."""
+        """Return the probabilities that the next token comes as expected, that the next two do, and so on;
+        empty if nothing is expected."""
         if self._source < 0:
             return []
         lengths = range(self._length, self._length + num_tokens)
         return list(accumulate((self._rates[min(length, MAX_LENGTH)] for length in lengths), mul))
 
     def expect(self, num_tokens: int) -> list[int]:
-        """The next tokens, where anything is expected; a repetition that has reached itself goes round."""
+        """Return the next tokens that are expected; something must be. A match that reaches the end of the
+        text continues periodically."""
         expected = self._token_ids[self._source : self._source + num_tokens]
         period = len(self._token_ids) - self._source
         while len(expected) < num_tokens:
@@ -81,17 +86,20 @@ class History:
 
 
 class Drafter:
-    """Guesses for one step after the other."""
+    """Proposer of drafts for one step after the other."""
 
     def __init__(self, max_drafts: int, predict: Callable[[int], float]) -> None:
-        """At most `max_drafts` for a sequence; `predict` knows the seconds of a step of so many tokens."""
+        """Propose at most `max_drafts` for a sequence. `predict` returns the seconds of a step of that many
+        tokens."""
         self._max_drafts, self._predict = max_drafts, predict
         self._histories: WeakKeyDictionary[Sequence, History] = WeakKeyDictionary()
         self._left = 0
-        self._saved = self._cost = self._wait = 0.0  # seconds: of a token, of a draft, of having any
+        # in seconds: saved by a token, cost of a draft, cost of having any drafts
+        self._saved = self._cost = self._wait = 0.0
 
     def begin(self, num_sequences: int, most: int) -> bool:
-        """A step for so many sequences, with so many drafts at most; whether any can be worth it."""
+        """Begin a step of that many sequences with at most `most` drafts. Return whether any draft can be
+        worth its cost."""
         if most <= 0 or not num_sequences:
             return False
         self._left = most
@@ -102,8 +110,8 @@ class Drafter:
         return self._saved > self._cost
 
     def guess(self, sequence: Sequence, most: int) -> list[int]:
-        """What follows the sequence's known tokens, and is part of the step where none is unanswered; empty
-        where nothing is worth a try."""
+        """Return drafts that follow the sequence's known tokens; empty if none is worth its cost. They are
+        part of the step only if the sequence has no unanswered tokens."""
         most = min(most, self._left, self._max_drafts)
         if most <= 0:
             return []
@@ -113,7 +121,7 @@ class Drafter:
         if not history.read(sequence.token_ids):
             return []
         gains = [chance * self._saved - self._cost for chance in history.chances(most)]
-        gains = [gain for gain in gains if gain > 0]  # they fall
+        gains = [gain for gain in gains if gain > 0]  # the gains decrease
         if sum(gains) <= self._wait:
             return []
         if not sequence.num_unanswered:
@@ -122,8 +130,9 @@ class Drafter:
 
 
 def find_room(pool: BlockPool, sequence: Sequence, num_running: int, rope_switch_len: int) -> int:
-    """Most drafts for a sequence that decodes: within its limits, and within blocks that it has or that are
-    free beside one for each running sequence, so that nobody else is in want of them."""
+    """Return the most drafts for a sequence that decodes. They must fit within its limits, and into blocks
+    that it has or that are free beyond one for each running sequence, so that no other sequence lacks
+    blocks."""
     limit = sequence.max_tokens - 1  # the last token is never computed
     if rope_switch_len and not sequence.is_long:
         limit = min(limit, rope_switch_len)
