@@ -43,8 +43,7 @@ class ChildConfigs:
     def addresses(self, host: str) -> list[TcpAddress]:
         """Return the addresses of this node's shards. `host` is this node's host.
 
-        Each rank of the group takes two ports.
-        """
+        Each rank of the group takes two ports."""
         ranks = range(self.first_rank, self.first_rank + self.num_shards)
         return [TcpAddress(host, self._config.master_port + 1 + 2 * rank) for rank in ranks]
 
@@ -66,8 +65,7 @@ class ChildConfigs:
     def router(self, addresses: Path) -> RouterConfig:
         """Return the router's configuration.
 
-        If shards are reached over TCP, the file `addresses` lists where.
-        """
+        If shards are reached over TCP, the file `addresses` lists where."""
         own = {
             "tokenizer_path": str(self._files.tokenizer_path),
             "shard_uds_path": self._files.uds_path,
@@ -82,8 +80,7 @@ class ChildConfigs:
     def shard(self, index: int, start: Start, host: str, listener: int | None) -> ShardConfig:
         """Return the configuration of the shard with that index on this node.
 
-        Other nodes reach this node at `host`. Rank 0 gets the open socket of the rendezvous, `listener`.
-        """
+        Other nodes reach this node at `host`. Rank 0 gets the open socket of the rendezvous, `listener`."""
         rank = self.first_rank + index
         own = {
             "model_path": str(self._plan.model_path),
@@ -118,8 +115,7 @@ def line_fields(
 ) -> dict[str, Scalar] | None:
     """Return the JSON fields that each log line of a child with these options gets.
 
-    Return None if log lines are plain text.
-    """
+    Return None if log lines are plain text."""
     if not config.json_output:
         return None
     return process_fields("launcher", vars(config)) | process_fields(process, options)

@@ -1,8 +1,7 @@
 """The launcher of a node other than node 0, which has no router.
 
 It connects to node 0 and starts and kills its shards on node 0's command. It reconnects when the connection
-is lost.
-"""
+is lost."""
 
 import asyncio
 import logging
@@ -60,8 +59,7 @@ class Worker:
     async def drain(self, main: "asyncio.Task[None]") -> None:
         """Keep the shards running until node 0 needs them no more, or until `shutdown_timeout` has passed.
 
-        When the whole group is being stopped, node 0's router drains during this time.
-        """
+        When the whole group is being stopped, node 0's router drains during this time."""
         idle, aborting = asyncio.create_task(self._idle.wait()), asyncio.create_task(self._aborting.wait())
         waits = (main, idle, aborting)
         timeout_s = self._config.shutdown_timeout
@@ -80,8 +78,7 @@ class Worker:
     async def _connect(self) -> AsyncIterator[Channel]:
         """Connect to node 0; close the connection and kill the shards at the end.
 
-        Raises OSError and TimeoutError.
-        """
+        Raises OSError and TimeoutError."""
         host, port = self._config.master_addr, self._config.master_port
         self._certificates.look()
         async with asyncio.timeout(CONNECT_S):
@@ -103,8 +100,7 @@ class Worker:
     async def _follow(self, channel: Channel) -> NoReturn:
         """Introduce this node and obey node 0's messages.
 
-        Raises ChannelLostError, and LaunchError if node 0 refuses this node.
-        """
+        Raises ChannelLostError, and LaunchError if node 0 refuses this node."""
         addresses = [str(address) for address in self._local.addresses]
         rank, common = self._config.node_rank, self._configs.common
         channel.send("hello", node_rank=rank, common=common, addresses=addresses)

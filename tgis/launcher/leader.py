@@ -1,8 +1,7 @@
 """The launcher of node 0. It starts the shards and the router, watches them and stops them.
 
 A shard group that dies is started again. If the router dies, everything is stopped. No process outlives the
-launcher.
-"""
+launcher."""
 
 import asyncio
 import logging
@@ -48,8 +47,7 @@ class Service:
     async def run(self) -> None:
         """Run the service until it fails or is cancelled.
 
-        Raises LaunchError when a process has ended that should still run.
-        """
+        Raises LaunchError when a process has ended that should still run."""
         await self._files.prepare()
         if self._configs.spans:
             await self._run_spanning()
@@ -59,8 +57,7 @@ class Service:
     async def drain(self, main: "asyncio.Task[None]") -> None:
         """Let the router finish the calls in flight. `main` keeps watching the shards meanwhile.
 
-        Raises LaunchError if a second signal interrupts this.
-        """
+        Raises LaunchError if a second signal interrupts this."""
         if self._router is None:
             return
         self._router.signal(signal.SIGTERM)
@@ -94,8 +91,7 @@ class Service:
     async def _run_group(self, nodes: Sequence[Node], rendezvous: FileRendezvous | PortRendezvous) -> None:
         """Run the shards, and the router or (headless) the health endpoints.
 
-        Raises LaunchError when a process has ended that should still run.
-        """
+        Raises LaunchError when a process has ended that should still run."""
         group = Group(nodes, rendezvous, self._addresses if self._configs.spans else None)
         shards = asyncio.create_task(group.run())
         ends: list[asyncio.Task[None] | asyncio.Task[End]] = [shards]

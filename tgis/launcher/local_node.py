@@ -46,8 +46,7 @@ class Node(Protocol):
     async def start(self, start: Start, listener: int | None) -> None:
         """Start the node's shards; return when all have loaded. `listener` is the socket of the rendezvous.
 
-        Raises ShardEndedError if a shard ends before that.
-        """
+        Raises ShardEndedError if a shard ends before that."""
 
     async def wait(self) -> End:
         """Wait until one of the node's shards ends, and return its end."""
@@ -102,8 +101,7 @@ async def first_of(endings: Iterable[Coroutine[Any, Any, End]]) -> End:
     """Return the first end and stop waiting for the others.
 
     A rank that loses its peers reports that and exits, sometimes before the kill of the peer is noticed. So
-    if the first process to end gave a reason, a process that is killed within SETTLE_S takes precedence.
-    """
+    if the first process to end gave a reason, a process that is killed within SETTLE_S takes precedence."""
     waits = [asyncio.create_task(ending) for ending in endings]
     try:
         done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)

@@ -1,8 +1,7 @@
 """The connection between launchers of different nodes.
 
 Each message is a line of JSON. Both ends send a heartbeat every second; an end that misses ten in a row is
-considered lost.
-"""
+considered lost."""
 
 import asyncio
 import json
@@ -42,8 +41,7 @@ class Channel:
     async def receive(self) -> Message:
         """Return the next message, which always has a kind.
 
-        Raises ChannelLostError, also for a line that is no such message.
-        """
+        Raises ChannelLostError, also for a line that is no such message."""
         while True:
             try:
                 line = await self._reader.readline()
@@ -74,8 +72,7 @@ class Channel:
         """Send heartbeats; abort the connection when the other end has been silent for too long.
 
         Silence is counted in heartbeats of this process, so time in which this process was stopped does not
-        count.
-        """
+        count."""
         while self._missed < MAX_MISSED:
             await asyncio.sleep(PERIOD_S)
             self._missed += 1

@@ -1,7 +1,6 @@
 """Checks the launcher's configuration and the model before any process is started.
 
-A model or configuration that cannot be served is refused here with an error of one line.
-"""
+A model or configuration that cannot be served is refused here with an error of one line."""
 
 import logging
 from dataclasses import dataclass
@@ -45,8 +44,7 @@ class Plan:
 def plan(config: LauncherConfig) -> Plan:
     """Check the configuration and find the model.
 
-    Raises LaunchError, TuningError, model_files.CacheConflictError or model_files.ModelNotFoundError.
-    """
+    Raises LaunchError, TuningError, model_files.CacheConflictError or model_files.ModelNotFoundError."""
     if config.dtype and config.dtype_str and config.dtype != config.dtype_str:
         raise LaunchError("dtype and dtype_str args both provided with different values")
     _check_budget(config)
@@ -67,8 +65,7 @@ def plan(config: LauncherConfig) -> Plan:
 def count_shards(config: LauncherConfig, is_cuda: bool) -> int:
     """Return the configured number of shards, else the number of visible devices, else 1.
 
-    Raises LaunchError.
-    """
+    Raises LaunchError."""
     if config.num_shard and config.num_gpus and config.num_shard != config.num_gpus:
         counts = f"({config.num_gpus} and {config.num_shard})"
         raise LaunchError(f"NUM_GPUS and num_shard are set to different values {counts}")
@@ -101,8 +98,7 @@ def _cache_root(config: LauncherConfig) -> Path:
 def _check_budget(config: LauncherConfig) -> None:
     """Check that requests can end within the pod's termination grace period; a killed pod loses them.
 
-    Raises LaunchError.
-    """
+    Raises LaunchError."""
     if (grace_s := config.termination_grace_period) is None:
         return
     left_s = max(0.0, grace_s - config.pre_stop_delay - END_S)

@@ -1,7 +1,6 @@
 """Node 0's connections to the launchers of the other nodes.
 
-They connect to node 0 and start and kill their shards on its command. A node that is lost may reconnect.
-"""
+They connect to node 0 and start and kill their shards on its command. A node that is lost may reconnect."""
 
 import asyncio
 import logging
@@ -74,8 +73,7 @@ class Members:
     async def _listen(self, channel: Channel) -> None:
         """Read the first message, then refuse the node or follow it.
 
-        Raises ChannelLostError and TimeoutError.
-        """
+        Raises ChannelLostError and TimeoutError."""
         async with asyncio.timeout(HELLO_S):
             hello = await channel.receive()
         try:
@@ -89,8 +87,7 @@ class Members:
     def _read_hello(self, hello: Message) -> tuple[int, list[TcpAddress]]:
         """Return the node's rank and its shards' addresses.
 
-        Raises LaunchError if the node does not fit this group.
-        """
+        Raises LaunchError if the node does not fit this group."""
         try:
             rank, common = int(hello["node_rank"]), dict(hello["common"])
             addresses = [parse(text) for text in hello["addresses"]]

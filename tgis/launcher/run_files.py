@@ -1,7 +1,6 @@
 """The files that the processes of one run share: sockets, a converted tokenizer, compiled kernels.
 
-They are removed when the run ends.
-"""
+They are removed when the run ends."""
 
 import contextlib
 import logging
@@ -29,8 +28,7 @@ class RunFiles:
         """Make the run directory.
 
         `uds_path` is where the operator wants the sockets. `line_fields` are the JSON fields of the lines
-        that a tokenizer's conversion prints. Raises RunDirectoryError.
-        """
+        that a tokenizer's conversion prints. Raises RunDirectoryError."""
         self._plan, self._line_fields = plan, line_fields
         self._directory = RunDirectory()
         self.path = self._directory.path
@@ -65,8 +63,7 @@ class RunFiles:
     def _check_sockets(self) -> None:
         """Check that the system accepts the paths of the sockets. Raises LaunchError.
 
-        A shard would notice only after the model is loaded, which takes minutes.
-        """
+        A shard would notice only after the model is loaded, which takes minutes."""
         longest = steps_path(str(self._sockets[-1]))
         if not model_files.is_utf8(longest):
             raise LaunchError(
@@ -80,8 +77,7 @@ class RunFiles:
     async def _convert_tokenizer(self) -> None:
         """Convert the tokenizer in a child process, because the libraries for it are large.
 
-        Raises LaunchError.
-        """
+        Raises LaunchError."""
         logger.info("converting the tokenizer: there is no %s", TOKENIZER)
         self.tokenizer_path.mkdir()
         arguments = [str(self._plan.model_path.absolute()), "--output-path", str(self.tokenizer_path)]

@@ -44,8 +44,7 @@ class FileRendezvous:
 class PortRendezvous:
     """Rendezvous of ranks on several machines.
 
-    Each start gets a new port, so that a rank left over from an earlier start cannot join.
-    """
+    Each start gets a new port, so that a rank left over from an earlier start cannot join."""
 
     def __init__(self, host: str) -> None:
         self._host = host
@@ -67,8 +66,7 @@ class Group:
     async def run(self) -> None:
         """Start the shards, and restart them whenever one has ended.
 
-        Raises LaunchError after too many restarts, and if a shard refuses to serve before any has served.
-        """
+        Raises LaunchError after too many restarts, and if a shard refuses to serve before any has served."""
         await self._start_first()
         crashes: list[float] = []
         while True:
@@ -89,8 +87,7 @@ class Group:
     async def _start_first(self) -> None:
         """Start the shards for the first time. Nodes may connect and disconnect meanwhile.
 
-        Raises LaunchError.
-        """
+        Raises LaunchError."""
         num_crashes = 0
         while True:
             num_losses = self._num_losses

@@ -1,7 +1,6 @@
 """The HTTP endpoints of a node without a router: `/live`, `/health` and `/metrics`.
 
-`/health` is ready while the node's shards serve. `/metrics` has one metric, which says the same.
-"""
+`/health` is ready while the node's shards serve. `/metrics` has one metric, which says the same."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -28,8 +27,7 @@ tgi_ready {}
 async def serve_health(config: LauncherConfig, is_serving: Callable[[], bool]) -> AsyncIterator[None]:
     """Serve the health endpoints within the context, with TLS if the router's HTTP port would use it.
 
-    Raises PortError and CertificateError.
-    """
+    Raises PortError and CertificateError."""
 
     async def metrics(request: Request) -> Response:
         return Response(READY.format(int(is_serving())), media_type=METRICS_TYPE)

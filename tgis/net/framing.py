@@ -1,8 +1,7 @@
 """The framing of steps and their answers between a router and a shard.
 
 Each message follows its length, on a socket that carries nothing else. A step thus costs a few system calls
-and wakes only the thread that receives it.
-"""
+and wakes only the thread that receives it."""
 
 import struct
 

@@ -1,8 +1,7 @@
 """The server of the HTTP port.
 
 It aborts connections with an incomplete request or an unread answer after a while. When there are too many
-connections, it aborts the oldest.
-"""
+connections, it aborts the oldest."""
 
 import asyncio
 import contextlib
@@ -67,8 +66,7 @@ def _opened_at(connection: Any) -> float:
 async def serve_http(app: Any, options: PortOptions, certificates: Certificates | None) -> AsyncIterator[int]:
     """Serve `app` within the context and yield the port. Raises PortError.
 
-    The port uses TLS only with `http_tls`. Clients need no certificate.
-    """
+    The port uses TLS only with `http_tls`. Clients need no certificate."""
     listener = listen(options.bind, options.port)
     server = _server(app, certificates if options.http_tls else None)
     server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign, assignment]

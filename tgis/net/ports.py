@@ -14,8 +14,7 @@ class PortError(OperatorError):
 def listen(host: str, port: int) -> socket.socket:
     """Return a listening TCP socket that no other process shares. Port 0 takes a free port.
 
-    Raises PortError.
-    """
+    Raises PortError."""
     with _one_line_error(host, port):
         return socket.create_server((host, port), family=_family(host, port))
 

@@ -1,8 +1,7 @@
 """Certificates from PEM files, for gRPC and for Python's TLS.
 
 Files that change are read again, and new connections use them. Files that are half-written or do not fit
-together are not used.
-"""
+together are not used."""
 
 import asyncio
 import logging
@@ -72,8 +71,7 @@ class Certificates:
         """Read the files.
 
         `make_context`, a function of `tgis.net.tls_contexts`, is needed only if `context` is used. `name` is
-        for the log. Raises CertificateError with TGIS's texts.
-        """
+        for the log. Raises CertificateError with TGIS's texts."""
         self._files, self._make_context, self._name = files, make_context, name
         self._lock = threading.Lock()
         self._seen = self._look()
@@ -194,8 +192,7 @@ class Certificates:
     def _give_new(self) -> grpc.ServerCertificateConfiguration | None:
         """Return the configuration if it has changed, else None.
 
-        gRPC calls this before every handshake, on its own threads.
-        """
+        gRPC calls this before every handshake, on its own threads."""
         self.look()
         with self._lock:
             if self._given is self._content:
@@ -227,8 +224,7 @@ def link_certificates(options: LinkOptions, make_context: Callable[[Pem], ssl.SS
 def look_at(path: str) -> tuple[int, int, int] | None:
     """Return a state of the file, or of a symbolic link's target, that differs after each change.
 
-    Return None if there is no file.
-    """
+    Return None if there is no file."""
     try:
         found = Path(path).stat()
     except OSError:

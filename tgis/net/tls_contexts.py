@@ -35,8 +35,7 @@ def mutual_server(pem: Pem) -> ssl.SSLContext:
 def mutual_client(pem: Pem) -> ssl.SSLContext:
     """Return the context of a client that shows its certificate and checks the server's name.
 
-    The authorities must have signed the server's certificate. Raises SSLError.
-    """
+    The authorities must have signed the server's certificate. Raises SSLError."""
     context = _context(pem, ssl.PROTOCOL_TLS_CLIENT)
     _trust(context, pem)
     return context
@@ -69,8 +68,7 @@ def _trust(context: ssl.SSLContext, pem: Pem) -> None:
 def _in_memory(content: bytes) -> Iterator[str]:
     """Yield the path of an in-memory file with this content.
 
-    SSL contexts read only from paths, and the files on disk may have changed since they were checked.
-    """
+    SSL contexts read only from paths, and the files on disk may have changed since they were checked."""
     file = os.memfd_create("pem")
     try:
         os.write(file, content)

@@ -1,7 +1,6 @@
 """Runs a child process that cannot outlive its parent.
 
-Its output is relayed line by line, and its end is described in a text.
-"""
+Its output is relayed line by line, and its end is described in a text."""
 
 import asyncio
 import contextlib
@@ -54,8 +53,7 @@ class Child:
         `env` holds variables that the child gets unless the parent has variables of the same names. A child
         that `beats` gets a descriptor for heartbeats and is killed if it hangs. The child inherits the
         descriptors `fds`. With `fields`, every line of its output becomes a JSON object that has these
-        fields, without the prefix.
-        """
+        fields, without the prefix."""
         self.name, self._arguments, self._line_prefix, self._env = name, arguments, line_prefix, env
         self._fields = fields
         self._beats, self._hangs, self._fds = beats, False, tuple(fds)

@@ -1,8 +1,7 @@
 """Heartbeats from a process that computes steps to its parent.
 
 One is sent every second until a step exceeds its time limit. Time is counted in heartbeats, so time in which
-the whole machine was suspended does not count.
-"""
+the whole machine was suspended does not count."""
 
 import asyncio
 import contextlib
@@ -33,8 +32,7 @@ class Heartbeat:
     def __init__(self, fd: int | None, is_excused: Callable[[], bool]) -> None:
         """Start a thread that sends heartbeats to `fd`, unless that is None.
 
-        A step's time does not count while `is_excused` returns true.
-        """
+        A step's time does not count while `is_excused` returns true."""
         self._step: _Step | None = None
         self._is_excused = is_excused
         if fd is not None:
@@ -76,8 +74,7 @@ async def wait_until_hung(fd: int, has_begun: asyncio.Event) -> None:
     """Wait until the child reports that a step hangs, or has sent no heartbeat for too long.
 
     This runs in the parent. Silence counts from the first heartbeat on, which sets `has_begun`. The
-    descriptor is closed at the end.
-    """
+    descriptor is closed at the end."""
     os.set_blocking(fd, False)
     loop, missed, signs = asyncio.get_running_loop(), 0, b""
 

@@ -1,8 +1,7 @@
 """Returns memory to the system after large calls have ended.
 
 An idle router makes too few objects to trigger the garbage collector, and the C library keeps freed memory
-for later use.
-"""
+for later use."""
 
 import asyncio
 import ctypes
@@ -26,8 +25,7 @@ def return_freed_memory() -> None:
 class MemoryRelease:
     """Counter of the bytes of large messages, and task that releases memory when their calls have ended.
 
-    The release comes soon after enough bytes, even if the router is busy.
-    """
+    The release comes soon after enough bytes, even if the router is busy."""
 
     def __init__(self) -> None:
         self._num_bytes = 0

@@ -1,7 +1,6 @@
 """Keeps copies of checked soft prompts and adapters, by digest, for all ranks to load.
 
-A copy that a request uses outlives the file that it was read from, and the process that read it.
-"""
+A copy that a request uses outlives the file that it was read from, and the process that read it."""
 
 import hashlib
 import json
@@ -38,8 +37,7 @@ _UNFINISHED = ".unfinished-"
 class Kept:
     """Copy of a soft prompt or adapter.
 
-    `tensors` are mapped from the file. A soft prompt has "decoder", "encoder" or both.
-    """
+    `tensors` are mapped from the file. A soft prompt has "decoder", "encoder" or both."""
 
     kind: Kind
     tensors: Mapping[str, Tensor]
@@ -64,8 +62,7 @@ class Spool:
     def put(self, kind: Kind, tensors: Mapping[str, Tensor], about: Mapping[str, Any]) -> str:
         """Write a copy atomically and return its digest. Equal contents share one file.
 
-        Raises OSError.
-        """
+        Raises OSError."""
         with self.room() as room:
             file = room / "content"
             _write(file, {"kind": kind, "about": about}, tensors)
@@ -76,8 +73,7 @@ class Spool:
     def open(self, digest: str) -> Kept:
         """Return the copy with that digest. A damaged copy is removed and counts as missing.
 
-        Raises MissingContentError and OSError.
-        """
+        Raises MissingContentError and OSError."""
         if not _DIGEST.fullmatch(digest):
             raise MissingContentError(digest)
         file = self._file(digest)
@@ -92,8 +88,7 @@ class Spool:
     def read(self, digest: str) -> Iterator[bytes]:
         """Return a copy's bytes in pieces, for the spool of another machine.
 
-        Raises MissingContentError and OSError.
-        """
+        Raises MissingContentError and OSError."""
         if not _DIGEST.fullmatch(digest):
             raise MissingContentError(digest)
         try:
@@ -105,8 +100,7 @@ class Spool:
     def take(self, digest: str, pieces: Iterable[bytes]) -> None:
         """Write a copy from the pieces that `read` returned on another machine.
 
-        Raises MissingContentError if they do not have that digest, and OSError.
-        """
+        Raises MissingContentError if they do not have that digest, and OSError."""
         with self.room() as room:
             file = room / "content"
             with file.open("xb") as content:

@@ -8,8 +8,7 @@ MAX_QUOTED = 256  # characters of a client's or a file's text that an error repe
 class ContentError(OperatorError):
     """Error for a soft prompt or adapter that cannot be used.
 
-    The text is one line and reveals nothing about the disk.
-    """
+    The text is one line and reveals nothing about the disk."""
 
 
 class TooLargeError(ContentError):

@@ -1,7 +1,6 @@
 """Resolves ids to real directories, and names to real files, that never leave a root directory.
 
-Path traversal and permission errors read like "not found" to the client.
-"""
+Path traversal and permission errors read like "not found" to the client."""
 
 import errno
 import logging
@@ -40,8 +39,7 @@ class Place:
 def find_place(root: Path, id: str) -> Place:
     """Find the directory of `id` below `root`. Symbolic links are followed if they stay below `root`.
 
-    Raises AbsentError and OSError.
-    """
+    Raises AbsentError and OSError."""
     if not _is_id(id):
         raise AbsentError
     with absence():

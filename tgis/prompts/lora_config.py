@@ -1,7 +1,6 @@
 """Parses PEFT's adapter_config.json of a LoRA adapter.
 
-A setting that would change the output in a way that we do not implement is refused, never ignored.
-"""
+A setting that would change the output in a way that we do not implement is refused, never ignored."""
 
 import json
 import math
@@ -64,8 +63,7 @@ class Patterns(Generic[Value]):
     def find(self, key: str, default: Value) -> Value:
         """Return the value of the first pattern that matches `key` or its last dotted parts, else `default`.
 
-        Raises ContentError.
-        """
+        Raises ContentError."""
         for pattern, value in self._compiled:
             try:
                 if pattern.match(key, timeout=_PATTERN_TIMEOUT_S, concurrent=True):
@@ -88,8 +86,7 @@ class LoraConfig:
     def rank_of(self, key: str) -> int:
         """Return the rank of a module or, if it is a target parameter, of a parameter. `key` is its name.
 
-        Raises ContentError.
-        """
+        Raises ContentError."""
         return self.ranks.find(key, self.rank)
 
     def scale_of(self, key: str, rank: int) -> float:

@@ -42,8 +42,7 @@ def read_adapter_files(directory: Path, max_bytes: int) -> tuple[dict[str, Tenso
     named `{module}.gate_up_proj` or `{module}.down_proj` in place of the module and has num_experts * rank in
     place of the rank. `{module}.base` is the adapter's copy of the model's own weight.
 
-    Raises UnsupportedTypeError, TooLargeError, ContentError with the cause, and OSError.
-    """
+    Raises UnsupportedTypeError, TooLargeError, ContentError with the cause, and OSError."""
     file = directory / lora_config.NAME
     if not file.is_file():
         raise ContentError(f"invalid adapter: no {lora_config.NAME} found")
@@ -66,8 +65,7 @@ def read_adapter_files(directory: Path, max_bytes: int) -> tuple[dict[str, Tenso
 def split_name(name: str) -> tuple[str, str]:
     """Split a tensor's name from `read_adapter_files` into module and kind.
 
-    Kinds are for example "lora_A.weight", "lora_embedding_B" and "base".
-    """
+    Kinds are for example "lora_A.weight", "lora_embedding_B" and "base"."""
     module, _, kind = name.removesuffix(".weight").rpartition(".")
     return module, kind + ".weight" * name.endswith(".weight")
 

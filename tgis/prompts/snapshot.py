@@ -1,7 +1,6 @@
 """Copies all files of a soft prompt or an adapter as they were at one moment.
 
-Later changes to the files affect neither the copies nor a process that maps the copies into memory.
-"""
+Later changes to the files affect neither the copies nor a process that maps the copies into memory."""
 
 import os
 import stat
@@ -35,8 +34,7 @@ class State:
 def look(directory: Path, choose: Choose) -> State:
     """Return the state of the files that `choose` selects in a real directory.
 
-    Raises AbsentError and OSError.
-    """
+    Raises AbsentError and OSError."""
     now_ns = time.time_ns()
     with absence():
         names = choose(os.listdir(directory))
@@ -52,8 +50,7 @@ def look(directory: Path, choose: Choose) -> State:
 def take(place: Place, choose: Choose, room: Path, max_bytes: int) -> State:
     """Copy the files into `room` and return their state at that moment. Each has at most `max_bytes`.
 
-    Raises AbsentError, also if the files keep changing, TooLargeError and OSError.
-    """
+    Raises AbsentError, also if the files keep changing, TooLargeError and OSError."""
     for _ in range(TRIES):
         before = _await_rest(place.directory, choose)
         for name, _ in before.files:
@@ -68,8 +65,7 @@ def take(place: Place, choose: Choose, room: Path, max_bytes: int) -> State:
 def _await_rest(directory: Path, choose: Choose) -> State:
     """Return the state, after waiting until any later write will change it.
 
-    Do not wait for a change time that lies in the future because the clocks differ.
-    """
+    Do not wait for a change time that lies in the future because the clocks differ."""
     state = look(directory, choose)
     rest_ns = state.changed_ns + CLOCK_NS - time.time_ns()
     if not state.is_settled and rest_ns <= CLOCK_NS:

@@ -1,7 +1,6 @@
 """Reads and checks the directory of a tuned soft prompt before it is loaded into a model.
 
-The directory holds decoder.pt and encoder.pt, or the files that PEFT saves.
-"""
+The directory holds decoder.pt and encoder.pt, or the files that PEFT saves."""
 
 import json
 import os
@@ -63,8 +62,7 @@ def read_prompt(directory: Path, fit: Fit | None) -> SoftPrompt:
     With `fit` the tensors are checked against that model and have its dtype. Without, they have the dtype
     they are stored in, and only what no model accepts is refused.
 
-    Raises AbsentError if there is no soft prompt, TooLargeError, ContentError with the cause, and OSError.
-    """
+    Raises AbsentError if there is no soft prompt, TooLargeError, ContentError with the cause, and OSError."""
     try:
         names = choose_prompt_files(os.listdir(directory), fit is None or fit.is_encoder_decoder)
         _check_files(directory, names, fit)
@@ -79,8 +77,7 @@ def read_prompt(directory: Path, fit: Fit | None) -> SoftPrompt:
 def read_peft_type(directory: Path) -> str | None:
     """Return PEFT's type of the adapter in `directory`; None if its configuration is missing or invalid.
 
-    Raises OSError.
-    """
+    Raises OSError."""
     try:
         with (directory / lora_config.NAME).open("rb") as content:
             config = json.loads(content.read(lora_config.MAX_CONFIG_BYTES))
@@ -155,8 +152,7 @@ def _read_safetensors(file: Path) -> Tensor:
 def _check(content: object, fit: Fit | None) -> Tensor:
     """Check the embeddings and return them, [num_tokens, width].
 
-    Raises ContentError for the first fault; clients rely on the order of the checks.
-    """
+    Raises ContentError for the first fault; clients rely on the order of the checks."""
     if not isinstance(content, Tensor) or content.dtype not in _DTYPES or content.dim() != 2:
         raise ContentError(_NO_TENSOR)
     tensor = content.detach()

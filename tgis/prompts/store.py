@@ -1,7 +1,6 @@
 """Finds the soft prompts and adapters that requests name, and checks them.
 
-Replaced and removed files are noticed at the next request for them.
-"""
+Replaced and removed files are noticed at the next request for them."""
 
 import logging
 import os
@@ -66,8 +65,7 @@ class _Turn:
 class Store:
     """Store of soft prompts and adapters by id. Safe to use from any thread.
 
-    The result of reading files is remembered until they change.
-    """
+    The result of reading files is remembered until they change."""
 
     def __init__(
         self,
@@ -82,8 +80,7 @@ class Store:
 
         `prompts` is the directory of soft prompts, which may hold adapters too, and `adapters` that of
         adapters. `named` maps names to adapters anywhere on the disk. `fit` is None if the model takes
-        neither soft prompts nor adapters. `is_known` is passed to NotTunableError.
-        """
+        neither soft prompts nor adapters. `is_known` is passed to NotTunableError."""
         self._spool, self._fit, self._is_known = spool, fit, is_known
         self._prompts, self._adapters = (root and root.absolute() for root in (prompts, adapters))
         self._named = {name: path.absolute() for name, path in named.items()}
@@ -96,8 +93,7 @@ class Store:
 
         Concurrent calls for one id read it once; each waits at most TURN_TIMEOUT_S for its turn.
 
-        Raises ContentError with a text for the client, and OSError.
-        """
+        Raises ContentError with a text for the client, and OSError."""
         if kind == "adapter" and id not in self._named:
             if not (self._prompts or self._adapters):
                 raise ContentError("adapter_id supplied but no adapter store was configured")
@@ -116,8 +112,7 @@ class Store:
     def refuse(self, digest: str, error: ContentError) -> None:
         """Refuse the soft prompt or adapter with that digest, because the model cannot load it.
 
-        Later calls of `find` raise ContentError with the text of `error` until the files change.
-        """
+        Later calls of `find` raise ContentError with the text of `error` until the files change."""
         with self._lock:
             for (kind, id), (state, outcome) in list(self._remembered.items()):
                 if isinstance(outcome, Found) and outcome.digest == digest:

@@ -1,8 +1,7 @@
 """Loads soft prompts and adapters for a model.
 
 It sets up the store and the spool of copies, decides how much memory they may use, and makes this rank's part
-from a copy.
-"""
+from a copy."""
 
 import logging
 import shutil
@@ -58,8 +57,7 @@ def allow(config: ShardConfig, is_tunable: bool, max_sequence_length: int) -> Al
     """Return the limits for the configured directories: zero bytes if nothing is configured.
 
     A model that takes neither soft prompts nor adapters (`is_tunable` is false) also gets zero bytes. Raises
-    UnsupportedModelError.
-    """
+    UnsupportedModelError."""
     if config.lora_adapters and not is_tunable:
         raise UnsupportedModelError(
             "--lora-adapters need the service's own engine: leave DEPLOYMENT_FRAMEWORK unset"
@@ -139,8 +137,7 @@ def _warn_of_room(directory: Path, wanted: int) -> None:
 def _read(spool: Spool, model: Model, is_known: bool, digest: str) -> Content:
     """Read a copy and return this rank's part of it.
 
-    Raises NotTunableError, ContentError, MissingContentError and OSError.
-    """
+    Raises NotTunableError, ContentError, MissingContentError and OSError."""
     if not isinstance(model, Tunable):
         raise NotTunableError(is_known)
     kept = spool.open(digest)

@@ -36,8 +36,7 @@ class Change:
 def read_adapter(parts: Parts, tensors: Mapping[str, Tensor], scales: Mapping[str, float]) -> Adapter:
     """Return this rank's part of an adapter for the model made from `parts`.
 
-    All data is copied; nothing of `tensors` is kept. Raises ContentError if a tensor fits no layer.
-    """
+    All data is copied; nothing of `tensors` is kept. Raises ContentError if a tensor fits no layer."""
     traces = {path: parts.weights.trace(f"{path}.weight", cut.shape) for path, cut in parts.cuts.items()}
     _compare_tables(parts, traces, tensors)
     deltas: dict[str, tuple[LowRank, ...]] = {}
@@ -115,8 +114,7 @@ def _read_matrix(cut: Cut, trace: Trace, changes: Mapping[str, Change]) -> Itera
     """Yield the parts for a linear layer.
 
     Neighbouring output columns that share one `a` become one part, so that a packed layer that was trained
-    as one module stays one part.
-    """
+    as one module stays one part."""
     first = 0
     columns = cut.columns or slice(None)
 
@@ -159,8 +157,7 @@ def _compare_tables(parts: Parts, traces: Mapping[str, Trace], tensors: Mapping[
     """Check that the adapter was trained with the model's own embeddings.
 
     PEFT saves a copy of them if an adapter changes them or if the vocabulary has grown. Raises ContentError
-    if that copy differs from the model's embeddings.
-    """
+    if that copy differs from the model's embeddings."""
     paths = {traces[path][0].module: path for path in ("embed", "head")}
     copies = {module: name for name in tensors for module, kind in [split_name(name)] if kind == "base"}
     try:

@@ -1,7 +1,6 @@
 """Finds the modules of a model that a LoRA adapter names.
 
-The adapter has the names that transformers used when it was trained; the model has those of its family.
-"""
+The adapter has the names that transformers used when it was trained; the model has those of its family."""
 
 import itertools
 import re
@@ -53,8 +52,7 @@ def divide(
 ) -> Iterator[tuple[str, Tensor, Tensor]]:
     """Yield each known module that an adapter's module stands for, with its a [rank, in] and b [out, rank].
 
-    This is the module itself, the experts' modules if it is a parameter of all experts, or none.
-    """
+    This is the module itself, the experts' modules if it is a parameter of all experts, or none."""
     if name := spell(module, known, prefix):
         yield name, a, b
     elif found := _EXPERTS.fullmatch(module):
@@ -77,8 +75,7 @@ def _share_out(experts: Sequence[list[str]], a: Tensor, b: Tensor) -> Iterator[t
     """Split a and b of all experts into those of each expert's modules.
 
     a is [num_experts * rank, in]. b is [out, rank * num_experts], where each expert has every
-    num_experts-th column.
-    """
+    num_experts-th column."""
     each_a, each_b = a.chunk(len(experts)), b.view(len(b), -1, len(experts)).unbind(-1)
     for names, own_a, own_b in zip(experts, each_a, each_b, strict=True):
         for name, part in zip(names, own_b.chunk(len(names)), strict=True):

@@ -1,8 +1,7 @@
 """Holds the soft prompts and adapters that this rank has loaded, by digest.
 
 Threads of RPCs load and unload them while steps read them. Rows keep using what is unloaded until they are
-closed.
-"""
+closed."""
 
 import threading
 from collections.abc import Callable, Iterable
@@ -45,8 +44,7 @@ class Contents:
     def load(self, digest: str) -> None:
         """Load what has that digest. Concurrent calls for one digest read it once.
 
-        Raises what `read` raises, and MissingContentError if it is unloaded before it is loaded.
-        """
+        Raises what `read` raises, and MissingContentError if it is unloaded before it is loaded."""
         mine: Future[None] = Future()
         with self._lock:
             if digest in self._loaded:

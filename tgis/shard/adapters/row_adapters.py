@@ -59,8 +59,7 @@ class Tuning:
         """Return the virtual tokens of a packed batch of the decoder's or the encoder's tokens, or None.
 
         Tokens are packed row after row. `starts` [num_seqs] are the rows' first positions, and `begins`
-        [num_seqs + 1] are the bounds of the rows in the batch.
-        """
+        [num_seqs + 1] are the bounds of the rows in the batch."""
         if not self._prompts:
             return None
         missing = self._lengths[part][rows] - starts  # [num_seqs], virtual tokens from the first position on
@@ -79,8 +78,7 @@ class Tuning:
     def adapters(self, rows: Integers, sequence: Integers) -> TokenAdapters | None:
         """Return the adapter of each token, or None if no row has one.
 
-        `sequence` [num_tokens] is the index in `rows` of each token's row.
-        """
+        `sequence` [num_tokens] is the index in `rows` of each token's row."""
         if not self._adapters:
             return None
         if self._is_set_stale:
@@ -93,8 +91,7 @@ class Tuning:
     def _renew_set(self) -> None:
         """Rebuild the set with exactly the adapters that rows have, so that unused ones are freed.
 
-        If the adapters are the same, keep the old set, because it caches look-ups.
-        """
+        If the adapters are the same, keep the old set, because it caches look-ups."""
         if set(self._adapters.values()) != set(self._set.adapters):
             self._set = AdapterSet(list(dict.fromkeys(self._adapters.values())))
         index = {adapter: i for i, adapter in enumerate(self._set.adapters)}

@@ -1,7 +1,6 @@
 """Answers the router's calls that find, load, copy and unload soft prompts and adapters.
 
-It also turns errors into gRPC statuses.
-"""
+It also turns errors into gRPC statuses."""
 
 import errno
 import logging
@@ -39,8 +38,7 @@ Response = TypeVar("Response")
 class ContentCalls:
     """Handlers of the calls.
 
-    Only rank 0 searches its `store`. All ranks load the copies in `spool` into their `contents`.
-    """
+    Only rank 0 searches its `store`. All ranks load the copies in `spool` into their `contents`."""
 
     def __init__(self, store: Store, spool: Spool, contents: Contents) -> None:
         self._store, self._spool, self._contents = store, spool, contents

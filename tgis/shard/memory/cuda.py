@@ -13,8 +13,7 @@ class CudaMemory:
     def memory_left(self) -> int:
         """Return the bytes this process may still take, less a margin.
 
-        Memory that its allocator has reserved and does not use counts as free.
-        """
+        Memory that its allocator has reserved and does not use counts as free."""
         free, _ = torch.cuda.mem_get_info(self._device)
         kept = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
         return int((free + kept) * (1 - MARGIN))

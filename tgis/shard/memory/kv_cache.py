@@ -52,8 +52,7 @@ def bytes_per_block(shape: Shape, ranks: Ranks, block_size: int, dtype: torch.dt
 class KVCache:
     """Keys and values of all layers, in pages whose layout the attention backend defines.
 
-    The dtype is float32, float16 or bfloat16.
-    """
+    The dtype is float32, float16 or bfloat16."""
 
     def __init__(
         self,
@@ -101,8 +100,7 @@ def _touch_soon(memories: Sequence[Tensor]) -> None:
     def touch() -> None:
         """Touch the memory without calling torch.
 
-        A thread inside a torch call when the process ends would abort the process.
-        """
+        A thread inside a torch call when the process ends would abort the process."""
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LEAST_PRIORITY)
         for offset in range(0, max(num_bytes for _, num_bytes in layers), TOUCHED_BYTES):
             for address, num_bytes in layers:

@@ -1,7 +1,6 @@
 """Opens the shard's end of the link to its router: private Unix sockets, or TCP ports with mutual TLS.
 
-A stream of steps is a socket in both cases, and poll can wait for it.
-"""
+A stream of steps is a socket in both cases, and poll can wait for it."""
 
 import os
 import socket
@@ -37,8 +36,7 @@ class Connection(Protocol):
     def recv(self, size: int, /) -> bytes:
         """Return bytes that have arrived; no bytes mean that the router closed the stream.
 
-        Raises BlockingIOError if too little has arrived to be read, and other OSErrors.
-        """
+        Raises BlockingIOError if too little has arrived to be read, and other OSErrors."""
 
     def sendall(self, data: bytes, /) -> None:
         """Send all of `data`. Raises OSError, also if the router reads too slowly."""
@@ -122,8 +120,7 @@ class TcpLink:
 def _private_socket(path: str) -> Iterator[None]:
     """Remove an old socket at `path`; make sockets bound within the context private to this user.
 
-    Raises SocketError.
-    """
+    Raises SocketError."""
     Path(path).unlink(missing_ok=True)
     mask = os.umask(0o177)
     try:

@@ -1,8 +1,7 @@
 """Accepts TLS streams over TCP for a thread that waits with poll.
 
 Another thread does the handshakes and hands over the connections with a valid certificate. Other connections
-neither reach the waiting thread nor delay it.
-"""
+neither reach the waiting thread nor delay it."""
 
 import logging
 import os
