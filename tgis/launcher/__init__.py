@@ -1,1 +1,1 @@
-"""What runs on each node: the shards are started, on node 0 the router too, watched over and stopped."""
+"""The launcher of each node. It starts, watches and stops the shards, and on node 0 the router too."""

@@ -1,4 +1,4 @@
-"""What the router and each shard are told, derived from what the launcher was told."""
+"""Derives the configurations of the router and of each shard from the launcher's configuration."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
@@ -17,18 +17,19 @@ from tgis.net.addresses import TcpAddress
 C = TypeVar("C", RouterConfig, ShardConfig)
 
 LINK_OPTIONS = {f.name for f in fields(LinkOptions)}
-# Of a shard, what need not be the same on all nodes; of paths only whether there are any.
+# Options of a shard that may differ between nodes.
 OF_THE_NODE = LINK_OPTIONS | {"cpu_threads", "failpoints", "json_output", "log_level"}
+# Paths may differ too, but a path must be set on all nodes or on none.
 PATHS = ("adapter_cache", "lora_adapters", "prefix_store_path")
 
 
 @dataclass(frozen=True)
 class Start:
-    """One start of all the shards of a group, as every node is told of it."""
+    """Start of a whole shard group, as node 0 announces it to every node."""
 
     epoch: int
     rendezvous: str
-    """A file, or HOST:PORT where ranks of several nodes meet."""
+    """Place where the ranks meet: a file, or HOST:PORT if the group spans several nodes."""
 
 
 class ChildConfigs:
@@ -37,16 +38,18 @@ class ChildConfigs:
         self.first_rank = config.node_rank * plan.num_shards
         self.num_shards = plan.num_shards
         self.spans = config.nnodes > 1 or config.headless
-        """Whether shards are reached over TCP."""
+        """True if shards are reached over TCP."""
 
     def addresses(self, host: str) -> list[TcpAddress]:
-        """Of this node's shards, where `host` is its own: two ports for each rank of the group."""
+        """Return the addresses of this node's shards. `host` is this node's host.
+
+        Each rank of the group takes two ports."""
         ranks = range(self.first_rank, self.first_rank + self.num_shards)
         return [TcpAddress(host, self._config.master_port + 1 + 2 * rank) for rank in ranks]
 
     @property
     def common(self) -> dict[str, Any]:
-        """What must be the same on all nodes."""
+        """Options and facts that must be equal on all nodes."""
         config = self._config
         names = {f.name for f in fields(ShardConfig)} & {f.name for f in fields(config)}
         options = {name: getattr(config, name) for name in names - OF_THE_NODE}
@@ -60,21 +63,24 @@ class ChildConfigs:
         return line_fields(self._config, process, vars(config))
 
     def router(self, addresses: Path) -> RouterConfig:
-        """`addresses` is the file of the shards' where they are reached over TCP."""
+        """Return the router's configuration.
+
+        If shards are reached over TCP, the file `addresses` lists where."""
         own = {
             "tokenizer_path": str(self._files.tokenizer_path),
             "shard_uds_path": self._files.uds_path,
             "num_shard": self.num_shards * self._config.nnodes,
             "max_sequence_length": self._plan.max_sequence_length,
-            # Without one the router looks further; without an endpoint there is nothing to name.
+            # Without a name the router looks for one elsewhere. Without an endpoint no name is needed.
             "otlp_service_name": self._config.otlp_service_name if self._config.otlp_endpoint else None,
         }
         own |= {"shard_addresses": str(addresses)} if self.spans else dict.fromkeys(LINK_OPTIONS)
         return _derive(RouterConfig, self._config, own)
 
     def shard(self, index: int, start: Start, host: str, listener: int | None) -> ShardConfig:
-        """Of the shard with that index on this node, which others reach at `host`; rank 0 gets the open
-        socket of the rendezvous."""
+        """Return the configuration of the shard with that index on this node.
+
+        Other nodes reach this node at `host`. Rank 0 gets the open socket of the rendezvous, `listener`."""
         rank = self.first_rank + index
         own = {
             "model_path": str(self._plan.model_path),
@@ -85,7 +91,7 @@ class ChildConfigs:
             "rendezvous": start.rendezvous,
             "kernel_cache": str(self._files.path / "kernels"),
             "epoch": start.epoch,
-            "heartbeat_fd": None,  # each child's own
+            "heartbeat_fd": None,  # Child adds the descriptor
             "dtype": self._plan.dtype,
             "deployment_framework": ENGINES.get(self._config.deployment_framework or ""),
             "max_sequence_length": self._plan.max_sequence_length,
@@ -107,14 +113,16 @@ class ChildConfigs:
 def line_fields(
     config: LauncherConfig, process: str, options: Mapping[str, Any] = MappingProxyType({})
 ) -> dict[str, Scalar] | None:
-    """Return the fields of each line of a child with these options; None where lines stay text."""
+    """Return the JSON fields that each log line of a child with these options gets.
+
+    Return None if log lines are plain text."""
     if not config.json_output:
         return None
     return process_fields("launcher", vars(config)) | process_fields(process, options)
 
 
 def _derive(config_type: type[C], config: LauncherConfig, own: Mapping[str, Any]) -> C:
-    """`own` values, and for the rest the launcher's options of the same name; defaults where it has none."""
+    """Build a configuration from `own`; other options have the launcher's values, or else their defaults."""
     names = {f.name for f in fields(config_type)} & {f.name for f in fields(config)} - own.keys()
     shared = {name: getattr(config, name) for name in names}
     return config_type(**shared, **own)

@@ -1,5 +1,7 @@
-"""A node without a router: it connects to node 0, starts and kills its shards as it is told there, and does
-so again whenever the connection was lost."""
+"""The launcher of a node other than node 0, which has no router.
+
+It connects to node 0 and starts and kills its shards on node 0's command. It reconnects when the connection
+is lost."""
 
 import asyncio
 import logging
@@ -24,10 +26,10 @@ RETRY_S = 1.0
 
 
 class Worker:
-    """Of any node but the first."""
+    """Launcher of any node but the first."""
 
     def __init__(self, config: LauncherConfig, planned: Plan) -> None:
-        """Raises RunDirectoryError and CertificateError."""
+        """Read the certificates and make the run directory. Raises RunDirectoryError and CertificateError."""
         self._config = config
         self._certificates = link_certificates(config, mutual_client)
         self._files = RunFiles(planned, config.shard_uds_path, line_fields(config, "tokenizer"))
@@ -36,10 +38,10 @@ class Worker:
         self._running: asyncio.Task[None] | None = None
         self._told = ""
         self._idle, self._aborting = asyncio.Event(), asyncio.Event()
-        self._idle.set()  # no shard serves
+        self._idle.set()  # no shard serves yet
 
     async def run(self) -> None:
-        """Raises LaunchError where node 0 refuses this one, and PortError."""
+        """Follow node 0 until cancelled. Raises PortError, and LaunchError if node 0 refuses this node."""
         watching = asyncio.create_task(self._certificates.watch(), name="certificates")
         try:
             async with serve_health(self._config, lambda: not self._idle.is_set()):
@@ -55,8 +57,9 @@ class Worker:
             watching.cancel()
 
     async def drain(self, main: "asyncio.Task[None]") -> None:
-        """Shards compute until node 0 needs them no more, or for as long as a router would finish its
-        requests: when the whole group is ended, it is draining meanwhile."""
+        """Keep the shards running until node 0 needs them no more, or until `shutdown_timeout` has passed.
+
+        When the whole group is being stopped, node 0's router drains during this time."""
         idle, aborting = asyncio.create_task(self._idle.wait()), asyncio.create_task(self._aborting.wait())
         waits = (main, idle, aborting)
         timeout_s = self._config.shutdown_timeout
@@ -73,7 +76,9 @@ class Worker:
 
     @asynccontextmanager
     async def _connect(self) -> AsyncIterator[Channel]:
-        """Raises OSError and TimeoutError."""
+        """Connect to node 0; close the connection and kill the shards at the end.
+
+        Raises OSError and TimeoutError."""
         host, port = self._config.master_addr, self._config.master_port
         self._certificates.look()
         async with asyncio.timeout(CONNECT_S):
@@ -93,7 +98,9 @@ class Worker:
             await self._kill()
 
     async def _follow(self, channel: Channel) -> NoReturn:
-        """Raises ChannelLostError, and LaunchError."""
+        """Introduce this node and obey node 0's messages.
+
+        Raises ChannelLostError, and LaunchError if node 0 refuses this node."""
         addresses = [str(address) for address in self._local.addresses]
         rank, common = self._config.node_rank, self._configs.common
         channel.send("hello", node_rank=rank, common=common, addresses=addresses)
@@ -109,7 +116,7 @@ class Worker:
                 self._running = asyncio.create_task(self._run(start, channel))
 
     async def _run(self, start: Start, channel: Channel) -> None:
-        """One start of this node's shards, as long as they live."""
+        """Start this node's shards, wait until one ends, and report both to node 0."""
         try:
             await self._local.start(start)
             self._idle.clear()
@@ -122,7 +129,7 @@ class Worker:
         channel.send("ended", epoch=start.epoch, reason=end.text, is_refusal=end.is_refusal)
 
     async def _kill(self) -> None:
-        """What runs; node 0 says when it runs again."""
+        """Kill this node's shards. Node 0 decides when they start again."""
         running, self._running = self._running, None
         if running is not None:
             running.cancel()
@@ -131,7 +138,7 @@ class Worker:
         self._idle.set()
 
     def _tell(self, reason: str) -> None:
-        """Each reason once in a row."""
+        """Log the reason unless it was the last one logged."""
         if reason != self._told:
             logger.warning("no connection to node 0 at %s: %s", self._config.master_addr, reason)
             self._told = reason

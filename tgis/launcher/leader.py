@@ -1,5 +1,7 @@
-"""Starts the shards, then the router, watches over all of them and stops them: a group of shards that dies is
-started again, a router that dies ends everything, and nothing outlives the launcher."""
+"""The launcher of node 0. It starts the shards and the router, watches them and stops them.
+
+A shard group that dies is started again. If the router dies, everything is stopped. No process outlives the
+launcher."""
 
 import asyncio
 import logging
@@ -23,16 +25,16 @@ from tgis.process.child import GIVE_UP, Child, End
 
 logger = logging.getLogger(__name__)
 
-RESOLVE_S = 1.0  # between two tries: the name of a pod may come later than the pod
+RESOLVE_S = 1.0  # between two attempts, because a pod may start before its name can be resolved
 
 
 class Service:
-    """Of node 0, which may be the only one."""
+    """Launcher of node 0, which may be the only node."""
 
     def __init__(self, config: LauncherConfig, planned: Plan) -> None:
-        """Raises RunDirectoryError, and PortError where a port is taken."""
+        """Check that the ports are free. Raises PortError if one is taken, and RunDirectoryError."""
         for port in (config.port,) if config.headless else (config.port, config.grpc_port):
-            listen(config.bind, port).close()  # the router opens it for good, when the model is loaded
+            listen(config.bind, port).close()  # the router opens the port when the model is loaded
         self._config = config
         self._files = RunFiles(planned, config.shard_uds_path, line_fields(config, "tokenizer"))
         self._configs = ChildConfigs(config, planned, self._files)
@@ -43,7 +45,9 @@ class Service:
         self._aborting = asyncio.Event()
 
     async def run(self) -> None:
-        """Raises LaunchError when something has ended that should not have."""
+        """Run the service until it fails or is cancelled.
+
+        Raises LaunchError when a process has ended that should still run."""
         await self._files.prepare()
         if self._configs.spans:
             await self._run_spanning()
@@ -51,8 +55,9 @@ class Service:
             await self._run_group([self._local], FileRendezvous(self._files.path))
 
     async def drain(self, main: "asyncio.Task[None]") -> None:
-        """The router finishes what is in flight, while the shards are still watched over. Raises LaunchError
-        where a second signal ends that."""
+        """Let the router finish the calls in flight. `main` keeps watching the shards meanwhile.
+
+        Raises LaunchError if a second signal interrupts this."""
         if self._router is None:
             return
         self._router.signal(signal.SIGTERM)
@@ -75,7 +80,7 @@ class Service:
         await self._files.remove()
 
     async def _run_spanning(self) -> None:
-        """Raises PortError, CertificateError and LaunchError."""
+        """Run a group that spans several nodes. Raises PortError, CertificateError and LaunchError."""
         self._local.host = host = await _resolve(self._config.master_addr)
         certificates = link_certificates(self._config, mutual_server)
         members = self._members = Members(self._config.nnodes - 1, self._configs.common, certificates)
@@ -84,7 +89,9 @@ class Service:
             await all_of((members.serve(listener), self._run_group(nodes, PortRendezvous(host))))
 
     async def _run_group(self, nodes: Sequence[Node], rendezvous: FileRendezvous | PortRendezvous) -> None:
-        """Raises LaunchError when something has ended that should not have."""
+        """Run the shards, and the router or (headless) the health endpoints.
+
+        Raises LaunchError when a process has ended that should still run."""
         group = Group(nodes, rendezvous, self._addresses if self._configs.spans else None)
         shards = asyncio.create_task(group.run())
         ends: list[asyncio.Task[None] | asyncio.Task[End]] = [shards]
@@ -96,13 +103,13 @@ class Service:
                 own = self._configs.router(self._addresses)
                 fields = self._configs.line_fields(own)
                 router = self._router = Child("router", ["router", *to_flags(own)], fields=fields)
-                await router.start()  # it waits for the shards itself
+                await router.start()  # the router itself waits for the shards
                 router_end = asyncio.create_task(router.wait())
                 ends.append(router_end)
                 await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
                 if not shards.done():
                     raise LaunchError(router_end.result().text)
-                if group.has_served:  # calls are under way, which are to end with a status
+                if group.has_served:  # calls may be in flight, and each must end with a status
                     router.signal(GIVE_UP)
                     await asyncio.wait([router_end], timeout=GIVE_UP_S)
             shards.result()
@@ -112,7 +119,7 @@ class Service:
 
 
 async def _resolve(name: str) -> str:
-    """Waits for as long as the name is unknown."""
+    """Return the address of a host; wait until its name can be resolved."""
     loop, is_told = asyncio.get_running_loop(), False
     while True:
         try:

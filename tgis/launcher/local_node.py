@@ -1,4 +1,4 @@
-"""The shards of one machine: started together, watched, and killed together."""
+"""Starts, watches and kills the shards of one machine together."""
 
 import asyncio
 from collections.abc import Coroutine, Iterable
@@ -11,21 +11,21 @@ from tgis.net.addresses import TcpAddress
 from tgis.process.child import Child, End
 
 LOOPBACK = "127.0.0.1"
-# How often a thread of a shard looks for its next piece of work before it sleeps. By default that takes
-# milliseconds, in which it keeps a core from the router, the clients and the other threads of its own step:
-# beside one busy process a step then takes ten times as long. Not to look at all costs a wake-up per
-# operator, half the speed of a small model.
+# Number of spins of an idle OpenMP thread before it sleeps. With the default it spins for milliseconds and
+# keeps a core from the router, the clients and the other threads of its own step: beside one busy process a
+# step then takes ten times as long. Without spinning every operator costs a wake-up, which halves the speed
+# of a small model.
 SHARD_ENV = {"GOMP_SPINCOUNT": "2000"}
-# NCCL is told the interface by which shards of one machine meet: like all else among them, on it alone.
+# Shards of one machine communicate over its loopback interface only, and so must NCCL.
 LOCAL_ENV = {"NCCL_SOCKET_IFNAME": "lo"}
-# What ends a process that touches shared memory which there is none of.
+# Signal that kills a process when it touches shared memory that cannot be allocated.
 BUS_ERROR = "SIGBUS"
 BUS_ERROR_HINT = "; the shards may lack shared memory: mount at least 1 GB of it at /dev/shm"
-SETTLE_S = 1.0  # in which the cause is noticed of an end that was a consequence
+SETTLE_S = 1.0  # time to notice the process whose end caused another process to end
 
 
 class ShardEndedError(LaunchError):
-    """A shard has ended before all had loaded."""
+    """Error for a shard that ended before all shards had loaded."""
 
     def __init__(self, end: End) -> None:
         super().__init__(end.text)
@@ -35,27 +35,28 @@ class ShardEndedError(LaunchError):
 class Node(Protocol):
     @property
     def addresses(self) -> list[TcpAddress]:
-        """Of its shards, where they are reached over TCP; known when it is there."""
+        """TCP addresses of the node's shards, known once the node has connected."""
 
     @property
     def num_losses(self) -> int:
-        """How often it was there, and no more."""
+        """Number of times the node has disconnected."""
 
     async def wait_until_there(self) -> None: ...
 
     async def start(self, start: Start, listener: int | None) -> None:
-        """Returns when all its shards have loaded; `listener` is the rendezvous' socket. Raises
-        ShardEndedError when something has ended before."""
+        """Start the node's shards; return when all have loaded. `listener` is the socket of the rendezvous.
+
+        Raises ShardEndedError if a shard ends before that."""
 
     async def wait(self) -> End:
-        """How the first of its shards to end has ended."""
+        """Wait until one of the node's shards ends, and return its end."""
 
     async def kill(self) -> None: ...
 
 
 class LocalNode:
     def __init__(self, configs: ChildConfigs, host: str = LOOPBACK) -> None:
-        """Others reach it at `host`."""
+        """Take the shards' configurations. Other nodes reach this node at `host`."""
         self._configs = configs
         self._shards: list[Child] = []
         self.host = host
@@ -97,9 +98,10 @@ class LocalNode:
 
 
 async def first_of(endings: Iterable[Coroutine[Any, Any, End]]) -> End:
-    """Return the first end, and give up the others. A rank that is left alone says so and ends, sometimes
-    before it is noticed that another was killed: where the first has said why, a kill soon after comes first.
-    """
+    """Return the first end and stop waiting for the others.
+
+    A rank that loses its peers reports that and exits, sometimes before the kill of the peer is noticed. So
+    if the first process to end gave a reason, a process that is killed within SETTLE_S takes precedence."""
     waits = [asyncio.create_task(ending) for ending in endings]
     try:
         done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
@@ -114,7 +116,7 @@ async def first_of(endings: Iterable[Coroutine[Any, Any, End]]) -> End:
 
 
 async def all_of(beginnings: Iterable[Coroutine[Any, Any, object]]) -> None:
-    """Returns when all have; when one fails, so does this, and the others are given up."""
+    """Wait until all are done. If one fails, cancel the others and raise its error."""
     tasks = [asyncio.create_task(beginning) for beginning in beginnings]
     try:
         await asyncio.gather(*tasks)
@@ -125,7 +127,7 @@ async def all_of(beginnings: Iterable[Coroutine[Any, Any, object]]) -> None:
 
 
 async def unless_ended(begun: Coroutine[Any, Any, object], ending: Coroutine[Any, Any, End]) -> None:
-    """Raises ShardEndedError where the end comes first."""
+    """Wait for `begun`. Raises ShardEndedError if `ending` is done first."""
     beginning, end = asyncio.create_task(begun), asyncio.create_task(ending)
     try:
         await asyncio.wait((beginning, end), return_when=asyncio.FIRST_COMPLETED)

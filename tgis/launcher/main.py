@@ -1,4 +1,4 @@
-"""The launcher's process: signals, and the end of everything that it started."""
+"""The launcher's main function. It handles signals and stops every process that the launcher started."""
 
 import asyncio
 import logging
@@ -13,7 +13,7 @@ logger = logging.getLogger(__name__)
 
 
 def run(config: LauncherConfig) -> None:
-    """Returns after a clean stop. Raises what `plan`, Service and Worker raise."""
+    """Run this node's launcher until a clean stop. Raises what `plan`, Service and Worker raise."""
     asyncio.run(_run(config))
 
 

@@ -1,5 +1,7 @@
-"""What launchers of different nodes say to each other: JSON, a line for each message, and a sign of life a
-second in both directions. Who is silent for ten of them is lost."""
+"""The connection between launchers of different nodes.
+
+Each message is a line of JSON. Both ends send a heartbeat every second; an end that misses ten in a row is
+considered lost."""
 
 import asyncio
 import json
@@ -15,34 +17,36 @@ Message = dict[str, Any]
 
 
 class ChannelLostError(Exception):
-    """The other end is gone; the text says how that was noticed."""
+    """Error for a lost connection. The text says how the loss was noticed."""
 
 
 class Channel:
-    """Over a connection that is encrypted, and whose other end has shown a certificate."""
+    """Channel of messages over an encrypted connection whose other end has shown a certificate."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Gives signs of life until it is closed."""
+        """Start to send heartbeats, which continue until `close`."""
         self._reader, self._writer = reader, writer
         self._missed = 0
         tune(writer.get_extra_info("socket"))
         self.own_host, self.other_host = (
             str(writer.get_extra_info(name)[0]) for name in ("sockname", "peername")
         )
-        """The addresses of both ends."""
+        """Addresses of both ends."""
         self._beating = asyncio.create_task(self._beat(), name="signs of life")
 
     def send(self, kind: str, **more: Any) -> None:
-        """Nowhere if the other end is gone, which `receive` tells."""
+        """Send a message. If the other end is gone, drop it; `receive` reports the loss."""
         self._write(json.dumps({"kind": kind, **more}).encode() + b"\n")
 
     async def receive(self) -> Message:
-        """The next message, which has a kind. Raises ChannelLostError, also where something else comes."""
+        """Return the next message, which always has a kind.
+
+        Raises ChannelLostError, also for a line that is no such message."""
         while True:
             try:
                 line = await self._reader.readline()
                 message = json.loads(line) if line.strip() else None
-            except (OSError, ValueError) as error:  # the second also of a line that is too long
+            except (OSError, ValueError) as error:  # ValueError also for a line that is too long
                 raise ChannelLostError(str(error) or type(error).__name__) from error
             if not line:
                 is_silent = self._missed >= MAX_MISSED
@@ -56,7 +60,7 @@ class Channel:
                 return message
 
     def close(self) -> None:
-        """What was sent before still leaves, if the other end takes it."""
+        """Close the channel. Messages sent before are still delivered if the other end reads them."""
         self._beating.cancel()
         self._writer.close()
 
@@ -65,8 +69,10 @@ class Channel:
             self._writer.write(data)
 
     async def _beat(self) -> None:
-        """Ends the connection when the other end has been silent for too long: that is counted in beats of
-        this process, so that time in which it stood still is none."""
+        """Send heartbeats; abort the connection when the other end has been silent for too long.
+
+        Silence is counted in heartbeats of this process, so time in which this process was stopped does not
+        count."""
         while self._missed < MAX_MISSED:
             await asyncio.sleep(PERIOD_S)
             self._missed += 1

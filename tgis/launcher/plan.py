@@ -1,5 +1,6 @@
-"""What follows from the launcher's configuration before any process is started: what cannot be served is
-refused here, in one line."""
+"""Checks the launcher's configuration and the model before any process is started.
+
+A model or configuration that cannot be served is refused here with an error of one line."""
 
 import logging
 from dataclasses import dataclass
@@ -16,32 +17,34 @@ from tgis.process.gpus import has_gpus
 logger = logging.getLogger(__name__)
 
 MIN_LENGTH = 2
-END_S = 5.0  # what processes get to end in, after the requests have
-GIVE_UP_S = 12.0  # what a router gets to end its calls in when the shards are not started again
+END_S = 5.0  # time for processes to exit after the last request has ended
+GIVE_UP_S = 12.0  # time for the router to end its calls when the shards are not started again
 TOKENIZER = "tokenizer.json"
 
 
 class LaunchError(OperatorError):
-    """The service cannot start, or has failed; the text is one line."""
+    """Error for a service that cannot start or has failed. The text is one line."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What follows from the configuration before any process is started."""
+    """Facts about the model and the shards, derived before any process is started."""
 
     model_path: Path
     max_sequence_length: int
     dtype: str | None
     num_shards: int
     has_fast_tokenizer: bool
-    """Whether there is a tokenizer.json; else one is made at the start."""
+    """True if the model has a tokenizer.json; otherwise one is made at the start."""
     tuning: TuningOptions
     fingerprint: str
-    """Of the model's configuration and weights, by the names and sizes of their files."""
+    """Fingerprint of the model's configuration and weights, by the names and sizes of their files."""
 
 
 def plan(config: LauncherConfig) -> Plan:
-    """Raises LaunchError, TuningError, model_files.CacheConflictError or model_files.ModelNotFoundError."""
+    """Check the configuration and find the model.
+
+    Raises LaunchError, TuningError, model_files.CacheConflictError or model_files.ModelNotFoundError."""
     if config.dtype and config.dtype_str and config.dtype != config.dtype_str:
         raise LaunchError("dtype and dtype_str args both provided with different values")
     _check_budget(config)
@@ -60,7 +63,9 @@ def plan(config: LauncherConfig) -> Plan:
 
 
 def count_shards(config: LauncherConfig, is_cuda: bool) -> int:
-    """What is asked for, else one for each device that is visible, else 1. Raises LaunchError."""
+    """Return the configured number of shards, else the number of visible devices, else 1.
+
+    Raises LaunchError."""
     if config.num_shard and config.num_gpus and config.num_shard != config.num_gpus:
         counts = f"({config.num_gpus} and {config.num_shard})"
         raise LaunchError(f"NUM_GPUS and num_shard are set to different values {counts}")
@@ -91,7 +96,9 @@ def _cache_root(config: LauncherConfig) -> Path:
 
 
 def _check_budget(config: LauncherConfig) -> None:
-    """Requests that are still served when the pod is killed would be lost. Raises LaunchError."""
+    """Check that requests can end within the pod's termination grace period; a killed pod loses them.
+
+    Raises LaunchError."""
     if (grace_s := config.termination_grace_period) is None:
         return
     left_s = max(0.0, grace_s - config.pre_stop_delay - END_S)
@@ -104,7 +111,7 @@ def _check_budget(config: LauncherConfig) -> None:
 
 
 def _choose_length(asked: int | None, model_config: dict[str, Any]) -> int:
-    """Tokens of input and output. Raises LaunchError."""
+    """Return the longest sequence in tokens, input and output together. Raises LaunchError."""
     of_model = model_files.length_of_model(model_config)
     length = asked or of_model or model_files.DEFAULT_LENGTH
     source = "user-defined" if asked else "model" if of_model else "default"

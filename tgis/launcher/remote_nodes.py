@@ -1,5 +1,6 @@
-"""Node 0's side of the group: launchers of other nodes connect here, and start and kill their shards as they
-are told. One that is lost may come again."""
+"""Node 0's connections to the launchers of the other nodes.
+
+They connect to node 0 and start and kill their shards on its command. A node that is lost may reconnect."""
 
 import asyncio
 import logging
@@ -17,21 +18,21 @@ from tgis.process.child import End
 
 logger = logging.getLogger(__name__)
 
-HELLO_S = 10.0  # of who has shown a certificate and says nothing
+HELLO_S = 10.0  # time to send the first message after the TLS handshake
 HANDSHAKE_S = 5.0
 
 
 class Members:
-    """All nodes but the first."""
+    """Set of all nodes but the first."""
 
     def __init__(self, num_others: int, common: Mapping[str, Any], certificates: Certificates) -> None:
-        """`common` is what must be the same on all nodes."""
+        """Create the nodes, not yet connected. `common` holds what must be equal on all nodes."""
         self.nodes = [RemoteNode(rank) for rank in range(1, num_others + 1)]
         self._common, self._certificates = common, certificates
         self._channels: dict[asyncio.Task[None], Channel] = {}
 
     async def serve(self, listener: socket.socket) -> None:
-        """Until it is cancelled, with the certificate that is there when a node connects."""
+        """Accept connections of nodes until cancelled, always with the current certificate."""
         while True:
             self._certificates.look()
             pem = self._certificates.pem
@@ -47,7 +48,7 @@ class Members:
                     await asyncio.sleep(LOOK_S)
                     self._certificates.look()
             finally:
-                server.close()  # who is connected stays
+                server.close()  # existing connections stay open
 
     async def close(self) -> None:
         for channel in self._channels.values():
@@ -70,7 +71,9 @@ class Members:
             channel.close()
 
     async def _listen(self, channel: Channel) -> None:
-        """Raises ChannelLostError and TimeoutError."""
+        """Read the first message, then refuse the node or follow it.
+
+        Raises ChannelLostError and TimeoutError."""
         async with asyncio.timeout(HELLO_S):
             hello = await channel.receive()
         try:
@@ -82,7 +85,9 @@ class Members:
         await self.nodes[rank - 1].follow(channel, addresses)
 
     def _read_hello(self, hello: Message) -> tuple[int, list[TcpAddress]]:
-        """Raises LaunchError where it cannot be of this group."""
+        """Return the node's rank and its shards' addresses.
+
+        Raises LaunchError if the node does not fit this group."""
         try:
             rank, common = int(hello["node_rank"]), dict(hello["common"])
             addresses = [parse(text) for text in hello["addresses"]]
@@ -97,7 +102,7 @@ class Members:
 
 
 class RemoteNode:
-    """Another node, whether it is there or not."""
+    """Node other than node 0, connected or not."""
 
     def __init__(self, rank: int) -> None:
         self.name = f"node {rank}"
@@ -132,7 +137,7 @@ class RemoteNode:
             self._channel.send("kill")
 
     async def follow(self, channel: Channel, addresses: list[TcpAddress]) -> NoReturn:
-        """For as long as that is this node's connection. Raises ChannelLostError."""
+        """Receive this node's messages until the channel is lost or replaced. Raises ChannelLostError."""
         if self._channel is not None:
             self._lose("it has come again")
         self._channel, self.addresses = channel, addresses
@@ -157,7 +162,7 @@ class RemoteNode:
 
     def _take(self, message: Message) -> None:
         if message.get("epoch") != self._epoch:
-            return  # of shards that have been killed since
+            return  # the message is about shards that have been killed since
         if message["kind"] == "begun":
             self._has_begun.set()
         elif message["kind"] == "ended":

@@ -1,5 +1,6 @@
-"""What the processes of one run share on the disk: sockets, a converted tokenizer, compiled code. It is there
-for as long as the run."""
+"""The files that the processes of one run share: sockets, a converted tokenizer, compiled kernels.
+
+They are removed when the run ends."""
 
 import contextlib
 import logging
@@ -17,15 +18,17 @@ from tgis.process.run_directory import RunDirectory
 
 logger = logging.getLogger(__name__)
 
-MAX_SOCKET_PATH = 107  # bytes, of Linux
+MAX_SOCKET_PATH = 107  # bytes, Linux's limit
 
 
 class RunFiles:
     def __init__(
         self, plan: Plan, uds_path: str | None, line_fields: Mapping[str, Scalar] | None = None
     ) -> None:
-        """`uds_path` is where an operator wants the sockets, `line_fields` are those of a converter's output.
-        Raises RunDirectoryError."""
+        """Make the run directory.
+
+        `uds_path` is where the operator wants the sockets. `line_fields` are the JSON fields of the lines
+        that a tokenizer's conversion prints. Raises RunDirectoryError."""
         self._plan, self._line_fields = plan, line_fields
         self._directory = RunDirectory()
         self.path = self._directory.path
@@ -37,13 +40,13 @@ class RunFiles:
         return self._plan.model_path if self._plan.has_fast_tokenizer else self.path / "tokenizer"
 
     async def prepare(self) -> None:
-        """Raises LaunchError."""
+        """Check the paths of the sockets, and convert the tokenizer if needed. Raises LaunchError."""
         self._check_sockets()
         if not self._plan.has_fast_tokenizer:
             await self._convert_tokenizer()
 
     async def remove(self) -> None:
-        """Of this run; the operator may have put the shards' own elsewhere."""
+        """Remove the files of this run, also sockets that the operator has put elsewhere."""
         if self._converter is not None:
             await self._converter.kill()
         for path in self._sockets:
@@ -58,7 +61,9 @@ class RunFiles:
         return [Path(f"{self.uds_path}-{rank}") for rank in range(self._plan.num_shards)]
 
     def _check_sockets(self) -> None:
-        """Before minutes go by until a shard finds it out. Raises LaunchError."""
+        """Check that the system accepts the paths of the sockets. Raises LaunchError.
+
+        A shard would notice only after the model is loaded, which takes minutes."""
         longest = steps_path(str(self._sockets[-1]))
         if not model_files.is_utf8(longest):
             raise LaunchError(
@@ -70,7 +75,9 @@ class RunFiles:
             )
 
     async def _convert_tokenizer(self) -> None:
-        """By a child, for the libraries that can do it are large. Raises LaunchError."""
+        """Convert the tokenizer in a child process, because the libraries for it are large.
+
+        Raises LaunchError."""
         logger.info("converting the tokenizer: there is no %s", TOKENIZER)
         self.tokenizer_path.mkdir()
         arguments = [str(self._plan.model_path.absolute()), "--output-path", str(self.tokenizer_path)]

@@ -1,4 +1,4 @@
-"""The shards of all nodes as one: started together, again and again, and ended by the loss of any."""
+"""Manages the shards of all nodes as one group: they start together, and if one ends, all are restarted."""
 
 import asyncio
 import contextlib
@@ -18,20 +18,20 @@ from tgis.net.ports import listen
 logger = logging.getLogger(__name__)
 
 CRASH_WINDOW_S = 300.0
-MAX_CRASHES = 6  # of the shards, within the window; a request that kills them takes three
-MAX_FIRST_CRASHES = 3  # before they have served, however long each start takes
+MAX_CRASHES = 6  # of the group within the window; a request that kills shards causes three
+MAX_FIRST_CRASHES = 3  # before the group has served, however long each start takes
 FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.5, 4.0
 
 
 class Rendezvous(Protocol):
-    """Where the ranks of each start meet."""
+    """Place where the ranks of each start meet."""
 
     def open(self, epoch: int) -> AbstractContextManager[tuple[str, int | None]]:
-        """The place, and the descriptor of the socket that listens there, if one does."""
+        """Return the place, and the descriptor of the socket that listens there or None."""
 
 
 class FileRendezvous:
-    """Of ranks of one machine."""
+    """Rendezvous of ranks on one machine."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -42,28 +42,31 @@ class FileRendezvous:
 
 
 class PortRendezvous:
-    """Of ranks of several, a new port each time: who is left over from a start before finds nobody."""
+    """Rendezvous of ranks on several machines.
+
+    Each start gets a new port, so that a rank left over from an earlier start cannot join."""
 
     def __init__(self, host: str) -> None:
         self._host = host
 
     @contextmanager
     def open(self, epoch: int) -> Iterator[tuple[str, int | None]]:
-        """Raises PortError."""
+        """Open a free port for this start. Raises PortError."""
         with listen(self._host, 0) as listener:
             yield str(TcpAddress(self._host, listener.getsockname()[1])), listener.fileno()
 
 
 class Group:
     def __init__(self, nodes: Sequence[Node], rendezvous: Rendezvous, addresses: Path | None) -> None:
-        """The file `addresses` is to say where all shards are reached, if that is over TCP."""
+        """Take the nodes. `addresses` is the file for the shards' addresses if they are reached over TCP."""
         self._nodes, self._rendezvous, self._addresses = nodes, rendezvous, addresses
         self._epoch = 0
         self.is_serving = self.has_served = False
 
     async def run(self) -> None:
-        """Starts the shards, and again whenever one of them has ended. Raises LaunchError after too many
-        times, and when a shard refuses to serve before any has served."""
+        """Start the shards, and restart them whenever one has ended.
+
+        Raises LaunchError after too many restarts, and if a shard refuses to serve before any has served."""
         await self._start_first()
         crashes: list[float] = []
         while True:
@@ -74,7 +77,7 @@ class Group:
                 await self.kill()
                 raise LaunchError(f"{end.text}; giving up after {MAX_CRASHES} restarts of the shards")
             await self._clear(end.text, len(crashes))
-            # Where that fails, the next turn of the loop finds what has ended, and counts it.
+            # If the start fails, the next iteration finds the shard that has ended and counts the crash.
             with contextlib.suppress(LaunchError):
                 await self._start()
 
@@ -82,7 +85,9 @@ class Group:
         await asyncio.gather(*(node.kill() for node in self._nodes))
 
     async def _start_first(self) -> None:
-        """Nodes may come and go meanwhile. Raises LaunchError."""
+        """Start the shards for the first time. Nodes may connect and disconnect meanwhile.
+
+        Raises LaunchError."""
         num_crashes = 0
         while True:
             num_losses = self._num_losses
@@ -95,7 +100,7 @@ class Group:
             if self._num_losses > num_losses:
                 await self._clear(end.text)
                 continue
-            if end.is_refusal and len(self._nodes) > 1:  # perhaps because a rank of another node was killed
+            if end.is_refusal and len(self._nodes) > 1:  # the cause may be a killed rank of another node
                 end = await first_of(node.wait() for node in self._nodes)
             num_crashes += 1
             if end.is_refusal:
@@ -105,7 +110,7 @@ class Group:
             await self._clear(end.text, num_crashes)
 
     async def _clear(self, reason: str, num_crashes: int = 1) -> None:
-        """Make room for another start; wait the longer, the more shards have crashed."""
+        """Kill all shards before another start. Wait longer after each crash."""
         logger.error("%s; starting the shards again", reason)
         await self.kill()
         if num_crashes > 1:
@@ -116,7 +121,7 @@ class Group:
         return sum(node.num_losses for node in self._nodes)
 
     async def _start(self) -> None:
-        """Returns when all have loaded. Raises LaunchError."""
+        """Start the shards on all nodes and wait until all have loaded. Raises LaunchError."""
         for node in self._nodes:
             await node.wait_until_there()
         self._epoch += 1
@@ -127,8 +132,8 @@ class Group:
         self.is_serving = self.has_served = True
 
     def _tell_addresses(self) -> None:
-        """To the router, which may read at any time."""
-        if self._addresses is None:  # a disk without room must not keep a single shard from starting again
+        """Write the shards' addresses to the router's file, atomically because it may be read at any time."""
+        if self._addresses is None:  # on one machine a full disk must not prevent a restart
             return
         new = self._addresses.with_suffix(".new")
         new.write_text(",".join(str(address) for node in self._nodes for address in node.addresses))

@@ -1,5 +1,6 @@
-"""What the HTTP port of a node without a router answers: `/live`, `/health` while its shards serve, and
-`/metrics` with that alone."""
+"""The HTTP endpoints of a node without a router: `/live`, `/health` and `/metrics`.
+
+`/health` is ready while the node's shards serve. `/metrics` has one metric, which says the same."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -24,7 +25,9 @@ tgi_ready {}
 
 @asynccontextmanager
 async def serve_health(config: LauncherConfig, is_serving: Callable[[], bool]) -> AsyncIterator[None]:
-    """Meanwhile, encrypted where a router's would be. Raises PortError and CertificateError."""
+    """Serve the health endpoints within the context, with TLS if the router's HTTP port would use it.
+
+    Raises PortError and CertificateError."""
 
     async def metrics(request: Request) -> Response:
         return Response(READY.format(int(is_serving())), media_type=METRICS_TYPE)

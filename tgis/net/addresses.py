@@ -1,4 +1,4 @@
-"""Where a shard is reached over TCP: calls on one port, steps on the next one, both with mutual TLS."""
+"""TCP addresses of shards: calls use one port, steps the next one, both with mutual TLS."""
 
 import re
 import socket
@@ -6,15 +6,15 @@ from dataclasses import dataclass
 
 from tgis.errors import OperatorError
 
-MAX_PORT = 65534  # for there is one more
-# A peer that is gone, or a network that is cut, is found out in so many seconds.
+MAX_PORT = 65534  # the next port is used too
+# Times in seconds, and a count, by which the system notices a peer that is gone or a network that is cut.
 IDLE_S, PROBE_S, NUM_PROBES, UNANSWERED_S = 5, 2, 5, 30
 
 _ADDRESS = re.compile(r"(?:\[([0-9A-Fa-f:.%]+)\]|([^\s\[\]:/,]+)):(\d{1,5})")
 
 
 class AddressError(OperatorError):
-    """What is no address; the text is one line."""
+    """Error for an invalid address. The text is one line."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class TcpAddress:
 
     @property
     def calls(self) -> str:
-        """As gRPC wants it."""
+        """Address of the port for calls, in gRPC's notation."""
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
     @property
@@ -36,7 +36,7 @@ class TcpAddress:
 
 
 def parse(text: str) -> TcpAddress:
-    """`HOST:PORT`; an IPv6 address stands in brackets. Raises AddressError."""
+    """Parse `HOST:PORT`, where an IPv6 address is in brackets. Raises AddressError."""
     found = _ADDRESS.fullmatch(text.strip())
     if found is None or not 0 < int(found[3]) <= MAX_PORT:
         raise AddressError(f"{text!r} is no HOST:PORT with a port from 1 to {MAX_PORT}")
@@ -44,7 +44,7 @@ def parse(text: str) -> TcpAddress:
 
 
 def parse_all(text: str) -> list[TcpAddress]:
-    """With commas between them. Raises AddressError, also for one that is there twice."""
+    """Parse addresses separated by commas. Raises AddressError, also for a duplicate address."""
     addresses = [parse(part) for part in text.split(",")]
     if len(set(addresses)) < len(addresses):
         raise AddressError(f"an address is there twice in {text!r}")
@@ -52,7 +52,7 @@ def parse_all(text: str) -> list[TcpAddress]:
 
 
 def tune(connection: socket.socket) -> None:
-    """Small messages leave at once; who does not answer any more is missed."""
+    """Send small messages at once, and detect a peer that no longer answers."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, IDLE_S)

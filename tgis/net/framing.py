@@ -1,5 +1,7 @@
-"""Steps and their answers on their way between a router and a shard: messages on a Unix socket of their own,
-each behind its length. Thus a step costs a few system calls and wakes no thread but its receiver."""
+"""The framing of steps and their answers between a router and a shard.
+
+Each message follows its length, on a socket that carries nothing else. A step thus costs a few system calls
+and wakes only the thread that receives it."""
 
 import struct
 
@@ -10,7 +12,7 @@ MAX_LENGTH = 1 << 30  # bytes of a message
 
 
 def steps_path(path: str) -> str:
-    """The socket of the steps of the shard whose calls are answered at `path`."""
+    """Return the path of the socket for steps of the shard that answers calls at `path`."""
     return f"{path}.steps"
 
 
@@ -20,17 +22,17 @@ def frame(message: Message) -> bytes:
 
 
 class FrameError(Exception):
-    """What arrives is not what the other end sends."""
+    """Error for data that the other end cannot have sent."""
 
 
 class FrameReader:
-    """Cuts what arrives into messages."""
+    """Splitter of received data into messages."""
 
     def __init__(self) -> None:
         self._pending = bytearray()
 
     def push(self, data: bytes) -> list[bytes]:
-        """The messages that `data` completes, serialized. Raises FrameError."""
+        """Return the serialized messages that `data` completes. Raises FrameError."""
         pending, start, bodies = self._pending, 0, []
         pending += data
         while len(pending) >= start + _LENGTH.size:

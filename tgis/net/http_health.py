@@ -1,4 +1,4 @@
-"""What each HTTP port of the service answers: `/health` (ready to serve), `/live` (the process answers)."""
+"""The routes of every HTTP port: `/health` (ready to serve) and `/live` (the process answers)."""
 
 from collections.abc import Callable
 

@@ -1,5 +1,7 @@
-"""The HTTP port's server. What does not finish, half a request or an answer that nobody reads, is cut off
-after a while, and the oldest of too many connections makes way for the newest."""
+"""The server of the HTTP port.
+
+It aborts connections with an incomplete request or an unread answer after a while. When there are too many
+connections, it aborts the oldest."""
 
 import asyncio
 import contextlib
@@ -15,8 +17,8 @@ from tgis.config.network import PortOptions
 from tgis.net.ports import listen
 from tgis.net.tls import Certificates
 
-REQUEST_S = 10.0  # from the first byte, or from connecting, until the answer is out
-MAX_CONNECTIONS = 128  # probes and scrapes take a few; files to open are worth more to the gRPC port
+REQUEST_S = 10.0  # from the first byte, or from connecting, until the answer is sent
+MAX_CONNECTIONS = 128  # probes and scrapes need a few; the gRPC port needs the file descriptors more
 MAX_HEADER_BYTES = 16 << 10
 
 
@@ -41,7 +43,7 @@ class HttpConnection(H11Protocol):
 
     def on_response_complete(self) -> None:
         self._finish()
-        super().on_response_complete()  # begins with the next request, where that is there
+        super().on_response_complete()  # handles the next request if it has arrived
         if self.transport.get_write_buffer_size() or not self.cycle.response_complete:
             self._begin()
 
@@ -62,8 +64,9 @@ def _opened_at(connection: Any) -> float:
 
 @asynccontextmanager
 async def serve_http(app: Any, options: PortOptions, certificates: Certificates | None) -> AsyncIterator[int]:
-    """Yields the port. In the clear unless HTTP is to be encrypted; clients need no certificate of their own.
-    Raises PortError."""
+    """Serve `app` within the context and yield the port. Raises PortError.
+
+    The port uses TLS only with `http_tls`. Clients need no certificate."""
     listener = listen(options.bind, options.port)
     server = _server(app, certificates if options.http_tls else None)
     server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign, assignment]
@@ -91,7 +94,7 @@ def _server(app: Any, certificates: Certificates | None) -> uvicorn.Server:
 
 
 def _encrypt(settings: uvicorn.Config, certificates: Certificates) -> None:
-    """With what the files hold when a handshake begins."""
+    """Enable TLS. Every handshake uses the certificate that the files hold at that time."""
 
     def renew(connection: ssl.SSLObject, name: str, context: ssl.SSLContext) -> None:
         certificates.look()
@@ -99,4 +102,4 @@ def _encrypt(settings: uvicorn.Config, certificates: Certificates) -> None:
 
     settings.load()
     settings.ssl = certificates.context
-    settings.ssl.sni_callback = renew  # asked for before every handshake, whether a name is given or not
+    settings.ssl.sni_callback = renew  # called in every handshake, even if the client sends no name

@@ -1,4 +1,4 @@
-"""Opening a listening port, or saying in one line why it cannot be opened."""
+"""Opens listening ports, with an error of one line if a port cannot be opened."""
 
 import socket
 from collections.abc import Iterator
@@ -8,18 +8,22 @@ from tgis.errors import OperatorError
 
 
 class PortError(OperatorError):
-    """Names the port, the address and the reason."""
+    """Error for a port that cannot be opened. It names the port, the address and the reason."""
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A listening TCP socket that no other process shares; port 0 takes a free one. Raises PortError."""
+    """Return a listening TCP socket that no other process shares. Port 0 takes a free port.
+
+    Raises PortError."""
     with _one_line_error(host, port):
         return socket.create_server((host, port), family=_family(host, port))
 
 
 def reserve(host: str, port: int) -> socket.socket:
-    """A TCP socket that has the port without listening: who connects is refused, and who comes to listen,
-    gRPC for one, may do so as long as nobody else does; port 0 takes a free one. Raises PortError."""
+    """Return a TCP socket that is bound to the port but does not listen. Port 0 takes a free port.
+
+    Connections are refused. One other socket, such as gRPC's, may still listen on the port. Raises PortError.
+    """
     with _one_line_error(host, port):
         reserved = socket.socket(_family(host, port))
         reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -36,7 +40,7 @@ def _one_line_error(host: str, port: int) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        reason = (error.strerror or str(error)).split(" (")[0]  # asyncio and socket add the address once more
+        reason = (error.strerror or str(error)).split(" (")[0]  # asyncio and socket repeat the address
         raise PortError(f"port {port} on {host} cannot be opened: {reason}") from error
-    except UnicodeError as error:  # of a name that no host can have
+    except UnicodeError as error:  # the host's name is invalid
         raise PortError(f"port {port} on {host} cannot be opened: that is no address") from error

@@ -1,5 +1,7 @@
-"""Certificates from PEM files, for gRPC and for Python's own TLS. They are read again when they change, for
-the connections that come then; what is half-written or does not fit together is not taken."""
+"""Certificates from PEM files, for gRPC and for Python's TLS.
+
+Files that change are read again, and new connections use them. Files that are half-written or do not fit
+together are not used."""
 
 import asyncio
 import logging
@@ -24,29 +26,29 @@ from tgis.net.tls_contexts import Pem, open_server
 
 logger = logging.getLogger(__name__)
 
-LOOK_S = 5.0  # between two looks at the files; new connections look too
-SOON_S = 7 * 86400.0  # before its end a certificate is warned of
+LOOK_S = 5.0  # between two checks of the files; each new connection checks them too
+SOON_S = 7 * 86400.0  # a certificate that expires within this time is warned of
 WARN_EVERY_S, EXPIRED_EVERY_S = 86400.0, 60.0
 
 
 @dataclass(frozen=True)
 class TlsFiles:
-    """Where the files are. A certificate without a key, or the other way round, has been refused before."""
+    """Paths of the PEM files. A certificate without a key, or a key without one, has been refused before."""
 
     cert: str
     key: str
     ca: str | None
-    """With it, the other end must show a certificate that it has signed."""
+    """Authority that must have signed the other end's certificate; None: the other end needs none."""
 
 
 @dataclass(frozen=True, eq=False)
 class _Content:
-    """Of files that fit together."""
+    """Content of files that fit together."""
 
     pem: Pem
     context: ssl.SSLContext | None
     expires_at: float
-    """On the clock of the day, in seconds."""
+    """Unix time in seconds."""
 
     @property
     def configuration(self) -> grpc.ServerCertificateConfiguration:
@@ -54,11 +56,11 @@ class _Content:
 
 
 class CertificateError(OperatorError):
-    """The files are not there, or not in order."""
+    """Error for certificate files that are missing or invalid."""
 
 
 class Certificates:
-    """What the files held when they were last found in order."""
+    """Certificates as they were when the files were last valid."""
 
     def __init__(
         self,
@@ -66,25 +68,27 @@ class Certificates:
         make_context: Callable[[Pem], ssl.SSLContext] | None = None,
         name: str = "TLS",
     ) -> None:
-        """`make_context` is one of `tgis.net.tls_contexts`, where `context` is asked for; the name is for the
-        log. Raises CertificateError, in TGIS's words."""
+        """Read the files.
+
+        `make_context`, a function of `tgis.net.tls_contexts`, is needed only if `context` is used. `name` is
+        for the log. Raises CertificateError with TGIS's texts."""
         self._files, self._make_context, self._name = files, make_context, name
         self._lock = threading.Lock()
         self._seen = self._look()
         self._content = self._given = self._read()
         self._warned_at = -WARN_EVERY_S
         self.num_refusals = 0
-        """Changes of the files that were not taken."""
+        """Number of changes of the files that were not used."""
         self._warn()
 
     @property
     def seconds_left(self) -> float:
-        """Until the certificate expires; less than zero afterwards."""
+        """Seconds until the certificate expires; less than zero afterwards."""
         return self._content.expires_at - time.time()
 
     @property
     def pem(self) -> Pem:
-        """Another object whenever something else is taken."""
+        """PEM texts in use. They are a new object after each change that is used."""
         return self._content.pem
 
     @property
@@ -95,18 +99,18 @@ class Certificates:
     def credentials(self) -> grpc.ServerCredentials:
         return grpc.dynamic_ssl_server_credentials(
             self._content.configuration,
-            self._give_new,  # type: ignore[arg-type]  # the stubs do not know of None: nothing has changed
+            self._give_new,  # type: ignore[arg-type]  # the stubs lack None, which means no change
             require_client_authentication=self._files.ca is not None,
         )
 
     async def watch(self) -> NoReturn:
-        """Looks at the files, so that a fault in them is known before a client is refused for it."""
+        """Check the files regularly, so that an error in them is logged before a client is refused for it."""
         while True:
             await asyncio.sleep(LOOK_S)
             await asyncio.to_thread(self.look)
 
     def look(self) -> None:
-        """Takes what has changed, if it is in order; tells of a certificate that ends soon or has ended."""
+        """Read changed files and use them if valid. Log a certificate that expires soon or has expired."""
         with self._lock:
             seen = self._look()
             if seen != self._seen:
@@ -143,7 +147,7 @@ class Certificates:
             logger.info("new %s files serve new connections", self._name)
 
     def _read(self) -> _Content:
-        """Raises CertificateError."""
+        """Read and check the files. Raises CertificateError."""
         files = self._files
         pem = _read(files)
         with self._one_line_error(f"the key {files.key}"):
@@ -169,10 +173,10 @@ class Certificates:
 
     @contextmanager
     def _one_line_error(self, file: str) -> Iterator[None]:
-        """Raises CertificateError, which names the file, where the block cannot read what is in it."""
+        """Turn errors of parsing the file into CertificateError, which names the file."""
         try:
             yield
-        except TypeError as error:  # of a key alone
+        except TypeError as error:  # only a key raises it
             raise CertificateError(
                 f"{self._trouble}: {file} is encrypted; give one without a password"
             ) from error
@@ -186,7 +190,9 @@ class Certificates:
         return f"{self._name.lower()} configuration error"
 
     def _give_new(self) -> grpc.ServerCertificateConfiguration | None:
-        """What gRPC asks for before every handshake, on threads of its own."""
+        """Return the configuration if it has changed, else None.
+
+        gRPC calls this before every handshake, on its own threads."""
         self.look()
         with self._lock:
             if self._given is self._content:
@@ -199,7 +205,7 @@ class Certificates:
 
 
 def port_certificates(options: PortOptions) -> Certificates | None:
-    """None for ports in the clear. Raises CertificateError."""
+    """Return the certificates of the client ports, or None if they use no TLS. Raises CertificateError."""
     if not options.tls_cert_path or not options.tls_key_path:
         return None
     files = TlsFiles(options.tls_cert_path, options.tls_key_path, options.tls_client_ca_cert_path)
@@ -207,7 +213,7 @@ def port_certificates(options: PortOptions) -> Certificates | None:
 
 
 def link_certificates(options: LinkOptions, make_context: Callable[[Pem], ssl.SSLContext]) -> Certificates:
-    """Of this end of links over TCP. Raises CertificateError."""
+    """Return the certificates of this end of TCP links. Raises CertificateError."""
     cert, key, ca = options.link_cert_path, options.link_key_path, options.link_ca_cert_path
     assert cert is not None, "the options have been checked"
     assert key is not None
@@ -216,7 +222,9 @@ def link_certificates(options: LinkOptions, make_context: Callable[[Pem], ssl.SS
 
 
 def look_at(path: str) -> tuple[int, int, int] | None:
-    """Differs when the file has changed, or what a link names; None: there is none."""
+    """Return a state of the file, or of a symbolic link's target, that differs after each change.
+
+    Return None if there is no file."""
     try:
         found = Path(path).stat()
     except OSError:
@@ -225,7 +233,7 @@ def look_at(path: str) -> tuple[int, int, int] | None:
 
 
 def _read(files: TlsFiles) -> Pem:
-    """Raises CertificateError."""
+    """Read the files without parsing them. Raises CertificateError."""
     key, cert = _read_file(files.key, "key"), _read_file(files.cert, "cert")
     return Pem(cert, key, _read_file(files.ca, "client ca cert") if files.ca else None)
 

@@ -1,4 +1,4 @@
-"""Contexts of Python's own TLS, made of PEM texts in memory: TLS 1.2 with ECDHE and AES-GCM, or TLS 1.3."""
+"""Contexts of Python's TLS from PEM texts in memory: TLS 1.2 with ECDHE and AES-GCM, or TLS 1.3."""
 
 import os
 import ssl
@@ -6,26 +6,26 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-CIPHERS = "ECDHE+AESGCM"  # of TLS 1.2; all of TLS 1.3's are of the kind
+CIPHERS = "ECDHE+AESGCM"  # for TLS 1.2; all ciphers of TLS 1.3 are of this kind
 
 
 @dataclass(frozen=True, eq=False)
 class Pem:
-    """What shows who this end is, and whom it believes."""
+    """PEM texts of this end's certificate and key, and of the authorities that it trusts."""
 
     cert: bytes
     key: bytes
     ca: bytes | None
-    """Authorities of the other end."""
+    """Authorities that may have signed the other end's certificate."""
 
 
 def open_server(pem: Pem) -> ssl.SSLContext:
-    """Of a port for everybody: clients are not asked who they are. This and the next two raise SSLError."""
+    """Return the context of a port that asks clients for no certificate. Raises SSLError."""
     return _context(pem, ssl.PROTOCOL_TLS_SERVER)
 
 
 def mutual_server(pem: Pem) -> ssl.SSLContext:
-    """Of a port for clients whom the authorities vouch for."""
+    """Return the context of a port for clients whose certificate the authorities signed. Raises SSLError."""
     context = _context(pem, ssl.PROTOCOL_TLS_SERVER)
     context.verify_mode = ssl.CERT_REQUIRED
     _trust(context, pem)
@@ -33,7 +33,9 @@ def mutual_server(pem: Pem) -> ssl.SSLContext:
 
 
 def mutual_client(pem: Pem) -> ssl.SSLContext:
-    """Of calls to a server whose name the authorities vouch for, showing who calls."""
+    """Return the context of a client that shows its certificate and checks the server's name.
+
+    The authorities must have signed the server's certificate. Raises SSLError."""
     context = _context(pem, ssl.PROTOCOL_TLS_CLIENT)
     _trust(context, pem)
     return context
@@ -43,7 +45,7 @@ def _context(pem: Pem, protocol: int) -> ssl.SSLContext:
     context = ssl.SSLContext(protocol)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.set_ciphers(CIPHERS)
-    # Every connection shows its certificate, as one resumed by a ticket would not.
+    # Every connection must show its certificate, which one resumed by a session ticket would not.
     context.options |= ssl.OP_NO_TICKET | ssl.OP_NO_RENEGOTIATION
     if protocol == ssl.PROTOCOL_TLS_SERVER:
         context.num_tickets = 0
@@ -64,7 +66,9 @@ def _trust(context: ssl.SSLContext, pem: Pem) -> None:
 
 @contextmanager
 def _in_memory(content: bytes) -> Iterator[str]:
-    """The path of a file, which contexts insist on; what is on the disk may have changed meanwhile."""
+    """Yield the path of an in-memory file with this content.
+
+    SSL contexts read only from paths, and the files on disk may have changed since they were checked."""
     file = os.memfd_create("pem")
     try:
         os.write(file, content)

@@ -1,1 +1,1 @@
-"""Child processes, their signs of life, their run directory, and the GPUs they may use."""
+"""Child processes, their heartbeats, their run directory, and the GPUs they may use."""

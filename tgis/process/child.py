@@ -1,5 +1,6 @@
-"""A child process that cannot outlive its parent: its output is relayed line by line, and how it ended is put
-in words."""
+"""Runs a child process that cannot outlive its parent.
+
+Its output is relayed line by line, and its end is described in a text."""
 
 import asyncio
 import contextlib
@@ -17,25 +18,25 @@ from tgis.logs import Scalar
 from tgis.process.heartbeat import wait_until_hung
 
 READ_BYTES = 1 << 16
-# Longer lines are cut. A record of our own must not be: its halves would be no objects.
+# Longer lines are cut. The limit for our own JSON records is higher, because a cut record is invalid JSON.
 MAX_LINE_BYTES, MAX_JSON_BYTES = READ_BYTES, 1 << 20
 PR_SET_PDEATHSIG = 1
-GIVE_UP = signal.SIGUSR1  # tells a router that its shards are not started again
+GIVE_UP = signal.SIGUSR1  # tells a router that its shards will not be restarted
 
 _libc = ctypes.CDLL(None)
 
 
 @dataclass(frozen=True)
 class End:
-    """How a process has ended."""
+    """Description of a process's end."""
 
     text: str
     is_refusal: bool = False
-    """True if it ended by itself, with status 1 and a line that says why: it would do so again."""
+    """True if it exited with status 1 and a line that says why; another start would end the same way."""
 
 
 class Child:
-    """One run of `python -m tgis ARGUMENTS`."""
+    """Run of `python -m tgis ARGUMENTS`."""
 
     def __init__(
         self,
@@ -47,14 +48,17 @@ class Child:
         fds: Sequence[int] = (),
         fields: Mapping[str, Scalar] | None = None,
     ) -> None:
-        """`env` holds variables that the child gets where the parent has none of that name. One that `beats`
-        is given a descriptor for signs of life, and is killed where it hangs; `fds` are open in it too.
-        With `fields`, every line of its output becomes a JSON object that has them, without the prefix."""
+        """Describe the child without starting it.
+
+        `env` holds variables that the child gets unless the parent has variables of the same names. A child
+        that `beats` gets a descriptor for heartbeats and is killed if it hangs. The child inherits the
+        descriptors `fds`. With `fields`, every line of its output becomes a JSON object that has these
+        fields, without the prefix."""
         self.name, self._arguments, self._line_prefix, self._env = name, arguments, line_prefix, env
         self._fields = fields
         self._beats, self._hangs, self._fds = beats, False, tuple(fds)
         self.has_begun = asyncio.Event()
-        """To give signs of life."""
+        """Event set at the child's first heartbeat."""
         self._error = ""
         self._process: asyncio.subprocess.Process | None = None
         self._end: asyncio.Task[End] | None = None
@@ -87,17 +91,17 @@ class Child:
             stderr=asyncio.subprocess.STDOUT,
             env={**self._env, **os.environ},
             preexec_fn=functools.partial(die_with, os.getpid()),
-            process_group=0,  # a terminal's Ctrl-C is the parent's alone
+            process_group=0,  # a terminal's Ctrl-C must reach the parent only
         )
         self._end = asyncio.create_task(self._run_to_end(self._process), name=self.name)
 
     async def wait(self) -> End:
-        """How it ended, once it has; may be awaited by several and given up by any."""
+        """Wait until the child has ended and return its end. Several tasks may wait, and each may cancel."""
         assert self._end is not None, "wait comes after start"
         return await asyncio.shield(self._end)
 
     def signal(self, number: signal.Signals) -> None:
-        """Does nothing to a process that has ended or was never started."""
+        """Send a signal, unless the child has ended or was never started."""
         if self._process is not None and self._process.returncode is None:
             self._process.send_signal(number)
 
@@ -125,7 +129,7 @@ class Child:
 
     def _print(self, line: str) -> None:
         text = self._line_prefix + line if self._fields is None else to_json(line, self._fields)
-        with contextlib.suppress(OSError):  # nobody reads our stderr any more: the child must not block on it
+        with contextlib.suppress(OSError):  # if nobody reads our stderr any more, the child must not block
             print(text, file=sys.stderr, flush=True)
 
     def _describe(self, code: int) -> str:
@@ -140,12 +144,12 @@ class Child:
 def die_with(parent: int) -> None:
     """Ask the kernel to kill this process when `parent` ends."""
     _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it died before we asked
+    if os.getppid() != parent:  # the parent died before the call above
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 async def _lines(stream: asyncio.StreamReader, max_bytes: int) -> AsyncIterator[str]:
-    """Lines as text; one that is too long is cut into pieces, so that a flood needs no memory."""
+    """Yield the lines as text. Cut lines that are too long into pieces, to bound the memory."""
     pending = b""
     while chunk := await stream.read(READ_BYTES):
         *lines, pending = (pending + chunk).split(b"\n")

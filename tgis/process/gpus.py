@@ -1,4 +1,4 @@
-"""Which GPUs a process may use, as far as that can be told without loading a library that could use them."""
+"""Detects usable GPUs without loading a GPU library."""
 
 import re
 from pathlib import Path
@@ -7,7 +7,9 @@ _GPU = re.compile(r"nvidia\d+")
 
 
 def has_gpus(cuda_visible_devices: str | None, root: Path = Path("/dev")) -> bool:
-    """Whether the machine has NVIDIA devices, and CUDA_VISIBLE_DEVICES, None where it is not set, does not
-    hide them by naming none, or first one that there cannot be."""
+    """Return whether the machine has NVIDIA devices that CUDA_VISIBLE_DEVICES does not hide.
+
+    The variable hides all devices if it is empty, or if its first device cannot exist. None: it is not set.
+    """
     is_hidden = cuda_visible_devices is not None and cuda_visible_devices.strip() in ("", "-1", "NoDevFiles")
     return not is_hidden and any(_GPU.fullmatch(path.name) for path in root.glob("nvidia*"))

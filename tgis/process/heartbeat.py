@@ -1,5 +1,7 @@
-"""Signs of life between a process that computes steps and its parent: one a second, until a step takes longer
-than it may. Time is counted in beats, so that one in which the whole machine stood still is none."""
+"""Heartbeats from a process that computes steps to its parent.
+
+One is sent every second until a step exceeds its time limit. Time is counted in heartbeats, so time in which
+the whole machine was suspended does not count."""
 
 import asyncio
 import contextlib
@@ -14,7 +16,7 @@ from dataclasses import dataclass
 logger = logging.getLogger(__name__)
 
 PERIOD_S = 1.0
-MAX_MISSED = 10  # beats in a row
+MAX_MISSED = 10  # heartbeats in a row
 _ALIVE, _HUNG = b".", b"!"
 _READ_BYTES = 4096
 
@@ -25,11 +27,12 @@ class _Step:
 
 
 class Heartbeat:
-    """The child's end."""
+    """Sender of heartbeats in the child."""
 
     def __init__(self, fd: int | None, is_excused: Callable[[], bool]) -> None:
-        """Beats at once, on a thread of its own; `fd` None: nobody listens. Time does not count while
-        `is_excused` says so."""
+        """Start a thread that sends heartbeats to `fd`, unless that is None.
+
+        A step's time does not count while `is_excused` returns true."""
         self._step: _Step | None = None
         self._is_excused = is_excused
         if fd is not None:
@@ -38,7 +41,7 @@ class Heartbeat:
 
     @contextmanager
     def step(self, timeout_s: float) -> Iterator[None]:
-        """A step is being computed meanwhile; 0: it may take any time."""
+        """Limit the time of a step that is computed within the context; 0: no limit."""
         self._step = _Step(timeout_s) if timeout_s else None
         try:
             yield
@@ -62,14 +65,16 @@ class Heartbeat:
 
 
 def _tell(fd: int, what: bytes) -> None:
-    # A parent that stands still reads it later; one that is gone needs nothing.
+    # A suspended parent may leave the pipe full, and a dead one closes it. Neither needs this heartbeat.
     with contextlib.suppress(OSError):
         os.write(fd, what)
 
 
 async def wait_until_hung(fd: int, has_begun: asyncio.Event) -> None:
-    """The parent's end: returns when the child says that a step hangs, or has been silent for too long, which
-    counts from its first sign of life on, when `has_begun` is set. Takes the descriptor over."""
+    """Wait until the child reports that a step hangs, or has sent no heartbeat for too long.
+
+    This runs in the parent. Silence counts from the first heartbeat on, which sets `has_begun`. The
+    descriptor is closed at the end."""
     os.set_blocking(fd, False)
     loop, missed, signs = asyncio.get_running_loop(), 0, b""
 
@@ -77,7 +82,7 @@ async def wait_until_hung(fd: int, has_begun: asyncio.Event) -> None:
         nonlocal signs
         loop.remove_reader(fd)
         signs = _read(fd)
-        if signs:  # else it has ended
+        if signs:  # otherwise the child has ended
             has_begun.set()
 
     loop.add_reader(fd, begin)

@@ -1,28 +1,31 @@
-"""Gives memory back to the system after large calls have ended: an idle router makes too few objects for the
-garbage collector to start by itself, and the C library keeps what is freed for later use."""
+"""Returns memory to the system after large calls have ended.
+
+An idle router makes too few objects to trigger the garbage collector, and the C library keeps freed memory
+for later use."""
 
 import asyncio
 import ctypes
 import gc
 from collections.abc import Callable
 
-LARGE_BYTES = 32 << 10  # of a message; smaller calls need no more memory than the next ones
-ENOUGH_BYTES = 1 << 20  # of large messages, whose texts and token ids take many times as much
-# From the first to a release, and from there to a second one, for what cancelled calls left running.
+LARGE_BYTES = 32 << 10  # of a message; the memory of smaller calls is reused by the next calls
+ENOUGH_BYTES = 1 << 20  # of large messages, whose texts and token ids take many times as much memory
+# Delay before the first release, and then before the second, which frees what cancelled calls still used.
 DELAYS_S = (2.0, 4.0)
 
 _malloc_trim: Callable[[int], int] | None = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc has it
 
 
 def return_freed_memory() -> None:
-    """Return to the system what the C library keeps, without holding the interpreter meanwhile."""
+    """Return the C library's free memory to the system, without holding the GIL meanwhile."""
     if _malloc_trim is not None:
         _malloc_trim(0)
 
 
 class MemoryRelease:
-    """Counts the bytes of large messages and releases memory soon after enough of their calls have ended,
-    however busy the router is."""
+    """Counter of the bytes of large messages, and task that releases memory when their calls have ended.
+
+    The release comes soon after enough bytes, even if the router is busy."""
 
     def __init__(self) -> None:
         self._num_bytes = 0
@@ -43,5 +46,5 @@ class MemoryRelease:
             self._num_bytes = 0
             for delay in DELAYS_S:
                 await asyncio.sleep(delay)
-                gc.collect()  # of live requests only: what was there at the start is frozen
+                gc.collect()  # scans only objects of requests, because those of the start are frozen
                 await asyncio.to_thread(return_freed_memory)

@@ -1,5 +1,6 @@
-"""A directory for the sockets and files of one run, this user's alone. What runs before left behind, when
-they were killed, is removed with the next one."""
+"""Makes a private directory for the sockets and files of one run.
+
+The next run removes the directories of earlier runs that were killed."""
 
 import contextlib
 import fcntl
@@ -13,18 +14,20 @@ from tgis.errors import OperatorError
 
 PREFIX = "text-generation-"
 LOCK = "lock"
-MIN_AGE_S = 60.0  # younger ones may not have been locked yet
+MIN_AGE_S = 60.0  # a younger directory may not be locked yet
 
 
 class RunDirectoryError(OperatorError):
-    """There is nowhere to put the run's files; the text is one line."""
+    """Error if no run directory can be made. The text is one line."""
 
 
 class RunDirectory:
-    """There until `remove`, and held for as long as this process lives."""
+    """Directory that exists until `remove`. Its lock is held for as long as this process lives."""
 
     def __init__(self, parent: Path | None = None) -> None:
-        """In the system's place for such files, if no other is named. Raises RunDirectoryError."""
+        """Make and lock the directory, by default in the system's temporary directory.
+
+        Raises RunDirectoryError."""
         try:
             self.path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))  # mode 0700
             self._lock = os.open(self.path / LOCK, os.O_CREAT | os.O_RDWR, 0o600)
@@ -40,7 +43,7 @@ class RunDirectory:
 
 def _remove_abandoned(parent: Path) -> None:
     for path in parent.glob(f"{PREFIX}*"):
-        with contextlib.suppress(OSError):  # another's, or gone meanwhile
+        with contextlib.suppress(OSError):  # another process uses or has removed it
             found = path.lstat()
             is_ours, age_s = found.st_uid == os.getuid(), time.time() - found.st_mtime
             if is_ours and age_s > MIN_AGE_S and _is_abandoned(path):
@@ -48,7 +51,9 @@ def _remove_abandoned(parent: Path) -> None:
 
 
 def _is_abandoned(path: Path) -> bool:
-    """Raises OSError where somebody holds it, or it is no such directory."""
+    """Return True if no process holds the directory's lock.
+
+    Raises OSError if a process holds it, or if it is not a run directory."""
     lock = os.open(path / LOCK, os.O_RDWR | os.O_NOFOLLOW)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

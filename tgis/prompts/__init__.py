@@ -1,1 +1,1 @@
-"""Tuned soft prompts."""
+"""Soft prompts and LoRA adapters on disk: finding, checking and copying them."""

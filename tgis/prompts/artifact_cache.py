@@ -1,5 +1,6 @@
-"""Checked contents, kept under the digest of their bytes for all ranks to load: those of a request in
-progress outlive the file that they were read from, and the process that read it."""
+"""Keeps copies of checked soft prompts and adapters, by digest, for all ranks to load.
+
+A copy that a request uses outlives the file that it was read from, and the process that read it."""
 
 import hashlib
 import json
@@ -24,17 +25,19 @@ from tgis.tensor_files.mapped_safetensors import map_tensors
 
 Kind = Literal["prompt", "adapter"]
 
-ABOUT = "tgis"  # the one key of a file's metadata: several would be written in any order
+ABOUT = "tgis"  # the only key of a file's metadata, because the order of several keys is not defined
 PIECE_BYTES = 1 << 20
-MAX_WORK_S = 600.0  # from a look-up to a load; what is older waits for nobody
+MAX_WORK_S = 600.0  # from finding a copy to loading it; nobody waits for an older copy
 _DIGEST = re.compile("[0-9a-f]{64}")
-_OS_ERROR = re.compile(r"\(os error (\d+)\)")  # how the library says that a disk is full
+_OS_ERROR = re.compile(r"\(os error (\d+)\)")  # in safetensors' errors, for example of a full disk
 _UNFINISHED = ".unfinished-"
 
 
 @dataclass(frozen=True)
 class Kept:
-    """`tensors` are mapped from the file; of a prompt "decoder" and "encoder", either of which may lack."""
+    """Copy of a soft prompt or adapter.
+
+    `tensors` are mapped from the file. A soft prompt has "decoder", "encoder" or both."""
 
     kind: Kind
     tensors: Mapping[str, Tensor]
@@ -42,22 +45,22 @@ class Kept:
 
 
 class Spool:
-    """A private directory. Safe to use from any thread and process."""
+    """Private directory of copies. Safe to use from any thread and process."""
 
     def __init__(self, directory: Path) -> None:
-        """It is made when it is first needed."""
+        """Use `directory`, which is made when it is first needed."""
         self._directory = directory
 
     @property
     def directory(self) -> Path:
-        """It may not exist."""
+        """Directory of the copies, which may not exist yet."""
         return self._directory
 
     def __contains__(self, digest: str) -> bool:
         return self._file(digest).is_file()
 
     def put(self, kind: Kind, tensors: Mapping[str, Tensor], about: Mapping[str, Any]) -> str:
-        """The digest. Equal contents have one file, whoever writes it; it appears whole or not at all.
+        """Write a copy atomically and return its digest. Equal contents share one file.
 
         Raises OSError."""
         with self.room() as room:
@@ -68,7 +71,9 @@ class Spool:
         return digest
 
     def open(self, digest: str) -> Kept:
-        """What is not what it was is removed, and missing. Raises MissingContentError, and OSError."""
+        """Return the copy with that digest. A damaged copy is removed and counts as missing.
+
+        Raises MissingContentError and OSError."""
         if not _DIGEST.fullmatch(digest):
             raise MissingContentError(digest)
         file = self._file(digest)
@@ -81,7 +86,9 @@ class Spool:
         raise MissingContentError(digest)
 
     def read(self, digest: str) -> Iterator[bytes]:
-        """A copy, piece by piece, for the spool of another machine. Raises MissingContentError, OSError."""
+        """Return a copy's bytes in pieces, for the spool of another machine.
+
+        Raises MissingContentError and OSError."""
         if not _DIGEST.fullmatch(digest):
             raise MissingContentError(digest)
         try:
@@ -91,7 +98,9 @@ class Spool:
         return _pieces(file)
 
     def take(self, digest: str, pieces: Iterable[bytes]) -> None:
-        """What `read` gave there; what is not, is missing. Raises MissingContentError, and OSError."""
+        """Write a copy from the pieces that `read` returned on another machine.
+
+        Raises MissingContentError if they do not have that digest, and OSError."""
         with self.room() as room:
             file = room / "content"
             with file.open("xb") as content:
@@ -103,25 +112,24 @@ class Spool:
             os.replace(file, self._file(digest))
 
     def remove(self, digests: Iterable[str]) -> None:
-        """Those that are there."""
+        """Remove the copies with these digests. Missing ones are ignored."""
         for digest in filter(_DIGEST.fullmatch, digests):
             self._file(digest).unlink(missing_ok=True)
 
     def remove_others(self, digests: Iterable[str]) -> None:
-        """All but these."""
+        """Remove all copies but these."""
         self.remove(set(self._names()) - set(digests))
         self.sweep(digests)
 
     def sweep(self, kept: Iterable[str]) -> None:
-        """Removes what nobody has come for: old copies other than `kept` ones, and what processes that died
-        were at."""
+        """Remove old copies that are not in `kept`, and unfinished files of processes that died."""
         for name in set(self._names()) - set(kept):
             if name.startswith(_UNFINISHED) or _DIGEST.fullmatch(name):
                 _remove_if_old(self._directory / name)
 
     @contextmanager
     def room(self) -> Iterator[Path]:
-        """A directory to work in, gone at the end. Raises OSError."""
+        """Yield a temporary directory, which is removed at the end. Raises OSError."""
         self._make()
         with tempfile.TemporaryDirectory(
             prefix=_UNFINISHED, dir=self._directory, ignore_cleanup_errors=True
@@ -132,7 +140,7 @@ class Spool:
         return [path.name for path in self._directory.iterdir()] if self._directory.is_dir() else []
 
     def _make(self) -> None:
-        """Raises OSError, also where somebody else was there before."""
+        """Make the directory and keep it private. Raises OSError, also if it belongs to another user."""
         self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         found = self._directory.lstat()
         if found.st_uid != os.geteuid() or not stat.S_ISDIR(found.st_mode):
@@ -157,7 +165,7 @@ def _write(file: Path, about: Mapping[str, Any], tensors: Mapping[str, Tensor]) 
 
 
 def _separate(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """As a file can hold them: contiguous, and no two of them in the same memory."""
+    """Return contiguous tensors that share no memory, as the file format requires."""
     separate, end = {}, 0
     for name, tensor in sorted(tensors.items(), key=lambda item: item[1].data_ptr()):
         own = tensor.detach().contiguous()

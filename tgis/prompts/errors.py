@@ -1,33 +1,35 @@
-"""What is wrong with a soft prompt or an adapter, in words that a client may read."""
+"""Errors of soft prompts and adapters, with texts that clients may read."""
 
 from tgis.errors import OperatorError
 
-MAX_QUOTED = 256  # characters of what a client or a file gave that are said back
+MAX_QUOTED = 256  # characters of a client's or a file's text that an error repeats
 
 
 class ContentError(OperatorError):
-    """It cannot be used. The text is one line that tells nothing of the disk."""
+    """Error for a soft prompt or adapter that cannot be used.
+
+    The text is one line and reveals nothing about the disk."""
 
 
 class TooLargeError(ContentError):
-    """More bytes than are allowed."""
+    """Error for more bytes than allowed."""
 
     def __init__(self) -> None:
         super().__init__("it is larger than the allowed size")
 
 
 class AbsentError(ContentError):
-    """There is nothing of that name, or nothing that may be read."""
+    """Error for a name that does not exist or may not be read."""
 
     def __init__(self) -> None:
         super().__init__("not found")
 
 
 class NotTunableError(ContentError):
-    """The model that is served takes neither."""
+    """Error for a served model that takes neither soft prompts nor adapters."""
 
     def __init__(self, is_known: bool = False) -> None:
-        """`is_known` tells whether the service's own engine would run the model if it were let."""
+        """Choose the text. `is_known` is true if the service's own engine could run the model."""
         super().__init__(
             "soft prompts and adapters need the service's own engine: leave DEPLOYMENT_FRAMEWORK unset"
             if is_known
@@ -36,10 +38,10 @@ class NotTunableError(ContentError):
 
 
 class MissingContentError(Exception):
-    """No copy is kept under a digest."""
+    """Error for a digest without a copy."""
 
 
 def quote(text: str) -> str:
-    """As it can stand in a line that must not grow too long for a header of gRPC's."""
+    """Return the text as one printable line, cut so that an error fits into a gRPC header."""
     shown = text if len(text) <= MAX_QUOTED else text[:MAX_QUOTED] + "..."
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in shown)

@@ -1,5 +1,6 @@
-"""From ids to real directories, and from names to real files, never outside of a root; what is forbidden
-cannot be told from what is missing."""
+"""Resolves ids to real directories, and names to real files, that never leave a root directory.
+
+Path traversal and permission errors read like "not found" to the client."""
 
 import errno
 import logging
@@ -15,11 +16,12 @@ from tgis.prompts.errors import AbsentError
 logger = logging.getLogger(__name__)
 
 MAX_ID_BYTES = 256
-# No part begins with a dot: those are ways up, what Kubernetes swaps, and what others hide or are writing.
+# No part begins with a dot: such names are parent directories, the links that Kubernetes swaps, or files
+# that other programs hide or are still writing.
 _PART = r"[A-Za-z0-9_-][A-Za-z0-9_.-]*"
 _ID = re.compile(rf"{_PART}(/+{_PART})*/*")
 _UNFINISHED = (".swp", ".swo", ".tmp", ".part", ".partial", ".incomplete", ".lock")
-# What the system says of files that are not there, or that one may not reach. Other errors are the disk's.
+# Errors of files that do not exist or may not be accessed. Other errors are faults of the disk.
 _ABSENT = frozenset(
     (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.EACCES, errno.EPERM, errno.ESTALE)
 )
@@ -28,14 +30,16 @@ _FORBIDDEN = (errno.EACCES, errno.EPERM)
 
 @dataclass(frozen=True)
 class Place:
-    """A real directory, and the real one above it that its files must not leave; None where they may."""
+    """Real directory, and the real root that its files must not leave (None: they may be anywhere)."""
 
     directory: Path
     root: Path | None
 
 
 def find_place(root: Path, id: str) -> Place:
-    """What `id` names below `root`, by itself or by links that stay there. Raises AbsentError, OSError."""
+    """Find the directory of `id` below `root`. Symbolic links are followed if they stay below `root`.
+
+    Raises AbsentError and OSError."""
     if not _is_id(id):
         raise AbsentError
     with absence():
@@ -44,7 +48,7 @@ def find_place(root: Path, id: str) -> Place:
 
 
 def find_inside(real_root: Path, path: Path) -> Path:
-    """The real path of `path`. Raises AbsentError where that is not below `real_root`, OSError."""
+    """Return the real path of `path`. Raises AbsentError if that is not below `real_root`, and OSError."""
     real = Path(os.path.realpath(path, strict=True))
     if not real.is_relative_to(real_root):
         raise AbsentError
@@ -52,7 +56,7 @@ def find_inside(real_root: Path, path: Path) -> Path:
 
 
 def is_named(root: Path, id: str) -> bool:
-    """Whether something below `root` has that name, be it forbidden or a link that leads nowhere."""
+    """Return whether `root` has an entry of that name, even a forbidden one or a broken link."""
     if not _is_id(id):
         return False
     try:
@@ -63,13 +67,13 @@ def is_named(root: Path, id: str) -> bool:
 
 
 def is_unfinished(name: str) -> bool:
-    """Whether programs call so what they are still writing."""
+    """Return whether the name is one that programs use for files they are still writing."""
     return name.endswith(_UNFINISHED)
 
 
 @contextmanager
 def absence() -> Iterator[None]:
-    """AbsentError instead of the system's errors that mean it; the log tells what is there but forbidden."""
+    """Turn errors of missing and forbidden files into AbsentError. Log the forbidden ones."""
     try:
         yield
     except OSError as error:

@@ -1,5 +1,6 @@
-"""What PEFT's adapter_config.json says of a LoRA adapter. What would change the answers in a way that we do
-not follow is refused, never left out."""
+"""Parses PEFT's adapter_config.json of a LoRA adapter.
+
+A setting that would change the output in a way that we do not implement is refused, never ignored."""
 
 import json
 import math
@@ -13,12 +14,13 @@ from tgis.prompts.errors import ContentError, quote
 
 NAME = "adapter_config.json"
 STEM = "adapter_model"
-WEIGHTS = (f"{STEM}.safetensors", f"{STEM}.bin")  # beside it; the first of them that is there
+WEIGHTS = (f"{STEM}.safetensors", f"{STEM}.bin")  # next to the configuration; the first that exists is used
 LORA = "LORA"
 MAX_CONFIG_BYTES = 4 << 20
-# PEFT's own, where a configuration lacks them.
+# PEFT's defaults, for a configuration that lacks these settings.
 DEFAULT_RANK = DEFAULT_ALPHA = 8
-# Ways to begin that leave the model as it was; the others subtract from its weights what they begin with.
+# Initialisations that leave the model's weights unchanged. The others subtract the adapter's initial product
+# from the weights.
 _PLAIN_INITS = (None, True, False, "gaussian", "eva", "orthogonal", "mica")
 _REFUSED = {
     "use_dora": "weight-decomposed LoRA (DoRA)",
@@ -33,23 +35,23 @@ _REFUSED = {
     "kasa_config": "KaSA (kasa_config)",
     "monteclora_config": "Monte Carlo LoRA (monteclora_config)",
 }
-# Patterns are an adapter's own; none that is meant well takes long.
+# Patterns come from the adapter. No benign pattern takes as long.
 _PATTERN_TIMEOUT_S = 1.0
-MAX_PATTERNS = 4096  # of either kind; every module is held against all of them
+MAX_PATTERNS = 4096  # of ranks, and of alphas; every module is matched against all of them
 
 
 Value = TypeVar("Value")
 
 
 class UnsupportedTypeError(ContentError):
-    """Not LoRA; the text is all that a client is told."""
+    """Error for an adapter that is not LoRA. The client gets this text without a prefix."""
 
 
 class Patterns(Generic[Value]):
-    """What some of an adapter's modules have instead of what all have."""
+    """Values of single modules that override the adapter's default value, by patterns of names."""
 
     def __init__(self, values: Mapping[str, Value]) -> None:
-        """Raises ContentError where a pattern is none."""
+        """Compile the patterns. Raises ContentError for an invalid pattern, and for too many patterns."""
         self._values = values
         if len(values) > MAX_PATTERNS:
             raise _wrong("rank_pattern or alpha_pattern")
@@ -59,7 +61,9 @@ class Patterns(Generic[Value]):
             raise _wrong("rank_pattern or alpha_pattern") from error
 
     def find(self, key: str, default: Value) -> Value:
-        """Of the first pattern that is the end of `key`, whole parts of its path. Raises ContentError."""
+        """Return the value of the first pattern that matches `key` or its last dotted parts, else `default`.
+
+        Raises ContentError."""
         for pattern, value in self._compiled:
             try:
                 if pattern.match(key, timeout=_PATTERN_TIMEOUT_S, concurrent=True):
@@ -80,18 +84,19 @@ class LoraConfig:
     ties_head: bool
 
     def rank_of(self, key: str) -> int:
-        """`key` is the name of a module or, among the target parameters, of a parameter. Raises
-        ContentError."""
+        """Return the rank of a module or, if it is a target parameter, of a parameter. `key` is its name.
+
+        Raises ContentError."""
         return self.ranks.find(key, self.rank)
 
     def scale_of(self, key: str, rank: int) -> float:
-        """Of what has that rank. Raises ContentError."""
+        """Return the factor of the module's or parameter's low-rank product. Raises ContentError."""
         alpha = self.alphas.find(key, self.alpha)
         return alpha / (math.sqrt(rank) if self.uses_square_root else rank)
 
 
 def parse_config(text: bytes) -> LoraConfig:
-    """Raises ContentError, UnsupportedTypeError."""
+    """Parse and check the configuration. Raises ContentError and UnsupportedTypeError."""
     try:
         config = json.loads(text)
     except (ValueError, RecursionError) as error:

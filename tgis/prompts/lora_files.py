@@ -1,4 +1,4 @@
-"""Reads PEFT's directory of a LoRA adapter, and checks all of it that can be checked without the model."""
+"""Reads PEFT's directory of a LoRA adapter, with all checks that need no model."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -18,7 +18,7 @@ from tgis.tensor_files.small_pickle import load_small
 
 SAFETENSORS, PICKLE = lora_config.WEIGHTS
 MAX_HEADER_BYTES = 32 << 20
-MAX_TENSORS = 1 << 17  # many times those of the largest model
+MAX_TENSORS = 1 << 17  # many times as many as the largest model has
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 _ROOT = "base_model.model."
@@ -27,19 +27,20 @@ _TABLE = re.compile(r"(.+)\.(lora_embedding_[AB])(?:\.default)?")
 _BASE = re.compile(r"(.+?)(?:\.base_layer)?\.weight")
 _BIAS = re.compile(r".+\.lora_B(?:\.default)?\.bias")
 _MAGNITUDE = "lora_magnitude_vector"
-# Parameters of all experts at once. A module's second one wraps the first, which is its `base_layer` then.
+# Parameters that hold all experts. If a module has two, PEFT wraps the first as `base_layer` of the second.
 _UP, _DOWN = "gate_up_proj", "down_proj"
 
 
 def read_adapter_files(directory: Path, max_bytes: int) -> tuple[dict[str, Tensor], dict[str, float]]:
-    """Tensors by `{module}.lora_A.weight` [rank, in], `{module}.lora_B.weight` [out, rank],
-    `{module}.lora_embedding_A` [rank, rows] and `{module}.lora_embedding_B` [width, rank], in the type they
-    are stored in and perhaps mapped, so the files must not change; and of every such module what its product
-    is multiplied by.
+    """Return an adapter's tensors by name, and the scale of each module's low-rank product by module.
 
-    Modules have PEFT's names, from the model on. A parameter of all experts has its own name instead,
-    `{module}.gate_up_proj`, and num_experts * rank in place of the rank. `{module}.base` is what the model
-    itself is said to have there.
+    Names are `{module}.lora_A.weight` [rank, in], `{module}.lora_B.weight` [out, rank],
+    `{module}.lora_embedding_A` [rank, rows] and `{module}.lora_embedding_B` [width, rank]. Tensors have the
+    dtype they are stored in. They may be mapped, so the files must not change.
+
+    Modules have PEFT's names without the prefix `base_model.model.`. A parameter that holds all experts is
+    named `{module}.gate_up_proj` or `{module}.down_proj` in place of the module and has num_experts * rank in
+    place of the rank. `{module}.base` is the adapter's copy of the model's own weight.
 
     Raises UnsupportedTypeError, TooLargeError, ContentError with the cause, and OSError."""
     file = directory / lora_config.NAME
@@ -62,8 +63,9 @@ def read_adapter_files(directory: Path, max_bytes: int) -> tuple[dict[str, Tenso
 
 
 def split_name(name: str) -> tuple[str, str]:
-    """Module and kind of a tensor, as `read_adapter_files` names them: "lora_A.weight", "lora_embedding_B",
-    "base"."""
+    """Split a tensor's name from `read_adapter_files` into module and kind.
+
+    Kinds are for example "lora_A.weight", "lora_embedding_B" and "base"."""
     module, _, kind = name.removesuffix(".weight").rpartition(".")
     return module, kind + ".weight" * name.endswith(".weight")
 
@@ -73,7 +75,7 @@ def _read_tensors(directory: Path, max_bytes: int) -> dict[str, Tensor]:
     for name, read in files.items():
         if (directory / name).is_file():
             found = read(_bounded(directory / name, max_bytes))
-            # A pickle may call few bytes many numbers.
+            # Tensors of a pickle may claim more numbers than it has bytes.
             if sum(tensor.numel() * tensor.itemsize for tensor in found.values()) > max_bytes:
                 raise TooLargeError
             return found
@@ -92,7 +94,7 @@ def _load(file: Path) -> dict[str, Tensor]:
             raise ContentError(f"invalid adapter: the header of {SAFETENSORS} is too large")
     try:
         found, _ = map_tensors(file)
-    # Of damaged headers the library raises whatever it stumbles over.
+    # For a damaged header the library may raise any of these errors.
     except (SafetensorError, ValueError, KeyError, TypeError, RuntimeError) as error:
         raise ContentError(f"invalid adapter: {SAFETENSORS} {TORN}") from error
     return found
@@ -156,7 +158,7 @@ def _name_parameters(tensors: Mapping[str, Tensor], config: LoraConfig) -> dict[
 
 
 def _scales(tensors: Mapping[str, Tensor], config: LoraConfig) -> Iterator[tuple[str, float]]:
-    """Checks on the way that everything has its partner, and the rank that the configuration says."""
+    """Yield each module's scale. Check that each A has its B, and that the ranks are those configured."""
     modules = dict.fromkeys(module for module, kind in map(split_name, tensors) if kind != "base")
     if not modules:
         raise ContentError("invalid adapter: it holds no tensors of LoRA")
@@ -182,7 +184,7 @@ def _pair(module: str, tensors: Mapping[str, Tensor]) -> list[Tensor]:
 
 
 def _key(module: str, config: LoraConfig) -> str:
-    """What patterns are matched against."""
+    """Return the name that patterns are matched against."""
     parameter = f"{module}.weight"
     is_parameter = any(f".{parameter}".endswith(f".{target}") for target in config.target_parameters)
     return parameter if is_parameter else module

@@ -1,5 +1,6 @@
-"""Copies of the files that a soft prompt or an adapter consists of, all as they were at one moment: what
-others write, replace or cut off meanwhile is not in them, and cannot reach whoever maps them into memory."""
+"""Copies all files of a soft prompt or an adapter as they were at one moment.
+
+Later changes to the files affect neither the copies nor a process that maps the copies into memory."""
 
 import os
 import stat
@@ -11,7 +12,7 @@ from pathlib import Path
 from tgis.prompts.errors import AbsentError, TooLargeError
 from tgis.prompts.ids import Place, absence, find_inside
 
-# Two writes within this time may leave a file with one and the same time stamp.
+# Two writes within this time may give a file the same time stamp.
 CLOCK_NS = 50_000_000
 TRIES = 8
 CHUNK_BYTES = 1 << 20
@@ -21,33 +22,35 @@ Choose = Callable[[Collection[str]], Sequence[str]]
 
 @dataclass(frozen=True)
 class State:
-    """By what a change of files is noticed; `files` has their names, inodes, sizes and times."""
+    """State of files, by which changes are noticed. `files` has their names, inodes, sizes and times."""
 
     directory: Path
     files: tuple[tuple[str, tuple[int, ...]], ...]
     changed_ns: int
     is_settled: bool = field(compare=False)
-    """Whether any later change will show in another state than this one."""
+    """True if any later change will give another state than this one."""
 
 
 def look(directory: Path, choose: Choose) -> State:
-    """At the files that `choose` takes of the names in a real directory. Raises AbsentError, OSError."""
+    """Return the state of the files that `choose` selects in a real directory.
+
+    Raises AbsentError and OSError."""
     now_ns = time.time_ns()
     with absence():
         names = choose(os.listdir(directory))
         found = {name: os.stat(directory / name) for name in names}
     if not all(stat.S_ISREG(one.st_mode) for one in found.values()):
         raise AbsentError
-    # A file's other time is whatever a program says.
+    # Programs can set a file's modification time, but not its change time.
     changed_ns = max((one.st_ctime_ns for one in found.values()), default=0)
     files = tuple((name, _signature(one)) for name, one in found.items())
     return State(directory, files, changed_ns, changed_ns < now_ns - CLOCK_NS)
 
 
 def take(place: Place, choose: Choose, room: Path, max_bytes: int) -> State:
-    """Copies the files into `room`, each of at most `max_bytes`, and tells their state at that moment.
+    """Copy the files into `room` and return their state at that moment. Each has at most `max_bytes`.
 
-    Raises AbsentError, also where they do not stop to change; TooLargeError, OSError."""
+    Raises AbsentError, also if the files keep changing, TooLargeError and OSError."""
     for _ in range(TRIES):
         before = _await_rest(place.directory, choose)
         for name, _ in before.files:
@@ -60,7 +63,9 @@ def take(place: Place, choose: Choose, room: Path, max_bytes: int) -> State:
 
 
 def _await_rest(directory: Path, choose: Choose) -> State:
-    """The state, once it tells apart what is written from now on; a clock that is ahead is not waited for."""
+    """Return the state, after waiting until any later write will change it.
+
+    Do not wait for a change time that lies in the future because the clocks differ."""
     state = look(directory, choose)
     rest_ns = state.changed_ns + CLOCK_NS - time.time_ns()
     if not state.is_settled and rest_ns <= CLOCK_NS:

@@ -1,5 +1,6 @@
-"""Reads the directory of a tuned soft prompt and checks all of it, so that what is wrong with one is known
-before a model meets it. Laid out as decoder.pt and encoder.pt, or as PEFT saves it."""
+"""Reads and checks the directory of a tuned soft prompt before it is loaded into a model.
+
+The directory holds decoder.pt and encoder.pt, or the files that PEFT saves."""
 
 import json
 import os
@@ -20,19 +21,19 @@ from tgis.tensor_files.small_pickle import load_small
 
 DECODER, ENCODER = "decoder.pt", "encoder.pt"
 PEFT_KEY = "prompt_embeddings"
-# Kinds of PEFT's whose saved embeddings are all there is to them.
+# PEFT's types that consist of nothing but the saved embeddings.
 PEFT_PROMPTS = ("PROMPT_TUNING", "P_TUNING")
 
-SLACK_BYTES = 1 << 20  # of a file, beside the elements
+SLACK_BYTES = 1 << 20  # of a file, in addition to the elements
 MAX_HEADER_BYTES = 1 << 20
-MAX_UNFITTED_BYTES = 2 << 30  # of a file, where no model limits it
+MAX_UNFITTED_BYTES = 2 << 30  # of a file, if no model is given
 _DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _NO_TENSOR = "Invalid prefix embedding tensor"
 
 
 @dataclass(frozen=True)
 class Fit:
-    """What a model takes, and how much of it."""
+    """Shapes and sizes of soft prompts and adapters that a model accepts."""
 
     prompt_width: int
     dtype: torch.dtype
@@ -44,7 +45,7 @@ class Fit:
 
 @dataclass(frozen=True)
 class SoftPrompt:
-    """Embeddings of virtual tokens, [num_tokens, width] and contiguous; at least one of the two is there."""
+    """Embeddings of virtual tokens, [num_tokens, width] and contiguous. At least one of the two is given."""
 
     decoder: Tensor | None
     encoder: Tensor | None
@@ -56,11 +57,12 @@ class SoftPrompt:
 
 
 def read_prompt(directory: Path, fit: Fit | None) -> SoftPrompt:
-    """What `directory` holds, in the type of the model that `fit` describes and checked against it; without,
-    in the type it is stored in, and checked for what no model takes. Tensors may be mapped from the files.
+    """Read the soft prompt in `directory`. Tensors may be mapped from the files.
 
-    Raises AbsentError where no soft prompt is there, TooLargeError, ContentError with what is wrong, and
-    OSError."""
+    With `fit` the tensors are checked against that model and have its dtype. Without, they have the dtype
+    they are stored in, and only what no model accepts is refused.
+
+    Raises AbsentError if there is no soft prompt, TooLargeError, ContentError with the cause, and OSError."""
     try:
         names = choose_prompt_files(os.listdir(directory), fit is None or fit.is_encoder_decoder)
         _check_files(directory, names, fit)
@@ -73,7 +75,7 @@ def read_prompt(directory: Path, fit: Fit | None) -> SoftPrompt:
 
 
 def read_peft_type(directory: Path) -> str | None:
-    """What PEFT calls that which `directory` holds; None where its configuration is missing or is none.
+    """Return PEFT's type of the adapter in `directory`; None if its configuration is missing or invalid.
 
     Raises OSError."""
     try:
@@ -86,7 +88,7 @@ def read_peft_type(directory: Path) -> str | None:
 
 
 def choose_prompt_files(names: Collection[str], takes_encoder: bool) -> list[str]:
-    """Those of a directory that matter to a soft prompt; none where there is none."""
+    """Choose the files of a soft prompt from the names in a directory; none if it holds no soft prompt."""
     if any(Path(name).stem == lora_config.STEM and not is_unfinished(name) for name in names):
         chosen = choose_adapter_files(names)
         return chosen if any(name in lora_config.WEIGHTS for name in chosen) else []
@@ -94,13 +96,13 @@ def choose_prompt_files(names: Collection[str], takes_encoder: bool) -> list[str
 
 
 def choose_adapter_files(names: Collection[str]) -> list[str]:
-    """Those of a directory that matter to what PEFT saved."""
+    """Choose the files that PEFT saves from the names in a directory."""
     weights = [name for name in lora_config.WEIGHTS if name in names][:1]
     return [*weights, *(name for name in (lora_config.NAME,) if name in names)]
 
 
 def max_file_bytes(fit: Fit | None) -> int:
-    """No soft prompt that `fit` takes has a larger file, of whatever type its elements are."""
+    """Return the size of the largest file of a soft prompt that `fit` accepts, in any dtype."""
     if fit is None:
         return MAX_UNFITTED_BYTES
     return fit.max_prompt_bytes // fit.dtype.itemsize * torch.float64.itemsize + SLACK_BYTES
@@ -121,7 +123,7 @@ def _check_files(directory: Path, names: Collection[str], fit: Fit | None) -> No
 
 
 def _read(directory: Path, name: str) -> object:
-    """What may be embeddings. Raises ContentError, OSError."""
+    """Read the object that should be the embeddings. Raises ContentError and OSError."""
     file = directory / name
     if name.endswith(".safetensors"):
         return _read_safetensors(file)
@@ -141,14 +143,16 @@ def _read_safetensors(file: Path) -> Tensor:
     try:
         with safe_open(file, framework="pt") as content:
             tensor: Tensor = content.get_tensor(PEFT_KEY)
-    # Of damaged headers the library raises whatever it stumbles over.
+    # For a damaged header the library may raise any of these errors.
     except (SafetensorError, ValueError, LookupError, TypeError, AttributeError, RuntimeError) as error:
         raise ContentError(_NO_TENSOR) from error
     return tensor
 
 
 def _check(content: object, fit: Fit | None) -> Tensor:
-    """[num_tokens, width]. Raises ContentError for the first thing wrong, in the order that clients know."""
+    """Check the embeddings and return them, [num_tokens, width].
+
+    Raises ContentError for the first fault; clients rely on the order of the checks."""
     if not isinstance(content, Tensor) or content.dtype not in _DTYPES or content.dim() != 2:
         raise ContentError(_NO_TENSOR)
     tensor = content.detach()
@@ -160,13 +164,13 @@ def _check(content: object, fit: Fit | None) -> Tensor:
     if not width or (fit and width != fit.prompt_width):
         expected = fit.prompt_width if fit else "1 or more"
         raise ContentError(f"Prefix embedding tensor dim {width} does not match model ({expected})")
-    if tensor.numel() * tensor.element_size() > max_file_bytes(fit):  # rows may be one and the same
+    if tensor.numel() * tensor.element_size() > max_file_bytes(fit):  # rows may share memory
         raise TooLargeError
     return _cast(tensor, fit.dtype if fit else tensor.dtype)
 
 
 def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Contiguous. Raises ContentError."""
+    """Return a contiguous tensor of that dtype. Raises ContentError for elements that are not finite."""
     if not tensor.isfinite().all():
         raise ContentError("Prefix contains non-finite elements")
     cast = tensor.to(dtype).contiguous()

@@ -1,5 +1,6 @@
-"""From the ids that requests give to checked contents; replaced and removed files are noticed at the next
-look."""
+"""Finds the soft prompts and adapters that requests name, and checks them.
+
+Replaced and removed files are noticed at the next request for them."""
 
 import logging
 import os
@@ -33,10 +34,11 @@ from tgis.prompts.soft_prompt import (
 logger = logging.getLogger(__name__)
 
 MAX_REMEMBERED = 4096
-TRIES = 3  # to follow a link that is turned while its target is read
-ALIGNMENT = 512  # of what a device's memory is given out in
-ADAPTER_ITEMSIZE = 4  # of what ranks keep them in, float32
-TURN_TIMEOUT_S = 4.0  # before the router gives up, so that a disk that hangs keeps one thread of an id's
+TRIES = 3  # if a link is changed while its target is read
+ALIGNMENT = 512  # bytes, of allocations in a device's memory
+ADAPTER_ITEMSIZE = 4  # ranks keep adapters in float32
+# Shorter than the router's timeout, so that on a disk that hangs only one thread per id is blocked.
+TURN_TIMEOUT_S = 4.0
 _ADAPTER_ID = re.compile("[A-Za-z0-9_./-]+")
 
 
@@ -47,10 +49,10 @@ class Found:
     num_decoder_tokens: int
     num_encoder_tokens: int
     num_bytes: int
-    """That a rank needs at most to hold it loaded."""
+    """Upper bound of the memory that a rank needs to have it loaded, in bytes."""
 
 
-# The text says why a content is refused.
+# A text says why the soft prompt or adapter is refused.
 Outcome = Found | str
 
 
@@ -61,7 +63,9 @@ class _Turn:
 
 
 class Store:
-    """Safe to use from any thread. What files hold is remembered until they change."""
+    """Store of soft prompts and adapters by id. Safe to use from any thread.
+
+    The result of reading files is remembered until they change."""
 
     def __init__(
         self,
@@ -72,9 +76,11 @@ class Store:
         named: Mapping[str, Path],
         is_known: bool = False,
     ) -> None:
-        """`prompts` and `adapters` are the directories of those, the first of which may hold adapters too;
-        `named` adapters are where they please. `fit` is None where the model takes neither; `is_known` is
-        NotTunableError's."""
+        """Take the directories without reading them.
+
+        `prompts` is the directory of soft prompts, which may hold adapters too, and `adapters` that of
+        adapters. `named` maps names to adapters anywhere on the disk. `fit` is None if the model takes
+        neither soft prompts nor adapters. `is_known` is passed to NotTunableError."""
         self._spool, self._fit, self._is_known = spool, fit, is_known
         self._prompts, self._adapters = (root and root.absolute() for root in (prompts, adapters))
         self._named = {name: path.absolute() for name, path in named.items()}
@@ -83,8 +89,9 @@ class Store:
         self._lock = threading.Lock()
 
     def find(self, kind: Kind, id: str) -> Found:
-        """The checked content of `id`, with a copy in the spool. Parallel calls for one id read it once, and
-        wait for that for TURN_TIMEOUT_S.
+        """Find and check the soft prompt or adapter `id`, and keep a copy in the spool.
+
+        Concurrent calls for one id read it once; each waits at most TURN_TIMEOUT_S for its turn.
 
         Raises ContentError with a text for the client, and OSError."""
         if kind == "adapter" and id not in self._named:
@@ -103,8 +110,9 @@ class Store:
         return outcome
 
     def refuse(self, digest: str, error: ContentError) -> None:
-        """What was found to have that digest is refused with `error` until its files change: a model does
-        not take it."""
+        """Refuse the soft prompt or adapter with that digest, because the model cannot load it.
+
+        Later calls of `find` raise ContentError with the text of `error` until the files change."""
         with self._lock:
             for (kind, id), (state, outcome) in list(self._remembered.items()):
                 if isinstance(outcome, Found) and outcome.digest == digest:
@@ -130,7 +138,7 @@ class Store:
                 if root is not None:
                     return find_place(root, id)
             except AbsentError:
-                if root is not None and is_named(root, id):  # what is forbidden hides what the next one has
+                if root is not None and is_named(root, id):  # a forbidden entry hides those of later roots
                     raise
         raise AbsentError
 
@@ -206,13 +214,13 @@ class Store:
 
 
 def measure_prompt(prompt: SoftPrompt, max_bytes: int) -> int:
-    """Bytes that a rank needs to hold it loaded. Raises TooLargeError."""
+    """Return the bytes that a rank needs for the loaded soft prompt. Raises TooLargeError."""
     return _measure((tensor.nbytes for tensor in prompt.tensors.values()), max_bytes)
 
 
 def measure_adapter(tensors: Mapping[str, Tensor], max_bytes: int) -> int:
-    """Bytes that a rank needs at most to hold it loaded. Raises TooLargeError."""
-    # What the model itself is said to have is compared with it, and not kept.
+    """Return an upper bound of the bytes that a rank needs for the loaded adapter. Raises TooLargeError."""
+    # Copies of the model's own weights ("base") are compared with the model and not kept.
     kept = (tensor for name, tensor in tensors.items() if split_name(name)[1] != "base")
     return _measure((tensor.numel() * ADAPTER_ITEMSIZE for tensor in kept), max_bytes)
 
@@ -225,7 +233,7 @@ def _measure(sizes: Iterable[int], max_bytes: int) -> int:
 
 
 def _explain(kind: Kind, id: str, error: ContentError) -> str:
-    """All that a client is told."""
+    """Return the whole text that the client gets."""
     shown = quote(id)
     if isinstance(error, UnsupportedTypeError):
         return str(error)

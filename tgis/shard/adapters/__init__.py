@@ -1,1 +1,1 @@
-"""Soft prompts and LoRA adapters that a shard holds loaded, and their use in a step."""
+"""Soft prompts and LoRA adapters that a shard has loaded, and their use in a step."""

@@ -1,5 +1,7 @@
-"""How soft prompts and adapters get from their store into a model: where copies are kept, how much there may
-be of them, and how a copy becomes this rank's part."""
+"""Loads soft prompts and adapters for a model.
+
+It sets up the store and the spool of copies, decides how much memory they may use, and makes this rank's part
+from a copy."""
 
 import logging
 import shutil
@@ -29,7 +31,7 @@ MIB = 1 << 20
 
 @dataclass(frozen=True)
 class Allowance:
-    """Bytes that a rank may hold loaded, and the longest soft prompt."""
+    """Limits of a rank: bytes of loaded soft prompts and adapters, and tokens of a soft prompt."""
 
     prompt_bytes: int
     adapter_bytes: int
@@ -40,7 +42,7 @@ class Allowance:
         return self.prompt_bytes + self.adapter_bytes
 
     def fit(self, parts: Parts, prompt_width: int, is_encoder_decoder: bool) -> Fit:
-        """Of the model that is made from `parts`."""
+        """Return what the model made from `parts` accepts."""
         return Fit(
             prompt_width=prompt_width,
             dtype=parts.dtype,
@@ -52,7 +54,9 @@ class Allowance:
 
 
 def allow(config: ShardConfig, is_tunable: bool, max_sequence_length: int) -> Allowance:
-    """Of what the configuration asks for; nothing for a model that takes neither. Raises
+    """Return the limits for the configured directories: zero bytes if nothing is configured.
+
+    A model that takes neither soft prompts nor adapters (`is_tunable` is false) also gets zero bytes. Raises
     UnsupportedModelError."""
     if config.lora_adapters and not is_tunable:
         raise UnsupportedModelError(
@@ -70,23 +74,23 @@ def allow(config: ShardConfig, is_tunable: bool, max_sequence_length: int) -> Al
 
 
 def open_spool(config: ShardConfig) -> Spool:
-    """One for all ranks, beside their sockets."""
+    """Open the spool that all ranks share, next to their sockets."""
     return Spool(Path(f"{config.uds_path}-contents"))
 
 
 def open_contents(config: ShardConfig, model: Model) -> Contents:
-    """What `model` has loaded: nothing yet."""
+    """Return the registry of what `model` has loaded, empty at first."""
     return Contents(partial(_read, open_spool(config), model, _is_known(config)))
 
 
 def open_store(config: ShardConfig, model: Model, max_sequence_length: int) -> Store:
-    """What is in the directories that the configuration names, as far as `model` takes it."""
+    """Open the store over the configured directories, with the limits of `model`."""
     fit = None
     if isinstance(model, Tunable):
         allowance = allow(config, True, max_sequence_length)
         fit = allowance.fit(model.parts, model.prompt_width, model.spec.is_encoder_decoder)
     spool = open_spool(config)
-    if config.rank == 0:  # which alone is asked to find something
+    if config.rank == 0:  # only rank 0 gets requests to find something
         _warn(config, fit)
         if fit is not None:
             _warn_of_room(spool.directory, fit.max_prompt_bytes + fit.max_adapter_bytes)
@@ -96,20 +100,20 @@ def open_store(config: ShardConfig, model: Model, max_sequence_length: int) -> S
 
 
 def read_names(text: str | None) -> dict[str, Path]:
-    """Of `name=directory,...`, as the launcher gives it."""
+    """Parse `name=directory,...`, the form that the launcher passes."""
     pairs = (one.split("=", 1) for one in text.split(",")) if text else ()
     return {name: Path(path) for name, path in pairs}
 
 
 def _is_known(config: ShardConfig) -> bool:
-    """Return whether the service's own engine would run the model but for DEPLOYMENT_FRAMEWORK."""
+    """Return whether the service's own engine could run the model if DEPLOYMENT_FRAMEWORK were unset."""
     if ENGINES.get(config.deployment_framework or "") != "hf_transformers":
         return False
     return model_registry.serves(model_files.read_json(Path(config.model_path), "config.json"))
 
 
 def _warn(config: ShardConfig, fit: Fit | None) -> None:
-    """Of what makes requests fail; a directory may come later."""
+    """Log what makes requests fail. A missing directory is no error, because it may appear later."""
     paths = {"prefix_store_path": config.prefix_store_path, "adapter_cache": config.adapter_cache}
     for option, path in paths.items():
         if path and not Path(path).is_dir():
@@ -120,7 +124,7 @@ def _warn(config: ShardConfig, fit: Fit | None) -> None:
 
 
 def _warn_of_room(directory: Path, wanted: int) -> None:
-    """Where copies of all that may be loaded do not fit on the disk; it may fill up later too."""
+    """Warn if copies of all that may be loaded do not fit on the disk now."""
     there = next(path for path in (directory, *directory.absolute().parents) if path.exists())
     free = shutil.disk_usage(there).free
     if free < wanted:
@@ -131,7 +135,9 @@ def _warn_of_room(directory: Path, wanted: int) -> None:
 
 
 def _read(spool: Spool, model: Model, is_known: bool, digest: str) -> Content:
-    """Raises NotTunableError, ContentError, MissingContentError, OSError."""
+    """Read a copy and return this rank's part of it.
+
+    Raises NotTunableError, ContentError, MissingContentError and OSError."""
     if not isinstance(model, Tunable):
         raise NotTunableError(is_known)
     kept = spool.open(digest)

@@ -1,5 +1,4 @@
-"""From a LoRA adapter's tensors, named as PEFT names modules, to what each of a model's layers adds on this
-rank."""
+"""Maps a LoRA adapter's tensors, which have PEFT's names of modules, to the model's layers on this rank."""
 
 import itertools
 from collections import Counter
@@ -17,9 +16,9 @@ from tgis.shard.checkpoint.tensors import WeightsError
 from tgis.shard.layers.lora import Adapter, Cut, LowRank
 from tgis.shard.layers.ops import Parts
 
-# Of a model's own table, compared at a time.
+# Rows of the model's embeddings that are compared at a time.
 COMPARED_ROWS = 8192
-# Two roundings of a number so small tell nothing.
+# Absolute tolerance: rounding hides any difference of numbers as small as this.
 TINY = 1e-6
 
 Trace = Sequence[Rows]
@@ -27,7 +26,7 @@ Trace = Sequence[Rows]
 
 @dataclass(frozen=True, eq=False)
 class Change:
-    """Of a module's weight: scale * b a."""
+    """Change of a module's weight: scale * b a."""
 
     a: Tensor  # [rank, in]
     b: Tensor  # [out, rank]
@@ -35,9 +34,9 @@ class Change:
 
 
 def read_adapter(parts: Parts, tensors: Mapping[str, Tensor], scales: Mapping[str, float]) -> Adapter:
-    """`parts` are what the model was made from. Raises ContentError where a tensor fits no layer of it.
+    """Return this rank's part of an adapter for the model made from `parts`.
 
-    Nothing of `tensors` is kept."""
+    All data is copied; nothing of `tensors` is kept. Raises ContentError if a tensor fits no layer."""
     traces = {path: parts.weights.trace(f"{path}.weight", cut.shape) for path, cut in parts.cuts.items()}
     _compare_tables(parts, traces, tensors)
     deltas: dict[str, tuple[LowRank, ...]] = {}
@@ -46,7 +45,8 @@ def read_adapter(parts: Parts, tensors: Mapping[str, Tensor], scales: Mapping[st
         known = {rows.module for trace in mine.values() for rows in trace}
         changes = _sort(tensors, scales, kind, known, parts.weights.prefix)
         if kind and changes and any(path.startswith("encoder.") for path in traces):
-            # The library has the encoder's and the decoder's apart, and never asks the one they share.
+            # transformers has separate modules for the embeddings of encoder and decoder, and never calls the
+            # module that they share.
             raise ContentError("adapters of an encoder-decoder model's embeddings are not supported")
         deltas |= _read_all(parts, mine, changes, read)
     if not deltas:
@@ -61,7 +61,7 @@ def _sort(
     known: set[str],
     prefix: str,
 ) -> dict[str, Change]:
-    """By the known modules' names."""
+    """Return the changes by the names of the known modules. Raises ContentError if one fits no module."""
     kinds = ("lora_embedding_A", "lora_embedding_B") if is_table else ("lora_A.weight", "lora_B.weight")
     changes: dict[str, Change] = {}
     for module, scale in scales.items():
@@ -111,7 +111,10 @@ def _check_fit(cut: Cut, trace: Trace, changes: Mapping[str, Change]) -> None:
 
 
 def _read_matrix(cut: Cut, trace: Trace, changes: Mapping[str, Change]) -> Iterator[LowRank]:
-    """Neighbouring columns that have one `a` are one part, so a packed layer that was trained as one is."""
+    """Yield the parts for a linear layer.
+
+    Neighbouring output columns that share one `a` become one part, so that a packed layer that was trained
+    as one module stays one part."""
     first = 0
     columns = cut.columns or slice(None)
 
@@ -133,14 +136,14 @@ def _read_table(cut: Cut, trace: Trace, changes: Mapping[str, Change]) -> Iterat
 
 
 def _pack(a: Tensor, b: Tensor, scale: float, first: int) -> LowRank:
-    """Copied, always."""
+    """Copy a and b, transposed and with the scale in b."""
     copied = a.T.to(torch.float32).clone(memory_format=torch.contiguous_format)  # [in, rank]
     scaled = b.T.to(torch.float32).mul(scale).contiguous()  # [rank, width]
     return LowRank(copied, scaled, first)
 
 
 def _list_own(cut: Cut, trace: Trace) -> Iterator[Rows]:
-    """The rank's rows, in its order."""
+    """Yield the rank's own rows in its order."""
     for part in cut.rows:
         start = 0
         for rows in trace:
@@ -151,8 +154,10 @@ def _list_own(cut: Cut, trace: Trace) -> Iterator[Rows]:
 
 
 def _compare_tables(parts: Parts, traces: Mapping[str, Trace], tensors: Mapping[str, Tensor]) -> None:
-    """Raises ContentError where the adapter was trained on other embeddings than the model's: PEFT adds a
-    copy of them where they are changed, and where the vocabulary has grown."""
+    """Check that the adapter was trained with the model's own embeddings.
+
+    PEFT saves a copy of them if an adapter changes them or if the vocabulary has grown. Raises ContentError
+    if that copy differs from the model's embeddings."""
     paths = {traces[path][0].module: path for path in ("embed", "head")}
     copies = {module: name for name in tensors for module, kind in [split_name(name)] if kind == "base"}
     try:

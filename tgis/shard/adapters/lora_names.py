@@ -1,5 +1,6 @@
-"""Which of a model's modules, as its family spells them, a LoRA adapter means by the names that transformers
-gave them when it was trained."""
+"""Finds the modules of a model that a LoRA adapter names.
+
+The adapter has the names that transformers used when it was trained; the model has those of its family."""
 
 import itertools
 import re
@@ -7,14 +8,14 @@ from collections.abc import Collection, Iterator, Sequence
 
 from torch import Tensor
 
-# Names in memory since transformers 5, and those that families know.
+# Names of modules in memory since transformers 5, and the names that families use.
 _RESPELLED = (
     ("model.language_model.", "model."),
     (".mlp.gate", ".block_sparse_moe.gate"),
     (".block_sparse_moe.router", ".block_sparse_moe.router.layer"),
     ("lm_head", "embed_out"),
 )
-# One parameter of all experts since transformers 5, and the modules whose rows it has.
+# Since transformers 5 one parameter holds all experts. The table has the modules whose rows it contains.
 _EXPERTS = re.compile(r"(.+)\.(?:mlp|block_sparse_moe)\.experts\.(gate_up_proj|down_proj)")
 _OF_AN_EXPERT = {
     "gate_up_proj": (
@@ -28,7 +29,7 @@ _OF_AN_EXPERT = {
         ("block_sparse_moe.output_linear.{e}",),
     ),
 }
-# Parts of models that take images too, which text never meets.
+# Modules of multimodal models that text-only inference does not use.
 _UNUSED = re.compile(r"(model\.)?(vision_tower|multi_modal_projector)\..+")
 
 
@@ -37,7 +38,7 @@ def is_unused(module: str) -> bool:
 
 
 def spell(module: str, known: Collection[str], prefix: str) -> str | None:
-    """Which of the `known` names an adapter's module has; either may lack the `prefix`."""
+    """Return the name in `known` of an adapter's module, or None. Either name may lack the `prefix`."""
     respelled = (module.replace(theirs, ours) for theirs, ours in _RESPELLED if theirs in module)
     for name in (module, *respelled):
         for spelling in (name, name.removeprefix(prefix), prefix + name):
@@ -49,8 +50,9 @@ def spell(module: str, known: Collection[str], prefix: str) -> str | None:
 def divide(
     module: str, a: Tensor, b: Tensor, known: Collection[str], prefix: str
 ) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """The known modules that an adapter means by one, with a [rank, in] and b [out, rank] of each: itself,
-    the experts of a parameter that is all of theirs, or none."""
+    """Yield each known module that an adapter's module stands for, with its a [rank, in] and b [out, rank].
+
+    This is the module itself, the experts' modules if it is a parameter of all experts, or none."""
     if name := spell(module, known, prefix):
         yield name, a, b
     elif found := _EXPERTS.fullmatch(module):
@@ -61,7 +63,7 @@ def divide(
 
 
 def _list_experts(block: str, layout: Sequence[str], known: Collection[str]) -> Iterator[list[str]]:
-    """The names of each expert's modules."""
+    """Yield the names of each expert's modules."""
     for e in itertools.count():
         names = [f"{block}.{part.format(e=e)}" for part in layout]
         if not all(name in known for name in names):
@@ -70,7 +72,10 @@ def _list_experts(block: str, layout: Sequence[str], known: Collection[str]) -> 
 
 
 def _share_out(experts: Sequence[list[str]], a: Tensor, b: Tensor) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """a: [num_experts * rank, in]; b: [out, rank * num_experts], the experts beside each other."""
+    """Split a and b of all experts into those of each expert's modules.
+
+    a is [num_experts * rank, in]. b is [out, rank * num_experts], where each expert has every
+    num_experts-th column."""
     each_a, each_b = a.chunk(len(experts)), b.view(len(b), -1, len(experts)).unbind(-1)
     for names, own_a, own_b in zip(experts, each_a, each_b, strict=True):
         for name, part in zip(names, own_b.chunk(len(names)), strict=True):

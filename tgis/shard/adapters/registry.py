@@ -1,5 +1,7 @@
-"""The soft prompts and adapters that this rank has loaded, by the digest of their content: filled beside the
-steps, read by them. What is unloaded goes on in the rows that have it."""
+"""Holds the soft prompts and adapters that this rank has loaded, by digest.
+
+Threads of RPCs load and unload them while steps read them. Rows keep using what is unloaded until they are
+closed."""
 
 import threading
 from collections.abc import Callable, Iterable
@@ -15,24 +17,24 @@ from tgis.shard.memory.host_limits import release_memory
 
 @dataclass(frozen=True, eq=False)
 class Prompt:
-    """Embeddings of virtual tokens, which come before the tokens of the decoder and of the encoder."""
+    """Loaded soft prompt: embeddings of virtual tokens that precede the tokens of decoder and encoder."""
 
-    decoder: Tensor  # [num_decoder_tokens, prompt_width], in the type of the weights
+    decoder: Tensor  # [num_decoder_tokens, prompt_width], in the dtype of the weights
     encoder: Tensor  # [num_encoder_tokens, prompt_width]
 
 
 Content = Prompt | Adapter
 
-# Unloaded between two times that what threads have freed goes back to the system, 20 ms beside the steps:
-# among what stays, the next one seldom finds room.
+# Bytes unloaded between two returns of freed memory to the system. A return takes 20 ms beside the steps.
+# Without it memory would grow, because what is loaded next seldom fits into the gaps.
 RELEASE_BYTES = 128 << 20
 
 
 class Contents:
-    """Safe to use from any thread."""
+    """Registry of loaded soft prompts and adapters. Safe to use from any thread."""
 
     def __init__(self, read: Callable[[str], Content]) -> None:
-        """`read` finds what has a digest, and may raise anything."""
+        """Use `read` to load what has a digest. It may raise any exception."""
         self._read = read
         self._loaded: dict[str, Content] = {}
         self._loading: dict[str, Future[None]] = {}
@@ -40,8 +42,9 @@ class Contents:
         self._lock = threading.Lock()
 
     def load(self, digest: str) -> None:
-        """Who comes while another reads the same waits for that one. Raises what `read` raises, and
-        MissingContentError where it is unloaded before it is there."""
+        """Load what has that digest. Concurrent calls for one digest read it once.
+
+        Raises what `read` raises, and MissingContentError if it is unloaded before it is loaded."""
         mine: Future[None] = Future()
         with self._lock:
             if digest in self._loaded:
@@ -52,7 +55,7 @@ class Contents:
         first.result()
 
     def unload(self, digests: Iterable[str]) -> None:
-        """What is being read is not kept either: whoever wanted it has given up."""
+        """Unload these. What is still being read is not kept, because its requester has given up."""
         with self._lock:
             for digest in digests:
                 self._num_unloaded_bytes += _count_bytes(self._loaded.pop(digest, None))
@@ -64,12 +67,12 @@ class Contents:
             release_memory()
 
     def unload_others(self, digests: Iterable[str]) -> None:
-        """Everything but these."""
+        """Unload all but these."""
         self.unload(self.digests - set(digests))
 
     @property
     def digests(self) -> set[str]:
-        """Of what is loaded or being read."""
+        """Digests of what is loaded or being read."""
         with self._lock:
             return {*self._loaded, *self._loading}
 
@@ -94,7 +97,7 @@ class Contents:
             done.set_exception(MissingContentError(digest))
 
     def _end(self, digest: str, done: Future[None], content: Content | None) -> bool:
-        """Keeps what was read, if anything; false where that was unloaded meanwhile."""
+        """Keep what was read, if anything. Return False if it was unloaded meanwhile."""
         with self._lock:
             if self._loading.get(digest) is not done:
                 return False

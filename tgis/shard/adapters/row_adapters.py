@@ -1,4 +1,4 @@
-"""Which of the open rows have a soft prompt or an adapter, and what of them a step's tokens get."""
+"""Tracks the soft prompts and adapters of open rows, and selects those of a step's tokens."""
 
 from collections.abc import Iterable
 from typing import Literal
@@ -16,25 +16,25 @@ Part = Literal["decoder", "encoder"]
 
 
 class Tuning:
-    """Of at most `max_rows` rows; costs next to nothing while none has any."""
+    """Soft prompts and adapters of at most `max_rows` rows. The cost is negligible while no row has any."""
 
     def __init__(self, max_rows: int, device: torch.device):
         self._device = device
         self._prompts: dict[int, Prompt] = {}
-        # Tokens of the rows' prompts, so that steps past them need not look at the prompts.
+        # Number of virtual tokens per row, so that steps past them need not look at the prompts.
         self._lengths: dict[Part, Integers] = {
             "decoder": np.zeros(max_rows, np.int64),
             "encoder": np.zeros(max_rows, np.int64),
         }
         self._adapters: dict[int, Adapter] = {}
-        self._adapter_of = np.full(max_rows, -1, np.int32)  # by row, in the set
+        self._adapter_of = np.full(max_rows, -1, np.int32)  # index in the set, by row
         self._set, self._is_set_stale = AdapterSet(()), False
 
     def reset(self) -> None:
         self.close([*self._prompts, *self._adapters])
 
     def open(self, row: int, prompt: Prompt | None, adapter: Adapter | None) -> None:
-        """The row is new, whatever it had before."""
+        """Attach a prompt and an adapter to a new row, in place of what the row had before."""
         self.close([row])
         if prompt is not None:
             self._prompts[row] = prompt
@@ -44,7 +44,7 @@ class Tuning:
             self._adapters[row], self._is_set_stale = adapter, True
 
     def close(self, rows: Iterable[int]) -> None:
-        """Gives up what they had; rows that had nothing may be among them."""
+        """Detach the prompts and adapters of rows. Rows without any are ignored."""
         if not self._prompts and not self._adapters:
             return
         for row in rows:
@@ -56,12 +56,13 @@ class Tuning:
             self._renew_set()
 
     def place(self, part: Part, rows: Integers, starts: Integers, begins: Integers) -> VirtualTokens | None:
-        """The virtual ones among tokens of the decoder or the encoder that are packed row after row, `starts`
-        [num_seqs] being their first positions and `begins` [num_seqs + 1] the bounds in the pack; None where
-        there are none."""
+        """Return the virtual tokens of a packed batch of the decoder's or the encoder's tokens, or None.
+
+        Tokens are packed row after row. `starts` [num_seqs] are the rows' first positions, and `begins`
+        [num_seqs + 1] are the bounds of the rows in the batch."""
         if not self._prompts:
             return None
-        missing = self._lengths[part][rows] - starts  # [num_seqs], from the first position on
+        missing = self._lengths[part][rows] - starts  # [num_seqs], virtual tokens from the first position on
         counts = np.minimum(missing, np.diff(begins))  # [num_seqs]
         having = (counts > 0).nonzero()[0]
         if not len(having):
@@ -75,7 +76,9 @@ class Tuning:
         return VirtualTokens(torch.cat(places).to(self._device), torch.cat(embeddings).float())
 
     def adapters(self, rows: Integers, sequence: Integers) -> TokenAdapters | None:
-        """`sequence` [num_tokens] tells which of the rows a token is of; None where no row has an adapter."""
+        """Return the adapter of each token, or None if no row has one.
+
+        `sequence` [num_tokens] is the index in `rows` of each token's row."""
         if not self._adapters:
             return None
         if self._is_set_stale:
@@ -86,8 +89,9 @@ class Tuning:
         return TokenAdapters(self._set, torch.from_numpy(of_row[sequence]).to(self._device))
 
     def _renew_set(self) -> None:
-        """To exactly those adapters that rows have, so that none is kept for nobody; the same set where they
-        are the same, which has looked up much already."""
+        """Rebuild the set with exactly the adapters that rows have, so that unused ones are freed.
+
+        If the adapters are the same, keep the old set, because it caches look-ups."""
         if set(self._adapters.values()) != set(self._set.adapters):
             self._set = AdapterSet(list(dict.fromkeys(self._adapters.values())))
         index = {adapter: i for i, adapter in enumerate(self._set.adapters)}

@@ -1,5 +1,6 @@
-"""The calls by which the router finds, loads and unloads soft prompts and adapters: what they answer, and
-what they tell of an error."""
+"""Answers the router's calls that find, load, copy and unload soft prompts and adapters.
+
+It also turns errors into gRPC statuses."""
 
 import errno
 import logging
@@ -27,15 +28,17 @@ KINDS: dict[pb.ContentKind, Kind] = {
     pb.CONTENT_KIND_ADAPTER: "adapter",
 }
 NUMBERS = {kind: number for number, kind in KINDS.items()}
-SWEEP_INTERVAL_S = 60.0  # between looks for copies of what was found and never loaded
+SWEEP_INTERVAL_S = 60.0  # between two searches for copies that were found and never loaded
 FULL = (errno.ENOSPC, errno.EDQUOT)
-MAX_CAUSE_CHARS = 500  # of a status, which is metadata
+MAX_CAUSE_CHARS = 500  # a status is metadata, whose size is limited
 
 Response = TypeVar("Response")
 
 
 class ContentCalls:
-    """`store` is the first rank's, whose copies in `spool` all ranks load into their `contents`."""
+    """Handlers of the calls.
+
+    Only rank 0 searches its `store`. All ranks load the copies in `spool` into their `contents`."""
 
     def __init__(self, store: Store, spool: Spool, contents: Contents) -> None:
         self._store, self._spool, self._contents = store, spool, contents
@@ -53,7 +56,7 @@ class ContentCalls:
 
     def _find(self, request: pb.FindRequest, context: grpc.ServicerContext) -> Found:
         found, loaded = self._store.find(KINDS[request.kind], request.id), self._contents.digests
-        if found.digest not in loaded and not context.is_active():  # the router will not know what to unload
+        if found.digest not in loaded and not context.is_active():  # the router will never unload it
             self._spool.remove([found.digest])
         if time.monotonic() - self._swept_at > SWEEP_INTERVAL_S:
             self._swept_at = time.monotonic()
@@ -68,7 +71,7 @@ class ContentCalls:
         try:
             self._contents.load(digest)
         except ContentError as error:
-            if error.__cause__ is None:  # else the disk, say, is to blame, which may get better
+            if error.__cause__ is None:  # otherwise the cause, such as the disk, may go away
                 self._store.refuse(digest, error)
             raise
 
@@ -81,7 +84,7 @@ class ContentCalls:
         return pb.PutResponse()
 
     def _put(self, requests: Iterator[pb.PutRequest]) -> None:
-        """One that is cut off is not what its digest says."""
+        """Write a copy from the stream. The digest's check refuses a stream that was cut off."""
         try:
             first = next(requests, pb.PutRequest())
             self._spool.take(first.digest, (one.data for one in chain([first], requests)))
@@ -106,13 +109,16 @@ class ContentCalls:
     def _answer(self, context: grpc.ServicerContext, compute: Callable[[], Response]) -> Response:
         try:
             answer = compute()
-        except Exception as error:  # from files that others write: whatever it is, it is this call's alone
+        except Exception as error:  # files may be hostile, and any error must fail only this call
             context.abort(*_explain(error, self._spool.directory))
         return answer
 
 
 def _explain(error: Exception, directory: Path) -> tuple[grpc.StatusCode, str]:
-    """What went wrong beside the content itself is for the logs alone, the router's too."""
+    """Return the status and text of an error.
+
+    Only a ContentError's text is for clients. The texts of other errors are for logs, the router's included.
+    """
     if isinstance(error, ContentError):
         return grpc.StatusCode.INVALID_ARGUMENT, str(error)
     if isinstance(error, MissingContentError):

@@ -1,1 +1,1 @@
-"""The paged key-value cache, and the limits of memory on host and GPU."""
+"""The paged KV cache, and the memory limits of host and GPU."""

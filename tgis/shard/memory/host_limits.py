@@ -1,7 +1,6 @@
-"""What memory and how many cores this process may use, and how much memory it has used.
+"""Measures the memory and cores that this process may use, and the memory it has used.
 
-Memory and cores are those of the machine and of every control group around the process, as containers see
-them."""
+Limits are those of the machine and of every control group (cgroup) around the process, as in containers."""
 
 import contextlib
 import ctypes
@@ -9,8 +8,8 @@ import math
 import os
 from pathlib import Path
 
-# What control groups of version 2 and 1 call their limit and their usage, and the file pages within it: those
-# not used lately, all others, and those of either kind that some process has mapped.
+# Names in control groups of version 2 and 1 of the limit, the usage, and the file pages within the usage: the
+# inactive ones, the active ones, and those of either kind that some process has mapped.
 MEMORY_V2 = ("memory.max", "memory.current", "inactive_file", "active_file", "file_mapped")
 MEMORY_V1 = (
     "memory.limit_in_bytes",
@@ -22,12 +21,14 @@ MEMORY_V1 = (
 
 
 def memory_left(root: Path = Path("/")) -> int:
-    """Bytes this process may still take: what is free in the machine and in each control group it is in."""
+    """Return the bytes this process may still take within the machine and each of its control groups."""
     return min([_machine_left(root), *_groups_left(root)])
 
 
 def count_cores(root: Path = Path("/")) -> int:
-    """Cores this process may use: those it is bound to, or what its container's quota allows, rounded up."""
+    """Return the number of cores this process may use.
+
+    This is the number of cores it is bound to or its container's quota, rounded up, whichever is less."""
     cores = [float(len(os.sched_getaffinity(0)))]
     for controller, names in (("", ("cpu.max",)), ("cpu", ("cpu.cfs_quota_us", "cpu.cfs_period_us"))):
         for directory in _groups(root, controller):
@@ -39,26 +40,26 @@ def count_cores(root: Path = Path("/")) -> int:
 
 
 def release_memory() -> None:
-    """Gives back what the allocator keeps of memory that was freed, where it can be asked to."""
+    """Return the allocator's free memory to the system, if the C library supports that."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
 
 
 def memory_used() -> int:
-    """Bytes this process has in memory, mapped files left out."""
+    """Return the bytes this process has in memory, without mapped files."""
     return _own_memory("RssAnon")
 
 
 def begin_peak() -> int:
-    """Bytes this process has in memory; `peak` is counted from here on, where the system lets us."""
-    with contextlib.suppress(OSError):  # then it is that of the process's life: too much, not too little
+    """Reset `peak`, if the system allows that, and return the bytes this process has in memory."""
+    with contextlib.suppress(OSError):  # then `peak` covers the process's whole life, which is an upper bound
         Path("/proc/self/clear_refs").write_text("5")
     return _own_memory("VmRSS")
 
 
 def peak() -> int:
-    """The most bytes this process has had in memory since `begin_peak`."""
+    """Return the most bytes this process has had in memory since `begin_peak`."""
     return _own_memory("VmHWM")
 
 
@@ -79,9 +80,10 @@ def _groups_left(root: Path) -> list[int]:
 
 
 def _groups(root: Path, controller: str) -> list[Path]:
-    """This process's group of a version 1 controller, or of version 2 where that is empty, and the groups
-    around it. In a container the path may be one that only the host sees; the container's own group is the
-    mount."""
+    """Return the directories of this process's control group and of the groups around it.
+
+    `controller` is one of version 1; empty means version 2. In a container the group's path may exist only on
+    the host. The container's own group is then the mount, which is always among the directories."""
     mount = root / "sys/fs/cgroup" / controller
     for line in (root / "proc/self/cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)
@@ -92,8 +94,10 @@ def _groups(root: Path, controller: str) -> list[Path]:
 
 
 def _group_left(directory: Path, names: tuple[str, ...]) -> int | None:
-    """None where the group has no limit or cannot be seen. Files' pages that nobody has mapped count as free,
-    also those used lately: a checkpoint read for the second time is among them."""
+    """Return the bytes left in a group; None if the group has no limit or cannot be seen.
+
+    File pages that no process has mapped count as free. That includes active pages, because a checkpoint that
+    is read for the second time is among those."""
     limit_name, usage_name, *page_names = names
     try:
         limit = (directory / limit_name).read_text().strip()

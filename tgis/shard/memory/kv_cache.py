@@ -1,4 +1,4 @@
-"""The paged memory of keys and values: allocated once, sized by the model's shape."""
+"""The paged KV cache, which is allocated once with a size that depends on the model's shape."""
 
 import ctypes
 import math
@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 CPU = torch.device("cpu")
-SLACK = 16  # elements behind the last page, for loads of whole vectors
+SLACK = 16  # elements after the last page, so that kernels can load whole vectors
 TOUCHED_BYTES, LEAST_PRIORITY = 1 << 21, 19
-MADV_HUGEPAGE, MADV_POPULATE_WRITE = 14, 23  # of Linux
+MADV_HUGEPAGE, MADV_POPULATE_WRITE = 14, 23  # Linux's constants
 
 
 class Shape(Protocol):
-    """What of a model's description decides the size of its cache."""
+    """Properties of a model that determine the size of its KV cache."""
 
     @property
     def num_layers(self) -> int: ...
@@ -34,25 +34,25 @@ class Ranks(Protocol):
 
 
 def local_kv_heads(shape: Shape, ranks: Ranks) -> int:
-    """Key/value heads that one rank holds. Where they are fewer than ranks, neighbours hold the same one."""
+    """Return the number of KV heads per rank. With fewer heads than ranks, neighbours hold the same head."""
     return max(1, shape.num_kv_heads // ranks.size)
 
 
 def page_size(block_size: int, head_dim: int) -> int:
-    """Elements of the keys, and of the values, of one block, layer and head."""
+    """Return the number of elements of the keys, or of the values, of one block, layer and head."""
     return block_size * head_dim
 
 
 def bytes_per_block(shape: Shape, ranks: Ranks, block_size: int, dtype: torch.dtype) -> int:
-    """Memory that a block takes on one rank, all layers together."""
+    """Return the bytes of one block on one rank, over all layers."""
     pages = 2 * shape.num_layers * local_kv_heads(shape, ranks)
     return pages * page_size(block_size, shape.head_dim) * dtype.itemsize
 
 
 class KVCache:
-    """Keys and values of all layers in pages of raw elements, whose order is the attention's affair.
+    """Keys and values of all layers, in pages whose layout the attention backend defines.
 
-    float32, float16 or bfloat16."""
+    The dtype is float32, float16 or bfloat16."""
 
     def __init__(
         self,
@@ -73,20 +73,22 @@ class KVCache:
 
 
 def _allocate(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros."""
+    """Allocate a tensor of zeros."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     count = math.prod(shape)
     size = (count + SLACK) * dtype.itemsize
-    # Pages that are new to the process are zeros, at no cost until they are used.
+    # The system gives zeroed pages, which cost nothing until they are used.
     pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return torch.frombuffer(pages, dtype=dtype)[:count].view(shape)
 
 
 def _touch_soon(memories: Sequence[Tensor]) -> None:
-    """Of tensors [num_layers, any], on a thread of its own, so that neither the start waits for the system to
-    give the memory nor, later, a step. In large pages if there are any, which are read faster, and in the
-    order in which blocks are used: the beginnings of all layers come first."""
+    """Make the system allocate the memory of tensors [num_layers, any] on a background thread.
+
+    So neither the start nor a later step waits for it. Huge pages are used if there are any, because reads
+    from them are faster. The order is that in which blocks are used: the beginnings of all layers come first.
+    """
     madvise = getattr(ctypes.CDLL(None), "madvise", None)
     if madvise is None:
         return
@@ -96,13 +98,15 @@ def _touch_soon(memories: Sequence[Tensor]) -> None:
     layers = [(layer.data_ptr(), layer.nbytes) for memory in memories for layer in memory]
 
     def touch() -> None:
-        """Without a call of torch: a thread that is in one when the process ends would abort it."""
+        """Touch the memory without calling torch.
+
+        A thread inside a torch call when the process ends would abort the process."""
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LEAST_PRIORITY)
         for offset in range(0, max(num_bytes for _, num_bytes in layers), TOUCHED_BYTES):
             for address, num_bytes in layers:
                 begin = (address + offset) // mmap.PAGESIZE * mmap.PAGESIZE
                 end = address + min(offset + TOUCHED_BYTES, num_bytes)
                 if madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), MADV_POPULATE_WRITE):
-                    return  # what cannot be had beforehand may not be needed
+                    return  # memory that cannot be allocated now may never be needed
 
     threading.Thread(target=touch, name="cache", daemon=True).start()

@@ -1,5 +1,6 @@
-"""Where a shard answers its router: on Unix sockets that are this user's alone, or on TCP ports with mutual
-TLS. A stream of steps is a socket either way, one that may be waited for with poll."""
+"""Opens the shard's end of the link to its router: private Unix sockets, or TCP ports with mutual TLS.
+
+A stream of steps is a socket in both cases, and poll can wait for it."""
 
 import os
 import socket
@@ -24,44 +25,47 @@ SEND_TIMEOUT = struct.pack("ll", 10, 0)  # seconds and microseconds
 
 
 class SocketError(OperatorError):
-    """The socket cannot be opened; the text is one line."""
+    """Error for a socket that cannot be opened. The text is one line."""
 
 
 class Connection(Protocol):
-    """A router's stream of steps, as much of a socket as is needed."""
+    """Router's stream of steps, with the methods of a socket that are needed."""
 
     def fileno(self) -> int: ...
 
     def recv(self, size: int, /) -> bytes:
-        """Of what has arrived; nothing: it was closed. Raises BlockingIOError where it is too little to be
-        read, and other OSErrors."""
+        """Return bytes that have arrived; no bytes mean that the router closed the stream.
+
+        Raises BlockingIOError if too little has arrived to be read, and other OSErrors."""
 
     def sendall(self, data: bytes, /) -> None:
-        """Raises OSError, also when too little is taken for too long."""
+        """Send all of `data`. Raises OSError, also if the router reads too slowly."""
 
     def close(self) -> None: ...
 
 
 class Entrance(Protocol):
-    """Where routers' streams arrive."""
+    """Listener that accepts routers' streams of steps."""
 
     def fileno(self) -> int:
-        """Readable while one waits to be accepted."""
+        """Return a descriptor that is readable while a stream waits to be accepted."""
 
     def accept(self) -> Connection: ...
 
 
 class Link(Protocol):
+    """Shard's end of the link to its router. Both methods raise SocketError or PortError."""
+
     name: str
 
     def open_steps(self) -> Entrance:
-        """This and the next raise SocketError or PortError."""
+        """Open the listener for streams of steps."""
 
     def open_calls(self, server: grpc.Server) -> None: ...
 
 
 def choose_link(config: ShardConfig) -> Link:
-    """Raises AddressError and CertificateError."""
+    """Return the link that the configuration asks for. Raises AddressError and CertificateError."""
     if not config.listen_address:
         return UnixLink(f"{config.uds_path}-{config.rank}")
     return TcpLink(parse(config.listen_address), link_certificates(config, mutual_server))
@@ -81,7 +85,7 @@ class UnixLink:
 
 class UnixEntrance:
     def __init__(self, path: str) -> None:
-        """Raises SocketError."""
+        """Listen on the socket at `path`. Raises SocketError."""
         self._listener = socket.socket(socket.AF_UNIX)
         with _private_socket(path):
             self._listener.bind(path)
@@ -92,7 +96,7 @@ class UnixEntrance:
 
     def accept(self) -> Connection:
         connection, _ = self._listener.accept()
-        # A router that reads no answers must not keep its successor waiting for ever.
+        # A router that reads no answers must not block its successor for ever.
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, SEND_TIMEOUT)
         return connection
 
@@ -114,7 +118,9 @@ class TcpLink:
 
 @contextmanager
 def _private_socket(path: str) -> Iterator[None]:
-    """What is bound meanwhile is this user's alone, and nothing is there before. Raises SocketError."""
+    """Remove an old socket at `path`; make sockets bound within the context private to this user.
+
+    Raises SocketError."""
     Path(path).unlink(missing_ok=True)
     mask = os.umask(0o177)
     try:

@@ -1,4 +1,4 @@
-"""The stream of steps between a router and the thread that computes them."""
+"""Receives steps from the router and sends their answers, for the thread that computes the steps."""
 
 import logging
 import select
@@ -11,11 +11,11 @@ from tgis.shard.transport.link import Connection, Entrance
 logger = logging.getLogger(__name__)
 
 READ_BYTES = 1 << 18
-GARBAGE = frame(pb.StepResponse(step_id=1 << 63, rows=b"garbage"))  # which no router takes for an answer
+GARBAGE = frame(pb.StepResponse(step_id=1 << 63, rows=b"garbage"))  # no router accepts this as an answer
 
 
 class StepSocket:
-    """The stream of steps of the router that connected last; any before it is over."""
+    """Stream of steps from the router that connected last. A new connection ends the one before."""
 
     def __init__(self, entrance: Entrance) -> None:
         self._entrance = entrance
@@ -25,7 +25,7 @@ class StepSocket:
         self._frames = FrameReader()
 
     def receive(self) -> list[pb.StepRequest] | None:
-        """Waits for steps; None: a stream begins."""
+        """Wait for steps. Return None when a new stream begins."""
         while True:
             ready = {number for number, _ in self._poll.poll()}
             if self._entrance.fileno() in ready:
@@ -35,7 +35,7 @@ class StepSocket:
                 return requests
 
     def send(self, response: pb.StepResponse) -> None:
-        """Nowhere if the router is gone."""
+        """Send an answer; drop it if the router is gone."""
         if self._connection is not None:
             try:
                 is_garbage = failpoints.hit("shard.before_answer")

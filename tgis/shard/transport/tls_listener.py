@@ -1,5 +1,7 @@
-"""Streams over TCP for a thread that waits with poll: another thread makes the handshakes, and hands over who
-has shown a certificate. Nobody else reaches the waiting thread, or makes it wait."""
+"""Accepts TLS streams over TCP for a thread that waits with poll.
+
+Another thread does the handshakes and hands over the connections with a valid certificate. Other connections
+neither reach the waiting thread nor delay it."""
 
 import logging
 import os
@@ -16,13 +18,13 @@ from tgis.net.tls import LOOK_S, Certificates
 logger = logging.getLogger(__name__)
 
 HANDSHAKE_S = 5.0
-MAX_HANDSHAKES = 32  # at once; a further one ends the oldest
-CHECK_S = 1.0  # between two looks for those that take too long
-SEND_S = 10.0  # a router that reads no answers must not keep its successor waiting for ever
+MAX_HANDSHAKES = 32  # at once; a further one aborts the oldest
+CHECK_S = 1.0  # between two checks for handshakes that take too long
+SEND_S = 10.0  # a router that reads no answers must not block its successor for ever
 
 
 class Connection:
-    """An encrypted stream. Nothing that has arrived stays unread, so that poll tells the truth of it."""
+    """Encrypted stream. `recv` leaves no decrypted bytes in the TLS layer, where poll would not see them."""
 
     def __init__(self, connection: ssl.SSLSocket) -> None:
         self._connection = connection
@@ -31,7 +33,7 @@ class Connection:
         return self._connection.fileno()
 
     def recv(self, size: int) -> bytes:
-        self._connection.settimeout(0)  # what is readable may be half a record, or no data at all
+        self._connection.settimeout(0)  # the readable bytes may be half a TLS record, or hold no data
         try:
             data = self._connection.recv(size)
         except (ssl.SSLWantReadError, ssl.SSLWantWriteError) as error:
@@ -49,7 +51,7 @@ class Connection:
 
 
 class Entrance:
-    """A listening port; the other end shows a certificate before anything else is looked at."""
+    """Listening port. The other end must show a certificate before anything else of it is read."""
 
     def __init__(self, listener: socket.socket, certificates: Certificates) -> None:
         self._listener, self._certificates = listener, certificates
@@ -84,10 +86,10 @@ class Entrance:
         try:
             plain, _ = self._listener.accept()
         except BlockingIOError:
-            return  # it is gone again
+            return  # the connection is gone again
         except OSError as error:
             logger.warning("no connection can be accepted: %s", error)
-            time.sleep(CHECK_S)  # so that there is no second line at once
+            time.sleep(CHECK_S)  # avoids a flood of log lines
             return
         if len(self._deadlines) >= MAX_HANDSHAKES:
             self._give_up(next(iter(self._deadlines)), "there are too many")
@@ -107,7 +109,7 @@ class Entrance:
 
     def _go_on(self, connection: ssl.SSLSocket) -> None:
         if connection not in self._deadlines:
-            return  # given up since it became ready
+            return  # aborted since it became ready
         try:
             connection.do_handshake()
         except ssl.SSLWantReadError:
