@@ -126,7 +126,7 @@ def _repeatable() -> Iterator[None]:
     """Make torch compute the same numbers on any number of cores; restore its settings after the block."""
     num_threads, strict = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
     with torch.random.fork_rng(devices=[]):
-        # One OpenMP thread per computing thread, because splitting a product among threads changes its last
+        # Each computing thread gets one OpenMP thread: splitting a product among threads changes its last
         # bits.
         torch.set_num_threads(1)
         torch.use_deterministic_algorithms(True)

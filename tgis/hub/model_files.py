@@ -178,7 +178,7 @@ def read_json(directory: Path, name: str) -> dict[str, Any]:
 def length_of_model(config: Mapping[str, Any]) -> int | None:
     """Return the model's sequence length in tokens; None if config.json does not give it."""
     found = (config.get(key) for key in LENGTH_KEYS)
-    return next((value for value in found if type(value) is int and value > 0), None)  # excludes true
+    return next((value for value in found if type(value) is int and value > 0), None)  # no booleans
 
 
 def max_sequence_length(config: Mapping[str, Any]) -> int:
