@@ -1,9 +1,11 @@
-"""Text generation behind gRPC: a router that decides, shards that compute, a launcher that watches over
-both."""
+"""Text generation service behind gRPC.
+
+The router schedules, the shards compute, and the launcher starts and watches both."""
 
 import os
 
 __version__ = "0.1.0"
 
-# gRPC would print a line of its own for every failed handshake, past our log; it looks when it is imported.
+# Otherwise gRPC prints a line for every failed handshake, outside the service's log. It reads the variable
+# when it is imported.
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")

@@ -1,4 +1,4 @@
-"""`python -m tgis` is the `tgis` command."""
+"""Runs the `tgis` command for `python -m tgis`."""
 
 from tgis.cli.main import main
 

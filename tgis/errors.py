@@ -1,5 +1,5 @@
-"""The failures that end a command: their text is the one line an operator needs, without a traceback."""
+"""Defines the base class of errors that end a command with one line for the operator and no traceback."""
 
 
 class OperatorError(Exception):
-    """Something about the configuration, the model or the machine is not as it must be."""
+    """Error in the configuration, the model or the machine; its text is the line for the operator."""

@@ -1,8 +1,8 @@
-"""Places where a fault can be made to happen, for tests; dead unless the option `failpoints` names some.
+"""Injects faults at named points in the code, for tests; inactive unless the option `failpoints` names some.
 
-`POINT[FACT;FACT]=ACTION:SECONDS@TIME`, several with commas: the action is taken where the process gets to
-that point and all facts hold, the TIME-th time only if one is given, else every time. Facts and seconds are
-optional."""
+The option has rules `POINT[FACT;FACT]=ACTION:SECONDS@TIME`, separated by commas. The action runs when the
+process reaches the point and all facts hold: only the TIME-th time if TIME is given, else every time. Facts,
+seconds and TIME are optional."""
 
 import os
 import re
@@ -21,11 +21,11 @@ _RULE = re.compile(
 
 
 class FailpointError(OperatorError):
-    """The option cannot be read; the text is one line."""
+    """Error when the option cannot be parsed; the text is one line."""
 
 
 class InjectedError(Exception):
-    """What `raise` raises."""
+    """Error that the action `raise` raises."""
 
 
 @dataclass
@@ -34,7 +34,7 @@ class _Rule:
     action: str
     seconds: float
     turn: int | None
-    """Which of its times it acts; None: each."""
+    """Number of the hit at which the rule acts, from 1; None: every hit."""
     num_hits: int = field(default=0)
 
     def acts(self, facts: frozenset[str]) -> bool:
@@ -49,7 +49,7 @@ _own_facts: frozenset[str] = frozenset()
 
 
 def arm(text: str | None, *facts: str) -> None:
-    """From now on; `facts` hold for this process. Raises FailpointError."""
+    """Replace the rules by those in `text`; `facts` hold for this process. Raises FailpointError."""
     global _own_facts
     read = [_read(part.strip()) for part in (text or "").split(",") if part.strip()]
     _rules.clear()
@@ -59,8 +59,9 @@ def arm(text: str | None, *facts: str) -> None:
 
 
 def hit(point: str, facts: Callable[[], list[str]] = list) -> bool:
-    """Acts if something is to happen here; whether the caller is to give garbage. `facts` are asked for only
-    where they may matter."""
+    """Run the actions of this point's rules; return True if the caller must produce garbage.
+
+    `facts` is called only if the point has rules."""
     if not _rules or point not in _rules:
         return False
     known = _own_facts | frozenset(facts())

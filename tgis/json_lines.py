@@ -1,5 +1,6 @@
-"""Lines that no logger of this process has written, as JSON objects: what other processes and libraries
-print, and the last line of a command that fails."""
+"""Formats lines that no logger of this process wrote as JSON objects.
+
+These are lines that other processes and libraries print, and the last line of a command that fails."""
 
 import contextlib
 import json
@@ -10,39 +11,41 @@ from typing import Any, NoReturn
 
 from tgis.logs import Scalar, timestamp
 
-ERROR_PREFIX = "error: "  # begins a process's last line, the one that says why it failed
-OUTPUT, LAST_LINE = "output", "tgis"  # the loggers that such lines name
-DEFAULT_LEVEL = "WARNING"  # of what shows none: nothing prints without a reason
+ERROR_PREFIX = "error: "  # prefix of the last line of a failed process, which gives the reason
+OUTPUT, LAST_LINE = "output", "tgis"  # logger names in such lines
+DEFAULT_LEVEL = "WARNING"  # level of a line that shows none, because a process that prints has a reason
 FATAL_LEVEL = "CRITICAL"
-HEAD_CHARS = 200  # in which a line shows its level
+HEAD_CHARS = 200  # characters of a line that are searched for a level
 
 _LETTERS = {"D": "DEBUG", "I": "INFO", "W": "WARNING", "E": "ERROR", "F": FATAL_LEVEL}
 _NAMES = {"WARN": "WARNING", "FATAL": FATAL_LEVEL}
-# As glog, absl (gRPC) and c10 (torch) begin a line: a letter, month and day.
+# Beginning of a line of glog, absl (gRPC) or c10 (torch): a letter, month and day.
 _LETTER = re.compile(r"(?:\[rank\d+\]:)?\[?([DIWEF])\d{3,4} ")
 _NAME = re.compile(r"\b(DEBUG|INFO|WARN|WARNING|ERROR|CRITICAL|FATAL)\b")
 _FAULT = re.compile(r"Traceback|terminate called|what\(\): |Fatal|[Ee]rror\b|Exception\b|Abort|Segmentation")
 
 
 def to_json(line: str, fields: Mapping[str, Scalar], level: str | None = None) -> str:
-    """Return the line as a JSON object that has these fields. The fields of a line that is an object already
-    stay; any other line becomes the message, with the level that it seems to have where none is given."""
+    """Return the line as a JSON object that has these fields.
+
+    A line that is already a JSON object keeps its own fields. Any other line becomes the message; its level
+    is guessed from the text if `level` is None."""
     own = _read_object(line)
     if own is not None:
-        # Not where a number is too large, or too much is nested, to be written again.
+        # Numbers that are too large and objects nested too deep cannot be written; they become a message.
         with contextlib.suppress(ValueError, RecursionError):
             return _write(own | {name: value for name, value in fields.items() if name not in own})
     return _write_record(line, fields, level or _guess_level(line), OUTPUT)
 
 
 def error_line(text: str, fields: Mapping[str, Scalar] | None) -> str:
-    """Return the last line of a command that fails; as JSON where there are fields for it."""
+    """Return the last line of a command that fails, as JSON if `fields` are given."""
     line = ERROR_PREFIX + text
     return line if fields is None else _write_record(line, fields, FATAL_LEVEL, LAST_LINE)
 
 
 def error_of(line: str) -> str | None:
-    """Return why a process has failed if the line says so, in either form of `error_line`."""
+    """Return the reason of a failure if the line is one of `error_line`, in either form; else None."""
     if FATAL_LEVEL in line and (own := _read_object(line)) is not None:
         is_last = (own.get("level"), own.get("logger")) == (FATAL_LEVEL, LAST_LINE)
         line = str(own.get("message")) if is_last else ""
@@ -50,7 +53,7 @@ def error_of(line: str) -> str | None:
 
 
 def _read_object(line: str) -> dict[str, Any] | None:
-    """Return None where the line is none."""
+    """Return the JSON object in the line; None if the line is not a JSON object."""
     if not line.lstrip().startswith("{"):
         return None
     try:
@@ -65,7 +68,7 @@ def _refuse(constant: str) -> NoReturn:
 
 
 def _write(record: Mapping[str, Any]) -> str:
-    """Raises ValueError where a number is infinite."""
+    """Return the record as JSON. Raises ValueError if a number is infinite."""
     return json.dumps(record, allow_nan=False)
 
 

@@ -1,5 +1,7 @@
-"""Logging to stderr, as text or as JSON lines. No text of an argument or a field can look like a record or
-a field of its own: both forms read back exactly."""
+"""Configures logging to stderr, as text or as JSON lines.
+
+Both formats can be parsed back exactly: no text of an argument or a field can look like another record or
+field."""
 
 import contextlib
 import functools
@@ -15,7 +17,7 @@ from types import MappingProxyType, TracebackType
 from typing import Any, TextIO
 
 FIELDS = "fields"
-"""The key of `extra` under which a record brings its fields: `extra={FIELDS: {"request_id": "a1"}}`."""
+"""Key of `extra` for a record's fields: `extra={FIELDS: {"request_id": "a1"}}`."""
 
 Scalar = str | int | float | bool | None
 
@@ -25,26 +27,27 @@ _CONSTANTS = frozenset(("true", "false", "null"))
 
 
 class TextFormatter(logging.Formatter):
-    """`2026-01-31T12:00:00.123Z INFO tgis.router.app: message key=value other="a value"`.
+    """Formatter of text lines.
 
-    A message or string value that could be misread is a JSON string; so is none that could not."""
+    A line is `2026-01-31T12:00:00.123Z INFO tgis.router.app: message key=value other="a value"`.
+    A message or string value is written as a JSON string only if it could be misread otherwise."""
 
     def format(self, record: logging.LogRecord) -> str:
         about = f"{timestamp(record.created)} {record.levelname} {record.name}"
         head = f"{about}: {_text_message(record.getMessage())}"
         fields = [f" {_key(name)}={_text_value(value)}" for name, value in _fields(record).items()]
         lines = [head + "".join(fields)]
-        if record.exc_info:  # indented, because a traceback ends with a text that may be a user's
+        if record.exc_info:  # indented, because a traceback ends with a text that a user may have chosen
             traceback = self.formatException(record.exc_info)
             lines += ["    " + _printable(line) for line in traceback.splitlines()]
         return "\n".join(lines)
 
 
 class JsonFormatter(logging.Formatter):
-    """The same as an object. A field of a name that every record has gets an underscore behind it."""
+    """Formatter of JSON lines; a field named like a key that every record has gets a trailing underscore."""
 
     def __init__(self, process: Mapping[str, Scalar] = MappingProxyType({})) -> None:
-        """`process` are fields for every object; those of the record's own come first."""
+        """Set the fields for every object; a record's own fields take precedence over `process`."""
         super().__init__()
         self._process = process
 
@@ -66,7 +69,7 @@ class JsonFormatter(logging.Formatter):
 
 class _JsonHandler(logging.StreamHandler[TextIO]):
     def handleError(self, record: logging.LogRecord) -> None:
-        """Write that a record could not be formatted, as one object instead of the lines of `logging`."""
+        """Write one JSON object about a record that could not be formatted, instead of `logging`'s lines."""
         text = "a log record could not be written"
         failure = logging.LogRecord(record.name, logging.ERROR, "", 0, text, (), sys.exc_info())
         with contextlib.suppress(OSError, ValueError):  # the stream may be closed
@@ -75,15 +78,15 @@ class _JsonHandler(logging.StreamHandler[TextIO]):
 
 
 def setup(level: str, json_output: bool, process: Mapping[str, Scalar] = MappingProxyType({})) -> None:
-    """Replaces the root logger's handlers. `process` are fields for every JSON object."""
+    """Replace the root logger's handlers. `process` has fields for every JSON object."""
     handler = _JsonHandler(sys.stderr) if json_output else logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter(process) if json_output else TextFormatter())
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
-    logging.getLogger("uvicorn").setLevel(logging.WARNING)  # what it has to say, we say ourselves
+    logging.getLogger("uvicorn").setLevel(logging.WARNING)  # the service logs the same events itself
 
 
 def catch_unlogged() -> None:
-    """Log from now on what Python would print: warnings, and exceptions that nobody catches."""
+    """Log warnings and uncaught exceptions from now on, which Python would print."""
     logging.captureWarnings(True)
     sys.excepthook = lambda kind, error, traceback: _log_uncaught(logging.CRITICAL, error, traceback)
     threading.excepthook = lambda args: _log_uncaught(logging.ERROR, args.exc_value, args.exc_traceback)
@@ -91,12 +94,12 @@ def catch_unlogged() -> None:
 
 
 def _log_uncaught(level: int, error: BaseException | None, traceback: TracebackType | None) -> None:
-    if error is not None and not isinstance(error, SystemExit):  # by which a thread may end
+    if error is not None and not isinstance(error, SystemExit):  # a thread may end by SystemExit
         logging.log(level, "uncaught exception", exc_info=(type(error), error, traceback))
 
 
 def process_fields(process: str, options: Mapping[str, Any]) -> dict[str, Scalar]:
-    """Return what the JSON lines of a process say of it: what it is, and with these options which one."""
+    """Return the fields that identify a process in its JSON lines: its kind, its node and its rank."""
     fields: dict[str, Scalar] = {"process": process}
     if options.get("nnodes", 1) > 1:
         fields["node"] = options["node_rank"]
@@ -106,15 +109,15 @@ def process_fields(process: str, options: Mapping[str, Any]) -> dict[str, Scalar
 
 
 def timestamp(seconds: float) -> str:
-    """Return a time since the epoch in UTC, to the millisecond."""
+    """Format a time, in seconds since the epoch, in UTC with milliseconds."""
     day_and_time = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(seconds))
     return f"{day_and_time}.{int(seconds * 1000 % 1000):03d}Z"
 
 
 def _fields(record: logging.LogRecord) -> dict[str, Scalar]:
-    """What the record brought, with values that JSON has; anything else becomes its text."""
+    """Return the record's fields; values that JSON does not have become their text."""
     fields = getattr(record, FIELDS, None)
-    if not isinstance(fields, dict):  # another library's attribute of this name is not ours to print
+    if not isinstance(fields, dict):  # another library may use an attribute of this name
         return {}
     return {str(name): _scalar(value) for name, value in fields.items()}
 
@@ -128,7 +131,7 @@ def _scalar(value: object) -> Scalar:
 
 
 def _text_message(message: str) -> str:
-    """As it is where the first `=` of the line is then still the first field's, else as a JSON string."""
+    """Return the message as it is if it is printable and cannot look like a field, else as a JSON string."""
     is_clear = message.isprintable() and not message.startswith('"')
     return message if is_clear and "=" not in message else _quoted(message)
 
@@ -146,7 +149,7 @@ def _key(name: str) -> str:
 
 
 def _quoted(text: str) -> str:
-    """A JSON string in which printable characters of every script stay readable."""
+    """Format the text as a JSON string in which printable characters of every script stay readable."""
     return '"' + "".join(c if _is_plain(c) else json.dumps(c)[1:-1] for c in text) + '"'
 
 
@@ -155,7 +158,7 @@ def _is_plain(character: str) -> bool:
 
 
 def _printable(text: str) -> str:
-    """Control characters escaped, so that the text stays on its line."""
+    """Escape unprintable characters, so that the text stays on one line."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)

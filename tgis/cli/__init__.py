@@ -1,1 +1,1 @@
-"""The commands, from arguments and environment to a configuration."""
+"""Defines the commands and turns their arguments and environment variables into configurations."""

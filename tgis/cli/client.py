@@ -1,5 +1,6 @@
-"""`tgis client`: asks a running service from a shell. Answers go to stdout; a call that fails is one line on
-stderr and exit status 1."""
+"""Implements `tgis client`, which calls a running service from a shell.
+
+Answers go to stdout. A failed call prints one line on stderr and exits with status 1."""
 
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -24,7 +25,7 @@ MAX_UINT64 = 2**64 - 1
 
 @dataclass(frozen=True, kw_only=True)
 class Connection:
-    """Where the service is and how it is reached."""
+    """Options for the service's address, time limit and TLS."""
 
     target: str = option("Host and port of the service.", "localhost:8033", env=False)
     timeout: float | None = option("Seconds a call may take; unset: no limit.", None, env=False, minimum=0)
@@ -36,7 +37,7 @@ class Connection:
 
 @dataclass(frozen=True, kw_only=True)
 class Generation:
-    """What to generate. Unset fields are left to the service; any sampling option turns sampling on."""
+    """Generation parameters. The service decides the unset ones; any sampling option turns sampling on."""
 
     max_new_tokens: int = option("Most tokens to generate.", 0, env=False, minimum=0, maximum=MAX_UINT32)
     min_new_tokens: int = option("Fewest tokens to generate.", 0, env=False, minimum=0, maximum=MAX_UINT32)
@@ -63,7 +64,7 @@ class Output:
 
 
 class CallError(click.ClickException):
-    """The service could not be reached, or answered with an error; exits with status 1."""
+    """Error when the service cannot be reached or answers with an error; exits with status 1."""
 
     def show(self, file: IO[Any] | None = None) -> None:
         click.echo("error: " + " ".join(self.message.split()), file=file or sys.stderr)
@@ -71,7 +72,7 @@ class CallError(click.ClickException):
 
 @contextmanager
 def connect(connection: Connection) -> Iterator[GenerationServiceStub]:
-    """A stub that is open inside the block. Raises CallError where a call in the block fails."""
+    """Yield a stub that is open inside the block. Raises CallError if a call in the block fails."""
     with _open_channel(connection) as channel:
         try:
             yield GenerationServiceStub(channel)
@@ -82,7 +83,7 @@ def connect(connection: Connection) -> Iterator[GenerationServiceStub]:
 
 
 def generate(connection: Connection, generation: Generation, output: Output, inputs: Sequence[str]) -> None:
-    """Prints one answer per input, in order. Raises CallError."""
+    """Print one answer per input, in order. Raises CallError."""
     request = pb.BatchedGenerationRequest(
         requests=[pb.GenerationRequest(text=text) for text in inputs],
         params=build_parameters(generation),
@@ -103,7 +104,7 @@ def generate(connection: Connection, generation: Generation, output: Output, inp
 
 
 def stream(connection: Connection, generation: Generation, output: Output, text: str) -> None:
-    """Prints the answer as it comes. Raises CallError, also in the middle of an answer."""
+    """Print the answer as it arrives. Raises CallError, also in the middle of an answer."""
     request = pb.SingleGenerationRequest(
         request=pb.GenerationRequest(text=text),
         params=build_parameters(generation),
@@ -120,7 +121,7 @@ def stream(connection: Connection, generation: Generation, output: Output, text:
 
 
 def tokenize(connection: Connection, output: Output, inputs: Sequence[str]) -> None:
-    """Prints count and tokens of each input, with their places in it in UTF-8 bytes. Raises CallError."""
+    """Print each input's token count and tokens, with their offsets in UTF-8 bytes. Raises CallError."""
     request = pb.BatchedTokenizeRequest(
         requests=[pb.TokenizeRequest(text=text) for text in inputs], return_tokens=True, return_offsets=True
     )
@@ -136,7 +137,7 @@ def tokenize(connection: Connection, output: Output, inputs: Sequence[str]) -> N
 
 
 def info(connection: Connection, output: Output) -> None:
-    """Prints kind and limits of the model. Raises CallError."""
+    """Print the model's kind and limits. Raises CallError."""
     with connect(connection) as stub:
         response = stub.ModelInfo(pb.ModelInfoRequest(), timeout=connection.timeout)
     if output.json:
@@ -175,7 +176,7 @@ def build_parameters(generation: Generation) -> pb.Parameters:
 
 
 def to_json(message: Message) -> str:
-    """One line; fields under the names of the protocol, also those at their default."""
+    """Format the message as one line of JSON, with the proto's field names and with default values."""
     return MessageToJson(
         message,
         indent=None,
@@ -186,14 +187,14 @@ def to_json(message: Message) -> str:
 
 
 def format_table(rows: Sequence[Sequence[str]]) -> str:
-    """Left-aligned columns, two spaces apart; every row has as many cells."""
+    """Format rows as left-aligned columns, two spaces apart. All rows must have the same number of cells."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
     return "\n".join(line.rstrip() for line in lines)
 
 
 def _open_channel(connection: Connection) -> grpc.Channel:
-    # Details of long inputs are larger than gRPC's default of 4 MiB.
+    # The token details of long inputs exceed gRPC's default limit of 4 MiB.
     options = [("grpc.max_receive_message_length", -1)]
     files = (connection.ca_cert, connection.key, connection.cert)
     if not connection.tls and not any(files):
@@ -216,10 +217,10 @@ def _print_stream(messages: Iterable[pb.GenerationResponse], details: bool) -> N
     summary = pb.GenerationResponse()
     try:
         for message in messages:
-            # echo flushes, so that a pipe too sees the words as they come.
+            # echo flushes, so a pipe also receives the text as it arrives.
             click.echo(message.text, nl=False)
             tokens.extend(message.tokens)
-            # Counts and the reason stand in the messages that have them; the last one wins.
+            # Only some messages carry the counts and the stop reason; the last value wins.
             summary.MergeFrom(message)
     finally:
         click.echo()
@@ -243,7 +244,7 @@ def _format_rivals(token: pb.TokenInfo) -> str:
 
 
 def _escape(text: str) -> str:
-    """On one line, and nothing in it that a terminal would obey."""
+    """Escape unprintable characters, so the text stays on one line and cannot control the terminal."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
 
 

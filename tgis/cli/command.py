@@ -1,6 +1,7 @@
-"""A command generated from a configuration: its options are the configuration's fields, given by flags
-and variables; names of other servers are read beside them. A failure is one line, `error: ...`, and an exit
-code that is not 0."""
+"""Builds a command from a configuration class: its options are the fields, set by flags and variables.
+
+The command also accepts other servers' option names. A failure prints one line, `error: ...`, and exits with
+a code other than 0."""
 
 import contextlib
 import logging
@@ -30,14 +31,14 @@ logger = logging.getLogger(__name__)
 C = TypeVar("C", bound=LogOptions)
 Complete = Callable[[dict[str, Setting], dict[str, Any]], None]
 
-ARGUMENTS = "tgis.arguments"  # where a context keeps the command line as it was given
+ARGUMENTS = "tgis.arguments"  # key in click's context.meta for the original command line
 
 
 class OneLine(click.Command):
-    """A command whose usage errors are one line too."""
+    """Command that also prints usage errors as one line."""
 
     process = ""
-    """What its lines name as the process where they are JSON; without a name they never are."""
+    """Process name in JSON error lines; if empty, error lines are always text."""
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
         try:
@@ -51,10 +52,10 @@ class OneLine(click.Command):
 
 
 class GroupedCommand(OneLine):
-    """A command whose help has its options in groups."""
+    """Command whose help lists its options by group."""
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the options under the headings of their groups, those without one under "Options"."""
+        """Write each option under its group's heading; options without a group go under "Options"."""
         records: dict[Group | None, list[tuple[str, str]]] = {group: [] for group in (*Group, None)}
         for one in self.get_params(ctx):
             if record := one.get_help_record(ctx):
@@ -66,7 +67,7 @@ class GroupedCommand(OneLine):
 
 
 class OneLineGroup(OneLine, click.Group):
-    """The same for a command with commands below it."""
+    """Group of commands that prints usage errors as one line."""
 
 
 def command(
@@ -81,10 +82,11 @@ def command(
     only_report: bool = False,
     process: str = "",
 ) -> click.Command:
-    """A command whose options are the fields of `config_type`, and the foreign names of the command `reads`.
+    """Build a command whose options are the fields of `config_type` and the foreign names of `reads`.
 
-    `extra` parameters are no fields: `complete` makes settings of their values. With `only_report`
-    the settings are printed, not run. `process` is what JSON lines call that which it runs."""
+    `reads` is a command's name in the tables of foreign names. `extra` lists parameters that are not fields;
+    `complete` turns their values into settings. With `only_report` the command prints the settings and does
+    not call `run`. `process` is the process name in JSON lines."""
 
     def call(**values: Any) -> None:
         context = click.get_current_context()
@@ -122,8 +124,9 @@ def command(
 def one_line_errors(
     termination_log: str | None = None, fields: Mapping[str, logs.Scalar] | None = None
 ) -> Iterator[None]:
-    """Ends the process where the block fails, with a line on stderr and in the termination log. The line is
-    JSON where there are fields for it."""
+    """If the block fails, end the process with one line on stderr and in the termination log.
+
+    The line is JSON if `fields` are given."""
     try:
         yield
     except OperatorError as error:
@@ -154,7 +157,7 @@ def _setting(context: click.Context, f: Field[Any], option: Option) -> Setting:
 
 
 def _read_foreign(context: click.Context, settings: dict[str, Setting], reads: str) -> list[str]:
-    """Changes the settings; returns what is to be warned about."""
+    """Apply the foreign names that were given to the settings; return the warnings."""
     compat = settings["compat"].value if "compat" in settings else None
     if compat and _uses_short_flag(context.meta[ARGUMENTS]):
         raise click.UsageError(
@@ -177,8 +180,9 @@ def _read_foreign(context: click.Context, settings: dict[str, Setting], reads: s
 
 
 def _given(context: click.Context, foreign: Foreign, compat: str | None) -> Given | None:
-    """What a foreign name was given, by its flag, else by its variable. TGI's flags are usage errors without
-    --compat, its variables are not looked at."""
+    """Return the value given for a foreign name, by its flag or else by its variable.
+
+    Without --compat, a TGI flag is a usage error and TGI variables are ignored."""
     if (value := context.params.get(FOREIGN + foreign.name)) is not None:
         if foreign in TGI_NAMES and not compat:
             text = f"No such option: {foreign.flag_name}; it is TGI's: add --compat tgi to use TGI's names"
@@ -201,7 +205,7 @@ def _configure(
     notices: list[str],
     fields: Mapping[str, logs.Scalar] | None,
 ) -> C:
-    """Sets up logging, says what there is to say about the settings, and checks them."""
+    """Set up logging, check the settings, log warnings and settings, and return the configuration."""
     level, notice = log_level.parse(settings["log_level"].value)
     settings["log_level"] = Setting(level, settings["log_level"].source)
     config = config_type(**{name: setting.value for name, setting in settings.items()})
@@ -230,13 +234,13 @@ def _fail(
     line = " ".join(text.split())
     print(json_lines.error_line(line, fields), file=sys.stderr, flush=True)
     if termination_log:
-        with contextlib.suppress(OSError):  # there is none outside a cluster, or it may not be written
+        with contextlib.suppress(OSError):  # outside a cluster the file does not exist or is not writable
             Path(termination_log).write_text(line + "\n", encoding="utf-8", errors="backslashreplace")
     sys.exit(exit_code)
 
 
 def _fields_of(error: click.ClickException) -> dict[str, logs.Scalar] | None:
-    """Return the fields of a command that was asked for JSON lines, also where its options were not read."""
+    """Return the JSON fields if JSON lines were asked for, even if the options could not be read."""
     context = getattr(error, "ctx", None)
     if context is None or not isinstance(context.command, OneLine) or not context.command.process:
         return None
@@ -245,7 +249,10 @@ def _fields_of(error: click.ClickException) -> dict[str, logs.Scalar] | None:
 
 
 def _termination_log_of(error: click.ClickException) -> str | None:
-    """Of a launcher whose options could not be read: the option if it was read before, else its default."""
+    """Return the termination log of a command whose options could not be read.
+
+    The result is the option's value if it was read before the error, else its default. It is None if the
+    command has no such option."""
     context = getattr(error, "ctx", None)
     options = {} if context is None else {p.name: p.default for p in context.command.params}
     log = options.get("termination_log")

@@ -1,5 +1,6 @@
-"""A small Llama, trained on the spot on the documentation that Python carries with it: something to serve
-without a model hub. It recites what it has read; the same machine makes the same bytes again."""
+"""Trains a small Llama on the documentation that Python ships, to have a model to serve without a model hub.
+
+The model recites its training text. Training again on the same machine gives the same bytes."""
 
 import itertools
 import json
@@ -39,13 +40,13 @@ LOG_EVERY_S = 10.0
 
 
 class DemoModelError(OperatorError):
-    """The model cannot be written; the text says why in one line."""
+    """Error when the model cannot be written; the text is one line with the reason."""
 
 
 def write_demo_model(directory: Path, num_steps: int = NUM_STEPS) -> None:
-    """Trains the model and writes it in Hugging Face layout; `directory` is complete or absent.
+    """Train the model and write it in Hugging Face layout; `directory` is complete or absent.
 
-    Raises DemoModelError where it cannot be written, before the training."""
+    Raises DemoModelError before training if the directory cannot be written."""
     with _appearing(directory) as fresh:
         documents = read_documents()
         tokenizer = train_tokenizer(documents)
@@ -57,7 +58,7 @@ def write_demo_model(directory: Path, num_steps: int = NUM_STEPS) -> None:
 
 @contextmanager
 def _appearing(directory: Path) -> Iterator[Path]:
-    """A new neighbour that becomes `directory` when the block ends well, and is gone when it does not."""
+    """Yield a new sibling directory, renamed to `directory` if the block succeeds and removed if it fails."""
     directory = directory.absolute()
     fresh = directory.with_name(f".{directory.name}.{uuid4().hex}")
     try:
@@ -76,7 +77,7 @@ def _appearing(directory: Path) -> Iterator[Path]:
 def train_model(
     documents: list[str], tokenizer: Tokenizer, num_steps: int
 ) -> tuple[LlamaForCausalLM, list[float]]:
-    """The trained model and the loss of each step."""
+    """Return the trained model and the loss of each step."""
     with _repeatable(), ThreadPoolExecutor(NUM_THREADS) as pool:
         model = LlamaForCausalLM(_model_config(tokenizer.get_vocab_size()))
         parameters = list(model.parameters())
@@ -84,8 +85,8 @@ def train_model(
         losses: list[float] = []
         progress = _Progress(num_steps)
         for tokens in itertools.islice(_draw_rows(documents, tokenizer), num_steps):  # [rows, row_tokens + 1]
-            # Threads with a share of the rows each: unlike OpenMP's, they do not burn time waiting for each
-            # other when the cores have other work too.
+            # Each thread computes a share of the rows. Unlike OpenMP's threads, these do not spin while they
+            # wait for each other, which would waste time when the cores have other work too.
             compute = partial(_compute_gradients, model, parameters)
             part_losses, part_gradients = zip(*pool.map(compute, tokens.chunk(NUM_THREADS)), strict=True)
             for parameter, *gradients in zip(parameters, *part_gradients, strict=True):
@@ -99,14 +100,14 @@ def train_model(
 def _compute_gradients(
     model: LlamaForCausalLM, parameters: list[torch.nn.Parameter], tokens: torch.Tensor
 ) -> tuple[float, tuple[torch.Tensor, ...]]:
-    """The mean loss over `tokens`, [rows, row_tokens + 1], and its gradients."""
+    """Return the mean loss over `tokens`, [rows, row_tokens + 1], and its gradients."""
     logits = model(input_ids=tokens[:, :-1], use_cache=False).logits  # [rows, row_tokens, vocab]
     loss = cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
     return loss.item(), torch.autograd.grad(loss, parameters)
 
 
 class _Progress:
-    """A line in the log now and then."""
+    """Progress log: one line at most every LOG_EVERY_S seconds."""
 
     def __init__(self, num_steps: int) -> None:
         self.num_steps = num_steps
@@ -122,10 +123,11 @@ class _Progress:
 
 @contextmanager
 def _repeatable() -> Iterator[None]:
-    """The same numbers whatever the number of cores; puts back what it changed."""
+    """Make torch compute the same numbers on any number of cores; restore its settings after the block."""
     num_threads, strict = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
     with torch.random.fork_rng(devices=[]):
-        # Of each thread that computes: how a product is cut among threads changes its last bits.
+        # Each computing thread gets one OpenMP thread: splitting a product among threads changes its last
+        # bits.
         torch.set_num_threads(1)
         torch.use_deterministic_algorithms(True)
         torch.manual_seed(1)
@@ -137,8 +139,10 @@ def _repeatable() -> Iterator[None]:
 
 
 def _draw_rows(documents: list[str], tokenizer: Tokenizer) -> Iterator[torch.Tensor]:
-    """Batches [rows, row_tokens + 1] without end. Each row begins with <s>, as a prompt does, at the
-    beginning of a sentence or of any word; now and then fewer and longer rows."""
+    """Yield batches [rows, row_tokens + 1] without end.
+
+    Each row begins with <s>, as a prompt does, and its text starts at a sentence or at any word. Every
+    LONG_ROW_EVERY steps the batch has LONG_ROW_FACTOR times fewer and longer rows."""
     text = "".join(document + "</s><s>" for document in documents)
     words = [match.start() for match in re.finditer(r"(?<![^\s>])[^\s<]", text)]
     sentences = [match.start() for match in re.finditer(r"(?:(?<=[.:] )|(?<=\n)|(?<=>)|^)[A-Z]", text)]
@@ -149,14 +153,14 @@ def _draw_rows(documents: list[str], tokenizer: Tokenizer) -> Iterator[torch.Ten
         shrink = LONG_ROW_FACTOR if step % LONG_ROW_EVERY == 0 else 1
         length = ROW_TOKENS * shrink + 1
         starts = [next(source.choice(pools)) for _ in range(ROWS // shrink)]
-        # More characters than the tokens can have; the text goes round.
+        # 16 characters per token are more than enough; the text wraps around at its end.
         pieces = [(text[start:] + text)[: length * 16] for start in starts]
         yield torch.tensor([encoding.ids[:length] for encoding in tokenizer.encode_batch(pieces)])
         step += 1
 
 
 def _shuffle_forever(values: list[int], source: random.Random) -> Iterator[int]:
-    """All of them once, then all again in another order, and so on."""
+    """Yield all values once in random order, then all again in a new order, without end."""
     while True:
         yield from source.sample(values, len(values))
 
@@ -178,13 +182,13 @@ def _model_config(vocab_size: int) -> LlamaConfig:
 
 
 def _learning_rate(step: int, num_steps: int) -> float:
-    """A share of the largest: a short rise, then a long fall to 0."""
+    """Return the learning rate as a share of the largest: a short linear warm-up, then a long decay to 0."""
     done = (step + 1) / (num_steps + 1)
     return min(1.0, done / 0.03, (1.0 - done) / 0.7)
 
 
 def _make_optimizer(model: LlamaForCausalLM, pool: Executor) -> Callable[[float], None]:
-    """What makes one step with the gradients there are, at a share of the largest learning rate."""
+    """Return a function that makes one optimizer step, at a given share of the largest learning rate."""
     matrices = [p for p in model.model.layers.parameters() if p.ndim == 2]
     inside = {id(p) for p in matrices}
     rest = torch.optim.AdamW(
@@ -203,9 +207,10 @@ def _make_optimizer(model: LlamaForCausalLM, pool: Executor) -> Callable[[float]
 
 @torch.no_grad()
 def _update_orthogonally(rate: float, matrix: torch.Tensor, momentum: torch.Tensor) -> None:
-    """Muon: the direction is the momentum's nearest orthogonal matrix, to which Newton-Schulz iterations come
-    close enough. It needs a third of the steps that AdamW needs; torch's own works in bfloat16, which is slow
-    where the processor has no instructions for it."""
+    """Update `matrix` with one Muon step, along the orthogonal matrix nearest to the momentum.
+
+    Newton-Schulz iterations approximate that matrix. Muon needs a third of the steps that AdamW needs.
+    torch's own Muon works in bfloat16, which is slow on processors without instructions for it."""
     assert matrix.grad is not None
     momentum.lerp_(matrix.grad, 0.05)  # [out, in]
     x = matrix.grad.lerp(momentum, 0.95)  # [out, in]
@@ -225,7 +230,7 @@ def _save(model: LlamaForCausalLM, tokenizer: Tokenizer, directory: Path) -> Non
     model.generation_config.save_pretrained(directory)
     weights = directory / "model.safetensors"
     save_file(model.state_dict(), weights, metadata={"format": "pt"})
-    # It comes readable for its owner alone, whatever the umask says.
+    # save_file makes the file readable for its owner alone, whatever the umask.
     weights.chmod((directory / "config.json").stat().st_mode)
     tokenizer.save(str(directory / "tokenizer.json"))
     config: dict[str, Any] = {

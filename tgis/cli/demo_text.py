@@ -1,4 +1,4 @@
-"""What the demo model reads, plain prose out of Python's own documentation, and a tokenizer made for it."""
+"""Provides the demo model's training text, prose from Python's documentation, and trains its tokenizer."""
 
 import re
 from collections.abc import Iterable
@@ -7,11 +7,11 @@ from pydoc_data.topics import topics
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 PROMPT = "The with statement is used to"
-"""The beginning of one of the sentences that the model has read."""
+"""Beginning of a sentence in the training text."""
 
 VOCAB_SIZE = 2048
 
-# In this order, so that what is learnt does not depend on the order of a dictionary.
+# The fixed order keeps training independent of a dictionary's order.
 TOPICS = (
     "objects numbers booleans truth lists dict sequence-types typesmethods exceptions naming identifiers "
     "atom-identifiers if while for try with function class return raise pass break continue del assert "
@@ -24,12 +24,13 @@ ASIDES = re.compile(r"(Changed|New|Added|Deprecated|See also|Notes?|Prior|In Pyt
 
 
 def read_documents() -> list[str]:
-    """Plain prose, a text for each topic: paragraphs on one line each, without markup, quotation marks and
-    code. The quotation marks would need escapes in a shell."""
+    """Return one text of plain prose per topic, with one line per paragraph.
+
+    Markup, code and quotation marks are removed; quotation marks would need escapes in a shell."""
     known: set[str] = set()
     documents = []
     for name in TOPICS:
-        # Topics come and go with Python's releases.
+        # Python releases add and remove topics.
         paragraphs = re.split(r"\n\s*\n", topics.get(name, "").strip())
         prose = [_strip_markup(paragraph) for paragraph in paragraphs if _is_prose(paragraph)]
         unique = [paragraph for paragraph in prose if paragraph not in known]
@@ -40,7 +41,7 @@ def read_documents() -> list[str]:
 
 
 def train_tokenizer(documents: Iterable[str]) -> Tokenizer:
-    """Byte-level BPE; every text begins with <s>."""
+    """Train a byte-level BPE tokenizer that begins every text with <s>."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

@@ -1,5 +1,4 @@
-"""Commands whose options are the fields of dataclasses, given by flags alone: of those who ask a running
-service, not of those who serve."""
+"""Builds commands for a running service; their options are fields of dataclasses, set by flags only."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import MISSING, Field
@@ -14,7 +13,7 @@ from tgis.config.option import Option, declared, flag_of
 def build_command(
     ask: Callable[..., None], help: str, kinds: Sequence[type], inputs: click.Argument | None = None
 ) -> click.Command:
-    """A command that calls `ask` with a value of each of `kinds`, filled from options, then the inputs."""
+    """Build a command that calls `ask` with one of each of `kinds`, set by options, and with the inputs."""
 
     def run(**values: Any) -> None:
         filled = [kind(**{f.name: values[f.name] for f, _, _ in declared(kind)}) for kind in kinds]

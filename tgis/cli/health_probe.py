@@ -1,5 +1,7 @@
-"""`health-probe`: asks a running service over HTTP whether it is ready, or alive, for an image without curl.
-It is started every few seconds and loads little; exit status 0 or 1, and a line on stderr that says why."""
+"""Implements `health-probe`, which asks a running service over HTTP if it is ready or alive.
+
+It serves images without curl. It is started every few seconds, so it imports little. The exit status is 0 or
+1, and one line on stderr gives the reason."""
 
 import http.client
 import signal
@@ -14,13 +16,14 @@ from tgis.cli.parameters import parameter
 from tgis.config.network import ProbeConfig
 from tgis.config.option import declared
 
-MOST_BYTES = 200  # of what is no answer of ours
+MOST_BYTES = 200  # bytes read of an answer, which may come from another program
 
 
 def ask(config: ProbeConfig) -> tuple[bool, str]:
-    """Whether the answer is the good one, and a line that says what was asked and answered.
+    """Return True if the service answered with status 200, and a line with the URL and the answer.
 
-    Takes no longer than the configured time, whatever the other end does: main thread only."""
+    The call never takes longer than the configured time. It uses a signal, so only the main thread may call
+    it."""
     path, host = "/live" if config.live else "/health", _host(config.bind)
     shown = f"[{host}]" if ":" in host else host
     asked = f"{'https' if config.http_tls else 'http'}://{shown}:{config.port}{path}"
@@ -38,15 +41,15 @@ def ask(config: ProbeConfig) -> tuple[bool, str]:
 
 
 def _give_up(*_: object) -> None:
-    raise TimeoutError  # a limit of the socket's would hold for each byte by itself
+    raise TimeoutError  # a socket's timeout would apply to each read, not to the whole answer
 
 
 def _host(bind: str) -> str:
-    """An address that leads to who listens there."""
+    """Return an address to connect to for a service that listens on `bind`."""
     try:
         address = ip_address(bind)
     except ValueError:
-        return bind  # a name
+        return bind  # a host name
     if address.is_unspecified:
         return "127.0.0.1" if address.version == 4 else "::1"
     return bind
@@ -55,15 +58,16 @@ def _host(bind: str) -> str:
 def _connection(config: ProbeConfig, host: str) -> http.client.HTTPConnection:
     if not config.http_tls:
         return http.client.HTTPConnection(host, config.port)
-    # The certificate names the service as clients know it, seldom loopback, and may be of any authority.
-    # Nothing secret is sent, and who could answer here in the service's place could as well end it.
+    # The certificate carries the service's public name, seldom loopback, and any authority may have signed
+    # it. The probe sends nothing secret, and a process that could answer in the service's place could also
+    # kill it.
     context = ssl.create_default_context()
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     return http.client.HTTPSConnection(host, config.port, context=context)
 
 
 def _get(connection: http.client.HTTPConnection, path: str) -> tuple[int, str]:
-    """Status and text."""
+    """Return the answer's status and text."""
     try:
         connection.request("GET", path)
         answer = connection.getresponse()
@@ -74,7 +78,7 @@ def _get(connection: http.client.HTTPConnection, path: str) -> tuple[int, str]:
 
 
 def _line(text: str) -> str:
-    """As a part of a line; what the other end says may be anything."""
+    """Replace unprintable characters by spaces, because the other end may send anything."""
     return "".join(c if c.isprintable() else " " for c in text).strip()
 
 
@@ -85,7 +89,7 @@ def _probe(**values: Any) -> None:
 
 
 class _Probe(click.Command):
-    """Whose usage errors are one line and status 1, too: Kubernetes knows of no other."""
+    """Command whose usage errors also print one line and exit with status 1, as Kubernetes expects."""
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
         try:

@@ -1,5 +1,7 @@
-"""The commands. With `tgis.cli.models` and with `tgis.cli.command`, which generates them from
-`tgis.config.processes`, the only place that reads the environment."""
+"""Defines the commands `tgis`, launcher, router and server.
+
+`tgis.cli.command` builds most of them from `tgis.config.processes`. Only modules of `tgis.cli` read options
+from the environment."""
 
 import gc
 import os
@@ -26,7 +28,7 @@ from tgis.hub.startup_adapters import plan_tuning
 
 
 def _begin(config: LauncherConfig | RouterConfig | ShardConfig, *facts: str) -> None:
-    """Raises FailpointError."""
+    """Arm the failpoints and, with JSON output, log what Python would print. Raises FailpointError."""
     failpoints.arm(config.failpoints, *facts)
     if config.json_output:
         logs.catch_unlogged()
@@ -36,7 +38,7 @@ def _run_launcher(config: LauncherConfig) -> None:
     _begin(config)
     from tgis.launcher import main
 
-    # The children get all of it as flags; what stayed in the environment they would read, and warn of, again.
+    # The children get all options as flags. They would read variables again, and repeat the warnings.
     passed = {*variables_of(LauncherConfig)} & {*variables_of(RouterConfig), *variables_of(ShardConfig)}
     for name in passed | {one.variable_name for one in TGIS_NAMES}:
         os.environ.pop(name, None)
@@ -58,20 +60,21 @@ def _run_shard(config: ShardConfig) -> None:
     length = config.max_sequence_length or model_files.max_sequence_length(settings)
     cache = models.cache_root() if config.lora_adapters else Path()
     tuning = plan_tuning(config, length, cache)
-    gc.disable()  # what is imported and loaded is no garbage; the server says when to look for some
+    gc.disable()  # imports and loading produce no garbage; the server decides when to collect
     from tgis.shard import server
 
     server.serve(replace(config, **asdict(tuning)))
 
 
 def _stay_offline() -> None:
-    """Whatever a library may think of: serving never asks a hub."""
+    """Forbid libraries to contact a hub; serving never needs one."""
     os.environ["HF_HUB_OFFLINE"] = "1"
 
 
 def _complete_shard(settings: dict[str, Setting], values: dict[str, Any]) -> None:
-    """What TGIS's positional arguments and --sharded say. Raises SettingsError,
-    model_files.ModelNotFoundError and click.UsageError."""
+    """Apply TGIS's positional arguments and --sharded to the settings.
+
+    Raises SettingsError, model_files.ModelNotFoundError and click.UsageError."""
     if values["model_name"] and settings["model_path"].source == DEFAULT:
         path = model_files.resolve(values["model_name"], values["revision"], models.cache_root())
         settings["model_path"] = Setting(str(path), "MODEL_NAME")
@@ -86,7 +89,7 @@ def _complete_shard(settings: dict[str, Setting], values: dict[str, Any]) -> Non
 
 
 def _shard_arguments() -> list[click.Parameter]:
-    """Those of TGIS's `serve` that are no options of ours."""
+    """Return the parameters of TGIS's `serve` that are not options of ShardConfig."""
     return [
         click.Argument(["model_name"], required=False),
         click.Argument(

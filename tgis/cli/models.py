@@ -1,5 +1,6 @@
-"""The commands that bring a model's files to the disk and into the formats that are served. Those that find
-nothing to do say so and succeed; a failure is one line."""
+"""Defines the commands that download a model's files and convert them to the formats that are served.
+
+A command that finds nothing to do says so and succeeds. A failure prints one line."""
 
 import os
 import signal
@@ -26,11 +27,11 @@ _revision = click.option("--revision", help="Branch, tag or commit of MODEL_NAME
 
 
 class Interrupted(OperatorError):
-    """A signal has ended a command; what it had begun is gone, or will be gone on with."""
+    """Error when a signal ends a command. Partial files are removed, or the next run resumes from them."""
 
 
 def cache_root() -> Path:
-    """Of the hub cache, from the environment. Raises model_files.CacheConflictError."""
+    """Return the hub cache's root, read from the environment. Raises model_files.CacheConflictError."""
     names = ("hf_hub_cache", "transformers_cache", "huggingface_hub_cache", "hf_home", "home")
     return model_files.cache_root(**{name: os.environ.get(name.upper()) for name in names})
 
@@ -166,7 +167,7 @@ COMMANDS = (download_weights, convert_to_safetensors, convert_to_fast_tokenizer,
 
 @contextmanager
 def told_in_one_line() -> Iterator[None]:
-    """A failure or a signal ends the process with a line; a second signal ends it at once."""
+    """End the process with one line if the block fails or a signal comes; a second signal ends it at once."""
     logs.setup("info", json_output=False)
 
     def interrupt(number: int, frame: FrameType | None) -> None:

@@ -1,5 +1,6 @@
-"""From a declared option to a parameter of click: types, ranges and variables, read as strictly as TGIS reads
-them. A refusal with a text of TGIS's own exits with 1, any other usage error with 2."""
+"""Converts a declared option to a click parameter, with types, ranges and variables as strict as in TGIS.
+
+A refusal with TGIS's own text exits with 1, any other usage error with 2."""
 
 import math
 import os
@@ -14,11 +15,11 @@ from tgis.config import log_level
 from tgis.config.aliases.alias import Foreign
 from tgis.config.option import Group, Option, env_of, flag_of
 
-FOREIGN = "foreign_"  # begins the parameters of foreign names
+FOREIGN = "foreign_"  # prefix of the parameter names of foreign options
 
 
 class Refusal(click.BadParameter):
-    """A value whose refusal has a text of its own."""
+    """Usage error for a value whose option declares its own refusal text."""
 
     exit_code = 1
 
@@ -27,7 +28,9 @@ class Refusal(click.BadParameter):
 
 
 def parameter(f: Field[Any], option: Option, hint: Any, is_required: bool) -> click.Option:
-    """Of a field of a configuration; `is_required` where nothing else than this parameter can give it."""
+    """Build the click option of a configuration's field.
+
+    `is_required` is True if only this parameter can set a field without a default."""
     is_flag = hint is bool and not option.takes_value
     has_default = f.default is not MISSING
     may_lack_value: dict[str, Any] = {"flag_value": "true"} if option.takes_value else {}
@@ -40,7 +43,7 @@ def parameter(f: Field[Any], option: Option, hint: Any, is_required: bool) -> cl
         default=f.default if has_default else None,
         envvar=[name for name in (env_of(f), option.older_env) if name],
         show_envvar=True,
-        is_eager=f.name == "termination_log",  # known before other options are found to be wrong
+        is_eager=f.name == "termination_log",  # read first, so errors in other options can be written to it
         help=option.help,
         group=option.group,
     )
@@ -54,7 +57,7 @@ def foreign_flag(foreign: Foreign, hidden: bool) -> click.Option:
 
 
 class GroupedOption(click.Option):
-    """An option that `--help` lists under the heading of its group."""
+    """Option that `--help` lists under its group's heading."""
 
     def __init__(self, *args: Any, group: Group | None, **more: Any) -> None:
         super().__init__(*args, **more)
@@ -63,8 +66,10 @@ class GroupedOption(click.Option):
 
 class _Declared(GroupedOption):
     def resolve_envvar_value(self, ctx: click.Context) -> str | None:
-        """Of the first variable that is given. Blank, it is not given where the option may be unset and is a
-        text, and an error elsewhere."""
+        """Return the value of the first variable that is given.
+
+        A blank variable counts as not given if the option is a text and may be unset; otherwise it is an
+        error."""
         assert isinstance(self.envvar, list), "variables are declared as a list"
         may_be_blank = self.default is None and isinstance(
             self.type, click.types.StringParamType | click.Choice
@@ -129,7 +134,7 @@ def _whole(bound: float | None) -> int | None:
 
 
 def _or_refuse(refusal: str | None, convert: Callable[[], Any]) -> Any:
-    """What `convert` gives; where it fails, the refusal goes before click's own text."""
+    """Return the result of `convert`; if it fails, raise the refusal's text instead of click's, if given."""
     try:
         return convert()
     except click.BadParameter as error:

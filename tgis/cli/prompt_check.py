@@ -1,5 +1,4 @@
-"""What an operator is told of a soft prompt or a LoRA adapter on the disk: what it is, whether it is good,
-and whether it fits a model."""
+"""Checks a soft prompt or LoRA adapter on disk: describes it, validates it and tests that it fits a model."""
 
 import tempfile
 from collections import Counter
@@ -29,20 +28,21 @@ UNBOUNDED = 1 << 40  # bytes
 
 
 class PromptCheckError(OperatorError):
-    """It is not good, or does not fit; the text is one line that names it."""
+    """Error when the files are invalid or do not fit the model; the text is one line that names them."""
 
 
 @dataclass(frozen=True)
 class Target:
-    """A model, and how much of prompts and adapters may be beside it."""
+    """Model to check against, with the limits on soft prompts and adapters."""
 
     parts: Parts
     fit: Fit
 
 
 def describe(path: Path, config: ShardConfig | None) -> list[str]:
-    """Lines about what the directory `path` holds, or the one that the file `path` is part of. It must fit
-    the model that `config` is of, if one is given.
+    """Return lines that describe the soft prompt or adapter at `path`, a directory or one of its files.
+
+    If `config` is given, the prompt or adapter must fit its model.
 
     Raises PromptCheckError, model_files.ModelNotFoundError, UnsupportedModelError, WeightsError."""
     if not path.exists():
@@ -83,7 +83,7 @@ def _describe_adapter(directory: Path, target: Target | None) -> Iterator[str]:
 def _group(
     tensors: Mapping[str, Tensor], scales: Mapping[str, float]
 ) -> dict[tuple[int, float], Counter[str]]:
-    """How many modules have the same last name, by rank and scale."""
+    """Count the modules by the last part of their names, for each (rank, scale)."""
     found: dict[tuple[int, float], Counter[str]] = {}
     for module, scale in scales.items():
         a = tensors.get(f"{module}.lora_A.weight", tensors.get(f"{module}.lora_embedding_A"))
@@ -108,7 +108,7 @@ def _find_target(config: ShardConfig) -> Target:
 
 @contextmanager
 def _told_with(path: Path, what: str) -> Iterator[None]:
-    """What is wrong is told with the path."""
+    """Convert errors in the block to PromptCheckError with the path."""
     try:
         yield
     except AbsentError as error:
@@ -123,7 +123,9 @@ def _told_with(path: Path, what: str) -> Iterator[None]:
 
 @contextmanager
 def _directory_of(path: Path) -> Iterator[Path]:
-    """A lone tensor is for the decoder, unless its name says that it is for the encoder."""
+    """Yield a directory with the files that belong to `path`.
+
+    A single tensor file counts as the decoder's prompt, unless its name is the encoder's."""
     if path.is_dir():
         yield path
     elif path.name in (CONFIG, *WEIGHTS):

@@ -1,5 +1,4 @@
-"""The commands about soft prompts and LoRA adapters on the disk: whether one is good, and from one layout to
-the other. A failure is one line."""
+"""Defines the commands that check and convert soft prompts and LoRA adapters; a failure prints one line."""
 
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from tgis.config.option import declared
 from tgis.config.processes import ShardConfig
 from tgis.hub import model_files
 
-# Options of a shard that decide what fits.
+# Shard options that decide if a prompt or adapter fits.
 DECISIVE = (
     "dtype",
     "max_sequence_length",

@@ -1,1 +1,1 @@
-"""Options of every command, each declared once, and what is checked of their values."""
+"""Declares the options of every command, each once, and checks their values."""

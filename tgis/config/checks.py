@@ -1,5 +1,4 @@
-"""What a command was given, option by option and with its source, and what names that are not ours make of
-it."""
+"""Checks the options that a command was given, and applies other servers' option names to them."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -27,12 +26,12 @@ RENAMED = {
 
 
 class SettingsError(OperatorError):
-    """Options that exclude each other, or that ask for what is not served."""
+    """Error when options exclude each other or ask for something that is not served."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """The value of an option of ours, and the flag or variable it was given by, or `default`."""
+    """Value of one of the service's own options; `source` is its flag or variable, or `default`."""
 
     value: Any
     source: str = DEFAULT
@@ -40,7 +39,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Given:
-    """A foreign name that was given, by which flag or variable."""
+    """Foreign name that was given, with its text; `source` is the flag or variable that gave it."""
 
     foreign: Foreign
     text: str
@@ -50,9 +49,9 @@ class Given:
 def apply(
     given: Iterable[Given], settings: dict[str, Setting], read: Callable[[str, str, str], Any]
 ) -> list[str]:
-    """Puts the values of foreign names where they belong; returns what is to be warned about.
+    """Set the options that the given foreign names mean; return the warnings.
 
-    `read` makes a value of (our option's name, text, source). Raises SettingsError."""
+    `read` converts (name of the service's own option, text, source) to a value. Raises SettingsError."""
     warnings: list[str] = []
     for one in given:
         foreign = one.foreign
@@ -79,7 +78,7 @@ def _convert(one: Given) -> str:
 
 
 def _agreed(ours: Setting, theirs: Setting) -> Setting:
-    """Raises SettingsError where both are given and differ."""
+    """Return the setting that was given. Raises SettingsError if both are given and differ."""
     if ours.source == DEFAULT or ours.value == theirs.value:
         return theirs if ours.source == DEFAULT else ours
     values = f"({ours.value} and {theirs.value})"
@@ -87,7 +86,7 @@ def _agreed(ours: Setting, theirs: Setting) -> Setting:
 
 
 def check(settings: Mapping[str, Setting]) -> list[str]:
-    """What is to be warned about in the options of any command. Raises SettingsError."""
+    """Check the options of any command; return the warnings. Raises SettingsError."""
     values = {name: setting.value for name, setting in settings.items()}
     _check_ports(values)
     _check_tls(values)
@@ -125,7 +124,7 @@ def _check_link(settings: Mapping[str, Setting]) -> None:
     spans = values.get("nnodes", 1) > 1 or values.get("headless")
     if (addresses or spans) and not all(files):
         raise SettingsError("link: TCP needs cert, key and ca cert")
-    # A launcher may have them for a group that has one node today.
+    # A launcher may have them for a group that has only one node now.
     if any(files) and not addresses and "nnodes" not in values:
         raise SettingsError("link: cert, key and ca cert are for TCP, and no address is given")
     count = settings.get("num_shard")

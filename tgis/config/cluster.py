@@ -1,4 +1,4 @@
-"""The options of a group of ranks: of the nodes it spans, and of each rank."""
+"""Declares the options of a shard group: those of its nodes and those of each rank."""
 
 from dataclasses import dataclass
 
@@ -8,7 +8,7 @@ from tgis.config.option import Group, in_group, option
 @in_group(Group.NODES)
 @dataclass(frozen=True, kw_only=True)
 class NodeOptions:
-    """Of a launcher, one of which runs on each node."""
+    """Options of a launcher; one runs on each node."""
 
     nnodes: int = option(
         "Nodes that the model's shards are on; each has as many.", 1, older_env="LWS_GROUP_SIZE", minimum=1
@@ -32,7 +32,7 @@ class NodeOptions:
 @in_group(Group.NODES)
 @dataclass(frozen=True, kw_only=True)
 class RankOptions:
-    """Of a shard."""
+    """Options that give a shard its rank and its connection to the group."""
 
     rank: int = option("Which shard of the group this is.", 0, minimum=0)
     world_size: int = option("Shards of the group.", 1, minimum=1)

@@ -1,5 +1,4 @@
-"""The level of `LOG_LEVEL`, which may also be written as the filter that TGIS takes, such as
-`info,text_generation_router=debug`."""
+"""Parses `LOG_LEVEL`: a level, or a filter as in TGIS, such as `info,text_generation_router=debug`."""
 
 LEVELS = ("debug", "info", "warning", "error")
 NAMES = {level: level for level in LEVELS} | {"trace": "debug", "warn": "warning", "off": "error"}
@@ -7,10 +6,10 @@ EXACT = {*LEVELS, "warn"}
 
 
 def parse(text: str) -> tuple[str, str | None]:
-    """The nearest of our levels, and what of the text it does not say, if anything.
+    """Return the nearest level of LEVELS, and a notice if that is not exactly what the text says.
 
-    The level without a target counts, else the most talkative one. Raises ValueError where a part is no
-    level."""
+    A level without a target counts; without one, the most verbose level counts. Raises ValueError if a part
+    is not a level."""
     general: list[str] = []
     targeted: list[str] = []
     for part in filter(None, (part.strip() for part in text.split(","))):

@@ -1,4 +1,4 @@
-"""The options of a model, and of the soft prompts and adapters that it is served with."""
+"""Declares the options of a model and of the soft prompts and LoRA adapters that it is served with."""
 
 from dataclasses import dataclass
 

@@ -1,5 +1,4 @@
-"""The options of connections: those of the public ports, of who asks them for health, and of the link between
-router and shards."""
+"""Declares the options of connections: public ports, health probe, and links between router and shards."""
 
 from dataclasses import dataclass
 
@@ -72,7 +71,7 @@ class LinkOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ProbeConfig:
-    """`health-probe`, which finds the service by the variables that the service itself reads."""
+    """Options of `health-probe`, which finds the service by the variables that the service itself reads."""
 
     live: bool = option("Ask /live, whether the process answers, instead of /health.", False, env=False)
     bind: str = option(

@@ -1,5 +1,4 @@
-"""How an option is declared: as the field of a dataclass, from which flag, environment variable, type, range
-and help follow."""
+"""Declares an option as a field of a dataclass, which gives its flag, variable, type, range and help."""
 
 from collections.abc import Callable
 from dataclasses import MISSING, Field, dataclass, field, fields, replace
@@ -11,7 +10,7 @@ C = TypeVar("C", bound=type)
 
 
 class Group(Enum):
-    """Headings under which options are listed, in this order: what most people set comes first."""
+    """Headings for listed options, in this order: the options that most people set come first."""
 
     MODEL = "Model"
     LIMITS = "Limits of requests"
@@ -27,38 +26,38 @@ class Group(Enum):
 
 @dataclass(frozen=True)
 class Option:
-    """What the command line needs to know of a field beside its name and type."""
+    """Properties of an option that a field's name and type do not give."""
 
     help: str
     env: bool | str = True
-    """Whether the variable named after the field is read; a text names another variable."""
+    """True to read the variable named after the field; a string names another variable."""
     older_env: str | None = None
-    """A further variable, read where the first is not given."""
+    """Second variable, read if the first is not given."""
     flag: bool = True
-    """Whether there is a flag; variables that belong to others have none, and are texts that may be unset."""
+    """True if the option has a flag; False for variables of other programs, texts that may be unset."""
     short: str | None = None
     choices: tuple[str, ...] | None = None
     minimum: float | None = None
     maximum: float | None = None
     refusal: str | None = None
-    """What TGIS says of a number that is too small, `{value}` being the number; exit code 1 instead of 2."""
+    """TGIS's message for a number out of range, with `{value}` for the number; the exit code is 1, not 2."""
     unreadable: str | None = None
-    """What TGIS says of a text that is no number; exit code 1 instead of 2."""
+    """TGIS's message for a text that is not a number; the exit code is 1, not 2."""
     takes_value: bool = False
-    """A boolean that is written `--flag true`, as TGIS wants it for one of its flags."""
+    """True for a boolean that is written `--flag true`, as TGIS does for one of its flags."""
     group: Group | None = None
-    """None: that of the class that declares it, if it has one."""
+    """Group that lists the option; None for the group of the class that declares it, if it has one."""
     is_common: bool = False
-    """Listed before the others of its group."""
+    """True to list the option before the others of its group."""
 
 
 def option(help: str, default: Any = MISSING, **more: Any) -> Any:
-    """A field that is an option; `more` are further fields of Option."""
+    """Declare a field that is an option; `more` are further fields of Option."""
     return field(default=default, metadata={"option": Option(help, **more)})
 
 
 def in_group(group: Group) -> Callable[[C], C]:
-    """Put the options that a dataclass declares itself into `group`, but those that name another."""
+    """Put the options that a dataclass itself declares into `group`, except those that name another."""
 
     def decorate(config_type: C) -> C:
         for f in fields(config_type):
@@ -71,19 +70,19 @@ def in_group(group: Group) -> Callable[[C], C]:
 
 
 def in_groups(config_type: type) -> list[tuple[Field[Any], Option, Any]]:
-    """Return what `declared` does, by groups, those without one last; of each group the common ones first."""
+    """Return the result of `declared` by group, common options first; options without a group are last."""
     order = [*Group, None]
     return sorted(declared(config_type), key=lambda one: (order.index(one[1].group), not one[1].is_common))
 
 
 def declared(config_type: type) -> list[tuple[Field[Any], Option, Any]]:
-    """Field, option and type of everything `config_type` declares, in order."""
+    """Return the field, option and type of each option of `config_type`, in order."""
     hints = get_type_hints(config_type)
     return [(f, f.metadata["option"], hints[f.name]) for f in fields(config_type)]
 
 
 def flag_of(f: Field[Any]) -> str:
-    """Of a field that has one."""
+    """Return the flag of an option that has one."""
     return "--" + f.name.replace("_", "-")
 
 
@@ -93,13 +92,13 @@ def env_of(f: Field[Any]) -> str | None:
 
 
 def variables_of(config_type: type) -> list[str]:
-    """All the variables that give options of `config_type`."""
+    """List the variables that set options of `config_type`."""
     found = [(env_of(f), option.older_env) for f, option, _ in declared(config_type)]
     return [name for names in found for name in names if name]
 
 
 def to_flags(config: object) -> list[str]:
-    """The command line that gives `config` again; unset options and those without a flag are left out."""
+    """Return the arguments that reproduce `config`, without unset options and options without a flag."""
     flags: list[str] = []
     for f, opt, _ in declared(type(config)):
         value = getattr(config, f.name)

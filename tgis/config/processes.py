@@ -1,5 +1,7 @@
-"""Every option of the service, declared once. Only `tgis.cli.main` reads them, from the command line and the
-environment; elsewhere a configuration is a frozen value."""
+"""Declares the configuration classes of the launcher, the router and the shards.
+
+Only `tgis.cli` reads the options, from the command line and the environment. Elsewhere a configuration is a
+frozen value."""
 
 from dataclasses import dataclass
 
@@ -8,8 +10,8 @@ from tgis.config.model import DTYPES, ModelOptions, TuningOptions
 from tgis.config.network import LinkOptions, PortOptions
 from tgis.config.option import Group, in_group, option
 
-# What the names of engines mean that are still read: one of the three there are, or None for one of the first
-# two, whichever serves the model.
+# Engine for each accepted name. There are three engines: tgis_native, hf_transformers and hf_optimum_ort.
+# None means tgis_native or hf_transformers, whichever serves the model.
 ENGINES = {
     "tgis_native": "tgis_native",
     "hf_custom_tp": "tgis_native",
@@ -18,7 +20,7 @@ ENGINES = {
     "hf_optimum_bt": None,
     "hf_optimum_ort": "hf_optimum_ort",
 }
-UDS_PATH = "/tmp/text-generation"  # of processes that are started by hand
+UDS_PATH = "/tmp/text-generation"  # default for processes that are started by hand
 SERVICE_NAME = "text-generation-inference.router"
 SHORT_SEQUENCE = "max_sequence_length ({value}) must be at least 2 (1 input + 1 output)"
 NO_SHARDS = "`num_shard` / NUM_GPUS cannot be < 1"
@@ -140,7 +142,7 @@ class LauncherConfig(
     PortOptions,
     ServingOptions,
 ):
-    """`text-generation-launcher`."""
+    """Options of `text-generation-launcher`."""
 
     model_name: str = option(
         "Directory of a model, or the id of one in the local hub cache.",
@@ -218,7 +220,7 @@ class LauncherConfig(
 @in_group(Group.MODEL)
 @dataclass(frozen=True, kw_only=True)
 class RouterConfig(LogOptions, FaultOptions, LinkOptions, BatchOptions, PortOptions, ServingOptions):
-    """`text-generation-router`."""
+    """Options of `text-generation-router`."""
 
     tokenizer_path: str = option("Directory that holds tokenizer.json.", is_common=True)
     shard_uds_path: str = option(
@@ -250,7 +252,7 @@ class RouterConfig(LogOptions, FaultOptions, LinkOptions, BatchOptions, PortOpti
 class ShardConfig(
     LogOptions, FaultOptions, LinkOptions, RankOptions, ModelOptions, TuningOptions, BatchOptions
 ):
-    """`text-generation-server serve`: one rank of a group."""
+    """Options of `text-generation-server serve`, which runs one rank of a shard group."""
 
     model_path: str = option("Directory of the model; MODEL_NAME may be given instead.", is_common=True)
     tokenizer_path: str | None = option(

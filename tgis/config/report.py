@@ -1,5 +1,6 @@
-"""What `--env` prints: versions, the machine, its devices, and every setting with where it comes from. Loads
-none of the libraries it names, and shows no secret."""
+"""Writes the report of `--env`: versions, machine, devices, and every setting with its source.
+
+It imports none of the libraries it names and shows no secrets."""
 
 import os
 import platform
@@ -18,7 +19,7 @@ from tgis.config.checks import Setting
 PACKAGES = ("torch", "transformers", "tokenizers", "grpcio", "protobuf", "llguidance", "numba", "safetensors")
 VARIABLES = re.compile(r"(HF|HUGGING|TRANSFORMERS|CUDA|NVIDIA|NCCL|GLOO|OMP|MKL|PYTORCH|TORCH|OTEL|GRPC)_\w+")
 SECRET = re.compile(r"TOKEN|SECRET|PASSWORD|HEADERS|CREDENTIAL|API_KEY")
-USER_PART = re.compile(r"(?<=://)[^/@]*@")  # of an address: who asks, and with which password
+USER_PART = re.compile(r"(?<=://)[^/@]*@")  # user name and password in a URL
 HIDDEN = "(hidden)"
 LIMITS = (
     "memory.max",
@@ -32,7 +33,7 @@ DEVICE_TIMEOUT_S = 10.0
 
 
 def describe(settings: Mapping[str, Setting], root: Path = Path("/")) -> str:
-    """Lines of text, without an end of line after the last. `root` is where /proc and /sys are."""
+    """Return the report without a newline at its end. `root` is the directory that contains proc and sys."""
     groups = {
         "versions": _versions(),
         "machine": _machine(root),
@@ -47,7 +48,7 @@ def describe(settings: Mapping[str, Setting], root: Path = Path("/")) -> str:
 
 
 def shown(value: Any) -> str:
-    """A setting's value as it may be printed."""
+    """Format a setting's value for printing, with credentials in a URL hidden."""
     return "unset" if value is None else USER_PART.sub(f"{HIDDEN}@", str(value))
 
 
@@ -75,7 +76,7 @@ def _machine(root: Path) -> dict[str, str]:
 
 
 def _devices() -> dict[str, str]:
-    """As nvidia-smi names them."""
+    """Return the GPUs as nvidia-smi describes them."""
     command = shutil.which("nvidia-smi")
     if command is None:
         return {"cuda": "none (no nvidia-smi)"}
@@ -91,14 +92,14 @@ def _devices() -> dict[str, str]:
 
 
 def _environment() -> dict[str, str]:
-    """The variables that libraries of ours read."""
+    """Return the variables that libraries read, with secret values hidden."""
     names = sorted(name for name in os.environ if VARIABLES.fullmatch(name))
     found = {name: HIDDEN if SECRET.search(name) else shown(os.environ[name]) for name in names}
     return found or {"none": "of the variables that libraries read is set"}
 
 
 def _fields(path: Path) -> dict[str, str]:
-    """Of lines `name : value`, the first of each name."""
+    """Parse lines `name : value`; the first line of a name counts."""
     found: dict[str, str] = {}
     for line in _text(path).splitlines():
         name, _, value = line.partition(":")

@@ -1,1 +1,1 @@
-"""What makes other formats of a model's files; nothing here touches the network."""
+"""Converts a model's files to other formats, without using the network."""

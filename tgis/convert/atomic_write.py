@@ -1,5 +1,4 @@
-"""Where files are written before they take their places: a conversion that is interrupted leaves nothing
-half-written."""
+"""Writes files in a temporary directory and then moves them, so that no conversion leaves partial files."""
 
 import os
 import tempfile
@@ -11,12 +10,12 @@ from tgis.errors import OperatorError
 
 
 class ConversionError(OperatorError):
-    """A file cannot be converted; the text is one line that names it."""
+    """Error when a file cannot be converted; the text is one line that names it."""
 
 
 @contextmanager
 def workshop(directory: Path) -> Iterator[Path]:
-    """A private directory inside `directory`, gone at the end. Raises ConversionError."""
+    """Yield a private directory inside `directory`, removed after the block. Raises ConversionError."""
     try:
         room = tempfile.TemporaryDirectory(prefix=".convert-", dir=directory, ignore_cleanup_errors=True)
     except OSError as error:
@@ -26,12 +25,12 @@ def workshop(directory: Path) -> Iterator[Path]:
 
 
 def deliver(path: Path, directory: Path, like: Path) -> None:
-    """Moves a finished file into `directory`, in one step and with the permissions of the file `like`."""
+    """Move a finished file into `directory` atomically, with the permissions of the file `like`."""
     path.chmod(like.stat().st_mode & 0o777)
     os.replace(path, directory / path.name)
 
 
 def first_line(error: Exception) -> str:
-    """What an error says, without the advice that libraries add below."""
+    """Return the first line of an error's text, without the advice that libraries add below it."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[0] if lines else type(error).__name__

@@ -1,4 +1,4 @@
-"""A model to ONNX, by the exporter of optimum-onnx where that is installed."""
+"""Converts a model to ONNX with optimum-onnx, which must be installed."""
 
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -10,7 +10,7 @@ import torch
 from tgis.convert.atomic_write import ConversionError, first_line
 from tgis.hub import model_files
 
-# Its newest release needs an older transformers than the rest of us.
+# The newest release of optimum-onnx needs an older transformers than this service.
 ELSEWHERE = (
     "convert-to-onnx needs optimum-onnx, which needs transformers below 4.58 and so an environment of its "
     "own: python -m venv onnxenv; onnxenv/bin/pip install 'optimum-onnx[onnxruntime]'; "
@@ -25,10 +25,10 @@ def default_provider() -> str:
 
 
 def check_extra() -> None:
-    """Raises ConversionError where optimum-onnx is not installed."""
+    """Check that optimum-onnx is installed. Raises ConversionError if not."""
     try:
         is_there = all(find_spec(name) for name in ("optimum.exporters.onnx", "onnxruntime"))
-    except ModuleNotFoundError:  # of what the first is a part of
+    except ModuleNotFoundError:  # a parent package of optimum.exporters.onnx is missing
         is_there = False
     if not is_there:
         raise ConversionError(ELSEWHERE)
@@ -45,7 +45,7 @@ def _import_exporter() -> Any:
 
 
 def model_type_of(directory: Path) -> str:
-    """Raises ConversionError where config.json does not say."""
+    """Return the model type in config.json. Raises ConversionError if there is none."""
     found = model_files.read_json(directory, "config.json").get("model_type")
     if not isinstance(found, str):
         raise ConversionError(f"{directory}: config.json names no model_type")
@@ -53,7 +53,9 @@ def model_type_of(directory: Path) -> str:
 
 
 def convert_to_onnx(directory: Path, target: Path, provider: str, merge_graphs: bool, optimize: bool) -> str:
-    """Writes the ONNX model and what belongs to it to `target`. Raises ConversionError."""
+    """Write the ONNX model and its other files to `target`; return a line that says so.
+
+    Raises ConversionError."""
     main_export = _import_exporter()
     is_encoder_decoder = bool(model_files.read_json(directory, "config.json").get("is_encoder_decoder"))
     try:
@@ -67,6 +69,6 @@ def convert_to_onnx(directory: Path, target: Path, provider: str, merge_graphs: 
             local_files_only=True,
             trust_remote_code=False,
         )
-    except Exception as error:  # of many kinds, and of several libraries
+    except Exception as error:  # the exporter raises many types, from several libraries
         raise ConversionError(f"{directory} cannot be converted to ONNX: {first_line(error)}") from error
     return f"Saved ONNX model to {target}"

@@ -1,5 +1,6 @@
-"""Between the layouts of a soft prompt: `decoder.pt` and `encoder.pt`, and PEFT's files. Numbers stay what
-they are to the bit, and nobody sees a file half-written."""
+"""Converts a soft prompt between its two layouts: `decoder.pt` and `encoder.pt`, and PEFT's files.
+
+The values stay bit-identical, and no reader sees a partial file."""
 
 import json
 import os
@@ -26,13 +27,15 @@ from tgis.prompts.soft_prompt import (
 )
 
 TORCH_FILES = (ENCODER, DECODER)
-# Its prompt tuning reserves a place for the decoder's half, trains it not and puts it before nothing.
+# PEFT's prompt tuning stores a half for the decoder but neither trains nor uses it.
 _NOT_USED = "; PEFT itself never uses the decoder's half of a prompt"
 
 
 def convert_prompt(source: Path, target: Path, with_decoder: bool, overwrite: bool) -> str:
-    """Writes the prompt in the directory `source` to the directory `target`, in the other layout. Of what
-    PEFT has for an encoder-decoder, the decoder's half is left out, as PEFT does, but for `with_decoder`.
+    """Convert the prompt in the directory `source` to the other layout, in the directory `target`.
+
+    PEFT's files for an encoder-decoder contain a half for the decoder, which PEFT does not use. It is left
+    out unless `with_decoder` is True.
 
     Returns a line that says what was done. Raises ConversionError, model_files.ModelNotFoundError."""
     try:
@@ -60,8 +63,10 @@ def convert_prompt(source: Path, target: Path, with_decoder: bool, overwrite: bo
 
 
 def write_prompt(parts: Mapping[str, Tensor], target: Path, is_peft: bool, overwrite: bool) -> list[str]:
-    """Writes a prompt's `parts`, "decoder" and "encoder" or one of them, [num_virtual_tokens, width] each,
-    into the directory `target`. What a prompt there consists of is replaced if `overwrite` says so.
+    """Write a prompt's `parts` into the directory `target`.
+
+    `parts` has "decoder", "encoder" or both, [num_virtual_tokens, width] each. A prompt that is already in
+    `target` is replaced if `overwrite` is True and is an error otherwise.
 
     Returns the names of the files. Raises ConversionError."""
     there = [name for name in (*WEIGHTS, CONFIG, *TORCH_FILES) if (target / name).exists()]
@@ -84,8 +89,11 @@ def write_prompt(parts: Mapping[str, Tensor], target: Path, is_peft: bool, overw
 
 
 def split_embeddings(embeddings: Tensor, config: Mapping[str, Any]) -> dict[str, Tensor]:
-    """What PEFT keeps in one tensor, [rows, width], by the side that it is for: with two submodules the first
-    half is the encoder's, the second the decoder's. Raises ConversionError."""
+    """Split PEFT's one tensor, [rows, width], into the encoder's and the decoder's part.
+
+    With two submodules, the first half is the encoder's and the second half the decoder's.
+
+    Raises ConversionError."""
     is_encoder_decoder = config.get("task_type") == "SEQ_2_SEQ_LM"
     num_parts = config.get("num_transformer_submodules") or (2 if is_encoder_decoder else 1)
     num_rows, num_tokens = len(embeddings), config.get("num_virtual_tokens")
@@ -110,7 +118,7 @@ def _write_torch(parts: Mapping[str, Tensor], room: Path) -> list[str]:
     for name in TORCH_FILES:
         part = parts.get(name.removesuffix(".pt"))
         if part is not None:
-            # A copy, because all that a tensor is a part of would be written.
+            # torch.save writes a tensor's whole storage, so a view must be copied.
             torch.save(part.detach().clone(), room / name)
             names.append(name)
     return names
@@ -135,8 +143,9 @@ def _write_peft(parts: Mapping[str, Tensor], room: Path) -> list[str]:
 
 
 def _join(parts: Mapping[str, Tensor]) -> Tensor:
-    """[rows, width], the encoder's before the decoder's. Raises ConversionError where PEFT has no place for
-    them."""
+    """Return the parts as one tensor [rows, width], the encoder's rows before the decoder's.
+
+    Raises ConversionError if their shapes or types differ, which PEFT's layout cannot hold."""
     encoder, decoder = parts.get("encoder"), parts.get("decoder")
     if encoder is None or decoder is None:
         return next(part for part in (encoder, decoder) if part is not None).detach().contiguous()
@@ -147,7 +156,9 @@ def _join(parts: Mapping[str, Tensor]) -> Tensor:
 
 
 def _replace(made: Path, target: Path, names: list[str], there: list[str]) -> None:
-    """File by file; the one that decides which layout it is comes last."""
+    """Move the files `names` from `made` to `target` in order, then remove the other files of `there`.
+
+    The file that decides the layout must be the last of `names`."""
     for name in names:
         os.replace(made / name, target / name)
     for name in there:

@@ -1,4 +1,4 @@
-"""A tokenizer of any kind that transformers reads to `tokenizer.json`, the one kind that is served."""
+"""Converts any tokenizer that transformers can read to `tokenizer.json`, the only format that is served."""
 
 import json
 from importlib.util import find_spec
@@ -8,14 +8,15 @@ from tgis.convert.atomic_write import ConversionError, deliver, first_line, work
 from tgis.hub import model_files
 
 FAST, SETTINGS, SPECIAL_TOKENS = "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"
-PROTOBUF_FIELD_1 = b"\n"  # begins a file of SentencePiece; tiktoken's are base64
-OUR_ARGUMENTS = ("is_local", "local_files_only")  # end up among the settings that transformers writes
+PROTOBUF_FIELD_1 = b"\n"  # first byte of a SentencePiece file; tiktoken's files are base64
+OUR_ARGUMENTS = ("is_local", "local_files_only")  # arguments that transformers writes into the settings
 
 
 def convert_to_fast_tokenizer(name: str, directory: Path, output: Path | None = None) -> str:
-    """Writes tokenizer.json to the model's directory, or to `output` together with its settings.
+    """Write tokenizer.json and its settings to the model's directory or to `output`.
 
-    Returns a line that says what was done, or why there was nothing to do. Raises ConversionError."""
+    Files that the model's directory already has are not replaced there. Returns a line that says what was
+    done, or why there was nothing to do. Raises ConversionError."""
     if (directory / FAST).is_file():
         return f"Model {name} already has a fast tokenizer"
     if output is not None and not output.is_dir():
@@ -27,7 +28,7 @@ def convert_to_fast_tokenizer(name: str, directory: Path, output: Path | None = 
         _save(directory, room)
         _add_settings(directory, room)
         for file in (SPECIAL_TOKENS, SETTINGS, FAST):
-            # What the model brings itself stays: in the hub cache it is shared with other revisions.
+            # The model's own files stay unchanged, because the hub cache shares them with other revisions.
             if (room / file).is_file() and not (target.samefile(directory) and (target / file).exists()):
                 deliver(room / file, target, like=_any_file(directory))
     return f"Saved tokenizer to {target}"
@@ -43,7 +44,7 @@ def _save(directory: Path, room: Path) -> None:
             str(directory), local_files_only=True, trust_remote_code=False
         )
         tokenizer.save_pretrained(str(room))
-    except Exception as error:  # of many kinds, whatever is wrong with the files
+    except Exception as error:  # damaged files cause errors of many types
         reason = first_line(error)
         raise ConversionError(f"the tokenizer of {directory} cannot be converted: {reason}") from error
     if not (room / FAST).is_file():
@@ -51,7 +52,7 @@ def _save(directory: Path, room: Path) -> None:
 
 
 def _check_packages(directory: Path) -> None:
-    """Some kinds need a package that only they need."""
+    """Check that sentencepiece or tiktoken is installed if the tokenizer needs it. Raises ConversionError."""
     needed = {"tiktoken"} if any(directory.glob("*.tiktoken")) else set()
     for file in directory.glob("*.model"):
         with file.open("rb") as content:
@@ -64,7 +65,7 @@ def _check_packages(directory: Path) -> None:
 
 
 def _add_settings(directory: Path, room: Path) -> None:
-    """What the model's own files say goes before what transformers adds to it."""
+    """Merge the model's own settings into those that transformers wrote; the model's take precedence."""
     written = model_files.read_json(room, SETTINGS)
     for name in OUR_ARGUMENTS:
         written.pop(name, None)

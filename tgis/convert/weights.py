@@ -1,5 +1,7 @@
-"""PyTorch's pickled weights to safetensors. Pickles are read as weights only, one at a time and mapped, so
-that memory need not hold a copy; what was written is read back and compared."""
+"""Converts PyTorch's pickled weights to safetensors.
+
+Pickles are read with weights_only, one at a time and memory-mapped, so that memory need not hold a copy. The
+written file is read back and compared."""
 
 import json
 import logging
@@ -24,7 +26,8 @@ logger = logging.getLogger(__name__)
 
 INDEX_END, NEW_INDEX_END = ".bin.index.json", ".safetensors.index.json"
 NO_WEIGHTS = ("arguments", "args", "training", "optimizer", "scheduler", "index")
-# Attributes of transformers' models; mappings begin with the name that is spare.
+# Attributes of transformers' model classes that list names of tensors the class does not need. If an
+# attribute is a mapping, its keys are these names.
 SPARE_NAMES = (
     "_tied_weights_keys",
     "_keys_to_ignore_on_load_missing",
@@ -34,7 +37,7 @@ SPARE_NAMES = (
 
 @dataclass(frozen=True)
 class Converted:
-    """A finished file: the bytes of its tensors, their names, and those that are kept under another one."""
+    """Converted file: the size of its tensors, their names, and the removed names with the kept ones."""
 
     num_bytes: int
     names: frozenset[str]
@@ -42,7 +45,7 @@ class Converted:
 
 
 def convert_to_safetensors(directory: Path) -> str:
-    """Writes a .safetensors file beside every .bin file of weights; all of them appear, or none.
+    """Write a .safetensors file beside every .bin file of weights; if one cannot be converted, write none.
 
     Returns a line that says what was done, or why there was nothing to do. Raises ConversionError."""
     indexes, files = sorted(directory.glob("*" + INDEX_END)), find_pickles(directory)
@@ -59,18 +62,18 @@ def convert_to_safetensors(directory: Path) -> str:
         results = {file.name: _convert_one(file, room, directory) for file in files}
         for index, content in files_of.items():
             (room / new_name(index.name)).write_text(_rewrite_index(index, content, results))
-        for file in [*files, *indexes]:  # an index last: a reader takes it for a promise
+        for file in [*files, *indexes]:  # the indexes last, because readers expect the files that they name
             deliver(room / new_name(file.name), directory, like=file)
     return f"Converted {len(files)} files to .safetensors"
 
 
 def find_pickles(directory: Path) -> list[Path]:
-    """The .bin files that hold weights, in order."""
+    """Return the .bin files that hold weights, sorted by name."""
     return sorted(p for p in directory.glob("*.bin") if not any(word in p.name for word in NO_WEIGHTS))
 
 
 def new_name(name: str) -> str:
-    """Of the file that is made of a .bin file or of an index of some."""
+    """Return the name of the file that a .bin file, or an index of .bin files, is converted to."""
     end, new_end = (INDEX_END, NEW_INDEX_END) if name.endswith(INDEX_END) else (".bin", ".safetensors")
     return name.removesuffix(end).removeprefix("pytorch_") + new_end
 
@@ -90,7 +93,7 @@ def _convert_one(file: Path, room: Path, directory: Path) -> Converted:
 
 
 def _load(file: Path) -> dict[str, Tensor]:
-    """Tensors by name, whose memory is the file itself where it can be mapped."""
+    """Return the tensors by name, mapped from the file if possible. Raises ConversionError."""
     try:
         _check_sums(file)
         content = open_pickle(file)
@@ -105,7 +108,7 @@ def _load(file: Path) -> dict[str, Tensor]:
 
 
 def _check_sums(file: Path) -> None:
-    """Of a zip archive, which a mapping does not look at."""
+    """Check the checksums of a zip archive, which mapping ignores. Raises ConversionError."""
     if can_map(file):
         with zipfile.ZipFile(file) as archive:
             if damaged := archive.testzip():
@@ -113,7 +116,7 @@ def _check_sums(file: Path) -> None:
 
 
 def _choose_names(tensors: Mapping[str, Tensor], directory: Path) -> dict[str, str]:
-    """Removed name -> kept name, of tensors that are one and the same."""
+    """Return removed name -> kept name for names that share one tensor."""
     groups = defaultdict(list)
     for name, tensor in tensors.items():
         place = (tensor.untyped_storage().data_ptr(), tensor.storage_offset())
@@ -129,8 +132,8 @@ def _choose_names(tensors: Mapping[str, Tensor], directory: Path) -> dict[str, s
 
 
 def _spare_names(directory: Path) -> list[str]:
-    """Patterns of the names that the model's class can do without."""
-    import transformers  # takes seconds, and few checkpoints need it
+    """Return patterns of the names that the model's class does not need."""
+    import transformers  # imported here because it takes seconds and few checkpoints need it
 
     [name, *_] = model_files.read_json(directory, "config.json").get("architectures") or [""]
     model_class = getattr(transformers, name, None) if name else None
@@ -139,7 +142,9 @@ def _spare_names(directory: Path) -> list[str]:
 
 
 def _separate(tensors: Mapping[str, Tensor], removed: Iterable[str]) -> dict[str, Tensor]:
-    """As a safetensors file can hold them: contiguous, and no two of them in the same memory."""
+    """Return the tensors that are not removed, contiguous and without shared memory.
+
+    A safetensors file can only hold such tensors."""
     kept = {name: tensor for name, tensor in tensors.items() if name not in removed}
     places = Counter(tensor.untyped_storage().data_ptr() for tensor in kept.values())
     return {
@@ -158,7 +163,7 @@ def _compare(tensors: Mapping[str, Tensor], kept_as: Mapping[str, str], target: 
 
 
 def _is_same(first: Tensor, second: Tensor) -> bool:
-    """Bit for bit: a NaN is itself."""
+    """Return True if the tensors are equal bit for bit, so a NaN equals itself."""
     if first.dtype != second.dtype or first.shape != second.shape:
         return False
     return torch.equal(*(one.detach().contiguous().view(-1).view(torch.uint8) for one in (first, second)))

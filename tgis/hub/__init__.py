@@ -1,1 +1,1 @@
-"""The local cache of a model hub: finds and reads a model's files, and downloads them."""
+"""Finds and reads a model's files in the local cache of a model hub, and downloads them to it."""

@@ -1,5 +1,7 @@
-"""A model's files from a hub to its cache, by huggingface_hub: what was interrupted goes on where it stopped,
-and a file is in the cache only when its size and checksum are right."""
+"""Downloads a model's files from a hub to the hub cache with huggingface_hub.
+
+An interrupted download resumes where it stopped. A file enters the cache only if its size and checksum are
+right."""
 
 import hashlib
 import io
@@ -28,11 +30,11 @@ logger = logging.getLogger(__name__)
 
 META_EXTENSIONS = (".json", ".py", ".model", ".md")
 NOT_FETCHED = ("arguments", "args", "training")
-NAME_ON_DISK = re.compile(r"\w[\w.+=-]*")  # of what the hub names and we make a path of
+NAME_ON_DISK = re.compile(r"\w[\w.+=-]*")  # allowed form of the hub's names that become parts of paths
 TOKENIZER_NAMES = re.compile(r"vocab\.txt|merges\.txt|.*\.tiktoken")
 NUM_THREADS = 5
 TIMEOUT_S = 30.0
-DELAYS_S = (1.0, 2.0, 4.0, 8.0)  # before another try; bytes that arrive begin the row anew
+DELAYS_S = (1.0, 2.0, 4.0, 8.0)  # delays before the next attempts; received bytes restart the sequence
 TRANSIENT = (408, 429, 500, 502, 503, 504)
 
 T = TypeVar("T")
@@ -40,32 +42,32 @@ R = TypeVar("R")
 
 
 class _Stopped(Exception):
-    """Another file has failed."""
+    """Signal that ends a download because another file's has failed."""
 
 
 @dataclass(frozen=True)
 class RemoteFile:
-    """A file of one commit, as the hub describes it."""
+    """File of one commit, as the hub describes it."""
 
     name: str
     etag: str
-    """Its sha256, or git's sha1 of it; hubs that are not the original may name anything."""
+    """File's sha256 or git's sha1 of it; other hubs than the original may send anything."""
     size: int | None
-    """Bytes."""
+    """Size in bytes; None if the hub does not give it."""
     is_xet: bool
 
 
 def choose_extensions(text: str) -> tuple[str, ...]:
-    """A list is taken literally; a single extension of weights also stands for what belongs to them."""
+    """Parse a list of extensions; add META_EXTENSIONS if there is only one and it is not among them."""
     given = tuple(part.strip() for part in text.split(","))
     return given if len(given) > 1 or given[0] in META_EXTENSIONS else (*given, *META_EXTENSIONS)
 
 
 class Repository:
-    """One commit of a model on the hub."""
+    """Commit of a model on the hub, and the directory of its files in the cache."""
 
     def __init__(self, name: str, revision: str | None, token: str | None, cache: Path) -> None:
-        """Asks the hub for the commit and its files. Raises DownloadError."""
+        """Ask the hub for the commit and its files. Raises DownloadError."""
         _quieten()
         address = urlsplit(constants.ENDPOINT)
         if address.scheme not in ("http", "https") or not address.hostname:
@@ -86,17 +88,21 @@ class Repository:
         self.directory = self._entry / "snapshots" / self.commit
 
     def select(self, extensions: Sequence[str]) -> list[str]:
-        """Names of the files that end so."""
+        """Return the names of the files with these extensions, without files that are never fetched."""
         named = [name for name in self._files if name.endswith(tuple(extensions))]
         return [name for name in named if not any(word in name for word in NOT_FETCHED)]
 
     def select_tokenizer(self) -> list[str]:
-        """Names of the files that tokenizer.json is made of, where there is none and no extension tells."""
+        """Return the names of tokenizer files to convert, if the hub has no tokenizer.json.
+
+        Only files that META_EXTENSIONS does not cover are listed."""
         has_fast = "tokenizer.json" in self._files
         return [name for name in self._files if not has_fast and TOKENIZER_NAMES.fullmatch(name)]
 
     def download(self, names: Iterable[str]) -> None:
-        """All of them, a few at a time; then the revision means this commit. Raises DownloadError."""
+        """Download the files, NUM_THREADS at a time, then point the revision at this commit.
+
+        Raises DownloadError."""
         with told_in_one_line(self.name, self._revision):
             files = self._in_threads(self._describe, list(names))
             self._check_space(files)
@@ -123,7 +129,7 @@ class Repository:
             )
 
     def _fetch(self, file: RemoteFile) -> None:
-        """Leaves the blob and the snapshot's link to it, or part of the blob to go on from."""
+        """Download the blob and link it into the snapshot; on failure keep the partial blob to resume."""
         with told_in_one_line(self.name, self._revision, file.name):
             blob, link = self._blob(file), self.directory / file.name
             if link.is_file() and (not link.is_symlink() or _is_whole(blob, file)):
@@ -133,7 +139,7 @@ class Repository:
                 lock = self._cache / ".locks" / self._entry.name / f"{file.etag}.lock"
                 lock.parent.mkdir(parents=True, exist_ok=True)
                 with WeakFileLock(lock):
-                    if not _is_whole(blob, file):  # somebody else may have been faster
+                    if not _is_whole(blob, file):  # another process may have downloaded it meanwhile
                         self._fill(file)
             self._link(file)
 
@@ -149,8 +155,10 @@ class Repository:
         part.replace(self._blob(file))
 
     def _receive(self, file: RemoteFile, part: Path) -> None:
-        """Appends what is missing. The address is the hub's own, so that it can be asked for again when a
-        signed one has expired; the library sends no token beyond the hub."""
+        """Append the missing bytes to `part`.
+
+        The request goes to the hub's own URL, so that it can be repeated when a signed URL has expired. The
+        library sends the token only to the hub."""
         headers = {**build_hf_headers(token=self._token), "Accept-Encoding": "identity"}
         with _Part(part, self._stop) as content:
             begun = content.seek(0, io.SEEK_END)
@@ -164,12 +172,14 @@ class Repository:
                 )
 
     def _fetch_by_xet(self, file: RemoteFile) -> bool:
-        """Whether the hub's faster way has worked; it is not there behind every mirror."""
+        """Download the file with xet, the hub's faster protocol, which not every mirror offers.
+
+        Return True if the blob is complete and its checksum is right."""
         if constants.HF_HUB_DISABLE_XET or find_spec("hf_xet") is None:
             return False
         try:
             self._link(file)
-        except Exception as error:  # of many kinds, some of them of a library in another language
+        except Exception as error:  # xet raises many types, some of them from a library in another language
             logger.warning("%s: xet failed (%s), going on over HTTP", file.name, type(error).__name__)
             return False
         if _is_whole(self._blob(file), file) and _has_sum(self._blob(file), file.etag):
@@ -179,7 +189,7 @@ class Repository:
         return False
 
     def _link(self, file: RemoteFile) -> None:
-        """Without a blob this downloads it."""
+        """Link the blob into the snapshot; the library downloads it first if it is missing."""
         hf_hub_download(
             self.name, file.name, revision=self.commit, cache_dir=str(self._cache), token=self._token
         )
@@ -194,7 +204,9 @@ class Repository:
         fresh.replace(reference)
 
     def _patiently(self, action: Callable[[], R], progress: Callable[[], int] = lambda: 0) -> R:
-        """Again and again while the hub or the network may recover."""
+        """Run `action` and retry it while the hub or the network may recover.
+
+        It fails after len(DELAYS_S) retries in a row during which `progress` did not change."""
         failures, reached = 0, progress()
         while True:
             try:
@@ -209,7 +221,7 @@ class Repository:
                 raise _Stopped
 
     def _in_threads(self, action: Callable[[T], R], items: Sequence[T]) -> list[R]:
-        """The results in order; the first failure ends all."""
+        """Run `action` on all items in threads; return the results in order. The first failure stops all."""
         with ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="download") as pool:
             futures = [pool.submit(action, item) for item in items]
             try:
@@ -232,7 +244,7 @@ class Repository:
 
 
 class _Part(io.BufferedWriter):
-    """The end of a file that grows, until somebody stops it."""
+    """Writer that appends to a partial file and raises _Stopped once `stop` is set."""
 
     def __init__(self, path: Path, stop: threading.Event) -> None:
         super().__init__(io.FileIO(path, "ab"))
@@ -245,14 +257,14 @@ class _Part(io.BufferedWriter):
 
 
 def _quieten() -> None:
-    """What the libraries log quotes addresses, which may be signed."""
+    """Lower the libraries' logging, because they log URLs, which may be signed."""
     set_verbosity_error()
     for name in ("httpx", "httpx2"):
         logging.getLogger(name).setLevel(logging.WARNING)
 
 
 def _size(path: Path) -> int:
-    """0 where there is none."""
+    """Return the file's size; 0 if it does not exist."""
     return path.stat().st_size if path.is_file() else 0
 
 
@@ -261,7 +273,7 @@ def _is_whole(path: Path, file: RemoteFile) -> bool:
 
 
 def _has_sum(path: Path, etag: str) -> bool:
-    """True too for an ETag that is no checksum."""
+    """Return True if the file has the ETag's checksum, or if the ETag is not a checksum."""
     if re.fullmatch("[0-9a-f]{64}", etag):
         digest = hashlib.sha256()
     elif re.fullmatch("[0-9a-f]{40}", etag):

@@ -1,4 +1,4 @@
-"""What a hub, the network or the disk can do to a download, each in one line without addresses or tokens."""
+"""Describes a failed download, caused by hub, network or disk, in one line without URLs or tokens."""
 
 import errno
 from collections.abc import Iterator
@@ -23,12 +23,12 @@ NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class DownloadError(OperatorError):
-    """A model cannot be downloaded; the text says why in one line."""
+    """Error when a model cannot be downloaded; the text is one line with the reason."""
 
 
 @contextmanager
 def told_in_one_line(name: str, revision: str, file: str | None = None) -> Iterator[None]:
-    """Raises DownloadError for whatever the library raises about a model, or about one file of it."""
+    """Convert the library's errors about a model, or about one file of it, to DownloadError."""
     try:
         yield
     except (HTTPError, OSError, HFValidationError) as error:
@@ -66,7 +66,7 @@ def _describe_status(status: int, what: str) -> str:
 
 
 def _cause(error: BaseException) -> str:
-    """The system's words, from below the libraries' own."""
+    """Return the operating system's error text from the chain of causes, else the error's type."""
     found: BaseException | None = error
     while found is not None:
         if isinstance(found, OSError) and found.strerror:

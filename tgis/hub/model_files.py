@@ -1,5 +1,4 @@
-"""From a model's name to the directory that holds it, and what its JSON files say. Never touches the
-network."""
+"""Resolves a model's name to its directory and reads its JSON files, without using the network."""
 
 import json
 import os
@@ -12,7 +11,7 @@ from typing import Any
 from tgis.config.model import DTYPES
 from tgis.errors import OperatorError
 
-# The first of these that a configuration has is the model's sequence length.
+# The first of these keys with a positive integer in config.json gives the model's sequence length.
 LENGTH_KEYS = (
     "max_position_embeddings",
     "n_positions",
@@ -25,17 +24,17 @@ LENGTH_KEYS = (
 DEFAULT_LENGTH = 2048
 UNRESOLVED = "Failed to resolve config path"
 WEIGHT_FILES = ("*.safetensors", "*.bin", "*.onnx")
-# What a tokenizer may be in where there is no tokenizer.json, as names or patterns.
-MAX_SHOWN_CHARS = 200  # of a name
+MAX_SHOWN_CHARS = 200  # of a model's name in an error
+# Names or patterns of files that may hold a tokenizer if there is no tokenizer.json.
 TOKENIZER_FILES = ("*.model", "*.tiktoken", "vocab.json", "vocab.txt", "tekken.json")
 
 
 class ModelNotFoundError(OperatorError):
-    """The name leads to no usable model; the text says why in one line."""
+    """Error when the name leads to no usable model; the text is one line with the reason."""
 
 
 class CacheConflictError(OperatorError):
-    """Two variables name different caches."""
+    """Error when two variables name different caches."""
 
 
 def cache_root(
@@ -45,9 +44,9 @@ def cache_root(
     hf_home: str | None = None,
     home: str | None = None,
 ) -> Path:
-    """Where the hub's libraries keep models, from the variables of these names; blank ones are unset.
+    """Return the directory where the hub's libraries keep models, given the values of these variables.
 
-    Raises CacheConflictError where the first three do not agree."""
+    Empty values count as unset. Raises CacheConflictError if the first three do not agree."""
     found, value = "HF_HUB_CACHE", hf_hub_cache
     older = {"TRANSFORMERS_CACHE": transformers_cache, "HUGGINGFACE_HUB_CACHE": huggingface_hub_cache}
     for name, other in older.items():
@@ -63,10 +62,11 @@ def cache_root(
 
 
 def resolve(name: str, revision: str | None, cache: Path) -> Path:
-    """The directory of `name`: its snapshot in the hub cache, or the directory of that name; a slash at the
-    end means nothing.
+    """Return the directory of the model `name`: its snapshot in the hub cache, or the directory of that name.
 
-    A snapshot goes before a directory, as in TGIS. Raises ModelNotFoundError."""
+    The snapshot takes precedence, as in TGIS. A slash at the end of the name is ignored.
+
+    Raises ModelNotFoundError."""
     entry = cache_entry(name, cache)
     directory = snapshot(entry, revision) if os.path.isdir(entry) else _directory(name)
     if not os.path.isfile(directory / "config.json"):
@@ -81,7 +81,7 @@ def resolve(name: str, revision: str | None, cache: Path) -> Path:
 
 
 def is_utf8(path: object) -> bool:
-    """Return whether a path that the system gave as bytes is text in UTF-8."""
+    """Return True if a path that the system gave as bytes is text in UTF-8."""
     try:
         str(path).encode()
     except UnicodeEncodeError:
@@ -90,7 +90,7 @@ def is_utf8(path: object) -> bool:
 
 
 def find_files(name: str, revision: str | None, cache: Path) -> Path:
-    """As `resolve`, of a model that may not have all of its files. Raises ModelNotFoundError."""
+    """Return the model's directory like `resolve`, but allow missing files. Raises ModelNotFoundError."""
     entry = cache_entry(name, cache)
     directory = snapshot(entry, revision) if os.path.isdir(entry) else Path(name)
     if not name or not os.path.isdir(directory):
@@ -99,26 +99,28 @@ def find_files(name: str, revision: str | None, cache: Path) -> Path:
 
 
 def cache_entry(name: str, cache: Path) -> Path:
-    """Where the hub cache keeps what it has of a model; it may not exist, nor can it where the name is longer
-    than a file's."""
+    """Return the model's directory in the hub cache.
+
+    It may not exist, and it cannot if the name is longer than a file name may be."""
     return cache / f"models--{name.rstrip('/').replace('/', '--')}"
 
 
 def snapshot(entry: Path, revision: str | None) -> Path:
-    """The directory of a revision, by default of `main`; it may not exist."""
+    """Return the directory of a revision, by default of `main`; it may not exist."""
     reference = entry / "refs" / (revision or "main")
     commit = reference.read_text().strip() if os.path.isfile(reference) else revision or "main"
     return entry / "snapshots" / commit
 
 
 def has_tokenizer_to_convert(directory: Path) -> bool:
-    """Whether there is a tokenizer of another kind than tokenizer.json."""
+    """Return True if there are files of a tokenizer in another format than tokenizer.json."""
     return any(any(directory.glob(pattern)) for pattern in TOKENIZER_FILES)
 
 
 def fingerprint(directory: Path) -> str:
-    """The same where configuration, and names and sizes of the weights' files, are the same. Raises
-    ModelNotFoundError."""
+    """Hash the configuration and the names and sizes of the weight files to 16 hexadecimal digits.
+
+    Raises ModelNotFoundError."""
     files = sorted(path for pattern in WEIGHT_FILES for path in directory.glob(pattern))
     sizes = [(path.name, _size(path)) for path in files]
     text = json.dumps([read_json(directory, "config.json"), sizes], sort_keys=True)
@@ -128,7 +130,7 @@ def fingerprint(directory: Path) -> str:
 def _size(path: Path) -> int:
     try:
         return path.stat().st_size
-    except OSError as error:  # a link of the hub cache that leads nowhere, say
+    except OSError as error:  # for example a broken link in the hub cache
         raise ModelNotFoundError(f"{path} cannot be read: {error.strerror}") from error
 
 
@@ -156,7 +158,7 @@ def read_config(directory: Path) -> dict[str, Any]:
 
 
 def read_json(directory: Path, name: str) -> dict[str, Any]:
-    """The object in a file of the model; empty where there is no such file. Raises ModelNotFoundError."""
+    """Return the JSON object in a model's file; empty if there is no such file. Raises ModelNotFoundError."""
     path = directory / name
     if not path.is_file():
         return {}
@@ -174,19 +176,20 @@ def read_json(directory: Path, name: str) -> dict[str, Any]:
 
 
 def length_of_model(config: Mapping[str, Any]) -> int | None:
-    """Tokens; None where config.json does not say."""
+    """Return the model's sequence length in tokens; None if config.json does not give it."""
     found = (config.get(key) for key in LENGTH_KEYS)
-    return next((value for value in found if type(value) is int and value > 0), None)  # true is no length
+    return next((value for value in found if type(value) is int and value > 0), None)  # no booleans
 
 
 def max_sequence_length(config: Mapping[str, Any]) -> int:
-    """What config.json says, else 2048."""
+    """Return the sequence length from config.json, else 2048."""
     return length_of_model(config) or DEFAULT_LENGTH
 
 
 def stored_dtype(config: Mapping[str, Any]) -> str:
-    """What config.json names for the checkpoint, else for its language model; float32 where that is none of
-    ours."""
+    """Return the dtype that config.json names for the checkpoint, else for its language model.
+
+    The result is float32 if that is not one of DTYPES."""
     inner = config.get("text_config")
     places = (config, inner if isinstance(inner, dict) else {})
     named = (place.get(key) for place in places for key in ("dtype", "torch_dtype"))
@@ -195,7 +198,7 @@ def stored_dtype(config: Mapping[str, Any]) -> str:
 
 
 def eos_token_ids(directory: Path) -> list[int]:
-    """Of config.json, else of generation_config.json, else none; one id or several."""
+    """Return the EOS token ids of config.json, else of generation_config.json, else an empty list."""
     for name in ("config.json", "generation_config.json"):
         ids = read_json(directory, name).get("eos_token_id")
         if ids is not None:
@@ -204,8 +207,10 @@ def eos_token_ids(directory: Path) -> list[int]:
 
 
 def pad_token_id(directory: Path, tokenizer: Path, vocab_size: int) -> int:
-    """Of config.json, else of generation_config.json, else of the files in `tokenizer`, else the first EOS,
-    else 0; whatever is none of the model's tokens counts as not given."""
+    """Return the pad token's id.
+
+    The sources are, in order, config.json, generation_config.json, the files in `tokenizer`, the first EOS
+    token, and 0. Ids that are not in the vocabulary are ignored."""
     candidates = chain(_pad_token_ids(directory), _pad_tokens_of(tokenizer), eos_token_ids(directory))
     return next((id for id in candidates if type(id) is int and 0 <= id < vocab_size), 0)
 
@@ -218,7 +223,7 @@ def _pad_token_ids(directory: Path) -> Iterator[object]:
 
 
 def _pad_tokens_of(tokenizer: Path) -> Iterator[object]:
-    """The ids, in the tokenizer, of what its configuration calls the pad token."""
+    """Yield the ids, in tokenizer.json, of the pad token that the tokenizer's configuration names."""
     for name in ("tokenizer_config.json", "special_tokens_map.json"):
         token = read_json(tokenizer, name).get("pad_token")
         content = token.get("content") if isinstance(token, dict) else token

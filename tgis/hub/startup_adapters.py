@@ -1,5 +1,6 @@
-"""Where soft prompts and LoRA adapters come from, settled before any process is started: directories are
-absolute, and every adapter of the start is where it is said to be."""
+"""Resolves the options for soft prompts and LoRA adapters before any process is started.
+
+Directories become absolute, and every adapter to load at startup is checked to exist."""
 
 import os
 import re
@@ -20,13 +21,13 @@ _ID = re.compile(rf"{_PART}(/{_PART})*")
 
 
 class TuningError(OperatorError):
-    """An option about soft prompts or adapters cannot be followed; the text is one line."""
+    """Error when an option about soft prompts or adapters cannot be applied; the text is one line."""
 
 
 def plan_tuning(options: TuningOptions, max_sequence_length: int, cache: Path) -> TuningOptions:
-    """What shards can be given: of `lora_adapters`, `name=directory` each. `cache` is the hub's.
+    """Return the options for the shards, with absolute paths and `lora_adapters` as `name=directory` entries.
 
-    Raises TuningError, model_files.ModelNotFoundError."""
+    `cache` is the hub cache. Raises TuningError, model_files.ModelNotFoundError."""
     longest, limit = options.max_prompt_prefix_length, max_sequence_length - 1
     if longest is not None and longest > limit:
         raise TuningError(
@@ -43,8 +44,9 @@ def plan_tuning(options: TuningOptions, max_sequence_length: int, cache: Path) -
 
 
 def find_adapters(text: str, cache: Path) -> dict[str, Path]:
-    """Absolute directories by the ids that requests name them by. `text` has `NAME=DIRECTORY`, `HUB/ID` and
-    `HUB/ID@REVISION`, with commas between them.
+    """Return the adapters' absolute directories by the ids that requests use.
+
+    `text` lists `NAME=DIRECTORY`, `HUB/ID` and `HUB/ID@REVISION`, separated by commas.
 
     Raises TuningError, model_files.ModelNotFoundError."""
     found: dict[str, Path] = {}
@@ -64,7 +66,7 @@ def _entries(text: str) -> Iterator[str]:
 
 
 def _locate(entry: str, cache: Path) -> tuple[str, Path]:
-    """Id and directory, which may not exist."""
+    """Return the entry's id and directory; the directory may not exist. Raises TuningError."""
     name, equals, directory = (part.strip() for part in entry.partition("="))
     if equals:
         if not name or not directory:
@@ -93,12 +95,12 @@ def _check_adapter(name: str, directory: Path) -> None:
 
 
 def _make_absolute(path: str | None) -> str | None:
-    """Of a directory, which may appear later. Raises TuningError."""
+    """Return the directory's absolute path; the directory may appear later. Raises TuningError."""
     if not path:
         return None
     directory = Path(path).absolute()
     try:
         directory.is_dir()
-    except OSError as error:  # such as a name that no directory can have
+    except OSError as error:  # for example a name that is not allowed for a directory
         raise TuningError(f"{directory} cannot be used: {error.strerror}") from error
     return str(directory)

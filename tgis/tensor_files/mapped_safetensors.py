@@ -1,5 +1,6 @@
-"""Maps the tensors of safetensors files that come and go for as long as the process lives: the library's own
-way to get a tensor (0.8) keeps some memory for each, for ever."""
+"""Memory-maps the tensors of safetensors files in a process that loads and drops many files.
+
+The library's own way to get a tensor (version 0.8) leaks some memory for each tensor."""
 
 import json
 import mmap
@@ -28,10 +29,12 @@ DTYPES = {
 
 
 def map_tensors(file: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """By their names, and the file's metadata. The file must not change; whoever writes to what is mapped
-    writes to a copy.
+    """Return the tensors by name, and the file's metadata.
 
-    Raises what the library raises of damaged files, KeyError or RuntimeError where it does not see the
+    The file must not change. A write to a tensor does not change the file, because the mapping is
+    copy-on-write.
+
+    Raises the library's errors for damaged files, KeyError or RuntimeError if the library does not detect the
     damage, and OSError."""
     with safe_open(file, framework="numpy"):  # checks the header
         pass

@@ -1,5 +1,6 @@
-"""Reads torch's pickled tensors without ever running what a pickle may hold: only what builds tensors is
-allowed."""
+"""Reads torch's pickled tensors without running other code from the pickle.
+
+Only the calls that build tensors are allowed."""
 
 import pickle
 import re
@@ -18,12 +19,13 @@ _GLOBAL = re.compile(r"GLOBAL ([\w.]+)")
 
 
 class PickleError(OperatorError):
-    """A file cannot be used; the text is one line that names it."""
+    """Error when a file cannot be used; the text is one line that names it."""
 
 
 def open_pickle(file: Path) -> dict[str, Any]:
-    """What the file has by name, its tensors mapped into memory; files from before torch 1.6 are read as a
-    whole.
+    """Return the file's contents by name, with the tensors memory-mapped.
+
+    Files from before torch 1.6 cannot be mapped and are read as a whole.
 
     Raises PickleError, OSError."""
     found = load_pickle(file)
@@ -33,23 +35,23 @@ def open_pickle(file: Path) -> dict[str, Any]:
 
 
 def load_pickle(file: Path) -> object:
-    """Whatever a file has, otherwise like `open_pickle`."""
+    """Return the object in the file, of any type; otherwise like `open_pickle`."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # that a pickle is of another protocol than usual
+            warnings.simplefilter("ignore", UserWarning)  # torch warns of an unusual pickle protocol
             found: object = torch.load(file, map_location="cpu", weights_only=True, mmap=can_map(file))
     except pickle.UnpicklingError as error:
         raise PickleError(f"{file} {_explain(error, file)}") from error
     except (FileNotFoundError, MemoryError):
         raise
-    # Of a torn file the reader raises whatever it stumbles over.
+    # On a truncated or damaged file the reader may raise any exception.
     except Exception as error:
         raise PickleError(f"{file} {TORN}") from error
     return found
 
 
 def can_map(file: Path) -> bool:
-    """Whether the file is of a format that can be mapped, a zip archive. Raises OSError."""
+    """Return True if the file is a zip archive, the format that can be mapped. Raises OSError."""
     with file.open("rb") as content:
         return content.read(len(_ZIP)) == _ZIP
 
@@ -64,8 +66,10 @@ def _explain(error: pickle.UnpicklingError, file: Path) -> str:
 
 
 def _ends_within(file: Path, name: str) -> bool:
-    """Return whether the file ends within the name of what it wants to call. A whole pickle has a line break
-    behind the module and behind the attribute; torch drops the last character of either, whatever it is."""
+    """Return True if the file ends within `name`, the name of what the pickle wants to call.
+
+    A complete pickle has a line break after the module and after the attribute. torch drops the last
+    character of each, whatever it is."""
     module, _, attribute = name.rpartition(".")
     begun = tuple(f"c{text}".encode() for text in (module, f"{module}\n{attribute}"))
     with file.open("rb") as content:

@@ -1,5 +1,7 @@
-"""Reads small files of torch.save's that nobody vouches for. torch's own reader runs nothing that such a file
-holds, but lets it ask for any amount of memory, and does not notice damage; here neither gets as far."""
+"""Reads small, untrusted files that torch.save wrote.
+
+torch's own reader runs no code from such a file, but the file can make it allocate any amount of memory, and
+it does not detect damage. The checks here refuse both before torch reads the file."""
 
 import pickletools
 import re
@@ -10,30 +12,30 @@ from pathlib import Path
 
 from tgis.tensor_files.safe_pickle import TORN, PickleError, can_map, load_pickle
 
-# What a file says beside the tensors' elements; as objects it takes some fifty times as much.
+# Most bytes of a file besides the tensors' elements; as Python objects they take about fifty times as much.
 MAX_PICKLE_BYTES = 4 << 20
-OLD_PICKLES = 5  # that a file from before torch 1.6 begins with
-# All that plain tensors and parameters, alone or by name, are built of.
+OLD_PICKLES = 5  # number of pickles at the beginning of a file from before torch 1.6
+# All names that a pickle needs to build plain tensors and parameters, alone or by name.
 _NEEDED = re.compile(
     r"torch \w+Storage|collections OrderedDict|torch\._utils (_rebuild_tensor_v2|_rebuild_parameter)"
 )
 _OTHER_CALLS = ("STACK_GLOBAL", "INST", "OBJ", "NEWOBJ", "NEWOBJ_EX", "EXT1", "EXT2", "EXT4")
-# Three records end an archive that has no comment, the first two only one that may be large: where its
-# directory is and how long, where to find that record, and the first again in 32 bits. Their signatures, both
-# lengths, and the length of the comment.
+# Last three records of a zip archive without a comment: the zip64 end of the central directory, the locator
+# of that record, and the end of the central directory in 32 bits. Only archives in zip64 format have the
+# first two. The struct reads their signatures, both lengths of the directory, and the length of the comment.
 _END = struct.Struct("<4s36xQ8x 4s16x 4s8xI4xH")
 _LARGE, _LOCATOR, _SMALL = b"PK\x06\x06", b"PK\x06\x07", b"PK\x05\x06"
 
 
 def load_small(file: Path) -> object:
-    """What the file has; its tensors are mapped from it, so that nobody may write to it.
+    """Return the object in the file; its tensors are mapped from the file, so the file must not change.
 
-    Raises PickleError, which names it; OSError, MemoryError."""
+    Raises PickleError, which names the file; OSError, MemoryError."""
     try:
         _check_archive(file) if can_map(file) else _check_old(file)
     except (PickleError, FileNotFoundError, MemoryError):
         raise
-    # Of a damaged file the readers raise whatever they stumble over.
+    # On a damaged file the readers may raise any exception.
     except Exception as error:
         raise PickleError(f"{file} {TORN}") from error
     return load_pickle(file)
@@ -55,7 +57,11 @@ def _check_archive(file: Path) -> None:
 
 
 def _check_end(file: Path, end: bytes) -> None:
-    """The library reads the directory as a whole, and believes the larger record where there is one."""
+    """Check that the archive's end is well-formed and its directory has at most MAX_PICKLE_BYTES.
+
+    zipfile reads the whole directory into memory, and uses the zip64 record's length if there is one.
+
+    Raises PickleError."""
     large, large_bytes, locator, small, small_bytes, comment_bytes = _END.unpack(end)
     is_plain = small == _SMALL and not comment_bytes and (large == _LARGE) == (locator == _LOCATOR)
     if not is_plain or (large_bytes if locator == _LOCATOR else small_bytes) > MAX_PICKLE_BYTES:

@@ -1,1 +1,1 @@
-"""`tgis top`: a running service, seen from a terminal. Reads nothing but `/metrics`."""
+"""Implements `tgis top`, which shows a running service on a terminal. It reads only `/metrics`."""

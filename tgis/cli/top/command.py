@@ -1,4 +1,4 @@
-"""The command: asks, draws and waits until it is interrupted, through whatever the service does meanwhile."""
+"""Defines the command `top`, which scrapes and draws until it is interrupted, even if the service is down."""
 
 import contextlib
 import os
@@ -17,7 +17,8 @@ from tgis.cli.top.scrape import ScrapeError, Source, scrape
 from tgis.cli.top.screen import NAME_WIDTH, draw, draw_failure
 from tgis.config.option import option
 
-# A screen of its own without a cursor, and back again; from the top; the rest of a line, of the screen.
+# Terminal escapes: enter and leave the alternate screen and hide or show the cursor; move the cursor to the
+# top; clear the rest of the line or of the screen.
 ENTER, LEAVE = "\x1b[?1049h\x1b[?25l", "\x1b[?25h\x1b[?1049l"
 HOME, REST_OF_LINE, REST_OF_SCREEN = "\x1b[H", "\x1b[K", "\x1b[J"
 
@@ -30,8 +31,9 @@ class View:
 
 
 def top(source: Source, view: View) -> None:
-    """Draws on a terminal; elsewhere prints one frame after the other. Raises ClickException where --once
-    finds no service."""
+    """Draw on the screen if stdout is a terminal; otherwise print one frame after another.
+
+    Raises ClickException if --once finds no service."""
     if view.once:
         _print_once(source, view)
         return
@@ -51,7 +53,7 @@ def _print_once(source: Source, view: View) -> None:
 
 
 def _print_frames(source: Source, view: View) -> None:
-    """One that is not there is told of once, until it is there."""
+    """Print every frame, and a failure only when it differs from the previous one."""
     told = ""
     for lines, failure in _frames(source, view):
         if not failure:
@@ -70,7 +72,7 @@ def _watch_on_screen(source: Source, view: View) -> None:
 
 
 def _frames(source: Source, view: View) -> Iterator[tuple[list[str], str]]:
-    """Lines to draw, and why there is no more to them; one for each look, without end."""
+    """Yield the lines to draw and the scrape's failure (empty if none), once per interval without end."""
     history = History(view.window)
     due = time.monotonic()
     while True:
@@ -80,7 +82,7 @@ def _frames(source: Source, view: View) -> Iterator[tuple[list[str], str]]:
         except ScrapeError as error:
             history.forget()
             yield draw_failure(source.target, _clock(), str(error)), str(error)
-        # What took longer than the interval is not caught up with.
+        # A scrape that took longer than the interval delays the next ones; missed intervals are skipped.
         now_s = time.monotonic()
         due = max(due + view.interval, now_s)
         time.sleep(due - now_s)
@@ -88,7 +90,7 @@ def _frames(source: Source, view: View) -> Iterator[tuple[list[str], str]]:
 
 @contextlib.contextmanager
 def _screen() -> Iterator[None]:
-    """Given back however the block ends."""
+    """Enter the alternate screen; leave it however the block ends, also on SIGTERM."""
     before = signal.signal(signal.SIGTERM, _interrupt)
     click.echo(ENTER, nl=False, color=True)
     try:

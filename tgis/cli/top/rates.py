@@ -1,5 +1,6 @@
-"""What happened between two scrapes: rates, means, shares, and quantiles as Prometheus' histogram_quantile
-has them."""
+"""Computes rates, means, shares and quantiles between two scrapes.
+
+Quantiles are interpolated like in Prometheus' histogram_quantile."""
 
 import math
 from collections import deque
@@ -10,8 +11,7 @@ from tgis.cli.top.scrape import Labels, Scrape
 
 @dataclass(frozen=True, eq=False)
 class Window:
-    """From an earlier scrape of a process to a later one of the same. Quotients are None where nothing
-    happened."""
+    """Pair of scrapes of the same process, the earlier one first. Quotients with a zero divisor are None."""
 
     begin: Scrape
     end: Scrape
@@ -24,11 +24,11 @@ class Window:
         return self.end.value(name, **labels) - self.begin.value(name, **labels)
 
     def rate(self, name: str, **labels: str) -> float:
-        """Per second."""
+        """Return the increase per second."""
         return self.increase(name, **labels) / self.seconds
 
     def rates_by(self, name: str, label: str) -> dict[str, float]:
-        """By the label's values, of those that are not 0."""
+        """Return the rate for each value of the label, without rates of 0."""
         values = sorted({dict(labels)[label] for labels in self.end.samples.get(name, {})})
         rates = {value: self.rate(name, **{label: value}) for value in values}
         return {value: rate for value, rate in rates.items() if rate}
@@ -42,7 +42,7 @@ class Window:
         return self.increase(f"{histogram}_sum", **labels) / count if count else None
 
     def quantile(self, q: float, histogram: str, **labels: str) -> float | None:
-        """Of the observations in between."""
+        """Return the quantile `q` of the observations between the two scrapes."""
         name = f"{histogram}_bucket"
         counts: dict[float, float] = {}
         for scrape, sign in ((self.end, 1), (self.begin, -1)):
@@ -53,9 +53,11 @@ class Window:
 
 
 def quantile_of(q: float, buckets: list[tuple[float, float]]) -> float | None:
-    """Of buckets as pairs of upper end and count of all that is no greater, the last of which has no end:
-    where the observation of that rank would be, were those of its bucket spread evenly from the bucket's
-    lower end, that of the first one being 0. What is beyond the last end counts as at it."""
+    """Return the quantile `q` of a histogram, interpolated linearly inside a bucket.
+
+    `buckets` are pairs of upper bound and cumulative count; the last bound is infinite. The first bucket
+    begins at 0. A quantile in the last bucket is the largest finite bound. The result is None without
+    observations."""
     assert q > 0, "the first of all is nowhere in particular"
     if len(buckets) < 2 or not buckets[-1][1]:
         return None
@@ -71,19 +73,18 @@ def quantile_of(q: float, buckets: list[tuple[float, float]]) -> float | None:
 
 
 class History:
-    """The last scrapes of a process, for a window of about `seconds`; begins anew when another process
-    answers."""
+    """Recent scrapes of one process, for a window of about `seconds`; reset when another process answers."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
         self._scrapes: deque[Scrape] = deque()
 
     def forget(self) -> None:
-        """The process may be another one when it next answers."""
+        """Drop all scrapes, because another process may answer next."""
         self._scrapes.clear()
 
     def push(self, scrape: Scrape) -> Window | None:
-        """The window that ends now; None for the first scrape of a process."""
+        """Add a scrape and return the window that ends with it; None for a process's first scrape."""
         if self._scrapes and has_restarted(self._scrapes[-1], scrape):
             self._scrapes.clear()
         self._scrapes.append(scrape)
@@ -93,7 +94,7 @@ class History:
 
 
 def has_restarted(before: Scrape, after: Scrape) -> bool:
-    """Counters went back, or are gone."""
+    """Return True if a counter decreased or disappeared."""
     counters = (name for name in before.samples if name.endswith(("_total", "_bucket")))
     return any(
         after.samples.get(name, {}).get(labels, -1.0) < value

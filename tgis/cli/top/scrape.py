@@ -1,5 +1,4 @@
-"""What a running service's `/metrics` says at one moment. Whatever keeps it from being read is a ScrapeError
-of one line."""
+"""Reads and parses `/metrics` of a running service. Every failure is a ScrapeError of one line."""
 
 import ssl
 import time
@@ -14,19 +13,19 @@ from tgis.config.option import option
 from tgis.errors import OperatorError
 
 TIMEOUT_S = 5.0
-MAX_BYTES = 64 << 20  # of an answer; ours has less than one MiB
-OURS = "tgi_queue_size"  # a series that every scrape of a service has
+MAX_BYTES = 64 << 20  # largest answer read; this service's has less than 1 MiB
+OURS = "tgi_queue_size"  # series that every scrape of this service has
 
 Labels = frozenset[tuple[str, str]]
 
 
 class ScrapeError(OperatorError):
-    """There is no answer, or none of this service."""
+    """Error when there is no answer, or an answer that is not this service's."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """Where the service's HTTP port is and how it is reached."""
+    """Options for the address and TLS of the service's HTTP port."""
 
     target: str = option("Host and port of the service's HTTP port, or its URL.", "localhost:3000", env=False)
     tls: bool = option("Use TLS; without --ca-cert the system's authorities are trusted.", False, env=False)
@@ -39,21 +38,21 @@ class Source:
 @dataclass(frozen=True, eq=False)
 class Scrape:
     at: float
-    """When it was read, by the monotonic clock."""
+    """Time of the scrape on the monotonic clock, in seconds."""
     samples: Mapping[str, Mapping[Labels, float]]
 
     def select(self, name: str, **labels: str) -> dict[Labels, float]:
-        """Samples that have all the labels."""
+        """Return the samples that have all the labels."""
         wanted = frozenset(labels.items())
         return {found: value for found, value in self.samples.get(name, {}).items() if wanted <= found}
 
     def value(self, name: str, **labels: str) -> float:
-        """Their sum; 0 where there are none."""
+        """Return the sum of the samples that have all the labels; 0 if there are none."""
         return sum(self.select(name, **labels).values())
 
 
 def scrape(source: Source) -> Scrape:
-    """Raises ScrapeError."""
+    """Read `/metrics` of the service. Raises ScrapeError."""
     text = _get(source)
     try:
         samples = parse(text)
@@ -65,7 +64,7 @@ def scrape(source: Source) -> Scrape:
 
 
 def parse(text: str) -> dict[str, dict[Labels, float]]:
-    """Samples by name and labels. Raises ValueError."""
+    """Return the samples by name and labels. Raises ValueError."""
     samples: dict[str, dict[Labels, float]] = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
@@ -94,7 +93,7 @@ def _get(source: Source) -> str:
 
 
 def _connection(source: Source) -> HTTPConnection:
-    """Nothing is sent yet."""
+    """Return a connection that is not open yet. Raises ScrapeError if the target or --ca-cert is unusable."""
     url = urlsplit(source.target if "://" in source.target else f"http://{source.target}")
     if url.scheme not in ("http", "https") or not url.netloc:
         raise ScrapeError("neither host and port nor an http or https URL")
@@ -114,7 +113,9 @@ def _context(source: Source) -> ssl.SSLContext:
 
 
 class _Tls(HTTPSConnection):
-    """The certificate may bear another name than the one that is dialled, as through a forwarded port."""
+    """HTTPS connection that can expect another name in the certificate than the target's.
+
+    A forwarded port needs this."""
 
     def __init__(self, address: str, context: ssl.SSLContext, server_name: str | None) -> None:
         super().__init__(address, timeout=TIMEOUT_S, context=context)

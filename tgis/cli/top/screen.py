@@ -1,11 +1,11 @@
-"""What `tgis top` shows, as lines of text; each part begins with its name in the first columns."""
+"""Formats what `tgis top` shows as lines of text; each part begins with its name in the first columns."""
 
 from collections.abc import Sequence
 
 from tgis.cli.top.rates import Window
 from tgis.cli.top.scrape import Scrape
 
-NAME_WIDTH = 12  # of the first columns
+NAME_WIDTH = 12  # width of the names' columns, in characters
 BAR_WIDTH = 20
 NOTHING = "–"
 LATENCIES = {
@@ -21,7 +21,7 @@ FIRST_TOKENS, NEXT_TOKENS = (f"{LATENCIES[name]}_count" for name in ("first toke
 
 
 def draw(title: str, clock: str, scrape: Scrape, window: Window | None) -> list[str]:
-    """Without a window, what is known of one moment."""
+    """Return the frame's lines; without a window, only values of the one scrape are filled in."""
     parts = [
         _head(title, clock, scrape, window),
         _requests(scrape, window),
@@ -100,7 +100,7 @@ def _latencies(window: Window | None) -> list[str]:
 
 
 def _steps(window: Window | None) -> list[str]:
-    """Time of a step, of that in the shards, and of the router's work after it."""
+    """Format the time of a step, the shards' part of it and the router's work after it."""
     lines = [_row("steps", ["p50", "p95", "shards p50", "shards p95", "router", "per s", "size"])]
     for method in METHODS:
         size = window.mean(SIZE, method=method) if window else None

@@ -1,1 +1,1 @@
-"""Names of other servers' options that are read too."""
+"""Declares the option names of other servers that the commands also accept."""

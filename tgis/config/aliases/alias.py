@@ -1,5 +1,7 @@
-"""A name that is no option of ours but is read all the same: because it means one of ours, or to say why it
-has no effect or cannot be served."""
+"""Describes an option name of another server that the commands accept.
+
+The name means one of the service's own options, or has no effect, or is refused; in the last two cases the
+message says why."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -7,25 +9,26 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Foreign:
-    """Flag and variable follow from the name, as for our own options."""
+    """Option name of another server; its flag and variable follow from the name, as for the service's own."""
 
     name: str
     means: str | None = None
-    """The option of ours that gets the value; without one it has no effect or is refused."""
+    """Name of the service's own option that gets the value; if None, the name has no effect or is refused."""
     why: str = ""
-    """Of one without effect: the reason, after `{name} has no effect: `; of a refused one: what to do; of one
-    that means an option of ours: how its value is read."""
+    """Explanation for messages and pages. For a name without effect, the reason, printed after
+    `{name} has no effect: `; for a refused name, what to do; for a name with `means`, how its value is
+    read."""
     refused: bool = False
     commands: tuple[str, ...] = ("launcher",)
     flag: bool = True
     short: str | None = None
     variable: bool = True
     switch: bool = False
-    """The flag takes no value; a variable that says `false` counts as not given."""
+    """True if the flag takes no value; a variable with the value `false` then counts as not given."""
     convert: Callable[[str], str] | None = None
-    """From the foreign value to the text of ours; may raise ValueError."""
+    """Converter from the foreign value to the text of the service's own option; may raise ValueError."""
     refusal_of: Callable[[str], str | None] | None = None
-    """Of a value without effect: what TGIS says where it is out of range."""
+    """Check of a name without effect: returns TGIS's message if the value is out of range."""
 
     @property
     def flag_name(self) -> str:

@@ -1,5 +1,7 @@
-"""Hugging Face TGI's names, read by the launcher under `--compat tgi` only: what each means here, why it has
-no effect, or why the start is refused. Names that TGI and we share keep our meaning and need no row."""
+"""Lists Hugging Face TGI's option names, which only the launcher accepts and only with `--compat tgi`.
+
+Each name has an option that it means, a reason why it has no effect, or a reason why the start is refused.
+Names that TGI and this service share keep this service's meaning and have no row."""
 
 from tgis.config.aliases.alias import Foreign
 
@@ -13,7 +15,7 @@ OWN_KERNELS = "attention is always paged and unpadded, with the kernels of this 
 
 
 def _shards_of(sharded: str) -> str:
-    """`true` says nothing that the number of shards does not say."""
+    """Return "1" for `false` and an empty text for `true`, which leaves the number of shards as it is."""
     if sharded not in ("true", "false"):
         raise ValueError("must be true or false")
     return "1" if sharded == "false" else ""

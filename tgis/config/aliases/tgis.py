@@ -1,5 +1,7 @@
-"""What TGIS reads and we have no option for: every flag and variable of its three programs that is not in
-`tgis.config.processes`, with the option it means or the reason why it has no effect."""
+"""Lists TGIS's option names that are not options of this service.
+
+These are all flags and variables of TGIS's three programs that are not in `tgis.config.processes`. Each has
+the option that it means or the reason why it has no effect."""
 
 import math
 
@@ -20,7 +22,7 @@ NO_ONNX = "models in ONNX form are served as they are: say it to convert-to-onnx
 
 
 def _share(text: str, name: str, least: float, most: float, refusal: str) -> str | None:
-    """Why `text` is not a number from `least` to `most`."""
+    """Return the reason why `text` is not a number from `least` to `most`, or None if it is one."""
     try:
         value = float(text)
     except ValueError:
@@ -48,7 +50,7 @@ def _blocks_to_tokens(text: str) -> str:
 
 
 def _variables(why: str, *names: str) -> tuple[Foreign, ...]:
-    """Variables without a flag and without effect, of the shards."""
+    """Return variables of TGIS's shards that have no flag and no effect."""
     return tuple(Foreign(name.lower(), why=why, commands=ALL, flag=False) for name in names)
 
 
@@ -120,7 +122,7 @@ VARIABLES = (
 )
 TGIS_NAMES = FLAGS + VARIABLES
 
-# Read by the libraries in the shards, not by us: they reach them as they are.
+# Variables that the launcher does not read and its children get unchanged, with what reads them.
 PASSED_ON = {
     "PYTORCH_CUDA_ALLOC_CONF": "torch",
     "NCCL_ASYNC_ERROR_HANDLING": "torch",
