@@ -1,1 +1,1 @@
-"""One process per rank: weights, cache, forward, sample."""
+"""The shard server, one process per rank: loads the weights, keeps the KV cache, runs steps and samples."""

@@ -1,6 +1,6 @@
-"""The ranks of one model: which this one is, what part of anything is its own, and the few collectives.
+"""The process group of one model: this process's rank, its share of split dimensions, and the collectives.
 
-Sums are taken in an order that only the number of ranks decides, so all ranks hold the same bits."""
+Sums are taken in an order that depends only on the number of ranks, so all ranks hold the same bits."""
 
 import builtins
 from collections.abc import Callable
@@ -17,55 +17,56 @@ from tgis.net.addresses import AddressError, parse
 
 CPU = torch.device("cpu")
 LOOPBACK = "127.0.0.1"
-_c10d: Any = dist  # what is needed of it has no stubs
+_c10d: Any = dist  # the parts used here have no type stubs
 
 
 class WorldError(OperatorError):
-    """The ranks did not meet, or one of them was lost; the text is one line."""
+    """Error: the ranks did not connect, or one of them was lost. Its text is one line."""
 
 
 @dataclass(frozen=True)
 class World:
-    """`device` is where this rank's tensors are, those of collectives among them."""
+    """Process group of this rank. `device` holds the rank's tensors, including those of collectives."""
 
     rank: int
     size: int
     group: Any = field(default=None, repr=False, compare=False)
     device: torch.device = CPU
     num_on_host: int = 0
-    """Ranks that share this one's machine; 0: all of them do."""
+    """Number of ranks on this rank's machine; 0 means all of them."""
 
     @property
     def local_size(self) -> int:
         return self.num_on_host or self.size
 
     def slice(self, length: int, pieces: int | None = None) -> builtins.slice:
-        """This rank's share of `length` things; cut in fewer `pieces` than ranks, neighbours share one."""
+        """Return this rank's share of a dimension of `length`. If there are fewer `pieces` than ranks,
+        neighbouring ranks share a piece."""
         pieces = pieces or self.size
         assert length % pieces == 0, f"{length} cannot be cut into {pieces}"
         piece, width = self.rank * pieces // self.size, length // pieces
         return builtins.slice(piece * width, (piece + 1) * width)
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """The sum over ranks, in place. Raises WorldError."""
-        if self.size == 2:  # a sum of two has one order only
+        """Sum `x` over all ranks, in place. Raises WorldError."""
+        if self.size == 2:  # the sum of two terms does not depend on their order
             _complete(lambda: self.group.allreduce([x]))
         elif self.size > 2:
             torch.sum(torch.stack(self._gather(x)), 0, out=x)
         return x
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """[..., n] of every rank -> [..., size * n]. Raises WorldError."""
+        """Concatenate [..., n] of every rank to [..., size * n]. Raises WorldError."""
         return x if self.size == 1 else torch.cat(self._gather(x), -1)
 
     def min(self, value: int) -> int:
-        """The least of the ranks' values. Raises WorldError."""
+        """Return the smallest of the ranks' values. Raises WorldError."""
         if self.size == 1:
             return value
         return int(torch.cat(self._gather(torch.tensor([value], device=self.device))).min())
 
     def leave(self) -> None:
-        """Closes the connections to the other ranks; nothing collective works afterwards."""
+        """Close the connections to the other ranks. No collective works afterwards."""
         if self.group is not None:
             self.group.shutdown()
 
@@ -78,10 +79,10 @@ class World:
 
 @dataclass(frozen=True)
 class Meeting:
-    """Where the ranks of one start of the group find each other: a file, or HOST:PORT, where rank 0 listens
-    with the socket that is open as `listener`. Either must be new for every start.
+    """Rendezvous of the ranks for one start of the group.
 
-    The others connect to this rank at `address`, and nowhere else."""
+    `place` is a file, or HOST:PORT, where rank 0 listens on the open socket `listener` (a file descriptor).
+    Each start needs a new one. The other ranks connect to this rank at `address` only."""
 
     place: str
     address: str = LOOPBACK
@@ -89,8 +90,8 @@ class Meeting:
 
 
 def join(rank: int, size: int, meeting: Meeting, timeout_s: float, device: torch.device = CPU) -> World:
-    """Meets the other ranks. No rank waits longer than the time limit for another, here or in a collective.
-    Raises WorldError."""
+    """Connect to the other ranks. No rank waits longer than the time limit for another, here or in a
+    collective. Raises WorldError."""
     if size == 1:
         return World(rank, size, device=device)
     timeout = timedelta(seconds=timeout_s)
@@ -104,7 +105,7 @@ def join(rank: int, size: int, meeting: Meeting, timeout_s: float, device: torch
 
 
 def _open_store(rank: int, size: int, meeting: Meeting, timeout: timedelta) -> Any:
-    """By which addresses are exchanged. Raises WorldError, and RuntimeError."""
+    """Open the store through which the ranks exchange their addresses. Raises WorldError and RuntimeError."""
     if "/" in meeting.place:
         store = _c10d.FileStore(meeting.place, size)
         store.set_timeout(timeout)
@@ -132,10 +133,11 @@ def _meet_gloo(store: Any, rank: int, size: int, timeout: timedelta, address: st
 
 
 def _meet_nccl(store: Any, rank: int, size: int, timeout: timedelta, address: str) -> Any:
-    """Ranks meet in their first collective, which is done here so that what hinders them shows now.
+    """Create an NCCL process group and run a first collective.
 
-    It knows interfaces, not addresses: NCCL_SOCKET_IFNAME names one, which the launcher sets where all ranks
-    are on one machine."""
+    NCCL connects the ranks in their first collective. It runs here so that connection errors show now.
+    `address` is unused, because NCCL is configured by network interface, not by address. NCCL_SOCKET_IFNAME
+    names the interface; the launcher sets it if all ranks are on one machine."""
     nccl = _c10d.ProcessGroupNCCL
     options = nccl.Options()
     options._timeout = timeout

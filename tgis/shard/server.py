@@ -1,5 +1,5 @@
-"""One rank's service: the main thread takes the steps and computes them, gRPC's threads answer everything
-else."""
+"""The service of one rank. The main thread receives steps and computes them; gRPC's threads answer all other
+calls."""
 
 import gc
 import logging
@@ -31,14 +31,15 @@ from tgis.shard.transport.step_stream import StepSocket
 logger = logging.getLogger(__name__)
 
 NUM_RPC_THREADS = 8
-# Calls that read files, at once; further ones wait without a thread, and until their deadlines at most.
+# Concurrency limits of calls that read files. Further calls wait without a thread, at most until their
+# deadlines.
 NUM_FINDS, NUM_LOADS, NUM_COPIES = 16, 2, 4
 STEPS_BETWEEN_COLLECTIONS = 1000
 SERVER_OPTIONS = [
     ("grpc.so_reuseport", 0),
     ("grpc.max_send_message_length", -1),
     ("grpc.max_receive_message_length", -1),
-    ("grpc.server_handshake_timeout_ms", 10_000),  # of strangers who say nothing
+    ("grpc.server_handshake_timeout_ms", 10_000),  # limit for peers that connect and send nothing
 ]
 
 
@@ -46,10 +47,11 @@ Method = TypeVar("Method", bound=Callable[..., object])
 
 
 def _beside_others(threads: ThreadPoolExecutor) -> Callable[[Method], Method]:
-    """A method that gRPC calls on these threads instead of its own, which a disk that hangs must not take.
+    """Make gRPC run a method on these threads instead of its own, so that a hanging disk does not block
+    gRPC's threads.
 
-    A call that waits for one of them, and is over by then, is not begun. Should gRPC give up the attribute,
-    calls would wait for each other again, and a test would fail."""
+    A call that ends while it waits for a thread is never started. This uses an experimental attribute of
+    gRPC. If gRPC removes it, calls wait for each other again, and a test fails."""
 
     def mark(method: Method) -> Method:
         method.experimental_thread_pool = threads  # type: ignore[attr-defined]
@@ -59,7 +61,7 @@ def _beside_others(threads: ThreadPoolExecutor) -> Callable[[Method], Method]:
 
 
 class ShardService(ShardServiceServicer):
-    """Answers everything but the steps."""
+    """gRPC service of a shard: all calls except the steps."""
 
     def __init__(self, info: pb.InfoResponse, content_calls: ContentCalls) -> None:
         self._info, self._content_calls = info, content_calls
@@ -91,9 +93,11 @@ class ShardService(ShardServiceServicer):
 
 
 def serve(config: ShardConfig) -> NoReturn:
-    """Loads the model, then opens the socket `{uds_path}-{rank}`, with that of the steps beside it, or TCP
-    ports, and computes until SIGTERM (status 0) or until a step fails (status 1). What goes wrong before
-    raises an OperatorError."""
+    """Load the model, open the sockets, and compute steps.
+
+    The sockets are `{uds_path}-{rank}` and the one for steps beside it, or TCP ports. The process exits with
+    status 0 on SIGTERM and with status 1 after a step fails. Errors before the first step raise an
+    OperatorError."""
     _end_on_signals()
     link = choose_link(config)
     if config.kernel_cache is not None:
@@ -103,7 +107,8 @@ def serve(config: ShardConfig) -> NoReturn:
     length = sequence_length(config, model_files.read_json(Path(config.model_path), "config.json"))
     store = open_store(config, engine.model, length)
     service = ShardService(engine.info, ContentCalls(store, open_spool(config), engine.contents))
-    steps = StepSocket(link.open_steps())  # who finds the other may connect to this one
+    # Open the socket for steps first: a router that finds the gRPC socket may connect to this one at once.
+    steps = StepSocket(link.open_steps())
     server = _listen(service, link)
     _quieten_interpreter()
     logger.info("rank %d of %d serves %s on %s", config.rank, config.world_size, config.model_path, link.name)
@@ -141,15 +146,19 @@ def _compute(engine: Engine, steps: StepSocket, heartbeat: Heartbeat) -> NoRetur
 
 
 def _quieten_interpreter() -> None:
-    """What is loaded stays; the little that steps leave behind is collected between two of them."""
+    """Turn off automatic garbage collection, and exclude the objects loaded so far from later collections.
+
+    `_compute` collects the little garbage of steps between two steps."""
     gc.collect()
     gc.freeze()
     gc.disable()
 
 
 def _end_on_signals() -> None:
-    """Ends the process at once, even in the middle of a step: the interpreter runs handlers on the main
-    thread only, but wakes a waiting thread from wherever the signal arrives."""
+    """Exit at once on SIGTERM or SIGINT, even in the middle of a step.
+
+    Python runs signal handlers only on the main thread, which may be computing a step. The wake-up file
+    descriptor is written immediately, so a thread that reads it can exit."""
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     signal.set_wakeup_fd(writer)
@@ -165,6 +174,6 @@ def _end_on_signals() -> None:
 
 
 def _exit(status: int) -> NoReturn:
-    """Without waiting for gRPC's threads, which wait for a router."""
+    """Exit without waiting for gRPC's threads, because they wait for a router."""
     logging.shutdown()
     os._exit(status)

@@ -1,1 +1,1 @@
-"""Attention over the paged cache: the interface, and one implementation per platform."""
+"""The interface of attention over the paged KV cache. The kernels of each platform implement it."""

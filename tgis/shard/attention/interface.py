@@ -1,4 +1,4 @@
-"""What every attention implementation is given and must do; nothing above it knows how pages are laid out."""
+"""The interface of attention: metadata and methods. Code above it does not know the cache's layout."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -8,30 +8,31 @@ import numpy as np
 import torch
 from torch import Tensor
 
-TILE = 32  # tokens of one sequence that are attended with together at most
+TILE = 32  # most tokens of one sequence that a tile of queries holds
 
 
 @dataclass(frozen=True)
 class AttentionMetadata:
-    """Where a step's tokens live; the new tokens of all sequences are packed along one axis.
+    """Places of a step's tokens in the KV cache. The new tokens of all sequences are packed along one axis.
 
-    A sequence's new tokens are its last ones. Its block table names, in order, the blocks of its keys and
-    values; entries behind them are never read. A token whose slot is negative is not kept.
+    A sequence's new tokens are its last ones. Its block table lists, in order, the blocks of its keys and
+    values; entries after them are never read. Keys and values of a token with a negative slot are not stored.
 
-    Where the new tokens look into other sequences, a decoder's into its encoder's, they have no position in
-    them: no window, slope or bias can be asked for, and there are no slots."""
+    In cross-attention, a decoder's tokens attend to its encoder's sequence and have no position in it. So no
+    window, slope or bias is possible, and there are no slots."""
 
-    cu_seqlens_q: Tensor  # int32 [num_seqs + 1], new tokens of the sequences, cumulated
-    seq_lens: Tensor  # int32 [num_seqs], cached and new tokens
+    cu_seqlens_q: Tensor  # int32 [num_seqs + 1], cumulative numbers of the sequences' new tokens
+    seq_lens: Tensor  # int32 [num_seqs], number of cached and new tokens
     block_tables: Tensor  # int32 [num_seqs, max_blocks]
     slot_mapping: Tensor  # int64 or int32 [num_tokens], block * block_size + offset
-    is_cross: bool = False  # the new tokens are not of the sequences: seq_lens counts cached ones only
+    is_cross: bool = False  # True for cross-attention; then seq_lens counts cached tokens only
 
     @cached_property
     def tiles(self) -> Tensor:
-        """int32 [num_tiles, 4]: sequence, first token in the step, number of tokens, the first's position.
+        """Tiles int32 [num_tiles, 4]: the sequence, the index in the step of the first token, the number of
+        tokens, and the first token's position.
 
-        The costliest come first, so that threads which take one after the other end together."""
+        The costliest tiles come first, so that threads that take one tile after the other finish together."""
         begins, lengths = self.cu_seqlens_q.numpy(), self.seq_lens.numpy()
         if (begins == np.arange(len(begins))).all():
             return torch.from_numpy(_lay_single_tokens(lengths, self.is_cross))
@@ -39,11 +40,12 @@ class AttentionMetadata:
 
     @cached_property
     def table(self) -> Tensor:
-        """int64 [9], on the CPU: all that a compiled kernel needs to know of a step, in one place, which
-        another step's table may be copied to.
+        """Table int64 [9], on the CPU, with all data of a step that a compiled kernel needs. A replay copies
+        another step's table to the same place.
 
-        Numbers of tokens, sequences, entries of a block table, tiles, and tokens of a tile at most; the
-        addresses of seq_lens, block_tables, tiles and slot_mapping, whose memory lives as long as this."""
+        It holds the numbers of tokens, sequences, entries of a block table and tiles, the largest number of
+        tokens of a tile, and the addresses of seq_lens, block_tables, tiles and slot_mapping. Their memory
+        lives as long as this object."""
         tensors = self._kept
         addresses = [x.data_ptr() for x in tensors]
         num_seqs, max_blocks = self.block_tables.shape
@@ -59,7 +61,7 @@ class AttentionMetadata:
 
 
 def _lay_single_tokens(lengths: Any, is_cross: bool) -> Any:
-    """The tiles of sequences with a new token each."""
+    """Return the tiles of sequences with one new token each."""
     tiles = np.empty((len(lengths), 4), np.int32)
     order = np.argsort(-lengths, kind="stable") if len(lengths) > 1 else 0
     tiles[:, 0] = tiles[:, 1] = order
@@ -71,7 +73,7 @@ def _cut(begins: Any, lengths: Any, is_cross: bool) -> Any:
     counts = begins[1:] - begins[:-1]  # [num_seqs]
     tiles_of = (counts + TILE - 1) // TILE
     sequence = np.repeat(np.arange(len(counts)), tiles_of)  # [num_tiles]
-    before = (tiles_of.cumsum() - tiles_of)[sequence]  # tiles of the sequences before
+    before = (tiles_of.cumsum() - tiles_of)[sequence]  # number of tiles of earlier sequences
     offset = (np.arange(len(sequence)) - before) * TILE
     count = np.minimum(counts[sequence] - offset, TILE)
     position = (lengths - counts)[sequence] + offset
@@ -84,29 +86,29 @@ def _cut(begins: Any, lengths: Any, is_cross: bool) -> Any:
 
 @dataclass(frozen=True)
 class Scoring:
-    """How the score of a query and a key becomes a weight: first the scale, then cap, slope, bias and hiding.
+    """Changes to attention scores before the softmax, in this order: scale, cap, slope, bias and mask.
 
-    Distance is the key's position less the query's."""
+    A distance is the key's position minus the query's."""
 
     scale: float
-    causal: bool = True  # otherwise every query sees the whole sequence
-    window: int | None = None  # keys that a query sees, its own included
+    causal: bool = True  # if False, every query attends to the whole sequence
+    window: int | None = None  # number of keys that a query attends to, its own included
     soft_cap: float | None = None  # scores become soft_cap * tanh(score / soft_cap)
-    slopes: Tensor | None = None  # float32 [num_heads], added times distance (ALiBi)
-    bias: Tensor | None = None  # float32 [num_heads, 2 * reach + 1], added by distance, from -reach to reach
+    slopes: Tensor | None = None  # float32 [num_heads], slope * distance is added (ALiBi)
+    bias: Tensor | None = None  # float32 [num_heads, 2 * reach + 1], added for distances -reach to reach
 
 
 class Attention(Protocol):
-    """Keeps and reads the keys and values of this rank's heads; float32 in and out.
+    """Attention of this rank's heads, with their keys and values in the cache; float32 in and out.
 
-    Keys and values are always read as the cache holds them, fresh ones too: `write` comes before `attend`."""
+    Keys and values are always read from the cache, new ones too, so callers call `write` before `attend`."""
 
     def write(self, layer: int, k: Tensor, v: Tensor, metadata: AttentionMetadata) -> None:
-        """k, v: [num_tokens, num_kv_heads, head_dim]."""
+        """Write keys and values, [num_tokens, num_kv_heads, head_dim], to the cache."""
 
     def attend(self, layer: int, q: Tensor, metadata: AttentionMetadata, scoring: Scoring) -> Tensor:
-        """q: [num_tokens, num_heads, head_dim] -> the same shape."""
+        """Compute attention of queries [num_tokens, num_heads, head_dim]; return the same shape."""
 
     def read(self, layer: int, block_table: Tensor, seq_len: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of a sequence's first `seq_len` tokens, copied: float32
+        """Return copies of the keys and values of a sequence's first `seq_len` tokens, each float32
         [num_kv_heads, seq_len, head_dim]. block_table: int32 [max_blocks]."""

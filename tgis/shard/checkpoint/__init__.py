@@ -1,1 +1,1 @@
-"""Reads the tensors of a checkpoint, and only the parts that are asked for."""
+"""Reads the tensors of a checkpoint; only the requested parts are read."""

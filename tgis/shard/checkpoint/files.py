@@ -1,4 +1,4 @@
-"""The files of a checkpoint: which of them holds a tensor. They are mapped into memory when asked for."""
+"""Finds the file of a checkpoint that holds a tensor. Files are mapped into memory on request."""
 
 import json
 import logging
@@ -17,30 +17,30 @@ from tgis.tensor_files.safe_pickle import INCOMPLETE, TORN, PickleError, can_map
 
 logger = logging.getLogger(__name__)
 
-# Of each kind of file: the name of one that holds all tensors, and that of an index of several.
+# For each file format: the name of a single file with all tensors, and the name of an index of several files.
 SAFETENSORS = ("model.safetensors", "model.safetensors.index.json")
 PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
-# Files are opened anew after so many bytes, because the pages that were read count as memory until then.
+# Files are reopened after this many bytes, because pages that were read count as memory until then.
 REOPEN_BYTES = 64 << 20
 
 
 class Tensors(Protocol):
-    """What a file holds, by name; nothing of a tensor is read before its elements are."""
+    """Tensors of a file, by name. A tensor is read only when its elements are."""
 
     def keys(self) -> Iterable[str]: ...
     def __getitem__(self, name: str) -> Tensor: ...
 
 
 class Checkpoint:
-    """The tensors in `directory`, by name. Safetensors files are taken where there are pickles too.
+    """Tensors in `directory`, by name. Safetensors files are preferred to pickles.
 
-    Raises WeightsError where there are no weights, or not all of their files."""
+    Raises WeightsError if there are no weights, or if some of their files are missing."""
 
     def __init__(self, directory: Path):
         self._directory = directory
         self._open: dict[str, Tensors] = {}
-        self.shapes: dict[str, tuple[int, ...]] = {}  # of all that was fetched
-        self._taken: dict[str, set[int]] = {}  # likewise; which entries were asked for by number
+        self.shapes: dict[str, tuple[int, ...]] = {}  # shapes of all tensors that were fetched
+        self._taken: dict[str, set[int]] = {}  # for the same tensors: indices of entries that were requested
         self._file_of = self._list_tensors()
         self._unclosed_bytes = 0
         files = [directory / name for name in set(self._file_of.values())]
@@ -50,13 +50,13 @@ class Checkpoint:
         return name in self._file_of
 
     def fetch(self, name: str) -> FileTensor:
-        """Raises WeightsError."""
+        """Return the tensor, without reading its elements. Raises WeightsError."""
         if name not in self._file_of:
             raise MissingTensorError(f"{self._directory}: tensor {name} is missing")
         file = self._file_of[name]
         label = f"{self._directory / file}: tensor {name}"
         tensors = self._open.get(file)
-        if tensors is None:  # or closed meanwhile, by another thread
+        if tensors is None:  # not opened yet, or closed meanwhile by another thread
             tensors = self._open[file] = _open(self._directory / file)
         taken = self._taken.setdefault(name, set())
         found = FileTensor(_get(tensors, name, label), label, self._count, taken)
@@ -64,7 +64,8 @@ class Checkpoint:
         return found
 
     def count_elements(self) -> int:
-        """Of all matrices, as the files' headers tell; files without are left out. Raises WeightsError."""
+        """Count the elements of all matrices from the files' headers. Files without a header are left out.
+        Raises WeightsError."""
         names_in: dict[str, list[str]] = {}
         for name, file in self._file_of.items():
             names_in.setdefault(file, []).append(name)
@@ -78,8 +79,8 @@ class Checkpoint:
         return total
 
     def list_unread(self) -> Iterator[str]:
-        """Yield every tensor that was not fetched; of one that was read by entries, as `name[7]`, the first
-        entry that was left out."""
+        """Yield the name of every tensor that was not fetched. For a tensor that was read entry by entry,
+        yield the first missing entry, as `name[7]`."""
         for name in self._file_of:
             taken = self._taken.get(name)
             if taken is None:
@@ -88,12 +89,12 @@ class Checkpoint:
                 yield f"{name}[{min(left)}]"
 
     def check_files(self) -> None:
-        """Open each file once. Raises WeightsError for the first that cannot be."""
+        """Open each file once. Raises WeightsError for the first one that cannot be opened."""
         for file in sorted(set(self._file_of.values())):
             _open(self._directory / file)
 
     def close(self) -> None:
-        """Tensors that were read stay valid."""
+        """Close the files. Tensors that were read stay valid."""
         self._open.clear()
 
     def _count(self, label: str, whole_bytes: int, read_bytes: int) -> None:
@@ -106,7 +107,7 @@ class Checkpoint:
             release_memory()
 
     def _list_tensors(self) -> dict[str, str]:
-        """Tensor name -> name of its file."""
+        """Map each tensor's name to the name of its file."""
         for single, index in (SAFETENSORS, PICKLES):
             file = self._directory / single
             if file.is_file():
@@ -132,14 +133,14 @@ class _Safetensors:
 
 
 def count_elements(directory: Path) -> int:
-    """Of all matrices of a checkpoint, without reading them; 0 where that is not to be had. Raises
-    WeightsError where files are damaged."""
+    """Count the elements of all matrices of a checkpoint without reading them, or return 0 if that is
+    impossible. Raises WeightsError if files are damaged."""
     names = [name for name in (*SAFETENSORS, *PICKLES) if (directory / name).is_file()]
     return Checkpoint(directory).count_elements() if names and _can_map(directory / names[0]) else 0
 
 
 def _open(file: Path) -> Tensors:
-    """Raises WeightsError."""
+    """Open a file of tensors. Raises WeightsError."""
     try:
         if file.suffix != ".bin":
             return _Safetensors(file)
@@ -156,7 +157,7 @@ def _open(file: Path) -> Tensors:
 
 
 def _get(tensors: Tensors, name: str, label: str) -> Tensor:
-    """Raises WeightsError."""
+    """Return a tensor of an open file. Raises WeightsError."""
     try:
         return tensors[name]
     except (SafetensorError, KeyError, OSError) as error:
@@ -170,7 +171,7 @@ def _is_plain(value: object) -> bool:
 
 
 def _can_map(file: Path) -> bool:
-    """Raises WeightsError."""
+    """Return True if the file can be mapped into memory. Raises WeightsError."""
     try:
         return file.suffix != ".bin" or can_map(file)
     except OSError as error:
@@ -182,7 +183,7 @@ def _unreadable(file: Path, error: OSError) -> WeightsError:
 
 
 def _read_index(index: Path) -> dict[str, str]:
-    """Raises WeightsError."""
+    """Map each tensor's name in an index to the name of its file. Raises WeightsError."""
     try:
         file_of = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         inside = all(Path(file).name == file for file in file_of.values())

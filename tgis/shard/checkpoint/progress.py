@@ -1,4 +1,4 @@
-"""Tells the log how far the slow parts of a start have come: reading a checkpoint, compiling kernels."""
+"""Logs the progress of the slow parts of a start: reading a checkpoint and compiling kernels."""
 
 import logging
 import time
@@ -9,13 +9,15 @@ from tgis.logs import FIELDS
 logger = logging.getLogger(__name__)
 
 STEP_PERCENT, LEAST_SECONDS, MOST_SECONDS = 10.0, 2.0, 30.0
-FIRST_COMPILING_S, COMPILING_S = 1.0, 5.0  # of compiling, before the first line and between two
+FIRST_COMPILING_S, COMPILING_S = 1.0, 5.0  # compile time before the first line, and between two lines
 
 
 class Progress:
-    """A line for every ten percent that took two seconds at least, and every thirty seconds; one at the end.
+    """Progress of reading a checkpoint: a log line for every ten percent, with at least two seconds between
+    lines, a line every thirty seconds, and one at the end.
 
-    Percent are of the checkpoint's bytes, bytes those that this process read, its part of each tensor."""
+    The percentage is of the checkpoint's bytes. The bytes are those that this process read, its part of each
+    tensor."""
 
     def __init__(self, total_bytes: int, clock: Callable[[], float] = time.monotonic):
         self._total_bytes, self._clock = max(1, total_bytes), clock
@@ -25,7 +27,7 @@ class Progress:
         self._seen_bytes = self._read_bytes = 0
 
     def add(self, label: str, whole_bytes: int, read_bytes: int) -> None:
-        """A part of the tensor `label` was read."""
+        """Count a part of the tensor `label` that was read."""
         self._read_bytes += read_bytes
         if label not in self._seen:
             self._seen.add(label)
@@ -51,18 +53,18 @@ class Progress:
 
 
 class CompileProgress:
-    """A line after one second of compiling, then after every five, and one at the end; none where the code of
-    all kernels was found.
+    """Progress of compiling kernels: a log line after one second of compiling, then one after every five
+    seconds, and one at the end. There is no line if the compiled code of all kernels was found.
 
-    Which kernels a model needs is not known before it has used them."""
+    The kernels that a model needs are not known before it has used them."""
 
     def __init__(self) -> None:
         self.num_kernels = 0
-        """Number of kernels that there are, of which a model needs some."""
+        """Number of all kernels, of which a model needs some."""
         self._num_compiled, self._seconds, self._said_seconds = 0, 0.0, 0.0
 
     def add(self, seconds: float, place: str) -> None:
-        """Count a kernel that took so many seconds to compile; `place` says where its code is kept."""
+        """Count a kernel that took `seconds` to compile; `place` says where its code is kept."""
         self._num_compiled += 1
         self._seconds += seconds
         interval = COMPILING_S if self._said_seconds else FIRST_COMPILING_S
@@ -71,7 +73,7 @@ class CompileProgress:
             self._log(f"compiling kernels for this processor; the code {place}", at_most=self.num_kernels)
 
     def finish(self) -> None:
-        """Log the sum, when the model can answer."""
+        """Log the totals, once the model can answer."""
         if self._said_seconds:
             self._log("kernels compiled")
 

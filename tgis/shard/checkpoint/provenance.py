@@ -1,9 +1,9 @@
-"""From which rows of a checkpoint's modules a matrix of ours is made.
+"""Traces the rows of a model's matrix back to the rows of the checkpoint's modules.
 
-A LoRA adapter names the checkpoint's modules, and a family's table of sources says how a matrix of ours is
-packed, turned and regrouped from those. Rather than to say it a second time, the same sources are read from
-a stand-in of the checkpoint, whose tensors hold numbers of rows in the place of weights; what arrives in our
-matrix tells where each of its rows came from:
+A LoRA adapter names the checkpoint's modules. A family's table of sources says how a matrix of the model is
+packed, transposed and regrouped from them. To avoid a second description, the same sources are read from a
+placeholder checkpoint, whose tensors hold row numbers instead of weights. The numbers in the resulting matrix
+show where each of its rows came from:
 
     q_proj [2, in]: rows 0, 1     k_proj [1, in]: row 0     ->  qkv: q_proj 0-1, k_proj 0
 """
@@ -16,13 +16,13 @@ from torch import Tensor
 
 from tgis.shard.checkpoint.tensors import ALL
 
-_ROW_BITS = 40  # of an element, for the number of its row; those above are its module's
+_ROW_BITS = 40  # low bits of an element, which hold its row number; the bits above hold its module's number
 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Neighbouring rows of a module, whose name is as the family spells it. An expert of a tensor that holds
-    all of them has its number at the end."""
+    """Consecutive rows of a module. `module` is the name that the family uses. If a tensor holds all experts,
+    the expert's number is appended to it."""
 
     module: str
     first: int
@@ -31,9 +31,11 @@ class Rows:
 
 @dataclass(frozen=True)
 class Numbered:
-    """Stands for a tensor. An element is the number of its module, of its row and of its column, the last two
-    added up: the first column of a matrix that is made of such is then the numbers of its rows, also where
-    the checkpoint has it transposed, whose first row that is."""
+    """Placeholder for a tensor. Each element encodes the number of its module and the sum of its row and
+    column numbers.
+
+    So the first column of a matrix made of such tensors holds its row numbers. This is also true if the
+    checkpoint stores the matrix transposed; then it is the first row of the stored tensor."""
 
     shape: tuple[int, ...]
     label: str
@@ -53,12 +55,12 @@ class Numbered:
 
 
 class Numbers:
-    """Stands for a checkpoint, and has a tensor of any name. Its shape is that of the checkpoint's where that
-    has been read, since some sources cut by it."""
+    """Placeholder for a checkpoint, with a tensor of any name. The tensor has the shape of the checkpoint's
+    tensor if that was read before, because some sources split by it."""
 
     def __init__(self, shapes: Mapping[str, tuple[int, ...]], prefix: str, shape: tuple[int, ...]):
-        """`shapes` are of what has been read; all else has `shape`, that of our matrix: sources that join
-        tensors name only such as were read."""
+        """Take the `shapes` of the tensors that were read. All other tensors get `shape`, that of the
+        model's matrix; this suffices, because sources that join tensors name only tensors that were read."""
         self._shapes, self._prefix, self._shape = shapes, prefix, shape
         self.modules: list[str] = []
 
@@ -72,8 +74,8 @@ class Numbers:
 
 
 def list_rows(column: Tensor, modules: Sequence[str]) -> tuple[Rows, ...]:
-    """`column` is the first of a matrix that was read from `Numbers`, int64 [num_rows]; neighbours that count
-    up are one run."""
+    """Return the runs of consecutive rows in `column`, the first column of a matrix that was read from
+    `Numbers`, int64 [num_rows]."""
     ends = [*(column.diff() != 1).nonzero().flatten().add(1).tolist(), len(column)]
     found, start = [], 0
     for end in ends:

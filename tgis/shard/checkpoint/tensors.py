@@ -1,4 +1,4 @@
-"""Tensors of a checkpoint, of which parts are read: what a file holds, and views that cut and join it."""
+"""Tensors of a checkpoint that can be read in parts: those of a file, and views that slice and join them."""
 
 import logging
 from bisect import bisect_right
@@ -19,15 +19,16 @@ READABLE = tuple(DTYPES.values())
 
 
 class WeightsError(OperatorError):
-    """The checkpoint cannot be used; the text is one line that names the file and, if any, the tensor."""
+    """Error: the checkpoint cannot be used. Its text is one line that names the file and, if any, the
+    tensor."""
 
 
 class MissingTensorError(WeightsError):
-    """The checkpoint has no tensor of that name."""
+    """Error: the checkpoint has no tensor of that name."""
 
 
 class Stored(Protocol):
-    """A tensor of which parts can be read."""
+    """Tensor of which parts can be read."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...
@@ -36,13 +37,17 @@ class Stored(Protocol):
         """File and name, for messages."""
 
     def read(self, rows: slice = ALL, columns: slice = ALL) -> Tensor:
-        """The part as stored: float32, float16 or bfloat16, contiguous; vectors have rows only. It may be the
-        file's own memory: it must not be written to, and what is kept must be copied. Raises WeightsError."""
+        """Return the part in its stored type: float32, float16 or bfloat16, contiguous.
+
+        Vectors have rows only. The result may be the file's mapped memory: callers must not write to it, and
+        must copy what they keep. Raises WeightsError."""
 
 
 class FileTensor:
-    """As a mapped file holds it; `count` is told its label and bytes with the bytes of every part read, and
-    `taken` gets the number of every entry that is asked for."""
+    """Tensor in a mapped file.
+
+    For every part that is read, `count` is called with the tensor's label and bytes and the part's bytes. The
+    index of every requested entry is added to `taken`."""
 
     def __init__(self, mapped: Tensor, label: str, count: Callable[[str, int, int], None], taken: set[int]):
         self._mapped, self.label, self._count, self._taken = mapped, label, count, taken
@@ -54,7 +59,7 @@ class FileTensor:
             raise WeightsError(f"{label} is a single number, expected rows of them")
 
     def entry(self, index: int) -> "FileTensor":
-        """The tensor at that index of the first axis. Raises WeightsError where there is none."""
+        """Return the tensor at that index of the first axis. Raises WeightsError if there is none."""
         if index >= self.shape[0] or len(self.shape) == 1:
             raise WeightsError(f"{self.label} has shape {list(self.shape)}, no entry {index}")
         self._taken.add(index)
@@ -64,14 +69,15 @@ class FileTensor:
         part = self._mapped[rows, columns] if len(self.shape) > 1 else self._mapped[rows]
         part = part.contiguous()
         self._count(self.label, self._mapped.nbytes, part.nbytes)
-        # What comes of it is told to each request; some checkpoints have such rows for tokens nobody uses.
+        # Only warn: some checkpoints have such rows for unused tokens. Requests whose logits are not finite
+        # get an error each.
         if part.numel() and not all(bound.isfinite() for bound in part.aminmax()):
             logger.warning("%s holds numbers that are not finite", self.label)
         return part
 
 
 class Transposed:
-    """A matrix that is stored [in, out]; vectors are as they are."""
+    """View of a matrix that is stored [in, out]; vectors stay as they are."""
 
     def __init__(self, stored: Stored):
         self._stored, self.label, self.shape = stored, stored.label, stored.shape[::-1]
@@ -83,7 +89,7 @@ class Transposed:
 
 
 class Window:
-    """Some neighbouring rows."""
+    """View of consecutive rows."""
 
     def __init__(self, stored: Stored, start: int, stop: int):
         self._stored, self._start, self.label = stored, start, stored.label
@@ -95,7 +101,7 @@ class Window:
 
 
 class Stack:
-    """One below the other, of one width."""
+    """View of several tensors of equal width, concatenated by rows."""
 
     def __init__(self, parts: Sequence[Stored], label: str):
         self._parts, self.label = parts, label
@@ -119,7 +125,7 @@ class Stack:
 
 
 def join_labels(labels: Iterable[str]) -> str:
-    """File and name of the first, names of the others."""
+    """Join labels: file and name of the first tensor, then the names of the others."""
     first, *others = labels
     return first + "".join(" + " + label.rpartition(" ")[2] for label in others)
 

@@ -1,7 +1,7 @@
-"""The tensors of a checkpoint under the names of our modules; only the slices that are asked for are read.
+"""Finds the tensors of a checkpoint by the module paths of the model; only the requested slices are read.
 
-A family's table says where each of our modules finds its tensors, in the words below: a plain name, `stack`,
-`transposed`, `grouped`, `expert` and `first_of`."""
+A family's table of sources maps each module path to the checkpoint's tensors. A source is a plain name, or
+one of `stack`, `transposed`, `grouped`, `expert` and `first_of`."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ class Entries(Stored, Protocol):
 
 
 class Holder(Protocol):
-    """A checkpoint, or what stands for one."""
+    """Checkpoint, or a placeholder for one."""
 
     def __contains__(self, name: str) -> bool: ...
     def fetch(self, name: str) -> Entries: ...
@@ -36,7 +36,7 @@ class Holder(Protocol):
 
 @dataclass(frozen=True)
 class Place:
-    """Whose tensor is looked for, and in what checkpoint."""
+    """Tensor of the model that is looked for, and the checkpoint to search."""
 
     checkpoint: Holder
     prefix: str
@@ -45,8 +45,8 @@ class Place:
     end: str  # "weight" or "bias"
 
     def fetch(self, name: str) -> Entries:
-        """The tensor of a module of the checkpoint, which may lack the prefix, or have it where `name` does
-        not. Raises WeightsError."""
+        """Return the tensor of a module of the checkpoint. The checkpoint's name may lack the prefix, or have
+        it if `name` does not. Raises WeightsError."""
         full = f"{name.format(i=self.layer, e=self.expert)}.{self.end}"
         other = full.removeprefix(self.prefix) if full.startswith(self.prefix) else self.prefix + full
         is_other = full not in self.checkpoint and other in self.checkpoint
@@ -56,12 +56,12 @@ class Place:
         return source(self) if callable(source) else self.fetch(source)
 
 
-# A name is that of a module in the checkpoint, with {i} for the layer's number and {e} for the expert's.
+# A string is a module's name in the checkpoint, with {i} for the layer's number and {e} for the expert's.
 Source = str | Callable[[Place], Stored]
 
 
 def stack(*sources: Source) -> Source:
-    """Separate tensors, packed row-wise in this order."""
+    """Pack separate tensors row-wise, in this order."""
 
     def find(place: Place) -> Stored:
         parts = [place.find(source) for source in sources]
@@ -71,17 +71,17 @@ def stack(*sources: Source) -> Source:
 
 
 def transposed(source: Source) -> Source:
-    """Stored [in, out]; a bias is as it is."""
+    """Transpose a matrix that is stored [in, out]; a bias stays as it is."""
     return lambda place: Transposed(place.find(source))
 
 
 def grouped(source: Source, num_groups: int, head_dim: int) -> Source:
-    """Rows [group, (q ... q, k, v), head_dim], the queries of every group beside the key and value that they
-    share; becomes all q, all k, all v."""
+    """Regroup rows [group, (q ... q, k, v), head_dim] to all q, all k, all v. In the checkpoint, the queries
+    of each group are beside the key and value that they share."""
 
     def find(place: Place) -> Stored:
         stored = place.find(source)
-        rows, rest = divmod(stored.shape[0], num_groups)  # of one group
+        rows, rest = divmod(stored.shape[0], num_groups)  # rows of one group
         if rest or rows % head_dim or rows < 3 * head_dim:
             raise WeightsError(
                 f"{stored.label} has shape {list(stored.shape)}, not rows of {num_groups} groups of queries, "
@@ -96,12 +96,13 @@ def grouped(source: Source, num_groups: int, head_dim: int) -> Source:
 
 
 def expert(name: str) -> Source:
-    """The entry {e} of a tensor whose first axis is the experts."""
+    """Take entry {e} of a tensor whose first axis is the experts."""
     return lambda place: place.fetch(name).entry(int(place.expert))
 
 
 def first_of(source: Source, *others: Source) -> Source:
-    """The first of these that the checkpoint has; where it has none, the error is that of the first."""
+    """Take the first of these sources that the checkpoint has. If it has none, the error is that of the first
+    source."""
 
     def find(place: Place) -> Stored:
         try:
@@ -118,11 +119,11 @@ def first_of(source: Source, *others: Source) -> Source:
 
 
 class Weights:
-    """The tensors of the checkpoint in `directory`.
+    """Tensors of the checkpoint in `directory`, by the module paths of the model.
 
-    `sources` is keyed by module path, with the layer's number as {i} and the expert's as {e}. `prefix` is the
-    leading part of names that some checkpoints lack. Closed, it logs what was read; tensors that were read
-    stay valid. Raises WeightsError where the directory holds no weights."""
+    `sources` is keyed by module path, with {i} for the layer's number and {e} for the expert's. `prefix` is
+    the leading part of names that some checkpoints lack. Leaving the context closes the files and logs how
+    much was read; tensors that were read stay valid. Raises WeightsError if the directory has no weights."""
 
     def __init__(self, directory: Path, sources: Mapping[str, Source], prefix: str = ""):
         self._checkpoint, self._sources, self.prefix = Checkpoint(directory), sources, prefix
@@ -142,14 +143,14 @@ class Weights:
             self._checkpoint.progress.finish()
 
     def find(self, path: str, shape: tuple[int, ...]) -> Stored:
-        """The tensor of a module, `find("blocks.3.mlp.up.weight", (rows, columns))`. Raises WeightsError."""
+        """Find a module's tensor: `find("blocks.3.mlp.up.weight", (rows, columns))`. Raises WeightsError."""
         found = self._find(path, self._checkpoint)
         if found.shape != shape:
             raise WeightsError(f"{found.label} has shape {list(found.shape)}, expected {list(shape)}")
         return found
 
     def has(self, path: str) -> bool:
-        """Whether the checkpoint has a module's tensor. Raises WeightsError where it cannot be used."""
+        """Return True if the checkpoint has a module's tensor. Raises WeightsError if it cannot be used."""
         try:
             self._find(path, self._checkpoint)
         except MissingTensorError:
@@ -157,10 +158,11 @@ class Weights:
         return True
 
     def trace(self, path: str, shape: tuple[int, int]) -> tuple[Rows, ...]:
-        """Of which rows of which modules a matrix is made that was found before; reads no weights.
+        """Return the rows of the checkpoint's modules that make up a matrix. Reads no weights.
 
-        Modules are called as the family's sources call them. Where these try several, it is by the first,
-        whichever the checkpoint has: a tied head is traced to the name that a head of its own would have."""
+        The matrix must have been found before. Modules have the names of the family's sources. If a source
+        has alternatives, the first one's name is used, whichever the checkpoint has: a tied head is traced to
+        the name that a separate head would have."""
         if path not in self._traces:
             numbers = Numbers(self._checkpoint.shapes, self.prefix, shape)
             column = self._find(path, numbers).read(ALL, slice(0, 1))[:, 0]  # [num_rows]
@@ -168,11 +170,11 @@ class Weights:
         return self._traces[path]
 
     def list_unread(self) -> Iterator[str]:
-        """Yield the tensors of the checkpoint that were not looked for, as `Checkpoint.list_unread` does."""
+        """Yield the tensors of the checkpoint that were not fetched, as `Checkpoint.list_unread` does."""
         return self._checkpoint.list_unread()
 
     def release(self) -> None:
-        """Closes the files; they are opened again when something is read."""
+        """Close the files. They are opened again when something is read."""
         self._checkpoint.close()
 
     def _find(self, path: str, holder: Holder) -> Stored:

@@ -1,1 +1,1 @@
-"""The layers models are built of; each reads its own part of the checkpoint when it is made."""
+"""The layers of models. Each layer reads its own part of the checkpoint when it is created."""

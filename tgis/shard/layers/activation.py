@@ -1,4 +1,4 @@
-"""Activations of feed-forward layers, by the names that checkpoints give them."""
+"""Activations of feed-forward layers, by their names in checkpoints."""
 
 from collections.abc import Callable
 
@@ -6,7 +6,7 @@ from torch import Tensor
 
 from tgis.shard.layers.ops import Kernels
 
-# A checkpoint's name -> the kernel's.
+# Maps a checkpoint's name to the kernel's name.
 NAMES = {
     "silu": "silu",
     "swish": "silu",
@@ -23,12 +23,13 @@ NAMES = {
 
 
 def activated(name: str, kernels: Kernels) -> Callable[[Tensor], Tensor]:
-    """[num_tokens, size] -> its activation, in place."""
+    """Return a function that activates [num_tokens, size] in place."""
     kernel = NAMES[name]
     return lambda x: kernels.activate(x, kernel)
 
 
 def gated(name: str, kernels: Kernels) -> Callable[[Tensor], Tensor]:
-    """[num_tokens, 2 * size], gates before values -> activation(gate) * value, [num_tokens, size]."""
+    """Return a function [num_tokens, 2 * size] -> activation(gate) * value, [num_tokens, size]. In the input,
+    the gates come before the values."""
     kernel = NAMES[name]
     return lambda x: kernels.multiply_gated(x, kernel)

@@ -1,5 +1,6 @@
-"""The vocabulary split over ranks, at both ends of a model; it need not divide evenly. And learned
-positions."""
+"""Token embedding and head, with the vocabulary split over ranks, and learned position embeddings.
+
+The vocabulary size need not be a multiple of the number of ranks."""
 
 import torch
 import torch.nn.functional as F
@@ -12,19 +13,19 @@ from tgis.shard.layers.ops import Parts
 
 
 def _share(world: World, vocab_size: int) -> slice:
-    """The rows of this rank; the last ranks may have fewer, or none."""
+    """Return the rows of this rank. The last ranks may have fewer, or none."""
     rows = -(-vocab_size // world.size)
     return slice(min(world.rank * rows, vocab_size), min((world.rank + 1) * rows, vocab_size))
 
 
 class Embedding:
-    """Token ids, int64 [num_tokens] -> float32 [num_tokens, hidden_size]; the table stays in the weights'
-    type."""
+    """Token embedding: ids int64 [num_tokens] -> float32 [num_tokens, hidden_size]. The table stays in the
+    weights' type."""
 
     def __init__(self, parts: Parts, path: str, vocab_size: int, hidden_size: int):
         self._world, self._share = parts.world, _share(parts.world, vocab_size)
         self._kernels, self._path = parts.kernels, path
-        # Every rank adds all of what adapters add, after the sum over ranks.
+        # Every rank adds the whole contribution of adapters, after the sum over ranks.
         parts.cuts[path] = Cut((vocab_size, hidden_size), (slice(0, vocab_size),), is_table=True)
         stored = parts.weights.find(f"{path}.weight", (vocab_size, hidden_size))
         self._table = stored.read(self._share).to(self._kernels.device, parts.dtype, copy=True)
@@ -47,7 +48,8 @@ class Embedding:
 
 
 class Head:
-    """float32 [n, hidden_size] -> logits, float32 [n, vocab_size], the same on every rank."""
+    """Language model head: float32 [n, hidden_size] -> logits float32 [n, vocab_size], the same on every
+    rank."""
 
     def __init__(self, parts: Parts, path: str, vocab_size: int, hidden_size: int):
         self._world, self._vocab_size = parts.world, vocab_size
@@ -65,9 +67,10 @@ class Head:
 
 
 class Positions:
-    """Positions, int64 [num_tokens] -> float32 [num_tokens, hidden_size], from a learned table of `num_rows`.
+    """Position embedding: int64 [num_tokens] -> float32 [num_tokens, hidden_size], from a learned table of
+    `num_rows`.
 
-    The table is whole on every rank; `offset` is the row of the first position."""
+    Every rank has the whole table. `offset` is the row of the first position."""
 
     def __init__(self, parts: Parts, path: str, num_rows: int, hidden_size: int, offset: int):
         stored = parts.weights.find(f"{path}.weight", (num_rows, hidden_size))

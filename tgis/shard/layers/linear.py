@@ -1,4 +1,4 @@
-"""Linear layers that know how to cut themselves over ranks and read their own part of the checkpoint only."""
+"""Linear layers split over ranks. Each rank reads only its own part of the checkpoint."""
 
 import torch
 from torch import Tensor
@@ -9,14 +9,15 @@ from tgis.shard.layers.ops import Parts
 
 
 class Adaptable:
-    """Adds to a layer's product what the tokens' adapters make of its input."""
+    """Part of a linear layer that adds the LoRA adapters' contribution to its product."""
 
     def __init__(self, parts: Parts, path: str, cut: Cut):
         self._path, self._kernels = path, parts.kernels
         parts.cuts[path] = cut
 
     def __call__(self, x: Tensor, y: Tensor, adapters: TokenAdapters | None) -> Tensor:
-        """x: [num_tokens, own columns]; y: [num_tokens, own rows], changed."""
+        """Add to y, [num_tokens, own rows], in place, what the tokens' adapters compute from x,
+        [num_tokens, own columns]."""
         deltas = None if adapters is None else adapters.at(self._path)
         if adapters is not None and deltas is not None:
             self._kernels.add_low_rank(y, x, deltas, adapters)
@@ -24,10 +25,12 @@ class Adaptable:
 
 
 class ColumnParallel:
-    """y = x W^T + b, the rows of W split over ranks: [num_tokens, in_features] -> [num_tokens, own rows].
+    """Linear layer y = x W^T + b with the rows of W split over ranks: [num_tokens, in_features] ->
+    [num_tokens, own rows].
 
-    W may pack several matrices (q, k, v; gate, up), each split on its own: `widths` are their row counts,
-    `pieces` how many ways each can be cut (fewer than ranks where neighbours share key/value heads)."""
+    W may pack several matrices (q, k, v; gate, up), each split separately. `widths` are their row counts.
+    `pieces` are the numbers of parts into which they are split; there may be fewer parts than ranks if
+    neighbouring ranks share key/value heads."""
 
     def __init__(
         self,
@@ -53,7 +56,8 @@ class ColumnParallel:
 
 
 class RowParallel:
-    """y = x W^T + b, the columns of W split: [num_tokens, own columns] -> [num_tokens, out_features].
+    """Linear layer y = x W^T + b with the columns of W split over ranks: [num_tokens, own columns] ->
+    [num_tokens, out_features].
 
     The ranks' products are summed, then the bias is added once."""
 
@@ -72,14 +76,14 @@ class RowParallel:
         return y if self._bias is None else self._add(y, self._bias)
 
     def partial(self, x: Tensor, adapters: TokenAdapters | None) -> Tensor:
-        """This rank's part of the sum over ranks, without the bias."""
+        """Return this rank's part of the sum over ranks, without the bias."""
         return self._adapt(x, self._multiply(x), adapters)
 
 
 class Replicated:
-    """y = x W^T, whole on every rank: [num_tokens, in_features] -> [num_tokens, out_features].
+    """Linear layer y = x W^T, whole on every rank: [num_tokens, in_features] -> [num_tokens, out_features].
 
-    Small matrices on which much depends, which expert computes what: they are not quantized."""
+    It is for small matrices that matter a lot, such as the router of experts, and is never quantized."""
 
     def __init__(self, parts: Parts, path: str, in_features: int, out_features: int):
         self._adapt = Adaptable(parts, path, Cut((out_features, in_features), (slice(0, out_features),)))
@@ -91,7 +95,7 @@ class Replicated:
 
 
 def _cut(world: World, widths: list[int], pieces: list[int]) -> list[slice]:
-    """This rank's rows of the packed matrices; neighbouring ones are one slice, so that they are copied
+    """Return this rank's rows of the packed matrices. Adjacent slices are merged, so that they are copied
     once."""
     rows: list[slice] = []
     begin = 0

@@ -1,4 +1,4 @@
-"""LoRA adapters as the layers apply them: to every token of a step its own, or none."""
+"""LoRA adapters in the form that layers apply. Each token of a step has its own adapter, or none."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,24 +10,24 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-TILE = 16  # tokens that a kernel takes together: what it reads of an adapter serves so many
+TILE = 16  # most tokens that a kernel processes together, which saves reads of the adapter's weights
 
 
 @dataclass(frozen=True)
 class Cut:
-    """This rank's part of a matrix [out_features, in_features] that an adapter may change."""
+    """Slices of a matrix [out_features, in_features] that are this rank's. Adapters may change the matrix."""
 
     shape: tuple[int, int]
     rows: tuple[slice, ...]  # in the order of the rank's own rows
-    columns: slice | None = None  # None: all
-    is_table: bool = False  # of embeddings: rows are looked up, out_features is the vocabulary
+    columns: slice | None = None  # None means all
+    is_table: bool = False  # True for embeddings: rows are looked up, out_features is the vocabulary
 
 
 @dataclass(frozen=True, eq=False)
 class LowRank:
-    """What an adapter adds to some columns of a layer's output: y[first : first + width] += x a b.
+    """Low-rank update of some columns of a layer's output: y[first : first + width] += x a b.
 
-    The scale is in `b`. For a table of embeddings x selects rows of `a`, which are tokens."""
+    `b` includes the scale. For a table of embeddings, x selects rows of `a`, one for each token id."""
 
     a: Tensor  # float32 [own in_features, rank], contiguous
     b: Tensor  # float32 [rank, width], contiguous
@@ -35,33 +35,33 @@ class LowRank:
 
     @cached_property
     def row(self) -> tuple[int, ...]:
-        """Addresses of a and b, rank, first column, width."""
+        """Addresses of `a` and `b`, the rank, the first column and the width."""
         return self.a.data_ptr(), self.b.data_ptr(), self.b.shape[0], self.first, self.b.shape[1]
 
 
 @dataclass(frozen=True, eq=False)
 class Adapter:
-    """One rank's part of a LoRA adapter: what it adds to the outputs of layers, by their paths."""
+    """One rank's part of a LoRA adapter: the low-rank updates of layers, by their paths."""
 
     deltas: Mapping[str, tuple[LowRank, ...]]
 
 
 @dataclass(frozen=True, eq=False)
 class Deltas:
-    """Of one layer: for each adapter of a step, what it adds; empty where it leaves the layer alone.
+    """Low-rank updates of one layer, for each adapter of a step; empty for adapters that do not change it.
 
-    The tensors beside `parts` are for kernels that follow addresses."""
+    `table` and `bounds` are for kernels that take addresses."""
 
     parts: tuple[tuple[LowRank, ...], ...]
 
     @cached_property
     def table(self) -> Tensor:
-        """int64 [num_parts, 5]: their rows, adapter by adapter."""
+        """Table int64 [num_parts, 5]: `LowRank.row` of every part, adapter by adapter."""
         return torch.from_numpy(np.array([one.row for one in chain.from_iterable(self.parts)], np.int64))
 
     @cached_property
     def bounds(self) -> Tensor:
-        """int64 [num_adapters + 1]: between which rows of the table an adapter's parts are."""
+        """Bounds int64 [num_adapters + 1] of each adapter's rows in `table`."""
         return torch.from_numpy(np.array([0, *accumulate(map(len, self.parts))], np.int64))
 
     @cached_property
@@ -70,14 +70,14 @@ class Deltas:
 
 
 class AdapterSet:
-    """The adapters of a step; steps of the same ones share it, and what has been looked up in it."""
+    """Adapters of a step. Steps with the same adapters share this object and its cached look-ups."""
 
     def __init__(self, adapters: Sequence[Adapter]):
         self.adapters = tuple(adapters)
         self._deltas: dict[str, Deltas | None] = {}
 
     def at(self, path: str) -> Deltas | None:
-        """None where no adapter changes the layer."""
+        """Return the updates of a layer, or None if no adapter changes it."""
         if path not in self._deltas:
             parts = tuple(adapter.deltas.get(path, ()) for adapter in self.adapters)
             self._deltas[path] = Deltas(parts) if any(parts) else None
@@ -86,32 +86,32 @@ class AdapterSet:
 
 @dataclass(frozen=True)
 class TokenAdapters:
-    """Which adapter each token has."""
+    """Adapter of each token."""
 
     adapters: AdapterSet
-    indices: Tensor  # int32 [num_tokens], into the set; -1: none
+    indices: Tensor  # int32 [num_tokens], indices into the set; -1 means none
 
     def at(self, path: str) -> Deltas | None:
         return self.adapters.at(path)
 
     def take(self, tokens: Tensor | slice) -> "TokenAdapters":
-        """Of some of the tokens, in another order perhaps."""
+        """Return the adapters of some of the tokens, in any order."""
         return TokenAdapters(self.adapters, self.indices[tokens])
 
     @cached_property
     def order(self) -> Tensor:
-        """int64 [n]: the tokens that have an adapter, those of one adapter next to each other, ascending."""
+        """Indices int64 [n] of the tokens that have an adapter, grouped by adapter and ascending."""
         return torch.from_numpy(self._sorted[0]).to(self.indices.device)
 
     @cached_property
     def groups(self) -> tuple[tuple[int, Tensor], ...]:
-        """The adapters that tokens have, each with its part of `order`."""
+        """Indices of the adapters that tokens have, each with its part of `order`."""
         return tuple((adapter, self.order[begin:end]) for adapter, begin, end in self._sorted[1])
 
     @cached_property
     def tiles(self) -> Tensor:
-        """int64 [num_tiles, 3], on the CPU: some tokens of one adapter each. Its index; where in `order` the
-        tokens begin, and how many they are, at most TILE."""
+        """Tiles int64 [num_tiles, 3], on the CPU. Each has tokens of one adapter: the adapter's index, the
+        index in `order` of the first token, and the number of tokens, at most TILE."""
         rows = [
             (adapter, start, min(TILE, end - start))
             for adapter, begin, end in self._sorted[1]
@@ -121,7 +121,7 @@ class TokenAdapters:
 
     @cached_property
     def _sorted(self) -> tuple[npt.NDArray[np.int64], list[tuple[int, int, int]]]:
-        """`order`, and each adapter in it with its begin and end."""
+        """Pair of `order` and, for each adapter in it, the adapter's index with its begin and end."""
         indices = self.indices.numpy(force=True)
         order = indices.argsort(kind="stable")
         order = order[np.count_nonzero(indices < 0) :]

@@ -1,4 +1,4 @@
-"""Normalisation, fused with the addition before it."""
+"""Normalisation layers, fused with the addition before them."""
 
 from typing import Literal
 
@@ -10,8 +10,9 @@ NormKind = Literal["rms", "rms_plus_one", "layer", "layer_no_bias"]
 
 
 class Norm:
-    """What the checkpoint has at `path`: a weight, and a bias where `kind` has one. `rms_plus_one` stores
-    weights less one."""
+    """Normalisation layer with the checkpoint's weight at `path`, and a bias if `kind` is "layer".
+
+    Checkpoints with `rms_plus_one` store the weight minus one."""
 
     def __init__(self, parts: Parts, path: str, size: int, eps: float, kind: NormKind):
         self._weight, self._eps = _read_weight(parts, path, size, kind), eps
@@ -19,19 +20,20 @@ class Norm:
         self._kernels, self._centred = parts.kernels, kind in ("layer", "layer_no_bias")
 
     def __call__(self, x: Tensor, delta: Tensor | None = None) -> Tensor:
-        """The norm of x + delta, both [num_tokens, size]; x becomes the sum."""
+        """Return the norm of x + delta, both [num_tokens, size]. Overwrites x with the sum."""
         if self._centred:
             return self._kernels.layer_norm(x, delta, self._weight, self._bias, self._eps)
         return self._kernels.rms_norm(x, delta, self._weight, self._eps)
 
 
 def read_head_norm(parts: Parts, path: str, head_dim: int, eps: float, kind: NormKind) -> HeadNorm:
-    """The RMS norm of every head of queries and keys: {path}.q_norm and {path}.k_norm."""
+    """Read the RMS norm of every head of queries and keys: {path}.q_norm and {path}.k_norm."""
     q_weight, k_weight = (_read_weight(parts, f"{path}.{x}_norm", head_dim, kind) for x in "qk")
     return HeadNorm(q_weight, k_weight, eps)
 
 
 def _read_weight(parts: Parts, path: str, size: int, kind: NormKind) -> Tensor:
-    """float32 [size]. One is added after rounding to the weights' type, which could not tell small ones."""
+    """Read a weight as float32 [size]. One is added after rounding to the weights' type, because 1 + weight
+    in that type would lose small weights."""
     weight = parts.read_vector(f"{path}.weight", size)
     return weight + 1 if kind == "rms_plus_one" else weight

@@ -1,6 +1,6 @@
 """Rotary position embedding with the frequency scalings that checkpoints use.
 
-Angles are computed once a step for the step's positions: there is no table, and no length it would end at."""
+Angles are computed once per step for the step's positions. There is no table that would limit the length."""
 
 import math
 from dataclasses import dataclass
@@ -35,12 +35,14 @@ class YarnScaling:
 
 @dataclass(frozen=True)
 class DynamicScaling:
-    """A position p behind the original length is turned as at the end of a sequence of p + 1 tokens: the
-    slowest channel slower by growth = factor * (p + 1) / original_length - (factor - 1), the fastest not at
-    all, those between in geometric steps.
+    """Dynamic NTK scaling: a position p past the original length is rotated like the last one of a sequence
+    of p + 1 tokens.
 
-    That differs from transformers, which turns a prompt's tokens all alike by the length of the whole prompt:
-    there a key depends on tokens behind its own, and so on how a sequence was cut into steps."""
+    The slowest channel is slower by growth = factor * (p + 1) / original_length - (factor - 1). The fastest
+    channel does not change, and the factors of those between form a geometric sequence.
+
+    transformers differs: it rotates all tokens of a prompt by the length of the whole prompt. There, a key
+    depends on later tokens, and so on how a sequence was split into steps."""
 
     factor: float
     original_length: int
@@ -48,8 +50,10 @@ class DynamicScaling:
 
 @dataclass(frozen=True)
 class LongScaling:
-    """Waves are stretched channel by channel, [dim / 2]: by the long factors at all positions of a sequence
-    longer than the original length. The amplitudes stand in for the rope's."""
+    """Long and short factors, [dim / 2] each, by which the wavelengths of the channels are multiplied.
+
+    The long factors apply to all positions of a sequence that is longer than the original length. The
+    amplitudes replace `Rope.amplitude`."""
 
     short_factors: tuple[float, ...]
     long_factors: tuple[float, ...]
@@ -63,7 +67,8 @@ Scaling = LinearScaling | Llama3Scaling | YarnScaling | DynamicScaling | LongSca
 
 @dataclass(frozen=True)
 class Rope:
-    """`dim` channels are turned; cosines and sines are multiplied by `amplitude`."""
+    """Parameters of rotary embedding: `dim` channels are rotated, and cosines and sines are multiplied by
+    `amplitude`."""
 
     dim: int
     theta: float
@@ -72,7 +77,7 @@ class Rope:
 
     @property
     def switch_len(self) -> int:
-        """Length past which all positions of a sequence are turned differently; 0 where there is none."""
+        """Length past which all positions of a sequence use the long factors; 0 if there is none."""
         return self.scaling.original_length if isinstance(self.scaling, LongScaling) else 0
 
 
@@ -83,9 +88,10 @@ class Rotary:
         self._amplitudes = _amplitudes(rope).to(kernels.device)
 
     def __call__(self, positions: Tensor, is_long: Tensor | None = None) -> Tensor:
-        """positions: int64 [num_tokens] -> cosines and sines, [2, num_tokens, dim / 2].
+        """Return cosines and sines, [2, num_tokens, dim / 2], for positions int64 [num_tokens].
 
-        is_long: bool [num_tokens], of sequences longer than the rope's `switch_len`; absent: none is."""
+        is_long: bool [num_tokens], True for tokens of sequences longer than the rope's `switch_len`. None
+        means that there are none."""
         regimes = growth = None
         if isinstance(self._scaling, LongScaling) and is_long is not None:
             regimes = is_long.long()
@@ -95,7 +101,8 @@ class Rotary:
 
 
 def inverse_frequencies(rope: Rope) -> Tensor:
-    """float32 [num_regimes, dim / 2]: of short and long sequences where they differ, else one row."""
+    """Return float32 [num_regimes, dim / 2]: a row each for short and long sequences if they differ, else one
+    row."""
     inv_freq = 1.0 / (rope.theta ** (torch.arange(0, rope.dim, 2).float() / rope.dim))
     match rope.scaling:
         case LinearScaling(factor):
@@ -110,20 +117,20 @@ def inverse_frequencies(rope: Rope) -> Tensor:
 
 
 def _amplitudes(rope: Rope) -> Tensor:
-    """float32 [num_regimes]"""
+    """Return the amplitudes, float32 [num_regimes]."""
     if isinstance(rope.scaling, LongScaling):
         return torch.tensor([rope.scaling.short_amplitude, rope.scaling.long_amplitude])
     return torch.tensor([rope.amplitude])
 
 
 def _growth(positions: Tensor, scaling: DynamicScaling) -> Tensor:
-    """float32 [num_tokens], 1 up to the original length."""
+    """Return the growth of `DynamicScaling`, float32 [num_tokens]; it is 1 up to the original length."""
     lengths = (positions + 1).double() / scaling.original_length
     return (scaling.factor * lengths - (scaling.factor - 1)).clamp(min=1).float()
 
 
 def _llama3(inv_freq: Tensor, scaling: Llama3Scaling) -> Tensor:
-    """Long waves are stretched by the factor, short ones kept, those between blended."""
+    """Stretch long wavelengths by the factor, keep short ones, and interpolate between."""
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     turns = scaling.original_length * inv_freq / (2 * math.pi)
     kept = ((turns - low) / (high - low)).clamp(0, 1)
@@ -131,10 +138,10 @@ def _llama3(inv_freq: Tensor, scaling: Llama3Scaling) -> Tensor:
 
 
 def _yarn(inv_freq: Tensor, rope: Rope, scaling: YarnScaling) -> Tensor:
-    """As llama3, but blended along the channels instead of along the wave lengths."""
+    """Scale as in `_llama3`, but interpolate over the channels instead of over the wavelengths."""
 
     def channel(turns: float) -> float:
-        """The channel that turns as often over the original length."""
+        """Return the channel that makes this number of turns over the original length."""
         ratio = math.log(scaling.original_length / (turns * 2 * math.pi)) / math.log(rope.theta)
         return rope.dim * ratio / 2
 

@@ -6,8 +6,8 @@ from tgis.shard.layers.ops import Parts
 
 
 class SplitNorm:
-    """RMS norm of rows of which every rank has a piece; with fewer `pieces` than ranks, neighbours have the
-    same one."""
+    """RMS norm of rows that are split over ranks. If there are fewer `pieces` than ranks, neighbouring ranks
+    have the same piece."""
 
     def __init__(self, parts: Parts, path: str, size: int, pieces: int, eps: float):
         self._world, self._size, self._eps = parts.world, size, eps
@@ -15,7 +15,7 @@ class SplitNorm:
         self._weight = parts.read_vector(f"{path}.weight", size, [parts.world.slice(size, pieces)])
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[num_tokens, own part of size] -> the same shape."""
+        """Normalise this rank's part, [num_tokens, own part of size]; return the same shape."""
         squares = x.square().sum(-1, keepdim=True)  # [num_tokens, 1]
         squares = self._world.all_gather(squares)[:, :: self._ranks_per_piece]  # [num_tokens, pieces]
         scale = (squares.sum(-1, keepdim=True) / self._size + self._eps).rsqrt()

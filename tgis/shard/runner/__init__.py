@@ -1,1 +1,1 @@
-"""Model runner: the table of rows, and a step from its message to its response."""
+"""The model runner: it keeps the row table and computes a step from its request to its response."""

@@ -1,4 +1,4 @@
-"""A step's work as packed tensors. All rows are handled at once, since this is on the path of every token."""
+"""Packs a step's work into tensors. Code here handles all rows at once, because it runs for every token."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -24,22 +24,22 @@ class Batch:
     """The work of one step on num_seqs rows."""
 
     inputs: StepInputs
-    sampled_rows: Integers  # [num_sampled], in the order of work; once, and once more for each draft
-    sampled_x: Tensor  # int64 [num_sampled], in [num_tokens] what the samples come after
+    sampled_rows: Integers  # [num_sampled], in the order of work; each row once, and again for each draft
+    sampled_x: Tensor  # int64 [num_sampled], index in [num_tokens] of the token before each sample
     input_spans: list[InputSpan]
-    drafts: TokenIds | None = None  # [num_sampled], what the samples should be, -1 where nobody guessed
+    drafts: TokenIds | None = None  # [num_sampled], the predicted samples, -1 where there is no draft
 
 
 class RowTable(Rows):
-    """The open rows, and what a step computes of them."""
+    """Open rows, and the batches that steps compute from them."""
 
     def tell(self, request: pb.StepRequest) -> list[str]:
-        """What failpoints may want to know of the step's rows."""
+        """Return labels of the step's rows for failpoints."""
         lengths = self._rows["prompt_len"][_integers(request.rows)]
         return [f"prompt={length}" for length in lengths.tolist()]
 
     def pack(self, request: pb.StepRequest) -> Batch | None:
-        """The step's work on rows that have not ended, or None where there is none."""
+        """Pack the step's work on rows that have not ended. Return None if there is none."""
         rows, starts, ends = (_integers(column) for column in (request.rows, request.starts, request.ends))
         assert self._open[rows].all(), "work on a row that is not open"
         assert len(set(rows.tolist())) == len(rows), "a row twice in a step"
@@ -59,7 +59,7 @@ class RowTable(Rows):
         return self._pack(rows, starts, ends)
 
     def pack_last(self, rows: Integers) -> Batch:
-        """The last tokens of the rows, to be computed once more."""
+        """Pack the last tokens of the rows, so that they are computed once more."""
         lengths = self._lengths[rows]
         return self._pack(rows, lengths - 1, lengths)
 
@@ -77,8 +77,8 @@ class RowTable(Rows):
     def _pack_drafts(
         self, rows: Integers, starts: Integers, ends: Integers, num_drafts: Integers, ids: TokenIds
     ) -> Batch:
-        """The drafts are computed as if they were the rows' next tokens; those that are not will be
-        overwritten by what is, like their keys and values."""
+        """Pack drafts as if they were the rows' next tokens. The actual tokens later overwrite wrong drafts,
+        with their keys and values."""
         samples = self._check(rows, starts, ends)
         has_drafts = num_drafts > 0
         assert (samples & (starts == ends - 1))[has_drafts].all(), "drafts beside more than the last token"
@@ -99,7 +99,7 @@ class RowTable(Rows):
         )
 
     def _check(self, rows: Integers, starts: Integers, ends: Integers) -> Booleans:
-        """Where [num_seqs] the work comes to the row's end."""
+        """Check the work. Return the rows, bool [num_seqs], whose work reaches the end of the row."""
         lengths = self._lengths[rows]
         assert (ends > starts).all(), "empty work"
         assert (ends <= lengths).all(), "work on tokens that are not known yet"
@@ -107,7 +107,7 @@ class RowTable(Rows):
         return samples
 
     def _inputs(self, rows: Integers, starts: Integers, ends: Integers, layout: Layout) -> StepInputs:
-        """Of tokens that are known or guessed, up to `ends`."""
+        """Pack the model's inputs for tokens up to `ends`, which are known or drafts."""
         assert (ends <= self._num_blocks[rows] * self._block_size).all(), "work without blocks to write to"
         row = rows[layout.sequence]  # [num_tokens]
         metadata = self._metadata(self._block_tables, rows, ends, layout)
@@ -126,7 +126,7 @@ class RowTable(Rows):
         return self._tensor(is_long, np.bool_) if is_long.any() else None
 
     def pack_encoder(self, opened: Iterable[pb.OpenRow]) -> StepInputs | None:
-        """What the encoder must compute for rows just opened, or None where that is nothing."""
+        """Pack the encoder's work for the rows just opened. Return None if there is none."""
         ended = self._rows["ended"]
         fresh = [message for message in opened if not message.is_encoded and not ended[message.row]]
         ids = [read_column(message.encoder_token_ids) for message in fresh]
@@ -154,7 +154,8 @@ class RowTable(Rows):
         )
 
     def _cross(self, rows: Integers, metadata: AttentionMetadata) -> AttentionMetadata:
-        """How the tokens of `metadata` see what the encoder made of their rows' inputs."""
+        """Return the metadata of cross-attention from the tokens of `metadata` to their rows' encoder
+        outputs."""
         lengths = self._rows["encoder_len"][rows]  # [num_seqs]
         width = -(-int(lengths.max()) // self._block_size)
         return AttentionMetadata(
@@ -168,8 +169,9 @@ class RowTable(Rows):
     def _input_spans(
         self, rows: Integers, starts: Integers, ends: Integers, cu_seqlens_q: Integers
     ) -> list[InputSpan]:
-        """Computing [start, end) tells of the tokens start + 1 to end; of token 0 there is nothing to
-        tell."""
+        """Return the spans of prompt tokens that this step reports.
+
+        Computing [start, end) gives the logits for tokens start + 1 to end. There are none for token 0."""
         input_from, spans = self._input_from[rows], []
         if (input_from == NOT_WANTED).all():
             return []

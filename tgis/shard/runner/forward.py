@@ -1,4 +1,5 @@
-"""How a step goes through the model: call by call, or as a tape of the kernels that an equal step called."""
+"""Runs a step through the model: layer by layer in Python, or by replaying the recorded kernel launches of an
+equal step."""
 
 import logging
 from dataclasses import dataclass, replace
@@ -16,15 +17,16 @@ from tgis.shard.runner.batch_builder import Batch
 
 logger = logging.getLogger(__name__)
 
-MAX_TAPED_TOKENS = 64  # of a step; larger ones take so long that a tape would save next to nothing
+# Most tokens of a step that is recorded. Larger steps take so long that a replay saves next to nothing.
+MAX_TAPED_TOKENS = 64
 
-# What the model makes of the step's tokens, [num_tokens, any], and the logits of those that are sampled
-# after, float32 [num_sampled, vocab_size], where there are any.
+# The model's output for the step's tokens, [num_tokens, any], and the logits of the sampled tokens, float32
+# [num_sampled, vocab_size], or None if no token is sampled.
 Outputs = tuple[Tensor, Tensor | None]
 
 
 class Forward:
-    """Steps through `model`, whose keys and values `attention` keeps. Outputs are valid until the next
+    """Forward pass of `model`; `attention` keeps its keys and values. Outputs are valid until the next
     step."""
 
     def __init__(self, model: Model, attention: Attention):
@@ -41,10 +43,11 @@ class Forward:
 
 
 class TapedForward(Forward):
-    """Records the first step of every small number of tokens, all of which are sampled after; such steps call
-    the same kernels, so that later ones only run the tape.
+    """Forward pass that captures small steps and replays them.
 
-    Steps with more to them, and models that compute with more than kernels, go call by call."""
+    A step qualifies if it has few tokens and every token is sampled. Steps with the same number of tokens
+    launch the same kernels, so the first one is captured and later ones are replayed. All other steps, and
+    models that use torch operators beside kernels, run layer by layer."""
 
     def __init__(self, model: Model, attention: Attention):
         super().__init__(model, attention)
@@ -58,7 +61,7 @@ class TapedForward(Forward):
         return super().__call__(batch) if step is None else step.run(batch.inputs)
 
     def find_tape(self, num_tokens: int) -> Tape | None:
-        """Of plain steps of so many tokens, once there was one."""
+        """Return the recording of plain steps with `num_tokens` tokens, or None before the first of them."""
         step = self._tapes.get(num_tokens)
         return None if step is None else step.tape
 
@@ -82,7 +85,7 @@ class TapedForward(Forward):
 class _TapedStep:
     tape: Tape
     inputs: StepInputs
-    """Where the tape's kernels look for them."""
+    """Inputs that the recorded kernels read, at fixed addresses."""
     outputs: tuple[Tensor, Tensor]
 
     def run(self, inputs: StepInputs) -> Outputs:
@@ -104,7 +107,7 @@ def _is_plain(batch: Batch) -> bool:
 
 
 def _copy(inputs: StepInputs) -> StepInputs:
-    """Inputs that stay where they are."""
+    """Copy the inputs to tensors whose addresses stay fixed."""
     return replace(
         inputs,
         token_ids=inputs.token_ids.clone(),
@@ -121,11 +124,11 @@ def _copy_table(metadata: AttentionMetadata) -> AttentionMetadata:
 
 
 class _OperatorError(Exception):
-    """An operator of torch's has no place on a tape; the text is its name."""
+    """Error: a step uses a torch operator, which cannot be captured. Its text is the operator's name."""
 
 
 class _NoOperators(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Lets nothing of torch pass but other views of the same memory."""
+    """Dispatch mode that refuses every torch operator except those that return views of their input."""
 
     def __torch_dispatch__(
         self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -1,4 +1,4 @@
-"""Where positions of sequences lie that are packed along one axis."""
+"""The layout of several sequences' positions packed along one axis."""
 
 from typing import NamedTuple
 
@@ -9,15 +9,15 @@ Integers = npt.NDArray[np.int64]
 
 
 class Layout(NamedTuple):
-    """Positions of sequences, one sequence's after those of the one before."""
+    """Packed positions of several sequences, sequence after sequence."""
 
-    begins: Integers  # [num_seqs + 1], where each sequence's begin
+    begins: Integers  # [num_seqs + 1], index of each sequence's first position, then the total
     sequence: Integers  # [num_tokens]
     positions: Integers  # [num_tokens]
 
     @classmethod
     def of(cls, starts: Integers, ends: Integers) -> "Layout":
-        """[start, end) of each sequence, which may be empty."""
+        """Lay out the positions [start, end) of each sequence; a range may be empty."""
         counts = ends - starts
         if (counts == 1).all():
             numbers = np.arange(len(counts) + 1)

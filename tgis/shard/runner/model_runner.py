@@ -1,4 +1,4 @@
-"""One rank's model, cache and rows. Steps go in and answers come out, in order, on one thread."""
+"""Executes steps on one rank's model, KV cache and row table, in order, on one thread."""
 
 import logging
 import time
@@ -25,12 +25,12 @@ from tgis.shard.sampling.sampler import sample
 
 logger = logging.getLogger(__name__)
 
-# Positions of a prompt whose logits exist at once.
+# Prompt positions whose logits are in memory at the same time.
 HEAD_ROWS = 64
 
 
 class Engine:
-    """Executes steps. Whatever `execute` raises, nothing of the engine is to be trusted afterwards."""
+    """Model runner. After `execute` has raised any exception, its state is undefined."""
 
     def __init__(
         self,
@@ -40,13 +40,14 @@ class Engine:
         info: pb.InfoResponse,
         contents: Contents,
     ) -> None:
-        """`table` finds in `contents` what rows name; it may be filled beside the steps."""
+        """`table` looks up in `contents` the adapters that rows name; other threads may add to it during
+        steps."""
         self.info, self.contents = info, contents
         self.model, self.forward, self._table, self._guides = forward.model, forward, table, guides
         self._is_answering = info.rank == 0
 
     def reset(self) -> None:
-        """Forgets all rows: a new stream begins."""
+        """Forget all rows, because a new stream of steps begins."""
         self._table.reset()
         self._guides.reset()
 
@@ -91,7 +92,8 @@ class Engine:
     def _describe_input(
         self, span: InputSpan, x: Tensor, adapters: TokenAdapters | None, top_n: Integers
     ) -> TokenDetails:
-        """By the raw logits; all ranks take part in these, only one looks at them."""
+        """Return the logprobs of a span of prompt tokens, from raw logits. All ranks compute the logits, but
+        only rank 0 reads them."""
         num_blank = 1 if span.start == 0 else 0
         token_ids = torch.from_numpy(span.token_ids[num_blank:].astype(np.int64)).to(x.device)
         end = span.first_x + len(token_ids)
@@ -117,8 +119,11 @@ class Engine:
             step_response.write_sampled(response, parts)
 
     def _sample_drafts(self, batch: Batch, logits: Tensor) -> tuple[list[Sampled], list[Problem]]:
-        """What goes wrong behind a draft comes again, before any in the row's next step. A row of which the
-        first token is no number is tried without its drafts, for it may be one of them that spoils it."""
+        """Sample the positions of rows with drafts.
+
+        Only problems of a row's first position count: a problem after a draft occurs again in the row's next
+        step, without a draft before it. A row whose first logits are not finite is computed once more without
+        its drafts, because a draft may be the cause."""
         parts = list(follow_drafts(batch, partial(self._sample_some, batch, logits)))
         problems = parts[0].problems
         spoilt = [problem.row for problem in problems if problem.cause != pb.RowError.CAUSE_GRAMMAR]
@@ -134,7 +139,7 @@ class Engine:
         return self._sample_rows(batch.sampled_rows[at], logits[torch.from_numpy(at)])
 
     def _sample_rows(self, rows: Integers, logits: Tensor) -> Sampled:
-        """The next tokens of some rows, by logits [n, vocab_size]."""
+        """Sample the next tokens of some rows from logits [n, vocab_size]."""
         traits = self._table.traits(rows)
         described = traits.described & self._is_answering
         chosen, usable, problems = self._choose(rows, logits, described)
@@ -151,7 +156,7 @@ class Engine:
     def _describe(
         self, logits: Tensor, chosen: Tensor, kept: Integers, described: Booleans, wanted: Wanted
     ) -> SampledDetails:
-        """Of the tokens `kept`; `described` [num_kept] are the ones that are asked for."""
+        """Return the logprobs of those of the tokens `kept` for which `described` [num_kept] is True."""
         at = kept[described]
         index = torch.from_numpy(at)
         details = describe(logits[index], chosen[index], wanted.top_n[at])
@@ -160,7 +165,8 @@ class Engine:
     def _choose(
         self, rows: Integers, logits: Tensor, described: Booleans
     ) -> tuple[Tensor, Booleans, list[Problem]]:
-        """Tokens int64 [n], where [n] there is one to be had, and what is wrong with the other rows."""
+        """Choose a token for each row. Return the tokens int64 [n], a bool [n] that is True where the token
+        is valid, and the problems of the other rows."""
         must_end, misled = self._guides.mask(logits, rows)
         batch = self._table.sampling_batch(rows, described, must_end)
         chosen, usable = sample(logits, batch, self._table.seen)

@@ -1,4 +1,4 @@
-"""What an `OpenRow` message says, as the row table keeps it, and why a row cannot be served."""
+"""Reads an `OpenRow` message into the row table's format, and finds out why a row cannot be served."""
 
 from dataclasses import dataclass
 
@@ -16,12 +16,12 @@ ROW = np.dtype(
     [
         ("open", np.bool_),
         ("ended", np.bool_),
-        ("length", np.int64),  # of prompt and generated tokens; the next token's position
+        ("length", np.int64),  # number of prompt and generated tokens, which is the next token's position
         ("prompt_len", np.int64),
         ("limit", np.int64),  # the length at which the row ends
         ("num_blocks", np.int64),
         ("encoder_len", np.int64),
-        ("is_long", np.bool_),  # past the length at which a model turns positions differently
+        ("is_long", np.bool_),  # True if longer than `rope_switch_len`
         ("logprobs", np.bool_),
         ("ranks", np.bool_),
         ("top_n", np.int64),
@@ -32,12 +32,12 @@ ROW = np.dtype(
 
 @dataclass(frozen=True)
 class Limits:
-    """What rows must keep to, and what decides how they are computed."""
+    """Limits of rows, and the model's properties that decide how rows are computed."""
 
-    max_sequence_length: int  # of the decoder's tokens, and of the encoder's
+    max_sequence_length: int  # limit of the decoder's tokens, and of the encoder's
     block_size: int
     vocab_size: int
-    rope_switch_len: int  # 0: never
+    rope_switch_len: int  # length past which rotary positions are scaled differently; 0 means never
     is_encoder_decoder: bool
 
 
@@ -46,7 +46,7 @@ def read_column(column: bytes) -> Column:
 
 
 def read_row(message: pb.OpenRow, limits: Limits) -> tuple[bool | int, ...]:
-    """As ROW wants it."""
+    """Return the fields of ROW, in their order."""
     details, length = message.details, len(read_column(message.token_ids))
     limit = message.prompt_len + message.max_new_tokens
     counts = (length, message.prompt_len, limit, 0, len(read_column(message.encoder_token_ids)))
@@ -56,7 +56,8 @@ def read_row(message: pb.OpenRow, limits: Limits) -> tuple[bool | int, ...]:
 
 
 def read_parameters(sampling: pb.Sampling) -> tuple[bool | int | float, ...]:
-    """As PARAMETERS wants it; the choice of a greedy row is made of neutral values."""
+    """Return the fields of PARAMETERS, in their order. A greedy row gets neutral values from the seed to
+    typical_p."""
     choice: tuple[bool | int | float, ...] = (True, 0, 1.0, 0, 1.0, 1.0)
     if not sampling.greedy:
         choice = (
@@ -87,7 +88,8 @@ def find_problem(message: pb.OpenRow, limits: Limits) -> str | None:
 
 
 def find_missing(message: pb.OpenRow, prompt: Prompt | None, adapter: Adapter | None) -> str | None:
-    """Why a row cannot be served with what it names, which was looked up."""
+    """Return why a row cannot be served with the soft prompt and adapter that were looked up for it, or
+    None."""
     if message.prompt_digest and prompt is None:
         return "its soft prompt is not loaded"
     if message.adapter_digest and adapter is None:

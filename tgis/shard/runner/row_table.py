@@ -1,5 +1,5 @@
-"""What a shard keeps of the sequences in generation, in arrays by row. All of it can be made again from the
-router's messages."""
+"""The state of the sequences that a shard generates, in arrays indexed by row. The router's messages suffice
+to rebuild all of it."""
 
 from dataclasses import dataclass
 
@@ -26,27 +26,27 @@ Integers = npt.NDArray[np.int64]
 Booleans = npt.NDArray[np.bool_]
 TokenIds = npt.NDArray[np.int32]
 
-# Choices of rows whose traits are kept: a step that continues another one has the same.
+# Sets of rows whose traits are cached. A step that continues another one has the same rows.
 MAX_KEPT = 16
 
 
 @dataclass(frozen=True)
 class Traits:
-    """What is the same of n rows from step to step."""
+    """Properties of n rows that stay the same from step to step."""
 
     params: npt.NDArray[np.void]  # PARAMETERS [n]
     eos_token_ids: TokenIds  # [n, any], padded with -1
     prompt_len: Integers  # [n]
     wanted: Wanted
-    described: Booleans  # [n], where anything is wanted
-    is_plain: bool  # all are greedy, by scores that nothing changes
+    described: Booleans  # [n], True where any token details are requested
+    is_plain: bool  # True if all rows are greedy and nothing changes their logits
 
 
 class Rows:
-    """The open rows: at most `max_rows`, of `max_sequence_length` tokens at most.
+    """Table of open rows: at most `max_rows`, each of at most `max_sequence_length` tokens.
 
-    `rope_switch_len` is the length past which a model turns positions differently, or 0. `contents` has the
-    soft prompts and adapters that rows may name."""
+    `rope_switch_len` is the length past which a model scales rotary positions differently, or 0. `contents`
+    holds the soft prompts and adapters that rows may name."""
 
     def __init__(
         self,
@@ -70,7 +70,7 @@ class Rows:
         )
         self._params = np.zeros(max_rows, PARAMETERS)
         self._eos = np.full((max_rows, 1), -1, np.int32)
-        # Of these three, only the pages that are written to take memory.
+        # The next three are allocated lazily by the system: only pages that are written to take memory.
         self._token_ids = np.zeros((max_rows, max_sequence_length), np.int32)
         self._block_tables = np.zeros((max_rows, -(-max_sequence_length // block_size)), np.int32)
         self._cross_tables = np.zeros_like(self._block_tables)
@@ -90,8 +90,8 @@ class Rows:
             self._tuning.close(rows.tolist())
 
     def open(self, message: pb.OpenRow) -> str | None:
-        """The row belongs to this sequence now, whoever had it before. A text says why it cannot be served;
-        then it has ended."""
+        """Assign the row to this sequence, also if it had another one before. Return None, or a text that
+        says why the row cannot be served; it has then ended."""
         row, token_ids = message.row, read_column(message.token_ids)
         prompt = self._contents.prompt(message.prompt_digest)
         adapter = self._contents.adapter(message.adapter_digest)
@@ -115,7 +115,7 @@ class Rows:
         self._ended[rows] = True
 
     def append(self, rows: Integers, token_ids: TokenIds) -> Booleans:
-        """Each of the rows [n] is a token longer; bool [n], where that was its last one."""
+        """Append a token to each of the rows [n]. Return bool [n], True where it was the last one."""
         traits, lengths = self.traits(rows), self._lengths[rows]
         self._token_ids[rows, lengths] = token_ids
         lengths += 1
@@ -130,7 +130,7 @@ class Rows:
         return ended
 
     def traits(self, rows: Integers) -> Traits:
-        """Of rows [n], any."""
+        """Return the traits of any rows [n]."""
         key = rows.tobytes()
         traits = self._traits.get(key)
         if traits is None:

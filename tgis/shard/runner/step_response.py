@@ -1,4 +1,4 @@
-"""What a step has to say, as the columns of its StepResponse."""
+"""Writes the results of a step into the columns of its StepResponse."""
 
 import zlib
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from tgis.shard.sampling.logprobs import InputSpan, TokenDetails, Wanted, join
 
 
 class Problem(NamedTuple):
-    """Why a row cannot be served."""
+    """Reason why a row cannot be served."""
 
     row: int
     text: str
@@ -24,27 +24,27 @@ class Problem(NamedTuple):
 
 @dataclass(frozen=True)
 class SampledDetails:
-    """Of n sampled tokens those that their rows asked for."""
+    """Token details that rows asked for, among n sampled tokens."""
 
     wanted: Wanted  # [n]
-    at: Integers  # [num_described], in [n]
+    at: Integers  # [num_described], indices in [n]
     details: TokenDetails  # [num_described]
 
 
 @dataclass(frozen=True)
 class Sampled:
-    """The tokens of some of a step's places, each of another row."""
+    """Sampled tokens of some of a step's positions, at most one of each row."""
 
-    kept: Integers  # [n], those of the places that have a token
+    kept: Integers  # [n], indices of the positions for which a token was sampled
     rows: Integers  # [n]
     token_ids: TokenIds  # [n]
     ended: Booleans  # [n]
-    details: SampledDetails | None  # where any are asked for, on the rank that answers
-    problems: list[Problem]  # of the other places
+    details: SampledDetails | None  # None if no row asks for any, and on ranks other than 0
+    problems: list[Problem]  # one for each of the other positions
 
 
 def digest(parts: Sequence[Sampled]) -> int:
-    """32 bits that are equal on all ranks, or something is wrong."""
+    """Return a 32-bit checksum of the sampled tokens. It is equal on all ranks, or the ranks disagree."""
     found = 0
     for part in parts:
         found = zlib.crc32(part.rows.astype("<i4").tobytes(), found)
@@ -53,7 +53,7 @@ def digest(parts: Sequence[Sampled]) -> int:
 
 
 def write_sampled(response: pb.StepResponse, parts: Sequence[Sampled]) -> None:
-    """One part after the other; the tokens of rows that asked for no details get NaN and 0."""
+    """Write the parts in order. Tokens of rows that asked for no details get logprob NaN and rank 0."""
     response.rows = b"".join(part.rows.astype("<i4").tobytes() for part in parts)
     response.token_ids = b"".join(part.token_ids.astype("<i4").tobytes() for part in parts)
     response.ended = b"".join(part.ended.tobytes() for part in parts)
@@ -66,7 +66,7 @@ def write_sampled(response: pb.StepResponse, parts: Sequence[Sampled]) -> None:
 
 
 def _write_details(response: pb.StepResponse, parts: list[tuple[SampledDetails, int]]) -> None:
-    """With where each part begins among the sampled tokens."""
+    """Write the details of each part, which comes with the index of its first sampled token."""
     num_sampled = len(response.ended)
     at = np.concatenate([part.at + begin for part, begin in parts])
     details = join([part.details for part, _ in parts])
@@ -80,7 +80,7 @@ def _write_details(response: pb.StepResponse, parts: list[tuple[SampledDetails, 
 
 
 def write_input(response: pb.StepResponse, span: InputSpan, details: TokenDetails | None) -> None:
-    """None where the row wants its input's ids reported and nothing else."""
+    """Write the details of a span of prompt tokens. `details` is None if the row asks for their ids only."""
     message = response.input_details.add(row=span.row, start=span.start, count=len(span.token_ids))
     if details is not None:
         message.logprobs = details.logprobs.astype("<f4").tobytes()

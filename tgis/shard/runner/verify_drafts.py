@@ -1,5 +1,6 @@
-"""Drafts are accepted exactly where they are what would have been sampled: a row's positions are sampled one
-after the other, by everything that decides a token, for as long as the draft was right."""
+"""Verifies drafts of speculative decoding: a draft is accepted exactly if it equals the sampled token.
+
+A row's positions are sampled in order, with all of the row's sampling parameters, until a draft is wrong."""
 
 from collections.abc import Callable, Iterator
 
@@ -9,13 +10,13 @@ from tgis.shard.runner.batch_builder import Batch
 from tgis.shard.runner.row_table import Integers
 from tgis.shard.runner.step_response import Sampled
 
-# Of places [n] in [num_sampled], no two of one row: their tokens.
+# Samples the tokens at indices [n] in [num_sampled], at most one index of each row.
 Sample = Callable[[Integers], Sampled]
 
 
 def follow_drafts(batch: Batch, sample: Sample) -> Iterator[Sampled]:
-    """Each row's first sample, then the second of those whose first was the draft, and so on; a row that has
-    ended, or for which there was no token to be had, goes no further."""
+    """Yield each row's first sample, then the second sample of the rows whose first one equals the draft, and
+    so on. A row stops once it has ended or no token could be sampled for it."""
     assert batch.drafts is not None
     rows = batch.sampled_rows
     at = np.flatnonzero(np.diff(rows, prepend=-1))

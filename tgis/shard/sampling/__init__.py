@@ -1,1 +1,1 @@
-"""From logits to tokens: filters, random numbers, log-probabilities, grammars."""
+"""Samples tokens from logits: filters, random numbers, logprobs and grammars."""

@@ -1,5 +1,7 @@
-"""Random choice as a pure function of (seed, position, token id): equal on every rank and machine and in
-every batch, so that a sequence which is resumed elsewhere goes on with the numbers it would have had."""
+"""Counter-based RNG: random numbers are a pure function of (seed, position, token id).
+
+They are equal on every rank and machine and in every batch, so a sequence that is resumed elsewhere continues
+with the same random numbers."""
 
 from itertools import repeat
 
@@ -8,7 +10,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-# Elements worked on at once: what a core's cache holds, since the hash passes over them some twenty times.
+# Elements that are processed at once. They fit into a core's cache, because the hash reads them some twenty
+# times.
 CHUNK = 1 << 17
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 STRIDE = np.uint64(0xD1B54A32D192ED03)
@@ -17,17 +20,18 @@ BELOW_ONE = 1 - 2.0**-24
 
 
 def draw_keys(seeds: npt.NDArray[np.uint64], positions: npt.NDArray[np.int64]) -> Tensor:
-    """What is random about n draws: 64 well mixed bits of each (seed, position), as int32 [n, 2]."""
+    """Hash (seed, position) to 64 bits for each of n draws; return them as int32 [n, 2]."""
     bits = _mix64(_mix64(seeds + GOLDEN) ^ (positions.astype(np.uint64) * STRIDE))  # [n]
     return torch.from_numpy(bits.view(np.int32).reshape(-1, 2))
 
 
 def race(scores: Tensor, keys: Tensor, token_ids: Tensor) -> Tensor:
-    """The column of each row that is drawn, with the probabilities softmax(scores); int64 [n].
+    """Draw a column of each row with the probabilities softmax(scores); return int64 [n].
 
-    Token i finishes after Exp(1) / p_i and the first one wins. The noise belongs to the token id, so leaving
-    out columns that cannot win changes nothing. scores [n, width], -inf never wins; keys [n, 2]; token_ids
-    int32 [width] or [n, width]."""
+    Uses an exponential race: token i finishes after a time Exp(1) / p_i, and the earliest one is drawn. The
+    random number depends on the token id, not on the column, so leaving out columns that cannot win changes
+    nothing. scores [n, width], a score of -inf is never drawn; keys [n, 2]; token_ids int32 [width] or
+    [n, width]."""
     rows = max(1, CHUNK // scores.shape[-1])
     if len(scores) <= rows:
         return _race(scores, keys, token_ids)
@@ -43,10 +47,10 @@ def _race(scores: Tensor, keys: Tensor, token_ids: Tensor) -> Tensor:
 
 
 def uniforms(keys: Tensor, token_ids: Tensor) -> Tensor:
-    """float32 [n, width] in (0, 1), of 31 bits; finest near 0, where the race is decided. Shapes as in
-    `race`.
+    """Return uniform numbers in (0, 1) of 31 bits, float32 [n, width]. Arguments have the shapes of `race`.
 
-    Rounds of 32 bits between two 32-bit keys: torch multiplies those three times as fast as 64-bit ones."""
+    The numbers are finest near 0, where the race is decided. The hash uses 32-bit rounds and two 32-bit keys,
+    because torch multiplies 32-bit integers three times as fast as 64-bit ones."""
     bits = (token_ids * _wrap(0x9E3779B1)) ^ keys[:, :1]
     bits = _fold(bits, 16).mul_(_wrap(0x7FEB352D)).add_(keys[:, 1:])
     bits = _fold(bits, 15).mul_(_wrap(0x846CA68B))
@@ -55,17 +59,17 @@ def uniforms(keys: Tensor, token_ids: Tensor) -> Tensor:
 
 
 def _fold(bits: Tensor, shift: int) -> Tensor:
-    """bits ^ (bits >> shift), in place; torch's shift carries the sign along, hence the mask."""
+    """Compute bits ^ (bits >> shift) in place. The mask undoes the sign extension of torch's shift."""
     return bits.bitwise_xor_((bits >> shift).bitwise_and_((1 << (32 - shift)) - 1))
 
 
 def _wrap(constant: int) -> int:
-    """The same 32 bits as a signed number."""
+    """Return the same 32 bits as a signed number."""
     return constant - (1 << 32) if constant >> 31 else constant
 
 
 def _mix64(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """A bijection in which every bit of the result depends on every bit of x."""
+    """Mix the bits of x: a bijection in which every bit of the result depends on every bit of x."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))

@@ -1,5 +1,7 @@
-"""Which tokens the grammar of a row allows next. Compiling, following and asking happen on a thread of its
-own, while the model computes; the step waits only for what is not ready when it samples."""
+"""Computes the tokens that the grammar of a row allows next.
+
+Grammars are compiled, advanced and turned into masks on a separate thread, while the model computes. A step
+waits only for masks that are not ready when it samples."""
 
 import logging
 import threading
@@ -22,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 CACHE_SIZE = 64
 STACK_BYTES = 64 << 20
-# Wider than the router's, which has compiled the grammar already.
+# Wider than the router's limits, because the router has already compiled the grammar.
 LIMITS = LLParserLimits(max_lexer_states=50_000, verbose_errors=False)
 
 Booleans = npt.NDArray[np.bool_]
@@ -30,12 +32,12 @@ Integers = npt.NDArray[np.int64]
 
 
 class GrammarError(Exception):
-    """The row cannot be served; the text is for the log."""
+    """Error: the row cannot be served. Its text is for the log."""
 
 
 @dataclass(frozen=True)
 class Mask:
-    """What may come next. banned bool [vocab_size]; is_complete where only the end may."""
+    """Mask of the next token: banned bool [vocab_size]; is_complete is True if only the end is allowed."""
 
     banned: Booleans
     is_complete: bool
@@ -43,29 +45,29 @@ class Mask:
 
 @dataclass
 class Guide:
-    """A row's grammar and how far it has been followed."""
+    """State of a row's grammar."""
 
     grammar: pb.Grammar
     eos_token_ids: Integers
     token_ids: list[int]
-    """Generated so far."""
+    """Tokens generated so far."""
     pending: Future[None] = field(init=False)
-    """When it is done ..."""
+    """Future that is done when `outcome` is valid."""
     outcome: Mask | str = ""
-    """... this is what may come next, or what is wrong."""
+    """Mask of the next token, or a text that says what is wrong."""
     matcher: LLMatcher | None = None
     is_alone: bool = False
-    """Its matcher has not been used by another row before."""
+    """True if no other row has used the matcher's compiled grammar before."""
 
 
 class Guides:
-    """The guides of the open rows that have a grammar. Safe to use from one thread; owns another."""
+    """Guides of the open rows that have a grammar. Callers must use it from one thread; it owns another."""
 
     def __init__(self, load_tokenizer: Callable[[], LLTokenizer], vocab_size: int) -> None:
-        """`load_tokenizer` is called at once, on the other thread."""
+        """Start to load the tokenizer: `load_tokenizer` is called at once on the other thread."""
         self._vocab_size = vocab_size
         self._guides: dict[int, Guide] = {}
-        self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()  # of the other thread alone
+        self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()  # used by the other thread only
         self._thread = _start_thread()
         self._tokenizer = self._thread.submit(load_tokenizer)
 
@@ -83,8 +85,8 @@ class Guides:
             self._guides.pop(row, None)
 
     def open(self, message: pb.OpenRow) -> None:
-        """The row follows the message's grammar, if it has one, from its last generated token on; what is
-        wrong with that is said when the row is to be masked."""
+        """Start to follow the message's grammar, if it has one, after its last generated token. `mask`
+        reports what is wrong with it."""
         self._guides.pop(message.row, None)
         if not message.HasField("grammar"):
             return
@@ -95,10 +97,10 @@ class Guides:
         self._guides[message.row] = guide
 
     def mask(self, logits: Tensor, rows: Integers) -> tuple[Booleans, dict[int, str]]:
-        """Bans, in place, the tokens that the rows' grammars do not allow from logits [n, vocab_size].
+        """Set the logits [n, vocab_size] of tokens that the rows' grammars do not allow to -inf, in place.
 
-        Returns where [n] only the end is left, and what is wrong with rows that cannot be served, by their
-        place in [n]. Rows without a grammar keep their logits."""
+        Returns bool [n], True where only the end is allowed, and the problems of rows that cannot be served,
+        by their index in [n]. Rows without a grammar keep their logits."""
         complete, problems = np.zeros(len(rows), np.bool_), {}
         index, banned = [], []
         for i, row in self._guided(rows):
@@ -120,7 +122,8 @@ class Guides:
         return complete, problems
 
     def advance(self, rows: Integers, token_ids: npt.NDArray[np.int32], ended: Booleans) -> None:
-        """Each of the rows [n] is a token longer; where it has not ended its next mask is begun."""
+        """Append a token to each of the rows [n]. Start to compute the next mask of those that have not
+        ended."""
         work = [(self._guides[row], [int(token_ids[i])]) for i, row in self._guided(rows) if not ended[i]]
         if work:
             pending = self._thread.submit(self._follow_all, work)
@@ -128,24 +131,27 @@ class Guides:
                 guide.pending = pending
 
     def _guided(self, rows: Integers) -> list[tuple[int, int]]:
-        """(place, row)"""
+        """Return (index, row) of the rows that have a guide."""
         if not self._guides:
             return []
         return [(i, row) for i, row in enumerate(rows.tolist()) if row in self._guides]
 
     def _follow_all(self, work: list[tuple[Guide, list[int]]]) -> None:
-        """One task for all rows of a step: handing over takes longer than most masks."""
+        """Compute the masks of all rows of a step in one task, because handing over a task takes longer than
+        most masks."""
         for guide, token_ids in work:
             try:
                 guide.outcome = self._follow(guide, token_ids)
             except GrammarError as error:
                 guide.outcome = str(error)
-            except Exception as error:  # a client's text drives the library: what it breaks is that row
+            except Exception as error:  # a client's grammar may break the library; then only its row fails
                 guide.outcome = f"its grammar cannot be followed: {type(error).__name__}"
 
     def _follow(self, guide: Guide, token_ids: list[int]) -> Mask:
-        """Copies of a matcher share what they learn of a grammar, and the limit on it; so one that fails has
-        another try by itself."""
+        """Advance the row's matcher and return its mask.
+
+        Copies of a matcher share a cache of the grammar's lexer states, and the limit on their number. So if
+        a shared matcher fails, the row tries again with a matcher of its own."""
         guide.token_ids += token_ids
         if guide.matcher is None:
             guide.is_alone = guide.grammar.digest not in self._compiled
@@ -181,7 +187,7 @@ class Guides:
             raise GrammarError(text) from error
 
     def _ask(self, guide: Guide, matcher: LLMatcher, token_ids: list[int]) -> Mask | None:
-        """What may follow `token_ids`; None where the matcher has failed."""
+        """Return the mask after `token_ids`, or None if the matcher has failed."""
         if not matcher.consume_tokens(token_ids):
             return None
         is_accepting = matcher.is_accepting()
@@ -200,8 +206,8 @@ class Guides:
 
 
 class Pieces:
-    """A vocabulary whose decoder the library does not know, spelled by that decoder: what each token adds at
-    the end of a text."""
+    """Vocabulary for a tokenizer whose decoder the library does not support. The text of a token is what
+    that decoder adds for it at the end of a text."""
 
     bos_token_id = None
 
@@ -215,23 +221,23 @@ class Pieces:
         self.tokens = [text.removeprefix(before).encode() for text in texts]
 
     def __call__(self, text: str) -> list[int]:
-        """The library asks how a text would be cut; no grammar of ours depends on it."""
+        """Tokenize nothing. The library calls this to tokenize a text, but no grammar here depends on it."""
         return []
 
 
 def read_tokenizer(directory: Path, vocab_size: int, eos_token_ids: list[int]) -> LLTokenizer:
-    """Of a model's `tokenizer.json`; ids up to `vocab_size` that it has no token for are never allowed."""
+    """Read a model's `tokenizer.json`. Ids below `vocab_size` without a token are never allowed."""
     text = (directory / "tokenizer.json").read_text(encoding="utf-8")
     eos = eos_token_ids or None
     try:
         return LLTokenizer(text, n_vocab=vocab_size, eos_token=eos)
-    except ValueError:  # the decoder is of another kind, or there are more tokens than the model knows
+    except ValueError:  # the decoder is unsupported, or the tokenizer has more tokens than the model
         pieces = Pieces(tokenizers.Tokenizer.from_str(text), vocab_size, eos_token_ids)
         return LLTokenizer(TokenizerWrapper(pieces), n_vocab=vocab_size, eos_token=eos)
 
 
 def _start_thread() -> ThreadPoolExecutor:
-    """With a deep stack: the library recurses over a grammar's parts."""
+    """Start a thread with a large stack, because the library recurses over a grammar's parts."""
     before = threading.stack_size(STACK_BYTES)
     try:
         pool = ThreadPoolExecutor(1, "grammar")

@@ -1,6 +1,8 @@
-"""Top-k, top-p and typical-p: which tokens sampled rows may choose from. Few candidates mostly decide; where
-they cannot, vocabularies are sorted, but not on a CPU, where that takes longer than a model's step, and the
-edge is searched for. A row's result never depends on the rows beside it."""
+"""Top-k, top-p and typical-p filters: they limit the tokens from which a row is sampled.
+
+Usually a few of the best candidates decide. If they do not, the whole vocabulary is sorted; but on a CPU,
+where sorting takes longer than a model's step, the score at the limit is searched for instead. A row's result
+never depends on the other rows."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -10,15 +12,16 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-# Candidates tried, in turn, before the whole vocabulary.
+# Numbers of best candidates that are tried, in this order, before the whole vocabulary.
 WIDTHS = (64, 1024, 8192)
-# What an edge is searched for in, and how far they reach, in nats; what is beyond shares one.
+# Number of histogram bins in which a limit is searched for, and the range that they cover, in nats. All
+# values beyond the range share one more bin.
 NUM_BINS, REACH = 4096, 24.0
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Of n rows: top_k int64 (0: off), top_p and typical_p float32 (1: off)."""
+    """Limits of n rows: top_k int64 (0: off), top_p and typical_p float32 (1: off)."""
 
     top_k: npt.NDArray[np.int64]
     top_p: npt.NDArray[np.float32]
@@ -30,8 +33,10 @@ class Limits:
 
 @dataclass(frozen=True)
 class Candidates:
-    """What is left of n rows: their indices `rows` [n]; scores float32 [n, width], -inf where excluded; the
-    token ids int64 [n, width]."""
+    """Tokens of n rows that remain after filters.
+
+    rows [n], the rows' indices; scores float32 [n, width], -inf where excluded; token_ids int64
+    [n, width]."""
 
     rows: npt.NDArray[np.int64]
     scores: Tensor
@@ -45,13 +50,14 @@ class Candidates:
 
 
 def narrow(scores: Tensor, limits: Limits) -> Iterator[Candidates]:
-    """Every row of scores [n, vocab_size] once, in groups of equal width; each has a top_k or a top_p.
+    """Yield the candidates of every row of scores [n, vocab_size] once, in groups of equal width.
 
-    Ties at the k-th score all stay; of equals at the edge of top_p the lower ids stay."""
+    Each row must have a top_k or a top_p. All ties at the k-th score stay; among equal scores at the limit of
+    top_p, the lower ids stay."""
     vocab_size = scores.shape[-1]
     pending = np.arange(len(scores))
     for width in sorted({min(width, vocab_size) for width in (*WIDTHS, vocab_size)}):
-        # One column beyond the k-th tells whether equals of it lie outside.
+        # One column beyond the k-th is needed to see whether more scores equal the k-th.
         fitting = (limits.top_k[pending] < width) | (width == vocab_size)
         rows, pending = pending[fitting], pending[~fitting]
         if len(rows) == 0:
@@ -73,7 +79,9 @@ def narrow(scores: Tensor, limits: Limits) -> Iterator[Candidates]:
 def _narrow(
     scores: Tensor, rows: npt.NDArray[np.int64], limits: Limits, width: int
 ) -> tuple[Candidates, npt.NDArray[np.bool_]]:
-    """The best `width` tokens of `rows`, rising, cut to top_k and top_p; where [n] none is missing."""
+    """Return the best `width` tokens of `rows`, limited to top_k and top_p.
+
+    Also returns bool [n], True where no further token belongs to the result. `rows` is rising."""
     scores = scores if len(rows) == len(scores) else scores[torch.from_numpy(rows)]
     best, token_ids = _rank(scores, width)
     kept = best.clone()  # [n, width]
@@ -85,16 +93,16 @@ def _narrow(
     if (limits.top_p < 1).any():
         mass = _probabilities(scores, kept, token_ids, has_k).cumsum(-1)
         top_p = torch.from_numpy(np.where(limits.top_p < 1, limits.top_p, np.float32(np.inf)))
-        # A token stays where the mass before it falls short; so the first always does.
+        # A token stays if the mass before it is less than top_p, so the first one always stays.
         kept[:, 1:].masked_fill_(mass[:, :-1] >= top_p.to(best.device).unsqueeze(-1), -torch.inf)
     lowest = kept.masked_fill(kept == -torch.inf, torch.inf).amin(-1, keepdim=True)
-    # Ties of the k-th have a share in the mass that top_p divides, so all of them must be here.
+    # Ties at the k-th score count in the mass to which top_p applies, so all of them must be present.
     certain = torch.where(has_k, edge, lowest).squeeze(-1) > best[:, -1]
     return Candidates(rows, kept, token_ids), certain.numpy(force=True) | (width == scores.shape[-1])
 
 
 def _cut(scores: Tensor, rows: npt.NDArray[np.int64], limits: Limits) -> Candidates:
-    """All tokens of `rows`, cut to top_p."""
+    """Return all tokens of `rows`, limited to top_p."""
     limits = limits.take(rows)
     scores = scores[torch.from_numpy(rows)]  # [n, vocab_size]
     probabilities = scores.softmax(-1).numpy()
@@ -105,7 +113,7 @@ def _cut(scores: Tensor, rows: npt.NDArray[np.int64], limits: Limits) -> Candida
 
 
 def _cut_row(scores: npt.NDArray[np.float32], weights: npt.NDArray[np.float32], top_p: np.float32) -> None:
-    """In place, [vocab_size]."""
+    """Limit the scores of one row, [vocab_size], to top_p, in place."""
     edge, before = _find_edge(-scores, weights, top_p, -scores.max())
     ties = np.flatnonzero(scores == -edge)
     scores[scores < -edge] = -np.inf
@@ -118,9 +126,12 @@ def _find_edge(
     mass: np.float32,
     least: np.float32,
 ) -> tuple[np.float32, np.float64]:
-    """The key at which the weights [width] of all that are not higher reach the mass, and the weights of all
-    that are lower; the highest where they never do. No key is lower than `least`."""
-    with np.errstate(invalid="ignore"):  # a row of which nothing can be chosen has no least
+    """Find the lowest key such that the weights of all keys up to it sum to `mass`; return it and the sum of
+    the weights of all lower keys.
+
+    keys and weights are [width]. If the sum never reaches `mass`, the highest key is returned. No key is
+    lower than `least`."""
+    with np.errstate(invalid="ignore"):  # `least` is not finite in a row without any finite score
         bins = (np.fmin(keys - least, np.float32(REACH)) * np.float32(NUM_BINS / REACH)).astype(np.int32)
     total = np.bincount(bins, weights, NUM_BINS + 1).cumsum()
     found = min(int(np.searchsorted(total, mass)), int(bins.max()))
@@ -134,7 +145,8 @@ def _find_edge(
 
 
 def _rank(scores: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """The highest scores of each row and their ids, [n, width] each: falling, equals by rising id."""
+    """Return the highest scores of each row and their ids, [n, width] each, by falling score and, among equal
+    scores, by rising id."""
     if width == scores.shape[-1]:
         best, token_ids = scores.sort(dim=-1, descending=True, stable=True)
         return best, token_ids
@@ -144,9 +156,10 @@ def _rank(scores: Tensor, width: int) -> tuple[Tensor, Tensor]:
 
 
 def _probabilities(scores: Tensor, kept: Tensor, token_ids: Tensor, has_k: Tensor) -> Tensor:
-    """[n, width], of all tokens, or of those that top_k left.
+    """Return the probabilities [n, width] among all tokens, or among those that top_k left if `has_k`.
 
-    Softmax and cumulative sums add row by row; a plain sum may be split over threads when a row is alone."""
+    Softmax and cumulative sums add row by row. A plain sum is avoided, because torch may split it over
+    threads if there is only one row."""
     among_kept = kept.softmax(-1)
     if bool(has_k.all()):
         return among_kept
@@ -161,9 +174,10 @@ def _limit_typical(scores: Tensor, typical_p: npt.NDArray[np.float32]) -> None:
 
 
 def keep_typical(scores: Tensor, typical_p: npt.NDArray[np.float32]) -> Tensor:
-    """Scores [n, width] of the tokens whose information is nearest the entropy, -inf elsewhere.
+    """Keep the scores [n, width] of the tokens whose information is nearest to the entropy; the others become
+    -inf.
 
-    A token stays where those strictly nearer have less than the mass typical_p [n] together."""
+    A token stays if all strictly nearer tokens together have less than the probability typical_p [n]."""
     logprobs = scores.log_softmax(-1)
     probabilities = logprobs.exp()
     entropy = torch.special.entr(probabilities).cumsum(-1)[:, -1:]  # [n, 1]
@@ -173,7 +187,7 @@ def keep_typical(scores: Tensor, typical_p: npt.NDArray[np.float32]) -> Tensor:
 
 
 def _typical_edge(distance: Tensor, probabilities: Tensor, mass: Tensor) -> Tensor:
-    """The distance [n, 1] at which the mass is reached, however many candidates it takes to tell."""
+    """Return the distance [n, 1] at which the mass is reached, with as many candidates as that takes."""
     size = distance.shape[-1]
     if distance.is_cpu and size > WIDTHS[0]:
         rows = zip(distance.numpy(), probabilities.numpy(), mass.squeeze(-1).numpy(), strict=True)

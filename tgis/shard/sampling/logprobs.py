@@ -1,4 +1,4 @@
-"""What is reported of a token beside its id: log-probability, rank, and the best tokens, ties included."""
+"""Computes the details of a token: its logprob, its rank, and the best tokens, including ties."""
 
 from dataclasses import dataclass, fields
 
@@ -12,8 +12,8 @@ from torch import Tensor
 class InputSpan:
     """Prompt tokens of a row that a step reports, from position `start` on.
 
-    The first of them is described by what the model makes of the token before it, `first_x` in [num_tokens],
-    and so on; token 0 has none before it and is described by nothing."""
+    The details of the first of them come from the model's output for the token before it, which is at index
+    `first_x` in [num_tokens], and so on. Token 0 has no token before it, and so no details."""
 
     row: int
     start: int
@@ -23,7 +23,7 @@ class InputSpan:
 
 @dataclass(frozen=True)
 class Wanted:
-    """What n rows report of a token: logprobs and ranks bool [n], top_n int64 [n]."""
+    """Token details that n rows ask for: logprobs and ranks bool [n], top_n int64 [n]."""
 
     logprobs: npt.NDArray[np.bool_]
     ranks: npt.NDArray[np.bool_]
@@ -40,11 +40,11 @@ class Wanted:
 
 @dataclass(frozen=True)
 class TokenDetails:
-    """Of n tokens.
+    """Details of n tokens.
 
-    logprobs float32 [n]; ranks int32 [n], 1 + the number of strictly higher scores. The best tokens of one
-    after those of the other: top_counts int32 [n], top_ids int32 and top_logprobs float32 [sum of
-    top_counts], by falling log-probability, equals by rising id."""
+    logprobs float32 [n]; ranks int32 [n], 1 + the number of strictly higher scores. The best tokens are
+    concatenated, token after token: top_counts int32 [n], top_ids int32 and top_logprobs float32 [sum of
+    top_counts], by falling logprob and, among equal ones, by rising id."""
 
     logprobs: npt.NDArray[np.float32]
     ranks: npt.NDArray[np.int32]
@@ -54,7 +54,7 @@ class TokenDetails:
 
 
 def leave_blank(num_tokens: int) -> TokenDetails:
-    """Of tokens that nothing is known of: NaN, rank 0, no best tokens."""
+    """Return the details of tokens without logits: logprob NaN, rank 0, no best tokens."""
     none = np.zeros(num_tokens, np.int32)
     return TokenDetails(
         np.full(num_tokens, np.nan, np.float32), none, none, none[:0], np.empty(0, np.float32)
@@ -62,14 +62,16 @@ def leave_blank(num_tokens: int) -> TokenDetails:
 
 
 def join(parts: list[TokenDetails]) -> TokenDetails:
-    """One after the other."""
+    """Concatenate the details."""
     return TokenDetails(
         *(np.concatenate([vars(part)[f.name] for part in parts]) for f in fields(TokenDetails))
     )
 
 
 def describe(scores: Tensor, token_ids: Tensor, top_n: npt.NDArray[np.int64]) -> TokenDetails:
-    """Of tokens int64 [n] under softmax(scores), [n, vocab_size], -inf where excluded; top_n [n] may be 0."""
+    """Compute the details of tokens int64 [n] under softmax(scores).
+
+    scores [n, vocab_size] are -inf where excluded; top_n [n] may be 0."""
     logprobs = scores.log_softmax(-1)
     index = token_ids.unsqueeze(-1)  # [n, 1]
     ranks = (scores > scores.gather(-1, index)).sum(-1, dtype=torch.int32) + 1
@@ -88,7 +90,8 @@ def describe(scores: Tensor, token_ids: Tensor, top_n: npt.NDArray[np.int64]) ->
 def _find_best(
     scores: Tensor, top_n: npt.NDArray[np.int64]
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """(row, token id), rising, of the scores that reach the n-th highest of their row; at most 4n a row."""
+    """Return rows and token ids, rising, of the scores that reach the n-th highest of their row; at most 4n
+    of a row."""
     if not top_n.any():
         return np.empty(0, np.int64), np.empty(0, np.int64)
     last = np.clip(top_n, 1, scores.shape[-1]) - 1  # [n]
@@ -97,6 +100,6 @@ def _find_best(
     edge.masked_fill_(torch.from_numpy(top_n == 0).to(best.device).unsqueeze(-1), torch.inf)
     found = ((scores >= edge) & (scores > -torch.inf)).nonzero().numpy(force=True)
     rows, ids = found[:, 0], found[:, 1]
-    place = np.arange(len(rows)) - np.searchsorted(rows, rows)  # among those of its row
+    place = np.arange(len(rows)) - np.searchsorted(rows, rows)  # index among the scores of the same row
     inside = place < 4 * top_n[rows]
     return rows[inside], ids[inside]

@@ -1,5 +1,5 @@
-"""From the logits of a step to its tokens: penalties, temperature, filters and choice, in the order that
-clients of TGIS rely on. A row's token depends on its own logits, ids, parameters and seed alone."""
+"""Samples a step's tokens from its logits: applies penalties, temperature and filters, then chooses, in the
+order that clients of TGIS rely on. A row's token depends only on its own logits, ids, parameters and seed."""
 
 from dataclasses import dataclass
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from tgis.shard.sampling.counter_rng import draw_keys, race
 from tgis.shard.sampling.logits_filters import Limits, keep_typical, narrow
 
-# One row's parameters; those from `seed` to `typical_p` are neutral in a greedy row.
+# The sampling parameters of one row. In a greedy row, those from `seed` to `typical_p` are neutral.
 PARAMETERS = np.dtype(
     [
         ("greedy", np.bool_),
@@ -26,18 +26,18 @@ PARAMETERS = np.dtype(
         ("length_penalty_factor", np.float32),  # 1: off
     ]
 )
-# Penalties beyond this, or below its inverse, act like it: two of them times a logit must still be finite.
+# Penalties are clamped to this and its inverse, so that a logit times two of them is still finite.
 MAX_FACTOR = np.float32(1e16)
 
 
 @dataclass(frozen=True)
 class SamplingBatch:
-    """What decides n tokens beside their logits.
+    """Inputs of sampling n tokens, beside their logits.
 
-    rows int64 [n], where `SeenTokens` has them; params PARAMETERS [n]; num_generated int64 [n], tokens
-    generated before this one; positions int64 [n], this token's place in its sequence; eos_token_ids int32
-    [n, any], padded with -1; described bool [n], whose scores are wanted afterwards; must_end bool [n], whose
-    grammar allows nothing else."""
+    rows int64 [n], indices into `SeenTokens`; params PARAMETERS [n]; num_generated int64 [n], number of
+    tokens generated before this one; positions int64 [n], position of this token in its sequence;
+    eos_token_ids int32 [n, any], padded with -1; described bool [n], True if the final scores are needed for
+    token details; must_end bool [n], True if the grammar allows nothing but the end."""
 
     rows: npt.NDArray[np.int64]
     params: npt.NDArray[np.void]
@@ -46,17 +46,18 @@ class SamplingBatch:
     eos_token_ids: npt.NDArray[np.int32]
     described: npt.NDArray[np.bool_]
     must_end: npt.NDArray[np.bool_] | np.bool_ = np.False_
-    is_plain: bool = False  # as `find_plain` says
+    is_plain: bool = False  # the result of `find_plain`
 
 
 class SeenTokens:
-    """Which ids a sequence holds, for the rows with a repetition penalty; grows to the highest of these."""
+    """Sets of the token ids that sequences contain, for rows with a repetition penalty. The table grows to
+    the highest such row."""
 
     def __init__(self, vocab_size: int, device: torch.device):
         self._seen = torch.zeros((0, vocab_size), dtype=torch.bool, device=device)
 
     def start(self, row: int, token_ids: npt.NDArray[np.int32]) -> None:
-        """Forgets what the row held before."""
+        """Replace the row's set with `token_ids`."""
         while row >= len(self._seen):
             more = self._seen.new_zeros((max(8, len(self._seen)), self._seen.shape[-1]))
             self._seen = torch.cat([self._seen, more])
@@ -67,20 +68,21 @@ class SeenTokens:
         self._seen[torch.from_numpy(rows), torch.from_numpy(token_ids.astype(np.int64))] = True
 
     def select(self, rows: npt.NDArray[np.int64]) -> Tensor:
-        """bool [n, vocab_size]"""
+        """Return the sets of the rows, bool [n, vocab_size]."""
         return self._seen[torch.from_numpy(rows)]
 
 
 def find_plain(params: npt.NDArray[np.void]) -> bool:
-    """Whether all rows take the highest score of those that the model gives."""
+    """Return True if all rows take the highest of the model's unchanged logits."""
     changes = (params["repetition_penalty"] != 1) | (params["length_penalty_factor"] != 1)
     return bool((params["greedy"] & ~changes & (params["min_new_tokens"] == 0)).all())
 
 
 def sample(scores: Tensor, batch: SamplingBatch, seen: SeenTokens) -> tuple[Tensor, npt.NDArray[np.bool_]]:
-    """Tokens int64 [n] from logits float32 [n, vocab_size], and where [n] the logits were fit to choose from.
+    """Sample tokens int64 [n] from logits float32 [n, vocab_size].
 
-    Works in place: afterwards the scores of `batch.described` rows are those the choice was made from."""
+    Also returns bool [n], False where the logits have no finite maximum. Works in place: afterwards the
+    scores of `batch.described` rows are those from which the token was chosen."""
     if not batch.is_plain:
         _penalise(scores, batch, seen)
     if batch.is_plain or batch.params["greedy"].all():
@@ -92,12 +94,12 @@ def sample(scores: Tensor, batch: SamplingBatch, seen: SeenTokens) -> tuple[Tens
 
 
 def _take_highest(scores: Tensor) -> tuple[Tensor, npt.NDArray[np.bool_]]:
-    """The lowest id among equals."""
+    """Take the highest score of each row; among equal scores, the lowest id."""
     if not scores.is_cpu:
         highest, chosen = scores.max(-1)
         return chosen, np.isfinite(highest.numpy(force=True))
     values = scores.numpy()
-    ids = values.argmax(-1)  # several times as fast as torch's
+    ids = values.argmax(-1)  # numpy's argmax is several times as fast as torch's
     return torch.from_numpy(ids), np.isfinite(values[np.arange(len(ids)), ids])
 
 
@@ -116,7 +118,7 @@ def _penalise(scores: Tensor, batch: SamplingBatch, seen: SeenTokens) -> None:
 
 
 def _eos_of(batch: SamplingBatch, wanted: npt.NDArray[np.bool_], vocab_size: int) -> tuple[Tensor, Tensor]:
-    """Index of the end-of-sequence scores of the wanted rows."""
+    """Return the index of the end-of-sequence scores of the wanted rows."""
     ids = batch.eos_token_ids
     rows, columns = (wanted[:, None] & (ids >= 0) & (ids < vocab_size)).nonzero()
     return torch.from_numpy(rows), torch.from_numpy(ids[rows, columns]).long()
@@ -175,12 +177,12 @@ def _choose_limited(
 
 
 def _column(values: npt.NDArray[np.float32], device: torch.device) -> Tensor:
-    """[n, 1]"""
+    """Return the values as a tensor [n, 1]."""
     return torch.from_numpy(values.copy()).to(device).unsqueeze(-1)
 
 
 def _take(x: Tensor, index: npt.NDArray[np.int64]) -> Tensor:
-    """Rows of x by a rising index, without a copy where it names all of them."""
+    """Return the rows of x at a rising index, without a copy if that is all rows."""
     return x if len(index) == len(x) else x[torch.from_numpy(index)]
 
 

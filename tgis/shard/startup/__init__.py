@@ -1,1 +1,1 @@
-"""From a configuration to a model runner that is ready to answer."""
+"""Starts a shard: builds a model runner that is ready to answer from a configuration."""

@@ -1,5 +1,5 @@
-"""Chooses what a model runs on: a family of our own where it can, else transformers' code; or ONNX
-Runtime."""
+"""Chooses the engine of a model: one of TGIS's own families if possible, else transformers' code; or ONNX
+Runtime, if the configuration asks for it."""
 
 import logging
 from collections.abc import Callable, Mapping
@@ -26,19 +26,20 @@ NATIVE, TRANSFORMERS, ONNX = "tgis_native", "hf_transformers", "hf_optimum_ort"
 
 @dataclass(frozen=True)
 class Choice:
-    """A model that can be served. `spec` follows from the configuration alone; the loaded model's own is
-    what counts. `load` raises UnsupportedModelError and WeightsError; none but the native engine asks for
-    the kernels that it is given."""
+    """Engine for a model, and the function that loads the model.
+
+    `spec` comes from the configuration alone; the loaded model's own spec takes precedence. `load` raises
+    UnsupportedModelError and WeightsError. Only the native engine uses the kernels passed to it."""
 
     engine: str
     spec: ModelSpec
     load: Callable[[World, torch.dtype, Kernels], Model]
     dtype: torch.dtype | None = None
-    """Of weights and cache, where the model leaves no choice."""
+    """Type of weights and cache, if the model fixes it."""
     weight_bytes: int | None = None
-    """Where they are not those of the checkpoint's tensors."""
+    """Size of the weights, if it differs from the size of the checkpoint's tensors."""
     table_elements: int = 0
-    """Of the embedding, whose type is not that of other weights where these are quantized."""
+    """Number of elements of the embedding, which keeps its type when other weights are quantized."""
 
 
 def choose(
@@ -49,9 +50,9 @@ def choose(
     trust_remote_code: bool,
     quantize: Quantization = "none",
 ) -> Choice:
-    """What runs the model in `directory`, whose config.json is `settings`, on `size` ranks. Reads no tensor.
+    """Choose the engine that runs the model in `directory`, whose config.json is `settings`, on `size` ranks.
 
-    Raises UnsupportedModelError and WeightsError."""
+    Reads no tensor. Raises UnsupportedModelError and WeightsError."""
     choice = _choose(directory, settings, framework, size, trust_remote_code, quantize)
     if quantize != "none" and choice.engine != NATIVE:
         raise UnsupportedModelError(f"--quantize {quantize} is for {NATIVE}, not for {choice.engine}")
@@ -70,7 +71,7 @@ def _choose(
     if engine == ONNX:
         return _choose_onnx(directory, settings)
     if engine == TRANSFORMERS and size > 1:
-        # What TGIS did: there transformers cannot cut a model.
+        # Ignore the option, as TGIS did: its transformers engine cannot split a model over ranks.
         engine = None
     try:
         native = _choose_native(directory, settings, size, quantize)
@@ -90,7 +91,7 @@ def _choose(
 
 
 class _NotNativeError(UnsupportedModelError):
-    """No family of ours computes what the configuration asks for."""
+    """Error: no native family implements what the configuration asks for."""
 
 
 def _choose_native(directory: Path, settings: Mapping[str, Any], size: int, quantize: Quantization) -> Choice:
@@ -111,7 +112,8 @@ def _choose_transformers(
     trust_remote_code: bool,
     instead_of: UnsupportedModelError | None = None,
 ) -> Choice:
-    reason = instead_of if registry.is_known(settings) else None  # which says what of a family is unknown
+    # For a known family, the error names the feature that the native family lacks.
+    reason = instead_of if registry.is_known(settings) else None
 
     def explain(error: UnsupportedModelError | WeightsError) -> UnsupportedModelError:
         return UnsupportedModelError(f"{reason}; through transformers: {error}")

@@ -1,5 +1,5 @@
-"""From a configuration to an engine that is ready to answer: its model read, its kernels compiled, its cache
-sized by what is left."""
+"""Builds a model runner that is ready to answer: reads the model, compiles the kernels, and sizes the KV
+cache by the memory that is left."""
 
 import logging
 import time
@@ -35,20 +35,20 @@ from tgis.shard.startup.warm_up import WarmUp, largest_step
 
 logger = logging.getLogger(__name__)
 
-# How long a rank waits for another that is still reading its weights.
+# Longest time that a rank waits for another one that is still reading its weights.
 MEETING_TIMEOUT_S = 600.0
 
 
 def load(config: ShardConfig, ranks: World | None = None, on: Platform | None = None) -> Engine:
-    """`ranks` have met already; absent, they meet here. `on` is what to compute with; absent, that follows
-    from the configuration.
+    """Load the model and return a model runner that is ready for steps.
 
-    Raises DeviceError, ModelNotFoundError, UnsupportedModelError, WeightsError, WorldError,
-    ModelTooLargeError or CacheTooSmallError."""
+    If `ranks`, the process group, is None, the ranks connect here. If `on`, the platform, is None, the
+    configuration decides it. Raises DeviceError, ModelNotFoundError, UnsupportedModelError, WeightsError,
+    WorldError, ModelTooLargeError or CacheTooSmallError."""
     began = time.monotonic()
     directory = Path(config.model_path)
     settings = model_files.read_json(directory, "config.json")
-    # Whether it can be served, before anything slow happens.
+    # Check that the model can be served before anything slow starts.
     choice = _choose_engine(config, settings)
     spec, on = choice.spec, on or _choose_platform(config, choice)
     quantize_check.check(config.quantize, on)
@@ -65,7 +65,7 @@ def load(config: ShardConfig, ranks: World | None = None, on: Platform | None = 
     _check_length(model.spec, demand.max_sequence_length)
     host_limits.release_memory()
     weight_gib = (on.memory.memory_used() - before) / GIB
-    guides.wait_until_ready()  # its memory is not that of a step, which is measured next
+    guides.wait_until_ready()  # keep the tokenizer's memory out of the measurement of a step below
     if allowance.adapter_bytes:
         on.kernels.prepare_adapters()
     contents = open_contents(config, model)
@@ -88,13 +88,13 @@ def load(config: ShardConfig, ranks: World | None = None, on: Platform | None = 
 
 
 def sequence_length(config: ShardConfig, settings: Mapping[str, Any]) -> int:
-    """Of the longest request; `settings` is the model's config.json."""
+    """Return the limit of a sequence's length; `settings` is the model's config.json."""
     return config.max_sequence_length or model_files.max_sequence_length(settings)
 
 
 @dataclass(frozen=True)
 class _Loaded:
-    """All of an engine but its cache."""
+    """Parts of a model runner, without its KV cache."""
 
     info: pb.InfoResponse
     model: Model
@@ -105,9 +105,9 @@ class _Loaded:
     on: Platform
     contents: Contents
     contents_bytes: int
-    """That they may grow to."""
+    """Largest size that `contents` may grow to."""
     is_taped: bool
-    """Whether steps may be made of the platform's kernels alone."""
+    """True if steps may consist of the platform's kernels alone, and so may be captured and replayed."""
 
     @property
     def block_bytes(self) -> int:
@@ -131,7 +131,8 @@ class _Loaded:
         return Engine(forward, table, self.guides, info, self.contents)
 
     def measure_room(self, max_step_tokens: int) -> Room:
-        """What is left for caches once kernels are compiled. Raises WorldError, ModelTooLargeError."""
+        """Compile the kernels and measure the memory that is left for caches. Raises WorldError and
+        ModelTooLargeError."""
         shape, ranks, demand = self.model.spec, self.ranks, self.demand
         cache = memory_plan.allocate(shape, ranks, self.dtype, demand.block_size, 1)
         warm_up = WarmUp(self.make_engine(cache), ranks, demand, self.on.memory)
@@ -152,13 +153,13 @@ class _Loaded:
 
 
 def _choose_engine(config: ShardConfig, settings: dict[str, Any]) -> engine_choice.Choice:
-    """Raises UnsupportedModelError and WeightsError."""
+    """Choose the engine. Raises UnsupportedModelError and WeightsError."""
     how = (config.deployment_framework, config.world_size, config.trust_remote_code)
     return engine_choice.choose(Path(config.model_path), settings, *how, quantize_check.read(config.quantize))
 
 
 def _choose_platform(config: ShardConfig, choice: engine_choice.Choice) -> Platform:
-    """Raises DeviceError."""
+    """Choose the platform. Raises DeviceError."""
     on = platform.choose(config.device, _local_rank(config), _num_local(config))
     if on is platform.ON_CPU or choice.engine == engine_choice.NATIVE:
         return on
@@ -167,7 +168,7 @@ def _choose_platform(config: ShardConfig, choice: engine_choice.Choice) -> Platf
 
 
 def _demand(config: ShardConfig, settings: dict[str, Any], spec: ModelSpec) -> Demand:
-    """Raises UnsupportedModelError."""
+    """Return the requests' demand. Raises UnsupportedModelError."""
     length = sequence_length(config, settings)
     _check_length(spec, length)
     return Demand(
@@ -180,7 +181,7 @@ def _demand(config: ShardConfig, settings: dict[str, Any], spec: ModelSpec) -> D
 
 
 def _check_length(spec: ModelSpec, length: int) -> None:
-    """Raises UnsupportedModelError."""
+    """Raise UnsupportedModelError if the model has fewer positions than `length`."""
     if spec.max_positions and length > spec.max_positions:
         text = f"the model has {spec.max_positions} positions; --max-sequence-length {length} is more"
         raise UnsupportedModelError(text)
@@ -195,11 +196,13 @@ def _check_fit(
     on: Platform,
     allowance: Allowance,
 ) -> None:
-    """Before gigabytes are read. No rank reads any before all have looked at what is left."""
+    """Check that the model fits into memory, before gigabytes are read.
+
+    No rank reads weights before all ranks have looked at the memory that is left."""
     weights = choice.weight_bytes
     if weights is None:
         weights = quantize_check.count_bytes(config, choice, DTYPES[dtype])
-    if choice.engine != engine_choice.NATIVE:  # then every rank has all of them
+    if choice.engine != engine_choice.NATIVE:  # with other engines, every rank holds all weights
         weights *= ranks.size
     weights = weights * ranks.local_size // ranks.size
     left = on.memory_left(ranks)
@@ -208,7 +211,7 @@ def _check_fit(
 
 
 def _choose_dtype(asked: str | None, settings: dict[str, Any], choice: engine_choice.Choice) -> str:
-    """Where the model leaves a choice, what is asked for, else what the checkpoint is stored in."""
+    """Return the name of the type: the model's own if it fixes one, else `asked`, else the checkpoint's."""
     if choice.dtype is not None:
         [found] = [name for name, dtype in DTYPES.items() if dtype == choice.dtype]
         if asked not in (None, found):
@@ -218,7 +221,7 @@ def _choose_dtype(asked: str | None, settings: dict[str, Any], choice: engine_ch
 
 
 def _start_guides(directory: Path, tokenizer: Path, vocab_size: int) -> Guides:
-    """Reads the tokenizer while the weights are read."""
+    """Start to read the tokenizer on another thread, while the weights are read."""
     return Guides(
         partial(read_tokenizer, tokenizer, vocab_size, model_files.eos_token_ids(directory)), vocab_size
     )
@@ -235,7 +238,7 @@ def _join(config: ShardConfig, device: torch.device) -> World:
 
 
 def _num_local(config: ShardConfig) -> int:
-    """Ranks that share this machine."""
+    """Return the number of ranks on this machine."""
     return config.local_size or config.world_size
 
 
@@ -246,7 +249,7 @@ def _local_rank(config: ShardConfig) -> int:
 def _describe(
     config: ShardConfig, settings: Mapping[str, Any], spec: ModelSpec, dtype: str, allowance: Allowance
 ) -> pb.InfoResponse:
-    """All but the number of blocks. Raises UnsupportedModelError."""
+    """Describe the shard, without the number of blocks. Raises UnsupportedModelError."""
     kinds, directory = pb.InfoResponse.ModelKind, Path(config.model_path)
     return pb.InfoResponse(
         model_kind=kinds.MODEL_KIND_ENCODER_DECODER
@@ -275,7 +278,7 @@ def _describe(
 
 
 def _start_token_id(config: ShardConfig, settings: Mapping[str, Any], vocab_size: int) -> int:
-    """With which a decoder begins. Raises UnsupportedModelError."""
+    """Return the id of the token with which the decoder begins. Raises UnsupportedModelError."""
     generation = model_files.read_json(Path(config.model_path), "generation_config.json")
     for key in ("decoder_start_token_id", "bos_token_id", "pad_token_id"):
         for place in (settings, generation):

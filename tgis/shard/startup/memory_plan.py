@@ -1,5 +1,5 @@
-"""How many blocks the cache gets, from the memory that is left and what requests could use; and whether a
-model fits at all."""
+"""Plans memory: computes the number of KV cache blocks, from the memory that is left and the blocks that
+requests could use, and checks that the model fits at all."""
 
 from dataclasses import dataclass
 
@@ -13,16 +13,18 @@ MIB, GIB = 1 << 20, 1 << 30
 
 
 class ModelTooLargeError(OperatorError):
-    """The memory that is left does not hold the model; the text is one line that shows the arithmetic."""
+    """Error: the model does not fit into the memory that is left. Its text is one line with the
+    arithmetic."""
 
 
 class CacheTooSmallError(OperatorError):
-    """A request of full length would not fit; the text is one line that shows the arithmetic."""
+    """Error: a request of full length does not fit into the KV cache. Its text is one line with the
+    arithmetic."""
 
 
 @dataclass(frozen=True)
 class Demand:
-    """What requests could use, and the operator's own bound if there is one."""
+    """Cache space that requests could use, and the operator's limit if there is one."""
 
     block_size: int
     max_sequence_length: int
@@ -32,22 +34,27 @@ class Demand:
 
     @property
     def blocks_per_request(self) -> int:
-        """Of full length. Where input and output have blocks of their own and the decoder begins with a token
-        that is neither, the worst case is an input that ends with the first token of a block."""
+        """Number of blocks of a request of full length.
+
+        In an encoder-decoder model, input and output have separate blocks, and the decoder begins with a
+        token that belongs to neither. The worst case is an input that ends with the first token of a block,
+        which takes one more block."""
         whole = -(-self.max_sequence_length // self.block_size)
         return whole + 1 if self.is_encoder_decoder else whole
 
     @property
     def wanted_blocks(self) -> int:
-        """As many as requests could use, or as the operator allows."""
+        """Number of blocks that requests could use, or that the operator allows if that is less."""
         most = self.max_batch_size * self.blocks_per_request
         return most if self.kv_cache_tokens is None else min(most, self.kv_cache_tokens // self.block_size)
 
 
 @dataclass(frozen=True)
 class Room:
-    """Bytes, of which all ranks of a machine leave `left` free, and one of them uses `step` for the largest
-    step and `contents` for soft prompts and adapters beside its cache."""
+    """Memory of a machine in bytes.
+
+    `left` is free beside all ranks of the machine. Each rank takes `step` for the largest step and `contents`
+    for soft prompts and adapters, beside its cache. Caches may take one part in `divisor` of the rest."""
 
     left: int
     step: int
@@ -57,13 +64,13 @@ class Room:
 
     @property
     def taken(self) -> int:
-        """Beside the caches, by all ranks."""
+        """Bytes that all ranks take beside their caches."""
         return self.num_ranks * (self.step + self.contents)
 
     @property
     def share(self) -> int:
-        """What one rank's cache may take: a quarter of what the rest leaves, or another part of it, over the
-        ranks."""
+        """Bytes that one rank's cache may take: one part in `divisor` (by default a quarter) of the memory
+        that the rest leaves, divided by the number of ranks."""
         return max(0, self.left - self.taken) // self.divisor // self.num_ranks
 
 
@@ -78,9 +85,10 @@ def check_fit(
     contents: int = 0,
     quantize: str | None = None,
 ) -> None:
-    """Whether weights of so many bytes over this machine's ranks, and beside them on each `contents` and a
-    cache, can fit into the bytes that are left before anything is read. Raises ModelTooLargeError or
-    CacheTooSmallError."""
+    """Check, before anything is read, that the model fits into the `left` bytes of this machine.
+
+    `weights` is the size of the weights of all ranks of this machine. Each rank also needs `contents` bytes
+    and a cache. Raises ModelTooLargeError or CacheTooSmallError."""
     if weights > left:
         raise ModelTooLargeError(
             f"the model does not fit: its weights take {weights / GIB:.2f} GiB as "
@@ -93,7 +101,7 @@ def check_fit(
 
 
 def check_room(room: Room) -> None:
-    """Raises ModelTooLargeError where the ranks could not compute the largest step, or hold what they may."""
+    """Raise ModelTooLargeError if the largest step, soft prompts and adapters do not fit into memory."""
     if room.taken <= room.left:
         return
     step, contents = (room.num_ranks * each / GIB for each in (room.step, room.contents))
@@ -109,7 +117,7 @@ def check_room(room: Room) -> None:
 
 
 def make_cache(shape: Shape, world: World, dtype: torch.dtype, demand: Demand, room: Room) -> KVCache:
-    """Raises CacheTooSmallError."""
+    """Allocate a cache that fits into `room`. Raises CacheTooSmallError."""
     block_bytes = bytes_per_block(shape, world, demand.block_size, dtype)
     num_blocks = count_blocks(demand, block_bytes, room.share)
     check_blocks(demand, num_blocks, block_bytes, room)
@@ -122,12 +130,12 @@ def allocate(shape: Shape, world: World, dtype: torch.dtype, block_size: int, nu
 
 
 def count_blocks(demand: Demand, block_bytes: int, share: int) -> int:
-    """What is wanted, or what fits into `share` bytes."""
+    """Return the number of wanted blocks, or of those that fit into `share` bytes if that is less."""
     return min(demand.wanted_blocks, share // block_bytes)
 
 
 def check_blocks(demand: Demand, num_blocks: int, block_bytes: int, room: Room) -> None:
-    """Raises CacheTooSmallError unless one request of full length fits."""
+    """Raise CacheTooSmallError unless one request of full length fits."""
     if num_blocks >= demand.blocks_per_request:
         return
     needed = demand.blocks_per_request * block_bytes

@@ -1,5 +1,7 @@
-"""What a shard computes with: a device, and the kernels, attention and memory that go with it. Chosen once
-when the shard starts; nothing else asks what kind of device it is, but the world, for how ranks talk."""
+"""The platform of a shard: a device, with its kernels, attention and memory.
+
+It is chosen once when the shard starts. No other code asks for the kind of device, except the collectives,
+which choose the backend by it."""
 
 import logging
 from collections.abc import Callable
@@ -25,26 +27,26 @@ logger = logging.getLogger(__name__)
 
 
 class DeviceError(OperatorError):
-    """There is no device as was asked for; the text is one line."""
+    """Error: the requested device does not exist. Its text is one line."""
 
 
 class Memory(Protocol):
-    """The memory that weights, cache and steps are in; all numbers are bytes."""
+    """Memory that holds weights, cache and steps. All numbers are bytes."""
 
     def memory_left(self) -> int:
-        """What this process may still take."""
+        """Return the memory that this process may still take."""
 
     def release_memory(self) -> None:
-        """Gives back what was freed, where it can be."""
+        """Return freed memory to the system, as far as possible."""
 
     def memory_used(self) -> int:
-        """What this process has taken."""
+        """Return the memory that this process uses."""
 
     def begin_peak(self) -> int:
-        """What this process has taken; `peak` is counted from here on."""
+        """Start the measurement of `peak`. Return the memory that this process uses now."""
 
     def peak(self) -> int:
-        """The most that this process has had since `begin_peak`."""
+        """Return the most memory that this process has used since `begin_peak`."""
 
 
 @dataclass(frozen=True)
@@ -54,15 +56,16 @@ class Platform:
     attention: Callable[[KVCache], Attention]
     memory: Memory
     is_memory_shared: bool
-    """Whether all ranks of a machine are in the same memory."""
+    """True if all ranks of a machine use the same memory."""
     cache_divisor: int
-    """Of the memory that weights and steps leave, the cache may have one part in so many."""
+    """Divisor of the memory that weights and steps leave: the cache may have one part in so many."""
     tapes_steps: bool
-    """Whether kernels and attention can be recorded."""
+    """True if the launches of kernels and attention can be captured and replayed."""
 
     def memory_left(self, ranks: World) -> int:
-        """Bytes that all ranks of this machine together may still take, if each takes as many, on the
-        machine that has the least left. Raises WorldError."""
+        """Return the bytes that all ranks of a machine together may still take, if each takes equally many.
+
+        The machine with the least memory left decides. Raises WorldError."""
         left = ranks.min(self.memory.memory_left())
         return left if self.is_memory_shared else left * ranks.local_size
 
@@ -73,8 +76,9 @@ ON_CPU = Platform(
 
 
 def choose(asked: str, rank: int, size: int) -> Platform:
-    """What rank `rank` of `size` on this machine computes with. Asked for is cpu, cuda or auto, which is GPUs
-    where torch can compute on them. Raises DeviceError."""
+    """Choose the platform of rank `rank` of the `size` ranks on this machine.
+
+    `asked` is cpu, cuda or auto; auto means GPUs if torch can compute on them. Raises DeviceError."""
     if asked == "cpu":
         return ON_CPU
     if not torch.cuda.is_available():
@@ -92,6 +96,6 @@ def choose(asked: str, rank: int, size: int) -> Platform:
 
 
 def on_cuda(device: torch.device) -> Platform:
-    """`device` is this process's own."""
+    """Return the platform of a GPU; `device` is the one that this process uses."""
     kernels, memory = TorchKernels(device), CudaMemory(device)
     return Platform(device, kernels, TorchAttention, memory, False, cache_divisor=1, tapes_steps=False)

@@ -1,4 +1,4 @@
-"""What `--quantize` means for a shard: who can serve it, and how much memory its weights take."""
+"""Checks that the platform supports `--quantize`, and counts the memory of quantized weights."""
 
 from pathlib import Path
 
@@ -13,18 +13,19 @@ from tgis.shard.startup.platform import DeviceError, Platform
 
 
 def read(quantize: str | None) -> Quantization:
-    """Of an option's value, those that are never served being refused before."""
+    """Return the quantization of an option's value. Values that are never supported are refused earlier."""
     return "int8" if quantize == "int8" else "none"
 
 
 def check(quantize: str | None, on: Platform) -> None:
-    """Raises DeviceError."""
+    """Raise DeviceError if the platform cannot compute with this quantization."""
     if read(quantize) == "int8" and on.kernels.pack_int8 is None:
         raise DeviceError("--quantize int8 is computed on the CPU only: --device cpu asks for that")
 
 
 def count_bytes(config: ShardConfig, choice: Choice, dtype: torch.dtype) -> int:
-    """Of a checkpoint's weights over all ranks; the embedding, of which a head may be made, counts twice."""
+    """Return the size of a checkpoint's weights over all ranks. If they are quantized, the embedding counts
+    twice: in its own type, and as int8 for a head that may be made of it."""
     elements = count_elements(Path(config.model_path))
     if read(config.quantize) == "none":
         return elements * dtype.itemsize

@@ -1,4 +1,4 @@
-"""How a shard's process computes: set once, before the model is loaded."""
+"""Sets the number of threads and the allocator's options, once, before the model is loaded."""
 
 import ctypes
 
@@ -9,7 +9,7 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 
 
 def configure(num_threads: int) -> None:
-    """Computes with `num_threads` threads, and keeps freed memory for the next step instead of returning it.
+    """Compute with `num_threads` threads, and keep freed memory for the next step instead of returning it.
 
     By default glibc maps every large buffer anew, and the page faults take ten times as long as filling
     it."""

@@ -1,5 +1,6 @@
-"""Runs steps before any request does: kernels get compiled, and it is found out how much memory the largest
-step takes, by running it or, where that would be slow, smaller ones."""
+"""Runs steps before the first request, to compile kernels and to measure the memory of the largest step.
+
+If the largest step would be slow, smaller ones are measured and the result is extrapolated."""
 
 import logging
 import time
@@ -22,9 +23,9 @@ logger = logging.getLogger(__name__)
 
 COMPILED_TOKENS = 20
 FIRST_TOKENS, GROWTH = 32, 4
-# Once two steps have been run, none that is likely to take longer.
+# After two steps, no step is run that is likely to take longer than this.
 MAX_STEP_S = 0.5
-# Of all that a row may ask for, what takes most memory.
+# The sampling parameters and token details that take the most memory.
 SAMPLING = pb.Sampling(
     temperature=1, top_p=0.95, typical_p=0.95, repetition_penalty=1.1, length_penalty_factor=1
 )
@@ -33,7 +34,7 @@ DETAILS = pb.Details(logprobs=True, ranks=True, top_n=10)
 
 @dataclass(frozen=True)
 class Extent:
-    """Of a step: so many rows, each of which samples, with so many tokens together."""
+    """Size of a step: the number of rows, each of which samples, and the number of tokens of all rows."""
 
     num_rows: int
     num_tokens: int
@@ -41,7 +42,8 @@ class Extent:
 
 @dataclass(frozen=True)
 class WarmUp:
-    """Steps on `engine`, whose cache needs but one block: they share it, and compute nonsense."""
+    """Warm-up steps on `engine`. Its cache needs only one block, which all rows share; the results are
+    meaningless."""
 
     engine: Engine
     world: World
@@ -49,9 +51,9 @@ class WarmUp:
     memory: Memory = host_limits
 
     def compile(self) -> None:
-        """A prompt in two pieces and a token, so that no request waits for a compiler.
+        """Run a prompt in two chunks and generate a token, so that no request waits for a compiler.
 
-        Raises WorldError, and UnsupportedModelError where not even that can be answered."""
+        Raises WorldError, and UnsupportedModelError if the model fails even at that."""
         num_tokens = min(COMPILED_TOKENS, self.demand.max_sequence_length - 1)
         opened = self._open_rows(Extent(1, num_tokens))
         length = opened[0].prompt_len
@@ -60,16 +62,17 @@ class WarmUp:
             answer = self.engine.execute(self._step(opened if start == 0 else [], [start], [end]))
             problems += [error.message for error in answer.errors]
         self.engine.reset()
-        if self.world.min(-len(problems)):  # which only the first rank is told
+        if self.world.min(-len(problems)):  # only rank 0's response lists the problems
             raise UnsupportedModelError(
                 f"the model cannot answer: {problems[0] if problems else 'see rank 0'}"
             )
 
     def measure(self, largest: Extent, is_enough: Callable[[int], bool], left: int) -> int:
-        """Bytes that a rank takes for a step of that extent beside weights and cache.
+        """Return the bytes that a rank needs for the largest step, beside weights and cache.
 
-        Tries smaller steps first, until an upper bound `is_enough`, or the next would be slow or exceed the
-        bytes that the ranks leave; then goes by those it ran. Equal on all ranks. Raises WorldError."""
+        Runs smaller steps first. Stops when an upper bound satisfies `is_enough`, or when the next step would
+        be slow or exceed the `left` bytes; then extrapolates from the steps that it ran. The result is equal
+        on all ranks. Raises WorldError."""
         began, seconds = time.monotonic(), 0.0
         used: dict[int, int] = {}
         for extent in _ladder(largest):
@@ -91,7 +94,7 @@ class WarmUp:
         return found
 
     def _run(self, extent: Extent) -> tuple[float, int]:
-        """Seconds and bytes, the most of any rank."""
+        """Run a step. Return its seconds and bytes, each the maximum over the ranks."""
         self.memory.release_memory()
         before, began = self.memory.begin_peak(), time.monotonic()
         opened = self._open_rows(extent)
@@ -101,7 +104,7 @@ class WarmUp:
         return -self.world.min(-int(seconds * 1e6)) / 1e6, -self.world.min(-used)
 
     def _open_rows(self, extent: Extent) -> list[pb.OpenRow]:
-        """The tokens are for the encoder where there is one."""
+        """Return the messages that open the step's rows. The tokens are the encoder's if there is one."""
         each, rest = divmod(extent.num_tokens, extent.num_rows)
         return [self._open_row(row, each + (row < rest)) for row in range(extent.num_rows)]
 
@@ -137,7 +140,9 @@ class WarmUp:
 
 
 def largest_step(demand: Demand, max_step_tokens: int) -> Extent:
-    """What the router may ask for at most. An encoder's pass is not cut, and may exceed the limit alone."""
+    """Return the extent of the largest step that the router may send.
+
+    An encoder's input is not chunked, so it alone may exceed `max_step_tokens`."""
     longest = demand.max_sequence_length - 1
     num_rows = min(demand.max_batch_size, max_step_tokens)
     num_tokens = min(max_step_tokens, num_rows * longest)
@@ -147,8 +152,9 @@ def largest_step(demand: Demand, max_step_tokens: int) -> Extent:
 
 
 def extrapolate(used: dict[int, int], num_tokens: int) -> int:
-    """Bytes that so many tokens take, given what rising numbers of them took: on the line through the last
-    two, or through the only one and nothing."""
+    """Return the bytes that `num_tokens` take, given the bytes `used` by rising numbers of tokens.
+
+    Extrapolates linearly from the last two measurements, or from zero and the only one."""
     if num_tokens in used:
         return used[num_tokens]
     (x1, y1), (x2, y2) = [(0, 0), *used.items()][-2:]
@@ -156,7 +162,7 @@ def extrapolate(used: dict[int, int], num_tokens: int) -> int:
 
 
 def _ladder(largest: Extent) -> Iterator[Extent]:
-    """Ever larger steps of the same shape."""
+    """Yield ever larger steps of the same shape, up to the largest."""
     num_tokens = FIRST_TOKENS
     while num_tokens < largest.num_tokens:
         yield Extent(-(-largest.num_rows * num_tokens // largest.num_tokens), num_tokens)
