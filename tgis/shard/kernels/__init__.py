@@ -1,1 +1,1 @@
-"""Implementations of the layers' operations and of attention, by platform."""
+"""Implementations of the layers' operations (`Kernels`) and of attention, one package per platform."""

@@ -1,1 +1,1 @@
-"""Models as data: what every family shares, and a file for each family."""
+"""Models: the code that all families share, and one module of data for each family."""

@@ -1,6 +1,6 @@
-"""The one decoder-only transformer; what differs between families is in its `DecoderSpec`.
+"""Decoder-only transformer of all families. A `DecoderSpec` holds what differs between families.
 
-Tokens of all sequences are packed along one axis; no result depends on the sequences beside its own."""
+Tokens of all sequences are packed along one axis. No result depends on other sequences in the step."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,17 +25,17 @@ Feeder = Callable[[Tensor, TokenAdapters | None], Tensor]
 
 @dataclass(frozen=True)
 class Surroundings:
-    """What all layers of a step are given beside the states."""
+    """Arguments that all layers of a step share, without the hidden states."""
 
     attention: Attention
     metadata: AttentionMetadata
     angles: Tensor | None  # [2, num_tokens, dim / 2]
-    local_angles: Tensor | None  # of layers with a window
+    local_angles: Tensor | None  # for layers with a sliding window
     adapters: TokenAdapters | None
 
 
 class LayerAttention:
-    """The self-attention of one layer, as the spec has it for that layer."""
+    """Self-attention of one layer, with the window, scale and angles that the spec gives for it."""
 
     def __init__(self, spec: DecoderSpec, parts: Parts, path: str, layer: int):
         window = spec.window(layer)
@@ -56,9 +56,10 @@ class LayerAttention:
 
 
 class Block:
-    """x += delta; x += attention(x); gives the feed-forward's output, the delta that the next block adds.
+    """Pre-norm block: x += delta; x += attention(x). It returns x and the feed-forward's output, the delta
+    that the next block adds.
 
-    Delays the addition, because a norm takes it along at no cost."""
+    The addition is delayed because the next norm adds the delta at no cost."""
 
     def __init__(self, spec: DecoderSpec, parts: Parts, layer: int):
         path = f"blocks.{layer}"
@@ -75,7 +76,7 @@ class Block:
 
 
 class ParallelBlock:
-    """As `Block`, but the feed-forward does not see what the attention adds."""
+    """Block whose feed-forward does not see the attention's output: both read the same x."""
 
     def __init__(self, spec: DecoderSpec, parts: Parts, layer: int):
         path = f"blocks.{layer}"
@@ -95,7 +96,7 @@ class ParallelBlock:
 
 
 class PostNormBlock:
-    """x = norm(x + attention(x)); x = norm(x + mlp(x))."""
+    """Block that normalises sums: x = norm(x + attention(x)); x = norm(x + mlp(x))."""
 
     def __init__(self, spec: DecoderSpec, parts: Parts, layer: int):
         path = f"blocks.{layer}"
@@ -126,7 +127,7 @@ class Decoder:
 
     @torch.inference_mode()
     def forward(self, inputs: StepInputs, attention: Attention) -> Tensor:
-        """[num_tokens, hidden_size]"""
+        """Return hidden states, [num_tokens, hidden_size]."""
         x = self._embed(inputs)
         angles, local_angles = (_turn(rotary, inputs) for rotary in (self._rotary, self._local_rotary))
         surroundings = Surroundings(attention, inputs.metadata, angles, local_angles, inputs.adapters)
@@ -148,11 +149,11 @@ class Decoder:
 
 
 class InputEmbedding:
-    """Of tokens and, where they are learned, of positions: float32 [num_tokens, hidden_size]."""
+    """Embedding of tokens and, where they are learned, of positions: float32 [num_tokens, hidden_size]."""
 
     def __init__(self, spec: DecoderSpec, parts: Parts):
         self._kernels = parts.kernels
-        # Rounded as the models that have one were trained with.
+        # The scale is rounded to the weights' type, as in the training of models that have one.
         self._scale = torch.tensor(spec.embedding_scale, dtype=parts.dtype).item()
         self._virtual_scale = self._scale if spec.scales_virtual else 1.0
         width = spec.embedding_size or spec.hidden_size
@@ -189,7 +190,7 @@ def _norm(spec: DecoderSpec, parts: Parts, path: str) -> Norm:
 def _norms(
     spec: DecoderSpec, parts: Parts, path: str, number: int
 ) -> tuple[Callable[[Tensor, Tensor | None], Tensor], Callable[[Tensor], Tensor]]:
-    """What a branch does to its input, and what to its output."""
+    """Return the functions that a branch applies to its input and to its output."""
     kernels = parts.kernels
 
     def add(x: Tensor, delta: Tensor | None) -> Tensor:

@@ -1,6 +1,6 @@
-"""The one encoder-decoder transformer; what differs between families is in its `EncoderDecoderSpec`.
+"""Encoder-decoder transformer of all families. An `EncoderDecoderSpec` holds what differs between families.
 
-Tokens of all sequences are packed along one axis; no result depends on the sequences beside its own."""
+Tokens of all sequences are packed along one axis. No result depends on other sequences in the step."""
 
 from collections.abc import Callable, Iterator, Sequence
 
@@ -18,14 +18,15 @@ from tgis.shard.models.parts.blocks import MLP, SelfAttention
 from tgis.shard.models.parts.relative_bias import read_bias
 from tgis.shard.models.spec.seq2seq_spec import EncoderDecoderSpec, StackSpec
 
-# Where the encoder keeps the keys and values of the layer that it is at; the decoder's come after it is done.
+# Cache layer for the keys and values of the encoder's current layer. The decoder overwrites it once the
+# encoder has finished.
 SCRATCH_LAYER = 0
 
 Branch = Callable[[Tensor, StepInputs, Attention], Tensor]
 
 
 class CrossAttention:
-    """The decoder's queries meet keys and values of the encoder's output."""
+    """Attention of the decoder's queries to keys and values of the encoder's output."""
 
     def __init__(self, spec: StackSpec, parts: Parts, path: str, layer: int):
         self._layer, self._head_dim = layer, spec.head_dim
@@ -36,7 +37,7 @@ class CrossAttention:
         self._out = RowParallel(parts, f"{path}.out", inner, size, spec.has_biases)
 
     def keep(self, states: Tensor, inputs: StepInputs, attention: Attention) -> None:
-        """states: [num_tokens, hidden_size], what the encoder made of its inputs."""
+        """Write keys and values of the encoder's output, states [num_tokens, hidden_size], to the cache."""
         k, v = self._kv(states, inputs.adapters).view(len(states), 2, -1, self._head_dim).unbind(1)
         attention.write(self._layer, k, v, inputs.metadata)  # [num_tokens, num_heads, head_dim]
 
@@ -48,9 +49,10 @@ class CrossAttention:
 
 
 class Layer:
-    """Self-attention, in a decoder attention to the encoder, and feed-forward, each added to the states.
+    """Layer of three branches: self-attention, in a decoder cross attention, and feed-forward.
 
-    Before: x += branch(norm(x)), the last left to the next layer. Sum: x = norm(x + branch(x))."""
+    With `norm_place` "before": x += branch(norm(x)), where the next layer adds the last branch's output. With
+    "sum": x = norm(x + branch(x))."""
 
     def __init__(
         self,
@@ -87,7 +89,7 @@ class Layer:
 
 
 class Stack:
-    """The encoder, or with `crossings` the decoder, between the embedding of tokens and the last norm."""
+    """Layers of the encoder, or with `crossings` of the decoder, from token embeddings to the last norm."""
 
     def __init__(self, spec: StackSpec, parts: Parts, path: str, crossings: Sequence[CrossAttention] = ()):
         self._spec, self._kernels = spec, parts.kernels
@@ -98,7 +100,7 @@ class Stack:
         self._layers = list(_layers(spec, parts, f"{path}.blocks", crossings))
 
     def __call__(self, x: Tensor, inputs: StepInputs, attention: Attention) -> Tensor:
-        """x: [num_tokens, hidden_size], embedded tokens, not kept -> the same shape."""
+        """Compute hidden states from embedded tokens x, [num_tokens, hidden_size]. x is overwritten."""
         x = self._embed(x, inputs)
         delta: Tensor | None = None
         for layer in self._layers:
@@ -106,7 +108,7 @@ class Stack:
         return x if delta is None else self._kernels.add(x, delta)
 
     def normalise(self, x: Tensor) -> Tensor:
-        """x: [n, hidden_size], contiguous."""
+        """Apply the last norm, if there is one, to contiguous x, [n, hidden_size]."""
         return self._norm(x) if self._norm else x
 
     def _embed(self, x: Tensor, inputs: StepInputs) -> Tensor:
@@ -145,7 +147,7 @@ class EncoderDecoderModel:
 
     @torch.inference_mode()
     def forward(self, inputs: StepInputs, attention: Attention) -> Tensor:
-        """[num_tokens, hidden_size]"""
+        """Return the decoder's hidden states, [num_tokens, hidden_size]."""
         return self._decoder(self._embed(inputs), inputs, attention)
 
     @torch.inference_mode()

@@ -1,4 +1,4 @@
-"""What the engine knows of any model: its shape, and how a step goes through it."""
+"""Interface between the model runner and all models: a model's shape, and a step's inputs and outputs."""
 
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
@@ -12,19 +12,19 @@ from tgis.shard.layers.ops import Parts
 
 
 class UnsupportedModelError(OperatorError):
-    """The model's configuration is none that we can serve; the text is one line."""
+    """Error of a model whose configuration cannot be served. The text is one line."""
 
 
 class ConfigurationError(UnsupportedModelError):
-    """A value of the configuration is missing or makes no sense, so that nothing could serve the model."""
+    """Error of a configuration with a missing or invalid value, so that no engine could serve the model."""
 
 
 class ModelSpec(Protocol):
-    """What decides the size of the cache and the tables."""
+    """Shape of a model, which determines the sizes of the KV cache and of the tables."""
 
     @property
     def num_layers(self) -> int:
-        """Layers that have keys and values in the cache."""
+        """Number of layers with keys and values in the cache."""
 
     @property
     def num_kv_heads(self) -> int: ...
@@ -34,66 +34,68 @@ class ModelSpec(Protocol):
     def vocab_size(self) -> int: ...
     @property
     def max_positions(self) -> int:
-        """Length of the longest sequence it has positions for; 0 where there is no end to them."""
+        """Length of the longest sequence that the model has positions for; 0 if there is no limit."""
 
     @property
     def is_encoder_decoder(self) -> bool: ...
     @property
     def rope_switch_len(self) -> int:
-        """Length past which all positions of a sequence are turned differently; 0 where there is none."""
+        """Length past which all positions of a sequence use other rotary frequencies; 0 if there is none."""
 
 
 @dataclass(frozen=True)
 class VirtualTokens:
-    """Those of a step's tokens that have no id, but embeddings of their own, learned as a soft prompt."""
+    """Tokens of a step that have no id but embeddings of their own, learned as a soft prompt."""
 
-    places: Tensor  # int64 [num_virtual], in [num_tokens]
+    places: Tensor  # int64 [num_virtual], indices of the step's tokens
     embeddings: Tensor  # float32 [num_virtual, prompt_width]
 
 
 @dataclass(frozen=True)
 class StepInputs:
-    """The new tokens of a step's sequences, packed along one axis."""
+    """New tokens of a step's sequences, packed along one axis."""
 
     token_ids: Tensor  # int64 [num_tokens]
     positions: Tensor  # int64 [num_tokens]
     metadata: AttentionMetadata
     cross: AttentionMetadata | None = None
-    """Of encoder-decoder models: where the sequences have the keys and values of their encoder's output."""
-    is_long: Tensor | None = None  # bool [num_tokens], of sequences past `rope_switch_len`; absent: none is
-    virtual: VirtualTokens | None = None  # whose ids mean nothing
+    """Blocks with the keys and values of the encoder's output, for encoder-decoder models."""
+    is_long: Tensor | None = None  # bool [num_tokens], of sequences past `rope_switch_len`; None: none is
+    virtual: VirtualTokens | None = None  # their `token_ids` have no meaning
     adapters: TokenAdapters | None = None
 
 
 class Model(Protocol):
-    """Both methods raise WorldError."""
+    """Model that computes steps. Both methods raise WorldError."""
 
     @property
     def spec(self) -> ModelSpec: ...
 
     def forward(self, inputs: StepInputs, attention: Attention) -> Tensor:
-        """Something for `logits`, [num_tokens, any]. Writes the tokens' keys and values to the cache."""
+        """Write the tokens' keys and values to the cache; return the input of `logits`, [num_tokens, any]."""
 
     def logits(self, x: Tensor, adapters: TokenAdapters | None = None) -> Tensor:
-        """Any rows of what `forward` gave, [n, any], and their adapters -> float32 [n, vocab_size], the same
-        on every rank."""
+        """Return float32 logits, [n, vocab_size], the same on every rank.
+
+        x: any rows of the result of `forward`, [n, any]. `adapters`: the adapters of these rows."""
 
 
 @runtime_checkable
 class Tunable(Model, Protocol):
-    """Takes virtual tokens and adapters."""
+    """Model that takes virtual tokens and adapters."""
 
     @property
     def prompt_width(self) -> int:
-        """Of the embeddings of virtual tokens."""
+        """Width of the embeddings of virtual tokens."""
 
     @property
     def parts(self) -> Parts:
-        """What the model was made from."""
+        """Parts that the model was built from."""
 
 
 @runtime_checkable
 class EncoderDecoder(Model, Protocol):
     def encode(self, inputs: StepInputs, attention: Attention) -> None:
-        """Computes whole encoder inputs, and writes to the blocks of `inputs.metadata` what the decoder's
-        layers attend to. Until then the blocks serve the encoder's own layers."""
+        """Compute whole encoder inputs and write the keys and values of cross attention to the cache.
+
+        They go to the blocks of `inputs.metadata`, which the encoder's own layers use until then."""

@@ -1,5 +1,5 @@
-"""Tensors of a checkpoint that a model does not read: the known ones, which no answer needs, and the refusal
-of all others, without which the model would not be the one that was trained."""
+"""Tensors of a checkpoint that a model does not read. Known ones are ignored, because no output depends on
+them. All others are refused, because without them the model would differ from the one that was trained."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -63,8 +63,9 @@ _LAYER = re.compile(r"(?:^|\.)layers\.(\d{1,9})\.")
 
 
 def refuse_unread(directory: Path, names: Iterable[str], config: Mapping[str, Any]) -> None:
-    """Raise WeightsError if one of `names`, the tensors that were not read, is no known leftover. `config` is
-    the model's config.json."""
+    """Raise WeightsError if one of `names`, the tensors that were not read, is not a known leftover.
+
+    `config` is the model's config.json."""
     ahead = _layers_ahead(config)
     unknown = [name for name in names if not (_is_known(name) or _layer_of(name) in ahead)]
     if unknown:
@@ -82,8 +83,9 @@ def _is_known(name: str) -> bool:
 
 
 def _layers_ahead(config: Mapping[str, Any]) -> range:
-    """Return the numbers of the layers that predict tokens after the next, which some checkpoints have behind
-    all others; their config.json says how many."""
+    """Return the numbers of the layers that predict tokens after the next one.
+
+    Some checkpoints have them after all other layers; their config.json says how many."""
     text = config.get("text_config")
     text = text if isinstance(text, dict) else config
     first, count = (text.get(key) for key in ("num_hidden_layers", "num_nextn_predict_layers"))

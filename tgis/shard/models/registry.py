@@ -1,4 +1,4 @@
-"""The families we serve by ourselves, and how a model of one is loaded."""
+"""Registry of the model families that this service computes itself. It describes and loads their models."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -46,7 +46,7 @@ from tgis.shard.models.spec.spec import DecoderSpec
 
 @dataclass(frozen=True)
 class Support:
-    """What else of the service works with the models of an engine."""
+    """Features of the service that work with the models of an engine."""
 
     sharded: bool
     quantized: bool
@@ -63,7 +63,7 @@ class Family(Protocol):
 
     def spec(self, config: Mapping[str, Any]) -> Spec: ...
     def sources(self, spec: Any) -> dict[str, Source]:
-        """For a spec that `spec` gave."""
+        """Return the sources of the tensors of a model with a spec of `spec`."""
 
 
 DECODERS: tuple[Family, ...] = (
@@ -95,13 +95,13 @@ FAMILIES: dict[str, Family] = {model_type: module for module in MODULES for mode
 
 
 def is_known(config: Mapping[str, Any]) -> bool:
-    """Whether a family of ours is of the model's type."""
+    """Return True if a family of this registry has the model's type."""
     model_type = config.get("model_type")
     return isinstance(model_type, str) and model_type in FAMILIES
 
 
 def describe(config: Mapping[str, Any]) -> Spec:
-    """The shape of the model that a config.json describes. Raises UnsupportedModelError."""
+    """Return the shape of the model that a config.json describes. Raises UnsupportedModelError."""
     model_type = config.get("model_type")
     if not is_known(config):
         known = ", ".join(sorted(FAMILIES))
@@ -116,7 +116,7 @@ def describe(config: Mapping[str, Any]) -> Spec:
 
 
 def serves(config: Mapping[str, Any]) -> bool:
-    """Return whether `describe` gives a spec for the model."""
+    """Return True if `describe` returns a spec for the model."""
     try:
         describe(config)
     except UnsupportedModelError:
@@ -132,10 +132,10 @@ def load(
     kernels: Kernels = ops,
     quantize: Quantization = "none",
 ) -> Model:
-    """This rank's part of the model in directory `path`, with weights rounded to `dtype`, those of linear
-    layers to what `quantize` says.
+    """Load this rank's part of the model in directory `path`.
 
-    Raises UnsupportedModelError, WeightsError."""
+    Weights are rounded to `dtype`, those of linear layers as `quantize` says. Raises UnsupportedModelError,
+    WeightsError."""
     spec = describe(config)
     family = FAMILIES[config["model_type"]]
     with Weights(path, family.sources(spec), getattr(family, "PREFIX", "")) as weights:
@@ -146,14 +146,14 @@ def load(
 
 
 def count_table(spec: Spec) -> int:
-    """Elements of the embedding of tokens."""
+    """Return the number of elements of the token embedding."""
     if isinstance(spec, DecoderSpec):
         return spec.vocab_size * (spec.embedding_size or spec.hidden_size)
     return spec.vocab_size * spec.encoder.hidden_size
 
 
 def check_cut(spec: Spec, size: int) -> None:
-    """Raises UnsupportedModelError where the model cannot be cut over `size` ranks."""
+    """Check that the model can be cut over `size` ranks. Raises UnsupportedModelError."""
     shared = spec.num_kv_heads % size == 0 or size % spec.num_kv_heads == 0
     fits = all(width % size == 0 for width in spec.intermediate_sizes)
     if size > spec.vocab_size:

@@ -1,5 +1,5 @@
-"""What of a model tells which soft prompts and adapters fit it, without its weights: of its checkpoint,
-headers alone are read."""
+"""Builds a model on the meta device to learn the shapes that soft prompts and adapters must match. It reads
+only the headers of the checkpoint's files."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -28,12 +28,13 @@ class Outline:
     prompt_width: int
     is_encoder_decoder: bool
     parts: Parts
-    """As of the model on one rank; its weights can be read."""
+    """Parts of the model on one rank. Their weights can be read."""
 
 
 def outline(path: Path, config: Mapping[str, Any], dtype: torch.dtype) -> Outline:
-    """Of the model in directory `path`, with weights rounded to `dtype`. Raises UnsupportedModelError,
-    WeightsError."""
+    """Return the outline of the model in directory `path`, with weights rounded to `dtype`.
+
+    Raises UnsupportedModelError, WeightsError."""
     spec = registry.describe(config)
     family = registry.FAMILIES[config["model_type"]]
     sources, prefix = family.sources(spec), getattr(family, "PREFIX", "")
@@ -41,7 +42,7 @@ def outline(path: Path, config: Mapping[str, Any], dtype: torch.dtype) -> Outlin
     model = Decoder(spec, blank) if isinstance(spec, DecoderSpec) else EncoderDecoderModel(spec, blank)
     weights = Weights(path, sources, prefix)
     for module, cut in blank.cuts.items():
-        weights.find(f"{module}.weight", cut.shape)  # it traces what it has found
+        weights.find(f"{module}.weight", cut.shape)  # `weights` records what it has found
     return Outline(
         model.prompt_width,
         spec.is_encoder_decoder,
@@ -50,7 +51,7 @@ def outline(path: Path, config: Mapping[str, Any], dtype: torch.dtype) -> Outlin
 
 
 class _Shapes(Weights):
-    """Tensors that have no elements to read."""
+    """Weights that have shapes but no elements."""
 
     def find(self, path: str, shape: tuple[int, ...]) -> Stored:
         found = super().find(path, shape)

@@ -1,5 +1,5 @@
-"""Kernels written down once and run again and again as one: all threads walk the list together, so that
-nothing of Python, and no waking of threads, stands between two kernels."""
+"""Kernel graphs: record a step's kernel launches once and replay them, the CPU's counterpart of a CUDA graph.
+All threads run the list together, so between two kernels no Python runs and no thread is woken."""
 
 import ctypes
 import math
@@ -19,16 +19,16 @@ from torch import Tensor
 from tgis.shard.kernels.cpu.jit.compiler import Kernel, address_of, intrinsic, pointer, team_size_address
 
 _ALIGNMENT = 64
-# Turns of waiting after which a thread offers its processor to others: the one it waits for may need it.
+# Iterations of busy waiting after which a thread yields its processor, which the awaited thread may need.
 _PATIENCE = 2000
-# What tells a processor that a loop waits.
+# For each architecture, the intrinsic that tells the processor that a loop waits, and its arguments.
 _PAUSES = {"x86_64": ("llvm.x86.sse2.pause", ()), "aarch64": ("llvm.aarch64.hint", (1,))}
 _I64 = np.int64(0)
 
 
 class Pool:
-    """Memory of tapes. A buffer is free again when the last view of it is gone, so tapes that are recorded
-    one after the other, and run one at a time, share memory."""
+    """Memory of kernel graphs. A buffer is free again when the last view of it is gone, so graphs that are
+    captured one after the other, and replayed one at a time, share memory."""
 
     def __init__(self) -> None:
         self._free: dict[int, list[Any]] = defaultdict(list)
@@ -37,9 +37,9 @@ class Pool:
         self.num_bytes = 0
 
     def empty(self, shape: tuple[int, ...]) -> Tensor:
-        """float32"""
+        """Return uninitialised float32."""
         count = math.prod(shape)
-        # Sizes that differ little share buffers.
+        # Sizes are rounded up so that similar ones can share buffers.
         size = max(_ALIGNMENT, 1 << (4 * count - 1).bit_length())
         slab = self._free[size].pop() if self._free[size] else self._allocate(size)
         view = slab[: 4 * count].view(np.float32)
@@ -53,7 +53,7 @@ class Pool:
         return torch.from_numpy(view).view(shape)
 
     def keep(self, x: Tensor) -> Tensor:
-        """The same elements, as they are after the tape was run. The buffer is not kept from other tapes."""
+        """Return a view of x, to be read after a replay, that does not reserve the buffer."""
         slab = self._slabs[x.data_ptr()]
         return torch.from_numpy(slab[: 4 * x.numel()].view(np.float32)).view(x.shape)
 
@@ -72,7 +72,7 @@ class Call(NamedTuple):
 
 
 class Recorder:
-    """What `compiler.record` fills; gives a Tape."""
+    """Recorder of kernel calls for `compiler.record`, from which a `Tape` is made."""
 
     def __init__(self, pool: Pool) -> None:
         self._pool, self._calls = pool, list[Call]()
@@ -88,25 +88,26 @@ class Recorder:
 
 
 class Tape:
-    """Kernels in their order. All that their arguments name must stay where it is."""
+    """Kernel graph: kernel calls in their order. The memory that their arguments point to must not move."""
 
     def __init__(self, calls: list[Call]) -> None:
         self._calls = calls
-        # Kernels count their work up in what comes first, so no two of them may share a cache line.
+        # A kernel counts its units of work in its first argument, so no two kernels may share a cache line.
         self._args = [_aligned([0, *call.args]) for call in calls]
         rows = [(call.kernel.address, args.ctypes.data) for call, args in zip(calls, self._args, strict=True)]
         self._table = np.array(rows, np.int64)  # [num_kernels, 2]
         self._arrived = _aligned([0])
 
     def run(self) -> None:
-        """On all of torch's threads."""
+        """Replay the kernels on all of torch's threads."""
         self._arrived[0] = 0
         addresses = (self._table.ctypes.data, self._arrived.ctypes.data, *_FUNCTIONS)
         walk.spread(len(self._calls), *addresses)
 
     def profile(self, times: int, name: Callable[[Call], str] | None = None) -> dict[str, float]:
-        """Seconds that a run spends in the kernels of each name, each run by itself; the mean of so many.
-        `name` may tell apart what one kernel is called for."""
+        """Return the seconds that a replay spends in the kernels of each name, the mean of `times` runs.
+
+        Each kernel runs by itself. `name` may give the calls of one kernel different names."""
         spent: dict[str, float] = defaultdict(float)
         for _ in range(times):
             for call in self._calls:
@@ -118,14 +119,14 @@ class Tape:
 
 
 def _aligned(values: list[int]) -> Any:
-    """int64, with cache lines of its own."""
+    """Return the values as int64 in cache lines of their own."""
     memory = np.zeros(len(values) + 2 * _ALIGNMENT // 8, np.int64)
     begin = -memory.ctypes.data % _ALIGNMENT // 8
     memory[begin : begin + len(values)] = values
     return memory[begin : begin + len(values)]
 
 
-# Offers the processor to others; tells how many threads there are.
+# Addresses of the functions that yield the processor and that return the number of threads.
 _FUNCTIONS = (address_of(ctypes.CDLL(None).sched_yield), team_size_address())
 _VOID_OF_ADDRESS = ir.FunctionType(ir.VoidType(), [ir.IntType(64).as_pointer()])
 _INT_OF_NOTHING = ir.FunctionType(ir.IntType(32), [])
@@ -133,7 +134,7 @@ _INT_OF_NOTHING = ir.FunctionType(ir.IntType(32), [])
 
 @intrinsic
 def _call(typingctx: Any, entry: Any, args: Any) -> Any:
-    """Runs the kernel whose code is at `entry`."""
+    """Run the kernel whose machine code is at `entry`."""
 
     def generate(context: Any, b: Any, signature: Any, values: Any) -> Any:
         entry, args = values
@@ -147,7 +148,7 @@ def _call(typingctx: Any, entry: Any, args: Any) -> Any:
 
 @intrinsic
 def _ask(typingctx: Any, function: Any) -> Any:
-    """What the machine code int() at that address says."""
+    """Call the machine code int() at an address and return its result."""
 
     def generate(context: Any, b: Any, signature: Any, values: Any) -> Any:
         answer = b.call(b.inttoptr(values[0], _INT_OF_NOTHING.as_pointer()), [])
@@ -158,7 +159,7 @@ def _ask(typingctx: Any, function: Any) -> Any:
 
 @intrinsic
 def _arrive(typingctx: Any, counter: Any) -> Any:
-    """Counts up; gives the count. What this thread wrote before is seen by those who see the count."""
+    """Return the incremented counter. Threads that read it also see this thread's earlier writes."""
 
     def generate(context: Any, b: Any, signature: Any, values: Any) -> Any:
         one = ir.Constant(ir.IntType(64), 1)
@@ -169,7 +170,7 @@ def _arrive(typingctx: Any, counter: Any) -> Any:
 
 @intrinsic
 def _await(typingctx: Any, counter: Any, wanted: Any, yields: Any) -> Any:
-    """Returns when the counter has come to `wanted`; offers the processor by calling `yields` meanwhile."""
+    """Wait until the counter has reached `wanted`. Yield the processor meanwhile by calling `yields`."""
 
     def generate(context: Any, b: Any, signature: Any, values: Any) -> Any:
         counter, wanted, yields = values
@@ -215,7 +216,7 @@ def _walk(args: Any) -> None:
         _call(table[i, 0], table[i, 1])
         wanted = (i + 1) * num_threads
         if _arrive(arrived) == wanted:
-            carray(pointer(table[i, 1], _I64), 1)[0] = 0  # for the next run; nobody is in the kernel any more
+            carray(pointer(table[i, 1], _I64), 1)[0] = 0  # for the next replay; all threads have left it
         else:
             _await(arrived, wanted, yields)
 

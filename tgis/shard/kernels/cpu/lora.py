@@ -1,7 +1,7 @@
-"""What adapters add to a step's rows, as one compiled kernel for all of them: y += x a b.
+"""Compiled kernel of LoRA: one call adds the deltas of all adapters of a step, y += x a b.
 
-Vectorised by hand, as attention's products are. The order of a sum follows from its column and the sizes of
-a and b alone, so a row's bits are the same in any company, and wherever it lies."""
+The kernel is vectorised by hand, like attention's products. The order of a sum depends only on its column and
+the sizes of a and b, so a row's bits depend neither on the other rows nor on its place."""
 
 from collections.abc import Callable
 from itertools import chain
@@ -15,10 +15,10 @@ from numba.core.cgutils import get_or_insert_function
 from tgis.shard.kernels.cpu.jit.compiler import Kernel, intrinsic, keep, ordered, pointer, take
 
 LANES = 8
-ROWS = 4  # rows that the taller products take at once
-LONG = 8  # vectors that a single row takes at once where it can
-BAND = LONG * LANES  # columns that all rows meet before the next are read
-CHAINS = 4  # sums that a lone vector of x a is cut into
+ROWS = 4  # rows of the taller tiles
+LONG = 8  # most vectors of a single row's tile
+BAND = LONG * LANES  # columns that all rows are multiplied with before the next are read
+CHAINS = 4  # independent sums that a lone vector of x a is split into
 
 _I64 = np.int64(0)
 _FLOAT, _INT, _WIDE = ir.FloatType(), ir.IntType(32), ir.IntType(64)
@@ -28,7 +28,7 @@ _FUSED = {"flags": ("contract",)}
 
 
 class Part(NamedTuple):
-    """Of an adapter, for one layer."""
+    """Delta of one adapter for some columns of one layer (`LowRank`)."""
 
     a: int  # address of float32 [in_features, rank]
     b: int  # address of float32 [rank, width]
@@ -38,23 +38,23 @@ class Part(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """A thread's own memory: the addresses of the rows that a unit of work has."""
+    """Scratch memory of a thread: the addresses of the rows of a unit of work."""
 
     x: Any  # [most_rows]
-    product: Any  # [most_rows]: of x a, in scratch
+    product: Any  # [most_rows]: rows of x a, which are in `scratch`
     y: Any  # [most_rows]
     scratch: Any  # [most_rows, most_rank]
 
 
 def _everywhere(b: Any, x: Any, scalar: Any) -> Any:
-    """One value in all lanes."""
+    """Broadcast a value to all lanes."""
     vector = ir.VectorType(scalar, LANES)
     first = b.insert_element(ir.Constant(vector, ir.Undefined), x, _INT(0))
     return b.shuffle_vector(first, first, ir.Constant(ir.VectorType(_INT, LANES), [0] * LANES))
 
 
 class _Vectors:
-    """Loads and stores of float32 vectors at addresses; of their first `count` lanes, if that is given."""
+    """Builder of loads and stores of float32 vectors, of the first `count` lanes if that is given."""
 
     def __init__(self, b: Any, count: Any = None):
         self._b, self._mask = b, None
@@ -66,7 +66,7 @@ class _Vectors:
         return get_or_insert_function(self._b.module, ir.FunctionType(returns, arguments), name)
 
     def load(self, address: Any) -> Any:
-        """Lanes that are left out are zero."""
+        """Load a vector. Lanes past `count` are zero."""
         place = self._b.inttoptr(address, _VECTOR.as_pointer())
         if self._mask is None:
             return self._b.load(place, align=4)
@@ -87,7 +87,7 @@ class _Vectors:
 def _loop(
     b: Any, begin: Any, end: Any, step: int, values: list[Any], build: Callable[[Any, list[Any]], list[Any]]
 ) -> list[Any]:
-    """for k in range(begin, end, step): values = build(k, values)"""
+    """Emit the loop `for k in range(begin, end, step): values = build(k, values)` and return the values."""
     before, test, body, done = b.block, *(b.append_basic_block(name) for name in ("test", "body", "done"))
     b.branch(test)
     b.position_at_end(test)
@@ -105,7 +105,9 @@ def _loop(
 
 
 def _chains(b: Any, n: Any, zeros: list[Any], add: Callable[[Any, list[Any]], list[Any]]) -> list[Any]:
-    """What `add` adds up to for k in range(n): every CHAINS-th k in one sum, left-overs in the first."""
+    """Emit the sum of `add` for k in range(n) and return it.
+
+    Every CHAINS-th k goes to the same partial sum; the remainder goes to the first."""
 
     def add_each(k: Any, sums: list[Any]) -> list[Any]:
         each = [add(b.add(k, _WIDE(c)), sums[c::CHAINS]) for c in range(CHAINS)]
@@ -120,14 +122,15 @@ def _chains(b: Any, n: Any, zeros: list[Any], add: Callable[[Any, list[Any]], li
 
 
 def _product(num_rows: int, num_vectors: int, adds: bool, is_partial: bool = False) -> Any:
-    """out[:num_rows, columns] (+)= factors[:num_rows, :n] @ matrix[:n, columns], all float32, of as many
-    columns as the vectors have, or `count` of them where `is_partial`.
+    """Build a function for kernels that computes out[:num_rows, columns] = factors[:num_rows, :n] @
+    matrix[:n, columns] in float32, or += if `adds`. It takes as many columns as the vectors have, or the
+    first `count` of them if `is_partial`.
 
-    Arguments: where the addresses of the rows of out are, and the bytes from a row's begin to the first
-    column; where the addresses of the rows of factors are; that column's address in the matrix, and the
-    bytes from one row of it to the next; n; count."""
+    Its arguments: `outs`, the address of the row addresses of out, and `offset`, the bytes from a row's start
+    to the first column; `factors`, the address of the row addresses of factors; `matrix`, the address of the
+    first column in the matrix, and `stride`, the bytes from one of its rows to the next; `n`; `count`."""
     cells = [(r, v) for r in range(num_rows) for v in range(num_vectors)]
-    # A lone vector has few sums to go on with while an addition waits for the one before.
+    # A lone vector has too few independent sums to hide the latency of additions.
     is_chained = is_partial and not adds
 
     def generate(context: Any, b: Any, signature: Any, args: Any) -> Any:
@@ -166,7 +169,7 @@ def _product(num_rows: int, num_vectors: int, adds: bool, is_partial: bool = Fal
 
 
 def _multiply(adds: bool) -> Any:
-    """The product for any number of rows and columns."""
+    """Build the product for any number of rows and columns. It overwrites out unless `adds`."""
     tall_2, tall_1 = _product(ROWS, 2, adds), _product(ROWS, 1, adds, is_partial=True)
     flat_long, flat_2 = _product(1, LONG, adds), _product(1, 2, adds)
     flat_1 = _product(1, 1, adds, is_partial=True)
@@ -193,7 +196,7 @@ def _multiply(adds: bool) -> Any:
     def multiply(
         outs: int, offset: int, factors: int, rows: int, matrix: int, stride: int, n: int, columns: int
     ) -> None:
-        """As `_product`, of `rows` rows and `columns` columns; what is read of the matrix serves them all."""
+        """Compute `_product` for any number of rows and columns. All rows share the reads of the matrix."""
         tall = rows // ROWS * ROWS
         for c in range(0, columns, BAND):
             to, source, count = offset + 4 * c, matrix + 4 * c, min(BAND, columns - c)
@@ -210,7 +213,7 @@ _set, _add = _multiply(False), _multiply(True)
 
 @ordered
 def _add_part(p: Any, rows: int, in_features: int, begin: int, end: int, s: Any) -> None:
-    """Adds to columns [begin, end) of y. Without `in_features` what is x is x a already."""
+    """Add a delta to columns [begin, end) of y. If `in_features` is 0, x already holds rows of x a."""
     first, last = max(p.first, begin), min(p.first + p.width, end)
     if first >= last:
         return
@@ -223,7 +226,7 @@ def _add_part(p: Any, rows: int, in_features: int, begin: int, end: int, s: Any)
 
 
 def _add_low_rank(args: Any) -> None:
-    """A unit of work is a tile, some tokens of one adapter, and a slice of the columns."""
+    """Add a step's deltas. A unit of work is a tile (some tokens of one adapter) and a slice of columns."""
     a = carray(args, 15)
     num_tiles, num_slices, columns, most_rows, most_rank = a[1], a[2], a[3], a[4], a[5]
     in_features, out_features, x, y, ids = a[6], a[7], a[8], a[9], a[10]

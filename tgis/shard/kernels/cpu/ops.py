@@ -1,4 +1,4 @@
-"""The CPU's `Kernels`: float32 activations, weights packed once, and rows that do not affect each other."""
+"""`Kernels` of the CPU: float32 activations, weights that are packed once, rows that are independent."""
 
 import threading
 
@@ -14,14 +14,14 @@ from tgis.shard.layers.lora import TILE, Deltas, TokenAdapters
 from tgis.shard.layers.ops import HeadNorm, Product
 
 device = torch.device("cpu")
-_UNIT = 16384  # elements a thread should get at least; waking one for less costs more than it saves
-_PRODUCTS = 1 << 17  # multiplications for which a second thread is woken
-_FEW_TILES, _COLUMNS = 8, 8192  # so few tiles of adapters' tokens are cut into so many columns
+_UNIT = 16384  # fewest elements per thread; for fewer, waking a thread costs more than it saves
+_PRODUCTS = 1 << 17  # multiplications of LoRA from which on a second thread is woken
+_FEW_TILES, _COLUMNS = 8, 8192  # up to so many LoRA tiles, columns are cut into slices of this width
 _preparing = threading.Lock()
 
 
 def pack(weight: Tensor, dtype: torch.dtype, label: str) -> Product:
-    """As in `Kernels`. For float16, a matrix that would lose by it stays float32, with a warning."""
+    """Implement `Kernels.pack`. A matrix that does not fit float16 stays float32, with a warning."""
     return gemm.pack(weight, dtype, label)
 
 
@@ -30,7 +30,7 @@ def pack_int8(weight: Tensor) -> Product:
 
 
 def prepare_adapters() -> None:
-    """Compiles, where that has not been done on this machine; from any thread."""
+    """Compile the LoRA kernel unless its machine code is cached. Thread-safe."""
     with _preparing:
         lora_kernels.add_low_rank(*[0] * 14)
 
@@ -50,7 +50,7 @@ def _add_low_rank(
     assert y.is_contiguous()
     tiles, order, out_features = adapters.tiles, adapters.order, y.shape[1]
     num_tiles, num_tokens = len(tiles), len(order)
-    # Every slice of the columns needs all of x a, so there are several only where tiles are few.
+    # Every slice of the columns computes all of x a again, so columns are sliced only where tiles are few.
     num_slices = 1 if num_tiles > _FEW_TILES else -(-out_features // _COLUMNS)
     sizes = (num_tiles, num_slices, _COLUMNS if num_slices > 1 else out_features, min(num_tokens, TILE))
     products = num_tokens * deltas.max_rank * (in_features + out_features)
@@ -159,7 +159,8 @@ def _address(x: Tensor | None) -> int:
 
 
 def _run(kernel: Kernel, shape: tuple[int, ...], *args: int, width: int | None = None) -> None:
-    """Runs a kernel over shape[0] rows of `width` elements, else shape[1], on all threads where it pays."""
+    """Run a kernel over shape[0] rows, on all threads where that pays. A row has `width` elements, by default
+    shape[1]."""
     rows_per_unit = max(1, _UNIT // (width or shape[1]))
     run = kernel if shape[0] <= rows_per_unit else kernel.spread
     run(*shape, rows_per_unit, *args)

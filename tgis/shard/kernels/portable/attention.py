@@ -1,6 +1,6 @@
-"""Attention in plain torch operators, for any device: pages are gathered, and scores computed in float32.
+"""Attention in plain torch operators, for any device. It gathers pages and computes scores in float32.
 
-Sequences with equally many new tokens are attended to together, as far as a bound on memory lets them."""
+Sequences with the same number of new tokens are computed together, within a bound on memory."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,8 +12,8 @@ from torch import Tensor
 from tgis.shard.attention.interface import AttentionMetadata, Scoring
 from tgis.shard.memory.kv_cache import KVCache
 
-# Keys that are gathered at once, and pairs of a query and a key that are scored at once, where not a single
-# sequence or query has more.
+# Most keys that are gathered at once, and most pairs of a query and a key that are scored at once. A single
+# sequence or query may exceed them.
 KEYS, PAIRS = 1 << 16, 1 << 22
 
 
@@ -44,7 +44,9 @@ class TorchAttention:
         return k[:, :seq_len].float(), v[:, :seq_len].float()
 
     def _plan(self, metadata: AttentionMetadata) -> "list[_Piece]":
-        """Made by the first layer of a step, which has two at most: its own, and one across to an encoder."""
+        """Return the pieces of a step, computed by its first layer.
+
+        A step has at most two plans: one for self attention and one for cross attention to an encoder."""
         for known, pieces in self._plans:
             if known is metadata:
                 return pieces
@@ -55,12 +57,12 @@ class TorchAttention:
 
 @dataclass(frozen=True)
 class _Piece:
-    """The same number of new tokens of each of n sequences, and the keys that they may see."""
+    """The same number of new tokens of each of n sequences, and the keys that they may attend to."""
 
-    tokens: Tensor  # int64 [n, count], in the step
+    tokens: Tensor  # int64 [n, count], indices in the step
     positions: Tensor  # int64 [n, count]
     lengths: Tensor  # int64 [n, 1], of the sequences
-    blocks: Tensor  # int64 [n, max_blocks]; those behind a sequence's end are others'
+    blocks: Tensor  # int64 [n, max_blocks]; 0 past a sequence's end, which is some other sequence's block
 
 
 def _plan(metadata: AttentionMetadata, block_size: int) -> Iterator[_Piece]:
@@ -76,7 +78,9 @@ def _plan(metadata: AttentionMetadata, block_size: int) -> Iterator[_Piece]:
 
 
 def _cut(sequences: list[tuple[int, int]]) -> Iterator[list[int]]:
-    """Runs of sequences, each given with its length, rising, that may be padded to the longest."""
+    """Yield runs of sequences that may be padded to the longest of the run.
+
+    Sequences are given with their lengths, in rising order."""
     together: list[int] = []
     for sequence, length in sequences:
         if together and (len(together) + 1) * length > KEYS:
@@ -90,13 +94,13 @@ def _cut(sequences: list[tuple[int, int]]) -> Iterator[list[int]]:
 def _piece(
     metadata: AttentionMetadata, block_size: int, sequences: list[int], which: range, longest: int
 ) -> _Piece:
-    """Of the sequences' new tokens only `which`."""
+    """Return the piece of these sequences, with only `which` of their new tokens."""
     device = metadata.seq_lens.device
     index = torch.tensor(sequences, device=device)
     place = torch.arange(which.start, which.stop, device=device)  # [count]
     begins, ends = metadata.cu_seqlens_q[index].long(), metadata.cu_seqlens_q[index + 1].long()
     lengths = metadata.seq_lens[index].long()
-    first = lengths - (ends - begins)  # positions, [n]; across to an encoder they mean nothing
+    first = lengths - (ends - begins)  # positions, [n]; without meaning in cross attention
     num_blocks = -(-longest // block_size)
     blocks = metadata.block_tables[index, :num_blocks].long()
     behind = torch.arange(num_blocks, device=device) * block_size >= lengths.unsqueeze(1)
@@ -109,21 +113,23 @@ def _piece(
 
 
 def _as_pages(cache: KVCache, elements: Tensor) -> Tensor:
-    """[num_layers, num_blocks, num_kv_heads, block_size, head_dim]"""
+    """View elements as [num_layers, num_blocks, num_kv_heads, block_size, head_dim]."""
     return elements.view(*elements.shape[:3], cache.block_size, cache.head_dim)
 
 
 def _gather(pages: Tensor, piece: _Piece) -> Tensor:
-    """float32 [n, num_kv_heads, length, head_dim]; zero behind a sequence's end, where a page may hold
-    anything."""
+    """Gather a piece's pages to float32 [n, num_kv_heads, length, head_dim].
+
+    The result is zero past a sequence's end, where a page may hold anything."""
     found = pages[piece.blocks].transpose(1, 2).flatten(2, 3).float()
     at = torch.arange(found.shape[2], device=found.device)
     return found.masked_fill_((at >= piece.lengths)[:, None, :, None], 0.0)
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, piece: _Piece, scoring: Scoring) -> Tensor:
-    """q: [n, count, num_heads, head_dim] -> the same shape. Query heads that share a key/value head lie side
-    by side, and become rows of one product."""
+    """Attend with q, [n, count, num_heads, head_dim], and return the same shape.
+
+    Query heads that share a key/value head are adjacent and become rows of one product."""
     n, count, num_heads, head_dim = q.shape
     _, num_kv_heads, length, _ = k.shape
     rows = num_heads // num_kv_heads * count
@@ -131,13 +137,13 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, piece: _Piece, scoring: Scoring) ->
     distance, hidden = _look(piece, length, scoring)
     scores = _bend(scores.view(n, num_heads, count, length), distance, scoring)
     weights = scores.masked_fill_(hidden, -torch.inf).softmax(-1)
-    weights = weights.masked_fill_(hidden, 0.0)  # a query that sees nothing gets nothing
+    weights = weights.masked_fill_(hidden, 0.0)  # a query that sees no key gets zeros
     y = weights.view(n, num_kv_heads, rows, length) @ v
     return y.view(n, num_heads, count, head_dim).transpose(1, 2)
 
 
 def _look(piece: _Piece, length: int, scoring: Scoring) -> tuple[Tensor, Tensor]:
-    """Distances int64 and what is hidden, bool, [n, 1, count, length]."""
+    """Return the distances (int64) and the mask of hidden keys (bool), [n, 1, count, length] each."""
     at = torch.arange(length, device=piece.positions.device)
     distance = at - piece.positions.unsqueeze(-1)  # [n, count, length]
     hidden = (at >= piece.lengths).unsqueeze(1).expand_as(distance)
@@ -149,7 +155,7 @@ def _look(piece: _Piece, length: int, scoring: Scoring) -> tuple[Tensor, Tensor]
 
 
 def _bend(scores: Tensor, distance: Tensor, scoring: Scoring) -> Tensor:
-    """Scale, soft cap, slopes and bias of scores [n, num_heads, count, length], in place."""
+    """Apply scale, soft cap, slopes and bias to scores [n, num_heads, count, length], in place."""
     scores *= scoring.scale
     if scoring.soft_cap:
         scores = scores.div_(scoring.soft_cap).tanh_().mul_(scoring.soft_cap)

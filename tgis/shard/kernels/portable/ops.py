@@ -1,5 +1,5 @@
-"""`Kernels` in plain torch operators, for any device: float32 activations, and weights in the type that they
-are rounded to, in which products take their operands and give their sums."""
+"""`Kernels` in plain torch operators, for any device. Activations are float32. Weights keep the type that
+they are rounded to; products convert their operands to it and return sums of it."""
 
 import logging
 from collections.abc import Callable
@@ -36,7 +36,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 @dataclass(frozen=True, eq=False)
 class TorchProduct:
-    """x W^T in the weight's type."""
+    """Product x W^T, computed in the weight's type."""
 
     weight: Tensor  # [out_features, in_features]
 
@@ -57,7 +57,7 @@ class TorchProduct:
 
 
 class TorchKernels:
-    """Weights may come from anywhere; all else is on `device`."""
+    """Torch operators as `Kernels`. `pack` takes weights from any device; everything else is on `device`."""
 
     pack_int8 = None
 
@@ -65,14 +65,14 @@ class TorchKernels:
         self.device = device
 
     def pack(self, weight: Tensor, dtype: torch.dtype, label: str) -> Product:
-        """As in `Kernels`. A matrix with values beyond float16's range stays float32, with a warning."""
+        """Implement `Kernels.pack`. A matrix beyond float16's range stays float32, with a warning."""
         if dtype == torch.float16 and not weight.abs().max() <= FLOAT16_MAX:
             logger.warning("%s does not fit float16 and is kept as float32", label)
             dtype = torch.float32
         return TorchProduct(weight.to(self.device, dtype, copy=True))
 
     def prepare_adapters(self) -> None:
-        """Nothing is compiled."""
+        """Do nothing: no kernel needs to be compiled."""
 
     def add_low_rank(self, y: Tensor, x: Tensor, deltas: Deltas, adapters: TokenAdapters) -> None:
         for i, tokens in adapters.groups:
@@ -156,12 +156,12 @@ def _add(x: Tensor, delta: Tensor | None) -> Tensor:
 
 
 def _part(y: Tensor, one: LowRank) -> Tensor:
-    """The columns that it adds to."""
+    """Return the columns of y that a delta is added to."""
     return y[:, one.first : one.first + one.b.shape[1]]
 
 
 def _turn(x: Tensor, angles: Tensor | None) -> Tensor:
-    """A new tensor, [num_tokens, heads, head_dim]."""
+    """Apply rotary embeddings. Return a new tensor, [num_tokens, heads, head_dim]."""
     if angles is None:
         return x.clone(memory_format=torch.contiguous_format)
     half = angles.shape[-1]

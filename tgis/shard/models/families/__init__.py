@@ -1,1 +1,1 @@
-"""One module per family: MODEL_TYPES it serves, `spec` of a configuration, `sources` of its tensors."""
+"""Model families, one module each: `MODEL_TYPES`, `spec` of a configuration, `sources` of tensors."""

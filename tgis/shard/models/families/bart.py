@@ -1,4 +1,4 @@
-"""BART and mBART: learned positions, norms after the branches or, in mBART, before."""
+"""BART and mBART: learned positions; norms after the residual sums, in mBART before the branches."""
 
 from tgis.shard.checkpoint.weights import Source, first_of, stack
 from tgis.shard.models.interface import UnsupportedModelError
@@ -8,7 +8,7 @@ from tgis.shard.models.spec.seq2seq_spec import EncoderDecoderSpec, StackSpec
 MODEL_TYPES: tuple[str, ...] = ("bart", "mbart")
 PREFIX = "model."
 _TABLES = ("model.shared", "model.encoder.embed_tokens", "model.decoder.embed_tokens")
-# Rows of the table of positions before the first position's.
+# Rows of the table of positions before the row of the first position.
 _OFFSET = 2
 
 

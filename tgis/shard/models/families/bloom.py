@@ -1,4 +1,4 @@
-"""BLOOM: LayerNorm also on the embeddings, ALiBi instead of positions."""
+"""BLOOM: LayerNorm, on the embeddings too; ALiBi instead of position embeddings."""
 
 from tgis.shard.checkpoint.weights import Source, first_of, grouped
 from tgis.shard.models.parts.alibi import alibi_slopes

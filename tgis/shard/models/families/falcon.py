@@ -1,5 +1,6 @@
-"""Falcon: attention beside the feed-forward, behind one norm (7B, 11B) or a norm each (40B, 180B), or before
-it, with ALiBi (RW). RefinedWeb and RefinedWebModel are what 40B and the rest were called first."""
+"""Falcon: attention parallel to the feed-forward with one shared norm (7B, 11B) or a norm each (40B, 180B),
+or sequential with ALiBi (RW). `RefinedWeb` and `RefinedWebModel` are the first names of 40B and of the
+others."""
 
 import torch
 
@@ -74,11 +75,11 @@ def _residual(config: Config) -> Residual:
 
 
 def _is_set(config: Config, key: str) -> bool:
-    """What is absent is true, but was false under the first names."""
+    """Return a switch of the configuration. The default is true, but false under the first names."""
     return bool(config.get(key, config["model_type"] == "falcon"))
 
 
 def _slopes(num_heads: int, head_dim: int) -> tuple[float, ...]:
-    """Rounded as they were in training, and scaled together with the scores."""
+    """Return ALiBi slopes, rounded to bfloat16 as in training and multiplied by the scale of the scores."""
     rounded = torch.tensor(alibi_slopes(num_heads)).bfloat16().double() * head_dim**-0.5
     return tuple(rounded.tolist())

@@ -13,7 +13,7 @@ MODEL_TYPES: tuple[str, ...] = ("gemma",)
 
 def spec(config: Config) -> DecoderSpec:
     config = {"num_key_value_heads": 16, **config}
-    # Its first checkpoints say gelu and were trained with the approximation.
+    # The first checkpoints name gelu but were trained with the tanh approximation.
     return common(config, None if config.get("hidden_act") == "gelu" else config.get("hidden_act"))
 
 
@@ -22,7 +22,7 @@ def sources(spec: DecoderSpec) -> dict[str, Source]:
 
 
 def common(config: Config, activation: str | None) -> DecoderSpec:
-    """What every Gemma has. Raises UnsupportedModelError."""
+    """Return the part of the spec that all Gemma families share. Raises UnsupportedModelError."""
     if config.get("use_bidirectional_attention"):
         raise UnsupportedModelError("bidirectional attention is not supported")
     defaults = {"head_dim": 256, "tie_word_embeddings": True}

@@ -1,4 +1,4 @@
-"""Gemma 2: Gemma normalised before and after its branches, with soft caps; every other layer has a window."""
+"""Gemma 2: Gemma with norms before and after branches, soft caps, and a window in every other layer."""
 
 from dataclasses import replace
 

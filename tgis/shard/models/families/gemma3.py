@@ -1,5 +1,5 @@
-"""Gemma 3, also the text part of checkpoints that read images: Gemma 2 with queries and keys normalised per
-head instead of capped scores; layers with a window turn positions in their own way."""
+"""Gemma 3, also the text part of multimodal checkpoints: Gemma 2 with norms of queries and keys per head
+instead of soft caps on scores; layers with a sliding window have a rotary embedding of their own."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -14,7 +14,7 @@ from tgis.shard.models.spec.spec import DecoderSpec
 MODEL_TYPES: tuple[str, ...] = ("gemma3", "gemma3_text")
 PREFIX = "language_model."
 
-# Published checkpoints leave these out.
+# Values that published checkpoints leave out.
 DEFAULTS = {
     "vocab_size": 262208,
     "num_attention_heads": 8,

@@ -1,5 +1,5 @@
-"""GPT-2: LayerNorm, learned positions, weights stored [in, out]; SantaCoder's own code shares the keys and
-values of all heads."""
+"""GPT-2: LayerNorm, learned positions, weights stored as [in, out]. SantaCoder's own variant shares one key
+and value head between all heads."""
 
 from tgis.shard.checkpoint.weights import Source, first_of, stack, transposed
 from tgis.shard.models.spec.config_reader import Config, activation, divide_heads, integer, number

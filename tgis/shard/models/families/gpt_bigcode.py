@@ -1,4 +1,4 @@
-"""GPT-BigCode (StarCoder): GPT-2 stored as others are, most often with one key and value for all heads."""
+"""GPT-BigCode (StarCoder): GPT-2 with weights stored as [out, in], mostly with one key and value head."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""GPT-NeoX, Pythia, Dolly: LayerNorm, rotary on some of the channels, attention beside the feed-forward."""
+"""GPT-NeoX, Pythia, Dolly: LayerNorm, partial rotary embedding, attention parallel to the feed-forward."""
 
 from tgis.shard.checkpoint.weights import Source, first_of, grouped
 from tgis.shard.models.spec.config_reader import Config, activation, divide_heads, integer, number, rope
@@ -49,7 +49,7 @@ def sources(spec: DecoderSpec) -> dict[str, Source]:
 
 
 def _rotary(config: Config) -> Config:
-    """Under the names of other families."""
+    """Return the rotary parameters under the names that other families use."""
     share = config.get("rotary_pct") or config.get("partial_rotary_factor") or 0.25
     theta = config.get("rotary_emb_base") or config.get("rope_theta")
     return {"partial_rotary_factor": share, "rope_theta": theta}

@@ -1,4 +1,4 @@
-"""Granite 3: Llama with constants on embeddings, attention scores, branches and logits."""
+"""Granite 3: Llama with constant factors for embeddings, attention scores, branches and logits."""
 
 from dataclasses import replace
 

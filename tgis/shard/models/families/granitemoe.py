@@ -1,4 +1,4 @@
-"""Granite 3 with experts in every layer, which share a tensor."""
+"""Granite 3 MoE: Granite 3 with experts in every layer; the experts of a layer share tensors."""
 
 from dataclasses import replace
 

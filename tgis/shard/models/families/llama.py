@@ -1,4 +1,4 @@
-"""Llama 2 and 3: pre-norm, rotary, gated SiLU, grouped queries."""
+"""Llama 2 and 3: pre-norm, rotary embedding, gated SiLU, grouped-query attention."""
 
 from tgis.shard.checkpoint.weights import Source, first_of, stack
 from tgis.shard.models.spec.config_reader import Config, activation, integer, number, rope

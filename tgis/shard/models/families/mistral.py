@@ -1,4 +1,4 @@
-"""Mistral and Ministral: Llama with a sliding window, of all layers or of some."""
+"""Mistral and Ministral: Llama with a sliding window in all layers or in some."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""MPT: no biases anywhere, ALiBi."""
+"""MPT: no biases, ALiBi."""
 
 from tgis.shard.checkpoint.weights import Source, first_of
 from tgis.shard.models.parts.alibi import alibi_slopes
@@ -50,13 +50,13 @@ def sources(spec: DecoderSpec) -> dict[str, Source]:
 
 
 def _num_kv_heads(attention: Config, num_heads: int) -> int | None:
-    """As the kind of attention has it; grouped queries leave it to `kv_n_heads`."""
+    """Return the default number of key/value heads for the attention type, None for grouped queries."""
     kind = attention.get("attn_type") or "multihead_attention"
     return {"multihead_attention": num_heads, "multiquery_attention": 1}.get(kind)
 
 
 def _refuse_variants(config: Config, attention: Config) -> None:
-    """Switches of the code that these models came with which no published model turns."""
+    """Refuse variants that the models' original code offers but no published model uses."""
     refuse_others(config, no_bias=True, logit_scale=None, final_logit_softcapping=None, block_overrides=None)
     refuse_others(config, norm_type=("low_precision_layernorm", "layernorm"))
     refuse_others(section(config, "ffn_config"), ffn_type="mptmlp", ffn_act_fn=None, ffn_hidden_size=None)

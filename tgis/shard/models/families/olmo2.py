@@ -1,4 +1,4 @@
-"""OLMo 2: Llama normalised after its branches, and over all heads of queries and of keys."""
+"""OLMo 2: Llama with norms after its branches, and norms of queries and of keys over all heads."""
 
 from dataclasses import replace
 

@@ -1,4 +1,5 @@
-"""Phi 3 and 4: Llama in fewer, wider tensors; may have a window, and turn long sequences differently."""
+"""Phi 3 and 4: Llama stored in fewer, wider tensors; some have a sliding window, or
+other rotary frequencies for long sequences."""
 
 from dataclasses import replace
 

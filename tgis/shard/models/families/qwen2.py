@@ -1,4 +1,4 @@
-"""Qwen 2 and 2.5: Llama with biases on queries, keys and values; the last layers may have a window."""
+"""Qwen 2 and 2.5: Llama with biases for queries, keys and values; the last layers may have a window."""
 
 from dataclasses import replace
 
@@ -22,7 +22,7 @@ def sources(spec: DecoderSpec) -> dict[str, Source]:
 
 
 def windows(config: Config, num_layers: int) -> tuple[int | None, ...]:
-    """Without `use_sliding_window`, a `sliding_window` says nothing."""
+    """Return the layers' windows. `sliding_window` has no effect without `use_sliding_window`."""
     if not config.get("use_sliding_window"):
         return layer_windows({**config, "sliding_window": None}, [False] * num_layers)
     first = 0 if config.get("max_window_layers") == 0 else integer(config, "max_window_layers", 28)

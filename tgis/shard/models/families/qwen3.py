@@ -1,4 +1,4 @@
-"""Qwen 3: Qwen 2 whose queries and keys are normalised per head, without its biases."""
+"""Qwen 3: Qwen 2 with norms of queries and keys per head, and without its biases."""
 
 from dataclasses import replace
 

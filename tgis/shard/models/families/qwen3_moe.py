@@ -1,4 +1,4 @@
-"""Qwen 3 with experts, in all layers or in some."""
+"""Qwen 3 MoE: Qwen 3 with experts in all layers or in some."""
 
 from dataclasses import replace
 
@@ -12,7 +12,7 @@ MODEL_TYPES: tuple[str, ...] = ("qwen3_moe",)
 
 
 def spec(config: Config) -> DecoderSpec:
-    # Where there is a window, it is that of all layers.
+    # If there is a window, all layers have it.
     config = {"num_key_value_heads": 4, "head_dim": None, **config, "max_window_layers": 0}
     shared = qwen3.spec(config)
     experts = mixtral.experts(

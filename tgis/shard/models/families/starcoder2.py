@@ -1,4 +1,4 @@
-"""StarCoder 2: Llama's places with LayerNorm, biases everywhere and a feed-forward without a gate."""
+"""StarCoder 2: Llama's structure with LayerNorm, biases in all linear layers, no gate in feed-forwards."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""T5 and mT5, and so Flan-T5, UL2, mT0 and UMT5: scores that are not scaled, and a bias by distance."""
+"""T5 and mT5, also Flan-T5, UL2, mT0 and UMT5: unscaled attention scores, a bias by distance."""
 
 from dataclasses import replace
 
@@ -8,7 +8,7 @@ from tgis.shard.models.spec.config_reader import Config, activation, integer, nu
 from tgis.shard.models.spec.seq2seq_spec import EncoderDecoderSpec, RelativeBias, StackSpec
 
 MODEL_TYPES: tuple[str, ...] = ("t5", "mt5", "umt5")
-# The table of tokens, which both stacks and often the head share, is stored under some of its names.
+# Names of the token embedding, which both stacks and often the head share. A checkpoint has some of them.
 _TABLES = ("shared", "encoder.embed_tokens", "decoder.embed_tokens")
 
 
@@ -18,7 +18,7 @@ def spec(config: Config) -> EncoderDecoderSpec:
     gating, _, name = str(feed).rpartition("-")
     if gating not in ("", "gated"):
         raise UnsupportedModelError(f"feed_forward_proj {feed!r} is not supported")
-    if feed == "gated-gelu":  # which stands for the approximation
+    if feed == "gated-gelu":  # the name means the tanh approximation
         name = "gelu_new"
     num_layers = integer(config, "num_layers")
     decoder = StackSpec(
@@ -52,8 +52,10 @@ def _relative_bias(config: Config, model_type: str) -> RelativeBias:
 
 
 def _scales_logits(config: Config, model_type: str) -> bool:
-    """Models of the first release do, whose head is the table of tokens; an untied head tells the others.
-    Newer files call every head tied, and say this in a key of its own. mT5 never does."""
+    """Return True if the model scales its logits.
+
+    Models of the first release do; their head is the token embedding. An untied head marks later models.
+    Newer configurations call every head tied and have a separate key for the scaling. mT5 never scales."""
     said = config.get("scale_decoder_outputs")
     return model_type != "mt5" and (config.get("tie_word_embeddings") is not False if said is None else said)
 
@@ -64,7 +66,7 @@ def sources(spec: EncoderDecoderSpec) -> dict[str, Source]:
 
 
 def _stack_sources(spec: EncoderDecoderSpec, name: str, last: int) -> dict[str, Source]:
-    """`last` is the place of the feed-forward in a block."""
+    """Return the sources of one stack. `last` is the index of the feed-forward in a block."""
     ours, layer = name + ".blocks.{i}.", name + ".block.{i}.layer."
     attention, crossing, feed = layer + "0.SelfAttention.", layer + "1.EncDecAttention.", f"{layer}{last}."
     gates = ("wi_0", "wi_1") if spec.decoder.gated else ("wi",)

@@ -1,1 +1,1 @@
-"""Models run by transformers' own code, with this service's cache and attention."""
+"""Models that transformers' own code runs with this service's cache and attention."""

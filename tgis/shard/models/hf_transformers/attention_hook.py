@@ -1,7 +1,7 @@
-"""What transformers' code calls for attention and masks: functions of ours, under a private name.
+"""Attention and mask functions that transformers' code calls, registered under a private name.
 
-A receiver is told of every call: a `Recorder`, which finds out once what the model asks of attention, or a
-`PagedStep`, which does it through our cache."""
+A receiver gets every call: a `Recorder` finds out once which attention the model needs, a `PagedStep`
+computes it with this service's cache."""
 
 import itertools
 from collections.abc import Callable
@@ -15,26 +15,26 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from tgis.shard.attention.interface import Attention, AttentionMetadata, Scoring
 
-# (sequence, head, query's position, key's position) -> whether the key is seen; arguments broadcast.
+# (sequence, head, query's position, key's position) -> True if the query sees the key; arguments broadcast.
 MaskRule = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 # Arguments of attention functions that do not change what they compute.
 _IDLE = {
     *("position_ids", "cache_position", "past_key_values", "past_key_value", "use_cache"),
     *("output_attentions", "output_hidden_states", "output_router_logits", "return_dict"),
-    "sliding_window",  # the mask tells it too, and is what transformers' plain attention goes by
+    "sliding_window",  # the mask holds it too; transformers' eager attention reads only the mask
 }
-_PROBED_ROWS = 64  # more than a power of two, so that a block's edge is among them
+_PROBED_ROWS = 64  # queries whose masks are examined; the edge of a block should be among them
 
 _numbers = itertools.count()
 
 
 class NotServedError(Exception):
-    """What the model's code does that our cache and attention cannot; the text continues a sentence."""
+    """Error of a model whose code this service's cache cannot serve. The text continues a sentence."""
 
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """The n-th call in every forward, which has layer n of the cache."""
+    """The n-th attention call of every forward. It uses layer n of the cache."""
 
     module: nn.Module
     num_heads: int
@@ -46,15 +46,17 @@ class AttentionCall:
 
 class Receiver(Protocol):
     def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, more: Any) -> Tensor:
-        """q: [1, num_heads, num_tokens, key_dim], k and v: [1, num_kv_heads, num_tokens, any] -> [1,
-        num_tokens, num_heads, value_dim]. `more` are the further arguments by name."""
+        """Return the attention's output, [1, num_tokens, num_heads, value_dim].
+
+        q: [1, num_heads, num_tokens, key_dim], k and v: [1, num_kv_heads, num_tokens, any]. `more` holds the
+        further arguments by name."""
 
     def make_mask(self, rule: MaskRule) -> Tensor:
-        """Something that transformers' code hands on to `attend` and nothing else looks at."""
+        """Return a stand-in for a mask, which transformers' code only passes on to `attend`."""
 
 
 class Hook:
-    """Registered with transformers under `name` for as long as the process lives."""
+    """Attention and mask functions registered with transformers under `name`, for the process's lifetime."""
 
     def __init__(self) -> None:
         self.name = f"tgis_paged_{next(_numbers)}"
@@ -63,7 +65,7 @@ class Hook:
         AttentionMaskInterface.register(self.name, self._make_mask)
 
     def call(self, receiver: Receiver, forward: Callable[[], Any]) -> Any:
-        """What `forward` gives, its attention being the receiver's affair."""
+        """Return the result of `forward`, with all attention calls sent to the receiver."""
         self._receiver = receiver
         try:
             return forward()
@@ -82,9 +84,9 @@ class Hook:
 
 
 class Recorder:
-    """Lists the calls of a forward over one short sequence, and answers them plainly.
+    """Receiver that lists the attention calls of a forward of one short sequence and computes them.
 
-    Windows are told apart from other masks over the positions below `max_length`. Raises NotServedError."""
+    It distinguishes windows from other masks on positions below `max_length`. Raises NotServedError."""
 
     def __init__(self, max_length: int) -> None:
         self.calls: list[AttentionCall] = []
@@ -115,7 +117,7 @@ class Recorder:
                 raise NotServedError("its attention looks ahead")
             window: int | None = more.get("sliding_window")
             return window
-        place = mask.data_ptr() if isinstance(mask, Tensor) else 0  # a mask may come as a view of itself
+        place = mask.data_ptr() if isinstance(mask, Tensor) else 0  # the model may pass on a view of the mask
         rule = next((rule for made, rule in self._masks if made.data_ptr() == place), None)
         if rule is None:
             raise NotServedError("it makes its own attention masks")
@@ -125,7 +127,7 @@ class Recorder:
 
 
 class PagedStep:
-    """One forward over the new tokens of a step; the calls must be those that were recorded."""
+    """Receiver for one forward over a step's new tokens. The calls must match the recorded ones."""
 
     _MASK = torch.zeros(1, 1, 1, 1)
 
@@ -149,18 +151,20 @@ class PagedStep:
         return y[None, :, : call.num_heads, : call.value_dim].to(q.dtype)
 
     def check_complete(self) -> None:
-        """Raises NotServedError."""
+        """Check that the forward made all recorded calls. Raises NotServedError."""
         if self._layer != len(self._calls):
             raise NotServedError("its layers change their number from step to step")
 
 
 def cache_shape(calls: list[AttentionCall]) -> tuple[int, int]:
-    """Key/value heads and channels that have room for every layer; narrower ones are filled up with zeros."""
+    """Return the most key/value heads and channels of any layer. Smaller layers are padded with zeros."""
     return max(c.num_kv_heads for c in calls), max(max(c.key_dim, c.value_dim) for c in calls)
 
 
 def find_window(rule: MaskRule, length: int) -> int | None:
-    """How many keys up to its own each query sees, None for all. Raises NotServedError for any other rule."""
+    """Return how many keys up to its own position each query sees, None for all.
+
+    Raises NotServedError for any other rule."""
     q = torch.arange(max(0, length - _PROBED_ROWS), length)[:, None]  # [rows, 1]
     k = torch.arange(length)[None]  # [1, length]
     zero = torch.zeros((), dtype=torch.int64)
@@ -183,12 +187,12 @@ def _check_arguments(more: dict[str, Any]) -> None:
 
 
 def _attend_plainly(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """Of a single sequence, without a window."""
+    """Compute causal attention of a single sequence, without a window."""
     y = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
     return y.transpose(1, 2)
 
 
 def _fit(x: Tensor, heads: int, width: int) -> Tensor:
-    """[num_tokens, heads or fewer, width or fewer] -> float32 [num_tokens, heads, width]."""
+    """Pad x, [num_tokens, at most heads, at most width], to float32 [num_tokens, heads, width]."""
     missing = (0, width - x.shape[2], 0, heads - x.shape[1])
     return F.pad(x, missing).float() if any(missing) else x.float()

@@ -1,6 +1,6 @@
-"""Makes a model of transformers' code and a checkpoint on this machine's disk, and tries it before it serves.
+"""Builds a model from transformers' code and a local checkpoint, and tests it before it serves.
 
-Nothing is fetched from anywhere, and a checkpoint's own code runs only where it is trusted."""
+Nothing is downloaded. Code of the checkpoint runs only if it is trusted."""
 
 import inspect
 import warnings
@@ -35,15 +35,15 @@ from tgis.shard.models.interface import UnsupportedModelError
 from tgis.shard.models.leftovers import refuse_unread
 
 CAUSAL = "AutoModelForCausalLM"
-# Turn all positions of a step by its longest sequence.
+# Rotary embeddings whose frequencies, for all positions of a step, depend on its longest sequence.
 STEP_WIDE_ROPES = ("dynamic", "longrope")
-# Positions over which masks are looked at; what only shows beyond does not show in any request.
+# Positions over which masks are examined: if the configuration gives no number, and at most.
 LEAST_LENGTH, MOST_LENGTH = 2048, 1 << 20
 
 
 @contextmanager
 def one_line(model_type: Any) -> Iterator[None]:
-    """Turns whatever transformers' code raises into an UnsupportedModelError, and keeps it quiet."""
+    """Convert all errors of transformers' code to UnsupportedModelError, and suppress its output."""
     refused = f"model type {model_type!r} cannot be served through transformers"
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
@@ -55,7 +55,7 @@ def one_line(model_type: Any) -> Iterator[None]:
         raise
     except NotServedError as error:
         raise UnsupportedModelError(f"{refused}: {error}") from error
-    except Exception as error:  # of code that is not ours, so of any kind
+    except Exception as error:  # foreign code may raise any type
         lines = (line.strip() for line in str(error).splitlines())
         text = next(filter(None, lines), "no reason given")
         raise UnsupportedModelError(
@@ -64,7 +64,7 @@ def one_line(model_type: Any) -> Iterator[None]:
 
 
 def read_config(directory: Path, config: Mapping[str, Any], trust_remote_code: bool) -> Any:
-    """transformers' configuration of a causal model. Raises NotServedError and errors of transformers."""
+    """Read a causal model's configuration. Raises NotServedError and errors of transformers."""
     own = config.get("auto_map") or {}
     known = config.get("model_type") in CONFIG_MAPPING_NAMES
     if not known and not own:
@@ -86,7 +86,7 @@ def read_config(directory: Path, config: Mapping[str, Any], trust_remote_code: b
 def load_model(
     directory: Path, promised: FallbackSpec, world: World, dtype: torch.dtype, trust_remote_code: bool
 ) -> FallbackModel:
-    """A model that was tried, with the shape it was found to have.
+    """Load a model, test it, and return it with the shape that was found.
 
     Raises WeightsError, NotServedError and errors of transformers."""
     plain: set[str] = set()
@@ -130,7 +130,7 @@ def _convert(whole: Any, vocab_size: int, world: World) -> FallbackModel:
 
 
 def _read(directory: Path, dtype: torch.dtype, trust_remote_code: bool) -> Any:
-    """A causal language model with all its weights. Raises WeightsError and errors of transformers."""
+    """Read a causal language model with all its weights. Raises WeightsError and errors of transformers."""
     try:
         whole, found = AutoModelForCausalLM.from_pretrained(
             directory,
@@ -139,10 +139,10 @@ def _read(directory: Path, dtype: torch.dtype, trust_remote_code: bool) -> Any:
             local_files_only=True,
             trust_remote_code=trust_remote_code,
             output_loading_info=True,
-            ignore_mismatched_sizes=True,  # so that they are reported, not told in a table
+            ignore_mismatched_sizes=True,  # they are then returned, not printed as a table
         )
     except Exception:
-        Checkpoint(directory).check_files()  # which says what transformers' errors do not
+        Checkpoint(directory).check_files()  # raises clearer errors than transformers
         raise
     for name, stored, expected in sorted(found["mismatched_keys"]):
         raise WeightsError(f"{directory}: tensor {name} has shape {[*stored]}, expected {[*expected]}")
@@ -153,7 +153,7 @@ def _read(directory: Path, dtype: torch.dtype, trust_remote_code: bool) -> Any:
 
 
 def _check_state(whole: Any) -> None:
-    """Raises NotServedError."""
+    """Check that the model keeps no other state and has no step-wide rope. Raises NotServedError."""
     kinds = getattr(whole.config.get_text_config(decoder=True), "layer_types", None) or ()
     strange = [kind for kind in kinds if kind == "linear_attention" or not str(kind).endswith("attention")]
     if strange or getattr(whole, "_is_stateful", False):
@@ -169,7 +169,7 @@ def _check_state(whole: Any) -> None:
 
 
 def _find_decoder(whole: Any) -> nn.Module:
-    """What gives hidden states, of text alone. Raises NotServedError."""
+    """Return the module that computes hidden states from text alone. Raises NotServedError."""
     named = (whole.base_model, *(getattr(whole, name, None) for name in ("model", "transformer")))
     for part in (whole.get_decoder(), *named):
         if isinstance(part, nn.Module) and part is not whole:
@@ -180,6 +180,6 @@ def _find_decoder(whole: Any) -> nn.Module:
 
 
 def _find_length(config: Any) -> int:
-    """Positions that requests may have."""
+    """Return the number of positions over which masks are examined."""
     length = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
     return min(length, MOST_LENGTH) if isinstance(length, int) and length > 1 else LEAST_LENGTH

@@ -1,6 +1,7 @@
-"""Models of no family of ours, through transformers' own modelling code with our attention and cache.
+"""Loads models that no family of this service covers: transformers' modelling code runs them with this
+service's attention and cache.
 
-transformers is imported when such a model is described, which takes seconds, and not before."""
+Importing transformers takes seconds, so it is imported only when such a model is described."""
 
 import logging
 from collections.abc import Mapping
@@ -21,8 +22,10 @@ logger = logging.getLogger(__name__)
 
 
 def describe(directory: Path, config: Mapping[str, Any], trust_remote_code: bool) -> FallbackSpec:
-    """The shape that the configuration promises; `load` finds out the real one. Touches no tensor, but runs
-    the checkpoint's own configuration code where that is trusted. Raises UnsupportedModelError."""
+    """Return the shape that the configuration promises. `load` finds the actual one.
+
+    This reads no tensor, but runs the checkpoint's configuration code if it is trusted. Raises
+    UnsupportedModelError."""
     from tgis.shard.models.hf_transformers import build
 
     if config.get("quantization_config"):
@@ -40,8 +43,8 @@ def describe(directory: Path, config: Mapping[str, Any], trust_remote_code: bool
 
 
 def find_obstacle(spec: ModelSpec, model_type: str) -> str | None:
-    """Return why `load` would refuse a model that a family of ours serves with `spec`, or None where nothing
-    is known to be in the way. Looks at neither transformers nor the checkpoint."""
+    """Return why `load` would refuse a model that a family of this service serves with `spec`, None if no
+    reason is known. This reads neither transformers nor the checkpoint."""
     if not isinstance(spec, DecoderSpec):
         return "it is an encoder-decoder"
     if spec.slopes:
@@ -56,10 +59,11 @@ def find_obstacle(spec: ModelSpec, model_type: str) -> str | None:
 def load(
     directory: Path, spec: FallbackSpec, world: World, dtype: torch.dtype, trust_remote_code: bool
 ) -> Model:
-    """The model, its weights rounded to `dtype`, after it has shown on a few tokens that it answers through
-    our cache as it does by itself. Its spec is what was found, not what was promised.
+    """Load the model with weights rounded to `dtype`.
 
-    Raises UnsupportedModelError and WeightsError."""
+    A few tokens are computed first, to check that the model's scores with this service's cache are those of
+    its own code. The model's spec is the one that was found, not the one that was promised. Raises
+    UnsupportedModelError and WeightsError."""
     from tgis.shard.models.hf_transformers import build
 
     if world.size > 1 and world.rank == 0:
@@ -73,6 +77,6 @@ def load(
 
 
 def _most(config: Any, name: str) -> int:
-    """A number of the configuration, the greatest where layers have their own; 0 where there is none."""
+    """Return a number of the configuration: the greatest if layers have their own, 0 if there is none."""
     value = config.to_dict().get(config.attribute_map.get(name, name))
     return max(value, default=0) if isinstance(value, list | tuple) else value or 0

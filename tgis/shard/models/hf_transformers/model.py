@@ -1,5 +1,5 @@
-"""A model whose arithmetic is transformers' own code, seen as one of ours: tokens packed along one axis, keys
-and values in our cache. Nothing of a sequence is kept anywhere else."""
+"""Adapter from transformers' models to `Model`: tokens are packed along one axis, keys and values are in this
+service's cache. No other state of a sequence is kept."""
 
 import copy
 from typing import Any
@@ -15,7 +15,7 @@ from tgis.shard.models.interface import ModelSpec, StepInputs
 
 
 class States:
-    """Stands for a decoder: whatever it is called with, it gives the states that were put here."""
+    """Stand-in for a decoder that ignores its arguments and returns the states that were set."""
 
     def __init__(self, kind: type) -> None:
         self._kind = kind
@@ -27,8 +27,8 @@ class States:
 
 
 class FallbackModel:
-    """`whole` is a causal language model, `decoder` the part of it that gives hidden states, of type
-    `output`."""
+    """Model that runs transformers' code. `whole` is a causal language model; `decoder` is its part that
+    computes hidden states and returns them as type `output`."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class FallbackModel:
 
     @torch.inference_mode()
     def forward(self, inputs: StepInputs, attention: Attention) -> Tensor:
-        """[num_tokens, hidden_size]"""
+        """Return hidden states, [num_tokens, hidden_size]."""
         step = PagedStep(self._calls, attention, inputs.metadata)
         x = self._hook.call(step, lambda: compute_states(self._decoder, inputs.token_ids, inputs.positions))
         step.check_complete()
@@ -55,7 +55,7 @@ class FallbackModel:
 
     @torch.inference_mode()
     def logits(self, x: Tensor, adapters: TokenAdapters | None = None) -> Tensor:
-        """Any rows of what `forward` gave, [n, hidden_size] -> float32 [n, vocab_size]."""
+        """Return float32 logits, [n, vocab_size]. x: any rows of `forward`'s result, [n, hidden_size]."""
         self._states.states = x
         output = self._head(input_ids=torch.zeros(1, len(x), dtype=torch.int64), use_cache=False)
         self._states.states = torch.empty(0)
@@ -63,20 +63,22 @@ class FallbackModel:
 
 
 def compute_states(decoder: nn.Module, token_ids: Tensor, positions: Tensor, **more: Any) -> Any:
-    """The decoder's output for tokens packed along one axis, both int64 [num_tokens]; first of it are the
-    states, [1, num_tokens, hidden_size]."""
+    """Return the decoder's output for tokens packed along one axis; its first element is the hidden states,
+    [1, num_tokens, hidden_size].
+
+    token_ids, positions: int64 [num_tokens]."""
     use_cache = "past_key_values" in more
     return decoder(input_ids=token_ids[None], position_ids=positions[None], use_cache=use_cache, **more)
 
 
 def read_logits(output: Any) -> Tensor:
-    """float32 [num_tokens, vocab_size] of a causal language model's output for one sequence."""
+    """Return float32 [num_tokens, vocab_size] from a causal language model's output for one sequence."""
     logits: Tensor = output.logits if isinstance(output, ModelOutput) else output[0]
     return logits[0].float()
 
 
 def _replace_forward(whole: nn.Module, part: nn.Module, forward: Any) -> nn.Module:
-    """`whole` with another forward of its `part`; shares all weights, and leaves `whole` as it is."""
+    """Return a copy of `whole` whose `part` has another forward. Weights are shared, `whole` is unchanged."""
     path = next((name for name, module in whole.named_modules() if module is part), "")
     if not path:
         raise NotServedError("its decoder is no part of it")

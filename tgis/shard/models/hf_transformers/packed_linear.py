@@ -1,5 +1,5 @@
-"""Makes the matrix products of a foreign model ours: weights packed once, rows that do not affect each
-other."""
+"""Replaces the linear layers of a transformers model with this service's matrix products: weights are packed
+once, rows do not affect each other."""
 
 import re
 from collections.abc import Set
@@ -15,8 +15,8 @@ _NUMBER = re.compile(r"\b\d+\b")
 
 
 class PackedLinear(nn.Module):
-    """y = x W^T + b, any leading axes, float32. Code that reaches for the `weight` itself fails, and is
-    remembered by `is_wanted`."""
+    """Linear layer y = x W^T + b in float32, with any leading axes. Code that reads `weight` itself fails,
+    and sets `is_wanted`."""
 
     def __init__(self, linear: nn.Linear, dtype: torch.dtype, label: str):
         super().__init__()
@@ -39,8 +39,9 @@ class PackedLinear(nn.Module):
 
 
 def pack_linears(model: nn.Module, dtype: torch.dtype, plain: Set[str] = frozenset()) -> None:
-    """Replaces plain linear layers, whose products then have the speed and size of `dtype`; whatever else the
-    model holds becomes float32, in which it computes. So does what is named in `plain`."""
+    """Replace plain linear layers with ones that have the speed and size of `dtype`.
+
+    All else in the model, and the layers named in `plain`, becomes float32 and computes in it."""
     packed: dict[nn.Module, PackedLinear] = {}
     for path, module in list(model.named_modules()):
         for name, child in module._modules.items():
@@ -48,13 +49,13 @@ def pack_linears(model: nn.Module, dtype: torch.dtype, plain: Set[str] = frozens
             if type(child) is nn.Linear and not _is_hooked(child) and _role(full) not in plain:
                 if child not in packed:
                     packed[child] = PackedLinear(child, dtype, f"{full}.weight")
-                    child._parameters.clear()  # so that the model is never in memory twice
+                    child._parameters.clear()  # frees the weights, so that the model is never in memory twice
                 module._modules[name] = packed[child]
     model.float()
 
 
 def find_wanted(model: nn.Module) -> set[str]:
-    """Which packed layers cannot be, as names for `plain`; they stand for the same layer of all blocks."""
+    """Return packed layers whose weight is read, as names for `plain`. A name covers all blocks."""
     found = model.named_modules()
     return {_role(path) for path, module in found if isinstance(module, PackedLinear) and module.is_wanted}
 

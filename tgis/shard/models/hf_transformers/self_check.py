@@ -1,5 +1,5 @@
-"""Whether a model answers the same through our cache as by itself, tried on a few tokens when it is loaded.
-One whose code goes its own ways is refused instead of answering wrongly."""
+"""Checks on a few tokens, when a model is loaded, that its scores with this service's cache are those of its
+own code. A model that fails is refused, because its answers would be wrong."""
 
 from functools import partial
 from typing import Any
@@ -17,27 +17,28 @@ from tgis.shard.models.hf_transformers.model import FallbackModel, compute_state
 from tgis.shard.models.interface import StepInputs
 
 LENGTHS = (14, 9)  # tokens of two sequences
-# What is computed of which of them: beginnings, chunks and single tokens, in both orders.
+# (sequence, start, end) of the tokens that each step computes: beginnings, chunks and single tokens, in both
+# orders.
 STEPS = (((0, 0, 5),), ((0, 5, 12), (1, 0, 8)), ((1, 8, 9), (0, 12, 14)))
 BLOCK_SIZE = 4
 TABLES = ((3, 5, 1, 7), (2, 0, 4, 6))
-# Of the greatest score: float32 arithmetic in another order stays far below.
+# Largest difference, relative to the greatest score. float32 arithmetic in another order stays far below.
 TOLERANCE = 2e-4
 
 
 def choose_tokens(vocab_size: int) -> list[Tensor]:
-    """Two sequences, of tokens from the middle of the vocabulary; its ends are for special ones."""
+    """Return two sequences of tokens from the middle of the vocabulary; special tokens are at its ends."""
     ids = (vocab_size // 3 + 7 * torch.arange(sum(LENGTHS))) % vocab_size
     return list(torch.split(ids, list(LENGTHS)))
 
 
 def score_alone(whole: nn.Module, token_ids: Tensor) -> Tensor:
-    """float32 [num_tokens, vocab_size], as the model's own code has it."""
+    """Return scores of the model's own code, float32 [num_tokens, vocab_size]."""
     return read_logits(whole(input_ids=token_ids[None], use_cache=True))
 
 
 def check_scores(model: FallbackModel, world: World, sequences: list[Tensor], expected: list[Tensor]) -> None:
-    """Raises NotServedError unless sequences that are cut into chunks and packed give the expected scores."""
+    """Check that packed chunks of sequences get the expected scores. Raises NotServedError."""
     spec, num_blocks = model.spec, sum(map(len, TABLES))
     shape = (BLOCK_SIZE, local_kv_heads(spec, world), spec.head_dim)
     attention = CpuAttention(KVCache(spec.num_layers, num_blocks, *shape, torch.float32))
@@ -54,9 +55,9 @@ def check_scores(model: FallbackModel, world: World, sequences: list[Tensor], ex
 
 
 def check_positions(hook: Hook, decoder: nn.Module, token_ids: Tensor, length: int) -> int:
-    """Positions the model has, `length` or 0 where there is no end to them.
+    """Return the number of positions that the model has: `length`, or 0 if there is no limit.
 
-    Raises NotServedError where its code takes positions from elsewhere than it is told."""
+    Raises NotServedError if its code does not use the positions that it is given."""
     token_ids = token_ids[: length - 1]
     start = length - len(token_ids)
 
@@ -81,7 +82,7 @@ def check_positions(hook: Hook, decoder: nn.Module, token_ids: Tensor, length: i
 
 
 def _pretend_cache(length: int) -> Any:
-    """Says that it holds so many tokens, and holds none."""
+    """Return a cache that reports `length` tokens but holds none."""
     cache = DynamicCache()
     cache.get_seq_length = lambda *_, **__: length
     cache.update = lambda k, v, *_, **__: (k, v)
@@ -92,7 +93,7 @@ def _agree(one: Tensor, other: Tensor) -> bool:
     if one.shape != other.shape:
         return False
     largest = other.abs().max().clamp(min=1.0)
-    return bool((one - other).abs().max() <= TOLERANCE * largest)  # not so for NaN
+    return bool((one - other).abs().max() <= TOLERANCE * largest)  # False for NaN
 
 
 def _place(step: tuple[tuple[int, int, int], ...]) -> AttentionMetadata:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class FallbackSpec:
-    """Every rank holds the whole model, so its key/value heads are counted once for each rank."""
+    """Shape of the model. Every rank holds it all, so key/value heads are counted once for each rank."""
 
     num_layers: int
     num_kv_heads: int

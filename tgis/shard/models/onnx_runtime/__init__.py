@@ -1,1 +1,1 @@
-"""Models in ONNX form, run by ONNX Runtime with this service's cache."""
+"""Models in ONNX form that ONNX Runtime runs with this service's cache."""

@@ -1,5 +1,4 @@
-"""What goes in and out of the graph in an ONNX file, read from its header: neither weights nor ONNX Runtime
-are loaded."""
+"""Reads the inputs and outputs of an ONNX file's graph, without loading weights or ONNX Runtime."""
 
 import mmap
 from collections.abc import Iterator
@@ -10,10 +9,10 @@ import torch
 
 from tgis.shard.checkpoint.tensors import WeightsError, first_line
 
-# Types of fields in protobuf's encoding, and how long the values of fixed length are.
+# Types of fields in protobuf's encoding, and the bytes of the types of fixed length.
 VARINT, BYTES = 0, 2
 FIXED = {1: 8, 5: 4}
-# Numbers that ONNX's schema gives its fields.
+# Field numbers of ONNX's schema.
 MODEL_GRAPH = 7
 GRAPH_INPUT, GRAPH_OUTPUT = 11, 12
 VALUE_NAME, VALUE_TYPE = 1, 2
@@ -21,7 +20,7 @@ TYPE_TENSOR = 1
 TENSOR_ELEMENT, TENSOR_SHAPE = 1, 2
 SHAPE_DIMENSION = 1
 DIMENSION_SIZE = 1
-# And the types of elements that language models take and give.
+# Element types that language models take and return, by their numbers in the schema.
 ELEMENTS = {1: torch.float32, 6: torch.int32, 7: torch.int64, 9: torch.bool, 10: torch.float16}
 
 Field = int | memoryview
@@ -29,7 +28,7 @@ Field = int | memoryview
 
 @dataclass(frozen=True)
 class Value:
-    """A tensor that goes in or out; None stands for a type that is none of ours and for sizes left open."""
+    """Input or output tensor. None stands for an unsupported type and for sizes that are left open."""
 
     dtype: torch.dtype | None
     shape: tuple[int | None, ...]
@@ -42,10 +41,10 @@ class Graph:
 
 
 def read_graph(file: Path) -> Graph:
-    """Raises WeightsError where the file is none of ONNX."""
+    """Read the graph of a file. Raises WeightsError if the file is not ONNX."""
     try:
         with file.open("rb") as opened:
-            # Unmapped once nothing looks into it any more.
+            # The file is unmapped when the last view of it is gone.
             model = memoryview(mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ))
         parts = list(_fields(_last(model, MODEL_GRAPH)))
         inputs, outputs = (
@@ -73,7 +72,7 @@ def _size(dimension: Field) -> int | None:
 
 
 def _last(message: Field, number: int) -> Field:
-    """A field that is there once; protobuf lets the last one count. Raises ValueError where it is absent."""
+    """Return a field; if it is repeated, protobuf uses the last. Raises ValueError if it is absent."""
     found = [part for one, part in _fields(message) if one == number]
     if not found:
         raise ValueError(f"field {number} is missing")
@@ -81,7 +80,7 @@ def _last(message: Field, number: int) -> Field:
 
 
 def _fields(message: Field) -> Iterator[tuple[int, Field]]:
-    """Numbers and contents of a message's fields; a nested message is a view of its bytes."""
+    """Yield numbers and contents of a message's fields. A nested message is a view of its bytes."""
     if isinstance(message, int):
         raise ValueError("there is a number in place of a message")
     at = 0
@@ -105,7 +104,7 @@ def _fields(message: Field) -> Iterator[tuple[int, Field]]:
 
 
 def _varint(message: memoryview, at: int) -> tuple[int, int]:
-    """A number, and where it ends. Raises IndexError where the message ends before it."""
+    """Return a number and the offset of its end. Raises IndexError if the message ends before it."""
     number, shift = 0, 0
     while True:
         byte = message[at]

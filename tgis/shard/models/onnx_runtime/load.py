@@ -1,6 +1,6 @@
-"""Models in ONNX form, as optimum's exporter writes them, run by ONNX Runtime with our cache.
+"""Loads models in ONNX form, as optimum exports them. ONNX Runtime runs them with this service's cache.
 
-onnxruntime is an extra: it is imported when such a model is described, and not before."""
+onnxruntime is an optional dependency, so it is imported only when such a model is described."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -29,39 +29,39 @@ HOW_TO_EXPORT = (
     "text-generation-with-past DIRECTORY`"
 )
 FILES = ("model.onnx", "decoder_model_merged.onnx")
-FOLDERS = ("", "onnx")  # of the model's directory; the second is usual on the hub
+FOLDERS = ("", "onnx")  # folders of the model's directory; the second is usual on the hub
 PARTS = ("decoder_model.onnx", "decoder_with_past_model.onnx")
 ENCODER = "encoder_model.onnx"
 CPU = "CPUExecutionProvider"
-QUIET = 4  # of ONNX Runtime's log, whose errors are raised as well
-# What is scored whole and then in chunks, to see whether the graph takes them.
+QUIET = 4  # level of ONNX Runtime's log that suppresses even errors, which are raised as well
+# Number of tokens that are scored whole, and ends of the chunks in which they are scored again, as a check.
 TRIED, CHUNKS = 9, (0, 4, 5, 9)
-# Of the greatest score.
+# Largest difference, relative to the greatest score.
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 5e-2}
 
 
 @dataclass(frozen=True)
 class OnnxSpec:
-    """Every rank holds the whole model, so its key/value heads are counted once for each rank."""
+    """Shape of the model. Every rank holds it all, so key/value heads are counted once for each rank."""
 
     file: Path
     num_layers: int
     num_kv_heads: int
     head_dim: int
     vocab_size: int
-    dtype: torch.dtype  # of the graph's keys and values: a cache of it changes nothing
+    dtype: torch.dtype  # of the graph's keys and values; a cache of this type loses nothing
     max_positions: int = 0
     rope_switch_len: int = 0
     is_encoder_decoder: bool = False
 
     @property
     def weight_bytes(self) -> int:
-        """On disk; weights may lie in files beside the graph, whose names begin with its own."""
+        """Bytes of the weights on disk. Files whose names begin with the graph's hold weights too."""
         return sum(file.stat().st_size for file in self.file.parent.glob(f"{self.file.name}*"))
 
 
 def describe(directory: Path, config: Mapping[str, Any]) -> OnnxSpec:
-    """The shape of the model, by its graph's inputs and outputs; touches no tensor.
+    """Return the shape of the model, read from its graph's inputs and outputs. This reads no tensor.
 
     Raises UnsupportedModelError and WeightsError."""
     if find_spec("onnxruntime") is None:
@@ -74,10 +74,10 @@ def describe(directory: Path, config: Mapping[str, Any]) -> OnnxSpec:
 
 
 def load(spec: OnnxSpec, world: World, num_threads: int) -> Model:
-    """The model that was described, after it has shown on a few tokens that it answers the same where they
-    come in chunks.
+    """Load the model that was described.
 
-    Raises UnsupportedModelError and WeightsError."""
+    A few tokens are computed first, to check that scores are the same if they come in chunks. Raises
+    UnsupportedModelError and WeightsError."""
     if world.size > 1 and world.rank == 0:
         logger.warning(
             "each of the %d shards holds the whole model and computes all of it: one shard makes better use "
@@ -94,11 +94,11 @@ def load(spec: OnnxSpec, world: World, num_threads: int) -> Model:
 
 
 class _NotServedError(Exception):
-    """Why; the text is the end of a sentence."""
+    """Reason why a model is not served. The text is the end of a sentence."""
 
 
 def _find_file(directory: Path, config: Mapping[str, Any]) -> Path:
-    """Raises UnsupportedModelError."""
+    """Find the graph's file. Raises UnsupportedModelError."""
     folders = [directory / folder for folder in FOLDERS]
     if config.get("is_encoder_decoder") or any((folder / ENCODER).exists() for folder in folders):
         raise UnsupportedModelError(
@@ -116,7 +116,7 @@ def _find_file(directory: Path, config: Mapping[str, Any]) -> Path:
 
 
 def _describe(file: Path, graph: Graph, config: dict[str, Any]) -> OnnxSpec:
-    """Raises _NotServedError."""
+    """Return the model's shape. Raises _NotServedError."""
     num_layers = sum(name in graph.inputs for name in map(_first_past_name, range(len(graph.inputs))))
     _check_names(graph, num_layers)
     cached = [graph.inputs[name] for layer in range(num_layers) for name in model.past_names(layer)]
@@ -137,7 +137,7 @@ def _first_past_name(layer: int) -> str:
 
 
 def _check_names(graph: Graph, num_layers: int) -> None:
-    """Raises _NotServedError."""
+    """Check the names of all inputs and outputs. Raises _NotServedError."""
     if not num_layers:
         raise _NotServedError(f"it takes no keys and values of the tokens before; {HOW_TO_EXPORT}")
     layers = range(num_layers)
@@ -151,7 +151,7 @@ def _check_names(graph: Graph, num_layers: int) -> None:
 
 
 def _cache_shape(cached: list[Value]) -> tuple[int, int]:
-    """Heads and their size, of every layer. Raises _NotServedError."""
+    """Return the number and size of every layer's key/value heads. Raises _NotServedError."""
     shapes = {value.shape[1::2] for value in cached if len(value.shape) == 4}
     if len(shapes) != 1 or any(len(value.shape) != 4 for value in cached):
         raise _NotServedError("its keys and values are not of one shape, [batch, heads, tokens, head size]")
@@ -162,8 +162,10 @@ def _cache_shape(cached: list[Value]) -> tuple[int, int]:
 
 
 def _open_session(file: Path, num_threads: int) -> Any:
-    """Memory that is freed goes back to the process, so that what a step takes can be measured, and threads
-    do not spin between steps. Raises WeightsError."""
+    """Open a session of ONNX Runtime. Raises WeightsError.
+
+    The memory arena is off, so that freed memory returns to the process and a step's memory can be measured.
+    Threads do not spin between steps."""
     import onnxruntime
 
     onnxruntime.disable_telemetry_events()
@@ -180,7 +182,7 @@ def _open_session(file: Path, num_threads: int) -> Any:
 
 
 def _try_chunks(spec: OnnxSpec, runner: Runner) -> None:
-    """Raises _NotServedError."""
+    """Check that scores are the same if the tokens come in chunks. Raises _NotServedError."""
     try:
         whole, cut = (_score(spec, runner, ends) for ends in ((0, TRIED), CHUNKS))
     except Exception as error:  # of the runtime's own kinds, which have nothing else in common
@@ -188,7 +190,7 @@ def _try_chunks(spec: OnnxSpec, runner: Runner) -> None:
     if whole.shape != (TRIED, spec.vocab_size):
         raise _NotServedError(f"it gives scores of shape {[*whole.shape]} for {TRIED} tokens")
     bound = TOLERANCE[spec.dtype] * whole.abs().max().clamp(min=1.0)
-    if not (cut - whole).abs().max() <= bound:  # nor for NaN
+    if not (cut - whole).abs().max() <= bound:  # NaN fails too
         raise _NotServedError(
             "its scores change where a prompt comes in chunks, as where it is quantized dynamically or was "
             f"exported for single tokens; {HOW_TO_EXPORT}"
@@ -196,7 +198,7 @@ def _try_chunks(spec: OnnxSpec, runner: Runner) -> None:
 
 
 def _score(spec: OnnxSpec, runner: Runner, ends: Sequence[int]) -> Tensor:
-    """[TRIED, vocab_size], computed in chunks that end there."""
+    """Return scores, [TRIED, vocab_size], computed in chunks with these ends."""
     token_ids = (spec.vocab_size // 3 + 7 * torch.arange(TRIED)) % spec.vocab_size
     nothing = torch.empty(spec.num_kv_heads, 0, spec.head_dim)
     past, parts = [(nothing, nothing)] * spec.num_layers, []

@@ -1,5 +1,5 @@
-"""A graph in ONNX form, run by ONNX Runtime, seen as one of our models: keys and values live in our cache and
-go into the graph with the tokens that follow them."""
+"""Adapter from a graph in ONNX form, run by ONNX Runtime, to `Model`. Keys and values are in this service's
+cache and are inputs of the graph together with the tokens that follow them."""
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -20,17 +20,17 @@ Pair = tuple[Tensor, Tensor]
 
 
 def past_names(layer: int) -> tuple[str, str]:
-    """Inputs: what keys and values of the tokens before are called."""
+    """Return the names of the inputs for keys and values of earlier tokens."""
     return f"past_key_values.{layer}.key", f"past_key_values.{layer}.value"
 
 
 def present_names(layer: int) -> tuple[str, str]:
-    """Outputs: what keys and values of the tokens before and the new ones are called."""
+    """Return the names of the outputs for keys and values of earlier and new tokens."""
     return f"present.{layer}.key", f"present.{layer}.value"
 
 
 class Runner:
-    """Scores tokens of one sequence; ONNX Runtime's session keeps nothing of it."""
+    """Runner of the graph for one sequence at a time. ONNX Runtime's session keeps no state of it."""
 
     def __init__(self, graph: Graph, session: Any, num_layers: int) -> None:
         self._session = session
@@ -39,10 +39,10 @@ class Runner:
         self._outputs = [LOGITS, *(name for layer in range(num_layers) for name in present_names(layer))]
 
     def run(self, token_ids: Tensor, positions: Tensor, past: Sequence[Pair]) -> tuple[Tensor, list[Pair]]:
-        """Logits [n, vocab_size] of n tokens, given with their positions, int64 [n]; and per layer all keys
-        and values, [num_kv_heads, num_tokens, head_dim] like those of the tokens before, the new ones last.
+        """Return the logits, [n, vocab_size], and for each layer all keys and values.
 
-        What comes out is of the graph's own type."""
+        token_ids, positions: int64 [n]. Keys and values, past and returned, are [num_kv_heads, num_tokens,
+        head_dim]; the new tokens come last. Results are of the graph's own type."""
         num_past, num_new = past[0][0].shape[1], len(token_ids)
         found = {
             TOKENS: token_ids,
@@ -57,15 +57,16 @@ class Runner:
 
 
 class OnnxModel:
-    """`num_kv_heads` are those of the graph, all of which this rank computes."""
+    """Model in ONNX form. `num_kv_heads` counts the graph's heads, all of which this rank computes."""
 
     def __init__(self, spec: ModelSpec, runner: Runner, num_kv_heads: int) -> None:
         self.spec = spec
         self._runner, self._num_kv_heads = runner, num_kv_heads
 
     def forward(self, inputs: StepInputs, attention: Attention) -> Tensor:
-        """float32 [num_tokens, vocab_size]: the graph gives nothing before the scores. Sequences go through
-        it one by one."""
+        """Return float32 logits, [num_tokens, vocab_size], because the graph does not return hidden states.
+
+        Sequences are computed one by one."""
         spec, num_tokens = self.spec, len(inputs.token_ids)
         logits = torch.empty(num_tokens, spec.vocab_size)
         k, v = torch.empty(2, spec.num_layers, num_tokens, self._num_kv_heads, spec.head_dim)
@@ -81,20 +82,21 @@ class OnnxModel:
     def _score(
         self, token_ids: Tensor, positions: Tensor, past: Callable[[int], Pair]
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Of n tokens that follow what `past` gives of each layer: logits [n, vocab_size], and new keys and
-        values, [num_layers, n, num_kv_heads, head_dim]."""
+        """Return logits, [n, vocab_size], and new keys and values, [num_layers, n, num_kv_heads, head_dim].
+
+        The n tokens follow those whose keys and values `past` returns for each layer."""
         layers = [past(layer) for layer in range(self.spec.num_layers)]
         logits, present = self._runner.run(token_ids, positions, layers)
         k, v = (torch.stack([x[:, -len(token_ids) :] for x in part]) for part in zip(*present, strict=True))
         return logits, k.transpose(1, 2), v.transpose(1, 2)
 
     def logits(self, x: Tensor, adapters: TokenAdapters | None = None) -> Tensor:
-        """Any rows of what `forward` gave, as they are."""
+        """Return x: the result of `forward` is logits already."""
         return x
 
 
 def _sequences(metadata: AttentionMetadata) -> Iterator[tuple[slice, int, Tensor]]:
-    """Where in the step a sequence's new tokens are, how many came before them, and its block table."""
+    """Yield each sequence's new tokens in the step, the number of its earlier tokens, and its block table."""
     spans = pairwise(metadata.cu_seqlens_q.tolist())
     for (first, last), seq_len, table in zip(
         spans, metadata.seq_lens.tolist(), metadata.block_tables, strict=True
@@ -103,5 +105,5 @@ def _sequences(metadata: AttentionMetadata) -> Iterator[tuple[slice, int, Tensor
 
 
 def _with_batch(x: Tensor, dtype: torch.dtype | None) -> Any:
-    """As ONNX Runtime takes it: one row of a batch."""
+    """Convert a tensor to ONNX Runtime's input: a batch of one row."""
     return x.to(dtype)[None].numpy()

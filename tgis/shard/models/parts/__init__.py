@@ -1,1 +1,1 @@
-"""Parts that models are built from."""
+"""Building blocks of models."""

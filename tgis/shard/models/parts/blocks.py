@@ -1,4 +1,4 @@
-"""What layers of a transformer are built from, cut over ranks: self-attention and feed-forward."""
+"""Building blocks of transformer layers, cut over ranks: self-attention and feed-forward."""
 
 from typing import Literal, Protocol
 
@@ -15,7 +15,7 @@ from tgis.shard.layers.split_norm import SplitNorm
 
 
 class Heads(Protocol):
-    """What self-attention needs to know of a model."""
+    """Fields of a model's spec that self-attention reads."""
 
     @property
     def hidden_size(self) -> int: ...
@@ -40,7 +40,7 @@ class Heads(Protocol):
 
 
 class Feeding(Protocol):
-    """What a feed-forward layer needs to know of a model."""
+    """Fields of a model's spec that a feed-forward layer reads."""
 
     @property
     def hidden_size(self) -> int: ...
@@ -55,7 +55,7 @@ class Feeding(Protocol):
 
 
 class SelfAttention:
-    """`layer` is the cache's, `scoring` has slopes and bias of this rank's heads only."""
+    """Self-attention. `layer` is the cache's; `scoring` has slopes and bias of this rank's heads only."""
 
     def __init__(self, spec: Heads, parts: Parts, path: str, layer: int, scoring: Scoring):
         size = parts.world.size
@@ -96,7 +96,7 @@ class SelfAttention:
 
     def _normalise(self, qkv: Tensor, q_norm: SplitNorm, k_norm: SplitNorm) -> Tensor:
         group = self._num_heads // self._num_kv_heads
-        width = qkv.shape[1] // (group + 2)  # of k
+        width = qkv.shape[1] // (group + 2)  # width of k
         q, k, v = torch.split(qkv, [group * width, width, width], -1)
         return torch.cat([q_norm(q), k_norm(k), v], -1)
 
@@ -112,7 +112,7 @@ class MLP:
         return self._down(self.activate(x, adapters), adapters)
 
     def partial(self, x: Tensor, adapters: TokenAdapters | None) -> Tensor:
-        """This rank's part of the sum that `__call__` gives, without the bias."""
+        """Return this rank's part of the sum that `__call__` returns, without the bias."""
         return self._down.partial(self.activate(x, adapters), adapters)
 
     def activate(self, x: Tensor, adapters: TokenAdapters | None) -> Tensor:

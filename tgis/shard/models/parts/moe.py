@@ -1,4 +1,4 @@
-"""A feed-forward layer of many experts, of which every token uses a few. Each expert is cut over all ranks,
+"""Feed-forward layer with many experts, of which every token uses a few. Each expert is cut over all ranks,
 so ranks have equal work whichever experts a step needs."""
 
 from dataclasses import replace
@@ -23,12 +23,12 @@ class SparseMLP:
         self._experts = [MLP(sizes, parts, f"{path}.experts.{e}") for e in range(experts.num_experts)]
 
     def __call__(self, x: Tensor, adapters: TokenAdapters | None) -> Tensor:
-        """A token's experts are added up in their own order, so its bits do not depend on other tokens."""
+        """Add up each token's experts in numerical order, so its bits do not depend on other tokens."""
         weights = self._score(x, adapters).softmax(-1)  # [num_tokens, num_experts]
         weights, chosen = weights.topk(self._spec.num_active)  # [num_tokens, num_active]
         if self._spec.normalised:
             weights = weights / weights.sum(-1, keepdim=True)
-        order = chosen.flatten().argsort(stable=True)  # places in `chosen`, by expert
+        order = chosen.flatten().argsort(stable=True)  # indices in flattened `chosen`, sorted by expert
         counts = chosen.flatten().bincount(minlength=self._spec.num_experts).tolist()
         out = torch.zeros_like(x)
         for expert, places in zip(self._experts, torch.split(order, counts), strict=True):

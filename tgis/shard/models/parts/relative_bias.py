@@ -1,4 +1,4 @@
-"""Relative position bias: a learned number for each head and bucket of distances, as a table by distance."""
+"""Relative position bias: reads learned numbers per head and bucket of distances into a table by distance."""
 
 import math
 
@@ -10,8 +10,9 @@ from tgis.shard.models.spec.seq2seq_spec import RelativeBias
 
 
 def read_bias(parts: Parts, path: str, bias: RelativeBias, num_heads: int, causal: bool) -> Tensor:
-    """float32 [own heads, 2 * reach + 1], for `Scoring.bias`; distances beyond have the last one's. Raises
-    WeightsError."""
+    """Return float32 [own heads, 2 * reach + 1] for `Scoring.bias`. Longer distances use the last entry.
+
+    Raises WeightsError."""
     stored = parts.weights.find(f"{path}.weight", (bias.num_buckets, num_heads))
     table = stored.read(columns=parts.world.slice(num_heads)).to(parts.dtype).float()  # [buckets, own heads]
     reach = max(bias.num_buckets, bias.max_distance)
@@ -20,10 +21,10 @@ def read_bias(parts: Parts, path: str, bias: RelativeBias, num_heads: int, causa
 
 
 def find_buckets(distance: Tensor, bias: RelativeBias, causal: bool) -> Tensor:
-    """int64 [n], of distances int64 [n], the key's position less the query's.
+    """Return the buckets, int64 [n], of distances, int64 [n]: the key's position minus the query's.
 
-    Half of the buckets are for single distances, the others ever wider. A causal query sees no key behind it;
-    otherwise those have the second half of all buckets."""
+    Half of the buckets hold one distance each; the others grow wider. A causal query sees no later key;
+    otherwise later keys use the second half of all buckets."""
     if causal:
         return _bucket(-distance.clamp(max=0), bias.num_buckets, bias.max_distance)
     half = bias.num_buckets // 2
@@ -31,9 +32,9 @@ def find_buckets(distance: Tensor, bias: RelativeBias, causal: bool) -> Tensor:
 
 
 def _bucket(distance: Tensor, num_buckets: int, max_distance: int) -> Tensor:
-    """distance: not negative."""
+    """Return the buckets of distances that are not negative."""
     num_single = num_buckets // 2
-    # In float32, because a bucket's edge is where that rounds to.
+    # This is computed in float32, because its rounding decides where a bucket's edge is.
     share = torch.log(distance.clamp(min=1).float() / num_single) / math.log(max_distance / num_single)
     wide = num_single + (share * (num_buckets - num_single)).long()
     return torch.where(distance < num_single, distance, wide.clamp(max=num_buckets - 1))

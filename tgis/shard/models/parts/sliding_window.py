@@ -1,4 +1,4 @@
-"""Reads which layers of a model look only at the latest keys, and how many of them a query sees."""
+"""Reads which layers of a model have a sliding window, and how many keys it holds."""
 
 from collections.abc import Sequence
 
@@ -9,9 +9,10 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 def layer_windows(config: Config, is_local: Sequence[bool]) -> tuple[int | None, ...]:
-    """How many keys a query of each layer sees, None for all; empty where no layer has a window.
+    """Return how many keys a query of each layer sees, None for all. Empty if no layer has a window.
 
-    `is_local` tells layers apart where a configuration has no `layer_types`. Raises UnsupportedModelError."""
+    `is_local` says which layers have a window if the configuration has no `layer_types`. Raises
+    UnsupportedModelError."""
     kinds = config.get("layer_types")
     if kinds is None:
         kinds = [SLIDING if local else FULL for local in is_local]

@@ -1,7 +1,7 @@
-"""Reads values out of a checkpoint's config.json, so that what is missing or odd is said in one line.
+"""Reads values from a checkpoint's config.json and raises errors of one line for missing or invalid ones.
 
-Rotary embeddings are described in two forms: `rope_parameters` (transformers 5), where layers differ one for
-each type of layer, and `rope_scaling` beside `rope_theta` (before)."""
+Rotary embeddings are described in two forms: `rope_parameters` (transformers 5), with one entry for each type
+of layer if layers differ, and `rope_scaling` beside `rope_theta` (earlier versions)."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -25,7 +25,7 @@ DEFAULT_THETA = 10000.0
 
 
 def integer(config: Config, key: str, default: Any = None) -> int:
-    """A positive integer; null counts as missing. Raises ConfigurationError."""
+    """Return a positive integer. null counts as missing. Raises ConfigurationError."""
     value = _value(config, key, default)
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ConfigurationError(f"{key} {value!r} of the configuration is not a positive integer")
@@ -33,7 +33,7 @@ def integer(config: Config, key: str, default: Any = None) -> int:
 
 
 def number(config: Config, key: str, default: Any = None) -> float:
-    """A positive number; null counts as missing. Raises ConfigurationError."""
+    """Return a positive number. null counts as missing. Raises ConfigurationError."""
     value = _value(config, key, default)
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not is_number or not (value > 0 and isfinite(value)):
@@ -42,12 +42,12 @@ def number(config: Config, key: str, default: Any = None) -> float:
 
 
 def optional_number(config: Config, key: str) -> float | None:
-    """A positive number, or None where it is missing or null. Raises ConfigurationError."""
+    """Return a positive number, or None if it is missing or null. Raises ConfigurationError."""
     return None if config.get(key) is None else number(config, key)
 
 
 def divide_heads(hidden_size: int, num_heads: int) -> int:
-    """Channels of a head. Raises ConfigurationError."""
+    """Return the number of channels of a head. Raises ConfigurationError."""
     if hidden_size % num_heads:
         raise ConfigurationError(f"{num_heads} attention heads do not divide {hidden_size} channels")
     return hidden_size // num_heads
@@ -62,10 +62,10 @@ def activation(config: Config, key: str, default: str) -> str:
 
 
 def rope(config: Config, head_dim: int, layer_type: str = "full_attention") -> Rope:
-    """How positions turn a head's channels, in layers of one type. Raises UnsupportedModelError.
+    """Return the rotary embedding of layers of one type. Raises UnsupportedModelError.
 
-    Parameters that are not given by layer type are those of `full_attention`; other layers then have no
-    scaling, and `rope_local_base_freq` as their theta if it is there."""
+    If parameters are not given by layer type, they are those of `full_attention`. Other layers then have no
+    scaling, and their theta is `rope_local_base_freq` if it is given."""
     given = _rope_parameters(config, layer_type)
     theta = config.get("rope_theta") or DEFAULT_THETA
     if layer_type != "full_attention":
@@ -79,7 +79,7 @@ def rope(config: Config, head_dim: int, layer_type: str = "full_attention") -> R
         raise UnsupportedModelError(f"rotary embedding of {dim} channels is not supported")
     kind = given.get("rope_type") or given.get("type") or "default"
     if kind == "su" or (kind == "yarn" and "long_factor" in given):
-        kind = "longrope"  # as the first releases of Phi 3 called it
+        kind = "longrope"  # the first releases of Phi 3 used these names
     if kind not in list(_SCALED):
         known = ", ".join(_SCALED)
         raise UnsupportedModelError(f"rope type {kind!r} is not supported; supported are: {known}")

@@ -1,4 +1,4 @@
-"""Refuses configurations that ask for what we do not compute, in one line each."""
+"""Refuses configurations that ask for unsupported computations, with errors of one line."""
 
 from typing import Any
 
@@ -7,8 +7,9 @@ from tgis.shard.models.spec.config_reader import Config
 
 
 def refuse_others(config: Config, **served: Any) -> None:
-    """Every key must be absent, null, or as served; a tuple serves several values. Raises
-    UnsupportedModelError."""
+    """Check that every key is absent, null or has a served value. A tuple holds several served values.
+
+    Raises UnsupportedModelError."""
     for key, values in served.items():
         given = config.get(key)
         if given is not None and given not in (values if isinstance(values, tuple) else (values,)):
@@ -16,7 +17,7 @@ def refuse_others(config: Config, **served: Any) -> None:
 
 
 def section(config: Config, key: str) -> Config:
-    """A nested part of the configuration, empty where it is absent. Raises UnsupportedModelError."""
+    """Return a nested part of the configuration, empty if it is absent. Raises UnsupportedModelError."""
     found = config.get(key)
     if found is not None and not isinstance(found, dict):
         raise UnsupportedModelError(f"{key} {found!r} of the configuration is not supported")

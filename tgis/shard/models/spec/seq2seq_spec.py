@@ -1,4 +1,4 @@
-"""What an encoder-decoder family is, as data."""
+"""Specification of an encoder-decoder model as data."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -8,17 +8,17 @@ from tgis.shard.layers.norm import NormKind
 
 @dataclass(frozen=True)
 class RelativeBias:
-    """Learned per head and bucket of distances, added to the scores of self-attention. Buckets grow with the
-    distance; from `max_distance` on they are all one."""
+    """Bias learned per head and bucket of distances, added to the scores of self-attention. Buckets grow with
+    the distance; all distances from `max_distance` on share one."""
 
     num_buckets: int
     max_distance: int
-    is_per_layer: bool = False  # otherwise all layers use the first one's
+    is_per_layer: bool = False  # if false, all layers use the first layer's
 
 
 @dataclass(frozen=True)
 class StackSpec:
-    """The layers of the encoder, or of the decoder."""
+    """Specification of the layers of the encoder or of the decoder."""
 
     num_layers: int
     hidden_size: int
@@ -27,10 +27,10 @@ class StackSpec:
     intermediate_size: int
     norm_eps: float
     norm: NormKind
-    norm_place: Literal["before", "sum"]  # as DecoderSpec has them
+    norm_place: Literal["before", "sum"]  # values as in DecoderSpec
     activation: str
     gated: bool = False
-    has_biases: bool = False  # of all linear layers
+    has_biases: bool = False  # whether all linear layers have biases
     attention_scale: float = 1.0
     relative_bias: RelativeBias | None = None
     num_positions: int = 0  # rows of a learned table of positions
@@ -70,14 +70,14 @@ class StackSpec:
 
 @dataclass(frozen=True)
 class EncoderDecoderSpec:
-    """Everything `EncoderDecoderModel` needs to know of a checkpoint beside its tensors. Both stacks have
-    heads of one number and size, so that their keys and values fit one cache."""
+    """Specification of a checkpoint for `EncoderDecoderModel`: everything but its tensors. Both stacks have
+    the same number and size of heads, so that their keys and values fit one cache."""
 
     encoder: StackSpec
     decoder: StackSpec
     vocab_size: int
     logit_scale: float = 1.0
-    has_head_bias: bool = False  # which a checkpoint may lack
+    has_head_bias: bool = False  # a checkpoint may still lack it
 
     @property
     def num_layers(self) -> int:

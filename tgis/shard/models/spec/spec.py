@@ -1,4 +1,4 @@
-"""What a decoder-only family is, as data."""
+"""Specification of a decoder-only model as data."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -6,12 +6,12 @@ from typing import Literal
 from tgis.shard.layers.norm import NormKind
 from tgis.shard.layers.rotary import Rope
 
-# How the two branches of a block, attention and feed-forward, meet what they are added to.
+# Residual sums of a block's two branches, attention and feed-forward.
 #   sequential:            x += attention(norm_1(x)); x += mlp(norm_2(x))
 #   parallel:              x += attention(norm_1(x)) + mlp(norm_2(x))
 #   parallel_shared_norm:  x += attention(norm_1(x)) + mlp(norm_1(x))
 Residual = Literal["sequential", "parallel", "parallel_shared_norm"]
-# Where sequential branches are normalised.
+# Place of the norms of sequential branches.
 #   before:  x += f(norm(x))
 #   after:   x += post_norm(f(x))
 #   both:    x += post_norm(f(norm(x)))
@@ -21,18 +21,18 @@ NormPlace = Literal["before", "after", "both", "sum"]
 
 @dataclass(frozen=True)
 class Experts:
-    """Feed-forward layers of which every token uses a few, weighed by the softmax of a router's scores."""
+    """Mixture of experts: a token uses a few feed-forwards, weighted by the softmax of router scores."""
 
     num_experts: int
     num_active: int  # experts per token
-    intermediate_size: int  # of one expert
+    intermediate_size: int  # width of one expert
     normalised: bool = True  # the weights of a token's experts sum to one
-    dense_layers: frozenset[int] = frozenset()  # that have an ordinary MLP instead
+    dense_layers: frozenset[int] = frozenset()  # layers with an ordinary MLP instead
 
 
 @dataclass(frozen=True)
 class DecoderSpec:
-    """Everything `Decoder` needs to know of a checkpoint beside its tensors."""
+    """Specification of a checkpoint for `Decoder`: everything but its tensors."""
 
     num_layers: int
     hidden_size: int
@@ -45,14 +45,14 @@ class DecoderSpec:
     norm: NormKind = "rms"
     norm_place: NormPlace = "before"
     residual: Residual = "sequential"
-    residual_scale: float = 1.0  # of what a branch adds
+    residual_scale: float = 1.0  # factor of a branch's output
     activation: str = "silu"
     gated: bool = True
     experts: Experts | None = None
 
     rope: Rope | None = None
-    local_rope: Rope | None = None  # of layers with a window, where they turn differently
-    windows: tuple[int | None, ...] = ()  # per layer, keys that a query sees; empty: all see everything
+    local_rope: Rope | None = None  # rotary embedding of layers with a window, if it differs
+    windows: tuple[int | None, ...] = ()  # per layer, number of keys that a query sees; empty: no window
     slopes: tuple[float, ...] = ()  # per head (ALiBi)
     num_positions: int = 0  # rows of a learned table of positions
     position_offset: int = 0  # row of the first position
@@ -62,12 +62,12 @@ class DecoderSpec:
     mlp_bias: bool = False
     qk_norm: Literal["none", "head", "whole"] = "none"  # RMS norm of queries and keys, per head or all heads
     clip_qkv: float | None = None
-    attention_scale: float | None = None  # absent: head_dim^-1/2
+    attention_scale: float | None = None  # None: head_dim^-1/2
     attention_soft_cap: float | None = None
 
-    embedding_size: int | None = None  # where it differs from hidden_size, which projections bridge
+    embedding_size: int | None = None  # if it differs from hidden_size; projections convert between them
     embedding_scale: float = 1.0
-    scales_virtual: bool = False  # virtual tokens are learned as what enters the scaling, not what leaves it
+    scales_virtual: bool = False  # virtual tokens were learned before the scaling, so they are scaled as well
     embedding_norm: bool = False
     final_norm: bool = True
     logit_scale: float = 1.0

@@ -1,6 +1,7 @@
-"""Attention on the CPU: compiled kernels walk the pages in place, in float32 arithmetic whatever they hold.
+"""Paged attention on the CPU. Compiled kernels read the cache's pages in place and compute in float32,
+whatever the cache's type.
 
-A row's result has the same bits alone, in any company, with any number of threads, with any block size, and
+A row's result is bit-identical alone or in any batch, with any number of threads, with any block size, and
 however its sequence was cut into chunks."""
 
 from torch import Tensor
@@ -17,9 +18,9 @@ class CpuAttention:
         self._cache, self._attend, self._write = cache, ATTEND[cache.dtype], WRITE[cache.dtype]
         sizes = (cache.num_kv_heads, cache.head_dim, cache.block_size, cache.dtype.itemsize)
         layers = zip(cache.keys, cache.values, strict=True)
-        # Per layer what the kernels call `Pages`.
+        # For each layer, the fields of the kernels' `Pages`.
         self._pages = [(k.data_ptr(), v.data_ptr(), *sizes) for k, v in layers]
-        # Per layer how it scored last, and what the kernel calls `Rule`.
+        # For each layer, its last `Scoring` and the fields of the kernel's `Rule` made from it.
         self._rules: list[tuple[Scoring | None, tuple[int, ...]]] = [(None, ())] * cache.num_layers
 
     def write(self, layer: int, k: Tensor, v: Tensor, metadata: AttentionMetadata) -> None:
@@ -48,7 +49,7 @@ class CpuAttention:
 
 
 def _rule(scoring: Scoring) -> tuple[int, ...]:
-    """What the kernel calls `Rule`."""
+    """Return the fields of the kernel's `Rule`."""
     slopes, bias = scoring.slopes, scoring.bias
     return (
         as_bits(scoring.scale),

@@ -1,7 +1,8 @@
-"""Paged attention as compiled kernels: keeping fresh keys and values, and attending to the pages in place.
+"""Compiled kernels of paged attention: one writes new keys and values to the cache, one attends to the pages
+in place.
 
-What differs from step to step is read from the step's table (`AttentionMetadata.table`), so that the same
-arguments serve any step of as many tokens."""
+The kernels read everything that differs from step to step from the step's table (`AttentionMetadata.table`).
+The same arguments therefore serve any step with the same number of tokens."""
 
 from typing import Any
 
@@ -24,18 +25,18 @@ from tgis.shard.kernels.cpu.attention.vectors import LANES
 from tgis.shard.kernels.cpu.jit.compiler import Kernel, as_float, inner, keep, pointer, take
 from tgis.shard.kernels.cpu.jit.scalar_math import stored
 
-HEADS = 16  # query heads of a unit at most
-TOKENS = 8  # tokens whose keys and values are one unit of work to write
+HEADS = 16  # most query heads of a unit of work
+TOKENS = 8  # tokens whose keys and values a thread writes as one unit of work
 ALIGNMENT = 64
 
-# Values of the types that numba knows the cache's elements by.
+# For each type of the cache, a value of the type that numba uses for its elements.
 _ELEMENTS = {torch.float32: np.float32(0), torch.bfloat16: np.uint16(0), torch.float16: np.int16(0)}
 _F32, _I64 = np.float32(0), np.int64(0)
 
 
 @inner
 def _attend_tile(index: int, a: Any, step: Any, p: Any, rule: Any, s: Any, element: Any) -> bool:
-    """The unit of that number; False if there is none."""
+    """Compute the unit of work with number `index`. Return False if there is none."""
     group = a[7] // p.num_kv_heads
     parts = (group + HEADS - 1) // HEADS
     part, rest = index % parts, index // parts
@@ -78,7 +79,7 @@ def _attend_kernel(element: Any) -> Kernel:
 
 @inner
 def _write_token(k: Any, v: Any, slot: int, p: Any, element: Any) -> None:
-    """k, v: [num_kv_heads, head_dim]"""
+    """Write one token's k and v, [num_kv_heads, head_dim] each, to its slot."""
     block, offset = slot // p.block_size, slot % p.block_size
     for h in range(p.num_kv_heads):
         page = (block * p.num_kv_heads + h) * p.head_dim * p.block_size * p.width

@@ -1,8 +1,10 @@
-"""Attention's two products, vectorised by hand: rows and keys give scores, weights and values give sums.
+"""The QK and PV tiles of attention, vectorised by hand: QK multiplies queries and keys to scores, PV
+multiplies softmax weights and values to sums.
 
-They take up to four vectors of columns at four places of their own, so that a span of keys need not lie
-together, and keep their results in registers. Each is one chain of fused multiply-adds, along the head's
-channels or along the keys, so its bits depend on its own row and column alone, whatever is taken along."""
+A tile takes up to four vectors of columns, each at an address of its own, so a span of keys need not be
+contiguous. It keeps its results in registers. Each result is one chain of fused multiply-adds, along the
+head's channels (QK) or along the keys (PV), so its bits depend only on its own row and column, and not on the
+rest of the tile."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -23,17 +25,17 @@ from tgis.shard.kernels.cpu.jit.compiler import intrinsic
 from tgis.shard.kernels.cpu.jit.llvm import FUSED, I1, I64, at, loop, prefetch
 
 GROUPS = 4
-SPAN = GROUPS * LANES  # keys whose scores become weights together
-TALL, SHORT = 6, 4  # rows that a product takes at most: of many, and of few
+SPAN = GROUPS * LANES  # keys of one update of the online softmax
+TALL, SHORT = 6, 4  # most rows of a tile: where a unit has many rows, and where it has few
 LINE = 64
 
-_TILES = (1, 2, 3, 4, TALL)  # rows
-# Vectors that fit the registers as results.
+_TILES = (1, 2, 3, 4, TALL)  # numbers of rows that tiles are built for
+# Most result vectors of a tile, so that all fit the registers.
 _ROOM = 24 if has_avx512() else 6
 
 
 class ScoresCall(NamedTuple):
-    """Arguments of `multiply_keys` but the first; dtype is numba's."""
+    """Arguments of `multiply_keys`, without the first. `dtype` is a numba type."""
 
     scores: Any
     q: Any
@@ -45,7 +47,7 @@ class ScoresCall(NamedTuple):
 
 
 class SumsCall(NamedTuple):
-    """Arguments of `add_4_vectors` and `add_1_vector` but the first; dtype is numba's."""
+    """Arguments of `add_4_vectors` and `add_1_vector`, without the first. `dtype` is a numba type."""
 
     sums: Any
     sums_stride: Any
@@ -58,12 +60,14 @@ class SumsCall(NamedTuple):
 
 
 def _width(num_rows: int, num_vectors: int) -> int:
-    """Of those vectors, as many as so many rows take at once."""
+    """Return how many of the vectors a tile of `num_rows` rows takes at once."""
     return next(n for n in (4, 2, 1) if n <= num_vectors and num_rows * n <= _ROOM)
 
 
 def _for_rows(b: Any, rows: Any, num_vectors: int, build: Callable[[int, int, int], None]) -> None:
-    """build(number of rows, first vector, number of vectors) for all vectors, as `rows` is one of _TILES."""
+    """Emit a switch over `rows`, one of _TILES.
+
+    Each case calls build(number of rows, first vector, number of vectors) until all vectors are covered."""
     done = b.append_basic_block("done")
     blocks = [b.append_basic_block(f"rows_{n}") for n in _TILES]
     switch = b.switch(rows, blocks[-1])
@@ -79,7 +83,7 @@ def _for_rows(b: Any, rows: Any, num_vectors: int, build: Callable[[int, int, in
 
 
 def _products(b: Any, sums: list[Any], factors: list[Any], loaded: list[Any]) -> list[Any]:
-    """sums[r * len(loaded) + v] += factors[r] * loaded[v]"""
+    """Return sums with sums[r * len(loaded) + v] += factors[r] * loaded[v]."""
     products = [b.fmul(factor, x, **FUSED) for factor in factors for x in loaded]
     return [b.fadd(total, more, **FUSED) for total, more in zip(sums, products, strict=True)]
 
@@ -96,11 +100,11 @@ def multiply_keys(
     n: Any,
     element: Any,
 ) -> Any:
-    """In a kernel: scores[:rows, :SPAN] = q[:rows, :n] @ keys[:n, :SPAN].
+    """Compute scores[:rows, :SPAN] = q[:rows, :n] @ keys[:n, :SPAN].
 
-    rows is 1 to SHORT, or TALL, and n at least 1. `scores` and `q` are addresses; `places` is where those of
-    the keys' vectors are, and GROUPS behind them those of what is to be fetched ahead. Strides are the bytes
-    from one row of q or keys to the next; `element` is a value of the keys' type."""
+    `rows` is 1 to SHORT, or TALL; `n` is at least 1. `scores` and `q` are addresses. `places` is the address
+    of an array of 2 * GROUPS addresses: those of the keys' vectors, then those of the vectors to prefetch.
+    Strides are the bytes from one row of q or keys to the next. `element` is a value of the keys' type."""
 
     def generate(context: Any, b: Any, signature: Any, args: Any) -> Any:
         use_widest(b)
@@ -133,7 +137,10 @@ def _build_scores(b: Any, call: ScoresCall, rows: int, first: int, width: int) -
 
 
 def _fetch_keys(b: Any, ahead: list[Any], k: Any, row: Any, dtype: Any) -> None:
-    """Vectors of 16 bits an element are half a line each, so every other one is left out in turns."""
+    """Prefetch row `k` of the next keys.
+
+    A vector of 16-bit elements is half a cache line, so each row fetches only every other vector, in
+    turns."""
     if dtype == types.float32 or len(ahead) == 1:
         chosen = ahead
     else:
@@ -144,12 +151,14 @@ def _fetch_keys(b: Any, ahead: list[Any], k: Any, row: Any, dtype: Any) -> None:
 
 
 def _add_values(num_vectors: int) -> Any:
-    """sums[:rows, : num_vectors * LANES] += weights[:rows, :n] @ values[:n, : num_vectors * LANES].
+    """Build a function for kernels that computes
+    sums[:rows, : num_vectors * LANES] += weights[:rows, :n] @ values[:n, : num_vectors * LANES].
 
-    Arguments: rows, 1 to SHORT, or TALL; the address of sums, and the bytes from one row to the next; the
-    address of weights [rows, SPAN]; where the addresses of every LANES rows of values are, and GROUPS behind
-    them those of what is to be fetched ahead; the bytes from such an address to the first column, and from
-    one row to the next; n, 1 to SPAN; and a value of the values' type."""
+    Its arguments: `rows`, 1 to SHORT, or TALL; `sums`, an address, and `sums_stride`, the bytes from one row
+    to the next; `weights`, the address of [rows, SPAN]; `places`, the address of an array of 2 * GROUPS
+    addresses: one for every LANES rows of values, then those of the rows to prefetch; `column`, the bytes
+    from such an address to the first column; `stride`, the bytes from one row to the next; `n`, 1 to SPAN;
+    and `element`, a value of the values' type."""
 
     def generate(context: Any, b: Any, signature: Any, args: Any) -> Any:
         use_widest(b)

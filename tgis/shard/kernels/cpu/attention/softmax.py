@@ -1,4 +1,4 @@
-"""Scores of a span of keys become weights: vectorised by hand, so that every row takes the same code."""
+"""Online softmax over one span of keys, vectorised by hand so that every row runs the same code."""
 
 from functools import reduce
 from typing import Any
@@ -21,15 +21,16 @@ from tgis.shard.kernels.cpu.attention.vectors import (
 from tgis.shard.kernels.cpu.jit.compiler import intrinsic
 from tgis.shard.kernels.cpu.jit.llvm import FLOAT, FUSED, I32, I64, at, everywhere, loop
 
-# 2^f for |f| <= 1/2, to a relative 1e-7, and exactly 1 for 0.
+# Coefficients of a polynomial for 2^f, |f| <= 1/2: relative error 1e-7, and exactly 1 for f = 0.
 _POWERS = (
     *(1.0, 0.6931470036506653, 0.24022242426872253),
     *(0.05550733581185341, 0.009671512991189957, 0.001326472731307149),
 )
 _LOG2_E = 1.4426950216293335
-# Added to a number of moderate size, leaves it rounded to a whole one in the lowest bits.
+# Adding this to a number of moderate size rounds it to an integer, which is then in the lowest bits of the
+# sum.
 _ROUNDING = 1.5 * 2**23
-_LEAST = -86.0  # e^x goes no further down
+_LEAST = -86.0  # smaller exponents are clamped to this
 
 
 def _add(b: Any, x: Any, y: Any) -> Any:
@@ -45,7 +46,7 @@ def _greater(b: Any, x: Any, y: Any) -> Any:
 
 
 def _exp(b: Any, x: Any) -> Any:
-    """e^x of a vector, x at most 0; NaN for NaN."""
+    """Return e^x of a vector, x at most 0. NaN gives NaN."""
     clamped = b.select(b.fcmp_ordered("<", x, constant(_LEAST)), constant(_LEAST), x)
     shifted = _multiply_add(b, clamped, constant(_LOG2_E), constant(_ROUNDING))
     whole = b.fsub(shifted, constant(_ROUNDING), **FUSED)
@@ -57,7 +58,7 @@ def _exp(b: Any, x: Any) -> Any:
 
 
 def _find_visible(b: Any, first: Any, count: Any) -> list[Any]:
-    """Which of the span's keys are among `count` from `first` on, a vector of bits for each group."""
+    """Return a mask for each group: the keys of the span among the `count` keys from `first` on."""
     first, count = (everywhere(b, b.trunc(x, I32), LANES) for x in (first, count))
     lanes = [ir.Constant(INTEGERS, list(range(v * LANES, (v + 1) * LANES))) for v in range(GROUPS)]
     return [b.icmp_unsigned("<", b.sub(lane, first), count) for lane in lanes]
@@ -70,11 +71,12 @@ def _shuffle(b: Any, x: Any, distance: int) -> Any:
 
 @intrinsic
 def weigh(typingctx: Any, scores: Any, best: Any, sums: Any, length: Any, first: Any, count: Any) -> Any:
-    """In a kernel: turns a row of SPAN scores into weights, of which all but `count` from `first` on are 0.
+    """Turn a row of SPAN scores into softmax weights in place; update its running maximum and sums.
 
-    `best` is where the greatest score so far is; weights are relative to the greatest with these, to which
-    what was summed before is faded. `sums` is where the row's sums are, `length` of them in whole vectors,
-    the last of which gets the weights added lane by lane. These and `scores` are addresses."""
+    Only the `count` keys from `first` on are visible; all others get weight 0. `best` is the address of the
+    running maximum. Weights are exponentials relative to the new maximum; earlier sums are rescaled when it
+    grows. `sums` is the address of the row's sums: `length` of them, in whole vectors. The last vector
+    accumulates the weights lane by lane. `scores` is an address too."""
 
     def generate(context: Any, b: Any, signature: Any, args: Any) -> Any:
         scores, best, sums, length, first, count = args
@@ -115,7 +117,7 @@ def _fade(b: Any, sums: Any, length: Any, factor: Any) -> None:
 
 @intrinsic
 def add_lanes(typingctx: Any, address: Any) -> Any:
-    """In a kernel: the sum of the vector at an address, always in the same order."""
+    """Return the sum of the vector at an address, always added in the same order."""
 
     def generate(context: Any, b: Any, signature: Any, args: Any) -> Any:
         total = load(b, args[0], I64(0))

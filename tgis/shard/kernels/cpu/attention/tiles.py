@@ -1,8 +1,8 @@
-"""What a unit of attention's work is, and how it is done: a tile (some tokens of one sequence), a kv head and
-some of the query heads that share it. Its rows are their combinations.
+"""Attention of one unit of work: a tile (some tokens of one sequence), a kv head, and some of the query heads
+that share it. The unit's rows are the pairs of a token and a query head.
 
-Keys are taken a span at a time, counted from the sequence's start, and every row meets them in the same
-order and arithmetic, so its bits depend neither on the rows beside it nor on how its sequence was cut into
+Keys are read span by span, counted from the sequence's start. Every row sees them in the same order and with
+the same arithmetic, so its bits depend neither on the rows beside it nor on how its sequence was cut into
 chunks."""
 
 from typing import Any, NamedTuple
@@ -24,8 +24,8 @@ from tgis.shard.kernels.cpu.attention.vectors import LANES, peek, poke
 from tgis.shard.kernels.cpu.jit.compiler import inner, pointer
 from tgis.shard.kernels.cpu.jit.scalar_math import tanh
 
-MANY = 16  # rows of a unit, more of which are taken TALL at a time
-UNSEEN = np.float32(-1e30)  # below what any row has seen
+MANY = 16  # a unit with more rows than this takes them TALL at a time
+UNSEEN = np.float32(-1e30)  # initial running maximum, below any score
 
 _F32, _I32, _I64 = np.float32(0), np.int32(0), np.int64(0)
 
@@ -42,7 +42,7 @@ class Pages(NamedTuple):
 
 
 class Rule(NamedTuple):
-    """How a score becomes a weight; zeros stand for what is absent."""
+    """Fields of a `Scoring` as kernel arguments. Zero means absent."""
 
     scale: Any
     soft_cap: Any
@@ -54,7 +54,7 @@ class Rule(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Addresses of float32 [num_tokens, num_heads, head_dim]."""
+    """Queries and output of a step: addresses of float32 [num_tokens, num_heads, head_dim]."""
 
     q: int
     out: int
@@ -62,10 +62,10 @@ class Rows(NamedTuple):
 
 
 class Unit(NamedTuple):
-    """`num_tokens` tokens from token `start` of the step, at `position` of their sequence; `heads` heads
-    from `head`. None of them sees a key from `end` on."""
+    """Unit of work: `num_tokens` tokens from token `start` of the step, which begin at `position` of their
+    sequence, and `heads` query heads from `head` on. No row sees a key at or after `end`."""
 
-    blocks: int  # address of the sequence's, int32
+    blocks: int  # address of the sequence's block table, int32
     start: int
     num_tokens: int
     position: int
@@ -76,22 +76,23 @@ class Unit(NamedTuple):
 
 
 class Scratch(NamedTuple):
-    """A thread's own memory: addresses, of float32 where nothing else is said."""
+    """Addresses in a thread's own scratch memory, of float32 unless stated otherwise."""
 
     q: int  # [most_rows, head_dim], scaled
-    sums: int  # [most_rows, length], values summed by weight, and last weights summed lane by lane
+    sums: int  # [most_rows, length]: weighted sums of values; the last vector sums the weights lane by lane
     length: int
-    best: int  # [most_rows], greatest score so far
-    scores: int  # [TALL, SPAN], then weights
-    # int64 [4, GROUPS], addresses of a span's vectors of keys, the next span's, and so for every LANES rows
-    # of values.
+    best: int  # [most_rows], running maximum of the scores
+    scores: int  # [TALL, SPAN], overwritten by the softmax weights
+    # int64 [4, GROUPS], addresses: the current span's vectors of keys, the next span's, then one for every
+    # LANES rows of values of the current span and of the next.
     places: int
-    gathered: int  # of keys [head_dim, SPAN], then of values [SPAN, depth], where pages are no use in place
+    # Copies of keys [head_dim, SPAN], then of values [SPAN, depth], where pages cannot be read in place.
+    gathered: int
 
 
 @inner
 def read_int(address: int) -> Any:
-    """An int32."""
+    """Read an int32."""
     return np.int64(peek(address, _I32))
 
 
@@ -102,7 +103,7 @@ def round_up(n: int, step: int) -> int:
 
 @inner
 def _place(which: int, span: int, u: Any, p: Any, s: Any) -> None:
-    """Where the keys and values of the span lie; groups that the unit does not see may lie anywhere."""
+    """Store the addresses of a span's keys and values; those of groups that no row sees are arbitrary."""
     page = p.head_dim * p.block_size * p.width
     for group in range(GROUPS):
         key = span + group * LANES
@@ -118,7 +119,7 @@ def _place(which: int, span: int, u: Any, p: Any, s: Any) -> None:
 
 @inner
 def _step(s: Any) -> None:
-    """What was placed as the next span becomes the span."""
+    """Move the addresses of the next span to the current span."""
     for group in range(GROUPS):
         place = s.places + 8 * group
         poke(place, peek(place + 8 * GROUPS, _I64))
@@ -127,7 +128,7 @@ def _step(s: Any) -> None:
 
 @inner
 def _gather(span: int, u: Any, p: Any, s: Any, element: Any) -> None:
-    """Copies the span together from pages that hold no whole number of vectors."""
+    """Copy the span from pages that do not hold a whole number of vectors to contiguous memory."""
     page, depth = p.head_dim * p.block_size * p.width, s.length - LANES
     gathered = carray(pointer(s.gathered, element), (SPAN * (p.head_dim + depth),))
     begin = p.head_dim * SPAN
@@ -149,7 +150,7 @@ def _gather(span: int, u: Any, p: Any, s: Any, element: Any) -> None:
 
 @inner
 def _bend(address: int, rule: Any, head: int, distance: int) -> None:
-    """Soft cap, slope and bias of a row of scores; `distance` is that of the span's first key."""
+    """Apply soft cap, slope and bias to a row of scores. `distance` is that of the span's first key."""
     scores = carray(pointer(address, _F32), (SPAN,))
     if rule.soft_cap > 0:
         for c in range(SPAN):
@@ -167,8 +168,9 @@ def _bend(address: int, rule: Any, head: int, distance: int) -> None:
 
 @inner
 def _weigh_rows(r: int, rows: int, span: int, u: Any, rule: Any, s: Any) -> int:
-    """Scores of rows [r, r + rows) for the keys from `span` on become weights; gives how many of the keys
-    have any."""
+    """Turn the scores of rows [r, r + rows) for the keys from `span` on into softmax weights.
+
+    Return the number of keys up to the last one that any of the rows sees."""
     is_bent = rule.soft_cap > 0 or rule.slopes != 0 or rule.bias != 0
     seen, token, head = 0, r // u.heads, r % u.heads
     for i in range(rows):
@@ -189,7 +191,7 @@ def _weigh_rows(r: int, rows: int, span: int, u: Any, rule: Any, s: Any) -> int:
 
 @inner
 def _meet(r: int, rows: int, span: int, u: Any, p: Any, rule: Any, s: Any, element: Any) -> None:
-    """Rows [r, r + rows) of a unit meet the keys from `span` on."""
+    """Attend with rows [r, r + rows) of a unit to the span of keys from `span` on."""
     depth, in_place = s.length - LANES, p.block_size % LANES == 0
     stride = (p.block_size if in_place else SPAN) * p.width
     q = s.q + 4 * r * p.head_dim
@@ -207,7 +209,7 @@ def _meet(r: int, rows: int, span: int, u: Any, p: Any, rule: Any, s: Any, eleme
 
 @inner
 def _begin_row(r: int, u: Any, rows: Any, p: Any, scale: Any, s: Any) -> None:
-    """Rows behind a unit's last are as that one."""
+    """Scale the query of row `r` and clear its sums. Rows past the unit's last token repeat that token."""
     token = min(r // u.heads, u.num_tokens - 1)
     index = (u.start + token) * rows.num_heads + u.head + r % u.heads
     q = carray(pointer(rows.q + 4 * index * p.head_dim, _F32), (p.head_dim,))
@@ -234,7 +236,7 @@ def _end_row(r: int, u: Any, rows: Any, p: Any, s: Any) -> None:
 @inner
 def attend_unit(u: Any, rows: Any, p: Any, rule: Any, s: Any, element: Any) -> None:
     num_rows = u.num_tokens * u.heads
-    # As few tiles as can be, of one height.
+    # As few tiles as possible, all of the same height.
     num_tiles = (num_rows + SHORT - 1) // SHORT
     height = TALL if num_rows > MANY else (num_rows + num_tiles - 1) // num_tiles
     for r in range(round_up(num_rows, height)):

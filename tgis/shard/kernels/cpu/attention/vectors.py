@@ -1,7 +1,7 @@
 """Builders of LLVM code that attention's kernels share: vectors of LANES float32 at addresses.
 
-A vector has as many lanes on any processor. Where registers are shorter, LLVM takes several for one, and
-results are the same."""
+A vector has the same number of lanes on every processor. Where registers are shorter, LLVM uses several for
+one vector, with the same results."""
 
 from typing import Any
 
@@ -20,13 +20,16 @@ _WIDEST = ("prefer-vector-width", "min-legal-vector-width")
 
 
 def has_avx512() -> bool:
-    """Whether numba compiles for a processor that has 32 registers of LANES float32."""
+    """Return True if numba compiles for a processor that has 32 registers of LANES float32."""
     _, _, features = cpu_target.target_context.codegen().magic_tuple()
     return {"+avx512f", "+avx512vl"} <= set(features.split(","))
 
 
 def use_widest(b: Any) -> None:
-    """LLVM avoids 512 bits on processors that once ran slower with them, and would spill what it splits."""
+    """Make LLVM use 512-bit vectors in the function being built.
+
+    By default LLVM avoids them on processors that once ran slower with them; it would split vectors and spill
+    the parts."""
     for name in _WIDEST:
         set.add(b.function.attributes, f'"{name}"="512"')  # llvmlite knows no attributes with values
 
@@ -36,13 +39,13 @@ def constant(value: float) -> Any:
 
 
 def multiply_add(b: Any, x: Any, y: Any, z: Any) -> Any:
-    """x * y + z, rounded once."""
+    """Return x * y + z, rounded once."""
     kind = ir.FunctionType(VECTOR, [VECTOR] * 3)
     return b.call(get_or_insert_function(b.module, kind, f"llvm.fma.v{LANES}f32"), [x, y, z])
 
 
 def load_everywhere(b: Any, base: Any, offset: Any) -> Any:
-    """The float32 there in all lanes."""
+    """Load one float32 and broadcast it to all lanes."""
     return everywhere(b, b.load(at(b, base, offset, FLOAT), align=4), LANES)
 
 
@@ -55,14 +58,13 @@ def store(b: Any, x: Any, base: Any, offset: Any) -> None:
 
 
 def load_lanes(b: Any, base: Any, offset: Any, dtype: Any) -> Any:
-    """LANES elements of the cache as float32."""
+    """Load LANES elements of the cache and convert them to float32."""
     return load_stored(b, at(b, base, offset, I8), LANES, dtype, align=2)
 
 
 @intrinsic
 def peek(typingctx: Any, address: Any, element: Any) -> Any:
-    """In a kernel: what is at an address, of `element`'s type. Unlike an array's, its code counts no
-    references, and takes none of the time that they take."""
+    """Load a value of `element`'s type from an address, without the reference counting of arrays."""
 
     def generate(context: Any, b: Any, signature: Any, args: Any) -> Any:
         return b.load(b.inttoptr(args[0], args[1].type.as_pointer()))
@@ -72,7 +74,7 @@ def peek(typingctx: Any, address: Any, element: Any) -> Any:
 
 @intrinsic
 def poke(typingctx: Any, address: Any, value: Any) -> Any:
-    """In a kernel: puts a value at an address."""
+    """Store a value at an address."""
 
     def generate(context: Any, b: Any, signature: Any, args: Any) -> Any:
         b.store(args[1], b.inttoptr(args[0], args[1].type.as_pointer()))

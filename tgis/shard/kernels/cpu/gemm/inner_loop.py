@@ -1,7 +1,8 @@
-"""The inner loop of matrix products, in LLVM code: rows of x times one panel of a weight, sums in registers.
+"""Builders of the LLVM code of matrix products' inner loop: some rows of x times one panel of a weight, with
+the sums in registers.
 
-Every sum is one chain of fused multiply-adds in the order of x's columns, so its bits depend on its own row
-and weights alone, whatever else is computed beside it."""
+Every sum is one chain of fused multiply-adds in the order of x's columns, so its bits depend only on its own
+row and weights, and not on what is computed beside it."""
 
 from typing import Any
 
@@ -13,13 +14,15 @@ from tgis.shard.kernels.cpu.gemm.panels import LANES, PANEL
 from tgis.shard.kernels.cpu.jit.compiler import intrinsic
 from tgis.shard.kernels.cpu.jit.llvm import FLOAT, FUSED, I8, I64, at, everywhere, load_stored, loop, prefetch
 
-# Rows at once at most: with their sums, two vectors of weights and one of x, all of a processor's registers.
+# Most rows of a tile: its sums, two vectors of weights and one of x fill the processor's registers.
 ROWS = 12 if LANES == 16 else 6
-BLOCK = 192  # columns of x at a time: those of a tile and of a panel fit a first-level cache together
-TALL = 4 * ROWS  # rows for which weights are made float32 once, and not for each tile
-STRIDE = 4 * (BLOCK + 16)  # bytes between rows of a copy of x: with a power of two, they evict each other
+BLOCK = 192  # columns of x at a time: a tile's and a panel's fit the first-level cache together
+TALL = 4 * ROWS  # from this many rows on, weights are converted to float32 once and not for each tile
+# Bytes between rows of a copy of x. With a power of two, rows would evict each other from the cache.
+STRIDE = 4 * (BLOCK + 16)
 
-# So few rows leave the processor time to fetch weights by itself; with more it must be told what is next.
+# With at most this many rows the processor's own prefetching keeps up with the weights; with more rows the
+# code prefetches them itself.
 STREAMED = 2
 
 _VECTOR = ir.VectorType(FLOAT, LANES)
@@ -28,18 +31,18 @@ _VECTORS = PANEL // LANES
 
 
 def _load_weights(b: Any, address: Any, offset: int, dtype: Any) -> Any:
-    """A vector of them as float32."""
+    """Load a vector of weights and convert it to float32."""
     return load_stored(b, at(b, address, I64(offset), I8), LANES, dtype, align=32)
 
 
 def _prefetch(b: Any, address: Any, num_bytes: int) -> None:
-    """Asks for what lies there, into the second-level cache."""
+    """Prefetch `num_bytes` bytes from an address into the second-level cache."""
     for offset in range(0, num_bytes, 64):
         prefetch(b, address, I64(offset))
 
 
 def _multiply(b: Any, rows: int, args: Any, dtype: Any) -> None:
-    """The code for that many rows."""
+    """Emit the code of a tile of `rows` rows."""
     out, out_stride, x, weights, ahead, count, is_first, _ = args
     step = PANEL * dtype.bitwidth // 8
     cells = [(r, v) for r in range(rows) for v in range(_VECTORS)]
@@ -65,12 +68,13 @@ def _multiply(b: Any, rows: int, args: Any, dtype: Any) -> None:
 
 
 def _make_tile(fewest: int) -> Any:
-    """In a kernel: out[:rows, :PANEL] = x[:rows, :count] @ weights[:count, :PANEL], added to what out is
-    unless `is_first`; `fewest` to ROWS rows, at least one column.
+    """Build a function for kernels that computes
+    out[:rows, :PANEL] += x[:rows, :count] @ weights[:count, :PANEL].
 
-    Arguments: rows; out, the bytes between its rows, x, weights, `ahead`, count, is_first; element. `out` and
-    `x` are addresses of float32, x's rows STRIDE bytes apart; `weights` is that of a panel of `element`'s
-    type. As much as is read of them may be prefetched from the address `ahead`."""
+    If `is_first`, the result overwrites out instead. `rows` is `fewest` to ROWS, `count` at least 1. `out`
+    and `x` are addresses of float32: out's rows are `out_stride` bytes apart, x's STRIDE bytes. `weights` is
+    the address of a panel of `element`'s type. The code may prefetch, from the address `ahead`, as many bytes
+    as it reads of `weights`."""
 
     def generate(context: Any, b: Any, signature: Any, args: Any) -> Any:
         end = b.append_basic_block("end")
@@ -102,13 +106,14 @@ def _make_tile(fewest: int) -> Any:
 
 
 multiply_tile = _make_tile(1)
-# Where TALL rows or more are cut into tiles of equal height, none is lower: less code to compile.
+# Cutting TALL rows or more into tiles of equal height gives no smaller tile, so there is less code to
+# compile.
 multiply_tall_tile = _make_tile(ROWS * 3 // 4)
 
 
 @intrinsic
 def widen(typingctx: Any, to: Any, weights: Any, count: Any, element: Any) -> Any:
-    """In a kernel: `count` rows of a panel of `element`'s type become float32 rows at the address `to`."""
+    """Convert `count` rows of a panel of `element`'s type to float32 rows at the address `to`."""
 
     def generate(context: Any, b: Any, signature: Any, args: Any) -> Any:
         to, weights, count, _ = args
@@ -131,7 +136,7 @@ def widen(typingctx: Any, to: Any, weights: Any, count: Any, element: Any) -> An
 
 @intrinsic
 def copy(typingctx: Any, to: Any, source: Any, num_bytes: Any) -> Any:
-    """In a kernel: copies bytes from one address to another."""
+    """Copy bytes from one address to another."""
 
     def generate(context: Any, b: Any, signature: Any, args: Any) -> Any:
         target, source = (b.inttoptr(address, I8.as_pointer()) for address in args[:2])
@@ -144,7 +149,7 @@ def copy(typingctx: Any, to: Any, source: Any, num_bytes: Any) -> Any:
 
 @intrinsic
 def fetch_line(typingctx: Any, address: Any) -> Any:
-    """In a kernel: asks for the cache line at an address that will be read soon."""
+    """Prefetch the cache line at an address."""
 
     def generate(context: Any, b: Any, signature: Any, args: Any) -> Any:
         _prefetch(b, args[0], 1)

@@ -1,5 +1,5 @@
-"""Matrix products as compiled kernels: x W^T for a packed weight, any number of rows, shared by threads in
-units of some rows and panels."""
+"""Compiled kernels of matrix products: x W^T for a packed weight and any number of rows. Threads share the
+work in units of some rows and panels."""
 
 from typing import Any, NamedTuple
 
@@ -21,24 +21,25 @@ from tgis.shard.kernels.cpu.gemm.panels import PANEL
 from tgis.shard.kernels.cpu.jit.compiler import Kernel, inner, keep, take
 
 NUM_ARGS = 8
-LONG = 8  # panels of a unit, at most
-# Of a unit that is TALL: its sums and a block of its x lie together in a second-level cache.
-MANY, WIDE = 32 * ROWS, 4  # rows and panels, at most
-LINE = 64  # bytes
+LONG = 8  # most panels of a unit
+# Most rows and panels of a unit of at least TALL rows. Its sums and a block of its x fit a second-level cache
+# together.
+MANY, WIDE = 32 * ROWS, 4
+LINE = 64  # bytes of a cache line
 
 _F32, _BFLOAT16, _FLOAT16 = np.float32(0), np.uint16(0), np.int16(0)
 
 
 class Rows(NamedTuple):
-    """Rows of x as tiles read them: blocks of columns, their rows STRIDE bytes apart."""
+    """Rows of x in the layout that tiles read: blocks of columns, whose rows are STRIDE bytes apart."""
 
     address: Any
-    block: int  # bytes of one
+    block: int  # bytes of a block
 
 
 @inner
 def _copy_rows(x: int, first: int, rows: int, k: int, blocks: int) -> None:
-    """Rows of x, [rows, k] at an address, to those of `blocks`: [blocks, rows, STRIDE bytes]."""
+    """Copy rows of x, [m, k] at an address, from `first` on, to `blocks`: [blocks, rows, STRIDE bytes]."""
     for begin in range(0, k, BLOCK):
         to, size = blocks + begin // BLOCK * rows * STRIDE, 4 * min(BLOCK, k - begin)
         for r in range(rows):
@@ -49,8 +50,10 @@ def _copy_rows(x: int, first: int, rows: int, k: int, blocks: int) -> None:
 def _multiply_panel(
     out: int, stride: int, x: Any, rows: int, k: int, panel: int, ahead: int, width: int, element: Any
 ) -> None:
-    """out[rows, PANEL] = x @ one panel, whose rows are `width` bytes; out's are `stride` bytes apart. `ahead`
-    is where the panel after it is."""
+    """Compute out[rows, PANEL] = x @ one panel.
+
+    A row of the panel has `width` bytes; rows of out are `stride` bytes apart. `ahead` is the address of the
+    next panel."""
     num_tiles = -(-rows // ROWS)
     for begin in range(0, k, BLOCK):
         count = min(BLOCK, k - begin)
@@ -65,7 +68,7 @@ def _multiply_panel(
 
 @inner
 def _copy_sums(sums: int, rows: int, y: int, n: int, begin: int, end: int) -> None:
-    """Panels of sums, [panels, rows, PANEL] at an address, to those columns of y that there are."""
+    """Copy panels of sums, [panels, rows, PANEL] at an address, to y, without columns past its last one."""
     for r in range(rows):
         for p in range(begin, end):
             source = sums + 4 * PANEL * ((p - begin) * rows + r)
@@ -74,7 +77,7 @@ def _copy_sums(sums: int, rows: int, y: int, n: int, begin: int, end: int) -> No
 
 @inner
 def _fetch(address: int, size: int, part: int, parts: int) -> None:
-    """One of the parts of so many bytes."""
+    """Prefetch one of `parts` equal parts of `size` bytes."""
     for line in range(size * part // parts // LINE, size * (part + 1) // parts // LINE):
         fetch_line(address + line * LINE)
 
@@ -83,7 +86,7 @@ def _fetch(address: int, size: int, part: int, parts: int) -> None:
 def _multiply_wide(
     sums: int, x: int, rows: int, weights: int, count: int, is_first: bool, ahead: int, size: int
 ) -> None:
-    """sums[rows, PANEL] += x @ a block that is float32 already, while `size` bytes are fetched."""
+    """Compute sums[rows, PANEL] += x @ a block of float32 weights. Prefetch `size` bytes from `ahead`."""
     num_tiles = -(-rows // ROWS)
     for tile in range(num_tiles):
         first = tile * rows // num_tiles
@@ -97,7 +100,7 @@ def _multiply_wide(
 def _multiply_tall(
     sums: int, wide: int, x: Any, rows: int, k: int, panels: int, num_panels: int, width: int, element: Any
 ) -> None:
-    """sums[panels, rows, PANEL] = x @ neighbouring panels, block by block, each made float32 at `wide`."""
+    """Compute sums[panels, rows, PANEL] = x @ adjacent panels, by blocks. `wide` holds a float32 block."""
     for begin in range(0, k, BLOCK):
         count, source = min(BLOCK, k - begin), x.address + begin // BLOCK * x.block
         for p in range(num_panels):
@@ -112,7 +115,9 @@ def _multiply_tall(
 def _multiply_low(
     y: int, n: int, x: Any, rows: int, k: int, weights: int, bounds: Any, spare: int, width: int, element: Any
 ) -> None:
-    """Some panels, as they are; `bounds`: the first, the one after the last, and the one read after them."""
+    """Multiply with some panels without converting them to float32 first.
+
+    `bounds`: the first panel, the one after the last, and the one that the thread reads next."""
     begin, end, following = bounds
     for p in range(begin, end):
         next_p = p + 1 if p + 1 < end else following
@@ -128,7 +133,9 @@ def _multiply_low(
 
 @inner
 def _multiply(args: Any, width: int, element: Any) -> None:
-    """Units are numbered row group by row group: a thread's copy of x serves its next units as well."""
+    """Compute a matrix product.
+
+    Units are numbered row group by row group, so that a thread can reuse its copy of x for its next units."""
     a = carray(args, NUM_ARGS)
     m, n, k, threads, x, weights, y = a[1], a[2], a[3], a[4], a[5], a[6], a[7]
     num_blocks, num_panels = -(-k // BLOCK), -(-n // PANEL)

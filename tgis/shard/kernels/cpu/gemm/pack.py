@@ -1,4 +1,4 @@
-"""Turns matrices into the panels of `panels.py`, as compiled kernels."""
+"""Compiled kernels that pack a matrix into the panels of `panels.py`."""
 
 from typing import Any
 
@@ -8,14 +8,14 @@ from numba import carray
 from tgis.shard.kernels.cpu.gemm.panels import PANEL
 from tgis.shard.kernels.cpu.jit.compiler import Kernel, inner, pointer, take
 
-_SQUARE = 16  # columns at a time: what is read and what is written both stay in the cache
+_SQUARE = 16  # columns at a time, so that both the read and the written lines stay in the cache
 
 _U16, _U32 = np.uint16(0), np.uint32(0)
 
 
 @inner
 def _pack(args: Any, element: Any) -> None:
-    """A unit is a panel. Elements are moved as they are."""
+    """Pack a matrix. A unit of work is a panel. Elements are copied without conversion."""
     a = carray(args, 5)
     n, k = a[1], a[2]
     source = carray(pointer(a[3], element), (n, k))

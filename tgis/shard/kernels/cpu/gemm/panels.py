@@ -1,5 +1,5 @@
-"""How weights lie in memory for products that stream them: panels of a few columns of W^T, one after the
-other, in memory that the system may map in huge pages."""
+"""Memory layout of weights for products that stream them: consecutive panels of a few columns of W^T, in
+memory that the system may map in huge pages."""
 
 import logging
 import mmap
@@ -11,33 +11,33 @@ from torch import Tensor
 
 logger = logging.getLogger(__name__)
 
-_HUGE, _CHUNK, _LINE = 1 << 21, 1 << 26, 64  # bytes: of a huge page, taken from the system at once, of a line
+_HUGE, _CHUNK, _LINE = 1 << 21, 1 << 26, 64  # bytes of a huge page, of an allocation, of a cache line
 
 
 def has_feature(name: str) -> bool:
-    """Whether kernels are compiled for a processor with that feature, in LLVM's words."""
+    """Return True if kernels are compiled for a processor with the feature of that LLVM name."""
     features: str = cpu_target.target_context.codegen().magic_tuple()[2]
     return f"+{name}" in features.split(",")
 
 
-LANES = 16 if has_feature("avx512f") else 8  # float32 of a vector
-PANEL = 2 * LANES  # outputs whose weights lie together: panels are [in_features, PANEL]
+LANES = 16 if has_feature("avx512f") else 8  # float32 elements of a vector
+PANEL = 2 * LANES  # outputs of a panel; a panel is [in_features, PANEL]
 
 
 def count_panels(out_features: int) -> int:
-    """The last one is filled up with zeros."""
+    """Return the number of panels. The last one is padded with zeros."""
     return -(-out_features // PANEL)
 
 
 class Arena:
-    """Memory for weights; it goes back to the system when all that lies in the same chunk is gone."""
+    """Allocator of memory for weights. A chunk returns to the system when everything in it is freed."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._chunk, self._used = torch.empty(0, dtype=torch.uint8), 0
 
     def allocate(self, num_bytes: int) -> Tensor:
-        """uint8 [num_bytes], zero, at the start of a cache line; from any thread."""
+        """Return zeroed uint8 [num_bytes] that starts at a cache line. Thread-safe."""
         with self._lock:
             if self._used + num_bytes > len(self._chunk):
                 self._chunk, self._used = _map(max(num_bytes, _CHUNK)), 0
@@ -47,8 +47,8 @@ class Arena:
 
 
 def _map(num_bytes: int) -> Tensor:
-    """Fresh memory that begins with a huge page; what is not touched costs nothing."""
-    # Shared memory, the default, gets no huge pages.
+    """Map memory that begins at a huge page. Pages that are never touched take no memory."""
+    # The default is shared memory, which gets no huge pages.
     memory = mmap.mmap(-1, num_bytes + _HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     whole = torch.frombuffer(memory, dtype=torch.uint8)
     start = -whole.data_ptr() % _HUGE

@@ -1,4 +1,4 @@
-"""A weight in panels, and its products with rows of float32."""
+"""Matrix product of float32 rows with a weight packed in panels."""
 
 import logging
 from dataclasses import dataclass
@@ -14,11 +14,11 @@ from tgis.shard.kernels.cpu.jit.compiler import Kernel
 
 logger = logging.getLogger(__name__)
 
-# The greatest number of a matrix that float16 keeps well: beyond lies infinity, and where all numbers are
-# smaller, many are among those that lose digits.
+# Bounds on a matrix's largest magnitude within which float16 keeps it well. Above, values become infinite;
+# below, many values are subnormal and lose digits.
 FLOAT16_MAX, FLOAT16_SMALL = 65504.0, 2.0**-10
-_PIECE = 1 << 22  # elements that are in memory in a second type while they are packed, about
-_ALONE = 1 << 16  # multiplications that are not worth waking a second thread
+_PIECE = 1 << 22  # approximate number of elements that are converted and packed at a time
+_ALONE = 1 << 16  # with fewer multiplications, waking a second thread does not pay
 _KERNELS = {
     torch.float32: kernels.multiply_float32,
     torch.float16: kernels.multiply_float16,
@@ -28,10 +28,10 @@ _KERNELS = {
 
 @dataclass(frozen=True, eq=False)
 class PackedProduct:
-    """x W^T, float32 [num_tokens, in_features] -> [num_tokens, out_features]. Each element is one sum in the
-    order of x's columns: its bits are the same in any company."""
+    """Product x W^T, float32 [num_tokens, in_features] -> [num_tokens, out_features]. Each element is one sum
+    in the order of x's columns, so its bits do not depend on the other rows."""
 
-    panels: Tensor  # uint8, of panels [in_features, PANEL] of a type that `kernel` knows
+    panels: Tensor  # uint8 memory of panels [in_features, PANEL] of the type that `kernel` reads
     in_features: int
     out_features: int
     kernel: Kernel
@@ -55,12 +55,12 @@ class PackedProduct:
 
 
 def pack(weight: Tensor, dtype: torch.dtype, label: str) -> PackedProduct:
-    """As in `Kernels`. For float16, a matrix that would lose by it stays float32, with a warning."""
+    """Implement `Kernels.pack`. A matrix that does not fit float16 stays float32, with a warning."""
     if dtype == torch.float16 and weight.dtype != torch.float16 and not _fits_float16(weight):
         logger.warning("%s does not fit float16 and is kept as float32", label)
         dtype = torch.float32
     out_features, in_features = weight.shape
-    size = dtype.itemsize * PANEL * in_features  # of a panel
+    size = dtype.itemsize * PANEL * in_features  # bytes of a panel
     panels = arena.allocate(count_panels(out_features) * size)
     move = pack_kernels.pack_16_bits if dtype.itemsize == 2 else pack_kernels.pack_32_bits
     num_rows = max(1, _PIECE // (PANEL * in_features)) * PANEL

@@ -1,7 +1,7 @@
-"""Machine code of int8 products: tiles of sums that stay in registers, by the instructions there are.
+"""Builders of the LLVM code of int8 products: tiles whose sums stay in registers, for each instruction set.
 
-Integer sums are exact whatever their order, and floats are added group after group in one chain, so an
-element's bits follow from its own row and column alone, with every instruction set."""
+Integer sums are exact in any order, and floats are added group after group in one chain. An element's bits
+therefore depend only on its own row and column, and are the same with every instruction set."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,27 +14,27 @@ from tgis.shard.kernels.cpu.gemm.panels import has_feature
 from tgis.shard.kernels.cpu.jit.compiler import intrinsic
 from tgis.shard.kernels.cpu.jit.llvm import FLOAT, FUSED, I8, I16, I32, I64, everywhere, loop
 
-GROUP = 128  # neighbours along a row, of weights as of activations, that share a scale
-QUAD = 4  # of them that an instruction multiplies at once
-HEAD = 8  # bytes before a group of activations: its scale, float32, and what its sums lack, int32
+GROUP = 128  # adjacent values of a row, of weights or activations, that share a scale
+QUAD = 4  # adjacent values that an instruction multiplies at once
+HEAD = 8  # bytes before a group of activations: its scale, float32, and the correction of its sums, int32
 
 
 @dataclass(frozen=True)
 class Form:
-    """How tiles are computed with the instructions of a machine."""
+    """Computation of tiles with one instruction set."""
 
     lanes: int  # columns of a vector
-    vectors: int  # of a panel
-    rows: tuple[int, ...]  # of the tiles, tallest first; the last is 1
+    vectors: int  # vectors of a panel
+    rows: tuple[int, ...]  # numbers of rows that tiles are built for, tallest first; the last is 1
     width: int  # bytes of an activation
-    sums: int  # accumulators of a row and a vector
+    sums: int  # accumulators for each row and vector
     spread: Callable[["Form", Any, Any], list[Any]]
     weights: Callable[["Form", Any, Any], list[Any]]
     multiply: Callable[["Form", Any, list[Any], list[Any], list[Any]], list[Any]]
 
     @property
     def columns(self) -> int:
-        """Of a panel."""
+        """Columns of a panel."""
         return self.lanes * self.vectors
 
 
@@ -56,7 +56,8 @@ def _load(b: Any, address: Any, kind: Any, align: int = 1) -> Any:
     return b.load(b.inttoptr(address, kind.as_pointer()), align=align)
 
 
-# One instruction multiplies quads of unsigned bytes and signed ones and adds them up.
+# BYTES: one instruction multiplies a quad of unsigned bytes with a quad of signed ones and adds the products
+# up.
 
 
 def _spread_bytes(form: Form, b: Any, address: Any) -> list[Any]:
@@ -72,7 +73,8 @@ def _multiply_bytes(form: Form, b: Any, sums: list[Any], w: list[Any], x: list[A
     return [_call(b, f"llvm.x86.avx512.vpdpbusd.{32 * form.lanes}", kind, sums[0], w[0], x[0])]
 
 
-# Pairs of 16 bits, of which a product and a sum cannot overflow 32; two sums of a column lie side by side.
+# PAIRS: pairs of 16-bit values, whose products and sums cannot overflow 32 bits. A column has two adjacent
+# sums.
 
 
 def _spread_pairs(form: Form, b: Any, address: Any) -> list[Any]:
@@ -89,7 +91,7 @@ def _multiply_pairs(form: Form, b: Any, sums: list[Any], w: list[Any], x: list[A
     return [b.add(total, more) for total, more in zip(sums, products, strict=True)]
 
 
-# Whatever the compiler makes of it.
+# ANY: plain LLVM operations, without special instructions.
 
 
 def _spread_any(form: Form, b: Any, address: Any) -> list[Any]:
@@ -130,7 +132,7 @@ FORM = _choose()
 
 @dataclass(frozen=True)
 class _Tile:
-    """Rows of activations times a panel."""
+    """Builder of the product of some rows of activations and a panel."""
 
     form: Form
     num_rows: int
@@ -140,7 +142,7 @@ class _Tile:
         return [(r, v) for r in range(self.num_rows) for v in range(self.form.vectors)]
 
     def add_quads(self, b: Any, x: list[Any], panel: Any, num_quads: Any) -> list[Any]:
-        """Sums over a group, [lanes] of int32 for every cell. x: where the rows' group is."""
+        """Emit the sums over a group, [lanes] of int32 for every cell. x: addresses of the rows' group."""
         form = self.form
         flat = [ir.Constant(_vector(I32, form.lanes), [0] * form.lanes)] * (form.sums * len(self.cells))
 
@@ -168,7 +170,7 @@ class _Tile:
         return b.add(_take_lanes(b, one, other, lanes), _take_lanes(b, one, other, odd))
 
     def add_group(self, b: Any, totals: list[Any], heads: list[Any], panel: Any, num_quads: Any) -> list[Any]:
-        """totals + sums over a group times the scales. heads: of the rows' group."""
+        """Emit totals + sums over a group times the scales. heads: addresses of the rows' group heads."""
         form = self.form
         sums = self.add_quads(b, [b.add(head, I64(HEAD)) for head in heads], panel, num_quads)
         behind = b.add(panel, b.mul(num_quads, I64(QUAD * form.columns)))
@@ -183,8 +185,10 @@ class _Tile:
         return changed
 
     def store(self, b: Any, totals: list[Any], out: Any, stride: Any, num_columns: Any) -> None:
-        """The first columns only; where the panel has no more, without a mask, which takes many times as long
-        on some machines."""
+        """Emit the store of the first `num_columns` columns.
+
+        A whole panel is stored without a mask, because masked stores take many times as long on some
+        machines."""
         begins = [b.add(out, b.mul(stride, I64(r))) for r in range(self.num_rows)]
         kind = _vector(FLOAT, self.form.lanes)
         addresses = [b.add(begins[r], I64(4 * self.form.lanes * v)) for r, v in self.cells]
@@ -206,10 +210,12 @@ class _Tile:
 
 
 def make_tile(num_rows: int, form: Form = FORM) -> Any:
-    """In a kernel: out[:num_rows, :num_columns] = activations[:num_rows] times a panel's columns.
+    """Build a function for kernels that computes out[:num_rows, :num_columns] = activations[:num_rows] @ a
+    panel.
 
-    Arguments: out and activations, each followed by the bytes from one row to the next; the panel; the number
-    of groups, and of quads in the last; the number of columns, at most the panel's."""
+    Its arguments: the addresses of out and of activations, each followed by the bytes from one row to the
+    next; the panel's address; the number of groups; the number of quads in the last group; the number of
+    columns, at most the panel's."""
     tile = _Tile(form, num_rows)
     num_full = GROUP // QUAD
     x_step, panel_step = HEAD + GROUP * form.width, (GROUP + 4) * form.columns

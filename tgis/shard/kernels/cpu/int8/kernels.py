@@ -1,7 +1,8 @@
-"""Kernels of int8 products: weights are packed once, rows of activations where they are multiplied.
+"""Compiled kernels of int8 products. Weights are packed once; activations are quantized at each product.
 
-A group of GROUP neighbours along a row has a scale, its largest magnitude over 127; what the scale divides is
-rounded to even. Weights are kept 128 larger, as bytes without a sign, which the groups' sums make up for."""
+GROUP adjacent values of a row share a scale: the group's largest magnitude over 127. Values divided by the
+scale are rounded half to even. Weights are stored plus 128, as unsigned bytes; a correction for each group of
+activations removes the offset from the sums."""
 
 from typing import Any, NamedTuple
 
@@ -12,7 +13,7 @@ from numba import carray, types
 from tgis.shard.kernels.cpu.int8.inner_loop import FORM, GROUP, HEAD, QUAD, make_tile
 from tgis.shard.kernels.cpu.jit.compiler import Kernel, intrinsic, ordered, pointer, take
 
-COLUMNS = FORM.columns  # of a panel
+COLUMNS = FORM.columns  # columns of a panel
 ROWS = FORM.rows
 PANEL_GROUP = (GROUP + 4) * COLUMNS  # bytes of a group and its scales
 WIDTH = FORM.width
@@ -22,10 +23,11 @@ LARGEST, OFFSET = 127, 128
 _F32, _I32, _U8 = np.float32(0), np.int32(0), np.uint8(0)
 _STORED = np.int8(0) if WIDTH == 1 else np.int16(0)
 _MAGNITUDE, _INFINITE = np.int32(0x7FFFFFFF), np.int32(0x7F800000)
-_TINY = np.float32(1e-30)  # groups whose largest is smaller count as zeros
+_TINY = np.float32(1e-30)  # groups whose largest magnitude is smaller become zeros
 _NAN = np.float32(np.nan)
-_ONE_DONE, _UNITS = 1 << 32, (1 << 32) - 1  # in the counter, done is counted above what was taken
-_PATIENCE = 1 << 14  # looks at what others are at
+# The counter's upper 32 bits count finished units of rounding, its lower 32 bits units that were taken.
+_ONE_DONE, _UNITS = 1 << 32, (1 << 32) - 1
+_PATIENCE = 1 << 14  # polls of the counter before a thread rounds all rows itself
 
 TALLEST, TALL, PAIR, ONE = ROWS
 _tile_tallest, _tile_tall, _tile_pair, _tile_one = (make_tile(rows) for rows in ROWS)
@@ -41,7 +43,7 @@ def _as_real(typingctx: Any, bits: Any) -> Any:
 
 @intrinsic
 def _finish(typingctx: Any, args: Any) -> Any:
-    """One unit of the first part of the work is done, for all threads to see."""
+    """Count one finished unit of rounding, visible to all threads."""
 
     def generate(context: Any, b: Any, signature: Any, values: Any) -> Any:
         b.atomic_rmw("add", values[0], ir.Constant(ir.IntType(64), _ONE_DONE), "release")
@@ -61,7 +63,7 @@ def _count_done(typingctx: Any, args: Any) -> Any:
 
 @ordered
 def _measure(x: int, n: int) -> Any:
-    """The largest magnitude of n floats, NaN where one is not finite, 0 where it is tiny."""
+    """Return the largest magnitude of n floats: NaN if one is not finite, 0 if the largest is tiny."""
     bits = carray(pointer(x, _I32), (n,))
     largest = np.int32(0)
     for i in range(n):
@@ -74,8 +76,8 @@ def _measure(x: int, n: int) -> Any:
 
 @ordered
 def _round(x: int, n: int, padded: int, out: int) -> None:
-    """A group of activations: scale, what its sums lack, and the values, zeros behind the n that there
-    are."""
+    """Quantize a group of n activations: write its scale, the correction of its sums, and its values, padded
+    with zeros."""
     values, largest = carray(pointer(x, _F32), (n,)), _measure(x, n)
     rounded = carray(pointer(out + HEAD, _STORED), (padded,))
     factor = np.float32(LARGEST) / largest if largest > 0 else np.float32(0)
@@ -103,7 +105,7 @@ def _round_rows(x: int, in_features: int, first: int, stop: int, out: int, strid
 def _multiply_rows(
     out: int, width: int, x: int, stride: int, rows: int, panel: int, groups: int, quads: int, columns: int
 ) -> None:
-    """Every row's chains are the same whichever tile it is in."""
+    """Multiply rows with a panel in tiles. A row's chain of sums is the same in every tile height."""
     row = 0
     while row < rows:
         to, of, left = out + row * width, x + row * stride, rows - row
@@ -122,7 +124,7 @@ def _multiply_rows(
 
 
 class Work(NamedTuple):
-    """What a product is made of; places are addresses."""
+    """Sizes and addresses of a product."""
 
     num_rows: int
     in_features: int
@@ -131,14 +133,14 @@ class Work(NamedTuple):
     panels: int
     rounded: int
     out: int
-    row_bytes: int  # of `rounded`
+    row_bytes: int  # bytes of a row of `rounded`
 
 
 @ordered
 def _multiply_panels(w: Any, first: int, rows: int, begin: int, end: int) -> None:
-    """So many rows from `first` on with the panels from `begin` to `end`."""
+    """Multiply `rows` rows from `first` on with the panels [begin, end)."""
     groups = -(-w.in_features // GROUP)
-    quads = -(-(w.in_features - (groups - 1) * GROUP) // QUAD)  # of the last group
+    quads = -(-(w.in_features - (groups - 1) * GROUP) // QUAD)  # quads of the last group
     panel_bytes = (groups - 1) * PANEL_GROUP + (QUAD * quads + 4) * COLUMNS
     width, stride = 4 * w.out_features, w.row_bytes
     for p in range(begin, end):
@@ -150,8 +152,10 @@ def _multiply_panels(w: Any, first: int, rows: int, begin: int, end: int) -> Non
 
 @ordered
 def _await(args: Any, num_parts: int, w: Any) -> None:
-    """Returns when all rows are rounded. Does it all again where a thread seems to have lost its core: the
-    same bytes may well be written twice."""
+    """Wait until all rows are rounded.
+
+    If another thread seems to have lost its core, round all rows here. Writing the same bytes twice does no
+    harm."""
     looks = 0
     while _count_done(args) < num_parts:
         looks += 1
@@ -161,7 +165,8 @@ def _await(args: Any, num_parts: int, w: Any) -> None:
 
 
 def _multiply_int8(args: Any) -> None:
-    """The first units round some rows, the others multiply chunks of rows with runs of panels."""
+    """Compute a product. The first units round rows, the others multiply chunks of rows with runs of
+    panels."""
     a = carray(args, 12)
     w = Work(a[1], a[2], a[3], a[4], a[5], a[6], a[7], a[8])
     rows_per_part, rows_per_chunk, panels_per_run = a[9], a[10], a[11]
@@ -186,7 +191,7 @@ def _multiply_int8(args: Any) -> None:
 
 @ordered
 def _pack_column(w: int, in_features: int, panel: int) -> None:
-    """panel: where the column's first quad is."""
+    """Quantize a row of the matrix to a column of a panel. panel: address of the column's first quad."""
     for group in range(-(-in_features // GROUP)):
         n = min(GROUP, in_features - group * GROUP)
         start, at = w + 4 * group * GROUP, panel + group * PANEL_GROUP
@@ -198,13 +203,13 @@ def _pack_column(w: int, in_features: int, panel: int) -> None:
             quads[i // QUAD, i % QUAD] = np.int32(np.rint(values[i] * factor)) + OFFSET
         for i in range(n, num_quads * QUAD):
             quads[i // QUAD, i % QUAD] = OFFSET
-        # The scales are behind the quads; a column's is as wide as its quad.
+        # The scales follow the quads; a column's scale is as wide as its quad.
         behind = at + num_quads * QUAD * COLUMNS
         carray(pointer(behind, _F32), (1,))[0] = largest / np.float32(LARGEST)
 
 
 def _pack_int8(args: Any) -> None:
-    """Columns of panels, from `first` on, of so many rows of a matrix; float32."""
+    """Pack rows of a float32 matrix to columns of panels, from column `first` on."""
     a = carray(args, 7)
     num_rows, in_features, first, w, panels, panel_bytes = a[1], a[2], a[3], a[4], a[5], a[6]
     row = take(args)

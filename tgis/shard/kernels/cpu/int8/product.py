@@ -1,4 +1,5 @@
-"""Products with int8 weights and activations. Sums are of integers: a row's bits are its own affair."""
+"""Matrix products with int8 weights and activations. Sums are of integers, so a row's bits do not depend on
+other rows."""
 
 from dataclasses import dataclass
 
@@ -10,19 +11,19 @@ from tgis.shard.kernels.cpu.int8 import kernels
 from tgis.shard.kernels.cpu.int8.inner_loop import GROUP, HEAD, QUAD
 from tgis.shard.kernels.cpu.jit.compiler import empty
 
-BYTES_PER_WEIGHT = 1 + 4 / GROUP  # of wide matrices
-_PIECE = 1 << 20  # elements that are float32 while they are packed, about
-_PART = 1 << 14  # activations that a thread rounds at a time, about
-_RUN = 8  # panels that a thread multiplies at a time, at most
-_CHUNK = 1 << 19  # bytes of activations that stay in a core's cache
-_ALONE = 1 << 19  # multiplications that are not worth waking a second thread
+BYTES_PER_WEIGHT = 1 + 4 / GROUP  # for wide matrices, where padding does not matter
+_PIECE = 1 << 20  # approximate number of elements that are converted to float32 and packed at a time
+_PART = 1 << 14  # approximate number of activations that a thread rounds at a time
+_RUN = 8  # most panels that a thread multiplies at a time
+_CHUNK = 1 << 19  # bytes of activations that fit a core's cache
+_ALONE = 1 << 19  # with fewer multiplications, waking a second thread does not pay
 
 
 @dataclass(frozen=True, eq=False)
 class Int8Product:
-    """x W^T, float32 [num_tokens, in_features] -> [num_tokens, out_features]."""
+    """Product x W^T, float32 [num_tokens, in_features] -> [num_tokens, out_features]."""
 
-    panels: Tensor  # uint8, as `kernels.py` has them
+    panels: Tensor  # uint8, in the layout of `kernels.py`
     in_features: int
     out_features: int
 
@@ -39,7 +40,7 @@ class Int8Product:
         sizes = (num_rows, self.in_features, self.out_features)
         addresses = (x.data_ptr(), self.panels.data_ptr(), rounded.data_ptr(), y.data_ptr())
         rows_per_part = max(1, _PART // self.in_features)
-        rows_per_chunk = max(48, _CHUNK // row_bytes // 48 * 48)  # whole tiles, whichever there are
+        rows_per_chunk = max(48, _CHUNK // row_bytes // 48 * 48)  # a multiple of every tile height
         num_panels = -(-self.out_features // kernels.COLUMNS) * -(-num_rows // rows_per_chunk)
         panels_per_run = max(1, min(_RUN, num_panels // (8 * torch.get_num_threads())))
         kernel = kernels.multiply_int8
@@ -49,8 +50,9 @@ class Int8Product:
 
 
 def pack(weight: Tensor) -> Int8Product:
-    """weight: [out_features, in_features], of a floating type; not kept. Where one of its numbers is not
-    finite, or one of a row's, the result is NaN."""
+    """Pack a weight, [out_features, in_features] of a floating type, without keeping it.
+
+    A number that is not finite, in the weight or in a row of x, gives NaN."""
     out_features, in_features = weight.shape
     num_panels, panel_bytes = -(-out_features // kernels.COLUMNS), _count_panel_bytes(in_features)
     panels = arena.allocate(num_panels * panel_bytes)
@@ -73,6 +75,6 @@ def _count_row_bytes(in_features: int) -> int:
 
 
 def _divide(in_features: int) -> tuple[int, int]:
-    """Whole groups before the last one, and its size, which may be whole too; in whole quads."""
+    """Return the number of groups before the last, and the last one's size (1 to GROUP) in whole quads."""
     groups, rest = divmod(in_features - 1, GROUP)
     return groups, (rest // QUAD + 1) * QUAD

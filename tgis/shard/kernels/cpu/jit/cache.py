@@ -1,5 +1,5 @@
-"""Where compiled code is kept: beside the source, else in the user's cache directory, else in the run's own,
-where shards that start again find it, else nowhere. Code beside the source is read in any case."""
+"""Directory of compiled code: beside the source, else in the user's cache directory, else in the run's own
+directory, where restarted shards find it, else none. Code beside the source is read in any case."""
 
 import ast
 import functools
@@ -15,7 +15,7 @@ from typing import Any
 
 logger = logging.getLogger(__name__)
 
-MIN_FREE_BYTES = 64 << 20  # the run has more important things to write
+MIN_FREE_BYTES = 64 << 20  # space in the run's directory that is left for more important files
 _PACKAGE = __name__.split(".")[0]
 _BESIDE_SOURCE = Path(__file__).parent / "__pycache__"
 
@@ -23,7 +23,7 @@ _BESIDE_SOURCE = Path(__file__).parent / "__pycache__"
 def _of_user() -> list[Path]:
     try:
         return [Path.home() / ".cache" / "tgis"]
-    except RuntimeError:  # neither HOME nor an entry in the list of users
+    except RuntimeError:  # HOME is not set and the user has no passwd entry
         return []
 
 
@@ -32,7 +32,9 @@ _of_run: set[Path] = set()
 
 
 def keep_with_run(directory: Path) -> None:
-    """Where nothing else can be written. Its parent must be this user's alone: what is kept is run."""
+    """Let code be kept in `directory` if no other directory is writable.
+
+    Only this user may have access to its parent, because the code kept there is executed."""
     try:
         has_room = shutil.disk_usage(directory.parent).free >= MIN_FREE_BYTES
     except OSError:
@@ -45,7 +47,9 @@ def keep_with_run(directory: Path) -> None:
 
 
 def cache_directory(function: Callable[[Any], None]) -> Path | None:
-    """Named after the source of all that a kernel may call: numba itself looks at one file only."""
+    """Return the directory for a kernel's compiled code, None if nothing is writable.
+
+    Its name is a hash of all source files that the kernel may call, because numba checks only one file."""
     sources = (Path(file).read_bytes() for file in sorted(_sources(function.__code__.co_filename)))
     name = f"kernels-{hashlib.sha256(b''.join(sources)).hexdigest()[:16]}"
     base = next(filter(_can_be_written, _bases), None)
@@ -57,7 +61,7 @@ def cache_directory(function: Callable[[Any], None]) -> Path | None:
 
 
 def tell_place(directory: Path | None) -> str:
-    """Return in words how long code lasts that is kept in a `cache_directory`."""
+    """Describe for log lines how long code in a `cache_directory` is kept."""
     if directory is None:
         return "cannot be kept, so that every start compiles"
     if directory.parent in _of_run:
@@ -66,7 +70,7 @@ def tell_place(directory: Path | None) -> str:
 
 
 def packaged_files() -> list[Path]:
-    """Compiled code beside the source, a file for each kernel."""
+    """Return the files of compiled code beside the source, one for each kernel."""
     return sorted(_BESIDE_SOURCE.glob("kernels-*/**/*.nbc"))
 
 
@@ -82,7 +86,9 @@ def _can_be_written(base: Path) -> bool:
 
 
 def _copy(packaged: Path, kept: Path) -> None:
-    """numba reads no code from where it cannot write. Several ranks do it at once; one is the first."""
+    """Copy packaged code to a writable directory, because numba reads no code from one where it cannot write.
+
+    Several ranks may copy at once; the first one's copy is used."""
     if kept.exists() or not packaged.is_dir():
         return
     try:
@@ -95,7 +101,7 @@ def _copy(packaged: Path, kept: Path) -> None:
 
 @functools.cache
 def _sources(file: str) -> frozenset[str]:
-    """The file, and those of ours that it imports, directly or not."""
+    """Return the file and all files of this package that it imports, directly or indirectly."""
     found = {file}
     for node in ast.walk(ast.parse(Path(file).read_bytes())):
         if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == _PACKAGE:

@@ -1,8 +1,9 @@
-"""Kernels written in Python: numba compiles one when it is first called, torch's own OpenMP threads run it.
+"""Kernels written in Python. Numba compiles a kernel at its first call; torch's OpenMP threads run it.
 
-Sharing torch's threads is why numba's parallel loops are not used: their OpenMP layer asks the system for a
-second runtime, which slim images lack, and their built-in one costs a hundred microseconds a call. A kernel
-takes the address of its arguments; its threads share the units of work by counting `args[0]` up with `take`.
+Numba's parallel loops are not used, because they cannot share torch's threads: their OpenMP layer needs a
+second runtime from the system, which slim images lack, and their built-in layer costs a hundred microseconds
+per call. A kernel takes the address of its arguments. Its threads share the units of work by incrementing
+`args[0]` with `take`.
 """
 
 import contextlib
@@ -31,19 +32,20 @@ logger = logging.getLogger(__name__)
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-# Products may be fused into sums, and sums reordered as shapes decide; NaN and infinity stay what they are.
+# LLVM may fuse products into sums (both) and reorder sums by shape (_REORDERED). NaN and infinity are
+# preserved.
 _FUSED = {"contract", "nsz"}
 _REORDERED = _FUSED | {"reassoc", "arcp"}
 _ADDRESS = types.CPointer(types.int64)
 
 
 class Recorder(Protocol):
-    """Takes down what a thread would compute, instead of its being computed."""
+    """Recorder of a thread's kernel calls, which are then not run."""
 
     def note(self, kernel: "Kernel", args: tuple[int, ...]) -> None: ...
 
     def empty(self, shape: tuple[int, ...]) -> Tensor:
-        """float32 memory that stays where it is for as long as what was recorded is run."""
+        """Return uninitialised float32 memory, valid as long as the recorded calls are replayed."""
 
 
 class _Recording(threading.local):
@@ -51,13 +53,13 @@ class _Recording(threading.local):
 
 
 _recording = _Recording()
-_compiling: list[Callable[..., Any]] = []  # by all threads
+_compiling: list[Callable[..., Any]] = []  # shared by all threads
 compile_progress = CompileProgress()
 
 
 @contextlib.contextmanager
 def record(recorder: Recorder) -> Iterator[None]:
-    """Kernels that this thread calls meanwhile are noted and not run."""
+    """Record the kernels that this thread calls in the context, instead of running them."""
     assert _recording.recorder is None, "one recording at a time"
     _recording.recorder = recorder
     try:
@@ -67,16 +69,16 @@ def record(recorder: Recorder) -> Iterator[None]:
 
 
 def empty(*shape: int) -> Tensor:
-    """Uninitialised float32, for what a kernel writes."""
+    """Return uninitialised float32 memory for a kernel's output."""
     recorder = _recording.recorder
     return torch.empty(shape) if recorder is None else recorder.empty(shape)
 
 
 class Kernel:
-    """`kernel(*args)` runs `function(args)` on this thread, `kernel.spread(*args)` on all of torch's at once.
+    """Compiled function. `kernel(*args)` runs it on this thread, `kernel.spread(*args)` on all threads.
 
-    The arguments are integers: sizes, addresses, and floats through `as_bits`. Nothing is checked. However
-    many threads enter, they share the work; one that finds none left returns."""
+    The arguments are integers: sizes, addresses, and floats through `as_bits`. They are not checked. Any
+    number of threads may enter; they share the work, and a thread that finds none left returns."""
 
     def __init__(self, function: Callable[[Any], None]):
         self._function = function
@@ -88,7 +90,7 @@ class Kernel:
 
     @property
     def address(self) -> int:
-        """Of the machine code: void (int64 *args), args[0] being 0 when the first thread enters."""
+        """Address of the machine code, void (int64 *args). args[0] must be 0 when the first thread enters."""
         address: int = self._compiled.address
         return address
 
@@ -112,7 +114,7 @@ class Kernel:
 
     @cached_property
     def _compiled(self) -> Any:
-        """The machine code lives as long as this object."""
+        """Compiled function, which owns the machine code."""
         return _compile(self._function)
 
     @cached_property
@@ -121,7 +123,7 @@ class Kernel:
 
 
 def is_compiling() -> bool:
-    """Whether a kernel that nothing was kept of is being called for the first time."""
+    """Return True while a kernel is being compiled or read from the cache."""
     return bool(_compiling)
 
 
@@ -144,7 +146,7 @@ def _compile_or_read(function: Callable[[Any], None], directory: Path | None) ->
     previous, numba.config.CACHE_DIR = numba.config.CACHE_DIR, str(directory)
     try:
         return numba.cfunc(signature, cache=True, error_model="numpy")(function)
-    except Exception as error:  # a fault of the function itself shows again below
+    except Exception as error:  # an error in the function itself is raised again below
         logger.warning("compiled code cannot be kept: %s", error)
         return numba.cfunc(signature, error_model="numpy")(function)
     finally:
@@ -152,7 +154,7 @@ def _compile_or_read(function: Callable[[Any], None], directory: Path | None) ->
 
 
 def _find_parallel() -> Callable[..., None] | None:
-    """Of the OpenMP runtime that torch has loaded: runs a function with an argument on so many threads."""
+    """Return `GOMP_parallel` of torch's OpenMP runtime, which runs a function on several threads."""
     try:
         parallel = ctypes.CDLL("libgomp.so.1").GOMP_parallel
     except OSError:
@@ -167,43 +169,45 @@ _parallel = _find_parallel()
 
 
 def team_size_address() -> int:
-    """Of the machine code int() that tells a kernel how many threads have entered it; 0: one."""
+    """Return the address of the code int() that returns a kernel's number of threads; 0 if it is always 1."""
     if _parallel is None:
         return 0
     return address_of(ctypes.CDLL("libgomp.so.1").omp_get_num_threads)
 
 
 def address_of(function: Any) -> int:
-    """Of the machine code of a library's function."""
+    """Return the address of the machine code of a library's function."""
     return ctypes.cast(function, ctypes.c_void_p).value or 0
 
 
 def inner(function: Function) -> Function:
-    """Marks a function that kernels call."""
+    """Compile a function that kernels call."""
     compiled: Function = numba.njit(fastmath=_REORDERED, error_model="numpy", nogil=True)(function)
     return compiled
 
 
 def ordered(function: Function) -> Function:
-    """Marks a function that kernels call, whose sums and differences keep their order."""
+    """Compile a function that kernels call, without reordering its sums and differences."""
     compiled: Function = numba.njit(fastmath=_FUSED, error_model="numpy", nogil=True)(function)
     return compiled
 
 
 def intrinsic(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Marks a function that gives a signature and the LLVM code of what kernels call by its name."""
+    """Mark a function that returns a signature and a builder of LLVM code.
+
+    Kernels call it by its name. Its docstring says what the generated code does."""
     marked: Callable[..., Any] = untyped_intrinsic(function)
     return marked
 
 
 def as_bits(value: float) -> int:
-    """A float as a kernel's argument; `as_float` is the way back."""
+    """Pack a float as a kernel's argument. `as_float` is the inverse."""
     return int.from_bytes(struct.pack("<d", value), "little", signed=True)
 
 
 @intrinsic
 def as_float(typingctx: Any, bits: Any) -> Any:
-    """In a kernel: what `as_bits` packed, as float32."""
+    """Return the float that `as_bits` packed, as float32."""
 
     def generate(context: Any, b: Any, signature: Any, args: Any) -> Any:
         return b.fptrunc(b.bitcast(args[0], ir.DoubleType()), ir.FloatType())
@@ -213,7 +217,7 @@ def as_float(typingctx: Any, bits: Any) -> Any:
 
 @intrinsic
 def take(typingctx: Any, args: Any) -> Any:
-    """In a kernel: the number of a unit of work that no other thread gets."""
+    """Return the number of a unit of work that no other thread gets."""
 
     def generate(context: Any, b: Any, signature: Any, values: Any) -> Any:
         return b.atomic_rmw("add", values[0], ir.Constant(ir.IntType(64), 1), "monotonic")
@@ -223,8 +227,9 @@ def take(typingctx: Any, args: Any) -> Any:
 
 @intrinsic
 def keep(typingctx: Any, array: Any) -> Any:
-    """In a kernel: memory that is used by its address lives until here. numba frees an array after the last
-    line that names it."""
+    """Keep an array that is used through its address alive until here.
+
+    Numba frees an array after the last line that names it."""
 
     def generate(context: Any, b: Any, signature: Any, args: Any) -> Any:
         return context.get_dummy_value()
@@ -234,7 +239,7 @@ def keep(typingctx: Any, array: Any) -> Any:
 
 @intrinsic
 def pointer(typingctx: Any, address: Any, element: Any) -> Any:
-    """In a kernel: an address as a pointer to values of `element`'s type, for `numba.carray`."""
+    """Convert an address to a pointer to values of `element`'s type, for `numba.carray`."""
 
     def generate(context: Any, b: Any, signature: Any, args: Any) -> Any:
         return b.inttoptr(args[0], context.get_value_type(signature.return_type))

@@ -1,5 +1,7 @@
-"""`python -m tgis.shard.kernels.cpu.jit.precompile`: compiles every kernel beside the source, for an image to
-bring along. The code is for processors like this one; on others it is compiled at the first start."""
+"""Command that compiles every kernel and keeps the code beside the source, to be part of an image:
+`python -m tgis.shard.kernels.cpu.jit.precompile`.
+
+The code is for processors like this one; others compile at the first start."""
 
 import gc
 import importlib
@@ -17,7 +19,8 @@ from tgis.shard.kernels.cpu.jit.compiler import Kernel
 
 def main() -> None:
     kernels, num_workers = _all_kernels(), len(os.sched_getaffinity(0))
-    # Those of one name are variants of one function: the index of their compiled code is one file.
+    # Kernels of one name are variants of one function and share one index file of compiled code, so one
+    # process compiles them all.
     by_name: dict[str, list[Kernel]] = defaultdict(list)
     for kernel in kernels:
         by_name[kernel.name].append(kernel)
@@ -34,7 +37,7 @@ def main() -> None:
 
 
 def _all_kernels() -> list[Kernel]:
-    """Every module of the shard is imported, and makes its own."""
+    """Import every module of the shard and return the kernels that they create."""
     for module in pkgutil.walk_packages(shard.__path__, f"{shard.__name__}."):
         importlib.import_module(module.name)
     return [one for one in gc.get_objects() if type(one) is Kernel]
@@ -43,7 +46,7 @@ def _all_kernels() -> list[Kernel]:
 def _compile(groups: Iterable[Iterable[Kernel]]) -> None:
     for group in groups:
         for kernel in group:
-            assert kernel.address  # asking for it compiles it
+            assert kernel.address  # reading the address compiles the kernel
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
-"""Scalar arithmetic for compiled kernels, in LLVM code where numba would widen integers to 64 bits and so
-keep a loop from being vectorised."""
+"""Scalar arithmetic for compiled kernels. It is in LLVM code where numba would widen integers to 64 bits,
+which prevents the vectorisation of loops."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +14,7 @@ _HALF, _FLOAT, _I16, _I32 = ir.HalfType(), ir.FloatType(), ir.IntType(16), ir.In
 
 
 def _unary(build: Callable[[Any, Any], Any]) -> Any:
-    """A function of kernels, float32 to float32, whose code is build(builder, value)."""
+    """Build a function for kernels, float32 to float32, whose LLVM code is build(builder, value)."""
 
     def generate(context: Any, b: Any, signature: Any, args: Any) -> Any:
         return build(b, args[0])
@@ -31,8 +31,10 @@ def _build_power_of_two(b: Any, x: Any) -> Any:
 
 @intrinsic
 def multiply_add(typingctx: Any, x: Any, y: Any, z: Any) -> Any:
-    """In a kernel: x * y + z, float32, rounded once. Where a condition stands before the sum, LLVM by itself
-    fuses the product into it in the vectorised version of a loop or in the other, but not in both."""
+    """Return x * y + z, float32, rounded once.
+
+    If a condition precedes the sum, LLVM on its own fuses the product into it in only one of the vectorised
+    and the scalar version of a loop."""
 
     def generate(context: Any, b: Any, signature: Any, args: Any) -> Any:
         return b.fma(*args)
@@ -46,7 +48,7 @@ _power_of_two = _unary(_build_power_of_two)
 
 @intrinsic
 def stored(typingctx: Any, x: Any, element: Any) -> Any:
-    """In a kernel: float32 `x` as the cache keeps it. uint16 elements are bfloat16 bits, int16 float16."""
+    """Convert float32 `x` to the cache's type. uint16 means bfloat16 bits, int16 means float16 bits."""
 
     def generate(context: Any, b: Any, signature: Any, args: Any) -> Any:
         if element == types.uint16:
@@ -60,7 +62,7 @@ def stored(typingctx: Any, x: Any, element: Any) -> Any:
 
 @intrinsic
 def loaded(typingctx: Any, x: Any) -> Any:
-    """In a kernel: the float32 that `stored` kept as x."""
+    """Convert an element of the cache's type, as `stored` returns it, to float32."""
 
     def generate(context: Any, b: Any, signature: Any, args: Any) -> Any:
         if x == types.uint16:
@@ -73,7 +75,7 @@ def loaded(typingctx: Any, x: Any) -> Any:
 
 
 def _build_bfloat16(b: Any, x: Any) -> Any:
-    """Rounded to even; rounding would carry some NaNs over to infinity."""
+    """Round to bfloat16 bits, half to even. NaN is apart: rounding would make some NaNs infinite."""
     bits = b.bitcast(x, _I32)
     even = b.and_(b.lshr(bits, _I32(16)), _I32(1))
     rounded = b.trunc(b.lshr(b.add(b.add(bits, _I32(0x7FFF)), even), _I32(16)), _I16)
@@ -83,11 +85,11 @@ def _build_bfloat16(b: Any, x: Any) -> Any:
 
 @ordered
 def exp(x: Any) -> Any:
-    """e^x for float32, to a relative 2e-7 where |x| <= 86, and no further beyond; NaN for NaN."""
+    """Return e^x for float32, with a relative error of 2e-7. x is clamped to [-86, 86]. NaN gives NaN."""
     x = np.float32(-86) if x < np.float32(-86) else x
     x = np.float32(86) if x > np.float32(86) else x
     n = _truncate(x * np.float32(1.44269504) + np.float32(127.5)) - np.float32(127)
-    # ln 2 in two parts, the first of few enough bits for n * first to be exact.
+    # ln 2 is split in two parts; the first has so few bits that n * first is exact.
     r = multiply_add(n, np.float32(-0.693359375), x) + n * np.float32(2.12194440e-4)
     p = np.float32(1 / 720) + r * np.float32(1 / 5040)
     p = np.float32(1 / 24) + r * (np.float32(1 / 120) + r * p)
@@ -97,7 +99,7 @@ def exp(x: Any) -> Any:
 
 @ordered
 def tanh(x: Any) -> Any:
-    """tanh for float32, to an absolute 2e-7; NaN for NaN."""
+    """Return tanh x for float32, with an absolute error of 2e-7. NaN gives NaN."""
     shrunk = exp(np.float32(-2) * abs(x))
     size = (np.float32(1) - shrunk) / (np.float32(1) + shrunk)
     return -size if x < np.float32(0) else size

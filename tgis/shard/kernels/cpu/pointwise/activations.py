@@ -1,8 +1,8 @@
-"""Activations as compiled kernels, all functions in one: functions that kernels get from elsewhere would
-be compiled anew in every process.
+"""Compiled kernels of activations. One kernel has all functions, because functions passed to kernels would be
+compiled again in every process.
 
-Every element's bits follow from its own value. Loops are over rows, so an element meets the same code in any
-company."""
+An element's bits depend only on its own value. Loops are over rows, so an element runs the same code in any
+batch."""
 
 from typing import Any
 
@@ -30,10 +30,11 @@ def _silu(x: Any) -> Any:
 
 @ordered
 def _gelu(x: Any, shrunk: Any) -> Any:
-    """x times the likelihood that a standard normal value is less; `shrunk` is e^(-x^2 / 2), which the loops
-    compute because LLVM inlines no longer function than this, and vectorises no loop that calls one.
+    """Return x times the probability that a standard normal value is less than x.
 
-    The tail behind |x|, over `shrunk`, is a quotient of polynomials to a relative 5e-9 up to 12.5."""
+    `shrunk` is e^(-x^2 / 2). The loops compute it, because LLVM would not inline a function longer than this
+    one, and does not vectorise a loop with a call. The tail probability beyond |x|, divided by `shrunk`, is a
+    quotient of polynomials with a relative error of 5e-9 up to 12.5."""
     size = abs(x)
     a = np.float32(12.5) if size > np.float32(12.5) else size
     p = np.float32(0.03992635573) + a * np.float32(0.004011668488)
@@ -45,7 +46,7 @@ def _gelu(x: Any, shrunk: Any) -> Any:
 
 @ordered
 def _gelu_tanh(x: Any) -> Any:
-    """x (1 + tanh y) / 2 is x / (1 + e^-2y), which cancels nothing where tanh is near -1."""
+    """Return x (1 + tanh y) / 2 as x / (1 + e^-2y), which avoids cancellation where tanh is near -1."""
     doubled = np.float32(1.59576912) * x * (np.float32(1) + np.float32(0.044715) * x * x)
     return x / (np.float32(1) + exp(-doubled))
 

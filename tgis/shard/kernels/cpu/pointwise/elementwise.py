@@ -1,4 +1,4 @@
-"""Small changes of states in place, as one compiled kernel: sums, factors, limits."""
+"""Compiled kernel of elementwise changes of activations in place: add, scale, clamp, soft cap."""
 
 from typing import Any
 
@@ -23,7 +23,7 @@ def _change_row(kind: int, x: Any, other: Any, number: Any) -> None:
             x[i] *= number
     elif kind == _CLAMP:
         for i in range(x.shape[0]):
-            # Written so that NaN stays NaN.
+            # These comparisons keep NaN.
             low = -number if x[i] < -number else x[i]
             x[i] = number if low > number else low
     else:

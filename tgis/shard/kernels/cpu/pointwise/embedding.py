@@ -1,4 +1,4 @@
-"""Rows of a table that is kept in the weights' type, as a compiled kernel."""
+"""Compiled kernel that looks up rows of an embedding table, which is stored in the weights' type."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from tgis.shard.kernels.cpu.jit.compiler import Kernel, ordered, pointer, take
 from tgis.shard.kernels.cpu.jit.scalar_math import loaded
 
 _F32, _I64 = np.float32(0), np.int64(0)
-# Values of the types that numba knows a table's elements by.
+# For each type of a table, a value of the type that numba uses for its elements.
 _ELEMENTS = {torch.float32: np.float32(0), torch.bfloat16: np.uint16(0), torch.float16: np.int16(0)}
 
 

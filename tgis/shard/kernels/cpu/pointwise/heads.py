@@ -1,7 +1,7 @@
-"""Queries, keys and values between two matrix products, as compiled kernels: cut into heads, normalised,
-turned. A row's bits follow from its own values and the sizes alone.
+"""Compiled kernels of rotary angles and of splitting qkv rows into heads, with head norms and rotary
+embeddings. A row's bits depend only on its own values and the sizes.
 
-As with norms, only sums over one array may be reordered."""
+As in `norms.py`, only sums over one array may be reordered."""
 
 from typing import Any
 
@@ -39,7 +39,7 @@ def _angles(args: Any) -> None:
 
 @ordered
 def _normalise_heads(x: Any, weight: Any, eps: Any, out: Any) -> None:
-    """x, out: [num_heads * head_dim]"""
+    """Apply an RMS norm to each head. x, out: [num_heads * head_dim]."""
     dim = weight.shape[0]
     for h in range(0, x.shape[0], dim):
         source, target = x[h : h + dim], out[h : h + dim]
@@ -50,7 +50,7 @@ def _normalise_heads(x: Any, weight: Any, eps: Any, out: Any) -> None:
 
 @ordered
 def _turn_heads(x: Any, dim: int, cosines: Any, sines: Any, out: Any) -> None:
-    """x, out: [num_heads * dim]; channels behind the turned ones are copied."""
+    """Apply rotary embeddings to heads. x, out: [num_heads * dim]. Channels past the rotated are copied."""
     half = cosines.shape[0]
     for h in range(0, x.shape[0] if half else 0, dim):
         source, target = x[h : h + dim], out[h : h + dim]

@@ -1,8 +1,8 @@
-"""Norms as compiled kernels. Rows never meet, and a row's arithmetic follows from its width alone, so its
-bits are the same in any company.
+"""Compiled kernels of norms. Rows are independent and a row's arithmetic depends only on its width, so its
+bits are the same in any batch.
 
-Only sums over one array may be reordered. A loop over several is compiled twice, for arrays that lie near
-each other and for others, and the two must not choose orders of their own."""
+Only sums over one array may be reordered. LLVM compiles a loop over several arrays twice, for arrays that may
+overlap and for others, and both versions must add in the same order."""
 
 from typing import Any
 
@@ -32,7 +32,8 @@ def _mean(x: Any) -> Any:
 
 @inner
 def _variance(x: Any, mean: Any) -> Any:
-    """A second pass over x, because a difference of sums would lose what a large mean covers."""
+    """Return the variance in a second pass, as a difference of sums would lose digits if the mean is
+    large."""
     total = np.float32(0)
     for i in range(x.shape[0]):
         total += (x[i] - mean) * (x[i] - mean)
