@@ -11,15 +11,20 @@ from typing import TypeVar
 from tgis.hub import model_files
 from tgis.pb import generation_pb2 as pb
 from tgis.router.text.token_bound import max_bytes_per_token
-from tgis.router.text.tokenization import TokenIds, Tokenized, encode_ids, load_tokenizer, tokenize
+from tgis.router.text.tokenization import (
+    TokenIds,
+    Tokenized,
+    encode_ids,
+    ids_before_text,
+    load_tokenizer,
+    tokenize,
+)
 from tgis.router.text.tokenizer_process import TokenizerProcess
 
 MAX_WORKERS = 8
 LONG_TEXT_BYTES = 32 << 10
 """Calls with more text than this go to the tokenizer process."""
 BYTES_PER_TEXT = 64  # what a text costs at least, in bytes of text that would cost as much
-CLASSES_THAT_ADD_BOS = {"LlamaTokenizer", "CodeLlamaTokenizer", "GemmaTokenizer", "CohereTokenizer"}
-"""Values of `tokenizer_class`, less "Fast", for which an absent `add_bos_token` means yes."""
 
 T = TypeVar("T")
 
@@ -35,6 +40,8 @@ class Tokenizer:
         """See there; None where texts can only be refused for the tokens they have."""
         settings = model_files.read_json(directory, "tokenizer_config.json")
         self._settings = model_files.read_json(directory, "special_tokens_map.json") | settings
+        self.ids_before_text = ids_before_text(self.fast) or self._bos_of_settings()
+        """The tokens that survive truncation."""
         default = min(max(len(os.sched_getaffinity(0)) - 1, 1), MAX_WORKERS)
         self._threads = ThreadPoolExecutor(num_workers or default, thread_name_prefix="tokenizer")
         self._process = TokenizerProcess(directory)
@@ -42,15 +49,6 @@ class Tokenizer:
     @property
     def vocab_size(self) -> int:
         return self.fast.get_vocab_size()
-
-    @cached_property
-    def bos_token_id(self) -> int | None:
-        """Only where the model's settings say that inputs begin with it; that the tokenizer adds it by itself
-        does not count."""
-        adds_bos = self._settings.get("add_bos_token")
-        if adds_bos is None:
-            adds_bos = str(self._settings.get("tokenizer_class")).removesuffix("Fast") in CLASSES_THAT_ADD_BOS
-        return self._special_id("bos_token") if adds_bos else None
 
     @cached_property
     def eos_token_id(self) -> int | None:
@@ -84,14 +82,11 @@ class Tokenizer:
         return await self._in_thread(lambda: tokenize(self.fast, request))
 
     def truncate(self, ids: TokenIds, max_tokens: int) -> TokenIds:
-        """Keep the last `max_tokens`; a beginning-of-text token that the tokenizer adds replaces the first of
-        them."""
+        """Keep the last `max_tokens`; tokens that begin every text replace the first of them."""
         if not 0 < max_tokens < ids.num_tokens:
             return ids
-        last = ids.last[-max_tokens:]
-        if self.bos_token_id is not None:
-            last[0] = self.bos_token_id
-        return TokenIds(max_tokens, last)
+        before, last = self.ids_before_text[:max_tokens], ids.last[-max_tokens:]
+        return TokenIds(max_tokens, before + last[len(before) :])
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
@@ -99,6 +94,12 @@ class Tokenizer:
 
     async def _in_thread(self, call: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._threads, call)
+
+    def _bos_of_settings(self) -> list[int]:
+        """Return the beginning-of-text token of `add_bos_token: true`. Truncated inputs begin with it as in TGIS,
+        also where the tokenizer adds none and whole inputs lack it."""
+        token_id = self._special_id("bos_token") if self._settings.get("add_bos_token") else None
+        return [] if token_id is None else [token_id]
 
     def _special_id(self, name: str) -> int | None:
         token = self._settings.get(name)
