@@ -5,7 +5,6 @@ and the rules of sampling, stopping and text as plain Python. No batches, no cac
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from os.path import commonprefix
 
 from transformers import PreTrainedModel
 
@@ -211,7 +210,7 @@ class Oracle:
         """The last ones, of which what every text begins with takes the first places."""
         ids = self.tokenizer.encode(text).ids
         if 0 < limit < len(ids):
-            begin = commonprefix([self.tokenizer.encode(other).ids for other in ("", "a", "b")])
+            begin = plain_text.begin_of_all(self.tokenizer, ["", "a", "b"])
             ids = [*begin, *ids[len(ids) - limit + len(begin) :]]
         return tuple(ids)
 

@@ -1,7 +1,6 @@
 """Encoding, truncation and offsets, for every kind of tokenizer."""
 
 import json
-import os
 import random
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ import pytest
 import tokenizers
 from tokenizers import AddedToken, models, normalizers, processors
 
+from tests.support.plain_text import begin_of_all
 from tests.support.tokenizers.decoder_kinds import ALPHABET, KINDS
 from tests.support.tokenizers.trained import write_byte_fallback, write_byte_level
 from tgis.pb import generation_pb2 as pb
@@ -74,9 +74,9 @@ def test_tokens_that_begin_every_text_survive_truncation(tmp_path: Path, name: s
     set_post_processor(tmp_path, fast, post_processor)
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
     tokenizer = Tokenizer(tmp_path, 1)
-    encodings = [fast.encode(text).ids for text in (TEXT, "fox", "", "</s><s>fox", "<s>")]
-    assert os.path.commonprefix(encodings) == before
-    for ids in encodings:
+    texts = [TEXT, "fox", "", "</s><s>fox", "<s>"]
+    assert begin_of_all(fast, texts) == before
+    for ids in [fast.encode(text).ids for text in texts]:
         for max_tokens in range(1, len(ids)):
             last = ids[-max_tokens:]
             expected = [*before, *last[len(before) :]][:max_tokens]
