@@ -96,8 +96,8 @@ class Tokenizer:
         return await asyncio.get_running_loop().run_in_executor(self._threads, call)
 
     def _bos_of_settings(self) -> list[int]:
-        """Return the beginning-of-text token that `add_bos_token: true` asks for. As in TGIS, truncated inputs
-        begin with it even where the tokenizer adds none, so that whole inputs lack it."""
+        """Return the beginning-of-text token that `add_bos_token: true` asks for. As in TGIS, truncated
+        inputs begin with it even where the tokenizer adds none, so that whole inputs lack it."""
         token_id = self._special_id("bos_token") if self._settings.get("add_bos_token") else None
         return [] if token_id is None else [token_id]
 
