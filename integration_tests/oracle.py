@@ -207,10 +207,10 @@ class Oracle:
         return [first, *others]
 
     def input_ids(self, text: str, limit: int) -> Ids:
-        """The last ones, of which a beginning-of-text token takes the first place."""
+        """The last ones, of which what every text begins with takes the first places."""
         ids = self.tokenizer.encode(text).ids
         if 0 < limit < len(ids):
-            begin = [] if self.is_encoder_decoder else [self.tokenizer.token_to_id("<s>")]
+            begin = plain_text.begin_of_all(self.tokenizer, ["", "a", "b"])
             ids = [*begin, *ids[len(ids) - limit + len(begin) :]]
         return tuple(ids)
 

@@ -57,10 +57,12 @@ def write_fallback(directory: Path) -> Served:
 
 def write_special(directory: Path) -> Served:
     """Three ends of sequence, one of them beyond the vocabulary; a special token that ends nothing; and most
-    tokens have the score 0, always."""
+    tokens have the score 0, always. As with Llama 3, only the tokenizer tells that texts begin with <s>."""
     tokenizer = write_byte_level(directory, vocab_size=390)
     tokenizer.add_special_tokens(["<|end|>", "<|user|>"])
     tokenizer.save(str(directory / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"}
+    (directory / "tokenizer_config.json").write_text(json.dumps(settings))
     end, user = tokenizer.token_to_id("<|end|>"), tokenizer.token_to_id("<|user|>")
     eos_ids = (end, 1, 4000)
     silent = [i for i in range(VOCAB_SIZE) if i % 24 and i not in (1, end, user)]

@@ -53,7 +53,8 @@ def test_the_same_ids_as_transformers_gives(
     assert [encoding.ids for encoding in fast.encode_batch(TEXTS)] == expected
     ours = RouterTokenizer(output)
     assert ours.eos_token_id == (None if write is write_bert else reference.eos_token_id)
-    assert ours.bos_token_id == (reference.bos_token_id if write is write_llama else None)
+    first = {write_bert: [reference.cls_token_id], write_llama: [reference.bos_token_id]}
+    assert ours.ids_before_text == first.get(write, [])
     ours.close()
 
     assert convert(model) == f"Saved tokenizer to {model}"

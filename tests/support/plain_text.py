@@ -12,7 +12,7 @@ import json
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from typing import Any
 
 import regex
@@ -21,6 +21,12 @@ from tokenizers import Tokenizer
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 Entry = tuple[str, str, str]
 """(text, name of the stop reason, stop sequence)"""
+
+
+def begin_of_all(tokenizer: Tokenizer, texts: Sequence[str]) -> list[int]:
+    """The tokens that the encodings of these texts have in common at their beginning."""
+    places = zip(*(tokenizer.encode(text).ids for text in texts), strict=False)
+    return [ids[0] for ids in takewhile(lambda ids: len({*ids}) == 1, places)]
 
 
 def continuation(tokenizer: Tokenizer, ids: Sequence[int], skip_special_tokens: bool = True) -> str:

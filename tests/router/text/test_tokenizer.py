@@ -3,11 +3,13 @@
 import json
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tokenizers
-from tokenizers import AddedToken, models, normalizers
+from tokenizers import AddedToken, models, normalizers, processors
 
+from tests.support.plain_text import begin_of_all
 from tests.support.tokenizers.decoder_kinds import ALPHABET, KINDS
 from tests.support.tokenizers.trained import write_byte_fallback, write_byte_level
 from tgis.pb import generation_pb2 as pb
@@ -22,10 +24,12 @@ TEXT = "The fox, naïve 東京 🙂\r\n e\u0301 👩\u200d👩\u200d👧 fox"
 @pytest.mark.parametrize("kind", KINDS)
 def test_truncation_keeps_the_last_tokens(tmp_path: Path, kind: str, bos: bool) -> None:
     fast = KINDS[kind](tmp_path)
-    rewrite_settings(tmp_path, add_bos_token=bos)
+    if not bos:
+        set_post_processor(tmp_path, fast, None)
+    rewrite_settings(tmp_path, add_bos_token=False)
     tokenizer = Tokenizer(tmp_path, 1)
     ids = fast.encode(TEXT).ids
-    assert ids[0] == 0
+    assert (ids[0] == 0) == bos
     for num_last in (len(ids), len(ids) // 2):
         for max_tokens in range(1, num_last):
             kept = tokenizer.truncate(TokenIds(len(ids), ids[-num_last:]), max_tokens)
@@ -34,6 +38,50 @@ def test_truncation_keeps_the_last_tokens(tmp_path: Path, kind: str, bos: bool) 
     for max_tokens in (0, len(ids), len(ids) + 1, 2**32 - 1):
         assert tokenizer.truncate(whole, max_tokens) == (len(ids), ids)
     assert tokenizer.truncate(TokenIds(2, [2, 3]), 2) == (2, [2, 3])
+    tokenizer.close()
+
+
+def template(single: str) -> processors.TemplateProcessing:
+    return processors.TemplateProcessing(single, special_tokens=[("<s>", 0), ("</s>", 1)])
+
+
+BYTE_LEVEL = processors.ByteLevel(trim_offsets=False)
+BERT = processors.BertProcessing(("</s>", 1), ("<s>", 0))
+GENERIC = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>"}
+POST_PROCESSORS: dict[str, tuple[Any, dict[str, Any], list[int]]] = {
+    "Llama 2": (template("<s> $A"), GENERIC | {"tokenizer_class": "LlamaTokenizer"}, [0]),
+    "Llama 3": (processors.Sequence([BYTE_LEVEL, template("<s> $A")]), GENERIC, [0]),
+    "Mistral": (template("<s> $A"), GENERIC | {"tokenizer_class": "TokenizersBackend"}, [0]),
+    "Gemma": (template("<s> $A"), GENERIC | {"add_bos_token": True}, [0]),
+    "Cohere": (template("<s> $A"), GENERIC | {"add_bos_token": False}, [0]),
+    "OPT": (template("</s> $A"), GENERIC | {"add_bos_token": True, "bos_token": "</s>"}, [1]),
+    "GPT-2, Granite": (BYTE_LEVEL, GENERIC | {"tokenizer_class": "GPT2Tokenizer"}, []),
+    "BLOOM": (BYTE_LEVEL, GENERIC, []),
+    "Falcon": (None, GENERIC, []),
+    "Qwen": (BYTE_LEVEL, {"add_bos_token": False, "bos_token": None}, []),
+    "T5": (template("$A </s>"), {"tokenizer_class": "T5TokenizerFast"}, []),
+    "BERT": (BERT, {"cls_token": "<s>"}, [0]),
+    "BART": (processors.RobertaProcessing(("</s>", 1), ("<s>", 0)), {"bos_token": "<s>"}, [0]),
+    "GLM": (template("</s> <s> $A"), GENERIC, [1, 0]),
+    "two processors that add": (processors.Sequence([template("<s> $A"), BERT]), {}, [0, 0, 1]),
+}
+
+
+@pytest.mark.parametrize("name", POST_PROCESSORS)
+def test_tokens_that_begin_every_text_survive_truncation(tmp_path: Path, name: str) -> None:
+    post_processor, settings, before = POST_PROCESSORS[name]
+    fast = write_byte_level(tmp_path)
+    set_post_processor(tmp_path, fast, post_processor)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    tokenizer = Tokenizer(tmp_path, 1)
+    texts = [TEXT, "fox", "", "</s><s>fox", "<s>"]
+    assert begin_of_all(fast, texts) == before
+    for ids in [fast.encode(text).ids for text in texts]:
+        for max_tokens in range(1, len(ids)):
+            last = ids[-max_tokens:]
+            expected = [*before, *last[len(before) :]][:max_tokens]
+            assert tokenizer.truncate(TokenIds(len(ids), last), max_tokens) == (max_tokens, expected)
+    tokenizer.close()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -86,37 +134,33 @@ def test_byte_offsets() -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "bos_token_id"),
+    ("settings", "before"),
     [
-        ({"add_bos_token": True, "bos_token": "<s>"}, 0),
-        ({"add_bos_token": True, "bos_token": {"content": "<s>", "lstrip": False}}, 0),
-        ({"add_bos_token": True, "bos_token": None}, None),
-        ({"add_bos_token": True, "bos_token": "<absent>"}, None),
-        ({"add_bos_token": True}, None),
-        ({"add_bos_token": False, "bos_token": "<s>"}, None),
-        ({"bos_token": "<s>"}, None),
-        ({"bos_token": "<s>", "tokenizer_class": "PreTrainedTokenizerFast"}, None),
-        ({"bos_token": "<s>", "tokenizer_class": "LlamaTokenizer"}, 0),
-        ({"bos_token": "<s>", "tokenizer_class": "GemmaTokenizerFast"}, 0),
-        ({"bos_token": "<s>", "tokenizer_class": "LlamaTokenizerFast", "add_bos_token": False}, None),
+        ({"add_bos_token": True, "bos_token": "<s>"}, [0]),
+        ({"add_bos_token": True, "bos_token": {"content": "<s>", "lstrip": False}}, [0]),
+        ({"add_bos_token": True, "bos_token": None}, []),
+        ({"add_bos_token": True, "bos_token": "<absent>"}, []),
+        ({"add_bos_token": True}, []),
+        ({"add_bos_token": False, "bos_token": "<s>"}, []),
+        ({"bos_token": "<s>", "tokenizer_class": "LlamaTokenizer"}, []),
     ],
 )
-def test_the_settings_say_whether_inputs_begin_with_a_token(
-    tmp_path: Path, settings: dict[str, object], bos_token_id: int | None
+def test_settings_may_ask_for_a_token_that_the_tokenizer_does_not_add(
+    tmp_path: Path, settings: dict[str, object], before: list[int]
 ) -> None:
-    write_byte_level(tmp_path)
+    write_byte_level(tmp_path, bos=False)
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
-    assert Tokenizer(tmp_path, 1).bos_token_id == bos_token_id
+    assert Tokenizer(tmp_path, 1).truncate(TokenIds(3, [7, 8, 9]), 2) == (2, [*(before or [8]), 9])
 
 
 def test_special_tokens_may_be_named_in_a_file_of_their_own(tmp_path: Path) -> None:
-    write_byte_level(tmp_path)
+    write_byte_level(tmp_path, bos=False)
     (tmp_path / "tokenizer_config.json").write_text('{"add_bos_token": true}')
     (tmp_path / "special_tokens_map.json").write_text(
         '{"bos_token": {"content": "<s>"}, "eos_token": "</s>"}'
     )
     tokenizer = Tokenizer(tmp_path, 1)
-    assert (tokenizer.bos_token_id, tokenizer.eos_token_id) == (0, 1)
+    assert (tokenizer.ids_before_text, tokenizer.eos_token_id) == ([0], 1)
 
 
 async def test_a_text_that_is_no_unicode_is_a_request_error(tmp_path: Path) -> None:
@@ -167,3 +211,8 @@ async def tokenize(tokenizer: Tokenizer, texts: list[str], truncated: int = 0) -
 def rewrite_settings(directory: Path, **changes: object) -> None:
     path = directory / "tokenizer_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def set_post_processor(directory: Path, fast: tokenizers.Tokenizer, post_processor: Any) -> None:
+    fast.post_processor = post_processor
+    fast.save(str(directory / "tokenizer.json"))

@@ -1,6 +1,7 @@
 """Functions over a tokenizer, which both the router's threads and the tokenizer process use."""
 
 from collections.abc import Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import NamedTuple
 
@@ -8,6 +9,8 @@ import tokenizers
 
 from tgis.pb import generation_pb2 as pb
 from tgis.router.errors import RequestError, StartupError
+
+NO_TOKEN_ID = 2**32 - 1
 
 
 class TokenIds(NamedTuple):
@@ -39,6 +42,14 @@ def load_tokenizer(directory: Path) -> tokenizers.Tokenizer:
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
+
+
+def ids_before_text(tokenizer: tokenizers.Tokenizer) -> list[int]:
+    """Return the ids of the tokens that the tokenizer puts before every text by itself."""
+    # In the place of a text is an id that no text has, so that what is before it depends on no text.
+    encoding = tokenizer.encode("", add_special_tokens=False)
+    encoding.pad(len(encoding) + 1, direction="left", pad_id=NO_TOKEN_ID)
+    return list(takewhile(lambda token_id: token_id != NO_TOKEN_ID, tokenizer.post_process(encoding).ids))
 
 
 def encode_ids(tokenizer: tokenizers.Tokenizer, texts: Sequence[str], max_ids: int) -> list[TokenIds]:

@@ -11,15 +11,20 @@ from typing import TypeVar
 from tgis.hub import model_files
 from tgis.pb import generation_pb2 as pb
 from tgis.router.text.token_bound import max_bytes_per_token
-from tgis.router.text.tokenization import TokenIds, Tokenized, encode_ids, load_tokenizer, tokenize
+from tgis.router.text.tokenization import (
+    TokenIds,
+    Tokenized,
+    encode_ids,
+    ids_before_text,
+    load_tokenizer,
+    tokenize,
+)
 from tgis.router.text.tokenizer_process import TokenizerProcess
 
 MAX_WORKERS = 8
 LONG_TEXT_BYTES = 32 << 10
 """Size of a call's text above which the tokenizer process takes it."""
 BYTES_PER_TEXT = 64  # least cost of a text, as the bytes of text that would cost as much
-CLASSES_THAT_ADD_BOS = {"LlamaTokenizer", "CodeLlamaTokenizer", "GemmaTokenizer", "CohereTokenizer"}
-"""Values of `tokenizer_class`, less "Fast", for which an absent `add_bos_token` means yes."""
 
 T = TypeVar("T")
 
@@ -35,6 +40,8 @@ class Tokenizer:
         """Upper bound from `token_bound`, or None if a text must be tokenized to show that it is too long."""
         settings = model_files.read_json(directory, "tokenizer_config.json")
         self._settings = model_files.read_json(directory, "special_tokens_map.json") | settings
+        self.ids_before_text = ids_before_text(self.fast) or self._bos_of_settings()
+        """The tokens that survive truncation."""
         default = min(max(len(os.sched_getaffinity(0)) - 1, 1), MAX_WORKERS)
         self._threads = ThreadPoolExecutor(num_workers or default, thread_name_prefix="tokenizer")
         self._process = TokenizerProcess(directory)
@@ -42,15 +49,6 @@ class Tokenizer:
     @property
     def vocab_size(self) -> int:
         return self.fast.get_vocab_size()
-
-    @cached_property
-    def bos_token_id(self) -> int | None:
-        """Beginning-of-text token, if the model's settings say that inputs begin with it. A token that the
-        tokenizer adds without such a setting does not count."""
-        adds_bos = self._settings.get("add_bos_token")
-        if adds_bos is None:
-            adds_bos = str(self._settings.get("tokenizer_class")).removesuffix("Fast") in CLASSES_THAT_ADD_BOS
-        return self._special_id("bos_token") if adds_bos else None
 
     @cached_property
     def eos_token_id(self) -> int | None:
@@ -85,23 +83,3 @@ class Tokenizer:
         return await self._in_thread(lambda: tokenize(self.fast, request))
 
     def truncate(self, ids: TokenIds, max_tokens: int) -> TokenIds:
-        """Keep the last `max_tokens`. If `bos_token_id` is set, it replaces the first of them."""
-        if not 0 < max_tokens < ids.num_tokens:
-            return ids
-        last = ids.last[-max_tokens:]
-        if self.bos_token_id is not None:
-            last[0] = self.bos_token_id
-        return TokenIds(max_tokens, last)
-
-    def close(self) -> None:
-        self._threads.shutdown(wait=False, cancel_futures=True)
-        self._process.close()
-
-    async def _in_thread(self, call: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._threads, call)
-
-    def _special_id(self, name: str) -> int | None:
-        token = self._settings.get(name)
-        content = token.get("content") if isinstance(token, dict) else token
-        token_id: int | None = self.fast.token_to_id(content) if content else None
-        return token_id
