@@ -41,7 +41,7 @@ class Tokenizer:
         settings = model_files.read_json(directory, "tokenizer_config.json")
         self._settings = model_files.read_json(directory, "special_tokens_map.json") | settings
         self.ids_before_text = ids_before_text(self.fast) or self._bos_of_settings()
-        """The tokens that survive truncation."""
+        """Ids of the tokens that begin every text and survive truncation."""
         default = min(max(len(os.sched_getaffinity(0)) - 1, 1), MAX_WORKERS)
         self._threads = ThreadPoolExecutor(num_workers or default, thread_name_prefix="tokenizer")
         self._process = TokenizerProcess(directory)
@@ -83,3 +83,27 @@ class Tokenizer:
         return await self._in_thread(lambda: tokenize(self.fast, request))
 
     def truncate(self, ids: TokenIds, max_tokens: int) -> TokenIds:
+        """Keep the last `max_tokens`. Tokens that begin every text replace the first of them."""
+        if not 0 < max_tokens < ids.num_tokens:
+            return ids
+        before, last = self.ids_before_text[:max_tokens], ids.last[-max_tokens:]
+        return TokenIds(max_tokens, before + last[len(before) :])
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._process.close()
+
+    async def _in_thread(self, call: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, call)
+
+    def _bos_of_settings(self) -> list[int]:
+        """Return the beginning-of-text token that `add_bos_token: true` asks for. As in TGIS, truncated
+        inputs begin with it even where the tokenizer adds none, so that whole inputs lack it."""
+        token_id = self._special_id("bos_token") if self._settings.get("add_bos_token") else None
+        return [] if token_id is None else [token_id]
+
+    def _special_id(self, name: str) -> int | None:
+        token = self._settings.get(name)
+        content = token.get("content") if isinstance(token, dict) else token
+        token_id: int | None = self.fast.token_to_id(content) if content else None
+        return token_id
