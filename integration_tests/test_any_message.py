@@ -32,10 +32,11 @@ from integration_tests.first_error import (
     length_of,
 )
 from integration_tests.tuned_files import LINEAR, SoftPrompt, embeddings, write_adapter, write_prompt
-from tests.router.conftest import EOS, MAX_SEQUENCE_LENGTH, PAD, VOCAB_SIZE, start_router, stop_router
 from tests.support.accounts import assert_nothing_left
+from tests.support.router.fake_shard import EOS, PAD, VOCAB_SIZE
 from tests.support.router.model_of_contents import PROMPT, Item, Library, adapter
 from tests.support.router.model_of_shard import context, join_digests, next_token
+from tests.support.router.router_process import MAX_SEQUENCE_LENGTH, start_router, stop_router
 from tgis.pb import generation_pb2 as pb
 
 DEADLINE_S = 20

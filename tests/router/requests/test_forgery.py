@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 import grpc
 import pytest
 
-from tests.router.api.grpc.test_servicer import batch, stopping
-from tests.router.conftest import Setup, start_router, stop_router
+from tests.support.router.messages import batch, stopping
+from tests.support.router.router_process import Setup, start_router, stop_router
 from tests.test_logs import HOSTILE_TEXTS, parse
 
 RECORD = json.dumps({"level": "ERROR", "message": "forged", "logger": "root"})
