@@ -10,10 +10,7 @@ from google.protobuf.json_format import ParseDict
 from google.protobuf.message_factory import GetMessageClass
 
 from tests.support.router.router_process import Setup
-from tests.test_protos import frozen
 from tgis.pb import generation_pb2 as pb
-
-__all__ = ["frozen"]
 
 PARAMS = {
     "method": "GREEDY",
