@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 
-from integration_tests.conftest import Client
+from integration_tests.support.service import Client
 from tests.support.processes import Service, children_of
 
 USER_ID = 1000660000

@@ -18,8 +18,6 @@ from tokenizers import Tokenizer
 
 from integration_tests import any_message as messages
 from integration_tests.case_files import as_single
-from integration_tests.conftest import MAX_SEQUENCE_LENGTH as MODEL_LENGTH
-from integration_tests.conftest import Model, serve
 from integration_tests.first_error import (
     GUIDED,
     OVERLOADED,
@@ -31,6 +29,9 @@ from integration_tests.first_error import (
     is_greedy,
     length_of,
 )
+from integration_tests.support.greedy_answers import MAX_SEQUENCE_LENGTH as MODEL_LENGTH
+from integration_tests.support.greedy_answers import Model
+from integration_tests.support.service import serve
 from integration_tests.tuned_files import LINEAR, SoftPrompt, embeddings, write_adapter, write_prompt
 from tests.support.accounts import assert_nothing_left
 from tests.support.router.fake_shard import EOS, PAD, VOCAB_SIZE

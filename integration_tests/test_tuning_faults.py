@@ -18,9 +18,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from integration_tests.compare import differences
-from integration_tests.conftest import Tuned
-from integration_tests.test_faults import Payload, metrics
-from integration_tests.test_tuning import INVALID, TEXTS, Ask
+from integration_tests.support.adapter_requests import INVALID, TEXTS, Ask, Tuned
+from integration_tests.support.live_streams import metrics
+from integration_tests.support.pickle_payload import Payload
 from integration_tests.tuned_files import (
     LINEAR,
     WIDTH,
