@@ -22,10 +22,10 @@ from safetensors.torch import load_file
 
 from integration_tests.support.greedy_answers import Model
 from integration_tests.support.live_streams import NUM_STREAMS, check_survival, long_request, read
-from integration_tests.support.pickle_payload import Payload
 from integration_tests.support.service import Client, launch, serve
 from tests.support.accounts import assert_nothing_left, take_baseline
 from tests.support.processes import Service, children_of
+from tests.support.prompt_files import Payload
 from tgis.pb import generation_pb2 as pb
 from tgis.router.shards.client import LOST
 
@@ -276,7 +276,7 @@ def test_weights_that_do_not_fit_or_are_cut_are_refused(model: Model, tmp_path: 
 def test_pickles_with_code_are_refused(model: Model, tmp_path: Path) -> None:
     directory, target = Path(broken(model, tmp_path / "pickles")), tmp_path / "made"
     tensors = load_file(directory / "model.safetensors")
-    torch.save({**tensors, "payload": Payload(target)}, directory / "pytorch_model.bin")
+    torch.save({**tensors, "payload": Payload(os.mkdir, str(target))}, directory / "pytorch_model.bin")
     (directory / "model.safetensors").unlink()
     line = failure("--model-name", str(directory))
     file = re.escape(f"{directory}/pytorch_model.bin")

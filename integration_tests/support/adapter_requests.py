@@ -13,7 +13,6 @@ from integration_tests.served_models import Served
 from integration_tests.support.service import Client
 from tgis.pb import generation_pb2 as pb
 
-
 NUM_TOKENS = 8
 DETAILS = pb.ResponseOptions(generated_tokens=True, token_logprobs=True, token_ranks=True)
 INPUTS = pb.ResponseOptions(generated_tokens=True, input_tokens=True, token_logprobs=True, top_n_tokens=2)
