@@ -6,8 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForSeq2SeqLM, LlamaForCausalLM
 
-from integration_tests import oracle
-from integration_tests.served_models import FLAGS, write_fallback, write_t5, write_t5_tokenizer
+from integration_tests.support import oracle
 from integration_tests.support.adapter_requests import Tuned
 from integration_tests.support.greedy_answers import (
     MAX_SEQUENCE_LENGTH,
@@ -16,8 +15,9 @@ from integration_tests.support.greedy_answers import (
     Oracle,
     answer_prompts,
 )
+from integration_tests.support.served_models import FLAGS, write_fallback, write_t5, write_t5_tokenizer
 from integration_tests.support.service import serve
-from integration_tests.tuned_files import LINEAR, write_adapter
+from integration_tests.support.tuned_files import LINEAR, write_adapter
 from tests.support.shard.checkpoints import write_llama
 from tests.support.tokenizers.trained import write_byte_level
 

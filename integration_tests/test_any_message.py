@@ -16,9 +16,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from integration_tests import any_message as messages
-from integration_tests.case_files import as_single
-from integration_tests.first_error import (
+from integration_tests.support import any_message as messages
+from integration_tests.support.case_files import as_single
+from integration_tests.support.first_error import (
     GUIDED,
     OVERLOADED,
     UNREADABLE,
@@ -32,7 +32,7 @@ from integration_tests.first_error import (
 from integration_tests.support.greedy_answers import MAX_SEQUENCE_LENGTH as MODEL_LENGTH
 from integration_tests.support.greedy_answers import Model
 from integration_tests.support.service import serve
-from integration_tests.tuned_files import LINEAR, SoftPrompt, embeddings, write_adapter, write_prompt
+from integration_tests.support.tuned_files import LINEAR, SoftPrompt, embeddings, write_adapter, write_prompt
 from tests.support.accounts import assert_nothing_left
 from tests.support.router.fake_shard import EOS, PAD, VOCAB_SIZE
 from tests.support.router.model_of_contents import PROMPT, Item, Library, adapter

@@ -12,7 +12,7 @@ import pytest
 from integration_tests.support.greedy_answers import Model
 from integration_tests.support.live_streams import read
 from integration_tests.support.service import Client, launch
-from integration_tests.tuned_files import LINEAR, write_adapter
+from integration_tests.support.tuned_files import LINEAR, write_adapter
 from tests.support.processes import children_of
 from tgis.pb import generation_pb2 as pb
 

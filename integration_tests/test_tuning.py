@@ -12,7 +12,7 @@ import pytest
 
 from integration_tests.support.adapter_requests import INVALID, TEXTS, Ask, Tuned, asks
 from integration_tests.support.live_streams import metrics
-from integration_tests.tuned_files import LINEAR, SoftPrompt, embeddings, write_adapter, write_prompt
+from integration_tests.support.tuned_files import LINEAR, SoftPrompt, embeddings, write_adapter, write_prompt
 from tgis.pb import generation_pb2 as pb
 
 MIB = 1 << 20

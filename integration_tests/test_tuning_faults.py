@@ -17,10 +17,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from integration_tests.compare import differences
 from integration_tests.support.adapter_requests import INVALID, TEXTS, Ask, Tuned
+from integration_tests.support.compare import differences
 from integration_tests.support.live_streams import metrics
-from integration_tests.tuned_files import (
+from integration_tests.support.tuned_files import (
     LINEAR,
     WIDTH,
     edit_adapter,

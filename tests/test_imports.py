@@ -1,4 +1,4 @@
-"""No module imports a test or a conftest: helpers of several tests are in `tests/support/` or beside it."""
+"""No module imports a test or a conftest: what several tests need is in `support/`, or beside them."""
 
 import re
 from pathlib import Path

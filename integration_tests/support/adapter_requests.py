@@ -7,9 +7,9 @@ from pathlib import Path
 import grpc
 import pytest
 
-from integration_tests import oracle, scorer
-from integration_tests.compare import differences
-from integration_tests.served_models import Served
+from integration_tests.support import oracle, scorer
+from integration_tests.support.compare import differences
+from integration_tests.support.served_models import Served
 from integration_tests.support.service import Client
 from tgis.pb import generation_pb2 as pb
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from integration_tests.deployment.monitoring.watched import MAX_CONCURRENT, Watched, ask, lose_a_shard
-from integration_tests.served_models import FLAGS, write_fallback
+from integration_tests.support.served_models import FLAGS, write_fallback
 from integration_tests.support.service import launch
 from scripts.prometheus import PROMTOOL, Prometheus
 

@@ -16,7 +16,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2_grpc import (
     add_TraceServiceServicer_to_server,
 )
 
-from integration_tests.served_models import FLAGS, write_bytes
+from integration_tests.support.served_models import FLAGS, write_bytes
 from integration_tests.support.service import launch
 from tests.support.trace_collector import Collector
 from tgis.config.option import variables_of
