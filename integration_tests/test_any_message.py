@@ -16,11 +16,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from integration_tests import any_message as messages
-from integration_tests.case_files import as_single
-from integration_tests.conftest import MAX_SEQUENCE_LENGTH as MODEL_LENGTH
-from integration_tests.conftest import Model, serve
-from integration_tests.first_error import (
+from integration_tests.support import any_message as messages
+from integration_tests.support.case_files import as_single
+from integration_tests.support.first_error import (
     GUIDED,
     OVERLOADED,
     UNREADABLE,
@@ -31,11 +29,15 @@ from integration_tests.first_error import (
     is_greedy,
     length_of,
 )
-from integration_tests.tuned_files import LINEAR, SoftPrompt, embeddings, write_adapter, write_prompt
-from tests.router.conftest import EOS, MAX_SEQUENCE_LENGTH, PAD, VOCAB_SIZE, start_router, stop_router
+from integration_tests.support.greedy_answers import MAX_SEQUENCE_LENGTH as MODEL_LENGTH
+from integration_tests.support.greedy_answers import Model
+from integration_tests.support.service import serve
+from integration_tests.support.tuned_files import LINEAR, SoftPrompt, embeddings, write_adapter, write_prompt
 from tests.support.accounts import assert_nothing_left
+from tests.support.router.fake_shard import EOS, PAD, VOCAB_SIZE
 from tests.support.router.model_of_contents import PROMPT, Item, Library, adapter
 from tests.support.router.model_of_shard import context, join_digests, next_token
+from tests.support.router.router_process import MAX_SEQUENCE_LENGTH, start_router, stop_router
 from tgis.pb import generation_pb2 as pb
 
 DEADLINE_S = 20

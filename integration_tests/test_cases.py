@@ -15,12 +15,12 @@ import pytest
 from google.protobuf.json_format import ParseDict
 from google.protobuf.message import Message
 
-from integration_tests.case_files import Case, as_single, load_cases, request_of
-from integration_tests.compare import differences
-from integration_tests.conftest import launch
-from integration_tests.first_error import is_greedy
-from integration_tests.oracle import Oracle, UncertainError
-from integration_tests.served_models import FLAGS, WRITERS
+from integration_tests.support.case_files import Case, as_single, load_cases, request_of
+from integration_tests.support.compare import differences
+from integration_tests.support.first_error import is_greedy
+from integration_tests.support.oracle import Oracle, UncertainError
+from integration_tests.support.served_models import FLAGS, WRITERS
+from integration_tests.support.service import launch
 from tests.support.processes import Service
 from tgis.pb import generation_pb2 as pb
 from tgis.pb.generation_pb2_grpc import GenerationServiceStub

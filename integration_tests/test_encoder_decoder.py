@@ -6,9 +6,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from integration_tests.conftest import MAX_SEQUENCE_LENGTH, Client, Expected, Model, check, serve
-from integration_tests.test_faults import NUM_STREAMS, check_survival, metrics
-from integration_tests.test_same_tokens import assert_same, sampled_with, streamed, unary
+from integration_tests.support.generations import assert_same, sampled_with, streamed, unary
+from integration_tests.support.greedy_answers import MAX_SEQUENCE_LENGTH, Expected, Model, check
+from integration_tests.support.live_streams import NUM_STREAMS, check_survival, metrics
+from integration_tests.support.service import Client, serve
 from tgis.pb import generation_pb2 as pb
 
 # Room for the inputs of all streams, but not for their answers.

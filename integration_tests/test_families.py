@@ -12,10 +12,10 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from integration_tests.compare import differences
-from integration_tests.conftest import Client, launch
-from integration_tests.oracle import Oracle, UncertainError
-from integration_tests.served_models import FLAGS, VOCAB_SIZE, Served
+from integration_tests.support.compare import differences
+from integration_tests.support.oracle import Oracle, UncertainError
+from integration_tests.support.served_models import FLAGS, VOCAB_SIZE, Served
+from integration_tests.support.service import Client, launch
 from tests.support.greedy import generate
 from tests.support.shard.checkpoints import SMALL, write_model
 from tests.support.shard.family_cases.llamas import long_rope

@@ -20,19 +20,20 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from integration_tests.conftest import Client, Model, launch, serve
-from tests.support.accounts import assert_nothing_left, scrape, take_baseline
+from integration_tests.support.greedy_answers import Model
+from integration_tests.support.live_streams import NUM_STREAMS, check_survival, long_request, read
+from integration_tests.support.service import Client, launch, serve
+from tests.support.accounts import assert_nothing_left, take_baseline
 from tests.support.processes import Service, children_of
+from tests.support.prompt_files import Payload
 from tgis.pb import generation_pb2 as pb
 from tgis.router.shards.client import LOST
 
-LENGTH = 150
 LOOPBACK = {
     "0100007F",
     "0000000000000000FFFF00000100007F",
     "00000000000000000000000001000000",
 }  # as in /proc/net
-NUM_STREAMS = 8
 
 
 @pytest.fixture(scope="module")
@@ -40,63 +41,10 @@ def client(model: Model) -> Iterator[Client]:
     yield from serve(model.directory, "--dtype", "float32", "--num-shard", "2")
 
 
-def long_request(text: str) -> pb.SingleGenerationRequest:
-    criteria = pb.StoppingCriteria(max_new_tokens=LENGTH, min_new_tokens=LENGTH)
-    return pb.SingleGenerationRequest(
-        request=pb.GenerationRequest(text=text), params=pb.Parameters(stopping=criteria)
-    )
-
-
-def read(client: Client, text: str, running: threading.Barrier | None = None) -> tuple[str, int]:
-    """Text and reason of a whole stream; `running` is met after the first token."""
-    parts = []
-    for part in client.stub.GenerateStream(long_request(text)):
-        if running is not None and len(parts) == 1:
-            running.wait(30)
-        parts.append(part)
-    return "".join(part.text for part in parts), parts[-1].stop_reason
-
-
 @pytest.mark.parametrize("victim", [0, 1])
 def test_streams_survive_a_killed_shard(client: Client, model: Model, victim: int) -> None:
     assert len(children_of(client.service.process.pid)["serve"]) == 2
     check_survival(client, [expected.prompt[:20] for expected in model.expected[:NUM_STREAMS]], victim)
-
-
-def check_survival(
-    client: Client, texts: list[str], victim: int, number: signal.Signals = signal.SIGKILL
-) -> None:
-    """All streams give the same as when no shard is killed, or stopped, under them."""
-    shards = sorted(children_of(client.service.process.pid)["serve"])
-    with live_streams(client, texts):
-        os.kill(shards[victim], number)
-    again = children_of(client.service.process.pid)["serve"]
-    assert len(again) == len(shards)
-    assert not set(again) & set(shards)
-
-
-@contextlib.contextmanager
-def live_streams(client: Client, texts: list[str], timeout_s: float = 60) -> Iterator[None]:
-    """Are running when the block begins, lose the shards in it, give the same as undisturbed, and leave
-    nothing."""
-    read(client, texts[0])
-    baseline = take_baseline(client.service.http)
-    num_resumed = client.service.output.count("requests resume")
-    with ThreadPoolExecutor(len(texts)) as threads:
-        undisturbed = list(threads.map(lambda text: read(client, text), texts))
-        running = threading.Barrier(len(texts) + 1)
-        streams = [threads.submit(read, client, text, running) for text in texts]
-        running.wait(30)
-        assert not any(stream.done() for stream in streams), "they must be running when the shards are lost"
-        yield
-        disturbed = [stream.result(timeout_s) for stream in streams]
-    assert disturbed == undisturbed
-    assert client.service.output.count("requests resume") > num_resumed
-    assert_nothing_left(client.service.http, baseline)
-
-
-def metrics(client: Client) -> dict[str, float]:
-    return scrape(client.service.http)
 
 
 def test_a_hundred_cancelled_streams_leave_nothing(client: Client, model: Model) -> None:
@@ -325,20 +273,10 @@ def test_weights_that_do_not_fit_or_are_cut_are_refused(model: Model, tmp_path: 
     assert text in log.read_text()
 
 
-class Payload:
-    """Makes a file when it is unpickled by a careless reader."""
-
-    def __init__(self, target: Path) -> None:
-        self._target = target
-
-    def __reduce__(self) -> tuple[object, tuple[str]]:
-        return os.mkdir, (str(self._target),)
-
-
 def test_pickles_with_code_are_refused(model: Model, tmp_path: Path) -> None:
     directory, target = Path(broken(model, tmp_path / "pickles")), tmp_path / "made"
     tensors = load_file(directory / "model.safetensors")
-    torch.save({**tensors, "payload": Payload(target)}, directory / "pytorch_model.bin")
+    torch.save({**tensors, "payload": Payload(os.mkdir, str(target))}, directory / "pytorch_model.bin")
     (directory / "model.safetensors").unlink()
     line = failure("--model-name", str(directory))
     file = re.escape(f"{directory}/pytorch_model.bin")

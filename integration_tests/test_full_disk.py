@@ -12,8 +12,9 @@ from pathlib import Path
 import grpc
 import pytest
 
-from integration_tests.conftest import Client, Model
-from integration_tests.tuned_files import LINEAR, SoftPrompt, embeddings, write_adapter, write_prompt
+from integration_tests.support.greedy_answers import Model
+from integration_tests.support.service import Client
+from integration_tests.support.tuned_files import LINEAR, SoftPrompt, embeddings, write_adapter, write_prompt
 from tests.support.processes import Service, children_of
 from tgis.pb import generation_pb2 as pb
 

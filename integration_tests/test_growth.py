@@ -3,10 +3,10 @@ them."""
 
 import pytest
 
-from integration_tests.conftest import Client, Model, launch
-from tests.router.test_growth import MOST, MOST_SHARE, mix
+from integration_tests.support.greedy_answers import Model
+from integration_tests.support.service import Client, launch
 from tests.support.accounts import assert_nothing_left, take_baseline
-from tests.support.growth import growth_per_request
+from tests.support.growth import MOST, MOST_SHARE, growth_per_request, mix
 from tests.support.processes import children_of
 
 NUM_REQUESTS = 4_000

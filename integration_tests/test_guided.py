@@ -15,7 +15,8 @@ from typing import Any
 import grpc
 import pytest
 
-from integration_tests.conftest import Client, Expected, Model, check, request, serve
+from integration_tests.support.greedy_answers import Expected, Model, check, request
+from integration_tests.support.service import Client, serve
 from tgis.pb import generation_pb2 as pb
 
 Decoding = pb.DecodingParameters

@@ -15,8 +15,9 @@ import grpc
 import pytest
 import trustme
 
-from integration_tests.conftest import MAX_SEQUENCE_LENGTH, Client, Model, check, request
-from tests.support.link_files import LinkFiles, Relay, free_ports
+from integration_tests.support.greedy_answers import MAX_SEQUENCE_LENGTH, Model, check, request
+from integration_tests.support.service import Client
+from tests.support.link_files import LinkFiles, Relay, free_ports, is_refused
 from tests.support.processes import Service
 from tgis.net.framing import frame
 from tgis.pb import generation_pb2 as pb
@@ -115,18 +116,6 @@ def client_context(files: LinkFiles, authority: trustme.CA) -> ssl.SSLContext:
     context = ssl.create_default_context(cadata=authority.cert_pem.bytes().decode())
     context.load_cert_chain(files.path("cert"), files.path("key"))
     return context
-
-
-def is_refused(port: int, context: ssl.SSLContext) -> bool:
-    """Nobody waits: what is not closed at once is let in."""
-    with socket.create_connection(("127.0.0.1", port), timeout=10) as plain:
-        try:
-            with context.wrap_socket(plain, server_hostname="localhost") as connection:
-                return connection.recv(1) == b""
-        except TimeoutError:
-            return False
-        except OSError:
-            return True
 
 
 def info(port: int, own: grpc.ChannelCredentials | None) -> grpc.StatusCode:

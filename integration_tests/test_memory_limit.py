@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from integration_tests.conftest import Client, Model, launch
-from integration_tests.test_faults import read
-from integration_tests.tuned_files import LINEAR, write_adapter
+from integration_tests.support.greedy_answers import Model
+from integration_tests.support.live_streams import read
+from integration_tests.support.service import Client, launch
+from integration_tests.support.tuned_files import LINEAR, write_adapter
 from tests.support.processes import children_of
 from tgis.pb import generation_pb2 as pb
 

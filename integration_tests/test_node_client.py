@@ -16,10 +16,11 @@ from typing import Any
 
 import pytest
 
-from integration_tests.conftest import MAX_SEQUENCE_LENGTH as MODEL_LENGTH
-from integration_tests.conftest import Client, Model, serve
-from tests.router.conftest import Setup, start_router, stop_router
+from integration_tests.support.greedy_answers import MAX_SEQUENCE_LENGTH as MODEL_LENGTH
+from integration_tests.support.greedy_answers import Model
+from integration_tests.support.service import Client, serve
 from tests.support import npm_packages
+from tests.support.router.router_process import Setup, start_router, stop_router
 
 ROOT = Path(__file__).parents[1]
 SOURCES = ROOT / "integration_tests" / "node"

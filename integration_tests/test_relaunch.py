@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from integration_tests.conftest import Client, Model
-from integration_tests.test_faults import long_request
+from integration_tests.support.greedy_answers import Model
+from integration_tests.support.live_streams import long_request
+from integration_tests.support.service import Client
 from tests.support.processes import Service, children_of
 from tgis.pb import generation_pb2 as pb
 

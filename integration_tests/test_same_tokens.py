@@ -10,7 +10,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from integration_tests.conftest import MAX_SEQUENCE_LENGTH, Client, Expected, Model, check, request, serve
+from integration_tests.support.generations import assert_same, sampled_with, streamed, unary
+from integration_tests.support.greedy_answers import MAX_SEQUENCE_LENGTH, Expected, Model, check
+from integration_tests.support.service import Client, serve
 from tgis.pb import generation_pb2 as pb
 
 # Small enough that long prompts are cut, that the crowd does not fit into the cache, and that prefixes are
@@ -45,29 +47,6 @@ def model(request: pytest.FixtureRequest, service: str, model: Model) -> Model:
 @pytest.fixture(scope="module")
 def client(service: str, model: Model) -> Iterator[Client]:
     yield from serve(model.directory, *LENGTH, *SERVICES[service])
-
-
-def unary(client: Client, expected: Expected, **params: object) -> pb.GenerationResponse:
-    message = pb.BatchedGenerationRequest(
-        requests=[pb.GenerationRequest(text=expected.prompt)],
-        params=pb.Parameters(**request(expected, **params)),
-    )
-    [response] = client.stub.Generate(message).responses
-    return response
-
-
-def streamed(client: Client, expected: Expected, **params: object) -> pb.GenerationResponse:
-    """The messages of a stream put together again."""
-    message = pb.SingleGenerationRequest(
-        request=pb.GenerationRequest(text=expected.prompt),
-        params=pb.Parameters(**request(expected, **params)),
-    )
-    whole = pb.GenerationResponse()
-    for part in client.stub.GenerateStream(message):
-        text = whole.text + part.text
-        whole.MergeFrom(part)
-        whole.text = text
-    return whole
 
 
 def test_alone(client: Client, model: Model) -> None:
@@ -134,40 +113,6 @@ def test_another_seed_gives_another_answer(client: Client, model: Model) -> None
 
 
 NUM_SAMPLED = 14
-
-
-def sampled_with(i: int) -> dict[str, object]:
-    """The i-th way of choosing tokens: every limit and penalty, alone and together."""
-    limits = [{}, {"top_k": 40}, {"top_p": 0.9}, {"typical_p": 0.8}, {"top_k": 90, "top_p": 0.95}]
-    sampling = pb.SamplingParameters(seed=1000 + i, temperature=0.7 + 0.05 * i, **limits[i % 5])
-    decoding = pb.DecodingParameters(repetition_penalty=(0, 1.2)[i % 2])
-    if i % 3 == 0:
-        decoding.length_penalty.start_index, decoding.length_penalty.decay_factor = 4, 1.3
-    criteria = pb.StoppingCriteria(max_new_tokens=40, min_new_tokens=(0, 30)[i % 4 == 1])
-    return {"method": pb.SAMPLE, "sampling": sampling, "decoding": decoding, "stopping": criteria}
-
-
-def assert_same(one: pb.GenerationResponse, other: pb.GenerationResponse, tolerance: float) -> None:
-    """In everything; but log-probabilities may differ by so much, and then the order of what is near."""
-    given, wanted = pb.GenerationResponse(), pb.GenerationResponse()
-    given.CopyFrom(one)
-    wanted.CopyFrom(other)
-    if tolerance:
-        for info in [info for r in (given, wanted) for info in (*r.tokens, *r.input_tokens)]:
-            info.ClearField("rank")
-            info.ClearField("top_tokens")
-    numbers = [cut_logprobs(response) for response in (given, wanted)]
-    assert given == wanted
-    assert numbers[0] == pytest.approx(numbers[1], abs=tolerance, rel=0, nan_ok=True)
-
-
-def cut_logprobs(response: pb.GenerationResponse) -> list[float]:
-    infos = [*response.tokens, *response.input_tokens]
-    holders = [*infos, *(top for info in infos for top in info.top_tokens)]
-    found = [holder.logprob for holder in holders]
-    for holder in holders:
-        holder.ClearField("logprob")
-    return found
 
 
 @pytest.fixture(scope="module")

@@ -6,8 +6,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from integration_tests.conftest import Client, Model, check, request, serve
-from integration_tests.test_faults import check_survival, metrics
+from integration_tests.support.greedy_answers import Model, check, request
+from integration_tests.support.live_streams import check_survival, metrics
+from integration_tests.support.service import Client, serve
 from tgis.pb import generation_pb2 as pb
 
 NUM_TOKENS = 60

@@ -17,10 +17,10 @@ import pytest
 from grpc_health.v1 import health_pb2
 from grpc_health.v1.health_pb2_grpc import HealthStub
 
-from integration_tests.conftest import Model, check, request
-from integration_tests.hardened import AUDIT, FILES, GRPC_PORT, HTTP_PORT, USER_ID, Hardened, Watch
-from integration_tests.tuned_files import LINEAR, SoftPrompt, embeddings, write_adapter, write_prompt
-from tests.prompts.test_ids import HOSTILE, write_ways_out
+from integration_tests.support.greedy_answers import Model, check, request
+from integration_tests.support.hardened import AUDIT, FILES, GRPC_PORT, HTTP_PORT, USER_ID, Hardened, Watch
+from integration_tests.support.tuned_files import LINEAR, SoftPrompt, embeddings, write_adapter, write_prompt
+from tests.support.hostile_ids import HOSTILE, write_ways_out
 from tests.support.processes import children_of
 from tgis.pb import generation_pb2 as pb
 

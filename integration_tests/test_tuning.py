@@ -4,97 +4,18 @@ crowd of others and of none, chunked, preempted, from the cache, streamed, on tw
 import os
 import random
 import re
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
-import grpc
 import pytest
 
-from integration_tests import scorer
-from integration_tests.compare import differences
-from integration_tests.conftest import Tuned
-from integration_tests.test_faults import metrics
-from integration_tests.tuned_files import LINEAR, SoftPrompt, embeddings, write_adapter, write_prompt
+from integration_tests.support.adapter_requests import INVALID, TEXTS, Ask, Tuned, asks
+from integration_tests.support.live_streams import metrics
+from integration_tests.support.tuned_files import LINEAR, SoftPrompt, embeddings, write_adapter, write_prompt
 from tgis.pb import generation_pb2 as pb
 
 MIB = 1 << 20
-NUM_TOKENS = 8
-DETAILS = pb.ResponseOptions(generated_tokens=True, token_logprobs=True, token_ranks=True)
-INPUTS = pb.ResponseOptions(generated_tokens=True, input_tokens=True, token_logprobs=True, top_n_tokens=2)
-TEXTS = [
-    "Once upon a time there was a little girl who had",
-    "The quick brown fox",
-    "who had no bread",
-    "Once upon a time there was a little fox",
-]
-INVALID = grpc.StatusCode.INVALID_ARGUMENT
-
-
-@dataclass(frozen=True)
-class Ask:
-    """One request, and by what ids the oracle knows what it must be answered with."""
-
-    text: str
-    prefix_id: str = ""
-    adapter_id: str = ""
-    num_tokens: int = NUM_TOKENS
-    wants_inputs: bool = False
-
-    @property
-    def params(self) -> pb.Parameters:
-        stopping = pb.StoppingCriteria(max_new_tokens=self.num_tokens, min_new_tokens=self.num_tokens)
-        return pb.Parameters(stopping=stopping, response=INPUTS if self.wants_inputs else DETAILS)
-
-    def send(self, tuned: Tuned) -> pb.GenerationResponse:
-        ids = {"prefix_id": self.prefix_id or None, "adapter_id": self.adapter_id or None}
-        message = pb.BatchedGenerationRequest(
-            requests=[pb.GenerationRequest(text=self.text)], params=self.params, **ids
-        )
-        [answer] = tuned.client.stub.Generate(message, timeout=60).responses
-        return answer
-
-    def stream(self, tuned: Tuned) -> list[pb.GenerationResponse]:
-        return list(self.start(tuned))
-
-    def start(self, tuned: Tuned) -> Iterator[pb.GenerationResponse]:
-        ids = {"prefix_id": self.prefix_id or None, "adapter_id": self.adapter_id or None}
-        request = pb.GenerationRequest(text=self.text)
-        message = pb.SingleGenerationRequest(request=request, params=self.params, **ids)
-        return tuned.client.stub.GenerateStream(message, timeout=120)
-
-    def refusal(self, tuned: Tuned) -> tuple[grpc.StatusCode, str]:
-        """How the request must fail, whatever it is."""
-        with pytest.raises(grpc.RpcError) as caught:
-            self.send(tuned)
-        return caught.value.code(), caught.value.details()
-
-    def check(self, tuned: Tuned, answer: pb.GenerationResponse | list[pb.GenerationResponse]) -> None:
-        found = scorer.Tuned(self.prefix_id, self.adapter_id)
-        if isinstance(answer, list):
-            expected = tuned.oracle.stream(self.text, self.params, 0, found)
-            assert len(expected) == len(answer)
-            problems = [d for pair in zip(expected, answer, strict=True) for d in differences(*pair)]
-        else:
-            problems = list(differences(tuned.oracle.unary(self.text, self.params, 0, found), answer))
-        assert not problems, (self, problems)
-
-
-def asks() -> list[Ask]:
-    """Every prompt and every adapter, together and not, of equal and of different texts."""
-    ids = [
-        ("", ""),
-        ("eight", ""),
-        ("peft.v1", ""),
-        ("hundred", ""),
-        ("", "mlp"),
-        ("", "lora"),
-        ("", "nested/all.v2"),
-        ("eight", "mlp"),
-        ("eight", "nested/all.v2"),
-    ]
-    return [Ask(text, *pair) for i, pair in enumerate(ids) for text in (TEXTS[0], TEXTS[1 + i % 3])]
 
 
 def test_alone_and_again_from_the_cache(tuned: Tuned) -> None:

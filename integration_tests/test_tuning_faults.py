@@ -17,11 +17,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from integration_tests.compare import differences
-from integration_tests.conftest import Tuned
-from integration_tests.test_faults import Payload, metrics
-from integration_tests.test_tuning import INVALID, TEXTS, Ask
-from integration_tests.tuned_files import (
+from integration_tests.support.adapter_requests import INVALID, TEXTS, Ask, Tuned
+from integration_tests.support.compare import differences
+from integration_tests.support.live_streams import metrics
+from integration_tests.support.tuned_files import (
     LINEAR,
     WIDTH,
     edit_adapter,
@@ -29,6 +28,7 @@ from integration_tests.tuned_files import (
     write_misfit,
 )
 from tests.support.processes import children_of
+from tests.support.prompt_files import Payload
 from tgis.pb import generation_pb2 as pb
 
 LONG = 150  # tokens, so that a stream lasts
@@ -273,7 +273,7 @@ def test_bad_prompts_harm_nobody(tuned: Tuned, undisturbed: dict[Ask, Messages],
     whole = (tuned.prompts / "eight" / "decoder.pt").read_bytes()
     bad = {
         **BAD_PROMPTS,
-        "payload": (saved([torch.ones(4, WIDTH), Payload(made)]), NO_TENSOR),
+        "payload": (saved([torch.ones(4, WIDTH), Payload(os.mkdir, str(made))]), NO_TENSOR),
         "cut": (holding(whole[:-300]), NO_TENSOR),
     }
     with ThreadPoolExecutor(1) as threads:
@@ -339,7 +339,7 @@ def test_bad_adapters_harm_nobody(tuned: Tuned, undisturbed: dict[Ask, Messages]
     write_adapter(root / "too-large", tuned.served.directory, 0, LINEAR, r=400)
     shutil.copytree(tuned.prompts / "lora", root / "payload")
     (root / "payload" / "adapter_model.safetensors").unlink()
-    torch.save({"base_model.model.x": Payload(made)}, root / "payload" / "adapter_model.bin")
+    torch.save({"base_model.model.x": Payload(os.mkdir, str(made))}, root / "payload" / "adapter_model.bin")
     causes = {name: cause for name, (_, cause) in BAD_ADAPTERS.items()}
     causes |= {"misfit": "", "too-large": "exceeds the allowed cache size", "payload": ""}
     with ThreadPoolExecutor(1) as threads:

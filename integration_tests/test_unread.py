@@ -8,7 +8,8 @@ from typing import NoReturn
 import grpc
 import pytest
 
-from integration_tests.conftest import Client, Model, launch
+from integration_tests.support.greedy_answers import Model
+from integration_tests.support.service import Client, launch
 from tgis.pb import generation_pb2 as pb
 
 pytestmark = pytest.mark.slow

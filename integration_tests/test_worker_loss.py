@@ -7,8 +7,9 @@ import grpc
 import pytest
 from tokenizers import Tokenizer
 
-from integration_tests.conftest import Client, Model, launch
-from integration_tests.test_faults import check_survival, metrics, read
+from integration_tests.support.greedy_answers import Model
+from integration_tests.support.live_streams import check_survival, metrics, read
+from integration_tests.support.service import Client, launch
 from tests.support.accounts import assert_nothing_left, differences, take_baseline
 from tgis.pb import generation_pb2 as pb
 

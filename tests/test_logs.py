@@ -2,42 +2,14 @@
 
 import json
 import logging
-import re
 import sys
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.log_lines import HOSTILE, HOSTILE_TEXTS, parse
 from tgis.logs import JsonFormatter, Scalar, TextFormatter, setup
-
-HOSTILE = "harmless\n2026-01-01T00:00:00.000Z ERROR root: forged \x1b[31m\x00"
-HOSTILE_TEXTS = [
-    HOSTILE,
-    "a request_id=forged",
-    'a" request_id="forged',
-    '"a" request_id="forged"',
-    'x\\" level=ERROR',
-    "ends with \\",
-    '", "level": "ERROR", "x": "',
-    "line\u2028separator\u2029paragraph\x85next\x0bline\x0cfeed\rreturn",
-    "\u202eright to left\u202c \u2066isolate\u2069 \u200fmark \u200bzero width \ufeffbom",
-    "\ud800 lone surrogate",
-    "\U000e0041 tag, \U0001f642 smile, 東京 é",
-    "del \x7f c1 \x9b31m nbsp \xa0",
-    "",
-    " ",
-    "true",
-    "null",
-    "12",
-    "1e5",
-    "-1",
-    "0a1b",
-    "NaN",
-    "<none>",
-    "=",
-]
-HEAD = re.compile(r"(\S+Z) ([A-Z]+) (\S+): ")
 
 
 def record(message: str, *args: object, exc_info: object = None, fields: object = None) -> logging.LogRecord:
@@ -52,39 +24,6 @@ def raised() -> object:
         raise ValueError(HOSTILE)
     except ValueError:
         return sys.exc_info()
-
-
-def read_value(text: str) -> tuple[Scalar, str]:
-    """A JSON string, or a run without spaces that is JSON's or a bare word; and what follows it."""
-    if text.startswith('"'):
-        value, end = json.JSONDecoder().raw_decode(text)
-        return value, text[end:]
-    run, space, rest = text.partition(" ")
-    try:
-        return json.loads(run, parse_constant=str), space + rest
-    except ValueError:
-        assert re.fullmatch(r"[\w.:/<>-]+", run, re.ASCII)
-        return run, space + rest
-
-
-def parse(line: str, about: tuple[str, str] = ("INFO", "tgis.test")) -> tuple[str, dict[str, Scalar]]:
-    """What a strict reader finds in a line of text: a message, JSON or free of `=`, then ` key=value` to the
-    end. `about` is its level and its logger."""
-    assert line.isprintable()
-    head = HEAD.match(line)
-    assert head is not None
-    assert head.group(2, 3) == about
-    rest = line[head.end() :]
-    if rest.startswith('"'):
-        message, rest = read_value(rest)
-    else:
-        message, rest = re.fullmatch(r"([^=]*?)((?: \w+=.*)?)", rest).groups()  # type: ignore[union-attr]
-    fields: dict[str, Scalar] = {}
-    while rest:
-        key, rest = re.fullmatch(r" (\w+)=(.*)", rest).groups()  # type: ignore[union-attr]
-        assert key not in fields
-        fields[key], rest = read_value(rest)
-    return str(message), fields
 
 
 def test_text_escapes_what_could_forge_a_record() -> None:

@@ -1,33 +1,20 @@
 """The served wire against frozen copies of the contract and of its older shapes: buf finds no breaking
 change, and the compiled messages have the contract's numbers, types and presence."""
 
-import os
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from google.protobuf import descriptor_pb2
 from google.protobuf.descriptor import Descriptor, FieldDescriptor, FileDescriptor
-from google.protobuf.descriptor_pool import DescriptorPool
 from google.protobuf.message_factory import GetMessageClass
 
+from tests.support.wire_shapes import ROOT, SHAPES, WIRE, buf
 from tgis.pb import generation_pb2 as pb
 
-ROOT = Path(__file__).parents[1]
-WIRE = ROOT / "tests" / "wire"
-SHAPES = ["served", "caikit", "original"]
-BUF = Path(sys.executable).parent / "buf"
 # WIRE_JSON looks at messages only.
 RULES = {"FILE": "FILE", "WIRE": "WIRE_JSON, RPC_NO_DELETE, PACKAGE_SERVICE_NO_DELETE"}
-NOWHERE = "http://127.0.0.1:9"  # buf has nothing to fetch; it would fail if it tried
-
-
-def buf(*arguments: str, home: Path, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
-    env = os.environ | {"HOME": str(home), "HTTPS_PROXY": NOWHERE, "HTTP_PROXY": NOWHERE}
-    return subprocess.run([BUF, *arguments], cwd=cwd, env=env, text=True, capture_output=True, check=False)
 
 
 def breaking(served: Path, shape: str, rules: str, home: Path) -> subprocess.CompletedProcess[str]:
@@ -80,21 +67,6 @@ def test_a_break_is_found(tmp_path: Path, shape: str, old: str, new: str) -> Non
     (tmp_path / "generation.proto").write_text(text.replace(old, new))
     result = breaking(tmp_path, shape, "WIRE", tmp_path)
     assert result.returncode, f"{new!r} went unnoticed"
-
-
-@pytest.fixture(scope="module", params=SHAPES)
-def frozen(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> FileDescriptor:
-    """A frozen shape as buf compiles it, in a pool of its own."""
-    directory = tmp_path_factory.mktemp("image")
-    image = directory / "image.binpb"
-    arguments = ("build", str(WIRE / request.param), "--as-file-descriptor-set", "-o", str(image))
-    result = buf(*arguments, home=directory)
-    assert result.returncode == 0, result.stderr
-    [file] = descriptor_pb2.FileDescriptorSet.FromString(image.read_bytes()).file
-    file.name = f"{request.param}.proto"
-    pool = DescriptorPool()
-    pool.Add(file)
-    return pool.FindFileByName(file.name)
 
 
 def shape_of(field: FieldDescriptor) -> tuple[object, ...]:

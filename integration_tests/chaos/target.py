@@ -13,8 +13,9 @@ import grpc
 import trustme
 
 from integration_tests.chaos.tls_proxy import TlsProxy
-from integration_tests.conftest import MAX_SEQUENCE_LENGTH, VOCAB_SIZE, launch
-from integration_tests.tuned_files import WIDTH
+from integration_tests.support.greedy_answers import MAX_SEQUENCE_LENGTH, VOCAB_SIZE
+from integration_tests.support.service import launch
+from integration_tests.support.tuned_files import WIDTH
 from tests.support.accounts import differences, scrape
 from tests.support.processes import children_of
 from tests.support.prompt_files import random_prompt, save_prompt

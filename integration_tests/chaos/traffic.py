@@ -9,7 +9,7 @@ from typing import Any
 
 import grpc
 
-from integration_tests.conftest import WORDS
+from integration_tests.support.greedy_answers import WORDS
 from tgis.pb import generation_pb2 as pb
 from tgis.pb.generation_pb2_grpc import GenerationServiceStub
 

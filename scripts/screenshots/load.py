@@ -13,8 +13,8 @@ from types import TracebackType
 
 import grpc
 
-from integration_tests.conftest import launch
-from integration_tests.tuned_files import LINEAR, SoftPrompt, embeddings, write_adapter, write_prompt
+from integration_tests.support.service import launch
+from integration_tests.support.tuned_files import LINEAR, SoftPrompt, embeddings, write_adapter, write_prompt
 from tests.support.processes import Service, children_of
 from tgis.pb import generation_pb2 as pb
 from tgis.pb.generation_pb2_grpc import GenerationServiceStub

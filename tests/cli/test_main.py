@@ -12,6 +12,7 @@ import click
 import pytest
 from click.testing import CliRunner, Result
 
+from tests.support.command_line import BLANK, REQUIRED, TYPES, parse, refusal, run
 from tgis.cli import main as cli
 from tgis.cli.command import command
 from tgis.config.option import Group, declared, env_of, flag_of, to_flags
@@ -19,41 +20,6 @@ from tgis.config.processes import ENGINES, LauncherConfig, LinkOptions, RouterCo
 
 SHARD = ShardConfig(model_path="/models/x", uds_path="/tmp/shard")
 ROUTER = RouterConfig(tokenizer_path="/models/x", shard_uds_path="/tmp/shard")
-REQUIRED = {
-    LauncherConfig: [],
-    RouterConfig: ["--tokenizer-path", "/x"],
-    ShardConfig: ["--model-path", "/x"],
-}
-TYPES = {"launcher": LauncherConfig, "router": RouterConfig, "serve": ShardConfig}
-BLANK = {"HOME": None}  # not of this machine
-
-
-def run(
-    config_type: type, arguments: list[str], env: dict[str, str] | None = None, reads: str = ""
-) -> tuple[Any, Result]:
-    """The configuration that a command makes of its arguments and environment, and what it printed."""
-    found: list[Any] = []
-    test = command("test", config_type, found.append, "", reads=reads)
-    result = CliRunner().invoke(test, arguments, env={**BLANK, **(env or {})}, catch_exceptions=False)
-    return (found or [None])[0], result
-
-
-def parse(config_type: type, arguments: list[str], env: dict[str, str] | None = None) -> Any:
-    config, result = run(config_type, arguments, env)
-    assert result.exit_code == 0, result.output
-    return config
-
-
-def refusal(
-    arguments: list[str], env: dict[str, str] | None = None, code: int = 1, reads: str = "launcher"
-) -> str:
-    """The one line that a start ends with."""
-    config, result = run(TYPES[reads], [*arguments, *REQUIRED[TYPES[reads]]], env, reads)
-    assert (config, result.exit_code) == (None, code), result.output
-    lines = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
-    assert len(lines) == 1, result.stderr
-    assert lines[0] == result.stderr.splitlines()[-1]
-    return lines[0].removeprefix("error: ")
 
 
 def test_defaults_of_the_contract() -> None:

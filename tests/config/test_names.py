@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.test_main import REQUIRED, parse, refusal, run
+from tests.support.command_line import REQUIRED, parse, refusal, run
 from tgis.config.processes import LauncherConfig, RouterConfig, ShardConfig
 
 LAUNCHER_FLAGS = """

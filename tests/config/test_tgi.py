@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.cli.test_main import refusal, run
+from tests.support.command_line import refusal, run
 from tgis.config.processes import LauncherConfig
 
 FLAGS = """

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from tests.cli.test_main import run
+from tests.support.command_line import run
 from tgis.cli import main as cli
 from tgis.config.model import TuningOptions
 from tgis.config.processes import LauncherConfig

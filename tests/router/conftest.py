@@ -1,245 +1,18 @@
 """A real router process, in front of shards that are the plain model of one, behind real sockets."""
 
-import contextlib
-import queue
-import socket
-import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
-from pathlib import Path
 
 import grpc
 import pytest
-from tokenizers import Tokenizer
+import trustme
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2_grpc import add_TraceServiceServicer_to_server
 
 from tests.support.accounts import assert_nothing_left, take_baseline
-from tests.support.processes import Service
-from tests.support.router.model_of_contents import Library, ShelfOfShard
-from tests.support.router.model_of_shard import ModelOfShard
-from tests.support.tokenizers.trained import write_byte_level
-from tgis.net.framing import FrameReader, frame, steps_path
+from tests.support.router.router_process import Setup, start_router, stop_router
+from tests.support.tls_files import Files
+from tests.support.trace_collector import Collector
 from tgis.pb import generation_pb2
-from tgis.pb import shard_pb2 as pb
-from tgis.pb.generation_pb2_grpc import GenerationServiceStub
-from tgis.pb.shard_pb2_grpc import ShardServiceServicer, add_ShardServiceServicer_to_server
-
-VOCAB_SIZE = 400
-EOS, PAD = 1, 2
-NUM_BLOCKS, BLOCK_SIZE = 64, 8
-NUM_THREADS = 24  # for calls of a shard
-MAX_SEQUENCE_LENGTH = 200
-
-
-class FakeShard(ShardServiceServicer):
-    """Speaks the protocol for a ModelOfShard; `step_s` is how long a step takes."""
-
-    def __init__(
-        self,
-        rank: int = 0,
-        epoch: int = 1,
-        info: pb.InfoResponse | None = None,
-        library: Library | None = None,
-        world_size: int = 1,
-    ) -> None:
-        """`info` says what is not as usual; the ranks of a group have one library."""
-        self.info = pb.InfoResponse(
-            model_kind=pb.InfoResponse.MODEL_KIND_DECODER_ONLY,
-            vocab_size=VOCAB_SIZE,
-            eos_token_ids=[EOS],
-            block_size=BLOCK_SIZE,
-            num_blocks=NUM_BLOCKS,
-            pad_token_id=PAD,
-            prompt_cache_bytes=1 << 20,
-            adapter_cache_bytes=1 << 20,
-            rank=rank,
-            world_size=world_size,
-            epoch=epoch,
-        )
-        self.info.MergeFrom(info or pb.InfoResponse())
-        self.shelf = ShelfOfShard(library or Library(), self.info, rank)
-        self.model = self._model()
-        self.rank, self.step_s = rank, 0.001
-        self.num_steps = 0
-        self.num_streams = 0
-        self.poison: int | None = None
-        """A prompt of so many tokens is the end of the stream that computes it."""
-        self.garbage: queue.SimpleQueue[Callable[[pb.StepResponse], bytes]] = queue.SimpleQueue()
-        """What is made of an answer and sent instead."""
-        self.wrong_digests: queue.SimpleQueue[int] = queue.SimpleQueue()
-
-    def Info(self, request: pb.InfoRequest, context: grpc.ServicerContext) -> pb.InfoResponse:
-        return self.info
-
-    def _model(self) -> ModelOfShard:
-        info = self.info
-        return ModelOfShard(info.num_blocks, info.block_size, info.vocab_size, info.rope_switch_len)
-
-    def Find(self, request: pb.FindRequest, context: grpc.ServicerContext) -> pb.FindResponse:
-        assert self.rank == 0, "one rank finds"
-        return self.shelf.find(request, context)
-
-    def Load(self, request: pb.LoadRequest, context: grpc.ServicerContext) -> pb.LoadResponse:
-        return self.shelf.load(request, context)
-
-    def Fetch(self, request: pb.FetchRequest, context: grpc.ServicerContext) -> Iterator[pb.FetchResponse]:
-        assert self.rank == 0, "one rank has what was found"
-        return self.shelf.fetch(request, context)
-
-    def Put(self, requests: Iterator[pb.PutRequest], context: grpc.ServicerContext) -> pb.PutResponse:
-        return self.shelf.put(requests, context)
-
-    def Unload(self, request: pb.UnloadRequest, context: grpc.ServicerContext) -> pb.UnloadResponse:
-        return self.shelf.unload(request)
-
-    def answer(self, connection: socket.socket) -> None:
-        """The steps of one stream."""
-        self.num_streams += 1
-        self.model = self._model()
-        self.model.check_contents = self.shelf.check_row
-        frames = FrameReader()
-        while data := _received(connection):
-            for request in map(pb.StepRequest.FromString, frames.push(data)):
-                time.sleep(self.step_s)
-                self.num_steps += 1
-                if any(row.prompt_len == self.poison for row in request.opened_rows):
-                    return  # the process would have died
-                response = self.model.execute(request)
-                if not self.wrong_digests.empty():
-                    response.digest ^= self.wrong_digests.get()
-                answer = (frame if self.garbage.empty() else self.garbage.get())(response)
-                with contextlib.suppress(OSError):  # the router has closed it meanwhile
-                    connection.sendall(answer)
-
-
-def _received(connection: socket.socket) -> bytes:
-    try:
-        return connection.recv(1 << 16)
-    except OSError:
-        return b""
-
-
-class ShardServer:
-    """A FakeShard behind its two sockets."""
-
-    def __init__(self, shard: FakeShard, uds_path: str) -> None:
-        self._shard = shard
-        self._connections: list[socket.socket] = []
-        self._server = grpc.server(ThreadPoolExecutor(NUM_THREADS))
-        add_ShardServiceServicer_to_server(shard, self._server)
-        self._listener = self._open(f"{uds_path}-{shard.rank}")
-        self._thread = threading.Thread(target=self._accept)
-        self._thread.start()
-        self._server.start()
-
-    def _open(self, path: str) -> socket.socket:
-        """For the calls; what it returns listens for the steps."""
-        Path(steps_path(path)).unlink(missing_ok=True)
-        listener = socket.socket(socket.AF_UNIX)
-        listener.bind(steps_path(path))
-        listener.listen()
-        self._server.add_insecure_port(f"unix:{path}")
-        return listener
-
-    def _accept(self) -> None:
-        """One stream after the other."""
-        while True:
-            try:
-                connection, _ = self._listener.accept()
-            except OSError:
-                return
-            self._connections.append(connection)
-            with connection:
-                self._answer(connection)
-
-    def _answer(self, connection: socket.socket) -> None:
-        self._shard.answer(connection)
-
-    def cut(self) -> None:
-        """The streams."""
-        for connection in self._connections:
-            with contextlib.suppress(OSError):
-                connection.shutdown(socket.SHUT_RDWR)
-
-    def stop(self) -> None:
-        """As the process's death would be."""
-        with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)
-        self.cut()
-        self._listener.close()
-        self._server.stop(0).wait()
-        self._thread.join()
-
-
-@dataclass
-class Setup:
-    """A router, its shards and what speaks to it."""
-
-    service: Service
-    shards: list[FakeShard]
-    servers: list[ShardServer]
-    tokenizer: Tokenizer
-    uds_path: str
-    library: Library
-    stub: GenerationServiceStub = field(init=False)
-    channel: grpc.Channel = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.channel = self.service.channel()
-        self.stub = GenerationServiceStub(self.channel)
-
-    @property
-    def http(self) -> str:
-        return self.service.http
-
-
-def write_usual(directory: Path) -> Tokenizer:
-    return write_byte_level(directory, VOCAB_SIZE)
-
-
-def start_router(
-    directory: Path,
-    num_shards: int,
-    *flags: str,
-    write_tokenizer: Callable[[Path], Tokenizer] = write_usual,
-    info: pb.InfoResponse | None = None,
-    library: Library | None = None,
-    module: str = "tgis",
-) -> Setup:
-    """`module` is what runs the router."""
-    tokenizer = write_tokenizer(directory)
-    uds_path = str(directory / "shard")
-    library = library or Library()
-    shards = [FakeShard(rank, 1, info, library, num_shards) for rank in range(num_shards)]
-    servers = [ShardServer(shard, uds_path) for shard in shards]
-    link = ["--shard-uds-path", uds_path, "--num-shard", str(num_shards)]
-    try:
-        service = Service(router_command(directory, *link, *flags), module=module).wait_until_serving()
-    except AssertionError:
-        for server in servers:
-            server.stop()
-        raise
-    return Setup(service, shards, servers, tokenizer, uds_path, library)
-
-
-def router_command(directory: Path, *flags: str) -> list[str]:
-    command = ["router", "--tokenizer-path", str(directory), "--bind", "127.0.0.1", "--port", "0"]
-    return [*command, "--grpc-port", "0", "--max-sequence-length", str(MAX_SEQUENCE_LENGTH), *flags]
-
-
-def stop_router(setup: Setup) -> int:
-    """Which must have given back all it took."""
-    try:
-        return setup.service.end()
-    finally:
-        stop_shards(setup)
-
-
-def stop_shards(setup: Setup) -> None:
-    setup.channel.close()
-    for server in setup.servers:
-        server.stop()
 
 
 @pytest.fixture(scope="module")
@@ -250,3 +23,27 @@ def router(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Setup]:
     yield setup
     assert_nothing_left(setup.http, baseline)
     assert stop_router(setup) == 0, setup.service.output
+
+
+@pytest.fixture
+def collector() -> Iterator[tuple[Collector, str]]:
+    server = grpc.server(ThreadPoolExecutor(4))
+    servicer = Collector()
+    add_TraceServiceServicer_to_server(servicer, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    yield servicer, f"127.0.0.1:{port}"
+    servicer.open_gate.set()
+    server.stop(None).wait()
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
+    """The server's key is of the kind that every cipher suite can be tried with."""
+    directory = tmp_path_factory.mktemp("pem")
+    authority = trustme.CA()
+    server = authority.issue_cert("127.0.0.1", "localhost", key_type=trustme.KeyType.RSA)
+    authority.cert_pem.write_to_path(directory / "ca.pem")
+    server.private_key_pem.write_to_path(directory / "key.pem")
+    server.cert_chain_pems[0].write_to_path(directory / "cert.pem")
+    return Files(directory, authority)

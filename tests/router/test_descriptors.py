@@ -14,9 +14,10 @@ import grpc
 import psutil
 import pytest
 
-from tests.router.api.grpc.test_servicer import get, single, stopping
-from tests.router.conftest import Setup, start_router, stop_router
 from tests.support.accounts import assert_nothing_left, take_baseline
+from tests.support.router.http_port import get
+from tests.support.router.messages import single, stopping
+from tests.support.router.router_process import Setup, start_router, stop_router
 from tgis.pb import generation_pb2 as pb
 from tgis.pb.generation_pb2_grpc import GenerationServiceStub
 

@@ -2,59 +2,25 @@
 
 import contextlib
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from itertools import count
 from pathlib import Path
 
 import grpc
 import psutil
 import pytest
 
-from tests.router.api.grpc.test_servicer import batch, single, stopping
-from tests.router.conftest import Setup, start_router, stop_router
 from tests.support.accounts import assert_nothing_left, take_baseline
-from tests.support.growth import growth_per_request, slope
+from tests.support.growth import MOST, MOST_SHARE, NUM_THREADS, growth_per_request, mix, slope
+from tests.support.router.messages import batch, stopping
+from tests.support.router.router_process import Setup, start_router, stop_router
 from tgis.pb import generation_pb2 as pb
 from tgis.pb.generation_pb2_grpc import GenerationServiceStub
 
 NUM_REQUESTS = 20_000
-MOST = 20 << 20  # bytes, over so many requests
-MOST_SHARE = 0.02  # of what it has
-NUM_THREADS = 4
 NUM_LARGE = 60
 LARGE_TEXT = "word " * 800_000
 TOKENIZED_TEXT = LARGE_TEXT[: 1 << 20]  # which takes longer
 MOST_OF_LARGE = 100 << 20  # bytes
-NUM_WORDS = 100  # the tokenizer remembers up to 10,000 different words, which is no leak
-
-
-def mix(stub: GenerationServiceStub) -> Callable[[int], None]:
-    """Makes so many requests; of a hundred inputs sixty are in batches, twenty single, ten streamed, five
-    cancelled and five refused."""
-    numbers = count()
-
-    def twenty() -> None:
-        number = next(numbers) % NUM_WORDS
-        few = {"stopping": stopping(4)}
-        for _ in range(2):
-            stub.Generate(batch(*[f"{number} girl {i}" for i in range(6)], **few))
-        for i in range(4):
-            stub.Generate(batch(f"{number} fox {i}", **few))
-        for i in range(2):
-            list(stub.GenerateStream(single(f"{number} dog {i}", **few)))
-        call = stub.GenerateStream(single(f"{number}", stopping=stopping(100, min_new_tokens=100)))
-        next(call), next(call)
-        call.cancel()
-        with contextlib.suppress(grpc.RpcError):
-            stub.Generate(batch("a", stopping=pb.StoppingCriteria(min_new_tokens=21)))
-
-    def serve(num_requests: int) -> None:
-        with ThreadPoolExecutor(NUM_THREADS) as threads:
-            for done in [threads.submit(twenty) for _ in range(num_requests // 20)]:
-                done.result()
-
-    return serve
 
 
 def growth(setup: Setup, num_requests: int) -> tuple[float, float]:

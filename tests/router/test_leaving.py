@@ -13,11 +13,11 @@ from concurrent.futures import ThreadPoolExecutor
 import grpc
 import pytest
 
-from tests.router.api.grpc.test_servicer import batch, single, stopping
-from tests.router.conftest import Setup, start_router, stop_router
 from tests.support.accounts import assert_nothing_left, scrape, take_baseline
+from tests.support.router.messages import batch, single, stopping
 from tests.support.router.model_of_shard import integers
 from tests.support.router.proxy import Proxy
+from tests.support.router.router_process import Setup, start_router, stop_router
 from tgis.pb import shard_pb2
 from tgis.pb.generation_pb2_grpc import GenerationServiceStub
 

@@ -15,18 +15,19 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from tests.router.api.grpc.test_servicer import batch, get, metric, single, stopping
-from tests.router.conftest import (
+from tests.support.processes import Service
+from tests.support.router.fake_shard import FakeShard, ShardServer
+from tests.support.router.http_port import get, metric
+from tests.support.router.messages import batch, single, stopping
+from tests.support.router.router_process import (
     MAX_SEQUENCE_LENGTH,
-    FakeShard,
     Setup,
-    ShardServer,
+    restart_shards,
     start_router,
     stop_router,
     write_usual,
 )
-from tests.router.engine.test_recovery import Streams, restart_shards
-from tests.support.processes import Service
+from tests.support.router.streams import Streams
 from tgis.pb.generation_pb2_grpc import GenerationServiceStub
 from tgis.router.api.grpc import readiness
 from tgis.router.api.grpc.readiness import Readiness

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.router.api.grpc.test_servicer import batch, expected_text, expected_tokens, single, stopping
-from tests.router.conftest import Setup, start_router, stop_router
 from tests.support.accounts import assert_nothing_left, scrape, take_baseline
+from tests.support.router.expected_answers import expected_text, expected_tokens
+from tests.support.router.messages import batch, single, stopping
+from tests.support.router.router_process import Setup, start_router, stop_router
 from tgis.pb import shard_pb2 as pb
 
 NUM_SCRAPES = 100

@@ -1,11 +1,23 @@
 """How much a process grows per request, measured so that a small leak cannot hide and noise does not look
 like one."""
 
+import contextlib
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from itertools import count
 
+import grpc
 import psutil
 
+from tests.support.router.messages import batch, single, stopping
+from tgis.pb import generation_pb2 as pb
+from tgis.pb.generation_pb2_grpc import GenerationServiceStub
+
 NUM_SAMPLES = 100
+MOST = 20 << 20  # bytes, over so many requests
+MOST_SHARE = 0.02  # of what it has
+NUM_THREADS = 4
+NUM_WORDS = 100  # the tokenizer remembers up to 10,000 different words, which is no leak
 
 
 def growth_per_request(pid: int, num_requests: int, serve: Callable[[int], None]) -> tuple[float, float]:
@@ -24,3 +36,31 @@ def slope(values: list[int]) -> float:
     middle, mean = (len(values) - 1) / 2, sum(values) / len(values)
     covariance = sum((i - middle) * (value - mean) for i, value in enumerate(values))
     return covariance / sum((i - middle) ** 2 for i in range(len(values)))
+
+
+def mix(stub: GenerationServiceStub) -> Callable[[int], None]:
+    """Makes so many requests; of a hundred inputs sixty are in batches, twenty single, ten streamed, five
+    cancelled and five refused."""
+    numbers = count()
+
+    def twenty() -> None:
+        number = next(numbers) % NUM_WORDS
+        few = {"stopping": stopping(4)}
+        for _ in range(2):
+            stub.Generate(batch(*[f"{number} girl {i}" for i in range(6)], **few))
+        for i in range(4):
+            stub.Generate(batch(f"{number} fox {i}", **few))
+        for i in range(2):
+            list(stub.GenerateStream(single(f"{number} dog {i}", **few)))
+        call = stub.GenerateStream(single(f"{number}", stopping=stopping(100, min_new_tokens=100)))
+        next(call), next(call)
+        call.cancel()
+        with contextlib.suppress(grpc.RpcError):
+            stub.Generate(batch("a", stopping=pb.StoppingCriteria(min_new_tokens=21)))
+
+    def serve(num_requests: int) -> None:
+        with ThreadPoolExecutor(NUM_THREADS) as threads:
+            for done in [threads.submit(twenty) for _ in range(num_requests // 20)]:
+                done.result()
+
+    return serve

@@ -4,6 +4,7 @@ that can be cut."""
 import contextlib
 import random
 import socket
+import ssl
 import threading
 from dataclasses import dataclass
 from pathlib import Path
@@ -120,3 +121,15 @@ def _shut(*ends: socket.socket) -> None:
     for end in ends:
         with contextlib.suppress(OSError):
             end.shutdown(socket.SHUT_RDWR)
+
+
+def is_refused(port: int, context: ssl.SSLContext) -> bool:
+    """Nobody waits: what is not closed at once is let in."""
+    with socket.create_connection(("127.0.0.1", port), timeout=10) as plain:
+        try:
+            with context.wrap_socket(plain, server_hostname="localhost") as connection:
+                return connection.recv(1) == b""
+        except TimeoutError:
+            return False
+        except OSError:
+            return True

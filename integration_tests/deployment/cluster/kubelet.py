@@ -16,7 +16,7 @@ from grpc_health.v1.health_pb2_grpc import HealthStub
 
 from integration_tests.deployment.cluster.container import Container
 from integration_tests.deployment.cluster.manifest import Object, Pod
-from integration_tests.hardened import Relay
+from integration_tests.support.hardened import Relay
 
 NO_PROBE: Object = {}
 

@@ -15,7 +15,7 @@ from integration_tests.deployment.cluster.kubelet import Event, Kubelet
 from integration_tests.deployment.cluster.manifest import Pod
 from integration_tests.deployment.cluster.volumes import Cluster, mounts_of
 from integration_tests.deployment.image import containerfile
-from integration_tests.hardened import Relay
+from integration_tests.support.hardened import Relay
 from tgis.pb import generation_pb2 as pb
 from tgis.pb.generation_pb2_grpc import GenerationServiceStub
 

@@ -8,9 +8,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from integration_tests.conftest import Client, Model, check, request
 from integration_tests.deployment.cluster.two_nodes import HOSTS, TwoNetworks
-from integration_tests.test_faults import live_streams
+from integration_tests.support.greedy_answers import Model, check, request
+from integration_tests.support.live_streams import live_streams
+from integration_tests.support.service import Client
 from tests.support.processes import children_of
 from tgis.pb import generation_pb2 as pb
 

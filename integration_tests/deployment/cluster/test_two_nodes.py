@@ -18,14 +18,14 @@ from pathlib import Path
 import pytest
 import trustme
 
-from integration_tests import oracle
-from integration_tests.conftest import Client, Model, Tuned, check, request
 from integration_tests.deployment.cluster.two_nodes import NAME, TwoNodes
-from integration_tests.served_models import FLAGS, write_fallback
-from integration_tests.test_faults import live_streams, read
-from integration_tests.test_link import is_refused
-from integration_tests.test_tuning import TEXTS, asks
-from tests.support.link_files import LinkFiles, free_ports
+from integration_tests.support import oracle
+from integration_tests.support.adapter_requests import TEXTS, Tuned, asks
+from integration_tests.support.greedy_answers import Model, check, request
+from integration_tests.support.live_streams import live_streams, read
+from integration_tests.support.served_models import FLAGS, write_fallback
+from integration_tests.support.service import Client
+from tests.support.link_files import LinkFiles, free_ports, is_refused
 from tests.support.processes import Service, children_of
 from tgis.pb import generation_pb2 as pb
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import trustme
 
-from integration_tests.conftest import Client
-from integration_tests.hardened import Relay
+from integration_tests.support.hardened import Relay
+from integration_tests.support.service import Client
 from tests.support.link_files import LinkFiles, free_ports
 from tests.support.processes import Service
 

@@ -12,7 +12,6 @@ import yaml
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-from integration_tests.deployment.monitoring.conftest import Watched
 from integration_tests.deployment.monitoring.expressions import (
     RULES,
     RULES_TEST,
@@ -22,6 +21,7 @@ from integration_tests.deployment.monitoring.expressions import (
     rule_expressions,
     rules,
 )
+from integration_tests.deployment.monitoring.watched import Watched
 from scripts import dashboard
 from scripts.prometheus import promtool as run_promtool
 

@@ -16,9 +16,9 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2_grpc import (
     add_TraceServiceServicer_to_server,
 )
 
-from integration_tests.conftest import launch
-from integration_tests.served_models import FLAGS, write_bytes
-from tests.router.requests.test_tracing import Collector
+from integration_tests.support.served_models import FLAGS, write_bytes
+from integration_tests.support.service import launch
+from tests.support.trace_collector import Collector
 from tgis.config.option import variables_of
 from tgis.config.processes import LauncherConfig
 from tgis.pb import generation_pb2 as pb

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 import trustme
 
-from tests.router.conftest import Setup, start_router, stop_router
+from tests.support.router.router_process import Setup, start_router, stop_router
 from tgis.cli.top.command import ENTER, HOME, LEAVE
 from tgis.cli.top.scrape import ScrapeError, Source, scrape
 from tgis.pb import generation_pb2 as pb

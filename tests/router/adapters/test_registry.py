@@ -13,21 +13,13 @@ import grpc
 import pytest
 from tokenizers import Tokenizer
 
-from tests.router.api.grpc.test_servicer import batch, expected_text, metric, single, stopping
-from tests.router.conftest import (
-    BLOCK_SIZE,
-    EOS,
-    MAX_SEQUENCE_LENGTH,
-    PAD,
-    VOCAB_SIZE,
-    FakeShard,
-    Setup,
-    ShardServer,
-    start_router,
-    stop_router,
-)
+from tests.support.router.expected_answers import expected_text
+from tests.support.router.fake_shard import BLOCK_SIZE, EOS, PAD, VOCAB_SIZE, FakeShard, ShardServer
+from tests.support.router.http_port import metric
+from tests.support.router.messages import batch, single, stopping
 from tests.support.router.model_of_contents import PROMPT, Item, Library, adapter
 from tests.support.router.model_of_shard import context, join_digests, next_token
+from tests.support.router.router_process import MAX_SEQUENCE_LENGTH, Setup, start_router, stop_router
 from tests.support.tokenizers.trained import write_byte_level
 from tgis.pb import generation_pb2 as pb
 from tgis.pb import shard_pb2

@@ -12,7 +12,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from tests.router.conftest import NUM_THREADS, FakeShard, ShardServer
+from tests.support.router.fake_shard import NUM_THREADS, FakeShard, ShardServer
 from tests.support.router.model_of_contents import ADAPTER, PROMPT, Item, Library, adapter
 from tgis.pb import shard_pb2 as pb
 from tgis.router.adapters.registry import Contents, Hold

@@ -9,10 +9,12 @@ import grpc
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
-from tests.router.api.grpc.test_servicer import batch, get, metric, single, stopping
-from tests.router.conftest import BLOCK_SIZE, EOS, MAX_SEQUENCE_LENGTH, PAD, Setup, start_router, stop_router
+from tests.support.router.fake_shard import BLOCK_SIZE, EOS, PAD
+from tests.support.router.http_port import get, metric
+from tests.support.router.messages import batch, single, stopping
 from tests.support.router.model_of_contents import Item, Library
 from tests.support.router.model_of_shard import context, join_digests, next_token
+from tests.support.router.router_process import MAX_SEQUENCE_LENGTH, Setup, start_router, stop_router
 from tgis.pb import generation_pb2 as pb
 from tgis.pb import shard_pb2
 

@@ -6,7 +6,6 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,19 +13,20 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from tests.router.api.grpc.test_servicer import batch, expected_text, expected_tokens, get, single, stopping
-from tests.router.conftest import FakeShard, Setup, ShardServer, start_router, stop_router
 from tests.support.accounts import assert_nothing_left, take_baseline
 from tests.support.processes import Service
+from tests.support.router.fake_shard import FakeShard, ShardServer
+from tests.support.router.http_port import get
+from tests.support.router.messages import batch, single, stopping
 from tests.support.router.model_of_shard import column
+from tests.support.router.router_process import Setup, restart_shards, start_router, stop_router
+from tests.support.router.streams import LENGTH, NUM_STREAMS, Streams
 from tests.support.tokenizers.trained import write_byte_level
 from tgis.net.framing import frame
 from tgis.pb import generation_pb2
 from tgis.pb import shard_pb2 as pb
 from tgis.router.shards.client import LOST
 
-NUM_STREAMS = 8
-LENGTH = 60
 RECOVERY_TIMEOUT = 2.0
 
 
@@ -45,53 +45,6 @@ def warm_up(setup: Setup) -> dict[str, float]:
     """What the router holds when idle."""
     setup.stub.Generate(batch("a"))
     return take_baseline(setup.http)
-
-
-class Streams:
-    """Live streams, read by threads of their own."""
-
-    def __init__(
-        self, setup: Setup, count: int = NUM_STREAMS, step_s: float = 0.01, length: int = LENGTH
-    ) -> None:
-        self.setup, self.length = setup, length
-        for shard in setup.shards:
-            shard.step_s = step_s
-        self.texts = [f"{i} little girls" for i in range(count)]
-        self.started = threading.Barrier(count + 1)
-        self._threads = ThreadPoolExecutor(count)
-        self._results: list[Future[str]] = [self._threads.submit(self._read, text) for text in self.texts]
-        self.started.wait(10)
-
-    def _read(self, text: str) -> str:
-        parts, waited = [], False
-        for response in self.setup.stub.GenerateStream(single(text, stopping=stopping(self.length))):
-            parts.append(response.text)
-            if response.generated_token_count and not waited:
-                waited = True
-                self.started.wait(10)
-        return "".join(parts)
-
-    def results(self) -> list[str]:
-        with self._threads:
-            return [result.result(30) for result in self._results]
-
-    def failures(self) -> list[grpc.RpcError]:
-        with self._threads:
-            return [result.exception(30) for result in self._results]  # type: ignore[misc]
-
-    def errors(self) -> list[grpc.StatusCode]:
-        return [failure.code() for failure in self.failures()]
-
-    def expected(self) -> list[str]:
-        tokens = [expected_tokens(self.setup, text, self.length) for text in self.texts]
-        return [expected_text(self.setup, each) for each in tokens]
-
-
-def restart_shards(setup: Setup, epoch: int) -> None:
-    setup.shards[:] = [
-        FakeShard(rank, epoch, None, setup.library, len(setup.shards)) for rank in range(len(setup.shards))
-    ]
-    setup.servers[:] = [ShardServer(shard, setup.uds_path) for shard in setup.shards]
 
 
 def test_two_ranks_answer_as_one(pair: Setup) -> None:

@@ -17,6 +17,7 @@ import pytest
 import pytest_asyncio
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
+from tests.support.router.grammars import DEEP_RULES, SLOW
 from tests.support.tokenizers.trained import write_byte_level
 from tgis.pb import generation_pb2 as pb
 from tgis.router.errors import RequestError
@@ -27,9 +28,6 @@ Decoding = pb.DecodingParameters
 MAX_BYTES = 1 << 16
 BYTES = LLTokenizer(TokenizerWrapper(Bytes()))
 HUGE = "\N{PILE OF POO}" * (MAX_BYTES // 4)  # of bytes, not of characters
-# Takes two seconds and a quarter of a gigabyte to compile.
-SLOW = {"type": "integer", "minimum": -(10**17), "maximum": 10**17 + 3, "multipleOf": 999983}
-DEEP_RULES = "start: a0\n" + "\n".join(f'a{i}: "x{i}" a{i + 1}' for i in range(3000)) + '\na3000: "x"'
 
 
 def choice(*choices: str) -> pb.DecodingParameters:

@@ -11,7 +11,8 @@ import pytest
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.router.conftest import MAX_SEQUENCE_LENGTH, Setup, ShardServer, start_router, stop_router
+from tests.support.router.fake_shard import ShardServer
+from tests.support.router.router_process import MAX_SEQUENCE_LENGTH, Setup, start_router, stop_router
 from tgis.pb import generation_pb2 as pb
 
 MAX_BATCH_SIZE = 16

@@ -10,9 +10,9 @@ from pathlib import Path
 import grpc
 import pytest
 
-from tests.router.api.grpc.test_servicer import batch, single, stopping
-from tests.router.conftest import Setup, start_router, stop_router, stop_shards
 from tests.support.accounts import assert_nothing_left, differences, scrape, take_baseline
+from tests.support.router.messages import batch, single, stopping
+from tests.support.router.router_process import Setup, start_router, stop_router, stop_shards
 
 LENGTH = 150
 CREATED = 'tgi_resources_created_total{kind="request"}'

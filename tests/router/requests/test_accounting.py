@@ -8,12 +8,11 @@ from pathlib import Path
 import grpc
 import pytest
 
-from tests.router.api.grpc.test_servicer import batch, expected_text, expected_tokens, single, stopping
-from tests.router.conftest import Setup, start_router, stop_router
-from tests.router.requests.test_tracing import PARENT_ID, TRACE_ID, TRACEPARENT, Collector, collector, values
+from tests.support.router.expected_answers import expected_text, expected_tokens
+from tests.support.router.messages import batch, single, stopping
+from tests.support.router.router_process import Setup, start_router, stop_router
+from tests.support.trace_collector import PARENT_ID, TRACE_ID, TRACEPARENT, Collector, values
 from tgis.pb import generation_pb2 as pb
-
-__all__ = ["collector"]
 
 PROMPT = "girl bread fox"
 CORRELATION = (("x-correlation-id", "abc-123"),)

@@ -9,9 +9,10 @@ from pathlib import Path
 import grpc
 import pytest
 
-from tests.router.api.grpc.test_servicer import batch, single, stopping
-from tests.router.conftest import FakeShard, Setup, ShardServer, start_router, stop_router
 from tests.support.accounts import assert_nothing_left, scrape, take_baseline
+from tests.support.router.fake_shard import FakeShard, ShardServer
+from tests.support.router.messages import batch, single, stopping
+from tests.support.router.router_process import Setup, start_router, stop_router
 from tgis.pb import generation_pb2 as pb
 
 TOKEN = (("authorization", "Bearer secret"),)

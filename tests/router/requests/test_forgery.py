@@ -8,9 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 import grpc
 import pytest
 
-from tests.router.api.grpc.test_servicer import batch, stopping
-from tests.router.conftest import Setup, start_router, stop_router
-from tests.test_logs import HOSTILE_TEXTS, parse
+from tests.support.log_lines import HOSTILE_TEXTS, parse
+from tests.support.router.messages import batch, stopping
+from tests.support.router.router_process import Setup, start_router, stop_router
 
 RECORD = json.dumps({"level": "ERROR", "message": "forged", "logger": "root"})
 FORGED = [

@@ -10,14 +10,12 @@ from pathlib import Path
 import grpc
 import pytest
 
-from tests.router.api.grpc.test_servicer import batch, stopping
-from tests.router.api.grpc.test_tls import Files, files
-from tests.router.conftest import Setup, start_router, stop_router
-from tests.router.requests.test_tracing import Collector, collector
+from tests.support.router.messages import batch, stopping
+from tests.support.router.router_process import Setup, start_router, stop_router
+from tests.support.tls_files import Files
+from tests.support.trace_collector import Collector
 from tgis.pb import generation_pb2 as pb
 from tgis.pb.generation_pb2_grpc import GenerationServiceStub
-
-__all__ = ["collector", "files"]
 
 MARK = "mArKeD"
 TOKEN = f"token-{MARK}"

@@ -8,21 +8,13 @@ import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, contextmanager, suppress
 
 import grpc
 import pytest
-from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
-    ExportTraceServiceRequest,
-    ExportTraceServiceResponse,
-)
-from opentelemetry.proto.collector.trace.v1.trace_service_pb2_grpc import (
-    TraceServiceServicer,
-    add_TraceServiceServicer_to_server,
-)
 from opentelemetry.proto.trace.v1 import trace_pb2
 
+from tests.support.trace_collector import PARENT_ID, TRACE_ID, TRACEPARENT, Collector, values
 from tgis.pb import generation_pb2 as pb
 from tgis.pb.generation_pb2_grpc import (
     GenerationServiceServicer,
@@ -43,49 +35,8 @@ from tgis.router.requests.request_log import correlation_id
 from tgis.router.requests.tracing import NoTracing, Tracing, open_tracing
 from tgis.router.sequence import Sequence, Stopping, StopReason
 
-TRACE_ID, PARENT_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
-TRACEPARENT = f"00-{TRACE_ID}-{PARENT_ID}-01"
 SECRET = "a-text-nobody-may-see"
 SERVER_SPAN = trace_pb2.Span.SPAN_KIND_SERVER
-
-
-class Collector(TraceServiceServicer):
-    """Keeps what it gets; `open_gate` is when it starts to answer."""
-
-    def __init__(self) -> None:
-        self.requests: list[ExportTraceServiceRequest] = []
-        self.open_gate = threading.Event()
-        self.open_gate.set()
-        self.asked = threading.Event()
-
-    def Export(
-        self, request: ExportTraceServiceRequest, context: grpc.ServicerContext
-    ) -> ExportTraceServiceResponse:
-        self.asked.set()
-        self.open_gate.wait(20)
-        self.requests.append(request)
-        return ExportTraceServiceResponse()
-
-    @property
-    def spans(self) -> list[trace_pb2.Span]:
-        groups = [scope for request in self.requests for scope in request.resource_spans]
-        return [span for group in groups for scope in group.scope_spans for span in scope.spans]
-
-    @property
-    def resource(self) -> dict[str, object]:
-        return values(self.requests[0].resource_spans[0].resource.attributes)
-
-
-@pytest.fixture
-def collector() -> Iterator[tuple[Collector, str]]:
-    server = grpc.server(ThreadPoolExecutor(4))
-    servicer = Collector()
-    add_TraceServiceServicer_to_server(servicer, server)
-    port = server.add_insecure_port("127.0.0.1:0")
-    server.start()
-    yield servicer, f"127.0.0.1:{port}"
-    servicer.open_gate.set()
-    server.stop(None).wait()
 
 
 @contextmanager
@@ -93,16 +44,6 @@ def listening() -> Iterator[tuple[socket.socket, str]]:
     """A port that accepts connections and never says anything."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         yield listener, f"127.0.0.1:{listener.getsockname()[1]}"
-
-
-def values(attributes: object) -> dict[str, object]:
-    return {pair.key: value(pair.value) for pair in attributes}  # type: ignore[attr-defined]
-
-
-def value(wrapped: object) -> object:
-    kind = wrapped.WhichOneof("value")  # type: ignore[attr-defined]
-    inner = getattr(wrapped, kind)
-    return [value(one) for one in inner.values] if kind == "array_value" else inner
 
 
 def batch(*texts: str, **params: object) -> pb.BatchedGenerationRequest:

@@ -14,12 +14,13 @@ import grpc
 import pytest
 import trustme
 
-from tests.router.api.grpc.test_servicer import batch
-from tests.router.conftest import FakeShard, Setup, ShardServer, router_command, write_usual
-from tests.router.engine.test_recovery import Streams
 from tests.support.link_files import LinkFiles, free_ports
 from tests.support.processes import Service
+from tests.support.router.fake_shard import FakeShard, ShardServer
+from tests.support.router.messages import batch
 from tests.support.router.model_of_contents import Item, Library
+from tests.support.router.router_process import Setup, router_command, write_usual
+from tests.support.router.streams import Streams
 from tgis.config.processes import RouterConfig, ShardConfig
 from tgis.errors import OperatorError
 from tgis.net.addresses import AddressError, parse_all

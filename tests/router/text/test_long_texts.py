@@ -10,8 +10,8 @@ from pathlib import Path
 import grpc
 import pytest
 
-from tests.router.conftest import Setup, start_router, stop_router
 from tests.support.accounts import scrape
+from tests.support.router.router_process import Setup, start_router, stop_router
 from tgis.pb import generation_pb2 as pb
 from tgis.pb.generation_pb2_grpc import GenerationServiceStub
 from tgis.router.text.tokenizer import LONG_TEXT_BYTES

@@ -11,7 +11,8 @@ import psutil
 import pytest
 from tokenizers import Tokenizer
 
-from tests.router.conftest import MAX_SEQUENCE_LENGTH, VOCAB_SIZE, Setup, start_router, stop_router
+from tests.support.router.fake_shard import VOCAB_SIZE
+from tests.support.router.router_process import MAX_SEQUENCE_LENGTH, Setup, start_router, stop_router
 from tests.support.tokenizers.trained import write_byte_level
 from tgis.pb import generation_pb2 as pb
 

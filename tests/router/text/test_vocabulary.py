@@ -7,8 +7,9 @@ import grpc
 import pytest
 from tokenizers import Tokenizer
 
-from tests.router.api.grpc.test_servicer import batch, single
-from tests.router.conftest import VOCAB_SIZE, Setup, start_router, stop_router
+from tests.support.router.fake_shard import VOCAB_SIZE
+from tests.support.router.messages import batch, single
+from tests.support.router.router_process import Setup, start_router, stop_router
 from tests.support.tokenizers.trained import write_byte_level
 from tgis.pb import generation_pb2 as pb
 from tgis.pb import shard_pb2

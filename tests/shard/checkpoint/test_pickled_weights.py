@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.shard.checkpoint.test_weights import SOURCES, check_slices, fail, save_single, tensors
+from tests.support.shard.stored_tensors import SOURCES, check_slices, fail, save_single, tensors
 from tgis.shard.checkpoint.tensors import WeightsError
 from tgis.shard.checkpoint.weights import Weights
 from tgis.tensor_files.safe_pickle import PickleError, open_pickle

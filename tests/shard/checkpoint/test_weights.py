@@ -1,7 +1,6 @@
 """Reading checkpoints: from one file or several, slices alone, and one clear line for every fault."""
 
 import json
-import random
 from itertools import product
 from pathlib import Path
 
@@ -10,33 +9,12 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from tests.support.shard.stored_tensors import SOURCES, check_slices, fail, save_single, tensors
 from tgis.shard.checkpoint import files
 from tgis.shard.checkpoint.files import count_elements
 from tgis.shard.checkpoint.tensors import WeightsError
 from tgis.shard.checkpoint.weights import Source, Weights, expert, grouped, stack, transposed
 from tgis.shard.memory.host_limits import begin_peak, peak
-
-SOURCES: dict[str, Source] = {
-    "embed": "model.embed_tokens",
-    "blocks.{i}.qkv": stack("model.layers.{i}.q", "model.layers.{i}.k"),
-    "blocks.{i}.out": "model.layers.{i}.o",
-}
-
-
-def tensors() -> dict[str, Tensor]:
-    torch.manual_seed(0)
-    shapes = {"model.embed_tokens.weight": (10, 4)}
-    for i in range(12):
-        shapes |= {
-            f"model.layers.{i}.{name}.weight": shape
-            for name, shape in (("q", (6, 4)), ("k", (2, 4)), ("o", (4, 6)))
-        }
-        shapes |= {f"model.layers.{i}.{name}.bias": (rows,) for name, rows in (("q", 6), ("k", 2))}
-    return {name: torch.randn(shape) for name, shape in shapes.items()}
-
-
-def save_single(directory: Path, content: dict[str, Tensor]) -> None:
-    save_file(content, directory / "model.safetensors")
 
 
 def save_sharded(directory: Path, content: dict[str, Tensor]) -> None:
@@ -84,14 +62,6 @@ def test_does_not_read_what_is_not_asked_for(tmp_path: Path) -> None:
     assert weights.find("embed.weight", (10, 4)).read().shape == (10, 4)
     with pytest.raises(WeightsError, match=rf"^{broken} cannot be read: it is truncated or damaged: "):
         weights.find("blocks.0.out.weight", (4, 6))
-
-
-def fail(directory: Path, path: str = "embed.weight", shape: tuple[int, ...] = (10, 4)) -> str:
-    """The text of the error, known to be one line."""
-    with pytest.raises(WeightsError) as caught:
-        Weights(directory, SOURCES).find(path, shape).read()
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
 
 
 def test_names_what_is_missing_or_odd(tmp_path: Path) -> None:
@@ -239,19 +209,6 @@ def test_a_single_number_is_no_tensor(tmp_path: Path) -> None:
 def written(directory: Path, sources: dict[str, Source], prefix: str = "", **content: Tensor) -> Weights:
     save_single(directory, {name.replace("__", "."): tensor for name, tensor in content.items()})
     return Weights(directory, sources, prefix)
-
-
-def check_slices(weights: Weights, path: str, expected: Tensor) -> None:
-    """Random parts of a tensor are those of the whole one, which another way has put together."""
-    stored = weights.find(path, tuple(expected.shape))
-    rng = random.Random(0)
-    assert torch.equal(stored.read(), expected)
-    for _ in range(60):
-        cuts = [sorted((rng.randint(0, n), rng.randint(0, n))) for n in expected.shape]
-        part = tuple(slice(start, stop) for start, stop in cuts)
-        read = stored.read(*part)
-        assert torch.equal(read, expected[part])
-        assert read.is_contiguous()
 
 
 def test_a_transposed_matrix(tmp_path: Path) -> None:

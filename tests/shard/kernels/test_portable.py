@@ -15,14 +15,15 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, PretrainedConfig
 
-from tests.shard.kernels.cpu.test_attention import PLAIN, SCORINGS, SHAPES, Scene, Shape, check
-from tests.shard.kernels.cpu.test_lora import draw_scene
 from tests.support.shard import other_device
+from tests.support.shard.attention_scene import PLAIN, SCORINGS, SHAPES, Scene, Shape, check
 from tests.support.shard.checkpoints import LLAMA3_ROPE, SMALL, write_model
 from tests.support.shard.driver import Request, Router, configure
 from tests.support.shard.family_cases import encoder_decoders, gpts, llamas
 from tests.support.shard.family_oracle import NEW_TOKENS, Oracle, draw_inputs
+from tests.support.shard.lora_scene import draw_scene
 from tests.support.shard.messages import GREEDY, SAMPLE
+from tests.support.shard.portable import plain
 from tgis.shard.attention.interface import Scoring
 from tgis.shard.collectives import World
 from tgis.shard.kernels.cpu import ops
@@ -40,12 +41,6 @@ from tgis.shard.startup.platform import ON_CPU, DeviceError, Platform
 CPU = torch.device("cpu")
 KERNELS = TorchKernels(CPU)
 assert_near = partial(torch.testing.assert_close, rtol=2e-5, atol=2e-5)
-
-
-def plain(device: torch.device) -> Platform:
-    return replace(
-        ON_CPU, device=device, kernels=TorchKernels(device), attention=TorchAttention, tapes_steps=False
-    )
 
 
 # Where whole models are compared with transformers: also on a GPU where there is one.

@@ -7,19 +7,13 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from tgis.shard.checkpoint.weights import Weights
+from tests.support.shard.layer_parts import parts
 from tgis.shard.collectives import World
-from tgis.shard.kernels.cpu import ops
 from tgis.shard.layers.embedding import Embedding, Head
 from tgis.shard.layers.linear import ColumnParallel, Replicated, RowParallel
 from tgis.shard.layers.lora import Adapter, AdapterSet, Cut, LowRank, TokenAdapters
-from tgis.shard.layers.ops import Parts
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-
-
-def parts(directory: Path, world: World, dtype: torch.dtype = torch.float32) -> Parts:
-    return Parts(world, Weights(directory, {"layer": "layer"}), dtype, ops)
 
 
 def test_columns_are_cut_piece_by_piece(tmp_path: Path) -> None:

@@ -5,14 +5,13 @@ both kinds of company; `make test-all` runs the product."""
 import itertools
 from collections.abc import Iterator
 from copy import deepcopy
-from functools import cache
 from pathlib import Path
 
 import pytest
 
 from tests.support.shard.checkpoints import write_model
 from tests.support.shard.driver import Request
-from tests.support.shard.family_cases.all import CASES
+from tests.support.shard.family_cases.all import CASES, family_of
 from tests.support.shard.family_oracle import NEW_TOKENS, Answer, Oracle, check, draw_inputs
 from tests.support.shard.messages import GREEDY, SAMPLE
 from tests.support.shard.ranks import Ranks
@@ -22,11 +21,6 @@ from tgis.shard.models.registry import FAMILIES
 FOUR_RANKS = ("granite", "falcon", "t5")  # families that are also cut in four
 COMPANY = ("alone", "crowded")
 DETAILS = {"logprobs": True, "ranks": True}
-
-
-@cache
-def family_of(case: str) -> str:
-    return FAMILIES[CASES[case]().model_type].__name__.rpartition(".")[2]
 
 
 def list_cells() -> Iterator[tuple[str, int, str, bool]]:

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 import torch
 
-from tests.shard.kernels.test_portable import plain
-from tests.shard.models.test_every_prompt import PAD, Case
 from tests.support.shard import other_device
 from tests.support.shard.driver import Request, Router, configure, opening
 from tests.support.shard.family_oracle import check
 from tests.support.shard.messages import GREEDY, SAMPLE, Steps, floats, integers, open_row, top_tokens
+from tests.support.shard.portable import plain
+from tests.support.shard.prompt_cases import PAD, Case
 from tests.support.shard.tuning_cells import Asked
 from tgis.shard.collectives import World
 from tgis.shard.runner.model_runner import Engine

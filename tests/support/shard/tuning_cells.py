@@ -9,9 +9,8 @@ from typing import Generic, Protocol, TypeVar
 
 import pytest
 
-from tests.shard.models.test_every_family import family_of
 from tests.support.shard.driver import Request
-from tests.support.shard.family_cases.all import CASES
+from tests.support.shard.family_cases.all import CASES, family_of
 from tests.support.shard.family_oracle import Answer, check
 from tests.support.shard.ranks import Ranks
 from tests.support.shard.relay import Copies, serve

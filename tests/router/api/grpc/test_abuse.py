@@ -14,11 +14,9 @@ import grpc
 import psutil
 import pytest
 
-from tests.router.api.grpc.test_servicer import batch, get, metric
-from tests.router.conftest import Setup, start_router, stop_router
-from tests.router.grammar.test_compiler import DEEP_RULES, SLOW
 from tests.support.router import attacks
 from tests.support.router.attacks import SERVICE, Bystander
+from tests.support.router.grammars import DEEP_RULES, SLOW
 from tests.support.router.http2 import (
     ACK,
     END_HEADERS,
@@ -31,6 +29,9 @@ from tests.support.router.http2 import (
     header_block,
     message,
 )
+from tests.support.router.http_port import get, metric
+from tests.support.router.messages import batch
+from tests.support.router.router_process import Setup, start_router, stop_router
 from tgis.pb import generation_pb2 as pb
 
 HOST, SEED = "127.0.0.1", 20

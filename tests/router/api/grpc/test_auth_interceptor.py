@@ -8,8 +8,8 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from tests.router.api.grpc.test_servicer import batch, single
-from tests.router.conftest import Setup, start_router, stop_router
+from tests.support.router.messages import batch, single
+from tests.support.router.router_process import Setup, start_router, stop_router
 from tgis.pb import generation_pb2 as pb
 
 OLD, NEW = "old-secret", "new-secret"

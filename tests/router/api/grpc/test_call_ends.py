@@ -14,9 +14,9 @@ import pytest
 from grpc_health.v1 import health_pb2
 from grpc_health.v1.health_pb2_grpc import HealthStub
 
-from tests.router.conftest import Setup, start_router, stop_router
 from tests.support.accounts import scrape
 from tests.support.router.http2 import ACK, END_STREAM, Connection, Frame, Kind, frame
+from tests.support.router.router_process import Setup, start_router, stop_router
 from tgis.pb import generation_pb2 as pb
 from tgis.pb.generation_pb2_grpc import GenerationServiceStub
 

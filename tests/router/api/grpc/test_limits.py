@@ -12,19 +12,13 @@ import psutil
 import pytest
 from google.rpc import error_details_pb2, status_pb2
 
-from tests.router.api.grpc.test_servicer import (
-    batch,
-    expected_text,
-    expected_tokens,
-    get,
-    metric,
-    single,
-    stopping,
-)
-from tests.router.conftest import Setup, start_router, stop_router
 from tests.support.router import attacks
 from tests.support.router.attacks import Bystander
+from tests.support.router.expected_answers import expected_text, expected_tokens
 from tests.support.router.http2 import Connection, Kind
+from tests.support.router.http_port import get, metric
+from tests.support.router.messages import batch, single, stopping
+from tests.support.router.router_process import Setup, start_router, stop_router
 from tgis.pb import generation_pb2 as pb
 
 HOST = "127.0.0.1"

@@ -9,11 +9,8 @@ from google.protobuf.descriptor import FileDescriptor
 from google.protobuf.json_format import ParseDict
 from google.protobuf.message_factory import GetMessageClass
 
-from tests.router.conftest import Setup
-from tests.test_protos import frozen
+from tests.support.router.router_process import Setup
 from tgis.pb import generation_pb2 as pb
-
-__all__ = ["frozen"]
 
 PARAMS = {
     "method": "GREEDY",

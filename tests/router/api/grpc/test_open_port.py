@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.router.conftest import Setup, router_command
 from tests.support.processes import Service
+from tests.support.router.router_process import Setup, router_command
 from tests.support.tokenizers.trained import write_byte_level
 from tgis.config.network import PortOptions
 from tgis.net.ports import reserve

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.router.conftest import Setup, start_router, stop_router
 from tests.support.accounts import assert_nothing_left, scrape, take_baseline
+from tests.support.router.router_process import Setup, start_router, stop_router
 from tgis.pb import generation_pb2 as pb
 from tgis.pb.generation_pb2_grpc import GenerationServiceStub
 from tgis.router.api.grpc.refusal_pacing import BYTES_PER_S, MAX_DELAY_S, RefusalClocks

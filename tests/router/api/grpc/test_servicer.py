@@ -2,8 +2,6 @@
 
 import math
 import time
-import urllib.error
-import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 
 import grpc
@@ -11,41 +9,14 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from tests.router.conftest import EOS, MAX_SEQUENCE_LENGTH, Setup
 from tests.support.accounts import assert_nothing_left, take_baseline
+from tests.support.router.expected_answers import expected_text, expected_tokens
+from tests.support.router.fake_shard import EOS
+from tests.support.router.http_port import get, metric
+from tests.support.router.messages import PROMPT, batch, single, stopping
 from tests.support.router.model_of_contents import Item
-from tests.support.router.model_of_shard import next_token
+from tests.support.router.router_process import MAX_SEQUENCE_LENGTH, Setup
 from tgis.pb import generation_pb2 as pb
-
-VOCAB_SIZE = 400
-PROMPT = "The quick brown fox"
-
-
-def expected_tokens(setup: Setup, text: str, max_new_tokens: int) -> list[int]:
-    """Generated token ids, by the model's rule."""
-    tokens: list[int] = setup.tokenizer.encode(text).ids
-    num_inputs = len(tokens)
-    while len(tokens) < num_inputs + max_new_tokens and (len(tokens) == num_inputs or tokens[-1] != EOS):
-        tokens.append(next_token(tokens, VOCAB_SIZE))
-    return tokens[num_inputs:]
-
-
-def expected_text(setup: Setup, tokens: list[int]) -> str:
-    text: str = setup.tokenizer.decode(tokens, skip_special_tokens=True)
-    return text.rstrip("\N{REPLACEMENT CHARACTER}")
-
-
-def single(text: str = PROMPT, **params: object) -> pb.SingleGenerationRequest:
-    return pb.SingleGenerationRequest(request=pb.GenerationRequest(text=text), params=pb.Parameters(**params))
-
-
-def batch(*texts: str, **params: object) -> pb.BatchedGenerationRequest:
-    requests = [pb.GenerationRequest(text=text) for text in texts]
-    return pb.BatchedGenerationRequest(requests=requests, params=pb.Parameters(**params))
-
-
-def stopping(max_new_tokens: int, **more: object) -> pb.StoppingCriteria:
-    return pb.StoppingCriteria(max_new_tokens=max_new_tokens, **more)
 
 
 def test_unary_answer(router: Setup) -> None:
@@ -404,15 +375,6 @@ def test_health_and_reflection(router: Setup) -> None:
     assert "fmaas.GenerationService" in {s.name for s in answer.list_services_response.service}
 
 
-def get(url: str) -> tuple[int, str]:
-    try:
-        with urllib.request.urlopen(url, timeout=10) as response:
-            return response.status, response.read().decode()
-    except urllib.error.HTTPError as error:
-        with error:
-            return error.code, error.read().decode()
-
-
 def test_http(router: Setup) -> None:
     assert get(router.http + "/health") == (200, "")
     assert get(router.http + "/live") == (200, "")
@@ -421,13 +383,6 @@ def test_http(router: Setup) -> None:
     router.stub.Generate(batch("a"))
     assert metric(router, 'tgi_request_count{kind="single"}') == before + 1
     assert metric(router, 'tgi_request_count_total{kind="single"}') == before + 1
-
-
-def metric(setup: Setup, series: str) -> float:
-    status, text = get(setup.http + "/metrics")
-    assert status == 200
-    values = [line.rsplit(" ", 1)[1] for line in text.splitlines() if line.startswith(series + " ")]
-    return float(values[0]) if values else 0.0
 
 
 def test_cancelled_calls_leave_nothing_behind(router: Setup) -> None:

@@ -11,15 +11,8 @@ import psutil
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from tests.router.api.grpc.test_servicer import (
-    batch,
-    expected_text,
-    expected_tokens,
-    metric,
-    single,
-    stopping,
-)
-from tests.router.conftest import Setup, ShardServer, start_router, stop_router
+from tests.support.router.expected_answers import expected_text, expected_tokens
+from tests.support.router.fake_shard import ShardServer
 from tests.support.router.http2 import (
     ACK,
     END_STREAM,
@@ -29,6 +22,9 @@ from tests.support.router.http2 import (
     Kind,
     frame,
 )
+from tests.support.router.http_port import metric
+from tests.support.router.messages import batch, single, stopping
+from tests.support.router.router_process import Setup, start_router, stop_router
 from tgis.pb import generation_pb2 as pb
 
 TIMEOUT_S = 0.7

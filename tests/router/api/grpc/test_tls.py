@@ -9,7 +9,6 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -18,46 +17,15 @@ import grpc
 import pytest
 import trustme
 
-from tests.router.api.grpc.test_servicer import get, single, stopping
-from tests.router.conftest import Setup, start_router, stop_router
+from tests.support.router.http_port import get
+from tests.support.router.messages import single, stopping
+from tests.support.router.router_process import Setup, start_router, stop_router
+from tests.support.tls_files import Files, credentials
 from tgis.pb import generation_pb2 as pb
 from tgis.pb.generation_pb2_grpc import GenerationServiceStub
 
 OK, REFUSED = grpc.StatusCode.OK, grpc.StatusCode.UNAVAILABLE
 SOON_S = 4.0  # a refusal comes at once; the machine may be busy
-
-
-@dataclass(frozen=True)
-class Files:
-    """Of an authority, and of a server it vouches for."""
-
-    directory: Path
-    authority: trustme.CA
-
-    def flags(self, *names: str) -> list[str]:
-        files = {"cert": "tls-cert-path", "key": "tls-key-path", "ca": "tls-client-ca-cert-path"}
-        return [part for name in names for part in (f"--{files[name]}", str(self.directory / f"{name}.pem"))]
-
-    def client(self, **more: Any) -> grpc.ChannelCredentials:
-        """Of one whom the authority vouches for."""
-        return credentials(self.authority, self.authority.issue_cert("client@example.com", **more))
-
-
-@pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
-    """The server's key is of the kind that every cipher suite can be tried with."""
-    directory = tmp_path_factory.mktemp("pem")
-    authority = trustme.CA()
-    server = authority.issue_cert("127.0.0.1", "localhost", key_type=trustme.KeyType.RSA)
-    authority.cert_pem.write_to_path(directory / "ca.pem")
-    server.private_key_pem.write_to_path(directory / "key.pem")
-    server.cert_chain_pems[0].write_to_path(directory / "cert.pem")
-    return Files(directory, authority)
-
-
-def credentials(server_authority: trustme.CA, own: trustme.LeafCert) -> grpc.ChannelCredentials:
-    chain = b"".join(part.bytes() for part in own.cert_chain_pems)
-    return grpc.ssl_channel_credentials(server_authority.cert_pem.bytes(), own.private_key_pem.bytes(), chain)
 
 
 SERVERS = {

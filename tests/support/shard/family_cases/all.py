@@ -1,13 +1,14 @@
 """The cases of all families, those of one family beside each other."""
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 
 from transformers import LlamaConfig, PretrainedConfig
 
 from tests.support.shard.checkpoints import CASES as LLAMAS
 from tests.support.shard.checkpoints import SMALL
 from tests.support.shard.family_cases import encoder_decoders, gpts, llamas
+from tgis.shard.models.registry import FAMILIES
 
 CASES: dict[str, Callable[[], PretrainedConfig]] = {
     **{f"llama_{name}": partial(LlamaConfig, **SMALL | changes) for name, changes in LLAMAS.items()},
@@ -15,3 +16,8 @@ CASES: dict[str, Callable[[], PretrainedConfig]] = {
     **gpts.CASES,
     **encoder_decoders.CASES,
 }
+
+
+@cache
+def family_of(case: str) -> str:
+    return FAMILIES[CASES[case]().model_type].__name__.rpartition(".")[2]

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor
 
-from tests.shard.layers.test_layers import parts
+from tests.support.shard.layer_parts import parts
 from tgis.shard.checkpoint.weights import Weights
 from tgis.shard.collectives import World
 from tgis.shard.kernels.cpu import ops

@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 
 from transformers import PreTrainedModel
 
-from integration_tests.first_error import Server, first_error, is_greedy, length_of
-from integration_tests.scorer import PLAIN, Ids, Scorer, Tuned
-from integration_tests.served_models import MAX_NEW_TOKENS, MAX_SEQUENCE_LENGTH, Served
+from integration_tests.support.first_error import Server, first_error, is_greedy, length_of
+from integration_tests.support.scorer import PLAIN, Ids, Scorer, Tuned
+from integration_tests.support.served_models import MAX_NEW_TOKENS, MAX_SEQUENCE_LENGTH, Served
 from tests.support import plain_sampling, plain_text
 from tests.support.plain_sampling import Row
 from tgis.pb import generation_pb2 as pb

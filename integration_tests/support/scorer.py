@@ -8,8 +8,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
-from integration_tests.served_models import Served
-from integration_tests.tuned_files import SoftPrompt, read_model
+from integration_tests.support.served_models import Served
+from integration_tests.support.tuned_files import SoftPrompt, read_model
 
 Ids = tuple[int, ...]
 NO_PROMPT = SoftPrompt()

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import T5Config
 
-from integration_tests.served_stores import Store, write_decoder_store, write_encoder_decoder_store
+from integration_tests.support.served_stores import Store, write_decoder_store, write_encoder_decoder_store
 from tests.support.shard.checkpoints import write_llama, write_model
 from tests.support.tokenizers.trained import TEXT, write_byte_fallback, write_byte_level
 

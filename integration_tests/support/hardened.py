@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 
-from integration_tests.conftest import Client
+from integration_tests.support.service import Client
 from tests.support.processes import Service, children_of
 
 USER_ID = 1000660000
@@ -84,7 +84,7 @@ def interpreter(scratch: Path, files: Path, size: str) -> list[str]:
 
 
 def environment() -> dict[str, str]:
-    path = [Path(__file__).parent / "audit", Path.cwd(), *filter(None, sys.path)]
+    path = [Path(__file__).parents[1] / "audit", Path.cwd(), *filter(None, sys.path)]
     return {
         "PYTHONPATH": os.pathsep.join(map(str, path)),
         "AUDIT_DIRECTORY": str(AUDIT),

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import torch
 
-from integration_tests.first_error import Names
-from integration_tests.tuned_files import (
+from integration_tests.support.first_error import Names
+from integration_tests.support.tuned_files import (
     LINEAR,
     SoftPrompt,
     edit_adapter,

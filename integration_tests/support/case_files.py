@@ -20,11 +20,11 @@ import yaml
 from google.protobuf.json_format import ParseDict
 from google.protobuf.message import Message
 
-from integration_tests.oracle import Oracle
+from integration_tests.support.oracle import Oracle
 from tests.support import plain_text
 from tgis.pb import generation_pb2 as pb
 
-DIRECTORY = Path(__file__).parent / "cases"
+DIRECTORY = Path(__file__).parents[1] / "cases"
 REQUESTS: dict[str, type[Message]] = {
     "Generate": pb.BatchedGenerationRequest,
     "GenerateStream": pb.SingleGenerationRequest,

@@ -1,0 +1,69 @@
+"""Live streams that must survive the loss of shards."""
+
+import contextlib
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+from integration_tests.support.service import Client
+from tests.support.accounts import assert_nothing_left, scrape, take_baseline
+from tests.support.processes import children_of
+from tgis.pb import generation_pb2 as pb
+
+LENGTH = 150
+NUM_STREAMS = 8
+
+
+def long_request(text: str) -> pb.SingleGenerationRequest:
+    criteria = pb.StoppingCriteria(max_new_tokens=LENGTH, min_new_tokens=LENGTH)
+    return pb.SingleGenerationRequest(
+        request=pb.GenerationRequest(text=text), params=pb.Parameters(stopping=criteria)
+    )
+
+
+def read(client: Client, text: str, running: threading.Barrier | None = None) -> tuple[str, int]:
+    """Text and reason of a whole stream; `running` is met after the first token."""
+    parts = []
+    for part in client.stub.GenerateStream(long_request(text)):
+        if running is not None and len(parts) == 1:
+            running.wait(30)
+        parts.append(part)
+    return "".join(part.text for part in parts), parts[-1].stop_reason
+
+
+def check_survival(
+    client: Client, texts: list[str], victim: int, number: signal.Signals = signal.SIGKILL
+) -> None:
+    """All streams give the same as when no shard is killed, or stopped, under them."""
+    shards = sorted(children_of(client.service.process.pid)["serve"])
+    with live_streams(client, texts):
+        os.kill(shards[victim], number)
+    again = children_of(client.service.process.pid)["serve"]
+    assert len(again) == len(shards)
+    assert not set(again) & set(shards)
+
+
+@contextlib.contextmanager
+def live_streams(client: Client, texts: list[str], timeout_s: float = 60) -> Iterator[None]:
+    """Are running when the block begins, lose the shards in it, give the same as undisturbed, and leave
+    nothing."""
+    read(client, texts[0])
+    baseline = take_baseline(client.service.http)
+    num_resumed = client.service.output.count("requests resume")
+    with ThreadPoolExecutor(len(texts)) as threads:
+        undisturbed = list(threads.map(lambda text: read(client, text), texts))
+        running = threading.Barrier(len(texts) + 1)
+        streams = [threads.submit(read, client, text, running) for text in texts]
+        running.wait(30)
+        assert not any(stream.done() for stream in streams), "they must be running when the shards are lost"
+        yield
+        disturbed = [stream.result(timeout_s) for stream in streams]
+    assert disturbed == undisturbed
+    assert client.service.output.count("requests resume") > num_resumed
+    assert_nothing_left(client.service.http, baseline)
+
+
+def metrics(client: Client) -> dict[str, float]:
+    return scrape(client.service.http)

@@ -1,0 +1,23 @@
+"""Fixtures that several folders of tests need."""
+
+import pytest
+from google.protobuf import descriptor_pb2
+from google.protobuf.descriptor import FileDescriptor
+from google.protobuf.descriptor_pool import DescriptorPool
+
+from tests.support.wire_shapes import SHAPES, WIRE, buf
+
+
+@pytest.fixture(scope="module", params=SHAPES)
+def frozen(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> FileDescriptor:
+    """A frozen shape as buf compiles it, in a pool of its own."""
+    directory = tmp_path_factory.mktemp("image")
+    image = directory / "image.binpb"
+    arguments = ("build", str(WIRE / request.param), "--as-file-descriptor-set", "-o", str(image))
+    result = buf(*arguments, home=directory)
+    assert result.returncode == 0, result.stderr
+    [file] = descriptor_pb2.FileDescriptorSet.FromString(image.read_bytes()).file
+    file.name = f"{request.param}.proto"
+    pool = DescriptorPool()
+    pool.Add(file)
+    return pool.FindFileByName(file.name)

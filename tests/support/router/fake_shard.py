@@ -1,0 +1,163 @@
+"""Shards that are the plain model of one, behind real sockets."""
+
+import contextlib
+import queue
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import grpc
+
+from tests.support.router.model_of_contents import Library, ShelfOfShard
+from tests.support.router.model_of_shard import ModelOfShard
+from tgis.net.framing import FrameReader, frame, steps_path
+from tgis.pb import shard_pb2 as pb
+from tgis.pb.shard_pb2_grpc import ShardServiceServicer, add_ShardServiceServicer_to_server
+
+VOCAB_SIZE = 400
+EOS, PAD = 1, 2
+NUM_BLOCKS, BLOCK_SIZE = 64, 8
+NUM_THREADS = 24  # for calls of a shard
+
+
+class FakeShard(ShardServiceServicer):
+    """Speaks the protocol for a ModelOfShard; `step_s` is how long a step takes."""
+
+    def __init__(
+        self,
+        rank: int = 0,
+        epoch: int = 1,
+        info: pb.InfoResponse | None = None,
+        library: Library | None = None,
+        world_size: int = 1,
+    ) -> None:
+        """`info` says what is not as usual; the ranks of a group have one library."""
+        self.info = pb.InfoResponse(
+            model_kind=pb.InfoResponse.MODEL_KIND_DECODER_ONLY,
+            vocab_size=VOCAB_SIZE,
+            eos_token_ids=[EOS],
+            block_size=BLOCK_SIZE,
+            num_blocks=NUM_BLOCKS,
+            pad_token_id=PAD,
+            prompt_cache_bytes=1 << 20,
+            adapter_cache_bytes=1 << 20,
+            rank=rank,
+            world_size=world_size,
+            epoch=epoch,
+        )
+        self.info.MergeFrom(info or pb.InfoResponse())
+        self.shelf = ShelfOfShard(library or Library(), self.info, rank)
+        self.model = self._model()
+        self.rank, self.step_s = rank, 0.001
+        self.num_steps = 0
+        self.num_streams = 0
+        self.poison: int | None = None
+        """A prompt of so many tokens is the end of the stream that computes it."""
+        self.garbage: queue.SimpleQueue[Callable[[pb.StepResponse], bytes]] = queue.SimpleQueue()
+        """What is made of an answer and sent instead."""
+        self.wrong_digests: queue.SimpleQueue[int] = queue.SimpleQueue()
+
+    def Info(self, request: pb.InfoRequest, context: grpc.ServicerContext) -> pb.InfoResponse:
+        return self.info
+
+    def _model(self) -> ModelOfShard:
+        info = self.info
+        return ModelOfShard(info.num_blocks, info.block_size, info.vocab_size, info.rope_switch_len)
+
+    def Find(self, request: pb.FindRequest, context: grpc.ServicerContext) -> pb.FindResponse:
+        assert self.rank == 0, "one rank finds"
+        return self.shelf.find(request, context)
+
+    def Load(self, request: pb.LoadRequest, context: grpc.ServicerContext) -> pb.LoadResponse:
+        return self.shelf.load(request, context)
+
+    def Fetch(self, request: pb.FetchRequest, context: grpc.ServicerContext) -> Iterator[pb.FetchResponse]:
+        assert self.rank == 0, "one rank has what was found"
+        return self.shelf.fetch(request, context)
+
+    def Put(self, requests: Iterator[pb.PutRequest], context: grpc.ServicerContext) -> pb.PutResponse:
+        return self.shelf.put(requests, context)
+
+    def Unload(self, request: pb.UnloadRequest, context: grpc.ServicerContext) -> pb.UnloadResponse:
+        return self.shelf.unload(request)
+
+    def answer(self, connection: socket.socket) -> None:
+        """The steps of one stream."""
+        self.num_streams += 1
+        self.model = self._model()
+        self.model.check_contents = self.shelf.check_row
+        frames = FrameReader()
+        while data := _received(connection):
+            for request in map(pb.StepRequest.FromString, frames.push(data)):
+                time.sleep(self.step_s)
+                self.num_steps += 1
+                if any(row.prompt_len == self.poison for row in request.opened_rows):
+                    return  # the process would have died
+                response = self.model.execute(request)
+                if not self.wrong_digests.empty():
+                    response.digest ^= self.wrong_digests.get()
+                answer = (frame if self.garbage.empty() else self.garbage.get())(response)
+                with contextlib.suppress(OSError):  # the router has closed it meanwhile
+                    connection.sendall(answer)
+
+
+def _received(connection: socket.socket) -> bytes:
+    try:
+        return connection.recv(1 << 16)
+    except OSError:
+        return b""
+
+
+class ShardServer:
+    """A FakeShard behind its two sockets."""
+
+    def __init__(self, shard: FakeShard, uds_path: str) -> None:
+        self._shard = shard
+        self._connections: list[socket.socket] = []
+        self._server = grpc.server(ThreadPoolExecutor(NUM_THREADS))
+        add_ShardServiceServicer_to_server(shard, self._server)
+        self._listener = self._open(f"{uds_path}-{shard.rank}")
+        self._thread = threading.Thread(target=self._accept)
+        self._thread.start()
+        self._server.start()
+
+    def _open(self, path: str) -> socket.socket:
+        """For the calls; what it returns listens for the steps."""
+        Path(steps_path(path)).unlink(missing_ok=True)
+        listener = socket.socket(socket.AF_UNIX)
+        listener.bind(steps_path(path))
+        listener.listen()
+        self._server.add_insecure_port(f"unix:{path}")
+        return listener
+
+    def _accept(self) -> None:
+        """One stream after the other."""
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:
+                return
+            self._connections.append(connection)
+            with connection:
+                self._answer(connection)
+
+    def _answer(self, connection: socket.socket) -> None:
+        self._shard.answer(connection)
+
+    def cut(self) -> None:
+        """The streams."""
+        for connection in self._connections:
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+
+    def stop(self) -> None:
+        """As the process's death would be."""
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self.cut()
+        self._listener.close()
+        self._server.stop(0).wait()
+        self._thread.join()

@@ -1,0 +1,125 @@
+"""Random sequences in a cache, and attention to them in float64 from its definition."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tests.support.shard.stepping import make_metadata
+from tgis.shard.attention.interface import AttentionMetadata, Scoring
+from tgis.shard.kernels.cpu.attention.attention import CpuAttention
+from tgis.shard.memory.kv_cache import KVCache
+
+PLAIN = Scoring(scale=0.3)
+
+
+class Shape(NamedTuple):
+    num_heads: int = 4
+    num_kv_heads: int = 2
+    head_dim: int = 16
+    block_size: int = 16
+    dtype: torch.dtype = torch.float32
+
+
+class Scene:
+    """Sequences of random queries, keys and values in a cache whose other slots hold NaN."""
+
+    def __init__(self, shape: Shape, lengths: list[int], num_layers: int = 1):
+        torch.manual_seed(0)
+        self.shape, self.lengths = shape, lengths
+        total = sum(lengths)
+        self.q = torch.randn(total, shape.num_heads, shape.head_dim)
+        self.k, self.v = torch.randn(2, total, shape.num_kv_heads, shape.head_dim)
+        per_sequence = -(-max(lengths) // shape.block_size)
+        num_blocks = per_sequence * len(lengths) + 1
+        self.tables = torch.randperm(num_blocks)[:-1].view(len(lengths), per_sequence).tolist()
+        sizes = (num_layers, num_blocks, shape.block_size, shape.num_kv_heads, shape.head_dim)
+        self.cache = KVCache(*sizes, shape.dtype)
+        self.cache.keys.fill_(torch.nan)
+        self.cache.values.fill_(torch.nan)
+        self.attention = CpuAttention(self.cache)
+
+    def metadata(self, spans: list[tuple[int, int]], sequences: list[int]) -> AttentionMetadata:
+        return make_metadata(spans, [self.tables[i] for i in sequences], self.shape.block_size)
+
+    def rows(self, sequence: int, start: int, end: int) -> slice:
+        begin = sum(self.lengths[:sequence])
+        return slice(begin + start, begin + end)
+
+    def write_all(self) -> None:
+        spans = [(0, length) for length in self.lengths]
+        self.attention.write(0, self.k, self.v, self.metadata(spans, list(range(len(spans)))))
+
+    def attend(self, work: dict[int, tuple[int, int]], scoring: Scoring) -> dict[int, Tensor]:
+        """sequence -> [start, end) of its positions; the cache is taken to end there."""
+        rows = [self.rows(i, *span) for i, span in work.items()]
+        q = torch.cat([self.q[r] for r in rows])
+        out = self.attention.attend(0, q, self.metadata(list(work.values()), list(work)), scoring)
+        return dict(zip(work, out.split([end - start for start, end in work.values()]), strict=True))
+
+    def expected(self, sequence: int, start: int, end: int, scoring: Scoring) -> Tensor:
+        rows = self.rows(sequence, 0, end)
+        group = self.shape.num_heads // self.shape.num_kv_heads
+        k, v = (x[rows].to(self.shape.dtype).double().repeat_interleave(group, 1) for x in (self.k, self.v))
+        q = self.q[self.rows(sequence, start, end)].double()
+        scores = torch.einsum("qhd,khd->hqk", q, k) * scoring.scale
+        distance = torch.arange(end)[None, :] - torch.arange(start, end)[:, None]
+        if scoring.soft_cap:
+            scores = scoring.soft_cap * (scores / scoring.soft_cap).tanh()
+        if scoring.slopes is not None:
+            scores = scores + scoring.slopes[:, None, None].double() * distance
+        if scoring.bias is not None:
+            reach = scoring.bias.shape[1] // 2
+            scores = scores + scoring.bias[:, distance.clamp(-reach, reach) + reach].double()
+        hidden = (distance > 0) & scoring.causal
+        if scoring.window:
+            hidden |= distance <= -scoring.window
+        weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+        return torch.einsum("hqk,khd->qhd", weights, v)
+
+
+def check(scene: Scene, work: dict[int, tuple[int, int]], scoring: Scoring) -> None:
+    for sequence, out in scene.attend(work, scoring).items():
+        expected = scene.expected(sequence, *work[sequence], scoring)
+        torch.testing.assert_close(out.double(), expected, rtol=2e-5, atol=1e-5)
+
+
+SHAPES = {
+    "plain": Shape(),
+    "float16": Shape(dtype=torch.float16),
+    "bfloat16": Shape(dtype=torch.bfloat16),
+    "multi_head": Shape(num_heads=3, num_kv_heads=3, head_dim=64),
+    "one_kv_head": Shape(num_heads=7, num_kv_heads=1, head_dim=24, block_size=8),
+    "many_heads_share": Shape(num_heads=40, num_kv_heads=2, head_dim=8, dtype=torch.float16),
+    "odd_sizes": Shape(num_heads=6, num_kv_heads=2, head_dim=13, block_size=10, dtype=torch.bfloat16),
+    "small_blocks": Shape(head_dim=80, block_size=4),
+    "wide_heads": Shape(num_heads=5, num_kv_heads=1, head_dim=112, block_size=32, dtype=torch.float16),
+    "single_slots": Shape(block_size=1),
+    "long_blocks": Shape(head_dim=128, block_size=128),
+}
+
+
+SCORINGS = {
+    "window": {"window": 7},
+    "wide_window": {"window": 100},
+    "window_of_one": {"window": 1},
+    "soft_cap": {"soft_cap": 2.0},
+    "slopes": {"slopes": torch.tensor([0.5, 0.25, 0.125, 0.0625])},
+    "bias": {"bias": torch.linspace(-2, 2, 4 * 41).view(4, 41)},
+    "not_causal": {"causal": False},
+    "not_causal_bias": {"causal": False, "bias": torch.linspace(2, -2, 4 * 11).view(4, 11)},
+    "all": {
+        "window": 80,
+        "soft_cap": 5.0,
+        "slopes": torch.tensor([0.02, 0.01, 0.3, 0.1]),
+        "bias": torch.linspace(-1, 1, 4 * 5).view(4, 5),
+    },
+}
+
+
+def attend_some() -> Tensor:
+    scene = Scene(Shape(num_heads=9, num_kv_heads=3, head_dim=64, dtype=torch.float16), [100, 40])
+    scene.write_all()
+    work = {0: (20, 100), 1: (39, 40)}
+    check(scene, work, PLAIN)
+    return torch.cat(list(scene.attend(work, PLAIN).values()))

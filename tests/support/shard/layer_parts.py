@@ -1,0 +1,14 @@
+"""What a layer is made with, for layers on their own."""
+
+from pathlib import Path
+
+import torch
+
+from tgis.shard.checkpoint.weights import Weights
+from tgis.shard.collectives import World
+from tgis.shard.kernels.cpu import ops
+from tgis.shard.layers.ops import Parts
+
+
+def parts(directory: Path, world: World, dtype: torch.dtype = torch.float32) -> Parts:
+    return Parts(world, Weights(directory, {"layer": "layer"}), dtype, ops)

@@ -1,0 +1,29 @@
+"""Certificates and keys of the public ports."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+import trustme
+
+
+@dataclass(frozen=True)
+class Files:
+    """Of an authority, and of a server it vouches for."""
+
+    directory: Path
+    authority: trustme.CA
+
+    def flags(self, *names: str) -> list[str]:
+        files = {"cert": "tls-cert-path", "key": "tls-key-path", "ca": "tls-client-ca-cert-path"}
+        return [part for name in names for part in (f"--{files[name]}", str(self.directory / f"{name}.pem"))]
+
+    def client(self, **more: Any) -> grpc.ChannelCredentials:
+        """Of one whom the authority vouches for."""
+        return credentials(self.authority, self.authority.issue_cert("client@example.com", **more))
+
+
+def credentials(server_authority: trustme.CA, own: trustme.LeafCert) -> grpc.ChannelCredentials:
+    chain = b"".join(part.bytes() for part in own.cert_chain_pems)
+    return grpc.ssl_channel_credentials(server_authority.cert_pem.bytes(), own.private_key_pem.bytes(), chain)
