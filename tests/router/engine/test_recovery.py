@@ -1,8 +1,10 @@
 """Shards that die, disagree or stay away, and the router's own end, under live streams."""
 
+import contextlib
 import queue
 import re
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -14,6 +16,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tests.support.accounts import assert_nothing_left, take_baseline
+from tests.support.link_files import free_ports
 from tests.support.processes import Service
 from tests.support.router.fake_shard import FakeShard, ShardServer
 from tests.support.router.http_port import get
@@ -233,6 +236,17 @@ def wait_for_health(setup: Setup, status: int) -> None:
         time.sleep(0.02)
 
 
+def wait_until_alive(port: int, timeout_s: float = 30) -> None:
+    """Until the HTTP port is open, which is after the router takes signals."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        with contextlib.suppress(OSError):
+            socket.create_connection(("127.0.0.1", port)).close()
+            return
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
 def router_fails(directory: Path, *flags: str) -> str:
     command = ["router", "--tokenizer-path", str(directory), "--shard-uds-path", str(directory / "shard")]
     ports = ["--bind", "127.0.0.1", "--port", "0", "--grpc-port", "0", "--max-sequence-length", "99"]
@@ -297,7 +311,8 @@ def test_a_request_that_always_kills_the_shards_ends(pair: Setup) -> None:
 def test_a_router_that_waits_for_shards_can_be_stopped(tmp_path: Path) -> None:
     write_byte_level(tmp_path)
     command = ["router", "--tokenizer-path", str(tmp_path), "--shard-uds-path", str(tmp_path / "nobody")]
-    ports = ["--bind", "127.0.0.1", "--port", "0", "--grpc-port", "0", "--max-sequence-length", "99"]
+    port = free_ports()
+    ports = ["--bind", "127.0.0.1", "--port", str(port), "--grpc-port", "0", "--max-sequence-length", "99"]
     service = Service([*command, *ports])
-    time.sleep(1.5)
-    assert service.end(timeout_s=3) == 0
+    wait_until_alive(port)
+    assert service.end(timeout_s=10) == 0
