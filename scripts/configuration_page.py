@@ -27,6 +27,8 @@ INTRODUCTION = """\
 - Every option has a flag and a variable; the flag wins. Variables that belong to others have no flag.
 - `text-generation-launcher --env` (`-e`) prints versions, machine and all settings with their sources, then
   goes on; `tgis env` prints the same and ends.
+- `-h` or `--help` prints a command's options, `-V` or `--version` (`text-generation-launcher`,
+  `text-generation-router`, `text-generation-server`, `tgis`) the version.
 - Booleans in the environment are exactly `true` or `false`.
 - A variable that is set but blank counts as not given where the option is a text that may be unset, and where
   the variable has no effect; elsewhere it is an error that names the variable.
@@ -78,7 +80,7 @@ def render() -> str:
 def _command(name: str, program: str, config_type: type) -> str:
     """A heading, and a table for each group of options."""
     command = cli.main.commands[name]
-    own = {f.name for f, _, _ in declared(config_type)}
+    own = {f.name for f, _, _ in declared(config_type)} | {"version"}
     tables: dict[Group | None, list[tuple[str, ...]]] = {group: [] for group in (None, *Group)}
     for f, option, _ in in_groups(config_type):
         tables[option.group].append(_row(f, option))

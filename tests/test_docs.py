@@ -52,7 +52,7 @@ def ours() -> Iterator[click.Command]:
 
 def flags_of(command: click.Command) -> set[str]:
     options = [one for one in command.params if isinstance(one, click.Option)]
-    return {name for one in options for name in (*one.opts, *one.secondary_opts)} | {"--help", "--version"}
+    return {name for one in options for name in (*one.opts, *one.secondary_opts)} | {"-h", "--help", "-V", "--version"}
 
 
 def known_flags() -> set[str]:

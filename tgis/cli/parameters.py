@@ -15,6 +15,8 @@ from tgis.config.aliases.alias import Foreign
 from tgis.config.option import Group, Option, env_of, flag_of
 
 FOREIGN = "foreign_"  # begins the parameters of foreign names
+HELP_NAMES = ["-h", "--help"]  # as TGIS has them; commands below a group take them from it
+VERSION_NAMES = ("-V", "--version")
 
 
 class Refusal(click.BadParameter):
