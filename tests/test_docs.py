@@ -15,6 +15,7 @@ import pytest
 from scripts import messages, observability_page, troubleshooting_page
 from tests.support.pages import FLAG, VARIABLE, Command, Page, take_variables
 from tgis.cli import main as cli
+from tgis.cli.client import Connection
 from tgis.config.aliases.tgi import TGI_NAMES
 from tgis.config.aliases.tgis import PASSED_ON, TGIS_NAMES
 from tgis.config.option import variables_of
@@ -52,7 +53,11 @@ def ours() -> Iterator[click.Command]:
 
 def flags_of(command: click.Command) -> set[str]:
     options = [one for one in command.params if isinstance(one, click.Option)]
-    return {name for one in options for name in (*one.opts, *one.secondary_opts)} | {"-h", "--help", "-V", "--version"}
+    return {name for one in options for name in (*one.opts, *one.secondary_opts)} | {
+        "-h",
+        "--help",
+        "--version",
+    }
 
 
 def known_flags() -> set[str]:
@@ -61,7 +66,8 @@ def known_flags() -> set[str]:
 
 
 def known_names() -> set[str]:
-    own = [name for kind in (LauncherConfig, RouterConfig, ShardConfig) for name in variables_of(kind)]
+    kinds = (LauncherConfig, RouterConfig, ShardConfig, Connection)
+    own = [name for kind in kinds for name in variables_of(kind)]
     foreign = {one.variable_name for one in (*TGIS_NAMES, *TGI_NAMES)} | PASSED_ON.keys()
     of_make = re.findall(r"\b([A-Z][A-Z_]+)\b", MAKEFILE)
     of_messages = [enum for one in pb.DESCRIPTOR.message_types_by_name.values() for enum in one.enum_types]

@@ -1,5 +1,5 @@
-"""Commands whose options are the fields of dataclasses, given by flags alone: of those who ask a running
-service, not of those who serve."""
+"""Commands whose options are the fields of dataclasses: of those who ask a running service, not of those who
+serve. They are given by flags; a variable is read for those alone that declare one."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import MISSING, Field
@@ -8,7 +8,7 @@ from typing import Any, get_args, get_origin
 
 import click
 
-from tgis.config.option import Option, declared, flag_of
+from tgis.config.option import Option, declared, env_of, flag_of
 
 
 def build_command(
@@ -33,6 +33,8 @@ def _click_option(f: Field[Any], declaration: Option, hint: Any) -> click.Option
         default=None if f.default is MISSING else f.default,
         is_flag=hint is bool,
         multiple=get_origin(hint) is tuple,
+        envvar=env_of(f),
+        show_envvar=True,
         help=declaration.help,
         show_default=f.default not in (None, False, ()),
     )
