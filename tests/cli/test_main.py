@@ -414,6 +414,25 @@ def test_quantization_is_not_silently_left_out(method: str) -> None:
     assert f"--quantize: {method} weights are not served" in refusal(["--quantize", method])
 
 
+@pytest.mark.parametrize("reads", ["launcher", "serve"])
+@pytest.mark.parametrize(
+    ("method", "code"),
+    [("gptq", 1), ("bitsandbytes", 1)]
+    + [(name, 2) for name in "awq bitsandbytes-fp4 bitsandbytes-nf4 eetq exl2 fp8 marlin squeezellm".split()],
+)
+def test_every_method_of_others_is_told_what_to_do_instead(reads: str, method: str, code: int) -> None:
+    advice = "give the unquantized checkpoint, and --quantize int8 for weights in 8 bits"
+    assert advice in refusal(["--quantize", method], code=code, reads=reads)
+    assert advice in refusal([], {"QUANTIZE": method}, code=code, reads=reads)
+
+
+def test_methods_that_are_refused_are_not_offered() -> None:
+    for command_name in ("launcher", "serve"):
+        help = CliRunner().invoke(cli.main, [command_name, "--help"]).stdout
+        assert "--quantize [int8]" in help
+        assert "gptq" not in help
+
+
 @pytest.mark.parametrize(
     ("text", "level", "is_warned"),
     [

@@ -38,6 +38,10 @@ class Option:
     """Whether there is a flag; variables that belong to others have none, and are texts that may be unset."""
     short: str | None = None
     choices: tuple[str, ...] | None = None
+    unlisted: tuple[str, ...] = ()
+    """Further choices that are read, so that a check can refuse them, and are not offered."""
+    advice: str = ""
+    """What to do instead of a value that is no choice."""
     minimum: float | None = None
     maximum: float | None = None
     refusal: str | None = None
