@@ -25,6 +25,10 @@ COLUMNS = (
     "adapters",
 )
 OTHERS = """\
+`quantized` is `--quantize int8`, which is a property of the linear layers that all families share, and not of a family.
+Tiny Llamas, also with biases and with tied embeddings, and a Mixtral are compared to float32 in the tests; accuracy and
+speed were measured with Llama's shapes. The other families were not tried with it.
+
 ## Sharding
 
 `--num-shard` cuts every native model: attention by heads, feed-forward layers and each expert by width, the vocabulary

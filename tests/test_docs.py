@@ -147,6 +147,23 @@ def test_pages_are_all_in_the_navigation() -> None:
     assert sorted(named) == sorted(there)
 
 
+def test_faults_are_numbered_without_a_gap() -> None:
+    text = (ROOT / "docs" / "reliability.md").read_text()
+    numbers = [int(number) for number in re.findall(r"^\| [A-J](\d+) \|", text, re.MULTILINE)]
+    assert numbers == [*range(1, len(numbers) + 1)]
+    for told in (text, (ROOT / "README.md").read_text()):
+        assert re.findall(r"(\d+)\s+faults", told) == [str(len(numbers))]
+
+
+def test_what_asks_for_gpus_says_that_none_has_run_it() -> None:
+    asking = [
+        path for path in (ROOT / "deployment").rglob("kustomization.yaml") if "/gpu-" in path.read_text()
+    ]
+    assert len(asking) > 20
+    silent = [path for path in asking if not path.read_text().startswith("# Asks for GPUs. No GPU has run")]
+    assert not silent
+
+
 def test_files_of_the_deployment_exist() -> None:
     """Those that are named in full."""
     named = {name for path in PAGES for name in DEPLOYMENT_FILE.findall(Page(path).text)}

@@ -20,7 +20,7 @@ OTHERWISE = (
 )
 RENAMED = {
     "hf_custom_tp": "hf_custom_tp is an older name of tgis_native",
-    "hf_accelerate": "hf_accelerate means hf_transformers: devices are counted with --num-shard",
+    "hf_accelerate": "hf_accelerate means hf_transformers: --num-shard says how many devices to use",
     "hf_optimum_bt": "hf_optimum_bt counts as unset: BetterTransformer is gone from its library, and "
     "attention is never computed the slow way",
 }
