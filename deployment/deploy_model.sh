@@ -27,5 +27,8 @@ OBJECTS=$("${RENDER[@]}" "models/$NAME")
 if [[ $DRY_RUN ]]; then
     echo "$OBJECTS"
 else
+    if [[ $OBJECTS == *nvidia.com/gpu:* ]]; then
+        echo "warning: models/$NAME asks for GPUs, and no GPU has run this service yet" >&2
+    fi
     kubectl apply -f - <<< "$OBJECTS"
 fi

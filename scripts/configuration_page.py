@@ -1,6 +1,6 @@
 """`docs/configuration.md`, from the declarations of the options."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import MISSING, Field
 from typing import Any
 
@@ -24,9 +24,12 @@ COMMANDS = {
 INTRODUCTION = """\
 # Configuration
 
-- Every option has a flag and a variable; the flag wins. Variables that belong to others have no flag.
+- An option has a flag and a variable, of the same name in capitals; the flag wins. Exceptions are:
+{exceptions}
 - `text-generation-launcher --env` (`-e`) prints versions, machine and all settings with their sources, then
   goes on; `tgis env` prints the same and ends.
+- `-h` or `--help` prints a command's options, `-V` or `--version` (`text-generation-launcher`,
+  `text-generation-router`, `text-generation-server`, `tgis`) the version.
 - Booleans in the environment are exactly `true` or `false`.
 - A variable that is set but blank counts as not given where the option is a text that may be unset, and where
   the variable has no effect; elsewhere it is an error that names the variable.
@@ -65,7 +68,7 @@ def render() -> str:
     commands = [_command(name, *about) for name, about in COMMANDS.items()]
     tgis = [one for one in TGIS_NAMES if one.means], [one for one in TGIS_NAMES if not one.means]
     parts = [
-        INTRODUCTION,
+        INTRODUCTION.format(exceptions="\n".join(_exceptions())),
         *commands,
         TGIS_MAPPED + "\n" + _foreign(tgis[0]),
         TGIS_WITHOUT_EFFECT + "\n" + _foreign(tgis[1]),
@@ -75,16 +78,38 @@ def render() -> str:
     return "\n".join(parts)
 
 
+def _exceptions() -> Iterator[str]:
+    """Yield, for each command, its options that lack a flag or the variable of that name."""
+    for name, (program, config_type) in COMMANDS.items():
+        options = [(f, option, env_of(f)) for f, option, _ in declared(config_type)]
+        named = [
+            (flag_of(f), env)
+            for f, option, env in options
+            if option.flag and env not in (None, f.name.upper())
+        ]
+        no_variable = [flag_of(f) for f, _, env in options if env is None]
+        no_variable += [p.opts[0] for p in _extras(name, config_type) if isinstance(p, click.Option)]
+        no_flag = [env for _, option, env in options if env and not option.flag]
+        told = [f"the variable of `{flag}` is `{env}`" for flag, env in named]
+        told += [f"without a variable: {code(no_variable)}"] * bool(no_variable)
+        told += [f"without a flag, as they belong to others: {code(no_flag)}"] * bool(no_flag)
+        yield f"    - `{program}`: {'; '.join(told)}."
+
+
+def _extras(name: str, config_type: type) -> list[click.Parameter]:
+    """Return what only the command line takes."""
+    own = {f.name for f, _, _ in declared(config_type)} | {"version"}
+    params = cli.main.commands[name].params
+    return [p for p in params if p.name not in own and not (p.name or "").startswith(FOREIGN)]
+
+
 def _command(name: str, program: str, config_type: type) -> str:
     """A heading, and a table for each group of options."""
-    command = cli.main.commands[name]
-    own = {f.name for f, _, _ in declared(config_type)}
     tables: dict[Group | None, list[tuple[str, ...]]] = {group: [] for group in (None, *Group)}
     for f, option, _ in in_groups(config_type):
         tables[option.group].append(_row(f, option))
-    for p in command.params:
-        if p.name not in own and not (p.name or "").startswith(FOREIGN):
-            tables[getattr(p, "group", None)].append(_extra(p))
+    for p in _extras(name, config_type):
+        tables[getattr(p, "group", None)].append(_extra(p))
     parts = [f"## `{program}`\n"]
     for group, rows in tables.items():
         if rows:

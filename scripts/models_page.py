@@ -25,6 +25,9 @@ COLUMNS = (
     "adapters",
 )
 OTHERS = """\
+`quantized` is `--quantize int8`. The tests hold tiny models of every family to transformers in float32, on one shard, and
+Llamas on two; accuracy and speed were measured with Llama's shapes only.
+
 ## Sharding
 
 `--num-shard` cuts every native model: attention by heads, feed-forward layers and each expert by width, the vocabulary

@@ -15,6 +15,7 @@ import pytest
 from scripts import messages, observability_page, troubleshooting_page
 from tests.support.pages import FLAG, VARIABLE, Command, Page, take_variables
 from tgis.cli import main as cli
+from tgis.cli.client import Connection
 from tgis.config.aliases.tgi import TGI_NAMES
 from tgis.config.aliases.tgis import PASSED_ON, TGIS_NAMES
 from tgis.config.option import variables_of
@@ -52,7 +53,11 @@ def ours() -> Iterator[click.Command]:
 
 def flags_of(command: click.Command) -> set[str]:
     options = [one for one in command.params if isinstance(one, click.Option)]
-    return {name for one in options for name in (*one.opts, *one.secondary_opts)} | {"--help", "--version"}
+    return {name for one in options for name in (*one.opts, *one.secondary_opts)} | {
+        "-h",
+        "--help",
+        "--version",
+    }
 
 
 def known_flags() -> set[str]:
@@ -61,7 +66,8 @@ def known_flags() -> set[str]:
 
 
 def known_names() -> set[str]:
-    own = [name for kind in (LauncherConfig, RouterConfig, ShardConfig) for name in variables_of(kind)]
+    kinds = (LauncherConfig, RouterConfig, ShardConfig, Connection)
+    own = [name for kind in kinds for name in variables_of(kind)]
     foreign = {one.variable_name for one in (*TGIS_NAMES, *TGI_NAMES)} | PASSED_ON.keys()
     of_make = re.findall(r"\b([A-Z][A-Z_]+)\b", MAKEFILE)
     of_messages = [enum for one in pb.DESCRIPTOR.message_types_by_name.values() for enum in one.enum_types]
@@ -139,6 +145,23 @@ def test_pages_are_all_in_the_navigation() -> None:
     named = re.findall(r": ([\w/-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
     there = [str(path.relative_to(ROOT / "docs")) for path in (ROOT / "docs").rglob("*.md")]
     assert sorted(named) == sorted(there)
+
+
+def test_faults_are_numbered_without_a_gap() -> None:
+    text = (ROOT / "docs" / "reliability.md").read_text()
+    numbers = [int(number) for number in re.findall(r"^\| [A-J](\d+) \|", text, re.MULTILINE)]
+    assert numbers == [*range(1, len(numbers) + 1)]
+    for told in (text, (ROOT / "README.md").read_text()):
+        assert re.findall(r"(\d+)\s+faults", told) == [str(len(numbers))]
+
+
+def test_what_asks_for_gpus_says_that_none_has_run_it() -> None:
+    asking = [
+        path for path in (ROOT / "deployment").rglob("kustomization.yaml") if "/gpu-" in path.read_text()
+    ]
+    assert len(asking) > 20
+    silent = [path for path in asking if not path.read_text().startswith("# Asks for GPUs. No GPU has run")]
+    assert not silent
 
 
 def test_files_of_the_deployment_exist() -> None:

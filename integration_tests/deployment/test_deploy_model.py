@@ -54,6 +54,7 @@ def test_it_applies_what_is_rendered(renderer: str, tmp_path: Path) -> None:
         program.chmod(0o755)
     result = deploy("bloom", path=str(tmp_path))
     assert result.returncode == 0, result.stderr
+    assert result.stderr == ""
     rendered = {"kubectl": "kubectl kustomize models/bloom", "kustomize": "kustomize build models/bloom"}
     expected = [rendered[renderer], "kubectl apply -f -", f"kind: of {renderer}"]
     assert log.read_text().splitlines() == expected
@@ -71,3 +72,15 @@ def test_models_are_told_apart(name: str) -> None:
     env = {one["name"]: one["value"] for one in container["env"]}
     assert "/" in env["MODEL_NAME"]
     assert env["HF_HUB_CACHE"].startswith("/shared_model_storage/")
+
+
+def test_it_warns_where_gpus_are_asked_for(tmp_path: Path) -> None:
+    for name in ("bash", "cat", "dirname"):
+        (tmp_path / name).symlink_to(shutil.which(name) or name)
+    program = tmp_path / "kubectl"
+    says = '[ "$1" = kustomize ] && echo "nvidia.com/gpu: 1"'
+    program.write_text(RECORDER.format(name="kubectl", log=tmp_path / "log", rest=says + " || cat"))
+    program.chmod(0o755)
+    result = deploy("bloom", path=str(tmp_path))
+    assert (result.returncode, result.stdout) == (0, "nvidia.com/gpu: 1\n")
+    assert result.stderr == "warning: models/bloom asks for GPUs, and no GPU has run this service yet\n"

@@ -1,5 +1,6 @@
 """`tgis client` against a service with canned answers on a real port."""
 
+import itertools
 import json
 import os
 import socket
@@ -50,6 +51,8 @@ def test_nothing_is_asked_that_was_not_given(service: CannedService, target: str
     assert not request.HasField("adapter_id")
     assert not request.params.sampling.HasField("temperature")
     assert not request.params.sampling.HasField("seed")
+    assert request.params.decoding.WhichOneof("guided") is None
+    assert "authorization" not in service.metadata[0]
     request.ClearField("params")
     assert request == bare
 
@@ -59,6 +62,7 @@ SAMPLING = {
     ("--temperature", "0"): pb.SamplingParameters(temperature=0.0),
     ("--top-k", "5"): pb.SamplingParameters(top_k=5),
     ("--top-p", "0.5"): pb.SamplingParameters(top_p=0.5),
+    ("--typical-p", "0.5"): pb.SamplingParameters(typical_p=0.5),
     ("--seed", "0"): pb.SamplingParameters(seed=0),
     ("--seed", str(2**64 - 1)): pb.SamplingParameters(seed=2**64 - 1),
 }
@@ -75,12 +79,14 @@ def test_any_sampling_option_samples(
 
 def test_limits_and_ids_reach_the_service(service: CannedService, target: str) -> None:
     limits = ["--max-new-tokens", "9", "--min-new-tokens", "3", "--stop", "a", "--stop", "b"]
+    limits += ["--truncate-input-tokens", "7"]
     assert run(target, "generate", "x", *limits, "--prefix-id", "p", "--adapter-id", "q").exit_code == 0
     assert run(target, "stream", "x", *limits, "--prefix-id", "p", "--adapter-id", "q").exit_code == 0
     stopping = pb.StoppingCriteria(max_new_tokens=9, min_new_tokens=3, stop_sequences=["a", "b"])
     for request in service.asked:
         assert (request.params.method, request.params.stopping) == (pb.GREEDY, stopping)
         assert (request.prefix_id, request.adapter_id) == ("p", "q")
+        assert request.params.truncate_input_tokens == 7
 
 
 @pytest.mark.parametrize(
@@ -88,6 +94,11 @@ def test_limits_and_ids_reach_the_service(service: CannedService, target: str) -
     [
         (("--regex", "a+"), pb.DecodingParameters(regex="a+")),
         (("--json-schema", "{}"), pb.DecodingParameters(json_schema="{}")),
+        (("--grammar", 'start: "a"'), pb.DecodingParameters(grammar='start: "a"')),
+        (
+            ("--choice", "a b", "--choice", "c"),
+            pb.DecodingParameters(choice=pb.DecodingParameters.StringChoices(choices=["a b", "c"])),
+        ),
         ((), pb.DecodingParameters()),
     ],
 )
@@ -96,7 +107,37 @@ def test_constraints_reach_the_service(
 ) -> None:
     run(target, "generate", "x", *given)
     assert service.asked[0].params.decoding == expected
-    assert run(target, "generate", "x", "--regex", "a", "--json-schema", "{}").exit_code == 2
+
+
+CONSTRAINTS = [("--regex", "a"), ("--json-schema", "{}"), ("--grammar", "g"), ("--choice", "a")]
+
+
+@pytest.mark.parametrize("both", [*itertools.combinations(CONSTRAINTS, 2)], ids=str)
+def test_constraints_exclude_each_other(
+    service: CannedService, target: str, both: tuple[tuple[str, str], tuple[str, str]]
+) -> None:
+    result = run(target, "generate", "x", *both[0], *both[1])
+    assert (result.exit_code, service.asked) == (2, [])
+    assert "exclude each other" in result.stderr
+
+
+COMMANDS = [["generate", "x"], ["stream", "x"], ["tokenize", "x"], ["info"]]
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=str)
+def test_every_call_brings_the_token(
+    service: CannedService, target: str, command: list[str], tmp_path: Path
+) -> None:
+    """Of a file its first line, as the service's own file of tokens has them."""
+    file = tmp_path / "tokens"
+    file.write_text("from-file\nanother\n")
+    run(target, *command, "--token", "from-flag")
+    run(target, *command, "--token-path", str(file))
+    variable = {"TGIS_TOKEN": "from-variable"}
+    CliRunner().invoke(client, [*command, "--target", target], env=variable)
+    CliRunner().invoke(client, [*command, "--target", target, "--token-path", str(file)], env=variable)
+    sources = ("from-flag", "from-file", "from-variable", "from-file")
+    assert [one["authorization"] for one in service.metadata] == [f"Bearer {source}" for source in sources]
 
 
 @pytest.mark.parametrize("command", ["generate", "stream"])
@@ -171,7 +212,7 @@ def test_a_call_ends_at_its_timeout() -> None:
     assert result.stderr.startswith("error: DEADLINE_EXCEEDED: ")
 
 
-@pytest.mark.parametrize("arguments", [["generate", "x"], ["stream", "x"], ["tokenize", "x"], ["info"]])
+@pytest.mark.parametrize("arguments", COMMANDS)
 def test_nobody_there_is_one_line(arguments: list[str]) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -221,6 +262,10 @@ WRONG = [
     ["generate"],
     ["info", "--cert", "c.pem"],
     ["info", "--ca-cert", "/does/not/exist"],
+    ["info", "--token", ""],
+    ["info", "--token", "two\nlines"],
+    ["info", "--token-path", "/dev/null"],
+    ["info", "--token-path", "/does/not/exist"],
     ["generate", "x", "--max-new-tokens", "-1"],
     ["generate", "x", "--seed", str(2**64)],
 ]

@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from dataclasses import MISSING, fields, replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, get_args
 
@@ -138,6 +139,27 @@ def test_every_option_is_declared_once() -> None:
     shared = {f.name for f in fields(LauncherConfig)}
     shared |= {f.name for f in fields(LinkOptions)}
     assert {f.name for f in fields(RouterConfig)} - shared == {"tokenizer_path", "shard_addresses"}
+
+
+PROGRAMS = (cli.launcher_main, cli.router_main, cli.server_main, cli.main)
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.name)
+def test_help_and_version_have_the_short_flags_of_the_original(program: click.Command) -> None:
+    """Also where a required option is missing."""
+    short, long = (CliRunner().invoke(program, [flag]) for flag in ("-h", "--help"))
+    assert short.stdout.startswith("Usage: ")
+    assert (short.exit_code, short.stdout, short.stderr) == (0, long.stdout, "")
+    for flag in ("-V", "--version"):
+        result = CliRunner().invoke(program, [flag])
+        assert (result.exit_code, result.stderr) == (0, "")
+        assert result.stdout.endswith(f", version {version('tgis-next')}\n")
+
+
+def test_commands_below_a_group_have_the_short_flag_for_help() -> None:
+    for name in ("serve", "launcher", "health-probe", "download-weights"):
+        result = CliRunner().invoke(cli.main, [name, "-h"])
+        assert (result.exit_code, result.stdout[:7]) == (0, "Usage: ")
 
 
 @pytest.mark.parametrize(
@@ -358,6 +380,25 @@ def test_quantization_is_not_silently_left_out(method: str) -> None:
     assert f"--quantize: {method} weights are not served" in refusal(["--quantize", method])
 
 
+@pytest.mark.parametrize("reads", ["launcher", "serve"])
+@pytest.mark.parametrize(
+    ("method", "code"),
+    [("gptq", 1), ("bitsandbytes", 1)]
+    + [(name, 2) for name in "awq bitsandbytes-fp4 bitsandbytes-nf4 eetq exl2 fp8 marlin squeezellm".split()],
+)
+def test_every_method_of_others_is_told_what_to_do_instead(reads: str, method: str, code: int) -> None:
+    advice = "give the unquantized checkpoint, and --quantize int8 for weights in 8 bits"
+    assert advice in refusal(["--quantize", method], code=code, reads=reads)
+    assert advice in refusal([], {"QUANTIZE": method}, code=code, reads=reads)
+
+
+def test_methods_that_are_refused_are_not_offered() -> None:
+    for command_name in ("launcher", "serve"):
+        help = CliRunner().invoke(cli.main, [command_name, "--help"]).stdout
+        assert "--quantize [int8]" in help
+        assert "gptq" not in help
+
+
 @pytest.mark.parametrize(
     ("text", "level", "is_warned"),
     [
@@ -434,13 +475,13 @@ def test_help_is_in_groups(name: str, first: str) -> None:
     }
     assert list(listed) == [group.value for group in Group if group.value in listed] + ["Options"]
     assert listed["Model"][0] == first
-    assert listed.pop("Options") == ["--help"]
+    assert listed.pop("Options") == ["--version", "--help"]
     heading_of = {flag: heading for heading, flags in listed.items() for flag in flags}
     for f, option, _ in declared(TYPES[name]):
         assert option.group is not None, f.name
         assert not option.flag or heading_of[flag_of(f)] == option.group.value
     visible = [p for p in cli.main.commands[name].params if isinstance(p, click.Option) and not p.hidden]
-    assert len(visible) == len(heading_of) == sum(map(len, listed.values()))
+    assert len(visible) - 1 == len(heading_of) == sum(map(len, listed.values()))  # --version has no group
 
 
 def test_every_command_has_help() -> None:

@@ -179,4 +179,4 @@ def test_the_document_has_the_flags_of_the_commands(helps: dict[str, str], docum
             if row.startswith("  -")
             for flag in FLAG.findall(row[2:].split("  ")[0])
         }
-        assert listed == shown - {"--help"}
+        assert listed == shown - {"--help", "--version"}

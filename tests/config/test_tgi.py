@@ -121,6 +121,7 @@ def test_values_are_read_as_those_of_ours() -> None:
     assert "at least 2" in refusal([*compat, "--max-total-tokens", "1"])
     assert "must be true or false" in refusal([*compat, "--sharded", "maybe"])
     assert "gptq weights are not served" in refusal(compat, {"HF_MODEL_QUANTIZE": "gptq"})
+    assert "--quantize int8" in refusal(compat, {"HF_MODEL_QUANTIZE": "awq"}, code=2)
 
 
 @pytest.mark.parametrize("short", [["-g", "90"], ["-g90"]])

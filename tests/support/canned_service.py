@@ -23,9 +23,11 @@ class CannedService(GenerationServiceServicer):
     """Seconds before each word of a stream and before a unary answer."""
     asked: list[Any] = field(default_factory=list)
     """Every request, in order of arrival."""
+    metadata: list[dict[str, str]] = field(default_factory=list)
+    """What came with each of them."""
 
     def Generate(self, request: Any, context: Any) -> pb.BatchedGenerationResponse:
-        self.asked.append(request)
+        self._note(request, context)
         time.sleep(self.delay)
         if any(each.text == "fail" for each in request.requests):
             context.abort(grpc.StatusCode.INVALID_ARGUMENT, "input refused\nin two lines")
@@ -33,7 +35,7 @@ class CannedService(GenerationServiceServicer):
         return pb.BatchedGenerationResponse(responses=answers)
 
     def GenerateStream(self, request: Any, context: Any) -> Iterator[pb.GenerationResponse]:
-        self.asked.append(request)
+        self._note(request, context)
         yield pb.GenerationResponse(input_token_count=4, seed=7)
         for index, word in enumerate(WORDS):
             time.sleep(self.delay)
@@ -48,12 +50,16 @@ class CannedService(GenerationServiceServicer):
             )
 
     def Tokenize(self, request: Any, context: Any) -> pb.BatchedTokenizeResponse:
-        self.asked.append(request)
+        self._note(request, context)
         return pb.BatchedTokenizeResponse(responses=[_tokenize(each.text) for each in request.requests])
 
     def ModelInfo(self, request: Any, context: Any) -> pb.ModelInfoResponse:
-        self.asked.append(request)
+        self._note(request, context)
         return pb.ModelInfoResponse(max_sequence_length=512, max_new_tokens=128)
+
+    def _note(self, request: Any, context: Any) -> None:
+        self.asked.append(request)
+        self.metadata.append(dict(context.invocation_metadata()))
 
 
 @contextmanager

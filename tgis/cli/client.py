@@ -33,6 +33,14 @@ class Connection:
     ca_cert: str | None = option("PEM file of the authorities to trust; implies --tls.", None, env=False)
     cert: str | None = option("PEM file of the client's certificate; needs --key.", None, env=False)
     key: str | None = option("PEM file of the client's private key; needs --cert.", None, env=False)
+    token: str | None = option(
+        "Bearer token. Other users of this machine can read flags: use the variable or --token-path.",
+        None,
+        env="TGIS_TOKEN",
+    )
+    token_path: str | None = option(
+        "File whose first line is the bearer token; used instead of --token.", None, env=False
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,10 +54,18 @@ class Generation:
         "Sample among the likeliest K.", None, env=False, minimum=0, maximum=MAX_UINT32
     )
     top_p: float | None = option("Sample among those that together reach this probability.", None, env=False)
+    typical_p: float | None = option(
+        "Sample among the most typical that together reach this probability.", None, env=False
+    )
     seed: int | None = option("Sample with this seed.", None, env=False, minimum=0, maximum=MAX_UINT64)
     stop: tuple[str, ...] = option("Stop after this text; may be given more than once.", (), env=False)
     regex: str | None = option("Generate what this regular expression matches.", None, env=False)
     json_schema: str | None = option("Generate what this JSON Schema describes.", None, env=False)
+    grammar: str | None = option("Generate what this grammar, Lark or GBNF, describes.", None, env=False)
+    choice: tuple[str, ...] = option("Generate one of these; give it for each of them.", (), env=False)
+    truncate_input_tokens: int = option(
+        "Keep only the last N tokens of an input; 0 keeps all.", 0, env=False, minimum=0, maximum=MAX_UINT32
+    )
     prefix_id: str | None = option("Tuned soft prompt to put before the input.", None, env=False)
     adapter_id: str | None = option("LoRA adapter to generate with.", None, env=False)
     details: bool = option("Also a table of the tokens: log-probability, rank, rivals.", False, env=False)
@@ -91,7 +107,7 @@ def generate(connection: Connection, generation: Generation, output: Output, inp
         adapter_id=generation.adapter_id,
     )
     with connect(connection) as stub:
-        responses = stub.Generate(request, timeout=connection.timeout).responses
+        responses = stub.Generate(request, **_call_options(connection)).responses
     for text, response in zip(inputs, responses, strict=True):
         if output.json:
             click.echo(to_json(response))
@@ -112,7 +128,7 @@ def stream(connection: Connection, generation: Generation, output: Output, text:
         adapter_id=generation.adapter_id,
     )
     with connect(connection) as stub:
-        messages = stub.GenerateStream(request, timeout=connection.timeout)
+        messages = stub.GenerateStream(request, **_call_options(connection))
         if output.json:
             for message in messages:
                 click.echo(to_json(message))
@@ -126,7 +142,7 @@ def tokenize(connection: Connection, output: Output, inputs: Sequence[str]) -> N
         requests=[pb.TokenizeRequest(text=text) for text in inputs], return_tokens=True, return_offsets=True
     )
     with connect(connection) as stub:
-        responses = stub.Tokenize(request, timeout=connection.timeout).responses
+        responses = stub.Tokenize(request, **_call_options(connection)).responses
     for response in responses:
         if output.json:
             click.echo(to_json(response))
@@ -139,7 +155,7 @@ def tokenize(connection: Connection, output: Output, inputs: Sequence[str]) -> N
 def info(connection: Connection, output: Output) -> None:
     """Print the model's kind and limits. Raises CallError."""
     with connect(connection) as stub:
-        response = stub.ModelInfo(pb.ModelInfoRequest(), timeout=connection.timeout)
+        response = stub.ModelInfo(pb.ModelInfoRequest(), **_call_options(connection))
     if output.json:
         click.echo(to_json(response))
         return
@@ -149,15 +165,20 @@ def info(connection: Connection, output: Output) -> None:
 
 
 def build_parameters(generation: Generation) -> pb.Parameters:
-    if generation.regex is not None and generation.json_schema is not None:
-        raise click.UsageError("--regex and --json-schema exclude each other")
-    chosen = (generation.temperature, generation.top_k, generation.top_p, generation.seed)
+    chosen = (
+        generation.temperature,
+        generation.top_k,
+        generation.top_p,
+        generation.typical_p,
+        generation.seed,
+    )
     return pb.Parameters(
         method=pb.SAMPLE if any(value is not None for value in chosen) else pb.GREEDY,
         sampling=pb.SamplingParameters(
             temperature=generation.temperature,
             top_k=generation.top_k or 0,
             top_p=generation.top_p or 0.0,
+            typical_p=generation.typical_p or 0.0,
             seed=generation.seed,
         ),
         stopping=pb.StoppingCriteria(
@@ -165,13 +186,27 @@ def build_parameters(generation: Generation) -> pb.Parameters:
             min_new_tokens=generation.min_new_tokens,
             stop_sequences=generation.stop,
         ),
-        decoding=pb.DecodingParameters(regex=generation.regex, json_schema=generation.json_schema),
+        decoding=_build_decoding(generation),
         response=pb.ResponseOptions(
             generated_tokens=generation.details,
             token_logprobs=generation.details,
             token_ranks=generation.details,
             top_n_tokens=generation.top_n if generation.details else 0,
         ),
+        truncate_input_tokens=generation.truncate_input_tokens,
+    )
+
+
+def _build_decoding(generation: Generation) -> pb.DecodingParameters:
+    constraints = (generation.regex, generation.json_schema, generation.grammar, generation.choice or None)
+    if sum(one is not None for one in constraints) > 1:
+        raise click.UsageError("--regex, --json-schema, --grammar and --choice exclude each other")
+    choices = pb.DecodingParameters.StringChoices(choices=generation.choice) if generation.choice else None
+    return pb.DecodingParameters(
+        regex=generation.regex,
+        json_schema=generation.json_schema,
+        grammar=generation.grammar,
+        choice=choices,
     )
 
 
@@ -201,11 +236,24 @@ def _open_channel(connection: Connection) -> grpc.Channel:
         return grpc.insecure_channel(connection.target, options)
     if (connection.cert is None) != (connection.key is None):
         raise click.UsageError("--cert and --key go together")
-    credentials = grpc.ssl_channel_credentials(*(_read_pem(path) if path else None for path in files))
+    credentials = grpc.ssl_channel_credentials(*(_read(path) if path else None for path in files))
     return grpc.secure_channel(connection.target, credentials, options)
 
 
-def _read_pem(path: str) -> bytes:
+def _call_options(connection: Connection) -> dict[str, Any]:
+    """Return the time limit and the metadata of every call. Raises click.ClickException."""
+    token = connection.token
+    if connection.token_path:
+        first, *_ = _read(connection.token_path).splitlines() or [b""]
+        token = first.decode(errors="replace").strip()
+    if token is None:
+        return {"timeout": connection.timeout}
+    if not token or not token.isascii() or not token.isprintable():
+        raise click.UsageError("the token must be a line of printable ASCII characters")
+    return {"timeout": connection.timeout, "metadata": [("authorization", f"Bearer {token}")]}
+
+
+def _read(path: str) -> bytes:
     try:
         return Path(path).read_bytes()
     except OSError as error:

@@ -15,8 +15,8 @@ from typing import Any, NoReturn, TypeVar
 import click
 from click.core import ParameterSource
 
-from tgis import json_lines, logs
-from tgis.cli.parameters import FOREIGN, foreign_flag, parameter
+from tgis import __version__, json_lines, logs
+from tgis.cli.parameters import FOREIGN, HELP_NAMES, VERSION_NAMES, foreign_flag, parameter
 from tgis.config import log_level, report
 from tgis.config.aliases.alias import Foreign
 from tgis.config.aliases.tgi import SHARED_SHORT_FLAG, TGI_NAMES
@@ -114,10 +114,10 @@ def command(
         callback=call,
         params=[*options, *extra, *theirs],
         help=help,
-        context_settings={"show_default": True},
+        context_settings={"show_default": True, "help_option_names": HELP_NAMES},
     )
     made.process = process
-    return made
+    return click.version_option(__version__, *VERSION_NAMES)(made)
 
 
 @contextlib.contextmanager

@@ -1,4 +1,5 @@
-"""Builds commands for a running service; their options are fields of dataclasses, set by flags only."""
+"""Builds commands for a running service. Their options are fields of dataclasses, set by flags, and by the
+variables that some declare."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import MISSING, Field
@@ -7,7 +8,7 @@ from typing import Any, get_args, get_origin
 
 import click
 
-from tgis.config.option import Option, declared, flag_of
+from tgis.config.option import Option, declared, env_of, flag_of
 
 
 def build_command(
@@ -32,6 +33,8 @@ def _click_option(f: Field[Any], declaration: Option, hint: Any) -> click.Option
         default=None if f.default is MISSING else f.default,
         is_flag=hint is bool,
         multiple=get_origin(hint) is tuple,
+        envvar=env_of(f),
+        show_envvar=True,
         help=declaration.help,
         show_default=f.default not in (None, False, ()),
     )

@@ -12,7 +12,7 @@ from typing import Any
 
 import click
 
-from tgis.cli.parameters import parameter
+from tgis.cli.parameters import HELP_NAMES, parameter
 from tgis.config.network import ProbeConfig
 from tgis.config.option import declared
 
@@ -104,5 +104,5 @@ health_probe = _Probe(
     callback=_probe,
     params=[parameter(f, option, hint, is_required=False) for f, option, hint in declared(ProbeConfig)],
     help="Ask the service on this host whether it is ready; exit status 0 or 1.",
-    context_settings={"show_default": True},
+    context_settings={"show_default": True, "help_option_names": HELP_NAMES},
 )

@@ -16,7 +16,7 @@ from tgis.cli import models, prompts
 from tgis.cli.client import client
 from tgis.cli.command import OneLineGroup, command, one_line_errors
 from tgis.cli.health_probe import health_probe
-from tgis.cli.parameters import GroupedOption
+from tgis.cli.parameters import HELP_NAMES, VERSION_NAMES, GroupedOption
 from tgis.cli.top.command import command as top
 from tgis.config.aliases.tgis import TGIS_NAMES
 from tgis.config.checks import DEFAULT, Setting, SettingsError
@@ -146,14 +146,14 @@ _env = command(
 )
 
 
-@click.group(cls=OneLineGroup)
-@click.version_option(__version__)
+@click.group(cls=OneLineGroup, context_settings={"help_option_names": HELP_NAMES})
+@click.version_option(__version__, *VERSION_NAMES)
 def server_main() -> None:
     """Serve one shard of a model, and bring models to the disk."""
 
 
-@click.group(cls=OneLineGroup)
-@click.version_option(__version__)
+@click.group(cls=OneLineGroup, context_settings={"help_option_names": HELP_NAMES})
+@click.version_option(__version__, *VERSION_NAMES)
 def main() -> None:
     """Text generation behind gRPC."""
 

@@ -142,7 +142,8 @@ def convert_to_onnx(
     optimize: bool,
     provider: str | None,
 ) -> None:
-    """Write MODEL_NAME, a directory or in the hub cache, as ONNX to the directory TARGET_MODEL_NAME."""
+    """Write MODEL_NAME, a directory or in the hub cache, as ONNX to the directory TARGET_MODEL_NAME. Needs
+    optimum-onnx, which works in another environment only: without it, the error says how to make one."""
     with told_in_one_line():
         directory = model_files.find_files(model_name, revision, cache_root())
         from tgis.convert import onnx

@@ -16,6 +16,8 @@ from tgis.config.aliases.alias import Foreign
 from tgis.config.option import Group, Option, env_of, flag_of
 
 FOREIGN = "foreign_"  # prefix of the parameter names of foreign options
+HELP_NAMES = ["-h", "--help"]  # TGIS's; commands below a group inherit them
+VERSION_NAMES = ("-V", "--version")
 
 
 class Refusal(click.BadParameter):
@@ -91,12 +93,27 @@ def _type_of(name: str, option: Option, hint: Any) -> click.ParamType[Any]:
     if name == "log_level":
         return _Level()
     if option.choices:
-        return click.Choice(option.choices)
+        return _Choice(option)
     if kind is int:
         return _Int(option)
     if kind is float:
         return _Float(option.minimum, option.maximum)
     return click.BOOL if kind is bool else click.STRING
+
+
+class _Choice(click.Choice[str]):
+    def __init__(self, option: Option) -> None:
+        super().__init__(option.choices or ())
+        self._option = option
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        if value in self._option.unlisted:
+            return str(value)
+        try:
+            return super().convert(value, param, ctx)
+        except click.BadParameter as error:
+            text = f"{error.message} {self._option.advice}".rstrip()
+            raise click.BadParameter(text, error.ctx, error.param) from error
 
 
 class _Int(click.IntRange):

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tgis.config.aliases.alias import Foreign
+from tgis.config.model import QUANTIZATIONS_OF_TGIS
 from tgis.errors import OperatorError
 
 DEFAULT = "default"
@@ -12,14 +13,13 @@ NOT_SERVED = {
     "ibm_fms": "models are not run through IBM FMS",
     "ds_inference": "models are not run through DeepSpeed, and are cut over shards without it",
 }
-NOT_QUANTIZED = ("gptq", "bitsandbytes")
 OTHERWISE = (
     "use tgis_native, the service's own engine, or hf_transformers, or leave it out to get whichever knows "
     "the model"
 )
 RENAMED = {
     "hf_custom_tp": "hf_custom_tp is an older name of tgis_native",
-    "hf_accelerate": "hf_accelerate means hf_transformers: devices are counted with --num-shard",
+    "hf_accelerate": "hf_accelerate means hf_transformers: --num-shard says how many devices to use",
     "hf_optimum_bt": "hf_optimum_bt counts as unset: BetterTransformer is gone from its library, and "
     "attention is never computed the slow way",
 }
@@ -91,10 +91,10 @@ def check(settings: Mapping[str, Setting]) -> list[str]:
     _check_ports(values)
     _check_tls(values)
     _check_link(settings)
-    if (method := values.get("quantize")) in NOT_QUANTIZED:
+    if (method := values.get("quantize")) in QUANTIZATIONS_OF_TGIS:
         raise SettingsError(
-            f"{settings['quantize'].source}: {method} weights are not served by this version: give an "
-            "unquantized checkpoint and leave it out, or ask for int8"
+            f"{settings['quantize'].source}: {method} weights are not served by this version: give the "
+            "unquantized checkpoint, and --quantize int8 for weights in 8 bits"
         )
     return _check_framework(values.get("deployment_framework"))
 

@@ -6,7 +6,12 @@ from tgis.config.option import Group, in_group, option
 
 DTYPES = ("float32", "bfloat16", "float16")
 DEVICES = ("auto", "cpu", "cuda")
-QUANTIZATIONS = ("int8", "gptq", "bitsandbytes")
+QUANTIZATIONS = ("int8",)
+QUANTIZATIONS_OF_TGIS = ("gptq", "bitsandbytes")  # refused with exit code 1
+NO_QUANTIZED_CHECKPOINTS = (
+    "Quantized checkpoints are not served by this version: give the unquantized checkpoint, and --quantize "
+    "int8 for weights in 8 bits."
+)
 FRAMEWORKS = (
     "hf_transformers",
     "hf_accelerate",
@@ -33,9 +38,11 @@ class ModelOptions:
     )
     quantize: str | None = option(
         "Weights of linear layers in 8 bits, made when they are read: int8, on the CPU, in the service's own "
-        "engine; activations are rounded to 8 bits where they meet them. gptq and bitsandbytes are refused.",
+        "engine; activations are rounded to 8 bits where they meet them.",
         None,
         choices=QUANTIZATIONS,
+        unlisted=QUANTIZATIONS_OF_TGIS,
+        advice=NO_QUANTIZED_CHECKPOINTS,
     )
     block_size: int = option("Tokens per cache block.", 16, minimum=1, group=Group.MEMORY)
     kv_cache_tokens: int | None = option(

@@ -152,7 +152,9 @@ class LauncherConfig(
     revision: str | None = option("Revision of a model in the hub cache.", None, is_common=True)
     dtype_str: str | None = option("Older name of --dtype.", None, choices=DTYPES, group=Group.COMPATIBILITY)
     num_shard: int | None = option(
-        "Tensor-parallel shards of each node; unset: NUM_GPUS, else the visible devices, 1 on a CPU.",
+        "Tensor-parallel shards of each node; unset: NUM_GPUS, else on GPUs the number of entries in "
+        "CUDA_VISIBLE_DEVICES, or in NVIDIA_VISIBLE_DEVICES where that is unset, else 1. GPUs themselves are "
+        "not counted.",
         None,
         minimum=1,
         refusal=NO_SHARDS,

@@ -6,10 +6,12 @@ from pathlib import Path
 
 import grpc
 import pytest
+from click.testing import CliRunner, Result
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tests.support.router.messages import batch, single
 from tests.support.router.router_process import Setup, start_router, stop_router
+from tgis.cli.client import client
 from tgis.pb import generation_pb2 as pb
 
 OLD, NEW = "old-secret", "new-secret"
@@ -80,6 +82,20 @@ def test_health_may_be_asked_by_all_and_nothing_else(guarded: Setup) -> None:
     with pytest.raises(grpc.RpcError) as unknown:
         guarded.channel.unary_unary("/fmaas.GenerationService/NoSuch")(b"", timeout=5)
     assert unknown.value.code() is REFUSED
+
+
+def test_our_own_client_gets_in(guarded: Setup, home: Path) -> None:
+    def run(command: str, *token: str) -> Result:
+        target = f"127.0.0.1:{guarded.service.grpc_port}"
+        text = [] if command == "info" else ["a"]
+        return CliRunner().invoke(client, [command, *text, "--target", target, *token])
+
+    for command in ("generate", "stream", "tokenize", "info"):
+        assert run(command, "--token", "another").exit_code == 0
+        assert run(command, "--token-path", str(home / "tokens")).exit_code == 0
+        result = run(command)
+        assert result.exit_code == 1
+        assert result.stderr == "error: UNAUTHENTICATED: a valid bearer token is required\n"
 
 
 def test_tokens_are_replaced_under_way(guarded: Setup, home: Path) -> None:

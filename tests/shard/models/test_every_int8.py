@@ -1,0 +1,60 @@
+"""`--quantize int8` on every family, against transformers in float32; `make test` runs a case of each."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.support.shard.checkpoints import write_model
+from tests.support.shard.driver import Request, Router, configure
+from tests.support.shard.family_cases.all import CASES
+from tests.support.shard.family_oracle import NEW_TOKENS, draw_inputs, load_model
+from tgis.shard.models.registry import FAMILIES
+from tgis.shard.startup.load import load
+
+TOLERANCE = 0.1  # of log-probabilities on average, of models as tiny and random as these
+WIDE = {"mt5": 0.2}  # attention scores that are not scaled make more of an error in a query
+
+
+def plan() -> Iterator[object]:
+    """Yield every case; all but the first of each family are slow."""
+    met: set[object] = set()
+    for name, make in CASES.items():
+        family = FAMILIES[make().model_type]
+        yield pytest.param(name, marks=[pytest.mark.slow] if family in met else [])
+        met.add(family)
+
+
+@torch.inference_mode()
+def expected_logprobs(model: Any, request: Request) -> Tensor:
+    """Return transformers' log-probabilities of the tokens that were generated."""
+    chosen = torch.tensor(request.generated)
+    ids = torch.tensor([request.prompt + request.generated[:-1]])
+    if request.encoder_token_ids:
+        out = model(input_ids=torch.tensor([request.encoder_token_ids]), decoder_input_ids=ids)
+    else:
+        out = model(input_ids=ids)
+    logprobs = out.logits[0, len(request.prompt) - 1 :].float().log_softmax(-1)
+    return logprobs.gather(1, chosen[:, None])[:, 0]
+
+
+@pytest.mark.parametrize("name", [*plan()])
+def test_is_near_float32(name: str, tmp_path: Path) -> None:
+    config = CASES[name]()
+    write_model(tmp_path, config)
+    model = load_model(tmp_path, config)
+    engine = load(configure(tmp_path, quantize="int8"))
+    assert engine.info.weight_dtype == "int8"
+    start = [model.generation_config.decoder_start_token_id] if config.is_encoder_decoder else []
+    requests = [
+        Request(start or ids, NEW_TOKENS, encoder_token_ids=ids if start else [], details={"logprobs": True})
+        for ids in draw_inputs()
+    ]
+    Router(engine, seed=1).run(list(requests))
+    found = torch.tensor([one for request in requests for one in request.logprobs])
+    expected = torch.cat([expected_logprobs(model, request) for request in requests])
+    difference = (found - expected).abs()
+    assert 0 < difference.mean() < WIDE.get(name, TOLERANCE)
