@@ -5,6 +5,7 @@ import os
 import shutil
 import signal
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -54,8 +55,15 @@ def request() -> pb.SingleGenerationRequest:
 
 
 @pytest.fixture
-def service(model: Path, tmp_path: Path) -> Iterator[Service]:
-    service = start(UNIT, model, tmp_path)
+def home() -> Iterator[Path]:
+    """A directory whose path leaves room for that of a socket, which pytest's own may not."""
+    with tempfile.TemporaryDirectory(prefix="unit-") as directory:
+        yield Path(directory)
+
+
+@pytest.fixture
+def service(model: Path, home: Path) -> Iterator[Service]:
+    service = start(UNIT, model, home)
     yield service.wait_until_serving()
     service.end()
 
@@ -91,20 +99,20 @@ def test_a_router_s_death_is_a_failure_that_systemd_restarts(service: Service) -
     assert any("router was killed by SIGKILL" in line for line in service.lines)
 
 
-def test_shards_cannot_meet_without_netlink(model: Path, tmp_path: Path) -> None:
+def test_shards_cannot_meet_without_netlink(model: Path, home: Path) -> None:
     """So the run notices what the unit's filter takes away."""
-    unit = tmp_path / UNIT.name
+    unit = home / UNIT.name
     unit.write_text(UNIT.read_text().replace(" AF_NETLINK", ""))
-    service = start(unit, model, tmp_path)
+    service = start(unit, model, home)
     assert service.process.wait(60) == 1
     assert service.end() == 1
     assert any("did not meet all 2 ranks" in line for line in service.lines)
 
 
-def test_options_that_cannot_be_read_are_not_tried_again(model: Path, tmp_path: Path) -> None:
-    unit = tmp_path / UNIT.name
+def test_options_that_cannot_be_read_are_not_tried_again(model: Path, home: Path) -> None:
+    unit = home / UNIT.name
     text = UNIT.read_text()
     unit.write_text(text.replace("text-generation-launcher\n", "text-generation-launcher --modell x\n"))
-    service = start(unit, model, tmp_path)
+    service = start(unit, model, home)
     assert str(service.process.wait(30)) == read_unit(text, "").last("RestartPreventExitStatus")
     service.end()
