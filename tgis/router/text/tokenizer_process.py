@@ -136,8 +136,9 @@ class _Child:
 
     def kill(self) -> None:
         """Kill the process. Any thread may call this."""
-        if self._process is not None:
-            self._process.kill()
+        process = self._process  # the thread that asks may reap it meanwhile
+        if process is not None:
+            process.kill()
 
     def close(self) -> None:
         """Kill the process, also one that is just starting. Any thread may call this."""
