@@ -54,8 +54,8 @@ check: $(VENV)/installed-dev  ## Lint, types, imports, sizes, locks, pages, wire
 	$(BIN)/ruff format --check $(SOURCES)
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
-	$(BIN)/python scripts/check_sizes.py
-	$(BIN)/python scripts/check_docstrings.py
+	$(BIN)/python -m scripts.check_sizes
+	$(BIN)/python -m scripts.check_docstrings
 	$(BIN)/python -m scripts.check_locks
 	$(BIN)/python -m scripts.write_docs --check
 	$(BIN)/buf lint

@@ -1,11 +1,11 @@
 """Fails when a docstring of the package begins as a fragment: "Of the shards", "What a step costs"."""
 
 import ast
-import sys
 from pathlib import Path
 
+from scripts.check_sizes import ROOT, check
+
 FRAGMENTS = frozenset("Of What To Who Where Whether How As With From By".split())
-ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTED = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Module
 
 
@@ -21,7 +21,4 @@ def fragments(path: Path) -> list[str]:
 
 
 if __name__ == "__main__":
-    sources = [path for path in (ROOT / "tgis").rglob("*.py") if "pb" not in path.parts]
-    problems = [problem for path in sorted(sources) for problem in fragments(path)]
-    print("\n".join(problems) or f"{len(sources)} files without docstrings that are fragments")
-    sys.exit(bool(problems))
+    check(fragments, "without docstrings that are fragments")

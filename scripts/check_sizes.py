@@ -2,7 +2,9 @@
 
 import ast
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import NoReturn
 
 MAX_FILE, MAX_FUNCTION = 400, 50
 ROOT = Path(__file__).resolve().parent.parent
@@ -20,8 +22,13 @@ def too_long(path: Path) -> list[str]:
     return found
 
 
-if __name__ == "__main__":
+def check(rule: Callable[[Path], list[str]], verdict: str) -> NoReturn:
+    """Print what `rule` finds in the package's files, or that they are as `verdict` says, and exit."""
     sources = [path for path in (ROOT / "tgis").rglob("*.py") if "pb" not in path.parts]
-    problems = [problem for path in sorted(sources) for problem in too_long(path)]
-    print("\n".join(problems) or f"{len(sources)} files within their sizes")
+    problems = [problem for path in sorted(sources) for problem in rule(path)]
+    print("\n".join(problems) or f"{len(sources)} files {verdict}")
     sys.exit(bool(problems))
+
+
+if __name__ == "__main__":
+    check(too_long, "within their sizes")
