@@ -7,7 +7,7 @@ from typing import TypeVar
 from prometheus_client import CollectorRegistry, generate_latest
 
 from tgis.router.metrics.metric_types import Counter, Gauge, Histogram, Series, Summary
-from tgis.router.metrics.resource_counts import Tally
+from tgis.router.metrics.resource_counts import ResourceCount
 
 DURATION_BOUNDS = tuple(0.0001 * 1.5**k for k in range(1, 36))  # seconds
 TOKENIZE_BOUNDS = tuple(64 * 2**k for k in range(14))
@@ -27,7 +27,7 @@ class MetricLimits:
 
 
 @dataclass(frozen=True)
-class ContentMetrics:
+class AdapterMetrics:
     """Series of the adapters of one kind."""
 
     load_duration: Histogram
@@ -46,7 +46,7 @@ class Metrics:
     def __init__(self, limits: MetricLimits) -> None:
         self.registry = CollectorRegistry()
         self.catalogue: list[Series] = []
-        self.tallies: dict[str, Tally] = {}
+        self.resource_counts: dict[str, ResourceCount] = {}
         self._declare_requests()
         self._declare_lengths(limits)
         self._declare_durations()
@@ -54,8 +54,8 @@ class Metrics:
         self._declare_steps()
         self._declare_tokenize()
         self._declare_state()
-        self.prompts = self._declare_contents("tgi_prompt", "soft prompts")
-        self.adapters = self._declare_contents("tgi_adapter", "adapters")
+        self.prompts = self._declare_adapters("tgi_prompt", "soft prompts")
+        self.adapters = self._declare_adapters("tgi_adapter", "adapters")
 
     def _declare_requests(self) -> None:
         self.request_count = self._counter(
@@ -240,8 +240,8 @@ class Metrics:
         )
         self.shard_restarts = self._counter("tgi_shard_restarts", "Times the shards were lost")
 
-    def _declare_contents(self, name: str, what: str) -> ContentMetrics:
-        return ContentMetrics(
+    def _declare_adapters(self, name: str, what: str) -> AdapterMetrics:
+        return AdapterMetrics(
             load_duration=self._duration(
                 f"{name}_load_duration", f"Seconds from look-up to use of {what} that had to be loaded"
             ),
@@ -255,11 +255,11 @@ class Metrics:
             evictions=self._counter(f"{name}_cache_evictions", f"Times that {what} made way for others"),
         )
 
-    def follow_tally(self, kind: str, tally: Tally) -> None:
-        """Show a tally at every scrape, and check it at the end."""
-        self.tallies[kind] = tally
-        self.created.follow(lambda: tally.created, kind)
-        self.released.follow(lambda: tally.released, kind)
+    def follow_resource(self, kind: str, count: ResourceCount) -> None:
+        """Show a count at every scrape, and check it at the end."""
+        self.resource_counts[kind] = count
+        self.created.follow(lambda: count.created, kind)
+        self.released.follow(lambda: count.released, kind)
 
     def render(self) -> bytes:
         """Return the text of a scrape."""

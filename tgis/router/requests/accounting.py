@@ -14,14 +14,14 @@ from tgis.router.errors import (
     OverloadedError,
     RequestError,
     RouterError,
-    SlowReaderError,
+    SlowClientError,
     internal_error,
 )
 from tgis.router.events import Event, Failed, InputTokens, Output
 from tgis.router.metrics.metrics import Metrics
 from tgis.router.requests.request_log import CallLog, GenerationCall, InputLog, correlation_id
 from tgis.router.requests.tracing import Span, Tracing
-from tgis.router.requests.validation import Request
+from tgis.router.requests.validation import CallParameters
 from tgis.router.sequence import Sequence, StopReason
 
 logger = logging.getLogger(__name__)
@@ -95,7 +95,7 @@ class Call:
         except OverloadedError:
             failure.add("conc_limit")
             raise
-        except SlowReaderError:
+        except SlowClientError:
             failure.add("slow_reader")
             raise
         except RouterError:
@@ -109,7 +109,7 @@ class Call:
             failure.add("cancelled", amount=self._num_waiting)
             raise
 
-    def accept(self, request: Request, sequences: list[Sequence]) -> None:
+    def accept(self, params: CallParameters, sequences: list[Sequence]) -> None:
         """Record that all inputs have been validated."""
         failpoints.hit("router.before_accept")
         metrics = self._metrics
@@ -117,7 +117,7 @@ class Call:
         for sequence in sequences:
             sequence.request_id = self._log.request_id
             metrics.request_input_length.observe(sequence.num_input_tokens)
-            metrics.request_max_new_tokens.observe(request.stopping.max_new_tokens)
+            metrics.request_max_new_tokens.observe(params.stopping.max_new_tokens)
         self._log.accept()
 
     @contextmanager

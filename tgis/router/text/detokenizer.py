@@ -41,7 +41,7 @@ class Vocabulary:
         self._tokenizer = tokenizer
         self._skips_special, self._is_continuation = not output_special_tokens, is_continuation
         self._skipped = frozenset() if output_special_tokens else tokenizer.special_ids
-        self.holds_clusters = bool(decoder) and decoder["type"] in ("ByteLevel", "Sequence")
+        self.streams_clusters = bool(decoder) and decoder["type"] in ("ByteLevel", "Sequence")
         """True if a stream shows whole grapheme clusters; else it shows whole tokens."""
         self.detokenizer = self._choose(_kinds(decoder))
         """Factory of the detokenizer of one generation."""

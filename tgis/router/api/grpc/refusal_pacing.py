@@ -11,7 +11,7 @@ MAX_DELAY_S = 4.0
 MAX_WAITING_BYTES = 256 << 20
 
 
-class RefusalClocks:
+class RefusalSchedule:
     """Times at which the next refusal on each connection is due. Only connections that were refused something
     in the last `max_delay_s` are kept."""
 
@@ -42,7 +42,7 @@ class RefusalPacing:
     """Pacer that makes refusals wait for their turns."""
 
     def __init__(self) -> None:
-        self._clocks = RefusalClocks()
+        self._schedule = RefusalSchedule()
         self._num_waiting_bytes = 0
         self._has_ended = asyncio.Event()
 
@@ -50,7 +50,7 @@ class RefusalPacing:
         """Wait until a message of that many bytes may be refused on the connection to `peer`."""
         if num_bytes <= LARGE_BYTES:
             return
-        delay = self._clocks.delay(peer, num_bytes, asyncio.get_running_loop().time())
+        delay = self._schedule.delay(peer, num_bytes, asyncio.get_running_loop().time())
         if not delay or self._num_waiting_bytes + num_bytes > MAX_WAITING_BYTES:
             return
         self._num_waiting_bytes += num_bytes

@@ -16,9 +16,9 @@ from tgis.router.engine.engine import Engine
 from tgis.router.errors import RequestError
 from tgis.router.events import Event
 from tgis.router.requests.accounting import MISSING_REQUEST, Accounts, Call
-from tgis.router.requests.concurrency import Permits
+from tgis.router.requests.concurrency import ConcurrencyLimit
 from tgis.router.requests.request_log import GenerationCall, InputLog
-from tgis.router.requests.validation import Request, Validator, check_parameters
+from tgis.router.requests.validation import CallParameters, Validator, check_parameters
 from tgis.router.sequence import Sequence
 from tgis.router.text.tokenizer import Tokenizer
 
@@ -36,14 +36,14 @@ class GenerationService(GenerationServiceServicer):
         validator: Validator,
         tokenizer: Tokenizer,
         contents: Contents,
-        permits: Permits,
-        tokenize_permits: Permits,
+        concurrency: ConcurrencyLimit,
+        tokenize_concurrency: ConcurrencyLimit,
         accounts: Accounts,
         model_kind: pb.ModelInfoResponse.ModelKind,
     ) -> None:
         self._engine, self._validator, self._tokenizer = engine, validator, tokenizer
         self._contents, self._accounts = contents, accounts
-        self._permits, self._tokenize_permits = permits, tokenize_permits
+        self._concurrency, self._tokenize_concurrency = concurrency, tokenize_concurrency
         self._model_kind = model_kind
         self._writer = ResponseWriter(tokenizer)
 
@@ -54,7 +54,7 @@ class GenerationService(GenerationServiceServicer):
         with self._accounts.open(request, "Generate", kind, _metadata(context)) as call:
             if not (texts := call.texts):
                 return pb.BatchedGenerationResponse()
-            with self._permits.hold(len(texts)), self._hold(request, call) as hold:
+            with self._concurrency.acquire(len(texts)), self._hold(request, call) as hold:
                 checked, sequences = await self._check(texts, request, hold, context)
                 call.accept(checked, sequences)
                 results = await self._collect_all(sequences, call)
@@ -67,7 +67,7 @@ class GenerationService(GenerationServiceServicer):
     ) -> AsyncGenerator[pb.GenerationResponse, None]:
         with (
             self._accounts.open(request, "GenerateStream", "stream", _metadata(context)) as call,
-            self._permits.hold(1),
+            self._concurrency.acquire(1),
             self._hold(request, call) as hold,
         ):
             if not request.HasField("request"):
@@ -91,7 +91,7 @@ class GenerationService(GenerationServiceServicer):
         with (
             self._accounts.tracing.call("Tokenize", _metadata(context)),
             self._accounts.counting_overload("Tokenize"),
-            self._tokenize_permits.hold(1),
+            self._tokenize_concurrency.acquire(1),
         ):
             response, num_tokens = await self._tokenizer.tokenize(request, context.peer())
         metrics.tokenize_tokens.observe(num_tokens)
@@ -107,9 +107,9 @@ class GenerationService(GenerationServiceServicer):
                 max_new_tokens=limits.max_new_tokens,
             )
 
-    def _echoes(self, texts: list[str], request: Request) -> list[str]:
+    def _echoes(self, texts: list[str], params: CallParameters) -> list[str]:
         """Return the beginnings of unary answers. A stream's header has the text without a gap."""
-        if not request.input_text:
+        if not params.input_text:
             return [""] * len(texts)
         gap = ECHO_GAP if self._model_kind == pb.ModelInfoResponse.ENCODER_DECODER else ""
         return [text + gap for text in texts]
@@ -121,7 +121,7 @@ class GenerationService(GenerationServiceServicer):
 
     async def _check(
         self, texts: list[str], request: GenerationCall, hold: Hold, context: Context
-    ) -> tuple[Request, list[Sequence]]:
+    ) -> tuple[CallParameters, list[Sequence]]:
         checked = check_parameters(request.params, self._validator.limits)
         return checked, await self._validator.sequences(texts, checked, hold, context.peer())
 
