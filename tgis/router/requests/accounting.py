@@ -20,7 +20,7 @@ from tgis.router.errors import (
 from tgis.router.events import Event, Failed, InputTokens, Output
 from tgis.router.metrics.metrics import Metrics
 from tgis.router.requests.request_log import CallLog, GenerationCall, InputLog, correlation_id
-from tgis.router.requests.tracing import Span, Tracing
+from tgis.router.requests.tracing import CallSpan, Tracing
 from tgis.router.requests.validation import CallParameters
 from tgis.router.sequence import Sequence, StopReason
 
@@ -64,7 +64,7 @@ class Accounts:
 class Call:
     """One call from its start to its end."""
 
-    def __init__(self, metrics: Metrics, log: CallLog, span: Span, kind: str) -> None:
+    def __init__(self, metrics: Metrics, log: CallLog, span: CallSpan, kind: str) -> None:
         self._metrics, self._log, self._span, self._kind = metrics, log, span, kind
         self._num_waiting = len(log.texts)  # inputs that the engine has not been given yet
         metrics.request_count.add(kind)
