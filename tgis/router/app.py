@@ -38,7 +38,7 @@ from tgis.router.errors import StartupError
 from tgis.router.grammar.compiler import GrammarCompiler
 from tgis.router.metrics.metrics import MetricLimits, Metrics
 from tgis.router.metrics.resource_counts import check_balance, count_descriptors
-from tgis.router.requests.accounting import Accounts
+from tgis.router.requests.accounting import Accounting
 from tgis.router.requests.concurrency import ConcurrencyLimit
 from tgis.router.requests.tracing import open_tracing
 from tgis.router.requests.validation import RequestLimits, Validator
@@ -244,7 +244,7 @@ class _Router:
             contents,
             self._concurrency,
             self._tokenize_concurrency,
-            Accounts(self._metrics, self._tracing, config.log_text_chars),
+            Accounting(self._metrics, self._tracing, config.log_text_chars),
             kinds.ENCODER_DECODER if _is_encoder_decoder(info) else kinds.DECODER_ONLY,
         )
         add_GenerationServiceServicer_to_server(service, server)

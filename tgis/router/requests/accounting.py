@@ -4,9 +4,10 @@ and logged once, at the moments and under the labels of TGIS."""
 import asyncio
 import logging
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 from tgis import failpoints
 from tgis.router.errors import (
@@ -19,7 +20,7 @@ from tgis.router.errors import (
 )
 from tgis.router.events import Event, Failed, InputTokens, Output
 from tgis.router.metrics.metrics import Metrics
-from tgis.router.requests.request_log import CallLog, GenerationCall, InputLog, correlation_id
+from tgis.router.requests.request_log import CallLog, GenerationCall, InputLog, Metadata, correlation_id
 from tgis.router.requests.tracing import CallSpan, Tracing
 from tgis.router.requests.validation import CallParameters
 from tgis.router.sequence import Sequence, StopReason
@@ -28,9 +29,11 @@ logger = logging.getLogger(__name__)
 
 MISSING_REQUEST = "missing request"
 
+Record = Callable[[Event], InputTokens | Output]
+
 
 @dataclass(frozen=True)
-class Accounts:
+class Accounting:
     """Metrics, traces and log settings of all calls."""
 
     metrics: Metrics
@@ -40,15 +43,15 @@ class Accounts:
 
     @contextmanager
     def open(
-        self, request: GenerationCall, method: str, kind: str, metadata: Iterable[tuple[str, str | bytes]]
-    ) -> "Iterator[Call]":
+        self, request: GenerationCall, method: str, kind: str, metadata: Metadata
+    ) -> "Iterator[CallAccount]":
         """Begin a call. Exceptions that end it early pass through. `kind` is single, batch or stream."""
         log = CallLog(request, correlation_id(metadata), self.log_text_chars)
         with self.tracing.call(method, metadata) as span, log:
             span.set_request(request, log.request_id, log.correlation_id)
-            call = Call(self.metrics, log, span, kind)
-            with call.counting_failures():
-                yield call
+            account = CallAccount(self.metrics, log, span, kind)
+            with account.counting_failures():
+                yield account
 
     @contextmanager
     def counting_overload(self, method: str) -> Iterator[None]:
@@ -61,8 +64,8 @@ class Accounts:
             raise
 
 
-class Call:
-    """One call from its start to its end."""
+class CallAccount:
+    """Account of one call from its start to its end."""
 
     def __init__(self, metrics: Metrics, log: CallLog, span: CallSpan, kind: str) -> None:
         self._metrics, self._log, self._span, self._kind = metrics, log, span, kind
@@ -121,26 +124,25 @@ class Call:
         self._log.accept()
 
     @contextmanager
-    def input(self, index: int, sequence: Sequence) -> Iterator[InputLog]:
-        """Open the log of the input at `index`, which must be told the input's events. Exceptions that end it
-        early pass through."""
+    def input(self, index: int, sequence: Sequence) -> Iterator[Record]:
+        """Account for the input at `index`. The function that this yields must be given the input's events,
+        each before it is used. Exceptions that end the input early pass through."""
         self._num_waiting -= 1
         with self._log.input(index, sequence) as log:
             try:
-                yield log
+                yield partial(self._record, sequence, log)
             except (asyncio.CancelledError, GeneratorExit):
                 if not log.has_ended:
                     self._metrics.request_failure.add("cancelled")
                 raise
 
-    def take(self, event: Event, log: InputLog) -> InputTokens | Output:
-        """Account for the next event of an input before it is used, and return it. Raises GenerationError for
-        a failure."""
+    def _record(self, sequence: Sequence, log: InputLog, event: Event) -> InputTokens | Output:
+        """Account for the next event of an input, and return it. Raises GenerationError for a failure."""
         if isinstance(event, Failed):
             raise GenerationError(event.message, event.code)
         if isinstance(event, Output) and event.reason is not StopReason.NOT_FINISHED:
-            self._count(log.sequence, event)
-            self._span.finish(log.sequence, event)
+            self._count(sequence, event)
+            self._span.finish(sequence, event)
         log.add(event)
         return event
 

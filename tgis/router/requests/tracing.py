@@ -3,7 +3,7 @@ nor the exporter is imported."""
 
 import asyncio
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
@@ -16,6 +16,7 @@ from opentelemetry.util.types import AttributeValue
 from tgis.pb import generation_pb2 as pb
 from tgis.router.errors import RouterError, StartupError
 from tgis.router.events import Output
+from tgis.router.requests.request_log import GenerationCall, Metadata
 from tgis.router.sequence import Sequence
 
 if TYPE_CHECKING:
@@ -37,7 +38,6 @@ SERVER_FAULTS = frozenset(
 PROPAGATOR = TraceContextTextMapPropagator()
 
 Attributes = dict[str, AttributeValue]
-Metadata = Iterable[tuple[str, str | bytes]]
 
 
 def open_tracing(endpoint: str | None, service_name: str) -> "Tracing":
@@ -101,12 +101,7 @@ class CallSpan:
                 span.set_status(Status(StatusCode.ERROR))
         span.end()
 
-    def set_request(
-        self,
-        request: pb.BatchedGenerationRequest | pb.SingleGenerationRequest,
-        request_id: str,
-        correlation_id: str,
-    ) -> None:
+    def set_request(self, request: GenerationCall, request_id: str, correlation_id: str) -> None:
         """Record the request, without its texts."""
         if self._span.is_recording():
             attributes: Attributes = {
@@ -181,7 +176,7 @@ def _status(error: BaseException | None) -> grpc.StatusCode:
     return grpc.StatusCode.INTERNAL
 
 
-def _call_attributes(request: pb.BatchedGenerationRequest | pb.SingleGenerationRequest) -> Attributes:
+def _call_attributes(request: GenerationCall) -> Attributes:
     is_stream = isinstance(request, pb.SingleGenerationRequest)
     inputs = [request.request] if isinstance(request, pb.SingleGenerationRequest) else request.requests
     attributes: Attributes = {
