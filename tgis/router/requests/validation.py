@@ -149,13 +149,17 @@ class Validator:
     def _sequence(
         self, ids: TokenIds, params: CallParameters, grammar: Grammar | None, tuning: Tuning
     ) -> Sequence:
-        has_tokens = ids.num_tokens + self._num_before(tuning) > 0
-        _require(has_tokens, "tokenizer error the input has no tokens")
+        start, pad = self.limits.decoder_start_token_id, self.limits.pad_token_id
+        num_before = tuning.num_decoder_tokens if start is None else tuning.num_encoder_tokens
+        _require(ids.num_tokens + num_before > 0, "tokenizer error the input has no tokens")
         num_inputs, token_ids = self._tokenizer.truncate(ids, params.truncate_input_tokens)
         num_left = self._check_length(num_inputs, str(num_inputs), params.stopping, tuning)
-        self._check_known(token_ids)
+        vocab_size, largest = self.limits.vocab_size, max(token_ids, default=-1)
+        _require(
+            largest < vocab_size,
+            f"input token id {largest} is beyond the model's vocabulary of {vocab_size} tokens",
+        )
         seeded = params.sampling.greedy or params.has_seed
-        start, pad = self.limits.decoder_start_token_id, self.limits.pad_token_id
         before = [pad] * tuning.num_decoder_tokens
         encoder_before = [pad] * tuning.num_encoder_tokens
         return Sequence(
@@ -167,18 +171,6 @@ class Validator:
             tuning=tuning,
             encoder_token_ids=() if start is None else tuple(encoder_before + token_ids),
         )
-
-    def _check_known(self, token_ids: list[int]) -> None:
-        vocab_size, largest = self.limits.vocab_size, max(token_ids, default=-1)
-        _require(
-            largest < vocab_size,
-            f"input token id {largest} is beyond the model's vocabulary of {vocab_size} tokens",
-        )
-
-    def _num_before(self, tuning: Tuning) -> int:
-        """Return the number of virtual tokens before the text: the encoder's if the model has one."""
-        has_encoder = self.limits.decoder_start_token_id is not None
-        return tuning.num_encoder_tokens if has_encoder else tuning.num_decoder_tokens
 
     def _check_length(self, num_inputs: int, shown: str, stopping: Stopping, tuning: Tuning) -> int:
         """Return how many tokens can follow the input. A refusal shows `shown` as the number of its tokens.

@@ -72,14 +72,19 @@ class Tokenizer:
         client's connection. Raises RequestError and OverloadedError."""
         num_bytes = sum(max(len(text.encode(errors="replace")), BYTES_PER_TEXT) for text in texts)
         if num_bytes > LONG_TEXT_BYTES:
-            return await self._process.encode_ids(texts, max_ids, connection, num_bytes)
+            answer: list[TokenIds] = await self._process.ask(
+                "encode_ids", (texts, max_ids), connection, num_bytes
+            )
+            return answer
         return await self._in_thread(lambda: encode_ids(self.fast, texts, max_ids))
 
     async def tokenize(self, request: pb.BatchedTokenizeRequest, connection: Hashable) -> Tokenized:
         """Answer a Tokenize call. `connection` identifies the client's connection. Raises RequestError and
         OverloadedError."""
         if max(request.ByteSize(), BYTES_PER_TEXT * len(request.requests)) > LONG_TEXT_BYTES:
-            return await self._process.tokenize(request, connection)
+            data = request.SerializeToString()
+            answer: Tokenized = await self._process.ask("tokenize", (data,), connection, len(data))
+            return answer
         return await self._in_thread(lambda: tokenize(self.fast, request))
 
     def truncate(self, ids: TokenIds, max_tokens: int) -> TokenIds:

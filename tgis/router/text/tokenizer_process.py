@@ -13,10 +13,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from tgis.pb import generation_pb2 as pb
 from tgis.router.errors import OVERLOADED, OverloadedError, RequestError
 from tgis.router.text.fair_queue import FairQueue
-from tgis.router.text.tokenization import TokenIds, Tokenized
 
 MAX_QUEUED_BYTES = 64 << 20
 # Time that the process may spend on a text whose call has ended. Below it, going on costs less than starting
@@ -46,31 +44,10 @@ class TokenizerProcess:
         self._worker: asyncio.Task[None] | None = None
         self._running: _Job | None = None
 
-    @property
-    def num_queued_bytes(self) -> int:
-        return self._queue.num_bytes
-
-    async def encode_ids(
-        self, texts: list[str], max_ids: int, connection: Hashable, num_bytes: int
-    ) -> list[TokenIds]:
-        """Encode the texts, and keep the last `max_ids` of each. `num_bytes` is the size of all texts. Raises
-        RequestError and OverloadedError."""
-        answer: list[TokenIds] = await self._ask(_Job("encode_ids", (texts, max_ids)), connection, num_bytes)
-        return answer
-
-    async def tokenize(self, request: pb.BatchedTokenizeRequest, connection: Hashable) -> Tokenized:
-        """Answer a Tokenize call. Raises RequestError and OverloadedError."""
-        data = request.SerializeToString()
-        answer: Tokenized = await self._ask(_Job("tokenize", (data,)), connection, len(data))
-        return answer
-
-    def close(self) -> None:
-        """Stop the process. No call may follow."""
-        self._child.close()
-        self._thread.submit(self._child.reap)
-        self._thread.shutdown(wait=False)
-
-    async def _ask(self, job: _Job, connection: Hashable, num_bytes: int) -> Any:
+    async def ask(self, name: str, arguments: tuple[Any, ...], connection: Hashable, num_bytes: int) -> Any:
+        """Return the result of a function of `tokenizer_child.CALLS`. `num_bytes` is the size of the call's
+        texts. Raises RequestError and OverloadedError."""
+        job = _Job(name, arguments)
         for dropped in self._queue.push(connection, job, num_bytes):
             dropped.answer.set_result(OverloadedError(OVERLOADED))
         if self._worker is None:
@@ -87,6 +64,12 @@ class TokenizerProcess:
             finally:
                 del answer  # its traceback refers to this frame: the cycle would keep the texts
         return answer
+
+    def close(self) -> None:
+        """Stop the process. No call may follow."""
+        self._child.close()
+        self._thread.submit(self._child.reap)
+        self._thread.shutdown(wait=False)
 
     async def _work(self) -> None:
         while self._queue:
