@@ -140,7 +140,9 @@ class _Router:
         """End all requests and then the process, because the shards will not come back."""
         self._has_given_up = True
         if self._engine is not None:
-            logger.error("the shards are not started again: %d requests end", self._engine.num_live)
+            logger.error(
+                "the shards will not be restarted; %d requests end with an error", self._engine.num_live
+            )
             self._engine.give_up()
         self._draining.set()
 
@@ -266,7 +268,9 @@ def _metric_limits(config: RouterConfig) -> MetricLimits:
 def _limits(config: RouterConfig, info: shard_pb2.InfoResponse, tokenizer: Tokenizer) -> RequestLimits:
     limits = _metric_limits(config)
     if limits.max_new_tokens < config.max_new_tokens:
-        logger.warning("max_new_tokens is reduced to %d, the model's length less one", limits.max_new_tokens)
+        logger.warning(
+            "max_new_tokens is reduced to %d, the maximum sequence length minus one", limits.max_new_tokens
+        )
     eos = list(info.eos_token_ids) or [i for i in (tokenizer.eos_token_id,) if i is not None]
     return RequestLimits(
         max_sequence_length=limits.max_sequence_length,

@@ -99,7 +99,10 @@ REFUSED = [
     (Decoding(grammar="root ::= " + "(" * 9999), "grammar is not valid: it is nested too deeply"),
     (Decoding(grammar="start: x"), 'grammar is not valid: unknown name: "x"'),
     (Decoding(grammar="start: start"), "grammar is not valid: no text matches it"),
-    (Decoding(grammar='start: "a" x\nx: x "b"'), "grammar is not valid: some text that it begins has no end"),
+    (
+        Decoding(grammar='start: "a" x\nx: x "b"'),
+        "grammar is not valid: a text that it allows cannot be completed",
+    ),
     (Decoding(grammar="start: <|tool|>"), 'grammar is not valid: unknown special token: "<|tool|>"'),
     (Decoding(grammar=DEEP_RULES), "grammar is too complex"),
 ]

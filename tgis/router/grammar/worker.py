@@ -92,7 +92,7 @@ def _follow(matcher: LLMatcher) -> None:
             if not matcher.get_error().startswith("NoExtension"):
                 raise InvalidGrammarError("it is too complex")
             raise InvalidGrammarError(
-                "some text that it begins has no end" if count else "no text matches it"
+                "a text that it allows cannot be completed" if count else "no text matches it"
             )
         allowed = [byte for byte in range(256) if mask >> byte & 1]
         if not allowed:

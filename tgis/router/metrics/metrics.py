@@ -45,7 +45,7 @@ class Metrics:
 
     def __init__(self, limits: MetricLimits) -> None:
         self.registry = CollectorRegistry()
-        self.catalogue: list[Series] = []
+        self.series: list[Series] = []
         self.resource_counts: dict[str, ResourceCount] = {}
         self._declare_requests()
         self._declare_lengths(limits)
@@ -162,18 +162,18 @@ class Metrics:
         of_method = "method", "makeup"
         self.batch_duration = self._duration(
             "tgi_batch_inference_duration",
-            "Seconds of a step until its answer, beginning with the answer before where it was sent ahead; "
-            "of a mixed step under prefill",
+            "Seconds from a step to its answer, or from the previous answer if the step was sent ahead; "
+            "mixed steps count under prefill",
             *of_method,
         )
         self.forward_duration = self._duration(
             "tgi_batch_inference_forward_duration",
-            "Seconds the shards computed a step; of a mixed step under prefill",
+            "Seconds that the shards computed a step; mixed steps count under prefill",
             *of_method,
         )
         self.tokproc_duration = self._duration(
             "tgi_batch_inference_tokproc_duration",
-            "Seconds the router took to apply a step's answer; of a mixed step under prefill",
+            "Seconds that the router took to apply a step's answer; mixed steps count under prefill",
             *of_method,
         )
 
@@ -201,19 +201,19 @@ class Metrics:
         )
         self.requests_running = self._gauge("tgi_requests_running", "Inputs in the batch")
         self.requests_live = self._gauge("tgi_requests_live", "Accepted inputs without a final event")
-        self.permits_used = self._gauge("tgi_permits_used", "Concurrency permits that are held")
-        self.permits_limit = self._gauge("tgi_permits_limit", "Concurrency permits there are")
+        self.permits_used = self._gauge("tgi_permits_used", "Concurrency permits in use")
+        self.permits_limit = self._gauge("tgi_permits_limit", "Concurrency permits, used and free")
         self.ready = self._gauge("tgi_ready", "1 while calls are served; 0: loading, shards lost, or ending")
         self.tasks = self._gauge("tgi_tasks", "Tasks of the router's event loop")
         self.descriptors = self._gauge("tgi_open_descriptors", "File descriptors that the router has open")
         self.created = self._counter(
             "tgi_resources_created",
-            "What was taken so far: accepted inputs (request), cache blocks, rows of the shards' tables, "
+            "Resources taken so far: accepted inputs (request), cache blocks, rows of the shards' tables, "
             "concurrency permits, uses of soft prompts and adapters (content)",
             "kind",
         )
         self.released = self._counter(
-            "tgi_resources_released", "What was given back of it; equal to what was taken when idle", "kind"
+            "tgi_resources_released", "Resources given back so far; as many as were taken when idle", "kind"
         )
         self.kv_cache_usage = self._gauge("tgi_kv_cache_usage_ratio", "Share of the cache's blocks in use")
         self.prefix_cache_queries = self._counter(
@@ -225,18 +225,16 @@ class Metrics:
         self.preemptions = self._counter(
             "tgi_preemptions", "Inputs put back into the queue for lack of cache blocks"
         )
-        self.drafts = self._counter(
-            "tgi_speculation_drafted_tokens", "Guessed tokens that were computed ahead"
-        )
+        self.drafts = self._counter("tgi_speculation_drafted_tokens", "Draft tokens that were computed")
         self.accepted_drafts = self._counter(
-            "tgi_speculation_accepted_tokens", "Guessed tokens that were the generated ones"
+            "tgi_speculation_accepted_tokens", "Draft tokens that were accepted"
         )
         self.tls_seconds_left = self._gauge(
             "tgi_tls_certificate_seconds_left", "Seconds until the public port's certificate expires; 0: none"
         )
         self.tls_refusals = self._counter(
             "tgi_tls_reload_failure",
-            "Changes of the TLS files that were not taken, as they do not fit",
+            "Changes of the TLS files that were rejected as invalid",
         )
         self.shard_restarts = self._counter("tgi_shard_restarts", "Times the shards were lost")
 
@@ -250,9 +248,9 @@ class Metrics:
             ),
             entries=self._gauge(f"{name}_cache_entries", f"Loaded {what}"),
             bytes=self._gauge(f"{name}_cache_bytes", f"Bytes of loaded {what}, on each shard at most"),
-            hits=self._counter(f"{name}_cache_hits", f"Uses of {what} that were loaded"),
+            hits=self._counter(f"{name}_cache_hits", f"Uses of {what} that were already loaded"),
             misses=self._counter(f"{name}_cache_misses", f"Uses of {what} that had to be loaded"),
-            evictions=self._counter(f"{name}_cache_evictions", f"Times that {what} made way for others"),
+            evictions=self._counter(f"{name}_cache_evictions", f"Unloaded {what} that made room for others"),
         )
 
     def follow_resource(self, kind: str, count: ResourceCount) -> None:
@@ -282,7 +280,7 @@ class Metrics:
 
     def _add(self, series: S) -> S:
         self.registry.register(series)
-        self.catalogue.append(series)
+        self.series.append(series)
         return series
 
 

@@ -15,7 +15,7 @@ from tgis.net.ports import reserve
 from tgis.router.api.grpc.auth_interceptor import warn_if_unprotected
 
 WARNING = "may call the gRPC port"
-NOT_ENCRYPTED = "and nothing on it is encrypted"
+NOT_ENCRYPTED = "which is not encrypted"
 TLS = {"tls_cert_path": "c", "tls_key_path": "k"}
 ALONE = ["unshare", "--user", "--map-root-user", "--net"]  # a network that nobody else is in
 

@@ -36,15 +36,16 @@ def warn_if_unprotected(options: PortOptions, host: str) -> None:
         return
     if options.tls_cert_path:
         logger.warning(
-            "anybody who reaches %s may call the gRPC port: --tls-client-ca-cert-path or --auth-tokens-path "
-            "admits known clients alone",
+            "anybody who reaches %s may call the gRPC port; to admit only known clients, set "
+            "--tls-client-ca-cert-path or --auth-tokens-path",
             host,
         )
     else:
         logger.warning(
-            "anybody who reaches %s may call the gRPC port, and nothing on it is encrypted: "
-            "--tls-cert-path and --tls-key-path encrypt it, --tls-client-ca-cert-path or --auth-tokens-path "
-            "admits known clients alone, --bind 127.0.0.1 keeps it on this machine",
+            "anybody who reaches %s may call the gRPC port, which is not encrypted; to encrypt it, set "
+            "--tls-cert-path and --tls-key-path; to admit only known clients, also set "
+            "--tls-client-ca-cert-path or --auth-tokens-path; to serve only this machine, set "
+            "--bind 127.0.0.1",
             host,
         )
 
@@ -73,7 +74,7 @@ class BearerTokens:
             try:
                 self._digests = _read(self._path)
             except StartupError as error:
-                logger.error("the tokens stay as they were: %s", error)
+                logger.error("the bearer tokens were not reloaded, those read before stay valid: %s", error)
 
 
 class AuthInterceptor(grpc.aio.ServerInterceptor):
@@ -112,9 +113,9 @@ def _read(path: str) -> list[bytes]:
     try:
         lines = Path(path).read_text().split()
     except (OSError, UnicodeDecodeError) as error:
-        raise StartupError(f"the tokens of {path} cannot be read") from error
+        raise StartupError(f"the file of bearer tokens {path} cannot be read") from error
     if not lines:
-        raise StartupError(f"there is no token in {path}")
+        raise StartupError(f"the file of bearer tokens {path} has no token")
     return [_digest(line) for line in lines]
 
 

@@ -97,7 +97,7 @@ def _log_recovery(seconds: float) -> None:
         logger.info("ready again after %.1f s", seconds)
     else:
         logger.warning(
-            "ready again after %.1f s; a liveness probe of /health or of gRPC's health would have ended this "
-            "process meanwhile, one of /live does not",
+            "ready again after %.1f s; a liveness probe of /health or of gRPC's health would have killed "
+            "this process meanwhile, so let liveness probes ask for /live",
             seconds,
         )
