@@ -40,7 +40,7 @@ from tgis.router.metrics.metrics import MetricLimits, Metrics
 from tgis.router.metrics.resource_counts import check_balance, count_descriptors
 from tgis.router.requests.accounting import Accounting
 from tgis.router.requests.concurrency import ConcurrencyLimit
-from tgis.router.requests.tracing import open_tracing
+from tgis.router.requests.tracing import SERVICE, open_tracing
 from tgis.router.requests.validation import RequestLimits, Validator
 from tgis.router.scheduling.block_pool import BlockPool
 from tgis.router.scheduling.token_budget import StepBudget
@@ -53,7 +53,6 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-SERVICE = "fmaas.GenerationService"
 # Clients that watch the health get this long to go elsewhere: gRPC cancels calls that arrive just as it
 # stops.
 DRAIN_NOTICE_S = 1.0

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 logger = logging.getLogger(__name__)
 
 # time for calls that are ending to release what they hold; time between two checks
-SETTLE_S, LOOK_S = 1.0, 0.01
+SETTLE_S, CHECK_INTERVAL_S = 1.0, 0.01
 
 
 @dataclass(eq=False)
@@ -32,7 +32,7 @@ async def check_balance(resource_counts: Mapping[str, ResourceCount]) -> None:
     while not all(count.is_balanced for count in resource_counts.values()):
         if asyncio.get_running_loop().time() > deadline:
             break
-        await asyncio.sleep(LOOK_S)
+        await asyncio.sleep(CHECK_INTERVAL_S)
     for kind, count in resource_counts.items():
         if not count.is_balanced:
             logger.warning("leaked %s: %d created, %d released", kind, count.created, count.released)

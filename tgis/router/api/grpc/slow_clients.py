@@ -20,12 +20,13 @@ Task = asyncio.Task[Any]
 
 
 class SlowClients:
-    """Times since which the answer of each call waits for its client. After `timeout_s` a stream ends with
+    """Watch over the calls whose answer waits for its client. After `timeout_s` a stream ends with
     SlowClientError. A last message or a status gets as long again, and then the call is reset."""
 
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
         self._since: dict[Task, float] = {}
+        """Times since which answers wait for their clients."""
         self._late: set[Task] = set()
         self._ending: set[Task] = set()
 
