@@ -69,20 +69,13 @@ class CallAccount:
 
     def __init__(self, metrics: Metrics, log: CallLog, span: CallSpan, kind: str) -> None:
         self._metrics, self._log, self._span, self._kind = metrics, log, span, kind
+        self.texts = log.texts
+        self.request_id = log.request_id
+        """Id of the call in the log and in what a client is told."""
         self._num_waiting = len(log.texts)  # inputs that the engine has not been given yet
         metrics.request_count.add(kind)
         if log.texts:
             metrics.request_input_count.add(amount=len(log.texts))
-
-    @property
-    def texts(self) -> list[str]:
-        """Texts of the inputs, in order."""
-        return self._log.texts
-
-    @property
-    def request_id(self) -> str:
-        """Id of the call in the log and in what a client is told."""
-        return self._log.request_id
 
     @contextmanager
     def counting_failures(self) -> Iterator[None]:
@@ -118,7 +111,7 @@ class CallAccount:
         metrics = self._metrics
         metrics.request_validation_duration.observe(time.monotonic() - self._log.started_at)
         for sequence in sequences:
-            sequence.request_id = self._log.request_id
+            sequence.request_id = self.request_id
             metrics.request_input_length.observe(sequence.num_input_tokens)
             metrics.request_max_new_tokens.observe(params.stopping.max_new_tokens)
         self._log.accept()
