@@ -22,8 +22,8 @@ from tests.support.prompt_files import (
 )
 from tgis.prompts.errors import ContentError, TooLargeError
 from tgis.prompts.soft_prompt import read_prompt
-from tgis.tensor_files.safe_pickle import PickleError
-from tgis.tensor_files.small_pickle import load_small
+from tgis.tensor_files.errors import TensorFileError
+from tgis.tensor_files.safe_pickle import load_untrusted
 
 NO_TENSOR = "Invalid prefix embedding tensor"
 MIB = 1 << 20
@@ -153,8 +153,8 @@ def test_a_pickle_of_many_objects(is_zip: bool, tmp_path: Path) -> None:
         file.write_bytes(
             b"\x80\x02X" + struct.pack("<I", 5 * MIB) + b"x" * (5 * MIB) + b"." + file.read_bytes()
         )
-    with bounded_memory(64 * MIB), pytest.raises(PickleError, match="truncated or damaged"):
-        load_small(file)
+    with bounded_memory(64 * MIB), pytest.raises(TensorFileError, match="truncated or damaged"):
+        load_untrusted(file)
 
 
 @pytest.mark.parametrize(("name", "num_records"), [("archive/data/0", 100), ("empty", 100_000)])
@@ -164,8 +164,8 @@ def test_an_archive_that_lists_a_record_many_times(name: str, num_records: int, 
         archive.writestr("empty", b"")
         names = [record.filename.split("/", 1)[-1] for record in archive.filelist]
         archive.filelist.extend([archive.filelist[names.index(name.split("/", 1)[-1])]] * num_records)
-    with bounded_memory(16 * MIB), pytest.raises(PickleError, match="truncated or damaged"):
-        load_small(file)
+    with bounded_memory(16 * MIB), pytest.raises(TensorFileError, match="truncated or damaged"):
+        load_untrusted(file)
 
 
 @pytest.mark.parametrize("change", ["small", "comment", "locator"])
@@ -185,8 +185,8 @@ def test_an_archive_that_lies_about_its_directory(change: str, tmp_path: Path) -
         content[-42:-22] = b"PK\x06\x07" + struct.pack("<IQI", 0, len(content) - 120, 1)
         content[-98:-42] = bytes(56)
     file.write_bytes(content)
-    with bounded_memory(16 * MIB), pytest.raises(PickleError, match="truncated or damaged"):
-        load_small(file)
+    with bounded_memory(16 * MIB), pytest.raises(TensorFileError, match="truncated or damaged"):
+        load_untrusted(file)
 
 
 def test_calls_without_a_name(tmp_path: Path) -> None:

@@ -16,10 +16,15 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from tests.support.prompt_files import HARM, Payload, random_prompt
-from tgis.prompts import lora_config, lora_files
+from tgis.prompts import lora_files
 from tgis.prompts.errors import ContentError, TooLargeError
-from tgis.prompts.lora_config import UnsupportedTypeError, parse_config
-from tgis.prompts.lora_files import MAX_HEADER_BYTES, read_adapter_files, split_name
+from tgis.prompts.lora_files import (
+    MAX_HEADER_BYTES,
+    UnsupportedTypeError,
+    parse_config,
+    read_adapter_files,
+    split_name,
+)
 
 Q = "model.layers.0.self_attn.q_proj"
 MAX_BYTES = 1 << 16
@@ -225,7 +230,7 @@ CONFIGURATIONS: list[tuple[dict[str, object], str]] = [
 def test_configurations_that_are_refused(
     tmp_path: Path, config: dict[str, object], cause: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lora_config, "_PATTERN_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(lora_files, "_PATTERN_TIMEOUT_S", 0.1)
     with pytest.raises(ContentError, match=re.escape(cause)) as caught:
         read(save(tmp_path, **config))
     assert not isinstance(caught.value, UnsupportedTypeError)
@@ -336,7 +341,7 @@ def test_truncated_safetensors(tmp_path: Path, kept: int) -> None:
 @pytest.mark.parametrize("size", [MAX_HEADER_BYTES + 1, 1 << 62])
 def test_a_huge_header(tmp_path: Path, size: int) -> None:
     (save(tmp_path) / "adapter_model.safetensors").write_bytes(size.to_bytes(8, "little") + b"{" * 999)
-    with pytest.raises(ContentError, match=r"header of adapter_model.safetensors is too large"):
+    with pytest.raises(ContentError, match=r"adapter_model.safetensors has a header that is too large"):
         read(tmp_path)
 
 

@@ -13,9 +13,7 @@ from tgis.config.processes import ShardConfig
 from tgis.errors import OperatorError
 from tgis.hub import model_files
 from tgis.prompts.errors import AbsentError, ContentError, TooLargeError
-from tgis.prompts.lora_config import LORA, WEIGHTS
-from tgis.prompts.lora_config import NAME as CONFIG
-from tgis.prompts.lora_files import MAX_HEADER_BYTES, read_adapter_files
+from tgis.prompts.lora_files import CONFIG, LORA, MAX_HEADER_BYTES, WEIGHTS, read_adapter_files
 from tgis.prompts.soft_prompt import DECODER, ENCODER, Fit, read_peft_type, read_prompt
 from tgis.prompts.store import measure_adapter, measure_prompt
 from tgis.shard.adapters.loading import allow

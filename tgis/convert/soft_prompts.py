@@ -15,8 +15,7 @@ from torch import Tensor
 from tgis.convert.atomic_write import ConversionError, workshop
 from tgis.hub import model_files
 from tgis.prompts.errors import AbsentError, ContentError
-from tgis.prompts.lora_config import NAME as CONFIG
-from tgis.prompts.lora_config import WEIGHTS, UnsupportedTypeError
+from tgis.prompts.lora_files import CONFIG, WEIGHTS, UnsupportedTypeError
 from tgis.prompts.soft_prompt import (
     DECODER,
     ENCODER,

@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from tgis.prompts.errors import MissingContentError
-from tgis.tensor_files.mapped_safetensors import map_tensors
+from tgis.tensor_files.mapped_safetensors import map_tensors, separate_memory
 
 Kind = Literal["prompt", "adapter"]
 
@@ -155,23 +155,13 @@ class Spool:
 def _write(file: Path, about: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
     text = json.dumps(about, sort_keys=True, separators=(",", ":"))
     try:
-        save_file(_separate(tensors), file, metadata={ABOUT: text})
+        save_file(separate_memory(tensors), file, metadata={ABOUT: text})
         file.chmod(0o600)
     except SafetensorError as error:
         found = _OS_ERROR.search(str(error))
         if found is None:
             raise
         raise OSError(int(found[1]), os.strerror(int(found[1])), str(file)) from error
-
-
-def _separate(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return contiguous tensors that share no memory, as the file format requires."""
-    separate, end = {}, 0
-    for name, tensor in sorted(tensors.items(), key=lambda item: item[1].data_ptr()):
-        own = tensor.detach().contiguous()
-        own = own.clone() if own.data_ptr() < end else own
-        separate[name], end = own, max(end, own.data_ptr() + own.nbytes)
-    return separate
 
 
 def _pieces(file: BinaryIO) -> Iterator[bytes]:

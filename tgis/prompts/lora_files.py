@@ -1,22 +1,50 @@
-"""Reads PEFT's directory of a LoRA adapter, with all checks that need no model."""
+"""Reads PEFT's directory of a LoRA adapter, with all checks that need no model.
 
+A setting that would change the output in a way that we do not implement is refused, never ignored."""
+
+import json
+import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
+import regex
 import torch
-from safetensors import SafetensorError
 from torch import Tensor
 
-from tgis.prompts import lora_config
 from tgis.prompts.errors import ContentError, TooLargeError, quote
-from tgis.prompts.lora_config import LoraConfig, parse_config
-from tgis.tensor_files.mapped_safetensors import map_tensors
-from tgis.tensor_files.safe_pickle import TORN, PickleError
-from tgis.tensor_files.small_pickle import load_small
+from tgis.tensor_files.errors import TensorFileError
+from tgis.tensor_files.mapped_safetensors import map_untrusted
+from tgis.tensor_files.safe_pickle import is_plain, load_untrusted
 
-SAFETENSORS, PICKLE = lora_config.WEIGHTS
+CONFIG = "adapter_config.json"
+STEM = "adapter_model"
+WEIGHTS = (f"{STEM}.safetensors", f"{STEM}.bin")  # next to the configuration; the first that exists is used
+LORA = "LORA"
+MAX_CONFIG_BYTES = 4 << 20
+# PEFT's defaults, for a configuration that lacks these settings.
+DEFAULT_RANK = DEFAULT_ALPHA = 8
+# Initialisations that leave the model's weights unchanged. The others subtract the adapter's initial product
+# from the weights.
+_PLAIN_INITS = (None, True, False, "gaussian", "eva", "orthogonal", "mica")
+_REFUSED = {
+    "use_dora": "weight-decomposed LoRA (DoRA)",
+    "lora_bias": "a bias of lora_B (lora_bias)",
+    "modules_to_save": "a module saved as a whole (modules_to_save)",
+    "trainable_token_indices": "training of single tokens (trainable_token_indices)",
+    "layer_replication": "replication of layers (layer_replication)",
+    "alora_invocation_tokens": "activated LoRA (alora_invocation_tokens)",
+    "use_qalora": "quantization-aware LoRA (use_qalora)",
+    "use_bdlora": "block-diagonal LoRA (use_bdlora)",
+    "arrow_config": "routing between adapters (arrow_config)",
+    "kasa_config": "KaSA (kasa_config)",
+    "monteclora_config": "Monte Carlo LoRA (monteclora_config)",
+}
+# Patterns come from the adapter. No benign pattern takes as long.
+_PATTERN_TIMEOUT_S = 1.0
+MAX_PATTERNS = 4096  # of ranks, and of alphas; every module is matched against all of them
 MAX_HEADER_BYTES = 32 << 20
 MAX_TENSORS = 1 << 17  # many times as many as the largest model has
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -29,6 +57,60 @@ _BIAS = re.compile(r".+\.lora_B(?:\.default)?\.bias")
 _MAGNITUDE = "lora_magnitude_vector"
 # Parameters that hold all experts. If a module has two, PEFT wraps the first as `base_layer` of the second.
 _UP, _DOWN = "gate_up_proj", "down_proj"
+
+Value = TypeVar("Value")
+
+
+class UnsupportedTypeError(ContentError):
+    """Error for an adapter that is not LoRA. The client gets this text without a prefix."""
+
+
+class Patterns(Generic[Value]):
+    """Values of single modules that override the adapter's default value, by patterns of names."""
+
+    def __init__(self, values: Mapping[str, Value]) -> None:
+        """Compile the patterns. Raises ContentError for an invalid pattern, and for too many patterns."""
+        self._values = values
+        if len(values) > MAX_PATTERNS:
+            raise _wrong("rank_pattern or alpha_pattern")
+        try:
+            self._compiled = [(regex.compile(rf"(.*\.)?({pattern})$"), values[pattern]) for pattern in values]
+        except regex.error as error:
+            raise _wrong("rank_pattern or alpha_pattern") from error
+
+    def find(self, key: str, default: Value) -> Value:
+        """Return the value of the first pattern that matches `key` or its last dotted parts, else `default`.
+
+        Raises ContentError."""
+        for pattern, value in self._compiled:
+            try:
+                if pattern.match(key, timeout=_PATTERN_TIMEOUT_S, concurrent=True):
+                    return value
+            except TimeoutError as error:
+                raise _wrong("rank_pattern or alpha_pattern") from error
+        return self._values.get(key, default)
+
+
+@dataclass(frozen=True)
+class LoraConfig:
+    rank: int
+    alpha: float
+    ranks: Patterns[int]
+    alphas: Patterns[float]
+    uses_square_root: bool
+    target_parameters: tuple[str, ...]
+    ties_head: bool
+
+    def rank_of(self, key: str) -> int:
+        """Return the rank of a module or, if it is a target parameter, of a parameter. `key` is its name.
+
+        Raises ContentError."""
+        return self.ranks.find(key, self.rank)
+
+    def scale_of(self, key: str, rank: int) -> float:
+        """Return the factor of the module's or parameter's low-rank product. Raises ContentError."""
+        alpha = self.alphas.find(key, self.alpha)
+        return alpha / (math.sqrt(rank) if self.uses_square_root else rank)
 
 
 def read_adapter_files(directory: Path, max_bytes: int) -> tuple[dict[str, Tensor], dict[str, float]]:
@@ -43,10 +125,10 @@ def read_adapter_files(directory: Path, max_bytes: int) -> tuple[dict[str, Tenso
     place of the rank. `{module}.base` is the adapter's copy of the model's own weight.
 
     Raises UnsupportedTypeError, TooLargeError, ContentError with the cause, and OSError."""
-    file = directory / lora_config.NAME
+    file = directory / CONFIG
     if not file.is_file():
-        raise ContentError(f"invalid adapter: no {lora_config.NAME} found")
-    config = parse_config(_bounded(file, lora_config.MAX_CONFIG_BYTES).read_bytes())
+        raise ContentError(f"invalid adapter: no {CONFIG} found")
+    config = parse_config(_bounded(file, MAX_CONFIG_BYTES).read_bytes())
     tensors: dict[str, Tensor] = {}
     stored = _read_tensors(directory, max_bytes)
     if len(stored) > MAX_TENSORS:
@@ -71,48 +153,28 @@ def split_name(name: str) -> tuple[str, str]:
 
 
 def _read_tensors(directory: Path, max_bytes: int) -> dict[str, Tensor]:
-    files = {SAFETENSORS: _load, PICKLE: _unpickle}
-    for name, read in files.items():
-        if (directory / name).is_file():
-            found = read(_bounded(directory / name, max_bytes))
-            # Tensors of a pickle may claim more numbers than it has bytes.
-            if sum(tensor.numel() * tensor.itemsize for tensor in found.values()) > max_bytes:
-                raise TooLargeError
-            return found
-    raise ContentError(f"invalid adapter: neither {SAFETENSORS} nor {PICKLE} found")
+    found = [directory / name for name in WEIGHTS if (directory / name).is_file()]
+    if not found:
+        raise ContentError(f"invalid adapter: neither {' nor '.join(WEIGHTS)} found")
+    file = _bounded(found[0], max_bytes)
+    is_pickle = file.suffix == ".bin"
+    try:
+        content: Any = load_untrusted(file) if is_pickle else map_untrusted(file, MAX_HEADER_BYTES)
+    except TensorFileError as error:
+        raise ContentError(f"invalid adapter: {str(error).removeprefix(f'{directory}/')}") from error
+    tensors: dict[Any, Any] = content if isinstance(content, dict) else {None: content}
+    if not all(isinstance(name, str) and is_plain(value) for name, value in tensors.items()):
+        raise ContentError(f"invalid adapter: {file.name} does not hold tensors by name")
+    # Tensors of a pickle may claim more numbers than it has bytes.
+    if sum(tensor.numel() * tensor.itemsize for tensor in tensors.values()) > max_bytes:
+        raise TooLargeError
+    return {name: tensor.detach() for name, tensor in tensors.items()}
 
 
 def _bounded(file: Path, max_bytes: int) -> Path:
     if file.stat().st_size > max_bytes:
         raise TooLargeError
     return file
-
-
-def _load(file: Path) -> dict[str, Tensor]:
-    with file.open("rb") as content:
-        if int.from_bytes(content.read(8), "little") > MAX_HEADER_BYTES:
-            raise ContentError(f"invalid adapter: the header of {SAFETENSORS} is too large")
-    try:
-        found, _ = map_tensors(file)
-    # For a damaged header the library may raise any of these errors.
-    except (SafetensorError, ValueError, KeyError, TypeError, RuntimeError) as error:
-        raise ContentError(f"invalid adapter: {SAFETENSORS} {TORN}") from error
-    return found
-
-
-def _unpickle(file: Path) -> dict[str, Tensor]:
-    try:
-        found: Any = load_small(file)
-    except PickleError as error:
-        raise ContentError(f"invalid adapter: {PICKLE} {str(error).removeprefix(f'{file} ')}") from error
-    named = found.items() if isinstance(found, dict) else [(None, found)]
-    if not all(isinstance(name, str) and _is_plain(value) for name, value in named):
-        raise ContentError(f"invalid adapter: {PICKLE} does not hold tensors by name")
-    return {str(name): tensor.detach() for name, tensor in named}
-
-
-def _is_plain(value: object) -> bool:
-    return isinstance(value, Tensor) and value.layout == torch.strided and value.device.type == "cpu"
 
 
 def _rename(name: str) -> str:
@@ -188,3 +250,79 @@ def _key(module: str, config: LoraConfig) -> str:
     parameter = f"{module}.weight"
     is_parameter = any(f".{parameter}".endswith(f".{target}") for target in config.target_parameters)
     return parameter if is_parameter else module
+
+
+def parse_config(text: bytes) -> LoraConfig:
+    """Parse and check the configuration. Raises ContentError and UnsupportedTypeError."""
+    try:
+        config = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ContentError(f"invalid adapter: {CONFIG} is not JSON") from error
+    if not isinstance(config, dict):
+        raise ContentError(f"invalid adapter: {CONFIG} is not an object")
+    _refuse_type(config.get("peft_type"))
+    _refuse_variants(config)
+    return LoraConfig(
+        rank=_rank("r", config.get("r", DEFAULT_RANK)),
+        alpha=_number("lora_alpha", config.get("lora_alpha", DEFAULT_ALPHA)),
+        ranks=_patterns(config, "rank_pattern", _rank),
+        alphas=_patterns(config, "alpha_pattern", _number),
+        uses_square_root=_flag(config, "use_rslora"),
+        target_parameters=_names(config, "target_parameters"),
+        ties_head=_flag(config, "ensure_weight_tying"),
+    )
+
+
+def _refuse_type(kind: object) -> None:
+    if not isinstance(kind, str):
+        raise ContentError(f"invalid adapter: {CONFIG} has no peft_type")
+    if kind != LORA:
+        raise UnsupportedTypeError(f"adapter type {quote(kind)} is not currently supported")
+
+
+def _refuse_variants(config: Mapping[str, Any]) -> None:
+    for key, what in _REFUSED.items():
+        if config.get(key):
+            raise ContentError(f"{what} is not supported")
+    if config.get("bias") not in (None, "none"):
+        raise ContentError("trained biases (bias) are not supported")
+    init = config.get("init_lora_weights")
+    if not any(init is plain or (isinstance(init, str) and init == plain) for plain in _PLAIN_INITS):
+        raise ContentError("an init_lora_weights that changes the model's own weights is not supported")
+
+
+def _rank(key: str, value: object) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < 1 << 31:
+        raise _wrong(key)
+    return value
+
+
+def _number(key: str, value: object) -> float:
+    if not isinstance(value, int | float) or isinstance(value, bool) or not abs(value) < 1e30:
+        raise _wrong(key)
+    return float(value)
+
+
+def _flag(config: Mapping[str, Any], key: str) -> bool:
+    value = config.get(key) or False
+    if not isinstance(value, bool):
+        raise _wrong(key)
+    return value
+
+
+def _patterns(config: Mapping[str, Any], key: str, check: Callable[[str, object], Value]) -> Patterns[Value]:
+    values = config.get(key) or {}
+    if not isinstance(values, dict):
+        raise _wrong(key)
+    return Patterns({pattern: check(key, value) for pattern, value in values.items()})
+
+
+def _names(config: Mapping[str, Any], key: str) -> tuple[str, ...]:
+    value = config.get(key) or []
+    if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
+        raise _wrong(key)
+    return tuple(value)
+
+
+def _wrong(key: str) -> ContentError:
+    return ContentError(f"invalid adapter: {key} of {CONFIG} makes no sense")

@@ -9,15 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from tgis.prompts import lora_config
 from tgis.prompts.errors import AbsentError, ContentError, TooLargeError, quote
 from tgis.prompts.ids import is_unfinished
-from tgis.prompts.lora_config import UnsupportedTypeError
-from tgis.tensor_files.safe_pickle import PickleError
-from tgis.tensor_files.small_pickle import load_small
+from tgis.prompts.lora_files import CONFIG, MAX_CONFIG_BYTES, STEM, WEIGHTS, UnsupportedTypeError
+from tgis.tensor_files.errors import TensorFileError
+from tgis.tensor_files.mapped_safetensors import map_untrusted
+from tgis.tensor_files.safe_pickle import load_untrusted
 
 DECODER, ENCODER = "decoder.pt", "encoder.pt"
 PEFT_KEY = "prompt_embeddings"
@@ -66,11 +65,11 @@ def read_prompt(directory: Path, fit: Fit | None) -> SoftPrompt:
     try:
         names = choose_prompt_files(os.listdir(directory), fit is None or fit.is_encoder_decoder)
         _check_files(directory, names, fit)
-        found = {name: _read(directory, name) for name in names if name != lora_config.NAME}
+        found = {name: _read(directory, name) for name in names if name != CONFIG}
     except FileNotFoundError as error:
         raise AbsentError from error
     checked = {name: _check(content, fit) for name, content in found.items()}
-    decoders = [checked[name] for name in (*lora_config.WEIGHTS, DECODER) if name in checked]
+    decoders = [checked[name] for name in (*WEIGHTS, DECODER) if name in checked]
     return SoftPrompt(next(iter(decoders), None), checked.get(ENCODER))
 
 
@@ -79,8 +78,8 @@ def read_peft_type(directory: Path) -> str | None:
 
     Raises OSError."""
     try:
-        with (directory / lora_config.NAME).open("rb") as content:
-            config = json.loads(content.read(lora_config.MAX_CONFIG_BYTES))
+        with (directory / CONFIG).open("rb") as content:
+            config = json.loads(content.read(MAX_CONFIG_BYTES))
     except (FileNotFoundError, ValueError, RecursionError):
         return None
     found = config.get("peft_type") if isinstance(config, dict) else None
@@ -89,16 +88,16 @@ def read_peft_type(directory: Path) -> str | None:
 
 def choose_prompt_files(names: Collection[str], takes_encoder: bool) -> list[str]:
     """Choose the files of a soft prompt from the names in a directory; none if it holds no soft prompt."""
-    if any(Path(name).stem == lora_config.STEM and not is_unfinished(name) for name in names):
+    if any(Path(name).stem == STEM and not is_unfinished(name) for name in names):
         chosen = choose_adapter_files(names)
-        return chosen if any(name in lora_config.WEIGHTS for name in chosen) else []
+        return chosen if any(name in WEIGHTS for name in chosen) else []
     return [name for name in (DECODER, ENCODER)[: 1 + takes_encoder] if name in names]
 
 
 def choose_adapter_files(names: Collection[str]) -> list[str]:
     """Choose the files that PEFT saves from the names in a directory."""
-    weights = [name for name in lora_config.WEIGHTS if name in names][:1]
-    return [*weights, *(name for name in (lora_config.NAME,) if name in names)]
+    weights = [name for name in WEIGHTS if name in names][:1]
+    return [*weights, *(name for name in (CONFIG,) if name in names)]
 
 
 def max_file_bytes(fit: Fit | None) -> int:
@@ -113,7 +112,7 @@ def _check_files(directory: Path, names: Collection[str], fit: Fit | None) -> No
         raise AbsentError
     if any((directory / name).stat().st_size > max_file_bytes(fit) for name in names):
         raise TooLargeError
-    if not any(name in lora_config.WEIGHTS for name in names):
+    if not any(name in WEIGHTS for name in names):
         return
     if fit and fit.is_encoder_decoder:
         raise ContentError("encoder-decoder architectures not supported for peft models")
@@ -125,28 +124,14 @@ def _check_files(directory: Path, names: Collection[str], fit: Fit | None) -> No
 def _read(directory: Path, name: str) -> object:
     """Read the object that should be the embeddings. Raises ContentError and OSError."""
     file = directory / name
-    if name.endswith(".safetensors"):
-        return _read_safetensors(file)
+    is_pickle = file.suffix != ".safetensors"
     try:
-        content = load_small(file)
-    except PickleError as error:
+        content = load_untrusted(file) if is_pickle else map_untrusted(file, MAX_HEADER_BYTES)
+    except TensorFileError as error:
         raise ContentError(_NO_TENSOR) from error
-    if name.endswith(".bin"):
+    if name in WEIGHTS:
         return content.get(PEFT_KEY) if isinstance(content, dict) else None
     return content
-
-
-def _read_safetensors(file: Path) -> Tensor:
-    with file.open("rb") as start:
-        if int.from_bytes(start.read(8), "little") > MAX_HEADER_BYTES:
-            raise ContentError(_NO_TENSOR)
-    try:
-        with safe_open(file, framework="pt") as content:
-            tensor: Tensor = content.get_tensor(PEFT_KEY)
-    # For a damaged header the library may raise any of these errors.
-    except (SafetensorError, ValueError, LookupError, TypeError, AttributeError, RuntimeError) as error:
-        raise ContentError(_NO_TENSOR) from error
-    return tensor
 
 
 def _check(content: object, fit: Fit | None) -> Tensor:

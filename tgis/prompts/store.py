@@ -18,8 +18,13 @@ from torch import Tensor
 from tgis.prompts.artifact_cache import Kind, Spool
 from tgis.prompts.errors import AbsentError, ContentError, NotTunableError, TooLargeError, quote
 from tgis.prompts.ids import Place, absence, find_place, is_named
-from tgis.prompts.lora_config import LORA, UnsupportedTypeError
-from tgis.prompts.lora_files import MAX_HEADER_BYTES, read_adapter_files, split_name
+from tgis.prompts.lora_files import (
+    LORA,
+    MAX_HEADER_BYTES,
+    UnsupportedTypeError,
+    read_adapter_files,
+    split_name,
+)
 from tgis.prompts.snapshot import Choose, State, look, take
 from tgis.prompts.soft_prompt import (
     Fit,
