@@ -9,7 +9,7 @@ import pytest
 
 from tgis.config.processes import LauncherConfig
 from tgis.hub import model_files
-from tgis.hub.startup_adapters import TuningError
+from tgis.hub.startup_adapters import AdapterOptionsError
 from tgis.launcher.child_configs import line_fields
 from tgis.launcher.plan import LaunchError, count_shards, plan
 
@@ -78,10 +78,10 @@ def test_weights_that_cannot_be_looked_at(config: LauncherConfig) -> None:
 
 def test_stores_that_cannot_be(config: LauncherConfig) -> None:
     for name in ("prefix_store_path", "adapter_cache"):
-        with pytest.raises(TuningError, match=r"x cannot be used: File name too long$"):
+        with pytest.raises(AdapterOptionsError, match=r"x cannot be used: File name too long$"):
             plan(replace(config, **{name: "x" * 300}))
     for adapter in ("x" * 300, "org/" + "x" * 300 + "@main", f"name=/{'x' * 300}"):
-        with pytest.raises(TuningError, match=r"^lora_adapters: "):
+        with pytest.raises(AdapterOptionsError, match=r"^lora_adapters: "):
             plan(replace(config, lora_adapters=adapter))
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tgis.convert.atomic_write import ConversionError, workshop
 from tgis.hub import model_files
-from tgis.prompts.errors import AbsentError, ContentError
+from tgis.prompts.errors import AdapterError, AdapterNotFoundError
 from tgis.prompts.lora_files import CONFIG, WEIGHTS, UnsupportedTypeError
 from tgis.prompts.soft_prompt import (
     DECODER,
@@ -40,12 +40,12 @@ def convert_prompt(source: Path, target: Path, with_decoder: bool, overwrite: bo
     try:
         names = choose_prompt_files(os.listdir(source), takes_encoder=True)
         prompt = read_prompt(source, None)
-    except AbsentError as error:
+    except AdapterNotFoundError as error:
         raise ConversionError(f"{source} holds no soft prompt") from error
     except UnsupportedTypeError as error:
         kind = read_peft_type(source)
         raise ConversionError(f"{source} has peft_type {kind}; only soft prompts are converted") from error
-    except ContentError as error:
+    except AdapterError as error:
         raise ConversionError(f"{source}: {error}") from error
     except OSError as error:
         raise ConversionError(f"{source} cannot be read: {error.strerror}") from error

@@ -11,7 +11,7 @@ from tgis.config.model import TuningOptions
 from tgis.config.processes import SHORT_SEQUENCE, LauncherConfig
 from tgis.errors import OperatorError
 from tgis.hub import model_files
-from tgis.hub.startup_adapters import plan_tuning
+from tgis.hub.startup_adapters import resolve_adapter_options
 from tgis.process.gpus import has_gpus
 
 logger = logging.getLogger(__name__)
@@ -44,7 +44,7 @@ class Plan:
 def plan(config: LauncherConfig) -> Plan:
     """Check the configuration and find the model.
 
-    Raises LaunchError, TuningError, model_files.CacheConflictError or model_files.ModelNotFoundError."""
+    Raises LaunchError, AdapterOptionsError, CacheConflictError or ModelNotFoundError."""
     if config.dtype and config.dtype_str and config.dtype != config.dtype_str:
         raise LaunchError("dtype and dtype_str args both provided with different values")
     _check_budget(config)
@@ -57,7 +57,7 @@ def plan(config: LauncherConfig) -> Plan:
     if not has_fast and not model_files.has_tokenizer_to_convert(path):
         raise LaunchError(f"No existing fast tokenizer ({TOKENIZER}) found")
     length = _choose_length(config.max_sequence_length, model_config)
-    tuning = plan_tuning(config, length, cache)
+    tuning = resolve_adapter_options(config, length, cache)
     dtype, fingerprint = config.dtype or config.dtype_str, model_files.fingerprint(path)
     return Plan(path, length, dtype, num_shards, has_fast, tuning, fingerprint)
 

@@ -14,7 +14,7 @@ import regex
 import torch
 from torch import Tensor
 
-from tgis.prompts.errors import ContentError, TooLargeError, quote
+from tgis.prompts.errors import AdapterError, TooLargeError, quote
 from tgis.tensor_files.errors import TensorFileError
 from tgis.tensor_files.mapped_safetensors import map_untrusted
 from tgis.tensor_files.safe_pickle import is_plain, load_untrusted
@@ -61,7 +61,7 @@ _UP, _DOWN = "gate_up_proj", "down_proj"
 Value = TypeVar("Value")
 
 
-class UnsupportedTypeError(ContentError):
+class UnsupportedTypeError(AdapterError):
     """Error for an adapter that is not LoRA. The client gets this text without a prefix."""
 
 
@@ -69,7 +69,7 @@ class Patterns(Generic[Value]):
     """Values of single modules that override the adapter's default value, by patterns of names."""
 
     def __init__(self, values: Mapping[str, Value]) -> None:
-        """Compile the patterns. Raises ContentError for an invalid pattern, and for too many patterns."""
+        """Compile the patterns. Raises AdapterError for an invalid pattern, and for too many patterns."""
         self._values = values
         if len(values) > MAX_PATTERNS:
             raise _wrong("rank_pattern or alpha_pattern")
@@ -81,7 +81,7 @@ class Patterns(Generic[Value]):
     def find(self, key: str, default: Value) -> Value:
         """Return the value of the first pattern that matches `key` or its last dotted parts, else `default`.
 
-        Raises ContentError."""
+        Raises AdapterError."""
         for pattern, value in self._compiled:
             try:
                 if pattern.match(key, timeout=_PATTERN_TIMEOUT_S, concurrent=True):
@@ -104,11 +104,11 @@ class LoraConfig:
     def rank_of(self, key: str) -> int:
         """Return the rank of a module or, if it is a target parameter, of a parameter. `key` is its name.
 
-        Raises ContentError."""
+        Raises AdapterError."""
         return self.ranks.find(key, self.rank)
 
     def scale_of(self, key: str, rank: int) -> float:
-        """Return the factor of the module's or parameter's low-rank product. Raises ContentError."""
+        """Return the factor of the module's or parameter's low-rank product. Raises AdapterError."""
         alpha = self.alphas.find(key, self.alpha)
         return alpha / (math.sqrt(rank) if self.uses_square_root else rank)
 
@@ -124,22 +124,22 @@ def read_adapter_files(directory: Path, max_bytes: int) -> tuple[dict[str, Tenso
     named `{module}.gate_up_proj` or `{module}.down_proj` in place of the module and has num_experts * rank in
     place of the rank. `{module}.base` is the adapter's copy of the model's own weight.
 
-    Raises UnsupportedTypeError, TooLargeError, ContentError with the cause, and OSError."""
+    Raises UnsupportedTypeError, TooLargeError, AdapterError with the cause, and OSError."""
     file = directory / CONFIG
     if not file.is_file():
-        raise ContentError(f"invalid adapter: no {CONFIG} found")
+        raise AdapterError(f"invalid adapter: no {CONFIG} found")
     config = parse_config(_bounded(file, MAX_CONFIG_BYTES).read_bytes())
     tensors: dict[str, Tensor] = {}
     stored = _read_tensors(directory, max_bytes)
     if len(stored) > MAX_TENSORS:
-        raise ContentError(f"invalid adapter: it has {len(stored)} tensors, more than {MAX_TENSORS}")
+        raise AdapterError(f"invalid adapter: it has {len(stored)} tensors, more than {MAX_TENSORS}")
     for name, tensor in stored.items():
         named = _rename(name)
         if named in tensors:
-            raise ContentError(f"invalid adapter: it holds {quote(named)} twice")
+            raise AdapterError(f"invalid adapter: it holds {quote(named)} twice")
         tensors[named] = _check(named, tensor)
     if config.ties_head and any(".lora_embedding_" in name for name in tensors):
-        raise ContentError("an adapter of embeddings that are tied (ensure_weight_tying) is not supported")
+        raise AdapterError("an adapter of embeddings that are tied (ensure_weight_tying) is not supported")
     tensors = _name_parameters(tensors, config) if config.target_parameters else tensors
     return tensors, dict(_scales(tensors, config))
 
@@ -155,16 +155,16 @@ def split_name(name: str) -> tuple[str, str]:
 def _read_tensors(directory: Path, max_bytes: int) -> dict[str, Tensor]:
     found = [directory / name for name in WEIGHTS if (directory / name).is_file()]
     if not found:
-        raise ContentError(f"invalid adapter: neither {' nor '.join(WEIGHTS)} found")
+        raise AdapterError(f"invalid adapter: neither {' nor '.join(WEIGHTS)} found")
     file = _bounded(found[0], max_bytes)
     is_pickle = file.suffix == ".bin"
     try:
         content: Any = load_untrusted(file) if is_pickle else map_untrusted(file, MAX_HEADER_BYTES)
     except TensorFileError as error:
-        raise ContentError(f"invalid adapter: {str(error).removeprefix(f'{directory}/')}") from error
+        raise AdapterError(f"invalid adapter: {str(error).removeprefix(f'{directory}/')}") from error
     tensors: dict[Any, Any] = content if isinstance(content, dict) else {None: content}
     if not all(isinstance(name, str) and is_plain(value) for name, value in tensors.items()):
-        raise ContentError(f"invalid adapter: {file.name} does not hold tensors by name")
+        raise AdapterError(f"invalid adapter: {file.name} does not hold tensors by name")
     # Tensors of a pickle may claim more numbers than it has bytes.
     if sum(tensor.numel() * tensor.itemsize for tensor in tensors.values()) > max_bytes:
         raise TooLargeError
@@ -180,27 +180,27 @@ def _bounded(file: Path, max_bytes: int) -> Path:
 def _rename(name: str) -> str:
     plain = name.removeprefix(_ROOT)
     if _BIAS.fullmatch(plain):
-        raise ContentError("a bias of lora_B is not supported")
+        raise AdapterError("a bias of lora_B is not supported")
     if _MAGNITUDE in plain:
-        raise ContentError("weight-decomposed LoRA (DoRA) is not supported")
+        raise AdapterError("weight-decomposed LoRA (DoRA) is not supported")
     if found := _LINEAR.fullmatch(plain):
         return f"{found[1]}.{found[2]}.weight"
     if found := _TABLE.fullmatch(plain):
         return f"{found[1]}.{found[2]}"
     if (found := _BASE.fullmatch(plain)) and "lora_" not in plain:
         return f"{found[1]}.base"
-    raise ContentError(f"invalid adapter: {quote(plain)} is no tensor of LoRA")
+    raise AdapterError(f"invalid adapter: {quote(plain)} is no tensor of LoRA")
 
 
 def _check(name: str, tensor: Tensor) -> Tensor:
     if tensor.dtype not in DTYPES:
         kind = str(tensor.dtype).removeprefix("torch.")
-        raise ContentError(f"invalid adapter: {quote(name)} is of type {kind}")
+        raise AdapterError(f"invalid adapter: {quote(name)} is of type {kind}")
     if tensor.dim() != 2 or not tensor.numel():
-        raise ContentError(f"invalid adapter: {quote(name)} has shape {list(tensor.shape)}")
+        raise AdapterError(f"invalid adapter: {quote(name)} has shape {list(tensor.shape)}")
     tensor = tensor.contiguous()
     if not all(bound.isfinite() for bound in tensor.aminmax()):
-        raise ContentError(f"invalid adapter: {quote(name)} holds numbers that are not finite")
+        raise AdapterError(f"invalid adapter: {quote(name)} holds numbers that are not finite")
     return tensor
 
 
@@ -223,7 +223,7 @@ def _scales(tensors: Mapping[str, Tensor], config: LoraConfig) -> Iterator[tuple
     """Yield each module's scale. Check that each A has its B, and that the ranks are those configured."""
     modules = dict.fromkeys(module for module, kind in map(split_name, tensors) if kind != "base")
     if not modules:
-        raise ContentError("invalid adapter: it holds no tensors of LoRA")
+        raise AdapterError("invalid adapter: it holds no tensors of LoRA")
     for module in modules:
         a, b = _pair(module, tensors)
         key = _key(module, config)
@@ -231,7 +231,7 @@ def _scales(tensors: Mapping[str, Tensor], config: LoraConfig) -> Iterator[tuple
         is_fused = bool(config.target_parameters) and module.endswith((f".{_UP}", f".{_DOWN}"))
         if a.shape[0] != b.shape[1] or (a.shape[0] % rank if is_fused else a.shape[0] != rank):
             shapes = f"{list(a.shape)} and {list(b.shape)}"
-            raise ContentError(f"invalid adapter: {quote(module)} has shapes {shapes}, expected rank {rank}")
+            raise AdapterError(f"invalid adapter: {quote(module)} has shapes {shapes}, expected rank {rank}")
         yield module, config.scale_of(key, rank)
 
 
@@ -241,7 +241,7 @@ def _pair(module: str, tensors: Mapping[str, Tensor]) -> list[Tensor]:
         kinds = ("lora_embedding_A", "lora_embedding_B")
     for kind in kinds:
         if f"{module}.{kind}" not in tensors:
-            raise ContentError(f"invalid adapter: {quote(f'{module}.{kind}')} is missing")
+            raise AdapterError(f"invalid adapter: {quote(f'{module}.{kind}')} is missing")
     return [tensors[f"{module}.{kind}"] for kind in kinds]
 
 
@@ -253,13 +253,13 @@ def _key(module: str, config: LoraConfig) -> str:
 
 
 def parse_config(text: bytes) -> LoraConfig:
-    """Parse and check the configuration. Raises ContentError and UnsupportedTypeError."""
+    """Parse and check the configuration. Raises AdapterError and UnsupportedTypeError."""
     try:
         config = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise ContentError(f"invalid adapter: {CONFIG} is not JSON") from error
+        raise AdapterError(f"invalid adapter: {CONFIG} is not JSON") from error
     if not isinstance(config, dict):
-        raise ContentError(f"invalid adapter: {CONFIG} is not an object")
+        raise AdapterError(f"invalid adapter: {CONFIG} is not an object")
     _refuse_type(config.get("peft_type"))
     _refuse_variants(config)
     return LoraConfig(
@@ -275,7 +275,7 @@ def parse_config(text: bytes) -> LoraConfig:
 
 def _refuse_type(kind: object) -> None:
     if not isinstance(kind, str):
-        raise ContentError(f"invalid adapter: {CONFIG} has no peft_type")
+        raise AdapterError(f"invalid adapter: {CONFIG} has no peft_type")
     if kind != LORA:
         raise UnsupportedTypeError(f"adapter type {quote(kind)} is not currently supported")
 
@@ -283,12 +283,12 @@ def _refuse_type(kind: object) -> None:
 def _refuse_variants(config: Mapping[str, Any]) -> None:
     for key, what in _REFUSED.items():
         if config.get(key):
-            raise ContentError(f"{what} is not supported")
+            raise AdapterError(f"{what} is not supported")
     if config.get("bias") not in (None, "none"):
-        raise ContentError("trained biases (bias) are not supported")
+        raise AdapterError("trained biases (bias) are not supported")
     init = config.get("init_lora_weights")
     if not any(init is plain or (isinstance(init, str) and init == plain) for plain in _PLAIN_INITS):
-        raise ContentError("an init_lora_weights that changes the model's own weights is not supported")
+        raise AdapterError("an init_lora_weights that changes the model's own weights is not supported")
 
 
 def _rank(key: str, value: object) -> int:
@@ -324,5 +324,5 @@ def _names(config: Mapping[str, Any], key: str) -> tuple[str, ...]:
     return tuple(value)
 
 
-def _wrong(key: str) -> ContentError:
-    return ContentError(f"invalid adapter: {key} of {CONFIG} makes no sense")
+def _wrong(key: str) -> AdapterError:
+    return AdapterError(f"invalid adapter: {key} of {CONFIG} makes no sense")
