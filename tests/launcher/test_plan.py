@@ -9,6 +9,7 @@ import pytest
 
 from tgis.config.processes import LauncherConfig
 from tgis.hub import model_files
+from tgis.hub.cache import CacheConflictError
 from tgis.hub.startup_adapters import AdapterOptionsError
 from tgis.launcher.child_configs import line_fields
 from tgis.launcher.plan import LaunchError, count_shards, plan
@@ -147,7 +148,7 @@ def test_a_model_in_a_cache_of_any_name(config: LauncherConfig, tmp_path: Path) 
     assert plan(replace(named, transformers_cache=cache)).model_path == snapshot
     assert plan(replace(named, huggingface_hub_cache=cache)).model_path == snapshot
     assert plan(replace(named, hf_home=str(tmp_path), home="/nobody")).model_path == snapshot
-    with pytest.raises(model_files.CacheConflictError):
+    with pytest.raises(CacheConflictError):
         plan(replace(named, transformers_cache=cache, hf_hub_cache="/elsewhere"))
 
 

@@ -24,6 +24,7 @@ from tgis.config.model import FRAMEWORKS
 from tgis.config.option import Group, variables_of
 from tgis.config.processes import LauncherConfig, RouterConfig, ShardConfig
 from tgis.hub import model_files
+from tgis.hub.cache import find_model
 from tgis.hub.startup_adapters import resolve_adapter_options
 
 
@@ -76,7 +77,7 @@ def _complete_shard(settings: dict[str, Setting], values: dict[str, Any]) -> Non
 
     Raises SettingsError, model_files.ModelNotFoundError and click.UsageError."""
     if values["model_name"] and settings["model_path"].source == DEFAULT:
-        path = model_files.resolve(values["model_name"], values["revision"], models.cache_root())
+        path = find_model(values["model_name"], values["revision"], models.cache_root())
         settings["model_path"] = Setting(str(path), "MODEL_NAME")
     if settings["model_path"].value is None:
         raise click.UsageError("Missing option '--model-path', or MODEL_NAME as an argument.")

@@ -23,7 +23,7 @@ from huggingface_hub.file_download import http_get
 from huggingface_hub.utils import WeakFileLock, build_hf_headers
 from huggingface_hub.utils.logging import set_verbosity_error
 
-from tgis.hub import model_files
+from tgis.hub.cache import cache_entry
 from tgis.hub.download_errors import DownloadError, told_in_one_line
 
 logger = logging.getLogger(__name__)
@@ -84,7 +84,7 @@ class Repository:
         if not NAME_ON_DISK.fullmatch(self.commit):
             raise DownloadError(f"{self.name}: the hub gives no usable commit")
         self._files = [file.rfilename for file in info.siblings or [] if "/" not in file.rfilename]
-        self._entry = model_files.cache_entry(self.name, cache)
+        self._entry = cache_entry(self.name, cache)
         self.directory = self._entry / "snapshots" / self.commit
 
     def select(self, extensions: Sequence[str]) -> list[str]:

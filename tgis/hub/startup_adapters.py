@@ -11,6 +11,7 @@ from tgis.config.adapter_ids import is_adapter_id
 from tgis.config.model import TuningOptions
 from tgis.errors import OperatorError
 from tgis.hub import model_files
+from tgis.hub.cache import cache_entry, find_snapshot
 
 ADAPTER_CONFIG = "adapter_config.json"
 ALLOWED = "letters, digits, _, - and . are allowed, and / between parts, none of which begins with a dot"
@@ -70,9 +71,8 @@ def _locate(entry: str, cache: Path) -> tuple[str, Path]:
             raise AdapterOptionsError(f"lora_adapters: {entry} lacks a name or a directory; {_FORM}")
         return name, Path(directory).absolute()
     name, _, revision = entry.partition("@")
-    cached = model_files.cache_entry(name, cache)
-    snapshot = model_files.snapshot(cached, revision or None)
-    if not os.path.isdir(cached) or not os.path.isdir(snapshot):
+    snapshot = find_snapshot(cache_entry(name, cache), revision or None)
+    if not os.path.isdir(snapshot):
         raise AdapterOptionsError(f"lora_adapters: {entry} is not in the hub cache; {_FORM}")
     return name, snapshot.absolute()
 
