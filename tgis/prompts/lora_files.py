@@ -21,7 +21,8 @@ from tgis.tensor_files.safe_pickle import is_plain, load_untrusted
 
 CONFIG = "adapter_config.json"
 STEM = "adapter_model"
-WEIGHTS = (f"{STEM}.safetensors", f"{STEM}.bin")  # next to the configuration; the first that exists is used
+SAFETENSORS, PICKLE = f"{STEM}.safetensors", f"{STEM}.bin"
+WEIGHTS = (SAFETENSORS, PICKLE)  # next to the configuration; the first that exists is used
 LORA = "LORA"
 MAX_CONFIG_BYTES = 4 << 20
 # PEFT's defaults, for a configuration that lacks these settings.
@@ -155,11 +156,10 @@ def split_name(name: str) -> tuple[str, str]:
 def _read_tensors(directory: Path, max_bytes: int) -> dict[str, Tensor]:
     found = [directory / name for name in WEIGHTS if (directory / name).is_file()]
     if not found:
-        raise AdapterError(f"invalid adapter: neither {' nor '.join(WEIGHTS)} found")
+        raise AdapterError(f"invalid adapter: neither {SAFETENSORS} nor {PICKLE} found")
     file = _bounded(found[0], max_bytes)
-    is_pickle = file.suffix == ".bin"
     try:
-        content: Any = load_untrusted(file) if is_pickle else map_untrusted(file, MAX_HEADER_BYTES)
+        content: Any = load_untrusted(file) if file.name == PICKLE else map_untrusted(file, MAX_HEADER_BYTES)
     except TensorFileError as error:
         raise AdapterError(f"invalid adapter: {str(error).removeprefix(f'{directory}/')}") from error
     tensors: dict[Any, Any] = content if isinstance(content, dict) else {None: content}

@@ -85,20 +85,22 @@ def _errors_as_damage(file: Path) -> Iterator[None]:
     except (TensorFileError, FileNotFoundError, MemoryError):
         raise
     except pickle.UnpicklingError as error:
-        raise TensorFileError(f"{file} {_explain(error, file)}") from error
+        raise _refusal(file, error) from error
     except Exception as error:
         raise TensorFileError(f"{file} {DAMAGED}") from error
 
 
-def _explain(error: pickle.UnpicklingError, file: Path) -> str:
+def _refusal(file: Path, error: pickle.UnpicklingError) -> TensorFileError:
     refused = _GLOBAL.search(str(error))
     if refused is None:
-        return f"{DAMAGED}, or not a pickle of tensors"
-    return DAMAGED if _ends_within(file, refused[1]) else _wants_to_call(refused[1])
+        return TensorFileError(f"{file} {DAMAGED}, or not a pickle of tensors")
+    if _ends_within(file, refused[1]):
+        return TensorFileError(f"{file} {DAMAGED}")
+    return _refused_call(file, refused[1])
 
 
-def _wants_to_call(what: str) -> str:
-    return f"wants to call {what}, which tensors do not need; it was not run"
+def _refused_call(file: Path, what: str) -> TensorFileError:
+    return TensorFileError(f"{file} wants to call {what}, which tensors do not need; it was not run")
 
 
 def _ends_within(file: Path, name: str) -> bool:
@@ -153,4 +155,4 @@ def _check_calls(file: Path, content: bytes, num_pickles: int) -> None:
             is_call = operation.name == "GLOBAL" and not _NEEDED.fullmatch(str(name))
             if is_call or operation.name in _OTHER_CALLS:
                 what = str(name).replace(" ", ".") if is_call else "what it does not name"
-                raise TensorFileError(f"{file} {_wants_to_call(what)}")
+                raise _refused_call(file, what)
