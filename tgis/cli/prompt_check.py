@@ -129,6 +129,6 @@ def _directory_of(path: Path) -> Iterator[Path]:
     elif path.name in (CONFIG, *WEIGHTS):
         yield path.parent
     else:
-        with tempfile.TemporaryDirectory() as room:
-            (Path(room) / (ENCODER if path.name == ENCODER else DECODER)).symlink_to(path.absolute())
-            yield Path(room)
+        with tempfile.TemporaryDirectory() as directory:
+            (Path(directory) / (ENCODER if path.name == ENCODER else DECODER)).symlink_to(path.absolute())
+            yield Path(directory)

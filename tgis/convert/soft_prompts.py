@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from tgis.convert.atomic_write import ConversionError, workshop
+from tgis.convert.atomic_write import ConversionError, staging_directory
 from tgis.hub import model_files
 from tgis.prompts.errors import AdapterError, AdapterNotFoundError
 from tgis.prompts.lora_files import CONFIG, WEIGHTS, UnsupportedTypeError
@@ -74,8 +74,8 @@ def write_prompt(parts: Mapping[str, Tensor], target: Path, is_peft: bool, overw
     is_new = not target.exists()
     try:
         (target.parent if is_new else target).mkdir(parents=True, exist_ok=True)
-        with workshop(target.parent if is_new else target) as room:
-            made = room / "prompt"
+        with staging_directory(target.parent if is_new else target) as staged:
+            made = staged / "prompt"
             made.mkdir()
             names = (_write_peft if is_peft else _write_torch)(parts, made)
             if is_new:
@@ -112,18 +112,18 @@ def split_embeddings(embeddings: Tensor, config: Mapping[str, Any]) -> dict[str,
     return {"encoder": encoder, "decoder": decoder}
 
 
-def _write_torch(parts: Mapping[str, Tensor], room: Path) -> list[str]:
+def _write_torch(parts: Mapping[str, Tensor], staged: Path) -> list[str]:
     names = []
     for name in TORCH_FILES:
         part = parts.get(name.removesuffix(".pt"))
         if part is not None:
             # torch.save writes a tensor's whole storage, so a view must be copied.
-            torch.save(part.detach().clone(), room / name)
+            torch.save(part.detach().clone(), staged / name)
             names.append(name)
     return names
 
 
-def _write_peft(parts: Mapping[str, Tensor], room: Path) -> list[str]:
+def _write_peft(parts: Mapping[str, Tensor], staged: Path) -> list[str]:
     embeddings = _join(parts)
     num_parts = len(parts)
     config = {
@@ -135,9 +135,9 @@ def _write_peft(parts: Mapping[str, Tensor], room: Path) -> list[str]:
         "prompt_tuning_init": "RANDOM",
         "inference_mode": True,
     }
-    (room / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+    (staged / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
     weights = WEIGHTS[0]
-    save_file({PEFT_KEY: embeddings}, room / weights, metadata={"format": "pt"})
+    save_file({PEFT_KEY: embeddings}, staged / weights, metadata={"format": "pt"})
     return [CONFIG, weights]
 
 

@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from tgis.convert.atomic_write import ConversionError, deliver, first_line, workshop
+from tgis.convert.atomic_write import ConversionError, first_line, move_files, staging_directory
 from tgis.hub import model_files
 from tgis.tensor_files.errors import DAMAGED, INCOMPLETE, TensorFileError
 from tgis.tensor_files.mapped_safetensors import separate_memory
@@ -60,12 +60,12 @@ def convert_to_safetensors(directory: Path) -> str:
     if (directory / "model.safetensors.index.json").exists():
         return "Existing model.safetensors.index.json file found, remove it first to reconvert"
     files_of = {index: _read_index(index, files) for index in indexes}
-    with workshop(directory) as room:
-        results = {file.name: _convert_one(file, room, directory) for file in files}
+    with staging_directory(directory) as staged:
+        results = {file.name: _convert_one(file, staged, directory) for file in files}
         for index, content in files_of.items():
-            (room / new_name(index.name)).write_text(_rewrite_index(index, content, results))
-        for file in [*files, *indexes]:  # the indexes last, because readers expect the files that they name
-            deliver(room / new_name(file.name), directory, like=file)
+            (staged / new_name(index.name)).write_text(_rewrite_index(index, content, results))
+        originals = [*files, *indexes]  # the indexes last, because readers expect the files that they name
+        move_files([staged / new_name(file.name) for file in originals], directory, like=originals)
     return f"Converted {len(files)} files to .safetensors"
 
 
@@ -80,11 +80,11 @@ def new_name(name: str) -> str:
     return name.removesuffix(end).removeprefix("pytorch_") + new_end
 
 
-def _convert_one(file: Path, room: Path, directory: Path) -> Converted:
+def _convert_one(file: Path, staged: Path, directory: Path) -> Converted:
     logger.info("converting %s", file)
     tensors = _load(file)
     kept_as = _choose_names(tensors, directory)
-    target = room / new_name(file.name)
+    target = staged / new_name(file.name)
     try:
         kept = separate_memory({name: tensor for name, tensor in tensors.items() if name not in kept_as})
         save_file(kept, target, metadata={**kept_as, "format": "pt"})
