@@ -63,14 +63,35 @@ class _StopDownload(Exception):
 
 @dataclass(frozen=True)
 class RemoteFile:
-    """File of one commit, as the hub describes it."""
+    """File of one commit, as the hub describes it, and its place in the cache."""
 
     name: str
+    blob: Path
     etag: str
     """File's sha256 or git's sha1 of it; other hubs than the original may send anything."""
     size: int | None
     """Size in bytes; None if the hub does not give it."""
     is_xet: bool
+
+    @property
+    def part(self) -> Path:
+        """File of the bytes received so far, which an interrupted download leaves to the next."""
+        return self.blob.with_name(f"{self.etag}.incomplete")
+
+    @property
+    def is_whole(self) -> bool:
+        return self.blob.is_file() and self.size in (None, _size(self.blob))
+
+    def has_checksum(self, path: Path) -> bool:
+        """Return True if `path` has the ETag's checksum, or if the ETag is not a checksum."""
+        if re.fullmatch("[0-9a-f]{64}", self.etag):
+            digest = hashlib.sha256()
+        elif re.fullmatch("[0-9a-f]{40}", self.etag):
+            digest = hashlib.sha1(b"blob %d\0" % _size(path), usedforsecurity=False)
+        else:
+            return True
+        with path.open("rb") as content:
+            return bool(hashlib.file_digest(content, lambda: digest).hexdigest() == self.etag)
 
 
 def choose_extensions(text: str) -> tuple[str, ...]:
@@ -132,12 +153,13 @@ class Repository:
             )
             if not NAME_ON_DISK.fullmatch(found.etag or ""):
                 raise DownloadError(f"{name}: the hub gives no usable ETag")
-            return RemoteFile(name, found.etag, found.size, found.xet_file_data is not None)
+            blob = self._entry / "blobs" / found.etag
+            return RemoteFile(name, blob, found.etag, found.size, found.xet_file_data is not None)
 
     def _check_space(self, files: Iterable[RemoteFile]) -> None:
         self._cache.mkdir(parents=True, exist_ok=True)
-        missing = [file for file in files if not _is_whole(self._blob(file), file)]
-        needed = sum(max((file.size or 0) - _size(self._part(file)), 0) for file in missing)
+        missing = [file for file in files if not file.is_whole]
+        needed = sum(max((file.size or 0) - _size(file.part), 0) for file in missing)
         free = shutil.disk_usage(self._cache).free
         if needed > free:
             raise DownloadError(
@@ -147,36 +169,36 @@ class Repository:
     def _fetch(self, file: RemoteFile) -> None:
         """Download the blob and link it into the snapshot; on failure keep the partial blob to resume."""
         with self._errors_in_one_line(file.name):
-            blob, link = self._blob(file), self.directory / file.name
-            if link.is_file() and (not link.is_symlink() or _is_whole(blob, file)):
+            link = self.directory / file.name
+            if link.is_file() and not link.is_symlink():  # a cache that cannot hold links has no blobs
                 return
-            if not _is_whole(blob, file) and not (file.is_xet and self._fetch_by_xet(file)):
-                blob.parent.mkdir(parents=True, exist_ok=True)
+            if not file.is_whole and not (file.is_xet and self._fetch_by_xet(file)):
+                file.blob.parent.mkdir(parents=True, exist_ok=True)
                 lock = self._cache / ".locks" / self._entry.name / f"{file.etag}.lock"
                 lock.parent.mkdir(parents=True, exist_ok=True)
                 with WeakFileLock(lock):
-                    if not _is_whole(blob, file):  # another process may have downloaded it meanwhile
+                    if not file.is_whole:  # another process may have downloaded it meanwhile
                         self._fetch_by_http(file)
             self._link(file)
 
     def _fetch_by_http(self, file: RemoteFile) -> None:
-        part = self._part(file)
-        if file.size is None or _size(part) > file.size:
-            part.unlink(missing_ok=True)
-        self._retry(lambda: self._receive(file, part), lambda: _size(part))
-        if file.size not in (None, _size(part)) or not _has_checksum(part, file.etag):
-            size = f"{_size(part)} of {file.size} bytes" if file.size != _size(part) else "a wrong checksum"
-            part.unlink()
-            raise DownloadError(f"{file.name} came with {size} and was removed; run the command again")
-        part.replace(self._blob(file))
+        if file.size is None or _size(file.part) > file.size:
+            file.part.unlink(missing_ok=True)
+        self._retry(lambda: self._receive(file), lambda: _size(file.part))
+        received = _size(file.part)
+        if file.size not in (None, received) or not file.has_checksum(file.part):
+            fault = f"{received} of {file.size} bytes" if file.size != received else "a wrong checksum"
+            file.part.unlink()
+            raise DownloadError(f"{file.name} came with {fault} and was removed; run the command again")
+        file.part.replace(file.blob)
 
-    def _receive(self, file: RemoteFile, part: Path) -> None:
-        """Append the missing bytes to `part`.
+    def _receive(self, file: RemoteFile) -> None:
+        """Append the missing bytes to the file's part.
 
         The request goes to the hub's own URL, so that it can be repeated when a signed URL has expired. The
         library sends the token only to the hub."""
         headers = {**build_hf_headers(token=self._token), "Accept-Encoding": "identity"}
-        with _PartialFile(part, self._stop) as content:
+        with _PartialFile(file.part, self._stop) as content:
             begun = content.seek(0, io.SEEK_END)
             if begun != file.size:
                 http_get(
@@ -198,10 +220,10 @@ class Repository:
         except Exception as error:  # xet raises many types, some of them from a library in another language
             logger.warning("%s: xet failed (%s), going on over HTTP", file.name, type(error).__name__)
             return False
-        if _is_whole(self._blob(file), file) and _has_checksum(self._blob(file), file.etag):
+        if file.is_whole and file.has_checksum(file.blob):
             return True
         logger.warning("%s: the file that xet downloaded is damaged, going on over HTTP", file.name)
-        self._blob(file).unlink()
+        file.blob.unlink()
         return False
 
     def _link(self, file: RemoteFile) -> None:
@@ -261,12 +283,6 @@ class Repository:
     def _url(self, name: str) -> str:
         return str(hf_hub_url(self.name, name, revision=self.commit))
 
-    def _blob(self, file: RemoteFile) -> Path:
-        return self._entry / "blobs" / file.etag
-
-    def _part(self, file: RemoteFile) -> Path:
-        return self._entry / "blobs" / f"{file.etag}.incomplete"
-
 
 class _PartialFile(io.BufferedWriter):
     """Writer that appends to a partial file and raises _StopDownload once `stop` is set."""
@@ -291,22 +307,6 @@ def _silence_libraries() -> None:
 def _size(path: Path) -> int:
     """Return the file's size; 0 if it does not exist."""
     return path.stat().st_size if path.is_file() else 0
-
-
-def _is_whole(path: Path, file: RemoteFile) -> bool:
-    return path.is_file() and file.size in (None, path.stat().st_size)
-
-
-def _has_checksum(path: Path, etag: str) -> bool:
-    """Return True if the file has the ETag's checksum, or if the ETag is not a checksum."""
-    if re.fullmatch("[0-9a-f]{64}", etag):
-        digest = hashlib.sha256()
-    elif re.fullmatch("[0-9a-f]{40}", etag):
-        digest = hashlib.sha1(b"blob %d\0" % path.stat().st_size, usedforsecurity=False)
-    else:
-        return True
-    with path.open("rb") as content:
-        return bool(hashlib.file_digest(content, lambda: digest).hexdigest() == etag)
 
 
 def _explain(error: Exception, name: str, revision: str, file: str | None) -> str:
