@@ -91,7 +91,7 @@ def test_what_is_no_adapter_is_refused(tmp_path: Path) -> None:
     for entry in (f"={good}", "sql=", "=", " = "):
         assert refusal(entry) == f"lora_adapters: {entry.strip()} {lacking}"
     for name in ("a b", "ä", "a:b", "../a", "a/.b", "/a", "a" * 257):
-        assert refusal(f"{name}={good}").startswith(f"lora_adapters: {name!r} is no id")
+        assert refusal(f"{name}={good}").startswith(f"lora_adapters: {name!r} is not a valid id")
     assert "there is no directory" in refusal(f"x={comma}")
 
 

@@ -152,7 +152,7 @@ def test_as_many_patterns_as_modules() -> None:
         assert config.scale_of(key, config.rank_of(key)) == 1
     assert time.thread_time() - began < 3
     too_many = dict.fromkeys(map(str, range(4097)), 2)
-    with pytest.raises(AdapterError, match=r"alpha_pattern of adapter_config.json makes no sense"):
+    with pytest.raises(AdapterError, match=r"alpha_pattern of adapter_config.json is not valid"):
         parse_config(json.dumps({"peft_type": "LORA", "alpha_pattern": too_many}).encode())
 
 
@@ -218,8 +218,8 @@ CONFIGURATIONS: list[tuple[dict[str, object], str]] = [
     ({"rank_pattern": {"q_proj": 0}}, "rank_pattern"),
     ({"rank_pattern": {"q_proj": 3}}, "expected rank 3"),
     ({"rank_pattern": ["q_proj"]}, "rank_pattern"),
-    ({"rank_pattern": {"(": 2}}, "makes no sense"),
-    ({"rank_pattern": {r"((.|..)+)+\d{3}": 2}}, "makes no sense"),
+    ({"rank_pattern": {"(": 2}}, "is not valid"),
+    ({"rank_pattern": {r"((.|..)+)+\d{3}": 2}}, "is not valid"),
     ({"alpha_pattern": {"q_proj": None}}, "alpha_pattern"),
     ({"target_parameters": "experts.down_proj"}, "target_parameters"),
     ({"target_parameters": [1]}, "target_parameters"),
@@ -266,8 +266,8 @@ A, B = random_prompt(2, 8), random_prompt(6, 2)
 TENSORS: list[tuple[dict[str, Tensor | None], str]] = [
     ({"A": None}, "lora_A.weight is missing"),
     ({"B": None}, "lora_B.weight is missing"),
-    ({"A": None, "B": None}, "no tensors of LoRA"),
-    ({"A": None, "B": None, "weight": A}, "no tensors of LoRA"),
+    ({"A": None, "B": None}, "no LoRA tensors"),
+    ({"A": None, "B": None, "weight": A}, "no LoRA tensors"),
     ({"A": None, "lora_embedding_A": A}, "lora_A.weight is missing"),
     ({"A": A.flatten()}, "has shape [16]"),
     ({"A": A[None]}, "has shape [1, 2, 8]"),
@@ -282,12 +282,12 @@ TENSORS: list[tuple[dict[str, Tensor | None], str]] = [
     ({"B": B.clone().index_fill_(0, torch.tensor([5]), -torch.inf)}, "not finite"),
     ({"lora_B__bias": torch.ones(6)}, "bias of lora_B is not supported"),
     ({"lora_magnitude_vector": torch.ones(6)}, "DoRA"),
-    ({"lora_diag": torch.ones(2)}, "lora_diag is no tensor of LoRA"),
-    ({"bias": torch.ones(6)}, "q_proj.bias is no tensor of LoRA"),
-    ({"lora_A__other__weight": A}, "no tensor of LoRA"),
+    ({"lora_diag": torch.ones(2)}, "lora_diag is not a LoRA tensor"),
+    ({"bias": torch.ones(6)}, "q_proj.bias is not a LoRA tensor"),
+    ({"lora_A__other__weight": A}, "is not a LoRA tensor"),
     ({"lora_A__default__weight": A}, "twice"),
-    ({"n" * 9000: A}, "no tensor of LoRA"),
-    ({"\n\x1b[2J": A}, "no tensor of LoRA"),
+    ({"n" * 9000: A}, "is not a LoRA tensor"),
+    ({"\n\x1b[2J": A}, "is not a LoRA tensor"),
 ]
 
 
@@ -358,7 +358,7 @@ def test_a_huge_header(tmp_path: Path, size: int) -> None:
 def test_odd_headers(tmp_path: Path, header: bytes) -> None:
     content = len(header).to_bytes(8, "little") + header
     (save(tmp_path) / "adapter_model.safetensors").write_bytes(content)
-    with pytest.raises(AdapterError, match=r"truncated or damaged|no tensors"):
+    with pytest.raises(AdapterError, match=r"truncated or damaged|no LoRA tensors"):
         read(tmp_path)
 
 

@@ -98,7 +98,7 @@ def split_embeddings(embeddings: Tensor, config: Mapping[str, Any]) -> dict[str,
     num_rows, num_tokens = len(embeddings), config.get("num_virtual_tokens")
     if num_parts not in (1, 2) or num_parts > 1 + is_encoder_decoder:
         text = f"num_transformer_submodules is {num_parts} and task_type {config.get('task_type')}"
-        raise ConversionError(f"{CONFIG}: {text}, which is no prompt for a text")
+        raise ConversionError(f"{CONFIG}: {text}, which no model of text uses")
     if num_tokens is not None and (type(num_tokens) is not int or num_tokens * num_parts != num_rows):
         text = f"{num_tokens} virtual tokens for {num_parts} of its parts do not make {num_rows} rows"
         raise ConversionError(f"{CONFIG}: {text}")
@@ -107,7 +107,7 @@ def split_embeddings(embeddings: Tensor, config: Mapping[str, Any]) -> dict[str,
     if num_parts == 1:
         return {"encoder": embeddings}
     if num_rows % 2:
-        raise ConversionError(f"{num_rows} rows are not as many for the encoder as for the decoder")
+        raise ConversionError(f"{num_rows} rows cannot be split evenly between encoder and decoder")
     encoder, decoder = embeddings.chunk(2)
     return {"encoder": encoder, "decoder": decoder}
 
@@ -150,7 +150,7 @@ def _join(parts: Mapping[str, Tensor]) -> Tensor:
         return next(part for part in (encoder, decoder) if part is not None).detach().contiguous()
     if encoder.shape != decoder.shape or encoder.dtype != decoder.dtype:
         shapes = " and ".join(f"{list(part.shape)} {_name(part.dtype)}" for part in (encoder, decoder))
-        raise ConversionError(f"PEFT has one shape and type for encoder and decoder, not {shapes}")
+        raise ConversionError(f"PEFT stores encoder and decoder with one shape and type, not {shapes}")
     return torch.cat((encoder.detach(), decoder.detach()))
 
 

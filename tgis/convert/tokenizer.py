@@ -49,7 +49,7 @@ def _save(directory: Path, staged: Path) -> None:
         reason = first_line(error)
         raise ConversionError(f"the tokenizer of {directory} cannot be converted: {reason}") from error
     if not (staged / FAST).is_file():
-        raise ConversionError(f"the tokenizer of {directory} cannot be converted: it has no fast kind")
+        raise ConversionError(f"the tokenizer of {directory} cannot be converted: it has no fast version")
 
 
 def _check_packages(directory: Path) -> None:

@@ -3,7 +3,6 @@
 Directories become absolute, and every adapter to load at startup is checked to exist."""
 
 import os
-from collections.abc import Iterator
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -48,19 +47,15 @@ def find_adapters(text: str, cache: Path) -> dict[str, Path]:
 
     Raises AdapterOptionsError, model_files.ModelNotFoundError."""
     found: dict[str, Path] = {}
-    for entry in _entries(text):
+    for entry in filter(None, map(str.strip, text.split(","))):
         name, directory = _locate(entry, cache)
         if not is_adapter_id(name) or name != os.path.normpath(name):
-            raise AdapterOptionsError(f"lora_adapters: {name!r} is no id: {ALLOWED}")
+            raise AdapterOptionsError(f"lora_adapters: {name!r} is not a valid id: {ALLOWED}")
         if name in found:
             raise AdapterOptionsError(f"lora_adapters: {name} is given twice")
         _check_adapter(name, directory)
         found[name] = directory
     return found
-
-
-def _entries(text: str) -> Iterator[str]:
-    return filter(None, (entry.strip() for entry in text.split(",")))
 
 
 def _locate(entry: str, cache: Path) -> tuple[str, Path]:

@@ -135,7 +135,7 @@ class ArtifactCache:
         self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         found = self.directory.lstat()
         if found.st_uid != os.geteuid() or not stat.S_ISDIR(found.st_mode):
-            raise PermissionError(f"{self.directory} is not ours")
+            raise PermissionError(f"{self.directory} belongs to another user or is not a directory")
         if found.st_mode & 0o077:
             self.directory.chmod(0o700)
 

@@ -189,7 +189,7 @@ def _rename(name: str) -> str:
         return f"{found[1]}.{found[2]}"
     if (found := _BASE.fullmatch(plain)) and "lora_" not in plain:
         return f"{found[1]}.base"
-    raise AdapterError(f"invalid adapter: {quote(plain)} is no tensor of LoRA")
+    raise AdapterError(f"invalid adapter: {quote(plain)} is not a LoRA tensor")
 
 
 def _check(name: str, tensor: Tensor) -> Tensor:
@@ -223,7 +223,7 @@ def _scales(tensors: Mapping[str, Tensor], config: LoraConfig) -> Iterator[tuple
     """Yield each module's scale. Check that each A has its B, and that the ranks are those configured."""
     modules = dict.fromkeys(module for module, kind in map(split_name, tensors) if kind != "base")
     if not modules:
-        raise AdapterError("invalid adapter: it holds no tensors of LoRA")
+        raise AdapterError("invalid adapter: it holds no LoRA tensors")
     for module in modules:
         a, b = _pair(module, tensors)
         key = _key(module, config)
@@ -325,4 +325,4 @@ def _names(config: Mapping[str, Any], key: str) -> tuple[str, ...]:
 
 
 def _wrong(key: str) -> AdapterError:
-    return AdapterError(f"invalid adapter: {key} of {CONFIG} makes no sense")
+    return AdapterError(f"invalid adapter: {key} of {CONFIG} is not valid")

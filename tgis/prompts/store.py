@@ -87,6 +87,11 @@ class AdapterStore:
         adapters. `named` maps names to adapters anywhere on the disk. `limits` is None if the model takes
         neither soft prompts nor adapters. `is_known` is passed to NotTunableError."""
         self._artifacts, self._limits, self._is_known = artifacts, limits, is_known
+        takes_encoder = limits is None or limits.is_encoder_decoder
+        self._choose: dict[Kind, Choose] = {
+            "prompt": partial(choose_prompt_files, takes_encoder=takes_encoder),
+            "adapter": choose_adapter_files,
+        }
         self._prompts, self._adapters = (root and root.absolute() for root in (prompts, adapters))
         self._named = {name: path.absolute() for name, path in named.items()}
         self._remembered: OrderedDict[tuple[Kind, str], tuple[FilesState, Outcome]] = OrderedDict()
@@ -139,18 +144,19 @@ class AdapterStore:
             with missing_as_not_found():
                 return AdapterDirectory(Path(os.path.realpath(self._named[id], strict=True)), None)
         for root in (self._prompts,) if kind == "prompt" else (self._adapters, self._prompts):
+            if root is None:
+                continue
             try:
-                if root is not None:
-                    return find_directory(root, id)
+                return find_directory(root, id)
             except AdapterNotFoundError:
-                if root is not None and has_entry(root, id):  # a forbidden entry hides those of later roots
+                if has_entry(root, id):  # a forbidden entry hides those of later roots
                     raise
         raise AdapterNotFoundError
 
     def _recall(self, kind: Kind, id: str, source: AdapterDirectory) -> Outcome | None:
         with self._lock:
             state, outcome = self._remembered.get((kind, id), (None, ""))
-        if state is None or read_state(source.directory, self._choose(kind)) != state:
+        if state is None or read_state(source.directory, self._choose[kind]) != state:
             return None
         if isinstance(outcome, ArtifactInfo) and outcome.digest not in self._artifacts:
             return None
@@ -164,7 +170,7 @@ class AdapterStore:
         if limits is None:
             raise NotTunableError(self._is_known)
         with self._artifacts.temporary_directory() as copy:
-            state = copy_files(source, self._choose(kind), copy, _max_file_bytes(kind, limits))
+            state = copy_files(source, self._choose[kind], copy, _max_file_bytes(kind, limits))
             try:
                 outcome: Outcome = self._check(kind, copy, limits)
             except AdapterNotFoundError:
@@ -181,9 +187,8 @@ class AdapterStore:
         if kind == "adapter" or read_peft_type(copy) == LORA:
             tensors, scales = read_adapter_files(copy, _max_file_bytes("adapter", limits))
             num_bytes = measure_adapter(tensors, limits.max_adapter_bytes)
-            return ArtifactInfo(
-                "adapter", self._artifacts.put("adapter", tensors, {"scales": scales}), 0, 0, num_bytes
-            )
+            digest = self._artifacts.put("adapter", tensors, {"scales": scales})
+            return ArtifactInfo("adapter", digest, 0, 0, num_bytes)
         prompt = read_prompt(copy, limits)
         num_bytes = measure_prompt(prompt, limits.max_prompt_bytes)
         digest = self._artifacts.put("prompt", prompt.tensors, {})
@@ -195,13 +200,6 @@ class AdapterStore:
             self._remembered.move_to_end((kind, id))
             if len(self._remembered) > MAX_REMEMBERED:
                 self._remembered.popitem(last=False)
-
-    def _choose(self, kind: Kind) -> Choose:
-        if kind == "adapter":
-            return choose_adapter_files
-        return partial(
-            choose_prompt_files, takes_encoder=self._limits is None or self._limits.is_encoder_decoder
-        )
 
     @contextmanager
     def _take_turn(self, kind: Kind, id: str) -> Iterator[None]:
