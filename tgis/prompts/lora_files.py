@@ -67,35 +67,35 @@ class UnsupportedTypeError(AdapterError):
 
 
 class Patterns(Generic[Value]):
-    """Values of single modules that override the adapter's default value, by patterns of names."""
+    """Values of modules, by patterns of their names, and the default value of the others."""
 
-    def __init__(self, values: Mapping[str, Value]) -> None:
-        """Compile the patterns. Raises AdapterError for an invalid pattern, and for too many patterns."""
-        self._values = values
+    def __init__(self, key: str, values: Mapping[str, Value], default: Value) -> None:
+        """Compile the patterns that the configuration has as `key`.
+
+        Raises AdapterError for an invalid pattern, and for too many patterns."""
+        self._key, self._values, self._default = key, values, default
         if len(values) > MAX_PATTERNS:
-            raise _wrong("rank_pattern or alpha_pattern")
+            raise _invalid(key)
         try:
             self._compiled = [(regex.compile(rf"(.*\.)?({pattern})$"), values[pattern]) for pattern in values]
         except regex.error as error:
-            raise _wrong("rank_pattern or alpha_pattern") from error
+            raise _invalid(key) from error
 
-    def find(self, key: str, default: Value) -> Value:
-        """Return the value of the first pattern that matches `key` or its last dotted parts, else `default`.
+    def find(self, module: str) -> Value:
+        """Return the value of the first pattern that matches `module` or its last dotted parts.
 
         Raises AdapterError."""
         for pattern, value in self._compiled:
             try:
-                if pattern.match(key, timeout=_PATTERN_TIMEOUT_S, concurrent=True):
+                if pattern.match(module, timeout=_PATTERN_TIMEOUT_S, concurrent=True):
                     return value
             except TimeoutError as error:
-                raise _wrong("rank_pattern or alpha_pattern") from error
-        return self._values.get(key, default)
+                raise _invalid(self._key) from error
+        return self._values.get(module, self._default)
 
 
 @dataclass(frozen=True)
 class LoraConfig:
-    rank: int
-    alpha: float
     ranks: Patterns[int]
     alphas: Patterns[float]
     uses_square_root: bool
@@ -106,11 +106,11 @@ class LoraConfig:
         """Return the rank of a module or, if it is a target parameter, of a parameter. `key` is its name.
 
         Raises AdapterError."""
-        return self.ranks.find(key, self.rank)
+        return self.ranks.find(key)
 
     def scale_of(self, key: str, rank: int) -> float:
         """Return the factor of the module's or parameter's low-rank product. Raises AdapterError."""
-        alpha = self.alphas.find(key, self.alpha)
+        alpha = self.alphas.find(key)
         return alpha / (math.sqrt(rank) if self.uses_square_root else rank)
 
 
@@ -263,10 +263,8 @@ def parse_config(text: bytes) -> LoraConfig:
     _refuse_type(config.get("peft_type"))
     _refuse_variants(config)
     return LoraConfig(
-        rank=_rank("r", config.get("r", DEFAULT_RANK)),
-        alpha=_number("lora_alpha", config.get("lora_alpha", DEFAULT_ALPHA)),
-        ranks=_patterns(config, "rank_pattern", _rank),
-        alphas=_patterns(config, "alpha_pattern", _number),
+        ranks=_patterns(config, "rank_pattern", "r", DEFAULT_RANK, _rank),
+        alphas=_patterns(config, "alpha_pattern", "lora_alpha", DEFAULT_ALPHA, _number),
         uses_square_root=_flag(config, "use_rslora"),
         target_parameters=_names(config, "target_parameters"),
         ties_head=_flag(config, "ensure_weight_tying"),
@@ -293,36 +291,43 @@ def _refuse_variants(config: Mapping[str, Any]) -> None:
 
 def _rank(key: str, value: object) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < 1 << 31:
-        raise _wrong(key)
+        raise _invalid(key)
     return value
 
 
 def _number(key: str, value: object) -> float:
     if not isinstance(value, int | float) or isinstance(value, bool) or not abs(value) < 1e30:
-        raise _wrong(key)
+        raise _invalid(key)
     return float(value)
 
 
 def _flag(config: Mapping[str, Any], key: str) -> bool:
     value = config.get(key) or False
     if not isinstance(value, bool):
-        raise _wrong(key)
+        raise _invalid(key)
     return value
 
 
-def _patterns(config: Mapping[str, Any], key: str, check: Callable[[str, object], Value]) -> Patterns[Value]:
+def _patterns(
+    config: Mapping[str, Any],
+    key: str,
+    default_key: str,
+    default: Value,
+    check: Callable[[str, object], Value],
+) -> Patterns[Value]:
     values = config.get(key) or {}
     if not isinstance(values, dict):
-        raise _wrong(key)
-    return Patterns({pattern: check(key, value) for pattern, value in values.items()})
+        raise _invalid(key)
+    checked = {pattern: check(key, value) for pattern, value in values.items()}
+    return Patterns(key, checked, check(default_key, config.get(default_key, default)))
 
 
 def _names(config: Mapping[str, Any], key: str) -> tuple[str, ...]:
     value = config.get(key) or []
     if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
-        raise _wrong(key)
+        raise _invalid(key)
     return tuple(value)
 
 
-def _wrong(key: str) -> AdapterError:
+def _invalid(key: str) -> AdapterError:
     return AdapterError(f"invalid adapter: {key} of {CONFIG} is not valid")

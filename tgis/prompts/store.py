@@ -9,7 +9,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -61,12 +61,6 @@ class ArtifactInfo:
 Outcome = ArtifactInfo | str
 
 
-@dataclass
-class _Turn:
-    lock: threading.Lock = field(default_factory=threading.Lock)
-    num_waiting: int = 0
-
-
 class AdapterStore:
     """Store of soft prompts and adapters by id. Safe to use from any thread.
 
@@ -95,8 +89,9 @@ class AdapterStore:
         self._prompts, self._adapters = (root and root.absolute() for root in (prompts, adapters))
         self._named = {name: path.absolute() for name, path in named.items()}
         self._remembered: OrderedDict[tuple[Kind, str], tuple[FilesState, Outcome]] = OrderedDict()
-        self._turns: dict[tuple[Kind, str], _Turn] = {}
         self._lock = threading.Lock()
+        self._turns: set[tuple[Kind, str]] = set()
+        self._turn_ended = threading.Condition(self._lock)
 
     def find(self, kind: Kind, id: str) -> ArtifactInfo:
         """Find and check the soft prompt or adapter `id`, and keep a copy in the cache.
@@ -203,21 +198,16 @@ class AdapterStore:
 
     @contextmanager
     def _take_turn(self, kind: Kind, id: str) -> Iterator[None]:
-        with self._lock:
-            turn = self._turns.setdefault((kind, id), _Turn())
-            turn.num_waiting += 1
-        try:
-            if not turn.lock.acquire(timeout=TURN_TIMEOUT_S):
+        with self._turn_ended:
+            if not self._turn_ended.wait_for(lambda: (kind, id) not in self._turns, TURN_TIMEOUT_S):
                 raise AdapterError("Timeout expired")
-            try:
-                yield
-            finally:
-                turn.lock.release()
+            self._turns.add((kind, id))
+        try:
+            yield
         finally:
-            with self._lock:
-                turn.num_waiting -= 1
-                if not turn.num_waiting:
-                    del self._turns[kind, id]
+            with self._turn_ended:
+                self._turns.remove((kind, id))
+                self._turn_ended.notify_all()
 
 
 def measure_prompt(prompt: SoftPrompt, max_bytes: int) -> int:
