@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 
 from tests.support.prompt_files import (
     HARM,
-    LIMITS,
+    REQUIRED,
     WIDTH,
     Payload,
     bounded_memory,
@@ -31,7 +31,7 @@ MIB = 1 << 20
 
 def fail(directory: Path) -> AdapterError:
     with bounded_memory(64 * MIB), pytest.raises(AdapterError) as caught:
-        read_prompt(directory, LIMITS)
+        read_prompt(directory, REQUIRED)
     return caught.value
 
 
@@ -66,11 +66,11 @@ def test_truncated_at_any_byte(name: str, tmp_path: Path) -> None:
     else:
         save_prompt(tmp_path, random_prompt() if file.suffix == ".pt" else content, file.name, name != "old")
     whole = file.read_bytes()
-    assert read_prompt(tmp_path, LIMITS).decoder is not None
+    assert read_prompt(tmp_path, REQUIRED).decoder is not None
     for length in [*range(0, len(whole), 23), len(whole) - 1]:
         file.write_bytes(whole[:length])
         with pytest.raises(AdapterError, match=NO_TENSOR):
-            read_prompt(tmp_path, LIMITS)
+            read_prompt(tmp_path, REQUIRED)
 
 
 def test_flipped_bits_never_change_a_number(tmp_path: Path) -> None:
@@ -80,7 +80,7 @@ def test_flipped_bits_never_change_a_number(tmp_path: Path) -> None:
     for at in range(0, len(whole), 7):
         file.write_bytes(whole[:at] + bytes([whole[at] ^ 0x10]) + whole[at + 1 :])
         try:
-            found = read_prompt(tmp_path, LIMITS).decoder
+            found = read_prompt(tmp_path, REQUIRED).decoder
         except AdapterError:
             num_refused += 1
         else:
@@ -93,7 +93,7 @@ def test_a_repacked_archive_is_refused(tmp_path: Path) -> None:
     """Mapped, its compressed bytes would be taken for numbers."""
     file = save_prompt(tmp_path, random_prompt()) / "decoder.pt"
     rewrite_pickle(file, lambda content: content)
-    assert read_prompt(tmp_path, LIMITS).decoder is not None
+    assert read_prompt(tmp_path, REQUIRED).decoder is not None
     rewrite_pickle(file, lambda content: content, zipfile.ZIP_DEFLATED)
     assert str(fail(tmp_path)) == NO_TENSOR
 
@@ -122,9 +122,9 @@ def test_a_sparse_file(name: str, tmp_path: Path) -> None:
     with (tmp_path / name).open("wb") as file:
         file.truncate(10 << 30)
     with bounded_memory(16 * MIB), pytest.raises(TooLargeError):
-        read_prompt(tmp_path, LIMITS)
+        read_prompt(tmp_path, REQUIRED)
     with (tmp_path / name).open("wb") as file:
-        file.truncate(LIMITS.max_prompt_bytes)
+        file.truncate(REQUIRED.max_prompt_bytes)
     assert str(fail(tmp_path)) == NO_TENSOR
 
 
@@ -140,7 +140,7 @@ def test_a_long_header(tmp_path: Path) -> None:
     for num_bytes in (MIB - 1000, MIB):
         save_file({"prompt_embeddings": random_prompt()}, file, metadata={"x": "y" * num_bytes})
         if num_bytes < MIB:
-            assert read_prompt(tmp_path, LIMITS).decoder is not None
+            assert read_prompt(tmp_path, REQUIRED).decoder is not None
     assert str(fail(tmp_path)) == NO_TENSOR
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.hostile_ids import HOSTILE, write_ways_out
-from tests.support.prompt_files import LIMITS, age, random_prompt, save_prompt
+from tests.support.prompt_files import REQUIRED, age, random_prompt, save_prompt
 from tgis.prompts.artifact_cache import ArtifactCache, Kind
 from tgis.prompts.errors import AdapterError, AdapterNotFoundError
 from tgis.prompts.ids import find_directory, missing_as_not_found
@@ -60,7 +60,7 @@ def opened(opened_by_threads: dict[int, list[str]]) -> Iterator[list[str]]:
 
 
 def open_store(root: Path | None, tmp_path: Path) -> AdapterStore:
-    return AdapterStore(ArtifactCache(tmp_path / "artifacts"), LIMITS, root, root, {})
+    return AdapterStore(ArtifactCache(tmp_path / "artifacts"), REQUIRED, root, root, {})
 
 
 def refuse(store: AdapterStore, kind: Kind, id: str) -> str:

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tests.support.prompt_files import (
-    LIMITS,
+    REQUIRED,
     WIDTH,
     age,
     bounded_memory,
@@ -28,7 +28,7 @@ from tgis.prompts import snapshot, store
 from tgis.prompts.artifact_cache import ArtifactCache, Kind
 from tgis.prompts.errors import AdapterError
 from tgis.prompts.lora_files import read_adapter_files
-from tgis.prompts.soft_prompt import AdapterLimits
+from tgis.prompts.soft_prompt import AdapterRequirements
 from tgis.prompts.store import AdapterStore, ArtifactInfo
 
 MIB = 1 << 20
@@ -47,7 +47,7 @@ def artifacts(tmp_path: Path) -> ArtifactCache:
 
 @pytest.fixture
 def found(prompts: Path, artifacts: ArtifactCache) -> AdapterStore:
-    return AdapterStore(artifacts, LIMITS, prompts, None, {})
+    return AdapterStore(artifacts, REQUIRED, prompts, None, {})
 
 
 class CountingCache(ArtifactCache):
@@ -84,11 +84,11 @@ def decoder(artifacts: ArtifactCache, one: ArtifactInfo) -> Tensor:
 
 
 def test_finds_a_prompt(prompts: Path, artifacts: ArtifactCache) -> None:
-    limits = replace(LIMITS, is_encoder_decoder=True, dtype=torch.bfloat16)
+    required = replace(REQUIRED, is_encoder_decoder=True, dtype=torch.bfloat16)
     both = save_prompt(prompts / "both", random_prompt(4, seed=1).double(), "encoder.pt")
     save_prompt(both, random_prompt(2))
     shutil.copytree(both, prompts / "copy")
-    store = AdapterStore(artifacts, limits, prompts, None, {})
+    store = AdapterStore(artifacts, required, prompts, None, {})
     one = store.find("prompt", "both")
     assert one == ArtifactInfo("prompt", one.digest, 2, 4, 2 * 512)
     kept = artifacts.open(one.digest)
@@ -98,7 +98,7 @@ def test_finds_a_prompt(prompts: Path, artifacts: ArtifactCache) -> None:
     assert store.find("prompt", "copy") == one
     save_prompt(prompts / "large", torch.ones(16, WIDTH), "encoder.pt")
     assert store.find("prompt", "large").num_bytes == 512
-    wide = AdapterStore(artifacts, replace(limits, prompt_width=33), prompts, None, {})
+    wide = AdapterStore(artifacts, replace(required, prompt_width=33), prompts, None, {})
     save_prompt(prompts / "wide", torch.ones(8, 33), "encoder.pt")
     assert wide.find("prompt", "wide").num_bytes == 1024
 
@@ -124,7 +124,7 @@ def test_finds_an_adapter_in_either_store(tmp_path: Path, prompts: Path, artifac
         (snapshot_of / file.name).symlink_to(Path("../blobs") / file.name)
     store = AdapterStore(
         artifacts,
-        LIMITS,
+        REQUIRED,
         prompts,
         adapters,
         {"org/name": snapshot_of, "linked": snapshot_of, "gone": tmp_path / "no"},
@@ -169,10 +169,10 @@ def test_what_is_too_large(prompts: Path, artifacts: ArtifactCache) -> None:
     save_prompt(prompts / "a", random_prompt(16))
     save_lora(prompts / "lora", rank=4)
     large = AdapterStore(
-        artifacts, replace(LIMITS, max_prompt_bytes=512, max_adapter_bytes=1024), prompts, None, {}
+        artifacts, replace(REQUIRED, max_prompt_bytes=512, max_adapter_bytes=1024), prompts, None, {}
     )
     small = AdapterStore(
-        artifacts, replace(LIMITS, max_prompt_bytes=511, max_adapter_bytes=1023), prompts, None, {}
+        artifacts, replace(REQUIRED, max_prompt_bytes=511, max_adapter_bytes=1023), prompts, None, {}
     )
     assert large.find("prompt", "a").num_bytes == 512
     assert large.find("adapter", "lora").num_bytes == 1024
@@ -193,7 +193,7 @@ def test_copies_of_the_models_tables_are_not_kept_loaded(prompts: Path, artifact
     stored = load_file(path / "adapter_model.safetensors")
     table = {"base_model.model.model.embed_tokens.base_layer.weight": torch.ones(64, WIDTH)}
     save_file(stored | table, path / "adapter_model.safetensors")
-    store = AdapterStore(artifacts, replace(LIMITS, max_adapter_bytes=1024), prompts, None, {})
+    store = AdapterStore(artifacts, replace(REQUIRED, max_adapter_bytes=1024), prompts, None, {})
     one = store.find("adapter", "a")
     assert one.num_bytes == 1024
     assert "model.embed_tokens.base" in artifacts.open(one.digest).tensors
@@ -259,7 +259,7 @@ def test_what_is_removed_is_gone_and_may_come_back(
 
 
 def test_reads_once_and_again_when_the_copy_is_gone(prompts: Path, counting: CountingCache) -> None:
-    store = AdapterStore(counting, LIMITS, prompts, None, {})
+    store = AdapterStore(counting, REQUIRED, prompts, None, {})
     age(save_prompt(prompts / "a", random_prompt()))
     one = store.find("prompt", "a")
     assert [store.find("prompt", "a") for _ in range(3)] == [one] * 3
@@ -288,7 +288,7 @@ def test_a_refusal_is_remembered_until_the_files_change(
 def test_what_a_model_refuses_is_remembered_until_the_files_change(
     prompts: Path, counting: CountingCache, caplog: pytest.LogCaptureFixture
 ) -> None:
-    store = AdapterStore(counting, LIMITS, prompts, None, {})
+    store = AdapterStore(counting, REQUIRED, prompts, None, {})
     for id, seed in (("a", 0), ("same", 0), ("other", 1)):
         save_lora(prompts / id, seed)
     age(save_prompt(prompts / "prompt", random_prompt()))
@@ -325,7 +325,7 @@ def test_who_waits_for_one_that_hangs_is_told_after_a_while(
             return super().put(*arguments)  # type: ignore[arg-type]
 
     monkeypatch.setattr(store, "TURN_TIMEOUT_S", 0.05)
-    found = AdapterStore(HangingCache(tmp_path / "artifacts"), LIMITS, prompts, None, {})
+    found = AdapterStore(HangingCache(tmp_path / "artifacts"), REQUIRED, prompts, None, {})
     save_prompt(prompts / "a", random_prompt())
     with ThreadPoolExecutor(1) as pool:
         first = pool.submit(found.find, "prompt", "a")
@@ -340,7 +340,7 @@ def test_only_what_one_store_lacks_is_looked_for_in_the_other(
     tmp_path: Path, prompts: Path, artifacts: ArtifactCache
 ) -> None:
     adapters, outside = tmp_path / "adapters", save_lora(tmp_path / "outside", 1)
-    found = AdapterStore(artifacts, LIMITS, prompts, adapters, {})
+    found = AdapterStore(artifacts, REQUIRED, prompts, adapters, {})
     ids = ("escapes", "dangles", "loops/a", "empty", "file", "dir/a")
     for id in ids:
         save_lora(prompts / id)
@@ -362,7 +362,7 @@ def test_only_what_one_store_lacks_is_looked_for_in_the_other(
 def test_a_clock_that_is_ahead_is_never_trusted(
     prompts: Path, counting: CountingCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store = AdapterStore(counting, LIMITS, prompts, None, {})
+    store = AdapterStore(counting, REQUIRED, prompts, None, {})
     age(save_prompt(prompts / "a", random_prompt()))
     now_ns = snapshot.time.time_ns
     monkeypatch.setattr(snapshot.time, "time_ns", lambda: now_ns() - 3_600_000_000_000)
@@ -374,7 +374,7 @@ def test_remembers_a_bounded_number(
     prompts: Path, counting: CountingCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(store, "MAX_REMEMBERED", 2)
-    found = AdapterStore(counting, LIMITS, prompts, None, {})
+    found = AdapterStore(counting, REQUIRED, prompts, None, {})
     for id in "abc":
         save_prompt(prompts / id, random_prompt(seed=ord(id)))
     age(prompts / "c")
@@ -388,7 +388,7 @@ def test_remembers_a_bounded_number(
 
 
 def test_threads_read_once(prompts: Path, counting: CountingCache) -> None:
-    store = AdapterStore(counting, LIMITS, prompts, None, {})
+    store = AdapterStore(counting, REQUIRED, prompts, None, {})
     for id in "ab":
         save_prompt(prompts / id, random_prompt(seed=ord(id)))
     start = threading.Barrier(8)
@@ -413,7 +413,7 @@ def test_a_slow_one_does_not_hold_up_others(prompts: Path, tmp_path: Path) -> No
                 assert gate.wait(10)
             return super().put(kind, tensors, about)  # type: ignore[arg-type]
 
-    store = AdapterStore(SlowCache(tmp_path / "artifacts"), LIMITS, prompts, None, {})
+    store = AdapterStore(SlowCache(tmp_path / "artifacts"), REQUIRED, prompts, None, {})
     save_prompt(prompts / "slow", random_prompt(2))
     save_prompt(prompts / "other", random_prompt(3))
     with ThreadPoolExecutor(1) as pool:
@@ -528,7 +528,7 @@ def test_the_link_is_turned_and_its_target_removed_while_it_is_read(
 def test_a_full_disk_is_not_the_clients_fault(prompts: Path, tmp_path: Path) -> None:
     (tmp_path / "artifacts").touch()
     save_prompt(prompts / "a", random_prompt())
-    store = AdapterStore(ArtifactCache(tmp_path / "artifacts"), LIMITS, prompts, None, {})
+    store = AdapterStore(ArtifactCache(tmp_path / "artifacts"), REQUIRED, prompts, None, {})
     with pytest.raises(OSError):
         store.find("prompt", "a")
 
@@ -536,6 +536,6 @@ def test_a_full_disk_is_not_the_clients_fault(prompts: Path, tmp_path: Path) -> 
 def test_a_model_decides_which_files_matter(prompts: Path, artifacts: ArtifactCache) -> None:
     path = save_prompt(prompts / "a", random_prompt())
     (path / "encoder.pt").symlink_to("/etc/passwd")
-    assert AdapterStore(artifacts, LIMITS, prompts, None, {}).find("prompt", "a").num_decoder_tokens == 4
-    seq2seq: AdapterLimits = replace(LIMITS, is_encoder_decoder=True)
+    assert AdapterStore(artifacts, REQUIRED, prompts, None, {}).find("prompt", "a").num_decoder_tokens == 4
+    seq2seq: AdapterRequirements = replace(REQUIRED, is_encoder_decoder=True)
     assert refuse(AdapterStore(artifacts, seq2seq, prompts, None, {}), "prompt", "a") == not_found("a")

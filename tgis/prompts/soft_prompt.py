@@ -31,7 +31,7 @@ _NO_TENSOR = "Invalid prefix embedding tensor"
 
 
 @dataclass(frozen=True)
-class AdapterLimits:
+class AdapterRequirements:
     """Shapes and sizes of soft prompts and adapters that a model accepts."""
 
     prompt_width: int
@@ -55,21 +55,21 @@ class SoftPrompt:
         return {name: tensor for name, tensor in named.items() if tensor is not None}
 
 
-def read_prompt(directory: Path, limits: AdapterLimits | None) -> SoftPrompt:
+def read_prompt(directory: Path, required: AdapterRequirements | None) -> SoftPrompt:
     """Read the soft prompt in `directory`. Tensors may be mapped from the files.
 
-    With `limits` the tensors are checked against that model and have its dtype. Without, they have the dtype
-    they are stored in, and only what no model accepts is refused.
+    With `required` the tensors are checked against that model and have its dtype. Without, they have the
+    dtype they are stored in, and only what no model accepts is refused.
 
     Raises AdapterNotFoundError if there is no soft prompt, TooLargeError, AdapterError with the cause, and
     OSError."""
     try:
-        names = choose_prompt_files(os.listdir(directory), limits is None or limits.is_encoder_decoder)
-        _check_files(directory, names, limits)
+        names = choose_prompt_files(os.listdir(directory), required is None or required.is_encoder_decoder)
+        _check_files(directory, names, required)
         found = {name: _read(directory, name) for name in names if name != CONFIG}
     except FileNotFoundError as error:
         raise AdapterNotFoundError from error
-    checked = {name: _check(content, limits) for name, content in found.items()}
+    checked = {name: _check(content, required) for name, content in found.items()}
     decoders = [checked[name] for name in (*WEIGHTS, DECODER) if name in checked]
     return SoftPrompt(next(iter(decoders), None), checked.get(ENCODER))
 
@@ -101,21 +101,21 @@ def choose_adapter_files(names: Collection[str]) -> list[str]:
     return [*weights, *(name for name in (CONFIG,) if name in names)]
 
 
-def max_file_bytes(limits: AdapterLimits | None) -> int:
-    """Return the size of the largest file of a soft prompt that `limits` accepts, in any dtype."""
-    if limits is None:
+def max_file_bytes(required: AdapterRequirements | None) -> int:
+    """Return the size of the largest file of a soft prompt that `required` accepts, in any dtype."""
+    if required is None:
         return MAX_UNFITTED_BYTES
-    return limits.max_prompt_bytes // limits.dtype.itemsize * torch.float64.itemsize + SLACK_BYTES
+    return required.max_prompt_bytes // required.dtype.itemsize * torch.float64.itemsize + SLACK_BYTES
 
 
-def _check_files(directory: Path, names: Collection[str], limits: AdapterLimits | None) -> None:
+def _check_files(directory: Path, names: Collection[str], required: AdapterRequirements | None) -> None:
     if not names:
         raise AdapterNotFoundError
-    if any((directory / name).stat().st_size > max_file_bytes(limits) for name in names):
+    if any((directory / name).stat().st_size > max_file_bytes(required) for name in names):
         raise TooLargeError
     if not any(name in WEIGHTS for name in names):
         return
-    if limits and limits.is_encoder_decoder:
+    if required and required.is_encoder_decoder:
         raise AdapterError("encoder-decoder architectures not supported for peft models")
     kind = read_peft_type(directory)
     if kind is not None and kind not in PEFT_PROMPTS:
@@ -135,7 +135,7 @@ def _read(directory: Path, name: str) -> object:
     return content
 
 
-def _check(content: object, limits: AdapterLimits | None) -> Tensor:
+def _check(content: object, required: AdapterRequirements | None) -> Tensor:
     """Check the embeddings and return them, [num_tokens, width].
 
     Raises AdapterError for the first fault; clients rely on the order of the checks."""
@@ -143,16 +143,16 @@ def _check(content: object, limits: AdapterLimits | None) -> Tensor:
         raise AdapterError(_NO_TENSOR)
     tensor = content.detach()
     num_tokens, width = tensor.shape
-    if not num_tokens or (limits and num_tokens > limits.max_prompt_tokens):
+    if not num_tokens or (required and num_tokens > required.max_prompt_tokens):
         raise AdapterError(f"Invalid prefix embedding length of {num_tokens}")
-    if limits and limits.is_encoder_decoder and num_tokens % 2:
+    if required and required.is_encoder_decoder and num_tokens % 2:
         raise AdapterError("Encoder/decoder prefix tensor must be of even length")
-    if not width or (limits and width != limits.prompt_width):
-        expected = limits.prompt_width if limits else "1 or more"
+    if not width or (required and width != required.prompt_width):
+        expected = required.prompt_width if required else "1 or more"
         raise AdapterError(f"Prefix embedding tensor dim {width} does not match model ({expected})")
-    if tensor.numel() * tensor.element_size() > max_file_bytes(limits):  # rows may share memory
+    if tensor.numel() * tensor.element_size() > max_file_bytes(required):  # rows may share memory
         raise TooLargeError
-    return _cast(tensor, limits.dtype if limits else tensor.dtype)
+    return _cast(tensor, required.dtype if required else tensor.dtype)
 
 
 def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:

@@ -27,7 +27,7 @@ from tgis.prompts.lora_files import (
 )
 from tgis.prompts.snapshot import Choose, FilesState, copy_files, read_state
 from tgis.prompts.soft_prompt import (
-    AdapterLimits,
+    AdapterRequirements,
     SoftPrompt,
     choose_adapter_files,
     choose_prompt_files,
@@ -69,7 +69,7 @@ class AdapterStore:
     def __init__(
         self,
         artifacts: ArtifactCache,
-        limits: AdapterLimits | None,
+        required: AdapterRequirements | None,
         prompts: Path | None,
         adapters: Path | None,
         named: Mapping[str, Path],
@@ -78,10 +78,10 @@ class AdapterStore:
         """Take the directories without reading them.
 
         `prompts` is the directory of soft prompts, which may hold adapters too, and `adapters` that of
-        adapters. `named` maps names to adapters anywhere on the disk. `limits` is None if the model takes
+        adapters. `named` maps names to adapters anywhere on the disk. `required` is None if the model takes
         neither soft prompts nor adapters. `is_known` is passed to NotTunableError."""
-        self._artifacts, self._limits, self._is_known = artifacts, limits, is_known
-        takes_encoder = limits is None or limits.is_encoder_decoder
+        self._artifacts, self._required, self._is_known = artifacts, required, is_known
+        takes_encoder = required is None or required.is_encoder_decoder
         self._choose: dict[Kind, Choose] = {
             "prompt": partial(choose_prompt_files, takes_encoder=takes_encoder),
             "adapter": choose_adapter_files,
@@ -161,13 +161,13 @@ class AdapterStore:
         return outcome
 
     def _read(self, kind: Kind, id: str, source: AdapterDirectory) -> Outcome:
-        limits = self._limits
-        if limits is None:
+        required = self._required
+        if required is None:
             raise NotTunableError(self._is_known)
         with self._artifacts.temporary_directory() as copy:
-            state = copy_files(source, self._choose[kind], copy, _max_file_bytes(kind, limits))
+            state = copy_files(source, self._choose[kind], copy, _max_file_bytes(kind, required))
             try:
-                outcome: Outcome = self._check(kind, copy, limits)
+                outcome: Outcome = self._check(kind, copy, required)
             except AdapterNotFoundError:
                 raise
             except AdapterError as error:
@@ -178,14 +178,14 @@ class AdapterStore:
             self._remember(kind, id, state, outcome)
         return outcome
 
-    def _check(self, kind: Kind, copy: Path, limits: AdapterLimits) -> ArtifactInfo:
+    def _check(self, kind: Kind, copy: Path, required: AdapterRequirements) -> ArtifactInfo:
         if kind == "adapter" or read_peft_type(copy) == LORA:
-            tensors, scales = read_adapter_files(copy, _max_file_bytes("adapter", limits))
-            num_bytes = measure_adapter(tensors, limits.max_adapter_bytes)
+            tensors, scales = read_adapter_files(copy, _max_file_bytes("adapter", required))
+            num_bytes = measure_adapter(tensors, required.max_adapter_bytes)
             digest = self._artifacts.put("adapter", tensors, {"scales": scales})
             return ArtifactInfo("adapter", digest, 0, 0, num_bytes)
-        prompt = read_prompt(copy, limits)
-        num_bytes = measure_prompt(prompt, limits.max_prompt_bytes)
+        prompt = read_prompt(copy, required)
+        num_bytes = measure_prompt(prompt, required.max_prompt_bytes)
         digest = self._artifacts.put("prompt", prompt.tensors, {})
         return ArtifactInfo("prompt", digest, _count(prompt.decoder), _count(prompt.encoder), num_bytes)
 
@@ -248,9 +248,9 @@ def _explain(kind: Kind, id: str, error: AdapterError) -> str:
     return f"can't retrieve prompt prefix with id '{shown}': {cause}"
 
 
-def _max_file_bytes(kind: Kind, limits: AdapterLimits) -> int:
-    adapter = limits.max_adapter_bytes + MAX_HEADER_BYTES
-    return adapter if kind == "adapter" else max(adapter, max_file_bytes(limits))
+def _max_file_bytes(kind: Kind, required: AdapterRequirements) -> int:
+    adapter = required.max_adapter_bytes + MAX_HEADER_BYTES
+    return adapter if kind == "adapter" else max(adapter, max_file_bytes(required))
 
 
 def _count(tensor: Tensor | None) -> int:

@@ -13,7 +13,7 @@ import grpc
 import pytest
 import torch
 
-from tests.support.prompt_files import LIMITS, age, save_lora
+from tests.support.prompt_files import REQUIRED, age, save_lora
 from tgis.pb import shard_pb2 as pb
 from tgis.pb.shard_pb2_grpc import ShardServiceStub
 from tgis.prompts.artifact_cache import ArtifactCache, Kind
@@ -84,7 +84,7 @@ class Served:
         )
         self.contents = Contents(self._read)
         odd = OddStore(self.artifacts, self.finding)
-        store = odd if prompts is None else AdapterStore(self.artifacts, LIMITS, prompts, None, {})
+        store = odd if prompts is None else AdapterStore(self.artifacts, REQUIRED, prompts, None, {})
         service = ShardService(pb.InfoResponse(), ContentCalls(store, self.artifacts, self.contents))
         self.path = directory / "socket"
         self._server = _listen(service, UnixLink(str(self.path)))

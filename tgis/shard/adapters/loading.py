@@ -16,7 +16,7 @@ from tgis.config.processes import ENGINES, ShardConfig
 from tgis.hub import model_files
 from tgis.prompts.artifact_cache import ArtifactCache
 from tgis.prompts.errors import NotTunableError
-from tgis.prompts.soft_prompt import AdapterLimits
+from tgis.prompts.soft_prompt import AdapterRequirements
 from tgis.prompts.store import AdapterStore
 from tgis.shard.adapters.lora_mapping import read_adapter
 from tgis.shard.adapters.registry import Content, Contents, Prompt
@@ -41,9 +41,9 @@ class Allowance:
     def num_bytes(self) -> int:
         return self.prompt_bytes + self.adapter_bytes
 
-    def limits(self, parts: Parts, prompt_width: int, is_encoder_decoder: bool) -> AdapterLimits:
+    def require(self, parts: Parts, prompt_width: int, is_encoder_decoder: bool) -> AdapterRequirements:
         """Return what the model made from `parts` accepts."""
-        return AdapterLimits(
+        return AdapterRequirements(
             prompt_width=prompt_width,
             dtype=parts.dtype,
             is_encoder_decoder=is_encoder_decoder,
@@ -85,18 +85,18 @@ def open_contents(config: ShardConfig, model: Model) -> Contents:
 
 def open_store(config: ShardConfig, model: Model, max_sequence_length: int) -> AdapterStore:
     """Open the store over the configured directories, with the limits of `model`."""
-    limits = None
+    required = None
     if isinstance(model, Tunable):
         allowance = allow(config, True, max_sequence_length)
-        limits = allowance.limits(model.parts, model.prompt_width, model.spec.is_encoder_decoder)
+        required = allowance.require(model.parts, model.prompt_width, model.spec.is_encoder_decoder)
     artifacts = open_artifact_cache(config)
     if config.rank == 0:  # only rank 0 gets requests to find something
-        _warn(config, limits)
-        if limits is not None:
-            _warn_of_room(artifacts.directory, limits.max_prompt_bytes + limits.max_adapter_bytes)
+        _warn(config, required)
+        if required is not None:
+            _warn_of_room(artifacts.directory, required.max_prompt_bytes + required.max_adapter_bytes)
     prompts, adapters = (path and Path(path) for path in (config.prefix_store_path, config.adapter_cache))
     named = read_names(config.lora_adapters)
-    return AdapterStore(artifacts, limits, prompts or None, adapters or None, named, _is_known(config))
+    return AdapterStore(artifacts, required, prompts or None, adapters or None, named, _is_known(config))
 
 
 def read_names(text: str | None) -> dict[str, Path]:
@@ -112,13 +112,13 @@ def _is_known(config: ShardConfig) -> bool:
     return model_registry.serves(model_files.read_json(Path(config.model_path), "config.json"))
 
 
-def _warn(config: ShardConfig, limits: AdapterLimits | None) -> None:
+def _warn(config: ShardConfig, required: AdapterRequirements | None) -> None:
     """Log what makes requests fail. A missing directory is no error, because it may appear later."""
     paths = {"prefix_store_path": config.prefix_store_path, "adapter_cache": config.adapter_cache}
     for option, path in paths.items():
         if path and not Path(path).is_dir():
             logger.warning("%s: there is no directory %s", option, path)
-    if limits is None and any(paths.values()):
+    if required is None and any(paths.values()):
         refusal = NotTunableError(_is_known(config))
         logger.warning("requests for soft prompts and adapters fail: %s", refusal)
 
