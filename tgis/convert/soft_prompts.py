@@ -98,7 +98,7 @@ def split_embeddings(embeddings: Tensor, config: Mapping[str, Any]) -> dict[str,
     num_rows, num_tokens = len(embeddings), config.get("num_virtual_tokens")
     if num_parts not in (1, 2) or num_parts > 1 + is_encoder_decoder:
         text = f"num_transformer_submodules is {num_parts} and task_type {config.get('task_type')}"
-        raise ConversionError(f"{CONFIG}: {text}, which no model of text uses")
+        raise ConversionError(f"{CONFIG}: {text}, which is not a soft prompt for text generation")
     if num_tokens is not None and (type(num_tokens) is not int or num_tokens * num_parts != num_rows):
         text = f"{num_tokens} virtual tokens for {num_parts} of its parts do not make {num_rows} rows"
         raise ConversionError(f"{CONFIG}: {text}")

@@ -84,10 +84,10 @@ def _convert_one(file: Path, staged: Path, directory: Path) -> Converted:
     logger.info("converting %s", file)
     tensors = _load(file)
     kept_as = _choose_names(tensors, directory)
+    kept = {name: tensor for name, tensor in tensors.items() if name not in kept_as}
     target = staged / new_name(file.name)
     try:
-        kept = separate_memory({name: tensor for name, tensor in tensors.items() if name not in kept_as})
-        save_file(kept, target, metadata={**kept_as, "format": "pt"})
+        save_file(separate_memory(kept), target, metadata={**kept_as, "format": "pt"})
         _compare(tensors, kept_as, target)
     except (SafetensorError, OSError) as error:
         raise ConversionError(f"{file}: {target.name} cannot be written: {first_line(error)}") from error
