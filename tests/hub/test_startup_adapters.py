@@ -12,7 +12,7 @@ from tgis.cli import main as cli
 from tgis.config.model import TuningOptions
 from tgis.config.processes import LauncherConfig
 from tgis.errors import OperatorError
-from tgis.hub.startup_adapters import plan_tuning
+from tgis.hub.startup_adapters import resolve_adapter_options
 from tgis.launcher.plan import plan
 
 HINT = "one in a directory is given as NAME=DIRECTORY"
@@ -25,7 +25,7 @@ def write_adapter(directory: Path, **config: object) -> Path:
 
 
 def settle(options: TuningOptions, length: int = 100, cache: Path = Path("/nowhere")) -> TuningOptions:
-    return plan_tuning(options, length, cache)
+    return resolve_adapter_options(options, length, cache)
 
 
 def refusal(text: str, cache: Path = Path("/nowhere")) -> str:
@@ -91,7 +91,7 @@ def test_what_is_no_adapter_is_refused(tmp_path: Path) -> None:
     for entry in (f"={good}", "sql=", "=", " = "):
         assert refusal(entry) == f"lora_adapters: {entry.strip()} {lacking}"
     for name in ("a b", "ä", "a:b", "../a", "a/.b", "/a", "a" * 257):
-        assert refusal(f"{name}={good}").startswith(f"lora_adapters: {name!r} is no id")
+        assert refusal(f"{name}={good}").startswith(f"lora_adapters: {name!r} is not a valid id")
     assert "there is no directory" in refusal(f"x={comma}")
 
 

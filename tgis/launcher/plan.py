@@ -11,7 +11,8 @@ from tgis.config.model import TuningOptions
 from tgis.config.processes import SHORT_SEQUENCE, LauncherConfig
 from tgis.errors import OperatorError
 from tgis.hub import model_files
-from tgis.hub.startup_adapters import plan_tuning
+from tgis.hub.cache import cache_root, find_model
+from tgis.hub.startup_adapters import resolve_adapter_options
 from tgis.process.gpus import has_gpus
 
 logger = logging.getLogger(__name__)
@@ -44,20 +45,20 @@ class Plan:
 def plan(config: LauncherConfig) -> Plan:
     """Check the configuration and find the model.
 
-    Raises LaunchError, TuningError, model_files.CacheConflictError or model_files.ModelNotFoundError."""
+    Raises LaunchError, AdapterOptionsError, CacheConflictError or ModelNotFoundError."""
     if config.dtype and config.dtype_str and config.dtype != config.dtype_str:
         raise LaunchError("dtype and dtype_str args both provided with different values")
     _check_budget(config)
     is_cuda = config.device != "cpu" and has_gpus(config.cuda_visible_devices)
     num_shards = count_shards(config, is_cuda)
     cache = _cache_root(config)
-    path = model_files.resolve(config.model_name, config.revision, cache)
+    path = find_model(config.model_name, config.revision, cache)
     model_config = model_files.read_config(path)
     has_fast = (path / TOKENIZER).is_file()
     if not has_fast and not model_files.has_tokenizer_to_convert(path):
         raise LaunchError(f"No existing fast tokenizer ({TOKENIZER}) found")
     length = _choose_length(config.max_sequence_length, model_config)
-    tuning = plan_tuning(config, length, cache)
+    tuning = resolve_adapter_options(config, length, cache)
     dtype, fingerprint = config.dtype or config.dtype_str, model_files.fingerprint(path)
     return Plan(path, length, dtype, num_shards, has_fast, tuning, fingerprint)
 
@@ -86,7 +87,7 @@ def _cache_root(config: LauncherConfig) -> Path:
     for name in ("transformers_cache", "huggingface_hub_cache"):
         if getattr(config, name):
             logger.warning("%s is an older name of HF_HUB_CACHE", name.upper())
-    return model_files.cache_root(
+    return cache_root(
         config.hf_hub_cache,
         config.transformers_cache,
         config.huggingface_hub_cache,
