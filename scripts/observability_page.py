@@ -11,7 +11,7 @@ CURES = Path(__file__).parent / "alerts.toml"
 RULES = Path(__file__).resolve().parent.parent / "deployment" / "monitoring" / "rules.yaml"
 
 INTRODUCTION = """\
-# Seeing
+# Observability
 
 What a running service tells, and what is there to look at it with. Nothing of it shows a word of a request.
 
