@@ -26,13 +26,13 @@ INTRODUCTION = """\
 
 - An option has a flag and a variable, of the same name in capitals; the flag wins. Exceptions are:
 {exceptions}
-- `text-generation-launcher --env` (`-e`) prints versions, machine and all settings with their sources, then
-  goes on; `tgis env` prints the same and ends.
+- `text-generation-launcher --env` (`-e`) prints versions, machine and all settings with their sources, and then
+  starts; `tgis env` prints the same and exits.
 - `-h` or `--help` prints a command's options, `-V` or `--version` (`text-generation-launcher`,
   `text-generation-router`, `text-generation-server`, `tgis`) the version.
 - Booleans in the environment are exactly `true` or `false`.
-- A variable that is set but blank counts as not given where the option is a text that may be unset, and where
-  the variable has no effect; elsewhere it is an error that names the variable.
+- A variable that is set but blank counts as not given if the option is a text that may be unset, or if the
+  variable has no effect; otherwise it is an error that names the variable.
 - `LOG_LEVEL` may also be a tracing filter (`info,text_generation_router=debug`); the nearest level is taken.
 - The launcher starts the router and the shards, with flags that follow from its own options.
 
@@ -50,7 +50,7 @@ They are accepted, each with one line of warning, and change nothing.
 PASSED = """\
 ## Variables for libraries
 
-They reach the children as they are.
+The launcher passes them to its child processes unchanged.
 """
 TGI = """\
 ## Names of Hugging Face TGI

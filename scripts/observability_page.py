@@ -11,36 +11,36 @@ CURES = Path(__file__).parent / "alerts.toml"
 RULES = Path(__file__).resolve().parent.parent / "deployment" / "monitoring" / "rules.yaml"
 
 INTRODUCTION = """\
-# Seeing
+# Observability
 
-What a running service tells, and what is there to look at it with. Nothing of it shows a word of a request.
+The signals of a running service, and the tools that show them. None of them contains text of a request.
 
 | | where | what |
 |---|---|---|
 | metrics | `GET /metrics` on the HTTP port, 3000 | [every series](metrics.md), under TGIS's names |
 | health | `/health`, `/live`, gRPC's health service | ready to serve; alive ([reliability](reliability.md)) |
-| logs | stderr; [`--json-output`](#logs) for machines | a line for every input, with its ids, counts, times and how it ended |
-| traces | `--otlp-endpoint` | a span for every call |
+| logs | stderr; [`--json-output`](#logs) for machines | one line for every input, with its ids, counts, times and result |
+| traces | `--otlp-endpoint` | one span for every call |
 | terminal | `tgis top` | the metrics of one instance, each second |
 | dashboard | `deployment/monitoring/dashboard.json` | for Grafana; import it and choose a Prometheus |
 | rules | `deployment/monitoring/rules.yaml` | recorded series and alerts, for Prometheus |
 
 ## Logs
 
-With `--json-output` every line of the launcher, and so of all that it starts, is one JSON object:
+With `--json-output` every line of the launcher and its child processes is one JSON object:
 
 ```json
 {"timestamp": "2026-01-31T12:00:00.123Z", "level": "INFO", "logger": "tgis.shard.server",
  "message": "rank 0 of 2 serves /model on /tmp/text-generation-x/shard-0", "process": "shard", "rank": 0}
 ```
 
-- `process` is `launcher`, `router`, `shard` or, while one is converted, `tokenizer`; shards have their `rank`, and all
-  lines the `node` where there are several.
-- What libraries print is the `message` of an object whose `logger` is `output`: an object for each line, so that
-  several belong to one crash. The level is read from the line, and is WARNING where it shows none. A line that is an
-  object already keeps its fields and gets those that it lacks. Bytes that are no UTF-8 are replaced, and what is longer
-  than 1 MiB is cut into several objects.
-- An exception that nobody caught in Python is one object, its lines in `traceback`.
+- `process` is `launcher`, `router`, `shard` or, while a tokenizer is converted, `tokenizer`. Lines of shards have their
+  `rank`; with several nodes all lines have the `node`.
+- A line that a library prints becomes the `message` of an object whose `logger` is `output`, so one crash may give
+  several objects. Its level is read from the line, or is WARNING if the line has none. A line that is already a JSON
+  object keeps its fields and gets the missing ones. Bytes that are not UTF-8 are replaced, and lines longer than 1 MiB
+  are split into several objects.
+- An uncaught Python exception is one object, with its lines in `traceback`.
 - A start that fails ends with level CRITICAL and the message `error: …`; the termination log has the reason as text.
 
 ## In a terminal
@@ -54,29 +54,28 @@ tgis top --once --interval 5                          # one frame of plain text;
 
 ![tgis top](pictures/top.png)
 
-It reads `/metrics` and nothing else. Rates, means and quantiles are of the last `--window` seconds (10), between two
-scrapes; quantiles are interpolated as Prometheus' `histogram_quantile` does it, evenly within a bucket, whose ends are
-half as far again as those before. `generated` counts each token as it comes, also of inputs that have not ended;
-`of prompts` counts those that were computed, not those found in the cache. `steps` shows how long a step took, how
-much of it the shards computed, and the router's work after it. A service that goes away is told in one line and asked
-again; one that comes back, or was started anew, begins a new window. In a pipe it prints frame after frame without
-colours.
+It reads only `/metrics`. Rates, means and quantiles are those of the last `--window` seconds (10), between two scrapes.
+Quantiles are interpolated as by Prometheus' `histogram_quantile`, evenly within a bucket; each bucket ends at 1.5 times
+the end of the one before. `generated` counts tokens as they are generated, also of unfinished inputs; `of prompts`
+counts the computed ones, not those found in the cache. `steps` shows the time of a step, the shards' part of it, and
+the router's work after it. When the service is gone, one line says so until it is back; a service that was restarted
+begins a new window. In a pipe the frames are plain text.
 
 ## Dashboard
 
 ![the dashboard's queries](pictures/dashboard.png)
 
-The dashboard follows from `scripts/dashboard.py`. What it shows is chosen by `namespace`, `pod` and `instance`, labels
-that a scrape configuration gives; where one is missing, All shows everything. `make deploy-check` asks each of its queries of a real
-Prometheus that scrapes a real service. `make screenshots` made these pictures; Grafana itself had no part in them.
+`scripts/dashboard.py` generates the dashboard. Its variables are `namespace`, `pod` and `instance`, labels that the
+scrape configuration adds; if one of them is missing, All shows everything. `make deploy-check` runs each of its queries
+on a real Prometheus that scrapes a real service. These pictures were made by `make screenshots`, without Grafana.
 
 ## Traces
 
-`--otlp-endpoint http://collector:4317` and `pip install '.[otel]'`. Spans are named
-`fmaas.GenerationService/Generate`; they continue the caller's `traceparent`, carry model, parameters, token counts,
-finish reasons and the times in the queue, to the first token and in computing, and no text. A collector that is slow or
-dead costs a call nothing. `deployment/monitoring/opentelemetry` has the configuration of a collector for traces and
-metrics, and a kustomize component with the variables that send traces there.
+Traces need `--otlp-endpoint http://collector:4317` and `pip install '.[otel]'`. Spans are named
+`fmaas.GenerationService/Generate` and continue the caller's `traceparent`. They carry model, parameters, token counts,
+finish reasons, and the times in the queue, to the first token and of computation, but no text. A slow or dead collector
+does not delay calls. `deployment/monitoring/opentelemetry` has the configuration of a collector for traces and metrics,
+and a kustomize component with the variables that send traces there.
 
 ## Recorded series
 
@@ -92,16 +91,16 @@ RECORDED = {
     "tgis:inter_token_seconds:p99_5m": "Time between two tokens that one in a hundred exceeds",
     "tgis:queue_seconds:p95_5m": "Time in the queue that one in twenty inputs exceeds",
     "tgis:prefix_hits:ratio5m": "Share of prompt tokens that the prefix cache had",
-    "tgis:demand:ratio": "Live inputs per permit, to scale by",
+    "tgis:demand:ratio": "Live inputs over the concurrency limit, to scale by",
 }
 
 ALERTS = """
-All are of a service as a whole: its replicas, by `namespace` and `job`.
+Each is of a whole service, the sum of its replicas, by `namespace` and `job`.
 
 ## Alerts
 
-`promtool test rules deployment/monitoring/rules_test.yaml` sees each of them fire and not fire. Thresholds of latencies
-(`TgisSlowFirstToken`, `TgisSlowTokens`) are to be set to what was promised.
+`promtool test rules deployment/monitoring/rules_test.yaml` tests that each of them fires and does not fire. Set the
+thresholds of latencies (`TgisSlowFirstToken`, `TgisSlowTokens`) to what your service promises.
 """
 
 

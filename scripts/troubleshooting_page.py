@@ -18,7 +18,7 @@ INTRODUCTION = """\
 By exact message. What stands in braces is a value. A start that is refused, or a command that fails, says so in one
 line, `error: …`, on stderr and in the termination log; the exit status is 1, or 2 for an option that cannot be read.
 With `--json-output` that line is the message of an object. Every other line is in the log. `tgis env` prints versions,
-machine and settings for a report. What to do about alerts stands under [Seeing](observability.md#alerts).
+machine and settings for a report. Alerts are explained in [Observability](observability.md#alerts).
 """
 STATUSES = """\
 ## Statuses

@@ -24,37 +24,37 @@ CALL = re.compile(r"rpc (\w+)\((\w+)\) returns \((stream )?(\w+)\)")
 INTRODUCTION = f"""\
 # The wire
 
-`fmaas.GenerationService` on port 8033, from `protos/generation.proto`. Names, numbers and types are those
-of TGIS with what vllm-tgis-adapter added; they do not change. gRPC health (`""` and `fmaas.GenerationService`) and
-reflection are served beside it. A request may have {PortOptions.max_message_bytes >> 20} MiB (`--max-message-bytes`).
+`fmaas.GenerationService` is served on port 8033; its definition is `protos/generation.proto`. Names, numbers and types
+are those of TGIS and the additions of vllm-tgis-adapter; they do not change. The port also serves gRPC health (`""` and
+`fmaas.GenerationService`) and reflection. A request may have {PortOptions.max_message_bytes >> 20} MiB (`--max-message-bytes`).
 """
 STREAM = """\
-## The shape of a stream
+## Messages of a stream
 
-1. A header at once: `input_token_count`, the seed, and the input's text where it was asked for.
-2. Where `input_tokens` were asked for, a message with only those and their count.
-3. Messages with text, tokens or both; `generated_token_count` grows. One without text is sent only where tokens were
-   asked for.
-4. The last one has `stop_reason`, the seed again, and `stop_sequence` where that was the reason.
+1. A header at once: `input_token_count`, the seed, and the input's text if it was requested.
+2. If `input_tokens` were requested, a message with only those and their count.
+3. Messages with text, tokens or both; `generated_token_count` grows. One without text is sent only if tokens were
+   requested.
+4. The last one has `stop_reason`, the seed again, and `stop_sequence` if that was the reason.
 
-A unary answer has all of that in one message for each input, in their order.
+A unary answer has all of this in one message for each input, in the order of the inputs.
 """
 NOTES = {
     "SamplingParameters.temperature": f"absent: 1; 0: greedy; else at least {MIN_TEMPERATURE}",
     "SamplingParameters.top_k": "0: off",
     "SamplingParameters.top_p": "0: off; else up to 1",
     "SamplingParameters.typical_p": "0: off; else up to 1",
-    "SamplingParameters.seed": "absent: one is drawn, and told in the answer",
+    "SamplingParameters.seed": "absent: one is drawn, and the answer contains it",
     "StoppingCriteria.max_new_tokens": f"0: {DEFAULT_MAX_NEW_TOKENS}; at most `--max-new-tokens`",
     "StoppingCriteria.min_new_tokens": "at most `max_new_tokens`",
-    "StoppingCriteria.time_limit_millis": "0: none; looked at after every token, of which an idle service gives one",
+    "StoppingCriteria.time_limit_millis": "0: none; checked after every token; an idle service always gives one token",
     "StoppingCriteria.stop_sequences": f"at most {MAX_STOP_SEQUENCES} of {MAX_STOP_SEQUENCE_BYTES} bytes",
     "StoppingCriteria.include_stop_sequence": "absent: `--default-include-stop-seqs`",
     "ResponseOptions.input_text": "the input before the answer",
     "ResponseOptions.token_logprobs": "needs generated or input tokens, as do the next two",
     "ResponseOptions.top_n_tokens": "at most `--max-top-n-tokens`; ties are listed too",
     "DecodingParameters.repetition_penalty": "0: 1; above 0",
-    "LengthPenalty.start_index": "tokens after which the end grows likelier",
+    "LengthPenalty.start_index": "tokens after which the end of sequence becomes more likely",
     "LengthPenalty.decay_factor": "1 to 10",
     "DecodingParameters.format": "JSON: any object",
     "DecodingParameters.json_schema": "with `--max-guided-bytes`, as the next three",
