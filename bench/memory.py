@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from tgis.hub import model_files
-from tgis.shard.collectives import World
+from tgis.shard.collectives import ProcessGroup
 from tgis.shard.memory import host_limits
 from tgis.shard.models import registry
 
@@ -28,7 +28,7 @@ def measure_loading(job: MemoryJob) -> dict[str, float]:
     directory = Path(job.model)
     settings = model_files.read_json(directory, "config.json")
     before, used, began = host_limits.begin_peak(), host_limits.memory_used(), time.perf_counter()
-    model = registry.load(directory, settings, World(0, 1), getattr(torch, job.dtype))
+    model = registry.load(directory, settings, ProcessGroup(0, 1), getattr(torch, job.dtype))
     seconds, most = time.perf_counter() - began, host_limits.peak() - before
     host_limits.release_memory()
     kept = host_limits.memory_used() - used

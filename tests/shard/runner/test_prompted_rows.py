@@ -17,7 +17,7 @@ from tests.support.shard.messages import GREEDY, SAMPLE, Steps, floats, integers
 from tests.support.shard.portable import plain
 from tests.support.shard.prompt_cases import PAD, Case
 from tests.support.shard.tuning_cells import Asked
-from tgis.shard.collectives import World
+from tgis.shard.collectives import ProcessGroup
 from tgis.shard.runner.model_runner import Engine
 from tgis.shard.startup.load import load
 
@@ -91,7 +91,7 @@ def test_nothing_is_left_on_the_cpu(either: Served) -> None:
 
     def serve(device: torch.device) -> list[Request]:
         config = configure(either.case.directory, uds_path=either.case.copies.uds_path, kv_cache_tokens=1024)
-        engine = load(config, World(0, 1, device=device), plain(device))
+        engine = load(config, ProcessGroup(0, 1, device=device), plain(device))
         for digest in either.case.copies.digests:
             engine.contents.load(digest)
         requests = [either.case.request(asked) for asked in either.case.asked]

@@ -5,7 +5,7 @@ from itertools import product
 import pytest
 import torch
 
-from tgis.shard.collectives import World
+from tgis.shard.collectives import ProcessGroup
 from tgis.shard.memory.kv_cache import bytes_per_block
 from tgis.shard.models.spec.spec import DecoderSpec
 from tgis.shard.startup.memory_plan import (
@@ -90,31 +90,31 @@ def test_soft_prompts_and_adapters_are_part_of_the_arithmetic() -> None:
 
 
 def test_the_cache_is_what_the_room_allows() -> None:
-    world, demand = World(0, 1), Demand(16, 100, 4, None)
-    assert bytes_per_block(SPEC, world, 16, torch.float32) == BLOCK_BYTES
+    group, demand = ProcessGroup(0, 1), Demand(16, 100, 4, None)
+    assert bytes_per_block(SPEC, group, 16, torch.float32) == BLOCK_BYTES
     for blocks, step in product((7, 9, 50), (0, 3 * MIB)):
-        cache = make_cache(SPEC, world, torch.float32, demand, Room(4 * blocks * BLOCK_BYTES + step, step, 1))
+        cache = make_cache(SPEC, group, torch.float32, demand, Room(4 * blocks * BLOCK_BYTES + step, step, 1))
         assert cache.num_blocks == min(blocks, 28)
     with pytest.raises(CacheTooSmallError):
-        make_cache(SPEC, world, torch.float32, demand, Room(4 * 7 * BLOCK_BYTES - 1, 0, 1))
+        make_cache(SPEC, group, torch.float32, demand, Room(4 * 7 * BLOCK_BYTES - 1, 0, 1))
 
 
 def test_a_model_that_cannot_fit_is_refused_before_it_is_read() -> None:
-    world, demand = World(0, 1), Demand(16, 100, 4, None)
+    group, demand = ProcessGroup(0, 1), Demand(16, 100, 4, None)
     needed = 4 * 7 * BLOCK_BYTES
-    check_fit(SPEC, world, torch.float32, demand, 3 * GIB, 3 * GIB + needed)
+    check_fit(SPEC, group, torch.float32, demand, 3 * GIB, 3 * GIB + needed)
     with pytest.raises(ModelTooLargeError) as error:
-        check_fit(SPEC, world, torch.bfloat16, demand, 3 * GIB, 2 * GIB)
+        check_fit(SPEC, group, torch.bfloat16, demand, 3 * GIB, 2 * GIB)
     assert str(error.value) == (
         "the model does not fit: its weights take 3.00 GiB as bfloat16, 2.00 GiB of memory are left"
     )
     with pytest.raises(CacheTooSmallError, match=r"leave room for 6$"):
-        check_fit(SPEC, world, torch.float32, demand, 3 * GIB, 3 * GIB + needed - 1)
-    check_fit(SPEC, world, torch.float32, demand, 3 * GIB, 4 * GIB + needed, contents=GIB)
+        check_fit(SPEC, group, torch.float32, demand, 3 * GIB, 3 * GIB + needed - 1)
+    check_fit(SPEC, group, torch.float32, demand, 3 * GIB, 4 * GIB + needed, contents=GIB)
     with pytest.raises(CacheTooSmallError, match=r"leave room for 6$"):
-        check_fit(SPEC, world, torch.float32, demand, 3 * GIB, 4 * GIB + needed - 1, contents=GIB)
+        check_fit(SPEC, group, torch.float32, demand, 3 * GIB, 4 * GIB + needed - 1, contents=GIB)
     with pytest.raises(ModelTooLargeError, match=r"weights soft prompts and adapters may take 1\.00 GiB, 0"):
-        check_fit(SPEC, world, torch.float32, demand, 3 * GIB, 7 * GIB // 2, contents=GIB)
+        check_fit(SPEC, group, torch.float32, demand, 3 * GIB, 7 * GIB // 2, contents=GIB)
 
 
 def test_the_largest_step_must_fit() -> None:

@@ -16,7 +16,7 @@ from tests.support.shard.checkpoints import SMALL, write_model
 from tests.support.shard.driver import Request, Router, configure, prompts
 from tests.support.shard.ranks import Ranks
 from tests.support.shard.stepping import Stepper
-from tgis.shard.collectives import World
+from tgis.shard.collectives import ProcessGroup
 from tgis.shard.kernels.cpu.gemm.product import PackedProduct
 from tgis.shard.kernels.cpu.int8.product import Int8Product
 from tgis.shard.kernels.portable.ops import TorchKernels
@@ -35,15 +35,15 @@ def model_path(checkpoint: Callable[[str], Path]) -> Path:
     return checkpoint("grouped_queries")
 
 
-def quantized(directory: Path, world: World = stepping.ALONE) -> Decoder:
-    model = registry.load(directory, stepping.read_config(directory), world, torch.float32, quantize="int8")
+def quantized(directory: Path, group: ProcessGroup = stepping.ALONE) -> Decoder:
+    model = registry.load(directory, stepping.read_config(directory), group, torch.float32, quantize="int8")
     assert isinstance(model, Decoder)
     return model
 
 
-def compute_steps(world: World, directory: Path) -> Tensor:
+def compute_steps(group: ProcessGroup, directory: Path) -> Tensor:
     """Log-probabilities of two sequences, in chunks and together."""
-    stepper = Stepper(quantized(directory, world), world)
+    stepper = Stepper(quantized(directory, group), group)
     first, second = list(range(5, 20)), [30, 31]
     steps = [{0: (first[:9], 0)}, {0: (first, 9), 1: (second, 0)}]
     return torch.cat([torch.cat(list(stepper.step(work).values())) for work in steps]).log_softmax(-1)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tgis.pb import shard_pb2 as pb
-from tgis.shard.collectives import World
+from tgis.shard.collectives import ProcessGroup
 from tgis.shard.runner.opening import Limits, find_problem
 from tgis.shard.startup import warm_up
 from tgis.shard.startup.memory_plan import Demand
@@ -46,7 +46,7 @@ def integers(column: bytes) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
 def prepare(demand: Demand, bytes_per_token: int = 1) -> tuple[WarmUp, Steps]:
     limits = Limits(demand.max_sequence_length, demand.block_size, 99, 0, demand.is_encoder_decoder)
     steps = Steps(limits, bytes_per_token)
-    return WarmUp(steps, World(0, 1), demand), steps  # type: ignore[arg-type]
+    return WarmUp(steps, ProcessGroup(0, 1), demand), steps  # type: ignore[arg-type]
 
 
 def test_the_largest_step() -> None:

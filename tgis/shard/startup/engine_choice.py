@@ -12,7 +12,7 @@ import torch
 
 from tgis.config.processes import ENGINES
 from tgis.shard.checkpoint.tensors import WeightsError
-from tgis.shard.collectives import World
+from tgis.shard.collectives import ProcessGroup
 from tgis.shard.layers.ops import Kernels, Quantization
 from tgis.shard.models import registry
 from tgis.shard.models.hf_transformers import load as hf_transformers
@@ -33,7 +33,7 @@ class Choice:
 
     engine: str
     spec: ModelSpec
-    load: Callable[[World, torch.dtype, Kernels], Model]
+    load: Callable[[ProcessGroup, torch.dtype, Kernels], Model]
     dtype: torch.dtype | None = None
     """Type of weights and cache, if the model fixes it."""
     weight_bytes: int | None = None
@@ -127,9 +127,9 @@ def _choose_transformers(
     if reason:
         logger.warning("transformers' code serves this model, slower than a family of ours would: %s", reason)
 
-    def load(world: World, dtype: torch.dtype, _: Kernels) -> Model:
+    def load(group: ProcessGroup, dtype: torch.dtype, _: Kernels) -> Model:
         try:
-            return hf_transformers.load(directory, spec, world, dtype, trust_remote_code)
+            return hf_transformers.load(directory, spec, group, dtype, trust_remote_code)
         except (UnsupportedModelError, WeightsError) as error:
             if reason is None:
                 raise
@@ -141,7 +141,7 @@ def _choose_transformers(
 def _choose_onnx(directory: Path, settings: Mapping[str, Any]) -> Choice:
     spec = onnx_runtime.describe(directory, settings)
 
-    def load(world: World, dtype: torch.dtype, _: Kernels) -> Model:
-        return onnx_runtime.load(spec, world, torch.get_num_threads())
+    def load(group: ProcessGroup, dtype: torch.dtype, _: Kernels) -> Model:
+        return onnx_runtime.load(spec, group, torch.get_num_threads())
 
     return Choice(ONNX, spec, load, spec.dtype, spec.weight_bytes)

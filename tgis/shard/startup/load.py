@@ -18,7 +18,7 @@ from tgis.shard import collectives
 from tgis.shard.adapters.loading import Allowance, allow, open_contents, read_names
 from tgis.shard.adapters.registry import Contents
 from tgis.shard.checkpoint.tensors import DTYPES
-from tgis.shard.collectives import LOOPBACK, Meeting, World, WorldError
+from tgis.shard.collectives import LOOPBACK, ProcessGroup, ProcessGroupError, Rendezvous
 from tgis.shard.kernels.cpu.jit.compiler import compile_progress
 from tgis.shard.memory import host_limits
 from tgis.shard.memory.kv_cache import KVCache, bytes_per_block
@@ -36,15 +36,15 @@ from tgis.shard.startup.warm_up import WarmUp, largest_step
 logger = logging.getLogger(__name__)
 
 # Longest time that a rank waits for another one that is still reading its weights.
-MEETING_TIMEOUT_S = 600.0
+RENDEZVOUS_TIMEOUT_S = 600.0
 
 
-def load(config: ShardConfig, ranks: World | None = None, on: Platform | None = None) -> Engine:
+def load(config: ShardConfig, group: ProcessGroup | None = None, on: Platform | None = None) -> Engine:
     """Load the model and return a model runner that is ready for steps.
 
-    If `ranks`, the process group, is None, the ranks connect here. If `on`, the platform, is None, the
+    If `group` is None, the ranks connect here. If `on`, the platform, is None, the
     configuration decides it. Raises DeviceError, ModelNotFoundError, UnsupportedModelError, WeightsError,
-    WorldError, ModelTooLargeError or CacheTooSmallError."""
+    ProcessGroupError, ModelTooLargeError or CacheTooSmallError."""
     began = time.monotonic()
     directory = Path(config.model_path)
     settings = model_files.read_json(directory, "config.json")
@@ -58,10 +58,10 @@ def load(config: ShardConfig, ranks: World | None = None, on: Platform | None = 
     dtype = _choose_dtype(config.dtype, settings, choice)
     info = _describe(config, settings, spec, dtype, allowance)
     guides = _start_guides(directory, Path(config.tokenizer_path or directory), spec.vocab_size)
-    ranks = ranks or _join(config, on.device)
-    _check_fit(config, choice, ranks, dtype, demand, on, allowance)
+    group = group or _connect(config, on.device)
+    _check_fit(config, choice, group, dtype, demand, on, allowance)
     before = on.memory.memory_used()
-    model = choice.load(ranks, DTYPES[dtype], on.kernels)
+    model = choice.load(group, DTYPES[dtype], on.kernels)
     _check_length(model.spec, demand.max_sequence_length)
     host_limits.release_memory()
     weight_gib = (on.memory.memory_used() - before) / GIB
@@ -69,13 +69,13 @@ def load(config: ShardConfig, ranks: World | None = None, on: Platform | None = 
     if allowance.adapter_bytes:
         on.kernels.prepare_adapters()
     contents = open_contents(config, model)
-    is_taped = on.tapes_steps and choice.engine == engine_choice.NATIVE and ranks.size == 1
+    is_taped = on.tapes_steps and choice.engine == engine_choice.NATIVE and group.size == 1
     loaded = _Loaded(
-        info, model, ranks, guides, demand, DTYPES[dtype], on, contents, allowance.num_bytes, is_taped
+        info, model, group, guides, demand, DTYPES[dtype], on, contents, allowance.num_bytes, is_taped
     )
     room = loaded.measure_room(config.max_step_tokens)
     compile_progress.finish()
-    engine = loaded.make_engine(memory_plan.make_cache(model.spec, ranks, DTYPES[dtype], demand, room))
+    engine = loaded.make_engine(memory_plan.make_cache(model.spec, group, DTYPES[dtype], demand, room))
     num_blocks = engine.info.num_blocks
     logger.info(
         "loaded in %.1f s: memory grew by %.2f GiB with %s weights, %.2f GiB are cache; it holds %d blocks, "
@@ -98,7 +98,7 @@ class _Loaded:
 
     info: pb.InfoResponse
     model: Model
-    ranks: World
+    group: ProcessGroup
     guides: Guides
     demand: Demand
     dtype: torch.dtype
@@ -111,7 +111,7 @@ class _Loaded:
 
     @property
     def block_bytes(self) -> int:
-        return bytes_per_block(self.model.spec, self.ranks, self.demand.block_size, self.dtype)
+        return bytes_per_block(self.model.spec, self.group, self.demand.block_size, self.dtype)
 
     def make_engine(self, cache: KVCache) -> Engine:
         spec, demand = self.model.spec, self.demand
@@ -131,17 +131,17 @@ class _Loaded:
         return Engine(forward, table, self.guides, info, self.contents)
 
     def measure_room(self, max_step_tokens: int) -> Room:
-        """Compile the kernels and measure the memory that is left for caches. Raises WorldError and
+        """Compile the kernels and measure the memory that is left for caches. Raises ProcessGroupError and
         ModelTooLargeError."""
-        shape, ranks, demand = self.model.spec, self.ranks, self.demand
-        cache = memory_plan.allocate(shape, ranks, self.dtype, demand.block_size, 1)
-        warm_up = WarmUp(self.make_engine(cache), ranks, demand, self.on.memory)
+        shape, group, demand = self.model.spec, self.group, self.demand
+        cache = memory_plan.allocate(shape, group, self.dtype, demand.block_size, 1)
+        warm_up = WarmUp(self.make_engine(cache), group, demand, self.on.memory)
         warm_up.compile()
         self.on.memory.release_memory()
-        left = self.on.memory_left(ranks)
+        left = self.on.memory_left(group)
 
         def room_beside(step: int) -> Room:
-            return Room(left, step, ranks.local_size, self.on.cache_divisor, self.contents_bytes)
+            return Room(left, step, group.local_size, self.on.cache_divisor, self.contents_bytes)
 
         def is_enough(step: int) -> bool:
             return room_beside(step).share >= demand.wanted_blocks * self.block_bytes
@@ -190,7 +190,7 @@ def _check_length(spec: ModelSpec, length: int) -> None:
 def _check_fit(
     config: ShardConfig,
     choice: engine_choice.Choice,
-    ranks: World,
+    group: ProcessGroup,
     dtype: str,
     demand: Demand,
     on: Platform,
@@ -203,11 +203,11 @@ def _check_fit(
     if weights is None:
         weights = quantize_check.count_bytes(config, choice, DTYPES[dtype])
     if choice.engine != engine_choice.NATIVE:  # with other engines, every rank holds all weights
-        weights *= ranks.size
-    weights = weights * ranks.local_size // ranks.size
-    left = on.memory_left(ranks)
+        weights *= group.size
+    weights = weights * group.local_size // group.size
+    left = on.memory_left(group)
     beside = (on.cache_divisor, allowance.num_bytes)
-    memory_plan.check_fit(choice.spec, ranks, DTYPES[dtype], demand, weights, left, *beside, config.quantize)
+    memory_plan.check_fit(choice.spec, group, DTYPES[dtype], demand, weights, left, *beside, config.quantize)
 
 
 def _choose_dtype(asked: str | None, settings: dict[str, Any], choice: engine_choice.Choice) -> str:
@@ -227,14 +227,14 @@ def _start_guides(directory: Path, tokenizer: Path, vocab_size: int) -> Guides:
     )
 
 
-def _join(config: ShardConfig, device: torch.device) -> World:
+def _connect(config: ShardConfig, device: torch.device) -> ProcessGroup:
     if config.world_size == 1:
-        return World(0, 1, device=device)
+        return ProcessGroup(0, 1, device=device)
     if config.rendezvous is None:
-        raise WorldError("the ranks of a group need a rendezvous to meet at")
-    meeting = Meeting(config.rendezvous, config.node_address or LOOPBACK, config.rendezvous_fd)
-    joined = collectives.join(config.rank, config.world_size, meeting, MEETING_TIMEOUT_S, device)
-    return replace(joined, num_on_host=_num_local(config))
+        raise ProcessGroupError("the ranks of a group need a rendezvous to meet at")
+    rendezvous = Rendezvous(config.rendezvous, config.node_address or LOOPBACK, config.rendezvous_fd)
+    group = collectives.connect(config.rank, config.world_size, rendezvous, RENDEZVOUS_TIMEOUT_S, device)
+    return replace(group, num_on_host=_num_local(config))
 
 
 def _num_local(config: ShardConfig) -> int:

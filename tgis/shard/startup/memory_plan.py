@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from tgis.errors import OperatorError
-from tgis.shard.collectives import World
+from tgis.shard.collectives import ProcessGroup
 from tgis.shard.memory.kv_cache import KVCache, Shape, bytes_per_block, local_kv_heads
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -76,7 +76,7 @@ class Room:
 
 def check_fit(
     shape: Shape,
-    world: World,
+    group: ProcessGroup,
     dtype: torch.dtype,
     demand: Demand,
     weights: int,
@@ -94,9 +94,9 @@ def check_fit(
             f"the model does not fit: its weights take {weights / GIB:.2f} GiB as "
             f"{quantize or str(dtype).removeprefix('torch.')}, {left / GIB:.2f} GiB of memory are left"
         )
-    room = Room(left - weights, 0, world.local_size, divisor, contents)
+    room = Room(left - weights, 0, group.local_size, divisor, contents)
     check_room(room)
-    block_bytes = bytes_per_block(shape, world, demand.block_size, dtype)
+    block_bytes = bytes_per_block(shape, group, demand.block_size, dtype)
     check_blocks(demand, count_blocks(demand, block_bytes, room.share), block_bytes, room)
 
 
@@ -116,17 +116,19 @@ def check_room(room: Room) -> None:
     )
 
 
-def make_cache(shape: Shape, world: World, dtype: torch.dtype, demand: Demand, room: Room) -> KVCache:
+def make_cache(shape: Shape, group: ProcessGroup, dtype: torch.dtype, demand: Demand, room: Room) -> KVCache:
     """Allocate a cache that fits into `room`. Raises CacheTooSmallError."""
-    block_bytes = bytes_per_block(shape, world, demand.block_size, dtype)
+    block_bytes = bytes_per_block(shape, group, demand.block_size, dtype)
     num_blocks = count_blocks(demand, block_bytes, room.share)
     check_blocks(demand, num_blocks, block_bytes, room)
-    return allocate(shape, world, dtype, demand.block_size, num_blocks)
+    return allocate(shape, group, dtype, demand.block_size, num_blocks)
 
 
-def allocate(shape: Shape, world: World, dtype: torch.dtype, block_size: int, num_blocks: int) -> KVCache:
-    heads = local_kv_heads(shape, world)
-    return KVCache(shape.num_layers, num_blocks, block_size, heads, shape.head_dim, dtype, world.device)
+def allocate(
+    shape: Shape, group: ProcessGroup, dtype: torch.dtype, block_size: int, num_blocks: int
+) -> KVCache:
+    heads = local_kv_heads(shape, group)
+    return KVCache(shape.num_layers, num_blocks, block_size, heads, shape.head_dim, dtype, group.device)
 
 
 def count_blocks(demand: Demand, block_bytes: int, share: int) -> int:

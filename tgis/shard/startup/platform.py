@@ -13,7 +13,7 @@ import torch
 from tgis.errors import OperatorError
 from tgis.process.gpus import has_gpus
 from tgis.shard.attention.interface import Attention
-from tgis.shard.collectives import CPU, World
+from tgis.shard.collectives import CPU, ProcessGroup
 from tgis.shard.kernels.cpu import ops
 from tgis.shard.kernels.cpu.attention.attention import CpuAttention
 from tgis.shard.kernels.portable.attention import TorchAttention
@@ -62,12 +62,12 @@ class Platform:
     tapes_steps: bool
     """True if the launches of kernels and attention can be captured and replayed."""
 
-    def memory_left(self, ranks: World) -> int:
+    def memory_left(self, group: ProcessGroup) -> int:
         """Return the bytes that all ranks of a machine together may still take, if each takes equally many.
 
-        The machine with the least memory left decides. Raises WorldError."""
-        left = ranks.min(self.memory.memory_left())
-        return left if self.is_memory_shared else left * ranks.local_size
+        The machine with the least memory left decides. Raises ProcessGroupError."""
+        left = group.min(self.memory.memory_left())
+        return left if self.is_memory_shared else left * group.local_size
 
 
 ON_CPU = Platform(

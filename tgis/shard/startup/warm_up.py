@@ -12,7 +12,7 @@ import numpy as np
 
 from tgis.logs import FIELDS
 from tgis.pb import shard_pb2 as pb
-from tgis.shard.collectives import World
+from tgis.shard.collectives import ProcessGroup
 from tgis.shard.memory import host_limits
 from tgis.shard.models.interface import UnsupportedModelError
 from tgis.shard.runner.model_runner import Engine
@@ -46,14 +46,14 @@ class WarmUp:
     meaningless."""
 
     engine: Engine
-    world: World
+    group: ProcessGroup
     demand: Demand
     memory: Memory = host_limits
 
     def compile(self) -> None:
         """Run a prompt in two chunks and generate a token, so that no request waits for a compiler.
 
-        Raises WorldError, and UnsupportedModelError if the model fails even at that."""
+        Raises ProcessGroupError, and UnsupportedModelError if the model fails even at that."""
         num_tokens = min(COMPILED_TOKENS, self.demand.max_sequence_length - 1)
         opened = self._open_rows(Extent(1, num_tokens))
         length = opened[0].prompt_len
@@ -62,7 +62,7 @@ class WarmUp:
             answer = self.engine.execute(self._step(opened if start == 0 else [], [start], [end]))
             problems += [error.message for error in answer.errors]
         self.engine.reset()
-        if self.world.min(-len(problems)):  # only rank 0's response lists the problems
+        if self.group.min(-len(problems)):  # only rank 0's response lists the problems
             raise UnsupportedModelError(
                 f"the model cannot answer: {problems[0] if problems else 'see rank 0'}"
             )
@@ -72,13 +72,13 @@ class WarmUp:
 
         Runs smaller steps first. Stops when an upper bound satisfies `is_enough`, or when the next step would
         be slow or exceed the `left` bytes; then extrapolates from the steps that it ran. The result is equal
-        on all ranks. Raises WorldError."""
+        on all ranks. Raises ProcessGroupError."""
         began, seconds = time.monotonic(), 0.0
         used: dict[int, int] = {}
         for extent in _ladder(largest):
             next_bytes = extrapolate(used, extent.num_tokens) if used else 0
             is_slow = len(used) > 1 and seconds * GROWTH > MAX_STEP_S
-            if is_slow or next_bytes * self.world.size > left:
+            if is_slow or next_bytes * self.group.size > left:
                 break
             seconds, used[extent.num_tokens] = self._run(extent)
             if is_enough(used[extent.num_tokens] * largest.num_tokens // extent.num_tokens):
@@ -101,7 +101,7 @@ class WarmUp:
         self.engine.execute(self._step(opened, [0] * len(opened), [row.prompt_len for row in opened]))
         self.engine.reset()
         seconds, used = time.monotonic() - began, max(0, self.memory.peak() - before)
-        return -self.world.min(-int(seconds * 1e6)) / 1e6, -self.world.min(-used)
+        return -self.group.min(-int(seconds * 1e6)) / 1e6, -self.group.min(-used)
 
     def _open_rows(self, extent: Extent) -> list[pb.OpenRow]:
         """Return the messages that open the step's rows. The tokens are the encoder's if there is one."""

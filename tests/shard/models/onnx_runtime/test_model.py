@@ -17,7 +17,7 @@ from tests.support.shard.messages import NOTHING, SAMPLE, Steps, floats, integer
 from tests.support.shard.stepping import ALONE, Stepper, read_config
 from tests.support.tokenizers.trained import write_wordpiece
 from tgis.pb import shard_pb2 as pb
-from tgis.shard.collectives import World
+from tgis.shard.collectives import ProcessGroup
 from tgis.shard.kernels.cpu.attention.attention import CpuAttention
 from tgis.shard.memory.kv_cache import KVCache, local_kv_heads
 from tgis.shard.models.interface import Model
@@ -33,8 +33,8 @@ CLOSE = {"llama": 1e-4, "gpt2": 1e-4, "merged": 1e-4, "half": 1e-2}
 BLOCK_SIZE, NUM_BLOCKS = 4, 512
 
 
-def load(directory: Path, world: World = ALONE) -> Model:
-    return onnx_runtime.load(onnx_runtime.describe(directory, read_config(directory)), world, num_threads=1)
+def load(directory: Path, group: ProcessGroup = ALONE) -> Model:
+    return onnx_runtime.load(onnx_runtime.describe(directory, read_config(directory)), group, num_threads=1)
 
 
 def make_engine(directory: Path, tokenizer: Path | None = None) -> Engine:
@@ -153,15 +153,15 @@ def test_guided_requests_are_guided(tmp_path: Path) -> None:
 def test_every_rank_computes_all_heads(caplog: pytest.LogCaptureFixture) -> None:
     whole = load(DATA / "llama")
     with caplog.at_level(logging.WARNING):
-        models = [load(DATA / "llama", World(rank, 2)) for rank in range(2)]
+        models = [load(DATA / "llama", ProcessGroup(rank, 2)) for rank in range(2)]
     assert [record.getMessage()[:37] for record in caplog.records] == [
         "each of the 2 shards holds the whole "
     ]
     ids = [5, 6, 7, 8, 9]
     expected = Stepper(whole).step({0: (ids, 0)})[0]
     for rank, model in enumerate(models):
-        assert local_kv_heads(model.spec, World(rank, 2)) == whole.spec.num_kv_heads
-        assert torch.equal(Stepper(model, World(rank, 2)).step({0: (ids, 0)})[0], expected)
+        assert local_kv_heads(model.spec, ProcessGroup(rank, 2)) == whole.spec.num_kv_heads
+        assert torch.equal(Stepper(model, ProcessGroup(rank, 2)).step({0: (ids, 0)})[0], expected)
 
 
 def test_bits_do_not_depend_on_company() -> None:
