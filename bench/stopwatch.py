@@ -12,7 +12,7 @@ from tgis.shard.kernels.cpu.jit.compiler import Kernel
 from tgis.shard.kernels.cpu.kernel_graph import Call, Tape
 from tgis.shard.runner.batch_builder import Batch
 from tgis.shard.runner.forward import Forward, Outputs
-from tgis.shard.runner.model_runner import Engine
+from tgis.shard.runner.model_runner import ModelRunner
 
 Parts = dict[str, tuple[float, int]]
 """By name, seconds of a step and calls."""
@@ -78,14 +78,14 @@ class WatchedForward:
 
 
 @contextmanager
-def watching(engine: Engine) -> Iterator[WatchedForward]:
-    forward = engine.forward
+def watching(runner: ModelRunner) -> Iterator[WatchedForward]:
+    forward = runner.forward
     watched = WatchedForward(forward)
-    engine.forward = watched  # type: ignore[assignment]
+    runner.forward = watched  # type: ignore[assignment]
     try:
         yield watched
     finally:
-        engine.forward = forward
+        runner.forward = forward
 
 
 def profile_tape(tape: Tape, shape: Shape, times: int) -> Parts:

@@ -19,23 +19,23 @@ from tests.support.shard.checkpoints import CASES
 from tests.support.shard.ranks import Ranks
 from tests.support.shard.stepping import compute_mixed_steps, load
 from tgis.logs import FIELDS
-from tgis.shard.collectives import ProcessGroup, ProcessGroupError, Rendezvous, connect
+from tgis.shard.collectives import ProcessGroup, ProcessGroupError, RendezvousPoint, connect
 
 
 def in_threads(
     size: int,
-    place: Path | list[Rendezvous],
+    place: Path | list[RendezvousPoint],
     function: Callable[[ProcessGroup], Any],
     timeout_s: float = 30.0,
 ) -> list[Any]:
     """What function(group) gives, or raises, on each rank of a group whose ranks are threads, and meet in a
     file or as they are told."""
-    rendezvous_of = [Rendezvous(str(place))] * size if isinstance(place, Path) else place
+    points = [RendezvousPoint(str(place))] * size if isinstance(place, Path) else place
     results: list[Any] = [None] * size
 
     def run(rank: int) -> None:
         try:
-            group = connect(rank, size, rendezvous_of[rank], timeout_s)
+            group = connect(rank, size, points[rank], timeout_s)
             results[rank] = function(group)
             group.leave()
         except Exception as error:
@@ -65,7 +65,7 @@ def test_cuts_evenly() -> None:
 
 
 def test_one_rank_is_alone() -> None:
-    group = connect(0, 1, Rendezvous("/nowhere"), 1.0)
+    group = connect(0, 1, RendezvousPoint("/nowhere"), 1.0)
     x = torch.randn(2, 3)
     assert group.all_reduce(x) is x
     assert group.all_gather(x) is x
@@ -112,7 +112,7 @@ def test_ranks_meet_at_a_port(tmp_path: Path) -> None:
     before = set(listening())
     with socket.create_server(("127.0.0.2", 0)) as listener:
         place, fd = f"127.0.0.2:{listener.getsockname()[1]}", os.dup(listener.fileno())
-    rendezvous_of = [Rendezvous(place, f"127.0.0.{2 + rank}", fd if rank == 0 else None) for rank in range(3)]
+    points = [RendezvousPoint(place, f"127.0.0.{2 + rank}", fd if rank == 0 else None) for rank in range(3)]
 
     def function(group: ProcessGroup) -> tuple[Tensor, set[Any]]:
         total = group.all_reduce(torch.tensor([2.0**group.rank]))
@@ -120,7 +120,7 @@ def test_ranks_meet_at_a_port(tmp_path: Path) -> None:
         group.min(0)
         return total, found
 
-    for total, found in in_threads(3, rendezvous_of, function):
+    for total, found in in_threads(3, points, function):
         assert total.tolist() == [7.0]
         assert found == {"127.0.0.2", "127.0.0.3", "127.0.0.4"}
 
@@ -144,7 +144,7 @@ def test_a_rank_that_never_comes_is_noticed(tmp_path: Path) -> None:
     with pytest.raises(
         ProcessGroupError, match=r"^rank 1 did not meet all 2 ranks within 0\.3 s: "
     ) as caught:
-        connect(1, 2, Rendezvous(str(tmp_path / "rendezvous")), 0.3)
+        connect(1, 2, RendezvousPoint(str(tmp_path / "rendezvous")), 0.3)
     assert "\n" not in str(caught.value)
 
 

@@ -78,7 +78,7 @@ class ProcessGroup:
 
 
 @dataclass(frozen=True)
-class Rendezvous:
+class RendezvousPoint:
     """Rendezvous of the ranks for one start of the group.
 
     `place` is a file, or HOST:PORT, where rank 0 listens on the open socket `listener` (a file descriptor).
@@ -90,7 +90,7 @@ class Rendezvous:
 
 
 def connect(
-    rank: int, size: int, rendezvous: Rendezvous, timeout_s: float, device: torch.device = CPU
+    rank: int, size: int, rendezvous: RendezvousPoint, timeout_s: float, device: torch.device = CPU
 ) -> ProcessGroup:
     """Connect to the other ranks. No rank waits longer than the time limit for another, here or in a
     collective. Raises ProcessGroupError."""
@@ -108,7 +108,7 @@ def connect(
         raise ProcessGroupError(text) from error
 
 
-def _open_store(rank: int, size: int, rendezvous: Rendezvous, timeout: timedelta) -> Any:
+def _open_store(rank: int, size: int, rendezvous: RendezvousPoint, timeout: timedelta) -> Any:
     """Open the store through which the ranks exchange their addresses. Raises ProcessGroupError and
     RuntimeError."""
     if "/" in rendezvous.place:

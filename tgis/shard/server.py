@@ -23,7 +23,7 @@ from tgis.shard.adapters.loading import open_spool, open_store
 from tgis.shard.adapters.rpc import ContentCalls
 from tgis.shard.kernels.cpu.jit.cache import keep_with_run
 from tgis.shard.kernels.cpu.jit.compiler import is_compiling
-from tgis.shard.runner.model_runner import Engine
+from tgis.shard.runner.model_runner import ModelRunner
 from tgis.shard.startup.load import load, sequence_length
 from tgis.shard.transport.link import Link, choose_link
 from tgis.shard.transport.step_stream import StepSocket
@@ -103,17 +103,17 @@ def serve(config: ShardConfig) -> NoReturn:
     if config.kernel_cache is not None:
         keep_with_run(Path(config.kernel_cache))
     failpoints.hit("shard.before_loading")
-    engine = load(config)
+    runner = load(config)
     length = sequence_length(config, model_files.read_json(Path(config.model_path), "config.json"))
-    store = open_store(config, engine.model, length)
-    service = ShardService(engine.info, ContentCalls(store, open_spool(config), engine.contents))
+    store = open_store(config, runner.model, length)
+    service = ShardService(runner.info, ContentCalls(store, open_spool(config), runner.contents))
     # Open the socket for steps first: a router that finds the gRPC socket may connect to this one at once.
     steps = StepSocket(link.open_steps())
     server = _listen(service, link)
     _quieten_interpreter()
     logger.info("rank %d of %d serves %s on %s", config.rank, config.world_size, config.model_path, link.name)
     try:
-        _compute(engine, steps, Heartbeat(config.heartbeat_fd, is_compiling))
+        _compute(runner, steps, Heartbeat(config.heartbeat_fd, is_compiling))
     except Exception:
         logger.exception("a step failed; this process can answer for nothing any more")
     server.stop(None)
@@ -128,16 +128,16 @@ def _listen(service: ShardService, link: Link) -> grpc.Server:
     return server
 
 
-def _compute(engine: Engine, steps: StepSocket, heartbeat: Heartbeat) -> NoReturn:
+def _compute(runner: ModelRunner, steps: StepSocket, heartbeat: Heartbeat) -> NoReturn:
     num_steps = 0
     while True:
         requests = steps.receive()
         if requests is None:
-            engine.reset()
+            runner.reset()
             continue
         for request in requests:
             with heartbeat.step(request.timeout_ms / 1000):
-                response = engine.execute(request)
+                response = runner.execute(request)
             steps.send(response)
             failpoints.hit("shard.after_answer")
             num_steps += 1

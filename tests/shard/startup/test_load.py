@@ -119,16 +119,16 @@ def test_an_engine_that_takes_no_soft_prompts_says_so(
         write_model(model_path, config)
     through = {"deployment_framework": "hf_transformers", "prefix_store_path": str(tmp_path / "none")}
     config = configure(model_path, uds_path=str(tmp_path / "shard"), kv_cache_tokens=1024, **through)
-    engine = load(config)
-    assert (engine.info.prompt_cache_bytes, engine.info.adapter_cache_bytes) == (0, 0)
-    store = open_store(config, engine.model, 192)
+    runner = load(config)
+    assert (runner.info.prompt_cache_bytes, runner.info.adapter_cache_bytes) == (0, 0)
+    store = open_store(config, runner.model, 192)
     (tmp_path / "none" / "a").mkdir(parents=True)
     torch.save(torch.ones(2, 32), tmp_path / "none" / "a" / "decoder.pt")
     text = f"soft prompts and adapters need the service's own engine{remedy}"
     with pytest.raises(ContentError, match=f"'a': {text}$"):
         store.find("prompt", "a")
     with pytest.raises(ContentError, match=f"^{text}$"):
-        engine.contents.load("0" * 64)
+        runner.contents.load("0" * 64)
     assert f"prefix_store_path: there is no directory {tmp_path / 'none'}" in caplog.text
     assert f"requests for soft prompts and adapters fail: {text}" in caplog.text
 

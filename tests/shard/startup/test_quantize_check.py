@@ -80,14 +80,14 @@ def test_experts_are_quantized_and_who_chooses_them_is_not(tmp_path: Path) -> No
 
 
 def test_an_engine_answers_the_same_alone_and_in_company(model_path: Path) -> None:
-    engine = load(configure(model_path, quantize="int8", cpu_threads=2))
-    assert (engine.info.weight_dtype, engine.info.cache_dtype) == ("int8", "float32")
+    runner = load(configure(model_path, quantize="int8", cpu_threads=2))
+    assert (runner.info.weight_dtype, runner.info.cache_dtype) == ("int8", "float32")
     together = [Request(prompt, 8, details={"logprobs": True}) for prompt in prompts(3, 6)]
     alone = [Request(list(request.prompt), 8, details={"logprobs": True}) for request in together]
-    Router(engine, seed=1).run(list(together))
+    Router(runner, seed=1).run(list(together))
     for request in alone:
-        engine.reset()
-        Router(engine, seed=2, whole=True).run([request])
+        runner.reset()
+        Router(runner, seed=2, whole=True).run([request])
     assert [(r.generated, r.logprobs) for r in alone] == [(r.generated, r.logprobs) for r in together]
 
 

@@ -9,7 +9,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from tgis.shard.collectives import ProcessGroup, Rendezvous, connect
+from tgis.shard.collectives import ProcessGroup, RendezvousPoint, connect
 from tgis.shard.startup.threads import configure
 
 TIMEOUT_S = 30.0
@@ -62,7 +62,7 @@ class Ranks(AbstractContextManager["Ranks"]):
             path = str(self._directory / f"rendezvous-{self._num_meetings}")
             for pipe in self._pipes[: size - 1]:
                 pipe.send((size, None, (path,)))
-            self._groups[size] = connect(0, size, Rendezvous(path), TIMEOUT_S)
+            self._groups[size] = connect(0, size, RendezvousPoint(path), TIMEOUT_S)
         return self._groups[size]
 
     def _start(self, rank: int) -> None:
@@ -88,7 +88,7 @@ def _serve(rank: int, pipe: Connection) -> None:
     while (work := pipe.recv()) is not None:
         size, function, args = work
         if function is None:
-            groups[size] = connect(rank, size, Rendezvous(args[0]), TIMEOUT_S)
+            groups[size] = connect(rank, size, RendezvousPoint(args[0]), TIMEOUT_S)
         else:
             try:
                 pipe.send(function(groups[size], *args))

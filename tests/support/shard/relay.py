@@ -1,4 +1,4 @@
-"""An engine on every rank of a group, driven on the first: what that one executes, the others do too."""
+"""A model runner on every rank of a group, driven on the first: what that one executes, the others do too."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from tests.support.shard.driver import Request, Router, configure
 from tgis.pb import shard_pb2 as pb
 from tgis.prompts.artifact_cache import Kind, Spool
 from tgis.shard.collectives import ProcessGroup
-from tgis.shard.runner.model_runner import Engine
+from tgis.shard.runner.model_runner import ModelRunner
 from tgis.shard.startup.load import load
 
 
@@ -31,15 +31,15 @@ class Copies:
 
 
 class Relay:
-    """The first rank's engine, as far as a driver needs one."""
+    """The first rank's model runner, as far as a driver needs one."""
 
-    def __init__(self, engine: Engine, group: ProcessGroup) -> None:
-        self.info, self._engine, self._group = engine.info, engine, group
+    def __init__(self, runner: ModelRunner, group: ProcessGroup) -> None:
+        self.info, self._runner, self._group = runner.info, runner, group
         self.digests: list[int] = []
 
     def execute(self, request: pb.StepRequest) -> pb.StepResponse:
         share(self._group, request.SerializeToString())
-        response = self._engine.execute(request)
+        response = self._runner.execute(request)
         self.digests.append(response.digest)
         return response
 
@@ -56,23 +56,23 @@ def serve(
     the digests of all steps."""
     options = {"rank": group.rank, "world_size": group.size, "block_size": block_size}
     options |= {"kv_cache_tokens": 2048, "dtype": "float32", "uds_path": copies.uds_path}
-    engine = load(configure(directory, **options), group)
+    runner = load(configure(directory, **options), group)
     for digest in copies.digests:
-        engine.contents.load(digest)
+        runner.contents.load(digest)
     if group.rank:
-        return [], list(_follow(group, engine))
-    relay = Relay(engine, group)
+        return [], list(_follow(group, runner))
+    relay = Relay(runner, group)
     for number, crowd in enumerate(crowds):
-        engine.reset()
+        runner.reset()
         Router(relay, seed + number).run(list(crowd))  # type: ignore[arg-type]
     share(group, b"")
     return crowds, relay.digests
 
 
-def _follow(group: ProcessGroup, engine: Engine) -> list[int]:
+def _follow(group: ProcessGroup, runner: ModelRunner) -> list[int]:
     digests = []
     while payload := share(group, b""):
-        digests.append(engine.execute(pb.StepRequest.FromString(payload)).digest)
+        digests.append(runner.execute(pb.StepRequest.FromString(payload)).digest)
     return digests
 
 

@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 HEAD_ROWS = 64
 
 
-class Engine:
+class ModelRunner:
     """Model runner. After `execute` has raised any exception, its state is undefined."""
 
     def __init__(

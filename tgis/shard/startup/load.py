@@ -18,14 +18,14 @@ from tgis.shard import collectives
 from tgis.shard.adapters.loading import Allowance, allow, open_contents, read_names
 from tgis.shard.adapters.registry import Contents
 from tgis.shard.checkpoint.tensors import DTYPES
-from tgis.shard.collectives import LOOPBACK, ProcessGroup, ProcessGroupError, Rendezvous
+from tgis.shard.collectives import LOOPBACK, ProcessGroup, ProcessGroupError, RendezvousPoint
 from tgis.shard.kernels.cpu.jit.compiler import compile_progress
 from tgis.shard.memory import host_limits
 from tgis.shard.memory.kv_cache import KVCache, bytes_per_block
 from tgis.shard.models.interface import Model, ModelSpec, UnsupportedModelError
 from tgis.shard.runner.batch_builder import RowTable
 from tgis.shard.runner.forward import Forward, TapedForward
-from tgis.shard.runner.model_runner import Engine
+from tgis.shard.runner.model_runner import ModelRunner
 from tgis.shard.sampling.grammar import Guides, read_tokenizer
 from tgis.shard.startup import engine_choice, memory_plan, platform, quantize_check
 from tgis.shard.startup.memory_plan import GIB, Demand, Room
@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 RENDEZVOUS_TIMEOUT_S = 600.0
 
 
-def load(config: ShardConfig, group: ProcessGroup | None = None, on: Platform | None = None) -> Engine:
+def load(config: ShardConfig, group: ProcessGroup | None = None, on: Platform | None = None) -> ModelRunner:
     """Load the model and return a model runner that is ready for steps.
 
     If `group` is None, the ranks connect here. If `on`, the platform, is None, the
@@ -75,8 +75,8 @@ def load(config: ShardConfig, group: ProcessGroup | None = None, on: Platform | 
     )
     room = loaded.measure_room(config.max_step_tokens)
     compile_progress.finish()
-    engine = loaded.make_engine(memory_plan.make_cache(model.spec, group, DTYPES[dtype], demand, room))
-    num_blocks = engine.info.num_blocks
+    runner = loaded.make_runner(memory_plan.make_cache(model.spec, group, DTYPES[dtype], demand, room))
+    num_blocks = runner.info.num_blocks
     logger.info(
         "loaded in %.1f s: memory grew by %.2f GiB with %s weights, %.2f GiB are cache; it holds %d blocks, "
         "%d tokens, %.1f requests of %d tokens",
@@ -84,7 +84,7 @@ def load(config: ShardConfig, group: ProcessGroup | None = None, on: Platform | 
         *(num_blocks, num_blocks * demand.block_size, num_blocks / demand.blocks_per_request),
         demand.max_sequence_length,
     )
-    return engine
+    return runner
 
 
 def sequence_length(config: ShardConfig, settings: Mapping[str, Any]) -> int:
@@ -113,7 +113,7 @@ class _Loaded:
     def block_bytes(self) -> int:
         return bytes_per_block(self.model.spec, self.group, self.demand.block_size, self.dtype)
 
-    def make_engine(self, cache: KVCache) -> Engine:
+    def make_runner(self, cache: KVCache) -> ModelRunner:
         spec, demand = self.model.spec, self.demand
         table = RowTable(
             demand.max_batch_size,
@@ -128,14 +128,14 @@ class _Loaded:
         info = pb.InfoResponse(num_blocks=cache.num_blocks)
         info.MergeFrom(self.info)
         forward = (TapedForward if self.is_taped else Forward)(self.model, self.on.attention(cache))
-        return Engine(forward, table, self.guides, info, self.contents)
+        return ModelRunner(forward, table, self.guides, info, self.contents)
 
     def measure_room(self, max_step_tokens: int) -> Room:
         """Compile the kernels and measure the memory that is left for caches. Raises ProcessGroupError and
         ModelTooLargeError."""
         shape, group, demand = self.model.spec, self.group, self.demand
         cache = memory_plan.allocate(shape, group, self.dtype, demand.block_size, 1)
-        warm_up = WarmUp(self.make_engine(cache), group, demand, self.on.memory)
+        warm_up = WarmUp(self.make_runner(cache), group, demand, self.on.memory)
         warm_up.compile()
         self.on.memory.release_memory()
         left = self.on.memory_left(group)
@@ -232,7 +232,7 @@ def _connect(config: ShardConfig, device: torch.device) -> ProcessGroup:
         return ProcessGroup(0, 1, device=device)
     if config.rendezvous is None:
         raise ProcessGroupError("the ranks of a group need a rendezvous to meet at")
-    rendezvous = Rendezvous(config.rendezvous, config.node_address or LOOPBACK, config.rendezvous_fd)
+    rendezvous = RendezvousPoint(config.rendezvous, config.node_address or LOOPBACK, config.rendezvous_fd)
     group = collectives.connect(config.rank, config.world_size, rendezvous, RENDEZVOUS_TIMEOUT_S, device)
     return replace(group, num_on_host=_num_local(config))
 

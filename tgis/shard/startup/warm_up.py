@@ -15,7 +15,7 @@ from tgis.pb import shard_pb2 as pb
 from tgis.shard.collectives import ProcessGroup
 from tgis.shard.memory import host_limits
 from tgis.shard.models.interface import UnsupportedModelError
-from tgis.shard.runner.model_runner import Engine
+from tgis.shard.runner.model_runner import ModelRunner
 from tgis.shard.startup.memory_plan import GIB, Demand
 from tgis.shard.startup.platform import Memory
 
@@ -42,10 +42,10 @@ class Extent:
 
 @dataclass(frozen=True)
 class WarmUp:
-    """Warm-up steps on `engine`. Its cache needs only one block, which all rows share; the results are
+    """Warm-up steps on `runner`. Its cache needs only one block, which all rows share; the results are
     meaningless."""
 
-    engine: Engine
+    runner: ModelRunner
     group: ProcessGroup
     demand: Demand
     memory: Memory = host_limits
@@ -59,9 +59,9 @@ class WarmUp:
         length = opened[0].prompt_len
         problems = []
         for start, end in pairwise(sorted({0, length - 1, length})):
-            answer = self.engine.execute(self._step(opened if start == 0 else [], [start], [end]))
+            answer = self.runner.execute(self._step(opened if start == 0 else [], [start], [end]))
             problems += [error.message for error in answer.errors]
-        self.engine.reset()
+        self.runner.reset()
         if self.group.min(-len(problems)):  # only rank 0's response lists the problems
             raise UnsupportedModelError(
                 f"the model cannot answer: {problems[0] if problems else 'see rank 0'}"
@@ -98,8 +98,8 @@ class WarmUp:
         self.memory.release_memory()
         before, began = self.memory.begin_peak(), time.monotonic()
         opened = self._open_rows(extent)
-        self.engine.execute(self._step(opened, [0] * len(opened), [row.prompt_len for row in opened]))
-        self.engine.reset()
+        self.runner.execute(self._step(opened, [0] * len(opened), [row.prompt_len for row in opened]))
+        self.runner.reset()
         seconds, used = time.monotonic() - began, max(0, self.memory.peak() - before)
         return -self.group.min(-int(seconds * 1e6)) / 1e6, -self.group.min(-used)
 
