@@ -1,5 +1,5 @@
-"""Steps on a model runner in this process, without router or service: rows that are given, or made up as if their
-prompts had been computed."""
+"""Steps on a model runner in this process, without router or service: rows that are given, or made up as if
+their prompts had been computed."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field

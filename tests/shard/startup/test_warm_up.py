@@ -7,7 +7,7 @@ import pytest
 
 from tgis.pb import shard_pb2 as pb
 from tgis.shard.collectives import ProcessGroup
-from tgis.shard.runner.opening import Limits, find_problem
+from tgis.shard.runner.row_table import RowLimits, find_problem
 from tgis.shard.startup import warm_up
 from tgis.shard.startup.memory_plan import Demand
 from tgis.shard.startup.warm_up import Extent, WarmUp, extrapolate, largest_step
@@ -19,7 +19,7 @@ MIB = 1 << 20
 class Steps:
     """Stands where an engine stands; a step takes memory by its tokens."""
 
-    limits: Limits
+    limits: RowLimits
     bytes_per_token: int
     tokens: list[int] = field(default_factory=list)
     rows: list[int] = field(default_factory=list)
@@ -44,7 +44,7 @@ def integers(column: bytes) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
 
 
 def prepare(demand: Demand, bytes_per_token: int = 1) -> tuple[WarmUp, Steps]:
-    limits = Limits(demand.max_sequence_length, demand.block_size, 99, 0, demand.is_encoder_decoder)
+    limits = RowLimits(demand.max_sequence_length, demand.block_size, 99, 0, demand.is_encoder_decoder)
     steps = Steps(limits, bytes_per_token)
     return WarmUp(steps, ProcessGroup(0, 1), demand), steps  # type: ignore[arg-type]
 

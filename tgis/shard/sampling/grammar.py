@@ -31,7 +31,7 @@ Booleans = npt.NDArray[np.bool_]
 Integers = npt.NDArray[np.int64]
 
 
-class GrammarError(Exception):
+class GuideError(Exception):
     """Error: the row cannot be served. Its text is for the log."""
 
 
@@ -77,7 +77,7 @@ class Guides:
     def wait_until_ready(self) -> None:
         try:
             self._load()
-        except GrammarError as error:
+        except GuideError as error:
             logger.warning("guided decoding is not available: %s", error)
 
     def close(self, rows: Integers) -> None:
@@ -142,7 +142,7 @@ class Guides:
         for guide, token_ids in work:
             try:
                 guide.outcome = self._follow(guide, token_ids)
-            except GrammarError as error:
+            except GuideError as error:
                 guide.outcome = str(error)
             except Exception as error:  # a client's grammar may break the library; then only its row fails
                 guide.outcome = f"its grammar cannot be followed: {type(error).__name__}"
@@ -162,7 +162,7 @@ class Guides:
             guide.matcher, guide.is_alone = self._compile(guide.grammar), True
             mask = self._ask(guide, guide.matcher, guide.token_ids)
         if mask is None:
-            raise GrammarError(f"its grammar: {_first_line(guide.matcher.get_error())}")
+            raise GuideError(f"its grammar: {_first_line(guide.matcher.get_error())}")
         return mask
 
     def _find(self, grammar: pb.Grammar) -> LLMatcher:
@@ -176,7 +176,7 @@ class Guides:
     def _compile(self, grammar: pb.Grammar) -> LLMatcher:
         matcher = LLMatcher(self._load(), grammar.text, log_level=0, limits=LIMITS)
         if matcher.is_error():
-            raise GrammarError(f"its grammar: {_first_line(matcher.get_error())}")
+            raise GuideError(f"its grammar: {_first_line(matcher.get_error())}")
         return matcher
 
     def _load(self) -> LLTokenizer:
@@ -184,7 +184,7 @@ class Guides:
             return self._tokenizer.result()
         except Exception as error:
             text = f"the tokenizer cannot be used for grammars: {_first_line(str(error))}"
-            raise GrammarError(text) from error
+            raise GuideError(text) from error
 
     def _ask(self, guide: Guide, matcher: LLMatcher, token_ids: list[int]) -> Mask | None:
         """Return the mask after `token_ids`, or None if the matcher has failed."""
@@ -201,11 +201,11 @@ class Guides:
         if is_accepting:
             banned[guide.eos_token_ids] = False
         elif is_complete:
-            raise GrammarError("its grammar leads nowhere")
+            raise GuideError("its grammar leads nowhere")
         return Mask(banned, is_complete)
 
 
-class Pieces:
+class DecodedVocabulary:
     """Vocabulary for a tokenizer whose decoder the library does not support. The text of a token is what
     that decoder adds for it at the end of a text."""
 
@@ -232,7 +232,7 @@ def read_tokenizer(directory: Path, vocab_size: int, eos_token_ids: list[int]) -
     try:
         return LLTokenizer(text, n_vocab=vocab_size, eos_token=eos)
     except ValueError:  # the decoder is unsupported, or the tokenizer has more tokens than the model
-        pieces = Pieces(tokenizers.Tokenizer.from_str(text), vocab_size, eos_token_ids)
+        pieces = DecodedVocabulary(tokenizers.Tokenizer.from_str(text), vocab_size, eos_token_ids)
         return LLTokenizer(TokenizerWrapper(pieces), n_vocab=vocab_size, eos_token=eos)
 
 

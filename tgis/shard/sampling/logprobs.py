@@ -53,7 +53,7 @@ class TokenDetails:
     top_logprobs: npt.NDArray[np.float32]
 
 
-def leave_blank(num_tokens: int) -> TokenDetails:
+def blank_details(num_tokens: int) -> TokenDetails:
     """Return the details of tokens without logits: logprob NaN, rank 0, no best tokens."""
     none = np.zeros(num_tokens, np.int32)
     return TokenDetails(
@@ -61,14 +61,14 @@ def leave_blank(num_tokens: int) -> TokenDetails:
     )
 
 
-def join(parts: list[TokenDetails]) -> TokenDetails:
+def concatenate(parts: list[TokenDetails]) -> TokenDetails:
     """Concatenate the details."""
     return TokenDetails(
         *(np.concatenate([vars(part)[f.name] for part in parts]) for f in fields(TokenDetails))
     )
 
 
-def describe(scores: Tensor, token_ids: Tensor, top_n: npt.NDArray[np.int64]) -> TokenDetails:
+def compute_details(scores: Tensor, token_ids: Tensor, top_n: npt.NDArray[np.int64]) -> TokenDetails:
     """Compute the details of tokens int64 [n] under softmax(scores).
 
     scores [n, vocab_size] are -inf where excluded; top_n [n] may be 0."""

@@ -23,7 +23,7 @@ from tgis.shard.kernels.cpu.jit.compiler import compile_progress
 from tgis.shard.memory import host_limits
 from tgis.shard.memory.kv_cache import KVCache, bytes_per_block
 from tgis.shard.models.interface import Model, ModelSpec, UnsupportedModelError
-from tgis.shard.runner.batch_builder import RowTable
+from tgis.shard.runner.batch_builder import BatchBuilder
 from tgis.shard.runner.forward import Forward, TapedForward
 from tgis.shard.runner.model_runner import ModelRunner
 from tgis.shard.sampling.grammar import Guides, read_tokenizer
@@ -115,7 +115,7 @@ class _Loaded:
 
     def make_runner(self, cache: KVCache) -> ModelRunner:
         spec, demand = self.model.spec, self.demand
-        table = RowTable(
+        table = BatchBuilder(
             demand.max_batch_size,
             demand.max_sequence_length,
             demand.block_size,

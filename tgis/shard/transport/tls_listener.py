@@ -23,7 +23,7 @@ CHECK_S = 1.0  # between two checks for handshakes that take too long
 SEND_S = 10.0  # a router that reads no answers must not block its successor for ever
 
 
-class Connection:
+class TlsConnection:
     """Encrypted stream. `recv` leaves no decrypted bytes in the TLS layer, where poll would not see them."""
 
     def __init__(self, connection: ssl.SSLSocket) -> None:
@@ -50,12 +50,12 @@ class Connection:
         self._connection.close()
 
 
-class Entrance:
+class TlsListener:
     """Listening port. The other end must show a certificate before anything else of it is read."""
 
     def __init__(self, listener: socket.socket, certificates: Certificates) -> None:
         self._listener, self._certificates = listener, certificates
-        self._ready: deque[Connection] = deque()
+        self._ready: deque[TlsConnection] = deque()
         self._num_ready = os.eventfd(0, os.EFD_SEMAPHORE)
         self._deadlines: dict[ssl.SSLSocket, float] = {}  # the oldest first
         self._selector = selectors.DefaultSelector()
@@ -66,7 +66,7 @@ class Entrance:
     def fileno(self) -> int:
         return self._num_ready
 
-    def accept(self) -> Connection:
+    def accept(self) -> TlsConnection:
         os.eventfd_read(self._num_ready)
         return self._ready.popleft()
 
@@ -120,7 +120,7 @@ class Entrance:
             self._give_up(connection, error)
         else:
             self._forget(connection)
-            self._ready.append(Connection(connection))
+            self._ready.append(TlsConnection(connection))
             os.eventfd_write(self._num_ready, 1)
 
     def _give_up(self, connection: ssl.SSLSocket, reason: object) -> None:
