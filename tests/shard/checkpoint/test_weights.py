@@ -14,7 +14,7 @@ from tgis.shard.checkpoint import files
 from tgis.shard.checkpoint.files import count_elements
 from tgis.shard.checkpoint.tensors import WeightsError
 from tgis.shard.checkpoint.weights import Source, Weights, expert, grouped, stack, transposed
-from tgis.shard.memory.host_limits import begin_peak, peak
+from tgis.shard.memory.host_limits import HostMemory
 
 
 def save_sharded(directory: Path, content: dict[str, Tensor]) -> None:
@@ -299,10 +299,10 @@ def test_pages_that_were_read_do_not_pile_up(
     else:
         save_single(tmp_path, content)
     monkeypatch.setattr(files, "REOPEN_BYTES", 2 << 20)
-    weights, before = Weights(tmp_path, {"blocks.{i}.up": "layers.{i}"}), begin_peak()
+    weights, before = Weights(tmp_path, {"blocks.{i}.up": "layers.{i}"}), HostMemory().begin_peak()
     for i in range(64):
         assert weights.find(f"blocks.{i}.up.weight", (512, 256)).read().mean() == i
-    assert peak() - before < 12 << 20
+    assert HostMemory().peak() - before < 12 << 20
 
 
 def test_elements_are_counted_unread(tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ from tgis.shard.kernels.portable.attention import TorchAttention
 from tgis.shard.kernels.portable.ops import TorchKernels
 from tgis.shard.layers.lora import AdapterSet, Deltas, LowRank, TokenAdapters
 from tgis.shard.layers.ops import HeadNorm
-from tgis.shard.memory import host_limits
+from tgis.shard.memory.host_limits import HostMemory
 from tgis.shard.startup import platform
 from tgis.shard.startup.load import load
 from tgis.shard.startup.platform import ON_CPU, DeviceError, Platform
@@ -431,6 +431,6 @@ def test_memory_of_ranks() -> None:
         def min(self, value: int) -> int:
             return value
 
-    one = host_limits.memory_left()
+    one = HostMemory().memory_left()
     assert ON_CPU.memory_left(Two()) == pytest.approx(one, rel=0.2)
     assert replace(ON_CPU, is_memory_shared=False).memory_left(Two()) == pytest.approx(2 * one, rel=0.2)

@@ -21,7 +21,7 @@ from tgis.pb import shard_pb2 as pb
 from tgis.prompts.errors import ContentError
 from tgis.shard.adapters.loading import open_store
 from tgis.shard.checkpoint.tensors import WeightsError
-from tgis.shard.memory import host_limits
+from tgis.shard.memory.host_limits import HostMemory
 from tgis.shard.models.interface import UnsupportedModelError
 from tgis.shard.startup import warm_up
 from tgis.shard.startup.load import load
@@ -203,10 +203,10 @@ def test_a_model_that_cannot_fit_is_refused_unread(
     with safe_open(model_path / "model.safetensors", framework="pt") as file:
         shapes = [file.get_slice(name).get_shape() for name in file.keys()]  # noqa: SIM118
     needed = sum(math.prod(shape) for shape in shapes if len(shape) == 2) * 2
-    monkeypatch.setattr(host_limits, "memory_left", lambda: needed - 1)
+    monkeypatch.setattr(HostMemory, "memory_left", lambda _: needed - 1)
     with pytest.raises(ModelTooLargeError, match=r"weights take 0\.00 GiB as float16, 0\.00 GiB of memory"):
         load(configure(model_path, dtype="float16"))
-    monkeypatch.setattr(host_limits, "memory_left", lambda: needed)
+    monkeypatch.setattr(HostMemory, "memory_left", lambda _: needed)
     with pytest.raises(CacheTooSmallError, match=r"but 0 MiB \(a quarter of 0 MiB\) leave room for 0$"):
         load(configure(model_path, dtype="float16"))
     assert "weights read" not in caplog.text
@@ -229,7 +229,7 @@ def test_the_cache_gets_a_quarter_of_what_the_largest_step_leaves(
     """And of what soft prompts and adapters leave, `held` MiB."""
     caplog.set_level("INFO")
     left, block_bytes = 160 * MIB, 4 * KIB
-    monkeypatch.setattr(host_limits, "memory_left", lambda: left)
+    monkeypatch.setattr(HostMemory, "memory_left", lambda _: left)
     monkeypatch.setattr(warm_up, "MAX_STEP_S", 100.0)
     options: dict[str, Any] = {"max_batch_size": 512, "max_sequence_length": 512}
     if held:
@@ -247,7 +247,7 @@ def test_the_cache_gets_a_quarter_of_what_the_largest_step_leaves(
 def test_what_prompts_and_adapters_may_take_must_be_there(
     model_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(host_limits, "memory_left", lambda: 160 * MIB)
+    monkeypatch.setattr(HostMemory, "memory_left", lambda _: 160 * MIB)
     held = {"prefix_store_path": "/nowhere", "prompt_cache_size_mb": 175, "adapter_cache_size_mb": 30}
     with pytest.raises(ModelTooLargeError, match=r"soft prompts and adapters may take 0\.20 GiB"):
         load(configure(model_path, **held))

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tgis.shard.collectives import ProcessGroup, RendezvousPoint, connect
-from tgis.shard.startup.threads import configure
+from tgis.shard.startup.platform import configure_torch
 
 TIMEOUT_S = 30.0
 ALONE = ProcessGroup(0, 1)
@@ -83,7 +83,7 @@ def _receive(pipe: Connection) -> Any:
 
 
 def _serve(rank: int, pipe: Connection) -> None:
-    configure(1)
+    configure_torch(1)
     groups: dict[int, ProcessGroup] = {}
     while (work := pipe.recv()) is not None:
         size, function, args = work

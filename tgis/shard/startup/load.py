@@ -20,7 +20,7 @@ from tgis.shard.adapters.registry import Contents
 from tgis.shard.checkpoint.tensors import DTYPES
 from tgis.shard.collectives import LOOPBACK, ProcessGroup, ProcessGroupError, RendezvousPoint
 from tgis.shard.kernels.cpu.jit.compiler import compile_progress
-from tgis.shard.memory import host_limits
+from tgis.shard.memory.host_limits import count_cores, release_memory
 from tgis.shard.memory.kv_cache import KVCache, bytes_per_block
 from tgis.shard.models.interface import Model, ModelSpec, UnsupportedModelError
 from tgis.shard.runner.batch_builder import BatchBuilder
@@ -29,8 +29,7 @@ from tgis.shard.runner.model_runner import ModelRunner
 from tgis.shard.sampling.grammar import Guides, read_tokenizer
 from tgis.shard.startup import engine_choice, memory_plan, platform, quantize_check
 from tgis.shard.startup.memory_plan import GIB, Demand, Room
-from tgis.shard.startup.platform import Platform
-from tgis.shard.startup.threads import configure
+from tgis.shard.startup.platform import Platform, configure_torch
 from tgis.shard.startup.warm_up import WarmUp, largest_step
 
 logger = logging.getLogger(__name__)
@@ -54,7 +53,7 @@ def load(config: ShardConfig, group: ProcessGroup | None = None, on: Platform | 
     quantize_check.check(config.quantize, on)
     demand = _demand(config, settings, spec)
     allowance = allow(config, choice.engine == engine_choice.NATIVE, demand.max_sequence_length)
-    configure(config.cpu_threads or max(1, host_limits.count_cores() // _num_local(config)))
+    configure_torch(config.cpu_threads or max(1, count_cores() // _num_local(config)))
     dtype = _choose_dtype(config.dtype, settings, choice)
     info = _describe(config, settings, spec, dtype, allowance)
     guides = _start_guides(directory, Path(config.tokenizer_path or directory), spec.vocab_size)
@@ -63,7 +62,7 @@ def load(config: ShardConfig, group: ProcessGroup | None = None, on: Platform | 
     before = on.memory.memory_used()
     model = choice.load(group, DTYPES[dtype], on.kernels)
     _check_length(model.spec, demand.max_sequence_length)
-    host_limits.release_memory()
+    release_memory()
     weight_gib = (on.memory.memory_used() - before) / GIB
     guides.wait_until_ready()  # keep the tokenizer's memory out of the measurement of a step below
     if allowance.adapter_bytes:

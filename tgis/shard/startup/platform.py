@@ -3,6 +3,7 @@
 It is chosen once when the shard starts. No other code asks for the kind of device, except the collectives,
 which choose the backend by it."""
 
+import ctypes
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,11 +20,14 @@ from tgis.shard.kernels.cpu.attention.attention import CpuAttention
 from tgis.shard.kernels.portable.attention import TorchAttention
 from tgis.shard.kernels.portable.ops import TorchKernels
 from tgis.shard.layers.ops import Kernels
-from tgis.shard.memory import host_limits
 from tgis.shard.memory.cuda import CudaMemory
+from tgis.shard.memory.host_limits import HostMemory
 from tgis.shard.memory.kv_cache import KVCache
 
 logger = logging.getLogger(__name__)
+
+# From glibc's malloc.h.
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 
 
 class DeviceError(OperatorError):
@@ -71,7 +75,7 @@ class Platform:
 
 
 ON_CPU = Platform(
-    CPU, ops, CpuAttention, host_limits, is_memory_shared=True, cache_divisor=4, tapes_steps=True
+    CPU, ops, CpuAttention, HostMemory(), is_memory_shared=True, cache_divisor=4, tapes_steps=True
 )
 
 
@@ -99,3 +103,15 @@ def on_cuda(device: torch.device) -> Platform:
     """Return the platform of a GPU; `device` is the one that this process uses."""
     kernels, memory = TorchKernels(device), CudaMemory(device)
     return Platform(device, kernels, TorchAttention, memory, False, cache_divisor=1, tapes_steps=False)
+
+
+def configure_torch(num_threads: int) -> None:
+    """Compute with `num_threads` threads, and keep freed memory for the next step instead of returning it.
+
+    By default glibc maps every large buffer anew, and the page faults take ten times as long as filling
+    it."""
+    torch.set_num_threads(num_threads)
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "mallopt"):
+        libc.mallopt(_M_MMAP_THRESHOLD, 1 << 30)
+        libc.mallopt(_M_TRIM_THRESHOLD, (1 << 31) - 1)

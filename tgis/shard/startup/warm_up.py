@@ -13,7 +13,7 @@ import numpy as np
 from tgis.logs import FIELDS
 from tgis.pb import shard_pb2 as pb
 from tgis.shard.collectives import ProcessGroup
-from tgis.shard.memory import host_limits
+from tgis.shard.memory.host_limits import HostMemory
 from tgis.shard.models.interface import UnsupportedModelError
 from tgis.shard.runner.model_runner import ModelRunner
 from tgis.shard.startup.memory_plan import GIB, Demand
@@ -48,7 +48,7 @@ class WarmUp:
     runner: ModelRunner
     group: ProcessGroup
     demand: Demand
-    memory: Memory = host_limits
+    memory: Memory = HostMemory()  # noqa: RUF009
 
     def compile(self) -> None:
         """Run a prompt in two chunks and generate a token, so that no request waits for a compiler.
