@@ -1,4 +1,4 @@
-"""Where the time of a step goes, kernel by kernel: those of a tape one by one, or all that a step calls."""
+"""Where the time of a step goes, kernel by kernel: those of a graph one by one, or all that a step calls."""
 
 import statistics
 import time
@@ -63,7 +63,7 @@ def _name_products(shape: Shape) -> dict[frozenset[int], str]:
 
 
 class WatchedForward:
-    """Takes the time of every pass, and keeps the last batch: arguments of a tape name its memory."""
+    """Takes the time of every pass, and keeps the last batch: arguments of a graph name its memory."""
 
     def __init__(self, forward: Forward):
         self.forward, self.model, self.attention = forward, forward.model, forward.attention
@@ -88,8 +88,8 @@ def watching(runner: ModelRunner) -> Iterator[WatchedForward]:
         runner.forward = forward
 
 
-def profile_tape(tape: Tape, shape: Shape, times: int) -> Parts:
-    """Each kernel run by itself, so that nothing of what walking the tape saves is in it."""
+def profile_graph(graph: Tape, shape: Shape, times: int) -> Parts:
+    """Each kernel run by itself, so that nothing of what replaying the graph saves is in it."""
     calls = Counter[str]()
 
     def name(call: Call) -> str:
@@ -97,12 +97,12 @@ def profile_tape(tape: Tape, shape: Shape, times: int) -> Parts:
         calls[found] += 1
         return found
 
-    return {found: (seconds, calls[found] // times) for found, seconds in tape.profile(times, name).items()}
+    return {found: (seconds, calls[found] // times) for found, seconds in graph.profile(times, name).items()}
 
 
 @contextmanager
 def timing_kernels(watch: Stopwatch) -> Iterator[None]:
-    """Every kernel that a step calls meanwhile is timed; for steps that have no tape."""
+    """Every kernel that a step calls meanwhile is timed; for steps that have no graph."""
     call, spread = Kernel.__call__, Kernel.spread
     is_inside = False
 

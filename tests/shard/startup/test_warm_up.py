@@ -10,7 +10,7 @@ from tgis.shard.collectives import ProcessGroup
 from tgis.shard.runner.row_table import RowLimits, find_problem
 from tgis.shard.startup import warm_up
 from tgis.shard.startup.memory_plan import Demand
-from tgis.shard.startup.warm_up import Extent, WarmUp, extrapolate, largest_step
+from tgis.shard.startup.warm_up import StepSize, WarmUp, extrapolate, largest_step
 
 MIB = 1 << 20
 
@@ -50,10 +50,10 @@ def prepare(demand: Demand, bytes_per_token: int = 1) -> tuple[WarmUp, Steps]:
 
 
 def test_the_largest_step() -> None:
-    assert largest_step(Demand(16, 100, 8, None), 2048) == Extent(8, 8 * 99)
-    assert largest_step(Demand(16, 1000, 8, None), 2048) == Extent(8, 2048)
-    assert largest_step(Demand(16, 1000, 256, None), 64) == Extent(64, 64)
-    assert largest_step(Demand(16, 1000, 8, None, is_encoder_decoder=True), 512) == Extent(8, 999)
+    assert largest_step(Demand(16, 100, 8, None), 2048) == StepSize(8, 8 * 99)
+    assert largest_step(Demand(16, 1000, 8, None), 2048) == StepSize(8, 2048)
+    assert largest_step(Demand(16, 1000, 256, None), 64) == StepSize(64, 64)
+    assert largest_step(Demand(16, 1000, 8, None, is_encoder_decoder=True), 512) == StepSize(8, 999)
 
 
 @pytest.mark.parametrize("is_encoder_decoder", [False, True])

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tgis.prompts.errors import ContentError, quote
 from tgis.prompts.lora_files import split_name
-from tgis.shard.checkpoint.provenance import Rows
+from tgis.shard.checkpoint.provenance import ModuleRows
 from tgis.shard.checkpoint.tensors import WeightsError
 from tgis.shard.layers.lora import Adapter, Cut, LowRank
 from tgis.shard.layers.ops import Parts
@@ -24,7 +24,7 @@ COMPARED_ROWS = 8192
 # Absolute tolerance: rounding hides any difference of numbers as small as this.
 TINY = 1e-6
 
-Trace = Sequence[Rows]
+Trace = Sequence[ModuleRows]
 
 # Names of modules in memory since transformers 5, and the names that families use.
 _RENAMED = (
@@ -145,7 +145,7 @@ def _read_matrix(cut: Cut, trace: Trace, changes: Mapping[str, Change]) -> Itera
     first = 0
     columns = cut.columns or slice(None)
 
-    def key(rows: Rows) -> int | None:
+    def key(rows: ModuleRows) -> int | None:
         return id(changes[rows.module].a) if rows.module in changes else None
 
     for _, group in itertools.groupby(_list_own(cut, trace), key):
@@ -169,14 +169,14 @@ def _pack(a: Tensor, b: Tensor, scale: float, first: int) -> LowRank:
     return LowRank(copied, scaled, first)
 
 
-def _list_own(cut: Cut, trace: Trace) -> Iterator[Rows]:
+def _list_own(cut: Cut, trace: Trace) -> Iterator[ModuleRows]:
     """Yield the rank's own rows in its order."""
     for part in cut.rows:
         start = 0
         for rows in trace:
             low, high = max(part.start, start), min(part.stop, start + rows.count)
             if low < high:
-                yield Rows(rows.module, rows.first + low - start, high - low)
+                yield ModuleRows(rows.module, rows.first + low - start, high - low)
             start += rows.count
 
 

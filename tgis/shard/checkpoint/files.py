@@ -24,7 +24,7 @@ PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 REOPEN_BYTES = 64 << 20
 
 
-class Tensors(Protocol):
+class TensorFile(Protocol):
     """Tensors of a file, by name. A tensor is read only when its elements are."""
 
     def keys(self) -> Iterable[str]: ...
@@ -38,7 +38,7 @@ class Checkpoint:
 
     def __init__(self, directory: Path):
         self._directory = directory
-        self._open: dict[str, Tensors] = {}
+        self._open: dict[str, TensorFile] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}  # shapes of all tensors that were fetched
         self._taken: dict[str, set[int]] = {}  # for the same tensors: indices of entries that were requested
         self._file_of = self._list_tensors()
@@ -139,7 +139,7 @@ def count_elements(directory: Path) -> int:
     return Checkpoint(directory).count_elements() if names and _can_map(directory / names[0]) else 0
 
 
-def _open(file: Path) -> Tensors:
+def _open(file: Path) -> TensorFile:
     """Open a file of tensors. Raises WeightsError."""
     try:
         if file.suffix != ".bin":
@@ -156,7 +156,7 @@ def _open(file: Path) -> Tensors:
     return {name: value.detach() for name, value in found.items() if _is_plain(value)}
 
 
-def _get(tensors: Tensors, name: str, label: str) -> Tensor:
+def _get(tensors: TensorFile, name: str, label: str) -> Tensor:
     """Return a tensor of an open file. Raises WeightsError."""
     try:
         return tensors[name]

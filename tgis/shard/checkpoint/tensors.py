@@ -88,7 +88,7 @@ class Transposed:
         return self._stored.read(columns, rows).T.contiguous()
 
 
-class Window:
+class RowRange:
     """View of consecutive rows."""
 
     def __init__(self, stored: Stored, start: int, stop: int):
@@ -100,7 +100,7 @@ class Window:
         return self._stored.read(slice(self._start + start, self._start + stop), columns)
 
 
-class Stack:
+class StackedRows:
     """View of several tensors of equal width, concatenated by rows."""
 
     def __init__(self, parts: Sequence[Stored], label: str):

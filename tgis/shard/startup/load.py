@@ -24,11 +24,11 @@ from tgis.shard.memory.host_limits import count_cores, release_memory
 from tgis.shard.memory.kv_cache import KVCache, bytes_per_block
 from tgis.shard.models.interface import Model, ModelSpec, UnsupportedModelError
 from tgis.shard.runner.batch_builder import BatchBuilder
-from tgis.shard.runner.forward import Forward, TapedForward
+from tgis.shard.runner.forward import CapturedForward, Forward
 from tgis.shard.runner.model_runner import ModelRunner
 from tgis.shard.sampling.grammar import Guides, read_tokenizer
 from tgis.shard.startup import engine_choice, memory_plan, platform, quantize_check
-from tgis.shard.startup.memory_plan import GIB, Demand, Room
+from tgis.shard.startup.memory_plan import GIB, Demand, MemoryBudget
 from tgis.shard.startup.platform import Platform, configure_torch
 from tgis.shard.startup.warm_up import WarmUp, largest_step
 
@@ -68,13 +68,13 @@ def load(config: ShardConfig, group: ProcessGroup | None = None, on: Platform | 
     if allowance.adapter_bytes:
         on.kernels.prepare_adapters()
     contents = open_contents(config, model)
-    is_taped = on.tapes_steps and choice.engine == engine_choice.NATIVE and group.size == 1
+    is_captured = on.captures_steps and choice.engine == engine_choice.NATIVE and group.size == 1
     loaded = _Loaded(
-        info, model, group, guides, demand, DTYPES[dtype], on, contents, allowance.num_bytes, is_taped
+        info, model, group, guides, demand, DTYPES[dtype], on, contents, allowance.num_bytes, is_captured
     )
-    room = loaded.measure_room(config.max_step_tokens)
+    budget = loaded.measure_budget(config.max_step_tokens)
     compile_progress.finish()
-    runner = loaded.make_runner(memory_plan.make_cache(model.spec, group, DTYPES[dtype], demand, room))
+    runner = loaded.make_runner(memory_plan.make_cache(model.spec, group, DTYPES[dtype], demand, budget))
     num_blocks = runner.info.num_blocks
     logger.info(
         "loaded in %.1f s: memory grew by %.2f GiB with %s weights, %.2f GiB are cache; it holds %d blocks, "
@@ -105,7 +105,7 @@ class _Loaded:
     contents: Contents
     contents_bytes: int
     """Largest size that `contents` may grow to."""
-    is_taped: bool
+    is_captured: bool
     """True if steps may consist of the platform's kernels alone, and so may be captured and replayed."""
 
     @property
@@ -126,10 +126,10 @@ class _Loaded:
         )
         info = pb.InfoResponse(num_blocks=cache.num_blocks)
         info.MergeFrom(self.info)
-        forward = (TapedForward if self.is_taped else Forward)(self.model, self.on.attention(cache))
+        forward = (CapturedForward if self.is_captured else Forward)(self.model, self.on.attention(cache))
         return ModelRunner(forward, table, self.guides, info, self.contents)
 
-    def measure_room(self, max_step_tokens: int) -> Room:
+    def measure_budget(self, max_step_tokens: int) -> MemoryBudget:
         """Compile the kernels and measure the memory that is left for caches. Raises ProcessGroupError and
         ModelTooLargeError."""
         shape, group, demand = self.model.spec, self.group, self.demand
@@ -139,16 +139,16 @@ class _Loaded:
         self.on.memory.release_memory()
         left = self.on.memory_left(group)
 
-        def room_beside(step: int) -> Room:
-            return Room(left, step, group.local_size, self.on.cache_divisor, self.contents_bytes)
+        def budget_beside(step: int) -> MemoryBudget:
+            return MemoryBudget(left, step, group.local_size, self.on.cache_divisor, self.contents_bytes)
 
         def is_enough(step: int) -> bool:
-            return room_beside(step).share >= demand.wanted_blocks * self.block_bytes
+            return budget_beside(step).share >= demand.wanted_blocks * self.block_bytes
 
-        room = room_beside(warm_up.measure(largest_step(demand, max_step_tokens), is_enough, left))
-        memory_plan.check_room(room)
+        budget = budget_beside(warm_up.measure(largest_step(demand, max_step_tokens), is_enough, left))
+        memory_plan.check_budget(budget)
         self.on.memory.release_memory()
-        return room
+        return budget
 
 
 def _choose_engine(config: ShardConfig, settings: dict[str, Any]) -> engine_choice.Choice:

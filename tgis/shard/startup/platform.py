@@ -63,7 +63,7 @@ class Platform:
     """True if all ranks of a machine use the same memory."""
     cache_divisor: int
     """Divisor of the memory that weights and steps leave: the cache may have one part in so many."""
-    tapes_steps: bool
+    captures_steps: bool
     """True if the launches of kernels and attention can be captured and replayed."""
 
     def memory_left(self, group: ProcessGroup) -> int:
@@ -75,7 +75,7 @@ class Platform:
 
 
 ON_CPU = Platform(
-    CPU, ops, CpuAttention, HostMemory(), is_memory_shared=True, cache_divisor=4, tapes_steps=True
+    CPU, ops, CpuAttention, HostMemory(), is_memory_shared=True, cache_divisor=4, captures_steps=True
 )
 
 
@@ -102,7 +102,7 @@ def choose(asked: str, rank: int, size: int) -> Platform:
 def on_cuda(device: torch.device) -> Platform:
     """Return the platform of a GPU; `device` is the one that this process uses."""
     kernels, memory = TorchKernels(device), CudaMemory(device)
-    return Platform(device, kernels, TorchAttention, memory, False, cache_divisor=1, tapes_steps=False)
+    return Platform(device, kernels, TorchAttention, memory, False, cache_divisor=1, captures_steps=False)
 
 
 def configure_torch(num_threads: int) -> None:
