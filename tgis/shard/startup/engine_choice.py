@@ -41,6 +41,10 @@ class Choice:
     table_elements: int = 0
     """Number of elements of the embedding, which keeps its type when other weights are quantized."""
 
+    @property
+    def is_native(self) -> bool:
+        return self.engine == NATIVE
+
 
 def choose(
     directory: Path,
@@ -54,7 +58,7 @@ def choose(
 
     Reads no tensor. Raises UnsupportedModelError and WeightsError."""
     choice = _choose(directory, settings, framework, size, trust_remote_code, quantize)
-    if quantize != "none" and choice.engine != NATIVE:
+    if quantize != "none" and not choice.is_native:
         raise UnsupportedModelError(f"--quantize {quantize} is for {NATIVE}, not for {choice.engine}")
     return choice
 
