@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tgis.errors import OperatorError
+from tgis.errors import OperatorError, first_line
 from tgis.net.addresses import AddressError, parse
 
 CPU = torch.device("cpu")
@@ -104,7 +104,7 @@ def connect(
             rank, size, connect_backend(store, rank, size, timeout, rendezvous.address), device
         )
     except RuntimeError as error:
-        text = f"rank {rank} did not meet all {size} ranks within {timeout_s:g} s: {_first_line(error)}"
+        text = f"rank {rank} did not meet all {size} ranks within {timeout_s:g} s: {first_line(error)}"
         raise ProcessGroupError(text) from error
 
 
@@ -156,8 +156,4 @@ def _complete(begin: Callable[[], Any]) -> None:
     try:
         begin().wait()
     except RuntimeError as error:
-        raise ProcessGroupError(f"a rank of the group was lost or hangs: {_first_line(error)}") from error
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
+        raise ProcessGroupError(f"a rank of the group was lost or hangs: {first_line(error)}") from error

@@ -10,8 +10,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from tgis.errors import first_line
 from tgis.shard.checkpoint.progress import Progress
-from tgis.shard.checkpoint.tensors import FileTensor, MissingTensorError, WeightsError, first_line
+from tgis.shard.checkpoint.tensors import FileTensor, MissingTensorError, WeightsError
 from tgis.shard.memory.host_limits import release_memory
 from tgis.tensor_files.safe_pickle import INCOMPLETE, TORN, PickleError, can_map, open_pickle
 

@@ -130,9 +130,5 @@ def join_labels(labels: Iterable[str]) -> str:
     return first + "".join(" + " + label.rpartition(" ")[2] for label in others)
 
 
-def first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
-
-
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")

@@ -21,30 +21,28 @@ MEMORY_V1 = (
 
 
 class HostMemory:
-    """Memory of this machine. `root` is the directory whose `proc` and `sys` are read for its limits."""
+    """Memory of the machine, within the limits of the control groups around this process.
+
+    `root` is the directory whose `proc` and `sys` say the limits."""
 
     def __init__(self, root: Path = Path("/")) -> None:
         self._root = root
 
     def memory_left(self) -> int:
-        """Return the bytes this process may still take within the machine and each of its control groups."""
         return min([_machine_left(self._root), *_groups_left(self._root)])
 
     def release_memory(self) -> None:
         release_memory()
 
     def memory_used(self) -> int:
-        """Return the bytes this process has in memory, without mapped files."""
-        return _own_memory("RssAnon")
+        return _own_memory("RssAnon")  # without mapped files
 
     def begin_peak(self) -> int:
-        """Reset `peak`, if the system allows that, and return the bytes this process has in memory."""
         with contextlib.suppress(OSError):  # then `peak` covers the process's whole life: an upper bound
             Path("/proc/self/clear_refs").write_text("5")
         return _own_memory("VmRSS")
 
     def peak(self) -> int:
-        """Return the most bytes this process has had in memory since `begin_peak`."""
         return _own_memory("VmHWM")
 
 

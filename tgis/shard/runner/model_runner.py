@@ -2,7 +2,6 @@
 
 import logging
 import time
-from functools import partial
 
 import numpy as np
 import torch
@@ -131,7 +130,11 @@ class ModelRunner:
         Only problems of a row's first position count: a problem after a draft occurs again in the row's next
         step, without a draft before it. A row whose first logits are not finite is computed once more without
         its drafts, because a draft may be the cause."""
-        parts = list(follow_drafts(batch, partial(self._sample_some, batch, logits)))
+
+        def sample_at(at: Integers) -> SampledTokens:
+            return self._sample_rows(batch.sampled_rows[at], logits[torch.from_numpy(at)])
+
+        parts = list(follow_drafts(batch, sample_at))
         problems = parts[0].problems
         unusable_rows = [problem.row for problem in problems if problem.cause != pb.RowError.CAUSE_GRAMMAR]
         if unusable_rows:
@@ -141,9 +144,6 @@ class ModelRunner:
             parts.append(self._sample_rows(again.sampled_rows, logits_again))
             problems = [each for each in problems if each.row not in unusable_rows] + parts[-1].problems
         return parts, problems
-
-    def _sample_some(self, batch: Batch, logits: Tensor, at: Integers) -> SampledTokens:
-        return self._sample_rows(batch.sampled_rows[at], logits[torch.from_numpy(at)])
 
     def _sample_rows(self, rows: Integers, logits: Tensor) -> SampledTokens:
         """Sample the next tokens of some rows from logits [n, vocab_size]."""

@@ -5,7 +5,7 @@ If the largest step would be slow, smaller ones are measured and the result is e
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 import numpy as np
@@ -48,7 +48,7 @@ class WarmUp:
     runner: ModelRunner
     group: ProcessGroup
     demand: Demand
-    memory: Memory = HostMemory()  # noqa: RUF009
+    memory: Memory = field(default_factory=HostMemory)
 
     def compile(self) -> None:
         """Run a prompt in two chunks and generate a token, so that no request waits for a compiler.

@@ -44,45 +44,6 @@ class StepConnection(Protocol):
     def close(self) -> None: ...
 
 
-class StepListener(Protocol):
-    """Listener that accepts routers' streams of steps."""
-
-    def fileno(self) -> int:
-        """Return a descriptor that is readable while a stream waits to be accepted."""
-
-    def accept(self) -> StepConnection: ...
-
-
-class Endpoint(Protocol):
-    """Shard's end of the link to its router. Both methods raise SocketError or PortError."""
-
-    name: str
-
-    def open_steps(self) -> StepListener:
-        """Open the listener for streams of steps."""
-
-    def open_calls(self, server: grpc.Server) -> None: ...
-
-
-def choose_endpoint(config: ShardConfig) -> Endpoint:
-    """Return the link that the configuration asks for. Raises AddressError and CertificateError."""
-    if not config.listen_address:
-        return UnixEndpoint(f"{config.uds_path}-{config.rank}")
-    return TcpEndpoint(parse(config.listen_address), link_certificates(config, mutual_server))
-
-
-class UnixEndpoint:
-    def __init__(self, path: str) -> None:
-        self.name = path
-
-    def open_steps(self) -> StepListener:
-        return UnixListener(steps_path(self.name))
-
-    def open_calls(self, server: grpc.Server) -> None:
-        with _private_socket(self.name):
-            server.add_insecure_port(f"unix:{self.name}")
-
-
 class UnixListener:
     def __init__(self, path: str) -> None:
         """Listen on the socket at `path`. Raises SocketError."""
@@ -101,6 +62,22 @@ class UnixListener:
         return connection
 
 
+# Listeners accept routers' streams of steps. Their `fileno` is readable while a stream waits to be accepted.
+StepListener = UnixListener | TlsListener
+
+
+class UnixEndpoint:
+    def __init__(self, path: str) -> None:
+        self.name = path
+
+    def open_steps(self) -> StepListener:
+        return UnixListener(steps_path(self.name))
+
+    def open_calls(self, server: grpc.Server) -> None:
+        with _private_socket(self.name):
+            server.add_insecure_port(f"unix:{self.name}")
+
+
 class TcpEndpoint:
     def __init__(self, address: TcpAddress, certificates: Certificates) -> None:
         self.name = str(address)
@@ -114,6 +91,17 @@ class TcpEndpoint:
             server.add_secure_port(self._address.calls, self._certificates.credentials())
         except RuntimeError as error:
             raise PortError(f"{self.name} cannot be opened; is it in use?") from error
+
+
+# Shard's end of the link to its router. Its methods raise SocketError or PortError.
+Endpoint = UnixEndpoint | TcpEndpoint
+
+
+def choose_endpoint(config: ShardConfig) -> Endpoint:
+    """Return the link that the configuration asks for. Raises AddressError and CertificateError."""
+    if not config.listen_address:
+        return UnixEndpoint(f"{config.uds_path}-{config.rank}")
+    return TcpEndpoint(parse(config.listen_address), link_certificates(config, mutual_server))
 
 
 @contextmanager

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tgis.errors import first_line
 from tgis.hub import model_files
-from tgis.shard.checkpoint.tensors import WeightsError, first_line
+from tgis.shard.checkpoint.tensors import WeightsError
 from tgis.shard.collectives import ProcessGroup
 from tgis.shard.models.interface import Model, UnsupportedModelError
 from tgis.shard.models.onnx_runtime import model
