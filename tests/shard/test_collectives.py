@@ -142,7 +142,7 @@ def test_a_rank_that_hangs_is_noticed(tmp_path: Path) -> None:
 
 def test_a_rank_that_never_comes_is_noticed(tmp_path: Path) -> None:
     with pytest.raises(
-        ProcessGroupError, match=r"^rank 1 did not meet all 2 ranks within 0\.3 s: "
+        ProcessGroupError, match=r"^rank 1 could not connect to all 2 ranks within 0\.3 s: "
     ) as caught:
         connect(1, 2, RendezvousPoint(str(tmp_path / "rendezvous")), 0.3)
     assert "\n" not in str(caught.value)

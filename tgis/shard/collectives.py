@@ -104,7 +104,9 @@ def connect(
             rank, size, connect_backend(store, rank, size, timeout, rendezvous.address), device
         )
     except RuntimeError as error:
-        text = f"rank {rank} did not meet all {size} ranks within {timeout_s:g} s: {first_line(error)}"
+        text = (
+            f"rank {rank} could not connect to all {size} ranks within {timeout_s:g} s: {first_line(error)}"
+        )
         raise ProcessGroupError(text) from error
 
 
@@ -118,7 +120,7 @@ def _open_store(rank: int, size: int, rendezvous: RendezvousPoint, timeout: time
     try:
         address = parse(rendezvous.place)
     except AddressError as error:
-        raise ProcessGroupError(f"the ranks cannot meet there: {error}") from error
+        raise ProcessGroupError(f"the rendezvous address cannot be used: {error}") from error
     return _c10d.TCPStore(
         address.host,
         address.port,

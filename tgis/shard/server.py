@@ -117,7 +117,7 @@ def serve(config: ShardConfig) -> NoReturn:
     try:
         _compute_steps(runner, steps, Heartbeat(config.heartbeat_fd, is_compiling))
     except Exception:
-        logger.exception("a step failed; this process can answer for nothing any more")
+        logger.exception("a step failed, and this process exits")
     server.stop(None)
     _exit(1)
 
@@ -169,7 +169,7 @@ def _exit_on_signals() -> None:
 
     def wait() -> None:
         os.read(reader, 1)
-        logger.info("told to end")
+        logger.info("exiting after a signal")
         _exit(0)
 
     threading.Thread(target=wait, name="signals", daemon=True).start()

@@ -248,7 +248,7 @@ def test_one_layer_under_two_names(root: Path) -> None:
     (one, scales), (other, more) = (
         change(name, 96, 32) for name in ("transformer.h.0.attn.c_attn", "h.0.attn.c_attn")
     )
-    refuse(write(root, "gpt2"), one | other, scales | more, "h.0.attn.c_attn under another name")
+    refuse(write(root, "gpt2"), one | other, scales | more, "h.0.attn.c_attn under two names")
 
 
 @pytest.mark.parametrize("case", ["llama_grouped_queries", "llama_tied", "gpt_neox", "t5"])

@@ -203,7 +203,7 @@ def test_names_a_tensor_of_another_type(dtype: torch.dtype, tmp_path: Path) -> N
 def test_a_single_number_is_no_tensor(tmp_path: Path) -> None:
     content = {"model.layers.0.q.weight": torch.zeros(()), "model.layers.0.k.weight": torch.zeros(())}
     save_single(tmp_path, content)
-    assert "q.weight is a single number" in fail(tmp_path, "blocks.0.qkv.weight", (8, 4))
+    assert "q.weight is a scalar" in fail(tmp_path, "blocks.0.qkv.weight", (8, 4))
 
 
 def written(directory: Path, sources: dict[str, Source], prefix: str = "", **content: Tensor) -> Weights:

@@ -147,7 +147,7 @@ def test_an_input_that_cannot_be_served_fails_alone(served: Served) -> None:
     response = runner.execute(steps.step(work, [opening(request) for request in [good, *bad]]))
     assert [(error.row, error.message) for error in response.errors] == [
         (0, "a token id for the encoder is not below the model's vocabulary size 99"),
-        (2, "there is no token for the encoder"),
+        (2, "it has no token ids for the encoder"),
     ]
     assert integers(response.rows) == [1]
     good.generated, good.logprobs = integers(response.token_ids), floats(response.logprobs)

@@ -207,7 +207,7 @@ def test_a_row_that_cannot_be_served_has_ended(message: pb.OpenRow, problem: str
 @pytest.mark.parametrize(
     ("encoder_token_ids", "cross_blocks", "problem"),
     [
-        ([], [1], "no token for the encoder"),
+        ([], [1], "no token ids for the encoder"),
         ([3, 50], [1], "for the encoder is not below the model's vocabulary size 50"),
         ([-1], [1], "for the encoder is not below the model's vocabulary size 50"),
         ([1] * 5, [1], "5 tokens for the encoder do not fit into 1 cross blocks"),

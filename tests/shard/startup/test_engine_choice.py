@@ -164,5 +164,5 @@ def test_says_that_ours_would_be_faster(
     settings = CONFIGS[model].to_dict()
     edit_config(tmp_path, settings)
     engine_choice.choose(tmp_path, settings, "hf_transformers", 1, trust_remote_code=False)
-    assert ("tgis_native serves this model faster" in caplog.text) is is_known
+    assert ("tgis_native would serve this model faster" in caplog.text) is is_known
     assert ("scale_attn_by_inverse_layer_idx True" in caplog.text) is not is_known

@@ -165,7 +165,7 @@ def test_a_model_that_can_never_answer_is_refused(model_path: Path, tmp_path: Pa
     weights = load_file(tmp_path / "model.safetensors")
     weights["model.norm.weight"].fill_(math.nan)
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(UnsupportedModelError, match="the model cannot answer: "):
+    with pytest.raises(UnsupportedModelError, match="the model failed a warm-up step: "):
         load(configure(tmp_path))
 
 

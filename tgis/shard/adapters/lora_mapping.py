@@ -102,7 +102,7 @@ def _read_changes(
             what = "table of tokens" if is_table else "linear layer"
             raise ContentError(f"it is for another model: {quote(module)} is no {what} of this one")
         if not changes.keys().isdisjoint(found):
-            raise ContentError(f"it changes {quote(module)} under another name too")
+            raise ContentError(f"it changes {quote(module)} under two names")
         changes |= found
     return changes
 
@@ -193,7 +193,9 @@ def _compare_tables(parts: Parts, traces: Mapping[str, Trace], tensors: Mapping[
             if path is None or not _is_same(parts, path, tensors[name]):
                 raise ContentError(f"it was trained with other weights of {quote(module)} than the model's")
     except WeightsError as error:
-        raise ContentError("the model's embeddings, to be compared to its, cannot be read") from error
+        raise ContentError(
+            "the model's embeddings cannot be read to compare the adapter's copy of them"
+        ) from error
     finally:
         if copies:
             parts.weights.release()

@@ -146,7 +146,7 @@ def _open(file: Path) -> TensorFile:
         if file.suffix != ".bin":
             return _Safetensors(file)
         if not _can_map(file):
-            logger.warning("%s is of an old format that takes memory for all of it while it is read", file)
+            logger.warning("%s has an old format, so the whole file takes memory while it is read", file)
         found = open_pickle(file)
     except SafetensorError as error:
         raise WeightsError(f"{file} {TORN}: {first_line(error)}") from error

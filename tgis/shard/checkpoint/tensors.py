@@ -56,7 +56,7 @@ class FileTensor:
             expected = ", ".join(_name(dtype) for dtype in READABLE)
             raise WeightsError(f"{label} is stored as {_name(mapped.dtype)}, expected one of {expected}")
         if not self.shape:
-            raise WeightsError(f"{label} is a single number, expected rows of them")
+            raise WeightsError(f"{label} is a scalar, expected a vector or a matrix")
 
     def entry(self, index: int) -> "FileTensor":
         """Return the tensor at that index of the first axis. Raises WeightsError if there is none."""

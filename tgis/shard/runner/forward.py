@@ -72,7 +72,7 @@ class CapturedForward(Forward):
                 x = self.model.forward(fixed, self.attention)
                 logits = self.model.logits(x)
         except _OperatorError as error:
-            logger.info("Steps are not captured: the model uses the torch operator %s", error)
+            logger.info("steps are not captured: the model uses the torch operator %s", error)
             self._can_capture = False
             return None
         outputs = self._pool.keep(x), self._pool.keep(logits)

@@ -178,7 +178,7 @@ class ModelRunner:
         batch = self._table.sampling_batch(rows, wants_details, must_end)
         chosen, usable = sample(logits, batch, self._table.seen)
         problems = [
-            Problem(int(rows[i]), "the model gives no finite score to choose a token by")
+            Problem(int(rows[i]), "the maximum of the model's logits is not finite")
             for i in (~usable).nonzero()[0].tolist()
             if i not in grammar_problems
         ]

@@ -217,7 +217,7 @@ def find_problem(message: pb.OpenRow, limits: RowLimits) -> str | None:
     token_ids = read_column(message.token_ids)
     limit, longest = message.prompt_len + message.max_new_tokens, limits.max_sequence_length
     if len(token_ids) == 0:
-        return "there is no token to begin with"
+        return "it has no token ids"
     if _has_unknown(token_ids, limits):
         return f"a token id is not below the model's vocabulary size {limits.vocab_size}"
     if max(limit, len(token_ids)) > longest:
@@ -230,7 +230,7 @@ def find_problem(message: pb.OpenRow, limits: RowLimits) -> str | None:
 def _find_encoder_problem(message: pb.OpenRow, limits: RowLimits) -> str | None:
     token_ids, num_blocks = read_column(message.encoder_token_ids), len(read_column(message.cross_blocks))
     if len(token_ids) == 0:
-        return "there is no token for the encoder"
+        return "it has no token ids for the encoder"
     if _has_unknown(token_ids, limits):
         return f"a token id for the encoder is not below the model's vocabulary size {limits.vocab_size}"
     if len(token_ids) > limits.max_sequence_length:

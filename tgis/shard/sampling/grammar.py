@@ -201,7 +201,7 @@ class Guides:
         if is_accepting:
             banned[guide.eos_token_ids] = False
         elif is_complete:
-            raise GuideError("its grammar leads nowhere")
+            raise GuideError("its grammar allows no further token")
         return Mask(banned, is_complete)
 
 

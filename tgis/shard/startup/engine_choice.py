@@ -90,7 +90,7 @@ def _choose(
     if obstacle is not None:
         logger.warning("tgis_native serves this model, because hf_transformers cannot: %s", obstacle)
         return native
-    logger.warning("tgis_native serves this model faster than hf_transformers")
+    logger.warning("tgis_native would serve this model faster than hf_transformers")
     return _choose_transformers(directory, settings, trust_remote_code)
 
 
@@ -129,7 +129,9 @@ def _choose_transformers(
             raise
         raise explain(error) from error
     if reason:
-        logger.warning("transformers' code serves this model, slower than a family of ours would: %s", reason)
+        logger.warning(
+            "this model runs through transformers' code, which is slower than a native family: %s", reason
+        )
 
     def load(group: ProcessGroup, dtype: torch.dtype, _: Kernels) -> Model:
         try:

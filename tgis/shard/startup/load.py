@@ -184,9 +184,9 @@ class _Plan:
             for place in (self.settings, generation):
                 if type(place.get(key)) is int:
                     if place[key] not in range(self.choice.spec.vocab_size):
-                        raise UnsupportedModelError(f"{key} {place[key]} is no token of the model")
+                        raise UnsupportedModelError(f"{key} {place[key]} is not a token id of the model")
                     return int(place[key])
-        raise UnsupportedModelError("the configuration does not say with which token the decoder begins")
+        raise UnsupportedModelError("the configuration has no decoder_start_token_id")
 
 
 @dataclass(frozen=True)
@@ -252,7 +252,7 @@ def _choose_platform(config: ShardConfig, choice: Choice) -> Platform:
     on = platform.choose(config.device, local_rank, _num_local(config))
     if on is platform.ON_CPU or choice.is_native:
         return on
-    logger.warning("%s computes on the CPU only", choice.engine)
+    logger.warning("%s computes on the CPU only, so the GPUs are not used", choice.engine)
     return platform.ON_CPU
 
 
@@ -268,7 +268,7 @@ def _choose_dtype(asked: str | None, settings: dict[str, Any], choice: Choice) -
     if choice.dtype is not None:
         [found] = [name for name, dtype in DTYPES.items() if dtype == choice.dtype]
         if asked not in (None, found):
-            logger.warning("the model itself is %s; --dtype %s does not change it", found, asked)
+            logger.warning("--dtype %s has no effect: the model fixes its type, %s", asked, found)
         return found
     return asked or model_files.stored_dtype(settings)
 
@@ -277,7 +277,7 @@ def _connect(config: ShardConfig, device: torch.device) -> ProcessGroup:
     if config.world_size == 1:
         return ProcessGroup(0, 1, device=device)
     if config.rendezvous is None:
-        raise ProcessGroupError("the ranks of a group need a rendezvous to meet at")
+        raise ProcessGroupError("the ranks of a group need the address of a rendezvous")
     point = RendezvousPoint(config.rendezvous, config.node_address or LOOPBACK, config.rendezvous_fd)
     group = collectives.connect(config.rank, config.world_size, point, RENDEZVOUS_TIMEOUT_S, device)
     return replace(group, num_on_host=_num_local(config))

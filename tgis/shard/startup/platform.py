@@ -87,7 +87,7 @@ def choose(asked: str, rank: int, size: int) -> Platform:
         return ON_CPU
     if not torch.cuda.is_available():
         if asked == "cuda":
-            raise DeviceError("there is no GPU that torch can compute on; --device cpu asks for none")
+            raise DeviceError("there is no GPU that torch can compute on; --device cpu needs none")
         if has_gpus(None):
             logger.warning("there are GPUs, but torch cannot compute on them: computing on the CPU")
         return ON_CPU

@@ -20,7 +20,7 @@ def read(quantize: str | None) -> Quantization:
 def check(quantize: str | None, on: Platform) -> None:
     """Raise DeviceError if the platform cannot compute with this quantization."""
     if read(quantize) == "int8" and on.kernels.pack_int8 is None:
-        raise DeviceError("--quantize int8 is computed on the CPU only: --device cpu asks for that")
+        raise DeviceError("--quantize int8 works on the CPU only; --device cpu selects it")
 
 
 def count_bytes(config: ShardConfig, choice: Choice, dtype: torch.dtype) -> int:

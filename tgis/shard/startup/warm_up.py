@@ -64,7 +64,7 @@ class WarmUp:
         self.runner.reset()
         if self.group.min(-len(problems)):  # only rank 0's response lists the problems
             raise UnsupportedModelError(
-                f"the model cannot answer: {problems[0] if problems else 'see rank 0'}"
+                f"the model failed a warm-up step: {problems[0] if problems else 'see the log of rank 0'}"
             )
 
     def measure(self, largest: StepSize, is_enough: Callable[[int], bool], left: int) -> int:

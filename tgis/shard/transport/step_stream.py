@@ -45,7 +45,7 @@ class StepSocket:
 
     def _begin(self) -> None:
         if self._connection is not None:
-            self._end("a newer one has taken over")
+            self._end("a newer connection replaces this one")
         self._connection = self._listener.accept()
         self._frames = FrameReader()
         self._poll.register(self._connection, select.POLLIN)
@@ -60,12 +60,12 @@ class StepSocket:
             self._end(error)
             return b""
         if not data:
-            self._end("it was closed")
+            self._end("it closed the connection")
         return data
 
     def _end(self, reason: object) -> None:
         assert self._connection is not None
-        logger.info("the router's stream is over: %s", reason)
+        logger.info("router disconnected: %s", reason)
         self._poll.unregister(self._connection)
         self._connection.close()
         self._connection = None

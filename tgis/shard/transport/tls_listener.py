@@ -79,7 +79,7 @@ class TlsListener:
                     self._begin()
             now = time.monotonic()
             for late in [one for one, deadline in self._deadlines.items() if deadline < now]:
-                self._give_up(late, "it takes too long")
+                self._give_up(late, "it took too long")
             self._certificates.look()
 
     def _begin(self) -> None:
@@ -88,11 +88,11 @@ class TlsListener:
         except BlockingIOError:
             return  # the connection is gone again
         except OSError as error:
-            logger.warning("no connection can be accepted: %s", error)
+            logger.warning("cannot accept a connection: %s", error)
             time.sleep(CHECK_S)  # avoids a flood of log lines
             return
         if len(self._deadlines) >= MAX_HANDSHAKES:
-            self._give_up(next(iter(self._deadlines)), "there are too many")
+            self._give_up(next(iter(self._deadlines)), "too many others were in progress")
         self._certificates.look()
         try:
             tune(plain)
@@ -101,7 +101,7 @@ class TlsListener:
                 plain, server_side=True, do_handshake_on_connect=False
             )
         except OSError as error:
-            logger.debug("a connection ended at once: %s", error)
+            logger.debug("a connection ended before its TLS handshake: %s", error)
             plain.close()
             return
         self._deadlines[connection] = time.monotonic() + HANDSHAKE_S
@@ -124,7 +124,7 @@ class TlsListener:
             os.eventfd_write(self._num_ready, 1)
 
     def _give_up(self, connection: ssl.SSLSocket, reason: object) -> None:
-        logger.debug("a handshake failed: %s", reason)
+        logger.debug("a TLS handshake failed: %s", reason)
         self._forget(connection)
         connection.close()
 
