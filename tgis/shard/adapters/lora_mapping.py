@@ -241,7 +241,6 @@ def _divide(
 
 
 def _list_experts(block: str, layout: Sequence[str], known: Collection[str]) -> Iterator[list[str]]:
-    """Yield the names of each expert's modules."""
     for e in itertools.count():
         names = [f"{block}.{part.format(e=e)}" for part in layout]
         if not all(name in known for name in names):

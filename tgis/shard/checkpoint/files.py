@@ -2,9 +2,9 @@
 
 import json
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -25,11 +25,21 @@ PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 REOPEN_BYTES = 64 << 20
 
 
-class TensorFile(Protocol):
-    """Tensors of a file, by name. A tensor is read only when its elements are."""
+class _Safetensors:
+    def __init__(self, file: Path):
+        self._content: Any = safe_open(file, framework="pt")
 
-    def keys(self) -> Iterable[str]: ...
-    def __getitem__(self, name: str) -> Tensor: ...
+    def keys(self) -> Iterable[str]:
+        names: list[str] = self._content.keys()
+        return names
+
+    def __getitem__(self, name: str) -> Tensor:
+        tensor: Tensor = self._content.get_tensor(name)
+        return tensor
+
+
+# Tensors of a file, by name. A tensor is read only when its elements are.
+TensorFile = Mapping[str, Tensor] | _Safetensors
 
 
 class Checkpoint:
@@ -118,19 +128,6 @@ class Checkpoint:
                 return _read_index(self._directory / index)
         known = " or ".join((*SAFETENSORS, *PICKLES))
         raise WeightsError(f"{self._directory} holds no weights: there is no {known}")
-
-
-class _Safetensors:
-    def __init__(self, file: Path):
-        self._content: Any = safe_open(file, framework="pt")
-
-    def keys(self) -> Iterable[str]:
-        names: list[str] = self._content.keys()
-        return names
-
-    def __getitem__(self, name: str) -> Tensor:
-        tensor: Tensor = self._content.get_tensor(name)
-        return tensor
 
 
 def count_elements(directory: Path) -> int:

@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol
 
 from tgis.shard.checkpoint.files import Checkpoint
-from tgis.shard.checkpoint.provenance import ModuleRows, NumberedCheckpoint, list_rows
+from tgis.shard.checkpoint.provenance import ModuleRows, NumberedCheckpoint, NumberedTensor, list_rows
 from tgis.shard.checkpoint.tensors import (
     ALL,
+    FileTensor,
     MissingTensorError,
     RowRange,
     StackedRows,
@@ -23,28 +23,17 @@ from tgis.shard.checkpoint.tensors import (
 )
 
 
-class StoredEntries(Stored, Protocol):
-    def entry(self, index: int) -> Stored: ...
-
-
-class TensorSource(Protocol):
-    """Checkpoint, or a placeholder for one."""
-
-    def __contains__(self, name: str) -> bool: ...
-    def fetch(self, name: str) -> StoredEntries: ...
-
-
 @dataclass(frozen=True)
 class Lookup:
     """Tensor of the model that is looked for, and the checkpoint to search."""
 
-    checkpoint: TensorSource
+    checkpoint: Checkpoint | NumberedCheckpoint
     prefix: str
     layer: str
     expert: str
     end: str  # "weight" or "bias"
 
-    def fetch(self, name: str) -> StoredEntries:
+    def fetch(self, name: str) -> FileTensor | NumberedTensor:
         """Return the tensor of a module of the checkpoint. The checkpoint's name may lack the prefix, or have
         it if `name` does not. Raises WeightsError."""
         full = f"{name.format(i=self.layer, e=self.expert)}.{self.end}"
@@ -177,10 +166,10 @@ class Weights:
         """Close the files. They are opened again when something is read."""
         self._checkpoint.close()
 
-    def _find(self, path: str, holder: TensorSource) -> Stored:
+    def _find(self, path: str, checkpoint: Checkpoint | NumberedCheckpoint) -> Stored:
         module, _, end = path.rpartition(".")
         numbers = [part for part in module.split(".") if part.isdigit()]
         layer, expert, *_ = (*numbers, "", "")
         key = module.replace(f".{layer}.", ".{i}.", 1) if layer else module
         key = key.replace(f".{expert}.", ".{e}.", 1) if expert else key
-        return Lookup(holder, self.prefix, layer, expert, end).find(self._sources[key])
+        return Lookup(checkpoint, self.prefix, layer, expert, end).find(self._sources[key])

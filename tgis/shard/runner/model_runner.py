@@ -17,7 +17,7 @@ from tgis.shard.runner.batch_builder import Batch, BatchBuilder
 from tgis.shard.runner.forward import Forward
 from tgis.shard.runner.row_table import Booleans, Integers
 from tgis.shard.runner.step_response import Problem, SampledDetails, SampledTokens
-from tgis.shard.runner.verify_drafts import follow_drafts
+from tgis.shard.runner.verify_drafts import verify_drafts
 from tgis.shard.sampling.grammar import Guides
 from tgis.shard.sampling.logprobs import (
     InputSpan,
@@ -134,7 +134,7 @@ class ModelRunner:
         def sample_at(at: Integers) -> SampledTokens:
             return self._sample_rows(batch.sampled_rows[at], logits[torch.from_numpy(at)])
 
-        parts = list(follow_drafts(batch, sample_at))
+        parts = list(verify_drafts(batch, sample_at))
         problems = parts[0].problems
         unusable_rows = [problem.row for problem in problems if problem.cause != pb.RowError.CAUSE_GRAMMAR]
         if unusable_rows:

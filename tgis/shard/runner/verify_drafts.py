@@ -14,7 +14,7 @@ from tgis.shard.runner.step_response import SampledTokens
 Sample = Callable[[Integers], SampledTokens]
 
 
-def follow_drafts(batch: Batch, sample: Sample) -> Iterator[SampledTokens]:
+def verify_drafts(batch: Batch, sample: Sample) -> Iterator[SampledTokens]:
     """Yield each row's first sample, then the second sample of the rows whose first one equals the draft, and
     so on. A row stops once it has ended or no token could be sampled for it."""
     assert batch.drafts is not None

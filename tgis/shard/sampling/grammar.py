@@ -56,7 +56,7 @@ class Guide:
     outcome: Mask | str = ""
     """Mask of the next token, or a text that says what is wrong."""
     matcher: LLMatcher | None = None
-    is_alone: bool = False
+    owns_grammar: bool = False
     """True if no other row has used the matcher's compiled grammar before."""
 
 
@@ -93,7 +93,7 @@ class Guides:
         generated = np.frombuffer(message.token_ids, "<i4")[message.prompt_len :]
         eos = np.frombuffer(message.eos_token_ids, "<i4").astype(np.int64)
         guide = Guide(message.grammar, eos[(eos >= 0) & (eos < self._vocab_size)], generated.tolist())
-        guide.pending = self._thread.submit(self._follow_all, [(guide, [])])
+        guide.pending = self._thread.submit(self._advance_all, [(guide, [])])
         self._guides[message.row] = guide
 
     def mask(self, logits: Tensor, rows: Integers) -> tuple[Booleans, dict[int, str]]:
@@ -126,7 +126,7 @@ class Guides:
         ended."""
         work = [(self._guides[row], [int(token_ids[i])]) for i, row in self._guided(rows) if not ended[i]]
         if work:
-            pending = self._thread.submit(self._follow_all, work)
+            pending = self._thread.submit(self._advance_all, work)
             for guide, _ in work:
                 guide.pending = pending
 
@@ -136,36 +136,36 @@ class Guides:
             return []
         return [(i, row) for i, row in enumerate(rows.tolist()) if row in self._guides]
 
-    def _follow_all(self, work: list[tuple[Guide, list[int]]]) -> None:
+    def _advance_all(self, work: list[tuple[Guide, list[int]]]) -> None:
         """Compute the masks of all rows of a step in one task, because handing over a task takes longer than
         most masks."""
         for guide, token_ids in work:
             try:
-                guide.outcome = self._follow(guide, token_ids)
+                guide.outcome = self._advance(guide, token_ids)
             except GuideError as error:
                 guide.outcome = str(error)
             except Exception as error:  # a client's grammar may break the library; then only its row fails
                 guide.outcome = f"its grammar cannot be followed: {type(error).__name__}"
 
-    def _follow(self, guide: Guide, token_ids: list[int]) -> Mask:
+    def _advance(self, guide: Guide, token_ids: list[int]) -> Mask:
         """Advance the row's matcher and return its mask.
 
         Copies of a matcher share a cache of the grammar's lexer states, and the limit on their number. So if
         a shared matcher fails, the row tries again with a matcher of its own."""
         guide.token_ids += token_ids
         if guide.matcher is None:
-            guide.is_alone = guide.grammar.digest not in self._compiled
-            guide.matcher, token_ids = self._find(guide.grammar), guide.token_ids
-        mask = self._ask(guide, guide.matcher, token_ids)
-        if mask is None and not guide.is_alone:
+            guide.owns_grammar = guide.grammar.digest not in self._compiled
+            guide.matcher, token_ids = self._copy_matcher(guide.grammar), guide.token_ids
+        mask = self._compute_mask(guide, guide.matcher, token_ids)
+        if mask is None and not guide.owns_grammar:
             self._compiled.pop(guide.grammar.digest, None)
-            guide.matcher, guide.is_alone = self._compile(guide.grammar), True
-            mask = self._ask(guide, guide.matcher, guide.token_ids)
+            guide.matcher, guide.owns_grammar = self._compile(guide.grammar), True
+            mask = self._compute_mask(guide, guide.matcher, guide.token_ids)
         if mask is None:
             raise GuideError(f"its grammar: {_first_line(guide.matcher.get_error())}")
         return mask
 
-    def _find(self, grammar: pb.Grammar) -> LLMatcher:
+    def _copy_matcher(self, grammar: pb.Grammar) -> LLMatcher:
         if grammar.digest not in self._compiled:
             self._compiled[grammar.digest] = self._compile(grammar)
             if len(self._compiled) > CACHE_SIZE:
@@ -186,7 +186,7 @@ class Guides:
             text = f"the tokenizer cannot be used for grammars: {_first_line(str(error))}"
             raise GuideError(text) from error
 
-    def _ask(self, guide: Guide, matcher: LLMatcher, token_ids: list[int]) -> Mask | None:
+    def _compute_mask(self, guide: Guide, matcher: LLMatcher, token_ids: list[int]) -> Mask | None:
         """Return the mask after `token_ids`, or None if the matcher has failed."""
         if not matcher.consume_tokens(token_ids):
             return None

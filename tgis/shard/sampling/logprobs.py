@@ -62,7 +62,6 @@ def blank_details(num_tokens: int) -> TokenDetails:
 
 
 def concatenate(parts: list[TokenDetails]) -> TokenDetails:
-    """Concatenate the details."""
     return TokenDetails(
         *(np.concatenate([vars(part)[f.name] for part in parts]) for f in fields(TokenDetails))
     )

@@ -1,7 +1,7 @@
 """The platform of a shard: a device, with its kernels, attention and memory.
 
-It is chosen once when the shard starts. No other code asks for the kind of device, except the collectives,
-which choose the backend by it."""
+It is chosen once when the shard starts. Elsewhere, the kind of device decides only the backend of
+collectives, the allocation of the KV cache, and how sampling searches for a limit."""
 
 import ctypes
 import logging
