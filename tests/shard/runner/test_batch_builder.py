@@ -242,7 +242,7 @@ def test_a_row_keeps_nothing_of_the_one_before() -> None:
     assert batch.params["greedy"].tolist() == [True]
     assert (batch.params["seed"][0], batch.params["top_k"][0], batch.params["temperature"][0]) == (0, 0, 1)
     assert (batch.num_generated.tolist(), batch.positions.tolist()) == ([1], [2])
-    assert not table.traits(np.array([1])).wanted.anything.any()
+    assert not table.traits(np.array([1])).wants_details.any()
     table.open(open_row(1, [8], sampling=penalised))
     assert table.seen.select(np.array([1]))[0].nonzero().flatten().tolist() == [8]
 

@@ -4,6 +4,7 @@ import logging
 import time
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -22,7 +23,6 @@ from tgis.shard.sampling.grammar import Guides
 from tgis.shard.sampling.logprobs import (
     InputSpan,
     TokenDetails,
-    Wanted,
     blank_details,
     compute_details,
     concatenate,
@@ -90,8 +90,9 @@ class ModelRunner:
     def _report_input(
         self, span: InputSpan, x: Tensor, adapters: TokenAdapters | None, response: pb.StepResponse
     ) -> None:
-        wanted = self._table.traits(np.array([span.row])).wanted
-        details = self._detail_input(span, x, adapters, wanted.top_n) if wanted.anything.any() else None
+        traits, details = self._table.traits(np.array([span.row])), None
+        if traits.wants_details.any():
+            details = self._detail_input(span, x, adapters, traits.wanted["top_n"])
         if self._is_answering:
             step_response.write_input(response, span, details)
 
@@ -161,13 +162,18 @@ class ModelRunner:
         return SampledTokens(kept, rows, token_ids, ended, details, problems)
 
     def _detail_samples(
-        self, logits: Tensor, chosen: Tensor, kept: Integers, wants_details: Booleans, wanted: Wanted
+        self,
+        logits: Tensor,
+        chosen: Tensor,
+        kept: Integers,
+        wants_details: Booleans,
+        wanted: npt.NDArray[np.void],
     ) -> SampledDetails:
         """Return the logprobs of those of the tokens `kept` for which `wants_details` [num_kept] is True."""
         at = kept[wants_details]
         index = torch.from_numpy(at)
-        details = compute_details(logits[index], chosen[index], wanted.top_n[at])
-        return SampledDetails(wanted.take(kept), wants_details.nonzero()[0], details)
+        details = compute_details(logits[index], chosen[index], wanted["top_n"][at])
+        return SampledDetails(wanted[kept], wants_details.nonzero()[0], details)
 
     def _choose(
         self, rows: Integers, logits: Tensor, wants_details: Booleans

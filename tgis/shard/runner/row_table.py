@@ -11,7 +11,6 @@ from tgis.pb import shard_pb2 as pb
 from tgis.shard.adapters.registry import Contents, Prompt
 from tgis.shard.adapters.row_adapters import Tuning
 from tgis.shard.layers.lora import Adapter
-from tgis.shard.sampling.logprobs import Wanted
 from tgis.shard.sampling.sampler import PARAMETERS, SamplingBatch, SeenTokens, find_plain, read_parameters
 
 Integers = npt.NDArray[np.int64]
@@ -57,7 +56,7 @@ class Traits:
     params: npt.NDArray[np.void]  # PARAMETERS [n]
     eos_token_ids: TokenIds  # [n, any], padded with -1
     prompt_len: Integers  # [n]
-    wanted: Wanted
+    wanted: npt.NDArray[np.void]  # [n], the token details that are requested: logprobs, ranks and top_n
     wants_details: Booleans  # [n], True where any token details are requested
     is_plain: bool  # True if all rows are greedy and nothing changes their logits
 
@@ -196,9 +195,10 @@ class RowTable:
 
     def _find_traits(self, rows: Integers) -> Traits:
         state, params = self._rows[rows], self._params[rows]
-        wanted = Wanted(state["logprobs"], state["ranks"], state["top_n"])
+        wanted = state[["logprobs", "ranks", "top_n"]]
+        wants_details = wanted["logprobs"] | wanted["ranks"] | (wanted["top_n"] > 0)
         is_plain = find_plain(params)
-        return Traits(params, self._eos[rows], state["prompt_len"], wanted, wanted.anything, is_plain)
+        return Traits(params, self._eos[rows], state["prompt_len"], wanted, wants_details, is_plain)
 
     def _set_eos(self, row: int, token_ids: TokenIds) -> None:
         missing = len(token_ids) - self._eos.shape[1]

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from tgis.pb import shard_pb2 as pb
 from tgis.shard.runner.row_table import Booleans, Integers, TokenIds
-from tgis.shard.sampling.logprobs import InputSpan, TokenDetails, Wanted, concatenate
+from tgis.shard.sampling.logprobs import InputSpan, TokenDetails, concatenate
 
 
 class Problem(NamedTuple):
@@ -26,7 +26,7 @@ class Problem(NamedTuple):
 class SampledDetails:
     """Token details that rows asked for, among n sampled tokens."""
 
-    wanted: Wanted  # [n]
+    wanted: npt.NDArray[np.void]  # [n], as in `Traits`
     at: Integers  # [num_detailed], indices in [n]
     details: TokenDetails  # [num_detailed]
 
@@ -70,11 +70,11 @@ def _write_details(response: pb.StepResponse, parts: list[tuple[SampledDetails, 
     num_sampled = len(response.ended)
     at = np.concatenate([part.at + begin for part, begin in parts])
     details = concatenate([part.details for part, _ in parts])
-    if any(part.wanted.logprobs.any() for part, _ in parts):
+    if any(part.wanted["logprobs"].any() for part, _ in parts):
         response.logprobs = _spread(details.logprobs, at, num_sampled, np.nan, "<f4")
-    if any(part.wanted.ranks.any() for part, _ in parts):
+    if any(part.wanted["ranks"].any() for part, _ in parts):
         response.ranks = _spread(details.ranks, at, num_sampled, 0, "<i4")
-    if any(part.wanted.top_n.any() for part, _ in parts):
+    if any(part.wanted["top_n"].any() for part, _ in parts):
         response.top_tokens.counts = _spread(details.top_counts, at, num_sampled, 0, "<i4")
         _write_top(response.top_tokens, details)
 

@@ -22,23 +22,6 @@ class InputSpan:
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """Token details that n rows ask for: logprobs and ranks bool [n], top_n int64 [n]."""
-
-    logprobs: npt.NDArray[np.bool_]
-    ranks: npt.NDArray[np.bool_]
-    top_n: npt.NDArray[np.int64]
-
-    @property
-    def anything(self) -> npt.NDArray[np.bool_]:
-        wanted: npt.NDArray[np.bool_] = self.logprobs | self.ranks | (self.top_n > 0)
-        return wanted
-
-    def take(self, index: npt.NDArray[np.int64]) -> "Wanted":
-        return Wanted(self.logprobs[index], self.ranks[index], self.top_n[index])
-
-
-@dataclass(frozen=True)
 class TokenDetails:
     """Details of n tokens.
 

@@ -57,20 +57,6 @@ def choose(
     """Choose the engine that runs the model in `directory`, whose config.json is `settings`, on `size` ranks.
 
     Reads no tensor. Raises UnsupportedModelError and WeightsError."""
-    choice = _choose(directory, settings, framework, size, trust_remote_code, quantize)
-    if quantize != "none" and not choice.is_native:
-        raise UnsupportedModelError(f"--quantize {quantize} is for {NATIVE}, not for {choice.engine}")
-    return choice
-
-
-def _choose(
-    directory: Path,
-    settings: Mapping[str, Any],
-    framework: str | None,
-    size: int,
-    trust_remote_code: bool,
-    quantize: Quantization,
-) -> Choice:
     engine = ENGINES.get(framework or "")
     if engine == ONNX:
         return _choose_onnx(directory, settings)

@@ -86,8 +86,9 @@ def _plan(config: ShardConfig, on: Platform | None) -> "_Plan":
     settings = model_files.read_json(directory, "config.json")
     how = (config.deployment_framework, config.world_size, config.trust_remote_code)
     choice = engine_choice.choose(directory, settings, *how, quantize_check.read(config.quantize))
+    quantize_check.check_engine(config.quantize, choice)
     on = on or _choose_platform(config, choice)
-    quantize_check.check(config.quantize, on)
+    quantize_check.check_platform(config.quantize, on)
     length, is_encoder_decoder = sequence_length(config, settings), choice.spec.is_encoder_decoder
     _check_length(choice.spec, length)
     limits = (config.max_batch_size, config.kv_cache_tokens)
