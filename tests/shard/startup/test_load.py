@@ -78,10 +78,10 @@ def test_info_of_an_encoder_decoder(tmp_path: Path) -> None:
     assert start(decoder_start_token_id=7, bos_token_id=5) == 7
     assert start(bos_token_id=5, pad_token_id=4) == 5
     assert start(pad_token_id=4) == 4
-    with pytest.raises(UnsupportedModelError, match="with which token the decoder begins"):
+    with pytest.raises(UnsupportedModelError, match="has no decoder_start_token_id"):
         start()
     for token_id in (-5, 99):
-        with pytest.raises(UnsupportedModelError, match=f"bos_token_id {token_id} is no token"):
+        with pytest.raises(UnsupportedModelError, match=f"bos_token_id {token_id} is not a token id"):
             start(bos_token_id=token_id)
 
 
