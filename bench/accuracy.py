@@ -16,7 +16,7 @@ from tgis.cli.demo_model import write_demo_model
 from tgis.cli.demo_text import read_documents
 from tgis.hub import model_files
 from tgis.shard.attention.interface import AttentionMetadata
-from tgis.shard.collectives import World
+from tgis.shard.collectives import ProcessGroup
 from tgis.shard.kernels.cpu.attention.attention import CpuAttention
 from tgis.shard.layers.ops import Quantization
 from tgis.shard.memory.kv_cache import KVCache
@@ -95,7 +95,7 @@ def _read_windows(model: Path) -> Iterator[Tensor]:
 def _score(model: Path, precision: Precision, windows: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """Log-probabilities of the windows' tokens, all but the firsts, and the likeliest tokens in their place;
     float64 and int64 [num_tokens]."""
-    alone, dtype = World(0, 1), precision.dtype
+    alone, dtype = ProcessGroup(0, 1), precision.dtype
     settings = model_files.read_json(model, "config.json")
     decoder = registry.load(model, settings, alone, dtype, quantize=precision.quantize)
     assert isinstance(decoder, Decoder)

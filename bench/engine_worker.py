@@ -12,28 +12,28 @@ from typing import Any
 import numpy as np
 
 from bench import worker
-from bench.steps import load_engine
+from bench.steps import load_runner
 from tgis.config.processes import RouterConfig
 from tgis.router.scheduling.block_pool import BlockPool
 from tgis.router.scheduling.scheduler import Scheduler
 from tgis.router.scheduling.token_budget import StepBudget
 from tgis.router.sequence import Sequence, Stopping
 from tgis.router.shards.codec import decode_answer, encode_step
-from tgis.shard.runner.model_runner import Engine
+from tgis.shard.runner.model_runner import ModelRunner
 
 
 class EngineAlone:
     """Generates as a service with the same options schedules it, where all requests are there at once."""
 
-    def __init__(self, engine: Engine):
-        self._engine = engine
+    def __init__(self, runner: ModelRunner):
+        self._runner = runner
         # It outlives a question, as a service's does, so that it knows how long steps take.
         self._budget = StepBudget(RouterConfig.max_step_tokens, RouterConfig.decode_step_ms / 1000)
 
     def answer(self, question: dict[str, Any]) -> dict[str, float]:
         """Seconds until all sequences have all of their tokens."""
-        self._engine.reset()
-        info = self._engine.info
+        self._runner.reset()
+        info = self._runner.info
         scheduler = Scheduler(BlockPool(info.num_blocks, info.block_size), question["batch"])
         for prompt in self._make_prompts(question):
             scheduler.add(Sequence(prompt, Stopping(question["new_tokens"])))
@@ -45,14 +45,14 @@ class EngineAlone:
     def _make_prompts(self, question: dict[str, Any]) -> Iterator[list[int]]:
         random = np.random.default_rng(question["seed"])
         for _ in range(question["batch"]):
-            yield random.integers(2, self._engine.info.vocab_size, question["input_tokens"]).tolist()
+            yield random.integers(2, self._runner.info.vocab_size, question["input_tokens"]).tolist()
 
     def _take_step(self, scheduler: Scheduler) -> None:
         num_decoding = scheduler.num_decoding
         num_prompts = len(scheduler.waiting) + len(scheduler.running) - num_decoding
         step = scheduler.next_step(self._budget.prompt_tokens(num_decoding, num_prompts))
         assert step is not None, "nothing is in flight that could be waited for"
-        answer = decode_answer(step, self._engine.execute(encode_step(step)))
+        answer = decode_answer(step, self._runner.execute(encode_step(step)))
         scheduler.apply_answer(step)
         self._budget.observe(step.num_tokens, answer.forward_s)
         for sampled in answer.sampled:
@@ -63,7 +63,7 @@ class EngineAlone:
 
 def main() -> None:
     directory, dtype, cache_tokens = sys.argv[1:]
-    alone = EngineAlone(load_engine(Path(directory), dtype, int(cache_tokens)))
+    alone = EngineAlone(load_runner(Path(directory), dtype, int(cache_tokens)))
     gc.freeze()
     gc.disable()
     worker.serve(alone.answer)

@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 
 from tgis.hub import model_files
-from tgis.shard.collectives import World
-from tgis.shard.memory import host_limits
+from tgis.shard.collectives import ProcessGroup
+from tgis.shard.memory.host_limits import HostMemory
 from tgis.shard.models import registry
 
 
@@ -27,11 +27,12 @@ def measure_loading(job: MemoryJob) -> dict[str, float]:
     stays; seconds. The files' pages that are mapped at a time count as memory, as they do for `VmHWM`."""
     directory = Path(job.model)
     settings = model_files.read_json(directory, "config.json")
-    before, used, began = host_limits.begin_peak(), host_limits.memory_used(), time.perf_counter()
-    model = registry.load(directory, settings, World(0, 1), getattr(torch, job.dtype))
-    seconds, most = time.perf_counter() - began, host_limits.peak() - before
-    host_limits.release_memory()
-    kept = host_limits.memory_used() - used
+    memory = HostMemory()
+    before, used, began = memory.begin_peak(), memory.memory_used(), time.perf_counter()
+    model = registry.load(directory, settings, ProcessGroup(0, 1), getattr(torch, job.dtype))
+    seconds, most = time.perf_counter() - began, memory.peak() - before
+    memory.release_memory()
+    kept = memory.memory_used() - used
     assert model.spec.vocab_size == settings["vocab_size"]
     files = [*directory.glob("*.safetensors"), *directory.glob("*.bin")]
     return {

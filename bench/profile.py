@@ -1,5 +1,5 @@
 """`python -m bench.profile`: where the time of a step goes, part by part, beside what the machine allows for
-each; of decode steps and of prompts, on an engine in this process."""
+each; of decode steps and of prompts, on a model runner in this process."""
 
 import argparse
 import statistics
@@ -12,12 +12,12 @@ from bench.limits import WIDTHS, Rates
 from bench.machine import Limits
 from bench.profile_report import Profile, Work, format_profile
 from bench.shapes import Shape
-from bench.steps import Rows, load_engine
-from bench.stopwatch import Stopwatch, WatchedForward, profile_tape, timing_kernels, watching
+from bench.steps import Rows, load_runner
+from bench.stopwatch import Stopwatch, WatchedForward, profile_graph, timing_kernels, watching
 from tgis.pb import shard_pb2 as pb
 from tgis.shard.kernels.cpu.kernel_graph import Tape
-from tgis.shard.runner.forward import TapedForward
-from tgis.shard.runner.model_runner import Engine
+from tgis.shard.runner.forward import CapturedForward
+from tgis.shard.runner.model_runner import ModelRunner
 
 STEPS, WARM_STEPS = 20, 4
 PROMPTS = 3
@@ -29,13 +29,13 @@ def main() -> None:
     model = shapes.ensure_checkpoint(options.shape, options.cache)
     longest = max(options.context, *options.prefill) + 32
     cache_tokens, quantize = max(options.batch, default=1) * longest, "int8" if options.int8 else None
-    engine = load_engine(model, options.dtype, cache_tokens, quantize)
+    runner = load_runner(model, options.dtype, cache_tokens, quantize)
     machine = Limits()
     width = WIDTHS[quantize or options.dtype]
     works = [Work(batch, 1, options.context) for batch in options.batch]
     works += [Work(1, length, length) for length in options.prefill]
     for work in works:
-        profile = measure(engine, shape, work)
+        profile = measure(runner, shape, work)
         print(format_profile(profile, shape, width, measure_rates(machine)), end="\n\n", flush=True)
 
 
@@ -55,56 +55,56 @@ def measure_rates(machine: Limits) -> Rates:
     return Rates(machine.read(0.3), machine.gemm(0.5))
 
 
-def measure(engine: Engine, shape: Shape, work: Work) -> Profile:
-    """As in service, then its kernels one by one: those of the tape, or where there is none, those of the
+def measure(runner: ModelRunner, shape: Shape, work: Work) -> Profile:
+    """As in service, then its kernels one by one: those of the graph, or where there is none, those of the
     same steps again."""
     run = _run_decode if work.new_tokens == 1 else _run_prefill
-    with watching(engine) as model:
-        step_s = statistics.median(run(engine, work))
+    with watching(runner) as model:
+        step_s = statistics.median(run(runner, work))
         model_s = statistics.median(model.seconds[-STEPS if work.new_tokens == 1 else -PROMPTS :])
-        tape = _find_tape(model, work)
-        if tape is not None:  # before what its arguments name is gone
-            kernels = profile_tape(tape, shape, STEPS)
-    engine.reset()
-    if tape is None:
+        graph = _find_graph(model, work)
+        if graph is not None:  # before what its arguments name is gone
+            kernels = profile_graph(graph, shape, STEPS)
+    runner.reset()
+    if graph is None:
         watch = Stopwatch(shape)
         with timing_kernels(watch):
-            run(engine, work, watch.begin_step)
-        engine.reset()
+            run(runner, work, watch.begin_step)
+        runner.reset()
         kernels = watch.read()
-    return Profile(work, step_s, model_s, kernels, is_taped=tape is not None)
+    return Profile(work, step_s, model_s, kernels, is_captured=graph is not None)
 
 
-def _find_tape(model: WatchedForward, work: Work) -> Tape | None:
-    if work.new_tokens > 1 or not isinstance(model.forward, TapedForward):
+def _find_graph(model: WatchedForward, work: Work) -> Tape | None:
+    if work.new_tokens > 1 or not isinstance(model.forward, CapturedForward):
         return None
-    return model.forward.find_tape(work.batch)
+    return model.forward.find_graph(work.batch)
 
 
-def _run_decode(engine: Engine, work: Work, begin: Callable[[], None] | None = None) -> list[float]:
+def _run_decode(runner: ModelRunner, work: Work, begin: Callable[[], None] | None = None) -> list[float]:
     """Seconds of each step, the last of which sees the context of `work`."""
-    rows = Rows(engine, work.batch, work.context - STEPS - WARM_STEPS, STEPS + WARM_STEPS + 1)
-    engine.execute(rows.resume())
+    rows = Rows(runner, work.batch, work.context - STEPS - WARM_STEPS, STEPS + WARM_STEPS + 1)
+    runner.execute(rows.resume())
     for _ in range(WARM_STEPS):
-        engine.execute(rows.decode())
-    return [_time_step(engine, rows.decode(), begin) for _ in range(STEPS)]
+        runner.execute(rows.decode())
+    return [_time_step(runner, rows.decode(), begin) for _ in range(STEPS)]
 
 
-def _run_prefill(engine: Engine, work: Work, begin: Callable[[], None] | None = None) -> list[float]:
+def _run_prefill(runner: ModelRunner, work: Work, begin: Callable[[], None] | None = None) -> list[float]:
     """Seconds of each prompt, whole, after one that is not counted."""
     seconds = []
     for index in range(1 + PROMPTS):
-        engine.reset()
-        [step] = Rows(engine, 1, work.new_tokens, 2, seed=index).prefill(work.new_tokens)
-        seconds.append(_time_step(engine, step, begin if index else None))
+        runner.reset()
+        [step] = Rows(runner, 1, work.new_tokens, 2, seed=index).prefill(work.new_tokens)
+        seconds.append(_time_step(runner, step, begin if index else None))
     return seconds[1:]
 
 
-def _time_step(engine: Engine, request: pb.StepRequest, begin: Callable[[], None] | None) -> float:
+def _time_step(runner: ModelRunner, request: pb.StepRequest, begin: Callable[[], None] | None) -> float:
     if begin is not None:
         begin()
     start = time.perf_counter()
-    engine.execute(request)
+    runner.execute(request)
     return time.perf_counter() - start
 
 

@@ -1,5 +1,5 @@
-"""Steps on an engine in this process, without router or service: rows that are given, or made up as if their
-prompts had been computed."""
+"""Steps on a model runner in this process, without router or service: rows that are given, or made up as if
+their prompts had been computed."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -9,13 +9,13 @@ import numpy as np
 
 from tgis.config.processes import ShardConfig
 from tgis.pb import shard_pb2 as pb
-from tgis.shard.runner.model_runner import Engine
+from tgis.shard.runner.model_runner import ModelRunner
 from tgis.shard.startup.load import load
 
 MAX_LENGTH = 4096
 
 
-def load_engine(model: Path, dtype: str, cache_tokens: int, quantize: str | None = None) -> Engine:
+def load_runner(model: Path, dtype: str, cache_tokens: int, quantize: str | None = None) -> ModelRunner:
     """As a shard of its own does."""
     config = ShardConfig(
         model_path=str(model),
@@ -32,7 +32,7 @@ def load_engine(model: Path, dtype: str, cache_tokens: int, quantize: str | None
 class Rows:
     """Sequences with `length` tokens each and blocks of their own; greedy."""
 
-    engine: Engine
+    runner: ModelRunner
     batch: int
     length: int
     most_new: int
@@ -45,7 +45,7 @@ class Rows:
 
     @property
     def _block_size(self) -> int:
-        return self.engine.info.block_size
+        return self.runner.info.block_size
 
     def prefill(self, max_tokens: int) -> Iterator[pb.StepRequest]:
         """Steps of whole prompts, as many at once as `max_tokens` allows; each samples first tokens. The rows
@@ -70,7 +70,7 @@ class Rows:
         return [
             pb.OpenRow(
                 row=row,
-                token_ids=_column(random.integers(2, self.engine.info.vocab_size, self.length)),
+                token_ids=_column(random.integers(2, self.runner.info.vocab_size, self.length)),
                 prompt_len=self.length,
                 max_new_tokens=self.most_new,
                 sampling=pb.Sampling(

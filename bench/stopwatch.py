@@ -1,4 +1,4 @@
-"""Where the time of a step goes, kernel by kernel: those of a tape one by one, or all that a step calls."""
+"""Where the time of a step goes, kernel by kernel: those of a graph one by one, or all that a step calls."""
 
 import statistics
 import time
@@ -12,7 +12,7 @@ from tgis.shard.kernels.cpu.jit.compiler import Kernel
 from tgis.shard.kernels.cpu.kernel_graph import Call, Tape
 from tgis.shard.runner.batch_builder import Batch
 from tgis.shard.runner.forward import Forward, Outputs
-from tgis.shard.runner.model_runner import Engine
+from tgis.shard.runner.model_runner import ModelRunner
 
 Parts = dict[str, tuple[float, int]]
 """By name, seconds of a step and calls."""
@@ -63,7 +63,7 @@ def _name_products(shape: Shape) -> dict[frozenset[int], str]:
 
 
 class WatchedForward:
-    """Takes the time of every pass, and keeps the last batch: arguments of a tape name its memory."""
+    """Takes the time of every pass, and keeps the last batch: arguments of a graph name its memory."""
 
     def __init__(self, forward: Forward):
         self.forward, self.model, self.attention = forward, forward.model, forward.attention
@@ -78,18 +78,18 @@ class WatchedForward:
 
 
 @contextmanager
-def watching(engine: Engine) -> Iterator[WatchedForward]:
-    forward = engine.forward
+def watching(runner: ModelRunner) -> Iterator[WatchedForward]:
+    forward = runner.forward
     watched = WatchedForward(forward)
-    engine.forward = watched  # type: ignore[assignment]
+    runner.forward = watched  # type: ignore[assignment]
     try:
         yield watched
     finally:
-        engine.forward = forward
+        runner.forward = forward
 
 
-def profile_tape(tape: Tape, shape: Shape, times: int) -> Parts:
-    """Each kernel run by itself, so that nothing of what walking the tape saves is in it."""
+def profile_graph(graph: Tape, shape: Shape, times: int) -> Parts:
+    """Each kernel run by itself, so that nothing of what replaying the graph saves is in it."""
     calls = Counter[str]()
 
     def name(call: Call) -> str:
@@ -97,12 +97,12 @@ def profile_tape(tape: Tape, shape: Shape, times: int) -> Parts:
         calls[found] += 1
         return found
 
-    return {found: (seconds, calls[found] // times) for found, seconds in tape.profile(times, name).items()}
+    return {found: (seconds, calls[found] // times) for found, seconds in graph.profile(times, name).items()}
 
 
 @contextmanager
 def timing_kernels(watch: Stopwatch) -> Iterator[None]:
-    """Every kernel that a step calls meanwhile is timed; for steps that have no tape."""
+    """Every kernel that a step calls meanwhile is timed; for steps that have no graph."""
     call, spread = Kernel.__call__, Kernel.spread
     is_inside = False
 

@@ -27,7 +27,7 @@ from tgis.pb.shard_pb2_grpc import ShardServiceStub
 NUM_STREAMS = 3
 LENGTH = 80
 NUM_SILENT = 40  # more than there are handshakes at once
-OVER = "the router's stream is over"
+OVER = "router disconnected"
 
 
 @dataclass
@@ -165,7 +165,7 @@ def test_nobody_else_gets_in_or_in_the_way(linked: Linked, model: Model, tmp_pat
         socket.create_connection(("127.0.0.1", steps), timeout=10) as plain,
         right.wrap_socket(plain, server_hostname="localhost"),
     ):
-        linked.shard.wait_for_line(f"{OVER}: a newer one has taken over", 10)
+        linked.shard.wait_for_line(f"{OVER}: a newer connection replaces this one", 10)
 
 
 def test_a_cut_link_is_made_again_with_the_files_of_then(linked: Linked, model: Model) -> None:

@@ -20,7 +20,7 @@ from bench.peers.transformers import generate
 from bench.profile import measure
 from bench.profile_report import Profile, Work, format_profile, part_limits
 from bench.service import BenchError
-from bench.steps import Rows, load_engine
+from bench.steps import Rows, load_runner
 from tests.support.canned_service import CannedService, serve
 from tgis.pb import shard_pb2 as pb
 
@@ -124,14 +124,14 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_profile_has_all_parts_of_a_step(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("bench.profile.STEPS", 3)
     monkeypatch.setattr("bench.steps.MAX_LENGTH", 64)
-    engine = load_engine(model, "float16", 1024)
+    engine = load_runner(model, "float16", 1024)
     for work in (Work(2, 1, 20), Work(1, 24, 24)):
         profile = measure(engine, TINY, work)
         calls = {name: count for name, (_, count) in profile.kernels.items()}
         assert set(part_limits(TINY, work, 2.0, Rates(1, 1))) <= set(calls)
         assert calls["product gate_up"] == calls["attend"] == TINY.num_layers
         assert calls["product head"] == 1
-        assert profile.is_taped == (work.new_tokens == 1)
+        assert profile.is_captured == (work.new_tokens == 1)
         assert 0 < profile.model_s < profile.step_s
 
 
@@ -139,7 +139,7 @@ def test_rows_go_on_where_their_prompts_end(model: Path, monkeypatch: pytest.Mon
     """Computed at once or made up as computed, there are as many steps; computed, the tokens are the
     same whether the prompt was alone or not."""
     monkeypatch.setattr("bench.steps.MAX_LENGTH", 64)
-    engine = load_engine(model, "float32", 1024)
+    engine = load_runner(model, "float32", 1024)
     rows = Rows(engine, 2, 20, 8)
     answers = [engine.execute(step) for step in [*rows.prefill(40), *(rows.decode() for _ in range(6))]]
     assert [len(answer.token_ids) for answer in answers] == [2 * 4] * 7
@@ -164,20 +164,20 @@ def test_limits_of_parts_add_up() -> None:
 
 def test_a_profile_is_a_table() -> None:
     kernels = {"attend": (0.002, 2), "write": (0.001, 2)}
-    profile = Profile(Work(2, 1, 20), 0.01, 0.0025, kernels, is_taped=True)
+    profile = Profile(Work(2, 1, 20), 0.01, 0.0025, kernels, is_captured=True)
     lines = format_profile(profile, TINY, 2.0, Rates(1e9, 1e9)).splitlines()
     assert lines[0].startswith("**decode of 2, context 20**: 10.00 ms a step, 200 tokens/s")
     assert lines[4].startswith("| attend | 2 | 2.000 | 20% |")
     assert lines[5] == "| write | 2 | 1.000 | 10% | – | – |"
     assert lines[6].startswith("| *kernels, one by one* |  | 3.000 | 30% |")
-    assert lines[7].startswith("| *the model, as one tape* |  | 2.500 | 25% |")
+    assert lines[7].startswith("| *the model, as one graph* |  | 2.500 | 25% |")
     assert lines[8] == "| packing, sampling, answering |  | 7.500 | 75% | – | – |"
 
 
 def test_the_engine_alone_answers_as_a_contender(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every token of every sequence comes, and each question finds all rows and blocks free."""
     monkeypatch.setattr("bench.steps.MAX_LENGTH", 64)
-    engine = load_engine(model, "float32", 128)
+    engine = load_runner(model, "float32", 128)
     execute, num_tokens = engine.execute, list[int]()
 
     def count(step: pb.StepRequest) -> pb.StepResponse:

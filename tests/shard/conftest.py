@@ -7,13 +7,13 @@ import pytest
 
 from tests.support.shard.checkpoints import CASES, write_llama
 from tests.support.shard.ranks import Ranks
-from tgis.shard.startup.threads import configure
+from tgis.shard.startup.platform import configure_torch
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _one_thread() -> None:
     """Several threads are slow on a busy machine; the tests that are about them set their number."""
-    configure(1)
+    configure_torch(1)
 
 
 @pytest.fixture(scope="session")

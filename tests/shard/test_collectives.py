@@ -19,22 +19,25 @@ from tests.support.shard.checkpoints import CASES
 from tests.support.shard.ranks import Ranks
 from tests.support.shard.stepping import compute_mixed_steps, load
 from tgis.logs import FIELDS
-from tgis.shard.collectives import Meeting, World, WorldError, join
+from tgis.shard.collectives import ProcessGroup, ProcessGroupError, RendezvousPoint, connect
 
 
 def in_threads(
-    size: int, place: Path | list[Meeting], function: Callable[[World], Any], timeout_s: float = 30.0
+    size: int,
+    place: Path | list[RendezvousPoint],
+    function: Callable[[ProcessGroup], Any],
+    timeout_s: float = 30.0,
 ) -> list[Any]:
-    """What function(world) gives, or raises, on each rank of a group whose ranks are threads, and meet in a
+    """What function(group) gives, or raises, on each rank of a group whose ranks are threads, and meet in a
     file or as they are told."""
-    meetings = [Meeting(str(place))] * size if isinstance(place, Path) else place
+    points = [RendezvousPoint(str(place))] * size if isinstance(place, Path) else place
     results: list[Any] = [None] * size
 
     def run(rank: int) -> None:
         try:
-            world = join(rank, size, meetings[rank], timeout_s)
-            results[rank] = function(world)
-            world.leave()
+            group = connect(rank, size, points[rank], timeout_s)
+            results[rank] = function(group)
+            group.leave()
         except Exception as error:
             results[rank] = error
 
@@ -51,23 +54,23 @@ def listening() -> list[Any]:
 
 
 def test_cuts_evenly() -> None:
-    assert [World(rank, 4).slice(12) for rank in range(4)] == [
+    assert [ProcessGroup(rank, 4).slice(12) for rank in range(4)] == [
         slice(0, 3),
         slice(3, 6),
         slice(6, 9),
         slice(9, 12),
     ]
-    assert [World(rank, 4).slice(6, 2) for rank in range(4)] == [slice(0, 3)] * 2 + [slice(3, 6)] * 2
-    assert [World(rank, 2).slice(5, 1) for rank in range(2)] == [slice(0, 5)] * 2
+    assert [ProcessGroup(rank, 4).slice(6, 2) for rank in range(4)] == [slice(0, 3)] * 2 + [slice(3, 6)] * 2
+    assert [ProcessGroup(rank, 2).slice(5, 1) for rank in range(2)] == [slice(0, 5)] * 2
 
 
 def test_one_rank_is_alone() -> None:
-    world = join(0, 1, Meeting("/nowhere"), 1.0)
+    group = connect(0, 1, RendezvousPoint("/nowhere"), 1.0)
     x = torch.randn(2, 3)
-    assert world.all_reduce(x) is x
-    assert world.all_gather(x) is x
-    assert world.min(7) == 7
-    world.leave()
+    assert group.all_reduce(x) is x
+    assert group.all_gather(x) is x
+    assert group.min(7) == 7
+    group.leave()
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
@@ -75,11 +78,11 @@ def test_collectives(size: int, tmp_path: Path) -> None:
     torch.manual_seed(0)
     values = torch.randn(size, 5, 300) * torch.logspace(-3, 3, 300)
 
-    def function(world: World) -> tuple[Tensor, Tensor, int]:
-        x = values[world.rank].clone()
-        total = world.all_reduce(x)
+    def function(group: ProcessGroup) -> tuple[Tensor, Tensor, int]:
+        x = values[group.rank].clone()
+        total = group.all_reduce(x)
         assert total is x
-        return total, world.all_gather(values[world.rank, :, :3].t()), world.min(10 - world.rank)
+        return total, group.all_gather(values[group.rank, :, :3].t()), group.min(10 - group.rank)
 
     expected = values[0]
     for other in values[1:]:
@@ -93,10 +96,10 @@ def test_collectives(size: int, tmp_path: Path) -> None:
 def test_listens_on_loopback_only(tmp_path: Path) -> None:
     before = set(listening())
 
-    def function(world: World) -> set[Any]:
-        world.min(0)
+    def function(group: ProcessGroup) -> set[Any]:
+        group.min(0)
         found = set(listening()) - before
-        world.min(0)  # nobody leaves before all have looked
+        group.min(0)  # nobody leaves before all have looked
         return found
 
     for found in in_threads(2, tmp_path / "rendezvous", function):
@@ -109,27 +112,27 @@ def test_ranks_meet_at_a_port(tmp_path: Path) -> None:
     before = set(listening())
     with socket.create_server(("127.0.0.2", 0)) as listener:
         place, fd = f"127.0.0.2:{listener.getsockname()[1]}", os.dup(listener.fileno())
-    meetings = [Meeting(place, f"127.0.0.{2 + rank}", fd if rank == 0 else None) for rank in range(3)]
+    points = [RendezvousPoint(place, f"127.0.0.{2 + rank}", fd if rank == 0 else None) for rank in range(3)]
 
-    def function(world: World) -> tuple[Tensor, set[Any]]:
-        total = world.all_reduce(torch.tensor([2.0**world.rank]))
+    def function(group: ProcessGroup) -> tuple[Tensor, set[Any]]:
+        total = group.all_reduce(torch.tensor([2.0**group.rank]))
         found = {address.ip for address in set(listening()) - before}
-        world.min(0)
+        group.min(0)
         return total, found
 
-    for total, found in in_threads(3, meetings, function):
+    for total, found in in_threads(3, points, function):
         assert total.tolist() == [7.0]
         assert found == {"127.0.0.2", "127.0.0.3", "127.0.0.4"}
 
 
 def test_a_rank_that_hangs_is_noticed(tmp_path: Path) -> None:
-    def function(world: World) -> float:
+    def function(group: ProcessGroup) -> float:
         began = time.monotonic()
-        if world.rank:
+        if group.rank:
             time.sleep(2.0)
             return 0.0
-        with pytest.raises(WorldError, match=r"^a rank of the group was lost or hangs: .+") as caught:
-            world.all_reduce(torch.ones(3))
+        with pytest.raises(ProcessGroupError, match=r"^a rank of the group was lost or hangs: .+") as caught:
+            group.all_reduce(torch.ones(3))
         assert "\n" not in str(caught.value)
         return time.monotonic() - began
 
@@ -138,8 +141,10 @@ def test_a_rank_that_hangs_is_noticed(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_never_comes_is_noticed(tmp_path: Path) -> None:
-    with pytest.raises(WorldError, match=r"^rank 1 did not meet all 2 ranks within 0\.3 s: ") as caught:
-        join(1, 2, Meeting(str(tmp_path / "rendezvous")), 0.3)
+    with pytest.raises(
+        ProcessGroupError, match=r"^rank 1 could not connect to all 2 ranks within 0\.3 s: "
+    ) as caught:
+        connect(1, 2, RendezvousPoint(str(tmp_path / "rendezvous")), 0.3)
     assert "\n" not in str(caught.value)
 
 
@@ -147,19 +152,19 @@ def test_a_rank_that_never_comes_is_noticed(tmp_path: Path) -> None:
 def test_two_ranks_equal_one(case: str, ranks: Ranks, checkpoint: Callable[[str], Path]) -> None:
     mine, theirs = ranks.run(2, compute_mixed_steps, checkpoint(case), torch.float32)
     torch.testing.assert_close(
-        mine, compute_mixed_steps(World(0, 1), checkpoint(case), torch.float32), rtol=1e-4, atol=1e-4
+        mine, compute_mixed_steps(ProcessGroup(0, 1), checkpoint(case), torch.float32), rtol=1e-4, atol=1e-4
     )
     assert torch.equal(mine, theirs), "ranks disagree"
 
 
 def test_two_ranks_equal_one_in_half_precision(ranks: Ranks, checkpoint: Callable[[str], Path]) -> None:
     mine, theirs = ranks.run(2, compute_mixed_steps, checkpoint("biases"), torch.bfloat16)
-    expected = compute_mixed_steps(World(0, 1), checkpoint("biases"), torch.bfloat16)
+    expected = compute_mixed_steps(ProcessGroup(0, 1), checkpoint("biases"), torch.bfloat16)
     torch.testing.assert_close(mine, expected, rtol=1e-4, atol=1e-4)
     assert torch.equal(mine, theirs), "ranks disagree"
 
 
-def count_bytes_read(world: World, directory: Path) -> int:
+def count_bytes_read(group: ProcessGroup, directory: Path) -> int:
     """As the log says it at the end."""
     records: list[logging.LogRecord] = []
     handler = logging.Handler()
@@ -168,7 +173,7 @@ def count_bytes_read(world: World, directory: Path) -> int:
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     try:
-        load(directory, world)
+        load(directory, group)
     finally:
         logger.removeHandler(handler)
     return int(getattr(records[-1], FIELDS)["bytes"])

@@ -42,9 +42,3 @@ def move_files(files: Sequence[Path], directory: Path, like: Sequence[Path]) -> 
             undo.pop_all()
     except OSError as error:
         raise ConversionError(f"{directory} cannot be written to: {error.strerror}") from error
-
-
-def first_line(error: Exception) -> str:
-    """Return the first line of an error's text, without the advice that libraries add below it."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0] if lines else type(error).__name__

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from tgis.convert.atomic_write import ConversionError, first_line
+from tgis.convert.atomic_write import ConversionError
+from tgis.errors import first_line
 from tgis.hub import model_files
 
 # The newest release of optimum-onnx needs an older transformers than this service.

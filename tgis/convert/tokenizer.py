@@ -4,7 +4,8 @@ import json
 from importlib.util import find_spec
 from pathlib import Path
 
-from tgis.convert.atomic_write import ConversionError, first_line, move_files, staging_directory
+from tgis.convert.atomic_write import ConversionError, move_files, staging_directory
+from tgis.errors import first_line
 from tgis.hub import model_files
 
 FAST, SETTINGS, SPECIAL_TOKENS = "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"

@@ -18,7 +18,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from tgis.convert.atomic_write import ConversionError, first_line, move_files, staging_directory
+from tgis.convert.atomic_write import ConversionError, move_files, staging_directory
+from tgis.errors import first_line
 from tgis.hub import model_files
 from tgis.tensor_files.errors import DAMAGED, INCOMPLETE, TensorFileError
 from tgis.tensor_files.mapped_safetensors import separate_memory

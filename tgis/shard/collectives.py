@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tgis.errors import OperatorError
+from tgis.errors import OperatorError, first_line
 from tgis.net.addresses import AddressError, parse
 
 CPU = torch.device("cpu")
@@ -20,17 +20,17 @@ LOOPBACK = "127.0.0.1"
 _c10d: Any = dist  # the parts used here have no type stubs
 
 
-class WorldError(OperatorError):
+class ProcessGroupError(OperatorError):
     """Error: the ranks did not connect, or one of them was lost. Its text is one line."""
 
 
 @dataclass(frozen=True)
-class World:
+class ProcessGroup:
     """Process group of this rank. `device` holds the rank's tensors, including those of collectives."""
 
     rank: int
     size: int
-    group: Any = field(default=None, repr=False, compare=False)
+    backend: Any = field(default=None, repr=False, compare=False)
     device: torch.device = CPU
     num_on_host: int = 0
     """Number of ranks on this rank's machine; 0 means all of them."""
@@ -48,37 +48,37 @@ class World:
         return builtins.slice(piece * width, (piece + 1) * width)
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """Sum `x` over all ranks, in place. Raises WorldError."""
+        """Sum `x` over all ranks, in place. Raises ProcessGroupError."""
         if self.size == 2:  # the sum of two terms does not depend on their order
-            _complete(lambda: self.group.allreduce([x]))
+            _complete(lambda: self.backend.allreduce([x]))
         elif self.size > 2:
             torch.sum(torch.stack(self._gather(x)), 0, out=x)
         return x
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """Concatenate [..., n] of every rank to [..., size * n]. Raises WorldError."""
+        """Concatenate [..., n] of every rank to [..., size * n]. Raises ProcessGroupError."""
         return x if self.size == 1 else torch.cat(self._gather(x), -1)
 
     def min(self, value: int) -> int:
-        """Return the smallest of the ranks' values. Raises WorldError."""
+        """Return the smallest of the ranks' values. Raises ProcessGroupError."""
         if self.size == 1:
             return value
         return int(torch.cat(self._gather(torch.tensor([value], device=self.device))).min())
 
     def leave(self) -> None:
         """Close the connections to the other ranks. No collective works afterwards."""
-        if self.group is not None:
-            self.group.shutdown()
+        if self.backend is not None:
+            self.backend.shutdown()
 
     def _gather(self, x: Tensor) -> list[Tensor]:
         x = x.contiguous()
         parts = [torch.empty_like(x) for _ in range(self.size)]
-        _complete(lambda: self.group.allgather([parts], [x]))
+        _complete(lambda: self.backend.allgather([parts], [x]))
         return parts
 
 
 @dataclass(frozen=True)
-class Meeting:
+class RendezvousPoint:
     """Rendezvous of the ranks for one start of the group.
 
     `place` is a file, or HOST:PORT, where rank 0 listens on the open socket `listener` (a file descriptor).
@@ -89,31 +89,38 @@ class Meeting:
     listener: int | None = None
 
 
-def join(rank: int, size: int, meeting: Meeting, timeout_s: float, device: torch.device = CPU) -> World:
+def connect(
+    rank: int, size: int, rendezvous: RendezvousPoint, timeout_s: float, device: torch.device = CPU
+) -> ProcessGroup:
     """Connect to the other ranks. No rank waits longer than the time limit for another, here or in a
-    collective. Raises WorldError."""
+    collective. Raises ProcessGroupError."""
     if size == 1:
-        return World(rank, size, device=device)
+        return ProcessGroup(rank, size, device=device)
     timeout = timedelta(seconds=timeout_s)
-    meet = _meet_nccl if device.type == "cuda" else _meet_gloo
+    connect_backend = _connect_nccl if device.type == "cuda" else _connect_gloo
     try:
-        store = _open_store(rank, size, meeting, timeout)
-        return World(rank, size, meet(store, rank, size, timeout, meeting.address), device)
+        store = _open_store(rank, size, rendezvous, timeout)
+        return ProcessGroup(
+            rank, size, connect_backend(store, rank, size, timeout, rendezvous.address), device
+        )
     except RuntimeError as error:
-        text = f"rank {rank} did not meet all {size} ranks within {timeout_s:g} s: {_first_line(error)}"
-        raise WorldError(text) from error
+        text = (
+            f"rank {rank} could not connect to all {size} ranks within {timeout_s:g} s: {first_line(error)}"
+        )
+        raise ProcessGroupError(text) from error
 
 
-def _open_store(rank: int, size: int, meeting: Meeting, timeout: timedelta) -> Any:
-    """Open the store through which the ranks exchange their addresses. Raises WorldError and RuntimeError."""
-    if "/" in meeting.place:
-        store = _c10d.FileStore(meeting.place, size)
+def _open_store(rank: int, size: int, rendezvous: RendezvousPoint, timeout: timedelta) -> Any:
+    """Open the store through which the ranks exchange their addresses. Raises ProcessGroupError and
+    RuntimeError."""
+    if "/" in rendezvous.place:
+        store = _c10d.FileStore(rendezvous.place, size)
         store.set_timeout(timeout)
         return store
     try:
-        address = parse(meeting.place)
+        address = parse(rendezvous.place)
     except AddressError as error:
-        raise WorldError(f"the ranks cannot meet there: {error}") from error
+        raise ProcessGroupError(f"the rendezvous address cannot be used: {error}") from error
     return _c10d.TCPStore(
         address.host,
         address.port,
@@ -121,18 +128,18 @@ def _open_store(rank: int, size: int, meeting: Meeting, timeout: timedelta) -> A
         is_master=rank == 0,
         timeout=timeout,
         wait_for_workers=False,
-        master_listen_fd=meeting.listener if rank == 0 else None,
+        master_listen_fd=rendezvous.listener if rank == 0 else None,
     )
 
 
-def _meet_gloo(store: Any, rank: int, size: int, timeout: timedelta, address: str) -> Any:
+def _connect_gloo(store: Any, rank: int, size: int, timeout: timedelta, address: str) -> Any:
     gloo = _c10d.ProcessGroupGloo
     options = gloo._Options()
     options._timeout, options._devices = timeout, [gloo.create_device(hostname=address)]
     return gloo(store, rank, size, options)
 
 
-def _meet_nccl(store: Any, rank: int, size: int, timeout: timedelta, address: str) -> Any:
+def _connect_nccl(store: Any, rank: int, size: int, timeout: timedelta, address: str) -> Any:
     """Create an NCCL process group and run a first collective.
 
     NCCL connects the ranks in their first collective. It runs here so that connection errors show now.
@@ -141,18 +148,14 @@ def _meet_nccl(store: Any, rank: int, size: int, timeout: timedelta, address: st
     nccl = _c10d.ProcessGroupNCCL
     options = nccl.Options()
     options._timeout = timeout
-    group = nccl(store, rank, size, options)
-    group.allreduce([torch.zeros(1, device="cuda")]).wait()
+    backend = nccl(store, rank, size, options)
+    backend.allreduce([torch.zeros(1, device="cuda")]).wait()
     torch.cuda.synchronize()
-    return group
+    return backend
 
 
 def _complete(begin: Callable[[], Any]) -> None:
     try:
         begin().wait()
     except RuntimeError as error:
-        raise WorldError(f"a rank of the group was lost or hangs: {_first_line(error)}") from error
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
+        raise ProcessGroupError(f"a rank of the group was lost or hangs: {first_line(error)}") from error

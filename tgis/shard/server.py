@@ -23,9 +23,9 @@ from tgis.shard.adapters.loading import open_artifact_cache, open_store
 from tgis.shard.adapters.rpc import ContentCalls
 from tgis.shard.kernels.cpu.jit.cache import keep_with_run
 from tgis.shard.kernels.cpu.jit.compiler import is_compiling
-from tgis.shard.runner.model_runner import Engine
+from tgis.shard.runner.model_runner import ModelRunner
 from tgis.shard.startup.load import load, sequence_length
-from tgis.shard.transport.link import Link, choose_link
+from tgis.shard.transport.link import Endpoint, choose_endpoint
 from tgis.shard.transport.step_stream import StepSocket
 
 logger = logging.getLogger(__name__)
@@ -46,7 +46,7 @@ SERVER_OPTIONS = [
 Method = TypeVar("Method", bound=Callable[..., object])
 
 
-def _beside_others(threads: ThreadPoolExecutor) -> Callable[[Method], Method]:
+def _run_on(threads: ThreadPoolExecutor) -> Callable[[Method], Method]:
     """Make gRPC run a method on these threads instead of its own, so that a hanging disk does not block
     gRPC's threads.
 
@@ -72,19 +72,19 @@ class ShardService(ShardServiceServicer):
     def Health(self, request: pb.HealthRequest, context: grpc.ServicerContext) -> pb.HealthResponse:
         return pb.HealthResponse()
 
-    @_beside_others(ThreadPoolExecutor(NUM_FINDS, "find"))
+    @_run_on(ThreadPoolExecutor(NUM_FINDS, "find"))
     def Find(self, request: pb.FindRequest, context: grpc.ServicerContext) -> pb.FindResponse:
         return self._content_calls.find(request, context)
 
-    @_beside_others(ThreadPoolExecutor(NUM_LOADS, "load"))
+    @_run_on(ThreadPoolExecutor(NUM_LOADS, "load"))
     def Load(self, request: pb.LoadRequest, context: grpc.ServicerContext) -> pb.LoadResponse:
         return self._content_calls.load(request, context)
 
-    @_beside_others(ThreadPoolExecutor(NUM_COPIES, "copy"))
+    @_run_on(ThreadPoolExecutor(NUM_COPIES, "copy"))
     def Fetch(self, request: pb.FetchRequest, context: grpc.ServicerContext) -> Iterator[pb.FetchResponse]:
         return self._content_calls.fetch(request, context)
 
-    @_beside_others(ThreadPoolExecutor(NUM_COPIES, "put"))
+    @_run_on(ThreadPoolExecutor(NUM_COPIES, "put"))
     def Put(self, requests: Iterator[pb.PutRequest], context: grpc.ServicerContext) -> pb.PutResponse:
         return self._content_calls.put(requests, context)
 
@@ -98,46 +98,48 @@ def serve(config: ShardConfig) -> NoReturn:
     The sockets are `{uds_path}-{rank}` and the one for steps beside it, or TCP ports. The process exits with
     status 0 on SIGTERM and with status 1 after a step fails. Errors before the first step raise an
     OperatorError."""
-    _end_on_signals()
-    link = choose_link(config)
+    _exit_on_signals()
+    endpoint = choose_endpoint(config)
     if config.kernel_cache is not None:
         keep_with_run(Path(config.kernel_cache))
     failpoints.hit("shard.before_loading")
-    engine = load(config)
+    runner = load(config)
     length = sequence_length(config, model_files.read_json(Path(config.model_path), "config.json"))
-    store = open_store(config, engine.model, length)
-    service = ShardService(engine.info, ContentCalls(store, open_artifact_cache(config), engine.contents))
+    store = open_store(config, runner.model, length)
+    service = ShardService(runner.info, ContentCalls(store, open_artifact_cache(config), runner.contents))
     # Open the socket for steps first: a router that finds the gRPC socket may connect to this one at once.
-    steps = StepSocket(link.open_steps())
-    server = _listen(service, link)
-    _quieten_interpreter()
-    logger.info("rank %d of %d serves %s on %s", config.rank, config.world_size, config.model_path, link.name)
+    steps = StepSocket(endpoint.open_steps())
+    server = _listen(service, endpoint)
+    _stop_garbage_collector()
+    logger.info(
+        "rank %d of %d serves %s on %s", config.rank, config.world_size, config.model_path, endpoint.name
+    )
     try:
-        _compute(engine, steps, Heartbeat(config.heartbeat_fd, is_compiling))
+        _compute_steps(runner, steps, Heartbeat(config.heartbeat_fd, is_compiling))
     except Exception:
-        logger.exception("a step failed; this process can answer for nothing any more")
+        logger.exception("a step failed, and this process exits")
     server.stop(None)
     _exit(1)
 
 
-def _listen(service: ShardService, link: Link) -> grpc.Server:
+def _listen(service: ShardService, endpoint: Endpoint) -> grpc.Server:
     server = grpc.server(ThreadPoolExecutor(NUM_RPC_THREADS, "rpc"), options=SERVER_OPTIONS)
     add_ShardServiceServicer_to_server(service, server)
-    link.open_calls(server)
+    endpoint.open_calls(server)
     server.start()
     return server
 
 
-def _compute(engine: Engine, steps: StepSocket, heartbeat: Heartbeat) -> NoReturn:
+def _compute_steps(runner: ModelRunner, steps: StepSocket, heartbeat: Heartbeat) -> NoReturn:
     num_steps = 0
     while True:
         requests = steps.receive()
         if requests is None:
-            engine.reset()
+            runner.reset()
             continue
         for request in requests:
             with heartbeat.step(request.timeout_ms / 1000):
-                response = engine.execute(request)
+                response = runner.execute(request)
             steps.send(response)
             failpoints.hit("shard.after_answer")
             num_steps += 1
@@ -145,16 +147,16 @@ def _compute(engine: Engine, steps: StepSocket, heartbeat: Heartbeat) -> NoRetur
                 gc.collect()
 
 
-def _quieten_interpreter() -> None:
+def _stop_garbage_collector() -> None:
     """Turn off automatic garbage collection, and exclude the objects loaded so far from later collections.
 
-    `_compute` collects the little garbage of steps between two steps."""
+    `_compute_steps` collects the little garbage of steps between two steps."""
     gc.collect()
     gc.freeze()
     gc.disable()
 
 
-def _end_on_signals() -> None:
+def _exit_on_signals() -> None:
     """Exit at once on SIGTERM or SIGINT, even in the middle of a step.
 
     Python runs signal handlers only on the main thread, which may be computing a step. The wake-up file
@@ -167,7 +169,7 @@ def _end_on_signals() -> None:
 
     def wait() -> None:
         os.read(reader, 1)
-        logger.info("told to end")
+        logger.info("exiting after a signal")
         _exit(0)
 
     threading.Thread(target=wait, name="signals", daemon=True).start()

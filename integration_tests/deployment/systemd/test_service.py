@@ -106,7 +106,7 @@ def test_shards_cannot_meet_without_netlink(model: Path, home: Path) -> None:
     service = start(unit, model, home)
     assert service.process.wait(60) == 1
     assert service.end() == 1
-    assert any("did not meet all 2 ranks" in line for line in service.lines)
+    assert any("could not connect to all 2 ranks" in line for line in service.lines)
 
 
 def test_options_that_cannot_be_read_are_not_tried_again(model: Path, home: Path) -> None:

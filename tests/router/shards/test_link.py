@@ -27,7 +27,7 @@ from tgis.net.addresses import AddressError, parse_all
 from tgis.pb import shard_pb2 as pb
 from tgis.router.shards.client import Shards
 from tgis.router.shards.link import UnixLink, open_link
-from tgis.shard.transport.link import choose_link
+from tgis.shard.transport.link import choose_endpoint
 
 RIGHT, WRONG = "localhost", "elsewhere.example.com"
 NOT_CALLED = "Hostname Verification Check failed"
@@ -152,7 +152,7 @@ def test_files_and_addresses_that_cannot_be_used(tmp_path: Path) -> None:
         router = RouterConfig(tokenizer_path="", shard_addresses=address, **options_of(files))
         shard = ShardConfig(model_path="", listen_address=address, **options_of(files))
         found = set()
-        for open_it in (lambda: open_link(router), lambda: choose_link(shard)):
+        for open_it in (lambda: open_link(router), lambda: choose_endpoint(shard)):
             with pytest.raises(OperatorError) as caught:
                 open_it()
             found.add(str(caught.value))

@@ -15,7 +15,7 @@ from tests.support.shard.family_cases.all import CASES
 from tests.support.shard.stepping import ALONE, load, read_config
 from tgis.prompts.errors import AdapterError
 from tgis.shard.adapters.lora_mapping import read_adapter
-from tgis.shard.collectives import World
+from tgis.shard.collectives import ProcessGroup
 from tgis.shard.layers.lora import Adapter
 from tgis.shard.layers.ops import Parts
 from tgis.shard.models.skeleton import outline
@@ -149,13 +149,13 @@ def test_equals_a_change_of_the_checkpoint(root: Path, case: str) -> None:
     directory = write(root, case)
     drawn = Drawn(directory, case == "gpt2", PACKINGS[case])
     merged = write_merged(root, directory, drawn)
-    for world in (ALONE, World(0, 2), World(1, 2)):
-        parts, changed = load(directory, world).parts, dict(own_parts(load(merged, world).parts))
+    for group in (ALONE, ProcessGroup(0, 2), ProcessGroup(1, 2)):
+        parts, changed = load(directory, group).parts, dict(own_parts(load(merged, group).parts))
         adapter = read_adapter(parts, drawn.tensors, drawn.scales)
         for path, weight in own_parts(parts):
             found = unfold(adapter, path, weight, parts.cuts[path].is_table)
             expected = changed[path] - weight
-            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4, msg=f"{path} of {world}")
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4, msg=f"{path} of {group}")
             assert bool(adapter.deltas.get(path)) == bool(expected.count_nonzero())
 
 
@@ -248,7 +248,7 @@ def test_one_layer_under_two_names(root: Path) -> None:
     (one, scales), (other, more) = (
         change(name, 96, 32) for name in ("transformer.h.0.attn.c_attn", "h.0.attn.c_attn")
     )
-    refuse(write(root, "gpt2"), one | other, scales | more, "h.0.attn.c_attn under another name")
+    refuse(write(root, "gpt2"), one | other, scales | more, "h.0.attn.c_attn under two names")
 
 
 @pytest.mark.parametrize("case", ["llama_grouped_queries", "llama_tied", "gpt_neox", "t5"])

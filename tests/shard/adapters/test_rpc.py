@@ -23,7 +23,7 @@ from tgis.router.shards.artifact_transfer import relay
 from tgis.shard.adapters.registry import Content, Contents, Prompt
 from tgis.shard.adapters.rpc import ContentCalls
 from tgis.shard.server import ShardService, _listen
-from tgis.shard.transport.link import UnixLink
+from tgis.shard.transport.link import UnixEndpoint
 
 TIMEOUT_S = 10
 PROMPT = Prompt(torch.ones(2, 4), torch.empty(0, 4))
@@ -87,7 +87,7 @@ class Served:
         store = odd if prompts is None else AdapterStore(self.artifacts, REQUIRED, prompts, None, {})
         service = ShardService(pb.InfoResponse(), ContentCalls(store, self.artifacts, self.contents))
         self.path = directory / "socket"
-        self._server = _listen(service, UnixLink(str(self.path)))
+        self._server = _listen(service, UnixEndpoint(str(self.path)))
         self.channel = grpc.insecure_channel(f"unix:{self.path}")
         self.stub = ShardServiceStub(self.channel)
 

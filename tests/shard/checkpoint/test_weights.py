@@ -14,7 +14,7 @@ from tgis.shard.checkpoint import files
 from tgis.shard.checkpoint.files import count_elements
 from tgis.shard.checkpoint.tensors import WeightsError
 from tgis.shard.checkpoint.weights import Source, Weights, expert, grouped, stack, transposed
-from tgis.shard.memory.host_limits import begin_peak, peak
+from tgis.shard.memory.host_limits import HostMemory
 
 
 def save_sharded(directory: Path, content: dict[str, Tensor]) -> None:
@@ -203,7 +203,7 @@ def test_names_a_tensor_of_another_type(dtype: torch.dtype, tmp_path: Path) -> N
 def test_a_single_number_is_no_tensor(tmp_path: Path) -> None:
     content = {"model.layers.0.q.weight": torch.zeros(()), "model.layers.0.k.weight": torch.zeros(())}
     save_single(tmp_path, content)
-    assert "q.weight is a single number" in fail(tmp_path, "blocks.0.qkv.weight", (8, 4))
+    assert "q.weight is a scalar" in fail(tmp_path, "blocks.0.qkv.weight", (8, 4))
 
 
 def written(directory: Path, sources: dict[str, Source], prefix: str = "", **content: Tensor) -> Weights:
@@ -299,10 +299,10 @@ def test_pages_that_were_read_do_not_pile_up(
     else:
         save_single(tmp_path, content)
     monkeypatch.setattr(files, "REOPEN_BYTES", 2 << 20)
-    weights, before = Weights(tmp_path, {"blocks.{i}.up": "layers.{i}"}), begin_peak()
+    weights, before = Weights(tmp_path, {"blocks.{i}.up": "layers.{i}"}), HostMemory().begin_peak()
     for i in range(64):
         assert weights.find(f"blocks.{i}.up.weight", (512, 256)).read().mean() == i
-    assert peak() - before < 12 << 20
+    assert HostMemory().peak() - before < 12 << 20
 
 
 def test_elements_are_counted_unread(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from tests.support.shard.lora_scene import draw_scene
 from tests.support.shard.messages import GREEDY, SAMPLE
 from tests.support.shard.portable import plain
 from tgis.shard.attention.interface import Scoring
-from tgis.shard.collectives import World
+from tgis.shard.collectives import ProcessGroup
 from tgis.shard.kernels.cpu import ops
 from tgis.shard.kernels.cpu.pointwise.activations import KINDS
 from tgis.shard.kernels.portable import attention as portable_attention
@@ -33,7 +33,7 @@ from tgis.shard.kernels.portable.attention import TorchAttention
 from tgis.shard.kernels.portable.ops import TorchKernels
 from tgis.shard.layers.lora import AdapterSet, Deltas, LowRank, TokenAdapters
 from tgis.shard.layers.ops import HeadNorm
-from tgis.shard.memory import host_limits
+from tgis.shard.memory.host_limits import HostMemory
 from tgis.shard.startup import platform
 from tgis.shard.startup.load import load
 from tgis.shard.startup.platform import ON_CPU, DeviceError, Platform
@@ -287,7 +287,11 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
 
 
 def serve(
-    directory: Path, on: Platform, requests: list[Request], ranks: World | None = None, dtype: str = "float32"
+    directory: Path,
+    on: Platform,
+    requests: list[Request],
+    ranks: ProcessGroup | None = None,
+    dtype: str = "float32",
 ) -> list[Request]:
     world_size = ranks.size if ranks else 1
     small = {"kv_cache_tokens": 2048, "block_size": 4, "max_step_tokens": 64}
@@ -328,7 +332,7 @@ SAMPLINGS = [
 ]
 
 
-class Half(World):
+class Half(ProcessGroup):
     """The first of two ranks, which takes the other for one like itself."""
 
     def all_reduce(self, x: Tensor) -> Tensor:
@@ -358,7 +362,7 @@ def test_nothing_is_left_on_the_cpu(
     case: str, dtype: str, size: int, checkpoint: Callable[[str], Path]
 ) -> None:
     """A whole engine, loading and warm-up included, on a device of its own: the same bits as elsewhere."""
-    directory, world = checkpoint(case), World if size == 1 else Half
+    directory, group = checkpoint(case), ProcessGroup if size == 1 else Half
     asked = [
         ask(ids, case in ("t5", "bart"), sampling)
         for ids, sampling in zip(cycle(draw_inputs()), SAMPLINGS, strict=False)
@@ -366,9 +370,9 @@ def test_nothing_is_left_on_the_cpu(
     for request in asked:
         request.eos = [2, 7]
     asked[1].details["input_tokens"] = True
-    expected = serve(directory, plain(CPU), deepcopy(asked), world(0, size), dtype=dtype)
+    expected = serve(directory, plain(CPU), deepcopy(asked), group(0, size), dtype=dtype)
     with other_device.present() as device:
-        ranks = world(0, size, device=device)
+        ranks = group(0, size, device=device)
         found = serve(directory, plain(device), deepcopy(asked), ranks, dtype=dtype)
     for mine, theirs in zip(found, expected, strict=True):
         assert mine.generated == theirs.generated
@@ -427,6 +431,6 @@ def test_memory_of_ranks() -> None:
         def min(self, value: int) -> int:
             return value
 
-    one = host_limits.memory_left()
+    one = HostMemory().memory_left()
     assert ON_CPU.memory_left(Two()) == pytest.approx(one, rel=0.2)
     assert replace(ON_CPU, is_memory_shared=False).memory_left(Two()) == pytest.approx(2 * one, rel=0.2)

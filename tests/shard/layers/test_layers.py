@@ -8,7 +8,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from tests.support.shard.layer_parts import parts
-from tgis.shard.collectives import World
+from tgis.shard.collectives import ProcessGroup
 from tgis.shard.layers.embedding import Embedding, Head
 from tgis.shard.layers.linear import ColumnParallel, Replicated, RowParallel
 from tgis.shard.layers.lora import Adapter, AdapterSet, Cut, LowRank, TokenAdapters
@@ -24,12 +24,12 @@ def test_columns_are_cut_piece_by_piece(tmp_path: Path) -> None:
     full = torch.nn.functional.linear(x, content["layer.weight"], content["layer.bias"])
     q, k, v = full.split([8, 4, 4], -1)
     for rank in range(4):
-        layer = ColumnParallel(parts(tmp_path, World(rank, 4)), "layer", 6, [8, 4, 4], True, [4, 2, 2])
+        layer = ColumnParallel(parts(tmp_path, ProcessGroup(rank, 4)), "layer", 6, [8, 4, 4], True, [4, 2, 2])
         expected = [q.chunk(4, -1)[rank], k.chunk(2, -1)[rank // 2], v.chunk(2, -1)[rank // 2]]
         torch.testing.assert_close(layer(x, None), torch.cat(expected, -1))
 
 
-class Summed(World):
+class Summed(ProcessGroup):
     """A rank that is told what the others' parts sum to."""
 
     others = torch.tensor(0.0)
@@ -52,7 +52,7 @@ def test_rows_are_cut_and_summed(tmp_path: Path) -> None:
 def test_both_ends_of_the_vocabulary(dtype: torch.dtype, tmp_path: Path) -> None:
     table = torch.randn(11, 6)
     save_file({"layer.weight": table}, tmp_path / "model.safetensors")
-    single = parts(tmp_path, World(0, 1), dtype)
+    single = parts(tmp_path, ProcessGroup(0, 1), dtype)
     ids, rounded = torch.tensor([10, 0, 3, 3]), table.to(dtype).float()
     x = Embedding(single, "layer", 11, 6)(ids, None)
     assert x.dtype == torch.float32
@@ -82,11 +82,11 @@ def test_adapters_are_added_before_what_all_ranks_share(tmp_path: Path) -> None:
     tuned, delta = tune(8, 2, 2)
     expected = x @ weight[4:].t() + bias[4:]
     expected[[0, 2], 2:] += (x @ delta)[[0, 2]]
-    layer = ColumnParallel(parts(tmp_path, World(1, 2)), "layer", 8, [8], True)
+    layer = ColumnParallel(parts(tmp_path, ProcessGroup(1, 2)), "layer", 8, [8], True)
     torch.testing.assert_close(layer(x, tuned), expected, rtol=1e-5, atol=1e-5)
     expected = x @ weight.t()
     expected[[0, 2], 2:4] += (x @ delta)[[0, 2]]
-    layer = Replicated(parts(tmp_path, World(1, 2)), "layer", 8, 8)
+    layer = Replicated(parts(tmp_path, ProcessGroup(1, 2)), "layer", 8, 8)
     torch.testing.assert_close(layer(x, tuned), expected, rtol=1e-5, atol=1e-5)
     tuned, delta = tune(4, 0, 8)
     own = x[:, 4:].contiguous()
@@ -99,7 +99,7 @@ def test_adapters_are_added_before_what_all_ranks_share(tmp_path: Path) -> None:
 def test_adapters_at_both_ends_of_the_vocabulary(tmp_path: Path) -> None:
     table = torch.randn(11, 6)
     save_file({"layer.weight": table}, tmp_path / "model.safetensors")
-    single = parts(tmp_path, World(0, 1))
+    single = parts(tmp_path, ProcessGroup(0, 1))
     ids = torch.tensor([10, 3, 0])
     tuned, delta = tune(11, 0, 6)
     expected = table[ids]
@@ -115,7 +115,7 @@ def test_adapters_at_both_ends_of_the_vocabulary(tmp_path: Path) -> None:
 
 def test_what_of_a_matrix_is_a_ranks(tmp_path: Path) -> None:
     save_file({"layer.weight": torch.randn(16, 6)}, tmp_path / "model.safetensors")
-    given = parts(tmp_path, World(1, 2))
+    given = parts(tmp_path, ProcessGroup(1, 2))
 
     def cut() -> Cut:
         return given.cuts.pop("layer")

@@ -5,14 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tgis.shard.memory.host_limits import (
-    begin_peak,
-    count_cores,
-    memory_left,
-    memory_used,
-    peak,
-    release_memory,
-)
+from tgis.shard.memory.host_limits import HostMemory, count_cores
 
 MIB = 1 << 20
 
@@ -63,7 +56,7 @@ def group_v2(
     ],
 )
 def test_memory_left(tmp_path: Path, files: dict[str, str], left: int) -> None:
-    assert memory_left(write(tmp_path, files)) == left
+    assert HostMemory(write(tmp_path, files)).memory_left() == left
 
 
 def test_cores_are_limited_by_a_quota(tmp_path: Path) -> None:
@@ -85,11 +78,11 @@ def test_cores_are_limited_by_a_quota(tmp_path: Path) -> None:
 
 
 def test_the_peak_of_what_this_process_uses() -> None:
-    release_memory()
-    before, used = begin_peak(), memory_used()
+    HostMemory().release_memory()
+    before, used = HostMemory().begin_peak(), HostMemory().memory_used()
     block = np.ones(64 * MIB, np.uint8)
-    assert memory_used() - used == pytest.approx(64 * MIB, rel=0.1)
+    assert HostMemory().memory_used() - used == pytest.approx(64 * MIB, rel=0.1)
     del block
-    release_memory()
-    assert memory_used() - used < 8 * MIB
-    assert peak() - before == pytest.approx(64 * MIB, rel=0.2)
+    HostMemory().release_memory()
+    assert HostMemory().memory_used() - used < 8 * MIB
+    assert HostMemory().peak() - before == pytest.approx(64 * MIB, rel=0.2)

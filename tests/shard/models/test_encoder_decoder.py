@@ -33,7 +33,7 @@ class Served:
     """A case's engine and the same checkpoint in transformers' hands."""
 
     def __init__(self, directory: Path) -> None:
-        self.engine = load(configure(directory, max_sequence_length=224, kv_cache_tokens=2048))
+        self.runner = load(configure(directory, max_sequence_length=224, kv_cache_tokens=2048))
         options = {"dtype": torch.float32, "attn_implementation": "eager"}
         self.oracle = transformers.AutoModelForSeq2SeqLM.from_pretrained(directory, **options).eval()
 
@@ -73,7 +73,7 @@ def loaded(request: pytest.FixtureRequest, find: Callable[[str], Path]) -> Serve
 
 @pytest.fixture
 def served(loaded: Served) -> Served:
-    loaded.engine.reset()
+    loaded.runner.reset()
     return loaded
 
 
@@ -95,30 +95,30 @@ def make_requests(seed: int, sampling: dict[str, Any] | None = None) -> list[Req
 
 def test_in_a_crowd_and_alone_bit_by_bit(served: Served) -> None:
     together = make_requests(1)
-    Router(served.engine, seed=3).run(list(together))
+    Router(served.runner, seed=3).run(list(together))
     assert any(request.is_encoded for request in together), "an input was shared"
     for request, alone in zip(together, make_requests(1), strict=True):
         served.check(request)
-        Router(served.engine, depth=1, whole=True).run([alone])
+        Router(served.runner, depth=1, whole=True).run([alone])
         assert (alone.generated, alone.logprobs) == (request.generated, request.logprobs)
 
 
 def test_sampled_tokens_survive_an_interruption(served: Served) -> None:
     together, stopped = (make_requests(2, {**SAMPLE, "seed": 5, "repetition_penalty": 1.3}) for _ in "12")
-    Router(served.engine, seed=1).run(list(together))
-    Router(served.engine, seed=2).run(list(stopped), stop_after=6)
+    Router(served.runner, seed=1).run(list(together))
+    Router(served.runner, seed=2).run(list(stopped), stop_after=6)
     assert {0 < len(request.generated) < request.max_new_tokens for request in stopped} == {True, False}
-    served.engine.reset()
-    Router(served.engine, seed=4).run([request for request in stopped if not request.ended])
+    served.runner.reset()
+    Router(served.runner, seed=4).run([request for request in stopped if not request.ended])
     assert [request.generated for request in stopped] == [request.generated for request in together]
 
 
 def test_what_was_encoded_is_not_encoded_again(served: Served) -> None:
     """A row that names another input's blocks as its own is answered by these."""
-    engine = served.engine
+    runner = served.runner
     first, other = draw(4, [50, 50])
-    steps = Steps(engine.info.block_size, engine.info.num_blocks)
-    blocks = [steps.free.pop() for _ in range(-(-50 // engine.info.block_size))]
+    steps = Steps(runner.info.block_size, runner.info.num_blocks)
+    blocks = [steps.free.pop() for _ in range(-(-50 // runner.info.block_size))]
     shared = {"cross_blocks": blocks, "details": DETAILS}
     requests = [
         Request([START], 9, encoder_token_ids=first, row=0, **shared),
@@ -127,7 +127,7 @@ def test_what_was_encoded_is_not_encoded_again(served: Served) -> None:
     ]
     for request in requests:
         work = (request.row, 0, len(request.prompt))
-        response = engine.execute(steps.step([work], [opening(request)]))
+        response = runner.execute(steps.step([work], [opening(request)]))
         request.generated, request.logprobs = integers(response.token_ids), floats(response.logprobs)
     requests[1].encoder_token_ids = first
     for request in requests:
@@ -135,8 +135,8 @@ def test_what_was_encoded_is_not_encoded_again(served: Served) -> None:
 
 
 def test_an_input_that_cannot_be_served_fails_alone(served: Served) -> None:
-    engine = served.engine
-    steps = Steps(engine.info.block_size, engine.info.num_blocks)
+    runner = served.runner
+    steps = Steps(runner.info.block_size, runner.info.num_blocks)
     good = Request([START], 5, encoder_token_ids=[5, 6, 7], row=1, cross_blocks=[100], details=DETAILS)
     bad = [
         Request([START], 5, encoder_token_ids=[5, 99], row=0, cross_blocks=[101]),
@@ -144,10 +144,10 @@ def test_an_input_that_cannot_be_served_fails_alone(served: Served) -> None:
         Request([START], 0, encoder_token_ids=[5], row=3, cross_blocks=[100]),
     ]
     work = [(row, 0, 1) for row in range(4)]
-    response = engine.execute(steps.step(work, [opening(request) for request in [good, *bad]]))
+    response = runner.execute(steps.step(work, [opening(request) for request in [good, *bad]]))
     assert [(error.row, error.message) for error in response.errors] == [
         (0, "a token id for the encoder is not below the model's vocabulary size 99"),
-        (2, "there is no token for the encoder"),
+        (2, "it has no token ids for the encoder"),
     ]
     assert integers(response.rows) == [1]
     good.generated, good.logprobs = integers(response.token_ids), floats(response.logprobs)
@@ -209,7 +209,7 @@ def test_checkpoints_as_they_are_published(
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
     served = Served(tmp_path)
     request = Request([START], 4, encoder_token_ids=draw(5, [20])[0], details=DETAILS)
-    Router(served.engine).run([request])
+    Router(served.runner).run([request])
     served.check(request)
 
 

@@ -46,14 +46,14 @@ def test_is_near_float32(name: str, tmp_path: Path) -> None:
     config = CASES[name]()
     write_model(tmp_path, config)
     model = load_model(tmp_path, config)
-    engine = load(configure(tmp_path, quantize="int8"))
-    assert engine.info.weight_dtype == "int8"
+    runner = load(configure(tmp_path, quantize="int8"))
+    assert runner.info.weight_dtype == "int8"
     start = [model.generation_config.decoder_start_token_id] if config.is_encoder_decoder else []
     requests = [
         Request(start or ids, NEW_TOKENS, encoder_token_ids=ids if start else [], details={"logprobs": True})
         for ids in draw_inputs()
     ]
-    Router(engine, seed=1).run(list(requests))
+    Router(runner, seed=1).run(list(requests))
     found = torch.tensor([one for request in requests for one in request.logprobs])
     expected = torch.cat([expected_logprobs(model, request) for request in requests])
     difference = (found - expected).abs()

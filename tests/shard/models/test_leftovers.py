@@ -15,7 +15,7 @@ from tests.support.shard.checkpoints import SMALL, edit_config, write_model
 from tests.support.shard.family_cases.all import CASES
 from tests.support.shard.stepping import ALONE, read_config
 from tgis.shard.checkpoint.tensors import WeightsError
-from tgis.shard.collectives import World
+from tgis.shard.collectives import ProcessGroup
 from tgis.shard.models import registry
 from tgis.shard.models.hf_transformers import load as hf_transformers
 from tgis.shard.models.leftovers import refuse_unread
@@ -122,8 +122,8 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Written:
     return Written(tmp_path_factory.mktemp("leftovers"))
 
 
-def load(directory: Path, world: World = ALONE) -> object:
-    return registry.load(directory, read_config(directory), world, torch.float32)
+def load(directory: Path, group: ProcessGroup = ALONE) -> object:
+    return registry.load(directory, read_config(directory), group, torch.float32)
 
 
 def load_through_transformers(directory: Path) -> object:
@@ -183,8 +183,8 @@ def test_a_layer_that_the_configuration_leaves_out(family: str, written: Written
         and not name.startswith(("encoder", "model.encoder", "vision_tower"))
     ]
     assert left_out
-    for world in (ALONE, World(1, 2)):
-        assert refusal(lambda world=world: load(tmp_path, world)).startswith(
+    for group in (ALONE, ProcessGroup(1, 2)):
+        assert refusal(lambda group=group: load(tmp_path, group)).startswith(
             said(tmp_path, len(left_out), min(left_out))
         )
 

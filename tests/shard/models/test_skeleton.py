@@ -9,7 +9,7 @@ import torch
 from tests.support.shard.checkpoints import edit_config, write_llama, write_model
 from tests.support.shard.family_cases.all import CASES
 from tgis.shard.checkpoint.tensors import WeightsError
-from tgis.shard.collectives import World
+from tgis.shard.collectives import ProcessGroup
 from tgis.shard.models import registry, skeleton
 from tgis.shard.models.interface import Tunable
 from tgis.shard.models.registry import FAMILIES
@@ -23,7 +23,7 @@ def test_it_is_made_as_the_model_is(case: str, tmp_path: Path) -> None:
     write_model(tmp_path, CASES[case]())
     config = json.loads((tmp_path / "config.json").read_text())
     made = skeleton.outline(tmp_path, config, torch.float32)
-    loaded = registry.load(tmp_path, config, World(0, 1), torch.float32)
+    loaded = registry.load(tmp_path, config, ProcessGroup(0, 1), torch.float32)
     assert made.parts.cuts
     assert isinstance(loaded, Tunable)
     assert made.parts.cuts == loaded.parts.cuts

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.support.shard.driver import Request, Router, configure, opening, prompts
 from tests.support.shard.messages import GREEDY, SAMPLE, Steps, floats, integers, open_row, top_tokens
-from tgis.shard.runner.model_runner import Engine
+from tgis.shard.runner.model_runner import ModelRunner
 from tgis.shard.startup.load import load
 
 EOS = 2
@@ -30,12 +30,12 @@ def oracle(model_path: Path) -> transformers.LlamaForCausalLM:
 
 
 @pytest.fixture(scope="module")
-def loaded(model_path: Path) -> Engine:
+def loaded(model_path: Path) -> ModelRunner:
     return load(configure(model_path))
 
 
 @pytest.fixture
-def engine(loaded: Engine) -> Engine:
+def runner(loaded: ModelRunner) -> ModelRunner:
     loaded.reset()
     return loaded
 
@@ -56,12 +56,12 @@ def generate(oracle: Any, request: Request, **options: Any) -> list[int]:
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
-def test_greedy_tokens_are_those_of_transformers(engine: Engine, oracle: Any, depth: int) -> None:
+def test_greedy_tokens_are_those_of_transformers(runner: ModelRunner, oracle: Any, depth: int) -> None:
     """Random chunks, rows reused, and steps that name rows which have ended meanwhile."""
     requests = [
         Request(prompt, 5 + i, eos=list(range(20 * (i % 2)))) for i, prompt in enumerate(prompts(1, 14))
     ]
-    Router(engine, seed=depth, depth=depth).run(list(requests))
+    Router(runner, seed=depth, depth=depth).run(list(requests))
     assert any(len(request.generated) < request.max_new_tokens for request in requests)
     for request in requests:
         assert request.ended
@@ -79,11 +79,13 @@ def test_greedy_tokens_are_those_of_transformers(engine: Engine, oracle: Any, de
         ),
     ],
 )
-def test_penalties_are_those_of_transformers(engine: Engine, oracle: Any, ours: Any, theirs: Any) -> None:
+def test_penalties_are_those_of_transformers(
+    runner: ModelRunner, oracle: Any, ours: Any, theirs: Any
+) -> None:
     eos = list(range(0, 99, 6))
     requests = [Request(prompt, 14, eos, {**GREEDY, **ours}) for prompt in prompts(2, 8, longest=20)]
     plain = [generate(oracle, request) for request in requests]
-    Router(engine).run(list(requests))
+    Router(runner).run(list(requests))
     for request in requests:
         assert request.generated == generate(oracle, request, **theirs)
     assert plain != [request.generated for request in requests], "the penalty makes a difference"
@@ -103,26 +105,26 @@ def sampled(seed: int) -> list[Request]:
     ]
 
 
-def test_sampled_tokens_do_not_depend_on_company_or_interruption(engine: Engine) -> None:
+def test_sampled_tokens_do_not_depend_on_company_or_interruption(runner: ModelRunner) -> None:
     together = sampled(3)
-    Router(engine, seed=1).run(list(together))
+    Router(runner, seed=1).run(list(together))
     alone = sampled(3)
     for request in alone:
-        Router(engine, depth=1, whole=True).run([request])
+        Router(runner, depth=1, whole=True).run([request])
     assert [request.generated for request in together] == [request.generated for request in alone]
     assert len({tuple(request.generated) for request in alone}) == len(alone)
     stopped = sampled(3)
-    Router(engine, seed=2, whole=True).run(list(stopped), stop_after=6)
+    Router(runner, seed=2, whole=True).run(list(stopped), stop_after=6)
     assert {0 < len(request.generated) < 16 for request in stopped} == {True, False}
-    engine.reset()
-    Router(engine, seed=3).run([request for request in stopped if not request.ended])
+    runner.reset()
+    Router(runner, seed=3).run([request for request in stopped if not request.ended])
     assert [request.generated for request in stopped] == [request.generated for request in alone]
 
 
-def test_frequencies_are_those_of_the_model(engine: Engine, oracle: Any) -> None:
+def test_frequencies_are_those_of_the_model(runner: ModelRunner, oracle: Any) -> None:
     prompt = prompts(4, 1)[0]
     requests = [Request(prompt, 1, [], {**SAMPLE, "seed": seed, "temperature": 2.0}) for seed in range(400)]
-    Router(engine, whole=True).run(list(requests))
+    Router(runner, whole=True).run(list(requests))
     with torch.inference_mode():
         probabilities = (oracle(torch.tensor([prompt])).logits[0, -1] / 2).softmax(-1)
     likely = probabilities.argmax().item()
@@ -140,14 +142,14 @@ def logprobs_of(oracle: Any) -> Any:
     return logprobs
 
 
-def test_details_of_generated_tokens(engine: Engine, logprobs_of: Any) -> None:
+def test_details_of_generated_tokens(runner: ModelRunner, logprobs_of: Any) -> None:
     everything = {"logprobs": True, "ranks": True, "top_n": 3}
     requests = [
         Request(prompt, 6, details=[everything, {}, {"ranks": True}, {"top_n": 1}, {"logprobs": True}][i % 5])
         for i, prompt in enumerate(prompts(5, 10))
     ]
     requests += [Request(p, 6, [], {**SAMPLE, "seed": 1}, everything) for p in prompts(6, 3)]
-    Router(engine).run(list(requests))
+    Router(runner).run(list(requests))
     for request in requests:
         expected = logprobs_of(request.prompt + request.generated)[len(request.prompt) - 1 :]
         for i, token in enumerate(request.generated):
@@ -161,20 +163,20 @@ def test_details_of_generated_tokens(engine: Engine, logprobs_of: Any) -> None:
             assert [value for _, value in request.tops[i]] == pytest.approx(values.tolist(), abs=1e-4)
 
 
-def test_details_after_filters_and_masks(engine: Engine) -> None:
+def test_details_after_filters_and_masks(runner: ModelRunner) -> None:
     details = {"logprobs": True, "ranks": True, "top_n": 2}
     one = Request([5, 6, 7], 4, [], {**SAMPLE, "top_k": 1}, details)
-    Router(engine).run([one])
+    Router(runner).run([one])
     assert (one.logprobs, one.ranks) == ([0.0] * 4, [1] * 4)
     assert one.tops == [[(token, 0.0)] for token in one.generated]
     masked = Request([5, 6, 7], 4, list(range(98)), {**GREEDY, "min_new_tokens": 4}, details)
-    Router(engine).run([masked])
+    Router(runner).run([masked])
     assert masked.generated == [98] * 4
     assert masked.tops == [[(98, 0.0)]] * 4
 
 
-def test_no_column_is_sent_that_nobody_asked_for(engine: Engine) -> None:
-    router = Router(engine)
+def test_no_column_is_sent_that_nobody_asked_for(runner: ModelRunner) -> None:
+    router = Router(runner)
     router.run([Request([5, 6], 3), Request([7], 3, [], SAMPLE)])
     for response in router.responses:
         assert not response.logprobs
@@ -187,11 +189,13 @@ def test_no_column_is_sent_that_nobody_asked_for(engine: Engine) -> None:
 
 @pytest.mark.parametrize("wanted", [{"logprobs": True, "ranks": True, "top_n": 2}, {"top_n": 1}, {}])
 @pytest.mark.parametrize("first", [0, 1, 70])
-def test_details_of_the_input(engine: Engine, logprobs_of: Any, wanted: dict[str, Any], first: int) -> None:
+def test_details_of_the_input(
+    runner: ModelRunner, logprobs_of: Any, wanted: dict[str, Any], first: int
+) -> None:
     rng = random.Random(7)
     prompt = [rng.randrange(3, 99) for _ in range(150)]
     details = {**wanted, "input_tokens": True, "input_from": first}
-    router = Router(engine, seed=first)
+    router = Router(runner, seed=first)
     request = Request(prompt, 3, details=details)
     router.run([request, *(Request(p, 3) for p in prompts(8, 3))])
     expected = logprobs_of(prompt)
@@ -219,36 +223,36 @@ def test_details_of_the_input(engine: Engine, logprobs_of: Any, wanted: dict[str
     assert reported == list(range(first, 150))
 
 
-def test_blocks_of_another_row_are_read(engine: Engine, oracle: Any) -> None:
-    size = engine.info.block_size
+def test_blocks_of_another_row_are_read(runner: ModelRunner, oracle: Any) -> None:
+    size = runner.info.block_size
     prompt = prompts(9, 1)[0][:1] * 3 + list(range(10, 10 + 2 * size))
     first, second = Request([*prompt, 7], 5), Request([*prompt, 8, 9], 5)
-    steps = Steps(size, engine.info.num_blocks)
+    steps = Steps(size, runner.info.num_blocks)
     first.row, second.row = 0, 1
-    engine.execute(steps.step([(0, 0, len(first.prompt))], [opening(first)]))
+    runner.execute(steps.step([(0, 0, len(first.prompt))], [opening(first)]))
     shared = steps.blocks[0][:2]
     length = len(second.prompt)
     request = steps.step([(1, 2 * size, length)], [opening(second)])
     table = shared + steps.blocks[1][2:]
     request.new_blocks = b"".join(block.to_bytes(4, "little") for block in table)
-    response = engine.execute(request)
+    response = runner.execute(request)
     assert integers(response.token_ids) == generate(oracle, second)[:1]
 
 
-def test_a_row_that_cannot_be_served_fails_alone(engine: Engine, oracle: Any) -> None:
-    steps, good = Steps(engine.info.block_size, engine.info.num_blocks), Request([5, 6, 7], row=1)
-    response = engine.execute(steps.step([(0, 0, 2), (1, 0, 3)], [open_row(0, [5, 99]), opening(good)]))
+def test_a_row_that_cannot_be_served_fails_alone(runner: ModelRunner, oracle: Any) -> None:
+    steps, good = Steps(runner.info.block_size, runner.info.num_blocks), Request([5, 6, 7], row=1)
+    response = runner.execute(steps.step([(0, 0, 2), (1, 0, 3)], [open_row(0, [5, 99]), opening(good)]))
     assert [(error.row, error.message) for error in response.errors] == [
         (0, "a token id is not below the model's vocabulary size 99")
     ]
     assert integers(response.rows) == [1]
     assert integers(response.token_ids) == generate(oracle, good)[:1]
-    response = engine.execute(steps.step([(0, 2, 3), (1, 3, 4)]))
+    response = runner.execute(steps.step([(0, 2, 3), (1, 3, 4)]))
     assert (integers(response.rows), list(response.errors)) == ([1], [])
 
 
 @pytest.fixture(scope="module")
-def poisoned(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Engine:
+def poisoned(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> ModelRunner:
     """The model, but whoever reads token 50 knows nothing any more."""
     path = tmp_path_factory.mktemp("poisoned")
     (path / "config.json").write_bytes((model_path / "config.json").read_bytes())
@@ -259,7 +263,7 @@ def poisoned(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Engi
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLE, {**SAMPLE, "top_p": 0.5}])
-def test_scores_that_are_no_numbers_end_their_row(poisoned: Engine, oracle: Any, sampling: Any) -> None:
+def test_scores_that_are_no_numbers_end_their_row(poisoned: ModelRunner, oracle: Any, sampling: Any) -> None:
     poisoned.reset()
     steps = Steps(poisoned.info.block_size, poisoned.info.num_blocks)
     good = Request([5, 6, 7], row=1, details={"logprobs": True, "top_n": 2})
@@ -278,9 +282,9 @@ def test_scores_that_are_no_numbers_end_their_row(poisoned: Engine, oracle: Any,
     assert integers(response.token_ids) == generate(oracle, after)[:1], "blocks of the bad row do no harm"
 
 
-def test_rows_are_forgotten_when_a_stream_begins(engine: Engine) -> None:
-    steps = Steps(engine.info.block_size, engine.info.num_blocks)
-    engine.execute(steps.step([(0, 0, 2)], [open_row(0, [5, 6])]))
-    engine.reset()
+def test_rows_are_forgotten_when_a_stream_begins(runner: ModelRunner) -> None:
+    steps = Steps(runner.info.block_size, runner.info.num_blocks)
+    runner.execute(steps.step([(0, 0, 2)], [open_row(0, [5, 6])]))
+    runner.reset()
     with pytest.raises(AssertionError, match="not open"):
-        engine.execute(steps.step([(0, 2, 3)]))
+        runner.execute(steps.step([(0, 2, 3)]))

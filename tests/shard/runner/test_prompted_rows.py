@@ -17,8 +17,8 @@ from tests.support.shard.messages import GREEDY, SAMPLE, Steps, floats, integers
 from tests.support.shard.portable import plain
 from tests.support.shard.prompt_cases import PAD, Case
 from tests.support.shard.tuning_cells import Asked
-from tgis.shard.collectives import World
-from tgis.shard.runner.model_runner import Engine
+from tgis.shard.collectives import ProcessGroup
+from tgis.shard.runner.model_runner import ModelRunner
 from tgis.shard.startup.load import load
 
 NAMES = {"decoder": "granite_biases", "encoder_decoder": "bart_scaled"}
@@ -28,12 +28,12 @@ class Served:
     def __init__(self, name: str, root: Path) -> None:
         self.case = Case(name, root)
         options = {"uds_path": self.case.copies.uds_path, "kv_cache_tokens": 1024, "block_size": 4}
-        self.engine = load(configure(self.case.directory, **options))
+        self.runner = load(configure(self.case.directory, **options))
         self.load_all()
 
     def load_all(self) -> None:
         for digest in self.case.copies.digests:
-            self.engine.contents.load(digest)
+            self.runner.contents.load(digest)
 
 
 @pytest.fixture(scope="module")
@@ -55,32 +55,34 @@ def either(request: pytest.FixtureRequest, root: Path, decoder: Served) -> Serve
 def _fresh(request: pytest.FixtureRequest) -> None:
     for name in {"decoder", "either"} & set(request.fixturenames):
         served: Served = request.getfixturevalue(name)
-        served.engine.reset()
+        served.runner.reset()
         served.load_all()
 
 
-def execute(engine: Engine, steps: Steps, work: list[tuple[int, int, int]], *opened: Request) -> list[int]:
+def execute(
+    runner: ModelRunner, steps: Steps, work: list[tuple[int, int, int]], *opened: Request
+) -> list[int]:
     """The tokens of a step."""
-    response = engine.execute(steps.step(work, [opening(request) for request in opened]))
+    response = runner.execute(steps.step(work, [opening(request) for request in opened]))
     assert not response.errors
     return integers(response.token_ids)
 
 
 def test_interrupted_rows_go_on_as_if_nothing_had_happened(either: Served) -> None:
     """In company and with steps ahead; what was generated before comes with the tokens of the second time."""
-    case, engine = either.case, either.engine
+    case, runner = either.case, either.runner
     requests = [case.request(asked) for asked in case.asked]
     sampled = [case.request(asked) for asked in case.asked]
     for request in sampled:
         request.sampling = {**SAMPLE, "seed": 7}
     expected = deepcopy(sampled)
     for request in expected:
-        Router(engine, whole=True, depth=1).run([request])
-    engine.reset()
-    Router(engine, seed=1).run([*requests, *sampled], stop_after=7)
+        Router(runner, whole=True, depth=1).run([request])
+    runner.reset()
+    Router(runner, seed=1).run([*requests, *sampled], stop_after=7)
     assert any(0 < len(request.generated) < 8 for request in requests)
-    engine.reset()
-    Router(engine, seed=2).run([request for request in [*requests, *sampled] if not request.ended])
+    runner.reset()
+    Router(runner, seed=2).run([request for request in [*requests, *sampled] if not request.ended])
     for request, asked in zip(requests, case.asked, strict=True):
         check(request, asked.answer)
     assert [request.generated for request in sampled] == [request.generated for request in expected]
@@ -91,11 +93,11 @@ def test_nothing_is_left_on_the_cpu(either: Served) -> None:
 
     def serve(device: torch.device) -> list[Request]:
         config = configure(either.case.directory, uds_path=either.case.copies.uds_path, kv_cache_tokens=1024)
-        engine = load(config, World(0, 1, device=device), plain(device))
+        runner = load(config, ProcessGroup(0, 1, device=device), plain(device))
         for digest in either.case.copies.digests:
-            engine.contents.load(digest)
+            runner.contents.load(digest)
         requests = [either.case.request(asked) for asked in either.case.asked]
-        Router(engine, seed=1).run(list(requests))
+        Router(runner, seed=1).run(list(requests))
         return requests
 
     expected = serve(torch.device("cpu"))
@@ -112,10 +114,10 @@ def test_details_of_virtual_tokens(decoder: Served, number: int, cuts: tuple[int
     asked = case.asked[number]
     request = case.request(asked)
     request.details = {"logprobs": True, "ranks": True, "top_n": 2, "input_tokens": True}
-    request.row, steps = 0, Steps(4, decoder.engine.info.num_blocks)
+    request.row, steps = 0, Steps(4, decoder.runner.info.num_blocks)
     bounds = pairwise((*cuts, len(request.prompt)))
     work = [steps.step([(0, *span)], [opening(request)] if not span[0] else []) for span in bounds]
-    spans = [message for step in work for message in decoder.engine.execute(step).input_details]
+    spans = [message for step in work for message in decoder.runner.execute(step).input_details]
     with torch.inference_mode():
         prompt = case.oracle.draw(case.lengths[asked.content][0], 1)
         out = case.oracle.model(inputs_embeds=case.oracle.embed(prompt, asked.token_ids))
@@ -139,7 +141,7 @@ def test_virtual_tokens_count_where_long_sequences_turn_differently(root: Path) 
     token_ids, length = list(range(20, 37)), served.case.lengths["a"][0]
     asked = Asked(token_ids, "a", served.case.oracle.answer(token_ids, length, 1))
     request = served.case.request(asked)
-    Router(served.engine).run([request])
+    Router(served.runner).run([request])
     check(request, asked.answer)
 
 
@@ -156,7 +158,7 @@ def test_the_repetition_penalty_does_not_see_virtual_tokens(decoder: Served, pad
     request.prompt[:length] = [best] * length
     request.sampling, request.details = {**GREEDY, **options}, {}
     request.eos = [best] if pad == "an end of sequence" else []
-    Router(decoder.engine).run([request])
+    Router(decoder.runner).run([request])
     assert request.generated[0] == best
     if pad == "the best token":
         assert request.generated[: expected.certain] == expected.token_ids[: expected.certain]
@@ -171,52 +173,52 @@ def test_the_repetition_penalty_of_a_prompt_alone(decoder: Served) -> None:
     assert expected.token_ids != asked.answer.token_ids
     request = case.request(asked)
     request.sampling, request.details = {**GREEDY, "repetition_penalty": 1.7}, {}
-    Router(decoder.engine).run([request])
+    Router(decoder.runner).run([request])
     assert request.generated[: expected.certain] == expected.token_ids[: expected.certain]
 
 
 def test_blocks_of_another_row_under_the_same_prompt_are_read(decoder: Served) -> None:
     """From within the virtual tokens on, and after them."""
-    case, engine = decoder.case, decoder.engine
+    case, runner = decoder.case, decoder.runner
     first, other = case.request(case.asked[0]), case.request(case.asked[2])
-    size = engine.info.block_size
+    size = runner.info.block_size
     for shared in (1, 2):
         other.prompt[: shared * size] = first.prompt[: shared * size]
         expected, again = deepcopy(other), deepcopy(other)
-        Router(engine, whole=True).run([expected])
-        engine.reset()
-        steps = Steps(size, engine.info.num_blocks)
+        Router(runner, whole=True).run([expected])
+        runner.reset()
+        steps = Steps(size, runner.info.num_blocks)
         first.row, again.row = 0, 1
-        execute(engine, steps, [(0, 0, len(first.prompt))], first)
+        execute(runner, steps, [(0, 0, len(first.prompt))], first)
         request = steps.step([(1, shared * size, len(again.prompt))], [opening(again)])
         table = steps.blocks[0][:shared] + steps.blocks[1][shared:]
         request.new_blocks = np.array(table, "<i4").tobytes()
-        assert integers(engine.execute(request).token_ids) == expected.generated[:1]
-        engine.reset()
+        assert integers(runner.execute(request).token_ids) == expected.generated[:1]
+        runner.reset()
 
 
 def test_a_row_keeps_a_prompt_that_is_unloaded(either: Served) -> None:
-    case, engine = either.case, either.engine
-    steps, request = Steps(4, engine.info.num_blocks), case.request(case.asked[0])
+    case, runner = either.case, either.runner
+    steps, request = Steps(4, runner.info.num_blocks), case.request(case.asked[0])
     request.row, request.cross_blocks = 0, [200 + i for i in range(len(request.encoder_token_ids))]
-    generated = execute(engine, steps, [(0, 0, 1)], request)
-    engine.contents.unload_others([])
+    generated = execute(runner, steps, [(0, 0, 1)], request)
+    runner.contents.unload_others([])
     length, end = len(request.prompt), len(request.prompt) + request.max_new_tokens
-    generated += execute(engine, steps, [(0, 1, length)]) if length > 1 else []
+    generated += execute(runner, steps, [(0, 1, length)]) if length > 1 else []
     for position in range(length, end - 1):
-        generated += execute(engine, steps, [(0, position, position + 1)])
+        generated += execute(runner, steps, [(0, position, position + 1)])
     certain = case.asked[0].answer.certain
     assert generated[:certain] == case.asked[0].answer.token_ids[:certain]
 
 
 def test_a_row_whose_prompt_is_not_loaded_fails_alone(decoder: Served) -> None:
-    case, engine = decoder.case, decoder.engine
-    engine.contents.unload_others([])
-    steps, bad, good = Steps(4, engine.info.num_blocks), *(case.request(case.asked[i]) for i in (0, -1))
+    case, runner = decoder.case, decoder.runner
+    runner.contents.unload_others([])
+    steps, bad, good = Steps(4, runner.info.num_blocks), *(case.request(case.asked[i]) for i in (0, -1))
     bad.row, good.row = 0, 1
     opened = [opening(bad), opening(good), open_row(2, [5, 6])]
     opened[2].adapter_digest = "none"
-    response = engine.execute(steps.step([(0, 0, 3), (1, 0, len(good.prompt)), (2, 0, 2)], opened))
+    response = runner.execute(steps.step([(0, 0, 3), (1, 0, len(good.prompt)), (2, 0, 2)], opened))
     assert [(error.row, error.message) for error in response.errors] == [
         (0, "its soft prompt is not loaded"),
         (2, "its adapter is not loaded"),

@@ -15,7 +15,7 @@ from tests.support.shard.driver import Request, Router, configure, opening, prom
 from tests.support.shard.messages import GREEDY, SAMPLE, Steps, integers, open_row
 from tests.support.tokenizers.trained import write_byte_level
 from tgis.pb import shard_pb2 as pb
-from tgis.shard.runner.model_runner import Engine
+from tgis.shard.runner.model_runner import ModelRunner
 from tgis.shard.startup.load import load
 
 VOCAB_SIZE = 403
@@ -44,8 +44,8 @@ class Foreseen(Request):
 class Speculator(Router):
     """Guesses right with the chance `luck`; a row with guesses is in no other unread step."""
 
-    def __init__(self, engine: Engine, luck: float, seed: int) -> None:
-        super().__init__(engine, seed)
+    def __init__(self, runner: ModelRunner, luck: float, seed: int) -> None:
+        super().__init__(runner, seed)
         self.luck = luck
         self.busy: set[int] = set()
         self.num_guessed = self.num_right = 0
@@ -82,7 +82,7 @@ class Speculator(Router):
             work.append((request.row, start, end))
         step = self.steps.step(work, [opening(request) for request in fresh], self.closed, drafts)
         self.closed = []
-        response = self.engine.execute(step)
+        response = self.runner.execute(step)
         self.num_guessed += sum(map(len, drafts.values()))
         self.num_right += len(response.rows) // 4 - len(set(integers(response.rows)))
         self.unread.append(response)
@@ -106,7 +106,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def engine(directory: Path) -> Engine:
+def runner(directory: Path) -> ModelRunner:
     return load(configure(directory))
 
 
@@ -125,15 +125,15 @@ def make_requests(seed: int) -> list[Foreseen]:
 
 
 @pytest.mark.parametrize("luck", [0.0, 0.6, 0.9, 1.0])
-def test_outputs_are_those_without_drafts(engine: Engine, luck: float) -> None:
+def test_outputs_are_those_without_drafts(runner: ModelRunner, luck: float) -> None:
     seed = int(luck * 10)
-    engine.reset()
+    runner.reset()
     plain, guessed = make_requests(seed), make_requests(seed)
-    router, speculator = Router(engine, seed), Speculator(engine, luck, seed)
+    router, speculator = Router(runner, seed), Speculator(runner, luck, seed)
     router.run(list(plain))
     for request, known in zip(guessed, plain, strict=True):
         request.truth = known.generated
-    engine.reset()
+    runner.reset()
     speculator.run(list(guessed))
     for request, known in zip(guessed, plain, strict=True):
         assert request.generated == known.generated
@@ -147,38 +147,38 @@ def test_outputs_are_those_without_drafts(engine: Engine, luck: float) -> None:
     assert luck < 1 or speculator.num_right > 50
 
 
-def test_a_row_ends_where_it_would_have_ended(engine: Engine) -> None:
+def test_a_row_ends_where_it_would_have_ended(runner: ModelRunner) -> None:
     """Whatever is guessed to come after; and what it leaves in the cache harms nobody."""
-    engine.reset()
+    runner.reset()
     known = Request([5, 6, 7], 12, row=0)
-    Router(engine).run([known])
+    Router(runner).run([known])
     tokens = known.generated
     end = next(i for i, token in enumerate(tokens) if i > 2 and token not in tokens[:i])
-    engine.reset()
-    steps = Steps(engine.info.block_size, engine.info.num_blocks)
+    runner.reset()
+    steps = Steps(runner.info.block_size, runner.info.num_blocks)
     opened = open_row(0, [5, 6, 7], max_new_tokens=12, eos=[tokens[end]])
-    engine.execute(steps.step([(0, 0, 3)], [opened]))
-    response = engine.execute(steps.step([(0, 3, 4)], drafts={0: tokens[1:11]}))
+    runner.execute(steps.step([(0, 0, 3)], [opened]))
+    response = runner.execute(steps.step([(0, 3, 4)], drafts={0: tokens[1:11]}))
     assert integers(response.token_ids) == tokens[1 : end + 1]
     assert list(response.ended) == [0] * (end - 1) + [1]
     assert integers(response.rows) == [0] * end
-    response = engine.execute(steps.step([(0, end + 3, end + 4)]))
+    response = runner.execute(steps.step([(0, end + 3, end + 4)]))
     assert not response.rows, "nothing more is computed for it"
 
 
-def test_the_last_token_ends_the_row_behind_its_drafts(engine: Engine) -> None:
-    engine.reset()
+def test_the_last_token_ends_the_row_behind_its_drafts(runner: ModelRunner) -> None:
+    runner.reset()
     known = Request([9, 8], 6, row=0)
-    Router(engine).run([known])
-    steps = Steps(engine.info.block_size, engine.info.num_blocks)
+    Router(runner).run([known])
+    steps = Steps(runner.info.block_size, runner.info.num_blocks)
     opened = open_row(0, [9, 8], max_new_tokens=6)
-    engine.execute(steps.step([(0, 0, 2)], [opened]))
-    response = engine.execute(steps.step([(0, 2, 3)], drafts={0: known.generated[1:5]}))
+    runner.execute(steps.step([(0, 0, 2)], [opened]))
+    response = runner.execute(steps.step([(0, 2, 3)], drafts={0: known.generated[1:5]}))
     assert integers(response.token_ids) == known.generated[1:]
     assert list(response.ended) == [0] * 4 + [1]
 
 
-def poison(directory: Path, target: Path, token_id: int) -> Engine:
+def poison(directory: Path, target: Path, token_id: int) -> ModelRunner:
     """The model, but whoever reads that token knows nothing any more."""
     for file in ("config.json", "tokenizer.json"):
         (target / file).write_bytes((directory / file).read_bytes())
@@ -188,11 +188,11 @@ def poison(directory: Path, target: Path, token_id: int) -> Engine:
     return load(configure(target))
 
 
-def test_what_goes_wrong_behind_a_draft(engine: Engine, directory: Path, tmp_path: Path) -> None:
+def test_what_goes_wrong_behind_a_draft(runner: ModelRunner, directory: Path, tmp_path: Path) -> None:
     """Is told after the tokens before it, which are a client's; and harms nobody if the draft was wrong."""
-    engine.reset()
+    runner.reset()
     known = Request([5, 6, 7], 12, row=0)
-    Router(engine).run([known])
+    Router(runner).run([known])
     tokens = known.generated
     place = next(i for i, token in enumerate(tokens) if i > 2 and token not in [5, 6, 7, *tokens[:i]])
     poisoned = poison(directory, tmp_path, tokens[place])

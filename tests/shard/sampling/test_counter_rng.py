@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from tgis.shard.sampling.counter_rng import draw_keys, race, uniforms
+from tgis.shard.sampling.counter_rng import draw_columns, draw_keys, uniforms
 
 
 def chi_square(counts: np.ndarray, probabilities: np.ndarray) -> float:
@@ -28,7 +28,7 @@ def test_choice_follows_the_probabilities(vary: str) -> None:
     }[vary]
     scores = torch.linspace(-4, 2, 60)
     keys = draw_keys(seeds.astype(np.uint64), positions)
-    drawn = race(scores.expand(num_draws, -1), keys, torch.arange(60, dtype=torch.int32)).numpy()
+    drawn = draw_columns(scores.expand(num_draws, -1), keys, torch.arange(60, dtype=torch.int32)).numpy()
     probabilities = scores.double().softmax(-1).numpy()
     assert abs(chi_square(np.bincount(drawn, minlength=60), probabilities)) < 4
     halves = (drawn >= 48).astype(int)

@@ -23,7 +23,7 @@ from tests.support.shard.messages import GREEDY, SAMPLE, Steps, integers, open_r
 from tests.support.tokenizers.decoder_kinds import KINDS
 from tests.support.tokenizers.trained import write_byte_level
 from tgis.pb import shard_pb2 as pb
-from tgis.shard.runner.model_runner import Engine
+from tgis.shard.runner.model_runner import ModelRunner
 from tgis.shard.sampling.grammar import Guides, read_tokenizer
 from tgis.shard.startup.load import load
 
@@ -57,7 +57,7 @@ def guides(directory: Path) -> Guides:
 
 
 @pytest.fixture(scope="module")
-def engine(directory: Path) -> Engine:
+def runner(directory: Path) -> ModelRunner:
     return load(configure(directory))
 
 
@@ -415,10 +415,12 @@ def guided_requests(seed: int) -> Iterator[tuple[Request, set[bytes]]]:
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_the_engine_follows_grammars_as_a_plain_loop_does(engine: Engine, oracle: Oracle, depth: int) -> None:
+def test_the_engine_follows_grammars_as_a_plain_loop_does(
+    runner: ModelRunner, oracle: Oracle, depth: int
+) -> None:
     requests = list(guided_requests(depth))
-    engine.reset()
-    Router(engine, seed=depth, depth=depth).run([request for request, _ in requests])
+    runner.reset()
+    Router(runner, seed=depth, depth=depth).run([request for request, _ in requests])
     for request, language in requests:
         minimum = request.sampling["min_new_tokens"]
         expected, logprobs = oracle.generate(request.prompt, language, minimum)
@@ -435,14 +437,14 @@ def free_requests() -> list[Request]:
     ]
 
 
-def test_free_rows_are_the_same_to_the_last_bit(engine: Engine) -> None:
+def test_free_rows_are_the_same_to_the_last_bit(runner: ModelRunner) -> None:
     alone, beside = free_requests(), free_requests()
-    engine.reset()
-    Router(engine, seed=1, whole=True).run(list(alone))
-    engine.reset()
+    runner.reset()
+    Router(runner, seed=1, whole=True).run(list(alone))
+    runner.reset()
     guided = [request for request, _ in guided_requests(3)][:3]
     mixed = [request for pair in zip(guided, beside, strict=True) for request in pair]
-    Router(engine, seed=2, whole=True).run(mixed)
+    Router(runner, seed=2, whole=True).run(mixed)
     for one, other in zip(alone, beside, strict=True):
         assert one.generated == other.generated
         assert one.logprobs == other.logprobs
@@ -450,38 +452,38 @@ def test_free_rows_are_the_same_to_the_last_bit(engine: Engine) -> None:
     assert all(request.generated[-1] == EOS for request in guided)
 
 
-def test_a_sampled_row_resumes_with_the_same_tokens(engine: Engine) -> None:
+def test_a_sampled_row_resumes_with_the_same_tokens(runner: ModelRunner) -> None:
     sampling = {**SAMPLE, "seed": 99, "temperature": 1.5}
     grammar = f"{HEADER}start: /[a-z ]{{20,30}}/"
     whole = Request([9, 10, 11], 40, [EOS], sampling, {}, grammar)
-    engine.reset()
-    Router(engine).run([whole])
+    runner.reset()
+    Router(runner).run([whole])
     assert len(whole.generated) > 8
     cut = Request([9, 10, 11], 40, [EOS], sampling, {}, grammar, generated=whole.generated[:5])
-    engine.reset()
-    Router(engine, seed=3).run([cut])
+    runner.reset()
+    Router(runner, seed=3).run([cut])
     assert cut.generated == whole.generated
 
 
 @pytest.mark.parametrize(
     ("pattern", "num_tokens"), [("(", range(1)), ("((a{1,1000}){1,1000}){1,1000}", range(3, 100))]
 )
-def test_a_row_whose_grammar_fails_fails_alone(engine: Engine, pattern: str, num_tokens: range) -> None:
+def test_a_row_whose_grammar_fails_fails_alone(runner: ModelRunner, pattern: str, num_tokens: range) -> None:
     """At once, or when following it becomes too much."""
-    engine.reset()
-    steps = Steps(engine.info.block_size, engine.info.num_blocks)
+    runner.reset()
+    steps = Steps(runner.info.block_size, runner.info.num_blocks)
     good = Request([5, 6, 7], 120, grammar=f"{HEADER}start: /[a-z]*/", row=1)
     bad = Request([5, 6], 120, grammar=f"{HEADER}start: /{pattern}/", row=0)
-    response = engine.execute(steps.step([(1, 0, 3), (0, 0, 2)], [opening(good), opening(bad)]))
+    response = runner.execute(steps.step([(1, 0, 3), (0, 0, 2)], [opening(good), opening(bad)]))
     step = 0
     while not response.errors:
         assert set(integers(response.rows)) == {0, 1}
-        response = engine.execute(steps.step([(1, 3 + step, 4 + step), (0, 2 + step, 3 + step)]))
+        response = runner.execute(steps.step([(1, 3 + step, 4 + step), (0, 2 + step, 3 + step)]))
         step += 1
     assert step in num_tokens
     [error] = response.errors
     assert (error.row, error.cause) == (0, pb.RowError.CAUSE_GRAMMAR)
     assert integers(response.rows) == [1]
-    response = engine.execute(steps.step([(1, 3 + step, 4 + step), (0, 2 + step, 3 + step)]))
+    response = runner.execute(steps.step([(1, 3 + step, 4 + step), (0, 2 + step, 3 + step)]))
     assert integers(response.rows) == [1]
     assert not response.errors

@@ -10,7 +10,7 @@ import torch
 
 from tests.support import plain_sampling
 from tests.support.plain_sampling import Row, single
-from tgis.shard.sampling.logprobs import describe
+from tgis.shard.sampling.logprobs import compute_details
 from tgis.shard.sampling.sampler import PARAMETERS, SamplingBatch, SeenTokens, sample
 
 INF = math.inf
@@ -26,7 +26,7 @@ def two_threads() -> Iterator[None]:
     torch.set_num_threads(num_threads)
 
 
-def run(rows: list[Row], described: bool = True) -> tuple[list[int], torch.Tensor, list[bool]]:
+def run(rows: list[Row], wants_details: bool = True) -> tuple[list[int], torch.Tensor, list[bool]]:
     """The batched code: tokens, scores after all processors, usable."""
     params = np.array([tuple(getattr(row, name) for name in PARAMETERS.names) for row in rows], PARAMETERS)
     eos = np.full((len(rows), max(1, *(len(row.eos) for row in rows), 1)), -1, np.int32)
@@ -41,7 +41,7 @@ def run(rows: list[Row], described: bool = True) -> tuple[list[int], torch.Tenso
         num_generated=np.array([row.num_generated for row in rows]),
         positions=np.array([len(row.token_ids) for row in rows]),
         eos_token_ids=eos,
-        described=np.full(len(rows), described),
+        wants_details=np.full(len(rows), wants_details),
     )
     tokens, usable = sample(scores, batch, seen)
     return tokens.tolist(), scores, usable.tolist()
@@ -134,8 +134,8 @@ def test_a_row_is_the_same_alone_and_in_a_crowd() -> None:
             assert alone == tokens[i]
             assert torch.equal(score[0], scores[i])
             n = np.array([4])
-            one = describe(score, torch.tensor([alone]), n)
-            many = describe(scores, torch.tensor(tokens), np.repeat(n, len(rows)))
+            one = compute_details(score, torch.tensor([alone]), n)
+            many = compute_details(scores, torch.tensor(tokens), np.repeat(n, len(rows)))
             assert one.logprobs[0] == many.logprobs[i]
 
 
@@ -155,7 +155,7 @@ def test_the_draw_hangs_on_seed_and_position() -> None:
 def test_the_choice_does_not_hang_on_who_asks_for_details() -> None:
     rng = random.Random(6)
     rows = [random_row(rng, 200) for _ in range(50)]
-    assert run(rows, described=True)[0] == run(rows, described=False)[0]
+    assert run(rows, wants_details=True)[0] == run(rows, wants_details=False)[0]
 
 
 def test_filters_that_leave_everything_change_nothing() -> None:
@@ -223,7 +223,7 @@ def test_details_follow_the_rules() -> None:
         scores[0] = 1.0
         token_ids = [rng.choice([i for i, x in enumerate(row) if x > -INF]) for row in scores.tolist()]
         top_n = np.array([rng.choice([0, 1, 2, 5, 10]) for _ in token_ids])
-        got = describe(scores, torch.tensor(token_ids), top_n)
+        got = compute_details(scores, torch.tensor(token_ids), top_n)
         oracle = scores.double().log_softmax(-1)
         starts = np.concatenate([[0], np.cumsum(got.top_counts)])
         for i, (row, token) in enumerate(zip(scores.tolist(), token_ids, strict=True)):

@@ -105,16 +105,16 @@ def test_prompts_and_adapters_work_where_ours_serves_instead(name: str, tmp_path
     tuned = Tuned(directory, store_path / "lora", r=4, target_modules="all-linear")
     options = {"deployment_framework": "hf_accelerate", "prefix_store_path": str(store_path)}
     shard = configure(directory, uds_path=str(tmp_path / "shard"), kv_cache_tokens=1024, **options)
-    engine = load(shard)
-    store = open_store(shard, engine.model, 192)
+    runner = load(shard)
+    store = open_store(shard, runner.model, 192)
     prompt, adapter = store.find("prompt", "prompt"), store.find("adapter", "lora")
     for digest in (prompt.digest, adapter.digest):
-        engine.contents.load(digest)
+        runner.contents.load(digest)
 
     def ask(inputs: list[int], **digests: str) -> Request:
         begin, encoder = ([start], inputs) if oracle.is_encoder_decoder else (inputs, [])
         request = Request(begin, NEW_TOKENS, details={"logprobs": True}, encoder_token_ids=encoder, **digests)
-        Router(engine).run([request])
+        Router(runner).run([request])
         return request
 
     ids, start = draw_inputs()[1], oracle.start_token_id
@@ -130,10 +130,10 @@ ONNX = Path(__file__).parents[2] / "data" / "onnx"
 
 def test_a_model_in_onnx_form_is_served(tmp_path: Path) -> None:
     """Loaded as a shard loads it, in the type that its graph computes in, and driven."""
-    engine = load(configure(ONNX / "half", deployment_framework="hf_optimum_ort", dtype="float32"))
-    assert engine.info.cache_dtype == "float16"
+    runner = load(configure(ONNX / "half", deployment_framework="hf_optimum_ort", dtype="float32"))
+    assert runner.info.cache_dtype == "float16"
     request = Request([5, 6, 7], max_new_tokens=4)
-    Router(engine).run([request])
+    Router(runner).run([request])
     assert len(request.generated) == 4
 
 
@@ -164,5 +164,5 @@ def test_says_that_ours_would_be_faster(
     settings = CONFIGS[model].to_dict()
     edit_config(tmp_path, settings)
     engine_choice.choose(tmp_path, settings, "hf_transformers", 1, trust_remote_code=False)
-    assert ("tgis_native serves this model faster" in caplog.text) is is_known
+    assert ("tgis_native would serve this model faster" in caplog.text) is is_known
     assert ("scale_attn_by_inverse_layer_idx True" in caplog.text) is not is_known

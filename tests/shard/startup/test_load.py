@@ -21,7 +21,7 @@ from tgis.pb import shard_pb2 as pb
 from tgis.prompts.errors import AdapterError
 from tgis.shard.adapters.loading import open_store
 from tgis.shard.checkpoint.tensors import WeightsError
-from tgis.shard.memory import host_limits
+from tgis.shard.memory.host_limits import HostMemory
 from tgis.shard.models.interface import UnsupportedModelError
 from tgis.shard.startup import warm_up
 from tgis.shard.startup.load import load
@@ -78,10 +78,10 @@ def test_info_of_an_encoder_decoder(tmp_path: Path) -> None:
     assert start(decoder_start_token_id=7, bos_token_id=5) == 7
     assert start(bos_token_id=5, pad_token_id=4) == 5
     assert start(pad_token_id=4) == 4
-    with pytest.raises(UnsupportedModelError, match="with which token the decoder begins"):
+    with pytest.raises(UnsupportedModelError, match="has no decoder_start_token_id"):
         start()
     for token_id in (-5, 99):
-        with pytest.raises(UnsupportedModelError, match=f"bos_token_id {token_id} is no token"):
+        with pytest.raises(UnsupportedModelError, match=f"bos_token_id {token_id} is not a token id"):
             start(bos_token_id=token_id)
 
 
@@ -119,16 +119,16 @@ def test_an_engine_that_takes_no_soft_prompts_says_so(
         write_model(model_path, config)
     through = {"deployment_framework": "hf_transformers", "prefix_store_path": str(tmp_path / "none")}
     config = configure(model_path, uds_path=str(tmp_path / "shard"), kv_cache_tokens=1024, **through)
-    engine = load(config)
-    assert (engine.info.prompt_cache_bytes, engine.info.adapter_cache_bytes) == (0, 0)
-    store = open_store(config, engine.model, 192)
+    runner = load(config)
+    assert (runner.info.prompt_cache_bytes, runner.info.adapter_cache_bytes) == (0, 0)
+    store = open_store(config, runner.model, 192)
     (tmp_path / "none" / "a").mkdir(parents=True)
     torch.save(torch.ones(2, 32), tmp_path / "none" / "a" / "decoder.pt")
     text = f"soft prompts and adapters need the service's own engine{remedy}"
     with pytest.raises(AdapterError, match=f"'a': {text}$"):
         store.find("prompt", "a")
     with pytest.raises(AdapterError, match=f"^{text}$"):
-        engine.contents.load("0" * 64)
+        runner.contents.load("0" * 64)
     assert f"prefix_store_path: there is no directory {tmp_path / 'none'}" in caplog.text
     assert f"requests for soft prompts and adapters fail: {text}" in caplog.text
 
@@ -165,7 +165,7 @@ def test_a_model_that_can_never_answer_is_refused(model_path: Path, tmp_path: Pa
     weights = load_file(tmp_path / "model.safetensors")
     weights["model.norm.weight"].fill_(math.nan)
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(UnsupportedModelError, match="the model cannot answer: "):
+    with pytest.raises(UnsupportedModelError, match="the model failed a warm-up step: "):
         load(configure(tmp_path))
 
 
@@ -203,10 +203,10 @@ def test_a_model_that_cannot_fit_is_refused_unread(
     with safe_open(model_path / "model.safetensors", framework="pt") as file:
         shapes = [file.get_slice(name).get_shape() for name in file.keys()]  # noqa: SIM118
     needed = sum(math.prod(shape) for shape in shapes if len(shape) == 2) * 2
-    monkeypatch.setattr(host_limits, "memory_left", lambda: needed - 1)
+    monkeypatch.setattr(HostMemory, "memory_left", lambda _: needed - 1)
     with pytest.raises(ModelTooLargeError, match=r"weights take 0\.00 GiB as float16, 0\.00 GiB of memory"):
         load(configure(model_path, dtype="float16"))
-    monkeypatch.setattr(host_limits, "memory_left", lambda: needed)
+    monkeypatch.setattr(HostMemory, "memory_left", lambda _: needed)
     with pytest.raises(CacheTooSmallError, match=r"but 0 MiB \(a quarter of 0 MiB\) leave room for 0$"):
         load(configure(model_path, dtype="float16"))
     assert "weights read" not in caplog.text
@@ -229,7 +229,7 @@ def test_the_cache_gets_a_quarter_of_what_the_largest_step_leaves(
     """And of what soft prompts and adapters leave, `held` MiB."""
     caplog.set_level("INFO")
     left, block_bytes = 160 * MIB, 4 * KIB
-    monkeypatch.setattr(host_limits, "memory_left", lambda: left)
+    monkeypatch.setattr(HostMemory, "memory_left", lambda _: left)
     monkeypatch.setattr(warm_up, "MAX_STEP_S", 100.0)
     options: dict[str, Any] = {"max_batch_size": 512, "max_sequence_length": 512}
     if held:
@@ -247,7 +247,7 @@ def test_the_cache_gets_a_quarter_of_what_the_largest_step_leaves(
 def test_what_prompts_and_adapters_may_take_must_be_there(
     model_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(host_limits, "memory_left", lambda: 160 * MIB)
+    monkeypatch.setattr(HostMemory, "memory_left", lambda _: 160 * MIB)
     held = {"prefix_store_path": "/nowhere", "prompt_cache_size_mb": 175, "adapter_cache_size_mb": 30}
     with pytest.raises(ModelTooLargeError, match=r"soft prompts and adapters may take 0\.20 GiB"):
         load(configure(model_path, **held))

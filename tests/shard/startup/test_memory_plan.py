@@ -5,7 +5,7 @@ from itertools import product
 import pytest
 import torch
 
-from tgis.shard.collectives import World
+from tgis.shard.collectives import ProcessGroup
 from tgis.shard.memory.kv_cache import bytes_per_block
 from tgis.shard.models.spec.spec import DecoderSpec
 from tgis.shard.startup.memory_plan import (
@@ -13,11 +13,11 @@ from tgis.shard.startup.memory_plan import (
     MIB,
     CacheTooSmallError,
     Demand,
+    MemoryBudget,
     ModelTooLargeError,
-    Room,
     check_blocks,
+    check_budget,
     check_fit,
-    check_room,
     count_blocks,
     make_cache,
 )
@@ -55,17 +55,17 @@ def test_blocks_of_the_worst_request(block_size: int) -> None:
 
 
 def test_a_rank_gets_its_part_of_a_quarter() -> None:
-    assert Room(left=1000, step=0, num_ranks=1).share == 250
-    assert Room(left=1000, step=100, num_ranks=2).share == 100
-    assert Room(left=1000, step=600, num_ranks=2).share == 0
-    assert Room(left=1000, step=100, num_ranks=2, contents=200).share == 50
+    assert MemoryBudget(left=1000, step=0, num_ranks=1).share == 250
+    assert MemoryBudget(left=1000, step=100, num_ranks=2).share == 100
+    assert MemoryBudget(left=1000, step=600, num_ranks=2).share == 0
+    assert MemoryBudget(left=1000, step=100, num_ranks=2, contents=200).share == 50
 
 
 def test_one_request_must_fit() -> None:
     demand = Demand(16, 100, 4, None)
-    check_blocks(demand, 7, MIB, Room(28 * MIB, 0, 1))
+    check_blocks(demand, 7, MIB, MemoryBudget(28 * MIB, 0, 1))
     with pytest.raises(CacheTooSmallError) as error:
-        check_blocks(demand, 6, MIB // 2, Room(30 * MIB, 3 * MIB, 2))
+        check_blocks(demand, 6, MIB // 2, MemoryBudget(30 * MIB, 3 * MIB, 2))
     assert str(error.value) == (
         "the cache is too small for one request: --max-sequence-length 100 takes 7 blocks of 16 tokens and "
         "0.50 MiB, 4 MiB together, but 3 MiB (a quarter of 30 MiB less 6 MiB for the largest step, over 2 "
@@ -75,13 +75,15 @@ def test_one_request_must_fit() -> None:
 
 def test_soft_prompts_and_adapters_are_part_of_the_arithmetic() -> None:
     with pytest.raises(CacheTooSmallError) as error:
-        check_blocks(Demand(16, 100, 4, None), 6, MIB // 2, Room(30 * MIB, 3 * MIB, 2, contents=4 * MIB))
+        check_blocks(
+            Demand(16, 100, 4, None), 6, MIB // 2, MemoryBudget(30 * MIB, 3 * MIB, 2, contents=4 * MIB)
+        )
     assert "(a quarter of 30 MiB less 6 MiB for the largest step less 8 MiB for soft prompts and ad" in str(
         error.value
     )
-    check_room(Room(2 * GIB, GIB // 2, 2, contents=GIB // 2))
+    check_budget(MemoryBudget(2 * GIB, GIB // 2, 2, contents=GIB // 2))
     with pytest.raises(ModelTooLargeError) as refused:
-        check_room(Room(2 * GIB - 1, GIB // 2, 2, contents=GIB // 2))
+        check_budget(MemoryBudget(2 * GIB - 1, GIB // 2, 2, contents=GIB // 2))
     assert str(refused.value) == (
         "the model does not fit: beside its weights the largest step takes 1.00 GiB and soft prompts and "
         "adapters may take 1.00 GiB, 2.00 GiB of memory are left; a smaller --max-step-tokens or "
@@ -90,37 +92,39 @@ def test_soft_prompts_and_adapters_are_part_of_the_arithmetic() -> None:
 
 
 def test_the_cache_is_what_the_room_allows() -> None:
-    world, demand = World(0, 1), Demand(16, 100, 4, None)
-    assert bytes_per_block(SPEC, world, 16, torch.float32) == BLOCK_BYTES
+    group, demand = ProcessGroup(0, 1), Demand(16, 100, 4, None)
+    assert bytes_per_block(SPEC, group, 16, torch.float32) == BLOCK_BYTES
     for blocks, step in product((7, 9, 50), (0, 3 * MIB)):
-        cache = make_cache(SPEC, world, torch.float32, demand, Room(4 * blocks * BLOCK_BYTES + step, step, 1))
+        cache = make_cache(
+            SPEC, group, torch.float32, demand, MemoryBudget(4 * blocks * BLOCK_BYTES + step, step, 1)
+        )
         assert cache.num_blocks == min(blocks, 28)
     with pytest.raises(CacheTooSmallError):
-        make_cache(SPEC, world, torch.float32, demand, Room(4 * 7 * BLOCK_BYTES - 1, 0, 1))
+        make_cache(SPEC, group, torch.float32, demand, MemoryBudget(4 * 7 * BLOCK_BYTES - 1, 0, 1))
 
 
 def test_a_model_that_cannot_fit_is_refused_before_it_is_read() -> None:
-    world, demand = World(0, 1), Demand(16, 100, 4, None)
+    group, demand = ProcessGroup(0, 1), Demand(16, 100, 4, None)
     needed = 4 * 7 * BLOCK_BYTES
-    check_fit(SPEC, world, torch.float32, demand, 3 * GIB, 3 * GIB + needed)
+    check_fit(SPEC, group, torch.float32, demand, 3 * GIB, 3 * GIB + needed)
     with pytest.raises(ModelTooLargeError) as error:
-        check_fit(SPEC, world, torch.bfloat16, demand, 3 * GIB, 2 * GIB)
+        check_fit(SPEC, group, torch.bfloat16, demand, 3 * GIB, 2 * GIB)
     assert str(error.value) == (
         "the model does not fit: its weights take 3.00 GiB as bfloat16, 2.00 GiB of memory are left"
     )
     with pytest.raises(CacheTooSmallError, match=r"leave room for 6$"):
-        check_fit(SPEC, world, torch.float32, demand, 3 * GIB, 3 * GIB + needed - 1)
-    check_fit(SPEC, world, torch.float32, demand, 3 * GIB, 4 * GIB + needed, contents=GIB)
+        check_fit(SPEC, group, torch.float32, demand, 3 * GIB, 3 * GIB + needed - 1)
+    check_fit(SPEC, group, torch.float32, demand, 3 * GIB, 4 * GIB + needed, contents=GIB)
     with pytest.raises(CacheTooSmallError, match=r"leave room for 6$"):
-        check_fit(SPEC, world, torch.float32, demand, 3 * GIB, 4 * GIB + needed - 1, contents=GIB)
+        check_fit(SPEC, group, torch.float32, demand, 3 * GIB, 4 * GIB + needed - 1, contents=GIB)
     with pytest.raises(ModelTooLargeError, match=r"weights soft prompts and adapters may take 1\.00 GiB, 0"):
-        check_fit(SPEC, world, torch.float32, demand, 3 * GIB, 7 * GIB // 2, contents=GIB)
+        check_fit(SPEC, group, torch.float32, demand, 3 * GIB, 7 * GIB // 2, contents=GIB)
 
 
 def test_the_largest_step_must_fit() -> None:
-    check_room(Room(2 * GIB, GIB, 2))
+    check_budget(MemoryBudget(2 * GIB, GIB, 2))
     with pytest.raises(ModelTooLargeError) as error:
-        check_room(Room(2 * GIB - 1, GIB, 2))
+        check_budget(MemoryBudget(2 * GIB - 1, GIB, 2))
     assert str(error.value) == (
         "the model does not fit: beside its weights the largest step takes 2.00 GiB, 2.00 GiB of memory are "
         "left; a smaller --max-step-tokens or --max-batch-size makes it smaller"

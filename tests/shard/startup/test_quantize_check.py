@@ -16,7 +16,7 @@ from tests.support.shard.checkpoints import SMALL, write_model
 from tests.support.shard.driver import Request, Router, configure, prompts
 from tests.support.shard.ranks import Ranks
 from tests.support.shard.stepping import Stepper
-from tgis.shard.collectives import World
+from tgis.shard.collectives import ProcessGroup
 from tgis.shard.kernels.cpu.gemm.product import PackedProduct
 from tgis.shard.kernels.cpu.int8.product import Int8Product
 from tgis.shard.kernels.portable.ops import TorchKernels
@@ -35,15 +35,15 @@ def model_path(checkpoint: Callable[[str], Path]) -> Path:
     return checkpoint("grouped_queries")
 
 
-def quantized(directory: Path, world: World = stepping.ALONE) -> Decoder:
-    model = registry.load(directory, stepping.read_config(directory), world, torch.float32, quantize="int8")
+def quantized(directory: Path, group: ProcessGroup = stepping.ALONE) -> Decoder:
+    model = registry.load(directory, stepping.read_config(directory), group, torch.float32, quantize="int8")
     assert isinstance(model, Decoder)
     return model
 
 
-def compute_steps(world: World, directory: Path) -> Tensor:
+def compute_steps(group: ProcessGroup, directory: Path) -> Tensor:
     """Log-probabilities of two sequences, in chunks and together."""
-    stepper = Stepper(quantized(directory, world), world)
+    stepper = Stepper(quantized(directory, group), group)
     first, second = list(range(5, 20)), [30, 31]
     steps = [{0: (first[:9], 0)}, {0: (first, 9), 1: (second, 0)}]
     return torch.cat([torch.cat(list(stepper.step(work).values())) for work in steps]).log_softmax(-1)
@@ -80,14 +80,14 @@ def test_experts_are_quantized_and_who_chooses_them_is_not(tmp_path: Path) -> No
 
 
 def test_an_engine_answers_the_same_alone_and_in_company(model_path: Path) -> None:
-    engine = load(configure(model_path, quantize="int8", cpu_threads=2))
-    assert (engine.info.weight_dtype, engine.info.cache_dtype) == ("int8", "float32")
+    runner = load(configure(model_path, quantize="int8", cpu_threads=2))
+    assert (runner.info.weight_dtype, runner.info.cache_dtype) == ("int8", "float32")
     together = [Request(prompt, 8, details={"logprobs": True}) for prompt in prompts(3, 6)]
     alone = [Request(list(request.prompt), 8, details={"logprobs": True}) for request in together]
-    Router(engine, seed=1).run(list(together))
+    Router(runner, seed=1).run(list(together))
     for request in alone:
-        engine.reset()
-        Router(engine, seed=2, whole=True).run([request])
+        runner.reset()
+        Router(runner, seed=2, whole=True).run([request])
     assert [(r.generated, r.logprobs) for r in alone] == [(r.generated, r.logprobs) for r in together]
 
 
@@ -106,5 +106,5 @@ def test_other_engines_and_devices_refuse(model_path: Path, caplog: pytest.LogCa
         load(configure(model_path, quantize="int8", deployment_framework="hf_transformers"))
     assert str(refused.value) == "--quantize int8 is for tgis_native, not for hf_transformers"
     elsewhere = replace(ON_CPU, kernels=TorchKernels(torch.device("cpu")))
-    with pytest.raises(DeviceError, match=r"^--quantize int8 is computed on the CPU only"):
+    with pytest.raises(DeviceError, match=r"^--quantize int8 works on the CPU only"):
         load(configure(model_path, quantize="int8"), on=elsewhere)

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from tgis.pb import shard_pb2 as pb
-from tgis.shard.collectives import World
-from tgis.shard.runner.opening import Limits, find_problem
+from tgis.shard.collectives import ProcessGroup
+from tgis.shard.runner.row_table import RowLimits, find_problem
 from tgis.shard.startup import warm_up
 from tgis.shard.startup.memory_plan import Demand
-from tgis.shard.startup.warm_up import Extent, WarmUp, extrapolate, largest_step
+from tgis.shard.startup.warm_up import StepSize, WarmUp, extrapolate, largest_step
 
 MIB = 1 << 20
 
@@ -19,7 +19,7 @@ MIB = 1 << 20
 class Steps:
     """Stands where an engine stands; a step takes memory by its tokens."""
 
-    limits: Limits
+    limits: RowLimits
     bytes_per_token: int
     tokens: list[int] = field(default_factory=list)
     rows: list[int] = field(default_factory=list)
@@ -44,16 +44,16 @@ def integers(column: bytes) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
 
 
 def prepare(demand: Demand, bytes_per_token: int = 1) -> tuple[WarmUp, Steps]:
-    limits = Limits(demand.max_sequence_length, demand.block_size, 99, 0, demand.is_encoder_decoder)
+    limits = RowLimits(demand.max_sequence_length, demand.block_size, 99, 0, demand.is_encoder_decoder)
     steps = Steps(limits, bytes_per_token)
-    return WarmUp(steps, World(0, 1), demand), steps  # type: ignore[arg-type]
+    return WarmUp(steps, ProcessGroup(0, 1), demand), steps  # type: ignore[arg-type]
 
 
 def test_the_largest_step() -> None:
-    assert largest_step(Demand(16, 100, 8, None), 2048) == Extent(8, 8 * 99)
-    assert largest_step(Demand(16, 1000, 8, None), 2048) == Extent(8, 2048)
-    assert largest_step(Demand(16, 1000, 256, None), 64) == Extent(64, 64)
-    assert largest_step(Demand(16, 1000, 8, None, is_encoder_decoder=True), 512) == Extent(8, 999)
+    assert largest_step(Demand(16, 100, 8, None), 2048) == StepSize(8, 8 * 99)
+    assert largest_step(Demand(16, 1000, 8, None), 2048) == StepSize(8, 2048)
+    assert largest_step(Demand(16, 1000, 256, None), 64) == StepSize(64, 64)
+    assert largest_step(Demand(16, 1000, 8, None, is_encoder_decoder=True), 512) == StepSize(8, 999)
 
 
 @pytest.mark.parametrize("is_encoder_decoder", [False, True])

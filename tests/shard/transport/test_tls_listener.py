@@ -18,7 +18,7 @@ from tgis.net.tls_contexts import mutual_client, mutual_server
 from tgis.pb import shard_pb2 as pb
 from tgis.shard.transport import tls_listener
 from tgis.shard.transport.step_stream import StepSocket
-from tgis.shard.transport.tls_listener import Entrance
+from tgis.shard.transport.tls_listener import TlsListener
 
 
 class Ends(NamedTuple):
@@ -44,7 +44,7 @@ def ends(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ends]:
     files = LinkFiles(tmp_path_factory.mktemp("link") / "own").write(trustme.CA(), "localhost")
     paths = TlsFiles(*(str(files.path(name)) for name in ("cert", "key", "ca")))
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        steps = StepSocket(Entrance(listener, Certificates(paths, mutual_server, "link")))
+        steps = StepSocket(TlsListener(listener, Certificates(paths, mutual_server, "link")))
         client = Certificates(paths, mutual_client, "link")
         yield Ends(steps, listener.getsockname(), client.context)
         steps._end("the tests are over")

@@ -1,4 +1,4 @@
-"""Drives an engine the way the router does: blind to the answers of the steps in flight."""
+"""Drives a model runner the way the router does: blind to the answers of the steps in flight."""
 
 import math
 import random
@@ -9,7 +9,7 @@ from typing import Any
 from tests.support.shard.messages import GREEDY, Steps, floats, integers, open_row, pack, top_tokens
 from tgis.config.processes import ShardConfig
 from tgis.pb import shard_pb2 as pb
-from tgis.shard.runner.model_runner import Engine
+from tgis.shard.runner.model_runner import ModelRunner
 
 
 def configure(path: Path, **options: Any) -> ShardConfig:
@@ -67,9 +67,9 @@ class Router:
     """Runs requests with random chunks of prompts and `depth` unanswered steps, blind to what these will
     say."""
 
-    def __init__(self, engine: Engine, seed: int = 0, depth: int = 2, whole: bool = False) -> None:
-        self.engine, self.rng, self.depth, self.whole = engine, random.Random(seed), depth, whole
-        self.steps = Steps(engine.info.block_size, engine.info.num_blocks)
+    def __init__(self, runner: ModelRunner, seed: int = 0, depth: int = 2, whole: bool = False) -> None:
+        self.runner, self.rng, self.depth, self.whole = runner, random.Random(seed), depth, whole
+        self.steps = Steps(runner.info.block_size, runner.info.num_blocks)
         self.rows = list(range(8))
         self.unread: list[pb.StepResponse] = []
         self.closed: list[int] = []
@@ -107,7 +107,7 @@ class Router:
         if request.is_encoded:
             request.cross_blocks = alike[0].cross_blocks
         else:
-            num_blocks = -(-len(token_ids) // self.engine.info.block_size)
+            num_blocks = -(-len(token_ids) // self.runner.info.block_size)
             request.cross_blocks = [self.steps.free.pop() for _ in range(num_blocks)]
         self.crossed[request.row] = request
 
@@ -130,7 +130,7 @@ class Router:
                     request.length += 1
         step = self.steps.step(work, [opening(request) for request in fresh], self.closed)
         self.closed = []
-        self.unread.append(self.engine.execute(step))
+        self.unread.append(self.runner.execute(step))
 
     def read(self, response: pb.StepResponse, running: list[Request]) -> None:
         self.responses.append(response)

@@ -5,10 +5,10 @@ from pathlib import Path
 import torch
 
 from tgis.shard.checkpoint.weights import Weights
-from tgis.shard.collectives import World
+from tgis.shard.collectives import ProcessGroup
 from tgis.shard.kernels.cpu import ops
 from tgis.shard.layers.ops import Parts
 
 
-def parts(directory: Path, world: World, dtype: torch.dtype = torch.float32) -> Parts:
-    return Parts(world, Weights(directory, {"layer": "layer"}), dtype, ops)
+def parts(directory: Path, group: ProcessGroup, dtype: torch.dtype = torch.float32) -> Parts:
+    return Parts(group, Weights(directory, {"layer": "layer"}), dtype, ops)

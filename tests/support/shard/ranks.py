@@ -9,11 +9,11 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from tgis.shard.collectives import Meeting, World, join
-from tgis.shard.startup.threads import configure
+from tgis.shard.collectives import ProcessGroup, RendezvousPoint, connect
+from tgis.shard.startup.platform import configure_torch
 
 TIMEOUT_S = 30.0
-ALONE = World(0, 1)
+ALONE = ProcessGroup(0, 1)
 
 
 class Ranks(AbstractContextManager["Ranks"]):
@@ -23,17 +23,17 @@ class Ranks(AbstractContextManager["Ranks"]):
         self._directory = Path(tempfile.mkdtemp(prefix="ranks-"))
         self._pipes: list[Connection] = []  # of rank 1, 2, ...
         self._processes: list[multiprocessing.process.BaseProcess] = []
-        self._worlds: dict[int, World] = {1: ALONE}
+        self._groups: dict[int, ProcessGroup] = {1: ALONE}
         self._num_meetings = 0
 
     def run(self, size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
-        """What function(world, *args), of a module, gives on each of `size` ranks."""
-        world = self._world(size)
+        """What function(group, *args), of a module, gives on each of `size` ranks."""
+        group = self._group(size)
         others = self._pipes[: size - 1]
         for pipe in others:
             pipe.send((size, function, args))
         try:
-            results = [function(world, *args), *(_receive(pipe) for pipe in others)]
+            results = [function(group, *args), *(_receive(pipe) for pipe in others)]
         except BaseException:
             self._abandon()
             raise
@@ -50,20 +50,20 @@ class Ranks(AbstractContextManager["Ranks"]):
         """Ranks that failed, or wait for one that did, are of no use to the next test."""
         for process in self._processes:
             process.kill()
-        for world in self._worlds.values():
-            world.leave()
-        self._pipes, self._processes, self._worlds = [], [], {1: ALONE}
+        for group in self._groups.values():
+            group.leave()
+        self._pipes, self._processes, self._groups = [], [], {1: ALONE}
 
-    def _world(self, size: int) -> World:
-        if size not in self._worlds:
+    def _group(self, size: int) -> ProcessGroup:
+        if size not in self._groups:
             while len(self._processes) < size - 1:
                 self._start(len(self._processes) + 1)
             self._num_meetings += 1
-            rendezvous = str(self._directory / f"rendezvous-{self._num_meetings}")
+            path = str(self._directory / f"rendezvous-{self._num_meetings}")
             for pipe in self._pipes[: size - 1]:
-                pipe.send((size, None, (rendezvous,)))
-            self._worlds[size] = join(0, size, Meeting(rendezvous), TIMEOUT_S)
-        return self._worlds[size]
+                pipe.send((size, None, (path,)))
+            self._groups[size] = connect(0, size, RendezvousPoint(path), TIMEOUT_S)
+        return self._groups[size]
 
     def _start(self, rank: int) -> None:
         context = multiprocessing.get_context("spawn")
@@ -83,16 +83,16 @@ def _receive(pipe: Connection) -> Any:
 
 
 def _serve(rank: int, pipe: Connection) -> None:
-    configure(1)
-    worlds: dict[int, World] = {}
+    configure_torch(1)
+    groups: dict[int, ProcessGroup] = {}
     while (work := pipe.recv()) is not None:
         size, function, args = work
         if function is None:
-            worlds[size] = join(rank, size, Meeting(args[0]), TIMEOUT_S)
+            groups[size] = connect(rank, size, RendezvousPoint(args[0]), TIMEOUT_S)
         else:
             try:
-                pipe.send(function(worlds[size], *args))
+                pipe.send(function(groups[size], *args))
             except Exception as error:
                 pipe.send(error)
-    for world in worlds.values():
-        world.leave()
+    for group in groups.values():
+        group.leave()

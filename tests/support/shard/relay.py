@@ -1,4 +1,4 @@
-"""An engine on every rank of a group, driven on the first: what that one executes, the others do too."""
+"""A model runner on every rank of a group, driven on the first: what that one executes, the others do too."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,8 +11,8 @@ from torch import Tensor
 from tests.support.shard.driver import Request, Router, configure
 from tgis.pb import shard_pb2 as pb
 from tgis.prompts.artifact_cache import ArtifactCache, Kind
-from tgis.shard.collectives import World
-from tgis.shard.runner.model_runner import Engine
+from tgis.shard.collectives import ProcessGroup
+from tgis.shard.runner.model_runner import ModelRunner
 from tgis.shard.startup.load import load
 
 
@@ -31,21 +31,21 @@ class Copies:
 
 
 class Relay:
-    """The first rank's engine, as far as a driver needs one."""
+    """The first rank's model runner, as far as a driver needs one."""
 
-    def __init__(self, engine: Engine, world: World) -> None:
-        self.info, self._engine, self._world = engine.info, engine, world
+    def __init__(self, runner: ModelRunner, group: ProcessGroup) -> None:
+        self.info, self._runner, self._group = runner.info, runner, group
         self.digests: list[int] = []
 
     def execute(self, request: pb.StepRequest) -> pb.StepResponse:
-        share(self._world, request.SerializeToString())
-        response = self._engine.execute(request)
+        share(self._group, request.SerializeToString())
+        response = self._runner.execute(request)
         self.digests.append(response.digest)
         return response
 
 
 def serve(
-    world: World,
+    group: ProcessGroup,
     directory: Path,
     seed: int,
     crowds: list[list[Request]],
@@ -54,33 +54,33 @@ def serve(
 ) -> tuple[list[list[Request]], list[int]]:
     """Answers the crowds one after the other. The requests with what was generated, on the first rank; and
     the digests of all steps."""
-    options = {"rank": world.rank, "world_size": world.size, "block_size": block_size}
+    options = {"rank": group.rank, "world_size": group.size, "block_size": block_size}
     options |= {"kv_cache_tokens": 2048, "dtype": "float32", "uds_path": copies.uds_path}
-    engine = load(configure(directory, **options), world)
+    runner = load(configure(directory, **options), group)
     for digest in copies.digests:
-        engine.contents.load(digest)
-    if world.rank:
-        return [], list(_follow(world, engine))
-    relay = Relay(engine, world)
+        runner.contents.load(digest)
+    if group.rank:
+        return [], list(_follow(group, runner))
+    relay = Relay(runner, group)
     for number, crowd in enumerate(crowds):
-        engine.reset()
+        runner.reset()
         Router(relay, seed + number).run(list(crowd))  # type: ignore[arg-type]
-    share(world, b"")
+    share(group, b"")
     return crowds, relay.digests
 
 
-def _follow(world: World, engine: Engine) -> list[int]:
+def _follow(group: ProcessGroup, runner: ModelRunner) -> list[int]:
     digests = []
-    while payload := share(world, b""):
-        digests.append(engine.execute(pb.StepRequest.FromString(payload)).digest)
+    while payload := share(group, b""):
+        digests.append(runner.execute(pb.StepRequest.FromString(payload)).digest)
     return digests
 
 
-def share(world: World, payload: bytes) -> bytes:
+def share(group: ProcessGroup, payload: bytes) -> bytes:
     """The first rank's payload, on every rank."""
-    if world.size == 1:
+    if group.size == 1:
         return payload
-    size = int(world.all_gather(torch.tensor([len(payload)]))[0])
+    size = int(group.all_gather(torch.tensor([len(payload)]))[0])
     mine = torch.zeros(size, dtype=torch.uint8)
     mine[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8) if payload else mine[:0]
-    return bytes(world.all_gather(mine)[:size].tolist())
+    return bytes(group.all_gather(mine)[:size].tolist())

@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from tgis.shard.attention.interface import AttentionMetadata
-from tgis.shard.collectives import World
+from tgis.shard.collectives import ProcessGroup
 from tgis.shard.kernels.cpu.attention.attention import CpuAttention
 from tgis.shard.memory.kv_cache import KVCache, local_kv_heads
 from tgis.shard.models import registry
 from tgis.shard.models.decoder import Decoder
 from tgis.shard.models.interface import StepInputs
 
-ALONE = World(0, 1)
+ALONE = ProcessGroup(0, 1)
 # Block tables of sequences 0, 1, ...: neither contiguous nor in order.
 TABLES = [[13, 7, 1, 9, 12, 16], [5, 2, 11, 0, 14, 17], [4, 15, 3, 10, 6, 8], [20, 18, 23, 19, 22, 21]]
 NUM_BLOCKS = 24
@@ -26,15 +26,15 @@ def read_config(directory: Path) -> dict[str, Any]:
     return json.loads((directory / "config.json").read_text())
 
 
-def load(directory: Path, world: World = ALONE, dtype: torch.dtype = torch.float32) -> Decoder:
-    return registry.load(directory, read_config(directory), world, dtype)
+def load(directory: Path, group: ProcessGroup = ALONE, dtype: torch.dtype = torch.float32) -> Decoder:
+    return registry.load(directory, read_config(directory), group, dtype)
 
 
 def new_attention(
-    model: Decoder, world: World = ALONE, block_size: int = 4, dtype: torch.dtype = torch.float32
+    model: Decoder, group: ProcessGroup = ALONE, block_size: int = 4, dtype: torch.dtype = torch.float32
 ) -> CpuAttention:
     spec = model.spec
-    heads = local_kv_heads(spec, world)
+    heads = local_kv_heads(spec, group)
     return CpuAttention(KVCache(spec.num_layers, NUM_BLOCKS, block_size, heads, spec.head_dim, dtype))
 
 
@@ -60,10 +60,14 @@ class Stepper:
     """A model and its cache; `step` computes positions of some sequences and gives their logits."""
 
     def __init__(
-        self, model: Decoder, world: World = ALONE, block_size: int = 4, dtype: torch.dtype = torch.float32
+        self,
+        model: Decoder,
+        group: ProcessGroup = ALONE,
+        block_size: int = 4,
+        dtype: torch.dtype = torch.float32,
     ):
         self._model, self._block_size = model, block_size
-        self._attention = new_attention(model, world, block_size, dtype)
+        self._attention = new_attention(model, group, block_size, dtype)
 
     def step(self, work: dict[int, tuple[list[int], int]]) -> dict[int, Tensor]:
         """number -> (all token ids so far, first position to compute); logits [num_computed, vocab_size]."""
@@ -76,9 +80,9 @@ class Stepper:
         return dict(zip(work, logits, strict=True))
 
 
-def compute_mixed_steps(world: World, directory: Path, dtype: torch.dtype) -> Tensor:
+def compute_mixed_steps(group: ProcessGroup, directory: Path, dtype: torch.dtype) -> Tensor:
     """Log-probabilities of two sequences: a chunk, a prompt, and a step of both."""
-    stepper = Stepper(load(directory, world, dtype), world)
+    stepper = Stepper(load(directory, group, dtype), group)
     first, second = list(range(5, 20)), [30, 31]
     steps = [{0: (first[:9], 0)}, {0: (first[:14], 9), 1: (second[:1], 0)}, {1: (second, 1), 0: (first, 14)}]
     logits = [torch.cat(list(stepper.step(work).values())) for work in steps]

@@ -109,30 +109,15 @@ def _floats(column: bytes) -> list[float]:
 
 
 def _encode_row(work: Work) -> pb.OpenRow:
-    sequence, stopping, sampling, details = (
-        work.sequence,
-        work.sequence.stopping,
-        work.sequence.sampling,
-        work.sequence.details,
-    )
+    sequence, stopping, details = work.sequence, work.sequence.stopping, work.sequence.details
     return pb.OpenRow(
         row=work.row,
         token_ids=_pack(sequence.token_ids),
         prompt_len=sequence.prompt_len,
         eos_token_ids=_pack(sorted(stopping.eos_token_ids)),
         max_new_tokens=stopping.max_new_tokens,
-        sampling=pb.Sampling(
-            greedy=sampling.greedy,
-            seed=sampling.seed,
-            temperature=sampling.temperature,
-            top_k=sampling.top_k,
-            top_p=sampling.top_p,
-            typical_p=sampling.typical_p,
-            repetition_penalty=sampling.repetition_penalty,
-            min_new_tokens=stopping.min_new_tokens,
-            length_penalty_start=sampling.length_penalty_start,
-            length_penalty_factor=sampling.length_penalty_factor,
-        ),
+        # The fields of both have the same names.
+        sampling=pb.Sampling(**vars(sequence.sampling), min_new_tokens=stopping.min_new_tokens),
         details=pb.Details(
             logprobs=details.logprobs,
             ranks=details.ranks,

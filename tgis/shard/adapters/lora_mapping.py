@@ -1,8 +1,12 @@
-"""Maps a LoRA adapter's tensors, which have PEFT's names of modules, to the model's layers on this rank."""
+"""Maps a LoRA adapter's tensors to the model's layers on this rank.
+
+The adapter has the names of modules that transformers used when it was trained; the model has those of its
+family."""
 
 import itertools
+import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,8 +14,7 @@ from torch import Tensor
 
 from tgis.prompts.errors import AdapterError, quote
 from tgis.prompts.lora_files import split_name
-from tgis.shard.adapters.lora_names import divide, is_unused, spell
-from tgis.shard.checkpoint.provenance import Rows
+from tgis.shard.checkpoint.provenance import ModuleRows
 from tgis.shard.checkpoint.tensors import WeightsError
 from tgis.shard.layers.lora import Adapter, Cut, LowRank
 from tgis.shard.layers.ops import Parts
@@ -21,7 +24,31 @@ COMPARED_ROWS = 8192
 # Absolute tolerance: rounding hides any difference of numbers as small as this.
 TINY = 1e-6
 
-Trace = Sequence[Rows]
+Trace = Sequence[ModuleRows]
+
+# Names of modules in memory since transformers 5, and the names that families use.
+_RENAMED = (
+    ("model.language_model.", "model."),
+    (".mlp.gate", ".block_sparse_moe.gate"),
+    (".block_sparse_moe.router", ".block_sparse_moe.router.layer"),
+    ("lm_head", "embed_out"),
+)
+# Since transformers 5 one parameter holds all experts. The table has the modules whose rows it contains.
+_EXPERTS = re.compile(r"(.+)\.(?:mlp|block_sparse_moe)\.experts\.(gate_up_proj|down_proj)")
+_OF_AN_EXPERT = {
+    "gate_up_proj": (
+        ("block_sparse_moe.experts.{e}.w1", "block_sparse_moe.experts.{e}.w3"),
+        ("mlp.experts.{e}.gate_proj", "mlp.experts.{e}.up_proj"),
+        ("block_sparse_moe.input_linear.{e}",),
+    ),
+    "down_proj": (
+        ("block_sparse_moe.experts.{e}.w2",),
+        ("mlp.experts.{e}.down_proj",),
+        ("block_sparse_moe.output_linear.{e}",),
+    ),
+}
+# Modules of multimodal models that text-only inference does not use.
+_UNUSED = re.compile(r"(model\.)?(vision_tower|multi_modal_projector)\..+")
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,7 +70,7 @@ def read_adapter(parts: Parts, tensors: Mapping[str, Tensor], scales: Mapping[st
     for kind, read in ((False, _read_matrix), (True, _read_table)):
         mine = {path: trace for path, trace in traces.items() if parts.cuts[path].is_table is kind}
         known = {rows.module for trace in mine.values() for rows in trace}
-        changes = _sort(tensors, scales, kind, known, parts.weights.prefix)
+        changes = _read_changes(tensors, scales, kind, known, parts.weights.prefix)
         if kind and changes and any(path.startswith("encoder.") for path in traces):
             # transformers has separate modules for the embeddings of encoder and decoder, and never calls the
             # module that they share.
@@ -54,7 +81,7 @@ def read_adapter(parts: Parts, tensors: Mapping[str, Tensor], scales: Mapping[st
     return Adapter({path: delta for path, delta in deltas.items() if delta})
 
 
-def _sort(
+def _read_changes(
     tensors: Mapping[str, Tensor],
     scales: Mapping[str, float],
     is_table: bool,
@@ -66,16 +93,16 @@ def _sort(
     changes: dict[str, Change] = {}
     for module, scale in scales.items():
         a, b = (tensors.get(f"{module}.{kind}") for kind in kinds)
-        if a is None or b is None or is_unused(module):
+        if a is None or b is None or _UNUSED.fullmatch(module):
             continue
         found = {
-            name: Change(own_a, own_b, scale) for name, own_a, own_b in divide(module, a, b, known, prefix)
+            name: Change(own_a, own_b, scale) for name, own_a, own_b in _divide(module, a, b, known, prefix)
         }
         if not found:
             what = "table of tokens" if is_table else "linear layer"
             raise AdapterError(f"it is for another model: {quote(module)} is no {what} of this one")
         if not changes.keys().isdisjoint(found):
-            raise AdapterError(f"it changes {quote(module)} under another name too")
+            raise AdapterError(f"it changes {quote(module)} under two names")
         changes |= found
     return changes
 
@@ -118,7 +145,7 @@ def _read_matrix(cut: Cut, trace: Trace, changes: Mapping[str, Change]) -> Itera
     first = 0
     columns = cut.columns or slice(None)
 
-    def key(rows: Rows) -> int | None:
+    def key(rows: ModuleRows) -> int | None:
         return id(changes[rows.module].a) if rows.module in changes else None
 
     for _, group in itertools.groupby(_list_own(cut, trace), key):
@@ -142,14 +169,14 @@ def _pack(a: Tensor, b: Tensor, scale: float, first: int) -> LowRank:
     return LowRank(copied, scaled, first)
 
 
-def _list_own(cut: Cut, trace: Trace) -> Iterator[Rows]:
+def _list_own(cut: Cut, trace: Trace) -> Iterator[ModuleRows]:
     """Yield the rank's own rows in its order."""
     for part in cut.rows:
         start = 0
         for rows in trace:
             low, high = max(part.start, start), min(part.stop, start + rows.count)
             if low < high:
-                yield Rows(rows.module, rows.first + low - start, high - low)
+                yield ModuleRows(rows.module, rows.first + low - start, high - low)
             start += rows.count
 
 
@@ -162,11 +189,13 @@ def _compare_tables(parts: Parts, traces: Mapping[str, Trace], tensors: Mapping[
     copies = {module: name for name in tensors for module, kind in [split_name(name)] if kind == "base"}
     try:
         for module, name in copies.items():
-            path = paths.get(spell(module, paths, parts.weights.prefix) or "")
+            path = paths.get(_find_name(module, paths, parts.weights.prefix) or "")
             if path is None or not _is_same(parts, path, tensors[name]):
                 raise AdapterError(f"it was trained with other weights of {quote(module)} than the model's")
     except WeightsError as error:
-        raise AdapterError("the model's embeddings, to be compared to its, cannot be read") from error
+        raise AdapterError(
+            "the model's embeddings cannot be read to compare the adapter's copy of them"
+        ) from error
     finally:
         if copies:
             parts.weights.release()
@@ -184,3 +213,47 @@ def _is_same(parts: Parts, path: str, copy: Tensor) -> bool:
         if not torch.allclose(theirs.float(), ours.float(), rtol=error, atol=TINY):
             return False
     return True
+
+
+def _find_name(module: str, known: Collection[str], prefix: str) -> str | None:
+    """Return the name in `known` of an adapter's module, or None. Either name may lack the `prefix`."""
+    renamed = (module.replace(theirs, ours) for theirs, ours in _RENAMED if theirs in module)
+    for name in (module, *renamed):
+        for spelling in (name, name.removeprefix(prefix), prefix + name):
+            if spelling in known:
+                return spelling
+    return None
+
+
+def _divide(
+    module: str, a: Tensor, b: Tensor, known: Collection[str], prefix: str
+) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """Yield each known module that an adapter's module stands for, with its a [rank, in] and b [out, rank].
+
+    This is the module itself, the experts' modules if it is a parameter of all experts, or none."""
+    if name := _find_name(module, known, prefix):
+        yield name, a, b
+    elif found := _EXPERTS.fullmatch(module):
+        for layout in _OF_AN_EXPERT[found[2]]:
+            experts = list(_list_experts(found[1], layout, known))
+            if experts and len(a) % len(experts) == 0 and len(b) % len(layout) == 0:
+                yield from _share_out(experts, a, b)
+
+
+def _list_experts(block: str, layout: Sequence[str], known: Collection[str]) -> Iterator[list[str]]:
+    for e in itertools.count():
+        names = [f"{block}.{part.format(e=e)}" for part in layout]
+        if not all(name in known for name in names):
+            return
+        yield names
+
+
+def _share_out(experts: Sequence[list[str]], a: Tensor, b: Tensor) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """Split a and b of all experts into those of each expert's modules.
+
+    a is [num_experts * rank, in]. b is [out, rank * num_experts], where each expert has every
+    num_experts-th column."""
+    each_a, each_b = a.chunk(len(experts)), b.view(len(b), -1, len(experts)).unbind(-1)
+    for names, own_a, own_b in zip(experts, each_a, each_b, strict=True):
+        for name, part in zip(names, own_b.chunk(len(names)), strict=True):
+            yield name, own_a, part

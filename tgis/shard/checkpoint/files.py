@@ -2,15 +2,16 @@
 
 import json
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from tgis.errors import first_line
 from tgis.shard.checkpoint.progress import Progress
-from tgis.shard.checkpoint.tensors import FileTensor, MissingTensorError, WeightsError, first_line
+from tgis.shard.checkpoint.tensors import FileTensor, MissingTensorError, WeightsError
 from tgis.shard.memory.host_limits import release_memory
 from tgis.tensor_files.errors import DAMAGED, INCOMPLETE, TensorFileError
 from tgis.tensor_files.safe_pickle import can_map, is_plain, open_pickle
@@ -24,11 +25,21 @@ PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 REOPEN_BYTES = 64 << 20
 
 
-class Tensors(Protocol):
-    """Tensors of a file, by name. A tensor is read only when its elements are."""
+class _Safetensors:
+    def __init__(self, file: Path):
+        self._content: Any = safe_open(file, framework="pt")
 
-    def keys(self) -> Iterable[str]: ...
-    def __getitem__(self, name: str) -> Tensor: ...
+    def keys(self) -> Iterable[str]:
+        names: list[str] = self._content.keys()
+        return names
+
+    def __getitem__(self, name: str) -> Tensor:
+        tensor: Tensor = self._content.get_tensor(name)
+        return tensor
+
+
+# Tensors of a file, by name. A tensor is read only when its elements are.
+TensorFile = Mapping[str, Tensor] | _Safetensors
 
 
 class Checkpoint:
@@ -38,7 +49,7 @@ class Checkpoint:
 
     def __init__(self, directory: Path):
         self._directory = directory
-        self._open: dict[str, Tensors] = {}
+        self._open: dict[str, TensorFile] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}  # shapes of all tensors that were fetched
         self._taken: dict[str, set[int]] = {}  # for the same tensors: indices of entries that were requested
         self._file_of = self._list_tensors()
@@ -119,19 +130,6 @@ class Checkpoint:
         raise WeightsError(f"{self._directory} holds no weights: there is no {known}")
 
 
-class _Safetensors:
-    def __init__(self, file: Path):
-        self._content: Any = safe_open(file, framework="pt")
-
-    def keys(self) -> Iterable[str]:
-        names: list[str] = self._content.keys()
-        return names
-
-    def __getitem__(self, name: str) -> Tensor:
-        tensor: Tensor = self._content.get_tensor(name)
-        return tensor
-
-
 def count_elements(directory: Path) -> int:
     """Count the elements of all matrices of a checkpoint without reading them, or return 0 if that is
     impossible. Raises WeightsError if files are damaged."""
@@ -139,13 +137,13 @@ def count_elements(directory: Path) -> int:
     return Checkpoint(directory).count_elements() if names and _can_map(directory / names[0]) else 0
 
 
-def _open(file: Path) -> Tensors:
+def _open(file: Path) -> TensorFile:
     """Open a file of tensors. Raises WeightsError."""
     try:
         if file.suffix != ".bin":
             return _Safetensors(file)
         if not _can_map(file):
-            logger.warning("%s is of an old format that takes memory for all of it while it is read", file)
+            logger.warning("%s has an old format, so the whole file takes memory while it is read", file)
         found = open_pickle(file)
     except SafetensorError as error:
         raise WeightsError(f"{file} {DAMAGED}: {first_line(error)}") from error
@@ -156,7 +154,7 @@ def _open(file: Path) -> Tensors:
     return {name: value.detach() for name, value in found.items() if is_plain(value)}
 
 
-def _get(tensors: Tensors, name: str, label: str) -> Tensor:
+def _get(tensors: TensorFile, name: str, label: str) -> Tensor:
     """Return a tensor of an open file. Raises WeightsError."""
     try:
         return tensors[name]

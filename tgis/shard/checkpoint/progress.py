@@ -73,7 +73,6 @@ class CompileProgress:
             self._log(f"compiling kernels for this processor; the code {place}", at_most=self.num_kernels)
 
     def finish(self) -> None:
-        """Log the totals, once the model can answer."""
         if self._said_seconds:
             self._log("kernels compiled")
 

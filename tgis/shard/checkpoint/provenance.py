@@ -20,7 +20,7 @@ _ROW_BITS = 40  # low bits of an element, which hold its row number; the bits ab
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class ModuleRows:
     """Consecutive rows of a module. `module` is the name that the family uses. If a tensor holds all experts,
     the expert's number is appended to it."""
 
@@ -30,7 +30,7 @@ class Rows:
 
 
 @dataclass(frozen=True)
-class Numbered:
+class NumberedTensor:
     """Placeholder for a tensor. Each element encodes the number of its module and the sum of its row and
     column numbers.
 
@@ -41,8 +41,8 @@ class Numbered:
     label: str
     modules: list[str]
 
-    def entry(self, index: int) -> "Numbered":
-        return Numbered(self.shape[1:], f"{self.label}.{index}", self.modules)
+    def entry(self, index: int) -> "NumberedTensor":
+        return NumberedTensor(self.shape[1:], f"{self.label}.{index}", self.modules)
 
     def read(self, rows: slice = ALL, columns: slice = ALL) -> Tensor:
         if self.label not in self.modules[-1:]:
@@ -54,7 +54,7 @@ class Numbered:
         return base + down[:, None] + across
 
 
-class Numbers:
+class NumberedCheckpoint:
     """Placeholder for a checkpoint, with a tensor of any name. The tensor has the shape of the checkpoint's
     tensor if that was read before, because some sources split by it."""
 
@@ -67,20 +67,20 @@ class Numbers:
     def __contains__(self, name: str) -> bool:
         return True
 
-    def fetch(self, name: str) -> Numbered:
+    def fetch(self, name: str) -> NumberedTensor:
         spellings = (name, name.removeprefix(self._prefix), self._prefix + name)
         shape = next((self._shapes[one] for one in spellings if one in self._shapes), self._shape)
-        return Numbered(shape, name.rpartition(".")[0], self.modules)
+        return NumberedTensor(shape, name.rpartition(".")[0], self.modules)
 
 
-def list_rows(column: Tensor, modules: Sequence[str]) -> tuple[Rows, ...]:
+def list_rows(column: Tensor, modules: Sequence[str]) -> tuple[ModuleRows, ...]:
     """Return the runs of consecutive rows in `column`, the first column of a matrix that was read from
-    `Numbers`, int64 [num_rows]."""
+    `NumberedCheckpoint`, int64 [num_rows]."""
     ends = [*(column.diff() != 1).nonzero().flatten().add(1).tolist(), len(column)]
     found, start = [], 0
     for end in ends:
         number = int(column[start])
         module = modules[number >> _ROW_BITS]
-        found.append(Rows(module, number & ((1 << _ROW_BITS) - 1), end - start))
+        found.append(ModuleRows(module, number & ((1 << _ROW_BITS) - 1), end - start))
         start = end
     return tuple(found)

@@ -56,7 +56,7 @@ class FileTensor:
             expected = ", ".join(_name(dtype) for dtype in READABLE)
             raise WeightsError(f"{label} is stored as {_name(mapped.dtype)}, expected one of {expected}")
         if not self.shape:
-            raise WeightsError(f"{label} is a single number, expected rows of them")
+            raise WeightsError(f"{label} is a scalar, expected a vector or a matrix")
 
     def entry(self, index: int) -> "FileTensor":
         """Return the tensor at that index of the first axis. Raises WeightsError if there is none."""
@@ -88,7 +88,7 @@ class Transposed:
         return self._stored.read(columns, rows).T.contiguous()
 
 
-class Window:
+class RowRange:
     """View of consecutive rows."""
 
     def __init__(self, stored: Stored, start: int, stop: int):
@@ -100,7 +100,7 @@ class Window:
         return self._stored.read(slice(self._start + start, self._start + stop), columns)
 
 
-class Stack:
+class StackedRows:
     """View of several tensors of equal width, concatenated by rows."""
 
     def __init__(self, parts: Sequence[Stored], label: str):
@@ -128,10 +128,6 @@ def join_labels(labels: Iterable[str]) -> str:
     """Join labels: file and name of the first tensor, then the names of the others."""
     first, *others = labels
     return first + "".join(" + " + label.rpartition(" ")[2] for label in others)
-
-
-def first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def _name(dtype: torch.dtype) -> str:

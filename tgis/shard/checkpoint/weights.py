@@ -7,44 +7,33 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol
 
 from tgis.shard.checkpoint.files import Checkpoint
-from tgis.shard.checkpoint.provenance import Numbers, Rows, list_rows
+from tgis.shard.checkpoint.provenance import ModuleRows, NumberedCheckpoint, NumberedTensor, list_rows
 from tgis.shard.checkpoint.tensors import (
     ALL,
+    FileTensor,
     MissingTensorError,
-    Stack,
+    RowRange,
+    StackedRows,
     Stored,
     Transposed,
     WeightsError,
-    Window,
     join_labels,
 )
 
 
-class Entries(Stored, Protocol):
-    def entry(self, index: int) -> Stored: ...
-
-
-class Holder(Protocol):
-    """Checkpoint, or a placeholder for one."""
-
-    def __contains__(self, name: str) -> bool: ...
-    def fetch(self, name: str) -> Entries: ...
-
-
 @dataclass(frozen=True)
-class Place:
+class Lookup:
     """Tensor of the model that is looked for, and the checkpoint to search."""
 
-    checkpoint: Holder
+    checkpoint: Checkpoint | NumberedCheckpoint
     prefix: str
     layer: str
     expert: str
     end: str  # "weight" or "bias"
 
-    def fetch(self, name: str) -> Entries:
+    def fetch(self, name: str) -> FileTensor | NumberedTensor:
         """Return the tensor of a module of the checkpoint. The checkpoint's name may lack the prefix, or have
         it if `name` does not. Raises WeightsError."""
         full = f"{name.format(i=self.layer, e=self.expert)}.{self.end}"
@@ -57,30 +46,30 @@ class Place:
 
 
 # A string is a module's name in the checkpoint, with {i} for the layer's number and {e} for the expert's.
-Source = str | Callable[[Place], Stored]
+Source = str | Callable[[Lookup], Stored]
 
 
 def stack(*sources: Source) -> Source:
     """Pack separate tensors row-wise, in this order."""
 
-    def find(place: Place) -> Stored:
-        parts = [place.find(source) for source in sources]
-        return Stack(parts, join_labels(part.label for part in parts))
+    def find(lookup: Lookup) -> Stored:
+        parts = [lookup.find(source) for source in sources]
+        return StackedRows(parts, join_labels(part.label for part in parts))
 
     return find
 
 
 def transposed(source: Source) -> Source:
     """Transpose a matrix that is stored [in, out]; a bias stays as it is."""
-    return lambda place: Transposed(place.find(source))
+    return lambda lookup: Transposed(lookup.find(source))
 
 
 def grouped(source: Source, num_groups: int, head_dim: int) -> Source:
     """Regroup rows [group, (q ... q, k, v), head_dim] to all q, all k, all v. In the checkpoint, the queries
     of each group are beside the key and value that they share."""
 
-    def find(place: Place) -> Stored:
-        stored = place.find(source)
+    def find(lookup: Lookup) -> Stored:
+        stored = lookup.find(source)
         rows, rest = divmod(stored.shape[0], num_groups)  # rows of one group
         if rest or rows % head_dim or rows < 3 * head_dim:
             raise WeightsError(
@@ -89,28 +78,28 @@ def grouped(source: Source, num_groups: int, head_dim: int) -> Source:
             )
         bounds = ((0, rows - 2 * head_dim), (rows - 2 * head_dim, rows - head_dim), (rows - head_dim, rows))
         bases = range(0, stored.shape[0], rows)
-        windows = [Window(stored, base + start, base + stop) for start, stop in bounds for base in bases]
-        return Stack(windows, stored.label)
+        windows = [RowRange(stored, base + start, base + stop) for start, stop in bounds for base in bases]
+        return StackedRows(windows, stored.label)
 
     return find
 
 
 def expert(name: str) -> Source:
     """Take entry {e} of a tensor whose first axis is the experts."""
-    return lambda place: place.fetch(name).entry(int(place.expert))
+    return lambda lookup: lookup.fetch(name).entry(int(lookup.expert))
 
 
 def first_of(source: Source, *others: Source) -> Source:
     """Take the first of these sources that the checkpoint has. If it has none, the error is that of the first
     source."""
 
-    def find(place: Place) -> Stored:
+    def find(lookup: Lookup) -> Stored:
         try:
-            return place.find(source)
+            return lookup.find(source)
         except MissingTensorError:
             for other in others:
                 try:
-                    return place.find(other)
+                    return lookup.find(other)
                 except MissingTensorError:
                     continue
             raise
@@ -127,7 +116,7 @@ class Weights:
 
     def __init__(self, directory: Path, sources: Mapping[str, Source], prefix: str = ""):
         self._checkpoint, self._sources, self.prefix = Checkpoint(directory), sources, prefix
-        self._traces: dict[str, tuple[Rows, ...]] = {}
+        self._traces: dict[str, tuple[ModuleRows, ...]] = {}
 
     def __enter__(self) -> "Weights":
         return self
@@ -157,14 +146,14 @@ class Weights:
             return False
         return True
 
-    def trace(self, path: str, shape: tuple[int, int]) -> tuple[Rows, ...]:
+    def trace(self, path: str, shape: tuple[int, int]) -> tuple[ModuleRows, ...]:
         """Return the rows of the checkpoint's modules that make up a matrix. Reads no weights.
 
         The matrix must have been found before. Modules have the names of the family's sources. If a source
         has alternatives, the first one's name is used, whichever the checkpoint has: a tied head is traced to
         the name that a separate head would have."""
         if path not in self._traces:
-            numbers = Numbers(self._checkpoint.shapes, self.prefix, shape)
+            numbers = NumberedCheckpoint(self._checkpoint.shapes, self.prefix, shape)
             column = self._find(path, numbers).read(ALL, slice(0, 1))[:, 0]  # [num_rows]
             self._traces[path] = list_rows(column, numbers.modules)
         return self._traces[path]
@@ -177,10 +166,10 @@ class Weights:
         """Close the files. They are opened again when something is read."""
         self._checkpoint.close()
 
-    def _find(self, path: str, holder: Holder) -> Stored:
+    def _find(self, path: str, checkpoint: Checkpoint | NumberedCheckpoint) -> Stored:
         module, _, end = path.rpartition(".")
         numbers = [part for part in module.split(".") if part.isdigit()]
         layer, expert, *_ = (*numbers, "", "")
         key = module.replace(f".{layer}.", ".{i}.", 1) if layer else module
         key = key.replace(f".{expert}.", ".{e}.", 1) if expert else key
-        return Place(holder, self.prefix, layer, expert, end).find(self._sources[key])
+        return Lookup(checkpoint, self.prefix, layer, expert, end).find(self._sources[key])

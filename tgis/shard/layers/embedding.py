@@ -6,16 +6,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tgis.shard.collectives import World
+from tgis.shard.collectives import ProcessGroup
 from tgis.shard.layers.linear import Adaptable
 from tgis.shard.layers.lora import Cut, TokenAdapters
 from tgis.shard.layers.ops import Parts
 
 
-def _share(world: World, vocab_size: int) -> slice:
+def _share(group: ProcessGroup, vocab_size: int) -> slice:
     """Return the rows of this rank. The last ranks may have fewer, or none."""
-    rows = -(-vocab_size // world.size)
-    return slice(min(world.rank * rows, vocab_size), min((world.rank + 1) * rows, vocab_size))
+    rows = -(-vocab_size // group.size)
+    return slice(min(group.rank * rows, vocab_size), min((group.rank + 1) * rows, vocab_size))
 
 
 class Embedding:
@@ -23,7 +23,7 @@ class Embedding:
     weights' type."""
 
     def __init__(self, parts: Parts, path: str, vocab_size: int, hidden_size: int):
-        self._world, self._share = parts.world, _share(parts.world, vocab_size)
+        self._group, self._share = parts.group, _share(parts.group, vocab_size)
         self._kernels, self._path = parts.kernels, path
         # Every rank adds the whole contribution of adapters, after the sum over ranks.
         parts.cuts[path] = Cut((vocab_size, hidden_size), (slice(0, vocab_size),), is_table=True)
@@ -38,13 +38,13 @@ class Embedding:
         return x
 
     def _look_up(self, token_ids: Tensor) -> Tensor:
-        if self._world.size == 1:
+        if self._group.size == 1:
             return self._kernels.look_up(self._table, token_ids)
         local = token_ids - self._share.start
         mine = (local >= 0) & (local < len(self._table))
         x = torch.zeros(len(token_ids), self._table.shape[1], device=token_ids.device)
         x[mine] = self._table[local[mine]].float()
-        return self._world.all_reduce(x)
+        return self._group.all_reduce(x)
 
 
 class Head:
@@ -52,18 +52,18 @@ class Head:
     rank."""
 
     def __init__(self, parts: Parts, path: str, vocab_size: int, hidden_size: int):
-        self._world, self._vocab_size = parts.world, vocab_size
-        share = _share(parts.world, vocab_size)
+        self._group, self._vocab_size = parts.group, vocab_size
+        share = _share(parts.group, vocab_size)
         self._adapt = Adaptable(parts, path, Cut((vocab_size, hidden_size), (share,)))
         stored = parts.weights.find(f"{path}.weight", (vocab_size, hidden_size))
-        missing = -(-vocab_size // parts.world.size) - (share.stop - share.start)
+        missing = -(-vocab_size // parts.group.size) - (share.stop - share.start)
         weight = stored.read(share)
         weight = F.pad(weight, (0, 0, 0, missing)) if missing else weight
         self._multiply = parts.pack(weight, stored.label)
 
     def __call__(self, x: Tensor, adapters: TokenAdapters | None) -> Tensor:
         y = self._adapt(x, self._multiply(x), adapters)
-        return self._world.all_gather(y)[:, : self._vocab_size]
+        return self._group.all_gather(y)[:, : self._vocab_size]
 
 
 class Positions:

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from tgis.shard.collectives import World
+from tgis.shard.collectives import ProcessGroup
 from tgis.shard.layers.lora import Cut, TokenAdapters
 from tgis.shard.layers.ops import Parts
 
@@ -41,7 +41,7 @@ class ColumnParallel:
         bias: bool,
         pieces: list[int] | None = None,
     ):
-        rows = _cut(parts.world, widths, pieces or [parts.world.size] * len(widths))
+        rows = _cut(parts.group, widths, pieces or [parts.group.size] * len(widths))
         self._adapt = Adaptable(parts, path, Cut((sum(widths), in_features), tuple(rows)))
         weight = parts.weights.find(f"{path}.weight", (sum(widths), in_features))
         mine = [weight.read(part) for part in rows]
@@ -62,7 +62,7 @@ class RowParallel:
     The ranks' products are summed, then the bias is added once."""
 
     def __init__(self, parts: Parts, path: str, in_features: int, out_features: int, bias: bool):
-        self._world, columns = parts.world, parts.world.slice(in_features)
+        self._group, columns = parts.group, parts.group.slice(in_features)
         whole = (slice(0, out_features),)
         self._adapt = Adaptable(parts, path, Cut((out_features, in_features), whole, columns))
         weight = parts.weights.find(f"{path}.weight", (out_features, in_features))
@@ -72,7 +72,7 @@ class RowParallel:
         self._add = parts.kernels.add
 
     def __call__(self, x: Tensor, adapters: TokenAdapters | None) -> Tensor:
-        y = self._world.all_reduce(self.partial(x, adapters))
+        y = self._group.all_reduce(self.partial(x, adapters))
         return y if self._bias is None else self._add(y, self._bias)
 
     def partial(self, x: Tensor, adapters: TokenAdapters | None) -> Tensor:
@@ -94,13 +94,13 @@ class Replicated:
         return self._adapt(x, self._multiply(x), adapters)
 
 
-def _cut(world: World, widths: list[int], pieces: list[int]) -> list[slice]:
+def _cut(group: ProcessGroup, widths: list[int], pieces: list[int]) -> list[slice]:
     """Return this rank's rows of the packed matrices. Adjacent slices are merged, so that they are copied
     once."""
     rows: list[slice] = []
     begin = 0
     for width, count in zip(widths, pieces, strict=True):
-        mine = world.slice(width, count)
+        mine = group.slice(width, count)
         start, stop = begin + mine.start, begin + mine.stop
         if rows and rows[-1].stop == start:
             start = rows.pop().start

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tgis.shard.checkpoint.weights import Weights
-from tgis.shard.collectives import World
+from tgis.shard.collectives import ProcessGroup
 from tgis.shard.layers.lora import Cut, Deltas, TokenAdapters
 
 Quantization = Literal["none", "int8"]
@@ -135,7 +135,7 @@ class Parts:
     """Common arguments of all layers. Weights are rounded to `dtype`, except those of linear layers that
     `quantize` changes."""
 
-    world: World
+    group: ProcessGroup
     weights: Weights
     dtype: torch.dtype
     kernels: Kernels

@@ -1,4 +1,4 @@
-"""Measures the GPU memory that this process may use and has used, as `host_limits` does for the CPU."""
+"""Measures the GPU memory that this process may use, and that of its tensors."""
 
 import torch
 
@@ -19,18 +19,14 @@ class CudaMemory:
         return int((free + kept) * (1 - MARGIN))
 
     def release_memory(self) -> None:
-        """Return the allocator's unused memory to the GPU."""
         torch.cuda.empty_cache()
 
     def memory_used(self) -> int:
-        """Return the bytes of this process's tensors."""
         return torch.cuda.memory_allocated(self._device)
 
     def begin_peak(self) -> int:
-        """Reset `peak` and return the bytes of this process's tensors."""
         torch.cuda.reset_peak_memory_stats(self._device)
         return self.memory_used()
 
     def peak(self) -> int:
-        """Return the most bytes that this process's tensors have had since `begin_peak`."""
         return torch.cuda.max_memory_allocated(self._device)

@@ -20,9 +20,30 @@ MEMORY_V1 = (
 )
 
 
-def memory_left(root: Path = Path("/")) -> int:
-    """Return the bytes this process may still take within the machine and each of its control groups."""
-    return min([_machine_left(root), *_groups_left(root)])
+class HostMemory:
+    """Memory of the machine, within the limits of the control groups around this process.
+
+    `root` is the directory whose `proc` and `sys` say the limits."""
+
+    def __init__(self, root: Path = Path("/")) -> None:
+        self._root = root
+
+    def memory_left(self) -> int:
+        return min([_machine_left(self._root), *_groups_left(self._root)])
+
+    def release_memory(self) -> None:
+        release_memory()
+
+    def memory_used(self) -> int:
+        return _own_memory("RssAnon")  # without mapped files
+
+    def begin_peak(self) -> int:
+        with contextlib.suppress(OSError):  # then `peak` covers the process's whole life: an upper bound
+            Path("/proc/self/clear_refs").write_text("5")
+        return _own_memory("VmRSS")
+
+    def peak(self) -> int:
+        return _own_memory("VmHWM")
 
 
 def count_cores(root: Path = Path("/")) -> int:
@@ -44,23 +65,6 @@ def release_memory() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
-
-
-def memory_used() -> int:
-    """Return the bytes this process has in memory, without mapped files."""
-    return _own_memory("RssAnon")
-
-
-def begin_peak() -> int:
-    """Reset `peak`, if the system allows that, and return the bytes this process has in memory."""
-    with contextlib.suppress(OSError):  # then `peak` covers the process's whole life, which is an upper bound
-        Path("/proc/self/clear_refs").write_text("5")
-    return _own_memory("VmRSS")
-
-
-def peak() -> int:
-    """Return the most bytes this process has had in memory since `begin_peak`."""
-    return _own_memory("VmHWM")
 
 
 def _own_memory(name: str) -> int:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 CPU = torch.device("cpu")
 SLACK = 16  # elements after the last page, so that kernels can load whole vectors
-TOUCHED_BYTES, LEAST_PRIORITY = 1 << 21, 19
+POPULATED_BYTES, LEAST_PRIORITY = 1 << 21, 19
 MADV_HUGEPAGE, MADV_POPULATE_WRITE = 14, 23  # Linux's constants
 
 
@@ -65,15 +65,14 @@ class KVCache:
         device: torch.device = CPU,
     ):
         shape = (num_layers, num_blocks, num_kv_heads, page_size(block_size, head_dim))
-        self.keys, self.values = (_allocate(shape, dtype, device) for _ in range(2))
+        self.keys, self.values = (_allocate_zeros(shape, dtype, device) for _ in range(2))
         if device.type == "cpu":
-            _touch_soon((self.keys, self.values))
+            _populate_soon((self.keys, self.values))
         self.num_layers, self.num_blocks, self.block_size = num_layers, num_blocks, block_size
         self.num_kv_heads, self.head_dim, self.dtype = num_kv_heads, head_dim, dtype
 
 
-def _allocate(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Allocate a tensor of zeros."""
+def _allocate_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     count = math.prod(shape)
@@ -83,7 +82,7 @@ def _allocate(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) 
     return torch.frombuffer(pages, dtype=dtype)[:count].view(shape)
 
 
-def _touch_soon(memories: Sequence[Tensor]) -> None:
+def _populate_soon(memories: Sequence[Tensor]) -> None:
     """Make the system allocate the memory of tensors [num_layers, any] on a background thread.
 
     So neither the start nor a later step waits for it. Huge pages are used if there are any, because reads
@@ -97,16 +96,16 @@ def _touch_soon(memories: Sequence[Tensor]) -> None:
 
     layers = [(layer.data_ptr(), layer.nbytes) for memory in memories for layer in memory]
 
-    def touch() -> None:
-        """Touch the memory without calling torch.
+    def populate() -> None:
+        """Populate the memory without calling torch.
 
         A thread inside a torch call when the process ends would abort the process."""
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LEAST_PRIORITY)
-        for offset in range(0, max(num_bytes for _, num_bytes in layers), TOUCHED_BYTES):
+        for offset in range(0, max(num_bytes for _, num_bytes in layers), POPULATED_BYTES):
             for address, num_bytes in layers:
                 begin = (address + offset) // mmap.PAGESIZE * mmap.PAGESIZE
-                end = address + min(offset + TOUCHED_BYTES, num_bytes)
+                end = address + min(offset + POPULATED_BYTES, num_bytes)
                 if madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), MADV_POPULATE_WRITE):
                     return  # memory that cannot be allocated now may never be needed
 
-    threading.Thread(target=touch, name="cache", daemon=True).start()
+    threading.Thread(target=populate, name="cache", daemon=True).start()

@@ -39,7 +39,7 @@ class LayerAttention:
 
     def __init__(self, spec: DecoderSpec, parts: Parts, path: str, layer: int):
         window = spec.window(layer)
-        slopes = spec.slopes[parts.world.slice(spec.num_heads)] if spec.slopes else None
+        slopes = spec.slopes[parts.group.slice(spec.num_heads)] if spec.slopes else None
         scoring = Scoring(
             scale=spec.head_dim**-0.5 if spec.attention_scale is None else spec.attention_scale,
             window=window,

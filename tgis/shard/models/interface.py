@@ -66,7 +66,7 @@ class StepInputs:
 
 
 class Model(Protocol):
-    """Model that computes steps. Both methods raise WorldError."""
+    """Model that computes steps. Both methods raise ProcessGroupError."""
 
     @property
     def spec(self) -> ModelSpec: ...

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 
 from tgis.shard.checkpoint.weights import Source, Weights
-from tgis.shard.collectives import World
+from tgis.shard.collectives import ProcessGroup
 from tgis.shard.kernels.cpu import ops
 from tgis.shard.layers.ops import Kernels, Parts, Quantization
 from tgis.shard.models.decoder import Decoder
@@ -127,7 +127,7 @@ def serves(config: Mapping[str, Any]) -> bool:
 def load(
     path: Path,
     config: Mapping[str, Any],
-    world: World,
+    group: ProcessGroup,
     dtype: torch.dtype,
     kernels: Kernels = ops,
     quantize: Quantization = "none",
@@ -139,7 +139,7 @@ def load(
     spec = describe(config)
     family = FAMILIES[config["model_type"]]
     with Weights(path, family.sources(spec), getattr(family, "PREFIX", "")) as weights:
-        parts = Parts(world, weights, dtype, kernels, quantize=quantize)
+        parts = Parts(group, weights, dtype, kernels, quantize=quantize)
         model = Decoder(spec, parts) if isinstance(spec, DecoderSpec) else EncoderDecoderModel(spec, parts)
         refuse_unread(path, weights.list_unread(), config)
         return model

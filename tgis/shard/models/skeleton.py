@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tgis.shard.checkpoint.tensors import ALL, Stored
 from tgis.shard.checkpoint.weights import Weights
-from tgis.shard.collectives import World
+from tgis.shard.collectives import ProcessGroup
 from tgis.shard.kernels.cpu import ops
 from tgis.shard.kernels.portable.ops import TorchKernels
 from tgis.shard.layers.ops import Parts
@@ -38,7 +38,7 @@ def outline(path: Path, config: Mapping[str, Any], dtype: torch.dtype) -> Outlin
     spec = registry.describe(config)
     family = registry.FAMILIES[config["model_type"]]
     sources, prefix = family.sources(spec), getattr(family, "PREFIX", "")
-    blank = Parts(World(0, 1), _Shapes(path, sources, prefix), torch.float32, TorchKernels(NOWHERE))
+    blank = Parts(ProcessGroup(0, 1), _Shapes(path, sources, prefix), torch.float32, TorchKernels(NOWHERE))
     model = Decoder(spec, blank) if isinstance(spec, DecoderSpec) else EncoderDecoderModel(spec, blank)
     weights = Weights(path, sources, prefix)
     for module, cut in blank.cuts.items():
@@ -46,7 +46,7 @@ def outline(path: Path, config: Mapping[str, Any], dtype: torch.dtype) -> Outlin
     return Outline(
         model.prompt_width,
         spec.is_encoder_decoder,
-        Parts(World(0, 1), weights, dtype, ops, blank.cuts),
+        Parts(ProcessGroup(0, 1), weights, dtype, ops, blank.cuts),
     )
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -11,9 +12,7 @@ from torch import Tensor
 from tgis.pb import shard_pb2 as pb
 from tgis.shard.attention.interface import AttentionMetadata
 from tgis.shard.models.interface import StepInputs
-from tgis.shard.runner.layout import Layout
-from tgis.shard.runner.opening import NOT_WANTED, read_column
-from tgis.shard.runner.row_table import Booleans, Integers, Rows, TokenIds
+from tgis.shard.runner.row_table import NOT_WANTED, Booleans, Integers, RowTable, TokenIds, read_column
 from tgis.shard.sampling.logprobs import InputSpan
 
 Blocks = npt.NDArray[np.int32]
@@ -30,10 +29,29 @@ class Batch:
     drafts: TokenIds | None = None  # [num_sampled], the predicted samples, -1 where there is no draft
 
 
-class RowTable(Rows):
-    """Open rows, and the batches that steps compute from them."""
+class Layout(NamedTuple):
+    """Packed positions of several sequences, sequence after sequence."""
 
-    def tell(self, request: pb.StepRequest) -> list[str]:
+    begins: Integers  # [num_seqs + 1], index of each sequence's first position, then the total
+    sequence: Integers  # [num_tokens]
+    positions: Integers  # [num_tokens]
+
+    @classmethod
+    def of(cls, starts: Integers, ends: Integers) -> "Layout":
+        """Lay out the positions [start, end) of each sequence; a range may be empty."""
+        counts = ends - starts
+        if (counts == 1).all():
+            numbers = np.arange(len(counts) + 1)
+            return cls(numbers, numbers[:-1], starts)
+        begins = np.concatenate([[0], np.cumsum(counts)])
+        sequence = np.repeat(np.arange(len(counts)), counts)
+        return cls(begins, sequence, np.arange(len(sequence)) + (starts - begins[:-1])[sequence])
+
+
+class BatchBuilder(RowTable):
+    """Row table that packs the batches of steps on its rows."""
+
+    def label_rows(self, request: pb.StepRequest) -> list[str]:
         """Return labels of the step's rows for failpoints."""
         lengths = self._rows["prompt_len"][_integers(request.rows)]
         return [f"prompt={length}" for length in lengths.tolist()]

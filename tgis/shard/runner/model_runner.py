@@ -2,9 +2,9 @@
 
 import logging
 import time
-from functools import partial
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -14,13 +14,19 @@ from tgis.shard.adapters.registry import Contents
 from tgis.shard.layers.lora import TokenAdapters
 from tgis.shard.models.interface import EncoderDecoder
 from tgis.shard.runner import step_response
-from tgis.shard.runner.batch_builder import Batch, RowTable
+from tgis.shard.runner.batch_builder import Batch, BatchBuilder
 from tgis.shard.runner.forward import Forward
 from tgis.shard.runner.row_table import Booleans, Integers
-from tgis.shard.runner.step_response import Problem, Sampled, SampledDetails
-from tgis.shard.runner.verify_drafts import follow_drafts
+from tgis.shard.runner.step_response import Problem, SampledDetails, SampledTokens
+from tgis.shard.runner.verify_drafts import verify_drafts
 from tgis.shard.sampling.grammar import Guides
-from tgis.shard.sampling.logprobs import InputSpan, TokenDetails, Wanted, describe, join, leave_blank
+from tgis.shard.sampling.logprobs import (
+    InputSpan,
+    TokenDetails,
+    blank_details,
+    compute_details,
+    concatenate,
+)
 from tgis.shard.sampling.sampler import sample
 
 logger = logging.getLogger(__name__)
@@ -29,13 +35,13 @@ logger = logging.getLogger(__name__)
 HEAD_ROWS = 64
 
 
-class Engine:
+class ModelRunner:
     """Model runner. After `execute` has raised any exception, its state is undefined."""
 
     def __init__(
         self,
         forward: Forward,
-        table: RowTable,
+        table: BatchBuilder,
         guides: Guides,
         info: pb.InfoResponse,
         contents: Contents,
@@ -63,7 +69,7 @@ class Engine:
                 self._end_row(response, Problem(message.row, problem))
             else:
                 self._guides.open(message)
-        failpoints.hit("shard.before_forward", lambda: self._table.tell(request))
+        failpoints.hit("shard.before_forward", lambda: self._table.label_rows(request))
         encoder_inputs, batch = self._table.pack_encoder(request.opened_rows), self._table.pack(request)
         with torch.inference_mode():
             if encoder_inputs is not None:
@@ -84,12 +90,13 @@ class Engine:
     def _report_input(
         self, span: InputSpan, x: Tensor, adapters: TokenAdapters | None, response: pb.StepResponse
     ) -> None:
-        wanted = self._table.traits(np.array([span.row])).wanted
-        details = self._describe_input(span, x, adapters, wanted.top_n) if wanted.anything.any() else None
+        traits, details = self._table.traits(np.array([span.row])), None
+        if traits.wants_details.any():
+            details = self._detail_input(span, x, adapters, traits.wanted["top_n"])
         if self._is_answering:
             step_response.write_input(response, span, details)
 
-    def _describe_input(
+    def _detail_input(
         self, span: InputSpan, x: Tensor, adapters: TokenAdapters | None, top_n: Integers
     ) -> TokenDetails:
         """Return the logprobs of a span of prompt tokens, from raw logits. All ranks compute the logits, but
@@ -97,14 +104,14 @@ class Engine:
         num_blank = 1 if span.start == 0 else 0
         token_ids = torch.from_numpy(span.token_ids[num_blank:].astype(np.int64)).to(x.device)
         end = span.first_x + len(token_ids)
-        parts = [leave_blank(num_blank)]
+        parts = [blank_details(num_blank)]
         for start in range(0, len(token_ids), HEAD_ROWS):
             some = slice(start, start + HEAD_ROWS)
             at = slice(span.first_x + start, min(span.first_x + start + HEAD_ROWS, end))
             logits = self.model.logits(x[at], adapters and adapters.take(at))  # [n, vocab_size]
             if self._is_answering:
-                parts.append(describe(logits, token_ids[some], top_n.repeat(len(logits))))
-        return join(parts)
+                parts.append(compute_details(logits, token_ids[some], top_n.repeat(len(logits))))
+        return concatenate(parts)
 
     def _sample(self, batch: Batch, logits: Tensor, response: pb.StepResponse) -> None:
         if batch.drafts is None:
@@ -118,64 +125,70 @@ class Engine:
         if self._is_answering:
             step_response.write_sampled(response, parts)
 
-    def _sample_drafts(self, batch: Batch, logits: Tensor) -> tuple[list[Sampled], list[Problem]]:
+    def _sample_drafts(self, batch: Batch, logits: Tensor) -> tuple[list[SampledTokens], list[Problem]]:
         """Sample the positions of rows with drafts.
 
         Only problems of a row's first position count: a problem after a draft occurs again in the row's next
         step, without a draft before it. A row whose first logits are not finite is computed once more without
         its drafts, because a draft may be the cause."""
-        parts = list(follow_drafts(batch, partial(self._sample_some, batch, logits)))
+
+        def sample_at(at: Integers) -> SampledTokens:
+            return self._sample_rows(batch.sampled_rows[at], logits[torch.from_numpy(at)])
+
+        parts = list(verify_drafts(batch, sample_at))
         problems = parts[0].problems
-        spoilt = [problem.row for problem in problems if problem.cause != pb.RowError.CAUSE_GRAMMAR]
-        if spoilt:
-            again = self._table.pack_last(np.array(spoilt))
+        unusable_rows = [problem.row for problem in problems if problem.cause != pb.RowError.CAUSE_GRAMMAR]
+        if unusable_rows:
+            again = self._table.pack_last(np.array(unusable_rows))
             _, logits_again = self.forward(again)
             assert logits_again is not None
             parts.append(self._sample_rows(again.sampled_rows, logits_again))
-            problems = [each for each in problems if each.row not in spoilt] + parts[-1].problems
+            problems = [each for each in problems if each.row not in unusable_rows] + parts[-1].problems
         return parts, problems
 
-    def _sample_some(self, batch: Batch, logits: Tensor, at: Integers) -> Sampled:
-        return self._sample_rows(batch.sampled_rows[at], logits[torch.from_numpy(at)])
-
-    def _sample_rows(self, rows: Integers, logits: Tensor) -> Sampled:
+    def _sample_rows(self, rows: Integers, logits: Tensor) -> SampledTokens:
         """Sample the next tokens of some rows from logits [n, vocab_size]."""
         traits = self._table.traits(rows)
-        described = traits.described & self._is_answering
-        chosen, usable, problems = self._choose(rows, logits, described)
+        wants_details = traits.wants_details & self._is_answering
+        chosen, usable, problems = self._choose(rows, logits, wants_details)
         kept, token_ids = usable.nonzero()[0], chosen.numpy(force=True).astype(np.int32)
         if len(kept) < len(rows):
             rows, token_ids = rows[kept], token_ids[kept]
         ended = self._table.append(rows, token_ids)
         self._guides.advance(rows, token_ids, ended)
         details = None
-        if described.any():
-            details = self._describe(logits, chosen, kept, described[kept], traits.wanted)
-        return Sampled(kept, rows, token_ids, ended, details, problems)
+        if wants_details.any():
+            details = self._detail_samples(logits, chosen, kept, wants_details[kept], traits.wanted)
+        return SampledTokens(kept, rows, token_ids, ended, details, problems)
 
-    def _describe(
-        self, logits: Tensor, chosen: Tensor, kept: Integers, described: Booleans, wanted: Wanted
+    def _detail_samples(
+        self,
+        logits: Tensor,
+        chosen: Tensor,
+        kept: Integers,
+        wants_details: Booleans,
+        wanted: npt.NDArray[np.void],
     ) -> SampledDetails:
-        """Return the logprobs of those of the tokens `kept` for which `described` [num_kept] is True."""
-        at = kept[described]
+        """Return the logprobs of those of the tokens `kept` for which `wants_details` [num_kept] is True."""
+        at = kept[wants_details]
         index = torch.from_numpy(at)
-        details = describe(logits[index], chosen[index], wanted.top_n[at])
-        return SampledDetails(wanted.take(kept), described.nonzero()[0], details)
+        details = compute_details(logits[index], chosen[index], wanted["top_n"][at])
+        return SampledDetails(wanted[kept], wants_details.nonzero()[0], details)
 
     def _choose(
-        self, rows: Integers, logits: Tensor, described: Booleans
+        self, rows: Integers, logits: Tensor, wants_details: Booleans
     ) -> tuple[Tensor, Booleans, list[Problem]]:
         """Choose a token for each row. Return the tokens int64 [n], a bool [n] that is True where the token
         is valid, and the problems of the other rows."""
-        must_end, misled = self._guides.mask(logits, rows)
-        batch = self._table.sampling_batch(rows, described, must_end)
+        must_end, grammar_problems = self._guides.mask(logits, rows)
+        batch = self._table.sampling_batch(rows, wants_details, must_end)
         chosen, usable = sample(logits, batch, self._table.seen)
         problems = [
-            Problem(int(rows[i]), "the model gives no finite score to choose a token by")
+            Problem(int(rows[i]), "the maximum of the model's logits is not finite")
             for i in (~usable).nonzero()[0].tolist()
-            if i not in misled
+            if i not in grammar_problems
         ]
-        for i, text in misled.items():
+        for i, text in grammar_problems.items():
             usable[i] = False
             problems.append(Problem(int(rows[i]), text, pb.RowError.CAUSE_GRAMMAR))
         return chosen, usable, problems

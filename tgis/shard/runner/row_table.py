@@ -8,19 +8,10 @@ import numpy.typing as npt
 import torch
 
 from tgis.pb import shard_pb2 as pb
-from tgis.shard.adapters.registry import Contents
+from tgis.shard.adapters.registry import Contents, Prompt
 from tgis.shard.adapters.row_adapters import Tuning
-from tgis.shard.runner.opening import (
-    ROW,
-    Limits,
-    find_missing,
-    find_problem,
-    read_column,
-    read_parameters,
-    read_row,
-)
-from tgis.shard.sampling.logprobs import Wanted
-from tgis.shard.sampling.sampler import PARAMETERS, SamplingBatch, SeenTokens, find_plain
+from tgis.shard.layers.lora import Adapter
+from tgis.shard.sampling.sampler import PARAMETERS, SamplingBatch, SeenTokens, find_plain, read_parameters
 
 Integers = npt.NDArray[np.int64]
 Booleans = npt.NDArray[np.bool_]
@@ -28,6 +19,34 @@ TokenIds = npt.NDArray[np.int32]
 
 # Sets of rows whose traits are cached. A step that continues another one has the same rows.
 MAX_KEPT = 16
+NOT_WANTED = np.iinfo(np.int64).max
+ROW = np.dtype(
+    [
+        ("open", np.bool_),
+        ("ended", np.bool_),
+        ("length", np.int64),  # number of prompt and generated tokens, which is the next token's position
+        ("prompt_len", np.int64),
+        ("limit", np.int64),  # the length at which the row ends
+        ("num_blocks", np.int64),
+        ("encoder_len", np.int64),
+        ("is_long", np.bool_),  # True if longer than `rope_switch_len`
+        ("logprobs", np.bool_),
+        ("ranks", np.bool_),
+        ("top_n", np.int64),
+        ("input_from", np.int64),  # first prompt token to report, or NOT_WANTED
+    ]
+)
+
+
+@dataclass(frozen=True)
+class RowLimits:
+    """Limits of rows, and the model's properties that decide how rows are computed."""
+
+    max_sequence_length: int  # limit of the decoder's tokens, and of the encoder's
+    block_size: int
+    vocab_size: int
+    rope_switch_len: int  # length past which rotary positions are scaled differently; 0 means never
+    is_encoder_decoder: bool
 
 
 @dataclass(frozen=True)
@@ -37,12 +56,12 @@ class Traits:
     params: npt.NDArray[np.void]  # PARAMETERS [n]
     eos_token_ids: TokenIds  # [n, any], padded with -1
     prompt_len: Integers  # [n]
-    wanted: Wanted
-    described: Booleans  # [n], True where any token details are requested
+    wanted: npt.NDArray[np.void]  # [n], the token details that are requested: logprobs, ranks and top_n
+    wants_details: Booleans  # [n], True where any token details are requested
     is_plain: bool  # True if all rows are greedy and nothing changes their logits
 
 
-class Rows:
+class RowTable:
     """Table of open rows: at most `max_rows`, each of at most `max_sequence_length` tokens.
 
     `rope_switch_len` is the length past which a model scales rotary positions differently, or 0. `contents`
@@ -61,7 +80,7 @@ class Rows:
         is_encoder_decoder: bool = False,
     ):
         self._block_size, self._device = block_size, device
-        self._limits = Limits(
+        self._limits = RowLimits(
             max_sequence_length, block_size, vocab_size, rope_switch_len, is_encoder_decoder
         )
         self._rows = rows = np.zeros(max_rows, ROW)
@@ -96,9 +115,9 @@ class Rows:
         prompt = self._contents.prompt(message.prompt_digest)
         adapter = self._contents.adapter(message.adapter_digest)
         self._traits.clear()
-        self._rows[row] = read_row(message, self._limits)
+        self._rows[row] = self._read_row(message)
         self._tuning.open(row, prompt, adapter)
-        problem = find_problem(message, self._limits) or find_missing(message, prompt, adapter)
+        problem = find_problem(message, self._limits) or _find_missing(message, prompt, adapter)
         if problem is not None:
             self.fail(np.array([row]))
             return problem
@@ -140,7 +159,7 @@ class Rows:
         return traits
 
     def sampling_batch(
-        self, rows: Integers, described: Booleans, must_end: Booleans | np.bool_
+        self, rows: Integers, wants_details: Booleans, must_end: Booleans | np.bool_
     ) -> SamplingBatch:
         traits, lengths = self.traits(rows), self._lengths[rows]
         return SamplingBatch(
@@ -149,16 +168,37 @@ class Rows:
             lengths - traits.prompt_len,
             lengths,
             traits.eos_token_ids,
-            described,
+            wants_details,
             must_end,
             traits.is_plain,
         )
 
+    def _read_row(self, message: pb.OpenRow) -> tuple[bool | int, ...]:
+        """Return the fields of ROW, in their order."""
+        details, length = message.details, len(read_column(message.token_ids))
+        limit = message.prompt_len + message.max_new_tokens
+        fields = {
+            "open": True,
+            "ended": length >= limit,
+            "length": length,
+            "prompt_len": message.prompt_len,
+            "limit": limit,
+            "num_blocks": 0,
+            "encoder_len": len(read_column(message.encoder_token_ids)),
+            "is_long": length > self._limits.rope_switch_len > 0,
+            "logprobs": details.logprobs,
+            "ranks": details.ranks,
+            "top_n": details.top_n,
+            "input_from": details.input_from if details.input_tokens else NOT_WANTED,
+        }
+        return tuple(fields[name] for name in ROW.names or ())
+
     def _find_traits(self, rows: Integers) -> Traits:
         state, params = self._rows[rows], self._params[rows]
-        wanted = Wanted(state["logprobs"], state["ranks"], state["top_n"])
+        wanted = state[["logprobs", "ranks", "top_n"]]
+        wants_details = wanted["logprobs"] | wanted["ranks"] | (wanted["top_n"] > 0)
         is_plain = find_plain(params)
-        return Traits(params, self._eos[rows], state["prompt_len"], wanted, wanted.anything, is_plain)
+        return Traits(params, self._eos[rows], state["prompt_len"], wanted, wants_details, is_plain)
 
     def _set_eos(self, row: int, token_ids: TokenIds) -> None:
         missing = len(token_ids) - self._eos.shape[1]
@@ -166,3 +206,54 @@ class Rows:
             self._eos = np.pad(self._eos, ((0, 0), (0, missing)), constant_values=-1)
         self._eos[row] = -1
         self._eos[row, : len(token_ids)] = token_ids
+
+
+def read_column(column: bytes) -> TokenIds:
+    return np.frombuffer(column, "<i4")
+
+
+def find_problem(message: pb.OpenRow, limits: RowLimits) -> str | None:
+    """Return why a row cannot be served, whatever its soft prompt and adapter, or None."""
+    token_ids = read_column(message.token_ids)
+    limit, longest = message.prompt_len + message.max_new_tokens, limits.max_sequence_length
+    if len(token_ids) == 0:
+        return "it has no token ids"
+    if _has_unknown(token_ids, limits):
+        return f"a token id is not below the model's vocabulary size {limits.vocab_size}"
+    if max(limit, len(token_ids)) > longest:
+        return f"{limit} tokens are more than the sequence length {longest}"
+    if limits.is_encoder_decoder:
+        return _find_encoder_problem(message, limits)
+    return "the model has no encoder" if message.encoder_token_ids else None
+
+
+def _find_encoder_problem(message: pb.OpenRow, limits: RowLimits) -> str | None:
+    token_ids, num_blocks = read_column(message.encoder_token_ids), len(read_column(message.cross_blocks))
+    if len(token_ids) == 0:
+        return "it has no token ids for the encoder"
+    if _has_unknown(token_ids, limits):
+        return f"a token id for the encoder is not below the model's vocabulary size {limits.vocab_size}"
+    if len(token_ids) > limits.max_sequence_length:
+        return f"{len(token_ids)} tokens for the encoder are more than {limits.max_sequence_length}"
+    if len(token_ids) > num_blocks * limits.block_size:
+        return f"{len(token_ids)} tokens for the encoder do not fit into {num_blocks} cross blocks"
+    return None
+
+
+def _has_unknown(token_ids: TokenIds, limits: RowLimits) -> bool:
+    return bool(token_ids.min() < 0 or token_ids.max() >= limits.vocab_size)
+
+
+def _find_missing(message: pb.OpenRow, prompt: Prompt | None, adapter: Adapter | None) -> str | None:
+    """Return why a row cannot be served with the soft prompt and adapter that were looked up for it, or
+    None."""
+    if message.prompt_digest and prompt is None:
+        return "its soft prompt is not loaded"
+    if message.adapter_digest and adapter is None:
+        return "its adapter is not loaded"
+    if prompt is None:
+        return None
+    lengths = message.prompt_len, len(read_column(message.encoder_token_ids))
+    if len(prompt.decoder) > lengths[0] or len(prompt.encoder) > lengths[1]:
+        return "it has fewer tokens than its soft prompt"
+    return None

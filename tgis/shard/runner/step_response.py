@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from tgis.pb import shard_pb2 as pb
 from tgis.shard.runner.row_table import Booleans, Integers, TokenIds
-from tgis.shard.sampling.logprobs import InputSpan, TokenDetails, Wanted, join
+from tgis.shard.sampling.logprobs import InputSpan, TokenDetails, concatenate
 
 
 class Problem(NamedTuple):
@@ -26,13 +26,13 @@ class Problem(NamedTuple):
 class SampledDetails:
     """Token details that rows asked for, among n sampled tokens."""
 
-    wanted: Wanted  # [n]
-    at: Integers  # [num_described], indices in [n]
-    details: TokenDetails  # [num_described]
+    wanted: npt.NDArray[np.void]  # [n], as in `Traits`
+    at: Integers  # [num_detailed], indices in [n]
+    details: TokenDetails  # [num_detailed]
 
 
 @dataclass(frozen=True)
-class Sampled:
+class SampledTokens:
     """Sampled tokens of some of a step's positions, at most one of each row."""
 
     kept: Integers  # [n], indices of the positions for which a token was sampled
@@ -43,7 +43,7 @@ class Sampled:
     problems: list[Problem]  # one for each of the other positions
 
 
-def digest(parts: Sequence[Sampled]) -> int:
+def digest(parts: Sequence[SampledTokens]) -> int:
     """Return a 32-bit checksum of the sampled tokens. It is equal on all ranks, or the ranks disagree."""
     found = 0
     for part in parts:
@@ -52,7 +52,7 @@ def digest(parts: Sequence[Sampled]) -> int:
     return found
 
 
-def write_sampled(response: pb.StepResponse, parts: Sequence[Sampled]) -> None:
+def write_sampled(response: pb.StepResponse, parts: Sequence[SampledTokens]) -> None:
     """Write the parts in order. Tokens of rows that asked for no details get logprob NaN and rank 0."""
     response.rows = b"".join(part.rows.astype("<i4").tobytes() for part in parts)
     response.token_ids = b"".join(part.token_ids.astype("<i4").tobytes() for part in parts)
@@ -69,12 +69,12 @@ def _write_details(response: pb.StepResponse, parts: list[tuple[SampledDetails, 
     """Write the details of each part, which comes with the index of its first sampled token."""
     num_sampled = len(response.ended)
     at = np.concatenate([part.at + begin for part, begin in parts])
-    details = join([part.details for part, _ in parts])
-    if any(part.wanted.logprobs.any() for part, _ in parts):
+    details = concatenate([part.details for part, _ in parts])
+    if any(part.wanted["logprobs"].any() for part, _ in parts):
         response.logprobs = _spread(details.logprobs, at, num_sampled, np.nan, "<f4")
-    if any(part.wanted.ranks.any() for part, _ in parts):
+    if any(part.wanted["ranks"].any() for part, _ in parts):
         response.ranks = _spread(details.ranks, at, num_sampled, 0, "<i4")
-    if any(part.wanted.top_n.any() for part, _ in parts):
+    if any(part.wanted["top_n"].any() for part, _ in parts):
         response.top_tokens.counts = _spread(details.top_counts, at, num_sampled, 0, "<i4")
         _write_top(response.top_tokens, details)
 

@@ -8,13 +8,13 @@ import numpy as np
 
 from tgis.shard.runner.batch_builder import Batch
 from tgis.shard.runner.row_table import Integers
-from tgis.shard.runner.step_response import Sampled
+from tgis.shard.runner.step_response import SampledTokens
 
 # Samples the tokens at indices [n] in [num_sampled], at most one index of each row.
-Sample = Callable[[Integers], Sampled]
+Sample = Callable[[Integers], SampledTokens]
 
 
-def follow_drafts(batch: Batch, sample: Sample) -> Iterator[Sampled]:
+def verify_drafts(batch: Batch, sample: Sample) -> Iterator[SampledTokens]:
     """Yield each row's first sample, then the second sample of the rows whose first one equals the draft, and
     so on. A row stops once it has ended or no token could be sampled for it."""
     assert batch.drafts is not None

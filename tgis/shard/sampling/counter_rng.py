@@ -25,7 +25,7 @@ def draw_keys(seeds: npt.NDArray[np.uint64], positions: npt.NDArray[np.int64]) -
     return torch.from_numpy(bits.view(np.int32).reshape(-1, 2))
 
 
-def race(scores: Tensor, keys: Tensor, token_ids: Tensor) -> Tensor:
+def draw_columns(scores: Tensor, keys: Tensor, token_ids: Tensor) -> Tensor:
     """Draw a column of each row with the probabilities softmax(scores); return int64 [n].
 
     Uses an exponential race: token i finishes after a time Exp(1) / p_i, and the earliest one is drawn. The
@@ -34,20 +34,20 @@ def race(scores: Tensor, keys: Tensor, token_ids: Tensor) -> Tensor:
     [n, width]."""
     rows = max(1, CHUNK // scores.shape[-1])
     if len(scores) <= rows:
-        return _race(scores, keys, token_ids)
+        return _draw_columns(scores, keys, token_ids)
     ids = torch.split(token_ids, rows) if token_ids.dim() == 2 else repeat(token_ids)
     parts = zip(torch.split(scores, rows), torch.split(keys, rows), ids, strict=False)
-    return torch.cat([_race(*part) for part in parts])
+    return torch.cat([_draw_columns(*part) for part in parts])
 
 
-def _race(scores: Tensor, keys: Tensor, token_ids: Tensor) -> Tensor:
+def _draw_columns(scores: Tensor, keys: Tensor, token_ids: Tensor) -> Tensor:
     times = uniforms(keys, token_ids).neg_().log1p_().neg_()  # [n, width]
     weights = (scores - scores.amax(-1, keepdim=True)).exp_()
     return weights.div_(times).argmax(-1)
 
 
 def uniforms(keys: Tensor, token_ids: Tensor) -> Tensor:
-    """Return uniform numbers in (0, 1) of 31 bits, float32 [n, width]. Arguments have the shapes of `race`.
+    """Return uniform numbers in (0, 1) of 31 bits, float32 [n, width], for arguments as in `draw_columns`.
 
     The numbers are finest near 0, where the race is decided. The hash uses 32-bit rounds and two 32-bit keys,
     because torch multiplies 32-bit integers three times as fast as 64-bit ones."""

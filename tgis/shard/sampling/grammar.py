@@ -31,7 +31,7 @@ Booleans = npt.NDArray[np.bool_]
 Integers = npt.NDArray[np.int64]
 
 
-class GrammarError(Exception):
+class GuideError(Exception):
     """Error: the row cannot be served. Its text is for the log."""
 
 
@@ -56,7 +56,7 @@ class Guide:
     outcome: Mask | str = ""
     """Mask of the next token, or a text that says what is wrong."""
     matcher: LLMatcher | None = None
-    is_alone: bool = False
+    owns_grammar: bool = False
     """True if no other row has used the matcher's compiled grammar before."""
 
 
@@ -77,7 +77,7 @@ class Guides:
     def wait_until_ready(self) -> None:
         try:
             self._load()
-        except GrammarError as error:
+        except GuideError as error:
             logger.warning("guided decoding is not available: %s", error)
 
     def close(self, rows: Integers) -> None:
@@ -93,7 +93,7 @@ class Guides:
         generated = np.frombuffer(message.token_ids, "<i4")[message.prompt_len :]
         eos = np.frombuffer(message.eos_token_ids, "<i4").astype(np.int64)
         guide = Guide(message.grammar, eos[(eos >= 0) & (eos < self._vocab_size)], generated.tolist())
-        guide.pending = self._thread.submit(self._follow_all, [(guide, [])])
+        guide.pending = self._thread.submit(self._advance_all, [(guide, [])])
         self._guides[message.row] = guide
 
     def mask(self, logits: Tensor, rows: Integers) -> tuple[Booleans, dict[int, str]]:
@@ -126,7 +126,7 @@ class Guides:
         ended."""
         work = [(self._guides[row], [int(token_ids[i])]) for i, row in self._guided(rows) if not ended[i]]
         if work:
-            pending = self._thread.submit(self._follow_all, work)
+            pending = self._thread.submit(self._advance_all, work)
             for guide, _ in work:
                 guide.pending = pending
 
@@ -136,36 +136,36 @@ class Guides:
             return []
         return [(i, row) for i, row in enumerate(rows.tolist()) if row in self._guides]
 
-    def _follow_all(self, work: list[tuple[Guide, list[int]]]) -> None:
+    def _advance_all(self, work: list[tuple[Guide, list[int]]]) -> None:
         """Compute the masks of all rows of a step in one task, because handing over a task takes longer than
         most masks."""
         for guide, token_ids in work:
             try:
-                guide.outcome = self._follow(guide, token_ids)
-            except GrammarError as error:
+                guide.outcome = self._advance(guide, token_ids)
+            except GuideError as error:
                 guide.outcome = str(error)
             except Exception as error:  # a client's grammar may break the library; then only its row fails
                 guide.outcome = f"its grammar cannot be followed: {type(error).__name__}"
 
-    def _follow(self, guide: Guide, token_ids: list[int]) -> Mask:
+    def _advance(self, guide: Guide, token_ids: list[int]) -> Mask:
         """Advance the row's matcher and return its mask.
 
         Copies of a matcher share a cache of the grammar's lexer states, and the limit on their number. So if
         a shared matcher fails, the row tries again with a matcher of its own."""
         guide.token_ids += token_ids
         if guide.matcher is None:
-            guide.is_alone = guide.grammar.digest not in self._compiled
-            guide.matcher, token_ids = self._find(guide.grammar), guide.token_ids
-        mask = self._ask(guide, guide.matcher, token_ids)
-        if mask is None and not guide.is_alone:
+            guide.owns_grammar = guide.grammar.digest not in self._compiled
+            guide.matcher, token_ids = self._copy_matcher(guide.grammar), guide.token_ids
+        mask = self._compute_mask(guide, guide.matcher, token_ids)
+        if mask is None and not guide.owns_grammar:
             self._compiled.pop(guide.grammar.digest, None)
-            guide.matcher, guide.is_alone = self._compile(guide.grammar), True
-            mask = self._ask(guide, guide.matcher, guide.token_ids)
+            guide.matcher, guide.owns_grammar = self._compile(guide.grammar), True
+            mask = self._compute_mask(guide, guide.matcher, guide.token_ids)
         if mask is None:
-            raise GrammarError(f"its grammar: {_first_line(guide.matcher.get_error())}")
+            raise GuideError(f"its grammar: {_first_line(guide.matcher.get_error())}")
         return mask
 
-    def _find(self, grammar: pb.Grammar) -> LLMatcher:
+    def _copy_matcher(self, grammar: pb.Grammar) -> LLMatcher:
         if grammar.digest not in self._compiled:
             self._compiled[grammar.digest] = self._compile(grammar)
             if len(self._compiled) > CACHE_SIZE:
@@ -176,7 +176,7 @@ class Guides:
     def _compile(self, grammar: pb.Grammar) -> LLMatcher:
         matcher = LLMatcher(self._load(), grammar.text, log_level=0, limits=LIMITS)
         if matcher.is_error():
-            raise GrammarError(f"its grammar: {_first_line(matcher.get_error())}")
+            raise GuideError(f"its grammar: {_first_line(matcher.get_error())}")
         return matcher
 
     def _load(self) -> LLTokenizer:
@@ -184,9 +184,9 @@ class Guides:
             return self._tokenizer.result()
         except Exception as error:
             text = f"the tokenizer cannot be used for grammars: {_first_line(str(error))}"
-            raise GrammarError(text) from error
+            raise GuideError(text) from error
 
-    def _ask(self, guide: Guide, matcher: LLMatcher, token_ids: list[int]) -> Mask | None:
+    def _compute_mask(self, guide: Guide, matcher: LLMatcher, token_ids: list[int]) -> Mask | None:
         """Return the mask after `token_ids`, or None if the matcher has failed."""
         if not matcher.consume_tokens(token_ids):
             return None
@@ -201,11 +201,11 @@ class Guides:
         if is_accepting:
             banned[guide.eos_token_ids] = False
         elif is_complete:
-            raise GrammarError("its grammar leads nowhere")
+            raise GuideError("its grammar allows no further token")
         return Mask(banned, is_complete)
 
 
-class Pieces:
+class DecodedVocabulary:
     """Vocabulary for a tokenizer whose decoder the library does not support. The text of a token is what
     that decoder adds for it at the end of a text."""
 
@@ -232,7 +232,7 @@ def read_tokenizer(directory: Path, vocab_size: int, eos_token_ids: list[int]) -
     try:
         return LLTokenizer(text, n_vocab=vocab_size, eos_token=eos)
     except ValueError:  # the decoder is unsupported, or the tokenizer has more tokens than the model
-        pieces = Pieces(tokenizers.Tokenizer.from_str(text), vocab_size, eos_token_ids)
+        pieces = DecodedVocabulary(tokenizers.Tokenizer.from_str(text), vocab_size, eos_token_ids)
         return LLTokenizer(TokenizerWrapper(pieces), n_vocab=vocab_size, eos_token=eos)
 
 

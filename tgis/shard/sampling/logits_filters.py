@@ -20,18 +20,6 @@ NUM_BINS, REACH = 4096, 24.0
 
 
 @dataclass(frozen=True)
-class Limits:
-    """Limits of n rows: top_k int64 (0: off), top_p and typical_p float32 (1: off)."""
-
-    top_k: npt.NDArray[np.int64]
-    top_p: npt.NDArray[np.float32]
-    typical_p: npt.NDArray[np.float32]
-
-    def take(self, rows: npt.NDArray[np.int64]) -> "Limits":
-        return Limits(self.top_k[rows], self.top_p[rows], self.typical_p[rows])
-
-
-@dataclass(frozen=True)
 class Candidates:
     """Tokens of n rows that remain after filters.
 
@@ -49,78 +37,78 @@ class Candidates:
         return Candidates(self.rows[index], self.scores[part], self.token_ids[part])
 
 
-def narrow(scores: Tensor, limits: Limits) -> Iterator[Candidates]:
+def filter_candidates(scores: Tensor, params: npt.NDArray[np.void]) -> Iterator[Candidates]:
     """Yield the candidates of every row of scores [n, vocab_size] once, in groups of equal width.
 
-    Each row must have a top_k or a top_p. All ties at the k-th score stay; among equal scores at the limit of
-    top_p, the lower ids stay."""
+    params PARAMETERS [n]. Each row must have a top_k below vocab_size, or a top_p. All ties at the k-th score
+    stay; among equal scores at the limit of top_p, the lower ids stay."""
     vocab_size = scores.shape[-1]
     pending = np.arange(len(scores))
     for width in sorted({min(width, vocab_size) for width in (*WIDTHS, vocab_size)}):
         # One column beyond the k-th is needed to see whether more scores equal the k-th.
-        fitting = (limits.top_k[pending] < width) | (width == vocab_size)
+        fitting = (params["top_k"][pending] < width) | (width == vocab_size)
         rows, pending = pending[fitting], pending[~fitting]
         if len(rows) == 0:
             continue
-        found, certain = _narrow(scores, rows, limits.take(rows), width)
+        found, certain = _filter_top(scores, rows, params[rows], width)
         if certain.any():
             found = found.take(certain.nonzero()[0])
-            _limit_typical(found.scores, limits.typical_p[found.rows])
+            _filter_typical_rows(found.scores, params["typical_p"][found.rows])
             yield found
         pending = np.sort(np.concatenate([pending, rows[~certain]]))
-        is_open = limits.top_k[pending] == 0
+        is_open = params["top_k"][pending] == 0
         if scores.is_cpu and is_open.any():
-            yield _cut(scores, pending[is_open], limits)
+            yield _filter_all(scores, pending[is_open], params)
             pending = pending[~is_open]
         if len(pending) == 0:
             return
 
 
-def _narrow(
-    scores: Tensor, rows: npt.NDArray[np.int64], limits: Limits, width: int
+def _filter_top(
+    scores: Tensor, rows: npt.NDArray[np.int64], params: npt.NDArray[np.void], width: int
 ) -> tuple[Candidates, npt.NDArray[np.bool_]]:
     """Return the best `width` tokens of `rows`, limited to top_k and top_p.
 
     Also returns bool [n], True where no further token belongs to the result. `rows` is rising."""
     scores = scores if len(rows) == len(scores) else scores[torch.from_numpy(rows)]
-    best, token_ids = _rank(scores, width)
+    best, token_ids = _take_best(scores, width)
     kept = best.clone()  # [n, width]
-    has_k = torch.from_numpy(limits.top_k > 0).to(best.device).unsqueeze(-1)  # [n, 1]
-    last = torch.from_numpy(np.clip(limits.top_k, 1, width) - 1).to(best.device).unsqueeze(-1)
-    edge = best.gather(-1, last)  # [n, 1], the k-th score
-    if limits.top_k.any():
-        kept.masked_fill_((best < edge) & has_k, -torch.inf)
-    if (limits.top_p < 1).any():
+    has_k = torch.from_numpy(params["top_k"] > 0).to(best.device).unsqueeze(-1)  # [n, 1]
+    last = torch.from_numpy(np.clip(params["top_k"], 1, width) - 1).to(best.device).unsqueeze(-1)
+    threshold = best.gather(-1, last)  # [n, 1], the k-th score
+    if params["top_k"].any():
+        kept.masked_fill_((best < threshold) & has_k, -torch.inf)
+    if (params["top_p"] < 1).any():
         mass = _probabilities(scores, kept, token_ids, has_k).cumsum(-1)
-        top_p = torch.from_numpy(np.where(limits.top_p < 1, limits.top_p, np.float32(np.inf)))
+        top_p = torch.from_numpy(np.where(params["top_p"] < 1, params["top_p"], np.float32(np.inf)))
         # A token stays if the mass before it is less than top_p, so the first one always stays.
         kept[:, 1:].masked_fill_(mass[:, :-1] >= top_p.to(best.device).unsqueeze(-1), -torch.inf)
     lowest = kept.masked_fill(kept == -torch.inf, torch.inf).amin(-1, keepdim=True)
     # Ties at the k-th score count in the mass to which top_p applies, so all of them must be present.
-    certain = torch.where(has_k, edge, lowest).squeeze(-1) > best[:, -1]
+    certain = torch.where(has_k, threshold, lowest).squeeze(-1) > best[:, -1]
     return Candidates(rows, kept, token_ids), certain.numpy(force=True) | (width == scores.shape[-1])
 
 
-def _cut(scores: Tensor, rows: npt.NDArray[np.int64], limits: Limits) -> Candidates:
+def _filter_all(scores: Tensor, rows: npt.NDArray[np.int64], params: npt.NDArray[np.void]) -> Candidates:
     """Return all tokens of `rows`, limited to top_p."""
-    limits = limits.take(rows)
+    params = params[rows]
     scores = scores[torch.from_numpy(rows)]  # [n, vocab_size]
     probabilities = scores.softmax(-1).numpy()
-    for i in (limits.top_p < 1).nonzero()[0].tolist():
-        _cut_row(scores[i].numpy(), probabilities[i], limits.top_p[i])
-    _limit_typical(scores, limits.typical_p)
+    for i in (params["top_p"] < 1).nonzero()[0].tolist():
+        _filter_row(scores[i].numpy(), probabilities[i], params["top_p"][i])
+    _filter_typical_rows(scores, params["typical_p"])
     return Candidates(rows, scores, torch.arange(scores.shape[-1]).expand_as(scores))
 
 
-def _cut_row(scores: npt.NDArray[np.float32], weights: npt.NDArray[np.float32], top_p: np.float32) -> None:
+def _filter_row(scores: npt.NDArray[np.float32], weights: npt.NDArray[np.float32], top_p: np.float32) -> None:
     """Limit the scores of one row, [vocab_size], to top_p, in place."""
-    edge, before = _find_edge(-scores, weights, top_p, -scores.max())
-    ties = np.flatnonzero(scores == -edge)
-    scores[scores < -edge] = -np.inf
+    threshold, before = _find_threshold(-scores, weights, top_p, -scores.max())
+    ties = np.flatnonzero(scores == -threshold)
+    scores[scores < -threshold] = -np.inf
     scores[ties[before + weights[ties].astype(np.float64).cumsum() - weights[ties] >= top_p]] = -np.inf
 
 
-def _find_edge(
+def _find_threshold(
     keys: npt.NDArray[np.float32],
     weights: npt.NDArray[np.float32],
     mass: np.float32,
@@ -139,12 +127,12 @@ def _find_edge(
     inside = inside[np.argsort(keys[inside], kind="stable")]
     lower = total[found - 1] if found else np.float64(0)
     total = lower + weights[inside].astype(np.float64).cumsum()
-    edge = keys[inside[min(int(np.searchsorted(total, mass)), len(inside) - 1)]]
-    first = int(np.searchsorted(keys[inside], edge))
-    return edge, total[first - 1] if first else lower
+    threshold = keys[inside[min(int(np.searchsorted(total, mass)), len(inside) - 1)]]
+    first = int(np.searchsorted(keys[inside], threshold))
+    return threshold, total[first - 1] if first else lower
 
 
-def _rank(scores: Tensor, width: int) -> tuple[Tensor, Tensor]:
+def _take_best(scores: Tensor, width: int) -> tuple[Tensor, Tensor]:
     """Return the highest scores of each row and their ids, [n, width] each, by falling score and, among equal
     scores, by rising id."""
     if width == scores.shape[-1]:
@@ -166,14 +154,14 @@ def _probabilities(scores: Tensor, kept: Tensor, token_ids: Tensor, has_k: Tenso
     return torch.where(has_k, among_kept, scores.softmax(-1).gather(-1, token_ids))
 
 
-def _limit_typical(scores: Tensor, typical_p: npt.NDArray[np.float32]) -> None:
+def _filter_typical_rows(scores: Tensor, typical_p: npt.NDArray[np.float32]) -> None:
     rows = (typical_p < 1).nonzero()[0]
     if len(rows):
         index = torch.from_numpy(rows)
-        scores[index] = keep_typical(scores[index], typical_p[rows])
+        scores[index] = filter_typical(scores[index], typical_p[rows])
 
 
-def keep_typical(scores: Tensor, typical_p: npt.NDArray[np.float32]) -> Tensor:
+def filter_typical(scores: Tensor, typical_p: npt.NDArray[np.float32]) -> Tensor:
     """Keep the scores [n, width] of the tokens whose information is nearest to the entropy; the others become
     -inf.
 
@@ -183,15 +171,15 @@ def keep_typical(scores: Tensor, typical_p: npt.NDArray[np.float32]) -> Tensor:
     entropy = torch.special.entr(probabilities).cumsum(-1)[:, -1:]  # [n, 1]
     distance = (logprobs + entropy).abs_()  # [n, width], inf where excluded
     mass = torch.from_numpy(typical_p).to(scores.device).unsqueeze(-1)
-    return scores.masked_fill(distance > _typical_edge(distance, probabilities, mass), -torch.inf)
+    return scores.masked_fill(distance > _find_typical_threshold(distance, probabilities, mass), -torch.inf)
 
 
-def _typical_edge(distance: Tensor, probabilities: Tensor, mass: Tensor) -> Tensor:
+def _find_typical_threshold(distance: Tensor, probabilities: Tensor, mass: Tensor) -> Tensor:
     """Return the distance [n, 1] at which the mass is reached, with as many candidates as that takes."""
     size = distance.shape[-1]
     if distance.is_cpu and size > WIDTHS[0]:
         rows = zip(distance.numpy(), probabilities.numpy(), mass.squeeze(-1).numpy(), strict=True)
-        return torch.from_numpy(np.array([[_find_edge(*row, np.float32(0))[0]] for row in rows]))
+        return torch.from_numpy(np.array([[_find_threshold(*row, np.float32(0))[0]] for row in rows]))
     for width in (*(width for width in WIDTHS if width < size), size):
         nearest, columns = distance.topk(width, largest=False)  # rising
         short = probabilities.gather(-1, columns).cumsum(-1) < mass

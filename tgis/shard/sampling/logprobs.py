@@ -22,23 +22,6 @@ class InputSpan:
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """Token details that n rows ask for: logprobs and ranks bool [n], top_n int64 [n]."""
-
-    logprobs: npt.NDArray[np.bool_]
-    ranks: npt.NDArray[np.bool_]
-    top_n: npt.NDArray[np.int64]
-
-    @property
-    def anything(self) -> npt.NDArray[np.bool_]:
-        wanted: npt.NDArray[np.bool_] = self.logprobs | self.ranks | (self.top_n > 0)
-        return wanted
-
-    def take(self, index: npt.NDArray[np.int64]) -> "Wanted":
-        return Wanted(self.logprobs[index], self.ranks[index], self.top_n[index])
-
-
-@dataclass(frozen=True)
 class TokenDetails:
     """Details of n tokens.
 
@@ -53,7 +36,7 @@ class TokenDetails:
     top_logprobs: npt.NDArray[np.float32]
 
 
-def leave_blank(num_tokens: int) -> TokenDetails:
+def blank_details(num_tokens: int) -> TokenDetails:
     """Return the details of tokens without logits: logprob NaN, rank 0, no best tokens."""
     none = np.zeros(num_tokens, np.int32)
     return TokenDetails(
@@ -61,14 +44,13 @@ def leave_blank(num_tokens: int) -> TokenDetails:
     )
 
 
-def join(parts: list[TokenDetails]) -> TokenDetails:
-    """Concatenate the details."""
+def concatenate(parts: list[TokenDetails]) -> TokenDetails:
     return TokenDetails(
         *(np.concatenate([vars(part)[f.name] for part in parts]) for f in fields(TokenDetails))
     )
 
 
-def describe(scores: Tensor, token_ids: Tensor, top_n: npt.NDArray[np.int64]) -> TokenDetails:
+def compute_details(scores: Tensor, token_ids: Tensor, top_n: npt.NDArray[np.int64]) -> TokenDetails:
     """Compute the details of tokens int64 [n] under softmax(scores).
 
     scores [n, vocab_size] are -inf where excluded; top_n [n] may be 0."""

@@ -8,10 +8,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from tgis.shard.sampling.counter_rng import draw_keys, race
-from tgis.shard.sampling.logits_filters import Limits, keep_typical, narrow
+from tgis.pb import shard_pb2 as pb
+from tgis.shard.sampling.counter_rng import draw_columns, draw_keys
+from tgis.shard.sampling.logits_filters import filter_candidates, filter_typical
 
-# The sampling parameters of one row. In a greedy row, those from `seed` to `typical_p` are neutral.
+# The sampling parameters of one row, named as in the message that opens it.
 PARAMETERS = np.dtype(
     [
         ("greedy", np.bool_),
@@ -26,6 +27,8 @@ PARAMETERS = np.dtype(
         ("length_penalty_factor", np.float32),  # 1: off
     ]
 )
+# Parameters that a greedy row ignores, with the values that they have in it.
+IGNORED_BY_GREEDY = {"seed": 0, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "typical_p": 1.0}
 # Penalties are clamped to this and its inverse, so that a logit times two of them is still finite.
 MAX_FACTOR = np.float32(1e16)
 
@@ -36,15 +39,15 @@ class SamplingBatch:
 
     rows int64 [n], indices into `SeenTokens`; params PARAMETERS [n]; num_generated int64 [n], number of
     tokens generated before this one; positions int64 [n], position of this token in its sequence;
-    eos_token_ids int32 [n, any], padded with -1; described bool [n], True if the final scores are needed for
-    token details; must_end bool [n], True if the grammar allows nothing but the end."""
+    eos_token_ids int32 [n, any], padded with -1; wants_details bool [n], True if the final scores are needed
+    for token details; must_end bool [n], True if the grammar allows nothing but the end."""
 
     rows: npt.NDArray[np.int64]
     params: npt.NDArray[np.void]
     num_generated: npt.NDArray[np.int64]
     positions: npt.NDArray[np.int64]
     eos_token_ids: npt.NDArray[np.int32]
-    described: npt.NDArray[np.bool_]
+    wants_details: npt.NDArray[np.bool_]
     must_end: npt.NDArray[np.bool_] | np.bool_ = np.False_
     is_plain: bool = False  # the result of `find_plain`
 
@@ -72,6 +75,12 @@ class SeenTokens:
         return self._seen[torch.from_numpy(rows)]
 
 
+def read_parameters(sampling: pb.Sampling) -> tuple[bool | int | float, ...]:
+    """Return the fields of PARAMETERS, in their order."""
+    fixed = IGNORED_BY_GREEDY if sampling.greedy else {}
+    return tuple(fixed.get(name, getattr(sampling, name)) for name in PARAMETERS.names or ())
+
+
 def find_plain(params: npt.NDArray[np.void]) -> bool:
     """Return True if all rows take the highest of the model's unchanged logits."""
     changes = (params["repetition_penalty"] != 1) | (params["length_penalty_factor"] != 1)
@@ -82,7 +91,7 @@ def sample(scores: Tensor, batch: SamplingBatch, seen: SeenTokens) -> tuple[Tens
     """Sample tokens int64 [n] from logits float32 [n, vocab_size].
 
     Also returns bool [n], False where the logits have no finite maximum. Works in place: afterwards the
-    scores of `batch.described` rows are those from which the token was chosen."""
+    scores of `batch.wants_details` rows are those from which the token was chosen."""
     if not batch.is_plain:
         _penalise(scores, batch, seen)
     if batch.is_plain or batch.params["greedy"].all():
@@ -147,7 +156,7 @@ def _choose(scores: Tensor, batch: SamplingBatch) -> Tensor:
     limited = (params["top_k"] > 0) | (params["top_p"] < 1)
     typical = (~limited & (params["typical_p"] < 1)).nonzero()[0]
     if len(typical):
-        _put(scores, typical, keep_typical(_take(scores, typical), params["typical_p"][typical]))
+        _put(scores, typical, filter_typical(_take(scores, typical), params["typical_p"][typical]))
     chosen = torch.empty(len(scores), dtype=torch.int64, device=scores.device)
     greedy = params["greedy"].nonzero()[0]
     if len(greedy):
@@ -156,7 +165,7 @@ def _choose(scores: Tensor, batch: SamplingBatch) -> Tensor:
     free = (~params["greedy"] & ~limited).nonzero()[0]
     if len(free):
         vocabulary = torch.arange(scores.shape[-1], dtype=torch.int32, device=scores.device)
-        _put(chosen, free, race(_take(scores, free), _take(keys, free), vocabulary))
+        _put(chosen, free, draw_columns(_take(scores, free), _take(keys, free), vocabulary))
     if limited.any():
         _choose_limited(scores, batch, limited.nonzero()[0], keys, chosen)
     return chosen
@@ -166,12 +175,12 @@ def _choose_limited(
     scores: Tensor, batch: SamplingBatch, index: npt.NDArray[np.int64], keys: Tensor, chosen: Tensor
 ) -> None:
     params = batch.params[index]
-    top_k = np.where(params["top_k"] < scores.shape[-1], params["top_k"], 0)
-    for group in narrow(_take(scores, index), Limits(top_k, params["top_p"], params["typical_p"])):
+    params["top_k"][params["top_k"] >= scores.shape[-1]] = 0
+    for group in filter_candidates(_take(scores, index), params):
         rows = index[group.rows]
-        column = race(group.scores, keys[torch.from_numpy(rows)], group.token_ids.int())
+        column = draw_columns(group.scores, keys[torch.from_numpy(rows)], group.token_ids.int())
         _put(chosen, rows, group.token_ids.gather(-1, column.unsqueeze(-1)).squeeze(-1))
-        if batch.described[rows].any():
+        if batch.wants_details[rows].any():
             left = scores.new_full((len(rows), scores.shape[-1]), -torch.inf)
             _put(scores, rows, left.scatter_(-1, group.token_ids, group.scores))
 

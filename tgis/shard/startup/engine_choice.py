@@ -12,7 +12,7 @@ import torch
 
 from tgis.config.processes import ENGINES
 from tgis.shard.checkpoint.tensors import WeightsError
-from tgis.shard.collectives import World
+from tgis.shard.collectives import ProcessGroup
 from tgis.shard.layers.ops import Kernels, Quantization
 from tgis.shard.models import registry
 from tgis.shard.models.hf_transformers import load as hf_transformers
@@ -33,13 +33,17 @@ class Choice:
 
     engine: str
     spec: ModelSpec
-    load: Callable[[World, torch.dtype, Kernels], Model]
+    load: Callable[[ProcessGroup, torch.dtype, Kernels], Model]
     dtype: torch.dtype | None = None
     """Type of weights and cache, if the model fixes it."""
     weight_bytes: int | None = None
     """Size of the weights, if it differs from the size of the checkpoint's tensors."""
     table_elements: int = 0
     """Number of elements of the embedding, which keeps its type when other weights are quantized."""
+
+    @property
+    def is_native(self) -> bool:
+        return self.engine == NATIVE
 
 
 def choose(
@@ -53,20 +57,6 @@ def choose(
     """Choose the engine that runs the model in `directory`, whose config.json is `settings`, on `size` ranks.
 
     Reads no tensor. Raises UnsupportedModelError and WeightsError."""
-    choice = _choose(directory, settings, framework, size, trust_remote_code, quantize)
-    if quantize != "none" and choice.engine != NATIVE:
-        raise UnsupportedModelError(f"--quantize {quantize} is for {NATIVE}, not for {choice.engine}")
-    return choice
-
-
-def _choose(
-    directory: Path,
-    settings: Mapping[str, Any],
-    framework: str | None,
-    size: int,
-    trust_remote_code: bool,
-    quantize: Quantization,
-) -> Choice:
     engine = ENGINES.get(framework or "")
     if engine == ONNX:
         return _choose_onnx(directory, settings)
@@ -86,7 +76,7 @@ def _choose(
     if obstacle is not None:
         logger.warning("tgis_native serves this model, because hf_transformers cannot: %s", obstacle)
         return native
-    logger.warning("tgis_native serves this model faster than hf_transformers")
+    logger.warning("tgis_native would serve this model faster than hf_transformers")
     return _choose_transformers(directory, settings, trust_remote_code)
 
 
@@ -125,11 +115,13 @@ def _choose_transformers(
             raise
         raise explain(error) from error
     if reason:
-        logger.warning("transformers' code serves this model, slower than a family of ours would: %s", reason)
+        logger.warning(
+            "this model runs through transformers' code, which is slower than a native family: %s", reason
+        )
 
-    def load(world: World, dtype: torch.dtype, _: Kernels) -> Model:
+    def load(group: ProcessGroup, dtype: torch.dtype, _: Kernels) -> Model:
         try:
-            return hf_transformers.load(directory, spec, world, dtype, trust_remote_code)
+            return hf_transformers.load(directory, spec, group, dtype, trust_remote_code)
         except (UnsupportedModelError, WeightsError) as error:
             if reason is None:
                 raise
@@ -141,7 +133,7 @@ def _choose_transformers(
 def _choose_onnx(directory: Path, settings: Mapping[str, Any]) -> Choice:
     spec = onnx_runtime.describe(directory, settings)
 
-    def load(world: World, dtype: torch.dtype, _: Kernels) -> Model:
-        return onnx_runtime.load(spec, world, torch.get_num_threads())
+    def load(group: ProcessGroup, dtype: torch.dtype, _: Kernels) -> Model:
+        return onnx_runtime.load(spec, group, torch.get_num_threads())
 
     return Choice(ONNX, spec, load, spec.dtype, spec.weight_bytes)

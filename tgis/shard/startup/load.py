@@ -18,65 +18,53 @@ from tgis.shard import collectives
 from tgis.shard.adapters.loading import Allowance, allow, open_contents, read_names
 from tgis.shard.adapters.registry import Contents
 from tgis.shard.checkpoint.tensors import DTYPES
-from tgis.shard.collectives import LOOPBACK, Meeting, World, WorldError
+from tgis.shard.collectives import LOOPBACK, ProcessGroup, ProcessGroupError, RendezvousPoint
 from tgis.shard.kernels.cpu.jit.compiler import compile_progress
-from tgis.shard.memory import host_limits
+from tgis.shard.memory.host_limits import count_cores, release_memory
 from tgis.shard.memory.kv_cache import KVCache, bytes_per_block
 from tgis.shard.models.interface import Model, ModelSpec, UnsupportedModelError
-from tgis.shard.runner.batch_builder import RowTable
-from tgis.shard.runner.forward import Forward, TapedForward
-from tgis.shard.runner.model_runner import Engine
+from tgis.shard.runner.batch_builder import BatchBuilder
+from tgis.shard.runner.forward import CapturedForward, Forward
+from tgis.shard.runner.model_runner import ModelRunner
 from tgis.shard.sampling.grammar import Guides, read_tokenizer
 from tgis.shard.startup import engine_choice, memory_plan, platform, quantize_check
-from tgis.shard.startup.memory_plan import GIB, Demand, Room
-from tgis.shard.startup.platform import Platform
-from tgis.shard.startup.threads import configure
+from tgis.shard.startup.engine_choice import Choice
+from tgis.shard.startup.memory_plan import GIB, Demand, MemoryBudget
+from tgis.shard.startup.platform import Platform, configure_torch
 from tgis.shard.startup.warm_up import WarmUp, largest_step
 
 logger = logging.getLogger(__name__)
 
 # Longest time that a rank waits for another one that is still reading its weights.
-MEETING_TIMEOUT_S = 600.0
+RENDEZVOUS_TIMEOUT_S = 600.0
 
 
-def load(config: ShardConfig, ranks: World | None = None, on: Platform | None = None) -> Engine:
+def load(config: ShardConfig, group: ProcessGroup | None = None, on: Platform | None = None) -> ModelRunner:
     """Load the model and return a model runner that is ready for steps.
 
-    If `ranks`, the process group, is None, the ranks connect here. If `on`, the platform, is None, the
-    configuration decides it. Raises DeviceError, ModelNotFoundError, UnsupportedModelError, WeightsError,
-    WorldError, ModelTooLargeError or CacheTooSmallError."""
+    If `group` is None, the ranks connect here. If `on`, the platform, is None, the configuration decides it.
+    Raises DeviceError, ModelNotFoundError, UnsupportedModelError, WeightsError, ProcessGroupError,
+    ModelTooLargeError or CacheTooSmallError."""
     began = time.monotonic()
-    directory = Path(config.model_path)
-    settings = model_files.read_json(directory, "config.json")
-    # Check that the model can be served before anything slow starts.
-    choice = _choose_engine(config, settings)
-    spec, on = choice.spec, on or _choose_platform(config, choice)
-    quantize_check.check(config.quantize, on)
-    demand = _demand(config, settings, spec)
-    allowance = allow(config, choice.engine == engine_choice.NATIVE, demand.max_sequence_length)
-    configure(config.cpu_threads or max(1, host_limits.count_cores() // _num_local(config)))
-    dtype = _choose_dtype(config.dtype, settings, choice)
-    info = _describe(config, settings, spec, dtype, allowance)
-    guides = _start_guides(directory, Path(config.tokenizer_path or directory), spec.vocab_size)
-    ranks = ranks or _join(config, on.device)
-    _check_fit(config, choice, ranks, dtype, demand, on, allowance)
+    plan = _plan(config, on)
+    on, demand = plan.on, plan.demand
+    configure_torch(config.cpu_threads or max(1, count_cores() // _num_local(config)))
+    info, guides = plan.describe_shard(), plan.start_guides()
+    group = group or _connect(config, on.device)
+    plan.check_fit(group)
     before = on.memory.memory_used()
-    model = choice.load(ranks, DTYPES[dtype], on.kernels)
+    model = plan.choice.load(group, plan.dtype, on.kernels)
     _check_length(model.spec, demand.max_sequence_length)
-    host_limits.release_memory()
+    release_memory()
     weight_gib = (on.memory.memory_used() - before) / GIB
     guides.wait_until_ready()  # keep the tokenizer's memory out of the measurement of a step below
-    if allowance.adapter_bytes:
+    if plan.allowance.adapter_bytes:
         on.kernels.prepare_adapters()
-    contents = open_contents(config, model)
-    is_taped = on.tapes_steps and choice.engine == engine_choice.NATIVE and ranks.size == 1
-    loaded = _Loaded(
-        info, model, ranks, guides, demand, DTYPES[dtype], on, contents, allowance.num_bytes, is_taped
-    )
-    room = loaded.measure_room(config.max_step_tokens)
+    loaded = _Loaded(plan, info, model, group, guides, open_contents(config, model))
+    budget = loaded.measure_budget()
     compile_progress.finish()
-    engine = loaded.make_engine(memory_plan.make_cache(model.spec, ranks, DTYPES[dtype], demand, room))
-    num_blocks = engine.info.num_blocks
+    runner = loaded.make_runner(memory_plan.make_cache(model.spec, group, plan.dtype, demand, budget))
+    num_blocks = runner.info.num_blocks
     logger.info(
         "loaded in %.1f s: memory grew by %.2f GiB with %s weights, %.2f GiB are cache; it holds %d blocks, "
         "%d tokens, %.1f requests of %d tokens",
@@ -84,7 +72,7 @@ def load(config: ShardConfig, ranks: World | None = None, on: Platform | None = 
         *(num_blocks, num_blocks * demand.block_size, num_blocks / demand.blocks_per_request),
         demand.max_sequence_length,
     )
-    return engine
+    return runner
 
 
 def sequence_length(config: ShardConfig, settings: Mapping[str, Any]) -> int:
@@ -92,92 +80,181 @@ def sequence_length(config: ShardConfig, settings: Mapping[str, Any]) -> int:
     return config.max_sequence_length or model_files.max_sequence_length(settings)
 
 
+def _plan(config: ShardConfig, on: Platform | None) -> "_Plan":
+    """Check that the model can be served, before anything slow starts."""
+    directory = Path(config.model_path)
+    settings = model_files.read_json(directory, "config.json")
+    how = (config.deployment_framework, config.world_size, config.trust_remote_code)
+    choice = engine_choice.choose(directory, settings, *how, quantize_check.read(config.quantize))
+    quantize_check.check_engine(config.quantize, choice)
+    on = on or _choose_platform(config, choice)
+    quantize_check.check_platform(config.quantize, on)
+    length, is_encoder_decoder = sequence_length(config, settings), choice.spec.is_encoder_decoder
+    _check_length(choice.spec, length)
+    limits = (config.max_batch_size, config.kv_cache_tokens)
+    demand = Demand(config.block_size, length, *limits, is_encoder_decoder)
+    allowance = allow(config, choice.is_native, length)
+    dtype_name = _choose_dtype(config.dtype, settings, choice)
+    return _Plan(config, settings, choice, on, demand, allowance, dtype_name)
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """Decisions that need no weights."""
+
+    config: ShardConfig
+    settings: dict[str, Any]
+    """The model's config.json."""
+    choice: Choice
+    on: Platform
+    demand: Demand
+    allowance: Allowance
+    dtype_name: str
+    """Name of the type of the cache, and of weights that are not quantized."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return DTYPES[self.dtype_name]
+
+    @property
+    def tokenizer_directory(self) -> Path:
+        return Path(self.config.tokenizer_path or self.config.model_path)
+
+    def check_fit(self, group: ProcessGroup) -> None:
+        """Check that the model fits into memory, before gigabytes are read.
+
+        No rank reads weights before all ranks have looked at the memory that is left."""
+        weights = self.choice.weight_bytes
+        if weights is None:
+            weights = quantize_check.count_bytes(self.config, self.choice, self.dtype)
+        if not self.choice.is_native:  # with other engines, every rank holds all weights
+            weights *= group.size
+        weights = weights * group.local_size // group.size
+        memory_plan.check_fit(
+            self.choice.spec,
+            group,
+            self.dtype,
+            self.demand,
+            weights,
+            self.on.memory_left(group),
+            self.on.cache_divisor,
+            self.allowance.num_bytes,
+            self.config.quantize,
+        )
+
+    def start_guides(self) -> Guides:
+        """Start to read the tokenizer on another thread, while the weights are read."""
+        vocab_size, eos_token_ids = self.choice.spec.vocab_size, model_files.eos_token_ids(self._directory)
+        return Guides(
+            partial(read_tokenizer, self.tokenizer_directory, vocab_size, eos_token_ids), vocab_size
+        )
+
+    def describe_shard(self) -> pb.InfoResponse:
+        """Describe the shard, without the number of blocks. Raises UnsupportedModelError."""
+        config, spec, kinds = self.config, self.choice.spec, pb.InfoResponse.ModelKind
+        info = pb.InfoResponse(
+            model_kind=kinds.MODEL_KIND_DECODER_ONLY,
+            model_type=self.settings["model_type"],
+            vocab_size=spec.vocab_size,
+            eos_token_ids=model_files.eos_token_ids(self._directory),
+            block_size=config.block_size,
+            rank=config.rank,
+            world_size=config.world_size,
+            epoch=config.epoch,
+            weight_dtype=config.quantize or self.dtype_name,
+            cache_dtype=self.dtype_name,
+            rope_switch_len=spec.rope_switch_len,
+            pad_token_id=model_files.pad_token_id(self._directory, self.tokenizer_directory, spec.vocab_size),
+            prompt_cache_bytes=self.allowance.prompt_bytes,
+            adapter_cache_bytes=self.allowance.adapter_bytes,
+            preloaded_adapter_ids=read_names(config.lora_adapters),
+        )
+        if spec.is_encoder_decoder:
+            info.model_kind = kinds.MODEL_KIND_ENCODER_DECODER
+            info.decoder_start_token_id = self._find_start_token_id()
+        return info
+
+    @property
+    def _directory(self) -> Path:
+        return Path(self.config.model_path)
+
+    def _find_start_token_id(self) -> int:
+        """Return the id of the token with which the decoder begins. Raises UnsupportedModelError."""
+        generation = model_files.read_json(self._directory, "generation_config.json")
+        for key in ("decoder_start_token_id", "bos_token_id", "pad_token_id"):
+            for place in (self.settings, generation):
+                if type(place.get(key)) is int:
+                    if place[key] not in range(self.choice.spec.vocab_size):
+                        raise UnsupportedModelError(f"{key} {place[key]} is not a token id of the model")
+                    return int(place[key])
+        raise UnsupportedModelError("the configuration has no decoder_start_token_id")
+
+
 @dataclass(frozen=True)
 class _Loaded:
     """Parts of a model runner, without its KV cache."""
 
+    plan: _Plan
     info: pb.InfoResponse
     model: Model
-    ranks: World
+    group: ProcessGroup
     guides: Guides
-    demand: Demand
-    dtype: torch.dtype
-    on: Platform
     contents: Contents
-    contents_bytes: int
-    """Largest size that `contents` may grow to."""
-    is_taped: bool
-    """True if steps may consist of the platform's kernels alone, and so may be captured and replayed."""
 
     @property
     def block_bytes(self) -> int:
-        return bytes_per_block(self.model.spec, self.ranks, self.demand.block_size, self.dtype)
+        return bytes_per_block(self.model.spec, self.group, self.plan.demand.block_size, self.plan.dtype)
 
-    def make_engine(self, cache: KVCache) -> Engine:
-        spec, demand = self.model.spec, self.demand
-        table = RowTable(
+    def make_runner(self, cache: KVCache) -> ModelRunner:
+        spec, demand, on = self.model.spec, self.plan.demand, self.plan.on
+        table = BatchBuilder(
             demand.max_batch_size,
             demand.max_sequence_length,
             demand.block_size,
             spec.vocab_size,
-            self.on.device,
+            on.device,
             self.contents,
             rope_switch_len=spec.rope_switch_len,
             is_encoder_decoder=spec.is_encoder_decoder,
         )
         info = pb.InfoResponse(num_blocks=cache.num_blocks)
         info.MergeFrom(self.info)
-        forward = (TapedForward if self.is_taped else Forward)(self.model, self.on.attention(cache))
-        return Engine(forward, table, self.guides, info, self.contents)
+        # Steps can be captured if they consist of the platform's kernels alone.
+        is_captured = on.captures_steps and self.plan.choice.is_native and self.group.size == 1
+        forward = (CapturedForward if is_captured else Forward)(self.model, on.attention(cache))
+        return ModelRunner(forward, table, self.guides, info, self.contents)
 
-    def measure_room(self, max_step_tokens: int) -> Room:
-        """Compile the kernels and measure the memory that is left for caches. Raises WorldError and
+    def measure_budget(self) -> MemoryBudget:
+        """Compile the kernels and measure the memory that is left for caches. Raises ProcessGroupError and
         ModelTooLargeError."""
-        shape, ranks, demand = self.model.spec, self.ranks, self.demand
-        cache = memory_plan.allocate(shape, ranks, self.dtype, demand.block_size, 1)
-        warm_up = WarmUp(self.make_engine(cache), ranks, demand, self.on.memory)
+        plan, group, on = self.plan, self.group, self.plan.on
+        cache = memory_plan.allocate(self.model.spec, group, plan.dtype, plan.demand.block_size, 1)
+        warm_up = WarmUp(self.make_runner(cache), group, plan.demand, on.memory)
         warm_up.compile()
-        self.on.memory.release_memory()
-        left = self.on.memory_left(ranks)
+        on.memory.release_memory()
+        left = on.memory_left(group)
 
-        def room_beside(step: int) -> Room:
-            return Room(left, step, ranks.local_size, self.on.cache_divisor, self.contents_bytes)
+        def budget_beside(step: int) -> MemoryBudget:
+            return MemoryBudget(left, step, group.local_size, on.cache_divisor, plan.allowance.num_bytes)
 
         def is_enough(step: int) -> bool:
-            return room_beside(step).share >= demand.wanted_blocks * self.block_bytes
+            return budget_beside(step).share >= plan.demand.wanted_blocks * self.block_bytes
 
-        room = room_beside(warm_up.measure(largest_step(demand, max_step_tokens), is_enough, left))
-        memory_plan.check_room(room)
-        self.on.memory.release_memory()
-        return room
-
-
-def _choose_engine(config: ShardConfig, settings: dict[str, Any]) -> engine_choice.Choice:
-    """Choose the engine. Raises UnsupportedModelError and WeightsError."""
-    how = (config.deployment_framework, config.world_size, config.trust_remote_code)
-    return engine_choice.choose(Path(config.model_path), settings, *how, quantize_check.read(config.quantize))
+        largest = largest_step(plan.demand, plan.config.max_step_tokens)
+        budget = budget_beside(warm_up.measure(largest, is_enough, left))
+        memory_plan.check_budget(budget)
+        on.memory.release_memory()
+        return budget
 
 
-def _choose_platform(config: ShardConfig, choice: engine_choice.Choice) -> Platform:
+def _choose_platform(config: ShardConfig, choice: Choice) -> Platform:
     """Choose the platform. Raises DeviceError."""
-    on = platform.choose(config.device, _local_rank(config), _num_local(config))
-    if on is platform.ON_CPU or choice.engine == engine_choice.NATIVE:
+    local_rank = config.rank if config.local_rank is None else config.local_rank
+    on = platform.choose(config.device, local_rank, _num_local(config))
+    if on is platform.ON_CPU or choice.is_native:
         return on
-    logger.warning("%s computes on the CPU only", choice.engine)
+    logger.warning("%s computes on the CPU only, so the GPUs are not used", choice.engine)
     return platform.ON_CPU
-
-
-def _demand(config: ShardConfig, settings: dict[str, Any], spec: ModelSpec) -> Demand:
-    """Return the requests' demand. Raises UnsupportedModelError."""
-    length = sequence_length(config, settings)
-    _check_length(spec, length)
-    return Demand(
-        config.block_size,
-        length,
-        config.max_batch_size,
-        config.kv_cache_tokens,
-        spec.is_encoder_decoder,
-    )
 
 
 def _check_length(spec: ModelSpec, length: int) -> None:
@@ -187,103 +264,26 @@ def _check_length(spec: ModelSpec, length: int) -> None:
         raise UnsupportedModelError(text)
 
 
-def _check_fit(
-    config: ShardConfig,
-    choice: engine_choice.Choice,
-    ranks: World,
-    dtype: str,
-    demand: Demand,
-    on: Platform,
-    allowance: Allowance,
-) -> None:
-    """Check that the model fits into memory, before gigabytes are read.
-
-    No rank reads weights before all ranks have looked at the memory that is left."""
-    weights = choice.weight_bytes
-    if weights is None:
-        weights = quantize_check.count_bytes(config, choice, DTYPES[dtype])
-    if choice.engine != engine_choice.NATIVE:  # with other engines, every rank holds all weights
-        weights *= ranks.size
-    weights = weights * ranks.local_size // ranks.size
-    left = on.memory_left(ranks)
-    beside = (on.cache_divisor, allowance.num_bytes)
-    memory_plan.check_fit(choice.spec, ranks, DTYPES[dtype], demand, weights, left, *beside, config.quantize)
-
-
-def _choose_dtype(asked: str | None, settings: dict[str, Any], choice: engine_choice.Choice) -> str:
+def _choose_dtype(asked: str | None, settings: dict[str, Any], choice: Choice) -> str:
     """Return the name of the type: the model's own if it fixes one, else `asked`, else the checkpoint's."""
     if choice.dtype is not None:
         [found] = [name for name, dtype in DTYPES.items() if dtype == choice.dtype]
         if asked not in (None, found):
-            logger.warning("the model itself is %s; --dtype %s does not change it", found, asked)
+            logger.warning("--dtype %s has no effect: the model fixes its type, %s", asked, found)
         return found
     return asked or model_files.stored_dtype(settings)
 
 
-def _start_guides(directory: Path, tokenizer: Path, vocab_size: int) -> Guides:
-    """Start to read the tokenizer on another thread, while the weights are read."""
-    return Guides(
-        partial(read_tokenizer, tokenizer, vocab_size, model_files.eos_token_ids(directory)), vocab_size
-    )
-
-
-def _join(config: ShardConfig, device: torch.device) -> World:
+def _connect(config: ShardConfig, device: torch.device) -> ProcessGroup:
     if config.world_size == 1:
-        return World(0, 1, device=device)
+        return ProcessGroup(0, 1, device=device)
     if config.rendezvous is None:
-        raise WorldError("the ranks of a group need a rendezvous to meet at")
-    meeting = Meeting(config.rendezvous, config.node_address or LOOPBACK, config.rendezvous_fd)
-    joined = collectives.join(config.rank, config.world_size, meeting, MEETING_TIMEOUT_S, device)
-    return replace(joined, num_on_host=_num_local(config))
+        raise ProcessGroupError("the ranks of a group need the address of a rendezvous")
+    point = RendezvousPoint(config.rendezvous, config.node_address or LOOPBACK, config.rendezvous_fd)
+    group = collectives.connect(config.rank, config.world_size, point, RENDEZVOUS_TIMEOUT_S, device)
+    return replace(group, num_on_host=_num_local(config))
 
 
 def _num_local(config: ShardConfig) -> int:
     """Return the number of ranks on this machine."""
     return config.local_size or config.world_size
-
-
-def _local_rank(config: ShardConfig) -> int:
-    return config.rank if config.local_rank is None else config.local_rank
-
-
-def _describe(
-    config: ShardConfig, settings: Mapping[str, Any], spec: ModelSpec, dtype: str, allowance: Allowance
-) -> pb.InfoResponse:
-    """Describe the shard, without the number of blocks. Raises UnsupportedModelError."""
-    kinds, directory = pb.InfoResponse.ModelKind, Path(config.model_path)
-    return pb.InfoResponse(
-        model_kind=kinds.MODEL_KIND_ENCODER_DECODER
-        if spec.is_encoder_decoder
-        else kinds.MODEL_KIND_DECODER_ONLY,
-        model_type=settings["model_type"],
-        vocab_size=spec.vocab_size,
-        eos_token_ids=model_files.eos_token_ids(directory),
-        block_size=config.block_size,
-        rank=config.rank,
-        world_size=config.world_size,
-        epoch=config.epoch,
-        weight_dtype=config.quantize or dtype,
-        cache_dtype=dtype,
-        rope_switch_len=spec.rope_switch_len,
-        decoder_start_token_id=_start_token_id(config, settings, spec.vocab_size)
-        if spec.is_encoder_decoder
-        else 0,
-        pad_token_id=model_files.pad_token_id(
-            directory, Path(config.tokenizer_path or directory), spec.vocab_size
-        ),
-        prompt_cache_bytes=allowance.prompt_bytes,
-        adapter_cache_bytes=allowance.adapter_bytes,
-        preloaded_adapter_ids=read_names(config.lora_adapters),
-    )
-
-
-def _start_token_id(config: ShardConfig, settings: Mapping[str, Any], vocab_size: int) -> int:
-    """Return the id of the token with which the decoder begins. Raises UnsupportedModelError."""
-    generation = model_files.read_json(Path(config.model_path), "generation_config.json")
-    for key in ("decoder_start_token_id", "bos_token_id", "pad_token_id"):
-        for place in (settings, generation):
-            if type(place.get(key)) is int:
-                if place[key] not in range(vocab_size):
-                    raise UnsupportedModelError(f"{key} {place[key]} is no token of the model")
-                return int(place[key])
-    raise UnsupportedModelError("the configuration does not say with which token the decoder begins")

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from tgis.errors import OperatorError
-from tgis.shard.collectives import World
+from tgis.shard.collectives import ProcessGroup
 from tgis.shard.memory.kv_cache import KVCache, Shape, bytes_per_block, local_kv_heads
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -50,7 +50,7 @@ class Demand:
 
 
 @dataclass(frozen=True)
-class Room:
+class MemoryBudget:
     """Memory of a machine in bytes.
 
     `left` is free beside all ranks of the machine. Each rank takes `step` for the largest step and `contents`
@@ -76,7 +76,7 @@ class Room:
 
 def check_fit(
     shape: Shape,
-    world: World,
+    group: ProcessGroup,
     dtype: torch.dtype,
     demand: Demand,
     weights: int,
@@ -94,17 +94,17 @@ def check_fit(
             f"the model does not fit: its weights take {weights / GIB:.2f} GiB as "
             f"{quantize or str(dtype).removeprefix('torch.')}, {left / GIB:.2f} GiB of memory are left"
         )
-    room = Room(left - weights, 0, world.local_size, divisor, contents)
-    check_room(room)
-    block_bytes = bytes_per_block(shape, world, demand.block_size, dtype)
-    check_blocks(demand, count_blocks(demand, block_bytes, room.share), block_bytes, room)
+    budget = MemoryBudget(left - weights, 0, group.local_size, divisor, contents)
+    check_budget(budget)
+    block_bytes = bytes_per_block(shape, group, demand.block_size, dtype)
+    check_blocks(demand, count_blocks(demand, block_bytes, budget.share), block_bytes, budget)
 
 
-def check_room(room: Room) -> None:
+def check_budget(budget: MemoryBudget) -> None:
     """Raise ModelTooLargeError if the largest step, soft prompts and adapters do not fit into memory."""
-    if room.taken <= room.left:
+    if budget.taken <= budget.left:
         return
-    step, contents = (room.num_ranks * each / GIB for each in (room.step, room.contents))
+    step, contents = (budget.num_ranks * each / GIB for each in (budget.step, budget.contents))
     parts = [f"the largest step takes {step:.2f} GiB"] * bool(step)
     cures = ["a smaller --max-step-tokens or --max-batch-size"] * bool(step)
     if contents:
@@ -112,21 +112,25 @@ def check_room(room: Room) -> None:
         cures.append("a smaller --prompt-cache-size-mb or --adapter-cache-size-mb")
     raise ModelTooLargeError(
         f"the model does not fit: beside its weights {' and '.join(parts)}, "
-        f"{room.left / GIB:.2f} GiB of memory are left; {' or '.join(cures)} makes it smaller"
+        f"{budget.left / GIB:.2f} GiB of memory are left; {' or '.join(cures)} makes it smaller"
     )
 
 
-def make_cache(shape: Shape, world: World, dtype: torch.dtype, demand: Demand, room: Room) -> KVCache:
-    """Allocate a cache that fits into `room`. Raises CacheTooSmallError."""
-    block_bytes = bytes_per_block(shape, world, demand.block_size, dtype)
-    num_blocks = count_blocks(demand, block_bytes, room.share)
-    check_blocks(demand, num_blocks, block_bytes, room)
-    return allocate(shape, world, dtype, demand.block_size, num_blocks)
+def make_cache(
+    shape: Shape, group: ProcessGroup, dtype: torch.dtype, demand: Demand, budget: MemoryBudget
+) -> KVCache:
+    """Allocate a cache that fits into `budget`. Raises CacheTooSmallError."""
+    block_bytes = bytes_per_block(shape, group, demand.block_size, dtype)
+    num_blocks = count_blocks(demand, block_bytes, budget.share)
+    check_blocks(demand, num_blocks, block_bytes, budget)
+    return allocate(shape, group, dtype, demand.block_size, num_blocks)
 
 
-def allocate(shape: Shape, world: World, dtype: torch.dtype, block_size: int, num_blocks: int) -> KVCache:
-    heads = local_kv_heads(shape, world)
-    return KVCache(shape.num_layers, num_blocks, block_size, heads, shape.head_dim, dtype, world.device)
+def allocate(
+    shape: Shape, group: ProcessGroup, dtype: torch.dtype, block_size: int, num_blocks: int
+) -> KVCache:
+    heads = local_kv_heads(shape, group)
+    return KVCache(shape.num_layers, num_blocks, block_size, heads, shape.head_dim, dtype, group.device)
 
 
 def count_blocks(demand: Demand, block_bytes: int, share: int) -> int:
@@ -134,12 +138,12 @@ def count_blocks(demand: Demand, block_bytes: int, share: int) -> int:
     return min(demand.wanted_blocks, share // block_bytes)
 
 
-def check_blocks(demand: Demand, num_blocks: int, block_bytes: int, room: Room) -> None:
+def check_blocks(demand: Demand, num_blocks: int, block_bytes: int, budget: MemoryBudget) -> None:
     """Raise CacheTooSmallError unless one request of full length fits."""
     if num_blocks >= demand.blocks_per_request:
         return
     needed = demand.blocks_per_request * block_bytes
-    bound = f"{room.share / MIB:.0f} MiB ({_explain(room)})"
+    bound = f"{budget.share / MIB:.0f} MiB ({_explain_budget(budget)})"
     if demand.kv_cache_tokens is not None and num_blocks == demand.kv_cache_tokens // demand.block_size:
         bound = f"the {demand.kv_cache_tokens} tokens of --kv-cache-tokens"
     raise CacheTooSmallError(
@@ -149,11 +153,11 @@ def check_blocks(demand: Demand, num_blocks: int, block_bytes: int, room: Room) 
     )
 
 
-def _explain(room: Room) -> str:
-    free = f"{room.left / MIB:.0f} MiB"
-    if room.step:
-        free += f" less {room.num_ranks * room.step / MIB:.0f} MiB for the largest step"
-    if room.contents:
-        free += f" less {room.num_ranks * room.contents / MIB:.0f} MiB for soft prompts and adapters"
-    part = {1: "", 4: "a quarter of "}[room.divisor]
-    return f"{part}{free}" + (f", over {room.num_ranks} shards" if room.num_ranks > 1 else "")
+def _explain_budget(budget: MemoryBudget) -> str:
+    free = f"{budget.left / MIB:.0f} MiB"
+    if budget.step:
+        free += f" less {budget.num_ranks * budget.step / MIB:.0f} MiB for the largest step"
+    if budget.contents:
+        free += f" less {budget.num_ranks * budget.contents / MIB:.0f} MiB for soft prompts and adapters"
+    part = {1: "", 4: "a quarter of "}[budget.divisor]
+    return f"{part}{free}" + (f", over {budget.num_ranks} shards" if budget.num_ranks > 1 else "")

@@ -1,8 +1,9 @@
 """The platform of a shard: a device, with its kernels, attention and memory.
 
-It is chosen once when the shard starts. No other code asks for the kind of device, except the collectives,
-which choose the backend by it."""
+It is chosen once when the shard starts. Elsewhere, the kind of device decides only the backend of
+collectives, the allocation of the KV cache, and how sampling searches for a limit."""
 
+import ctypes
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,17 +14,20 @@ import torch
 from tgis.errors import OperatorError
 from tgis.process.gpus import has_gpus
 from tgis.shard.attention.interface import Attention
-from tgis.shard.collectives import CPU, World
+from tgis.shard.collectives import CPU, ProcessGroup
 from tgis.shard.kernels.cpu import ops
 from tgis.shard.kernels.cpu.attention.attention import CpuAttention
 from tgis.shard.kernels.portable.attention import TorchAttention
 from tgis.shard.kernels.portable.ops import TorchKernels
 from tgis.shard.layers.ops import Kernels
-from tgis.shard.memory import host_limits
 from tgis.shard.memory.cuda import CudaMemory
+from tgis.shard.memory.host_limits import HostMemory
 from tgis.shard.memory.kv_cache import KVCache
 
 logger = logging.getLogger(__name__)
+
+# From glibc's malloc.h.
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 
 
 class DeviceError(OperatorError):
@@ -59,19 +63,19 @@ class Platform:
     """True if all ranks of a machine use the same memory."""
     cache_divisor: int
     """Divisor of the memory that weights and steps leave: the cache may have one part in so many."""
-    tapes_steps: bool
+    captures_steps: bool
     """True if the launches of kernels and attention can be captured and replayed."""
 
-    def memory_left(self, ranks: World) -> int:
+    def memory_left(self, group: ProcessGroup) -> int:
         """Return the bytes that all ranks of a machine together may still take, if each takes equally many.
 
-        The machine with the least memory left decides. Raises WorldError."""
-        left = ranks.min(self.memory.memory_left())
-        return left if self.is_memory_shared else left * ranks.local_size
+        The machine with the least memory left decides. Raises ProcessGroupError."""
+        left = group.min(self.memory.memory_left())
+        return left if self.is_memory_shared else left * group.local_size
 
 
 ON_CPU = Platform(
-    CPU, ops, CpuAttention, host_limits, is_memory_shared=True, cache_divisor=4, tapes_steps=True
+    CPU, ops, CpuAttention, HostMemory(), is_memory_shared=True, cache_divisor=4, captures_steps=True
 )
 
 
@@ -83,7 +87,7 @@ def choose(asked: str, rank: int, size: int) -> Platform:
         return ON_CPU
     if not torch.cuda.is_available():
         if asked == "cuda":
-            raise DeviceError("there is no GPU that torch can compute on; --device cpu asks for none")
+            raise DeviceError("there is no GPU that torch can compute on; --device cpu needs none")
         if has_gpus(None):
             logger.warning("there are GPUs, but torch cannot compute on them: computing on the CPU")
         return ON_CPU
@@ -98,4 +102,16 @@ def choose(asked: str, rank: int, size: int) -> Platform:
 def on_cuda(device: torch.device) -> Platform:
     """Return the platform of a GPU; `device` is the one that this process uses."""
     kernels, memory = TorchKernels(device), CudaMemory(device)
-    return Platform(device, kernels, TorchAttention, memory, False, cache_divisor=1, tapes_steps=False)
+    return Platform(device, kernels, TorchAttention, memory, False, cache_divisor=1, captures_steps=False)
+
+
+def configure_torch(num_threads: int) -> None:
+    """Compute with `num_threads` threads, and keep freed memory for the next step instead of returning it.
+
+    By default glibc maps every large buffer anew, and the page faults take ten times as long as filling
+    it."""
+    torch.set_num_threads(num_threads)
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "mallopt"):
+        libc.mallopt(_M_MMAP_THRESHOLD, 1 << 30)
+        libc.mallopt(_M_TRIM_THRESHOLD, (1 << 31) - 1)

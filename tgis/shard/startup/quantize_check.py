@@ -8,7 +8,8 @@ from tgis.config.processes import ShardConfig
 from tgis.shard.checkpoint.files import count_elements
 from tgis.shard.kernels.cpu.int8.product import BYTES_PER_WEIGHT
 from tgis.shard.layers.ops import Quantization
-from tgis.shard.startup.engine_choice import Choice
+from tgis.shard.models.interface import UnsupportedModelError
+from tgis.shard.startup.engine_choice import NATIVE, Choice
 from tgis.shard.startup.platform import DeviceError, Platform
 
 
@@ -17,10 +18,16 @@ def read(quantize: str | None) -> Quantization:
     return "int8" if quantize == "int8" else "none"
 
 
-def check(quantize: str | None, on: Platform) -> None:
+def check_engine(quantize: str | None, choice: Choice) -> None:
+    """Raise UnsupportedModelError if the engine cannot quantize."""
+    if read(quantize) != "none" and not choice.is_native:
+        raise UnsupportedModelError(f"--quantize {quantize} is for {NATIVE}, not for {choice.engine}")
+
+
+def check_platform(quantize: str | None, on: Platform) -> None:
     """Raise DeviceError if the platform cannot compute with this quantization."""
     if read(quantize) == "int8" and on.kernels.pack_int8 is None:
-        raise DeviceError("--quantize int8 is computed on the CPU only: --device cpu asks for that")
+        raise DeviceError("--quantize int8 works on the CPU only; --device cpu selects it")
 
 
 def count_bytes(config: ShardConfig, choice: Choice, dtype: torch.dtype) -> int:

@@ -5,17 +5,17 @@ If the largest step would be slow, smaller ones are measured and the result is e
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 import numpy as np
 
 from tgis.logs import FIELDS
 from tgis.pb import shard_pb2 as pb
-from tgis.shard.collectives import World
-from tgis.shard.memory import host_limits
+from tgis.shard.collectives import ProcessGroup
+from tgis.shard.memory.host_limits import HostMemory
 from tgis.shard.models.interface import UnsupportedModelError
-from tgis.shard.runner.model_runner import Engine
+from tgis.shard.runner.model_runner import ModelRunner
 from tgis.shard.startup.memory_plan import GIB, Demand
 from tgis.shard.startup.platform import Memory
 
@@ -33,7 +33,7 @@ DETAILS = pb.Details(logprobs=True, ranks=True, top_n=10)
 
 
 @dataclass(frozen=True)
-class Extent:
+class StepSize:
     """Size of a step: the number of rows, each of which samples, and the number of tokens of all rows."""
 
     num_rows: int
@@ -42,46 +42,46 @@ class Extent:
 
 @dataclass(frozen=True)
 class WarmUp:
-    """Warm-up steps on `engine`. Its cache needs only one block, which all rows share; the results are
+    """Warm-up steps on `runner`. Its cache needs only one block, which all rows share; the results are
     meaningless."""
 
-    engine: Engine
-    world: World
+    runner: ModelRunner
+    group: ProcessGroup
     demand: Demand
-    memory: Memory = host_limits
+    memory: Memory = field(default_factory=HostMemory)
 
     def compile(self) -> None:
         """Run a prompt in two chunks and generate a token, so that no request waits for a compiler.
 
-        Raises WorldError, and UnsupportedModelError if the model fails even at that."""
+        Raises ProcessGroupError, and UnsupportedModelError if the model fails even at that."""
         num_tokens = min(COMPILED_TOKENS, self.demand.max_sequence_length - 1)
-        opened = self._open_rows(Extent(1, num_tokens))
+        opened = self._open_rows(StepSize(1, num_tokens))
         length = opened[0].prompt_len
         problems = []
         for start, end in pairwise(sorted({0, length - 1, length})):
-            answer = self.engine.execute(self._step(opened if start == 0 else [], [start], [end]))
+            answer = self.runner.execute(self._step(opened if start == 0 else [], [start], [end]))
             problems += [error.message for error in answer.errors]
-        self.engine.reset()
-        if self.world.min(-len(problems)):  # only rank 0's response lists the problems
+        self.runner.reset()
+        if self.group.min(-len(problems)):  # only rank 0's response lists the problems
             raise UnsupportedModelError(
-                f"the model cannot answer: {problems[0] if problems else 'see rank 0'}"
+                f"the model failed a warm-up step: {problems[0] if problems else 'see the log of rank 0'}"
             )
 
-    def measure(self, largest: Extent, is_enough: Callable[[int], bool], left: int) -> int:
+    def measure(self, largest: StepSize, is_enough: Callable[[int], bool], left: int) -> int:
         """Return the bytes that a rank needs for the largest step, beside weights and cache.
 
         Runs smaller steps first. Stops when an upper bound satisfies `is_enough`, or when the next step would
         be slow or exceed the `left` bytes; then extrapolates from the steps that it ran. The result is equal
-        on all ranks. Raises WorldError."""
+        on all ranks. Raises ProcessGroupError."""
         began, seconds = time.monotonic(), 0.0
         used: dict[int, int] = {}
-        for extent in _ladder(largest):
-            next_bytes = extrapolate(used, extent.num_tokens) if used else 0
+        for size in _rising_sizes(largest):
+            next_bytes = extrapolate(used, size.num_tokens) if used else 0
             is_slow = len(used) > 1 and seconds * GROWTH > MAX_STEP_S
-            if is_slow or next_bytes * self.world.size > left:
+            if is_slow or next_bytes * self.group.size > left:
                 break
-            seconds, used[extent.num_tokens] = self._run(extent)
-            if is_enough(used[extent.num_tokens] * largest.num_tokens // extent.num_tokens):
+            seconds, used[size.num_tokens] = self._run(size)
+            if is_enough(used[size.num_tokens] * largest.num_tokens // size.num_tokens):
                 break
         found = extrapolate(used, largest.num_tokens)
         fields = {
@@ -93,20 +93,20 @@ class WarmUp:
         logger.info("warmed up", extra={FIELDS: fields})
         return found
 
-    def _run(self, extent: Extent) -> tuple[float, int]:
+    def _run(self, size: StepSize) -> tuple[float, int]:
         """Run a step. Return its seconds and bytes, each the maximum over the ranks."""
         self.memory.release_memory()
         before, began = self.memory.begin_peak(), time.monotonic()
-        opened = self._open_rows(extent)
-        self.engine.execute(self._step(opened, [0] * len(opened), [row.prompt_len for row in opened]))
-        self.engine.reset()
+        opened = self._open_rows(size)
+        self.runner.execute(self._step(opened, [0] * len(opened), [row.prompt_len for row in opened]))
+        self.runner.reset()
         seconds, used = time.monotonic() - began, max(0, self.memory.peak() - before)
-        return -self.world.min(-int(seconds * 1e6)) / 1e6, -self.world.min(-used)
+        return -self.group.min(-int(seconds * 1e6)) / 1e6, -self.group.min(-used)
 
-    def _open_rows(self, extent: Extent) -> list[pb.OpenRow]:
+    def _open_rows(self, size: StepSize) -> list[pb.OpenRow]:
         """Return the messages that open the step's rows. The tokens are the encoder's if there is one."""
-        each, rest = divmod(extent.num_tokens, extent.num_rows)
-        return [self._open_row(row, each + (row < rest)) for row in range(extent.num_rows)]
+        each, rest = divmod(size.num_tokens, size.num_rows)
+        return [self._open_row(row, each + (row < rest)) for row in range(size.num_rows)]
 
     def _open_row(self, row: int, length: int) -> pb.OpenRow:
         prompt_len = 1 if self.demand.is_encoder_decoder else length
@@ -139,7 +139,7 @@ class WarmUp:
         return -(-length // self.demand.block_size)
 
 
-def largest_step(demand: Demand, max_step_tokens: int) -> Extent:
+def largest_step(demand: Demand, max_step_tokens: int) -> StepSize:
     """Return the extent of the largest step that the router may send.
 
     An encoder's input is not chunked, so it alone may exceed `max_step_tokens`."""
@@ -148,7 +148,7 @@ def largest_step(demand: Demand, max_step_tokens: int) -> Extent:
     num_tokens = min(max_step_tokens, num_rows * longest)
     if demand.is_encoder_decoder:
         num_tokens = max(num_tokens, longest)
-    return Extent(num_rows, num_tokens)
+    return StepSize(num_rows, num_tokens)
 
 
 def extrapolate(used: dict[int, int], num_tokens: int) -> int:
@@ -161,11 +161,11 @@ def extrapolate(used: dict[int, int], num_tokens: int) -> int:
     return y2 + max(0, y2 - y1) * (num_tokens - x2) // (x2 - x1)
 
 
-def _ladder(largest: Extent) -> Iterator[Extent]:
+def _rising_sizes(largest: StepSize) -> Iterator[StepSize]:
     """Yield ever larger steps of the same shape, up to the largest."""
     num_tokens = FIRST_TOKENS
     while num_tokens < largest.num_tokens:
-        yield Extent(-(-largest.num_rows * num_tokens // largest.num_tokens), num_tokens)
+        yield StepSize(-(-largest.num_rows * num_tokens // largest.num_tokens), num_tokens)
         num_tokens *= GROWTH
     yield largest
 

@@ -19,7 +19,7 @@ from tgis.net.framing import steps_path
 from tgis.net.ports import PortError, listen
 from tgis.net.tls import Certificates, link_certificates
 from tgis.net.tls_contexts import mutual_server
-from tgis.shard.transport.tls_listener import Entrance as TlsEntrance
+from tgis.shard.transport.tls_listener import TlsListener
 
 SEND_TIMEOUT = struct.pack("ll", 10, 0)  # seconds and microseconds
 
@@ -28,7 +28,7 @@ class SocketError(OperatorError):
     """Error for a socket that cannot be opened. The text is one line."""
 
 
-class Connection(Protocol):
+class StepConnection(Protocol):
     """Router's stream of steps, with the methods of a socket that are needed."""
 
     def fileno(self) -> int: ...
@@ -44,46 +44,7 @@ class Connection(Protocol):
     def close(self) -> None: ...
 
 
-class Entrance(Protocol):
-    """Listener that accepts routers' streams of steps."""
-
-    def fileno(self) -> int:
-        """Return a descriptor that is readable while a stream waits to be accepted."""
-
-    def accept(self) -> Connection: ...
-
-
-class Link(Protocol):
-    """Shard's end of the link to its router. Both methods raise SocketError or PortError."""
-
-    name: str
-
-    def open_steps(self) -> Entrance:
-        """Open the listener for streams of steps."""
-
-    def open_calls(self, server: grpc.Server) -> None: ...
-
-
-def choose_link(config: ShardConfig) -> Link:
-    """Return the link that the configuration asks for. Raises AddressError and CertificateError."""
-    if not config.listen_address:
-        return UnixLink(f"{config.uds_path}-{config.rank}")
-    return TcpLink(parse(config.listen_address), link_certificates(config, mutual_server))
-
-
-class UnixLink:
-    def __init__(self, path: str) -> None:
-        self.name = path
-
-    def open_steps(self) -> Entrance:
-        return UnixEntrance(steps_path(self.name))
-
-    def open_calls(self, server: grpc.Server) -> None:
-        with _private_socket(self.name):
-            server.add_insecure_port(f"unix:{self.name}")
-
-
-class UnixEntrance:
+class UnixListener:
     def __init__(self, path: str) -> None:
         """Listen on the socket at `path`. Raises SocketError."""
         self._listener = socket.socket(socket.AF_UNIX)
@@ -94,26 +55,53 @@ class UnixEntrance:
     def fileno(self) -> int:
         return self._listener.fileno()
 
-    def accept(self) -> Connection:
+    def accept(self) -> StepConnection:
         connection, _ = self._listener.accept()
         # A router that reads no answers must not block its successor for ever.
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, SEND_TIMEOUT)
         return connection
 
 
-class TcpLink:
+# Listeners accept routers' streams of steps. Their `fileno` is readable while a stream waits to be accepted.
+StepListener = UnixListener | TlsListener
+
+
+class UnixEndpoint:
+    def __init__(self, path: str) -> None:
+        self.name = path
+
+    def open_steps(self) -> StepListener:
+        return UnixListener(steps_path(self.name))
+
+    def open_calls(self, server: grpc.Server) -> None:
+        with _private_socket(self.name):
+            server.add_insecure_port(f"unix:{self.name}")
+
+
+class TcpEndpoint:
     def __init__(self, address: TcpAddress, certificates: Certificates) -> None:
         self.name = str(address)
         self._address, self._certificates = address, certificates
 
-    def open_steps(self) -> Entrance:
-        return TlsEntrance(listen(*self._address.steps), self._certificates)
+    def open_steps(self) -> StepListener:
+        return TlsListener(listen(*self._address.steps), self._certificates)
 
     def open_calls(self, server: grpc.Server) -> None:
         try:
             server.add_secure_port(self._address.calls, self._certificates.credentials())
         except RuntimeError as error:
             raise PortError(f"{self.name} cannot be opened; is it in use?") from error
+
+
+# Shard's end of the link to its router. Its methods raise SocketError or PortError.
+Endpoint = UnixEndpoint | TcpEndpoint
+
+
+def choose_endpoint(config: ShardConfig) -> Endpoint:
+    """Return the link that the configuration asks for. Raises AddressError and CertificateError."""
+    if not config.listen_address:
+        return UnixEndpoint(f"{config.uds_path}-{config.rank}")
+    return TcpEndpoint(parse(config.listen_address), link_certificates(config, mutual_server))
 
 
 @contextmanager

@@ -6,7 +6,7 @@ import select
 from tgis import failpoints
 from tgis.net.framing import FrameReader, frame
 from tgis.pb import shard_pb2 as pb
-from tgis.shard.transport.link import Connection, Entrance
+from tgis.shard.transport.link import StepConnection, StepListener
 
 logger = logging.getLogger(__name__)
 
@@ -17,18 +17,18 @@ GARBAGE = frame(pb.StepResponse(step_id=1 << 63, rows=b"garbage"))  # no router 
 class StepSocket:
     """Stream of steps from the router that connected last. A new connection ends the one before."""
 
-    def __init__(self, entrance: Entrance) -> None:
-        self._entrance = entrance
+    def __init__(self, listener: StepListener) -> None:
+        self._listener = listener
         self._poll = select.poll()
-        self._poll.register(entrance, select.POLLIN)
-        self._connection: Connection | None = None
+        self._poll.register(listener, select.POLLIN)
+        self._connection: StepConnection | None = None
         self._frames = FrameReader()
 
     def receive(self) -> list[pb.StepRequest] | None:
         """Wait for steps. Return None when a new stream begins."""
         while True:
             ready = {number for number, _ in self._poll.poll()}
-            if self._entrance.fileno() in ready:
+            if self._listener.fileno() in ready:
                 self._begin()
                 return None
             if requests := [pb.StepRequest.FromString(body) for body in self._frames.push(self._read())]:
@@ -45,8 +45,8 @@ class StepSocket:
 
     def _begin(self) -> None:
         if self._connection is not None:
-            self._end("a newer one has taken over")
-        self._connection = self._entrance.accept()
+            self._end("a newer connection replaces this one")
+        self._connection = self._listener.accept()
         self._frames = FrameReader()
         self._poll.register(self._connection, select.POLLIN)
 
@@ -60,12 +60,12 @@ class StepSocket:
             self._end(error)
             return b""
         if not data:
-            self._end("it was closed")
+            self._end("it closed the connection")
         return data
 
     def _end(self, reason: object) -> None:
         assert self._connection is not None
-        logger.info("the router's stream is over: %s", reason)
+        logger.info("router disconnected: %s", reason)
         self._poll.unregister(self._connection)
         self._connection.close()
         self._connection = None

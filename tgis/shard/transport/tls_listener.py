@@ -23,7 +23,7 @@ CHECK_S = 1.0  # between two checks for handshakes that take too long
 SEND_S = 10.0  # a router that reads no answers must not block its successor for ever
 
 
-class Connection:
+class TlsConnection:
     """Encrypted stream. `recv` leaves no decrypted bytes in the TLS layer, where poll would not see them."""
 
     def __init__(self, connection: ssl.SSLSocket) -> None:
@@ -50,12 +50,12 @@ class Connection:
         self._connection.close()
 
 
-class Entrance:
+class TlsListener:
     """Listening port. The other end must show a certificate before anything else of it is read."""
 
     def __init__(self, listener: socket.socket, certificates: Certificates) -> None:
         self._listener, self._certificates = listener, certificates
-        self._ready: deque[Connection] = deque()
+        self._ready: deque[TlsConnection] = deque()
         self._num_ready = os.eventfd(0, os.EFD_SEMAPHORE)
         self._deadlines: dict[ssl.SSLSocket, float] = {}  # the oldest first
         self._selector = selectors.DefaultSelector()
@@ -66,7 +66,7 @@ class Entrance:
     def fileno(self) -> int:
         return self._num_ready
 
-    def accept(self) -> Connection:
+    def accept(self) -> TlsConnection:
         os.eventfd_read(self._num_ready)
         return self._ready.popleft()
 
@@ -79,7 +79,7 @@ class Entrance:
                     self._begin()
             now = time.monotonic()
             for late in [one for one, deadline in self._deadlines.items() if deadline < now]:
-                self._give_up(late, "it takes too long")
+                self._give_up(late, "it took too long")
             self._certificates.look()
 
     def _begin(self) -> None:
@@ -88,11 +88,11 @@ class Entrance:
         except BlockingIOError:
             return  # the connection is gone again
         except OSError as error:
-            logger.warning("no connection can be accepted: %s", error)
+            logger.warning("cannot accept a connection: %s", error)
             time.sleep(CHECK_S)  # avoids a flood of log lines
             return
         if len(self._deadlines) >= MAX_HANDSHAKES:
-            self._give_up(next(iter(self._deadlines)), "there are too many")
+            self._give_up(next(iter(self._deadlines)), "too many others were in progress")
         self._certificates.look()
         try:
             tune(plain)
@@ -101,7 +101,7 @@ class Entrance:
                 plain, server_side=True, do_handshake_on_connect=False
             )
         except OSError as error:
-            logger.debug("a connection ended at once: %s", error)
+            logger.debug("a connection ended before its TLS handshake: %s", error)
             plain.close()
             return
         self._deadlines[connection] = time.monotonic() + HANDSHAKE_S
@@ -120,11 +120,11 @@ class Entrance:
             self._give_up(connection, error)
         else:
             self._forget(connection)
-            self._ready.append(Connection(connection))
+            self._ready.append(TlsConnection(connection))
             os.eventfd_write(self._num_ready, 1)
 
     def _give_up(self, connection: ssl.SSLSocket, reason: object) -> None:
-        logger.debug("a handshake failed: %s", reason)
+        logger.debug("a TLS handshake failed: %s", reason)
         self._forget(connection)
         connection.close()
 

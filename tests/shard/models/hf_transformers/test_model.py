@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from tests.support.shard.checkpoints import SMALL, write_model
 from tests.support.shard.family_oracle import NEW_TOKENS, Answer, Oracle
 from tests.support.shard.stepping import ALONE, Stepper, read_config
-from tgis.shard.collectives import World
+from tgis.shard.collectives import ProcessGroup
 from tgis.shard.memory.kv_cache import local_kv_heads
 from tgis.shard.models.hf_transformers import load as hf_transformers
 from tgis.shard.models.hf_transformers.packed_linear import PackedLinear, find_wanted, pack_linears
@@ -80,9 +80,9 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
     return find
 
 
-def load(directory: Path, world: World = ALONE, dtype: torch.dtype = torch.float32) -> Model:
+def load(directory: Path, group: ProcessGroup = ALONE, dtype: torch.dtype = torch.float32) -> Model:
     spec = hf_transformers.describe(directory, read_config(directory), trust_remote_code=False)
-    return hf_transformers.load(directory, spec, world, dtype, trust_remote_code=False)
+    return hf_transformers.load(directory, spec, group, dtype, trust_remote_code=False)
 
 
 def compute(stepper: Stepper, sequences: dict[int, list[int]], chunk: int) -> dict[int, Tensor]:
@@ -145,15 +145,15 @@ def test_what_is_found_out_about_a_model(checkpoint: Checkpoint) -> None:
 def test_every_rank_holds_the_whole_model(checkpoint: Checkpoint, caplog: pytest.LogCaptureFixture) -> None:
     whole = load(checkpoint("stablelm"))
     with caplog.at_level(logging.WARNING):
-        models = [load(checkpoint("stablelm"), World(rank, 2)) for rank in range(2)]
+        models = [load(checkpoint("stablelm"), ProcessGroup(rank, 2)) for rank in range(2)]
     assert [record.getMessage()[:37] for record in caplog.records] == [
         "each of the 2 shards holds the whole "
     ]
     ids = [5, 6, 7, 8]
     expected = Stepper(whole).step({0: (ids, 0)})[0]
     for rank, model in enumerate(models):
-        assert local_kv_heads(model.spec, World(rank, 2)) == whole.spec.num_kv_heads
-        assert torch.equal(Stepper(model, World(rank, 2)).step({0: (ids, 0)})[0], expected)
+        assert local_kv_heads(model.spec, ProcessGroup(rank, 2)) == whole.spec.num_kv_heads
+        assert torch.equal(Stepper(model, ProcessGroup(rank, 2)).step({0: (ids, 0)})[0], expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)

@@ -17,14 +17,14 @@ from tests.support.shard.messages import NOTHING, SAMPLE, Steps, floats, integer
 from tests.support.shard.stepping import ALONE, Stepper, read_config
 from tests.support.tokenizers.trained import write_wordpiece
 from tgis.pb import shard_pb2 as pb
-from tgis.shard.collectives import World
+from tgis.shard.collectives import ProcessGroup
 from tgis.shard.kernels.cpu.attention.attention import CpuAttention
 from tgis.shard.memory.kv_cache import KVCache, local_kv_heads
 from tgis.shard.models.interface import Model
 from tgis.shard.models.onnx_runtime import load as onnx_runtime
-from tgis.shard.runner.batch_builder import RowTable
+from tgis.shard.runner.batch_builder import BatchBuilder
 from tgis.shard.runner.forward import Forward
-from tgis.shard.runner.model_runner import Engine
+from tgis.shard.runner.model_runner import ModelRunner
 from tgis.shard.sampling.grammar import Guides, read_tokenizer
 
 DATA = Path(__file__).parents[3] / "data" / "onnx"
@@ -33,23 +33,23 @@ CLOSE = {"llama": 1e-4, "gpt2": 1e-4, "merged": 1e-4, "half": 1e-2}
 BLOCK_SIZE, NUM_BLOCKS = 4, 512
 
 
-def load(directory: Path, world: World = ALONE) -> Model:
-    return onnx_runtime.load(onnx_runtime.describe(directory, read_config(directory)), world, num_threads=1)
+def load(directory: Path, group: ProcessGroup = ALONE) -> Model:
+    return onnx_runtime.load(onnx_runtime.describe(directory, read_config(directory)), group, num_threads=1)
 
 
-def make_engine(directory: Path, tokenizer: Path | None = None) -> Engine:
+def make_runner(directory: Path, tokenizer: Path | None = None) -> ModelRunner:
     model, spec = load(directory), onnx_runtime.describe(directory, read_config(directory))
     shape = (spec.num_layers, NUM_BLOCKS, BLOCK_SIZE, spec.num_kv_heads, spec.head_dim)
-    table = RowTable(8, 192, BLOCK_SIZE, spec.vocab_size, torch.device("cpu"), NOTHING)
+    table = BatchBuilder(8, 192, BLOCK_SIZE, spec.vocab_size, torch.device("cpu"), NOTHING)
     read = partial(read_tokenizer, tokenizer or directory, spec.vocab_size, [1])
     info = pb.InfoResponse(block_size=BLOCK_SIZE, num_blocks=NUM_BLOCKS)
     attention = CpuAttention(KVCache(*shape, spec.dtype))
-    return Engine(Forward(model, attention), table, Guides(read, spec.vocab_size), info, NOTHING)
+    return ModelRunner(Forward(model, attention), table, Guides(read, spec.vocab_size), info, NOTHING)
 
 
 @pytest.fixture(scope="module")
-def engine() -> Engine:
-    return make_engine(DATA / "llama")
+def runner() -> ModelRunner:
+    return make_runner(DATA / "llama")
 
 
 @pytest.fixture(scope="module")
@@ -64,16 +64,16 @@ def logprobs_of(oracle: Any, token_ids: list[int]) -> Tensor:
 
 @pytest.mark.parametrize("name", CLOSE)
 def test_equals_generate(name: str) -> None:
-    engine = make_engine(DATA / name)
+    runner = make_runner(DATA / name)
     oracle = Oracle(DATA / name, transformers.AutoConfig.from_pretrained(DATA / name))
     answers = [oracle.answer(prompt) for prompt in prompts(1, 8)]
     details = {"logprobs": True}
     crowd = [Request(answer.input_ids, NEW_TOKENS, details=details) for answer in answers]
-    Router(engine).run(list(crowd))
+    Router(runner).run(list(crowd))
     alone = [Request(answer.input_ids, NEW_TOKENS, details=details) for answer in answers[:3]]
     for request in alone:
-        engine.reset()
-        Router(engine, depth=1, whole=True).run([request])
+        runner.reset()
+        Router(runner, depth=1, whole=True).run([request])
     num_certain = 0
     for request, answer in zip([*crowd, *alone], [*answers, *answers[:3]], strict=True):
         certain = answer.certain if name != "half" else 1
@@ -83,7 +83,7 @@ def test_equals_generate(name: str) -> None:
     assert num_certain > NEW_TOKENS * len(crowd) // 2 or name == "half"
 
 
-def test_an_interrupted_request_goes_on(engine: Engine) -> None:
+def test_an_interrupted_request_goes_on(runner: ModelRunner) -> None:
     def sampled() -> list[Request]:
         return [
             Request(prompt, 12, [2], {**SAMPLE, "seed": seed, "top_p": 0.9, "repetition_penalty": 1.2})
@@ -92,23 +92,23 @@ def test_an_interrupted_request_goes_on(engine: Engine) -> None:
 
     alone, stopped = sampled(), sampled()
     for request in alone:
-        engine.reset()
-        Router(engine, depth=1, whole=True).run([request])
-    engine.reset()
-    Router(engine, seed=2, whole=True).run(list(stopped), stop_after=6)
+        runner.reset()
+        Router(runner, depth=1, whole=True).run([request])
+    runner.reset()
+    Router(runner, seed=2, whole=True).run(list(stopped), stop_after=6)
     assert not all(request.ended for request in stopped)
     assert len({len(request.generated) for request in stopped}) > 1
-    engine.reset()
-    Router(engine, seed=3, depth=3).run([request for request in stopped if not request.ended])
+    runner.reset()
+    Router(runner, seed=3, depth=3).run([request for request in stopped if not request.ended])
     assert [request.generated for request in stopped] == [request.generated for request in alone]
 
 
-def test_details_of_the_input(engine: Engine, oracle: Any) -> None:
+def test_details_of_the_input(runner: ModelRunner, oracle: Any) -> None:
     prompt = [(5 * i + 3) % 90 + 3 for i in range(90)]
     details = {"logprobs": True, "ranks": True, "input_tokens": True}
     request = Request(prompt, 2, details=details)
-    engine.reset()
-    router = Router(engine, seed=1)
+    runner.reset()
+    router = Router(runner, seed=1)
     router.run([request, *(Request(p, 3) for p in prompts(3, 3))])
     expected = logprobs_of(oracle, prompt)
     spans = [message for response in router.responses for message in response.input_details]
@@ -120,17 +120,17 @@ def test_details_of_the_input(engine: Engine, oracle: Any) -> None:
     assert ranks[1:] == (1 + (expected[:-1] > chosen[:, None]).sum(1)).tolist()
 
 
-def test_blocks_of_another_row_are_read(engine: Engine, oracle: Any) -> None:
+def test_blocks_of_another_row_are_read(runner: ModelRunner, oracle: Any) -> None:
     prompt = list(range(10, 10 + 2 * BLOCK_SIZE))
     first, second = Request([*prompt, 7], 5, row=0), Request([*prompt, 8, 9], 5, row=1)
-    engine.reset()
+    runner.reset()
     steps = Steps(BLOCK_SIZE, NUM_BLOCKS)
-    engine.execute(steps.step([(0, 0, len(first.prompt))], [opening(first)]))
+    runner.execute(steps.step([(0, 0, len(first.prompt))], [opening(first)]))
     shared = steps.blocks[0][:2]
     request = steps.step([(1, 2 * BLOCK_SIZE, len(second.prompt))], [opening(second)])
     table = shared + steps.blocks[1][2:]
     request.new_blocks = b"".join(block.to_bytes(4, "little") for block in table)
-    assert integers(engine.execute(request).token_ids) == [
+    assert integers(runner.execute(request).token_ids) == [
         int(logprobs_of(oracle, second.prompt)[-1].argmax())
     ]
 
@@ -138,11 +138,11 @@ def test_blocks_of_another_row_are_read(engine: Engine, oracle: Any) -> None:
 def test_guided_requests_are_guided(tmp_path: Path) -> None:
     tokenizer = write_wordpiece(tmp_path, vocab_size=90)
     assert tokenizer.get_vocab_size() <= 99
-    engine = make_engine(DATA / "llama", tokenizer=tmp_path)
+    runner = make_runner(DATA / "llama", tokenizer=tmp_path)
     grammar = '%llguidance {"no_forcing": true}\nstart: /the (fox|dog)/'
     requests = [Request(prompt, 20, [1], grammar=grammar) for prompt in prompts(5, 4)]
     free = Request(prompts(5, 1)[0], 20, [1])
-    Router(engine, depth=2).run([*requests, free])
+    Router(runner, depth=2).run([*requests, free])
     before = tokenizer.encode("the", add_special_tokens=False).ids  # a piece at a text's beginning is marked
     texts = [tokenizer.decode([*before, *request.generated]) for request in [*requests, free]]
     assert set(texts[:-1]) <= {"thethe fox", "thethe dog"}
@@ -153,15 +153,15 @@ def test_guided_requests_are_guided(tmp_path: Path) -> None:
 def test_every_rank_computes_all_heads(caplog: pytest.LogCaptureFixture) -> None:
     whole = load(DATA / "llama")
     with caplog.at_level(logging.WARNING):
-        models = [load(DATA / "llama", World(rank, 2)) for rank in range(2)]
+        models = [load(DATA / "llama", ProcessGroup(rank, 2)) for rank in range(2)]
     assert [record.getMessage()[:37] for record in caplog.records] == [
         "each of the 2 shards holds the whole "
     ]
     ids = [5, 6, 7, 8, 9]
     expected = Stepper(whole).step({0: (ids, 0)})[0]
     for rank, model in enumerate(models):
-        assert local_kv_heads(model.spec, World(rank, 2)) == whole.spec.num_kv_heads
-        assert torch.equal(Stepper(model, World(rank, 2)).step({0: (ids, 0)})[0], expected)
+        assert local_kv_heads(model.spec, ProcessGroup(rank, 2)) == whole.spec.num_kv_heads
+        assert torch.equal(Stepper(model, ProcessGroup(rank, 2)).step({0: (ids, 0)})[0], expected)
 
 
 def test_bits_do_not_depend_on_company() -> None:

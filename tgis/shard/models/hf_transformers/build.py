@@ -20,7 +20,7 @@ from tgis.errors import OperatorError
 from tgis.hub import model_files
 from tgis.shard.checkpoint.files import Checkpoint
 from tgis.shard.checkpoint.tensors import WeightsError
-from tgis.shard.collectives import World
+from tgis.shard.collectives import ProcessGroup
 from tgis.shard.models.hf_transformers.attention_hook import Hook, NotServedError, Recorder, cache_shape
 from tgis.shard.models.hf_transformers.model import FallbackModel, compute_states
 from tgis.shard.models.hf_transformers.packed_linear import find_wanted, pack_linears
@@ -84,7 +84,7 @@ def read_config(directory: Path, config: Mapping[str, Any], trust_remote_code: b
 
 
 def load_model(
-    directory: Path, promised: FallbackSpec, world: World, dtype: torch.dtype, trust_remote_code: bool
+    directory: Path, promised: FallbackSpec, group: ProcessGroup, dtype: torch.dtype, trust_remote_code: bool
 ) -> FallbackModel:
     """Load a model, test it, and return it with the shape that was found.
 
@@ -96,7 +96,7 @@ def load_model(
         pack_linears(whole, dtype, plain)
         try:
             with torch.inference_mode():
-                return _convert(whole, promised.vocab_size, world)
+                return _convert(whole, promised.vocab_size, group)
         except AttributeError:
             wanted = find_wanted(whole) - plain
             if not wanted:
@@ -105,7 +105,7 @@ def load_model(
         plain |= wanted
 
 
-def _convert(whole: Any, vocab_size: int, world: World) -> FallbackModel:
+def _convert(whole: Any, vocab_size: int, group: ProcessGroup) -> FallbackModel:
     sequences = choose_tokens(vocab_size)
     expected = [score_alone(whole, token_ids) for token_ids in sequences]
     if not all(scores.isfinite().all() for scores in expected):
@@ -121,11 +121,11 @@ def _convert(whole: Any, vocab_size: int, world: World) -> FallbackModel:
         raise NotServedError("its code does not use the attention interface")
     max_positions = check_positions(hook, decoder, token_ids, length)
     num_kv_heads, head_dim = cache_shape(recorder.calls)
-    shape = (len(recorder.calls), num_kv_heads * world.size, head_dim)
+    shape = (len(recorder.calls), num_kv_heads * group.size, head_dim)
     spec = FallbackSpec(*shape, vocab_size, max_positions)
     kind = type(output) if isinstance(output, ModelOutput) else tuple
     model = FallbackModel(spec, whole, decoder, kind, hook, recorder.calls)
-    check_scores(model, world, sequences, expected)
+    check_scores(model, group, sequences, expected)
     return model
 
 

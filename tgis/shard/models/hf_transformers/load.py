@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from tgis.hub import model_files
-from tgis.shard.collectives import World
+from tgis.shard.collectives import ProcessGroup
 from tgis.shard.layers.rotary import DynamicScaling, LongScaling
 from tgis.shard.models.families import falcon
 from tgis.shard.models.hf_transformers.spec import FallbackSpec
@@ -57,7 +57,7 @@ def find_obstacle(spec: ModelSpec, model_type: str) -> str | None:
 
 
 def load(
-    directory: Path, spec: FallbackSpec, world: World, dtype: torch.dtype, trust_remote_code: bool
+    directory: Path, spec: FallbackSpec, group: ProcessGroup, dtype: torch.dtype, trust_remote_code: bool
 ) -> Model:
     """Load the model with weights rounded to `dtype`.
 
@@ -66,14 +66,14 @@ def load(
     UnsupportedModelError and WeightsError."""
     from tgis.shard.models.hf_transformers import build
 
-    if world.size > 1 and world.rank == 0:
+    if group.size > 1 and group.rank == 0:
         logger.warning(
             "each of the %d shards holds the whole model and computes all of it: one shard, or a model that "
             "tgis_native serves, makes better use of the machine",
-            world.size,
+            group.size,
         )
     with build.one_line(model_files.read_json(directory, "config.json").get("model_type")):
-        return build.load_model(directory, spec, world, dtype, trust_remote_code)
+        return build.load_model(directory, spec, group, dtype, trust_remote_code)
 
 
 def _most(config: Any, name: str) -> int:

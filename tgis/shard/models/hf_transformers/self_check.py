@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 
 from tgis.shard.attention.interface import AttentionMetadata
-from tgis.shard.collectives import World
+from tgis.shard.collectives import ProcessGroup
 from tgis.shard.kernels.cpu.attention.attention import CpuAttention
 from tgis.shard.memory.kv_cache import KVCache, local_kv_heads
 from tgis.shard.models.hf_transformers.attention_hook import Hook, NotServedError, Recorder
@@ -37,10 +37,12 @@ def score_alone(whole: nn.Module, token_ids: Tensor) -> Tensor:
     return read_logits(whole(input_ids=token_ids[None], use_cache=True))
 
 
-def check_scores(model: FallbackModel, world: World, sequences: list[Tensor], expected: list[Tensor]) -> None:
+def check_scores(
+    model: FallbackModel, group: ProcessGroup, sequences: list[Tensor], expected: list[Tensor]
+) -> None:
     """Check that packed chunks of sequences get the expected scores. Raises NotServedError."""
     spec, num_blocks = model.spec, sum(map(len, TABLES))
-    shape = (BLOCK_SIZE, local_kv_heads(spec, world), spec.head_dim)
+    shape = (BLOCK_SIZE, local_kv_heads(spec, group), spec.head_dim)
     attention = CpuAttention(KVCache(spec.num_layers, num_blocks, *shape, torch.float32))
     for step in STEPS:
         ids = torch.cat([sequences[i][start:end] for i, start, end in step])

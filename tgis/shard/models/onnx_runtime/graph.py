@@ -7,7 +7,8 @@ from pathlib import Path
 
 import torch
 
-from tgis.shard.checkpoint.tensors import WeightsError, first_line
+from tgis.errors import first_line
+from tgis.shard.checkpoint.tensors import WeightsError
 
 # Types of fields in protobuf's encoding, and the bytes of the types of fixed length.
 VARINT, BYTES = 0, 2

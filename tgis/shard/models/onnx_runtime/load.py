@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tgis.errors import first_line
 from tgis.hub import model_files
-from tgis.shard.checkpoint.tensors import WeightsError, first_line
-from tgis.shard.collectives import World
+from tgis.shard.checkpoint.tensors import WeightsError
+from tgis.shard.collectives import ProcessGroup
 from tgis.shard.models.interface import Model, UnsupportedModelError
 from tgis.shard.models.onnx_runtime import model
 from tgis.shard.models.onnx_runtime.graph import Graph, Value, read_graph
@@ -73,16 +74,16 @@ def describe(directory: Path, config: Mapping[str, Any]) -> OnnxSpec:
         raise UnsupportedModelError(f"{file} cannot be served: {error}") from error
 
 
-def load(spec: OnnxSpec, world: World, num_threads: int) -> Model:
+def load(spec: OnnxSpec, group: ProcessGroup, num_threads: int) -> Model:
     """Load the model that was described.
 
     A few tokens are computed first, to check that scores are the same if they come in chunks. Raises
     UnsupportedModelError and WeightsError."""
-    if world.size > 1 and world.rank == 0:
+    if group.size > 1 and group.rank == 0:
         logger.warning(
             "each of the %d shards holds the whole model and computes all of it: one shard makes better use "
             "of the machine",
-            world.size,
+            group.size,
         )
     session = _open_session(spec.file, num_threads)
     runner = Runner(read_graph(spec.file), session, spec.num_layers)
@@ -90,7 +91,7 @@ def load(spec: OnnxSpec, world: World, num_threads: int) -> Model:
         _try_chunks(spec, runner)
     except _NotServedError as error:
         raise UnsupportedModelError(f"{spec.file} cannot be served: {error}") from error
-    return OnnxModel(replace(spec, num_kv_heads=spec.num_kv_heads * world.size), runner, spec.num_kv_heads)
+    return OnnxModel(replace(spec, num_kv_heads=spec.num_kv_heads * group.size), runner, spec.num_kv_heads)
 
 
 class _NotServedError(Exception):

@@ -58,7 +58,7 @@ class SelfAttention:
     """Self-attention. `layer` is the cache's; `scoring` has slopes and bias of this rank's heads only."""
 
     def __init__(self, spec: Heads, parts: Parts, path: str, layer: int, scoring: Scoring):
-        size = parts.world.size
+        size = parts.group.size
         kv_pieces = min(size, spec.num_kv_heads)
         self._layer, self._scoring, self._split = layer, scoring, parts.kernels.split_heads
         self._num_heads, self._num_kv_heads = spec.num_heads // size, spec.num_kv_heads // kv_pieces

@@ -17,7 +17,7 @@ class SparseMLP:
     def __init__(self, spec: DecoderSpec, parts: Parts, path: str):
         experts = spec.experts
         assert experts is not None, "only models with experts have such layers"
-        self._world, self._spec = parts.world, experts
+        self._group, self._spec = parts.group, experts
         self._score = Replicated(parts, f"{path}.router", spec.hidden_size, experts.num_experts)
         sizes = replace(spec, intermediate_size=experts.intermediate_size)
         self._experts = [MLP(sizes, parts, f"{path}.experts.{e}") for e in range(experts.num_experts)]
@@ -37,4 +37,4 @@ class SparseMLP:
                 theirs = adapters and adapters.take(tokens)
                 y = expert.partial(x[tokens], theirs)  # [len(places), hidden_size]
                 out.index_add_(0, tokens, y * weights.flatten()[places].unsqueeze(-1))
-        return self._world.all_reduce(out)
+        return self._group.all_reduce(out)

@@ -14,7 +14,7 @@ def read_bias(parts: Parts, path: str, bias: RelativeBias, num_heads: int, causa
 
     Raises WeightsError."""
     stored = parts.weights.find(f"{path}.weight", (bias.num_buckets, num_heads))
-    table = stored.read(columns=parts.world.slice(num_heads)).to(parts.dtype).float()  # [buckets, own heads]
+    table = stored.read(columns=parts.group.slice(num_heads)).to(parts.dtype).float()  # [buckets, own heads]
     reach = max(bias.num_buckets, bias.max_distance)
     buckets = find_buckets(torch.arange(-reach, reach + 1), bias, causal)
     return table[buckets].T.contiguous().to(parts.kernels.device)

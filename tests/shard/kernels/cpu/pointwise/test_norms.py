@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tests.support.shard.layer_parts import parts
 from tgis.shard.checkpoint.weights import Weights
-from tgis.shard.collectives import World
+from tgis.shard.collectives import ProcessGroup
 from tgis.shard.kernels.cpu import ops
 from tgis.shard.layers.norm import Norm, NormKind, read_head_norm
 from tgis.shard.layers.ops import Parts
@@ -72,7 +72,7 @@ def test_norms_of_checkpoints(kind: NormKind, tmp_path: Path) -> None:
     torch.manual_seed(0)
     weight, bias, x, delta = torch.randn(4, 12).unbind()
     save_file({"layer.weight": weight, "layer.bias": bias}, tmp_path / "model.safetensors")
-    norm = Norm(parts(tmp_path, World(0, 1), torch.bfloat16), "layer", 12, EPS, kind)
+    norm = Norm(parts(tmp_path, ProcessGroup(0, 1), torch.bfloat16), "layer", 12, EPS, kind)
     weight, bias, total = weight.bfloat16().double(), bias.bfloat16().double(), (x + delta).double()
     expected = {
         "rms": F.rms_norm(total, (12,), weight, EPS),
@@ -89,7 +89,7 @@ def test_head_norms_of_checkpoints(tmp_path: Path) -> None:
     vectors = {"q_norm": torch.randn(6), "k_norm": torch.randn(6)}
     save_file({f"{name}.weight": vector for name, vector in vectors.items()}, tmp_path / "model.safetensors")
     weights = Weights(tmp_path, {f"layer.{name}": name for name in vectors})
-    given = Parts(World(0, 1), weights, torch.float32, ops)
+    given = Parts(ProcessGroup(0, 1), weights, torch.float32, ops)
     for kind, more in (("rms", 0), ("rms_plus_one", 1)):
         norm = read_head_norm(given, "layer", 6, 1e-6, kind)
         assert torch.equal(norm.q_weight, vectors["q_norm"] + more)
