@@ -21,8 +21,7 @@ from cryptography.hazmat.primitives.serialization import (
 )
 
 from tgis.net import tls
-from tgis.net.tls import CertificateError, Certificates, TlsFiles
-from tgis.net.tls_contexts import mutual_client, mutual_server
+from tgis.net.tls import CertificateError, Certificates, TlsFiles, mutual_client, mutual_server
 from tgis.router.shards.link import TcpLink
 
 

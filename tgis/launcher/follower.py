@@ -16,8 +16,7 @@ from tgis.launcher.node_channel import MAX_LINE_BYTES, Channel, ChannelLostError
 from tgis.launcher.plan import LaunchError, Plan
 from tgis.launcher.run_files import RunFiles
 from tgis.launcher.shard_health import serve_health
-from tgis.net.tls import link_certificates
-from tgis.net.tls_contexts import mutual_client
+from tgis.net.tls import link_certificates, mutual_client
 
 logger = logging.getLogger(__name__)
 

@@ -19,8 +19,7 @@ from tgis.launcher.run_files import RunFiles
 from tgis.launcher.shard_group import FileRendezvous, Group, PortRendezvous
 from tgis.launcher.shard_health import serve_health
 from tgis.net.ports import listen
-from tgis.net.tls import link_certificates
-from tgis.net.tls_contexts import mutual_server
+from tgis.net.tls import link_certificates, mutual_server
 from tgis.process.child import GIVE_UP, Child, End
 
 logger = logging.getLogger(__name__)

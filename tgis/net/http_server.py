@@ -6,11 +6,14 @@ connections, it aborts the oldest."""
 import asyncio
 import contextlib
 import ssl
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
 import uvicorn
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from tgis.config.network import PortOptions
@@ -20,6 +23,7 @@ from tgis.net.tls import Certificates
 REQUEST_S = 10.0  # from the first byte, or from connecting, until the answer is sent
 MAX_CONNECTIONS = 128  # probes and scrapes need a few; the gRPC port needs the file descriptors more
 MAX_HEADER_BYTES = 16 << 10
+METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"  # of `/metrics`
 
 
 class HttpConnection(H11Protocol):
@@ -103,3 +107,13 @@ def _encrypt(settings: uvicorn.Config, certificates: Certificates) -> None:
     settings.load()
     settings.ssl = certificates.context
     settings.ssl.sni_callback = renew  # called in every handshake, even if the client sends no name
+
+
+def health_routes(is_ready: Callable[[], bool]) -> list[Route]:
+    async def health(request: Request) -> Response:
+        return Response() if is_ready() else JSONResponse({"error": "unhealthy"}, status_code=503)
+
+    async def live(request: Request) -> Response:
+        return Response()
+
+    return [Route("/health", health), Route("/live", live)]

@@ -5,6 +5,7 @@ together are not used."""
 
 import asyncio
 import logging
+import os
 import ssl
 import threading
 import time
@@ -22,13 +23,13 @@ from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat,
 
 from tgis.config.network import LinkOptions, PortOptions
 from tgis.errors import OperatorError
-from tgis.net.tls_contexts import Pem, open_server
 
 logger = logging.getLogger(__name__)
 
 LOOK_S = 5.0  # between two checks of the files; each new connection checks them too
 SOON_S = 7 * 86400.0  # a certificate that expires within this time is warned of
 WARN_EVERY_S, EXPIRED_EVERY_S = 86400.0, 60.0
+CIPHERS = "ECDHE+AESGCM"  # for TLS 1.2; all ciphers of TLS 1.3 are of this kind
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,16 @@ class TlsFiles:
     key: str
     ca: str | None
     """Authority that must have signed the other end's certificate; None: the other end needs none."""
+
+
+@dataclass(frozen=True, eq=False)
+class Pem:
+    """PEM texts of this end's certificate and key, and of the authorities that it trusts."""
+
+    cert: bytes
+    key: bytes
+    ca: bytes | None
+    """Authorities that may have signed the other end's certificate."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,7 +81,7 @@ class Certificates:
     ) -> None:
         """Read the files.
 
-        `make_context`, a function of `tgis.net.tls_contexts`, is needed only if `context` is used. `name` is
+        `make_context`, a function of `tgis.net.tls`, is needed only if `context` is used. `name` is
         for the log. Raises CertificateError with TGIS's texts."""
         self._files, self._make_context, self._name = files, make_context, name
         self._lock = threading.Lock()
@@ -247,3 +258,61 @@ def _read_file(path: str, what: str) -> bytes:
 
 def _public_bytes(key: CertificatePublicKeyTypes | PublicKeyTypes) -> bytes:
     return key.public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)
+
+
+def open_server(pem: Pem) -> ssl.SSLContext:
+    """Return the context of a port that asks clients for no certificate. Raises SSLError."""
+    return _context(pem, ssl.PROTOCOL_TLS_SERVER)
+
+
+def mutual_server(pem: Pem) -> ssl.SSLContext:
+    """Return the context of a port for clients whose certificate the authorities signed. Raises SSLError."""
+    context = _context(pem, ssl.PROTOCOL_TLS_SERVER)
+    context.verify_mode = ssl.CERT_REQUIRED
+    _trust(context, pem)
+    return context
+
+
+def mutual_client(pem: Pem) -> ssl.SSLContext:
+    """Return the context of a client that shows its certificate and checks the server's name.
+
+    The authorities must have signed the server's certificate. Raises SSLError."""
+    context = _context(pem, ssl.PROTOCOL_TLS_CLIENT)
+    _trust(context, pem)
+    return context
+
+
+def _context(pem: Pem, protocol: int) -> ssl.SSLContext:
+    context = ssl.SSLContext(protocol)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.set_ciphers(CIPHERS)
+    # Every connection must show its certificate, which one resumed by a session ticket would not.
+    context.options |= ssl.OP_NO_TICKET | ssl.OP_NO_RENEGOTIATION
+    if protocol == ssl.PROTOCOL_TLS_SERVER:
+        context.num_tickets = 0
+    _show(context, pem)
+    return context
+
+
+def _show(context: ssl.SSLContext, pem: Pem) -> None:
+    with _in_memory(pem.cert + b"\n" + pem.key) as path:
+        context.load_cert_chain(path)
+
+
+def _trust(context: ssl.SSLContext, pem: Pem) -> None:
+    assert pem.ca is not None, "who checks the other end has somebody to believe"
+    with _in_memory(pem.ca) as path:
+        context.load_verify_locations(path)
+
+
+@contextmanager
+def _in_memory(content: bytes) -> Iterator[str]:
+    """Yield the path of an in-memory file with this content.
+
+    SSL contexts read only from paths, and the files on disk may have changed since they were checked."""
+    file = os.memfd_create("pem")
+    try:
+        os.write(file, content)
+        yield f"/proc/self/fd/{file}"
+    finally:
+        os.close(file)

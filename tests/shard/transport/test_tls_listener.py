@@ -13,8 +13,7 @@ import trustme
 
 from tests.support.link_files import LinkFiles
 from tgis.net.framing import FrameReader, frame
-from tgis.net.tls import Certificates, TlsFiles
-from tgis.net.tls_contexts import mutual_client, mutual_server
+from tgis.net.tls import Certificates, TlsFiles, mutual_client, mutual_server
 from tgis.pb import shard_pb2 as pb
 from tgis.shard.transport import tls_listener
 from tgis.shard.transport.step_stream import StepSocket

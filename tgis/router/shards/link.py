@@ -11,8 +11,7 @@ import grpc
 from tgis.config.processes import RouterConfig
 from tgis.net.addresses import AddressError, TcpAddress, parse_all, tune
 from tgis.net.framing import steps_path
-from tgis.net.tls import Certificates, link_certificates
-from tgis.net.tls_contexts import mutual_client
+from tgis.net.tls import Certificates, link_certificates, mutual_client
 
 logger = logging.getLogger(__name__)
 

@@ -17,8 +17,7 @@ from tgis.errors import OperatorError
 from tgis.net.addresses import TcpAddress, parse
 from tgis.net.framing import steps_path
 from tgis.net.ports import PortError, listen
-from tgis.net.tls import Certificates, link_certificates
-from tgis.net.tls_contexts import mutual_server
+from tgis.net.tls import Certificates, link_certificates, mutual_server
 from tgis.shard.transport.tls_listener import Entrance as TlsEntrance
 
 SEND_TIMEOUT = struct.pack("ll", 10, 0)  # seconds and microseconds
