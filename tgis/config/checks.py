@@ -114,7 +114,7 @@ def _check_tls(values: Mapping[str, Any]) -> None:
     if values.get("tls_client_ca_cert_path") and not has_cert:
         raise SettingsError("tls: cannot provide client ca cert without keypair")
     if values.get("http_tls") and not has_cert:
-        raise SettingsError("tls: the HTTP port has no cert and key to use either")
+        raise SettingsError("tls: --http-tls needs --tls-cert-path and --tls-key-path")
 
 
 def _check_link(settings: Mapping[str, Setting]) -> None:

@@ -16,7 +16,7 @@ from tgis.launcher.node_channel import MAX_LINE_BYTES, Channel, ChannelLostError
 from tgis.launcher.plan import LaunchError, Plan
 from tgis.launcher.run_files import RunFiles
 from tgis.launcher.shard_health import serve_health
-from tgis.net.tls import link_certificates, mutual_client
+from tgis.net.tls import link_certificates, mutual_client_context
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +30,7 @@ class Worker:
     def __init__(self, config: LauncherConfig, planned: Plan) -> None:
         """Read the certificates and make the run directory. Raises RunDirectoryError and CertificateError."""
         self._config = config
-        self._certificates = link_certificates(config, mutual_client)
+        self._certificates = link_certificates(config, mutual_client_context)
         self._files = RunFiles(planned, config.shard_uds_path, line_fields(config, "tokenizer"))
         self._configs = ChildConfigs(config, planned, self._files)
         self._local = LocalNode(self._configs)
@@ -79,7 +79,7 @@ class Worker:
 
         Raises OSError and TimeoutError."""
         host, port = self._config.master_addr, self._config.master_port
-        self._certificates.look()
+        self._certificates.refresh()
         async with asyncio.timeout(CONNECT_S):
             reader, writer = await asyncio.open_connection(
                 host,

@@ -19,7 +19,7 @@ from tgis.launcher.run_files import RunFiles
 from tgis.launcher.shard_group import FileRendezvous, Group, PortRendezvous
 from tgis.launcher.shard_health import serve_health
 from tgis.net.ports import listen
-from tgis.net.tls import link_certificates, mutual_server
+from tgis.net.tls import link_certificates, mutual_server_context
 from tgis.process.child import GIVE_UP, Child, End
 
 logger = logging.getLogger(__name__)
@@ -81,7 +81,7 @@ class Service:
     async def _run_spanning(self) -> None:
         """Run a group that spans several nodes. Raises PortError, CertificateError and LaunchError."""
         self._local.host = host = await _resolve(self._config.master_addr)
-        certificates = link_certificates(self._config, mutual_server)
+        certificates = link_certificates(self._config, mutual_server_context)
         members = self._members = Members(self._config.nnodes - 1, self._configs.common, certificates)
         nodes: list[Node] = [self._local, *members.nodes]
         with listen(host, self._config.master_port) as listener:

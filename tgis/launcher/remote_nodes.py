@@ -13,7 +13,7 @@ from tgis.launcher.local_node import unless_ended
 from tgis.launcher.node_channel import MAX_LINE_BYTES, Channel, ChannelLostError, Message
 from tgis.launcher.plan import LaunchError
 from tgis.net.addresses import AddressError, TcpAddress, parse
-from tgis.net.tls import LOOK_S, Certificates
+from tgis.net.tls import REFRESH_S, Certificates
 from tgis.process.child import End
 
 logger = logging.getLogger(__name__)
@@ -34,7 +34,7 @@ class Members:
     async def serve(self, listener: socket.socket) -> None:
         """Accept connections of nodes until cancelled, always with the current certificate."""
         while True:
-            self._certificates.look()
+            self._certificates.refresh()
             pem = self._certificates.pem
             server = await asyncio.start_server(
                 self._greet,
@@ -45,8 +45,8 @@ class Members:
             )
             try:
                 while self._certificates.pem is pem:
-                    await asyncio.sleep(LOOK_S)
-                    self._certificates.look()
+                    await asyncio.sleep(REFRESH_S)
+                    self._certificates.refresh()
             finally:
                 server.close()  # existing connections stay open
 

@@ -5,7 +5,6 @@ connections, it aborts the oldest."""
 
 import asyncio
 import contextlib
-import ssl
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -93,20 +92,9 @@ def _server(app: Any, certificates: Certificates | None) -> uvicorn.Server:
         lifespan="off",
     )
     if certificates is not None:
-        _encrypt(settings, certificates)
+        settings.load()
+        settings.ssl = certificates.renewing_context()
     return uvicorn.Server(settings)
-
-
-def _encrypt(settings: uvicorn.Config, certificates: Certificates) -> None:
-    """Enable TLS. Every handshake uses the certificate that the files hold at that time."""
-
-    def renew(connection: ssl.SSLObject, name: str, context: ssl.SSLContext) -> None:
-        certificates.look()
-        connection.context = certificates.context
-
-    settings.load()
-    settings.ssl = certificates.context
-    settings.ssl.sni_callback = renew  # called in every handshake, even if the client sends no name
 
 
 def health_routes(is_ready: Callable[[], bool]) -> list[Route]:

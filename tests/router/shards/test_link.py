@@ -161,7 +161,7 @@ def test_files_and_addresses_that_cannot_be_used(tmp_path: Path) -> None:
     other = LinkFiles(tmp_path / "other").write(authority, "a.example.com").path("cert").read_bytes()
     cert, key, ca = (files.path(name) for name in ("cert", "key", "ca"))
     for name, content, reason in (
-        ("cert", other, f"link configuration error: the key {key} is not that of the cert {cert}"),
+        ("cert", other, f"link configuration error: the key {key} does not belong to the cert {cert}"),
         ("cert", b"nonsense", f"link configuration error: the cert {cert} is damaged"),
         ("ca", b"nonsense", f"link configuration error: the ca cert {ca} is damaged"),
         ("key", None, f"couldn't load key from {key}: No such file or directory"),

@@ -17,7 +17,7 @@ from tgis.errors import OperatorError
 from tgis.net.addresses import TcpAddress, parse
 from tgis.net.framing import steps_path
 from tgis.net.ports import PortError, listen
-from tgis.net.tls import Certificates, link_certificates, mutual_server
+from tgis.net.tls import Certificates, link_certificates, mutual_server_context
 from tgis.shard.transport.tls_listener import Entrance as TlsEntrance
 
 SEND_TIMEOUT = struct.pack("ll", 10, 0)  # seconds and microseconds
@@ -67,7 +67,7 @@ def choose_link(config: ShardConfig) -> Link:
     """Return the link that the configuration asks for. Raises AddressError and CertificateError."""
     if not config.listen_address:
         return UnixLink(f"{config.uds_path}-{config.rank}")
-    return TcpLink(parse(config.listen_address), link_certificates(config, mutual_server))
+    return TcpLink(parse(config.listen_address), link_certificates(config, mutual_server_context))
 
 
 class UnixLink:
