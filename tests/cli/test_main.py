@@ -296,7 +296,7 @@ NO_ADDRESS = "link: cert, key and ca cert are for TCP, and no address is given"
 
 
 def test_encryption_is_whole_or_refused() -> None:
-    text = "tls: the HTTP port has no cert and key to use either"
+    text = "tls: --http-tls needs --tls-cert-path and --tls-key-path"
     for reads in ("launcher", "router"):
         assert refusal(["--http-tls"], reads=reads) == text
     for reads, address in (("router", "--shard-addresses"), ("serve", "--listen-address")):
@@ -329,9 +329,10 @@ def test_groups_of_nodes() -> None:
     """Also as LeaderWorkerSet tells of them; one node may have certificates for more."""
     for flags in (["--nnodes", "2"], ["--headless"], ["--nnodes", "2", *LINK_FILES[2:]]):
         assert refusal(flags) == NOT_ENCRYPTED
-    for flags, text in ((["--node-rank", "1"], "1 is none of 1"), (["--node-rank", "2"], "2 is none of 2")):
-        more = ["--nnodes", "2", *LINK_FILES] if "2" in flags else []
-        assert refusal([*flags, *more]) == f"node_rank {text} nodes"
+    for rank, num_nodes in ((1, 1), (2, 2)):
+        flags = ["--node-rank", str(rank)]
+        more = ["--nnodes", "2", *LINK_FILES] if num_nodes == 2 else []
+        assert refusal([*flags, *more]) == f"node_rank {rank} is out of range for {num_nodes} nodes"
     told = {"LWS_WORKER_INDEX": "1", "LWS_LEADER_ADDRESS": "first.group.ns", "LINK_SERVER_NAME": "link"}
     config = run(LauncherConfig, LINK_FILES, {**told, "LWS_GROUP_SIZE": "3"})[0]
     assert (config.nnodes, config.node_rank, config.master_addr) == (3, 1, "first.group.ns")

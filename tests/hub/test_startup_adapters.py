@@ -13,7 +13,7 @@ from tgis.config.model import TuningOptions
 from tgis.config.processes import LauncherConfig
 from tgis.errors import OperatorError
 from tgis.hub.startup_adapters import plan_tuning
-from tgis.launcher.plan import plan
+from tgis.launcher.plan import make_plan
 
 HINT = "one in a directory is given as NAME=DIRECTORY"
 
@@ -113,11 +113,11 @@ def test_the_launcher_refuses_before_anything_starts(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
     good = write_adapter(tmp_path / "good")
     config = LauncherConfig(model_name=str(tmp_path), lora_adapters=f"x={good}", max_prompt_prefix_length=63)
-    assert plan(config).tuning == settle(
+    assert make_plan(config).tuning == settle(
         TuningOptions(lora_adapters=f"x={good}", max_prompt_prefix_length=63), 64
     )
     with pytest.raises(OperatorError):
-        plan(replace(config, max_prompt_prefix_length=64))
+        make_plan(replace(config, max_prompt_prefix_length=64))
     flags = ["--model-name", str(tmp_path), "--termination-log", str(tmp_path / "log")]
     result = CliRunner().invoke(cli.launcher_main, flags, env={"LORA_ADAPTERS": "y=/none", "HOME": None})
     assert result.exit_code == 1

@@ -132,7 +132,7 @@ def _check_link(settings: Mapping[str, Setting]) -> None:
     if is_list and count and count.source != DEFAULT and count.value != str(addresses).count(",") + 1:
         raise SettingsError(f"link: {count.value} shards need as many addresses")
     if values.get("node_rank", 0) >= values.get("nnodes", 1):
-        raise SettingsError(f"node_rank {values['node_rank']} is none of {values['nnodes']} nodes")
+        raise SettingsError(f"node_rank {values['node_rank']} is out of range for {values['nnodes']} nodes")
 
 
 def _check_framework(name: str | None) -> list[str]:

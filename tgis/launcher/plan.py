@@ -41,7 +41,7 @@ class Plan:
     """Fingerprint of the model's configuration and weights, by the names and sizes of their files."""
 
 
-def plan(config: LauncherConfig) -> Plan:
+def make_plan(config: LauncherConfig) -> Plan:
     """Check the configuration and find the model.
 
     Raises LaunchError, TuningError, model_files.CacheConflictError or model_files.ModelNotFoundError."""
@@ -77,7 +77,7 @@ def count_shards(config: LauncherConfig, is_cuda: bool) -> int:
     if devices is None:
         return 1
     if not is_cuda:
-        logger.info("visible devices do not count on a CPU: 1 shard; --num-shard asks for more")
+        logger.info("visible devices are not counted without a GPU: 1 shard; --num-shard sets another number")
         return 1
     return len(devices.split(","))
 
@@ -105,8 +105,8 @@ def _check_budget(config: LauncherConfig) -> None:
     if config.shutdown_timeout > left_s:
         raise LaunchError(
             f"shutdown_timeout {config.shutdown_timeout:g} is more than the {left_s:g} s that are left of "
-            f"termination_grace_period {grace_s:g}, less pre_stop_delay {config.pre_stop_delay:g} and "
-            f"{END_S:g} s to end in"
+            f"termination_grace_period {grace_s:g} after pre_stop_delay {config.pre_stop_delay:g} and "
+            f"{END_S:g} s for the processes to exit"
         )
 
 

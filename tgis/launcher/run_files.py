@@ -78,7 +78,7 @@ class RunFiles:
         """Convert the tokenizer in a child process, because the libraries for it are large.
 
         Raises LaunchError."""
-        logger.info("converting the tokenizer: there is no %s", TOKENIZER)
+        logger.info("the model has no %s: converting its tokenizer", TOKENIZER)
         self.tokenizer_path.mkdir()
         arguments = [str(self._plan.model_path.absolute()), "--output-path", str(self.tokenizer_path)]
         command = ["convert-to-fast-tokenizer", *arguments]
