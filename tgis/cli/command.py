@@ -15,7 +15,7 @@ from typing import Any, NoReturn, TypeVar
 import click
 from click.core import ParameterSource
 
-from tgis import __version__, json_lines, logs
+from tgis import __version__, logs
 from tgis.cli.parameters import FOREIGN, HELP_NAMES, VERSION_NAMES, foreign_flag, parameter
 from tgis.config import log_level, report
 from tgis.config.aliases.alias import Foreign
@@ -23,12 +23,13 @@ from tgis.config.aliases.tgi import SHARED_SHORT_FLAG, TGI_NAMES
 from tgis.config.aliases.tgis import TGIS_NAMES
 from tgis.config.checks import DEFAULT, Given, Setting, apply, check
 from tgis.config.option import Group, Option, declared, env_of, flag_of, in_groups
-from tgis.config.processes import LogOptions
+from tgis.config.processes import ProcessOptions
 from tgis.errors import OperatorError
+from tgis.process import json_lines
 
 logger = logging.getLogger(__name__)
 
-C = TypeVar("C", bound=LogOptions)
+C = TypeVar("C", bound=ProcessOptions)
 Complete = Callable[[dict[str, Setting], dict[str, Any]], None]
 
 ARGUMENTS = "tgis.arguments"  # key in click's context.meta for the original command line

@@ -73,7 +73,7 @@ class ModelOptions:
 
 @in_group(Group.ADAPTERS)
 @dataclass(frozen=True, kw_only=True)
-class TuningOptions:
+class AdapterOptions:
     prefix_store_path: str | None = option(
         "Directory of tuned soft prompts, and of LoRA adapters, by their ids; unset: there are none.", None
     )

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tgis.config.model import TuningOptions
-from tgis.config.processes import SHORT_SEQUENCE, LauncherConfig
+from tgis.config.model import AdapterOptions
+from tgis.config.processes import LauncherConfig
+from tgis.config.serving import SHORT_SEQUENCE
 from tgis.errors import OperatorError
 from tgis.hub import model_files
 from tgis.hub.startup_adapters import plan_tuning
@@ -36,7 +37,7 @@ class Plan:
     num_shards: int
     has_fast_tokenizer: bool
     """True if the model has a tokenizer.json; otherwise one is made at the start."""
-    tuning: TuningOptions
+    tuning: AdapterOptions
     fingerprint: str
     """Fingerprint of the model's configuration and weights, by the names and sizes of their files."""
 

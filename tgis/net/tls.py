@@ -147,7 +147,8 @@ class Certificates:
             return
         self._warned_at = time.monotonic()
         if left_s > 0:
-            logger.warning("the %s certificate expires in %.1f days", self._name, left_s / 86400)
+            days = left_s / 86400
+            logger.warning("the %s certificate expires in %.1f days", self._name, days)
             return
         expired_at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(self._content.expires_at))
         logger.error(
@@ -181,13 +182,15 @@ class Certificates:
             if pem.ca is not None:
                 x509.load_pem_x509_certificates(pem.ca)
         if of_cert != own:
-            raise self._error(f"the key {files.key} does not belong to the cert {files.cert}")
+            raise CertificateError(
+                f"{self._prefix}: the key {files.key} does not belong to the cert {files.cert}"
+            )
         try:
             context = self._make_context(pem) if self._make_context else None
         except OSError as error:
             reason = error.strerror or error
-            raise self._error(
-                f"the cert {files.cert} and the key {files.key} cannot be used: {reason}"
+            raise CertificateError(
+                f"{self._prefix}: the cert {files.cert} and the key {files.key} cannot be used: {reason}"
             ) from error
         return _Content(pem, context, expires_at)
 
@@ -197,12 +200,17 @@ class Certificates:
         try:
             yield
         except TypeError as error:  # only a key raises it
-            raise self._error(f"{file} is encrypted; provide one without a password") from error
+            raise CertificateError(
+                f"{self._prefix}: {file} is encrypted; provide one without a password"
+            ) from error
         except (ValueError, UnsupportedAlgorithm) as error:
-            raise self._error(f"{file} is damaged or not a PEM file of its kind") from error
+            raise CertificateError(
+                f"{self._prefix}: {file} is damaged or not a PEM file of its kind"
+            ) from error
 
-    def _error(self, text: str) -> CertificateError:
-        return CertificateError(f"{self._name.lower()} configuration error: {text}")
+    @property
+    def _prefix(self) -> str:
+        return f"{self._name.lower()} configuration error"
 
     def _changed_configuration(self) -> grpc.ServerCertificateConfiguration | None:
         """Return the configuration if it has changed, else None.

@@ -13,9 +13,9 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from tgis.json_lines import error_of, to_json
 from tgis.logs import Scalar
 from tgis.process.heartbeat import wait_until_hung
+from tgis.process.json_lines import error_of, to_json
 
 READ_BYTES = 1 << 16
 # Longer lines are cut. The limit for our own JSON records is higher, because a cut record is invalid JSON.
