@@ -291,8 +291,8 @@ def test_refusals_in_the_words_of_the_original(
 
 
 LINK_FILES = ["--link-cert-path", "/c", "--link-key-path", "/k", "--link-ca-cert-path", "/a"]
-NOT_ENCRYPTED = "link: TCP needs cert, key and ca cert"
-NO_ADDRESS = "link: cert, key and ca cert are for TCP, and no address is given"
+NOT_ENCRYPTED = "link: TCP needs --link-cert-path, --link-key-path and --link-ca-cert-path"
+NO_ADDRESS = "link: cert, key and ca cert are used over TCP only, and no address is given"
 
 
 def test_encryption_is_whole_or_refused() -> None:
@@ -307,14 +307,15 @@ def test_encryption_is_whole_or_refused() -> None:
         assert refusal([address, "a:1"], reads=reads) == NOT_ENCRYPTED
         assert refusal(LINK_FILES, reads=reads) == NO_ADDRESS
     several = [*LINK_FILES, "--shard-addresses", "a:1,b:1"]
-    assert refusal([*several, "--num-shard", "3"], reads="router") == "link: 3 shards need as many addresses"
+    text = "link: 3 shards need as many addresses, not 2"
+    assert refusal([*several, "--num-shard", "3"], reads="router") == text
     for flags in ([], ["--num-shard", "2"]):
         assert run(RouterConfig, [*several, *flags, *REQUIRED[RouterConfig]])[0].shard_addresses == "a:1,b:1"
 
 
 def test_addresses_and_ports_of_their_own() -> None:
     for blank in ("", " "):
-        assert refusal(["--bind", blank]) == "bind: there is no address; 0.0.0.0 means all of them"
+        assert refusal(["--bind", blank]) == "bind: the address is empty; 0.0.0.0 means all addresses"
     same = ["--port", "5000", "--grpc-port", "5000"]
     for reads in ("launcher", "router"):
         text = "port and grpc_port are both 5000: HTTP and gRPC need a port each"
@@ -355,7 +356,7 @@ def test_engines_that_are_not_served(name: str) -> None:
         ("hf_optimum_ort", None),
         ("hf_custom_tp", "older name of tgis_native"),
         ("hf_accelerate", "means hf_transformers"),
-        ("hf_optimum_bt", "BetterTransformer is gone"),
+        ("hf_optimum_bt", "BetterTransformer no longer exists"),
     ],
 )
 def test_engines_that_are_served(name: str, warning: str | None) -> None:
