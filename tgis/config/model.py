@@ -37,8 +37,8 @@ class ModelOptions:
         choices=DEVICES,
     )
     quantize: str | None = option(
-        "Weights of linear layers in 8 bits, made when they are read: int8, on the CPU, in the service's own "
-        "engine; activations are rounded to 8 bits where they meet them.",
+        "Round the weights of linear layers to 8 bits when they are read: int8, on the CPU, in the service's "
+        "own engine; activations are rounded to 8 bits too.",
         None,
         choices=QUANTIZATIONS,
         unlisted=QUANTIZATIONS_OF_TGIS,
@@ -46,23 +46,22 @@ class ModelOptions:
     )
     block_size: int = option("Tokens per cache block.", 16, minimum=1, group=Group.MEMORY)
     kv_cache_tokens: int | None = option(
-        "Most tokens the cache may hold; memory and the largest batch bound it too.",
+        "Most tokens the cache may hold; memory and the largest batch limit it too.",
         None,
         minimum=1,
         group=Group.MEMORY,
         is_common=True,
     )
     cpu_threads: int | None = option(
-        "Threads each shard computes with; unset: the cores there are, shared by the shards.",
+        "Threads each shard computes with; unset: the machine's cores, shared by the shards.",
         None,
         minimum=1,
         group=Group.MEMORY,
     )
     deployment_framework: str | None = option(
-        "Engine: tgis_native is the service's own and refuses families it does not know; hf_transformers "
-        "runs transformers' code with the service's cache and attention, slower, where that can; "
-        "hf_optimum_ort runs a model in ONNX form; unset: the service's own where it knows the family, "
-        "transformers' code elsewhere.",
+        "Engine: tgis_native is the service's own and serves the families it knows; hf_transformers runs "
+        "transformers' code with the service's cache and attention, more slowly; hf_optimum_ort runs a model "
+        "in ONNX form; unset: the service's own where it knows the family, otherwise transformers' code.",
         None,
         choices=FRAMEWORKS,
     )
@@ -75,10 +74,10 @@ class ModelOptions:
 @dataclass(frozen=True, kw_only=True)
 class AdapterOptions:
     prefix_store_path: str | None = option(
-        "Directory of tuned soft prompts, and of LoRA adapters, by their ids; unset: there are none.", None
+        "Directory of tuned soft prompts, and of LoRA adapters, by their ids; unset: none.", None
     )
     prompt_cache_size_mb: int = option(
-        "MiB of soft prompts that each shard may hold loaded; the least recently used make way.",
+        "MiB of soft prompts that each shard may keep loaded; the least recently used are evicted.",
         512,
         minimum=1,
     )
@@ -86,14 +85,15 @@ class AdapterOptions:
         "Most virtual tokens of a soft prompt; unset: half of the longest sequence.", None, minimum=1
     )
     adapter_cache: str | None = option(
-        "Directory of LoRA adapters by their ids, looked into before --prefix-store-path.", None
+        "Directory of LoRA adapters by their ids, searched before --prefix-store-path.", None
     )
     adapter_cache_size_mb: int = option(
-        "MiB of LoRA adapters that each shard may hold loaded; the least recently used make way.",
+        "MiB of LoRA adapters that each shard may keep loaded; the least recently used are evicted.",
         1024,
         minimum=1,
     )
     lora_adapters: str | None = option(
-        "LoRA adapters to load at the start and keep: NAME=DIRECTORY, or ids in the hub cache, with commas.",
+        "LoRA adapters to load at the start and keep loaded: NAME=DIRECTORY, or ids in the hub cache, "
+        "separated by commas.",
         None,
     )

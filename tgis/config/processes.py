@@ -36,7 +36,7 @@ class ProcessOptions:
         "info",
     )
     failpoints: str | None = option(
-        "Faults to make happen, for tests: POINT[FACTS]=ACTION:SECONDS@TIME, with commas; unset: none.",
+        "Faults to inject, for tests: POINT[FACTS]=ACTION:SECONDS@TIME, separated by commas; unset: none.",
         None,
         group=Group.LIFECYCLE,
     )
@@ -65,7 +65,7 @@ class LauncherConfig(
     dtype_str: str | None = option("Older name of --dtype.", None, choices=DTYPES, group=Group.COMPATIBILITY)
     num_shard: int | None = option(
         "Tensor-parallel shards of each node; unset: NUM_GPUS, else on GPUs the number of entries in "
-        "CUDA_VISIBLE_DEVICES, or in NVIDIA_VISIBLE_DEVICES where that is unset, else 1. GPUs themselves are "
+        "CUDA_VISIBLE_DEVICES, or in NVIDIA_VISIBLE_DEVICES if that is unset, else 1. GPUs themselves are "
         "not counted.",
         None,
         minimum=1,
@@ -86,7 +86,7 @@ class LauncherConfig(
         group=Group.NETWORK,
     )
     hf_hub_cache: str | None = option("Root of the hub cache.", None)
-    hf_home: str | None = option("Parent of the hub cache where --hf-hub-cache is unset.", None)
+    hf_home: str | None = option("Parent of the hub cache if --hf-hub-cache is unset.", None)
     transformers_cache: str | None = option(
         "Older name of HF_HUB_CACHE.", None, flag=False, group=Group.COMPATIBILITY
     )
@@ -94,27 +94,27 @@ class LauncherConfig(
         "Older name of HF_HUB_CACHE.", None, flag=False, group=Group.COMPATIBILITY
     )
     home: str | None = option(
-        "The hub cache is .cache/huggingface/hub below it where nothing else is set.", None, flag=False
+        "The hub cache is .cache/huggingface/hub below it if nothing else is set.", None, flag=False
     )
     cuda_visible_devices: str | None = option(
-        "On CUDA, its entries count the shards where no number is given.", None, flag=False
+        "On GPUs, the number of its entries is the number of shards if none is given.", None, flag=False
     )
     nvidia_visible_devices: str | None = option("Read where CUDA_VISIBLE_DEVICES is unset.", None, flag=False)
     termination_log: str = option(
-        "File that gets the reason of a failure.",
+        "File that the reason of a failure is written to.",
         "/dev/termination-log",
         older_env="TERMINATION_LOG_DIR",
         group=Group.LIFECYCLE,
     )
     termination_grace_period: float | None = option(
-        "Seconds from the pod's end to its being killed, its terminationGracePeriodSeconds; a "
-        "--shutdown-timeout that does not fit into them is refused. Unset: nothing is checked.",
+        "The pod's terminationGracePeriodSeconds, from its end until it is killed; a --shutdown-timeout that "
+        "does not fit is refused. Unset: nothing is checked.",
         None,
         minimum=0,
         group=Group.LIFECYCLE,
     )
     pre_stop_delay: float = option(
-        "Seconds of the grace period that pass before SIGTERM comes, in the pod's preStop hook.",
+        "Seconds of the grace period that the pod's preStop hook takes before SIGTERM.",
         0.0,
         minimum=0,
         group=Group.LIFECYCLE,
@@ -141,8 +141,8 @@ class RouterConfig(ProcessOptions, LinkOptions, BatchOptions, PortOptions, Servi
         "Prefix of the shards' Unix sockets; the rank is appended.", UDS_PATH, group=Group.NETWORK
     )
     shard_addresses: str | None = option(
-        "HOST:PORT of each rank, with commas, or the path of a file that holds that and may change: TCP with "
-        "mutual TLS instead of Unix sockets.",
+        "HOST:PORT of each rank, separated by commas, or the path of a file that holds them and may change: "
+        "TCP with mutual TLS instead of Unix sockets.",
         None,
         env=False,
         group=Group.NETWORK,
@@ -172,17 +172,17 @@ class ShardConfig(ProcessOptions, LinkOptions, RankOptions, ModelOptions, Adapte
     )
     uds_path: str = option("Prefix of the Unix sockets; the rank is appended.", UDS_PATH, group=Group.NETWORK)
     listen_address: str | None = option(
-        "HOST:PORT: TCP with mutual TLS instead of Unix sockets; steps have the next port.",
+        "HOST:PORT: TCP with mutual TLS instead of Unix sockets; steps use the next port.",
         None,
         env=False,
         group=Group.NETWORK,
     )
     kernel_cache: str | None = option(
-        "Directory for compiled code where no other place can be written.",
+        "Directory for compiled code if no other place can be written.",
         None,
         env=False,
         group=Group.LIFECYCLE,
     )
     heartbeat_fd: int | None = option(
-        "Open file descriptor to write signs of life to.", None, env=False, minimum=0, group=Group.LIFECYCLE
+        "Open file descriptor to write heartbeats to.", None, env=False, minimum=0, group=Group.LIFECYCLE
     )

@@ -29,7 +29,7 @@ class BatchOptions:
 @dataclass(frozen=True, kw_only=True)
 class ServingOptions:
     max_concurrent_requests: int = option(
-        "Most inputs in the server at once.", 512, minimum=1, refusal="max_concurrent_requests must be > 0"
+        "Most inputs in the service at once.", 512, minimum=1, refusal="max_concurrent_requests must be > 0"
     )
     max_new_tokens: int = option(
         "Upper bound of a request's max_new_tokens.",
@@ -40,8 +40,8 @@ class ServingOptions:
     )
     max_top_n_tokens: int = option("Upper bound of a request's top_n_tokens.", 10, minimum=1)
     tokenization_workers: int | None = option(
-        "Threads that tokenize; calls with more than 32 KiB of text have a process of their own. Unset: 1 to "
-        "8, by the cores.",
+        "Threads that tokenize; calls with more than 32 KiB of text are tokenized in a process of their own. "
+        "Unset: 1 to 8, by the number of cores.",
         None,
         minimum=1,
         refusal="tokenization_workers must be > 0",
@@ -49,13 +49,13 @@ class ServingOptions:
     )
     output_special_tokens: bool = option("Keep special tokens in the text.", False)
     default_include_stop_seqs: bool = option(
-        "Whether a stop sequence stays in the text where a request does not say.", True, takes_value=True
+        "Whether a stop sequence stays in the text if a request does not say.", True, takes_value=True
     )
     max_guided_bytes: int = option(
-        "Bytes of the largest grammar, schema or list of choices that a request may bring.", 65536, minimum=1
+        "Bytes of the largest grammar, schema or list of choices in a request.", 65536, minimum=1
     )
     steps_in_flight: int = option(
-        "Unanswered steps; 1 waits for every answer before the next step is sent.",
+        "Most unanswered steps; 1 sends a step only after the answer to the one before.",
         2,
         minimum=1,
         maximum=8,
@@ -70,14 +70,14 @@ class ServingOptions:
         group=Group.MEMORY,
     )
     decode_step_ms: float = option(
-        "Predicted time that a step may take while requests are decoding; prompts are cut to fit, and so "
-        "that each gets no more of a step than those requests.",
+        "Predicted time that a step may take while requests are decoding. Prompts are cut into chunks that "
+        "fit, and none gets more of a step than those requests do.",
         250.0,
         minimum=1,
         group=Group.MEMORY,
     )
     shutdown_timeout: float = option(
-        "Seconds that requests in flight get to finish on SIGTERM.", 30.0, minimum=0, group=Group.LIFECYCLE
+        "Seconds that requests in flight get to finish after SIGTERM.", 30.0, minimum=0, group=Group.LIFECYCLE
     )
     recovery_timeout: float = option(
         "Seconds that requests wait for lost shards to come back.", 300.0, minimum=0, group=Group.LIFECYCLE
@@ -86,7 +86,7 @@ class ServingOptions:
         "Characters of input and output that a log line may show.", 0, minimum=0, group=Group.LOGS
     )
     otlp_endpoint: str | None = option(
-        "OpenTelemetry collector (gRPC) that traces go to; unset: none are made.", None, group=Group.LOGS
+        "OpenTelemetry collector (gRPC) that traces are sent to; unset: no traces.", None, group=Group.LOGS
     )
     otlp_service_name: str | None = option(
         f"Service name in traces; unset: OTEL_SERVICE_NAME, else {SERVICE_NAME}.", None, group=Group.LOGS

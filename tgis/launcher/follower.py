@@ -67,7 +67,7 @@ class Follower:
 
     async def close(self) -> None:
         await self._local.kill()
-        await self._files.remove()
+        self._files.remove()
 
     @asynccontextmanager
     async def _connect(self) -> AsyncIterator[Channel]:

@@ -71,7 +71,7 @@ class Leader:
         await self._local.kill()
         if self._remote is not None:
             await self._remote.close()
-        await self._files.remove()
+        self._files.remove()
 
     async def _run_over_tcp(self) -> None:
         """Run a group of shards over TCP. Raises PortError, CertificateError and LaunchError."""

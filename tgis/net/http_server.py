@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from operator import attrgetter
 from typing import Any
 
 import uvicorn
@@ -33,8 +34,7 @@ class HttpConnection(H11Protocol):
         self._opened_at = self.loop.time()
         self._begin()
         if len(self.connections) > MAX_CONNECTIONS:
-            oldest = min(self.connections, key=_opened_at)
-            oldest.transport.abort()
+            min(self.connections, key=attrgetter("_opened_at")).transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._finish()
@@ -58,11 +58,6 @@ class HttpConnection(H11Protocol):
         if self._end is not None:
             self._end.cancel()
             self._end = None
-
-
-def _opened_at(connection: Any) -> float:
-    opened_at: float = connection._opened_at
-    return opened_at
 
 
 @asynccontextmanager

@@ -113,7 +113,7 @@ class TcpLink:
         own = grpc.ssl_channel_credentials(pem.ca, pem.key, pem.cert)
         named = [("grpc.ssl_target_name_override", self._server_name)] if self._server_name else []
         options = [*TCP_OPTIONS, *named]
-        return [grpc.aio.secure_channel(address.calls, own, options) for address in self._addresses]
+        return [grpc.aio.secure_channel(str(address), own, options) for address in self._addresses]
 
     async def open_stream(self, rank: int, make: Callable[[], Stream]) -> Stream:
         loop = asyncio.get_running_loop()

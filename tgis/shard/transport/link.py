@@ -110,7 +110,7 @@ class TcpLink:
 
     def open_calls(self, server: grpc.Server) -> None:
         try:
-            server.add_secure_port(self._address.calls, self._certificates.credentials())
+            server.add_secure_port(str(self._address), self._certificates.credentials())
         except RuntimeError as error:
             raise PortError(f"{self.name} cannot be opened; is it in use?") from error
 
