@@ -16,8 +16,9 @@ from click.testing import CliRunner, Result
 from tests.support.command_line import BLANK, REQUIRED, TYPES, parse, refusal, run
 from tgis.cli import main as cli
 from tgis.cli.command import command
+from tgis.config.model import ENGINES
 from tgis.config.option import Group, declared, env_of, flag_of, to_flags
-from tgis.config.processes import ENGINES, LauncherConfig, LinkOptions, RouterConfig, ShardConfig
+from tgis.config.processes import LauncherConfig, LinkOptions, RouterConfig, ShardConfig
 
 SHARD = ShardConfig(model_path="/models/x", uds_path="/tmp/shard")
 ROUTER = RouterConfig(tokenizer_path="/models/x", shard_uds_path="/tmp/shard")

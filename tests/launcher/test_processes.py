@@ -173,7 +173,7 @@ def test_tls_is_checked_before_anything_is_started(model: Path, tmp_path: Path) 
         ),
         (["--lora-adapters", "a={home}/\udce9"], "lora_adapters: a: there is no directory {home}/\\udce9"),
         (["--bind", ""], "bind: the address is empty; 0.0.0.0 means all addresses"),
-        (["--bind", "a..b"], "port 0 on a..b cannot be opened: that is no address"),
+        (["--bind", "a..b"], "port 0 on a..b cannot be opened: the address is not valid"),
         (["--port", "4444", "--grpc-port", "4444"], "port and grpc_port are both 4444: HTTP and gRPC need"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",

@@ -5,14 +5,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from tgis.config.aliases.alias import Alias
-from tgis.config.model import QUANTIZATIONS_OF_TGIS
+from tgis.config.model import ENGINES_NOT_SERVED, QUANTIZATIONS_OF_TGIS
 from tgis.errors import OperatorError
 
 DEFAULT = "default"
-NOT_SERVED = {
-    "ibm_fms": "this service does not use IBM FMS",
-    "ds_inference": "this service does not use DeepSpeed, and shards models without it",
-}
 OTHER_ENGINES = (
     "use tgis_native, the service's own engine, or hf_transformers, or leave the option out to get the one "
     "that serves the model"
@@ -136,6 +132,6 @@ def _check_link(values: Mapping[str, Any], num_shard: Setting | None) -> None:
 
 
 def _check_framework(name: str | None) -> list[str]:
-    if name in NOT_SERVED:
-        raise SettingsError(f"deployment framework {name}: {NOT_SERVED[name]}; {OTHER_ENGINES}")
+    if name in ENGINES_NOT_SERVED:
+        raise SettingsError(f"deployment framework {name}: {ENGINES_NOT_SERVED[name]}; {OTHER_ENGINES}")
     return [RENAMED[name]] if name in RENAMED else []

@@ -12,16 +12,21 @@ NO_QUANTIZED_CHECKPOINTS = (
     "Quantized checkpoints are not served by this version: give the unquantized checkpoint, and --quantize "
     "int8 for weights in 8 bits."
 )
-FRAMEWORKS = (
-    "hf_transformers",
-    "hf_accelerate",
-    "tgis_native",
-    "hf_custom_tp",
-    "hf_optimum_ort",
-    "hf_optimum_bt",
-    "ibm_fms",
-    "ds_inference",
-)
+# Engine for each accepted name. There are three engines: hf_transformers, tgis_native and hf_optimum_ort.
+# None means tgis_native or hf_transformers, whichever serves the model.
+ENGINES = {
+    "hf_transformers": "hf_transformers",
+    "hf_accelerate": "hf_transformers",
+    "tgis_native": "tgis_native",
+    "hf_custom_tp": "tgis_native",
+    "hf_optimum_ort": "hf_optimum_ort",
+    "hf_optimum_bt": None,
+}
+ENGINES_NOT_SERVED = {  # with the reason
+    "ibm_fms": "this service does not use IBM FMS",
+    "ds_inference": "this service does not use DeepSpeed, and shards models without it",
+}
+FRAMEWORKS = (*ENGINES, *ENGINES_NOT_SERVED)
 
 
 @in_group(Group.MODEL)

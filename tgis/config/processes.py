@@ -11,16 +11,6 @@ from tgis.config.network import LinkOptions, PortOptions
 from tgis.config.option import Group, in_group, option
 from tgis.config.serving import SERVICE_NAME, SHORT_SEQUENCE, BatchOptions, ServingOptions
 
-# Engine for each accepted name. There are three engines: tgis_native, hf_transformers and hf_optimum_ort.
-# None means tgis_native or hf_transformers, whichever serves the model.
-ENGINES = {
-    "tgis_native": "tgis_native",
-    "hf_custom_tp": "tgis_native",
-    "hf_transformers": "hf_transformers",
-    "hf_accelerate": "hf_transformers",
-    "hf_optimum_bt": None,
-    "hf_optimum_ort": "hf_optimum_ort",
-}
 UDS_PATH = "/tmp/text-generation"  # default for processes that are started by hand
 NO_SHARDS = "`num_shard` / NUM_GPUS cannot be < 1"
 

@@ -7,8 +7,9 @@ from types import MappingProxyType
 from typing import Any, TypeVar
 
 from tgis import __version__
+from tgis.config.model import ENGINES
 from tgis.config.network import LinkOptions
-from tgis.config.processes import ENGINES, LauncherConfig, RouterConfig, ShardConfig
+from tgis.config.processes import LauncherConfig, RouterConfig, ShardConfig
 from tgis.launcher.plan import Plan
 from tgis.launcher.run_files import RunFiles
 from tgis.logs import Scalar, process_fields

@@ -114,7 +114,7 @@ class RemoteNode:
             logger.info("waiting for %s to connect", self.name)
         await self._is_connected.wait()
 
-    async def start(self, start: Start, listener: int | None = None) -> None:
+    async def start(self, start: Start, listener: int | None) -> None:
         self._epoch, self._has_loaded = start.epoch, asyncio.Event()
         self._end = asyncio.get_running_loop().create_future()
         if self._channel is None:

@@ -110,7 +110,7 @@ class Door(grpc.aio.ServerInterceptor):
                 await end_call(context, status)
             return answer
         finally:
-            self._memory.note(received.num_bytes)
+            self._memory.count(received.num_bytes)
 
     def _checked(self, request: Any) -> Any:
         """Return the message, or the stream of messages. Raises RequestError if one cannot be read."""
