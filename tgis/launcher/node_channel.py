@@ -7,7 +7,7 @@ import asyncio
 import json
 from typing import Any
 
-from tgis.net.addresses import tune
+from tgis.net.addresses import configure_socket
 from tgis.process.heartbeat import MAX_MISSED, PERIOD_S
 
 MAX_LINE_BYTES = 1 << 16
@@ -27,7 +27,7 @@ class Channel:
         """Start to send heartbeats, which continue until `close`."""
         self._reader, self._writer = reader, writer
         self._missed = 0
-        tune(writer.get_extra_info("socket"))
+        configure_socket(writer.get_extra_info("socket"))
         self.own_host, self.other_host = (
             str(writer.get_extra_info(name)[0]) for name in ("sockname", "peername")
         )

@@ -47,7 +47,7 @@ def parse_all(text: str) -> list[TcpAddress]:
     return addresses
 
 
-def tune(connection: socket.socket) -> None:
+def configure_socket(connection: socket.socket) -> None:
     """Send small messages at once, and detect a peer that no longer answers."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

@@ -27,37 +27,37 @@ METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"  # of `/metrics`
 
 
 class HttpConnection(H11Protocol):
-    _end: asyncio.TimerHandle | None = None
+    _timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._opened_at = self.loop.time()
-        self._begin()
+        self._start_timer()
         if len(self.connections) > MAX_CONNECTIONS:
             min(self.connections, key=attrgetter("_opened_at")).transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._finish()
+        self._stop_timer()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        self._begin()
+        self._start_timer()
         super().data_received(data)
 
     def on_response_complete(self) -> None:
-        self._finish()
+        self._stop_timer()
         super().on_response_complete()  # handles the next request if it has arrived
         if self.transport.get_write_buffer_size() or not self.cycle.response_complete:
-            self._begin()
+            self._start_timer()
 
-    def _begin(self) -> None:
-        if self._end is None:
-            self._end = self.loop.call_later(REQUEST_S, self.transport.abort)
+    def _start_timer(self) -> None:
+        if self._timer is None:
+            self._timer = self.loop.call_later(REQUEST_S, self.transport.abort)
 
-    def _finish(self) -> None:
-        if self._end is not None:
-            self._end.cancel()
-            self._end = None
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
 
 @asynccontextmanager
@@ -66,18 +66,7 @@ async def serve_http(app: Any, options: PortOptions, certificates: Certificates 
 
     The port uses TLS only with `http_tls`. Clients need no certificate."""
     listener = listen(options.bind, options.port)
-    server = _server(app, certificates if options.http_tls else None)
-    server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign, assignment]
-    task = asyncio.create_task(server.serve(sockets=[listener]), name="http")
-    try:
-        yield listener.getsockname()[1]
-    finally:
-        server.should_exit = True
-        await task
-
-
-def _server(app: Any, certificates: Certificates | None) -> uvicorn.Server:
-    settings = uvicorn.Config(
+    config = uvicorn.Config(
         app,
         http=HttpConnection,
         ws="none",
@@ -86,10 +75,17 @@ def _server(app: Any, certificates: Certificates | None) -> uvicorn.Server:
         access_log=False,
         lifespan="off",
     )
-    if certificates is not None:
-        settings.load()
-        settings.ssl = certificates.renewing_context()
-    return uvicorn.Server(settings)
+    if certificates is not None and options.http_tls:
+        config.load()
+        config.ssl = certificates.renewing_context()
+    server = uvicorn.Server(config)
+    server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign, assignment]
+    task = asyncio.create_task(server.serve(sockets=[listener]), name="http")
+    try:
+        yield listener.getsockname()[1]
+    finally:
+        server.should_exit = True
+        await task
 
 
 def health_routes(is_ready: Callable[[], bool]) -> list[Route]:

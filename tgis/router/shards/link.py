@@ -9,7 +9,7 @@ from typing import Protocol, TypeVar
 import grpc
 
 from tgis.config.processes import RouterConfig
-from tgis.net.addresses import AddressError, TcpAddress, parse_all, tune
+from tgis.net.addresses import AddressError, TcpAddress, configure_socket, parse_all
 from tgis.net.framing import steps_path
 from tgis.net.tls import Certificates, link_certificates, mutual_client_context
 
@@ -123,7 +123,7 @@ class TcpLink:
             transport, stream = await loop.create_connection(
                 make, host, port, ssl=self._certificates.context, server_hostname=name
             )
-        tune(transport.get_extra_info("socket"))
+        configure_socket(transport.get_extra_info("socket"))
         return stream
 
     async def watch(self) -> None:

@@ -12,7 +12,7 @@ import threading
 import time
 from collections import deque
 
-from tgis.net.addresses import tune
+from tgis.net.addresses import configure_socket
 from tgis.net.tls import REFRESH_S, Certificates
 
 logger = logging.getLogger(__name__)
@@ -95,7 +95,7 @@ class Entrance:
             self._give_up(next(iter(self._deadlines)), "there are too many")
         self._certificates.refresh()
         try:
-            tune(plain)
+            configure_socket(plain)
             plain.setblocking(False)
             connection = self._certificates.context.wrap_socket(
                 plain, server_side=True, do_handshake_on_connect=False
