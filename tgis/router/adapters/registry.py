@@ -26,7 +26,7 @@ from tgis.router.errors import (
     internal_error,
 )
 from tgis.router.metrics.metrics import Metrics
-from tgis.router.metrics.resource_counts import Tally
+from tgis.router.metrics.resource_counts import ResourceCount
 from tgis.router.sequence import Content, ContentKind, Tuning
 from tgis.router.shards.client import ContentCallError
 
@@ -68,8 +68,8 @@ class Contents:
             ContentKind.PROMPT: metrics.prompts.load_failure,
             ContentKind.ADAPTER: metrics.adapters.load_failure,
         }
-        self.uses = Tally()
-        metrics.follow_tally("content", self.uses)
+        self.uses = ResourceCount()
+        metrics.follow_resource("content", self.uses)
         self._finds: dict[tuple[ContentKind, str], _Flight] = {}
         self._slots = asyncio.Semaphore(MAX_FINDS)
         self._pinned: dict[str, Resident | None] = {}

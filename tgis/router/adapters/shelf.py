@@ -3,7 +3,7 @@
 import asyncio
 from dataclasses import dataclass, field
 
-from tgis.router.metrics.metrics import ContentMetrics
+from tgis.router.metrics.metrics import AdapterMetrics
 from tgis.router.sequence import Content
 
 
@@ -27,7 +27,7 @@ class Resident:
 class Shelf:
     """Room for adapters of one kind. All sizes are bytes."""
 
-    metrics: ContentMetrics
+    metrics: AdapterMetrics
     limit_s: float
     capacity: int = 0
     num_bytes: int = 0

@@ -14,7 +14,7 @@ from tgis.router.engine.step_metrics import StepMeter
 from tgis.router.errors import Code, internal_error
 from tgis.router.events import Event, Failed, InputTokens, Output, is_final
 from tgis.router.metrics.metrics import Metrics
-from tgis.router.metrics.resource_counts import Tally
+from tgis.router.metrics.resource_counts import ResourceCount
 from tgis.router.scheduling.block_pool import BlockPool
 from tgis.router.scheduling.proposers.prompt_lookup import Drafter
 from tgis.router.scheduling.scheduler import Scheduler
@@ -56,9 +56,9 @@ class Engine:
         self._on_ready, self._meter = on_ready, StepMeter(metrics)
         self._live: dict[Sequence, Generation] = {}
         self._connected = self._given_up = self._fill_is_due = False
-        self._requests = Tally()
+        self._requests = ResourceCount()
         metrics.requests_live.follow(lambda: len(self._live))
-        metrics.follow_tally("request", self._requests)
+        metrics.follow_resource("request", self._requests)
         show(self.scheduler, metrics)
 
     @property
