@@ -65,6 +65,7 @@ def count_hits(client: Client, expected: Expected, **params: object) -> float:
     return after[HITS] - before[HITS]
 
 
+@pytest.mark.slow
 def test_streams_survive_a_killed_shard(client: Client, encoder_decoder: Model) -> None:
     """Some of them wait, preempted, when it dies, and the rest afterwards."""
     texts = [expected.prompt[:20] for expected in encoder_decoder.expected[:NUM_STREAMS]]

@@ -41,7 +41,7 @@ def client(model: Model) -> Iterator[Client]:
     yield from serve(model.directory, "--dtype", "float32", "--num-shard", "2")
 
 
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_streams_survive_a_killed_shard(client: Client, model: Model, victim: int) -> None:
     assert len(children_of(client.service.process.pid)["serve"]) == 2
     check_survival(client, [expected.prompt[:20] for expected in model.expected[:NUM_STREAMS]], victim)
@@ -135,6 +135,7 @@ def test_nothing_outlives_the_launcher(model: Model, tmp_path: Path, is_killed: 
     client.channel.close()
 
 
+@pytest.mark.slow
 def test_shards_that_keep_dying_end_the_service(model: Model, tmp_path: Path) -> None:
     log = tmp_path / "termination-log"
     service = launch(model.directory, "--termination-log", str(log)).wait_until_serving()

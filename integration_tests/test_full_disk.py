@@ -78,6 +78,7 @@ def refusal(client: Client, **ids: str) -> tuple[grpc.StatusCode, str]:
     return caught.value.code(), caught.value.details()
 
 
+@pytest.mark.slow
 def test_what_needs_no_disk_is_served(client: Client, disk: Path) -> None:
     """Also by a shard that starts again, which has lost what was loaded."""
     service, full = client.service, grpc.StatusCode.RESOURCE_EXHAUSTED

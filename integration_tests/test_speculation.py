@@ -51,6 +51,7 @@ def test_answers_are_the_oracles(client: Client, model: Model) -> None:
     assert metrics(client)["tgi_preemptions"] > 0
 
 
+@pytest.mark.slow
 def test_streams_survive_a_killed_shard(client: Client, model: Model) -> None:
     before = num_drafts(client)[1]
     check_survival(client, [model.expected[3].prompt[:20]], 0)

@@ -181,7 +181,8 @@ def test_a_directory_that_comes_and_goes(tuned: Tuned) -> None:
     assert shards(tuned) == pids
 
 
-@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 1])
 def test_a_killed_shard_when_the_files_are_gone(
     tuned: Tuned, undisturbed: dict[Ask, Messages], victim: int
 ) -> None:

@@ -50,6 +50,7 @@ def end(client: Client) -> None:
     assert client.service.end(signal.SIGTERM) == 0, client.service.output
 
 
+@pytest.mark.slow
 def test_streams_survive_one_fault_after_the_other(model: Model) -> None:
     client = serve_with(model, *FAULTS)
     read_twice(client, texts_of(model))
@@ -59,6 +60,7 @@ def test_streams_survive_one_fault_after_the_other(model: Model) -> None:
     end(client)
 
 
+@pytest.mark.slow
 def test_who_kills_the_shards_ends_alone(model: Model) -> None:
     """Of streams in the same steps, and with its id in the log."""
     length = len(Tokenizer.from_file(str(model.directory / "tokenizer.json")).encode(POISON).ids)

@@ -164,6 +164,7 @@ def test_a_child_that_fails_is_an_error(capfd: pytest.CaptureFixture[str]) -> No
     assert "no_such_module" in capfd.readouterr().err
 
 
+@pytest.mark.slow
 def test_attached_to_a_service_the_whole_run_is_reported(tmp_path: Path) -> None:
     with serve(CannedService()) as target:
         arguments = ["--attach", target, "--clients", "1,2", "--repeat", "2", "--requests", "1"]
@@ -184,6 +185,7 @@ def test_attached_to_a_service_the_whole_run_is_reported(tmp_path: Path) -> None
     assert {row.count("|") for row in rows} == {8}
 
 
+@pytest.mark.slow
 def test_the_memory_of_loading_is_measured(tmp_path: Path) -> None:
     """Far more than other tests may have left behind: 16 MiB of bfloat16, twice that once it is read."""
     shapes.write_checkpoint(replace(TINY, hidden_size=1024, vocab_size=8192), tmp_path)

@@ -27,6 +27,7 @@ from tgis.pb import shard_pb2 as pb
 TINY = shapes.Shape(2, 48, 4, 2, 8, 80, 600, max_length=64)
 
 
+@pytest.mark.slow
 def test_a_worker_answers_until_it_is_left() -> None:
     with worker.start("bench.probe") as child:
         rates = Rates(**child.ask({}, 60))
@@ -54,6 +55,7 @@ def test_a_burst_is_over_with_its_last_answer() -> None:
     assert len({request.request.text for request in asked.asked}) == 3
 
 
+@pytest.mark.slow
 def test_transformers_generates_as_many_tokens(tmp_path: Path) -> None:
     shapes.write_checkpoint(TINY, tmp_path)
     model = LlamaForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()

@@ -283,6 +283,16 @@ def test_a_signal_leaves_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [file]
 
 
+def test_a_failure_between_two_moves_leaves_nothing(tmp_path: Path) -> None:
+    """The index cannot be written where a directory has its name."""
+    index = write_index(tmp_path, {"pytorch_model.bin": {"a": torch.ones(2)}})
+    index.rename(tmp_path / "other.bin.index.json")
+    (tmp_path / "other.safetensors.index.json").mkdir()
+    before = sorted(tmp_path.iterdir())
+    assert convert(tmp_path, code=1) == f"{tmp_path} cannot be written to: Is a directory"
+    assert sorted(tmp_path.iterdir()) == before
+
+
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """Of three million bytes."""

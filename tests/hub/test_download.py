@@ -259,7 +259,7 @@ def test_an_endpoint_that_is_no_address(download: Download, monkeypatch: pytest.
         monkeypatch.setattr(constants, "ENDPOINT", endpoint)
         result = download()
         assert result.exit_code == 1
-        assert "HF_ENDPOINT is no address of a hub" in result.stderr
+        assert "HF_ENDPOINT is not the address of a hub" in result.stderr
 
 
 def test_a_hub_without_the_faster_way(hub: Hub, entry: Path, download: Download) -> None:

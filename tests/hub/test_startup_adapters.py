@@ -12,7 +12,7 @@ from tgis.cli import main as cli
 from tgis.config.model import AdapterOptions
 from tgis.config.processes import LauncherConfig
 from tgis.errors import OperatorError
-from tgis.hub.startup_adapters import plan_tuning
+from tgis.hub.startup_adapters import resolve_adapter_options
 from tgis.launcher.plan import make_plan
 
 HINT = "one in a directory is given as NAME=DIRECTORY"
@@ -25,7 +25,7 @@ def write_adapter(directory: Path, **config: object) -> Path:
 
 
 def settle(options: AdapterOptions, length: int = 100, cache: Path = Path("/nowhere")) -> AdapterOptions:
-    return plan_tuning(options, length, cache)
+    return resolve_adapter_options(options, length, cache)
 
 
 def refusal(text: str, cache: Path = Path("/nowhere")) -> str:
@@ -91,7 +91,7 @@ def test_what_is_no_adapter_is_refused(tmp_path: Path) -> None:
     for entry in (f"={good}", "sql=", "=", " = "):
         assert refusal(entry) == f"lora_adapters: {entry.strip()} {lacking}"
     for name in ("a b", "ä", "a:b", "../a", "a/.b", "/a", "a" * 257):
-        assert refusal(f"{name}={good}").startswith(f"lora_adapters: {name!r} is no id")
+        assert refusal(f"{name}={good}").startswith(f"lora_adapters: {name!r} is not a valid id")
     assert "there is no directory" in refusal(f"x={comma}")
 
 
@@ -113,7 +113,7 @@ def test_the_launcher_refuses_before_anything_starts(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
     good = write_adapter(tmp_path / "good")
     config = LauncherConfig(model_name=str(tmp_path), lora_adapters=f"x={good}", max_prompt_prefix_length=63)
-    assert make_plan(config).tuning == settle(
+    assert make_plan(config).adapters == settle(
         AdapterOptions(lora_adapters=f"x={good}", max_prompt_prefix_length=63), 64
     )
     with pytest.raises(OperatorError):

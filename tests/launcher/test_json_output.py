@@ -31,6 +31,7 @@ def read(service: Service) -> list[dict[str, Any]]:
     return lines
 
 
+@pytest.mark.slow
 def test_every_line_is_an_object(tmp_path: Path) -> None:
     """Also of shards that print what they like and are killed before they have loaded, which are started
     again, and of one that is killed later."""

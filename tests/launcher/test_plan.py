@@ -9,7 +9,8 @@ import pytest
 
 from tgis.config.processes import LauncherConfig
 from tgis.hub import model_files
-from tgis.hub.startup_adapters import TuningError
+from tgis.hub.cache import CacheConflictError
+from tgis.hub.startup_adapters import AdapterOptionsError
 from tgis.launcher.child_configs import line_fields
 from tgis.launcher.plan import LaunchError, count_shards, make_plan
 
@@ -78,10 +79,10 @@ def test_weights_that_cannot_be_looked_at(config: LauncherConfig) -> None:
 
 def test_stores_that_cannot_be(config: LauncherConfig) -> None:
     for name in ("prefix_store_path", "adapter_cache"):
-        with pytest.raises(TuningError, match=r"x cannot be used: File name too long$"):
+        with pytest.raises(AdapterOptionsError, match=r"x cannot be used: File name too long$"):
             make_plan(replace(config, **{name: "x" * 300}))
     for adapter in ("x" * 300, "org/" + "x" * 300 + "@main", f"name=/{'x' * 300}"):
-        with pytest.raises(TuningError, match=r"^lora_adapters: "):
+        with pytest.raises(AdapterOptionsError, match=r"^lora_adapters: "):
             make_plan(replace(config, lora_adapters=adapter))
 
 
@@ -147,7 +148,7 @@ def test_a_model_in_a_cache_of_any_name(config: LauncherConfig, tmp_path: Path) 
     assert make_plan(replace(named, transformers_cache=cache)).model_path == snapshot
     assert make_plan(replace(named, huggingface_hub_cache=cache)).model_path == snapshot
     assert make_plan(replace(named, hf_home=str(tmp_path), home="/nobody")).model_path == snapshot
-    with pytest.raises(model_files.CacheConflictError):
+    with pytest.raises(CacheConflictError):
         make_plan(replace(named, transformers_cache=cache, hf_hub_cache="/elsewhere"))
 
 

@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import save_file
 
 from tests.support.prompt_files import (
-    FIT,
     HARM,
+    REQUIRED,
     WIDTH,
     Payload,
     bounded_memory,
@@ -20,18 +20,18 @@ from tests.support.prompt_files import (
     rewrite_pickle,
     save_prompt,
 )
-from tgis.prompts.errors import ContentError, TooLargeError
+from tgis.prompts.errors import AdapterError, TooLargeError
 from tgis.prompts.soft_prompt import read_prompt
-from tgis.tensor_files.safe_pickle import PickleError
-from tgis.tensor_files.small_pickle import load_small
+from tgis.tensor_files.errors import TensorFileError
+from tgis.tensor_files.safe_pickle import load_untrusted
 
 NO_TENSOR = "Invalid prefix embedding tensor"
 MIB = 1 << 20
 
 
-def fail(directory: Path) -> ContentError:
-    with bounded_memory(64 * MIB), pytest.raises(ContentError) as caught:
-        read_prompt(directory, FIT)
+def fail(directory: Path) -> AdapterError:
+    with bounded_memory(64 * MIB), pytest.raises(AdapterError) as caught:
+        read_prompt(directory, REQUIRED)
     return caught.value
 
 
@@ -66,11 +66,11 @@ def test_truncated_at_any_byte(name: str, tmp_path: Path) -> None:
     else:
         save_prompt(tmp_path, random_prompt() if file.suffix == ".pt" else content, file.name, name != "old")
     whole = file.read_bytes()
-    assert read_prompt(tmp_path, FIT).decoder is not None
+    assert read_prompt(tmp_path, REQUIRED).decoder is not None
     for length in [*range(0, len(whole), 23), len(whole) - 1]:
         file.write_bytes(whole[:length])
-        with pytest.raises(ContentError, match=NO_TENSOR):
-            read_prompt(tmp_path, FIT)
+        with pytest.raises(AdapterError, match=NO_TENSOR):
+            read_prompt(tmp_path, REQUIRED)
 
 
 def test_flipped_bits_never_change_a_number(tmp_path: Path) -> None:
@@ -80,8 +80,8 @@ def test_flipped_bits_never_change_a_number(tmp_path: Path) -> None:
     for at in range(0, len(whole), 7):
         file.write_bytes(whole[:at] + bytes([whole[at] ^ 0x10]) + whole[at + 1 :])
         try:
-            found = read_prompt(tmp_path, FIT).decoder
-        except ContentError:
+            found = read_prompt(tmp_path, REQUIRED).decoder
+        except AdapterError:
             num_refused += 1
         else:
             assert found is not None
@@ -93,7 +93,7 @@ def test_a_repacked_archive_is_refused(tmp_path: Path) -> None:
     """Mapped, its compressed bytes would be taken for numbers."""
     file = save_prompt(tmp_path, random_prompt()) / "decoder.pt"
     rewrite_pickle(file, lambda content: content)
-    assert read_prompt(tmp_path, FIT).decoder is not None
+    assert read_prompt(tmp_path, REQUIRED).decoder is not None
     rewrite_pickle(file, lambda content: content, zipfile.ZIP_DEFLATED)
     assert str(fail(tmp_path)) == NO_TENSOR
 
@@ -122,9 +122,9 @@ def test_a_sparse_file(name: str, tmp_path: Path) -> None:
     with (tmp_path / name).open("wb") as file:
         file.truncate(10 << 30)
     with bounded_memory(16 * MIB), pytest.raises(TooLargeError):
-        read_prompt(tmp_path, FIT)
+        read_prompt(tmp_path, REQUIRED)
     with (tmp_path / name).open("wb") as file:
-        file.truncate(FIT.max_prompt_bytes)
+        file.truncate(REQUIRED.max_prompt_bytes)
     assert str(fail(tmp_path)) == NO_TENSOR
 
 
@@ -140,7 +140,7 @@ def test_a_long_header(tmp_path: Path) -> None:
     for num_bytes in (MIB - 1000, MIB):
         save_file({"prompt_embeddings": random_prompt()}, file, metadata={"x": "y" * num_bytes})
         if num_bytes < MIB:
-            assert read_prompt(tmp_path, FIT).decoder is not None
+            assert read_prompt(tmp_path, REQUIRED).decoder is not None
     assert str(fail(tmp_path)) == NO_TENSOR
 
 
@@ -153,8 +153,8 @@ def test_a_pickle_of_many_objects(is_zip: bool, tmp_path: Path) -> None:
         file.write_bytes(
             b"\x80\x02X" + struct.pack("<I", 5 * MIB) + b"x" * (5 * MIB) + b"." + file.read_bytes()
         )
-    with bounded_memory(64 * MIB), pytest.raises(PickleError, match="truncated or damaged"):
-        load_small(file)
+    with bounded_memory(64 * MIB), pytest.raises(TensorFileError, match="truncated or damaged"):
+        load_untrusted(file)
 
 
 @pytest.mark.parametrize(("name", "num_records"), [("archive/data/0", 100), ("empty", 100_000)])
@@ -164,8 +164,8 @@ def test_an_archive_that_lists_a_record_many_times(name: str, num_records: int, 
         archive.writestr("empty", b"")
         names = [record.filename.split("/", 1)[-1] for record in archive.filelist]
         archive.filelist.extend([archive.filelist[names.index(name.split("/", 1)[-1])]] * num_records)
-    with bounded_memory(16 * MIB), pytest.raises(PickleError, match="truncated or damaged"):
-        load_small(file)
+    with bounded_memory(16 * MIB), pytest.raises(TensorFileError, match="truncated or damaged"):
+        load_untrusted(file)
 
 
 @pytest.mark.parametrize("change", ["small", "comment", "locator"])
@@ -185,8 +185,8 @@ def test_an_archive_that_lies_about_its_directory(change: str, tmp_path: Path) -
         content[-42:-22] = b"PK\x06\x07" + struct.pack("<IQI", 0, len(content) - 120, 1)
         content[-98:-42] = bytes(56)
     file.write_bytes(content)
-    with bounded_memory(16 * MIB), pytest.raises(PickleError, match="truncated or damaged"):
-        load_small(file)
+    with bounded_memory(16 * MIB), pytest.raises(TensorFileError, match="truncated or damaged"):
+        load_untrusted(file)
 
 
 def test_calls_without_a_name(tmp_path: Path) -> None:

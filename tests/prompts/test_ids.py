@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from tests.support.hostile_ids import HOSTILE, write_ways_out
-from tests.support.prompt_files import FIT, age, random_prompt, save_prompt
-from tgis.prompts.artifact_cache import Kind, Spool
-from tgis.prompts.errors import AbsentError, ContentError
-from tgis.prompts.ids import absence, find_place
-from tgis.prompts.store import Store
+from tests.support.prompt_files import REQUIRED, age, random_prompt, save_prompt
+from tgis.prompts.artifact_cache import ArtifactCache, Kind
+from tgis.prompts.errors import AdapterError, AdapterNotFoundError
+from tgis.prompts.ids import find_directory, missing_as_not_found
+from tgis.prompts.store import AdapterStore
 
 GOOD = [
     "a",
@@ -59,12 +59,12 @@ def opened(opened_by_threads: dict[int, list[str]]) -> Iterator[list[str]]:
     del opened_by_threads[threading.get_ident()]
 
 
-def open_store(root: Path | None, tmp_path: Path) -> Store:
-    return Store(Spool(tmp_path / "spool"), FIT, root, root, {})
+def open_store(root: Path | None, tmp_path: Path) -> AdapterStore:
+    return AdapterStore(ArtifactCache(tmp_path / "artifacts"), REQUIRED, root, root, {})
 
 
-def refuse(store: Store, kind: Kind, id: str) -> str:
-    with pytest.raises(ContentError) as caught:
+def refuse(store: AdapterStore, kind: Kind, id: str) -> str:
+    with pytest.raises(AdapterError) as caught:
         store.find(kind, id)
     text = str(caught.value)
     assert text.isprintable()
@@ -85,7 +85,7 @@ def test_hostile_ids(root: Path, tmp_path: Path, opened: list[str]) -> None:
         if "decoder" not in id and id not in ("empty",):
             assert "does not exist" in text or text.startswith("Invalid adapter id '")
     assert len(HOSTILE) > 40
-    mine = [tmp_path / "root", tmp_path / "spool"]
+    mine = [tmp_path / "root", tmp_path / "artifacts"]
     for file in opened:
         assert any(Path(os.path.realpath(file)).is_relative_to(path) for path in mine), file
 
@@ -120,8 +120,8 @@ def test_a_root_beside_one_of_a_longer_name(tmp_path: Path) -> None:
     save_prompt(tmp_path / "root-2", random_prompt())
     (tmp_path / "root").mkdir()
     (tmp_path / "root" / "a").symlink_to(tmp_path / "root-2")
-    with pytest.raises(AbsentError):
-        find_place(tmp_path / "root", "a")
+    with pytest.raises(AdapterNotFoundError):
+        find_directory(tmp_path / "root", "a")
 
 
 def test_what_kubernetes_mounts(tmp_path: Path) -> None:
@@ -155,10 +155,10 @@ def test_no_store(root_name: str | None, tmp_path: Path) -> None:
 
 def test_what_may_not_be_read_is_absent_and_logged(caplog: pytest.LogCaptureFixture) -> None:
     for error in (PermissionError(errno.EACCES, "no", "a"), FileNotFoundError(errno.ENOENT, "no", "b")):
-        with pytest.raises(AbsentError), absence():
+        with pytest.raises(AdapterNotFoundError), missing_as_not_found():
             raise error
     assert [record.getMessage() for record in caplog.records] == ["a cannot be read: no"]
-    with pytest.raises(OSError, match="broken"), absence():
+    with pytest.raises(OSError, match="broken"), missing_as_not_found():
         raise OSError(errno.EIO, "broken")
 
 

@@ -16,10 +16,15 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from tests.support.prompt_files import HARM, Payload, random_prompt
-from tgis.prompts import lora_config, lora_files
-from tgis.prompts.errors import ContentError, TooLargeError
-from tgis.prompts.lora_config import UnsupportedTypeError, parse_config
-from tgis.prompts.lora_files import MAX_HEADER_BYTES, read_adapter_files, split_name
+from tgis.prompts import lora_files
+from tgis.prompts.errors import AdapterError, TooLargeError
+from tgis.prompts.lora_files import (
+    MAX_HEADER_BYTES,
+    UnsupportedTypeError,
+    parse_config,
+    read_adapter_files,
+    split_name,
+)
 
 Q = "model.layers.0.self_attn.q_proj"
 MAX_BYTES = 1 << 16
@@ -147,7 +152,7 @@ def test_as_many_patterns_as_modules() -> None:
         assert config.scale_of(key, config.rank_of(key)) == 1
     assert time.thread_time() - began < 3
     too_many = dict.fromkeys(map(str, range(4097)), 2)
-    with pytest.raises(ContentError, match=r"alpha_pattern of adapter_config.json makes no sense"):
+    with pytest.raises(AdapterError, match=r"alpha_pattern of adapter_config.json is not valid"):
         parse_config(json.dumps({"peft_type": "LORA", "alpha_pattern": too_many}).encode())
 
 
@@ -155,15 +160,15 @@ MISSING = "invalid adapter: no adapter_config.json found"
 
 
 def test_a_directory_without_a_configuration(tmp_path: Path) -> None:
-    with pytest.raises(ContentError, match=re.escape(MISSING)):
+    with pytest.raises(AdapterError, match=re.escape(MISSING)):
         read(tmp_path)
-    with pytest.raises(ContentError, match=re.escape(MISSING)):
+    with pytest.raises(AdapterError, match=re.escape(MISSING)):
         read(tmp_path / "vanished")
 
 
 def test_a_directory_without_tensors(tmp_path: Path) -> None:
     (save(tmp_path) / "adapter_model.safetensors").unlink()
-    with pytest.raises(ContentError, match=r"neither adapter_model.safetensors nor adapter_model.bin found"):
+    with pytest.raises(AdapterError, match=r"neither adapter_model.safetensors nor adapter_model.bin found"):
         read(tmp_path)
 
 
@@ -213,8 +218,8 @@ CONFIGURATIONS: list[tuple[dict[str, object], str]] = [
     ({"rank_pattern": {"q_proj": 0}}, "rank_pattern"),
     ({"rank_pattern": {"q_proj": 3}}, "expected rank 3"),
     ({"rank_pattern": ["q_proj"]}, "rank_pattern"),
-    ({"rank_pattern": {"(": 2}}, "makes no sense"),
-    ({"rank_pattern": {r"((.|..)+)+\d{3}": 2}}, "makes no sense"),
+    ({"rank_pattern": {"(": 2}}, "is not valid"),
+    ({"rank_pattern": {r"((.|..)+)+\d{3}": 2}}, "is not valid"),
     ({"alpha_pattern": {"q_proj": None}}, "alpha_pattern"),
     ({"target_parameters": "experts.down_proj"}, "target_parameters"),
     ({"target_parameters": [1]}, "target_parameters"),
@@ -225,8 +230,8 @@ CONFIGURATIONS: list[tuple[dict[str, object], str]] = [
 def test_configurations_that_are_refused(
     tmp_path: Path, config: dict[str, object], cause: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lora_config, "_PATTERN_TIMEOUT_S", 0.1)
-    with pytest.raises(ContentError, match=re.escape(cause)) as caught:
+    monkeypatch.setattr(lora_files, "_PATTERN_TIMEOUT_S", 0.1)
+    with pytest.raises(AdapterError, match=re.escape(cause)) as caught:
         read(save(tmp_path, **config))
     assert not isinstance(caught.value, UnsupportedTypeError)
 
@@ -246,7 +251,7 @@ def test_configurations_that_are_taken(tmp_path: Path, config: dict[str, object]
 @pytest.mark.parametrize("text", [b"", b"{", b"[]", b"null", b"\xff", b"[" * 100_000, b'{"r":' + b"9" * 9999])
 def test_configurations_that_are_none(tmp_path: Path, text: bytes) -> None:
     (save(tmp_path) / "adapter_config.json").write_bytes(text)
-    with pytest.raises(ContentError, match=r"adapter_config.json is not"):
+    with pytest.raises(AdapterError, match=r"adapter_config.json is not"):
         read(tmp_path)
 
 
@@ -261,8 +266,8 @@ A, B = random_prompt(2, 8), random_prompt(6, 2)
 TENSORS: list[tuple[dict[str, Tensor | None], str]] = [
     ({"A": None}, "lora_A.weight is missing"),
     ({"B": None}, "lora_B.weight is missing"),
-    ({"A": None, "B": None}, "no tensors of LoRA"),
-    ({"A": None, "B": None, "weight": A}, "no tensors of LoRA"),
+    ({"A": None, "B": None}, "no LoRA tensors"),
+    ({"A": None, "B": None, "weight": A}, "no LoRA tensors"),
     ({"A": None, "lora_embedding_A": A}, "lora_A.weight is missing"),
     ({"A": A.flatten()}, "has shape [16]"),
     ({"A": A[None]}, "has shape [1, 2, 8]"),
@@ -277,18 +282,18 @@ TENSORS: list[tuple[dict[str, Tensor | None], str]] = [
     ({"B": B.clone().index_fill_(0, torch.tensor([5]), -torch.inf)}, "not finite"),
     ({"lora_B__bias": torch.ones(6)}, "bias of lora_B is not supported"),
     ({"lora_magnitude_vector": torch.ones(6)}, "DoRA"),
-    ({"lora_diag": torch.ones(2)}, "lora_diag is no tensor of LoRA"),
-    ({"bias": torch.ones(6)}, "q_proj.bias is no tensor of LoRA"),
-    ({"lora_A__other__weight": A}, "no tensor of LoRA"),
+    ({"lora_diag": torch.ones(2)}, "lora_diag is not a LoRA tensor"),
+    ({"bias": torch.ones(6)}, "q_proj.bias is not a LoRA tensor"),
+    ({"lora_A__other__weight": A}, "is not a LoRA tensor"),
     ({"lora_A__default__weight": A}, "twice"),
-    ({"n" * 9000: A}, "no tensor of LoRA"),
-    ({"\n\x1b[2J": A}, "no tensor of LoRA"),
+    ({"n" * 9000: A}, "is not a LoRA tensor"),
+    ({"\n\x1b[2J": A}, "is not a LoRA tensor"),
 ]
 
 
 @pytest.mark.parametrize(("changes", "cause"), TENSORS, ids=lambda value: str(value)[:40])
 def test_tensors_that_are_refused(tmp_path: Path, changes: dict[str, Tensor | None], cause: str) -> None:
-    with pytest.raises(ContentError, match=re.escape(cause)) as caught:
+    with pytest.raises(AdapterError, match=re.escape(cause)) as caught:
         read(save(tmp_path, tensors(**changes)))
     assert len(str(caught.value)) < 500
     assert str(caught.value).isprintable()
@@ -299,14 +304,14 @@ def test_more_tensors_than_any_model_has(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(lora_files, "MAX_TENSORS", 2)
     read(save(tmp_path))
     odd = {f"{number}": torch.ones(1) for number in range(3)}  # each of which would be refused by itself
-    with pytest.raises(ContentError, match=r"^invalid adapter: it has 3 tensors, more than 2$"):
+    with pytest.raises(AdapterError, match=r"^invalid adapter: it has 3 tensors, more than 2$"):
         read(save(tmp_path, odd))
 
 
 def test_tied_embeddings_are_refused(tmp_path: Path) -> None:
     name = "base_model.model.model.embed_tokens.lora_embedding_"
     found = {f"{name}A": torch.randn(2, 9), f"{name}B": torch.randn(8, 2)}
-    with pytest.raises(ContentError, match="tied"):
+    with pytest.raises(AdapterError, match="tied"):
         read(save(tmp_path, found, ensure_weight_tying=True))
 
 
@@ -321,7 +326,7 @@ def test_a_pickle_that_calls_few_bytes_many(tmp_path: Path) -> None:
     torch.save(
         tensors(A=None) | {"x": torch.zeros(1, 1).expand(1 << 20, 1 << 20)}, tmp_path / "adapter_model.bin"
     )
-    with pytest.raises(ContentError):
+    with pytest.raises(AdapterError):
         read(tmp_path)
 
 
@@ -329,14 +334,14 @@ def test_a_pickle_that_calls_few_bytes_many(tmp_path: Path) -> None:
 def test_truncated_safetensors(tmp_path: Path, kept: int) -> None:
     file = save(tmp_path) / "adapter_model.safetensors"
     os.truncate(file, kept % file.stat().st_size)
-    with pytest.raises(ContentError, match=r"truncated or damaged"):
+    with pytest.raises(AdapterError, match=r"truncated or damaged"):
         read(tmp_path)
 
 
 @pytest.mark.parametrize("size", [MAX_HEADER_BYTES + 1, 1 << 62])
 def test_a_huge_header(tmp_path: Path, size: int) -> None:
     (save(tmp_path) / "adapter_model.safetensors").write_bytes(size.to_bytes(8, "little") + b"{" * 999)
-    with pytest.raises(ContentError, match=r"header of adapter_model.safetensors is too large"):
+    with pytest.raises(AdapterError, match=r"adapter_model.safetensors has a header that is too large"):
         read(tmp_path)
 
 
@@ -353,7 +358,7 @@ def test_a_huge_header(tmp_path: Path, size: int) -> None:
 def test_odd_headers(tmp_path: Path, header: bytes) -> None:
     content = len(header).to_bytes(8, "little") + header
     (save(tmp_path) / "adapter_model.safetensors").write_bytes(content)
-    with pytest.raises(ContentError, match=r"truncated or damaged|no tensors"):
+    with pytest.raises(AdapterError, match=r"truncated or damaged|no LoRA tensors"):
         read(tmp_path)
 
 
@@ -361,7 +366,7 @@ def test_a_pickle_with_a_payload_is_not_run(tmp_path: Path) -> None:
     harm = tmp_path / HARM
     (save(tmp_path / "adapter") / "adapter_model.safetensors").unlink()
     torch.save({"x": Payload(os.mkdir, str(harm))}, tmp_path / "adapter" / "adapter_model.bin")
-    with pytest.raises(ContentError, match=r"invalid adapter: adapter_model.bin ") as caught:
+    with pytest.raises(AdapterError, match=r"invalid adapter: adapter_model.bin ") as caught:
         read(tmp_path / "adapter")
     assert not harm.exists()
     assert str(tmp_path) not in str(caught.value)
@@ -373,7 +378,7 @@ def test_truncated_pickles(tmp_path: Path, kept: int) -> None:
     file = tmp_path / "adapter_model.bin"
     torch.save(tensors(), file)
     os.truncate(file, kept % file.stat().st_size)
-    with pytest.raises(ContentError, match=r"truncated or damaged|not a pickle") as caught:
+    with pytest.raises(AdapterError, match=r"truncated or damaged|not a pickle") as caught:
         read(tmp_path)
     assert str(tmp_path) not in str(caught.value)
 
@@ -384,7 +389,7 @@ def test_truncated_pickles(tmp_path: Path, kept: int) -> None:
 def test_pickles_of_other_things(tmp_path: Path, value: object) -> None:
     (save(tmp_path) / "adapter_model.safetensors").unlink()
     torch.save(value, tmp_path / "adapter_model.bin")
-    with pytest.raises(ContentError, match=r"invalid adapter: adapter_model.bin"):
+    with pytest.raises(AdapterError, match=r"invalid adapter: adapter_model.bin"):
         read(tmp_path)
 
 
@@ -415,7 +420,7 @@ def test_parameters_of_all_experts(tmp_path: Path, kinds: tuple[str, ...]) -> No
 
 
 def test_parameters_of_another_rank(tmp_path: Path) -> None:
-    with pytest.raises(ContentError, match="expected rank 3"):
+    with pytest.raises(AdapterError, match="expected rank 3"):
         read(save(tmp_path, fused(), target_parameters=["gate_up_proj", "down_proj"], r=3))
 
 

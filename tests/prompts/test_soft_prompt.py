@@ -9,34 +9,37 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from tests.support.prompt_files import FIT, WIDTH, random_prompt, save_config, save_prompt
-from tgis.prompts.errors import AbsentError, ContentError, TooLargeError
-from tgis.prompts.soft_prompt import Fit, read_peft_type, read_prompt
+from tests.support.prompt_files import REQUIRED, WIDTH, random_prompt, save_config, save_prompt
+from tgis.prompts.errors import AdapterError, AdapterNotFoundError, TooLargeError
+from tgis.prompts.soft_prompt import AdapterRequirements, read_peft_type, read_prompt
 
-SEQ2SEQ = replace(FIT, is_encoder_decoder=True)
-HALF = replace(FIT, dtype=torch.float16)
+SEQ2SEQ = replace(REQUIRED, is_encoder_decoder=True)
+HALF = replace(REQUIRED, dtype=torch.float16)
 NO_TENSOR = "Invalid prefix embedding tensor"
 ODD = "Encoder/decoder prefix tensor must be of even length"
 NOT_FINITE = "Prefix contains non-finite elements"
 
 
-def fail(directory: Path, fit: Fit | None = FIT) -> str:
-    with pytest.raises(ContentError) as caught:
-        read_prompt(directory, fit)
+def fail(directory: Path, required: AdapterRequirements | None = REQUIRED) -> str:
+    with pytest.raises(AdapterError) as caught:
+        read_prompt(directory, required)
     assert str(directory) not in str(caught.value)
     return str(caught.value)
 
 
 def check(
-    directory: Path, decoder: Tensor | None, encoder: Tensor | None = None, fit: Fit | None = FIT
+    directory: Path,
+    decoder: Tensor | None,
+    encoder: Tensor | None = None,
+    required: AdapterRequirements | None = REQUIRED,
 ) -> None:
-    found = read_prompt(directory, fit)
+    found = read_prompt(directory, required)
     for tensor, expected in ((found.decoder, decoder), (found.encoder, encoder)):
         if expected is None:
             assert tensor is None
         else:
             assert tensor is not None
-            assert tensor.dtype == (fit.dtype if fit else expected.dtype)
+            assert tensor.dtype == (required.dtype if required else expected.dtype)
             assert tensor.is_contiguous()
             assert not tensor.requires_grad
             assert torch.equal(tensor, expected.detach().to(tensor.dtype))
@@ -48,8 +51,8 @@ def test_reads_every_type(dtype: torch.dtype, is_zip: bool, tmp_path: Path) -> N
     tensor = random_prompt().to(dtype)
     save_prompt(tmp_path, tensor, is_zip=is_zip)
     check(tmp_path, tensor)
-    check(tmp_path, tensor, fit=HALF)
-    check(tmp_path, tensor, fit=None)
+    check(tmp_path, tensor, required=HALF)
+    check(tmp_path, tensor, required=None)
 
 
 @pytest.mark.parametrize(
@@ -110,8 +113,8 @@ def test_refuses_other_kinds(kind: str, tmp_path: Path) -> None:
 
 def test_a_decoder_needs_its_own(tmp_path: Path) -> None:
     save_prompt(tmp_path, random_prompt(2), "encoder.pt")
-    with pytest.raises(AbsentError):
-        read_prompt(tmp_path, FIT)
+    with pytest.raises(AdapterNotFoundError):
+        read_prompt(tmp_path, REQUIRED)
     save_prompt(tmp_path, random_prompt(4))
     (tmp_path / "encoder.pt").write_bytes(b"nobody reads it")
     check(tmp_path, random_prompt(4))
@@ -133,11 +136,11 @@ def test_encoder_decoder_needs_one_of_both(tmp_path: Path) -> None:
 def test_finds_nothing(names: list[str], tmp_path: Path) -> None:
     for name in names:
         save_prompt(tmp_path, random_prompt(), name)
-    for fit in (FIT, SEQ2SEQ, None):
-        with pytest.raises(AbsentError):
-            read_prompt(tmp_path, fit)
-    with pytest.raises(AbsentError):
-        read_prompt(tmp_path / "none", FIT)
+    for required in (REQUIRED, SEQ2SEQ, None):
+        with pytest.raises(AdapterNotFoundError):
+            read_prompt(tmp_path, required)
+    with pytest.raises(AdapterNotFoundError):
+        read_prompt(tmp_path / "none", REQUIRED)
 
 
 def test_other_files_of_pefts_hide_ours(tmp_path: Path) -> None:
@@ -151,37 +154,37 @@ def test_other_files_of_pefts_hide_ours(tmp_path: Path) -> None:
         (tmp_path / name).touch()
         check(tmp_path, random_prompt())
     (tmp_path / "adapter_model.h5").touch()
-    with pytest.raises(AbsentError):
-        read_prompt(tmp_path, FIT)
+    with pytest.raises(AdapterNotFoundError):
+        read_prompt(tmp_path, REQUIRED)
 
 
 WIDE = f"Prefix embedding tensor dim 9 does not match model ({WIDTH})"
-CAUSES: list[tuple[object, Fit, str]] = [
-    ([random_prompt()], FIT, NO_TENSOR),
-    ({"decoder": random_prompt()}, FIT, NO_TENSOR),
-    (None, FIT, NO_TENSOR),
-    ("text", FIT, NO_TENSOR),
-    (torch.ones(WIDTH), FIT, NO_TENSOR),
-    (torch.ones(1, 4, WIDTH), FIT, NO_TENSOR),
-    (torch.tensor(1.0), FIT, NO_TENSOR),
-    (torch.ones(4, WIDTH, dtype=torch.int64), FIT, NO_TENSOR),
-    (torch.ones(4, WIDTH, dtype=torch.bool), FIT, NO_TENSOR),
-    (torch.ones(4, WIDTH, dtype=torch.complex64), FIT, NO_TENSOR),
-    (torch.ones(4, WIDTH, dtype=torch.float8_e4m3fn), FIT, NO_TENSOR),
-    (torch.ones(4, WIDTH, device="meta"), FIT, NO_TENSOR),
-    (torch.eye(4, WIDTH).to_sparse(), FIT, NO_TENSOR),
-    (torch.ones(0, WIDTH), FIT, "Invalid prefix embedding length of 0"),
-    (torch.ones(17, WIDTH), FIT, "Invalid prefix embedding length of 17"),
-    (torch.ones(1, 9).expand(10**9, 9), FIT, "Invalid prefix embedding length of 1000000000"),
+CAUSES: list[tuple[object, AdapterRequirements, str]] = [
+    ([random_prompt()], REQUIRED, NO_TENSOR),
+    ({"decoder": random_prompt()}, REQUIRED, NO_TENSOR),
+    (None, REQUIRED, NO_TENSOR),
+    ("text", REQUIRED, NO_TENSOR),
+    (torch.ones(WIDTH), REQUIRED, NO_TENSOR),
+    (torch.ones(1, 4, WIDTH), REQUIRED, NO_TENSOR),
+    (torch.tensor(1.0), REQUIRED, NO_TENSOR),
+    (torch.ones(4, WIDTH, dtype=torch.int64), REQUIRED, NO_TENSOR),
+    (torch.ones(4, WIDTH, dtype=torch.bool), REQUIRED, NO_TENSOR),
+    (torch.ones(4, WIDTH, dtype=torch.complex64), REQUIRED, NO_TENSOR),
+    (torch.ones(4, WIDTH, dtype=torch.float8_e4m3fn), REQUIRED, NO_TENSOR),
+    (torch.ones(4, WIDTH, device="meta"), REQUIRED, NO_TENSOR),
+    (torch.eye(4, WIDTH).to_sparse(), REQUIRED, NO_TENSOR),
+    (torch.ones(0, WIDTH), REQUIRED, "Invalid prefix embedding length of 0"),
+    (torch.ones(17, WIDTH), REQUIRED, "Invalid prefix embedding length of 17"),
+    (torch.ones(1, 9).expand(10**9, 9), REQUIRED, "Invalid prefix embedding length of 1000000000"),
     (torch.ones(3, WIDTH), SEQ2SEQ, ODD),
-    (torch.ones(4, 9), FIT, WIDE),
-    (torch.ones(4, 0), FIT, f"Prefix embedding tensor dim 0 does not match model ({WIDTH})"),
-    (torch.full((4, WIDTH), torch.nan), FIT, NOT_FINITE),
+    (torch.ones(4, 9), REQUIRED, WIDE),
+    (torch.ones(4, 0), REQUIRED, f"Prefix embedding tensor dim 0 does not match model ({WIDTH})"),
+    (torch.full((4, WIDTH), torch.nan), REQUIRED, NOT_FINITE),
     (torch.full((4, WIDTH), -torch.inf), HALF, NOT_FINITE),
     (torch.full((4, WIDTH), 1e5), HALF, f"{NOT_FINITE} after conversion from torch.float32 to torch.float16"),
     (
         torch.full((4, WIDTH), 1e300, dtype=torch.float64),
-        FIT,
+        REQUIRED,
         f"{NOT_FINITE} after conversion from torch.float64 to torch.float32",
     ),
     # Of several the first counts.
@@ -191,12 +194,14 @@ CAUSES: list[tuple[object, Fit, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("content", "fit", "text"), CAUSES)
-def test_tells_what_is_wrong(content: object, fit: Fit, text: str, tmp_path: Path) -> None:
-    assert fail(save_prompt(tmp_path, content), fit) == text
-    if not fit.is_encoder_decoder:
+@pytest.mark.parametrize(("content", "required", "text"), CAUSES)
+def test_tells_what_is_wrong(
+    content: object, required: AdapterRequirements, text: str, tmp_path: Path
+) -> None:
+    assert fail(save_prompt(tmp_path, content), required) == text
+    if not required.is_encoder_decoder:
         peft = save_prompt(tmp_path / "peft", {"prompt_embeddings": content}, "adapter_model.bin")
-        assert fail(peft, fit) == text
+        assert fail(peft, required) == text
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -210,7 +215,7 @@ def test_refuses_quantized_and_nested(tmp_path: Path) -> None:
 
 
 def test_without_a_model_checks_the_rest(tmp_path: Path) -> None:
-    check(save_prompt(tmp_path, random_prompt(1001, 3)), random_prompt(1001, 3), fit=None)
+    check(save_prompt(tmp_path, random_prompt(1001, 3)), random_prompt(1001, 3), required=None)
     for tensor, text in (
         (torch.ones(4), NO_TENSOR),
         (torch.ones(0, 4), "Invalid prefix embedding length of 0"),

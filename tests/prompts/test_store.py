@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tests.support.prompt_files import (
-    FIT,
+    REQUIRED,
     WIDTH,
     age,
     bounded_memory,
@@ -25,11 +25,11 @@ from tests.support.prompt_files import (
     save_prompt,
 )
 from tgis.prompts import snapshot, store
-from tgis.prompts.artifact_cache import Kind, Spool
-from tgis.prompts.errors import ContentError
+from tgis.prompts.artifact_cache import ArtifactCache, Kind
+from tgis.prompts.errors import AdapterError
 from tgis.prompts.lora_files import read_adapter_files
-from tgis.prompts.soft_prompt import Fit
-from tgis.prompts.store import Found, Store
+from tgis.prompts.soft_prompt import AdapterRequirements
+from tgis.prompts.store import AdapterStore, ArtifactInfo
 
 MIB = 1 << 20
 
@@ -41,16 +41,16 @@ def prompts(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def spool(tmp_path: Path) -> Spool:
-    return Spool(tmp_path / "spool")
+def artifacts(tmp_path: Path) -> ArtifactCache:
+    return ArtifactCache(tmp_path / "artifacts")
 
 
 @pytest.fixture
-def found(prompts: Path, spool: Spool) -> Store:
-    return Store(spool, FIT, prompts, None, {})
+def found(prompts: Path, artifacts: ArtifactCache) -> AdapterStore:
+    return AdapterStore(artifacts, REQUIRED, prompts, None, {})
 
 
-class CountingSpool(Spool):
+class CountingCache(ArtifactCache):
     """Counts what is put, which is what was read."""
 
     num_put = 0
@@ -61,12 +61,12 @@ class CountingSpool(Spool):
 
 
 @pytest.fixture
-def counting(tmp_path: Path) -> CountingSpool:
-    return CountingSpool(tmp_path / "spool")
+def counting(tmp_path: Path) -> CountingCache:
+    return CountingCache(tmp_path / "artifacts")
 
 
-def refuse(store: Store, kind: Kind, id: str) -> str:
-    with pytest.raises(ContentError) as caught:
+def refuse(store: AdapterStore, kind: Kind, id: str) -> str:
+    with pytest.raises(AdapterError) as caught:
         store.find(kind, id)
     return str(caught.value)
 
@@ -79,31 +79,31 @@ def not_found(id: str) -> str:
     return prompt_text(id, f'prefix id "{id}" not found')
 
 
-def decoder(spool: Spool, one: Found) -> Tensor:
-    return spool.open(one.digest).tensors["decoder"]
+def decoder(artifacts: ArtifactCache, one: ArtifactInfo) -> Tensor:
+    return artifacts.open(one.digest).tensors["decoder"]
 
 
-def test_finds_a_prompt(prompts: Path, spool: Spool) -> None:
-    fit = replace(FIT, is_encoder_decoder=True, dtype=torch.bfloat16)
+def test_finds_a_prompt(prompts: Path, artifacts: ArtifactCache) -> None:
+    required = replace(REQUIRED, is_encoder_decoder=True, dtype=torch.bfloat16)
     both = save_prompt(prompts / "both", random_prompt(4, seed=1).double(), "encoder.pt")
     save_prompt(both, random_prompt(2))
     shutil.copytree(both, prompts / "copy")
-    store = Store(spool, fit, prompts, None, {})
+    store = AdapterStore(artifacts, required, prompts, None, {})
     one = store.find("prompt", "both")
-    assert one == Found("prompt", one.digest, 2, 4, 2 * 512)
-    kept = spool.open(one.digest)
+    assert one == ArtifactInfo("prompt", one.digest, 2, 4, 2 * 512)
+    kept = artifacts.open(one.digest)
     assert (kept.kind, dict(kept.about)) == ("prompt", {})
     assert torch.equal(kept.tensors["decoder"], random_prompt(2).bfloat16())
     assert torch.equal(kept.tensors["encoder"], random_prompt(4, seed=1).bfloat16())
     assert store.find("prompt", "copy") == one
     save_prompt(prompts / "large", torch.ones(16, WIDTH), "encoder.pt")
     assert store.find("prompt", "large").num_bytes == 512
-    wide = Store(spool, replace(fit, prompt_width=33), prompts, None, {})
+    wide = AdapterStore(artifacts, replace(required, prompt_width=33), prompts, None, {})
     save_prompt(prompts / "wide", torch.ones(8, 33), "encoder.pt")
     assert wide.find("prompt", "wide").num_bytes == 1024
 
 
-def test_finds_an_adapter_in_either_store(tmp_path: Path, prompts: Path, spool: Spool) -> None:
+def test_finds_an_adapter_in_either_store(tmp_path: Path, prompts: Path, artifacts: ArtifactCache) -> None:
     adapters, elsewhere = tmp_path / "adapters", tmp_path / "hub" / "blobs"
     expected = {
         name: save_lora(path, seed)
@@ -122,9 +122,9 @@ def test_finds_an_adapter_in_either_store(tmp_path: Path, prompts: Path, spool: 
     snapshot_of.mkdir()
     for file in elsewhere.iterdir():
         (snapshot_of / file.name).symlink_to(Path("../blobs") / file.name)
-    store = Store(
-        spool,
-        FIT,
+    store = AdapterStore(
+        artifacts,
+        REQUIRED,
         prompts,
         adapters,
         {"org/name": snapshot_of, "linked": snapshot_of, "gone": tmp_path / "no"},
@@ -132,8 +132,8 @@ def test_finds_an_adapter_in_either_store(tmp_path: Path, prompts: Path, spool: 
     for id, directory in expected.items():
         tensors, scales = read_adapter_files(directory, MIB)
         one = store.find("adapter", id)
-        assert one == Found("adapter", one.digest, 0, 0, 2 * 512)
-        kept = spool.open(one.digest)
+        assert one == ArtifactInfo("adapter", one.digest, 0, 0, 2 * 512)
+        kept = artifacts.open(one.digest)
         assert (kept.kind, kept.about) == ("adapter", {"scales": scales})
         assert kept.tensors.keys() == tensors.keys()
         assert all(torch.equal(kept.tensors[name], tensor) for name, tensor in tensors.items())
@@ -145,7 +145,7 @@ def test_finds_an_adapter_in_either_store(tmp_path: Path, prompts: Path, spool: 
     )
 
 
-def test_texts_of_what_is_found(prompts: Path, found: Store) -> None:
+def test_texts_of_what_is_found(prompts: Path, found: AdapterStore) -> None:
     save_prompt(prompts / "nan", torch.full((2, WIDTH), torch.nan))
     assert refuse(found, "prompt", "nan") == prompt_text("nan", "Prefix contains non-finite elements")
     save_lora(prompts / "dora")
@@ -165,11 +165,15 @@ def test_texts_of_what_is_found(prompts: Path, found: Store) -> None:
         assert refuse(found, kind, id) == f"adapter type {peft_type} is not currently supported"  # type: ignore[arg-type]
 
 
-def test_what_is_too_large(prompts: Path, spool: Spool) -> None:
+def test_what_is_too_large(prompts: Path, artifacts: ArtifactCache) -> None:
     save_prompt(prompts / "a", random_prompt(16))
     save_lora(prompts / "lora", rank=4)
-    large = Store(spool, replace(FIT, max_prompt_bytes=512, max_adapter_bytes=1024), prompts, None, {})
-    small = Store(spool, replace(FIT, max_prompt_bytes=511, max_adapter_bytes=1023), prompts, None, {})
+    large = AdapterStore(
+        artifacts, replace(REQUIRED, max_prompt_bytes=512, max_adapter_bytes=1024), prompts, None, {}
+    )
+    small = AdapterStore(
+        artifacts, replace(REQUIRED, max_prompt_bytes=511, max_adapter_bytes=1023), prompts, None, {}
+    )
     assert large.find("prompt", "a").num_bytes == 512
     assert large.find("adapter", "lora").num_bytes == 1024
     assert refuse(small, "prompt", "a") == prompt_text(
@@ -183,29 +187,29 @@ def test_what_is_too_large(prompts: Path, spool: Spool) -> None:
             assert "exceeds the allowed cache size" in refuse(small, kind, id)  # type: ignore[arg-type]
 
 
-def test_copies_of_the_models_tables_are_not_kept_loaded(prompts: Path, spool: Spool) -> None:
+def test_copies_of_the_models_tables_are_not_kept_loaded(prompts: Path, artifacts: ArtifactCache) -> None:
     """They take no room in a rank, but the file that they make large is read, and limited."""
     path = save_lora(prompts / "a")
     stored = load_file(path / "adapter_model.safetensors")
     table = {"base_model.model.model.embed_tokens.base_layer.weight": torch.ones(64, WIDTH)}
     save_file(stored | table, path / "adapter_model.safetensors")
-    store = Store(spool, replace(FIT, max_adapter_bytes=1024), prompts, None, {})
+    store = AdapterStore(artifacts, replace(REQUIRED, max_adapter_bytes=1024), prompts, None, {})
     one = store.find("adapter", "a")
     assert one.num_bytes == 1024
-    assert "model.embed_tokens.base" in spool.open(one.digest).tensors
+    assert "model.embed_tokens.base" in artifacts.open(one.digest).tensors
     vast = {name: torch.ones(MIB + 4096, WIDTH) for name in table}
     save_file(stored | vast, path / "adapter_model.safetensors")
     assert "exceeds the allowed cache size" in refuse(store, "adapter", "a")
 
 
-def test_a_model_that_takes_neither(prompts: Path, spool: Spool) -> None:
+def test_a_model_that_takes_neither(prompts: Path, artifacts: ArtifactCache) -> None:
     save_lora(save_prompt(prompts / "a", random_prompt()))
-    store = Store(spool, None, prompts, None, {})
+    store = AdapterStore(artifacts, None, prompts, None, {})
     cause = "soft prompts and adapters need the service's own engine, which does not run this model"
     assert refuse(store, "prompt", "a") == prompt_text("a", cause)
     assert refuse(store, "adapter", "a") == f"can't retrieve adapter with id 'a': {cause}"
     assert refuse(store, "prompt", "b") == not_found("b")
-    store = Store(spool, None, prompts, None, {}, is_known=True)
+    store = AdapterStore(artifacts, None, prompts, None, {}, is_known=True)
     cause = "soft prompts and adapters need the service's own engine: leave DEPLOYMENT_FRAMEWORK unset"
     assert refuse(store, "prompt", "a") == prompt_text("a", cause)
 
@@ -222,7 +226,11 @@ CHANGES: list[Callable[[Path], object]] = [
 @pytest.mark.parametrize("is_old", [True, False], ids=["old", "fresh"])
 @pytest.mark.parametrize("change", CHANGES, ids=["written", "replaced", "made anew", "hidden", "renamed"])
 def test_a_change_is_noticed(
-    change: Callable[[Path], object], is_old: bool, prompts: Path, found: Store, spool: Spool
+    change: Callable[[Path], object],
+    is_old: bool,
+    prompts: Path,
+    found: AdapterStore,
+    artifacts: ArtifactCache,
 ) -> None:
     path = save_prompt(prompts / "a", random_prompt())
     if is_old:
@@ -232,11 +240,13 @@ def test_a_change_is_noticed(
     change(path)
     os.utime(path / "decoder.pt", ns=(before.st_atime_ns, before.st_mtime_ns))
     second = found.find("prompt", "a")
-    assert torch.equal(decoder(spool, first), random_prompt())
-    assert torch.equal(decoder(spool, second), random_prompt(seed=1))
+    assert torch.equal(decoder(artifacts, first), random_prompt())
+    assert torch.equal(decoder(artifacts, second), random_prompt(seed=1))
 
 
-def test_what_is_removed_is_gone_and_may_come_back(prompts: Path, found: Store, spool: Spool) -> None:
+def test_what_is_removed_is_gone_and_may_come_back(
+    prompts: Path, found: AdapterStore, artifacts: ArtifactCache
+) -> None:
     path = age(save_prompt(prompts / "a", random_prompt()))
     one = found.find("prompt", "a")
     (path / "decoder.pt").rename(path / "decoder.pt.swp")
@@ -245,11 +255,11 @@ def test_what_is_removed_is_gone_and_may_come_back(prompts: Path, found: Store, 
     assert found.find("prompt", "a") == one
     shutil.rmtree(path)
     assert refuse(found, "prompt", "a") == not_found("a")
-    assert torch.equal(decoder(spool, one), random_prompt()), "running requests go on with it"
+    assert torch.equal(decoder(artifacts, one), random_prompt()), "running requests go on with it"
 
 
-def test_reads_once_and_again_when_the_copy_is_gone(prompts: Path, counting: CountingSpool) -> None:
-    store = Store(counting, FIT, prompts, None, {})
+def test_reads_once_and_again_when_the_copy_is_gone(prompts: Path, counting: CountingCache) -> None:
+    store = AdapterStore(counting, REQUIRED, prompts, None, {})
     age(save_prompt(prompts / "a", random_prompt()))
     one = store.find("prompt", "a")
     assert [store.find("prompt", "a") for _ in range(3)] == [one] * 3
@@ -261,7 +271,7 @@ def test_reads_once_and_again_when_the_copy_is_gone(prompts: Path, counting: Cou
 
 
 def test_a_refusal_is_remembered_until_the_files_change(
-    prompts: Path, found: Store, caplog: pytest.LogCaptureFixture
+    prompts: Path, found: AdapterStore, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = prompts / "a"
     path.mkdir()
@@ -276,9 +286,9 @@ def test_a_refusal_is_remembered_until_the_files_change(
 
 
 def test_what_a_model_refuses_is_remembered_until_the_files_change(
-    prompts: Path, counting: CountingSpool, caplog: pytest.LogCaptureFixture
+    prompts: Path, counting: CountingCache, caplog: pytest.LogCaptureFixture
 ) -> None:
-    store = Store(counting, FIT, prompts, None, {})
+    store = AdapterStore(counting, REQUIRED, prompts, None, {})
     for id, seed in (("a", 0), ("same", 0), ("other", 1)):
         save_lora(prompts / id, seed)
     age(save_prompt(prompts / "prompt", random_prompt()))
@@ -288,7 +298,7 @@ def test_what_a_model_refuses_is_remembered_until_the_files_change(
     one, other = (store.find("adapter", id) for id in ("a", "other"))
     assert store.find("prompt", "a") == store.find("adapter", "same") == one
     num_put = counting.num_put
-    store.refuse(one.digest, ContentError("it is for another model"))
+    store.refuse(one.digest, AdapterError("it is for another model"))
     counting.remove([one.digest])
     for _ in range(2):
         for kind, id in ((kinds[0], "a"), (kinds[1], "a"), (kinds[1], "same")):
@@ -308,14 +318,14 @@ def test_who_waits_for_one_that_hangs_is_told_after_a_while(
 ) -> None:
     gate, entered = threading.Event(), threading.Event()
 
-    class HangingSpool(Spool):
+    class HangingCache(ArtifactCache):
         def put(self, *arguments: object) -> str:
             entered.set()
             assert gate.wait(10)
             return super().put(*arguments)  # type: ignore[arg-type]
 
     monkeypatch.setattr(store, "TURN_TIMEOUT_S", 0.05)
-    found = Store(HangingSpool(tmp_path / "spool"), FIT, prompts, None, {})
+    found = AdapterStore(HangingCache(tmp_path / "artifacts"), REQUIRED, prompts, None, {})
     save_prompt(prompts / "a", random_prompt())
     with ThreadPoolExecutor(1) as pool:
         first = pool.submit(found.find, "prompt", "a")
@@ -327,10 +337,10 @@ def test_who_waits_for_one_that_hangs_is_told_after_a_while(
 
 
 def test_only_what_one_store_lacks_is_looked_for_in_the_other(
-    tmp_path: Path, prompts: Path, spool: Spool
+    tmp_path: Path, prompts: Path, artifacts: ArtifactCache
 ) -> None:
     adapters, outside = tmp_path / "adapters", save_lora(tmp_path / "outside", 1)
-    found = Store(spool, FIT, prompts, adapters, {})
+    found = AdapterStore(artifacts, REQUIRED, prompts, adapters, {})
     ids = ("escapes", "dangles", "loops/a", "empty", "file", "dir/a")
     for id in ids:
         save_lora(prompts / id)
@@ -350,9 +360,9 @@ def test_only_what_one_store_lacks_is_looked_for_in_the_other(
 
 
 def test_a_clock_that_is_ahead_is_never_trusted(
-    prompts: Path, counting: CountingSpool, monkeypatch: pytest.MonkeyPatch
+    prompts: Path, counting: CountingCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store = Store(counting, FIT, prompts, None, {})
+    store = AdapterStore(counting, REQUIRED, prompts, None, {})
     age(save_prompt(prompts / "a", random_prompt()))
     now_ns = snapshot.time.time_ns
     monkeypatch.setattr(snapshot.time, "time_ns", lambda: now_ns() - 3_600_000_000_000)
@@ -361,10 +371,10 @@ def test_a_clock_that_is_ahead_is_never_trusted(
 
 
 def test_remembers_a_bounded_number(
-    prompts: Path, counting: CountingSpool, monkeypatch: pytest.MonkeyPatch
+    prompts: Path, counting: CountingCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(store, "MAX_REMEMBERED", 2)
-    found = Store(counting, FIT, prompts, None, {})
+    found = AdapterStore(counting, REQUIRED, prompts, None, {})
     for id in "abc":
         save_prompt(prompts / id, random_prompt(seed=ord(id)))
     age(prompts / "c")
@@ -377,13 +387,13 @@ def test_remembers_a_bounded_number(
     assert not found._turns
 
 
-def test_threads_read_once(prompts: Path, counting: CountingSpool) -> None:
-    store = Store(counting, FIT, prompts, None, {})
+def test_threads_read_once(prompts: Path, counting: CountingCache) -> None:
+    store = AdapterStore(counting, REQUIRED, prompts, None, {})
     for id in "ab":
         save_prompt(prompts / id, random_prompt(seed=ord(id)))
     start = threading.Barrier(8)
 
-    def find(number: int) -> Found:
+    def find(number: int) -> ArtifactInfo:
         start.wait()
         return store.find("prompt", "ab"[number % 2])
 
@@ -396,14 +406,14 @@ def test_threads_read_once(prompts: Path, counting: CountingSpool) -> None:
 def test_a_slow_one_does_not_hold_up_others(prompts: Path, tmp_path: Path) -> None:
     gate, entered = threading.Event(), threading.Event()
 
-    class SlowSpool(Spool):
+    class SlowCache(ArtifactCache):
         def put(self, kind: Kind, tensors: object, about: object) -> str:
             if len(tensors["decoder"]) == 2:  # type: ignore[index]
                 entered.set()
                 assert gate.wait(10)
             return super().put(kind, tensors, about)  # type: ignore[arg-type]
 
-    store = Store(SlowSpool(tmp_path / "spool"), FIT, prompts, None, {})
+    store = AdapterStore(SlowCache(tmp_path / "artifacts"), REQUIRED, prompts, None, {})
     save_prompt(prompts / "slow", random_prompt(2))
     save_prompt(prompts / "other", random_prompt(3))
     with ThreadPoolExecutor(1) as pool:
@@ -414,7 +424,9 @@ def test_a_slow_one_does_not_hold_up_others(prompts: Path, tmp_path: Path) -> No
         assert slow.result().num_decoder_tokens == 2
 
 
-def test_what_is_written_all_the_time_is_whole_or_refused(prompts: Path, found: Store, spool: Spool) -> None:
+def test_what_is_written_all_the_time_is_whole_or_refused(
+    prompts: Path, found: AdapterStore, artifacts: ArtifactCache
+) -> None:
     """Rows of one file are all alike, and those of two writes are not; it is written in place, as by `cp`."""
     path = save_prompt(prompts / "a", torch.zeros(16, WIDTH))
     variants = []
@@ -435,17 +447,19 @@ def test_what_is_written_all_the_time_is_whole_or_refused(prompts: Path, found: 
     writer.start()
     try:
         for _ in range(3):
-            with suppress(ContentError):
-                rows = decoder(spool, found.find("prompt", "a"))
+            with suppress(AdapterError):
+                rows = decoder(artifacts, found.find("prompt", "a"))
                 assert (rows == rows[0, 0]).all()
     finally:
         stop.set()
         writer.join()
     age(path)
-    assert torch.equal(decoder(spool, found.find("prompt", "a")), torch.ones(16, WIDTH))
+    assert torch.equal(decoder(artifacts, found.find("prompt", "a")), torch.ones(16, WIDTH))
 
 
-def test_directories_that_are_swapped_all_the_time(prompts: Path, found: Store, spool: Spool) -> None:
+def test_directories_that_are_swapped_all_the_time(
+    prompts: Path, found: AdapterStore, artifacts: ArtifactCache
+) -> None:
     for version in range(2):
         save_prompt(prompts / f"v{version}", torch.full((16, WIDTH), float(version)))
     (prompts / "a").symlink_to("v0")
@@ -461,23 +475,27 @@ def test_directories_that_are_swapped_all_the_time(prompts: Path, found: Store, 
     swapper = threading.Thread(target=swap)
     swapper.start()
     try:
-        found_values = {decoder(spool, found.find("prompt", "a")).unique().tolist()[0] for _ in range(100)}
+        found_values = {
+            decoder(artifacts, found.find("prompt", "a")).unique().tolist()[0] for _ in range(100)
+        }
     finally:
         stop.set()
         swapper.join()
     assert found_values == {0.0, 1.0}
 
 
-def test_vanishes_while_it_is_read(prompts: Path, found: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_vanishes_while_it_is_read(
+    prompts: Path, found: AdapterStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     copy = snapshot._copy
 
-    def vanish_first(place: snapshot.Place, *rest: object) -> None:
-        shutil.rmtree(place.directory)
-        copy(place, *rest)  # type: ignore[arg-type]
+    def vanish_first(source: snapshot.AdapterDirectory, *rest: object) -> None:
+        shutil.rmtree(source.directory)
+        copy(source, *rest)  # type: ignore[arg-type]
 
-    def vanish_then(place: snapshot.Place, *rest: object) -> None:
-        copy(place, *rest)  # type: ignore[arg-type]
-        shutil.rmtree(place.directory)
+    def vanish_then(source: snapshot.AdapterDirectory, *rest: object) -> None:
+        copy(source, *rest)  # type: ignore[arg-type]
+        shutil.rmtree(source.directory)
 
     for vanish in (vanish_first, vanish_then):
         save_prompt(prompts / "a", random_prompt())
@@ -489,35 +507,35 @@ def test_vanishes_while_it_is_read(prompts: Path, found: Store, monkeypatch: pyt
 
 
 def test_the_link_is_turned_and_its_target_removed_while_it_is_read(
-    prompts: Path, found: Store, monkeypatch: pytest.MonkeyPatch
+    prompts: Path, found: AdapterStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for number in range(2):
         save_prompt(prompts / f"v{number}", random_prompt(2 + number))
     (prompts / "a").symlink_to("v0")
     copy = snapshot._copy
 
-    def turn(place: snapshot.Place, *rest: object) -> None:
-        if place.directory.name == "v0":
+    def turn(source: snapshot.AdapterDirectory, *rest: object) -> None:
+        if source.directory.name == "v0":
             (prompts / "next").symlink_to("v1")
             (prompts / "next").rename(prompts / "a")
-            shutil.rmtree(place.directory)
-        copy(place, *rest)  # type: ignore[arg-type]
+            shutil.rmtree(source.directory)
+        copy(source, *rest)  # type: ignore[arg-type]
 
     monkeypatch.setattr(snapshot, "_copy", turn)
     assert found.find("prompt", "a").num_decoder_tokens == 3
 
 
 def test_a_full_disk_is_not_the_clients_fault(prompts: Path, tmp_path: Path) -> None:
-    (tmp_path / "spool").touch()
+    (tmp_path / "artifacts").touch()
     save_prompt(prompts / "a", random_prompt())
-    store = Store(Spool(tmp_path / "spool"), FIT, prompts, None, {})
+    store = AdapterStore(ArtifactCache(tmp_path / "artifacts"), REQUIRED, prompts, None, {})
     with pytest.raises(OSError):
         store.find("prompt", "a")
 
 
-def test_a_model_decides_which_files_matter(prompts: Path, spool: Spool) -> None:
+def test_a_model_decides_which_files_matter(prompts: Path, artifacts: ArtifactCache) -> None:
     path = save_prompt(prompts / "a", random_prompt())
     (path / "encoder.pt").symlink_to("/etc/passwd")
-    assert Store(spool, FIT, prompts, None, {}).find("prompt", "a").num_decoder_tokens == 4
-    seq2seq: Fit = replace(FIT, is_encoder_decoder=True)
-    assert refuse(Store(spool, seq2seq, prompts, None, {}), "prompt", "a") == not_found("a")
+    assert AdapterStore(artifacts, REQUIRED, prompts, None, {}).find("prompt", "a").num_decoder_tokens == 4
+    seq2seq: AdapterRequirements = replace(REQUIRED, is_encoder_decoder=True)
+    assert refuse(AdapterStore(artifacts, seq2seq, prompts, None, {}), "prompt", "a") == not_found("a")

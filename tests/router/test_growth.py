@@ -98,6 +98,7 @@ def grow_with_large_prompts(setup: Setup, wait_s: float) -> int:
     return kept
 
 
+@pytest.mark.slow
 def test_memory_of_large_prompts_comes_back(tmp_path: Path) -> None:
     """Although the router is idle afterwards."""
     setup = start_router(tmp_path, 1)

@@ -13,11 +13,11 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from tgis.prompts.soft_prompt import Fit
+from tgis.prompts.soft_prompt import AdapterRequirements
 from tgis.shard.memory.host_limits import release_memory
 
 WIDTH = 8
-FIT = Fit(
+REQUIRED = AdapterRequirements(
     prompt_width=WIDTH,
     dtype=torch.float32,
     is_encoder_decoder=False,

@@ -24,7 +24,8 @@ from tgis.config.model import FRAMEWORKS
 from tgis.config.option import Group, variables_of
 from tgis.config.processes import LauncherConfig, RouterConfig, ShardConfig
 from tgis.hub import model_files
-from tgis.hub.startup_adapters import plan_tuning
+from tgis.hub.cache import find_model
+from tgis.hub.startup_adapters import resolve_adapter_options
 
 
 def _begin(config: LauncherConfig | RouterConfig | ShardConfig, *facts: str) -> None:
@@ -59,7 +60,7 @@ def _run_shard(config: ShardConfig) -> None:
     settings = model_files.read_config(Path(config.model_path))
     length = config.max_sequence_length or model_files.max_sequence_length(settings)
     cache = models.cache_root() if config.lora_adapters else Path()
-    tuning = plan_tuning(config, length, cache)
+    tuning = resolve_adapter_options(config, length, cache)
     gc.disable()  # imports and loading produce no garbage; the server decides when to collect
     from tgis.shard import server
 
@@ -76,7 +77,7 @@ def _complete_shard(settings: dict[str, Setting], values: dict[str, Any]) -> Non
 
     Raises SettingsError, model_files.ModelNotFoundError and click.UsageError."""
     if values["model_name"] and settings["model_path"].source == DEFAULT:
-        path = model_files.resolve(values["model_name"], values["revision"], models.cache_root())
+        path = find_model(values["model_name"], values["revision"], models.cache_root())
         settings["model_path"] = Setting(str(path), "MODEL_NAME")
     if settings["model_path"].value is None:
         raise click.UsageError("Missing option '--model-path', or MODEL_NAME as an argument.")

@@ -15,7 +15,7 @@ import click
 from tgis import logs
 from tgis.cli.command import OneLine, one_line_errors
 from tgis.errors import OperatorError
-from tgis.hub import model_files
+from tgis.hub import cache
 
 if TYPE_CHECKING:
     from tgis.hub.download import Repository
@@ -31,9 +31,9 @@ class Interrupted(OperatorError):
 
 
 def cache_root() -> Path:
-    """Return the hub cache's root, read from the environment. Raises model_files.CacheConflictError."""
+    """Return the hub cache's root, read from the environment. Raises cache.CacheConflictError."""
     names = ("hf_hub_cache", "transformers_cache", "huggingface_hub_cache", "hf_home", "home")
-    return model_files.cache_root(**{name: os.environ.get(name.upper()) for name in names})
+    return cache.cache_root(**{name: os.environ.get(name.upper()) for name in names})
 
 
 @click.command("download-weights", cls=OneLine)
@@ -106,7 +106,7 @@ def _has_safetensors(directory: Path) -> bool:
 def convert_to_safetensors(model_name: str, revision: str | None) -> None:
     """Make .safetensors files of the .bin files of MODEL_NAME, a directory or in the hub cache."""
     with told_in_one_line():
-        directory = model_files.find_files(model_name, revision, cache_root())
+        directory = cache.find_model_files(model_name, revision, cache_root())
         from tgis.convert import weights
 
         click.echo(weights.convert_to_safetensors(directory))
@@ -121,7 +121,7 @@ def convert_to_safetensors(model_name: str, revision: str | None) -> None:
 def convert_to_fast_tokenizer(model_name: str, revision: str | None, output_path: Path | None) -> None:
     """Make a tokenizer.json of the tokenizer of MODEL_NAME, a directory or in the hub cache."""
     with told_in_one_line():
-        directory = model_files.find_files(model_name, revision, cache_root())
+        directory = cache.find_model_files(model_name, revision, cache_root())
         from tgis.convert import tokenizer
 
         click.echo(tokenizer.convert_to_fast_tokenizer(model_name, directory, output_path))
@@ -145,7 +145,7 @@ def convert_to_onnx(
     """Write MODEL_NAME, a directory or in the hub cache, as ONNX to the directory TARGET_MODEL_NAME. Needs
     optimum-onnx, which works in another environment only: without it, the error says how to make one."""
     with told_in_one_line():
-        directory = model_files.find_files(model_name, revision, cache_root())
+        directory = cache.find_model_files(model_name, revision, cache_root())
         from tgis.convert import onnx
 
         onnx.check_extra()

@@ -12,11 +12,9 @@ from torch import Tensor
 from tgis.config.processes import ShardConfig
 from tgis.errors import OperatorError
 from tgis.hub import model_files
-from tgis.prompts.errors import AbsentError, ContentError, TooLargeError
-from tgis.prompts.lora_config import LORA, WEIGHTS
-from tgis.prompts.lora_config import NAME as CONFIG
-from tgis.prompts.lora_files import MAX_HEADER_BYTES, read_adapter_files
-from tgis.prompts.soft_prompt import DECODER, ENCODER, Fit, read_peft_type, read_prompt
+from tgis.prompts.errors import AdapterError, AdapterNotFoundError, TooLargeError
+from tgis.prompts.lora_files import CONFIG, LORA, MAX_HEADER_BYTES, WEIGHTS, read_adapter_files
+from tgis.prompts.soft_prompt import DECODER, ENCODER, AdapterRequirements, read_peft_type, read_prompt
 from tgis.prompts.store import measure_adapter, measure_prompt
 from tgis.shard.adapters.loading import allow
 from tgis.shard.adapters.lora_mapping import read_adapter
@@ -36,7 +34,7 @@ class Target:
     """Model to check against, with the limits on soft prompts and adapters."""
 
     parts: Parts
-    fit: Fit
+    required: AdapterRequirements
 
 
 def describe(path: Path, config: ShardConfig | None) -> list[str]:
@@ -56,8 +54,8 @@ def describe(path: Path, config: ShardConfig | None) -> list[str]:
 
 
 def _describe_prompt(directory: Path, target: Target | None) -> Iterator[str]:
-    prompt = read_prompt(directory, target.fit if target else None)
-    num_bytes = measure_prompt(prompt, target.fit.max_prompt_bytes if target else UNBOUNDED)
+    prompt = read_prompt(directory, target.required if target else None)
+    num_bytes = measure_prompt(prompt, target.required.max_prompt_bytes if target else UNBOUNDED)
     tensors = prompt.tensors
     stored = read_prompt(directory, None).tensors
     counts = " and ".join(f"{len(tensor)} virtual tokens for the {name}" for name, tensor in tensors.items())
@@ -67,7 +65,7 @@ def _describe_prompt(directory: Path, target: Target | None) -> Iterator[str]:
 
 
 def _describe_adapter(directory: Path, target: Target | None) -> Iterator[str]:
-    max_bytes = target.fit.max_adapter_bytes if target else UNBOUNDED
+    max_bytes = target.required.max_adapter_bytes if target else UNBOUNDED
     tensors, scales = read_adapter_files(directory, max_bytes + MAX_HEADER_BYTES)
     num_bytes = measure_adapter(tensors, max_bytes)
     if target:
@@ -103,7 +101,7 @@ def _find_target(config: ShardConfig) -> Target:
     dtype = DTYPES[config.dtype or model_files.stored_dtype(settings)]
     model = outline(Path(config.model_path), settings, dtype)
     allowance = allow(config, True, config.max_sequence_length or model_files.max_sequence_length(settings))
-    return Target(model.parts, allowance.fit(model.parts, model.prompt_width, model.is_encoder_decoder))
+    return Target(model.parts, allowance.require(model.parts, model.prompt_width, model.is_encoder_decoder))
 
 
 @contextmanager
@@ -111,11 +109,11 @@ def _told_with(path: Path, what: str) -> Iterator[None]:
     """Convert errors in the block to PromptCheckError with the path."""
     try:
         yield
-    except AbsentError as error:
+    except AdapterNotFoundError as error:
         raise PromptCheckError(f"{path} holds {what}") from error
     except TooLargeError as error:
         raise PromptCheckError(f"{path} exceeds the allowed cache size") from error
-    except ContentError as error:
+    except AdapterError as error:
         raise PromptCheckError(f"{path}: {error}") from error
     except OSError as error:
         raise PromptCheckError(f"{path} cannot be read: {error.strerror or error}") from error
@@ -131,6 +129,6 @@ def _directory_of(path: Path) -> Iterator[Path]:
     elif path.name in (CONFIG, *WEIGHTS):
         yield path.parent
     else:
-        with tempfile.TemporaryDirectory() as room:
-            (Path(room) / (ENCODER if path.name == ENCODER else DECODER)).symlink_to(path.absolute())
-            yield Path(room)
+        with tempfile.TemporaryDirectory() as directory:
+            (Path(directory) / (ENCODER if path.name == ENCODER else DECODER)).symlink_to(path.absolute())
+            yield Path(directory)

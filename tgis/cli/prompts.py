@@ -10,7 +10,7 @@ from tgis.cli.models import cache_root, told_in_one_line
 from tgis.cli.parameters import parameter
 from tgis.config.option import declared
 from tgis.config.processes import ShardConfig
-from tgis.hub import model_files
+from tgis.hub.cache import find_model
 
 # Shard options that decide if a prompt or adapter fits.
 DECISIVE = (
@@ -24,7 +24,7 @@ DECISIVE = (
 
 def _check_prompt(path: Path, model: str | None, revision: str | None, **decisive: Any) -> None:
     with told_in_one_line():
-        directory = None if model is None else model_files.resolve(model, revision, cache_root())
+        directory = None if model is None else find_model(model, revision, cache_root())
         from tgis.cli import prompt_check
 
         config = None

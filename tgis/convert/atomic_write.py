@@ -2,8 +2,8 @@
 
 import os
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from tgis.errors import OperatorError
@@ -14,20 +14,34 @@ class ConversionError(OperatorError):
 
 
 @contextmanager
-def workshop(directory: Path) -> Iterator[Path]:
+def staging_directory(directory: Path) -> Iterator[Path]:
     """Yield a private directory inside `directory`, removed after the block. Raises ConversionError."""
     try:
-        room = tempfile.TemporaryDirectory(prefix=".convert-", dir=directory, ignore_cleanup_errors=True)
+        staged = tempfile.TemporaryDirectory(prefix=".convert-", dir=directory, ignore_cleanup_errors=True)
     except OSError as error:
         raise ConversionError(f"{directory} cannot be written to: {error.strerror}") from error
-    with room as path:
+    with staged as path:
         yield Path(path)
 
 
-def deliver(path: Path, directory: Path, like: Path) -> None:
-    """Move a finished file into `directory` atomically, with the permissions of the file `like`."""
-    path.chmod(like.stat().st_mode & 0o777)
-    os.replace(path, directory / path.name)
+def move_files(files: Sequence[Path], directory: Path, like: Sequence[Path]) -> None:
+    """Move finished files into `directory` in order, each with the permissions of its counterpart in `like`.
+
+    Each move is atomic. If an error or a signal comes in between, files that were not there before are
+    removed again, because readers would take some of them for all; only a process that is killed leaves them.
+
+    Raises ConversionError."""
+    try:
+        with ExitStack() as undo:
+            for file, original in zip(files, like, strict=True):
+                target = directory / file.name
+                if not target.exists():
+                    undo.callback(target.unlink, missing_ok=True)
+                file.chmod(original.stat().st_mode & 0o777)
+                os.replace(file, target)
+            undo.pop_all()
+    except OSError as error:
+        raise ConversionError(f"{directory} cannot be written to: {error.strerror}") from error
 
 
 def first_line(error: Exception) -> str:

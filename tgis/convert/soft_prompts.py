@@ -12,11 +12,10 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from tgis.convert.atomic_write import ConversionError, workshop
+from tgis.convert.atomic_write import ConversionError, staging_directory
 from tgis.hub import model_files
-from tgis.prompts.errors import AbsentError, ContentError
-from tgis.prompts.lora_config import NAME as CONFIG
-from tgis.prompts.lora_config import WEIGHTS, UnsupportedTypeError
+from tgis.prompts.errors import AdapterError, AdapterNotFoundError
+from tgis.prompts.lora_files import CONFIG, WEIGHTS, UnsupportedTypeError
 from tgis.prompts.soft_prompt import (
     DECODER,
     ENCODER,
@@ -41,12 +40,12 @@ def convert_prompt(source: Path, target: Path, with_decoder: bool, overwrite: bo
     try:
         names = choose_prompt_files(os.listdir(source), takes_encoder=True)
         prompt = read_prompt(source, None)
-    except AbsentError as error:
+    except AdapterNotFoundError as error:
         raise ConversionError(f"{source} holds no soft prompt") from error
     except UnsupportedTypeError as error:
         kind = read_peft_type(source)
         raise ConversionError(f"{source} has peft_type {kind}; only soft prompts are converted") from error
-    except ContentError as error:
+    except AdapterError as error:
         raise ConversionError(f"{source}: {error}") from error
     except OSError as error:
         raise ConversionError(f"{source} cannot be read: {error.strerror}") from error
@@ -75,8 +74,8 @@ def write_prompt(parts: Mapping[str, Tensor], target: Path, is_peft: bool, overw
     is_new = not target.exists()
     try:
         (target.parent if is_new else target).mkdir(parents=True, exist_ok=True)
-        with workshop(target.parent if is_new else target) as room:
-            made = room / "prompt"
+        with staging_directory(target.parent if is_new else target) as staged:
+            made = staged / "prompt"
             made.mkdir()
             names = (_write_peft if is_peft else _write_torch)(parts, made)
             if is_new:
@@ -99,7 +98,7 @@ def split_embeddings(embeddings: Tensor, config: Mapping[str, Any]) -> dict[str,
     num_rows, num_tokens = len(embeddings), config.get("num_virtual_tokens")
     if num_parts not in (1, 2) or num_parts > 1 + is_encoder_decoder:
         text = f"num_transformer_submodules is {num_parts} and task_type {config.get('task_type')}"
-        raise ConversionError(f"{CONFIG}: {text}, which is no prompt for a text")
+        raise ConversionError(f"{CONFIG}: {text}, which is not a soft prompt for text generation")
     if num_tokens is not None and (type(num_tokens) is not int or num_tokens * num_parts != num_rows):
         text = f"{num_tokens} virtual tokens for {num_parts} of its parts do not make {num_rows} rows"
         raise ConversionError(f"{CONFIG}: {text}")
@@ -108,23 +107,23 @@ def split_embeddings(embeddings: Tensor, config: Mapping[str, Any]) -> dict[str,
     if num_parts == 1:
         return {"encoder": embeddings}
     if num_rows % 2:
-        raise ConversionError(f"{num_rows} rows are not as many for the encoder as for the decoder")
+        raise ConversionError(f"{num_rows} rows cannot be split evenly between encoder and decoder")
     encoder, decoder = embeddings.chunk(2)
     return {"encoder": encoder, "decoder": decoder}
 
 
-def _write_torch(parts: Mapping[str, Tensor], room: Path) -> list[str]:
+def _write_torch(parts: Mapping[str, Tensor], staged: Path) -> list[str]:
     names = []
     for name in TORCH_FILES:
         part = parts.get(name.removesuffix(".pt"))
         if part is not None:
             # torch.save writes a tensor's whole storage, so a view must be copied.
-            torch.save(part.detach().clone(), room / name)
+            torch.save(part.detach().clone(), staged / name)
             names.append(name)
     return names
 
 
-def _write_peft(parts: Mapping[str, Tensor], room: Path) -> list[str]:
+def _write_peft(parts: Mapping[str, Tensor], staged: Path) -> list[str]:
     embeddings = _join(parts)
     num_parts = len(parts)
     config = {
@@ -136,9 +135,9 @@ def _write_peft(parts: Mapping[str, Tensor], room: Path) -> list[str]:
         "prompt_tuning_init": "RANDOM",
         "inference_mode": True,
     }
-    (room / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+    (staged / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
     weights = WEIGHTS[0]
-    save_file({PEFT_KEY: embeddings}, room / weights, metadata={"format": "pt"})
+    save_file({PEFT_KEY: embeddings}, staged / weights, metadata={"format": "pt"})
     return [CONFIG, weights]
 
 
@@ -151,7 +150,7 @@ def _join(parts: Mapping[str, Tensor]) -> Tensor:
         return next(part for part in (encoder, decoder) if part is not None).detach().contiguous()
     if encoder.shape != decoder.shape or encoder.dtype != decoder.dtype:
         shapes = " and ".join(f"{list(part.shape)} {_name(part.dtype)}" for part in (encoder, decoder))
-        raise ConversionError(f"PEFT has one shape and type for encoder and decoder, not {shapes}")
+        raise ConversionError(f"PEFT stores encoder and decoder with one shape and type, not {shapes}")
     return torch.cat((encoder.detach(), decoder.detach()))
 
 

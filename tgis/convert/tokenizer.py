@@ -4,7 +4,7 @@ import json
 from importlib.util import find_spec
 from pathlib import Path
 
-from tgis.convert.atomic_write import ConversionError, deliver, first_line, workshop
+from tgis.convert.atomic_write import ConversionError, first_line, move_files, staging_directory
 from tgis.hub import model_files
 
 FAST, SETTINGS, SPECIAL_TOKENS = "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"
@@ -24,17 +24,18 @@ def convert_to_fast_tokenizer(name: str, directory: Path, output: Path | None = 
     if not model_files.has_tokenizer_to_convert(directory):
         raise ConversionError(f"{directory} holds no tokenizer")
     target = output or directory
-    with workshop(target) as room:
-        _save(directory, room)
-        _add_settings(directory, room)
-        for file in (SPECIAL_TOKENS, SETTINGS, FAST):
+    with staging_directory(target) as staged:
+        _save(directory, staged)
+        _add_settings(directory, staged)
+        made = [staged / name for name in (SPECIAL_TOKENS, SETTINGS, FAST) if (staged / name).is_file()]
+        if target.samefile(directory):
             # The model's own files stay unchanged, because the hub cache shares them with other revisions.
-            if (room / file).is_file() and not (target.samefile(directory) and (target / file).exists()):
-                deliver(room / file, target, like=_any_file(directory))
+            made = [file for file in made if not (target / file.name).exists()]
+        move_files(made, target, like=[_any_file(directory)] * len(made))
     return f"Saved tokenizer to {target}"
 
 
-def _save(directory: Path, room: Path) -> None:
+def _save(directory: Path, staged: Path) -> None:
     _check_packages(directory)
     import transformers
 
@@ -43,12 +44,12 @@ def _save(directory: Path, room: Path) -> None:
         tokenizer = transformers.AutoTokenizer.from_pretrained(
             str(directory), local_files_only=True, trust_remote_code=False
         )
-        tokenizer.save_pretrained(str(room))
+        tokenizer.save_pretrained(str(staged))
     except Exception as error:  # damaged files cause errors of many types
         reason = first_line(error)
         raise ConversionError(f"the tokenizer of {directory} cannot be converted: {reason}") from error
-    if not (room / FAST).is_file():
-        raise ConversionError(f"the tokenizer of {directory} cannot be converted: it has no fast kind")
+    if not (staged / FAST).is_file():
+        raise ConversionError(f"the tokenizer of {directory} cannot be converted: it has no fast version")
 
 
 def _check_packages(directory: Path) -> None:
@@ -64,15 +65,15 @@ def _check_packages(directory: Path) -> None:
             )
 
 
-def _add_settings(directory: Path, room: Path) -> None:
+def _add_settings(directory: Path, staged: Path) -> None:
     """Merge the model's own settings into those that transformers wrote; the model's take precedence."""
-    written = model_files.read_json(room, SETTINGS)
+    written = model_files.read_json(staged, SETTINGS)
     for name in OUR_ARGUMENTS:
         written.pop(name, None)
     settings = written | model_files.read_json(directory, SETTINGS)
-    (room / SETTINGS).write_text(json.dumps(settings, indent=2) + "\n")
+    (staged / SETTINGS).write_text(json.dumps(settings, indent=2) + "\n")
     if (directory / SPECIAL_TOKENS).is_file():
-        (room / SPECIAL_TOKENS).write_bytes((directory / SPECIAL_TOKENS).read_bytes())
+        (staged / SPECIAL_TOKENS).write_bytes((directory / SPECIAL_TOKENS).read_bytes())
 
 
 def _any_file(directory: Path) -> Path:

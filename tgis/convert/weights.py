@@ -7,8 +7,8 @@ import json
 import logging
 import re
 import zipfile
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,9 +18,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from tgis.convert.atomic_write import ConversionError, deliver, first_line, workshop
+from tgis.convert.atomic_write import ConversionError, first_line, move_files, staging_directory
 from tgis.hub import model_files
-from tgis.tensor_files.safe_pickle import INCOMPLETE, TORN, PickleError, can_map, open_pickle
+from tgis.tensor_files.errors import DAMAGED, INCOMPLETE, TensorFileError
+from tgis.tensor_files.mapped_safetensors import separate_memory
+from tgis.tensor_files.safe_pickle import can_map, open_pickle
 
 logger = logging.getLogger(__name__)
 
@@ -58,12 +60,12 @@ def convert_to_safetensors(directory: Path) -> str:
     if (directory / "model.safetensors.index.json").exists():
         return "Existing model.safetensors.index.json file found, remove it first to reconvert"
     files_of = {index: _read_index(index, files) for index in indexes}
-    with workshop(directory) as room:
-        results = {file.name: _convert_one(file, room, directory) for file in files}
+    with staging_directory(directory) as staged:
+        results = {file.name: _convert_one(file, staged, directory) for file in files}
         for index, content in files_of.items():
-            (room / new_name(index.name)).write_text(_rewrite_index(index, content, results))
-        for file in [*files, *indexes]:  # the indexes last, because readers expect the files that they name
-            deliver(room / new_name(file.name), directory, like=file)
+            (staged / new_name(index.name)).write_text(_rewrite_index(index, content, results))
+        originals = [*files, *indexes]  # the indexes last, because readers expect the files that they name
+        move_files([staged / new_name(file.name) for file in originals], directory, like=originals)
     return f"Converted {len(files)} files to .safetensors"
 
 
@@ -78,18 +80,18 @@ def new_name(name: str) -> str:
     return name.removesuffix(end).removeprefix("pytorch_") + new_end
 
 
-def _convert_one(file: Path, room: Path, directory: Path) -> Converted:
+def _convert_one(file: Path, staged: Path, directory: Path) -> Converted:
     logger.info("converting %s", file)
     tensors = _load(file)
     kept_as = _choose_names(tensors, directory)
-    target = room / new_name(file.name)
+    kept = {name: tensor for name, tensor in tensors.items() if name not in kept_as}
+    target = staged / new_name(file.name)
     try:
-        save_file(_separate(tensors, kept_as), target, metadata={**kept_as, "format": "pt"})
+        save_file(separate_memory(kept), target, metadata={**kept_as, "format": "pt"})
         _compare(tensors, kept_as, target)
     except (SafetensorError, OSError) as error:
         raise ConversionError(f"{file}: {target.name} cannot be written: {first_line(error)}") from error
-    kept = tensors.keys() - kept_as.keys()
-    return Converted(sum(tensors[name].nbytes for name in kept), frozenset(kept), kept_as)
+    return Converted(sum(tensor.nbytes for tensor in kept.values()), frozenset(kept), kept_as)
 
 
 def _load(file: Path) -> dict[str, Tensor]:
@@ -97,10 +99,10 @@ def _load(file: Path) -> dict[str, Tensor]:
     try:
         _check_sums(file)
         content = open_pickle(file)
-    except PickleError as error:
+    except TensorFileError as error:
         raise ConversionError(str(error)) from error
     except (OSError, zipfile.BadZipFile) as error:
-        raise ConversionError(f"{file} {TORN}") from error
+        raise ConversionError(f"{file} {DAMAGED}") from error
     for name, tensor in content.items():
         if not isinstance(tensor, Tensor) or tensor.layout != torch.strided:
             raise ConversionError(f"{file}: {name} is not a plain tensor")
@@ -139,20 +141,6 @@ def _spare_names(directory: Path) -> list[str]:
     model_class = getattr(transformers, name, None) if name else None
     lists = (getattr(model_class, attribute, None) for attribute in SPARE_NAMES)
     return [pattern for patterns in lists for pattern in patterns or ()]
-
-
-def _separate(tensors: Mapping[str, Tensor], removed: Iterable[str]) -> dict[str, Tensor]:
-    """Return the tensors that are not removed, contiguous and without shared memory.
-
-    A safetensors file can only hold such tensors."""
-    kept = {name: tensor for name, tensor in tensors.items() if name not in removed}
-    places = Counter(tensor.untyped_storage().data_ptr() for tensor in kept.values())
-    return {
-        name: tensor.clone(memory_format=torch.contiguous_format)
-        if places[tensor.untyped_storage().data_ptr()] > 1
-        else tensor.contiguous()
-        for name, tensor in kept.items()
-    }
 
 
 def _compare(tensors: Mapping[str, Tensor], kept_as: Mapping[str, str], target: Path) -> None:

@@ -3,14 +3,16 @@
 An interrupted download resumes where it stopped. A file enters the cache only if its size and checksum are
 right."""
 
+import errno
 import hashlib
 import io
 import logging
 import re
 import shutil
 import threading
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,13 +20,22 @@ from typing import TypeVar
 from urllib.parse import urlsplit
 
 from huggingface_hub import HfApi, constants, get_hf_file_metadata, hf_hub_download, hf_hub_url
-from huggingface_hub.errors import HfHubHTTPError, HTTPError
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HfHubHTTPError,
+    HFValidationError,
+    HTTPError,
+    LocalEntryNotFoundError,
+    OfflineModeIsEnabled,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
 from huggingface_hub.file_download import http_get
 from huggingface_hub.utils import WeakFileLock, build_hf_headers
 from huggingface_hub.utils.logging import set_verbosity_error
 
-from tgis.hub import model_files
-from tgis.hub.download_errors import DownloadError, told_in_one_line
+from tgis.errors import OperatorError
+from tgis.hub.cache import cache_entry
 
 logger = logging.getLogger(__name__)
 
@@ -36,25 +47,51 @@ NUM_THREADS = 5
 TIMEOUT_S = 30.0
 DELAYS_S = (1.0, 2.0, 4.0, 8.0)  # delays before the next attempts; received bytes restart the sequence
 TRANSIENT = (408, 429, 500, 502, 503, 504)
+NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 T = TypeVar("T")
 R = TypeVar("R")
 
 
-class _Stopped(Exception):
+class DownloadError(OperatorError):
+    """Error when a model cannot be downloaded; the text is one line, without URLs or tokens."""
+
+
+class _StopDownload(Exception):
     """Signal that ends a download because another file's has failed."""
 
 
 @dataclass(frozen=True)
 class RemoteFile:
-    """File of one commit, as the hub describes it."""
+    """File of one commit, as the hub describes it, and its place in the cache."""
 
     name: str
+    blob: Path
     etag: str
     """File's sha256 or git's sha1 of it; other hubs than the original may send anything."""
     size: int | None
     """Size in bytes; None if the hub does not give it."""
     is_xet: bool
+
+    @property
+    def part(self) -> Path:
+        """File of the bytes received so far, which an interrupted download leaves to the next."""
+        return self.blob.with_name(f"{self.etag}.incomplete")
+
+    @property
+    def is_whole(self) -> bool:
+        return self.blob.is_file() and self.size in (None, _size(self.blob))
+
+    def has_checksum(self, path: Path) -> bool:
+        """Return True if `path` has the ETag's checksum, or if the ETag is not a checksum."""
+        if re.fullmatch("[0-9a-f]{64}", self.etag):
+            digest = hashlib.sha256()
+        elif re.fullmatch("[0-9a-f]{40}", self.etag):
+            digest = hashlib.sha1(b"blob %d\0" % _size(path), usedforsecurity=False)
+        else:
+            return True
+        with path.open("rb") as content:
+            return bool(hashlib.file_digest(content, lambda: digest).hexdigest() == self.etag)
 
 
 def choose_extensions(text: str) -> tuple[str, ...]:
@@ -68,23 +105,23 @@ class Repository:
 
     def __init__(self, name: str, revision: str | None, token: str | None, cache: Path) -> None:
         """Ask the hub for the commit and its files. Raises DownloadError."""
-        _quieten()
+        _silence_libraries()
         address = urlsplit(constants.ENDPOINT)
         if address.scheme not in ("http", "https") or not address.hostname:
-            raise DownloadError("HF_ENDPOINT is no address of a hub: it begins with http:// or https://")
+            raise DownloadError(
+                "HF_ENDPOINT is not the address of a hub: it must begin with http:// or https://"
+            )
         self.name, self._token, self._cache = name.rstrip("/"), token, cache
         self._revision = revision or "main"
         self._stop = threading.Event()
-        with told_in_one_line(self.name, self._revision):
+        with self._errors_in_one_line():
             api = HfApi(token=token)
-            info = self._patiently(
-                lambda: api.model_info(self.name, revision=self._revision, timeout=TIMEOUT_S)
-            )
+            info = self._retry(lambda: api.model_info(self.name, revision=self._revision, timeout=TIMEOUT_S))
         self.commit = str(info.sha)
         if not NAME_ON_DISK.fullmatch(self.commit):
             raise DownloadError(f"{self.name}: the hub gives no usable commit")
         self._files = [file.rfilename for file in info.siblings or [] if "/" not in file.rfilename]
-        self._entry = model_files.cache_entry(self.name, cache)
+        self._entry = cache_entry(self.name, cache)
         self.directory = self._entry / "snapshots" / self.commit
 
     def select(self, extensions: Sequence[str]) -> list[str]:
@@ -103,25 +140,26 @@ class Repository:
         """Download the files, NUM_THREADS at a time, then point the revision at this commit.
 
         Raises DownloadError."""
-        with told_in_one_line(self.name, self._revision):
+        with self._errors_in_one_line():
             files = self._in_threads(self._describe, list(names))
             self._check_space(files)
             self._in_threads(self._fetch, files)
-            self._name_commit()
+            self._write_reference()
 
     def _describe(self, name: str) -> RemoteFile:
-        with told_in_one_line(self.name, self._revision, name):
-            found = self._patiently(
+        with self._errors_in_one_line(name):
+            found = self._retry(
                 lambda: get_hf_file_metadata(self._url(name), token=self._token, timeout=TIMEOUT_S)
             )
             if not NAME_ON_DISK.fullmatch(found.etag or ""):
                 raise DownloadError(f"{name}: the hub gives no usable ETag")
-            return RemoteFile(name, found.etag, found.size, found.xet_file_data is not None)
+            blob = self._entry / "blobs" / found.etag
+            return RemoteFile(name, blob, found.etag, found.size, found.xet_file_data is not None)
 
     def _check_space(self, files: Iterable[RemoteFile]) -> None:
         self._cache.mkdir(parents=True, exist_ok=True)
-        missing = [file for file in files if not _is_whole(self._blob(file), file)]
-        needed = sum(max((file.size or 0) - _size(self._part(file)), 0) for file in missing)
+        missing = [file for file in files if not file.is_whole]
+        needed = sum(max((file.size or 0) - _size(file.part), 0) for file in missing)
         free = shutil.disk_usage(self._cache).free
         if needed > free:
             raise DownloadError(
@@ -130,37 +168,37 @@ class Repository:
 
     def _fetch(self, file: RemoteFile) -> None:
         """Download the blob and link it into the snapshot; on failure keep the partial blob to resume."""
-        with told_in_one_line(self.name, self._revision, file.name):
-            blob, link = self._blob(file), self.directory / file.name
-            if link.is_file() and (not link.is_symlink() or _is_whole(blob, file)):
+        with self._errors_in_one_line(file.name):
+            link = self.directory / file.name
+            if link.is_file() and not link.is_symlink():  # a cache that cannot hold links has no blobs
                 return
-            if not _is_whole(blob, file) and not (file.is_xet and self._fetch_by_xet(file)):
-                blob.parent.mkdir(parents=True, exist_ok=True)
+            if not file.is_whole and not (file.is_xet and self._fetch_by_xet(file)):
+                file.blob.parent.mkdir(parents=True, exist_ok=True)
                 lock = self._cache / ".locks" / self._entry.name / f"{file.etag}.lock"
                 lock.parent.mkdir(parents=True, exist_ok=True)
                 with WeakFileLock(lock):
-                    if not _is_whole(blob, file):  # another process may have downloaded it meanwhile
-                        self._fill(file)
+                    if not file.is_whole:  # another process may have downloaded it meanwhile
+                        self._fetch_by_http(file)
             self._link(file)
 
-    def _fill(self, file: RemoteFile) -> None:
-        part = self._part(file)
-        if file.size is None or _size(part) > file.size:
-            part.unlink(missing_ok=True)
-        self._patiently(lambda: self._receive(file, part), lambda: _size(part))
-        if file.size not in (None, _size(part)) or not _has_sum(part, file.etag):
-            size = f"{_size(part)} of {file.size} bytes" if file.size != _size(part) else "a wrong checksum"
-            part.unlink()
-            raise DownloadError(f"{file.name} came with {size} and was thrown away; try again")
-        part.replace(self._blob(file))
+    def _fetch_by_http(self, file: RemoteFile) -> None:
+        if file.size is None or _size(file.part) > file.size:
+            file.part.unlink(missing_ok=True)
+        self._retry(lambda: self._receive(file), lambda: _size(file.part))
+        received = _size(file.part)
+        if file.size not in (None, received) or not file.has_checksum(file.part):
+            fault = f"{received} of {file.size} bytes" if file.size != received else "a wrong checksum"
+            file.part.unlink()
+            raise DownloadError(f"{file.name} came with {fault} and was removed; run the command again")
+        file.part.replace(file.blob)
 
-    def _receive(self, file: RemoteFile, part: Path) -> None:
-        """Append the missing bytes to `part`.
+    def _receive(self, file: RemoteFile) -> None:
+        """Append the missing bytes to the file's part.
 
         The request goes to the hub's own URL, so that it can be repeated when a signed URL has expired. The
         library sends the token only to the hub."""
         headers = {**build_hf_headers(token=self._token), "Accept-Encoding": "identity"}
-        with _Part(part, self._stop) as content:
+        with _PartialFile(file.part, self._stop) as content:
             begun = content.seek(0, io.SEEK_END)
             if begun != file.size:
                 http_get(
@@ -182,10 +220,10 @@ class Repository:
         except Exception as error:  # xet raises many types, some of them from a library in another language
             logger.warning("%s: xet failed (%s), going on over HTTP", file.name, type(error).__name__)
             return False
-        if _is_whole(self._blob(file), file) and _has_sum(self._blob(file), file.etag):
+        if file.is_whole and file.has_checksum(file.blob):
             return True
-        logger.warning("%s: came damaged by xet, going on over HTTP", file.name)
-        self._blob(file).unlink()
+        logger.warning("%s: the file that xet downloaded is damaged, going on over HTTP", file.name)
+        file.blob.unlink()
         return False
 
     def _link(self, file: RemoteFile) -> None:
@@ -194,7 +232,7 @@ class Repository:
             self.name, file.name, revision=self.commit, cache_dir=str(self._cache), token=self._token
         )
 
-    def _name_commit(self) -> None:
+    def _write_reference(self) -> None:
         if self._revision == self.commit:
             return
         reference = self._entry / "refs" / self._revision
@@ -203,7 +241,7 @@ class Repository:
         fresh.write_text(self.commit)
         fresh.replace(reference)
 
-    def _patiently(self, action: Callable[[], R], progress: Callable[[], int] = lambda: 0) -> R:
+    def _retry(self, action: Callable[[], R], progress: Callable[[], int] = lambda: 0) -> R:
         """Run `action` and retry it while the hub or the network may recover.
 
         It fails after len(DELAYS_S) retries in a row during which `progress` did not change."""
@@ -216,16 +254,17 @@ class Repository:
                 status = error.response.status_code if isinstance(error, HfHubHTTPError) else None
                 if failures > len(DELAYS_S) or status not in (None, *TRANSIENT):
                     raise
-                logger.info("%s: the hub fails (%s), trying again", self.name, status or type(error).__name__)
+                reason = status or type(error).__name__
+                logger.info("%s: the hub failed (%s), trying again", self.name, reason)
             if self._stop.wait(DELAYS_S[failures - 1]):
-                raise _Stopped
+                raise _StopDownload
 
     def _in_threads(self, action: Callable[[T], R], items: Sequence[T]) -> list[R]:
         """Run `action` on all items in threads; return the results in order. The first failure stops all."""
         with ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="download") as pool:
             futures = [pool.submit(action, item) for item in items]
             try:
-                for future in wait(futures, return_when=FIRST_EXCEPTION).done:
+                for future in as_completed(futures):
                     future.result()
             except BaseException:
                 self._stop.set()
@@ -233,18 +272,20 @@ class Repository:
                 raise
             return [future.result() for future in futures]
 
+    @contextmanager
+    def _errors_in_one_line(self, file: str | None = None) -> Iterator[None]:
+        """Convert the library's errors about the model, or about one file of it, to DownloadError."""
+        try:
+            yield
+        except (HTTPError, OSError, HFValidationError) as error:
+            raise DownloadError(_explain(error, self.name, self._revision, file)) from error
+
     def _url(self, name: str) -> str:
         return str(hf_hub_url(self.name, name, revision=self.commit))
 
-    def _blob(self, file: RemoteFile) -> Path:
-        return self._entry / "blobs" / file.etag
 
-    def _part(self, file: RemoteFile) -> Path:
-        return self._entry / "blobs" / f"{file.etag}.incomplete"
-
-
-class _Part(io.BufferedWriter):
-    """Writer that appends to a partial file and raises _Stopped once `stop` is set."""
+class _PartialFile(io.BufferedWriter):
+    """Writer that appends to a partial file and raises _StopDownload once `stop` is set."""
 
     def __init__(self, path: Path, stop: threading.Event) -> None:
         super().__init__(io.FileIO(path, "ab"))
@@ -252,11 +293,11 @@ class _Part(io.BufferedWriter):
 
     def write(self, chunk: io.BufferedIOBase, /) -> int:  # type: ignore[override]
         if self._stop.is_set():
-            raise _Stopped
+            raise _StopDownload
         return super().write(chunk)  # type: ignore[arg-type]
 
 
-def _quieten() -> None:
+def _silence_libraries() -> None:
     """Lower the libraries' logging, because they log URLs, which may be signed."""
     set_verbosity_error()
     for name in ("httpx", "httpx2"):
@@ -268,17 +309,41 @@ def _size(path: Path) -> int:
     return path.stat().st_size if path.is_file() else 0
 
 
-def _is_whole(path: Path, file: RemoteFile) -> bool:
-    return path.is_file() and file.size in (None, path.stat().st_size)
+def _explain(error: Exception, name: str, revision: str, file: str | None) -> str:
+    what = f"{name}: {file}" if file else name
+    match error:
+        case OfflineModeIsEnabled():
+            return f"{what} cannot be downloaded: HF_HUB_OFFLINE is set"
+        case GatedRepoError():
+            return f"{what}: access is gated; ask for it on the hub, and give a token by --token or HF_TOKEN"
+        case RevisionNotFoundError():
+            return f"{name} has no revision {revision} on the hub"
+        case RepositoryNotFoundError():
+            return f"{name} is not on the hub, or is private and needs a token by --token or HF_TOKEN"
+        case HFValidationError():
+            return f"{name} is neither a directory nor the id of a model on the hub"
+        case HfHubHTTPError():
+            return _explain_status(error.response.status_code, what)
+        case LocalEntryNotFoundError() | HTTPError():
+            host = urlsplit(constants.ENDPOINT).hostname
+            return f"{what}: the hub at {host} cannot be reached: {_cause(error)}"
+    assert isinstance(error, OSError)
+    if error.errno in NO_SPACE:
+        return f"{what}: no space left in the hub cache"
+    return f"{what} cannot be written: {error.strerror or type(error).__name__}"
 
 
-def _has_sum(path: Path, etag: str) -> bool:
-    """Return True if the file has the ETag's checksum, or if the ETag is not a checksum."""
-    if re.fullmatch("[0-9a-f]{64}", etag):
-        digest = hashlib.sha256()
-    elif re.fullmatch("[0-9a-f]{40}", etag):
-        digest = hashlib.sha1(b"blob %d\0" % path.stat().st_size, usedforsecurity=False)
-    else:
-        return True
-    with path.open("rb") as content:
-        return bool(hashlib.file_digest(content, lambda: digest).hexdigest() == etag)
+def _explain_status(status: int, what: str) -> str:
+    if status in (401, 403):
+        return f"{what}: the hub refuses access (HTTP {status}); is the token right?"
+    return f"{what}: the hub answers with HTTP {status}"
+
+
+def _cause(error: BaseException) -> str:
+    """Return the operating system's error text from the chain of causes, else the error's type."""
+    found: BaseException | None = error
+    while found is not None:
+        if isinstance(found, OSError) and found.strerror:
+            return found.strerror
+        found = found.__cause__ or found.__context__
+    return type(error).__name__

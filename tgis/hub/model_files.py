@@ -1,7 +1,6 @@
-"""Resolves a model's name to its directory and reads its JSON files, without using the network."""
+"""Reads a model's JSON files and the sizes of its weights."""
 
 import json
-import os
 from collections.abc import Iterator, Mapping
 from hashlib import sha256
 from itertools import chain
@@ -22,94 +21,13 @@ LENGTH_KEYS = (
     "seq_len",
 )
 DEFAULT_LENGTH = 2048
-UNRESOLVED = "Failed to resolve config path"
 WEIGHT_FILES = ("*.safetensors", "*.bin", "*.onnx")
-MAX_SHOWN_CHARS = 200  # of a model's name in an error
 # Names or patterns of files that may hold a tokenizer if there is no tokenizer.json.
 TOKENIZER_FILES = ("*.model", "*.tiktoken", "vocab.json", "vocab.txt", "tekken.json")
 
 
 class ModelNotFoundError(OperatorError):
     """Error when the name leads to no usable model; the text is one line with the reason."""
-
-
-class CacheConflictError(OperatorError):
-    """Error when two variables name different caches."""
-
-
-def cache_root(
-    hf_hub_cache: str | None = None,
-    transformers_cache: str | None = None,
-    huggingface_hub_cache: str | None = None,
-    hf_home: str | None = None,
-    home: str | None = None,
-) -> Path:
-    """Return the directory where the hub's libraries keep models, given the values of these variables.
-
-    Empty values count as unset. Raises CacheConflictError if the first three do not agree."""
-    found, value = "HF_HUB_CACHE", hf_hub_cache
-    older = {"TRANSFORMERS_CACHE": transformers_cache, "HUGGINGFACE_HUB_CACHE": huggingface_hub_cache}
-    for name, other in older.items():
-        if other and value and other != value:
-            raise CacheConflictError(f"{name} and {found} env vars can't be set to different values")
-        if other and not value:
-            found, value = name, other
-    if value:
-        return Path(value)
-    if hf_home:
-        return Path(hf_home) / "hub"
-    return Path(home) / ".cache" / "huggingface" / "hub" if home else Path()
-
-
-def resolve(name: str, revision: str | None, cache: Path) -> Path:
-    """Return the directory of the model `name`: its snapshot in the hub cache, or the directory of that name.
-
-    The snapshot takes precedence, as in TGIS. A slash at the end of the name is ignored.
-
-    Raises ModelNotFoundError."""
-    entry = cache_entry(name, cache)
-    directory = snapshot(entry, revision) if os.path.isdir(entry) else _directory(name)
-    if not os.path.isfile(directory / "config.json"):
-        raise ModelNotFoundError(
-            f"{UNRESOLVED}: Config file not found in local cache for model {name}, revision {directory.name}"
-        )
-    if not is_utf8(directory):
-        raise ModelNotFoundError(
-            f"{UNRESOLVED}: the path {directory} is not UTF-8, as safetensors and tokenizers need it"
-        )
-    return directory
-
-
-def is_utf8(path: object) -> bool:
-    """Return True if a path that the system gave as bytes is text in UTF-8."""
-    try:
-        str(path).encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
-def find_files(name: str, revision: str | None, cache: Path) -> Path:
-    """Return the model's directory like `resolve`, but allow missing files. Raises ModelNotFoundError."""
-    entry = cache_entry(name, cache)
-    directory = snapshot(entry, revision) if os.path.isdir(entry) else Path(name)
-    if not name or not os.path.isdir(directory):
-        raise ModelNotFoundError(f"Weights not found in local cache for model {name[:MAX_SHOWN_CHARS]}")
-    return directory
-
-
-def cache_entry(name: str, cache: Path) -> Path:
-    """Return the model's directory in the hub cache.
-
-    It may not exist, and it cannot if the name is longer than a file name may be."""
-    return cache / f"models--{name.rstrip('/').replace('/', '--')}"
-
-
-def snapshot(entry: Path, revision: str | None) -> Path:
-    """Return the directory of a revision, by default of `main`; it may not exist."""
-    reference = entry / "refs" / (revision or "main")
-    commit = reference.read_text().strip() if os.path.isfile(reference) else revision or "main"
-    return entry / "snapshots" / commit
 
 
 def has_tokenizer_to_convert(directory: Path) -> bool:
@@ -132,18 +50,6 @@ def _size(path: Path) -> int:
         return path.stat().st_size
     except OSError as error:  # for example a broken link in the hub cache
         raise ModelNotFoundError(f"{path} cannot be read: {error.strerror}") from error
-
-
-def _directory(name: str) -> Path:
-    directory, shown = Path(name), name[:MAX_SHOWN_CHARS]
-    try:
-        if not name or not directory.is_dir():
-            raise ModelNotFoundError(f"{UNRESOLVED}: Model {shown} not found")
-        if not (directory / "config.json").is_file():
-            raise ModelNotFoundError(f"{UNRESOLVED}: Model {shown} has no config.json")
-    except OSError as error:
-        raise ModelNotFoundError(f"{UNRESOLVED}: Model {shown} not found: {error.strerror}") from error
-    return directory
 
 
 def read_config(directory: Path) -> dict[str, Any]:

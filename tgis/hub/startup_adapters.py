@@ -3,34 +3,31 @@
 Directories become absolute, and every adapter to load at startup is checked to exist."""
 
 import os
-import re
-from collections.abc import Iterator
 from dataclasses import fields, replace
 from pathlib import Path
 
+from tgis.config.adapter_ids import is_adapter_id
 from tgis.config.model import AdapterOptions
 from tgis.errors import OperatorError
 from tgis.hub import model_files
+from tgis.hub.cache import cache_entry, find_snapshot
 
 ADAPTER_CONFIG = "adapter_config.json"
-MAX_ID_BYTES = 256
 ALLOWED = "letters, digits, _, - and . are allowed, and / between parts, none of which begins with a dot"
 _FORM = "one in a directory is given as NAME=DIRECTORY"
-_PART = r"[A-Za-z0-9_-][A-Za-z0-9_.-]*"
-_ID = re.compile(rf"{_PART}(/{_PART})*")
 
 
-class TuningError(OperatorError):
+class AdapterOptionsError(OperatorError):
     """Error when an option about soft prompts or adapters cannot be applied; the text is one line."""
 
 
-def plan_tuning(options: AdapterOptions, max_sequence_length: int, cache: Path) -> AdapterOptions:
+def resolve_adapter_options(options: AdapterOptions, max_sequence_length: int, cache: Path) -> AdapterOptions:
     """Return the options for the shards, with absolute paths and `lora_adapters` as `name=directory` entries.
 
-    `cache` is the hub cache. Raises TuningError, model_files.ModelNotFoundError."""
+    `cache` is the hub cache. Raises AdapterOptionsError, model_files.ModelNotFoundError."""
     longest, limit = options.max_prompt_prefix_length, max_sequence_length - 1
     if longest is not None and longest > limit:
-        raise TuningError(
+        raise AdapterOptionsError(
             f"max_prompt_prefix_length ({longest}) must be at most {limit}, one less than max_sequence_length"
         )
     adapters = [f"{name}={path}" for name, path in find_adapters(options.lora_adapters or "", cache).items()]
@@ -48,59 +45,56 @@ def find_adapters(text: str, cache: Path) -> dict[str, Path]:
 
     `text` lists `NAME=DIRECTORY`, `HUB/ID` and `HUB/ID@REVISION`, separated by commas.
 
-    Raises TuningError, model_files.ModelNotFoundError."""
+    Raises AdapterOptionsError, model_files.ModelNotFoundError."""
     found: dict[str, Path] = {}
-    for entry in _entries(text):
+    for entry in filter(None, map(str.strip, text.split(","))):
         name, directory = _locate(entry, cache)
-        if len(name) > MAX_ID_BYTES or not _ID.fullmatch(name):
-            raise TuningError(f"lora_adapters: {name!r} is no id: {ALLOWED}")
+        if not is_adapter_id(name) or name != os.path.normpath(name):
+            raise AdapterOptionsError(f"lora_adapters: {name!r} is not a valid id: {ALLOWED}")
         if name in found:
-            raise TuningError(f"lora_adapters: {name} is given twice")
+            raise AdapterOptionsError(f"lora_adapters: {name} is given twice")
         _check_adapter(name, directory)
         found[name] = directory
     return found
 
 
-def _entries(text: str) -> Iterator[str]:
-    return filter(None, (entry.strip() for entry in text.split(",")))
-
-
 def _locate(entry: str, cache: Path) -> tuple[str, Path]:
-    """Return the entry's id and directory; the directory may not exist. Raises TuningError."""
+    """Return the entry's id and directory; the directory may not exist. Raises AdapterOptionsError."""
     name, equals, directory = (part.strip() for part in entry.partition("="))
     if equals:
         if not name or not directory:
-            raise TuningError(f"lora_adapters: {entry} lacks a name or a directory; {_FORM}")
+            raise AdapterOptionsError(f"lora_adapters: {entry} lacks a name or a directory; {_FORM}")
         return name, Path(directory).absolute()
     name, _, revision = entry.partition("@")
-    cached = model_files.cache_entry(name, cache)
-    snapshot = model_files.snapshot(cached, revision or None)
-    if not os.path.isdir(cached) or not os.path.isdir(snapshot):
-        raise TuningError(f"lora_adapters: {entry} is not in the hub cache; {_FORM}")
+    snapshot = find_snapshot(cache_entry(name, cache), revision or None)
+    if not os.path.isdir(snapshot):
+        raise AdapterOptionsError(f"lora_adapters: {entry} is not in the hub cache; {_FORM}")
     return name, snapshot.absolute()
 
 
 def _check_adapter(name: str, directory: Path) -> None:
     if "," in str(directory):
-        raise TuningError(
+        raise AdapterOptionsError(
             f"lora_adapters: {name}: the path {directory} has a comma, which separates adapters"
         )
     if not os.path.isdir(directory):
-        raise TuningError(f"lora_adapters: {name}: there is no directory {directory}")
+        raise AdapterOptionsError(f"lora_adapters: {name}: there is no directory {directory}")
     if not (directory / ADAPTER_CONFIG).is_file():
-        raise TuningError(f"lora_adapters: {name}: {directory} has no {ADAPTER_CONFIG}")
+        raise AdapterOptionsError(f"lora_adapters: {name}: {directory} has no {ADAPTER_CONFIG}")
     kind = model_files.read_json(directory, ADAPTER_CONFIG).get("peft_type")
     if kind != "LORA":
-        raise TuningError(f"lora_adapters: {name}: {directory} holds no LoRA adapter, but peft_type {kind}")
+        raise AdapterOptionsError(
+            f"lora_adapters: {name}: {directory} holds no LoRA adapter, but peft_type {kind}"
+        )
 
 
 def _make_absolute(path: str | None) -> str | None:
-    """Return the directory's absolute path; the directory may appear later. Raises TuningError."""
+    """Return the directory's absolute path; the directory may appear later. Raises AdapterOptionsError."""
     if not path:
         return None
     directory = Path(path).absolute()
     try:
         directory.is_dir()
     except OSError as error:  # for example a name that is not allowed for a directory
-        raise TuningError(f"{directory} cannot be used: {error.strerror}") from error
+        raise AdapterOptionsError(f"{directory} cannot be used: {error.strerror}") from error
     return str(directory)

@@ -92,7 +92,7 @@ class ChildConfigs:
             "dtype": self._plan.dtype,
             "deployment_framework": ENGINES.get(self.launcher.deployment_framework or ""),
             "max_sequence_length": self._plan.max_sequence_length,
-            **asdict(self._plan.tuning),
+            **asdict(self._plan.adapters),
         }
         if self.uses_tcp:
             own |= {

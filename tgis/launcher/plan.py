@@ -12,7 +12,8 @@ from tgis.config.processes import LauncherConfig
 from tgis.config.serving import SHORT_SEQUENCE
 from tgis.errors import OperatorError
 from tgis.hub import model_files
-from tgis.hub.startup_adapters import plan_tuning
+from tgis.hub.cache import cache_root, find_model
+from tgis.hub.startup_adapters import resolve_adapter_options
 from tgis.process.gpus import has_gpus
 
 logger = logging.getLogger(__name__)
@@ -37,7 +38,7 @@ class Plan:
     num_shards: int
     has_fast_tokenizer: bool
     """True if the model has a tokenizer.json; otherwise one is made at the start."""
-    tuning: AdapterOptions
+    adapters: AdapterOptions
     fingerprint: str
     """Fingerprint of the model's configuration and weights, by the names and sizes of their files."""
 
@@ -45,22 +46,22 @@ class Plan:
 def make_plan(config: LauncherConfig) -> Plan:
     """Check the configuration and find the model.
 
-    Raises LaunchError, TuningError, model_files.CacheConflictError or model_files.ModelNotFoundError."""
+    Raises LaunchError, AdapterOptionsError, CacheConflictError or ModelNotFoundError."""
     if config.dtype and config.dtype_str and config.dtype != config.dtype_str:
         raise LaunchError("dtype and dtype_str args both provided with different values")
     _check_budget(config)
     is_cuda = config.device != "cpu" and has_gpus(config.cuda_visible_devices)
     num_shards = count_shards(config, is_cuda)
     cache = _cache_root(config)
-    path = model_files.resolve(config.model_name, config.revision, cache)
+    path = find_model(config.model_name, config.revision, cache)
     model_config = model_files.read_config(path)
     has_fast = (path / TOKENIZER).is_file()
     if not has_fast and not model_files.has_tokenizer_to_convert(path):
         raise LaunchError(f"No existing fast tokenizer ({TOKENIZER}) found")
     length = _choose_length(config.max_sequence_length, model_config)
-    tuning = plan_tuning(config, length, cache)
+    adapters = resolve_adapter_options(config, length, cache)
     dtype, fingerprint = config.dtype or config.dtype_str, model_files.fingerprint(path)
-    return Plan(path, length, dtype, num_shards, has_fast, tuning, fingerprint)
+    return Plan(path, length, dtype, num_shards, has_fast, adapters, fingerprint)
 
 
 def count_shards(config: LauncherConfig, is_cuda: bool) -> int:
@@ -87,7 +88,7 @@ def _cache_root(config: LauncherConfig) -> Path:
     for name in ("transformers_cache", "huggingface_hub_cache"):
         if getattr(config, name):
             logger.warning("%s is an older name of HF_HUB_CACHE", name.upper())
-    return model_files.cache_root(
+    return cache_root(
         config.hf_hub_cache,
         config.transformers_cache,
         config.huggingface_hub_cache,

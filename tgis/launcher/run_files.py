@@ -9,7 +9,7 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
-from tgis.hub import model_files
+from tgis.hub.cache import is_utf8
 from tgis.launcher.plan import TOKENIZER, LaunchError, Plan
 from tgis.logs import Scalar
 from tgis.net.framing import steps_path
@@ -60,7 +60,7 @@ class RunFiles:
 
         A shard would notice only after the model is loaded, which takes minutes."""
         longest = steps_path(str(self._sockets[-1]))
-        if not model_files.is_utf8(longest):
+        if not is_utf8(longest):
             raise LaunchError(
                 f"{longest} is not UTF-8, as a socket's path must be: set --shard-uds-path or another TMPDIR"
             )

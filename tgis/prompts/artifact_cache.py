@@ -20,8 +20,8 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from tgis.prompts.errors import MissingContentError
-from tgis.tensor_files.mapped_safetensors import map_tensors
+from tgis.prompts.errors import MissingArtifactError
+from tgis.tensor_files.mapped_safetensors import map_tensors, separate_memory
 
 Kind = Literal["prompt", "adapter"]
 
@@ -34,7 +34,7 @@ _UNFINISHED = ".unfinished-"
 
 
 @dataclass(frozen=True)
-class Kept:
+class Artifact:
     """Copy of a soft prompt or adapter.
 
     `tensors` are mapped from the file. A soft prompt has "decoder", "encoder" or both."""
@@ -44,17 +44,12 @@ class Kept:
     about: Mapping[str, Any]
 
 
-class Spool:
+class ArtifactCache:
     """Private directory of copies. Safe to use from any thread and process."""
 
     def __init__(self, directory: Path) -> None:
-        """Use `directory`, which is made when it is first needed."""
-        self._directory = directory
-
-    @property
-    def directory(self) -> Path:
-        """Directory of the copies, which may not exist yet."""
-        return self._directory
+        self.directory = directory
+        """Directory of the copies, which is made when it is first needed."""
 
     def __contains__(self, digest: str) -> bool:
         return self._file(digest).is_file()
@@ -63,52 +58,48 @@ class Spool:
         """Write a copy atomically and return its digest. Equal contents share one file.
 
         Raises OSError."""
-        with self.room() as room:
-            file = room / "content"
+        with self.temporary_directory() as directory:
+            file = directory / "content"
             _write(file, {"kind": kind, "about": about}, tensors)
             digest = _hash(file)
             os.replace(file, self._file(digest))
         return digest
 
-    def open(self, digest: str) -> Kept:
+    def open(self, digest: str) -> Artifact:
         """Return the copy with that digest. A damaged copy is removed and counts as missing.
 
-        Raises MissingContentError and OSError."""
-        if not _DIGEST.fullmatch(digest):
-            raise MissingContentError(digest)
+        Raises MissingArtifactError and OSError."""
         file = self._file(digest)
         try:
             if _hash(file) == digest:
                 return _read(file)
             file.unlink()
         except (FileNotFoundError, SafetensorError) as error:
-            raise MissingContentError(digest) from error
-        raise MissingContentError(digest)
+            raise MissingArtifactError(digest) from error
+        raise MissingArtifactError(digest)
 
-    def read(self, digest: str) -> Iterator[bytes]:
-        """Return a copy's bytes in pieces, for the spool of another machine.
+    def read_pieces(self, digest: str) -> Iterator[bytes]:
+        """Return a copy's bytes in pieces, for the cache of another machine.
 
-        Raises MissingContentError and OSError."""
-        if not _DIGEST.fullmatch(digest):
-            raise MissingContentError(digest)
+        Raises MissingArtifactError and OSError."""
         try:
             file = self._file(digest).open("rb")
         except FileNotFoundError as error:
-            raise MissingContentError(digest) from error
+            raise MissingArtifactError(digest) from error
         return _pieces(file)
 
-    def take(self, digest: str, pieces: Iterable[bytes]) -> None:
-        """Write a copy from the pieces that `read` returned on another machine.
+    def write_pieces(self, digest: str, pieces: Iterable[bytes]) -> None:
+        """Write a copy from the pieces that `read_pieces` returned on another machine.
 
-        Raises MissingContentError if they do not have that digest, and OSError."""
-        with self.room() as room:
-            file = room / "content"
+        Raises MissingArtifactError if they do not have that digest, and OSError."""
+        with self.temporary_directory() as directory:
+            file = directory / "content"
             with file.open("xb") as content:
                 for piece in pieces:
                     content.write(piece)
             file.chmod(0o600)
             if _hash(file) != digest:
-                raise MissingContentError(digest)
+                raise MissingArtifactError(digest)
             os.replace(file, self._file(digest))
 
     def remove(self, digests: Iterable[str]) -> None:
@@ -125,53 +116,46 @@ class Spool:
         """Remove old copies that are not in `kept`, and unfinished files of processes that died."""
         for name in set(self._names()) - set(kept):
             if name.startswith(_UNFINISHED) or _DIGEST.fullmatch(name):
-                _remove_if_old(self._directory / name)
+                _remove_if_old(self.directory / name)
 
     @contextmanager
-    def room(self) -> Iterator[Path]:
+    def temporary_directory(self) -> Iterator[Path]:
         """Yield a temporary directory, which is removed at the end. Raises OSError."""
         self._make()
         with tempfile.TemporaryDirectory(
-            prefix=_UNFINISHED, dir=self._directory, ignore_cleanup_errors=True
+            prefix=_UNFINISHED, dir=self.directory, ignore_cleanup_errors=True
         ) as path:
             yield Path(path)
 
     def _names(self) -> list[str]:
-        return [path.name for path in self._directory.iterdir()] if self._directory.is_dir() else []
+        return [path.name for path in self.directory.iterdir()] if self.directory.is_dir() else []
 
     def _make(self) -> None:
         """Make the directory and keep it private. Raises OSError, also if it belongs to another user."""
-        self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        found = self._directory.lstat()
+        self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = self.directory.lstat()
         if found.st_uid != os.geteuid() or not stat.S_ISDIR(found.st_mode):
-            raise PermissionError(f"{self._directory} is not ours")
+            raise PermissionError(f"{self.directory} belongs to another user or is not a directory")
         if found.st_mode & 0o077:
-            self._directory.chmod(0o700)
+            self.directory.chmod(0o700)
 
     def _file(self, digest: str) -> Path:
-        return self._directory / digest
+        """Return the path of a copy, which may not exist. Raises MissingArtifactError if it cannot exist."""
+        if not _DIGEST.fullmatch(digest):
+            raise MissingArtifactError(digest)
+        return self.directory / digest
 
 
 def _write(file: Path, about: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
     text = json.dumps(about, sort_keys=True, separators=(",", ":"))
     try:
-        save_file(_separate(tensors), file, metadata={ABOUT: text})
+        save_file(separate_memory(tensors), file, metadata={ABOUT: text})
         file.chmod(0o600)
     except SafetensorError as error:
         found = _OS_ERROR.search(str(error))
         if found is None:
             raise
         raise OSError(int(found[1]), os.strerror(int(found[1])), str(file)) from error
-
-
-def _separate(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return contiguous tensors that share no memory, as the file format requires."""
-    separate, end = {}, 0
-    for name, tensor in sorted(tensors.items(), key=lambda item: item[1].data_ptr()):
-        own = tensor.detach().contiguous()
-        own = own.clone() if own.data_ptr() < end else own
-        separate[name], end = own, max(end, own.data_ptr() + own.nbytes)
-    return separate
 
 
 def _pieces(file: BinaryIO) -> Iterator[bytes]:
@@ -185,10 +169,10 @@ def _hash(file: Path) -> str:
         return hashlib.file_digest(content, "sha256").hexdigest()
 
 
-def _read(file: Path) -> Kept:
+def _read(file: Path) -> Artifact:
     tensors, metadata = map_tensors(file)
     about = json.loads(metadata[ABOUT])
-    return Kept(about["kind"], tensors, about["about"])
+    return Artifact(about["kind"], tensors, about["about"])
 
 
 def _remove_if_old(path: Path) -> None:

@@ -5,27 +5,27 @@ from tgis.errors import OperatorError
 MAX_QUOTED = 256  # characters of a client's or a file's text that an error repeats
 
 
-class ContentError(OperatorError):
+class AdapterError(OperatorError):
     """Error for a soft prompt or adapter that cannot be used.
 
     The text is one line and reveals nothing about the disk."""
 
 
-class TooLargeError(ContentError):
+class TooLargeError(AdapterError):
     """Error for more bytes than allowed."""
 
     def __init__(self) -> None:
         super().__init__("it is larger than the allowed size")
 
 
-class AbsentError(ContentError):
+class AdapterNotFoundError(AdapterError):
     """Error for a name that does not exist or may not be read."""
 
     def __init__(self) -> None:
         super().__init__("not found")
 
 
-class NotTunableError(ContentError):
+class NotTunableError(AdapterError):
     """Error for a served model that takes neither soft prompts nor adapters."""
 
     def __init__(self, is_known: bool = False) -> None:
@@ -37,7 +37,7 @@ class NotTunableError(ContentError):
         )
 
 
-class MissingContentError(Exception):
+class MissingArtifactError(Exception):
     """Error for a digest without a copy."""
 
 

@@ -5,21 +5,16 @@ Path traversal and permission errors read like "not found" to the client."""
 import errno
 import logging
 import os
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from tgis.prompts.errors import AbsentError
+from tgis.config.adapter_ids import is_adapter_id
+from tgis.prompts.errors import AdapterNotFoundError
 
 logger = logging.getLogger(__name__)
 
-MAX_ID_BYTES = 256
-# No part begins with a dot: such names are parent directories, the links that Kubernetes swaps, or files
-# that other programs hide or are still writing.
-_PART = r"[A-Za-z0-9_-][A-Za-z0-9_.-]*"
-_ID = re.compile(rf"{_PART}(/+{_PART})*/*")
 _UNFINISHED = (".swp", ".swo", ".tmp", ".part", ".partial", ".incomplete", ".lock")
 # Errors of files that do not exist or may not be accessed. Other errors are faults of the disk.
 _ABSENT = frozenset(
@@ -29,33 +24,35 @@ _FORBIDDEN = (errno.EACCES, errno.EPERM)
 
 
 @dataclass(frozen=True)
-class Place:
+class AdapterDirectory:
     """Real directory, and the real root that its files must not leave (None: they may be anywhere)."""
 
     directory: Path
     root: Path | None
 
 
-def find_place(root: Path, id: str) -> Place:
+def find_directory(root: Path, id: str) -> AdapterDirectory:
     """Find the directory of `id` below `root`. Symbolic links are followed if they stay below `root`.
 
-    Raises AbsentError and OSError."""
+    Raises AdapterNotFoundError and OSError."""
     if not _is_id(id):
-        raise AbsentError
-    with absence():
+        raise AdapterNotFoundError
+    with missing_as_not_found():
         real_root = Path(os.path.realpath(root, strict=True))
-        return Place(find_inside(real_root, real_root / id), real_root)
+        return AdapterDirectory(find_inside(real_root, real_root / id), real_root)
 
 
 def find_inside(real_root: Path, path: Path) -> Path:
-    """Return the real path of `path`. Raises AbsentError if that is not below `real_root`, and OSError."""
+    """Return the real path of `path`.
+
+    Raises AdapterNotFoundError if that is not below `real_root`, and OSError."""
     real = Path(os.path.realpath(path, strict=True))
     if not real.is_relative_to(real_root):
-        raise AbsentError
+        raise AdapterNotFoundError
     return real
 
 
-def is_named(root: Path, id: str) -> bool:
+def has_entry(root: Path, id: str) -> bool:
     """Return whether `root` has an entry of that name, even a forbidden one or a broken link."""
     if not _is_id(id):
         return False
@@ -72,18 +69,18 @@ def is_unfinished(name: str) -> bool:
 
 
 @contextmanager
-def absence() -> Iterator[None]:
-    """Turn errors of missing and forbidden files into AbsentError. Log the forbidden ones."""
+def missing_as_not_found() -> Iterator[None]:
+    """Turn errors of missing and forbidden files into AdapterNotFoundError. Log the forbidden ones."""
     try:
         yield
     except OSError as error:
         if error.errno in _FORBIDDEN:
             logger.warning("%s cannot be read: %s", error.filename, error.strerror)
         if error.errno in _ABSENT:
-            raise AbsentError from error
+            raise AdapterNotFoundError from error
         raise
 
 
 def _is_id(text: str) -> bool:
     is_swap_file = any(part.endswith(".swp") for part in text.split("/"))
-    return len(text) <= MAX_ID_BYTES and _ID.fullmatch(text) is not None and not is_swap_file
+    return is_adapter_id(text) and not is_swap_file

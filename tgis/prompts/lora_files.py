@@ -1,22 +1,51 @@
-"""Reads PEFT's directory of a LoRA adapter, with all checks that need no model."""
+"""Reads PEFT's directory of a LoRA adapter, with all checks that need no model.
 
+A setting that would change the output in a way that we do not implement is refused, never ignored."""
+
+import json
+import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
+import regex
 import torch
-from safetensors import SafetensorError
 from torch import Tensor
 
-from tgis.prompts import lora_config
-from tgis.prompts.errors import ContentError, TooLargeError, quote
-from tgis.prompts.lora_config import LoraConfig, parse_config
-from tgis.tensor_files.mapped_safetensors import map_tensors
-from tgis.tensor_files.safe_pickle import TORN, PickleError
-from tgis.tensor_files.small_pickle import load_small
+from tgis.prompts.errors import AdapterError, TooLargeError, quote
+from tgis.tensor_files.errors import TensorFileError
+from tgis.tensor_files.mapped_safetensors import map_untrusted
+from tgis.tensor_files.safe_pickle import is_plain, load_untrusted
 
-SAFETENSORS, PICKLE = lora_config.WEIGHTS
+CONFIG = "adapter_config.json"
+STEM = "adapter_model"
+SAFETENSORS, PICKLE = f"{STEM}.safetensors", f"{STEM}.bin"
+WEIGHTS = (SAFETENSORS, PICKLE)  # next to the configuration; the first that exists is used
+LORA = "LORA"
+MAX_CONFIG_BYTES = 4 << 20
+# PEFT's defaults, for a configuration that lacks these settings.
+DEFAULT_RANK = DEFAULT_ALPHA = 8
+# Initialisations that leave the model's weights unchanged. The others subtract the adapter's initial product
+# from the weights.
+_PLAIN_INITS = (None, True, False, "gaussian", "eva", "orthogonal", "mica")
+_REFUSED = {
+    "use_dora": "weight-decomposed LoRA (DoRA)",
+    "lora_bias": "a bias of lora_B (lora_bias)",
+    "modules_to_save": "a module saved as a whole (modules_to_save)",
+    "trainable_token_indices": "training of single tokens (trainable_token_indices)",
+    "layer_replication": "replication of layers (layer_replication)",
+    "alora_invocation_tokens": "activated LoRA (alora_invocation_tokens)",
+    "use_qalora": "quantization-aware LoRA (use_qalora)",
+    "use_bdlora": "block-diagonal LoRA (use_bdlora)",
+    "arrow_config": "routing between adapters (arrow_config)",
+    "kasa_config": "KaSA (kasa_config)",
+    "monteclora_config": "Monte Carlo LoRA (monteclora_config)",
+}
+# Patterns come from the adapter. No benign pattern takes as long.
+_PATTERN_TIMEOUT_S = 1.0
+MAX_PATTERNS = 4096  # of ranks, and of alphas; every module is matched against all of them
 MAX_HEADER_BYTES = 32 << 20
 MAX_TENSORS = 1 << 17  # many times as many as the largest model has
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -30,6 +59,60 @@ _MAGNITUDE = "lora_magnitude_vector"
 # Parameters that hold all experts. If a module has two, PEFT wraps the first as `base_layer` of the second.
 _UP, _DOWN = "gate_up_proj", "down_proj"
 
+Value = TypeVar("Value")
+
+
+class UnsupportedTypeError(AdapterError):
+    """Error for an adapter that is not LoRA. The client gets this text without a prefix."""
+
+
+class Patterns(Generic[Value]):
+    """Values of modules, by patterns of their names, and the default value of the others."""
+
+    def __init__(self, key: str, values: Mapping[str, Value], default: Value) -> None:
+        """Compile the patterns that the configuration has as `key`.
+
+        Raises AdapterError for an invalid pattern, and for too many patterns."""
+        self._key, self._values, self._default = key, values, default
+        if len(values) > MAX_PATTERNS:
+            raise _invalid(key)
+        try:
+            self._compiled = [(regex.compile(rf"(.*\.)?({pattern})$"), values[pattern]) for pattern in values]
+        except regex.error as error:
+            raise _invalid(key) from error
+
+    def find(self, module: str) -> Value:
+        """Return the value of the first pattern that matches `module` or its last dotted parts.
+
+        Raises AdapterError."""
+        for pattern, value in self._compiled:
+            try:
+                if pattern.match(module, timeout=_PATTERN_TIMEOUT_S, concurrent=True):
+                    return value
+            except TimeoutError as error:
+                raise _invalid(self._key) from error
+        return self._values.get(module, self._default)
+
+
+@dataclass(frozen=True)
+class LoraConfig:
+    ranks: Patterns[int]
+    alphas: Patterns[float]
+    uses_square_root: bool
+    target_parameters: tuple[str, ...]
+    ties_head: bool
+
+    def rank_of(self, key: str) -> int:
+        """Return the rank of a module or, if it is a target parameter, of a parameter. `key` is its name.
+
+        Raises AdapterError."""
+        return self.ranks.find(key)
+
+    def scale_of(self, key: str, rank: int) -> float:
+        """Return the factor of the module's or parameter's low-rank product. Raises AdapterError."""
+        alpha = self.alphas.find(key)
+        return alpha / (math.sqrt(rank) if self.uses_square_root else rank)
+
 
 def read_adapter_files(directory: Path, max_bytes: int) -> tuple[dict[str, Tensor], dict[str, float]]:
     """Return an adapter's tensors by name, and the scale of each module's low-rank product by module.
@@ -42,22 +125,22 @@ def read_adapter_files(directory: Path, max_bytes: int) -> tuple[dict[str, Tenso
     named `{module}.gate_up_proj` or `{module}.down_proj` in place of the module and has num_experts * rank in
     place of the rank. `{module}.base` is the adapter's copy of the model's own weight.
 
-    Raises UnsupportedTypeError, TooLargeError, ContentError with the cause, and OSError."""
-    file = directory / lora_config.NAME
+    Raises UnsupportedTypeError, TooLargeError, AdapterError with the cause, and OSError."""
+    file = directory / CONFIG
     if not file.is_file():
-        raise ContentError(f"invalid adapter: no {lora_config.NAME} found")
-    config = parse_config(_bounded(file, lora_config.MAX_CONFIG_BYTES).read_bytes())
+        raise AdapterError(f"invalid adapter: no {CONFIG} found")
+    config = parse_config(_bounded(file, MAX_CONFIG_BYTES).read_bytes())
     tensors: dict[str, Tensor] = {}
     stored = _read_tensors(directory, max_bytes)
     if len(stored) > MAX_TENSORS:
-        raise ContentError(f"invalid adapter: it has {len(stored)} tensors, more than {MAX_TENSORS}")
+        raise AdapterError(f"invalid adapter: it has {len(stored)} tensors, more than {MAX_TENSORS}")
     for name, tensor in stored.items():
         named = _rename(name)
         if named in tensors:
-            raise ContentError(f"invalid adapter: it holds {quote(named)} twice")
+            raise AdapterError(f"invalid adapter: it holds {quote(named)} twice")
         tensors[named] = _check(named, tensor)
     if config.ties_head and any(".lora_embedding_" in name for name in tensors):
-        raise ContentError("an adapter of embeddings that are tied (ensure_weight_tying) is not supported")
+        raise AdapterError("an adapter of embeddings that are tied (ensure_weight_tying) is not supported")
     tensors = _name_parameters(tensors, config) if config.target_parameters else tensors
     return tensors, dict(_scales(tensors, config))
 
@@ -71,15 +154,21 @@ def split_name(name: str) -> tuple[str, str]:
 
 
 def _read_tensors(directory: Path, max_bytes: int) -> dict[str, Tensor]:
-    files = {SAFETENSORS: _load, PICKLE: _unpickle}
-    for name, read in files.items():
-        if (directory / name).is_file():
-            found = read(_bounded(directory / name, max_bytes))
-            # Tensors of a pickle may claim more numbers than it has bytes.
-            if sum(tensor.numel() * tensor.itemsize for tensor in found.values()) > max_bytes:
-                raise TooLargeError
-            return found
-    raise ContentError(f"invalid adapter: neither {SAFETENSORS} nor {PICKLE} found")
+    found = [directory / name for name in WEIGHTS if (directory / name).is_file()]
+    if not found:
+        raise AdapterError(f"invalid adapter: neither {SAFETENSORS} nor {PICKLE} found")
+    file = _bounded(found[0], max_bytes)
+    try:
+        content: Any = load_untrusted(file) if file.name == PICKLE else map_untrusted(file, MAX_HEADER_BYTES)
+    except TensorFileError as error:
+        raise AdapterError(f"invalid adapter: {str(error).removeprefix(f'{directory}/')}") from error
+    tensors: dict[Any, Any] = content if isinstance(content, dict) else {None: content}
+    if not all(isinstance(name, str) and is_plain(value) for name, value in tensors.items()):
+        raise AdapterError(f"invalid adapter: {file.name} does not hold tensors by name")
+    # Tensors of a pickle may claim more numbers than it has bytes.
+    if sum(tensor.numel() * tensor.itemsize for tensor in tensors.values()) > max_bytes:
+        raise TooLargeError
+    return {name: tensor.detach() for name, tensor in tensors.items()}
 
 
 def _bounded(file: Path, max_bytes: int) -> Path:
@@ -88,57 +177,30 @@ def _bounded(file: Path, max_bytes: int) -> Path:
     return file
 
 
-def _load(file: Path) -> dict[str, Tensor]:
-    with file.open("rb") as content:
-        if int.from_bytes(content.read(8), "little") > MAX_HEADER_BYTES:
-            raise ContentError(f"invalid adapter: the header of {SAFETENSORS} is too large")
-    try:
-        found, _ = map_tensors(file)
-    # For a damaged header the library may raise any of these errors.
-    except (SafetensorError, ValueError, KeyError, TypeError, RuntimeError) as error:
-        raise ContentError(f"invalid adapter: {SAFETENSORS} {TORN}") from error
-    return found
-
-
-def _unpickle(file: Path) -> dict[str, Tensor]:
-    try:
-        found: Any = load_small(file)
-    except PickleError as error:
-        raise ContentError(f"invalid adapter: {PICKLE} {str(error).removeprefix(f'{file} ')}") from error
-    named = found.items() if isinstance(found, dict) else [(None, found)]
-    if not all(isinstance(name, str) and _is_plain(value) for name, value in named):
-        raise ContentError(f"invalid adapter: {PICKLE} does not hold tensors by name")
-    return {str(name): tensor.detach() for name, tensor in named}
-
-
-def _is_plain(value: object) -> bool:
-    return isinstance(value, Tensor) and value.layout == torch.strided and value.device.type == "cpu"
-
-
 def _rename(name: str) -> str:
     plain = name.removeprefix(_ROOT)
     if _BIAS.fullmatch(plain):
-        raise ContentError("a bias of lora_B is not supported")
+        raise AdapterError("a bias of lora_B is not supported")
     if _MAGNITUDE in plain:
-        raise ContentError("weight-decomposed LoRA (DoRA) is not supported")
+        raise AdapterError("weight-decomposed LoRA (DoRA) is not supported")
     if found := _LINEAR.fullmatch(plain):
         return f"{found[1]}.{found[2]}.weight"
     if found := _TABLE.fullmatch(plain):
         return f"{found[1]}.{found[2]}"
     if (found := _BASE.fullmatch(plain)) and "lora_" not in plain:
         return f"{found[1]}.base"
-    raise ContentError(f"invalid adapter: {quote(plain)} is no tensor of LoRA")
+    raise AdapterError(f"invalid adapter: {quote(plain)} is not a LoRA tensor")
 
 
 def _check(name: str, tensor: Tensor) -> Tensor:
     if tensor.dtype not in DTYPES:
         kind = str(tensor.dtype).removeprefix("torch.")
-        raise ContentError(f"invalid adapter: {quote(name)} is of type {kind}")
+        raise AdapterError(f"invalid adapter: {quote(name)} is of type {kind}")
     if tensor.dim() != 2 or not tensor.numel():
-        raise ContentError(f"invalid adapter: {quote(name)} has shape {list(tensor.shape)}")
+        raise AdapterError(f"invalid adapter: {quote(name)} has shape {list(tensor.shape)}")
     tensor = tensor.contiguous()
     if not all(bound.isfinite() for bound in tensor.aminmax()):
-        raise ContentError(f"invalid adapter: {quote(name)} holds numbers that are not finite")
+        raise AdapterError(f"invalid adapter: {quote(name)} holds numbers that are not finite")
     return tensor
 
 
@@ -161,7 +223,7 @@ def _scales(tensors: Mapping[str, Tensor], config: LoraConfig) -> Iterator[tuple
     """Yield each module's scale. Check that each A has its B, and that the ranks are those configured."""
     modules = dict.fromkeys(module for module, kind in map(split_name, tensors) if kind != "base")
     if not modules:
-        raise ContentError("invalid adapter: it holds no tensors of LoRA")
+        raise AdapterError("invalid adapter: it holds no LoRA tensors")
     for module in modules:
         a, b = _pair(module, tensors)
         key = _key(module, config)
@@ -169,7 +231,7 @@ def _scales(tensors: Mapping[str, Tensor], config: LoraConfig) -> Iterator[tuple
         is_fused = bool(config.target_parameters) and module.endswith((f".{_UP}", f".{_DOWN}"))
         if a.shape[0] != b.shape[1] or (a.shape[0] % rank if is_fused else a.shape[0] != rank):
             shapes = f"{list(a.shape)} and {list(b.shape)}"
-            raise ContentError(f"invalid adapter: {quote(module)} has shapes {shapes}, expected rank {rank}")
+            raise AdapterError(f"invalid adapter: {quote(module)} has shapes {shapes}, expected rank {rank}")
         yield module, config.scale_of(key, rank)
 
 
@@ -179,7 +241,7 @@ def _pair(module: str, tensors: Mapping[str, Tensor]) -> list[Tensor]:
         kinds = ("lora_embedding_A", "lora_embedding_B")
     for kind in kinds:
         if f"{module}.{kind}" not in tensors:
-            raise ContentError(f"invalid adapter: {quote(f'{module}.{kind}')} is missing")
+            raise AdapterError(f"invalid adapter: {quote(f'{module}.{kind}')} is missing")
     return [tensors[f"{module}.{kind}"] for kind in kinds]
 
 
@@ -188,3 +250,84 @@ def _key(module: str, config: LoraConfig) -> str:
     parameter = f"{module}.weight"
     is_parameter = any(f".{parameter}".endswith(f".{target}") for target in config.target_parameters)
     return parameter if is_parameter else module
+
+
+def parse_config(text: bytes) -> LoraConfig:
+    """Parse and check the configuration. Raises AdapterError and UnsupportedTypeError."""
+    try:
+        config = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise AdapterError(f"invalid adapter: {CONFIG} is not JSON") from error
+    if not isinstance(config, dict):
+        raise AdapterError(f"invalid adapter: {CONFIG} is not an object")
+    _refuse_type(config.get("peft_type"))
+    _refuse_variants(config)
+    return LoraConfig(
+        ranks=_patterns(config, "rank_pattern", "r", DEFAULT_RANK, _rank),
+        alphas=_patterns(config, "alpha_pattern", "lora_alpha", DEFAULT_ALPHA, _number),
+        uses_square_root=_flag(config, "use_rslora"),
+        target_parameters=_names(config, "target_parameters"),
+        ties_head=_flag(config, "ensure_weight_tying"),
+    )
+
+
+def _refuse_type(kind: object) -> None:
+    if not isinstance(kind, str):
+        raise AdapterError(f"invalid adapter: {CONFIG} has no peft_type")
+    if kind != LORA:
+        raise UnsupportedTypeError(f"adapter type {quote(kind)} is not currently supported")
+
+
+def _refuse_variants(config: Mapping[str, Any]) -> None:
+    for key, what in _REFUSED.items():
+        if config.get(key):
+            raise AdapterError(f"{what} is not supported")
+    if config.get("bias") not in (None, "none"):
+        raise AdapterError("trained biases (bias) are not supported")
+    init = config.get("init_lora_weights")
+    if not any(init is plain or (isinstance(init, str) and init == plain) for plain in _PLAIN_INITS):
+        raise AdapterError("an init_lora_weights that changes the model's own weights is not supported")
+
+
+def _rank(key: str, value: object) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < 1 << 31:
+        raise _invalid(key)
+    return value
+
+
+def _number(key: str, value: object) -> float:
+    if not isinstance(value, int | float) or isinstance(value, bool) or not abs(value) < 1e30:
+        raise _invalid(key)
+    return float(value)
+
+
+def _flag(config: Mapping[str, Any], key: str) -> bool:
+    value = config.get(key) or False
+    if not isinstance(value, bool):
+        raise _invalid(key)
+    return value
+
+
+def _patterns(
+    config: Mapping[str, Any],
+    key: str,
+    default_key: str,
+    default: Value,
+    check: Callable[[str, object], Value],
+) -> Patterns[Value]:
+    values = config.get(key) or {}
+    if not isinstance(values, dict):
+        raise _invalid(key)
+    checked = {pattern: check(key, value) for pattern, value in values.items()}
+    return Patterns(key, checked, check(default_key, config.get(default_key, default)))
+
+
+def _names(config: Mapping[str, Any], key: str) -> tuple[str, ...]:
+    value = config.get(key) or []
+    if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
+        raise _invalid(key)
+    return tuple(value)
+
+
+def _invalid(key: str) -> AdapterError:
+    return AdapterError(f"invalid adapter: {key} of {CONFIG} is not valid")

@@ -9,15 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from tgis.prompts import lora_config
-from tgis.prompts.errors import AbsentError, ContentError, TooLargeError, quote
+from tgis.prompts.errors import AdapterError, AdapterNotFoundError, TooLargeError, quote
 from tgis.prompts.ids import is_unfinished
-from tgis.prompts.lora_config import UnsupportedTypeError
-from tgis.tensor_files.safe_pickle import PickleError
-from tgis.tensor_files.small_pickle import load_small
+from tgis.prompts.lora_files import CONFIG, MAX_CONFIG_BYTES, STEM, WEIGHTS, UnsupportedTypeError
+from tgis.tensor_files.errors import TensorFileError
+from tgis.tensor_files.mapped_safetensors import map_untrusted
+from tgis.tensor_files.safe_pickle import load_untrusted
 
 DECODER, ENCODER = "decoder.pt", "encoder.pt"
 PEFT_KEY = "prompt_embeddings"
@@ -32,7 +31,7 @@ _NO_TENSOR = "Invalid prefix embedding tensor"
 
 
 @dataclass(frozen=True)
-class Fit:
+class AdapterRequirements:
     """Shapes and sizes of soft prompts and adapters that a model accepts."""
 
     prompt_width: int
@@ -56,21 +55,22 @@ class SoftPrompt:
         return {name: tensor for name, tensor in named.items() if tensor is not None}
 
 
-def read_prompt(directory: Path, fit: Fit | None) -> SoftPrompt:
+def read_prompt(directory: Path, required: AdapterRequirements | None) -> SoftPrompt:
     """Read the soft prompt in `directory`. Tensors may be mapped from the files.
 
-    With `fit` the tensors are checked against that model and have its dtype. Without, they have the dtype
-    they are stored in, and only what no model accepts is refused.
+    With `required` the tensors are checked against that model and have its dtype. Without, they have the
+    dtype they are stored in, and only what no model accepts is refused.
 
-    Raises AbsentError if there is no soft prompt, TooLargeError, ContentError with the cause, and OSError."""
+    Raises AdapterNotFoundError if there is no soft prompt, TooLargeError, AdapterError with the cause, and
+    OSError."""
     try:
-        names = choose_prompt_files(os.listdir(directory), fit is None or fit.is_encoder_decoder)
-        _check_files(directory, names, fit)
-        found = {name: _read(directory, name) for name in names if name != lora_config.NAME}
+        names = choose_prompt_files(os.listdir(directory), required is None or required.is_encoder_decoder)
+        _check_files(directory, names, required)
+        found = {name: _read(directory, name) for name in names if name != CONFIG}
     except FileNotFoundError as error:
-        raise AbsentError from error
-    checked = {name: _check(content, fit) for name, content in found.items()}
-    decoders = [checked[name] for name in (*lora_config.WEIGHTS, DECODER) if name in checked]
+        raise AdapterNotFoundError from error
+    checked = {name: _check(content, required) for name, content in found.items()}
+    decoders = [checked[name] for name in (*WEIGHTS, DECODER) if name in checked]
     return SoftPrompt(next(iter(decoders), None), checked.get(ENCODER))
 
 
@@ -79,8 +79,8 @@ def read_peft_type(directory: Path) -> str | None:
 
     Raises OSError."""
     try:
-        with (directory / lora_config.NAME).open("rb") as content:
-            config = json.loads(content.read(lora_config.MAX_CONFIG_BYTES))
+        with (directory / CONFIG).open("rb") as content:
+            config = json.loads(content.read(MAX_CONFIG_BYTES))
     except (FileNotFoundError, ValueError, RecursionError):
         return None
     found = config.get("peft_type") if isinstance(config, dict) else None
@@ -89,92 +89,78 @@ def read_peft_type(directory: Path) -> str | None:
 
 def choose_prompt_files(names: Collection[str], takes_encoder: bool) -> list[str]:
     """Choose the files of a soft prompt from the names in a directory; none if it holds no soft prompt."""
-    if any(Path(name).stem == lora_config.STEM and not is_unfinished(name) for name in names):
+    if any(Path(name).stem == STEM and not is_unfinished(name) for name in names):
         chosen = choose_adapter_files(names)
-        return chosen if any(name in lora_config.WEIGHTS for name in chosen) else []
+        return chosen if any(name in WEIGHTS for name in chosen) else []
     return [name for name in (DECODER, ENCODER)[: 1 + takes_encoder] if name in names]
 
 
 def choose_adapter_files(names: Collection[str]) -> list[str]:
     """Choose the files that PEFT saves from the names in a directory."""
-    weights = [name for name in lora_config.WEIGHTS if name in names][:1]
-    return [*weights, *(name for name in (lora_config.NAME,) if name in names)]
+    weights = [name for name in WEIGHTS if name in names][:1]
+    return [*weights, *(name for name in (CONFIG,) if name in names)]
 
 
-def max_file_bytes(fit: Fit | None) -> int:
-    """Return the size of the largest file of a soft prompt that `fit` accepts, in any dtype."""
-    if fit is None:
+def max_file_bytes(required: AdapterRequirements | None) -> int:
+    """Return the size of the largest file of a soft prompt that `required` accepts, in any dtype."""
+    if required is None:
         return MAX_UNFITTED_BYTES
-    return fit.max_prompt_bytes // fit.dtype.itemsize * torch.float64.itemsize + SLACK_BYTES
+    return required.max_prompt_bytes // required.dtype.itemsize * torch.float64.itemsize + SLACK_BYTES
 
 
-def _check_files(directory: Path, names: Collection[str], fit: Fit | None) -> None:
+def _check_files(directory: Path, names: Collection[str], required: AdapterRequirements | None) -> None:
     if not names:
-        raise AbsentError
-    if any((directory / name).stat().st_size > max_file_bytes(fit) for name in names):
+        raise AdapterNotFoundError
+    if any((directory / name).stat().st_size > max_file_bytes(required) for name in names):
         raise TooLargeError
-    if not any(name in lora_config.WEIGHTS for name in names):
+    if not any(name in WEIGHTS for name in names):
         return
-    if fit and fit.is_encoder_decoder:
-        raise ContentError("encoder-decoder architectures not supported for peft models")
+    if required and required.is_encoder_decoder:
+        raise AdapterError("encoder-decoder architectures not supported for peft models")
     kind = read_peft_type(directory)
     if kind is not None and kind not in PEFT_PROMPTS:
         raise UnsupportedTypeError(f"adapter type {quote(kind)} is not currently supported")
 
 
 def _read(directory: Path, name: str) -> object:
-    """Read the object that should be the embeddings. Raises ContentError and OSError."""
+    """Read the object that should be the embeddings. Raises AdapterError and OSError."""
     file = directory / name
-    if name.endswith(".safetensors"):
-        return _read_safetensors(file)
+    is_pickle = file.suffix != ".safetensors"
     try:
-        content = load_small(file)
-    except PickleError as error:
-        raise ContentError(_NO_TENSOR) from error
-    if name.endswith(".bin"):
+        content = load_untrusted(file) if is_pickle else map_untrusted(file, MAX_HEADER_BYTES)
+    except TensorFileError as error:
+        raise AdapterError(_NO_TENSOR) from error
+    if name in WEIGHTS:
         return content.get(PEFT_KEY) if isinstance(content, dict) else None
     return content
 
 
-def _read_safetensors(file: Path) -> Tensor:
-    with file.open("rb") as start:
-        if int.from_bytes(start.read(8), "little") > MAX_HEADER_BYTES:
-            raise ContentError(_NO_TENSOR)
-    try:
-        with safe_open(file, framework="pt") as content:
-            tensor: Tensor = content.get_tensor(PEFT_KEY)
-    # For a damaged header the library may raise any of these errors.
-    except (SafetensorError, ValueError, LookupError, TypeError, AttributeError, RuntimeError) as error:
-        raise ContentError(_NO_TENSOR) from error
-    return tensor
-
-
-def _check(content: object, fit: Fit | None) -> Tensor:
+def _check(content: object, required: AdapterRequirements | None) -> Tensor:
     """Check the embeddings and return them, [num_tokens, width].
 
-    Raises ContentError for the first fault; clients rely on the order of the checks."""
+    Raises AdapterError for the first fault; clients rely on the order of the checks."""
     if not isinstance(content, Tensor) or content.dtype not in _DTYPES or content.dim() != 2:
-        raise ContentError(_NO_TENSOR)
+        raise AdapterError(_NO_TENSOR)
     tensor = content.detach()
     num_tokens, width = tensor.shape
-    if not num_tokens or (fit and num_tokens > fit.max_prompt_tokens):
-        raise ContentError(f"Invalid prefix embedding length of {num_tokens}")
-    if fit and fit.is_encoder_decoder and num_tokens % 2:
-        raise ContentError("Encoder/decoder prefix tensor must be of even length")
-    if not width or (fit and width != fit.prompt_width):
-        expected = fit.prompt_width if fit else "1 or more"
-        raise ContentError(f"Prefix embedding tensor dim {width} does not match model ({expected})")
-    if tensor.numel() * tensor.element_size() > max_file_bytes(fit):  # rows may share memory
+    if not num_tokens or (required and num_tokens > required.max_prompt_tokens):
+        raise AdapterError(f"Invalid prefix embedding length of {num_tokens}")
+    if required and required.is_encoder_decoder and num_tokens % 2:
+        raise AdapterError("Encoder/decoder prefix tensor must be of even length")
+    if not width or (required and width != required.prompt_width):
+        expected = required.prompt_width if required else "1 or more"
+        raise AdapterError(f"Prefix embedding tensor dim {width} does not match model ({expected})")
+    if tensor.numel() * tensor.element_size() > max_file_bytes(required):  # rows may share memory
         raise TooLargeError
-    return _cast(tensor, fit.dtype if fit else tensor.dtype)
+    return _cast(tensor, required.dtype if required else tensor.dtype)
 
 
 def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a contiguous tensor of that dtype. Raises ContentError for elements that are not finite."""
+    """Return a contiguous tensor of that dtype. Raises AdapterError for elements that are not finite."""
     if not tensor.isfinite().all():
-        raise ContentError("Prefix contains non-finite elements")
+        raise AdapterError("Prefix contains non-finite elements")
     cast = tensor.to(dtype).contiguous()
     if not cast.isfinite().all():
         change = f"from {tensor.dtype} to {dtype}"
-        raise ContentError(f"Prefix contains non-finite elements after conversion {change}")
+        raise AdapterError(f"Prefix contains non-finite elements after conversion {change}")
     return cast

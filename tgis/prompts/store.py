@@ -9,20 +9,25 @@ import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from torch import Tensor
 
-from tgis.prompts.artifact_cache import Kind, Spool
-from tgis.prompts.errors import AbsentError, ContentError, NotTunableError, TooLargeError, quote
-from tgis.prompts.ids import Place, absence, find_place, is_named
-from tgis.prompts.lora_config import LORA, UnsupportedTypeError
-from tgis.prompts.lora_files import MAX_HEADER_BYTES, read_adapter_files, split_name
-from tgis.prompts.snapshot import Choose, State, look, take
+from tgis.prompts.artifact_cache import ArtifactCache, Kind
+from tgis.prompts.errors import AdapterError, AdapterNotFoundError, NotTunableError, TooLargeError, quote
+from tgis.prompts.ids import AdapterDirectory, find_directory, has_entry, missing_as_not_found
+from tgis.prompts.lora_files import (
+    LORA,
+    MAX_HEADER_BYTES,
+    UnsupportedTypeError,
+    read_adapter_files,
+    split_name,
+)
+from tgis.prompts.snapshot import Choose, FilesState, copy_files, read_state
 from tgis.prompts.soft_prompt import (
-    Fit,
+    AdapterRequirements,
     SoftPrompt,
     choose_adapter_files,
     choose_prompt_files,
@@ -43,7 +48,7 @@ _ADAPTER_ID = re.compile("[A-Za-z0-9_./-]+")
 
 
 @dataclass(frozen=True)
-class Found:
+class ArtifactInfo:
     kind: Kind
     digest: str
     num_decoder_tokens: int
@@ -53,24 +58,18 @@ class Found:
 
 
 # A text says why the soft prompt or adapter is refused.
-Outcome = Found | str
+Outcome = ArtifactInfo | str
 
 
-@dataclass
-class _Turn:
-    lock: threading.Lock = field(default_factory=threading.Lock)
-    num_waiting: int = 0
-
-
-class Store:
+class AdapterStore:
     """Store of soft prompts and adapters by id. Safe to use from any thread.
 
     The result of reading files is remembered until they change."""
 
     def __init__(
         self,
-        spool: Spool,
-        fit: Fit | None,
+        artifacts: ArtifactCache,
+        required: AdapterRequirements | None,
         prompts: Path | None,
         adapters: Path | None,
         named: Mapping[str, Path],
@@ -79,138 +78,136 @@ class Store:
         """Take the directories without reading them.
 
         `prompts` is the directory of soft prompts, which may hold adapters too, and `adapters` that of
-        adapters. `named` maps names to adapters anywhere on the disk. `fit` is None if the model takes
+        adapters. `named` maps names to adapters anywhere on the disk. `required` is None if the model takes
         neither soft prompts nor adapters. `is_known` is passed to NotTunableError."""
-        self._spool, self._fit, self._is_known = spool, fit, is_known
+        self._artifacts, self._required, self._is_known = artifacts, required, is_known
+        takes_encoder = required is None or required.is_encoder_decoder
+        self._choose: dict[Kind, Choose] = {
+            "prompt": partial(choose_prompt_files, takes_encoder=takes_encoder),
+            "adapter": choose_adapter_files,
+        }
         self._prompts, self._adapters = (root and root.absolute() for root in (prompts, adapters))
         self._named = {name: path.absolute() for name, path in named.items()}
-        self._remembered: OrderedDict[tuple[Kind, str], tuple[State, Outcome]] = OrderedDict()
-        self._turns: dict[tuple[Kind, str], _Turn] = {}
+        self._remembered: OrderedDict[tuple[Kind, str], tuple[FilesState, Outcome]] = OrderedDict()
         self._lock = threading.Lock()
+        self._turns: set[tuple[Kind, str]] = set()
+        self._turn_ended = threading.Condition(self._lock)
 
-    def find(self, kind: Kind, id: str) -> Found:
-        """Find and check the soft prompt or adapter `id`, and keep a copy in the spool.
+    def find(self, kind: Kind, id: str) -> ArtifactInfo:
+        """Find and check the soft prompt or adapter `id`, and keep a copy in the cache.
 
         Concurrent calls for one id read it once; each waits at most TURN_TIMEOUT_S for its turn.
 
-        Raises ContentError with a text for the client, and OSError."""
+        Raises AdapterError with a text for the client, and OSError."""
         if kind == "adapter" and id not in self._named:
             if not (self._prompts or self._adapters):
-                raise ContentError("adapter_id supplied but no adapter store was configured")
+                raise AdapterError("adapter_id supplied but no adapter store was configured")
             if not _ADAPTER_ID.fullmatch(id):
                 rule = "must contain only alphanumeric, _ and - and /"
-                raise ContentError(f"Invalid adapter id '{quote(id)}', {rule}")
+                raise AdapterError(f"Invalid adapter id '{quote(id)}', {rule}")
         try:
             with self._take_turn(kind, id):
                 outcome = self._find(kind, id)
-        except ContentError as error:
-            raise ContentError(_explain(kind, id, error)) from error
+        except AdapterError as error:
+            raise AdapterError(_explain(kind, id, error)) from error
         if isinstance(outcome, str):
-            raise ContentError(outcome)
+            raise AdapterError(outcome)
         return outcome
 
-    def refuse(self, digest: str, error: ContentError) -> None:
+    def refuse(self, digest: str, error: AdapterError) -> None:
         """Refuse the soft prompt or adapter with that digest, because the model cannot load it.
 
-        Later calls of `find` raise ContentError with the text of `error` until the files change."""
+        Later calls of `find` raise AdapterError with the text of `error` until the files change."""
         with self._lock:
             for (kind, id), (state, outcome) in list(self._remembered.items()):
-                if isinstance(outcome, Found) and outcome.digest == digest:
+                if isinstance(outcome, ArtifactInfo) and outcome.digest == digest:
                     self._remembered[kind, id] = state, _explain(kind, id, error)
                     logger.warning("%s %s is refused: %s", kind, quote(id), error)
 
     def _find(self, kind: Kind, id: str) -> Outcome:
         for _ in range(TRIES):
-            place = self._locate(kind, id)
+            source = self._locate(kind, id)
             try:
-                return self._recall(kind, id, place) or self._read(kind, id, place)
-            except AbsentError:
-                if self._locate(kind, id) == place:
+                return self._recall(kind, id, source) or self._read(kind, id, source)
+            except AdapterNotFoundError:
+                if self._locate(kind, id) == source:
                     raise
-        raise AbsentError
+        raise AdapterNotFoundError
 
-    def _locate(self, kind: Kind, id: str) -> Place:
+    def _locate(self, kind: Kind, id: str) -> AdapterDirectory:
         if kind == "adapter" and id in self._named:
-            with absence():
-                return Place(Path(os.path.realpath(self._named[id], strict=True)), None)
+            with missing_as_not_found():
+                return AdapterDirectory(Path(os.path.realpath(self._named[id], strict=True)), None)
         for root in (self._prompts,) if kind == "prompt" else (self._adapters, self._prompts):
+            if root is None:
+                continue
             try:
-                if root is not None:
-                    return find_place(root, id)
-            except AbsentError:
-                if root is not None and is_named(root, id):  # a forbidden entry hides those of later roots
+                return find_directory(root, id)
+            except AdapterNotFoundError:
+                if has_entry(root, id):  # a forbidden entry hides those of later roots
                     raise
-        raise AbsentError
+        raise AdapterNotFoundError
 
-    def _recall(self, kind: Kind, id: str, place: Place) -> Outcome | None:
+    def _recall(self, kind: Kind, id: str, source: AdapterDirectory) -> Outcome | None:
         with self._lock:
             state, outcome = self._remembered.get((kind, id), (None, ""))
-        if state is None or look(place.directory, self._choose(kind)) != state:
+        if state is None or read_state(source.directory, self._choose[kind]) != state:
             return None
-        if isinstance(outcome, Found) and outcome.digest not in self._spool:
+        if isinstance(outcome, ArtifactInfo) and outcome.digest not in self._artifacts:
             return None
         with self._lock:
             if (kind, id) in self._remembered:
                 self._remembered.move_to_end((kind, id))
         return outcome
 
-    def _read(self, kind: Kind, id: str, place: Place) -> Outcome:
-        fit = self._fit
-        if fit is None:
+    def _read(self, kind: Kind, id: str, source: AdapterDirectory) -> Outcome:
+        required = self._required
+        if required is None:
             raise NotTunableError(self._is_known)
-        with self._spool.room() as room:
-            state = take(place, self._choose(kind), room, _max_file_bytes(kind, fit))
+        with self._artifacts.temporary_directory() as copy:
+            state = copy_files(source, self._choose[kind], copy, _max_file_bytes(kind, required))
             try:
-                outcome: Outcome = self._keep(kind, room, fit)
-            except AbsentError:
+                outcome: Outcome = self._check(kind, copy, required)
+            except AdapterNotFoundError:
                 raise
-            except ContentError as error:
-                detail = str(error.__cause__ or error).replace(str(room), str(place.directory))
+            except AdapterError as error:
+                detail = str(error.__cause__ or error).replace(str(copy), str(source.directory))
                 logger.warning("%s %s is refused: %s", kind, quote(id), detail)
                 outcome = _explain(kind, id, error)
         if state.is_settled:
             self._remember(kind, id, state, outcome)
         return outcome
 
-    def _keep(self, kind: Kind, room: Path, fit: Fit) -> Found:
-        if kind == "adapter" or read_peft_type(room) == LORA:
-            tensors, scales = read_adapter_files(room, _max_file_bytes("adapter", fit))
-            num_bytes = measure_adapter(tensors, fit.max_adapter_bytes)
-            return Found("adapter", self._spool.put("adapter", tensors, {"scales": scales}), 0, 0, num_bytes)
-        prompt = read_prompt(room, fit)
-        num_bytes = measure_prompt(prompt, fit.max_prompt_bytes)
-        digest = self._spool.put("prompt", prompt.tensors, {})
-        return Found("prompt", digest, _count(prompt.decoder), _count(prompt.encoder), num_bytes)
+    def _check(self, kind: Kind, copy: Path, required: AdapterRequirements) -> ArtifactInfo:
+        if kind == "adapter" or read_peft_type(copy) == LORA:
+            tensors, scales = read_adapter_files(copy, _max_file_bytes("adapter", required))
+            num_bytes = measure_adapter(tensors, required.max_adapter_bytes)
+            digest = self._artifacts.put("adapter", tensors, {"scales": scales})
+            return ArtifactInfo("adapter", digest, 0, 0, num_bytes)
+        prompt = read_prompt(copy, required)
+        num_bytes = measure_prompt(prompt, required.max_prompt_bytes)
+        digest = self._artifacts.put("prompt", prompt.tensors, {})
+        return ArtifactInfo("prompt", digest, _count(prompt.decoder), _count(prompt.encoder), num_bytes)
 
-    def _remember(self, kind: Kind, id: str, state: State, outcome: Outcome) -> None:
+    def _remember(self, kind: Kind, id: str, state: FilesState, outcome: Outcome) -> None:
         with self._lock:
             self._remembered[kind, id] = state, outcome
             self._remembered.move_to_end((kind, id))
             if len(self._remembered) > MAX_REMEMBERED:
                 self._remembered.popitem(last=False)
 
-    def _choose(self, kind: Kind) -> Choose:
-        if kind == "adapter":
-            return choose_adapter_files
-        return partial(choose_prompt_files, takes_encoder=self._fit is None or self._fit.is_encoder_decoder)
-
     @contextmanager
     def _take_turn(self, kind: Kind, id: str) -> Iterator[None]:
-        with self._lock:
-            turn = self._turns.setdefault((kind, id), _Turn())
-            turn.num_waiting += 1
+        with self._turn_ended:
+            if not self._turn_ended.wait_for(lambda: (kind, id) not in self._turns, TURN_TIMEOUT_S):
+                raise AdapterError("Timeout expired")
+            self._turns.add((kind, id))
         try:
-            if not turn.lock.acquire(timeout=TURN_TIMEOUT_S):
-                raise ContentError("Timeout expired")
-            try:
-                yield
-            finally:
-                turn.lock.release()
+            yield
         finally:
-            with self._lock:
-                turn.num_waiting -= 1
-                if not turn.num_waiting:
-                    del self._turns[kind, id]
+            with self._turn_ended:
+                self._turns.remove((kind, id))
+                self._turn_ended.notify_all()
 
 
 def measure_prompt(prompt: SoftPrompt, max_bytes: int) -> int:
@@ -232,28 +229,28 @@ def _measure(sizes: Iterable[int], max_bytes: int) -> int:
     return total
 
 
-def _explain(kind: Kind, id: str, error: ContentError) -> str:
+def _explain(kind: Kind, id: str, error: AdapterError) -> str:
     """Return the whole text that the client gets."""
     shown = quote(id)
     if isinstance(error, UnsupportedTypeError):
         return str(error)
     cause = str(error)
     if kind == "adapter":
-        if isinstance(error, AbsentError):
+        if isinstance(error, AdapterNotFoundError):
             cause = "directory does not exist"
         elif isinstance(error, TooLargeError):
             cause = f"adapter {shown} exceeds the allowed cache size"
         return f"can't retrieve adapter with id '{shown}': {cause}"
-    if isinstance(error, AbsentError):
+    if isinstance(error, AdapterNotFoundError):
         cause = f'prefix id "{shown}" not found'
     elif isinstance(error, TooLargeError):
         cause = f"Prefix ID object {shown} exceeds the allowed cache size"
     return f"can't retrieve prompt prefix with id '{shown}': {cause}"
 
 
-def _max_file_bytes(kind: Kind, fit: Fit) -> int:
-    adapter = fit.max_adapter_bytes + MAX_HEADER_BYTES
-    return adapter if kind == "adapter" else max(adapter, max_file_bytes(fit))
+def _max_file_bytes(kind: Kind, required: AdapterRequirements) -> int:
+    adapter = required.max_adapter_bytes + MAX_HEADER_BYTES
+    return adapter if kind == "adapter" else max(adapter, max_file_bytes(required))
 
 
 def _count(tensor: Tensor | None) -> int:

@@ -19,7 +19,7 @@ from tgis.hub import model_files
 from tgis.pb import shard_pb2 as pb
 from tgis.pb.shard_pb2_grpc import ShardServiceServicer, add_ShardServiceServicer_to_server
 from tgis.process.heartbeat import Heartbeat
-from tgis.shard.adapters.loading import open_spool, open_store
+from tgis.shard.adapters.loading import open_artifact_cache, open_store
 from tgis.shard.adapters.rpc import ContentCalls
 from tgis.shard.kernels.cpu.jit.cache import keep_with_run
 from tgis.shard.kernels.cpu.jit.compiler import is_compiling
@@ -106,7 +106,7 @@ def serve(config: ShardConfig) -> NoReturn:
     engine = load(config)
     length = sequence_length(config, model_files.read_json(Path(config.model_path), "config.json"))
     store = open_store(config, engine.model, length)
-    service = ShardService(engine.info, ContentCalls(store, open_spool(config), engine.contents))
+    service = ShardService(engine.info, ContentCalls(store, open_artifact_cache(config), engine.contents))
     # Open the socket for steps first: a router that finds the gRPC socket may connect to this one at once.
     steps = StepSocket(link.open_steps())
     server = _listen(service, link)

@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
+
+from tgis.tensor_files.errors import DAMAGED, TensorFileError
 
 DTYPES = {
     "F64": torch.float64,
@@ -45,6 +47,28 @@ def map_tensors(file: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     metadata = header.pop("__metadata__", {})
     stored = torch.frombuffer(mapped, dtype=torch.uint8)[start:]
     return {name: _view(stored, start, entry) for name, entry in header.items()}, metadata
+
+
+def map_untrusted(file: Path, max_header_bytes: int) -> dict[str, Tensor]:
+    """Return the tensors by name, like `map_tensors`. Raises TensorFileError, OSError."""
+    with file.open("rb") as content:
+        if int.from_bytes(content.read(8), "little") > max_header_bytes:
+            raise TensorFileError(f"{file} has a header that is too large")
+    try:
+        return map_tensors(file)[0]
+    # For a damaged header the library may raise any of these errors.
+    except (SafetensorError, ValueError, LookupError, TypeError, AttributeError, RuntimeError) as error:
+        raise TensorFileError(f"{file} {DAMAGED}") from error
+
+
+def separate_memory(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return contiguous tensors that share no memory, as the file format requires."""
+    separate, end = {}, 0
+    for name, tensor in sorted(tensors.items(), key=lambda item: item[1].data_ptr()):
+        own = tensor.detach().contiguous()
+        own = own.clone() if own.data_ptr() < end else own
+        separate[name], end = own, max(end, own.data_ptr() + own.nbytes)
+    return separate
 
 
 def _view(stored: Tensor, start: int, entry: Mapping[str, Any]) -> Tensor:

@@ -1,25 +1,41 @@
-"""Reads torch's pickled tensors without running other code from the pickle.
+"""Reads tensors that torch.save wrote, without running other code from the pickle.
 
-Only the calls that build tensors are allowed."""
+Only the calls that build tensors are allowed. torch's reader itself can still be made to allocate any amount
+of memory, and it does not detect damage, so an untrusted file is checked before torch reads it."""
 
 import pickle
+import pickletools
 import re
+import struct
 import warnings
+import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from io import BytesIO
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
+from torch import Tensor
 
-from tgis.errors import OperatorError
+from tgis.tensor_files.errors import DAMAGED, TensorFileError
 
-TORN = "cannot be read: it is truncated or damaged"
-INCOMPLETE = "the checkpoint is truncated or damaged"
+# Most bytes of an untrusted file besides the tensors' elements; as Python objects they take about fifty times
+# as much.
+MAX_PICKLE_BYTES = 4 << 20
+OLD_PICKLES = 5  # number of pickles at the beginning of a file from before torch 1.6
 _ZIP = b"PK\x03\x04"
 _GLOBAL = re.compile(r"GLOBAL ([\w.]+)")
-
-
-class PickleError(OperatorError):
-    """Error when a file cannot be used; the text is one line that names it."""
+# All names that a pickle needs to build plain tensors and parameters, alone or by name.
+_NEEDED = re.compile(
+    r"torch \w+Storage|collections OrderedDict|torch\._utils (_rebuild_tensor_v2|_rebuild_parameter)"
+)
+_OTHER_CALLS = ("STACK_GLOBAL", "INST", "OBJ", "NEWOBJ", "NEWOBJ_EX", "EXT1", "EXT2", "EXT4")
+# Last three records of a zip archive without a comment: the zip64 end of the central directory, the locator
+# of that record, and the end of the central directory in 32 bits. Only archives in zip64 format have the
+# first two. The struct reads their signatures, both lengths of the directory, and the length of the comment.
+_END = struct.Struct("<4s36xQ8x 4s16x 4s8xI4xH")
+_LARGE, _LOCATOR, _SMALL = b"PK\x06\x06", b"PK\x06\x07", b"PK\x05\x06"
 
 
 def open_pickle(file: Path) -> dict[str, Any]:
@@ -27,27 +43,20 @@ def open_pickle(file: Path) -> dict[str, Any]:
 
     Files from before torch 1.6 cannot be mapped and are read as a whole.
 
-    Raises PickleError, OSError."""
-    found = load_pickle(file)
+    Raises TensorFileError, OSError."""
+    found = _load(file)
     if not isinstance(found, dict):
-        raise PickleError(f"{file} does not hold tensors by name")
+        raise TensorFileError(f"{file} does not hold tensors by name")
     return found
 
 
-def load_pickle(file: Path) -> object:
-    """Return the object in the file, of any type; otherwise like `open_pickle`."""
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # torch warns of an unusual pickle protocol
-            found: object = torch.load(file, map_location="cpu", weights_only=True, mmap=can_map(file))
-    except pickle.UnpicklingError as error:
-        raise PickleError(f"{file} {_explain(error, file)}") from error
-    except (FileNotFoundError, MemoryError):
-        raise
-    # On a truncated or damaged file the reader may raise any exception.
-    except Exception as error:
-        raise PickleError(f"{file} {TORN}") from error
-    return found
+def load_untrusted(file: Path) -> object:
+    """Return the object in the file; its tensors are mapped from the file, so the file must not change.
+
+    Raises TensorFileError, OSError, MemoryError."""
+    with _errors_as_damage(file):
+        _check_archive(file) if can_map(file) else _check_old(file)
+    return _load(file)
 
 
 def can_map(file: Path) -> bool:
@@ -56,13 +65,42 @@ def can_map(file: Path) -> bool:
         return content.read(len(_ZIP)) == _ZIP
 
 
-def _explain(error: pickle.UnpicklingError, file: Path) -> str:
+def is_plain(value: object) -> TypeGuard[Tensor]:
+    """Return True for a tensor whose elements lie in the CPU's memory, each at its place."""
+    return isinstance(value, Tensor) and value.layout == torch.strided and value.device.type == "cpu"
+
+
+def _load(file: Path) -> object:
+    with _errors_as_damage(file), warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # torch warns of an unusual pickle protocol
+        found: object = torch.load(file, map_location="cpu", weights_only=True, mmap=can_map(file))
+    return found
+
+
+@contextmanager
+def _errors_as_damage(file: Path) -> Iterator[None]:
+    """Convert all errors but those of the system to TensorFileError: on damage, readers may raise any."""
+    try:
+        yield
+    except (TensorFileError, FileNotFoundError, MemoryError):
+        raise
+    except pickle.UnpicklingError as error:
+        raise _refusal(file, error) from error
+    except Exception as error:
+        raise TensorFileError(f"{file} {DAMAGED}") from error
+
+
+def _refusal(file: Path, error: pickle.UnpicklingError) -> TensorFileError:
     refused = _GLOBAL.search(str(error))
     if refused is None:
-        return f"{TORN}, or not a pickle of tensors"
+        return TensorFileError(f"{file} {DAMAGED}, or not a pickle of tensors")
     if _ends_within(file, refused[1]):
-        return TORN
-    return f"wants to call {refused[1]}, which tensors do not need; it was not run"
+        return TensorFileError(f"{file} {DAMAGED}")
+    return _refused_call(file, refused[1])
+
+
+def _refused_call(file: Path, what: str) -> TensorFileError:
+    return TensorFileError(f"{file} wants to call {what}, which tensors do not need; it was not run")
 
 
 def _ends_within(file: Path, name: str) -> bool:
@@ -76,3 +114,45 @@ def _ends_within(file: Path, name: str) -> bool:
         content.seek(max(0, file.stat().st_size - len(name) - 3))
         tail = content.read()
     return tail.endswith(begun) or tail[:-1].endswith(begun)
+
+
+def _check_archive(file: Path) -> None:
+    with file.open("rb") as content:
+        content.seek(-_END.size, 2)
+        _check_end(file, content.read())
+        with zipfile.ZipFile(content) as archive:
+            records = archive.infolist()
+            is_plain = all(record.compress_type == zipfile.ZIP_STORED for record in records)
+            pickles = [record for record in records if record.filename.endswith("data.pkl")]
+            is_short = all(record.file_size <= MAX_PICKLE_BYTES for record in pickles)
+            if not (is_plain and is_short) or archive.testzip():
+                raise TensorFileError(f"{file} {DAMAGED}")
+            for record in pickles:
+                _check_calls(file, archive.read(record), 1)
+
+
+def _check_end(file: Path, end: bytes) -> None:
+    """Check that the archive's end is well-formed and its directory has at most MAX_PICKLE_BYTES.
+
+    zipfile reads the whole directory into memory, and uses the zip64 record's length if there is one.
+
+    Raises TensorFileError."""
+    large, large_bytes, locator, small, small_bytes, comment_bytes = _END.unpack(end)
+    is_plain = small == _SMALL and not comment_bytes and (large == _LARGE) == (locator == _LOCATOR)
+    if not is_plain or (large_bytes if locator == _LOCATOR else small_bytes) > MAX_PICKLE_BYTES:
+        raise TensorFileError(f"{file} {DAMAGED}")
+
+
+def _check_old(file: Path) -> None:
+    with file.open("rb") as content:
+        _check_calls(file, content.read(MAX_PICKLE_BYTES), OLD_PICKLES)
+
+
+def _check_calls(file: Path, content: bytes, num_pickles: int) -> None:
+    stream = BytesIO(content)
+    for _ in range(num_pickles):
+        for operation, name, _ in pickletools.genops(stream):
+            is_call = operation.name == "GLOBAL" and not _NEEDED.fullmatch(str(name))
+            if is_call or operation.name in _OTHER_CALLS:
+                what = str(name).replace(" ", ".") if is_call else "what it does not name"
+                raise _refused_call(file, what)

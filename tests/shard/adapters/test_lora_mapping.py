@@ -13,7 +13,7 @@ from torch import Tensor
 from tests.support.shard.checkpoints import write_model
 from tests.support.shard.family_cases.all import CASES
 from tests.support.shard.stepping import ALONE, load, read_config
-from tgis.prompts.errors import ContentError
+from tgis.prompts.errors import AdapterError
 from tgis.shard.adapters.lora_mapping import read_adapter
 from tgis.shard.collectives import World
 from tgis.shard.layers.lora import Adapter
@@ -190,7 +190,7 @@ def test_parts_are_float32_and_no_views(root: Path) -> None:
 
 
 def refuse(directory: Path, tensors: Tensors, scales: dict[str, float], cause: str) -> None:
-    with pytest.raises(ContentError, match=re.escape(cause)) as caught:
+    with pytest.raises(AdapterError, match=re.escape(cause)) as caught:
         read_adapter(load(directory).parts, tensors, scales)
     assert str(directory) not in str(caught.value)
 
@@ -284,7 +284,7 @@ def test_a_model_that_vanished(root: Path, tmp_path: Path) -> None:
     (tmp_path / "model" / "model.safetensors").unlink()
     tensors, scales = change(Q, 32, 32)
     assert read_adapter(parts, tensors, scales).deltas.keys() == {"blocks.0.attention.qkv"}
-    with pytest.raises(ContentError, match="cannot be read") as caught:
+    with pytest.raises(AdapterError, match="cannot be read") as caught:
         read_adapter(parts, tensors | {"lm_head.base": torch.randn(99, 32)}, scales)
     assert str(tmp_path) not in str(caught.value)
 
@@ -297,5 +297,5 @@ def test_an_outline_tells_as_much(root: Path) -> None:
     assert (
         read_adapter(parts, drawn.tensors, drawn.scales).deltas.keys() == read(directory, drawn).deltas.keys()
     )
-    with pytest.raises(ContentError, match="for another model"):
+    with pytest.raises(AdapterError, match="for another model"):
         read_adapter(parts, *change(Q, 32, 32))

@@ -10,7 +10,7 @@ from queue import SimpleQueue
 import pytest
 import torch
 
-from tgis.prompts.errors import MissingContentError
+from tgis.prompts.errors import MissingArtifactError
 from tgis.shard.adapters import registry as contents_module
 from tgis.shard.adapters.registry import Content, Contents, Prompt
 from tgis.shard.layers.lora import Adapter, LowRank
@@ -133,7 +133,7 @@ def test_many_threads_agree_with_the_last_word() -> None:
             assert contents.prompt(mine) is None
             contents.unload_others([str(i) for i in range(4)])
             if rng.random() < 0.1:
-                with suppress(MissingContentError):  # the others unload it
+                with suppress(MissingArtifactError):  # the others unload it
                     contents.load("9")
 
     with ThreadPoolExecutor(4) as threads:
@@ -164,7 +164,7 @@ def test_what_is_unloaded_while_it_is_read_is_not_kept(others: bool) -> None:
         wanted = threads.submit(contents.load, "slow")
         entered.get(timeout=10)
         gates[0].set()
-        assert isinstance(stray.exception(10), MissingContentError)
+        assert isinstance(stray.exception(10), MissingArtifactError)
         assert contents.prompt("slow") is None
         gates[1].set()
         wanted.result(10)

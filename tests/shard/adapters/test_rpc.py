@@ -13,12 +13,12 @@ import grpc
 import pytest
 import torch
 
-from tests.support.prompt_files import FIT, age, save_lora
+from tests.support.prompt_files import REQUIRED, age, save_lora
 from tgis.pb import shard_pb2 as pb
 from tgis.pb.shard_pb2_grpc import ShardServiceStub
-from tgis.prompts.artifact_cache import Kind, Spool
-from tgis.prompts.errors import ContentError, MissingContentError
-from tgis.prompts.store import Found, Store
+from tgis.prompts.artifact_cache import ArtifactCache, Kind
+from tgis.prompts.errors import AdapterError, MissingArtifactError
+from tgis.prompts.store import AdapterStore, ArtifactInfo
 from tgis.router.shards.artifact_transfer import relay
 from tgis.shard.adapters.registry import Content, Contents, Prompt
 from tgis.shard.adapters.rpc import ContentCalls
@@ -29,8 +29,8 @@ TIMEOUT_S = 10
 PROMPT = Prompt(torch.ones(2, 4), torch.empty(0, 4))
 Code = grpc.StatusCode
 ERRORS = [
-    (ContentError("it is odd"), Code.INVALID_ARGUMENT, "it is odd"),
-    (MissingContentError("abc"), Code.NOT_FOUND, "no copy is kept"),
+    (AdapterError("it is odd"), Code.INVALID_ARGUMENT, "it is odd"),
+    (MissingArtifactError("abc"), Code.NOT_FOUND, "no copy is kept"),
     (MemoryError(), Code.RESOURCE_EXHAUSTED, "out of memory"),
     (torch.OutOfMemoryError("secret"), Code.RESOURCE_EXHAUSTED, "out of memory"),
     (OSError(errno.ENOSPC, "secret"), Code.RESOURCE_EXHAUSTED, "no room is left for a copy"),
@@ -58,30 +58,34 @@ class Answers:
             raise self.error
 
 
-class OddStore(Store):
+class OddStore(AdapterStore):
     """Finds the same prompt under any id, or fails."""
 
-    def __init__(self, spool: Spool, answers: Answers) -> None:
-        super().__init__(spool, None, None, None, {})
-        self.spool, self._answers = spool, answers
+    def __init__(self, artifacts: ArtifactCache, answers: Answers) -> None:
+        super().__init__(artifacts, None, None, None, {})
+        self.artifacts, self._answers = artifacts, answers
 
-    def find(self, kind: Kind, id: str) -> Found:
+    def find(self, kind: Kind, id: str) -> ArtifactInfo:
         self._answers.meet()
         if id == "copied":
-            digest = self.spool.put(kind, {"decoder": torch.ones(2, 4)}, {})
-            return Found(kind, digest, 2, 0, 64)
-        return Found("adapter" if id == "lora" else kind, f"digest of {id}", 2, 3, 64)
+            digest = self.artifacts.put(kind, {"decoder": torch.ones(2, 4)}, {})
+            return ArtifactInfo(kind, digest, 2, 0, 64)
+        return ArtifactInfo("adapter" if id == "lora" else kind, f"digest of {id}", 2, 3, 64)
 
 
 class Served:
     """A service without a model, on a socket; `finding` and `reading` are what finding and loading meet."""
 
     def __init__(self, directory: Path, prompts: Path | None = None) -> None:
-        self.finding, self.reading, self.spool = Answers(), Answers(), Spool(directory / "contents")
+        self.finding, self.reading, self.artifacts = (
+            Answers(),
+            Answers(),
+            ArtifactCache(directory / "contents"),
+        )
         self.contents = Contents(self._read)
-        odd = OddStore(self.spool, self.finding)
-        store = odd if prompts is None else Store(self.spool, FIT, prompts, None, {})
-        service = ShardService(pb.InfoResponse(), ContentCalls(store, self.spool, self.contents))
+        odd = OddStore(self.artifacts, self.finding)
+        store = odd if prompts is None else AdapterStore(self.artifacts, REQUIRED, prompts, None, {})
+        service = ShardService(pb.InfoResponse(), ContentCalls(store, self.artifacts, self.contents))
         self.path = directory / "socket"
         self._server = _listen(service, UnixLink(str(self.path)))
         self.channel = grpc.insecure_channel(f"unix:{self.path}")
@@ -152,7 +156,7 @@ def test_a_full_disk_is_one_line_for_the_operator(served: Served, caplog: pytest
     [record] = caplog.records
     assert (record.levelname, record.exc_info) == ("ERROR", None)
     assert record.getMessage() == (
-        f"{served.spool.directory}: no room is left for copies of soft prompts and adapters"
+        f"{served.artifacts.directory}: no room is left for copies of soft prompts and adapters"
     )
 
 
@@ -162,7 +166,7 @@ def test_what_cannot_be_loaded_is_not_found_again(tmp_path: Path) -> None:
     age(save_lora(prompts / "a"))
     served = Served(tmp_path, prompts)
     try:
-        served.reading.error = ContentError("its rank is odd")
+        served.reading.error = AdapterError("its rank is odd")
         served.reading.error.__cause__ = OSError("no disk")
         found = served.find("a", pb.CONTENT_KIND_ADAPTER)
         with pytest.raises(grpc.RpcError, match="its rank is odd"):
@@ -180,7 +184,9 @@ def test_what_cannot_be_loaded_is_not_found_again(tmp_path: Path) -> None:
 
 
 def test_copies_go_with_what_is_unloaded(served: Served) -> None:
-    digests = [served.spool.put("prompt", {"decoder": torch.full((2, 4), float(i))}, {}) for i in range(3)]
+    digests = [
+        served.artifacts.put("prompt", {"decoder": torch.full((2, 4), float(i))}, {}) for i in range(3)
+    ]
     for digest in digests:
         served.load(digest)
 
@@ -188,9 +194,9 @@ def test_copies_go_with_what_is_unloaded(served: Served) -> None:
         found = []
         for digest in digests:
             try:
-                served.spool.open(digest)
+                served.artifacts.open(digest)
                 found.append(True)
-            except MissingContentError:
+            except MissingArtifactError:
                 found.append(False)
         assert [served.contents.prompt(digest) is not None for digest in digests] == found
         return found
@@ -204,9 +210,9 @@ def test_copies_go_with_what_is_unloaded(served: Served) -> None:
 
 def test_a_copy_from_another_machine(served: Served, tmp_path: Path) -> None:
     """In pieces; what is cut off or changed on the way is not kept, and strange names are nobody's file."""
-    other = Spool(tmp_path / "other")
+    other = ArtifactCache(tmp_path / "other")
     digest = other.put("adapter", {"a": torch.arange(1 << 19, dtype=torch.float32)}, {"scales": {}})
-    pieces = list(other.read(digest))
+    pieces = list(other.read_pieces(digest))
     assert len(pieces) == 3
     requests = [pb.PutRequest(digest=digest, data=piece) for piece in pieces]
     changed = pb.PutRequest(digest=digest, data=b"x" * len(pieces[-1]))
@@ -214,9 +220,9 @@ def test_a_copy_from_another_machine(served: Served, tmp_path: Path) -> None:
         with pytest.raises(grpc.RpcError) as caught:
             served.stub.Put(iter(wrong), timeout=TIMEOUT_S)
         assert caught.value.code() is Code.NOT_FOUND
-        assert digest not in served.spool
+        assert digest not in served.artifacts
     served.stub.Put(iter(requests), timeout=TIMEOUT_S)
-    assert torch.equal(served.spool.open(digest).tensors["a"], other.open(digest).tensors["a"])
+    assert torch.equal(served.artifacts.open(digest).tensors["a"], other.open(digest).tensors["a"])
     answer = served.stub.Fetch(pb.FetchRequest(digest=digest), timeout=TIMEOUT_S)
     assert [part.data for part in answer] == pieces
     for name in ("0" * 64, "../x"):
@@ -228,7 +234,7 @@ def test_a_copy_from_another_machine(served: Served, tmp_path: Path) -> None:
 async def test_relaying_says_why_it_failed(served: Served, tmp_path: Path) -> None:
     """Whatever fails while pieces are on their way, which are many."""
     target = Served(tmp_path)
-    digest = served.spool.put("adapter", {"a": torch.zeros(8 << 18)}, {"scales": {}})
+    digest = served.artifacts.put("adapter", {"a": torch.zeros(8 << 18)}, {"scales": {}})
     paths = (f"unix:{one.path}" for one in (served, target))
     first, other = (
         grpc.aio.insecure_channel(path, [("grpc.use_local_subchannel_pool", 1)]) for path in paths
@@ -236,16 +242,16 @@ async def test_relaying_says_why_it_failed(served: Served, tmp_path: Path) -> No
     stubs = ShardServiceStub(first), ShardServiceStub(other)
     for _ in range(5):
         await relay(*stubs, digest, TIMEOUT_S)
-        assert digest in target.spool
-        target.spool.remove([digest])
-        target.spool.directory.rename(tmp_path / "gone")
-        target.spool.directory.write_text("no directory")
+        assert digest in target.artifacts
+        target.artifacts.remove([digest])
+        target.artifacts.directory.rename(tmp_path / "gone")
+        target.artifacts.directory.write_text("no directory")
         with pytest.raises(grpc.RpcError) as caught:
             await relay(*stubs, digest, TIMEOUT_S)
         assert caught.value.code() is Code.INTERNAL
         assert caught.value.details().startswith("FileExistsError: ")
-        target.spool.directory.unlink()
-        (tmp_path / "gone").rename(target.spool.directory)
+        target.artifacts.directory.unlink()
+        (tmp_path / "gone").rename(target.artifacts.directory)
         with pytest.raises(grpc.RpcError) as caught:
             await relay(*stubs, "0" * 64, TIMEOUT_S)
         assert caught.value.code() is Code.NOT_FOUND
@@ -264,13 +270,13 @@ async def test_relaying_says_why_it_failed(served: Served, tmp_path: Path) -> No
 def test_a_copy_of_what_nobody_waits_for_is_removed(served: Served) -> None:
     """But not where it is loaded: then it must outlive this process."""
     digest = served.find("copied").digest
-    assert digest in served.spool
+    assert digest in served.artifacts
     give_up_finding(served, "copied")
-    assert digest not in served.spool
+    assert digest not in served.artifacts
     served.find("copied")
     served.load(digest)
     give_up_finding(served, "copied")
-    assert digest in served.spool
+    assert digest in served.artifacts
 
 
 def give_up_finding(served: Served, id: str) -> None:

@@ -13,7 +13,8 @@ from torch import nn
 from tests.support.shard.stored_tensors import SOURCES, check_slices, fail, save_single, tensors
 from tgis.shard.checkpoint.tensors import WeightsError
 from tgis.shard.checkpoint.weights import Weights
-from tgis.tensor_files.safe_pickle import PickleError, open_pickle
+from tgis.tensor_files.errors import TensorFileError
+from tgis.tensor_files.safe_pickle import open_pickle
 
 BIN = "pytorch_model.bin"
 DAMAGED = "cannot be read: it is truncated or damaged"
@@ -94,7 +95,7 @@ def test_names_an_old_file_that_is_cut_anywhere(tmp_path: Path) -> None:
     whole = file.read_bytes()
     for length in range(len(whole)):
         file.write_bytes(whole[:length])
-        with pytest.raises(PickleError) as caught:
+        with pytest.raises(TensorFileError) as caught:
             open_pickle(file)
         assert str(caught.value).startswith(f"{file} {DAMAGED}")
 

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -43,6 +44,7 @@ sys.exit(3)
 """
 
 
+@pytest.mark.slow
 def test_a_process_may_end_while_its_memory_is_touched() -> None:
     for _ in range(3):
         assert subprocess.run([sys.executable, "-c", _ENDS_EARLY]).returncode == 3

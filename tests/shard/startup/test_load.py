@@ -18,7 +18,7 @@ from tests.support.shard.checkpoints import edit_config, write_llama, write_mode
 from tests.support.shard.driver import configure
 from tgis.hub.model_files import ModelNotFoundError
 from tgis.pb import shard_pb2 as pb
-from tgis.prompts.errors import ContentError
+from tgis.prompts.errors import AdapterError
 from tgis.shard.adapters.loading import open_store
 from tgis.shard.checkpoint.tensors import WeightsError
 from tgis.shard.memory import host_limits
@@ -125,9 +125,9 @@ def test_an_engine_that_takes_no_soft_prompts_says_so(
     (tmp_path / "none" / "a").mkdir(parents=True)
     torch.save(torch.ones(2, 32), tmp_path / "none" / "a" / "decoder.pt")
     text = f"soft prompts and adapters need the service's own engine{remedy}"
-    with pytest.raises(ContentError, match=f"'a': {text}$"):
+    with pytest.raises(AdapterError, match=f"'a': {text}$"):
         store.find("prompt", "a")
-    with pytest.raises(ContentError, match=f"^{text}$"):
+    with pytest.raises(AdapterError, match=f"^{text}$"):
         engine.contents.load("0" * 64)
     assert f"prefix_store_path: there is no directory {tmp_path / 'none'}" in caplog.text
     assert f"requests for soft prompts and adapters fail: {text}" in caplog.text

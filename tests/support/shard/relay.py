@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tests.support.shard.driver import Request, Router, configure
 from tgis.pb import shard_pb2 as pb
-from tgis.prompts.artifact_cache import Kind, Spool
+from tgis.prompts.artifact_cache import ArtifactCache, Kind
 from tgis.shard.collectives import World
 from tgis.shard.runner.model_runner import Engine
 from tgis.shard.startup.load import load
@@ -26,7 +26,7 @@ class Copies:
 
     def put(self, kind: Kind, tensors: Mapping[str, Tensor], about: Mapping[str, Any]) -> "Copies":
         """With one more, which has the last digest."""
-        digest = Spool(Path(f"{self.uds_path}-contents")).put(kind, tensors, about)
+        digest = ArtifactCache(Path(f"{self.uds_path}-contents")).put(kind, tensors, about)
         return Copies(self.uds_path, (*self.digests, digest))
 
 

@@ -1,6 +1,6 @@
 """Loads soft prompts and adapters for a model.
 
-It sets up the store and the spool of copies, decides how much memory they may use, and makes this rank's part
+It sets up the store and the cache of copies, decides how much memory they may use, and makes this rank's part
 from a copy."""
 
 import logging
@@ -15,10 +15,10 @@ from torch import Tensor
 from tgis.config.model import ENGINES
 from tgis.config.processes import ShardConfig
 from tgis.hub import model_files
-from tgis.prompts.artifact_cache import Spool
+from tgis.prompts.artifact_cache import ArtifactCache
 from tgis.prompts.errors import NotTunableError
-from tgis.prompts.soft_prompt import Fit
-from tgis.prompts.store import Store
+from tgis.prompts.soft_prompt import AdapterRequirements
+from tgis.prompts.store import AdapterStore
 from tgis.shard.adapters.lora_mapping import read_adapter
 from tgis.shard.adapters.registry import Content, Contents, Prompt
 from tgis.shard.layers.ops import Parts
@@ -42,9 +42,9 @@ class Allowance:
     def num_bytes(self) -> int:
         return self.prompt_bytes + self.adapter_bytes
 
-    def fit(self, parts: Parts, prompt_width: int, is_encoder_decoder: bool) -> Fit:
+    def require(self, parts: Parts, prompt_width: int, is_encoder_decoder: bool) -> AdapterRequirements:
         """Return what the model made from `parts` accepts."""
-        return Fit(
+        return AdapterRequirements(
             prompt_width=prompt_width,
             dtype=parts.dtype,
             is_encoder_decoder=is_encoder_decoder,
@@ -74,30 +74,30 @@ def allow(config: ShardConfig, is_tunable: bool, max_sequence_length: int) -> Al
     )
 
 
-def open_spool(config: ShardConfig) -> Spool:
-    """Open the spool that all ranks share, next to their sockets."""
-    return Spool(Path(f"{config.uds_path}-contents"))
+def open_artifact_cache(config: ShardConfig) -> ArtifactCache:
+    """Open the cache of copies that all ranks share, next to their sockets."""
+    return ArtifactCache(Path(f"{config.uds_path}-contents"))
 
 
 def open_contents(config: ShardConfig, model: Model) -> Contents:
     """Return the registry of what `model` has loaded, empty at first."""
-    return Contents(partial(_read, open_spool(config), model, _is_known(config)))
+    return Contents(partial(_read, open_artifact_cache(config), model, _is_known(config)))
 
 
-def open_store(config: ShardConfig, model: Model, max_sequence_length: int) -> Store:
+def open_store(config: ShardConfig, model: Model, max_sequence_length: int) -> AdapterStore:
     """Open the store over the configured directories, with the limits of `model`."""
-    fit = None
+    required = None
     if isinstance(model, Tunable):
         allowance = allow(config, True, max_sequence_length)
-        fit = allowance.fit(model.parts, model.prompt_width, model.spec.is_encoder_decoder)
-    spool = open_spool(config)
+        required = allowance.require(model.parts, model.prompt_width, model.spec.is_encoder_decoder)
+    artifacts = open_artifact_cache(config)
     if config.rank == 0:  # only rank 0 gets requests to find something
-        _warn(config, fit)
-        if fit is not None:
-            _warn_of_room(spool.directory, fit.max_prompt_bytes + fit.max_adapter_bytes)
+        _warn(config, required)
+        if required is not None:
+            _warn_of_room(artifacts.directory, required.max_prompt_bytes + required.max_adapter_bytes)
     prompts, adapters = (path and Path(path) for path in (config.prefix_store_path, config.adapter_cache))
     named = read_names(config.lora_adapters)
-    return Store(spool, fit, prompts or None, adapters or None, named, _is_known(config))
+    return AdapterStore(artifacts, required, prompts or None, adapters or None, named, _is_known(config))
 
 
 def read_names(text: str | None) -> dict[str, Path]:
@@ -113,13 +113,13 @@ def _is_known(config: ShardConfig) -> bool:
     return model_registry.serves(model_files.read_json(Path(config.model_path), "config.json"))
 
 
-def _warn(config: ShardConfig, fit: Fit | None) -> None:
+def _warn(config: ShardConfig, required: AdapterRequirements | None) -> None:
     """Log what makes requests fail. A missing directory is no error, because it may appear later."""
     paths = {"prefix_store_path": config.prefix_store_path, "adapter_cache": config.adapter_cache}
     for option, path in paths.items():
         if path and not Path(path).is_dir():
             logger.warning("%s: there is no directory %s", option, path)
-    if fit is None and any(paths.values()):
+    if required is None and any(paths.values()):
         refusal = NotTunableError(_is_known(config))
         logger.warning("requests for soft prompts and adapters fail: %s", refusal)
 
@@ -135,18 +135,18 @@ def _warn_of_room(directory: Path, wanted: int) -> None:
         )
 
 
-def _read(spool: Spool, model: Model, is_known: bool, digest: str) -> Content:
+def _read(artifacts: ArtifactCache, model: Model, is_known: bool, digest: str) -> Content:
     """Read a copy and return this rank's part of it.
 
-    Raises NotTunableError, ContentError, MissingContentError and OSError."""
+    Raises NotTunableError, AdapterError, MissingArtifactError and OSError."""
     if not isinstance(model, Tunable):
         raise NotTunableError(is_known)
-    kept = spool.open(digest)
-    if kept.kind == "adapter":
+    artifact = artifacts.open(digest)
+    if artifact.kind == "adapter":
         model.parts.kernels.prepare_adapters()
-        return read_adapter(model.parts, kept.tensors, kept.about["scales"])
+        return read_adapter(model.parts, artifact.tensors, artifact.about["scales"])
     device, none = model.parts.kernels.device, torch.empty(0, model.prompt_width, dtype=model.parts.dtype)
-    decoder, encoder = (kept.tensors.get(name, none) for name in ("decoder", "encoder"))
+    decoder, encoder = (artifact.tensors.get(name, none) for name in ("decoder", "encoder"))
     return Prompt(_copy(decoder, device), _copy(encoder, device))
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tgis.prompts.errors import ContentError, quote
+from tgis.prompts.errors import AdapterError, quote
 from tgis.prompts.lora_files import split_name
 from tgis.shard.adapters.lora_names import divide, is_unused, spell
 from tgis.shard.checkpoint.provenance import Rows
@@ -36,7 +36,7 @@ class Change:
 def read_adapter(parts: Parts, tensors: Mapping[str, Tensor], scales: Mapping[str, float]) -> Adapter:
     """Return this rank's part of an adapter for the model made from `parts`.
 
-    All data is copied; nothing of `tensors` is kept. Raises ContentError if a tensor fits no layer."""
+    All data is copied; nothing of `tensors` is kept. Raises AdapterError if a tensor fits no layer."""
     traces = {path: parts.weights.trace(f"{path}.weight", cut.shape) for path, cut in parts.cuts.items()}
     _compare_tables(parts, traces, tensors)
     deltas: dict[str, tuple[LowRank, ...]] = {}
@@ -47,10 +47,10 @@ def read_adapter(parts: Parts, tensors: Mapping[str, Tensor], scales: Mapping[st
         if kind and changes and any(path.startswith("encoder.") for path in traces):
             # transformers has separate modules for the embeddings of encoder and decoder, and never calls the
             # module that they share.
-            raise ContentError("adapters of an encoder-decoder model's embeddings are not supported")
+            raise AdapterError("adapters of an encoder-decoder model's embeddings are not supported")
         deltas |= _read_all(parts, mine, changes, read)
     if not deltas:
-        raise ContentError("it is for another model: it changes no layer of this one")
+        raise AdapterError("it is for another model: it changes no layer of this one")
     return Adapter({path: delta for path, delta in deltas.items() if delta})
 
 
@@ -61,7 +61,7 @@ def _sort(
     known: set[str],
     prefix: str,
 ) -> dict[str, Change]:
-    """Return the changes by the names of the known modules. Raises ContentError if one fits no module."""
+    """Return the changes by the names of the known modules. Raises AdapterError if one fits no module."""
     kinds = ("lora_embedding_A", "lora_embedding_B") if is_table else ("lora_A.weight", "lora_B.weight")
     changes: dict[str, Change] = {}
     for module, scale in scales.items():
@@ -73,9 +73,9 @@ def _sort(
         }
         if not found:
             what = "table of tokens" if is_table else "linear layer"
-            raise ContentError(f"it is for another model: {quote(module)} is no {what} of this one")
+            raise AdapterError(f"it is for another model: {quote(module)} is no {what} of this one")
         if not changes.keys().isdisjoint(found):
-            raise ContentError(f"it changes {quote(module)} under another name too")
+            raise AdapterError(f"it changes {quote(module)} under another name too")
         changes |= found
     return changes
 
@@ -104,7 +104,7 @@ def _check_fit(cut: Cut, trace: Trace, changes: Mapping[str, Change]) -> None:
             found, wanted = (len(change.b), change.a.shape[1]), (height, cut.shape[1])
             found = found[::-1] if cut.is_table else found
             if found != wanted:
-                raise ContentError(
+                raise AdapterError(
                     f"it is for another model: {quote(module)} changes {found[0]} by {found[1]}, not "
                     f"{wanted[0]} by {wanted[1]}"
                 )
@@ -156,7 +156,7 @@ def _list_own(cut: Cut, trace: Trace) -> Iterator[Rows]:
 def _compare_tables(parts: Parts, traces: Mapping[str, Trace], tensors: Mapping[str, Tensor]) -> None:
     """Check that the adapter was trained with the model's own embeddings.
 
-    PEFT saves a copy of them if an adapter changes them or if the vocabulary has grown. Raises ContentError
+    PEFT saves a copy of them if an adapter changes them or if the vocabulary has grown. Raises AdapterError
     if that copy differs from the model's embeddings."""
     paths = {traces[path][0].module: path for path in ("embed", "head")}
     copies = {module: name for name in tensors for module, kind in [split_name(name)] if kind == "base"}
@@ -164,9 +164,9 @@ def _compare_tables(parts: Parts, traces: Mapping[str, Trace], tensors: Mapping[
         for module, name in copies.items():
             path = paths.get(spell(module, paths, parts.weights.prefix) or "")
             if path is None or not _is_same(parts, path, tensors[name]):
-                raise ContentError(f"it was trained with other weights of {quote(module)} than the model's")
+                raise AdapterError(f"it was trained with other weights of {quote(module)} than the model's")
     except WeightsError as error:
-        raise ContentError("the model's embeddings, to be compared to its, cannot be read") from error
+        raise AdapterError("the model's embeddings, to be compared to its, cannot be read") from error
     finally:
         if copies:
             parts.weights.release()

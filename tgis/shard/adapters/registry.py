@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from tgis.prompts.errors import MissingContentError
+from tgis.prompts.errors import MissingArtifactError
 from tgis.shard.layers.lora import Adapter
 from tgis.shard.memory.host_limits import release_memory
 
@@ -44,7 +44,7 @@ class Contents:
     def load(self, digest: str) -> None:
         """Load what has that digest. Concurrent calls for one digest read it once.
 
-        Raises what `read` raises, and MissingContentError if it is unloaded before it is loaded."""
+        Raises what `read` raises, and MissingArtifactError if it is unloaded before it is loaded."""
         mine: Future[None] = Future()
         with self._lock:
             if digest in self._loaded:
@@ -94,7 +94,7 @@ class Contents:
         if self._end(digest, done, content):
             done.set_result(None)
         else:
-            done.set_exception(MissingContentError(digest))
+            done.set_exception(MissingArtifactError(digest))
 
     def _end(self, digest: str, done: Future[None], content: Content | None) -> bool:
         """Keep what was read, if anything. Return False if it was unloaded meanwhile."""

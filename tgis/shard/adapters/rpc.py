@@ -16,9 +16,9 @@ import grpc
 import torch
 
 from tgis.pb import shard_pb2 as pb
-from tgis.prompts.artifact_cache import Kind, Spool
-from tgis.prompts.errors import ContentError, MissingContentError
-from tgis.prompts.store import Found, Store
+from tgis.prompts.artifact_cache import ArtifactCache, Kind
+from tgis.prompts.errors import AdapterError, MissingArtifactError
+from tgis.prompts.store import AdapterStore, ArtifactInfo
 from tgis.shard.adapters.registry import Contents
 
 logger = logging.getLogger(__name__)
@@ -38,10 +38,10 @@ Response = TypeVar("Response")
 class ContentCalls:
     """Handlers of the calls.
 
-    Only rank 0 searches its `store`. All ranks load the copies in `spool` into their `contents`."""
+    Only rank 0 searches its `store`. All ranks load the copies in `artifacts` into their `contents`."""
 
-    def __init__(self, store: Store, spool: Spool, contents: Contents) -> None:
-        self._store, self._spool, self._contents = store, spool, contents
+    def __init__(self, store: AdapterStore, artifacts: ArtifactCache, contents: Contents) -> None:
+        self._store, self._artifacts, self._contents = store, artifacts, contents
         self._swept_at = time.monotonic()
 
     def find(self, request: pb.FindRequest, context: grpc.ServicerContext) -> pb.FindResponse:
@@ -54,13 +54,13 @@ class ContentCalls:
             num_bytes=found.num_bytes,
         )
 
-    def _find(self, request: pb.FindRequest, context: grpc.ServicerContext) -> Found:
+    def _find(self, request: pb.FindRequest, context: grpc.ServicerContext) -> ArtifactInfo:
         found, loaded = self._store.find(KINDS[request.kind], request.id), self._contents.digests
         if found.digest not in loaded and not context.is_active():  # the router will never unload it
-            self._spool.remove([found.digest])
+            self._artifacts.remove([found.digest])
         if time.monotonic() - self._swept_at > SWEEP_INTERVAL_S:
             self._swept_at = time.monotonic()
-            self._spool.sweep(loaded)
+            self._artifacts.sweep(loaded)
         return found
 
     def load(self, request: pb.LoadRequest, context: grpc.ServicerContext) -> pb.LoadResponse:
@@ -70,13 +70,13 @@ class ContentCalls:
     def _load(self, digest: str) -> None:
         try:
             self._contents.load(digest)
-        except ContentError as error:
+        except AdapterError as error:
             if error.__cause__ is None:  # otherwise the cause, such as the disk, may go away
                 self._store.refuse(digest, error)
             raise
 
     def fetch(self, request: pb.FetchRequest, context: grpc.ServicerContext) -> Iterator[pb.FetchResponse]:
-        for piece in self._answer(context, lambda: self._spool.read(request.digest)):
+        for piece in self._answer(context, lambda: self._artifacts.read_pieces(request.digest)):
             yield pb.FetchResponse(data=piece)
 
     def put(self, requests: Iterator[pb.PutRequest], context: grpc.ServicerContext) -> pb.PutResponse:
@@ -87,9 +87,9 @@ class ContentCalls:
         """Write a copy from the stream. The digest's check refuses a stream that was cut off."""
         try:
             first = next(requests, pb.PutRequest())
-            self._spool.take(first.digest, (one.data for one in chain([first], requests)))
+            self._artifacts.write_pieces(first.digest, (one.data for one in chain([first], requests)))
         except grpc.RpcError as error:
-            raise MissingContentError("the call is over") from error
+            raise MissingArtifactError("the call is over") from error
         finally:
             with suppress(grpc.RpcError):
                 deque(requests, maxlen=0)
@@ -101,27 +101,27 @@ class ContentCalls:
     def _unload(self, request: pb.UnloadRequest) -> None:
         if request.others:
             self._contents.unload_others(request.digests)
-            self._spool.remove_others(request.digests)
+            self._artifacts.remove_others(request.digests)
         else:
             self._contents.unload(request.digests)
-            self._spool.remove(request.digests)
+            self._artifacts.remove(request.digests)
 
     def _answer(self, context: grpc.ServicerContext, compute: Callable[[], Response]) -> Response:
         try:
             answer = compute()
         except Exception as error:  # files may be hostile, and any error must fail only this call
-            context.abort(*_explain(error, self._spool.directory))
+            context.abort(*_explain(error, self._artifacts.directory))
         return answer
 
 
 def _explain(error: Exception, directory: Path) -> tuple[grpc.StatusCode, str]:
     """Return the status and text of an error.
 
-    Only a ContentError's text is for clients. The texts of other errors are for logs, the router's included.
+    Only an AdapterError's text is for clients. The texts of other errors are for logs, the router's included.
     """
-    if isinstance(error, ContentError):
+    if isinstance(error, AdapterError):
         return grpc.StatusCode.INVALID_ARGUMENT, str(error)
-    if isinstance(error, MissingContentError):
+    if isinstance(error, MissingArtifactError):
         return grpc.StatusCode.NOT_FOUND, "no copy is kept"
     if isinstance(error, OSError) and error.errno in FULL:
         logger.error("%s: no room is left for copies of soft prompts and adapters", directory)

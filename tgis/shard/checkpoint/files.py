@@ -6,14 +6,14 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
-import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from tgis.shard.checkpoint.progress import Progress
 from tgis.shard.checkpoint.tensors import FileTensor, MissingTensorError, WeightsError, first_line
 from tgis.shard.memory.host_limits import release_memory
-from tgis.tensor_files.safe_pickle import INCOMPLETE, TORN, PickleError, can_map, open_pickle
+from tgis.tensor_files.errors import DAMAGED, INCOMPLETE, TensorFileError
+from tgis.tensor_files.safe_pickle import can_map, is_plain, open_pickle
 
 logger = logging.getLogger(__name__)
 
@@ -148,12 +148,12 @@ def _open(file: Path) -> Tensors:
             logger.warning("%s is of an old format that takes memory for all of it while it is read", file)
         found = open_pickle(file)
     except SafetensorError as error:
-        raise WeightsError(f"{file} {TORN}: {first_line(error)}") from error
-    except PickleError as error:
+        raise WeightsError(f"{file} {DAMAGED}: {first_line(error)}") from error
+    except TensorFileError as error:
         raise WeightsError(str(error)) from error
     except OSError as error:
         raise _unreadable(file, error) from error
-    return {name: value.detach() for name, value in found.items() if _is_plain(value)}
+    return {name: value.detach() for name, value in found.items() if is_plain(value)}
 
 
 def _get(tensors: Tensors, name: str, label: str) -> Tensor:
@@ -164,10 +164,6 @@ def _get(tensors: Tensors, name: str, label: str) -> Tensor:
         if name in tensors.keys():  # noqa: SIM118
             raise WeightsError(f"{label} cannot be read: {first_line(error)}") from error
         raise WeightsError(f"{label} is not in the file, though the index says so: {INCOMPLETE}") from error
-
-
-def _is_plain(value: object) -> bool:
-    return isinstance(value, Tensor) and value.layout == torch.strided and value.device.type == "cpu"
 
 
 def _can_map(file: Path) -> bool:
@@ -188,7 +184,7 @@ def _read_index(index: Path) -> dict[str, str]:
         file_of = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         inside = all(Path(file).name == file for file in file_of.values())
     except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise WeightsError(f"{index} {TORN}: {first_line(error)}") from error
+        raise WeightsError(f"{index} {DAMAGED}: {first_line(error)}") from error
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise WeightsError(f"{index} is not an index of weights: {first_line(error)}") from error
     if not inside:

@@ -1,0 +1,101 @@
+"""Finds models in the local cache of a model hub, or in directories, without using the network."""
+
+import os
+from pathlib import Path
+
+from tgis.errors import OperatorError
+from tgis.hub.model_files import ModelNotFoundError
+
+UNRESOLVED = "Failed to resolve config path"
+MAX_SHOWN_CHARS = 200  # of a model's name in an error
+
+
+class CacheConflictError(OperatorError):
+    """Error when two variables name different caches."""
+
+
+def cache_root(
+    hf_hub_cache: str | None = None,
+    transformers_cache: str | None = None,
+    huggingface_hub_cache: str | None = None,
+    hf_home: str | None = None,
+    home: str | None = None,
+) -> Path:
+    """Return the directory where the hub's libraries keep models, given the values of these variables.
+
+    Empty values count as unset. Raises CacheConflictError if the first three do not agree."""
+    found, value = "HF_HUB_CACHE", hf_hub_cache
+    older = {"TRANSFORMERS_CACHE": transformers_cache, "HUGGINGFACE_HUB_CACHE": huggingface_hub_cache}
+    for name, other in older.items():
+        if other and value and other != value:
+            raise CacheConflictError(f"{name} and {found} env vars can't be set to different values")
+        if other and not value:
+            found, value = name, other
+    if value:
+        return Path(value)
+    if hf_home:
+        return Path(hf_home) / "hub"
+    return Path(home) / ".cache" / "huggingface" / "hub" if home else Path()
+
+
+def find_model(name: str, revision: str | None, cache: Path) -> Path:
+    """Return the directory of the model `name`: its snapshot in the hub cache, or the directory of that name.
+
+    The snapshot takes precedence, as in TGIS. A slash at the end of the name is ignored.
+
+    Raises ModelNotFoundError."""
+    entry = cache_entry(name, cache)
+    directory = find_snapshot(entry, revision) if os.path.isdir(entry) else _directory(name)
+    if not os.path.isfile(directory / "config.json"):
+        raise ModelNotFoundError(
+            f"{UNRESOLVED}: Config file not found in local cache for model {name}, revision {directory.name}"
+        )
+    if not is_utf8(directory):
+        raise ModelNotFoundError(
+            f"{UNRESOLVED}: the path {directory} is not UTF-8, as safetensors and tokenizers need it"
+        )
+    return directory
+
+
+def is_utf8(path: object) -> bool:
+    """Return True if a path that the system gave as bytes is text in UTF-8."""
+    try:
+        str(path).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def find_model_files(name: str, revision: str | None, cache: Path) -> Path:
+    """Return the model's directory like `find_model`, but allow missing files. Raises ModelNotFoundError."""
+    entry = cache_entry(name, cache)
+    directory = find_snapshot(entry, revision) if os.path.isdir(entry) else Path(name)
+    if not name or not os.path.isdir(directory):
+        raise ModelNotFoundError(f"Weights not found in local cache for model {name[:MAX_SHOWN_CHARS]}")
+    return directory
+
+
+def cache_entry(name: str, cache: Path) -> Path:
+    """Return the model's directory in the hub cache.
+
+    It may not exist, and it cannot if the name is longer than a file name may be."""
+    return cache / f"models--{name.rstrip('/').replace('/', '--')}"
+
+
+def find_snapshot(entry: Path, revision: str | None) -> Path:
+    """Return the directory of a revision, by default of `main`; it may not exist."""
+    reference = entry / "refs" / (revision or "main")
+    commit = reference.read_text().strip() if os.path.isfile(reference) else revision or "main"
+    return entry / "snapshots" / commit
+
+
+def _directory(name: str) -> Path:
+    directory, shown = Path(name), name[:MAX_SHOWN_CHARS]
+    try:
+        if not name or not directory.is_dir():
+            raise ModelNotFoundError(f"{UNRESOLVED}: Model {shown} not found")
+        if not (directory / "config.json").is_file():
+            raise ModelNotFoundError(f"{UNRESOLVED}: Model {shown} has no config.json")
+    except OSError as error:
+        raise ModelNotFoundError(f"{UNRESOLVED}: Model {shown} not found: {error.strerror}") from error
+    return directory
