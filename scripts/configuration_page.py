@@ -8,7 +8,7 @@ import click
 
 from tgis.cli import main as cli
 from tgis.cli.parameters import FOREIGN
-from tgis.config.aliases.alias import Foreign
+from tgis.config.aliases.alias import Alias
 from tgis.config.aliases.tgi import TGI_NAMES
 from tgis.config.aliases.tgis import PASSED_ON, TGIS_NAMES
 from tgis.config.network import ProbeConfig
@@ -150,7 +150,7 @@ def _range(option: Option) -> str:
     return f" {text[0].upper()}{text[1:]}." if text else ""
 
 
-def _foreign(names: Iterable[Foreign]) -> str:
+def _foreign(names: Iterable[Alias]) -> str:
     rows = [
         (
             code([one.flag_name, *([one.short] if one.short else [])] if one.flag else []),
@@ -163,7 +163,7 @@ def _foreign(names: Iterable[Foreign]) -> str:
     return table(("flag", "variable", "read by", "what it does"), rows)
 
 
-def _meaning(one: Foreign) -> str:
+def _meaning(one: Alias) -> str:
     if one.means:
         return f"means `--{one.means.replace('_', '-')}`" + (f"; {one.why}" if one.why else "")
     return ("refused: " if one.refused else "no effect: ") + one.why

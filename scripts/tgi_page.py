@@ -4,7 +4,7 @@
 from collections.abc import Callable, Iterable
 
 from scripts.configuration_page import code, table
-from tgis.config.aliases.alias import Foreign
+from tgis.config.aliases.alias import Alias
 from tgis.config.aliases.tgi import MAPPED, REFUSED, WITHOUT_EFFECT
 
 INTRODUCTION = """\
@@ -113,7 +113,7 @@ def render() -> str:
     )
 
 
-def _names(names: Iterable[Foreign], say: Callable[[Foreign], str]) -> list[tuple[str, ...]]:
+def _names(names: Iterable[Alias], say: Callable[[Alias], str]) -> list[tuple[str, ...]]:
     return [
         (
             code([one.flag_name] if one.flag else []),

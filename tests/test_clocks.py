@@ -10,7 +10,7 @@ DATES = {("time", name) for name in ("time", "time_ns", "localtime", "gmtime", "
 DATES |= {("datetime", name) for name in ("now", "utcnow", "today")}
 ALLOWED = {
     "logs.py": "a line's time",
-    "json_lines.py": "the same",
+    "process/json_lines.py": "the same",
     "net/tls.py": "the end of a certificate",
     "process/run_directory.py": "the age of a directory",
     "prompts/artifact_cache.py": "the age of a file",

@@ -7,7 +7,7 @@ class OperatorError(Exception):
 
 
 def first_line(error: Exception) -> str:
-    """Return the first line of an error's text, without the advice that libraries add below it, or the name of
-    the error's type if it has no text."""
+    """Return the first line of an error's text, without the advice that libraries add below. If there is no
+    text, return the name of the error's type."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[0] if lines else type(error).__name__

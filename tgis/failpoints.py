@@ -9,7 +9,7 @@ import re
 import signal
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from tgis.errors import OperatorError
 
@@ -35,9 +35,9 @@ class _Rule:
     seconds: float
     turn: int | None
     """Number of the hit at which the rule acts, from 1; None: every hit."""
-    num_hits: int = field(default=0)
+    num_hits: int = 0
 
-    def acts(self, facts: frozenset[str]) -> bool:
+    def applies(self, facts: frozenset[str]) -> bool:
         if not self.facts <= facts:
             return False
         self.num_hits += 1
@@ -65,10 +65,10 @@ def hit(point: str, facts: Callable[[], list[str]] = list) -> bool:
     if not _rules or point not in _rules:
         return False
     known = _own_facts | frozenset(facts())
-    acting = [rule for rule in _rules[point] if rule.acts(known)]
-    for rule in acting:
-        _act(rule)
-    return any(rule.action == "garbage" for rule in acting)
+    active = [rule for rule in _rules[point] if rule.applies(known)]
+    for rule in active:
+        _run(rule)
+    return any(rule.action == "garbage" for rule in active)
 
 
 def _read(text: str) -> tuple[str, _Rule]:
@@ -80,7 +80,7 @@ def _read(text: str) -> tuple[str, _Rule]:
     return found["point"], _Rule(facts, found["action"], float(found["seconds"] or 0), turn)
 
 
-def _act(rule: _Rule) -> None:
+def _run(rule: _Rule) -> None:
     match rule.action:
         case "raise":
             raise InjectedError

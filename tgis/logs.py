@@ -150,11 +150,8 @@ def _key(name: str) -> str:
 
 def _quoted(text: str) -> str:
     """Format the text as a JSON string in which printable characters of every script stay readable."""
-    return '"' + "".join(c if _is_plain(c) else json.dumps(c)[1:-1] for c in text) + '"'
-
-
-def _is_plain(character: str) -> bool:
-    return character.isprintable() and character not in '"\\'
+    plain = (c if c.isprintable() and c not in '"\\' else json.dumps(c)[1:-1] for c in text)
+    return f'"{"".join(plain)}"'
 
 
 def _printable(text: str) -> str:

@@ -16,8 +16,9 @@ from click.testing import CliRunner, Result
 from tests.support.command_line import BLANK, REQUIRED, TYPES, parse, refusal, run
 from tgis.cli import main as cli
 from tgis.cli.command import command
+from tgis.config.model import ENGINES
 from tgis.config.option import Group, declared, env_of, flag_of, to_flags
-from tgis.config.processes import ENGINES, LauncherConfig, LinkOptions, RouterConfig, ShardConfig
+from tgis.config.processes import LauncherConfig, LinkOptions, RouterConfig, ShardConfig
 
 SHARD = ShardConfig(model_path="/models/x", uds_path="/tmp/shard")
 ROUTER = RouterConfig(tokenizer_path="/models/x", shard_uds_path="/tmp/shard")
@@ -291,12 +292,12 @@ def test_refusals_in_the_words_of_the_original(
 
 
 LINK_FILES = ["--link-cert-path", "/c", "--link-key-path", "/k", "--link-ca-cert-path", "/a"]
-NOT_ENCRYPTED = "link: TCP needs cert, key and ca cert"
-NO_ADDRESS = "link: cert, key and ca cert are for TCP, and no address is given"
+NOT_ENCRYPTED = "link: TCP needs --link-cert-path, --link-key-path and --link-ca-cert-path"
+NO_ADDRESS = "link: cert, key and ca cert are used over TCP only, and no address is given"
 
 
 def test_encryption_is_whole_or_refused() -> None:
-    text = "tls: the HTTP port has no cert and key to use either"
+    text = "tls: --http-tls needs --tls-cert-path and --tls-key-path"
     for reads in ("launcher", "router"):
         assert refusal(["--http-tls"], reads=reads) == text
     for reads, address in (("router", "--shard-addresses"), ("serve", "--listen-address")):
@@ -307,14 +308,15 @@ def test_encryption_is_whole_or_refused() -> None:
         assert refusal([address, "a:1"], reads=reads) == NOT_ENCRYPTED
         assert refusal(LINK_FILES, reads=reads) == NO_ADDRESS
     several = [*LINK_FILES, "--shard-addresses", "a:1,b:1"]
-    assert refusal([*several, "--num-shard", "3"], reads="router") == "link: 3 shards need as many addresses"
+    text = "link: 3 shards need as many addresses, not 2"
+    assert refusal([*several, "--num-shard", "3"], reads="router") == text
     for flags in ([], ["--num-shard", "2"]):
         assert run(RouterConfig, [*several, *flags, *REQUIRED[RouterConfig]])[0].shard_addresses == "a:1,b:1"
 
 
 def test_addresses_and_ports_of_their_own() -> None:
     for blank in ("", " "):
-        assert refusal(["--bind", blank]) == "bind: there is no address; 0.0.0.0 means all of them"
+        assert refusal(["--bind", blank]) == "bind: the address is empty; 0.0.0.0 means all addresses"
     same = ["--port", "5000", "--grpc-port", "5000"]
     for reads in ("launcher", "router"):
         text = "port and grpc_port are both 5000: HTTP and gRPC need a port each"
@@ -329,9 +331,10 @@ def test_groups_of_nodes() -> None:
     """Also as LeaderWorkerSet tells of them; one node may have certificates for more."""
     for flags in (["--nnodes", "2"], ["--headless"], ["--nnodes", "2", *LINK_FILES[2:]]):
         assert refusal(flags) == NOT_ENCRYPTED
-    for flags, text in ((["--node-rank", "1"], "1 is none of 1"), (["--node-rank", "2"], "2 is none of 2")):
-        more = ["--nnodes", "2", *LINK_FILES] if "2" in flags else []
-        assert refusal([*flags, *more]) == f"node_rank {text} nodes"
+    for rank, num_nodes in ((1, 1), (2, 2)):
+        flags = ["--node-rank", str(rank)]
+        more = ["--nnodes", "2", *LINK_FILES] if num_nodes == 2 else []
+        assert refusal([*flags, *more]) == f"node_rank {rank} is out of range for {num_nodes} nodes"
     told = {"LWS_WORKER_INDEX": "1", "LWS_LEADER_ADDRESS": "first.group.ns", "LINK_SERVER_NAME": "link"}
     config = run(LauncherConfig, LINK_FILES, {**told, "LWS_GROUP_SIZE": "3"})[0]
     assert (config.nnodes, config.node_rank, config.master_addr) == (3, 1, "first.group.ns")
@@ -354,7 +357,7 @@ def test_engines_that_are_not_served(name: str) -> None:
         ("hf_optimum_ort", None),
         ("hf_custom_tp", "older name of tgis_native"),
         ("hf_accelerate", "means hf_transformers"),
-        ("hf_optimum_bt", "BetterTransformer is gone"),
+        ("hf_optimum_bt", "BetterTransformer no longer exists"),
     ],
 )
 def test_engines_that_are_served(name: str, warning: str | None) -> None:

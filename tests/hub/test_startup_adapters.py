@@ -9,11 +9,11 @@ from click.testing import CliRunner
 
 from tests.support.command_line import run
 from tgis.cli import main as cli
-from tgis.config.model import TuningOptions
+from tgis.config.model import AdapterOptions
 from tgis.config.processes import LauncherConfig
 from tgis.errors import OperatorError
 from tgis.hub.startup_adapters import resolve_adapter_options
-from tgis.launcher.plan import plan
+from tgis.launcher.plan import make_plan
 
 HINT = "one in a directory is given as NAME=DIRECTORY"
 
@@ -24,28 +24,28 @@ def write_adapter(directory: Path, **config: object) -> Path:
     return directory
 
 
-def settle(options: TuningOptions, length: int = 100, cache: Path = Path("/nowhere")) -> TuningOptions:
+def settle(options: AdapterOptions, length: int = 100, cache: Path = Path("/nowhere")) -> AdapterOptions:
     return resolve_adapter_options(options, length, cache)
 
 
 def refusal(text: str, cache: Path = Path("/nowhere")) -> str:
     with pytest.raises(OperatorError) as error:
-        settle(TuningOptions(lora_adapters=text), cache=cache)
+        settle(AdapterOptions(lora_adapters=text), cache=cache)
     assert "\n" not in str(error.value)
     return str(error.value)
 
 
 def test_nothing_is_given_and_nothing_is_made_of_it() -> None:
-    assert settle(TuningOptions()) == TuningOptions()
-    assert settle(TuningOptions(lora_adapters=" , ,")) == TuningOptions()
+    assert settle(AdapterOptions()) == AdapterOptions()
+    assert settle(AdapterOptions(lora_adapters=" , ,")) == AdapterOptions()
 
 
 def test_directories_are_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "prompts").mkdir()
     write_adapter(tmp_path / "a")
-    given = TuningOptions(prefix_store_path="prompts", adapter_cache=".", lora_adapters="x = a ,y/z.1=./a,")
-    assert settle(given) == TuningOptions(
+    given = AdapterOptions(prefix_store_path="prompts", adapter_cache=".", lora_adapters="x = a ,y/z.1=./a,")
+    assert settle(given) == AdapterOptions(
         prefix_store_path=f"{tmp_path}/prompts",
         adapter_cache=f"{tmp_path}",
         lora_adapters=f"x={tmp_path}/a,y/z.1={tmp_path}/a",
@@ -54,9 +54,9 @@ def test_directories_are_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_the_longest_prompt_leaves_room_for_a_token() -> None:
-    assert settle(TuningOptions(max_prompt_prefix_length=99)).max_prompt_prefix_length == 99
+    assert settle(AdapterOptions(max_prompt_prefix_length=99)).max_prompt_prefix_length == 99
     with pytest.raises(OperatorError) as error:
-        settle(TuningOptions(max_prompt_prefix_length=100))
+        settle(AdapterOptions(max_prompt_prefix_length=100))
     text = "max_prompt_prefix_length (100) must be at most 99, one less than max_sequence_length"
     assert str(error.value) == text
 
@@ -69,7 +69,7 @@ def test_adapters_in_the_hub_cache(tmp_path: Path, refs: str | None, entry: str)
     if refs:
         (root / "refs").mkdir()
         (root / "refs" / refs).write_text("c0ffee\n")
-    assert settle(TuningOptions(lora_adapters=entry), cache=tmp_path).lora_adapters == f"org/a={snapshot}"
+    assert settle(AdapterOptions(lora_adapters=entry), cache=tmp_path).lora_adapters == f"org/a={snapshot}"
     assert "is not in the hub cache" in refusal("org/a@other", tmp_path)
     assert "is not in the hub cache" in refusal("org/b", tmp_path)
 
@@ -113,11 +113,11 @@ def test_the_launcher_refuses_before_anything_starts(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
     good = write_adapter(tmp_path / "good")
     config = LauncherConfig(model_name=str(tmp_path), lora_adapters=f"x={good}", max_prompt_prefix_length=63)
-    assert plan(config).tuning == settle(
-        TuningOptions(lora_adapters=f"x={good}", max_prompt_prefix_length=63), 64
+    assert make_plan(config).adapters == settle(
+        AdapterOptions(lora_adapters=f"x={good}", max_prompt_prefix_length=63), 64
     )
     with pytest.raises(OperatorError):
-        plan(replace(config, max_prompt_prefix_length=64))
+        make_plan(replace(config, max_prompt_prefix_length=64))
     flags = ["--model-name", str(tmp_path), "--termination-log", str(tmp_path / "log")]
     result = CliRunner().invoke(cli.launcher_main, flags, env={"LORA_ADAPTERS": "y=/none", "HOME": None})
     assert result.exit_code == 1

@@ -12,7 +12,7 @@ from tgis.hub import model_files
 from tgis.hub.cache import CacheConflictError
 from tgis.hub.startup_adapters import AdapterOptionsError
 from tgis.launcher.child_configs import line_fields
-from tgis.launcher.plan import LaunchError, count_shards, plan
+from tgis.launcher.plan import LaunchError, count_shards, make_plan
 
 
 @pytest.fixture
@@ -47,7 +47,7 @@ def test_sequence_length_and_its_source(
 ) -> None:
     write_config(Path(config.model_name), {"n_positions": of_model})
     with caplog.at_level(logging.INFO):
-        assert plan(replace(config, max_sequence_length=asked)).max_sequence_length == length
+        assert make_plan(replace(config, max_sequence_length=asked)).max_sequence_length == length
     assert f"max_sequence_length is {length} ({source})" in caplog.text
     assert (f"{asked} is more than the model's 512" in caplog.text) == is_warned
 
@@ -55,7 +55,7 @@ def test_sequence_length_and_its_source(
 def test_a_model_of_one_token(config: LauncherConfig) -> None:
     write_config(Path(config.model_name), {"n_positions": 1})
     with pytest.raises(LaunchError) as error:
-        plan(config)
+        make_plan(config)
     assert str(error.value) == "max_sequence_length (1) must be at least 2 (1 input + 1 output)"
 
 
@@ -65,7 +65,7 @@ def test_a_model_must_have_a_type(config: LauncherConfig, model_type: object) ->
     with pytest.raises(
         model_files.ModelNotFoundError, match=r"config\.json has no model_type, the name of a kind"
     ):
-        plan(config)
+        make_plan(config)
 
 
 def test_weights_that_cannot_be_looked_at(config: LauncherConfig) -> None:
@@ -74,30 +74,30 @@ def test_weights_that_cannot_be_looked_at(config: LauncherConfig) -> None:
     with pytest.raises(
         model_files.ModelNotFoundError, match=r"model\.safetensors cannot be read: No such file"
     ):
-        plan(config)
+        make_plan(config)
 
 
 def test_stores_that_cannot_be(config: LauncherConfig) -> None:
     for name in ("prefix_store_path", "adapter_cache"):
         with pytest.raises(AdapterOptionsError, match=r"x cannot be used: File name too long$"):
-            plan(replace(config, **{name: "x" * 300}))
+            make_plan(replace(config, **{name: "x" * 300}))
     for adapter in ("x" * 300, "org/" + "x" * 300 + "@main", f"name=/{'x' * 300}"):
         with pytest.raises(AdapterOptionsError, match=r"^lora_adapters: "):
-            plan(replace(config, lora_adapters=adapter))
+            make_plan(replace(config, lora_adapters=adapter))
 
 
 def test_a_tokenizer_must_be_there(config: LauncherConfig) -> None:
     (Path(config.model_name) / "tokenizer.json").unlink()
     with pytest.raises(LaunchError) as error:
-        plan(config)
+        make_plan(config)
     assert str(error.value) == "No existing fast tokenizer (tokenizer.json) found"
 
 
 @pytest.mark.parametrize(("first", "second"), [("float16", None), (None, "float16"), ("float16", "float16")])
 def test_two_names_of_the_type(config: LauncherConfig, first: str | None, second: str | None) -> None:
-    assert plan(replace(config, dtype=first, dtype_str=second)).dtype == "float16"
+    assert make_plan(replace(config, dtype=first, dtype_str=second)).dtype == "float16"
     with pytest.raises(LaunchError) as error:
-        plan(replace(config, dtype="float32", dtype_str="float16"))
+        make_plan(replace(config, dtype="float32", dtype_str="float16"))
     assert str(error.value) == "dtype and dtype_str args both provided with different values"
 
 
@@ -130,7 +130,7 @@ def test_visible_devices_that_do_not_count_are_mentioned(caplog: pytest.LogCaptu
         count_shards(LauncherConfig(num_shard=2, cuda_visible_devices="0,1"), is_cuda=False)
         assert not caplog.records
         count_shards(LauncherConfig(cuda_visible_devices="0,1"), is_cuda=False)
-    assert "visible devices do not count on a CPU: 1 shard" in caplog.text
+    assert "visible devices are not counted without a GPU: 1 shard" in caplog.text
 
 
 def test_numbers_of_shards_that_differ() -> None:
@@ -145,11 +145,11 @@ def test_a_model_in_a_cache_of_any_name(config: LauncherConfig, tmp_path: Path) 
     write_config(snapshot, {})
     (snapshot / "tokenizer.json").write_text("{}")
     named, cache = replace(config, model_name="org/m"), str(tmp_path / "hub")
-    assert plan(replace(named, transformers_cache=cache)).model_path == snapshot
-    assert plan(replace(named, huggingface_hub_cache=cache)).model_path == snapshot
-    assert plan(replace(named, hf_home=str(tmp_path), home="/nobody")).model_path == snapshot
+    assert make_plan(replace(named, transformers_cache=cache)).model_path == snapshot
+    assert make_plan(replace(named, huggingface_hub_cache=cache)).model_path == snapshot
+    assert make_plan(replace(named, hf_home=str(tmp_path), home="/nobody")).model_path == snapshot
     with pytest.raises(CacheConflictError):
-        plan(replace(named, transformers_cache=cache, hf_hub_cache="/elsewhere"))
+        make_plan(replace(named, transformers_cache=cache, hf_hub_cache="/elsewhere"))
 
 
 @pytest.mark.parametrize(
@@ -163,10 +163,10 @@ def test_draining_fits_into_the_grace_period(
         config, termination_grace_period=grace, pre_stop_delay=pre_stop, shutdown_timeout=timeout
     )
     if left is None:
-        plan(config)
+        make_plan(config)
     else:
         with pytest.raises(LaunchError, match=f"more than the {left} s that are left"):
-            plan(config)
+            make_plan(config)
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,9 @@ import pytest
 from tgis.launcher import local_node as node
 from tgis.launcher import shard_group
 from tgis.launcher.child_configs import Start
-from tgis.launcher.local_node import ShardEndedError, first_of, unless_ended
+from tgis.launcher.local_node import ShardEndedError, first_end, run_unless_ended
 from tgis.launcher.plan import LaunchError
-from tgis.launcher.shard_group import Group
+from tgis.launcher.shard_group import ShardGroup
 from tgis.net.addresses import TcpAddress
 from tgis.process.child import End
 
@@ -25,10 +25,9 @@ def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "SETTLE_S", 0.1)
 
 
-class Rendezvous:
-    @contextmanager
-    def open(self, epoch: int) -> Iterator[tuple[str, int | None]]:
-        yield f"{epoch}", None
+@contextmanager
+def rendezvous(epoch: int) -> Iterator[tuple[str, int | None]]:
+    yield f"{epoch}", None
 
 
 class Node:
@@ -43,7 +42,7 @@ class Node:
         self._end: asyncio.Future[End] | None = None
         self.stays = asyncio.Event()
 
-    async def wait_until_there(self) -> None:
+    async def wait_until_connected(self) -> None:
         pass
 
     async def start(self, start: Start, listener: int | None) -> None:
@@ -51,7 +50,7 @@ class Node:
         self._end = asyncio.get_running_loop().create_future()
         if self.script and (end := self.script.pop(0)) is not None:
             self._finish(self._end, end)
-            await unless_ended(asyncio.Event().wait(), self.wait())
+            await run_unless_ended(asyncio.Event().wait(), self.wait())
         elif self.script and (end := self.script.pop(0)) is not None:
             self._finish(self._end, end)
         else:
@@ -72,13 +71,13 @@ class Node:
 async def run(*nodes: Node) -> str:
     """How the group ends."""
     with pytest.raises(LaunchError) as caught:
-        await asyncio.wait_for(Group(nodes, Rendezvous(), None).run(), 20)  # type: ignore[arg-type]
+        await asyncio.wait_for(ShardGroup(nodes, rendezvous, None).run(), 20)  # type: ignore[arg-type]
     return str(caught.value)
 
 
 async def serve(*nodes: Node) -> None:
     """Returns when all of them stay."""
-    running = asyncio.create_task(Group(nodes, Rendezvous(), None).run())  # type: ignore[arg-type]
+    running = asyncio.create_task(ShardGroup(nodes, rendezvous, None).run())  # type: ignore[arg-type]
     await asyncio.wait_for(asyncio.gather(*(node.stays.wait() for node in nodes)), 20)
     assert not running.done()
     running.cancel()
@@ -135,6 +134,6 @@ async def after(seconds: float, end: End) -> End:
     ],
 )
 async def test_a_kill_is_the_reason_of_what_a_rank_says(ends: list[tuple[float, End]], expected: End) -> None:
-    assert await first_of(after(*end) for end in ends) is expected
+    assert await first_end(after(*end) for end in ends) is expected
     with pytest.raises(ShardEndedError, match=expected.text):
-        await unless_ended(asyncio.Event().wait(), first_of(after(*end) for end in ends))
+        await run_unless_ended(asyncio.Event().wait(), first_end(after(*end) for end in ends))

@@ -3,9 +3,11 @@ when."""
 
 import asyncio
 import logging
+import ssl
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import closing
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -21,8 +23,14 @@ from cryptography.hazmat.primitives.serialization import (
 )
 
 from tgis.net import tls
-from tgis.net.tls import CertificateError, Certificates, TlsFiles
-from tgis.net.tls_contexts import mutual_client, mutual_server
+from tgis.net.tls import (
+    CertificateError,
+    Certificates,
+    Pem,
+    TlsFiles,
+    mutual_client_context,
+    mutual_server_context,
+)
 from tgis.router.shards.link import TcpLink
 
 
@@ -83,8 +91,8 @@ DAMAGES: dict[str, tuple[str, Callable[[Path], object], str]] = {
     "garbage for a key": ("key", lambda path: path.write_bytes(b"\xff\x00garbage"), "key"),
     "a certificate for a key": ("key", copy("ca.pem"), "key"),
     "a key for a certificate": ("cert", copy("key.pem"), "cert"),
-    "an encrypted key": ("key", encrypt, "is encrypted; give one without a password"),
-    "a key that fits nothing": ("key", write_dsa, "is not that of the cert"),
+    "an encrypted key": ("key", encrypt, "is encrypted; provide one without a password"),
+    "a key that fits nothing": ("key", write_dsa, "does not belong to the cert"),
 }
 
 
@@ -96,11 +104,11 @@ def test_what_cannot_be_read_is_named(
     """At the start in the error, later in the log; then what served before serves on."""
     file, spoil, text = DAMAGES[damage]
     files = issue(tmp_path)
-    loaded = Certificates(files, mutual_server, name)
+    loaded = Certificates(files, mutual_server_context, name)
     before, path = loaded.context, tmp_path / f"{file}.pem"
     spoil(path)
     with pytest.raises(CertificateError) as refused:
-        Certificates(files, mutual_server, name)
+        Certificates(files, mutual_server_context, name)
     line = str(refused.value)
     assert str(path) in line
     assert text in line
@@ -109,10 +117,10 @@ def test_what_cannot_be_read_is_named(
     others = {files.cert, files.key, str(files.ca)} - {str(path)}
     assert not any(other in line for other in others) or damage == "a key that fits nothing"
     with caplog.at_level(logging.ERROR):
-        loaded.look()
+        loaded.refresh()
     assert loaded.context is before
     assert [record.getMessage() for record in caplog.records] == [
-        f"the changed {name} files are not taken, those before serve on: {line}"
+        f"the changed {name} files are not used, the previous ones are: {line}"
     ]
 
 
@@ -146,7 +154,7 @@ def test_both_files_of_a_pair_that_does_not_fit_are_named(tmp_path: Path) -> Non
     replace_key(tmp_path / "key.pem")
     with pytest.raises(CertificateError) as refused:
         Certificates(files)
-    text = f"tls configuration error: the key {files.key} is not that of the cert {files.cert}"
+    text = f"tls configuration error: the key {files.key} does not belong to the cert {files.cert}"
     assert str(refused.value) == text
 
 
@@ -157,7 +165,7 @@ EXPIRED = {
 
 
 def expired_line(files: TlsFiles) -> tuple[int, str]:
-    since = f"the link certificate {files.cert} has been expired since 2021-01-31T12:00:00Z"
+    since = f"the link certificate {files.cert} expired at 2021-01-31T12:00:00Z"
     return logging.ERROR, f"{since}: the other end refuses it; renew it"
 
 
@@ -172,16 +180,53 @@ def test_an_expired_certificate_is_an_error_until_it_is_renewed(
     caplog.set_level(logging.WARNING)
     files = issue(tmp_path, **EXPIRED)
     loaded = Certificates(files, name="link")
-    loaded.look()
+    loaded.refresh()
     assert said(caplog) == [expired_line(files)]
     assert tls.EXPIRED_EVERY_S == 60
     monkeypatch.setattr(tls, "EXPIRED_EVERY_S", 0.0)
-    loaded.look()
+    loaded.refresh()
     assert said(caplog) == [expired_line(files)] * 2
     issue(tmp_path, not_after=datetime.now(UTC) + timedelta(days=2))
     for _ in range(3):
-        loaded.look()
+        loaded.refresh()
     assert said(caplog)[2:] == [(logging.WARNING, "the link certificate expires in 2.0 days")]
+
+
+@pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])
+async def test_each_handshake_of_a_port_uses_the_files_of_its_time(
+    tmp_path: Path, version: ssl.TLSVersion
+) -> None:
+    """Also the authority that clients need; nobody whom only the former vouches for is let in."""
+    certificates = Certificates(issue(tmp_path), mutual_server_context)
+    former = certificates.pem
+
+    async def greet(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"welcome")
+        writer.close()
+
+    async def greeting(authority: bytes | None, own: Pem) -> bytes:
+        """What a client hears that shows its own certificate and trusts the authority; nothing if refused."""
+        context = mutual_client_context(Pem(own.cert, own.key, authority))
+        context.maximum_version = version
+        address = server.sockets[0].getsockname()
+        try:
+            reader, writer = await asyncio.open_connection(*address, ssl=context, server_hostname="localhost")
+            with closing(writer):
+                return await reader.read()
+        except ssl.SSLCertVerificationError:
+            raise
+        except OSError:  # in TLS 1.2 the handshake fails
+            return b""
+
+    async with await asyncio.start_server(greet, "127.0.0.1", ssl=certificates.renewing_context()) as server:
+        assert await greeting(former.ca, former) == b"welcome"
+        issue(tmp_path)
+        with pytest.raises(ssl.SSLCertVerificationError):
+            await greeting(former.ca, former)
+        newer = certificates.pem
+        assert newer is not former
+        assert await greeting(newer.ca, newer) == b"welcome"
+        assert await greeting(newer.ca, former) == b""
 
 
 class Signal(logging.Handler):
@@ -200,10 +245,10 @@ class Signal(logging.Handler):
 async def test_the_certificate_of_a_link_is_looked_at_without_a_call(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tls, "LOOK_S", 0.01)
+    monkeypatch.setattr(tls, "REFRESH_S", 0.01)
     monkeypatch.setattr(tls, "EXPIRED_EVERY_S", 0.01)
     files = issue(tmp_path, **EXPIRED)
-    link, signal = TcpLink(list, Certificates(files, mutual_client, "link")), Signal()
+    link, signal = TcpLink(list, Certificates(files, mutual_client_context, "link")), Signal()
     tls.logger.addHandler(signal)
     watching = asyncio.create_task(link.watch())
     try:

@@ -93,5 +93,5 @@ async def test_a_start_that_fails_leaves_no_descriptor_open() -> None:
     before = os.listdir("/proc/self/fd")
     for _ in range(3):
         with pytest.raises(ValueError, match="null byte"):
-            await Child("nobody", ["\0"], beats=True).start()
+            await Child("nobody", ["\0"], has_heartbeat=True).start()
     assert len(os.listdir("/proc/self/fd")) <= len(before)

@@ -39,4 +39,4 @@ def test_visible_gpus_count(
     (tmp_path / "tokenizer.json").write_text("{}")
     monkeypatch.setattr(launch_plan, "has_gpus", lambda variable: found and variable == "0,1")
     config = LauncherConfig(model_name=f"{tmp_path}/", device=device, cuda_visible_devices="0,1")
-    assert launch_plan.plan(config).num_shards == num_shards
+    assert launch_plan.make_plan(config).num_shards == num_shards

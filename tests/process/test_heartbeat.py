@@ -1,4 +1,4 @@
-"""Both ends of the signs of life, over a real pipe, with time that runs faster."""
+"""Both ends of the heartbeat, over a real pipe, with time that runs faster."""
 
 import asyncio
 import os

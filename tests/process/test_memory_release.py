@@ -45,7 +45,7 @@ async def released_by(*messages: int, wait_s: float) -> int:
     before, memory = resident(), MemoryRelease()
     watching = asyncio.create_task(memory.watch())
     for num_bytes in messages:
-        memory.note(num_bytes)
+        memory.count(num_bytes)
     deadline = time.monotonic() + wait_s
     while before - resident() < HELD and time.monotonic() < deadline:  # noqa: ASYNC110
         await asyncio.sleep(0.02)

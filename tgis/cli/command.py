@@ -15,20 +15,21 @@ from typing import Any, NoReturn, TypeVar
 import click
 from click.core import ParameterSource
 
-from tgis import __version__, json_lines, logs
+from tgis import __version__, logs
 from tgis.cli.parameters import FOREIGN, HELP_NAMES, VERSION_NAMES, foreign_flag, parameter
 from tgis.config import log_level, report
-from tgis.config.aliases.alias import Foreign
+from tgis.config.aliases.alias import Alias
 from tgis.config.aliases.tgi import SHARED_SHORT_FLAG, TGI_NAMES
 from tgis.config.aliases.tgis import TGIS_NAMES
-from tgis.config.checks import DEFAULT, Given, Setting, apply, check
+from tgis.config.checks import DEFAULT, GivenAlias, Setting, apply_aliases, check
 from tgis.config.option import Group, Option, declared, env_of, flag_of, in_groups
-from tgis.config.processes import LogOptions
+from tgis.config.processes import ProcessOptions
 from tgis.errors import OperatorError
+from tgis.process import json_lines
 
 logger = logging.getLogger(__name__)
 
-C = TypeVar("C", bound=LogOptions)
+C = TypeVar("C", bound=ProcessOptions)
 Complete = Callable[[dict[str, Setting], dict[str, Any]], None]
 
 ARGUMENTS = "tgis.arguments"  # key in click's context.meta for the original command line
@@ -138,7 +139,7 @@ def one_line_errors(
         _fail(f"{type(error).__name__}: {error}", termination_log, fields)
 
 
-def _names_of(command_name: str) -> list[Foreign]:
+def _names_of(command_name: str) -> list[Alias]:
     return [one for one in (*TGIS_NAMES, *TGI_NAMES) if command_name in one.commands]
 
 
@@ -176,10 +177,10 @@ def _read_foreign(context: click.Context, settings: dict[str, Setting], reads: s
                 error.param_hint = source
             raise
 
-    return apply(given, settings, read)
+    return apply_aliases(given, settings, read)
 
 
-def _given(context: click.Context, foreign: Foreign, compat: str | None) -> Given | None:
+def _given(context: click.Context, foreign: Alias, compat: str | None) -> GivenAlias | None:
     """Return the value given for a foreign name, by its flag or else by its variable.
 
     Without --compat, a TGI flag is a usage error and TGI variables are ignored."""
@@ -187,12 +188,12 @@ def _given(context: click.Context, foreign: Foreign, compat: str | None) -> Give
         if foreign in TGI_NAMES and not compat:
             text = f"No such option: {foreign.flag_name}; it is TGI's: add --compat tgi to use TGI's names"
             raise click.UsageError(text, context)
-        return Given(foreign, str(value).lower() if foreign.switch else value, foreign.flag_name)
+        return GivenAlias(foreign, str(value).lower() if foreign.switch else value, foreign.flag_name)
     if not foreign.variable or (foreign in TGI_NAMES and not compat):
         return None
     text = os.environ.get(foreign.variable_name, "")
     is_given = text.strip() and not (foreign.switch and text == "false")
-    return Given(foreign, text, foreign.variable_name) if is_given else None
+    return GivenAlias(foreign, text, foreign.variable_name) if is_given else None
 
 
 def _uses_short_flag(arguments: Iterable[str]) -> bool:

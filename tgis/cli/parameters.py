@@ -12,7 +12,7 @@ from typing import Any, get_args
 import click
 
 from tgis.config import log_level
-from tgis.config.aliases.alias import Foreign
+from tgis.config.aliases.alias import Alias
 from tgis.config.option import Group, Option, env_of, flag_of
 
 FOREIGN = "foreign_"  # prefix of the parameter names of foreign options
@@ -51,7 +51,7 @@ def parameter(f: Field[Any], option: Option, hint: Any, is_required: bool) -> cl
     )
 
 
-def foreign_flag(foreign: Foreign, hidden: bool) -> click.Option:
+def foreign_flag(foreign: Alias, hidden: bool) -> click.Option:
     help = f"Means --{foreign.means.replace('_', '-')}." if foreign.means else f"No effect: {foreign.why}."
     names = [foreign.flag_name, FOREIGN + foreign.name, *([foreign.short] if foreign.short else [])]
     switch, group = foreign.switch, Group.COMPATIBILITY

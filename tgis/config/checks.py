@@ -4,24 +4,20 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tgis.config.aliases.alias import Foreign
-from tgis.config.model import QUANTIZATIONS_OF_TGIS
+from tgis.config.aliases.alias import Alias
+from tgis.config.model import ENGINES_NOT_SERVED, QUANTIZATIONS_OF_TGIS
 from tgis.errors import OperatorError
 
 DEFAULT = "default"
-NOT_SERVED = {
-    "ibm_fms": "models are not run through IBM FMS",
-    "ds_inference": "models are not run through DeepSpeed, and are cut over shards without it",
-}
-OTHERWISE = (
-    "use tgis_native, the service's own engine, or hf_transformers, or leave it out to get whichever knows "
-    "the model"
+OTHER_ENGINES = (
+    "use tgis_native, the service's own engine, or hf_transformers, or leave the option out to get the one "
+    "that serves the model"
 )
 RENAMED = {
     "hf_custom_tp": "hf_custom_tp is an older name of tgis_native",
     "hf_accelerate": "hf_accelerate means hf_transformers: --num-shard says how many devices to use",
-    "hf_optimum_bt": "hf_optimum_bt counts as unset: BetterTransformer is gone from its library, and "
-    "attention is never computed the slow way",
+    "hf_optimum_bt": "hf_optimum_bt counts as unset: BetterTransformer no longer exists, and attention is "
+    "fast without it",
 }
 
 
@@ -38,51 +34,52 @@ class Setting:
 
 
 @dataclass(frozen=True)
-class Given:
-    """Foreign name that was given, with its text; `source` is the flag or variable that gave it."""
+class GivenAlias:
+    """Alias that was given, with its text; `source` is the flag or variable that gave it."""
 
-    foreign: Foreign
+    alias: Alias
     text: str
     source: str
 
 
-def apply(
-    given: Iterable[Given], settings: dict[str, Setting], read: Callable[[str, str, str], Any]
+def apply_aliases(
+    given: Iterable[GivenAlias], settings: dict[str, Setting], read: Callable[[str, str, str], Any]
 ) -> list[str]:
-    """Set the options that the given foreign names mean; return the warnings.
+    """Set the options that the given aliases mean; return the warnings.
 
     `read` converts (name of the service's own option, text, source) to a value. Raises SettingsError."""
     warnings: list[str] = []
     for one in given:
-        foreign = one.foreign
-        if foreign.refused:
-            raise SettingsError(f"{one.source}: {foreign.why}")
-        if foreign.means is None:
-            if refusal := foreign.refusal_of and foreign.refusal_of(one.text):
+        alias = one.alias
+        if alias.refused:
+            raise SettingsError(f"{one.source}: {alias.why}")
+        if alias.means is None:
+            if refusal := alias.refusal_of and alias.refusal_of(one.text):
                 raise SettingsError(refusal)
-            warnings.append(f"{one.source} has no effect: {foreign.why}")
+            warnings.append(f"{one.source} has no effect: {alias.why}")
         elif text := _convert(one):
-            settings[foreign.means] = _agreed(
-                settings[foreign.means], Setting(read(foreign.means, text, one.source), one.source)
-            )
+            other = Setting(read(alias.means, text, one.source), one.source)
+            settings[alias.means] = _merge(settings[alias.means], other)
     return warnings
 
 
-def _convert(one: Given) -> str:
-    if one.foreign.convert is None:
+def _convert(one: GivenAlias) -> str:
+    if one.alias.convert is None:
         return one.text
     try:
-        return one.foreign.convert(one.text)
+        return one.alias.convert(one.text)
     except ValueError as error:
         raise SettingsError(f"{one.source}: {one.text!r} cannot be used: {error}") from error
 
 
-def _agreed(ours: Setting, theirs: Setting) -> Setting:
+def _merge(own: Setting, other: Setting) -> Setting:
     """Return the setting that was given. Raises SettingsError if both are given and differ."""
-    if ours.source == DEFAULT or ours.value == theirs.value:
-        return theirs if ours.source == DEFAULT else ours
-    values = f"({ours.value} and {theirs.value})"
-    raise SettingsError(f"{ours.source} and {theirs.source} are given with different values {values}")
+    if own.source == DEFAULT:
+        return other
+    if own.value != other.value:
+        values = f"({own.value} and {other.value})"
+        raise SettingsError(f"{own.source} and {other.source} are given with different values {values}")
+    return own
 
 
 def check(settings: Mapping[str, Setting]) -> list[str]:
@@ -90,7 +87,7 @@ def check(settings: Mapping[str, Setting]) -> list[str]:
     values = {name: setting.value for name, setting in settings.items()}
     _check_ports(values)
     _check_tls(values)
-    _check_link(settings)
+    _check_link(values, settings.get("num_shard"))
     if (method := values.get("quantize")) in QUANTIZATIONS_OF_TGIS:
         raise SettingsError(
             f"{settings['quantize'].source}: {method} weights are not served by this version: give the "
@@ -101,7 +98,7 @@ def check(settings: Mapping[str, Setting]) -> list[str]:
 
 def _check_ports(values: Mapping[str, Any]) -> None:
     if "bind" in values and not values["bind"].strip():
-        raise SettingsError("bind: there is no address; 0.0.0.0 means all of them")
+        raise SettingsError("bind: the address is empty; 0.0.0.0 means all addresses")
     is_public = "grpc_port" in values and not values.get("headless") and not values.get("node_rank")
     if is_public and values["port"] == values["grpc_port"] != 0:
         raise SettingsError(f"port and grpc_port are both {values['port']}: HTTP and gRPC need a port each")
@@ -114,28 +111,27 @@ def _check_tls(values: Mapping[str, Any]) -> None:
     if values.get("tls_client_ca_cert_path") and not has_cert:
         raise SettingsError("tls: cannot provide client ca cert without keypair")
     if values.get("http_tls") and not has_cert:
-        raise SettingsError("tls: the HTTP port has no cert and key to use either")
+        raise SettingsError("tls: --http-tls needs --tls-cert-path and --tls-key-path")
 
 
-def _check_link(settings: Mapping[str, Setting]) -> None:
-    values = {name: setting.value for name, setting in settings.items()}
+def _check_link(values: Mapping[str, Any], num_shard: Setting | None) -> None:
     files = [values.get(f"link_{name}_path") for name in ("cert", "key", "ca_cert")]
     addresses = values.get("shard_addresses") or values.get("listen_address")
-    spans = values.get("nnodes", 1) > 1 or values.get("headless")
-    if (addresses or spans) and not all(files):
-        raise SettingsError("link: TCP needs cert, key and ca cert")
+    has_nodes = values.get("nnodes", 1) > 1 or values.get("headless")
+    if (addresses or has_nodes) and not all(files):
+        raise SettingsError("link: TCP needs --link-cert-path, --link-key-path and --link-ca-cert-path")
     # A launcher may have them for a group that has only one node now.
     if any(files) and not addresses and "nnodes" not in values:
-        raise SettingsError("link: cert, key and ca cert are for TCP, and no address is given")
-    count = settings.get("num_shard")
-    is_list = bool(addresses) and "/" not in str(addresses)
-    if is_list and count and count.source != DEFAULT and count.value != str(addresses).count(",") + 1:
-        raise SettingsError(f"link: {count.value} shards need as many addresses")
+        raise SettingsError("link: cert, key and ca cert are used over TCP only, and no address is given")
+    if addresses and "/" not in addresses and num_shard and num_shard.source != DEFAULT:
+        num_addresses = addresses.count(",") + 1
+        if num_addresses != num_shard.value:
+            raise SettingsError(f"link: {num_shard.value} shards need as many addresses, not {num_addresses}")
     if values.get("node_rank", 0) >= values.get("nnodes", 1):
-        raise SettingsError(f"node_rank {values['node_rank']} is none of {values['nnodes']} nodes")
+        raise SettingsError(f"node_rank {values['node_rank']} is out of range for {values['nnodes']} nodes")
 
 
 def _check_framework(name: str | None) -> list[str]:
-    if name in NOT_SERVED:
-        raise SettingsError(f"deployment framework {name}: {NOT_SERVED[name]}; {OTHERWISE}")
+    if name in ENGINES_NOT_SERVED:
+        raise SettingsError(f"deployment framework {name}: {ENGINES_NOT_SERVED[name]}; {OTHER_ENGINES}")
     return [RENAMED[name]] if name in RENAMED else []

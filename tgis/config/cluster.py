@@ -11,22 +11,22 @@ class NodeOptions:
     """Options of a launcher; one runs on each node."""
 
     nnodes: int = option(
-        "Nodes that the model's shards are on; each has as many.", 1, older_env="LWS_GROUP_SIZE", minimum=1
+        "Nodes that run the model's shards, the same number each.", 1, older_env="LWS_GROUP_SIZE", minimum=1
     )
     node_rank: int = option(
         "Which of the nodes this is; the router is on node 0.", 0, older_env="LWS_WORKER_INDEX", minimum=0
     )
     master_addr: str = option(
-        "Address of node 0, as the others know it.", "localhost", older_env="LWS_LEADER_ADDRESS"
+        "Address of node 0, as the other nodes know it.", "localhost", older_env="LWS_LEADER_ADDRESS"
     )
     master_port: int = option(
-        "Port on which node 0 waits for the launchers of the others. Those after it are the shards', two for "
-        "each rank.",
+        "Port on which node 0 waits for the launchers of the other nodes. The shards use the ports after it, "
+        "two for each rank.",
         29500,
         minimum=1,
         maximum=65534,
     )
-    headless: bool = option("Run shards alone, for a router elsewhere; so do all nodes but node 0.", False)
+    headless: bool = option("Run shards only, for a router elsewhere, as all nodes but node 0 do.", False)
 
 
 @in_group(Group.NODES)
@@ -35,11 +35,11 @@ class RankOptions:
     """Options that give a shard its rank and its connection to the group."""
 
     rank: int = option("Which shard of the group this is.", 0, minimum=0)
-    world_size: int = option("Shards of the group.", 1, minimum=1)
+    world_size: int = option("Number of shards in the group.", 1, minimum=1)
     local_rank: int | None = option(
         "Which shard of this machine this is; unset: all are on one machine.", None, env=False, minimum=0
     )
-    local_size: int | None = option("Shards of this machine; unset: all.", None, env=False, minimum=1)
+    local_size: int | None = option("Shards on this machine; unset: all.", None, env=False, minimum=1)
     node_address: str | None = option(
         "Address at which other ranks reach this one; unset: loopback.", None, env=False
     )

@@ -16,7 +16,7 @@ def parse(text: str) -> tuple[str, str | None]:
         _, equals, level = part.rpartition("=")
         (targeted if equals else general).append(_known(level))
     if not general and not targeted:
-        raise ValueError(f"{text!r} names no level")
+        raise ValueError(f"{text!r} has no level")
     level = NAMES[general[-1]] if general else min((NAMES[one] for one in targeted), key=LEVELS.index)
     is_exact = not targeted and general[-1] in EXACT
     return level, None if is_exact else f"log level {text!r} is read as {level}, for all of the service"

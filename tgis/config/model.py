@@ -12,16 +12,21 @@ NO_QUANTIZED_CHECKPOINTS = (
     "Quantized checkpoints are not served by this version: give the unquantized checkpoint, and --quantize "
     "int8 for weights in 8 bits."
 )
-FRAMEWORKS = (
-    "hf_transformers",
-    "hf_accelerate",
-    "tgis_native",
-    "hf_custom_tp",
-    "hf_optimum_ort",
-    "hf_optimum_bt",
-    "ibm_fms",
-    "ds_inference",
-)
+# Engine for each accepted name. There are three engines: hf_transformers, tgis_native and hf_optimum_ort.
+# None means tgis_native or hf_transformers, whichever serves the model.
+ENGINES = {
+    "hf_transformers": "hf_transformers",
+    "hf_accelerate": "hf_transformers",
+    "tgis_native": "tgis_native",
+    "hf_custom_tp": "tgis_native",
+    "hf_optimum_ort": "hf_optimum_ort",
+    "hf_optimum_bt": None,
+}
+ENGINES_NOT_SERVED = {  # with the reason
+    "ibm_fms": "this service does not use IBM FMS",
+    "ds_inference": "this service does not use DeepSpeed, and shards models without it",
+}
+FRAMEWORKS = (*ENGINES, *ENGINES_NOT_SERVED)
 
 
 @in_group(Group.MODEL)
@@ -37,8 +42,8 @@ class ModelOptions:
         choices=DEVICES,
     )
     quantize: str | None = option(
-        "Weights of linear layers in 8 bits, made when they are read: int8, on the CPU, in the service's own "
-        "engine; activations are rounded to 8 bits where they meet them.",
+        "Round the weights of linear layers to 8 bits when they are read: int8, on the CPU, in the service's "
+        "own engine; activations are rounded to 8 bits too.",
         None,
         choices=QUANTIZATIONS,
         unlisted=QUANTIZATIONS_OF_TGIS,
@@ -46,23 +51,22 @@ class ModelOptions:
     )
     block_size: int = option("Tokens per cache block.", 16, minimum=1, group=Group.MEMORY)
     kv_cache_tokens: int | None = option(
-        "Most tokens the cache may hold; memory and the largest batch bound it too.",
+        "Most tokens the cache may hold; memory and the largest batch limit it too.",
         None,
         minimum=1,
         group=Group.MEMORY,
         is_common=True,
     )
     cpu_threads: int | None = option(
-        "Threads each shard computes with; unset: the cores there are, shared by the shards.",
+        "Threads each shard computes with; unset: the machine's cores, shared by the shards.",
         None,
         minimum=1,
         group=Group.MEMORY,
     )
     deployment_framework: str | None = option(
-        "Engine: tgis_native is the service's own and refuses families it does not know; hf_transformers "
-        "runs transformers' code with the service's cache and attention, slower, where that can; "
-        "hf_optimum_ort runs a model in ONNX form; unset: the service's own where it knows the family, "
-        "transformers' code elsewhere.",
+        "Engine: tgis_native is the service's own and serves the families it knows; hf_transformers runs "
+        "transformers' code with the service's cache and attention, more slowly; hf_optimum_ort runs a model "
+        "in ONNX form; unset: the service's own where it knows the family, otherwise transformers' code.",
         None,
         choices=FRAMEWORKS,
     )
@@ -73,12 +77,12 @@ class ModelOptions:
 
 @in_group(Group.ADAPTERS)
 @dataclass(frozen=True, kw_only=True)
-class TuningOptions:
+class AdapterOptions:
     prefix_store_path: str | None = option(
-        "Directory of tuned soft prompts, and of LoRA adapters, by their ids; unset: there are none.", None
+        "Directory of tuned soft prompts, and of LoRA adapters, by their ids; unset: none.", None
     )
     prompt_cache_size_mb: int = option(
-        "MiB of soft prompts that each shard may hold loaded; the least recently used make way.",
+        "MiB of soft prompts that each shard may keep loaded; the least recently used are evicted.",
         512,
         minimum=1,
     )
@@ -86,14 +90,15 @@ class TuningOptions:
         "Most virtual tokens of a soft prompt; unset: half of the longest sequence.", None, minimum=1
     )
     adapter_cache: str | None = option(
-        "Directory of LoRA adapters by their ids, looked into before --prefix-store-path.", None
+        "Directory of LoRA adapters by their ids, searched before --prefix-store-path.", None
     )
     adapter_cache_size_mb: int = option(
-        "MiB of LoRA adapters that each shard may hold loaded; the least recently used make way.",
+        "MiB of LoRA adapters that each shard may keep loaded; the least recently used are evicted.",
         1024,
         minimum=1,
     )
     lora_adapters: str | None = option(
-        "LoRA adapters to load at the start and keep: NAME=DIRECTORY, or ids in the hub cache, with commas.",
+        "LoRA adapters to load at the start and keep loaded: NAME=DIRECTORY, or ids in the hub cache, "
+        "separated by commas.",
         None,
     )

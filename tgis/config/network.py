@@ -22,7 +22,7 @@ class PortOptions:
         "PEM file of its private key; needs --tls-cert-path.", None, group=Group.TLS
     )
     tls_client_ca_cert_path: str | None = option(
-        "PEM file of the authorities of clients, which then must show a certificate.", None, group=Group.TLS
+        "PEM file of clients' authorities; if set, clients must show a certificate.", None, group=Group.TLS
     )
     http_tls: bool = option(
         "Serve the HTTP port with the gRPC port's certificate too; its clients need none.",
@@ -30,27 +30,27 @@ class PortOptions:
         group=Group.TLS,
     )
     auth_tokens_path: str | None = option(
-        "File of bearer tokens, a line each, of which a call must show one; unset: none is asked for.",
+        "File of bearer tokens, one per line; a call must send one of them; unset: calls need no token.",
         None,
         group=Group.TLS,
     )
     max_message_bytes: int = option("Bytes of the largest request.", 4 << 20, minimum=1, group=Group.LIMITS)
     max_metadata_bytes: int = option(
-        "Bytes of a call's metadata, with 32 for each entry.", 16 << 10, minimum=1, group=Group.LIMITS
+        "Bytes of a call's metadata, plus 32 for each entry.", 16 << 10, minimum=1, group=Group.LIMITS
     )
     max_connection_age: float | None = option(
-        "Seconds after which a gRPC connection is asked to be opened anew, within a tenth; streams on it "
-        "finish; unset: never.",
+        "Seconds after which a gRPC connection is asked to reconnect, give or take a tenth; its streams "
+        "finish first; unset: never.",
         None,
         minimum=0.1,
     )
     slow_reader_timeout: float = option(
-        "Seconds that an answer waits for a client that does not read; then the call ends.",
+        "Seconds that an answer waits for a client that does not read it; then the call ends.",
         60.0,
         minimum=0.1,
     )
     keepalive_time: float = option(
-        "Seconds of silence after which a client is pinged; without an answer in a third of that it is gone.",
+        "Seconds of silence after which a client is pinged; it is lost if it is silent for a third more.",
         60.0,
         minimum=1,
     )
@@ -65,7 +65,7 @@ class LinkOptions:
     link_key_path: str | None = option("PEM file of its private key.", None)
     link_ca_cert_path: str | None = option("PEM file of the other end's authorities.", None)
     link_server_name: str | None = option(
-        "Name that the certificate of who is connected to must bear; unset: that of its address.", None
+        "Name in the certificate of the server connected to; unset: the host of its address.", None
     )
 
 
@@ -80,5 +80,5 @@ class ProbeConfig:
     port: int = option("Its HTTP port.", 3000, short="-p", minimum=1, maximum=65535)
     http_tls: bool = option("It serves that port with TLS; its certificate is not verified.", False)
     timeout: float = option(
-        "Seconds after which it counts as not answering.", 4.0, env=False, minimum=0.01, maximum=3600
+        "Seconds after which the service counts as not answering.", 4.0, env=False, minimum=0.01, maximum=3600
     )

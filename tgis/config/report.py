@@ -95,7 +95,7 @@ def _environment() -> dict[str, str]:
     """Return the variables that libraries read, with secret values hidden."""
     names = sorted(name for name in os.environ if VARIABLES.fullmatch(name))
     found = {name: HIDDEN if SECRET.search(name) else shown(os.environ[name]) for name in names}
-    return found or {"none": "of the variables that libraries read is set"}
+    return found or {"variables": "none that libraries read is set"}
 
 
 def _fields(path: Path) -> dict[str, str]:

@@ -7,7 +7,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 
 from tgis.config.adapter_ids import is_adapter_id
-from tgis.config.model import TuningOptions
+from tgis.config.model import AdapterOptions
 from tgis.errors import OperatorError
 from tgis.hub import model_files
 from tgis.hub.cache import cache_entry, find_snapshot
@@ -21,7 +21,7 @@ class AdapterOptionsError(OperatorError):
     """Error when an option about soft prompts or adapters cannot be applied; the text is one line."""
 
 
-def resolve_adapter_options(options: TuningOptions, max_sequence_length: int, cache: Path) -> TuningOptions:
+def resolve_adapter_options(options: AdapterOptions, max_sequence_length: int, cache: Path) -> AdapterOptions:
     """Return the options for the shards, with absolute paths and `lora_adapters` as `name=directory` entries.
 
     `cache` is the hub cache. Raises AdapterOptionsError, model_files.ModelNotFoundError."""
@@ -31,7 +31,7 @@ def resolve_adapter_options(options: TuningOptions, max_sequence_length: int, ca
             f"max_prompt_prefix_length ({longest}) must be at most {limit}, one less than max_sequence_length"
         )
     adapters = [f"{name}={path}" for name, path in find_adapters(options.lora_adapters or "", cache).items()]
-    given = TuningOptions(**{f.name: getattr(options, f.name) for f in fields(TuningOptions)})
+    given = AdapterOptions(**{f.name: getattr(options, f.name) for f in fields(AdapterOptions)})
     return replace(
         given,
         prefix_store_path=_make_absolute(options.prefix_store_path),

@@ -7,8 +7,9 @@ from types import MappingProxyType
 from typing import Any, TypeVar
 
 from tgis import __version__
+from tgis.config.model import ENGINES
 from tgis.config.network import LinkOptions
-from tgis.config.processes import ENGINES, LauncherConfig, RouterConfig, ShardConfig
+from tgis.config.processes import LauncherConfig, RouterConfig, ShardConfig
 from tgis.launcher.plan import Plan
 from tgis.launcher.run_files import RunFiles
 from tgis.logs import Scalar, process_fields
@@ -18,7 +19,7 @@ C = TypeVar("C", RouterConfig, ShardConfig)
 
 LINK_OPTIONS = {f.name for f in fields(LinkOptions)}
 # Options of a shard that may differ between nodes.
-OF_THE_NODE = LINK_OPTIONS | {"cpu_threads", "failpoints", "json_output", "log_level"}
+NODE_OPTIONS = LINK_OPTIONS | {"cpu_threads", "failpoints", "json_output", "log_level"}
 # Paths may differ too, but a path must be set on all nodes or on none.
 PATHS = ("adapter_cache", "lora_adapters", "prefix_store_path")
 
@@ -34,33 +35,30 @@ class Start:
 
 class ChildConfigs:
     def __init__(self, config: LauncherConfig, plan: Plan, files: RunFiles) -> None:
-        self._config, self._plan, self._files = config, plan, files
-        self.first_rank = config.node_rank * plan.num_shards
+        self.launcher, self._plan, self._files = config, plan, files
         self.num_shards = plan.num_shards
-        self.spans = config.nnodes > 1 or config.headless
+        self._first_rank = config.node_rank * plan.num_shards
+        self._world_size = config.nnodes * plan.num_shards
+        self.uses_tcp = config.nnodes > 1 or config.headless
         """True if shards are reached over TCP."""
 
     def addresses(self, host: str) -> list[TcpAddress]:
         """Return the addresses of this node's shards. `host` is this node's host.
 
         Each rank of the group takes two ports."""
-        ranks = range(self.first_rank, self.first_rank + self.num_shards)
-        return [TcpAddress(host, self._config.master_port + 1 + 2 * rank) for rank in ranks]
+        ranks = range(self._first_rank, self._first_rank + self.num_shards)
+        return [TcpAddress(host, self.launcher.master_port + 1 + 2 * rank) for rank in ranks]
 
     @property
     def common(self) -> dict[str, Any]:
         """Options and facts that must be equal on all nodes."""
-        config = self._config
+        config = self.launcher
         names = {f.name for f in fields(ShardConfig)} & {f.name for f in fields(config)}
-        options = {name: getattr(config, name) for name in names - OF_THE_NODE}
+        options = {name: getattr(config, name) for name in names - NODE_OPTIONS}
         options |= {name: bool(options[name]) for name in PATHS}
         options |= {"dtype": self._plan.dtype, "max_sequence_length": self._plan.max_sequence_length}
         model = {"model": self._plan.fingerprint, "version": __version__}
         return options | model | {"nnodes": config.nnodes, "num_shard": self.num_shards}
-
-    def line_fields(self, config: RouterConfig | ShardConfig) -> dict[str, Scalar] | None:
-        process = "shard" if isinstance(config, ShardConfig) else "router"
-        return line_fields(self._config, process, vars(config))
 
     def router(self, addresses: Path) -> RouterConfig:
         """Return the router's configuration.
@@ -69,35 +67,34 @@ class ChildConfigs:
         own = {
             "tokenizer_path": str(self._files.tokenizer_path),
             "shard_uds_path": self._files.uds_path,
-            "num_shard": self.num_shards * self._config.nnodes,
+            "num_shard": self._world_size,
             "max_sequence_length": self._plan.max_sequence_length,
             # Without a name the router looks for one elsewhere. Without an endpoint no name is needed.
-            "otlp_service_name": self._config.otlp_service_name if self._config.otlp_endpoint else None,
+            "otlp_service_name": self.launcher.otlp_service_name if self.launcher.otlp_endpoint else None,
+            "shard_addresses": str(addresses) if self.uses_tcp else None,
         }
-        own |= {"shard_addresses": str(addresses)} if self.spans else dict.fromkeys(LINK_OPTIONS)
-        return _derive(RouterConfig, self._config, own)
+        return self._derive(RouterConfig, own)
 
     def shard(self, index: int, start: Start, host: str, listener: int | None) -> ShardConfig:
         """Return the configuration of the shard with that index on this node.
 
         Other nodes reach this node at `host`. Rank 0 gets the open socket of the rendezvous, `listener`."""
-        rank = self.first_rank + index
+        rank = self._first_rank + index
         own = {
             "model_path": str(self._plan.model_path),
             "tokenizer_path": str(self._files.tokenizer_path),
             "uds_path": self._files.uds_path,
             "rank": rank,
-            "world_size": self.num_shards * self._config.nnodes,
+            "world_size": self._world_size,
             "rendezvous": start.rendezvous,
             "kernel_cache": str(self._files.path / "kernels"),
             "epoch": start.epoch,
-            "heartbeat_fd": None,  # Child adds the descriptor
             "dtype": self._plan.dtype,
-            "deployment_framework": ENGINES.get(self._config.deployment_framework or ""),
+            "deployment_framework": ENGINES.get(self.launcher.deployment_framework or ""),
             "max_sequence_length": self._plan.max_sequence_length,
-            **asdict(self._plan.tuning),
+            **asdict(self._plan.adapters),
         }
-        if self.spans:
+        if self.uses_tcp:
             own |= {
                 "listen_address": str(self.addresses(host)[index]),
                 "local_rank": index,
@@ -105,9 +102,16 @@ class ChildConfigs:
                 "node_address": host,
                 "rendezvous_fd": listener if rank == 0 else None,
             }
-        else:
-            own |= dict.fromkeys(LINK_OPTIONS)
-        return _derive(ShardConfig, self._config, own)
+        return self._derive(ShardConfig, own)
+
+    def _derive(self, config_type: type[C], own: Mapping[str, Any]) -> C:
+        """Build a configuration from `own`; other options have the launcher's values, or else their defaults.
+
+        A launcher may have options of a link that its group does not use."""
+        names = {f.name for f in fields(config_type)} & {f.name for f in fields(self.launcher)} - own.keys()
+        if not self.uses_tcp:
+            names -= LINK_OPTIONS
+        return config_type(**{name: getattr(self.launcher, name) for name in names}, **own)
 
 
 def line_fields(
@@ -119,10 +123,3 @@ def line_fields(
     if not config.json_output:
         return None
     return process_fields("launcher", vars(config)) | process_fields(process, options)
-
-
-def _derive(config_type: type[C], config: LauncherConfig, own: Mapping[str, Any]) -> C:
-    """Build a configuration from `own`; other options have the launcher's values, or else their defaults."""
-    names = {f.name for f in fields(config_type)} & {f.name for f in fields(config)} - own.keys()
-    shared = {name: getattr(config, name) for name in names}
-    return config_type(**shared, **own)

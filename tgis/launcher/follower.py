@@ -16,8 +16,7 @@ from tgis.launcher.node_channel import MAX_LINE_BYTES, Channel, ChannelLostError
 from tgis.launcher.plan import LaunchError, Plan
 from tgis.launcher.run_files import RunFiles
 from tgis.launcher.shard_health import serve_health
-from tgis.net.tls import link_certificates
-from tgis.net.tls_contexts import mutual_client
+from tgis.net.tls import link_certificates, mutual_client_context
 
 logger = logging.getLogger(__name__)
 
@@ -25,19 +24,19 @@ CONNECT_S = 5.0
 RETRY_S = 1.0
 
 
-class Worker:
-    """Launcher of any node but the first."""
+class Follower:
+    """Launcher of any node but node 0."""
 
-    def __init__(self, config: LauncherConfig, planned: Plan) -> None:
+    def __init__(self, config: LauncherConfig, plan: Plan) -> None:
         """Read the certificates and make the run directory. Raises RunDirectoryError and CertificateError."""
         self._config = config
-        self._certificates = link_certificates(config, mutual_client)
-        self._files = RunFiles(planned, config.shard_uds_path, line_fields(config, "tokenizer"))
-        self._configs = ChildConfigs(config, planned, self._files)
+        self._certificates = link_certificates(config, mutual_client_context)
+        self._files = RunFiles(plan, config.shard_uds_path, line_fields(config, "tokenizer"))
+        self._configs = ChildConfigs(config, plan, self._files)
         self._local = LocalNode(self._configs)
         self._running: asyncio.Task[None] | None = None
-        self._told = ""
-        self._idle, self._aborting = asyncio.Event(), asyncio.Event()
+        self._last_warning = ""
+        self._idle = asyncio.Event()
         self._idle.set()  # no shard serves yet
 
     async def run(self) -> None:
@@ -49,30 +48,26 @@ class Worker:
                 while True:
                     try:
                         async with self._connect() as channel:
-                            await self._follow(channel)
+                            await self._obey(channel)
                     except (ChannelLostError, OSError, TimeoutError) as error:
-                        self._tell(str(error) or type(error).__name__)
+                        self._warn_once(str(error) or type(error).__name__)
                     await asyncio.sleep(RETRY_S)
         finally:
             watching.cancel()
 
-    async def drain(self, main: "asyncio.Task[None]") -> None:
+    async def drain(self, main: "asyncio.Task[None]", abort: "asyncio.Task[bool]") -> None:
         """Keep the shards running until node 0 needs them no more, or until `shutdown_timeout` has passed.
 
-        When the whole group is being stopped, node 0's router drains during this time."""
-        idle, aborting = asyncio.create_task(self._idle.wait()), asyncio.create_task(self._aborting.wait())
-        waits = (main, idle, aborting)
+        When the whole group is being stopped, node 0's router drains during this time. A second signal, which
+        ends `abort`, ends this at once."""
+        idle = asyncio.create_task(self._idle.wait())
         timeout_s = self._config.shutdown_timeout
-        await asyncio.wait(waits, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((main, idle, abort), timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
         idle.cancel()
-        aborting.cancel()
-
-    def abort(self) -> None:
-        self._aborting.set()
 
     async def close(self) -> None:
         await self._local.kill()
-        await self._files.remove()
+        self._files.remove()
 
     @asynccontextmanager
     async def _connect(self) -> AsyncIterator[Channel]:
@@ -80,7 +75,7 @@ class Worker:
 
         Raises OSError and TimeoutError."""
         host, port = self._config.master_addr, self._config.master_port
-        self._certificates.look()
+        self._certificates.refresh()
         async with asyncio.timeout(CONNECT_S):
             reader, writer = await asyncio.open_connection(
                 host,
@@ -97,8 +92,8 @@ class Worker:
             channel.close()
             await self._kill()
 
-    async def _follow(self, channel: Channel) -> NoReturn:
-        """Introduce this node and obey node 0's messages.
+    async def _obey(self, channel: Channel) -> NoReturn:
+        """Introduce this node and follow node 0's commands.
 
         Raises ChannelLostError, and LaunchError if node 0 refuses this node."""
         addresses = [str(address) for address in self._local.addresses]
@@ -107,12 +102,12 @@ class Worker:
         while True:
             message = await channel.receive()
             if message["kind"] == "refused":
-                raise LaunchError(f"node 0 refuses this one: {message.get('reason')}")
+                raise LaunchError(f"node 0 refused this node: {message.get('reason')}")
             await self._kill()
             if message["kind"] == "start":
-                self._told = ""
+                self._last_warning = ""
                 start = Start(int(message["epoch"]), str(message["rendezvous"]))
-                logger.info("start %d of the group", start.epoch)
+                logger.info("starting this node's shards: start %d of the group", start.epoch)
                 self._running = asyncio.create_task(self._run(start, channel))
 
     async def _run(self, start: Start, channel: Channel) -> None:
@@ -120,7 +115,7 @@ class Worker:
         try:
             await self._local.start(start)
             self._idle.clear()
-            channel.send("begun", epoch=start.epoch)
+            channel.send("loaded", epoch=start.epoch)
             end = await self._local.wait()
         except ShardEndedError as error:
             end = error.end
@@ -137,8 +132,8 @@ class Worker:
         await self._local.kill()
         self._idle.set()
 
-    def _tell(self, reason: str) -> None:
-        """Log the reason unless it was the last one logged."""
-        if reason != self._told:
+    def _warn_once(self, reason: str) -> None:
+        """Log why there is no connection, unless that was the last warning."""
+        if reason != self._last_warning:
             logger.warning("no connection to node 0 at %s: %s", self._config.master_addr, reason)
-            self._told = reason
+            self._last_warning = reason

@@ -1,11 +1,11 @@
 """Starts, watches and kills the shards of one machine together."""
 
 import asyncio
-from collections.abc import Coroutine, Iterable
+from collections.abc import Coroutine, Iterable, Sequence
 from typing import Any, Protocol
 
 from tgis.config.option import to_flags
-from tgis.launcher.child_configs import ChildConfigs, Start
+from tgis.launcher.child_configs import ChildConfigs, Start, line_fields
 from tgis.launcher.plan import LaunchError
 from tgis.net.addresses import TcpAddress
 from tgis.process.child import Child, End
@@ -33,15 +33,14 @@ class ShardEndedError(LaunchError):
 
 
 class Node(Protocol):
+    num_losses: int
+    """Number of times the node has disconnected."""
+
     @property
-    def addresses(self) -> list[TcpAddress]:
+    def addresses(self) -> Sequence[TcpAddress]:
         """TCP addresses of the node's shards, known once the node has connected."""
 
-    @property
-    def num_losses(self) -> int:
-        """Number of times the node has disconnected."""
-
-    async def wait_until_there(self) -> None: ...
+    async def wait_until_connected(self) -> None: ...
 
     async def start(self, start: Start, listener: int | None) -> None:
         """Start the node's shards; return when all have loaded. `listener` is the socket of the rendezvous.
@@ -55,6 +54,8 @@ class Node(Protocol):
 
 
 class LocalNode:
+    num_losses = 0
+
     def __init__(self, configs: ChildConfigs, host: str = LOOPBACK) -> None:
         """Take the shards' configurations. Other nodes reach this node at `host`."""
         self._configs = configs
@@ -65,22 +66,18 @@ class LocalNode:
     def addresses(self) -> list[TcpAddress]:
         return self._configs.addresses(self.host)
 
-    @property
-    def num_losses(self) -> int:
-        return 0
-
-    async def wait_until_there(self) -> None:
+    async def wait_until_connected(self) -> None:
         pass
 
     async def start(self, start: Start, listener: int | None = None) -> None:
         await self.kill()
         self._shards = [self._child(index, start, listener) for index in range(self._configs.num_shards)]
         await asyncio.gather(*(child.start() for child in self._shards))
-        begun = all_of(child.has_begun.wait() for child in self._shards)
-        await unless_ended(begun, self.wait())
+        loaded = run_all(child.first_heartbeat.wait() for child in self._shards)
+        await run_unless_ended(loaded, self.wait())
 
     async def wait(self) -> End:
-        end = await first_of(child.wait() for child in self._shards)
+        end = await first_end(child.wait() for child in self._shards)
         is_shared = len(self._shards) > 1 and end.text.endswith(BUS_ERROR)
         return End(end.text + BUS_ERROR_HINT) if is_shared else end
 
@@ -89,15 +86,14 @@ class LocalNode:
 
     def _child(self, index: int, start: Start, listener: int | None) -> Child:
         config = self._configs.shard(index, start, self.host, listener)
-        env = SHARD_ENV if self._configs.spans else SHARD_ENV | LOCAL_ENV
+        command, prefix = ["serve", *to_flags(config)], f"Shard {config.rank}: "
+        env = SHARD_ENV if self._configs.uses_tcp else SHARD_ENV | LOCAL_ENV
         fds = [] if config.rendezvous_fd is None else [config.rendezvous_fd]
-        name = f"shard {config.rank}"
-        command = ["serve", *to_flags(config)]
-        fields = self._configs.line_fields(config)
-        return Child(name, command, f"{name.capitalize()}: ", env, beats=True, fds=fds, fields=fields)
+        fields = line_fields(self._configs.launcher, "shard", vars(config))
+        return Child(f"shard {config.rank}", command, prefix, env, has_heartbeat=True, fds=fds, fields=fields)
 
 
-async def first_of(endings: Iterable[Coroutine[Any, Any, End]]) -> End:
+async def first_end(endings: Iterable[Coroutine[Any, Any, End]]) -> End:
     """Return the first end and stop waiting for the others.
 
     A rank that loses its peers reports that and exits, sometimes before the kill of the peer is noticed. So
@@ -115,9 +111,9 @@ async def first_of(endings: Iterable[Coroutine[Any, Any, End]]) -> End:
             wait.cancel()
 
 
-async def all_of(beginnings: Iterable[Coroutine[Any, Any, object]]) -> None:
+async def run_all(coroutines: Iterable[Coroutine[Any, Any, object]]) -> None:
     """Wait until all are done. If one fails, cancel the others and raise its error."""
-    tasks = [asyncio.create_task(beginning) for beginning in beginnings]
+    tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
     try:
         await asyncio.gather(*tasks)
     finally:
@@ -126,14 +122,14 @@ async def all_of(beginnings: Iterable[Coroutine[Any, Any, object]]) -> None:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def unless_ended(begun: Coroutine[Any, Any, object], ending: Coroutine[Any, Any, End]) -> None:
-    """Wait for `begun`. Raises ShardEndedError if `ending` is done first."""
-    beginning, end = asyncio.create_task(begun), asyncio.create_task(ending)
+async def run_unless_ended(loading: Coroutine[Any, Any, object], ending: Coroutine[Any, Any, End]) -> None:
+    """Wait for `loading`. Raises ShardEndedError if `ending` is done first."""
+    loaded, end = asyncio.create_task(loading), asyncio.create_task(ending)
     try:
-        await asyncio.wait((beginning, end), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((loaded, end), return_when=asyncio.FIRST_COMPLETED)
         if end.done():
             raise ShardEndedError(end.result())
-        beginning.result()
+        loaded.result()
     finally:
-        beginning.cancel()
+        loaded.cancel()
         end.cancel()

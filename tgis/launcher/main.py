@@ -5,41 +5,39 @@ import logging
 import signal
 
 from tgis.config.processes import LauncherConfig
-from tgis.launcher.follower import Worker
-from tgis.launcher.leader import Service
-from tgis.launcher.plan import plan
+from tgis.launcher.follower import Follower
+from tgis.launcher.leader import Leader
+from tgis.launcher.plan import make_plan
 
 logger = logging.getLogger(__name__)
 
 
 def run(config: LauncherConfig) -> None:
-    """Run this node's launcher until a clean stop. Raises what `plan`, Service and Worker raise."""
+    """Run this node's launcher until a clean stop. Raises what `make_plan`, Leader and Follower raise."""
     asyncio.run(_run(config))
 
 
 async def _run(config: LauncherConfig) -> None:
-    planned = plan(config)
-    node = (Worker if config.node_rank else Service)(config, planned)
-    stopping = asyncio.Event()
+    plan = make_plan(config)
+    node = (Follower if config.node_rank else Leader)(config, plan)
+    stopping, aborting = asyncio.Event(), asyncio.Event()
 
     def on_signal() -> None:
-        if stopping.is_set():
-            node.abort()
-        stopping.set()
+        (aborting if stopping.is_set() else stopping).set()
 
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         asyncio.get_running_loop().add_signal_handler(number, on_signal)
-    logger.info("loading %s on %d shards", planned.model_path, planned.num_shards)
+    logger.info("loading %s on %d shards", plan.model_path, plan.num_shards)
     main = asyncio.create_task(node.run())
-    stop = asyncio.create_task(stopping.wait())
+    stop, abort = asyncio.create_task(stopping.wait()), asyncio.create_task(aborting.wait())
     try:
         await asyncio.wait((main, stop), return_when=asyncio.FIRST_COMPLETED)
         if main.done():
             main.result()
         else:
-            await node.drain(main)
+            await node.drain(main, abort)
     finally:
-        main.cancel()
-        stop.cancel()
-        await asyncio.gather(main, stop, return_exceptions=True)
+        for task in (main, stop, abort):
+            task.cancel()
+        await asyncio.gather(main, stop, abort, return_exceptions=True)
         await node.close()

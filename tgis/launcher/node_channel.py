@@ -7,11 +7,11 @@ import asyncio
 import json
 from typing import Any
 
-from tgis.net.addresses import tune
+from tgis.net.addresses import configure_socket
 from tgis.process.heartbeat import MAX_MISSED, PERIOD_S
 
 MAX_LINE_BYTES = 1 << 16
-BEAT = b"\n"
+HEARTBEAT = b"\n"
 
 Message = dict[str, Any]
 
@@ -27,12 +27,12 @@ class Channel:
         """Start to send heartbeats, which continue until `close`."""
         self._reader, self._writer = reader, writer
         self._missed = 0
-        tune(writer.get_extra_info("socket"))
+        configure_socket(writer.get_extra_info("socket"))
         self.own_host, self.other_host = (
             str(writer.get_extra_info(name)[0]) for name in ("sockname", "peername")
         )
         """Addresses of both ends."""
-        self._beating = asyncio.create_task(self._beat(), name="signs of life")
+        self._heartbeats = asyncio.create_task(self._send_heartbeats(), name="heartbeats")
 
     def send(self, kind: str, **more: Any) -> None:
         """Send a message. If the other end is gone, drop it; `receive` reports the loss."""
@@ -56,19 +56,19 @@ class Channel:
             self._missed = 0
             if message is not None:
                 if not isinstance(message, dict) or not isinstance(message.get("kind"), str):
-                    raise ChannelLostError("what came is no message")
+                    raise ChannelLostError("the other end sent something that is not a message")
                 return message
 
     def close(self) -> None:
         """Close the channel. Messages sent before are still delivered if the other end reads them."""
-        self._beating.cancel()
+        self._heartbeats.cancel()
         self._writer.close()
 
     def _write(self, data: bytes) -> None:
         if not self._writer.is_closing():
             self._writer.write(data)
 
-    async def _beat(self) -> None:
+    async def _send_heartbeats(self) -> None:
         """Send heartbeats; abort the connection when the other end has been silent for too long.
 
         Silence is counted in heartbeats of this process, so time in which this process was stopped does not
@@ -76,5 +76,5 @@ class Channel:
         while self._missed < MAX_MISSED:
             await asyncio.sleep(PERIOD_S)
             self._missed += 1
-            self._write(BEAT)
+            self._write(HEARTBEAT)
         self._writer.transport.abort()

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tgis.config.model import TuningOptions
-from tgis.config.processes import SHORT_SEQUENCE, LauncherConfig
+from tgis.config.model import AdapterOptions
+from tgis.config.processes import LauncherConfig
+from tgis.config.serving import SHORT_SEQUENCE
 from tgis.errors import OperatorError
 from tgis.hub import model_files
 from tgis.hub.cache import cache_root, find_model
@@ -37,12 +38,12 @@ class Plan:
     num_shards: int
     has_fast_tokenizer: bool
     """True if the model has a tokenizer.json; otherwise one is made at the start."""
-    tuning: TuningOptions
+    adapters: AdapterOptions
     fingerprint: str
     """Fingerprint of the model's configuration and weights, by the names and sizes of their files."""
 
 
-def plan(config: LauncherConfig) -> Plan:
+def make_plan(config: LauncherConfig) -> Plan:
     """Check the configuration and find the model.
 
     Raises LaunchError, AdapterOptionsError, CacheConflictError or ModelNotFoundError."""
@@ -58,9 +59,9 @@ def plan(config: LauncherConfig) -> Plan:
     if not has_fast and not model_files.has_tokenizer_to_convert(path):
         raise LaunchError(f"No existing fast tokenizer ({TOKENIZER}) found")
     length = _choose_length(config.max_sequence_length, model_config)
-    tuning = resolve_adapter_options(config, length, cache)
+    adapters = resolve_adapter_options(config, length, cache)
     dtype, fingerprint = config.dtype or config.dtype_str, model_files.fingerprint(path)
-    return Plan(path, length, dtype, num_shards, has_fast, tuning, fingerprint)
+    return Plan(path, length, dtype, num_shards, has_fast, adapters, fingerprint)
 
 
 def count_shards(config: LauncherConfig, is_cuda: bool) -> int:
@@ -78,7 +79,7 @@ def count_shards(config: LauncherConfig, is_cuda: bool) -> int:
     if devices is None:
         return 1
     if not is_cuda:
-        logger.info("visible devices do not count on a CPU: 1 shard; --num-shard asks for more")
+        logger.info("visible devices are not counted without a GPU: 1 shard; --num-shard sets another number")
         return 1
     return len(devices.split(","))
 
@@ -106,8 +107,8 @@ def _check_budget(config: LauncherConfig) -> None:
     if config.shutdown_timeout > left_s:
         raise LaunchError(
             f"shutdown_timeout {config.shutdown_timeout:g} is more than the {left_s:g} s that are left of "
-            f"termination_grace_period {grace_s:g}, less pre_stop_delay {config.pre_stop_delay:g} and "
-            f"{END_S:g} s to end in"
+            f"termination_grace_period {grace_s:g} after pre_stop_delay {config.pre_stop_delay:g} and "
+            f"{END_S:g} s for the processes to exit"
         )
 
 

@@ -9,11 +9,11 @@ from collections.abc import Mapping
 from typing import Any, NoReturn
 
 from tgis.launcher.child_configs import Start
-from tgis.launcher.local_node import unless_ended
+from tgis.launcher.local_node import run_unless_ended
 from tgis.launcher.node_channel import MAX_LINE_BYTES, Channel, ChannelLostError, Message
 from tgis.launcher.plan import LaunchError
 from tgis.net.addresses import AddressError, TcpAddress, parse
-from tgis.net.tls import LOOK_S, Certificates
+from tgis.net.tls import Certificates
 from tgis.process.child import End
 
 logger = logging.getLogger(__name__)
@@ -22,8 +22,8 @@ HELLO_S = 10.0  # time to send the first message after the TLS handshake
 HANDSHAKE_S = 5.0
 
 
-class Members:
-    """Set of all nodes but the first."""
+class RemoteNodes:
+    """Set of all nodes but node 0."""
 
     def __init__(self, num_others: int, common: Mapping[str, Any], certificates: Certificates) -> None:
         """Create the nodes, not yet connected. `common` holds what must be equal on all nodes."""
@@ -32,45 +32,40 @@ class Members:
         self._channels: dict[asyncio.Task[None], Channel] = {}
 
     async def serve(self, listener: socket.socket) -> None:
-        """Accept connections of nodes until cancelled, always with the current certificate."""
-        while True:
-            self._certificates.look()
-            pem = self._certificates.pem
-            server = await asyncio.start_server(
-                self._greet,
-                sock=listener.dup(),
-                ssl=self._certificates.context,
-                ssl_handshake_timeout=HANDSHAKE_S,
-                limit=MAX_LINE_BYTES,
-            )
-            try:
-                while self._certificates.pem is pem:
-                    await asyncio.sleep(LOOK_S)
-                    self._certificates.look()
-            finally:
-                server.close()  # existing connections stay open
+        """Accept connections of nodes until cancelled."""
+        server = await asyncio.start_server(
+            self._accept,
+            sock=listener,
+            ssl=self._certificates.renewing_context(),
+            ssl_handshake_timeout=HANDSHAKE_S,
+            limit=MAX_LINE_BYTES,
+        )
+        try:
+            await self._certificates.watch()
+        finally:
+            server.close()  # existing connections stay open
 
     async def close(self) -> None:
         for channel in self._channels.values():
             channel.close()
         await asyncio.gather(*self._channels, return_exceptions=True)
 
-    async def _greet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         channel = Channel(reader, writer)
         task = asyncio.current_task()
         assert task is not None, "callbacks of a server are tasks"
         self._channels[task] = channel
         try:
-            await self._listen(channel)
+            await self._identify(channel)
         except ChannelLostError as error:
             logger.debug("a connection of %s ended: %s", channel.other_host, error)
         except TimeoutError:
-            logger.warning("%s has connected and does not say which node it is", channel.other_host)
+            logger.warning("%s connected but did not say which node it is", channel.other_host)
         finally:
             del self._channels[task]
             channel.close()
 
-    async def _listen(self, channel: Channel) -> None:
+    async def _identify(self, channel: Channel) -> None:
         """Read the first message, then refuse the node or follow it.
 
         Raises ChannelLostError and TimeoutError."""
@@ -79,7 +74,7 @@ class Members:
         try:
             rank, addresses = self._read_hello(hello)
         except LaunchError as error:
-            logger.warning("%s is refused: %s", channel.other_host, error)
+            logger.warning("refused the launcher at %s: %s", channel.other_host, error)
             channel.send("refused", reason=str(error))
             return
         await self.nodes[rank - 1].follow(channel, addresses)
@@ -94,7 +89,7 @@ class Members:
         except (KeyError, TypeError, ValueError, AddressError) as error:
             raise LaunchError("it does not say which node it is") from error
         if not 0 < rank <= len(self.nodes):
-            raise LaunchError(f"node_rank {rank} is none of {len(self.nodes) + 1} nodes")
+            raise LaunchError(f"node_rank {rank} is out of range for {len(self.nodes) + 1} nodes")
         for name, value in self._common.items():
             if common.get(name) != value:
                 raise LaunchError(f"{name} is {common.get(name)} on node {rank} and {value} on node 0")
@@ -109,24 +104,24 @@ class RemoteNode:
         self.addresses: list[TcpAddress] = []
         self.num_losses = 0
         self._channel: Channel | None = None
-        self._is_there = asyncio.Event()
+        self._is_connected = asyncio.Event()
         self._epoch = 0
-        self._has_begun = asyncio.Event()
+        self._has_loaded = asyncio.Event()
         self._end: asyncio.Future[End] | None = None
 
-    async def wait_until_there(self) -> None:
-        if not self._is_there.is_set():
-            logger.info("waiting for %s", self.name)
-        await self._is_there.wait()
+    async def wait_until_connected(self) -> None:
+        if not self._is_connected.is_set():
+            logger.info("waiting for %s to connect", self.name)
+        await self._is_connected.wait()
 
-    async def start(self, start: Start, listener: int | None = None) -> None:
-        self._epoch, self._has_begun = start.epoch, asyncio.Event()
+    async def start(self, start: Start, listener: int | None) -> None:
+        self._epoch, self._has_loaded = start.epoch, asyncio.Event()
         self._end = asyncio.get_running_loop().create_future()
         if self._channel is None:
-            self._tell_end(End(f"{self.name} is lost"))
+            self._set_end(End(f"{self.name} is lost"))
         else:
             self._channel.send("start", epoch=start.epoch, rendezvous=start.rendezvous)
-        await unless_ended(self._has_begun.wait(), self.wait())
+        await run_unless_ended(self._has_loaded.wait(), self.wait())
 
     async def wait(self) -> End:
         assert self._end is not None, "wait comes after start"
@@ -139,36 +134,36 @@ class RemoteNode:
     async def follow(self, channel: Channel, addresses: list[TcpAddress]) -> NoReturn:
         """Receive this node's messages until the channel is lost or replaced. Raises ChannelLostError."""
         if self._channel is not None:
-            self._lose("it has come again")
+            self._disconnect("it connected again")
         self._channel, self.addresses = channel, addresses
-        self._is_there.set()
-        logger.info("%s is there: %s", self.name, channel.other_host)
+        self._is_connected.set()
+        logger.info("%s connected from %s", self.name, channel.other_host)
         try:
             while True:
-                self._take(await channel.receive())
+                self._handle(await channel.receive())
         except ChannelLostError as error:
             if self._channel is channel:
-                self._lose(str(error))
+                self._disconnect(str(error))
             raise
 
-    def _lose(self, reason: str) -> None:
-        assert self._channel is not None, "what is lost was there"
+    def _disconnect(self, reason: str) -> None:
+        assert self._channel is not None, "only a connected node can be lost"
         logger.warning("%s is lost: %s", self.name, reason)
         self._channel.close()
         self._channel = None
         self.num_losses += 1
-        self._is_there.clear()
-        self._tell_end(End(f"{self.name} is lost: {reason}"))
+        self._is_connected.clear()
+        self._set_end(End(f"{self.name} is lost: {reason}"))
 
-    def _take(self, message: Message) -> None:
+    def _handle(self, message: Message) -> None:
         if message.get("epoch") != self._epoch:
             return  # the message is about shards that have been killed since
-        if message["kind"] == "begun":
-            self._has_begun.set()
+        if message["kind"] == "loaded":
+            self._has_loaded.set()
         elif message["kind"] == "ended":
             text = f"{self.name}: {message.get('reason')}"
-            self._tell_end(End(text, bool(message.get("is_refusal"))))
+            self._set_end(End(text, bool(message.get("is_refusal"))))
 
-    def _tell_end(self, end: End) -> None:
+    def _set_end(self, end: End) -> None:
         if self._end is not None and not self._end.done():
             self._end.set_result(end)

@@ -22,9 +22,7 @@ MAX_SOCKET_PATH = 107  # bytes, Linux's limit
 
 
 class RunFiles:
-    def __init__(
-        self, plan: Plan, uds_path: str | None, line_fields: Mapping[str, Scalar] | None = None
-    ) -> None:
+    def __init__(self, plan: Plan, uds_path: str | None, line_fields: Mapping[str, Scalar] | None) -> None:
         """Make the run directory.
 
         `uds_path` is where the operator wants the sockets. `line_fields` are the JSON fields of the lines
@@ -33,7 +31,6 @@ class RunFiles:
         self._directory = RunDirectory()
         self.path = self._directory.path
         self.uds_path = uds_path or str(self.path / "shard")
-        self._converter: Child | None = None
 
     @property
     def tokenizer_path(self) -> Path:
@@ -45,10 +42,8 @@ class RunFiles:
         if not self._plan.has_fast_tokenizer:
             await self._convert_tokenizer()
 
-    async def remove(self) -> None:
+    def remove(self) -> None:
         """Remove the files of this run, also sockets that the operator has put elsewhere."""
-        if self._converter is not None:
-            await self._converter.kill()
         for path in self._sockets:
             for socket in (path, Path(steps_path(str(path)))):
                 with contextlib.suppress(OSError):
@@ -78,12 +73,15 @@ class RunFiles:
         """Convert the tokenizer in a child process, because the libraries for it are large.
 
         Raises LaunchError."""
-        logger.info("converting the tokenizer: there is no %s", TOKENIZER)
+        logger.info("the model has no %s: converting its tokenizer", TOKENIZER)
         self.tokenizer_path.mkdir()
         arguments = [str(self._plan.model_path.absolute()), "--output-path", str(self.tokenizer_path)]
         command = ["convert-to-fast-tokenizer", *arguments]
-        self._converter = Child("tokenizer", command, "Tokenizer: ", fields=self._line_fields)
-        await self._converter.start()
-        end = await self._converter.wait()
+        converter = Child("tokenizer", command, "Tokenizer: ", fields=self._line_fields)
+        try:
+            await converter.start()
+            end = await converter.wait()
+        finally:
+            await converter.kill()
         if not (self.tokenizer_path / TOKENIZER).is_file():
             raise LaunchError(end.text)

@@ -4,13 +4,12 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Protocol
 
 from tgis.launcher.child_configs import Start
-from tgis.launcher.local_node import SETTLE_S, Node, ShardEndedError, all_of, first_of
+from tgis.launcher.local_node import SETTLE_S, Node, ShardEndedError, first_end, run_all
 from tgis.launcher.plan import LaunchError
 from tgis.net.addresses import TcpAddress
 from tgis.net.ports import listen
@@ -23,40 +22,27 @@ MAX_FIRST_CRASHES = 3  # before the group has served, however long each start ta
 FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.5, 4.0
 
 
-class Rendezvous(Protocol):
-    """Place where the ranks of each start meet."""
-
-    def open(self, epoch: int) -> AbstractContextManager[tuple[str, int | None]]:
-        """Return the place, and the descriptor of the socket that listens there or None."""
+Rendezvous = Callable[[int], AbstractContextManager[tuple[str, int | None]]]
+"""Opens the place where the ranks of the start with this epoch meet, with the descriptor of a socket that
+listens there, if there is one."""
 
 
-class FileRendezvous:
-    """Rendezvous of ranks on one machine."""
-
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
-
-    @contextmanager
-    def open(self, epoch: int) -> Iterator[tuple[str, int | None]]:
-        yield str(self._directory / f"rendezvous-{epoch}"), None
+@contextmanager
+def file_rendezvous(directory: Path, epoch: int) -> Iterator[tuple[str, None]]:
+    """Name the file where ranks on one machine meet."""
+    yield str(directory / f"rendezvous-{epoch}"), None
 
 
-class PortRendezvous:
-    """Rendezvous of ranks on several machines.
+@contextmanager
+def port_rendezvous(host: str, epoch: int) -> Iterator[tuple[str, int]]:
+    """Open the port where ranks on several machines meet. Raises PortError.
 
     Each start gets a new port, so that a rank left over from an earlier start cannot join."""
-
-    def __init__(self, host: str) -> None:
-        self._host = host
-
-    @contextmanager
-    def open(self, epoch: int) -> Iterator[tuple[str, int | None]]:
-        """Open a free port for this start. Raises PortError."""
-        with listen(self._host, 0) as listener:
-            yield str(TcpAddress(self._host, listener.getsockname()[1])), listener.fileno()
+    with listen(host, 0) as listener:
+        yield str(TcpAddress(host, listener.getsockname()[1])), listener.fileno()
 
 
-class Group:
+class ShardGroup:
     def __init__(self, nodes: Sequence[Node], rendezvous: Rendezvous, addresses: Path | None) -> None:
         """Take the nodes. `addresses` is the file for the shards' addresses if they are reached over TCP."""
         self._nodes, self._rendezvous, self._addresses = nodes, rendezvous, addresses
@@ -70,13 +56,13 @@ class Group:
         await self._start_first()
         crashes: list[float] = []
         while True:
-            end, now = await first_of(node.wait() for node in self._nodes), time.monotonic()
+            end, now = await first_end(node.wait() for node in self._nodes), time.monotonic()
             self.is_serving = False
             crashes = [at for at in crashes if now - at < CRASH_WINDOW_S] + [now]
             if len(crashes) > MAX_CRASHES:
                 await self.kill()
                 raise LaunchError(f"{end.text}; giving up after {MAX_CRASHES} restarts of the shards")
-            await self._clear(end.text, len(crashes))
+            await self._stop(end.text, len(crashes))
             # If the start fails, the next iteration finds the shard that has ended and counts the crash.
             with contextlib.suppress(LaunchError):
                 await self._start()
@@ -98,18 +84,18 @@ class Group:
             if len(self._nodes) > 1:
                 await asyncio.sleep(SETTLE_S)
             if self._num_losses > num_losses:
-                await self._clear(end.text)
+                await self._stop(end.text)
                 continue
             if end.is_refusal and len(self._nodes) > 1:  # the cause may be a killed rank of another node
-                end = await first_of(node.wait() for node in self._nodes)
+                end = await first_end(node.wait() for node in self._nodes)
             num_crashes += 1
             if end.is_refusal:
                 raise LaunchError(end.text)
             if num_crashes > MAX_FIRST_CRASHES:
                 raise LaunchError(f"{end.text}; giving up after {MAX_FIRST_CRASHES} restarts of the shards")
-            await self._clear(end.text, num_crashes)
+            await self._stop(end.text, num_crashes)
 
-    async def _clear(self, reason: str, num_crashes: int = 1) -> None:
+    async def _stop(self, reason: str, num_crashes: int = 1) -> None:
         """Kill all shards before another start. Wait longer after each crash."""
         logger.error("%s; starting the shards again", reason)
         await self.kill()
@@ -123,15 +109,15 @@ class Group:
     async def _start(self) -> None:
         """Start the shards on all nodes and wait until all have loaded. Raises LaunchError."""
         for node in self._nodes:
-            await node.wait_until_there()
+            await node.wait_until_connected()
         self._epoch += 1
-        self._tell_addresses()
-        with self._rendezvous.open(self._epoch) as (place, listener):
+        self._write_addresses()
+        with self._rendezvous(self._epoch) as (place, listener):
             start = Start(self._epoch, place)
-            await all_of(node.start(start, listener) for node in self._nodes)
+            await run_all(node.start(start, listener) for node in self._nodes)
         self.is_serving = self.has_served = True
 
-    def _tell_addresses(self) -> None:
+    def _write_addresses(self) -> None:
         """Write the shards' addresses to the router's file, atomically because it may be read at any time."""
         if self._addresses is None:  # on one machine a full disk must not prevent a restart
             return

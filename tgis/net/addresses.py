@@ -23,23 +23,19 @@ class TcpAddress:
     port: int
 
     @property
-    def calls(self) -> str:
-        """Address of the port for calls, in gRPC's notation."""
-        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
-
-    @property
     def steps(self) -> tuple[str, int]:
         return self.host, self.port + 1
 
     def __str__(self) -> str:
-        return self.calls
+        """Return the address of the port for calls, in gRPC's notation."""
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
 def parse(text: str) -> TcpAddress:
     """Parse `HOST:PORT`, where an IPv6 address is in brackets. Raises AddressError."""
     found = _ADDRESS.fullmatch(text.strip())
     if found is None or not 0 < int(found[3]) <= MAX_PORT:
-        raise AddressError(f"{text!r} is no HOST:PORT with a port from 1 to {MAX_PORT}")
+        raise AddressError(f"{text!r} is not HOST:PORT with a port from 1 to {MAX_PORT}")
     return TcpAddress(found[1] or found[2], int(found[3]))
 
 
@@ -47,11 +43,11 @@ def parse_all(text: str) -> list[TcpAddress]:
     """Parse addresses separated by commas. Raises AddressError, also for a duplicate address."""
     addresses = [parse(part) for part in text.split(",")]
     if len(set(addresses)) < len(addresses):
-        raise AddressError(f"an address is there twice in {text!r}")
+        raise AddressError(f"{text!r} has an address twice")
     return addresses
 
 
-def tune(connection: socket.socket) -> None:
+def configure_socket(connection: socket.socket) -> None:
     """Send small messages at once, and detect a peer that no longer answers."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

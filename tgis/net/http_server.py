@@ -5,12 +5,15 @@ connections, it aborts the oldest."""
 
 import asyncio
 import contextlib
-import ssl
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from operator import attrgetter
 from typing import Any
 
 import uvicorn
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from tgis.config.network import PortOptions
@@ -20,46 +23,41 @@ from tgis.net.tls import Certificates
 REQUEST_S = 10.0  # from the first byte, or from connecting, until the answer is sent
 MAX_CONNECTIONS = 128  # probes and scrapes need a few; the gRPC port needs the file descriptors more
 MAX_HEADER_BYTES = 16 << 10
+METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"  # of `/metrics`
 
 
 class HttpConnection(H11Protocol):
-    _end: asyncio.TimerHandle | None = None
+    _timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._opened_at = self.loop.time()
-        self._begin()
+        self._start_timer()
         if len(self.connections) > MAX_CONNECTIONS:
-            oldest = min(self.connections, key=_opened_at)
-            oldest.transport.abort()
+            min(self.connections, key=attrgetter("_opened_at")).transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._finish()
+        self._stop_timer()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        self._begin()
+        self._start_timer()
         super().data_received(data)
 
     def on_response_complete(self) -> None:
-        self._finish()
+        self._stop_timer()
         super().on_response_complete()  # handles the next request if it has arrived
         if self.transport.get_write_buffer_size() or not self.cycle.response_complete:
-            self._begin()
+            self._start_timer()
 
-    def _begin(self) -> None:
-        if self._end is None:
-            self._end = self.loop.call_later(REQUEST_S, self.transport.abort)
+    def _start_timer(self) -> None:
+        if self._timer is None:
+            self._timer = self.loop.call_later(REQUEST_S, self.transport.abort)
 
-    def _finish(self) -> None:
-        if self._end is not None:
-            self._end.cancel()
-            self._end = None
-
-
-def _opened_at(connection: Any) -> float:
-    opened_at: float = connection._opened_at
-    return opened_at
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
 
 @asynccontextmanager
@@ -68,7 +66,19 @@ async def serve_http(app: Any, options: PortOptions, certificates: Certificates 
 
     The port uses TLS only with `http_tls`. Clients need no certificate."""
     listener = listen(options.bind, options.port)
-    server = _server(app, certificates if options.http_tls else None)
+    config = uvicorn.Config(
+        app,
+        http=HttpConnection,
+        ws="none",
+        h11_max_incomplete_event_size=MAX_HEADER_BYTES,
+        log_config=None,
+        access_log=False,
+        lifespan="off",
+    )
+    if certificates is not None and options.http_tls:
+        config.load()
+        config.ssl = certificates.renewing_context()
+    server = uvicorn.Server(config)
     server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign, assignment]
     task = asyncio.create_task(server.serve(sockets=[listener]), name="http")
     try:
@@ -78,28 +88,11 @@ async def serve_http(app: Any, options: PortOptions, certificates: Certificates 
         await task
 
 
-def _server(app: Any, certificates: Certificates | None) -> uvicorn.Server:
-    settings = uvicorn.Config(
-        app,
-        http=HttpConnection,
-        ws="none",
-        h11_max_incomplete_event_size=MAX_HEADER_BYTES,
-        log_config=None,
-        access_log=False,
-        lifespan="off",
-    )
-    if certificates is not None:
-        _encrypt(settings, certificates)
-    return uvicorn.Server(settings)
+def health_routes(is_ready: Callable[[], bool]) -> list[Route]:
+    async def health(request: Request) -> Response:
+        return Response() if is_ready() else JSONResponse({"error": "unhealthy"}, status_code=503)
 
+    async def live(request: Request) -> Response:
+        return Response()
 
-def _encrypt(settings: uvicorn.Config, certificates: Certificates) -> None:
-    """Enable TLS. Every handshake uses the certificate that the files hold at that time."""
-
-    def renew(connection: ssl.SSLObject, name: str, context: ssl.SSLContext) -> None:
-        certificates.look()
-        connection.context = certificates.context
-
-    settings.load()
-    settings.ssl = certificates.context
-    settings.ssl.sni_callback = renew  # called in every handshake, even if the client sends no name
+    return [Route("/health", health), Route("/live", live)]

@@ -43,4 +43,4 @@ def _one_line_error(host: str, port: int) -> Iterator[None]:
         reason = (error.strerror or str(error)).split(" (")[0]  # asyncio and socket repeat the address
         raise PortError(f"port {port} on {host} cannot be opened: {reason}") from error
     except UnicodeError as error:  # the host's name is invalid
-        raise PortError(f"port {port} on {host} cannot be opened: that is no address") from error
+        raise PortError(f"port {port} on {host} cannot be opened: the address is not valid") from error

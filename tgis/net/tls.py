@@ -1,10 +1,11 @@
-"""Certificates from PEM files, for gRPC and for Python's TLS.
+"""Certificates from PEM files, for gRPC and for Python's TLS: TLS 1.2 with ECDHE and AES-GCM, or TLS 1.3.
 
 Files that change are read again, and new connections use them. Files that are half-written or do not fit
 together are not used."""
 
 import asyncio
 import logging
+import os
 import ssl
 import threading
 import time
@@ -22,13 +23,13 @@ from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat,
 
 from tgis.config.network import LinkOptions, PortOptions
 from tgis.errors import OperatorError
-from tgis.net.tls_contexts import Pem, open_server
 
 logger = logging.getLogger(__name__)
 
-LOOK_S = 5.0  # between two checks of the files; each new connection checks them too
-SOON_S = 7 * 86400.0  # a certificate that expires within this time is warned of
+REFRESH_S = 5.0  # between two checks of the files; each new connection checks them too
+EXPIRES_SOON_S = 7 * 86400.0
 WARN_EVERY_S, EXPIRED_EVERY_S = 86400.0, 60.0
+CIPHERS = "ECDHE+AESGCM"  # for TLS 1.2; all ciphers of TLS 1.3 are of this kind
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,16 @@ class TlsFiles:
     key: str
     ca: str | None
     """Authority that must have signed the other end's certificate; None: the other end needs none."""
+
+
+@dataclass(frozen=True, eq=False)
+class Pem:
+    """PEM texts of this end's certificate and key, and of the authorities that it trusts."""
+
+    cert: bytes
+    key: bytes
+    ca: bytes | None
+    """Authorities that may have signed the other end's certificate."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,16 +81,16 @@ class Certificates:
     ) -> None:
         """Read the files.
 
-        `make_context`, a function of `tgis.net.tls_contexts`, is needed only if `context` is used. `name` is
-        for the log. Raises CertificateError with TGIS's texts."""
+        `make_context` is `server_context` or a function beside it; without it there is no `context`. `name`
+        is for the log. Raises CertificateError with TGIS's texts."""
         self._files, self._make_context, self._name = files, make_context, name
         self._lock = threading.Lock()
-        self._seen = self._look()
-        self._content = self._given = self._read()
+        self._versions = self._file_versions()
+        self._content = self._used_by_grpc = self._read()
         self._warned_at = -WARN_EVERY_S
         self.num_refusals = 0
         """Number of changes of the files that were not used."""
-        self._warn()
+        self._warn_if_expiring()
 
     @property
     def seconds_left(self) -> float:
@@ -93,115 +104,127 @@ class Certificates:
 
     @property
     def context(self) -> ssl.SSLContext:
-        assert self._content.context is not None, "it was said how to make one"
+        assert self._content.context is not None, "certificates without make_context have no context"
         return self._content.context
+
+    def renewing_context(self) -> ssl.SSLContext:
+        """Return a server's context; every handshake uses the certificates that the files hold by then."""
+
+        def renew(connection: ssl.SSLObject, name: str, context: ssl.SSLContext) -> None:
+            self.refresh()
+            connection.context = self.context
+
+        context = self.context
+        context.sni_callback = renew  # called in every handshake, even if the client sends no name
+        return context
 
     def credentials(self) -> grpc.ServerCredentials:
         return grpc.dynamic_ssl_server_credentials(
             self._content.configuration,
-            self._give_new,  # type: ignore[arg-type]  # the stubs lack None, which means no change
+            self._changed_configuration,  # type: ignore[arg-type]  # the stubs lack None: no change
             require_client_authentication=self._files.ca is not None,
         )
 
     async def watch(self) -> NoReturn:
         """Check the files regularly, so that an error in them is logged before a client is refused for it."""
         while True:
-            await asyncio.sleep(LOOK_S)
-            await asyncio.to_thread(self.look)
+            await asyncio.sleep(REFRESH_S)
+            await asyncio.to_thread(self.refresh)
 
-    def look(self) -> None:
+    def refresh(self) -> None:
         """Read changed files and use them if valid. Log a certificate that expires soon or has expired."""
         with self._lock:
-            seen = self._look()
-            if seen != self._seen:
-                self._seen = seen
-                self._take()
-            self._warn()
+            versions = self._file_versions()
+            if versions != self._versions:
+                self._versions = versions
+                self._read_again()
+            self._warn_if_expiring()
 
-    def _warn(self) -> None:
+    def _warn_if_expiring(self) -> None:
         left_s = self.seconds_left
         pause_s = WARN_EVERY_S if left_s > 0 else EXPIRED_EVERY_S
-        if left_s >= SOON_S or time.monotonic() - self._warned_at < pause_s:
+        if left_s >= EXPIRES_SOON_S or time.monotonic() - self._warned_at < pause_s:
             return
         self._warned_at = time.monotonic()
         if left_s > 0:
             days = left_s / 86400
             logger.warning("the %s certificate expires in %.1f days", self._name, days)
             return
-        since = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(self._content.expires_at))
+        expired_at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(self._content.expires_at))
         logger.error(
-            "the %s certificate %s has been expired since %s: the other end refuses it; renew it",
+            "the %s certificate %s expired at %s: the other end refuses it; renew it",
             self._name,
             self._files.cert,
-            since,
+            expired_at,
         )
 
-    def _take(self) -> None:
+    def _read_again(self) -> None:
         try:
             self._content = self._read()
         except CertificateError as error:
             self.num_refusals += 1
-            logger.error("the changed %s files are not taken, those before serve on: %s", self._name, error)
+            logger.error("the changed %s files are not used, the previous ones are: %s", self._name, error)
         else:
             self._warned_at = -WARN_EVERY_S
-            logger.info("new %s files serve new connections", self._name)
+            logger.info("new connections use the changed %s files", self._name)
 
     def _read(self) -> _Content:
         """Read and check the files. Raises CertificateError."""
         files = self._files
-        pem = _read(files)
-        with self._one_line_error(f"the key {files.key}"):
+        key, cert = _read_file(files.key, "key"), _read_file(files.cert, "cert")
+        pem = Pem(cert, key, _read_file(files.ca, "client ca cert") if files.ca else None)
+        with self._parsing(f"the key {files.key}"):
             own = _public_bytes(load_pem_private_key(pem.key, None).public_key())
-        with self._one_line_error(f"the cert {files.cert}"):
+        with self._parsing(f"the cert {files.cert}"):
             leaf = x509.load_pem_x509_certificates(pem.cert)[0]
             expires_at, of_cert = leaf.not_valid_after_utc.timestamp(), _public_bytes(leaf.public_key())
-        with self._one_line_error(f"the ca cert {files.ca}"):
+        with self._parsing(f"the ca cert {files.ca}"):
             if pem.ca is not None:
                 x509.load_pem_x509_certificates(pem.ca)
         if of_cert != own:
             raise CertificateError(
-                f"{self._trouble}: the key {files.key} is not that of the cert {files.cert}"
+                f"{self._prefix}: the key {files.key} does not belong to the cert {files.cert}"
             )
         try:
             context = self._make_context(pem) if self._make_context else None
         except OSError as error:
+            reason = error.strerror or error
             raise CertificateError(
-                f"{self._trouble}: the cert {files.cert} and the key {files.key} cannot be used: "
-                f"{error.strerror or error}"
+                f"{self._prefix}: the cert {files.cert} and the key {files.key} cannot be used: {reason}"
             ) from error
         return _Content(pem, context, expires_at)
 
     @contextmanager
-    def _one_line_error(self, file: str) -> Iterator[None]:
+    def _parsing(self, file: str) -> Iterator[None]:
         """Turn errors of parsing the file into CertificateError, which names the file."""
         try:
             yield
         except TypeError as error:  # only a key raises it
             raise CertificateError(
-                f"{self._trouble}: {file} is encrypted; give one without a password"
+                f"{self._prefix}: {file} is encrypted; provide one without a password"
             ) from error
         except (ValueError, UnsupportedAlgorithm) as error:
             raise CertificateError(
-                f"{self._trouble}: {file} is damaged, or no PEM file of its kind"
+                f"{self._prefix}: {file} is damaged or not a PEM file of its kind"
             ) from error
 
     @property
-    def _trouble(self) -> str:
+    def _prefix(self) -> str:
         return f"{self._name.lower()} configuration error"
 
-    def _give_new(self) -> grpc.ServerCertificateConfiguration | None:
+    def _changed_configuration(self) -> grpc.ServerCertificateConfiguration | None:
         """Return the configuration if it has changed, else None.
 
         gRPC calls this before every handshake, on its own threads."""
-        self.look()
+        self.refresh()
         with self._lock:
-            if self._given is self._content:
+            if self._used_by_grpc is self._content:
                 return None
-            self._given = self._content
-            return self._given.configuration
+            self._used_by_grpc = self._content
+            return self._content.configuration
 
-    def _look(self) -> list[tuple[int, int, int] | None]:
-        return [look_at(path) for path in (self._files.cert, self._files.key, self._files.ca) if path]
+    def _file_versions(self) -> list[tuple[int, int, int] | None]:
+        return [file_version(path) for path in (self._files.cert, self._files.key, self._files.ca) if path]
 
 
 def port_certificates(options: PortOptions) -> Certificates | None:
@@ -209,7 +232,7 @@ def port_certificates(options: PortOptions) -> Certificates | None:
     if not options.tls_cert_path or not options.tls_key_path:
         return None
     files = TlsFiles(options.tls_cert_path, options.tls_key_path, options.tls_client_ca_cert_path)
-    return Certificates(files, open_server if options.http_tls else None)
+    return Certificates(files, server_context if options.http_tls else None)
 
 
 def link_certificates(options: LinkOptions, make_context: Callable[[Pem], ssl.SSLContext]) -> Certificates:
@@ -221,8 +244,8 @@ def link_certificates(options: LinkOptions, make_context: Callable[[Pem], ssl.SS
     return Certificates(TlsFiles(cert, key, ca), make_context, "link")
 
 
-def look_at(path: str) -> tuple[int, int, int] | None:
-    """Return a state of the file, or of a symbolic link's target, that differs after each change.
+def file_version(path: str) -> tuple[int, int, int] | None:
+    """Return a value that differs after each change of the file, or of a symbolic link's target.
 
     Return None if there is no file."""
     try:
@@ -230,12 +253,6 @@ def look_at(path: str) -> tuple[int, int, int] | None:
     except OSError:
         return None
     return found.st_ino, found.st_mtime_ns, found.st_size
-
-
-def _read(files: TlsFiles) -> Pem:
-    """Read the files without parsing them. Raises CertificateError."""
-    key, cert = _read_file(files.key, "key"), _read_file(files.cert, "cert")
-    return Pem(cert, key, _read_file(files.ca, "client ca cert") if files.ca else None)
 
 
 def _read_file(path: str, what: str) -> bytes:
@@ -247,3 +264,57 @@ def _read_file(path: str, what: str) -> bytes:
 
 def _public_bytes(key: CertificatePublicKeyTypes | PublicKeyTypes) -> bytes:
     return key.public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)
+
+
+def server_context(pem: Pem) -> ssl.SSLContext:
+    """Return the context of a port that asks clients for no certificate. Raises SSLError."""
+    context = _context(pem, ssl.PROTOCOL_TLS_SERVER)
+    context.num_tickets = 0
+    return context
+
+
+def mutual_server_context(pem: Pem) -> ssl.SSLContext:
+    """Return the context of a port for clients whose certificate the authorities signed. Raises SSLError."""
+    context = server_context(pem)
+    context.verify_mode = ssl.CERT_REQUIRED
+    _trust(context, pem)
+    return context
+
+
+def mutual_client_context(pem: Pem) -> ssl.SSLContext:
+    """Return the context of a client that shows its certificate and checks the server's name.
+
+    The authorities must have signed the server's certificate. Raises SSLError."""
+    context = _context(pem, ssl.PROTOCOL_TLS_CLIENT)
+    _trust(context, pem)
+    return context
+
+
+def _context(pem: Pem, protocol: int) -> ssl.SSLContext:
+    context = ssl.SSLContext(protocol)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.set_ciphers(CIPHERS)
+    # Every connection must show its certificate, which one resumed by a session ticket would not.
+    context.options |= ssl.OP_NO_TICKET | ssl.OP_NO_RENEGOTIATION
+    with _in_memory(pem.cert + b"\n" + pem.key) as path:
+        context.load_cert_chain(path)
+    return context
+
+
+def _trust(context: ssl.SSLContext, pem: Pem) -> None:
+    assert pem.ca is not None, "mutual TLS needs authorities to check the other end"
+    with _in_memory(pem.ca) as path:
+        context.load_verify_locations(path)
+
+
+@contextmanager
+def _in_memory(content: bytes) -> Iterator[str]:
+    """Yield the path of an in-memory file with this content.
+
+    SSL contexts read only from paths, and the files on disk may have changed since they were checked."""
+    file = os.memfd_create("pem")
+    try:
+        os.write(file, content)
+        yield f"/proc/self/fd/{file}"
+    finally:
+        os.close(file)

@@ -13,9 +13,9 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from tgis.json_lines import error_of, to_json
 from tgis.logs import Scalar
 from tgis.process.heartbeat import wait_until_hung
+from tgis.process.json_lines import error_of, to_json
 
 READ_BYTES = 1 << 16
 # Longer lines are cut. The limit for our own JSON records is higher, because a cut record is invalid JSON.
@@ -44,28 +44,27 @@ class Child:
         arguments: list[str],
         line_prefix: str = "",
         env: Mapping[str, str] = MappingProxyType({}),
-        beats: bool = False,
+        has_heartbeat: bool = False,
         fds: Sequence[int] = (),
         fields: Mapping[str, Scalar] | None = None,
     ) -> None:
         """Describe the child without starting it.
 
         `env` holds variables that the child gets unless the parent has variables of the same names. A child
-        that `beats` gets a descriptor for heartbeats and is killed if it hangs. The child inherits the
+        with a heartbeat gets a descriptor to send it to and is killed if it hangs. The child inherits the
         descriptors `fds`. With `fields`, every line of its output becomes a JSON object that has these
         fields, without the prefix."""
         self.name, self._arguments, self._line_prefix, self._env = name, arguments, line_prefix, env
         self._fields = fields
-        self._beats, self._hangs, self._fds = beats, False, tuple(fds)
-        self.has_begun = asyncio.Event()
-        """Event set at the child's first heartbeat."""
+        self._has_heartbeat, self._is_hung, self._fds = has_heartbeat, False, tuple(fds)
+        self.first_heartbeat = asyncio.Event()
         self._error = ""
         self._process: asyncio.subprocess.Process | None = None
         self._end: asyncio.Task[End] | None = None
         self._watch: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        if not self._beats:
+        if not self._has_heartbeat:
             await self._start([])
             return
         reader, writer = os.pipe()
@@ -76,7 +75,7 @@ class Child:
             raise
         finally:
             os.close(writer)
-        self._watch = asyncio.create_task(self._end_if_hung(reader), name=f"{self.name}'s heart")
+        self._watch = asyncio.create_task(self._end_if_hung(reader), name=f"{self.name}'s heartbeat")
 
     async def _start(self, more: list[str], *fds: int) -> None:
         self._process = await asyncio.create_subprocess_exec(
@@ -111,8 +110,8 @@ class Child:
             await self._end
 
     async def _end_if_hung(self, fd: int) -> None:
-        await wait_until_hung(fd, self.has_begun)
-        self._hangs = True
+        await wait_until_hung(fd, self.first_heartbeat)
+        self._is_hung = True
         self.signal(signal.SIGKILL)
 
     async def _run_to_end(self, process: asyncio.subprocess.Process) -> End:
@@ -125,7 +124,7 @@ class Child:
         code = await process.wait()
         if self._watch is not None:
             self._watch.cancel()
-        return End(self._describe(code), not self._hangs and code == 1 and bool(self._error))
+        return End(self._describe(code), not self._is_hung and code == 1 and bool(self._error))
 
     def _print(self, line: str) -> None:
         text = self._line_prefix + line if self._fields is None else to_json(line, self._fields)
@@ -133,7 +132,7 @@ class Child:
             print(text, file=sys.stderr, flush=True)
 
     def _describe(self, code: int) -> str:
-        if self._hangs:
+        if self._is_hung:
             return f"{self.name} hung and was killed"
         if code >= 0:
             return f"{self.name}: {self._error}" if self._error else f"{self.name} exited with code {code}"

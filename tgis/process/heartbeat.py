@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 PERIOD_S = 1.0
 MAX_MISSED = 10  # heartbeats in a row
-_ALIVE, _HUNG = b".", b"!"
+_HEARTBEAT, _HUNG = b".", b"!"
 _READ_BYTES = 4096
 
 
@@ -37,7 +37,7 @@ class Heartbeat:
         self._is_excused = is_excused
         if fd is not None:
             os.set_blocking(fd, False)
-            threading.Thread(target=self._beat, args=(fd,), name="heartbeat", daemon=True).start()
+            threading.Thread(target=self._send_heartbeats, args=(fd,), name="heartbeat", daemon=True).start()
 
     @contextmanager
     def step(self, timeout_s: float) -> Iterator[None]:
@@ -48,7 +48,7 @@ class Heartbeat:
         finally:
             self._step = None
 
-    def _beat(self, fd: int) -> None:
+    def _send_heartbeats(self, fd: int) -> None:
         last, seconds = None, 0.0
         while True:
             step = self._step
@@ -58,36 +58,37 @@ class Heartbeat:
                 seconds += PERIOD_S
                 if seconds > step.timeout_s:
                     break
-            _tell(fd, _ALIVE)
+            _send(fd, _HEARTBEAT)
             time.sleep(PERIOD_S)
-        logger.error("a step takes longer than %.0f s", step.timeout_s)
-        _tell(fd, _HUNG)
+        logger.error("a step has taken longer than %.0f s", step.timeout_s)
+        _send(fd, _HUNG)
 
 
-def _tell(fd: int, what: bytes) -> None:
-    # A suspended parent may leave the pipe full, and a dead one closes it. Neither needs this heartbeat.
+def _send(fd: int, sign: bytes) -> None:
+    # The pipe is full if the parent was suspended for hours. Then it has enough heartbeats to read, and if it
+    # misses that a step hangs, it notices the silence that follows. A dead parent closes the pipe.
     with contextlib.suppress(OSError):
-        os.write(fd, what)
+        os.write(fd, sign)
 
 
-async def wait_until_hung(fd: int, has_begun: asyncio.Event) -> None:
+async def wait_until_hung(fd: int, first_heartbeat: asyncio.Event) -> None:
     """Wait until the child reports that a step hangs, or has sent no heartbeat for too long.
 
-    This runs in the parent. Silence counts from the first heartbeat on, which sets `has_begun`. The
-    descriptor is closed at the end."""
+    This runs in the parent. Silence counts from the first heartbeat on, which sets
+    `first_heartbeat`. The descriptor is closed at the end."""
     os.set_blocking(fd, False)
     loop, missed, signs = asyncio.get_running_loop(), 0, b""
 
-    def begin() -> None:
+    def on_readable() -> None:
         nonlocal signs
         loop.remove_reader(fd)
         signs = _read(fd)
         if signs:  # otherwise the child has ended
-            has_begun.set()
+            first_heartbeat.set()
 
-    loop.add_reader(fd, begin)
+    loop.add_reader(fd, on_readable)
     try:
-        await has_begun.wait()
+        await first_heartbeat.wait()
         while _HUNG not in signs and missed < MAX_MISSED:
             await asyncio.sleep(PERIOD_S)
             signs = _read(fd)

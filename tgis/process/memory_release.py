@@ -31,7 +31,7 @@ class MemoryRelease:
         self._num_bytes = 0
         self._is_due = asyncio.Event()
 
-    def note(self, num_bytes: int) -> None:
+    def count(self, num_bytes: int) -> None:
         """Count a call that has ended, by the bytes of its message."""
         if num_bytes > LARGE_BYTES:
             self._num_bytes += num_bytes

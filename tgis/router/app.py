@@ -14,7 +14,8 @@ import uvloop
 from grpc_health.v1 import health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from tgis.config.processes import SERVICE_NAME, RouterConfig
+from tgis.config.processes import RouterConfig
+from tgis.config.serving import SERVICE_NAME
 from tgis.net.http_server import serve_http
 from tgis.net.ports import PortError, reserve
 from tgis.net.tls import Certificates, port_certificates

@@ -118,7 +118,7 @@ def test_a_node_that_does_not_fit_is_refused(
     nodes.nodes[1] = worker
     assert other.process.wait(60) == 1
     other.end()
-    assert other.lines[-1] == f"error: node 0 refuses this one: {reason}"
+    assert other.lines[-1] == f"error: node 0 refused this node: {reason}"
     assert health(nodes, 0) == 200
 
 
@@ -144,7 +144,7 @@ def test_strangers_are_no_nodes(nodes: TwoNodes, tuned: Tuned, tmp_path: Path) -
             assert b"kind" not in plain.recv(1 << 16)
     right = context_of(group, group.path("ca"))
     for said, answer in (
-        (b'{"kind": "hello", "node_rank": 7, "common": {}, "addresses": []}\n', b"node_rank 7 is none of 2"),
+        (b'{"kind": "hello", "node_rank": 7, "common": {}, "addresses": []}\n', b"node_rank 7 is out of"),
         (b'{"kind": "hello", "node_rank": 1, "common": {}, "addresses": []}\n', b" is None on node 1 and "),
         (b'{"kind": "hello"}\n', b"it does not say which node it is"),
         (b"[1, 2]\n", b""),

@@ -20,7 +20,7 @@ from integration_tests.deployment.manifests.pods import LAUNCHER, Container, Pod
 from tgis.cli.command import command
 from tgis.cli.main import server_main
 from tgis.config.processes import LauncherConfig
-from tgis.launcher.plan import plan
+from tgis.launcher.plan import make_plan
 
 WARNING = re.compile(r"(?m)^\S+ WARNING \S+ (.*)$|^\{.*\"level\": \"WARNING\".*\"message\": (.*)$")
 
@@ -68,7 +68,7 @@ def _parse_launch(arguments: list[str], env: Mapping[str, str]) -> Launch:
                 json.dumps({"model_type": "llama", "max_position_embeddings": 1 << 20})
             )
             (Path(model) / "tokenizer.json").write_text("{}")
-            plan(replace(config, model_name=model))
+            make_plan(replace(config, model_name=model))
 
     result = _invoke(command("launcher", LauncherConfig, keep, "", reads="launcher"), arguments, env)
     problems = [first or second for first, second in WARNING.findall(result.stderr)]

@@ -161,7 +161,7 @@ def test_files_and_addresses_that_cannot_be_used(tmp_path: Path) -> None:
     other = LinkFiles(tmp_path / "other").write(authority, "a.example.com").path("cert").read_bytes()
     cert, key, ca = (files.path(name) for name in ("cert", "key", "ca"))
     for name, content, reason in (
-        ("cert", other, f"link configuration error: the key {key} is not that of the cert {cert}"),
+        ("cert", other, f"link configuration error: the key {key} does not belong to the cert {cert}"),
         ("cert", b"nonsense", f"link configuration error: the cert {cert} is damaged"),
         ("ca", b"nonsense", f"link configuration error: the ca cert {ca} is damaged"),
         ("key", None, f"couldn't load key from {key}: No such file or directory"),
@@ -174,8 +174,8 @@ def test_files_and_addresses_that_cannot_be_used(tmp_path: Path) -> None:
         assert refusal.startswith(reason)
     files.write(authority, "a.example.com")
     for address in ("localhost", "localhost:", ":8000", "localhost:0", "localhost:65535", "::1:80", "a b:80"):
-        assert refusals(address) == {f"{address!r} is no HOST:PORT with a port from 1 to 65534"}
-    with pytest.raises(OperatorError, match="an address is there twice"):
+        assert refusals(address) == {f"{address!r} is not HOST:PORT with a port from 1 to 65534"}
+    with pytest.raises(OperatorError, match="has an address twice"):
         parse_all("a:1,b:1, a:1")
     assert [str(one) for one in parse_all("a-1.example:1, [::1]:65534")] == ["a-1.example:1", "[::1]:65534"]
 

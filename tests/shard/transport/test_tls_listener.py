@@ -13,8 +13,7 @@ import trustme
 
 from tests.support.link_files import LinkFiles
 from tgis.net.framing import FrameReader, frame
-from tgis.net.tls import Certificates, TlsFiles
-from tgis.net.tls_contexts import mutual_client, mutual_server
+from tgis.net.tls import Certificates, TlsFiles, mutual_client_context, mutual_server_context
 from tgis.pb import shard_pb2 as pb
 from tgis.shard.transport import tls_listener
 from tgis.shard.transport.step_stream import StepSocket
@@ -44,8 +43,8 @@ def ends(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ends]:
     files = LinkFiles(tmp_path_factory.mktemp("link") / "own").write(trustme.CA(), "localhost")
     paths = TlsFiles(*(str(files.path(name)) for name in ("cert", "key", "ca")))
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        steps = StepSocket(TlsListener(listener, Certificates(paths, mutual_server, "link")))
-        client = Certificates(paths, mutual_client, "link")
+        steps = StepSocket(TlsListener(listener, Certificates(paths, mutual_server_context, "link")))
+        client = Certificates(paths, mutual_client_context, "link")
         yield Ends(steps, listener.getsockname(), client.context)
         steps._end("the tests are over")
 

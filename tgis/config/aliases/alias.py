@@ -6,9 +6,13 @@ message says why."""
 from collections.abc import Callable
 from dataclasses import dataclass
 
+# Reasons that the names of both servers share.
+LEFT_OVER = "the size of the cache follows from what the weights and the largest step leave"
+OWN_KERNELS = "attention is always paged and unpadded, with the kernels of this service"
+
 
 @dataclass(frozen=True)
-class Foreign:
+class Alias:
     """Option name of another server; its flag and variable follow from the name, as for the service's own."""
 
     name: str

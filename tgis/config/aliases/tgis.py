@@ -5,23 +5,21 @@ the option that it means or the reason why it has no effect."""
 
 import math
 
-from tgis.config.aliases.alias import Foreign
+from tgis.config.aliases.alias import LEFT_OVER, OWN_KERNELS, Alias
 
 ALL = ("launcher", "serve")
 ROUTER = ("launcher", "router")
 TGIS_BLOCK_SIZE = 16  # tokens
 
 COUNTED = "the cache is counted in blocks, not estimated"
-OWN_KERNELS = "attention is always paged and unpadded, with the kernels of this service"
 NOT_COMPILED = "the model's code is not compiled"
-NO_SPECULATION = "no model speculates here: --speculate guesses from the text itself"
-OF_SHARDS = "the shards keep soft prompts, and say how many"
+NO_SPECULATION = "there are no speculator models: --speculate guesses from the text itself"
+OF_SHARDS = "it is an option of the shards, which hold the soft prompts"
 NO_QUANTIZATION = "quantized checkpoints are not served by this version"
-LEFT_OVER = "the cache takes of what weights and the largest step leave"
-NO_ONNX = "models in ONNX form are served as they are: say it to convert-to-onnx"
+NO_ONNX = "models in ONNX form are served as they are: convert-to-onnx has options for this"
 
 
-def _share(text: str, name: str, least: float, most: float, refusal: str) -> str | None:
+def _out_of_range(text: str, name: str, least: float, most: float, refusal: str) -> str | None:
     """Return the reason why `text` is not a number from `least` to `most`, or None if it is one."""
     try:
         value = float(text)
@@ -32,53 +30,49 @@ def _share(text: str, name: str, least: float, most: float, refusal: str) -> str
 
 def _padding(text: str) -> str | None:
     refusal = "max_prefill_padding ({value}) must be a percentage in the range [0.0, 1.0]"
-    return _share(text, "max_prefill_padding", 0.0, 1.0, refusal)
+    return _out_of_range(text, "max_prefill_padding", 0.0, 1.0, refusal)
 
 
 def _memory_fraction(text: str) -> str | None:
     refusal = "cuda_process_memory_fraction must be in range 0 < x <= 1"
-    return _share(text, "cuda_process_memory_fraction", math.ulp(0.0), 1.0, refusal)
+    return _out_of_range(text, "cuda_process_memory_fraction", math.ulp(0.0), 1.0, refusal)
 
 
 def _estimate(text: str) -> str | None:
-    known = text in ("auto", "manual", "off")
-    return None if known else "valid options for ESTIMATE_MEMORY are auto, manual, and off"
+    is_known = text in ("auto", "manual", "off")
+    return None if is_known else "valid options for ESTIMATE_MEMORY are auto, manual, and off"
 
 
 def _blocks_to_tokens(text: str) -> str:
     return str(int(text) * TGIS_BLOCK_SIZE)
 
 
-def _variables(why: str, *names: str) -> tuple[Foreign, ...]:
+def _variables(why: str, *names: str) -> tuple[Alias, ...]:
     """Return variables of TGIS's shards that have no flag and no effect."""
-    return tuple(Foreign(name.lower(), why=why, commands=ALL, flag=False) for name in names)
+    return tuple(Alias(name.lower(), why=why, commands=ALL, flag=False) for name in names)
 
 
 FLAGS = (
-    Foreign("max_prefill_padding", why="nothing is padded", commands=ROUTER, refusal_of=_padding),
-    Foreign("max_waiting_tokens", why="new requests join at every step", commands=ROUTER),
-    Foreign("batch_safety_margin", why=COUNTED, commands=ALL),
-    Foreign(
-        "cuda_process_memory_fraction",
-        short="-c",
-        why=LEFT_OVER,
-        commands=ALL,
-        refusal_of=_memory_fraction,
+    Alias("max_prefill_padding", why="nothing is padded", commands=ROUTER, refusal_of=_padding),
+    Alias("max_waiting_tokens", why="new requests join at every step", commands=ROUTER),
+    Alias("batch_safety_margin", why=COUNTED, commands=ALL),
+    Alias(
+        "cuda_process_memory_fraction", short="-c", why=LEFT_OVER, commands=ALL, refusal_of=_memory_fraction
     ),
-    Foreign("prefix_store_path", why=OF_SHARDS, commands=("router",)),
-    Foreign("prompt_cache_size_mb", why=OF_SHARDS, commands=("router",)),
-    Foreign("max_prompt_prefix_length", why=OF_SHARDS, commands=("router",)),
-    Foreign(
+    Alias("prefix_store_path", why=OF_SHARDS, commands=("router",)),
+    Alias("prompt_cache_size_mb", why=OF_SHARDS, commands=("router",)),
+    Alias("max_prompt_prefix_length", why=OF_SHARDS, commands=("router",)),
+    Alias(
         "master_shard_uds_path",
         means="shard_uds_path",
         why="without the `-0` at its end",
         commands=("router",),
         convert=lambda text: text.removesuffix("-0"),
     ),
-    Foreign("max_new_tokens", why="the router keeps this limit", commands=("serve",), variable=False),
+    Alias("max_new_tokens", why="the router keeps this limit", commands=("serve",), variable=False),
 )
 VARIABLES = (
-    Foreign(
+    Alias(
         "kv_cache_manager_num_gpu_blocks",
         means="kv_cache_tokens",
         why="a block is 16 tokens",
@@ -89,12 +83,13 @@ VARIABLES = (
     *_variables(
         "batches have no weight; the cache is counted in blocks", "MAX_BATCH_WEIGHT", "MAX_PREFILL_WEIGHT"
     ),
-    *_variables(OWN_KERNELS, "FLASH_ATTENTION", "PAGED_ATTENTION", "TRANSFORMERS_ATTN_IMPL"),
-    *_variables(OWN_KERNELS, "DISABLE_CUSTOM_KERNELS"),
+    *_variables(
+        OWN_KERNELS, "FLASH_ATTENTION", "PAGED_ATTENTION", "TRANSFORMERS_ATTN_IMPL", "DISABLE_CUSTOM_KERNELS"
+    ),
     *_variables(NOT_COMPILED, "PT2_COMPILE"),
     *_variables("nothing is padded", "CUDA_PAD_TO_MULT_OF_8"),
     *_variables("there is nothing to compact", "COMPACT_BEFORE_PREFILL"),
-    Foreign("estimate_memory", why=COUNTED, commands=ALL, flag=False, refusal_of=_estimate),
+    Alias("estimate_memory", why=COUNTED, commands=ALL, flag=False, refusal_of=_estimate),
     *_variables(
         COUNTED,
         "ESTIMATE_MEMORY_BATCH_SIZE",
@@ -105,7 +100,7 @@ VARIABLES = (
         "ESTIMATE_MEMORY_NEW_TOKENS",
         "ESTIMATE_MEMORY_NEW_TOKEN_SAMPLES",
     ),
-    *_variables("memory is told once, when the model is loaded", "LOG_GPU_USAGE_INTERVAL"),
+    *_variables("memory use is logged once, when the model is loaded", "LOG_GPU_USAGE_INTERVAL"),
     *_variables("logits are always processed in float32", "FP32_LOGITS_PROCESS"),
     *_variables("there is one way of computing, and it is exact", "BLOOM_SLOW_BUT_EXACT"),
     *_variables(NO_QUANTIZATION, "DISABLE_EXLLAMA", "EXLLAMA_VERSION", "GPTQ_CUDA_TYPE"),

@@ -9,10 +9,9 @@ from typing import Protocol, TypeVar
 import grpc
 
 from tgis.config.processes import RouterConfig
-from tgis.net.addresses import AddressError, TcpAddress, parse_all, tune
+from tgis.net.addresses import AddressError, TcpAddress, configure_socket, parse_all
 from tgis.net.framing import steps_path
-from tgis.net.tls import Certificates, link_certificates
-from tgis.net.tls_contexts import mutual_client
+from tgis.net.tls import Certificates, link_certificates, mutual_client_context
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +56,7 @@ def open_link(config: RouterConfig) -> Link:
     """Create the link that the options ask for. Raises AddressError and CertificateError."""
     if not config.shard_addresses:
         return UnixLink(config.shard_uds_path, config.num_shard)
-    certificates = link_certificates(config, mutual_client)
+    certificates = link_certificates(config, mutual_client_context)
     return TcpLink(_read_addresses(config.shard_addresses), certificates, config.link_server_name)
 
 
@@ -101,7 +100,7 @@ class TcpLink:
 
     @property
     def is_stale(self) -> bool:
-        self._certificates.look()
+        self._certificates.refresh()
         return self._certificates.pem is not self._shown
 
     def open_channels(self) -> list[grpc.aio.Channel]:
@@ -109,12 +108,12 @@ class TcpLink:
             self._addresses = self._find()
         except AddressError as error:
             logger.error("the changed addresses are not taken, those before are tried on: %s", error)
-        self._certificates.look()
+        self._certificates.refresh()
         pem = self._shown = self._certificates.pem
         own = grpc.ssl_channel_credentials(pem.ca, pem.key, pem.cert)
         named = [("grpc.ssl_target_name_override", self._server_name)] if self._server_name else []
         options = [*TCP_OPTIONS, *named]
-        return [grpc.aio.secure_channel(address.calls, own, options) for address in self._addresses]
+        return [grpc.aio.secure_channel(str(address), own, options) for address in self._addresses]
 
     async def open_stream(self, rank: int, make: Callable[[], Stream]) -> Stream:
         loop = asyncio.get_running_loop()
@@ -124,7 +123,7 @@ class TcpLink:
             transport, stream = await loop.create_connection(
                 make, host, port, ssl=self._certificates.context, server_hostname=name
             )
-        tune(transport.get_extra_info("socket"))
+        configure_socket(transport.get_extra_info("socket"))
         return stream
 
     async def watch(self) -> None:

@@ -12,7 +12,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from tgis.config.processes import ENGINES, ShardConfig
+from tgis.config.model import ENGINES
+from tgis.config.processes import ShardConfig
 from tgis.hub import model_files
 from tgis.prompts.artifact_cache import ArtifactCache
 from tgis.prompts.errors import NotTunableError

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from tgis.config.processes import ENGINES
+from tgis.config.model import ENGINES
 from tgis.shard.checkpoint.tensors import WeightsError
 from tgis.shard.collectives import ProcessGroup
 from tgis.shard.layers.ops import Kernels, Quantization

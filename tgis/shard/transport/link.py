@@ -17,8 +17,7 @@ from tgis.errors import OperatorError
 from tgis.net.addresses import TcpAddress, parse
 from tgis.net.framing import steps_path
 from tgis.net.ports import PortError, listen
-from tgis.net.tls import Certificates, link_certificates
-from tgis.net.tls_contexts import mutual_server
+from tgis.net.tls import Certificates, link_certificates, mutual_server_context
 from tgis.shard.transport.tls_listener import TlsListener
 
 SEND_TIMEOUT = struct.pack("ll", 10, 0)  # seconds and microseconds
@@ -88,7 +87,7 @@ class TcpEndpoint:
 
     def open_calls(self, server: grpc.Server) -> None:
         try:
-            server.add_secure_port(self._address.calls, self._certificates.credentials())
+            server.add_secure_port(str(self._address), self._certificates.credentials())
         except RuntimeError as error:
             raise PortError(f"{self.name} cannot be opened; is it in use?") from error
 
@@ -101,7 +100,7 @@ def choose_endpoint(config: ShardConfig) -> Endpoint:
     """Return the link that the configuration asks for. Raises AddressError and CertificateError."""
     if not config.listen_address:
         return UnixEndpoint(f"{config.uds_path}-{config.rank}")
-    return TcpEndpoint(parse(config.listen_address), link_certificates(config, mutual_server))
+    return TcpEndpoint(parse(config.listen_address), link_certificates(config, mutual_server_context))
 
 
 @contextmanager

@@ -12,8 +12,8 @@ import threading
 import time
 from collections import deque
 
-from tgis.net.addresses import tune
-from tgis.net.tls import LOOK_S, Certificates
+from tgis.net.addresses import configure_socket
+from tgis.net.tls import REFRESH_S, Certificates
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +72,7 @@ class TlsListener:
 
     def _run(self) -> None:
         while True:
-            for key, _ in self._selector.select(CHECK_S if self._deadlines else LOOK_S):
+            for key, _ in self._selector.select(CHECK_S if self._deadlines else REFRESH_S):
                 if isinstance(key.fileobj, ssl.SSLSocket):
                     self._go_on(key.fileobj)
                 else:
@@ -80,7 +80,7 @@ class TlsListener:
             now = time.monotonic()
             for late in [one for one, deadline in self._deadlines.items() if deadline < now]:
                 self._give_up(late, "it took too long")
-            self._certificates.look()
+            self._certificates.refresh()
 
     def _begin(self) -> None:
         try:
@@ -93,9 +93,9 @@ class TlsListener:
             return
         if len(self._deadlines) >= MAX_HANDSHAKES:
             self._give_up(next(iter(self._deadlines)), "too many others were in progress")
-        self._certificates.look()
+        self._certificates.refresh()
         try:
-            tune(plain)
+            configure_socket(plain)
             plain.setblocking(False)
             connection = self._certificates.context.wrap_socket(
                 plain, server_side=True, do_handshake_on_connect=False

@@ -13,7 +13,7 @@ from typing import Any
 import grpc
 
 from tgis.config.network import PortOptions
-from tgis.net.tls import look_at
+from tgis.net.tls import file_version
 from tgis.router.api.grpc.call_status import Status, end_call
 from tgis.router.errors import StartupError
 from tgis.router.metrics.metric_types import Counter
@@ -55,7 +55,7 @@ class BearerTokens:
 
     def __init__(self, path: str) -> None:
         """Read the file. Raises StartupError."""
-        self._path, self._state, self._checked_at = path, look_at(path), time.monotonic()
+        self._path, self._state, self._checked_at = path, file_version(path), time.monotonic()
         self._digests = _read(path)
 
     def has(self, token: str) -> bool:
@@ -68,7 +68,7 @@ class BearerTokens:
         now = time.monotonic()
         if now - self._checked_at < CHECK_INTERVAL_S:
             return
-        self._checked_at, state = now, look_at(self._path)
+        self._checked_at, state = now, file_version(self._path)
         if state != self._state:
             self._state = state
             try:

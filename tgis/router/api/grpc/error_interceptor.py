@@ -114,7 +114,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
                 await end_call(context, status)
             return answer
         finally:
-            self._memory.note(received.num_bytes)
+            self._memory.count(received.num_bytes)
 
     def _message_of(self, request: Any) -> Any:
         """Return the message, or the stream of messages. Raises RequestError if one cannot be read."""

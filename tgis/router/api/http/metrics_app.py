@@ -8,7 +8,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from tgis.net.http_health import METRICS_TYPE, health_routes
+from tgis.net.http_server import METRICS_TYPE, health_routes
 from tgis.router.metrics.metrics import Metrics
 
 SPACING_S = 0.05  # least time between two renderings of the metrics, each of which takes milliseconds

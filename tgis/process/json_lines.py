@@ -34,7 +34,7 @@ def to_json(line: str, fields: Mapping[str, Scalar], level: str | None = None) -
     if own is not None:
         # Numbers that are too large and objects nested too deep cannot be written; they become a message.
         with contextlib.suppress(ValueError, RecursionError):
-            return _write(own | {name: value for name, value in fields.items() if name not in own})
+            return json.dumps({**own, **fields, **own}, allow_nan=False)  # its own fields also come first
     return _write_record(line, fields, level or _guess_level(line), OUTPUT)
 
 
@@ -67,14 +67,9 @@ def _refuse(constant: str) -> NoReturn:
     raise ValueError(f"{constant} is not JSON")
 
 
-def _write(record: Mapping[str, Any]) -> str:
-    """Return the record as JSON. Raises ValueError if a number is infinite."""
-    return json.dumps(record, allow_nan=False)
-
-
 def _write_record(message: str, fields: Mapping[str, Scalar], level: str, logger: str) -> str:
     base = {"timestamp": timestamp(time.time()), "level": level, "logger": logger, "message": message}
-    return _write({**base, **fields})
+    return json.dumps({**base, **fields}, allow_nan=False)
 
 
 def _guess_level(line: str) -> str:

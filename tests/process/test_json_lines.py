@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tgis import json_lines
+from tgis.process import json_lines
 
 FIELDS = {"process": "shard", "node": 1, "rank": 0}
 

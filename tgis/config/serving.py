@@ -1,0 +1,93 @@
+"""Declares the options of batches and of how the router serves requests."""
+
+from dataclasses import dataclass
+
+from tgis.config.option import Group, in_group, option
+
+SERVICE_NAME = "text-generation-inference.router"
+SHORT_SEQUENCE = "max_sequence_length ({value}) must be at least 2 (1 input + 1 output)"
+
+
+@in_group(Group.MEMORY)
+@dataclass(frozen=True, kw_only=True)
+class BatchOptions:
+    max_sequence_length: int | None = option(
+        "Limit of input plus output tokens; unset: what the model's configuration says.",
+        None,
+        minimum=2,
+        refusal=SHORT_SEQUENCE,
+        group=Group.LIMITS,
+        is_common=True,
+    )
+    max_batch_size: int = option("Most sequences in one step.", 256, minimum=1, is_common=True)
+    max_step_tokens: int = option(
+        "Most tokens computed in one step; longer prompts are computed in chunks.", 2048, minimum=1
+    )
+
+
+@in_group(Group.LIMITS)
+@dataclass(frozen=True, kw_only=True)
+class ServingOptions:
+    max_concurrent_requests: int = option(
+        "Most inputs in the service at once.", 512, minimum=1, refusal="max_concurrent_requests must be > 0"
+    )
+    max_new_tokens: int = option(
+        "Upper bound of a request's max_new_tokens.",
+        1024,
+        minimum=1,
+        refusal="max_new_tokens ({value}) at least 1",
+        is_common=True,
+    )
+    max_top_n_tokens: int = option("Upper bound of a request's top_n_tokens.", 10, minimum=1)
+    tokenization_workers: int | None = option(
+        "Threads that tokenize; calls with more than 32 KiB of text are tokenized in a process of their own. "
+        "Unset: 1 to 8, by the number of cores.",
+        None,
+        minimum=1,
+        refusal="tokenization_workers must be > 0",
+        group=Group.MEMORY,
+    )
+    output_special_tokens: bool = option("Keep special tokens in the text.", False)
+    default_include_stop_seqs: bool = option(
+        "Whether a stop sequence stays in the text if a request does not say.", True, takes_value=True
+    )
+    max_guided_bytes: int = option(
+        "Bytes of the largest grammar, schema or list of choices in a request.", 65536, minimum=1
+    )
+    steps_in_flight: int = option(
+        "Most unanswered steps; 1 sends a step only after the answer to the one before.",
+        2,
+        minimum=1,
+        maximum=8,
+        group=Group.MEMORY,
+    )
+    speculate: int = option(
+        "Most tokens of a sequence that a step computes ahead, guessed from what followed its newest tokens "
+        "where they occurred before; outputs stay the same; 0: none.",
+        0,
+        minimum=0,
+        maximum=16,
+        group=Group.MEMORY,
+    )
+    decode_step_ms: float = option(
+        "Predicted time that a step may take while requests are decoding. Prompts are cut into chunks that "
+        "fit, and none gets more of a step than those requests do.",
+        250.0,
+        minimum=1,
+        group=Group.MEMORY,
+    )
+    shutdown_timeout: float = option(
+        "Seconds that requests in flight get to finish after SIGTERM.", 30.0, minimum=0, group=Group.LIFECYCLE
+    )
+    recovery_timeout: float = option(
+        "Seconds that requests wait for lost shards to come back.", 300.0, minimum=0, group=Group.LIFECYCLE
+    )
+    log_text_chars: int = option(
+        "Characters of input and output that a log line may show.", 0, minimum=0, group=Group.LOGS
+    )
+    otlp_endpoint: str | None = option(
+        "OpenTelemetry collector (gRPC) that traces are sent to; unset: no traces.", None, group=Group.LOGS
+    )
+    otlp_service_name: str | None = option(
+        f"Service name in traces; unset: OTEL_SERVICE_NAME, else {SERVICE_NAME}.", None, group=Group.LOGS
+    )
