@@ -23,7 +23,7 @@ from cryptography.hazmat.primitives.serialization import (
 from tgis.net import tls
 from tgis.net.tls import CertificateError, Certificates, TlsFiles
 from tgis.net.tls_contexts import mutual_client, mutual_server
-from tgis.router.shards.link import TcpLink
+from tgis.router.shards.link import TcpShardLink
 
 
 def issue(directory: Path, **more: object) -> TlsFiles:
@@ -203,7 +203,7 @@ async def test_the_certificate_of_a_link_is_looked_at_without_a_call(
     monkeypatch.setattr(tls, "LOOK_S", 0.01)
     monkeypatch.setattr(tls, "EXPIRED_EVERY_S", 0.01)
     files = issue(tmp_path, **EXPIRED)
-    link, signal = TcpLink(list, Certificates(files, mutual_client, "link")), Signal()
+    link, signal = TcpShardLink(list, Certificates(files, mutual_client, "link")), Signal()
     tls.logger.addHandler(signal)
     watching = asyncio.create_task(link.watch())
     try:

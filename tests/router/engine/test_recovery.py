@@ -1,4 +1,4 @@
-"""Shards that die, disagree or stay away, and the router's own end, under live streams."""
+"""ShardClient that die, disagree or stay away, and the router's own end, under live streams."""
 
 import contextlib
 import queue

@@ -8,11 +8,11 @@ from collections.abc import Hashable
 from dataclasses import dataclass, replace
 
 from tgis.pb import generation_pb2 as pb
-from tgis.router.adapters.registry import Hold
+from tgis.router.adapters.registry import AdapterLease
 from tgis.router.errors import RequestError
 from tgis.router.grammar.compiler import Constraint, Grammars, read_constraint
 from tgis.router.metrics.metrics import Metrics
-from tgis.router.sequence import Details, Grammar, Sampling, Sequence, Stopping, Tuning
+from tgis.router.sequence import CallAdapters, Details, Grammar, Sampling, Sequence, Stopping
 from tgis.router.text.tokenization import TokenIds
 from tgis.router.text.tokenizer import Tokenizer
 
@@ -107,37 +107,37 @@ class Validator:
         self._tokenizer, self._grammars, self._metrics = tokenizer, grammars, metrics
 
     async def sequences(
-        self, texts: list[str], request: Request, hold: Hold, connection: Hashable
+        self, texts: list[str], request: Request, lease: AdapterLease, connection: Hashable
     ) -> list[Sequence]:
-        """Return one sequence per text of a call, in order. Each is valid while `hold` is kept. `connection`
+        """Return one sequence per text of a call, in order. Each is valid while `lease` is open. `connection`
         identifies the client's connection.
 
         Texts are tokenized up to the first whose bytes alone prove that it is too long.
 
-        Raises RequestError for the first text that cannot be served, and everything that `Hold.take`
+        Raises RequestError for the first text that cannot be served, and everything that `AdapterLease.take`
         raises."""
         constraint = request.constraint
         grammar = None if constraint is None else await self._grammars.compile(constraint)
-        tuning = await hold.take()
-        num_served, least = self._find_too_long(texts, request, tuning)
+        adapters = await lease.take()
+        num_served, least = self._find_too_long(texts, request, adapters)
         # A text with more tokens is refused, so no more of them are needed.
         max_ids = self.limits.max_sequence_length
         inputs = await self._tokenizer.encode_ids(texts[:num_served], max_ids, connection)
         for ids in inputs:
             self._metrics.request_raw_input_length.observe(ids.num_tokens)
-        sequences = [self._sequence(ids, request, grammar, tuning) for ids in inputs]
+        sequences = [self._sequence(ids, request, grammar, adapters) for ids in inputs]
         if num_served < len(texts):  # the texts before it can be served, and this refuses it
-            self._check_length(least, f"at least {least}", request.stopping, tuning)
+            self._check_length(least, f"at least {least}", request.stopping, adapters)
         return sequences
 
-    def _find_too_long(self, texts: list[str], request: Request, tuning: Tuning) -> tuple[int, int]:
+    def _find_too_long(self, texts: list[str], request: Request, adapters: CallAdapters) -> tuple[int, int]:
         """Return the index of the first text whose bytes alone prove that it is too long, and the least
         number of tokens that truncation leaves of it. Return the number of texts and 0 if there is none."""
         bound = self._tokenizer.max_bytes_per_token
         if bound is None:
             return len(texts), 0
         limit, minimum = self.limits.max_sequence_length, request.stopping.min_new_tokens
-        room = limit - self._prefix_length(tuning) - max(minimum, 1)
+        room = limit - self._prefix_length(adapters) - max(minimum, 1)
         for i, text in enumerate(texts):
             least = -(-len(text.encode()) // bound)  # rounded up
             least = min(least, request.truncate_input_tokens or least)
@@ -146,23 +146,25 @@ class Validator:
                 return i, least
         return len(texts), 0
 
-    def _sequence(self, ids: TokenIds, request: Request, grammar: Grammar | None, tuning: Tuning) -> Sequence:
-        has_tokens = ids.num_tokens + self._num_before(tuning) > 0
+    def _sequence(
+        self, ids: TokenIds, request: Request, grammar: Grammar | None, adapters: CallAdapters
+    ) -> Sequence:
+        has_tokens = ids.num_tokens + self._num_before(adapters) > 0
         _require(has_tokens, "tokenizer error the input has no tokens")
         num_inputs, token_ids = self._tokenizer.truncate(ids, request.truncate_input_tokens)
-        num_left = self._check_length(num_inputs, str(num_inputs), request.stopping, tuning)
+        num_left = self._check_length(num_inputs, str(num_inputs), request.stopping, adapters)
         self._check_known(token_ids)
         seeded = request.sampling.greedy or request.has_seed
         start, pad = self.limits.decoder_start_token_id, self.limits.pad_token_id
-        before = [pad] * tuning.num_decoder_tokens
-        encoder_before = [pad] * tuning.num_encoder_tokens
+        before = [pad] * adapters.num_decoder_tokens
+        encoder_before = [pad] * adapters.num_encoder_tokens
         return Sequence(
             before + (token_ids if start is None else [start]),
             _reduce(request.stopping, num_left),
             request.sampling if seeded else replace(request.sampling, seed=secrets.randbits(32)),
             request.details,
             grammar,
-            tuning=tuning,
+            adapters=adapters,
             encoder_token_ids=() if start is None else tuple(encoder_before + token_ids),
         )
 
@@ -173,27 +175,27 @@ class Validator:
             f"input token id {largest} is beyond the model's vocabulary of {vocab_size} tokens",
         )
 
-    def _num_before(self, tuning: Tuning) -> int:
+    def _num_before(self, adapters: CallAdapters) -> int:
         """Return the number of virtual tokens before the text: the encoder's if the model has one."""
         has_encoder = self.limits.decoder_start_token_id is not None
-        return tuning.num_encoder_tokens if has_encoder else tuning.num_decoder_tokens
+        return adapters.num_encoder_tokens if has_encoder else adapters.num_decoder_tokens
 
-    def _check_length(self, num_inputs: int, shown: str, stopping: Stopping, tuning: Tuning) -> int:
+    def _check_length(self, num_inputs: int, shown: str, stopping: Stopping, adapters: CallAdapters) -> int:
         """Return how many tokens can follow the input. A refusal shows `shown` as the number of its tokens.
 
         Raises RequestError if too few can follow."""
-        limit, num_virtual = self.limits.max_sequence_length, self._prefix_length(tuning)
+        limit, num_virtual = self.limits.max_sequence_length, self._prefix_length(adapters)
         sums = f"input tokens ({shown}) plus prefix length ({num_virtual})"
         num_left, minimum = limit - num_inputs - num_virtual, stopping.min_new_tokens
         _require(num_left > 0, f"{sums} must be < {limit}")
         _require(minimum <= num_left, f"{sums} plus min_new_tokens ({minimum}) must be <= {limit}")
         return num_left
 
-    def _prefix_length(self, tuning: Tuning) -> int:
+    def _prefix_length(self, adapters: CallAdapters) -> int:
         """Return the prefix length as TGIS counts it. In an encoder-decoder model, the decoder's virtual
         tokens count together with the start token."""
-        num_tokens = tuning.num_encoder_tokens + tuning.num_decoder_tokens
-        has_start = self.limits.decoder_start_token_id is not None and tuning.num_decoder_tokens > 0
+        num_tokens = adapters.num_encoder_tokens + adapters.num_decoder_tokens
+        has_start = self.limits.decoder_start_token_id is not None and adapters.num_decoder_tokens > 0
         return num_tokens + has_start
 
 

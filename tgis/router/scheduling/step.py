@@ -7,7 +7,7 @@ from typing import NamedTuple
 from tgis.router.sequence import Sequence
 
 
-class Work(NamedTuple):
+class WorkItem(NamedTuple):
     """One sequence's part of a step: compute tokens [start, end), and sample the next one if `samples`."""
 
     sequence: Sequence
@@ -27,7 +27,7 @@ class Step:
     """Work that all shards compute at once, and blocks that become free when all of them have answered."""
 
     step_id: int
-    work: list[Work]
+    work: list[WorkItem]
     num_decodes: int
     """Leading entries of `work` that compute a single further token; the others compute prompts."""
     num_drafts: int
@@ -60,9 +60,9 @@ class Step:
 
 def make_step(
     step_id: int,
-    decodes: list[Work],
-    prompts: list[Work],
-    newcomers: list[Work],
+    decodes: list[WorkItem],
+    prompts: list[WorkItem],
+    newcomers: list[WorkItem],
     joins: bool,
     closed_rows: list[int],
 ) -> Step:

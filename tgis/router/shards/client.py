@@ -17,10 +17,10 @@ from tgis.pb import shard_pb2 as pb
 from tgis.pb.shard_pb2_grpc import ShardServiceStub
 from tgis.router.errors import RouterError
 from tgis.router.scheduling.step import Step
-from tgis.router.sequence import Content, ContentKind
+from tgis.router.sequence import AdapterInfo, AdapterKind
 from tgis.router.shards.artifact_transfer import relay
 from tgis.router.shards.codec import Answer, decode_answer, encode_step
-from tgis.router.shards.link import Link
+from tgis.router.shards.link import ShardLink
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ class ShardsLostError(RouterError):
     """Loss of the shard group: it cannot answer any more, and everything in flight is lost."""
 
 
-class ContentCallError(Exception):
+class AdapterCallError(Exception):
     """Failure of a rank to find, load or unload an adapter."""
 
     def __init__(self, code: grpc.StatusCode, details: str) -> None:
@@ -43,11 +43,11 @@ class ContentCallError(Exception):
         self.code, self.details = code, details
 
 
-class Shards:
+class ShardClient:
     """Connection to every rank of a shard group, with one long-lived stream of steps per rank. `send` never
     waits; `receive` returns the answers in the order of the steps."""
 
-    def __init__(self, link: Link) -> None:
+    def __init__(self, link: ShardLink) -> None:
         self._link = link
         self._told: set[tuple[int, str]] = set()
         self._channels: list[grpc.aio.Channel] = []
@@ -91,19 +91,19 @@ class Shards:
             self._settling.append((self._steps[-1], settled))
             await settled
 
-    async def find(self, kind: ContentKind, content_id: str, timeout_s: float) -> Content:
-        """Find an adapter by its id on the first rank. Raises ContentCallError and ShardsLostError."""
+    async def find(self, kind: AdapterKind, adapter_id: str, timeout_s: float) -> AdapterInfo:
+        """Find an adapter by its id on the first rank. Raises AdapterCallError and ShardsLostError."""
         number = pb.ContentKind.Name(kind.value)
-        request = pb.FindRequest(kind=number, id=content_id)
+        request = pb.FindRequest(kind=number, id=adapter_id)
         answers = await self._ask("Find", request, timeout_s, [0])
         _raise_worst(answers)
         [found] = answers
         numbers = found.num_decoder_tokens, found.num_encoder_tokens, found.num_bytes
-        return Content(ContentKind(found.kind), found.digest, *numbers)
+        return AdapterInfo(AdapterKind(found.kind), found.digest, *numbers)
 
     async def load(self, digest: str, timeout_s: float) -> None:
         """Load an adapter on all ranks, and return or raise once no rank is loading it any more. Ranks on
-        machines without a copy get the first rank's. Raises ContentCallError and ShardsLostError."""
+        machines without a copy get the first rank's. Raises AdapterCallError and ShardsLostError."""
         request = pb.LoadRequest(digest=digest)
         answers = await self._ask("Load", request, timeout_s)
         if not _is_missing(answers[0]):
@@ -113,7 +113,7 @@ class Shards:
         _raise_worst(answers)
 
     async def unload(self, digests: Iterable[str], others: bool = False) -> None:
-        """Unload these adapters from all ranks, or with `others` all except these. Raises ContentCallError
+        """Unload these adapters from all ranks, or with `others` all except these. Raises AdapterCallError
         and ShardsLostError."""
         request = pb.UnloadRequest(digests=digests, others=others)
         _raise_worst(await self._ask("Unload", request, UNLOAD_TIMEOUT_S))
@@ -131,14 +131,14 @@ class Shards:
         return await asyncio.gather(*calls, return_exceptions=True)
 
     async def _relay(self, rank: int, digest: str, timeout_s: float) -> None:
-        """Copy an artifact from the first rank to this one. Raises ContentCallError and ShardsLostError."""
+        """Copy an artifact from the first rank to this one. Raises AdapterCallError and ShardsLostError."""
         channels = self._current_channels()
         first, other = (ShardServiceStub(channels[one]) for one in (0, rank))
         try:
             with _shard_errors():
                 await relay(first, other, digest, timeout_s)
         except TimeoutError as error:
-            raise ContentCallError(grpc.StatusCode.DEADLINE_EXCEEDED, "") from error
+            raise AdapterCallError(grpc.StatusCode.DEADLINE_EXCEEDED, "") from error
         except ConnectionError as error:
             raise ShardsLostError(LOST) from error
 
@@ -277,7 +277,7 @@ class _StepStream(asyncio.Protocol):
 
 
 def _is_missing(answer: Any) -> bool:
-    return isinstance(answer, ContentCallError) and answer.code is grpc.StatusCode.NOT_FOUND
+    return isinstance(answer, AdapterCallError) and answer.code is grpc.StatusCode.NOT_FOUND
 
 
 def _raise_worst(answers: Iterable[Any]) -> None:
@@ -303,4 +303,4 @@ def _shard_errors() -> Iterator[None]:
     except grpc.aio.AioRpcError as error:
         if error.code() in LOST_CODES:
             raise ShardsLostError(LOST) from error
-        raise ContentCallError(error.code(), error.details() or "") from error
+        raise AdapterCallError(error.code(), error.details() or "") from error

@@ -10,13 +10,13 @@ from typing import NamedTuple
 import numpy as np
 
 from tgis.pb import shard_pb2 as pb
-from tgis.router.scheduling.step import Step, Work
-from tgis.router.sequence import Content, Details, Grammar, Sequence, TokenDetail
+from tgis.router.scheduling.step import Step, WorkItem
+from tgis.router.sequence import AdapterInfo, Details, Grammar, Sequence, TokenDetail
 
 MAX_U32 = 2**32 - 1
 
 
-class Sampled(NamedTuple):
+class SampledToken(NamedTuple):
     """A token that a step sampled for a sequence."""
 
     sequence: Sequence
@@ -50,7 +50,7 @@ class Answer:
     """Answer of the shard group to a step."""
 
     step: Step
-    sampled: list[Sampled]
+    sampled: list[SampledToken]
     input_details: list[InputDetails]
     failed: list[RowFailure]
     forward_s: float
@@ -108,7 +108,7 @@ def _floats(column: bytes) -> list[float]:
     return values
 
 
-def _encode_row(work: Work) -> pb.OpenRow:
+def _encode_row(work: WorkItem) -> pb.OpenRow:
     sequence, stopping, sampling, details = (
         work.sequence,
         work.sequence.stopping,
@@ -140,8 +140,8 @@ def _encode_row(work: Work) -> pb.OpenRow:
             input_tokens=not sequence.inputs_reported,
             input_from=sequence.num_inputs_reported,
         ),
-        adapter_digest=_digest(sequence.tuning.adapter),
-        prompt_digest=_digest(sequence.tuning.prompt),
+        adapter_digest=_digest(sequence.adapters.lora),
+        prompt_digest=_digest(sequence.adapters.soft_prompt),
         grammar=_encode_grammar(sequence.grammar),
         encoder_token_ids=_pack(sequence.encoder_token_ids),
         cross_blocks=_pack(sequence.cross_blocks),
@@ -149,15 +149,15 @@ def _encode_row(work: Work) -> pb.OpenRow:
     )
 
 
-def _digest(content: Content | None) -> str:
-    return "" if content is None else content.digest
+def _digest(info: AdapterInfo | None) -> str:
+    return "" if info is None else info.digest
 
 
 def _encode_grammar(grammar: Grammar | None) -> pb.Grammar | None:
     return None if grammar is None else pb.Grammar(text=grammar.text, digest=grammar.digest)
 
 
-def _sampled(step: Step, sequences: dict[int, Sequence], response: pb.StepResponse) -> Iterator[Sampled]:
+def _sampled(step: Step, sequences: dict[int, Sequence], response: pb.StepResponse) -> Iterator[SampledToken]:
     most = {item.row: item.samples + len(item.drafts) for item in step.work}
     token_ids = _integers(response.token_ids)
     logprobs = _floats(response.logprobs) or [0.0] * len(token_ids)
@@ -174,7 +174,7 @@ def _sampled(step: Step, sequences: dict[int, Sequence], response: pb.StepRespon
             token = _detail(details, token_id, logprob, rank, top)
         else:
             token = TokenDetail(token_id)
-        yield Sampled(sequence, token, bool(ended))
+        yield SampledToken(sequence, token, bool(ended))
 
 
 def _input_details(sequence: Sequence, message: pb.InputDetails) -> InputDetails:

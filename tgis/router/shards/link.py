@@ -29,7 +29,7 @@ TCP_OPTIONS = [*CHANNEL_OPTIONS, ("grpc.enable_http_proxy", 0)]
 Stream = TypeVar("Stream", bound=asyncio.Protocol)
 
 
-class Link(Protocol):
+class ShardLink(Protocol):
     """Connection to every rank of a shard group."""
 
     severity: int
@@ -53,15 +53,15 @@ class Link(Protocol):
         """Check the certificates from time to time, if the link has any."""
 
 
-def open_link(config: RouterConfig) -> Link:
+def open_link(config: RouterConfig) -> ShardLink:
     """Create the link that the options ask for. Raises AddressError and CertificateError."""
     if not config.shard_addresses:
-        return UnixLink(config.shard_uds_path, config.num_shard)
+        return UnixShardLink(config.shard_uds_path, config.num_shard)
     certificates = link_certificates(config, mutual_client)
-    return TcpLink(_read_addresses(config.shard_addresses), certificates, config.link_server_name)
+    return TcpShardLink(_read_addresses(config.shard_addresses), certificates, config.link_server_name)
 
 
-class UnixLink:
+class UnixShardLink:
     severity = logging.DEBUG  # the launcher reports their failures
     is_stale = False
 
@@ -80,7 +80,7 @@ class UnixLink:
         pass
 
 
-class TcpLink:
+class TcpShardLink:
     severity = logging.WARNING
 
     def __init__(

@@ -3,14 +3,14 @@
 import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable
-from contextlib import aclosing, asynccontextmanager
+from contextlib import AbstractContextManager, aclosing, asynccontextmanager
 from typing import Any
 
 import grpc
 
 from tgis.pb import generation_pb2 as pb
 from tgis.pb.generation_pb2_grpc import GenerationServiceServicer
-from tgis.router.adapters.registry import Contents, Hold
+from tgis.router.adapters.registry import AdapterLease, AdapterRegistry
 from tgis.router.api.grpc.messages import ResponseWriter, Result
 from tgis.router.engine.engine import Engine
 from tgis.router.errors import RequestError
@@ -35,14 +35,14 @@ class GenerationService(GenerationServiceServicer):
         engine: Engine,
         validator: Validator,
         tokenizer: Tokenizer,
-        contents: Contents,
+        adapters: AdapterRegistry,
         permits: Permits,
         tokenize_permits: Permits,
         accounts: Accounts,
         model_kind: pb.ModelInfoResponse.ModelKind,
     ) -> None:
         self._engine, self._validator, self._tokenizer = engine, validator, tokenizer
-        self._contents, self._accounts = contents, accounts
+        self._adapters, self._accounts = adapters, accounts
         self._permits, self._tokenize_permits = permits, tokenize_permits
         self._model_kind = model_kind
         self._writer = ResponseWriter(tokenizer)
@@ -54,8 +54,8 @@ class GenerationService(GenerationServiceServicer):
         with self._accounts.open(request, "Generate", kind, _metadata(context)) as call:
             if not (texts := call.texts):
                 return pb.BatchedGenerationResponse()
-            with self._permits.hold(len(texts)), self._hold(request, call) as hold:
-                checked, sequences = await self._check(texts, request, hold, context)
+            with self._permits.hold(len(texts)), self._lease(request, call) as lease:
+                checked, sequences = await self._check(texts, request, lease, context)
                 call.accept(checked, sequences)
                 results = await self._collect_all(sequences, call)
         return pb.BatchedGenerationResponse(
@@ -68,11 +68,11 @@ class GenerationService(GenerationServiceServicer):
         with (
             self._accounts.open(request, "GenerateStream", "stream", _metadata(context)) as call,
             self._permits.hold(1),
-            self._hold(request, call) as hold,
+            self._lease(request, call) as lease,
         ):
             if not request.HasField("request"):
                 raise RequestError(MISSING_REQUEST)
-            checked, [sequence] = await self._check(call.texts, request, hold, context)
+            checked, [sequence] = await self._check(call.texts, request, lease, context)
             call.accept(checked, [sequence])
             async with self._events(sequence, call) as (events, log):
                 yield self._writer.header(sequence, call.texts[0] if checked.input_text else "")
@@ -114,16 +114,16 @@ class GenerationService(GenerationServiceServicer):
         gap = ECHO_GAP if self._model_kind == pb.ModelInfoResponse.ENCODER_DECODER else ""
         return [text + gap for text in texts]
 
-    def _hold(self, request: GenerationCall, call: Call) -> Hold:
+    def _lease(self, request: GenerationCall, call: Call) -> AbstractContextManager[AdapterLease]:
         prefix_id = request.prefix_id if request.HasField("prefix_id") else None
         adapter_id = request.adapter_id if request.HasField("adapter_id") else None
-        return self._contents.hold(prefix_id, adapter_id, call.request_id)
+        return self._adapters.lease(prefix_id, adapter_id, call.request_id)
 
     async def _check(
-        self, texts: list[str], request: GenerationCall, hold: Hold, context: Context
+        self, texts: list[str], request: GenerationCall, lease: AdapterLease, context: Context
     ) -> tuple[Request, list[Sequence]]:
         checked = check_parameters(request.params, self._validator.limits)
-        return checked, await self._validator.sequences(texts, checked, hold, context.peer())
+        return checked, await self._validator.sequences(texts, checked, lease, context.peer())
 
     @asynccontextmanager
     async def _events(
