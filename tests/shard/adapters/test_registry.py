@@ -12,18 +12,18 @@ import torch
 
 from tgis.prompts.errors import MissingContentError
 from tgis.shard.adapters import registry as contents_module
-from tgis.shard.adapters.registry import Content, Contents, Prompt
+from tgis.shard.adapters.registry import LoadedAdapter, LoadedAdapters, LoadedPrompt
 from tgis.shard.layers.lora import Adapter, LowRank
 
-PROMPT, ADAPTER = Prompt(torch.ones(2, 4), torch.ones(0, 4)), Adapter({})
+PROMPT, ADAPTER = LoadedPrompt(torch.ones(2, 4), torch.ones(0, 4)), Adapter({})
 
 
-def read(digest: str) -> Content:
+def read(digest: str) -> LoadedAdapter:
     return {"prompt": PROMPT, "adapter": ADAPTER}[digest]
 
 
 def test_each_is_found_as_what_it_is() -> None:
-    contents = Contents(read)
+    contents = LoadedAdapters(read)
     assert contents.prompt("prompt") is None
     contents.load("prompt")
     contents.load("adapter")
@@ -41,11 +41,14 @@ def test_each_is_found_as_what_it_is() -> None:
 
 def test_what_is_unloaded_goes_back_to_the_system_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
     part = LowRank(torch.ones(8, 2), torch.ones(2, 8), 0)  # 128 bytes
-    made = {"prompt": Prompt(torch.ones(2, 4), torch.ones(4, 4)), "adapter": Adapter({"a": (part, part)})}
+    made = {
+        "prompt": LoadedPrompt(torch.ones(2, 4), torch.ones(4, 4)),
+        "adapter": Adapter({"a": (part, part)}),
+    }
     released: list[int] = []
     monkeypatch.setattr(contents_module, "RELEASE_BYTES", 96 + 256)
     monkeypatch.setattr(contents_module, "release_memory", lambda: released.append(1))
-    contents = Contents(lambda digest: made[digest])
+    contents = LoadedAdapters(lambda digest: made[digest])
     for _ in range(2):
         for digest in made:
             contents.load(digest)
@@ -62,7 +65,7 @@ class Reader:
     def __init__(self) -> None:
         self.count, self.go, self.error = 0, threading.Event(), None
 
-    def __call__(self, digest: str) -> Content:
+    def __call__(self, digest: str) -> LoadedAdapter:
         self.count += 1
         assert self.go.wait(10)
         if self.error is not None:
@@ -70,7 +73,7 @@ class Reader:
         return PROMPT
 
 
-def load_at_once(contents: Contents, reader: Reader, count: int) -> list[BaseException | None]:
+def load_at_once(contents: LoadedAdapters, reader: Reader, count: int) -> list[BaseException | None]:
     with ThreadPoolExecutor(count) as threads:
         loads = [threads.submit(contents.load, "one") for _ in range(count)]
         while not reader.count:
@@ -81,7 +84,7 @@ def load_at_once(contents: Contents, reader: Reader, count: int) -> list[BaseExc
 
 def test_loads_at_once_read_once() -> None:
     reader = Reader()
-    contents = Contents(reader)
+    contents = LoadedAdapters(reader)
     assert load_at_once(contents, reader, 8) == [None] * 8
     assert (reader.count, contents.prompt("one")) == (1, PROMPT)
     contents.load("one")
@@ -90,7 +93,7 @@ def test_loads_at_once_read_once() -> None:
 
 def test_an_error_is_everyones_who_waited_and_of_nobody_later() -> None:
     reader = Reader()
-    contents, reader.error = Contents(reader), OSError("no disk")
+    contents, reader.error = LoadedAdapters(reader), OSError("no disk")
     errors = load_at_once(contents, reader, 4)
     assert all(isinstance(error, OSError) for error in errors)
     assert contents.prompt("one") is None
@@ -102,12 +105,12 @@ def test_an_error_is_everyones_who_waited_and_of_nobody_later() -> None:
 def test_another_is_loaded_while_one_hangs() -> None:
     slow = threading.Event()
 
-    def wait_for_one(digest: str) -> Content:
+    def wait_for_one(digest: str) -> LoadedAdapter:
         if digest == "slow":
             assert slow.wait(10)
         return PROMPT
 
-    contents = Contents(wait_for_one)
+    contents = LoadedAdapters(wait_for_one)
     with ThreadPoolExecutor(1) as threads:
         hanging = threads.submit(contents.load, "slow")
         contents.load("fast")
@@ -120,7 +123,7 @@ def test_another_is_loaded_while_one_hangs() -> None:
 
 
 def test_many_threads_agree_with_the_last_word() -> None:
-    contents = Contents(lambda digest: Prompt(torch.full((1, 1), int(digest)), torch.empty(0, 1)))
+    contents = LoadedAdapters(lambda digest: LoadedPrompt(torch.full((1, 1), int(digest)), torch.empty(0, 1)))
 
     def work(seed: int) -> None:
         rng, mine = random.Random(seed), f"{seed}"
@@ -147,13 +150,13 @@ def test_what_is_unloaded_while_it_is_read_is_not_kept(others: bool) -> None:
     entered, gates = SimpleQueue[None](), [threading.Event(), threading.Event()]
     waiting = iter(gates)
 
-    def read_slowly(digest: str) -> Content:
+    def read_slowly(digest: str) -> LoadedAdapter:
         gate = next(waiting)
         entered.put(None)
         assert gate.wait(10)
         return PROMPT
 
-    contents = Contents(read_slowly)
+    contents = LoadedAdapters(read_slowly)
     with ThreadPoolExecutor(2) as threads:
         stray = threads.submit(contents.load, "slow")
         entered.get(timeout=10)
@@ -173,8 +176,8 @@ def test_what_is_unloaded_while_it_is_read_is_not_kept(others: bool) -> None:
 
 @pytest.mark.parametrize("error", [KeyError("x"), MemoryError()])
 def test_what_reading_raises_is_raised(error: Exception) -> None:
-    def fail(digest: str) -> Content:
+    def fail(digest: str) -> LoadedAdapter:
         raise error
 
     with pytest.raises(type(error)):
-        Contents(fail).load("x")
+        LoadedAdapters(fail).load("x")

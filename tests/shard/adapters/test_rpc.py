@@ -19,14 +19,13 @@ from tgis.pb.shard_pb2_grpc import ShardServiceStub
 from tgis.prompts.artifact_cache import Kind, Spool
 from tgis.prompts.errors import ContentError, MissingContentError
 from tgis.prompts.store import Found, Store
-from tgis.router.shards.artifact_transfer import relay
-from tgis.shard.adapters.registry import Content, Contents, Prompt
-from tgis.shard.adapters.rpc import ContentCalls
+from tgis.router.shards.artifact_transfer import copy_artifact
+from tgis.shard.adapters.registry import LoadedAdapter, LoadedAdapters, LoadedPrompt
 from tgis.shard.server import ShardService, _listen
 from tgis.shard.transport.link import UnixLink
 
 TIMEOUT_S = 10
-PROMPT = Prompt(torch.ones(2, 4), torch.empty(0, 4))
+PROMPT = LoadedPrompt(torch.ones(2, 4), torch.empty(0, 4))
 Code = grpc.StatusCode
 ERRORS = [
     (ContentError("it is odd"), Code.INVALID_ARGUMENT, "it is odd"),
@@ -78,16 +77,16 @@ class Served:
 
     def __init__(self, directory: Path, prompts: Path | None = None) -> None:
         self.finding, self.reading, self.spool = Answers(), Answers(), Spool(directory / "contents")
-        self.contents = Contents(self._read)
+        self.contents = LoadedAdapters(self._read)
         odd = OddStore(self.spool, self.finding)
         store = odd if prompts is None else Store(self.spool, FIT, prompts, None, {})
-        service = ShardService(pb.InfoResponse(), ContentCalls(store, self.spool, self.contents))
+        service = ShardService(pb.InfoResponse(), store, self.spool, self.contents)
         self.path = directory / "socket"
         self._server = _listen(service, UnixLink(str(self.path)))
         self.channel = grpc.insecure_channel(f"unix:{self.path}")
         self.stub = ShardServiceStub(self.channel)
 
-    def _read(self, digest: str) -> Content:
+    def _read(self, digest: str) -> LoadedAdapter:
         self.reading.meet()
         return PROMPT
 
@@ -235,23 +234,23 @@ async def test_relaying_says_why_it_failed(served: Served, tmp_path: Path) -> No
     )
     stubs = ShardServiceStub(first), ShardServiceStub(other)
     for _ in range(5):
-        await relay(*stubs, digest, TIMEOUT_S)
+        await copy_artifact(*stubs, digest, TIMEOUT_S)
         assert digest in target.spool
         target.spool.remove([digest])
         target.spool.directory.rename(tmp_path / "gone")
         target.spool.directory.write_text("no directory")
         with pytest.raises(grpc.RpcError) as caught:
-            await relay(*stubs, digest, TIMEOUT_S)
+            await copy_artifact(*stubs, digest, TIMEOUT_S)
         assert caught.value.code() is Code.INTERNAL
         assert caught.value.details().startswith("FileExistsError: ")
         target.spool.directory.unlink()
         (tmp_path / "gone").rename(target.spool.directory)
         with pytest.raises(grpc.RpcError) as caught:
-            await relay(*stubs, "0" * 64, TIMEOUT_S)
+            await copy_artifact(*stubs, "0" * 64, TIMEOUT_S)
         assert caught.value.code() is Code.NOT_FOUND
         with pytest.raises(TimeoutError):
-            await relay(*stubs, digest, 0.001)
-    relaying = asyncio.create_task(relay(*stubs, digest, TIMEOUT_S))
+            await copy_artifact(*stubs, digest, 0.001)
+    relaying = asyncio.create_task(copy_artifact(*stubs, digest, TIMEOUT_S))
     target.stop()
     with pytest.raises((grpc.RpcError, ConnectionError)) as broken:
         await relaying

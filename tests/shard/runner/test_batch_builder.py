@@ -10,7 +10,7 @@ import torch
 
 from tests.support.shard.messages import NOTHING, SAMPLE, Steps, integers, open_row, pack
 from tgis.pb import shard_pb2 as pb
-from tgis.shard.adapters.registry import Contents, Prompt
+from tgis.shard.adapters.registry import LoadedAdapters, LoadedPrompt
 from tgis.shard.layers.lora import Adapter
 from tgis.shard.models.interface import StepInputs
 from tgis.shard.runner.batch_builder import Batch, RowTable
@@ -35,11 +35,11 @@ class Row:
     ended: bool = False
 
 
-def load_some() -> Contents:
+def load_some() -> LoadedAdapters:
     """Prompts of three tokens of the decoder, "p", and two of the encoder, "e", and an adapter, "a"."""
     none, numbers = torch.empty(0, 2), torch.arange(14.0).view(7, 2) // 2
-    found = {"p": Prompt(numbers[:3], none), "e": Prompt(none, numbers[5:]), "a": Adapter({})}
-    contents = Contents(found.__getitem__)
+    found = {"p": LoadedPrompt(numbers[:3], none), "e": LoadedPrompt(none, numbers[5:]), "a": Adapter({})}
+    contents = LoadedAdapters(found.__getitem__)
     for digest in found:
         contents.load(digest)
     return contents

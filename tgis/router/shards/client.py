@@ -18,7 +18,7 @@ from tgis.pb.shard_pb2_grpc import ShardServiceStub
 from tgis.router.errors import RouterError
 from tgis.router.scheduling.step import Step
 from tgis.router.sequence import AdapterInfo, AdapterKind
-from tgis.router.shards.artifact_transfer import relay
+from tgis.router.shards.artifact_transfer import copy_artifact
 from tgis.router.shards.codec import Answer, decode_answer, encode_step
 from tgis.router.shards.link import ShardLink
 
@@ -49,7 +49,7 @@ class ShardClient:
 
     def __init__(self, link: ShardLink) -> None:
         self._link = link
-        self._told: set[tuple[int, str]] = set()
+        self._logged: set[tuple[int, str]] = set()
         self._channels: list[grpc.aio.Channel] = []
         self._closing: set[asyncio.Task[None]] = set()
         self._streams: list[_StepStream] = []
@@ -63,9 +63,9 @@ class ShardClient:
         while True:
             await self.close()
             self._channels = self._link.open_channels()
-            infos = await self._ask_all()
+            infos = await self._ask_infos()
             if infos is not None and await self._open_streams():
-                self._told.clear()
+                self._logged.clear()
                 return infos[0]
             await asyncio.sleep(RETRY_INTERVAL_S)
 
@@ -93,11 +93,9 @@ class ShardClient:
 
     async def find(self, kind: AdapterKind, adapter_id: str, timeout_s: float) -> AdapterInfo:
         """Find an adapter by its id on the first rank. Raises AdapterCallError and ShardsLostError."""
-        number = pb.ContentKind.Name(kind.value)
-        request = pb.FindRequest(kind=number, id=adapter_id)
-        answers = await self._ask("Find", request, timeout_s, [0])
+        request = pb.FindRequest(kind=pb.ContentKind.Name(kind.value), id=adapter_id)
+        [found] = answers = await self._ask("Find", request, timeout_s, [0])
         _raise_worst(answers)
-        [found] = answers
         numbers = found.num_decoder_tokens, found.num_encoder_tokens, found.num_bytes
         return AdapterInfo(AdapterKind(found.kind), found.digest, *numbers)
 
@@ -108,7 +106,7 @@ class ShardClient:
         answers = await self._ask("Load", request, timeout_s)
         if not _is_missing(answers[0]):
             for rank in [rank for rank, answer in enumerate(answers) if _is_missing(answer)]:
-                await self._relay(rank, digest, timeout_s)
+                await self._copy(rank, digest, timeout_s)
                 [answers[rank]] = await self._ask("Load", request, timeout_s, [rank])
         _raise_worst(answers)
 
@@ -123,40 +121,36 @@ class ShardClient:
     ) -> list[Any]:
         """Call a method of these ranks, or of all, and wait until all calls have ended. Return each rank's
         answer or its exception."""
-        stubs = [ShardServiceStub(channel) for channel in self._current_channels()]
+        stubs = self._stubs()
         calls = [
             _answer(getattr(stubs[rank], method)(request, timeout=timeout_s))
             for rank in (range(len(stubs)) if ranks is None else ranks)
         ]
         return await asyncio.gather(*calls, return_exceptions=True)
 
-    async def _relay(self, rank: int, digest: str, timeout_s: float) -> None:
+    async def _copy(self, rank: int, digest: str, timeout_s: float) -> None:
         """Copy an artifact from the first rank to this one. Raises AdapterCallError and ShardsLostError."""
-        channels = self._current_channels()
-        first, other = (ShardServiceStub(channels[one]) for one in (0, rank))
+        stubs = self._stubs()
         try:
             with _shard_errors():
-                await relay(first, other, digest, timeout_s)
+                await copy_artifact(stubs[0], stubs[rank], digest, timeout_s)
         except TimeoutError as error:
             raise AdapterCallError(grpc.StatusCode.DEADLINE_EXCEEDED, "") from error
         except ConnectionError as error:
             raise ShardsLostError(LOST) from error
 
-    def _current_channels(self) -> list[grpc.aio.Channel]:
-        """Return the channels, opened anew if the link says that they are stale. Raises ShardsLostError."""
+    def _stubs(self) -> list[Any]:
+        """Return each rank's stub, on new channels if the link says that the old ones are stale. Calls that
+        have begun end on the old ones. Raises ShardsLostError."""
         if not self._channels:
             raise ShardsLostError(LOST)
         if self._link.is_stale:
-            self._renew_channels()
-        return self._channels
-
-    def _renew_channels(self) -> None:
-        """Open new channels. Calls that have begun end on the old ones."""
-        old, self._channels = self._channels, self._link.open_channels()
-        for channel in old:
-            closing = asyncio.create_task(channel.close(UNLOAD_TIMEOUT_S), name="close")
-            self._closing.add(closing)
-            closing.add_done_callback(self._closing.discard)
+            old, self._channels = self._channels, self._link.open_channels()
+            for channel in old:
+                closing = asyncio.create_task(channel.close(UNLOAD_TIMEOUT_S), name="close")
+                self._closing.add(closing)
+                closing.add_done_callback(self._closing.discard)
+        return [ShardServiceStub(channel) for channel in self._channels]
 
     async def close(self) -> None:
         streams, channels = self._streams, self._channels
@@ -170,7 +164,7 @@ class ShardClient:
         self._steps.clear()
         self._settle(None)
 
-    async def _ask_all(self) -> list[pb.InfoResponse] | None:
+    async def _ask_infos(self) -> list[pb.InfoResponse] | None:
         """Return every rank's info, or None while a rank is missing or left over from an earlier start of the
         group."""
         stubs = [ShardServiceStub(channel) for channel in self._channels]
@@ -180,17 +174,17 @@ class ShardClient:
             for call in calls:
                 infos.append(await call)  # noqa: PERF401  # their number says whose call failed
         except grpc.aio.AioRpcError as error:
-            self._tell(len(infos), error.details() or error.code().name)
+            self._log_once(len(infos), error.details() or error.code().name)
             return None
         finally:
             for call in calls:
                 call.cancel()
         for rank, info in enumerate(infos):
             if info.rank != rank:
-                self._tell(rank, f"rank {info.rank} answers there")
+                self._log_once(rank, f"rank {info.rank} answers there")
                 return None
             if info.world_size != len(infos):
-                self._tell(rank, f"it is one of {info.world_size} shards, and {len(infos)} are known")
+                self._log_once(rank, f"it is one of {info.world_size} shards, and {len(infos)} are known")
                 return None
         return infos if len({info.epoch for info in infos}) == 1 else None
 
@@ -201,14 +195,14 @@ class ShardClient:
                 make = partial(_StepStream, self._combine, partial(self._lose, rank))
                 self._streams.append(await self._link.open_stream(rank, make))
         except OSError as error:
-            self._tell(len(self._streams), str(error) or type(error).__name__)
+            self._log_once(len(self._streams), str(error) or type(error).__name__)
             return False
         return True
 
-    def _tell(self, rank: int, reason: str) -> None:
+    def _log_once(self, rank: int, reason: str) -> None:
         """Log why a shard is not reached, each reason once until the shards are reached."""
-        if (rank, reason) not in self._told:
-            self._told.add((rank, reason))
+        if (rank, reason) not in self._logged:
+            self._logged.add((rank, reason))
             name = self._link.names[rank]
             logger.log(self._link.severity, "shard %d at %s is not reached: %s", rank, name, reason)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tgis import failpoints
 from tgis.pb import shard_pb2 as pb
-from tgis.shard.adapters.registry import Contents
+from tgis.shard.adapters.registry import LoadedAdapters
 from tgis.shard.layers.lora import TokenAdapters
 from tgis.shard.models.interface import EncoderDecoder
 from tgis.shard.runner import step_response
@@ -38,7 +38,7 @@ class Engine:
         table: RowTable,
         guides: Guides,
         info: pb.InfoResponse,
-        contents: Contents,
+        contents: LoadedAdapters,
     ) -> None:
         """`table` looks up in `contents` the adapters that rows name; other threads may add to it during
         steps."""

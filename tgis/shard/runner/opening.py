@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tgis.pb import shard_pb2 as pb
-from tgis.shard.adapters.registry import Prompt
+from tgis.shard.adapters.registry import LoadedPrompt
 from tgis.shard.layers.lora import Adapter
 
 Column = npt.NDArray[np.int32]
@@ -87,7 +87,7 @@ def find_problem(message: pb.OpenRow, limits: Limits) -> str | None:
     return problem
 
 
-def find_missing(message: pb.OpenRow, prompt: Prompt | None, adapter: Adapter | None) -> str | None:
+def find_missing(message: pb.OpenRow, prompt: LoadedPrompt | None, adapter: Adapter | None) -> str | None:
     """Return why a row cannot be served with the soft prompt and adapter that were looked up for it, or
     None."""
     if message.prompt_digest and prompt is None:

@@ -8,8 +8,8 @@ import numpy.typing as npt
 import torch
 
 from tgis.pb import shard_pb2 as pb
-from tgis.shard.adapters.registry import Contents
-from tgis.shard.adapters.row_adapters import Tuning
+from tgis.shard.adapters.registry import LoadedAdapters
+from tgis.shard.adapters.row_adapters import RowAdapters
 from tgis.shard.runner.opening import (
     ROW,
     Limits,
@@ -55,7 +55,7 @@ class Rows:
         block_size: int,
         vocab_size: int,
         device: torch.device,
-        contents: Contents,
+        contents: LoadedAdapters,
         *,
         rope_switch_len: int = 0,
         is_encoder_decoder: bool = False,
@@ -75,7 +75,7 @@ class Rows:
         self._block_tables = np.zeros((max_rows, -(-max_sequence_length // block_size)), np.int32)
         self._cross_tables = np.zeros_like(self._block_tables)
         self.seen = SeenTokens(vocab_size, device)
-        self._contents, self._tuning = contents, Tuning(max_rows, device)
+        self._contents, self._tuning = contents, RowAdapters(max_rows, device)
         self._traits: dict[bytes, Traits] = {}
 
     def reset(self) -> None:

@@ -15,8 +15,8 @@ from tgis.config.processes import ShardConfig
 from tgis.hub import model_files
 from tgis.pb import shard_pb2 as pb
 from tgis.shard import collectives
-from tgis.shard.adapters.loading import Allowance, allow, open_contents, read_names
-from tgis.shard.adapters.registry import Contents
+from tgis.shard.adapters.loading import AdapterLimits, adapter_limits, open_adapters, read_names
+from tgis.shard.adapters.registry import LoadedAdapters
 from tgis.shard.checkpoint.tensors import DTYPES
 from tgis.shard.collectives import LOOPBACK, Meeting, World, WorldError
 from tgis.shard.kernels.cpu.jit.compiler import compile_progress
@@ -53,25 +53,25 @@ def load(config: ShardConfig, ranks: World | None = None, on: Platform | None = 
     spec, on = choice.spec, on or _choose_platform(config, choice)
     quantize_check.check(config.quantize, on)
     demand = _demand(config, settings, spec)
-    allowance = allow(config, choice.engine == engine_choice.NATIVE, demand.max_sequence_length)
+    limits = adapter_limits(config, choice.engine == engine_choice.NATIVE, demand.max_sequence_length)
     configure(config.cpu_threads or max(1, host_limits.count_cores() // _num_local(config)))
     dtype = _choose_dtype(config.dtype, settings, choice)
-    info = _describe(config, settings, spec, dtype, allowance)
+    info = _describe(config, settings, spec, dtype, limits)
     guides = _start_guides(directory, Path(config.tokenizer_path or directory), spec.vocab_size)
     ranks = ranks or _join(config, on.device)
-    _check_fit(config, choice, ranks, dtype, demand, on, allowance)
+    _check_fit(config, choice, ranks, dtype, demand, on, limits)
     before = on.memory.memory_used()
     model = choice.load(ranks, DTYPES[dtype], on.kernels)
     _check_length(model.spec, demand.max_sequence_length)
     host_limits.release_memory()
     weight_gib = (on.memory.memory_used() - before) / GIB
     guides.wait_until_ready()  # keep the tokenizer's memory out of the measurement of a step below
-    if allowance.adapter_bytes:
+    if limits.adapter_bytes:
         on.kernels.prepare_adapters()
-    contents = open_contents(config, model)
+    contents = open_adapters(config, model)
     is_taped = on.tapes_steps and choice.engine == engine_choice.NATIVE and ranks.size == 1
     loaded = _Loaded(
-        info, model, ranks, guides, demand, DTYPES[dtype], on, contents, allowance.num_bytes, is_taped
+        info, model, ranks, guides, demand, DTYPES[dtype], on, contents, limits.num_bytes, is_taped
     )
     room = loaded.measure_room(config.max_step_tokens)
     compile_progress.finish()
@@ -103,7 +103,7 @@ class _Loaded:
     demand: Demand
     dtype: torch.dtype
     on: Platform
-    contents: Contents
+    contents: LoadedAdapters
     contents_bytes: int
     """Largest size that `contents` may grow to."""
     is_taped: bool
@@ -194,7 +194,7 @@ def _check_fit(
     dtype: str,
     demand: Demand,
     on: Platform,
-    allowance: Allowance,
+    limits: AdapterLimits,
 ) -> None:
     """Check that the model fits into memory, before gigabytes are read.
 
@@ -206,7 +206,7 @@ def _check_fit(
         weights *= ranks.size
     weights = weights * ranks.local_size // ranks.size
     left = on.memory_left(ranks)
-    beside = (on.cache_divisor, allowance.num_bytes)
+    beside = (on.cache_divisor, limits.num_bytes)
     memory_plan.check_fit(choice.spec, ranks, DTYPES[dtype], demand, weights, left, *beside, config.quantize)
 
 
@@ -247,7 +247,7 @@ def _local_rank(config: ShardConfig) -> int:
 
 
 def _describe(
-    config: ShardConfig, settings: Mapping[str, Any], spec: ModelSpec, dtype: str, allowance: Allowance
+    config: ShardConfig, settings: Mapping[str, Any], spec: ModelSpec, dtype: str, limits: AdapterLimits
 ) -> pb.InfoResponse:
     """Describe the shard, without the number of blocks. Raises UnsupportedModelError."""
     kinds, directory = pb.InfoResponse.ModelKind, Path(config.model_path)
@@ -271,8 +271,8 @@ def _describe(
         pad_token_id=model_files.pad_token_id(
             directory, Path(config.tokenizer_path or directory), spec.vocab_size
         ),
-        prompt_cache_bytes=allowance.prompt_bytes,
-        adapter_cache_bytes=allowance.adapter_bytes,
+        prompt_cache_bytes=limits.prompt_bytes,
+        adapter_cache_bytes=limits.adapter_bytes,
         preloaded_adapter_ids=read_names(config.lora_adapters),
     )
 
