@@ -137,7 +137,7 @@ class AdapterRegistry:
 
     def _check_size(self, info: AdapterInfo, kind: AdapterKind, adapter_id: str) -> None:
         """Raise RequestError if an adapter can never fit beside the other preloaded ones."""
-        capacity = self.residency.budgets[info.kind].capacity
+        capacity = self.residency.caches[info.kind].capacity
         pinned = {entry.info for entry in self._pinned.values() if entry is not None}
         others = [each for each in pinned if each.kind is info.kind and each.digest != info.digest]
         if info.num_bytes > capacity - sum(each.num_bytes for each in others):
@@ -146,7 +146,7 @@ class AdapterRegistry:
             raise error(_text(kind, adapter_id, TOO_LARGE[info.kind].format(adapter_id)))
 
     async def _find(self, kind: AdapterKind, adapter_id: str) -> AdapterInfo:
-        limit_s = self.residency.budgets[kind].limit_s
+        limit_s = self.residency.caches[kind].limit_s
 
         async def find() -> AdapterInfo:
             async with asyncio.timeout(limit_s), self._slots:
@@ -217,7 +217,7 @@ class AdapterLease:
                 raise RequestError(_text(kind, shown, UNKNOWN[kind].format(shown)))
             entry = await self._find_and_load(kind, adapter_id)
         except RouterError:
-            self.registry.residency.budgets[kind].metrics.load_failure.add()
+            self.registry.residency.caches[kind].metrics.load_failure.add()
             raise
         self.registry.uses.created += 1
         self.entries.append(entry)

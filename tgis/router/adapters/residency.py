@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
@@ -41,24 +41,51 @@ class AdapterEntry:
     loading: "asyncio.Task[None]" = field(init=False)
     unloading: "asyncio.Task[None]" = field(init=False)
 
+
+class AdapterCache:
+    """Adapters of one kind in the shards, and the memory that each shard has for them, in bytes."""
+
+    def __init__(self, metrics: ContentMetrics, limit_s: float) -> None:
+        self.metrics, self.limit_s = metrics, limit_s
+        self.entries: OrderedDict[str, AdapterEntry] = OrderedDict()
+        """Adapters that are loaded or being loaded, by digest, least recently used first."""
+        self.unloading: set[AdapterEntry] = set()
+        self.capacity = 0
+        self.num_promised = 0
+        """Bytes promised to the adapter that others are being evicted for."""
+        self.turn = asyncio.Lock()
+        """Lock of the adapter that others are being evicted for: first come, first served."""
+        self.changed = asyncio.Event()
+        metrics.entries.follow(lambda: sum(entry.is_loaded for entry in self.entries.values()))
+        metrics.bytes.follow(lambda: self.num_staying_bytes + self.num_leaving_bytes)
+
     @property
-    def is_idle(self) -> bool:
-        return self.is_loaded and not self.num_references
+    def num_staying_bytes(self) -> int:
+        return sum(entry.info.num_bytes for entry in self.entries.values() if entry.has_room)
 
+    @property
+    def num_leaving_bytes(self) -> int:
+        return sum(entry.info.num_bytes for entry in self.unloading if entry.has_room)
 
-@dataclass(eq=False)
-class MemoryBudget:
-    """Memory that each shard has for adapters of one kind, in bytes, and the order of those that wait for
-    it."""
+    @property
+    def idle(self) -> list[AdapterEntry]:
+        """Loaded adapters that nothing refers to."""
+        return [entry for entry in self.entries.values() if entry.is_loaded and not entry.num_references]
 
-    metrics: ContentMetrics
-    limit_s: float
-    capacity: int = 0
-    num_promised: int = 0
-    """Bytes promised to the adapter that others are being evicted for."""
-    turn: asyncio.Lock = field(default_factory=asyncio.Lock)
-    """Lock of the adapter that others are being evicted for: first come, first served."""
-    changed: asyncio.Event = field(default_factory=asyncio.Event)
+    def unloads(self, digest: str) -> list[asyncio.Task[None]]:
+        """Return the unloads of this adapter that have not ended."""
+        return [entry.unloading for entry in self.unloading if entry.info.digest == digest]
+
+    def choose_victims(self, num_bytes: int) -> list[AdapterEntry]:
+        """Return idle adapters that together free this room, least recently used first; none if they cannot
+        free all of it."""
+        victims: list[AdapterEntry] = []
+        for entry in self.idle:
+            if num_bytes <= 0:
+                break
+            victims.append(entry)
+            num_bytes -= entry.info.num_bytes
+        return victims if num_bytes <= 0 else []
 
 
 class AdapterResidency:
@@ -69,26 +96,21 @@ class AdapterResidency:
         self, shards: ShardClient, metrics: Metrics, limits_s: Mapping[AdapterKind, float] = LIMITS_S
     ) -> None:
         self.shards = shards
-        self.budgets = {
-            AdapterKind.SOFT_PROMPT: MemoryBudget(metrics.prompts, limits_s[AdapterKind.SOFT_PROMPT]),
-            AdapterKind.LORA: MemoryBudget(metrics.adapters, limits_s[AdapterKind.LORA]),
+        self.caches = {
+            AdapterKind.SOFT_PROMPT: AdapterCache(metrics.prompts, limits_s[AdapterKind.SOFT_PROMPT]),
+            AdapterKind.LORA: AdapterCache(metrics.adapters, limits_s[AdapterKind.LORA]),
         }
-        self._entries: OrderedDict[str, AdapterEntry] = OrderedDict()  # by digest, least recently used first
-        self._unloading: set[AdapterEntry] = set()
         self._decided = asyncio.Event()  # set when the shards are connected or given up
         self._given_up = False
         self._num_losses = 0
-        for kind, budget in self.budgets.items():
-            budget.metrics.entries.follow(partial(self._count_loaded, kind))
-            budget.metrics.bytes.follow(partial(self._count_used_bytes, kind))
 
     @property
     def num_references(self) -> int:
-        return sum(entry.num_references for entry in self._entries.values())
+        return sum(entry.num_references for entry in self._all_entries())
 
     def has(self, info: AdapterInfo) -> bool:
         """Return whether an adapter is loaded, or will be again before the shards compute anything."""
-        entry = self._entries.get(info.digest)
+        entry = self.caches[info.kind].entries.get(info.digest)
         return entry is not None and entry.info is info and entry.is_loaded
 
     async def connect(self) -> pb.InfoResponse:
@@ -97,8 +119,8 @@ class AdapterResidency:
         self._suspend()
         while True:
             info = await self.shards.connect()
-            self.budgets[AdapterKind.SOFT_PROMPT].capacity = info.prompt_cache_bytes
-            self.budgets[AdapterKind.LORA].capacity = info.adapter_cache_bytes
+            self.caches[AdapterKind.SOFT_PROMPT].capacity = info.prompt_cache_bytes
+            self.caches[AdapterKind.LORA].capacity = info.adapter_cache_bytes
             try:
                 await self._restore()
             except ShardsLostError:
@@ -137,11 +159,12 @@ class AdapterResidency:
         which the look-up began.
 
         Raises OverloadedError if there is no room for too long, AdapterCallError and UnavailableError."""
-        entry, metrics = self._entries.get(info.digest), self.budgets[info.kind].metrics
+        cache = self.caches[info.kind]
+        entry = cache.entries.get(info.digest)
         if entry is None:
-            entry = self._entries[info.digest] = AdapterEntry(info)
+            entry = cache.entries[info.digest] = AdapterEntry(info)
             entry.loading = asyncio.create_task(self._load(entry, copy_again, began), name="load")
-        (metrics.hits if entry.is_loaded else metrics.misses).add()
+        (cache.metrics.hits if entry.is_loaded else cache.metrics.misses).add()
         entry.num_references += 1
         try:
             # Others that wait for it still want it when this call is cancelled.
@@ -155,23 +178,25 @@ class AdapterResidency:
         """Give up a reference."""
         entry.num_references -= 1
         assert entry.num_references >= 0, "released too often"
-        if entry.num_references or self._entries.get(entry.info.digest) is not entry:
+        digest, cache = entry.info.digest, self.caches[entry.info.kind]
+        if entry.num_references or cache.entries.get(digest) is not entry:
             return
         if entry.has_room:
-            self._entries.move_to_end(entry.info.digest)
-            self.budgets[entry.info.kind].changed.set()
+            cache.entries.move_to_end(digest)
+            cache.changed.set()
         else:  # those behind it need not wait for what nobody wants any more
             self._unload([entry])
             entry.loading.cancel()
 
     def forget(self, info: AdapterInfo) -> None:
         """Discard the copy of an adapter that was found but will not be loaded."""
-        if info.digest not in self._entries and not self._unloads(info.digest):
+        cache = self.caches[info.kind]
+        if info.digest not in cache.entries and not cache.unloads(info.digest):
             self._unload([AdapterEntry(info)])
 
     async def drop_idle(self) -> bool:
         """Unload all adapters that nothing refers to. Return False if there are none."""
-        idle = [entry for entry in self._entries.values() if entry.is_idle]
+        idle = [entry for cache in self.caches.values() for entry in cache.idle]
         if idle:
             await asyncio.shield(self._evict(idle))
         return bool(idle)
@@ -179,12 +204,12 @@ class AdapterResidency:
     async def _load(
         self, entry: AdapterEntry, copy_again: Callable[[], Awaitable[bool]], began: float
     ) -> None:
-        digest, budget = entry.info.digest, self.budgets[entry.info.kind]
-        load = partial(self.shards.load, digest, budget.limit_s)
+        digest, cache = entry.info.digest, self.caches[entry.info.kind]
+        load = partial(self.shards.load, digest, cache.limit_s)
         try:
-            while unloads := self._unloads(digest):  # an unload must not overtake the load
+            while unloads := cache.unloads(digest):  # an unload must not overtake the load
                 await asyncio.wait(unloads)
-            await self._make_room(entry, budget)
+            await self._make_room(entry, cache)
             try:
                 await self.ask(load)
             except AdapterCallError as error:
@@ -193,83 +218,52 @@ class AdapterResidency:
                     raise
                 await self.ask(load)
         except BaseException:
-            if self._entries.get(digest) is entry:
+            if cache.entries.get(digest) is entry:
                 self._unload([entry])
             raise
         entry.is_loaded = True
-        budget.changed.set()
-        budget.metrics.load_duration.observe(time.monotonic() - began)
+        cache.changed.set()
+        cache.metrics.load_duration.observe(time.monotonic() - began)
 
-    async def _make_room(self, entry: AdapterEntry, budget: MemoryBudget) -> None:
-        staying, leaving = self._count_bytes(entry.info.kind)
-        # An adapter that fits need not wait for others that wait for more room than there is.
-        if staying + max(leaving, budget.num_promised) + entry.info.num_bytes > budget.capacity:
+    async def _make_room(self, entry: AdapterEntry, cache: AdapterCache) -> None:
+        num_bytes = entry.info.num_bytes
+        taken = cache.num_staying_bytes + max(cache.num_leaving_bytes, cache.num_promised)
+        if taken + num_bytes > cache.capacity:  # else it need not wait behind those that need more room
             try:
-                async with asyncio.timeout(budget.limit_s), budget.turn:
-                    await self._evict_for(entry.info, budget)
+                async with asyncio.timeout(cache.limit_s), cache.turn:
+                    await self._evict_for(num_bytes, cache)
             except TimeoutError:
                 raise OverloadedError(OVERLOADED) from None
         entry.has_room = True
 
-    async def _evict_for(self, info: AdapterInfo, budget: MemoryBudget) -> None:
-        """Evict others until this adapter fits, as soon as nobody needs them."""
+    async def _evict_for(self, num_bytes: int, cache: AdapterCache) -> None:
+        """Evict adapters, as soon as nobody needs them, until this many bytes are free."""
         try:
-            while True:
-                staying, leaving = self._count_bytes(info.kind)
-                excess = staying + info.num_bytes - budget.capacity
-                if excess + leaving <= 0:
-                    return
-                budget.changed.clear()
-                if victims := self._choose_victims(info.kind, excess):
-                    budget.num_promised = info.num_bytes
+            while (
+                excess := cache.num_staying_bytes + num_bytes - cache.capacity
+            ) + cache.num_leaving_bytes > 0:
+                cache.changed.clear()
+                if victims := cache.choose_victims(excess):
+                    cache.num_promised = num_bytes
                     self._evict(victims)
-                await budget.changed.wait()
+                await cache.changed.wait()
         finally:
-            budget.num_promised = 0
-
-    def _count_bytes(self, kind: AdapterKind) -> tuple[int, int]:
-        """Return the bytes of the adapters that stay, and of those that are being unloaded."""
-
-        def count(entries: Iterable[AdapterEntry]) -> int:
-            return sum(each.info.num_bytes for each in entries if each.has_room and each.info.kind is kind)
-
-        return count(self._entries.values()), count(self._unloading)
-
-    def _count_used_bytes(self, kind: AdapterKind) -> int:
-        return sum(self._count_bytes(kind))
-
-    def _count_loaded(self, kind: AdapterKind) -> int:
-        return sum(entry.is_loaded and entry.info.kind is kind for entry in self._entries.values())
-
-    def _choose_victims(self, kind: AdapterKind, num_bytes: int) -> list[AdapterEntry]:
-        """Return idle adapters that together free this room, least recently used first; none if they cannot
-        free all of it."""
-        victims: list[AdapterEntry] = []
-        for entry in self._entries.values():
-            if num_bytes <= 0:
-                break
-            if entry.is_idle and entry.info.kind is kind:
-                victims.append(entry)
-                num_bytes -= entry.info.num_bytes
-        return victims if num_bytes <= 0 else []
+            cache.num_promised = 0
 
     def _evict(self, entries: Sequence[AdapterEntry]) -> asyncio.Task[None]:
         for entry in entries:
-            self.budgets[entry.info.kind].metrics.evictions.add()
+            self.caches[entry.info.kind].metrics.evictions.add()
         return self._unload(entries)
 
     def _unload(self, entries: Sequence[AdapterEntry]) -> asyncio.Task[None]:
         """Remove adapters from the table at once, and from the shards soon."""
         task = asyncio.create_task(self._unload_from_shards(entries), name="unload")
         for entry in entries:
-            self._entries.pop(entry.info.digest, None)
-            self._unloading.add(entry)
+            cache = self.caches[entry.info.kind]
+            cache.entries.pop(entry.info.digest, None)
+            cache.unloading.add(entry)
             entry.unloading = task
         return task
-
-    def _unloads(self, digest: str) -> list[asyncio.Task[None]]:
-        """Return the unloads of this adapter that have not ended."""
-        return [entry.unloading for entry in self._unloading if entry.info.digest == digest]
 
     async def _unload_from_shards(self, entries: Sequence[AdapterEntry]) -> None:
         try:
@@ -281,28 +275,29 @@ class AdapterResidency:
         except AdapterCallError:
             logger.exception("the shards could not unload adapters")
         finally:
-            self._unloading.difference_update(entries)
-            for entry in entries:
-                self.budgets[entry.info.kind].changed.set()
+            for cache in self.caches.values():
+                cache.unloading.difference_update(entries)
+                cache.changed.set()
 
     def _suspend(self) -> None:
         """Note the loss of the shards. Adapters that nothing refers to will not be loaded again."""
         self._num_losses += 1
         if not self._given_up:
             self._decided.clear()
-        for entry in [entry for entry in self._entries.values() if entry.is_idle]:
-            del self._entries[entry.info.digest]
-            self.budgets[entry.info.kind].changed.set()
+        for cache in self.caches.values():
+            for entry in cache.idle:
+                del cache.entries[entry.info.digest]
+            cache.changed.set()
 
     async def _restore(self) -> None:
         """Unload leftovers, and load all loaded adapters again. Those that were just being loaded load
         themselves, but their copies must stay too."""
         try:
-            await self.shards.unload(list(self._entries), others=True)
+            await self.shards.unload([entry.info.digest for entry in self._all_entries()], others=True)
         except AdapterCallError:
             logger.exception("the shards could not unload the adapters of an earlier router")
         slots = asyncio.Semaphore(MAX_RESTORES)
-        loaded = [entry for entry in self._entries.values() if entry.is_loaded]
+        loaded = [entry for entry in self._all_entries() if entry.is_loaded]
         for entry in loaded:  # they may not be evicted while they are loaded
             entry.num_references += 1
         try:
@@ -319,8 +314,11 @@ class AdapterResidency:
         digest, kind = entry.info.digest, entry.info.kind
         async with slots:
             try:
-                await self.shards.load(digest, self.budgets[kind].limit_s)
+                await self.shards.load(digest, self.caches[kind].limit_s)
             except AdapterCallError as error:
                 what = kind.name.lower()
                 logger.error("the %s %.16s could not be loaded again and is lost: %s", what, digest, error)
                 self._unload([entry])
+
+    def _all_entries(self) -> list[AdapterEntry]:
+        return [entry for cache in self.caches.values() for entry in cache.entries.values()]
