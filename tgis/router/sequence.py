@@ -108,8 +108,8 @@ class CallAdapters:
 
     @property
     def prefix_root(self) -> Hashable:
-        """Key of the adapters in the prefix cache. Sequences with equal roots and equal tokens have equal
-        cache contents."""
+        """Key of the adapters in the prefix cache: sequences share cached blocks only if their roots are
+        equal."""
         return tuple((info.kind, info.digest) for info in self.present)
 
     @property
@@ -147,8 +147,6 @@ class Sequence:
     request_id: str = ""
     """Id of its call in the log and in internal errors that a client sees."""
     adapters: CallAdapters = CallAdapters()
-    prefix_root: Hashable = field(init=False)
-    """Key of the prefix cache: sequences share cached blocks only if their roots are equal."""
     encoder_token_ids: tuple[int, ...] = ()
     """Input after padding that stands for its virtual tokens; encoder-decoder models only."""
     prompt_len: int = field(init=False)
@@ -186,7 +184,6 @@ class Sequence:
     def __post_init__(self) -> None:
         self.prompt_len = len(self.token_ids)
         self.max_tokens = self.prompt_len + self.stopping.max_new_tokens
-        self.prefix_root = self.adapters.prefix_root
 
     @property
     def num_input_tokens(self) -> int:

@@ -42,7 +42,7 @@ class LuckyLookup(PromptLookup):
         self.left = most
         return most > 0
 
-    def guess(self, sequence: Sequence, most: int) -> list[int]:
+    def propose(self, sequence: Sequence, most: int) -> list[int]:
         r, known = self.random, sequence.num_tokens
         most = min(most, self.left)
         if most <= 0 or r.random() > self.zeal:

@@ -13,13 +13,13 @@ from tgis.router.scheduling.prefix_cache import (
     Cached,
     accept_draft,
     find_cached,
-    forget_place,
     publish_computed,
     publish_encoded,
+    reset_progress,
     take_blocks,
 )
 from tgis.router.scheduling.proposers.prompt_lookup import PromptLookup, find_room
-from tgis.router.scheduling.step import Step, WorkItem, make_step
+from tgis.router.scheduling.step import Step, WorkItem
 from tgis.router.sequence import Sequence
 
 
@@ -154,7 +154,7 @@ class Scheduler:
         self._last_step.clear()
         self._num_blocks_owed = 0
         for sequence in reversed(self.running):
-            self.rows.close(forget_place(sequence))
+            self.rows.close(reset_progress(sequence))
             self.waiting.appendleft(sequence)
         self.rows.take_closed()
         self.running.clear()
@@ -184,20 +184,20 @@ class Scheduler:
                 continue
             if sequence not in self.running:
                 continue
-            drafts = [] if proposer is None else self._guess(sequence, proposer)
+            drafts = [] if proposer is None else self._propose(sequence, proposer)
             if sequence.is_speculating or (drafts and sequence.num_unanswered):
-                continue  # its next tokens can only be guessed once its last token is known
+                continue  # its next tokens can only be proposed once its last token is known
             num_missing = self.pool.blocks_for(num_tokens + len(drafts)) - len(sequence.block_table)
             new_blocks = self._find_blocks(sequence, num_missing)
             if new_blocks is not None:
                 sequence.block_table += new_blocks
                 yield self._plan(sequence, num_tokens, new_blocks, drafts=drafts)
 
-    def _guess(self, sequence: Sequence, proposer: PromptLookup) -> list[int]:
+    def _propose(self, sequence: Sequence, proposer: PromptLookup) -> list[int]:
         if sequence.is_speculating:
             return []
         num_running = len(self.running)
-        return proposer.guess(sequence, find_room(self.pool, sequence, num_running, self._rope_switch_len))
+        return proposer.propose(sequence, find_room(self.pool, sequence, num_running, self._rope_switch_len))
 
     def _continue_prompts(self, budget: int) -> Iterator[WorkItem]:
         """Continue prompts that are computed in part. They took their blocks at admission."""
@@ -221,7 +221,7 @@ class Scheduler:
             cached = find_cached(self.pool, sequence)
             if cached.num_to_encode >= budget and not is_alone:
                 return
-            if not self._take_place(sequence, cached):
+            if not self._take_blocks_and_row(sequence, cached):
                 return
             self.running[self.waiting.popleft()] = None
             is_alone = False
@@ -230,7 +230,7 @@ class Scheduler:
             budget -= end - sequence.num_scheduled
             yield self._plan(sequence, end, sequence.block_table, opens=True)
 
-    def _take_place(self, sequence: Sequence, cached: Cached) -> bool:
+    def _take_blocks_and_row(self, sequence: Sequence, cached: Cached) -> bool:
         if not take_blocks(self.pool, sequence, cached):
             self.num_deferred += 1
             return False
@@ -256,8 +256,15 @@ class Scheduler:
         return WorkItem(sequence, sequence.row, start, end, samples, opens, list(new_blocks), drafts)
 
     def _send(self, decodes: list[WorkItem], prompts: list[WorkItem], newcomers: list[WorkItem]) -> Step:
-        joins = 0 < len(newcomers) < len(self.running)
-        step = make_step(self._num_steps, decodes, prompts, newcomers, joins, self.rows.take_closed())
+        step = Step(
+            self._num_steps,
+            [*decodes, *prompts, *newcomers],
+            num_decodes=len(decodes),
+            num_drafts=sum(len(item.drafts) for item in decodes),
+            num_encoder_tokens=sum(item.sequence.num_to_encode for item in newcomers),
+            joins=0 < len(newcomers) < len(self.running),
+            closed_rows=self.rows.take_closed(),
+        )
         self._num_steps += 1
         self.num_drafts += step.num_drafts
         self._in_flight.append(step)
@@ -307,4 +314,4 @@ class Scheduler:
         else:
             last_step.blocks_to_release.append(blocks)
             self._num_blocks_owed += len(blocks)
-        self.rows.close(forget_place(sequence))
+        self.rows.close(reset_progress(sequence))

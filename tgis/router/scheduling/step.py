@@ -56,18 +56,3 @@ class Step:
     @property
     def num_tokens(self) -> int:
         return self.num_decodes + self.num_drafts + self.num_prompt_tokens
-
-
-def make_step(
-    step_id: int,
-    decodes: list[WorkItem],
-    prompts: list[WorkItem],
-    newcomers: list[WorkItem],
-    joins: bool,
-    closed_rows: list[int],
-) -> Step:
-    """Assemble a step of sequences that decode, that continue their prompts, and that begin."""
-    num_encoder_tokens = sum(item.sequence.num_to_encode for item in newcomers)
-    num_drafts = sum(len(item.drafts) for item in decodes)
-    work = [*decodes, *prompts, *newcomers]
-    return Step(step_id, work, len(decodes), num_drafts, num_encoder_tokens, joins, closed_rows)

@@ -11,7 +11,9 @@ import numpy as np
 
 from tgis.pb import shard_pb2 as pb
 from tgis.router.scheduling.step import Step, WorkItem
-from tgis.router.sequence import AdapterInfo, Details, Grammar, Sequence, TokenDetail
+from tgis.router.sequence import AdapterInfo, Details, Sequence, TokenDetail
+
+TopTokens = tuple[tuple[int, float], ...]
 
 MAX_U32 = 2**32 - 1
 
@@ -109,30 +111,16 @@ def _floats(column: bytes) -> list[float]:
 
 
 def _encode_row(work: WorkItem) -> pb.OpenRow:
-    sequence, stopping, sampling, details = (
-        work.sequence,
-        work.sequence.stopping,
-        work.sequence.sampling,
-        work.sequence.details,
-    )
+    sequence = work.sequence
+    stopping, details, grammar = sequence.stopping, sequence.details, sequence.grammar
     return pb.OpenRow(
         row=work.row,
         token_ids=_pack(sequence.token_ids),
         prompt_len=sequence.prompt_len,
         eos_token_ids=_pack(sorted(stopping.eos_token_ids)),
         max_new_tokens=stopping.max_new_tokens,
-        sampling=pb.Sampling(
-            greedy=sampling.greedy,
-            seed=sampling.seed,
-            temperature=sampling.temperature,
-            top_k=sampling.top_k,
-            top_p=sampling.top_p,
-            typical_p=sampling.typical_p,
-            repetition_penalty=sampling.repetition_penalty,
-            min_new_tokens=stopping.min_new_tokens,
-            length_penalty_start=sampling.length_penalty_start,
-            length_penalty_factor=sampling.length_penalty_factor,
-        ),
+        # The message's fields have the names of Sampling's.
+        sampling=pb.Sampling(min_new_tokens=stopping.min_new_tokens, **vars(sequence.sampling)),
         details=pb.Details(
             logprobs=details.logprobs,
             ranks=details.ranks,
@@ -142,7 +130,7 @@ def _encode_row(work: WorkItem) -> pb.OpenRow:
         ),
         adapter_digest=_digest(sequence.adapters.lora),
         prompt_digest=_digest(sequence.adapters.soft_prompt),
-        grammar=_encode_grammar(sequence.grammar),
+        grammar=None if grammar is None else pb.Grammar(text=grammar.text, digest=grammar.digest),
         encoder_token_ids=_pack(sequence.encoder_token_ids),
         cross_blocks=_pack(sequence.cross_blocks),
         is_encoded=bool(sequence.cross_blocks) and not sequence.num_to_encode,
@@ -153,18 +141,11 @@ def _digest(info: AdapterInfo | None) -> str:
     return "" if info is None else info.digest
 
 
-def _encode_grammar(grammar: Grammar | None) -> pb.Grammar | None:
-    return None if grammar is None else pb.Grammar(text=grammar.text, digest=grammar.digest)
-
-
 def _sampled(step: Step, sequences: dict[int, Sequence], response: pb.StepResponse) -> Iterator[SampledToken]:
     most = {item.row: item.samples + len(item.drafts) for item in step.work}
-    token_ids = _integers(response.token_ids)
-    logprobs = _floats(response.logprobs) or [0.0] * len(token_ids)
-    ranks = _integers(response.ranks) or [0] * len(token_ids)
-    tops = _top_tokens(response.top_tokens) or [()] * len(token_ids)
-    columns = zip(_integers(response.rows), token_ids, logprobs, ranks, tops, response.ended, strict=True)
-    for row, token_id, logprob, rank, top, ended in columns:
+    rows, token_ids = _integers(response.rows), _integers(response.token_ids)
+    columns = zip(rows, token_ids, response.ended, *_detail_columns(response, len(rows)), strict=True)
+    for row, token_id, ended, logprob, rank, top in columns:
         sequence = sequences[row]
         most[row] -= 1
         if token_id < 0 or most[row] < 0:
@@ -178,17 +159,23 @@ def _sampled(step: Step, sequences: dict[int, Sequence], response: pb.StepRespon
 
 
 def _input_details(sequence: Sequence, message: pb.InputDetails) -> InputDetails:
-    logprobs = _floats(message.logprobs) or [0.0] * message.count
-    ranks = _integers(message.ranks) or [0] * message.count
-    tops = _top_tokens(message.top_tokens) or [()] * message.count
     token_ids = sequence.token_ids[message.start : message.start + message.count]
-    columns = zip(token_ids, logprobs, ranks, tops, strict=True)
+    columns = zip(token_ids, *_detail_columns(message, message.count), strict=True)
     return InputDetails(sequence, message.start, [_detail(sequence.details, *values) for values in columns])
 
 
-def _detail(
-    details: Details, token_id: int, logprob: float, rank: int, top: tuple[tuple[int, float], ...]
-) -> TokenDetail:
+def _detail_columns(
+    message: pb.StepResponse | pb.InputDetails, count: int
+) -> tuple[list[float], list[int], list[TopTokens]]:
+    """Return logprobs, ranks and top tokens; a column that no row asked for is filled with 0 or ()."""
+    return (
+        _floats(message.logprobs) or [0.0] * count,
+        _integers(message.ranks) or [0] * count,
+        _top_tokens(message.top_tokens) or [()] * count,
+    )
+
+
+def _detail(details: Details, token_id: int, logprob: float, rank: int, top: TopTokens) -> TokenDetail:
     """Keep only what this sequence asked for: the shards fill a column for all rows as soon as one row asks
     for it."""
     return TokenDetail(
@@ -199,7 +186,7 @@ def _detail(
     )
 
 
-def _top_tokens(message: pb.TopTokens) -> list[tuple[tuple[int, float], ...]]:
+def _top_tokens(message: pb.TopTokens) -> list[TopTokens]:
     """Return the top tokens of each entry; an empty list if the message is empty."""
     counts = _integers(message.counts)
     pairs = list(zip(_integers(message.token_ids), _floats(message.logprobs), strict=True))

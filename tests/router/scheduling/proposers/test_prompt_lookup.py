@@ -88,15 +88,15 @@ def test_a_loop_is_followed_as_far_as_it_is_worth() -> None:
     cheap, dear = proposer(10.0, 0.1), proposer(10.0, 9.0)
     for one in (cheap, dear):
         assert one.begin(1, 100)
-    assert cheap.guess(new_sequence(LOOP), 100) == [7, 8, 9, 7, 8, 9]
-    assert cheap.guess(new_sequence(LOOP), 4) == [7, 8, 9, 7]
-    assert 0 < len(dear.guess(new_sequence(LOOP), 100)) <= 6
+    assert cheap.propose(new_sequence(LOOP), 100) == [7, 8, 9, 7, 8, 9]
+    assert cheap.propose(new_sequence(LOOP), 4) == [7, 8, 9, 7]
+    assert 0 < len(dear.propose(new_sequence(LOOP), 100)) <= 6
 
 
 def test_nothing_is_guessed_of_a_text_that_does_not_repeat() -> None:
     one = proposer(10.0, 0.1)
     one.begin(1, 100)
-    assert one.guess(new_sequence(list(range(200))), 100) == []
+    assert one.propose(new_sequence(list(range(200))), 100) == []
 
 
 def test_nothing_is_guessed_before_a_step_was_timed_or_where_steps_are_full() -> None:
@@ -111,7 +111,7 @@ def test_a_step_of_one_size_does_not_forbid_to_try() -> None:
     """All that is known then is that a step of one token takes so long; two need not take twice that."""
     one = proposer(0.0, 10.0)
     assert one.begin(1, 100)
-    assert one.guess(new_sequence(LOOP), 100)
+    assert one.propose(new_sequence(LOOP), 100)
 
 
 def test_a_step_has_so_many_drafts_together() -> None:
@@ -119,8 +119,8 @@ def test_a_step_has_so_many_drafts_together() -> None:
     assert one.begin(3, 6)
     waiting = new_sequence(LOOP)
     waiting.num_unanswered = 1
-    assert len(one.guess(waiting, 100)) == 4, "which is none of this step yet"
-    assert [len(one.guess(new_sequence(LOOP), 100)) for _ in range(3)] == [4, 2, 0]
+    assert len(one.propose(waiting, 100)) == 4, "which is none of this step yet"
+    assert [len(one.propose(new_sequence(LOOP), 100)) for _ in range(3)] == [4, 2, 0]
 
 
 @pytest.mark.parametrize(

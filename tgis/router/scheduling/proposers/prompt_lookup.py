@@ -109,7 +109,7 @@ class PromptLookup:
         self._wait = WAIT * step if num_sequences == 1 else self._saved
         return self._saved > self._cost
 
-    def guess(self, sequence: Sequence, most: int) -> list[int]:
+    def propose(self, sequence: Sequence, most: int) -> list[int]:
         """Return drafts that follow the sequence's known tokens; empty if none is worth its cost. They are
         part of the step only if the sequence has no unanswered tokens."""
         most = min(most, self._left, self._max_drafts)
