@@ -70,7 +70,7 @@ def serve(config: ShardConfig) -> NoReturn:
     engine = load(config)
     length = sequence_length(config, model_files.read_json(Path(config.model_path), "config.json"))
     store = open_store(config, engine.model, length)
-    service = ShardService(engine.info, store, open_spool(config), engine.contents)
+    service = ShardService(engine.info, store, open_spool(config), engine.adapters)
     # Open the socket for steps first: a router that finds the gRPC socket may connect to this one at once.
     steps = StepSocket(link.open_steps())
     server = _listen(service, link)

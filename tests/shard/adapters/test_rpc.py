@@ -77,10 +77,10 @@ class Served:
 
     def __init__(self, directory: Path, prompts: Path | None = None) -> None:
         self.finding, self.reading, self.spool = Answers(), Answers(), Spool(directory / "contents")
-        self.contents = LoadedAdapters(self._read)
+        self.adapters = LoadedAdapters(self._read)
         odd = OddStore(self.spool, self.finding)
         store = odd if prompts is None else Store(self.spool, FIT, prompts, None, {})
-        service = ShardService(pb.InfoResponse(), store, self.spool, self.contents)
+        service = ShardService(pb.InfoResponse(), store, self.spool, self.adapters)
         self.path = directory / "socket"
         self._server = _listen(service, UnixLink(str(self.path)))
         self.channel = grpc.insecure_channel(f"unix:{self.path}")
@@ -141,7 +141,7 @@ def test_errors(
     served.finding.error = served.reading.error = None
     assert served.find("a").digest
     served.load("a")
-    assert served.contents.prompt("a") is PROMPT
+    assert served.adapters.prompt("a") is PROMPT
 
 
 def test_a_full_disk_is_one_line_for_the_operator(served: Served, caplog: pytest.LogCaptureFixture) -> None:
@@ -191,7 +191,7 @@ def test_copies_go_with_what_is_unloaded(served: Served) -> None:
                 found.append(True)
             except MissingContentError:
                 found.append(False)
-        assert [served.contents.prompt(digest) is not None for digest in digests] == found
+        assert [served.adapters.prompt(digest) is not None for digest in digests] == found
         return found
 
     assert kept() == [True, True, True]

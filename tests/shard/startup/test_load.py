@@ -128,7 +128,7 @@ def test_an_engine_that_takes_no_soft_prompts_says_so(
     with pytest.raises(ContentError, match=f"'a': {text}$"):
         store.find("prompt", "a")
     with pytest.raises(ContentError, match=f"^{text}$"):
-        engine.contents.load("0" * 64)
+        engine.adapters.load("0" * 64)
     assert f"prefix_store_path: there is no directory {tmp_path / 'none'}" in caplog.text
     assert f"requests for soft prompts and adapters fail: {text}" in caplog.text
 

@@ -58,7 +58,7 @@ def serve(
     options |= {"kv_cache_tokens": 2048, "dtype": "float32", "uds_path": copies.uds_path}
     engine = load(configure(directory, **options), world)
     for digest in copies.digests:
-        engine.contents.load(digest)
+        engine.adapters.load(digest)
     if world.rank:
         return [], list(_follow(world, engine))
     relay = Relay(engine, world)

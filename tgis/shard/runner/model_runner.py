@@ -38,11 +38,11 @@ class Engine:
         table: RowTable,
         guides: Guides,
         info: pb.InfoResponse,
-        contents: LoadedAdapters,
+        adapters: LoadedAdapters,
     ) -> None:
-        """`table` looks up in `contents` the adapters that rows name; other threads may add to it during
+        """`table` looks up in `adapters` the adapters that rows name; other threads may add to it during
         steps."""
-        self.info, self.contents = info, contents
+        self.info, self.adapters = info, adapters
         self.model, self.forward, self._table, self._guides = forward.model, forward, table, guides
         self._is_answering = info.rank == 0
 

@@ -45,7 +45,7 @@ class Traits:
 class Rows:
     """Table of open rows: at most `max_rows`, each of at most `max_sequence_length` tokens.
 
-    `rope_switch_len` is the length past which a model scales rotary positions differently, or 0. `contents`
+    `rope_switch_len` is the length past which a model scales rotary positions differently, or 0. `adapters`
     holds the soft prompts and adapters that rows may name."""
 
     def __init__(
@@ -55,7 +55,7 @@ class Rows:
         block_size: int,
         vocab_size: int,
         device: torch.device,
-        contents: LoadedAdapters,
+        adapters: LoadedAdapters,
         *,
         rope_switch_len: int = 0,
         is_encoder_decoder: bool = False,
@@ -75,29 +75,29 @@ class Rows:
         self._block_tables = np.zeros((max_rows, -(-max_sequence_length // block_size)), np.int32)
         self._cross_tables = np.zeros_like(self._block_tables)
         self.seen = SeenTokens(vocab_size, device)
-        self._contents, self._tuning = contents, RowAdapters(max_rows, device)
+        self._adapters, self._row_adapters = adapters, RowAdapters(max_rows, device)
         self._traits: dict[bytes, Traits] = {}
 
     def reset(self) -> None:
         self._open[:] = False
         self._traits.clear()
-        self._tuning.reset()
+        self._row_adapters.reset()
 
     def close(self, rows: Integers) -> None:
         if len(rows):
             self._open[rows] = False
             self._traits.clear()
-            self._tuning.close(rows.tolist())
+            self._row_adapters.close(rows.tolist())
 
     def open(self, message: pb.OpenRow) -> str | None:
         """Assign the row to this sequence, also if it had another one before. Return None, or a text that
         says why the row cannot be served; it has then ended."""
         row, token_ids = message.row, read_column(message.token_ids)
-        prompt = self._contents.prompt(message.prompt_digest)
-        adapter = self._contents.adapter(message.adapter_digest)
+        prompt = self._adapters.prompt(message.prompt_digest)
+        adapter = self._adapters.adapter(message.adapter_digest)
         self._traits.clear()
         self._rows[row] = read_row(message, self._limits)
-        self._tuning.open(row, prompt, adapter)
+        self._row_adapters.open(row, prompt, adapter)
         problem = find_problem(message, self._limits) or find_missing(message, prompt, adapter)
         if problem is not None:
             self.fail(np.array([row]))

@@ -68,10 +68,10 @@ def load(config: ShardConfig, ranks: World | None = None, on: Platform | None = 
     guides.wait_until_ready()  # keep the tokenizer's memory out of the measurement of a step below
     if limits.adapter_bytes:
         on.kernels.prepare_adapters()
-    contents = open_adapters(config, model)
+    adapters = open_adapters(config, model)
     is_taped = on.tapes_steps and choice.engine == engine_choice.NATIVE and ranks.size == 1
     loaded = _Loaded(
-        info, model, ranks, guides, demand, DTYPES[dtype], on, contents, limits.num_bytes, is_taped
+        info, model, ranks, guides, demand, DTYPES[dtype], on, adapters, limits.num_bytes, is_taped
     )
     room = loaded.measure_room(config.max_step_tokens)
     compile_progress.finish()
@@ -103,9 +103,9 @@ class _Loaded:
     demand: Demand
     dtype: torch.dtype
     on: Platform
-    contents: LoadedAdapters
-    contents_bytes: int
-    """Largest size that `contents` may grow to."""
+    adapters: LoadedAdapters
+    adapter_bytes: int
+    """Largest size that `adapters` may grow to."""
     is_taped: bool
     """True if steps may consist of the platform's kernels alone, and so may be captured and replayed."""
 
@@ -121,14 +121,14 @@ class _Loaded:
             demand.block_size,
             spec.vocab_size,
             self.on.device,
-            self.contents,
+            self.adapters,
             rope_switch_len=spec.rope_switch_len,
             is_encoder_decoder=spec.is_encoder_decoder,
         )
         info = pb.InfoResponse(num_blocks=cache.num_blocks)
         info.MergeFrom(self.info)
         forward = (TapedForward if self.is_taped else Forward)(self.model, self.on.attention(cache))
-        return Engine(forward, table, self.guides, info, self.contents)
+        return Engine(forward, table, self.guides, info, self.adapters)
 
     def measure_room(self, max_step_tokens: int) -> Room:
         """Compile the kernels and measure the memory that is left for caches. Raises WorldError and
@@ -141,7 +141,7 @@ class _Loaded:
         left = self.on.memory_left(ranks)
 
         def room_beside(step: int) -> Room:
-            return Room(left, step, ranks.local_size, self.on.cache_divisor, self.contents_bytes)
+            return Room(left, step, ranks.local_size, self.on.cache_divisor, self.adapter_bytes)
 
         def is_enough(step: int) -> bool:
             return room_beside(step).share >= demand.wanted_blocks * self.block_bytes
