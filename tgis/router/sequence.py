@@ -78,6 +78,10 @@ class AdapterKind(Enum):
     SOFT_PROMPT = 1
     LORA = 2
 
+    @property
+    def label(self) -> str:
+        return "soft prompt" if self is AdapterKind.SOFT_PROMPT else "LoRA adapter"
+
 
 @dataclass(frozen=True, eq=False)
 class AdapterInfo:

@@ -369,13 +369,14 @@ async def test_preloaded_adapters_stay_as_what_their_names_stand_for_now(group: 
 async def test_adapters_that_cannot_be_preloaded_are_told_in_one_line(group: Group, error: str) -> None:
     names = [f"adapter-{i}" for i in range(1, 5)]
     cause = "can't retrieve adapter with id 'adapter-2': directory does not exist"
-    told = f"the adapter 'adapter-2' cannot be loaded: {cause}"
+    told = f"the adapter 'adapter-2' cannot be preloaded: {cause}"
     if error == "missing":
         del group.library.store[ADAPTER, "adapter-2"]
     elif error == "bad":
         group.library.errors[0, "a2"] = (grpc.StatusCode.INVALID_ARGUMENT, "directory does not exist")
     else:
-        told = "the adapters to preload have no room: 'adapter-4' does not fit beside the others"
+        told = "the adapter 'adapter-4' cannot be preloaded: it does not fit beside the others; raise "
+        told += "--adapter-cache-size-mb or preload fewer"
     group.shards[0].info.preloaded_adapter_ids.extend(names)
     with pytest.raises(StartupError) as caught:
         await group.registry.start()

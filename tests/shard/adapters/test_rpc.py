@@ -151,7 +151,7 @@ def test_a_full_disk_is_one_line_for_the_operator(served: Served, caplog: pytest
     [record] = caplog.records
     assert (record.levelname, record.exc_info) == ("ERROR", None)
     assert record.getMessage() == (
-        f"{served.spool.directory}: no room is left for copies of soft prompts and adapters"
+        f"{served.spool.directory}: no space is left for copies of soft prompts and adapters"
     )
 
 

@@ -78,13 +78,15 @@ class AdapterRegistry:
                 for adapter_id in info.preloaded_adapter_ids:
                     await self._preload(adapter_id)
             except UnavailableError:
-                logger.warning("the shards were lost while adapters were loaded")
+                logger.warning("the shards were lost while they loaded adapters; the router loads them again")
                 continue
             except (OverloadedError, NoRoomError) as error:
-                text = f"the adapters to preload have no room: {adapter_id!r} does not fit beside the others"
-                raise StartupError(text) from error
+                raise StartupError(
+                    f"the adapter {adapter_id!r} cannot be preloaded: it does not fit beside the others; "
+                    "raise --adapter-cache-size-mb or preload fewer"
+                ) from error
             except RouterError as error:
-                raise StartupError(f"the adapter {adapter_id!r} cannot be loaded: {error}") from error
+                raise StartupError(f"the adapter {adapter_id!r} cannot be preloaded: {error}") from error
             return info
 
     @contextmanager
@@ -155,7 +157,7 @@ class AdapterRegistry:
         try:
             return await self.residency.ask(find)
         except TimeoutError:
-            logger.warning("finding the %s %r took more than %s s", kind.name.lower(), adapter_id, limit_s)
+            logger.warning("finding the %s %r took more than %s s", kind.label, adapter_id, limit_s)
             raise AdapterCallError(grpc.StatusCode.DEADLINE_EXCEEDED, TIMEOUT) from None
         except AdapterCallError as error:
             # There is no room for a copy. Copies of idle adapters only save a load, so they can go.
@@ -257,7 +259,7 @@ class AdapterLease:
                 is_told = error.details == NO_COPY  # else the library may have said anything
                 text = _text(kind, adapter_id, NO_COPY if is_told else "out of memory")
                 return GenerationError(text, Code.RESOURCE_EXHAUSTED)
-        logger.error("request %s failed: the shards answer %s", self.request_id, error)
+        logger.error("request %s failed: a shard answered %s", self.request_id, error)
         return GenerationError(internal_error(self.request_id))
 
 

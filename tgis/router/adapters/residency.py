@@ -316,8 +316,7 @@ class AdapterResidency:
             try:
                 await self.shards.load(digest, self.caches[kind].limit_s)
             except AdapterCallError as error:
-                what = kind.name.lower()
-                logger.error("the %s %.16s could not be loaded again and is lost: %s", what, digest, error)
+                logger.error("the %s %.16s could not be loaded again: %s", kind.label, digest, error)
                 self._unload([entry])
 
     def _all_entries(self) -> list[AdapterEntry]:

@@ -172,7 +172,7 @@ class Engine:
         if live is None:
             return
         if details.start != sequence.num_inputs_reported:
-            raise ShardsLostError("details of a prompt came out of order")
+            raise ShardsLostError("the details of a prompt arrived out of order")
         live.inputs += details.tokens
         sequence.num_inputs_reported += len(details.tokens)
         if sequence.inputs_reported:
@@ -204,7 +204,7 @@ class Engine:
         if is_last:
             self._release(live)
         elif sampled.ended:
-            self._fail(live, _internal_error(sequence, "the shards ended what should go on"))
+            self._fail(live, _internal_error(sequence, "the shards ended the sequence too early"))
 
     def _release(self, live: LiveRequest) -> None:
         """Remove a request whose final event is delivered, or whose client is gone."""
@@ -242,7 +242,7 @@ class Engine:
         pool = self.scheduler.pool
         culprit = self.scheduler.reset(pool.renew(pool.num_blocks, pool.block_size))
         if culprit is not None:
-            text = "the shards die whenever it is computed"
+            text = "the shards crash whenever they compute it"
             self._fail(self._live[culprit], _internal_error(culprit, text))
         now = time.monotonic()
         for live in list(self._live.values()):
@@ -277,9 +277,9 @@ def _internal_error(sequence: Sequence, cause: str) -> Failed:
 
 def _failed_row(failure: RowFailure) -> Failed:
     if not failure.by_grammar:
-        return _internal_error(failure.sequence, f"the shards cannot serve it: {failure.cause}")
+        return _internal_error(failure.sequence, f"the shards cannot compute it: {failure.cause}")
     grammar = failure.sequence.grammar
-    assert grammar is not None, "only guided sequences have a grammar to fail of"
+    assert grammar is not None, "only guided sequences have a grammar that can fail"
     text = f"{grammar.field} cannot be followed: it is too complex, or no token of this model fits it"
     return Failed(Code.INVALID_ARGUMENT, text)
 

@@ -31,4 +31,4 @@ async def _write(putting: Any, request: pb.PutRequest) -> None:
     try:
         await putting.write(request)
     except (asyncio.InvalidStateError, grpc.aio.AioRpcError) as error:
-        raise ConnectionError("the target is gone") from error
+        raise ConnectionError("the target ended the call") from error

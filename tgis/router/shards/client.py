@@ -184,7 +184,7 @@ class ShardClient:
                 self._log_once(rank, f"rank {info.rank} answers there")
                 return None
             if info.world_size != len(infos):
-                self._log_once(rank, f"it is one of {info.world_size} shards, and {len(infos)} are known")
+                self._log_once(rank, f"it is one of {info.world_size} shards, but {len(infos)} are expected")
                 return None
         return infos if len({info.epoch for info in infos}) == 1 else None
 
@@ -200,11 +200,11 @@ class ShardClient:
         return True
 
     def _log_once(self, rank: int, reason: str) -> None:
-        """Log why a shard is not reached, each reason once until the shards are reached."""
+        """Log why a shard cannot be reached, each reason once until all shards are reached."""
         if (rank, reason) not in self._logged:
             self._logged.add((rank, reason))
             name = self._link.names[rank]
-            logger.log(self._link.severity, "shard %d at %s is not reached: %s", rank, name, reason)
+            logger.log(self._link.severity, "shard %d at %s cannot be reached: %s", rank, name, reason)
 
     def _lose(self, rank: int) -> None:
         self._answers.put_nowait(ShardsLostError(f"shard {rank} is lost"))
@@ -222,7 +222,9 @@ class ShardClient:
             try:
                 self._answers.put_nowait(decode_answer(step, responses[0]))
             except (KeyError, ValueError):
-                self._answers.put_nowait(ShardsLostError(f"what came for step {step.step_id} is no answer"))
+                self._answers.put_nowait(
+                    ShardsLostError(f"the answer to step {step.step_id} cannot be decoded")
+                )
                 return
 
     def _settle(self, step: Step | None) -> None:
@@ -261,7 +263,7 @@ class _StepStream(asyncio.Protocol):
             self._on_loss()
 
     def send(self, request: bytes) -> None:
-        assert self._transport is not None, "only what is connected is sent to"
+        assert self._transport is not None, "steps are sent only to connected shards"
         self._transport.write(request)
 
     def close(self) -> None:

@@ -82,7 +82,7 @@ def decode_answer(step: Step, response: pb.StepResponse) -> Answer:
     have the rows meanwhile. Raises KeyError and ValueError if the response cannot be an answer to the
     step."""
     if response.step_id != step.step_id:
-        raise ValueError("another step's")
+        raise ValueError("the response answers another step")
     sequences = {item.row: item.sequence for item in step.work}
     return Answer(
         step,
@@ -149,7 +149,7 @@ def _sampled(step: Step, sequences: dict[int, Sequence], response: pb.StepRespon
         sequence = sequences[row]
         most[row] -= 1
         if token_id < 0 or most[row] < 0:
-            raise ValueError("a token that nobody can have sampled")
+            raise ValueError("the response has a token that its row cannot have sampled")
         details = sequence.details
         if details.generated_tokens:
             token = _detail(details, token_id, logprob, rank, top)
@@ -191,6 +191,6 @@ def _top_tokens(message: pb.TopTokens) -> list[TopTokens]:
     counts = _integers(message.counts)
     pairs = list(zip(_integers(message.token_ids), _floats(message.logprobs), strict=True))
     if sum(counts) != len(pairs) or any(count < 0 for count in counts):
-        raise ValueError("top tokens that belong to none, or are not there")
+        raise ValueError("the counts of top tokens do not match the top tokens")
     rest = iter(pairs)
     return [tuple(islice(rest, count)) for count in counts]

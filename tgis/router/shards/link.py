@@ -33,7 +33,7 @@ class ShardLink(Protocol):
     """Connection to every rank of a shard group."""
 
     severity: int
-    """Log level of the line that says that a shard is not reached."""
+    """Log level of the line that says that a shard cannot be reached."""
 
     @property
     def names(self) -> list[str]:
@@ -108,7 +108,9 @@ class TcpShardLink:
         try:
             self._addresses = self._find()
         except AddressError as error:
-            logger.error("the changed addresses are not taken, those before are tried on: %s", error)
+            logger.error(
+                "the changed shard addresses are invalid, so the earlier ones stay in use: %s", error
+            )
         self._certificates.look()
         pem = self._shown = self._certificates.pem
         own = grpc.ssl_channel_credentials(pem.ca, pem.key, pem.cert)

@@ -117,7 +117,7 @@ def _warn(config: ShardConfig, fit: Fit | None) -> None:
     paths = {"prefix_store_path": config.prefix_store_path, "adapter_cache": config.adapter_cache}
     for option, path in paths.items():
         if path and not Path(path).is_dir():
-            logger.warning("%s: there is no directory %s", option, path)
+            logger.warning("%s: the directory %s does not exist", option, path)
     if fit is None and any(paths.values()):
         refusal = NotTunableError(_is_known(config))
         logger.warning("requests for soft prompts and adapters fail: %s", refusal)

@@ -105,7 +105,7 @@ class AdapterServicer(ShardServiceServicer):
                 first = next(requests, pb.PutRequest())
                 self._spool.take(first.digest, (part.data for part in chain([first], requests)))
             except grpc.RpcError as error:
-                raise MissingContentError("the call is over") from error
+                raise MissingContentError("the router ended the call") from error
             finally:
                 with suppress(grpc.RpcError):
                     deque(requests, maxlen=0)
@@ -141,9 +141,9 @@ def _explain(error: Exception, directory: Path) -> tuple[grpc.StatusCode, str]:
     if isinstance(error, MissingContentError):
         return grpc.StatusCode.NOT_FOUND, "no copy is kept"
     if isinstance(error, OSError) and error.errno in FULL:
-        logger.error("%s: no room is left for copies of soft prompts and adapters", directory)
+        logger.error("%s: no space is left for copies of soft prompts and adapters", directory)
         return grpc.StatusCode.RESOURCE_EXHAUSTED, "no room is left for a copy"
-    logger.error("a call about a soft prompt or an adapter failed", exc_info=error)
+    logger.error("finding, loading or copying an adapter failed", exc_info=error)
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return grpc.StatusCode.RESOURCE_EXHAUSTED, "out of memory"
     return grpc.StatusCode.INTERNAL, f"{type(error).__name__}: {error}"[:MAX_CAUSE_CHARS]
