@@ -43,7 +43,7 @@ are mapped:
 
 
 def render() -> str:
-    series = Metrics(MetricLimits(2048, 1024, 256)).catalogue
+    series = Metrics(MetricLimits(2048, 1024, 256)).series
     rows = [f"| `{one.name}` | {one.kind} | {_labels(one)} | {one.help} |" for one in series]
     table = ["## Series", "", "| name | kind | labels | meaning |", "|---|---|---|---|", *rows]
     return "\n".join([INTRODUCTION, *table, "", _buckets(series), MAPPING])

@@ -29,8 +29,8 @@ from tests.support.router.router_process import (
 )
 from tests.support.router.streams import Streams
 from tgis.pb.generation_pb2_grpc import GenerationServiceStub
-from tgis.router.api.grpc import readiness
-from tgis.router.api.grpc.readiness import Readiness
+from tgis.router.api.grpc import health
+from tgis.router.api.grpc.health import Health
 
 SERVING, NOT_SERVING, SERVICE_UNKNOWN = (
     health_pb2.HealthCheckResponse.SERVING,
@@ -213,9 +213,9 @@ def test_a_rolling_restart_of_two_replicas_loses_nothing(tmp_path: Path) -> None
 
 
 async def test_a_watcher_is_told_of_an_end_that_comes_while_a_status_is_sent() -> None:
-    state = Readiness(NAME)
+    state = Health(NAME)
     state.set(True)
-    watching = state.health.Watch(health_pb2.HealthCheckRequest(service=NAME), None)  # type: ignore[arg-type]
+    watching = state.Watch(health_pb2.HealthCheckRequest(service=NAME), None)  # type: ignore[arg-type]
     assert (await anext(watching)).status == SERVING
     state.drain()
     assert [answer.status async for answer in watching] == [NOT_SERVING]
@@ -224,8 +224,8 @@ async def test_a_watcher_is_told_of_an_end_that_comes_while_a_status_is_sent() -
 def test_a_recovery_that_a_probe_does_not_wait_for_is_warned_of(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(readiness, "PATIENCE_S", 0.1)
-    state = Readiness("a")
+    monkeypatch.setattr(health, "LIVENESS_PROBE_S", 0.1)
+    state = Health("a")
     with caplog.at_level(logging.INFO):
         for pause_s, level in ((0.0, logging.INFO), (0.2, logging.WARNING)):
             state.set(True)

@@ -24,24 +24,24 @@ from tgis.process.child import GIVE_UP
 from tgis.process.memory_release import MemoryRelease
 from tgis.router.adapters.registry import AdapterRegistry
 from tgis.router.adapters.residency import AdapterResidency
-from tgis.router.api.grpc.auth_interceptor import Gate, Tokens, warn_if_open
-from tgis.router.api.grpc.error_interceptor import Door
+from tgis.router.api.grpc.auth_interceptor import AuthInterceptor, BearerTokens, warn_if_unprotected
+from tgis.router.api.grpc.error_interceptor import ErrorInterceptor
 from tgis.router.api.grpc.health import NAME as HEALTH
-from tgis.router.api.grpc.readiness import Readiness
+from tgis.router.api.grpc.health import Health
 from tgis.router.api.grpc.refusal_pacing import RefusalPacing
 from tgis.router.api.grpc.server_options import grpc_options
 from tgis.router.api.grpc.servicer import GenerationService
-from tgis.router.api.grpc.slow_clients import SlowReaders
+from tgis.router.api.grpc.slow_clients import SlowClients
 from tgis.router.api.http.metrics_app import http_app
 from tgis.router.engine.engine import Engine
 from tgis.router.errors import StartupError
-from tgis.router.grammar.compiler import Grammars
+from tgis.router.grammar.compiler import GrammarCompiler
 from tgis.router.metrics.metrics import MetricLimits, Metrics
 from tgis.router.metrics.resource_counts import check_balance, count_descriptors
-from tgis.router.requests.accounting import Accounts
-from tgis.router.requests.concurrency import Permits
-from tgis.router.requests.tracing import open_tracing
-from tgis.router.requests.validation import Limits, Validator
+from tgis.router.requests.accounting import Accounting
+from tgis.router.requests.concurrency import ConcurrencyLimit
+from tgis.router.requests.tracing import SERVICE, open_tracing
+from tgis.router.requests.validation import RequestLimits, Validator
 from tgis.router.scheduling.block_pool import BlockPool
 from tgis.router.scheduling.token_budget import TokenBudget
 from tgis.router.shards.client import ShardClient
@@ -53,11 +53,10 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-SERVICE = "fmaas.GenerationService"
 # Clients that watch the health get this long to go elsewhere: gRPC cancels calls that arrive just as it
 # stops.
-FAREWELL_S = 1.0
-LAST_WORDS_S = 5.0  # time limit for answers still in transit after the last generation has ended
+DRAIN_NOTICE_S = 1.0
+LAST_ANSWERS_S = 5.0  # time limit for answers still in transit after the last generation has ended
 
 
 def run(config: RouterConfig) -> None:
@@ -71,20 +70,21 @@ class _Router:
         self._config = config
         self._metrics = Metrics(_metric_limits(config))
         self._tracing = open_tracing(config.otlp_endpoint, config.otlp_service_name or SERVICE_NAME)
-        self._grammars = Grammars()
-        self._readiness = Readiness(SERVICE)
-        self._metrics.ready.follow(lambda: self._readiness.is_ready)
-        self._permits = Permits(config.max_concurrent_requests)
-        self._tokenize_permits = Permits(config.max_concurrent_requests)
-        self._metrics.permits_limit.follow(lambda: self._permits.max_permits)
+        self._grammar_compiler = GrammarCompiler()
+        self._health = Health(SERVICE)
+        self._metrics.ready.follow(lambda: self._health.is_ready)
+        self._concurrency = ConcurrencyLimit(config.max_concurrent_requests)
+        self._tokenize_concurrency = ConcurrencyLimit(config.max_concurrent_requests)
+        self._metrics.permits_limit.follow(lambda: self._concurrency.limit)
         self._certificates = port_certificates(config)
-        self._readers = SlowReaders(config.slow_reader_timeout)
+        self._slow_clients = SlowClients(config.slow_reader_timeout)
         self._pacing, self._memory = RefusalPacing(), MemoryRelease()
-        self._gates = (
-            [Gate(Tokens(config.auth_tokens_path), self._metrics.request_failure)]
-            if config.auth_tokens_path
-            else []
-        )
+        failures = self._metrics.request_failure
+        self._interceptors: list[grpc.aio.ServerInterceptor] = [
+            ErrorInterceptor(self._slow_clients, self._pacing, self._memory, failures)
+        ]
+        if config.auth_tokens_path:
+            self._interceptors.insert(0, AuthInterceptor(BearerTokens(config.auth_tokens_path), failures))
         self._engine: Engine | None = None
         self._draining, self._aborting = asyncio.Event(), asyncio.Event()
         self._has_given_up = False
@@ -100,14 +100,13 @@ class _Router:
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
         asyncio.get_running_loop().add_signal_handler(GIVE_UP, self._give_up)
-        door = Door(self._readers, self._pacing, self._memory, self._metrics.request_failure)
-        server = grpc.aio.server(interceptors=[*self._gates, door], options=grpc_options(config))
+        server = grpc.aio.server(interceptors=self._interceptors, options=grpc_options(config))
         # The bound port refuses clients that connect while the model loads, so that they go elsewhere and do
         # not wait.
         reserved = reserve(config.bind, config.grpc_port)
         host, grpc_port, *_ = reserved.getsockname()
-        warn_if_open(config, host)
-        http = http_app(lambda: self._readiness.is_ready, self._metrics)
+        warn_if_unprotected(config, host)
+        http = http_app(lambda: self._health.is_ready, self._metrics)
         async with serve_http(http, config, self._certificates) as http_port:
             try:
                 info = await self._unless_draining(adapters.start())
@@ -128,7 +127,7 @@ class _Router:
                 reserved.close()
                 await shards.close()
                 tokenizer.close()
-                self._grammars.close()
+                self._grammar_compiler.close()
                 await asyncio.to_thread(self._tracing.close)
 
     def _on_signal(self) -> None:
@@ -140,7 +139,9 @@ class _Router:
         """End all requests and then the process, because the shards will not come back."""
         self._has_given_up = True
         if self._engine is not None:
-            logger.error("the shards are not started again: %d requests end", self._engine.num_live)
+            logger.error(
+                "the shards will not be restarted; %d requests end with an error", self._engine.num_live
+            )
             self._engine.give_up()
         self._draining.set()
 
@@ -164,26 +165,26 @@ class _Router:
             for each in (
                 self._watch_certificates(),
                 link.watch(),
-                self._readers.watch(),
+                self._slow_clients.watch(),
                 self._memory.watch(),
             )
         ]
         await asyncio.wait((engine, draining), return_when=asyncio.FIRST_COMPLETED)
         if not engine.done():
             logger.info("draining %d requests", self._engine.num_live)
-        has_callers = self._readiness.health.num_watches > 0 or self._has_given_up
-        self._readiness.drain()
+        has_callers = self._health.num_watches > 0 or self._has_given_up
+        self._health.drain()
         self._pacing.end()
         if has_callers and not engine.done():
-            await _wait(self._aborting, FAREWELL_S)
-        timeout_s = LAST_WORDS_S if self._has_given_up else self._config.shutdown_timeout
+            await _wait(self._aborting, DRAIN_NOTICE_S)
+        timeout_s = LAST_ANSWERS_S if self._has_given_up else self._config.shutdown_timeout
         await self._stop(server, 0 if engine.done() else timeout_s)
         for task in (engine, draining, *background):
             task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await engine
         self._engine.scheduler.abandon_steps()
-        await check_balance(self._metrics.tallies)
+        await check_balance(self._metrics.resource_counts)
 
     async def _watch_certificates(self) -> None:
         if (certificates := self._certificates) is not None:
@@ -196,10 +197,10 @@ class _Router:
 
         Streams of other services, such as reflection, are not waited for."""
         stopping = asyncio.create_task(server.stop(timeout_s))
-        idle = asyncio.create_task(self._permits.all_free.wait())
+        idle = asyncio.create_task(self._concurrency.all_free.wait())
         aborting = asyncio.create_task(self._aborting.wait())
         await asyncio.wait((stopping, idle, aborting), return_when=asyncio.FIRST_COMPLETED)
-        await asyncio.wait((stopping, aborting), timeout=LAST_WORDS_S, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((stopping, aborting), timeout=LAST_ANSWERS_S, return_when=asyncio.FIRST_COMPLETED)
         for task in (idle, aborting):
             task.cancel()
         await server.stop(0)
@@ -228,27 +229,27 @@ class _Router:
             budget=TokenBudget(config.max_step_tokens, config.decode_step_ms / 1000),
             steps_in_flight=config.steps_in_flight,
             recovery_timeout=config.recovery_timeout,
-            on_ready=self._readiness.set,
+            on_ready=self._health.set,
         )
-        validator = Validator(tokenizer, limits, self._grammars, self._metrics)
+        validator = Validator(tokenizer, limits, self._grammar_compiler, self._metrics)
         kinds = generation_pb2.ModelInfoResponse
-        self._metrics.permits_used.follow(lambda: self._permits.num_used)
+        self._metrics.permits_used.follow(lambda: self._concurrency.num_used)
         self._metrics.tasks.follow(lambda: len(asyncio.all_tasks()))
         self._metrics.descriptors.follow(count_descriptors)
-        self._metrics.follow_tally("permit", self._permits.tally)
-        self._metrics.tallies["tokenize permit"] = self._tokenize_permits.tally
+        self._metrics.follow_resource("permit", self._concurrency.resource_count)
+        self._metrics.resource_counts["tokenize permit"] = self._tokenize_concurrency.resource_count
         service = GenerationService(
             self._engine,
             validator,
             tokenizer,
             adapters,
-            self._permits,
-            self._tokenize_permits,
-            Accounts(self._metrics, self._tracing, config.log_text_chars),
+            self._concurrency,
+            self._tokenize_concurrency,
+            Accounting(self._metrics, self._tracing, config.log_text_chars),
             kinds.ENCODER_DECODER if _is_encoder_decoder(info) else kinds.DECODER_ONLY,
         )
         add_GenerationServiceServicer_to_server(service, server)
-        health_pb2_grpc.add_HealthServicer_to_server(self._readiness.health, server)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         reflection.enable_server_reflection((SERVICE, HEALTH, reflection.SERVICE_NAME), server)
 
 
@@ -263,12 +264,14 @@ def _metric_limits(config: RouterConfig) -> MetricLimits:
     return MetricLimits(config.max_sequence_length, max_new_tokens, config.max_batch_size)
 
 
-def _limits(config: RouterConfig, info: shard_pb2.InfoResponse, tokenizer: Tokenizer) -> Limits:
+def _limits(config: RouterConfig, info: shard_pb2.InfoResponse, tokenizer: Tokenizer) -> RequestLimits:
     limits = _metric_limits(config)
     if limits.max_new_tokens < config.max_new_tokens:
-        logger.warning("max_new_tokens is reduced to %d, the model's length less one", limits.max_new_tokens)
+        logger.warning(
+            "max_new_tokens is reduced to %d, the maximum sequence length minus one", limits.max_new_tokens
+        )
     eos = list(info.eos_token_ids) or [i for i in (tokenizer.eos_token_id,) if i is not None]
-    return Limits(
+    return RequestLimits(
         max_sequence_length=limits.max_sequence_length,
         max_new_tokens=limits.max_new_tokens,
         max_top_n_tokens=config.max_top_n_tokens,

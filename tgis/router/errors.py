@@ -4,7 +4,7 @@ RouterError
 ├── RequestError        INVALID_ARGUMENT    the request is wrong; the text is the contract's
 │   └── QuotingError                        the same; logs show its text only up to the first colon
 ├── OverloadedError     RESOURCE_EXHAUSTED  no room now, try again
-├── SlowReaderError     RESOURCE_EXHAUSTED  the client does not read its answer
+├── SlowClientError     RESOURCE_EXHAUSTED  the client does not read its answer
 ├── UnavailableError    UNAVAILABLE         shutting down, or the shards stayed away too long
 └── GenerationError     its own             an accepted request could not be served
 
@@ -59,7 +59,7 @@ class OverloadedError(RouterError):
     code = Code.RESOURCE_EXHAUSTED
 
 
-class SlowReaderError(RouterError):
+class SlowClientError(RouterError):
     code = Code.RESOURCE_EXHAUSTED
 
     def __init__(self) -> None:

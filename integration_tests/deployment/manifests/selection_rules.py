@@ -12,7 +12,7 @@ from integration_tests.deployment.manifests.rendering import Object, name_of
 from tgis.router.metrics.metrics import MetricLimits, Metrics
 
 CALM_S = 300  # before fewer replicas
-SERIES = {one.name for one in Metrics(MetricLimits(2048, 1024, 256)).catalogue}
+SERIES = {one.name for one in Metrics(MetricLimits(2048, 1024, 256)).series}
 
 
 def matches(selector: dict[str, Any], labels: dict[str, str]) -> bool:

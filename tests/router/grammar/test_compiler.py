@@ -21,12 +21,12 @@ from tests.support.router.grammars import DEEP_RULES, SLOW
 from tests.support.tokenizers.trained import write_byte_level
 from tgis.pb import generation_pb2 as pb
 from tgis.router.errors import RequestError
-from tgis.router.grammar.compiler import CACHE_SIZE, MAX_CHOICES, Constraint, Grammars, read_constraint
-from tgis.router.grammar.worker import Bytes
+from tgis.router.grammar.compiler import CACHE_SIZE, MAX_CHOICES, Constraint, GrammarCompiler, read_constraint
+from tgis.router.grammar.worker import ByteVocabulary
 
 Decoding = pb.DecodingParameters
 MAX_BYTES = 1 << 16
-BYTES = LLTokenizer(TokenizerWrapper(Bytes()))
+BYTES = LLTokenizer(TokenizerWrapper(ByteVocabulary()))
 HUGE = "\N{PILE OF POO}" * (MAX_BYTES // 4)  # of bytes, not of characters
 
 
@@ -35,13 +35,13 @@ def choice(*choices: str) -> pb.DecodingParameters:
 
 
 @pytest_asyncio.fixture
-async def grammars() -> AsyncIterator[Grammars]:
-    grammars = Grammars()
+async def grammars() -> AsyncIterator[GrammarCompiler]:
+    grammars = GrammarCompiler()
     yield grammars
     grammars.close()
 
 
-async def compile_text(grammars: Grammars, decoding: pb.DecodingParameters) -> str:
+async def compile_text(grammars: GrammarCompiler, decoding: pb.DecodingParameters) -> str:
     constraint = read_constraint(decoding, MAX_BYTES)
     assert constraint is not None
     return (await grammars.compile(constraint)).text
@@ -99,13 +99,16 @@ REFUSED = [
     (Decoding(grammar="root ::= " + "(" * 9999), "grammar is not valid: it is nested too deeply"),
     (Decoding(grammar="start: x"), 'grammar is not valid: unknown name: "x"'),
     (Decoding(grammar="start: start"), "grammar is not valid: no text matches it"),
-    (Decoding(grammar='start: "a" x\nx: x "b"'), "grammar is not valid: some text that it begins has no end"),
+    (
+        Decoding(grammar='start: "a" x\nx: x "b"'),
+        "grammar is not valid: a text that it allows cannot be completed",
+    ),
     (Decoding(grammar="start: <|tool|>"), 'grammar is not valid: unknown special token: "<|tool|>"'),
     (Decoding(grammar=DEEP_RULES), "grammar is too complex"),
 ]
 
 
-async def test_what_cannot_be_compiled_is_refused_in_one_short_line(grammars: Grammars) -> None:
+async def test_what_cannot_be_compiled_is_refused_in_one_short_line(grammars: GrammarCompiler) -> None:
     """Twice, the second time from memory."""
     for decoding, expected in REFUSED * 2:
         began = time.monotonic()
@@ -119,7 +122,7 @@ async def test_what_cannot_be_compiled_is_refused_in_one_short_line(grammars: Gr
     assert seconds < 0.01
 
 
-async def test_what_comes_after_a_refusal_is_served(grammars: Grammars) -> None:
+async def test_what_comes_after_a_refusal_is_served(grammars: GrammarCompiler) -> None:
     for decoding, _ in REFUSED:
         with pytest.raises(RequestError):
             await compile_text(grammars, decoding)
@@ -134,7 +137,7 @@ async def test_what_comes_after_a_refusal_is_served(grammars: Grammars) -> None:
         *("%", r"a*?b", r"\d+", r"\."),
     ],
 )
-async def test_a_regex_is_read_as_python_reads_it(grammars: Grammars, pattern: str) -> None:
+async def test_a_regex_is_read_as_python_reads_it(grammars: GrammarCompiler, pattern: str) -> None:
     grammar = await compile_text(grammars, Decoding(regex=pattern))
     r = random.Random(0)
     alphabet = 'abcxyzAB/\\"\n\t .#%{}1é🙂🙃жя'
@@ -163,7 +166,7 @@ async def test_a_regex_is_read_as_python_reads_it(grammars: Grammars, pattern: s
         assert matches(grammar, text) == bool(re.fullmatch(pattern, text)), text
 
 
-async def test_choices_are_taken_literally(grammars: Grammars) -> None:
+async def test_choices_are_taken_literally(grammars: GrammarCompiler) -> None:
     r = random.Random(1)
     alphabet = [
         "a",
@@ -189,7 +192,7 @@ async def test_choices_are_taken_literally(grammars: Grammars) -> None:
             assert matches(grammar, text) == (text in words)
 
 
-async def test_the_most_and_the_longest_choices(grammars: Grammars) -> None:
+async def test_the_most_and_the_longest_choices(grammars: GrammarCompiler) -> None:
     words = [f"{i * 7919 % MAX_CHOICES:08x}" for i in range(MAX_CHOICES)]
     grammar = await compile_text(grammars, choice(*words))
     assert matches(grammar, words[1234])
@@ -213,7 +216,7 @@ VALUES: list[Any] = [
 ]
 
 
-async def test_json_is_any_object(grammars: Grammars) -> None:
+async def test_json_is_any_object(grammars: GrammarCompiler) -> None:
     grammar = await compile_text(grammars, Decoding(format=Decoding.JSON))
     for value in VALUES:
         for indent in (None, 2):
@@ -231,7 +234,7 @@ def valid(value: Any) -> bool:
     return is_integer and 0 <= n <= 12 and isinstance(t, list) and len(t) <= 2 and set(t) <= {"x", "y/z"}
 
 
-async def test_a_schema_is_obeyed(grammars: Grammars) -> None:
+async def test_a_schema_is_obeyed(grammars: GrammarCompiler) -> None:
     schema = {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "type": "object",
@@ -263,7 +266,7 @@ async def test_a_schema_is_obeyed(grammars: Grammars) -> None:
 
 @pytest.mark.parametrize("decoding", [Decoding(format=Decoding.JSON), Decoding(json_schema="true")])
 async def test_json_may_be_indented_but_not_blank_for_ever(
-    grammars: Grammars, decoding: pb.DecodingParameters
+    grammars: GrammarCompiler, decoding: pb.DecodingParameters
 ) -> None:
     grammar = await compile_text(grammars, decoding)
     value = {"a": [1, {"b": None}], "c": "d\n"}
@@ -282,7 +285,7 @@ async def test_json_may_be_indented_but_not_blank_for_ever(
         'root ::= "a" word+\nword ::= " " [a-c]+  # comment',
     ],
 )
-async def test_grammars_in_either_notation(grammars: Grammars, grammar: str) -> None:
+async def test_grammars_in_either_notation(grammars: GrammarCompiler, grammar: str) -> None:
     text = await compile_text(grammars, Decoding(grammar=grammar))
     assert [matches(text, one) for one in ("a b", "a abc cc", "a", "a d", "b a")] == [
         True,
@@ -293,7 +296,9 @@ async def test_grammars_in_either_notation(grammars: Grammars, grammar: str) -> 
     ]
 
 
-async def test_a_forced_text_may_be_cut_into_tokens_in_any_way(grammars: Grammars, tmp_path: Path) -> None:
+async def test_a_forced_text_may_be_cut_into_tokens_in_any_way(
+    grammars: GrammarCompiler, tmp_path: Path
+) -> None:
     vocabulary = write_byte_level(tmp_path)
     tokenizer = LLTokenizer(vocabulary.to_str(), eos_token=[1])
     t, h, he = (vocabulary.token_to_id(piece) for piece in ("t", "h", "he"))
@@ -308,7 +313,7 @@ async def test_a_forced_text_may_be_cut_into_tokens_in_any_way(grammars: Grammar
         assert [i for i in range(400) if mask >> i & 1] == sorted([h, he])
 
 
-async def test_one_constraint_is_compiled_once(grammars: Grammars) -> None:
+async def test_one_constraint_is_compiled_once(grammars: GrammarCompiler) -> None:
     """However many ask, also those of a slow one, whose first asker has gone."""
     constraint = Constraint("json_schema", "json_schema", json.dumps(SLOW))
     tasks = [asyncio.create_task(grammars.compile(constraint)) for _ in range(20)]
@@ -326,7 +331,7 @@ async def test_one_constraint_is_compiled_once(grammars: Grammars) -> None:
     assert await grammars.compile(Constraint("regex", "regex", "ab?")) is one
 
 
-async def test_the_memory_of_answers_is_bounded(grammars: Grammars) -> None:
+async def test_the_memory_of_answers_is_bounded(grammars: GrammarCompiler) -> None:
     first = await grammars.compile(Constraint("regex", "regex", "first"))
     for i in range(CACHE_SIZE + 5):
         await grammars.compile(Constraint("regex", "regex", f"a{i}"))
@@ -338,7 +343,7 @@ async def test_the_memory_of_answers_is_bounded(grammars: Grammars) -> None:
     assert again is not first
 
 
-async def test_the_loop_goes_on_while_hostile_texts_are_compiled(grammars: Grammars) -> None:
+async def test_the_loop_goes_on_while_hostile_texts_are_compiled(grammars: GrammarCompiler) -> None:
     hostile = [Decoding(json_schema=json.dumps({**SLOW, "maximum": 10**17 + i})) for i in range(4)]
     hostile += [Decoding(grammar=DEEP_RULES + f" // {i}") for i in range(4)]
     tasks = [asyncio.create_task(compile_text(grammars, decoding)) for decoding in hostile]
@@ -365,7 +370,7 @@ def children() -> Iterator[int]:
 
 
 async def test_a_killed_process_is_replaced_and_none_is_left_behind() -> None:
-    grammars = Grammars()
+    grammars = GrammarCompiler()
     assert list(children()) == [], "none before it is needed"
     await compile_text(grammars, Decoding(regex="a"))
     [child] = children()

@@ -165,8 +165,8 @@ class Workload:
             if self.executed:
                 self.take_answer()
         assert self.scheduler.pool.num_used == 0
-        tallies = self.scheduler.pool.tally, self.scheduler.rows.tally
-        assert all(tally.is_balanced for tally in tallies)
+        counts = self.scheduler.pool.resource_count, self.scheduler.rows.resource_count
+        assert all(count.is_balanced for count in counts)
         assert not self.scheduler.running
         assert not self.scheduler.waiting
         assert set(self.ends.values()) <= {1}
@@ -295,7 +295,7 @@ class Workload:
     def check_blocks(self) -> None:
         """No block lost, none in two places that are not one prefix."""
         pool, holders = self.scheduler.pool, Counter[int]()
-        row_tally = self.scheduler.rows.tally
+        row_counts = self.scheduler.rows.resource_count
         for sequence in self.scheduler.running:
             blocks = [*sequence.cross_blocks, *sequence.block_table]
             assert len(set(blocks)) == len(blocks)
@@ -306,9 +306,9 @@ class Workload:
                 holders.update(blocks)
         assert len(holders) == pool.num_used
         assert len(holders) + pool.num_free == pool.num_blocks
-        assert len(holders) == pool.tally.created - pool.tally.released
+        assert len(holders) == pool.resource_count.created - pool.resource_count.released
         rows = [sequence.row for sequence in self.scheduler.running]
-        assert len(set(rows)) == len(rows) == row_tally.created - row_tally.released
+        assert len(set(rows)) == len(rows) == row_counts.created - row_counts.released
 
 
 @pytest.mark.parametrize("batch", range(BATCHES))

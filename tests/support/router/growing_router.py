@@ -5,19 +5,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from tgis.cli.main import main
-from tgis.router.requests.concurrency import Permits
+from tgis.router.requests.concurrency import ConcurrencyLimit
 
-hold = Permits.hold
+acquire = ConcurrencyLimit.acquire
 kept: list[bytearray] = []
 
 
 @contextmanager
-def hold_and_keep(permits: Permits, count: int) -> Iterator[None]:
+def acquire_and_keep(limit: ConcurrencyLimit, count: int) -> Iterator[None]:
     kept.extend(bytearray(1024) for _ in range(count))
-    with hold(permits, count):
+    with acquire(limit, count):
         yield
 
 
 if __name__ == "__main__":
-    Permits.hold = hold_and_keep  # type: ignore[method-assign]
+    ConcurrencyLimit.acquire = acquire_and_keep  # type: ignore[method-assign]
     main()

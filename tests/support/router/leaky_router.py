@@ -9,11 +9,16 @@ from contextlib import contextmanager
 from tgis.cli.main import main
 from tgis.router.engine.engine import Engine
 from tgis.router.engine.live_request import LiveRequest
-from tgis.router.requests.concurrency import Permits
+from tgis.router.requests.concurrency import ConcurrencyLimit
 from tgis.router.scheduling.block_pool import BlockPool
 from tgis.router.scheduling.free_rows import FreeRows
 
-hold, release_blocks, close_row, release = Permits.hold, BlockPool.release, FreeRows.close, Engine._release
+acquire, release_blocks, close_row, release = (
+    ConcurrencyLimit.acquire,
+    BlockPool.release,
+    FreeRows.close,
+    Engine._release,
+)
 left = {"block": 1, "row": 1, "permit": 1}
 tasks: list[asyncio.Task[None]] = []
 forgotten: list[LiveRequest] = []
@@ -25,13 +30,13 @@ def leaks(kind: str) -> bool:
 
 
 @contextmanager
-def hold_and_return_twice(permits: Permits, count: int) -> Iterator[None]:
+def acquire_and_release_twice(limit: ConcurrencyLimit, count: int) -> Iterator[None]:
     if leaks("permit"):
         tasks.append(asyncio.create_task(asyncio.sleep(3600)))
         os.dup(0)
-        permits.num_free += count
-        permits.tally.released += count
-    with hold(permits, count):
+        limit.num_free += count
+        limit.resource_count.released += count
+    with acquire(limit, count):
         yield
 
 
@@ -53,7 +58,7 @@ def forget_the_first(engine: Engine, live: LiveRequest) -> None:
 
 
 if __name__ == "__main__":
-    Permits.hold = hold_and_return_twice  # type: ignore[method-assign]
+    ConcurrencyLimit.acquire = acquire_and_release_twice  # type: ignore[method-assign]
     BlockPool.release = release_all_but_one  # type: ignore[method-assign]
     FreeRows.close = close_later  # type: ignore[method-assign]
     Engine._release = forget_the_first  # type: ignore[method-assign]

@@ -24,7 +24,7 @@ from tgis.router.errors import (
     internal_error,
 )
 from tgis.router.metrics.metrics import Metrics
-from tgis.router.metrics.resource_counts import Tally
+from tgis.router.metrics.resource_counts import ResourceCount
 from tgis.router.sequence import AdapterInfo, AdapterKind, CallAdapters
 from tgis.router.shards.client import AdapterCallError
 
@@ -62,8 +62,8 @@ class AdapterRegistry:
 
     def __init__(self, residency: AdapterResidency, metrics: Metrics) -> None:
         self.residency = residency
-        self.uses = Tally()
-        metrics.follow_tally("content", self.uses)
+        self.uses = ResourceCount()
+        metrics.follow_resource("content", self.uses)
         self._lookups: dict[tuple[AdapterKind, str], _Lookup] = {}
         self._slots = asyncio.Semaphore(MAX_FINDS)
         self._pinned: dict[str, AdapterEntry | None] = {}

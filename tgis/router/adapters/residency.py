@@ -15,7 +15,7 @@ import grpc
 
 from tgis.pb import shard_pb2 as pb
 from tgis.router.errors import OVERLOADED, OverloadedError, UnavailableError
-from tgis.router.metrics.metrics import ContentMetrics, Metrics
+from tgis.router.metrics.metrics import AdapterMetrics, Metrics
 from tgis.router.sequence import AdapterInfo, AdapterKind
 from tgis.router.shards.client import LOST, RETRY_INTERVAL_S, AdapterCallError, ShardClient, ShardsLostError
 
@@ -45,7 +45,7 @@ class AdapterEntry:
 class AdapterCache:
     """Adapters of one kind in the shards, and the memory that each shard has for them, in bytes."""
 
-    def __init__(self, metrics: ContentMetrics, limit_s: float) -> None:
+    def __init__(self, metrics: AdapterMetrics, limit_s: float) -> None:
         self.metrics, self.limit_s = metrics, limit_s
         self.entries: OrderedDict[str, AdapterEntry] = OrderedDict()
         """Adapters that are loaded or being loaded, by digest, least recently used first."""

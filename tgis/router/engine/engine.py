@@ -13,7 +13,7 @@ from tgis.router.engine.step_metrics import StepMetrics
 from tgis.router.errors import Code, internal_error
 from tgis.router.events import Event, Failed, InputTokens, Output, is_final
 from tgis.router.metrics.metrics import Metrics
-from tgis.router.metrics.resource_counts import Tally
+from tgis.router.metrics.resource_counts import ResourceCount
 from tgis.router.scheduling.block_pool import BlockPool
 from tgis.router.scheduling.proposers.prompt_lookup import PromptLookup
 from tgis.router.scheduling.scheduler import Scheduler
@@ -55,9 +55,9 @@ class Engine:
         self._on_ready, self._step_metrics = on_ready, StepMetrics(self.scheduler, metrics)
         self._live: dict[Sequence, LiveRequest] = {}
         self._connected = self._given_up = self._fill_is_due = False
-        self._requests = Tally()
+        self._requests = ResourceCount()
         metrics.requests_live.follow(lambda: len(self._live))
-        metrics.follow_tally("request", self._requests)
+        metrics.follow_resource("request", self._requests)
 
     @property
     def num_live(self) -> int:

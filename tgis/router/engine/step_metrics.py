@@ -74,8 +74,8 @@ def _follow_scheduler(scheduler: Scheduler, metrics: Metrics) -> None:
     metrics.deferred.follow(lambda: scheduler.num_deferred)
     metrics.drafts.follow(lambda: scheduler.num_drafts)
     metrics.accepted_drafts.follow(lambda: scheduler.num_accepted_drafts)
-    metrics.follow_tally("block", scheduler.pool.tally)
-    metrics.follow_tally("row", scheduler.rows.tally)
+    metrics.follow_resource("block", scheduler.pool.resource_count)
+    metrics.follow_resource("row", scheduler.rows.resource_count)
 
 
 def _method(step: Step) -> str:

@@ -66,7 +66,7 @@ def _require_size(field: str, num_bytes: int, max_bytes: int) -> None:
         raise RequestError(f"{field} must not be more than {max_bytes} UTF8 bytes")
 
 
-class Grammars:
+class GrammarCompiler:
     """Compiler of constraints off the event loop. It compiles each once, however many calls ask for it, and
     caches the newest answers. It owns its threads and processes, which start when they are needed."""
 
@@ -74,8 +74,8 @@ class Grammars:
         self._answers: OrderedDict[bytes, Grammar | str] = OrderedDict()
         self._pending: dict[bytes, asyncio.Task[Grammar | str]] = {}
         self._threads = ThreadPoolExecutor(NUM_WORKERS, thread_name_prefix="guided")
-        self._idle: SimpleQueue[Worker] = SimpleQueue()
-        self._workers: set[Worker] = set()
+        self._idle: SimpleQueue[GrammarWorker] = SimpleQueue()
+        self._workers: set[GrammarWorker] = set()
         self._is_closed = False
 
     async def compile(self, constraint: Constraint) -> Grammar:
@@ -129,16 +129,16 @@ class Grammars:
                 break
         return b"", code
 
-    def _take_worker(self) -> "Worker":
+    def _take_worker(self) -> "GrammarWorker":
         try:
             return self._idle.get_nowait()
         except Empty:
-            worker = Worker()
+            worker = GrammarWorker()
             self._workers.add(worker)
             return worker
 
 
-class Worker:
+class GrammarWorker:
     """A process that compiles one constraint at a time."""
 
     def __init__(self) -> None:

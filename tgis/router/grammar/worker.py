@@ -38,11 +38,11 @@ LIMITS = LLParserLimits(
 )
 
 
-class GrammarError(Exception):
+class InvalidGrammarError(Exception):
     """Fault of a grammar. The text is one line that says what is wrong."""
 
 
-class Bytes:
+class ByteVocabulary:
     """Smallest vocabulary that spells every text: all bytes and an end token."""
 
     eos_token_id = 256
@@ -66,22 +66,22 @@ def main() -> None:
 
 
 def compile_grammar(kind: str, text: str, tokenizer: LLTokenizer) -> str:
-    """Return `text` in the one form that shards read. Raises GrammarError if it cannot be compiled, if no
-    text matches it, and if following it costs too much."""
+    """Return `text` in the one form that shards read. Raises InvalidGrammarError if it cannot be compiled,
+    if no text matches it, and if following it costs too much."""
     try:
         grammar = _CONVERT[kind](text)
     except RecursionError as error:
-        raise GrammarError("it is nested too deeply") from error
+        raise InvalidGrammarError("it is nested too deeply") from error
     matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=LIMITS)
     if matcher.is_error():
-        raise GrammarError(_cause(matcher.get_error()))
+        raise InvalidGrammarError(_cause(matcher.get_error()))
     _follow(matcher)
     return grammar
 
 
 def _follow(matcher: LLMatcher) -> None:
     """Follow the grammar along the beginning of a matching text, which is random but always the same. Raises
-    GrammarError."""
+    InvalidGrammarError."""
     r = random.Random(0)
     for count in range(TRIAL_BYTES):
         is_accepting = matcher.is_accepting()
@@ -90,8 +90,10 @@ def _follow(matcher: LLMatcher) -> None:
             if not matcher.get_error() or is_accepting:
                 return
             if not matcher.get_error().startswith("NoExtension"):
-                raise GrammarError("it is too complex")
-            raise GrammarError("some text that it begins has no end" if count else "no text matches it")
+                raise InvalidGrammarError("it is too complex")
+            raise InvalidGrammarError(
+                "a text that it allows cannot be completed" if count else "no text matches it"
+            )
         allowed = [byte for byte in range(256) if mask >> byte & 1]
         if not allowed:
             return
@@ -99,14 +101,14 @@ def _follow(matcher: LLMatcher) -> None:
 
 
 def _answer_all(requests: BinaryIO, answers: BinaryIO) -> None:
-    tokenizer = LLTokenizer(TokenizerWrapper(Bytes()))
+    tokenizer = LLTokenizer(TokenizerWrapper(ByteVocabulary()))
     for line in requests:
         # The default action of its signal ends the process, whatever code is running.
         signal.setitimer(signal.ITIMER_PROF, CPU_LIMIT_S)
         kind, text = json.loads(line)
         try:
             answer = {"grammar": compile_grammar(kind, text, tokenizer)}
-        except GrammarError as error:
+        except InvalidGrammarError as error:
             answer = {"error": str(error)}
         signal.setitimer(signal.ITIMER_PROF, 0)
         answers.write(json.dumps(answer).encode() + b"\n")
@@ -124,15 +126,15 @@ def _from_json_schema(text: str) -> str:
             schema.setdefault("x-guidance", {"whitespace_pattern": WHITESPACE})
         schema = json.dumps(schema, allow_nan=False)
     except json.JSONDecodeError as error:
-        raise GrammarError(f"{error.msg} at line {error.lineno}, column {error.colno}") from error
+        raise InvalidGrammarError(f"{error.msg} at line {error.lineno}, column {error.colno}") from error
     except ValueError as error:
-        raise GrammarError("a number is out of range") from error
+        raise InvalidGrammarError("a number is out of range") from error
     return f"{HEADER}start: %json {schema}"
 
 
 def _from_regex(text: str) -> str:
     if (len(text) - len(text.rstrip("\\"))) % 2:
-        raise GrammarError("it ends with a lone backslash")
+        raise InvalidGrammarError("it ends with a lone backslash")
     return f"{HEADER}start: /{regex_to_lark(text)}/"
 
 
@@ -149,7 +151,7 @@ def _from_grammar(text: str) -> str:
     except RecursionError:
         raise
     except Exception as error:  # the converter raises its own class and bare Exception alike
-        raise GrammarError(_cause(str(error))) from error
+        raise InvalidGrammarError(_cause(str(error))) from error
 
 
 _CONVERT: dict[str, Callable[[str], str]] = {

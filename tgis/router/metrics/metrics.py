@@ -7,7 +7,7 @@ from typing import TypeVar
 from prometheus_client import CollectorRegistry, generate_latest
 
 from tgis.router.metrics.metric_types import Counter, Gauge, Histogram, Series, Summary
-from tgis.router.metrics.resource_counts import Tally
+from tgis.router.metrics.resource_counts import ResourceCount
 
 DURATION_BOUNDS = tuple(0.0001 * 1.5**k for k in range(1, 36))  # seconds
 TOKENIZE_BOUNDS = tuple(64 * 2**k for k in range(14))
@@ -27,7 +27,7 @@ class MetricLimits:
 
 
 @dataclass(frozen=True)
-class ContentMetrics:
+class AdapterMetrics:
     """Series of the adapters of one kind."""
 
     load_duration: Histogram
@@ -45,8 +45,8 @@ class Metrics:
 
     def __init__(self, limits: MetricLimits) -> None:
         self.registry = CollectorRegistry()
-        self.catalogue: list[Series] = []
-        self.tallies: dict[str, Tally] = {}
+        self.series: list[Series] = []
+        self.resource_counts: dict[str, ResourceCount] = {}
         self._declare_requests()
         self._declare_lengths(limits)
         self._declare_durations()
@@ -54,8 +54,8 @@ class Metrics:
         self._declare_steps()
         self._declare_tokenize()
         self._declare_state()
-        self.prompts = self._declare_contents("tgi_prompt", "soft prompts")
-        self.adapters = self._declare_contents("tgi_adapter", "adapters")
+        self.prompts = self._declare_adapters("tgi_prompt", "soft prompts")
+        self.adapters = self._declare_adapters("tgi_adapter", "adapters")
 
     def _declare_requests(self) -> None:
         self.request_count = self._counter(
@@ -162,18 +162,18 @@ class Metrics:
         of_method = "method", "makeup"
         self.batch_duration = self._duration(
             "tgi_batch_inference_duration",
-            "Seconds of a step until its answer, beginning with the answer before where it was sent ahead; "
-            "of a mixed step under prefill",
+            "Seconds from a step to its answer, or from the previous answer if the step was sent ahead; "
+            "mixed steps count under prefill",
             *of_method,
         )
         self.forward_duration = self._duration(
             "tgi_batch_inference_forward_duration",
-            "Seconds the shards computed a step; of a mixed step under prefill",
+            "Seconds that the shards computed a step; mixed steps count under prefill",
             *of_method,
         )
         self.tokproc_duration = self._duration(
             "tgi_batch_inference_tokproc_duration",
-            "Seconds the router took to apply a step's answer; of a mixed step under prefill",
+            "Seconds that the router took to apply a step's answer; mixed steps count under prefill",
             *of_method,
         )
 
@@ -201,19 +201,19 @@ class Metrics:
         )
         self.requests_running = self._gauge("tgi_requests_running", "Inputs in the batch")
         self.requests_live = self._gauge("tgi_requests_live", "Accepted inputs without a final event")
-        self.permits_used = self._gauge("tgi_permits_used", "Concurrency permits that are held")
-        self.permits_limit = self._gauge("tgi_permits_limit", "Concurrency permits there are")
+        self.permits_used = self._gauge("tgi_permits_used", "Concurrency permits in use")
+        self.permits_limit = self._gauge("tgi_permits_limit", "Concurrency permits, used and free")
         self.ready = self._gauge("tgi_ready", "1 while calls are served; 0: loading, shards lost, or ending")
         self.tasks = self._gauge("tgi_tasks", "Tasks of the router's event loop")
         self.descriptors = self._gauge("tgi_open_descriptors", "File descriptors that the router has open")
         self.created = self._counter(
             "tgi_resources_created",
-            "What was taken so far: accepted inputs (request), cache blocks, rows of the shards' tables, "
+            "Resources taken so far: accepted inputs (request), cache blocks, rows of the shards' tables, "
             "concurrency permits, uses of soft prompts and adapters (content)",
             "kind",
         )
         self.released = self._counter(
-            "tgi_resources_released", "What was given back of it; equal to what was taken when idle", "kind"
+            "tgi_resources_released", "Resources given back so far; as many as were taken when idle", "kind"
         )
         self.kv_cache_usage = self._gauge("tgi_kv_cache_usage_ratio", "Share of the cache's blocks in use")
         self.prefix_cache_queries = self._counter(
@@ -225,23 +225,21 @@ class Metrics:
         self.preemptions = self._counter(
             "tgi_preemptions", "Inputs put back into the queue for lack of cache blocks"
         )
-        self.drafts = self._counter(
-            "tgi_speculation_drafted_tokens", "Guessed tokens that were computed ahead"
-        )
+        self.drafts = self._counter("tgi_speculation_drafted_tokens", "Draft tokens that were computed")
         self.accepted_drafts = self._counter(
-            "tgi_speculation_accepted_tokens", "Guessed tokens that were the generated ones"
+            "tgi_speculation_accepted_tokens", "Draft tokens that were accepted"
         )
         self.tls_seconds_left = self._gauge(
             "tgi_tls_certificate_seconds_left", "Seconds until the public port's certificate expires; 0: none"
         )
         self.tls_refusals = self._counter(
             "tgi_tls_reload_failure",
-            "Changes of the TLS files that were not taken, as they do not fit",
+            "Changes of the TLS files that were rejected as invalid",
         )
         self.shard_restarts = self._counter("tgi_shard_restarts", "Times the shards were lost")
 
-    def _declare_contents(self, name: str, what: str) -> ContentMetrics:
-        return ContentMetrics(
+    def _declare_adapters(self, name: str, what: str) -> AdapterMetrics:
+        return AdapterMetrics(
             load_duration=self._duration(
                 f"{name}_load_duration", f"Seconds from look-up to use of {what} that had to be loaded"
             ),
@@ -250,16 +248,16 @@ class Metrics:
             ),
             entries=self._gauge(f"{name}_cache_entries", f"Loaded {what}"),
             bytes=self._gauge(f"{name}_cache_bytes", f"Bytes of loaded {what}, on each shard at most"),
-            hits=self._counter(f"{name}_cache_hits", f"Uses of {what} that were loaded"),
+            hits=self._counter(f"{name}_cache_hits", f"Uses of {what} that were already loaded"),
             misses=self._counter(f"{name}_cache_misses", f"Uses of {what} that had to be loaded"),
-            evictions=self._counter(f"{name}_cache_evictions", f"Times that {what} made way for others"),
+            evictions=self._counter(f"{name}_cache_evictions", f"Unloaded {what} that made room for others"),
         )
 
-    def follow_tally(self, kind: str, tally: Tally) -> None:
-        """Show a tally at every scrape, and check it at the end."""
-        self.tallies[kind] = tally
-        self.created.follow(lambda: tally.created, kind)
-        self.released.follow(lambda: tally.released, kind)
+    def follow_resource(self, kind: str, count: ResourceCount) -> None:
+        """Show a count at every scrape, and check it at the end."""
+        self.resource_counts[kind] = count
+        self.created.follow(lambda: count.created, kind)
+        self.released.follow(lambda: count.released, kind)
 
     def render(self) -> bytes:
         """Return the text of a scrape."""
@@ -282,7 +280,7 @@ class Metrics:
 
     def _add(self, series: S) -> S:
         self.registry.register(series)
-        self.catalogue.append(series)
+        self.series.append(series)
         return series
 
 

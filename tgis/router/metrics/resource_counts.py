@@ -11,11 +11,11 @@ from dataclasses import dataclass
 logger = logging.getLogger(__name__)
 
 # time for calls that are ending to release what they hold; time between two checks
-SETTLE_S, LOOK_S = 1.0, 0.01
+SETTLE_S, CHECK_INTERVAL_S = 1.0, 0.01
 
 
 @dataclass(eq=False)
-class Tally:
+class ResourceCount:
     """Counts of one kind of resource since the start."""
 
     created: int = 0
@@ -26,16 +26,16 @@ class Tally:
         return self.created == self.released
 
 
-async def check_balance(tallies: Mapping[str, Tally]) -> None:
+async def check_balance(resource_counts: Mapping[str, ResourceCount]) -> None:
     """Log every kind of resource whose counts differ when the router ends, after a time to settle."""
     deadline = asyncio.get_running_loop().time() + SETTLE_S
-    while not all(tally.is_balanced for tally in tallies.values()):
+    while not all(count.is_balanced for count in resource_counts.values()):
         if asyncio.get_running_loop().time() > deadline:
             break
-        await asyncio.sleep(LOOK_S)
-    for kind, tally in tallies.items():
-        if not tally.is_balanced:
-            logger.warning("leaked %s: %d created, %d released", kind, tally.created, tally.released)
+        await asyncio.sleep(CHECK_INTERVAL_S)
+    for kind, count in resource_counts.items():
+        if not count.is_balanced:
+            logger.warning("leaked %s: %d created, %d released", kind, count.created, count.released)
 
 
 def count_descriptors() -> int:

@@ -4,9 +4,10 @@ and logged once, at the moments and under the labels of TGIS."""
 import asyncio
 import logging
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 from tgis import failpoints
 from tgis.router.errors import (
@@ -14,23 +15,25 @@ from tgis.router.errors import (
     OverloadedError,
     RequestError,
     RouterError,
-    SlowReaderError,
+    SlowClientError,
     internal_error,
 )
 from tgis.router.events import Event, Failed, InputTokens, Output
 from tgis.router.metrics.metrics import Metrics
-from tgis.router.requests.request_log import CallLog, GenerationCall, InputLog, correlation_id
-from tgis.router.requests.tracing import Span, Tracing
-from tgis.router.requests.validation import Request
+from tgis.router.requests.request_log import CallLog, GenerationCall, InputLog, Metadata, correlation_id
+from tgis.router.requests.tracing import CallSpan, Tracing
+from tgis.router.requests.validation import CallParameters
 from tgis.router.sequence import Sequence, StopReason
 
 logger = logging.getLogger(__name__)
 
 MISSING_REQUEST = "missing request"
 
+Record = Callable[[Event], InputTokens | Output]
+
 
 @dataclass(frozen=True)
-class Accounts:
+class Accounting:
     """Metrics, traces and log settings of all calls."""
 
     metrics: Metrics
@@ -40,15 +43,15 @@ class Accounts:
 
     @contextmanager
     def open(
-        self, request: GenerationCall, method: str, kind: str, metadata: Iterable[tuple[str, str | bytes]]
-    ) -> "Iterator[Call]":
+        self, request: GenerationCall, method: str, kind: str, metadata: Metadata
+    ) -> "Iterator[CallAccount]":
         """Begin a call. Exceptions that end it early pass through. `kind` is single, batch or stream."""
         log = CallLog(request, correlation_id(metadata), self.log_text_chars)
         with self.tracing.call(method, metadata) as span, log:
             span.set_request(request, log.request_id, log.correlation_id)
-            call = Call(self.metrics, log, span, kind)
-            with call.counting_failures():
-                yield call
+            account = CallAccount(self.metrics, log, span, kind)
+            with account.counting_failures():
+                yield account
 
     @contextmanager
     def counting_overload(self, method: str) -> Iterator[None]:
@@ -61,25 +64,18 @@ class Accounts:
             raise
 
 
-class Call:
-    """One call from its start to its end."""
+class CallAccount:
+    """Account of one call from its start to its end."""
 
-    def __init__(self, metrics: Metrics, log: CallLog, span: Span, kind: str) -> None:
+    def __init__(self, metrics: Metrics, log: CallLog, span: CallSpan, kind: str) -> None:
         self._metrics, self._log, self._span, self._kind = metrics, log, span, kind
+        self.texts = log.texts
+        self.request_id = log.request_id
+        """Id of the call in the log and in what a client is told."""
         self._num_waiting = len(log.texts)  # inputs that the engine has not been given yet
         metrics.request_count.add(kind)
         if log.texts:
             metrics.request_input_count.add(amount=len(log.texts))
-
-    @property
-    def texts(self) -> list[str]:
-        """Texts of the inputs, in order."""
-        return self._log.texts
-
-    @property
-    def request_id(self) -> str:
-        """Id of the call in the log and in what a client is told."""
-        return self._log.request_id
 
     @contextmanager
     def counting_failures(self) -> Iterator[None]:
@@ -95,7 +91,7 @@ class Call:
         except OverloadedError:
             failure.add("conc_limit")
             raise
-        except SlowReaderError:
+        except SlowClientError:
             failure.add("slow_reader")
             raise
         except RouterError:
@@ -109,38 +105,37 @@ class Call:
             failure.add("cancelled", amount=self._num_waiting)
             raise
 
-    def accept(self, request: Request, sequences: list[Sequence]) -> None:
+    def accept(self, params: CallParameters, sequences: list[Sequence]) -> None:
         """Record that all inputs have been validated."""
         failpoints.hit("router.before_accept")
         metrics = self._metrics
         metrics.request_validation_duration.observe(time.monotonic() - self._log.started_at)
         for sequence in sequences:
-            sequence.request_id = self._log.request_id
+            sequence.request_id = self.request_id
             metrics.request_input_length.observe(sequence.num_input_tokens)
-            metrics.request_max_new_tokens.observe(request.stopping.max_new_tokens)
+            metrics.request_max_new_tokens.observe(params.stopping.max_new_tokens)
         self._log.accept()
 
     @contextmanager
-    def input(self, index: int, sequence: Sequence) -> Iterator[InputLog]:
-        """Open the log of the input at `index`, which must be told the input's events. Exceptions that end it
-        early pass through."""
+    def input(self, index: int, sequence: Sequence) -> Iterator[Record]:
+        """Account for the input at `index`. The function that this yields must be given the input's events,
+        each before it is used. Exceptions that end the input early pass through."""
         self._num_waiting -= 1
         with self._log.input(index, sequence) as log:
             try:
-                yield log
+                yield partial(self._record, sequence, log)
             except (asyncio.CancelledError, GeneratorExit):
                 if not log.has_ended:
                     self._metrics.request_failure.add("cancelled")
                 raise
 
-    def take(self, event: Event, log: InputLog) -> InputTokens | Output:
-        """Account for the next event of an input before it is used, and return it. Raises GenerationError for
-        a failure."""
+    def _record(self, sequence: Sequence, log: InputLog, event: Event) -> InputTokens | Output:
+        """Account for the next event of an input, and return it. Raises GenerationError for a failure."""
         if isinstance(event, Failed):
             raise GenerationError(event.message, event.code)
         if isinstance(event, Output) and event.reason is not StopReason.NOT_FINISHED:
-            self._count(log.sequence, event)
-            self._span.finish(log.sequence, event)
+            self._count(sequence, event)
+            self._span.finish(sequence, event)
         log.add(event)
         return event
 

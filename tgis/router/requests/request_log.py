@@ -53,7 +53,9 @@ class CallLog:
 
     def input(self, index: int, sequence: Sequence) -> "InputLog":
         """Return the log of the input at `index`, counted from 0."""
-        return InputLog(self, index, sequence)
+        is_part = isinstance(self.request, pb.BatchedGenerationRequest) and len(self.texts) > 1
+        kind = f"Sub-request {index + 1} from batch of {len(self.texts)}" if is_part else self._kind
+        return InputLog(self, kind, [self.texts[index]], sequence)
 
     def __enter__(self) -> "CallLog":
         return self
@@ -61,12 +63,8 @@ class CallLog:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if error is None or self.validation_s is not None:
-            return
-        if isinstance(error, asyncio.CancelledError | GeneratorExit):
-            _log_end(self, self._kind, self.texts, _Ending(StopReason.CANCELLED))
-        else:
-            _log_error(self, self._kind, self.texts, error)
+        if error is not None and self.validation_s is None:
+            InputLog(self, self._kind, self.texts).end_early(error)
 
     @cached_property
     def texts(self) -> list[str]:
@@ -81,28 +79,27 @@ class CallLog:
         lists by their count."""
         params = self.request.params
         default = () if params.method else ("method=GREEDY",)
-        return ", ".join((*default, *_shown(params)))
+        return ", ".join((*default, *_set_fields(params)))
 
     @property
     def _kind(self) -> str:
+        """TGIS's name for the call."""
         if isinstance(self.request, pb.SingleGenerationRequest):
             return "Streaming response"
         return "Request" if len(self.texts) == 1 else f"Batch of {len(self.texts)}"
 
-    def kind_of_input(self, index: int) -> str:
-        """Return TGIS's name for the input at `index`."""
-        is_part = isinstance(self.request, pb.BatchedGenerationRequest) and len(self.texts) > 1
-        return f"Sub-request {index + 1} from batch of {len(self.texts)}" if is_part else self._kind
-
 
 @dataclass
 class InputLog:
-    """Log of one input. It follows the events and logs once how the input ended. As a context manager it also
-    logs a cancellation, or an exception that passes through, which ends the input early."""
+    """Log of one input, or of all inputs of a call that ends before they begin. It follows the events and
+    logs once how the input ended. As a context manager it also logs a cancellation, or an exception that
+    passes through, which ends the input early."""
 
     call: CallLog
-    index: int
-    sequence: Sequence
+    kind: str
+    """TGIS's name for what the line is about."""
+    texts: list[str]
+    sequence: Sequence | None = None
     num_generated: int = 0
     num_bytes: int = 0
     text: str = ""
@@ -125,35 +122,72 @@ class InputLog:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if error is None or self.has_ended:
-            return
+        if error is not None and not self.has_ended:
+            self.end_early(error)
+
+    def end_early(self, error: BaseException) -> None:
+        """Log a cancellation, or what the client is told of an error, except the part that may quote the
+        request. The cause of an unforeseen error is logged where the error becomes a status."""
         if isinstance(error, asyncio.CancelledError | GeneratorExit):
             self._end(StopReason.CANCELLED, None)
-        else:
-            self.has_ended = True
-            _log_error(self.call, self._kind, self._texts, error, self.sequence)
+            return
+        self.has_ended = True
+        if not logger.isEnabledFor(logging.ERROR):
+            return
+        code, told = Code.INTERNAL, ""
+        if isinstance(error, RouterError):
+            code, told = error.code, f": {error.log_text[:MAX_ERROR_CHARS]}"
+        fields = self._fields() | {"code": code.name} | self._durations(None)
+        logger.error("%s failed with %s%s", self.kind, code.name, told, extra={FIELDS: fields})
 
     def _end(self, reason: StopReason, timings: Timings | None) -> None:
         self.has_ended = True
-        ending = _Ending(reason, self.num_generated, self.num_bytes, self.text, timings)
-        _log_end(self.call, self._kind, self._texts, ending, self.sequence)
+        level = LEVELS.get(reason, logging.INFO)
+        if not logger.isEnabledFor(level):
+            return
+        shown = f": {self.text[: self.call.text_chars]}" if self.call.text_chars else ""
+        fields = self._fields()
+        fields |= {"output_tokens": self.num_generated, "stop_reason": reason.name}
+        fields |= self._durations(timings)
+        logger.log(
+            level,
+            "%s generated %d tokens before %s, output %d bytes%s",
+            *(self.kind, self.num_generated, reason.name, self.num_bytes, shown),
+            extra={FIELDS: fields},
+        )
 
-    @property
-    def _kind(self) -> str:
-        return self.call.kind_of_input(self.index)
+    def _fields(self) -> dict[str, Scalar]:
+        """Return the fields that describe the request and its ids."""
+        call, request, sequence = self.call, self.call.request, self.sequence
+        fields: dict[str, Scalar] = {"request_id": call.request_id, "correlation_id": call.correlation_id}
+        if request.HasField("prefix_id"):
+            fields["prefix_id"] = request.prefix_id[:MAX_ID_CHARS]
+        if request.HasField("adapter_id"):
+            fields["adapter_id"] = request.adapter_id[:MAX_ID_CHARS]
+        if call.text_chars and len(self.texts) == 1:
+            fields["input"] = self.texts[0][: call.text_chars]
+        fields["input_bytes"] = sum(len(text.encode()) for text in self.texts)
+        fields["params"] = call.params_text
+        if sequence is not None:
+            fields["input_tokens"] = sequence.num_input_tokens
+            if sequence.num_virtual_tokens:
+                fields["virtual_tokens"] = sequence.num_virtual_tokens
+            if not sequence.sampling.greedy:
+                fields["seed"] = sequence.sampling.seed
+        return fields
 
-    @property
-    def _texts(self) -> list[str]:
-        return [self.call.texts[self.index]]
-
-
-@dataclass(frozen=True)
-class _Ending:
-    reason: StopReason
-    num_generated: int = 0
-    num_bytes: int = 0
-    text: str = ""
-    timings: Timings | None = None
+    def _durations(self, timings: Timings | None) -> dict[str, Scalar]:
+        """Return the known durations in milliseconds."""
+        seconds: dict[str, float] = {}
+        if self.call.validation_s is not None:
+            seconds["validation_time"] = self.call.validation_s
+        if timings is not None:
+            seconds["queue_time"] = timings.queue_s
+            seconds["inference_time"] = timings.inference_s
+            if self.num_generated:
+                seconds["time_per_token"] = timings.inference_s / self.num_generated
+        seconds["total_time"] = time.monotonic() - self.call.started_at
+        return {f"{name}_ms": round(1000 * value, 3) for name, value in seconds.items()}
 
 
 def correlation_id(metadata: Metadata) -> str:
@@ -166,80 +200,12 @@ def correlation_id(metadata: Metadata) -> str:
     return NO_ID
 
 
-def _log_end(
-    call: CallLog, kind: str, texts: list[str], ending: _Ending, sequence: Sequence | None = None
-) -> None:
-    level = LEVELS.get(ending.reason, logging.INFO)
-    if not logger.isEnabledFor(level):
-        return
-    shown = f": {ending.text[: call.text_chars]}" if call.text_chars else ""
-    fields = _fields(call, texts, sequence)
-    fields |= {"output_tokens": ending.num_generated, "stop_reason": ending.reason.name}
-    fields |= _durations(call, ending)
-    logger.log(
-        level,
-        "%s generated %d tokens before %s, output %d bytes%s",
-        *(kind, ending.num_generated, ending.reason.name, ending.num_bytes, shown),
-        extra={FIELDS: fields},
-    )
-
-
-def _log_error(
-    call: CallLog, kind: str, texts: list[str], error: BaseException, sequence: Sequence | None = None
-) -> None:
-    """Log what the client is told, except the part that may quote the request. The cause of an unforeseen
-    error is logged where the error becomes a status."""
-    if not logger.isEnabledFor(logging.ERROR):
-        return
-    code, told = Code.INTERNAL, ""
-    if isinstance(error, RouterError):
-        code, told = error.code, f": {error.log_text[:MAX_ERROR_CHARS]}"
-    fields = _fields(call, texts, sequence) | {"code": code.name} | _durations(call, None)
-    logger.error("%s failed with %s%s", kind, code.name, told, extra={FIELDS: fields})
-
-
-def _fields(call: CallLog, texts: list[str], sequence: Sequence | None) -> dict[str, Scalar]:
-    """Return the fields that describe the request and its ids. `texts` are the inputs that the line is
-    about."""
-    request = call.request
-    fields: dict[str, Scalar] = {"request_id": call.request_id, "correlation_id": call.correlation_id}
-    if request.HasField("prefix_id"):
-        fields["prefix_id"] = request.prefix_id[:MAX_ID_CHARS]
-    if request.HasField("adapter_id"):
-        fields["adapter_id"] = request.adapter_id[:MAX_ID_CHARS]
-    if call.text_chars and len(texts) == 1:
-        fields["input"] = texts[0][: call.text_chars]
-    fields["input_bytes"] = sum(len(text.encode()) for text in texts)
-    fields["params"] = call.params_text
-    if sequence is not None:
-        fields["input_tokens"] = sequence.num_input_tokens
-        if sequence.num_virtual_tokens:
-            fields["virtual_tokens"] = sequence.num_virtual_tokens
-        if not sequence.sampling.greedy:
-            fields["seed"] = sequence.sampling.seed
-    return fields
-
-
-def _durations(call: CallLog, ending: _Ending | None) -> dict[str, Scalar]:
-    """Return the known durations in milliseconds."""
-    seconds: dict[str, float] = {}
-    if call.validation_s is not None:
-        seconds["validation_time"] = call.validation_s
-    if ending is not None and ending.timings is not None:
-        seconds["queue_time"] = ending.timings.queue_s
-        seconds["inference_time"] = ending.timings.inference_s
-        if ending.num_generated:
-            seconds["time_per_token"] = ending.timings.inference_s / ending.num_generated
-    seconds["total_time"] = time.monotonic() - call.started_at
-    return {f"{name}_ms": round(1000 * value, 3) for name, value in seconds.items()}
-
-
-def _shown(message: Message) -> Iterator[str]:
+def _set_fields(message: Message) -> Iterator[str]:
     """Yield the fields that are set. Only numbers and names are shown, even of fields that the message may
     get later."""
     for descriptor, value in message.ListFields():
         if isinstance(value, Message):
-            yield from _shown(value)
+            yield from _set_fields(value)
         elif isinstance(value, str):
             yield f"{descriptor.name}={len(value.encode())} bytes"
         elif descriptor.enum_type is not None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from tgis.pb import generation_pb2 as pb
 from tgis.router.adapters.registry import AdapterLease
 from tgis.router.errors import RequestError
-from tgis.router.grammar.compiler import Constraint, Grammars, read_constraint
+from tgis.router.grammar.compiler import Constraint, GrammarCompiler, read_constraint
 from tgis.router.metrics.metrics import Metrics
 from tgis.router.sequence import CallAdapters, Details, Grammar, Sampling, Sequence, Stopping
 from tgis.router.text.tokenization import TokenIds
@@ -27,7 +27,7 @@ STOP_SEQUENCES_TEXT = (
 
 
 @dataclass(frozen=True)
-class Limits:
+class RequestLimits:
     """Limits and defaults of the server."""
 
     max_sequence_length: int
@@ -45,7 +45,7 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Request:
+class CallParameters:
     """Checked parameters of one call. They apply to all its inputs."""
 
     sampling: Sampling
@@ -57,7 +57,7 @@ class Request:
     input_text: bool
 
 
-def check_parameters(params: pb.Parameters, limits: Limits) -> Request:
+def check_parameters(params: pb.Parameters, limits: RequestLimits) -> CallParameters:
     """Check everything that needs neither a compiled grammar nor tokenized inputs. The time limit's clock
     starts here.
 
@@ -73,7 +73,7 @@ def check_parameters(params: pb.Parameters, limits: Limits) -> Request:
     details = _check_details(params, limits.max_top_n_tokens)
     _check_stop_sequences(list(stopping.stop_sequences))
     include = stopping.include_stop_sequence
-    return Request(
+    return CallParameters(
         sampling=sampling,
         stopping=Stopping(
             max_new_tokens=max_new_tokens,
@@ -99,15 +99,15 @@ class Validator:
     def __init__(
         self,
         tokenizer: Tokenizer,
-        limits: Limits,
-        grammars: Grammars,
+        limits: RequestLimits,
+        grammar_compiler: GrammarCompiler,
         metrics: Metrics,
     ) -> None:
         self.limits = limits
-        self._tokenizer, self._grammars, self._metrics = tokenizer, grammars, metrics
+        self._tokenizer, self._grammar_compiler, self._metrics = tokenizer, grammar_compiler, metrics
 
     async def sequences(
-        self, texts: list[str], request: Request, lease: AdapterLease, connection: Hashable
+        self, texts: list[str], params: CallParameters, lease: AdapterLease, connection: Hashable
     ) -> list[Sequence]:
         """Return one sequence per text of a call, in order. Each is valid while `lease` is open. `connection`
         identifies the client's connection.
@@ -116,69 +116,63 @@ class Validator:
 
         Raises RequestError for the first text that cannot be served, and everything that `AdapterLease.take`
         raises."""
-        constraint = request.constraint
-        grammar = None if constraint is None else await self._grammars.compile(constraint)
+        constraint = params.constraint
+        grammar = None if constraint is None else await self._grammar_compiler.compile(constraint)
         adapters = await lease.take()
-        num_served, least = self._find_too_long(texts, request, adapters)
+        num_served, least = self._find_too_long(texts, params, adapters)
         # A text with more tokens is refused, so no more of them are needed.
         max_ids = self.limits.max_sequence_length
         inputs = await self._tokenizer.encode_ids(texts[:num_served], max_ids, connection)
         for ids in inputs:
             self._metrics.request_raw_input_length.observe(ids.num_tokens)
-        sequences = [self._sequence(ids, request, grammar, adapters) for ids in inputs]
+        sequences = [self._sequence(ids, params, grammar, adapters) for ids in inputs]
         if num_served < len(texts):  # the texts before it can be served, and this refuses it
-            self._check_length(least, f"at least {least}", request.stopping, adapters)
+            self._check_length(least, f"at least {least}", params.stopping, adapters)
         return sequences
 
-    def _find_too_long(self, texts: list[str], request: Request, adapters: CallAdapters) -> tuple[int, int]:
+    def _find_too_long(
+        self, texts: list[str], params: CallParameters, adapters: CallAdapters
+    ) -> tuple[int, int]:
         """Return the index of the first text whose bytes alone prove that it is too long, and the least
         number of tokens that truncation leaves of it. Return the number of texts and 0 if there is none."""
         bound = self._tokenizer.max_bytes_per_token
         if bound is None:
             return len(texts), 0
-        limit, minimum = self.limits.max_sequence_length, request.stopping.min_new_tokens
+        limit, minimum = self.limits.max_sequence_length, params.stopping.min_new_tokens
         room = limit - self._prefix_length(adapters) - max(minimum, 1)
         for i, text in enumerate(texts):
             least = -(-len(text.encode()) // bound)  # rounded up
-            least = min(least, request.truncate_input_tokens or least)
+            least = min(least, params.truncate_input_tokens or least)
             # an empty text is tokenized, because it may be refused for having no tokens
             if least > max(room, 0):
                 return i, least
         return len(texts), 0
 
     def _sequence(
-        self, ids: TokenIds, request: Request, grammar: Grammar | None, adapters: CallAdapters
+        self, ids: TokenIds, params: CallParameters, grammar: Grammar | None, adapters: CallAdapters
     ) -> Sequence:
-        has_tokens = ids.num_tokens + self._num_before(adapters) > 0
-        _require(has_tokens, "tokenizer error the input has no tokens")
-        num_inputs, token_ids = self._tokenizer.truncate(ids, request.truncate_input_tokens)
-        num_left = self._check_length(num_inputs, str(num_inputs), request.stopping, adapters)
-        self._check_known(token_ids)
-        seeded = request.sampling.greedy or request.has_seed
         start, pad = self.limits.decoder_start_token_id, self.limits.pad_token_id
-        before = [pad] * adapters.num_decoder_tokens
-        encoder_before = [pad] * adapters.num_encoder_tokens
-        return Sequence(
-            before + (token_ids if start is None else [start]),
-            _reduce(request.stopping, num_left),
-            request.sampling if seeded else replace(request.sampling, seed=secrets.randbits(32)),
-            request.details,
-            grammar,
-            adapters=adapters,
-            encoder_token_ids=() if start is None else tuple(encoder_before + token_ids),
-        )
-
-    def _check_known(self, token_ids: list[int]) -> None:
+        num_before = adapters.num_decoder_tokens if start is None else adapters.num_encoder_tokens
+        _require(ids.num_tokens + num_before > 0, "tokenizer error the input has no tokens")
+        num_inputs, token_ids = self._tokenizer.truncate(ids, params.truncate_input_tokens)
+        num_left = self._check_length(num_inputs, str(num_inputs), params.stopping, adapters)
         vocab_size, largest = self.limits.vocab_size, max(token_ids, default=-1)
         _require(
             largest < vocab_size,
             f"input token id {largest} is beyond the model's vocabulary of {vocab_size} tokens",
         )
-
-    def _num_before(self, adapters: CallAdapters) -> int:
-        """Return the number of virtual tokens before the text: the encoder's if the model has one."""
-        has_encoder = self.limits.decoder_start_token_id is not None
-        return adapters.num_encoder_tokens if has_encoder else adapters.num_decoder_tokens
+        seeded = params.sampling.greedy or params.has_seed
+        before = [pad] * adapters.num_decoder_tokens
+        encoder_before = [pad] * adapters.num_encoder_tokens
+        return Sequence(
+            before + (token_ids if start is None else [start]),
+            _reduce(params.stopping, num_left),
+            params.sampling if seeded else replace(params.sampling, seed=secrets.randbits(32)),
+            params.details,
+            grammar,
+            adapters=adapters,
+            encoder_token_ids=() if start is None else tuple(encoder_before + token_ids),
+        )
 
     def _check_length(self, num_inputs: int, shown: str, stopping: Stopping, adapters: CallAdapters) -> int:
         """Return how many tokens can follow the input. A refusal shows `shown` as the number of its tokens.

@@ -5,7 +5,7 @@ from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 from itertools import count
 
-from tgis.router.metrics.resource_counts import Tally
+from tgis.router.metrics.resource_counts import ResourceCount
 
 Edge = tuple[Hashable, tuple[int, ...]]
 """A prefix, and the tokens of one block below it."""
@@ -19,11 +19,11 @@ class BlockPool:
     tokens than it has room for; a look-up finds it only as the end of exactly those tokens. A freed block can
     be found until it is reused, and the oldest is reused first."""
 
-    def __init__(self, num_blocks: int, block_size: int, tally: Tally | None = None) -> None:
-        """Create an empty pool. The tally counts a block as taken while it has at least one reference, and as
-        given back once it can only be found."""
+    def __init__(self, num_blocks: int, block_size: int, resource_count: ResourceCount | None = None) -> None:
+        """Create an empty pool. `resource_count` counts a block as taken while it has at least one
+        reference, and as given back once it can only be found."""
         self.num_blocks, self.block_size = num_blocks, block_size
-        self.tally = tally or Tally()
+        self.resource_count = resource_count or ResourceCount()
         self._num_references = [0] * num_blocks
         # The front is reused first.
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
@@ -62,7 +62,7 @@ class BlockPool:
         num_revived = sum(not self._num_references[block] for block in cached)
         if num_new > self.num_free - num_revived:
             return None
-        self.tally.created += num_revived + num_new
+        self.resource_count.created += num_revived + num_new
         for block in cached:
             self._num_references[block] += 1
             self._free.pop(block, None)
@@ -85,14 +85,14 @@ class BlockPool:
             self._num_references[block] -= 1
             assert self._num_references[block] >= 0, f"block {block} was released too often"
             if not self._num_references[block]:
-                self.tally.released += 1
+                self.resource_count.released += 1
                 self._free[block] = None
 
     def renew(self, num_blocks: int, block_size: int) -> "BlockPool":
-        """Return an empty pool with the same tally, for shards that have lost this pool's contents. Nothing
-        may refer to this pool's blocks any more."""
-        self.tally.released += self.num_used
-        return BlockPool(num_blocks, block_size, self.tally)
+        """Return an empty pool with the same resource count, for shards that have lost this pool's
+        contents. Nothing may refer to this pool's blocks any more."""
+        self.resource_count.released += self.num_used
+        return BlockPool(num_blocks, block_size, self.resource_count)
 
     def _take_oldest(self) -> int:
         block, _ = self._free.popitem(last=False)

@@ -1,6 +1,6 @@
 """Free rows of the shards' row tables. Every running sequence has one row."""
 
-from tgis.router.metrics.resource_counts import Tally
+from tgis.router.metrics.resource_counts import ResourceCount
 
 
 class FreeRows:
@@ -8,7 +8,7 @@ class FreeRows:
     of both, in that order."""
 
     def __init__(self, num_rows: int) -> None:
-        self.tally = Tally()
+        self.resource_count = ResourceCount()
         self._free = list(range(num_rows))[::-1]
         self._closed: list[int] = []
 
@@ -17,11 +17,11 @@ class FreeRows:
         return len(self._free)
 
     def take(self) -> int:
-        self.tally.created += 1
+        self.resource_count.created += 1
         return self._free.pop()
 
     def close(self, row: int) -> None:
-        self.tally.released += 1
+        self.resource_count.released += 1
         self._closed.append(row)
         self._free.append(row)
 

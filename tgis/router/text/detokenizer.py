@@ -7,7 +7,8 @@ replacement character, and is released as a whole. Such characters at the end of
 import codecs
 import json
 from collections.abc import Callable
-from typing import Generic, Protocol, TypeVar
+from functools import cache
+from typing import Protocol
 
 from tgis.router.errors import StartupError
 from tgis.router.text.tokenizer import Tokenizer
@@ -16,8 +17,6 @@ REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 MAX_UNIT = 256
 """Number of tokens after which a unit that the library decodes is released as it is. Otherwise, if a model
 produces no valid character, every token would cost more than the one before."""
-
-V = TypeVar("V")
 
 
 class Detokenizer(Protocol):
@@ -41,23 +40,23 @@ class Vocabulary:
         self._tokenizer = tokenizer
         self._skips_special, self._is_continuation = not output_special_tokens, is_continuation
         self._skipped = frozenset() if output_special_tokens else tokenizer.special_ids
-        self.holds_clusters = bool(decoder) and decoder["type"] in ("ByteLevel", "Sequence")
+        self.streams_clusters = bool(decoder) and decoder["type"] in ("ByteLevel", "Sequence")
         """True if a stream shows whole grapheme clusters; else it shows whole tokens."""
         self.detokenizer = self._choose(_kinds(decoder))
         """Factory of the detokenizer of one generation."""
 
     def _choose(self, kinds: list[str]) -> Callable[[], Detokenizer]:
         if kinds in (["ByteLevel"], ["ByteLevel", "Fuse"]):
-            parts = _Cache(self._text_or_bytes)
+            parts = cache(self._text_or_bytes)
             return lambda: ByteLevelDetokenizer(parts)
         if "BPEDecoder" in kinds:
             placeholder = self._find_placeholder()
             ending = self._decode([placeholder])
-            inner = _Cache(lambda token_id: self._decode([token_id, placeholder]).removesuffix(ending))
+            inner = cache(lambda token_id: self._decode([token_id, placeholder]).removesuffix(ending))
             return lambda: SuffixDetokenizer(inner, self._decode, self._skipped)
         decode = self._decode_after_placeholder() if kinds else self._decode_spaced
         first = decode if self._is_continuation else self._decode
-        texts = _Cache(lambda token_id: decode([token_id]))
+        texts = cache(lambda token_id: decode([token_id]))
         return lambda: UnitDetokenizer(texts, decode, first, self._skipped)
 
     def _decode(self, token_ids: list[int]) -> str:
@@ -111,14 +110,14 @@ class Vocabulary:
 class ByteLevelDetokenizer:
     """Detokenizer for vocabularies whose pieces spell bytes."""
 
-    def __init__(self, parts: "_Cache[str | bytes]") -> None:
+    def __init__(self, parts: Callable[[int], str | bytes]) -> None:
         self._parts = parts
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._unit: list[str] = []
         self._is_uncertain = False  # whether the unit's last character is a replacement
 
     def push(self, token_id: int) -> str:
-        part = self._parts[token_id]
+        part = self._parts(token_id)
         if not self._unit and isinstance(part, str):
             return part
         text = self._decoder.decode(part.encode() if isinstance(part, str) else part)
@@ -146,7 +145,7 @@ class UnitDetokenizer:
 
     def __init__(
         self,
-        texts: "_Cache[str]",
+        texts: Callable[[int], str],
         decode: Callable[[list[int]], str],
         decode_first: Callable[[list[int]], str],
         skipped: frozenset[int],
@@ -161,12 +160,12 @@ class UnitDetokenizer:
         if token_id in self._skipped:
             return ""
         is_alone = not self._unit and self._decode is self._then
-        text = self._texts[token_id] if is_alone else self._decode([*self._unit, token_id])
+        text = self._texts(token_id) if is_alone else self._decode([*self._unit, token_id])
         if text.endswith(REPLACEMENT) and len(self._unit) + 1 < MAX_UNIT:
             self._unit.append(token_id)
             return ""
         self._unit.clear()
-        if text or self._texts[token_id]:  # an id that has no piece does not count as the first token
+        if text or self._texts(token_id):  # an id that has no piece does not count as the first token
             self._decode = self._then
         return text
 
@@ -181,7 +180,7 @@ class SuffixDetokenizer:
     a space unless the text ends there."""
 
     def __init__(
-        self, inner: "_Cache[str]", decode: Callable[[list[int]], str], skipped: frozenset[int]
+        self, inner: Callable[[int], str], decode: Callable[[list[int]], str], skipped: frozenset[int]
     ) -> None:
         """Create a detokenizer. `inner` returns a token's text if another token follows, and `decode` the
         text of the last token."""
@@ -192,23 +191,11 @@ class SuffixDetokenizer:
         if token_id in self._skipped:
             return ""
         before, self._last = self._last, token_id
-        return "" if before is None else self._inner[before]
+        return "" if before is None else self._inner(before)
 
     def flush(self) -> str:
         last, self._last = self._last, None
         return "" if last is None else self._decode([last])
-
-
-class _Cache(dict[int, V], Generic[V]):
-    """Cache of `compute` by token id, with at most one entry for each token of the vocabulary."""
-
-    def __init__(self, compute: Callable[[int], V]) -> None:
-        super().__init__()
-        self._compute = compute
-
-    def __missing__(self, token_id: int) -> V:
-        value = self[token_id] = self._compute(token_id)
-        return value
 
 
 def _kinds(decoder: dict[str, object] | None) -> list[str]:
@@ -216,10 +203,9 @@ def _kinds(decoder: dict[str, object] | None) -> list[str]:
     if decoder is None:
         return []
     steps = _steps(decoder)
-    if decoder["type"] not in _WHOLE and decoder["type"] != "Sequence":
-        raise StartupError(f"Unsupported tokenizer type: {decoder['type']}")
+    supported = _WHOLE | _STEPS if decoder["type"] == "Sequence" else _WHOLE
     for step in steps:
-        if step not in _WHOLE | _STEPS:
+        if step not in supported:
             raise StartupError(f"Unsupported tokenizer type: {step}")
     return steps
 

@@ -34,13 +34,14 @@ class FairQueue(Generic[T]):
         """Append an item, and return the items that are dropped for it. `item` itself may be one of them."""
         share = self._shares.setdefault(owner, _Share())
         share.items.append((item, num_bytes))
-        self._add(share, num_bytes)
+        share.num_bytes += num_bytes
+        self.num_bytes += num_bytes
         dropped = []
         while self.num_bytes > self._max_bytes:
             # Among equals, the owner of the new item loses.
             loser = max(self._shares, key=lambda each: (self._shares[each].num_bytes, each == owner))
             newest, size = self._shares[loser].items.pop()
-            self._take(loser, size)
+            self._forget(loser, size)
             dropped.append(newest)
         return dropped
 
@@ -51,7 +52,7 @@ class FairQueue(Generic[T]):
         owner, share = next(iter(self._shares.items()))
         item, size = share.items.popleft()
         self._shares.move_to_end(owner)
-        self._take(owner, size)
+        self._forget(owner, size)
         return item
 
     def remove(self, owner: Hashable, item: T) -> bool:
@@ -61,15 +62,13 @@ class FairQueue(Generic[T]):
         if share is None or place is None:
             return False
         share.items.remove(place)
-        self._take(owner, place[1])
+        self._forget(owner, place[1])
         return True
 
-    def _take(self, owner: Hashable, num_bytes: int) -> None:
+    def _forget(self, owner: Hashable, num_bytes: int) -> None:
+        """Subtract the bytes of an item that has been removed."""
         share = self._shares[owner]
-        self._add(share, -num_bytes)
+        share.num_bytes -= num_bytes
+        self.num_bytes -= num_bytes
         if not share.items:
             del self._shares[owner]
-
-    def _add(self, share: _Share[T], num_bytes: int) -> None:
-        share.num_bytes += num_bytes
-        self.num_bytes += num_bytes

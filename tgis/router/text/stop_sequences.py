@@ -17,7 +17,7 @@ _CLUSTER = regex.compile(r"\X")
 _NOT_FINISHED = StopReason.NOT_FINISHED  # looked up once, because every token needs it
 
 
-class Piece(NamedTuple):
+class TextUpdate(NamedTuple):
     """Result of one token: text that may be shown, and whether the token was the last."""
 
     text: str
@@ -25,7 +25,7 @@ class Piece(NamedTuple):
     stop_sequence: str = ""
 
 
-_NOTHING = Piece("")
+_NOTHING = TextUpdate("")
 
 
 class StopMatcher:
@@ -56,8 +56,8 @@ class StopMatcher:
         self._tail = (self._tail + text)[self._end]
 
 
-class Hold(Protocol):
-    """End of the text that may not be shown yet."""
+class TextBuffer(Protocol):
+    """Buffer of the end of a text, which may not be shown yet."""
 
     def push(self, text: str) -> str:
         """Add `text`, and return the text that may be shown now."""
@@ -68,8 +68,8 @@ class Hold(Protocol):
         ...
 
 
-class ClusterHold:
-    """Hold that shows whole grapheme clusters. It shows the text up to the last beginning of a cluster that
+class ClusterBuffer:
+    """Buffer that shows whole grapheme clusters. It shows the text up to the last beginning of a cluster that
     leaves `hold_back` bytes and those of the newest piece behind it; with `hold_back` 0, all but the last
     cluster."""
 
@@ -93,8 +93,8 @@ class ClusterHold:
         return held
 
 
-class TokenHold:
-    """Hold that shows whole pieces. It shows the text up to the last end of a piece that leaves `hold_back`
+class PieceBuffer:
+    """Buffer that shows whole pieces. It shows the text up to the last end of a piece that leaves `hold_back`
     bytes behind it."""
 
     def __init__(self, hold_back: int) -> None:
@@ -129,34 +129,34 @@ class TextStream:
         self._stopping = stopping
         self._detokenizer = vocabulary.detokenizer()
         self._matcher = StopMatcher(stopping.stop_sequences) if stopping.stop_sequences else None
-        hold = ClusterHold if vocabulary.holds_clusters else TokenHold
-        self._hold: Hold = hold(_hold_back(stopping))
+        buffer = ClusterBuffer if vocabulary.streams_clusters else PieceBuffer
+        self._buffer: TextBuffer = buffer(_hold_back(stopping))
         self._num_tokens = 0
 
-    def push(self, token_id: int) -> Piece:
+    def push(self, token_id: int) -> TextUpdate:
         """Add the next token. No further token may follow a piece with a reason."""
         self._num_tokens += 1
         reason = self._reason(token_id)
         # The token that ends a sequence is not part of the text, even if special tokens are.
         text = "" if reason is StopReason.EOS_TOKEN else self._detokenizer.push(token_id)
         if reason is not _NOT_FINISHED:
-            return Piece(self._hold.flush() + text + self._detokenizer.flush(), reason)
+            return TextUpdate(self._buffer.flush() + text + self._detokenizer.flush(), reason)
         if not text:
             return _NOTHING
         if self._matcher is not None:
             if self._num_tokens >= self._stopping.min_new_tokens:
                 stop, num_after = self._matcher.find(text)
                 if stop:
-                    return Piece(self._cut(text, stop, num_after), StopReason.STOP_SEQUENCE, stop)
+                    return TextUpdate(self._cut(text, stop, num_after), StopReason.STOP_SEQUENCE, stop)
             self._matcher.add(text)
-        return Piece(self._hold.push(text))
+        return TextUpdate(self._buffer.push(text))
 
     def flush(self) -> str:
         """Return the text that is held back, for a generation that ends between tokens."""
-        return self._hold.flush() + self._detokenizer.flush()
+        return self._buffer.flush() + self._detokenizer.flush()
 
     def _cut(self, text: str, stop: str, num_after: int) -> str:
-        unshown = self._hold.flush() + text
+        unshown = self._buffer.flush() + text
         num_cut = num_after if self._stopping.include_stop_sequence else num_after + len(stop)
         assert num_cut <= len(unshown), "of a stop sequence nothing has been shown"
         return unshown[: len(unshown) - num_cut]

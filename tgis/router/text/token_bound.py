@@ -21,6 +21,19 @@ PARTS = frozenset(
 )
 NFC_FACTOR = 3.5
 """Maximum bytes of text for a byte of its NFC: U+1FBE U+0308 U+0301, 7 bytes, become U+0390, 2 bytes."""
+ADDED_TOKEN_FIELDS = frozenset("id content single_word lstrip rstrip normalized special".split())
+SPLITTER_FIELDS = {
+    "ByteLevel": {"add_prefix_space", "trim_offsets", "use_regex"},
+    "Metaspace": {"replacement", "prepend_scheme", "split"},
+    "Digits": {"individual_digits"},
+    "Punctuation": {"behavior"},
+    "Split": {"pattern", "invert", "behavior"},
+}
+"""Fields of the pre-tokenizers that drop and shrink nothing."""
+BPE_FIELDS = frozenset(
+    "type dropout unk_token continuing_subword_prefix end_of_word_suffix fuse_unk byte_fallback "
+    "ignore_merges vocab merges".split()
+)
 BEHAVIORS_THAT_KEEP_ALL = frozenset({"Isolated", "MergedWithPrevious", "MergedWithNext", "Contiguous"})
 BYTE_LEVEL_ALPHABET = frozenset(pre_tokenizers.ByteLevel.alphabet())
 BYTE_FALLBACK_TOKENS = frozenset(f"<0x{byte:02X}>" for byte in range(256))
@@ -64,19 +77,7 @@ def _flatten(part: Part | None) -> Iterator[Part]:
 
 
 def _strips_nothing(token: Part) -> bool:
-    match token:
-        case {
-            "id": _,
-            "content": _,
-            "single_word": _,
-            "lstrip": False,
-            "rstrip": False,
-            "normalized": _,
-            "special": _,
-            **rest,
-        }:
-            return not rest
-    return False
+    return token.keys() == ADDED_TOKEN_FIELDS and not token["lstrip"] and not token["rstrip"]
 
 
 def _shrink_factor(normalizer: Part) -> float:
@@ -93,18 +94,9 @@ def _shrink_factor(normalizer: Part) -> float:
 
 def _keeps_all(step: Part) -> bool:
     """Return whether a pre-tokenizer only splits text and makes it longer."""
-    match step:
-        case {"type": "ByteLevel", "add_prefix_space": _, "trim_offsets": _, "use_regex": _, **rest}:
-            return not rest
-        case {"type": "Metaspace", "replacement": _, "prepend_scheme": _, "split": _, **rest}:
-            return not rest
-        case {"type": "Digits", "individual_digits": _, **rest}:
-            return not rest
-        case {"type": "Punctuation", "behavior": behavior, **rest}:
-            return not rest and behavior in BEHAVIORS_THAT_KEEP_ALL
-        case {"type": "Split", "pattern": _, "invert": _, "behavior": behavior, **rest}:
-            return not rest and behavior in BEHAVIORS_THAT_KEEP_ALL
-    return False
+    fields = SPLITTER_FIELDS.get(step["type"])
+    is_known = fields is not None and step.keys() == fields | {"type"}
+    return is_known and step.get("behavior", "Isolated") in BEHAVIORS_THAT_KEEP_ALL
 
 
 def _only_adds(processors: list[Part]) -> bool:
@@ -121,24 +113,17 @@ def _only_adds(processors: list[Part]) -> bool:
 def _longest_entry(model: Part, is_byte_level: bool, vocab_size: int) -> int | None:
     """Return the most bytes of normalized text that a token of the model stands for. None for other models
     than BPE, for those that lack a byte, and for those whose tokens may spell less than they stand for."""
-    match model:
-        case {
-            "type": "BPE",
-            "dropout": _,
-            "unk_token": _,
-            "continuing_subword_prefix": None | "",
-            "end_of_word_suffix": None | "",
-            "fuse_unk": _,
-            "byte_fallback": byte_fallback,
-            "ignore_merges": _,
-            "vocab": vocab,
-            "merges": _,
-            **rest,
-        } if not rest and len(vocab) == vocab_size:  # else entries share an id, and so their merges
-            if is_byte_level and vocab.keys() >= BYTE_LEVEL_ALPHABET:
-                return max(map(len, vocab))  # each character is a byte
-            if byte_fallback and vocab.keys() >= BYTE_FALLBACK_TOKENS:
-                return max(len(entry.encode()) for entry in vocab)
+    if model["type"] != "BPE" or model.keys() != BPE_FIELDS:
+        return None
+    if model["continuing_subword_prefix"] or model["end_of_word_suffix"]:
+        return None
+    vocab = model["vocab"]
+    if len(vocab) != vocab_size:  # entries share an id, and so their merges
+        return None
+    if is_byte_level and vocab.keys() >= BYTE_LEVEL_ALPHABET:
+        return max(map(len, vocab))  # each character is a byte
+    if model["byte_fallback"] and vocab.keys() >= BYTE_FALLBACK_TOKENS:
+        return max(len(entry.encode()) for entry in vocab)
     return None
 
 

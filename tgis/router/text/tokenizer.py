@@ -72,15 +72,18 @@ class Tokenizer:
         client's connection. Raises RequestError and OverloadedError."""
         num_bytes = sum(max(len(text.encode(errors="replace")), BYTES_PER_TEXT) for text in texts)
         if num_bytes > LONG_TEXT_BYTES:
-            return await self._process.encode_ids(texts, max_ids, connection, num_bytes)
-        return await self._in_thread(lambda: encode_ids(self.fast, texts, max_ids))
+            return await self._process.run(
+                encode_ids, texts, max_ids, connection=connection, num_bytes=num_bytes
+            )
+        return await self._in_thread(encode_ids, texts, max_ids)
 
     async def tokenize(self, request: pb.BatchedTokenizeRequest, connection: Hashable) -> Tokenized:
         """Answer a Tokenize call. `connection` identifies the client's connection. Raises RequestError and
         OverloadedError."""
-        if max(request.ByteSize(), BYTES_PER_TEXT * len(request.requests)) > LONG_TEXT_BYTES:
-            return await self._process.tokenize(request, connection)
-        return await self._in_thread(lambda: tokenize(self.fast, request))
+        num_bytes = request.ByteSize()
+        if max(num_bytes, BYTES_PER_TEXT * len(request.requests)) > LONG_TEXT_BYTES:
+            return await self._process.run(tokenize, request, connection=connection, num_bytes=num_bytes)
+        return await self._in_thread(tokenize, request)
 
     def truncate(self, ids: TokenIds, max_tokens: int) -> TokenIds:
         """Keep the last `max_tokens`. Tokens that begin every text replace the first of them."""
@@ -93,8 +96,9 @@ class Tokenizer:
         self._threads.shutdown(wait=False, cancel_futures=True)
         self._process.close()
 
-    async def _in_thread(self, call: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._threads, call)
+    async def _in_thread(self, function: Callable[..., T], *arguments: object) -> T:
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._threads, function, self.fast, *arguments)
 
     def _bos_of_settings(self) -> list[int]:
         """Return the beginning-of-text token that `add_bos_token: true` asks for. As in TGIS, truncated

@@ -3,19 +3,17 @@ the router's interpreter nor other computations on this machine."""
 
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import tokenizers
 
-from tgis.pb import generation_pb2 as pb
 from tgis.process.child import die_with
 from tgis.process.memory_release import return_freed_memory
 from tgis.router.errors import RequestError
-from tgis.router.text.tokenization import Tokenized, encode_ids, load_tokenizer, tokenize
+from tgis.router.text.tokenization import load_tokenizer
 
 NICENESS = 10
 IDLE_S = 2.0  # idle time after which it keeps no memory for the next text
@@ -33,28 +31,19 @@ def main(fd: int, directory: Path, parent: int) -> None:
             if not connection.poll(IDLE_S):
                 return_freed_memory()
             try:
-                name, arguments = connection.recv()
+                function, arguments = connection.recv()
             except EOFError:
                 return
-            connection.send(_answer(tokenizer, name, arguments))
+            connection.send(_answer(function, tokenizer, *arguments))
             del arguments
 
 
-def _answer(tokenizer: tokenizers.Tokenizer, name: str, arguments: tuple[Any, ...]) -> object:
+def _answer(function: Callable[..., object], tokenizer: tokenizers.Tokenizer, *arguments: Any) -> object:
     """Return the call's result, or the RequestError that refuses it."""
     try:
-        return CALLS[name](tokenizer, *arguments)
+        return function(tokenizer, *arguments)
     except RequestError as error:
         return RequestError(str(error))  # without the library's error, whose text may quote the input
-
-
-def _tokenize_serialized(tokenizer: tokenizers.Tokenizer, request: bytes) -> Tokenized:
-    return tokenize(tokenizer, pb.BatchedTokenizeRequest.FromString(request))
-
-
-CALLS: Mapping[str, Callable[..., object]] = MappingProxyType(
-    {"encode_ids": encode_ids, "tokenize": _tokenize_serialized}
-)
 
 
 if __name__ == "__main__":

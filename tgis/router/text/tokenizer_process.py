@@ -6,30 +6,30 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from tgis.pb import generation_pb2 as pb
 from tgis.router.errors import OVERLOADED, OverloadedError, RequestError
 from tgis.router.text.fair_queue import FairQueue
-from tgis.router.text.tokenization import TokenIds, Tokenized
 
 MAX_QUEUED_BYTES = 64 << 20
 # Time that the process may spend on a text whose call has ended. Below it, going on costs less than starting
 # a new process.
 ABANDONED_S = 2.0
 
+T = TypeVar("T")
+
 
 @dataclass(eq=False)
 class _Job:
-    """One call: a function of `tokenizer_child.CALLS` and its arguments besides the tokenizer."""
+    """One call: a function of a tokenizer, and its other arguments."""
 
-    name: str
-    arguments: tuple[Any, ...]
+    function: Callable[..., object]
+    arguments: tuple[object, ...]
     answer: asyncio.Future[Any] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
 
@@ -46,37 +46,18 @@ class TokenizerProcess:
         self._worker: asyncio.Task[None] | None = None
         self._running: _Job | None = None
 
-    @property
-    def num_queued_bytes(self) -> int:
-        return self._queue.num_bytes
-
-    async def encode_ids(
-        self, texts: list[str], max_ids: int, connection: Hashable, num_bytes: int
-    ) -> list[TokenIds]:
-        """Encode the texts, and keep the last `max_ids` of each. `num_bytes` is the size of all texts. Raises
-        RequestError and OverloadedError."""
-        answer: list[TokenIds] = await self._ask(_Job("encode_ids", (texts, max_ids)), connection, num_bytes)
-        return answer
-
-    async def tokenize(self, request: pb.BatchedTokenizeRequest, connection: Hashable) -> Tokenized:
-        """Answer a Tokenize call. Raises RequestError and OverloadedError."""
-        data = request.SerializeToString()
-        answer: Tokenized = await self._ask(_Job("tokenize", (data,)), connection, len(data))
-        return answer
-
-    def close(self) -> None:
-        """Stop the process. No call may follow."""
-        self._child.close()
-        self._thread.submit(self._child.reap)
-        self._thread.shutdown(wait=False)
-
-    async def _ask(self, job: _Job, connection: Hashable, num_bytes: int) -> Any:
+    async def run(
+        self, function: Callable[..., T], *arguments: object, connection: Hashable, num_bytes: int
+    ) -> T:
+        """Return `function` of the tokenizer and `arguments`. `function` is at the top of its module, and
+        `num_bytes` is the size of its texts. Raises RequestError and OverloadedError."""
+        job = _Job(function, arguments)
         for dropped in self._queue.push(connection, job, num_bytes):
             dropped.answer.set_result(OverloadedError(OVERLOADED))
         if self._worker is None:
             self._worker = asyncio.create_task(self._work(), name="tokenizer process")
         try:
-            answer = await job.answer
+            answer: T | Exception = await job.answer
         except asyncio.CancelledError:
             if not self._queue.remove(connection, job):
                 asyncio.get_running_loop().call_later(ABANDONED_S, self._stop_computing, job)
@@ -87,6 +68,12 @@ class TokenizerProcess:
             finally:
                 del answer  # its traceback refers to this frame: the cycle would keep the texts
         return answer
+
+    def close(self) -> None:
+        """Stop the process. No call may follow."""
+        self._child.close()
+        self._thread.submit(self._child.reap)
+        self._thread.shutdown(wait=False)
 
     async def _work(self) -> None:
         while self._queue:
@@ -103,7 +90,9 @@ class TokenizerProcess:
         loop = asyncio.get_running_loop()
         try:
             for _ in range(2):  # the process may have been killed from outside
-                answer = await loop.run_in_executor(self._thread, self._child.ask, job.name, job.arguments)
+                answer = await loop.run_in_executor(
+                    self._thread, self._child.ask, job.function, job.arguments
+                )
                 if answer is not None or job.answer.done():
                     return answer
         except Exception as error:
@@ -124,11 +113,11 @@ class _Child:
         self._connection: Connection | None = None
         self._is_closed = False
 
-    def ask(self, name: str, arguments: tuple[Any, ...]) -> object:
+    def ask(self, function: Callable[..., object], arguments: tuple[object, ...]) -> object:
         """Return the answer, or None if the process dies first. Raises RuntimeError if it cannot start."""
         connection = self._connection or self._start()
         try:
-            connection.send((name, arguments))
+            connection.send((function, arguments))
             return connection.recv()
         except (EOFError, OSError):
             self.reap()

@@ -117,8 +117,8 @@ def test_tokens_are_replaced_under_way(guarded: Setup, home: Path) -> None:
 
 
 def test_a_file_without_tokens_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(AssertionError, match=r"error: the tokens of .*nowhere cannot be read"):
+    with pytest.raises(AssertionError, match=r"error: the file of bearer tokens .*nowhere cannot be read"):
         start_router(tmp_path, 1, "--auth-tokens-path", str(tmp_path / "nowhere"))
     (tmp_path / "empty").write_text("\n")
-    with pytest.raises(AssertionError, match="error: there is no token in "):
+    with pytest.raises(AssertionError, match=r"error: the file of bearer tokens .* has no token"):
         start_router(tmp_path, 1, "--auth-tokens-path", str(tmp_path / "empty"))

@@ -12,10 +12,10 @@ from tests.support.router.router_process import Setup, router_command
 from tests.support.tokenizers.trained import write_byte_level
 from tgis.config.network import PortOptions
 from tgis.net.ports import reserve
-from tgis.router.api.grpc.auth_interceptor import warn_if_open
+from tgis.router.api.grpc.auth_interceptor import warn_if_unprotected
 
 WARNING = "may call the gRPC port"
-NOT_ENCRYPTED = "and nothing on it is encrypted"
+NOT_ENCRYPTED = "which is not encrypted"
 TLS = {"tls_cert_path": "c", "tls_key_path": "k"}
 ALONE = ["unshare", "--user", "--map-root-user", "--net"]  # a network that nobody else is in
 
@@ -39,7 +39,7 @@ def test_what_is_said(
     bind: str, options: dict[str, str], said: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     with reserve(bind, 0) as reserved:  # which does not listen
-        warn_if_open(PortOptions(bind=bind, **options), reserved.getsockname()[0])  # type: ignore[arg-type]
+        warn_if_unprotected(PortOptions(bind=bind, **options), reserved.getsockname()[0])  # type: ignore[arg-type]
     assert [text for text in (WARNING, NOT_ENCRYPTED) if text in caplog.text] == said
     assert len(caplog.records) == bool(said)
 

@@ -14,7 +14,7 @@ from tests.support.accounts import assert_nothing_left, scrape, take_baseline
 from tests.support.router.router_process import Setup, start_router, stop_router
 from tgis.pb import generation_pb2 as pb
 from tgis.pb.generation_pb2_grpc import GenerationServiceStub
-from tgis.router.api.grpc.refusal_pacing import BYTES_PER_S, MAX_DELAY_S, RefusalClocks
+from tgis.router.api.grpc.refusal_pacing import BYTES_PER_S, MAX_DELAY_S, RefusalPacing
 
 TEXT = "word " * 800_000  # a second's worth
 MANY = 8  # more than MAX_DELAY_S's worth
@@ -36,21 +36,21 @@ def due_by_history(history: list[tuple[float, int]], bytes_per_s: int, max_delay
 
 @given(REFUSALS)
 def test_delays_are_those_of_a_model_that_forgets_nothing(refusals: list[tuple[str, int, int]]) -> None:
-    clocks, now = RefusalClocks(bytes_per_s=2, max_delay_s=20), 0
+    pacing, now = RefusalPacing(bytes_per_s=2, max_delay_s=20), 0
     history: dict[str, list[tuple[float, int]]] = {peer: [] for peer in PEERS}
     for peer, num_bytes, pause in refusals:
         now += pause
         expected = max(due_by_history(history[peer], 2, 20) - now, 0)
-        assert clocks.delay(peer, num_bytes, now) == expected
+        assert pacing.delay(peer, num_bytes, now) == expected
         history[peer].append((now, num_bytes))
-        assert len(clocks) <= sum(due_by_history(history[each], 2, 20) > now - 20 for each in PEERS)
+        assert len(pacing) <= sum(due_by_history(history[each], 2, 20) > now - 20 for each in PEERS)
 
 
 def test_quiet_connections_are_forgotten() -> None:
-    clocks = RefusalClocks()
+    pacing = RefusalPacing()
     for i in range(100_000):
-        assert clocks.delay(f"ipv4:10.0.0.1:{i}", BYTES_PER_S, i / 100) == 0
-        assert len(clocks) <= 100 * MAX_DELAY_S + 1
+        assert pacing.delay(f"ipv4:10.0.0.1:{i}", BYTES_PER_S, i / 100) == 0
+        assert len(pacing) <= 100 * MAX_DELAY_S + 1
 
 
 @pytest.fixture(scope="module")

@@ -20,66 +20,67 @@ from tgis.router.metrics.metric_types import Counter
 
 logger = logging.getLogger(__name__)
 
-OPEN_PREFIX = "/grpc.health.v1.Health/"
+HEALTH_PREFIX = "/grpc.health.v1.Health/"
 SCHEME = "bearer "
 REFUSAL = "a valid bearer token is required"
 MAX_METHOD_CHARS = 100  # length in the log, because an unknown client may call any name
-LOOK_S = 1.0  # least time between two checks of the file
+CHECK_INTERVAL_S = 1.0  # least time between two checks of the file
 
 Handler = Any  # grpc types its handlers for the synchronous server only
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
-def warn_if_open(options: PortOptions, host: str) -> None:
+def warn_if_unprotected(options: PortOptions, host: str) -> None:
     """Warn if anybody who reaches `host`, the address of the gRPC port, may call."""
     if ip_address(host).is_loopback or options.tls_client_ca_cert_path or options.auth_tokens_path:
         return
     if options.tls_cert_path:
         logger.warning(
-            "anybody who reaches %s may call the gRPC port: --tls-client-ca-cert-path or --auth-tokens-path "
-            "admits known clients alone",
+            "anybody who reaches %s may call the gRPC port; to admit only known clients, set "
+            "--tls-client-ca-cert-path or --auth-tokens-path",
             host,
         )
     else:
         logger.warning(
-            "anybody who reaches %s may call the gRPC port, and nothing on it is encrypted: "
-            "--tls-cert-path and --tls-key-path encrypt it, --tls-client-ca-cert-path or --auth-tokens-path "
-            "admits known clients alone, --bind 127.0.0.1 keeps it on this machine",
+            "anybody who reaches %s may call the gRPC port, which is not encrypted; to encrypt it, set "
+            "--tls-cert-path and --tls-key-path; to admit only known clients, also set "
+            "--tls-client-ca-cert-path or --auth-tokens-path; to serve only this machine, set "
+            "--bind 127.0.0.1",
             host,
         )
 
 
-class Tokens:
-    """Tokens of a file, one per line. A changed file is read again, so that tokens can be replaced."""
+class BearerTokens:
+    """Bearer tokens of a file, one per line. A changed file is read again, so that tokens can be replaced."""
 
     def __init__(self, path: str) -> None:
         """Read the file. Raises StartupError."""
-        self._path, self._state, self._looked_at = path, look_at(path), time.monotonic()
+        self._path, self._state, self._checked_at = path, look_at(path), time.monotonic()
         self._digests = _read(path)
 
     def has(self, token: str) -> bool:
         """Return whether `token` is known, in a time that does not depend on how much of it is right."""
-        self._look()
+        self._reload_if_changed()
         digest = _digest(token)
         return sum(hmac.compare_digest(digest, known) for known in self._digests) > 0
 
-    def _look(self) -> None:
+    def _reload_if_changed(self) -> None:
         now = time.monotonic()
-        if now - self._looked_at < LOOK_S:
+        if now - self._checked_at < CHECK_INTERVAL_S:
             return
-        self._looked_at, state = now, look_at(self._path)
+        self._checked_at, state = now, look_at(self._path)
         if state != self._state:
             self._state = state
             try:
                 self._digests = _read(self._path)
             except StartupError as error:
-                logger.error("the tokens stay as they were: %s", error)
+                logger.error("the bearer tokens were not reloaded, those read before stay valid: %s", error)
 
 
-class Gate(grpc.aio.ServerInterceptor):
+class AuthInterceptor(grpc.aio.ServerInterceptor):
     """Interceptor of all methods that counts and logs the calls it refuses."""
 
-    def __init__(self, tokens: Tokens, failures: Counter) -> None:
+    def __init__(self, tokens: BearerTokens, failures: Counter) -> None:
         self._tokens, self._failures = tokens, failures
 
     async def intercept_service(
@@ -87,14 +88,16 @@ class Gate(grpc.aio.ServerInterceptor):
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Handler:
-        if handler_call_details.method.startswith(OPEN_PREFIX) or self._admits(handler_call_details):
+        if handler_call_details.method.startswith(HEALTH_PREFIX) or self._is_authenticated(
+            handler_call_details
+        ):
             return await continuation(handler_call_details)
         self._failures.add("unauthenticated")
         method = handler_call_details.method[:MAX_METHOD_CHARS]
         logger.warning("a call of %s was refused: %s", method, REFUSAL)
         return grpc.unary_unary_rpc_method_handler(_refuse)
 
-    def _admits(self, details: grpc.HandlerCallDetails) -> bool:
+    def _is_authenticated(self, details: grpc.HandlerCallDetails) -> bool:
         given = [value for key, value in details.invocation_metadata or () if key == "authorization"]
         if len(given) != 1 or not isinstance(given[0], str):
             return False
@@ -110,9 +113,9 @@ def _read(path: str) -> list[bytes]:
     try:
         lines = Path(path).read_text().split()
     except (OSError, UnicodeDecodeError) as error:
-        raise StartupError(f"the tokens of {path} cannot be read") from error
+        raise StartupError(f"the file of bearer tokens {path} cannot be read") from error
     if not lines:
-        raise StartupError(f"there is no token in {path}")
+        raise StartupError(f"the file of bearer tokens {path} has no token")
     return [_digest(line) for line in lines]
 
 

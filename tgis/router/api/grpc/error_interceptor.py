@@ -10,13 +10,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import grpc
+from google.protobuf.any_pb2 import Any as AnyMessage
+from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import DecodeError
 
 from tgis.process.memory_release import MemoryRelease
 from tgis.router.api.grpc.call_status import Status, drop_tracebacks, end_call
 from tgis.router.api.grpc.refusal_pacing import RefusalPacing
-from tgis.router.api.grpc.retry import retry_later
-from tgis.router.api.grpc.slow_clients import SlowReaders
+from tgis.router.api.grpc.slow_clients import SlowClients
 from tgis.router.errors import Code, OverloadedError, RequestError, RouterError, internal_error
 from tgis.router.metrics.metric_types import Counter
 
@@ -31,6 +32,8 @@ STATUS = {
 
 PACED_CODES = {grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.RESOURCE_EXHAUSTED}
 UNREADABLE = "the request could not be decoded"
+RETRY_S = 1
+RETRY_INFO = "type.googleapis.com/google.rpc.RetryInfo"
 
 Context = grpc.aio.ServicerContext[Any, Any]
 Handler = Any  # grpc types its handlers for the synchronous server only
@@ -48,14 +51,15 @@ class Received:
     num_bytes: int
 
 
-class Door(grpc.aio.ServerInterceptor):
+class ErrorInterceptor(grpc.aio.ServerInterceptor):
     """Interceptor that wraps every method, those of gRPC's own services too."""
 
     def __init__(
-        self, readers: SlowReaders, pacing: RefusalPacing, memory: MemoryRelease, failures: Counter
+        self, slow_clients: SlowClients, pacing: RefusalPacing, memory: MemoryRelease, failures: Counter
     ) -> None:
         """Create an interceptor. `failures` counts the refusals that no method sees."""
-        self._readers, self._pacing, self._memory, self._failures = readers, pacing, memory, failures
+        self._slow_clients, self._pacing = slow_clients, pacing
+        self._memory, self._failures = memory, failures
 
     async def intercept_service(
         self,
@@ -65,33 +69,33 @@ class Door(grpc.aio.ServerInterceptor):
         handler = await continuation(handler_call_details)
         if handler is None:
             return grpc.stream_stream_rpc_method_handler(_refuse_unknown)
-        make, method = self._guarded(handler)
-        reader = _measuring(handler.request_deserializer)
-        writer = _passing_bytes(handler.response_serializer)
+        make, method = self._wrap(handler)
+        reader = _with_size(handler.request_deserializer)
+        writer = _unless_bytes(handler.response_serializer)
         return make(method, request_deserializer=reader, response_serializer=writer)
 
-    def _guarded(self, handler: Handler) -> tuple[Callable[..., Handler], Unary]:
+    def _wrap(self, handler: Handler) -> tuple[Callable[..., Handler], Unary]:
         if handler.unary_unary:
-            return grpc.unary_unary_rpc_method_handler, self._guard_unary(handler.unary_unary)
+            return grpc.unary_unary_rpc_method_handler, self._wrap_unary(handler.unary_unary)
         if handler.unary_stream:
-            return grpc.unary_stream_rpc_method_handler, self._guard_stream(handler.unary_stream)
+            return grpc.unary_stream_rpc_method_handler, self._wrap_stream(handler.unary_stream)
         assert handler.stream_stream, "no service here has a stream of requests and one answer"
-        return grpc.stream_stream_rpc_method_handler, self._guard_stream(handler.stream_stream)
+        return grpc.stream_stream_rpc_method_handler, self._wrap_stream(handler.stream_stream)
 
-    def _guard_unary(self, method: Unary) -> Unary:
+    def _wrap_unary(self, method: Unary) -> Unary:
         async def call(request: Any, context: Context) -> Any:
             async def answer() -> Any:
-                return await method(self._checked(request), context)
+                return await method(self._message_of(request), context)
 
             return await self._serve(answer(), request, context)
 
         return call
 
-    def _guard_stream(self, method: Stream) -> Unary:
+    def _wrap_stream(self, method: Stream) -> Unary:
         async def call(request: Any, context: Context) -> None:
             async def send() -> None:
-                async with aclosing(method(self._checked(request), context)) as responses:
-                    await self._readers.send(responses, context)
+                async with aclosing(method(self._message_of(request), context)) as responses:
+                    await self._slow_clients.send(responses, context)
 
             await self._serve(send(), request, context)
 
@@ -105,26 +109,26 @@ class Door(grpc.aio.ServerInterceptor):
             received.message = None  # nobody needs its texts while a client waits or reads slowly
             if status is not None and status.code in PACED_CODES:
                 await self._pacing.wait(context.peer(), received.num_bytes)
-            self._readers.end()
+            self._slow_clients.end()
             if status is not None:
                 await end_call(context, status)
             return answer
         finally:
             self._memory.note(received.num_bytes)
 
-    def _checked(self, request: Any) -> Any:
+    def _message_of(self, request: Any) -> Any:
         """Return the message, or the stream of messages. Raises RequestError if one cannot be read."""
         if isinstance(request, AsyncIterable):
-            return self._all_checked(request)
+            return self._messages_of(request)
         if request.message is None:
             self._failures.add("validation")
             logger.error("a call failed with %s: %s", Code.INVALID_ARGUMENT.name, UNREADABLE)
             raise RequestError(UNREADABLE)
         return request.message
 
-    async def _all_checked(self, requests: AsyncIterable[Any]) -> AsyncGenerator[Any, None]:
+    async def _messages_of(self, requests: AsyncIterable[Any]) -> AsyncGenerator[Any, None]:
         async for request in requests:
-            yield self._checked(request)
+            yield self._message_of(request)
 
 
 async def _refuse_unknown(requests: AsyncIterable[Any], context: Context) -> None:
@@ -132,7 +136,7 @@ async def _refuse_unknown(requests: AsyncIterable[Any], context: Context) -> Non
     context.set_code(grpc.StatusCode.UNIMPLEMENTED)
 
 
-def _measuring(deserialize: Callable[[bytes], Any]) -> Callable[[bytes], Received]:
+def _with_size(deserialize: Callable[[bytes], Any]) -> Callable[[bytes], Received]:
     def read(data: bytes) -> Received:
         try:
             return Received(deserialize(data), len(data))
@@ -142,7 +146,7 @@ def _measuring(deserialize: Callable[[bytes], Any]) -> Callable[[bytes], Receive
     return read
 
 
-def _passing_bytes(serialize: Callable[[Any], bytes]) -> Callable[[Any], bytes]:
+def _unless_bytes(serialize: Callable[[Any], bytes]) -> Callable[[Any], bytes]:
     """Return a serializer that leaves bytes alone: such an answer was serialized earlier, off the event
     loop."""
 
@@ -173,8 +177,23 @@ def _status_of(error: Exception) -> Status:
     log has."""
     if isinstance(error, RouterError):
         code, text = STATUS[error.code], str(error)
-        more = retry_later(code.value[0], text) if isinstance(error, OverloadedError) else ()
+        more = _retry_metadata(code.value[0], text) if isinstance(error, OverloadedError) else ()
         return Status(code, text, more)
     request_id = secrets.token_hex(8)
     logger.error("request %s failed: %r", request_id, error, exc_info=error)
     return Status(grpc.StatusCode.INTERNAL, internal_error(request_id))
+
+
+def _retry_metadata(code: int, text: str) -> tuple[tuple[str, str | bytes], ...]:
+    """Return the trailing metadata that tell a client of an overloaded server when to retry, in the two ways
+    that clients read: `google.rpc.RetryInfo` and gRPC's own pushback."""
+    retry_info = _field(1, Duration(seconds=RETRY_S).SerializeToString())
+    detail = AnyMessage(type_url=RETRY_INFO, value=retry_info).SerializeToString()
+    # The field numbers of google.rpc.Status are part of a public contract.
+    status = bytes([1 << 3, code]) + _field(2, text.encode()) + _field(3, detail)
+    return ("grpc-status-details-bin", status), ("grpc-retry-pushback-ms", str(1000 * RETRY_S))
+
+
+def _field(number: int, data: bytes) -> bytes:
+    assert len(data) < 128, "one byte says how long it is"
+    return bytes([number << 3 | 2, len(data)]) + data

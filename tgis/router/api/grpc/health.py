@@ -1,7 +1,9 @@
-"""gRPC's health service. A watcher that does not read delays no other watcher; the service that comes with
-gRPC notifies one watcher after the other."""
+"""gRPC's health service, and the state that it and HTTP's `/health` report. A watcher that does not read
+delays no other watcher; the service that comes with gRPC notifies one watcher after the other."""
 
 import asyncio
+import logging
+import time
 from collections.abc import AsyncGenerator
 from typing import Any
 
@@ -9,31 +11,40 @@ import grpc
 from grpc_health.v1 import health_pb2 as pb
 from grpc_health.v1.health_pb2_grpc import HealthServicer
 
+logger = logging.getLogger(__name__)
+
 NAME = "grpc.health.v1.Health"
+# Kubernetes' default for a liveness probe: three failures, ten seconds apart.
+LIVENESS_PROBE_S = 30.0
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class Health(HealthServicer):  # type: ignore[misc]
-    """Health of services that are ready or not together. The empty name stands for all of them."""
+    """Health of services that are ready or not together: not ready until it is set, nor after `drain`. The
+    empty name stands for all of them."""
 
     def __init__(self, *services: str) -> None:
         self._services = ("", *services)
-        self._status = pb.HealthCheckResponse.NOT_SERVING
         self._changed = asyncio.Event()
-        self._has_ended = False
+        self._is_draining = False
+        self._lost_at: float | None = None
+        self.is_ready = False
         self.num_watches = 0
 
     def set(self, is_ready: bool) -> None:
-        status = pb.HealthCheckResponse
-        self._status = status.SERVING if is_ready and not self._has_ended else status.NOT_SERVING
-        self._changed.set()
-        self._changed = asyncio.Event()
+        """Record that the shards are there, or lost."""
+        self._update(is_ready and not self._is_draining)
+        if not is_ready:
+            self._lost_at = time.monotonic()
+        elif self._lost_at is not None:
+            _log_recovery(time.monotonic() - self._lost_at)
+            self._lost_at = None
 
-    def end(self) -> None:
+    def drain(self) -> None:
         """Set the health to not ready for good."""
-        self._has_ended = True
-        self.set(False)
+        self._is_draining = True
+        self._update(False)
 
     async def Check(self, request: pb.HealthCheckRequest, context: Context) -> pb.HealthCheckResponse:
         if request.service not in self._services:
@@ -48,7 +59,7 @@ class Health(HealthServicer):  # type: ignore[misc]
         self, request: pb.HealthCheckRequest, context: Context
     ) -> AsyncGenerator[pb.HealthCheckResponse, None]:
         """Yield every status from now on, except those that another one replaces before they are read. After
-        the end, yield the last status and return."""
+        `drain`, yield the last status and return."""
         self.num_watches += 1
         try:
             async for status in self._statuses(request.service in self._services):
@@ -57,15 +68,36 @@ class Health(HealthServicer):  # type: ignore[misc]
             self.num_watches -= 1
 
     async def _statuses(self, is_known: bool) -> AsyncGenerator[Any, None]:
-        told = None
+        sent = None
         while True:
-            # Read both at one moment, so that a change or an end while a status is being sent is reported
+            # Read both at one moment, so that a change or a drain while a status is being sent is reported
             # after it.
-            changed, has_ended = self._changed, self._has_ended
+            changed, is_draining = self._changed, self._is_draining
             status = self._status if is_known else pb.HealthCheckResponse.SERVICE_UNKNOWN
-            if status != told:
-                told = status
+            if status != sent:
+                sent = status
                 yield status
-            if has_ended:
+            if is_draining:
                 return
             await changed.wait()
+
+    @property
+    def _status(self) -> Any:
+        status = pb.HealthCheckResponse
+        return status.SERVING if self.is_ready else status.NOT_SERVING
+
+    def _update(self, is_ready: bool) -> None:
+        self.is_ready = is_ready
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+
+def _log_recovery(seconds: float) -> None:
+    if seconds <= LIVENESS_PROBE_S:
+        logger.info("ready again after %.1f s", seconds)
+    else:
+        logger.warning(
+            "ready again after %.1f s; a liveness probe of /health or of gRPC's health would have killed "
+            "this process meanwhile, so let liveness probes ask for /live",
+            seconds,
+        )

@@ -11,46 +11,25 @@ MAX_DELAY_S = 4.0
 MAX_WAITING_BYTES = 256 << 20
 
 
-class RefusalClocks:
-    """Times at which the next refusal on each connection is due. Only connections that were refused something
-    in the last `max_delay_s` are kept."""
+class RefusalPacing:
+    """Pacer that makes refusals wait for their turns. Only connections that were refused something in the
+    last `max_delay_s` are kept."""
 
     def __init__(self, bytes_per_s: float = BYTES_PER_S, max_delay_s: float = MAX_DELAY_S) -> None:
         self._bytes_per_s, self._max_delay_s = bytes_per_s, max_delay_s
         self._due: dict[str, float] = {}
-        """Due times by peer, in the order of their last refusals."""
+        """Times at which the next refusals are due by peer, in the order of their last refusals."""
+        self._num_waiting_bytes = 0
+        self._has_ended = asyncio.Event()
 
     def __len__(self) -> int:
         return len(self._due)
-
-    def delay(self, peer: str, num_bytes: int, now: float) -> float:
-        """Return the seconds that the refusal of a message must wait, at most `max_delay_s`; 0 after a quiet
-        time. `now` never decreases."""
-        due = max(self._due.pop(peer, now), now)
-        self._due[peer] = min(due + num_bytes / self._bytes_per_s, now + self._max_delay_s)
-        self._forget_quiet(now)
-        return due - now
-
-    def _forget_quiet(self, now: float) -> None:
-        """Remove past due times from the front. They are in the order of the last refusals, which are at most
-        `max_delay_s` old."""
-        while self._due and next(iter(self._due.values())) <= now:
-            del self._due[next(iter(self._due))]
-
-
-class RefusalPacing:
-    """Pacer that makes refusals wait for their turns."""
-
-    def __init__(self) -> None:
-        self._clocks = RefusalClocks()
-        self._num_waiting_bytes = 0
-        self._has_ended = asyncio.Event()
 
     async def wait(self, peer: str, num_bytes: int) -> None:
         """Wait until a message of that many bytes may be refused on the connection to `peer`."""
         if num_bytes <= LARGE_BYTES:
             return
-        delay = self._clocks.delay(peer, num_bytes, asyncio.get_running_loop().time())
+        delay = self.delay(peer, num_bytes, asyncio.get_running_loop().time())
         if not delay or self._num_waiting_bytes + num_bytes > MAX_WAITING_BYTES:
             return
         self._num_waiting_bytes += num_bytes
@@ -59,6 +38,16 @@ class RefusalPacing:
                 await asyncio.wait_for(self._has_ended.wait(), delay)
         finally:
             self._num_waiting_bytes -= num_bytes
+
+    def delay(self, peer: str, num_bytes: int, now: float) -> float:
+        """Return the seconds that the refusal of a message must wait, at most `max_delay_s`; 0 after a quiet
+        time. `now` never decreases."""
+        due = max(self._due.pop(peer, now), now)
+        self._due[peer] = min(due + num_bytes / self._bytes_per_s, now + self._max_delay_s)
+        # The past due times are at the front, because the last refusals are at most `max_delay_s` old.
+        while self._due and next(iter(self._due.values())) <= now:
+            del self._due[next(iter(self._due))]
+        return due - now
 
     def end(self) -> None:
         """Release all waiting refusals, and let no further one wait."""

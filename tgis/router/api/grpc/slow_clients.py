@@ -10,27 +10,28 @@ from typing import Any
 
 import grpc
 
-from tgis.router.errors import SlowReaderError
+from tgis.router.errors import SlowClientError
 
-LOOKS = 10  # checks per timeout, so that none is found later than a tenth of it
-WAITS_FOR_THE_END = "_schedule_rpc_coro"  # grpc.aio's coroutine that waits for the end of every call
+CHECKS_PER_TIMEOUT = 10  # checks per timeout, so that none is found later than a tenth of it
+END_WAITER = "_schedule_rpc_coro"  # grpc.aio's coroutine that waits for the end of every call
 
 Context = grpc.aio.ServicerContext[Any, Any]
 Task = asyncio.Task[Any]
 
 
-class SlowReaders:
-    """Times since which the answer of each call waits for its client. After `timeout_s` a stream ends with
-    SlowReaderError. A last message or a status gets as long again, and then the call is reset."""
+class SlowClients:
+    """Watch over the calls whose answer waits for its client. After `timeout_s` a stream ends with
+    SlowClientError. A last message or a status gets as long again, and then the call is reset."""
 
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
         self._since: dict[Task, float] = {}
+        """Times since which answers wait for their clients."""
         self._late: set[Task] = set()
         self._ending: set[Task] = set()
 
     async def send(self, responses: AsyncGenerator[Any, None], context: Context) -> None:
-        """Write all responses. Throw SlowReaderError into `responses` if the client does not read."""
+        """Write all responses. Throw SlowClientError into `responses` if the client does not read."""
         task, has_begun = self._current_task(), False
         async for response in responses:
             self._since[task] = time.monotonic()
@@ -43,9 +44,9 @@ class SlowReaders:
                 if task not in self._late or task.uncancel():
                     raise
                 if has_begun:
-                    await responses.athrow(SlowReaderError())
-                with suppress(SlowReaderError):
-                    await responses.athrow(SlowReaderError())
+                    await responses.athrow(SlowClientError())
+                with suppress(SlowClientError):
+                    await responses.athrow(SlowClientError())
                 _reset({task})
                 raise
             del self._since[task]
@@ -65,10 +66,10 @@ class SlowReaders:
     async def watch(self) -> None:
         """Check all calls from time to time, for ever."""
         while True:
-            await asyncio.sleep(self._timeout_s / LOOKS)
-            self._look(time.monotonic() - self._timeout_s)
+            await asyncio.sleep(self._timeout_s / CHECKS_PER_TIMEOUT)
+            self._check(time.monotonic() - self._timeout_s)
 
-    def _look(self, begun_before: float) -> None:
+    def _check(self, begun_before: float) -> None:
         overdue = {task for task, begun in self._since.items() if begun <= begun_before}
         _reset(overdue & self._ending)
         for task in overdue - self._ending - self._late:
@@ -91,7 +92,7 @@ def _reset(tasks: set[Task]) -> None:
         return
     for other in asyncio.all_tasks():
         coroutine = other.get_coro()
-        if getattr(coroutine, "__name__", "") == WAITS_FOR_THE_END and _has_any(coroutine, tasks):
+        if getattr(coroutine, "__name__", "") == END_WAITER and _has_any(coroutine, tasks):
             other.cancel()
     for task in tasks:
         task.cancel()
