@@ -16,7 +16,7 @@ from bench.steps import load_runner
 from tgis.config.processes import RouterConfig
 from tgis.router.scheduling.block_pool import BlockPool
 from tgis.router.scheduling.scheduler import Scheduler
-from tgis.router.scheduling.token_budget import StepBudget
+from tgis.router.scheduling.token_budget import TokenBudget
 from tgis.router.sequence import Sequence, Stopping
 from tgis.router.shards.codec import decode_answer, encode_step
 from tgis.shard.runner.model_runner import ModelRunner
@@ -28,7 +28,7 @@ class EngineAlone:
     def __init__(self, runner: ModelRunner):
         self._runner = runner
         # It outlives a question, as a service's does, so that it knows how long steps take.
-        self._budget = StepBudget(RouterConfig.max_step_tokens, RouterConfig.decode_step_ms / 1000)
+        self._budget = TokenBudget(RouterConfig.max_step_tokens, RouterConfig.decode_step_ms / 1000)
 
     def answer(self, question: dict[str, Any]) -> dict[str, float]:
         """Seconds until all sequences have all of their tokens."""

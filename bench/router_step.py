@@ -14,14 +14,14 @@ import numpy as np
 
 from tgis.net.framing import frame
 from tgis.pb import shard_pb2 as pb
-from tgis.router.adapters.residency import Residents
+from tgis.router.adapters.residency import AdapterResidency
 from tgis.router.engine.engine import Engine
 from tgis.router.metrics.metrics import MetricLimits, Metrics
 from tgis.router.scheduling.block_pool import BlockPool
 from tgis.router.scheduling.step import Step
-from tgis.router.scheduling.token_budget import StepBudget
+from tgis.router.scheduling.token_budget import TokenBudget
 from tgis.router.sequence import Sequence, Stopping
-from tgis.router.shards.client import Shards
+from tgis.router.shards.client import ShardClient
 from tgis.router.shards.codec import Answer, decode_answer, encode_step
 from tgis.router.text.detokenizer import Vocabulary
 from tgis.router.text.tokenizer import Tokenizer
@@ -104,14 +104,14 @@ def _time_step(vocabulary: Vocabulary, tokenizer: Tokenizer, size: int) -> float
 async def _generate(shards: InstantShards, vocabulary: Vocabulary, size: int) -> None:
     metrics = Metrics(MetricLimits(PROMPT_TOKENS + NEW_TOKENS, NEW_TOKENS, size))
     engine = Engine(
-        Residents(cast(Shards, shards), metrics),
+        AdapterResidency(cast(ShardClient, shards), metrics),
         BlockPool(2 * size * (PROMPT_TOKENS + NEW_TOKENS) // BLOCK_SIZE, BLOCK_SIZE),
         vocabulary,
         metrics,
         max_batch_size=size,
         rope_switch_len=0,
         max_drafts=0,
-        budget=StepBudget(MAX_STEP_TOKENS, 1.0),
+        budget=TokenBudget(MAX_STEP_TOKENS, 1.0),
         steps_in_flight=1,
         recovery_timeout=1.0,
         on_ready=lambda _: None,

@@ -87,7 +87,7 @@ def test_what_needs_no_disk_is_served(client: Client, disk: Path) -> None:
     fill(Path(f"/proc/{service.process.pid}/root") / disk.relative_to("/"))
     assert (generate(client), generate(client, prefix_id="eight")) == (plain, tuned)
     assert refusal(client, adapter_id="large") == (full, text.format("adapter", "large"))
-    assert "no room is left for copies of soft prompts and adapters" in service.output
+    assert "no space is left for copies of soft prompts and adapters" in service.output
     os.kill(children_of(service.process.pid)["serve"][0], signal.SIGKILL)
     service.wait_for_line("the shards are back")
     assert generate(client) == plain

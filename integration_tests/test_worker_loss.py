@@ -76,7 +76,7 @@ def test_who_kills_the_shards_ends_alone(model: Model) -> None:
         assert disturbed == list(threads.map(lambda text: read(client, text), texts))
     assert not differences(client.service.http, {})
     request_id = caught.value.details().rsplit(" ", 1)[1]
-    client.service.wait_for_line(f"request {request_id} failed: the shards die whenever it is computed", 5)
+    client.service.wait_for_line(f"request {request_id} failed: the shards crash whenever they compute it", 5)
     assert metrics(client)["tgi_shard_restarts_total"] <= 3
     end(client)
 

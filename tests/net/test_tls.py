@@ -31,7 +31,7 @@ from tgis.net.tls import (
     mutual_client_context,
     mutual_server_context,
 )
-from tgis.router.shards.link import TcpLink
+from tgis.router.shards.link import TcpShardLink
 
 
 def issue(directory: Path, **more: object) -> TlsFiles:
@@ -248,7 +248,7 @@ async def test_the_certificate_of_a_link_is_looked_at_without_a_call(
     monkeypatch.setattr(tls, "REFRESH_S", 0.01)
     monkeypatch.setattr(tls, "EXPIRED_EVERY_S", 0.01)
     files = issue(tmp_path, **EXPIRED)
-    link, signal = TcpLink(list, Certificates(files, mutual_client_context, "link")), Signal()
+    link, signal = TcpShardLink(list, Certificates(files, mutual_client_context, "link")), Signal()
     tls.logger.addHandler(signal)
     watching = asyncio.create_task(link.watch())
     try:

@@ -16,7 +16,7 @@ from tgis.prompts.errors import AdapterError, AdapterNotFoundError, TooLargeErro
 from tgis.prompts.lora_files import CONFIG, LORA, MAX_HEADER_BYTES, WEIGHTS, read_adapter_files
 from tgis.prompts.soft_prompt import DECODER, ENCODER, AdapterRequirements, read_peft_type, read_prompt
 from tgis.prompts.store import measure_adapter, measure_prompt
-from tgis.shard.adapters.loading import allow
+from tgis.shard.adapters.loading import adapter_limits
 from tgis.shard.adapters.lora_mapping import read_adapter
 from tgis.shard.checkpoint.tensors import DTYPES
 from tgis.shard.layers.ops import Parts
@@ -100,8 +100,9 @@ def _find_target(config: ShardConfig) -> Target:
     settings = model_files.read_json(Path(config.model_path), "config.json")
     dtype = DTYPES[config.dtype or model_files.stored_dtype(settings)]
     model = outline(Path(config.model_path), settings, dtype)
-    allowance = allow(config, True, config.max_sequence_length or model_files.max_sequence_length(settings))
-    return Target(model.parts, allowance.require(model.parts, model.prompt_width, model.is_encoder_decoder))
+    length = config.max_sequence_length or model_files.max_sequence_length(settings)
+    limits = adapter_limits(config, True, length)
+    return Target(model.parts, limits.require(model.parts, model.prompt_width, model.is_encoder_decoder))
 
 
 @contextmanager

@@ -23,8 +23,8 @@ from tgis.pb import generation_pb2, shard_pb2
 from tgis.pb.generation_pb2_grpc import add_GenerationServiceServicer_to_server
 from tgis.process.child import GIVE_UP
 from tgis.process.memory_release import MemoryRelease
-from tgis.router.adapters.registry import Contents
-from tgis.router.adapters.residency import Residents
+from tgis.router.adapters.registry import AdapterRegistry
+from tgis.router.adapters.residency import AdapterResidency
 from tgis.router.api.grpc.auth_interceptor import AuthInterceptor, BearerTokens, warn_if_unprotected
 from tgis.router.api.grpc.error_interceptor import ErrorInterceptor
 from tgis.router.api.grpc.health import NAME as HEALTH
@@ -44,9 +44,9 @@ from tgis.router.requests.concurrency import ConcurrencyLimit
 from tgis.router.requests.tracing import SERVICE, open_tracing
 from tgis.router.requests.validation import RequestLimits, Validator
 from tgis.router.scheduling.block_pool import BlockPool
-from tgis.router.scheduling.token_budget import StepBudget
-from tgis.router.shards.client import Shards
-from tgis.router.shards.link import Link, open_link
+from tgis.router.scheduling.token_budget import TokenBudget
+from tgis.router.shards.client import ShardClient
+from tgis.router.shards.link import ShardLink, open_link
 from tgis.router.text.detokenizer import Vocabulary
 from tgis.router.text.tokenizer import Tokenizer
 
@@ -96,8 +96,8 @@ class _Router:
         # An unsupported kind of tokenizer is refused now, before the shards have loaded.
         vocabulary = Vocabulary(tokenizer, config.output_special_tokens)
         link = open_link(config)
-        shards = Shards(link)
-        contents = Contents(Residents(shards, self._metrics), self._metrics)
+        shards = ShardClient(link)
+        adapters = AdapterRegistry(AdapterResidency(shards, self._metrics), self._metrics)
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
         asyncio.get_running_loop().add_signal_handler(GIVE_UP, self._give_up)
@@ -110,12 +110,12 @@ class _Router:
         http = http_app(lambda: self._health.is_ready, self._metrics)
         async with serve_http(http, config, self._certificates) as http_port:
             try:
-                info = await self._unless_draining(contents.start())
+                info = await self._unless_draining(adapters.start())
                 if info is None:
                     return
                 if _is_encoder_decoder(info):
                     vocabulary = Vocabulary(tokenizer, config.output_special_tokens, is_continuation=False)
-                self._start_engine(contents, info, vocabulary, tokenizer, server)
+                self._start_engine(adapters, info, vocabulary, tokenizer, server)
                 _open_grpc_port(server, config.bind, grpc_port, self._certificates)
                 await server.start()
                 gc.collect()
@@ -155,7 +155,7 @@ class _Router:
         await asyncio.wait((task, draining))
         return None if task.cancelled() else task.result()
 
-    async def _run(self, server: grpc.aio.Server, link: Link) -> None:
+    async def _run(self, server: grpc.aio.Server, link: ShardLink) -> None:
         """Run the engine's task beside the server until a signal comes, and then drain. If the engine fails,
         so does the router."""
         assert self._engine is not None
@@ -209,7 +209,7 @@ class _Router:
 
     def _start_engine(
         self,
-        contents: Contents,
+        adapters: AdapterRegistry,
         info: shard_pb2.InfoResponse,
         vocabulary: Vocabulary,
         tokenizer: Tokenizer,
@@ -220,14 +220,14 @@ class _Router:
         _check_capacity(info, limits.max_sequence_length)
         _check_vocabulary(info, tokenizer)
         self._engine = Engine(
-            contents.residents,
+            adapters.residency,
             BlockPool(info.num_blocks, info.block_size),
             vocabulary,
             self._metrics,
             max_batch_size=config.max_batch_size,
             rope_switch_len=info.rope_switch_len,
             max_drafts=config.speculate,
-            budget=StepBudget(config.max_step_tokens, config.decode_step_ms / 1000),
+            budget=TokenBudget(config.max_step_tokens, config.decode_step_ms / 1000),
             steps_in_flight=config.steps_in_flight,
             recovery_timeout=config.recovery_timeout,
             on_ready=self._health.set,
@@ -243,7 +243,7 @@ class _Router:
             self._engine,
             validator,
             tokenizer,
-            contents,
+            adapters,
             self._concurrency,
             self._tokenize_concurrency,
             Accounting(self._metrics, self._tracing, config.log_text_chars),

@@ -72,19 +72,23 @@ class Grammar:
     """Field of the request that asked for it."""
 
 
-class ContentKind(Enum):
+class AdapterKind(Enum):
     """Kind of an adapter, with the numbers of the protocol between router and shards."""
 
-    PROMPT = 1
-    ADAPTER = 2
+    SOFT_PROMPT = 1
+    LORA = 2
+
+    @property
+    def label(self) -> str:
+        return "soft prompt" if self is AdapterKind.SOFT_PROMPT else "LoRA adapter"
 
 
 @dataclass(frozen=True, eq=False)
-class Content:
+class AdapterInfo:
     """A soft prompt or LoRA adapter as the shards have found it. It is compared by identity: one object
     stands for one load."""
 
-    kind: ContentKind
+    kind: AdapterKind
     digest: str
     """Digest of the content; equal for equal contents."""
     num_decoder_tokens: int = 0
@@ -96,31 +100,31 @@ class Content:
 
 
 @dataclass(frozen=True)
-class Tuning:
+class CallAdapters:
     """Adapters that all inputs of a call use."""
 
-    prompt: Content | None = None
-    adapter: Content | None = None
+    soft_prompt: AdapterInfo | None = None
+    lora: AdapterInfo | None = None
 
     @property
-    def contents(self) -> tuple[Content, ...]:
-        return tuple(content for content in (self.adapter, self.prompt) if content is not None)
+    def present(self) -> tuple[AdapterInfo, ...]:
+        return tuple(info for info in (self.lora, self.soft_prompt) if info is not None)
 
     @property
     def prefix_root(self) -> Hashable:
-        """Key of the adapters in the prefix cache. Sequences with equal roots and equal tokens have equal
-        cache contents."""
-        return tuple((content.kind, content.digest) for content in self.contents)
+        """Key of the adapters in the prefix cache: sequences share cached blocks only if their roots are
+        equal."""
+        return tuple((info.kind, info.digest) for info in self.present)
 
     @property
     def num_decoder_tokens(self) -> int:
         """Number of the decoder's virtual tokens."""
-        return self.prompt.num_decoder_tokens if self.prompt else 0
+        return self.soft_prompt.num_decoder_tokens if self.soft_prompt else 0
 
     @property
     def num_encoder_tokens(self) -> int:
         """Number of the encoder's virtual tokens."""
-        return self.prompt.num_encoder_tokens if self.prompt else 0
+        return self.soft_prompt.num_encoder_tokens if self.soft_prompt else 0
 
 
 class TokenDetail(NamedTuple):
@@ -146,9 +150,7 @@ class Sequence:
     grammar: Grammar | None = None
     request_id: str = ""
     """Id of its call in the log and in internal errors that a client sees."""
-    tuning: Tuning = Tuning()
-    prefix_root: Hashable = field(init=False)
-    """Key of the prefix cache: sequences share cached blocks only if their roots are equal."""
+    adapters: CallAdapters = CallAdapters()
     encoder_token_ids: tuple[int, ...] = ()
     """Input after padding that stands for its virtual tokens; encoder-decoder models only."""
     prompt_len: int = field(init=False)
@@ -186,18 +188,17 @@ class Sequence:
     def __post_init__(self) -> None:
         self.prompt_len = len(self.token_ids)
         self.max_tokens = self.prompt_len + self.stopping.max_new_tokens
-        self.prefix_root = self.tuning.prefix_root
 
     @property
     def num_input_tokens(self) -> int:
         """Number of input tokens as clients and metrics count them, without virtual tokens."""
         if self.encoder_token_ids:
-            return len(self.encoder_token_ids) - self.tuning.num_encoder_tokens
-        return self.prompt_len - self.tuning.num_decoder_tokens
+            return len(self.encoder_token_ids) - self.adapters.num_encoder_tokens
+        return self.prompt_len - self.adapters.num_decoder_tokens
 
     @property
     def num_virtual_tokens(self) -> int:
-        return self.tuning.num_decoder_tokens + self.tuning.num_encoder_tokens
+        return self.adapters.num_decoder_tokens + self.adapters.num_encoder_tokens
 
     @property
     def num_tokens(self) -> int:

@@ -6,10 +6,9 @@ import logging
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NoReturn, TypeVar
+from typing import NoReturn
 
 import grpc
 
@@ -17,10 +16,13 @@ from tgis import failpoints
 from tgis.config.processes import ShardConfig
 from tgis.hub import model_files
 from tgis.pb import shard_pb2 as pb
-from tgis.pb.shard_pb2_grpc import ShardServiceServicer, add_ShardServiceServicer_to_server
+from tgis.pb.shard_pb2_grpc import add_ShardServiceServicer_to_server
 from tgis.process.heartbeat import Heartbeat
+from tgis.prompts.artifact_cache import ArtifactCache
+from tgis.prompts.store import AdapterStore
 from tgis.shard.adapters.loading import open_artifact_cache, open_store
-from tgis.shard.adapters.rpc import ContentCalls
+from tgis.shard.adapters.registry import LoadedAdapters
+from tgis.shard.adapters.rpc import AdapterServicer
 from tgis.shard.kernels.cpu.jit.cache import keep_with_run
 from tgis.shard.kernels.cpu.jit.compiler import is_compiling
 from tgis.shard.runner.model_runner import ModelRunner
@@ -31,9 +33,6 @@ from tgis.shard.transport.step_stream import StepSocket
 logger = logging.getLogger(__name__)
 
 NUM_RPC_THREADS = 8
-# Concurrency limits of calls that read files. Further calls wait without a thread, at most until their
-# deadlines.
-NUM_FINDS, NUM_LOADS, NUM_COPIES = 16, 2, 4
 STEPS_BETWEEN_COLLECTIONS = 1000
 SERVER_OPTIONS = [
     ("grpc.so_reuseport", 0),
@@ -43,53 +42,24 @@ SERVER_OPTIONS = [
 ]
 
 
-Method = TypeVar("Method", bound=Callable[..., object])
-
-
-def _run_on(threads: ThreadPoolExecutor) -> Callable[[Method], Method]:
-    """Make gRPC run a method on these threads instead of its own, so that a hanging disk does not block
-    gRPC's threads.
-
-    A call that ends while it waits for a thread is never started. This uses an experimental attribute of
-    gRPC. If gRPC removes it, calls wait for each other again, and a test fails."""
-
-    def mark(method: Method) -> Method:
-        method.experimental_thread_pool = threads  # type: ignore[attr-defined]
-        return method
-
-    return mark
-
-
-class ShardService(ShardServiceServicer):
+class ShardService(AdapterServicer):
     """gRPC service of a shard: all calls except the steps."""
 
-    def __init__(self, info: pb.InfoResponse, content_calls: ContentCalls) -> None:
-        self._info, self._content_calls = info, content_calls
+    def __init__(
+        self,
+        info: pb.InfoResponse,
+        store: AdapterStore,
+        artifacts: ArtifactCache,
+        adapters: LoadedAdapters,
+    ) -> None:
+        super().__init__(store, artifacts, adapters)
+        self._info = info
 
     def Info(self, request: pb.InfoRequest, context: grpc.ServicerContext) -> pb.InfoResponse:
         return self._info
 
     def Health(self, request: pb.HealthRequest, context: grpc.ServicerContext) -> pb.HealthResponse:
         return pb.HealthResponse()
-
-    @_run_on(ThreadPoolExecutor(NUM_FINDS, "find"))
-    def Find(self, request: pb.FindRequest, context: grpc.ServicerContext) -> pb.FindResponse:
-        return self._content_calls.find(request, context)
-
-    @_run_on(ThreadPoolExecutor(NUM_LOADS, "load"))
-    def Load(self, request: pb.LoadRequest, context: grpc.ServicerContext) -> pb.LoadResponse:
-        return self._content_calls.load(request, context)
-
-    @_run_on(ThreadPoolExecutor(NUM_COPIES, "copy"))
-    def Fetch(self, request: pb.FetchRequest, context: grpc.ServicerContext) -> Iterator[pb.FetchResponse]:
-        return self._content_calls.fetch(request, context)
-
-    @_run_on(ThreadPoolExecutor(NUM_COPIES, "put"))
-    def Put(self, requests: Iterator[pb.PutRequest], context: grpc.ServicerContext) -> pb.PutResponse:
-        return self._content_calls.put(requests, context)
-
-    def Unload(self, request: pb.UnloadRequest, context: grpc.ServicerContext) -> pb.UnloadResponse:
-        return self._content_calls.unload(request, context)
 
 
 def serve(config: ShardConfig) -> NoReturn:
@@ -106,7 +76,7 @@ def serve(config: ShardConfig) -> NoReturn:
     runner = load(config)
     length = sequence_length(config, model_files.read_json(Path(config.model_path), "config.json"))
     store = open_store(config, runner.model, length)
-    service = ShardService(runner.info, ContentCalls(store, open_artifact_cache(config), runner.contents))
+    service = ShardService(runner.info, store, open_artifact_cache(config), runner.adapters)
     # Open the socket for steps first: a router that finds the gRPC socket may connect to this one at once.
     steps = StepSocket(endpoint.open_steps())
     server = _listen(service, endpoint)

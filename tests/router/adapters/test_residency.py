@@ -6,7 +6,7 @@ import itertools
 import random
 import threading
 from collections.abc import AsyncIterator
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 
 import grpc
@@ -15,8 +15,8 @@ import pytest
 from tests.support.router.fake_shard import NUM_THREADS, FakeShard, ShardServer
 from tests.support.router.model_of_contents import ADAPTER, PROMPT, Item, Library, adapter
 from tgis.pb import shard_pb2 as pb
-from tgis.router.adapters.registry import Contents, Hold
-from tgis.router.adapters.residency import Residents
+from tgis.router.adapters.registry import AdapterLease, AdapterRegistry
+from tgis.router.adapters.residency import AdapterResidency
 from tgis.router.errors import (
     GenerationError,
     OverloadedError,
@@ -28,9 +28,9 @@ from tgis.router.errors import (
 from tgis.router.metrics.metrics import MetricLimits, Metrics
 from tgis.router.scheduling.block_pool import BlockPool
 from tgis.router.scheduling.scheduler import Scheduler
-from tgis.router.sequence import ContentKind, Sequence, Stopping
-from tgis.router.shards.client import Shards
-from tgis.router.shards.link import UnixLink
+from tgis.router.sequence import AdapterKind, Sequence, Stopping
+from tgis.router.shards.client import ShardClient
+from tgis.router.shards.link import UnixShardLink
 
 LIMIT_S = 0.25
 ROOM = 3  # items of each kind
@@ -47,10 +47,10 @@ class Group:
             self.library.put(adapter(f"a{i}"), f"adapter-{i}")
         self.serve()
         self.metrics = Metrics(MetricLimits(100, 99, 16))
-        limits_s = {ContentKind.PROMPT: LIMIT_S, ContentKind.ADAPTER: LIMIT_S}
-        self.link = Shards(UnixLink(self.uds_path, 2))
-        self.residents = Residents(self.link, self.metrics, limits_s)
-        self.contents = Contents(self.residents, self.metrics)
+        limits_s = {AdapterKind.SOFT_PROMPT: LIMIT_S, AdapterKind.LORA: LIMIT_S}
+        self.link = ShardClient(UnixShardLink(self.uds_path, 2))
+        self.residency = AdapterResidency(self.link, self.metrics, limits_s)
+        self.registry = AdapterRegistry(self.residency, self.metrics)
 
     def serve(self, epoch: int = 1) -> None:
         self.shards = [FakeShard(rank, epoch, INFO, self.library, 2) for rank in range(2)]
@@ -60,13 +60,15 @@ class Group:
         for server in self.servers:
             server.stop()
 
-    def hold(self, prefix_id: str | None = None, adapter_id: str | None = None) -> Hold:
-        return self.contents.hold(prefix_id, adapter_id, "an-id")
+    def lease(
+        self, prefix_id: str | None = None, adapter_id: str | None = None
+    ) -> AbstractContextManager[AdapterLease]:
+        return self.registry.lease(prefix_id, adapter_id, "an-id")
 
     async def use(self, prefix_id: str | None = None, adapter_id: str | None = None) -> list[str]:
         """The digests that such a call gets."""
-        with self.hold(prefix_id, adapter_id) as hold:
-            return [content.digest for content in (await hold.take()).contents]
+        with self.lease(prefix_id, adapter_id) as lease:
+            return [info.digest for info in (await lease.take()).present]
 
     def loaded(self) -> set[str]:
         """Equal on all ranks."""
@@ -88,12 +90,12 @@ class Group:
 async def group(tmp_path: Path) -> AsyncIterator[Group]:
     group = Group(tmp_path)
     group.shards[1].shelf.loaded["of a killed run"] = Item("of a killed run")
-    await group.contents.start()
+    await group.registry.start()
     assert group.loaded() == set()
     yield group
     await group.settle()
     assert group.library.faults == []
-    assert group.residents.num_references == 0
+    assert group.residency.num_references == 0
     await group.link.close()
     group.stop()
 
@@ -118,12 +120,12 @@ async def test_a_machine_without_a_copy_gets_one(group: Group) -> None:
     await group.use("prompt-1", "adapter-1")
     assert group.loaded() == {"p1", "a1"}
     assert group.library.relayed == {1: 1}
-    with group.hold("prompt-1") as hold:
-        await hold.take()
+    with group.lease("prompt-1") as lease:
+        await lease.take()
         group.library.elsewhere[1] = {"p1"}
         group.stop()
         group.serve(epoch=2)
-        await group.residents.connect()
+        await group.residency.connect()
         assert group.loaded() == {"p1"}
     assert group.library.relayed == {1: 2}
 
@@ -187,12 +189,12 @@ async def test_what_was_used_last_stays(group: Group) -> None:
 
 
 async def test_what_is_referred_to_stays_and_who_finds_no_room_is_told(group: Group) -> None:
-    with group.hold("prompt-1") as one, group.hold("prompt-2") as two:
+    with group.lease("prompt-1") as one, group.lease("prompt-2") as two:
         await asyncio.gather(one.take(), two.take())
         assert await group.use("prompt-3") == ["p3"]
         assert await group.use("prompt-4") == ["p4"]
         assert group.loaded() == {"p1", "p2", "p4"}
-        with group.hold("prompt-4") as three:
+        with group.lease("prompt-4") as three:
             await three.take()
             began = asyncio.get_running_loop().time()
             with pytest.raises(OverloadedError, match=r"^Model is overloaded$"):
@@ -216,8 +218,8 @@ async def test_a_large_one_is_not_overtaken_for_ever(group: Group) -> None:
             if is_served.is_set():
                 return
             group.library.put(Item(f"{number}-{i}"), f"{number}-{i}")
-            with group.hold(f"{number}-{i}") as hold:
-                await hold.take()
+            with group.lease(f"{number}-{i}") as lease:
+                await lease.take()
                 await asyncio.sleep(0.01 + 0.007 * number)
 
     is_served = asyncio.Event()
@@ -234,8 +236,8 @@ async def test_a_large_one_is_not_overtaken_for_ever(group: Group) -> None:
 
 
 async def test_a_replaced_one_is_found_and_the_old_one_stays_while_it_is_used(group: Group) -> None:
-    with group.hold("prompt-1") as hold:
-        await hold.take()
+    with group.lease("prompt-1") as lease:
+        await lease.take()
         group.library.put(Item("new"), "prompt-1")
         assert await group.use("prompt-1") == ["new"]
         for i in (2, 3, 4):
@@ -244,13 +246,13 @@ async def test_a_replaced_one_is_found_and_the_old_one_stays_while_it_is_used(gr
 
 
 async def test_a_copy_that_goes_between_look_up_and_load_is_made_again(group: Group) -> None:
-    for content_id in ("prompt-1", "prompt-2"):
-        content = await group.contents.find(ContentKind.PROMPT, content_id)
-        del group.library.copies[content.digest]
-        resident = await group.contents.load(content, ContentKind.PROMPT, content_id, 0.0)
-        assert resident.content is content
-        group.residents.release(resident)
-        assert group.library.finds[content_id] == 2
+    for adapter_id in ("prompt-1", "prompt-2"):
+        info = await group.registry.find(AdapterKind.SOFT_PROMPT, adapter_id)
+        del group.library.copies[info.digest]
+        entry = await group.registry.load(info, AdapterKind.SOFT_PROMPT, adapter_id, 0.0)
+        assert entry.info is info
+        group.residency.release(entry)
+        assert group.library.finds[adapter_id] == 2
 
 
 async def test_what_is_removed_between_look_up_and_load_is_told_as_removed(group: Group) -> None:
@@ -300,7 +302,7 @@ async def test_a_load_that_fails_on_any_rank_is_undone_on_all(group: Group) -> N
         assert group.loaded() == set()
         group.library.errors.clear()
         assert await group.use("prompt-2", "adapter-2") == ["a2", "p2"]
-        await group.residents.connect()  # forgets what nobody uses
+        await group.residency.connect()  # forgets what nobody uses
 
 
 async def test_a_load_waits_for_an_unload_that_is_on_its_way(group: Group) -> None:
@@ -309,9 +311,25 @@ async def test_a_load_waits_for_an_unload_that_is_on_its_way(group: Group) -> No
     with pytest.raises(RequestError):
         await group.use("prompt-1")
     group.library.errors.clear()
-    with group.hold("prompt-1") as hold:
-        await hold.take()
+    with group.lease("prompt-1") as lease:
+        await lease.take()
         await asyncio.sleep(0.15)
+        assert group.loaded() == {"p1"}
+
+
+async def test_a_call_that_goes_while_it_waits_for_an_unload_leaves_nothing_behind(group: Group) -> None:
+    """The next call for the same adapter waits for both unloads."""
+    group.library.errors[1, "p1"] = (grpc.StatusCode.INVALID_ARGUMENT, "bad")
+    group.library.unload_s = 0.1
+    with pytest.raises(RequestError):
+        await group.use("prompt-1")
+    group.library.errors.clear()
+    going = asyncio.create_task(group.use("prompt-1"))
+    await asyncio.sleep(0.05)
+    going.cancel()
+    with group.lease("prompt-1") as lease:
+        await lease.take()
+        await group.settle()
         assert group.loaded() == {"p1"}
 
 
@@ -323,7 +341,7 @@ async def test_a_load_that_the_lost_shards_had_done_is_done_again(group: Group) 
         if group.library.loads[digest] == 1:
             for shard in group.shards:
                 shard.shelf.loaded.clear()
-            await group.residents.connect()
+            await group.residency.connect()
 
     group.link.load = load_and_lose  # type: ignore[method-assign]
     assert await group.use("prompt-1") == ["p1"]
@@ -332,7 +350,7 @@ async def test_a_load_that_the_lost_shards_had_done_is_done_again(group: Group) 
 
 async def test_preloaded_adapters_stay_as_what_their_names_stand_for_now(group: Group) -> None:
     group.shards[0].info.preloaded_adapter_ids.extend(["adapter-1", "adapter-2"])
-    await group.contents.start()
+    await group.registry.start()
     assert group.loaded() == {"a1", "a2"}
     for i in range(3, 8):
         await group.use(adapter_id=f"adapter-{i}")
@@ -341,29 +359,30 @@ async def test_preloaded_adapters_stay_as_what_their_names_stand_for_now(group: 
     for i in range(3, 8):
         await group.use(adapter_id=f"adapter-{i}")
     assert group.loaded() == {"replaced", "a2", "a7"}
-    await group.residents.connect()
+    await group.residency.connect()
     assert group.loaded() == {"replaced", "a2"}
-    for resident in group.contents._pinned.values():
-        group.residents.release(resident)
+    for entry in group.registry._pinned.values():
+        group.residency.release(entry)
 
 
 @pytest.mark.parametrize("error", ["missing", "bad", "too many"])
 async def test_adapters_that_cannot_be_preloaded_are_told_in_one_line(group: Group, error: str) -> None:
     names = [f"adapter-{i}" for i in range(1, 5)]
     cause = "can't retrieve adapter with id 'adapter-2': directory does not exist"
-    told = f"the adapter 'adapter-2' cannot be loaded: {cause}"
+    told = f"the adapter 'adapter-2' cannot be preloaded: {cause}"
     if error == "missing":
         del group.library.store[ADAPTER, "adapter-2"]
     elif error == "bad":
         group.library.errors[0, "a2"] = (grpc.StatusCode.INVALID_ARGUMENT, "directory does not exist")
     else:
-        told = "the adapters to preload have no room: 'adapter-4' does not fit beside the others"
+        told = "the adapter 'adapter-4' cannot be preloaded: it does not fit beside the others; raise "
+        told += "--adapter-cache-size-mb or preload fewer"
     group.shards[0].info.preloaded_adapter_ids.extend(names)
     with pytest.raises(StartupError) as caught:
-        await group.contents.start()
+        await group.registry.start()
     assert str(caught.value) == told
-    for resident in group.contents._pinned.values():
-        group.residents.release(resident)
+    for entry in group.registry._pinned.values():
+        group.residency.release(entry)
 
 
 async def test_a_look_up_that_fails_is_told_as_it_is_or_not_at_all(group: Group) -> None:
@@ -380,10 +399,10 @@ async def test_a_look_up_that_fails_is_told_as_it_is_or_not_at_all(group: Group)
 
 async def test_nothing_is_unloaded_before_the_steps_on_their_way_are_answered(group: Group) -> None:
     """A row of a call that is over must find the same on all ranks."""
-    with group.hold("prompt-1") as hold:
-        tuning = await hold.take()
+    with group.lease("prompt-1") as lease:
+        adapters = await lease.take()
         scheduler = Scheduler(BlockPool(64, 8), max_sequences=4)
-        sequence = Sequence([2, 5], Stopping(max_new_tokens=9), tuning=tuning)
+        sequence = Sequence([2, 5], Stopping(max_new_tokens=9), adapters=adapters)
         scheduler.add(sequence)
         group.shards[1].step_s = 0.2
         step = scheduler.next_step(100)
@@ -400,9 +419,9 @@ async def test_nothing_is_unloaded_before_the_steps_on_their_way_are_answered(gr
 
 async def test_a_loss_of_the_shards_is_a_pause(group: Group) -> None:
     group.library.load_s = 0.06
-    with group.hold("prompt-1") as one, group.hold("prompt-2") as two:
+    with group.lease("prompt-1") as one, group.lease("prompt-2") as two:
         await one.take()
-        tuning = await two.take()
+        adapters = await two.take()
         await group.use("prompt-3")
         on_its_way = asyncio.create_task(group.use("prompt-4", "adapter-4"))
         await asyncio.sleep(0.03)
@@ -411,8 +430,8 @@ async def test_a_loss_of_the_shards_is_a_pause(group: Group) -> None:
         del group.library.copies["p2"]
         group.serve(epoch=2)
         group.shards[0].shelf.loaded["left over"] = Item("left over")
-        await group.residents.connect()
-        assert [group.residents.has(content) for content in tuning.contents] == [False]
+        await group.residency.connect()
+        assert [group.residency.has(info) for info in adapters.present] == [False]
         error = (await asyncio.gather(on_its_way, return_exceptions=True))[0]
         assert isinstance(error, RequestError)  # the prompt had not been looked up yet
         await group.settle()
@@ -422,12 +441,12 @@ async def test_a_loss_of_the_shards_is_a_pause(group: Group) -> None:
 
 async def test_calls_wait_for_shards_until_they_are_given_up(group: Group) -> None:
     group.stop()
-    connecting = asyncio.create_task(group.residents.connect())
+    connecting = asyncio.create_task(group.residency.connect())
     await asyncio.sleep(0)
     call = asyncio.create_task(group.use("prompt-1"))
     await asyncio.sleep(LIMIT_S + 0.2)
     assert not call.done()
-    group.residents.give_up()
+    group.residency.give_up()
     with pytest.raises(UnavailableError):
         await call
     with pytest.raises(UnavailableError):
@@ -451,11 +470,11 @@ async def test_storms_leave_no_reference_and_no_stray(group: Group, seed: int) -
         nonlocal served
         await asyncio.sleep(r.random() / 3)
         i, j = r.randrange(9), r.randrange(9)
-        with suppress(RouterError), group.hold(f"prompt-{i}", r.choice([None, f"adapter-{j}"])) as hold:
-            tuning = await hold.take()
+        with suppress(RouterError), group.lease(f"prompt-{i}", r.choice([None, f"adapter-{j}"])) as lease:
+            adapters = await lease.take()
             served += 1
             for _ in range(r.randrange(5)):
-                held = {content.digest for content in tuning.contents}
+                held = {info.digest for info in adapters.present}
                 assert all(held <= shard.shelf.loaded.keys() for shard in group.shards)
                 await asyncio.sleep(r.random() / 100)
 
@@ -466,13 +485,13 @@ async def test_storms_leave_no_reference_and_no_stray(group: Group, seed: int) -
         k = r.randrange(1, 9)
         group.library.put(Item(f"p{k}-{turn}", num_bytes=r.choice([100, 1024, 2048])), f"prompt-{k}")
         if turn == 12 and seed % 2:
-            await group.residents.connect()
+            await group.residency.connect()
     await asyncio.gather(*calls, return_exceptions=True)
     assert {str(call.exception()) for call in calls if not call.cancelled()} == {"None"}
     await group.settle()
     assert served > 50
-    assert group.residents.num_references == 0
-    assert group.loaded() == set(group.residents._table)
+    assert group.residency.num_references == 0
+    assert group.loaded() == {entry.info.digest for entry in group.residency._all_entries()}
     assert group.library.faults == []
     for kind, metrics in ((PROMPT, group.metrics.prompts), (ADAPTER, group.metrics.adapters)):
         items = [item for item in group.shards[0].shelf.loaded.values() if item.kind == kind]
@@ -483,7 +502,7 @@ async def test_storms_leave_no_reference_and_no_stray(group: Group, seed: int) -
 async def test_who_fits_does_not_wait_behind_who_does_not(group: Group) -> None:
     """Nor does anybody wait for what its caller wants no more."""
     group.library.put(adapter("large", num_bytes=3 * 1024), "large")
-    with group.hold(adapter_id="adapter-1") as one:
+    with group.lease(adapter_id="adapter-1") as one:
         await one.take()
         large = asyncio.create_task(group.use(adapter_id="large"))
         await asyncio.sleep(0.05)
@@ -493,7 +512,7 @@ async def test_who_fits_does_not_wait_behind_who_does_not(group: Group) -> None:
         gone = asyncio.create_task(group.use(adapter_id="large"))
         await asyncio.sleep(0.05)
         gone.cancel()
-        with group.hold(adapter_id="adapter-3") as three, group.hold(adapter_id="adapter-4") as four:
+        with group.lease(adapter_id="adapter-3") as three, group.lease(adapter_id="adapter-4") as four:
             await three.take()
             await asyncio.wait_for(four.take(), LIMIT_S / 2)  # a2 makes way: nobody is in front
     await group.settle()
@@ -517,7 +536,7 @@ async def test_an_adapter_of_the_start_makes_way_for_its_successor(group: Group)
     group.library.put(adapter("old", num_bytes=2 * 1024), "kept")
     group.library.put(adapter("large", num_bytes=2 * 1024), "large")
     group.shards[0].info.preloaded_adapter_ids.append("kept")
-    await group.contents.start()
+    await group.registry.start()
     with pytest.raises(RequestError, match="exceeds the allowed cache size"):
         await asyncio.wait_for(group.use(adapter_id="large"), LIMIT_S / 2)
     group.library.put(adapter("new", num_bytes=2 * 1024), "kept")
@@ -526,12 +545,12 @@ async def test_an_adapter_of_the_start_makes_way_for_its_successor(group: Group)
         await group.use(adapter_id=f"adapter-{i}")
     await group.settle()
     assert "new" in group.loaded()
-    group.contents._unpin("kept", "")
+    group.registry._unpin("kept", "")
 
 
 async def test_a_full_disk_makes_what_nobody_uses_go(group: Group) -> None:
-    with group.hold("prompt-1") as hold:
-        await hold.take()
+    with group.lease("prompt-1") as lease:
+        await lease.take()
         await group.use("prompt-2", "adapter-1")
         group.library.max_copies = 3
         assert await group.use(adapter_id="adapter-2") == ["a2"]

@@ -1,4 +1,4 @@
-"""Shards that die, disagree or stay away, and the router's own end, under live streams."""
+"""ShardClient that die, disagree or stay away, and the router's own end, under live streams."""
 
 import contextlib
 import queue
@@ -305,7 +305,7 @@ def test_a_request_that_always_kills_the_shards_ends(pair: Setup) -> None:
         r"Request failed during generation: internal error, request ([0-9a-f]{16})", caught.value.details()
     )
     assert found is not None
-    pair.service.wait_for_line(f"request {found[1]} failed: the shards die whenever it is computed", 5)
+    pair.service.wait_for_line(f"request {found[1]} failed: the shards crash whenever they compute it", 5)
     pair.service.wait_for_line(f"request_id={found[1]} ", 5)  # the call's own line
     assert pair.stub.Generate(batch("a longer text that does no harm")).responses
 

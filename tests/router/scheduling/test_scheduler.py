@@ -13,10 +13,10 @@ from tests.support.router.model_of_shard import EOS, ModelOfShard, integers, joi
 from tgis.pb import shard_pb2 as pb
 from tgis.router.scheduling.block_pool import BlockPool
 from tgis.router.scheduling.prefix_cache import decoder_root
-from tgis.router.scheduling.proposers.prompt_lookup import Drafter
+from tgis.router.scheduling.proposers.prompt_lookup import PromptLookup
 from tgis.router.scheduling.scheduler import Scheduler
 from tgis.router.scheduling.step import Step
-from tgis.router.sequence import Content, ContentKind, Details, Sequence, Stopping, Tuning
+from tgis.router.sequence import AdapterInfo, AdapterKind, CallAdapters, Details, Sequence, Stopping
 from tgis.router.shards.codec import decode_answer, encode_step
 
 BATCHES = 40  # of random workloads, in one test each
@@ -29,7 +29,7 @@ def is_refused(message: pb.OpenRow) -> bool:
     return zlib.crc32(array("i", prompt).tobytes() + message.encoder_token_ids) % 16 == 0
 
 
-class LuckyDrafter(Drafter):
+class LuckyLookup(PromptLookup):
     """Right as often as it likes, for it knows what comes; as long as the scheduler lets it."""
 
     def __init__(self, workload: "Workload", r: random.Random) -> None:
@@ -42,7 +42,7 @@ class LuckyDrafter(Drafter):
         self.left = most
         return most > 0
 
-    def guess(self, sequence: Sequence, most: int) -> list[int]:
+    def propose(self, sequence: Sequence, most: int) -> list[int]:
         r, known = self.random, sequence.num_tokens
         most = min(most, self.left)
         if most <= 0 or r.random() > self.zeal:
@@ -71,8 +71,8 @@ class Workload:
         self.switch_len = r.choice([0, 0, r.randint(1, 6 if self.has_encoder else 25)])
         self.refuses = r.random() < 0.3
         max_sequences = r.randint(1, 8)
-        drafter = self._drafter(random.Random(-1 - seed))
-        self.scheduler = Scheduler(self._pool(), max_sequences, self.switch_len, drafter)
+        proposer = self._proposer(random.Random(-1 - seed))
+        self.scheduler = Scheduler(self._pool(), max_sequences, self.switch_len, proposer)
         self.max_sequences = max_sequences
         self.shard = self._shard()
         self.depth = r.randint(1, 3)
@@ -90,11 +90,11 @@ class Workload:
         self.queue: list[Sequence] = []  # who has not started, oldest first
         self.reported: dict[Sequence, list[int]] = {}
         self.ends: Counter[Sequence] = Counter()
-        self.tunings = self._tunings(random.Random(seed))
+        self.adapters = self._adapters(random.Random(seed))
         self.todo = self._requests()
 
-    def _drafter(self, r: random.Random) -> "LuckyDrafter | None":
-        return LuckyDrafter(self, r) if r.random() < 0.7 else None
+    def _proposer(self, r: random.Random) -> "LuckyLookup | None":
+        return LuckyLookup(self, r) if r.random() < 0.7 else None
 
     def _pool(self) -> BlockPool:
         return BlockPool(self.pool_blocks, self.block_size)
@@ -105,16 +105,16 @@ class Workload:
             shard.refuses = is_refused
         return shard
 
-    def _tunings(self, r: random.Random) -> list[Tuning]:
+    def _adapters(self, r: random.Random) -> list[CallAdapters]:
         """Prompts and adapters in all combinations, in every third workload."""
         if r.random() < 0.67:
-            return [Tuning()]
-        prompts: list[Content | None] = [None]
+            return [CallAdapters()]
+        prompts: list[AdapterInfo | None] = [None]
         for digest in "pq":
             num_encoder = r.randint(0, 3) * self.has_encoder
-            prompts.append(Content(ContentKind.PROMPT, digest, r.randint(0, 3), num_encoder))
-        adapters = [None, Content(ContentKind.ADAPTER, "p"), Content(ContentKind.ADAPTER, "a")]
-        return [Tuning(prompt, adapter) for prompt in prompts for adapter in adapters]
+            prompts.append(AdapterInfo(AdapterKind.SOFT_PROMPT, digest, r.randint(0, 3), num_encoder))
+        adapters = [None, AdapterInfo(AdapterKind.LORA, "p"), AdapterInfo(AdapterKind.LORA, "a")]
+        return [CallAdapters(prompt, adapter) for prompt in prompts for adapter in adapters]
 
     def _requests(self) -> list[Sequence]:
         r = self.random
@@ -130,14 +130,16 @@ class Workload:
         return requests
 
     def _request(self, prompt: list[int], stopping: Stopping, details: Details) -> Sequence:
-        tuning = self.random.choice(self.tunings)
-        before = [PAD] * tuning.num_decoder_tokens
+        adapters = self.random.choice(self.adapters)
+        before = [PAD] * adapters.num_decoder_tokens
         if not self.has_encoder:
-            return Sequence(before + prompt, stopping, details=details, tuning=tuning)
+            return Sequence(before + prompt, stopping, details=details, adapters=adapters)
         encoder_ids = prompt[: self.random.choice([len(prompt), 5])]  # some of them equal
-        encoder_ids = [PAD] * tuning.num_encoder_tokens + encoder_ids
+        encoder_ids = [PAD] * adapters.num_encoder_tokens + encoder_ids
         start = [*before, DECODER_START]
-        return Sequence(start, stopping, details=details, encoder_token_ids=tuple(encoder_ids), tuning=tuning)
+        return Sequence(
+            start, stopping, details=details, encoder_token_ids=tuple(encoder_ids), adapters=adapters
+        )
 
     def run(self) -> None:
         r, num_turns = self.random, 0
@@ -177,7 +179,10 @@ class Workload:
             list(sequence.encoder_token_ids),
             self.switch_len,
             join_digests(
-                *(one.digest if one else "" for one in (sequence.tuning.adapter, sequence.tuning.prompt))
+                *(
+                    one.digest if one else ""
+                    for one in (sequence.adapters.lora, sequence.adapters.soft_prompt)
+                )
             ),
         )
         self.reported[sequence] = []

@@ -4,11 +4,11 @@ import random
 
 import pytest
 
-from tgis.router.scheduling.token_budget import MIN_PROMPT_TOKENS, StepBudget
+from tgis.router.scheduling.token_budget import MIN_PROMPT_TOKENS, TokenBudget
 
 
-def observed(fixed: float, per_token: float, sizes: list[int], decode_step_s: float = 0.1) -> StepBudget:
-    budget = StepBudget(2048, decode_step_s)
+def observed(fixed: float, per_token: float, sizes: list[int], decode_step_s: float = 0.1) -> TokenBudget:
+    budget = TokenBudget(2048, decode_step_s)
     for size in sizes:
         budget.observe(size, fixed + per_token * size)
     return budget
@@ -35,7 +35,7 @@ def test_one_size_of_step_says_nothing_of_the_fixed_part() -> None:
 
 def test_prompts_get_everything_while_nobody_decodes() -> None:
     assert observed(0.01, 0.001, [1, 300, 20]).prompt_tokens(0, 3) == 2048
-    assert StepBudget(2048, 0.1).prompt_tokens(8, 3) == 2040  # nothing is known yet
+    assert TokenBudget(2048, 0.1).prompt_tokens(8, 3) == 2040  # nothing is known yet
 
 
 def test_prompts_get_what_fits_beside_those_that_decode() -> None:
@@ -49,25 +49,25 @@ def test_prompts_get_what_fits_beside_those_that_decode() -> None:
 
 def test_a_prompt_always_comes_forward() -> None:
     assert observed(0.5, 0.01, [1, 300, 20]).prompt_tokens(10, 9) == MIN_PROMPT_TOKENS
-    assert StepBudget(8, 0.1).prompt_tokens(8, 1) == MIN_PROMPT_TOKENS
+    assert TokenBudget(8, 0.1).prompt_tokens(8, 1) == MIN_PROMPT_TOKENS
 
 
 def test_a_step_may_take_ten_times_as_long_as_predicted() -> None:
-    budget = StepBudget(2048, 1.0)
+    budget = TokenBudget(2048, 1.0)
     assert budget.timeout(5) == 0, "nothing is known yet"
     for _ in range(30):
         for num_tokens in (10, 100):
             budget.observe(num_tokens, 1.0 + 0.02 * num_tokens)
     assert budget.timeout(100) == pytest.approx(10 * 3.0)
     assert budget.timeout(10) == pytest.approx(10 * 1.2)
-    fast = StepBudget(2048, 1.0)
+    fast = TokenBudget(2048, 1.0)
     fast.observe(100, 0.05)
     assert fast.timeout(100) == 10
 
 
 def test_steps_larger_than_any_before_get_more_time_in_proportion() -> None:
     """Small steps may all take as long as reading the weights does, which says nothing of large ones."""
-    budget = StepBudget(2048, 1.0)
+    budget = TokenBudget(2048, 1.0)
     for num_tokens in (1, 2, 1, 2):
         budget.observe(num_tokens, 0.5)
     assert budget.timeout(2048) == pytest.approx(10 * 0.5 * 1024)

@@ -25,8 +25,8 @@ from tgis.config.processes import RouterConfig, ShardConfig
 from tgis.errors import OperatorError
 from tgis.net.addresses import AddressError, parse_all
 from tgis.pb import shard_pb2 as pb
-from tgis.router.shards.client import Shards
-from tgis.router.shards.link import UnixLink, open_link
+from tgis.router.shards.client import ShardClient
+from tgis.router.shards.link import UnixShardLink, open_link
 from tgis.shard.transport.link import choose_endpoint
 
 RIGHT, WRONG = "localhost", "elsewhere.example.com"
@@ -215,10 +215,10 @@ async def test_shards_of_a_larger_group_are_not_connected(
 ) -> None:
     shards = [FakeShard(rank, world_size=3) for rank in (0, 1)]
     servers = [ShardServer(shard, str(tmp_path / "shard")) for shard in shards]
-    link = Shards(UnixLink(str(tmp_path / "shard"), 2))
+    link = ShardClient(UnixShardLink(str(tmp_path / "shard"), 2))
     with caplog.at_level(logging.DEBUG), pytest.raises(TimeoutError):
         await asyncio.wait_for(link.connect(), 0.4)
-    assert "it is one of 3 shards, and 2 are known" in caplog.text
+    assert "it is one of 3 shards, but 2 are expected" in caplog.text
     await link.close()
     for server in servers:
         server.stop()
@@ -229,7 +229,7 @@ async def test_addresses_in_another_order_than_the_ranks(tmp_path: Path) -> None
     for shard, other in zip(shards, (1, 0), strict=True):
         shard.info.rank = other
     servers = [ShardServer(shard, str(tmp_path / "shard")) for shard in shards]
-    link = Shards(UnixLink(str(tmp_path / "shard"), 2))
+    link = ShardClient(UnixShardLink(str(tmp_path / "shard"), 2))
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(link.connect(), 0.4)
     for rank, shard in enumerate(shards):

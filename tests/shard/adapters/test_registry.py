@@ -12,47 +12,50 @@ import torch
 
 from tgis.prompts.errors import MissingArtifactError
 from tgis.shard.adapters import registry as contents_module
-from tgis.shard.adapters.registry import Content, Contents, Prompt
+from tgis.shard.adapters.registry import LoadedAdapter, LoadedAdapters, LoadedPrompt
 from tgis.shard.layers.lora import Adapter, LowRank
 
-PROMPT, ADAPTER = Prompt(torch.ones(2, 4), torch.ones(0, 4)), Adapter({})
+PROMPT, ADAPTER = LoadedPrompt(torch.ones(2, 4), torch.ones(0, 4)), Adapter({})
 
 
-def read(digest: str) -> Content:
+def read(digest: str) -> LoadedAdapter:
     return {"prompt": PROMPT, "adapter": ADAPTER}[digest]
 
 
 def test_each_is_found_as_what_it_is() -> None:
-    contents = Contents(read)
-    assert contents.prompt("prompt") is None
-    contents.load("prompt")
-    contents.load("adapter")
-    assert (contents.prompt("prompt"), contents.adapter("prompt")) == (PROMPT, None)
-    assert (contents.prompt("adapter"), contents.adapter("adapter")) == (None, ADAPTER)
-    assert (contents.prompt(""), contents.adapter("")) == (None, None)
-    contents.unload(["prompt", "unknown"])
-    assert contents.prompt("prompt") is None
-    contents.load("prompt")
-    contents.unload_others(["prompt", "unknown"])
-    assert (contents.prompt("prompt"), contents.adapter("adapter")) == (PROMPT, None)
-    contents.unload_others([])
-    assert contents.prompt("prompt") is None
+    adapters = LoadedAdapters(read)
+    assert adapters.prompt("prompt") is None
+    adapters.load("prompt")
+    adapters.load("adapter")
+    assert (adapters.prompt("prompt"), adapters.adapter("prompt")) == (PROMPT, None)
+    assert (adapters.prompt("adapter"), adapters.adapter("adapter")) == (None, ADAPTER)
+    assert (adapters.prompt(""), adapters.adapter("")) == (None, None)
+    adapters.unload(["prompt", "unknown"])
+    assert adapters.prompt("prompt") is None
+    adapters.load("prompt")
+    adapters.unload_others(["prompt", "unknown"])
+    assert (adapters.prompt("prompt"), adapters.adapter("adapter")) == (PROMPT, None)
+    adapters.unload_others([])
+    assert adapters.prompt("prompt") is None
 
 
 def test_what_is_unloaded_goes_back_to_the_system_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
     part = LowRank(torch.ones(8, 2), torch.ones(2, 8), 0)  # 128 bytes
-    made = {"prompt": Prompt(torch.ones(2, 4), torch.ones(4, 4)), "adapter": Adapter({"a": (part, part)})}
+    made = {
+        "prompt": LoadedPrompt(torch.ones(2, 4), torch.ones(4, 4)),
+        "adapter": Adapter({"a": (part, part)}),
+    }
     released: list[int] = []
     monkeypatch.setattr(contents_module, "RELEASE_BYTES", 96 + 256)
     monkeypatch.setattr(contents_module, "release_memory", lambda: released.append(1))
-    contents = Contents(lambda digest: made[digest])
+    adapters = LoadedAdapters(lambda digest: made[digest])
     for _ in range(2):
         for digest in made:
-            contents.load(digest)
+            adapters.load(digest)
         num_released = len(released)
-        contents.unload(["prompt", "unknown"])
+        adapters.unload(["prompt", "unknown"])
         assert len(released) == num_released
-        contents.unload(["adapter"])
+        adapters.unload(["adapter"])
         assert len(released) == num_released + 1
 
 
@@ -62,7 +65,7 @@ class Reader:
     def __init__(self) -> None:
         self.count, self.go, self.error = 0, threading.Event(), None
 
-    def __call__(self, digest: str) -> Content:
+    def __call__(self, digest: str) -> LoadedAdapter:
         self.count += 1
         assert self.go.wait(10)
         if self.error is not None:
@@ -70,9 +73,9 @@ class Reader:
         return PROMPT
 
 
-def load_at_once(contents: Contents, reader: Reader, count: int) -> list[BaseException | None]:
+def load_at_once(adapters: LoadedAdapters, reader: Reader, count: int) -> list[BaseException | None]:
     with ThreadPoolExecutor(count) as threads:
-        loads = [threads.submit(contents.load, "one") for _ in range(count)]
+        loads = [threads.submit(adapters.load, "one") for _ in range(count)]
         while not reader.count:
             time.sleep(0.001)
         reader.go.set()
@@ -81,60 +84,60 @@ def load_at_once(contents: Contents, reader: Reader, count: int) -> list[BaseExc
 
 def test_loads_at_once_read_once() -> None:
     reader = Reader()
-    contents = Contents(reader)
-    assert load_at_once(contents, reader, 8) == [None] * 8
-    assert (reader.count, contents.prompt("one")) == (1, PROMPT)
-    contents.load("one")
+    adapters = LoadedAdapters(reader)
+    assert load_at_once(adapters, reader, 8) == [None] * 8
+    assert (reader.count, adapters.prompt("one")) == (1, PROMPT)
+    adapters.load("one")
     assert reader.count == 1
 
 
 def test_an_error_is_everyones_who_waited_and_of_nobody_later() -> None:
     reader = Reader()
-    contents, reader.error = Contents(reader), OSError("no disk")
-    errors = load_at_once(contents, reader, 4)
+    adapters, reader.error = LoadedAdapters(reader), OSError("no disk")
+    errors = load_at_once(adapters, reader, 4)
     assert all(isinstance(error, OSError) for error in errors)
-    assert contents.prompt("one") is None
+    assert adapters.prompt("one") is None
     reader.error = None
-    contents.load("one")
-    assert contents.prompt("one") is PROMPT
+    adapters.load("one")
+    assert adapters.prompt("one") is PROMPT
 
 
 def test_another_is_loaded_while_one_hangs() -> None:
     slow = threading.Event()
 
-    def wait_for_one(digest: str) -> Content:
+    def wait_for_one(digest: str) -> LoadedAdapter:
         if digest == "slow":
             assert slow.wait(10)
         return PROMPT
 
-    contents = Contents(wait_for_one)
+    adapters = LoadedAdapters(wait_for_one)
     with ThreadPoolExecutor(1) as threads:
-        hanging = threads.submit(contents.load, "slow")
-        contents.load("fast")
-        assert contents.prompt("fast") is PROMPT
-        contents.unload_others(["slow"])
+        hanging = threads.submit(adapters.load, "slow")
+        adapters.load("fast")
+        assert adapters.prompt("fast") is PROMPT
+        adapters.unload_others(["slow"])
         slow.set()
         hanging.result(10)
-        assert contents.prompt("fast") is None
-        assert contents.prompt("slow") is PROMPT
+        assert adapters.prompt("fast") is None
+        assert adapters.prompt("slow") is PROMPT
 
 
 def test_many_threads_agree_with_the_last_word() -> None:
-    contents = Contents(lambda digest: Prompt(torch.full((1, 1), int(digest)), torch.empty(0, 1)))
+    adapters = LoadedAdapters(lambda digest: LoadedPrompt(torch.full((1, 1), int(digest)), torch.empty(0, 1)))
 
     def work(seed: int) -> None:
         rng, mine = random.Random(seed), f"{seed}"
         for _ in range(300):
-            contents.load(mine)
-            found = contents.prompt(mine)
+            adapters.load(mine)
+            found = adapters.prompt(mine)
             assert found is not None
             assert int(found.decoder) == seed
-            contents.unload([mine])
-            assert contents.prompt(mine) is None
-            contents.unload_others([str(i) for i in range(4)])
+            adapters.unload([mine])
+            assert adapters.prompt(mine) is None
+            adapters.unload_others([str(i) for i in range(4)])
             if rng.random() < 0.1:
                 with suppress(MissingArtifactError):  # the others unload it
-                    contents.load("9")
+                    adapters.load("9")
 
     with ThreadPoolExecutor(4) as threads:
         for done in [threads.submit(work, seed) for seed in range(4)]:
@@ -147,34 +150,34 @@ def test_what_is_unloaded_while_it_is_read_is_not_kept(others: bool) -> None:
     entered, gates = SimpleQueue[None](), [threading.Event(), threading.Event()]
     waiting = iter(gates)
 
-    def read_slowly(digest: str) -> Content:
+    def read_slowly(digest: str) -> LoadedAdapter:
         gate = next(waiting)
         entered.put(None)
         assert gate.wait(10)
         return PROMPT
 
-    contents = Contents(read_slowly)
+    adapters = LoadedAdapters(read_slowly)
     with ThreadPoolExecutor(2) as threads:
-        stray = threads.submit(contents.load, "slow")
+        stray = threads.submit(adapters.load, "slow")
         entered.get(timeout=10)
         if others:
-            contents.unload_others(["fast"])
+            adapters.unload_others(["fast"])
         else:
-            contents.unload(["slow"])
-        wanted = threads.submit(contents.load, "slow")
+            adapters.unload(["slow"])
+        wanted = threads.submit(adapters.load, "slow")
         entered.get(timeout=10)
         gates[0].set()
         assert isinstance(stray.exception(10), MissingArtifactError)
-        assert contents.prompt("slow") is None
+        assert adapters.prompt("slow") is None
         gates[1].set()
         wanted.result(10)
-    assert contents.prompt("slow") is PROMPT
+    assert adapters.prompt("slow") is PROMPT
 
 
 @pytest.mark.parametrize("error", [KeyError("x"), MemoryError()])
 def test_what_reading_raises_is_raised(error: Exception) -> None:
-    def fail(digest: str) -> Content:
+    def fail(digest: str) -> LoadedAdapter:
         raise error
 
     with pytest.raises(type(error)):
-        Contents(fail).load("x")
+        LoadedAdapters(fail).load("x")

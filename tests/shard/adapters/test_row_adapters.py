@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from tgis.shard.adapters.registry import Prompt
-from tgis.shard.adapters.row_adapters import Tuning
+from tgis.shard.adapters.registry import LoadedPrompt
+from tgis.shard.adapters.row_adapters import RowAdapters
 from tgis.shard.layers.lora import Adapter, AdapterSet
 from tgis.shard.models.interface import VirtualTokens
 
@@ -19,13 +19,13 @@ CPU, NUM_ROWS, WIDTH = torch.device("cpu"), 12, 3
 
 @dataclass
 class Row:
-    prompt: Prompt | None
+    prompt: LoadedPrompt | None
     adapter: Adapter | None
 
 
-def draw_prompt(rng: random.Random) -> Prompt:
+def draw_prompt(rng: random.Random) -> LoadedPrompt:
     lengths = rng.choice([(5, 0), (3, 4), (0, 6)])
-    return Prompt(*(torch.rand(length, WIDTH, dtype=torch.bfloat16) for length in lengths))
+    return LoadedPrompt(*(torch.rand(length, WIDTH, dtype=torch.bfloat16) for length in lengths))
 
 
 def pack(work: list[tuple[int, int, int]]) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
@@ -60,31 +60,31 @@ def test_random_rows() -> None:
     rng = random.Random(3)
     torch.manual_seed(0)
     prompts, adapters = [draw_prompt(rng) for _ in range(4)], [Adapter({}) for _ in range(4)]
-    tuning, rows = Tuning(NUM_ROWS, CPU), dict[int, Row]()
+    row_adapters, rows = RowAdapters(NUM_ROWS, CPU), dict[int, Row]()
     num_virtual = num_adapted = 0
     for _ in range(500):
         number = rng.randrange(NUM_ROWS)
         if rng.random() < 0.3:
             some = rng.sample(range(NUM_ROWS), 3)
-            tuning.close(some)
+            row_adapters.close(some)
             for closed in some:
                 rows.pop(closed, None)
         elif rng.random() < 0.02:
-            tuning.reset()
+            row_adapters.reset()
             rows.clear()
         else:
             row = Row(rng.choice([None, *prompts]), rng.choice([None, *adapters]))
-            tuning.open(number, row.prompt, row.adapter)
+            row_adapters.open(number, row.prompt, row.adapter)
             rows[number] = row
         chosen = [n for n in range(NUM_ROWS) if rng.random() < 0.4] or [number]
         starts = [rng.choice([0, 0, 2, 4, 9]) for _ in chosen]
         work = [(n, start, start + rng.randint(1, 7)) for n, start in zip(chosen, starts, strict=True)]
         packed, starts_of, begins, sequence = pack(work)
         for part in ("decoder", "encoder"):
-            placed = unpack(tuning.place(part, packed, starts_of, begins), len(sequence))
+            placed = unpack(row_adapters.virtual_tokens(part, packed, starts_of, begins), len(sequence))
             assert placed == expect(rows, work, part)
             num_virtual += sum(one is not None for one in placed)
-        found = tuning.adapters(packed, sequence)
+        found = row_adapters.token_adapters(packed, sequence)
         expected = [
             rows[n].adapter if n in rows else None for n, start, end in work for _ in range(start, end)
         ]
@@ -99,56 +99,56 @@ def test_random_rows() -> None:
     assert num_adapted > 300
 
 
-def adapters_of(tuning: Tuning, *rows: int) -> AdapterSet | None:
-    found = tuning.adapters(np.array(rows), np.arange(len(rows)))
+def adapters_of(row_adapters: RowAdapters, *rows: int) -> AdapterSet | None:
+    found = row_adapters.token_adapters(np.array(rows), np.arange(len(rows)))
     return None if found is None else found.adapters
 
 
 def test_a_set_lasts_while_its_adapters_do() -> None:
     """What has been looked up in it is worth keeping."""
     one, two = Adapter({}), Adapter({})
-    tuning = Tuning(NUM_ROWS, CPU)
-    tuning.open(0, None, one)
-    tuning.open(1, None, two)
-    both = adapters_of(tuning, 0, 1, 2)
+    row_adapters = RowAdapters(NUM_ROWS, CPU)
+    row_adapters.open(0, None, one)
+    row_adapters.open(1, None, two)
+    both = adapters_of(row_adapters, 0, 1, 2)
     assert both is not None
-    tuning.open(2, None, one)
-    tuning.close([0])
-    tuning.open(3, None, None)
-    assert adapters_of(tuning, 1, 2, 3) is both
-    tuning.close([1])
-    assert adapters_of(tuning, 2) is not both
+    row_adapters.open(2, None, one)
+    row_adapters.close([0])
+    row_adapters.open(3, None, None)
+    assert adapters_of(row_adapters, 1, 2, 3) is both
+    row_adapters.close([1])
+    assert adapters_of(row_adapters, 2) is not both
 
 
 def test_nothing_outlives_its_rows() -> None:
-    tuning = Tuning(NUM_ROWS, CPU)
+    row_adapters = RowAdapters(NUM_ROWS, CPU)
     prompt, adapter = draw_prompt(random.Random(0)), Adapter({})
     watched = [weakref.ref(prompt), weakref.ref(adapter)]
-    tuning.open(5, prompt, adapter)
-    assert adapters_of(tuning, 5) is not None
+    row_adapters.open(5, prompt, adapter)
+    assert adapters_of(row_adapters, 5) is not None
     del prompt, adapter
     assert all(one() is not None for one in watched)
-    tuning.close([5])
+    row_adapters.close([5])
     assert all(one() is None for one in watched), "at once: shards rarely collect garbage"
 
 
 def test_it_costs_next_to_nothing_where_nobody_has_any() -> None:
     """Nor much where all have, once they are past their prompts."""
-    tuning = Tuning(256, CPU)
+    row_adapters = RowAdapters(256, CPU)
     rows, starts, begins, sequence = pack([(row, 900, 901) for row in range(256)])
 
     def measure() -> float:
         times = []
         for _ in range(50):
             began = time.perf_counter()
-            tuning.close([])
-            tuning.place("decoder", rows, starts, begins)
-            tuning.adapters(rows, sequence)
+            row_adapters.close([])
+            row_adapters.virtual_tokens("decoder", rows, starts, begins)
+            row_adapters.token_adapters(rows, sequence)
             times.append(time.perf_counter() - began)
         return min(times)
 
     assert measure() < 5e-6
     prompt = draw_prompt(random.Random(0))
     for row in range(256):
-        tuning.open(row, prompt, None)
+        row_adapters.open(row, prompt, None)
     assert measure() < 100e-6

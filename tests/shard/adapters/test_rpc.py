@@ -19,14 +19,13 @@ from tgis.pb.shard_pb2_grpc import ShardServiceStub
 from tgis.prompts.artifact_cache import ArtifactCache, Kind
 from tgis.prompts.errors import AdapterError, MissingArtifactError
 from tgis.prompts.store import AdapterStore, ArtifactInfo
-from tgis.router.shards.artifact_transfer import relay
-from tgis.shard.adapters.registry import Content, Contents, Prompt
-from tgis.shard.adapters.rpc import ContentCalls
+from tgis.router.shards.artifact_transfer import copy_artifact
+from tgis.shard.adapters.registry import LoadedAdapter, LoadedAdapters, LoadedPrompt
 from tgis.shard.server import ShardService, _listen
 from tgis.shard.transport.link import UnixEndpoint
 
 TIMEOUT_S = 10
-PROMPT = Prompt(torch.ones(2, 4), torch.empty(0, 4))
+PROMPT = LoadedPrompt(torch.ones(2, 4), torch.empty(0, 4))
 Code = grpc.StatusCode
 ERRORS = [
     (AdapterError("it is odd"), Code.INVALID_ARGUMENT, "it is odd"),
@@ -82,16 +81,16 @@ class Served:
             Answers(),
             ArtifactCache(directory / "contents"),
         )
-        self.contents = Contents(self._read)
+        self.adapters = LoadedAdapters(self._read)
         odd = OddStore(self.artifacts, self.finding)
         store = odd if prompts is None else AdapterStore(self.artifacts, REQUIRED, prompts, None, {})
-        service = ShardService(pb.InfoResponse(), ContentCalls(store, self.artifacts, self.contents))
+        service = ShardService(pb.InfoResponse(), store, self.artifacts, self.adapters)
         self.path = directory / "socket"
         self._server = _listen(service, UnixEndpoint(str(self.path)))
         self.channel = grpc.insecure_channel(f"unix:{self.path}")
         self.stub = ShardServiceStub(self.channel)
 
-    def _read(self, digest: str) -> Content:
+    def _read(self, digest: str) -> LoadedAdapter:
         self.reading.meet()
         return PROMPT
 
@@ -146,7 +145,7 @@ def test_errors(
     served.finding.error = served.reading.error = None
     assert served.find("a").digest
     served.load("a")
-    assert served.contents.prompt("a") is PROMPT
+    assert served.adapters.prompt("a") is PROMPT
 
 
 def test_a_full_disk_is_one_line_for_the_operator(served: Served, caplog: pytest.LogCaptureFixture) -> None:
@@ -156,7 +155,7 @@ def test_a_full_disk_is_one_line_for_the_operator(served: Served, caplog: pytest
     [record] = caplog.records
     assert (record.levelname, record.exc_info) == ("ERROR", None)
     assert record.getMessage() == (
-        f"{served.artifacts.directory}: no room is left for copies of soft prompts and adapters"
+        f"{served.artifacts.directory}: no space is left for copies of soft prompts and adapters"
     )
 
 
@@ -198,7 +197,7 @@ def test_copies_go_with_what_is_unloaded(served: Served) -> None:
                 found.append(True)
             except MissingArtifactError:
                 found.append(False)
-        assert [served.contents.prompt(digest) is not None for digest in digests] == found
+        assert [served.adapters.prompt(digest) is not None for digest in digests] == found
         return found
 
     assert kept() == [True, True, True]
@@ -241,23 +240,23 @@ async def test_relaying_says_why_it_failed(served: Served, tmp_path: Path) -> No
     )
     stubs = ShardServiceStub(first), ShardServiceStub(other)
     for _ in range(5):
-        await relay(*stubs, digest, TIMEOUT_S)
+        await copy_artifact(*stubs, digest, TIMEOUT_S)
         assert digest in target.artifacts
         target.artifacts.remove([digest])
         target.artifacts.directory.rename(tmp_path / "gone")
         target.artifacts.directory.write_text("no directory")
         with pytest.raises(grpc.RpcError) as caught:
-            await relay(*stubs, digest, TIMEOUT_S)
+            await copy_artifact(*stubs, digest, TIMEOUT_S)
         assert caught.value.code() is Code.INTERNAL
         assert caught.value.details().startswith("FileExistsError: ")
         target.artifacts.directory.unlink()
         (tmp_path / "gone").rename(target.artifacts.directory)
         with pytest.raises(grpc.RpcError) as caught:
-            await relay(*stubs, "0" * 64, TIMEOUT_S)
+            await copy_artifact(*stubs, "0" * 64, TIMEOUT_S)
         assert caught.value.code() is Code.NOT_FOUND
         with pytest.raises(TimeoutError):
-            await relay(*stubs, digest, 0.001)
-    relaying = asyncio.create_task(relay(*stubs, digest, TIMEOUT_S))
+            await copy_artifact(*stubs, digest, 0.001)
+    relaying = asyncio.create_task(copy_artifact(*stubs, digest, TIMEOUT_S))
     target.stop()
     with pytest.raises((grpc.RpcError, ConnectionError)) as broken:
         await relaying

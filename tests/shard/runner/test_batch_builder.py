@@ -10,7 +10,7 @@ import torch
 
 from tests.support.shard.messages import NOTHING, SAMPLE, Steps, integers, open_row, pack
 from tgis.pb import shard_pb2 as pb
-from tgis.shard.adapters.registry import Contents, Prompt
+from tgis.shard.adapters.registry import LoadedAdapters, LoadedPrompt
 from tgis.shard.layers.lora import Adapter
 from tgis.shard.models.interface import StepInputs
 from tgis.shard.runner.batch_builder import Batch, BatchBuilder
@@ -35,14 +35,14 @@ class Row:
     ended: bool = False
 
 
-def load_some() -> Contents:
+def load_some() -> LoadedAdapters:
     """Prompts of three tokens of the decoder, "p", and two of the encoder, "e", and an adapter, "a"."""
     none, numbers = torch.empty(0, 2), torch.arange(14.0).view(7, 2) // 2
-    found = {"p": Prompt(numbers[:3], none), "e": Prompt(none, numbers[5:]), "a": Adapter({})}
-    contents = Contents(found.__getitem__)
+    found = {"p": LoadedPrompt(numbers[:3], none), "e": LoadedPrompt(none, numbers[5:]), "a": Adapter({})}
+    adapters = LoadedAdapters(found.__getitem__)
     for digest in found:
-        contents.load(digest)
-    return contents
+        adapters.load(digest)
+    return adapters
 
 
 def tuned(message: pb.OpenRow, prompt: str = "", adapter: str = "") -> pb.OpenRow:
@@ -249,8 +249,8 @@ def test_a_row_keeps_nothing_of_the_one_before() -> None:
 
 def test_virtual_tokens_are_placed_and_not_penalised() -> None:
     """Though they are called as any token is, here 7, which comes after them too or does not."""
-    contents = load_some()
-    table, steps = BatchBuilder(4, 64, 4, 50, CPU, contents), Steps(4, 64)
+    adapters = load_some()
+    table, steps = BatchBuilder(4, 64, 4, 50, CPU, adapters), Steps(4, 64)
     penalised = {**SAMPLE, "repetition_penalty": 2.0}
     rows = [
         tuned(open_row(0, [7, 7, 7, 8, 9], prompt_len=4, sampling=penalised), prompt="p"),
@@ -260,7 +260,7 @@ def test_virtual_tokens_are_placed_and_not_penalised() -> None:
     assert [table.open(message) for message in rows] == [None] * 3
     seen = table.seen.select(np.arange(3)).tolist()
     assert [[i for i, is_seen in enumerate(row) if is_seen] for row in seen] == [[8, 9], [7], [7]]
-    contents.unload(["p", "a"])
+    adapters.unload(["p", "a"])
     batch = table.pack(steps.step([(2, 0, 3), (0, 0, 2), (1, 0, 4)]))
     assert batch is not None
     assert batch.inputs.virtual is not None

@@ -33,7 +33,7 @@ class Served:
 
     def load_all(self) -> None:
         for digest in self.case.copies.digests:
-            self.runner.contents.load(digest)
+            self.runner.adapters.load(digest)
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +95,7 @@ def test_nothing_is_left_on_the_cpu(either: Served) -> None:
         config = configure(either.case.directory, uds_path=either.case.copies.uds_path, kv_cache_tokens=1024)
         runner = load(config, ProcessGroup(0, 1, device=device), plain(device))
         for digest in either.case.copies.digests:
-            runner.contents.load(digest)
+            runner.adapters.load(digest)
         requests = [either.case.request(asked) for asked in either.case.asked]
         Router(runner, seed=1).run(list(requests))
         return requests
@@ -202,7 +202,7 @@ def test_a_row_keeps_a_prompt_that_is_unloaded(either: Served) -> None:
     steps, request = Steps(4, runner.info.num_blocks), case.request(case.asked[0])
     request.row, request.cross_blocks = 0, [200 + i for i in range(len(request.encoder_token_ids))]
     generated = execute(runner, steps, [(0, 0, 1)], request)
-    runner.contents.unload_others([])
+    runner.adapters.unload_others([])
     length, end = len(request.prompt), len(request.prompt) + request.max_new_tokens
     generated += execute(runner, steps, [(0, 1, length)]) if length > 1 else []
     for position in range(length, end - 1):
@@ -213,7 +213,7 @@ def test_a_row_keeps_a_prompt_that_is_unloaded(either: Served) -> None:
 
 def test_a_row_whose_prompt_is_not_loaded_fails_alone(decoder: Served) -> None:
     case, runner = decoder.case, decoder.runner
-    runner.contents.unload_others([])
+    runner.adapters.unload_others([])
     steps, bad, good = Steps(4, runner.info.num_blocks), *(case.request(case.asked[i]) for i in (0, -1))
     bad.row, good.row = 0, 1
     opened = [opening(bad), opening(good), open_row(2, [5, 6])]

@@ -109,7 +109,7 @@ def test_prompts_and_adapters_work_where_ours_serves_instead(name: str, tmp_path
     store = open_store(shard, runner.model, 192)
     prompt, adapter = store.find("prompt", "prompt"), store.find("adapter", "lora")
     for digest in (prompt.digest, adapter.digest):
-        runner.contents.load(digest)
+        runner.adapters.load(digest)
 
     def ask(inputs: list[int], **digests: str) -> Request:
         begin, encoder = ([start], inputs) if oracle.is_encoder_decoder else (inputs, [])

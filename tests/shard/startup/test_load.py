@@ -128,8 +128,8 @@ def test_an_engine_that_takes_no_soft_prompts_says_so(
     with pytest.raises(AdapterError, match=f"'a': {text}$"):
         store.find("prompt", "a")
     with pytest.raises(AdapterError, match=f"^{text}$"):
-        runner.contents.load("0" * 64)
-    assert f"prefix_store_path: there is no directory {tmp_path / 'none'}" in caplog.text
+        runner.adapters.load("0" * 64)
+    assert f"prefix_store_path: the directory {tmp_path / 'none'} does not exist" in caplog.text
     assert f"requests for soft prompts and adapters fail: {text}" in caplog.text
 
 

@@ -8,20 +8,20 @@ from contextlib import contextmanager
 
 from tgis.cli.main import main
 from tgis.router.engine.engine import Engine
-from tgis.router.engine.live_request import Generation
+from tgis.router.engine.live_request import LiveRequest
 from tgis.router.requests.concurrency import ConcurrencyLimit
 from tgis.router.scheduling.block_pool import BlockPool
-from tgis.router.scheduling.free_rows import Rows
+from tgis.router.scheduling.free_rows import FreeRows
 
 acquire, release_blocks, close_row, release = (
     ConcurrencyLimit.acquire,
     BlockPool.release,
-    Rows.close,
+    FreeRows.close,
     Engine._release,
 )
 left = {"block": 1, "row": 1, "permit": 1}
 tasks: list[asyncio.Task[None]] = []
-forgotten: list[Generation] = []
+forgotten: list[LiveRequest] = []
 
 
 def leaks(kind: str) -> bool:
@@ -44,22 +44,22 @@ def release_all_but_one(pool: BlockPool, blocks: list[int]) -> None:
     release_blocks(pool, blocks[1:] if blocks and leaks("block") else blocks)
 
 
-def close_later(rows: Rows, row: int) -> None:
+def close_later(rows: FreeRows, row: int) -> None:
     if not leaks("row"):
         close_row(rows, row)
 
 
-def forget_the_first(engine: Engine, generation: Generation) -> None:
+def forget_the_first(engine: Engine, live: LiveRequest) -> None:
     """Which its client's leaving would release as well."""
     if not forgotten:
-        forgotten.append(generation)
-    if generation not in forgotten:
-        release(engine, generation)
+        forgotten.append(live)
+    if live not in forgotten:
+        release(engine, live)
 
 
 if __name__ == "__main__":
     ConcurrencyLimit.acquire = acquire_and_release_twice  # type: ignore[method-assign]
     BlockPool.release = release_all_but_one  # type: ignore[method-assign]
-    Rows.close = close_later  # type: ignore[method-assign]
+    FreeRows.close = close_later  # type: ignore[method-assign]
     Engine._release = forget_the_first  # type: ignore[method-assign]
     main()

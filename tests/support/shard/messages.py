@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tgis.pb import shard_pb2 as pb
-from tgis.shard.adapters.registry import Contents
+from tgis.shard.adapters.registry import LoadedAdapters
 
 GREEDY = {"greedy": True, "repetition_penalty": 1.0, "length_penalty_factor": 1.0}
-NOTHING = Contents({}.__getitem__)
+NOTHING = LoadedAdapters({}.__getitem__)
 SAMPLE = {**GREEDY, "greedy": False, "temperature": 1.0, "top_p": 1.0, "typical_p": 1.0}
 
 

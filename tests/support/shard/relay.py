@@ -58,7 +58,7 @@ def serve(
     options |= {"kv_cache_tokens": 2048, "dtype": "float32", "uds_path": copies.uds_path}
     runner = load(configure(directory, **options), group)
     for digest in copies.digests:
-        runner.contents.load(digest)
+        runner.adapters.load(digest)
     if group.rank:
         return [], list(_follow(group, runner))
     relay = Relay(runner, group)

@@ -7,14 +7,12 @@ import logging
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from types import TracebackType
+from dataclasses import dataclass, field
 
 import grpc
 
 from tgis.pb import shard_pb2 as pb
-from tgis.router.adapters.residency import Residents
-from tgis.router.adapters.shelf import Resident
+from tgis.router.adapters.residency import AdapterEntry, AdapterResidency
 from tgis.router.errors import (
     Code,
     GenerationError,
@@ -27,8 +25,8 @@ from tgis.router.errors import (
 )
 from tgis.router.metrics.metrics import Metrics
 from tgis.router.metrics.resource_counts import ResourceCount
-from tgis.router.sequence import Content, ContentKind, Tuning
-from tgis.router.shards.client import ContentCallError
+from tgis.router.sequence import AdapterInfo, AdapterKind, CallAdapters
+from tgis.router.shards.client import AdapterCallError
 
 logger = logging.getLogger(__name__)
 
@@ -37,13 +35,13 @@ MAX_FINDS = 16  # look-ups at once, so that a disk that hangs does not take all 
 TIMEOUT = "Timeout expired"
 NO_COPY = "no room is left for a copy"
 REFUSALS = {
-    ContentKind.PROMPT: "can't retrieve prompt prefix with id '{}': {}",
-    ContentKind.ADAPTER: "can't retrieve adapter with id '{}': {}",
+    AdapterKind.SOFT_PROMPT: "can't retrieve prompt prefix with id '{}': {}",
+    AdapterKind.LORA: "can't retrieve adapter with id '{}': {}",
 }
-UNKNOWN = {ContentKind.PROMPT: 'prefix id "{}" not found', ContentKind.ADAPTER: "directory does not exist"}
+UNKNOWN = {AdapterKind.SOFT_PROMPT: 'prefix id "{}" not found', AdapterKind.LORA: "directory does not exist"}
 TOO_LARGE = {
-    ContentKind.PROMPT: "Prefix ID object {} exceeds the allowed cache size",
-    ContentKind.ADAPTER: "adapter {} exceeds the allowed cache size",
+    AdapterKind.SOFT_PROMPT: "Prefix ID object {} exceeds the allowed cache size",
+    AdapterKind.LORA: "adapter {} exceeds the allowed cache size",
 }
 
 
@@ -52,222 +50,218 @@ class NoRoomError(RequestError):
 
 
 @dataclass(eq=False)
-class _Flight:
+class _Lookup:
     """Look-up that several calls may wait for."""
 
-    task: asyncio.Task[Content]
+    task: asyncio.Task[AdapterInfo]
     num_waiting: int = 0
 
 
-class Contents:
+class AdapterRegistry:
     """Registry that finds adapters and keeps the preloaded ones loaded."""
 
-    def __init__(self, residents: Residents, metrics: Metrics) -> None:
-        self.residents = residents
-        self.failures = {
-            ContentKind.PROMPT: metrics.prompts.load_failure,
-            ContentKind.ADAPTER: metrics.adapters.load_failure,
-        }
+    def __init__(self, residency: AdapterResidency, metrics: Metrics) -> None:
+        self.residency = residency
         self.uses = ResourceCount()
         metrics.follow_resource("content", self.uses)
-        self._finds: dict[tuple[ContentKind, str], _Flight] = {}
+        self._lookups: dict[tuple[AdapterKind, str], _Lookup] = {}
         self._slots = asyncio.Semaphore(MAX_FINDS)
-        self._pinned: dict[str, Resident | None] = {}
-        """Preloaded adapters by id. None if the id has new content that was never loaded."""
+        self._pinned: dict[str, AdapterEntry | None] = {}
+        """Preloaded adapters by id. None if the id names another adapter now, which was never loaded."""
 
     async def start(self) -> pb.InfoResponse:
         """Connect to the shards, and load the adapters that they want loaded before the first request. Raises
         StartupError."""
         while True:
-            info = await self.residents.connect()
+            info = await self.residency.connect()
             try:
                 for adapter_id in info.preloaded_adapter_ids:
                     await self._preload(adapter_id)
             except UnavailableError:
-                logger.warning("the shards were lost while adapters were loaded")
+                logger.warning("the shards were lost while they loaded adapters; the router loads them again")
                 continue
             except (OverloadedError, NoRoomError) as error:
-                text = f"the adapters to preload have no room: {adapter_id!r} does not fit beside the others"
-                raise StartupError(text) from error
+                raise StartupError(
+                    f"the adapter {adapter_id!r} cannot be preloaded: it does not fit beside the others; "
+                    "raise --adapter-cache-size-mb or preload fewer"
+                ) from error
             except RouterError as error:
-                raise StartupError(f"the adapter {adapter_id!r} cannot be loaded: {error}") from error
+                raise StartupError(f"the adapter {adapter_id!r} cannot be preloaded: {error}") from error
             return info
 
-    def hold(self, prefix_id: str | None, adapter_id: str | None, request_id: str) -> "Hold":
-        """Return the lease of one call, which has taken nothing yet. An id of None is an absent field."""
-        return Hold(self, prefix_id, adapter_id, request_id)
-
-    async def find(self, kind: ContentKind, content_id: str) -> Content:
-        """Find an adapter by its id. Only one look-up per id runs at a time, and calls that come during it
-        share its answer. Raises ContentCallError and UnavailableError."""
-        key = kind, content_id
-        flight = self._finds.get(key)
-        if flight is None:
-            flight = self._finds[key] = _Flight(
-                asyncio.create_task(self._find(kind, content_id), name="find")
-            )
-        flight.num_waiting += 1
+    @contextmanager
+    def lease(
+        self, prefix_id: str | None, adapter_id: str | None, request_id: str
+    ) -> Iterator["AdapterLease"]:
+        """Open the lease of one call, which has taken nothing yet. An id of None is an absent field."""
+        lease = AdapterLease(self, prefix_id, adapter_id or None, request_id)
         try:
-            return await asyncio.shield(flight.task)
+            yield lease
         finally:
-            flight.num_waiting -= 1
-            if (flight.task.done() or not flight.num_waiting) and self._finds.get(key) is flight:
-                flight.task.cancel()
-                del self._finds[key]
+            lease.release()
 
-    async def load(self, content: Content, kind: ContentKind, content_id: str, began: float) -> Resident:
-        """Load content that was found under an id of `kind`, unless it is loaded, and take a reference to it.
-        Raises RequestError, and everything that `Residents.take` raises."""
-        is_pinned = kind is ContentKind.ADAPTER and content_id in self._pinned
+    async def find(self, kind: AdapterKind, adapter_id: str) -> AdapterInfo:
+        """Find an adapter by its id. Only one look-up per id runs at a time, and calls that come during it
+        share its answer. Raises AdapterCallError and UnavailableError."""
+        key = kind, adapter_id
+        lookup = self._lookups.get(key)
+        if lookup is None:
+            task = asyncio.create_task(self._find(kind, adapter_id), name="find")
+            lookup = self._lookups[key] = _Lookup(task)
+        lookup.num_waiting += 1
+        try:
+            return await asyncio.shield(lookup.task)
+        finally:
+            lookup.num_waiting -= 1
+            if (lookup.task.done() or not lookup.num_waiting) and self._lookups.get(key) is lookup:
+                lookup.task.cancel()
+                del self._lookups[key]
+
+    async def load(self, info: AdapterInfo, kind: AdapterKind, adapter_id: str, began: float) -> AdapterEntry:
+        """Load an adapter that was found under an id of `kind`, unless it is loaded, and take a reference to
+        it. Raises RequestError, and everything that `AdapterResidency.take` raises."""
+        is_pinned = kind is AdapterKind.LORA and adapter_id in self._pinned
         if is_pinned:
-            self._unpin(content_id, content.digest)
-        if content.num_bytes > self._room(content):
-            self.residents.forget(content)
-            error = RequestError if content.num_bytes > self.residents.capacity(content.kind) else NoRoomError
-            raise error(_text(kind, content_id, TOO_LARGE[content.kind].format(content_id)))
+            self._unpin(adapter_id, info.digest)
+        self._check_size(info, kind, adapter_id)
 
         async def copy_again() -> bool:
             # Do not share a look-up with others, because it may have begun before the copy was removed.
             try:
-                return (await self._find(kind, content_id)).digest == content.digest
-            except ContentCallError:
+                return (await self._find(kind, adapter_id)).digest == info.digest
+            except AdapterCallError:
                 return False
 
-        resident = await self.residents.take(content, copy_again, began)
+        entry = await self.residency.take(info, copy_again, began)
         if is_pinned:
-            self._pin(content_id, resident)
-        return resident
+            self._pin(adapter_id, entry)
+        return entry
 
-    def _room(self, content: Content) -> int:
-        """Return the bytes that are available for it beside the other preloaded adapters."""
-        kept = {one for one in self._pinned.values() if one and one.content.kind is content.kind}
-        others = sum(one.content.num_bytes for one in kept if one.content.digest != content.digest)
-        return self.residents.capacity(content.kind) - others
+    def _check_size(self, info: AdapterInfo, kind: AdapterKind, adapter_id: str) -> None:
+        """Raise RequestError if an adapter can never fit beside the other preloaded ones."""
+        capacity = self.residency.caches[info.kind].capacity
+        pinned = {entry.info for entry in self._pinned.values() if entry is not None}
+        others = [each for each in pinned if each.kind is info.kind and each.digest != info.digest]
+        if info.num_bytes > capacity - sum(each.num_bytes for each in others):
+            self.residency.forget(info)
+            error = RequestError if info.num_bytes > capacity else NoRoomError
+            raise error(_text(kind, adapter_id, TOO_LARGE[info.kind].format(adapter_id)))
 
-    async def _find(self, kind: ContentKind, content_id: str) -> Content:
-        limit_s = self.residents.limit_s(kind)
+    async def _find(self, kind: AdapterKind, adapter_id: str) -> AdapterInfo:
+        limit_s = self.residency.caches[kind].limit_s
 
-        async def find() -> Content:
+        async def find() -> AdapterInfo:
             async with asyncio.timeout(limit_s), self._slots:
-                return await self.residents.shards.find(kind, content_id, limit_s)
+                return await self.residency.shards.find(kind, adapter_id, limit_s)
 
         try:
-            return await self.residents.ask(find)
+            return await self.residency.ask(find)
         except TimeoutError:
-            logger.warning("looking for %s %r took more than %s s", kind.name.lower(), content_id, limit_s)
-            raise ContentCallError(grpc.StatusCode.DEADLINE_EXCEEDED, TIMEOUT) from None
-        except ContentCallError as error:
+            logger.warning("finding the %s %r took more than %s s", kind.label, adapter_id, limit_s)
+            raise AdapterCallError(grpc.StatusCode.DEADLINE_EXCEEDED, TIMEOUT) from None
+        except AdapterCallError as error:
             # There is no room for a copy. Copies of idle adapters only save a load, so they can go.
-            if error.code is not grpc.StatusCode.RESOURCE_EXHAUSTED or not await self.residents.drop_idle():
+            if error.code is not grpc.StatusCode.RESOURCE_EXHAUSTED or not await self.residency.drop_idle():
                 raise
-            return await self.residents.ask(find)
+            return await self.residency.ask(find)
 
     async def _preload(self, adapter_id: str) -> None:
         if adapter_id not in self._pinned:
-            with self.hold(None, adapter_id, "preload") as hold:
-                await hold.take()
-                self._pin(adapter_id, hold.residents[0])
+            with self.lease(None, adapter_id, "preload") as lease:
+                await lease.take()
+                self._pin(adapter_id, lease.entries[0])
 
-    def _pin(self, adapter_id: str, resident: Resident) -> None:
-        """Keep an adapter loaded until its id has another one."""
-        if self._pinned.get(adapter_id) is not resident:
-            self._unpin(adapter_id, resident.content.digest)
-            self.residents.refer(resident)
-            self._pinned[adapter_id] = resident
+    def _pin(self, adapter_id: str, entry: AdapterEntry) -> None:
+        """Keep an adapter loaded until its id names another one."""
+        if self._pinned.get(adapter_id) is not entry:
+            self._unpin(adapter_id, entry.info.digest)
+            entry.num_references += 1
+            self._pinned[adapter_id] = entry
 
     def _unpin(self, adapter_id: str, digest: str) -> None:
         """Stop keeping the adapter of this id, unless it has this digest. The new one may need its room."""
         before = self._pinned.get(adapter_id)
-        if before is not None and before.content.digest != digest:
+        if before is not None and before.info.digest != digest:
             self._pinned[adapter_id] = None
-            self.residents.release(before)
+            self.residency.release(before)
 
 
-class Hold:
-    """Lease of the adapters of one call. It is a context manager, which gives them up at its end."""
+@dataclass(eq=False)
+class AdapterLease:
+    """Lease of the adapters of one call."""
 
-    def __init__(
-        self, contents: Contents, prefix_id: str | None, adapter_id: str | None, request_id: str
-    ) -> None:
-        self._contents, self._request_id = contents, request_id
-        self._prefix_id, self._adapter_id = prefix_id, adapter_id or None
-        self.residents: list[Resident] = []
+    registry: AdapterRegistry
+    prefix_id: str | None
+    adapter_id: str | None
+    request_id: str
+    entries: list[AdapterEntry] = field(default_factory=list)
 
-    def __enter__(self) -> "Hold":
-        return self
+    def release(self) -> None:
+        while self.entries:
+            self.registry.uses.released += 1
+            self.registry.residency.release(self.entries.pop())
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        while self.residents:
-            self._contents.uses.released += 1
-            self._contents.residents.release(self.residents.pop())
-
-    async def take(self) -> Tuning:
+    async def take(self) -> CallAdapters:
         """Find and load the adapters that the ids name. Raises RouterError."""
-        adapter = prompt = None
-        if self._adapter_id is not None:
-            adapter = await self._take(ContentKind.ADAPTER, self._adapter_id)
-        if self._prefix_id is not None:
-            prompt = await self._take(ContentKind.PROMPT, self._prefix_id)
-            if prompt.kind is ContentKind.ADAPTER:
-                adapter, prompt = prompt, None
-        return Tuning(prompt, adapter)
+        lora = prompt = None
+        if self.adapter_id is not None:
+            lora = await self._take(AdapterKind.LORA, self.adapter_id)
+        if self.prefix_id is not None:
+            prompt = await self._take(AdapterKind.SOFT_PROMPT, self.prefix_id)
+            if prompt.kind is AdapterKind.LORA:
+                lora, prompt = prompt, None
+        return CallAdapters(prompt, lora)
 
-    async def _take(self, kind: ContentKind, content_id: str) -> Content:
+    async def _take(self, kind: AdapterKind, adapter_id: str) -> AdapterInfo:
         try:
-            return await self._find_and_load(kind, content_id)
+            if len(adapter_id.encode()) > MAX_ID_BYTES:  # such an id would not fit into a status
+                shown = adapter_id.encode()[:MAX_ID_BYTES].decode(errors="ignore")
+                raise RequestError(_text(kind, shown, UNKNOWN[kind].format(shown)))
+            entry = await self._find_and_load(kind, adapter_id)
         except RouterError:
-            self._contents.failures[kind].add()
+            self.registry.residency.caches[kind].metrics.load_failure.add()
             raise
+        self.registry.uses.created += 1
+        self.entries.append(entry)
+        return entry.info
 
-    async def _find_and_load(self, kind: ContentKind, content_id: str) -> Content:
-        if len(content_id.encode()) > MAX_ID_BYTES:  # such an id would not fit into a status
-            shown = content_id.encode()[:MAX_ID_BYTES].decode(errors="ignore")
-            raise RequestError(_text(kind, shown, UNKNOWN[kind].format(shown)))
-        for is_second in (False, True):
-            began = time.monotonic()
-            with self._refusing(kind, content_id, is_complete=True):
-                found = await self._contents.find(kind, content_id)
-            if found.kind is not kind and self._adapter_id is not None:
-                self._contents.residents.forget(found)
-                raise RequestError(_text(kind, content_id, "it is an adapter, but adapter_id names one too"))
-            with self._refusing(kind, content_id):
-                try:
-                    self.residents.append(await self._contents.load(found, kind, content_id, began))
-                    self._contents.uses.created += 1
-                    break
-                except ContentCallError as error:
-                    # The adapter was replaced or removed between look-up and load, so a second look-up
-                    # decides.
-                    if is_second or error.code is not grpc.StatusCode.NOT_FOUND:
-                        raise
-        return self.residents[-1].content
-
-    @contextmanager
-    def _refusing(self, kind: ContentKind, content_id: str, is_complete: bool = False) -> Iterator[None]:
-        """Turn errors of the shards into errors for the client. `is_complete` means that the shards' text is
-        the client's whole text."""
+    async def _find_and_load(
+        self, kind: AdapterKind, adapter_id: str, is_second_try: bool = False
+    ) -> AdapterEntry:
+        began = time.monotonic()
         try:
-            yield
-        except ContentCallError as error:
-            raise self._refusal(kind, content_id, error, is_complete) from error
+            found = await self.registry.find(kind, adapter_id)
+        except AdapterCallError as error:
+            raise self._refusal(kind, adapter_id, error, error.details) from error
+        if found.kind is not kind and self.adapter_id is not None:
+            self.registry.residency.forget(found)
+            raise RequestError(_text(kind, adapter_id, "it is an adapter, but adapter_id names one too"))
+        try:
+            return await self.registry.load(found, kind, adapter_id, began)
+        except AdapterCallError as error:
+            if error.code is not grpc.StatusCode.NOT_FOUND or is_second_try:
+                raise self._refusal(
+                    kind, adapter_id, error, _text(kind, adapter_id, error.details)
+                ) from error
+        # The adapter was replaced or removed between look-up and load, so a second look-up decides.
+        return await self._find_and_load(kind, adapter_id, is_second_try=True)
 
     def _refusal(
-        self, kind: ContentKind, content_id: str, error: ContentCallError, is_complete: bool
+        self, kind: AdapterKind, adapter_id: str, error: AdapterCallError, client_text: str
     ) -> RouterError:
+        """Return the client's error. `client_text` is its text if the shards' words are meant for clients."""
         match error.code:
             case grpc.StatusCode.INVALID_ARGUMENT:
-                return RequestError(error.details if is_complete else _text(kind, content_id, error.details))
+                return RequestError(client_text)
             case grpc.StatusCode.DEADLINE_EXCEEDED:
-                return RequestError(_text(kind, content_id, TIMEOUT))
+                return RequestError(_text(kind, adapter_id, TIMEOUT))
             case grpc.StatusCode.RESOURCE_EXHAUSTED:
                 is_told = error.details == NO_COPY  # else the library may have said anything
-                text = _text(kind, content_id, NO_COPY if is_told else "out of memory")
+                text = _text(kind, adapter_id, NO_COPY if is_told else "out of memory")
                 return GenerationError(text, Code.RESOURCE_EXHAUSTED)
-        logger.error("request %s failed: the shards answer %s", self._request_id, error)
-        return GenerationError(internal_error(self._request_id))
+        logger.error("request %s failed: a shard answered %s", self.request_id, error)
+        return GenerationError(internal_error(self.request_id))
 
 
-def _text(kind: ContentKind, content_id: str, cause: str) -> str:
-    return REFUSALS[kind].format(content_id, cause)
+def _text(kind: AdapterKind, adapter_id: str, cause: str) -> str:
+    return REFUSALS[kind].format(adapter_id, cause)

@@ -7,69 +7,111 @@ import logging
 import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from typing import TypeVar
 
 import grpc
 
 from tgis.pb import shard_pb2 as pb
-from tgis.router.adapters.shelf import Resident, Shelf
 from tgis.router.errors import OVERLOADED, OverloadedError, UnavailableError
-from tgis.router.metrics.metrics import Metrics
-from tgis.router.sequence import Content, ContentKind
-from tgis.router.shards.client import LOST, RETRY_INTERVAL_S, ContentCallError, Shards, ShardsLostError
+from tgis.router.metrics.metrics import AdapterMetrics, Metrics
+from tgis.router.sequence import AdapterInfo, AdapterKind
+from tgis.router.shards.client import LOST, RETRY_INTERVAL_S, AdapterCallError, ShardClient, ShardsLostError
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-LIMITS_S = {ContentKind.PROMPT: 5.0, ContentKind.ADAPTER: 60.0}
+LIMITS_S = {AdapterKind.SOFT_PROMPT: 5.0, AdapterKind.LORA: 60.0}
 """Time limits of a look-up, of a wait for room and of a load, each."""
 MAX_TRIES = 50  # tries of a call that fails with losses that nothing else notices
 MAX_RESTORES = 4  # concurrent loads when the shards are back
 
 
-class Residents:
+@dataclass(eq=False)
+class AdapterEntry:
+    """Adapter that the shards load, have loaded or unload."""
+
+    info: AdapterInfo
+    num_references: int = 0
+    has_room: bool = False
+    """True from before it is loaded: its bytes count until it is unloaded."""
+    is_loaded: bool = False
+    loading: "asyncio.Task[None]" = field(init=False)
+    unloading: "asyncio.Task[None]" = field(init=False)
+
+
+class AdapterCache:
+    """Adapters of one kind in the shards, and the memory that each shard has for them, in bytes."""
+
+    def __init__(self, metrics: AdapterMetrics, limit_s: float) -> None:
+        self.metrics, self.limit_s = metrics, limit_s
+        self.entries: OrderedDict[str, AdapterEntry] = OrderedDict()
+        """Adapters that are loaded or being loaded, by digest, least recently used first."""
+        self.unloading: set[AdapterEntry] = set()
+        self.capacity = 0
+        self.num_promised = 0
+        """Bytes promised to the adapter that others are being evicted for."""
+        self.turn = asyncio.Lock()
+        """Lock of the adapter that others are being evicted for: first come, first served."""
+        self.changed = asyncio.Event()
+        metrics.entries.follow(lambda: sum(entry.is_loaded for entry in self.entries.values()))
+        metrics.bytes.follow(lambda: self.num_staying_bytes + self.num_leaving_bytes)
+
+    @property
+    def num_staying_bytes(self) -> int:
+        return sum(entry.info.num_bytes for entry in self.entries.values() if entry.has_room)
+
+    @property
+    def num_leaving_bytes(self) -> int:
+        return sum(entry.info.num_bytes for entry in self.unloading if entry.has_room)
+
+    @property
+    def idle(self) -> list[AdapterEntry]:
+        """Loaded adapters that nothing refers to."""
+        return [entry for entry in self.entries.values() if entry.is_loaded and not entry.num_references]
+
+    def unloads(self, digest: str) -> list[asyncio.Task[None]]:
+        """Return the unloads of this adapter that have not ended."""
+        return [entry.unloading for entry in self.unloading if entry.info.digest == digest]
+
+    def choose_victims(self, num_bytes: int) -> list[AdapterEntry]:
+        """Return idle adapters that together free this room, least recently used first; none if they cannot
+        free all of it."""
+        victims: list[AdapterEntry] = []
+        for entry in self.idle:
+            if num_bytes <= 0:
+                break
+            victims.append(entry)
+            num_bytes -= entry.info.num_bytes
+        return victims if num_bytes <= 0 else []
+
+
+class AdapterResidency:
     """Owner of the adapters in the shards. It connects to the shards and restores the adapters after a
     loss."""
 
     def __init__(
-        self, shards: Shards, metrics: Metrics, limits_s: Mapping[ContentKind, float] = LIMITS_S
+        self, shards: ShardClient, metrics: Metrics, limits_s: Mapping[AdapterKind, float] = LIMITS_S
     ) -> None:
         self.shards = shards
-        self._table: OrderedDict[str, Resident] = OrderedDict()  # by digest, least recently used first
-        self._leaving: dict[str, asyncio.Task[None]] = {}
-        self._shelves = {
-            ContentKind.PROMPT: Shelf(metrics.prompts, limits_s[ContentKind.PROMPT]),
-            ContentKind.ADAPTER: Shelf(metrics.adapters, limits_s[ContentKind.ADAPTER]),
+        self.caches = {
+            AdapterKind.SOFT_PROMPT: AdapterCache(metrics.prompts, limits_s[AdapterKind.SOFT_PROMPT]),
+            AdapterKind.LORA: AdapterCache(metrics.adapters, limits_s[AdapterKind.LORA]),
         }
         self._decided = asyncio.Event()  # set when the shards are connected or given up
         self._given_up = False
         self._num_losses = 0
-        for kind in ContentKind:
-            self._show(kind)
-
-    def _show(self, kind: ContentKind) -> None:
-        shelf, table = self._shelves[kind], self._table
-        shelf.metrics.entries.follow(
-            lambda: sum(one.is_loaded for one in table.values() if one.content.kind is kind)
-        )
-        shelf.metrics.bytes.follow(lambda: shelf.num_bytes)
 
     @property
     def num_references(self) -> int:
-        return sum(resident.num_references for resident in self._table.values())
+        return sum(entry.num_references for entry in self._all_entries())
 
-    def capacity(self, kind: ContentKind) -> int:
-        """Return the bytes that adapters of this kind may take."""
-        return self._shelves[kind].capacity
-
-    def limit_s(self, kind: ContentKind) -> float:
-        return self._shelves[kind].limit_s
-
-    def has(self, content: Content) -> bool:
+    def has(self, info: AdapterInfo) -> bool:
         """Return whether an adapter is loaded, or will be again before the shards compute anything."""
-        resident = self._table.get(content.digest)
-        return resident is not None and resident.content is content and resident.is_loaded
+        entry = self.caches[info.kind].entries.get(info.digest)
+        return entry is not None and entry.info is info and entry.is_loaded
 
     async def connect(self) -> pb.InfoResponse:
         """Wait until the shards are connected and have loaded what is referred to and nothing else. An
@@ -77,8 +119,8 @@ class Residents:
         self._suspend()
         while True:
             info = await self.shards.connect()
-            self._shelves[ContentKind.PROMPT].capacity = info.prompt_cache_bytes
-            self._shelves[ContentKind.ADAPTER].capacity = info.adapter_cache_bytes
+            self.caches[AdapterKind.SOFT_PROMPT].capacity = info.prompt_cache_bytes
+            self.caches[AdapterKind.LORA].capacity = info.adapter_cache_bytes
             try:
                 await self._restore()
             except ShardsLostError:
@@ -110,188 +152,172 @@ class Residents:
         raise UnavailableError(LOST)
 
     async def take(
-        self, content: Content, copy_again: Callable[[], Awaitable[bool]], began: float
-    ) -> Resident:
-        """Take a reference to the adapter with this content's digest, and return it once it is loaded.
+        self, info: AdapterInfo, copy_again: Callable[[], Awaitable[bool]], began: float
+    ) -> AdapterEntry:
+        """Take a reference to the adapter with this digest, and return its entry once it is loaded.
         `copy_again` copies the same content once more, and returns False if it cannot. `began` is the time at
         which the look-up began.
 
-        Raises OverloadedError if there is no room for too long, ContentCallError and UnavailableError."""
-        resident, shelf = self._table.get(content.digest), self._shelves[content.kind]
-        if resident is None:
-            resident = self._table[content.digest] = Resident(content)
-            resident.loading = asyncio.create_task(self._load(resident, copy_again, began), name="load")
-        (shelf.metrics.hits if resident.is_loaded else shelf.metrics.misses).add()
-        self.refer(resident)
+        Raises OverloadedError if there is no room for too long, AdapterCallError and UnavailableError."""
+        cache = self.caches[info.kind]
+        entry = cache.entries.get(info.digest)
+        if entry is None:
+            entry = cache.entries[info.digest] = AdapterEntry(info)
+            entry.loading = asyncio.create_task(self._load(entry, copy_again, began), name="load")
+        (cache.metrics.hits if entry.is_loaded else cache.metrics.misses).add()
+        entry.num_references += 1
         try:
             # Others that wait for it still want it when this call is cancelled.
-            await asyncio.shield(resident.loading)
+            await asyncio.shield(entry.loading)
         except BaseException:
-            self.release(resident)
+            self.release(entry)
             raise
-        return resident
+        return entry
 
-    def refer(self, resident: Resident) -> None:
-        resident.num_references += 1
-
-    def release(self, resident: Resident) -> None:
-        resident.num_references -= 1
-        assert resident.num_references >= 0, "released too often"
-        if resident.num_references or self._table.get(resident.content.digest) is not resident:
+    def release(self, entry: AdapterEntry) -> None:
+        """Give up a reference."""
+        entry.num_references -= 1
+        assert entry.num_references >= 0, "released too often"
+        digest, cache = entry.info.digest, self.caches[entry.info.kind]
+        if entry.num_references or cache.entries.get(digest) is not entry:
             return
-        if resident.has_room:
-            self._table.move_to_end(resident.content.digest)
-            self._shelves[resident.content.kind].changed.set()
+        if entry.has_room:
+            cache.entries.move_to_end(digest)
+            cache.changed.set()
         else:  # those behind it need not wait for what nobody wants any more
-            self._leave([resident])
-            resident.loading.cancel()
+            self._unload([entry])
+            entry.loading.cancel()
 
-    def forget(self, content: Content) -> None:
+    def forget(self, info: AdapterInfo) -> None:
         """Discard the copy of an adapter that was found but will not be loaded."""
-        if content.digest not in self._table and content.digest not in self._leaving:
-            self._discard([Resident(content)])
+        cache = self.caches[info.kind]
+        if info.digest not in cache.entries and not cache.unloads(info.digest):
+            self._unload([AdapterEntry(info)])
 
     async def drop_idle(self) -> bool:
         """Unload all adapters that nothing refers to. Return False if there are none."""
-        idle = [resident for resident in self._table.values() if resident.is_idle]
+        idle = [entry for cache in self.caches.values() for entry in cache.idle]
         if idle:
             await asyncio.shield(self._evict(idle))
         return bool(idle)
 
     async def _load(
-        self, resident: Resident, copy_again: Callable[[], Awaitable[bool]], began: float
+        self, entry: AdapterEntry, copy_again: Callable[[], Awaitable[bool]], began: float
     ) -> None:
-        digest, shelf = resident.content.digest, self._shelves[resident.content.kind]
+        digest, cache = entry.info.digest, self.caches[entry.info.kind]
+        load = partial(self.shards.load, digest, cache.limit_s)
         try:
-            while digest in self._leaving:  # an unload must not overtake the load
-                await asyncio.shield(self._leaving[digest])
-            await self._make_room(resident)
+            while unloads := cache.unloads(digest):  # an unload must not overtake the load
+                await asyncio.wait(unloads)
+            await self._make_room(entry, cache)
             try:
-                await self.ask(lambda: self.shards.load(digest, shelf.limit_s))
-            except ContentCallError as error:
+                await self.ask(load)
+            except AdapterCallError as error:
                 # An eviction removed the copy after the look-up. It cannot remove the new copy meanwhile.
                 if error.code is not grpc.StatusCode.NOT_FOUND or not await copy_again():
                     raise
-                await self.ask(lambda: self.shards.load(digest, shelf.limit_s))
+                await self.ask(load)
         except BaseException:
-            if self._table.get(digest) is resident:
-                self._leave([resident])
+            if cache.entries.get(digest) is entry:
+                self._unload([entry])
             raise
-        resident.is_loaded = True
-        shelf.changed.set()
-        shelf.metrics.load_duration.observe(time.monotonic() - began)
+        entry.is_loaded = True
+        cache.changed.set()
+        cache.metrics.load_duration.observe(time.monotonic() - began)
 
-    async def _make_room(self, resident: Resident) -> None:
-        shelf = self._shelves[resident.content.kind]
-        if shelf.fits(resident.content.num_bytes):  # even if others wait for more room than there is
-            shelf.add(resident)
-            return
-        try:
-            async with asyncio.timeout(shelf.limit_s), shelf.turn:
-                await self._clear(shelf, resident.content)
-                shelf.add(resident)
-        except TimeoutError:
-            raise OverloadedError(OVERLOADED) from None
+    async def _make_room(self, entry: AdapterEntry, cache: AdapterCache) -> None:
+        num_bytes = entry.info.num_bytes
+        taken = cache.num_staying_bytes + max(cache.num_leaving_bytes, cache.num_promised)
+        if taken + num_bytes > cache.capacity:  # else it need not wait behind those that need more room
+            try:
+                async with asyncio.timeout(cache.limit_s), cache.turn:
+                    await self._evict_for(num_bytes, cache)
+            except TimeoutError:
+                raise OverloadedError(OVERLOADED) from None
+        entry.has_room = True
 
-    async def _clear(self, shelf: Shelf, content: Content) -> None:
-        """Evict others until the content fits, as soon as nobody needs them."""
+    async def _evict_for(self, num_bytes: int, cache: AdapterCache) -> None:
+        """Evict adapters, as soon as nobody needs them, until this many bytes are free."""
         try:
-            while (excess := shelf.num_bytes + content.num_bytes - shelf.capacity) > 0:
-                shelf.changed.clear()
-                if victims := self._choose_victims(content.kind, excess - shelf.num_leaving):
-                    shelf.num_promised = content.num_bytes
+            while (
+                excess := cache.num_staying_bytes + num_bytes - cache.capacity
+            ) + cache.num_leaving_bytes > 0:
+                cache.changed.clear()
+                if victims := cache.choose_victims(excess):
+                    cache.num_promised = num_bytes
                     self._evict(victims)
-                await shelf.changed.wait()
+                await cache.changed.wait()
         finally:
-            shelf.num_promised = 0
+            cache.num_promised = 0
 
-    def _choose_victims(self, kind: ContentKind, num_bytes: int) -> list[Resident]:
-        """Return idle adapters that together free this room, least recently used first; none if they cannot
-        free all of it."""
-        victims: list[Resident] = []
-        for resident in self._table.values():
-            if num_bytes <= 0:
-                break
-            if resident.is_idle and resident.content.kind is kind:
-                victims.append(resident)
-                num_bytes -= resident.content.num_bytes
-        return victims if num_bytes <= 0 else []
+    def _evict(self, entries: Sequence[AdapterEntry]) -> asyncio.Task[None]:
+        for entry in entries:
+            self.caches[entry.info.kind].metrics.evictions.add()
+        return self._unload(entries)
 
-    def _evict(self, residents: Sequence[Resident]) -> asyncio.Task[None]:
-        for resident in residents:
-            self._shelves[resident.content.kind].metrics.evictions.add()
-        return self._leave(residents)
-
-    def _leave(self, residents: Sequence[Resident]) -> asyncio.Task[None]:
-        """Remove adapters from the table at once, and unload them soon."""
-        for resident in residents:
-            del self._table[resident.content.digest]
-            resident.is_loaded = False
-        return self._discard(residents)
-
-    def _discard(self, residents: Sequence[Resident]) -> asyncio.Task[None]:
-        task = asyncio.create_task(self._unload(residents), name="unload")
-        for resident in residents:
-            self._leaving[resident.content.digest] = task
-            if resident.has_room:
-                self._shelves[resident.content.kind].num_leaving += resident.content.num_bytes
+    def _unload(self, entries: Sequence[AdapterEntry]) -> asyncio.Task[None]:
+        """Remove adapters from the table at once, and from the shards soon."""
+        task = asyncio.create_task(self._unload_from_shards(entries), name="unload")
+        for entry in entries:
+            cache = self.caches[entry.info.kind]
+            cache.entries.pop(entry.info.digest, None)
+            cache.unloading.add(entry)
+            entry.unloading = task
         return task
 
-    async def _unload(self, residents: Sequence[Resident]) -> None:
-        digests = [resident.content.digest for resident in residents]
+    async def _unload_from_shards(self, entries: Sequence[AdapterEntry]) -> None:
         try:
             # Steps in flight may still open rows of calls that have ended, on all ranks or on none.
             await self.shards.settle()
-            await self.shards.unload(digests)
+            await self.shards.unload([entry.info.digest for entry in entries])
         except ShardsLostError:
-            logger.info("unloading ends with the loss of the shards")
-        except ContentCallError:
-            logger.exception("the shards do not unload what they are told to")
+            logger.info("the shards were lost while they unloaded adapters")
+        except AdapterCallError:
+            logger.exception("the shards could not unload adapters")
         finally:
-            for resident in residents:
-                shelf = self._shelves[resident.content.kind]
-                del self._leaving[resident.content.digest]
-                if resident.has_room:
-                    shelf.num_leaving -= resident.content.num_bytes
-                    shelf.remove(resident)
+            for cache in self.caches.values():
+                cache.unloading.difference_update(entries)
+                cache.changed.set()
 
     def _suspend(self) -> None:
         """Note the loss of the shards. Adapters that nothing refers to will not be loaded again."""
         self._num_losses += 1
         if not self._given_up:
             self._decided.clear()
-        for resident in list(self._table.values()):
-            if resident.is_idle:
-                del self._table[resident.content.digest]
-                resident.is_loaded = False
-                self._shelves[resident.content.kind].remove(resident)
+        for cache in self.caches.values():
+            for entry in cache.idle:
+                del cache.entries[entry.info.digest]
+            cache.changed.set()
 
     async def _restore(self) -> None:
         """Unload leftovers, and load all loaded adapters again. Those that were just being loaded load
         themselves, but their copies must stay too."""
         try:
-            await self.shards.unload(list(self._table), others=True)
-        except ContentCallError:
-            logger.exception("the shards do not unload what is left over")
+            await self.shards.unload([entry.info.digest for entry in self._all_entries()], others=True)
+        except AdapterCallError:
+            logger.exception("the shards could not unload the adapters of an earlier router")
         slots = asyncio.Semaphore(MAX_RESTORES)
-        loaded = [resident for resident in self._table.values() if resident.is_loaded]
-        for resident in loaded:  # they may not be evicted while they are loaded
-            self.refer(resident)
+        loaded = [entry for entry in self._all_entries() if entry.is_loaded]
+        for entry in loaded:  # they may not be evicted while they are loaded
+            entry.num_references += 1
         try:
             async with asyncio.TaskGroup() as group:
-                for resident in loaded:
-                    group.create_task(self._load_again(resident, slots))
+                for entry in loaded:
+                    group.create_task(self._load_again(entry, slots))
         except ExceptionGroup as losses:
             raise losses.exceptions[0] from None
         finally:
-            for resident in loaded:
-                self.release(resident)
+            for entry in loaded:
+                self.release(entry)
 
-    async def _load_again(self, resident: Resident, slots: asyncio.Semaphore) -> None:
-        digest, shelf = resident.content.digest, self._shelves[resident.content.kind]
+    async def _load_again(self, entry: AdapterEntry, slots: asyncio.Semaphore) -> None:
+        digest, kind = entry.info.digest, entry.info.kind
         async with slots:
             try:
-                await self.shards.load(digest, shelf.limit_s)
-            except ContentCallError as error:
-                logger.error("the %s %.16s is lost: %s", resident.content.kind.name.lower(), digest, error)
-                self._leave([resident])
+                await self.shards.load(digest, self.caches[kind].limit_s)
+            except AdapterCallError as error:
+                logger.error("the %s %.16s could not be loaded again: %s", kind.label, digest, error)
+                self._unload([entry])
+
+    def _all_entries(self) -> list[AdapterEntry]:
+        return [entry for cache in self.caches.values() for entry in cache.entries.values()]

@@ -7,21 +7,20 @@ import time
 from collections.abc import AsyncGenerator, Callable
 
 from tgis import failpoints
-from tgis.router.adapters.residency import Residents
-from tgis.router.engine.gauges import show
-from tgis.router.engine.live_request import Generation
-from tgis.router.engine.step_metrics import StepMeter
+from tgis.router.adapters.residency import AdapterResidency
+from tgis.router.engine.live_request import LiveRequest
+from tgis.router.engine.step_metrics import StepMetrics
 from tgis.router.errors import Code, internal_error
 from tgis.router.events import Event, Failed, InputTokens, Output, is_final
 from tgis.router.metrics.metrics import Metrics
 from tgis.router.metrics.resource_counts import ResourceCount
 from tgis.router.scheduling.block_pool import BlockPool
-from tgis.router.scheduling.proposers.prompt_lookup import Drafter
+from tgis.router.scheduling.proposers.prompt_lookup import PromptLookup
 from tgis.router.scheduling.scheduler import Scheduler
-from tgis.router.scheduling.token_budget import StepBudget
+from tgis.router.scheduling.token_budget import TokenBudget
 from tgis.router.sequence import Sequence, StopReason
 from tgis.router.shards.client import LOST, ShardsLostError
-from tgis.router.shards.codec import Answer, InputDetails, RowFailure, Sampled
+from tgis.router.shards.codec import Answer, InputDetails, RowFailure, SampledToken
 from tgis.router.text.detokenizer import Vocabulary
 from tgis.router.text.stop_sequences import TextStream
 
@@ -33,7 +32,7 @@ class Engine:
 
     def __init__(
         self,
-        residents: Residents,
+        residency: AdapterResidency,
         pool: BlockPool,
         vocabulary: Vocabulary,
         metrics: Metrics,
@@ -41,42 +40,41 @@ class Engine:
         max_batch_size: int,
         rope_switch_len: int,
         max_drafts: int,
-        budget: StepBudget,
+        budget: TokenBudget,
         steps_in_flight: int,
         recovery_timeout: float,
         on_ready: Callable[[bool], None],
     ) -> None:
-        """Take `residents` that are connected. `on_ready` is called when the shards are lost and when they
+        """Take a `residency` that is connected. `on_ready` is called when the shards are lost and when they
         are back."""
-        drafter = Drafter(max_drafts, budget.predict) if max_drafts else None
-        self.scheduler = Scheduler(pool, max_batch_size, rope_switch_len, drafter)
-        self._residents, self._shards = residents, residents.shards
+        proposer = PromptLookup(max_drafts, budget.predict) if max_drafts else None
+        self.scheduler = Scheduler(pool, max_batch_size, rope_switch_len, proposer)
+        self._residency, self._shards = residency, residency.shards
         self._vocabulary, self._metrics, self._budget = vocabulary, metrics, budget
         self._steps_in_flight, self._recovery_timeout = steps_in_flight, recovery_timeout
-        self._on_ready, self._meter = on_ready, StepMeter(metrics)
-        self._live: dict[Sequence, Generation] = {}
+        self._on_ready, self._step_metrics = on_ready, StepMetrics(self.scheduler, metrics)
+        self._live: dict[Sequence, LiveRequest] = {}
         self._connected = self._given_up = self._fill_is_due = False
         self._requests = ResourceCount()
         metrics.requests_live.follow(lambda: len(self._live))
         metrics.follow_resource("request", self._requests)
-        show(self.scheduler, metrics)
 
     @property
     def num_live(self) -> int:
         return len(self._live)
 
     async def generate(self, sequence: Sequence) -> AsyncGenerator[Event, None]:
-        """Yield the events of one sequence. Closing the iterator early cancels the generation."""
-        generation = self._accept(sequence)
+        """Yield the events of one sequence. Closing the iterator early cancels its generation."""
+        live = self._accept(sequence)
         try:
             while True:
-                event = await generation.next_event()
+                event = await live.next_event()
                 yield event
                 if is_final(event):
                     return
         finally:
             if sequence in self._live:
-                self._release(generation)
+                self._release(live)
 
     async def run(self) -> None:
         """Serve until cancelled. The engine survives the loss of the shards."""
@@ -93,34 +91,34 @@ class Engine:
             self._connected = False
             self._on_ready(False)
             self._metrics.shard_restarts.add()
-            self._meter.lose_all()
+            self._step_metrics.lose_all()
             self._suspend()
             await self._reconnect()
 
     def give_up(self) -> None:
         """End all requests and refuse new ones, because the model's workers are lost."""
         self._given_up = True
-        for generation in list(self._live.values()):
-            self._fail(generation, _workers_lost())
-        self._residents.give_up()
+        for live in list(self._live.values()):
+            self._fail(live, _workers_lost())
+        self._residency.give_up()
 
-    def _accept(self, sequence: Sequence) -> Generation:
-        generation = Generation(sequence, TextStream(self._vocabulary, sequence.stopping))
+    def _accept(self, sequence: Sequence) -> LiveRequest:
+        live = LiveRequest(sequence, TextStream(self._vocabulary, sequence.stopping))
         if self._given_up:
-            generation.deliver(_workers_lost())
-            return generation
-        if not self._has_contents(sequence):
-            generation.deliver(_lost_content(sequence))
-            return generation
-        self._live[sequence] = generation
+            live.deliver(_workers_lost())
+            return live
+        if not self._has_adapters(sequence):
+            live.deliver(_lost_adapter(sequence))
+            return live
+        self._live[sequence] = live
         self._requests.created += 1
         self.scheduler.add(sequence)
         if sequence.stopping.deadline is not None:
             loop = asyncio.get_running_loop()
             delay = sequence.stopping.deadline - time.monotonic()
-            generation.expiry = loop.call_later(max(delay, 0.0), self._expire, generation)
+            live.expiry = loop.call_later(max(delay, 0.0), self._expire, live)
         self._fill_soon()
-        return generation
+        return live
 
     def _fill_soon(self) -> None:
         """Schedule one `_fill` per turn of the event loop, so that requests that arrive together start
@@ -141,18 +139,18 @@ class Engine:
                 break
             failpoints.hit("router.before_step")
             self._shards.send(step, self._budget.timeout(step.num_tokens))
-            self._meter.send(step)
+            self._step_metrics.send(step)
             for sequence in step.opened:
                 self._start(self._live[sequence])
 
-    def _start(self, generation: Generation) -> None:
-        if generation.started_at is None:  # else it resumes after a preemption or a loss of the shards
-            generation.started_at = time.monotonic()
-            queue_s = generation.started_at - generation.accepted_at
+    def _start(self, live: LiveRequest) -> None:
+        if live.started_at is None:  # else it resumes after a preemption or a loss of the shards
+            live.started_at = time.monotonic()
+            queue_s = live.started_at - live.accepted_at
             self._metrics.request_queue_duration.observe(queue_s)
 
     def _apply(self, answer: Answer) -> None:
-        self._meter.answer(answer.step, answer.forward_s)
+        self._step_metrics.answer(answer.step, answer.forward_s)
         # first, because blocks that were not computed must not be found by other sequences
         for failure in answer.failed:
             if failure.sequence in self._live:
@@ -163,80 +161,80 @@ class Engine:
             self._take_input_details(details)
         now = time.monotonic()
         for sampled in answer.sampled:
-            generation = self._live.get(sampled.sequence)
-            if generation is not None:  # else it ended while the step was in flight
-                self._take_token(generation, sampled, now)
-        self._meter.apply(answer.step)
+            live = self._live.get(sampled.sequence)
+            if live is not None:  # else it ended while the step was in flight
+                self._take_token(live, sampled, now)
+        self._step_metrics.apply(answer.step)
 
     def _take_input_details(self, details: InputDetails) -> None:
         sequence = details.sequence
-        generation = self._live.get(sequence)
-        if generation is None:
+        live = self._live.get(sequence)
+        if live is None:
             return
         if details.start != sequence.num_inputs_reported:
-            raise ShardsLostError("details of a prompt came out of order")
-        generation.inputs += details.tokens
+            raise ShardsLostError("the details of a prompt arrived out of order")
+        live.inputs += details.tokens
         sequence.num_inputs_reported += len(details.tokens)
         if sequence.inputs_reported:
-            generation.deliver(InputTokens(tuple(generation.inputs)))
-            generation.inputs.clear()
+            live.deliver(InputTokens(tuple(live.inputs)))
+            live.inputs.clear()
 
-    def _take_token(self, generation: Generation, sampled: Sampled, now: float) -> None:
+    def _take_token(self, live: LiveRequest, sampled: SampledToken, now: float) -> None:
         sequence = sampled.sequence
-        if generation.first_token_at is None:
-            generation.first_token_at = now
-            self._metrics.first_token_duration.observe(now - generation.accepted_at)
-            generation.deliver_encoder_inputs()
+        if live.first_token_at is None:
+            live.first_token_at = now
+            self._metrics.first_token_duration.observe(now - live.accepted_at)
+            live.deliver_encoder_inputs()
         else:
-            self._metrics.inter_token_duration.observe(now - generation.last_token_at)
-        generation.last_token_at = now
+            self._metrics.inter_token_duration.observe(now - live.last_token_at)
+        live.last_token_at = now
         self.scheduler.append_token(sequence, sampled.token.token_id)
-        piece = generation.text.push(sampled.token.token_id)
+        piece = live.text.push(sampled.token.token_id)
         is_last = piece.reason is not StopReason.NOT_FINISHED
-        generation.deliver(
+        live.deliver(
             Output(
                 text=piece.text,
                 token=sampled.token,
                 num_generated=sequence.num_generated,
                 reason=piece.reason,
                 stop_sequence=piece.stop_sequence,
-                timings=generation.timings(now) if is_last else None,
+                timings=live.timings(now) if is_last else None,
             )
         )
         if is_last:
-            self._release(generation)
+            self._release(live)
         elif sampled.ended:
-            self._fail(generation, _internal_error(sequence, "the shards ended what should go on"))
+            self._fail(live, _internal_error(sequence, "the shards ended the sequence too early"))
 
-    def _release(self, generation: Generation) -> None:
-        """Remove a generation whose final event is delivered, or whose client is gone."""
-        del self._live[generation.sequence]
+    def _release(self, live: LiveRequest) -> None:
+        """Remove a request whose final event is delivered, or whose client is gone."""
+        del self._live[live.sequence]
         self._requests.released += 1
-        if generation.expiry is not None:
-            generation.expiry.cancel()
-        self.scheduler.finish(generation.sequence)
+        if live.expiry is not None:
+            live.expiry.cancel()
+        self.scheduler.finish(live.sequence)
         self._fill_soon()
 
-    def _fail(self, generation: Generation, failed: Failed) -> None:
-        generation.deliver(failed)
-        self._release(generation)
+    def _fail(self, live: LiveRequest, failed: Failed) -> None:
+        live.deliver(failed)
+        self._release(live)
 
-    def _expire(self, generation: Generation) -> None:
-        """End a generation whose deadline has passed. A waiting one ends now; a running one ends with its
+    def _expire(self, live: LiveRequest) -> None:
+        """End a request whose deadline has passed. A waiting one ends now; a running one ends with its
         next token.
 
-        A step is sent first, so that a generation that need not wait begins, however late its deadline is
+        A step is sent first, so that a request that need not wait begins, however late its deadline is
         noticed: an idle service gives at least one token, as TGIS does."""
-        sequence = generation.sequence
+        sequence = live.sequence
         if sequence in self._live and sequence.row is None:
             self._fill()
         if sequence in self._live and sequence.row is None:
-            if generation.started_at is None:
+            if live.started_at is None:
                 self._metrics.request_failure.add("timeout")
-            text, timings = generation.text.flush(), generation.timings(time.monotonic())
+            text, timings = live.text.flush(), live.timings(time.monotonic())
             num_generated, reason = sequence.num_generated, StopReason.TIME_LIMIT
-            generation.deliver(Output(text, None, num_generated, reason, timings=timings))
-            self._release(generation)
+            live.deliver(Output(text, None, num_generated, reason, timings=timings))
+            self._release(live)
 
     def _suspend(self) -> None:
         """Put all sequences back to waiting, because the shards and their caches are lost. A sequence that
@@ -244,31 +242,31 @@ class Engine:
         pool = self.scheduler.pool
         culprit = self.scheduler.reset(pool.renew(pool.num_blocks, pool.block_size))
         if culprit is not None:
-            text = "the shards die whenever it is computed"
+            text = "the shards crash whenever they compute it"
             self._fail(self._live[culprit], _internal_error(culprit, text))
         now = time.monotonic()
-        for generation in list(self._live.values()):
-            deadline = generation.sequence.stopping.deadline
+        for live in list(self._live.values()):
+            deadline = live.sequence.stopping.deadline
             if deadline is not None and deadline <= now:
-                self._expire(generation)
+                self._expire(live)
 
     async def _reconnect(self) -> None:
         try:
             async with asyncio.timeout(self._recovery_timeout):
-                info = await self._residents.connect()
+                info = await self._residency.connect()
         except TimeoutError:
             logger.error("the shards did not come back within %s s", self._recovery_timeout)
             self.give_up()
-            info = await self._residents.connect()
+            info = await self._residency.connect()
             self._given_up = False
-        for generation in list(self._live.values()):
-            if not self._has_contents(generation.sequence):
-                self._fail(generation, _lost_content(generation.sequence))
+        for live in list(self._live.values()):
+            if not self._has_adapters(live.sequence):
+                self._fail(live, _lost_adapter(live.sequence))
         self.scheduler.pool = self.scheduler.pool.renew(info.num_blocks, info.block_size)
         logger.info("the shards are back; %d requests resume", len(self._live))
 
-    def _has_contents(self, sequence: Sequence) -> bool:
-        return all(map(self._residents.has, sequence.tuning.contents))
+    def _has_adapters(self, sequence: Sequence) -> bool:
+        return all(map(self._residency.has, sequence.adapters.present))
 
 
 def _internal_error(sequence: Sequence, cause: str) -> Failed:
@@ -279,14 +277,14 @@ def _internal_error(sequence: Sequence, cause: str) -> Failed:
 
 def _failed_row(failure: RowFailure) -> Failed:
     if not failure.by_grammar:
-        return _internal_error(failure.sequence, f"the shards cannot serve it: {failure.cause}")
+        return _internal_error(failure.sequence, f"the shards cannot compute it: {failure.cause}")
     grammar = failure.sequence.grammar
-    assert grammar is not None, "only guided sequences have a grammar to fail of"
+    assert grammar is not None, "only guided sequences have a grammar that can fail"
     text = f"{grammar.field} cannot be followed: it is too complex, or no token of this model fits it"
     return Failed(Code.INVALID_ARGUMENT, text)
 
 
-def _lost_content(sequence: Sequence) -> Failed:
+def _lost_adapter(sequence: Sequence) -> Failed:
     return _internal_error(sequence, "its soft prompt or adapter could not be loaded again")
 
 

@@ -13,7 +13,7 @@ from tgis.router.text.stop_sequences import TextStream
 
 
 @dataclass(eq=False)
-class Generation:
+class LiveRequest:
     """An accepted sequence and the queue of events for its client."""
 
     sequence: Sequence

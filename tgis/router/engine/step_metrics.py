@@ -1,22 +1,24 @@
-"""Counts and times the steps in TGIS's terms. Prompt sequences count as a prefill, decode rows as a
-next_token, and a step that has both counts as one of each."""
+"""Counts and times the steps in TGIS's terms, and shows the scheduler's state. Prompt sequences count as a
+prefill, decode rows as a next_token, and a step that has both counts as one of each."""
 
 import time
 from collections import deque
 
 from tgis.router.metrics.metrics import MAKEUP, Metrics
+from tgis.router.scheduling.scheduler import Scheduler
 from tgis.router.scheduling.step import Step
 
 PREFILL, NEXT_TOKEN = "prefill", "next_token"
 
 
-class StepMeter:
-    """Meter of the steps. It must be told when steps are sent, answered, applied and lost, in order."""
+class StepMetrics:
+    """Metrics of the steps. They must be told when steps are sent, answered, applied and lost, in order."""
 
-    def __init__(self, metrics: Metrics) -> None:
+    def __init__(self, scheduler: Scheduler, metrics: Metrics) -> None:
         self._metrics = metrics
         self._sent: deque[tuple[Step, float]] = deque()
         self._last_answer_at = 0.0
+        _follow_scheduler(scheduler, metrics)
 
     def send(self, step: Step) -> None:
         metrics = self._metrics
@@ -52,6 +54,28 @@ class StepMeter:
             for method, _ in _parts(step):
                 self._metrics.batch_failure.add(method, "connection")
         self._sent.clear()
+
+
+def _follow_scheduler(scheduler: Scheduler, metrics: Metrics) -> None:
+    """Make every scrape read the scheduler, so that steps need no work for these metrics."""
+    metrics.queue_size.follow(lambda: len(scheduler.waiting))
+    metrics.batch_current_size.follow(lambda: len(scheduler.running))
+    metrics.requests_running.follow(lambda: len(scheduler.running))
+    metrics.batch_input_tokens.follow(
+        lambda: sum(each.num_input_tokens + each.num_generated for each in scheduler.running)
+    )
+    metrics.batch_max_remaining_tokens.follow(
+        lambda: sum(each.max_tokens - len(each.token_ids) for each in scheduler.running)
+    )
+    metrics.kv_cache_usage.follow(lambda: scheduler.pool.num_used / scheduler.pool.num_blocks)
+    metrics.prefix_cache_queries.follow(lambda: scheduler.num_cache_queries)
+    metrics.prefix_cache_hits.follow(lambda: scheduler.num_cache_hits)
+    metrics.preemptions.follow(lambda: scheduler.num_preemptions)
+    metrics.deferred.follow(lambda: scheduler.num_deferred)
+    metrics.drafts.follow(lambda: scheduler.num_drafts)
+    metrics.accepted_drafts.follow(lambda: scheduler.num_accepted_drafts)
+    metrics.follow_resource("block", scheduler.pool.resource_count)
+    metrics.follow_resource("row", scheduler.rows.resource_count)
 
 
 def _method(step: Step) -> str:

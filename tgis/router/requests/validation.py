@@ -8,11 +8,11 @@ from collections.abc import Hashable
 from dataclasses import dataclass, replace
 
 from tgis.pb import generation_pb2 as pb
-from tgis.router.adapters.registry import Hold
+from tgis.router.adapters.registry import AdapterLease
 from tgis.router.errors import RequestError
 from tgis.router.grammar.compiler import Constraint, GrammarCompiler, read_constraint
 from tgis.router.metrics.metrics import Metrics
-from tgis.router.sequence import Details, Grammar, Sampling, Sequence, Stopping, Tuning
+from tgis.router.sequence import CallAdapters, Details, Grammar, Sampling, Sequence, Stopping
 from tgis.router.text.tokenization import TokenIds
 from tgis.router.text.tokenizer import Tokenizer
 
@@ -107,37 +107,39 @@ class Validator:
         self._tokenizer, self._grammar_compiler, self._metrics = tokenizer, grammar_compiler, metrics
 
     async def sequences(
-        self, texts: list[str], params: CallParameters, hold: Hold, connection: Hashable
+        self, texts: list[str], params: CallParameters, lease: AdapterLease, connection: Hashable
     ) -> list[Sequence]:
-        """Return one sequence per text of a call, in order. Each is valid while `hold` is kept. `connection`
+        """Return one sequence per text of a call, in order. Each is valid while `lease` is open. `connection`
         identifies the client's connection.
 
         Texts are tokenized up to the first whose bytes alone prove that it is too long.
 
-        Raises RequestError for the first text that cannot be served, and everything that `Hold.take`
+        Raises RequestError for the first text that cannot be served, and everything that `AdapterLease.take`
         raises."""
         constraint = params.constraint
         grammar = None if constraint is None else await self._grammar_compiler.compile(constraint)
-        tuning = await hold.take()
-        num_served, least = self._find_too_long(texts, params, tuning)
+        adapters = await lease.take()
+        num_served, least = self._find_too_long(texts, params, adapters)
         # A text with more tokens is refused, so no more of them are needed.
         max_ids = self.limits.max_sequence_length
         inputs = await self._tokenizer.encode_ids(texts[:num_served], max_ids, connection)
         for ids in inputs:
             self._metrics.request_raw_input_length.observe(ids.num_tokens)
-        sequences = [self._sequence(ids, params, grammar, tuning) for ids in inputs]
+        sequences = [self._sequence(ids, params, grammar, adapters) for ids in inputs]
         if num_served < len(texts):  # the texts before it can be served, and this refuses it
-            self._check_length(least, f"at least {least}", params.stopping, tuning)
+            self._check_length(least, f"at least {least}", params.stopping, adapters)
         return sequences
 
-    def _find_too_long(self, texts: list[str], params: CallParameters, tuning: Tuning) -> tuple[int, int]:
+    def _find_too_long(
+        self, texts: list[str], params: CallParameters, adapters: CallAdapters
+    ) -> tuple[int, int]:
         """Return the index of the first text whose bytes alone prove that it is too long, and the least
         number of tokens that truncation leaves of it. Return the number of texts and 0 if there is none."""
         bound = self._tokenizer.max_bytes_per_token
         if bound is None:
             return len(texts), 0
         limit, minimum = self.limits.max_sequence_length, params.stopping.min_new_tokens
-        room = limit - self._prefix_length(tuning) - max(minimum, 1)
+        room = limit - self._prefix_length(adapters) - max(minimum, 1)
         for i, text in enumerate(texts):
             least = -(-len(text.encode()) // bound)  # rounded up
             least = min(least, params.truncate_input_tokens or least)
@@ -147,47 +149,47 @@ class Validator:
         return len(texts), 0
 
     def _sequence(
-        self, ids: TokenIds, params: CallParameters, grammar: Grammar | None, tuning: Tuning
+        self, ids: TokenIds, params: CallParameters, grammar: Grammar | None, adapters: CallAdapters
     ) -> Sequence:
         start, pad = self.limits.decoder_start_token_id, self.limits.pad_token_id
-        num_before = tuning.num_decoder_tokens if start is None else tuning.num_encoder_tokens
+        num_before = adapters.num_decoder_tokens if start is None else adapters.num_encoder_tokens
         _require(ids.num_tokens + num_before > 0, "tokenizer error the input has no tokens")
         num_inputs, token_ids = self._tokenizer.truncate(ids, params.truncate_input_tokens)
-        num_left = self._check_length(num_inputs, str(num_inputs), params.stopping, tuning)
+        num_left = self._check_length(num_inputs, str(num_inputs), params.stopping, adapters)
         vocab_size, largest = self.limits.vocab_size, max(token_ids, default=-1)
         _require(
             largest < vocab_size,
             f"input token id {largest} is beyond the model's vocabulary of {vocab_size} tokens",
         )
         seeded = params.sampling.greedy or params.has_seed
-        before = [pad] * tuning.num_decoder_tokens
-        encoder_before = [pad] * tuning.num_encoder_tokens
+        before = [pad] * adapters.num_decoder_tokens
+        encoder_before = [pad] * adapters.num_encoder_tokens
         return Sequence(
             before + (token_ids if start is None else [start]),
             _reduce(params.stopping, num_left),
             params.sampling if seeded else replace(params.sampling, seed=secrets.randbits(32)),
             params.details,
             grammar,
-            tuning=tuning,
+            adapters=adapters,
             encoder_token_ids=() if start is None else tuple(encoder_before + token_ids),
         )
 
-    def _check_length(self, num_inputs: int, shown: str, stopping: Stopping, tuning: Tuning) -> int:
+    def _check_length(self, num_inputs: int, shown: str, stopping: Stopping, adapters: CallAdapters) -> int:
         """Return how many tokens can follow the input. A refusal shows `shown` as the number of its tokens.
 
         Raises RequestError if too few can follow."""
-        limit, num_virtual = self.limits.max_sequence_length, self._prefix_length(tuning)
+        limit, num_virtual = self.limits.max_sequence_length, self._prefix_length(adapters)
         sums = f"input tokens ({shown}) plus prefix length ({num_virtual})"
         num_left, minimum = limit - num_inputs - num_virtual, stopping.min_new_tokens
         _require(num_left > 0, f"{sums} must be < {limit}")
         _require(minimum <= num_left, f"{sums} plus min_new_tokens ({minimum}) must be <= {limit}")
         return num_left
 
-    def _prefix_length(self, tuning: Tuning) -> int:
+    def _prefix_length(self, adapters: CallAdapters) -> int:
         """Return the prefix length as TGIS counts it. In an encoder-decoder model, the decoder's virtual
         tokens count together with the start token."""
-        num_tokens = tuning.num_encoder_tokens + tuning.num_decoder_tokens
-        has_start = self.limits.decoder_start_token_id is not None and tuning.num_decoder_tokens > 0
+        num_tokens = adapters.num_encoder_tokens + adapters.num_decoder_tokens
+        has_start = self.limits.decoder_start_token_id is not None and adapters.num_decoder_tokens > 0
         return num_tokens + has_start
 
 

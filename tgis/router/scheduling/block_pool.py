@@ -7,6 +7,9 @@ from itertools import count
 
 from tgis.router.metrics.resource_counts import ResourceCount
 
+Edge = tuple[Hashable, tuple[int, ...]]
+"""A prefix, and the tokens of one block below it."""
+
 
 class BlockPool:
     """Cache blocks and the forest of cached prefixes.
@@ -22,15 +25,10 @@ class BlockPool:
         self.num_blocks, self.block_size = num_blocks, block_size
         self.resource_count = resource_count or ResourceCount()
         self._num_references = [0] * num_blocks
-        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(
-            range(num_blocks)
-        )  # the front is reused first
-        self._edges: dict[
-            int, tuple[Hashable, tuple[int, ...]]
-        ] = {}  # block -> (prefix before it, its tokens)
-        self._children: dict[
-            tuple[Hashable, tuple[int, ...]], tuple[int, int]
-        ] = {}  # edge -> (prefix, block)
+        # The front is reused first.
+        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
+        self._edges: dict[int, Edge] = {}  # by block
+        self._children: dict[Edge, tuple[int, int]] = {}  # edge -> (prefix, block)
         self._names = count(1)
 
     @property

@@ -10,7 +10,7 @@ MAX_FATAL_STEPS = 2
 """Number of consecutive fatal steps, alone in each, that make a sequence the culprit."""
 
 
-class Quarantine:
+class CrashSuspects:
     """Crash suspects in the order of their trials. The newest comes first, because it is the likeliest."""
 
     def __init__(self) -> None:
@@ -21,7 +21,7 @@ class Quarantine:
         """Suspect that the next step computes alone, if there is one."""
         return self._suspects[0] if self._suspects else None
 
-    def take(self, sequences: AnySequence[Sequence]) -> Sequence | None:
+    def record_crash(self, sequences: AnySequence[Sequence]) -> Sequence | None:
         """Note that the shards died of a step of these sequences, oldest first. Return the culprit, which
         must not be tried again, if it is known; finding it clears all other suspects."""
         if len(sequences) == 1:

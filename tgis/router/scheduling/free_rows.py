@@ -3,7 +3,7 @@
 from tgis.router.metrics.resource_counts import ResourceCount
 
 
-class Rows:
+class FreeRows:
     """Free and closed rows. A closed row may be taken again at once, because the next step tells the shards
     of both, in that order."""
 

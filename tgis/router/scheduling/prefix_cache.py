@@ -54,10 +54,10 @@ def take_blocks(pool: BlockPool, sequence: Sequence, cached: Cached) -> bool:
     return True
 
 
-def forget_place(sequence: Sequence) -> int:
+def reset_progress(sequence: Sequence) -> int:
     """Reset a sequence so that all of it is computed again, and return the row that it had."""
     row, sequence.row = sequence.row, None
-    assert row is not None, "only what runs has a place"
+    assert row is not None, "only running sequences have progress"
     sequence.block_table, sequence.cross_blocks = [], []
     sequence.num_scheduled = sequence.num_computed = sequence.num_published = 0
     return row
@@ -95,10 +95,10 @@ def publish_encoded(pool: BlockPool, sequence: Sequence) -> None:
 def decoder_root(sequence: Sequence) -> Hashable:
     """Return a key of everything that all keys and values of the decoder depend on, besides the tokens before
     them."""
-    return "decoder", sequence.prefix_root, sequence.encoder_token_ids, sequence.is_long
+    return "decoder", sequence.adapters.prefix_root, sequence.encoder_token_ids, sequence.is_long
 
 
 def encoder_root(sequence: Sequence) -> Hashable:
     """Return a key that includes the whole encoder input. The encoder attends in both directions, so even the
     first block depends on all of the input."""
-    return "encoder", sequence.prefix_root, sequence.encoder_token_ids
+    return "encoder", sequence.adapters.prefix_root, sequence.encoder_token_ids

@@ -7,19 +7,19 @@ from collections.abc import Iterator
 from collections.abc import Sequence as AnySequence
 
 from tgis.router.scheduling.block_pool import BlockPool
-from tgis.router.scheduling.crash_suspects import Quarantine
-from tgis.router.scheduling.free_rows import Rows
+from tgis.router.scheduling.crash_suspects import CrashSuspects
+from tgis.router.scheduling.free_rows import FreeRows
 from tgis.router.scheduling.prefix_cache import (
     Cached,
     accept_draft,
     find_cached,
-    forget_place,
     publish_computed,
     publish_encoded,
+    reset_progress,
     take_blocks,
 )
-from tgis.router.scheduling.proposers.prompt_lookup import Drafter, find_room
-from tgis.router.scheduling.step import Step, Work, make_step
+from tgis.router.scheduling.proposers.prompt_lookup import PromptLookup, find_room
+from tgis.router.scheduling.step import Step, WorkItem
 from tgis.router.sequence import Sequence
 
 
@@ -34,12 +34,16 @@ class Scheduler:
     """
 
     def __init__(
-        self, pool: BlockPool, max_sequences: int, rope_switch_len: int = 0, drafter: Drafter | None = None
+        self,
+        pool: BlockPool,
+        max_sequences: int,
+        rope_switch_len: int = 0,
+        proposer: PromptLookup | None = None,
     ) -> None:
         """Create a scheduler without sequences. Sequences of more than `rope_switch_len` tokens are computed
-        differently from their first token on; 0 means that the model has no such length. Without a `drafter`,
-        nothing is speculated."""
-        self.pool, self._drafter = pool, drafter
+        differently from their first token on; 0 means that the model has no such length. Without a
+        `proposer`, nothing is speculated."""
+        self.pool, self._proposer = pool, proposer
         self._rope_switch_len = rope_switch_len
         self.waiting: deque[Sequence] = deque()
         self.running: dict[Sequence, None] = {}  # oldest first
@@ -49,9 +53,9 @@ class Scheduler:
         self.num_cache_queries = self.num_cache_hits = 0
         """Numbers of tokens looked up, and found, in the prefix cache."""
         self.num_drafts = self.num_accepted_drafts = 0
-        self._quarantine = Quarantine()
+        self._crash_suspects = CrashSuspects()
         self._in_flight: deque[Step] = deque()
-        self.rows = Rows(max_sequences)
+        self.rows = FreeRows(max_sequences)
         self._last_step: dict[Sequence, Step] = {}  # newest unanswered step of each sequence
         self._num_steps = 0
         self._num_blocks_owed = 0  # blocks that the answers in flight will free
@@ -76,13 +80,13 @@ class Scheduler:
         only prompt work."""
         if self._rope_switch_len:
             self._put_back_outgrown()
-        if (suspect := self._quarantine.next) is not None:
+        if (suspect := self._crash_suspects.next) is not None:
             return None if self._in_flight else self._try_alone(suspect, max_prompt_tokens)
         num_preemptions = self.num_preemptions
         decodes = list(self._continue_decoding(max_prompt_tokens // 2))
         max_prompt_tokens -= sum(len(item.drafts) for item in decodes)
         prompts = list(self._continue_prompts(max_prompt_tokens))
-        newcomers: list[Work] = []
+        newcomers: list[WorkItem] = []
         if self.num_preemptions == num_preemptions:  # else blocks are short: no newcomers
             budget = max_prompt_tokens - sum(item.end - item.start for item in prompts)
             newcomers += self._admit_waiting(budget, is_alone=not prompts)
@@ -117,11 +121,11 @@ class Scheduler:
             self.num_accepted_drafts += 1
             accept_draft(self.pool, sequence)
         sequence.token_ids.append(token_id)
-        self._quarantine.clear(sequence)
+        self._crash_suspects.clear(sequence)
 
     def finish(self, sequence: Sequence) -> None:
         """Remove a sequence in any state. Its unanswered tokens are ignored."""
-        self._quarantine.clear(sequence)
+        self._crash_suspects.clear(sequence)
         if sequence in self.running:
             del self.running[sequence]
             self._drop(sequence)
@@ -141,7 +145,7 @@ class Scheduler:
         Return the sequence that must not be tried again because it kills the shards, if there is one."""
         suspects = [work.sequence for work in self._in_flight[0].work] if self._in_flight else []
         live = {*self.running, *self.waiting}
-        culprit = self._quarantine.take([suspect for suspect in suspects if suspect in live])
+        culprit = self._crash_suspects.record_crash([suspect for suspect in suspects if suspect in live])
         for step in self._in_flight:
             for work in step.work:
                 work.sequence.num_unanswered, work.sequence.is_speculating = 0, False
@@ -150,7 +154,7 @@ class Scheduler:
         self._last_step.clear()
         self._num_blocks_owed = 0
         for sequence in reversed(self.running):
-            self.rows.close(forget_place(sequence))
+            self.rows.close(reset_progress(sequence))
             self.waiting.appendleft(sequence)
         self.rows.take_closed()
         self.running.clear()
@@ -168,34 +172,34 @@ class Scheduler:
                 return self._send([], [], [work])
             self._preempt(next(reversed(self.running)))
 
-    def _continue_decoding(self, max_drafts: int) -> Iterator[Work]:
+    def _continue_decoding(self, max_drafts: int) -> Iterator[WorkItem]:
         # Drafts take the place of sequences that could sample.
         max_drafts = min(max_drafts, self.rows.num_free - len(self.waiting))
-        drafter = self._drafter
-        if drafter is not None and not drafter.begin(len(self.running), max_drafts):
-            drafter = None
+        proposer = self._proposer
+        if proposer is not None and not proposer.begin(len(self.running), max_drafts):
+            proposer = None
         for sequence in list(self.running):
             num_tokens = sequence.num_tokens
             if num_tokens - sequence.num_scheduled != 1 or num_tokens >= sequence.max_tokens:
                 continue
             if sequence not in self.running:
                 continue
-            drafts = [] if drafter is None else self._guess(sequence, drafter)
+            drafts = [] if proposer is None else self._propose(sequence, proposer)
             if sequence.is_speculating or (drafts and sequence.num_unanswered):
-                continue  # its next tokens can only be guessed once its last token is known
+                continue  # its next tokens can only be proposed once its last token is known
             num_missing = self.pool.blocks_for(num_tokens + len(drafts)) - len(sequence.block_table)
             new_blocks = self._find_blocks(sequence, num_missing)
             if new_blocks is not None:
                 sequence.block_table += new_blocks
                 yield self._plan(sequence, num_tokens, new_blocks, drafts=drafts)
 
-    def _guess(self, sequence: Sequence, drafter: Drafter) -> list[int]:
+    def _propose(self, sequence: Sequence, proposer: PromptLookup) -> list[int]:
         if sequence.is_speculating:
             return []
         num_running = len(self.running)
-        return drafter.guess(sequence, find_room(self.pool, sequence, num_running, self._rope_switch_len))
+        return proposer.propose(sequence, find_room(self.pool, sequence, num_running, self._rope_switch_len))
 
-    def _continue_prompts(self, budget: int) -> Iterator[Work]:
+    def _continue_prompts(self, budget: int) -> Iterator[WorkItem]:
         """Continue prompts that are computed in part. They took their blocks at admission."""
         for sequence in self.running:
             if budget > 0 and sequence.num_pending > 1:
@@ -203,7 +207,7 @@ class Scheduler:
                 budget -= end - sequence.num_scheduled
                 yield self._plan(sequence, end, [])
 
-    def _admit_waiting(self, budget: int, is_alone: bool) -> Iterator[Work]:
+    def _admit_waiting(self, budget: int, is_alone: bool) -> Iterator[WorkItem]:
         """Admit waiting sequences in order of arrival. One that does not fit blocks those behind it, so that
         none starves.
 
@@ -217,7 +221,7 @@ class Scheduler:
             cached = find_cached(self.pool, sequence)
             if cached.num_to_encode >= budget and not is_alone:
                 return
-            if not self._take_place(sequence, cached):
+            if not self._take_blocks_and_row(sequence, cached):
                 return
             self.running[self.waiting.popleft()] = None
             is_alone = False
@@ -226,7 +230,7 @@ class Scheduler:
             budget -= end - sequence.num_scheduled
             yield self._plan(sequence, end, sequence.block_table, opens=True)
 
-    def _take_place(self, sequence: Sequence, cached: Cached) -> bool:
+    def _take_blocks_and_row(self, sequence: Sequence, cached: Cached) -> bool:
         if not take_blocks(self.pool, sequence, cached):
             self.num_deferred += 1
             return False
@@ -243,17 +247,24 @@ class Scheduler:
         new_blocks: list[int],
         opens: bool = False,
         drafts: AnySequence[int] = (),
-    ) -> Work:
+    ) -> WorkItem:
         assert sequence.row is not None
         start, samples = sequence.num_scheduled, end == sequence.num_tokens
         sequence.num_scheduled = end
         sequence.num_unanswered += samples
         sequence.is_speculating = bool(drafts)
-        return Work(sequence, sequence.row, start, end, samples, opens, list(new_blocks), drafts)
+        return WorkItem(sequence, sequence.row, start, end, samples, opens, list(new_blocks), drafts)
 
-    def _send(self, decodes: list[Work], prompts: list[Work], newcomers: list[Work]) -> Step:
-        joins = 0 < len(newcomers) < len(self.running)
-        step = make_step(self._num_steps, decodes, prompts, newcomers, joins, self.rows.take_closed())
+    def _send(self, decodes: list[WorkItem], prompts: list[WorkItem], newcomers: list[WorkItem]) -> Step:
+        step = Step(
+            self._num_steps,
+            [*decodes, *prompts, *newcomers],
+            num_decodes=len(decodes),
+            num_drafts=sum(len(item.drafts) for item in decodes),
+            num_encoder_tokens=sum(item.sequence.num_to_encode for item in newcomers),
+            joins=0 < len(newcomers) < len(self.running),
+            closed_rows=self.rows.take_closed(),
+        )
         self._num_steps += 1
         self.num_drafts += step.num_drafts
         self._in_flight.append(step)
@@ -303,4 +314,4 @@ class Scheduler:
         else:
             last_step.blocks_to_release.append(blocks)
             self._num_blocks_owed += len(blocks)
-        self.rows.close(forget_place(sequence))
+        self.rows.close(reset_progress(sequence))

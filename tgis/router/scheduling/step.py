@@ -7,7 +7,7 @@ from typing import NamedTuple
 from tgis.router.sequence import Sequence
 
 
-class Work(NamedTuple):
+class WorkItem(NamedTuple):
     """One sequence's part of a step: compute tokens [start, end), and sample the next one if `samples`."""
 
     sequence: Sequence
@@ -27,7 +27,7 @@ class Step:
     """Work that all shards compute at once, and blocks that become free when all of them have answered."""
 
     step_id: int
-    work: list[Work]
+    work: list[WorkItem]
     num_decodes: int
     """Leading entries of `work` that compute a single further token; the others compute prompts."""
     num_drafts: int
@@ -56,18 +56,3 @@ class Step:
     @property
     def num_tokens(self) -> int:
         return self.num_decodes + self.num_drafts + self.num_prompt_tokens
-
-
-def make_step(
-    step_id: int,
-    decodes: list[Work],
-    prompts: list[Work],
-    newcomers: list[Work],
-    joins: bool,
-    closed_rows: list[int],
-) -> Step:
-    """Assemble a step of sequences that decode, that continue their prompts, and that begin."""
-    num_encoder_tokens = sum(item.sequence.num_to_encode for item in newcomers)
-    num_drafts = sum(len(item.drafts) for item in decodes)
-    work = [*decodes, *prompts, *newcomers]
-    return Step(step_id, work, len(decodes), num_drafts, num_encoder_tokens, joins, closed_rows)

@@ -8,7 +8,7 @@ MIN_TIMEOUT_S, PATIENCE = 10.0, 10
 end."""
 
 
-class StepBudget:
+class TokenBudget:
     """Linear model of step times: seconds = fixed + per_token * num_tokens, fitted by least squares with
     exponential forgetting, so that recent steps weigh more."""
 

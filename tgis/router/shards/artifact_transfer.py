@@ -8,7 +8,7 @@ import grpc
 from tgis.pb import shard_pb2 as pb
 
 
-async def relay(source: Any, target: Any, digest: str, timeout_s: float) -> None:
+async def copy_artifact(source: Any, target: Any, digest: str, timeout_s: float) -> None:
     """Copy an artifact from one asynchronous stub to another, as fast as the slower of the two. Raises
     grpc.aio.AioRpcError of the stub that fails, ConnectionError if the target is cut off, and TimeoutError.
 
@@ -31,4 +31,4 @@ async def _write(putting: Any, request: pb.PutRequest) -> None:
     try:
         await putting.write(request)
     except (asyncio.InvalidStateError, grpc.aio.AioRpcError) as error:
-        raise ConnectionError("the target is gone") from error
+        raise ConnectionError("the target ended the call") from error

@@ -17,10 +17,10 @@ from tgis.pb import shard_pb2 as pb
 from tgis.pb.shard_pb2_grpc import ShardServiceStub
 from tgis.router.errors import RouterError
 from tgis.router.scheduling.step import Step
-from tgis.router.sequence import Content, ContentKind
-from tgis.router.shards.artifact_transfer import relay
+from tgis.router.sequence import AdapterInfo, AdapterKind
+from tgis.router.shards.artifact_transfer import copy_artifact
 from tgis.router.shards.codec import Answer, decode_answer, encode_step
-from tgis.router.shards.link import Link
+from tgis.router.shards.link import ShardLink
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ class ShardsLostError(RouterError):
     """Loss of the shard group: it cannot answer any more, and everything in flight is lost."""
 
 
-class ContentCallError(Exception):
+class AdapterCallError(Exception):
     """Failure of a rank to find, load or unload an adapter."""
 
     def __init__(self, code: grpc.StatusCode, details: str) -> None:
@@ -43,13 +43,13 @@ class ContentCallError(Exception):
         self.code, self.details = code, details
 
 
-class Shards:
+class ShardClient:
     """Connection to every rank of a shard group, with one long-lived stream of steps per rank. `send` never
     waits; `receive` returns the answers in the order of the steps."""
 
-    def __init__(self, link: Link) -> None:
+    def __init__(self, link: ShardLink) -> None:
         self._link = link
-        self._told: set[tuple[int, str]] = set()
+        self._logged: set[tuple[int, str]] = set()
         self._channels: list[grpc.aio.Channel] = []
         self._closing: set[asyncio.Task[None]] = set()
         self._streams: list[_StepStream] = []
@@ -63,9 +63,9 @@ class Shards:
         while True:
             await self.close()
             self._channels = self._link.open_channels()
-            infos = await self._ask_all()
+            infos = await self._ask_infos()
             if infos is not None and await self._open_streams():
-                self._told.clear()
+                self._logged.clear()
                 return infos[0]
             await asyncio.sleep(RETRY_INTERVAL_S)
 
@@ -91,29 +91,27 @@ class Shards:
             self._settling.append((self._steps[-1], settled))
             await settled
 
-    async def find(self, kind: ContentKind, content_id: str, timeout_s: float) -> Content:
-        """Find an adapter by its id on the first rank. Raises ContentCallError and ShardsLostError."""
-        number = pb.ContentKind.Name(kind.value)
-        request = pb.FindRequest(kind=number, id=content_id)
-        answers = await self._ask("Find", request, timeout_s, [0])
+    async def find(self, kind: AdapterKind, adapter_id: str, timeout_s: float) -> AdapterInfo:
+        """Find an adapter by its id on the first rank. Raises AdapterCallError and ShardsLostError."""
+        request = pb.FindRequest(kind=pb.ContentKind.Name(kind.value), id=adapter_id)
+        [found] = answers = await self._ask("Find", request, timeout_s, [0])
         _raise_worst(answers)
-        [found] = answers
         numbers = found.num_decoder_tokens, found.num_encoder_tokens, found.num_bytes
-        return Content(ContentKind(found.kind), found.digest, *numbers)
+        return AdapterInfo(AdapterKind(found.kind), found.digest, *numbers)
 
     async def load(self, digest: str, timeout_s: float) -> None:
         """Load an adapter on all ranks, and return or raise once no rank is loading it any more. Ranks on
-        machines without a copy get the first rank's. Raises ContentCallError and ShardsLostError."""
+        machines without a copy get the first rank's. Raises AdapterCallError and ShardsLostError."""
         request = pb.LoadRequest(digest=digest)
         answers = await self._ask("Load", request, timeout_s)
         if not _is_missing(answers[0]):
             for rank in [rank for rank, answer in enumerate(answers) if _is_missing(answer)]:
-                await self._relay(rank, digest, timeout_s)
+                await self._copy(rank, digest, timeout_s)
                 [answers[rank]] = await self._ask("Load", request, timeout_s, [rank])
         _raise_worst(answers)
 
     async def unload(self, digests: Iterable[str], others: bool = False) -> None:
-        """Unload these adapters from all ranks, or with `others` all except these. Raises ContentCallError
+        """Unload these adapters from all ranks, or with `others` all except these. Raises AdapterCallError
         and ShardsLostError."""
         request = pb.UnloadRequest(digests=digests, others=others)
         _raise_worst(await self._ask("Unload", request, UNLOAD_TIMEOUT_S))
@@ -123,40 +121,36 @@ class Shards:
     ) -> list[Any]:
         """Call a method of these ranks, or of all, and wait until all calls have ended. Return each rank's
         answer or its exception."""
-        stubs = [ShardServiceStub(channel) for channel in self._current_channels()]
+        stubs = self._stubs()
         calls = [
             _answer(getattr(stubs[rank], method)(request, timeout=timeout_s))
             for rank in (range(len(stubs)) if ranks is None else ranks)
         ]
         return await asyncio.gather(*calls, return_exceptions=True)
 
-    async def _relay(self, rank: int, digest: str, timeout_s: float) -> None:
-        """Copy an artifact from the first rank to this one. Raises ContentCallError and ShardsLostError."""
-        channels = self._current_channels()
-        first, other = (ShardServiceStub(channels[one]) for one in (0, rank))
+    async def _copy(self, rank: int, digest: str, timeout_s: float) -> None:
+        """Copy an artifact from the first rank to this one. Raises AdapterCallError and ShardsLostError."""
+        stubs = self._stubs()
         try:
             with _shard_errors():
-                await relay(first, other, digest, timeout_s)
+                await copy_artifact(stubs[0], stubs[rank], digest, timeout_s)
         except TimeoutError as error:
-            raise ContentCallError(grpc.StatusCode.DEADLINE_EXCEEDED, "") from error
+            raise AdapterCallError(grpc.StatusCode.DEADLINE_EXCEEDED, "") from error
         except ConnectionError as error:
             raise ShardsLostError(LOST) from error
 
-    def _current_channels(self) -> list[grpc.aio.Channel]:
-        """Return the channels, opened anew if the link says that they are stale. Raises ShardsLostError."""
+    def _stubs(self) -> list[Any]:
+        """Return each rank's stub, on new channels if the link says that the old ones are stale. Calls that
+        have begun end on the old ones. Raises ShardsLostError."""
         if not self._channels:
             raise ShardsLostError(LOST)
         if self._link.is_stale:
-            self._renew_channels()
-        return self._channels
-
-    def _renew_channels(self) -> None:
-        """Open new channels. Calls that have begun end on the old ones."""
-        old, self._channels = self._channels, self._link.open_channels()
-        for channel in old:
-            closing = asyncio.create_task(channel.close(UNLOAD_TIMEOUT_S), name="close")
-            self._closing.add(closing)
-            closing.add_done_callback(self._closing.discard)
+            old, self._channels = self._channels, self._link.open_channels()
+            for channel in old:
+                closing = asyncio.create_task(channel.close(UNLOAD_TIMEOUT_S), name="close")
+                self._closing.add(closing)
+                closing.add_done_callback(self._closing.discard)
+        return [ShardServiceStub(channel) for channel in self._channels]
 
     async def close(self) -> None:
         streams, channels = self._streams, self._channels
@@ -170,7 +164,7 @@ class Shards:
         self._steps.clear()
         self._settle(None)
 
-    async def _ask_all(self) -> list[pb.InfoResponse] | None:
+    async def _ask_infos(self) -> list[pb.InfoResponse] | None:
         """Return every rank's info, or None while a rank is missing or left over from an earlier start of the
         group."""
         stubs = [ShardServiceStub(channel) for channel in self._channels]
@@ -180,17 +174,17 @@ class Shards:
             for call in calls:
                 infos.append(await call)  # noqa: PERF401  # their number says whose call failed
         except grpc.aio.AioRpcError as error:
-            self._tell(len(infos), error.details() or error.code().name)
+            self._log_once(len(infos), error.details() or error.code().name)
             return None
         finally:
             for call in calls:
                 call.cancel()
         for rank, info in enumerate(infos):
             if info.rank != rank:
-                self._tell(rank, f"rank {info.rank} answers there")
+                self._log_once(rank, f"rank {info.rank} answers there")
                 return None
             if info.world_size != len(infos):
-                self._tell(rank, f"it is one of {info.world_size} shards, and {len(infos)} are known")
+                self._log_once(rank, f"it is one of {info.world_size} shards, but {len(infos)} are expected")
                 return None
         return infos if len({info.epoch for info in infos}) == 1 else None
 
@@ -201,16 +195,16 @@ class Shards:
                 make = partial(_StepStream, self._combine, partial(self._lose, rank))
                 self._streams.append(await self._link.open_stream(rank, make))
         except OSError as error:
-            self._tell(len(self._streams), str(error) or type(error).__name__)
+            self._log_once(len(self._streams), str(error) or type(error).__name__)
             return False
         return True
 
-    def _tell(self, rank: int, reason: str) -> None:
-        """Log why a shard is not reached, each reason once until the shards are reached."""
-        if (rank, reason) not in self._told:
-            self._told.add((rank, reason))
+    def _log_once(self, rank: int, reason: str) -> None:
+        """Log why a shard cannot be reached, each reason once until all shards are reached."""
+        if (rank, reason) not in self._logged:
+            self._logged.add((rank, reason))
             name = self._link.names[rank]
-            logger.log(self._link.severity, "shard %d at %s is not reached: %s", rank, name, reason)
+            logger.log(self._link.severity, "shard %d at %s cannot be reached: %s", rank, name, reason)
 
     def _lose(self, rank: int) -> None:
         self._answers.put_nowait(ShardsLostError(f"shard {rank} is lost"))
@@ -228,7 +222,9 @@ class Shards:
             try:
                 self._answers.put_nowait(decode_answer(step, responses[0]))
             except (KeyError, ValueError):
-                self._answers.put_nowait(ShardsLostError(f"what came for step {step.step_id} is no answer"))
+                self._answers.put_nowait(
+                    ShardsLostError(f"the answer to step {step.step_id} cannot be decoded")
+                )
                 return
 
     def _settle(self, step: Step | None) -> None:
@@ -267,7 +263,7 @@ class _StepStream(asyncio.Protocol):
             self._on_loss()
 
     def send(self, request: bytes) -> None:
-        assert self._transport is not None, "only what is connected is sent to"
+        assert self._transport is not None, "steps are sent only to connected shards"
         self._transport.write(request)
 
     def close(self) -> None:
@@ -277,7 +273,7 @@ class _StepStream(asyncio.Protocol):
 
 
 def _is_missing(answer: Any) -> bool:
-    return isinstance(answer, ContentCallError) and answer.code is grpc.StatusCode.NOT_FOUND
+    return isinstance(answer, AdapterCallError) and answer.code is grpc.StatusCode.NOT_FOUND
 
 
 def _raise_worst(answers: Iterable[Any]) -> None:
@@ -303,4 +299,4 @@ def _shard_errors() -> Iterator[None]:
     except grpc.aio.AioRpcError as error:
         if error.code() in LOST_CODES:
             raise ShardsLostError(LOST) from error
-        raise ContentCallError(error.code(), error.details() or "") from error
+        raise AdapterCallError(error.code(), error.details() or "") from error

@@ -10,13 +10,15 @@ from typing import NamedTuple
 import numpy as np
 
 from tgis.pb import shard_pb2 as pb
-from tgis.router.scheduling.step import Step, Work
-from tgis.router.sequence import Content, Details, Grammar, Sequence, TokenDetail
+from tgis.router.scheduling.step import Step, WorkItem
+from tgis.router.sequence import AdapterInfo, Details, Sequence, TokenDetail
+
+TopTokens = tuple[tuple[int, float], ...]
 
 MAX_U32 = 2**32 - 1
 
 
-class Sampled(NamedTuple):
+class SampledToken(NamedTuple):
     """A token that a step sampled for a sequence."""
 
     sequence: Sequence
@@ -50,7 +52,7 @@ class Answer:
     """Answer of the shard group to a step."""
 
     step: Step
-    sampled: list[Sampled]
+    sampled: list[SampledToken]
     input_details: list[InputDetails]
     failed: list[RowFailure]
     forward_s: float
@@ -80,7 +82,7 @@ def decode_answer(step: Step, response: pb.StepResponse) -> Answer:
     have the rows meanwhile. Raises KeyError and ValueError if the response cannot be an answer to the
     step."""
     if response.step_id != step.step_id:
-        raise ValueError("another step's")
+        raise ValueError("the response answers another step")
     sequences = {item.row: item.sequence for item in step.work}
     return Answer(
         step,
@@ -108,16 +110,17 @@ def _floats(column: bytes) -> list[float]:
     return values
 
 
-def _encode_row(work: Work) -> pb.OpenRow:
-    sequence, stopping, details = work.sequence, work.sequence.stopping, work.sequence.details
+def _encode_row(work: WorkItem) -> pb.OpenRow:
+    sequence = work.sequence
+    stopping, details, grammar = sequence.stopping, sequence.details, sequence.grammar
     return pb.OpenRow(
         row=work.row,
         token_ids=_pack(sequence.token_ids),
         prompt_len=sequence.prompt_len,
         eos_token_ids=_pack(sorted(stopping.eos_token_ids)),
         max_new_tokens=stopping.max_new_tokens,
-        # The fields of both have the same names.
-        sampling=pb.Sampling(**vars(sequence.sampling), min_new_tokens=stopping.min_new_tokens),
+        # The message's fields have the names of Sampling's.
+        sampling=pb.Sampling(min_new_tokens=stopping.min_new_tokens, **vars(sequence.sampling)),
         details=pb.Details(
             logprobs=details.logprobs,
             ranks=details.ranks,
@@ -125,55 +128,54 @@ def _encode_row(work: Work) -> pb.OpenRow:
             input_tokens=not sequence.inputs_reported,
             input_from=sequence.num_inputs_reported,
         ),
-        adapter_digest=_digest(sequence.tuning.adapter),
-        prompt_digest=_digest(sequence.tuning.prompt),
-        grammar=_encode_grammar(sequence.grammar),
+        adapter_digest=_digest(sequence.adapters.lora),
+        prompt_digest=_digest(sequence.adapters.soft_prompt),
+        grammar=None if grammar is None else pb.Grammar(text=grammar.text, digest=grammar.digest),
         encoder_token_ids=_pack(sequence.encoder_token_ids),
         cross_blocks=_pack(sequence.cross_blocks),
         is_encoded=bool(sequence.cross_blocks) and not sequence.num_to_encode,
     )
 
 
-def _digest(content: Content | None) -> str:
-    return "" if content is None else content.digest
+def _digest(info: AdapterInfo | None) -> str:
+    return "" if info is None else info.digest
 
 
-def _encode_grammar(grammar: Grammar | None) -> pb.Grammar | None:
-    return None if grammar is None else pb.Grammar(text=grammar.text, digest=grammar.digest)
-
-
-def _sampled(step: Step, sequences: dict[int, Sequence], response: pb.StepResponse) -> Iterator[Sampled]:
+def _sampled(step: Step, sequences: dict[int, Sequence], response: pb.StepResponse) -> Iterator[SampledToken]:
     most = {item.row: item.samples + len(item.drafts) for item in step.work}
-    token_ids = _integers(response.token_ids)
-    logprobs = _floats(response.logprobs) or [0.0] * len(token_ids)
-    ranks = _integers(response.ranks) or [0] * len(token_ids)
-    tops = _top_tokens(response.top_tokens) or [()] * len(token_ids)
-    columns = zip(_integers(response.rows), token_ids, logprobs, ranks, tops, response.ended, strict=True)
-    for row, token_id, logprob, rank, top, ended in columns:
+    rows, token_ids = _integers(response.rows), _integers(response.token_ids)
+    columns = zip(rows, token_ids, response.ended, *_detail_columns(response, len(rows)), strict=True)
+    for row, token_id, ended, logprob, rank, top in columns:
         sequence = sequences[row]
         most[row] -= 1
         if token_id < 0 or most[row] < 0:
-            raise ValueError("a token that nobody can have sampled")
+            raise ValueError("the response has a token that its row cannot have sampled")
         details = sequence.details
         if details.generated_tokens:
             token = _detail(details, token_id, logprob, rank, top)
         else:
             token = TokenDetail(token_id)
-        yield Sampled(sequence, token, bool(ended))
+        yield SampledToken(sequence, token, bool(ended))
 
 
 def _input_details(sequence: Sequence, message: pb.InputDetails) -> InputDetails:
-    logprobs = _floats(message.logprobs) or [0.0] * message.count
-    ranks = _integers(message.ranks) or [0] * message.count
-    tops = _top_tokens(message.top_tokens) or [()] * message.count
     token_ids = sequence.token_ids[message.start : message.start + message.count]
-    columns = zip(token_ids, logprobs, ranks, tops, strict=True)
+    columns = zip(token_ids, *_detail_columns(message, message.count), strict=True)
     return InputDetails(sequence, message.start, [_detail(sequence.details, *values) for values in columns])
 
 
-def _detail(
-    details: Details, token_id: int, logprob: float, rank: int, top: tuple[tuple[int, float], ...]
-) -> TokenDetail:
+def _detail_columns(
+    message: pb.StepResponse | pb.InputDetails, count: int
+) -> tuple[list[float], list[int], list[TopTokens]]:
+    """Return logprobs, ranks and top tokens; a column that no row asked for is filled with 0 or ()."""
+    return (
+        _floats(message.logprobs) or [0.0] * count,
+        _integers(message.ranks) or [0] * count,
+        _top_tokens(message.top_tokens) or [()] * count,
+    )
+
+
+def _detail(details: Details, token_id: int, logprob: float, rank: int, top: TopTokens) -> TokenDetail:
     """Keep only what this sequence asked for: the shards fill a column for all rows as soon as one row asks
     for it."""
     return TokenDetail(
@@ -184,11 +186,11 @@ def _detail(
     )
 
 
-def _top_tokens(message: pb.TopTokens) -> list[tuple[tuple[int, float], ...]]:
+def _top_tokens(message: pb.TopTokens) -> list[TopTokens]:
     """Return the top tokens of each entry; an empty list if the message is empty."""
     counts = _integers(message.counts)
     pairs = list(zip(_integers(message.token_ids), _floats(message.logprobs), strict=True))
     if sum(counts) != len(pairs) or any(count < 0 for count in counts):
-        raise ValueError("top tokens that belong to none, or are not there")
+        raise ValueError("the counts of top tokens do not match the top tokens")
     rest = iter(pairs)
     return [tuple(islice(rest, count)) for count in counts]

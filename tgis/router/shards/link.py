@@ -28,11 +28,11 @@ TCP_OPTIONS = [*CHANNEL_OPTIONS, ("grpc.enable_http_proxy", 0)]
 Stream = TypeVar("Stream", bound=asyncio.Protocol)
 
 
-class Link(Protocol):
+class ShardLink(Protocol):
     """Connection to every rank of a shard group."""
 
     severity: int
-    """Log level of the line that says that a shard is not reached."""
+    """Log level of the line that says that a shard cannot be reached."""
 
     @property
     def names(self) -> list[str]:
@@ -52,15 +52,15 @@ class Link(Protocol):
         """Check the certificates from time to time, if the link has any."""
 
 
-def open_link(config: RouterConfig) -> Link:
+def open_link(config: RouterConfig) -> ShardLink:
     """Create the link that the options ask for. Raises AddressError and CertificateError."""
     if not config.shard_addresses:
-        return UnixLink(config.shard_uds_path, config.num_shard)
+        return UnixShardLink(config.shard_uds_path, config.num_shard)
     certificates = link_certificates(config, mutual_client_context)
-    return TcpLink(_read_addresses(config.shard_addresses), certificates, config.link_server_name)
+    return TcpShardLink(_read_addresses(config.shard_addresses), certificates, config.link_server_name)
 
 
-class UnixLink:
+class UnixShardLink:
     severity = logging.DEBUG  # the launcher reports their failures
     is_stale = False
 
@@ -79,7 +79,7 @@ class UnixLink:
         pass
 
 
-class TcpLink:
+class TcpShardLink:
     severity = logging.WARNING
 
     def __init__(
@@ -107,7 +107,9 @@ class TcpLink:
         try:
             self._addresses = self._find()
         except AddressError as error:
-            logger.error("the changed addresses are not taken, those before are tried on: %s", error)
+            logger.error(
+                "the changed shard addresses are invalid, so the earlier ones stay in use: %s", error
+            )
         self._certificates.refresh()
         pem = self._shown = self._certificates.pem
         own = grpc.ssl_channel_credentials(pem.ca, pem.key, pem.cert)

@@ -20,7 +20,7 @@ from tgis.prompts.errors import NotTunableError
 from tgis.prompts.soft_prompt import AdapterRequirements
 from tgis.prompts.store import AdapterStore
 from tgis.shard.adapters.lora_mapping import read_adapter
-from tgis.shard.adapters.registry import Content, Contents, Prompt
+from tgis.shard.adapters.registry import LoadedAdapter, LoadedAdapters, LoadedPrompt
 from tgis.shard.layers.ops import Parts
 from tgis.shard.models import registry as model_registry
 from tgis.shard.models.interface import Model, Tunable, UnsupportedModelError
@@ -31,7 +31,7 @@ MIB = 1 << 20
 
 
 @dataclass(frozen=True)
-class Allowance:
+class AdapterLimits:
     """Limits of a rank: bytes of loaded soft prompts and adapters, and tokens of a soft prompt."""
 
     prompt_bytes: int
@@ -54,7 +54,7 @@ class Allowance:
         )
 
 
-def allow(config: ShardConfig, is_tunable: bool, max_sequence_length: int) -> Allowance:
+def adapter_limits(config: ShardConfig, is_tunable: bool, max_sequence_length: int) -> AdapterLimits:
     """Return the limits for the configured directories: zero bytes if nothing is configured.
 
     A model that takes neither soft prompts nor adapters (`is_tunable` is false) also gets zero bytes. Raises
@@ -67,7 +67,7 @@ def allow(config: ShardConfig, is_tunable: bool, max_sequence_length: int) -> Al
         )
     has_prompts = is_tunable and config.prefix_store_path
     has_adapters = has_prompts or (is_tunable and (config.adapter_cache or config.lora_adapters))
-    return Allowance(
+    return AdapterLimits(
         config.prompt_cache_size_mb * MIB if has_prompts else 0,
         config.adapter_cache_size_mb * MIB if has_adapters else 0,
         config.max_prompt_prefix_length or -(-max_sequence_length // 2),
@@ -79,17 +79,17 @@ def open_artifact_cache(config: ShardConfig) -> ArtifactCache:
     return ArtifactCache(Path(f"{config.uds_path}-contents"))
 
 
-def open_contents(config: ShardConfig, model: Model) -> Contents:
+def open_adapters(config: ShardConfig, model: Model) -> LoadedAdapters:
     """Return the registry of what `model` has loaded, empty at first."""
-    return Contents(partial(_read, open_artifact_cache(config), model, _is_known(config)))
+    return LoadedAdapters(partial(_read, open_artifact_cache(config), model, _is_known(config)))
 
 
 def open_store(config: ShardConfig, model: Model, max_sequence_length: int) -> AdapterStore:
     """Open the store over the configured directories, with the limits of `model`."""
     required = None
     if isinstance(model, Tunable):
-        allowance = allow(config, True, max_sequence_length)
-        required = allowance.require(model.parts, model.prompt_width, model.spec.is_encoder_decoder)
+        limits = adapter_limits(config, True, max_sequence_length)
+        required = limits.require(model.parts, model.prompt_width, model.spec.is_encoder_decoder)
     artifacts = open_artifact_cache(config)
     if config.rank == 0:  # only rank 0 gets requests to find something
         _warn(config, required)
@@ -118,7 +118,7 @@ def _warn(config: ShardConfig, required: AdapterRequirements | None) -> None:
     paths = {"prefix_store_path": config.prefix_store_path, "adapter_cache": config.adapter_cache}
     for option, path in paths.items():
         if path and not Path(path).is_dir():
-            logger.warning("%s: there is no directory %s", option, path)
+            logger.warning("%s: the directory %s does not exist", option, path)
     if required is None and any(paths.values()):
         refusal = NotTunableError(_is_known(config))
         logger.warning("requests for soft prompts and adapters fail: %s", refusal)
@@ -135,7 +135,7 @@ def _warn_of_room(directory: Path, wanted: int) -> None:
         )
 
 
-def _read(artifacts: ArtifactCache, model: Model, is_known: bool, digest: str) -> Content:
+def _read(artifacts: ArtifactCache, model: Model, is_known: bool, digest: str) -> LoadedAdapter:
     """Read a copy and return this rank's part of it.
 
     Raises NotTunableError, AdapterError, MissingArtifactError and OSError."""
@@ -147,7 +147,7 @@ def _read(artifacts: ArtifactCache, model: Model, is_known: bool, digest: str) -
         return read_adapter(model.parts, artifact.tensors, artifact.about["scales"])
     device, none = model.parts.kernels.device, torch.empty(0, model.prompt_width, dtype=model.parts.dtype)
     decoder, encoder = (artifact.tensors.get(name, none) for name in ("decoder", "encoder"))
-    return Prompt(_copy(decoder, device), _copy(encoder, device))
+    return LoadedPrompt(_copy(decoder, device), _copy(encoder, device))
 
 
 def _copy(mapped: Tensor, device: torch.device) -> Tensor:

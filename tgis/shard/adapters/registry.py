@@ -16,27 +16,27 @@ from tgis.shard.memory.host_limits import release_memory
 
 
 @dataclass(frozen=True, eq=False)
-class Prompt:
+class LoadedPrompt:
     """Loaded soft prompt: embeddings of virtual tokens that precede the tokens of decoder and encoder."""
 
     decoder: Tensor  # [num_decoder_tokens, prompt_width], in the dtype of the weights
     encoder: Tensor  # [num_encoder_tokens, prompt_width]
 
 
-Content = Prompt | Adapter
+LoadedAdapter = LoadedPrompt | Adapter
 
 # Bytes unloaded between two returns of freed memory to the system. A return takes 20 ms beside the steps.
 # Without it memory would grow, because what is loaded next seldom fits into the gaps.
 RELEASE_BYTES = 128 << 20
 
 
-class Contents:
+class LoadedAdapters:
     """Registry of loaded soft prompts and adapters. Safe to use from any thread."""
 
-    def __init__(self, read: Callable[[str], Content]) -> None:
+    def __init__(self, read: Callable[[str], LoadedAdapter]) -> None:
         """Use `read` to load what has a digest. It may raise any exception."""
         self._read = read
-        self._loaded: dict[str, Content] = {}
+        self._loaded: dict[str, LoadedAdapter] = {}
         self._loading: dict[str, Future[None]] = {}
         self._num_unloaded_bytes = 0
         self._lock = threading.Lock()
@@ -76,40 +76,36 @@ class Contents:
         with self._lock:
             return {*self._loaded, *self._loading}
 
-    def prompt(self, digest: str) -> Prompt | None:
-        content = self._loaded.get(digest)
-        return content if isinstance(content, Prompt) else None
+    def prompt(self, digest: str) -> LoadedPrompt | None:
+        prompt = self._loaded.get(digest)
+        return prompt if isinstance(prompt, LoadedPrompt) else None
 
     def adapter(self, digest: str) -> Adapter | None:
-        content = self._loaded.get(digest)
-        return content if isinstance(content, Adapter) else None
+        adapter = self._loaded.get(digest)
+        return adapter if isinstance(adapter, Adapter) else None
 
     def _load(self, digest: str, done: Future[None]) -> None:
+        adapter = error = None
         try:
-            content = self._read(digest)
-        except BaseException as error:
-            self._end(digest, done, None)
-            done.set_exception(error)
-            return
-        if self._end(digest, done, content):
+            adapter = self._read(digest)
+        except BaseException as caught:
+            error = caught
+        with self._lock:
+            if self._loading.get(digest) is not done:  # it was unloaded meanwhile
+                error = error or MissingArtifactError(digest)
+            else:
+                del self._loading[digest]
+                if adapter is not None:
+                    self._loaded[digest] = adapter
+        if error is None:
             done.set_result(None)
         else:
-            done.set_exception(MissingArtifactError(digest))
-
-    def _end(self, digest: str, done: Future[None], content: Content | None) -> bool:
-        """Keep what was read, if anything. Return False if it was unloaded meanwhile."""
-        with self._lock:
-            if self._loading.get(digest) is not done:
-                return False
-            del self._loading[digest]
-            if content is not None:
-                self._loaded[digest] = content
-            return True
+            done.set_exception(error)
 
 
-def _count_bytes(content: Content | None) -> int:
-    if content is None:
+def _count_bytes(adapter: LoadedAdapter | None) -> int:
+    if adapter is None:
         return 0
-    if isinstance(content, Prompt):
-        return content.decoder.nbytes + content.encoder.nbytes
-    return sum(part.a.nbytes + part.b.nbytes for parts in content.deltas.values() for part in parts)
+    if isinstance(adapter, LoadedPrompt):
+        return adapter.decoder.nbytes + adapter.encoder.nbytes
+    return sum(part.a.nbytes + part.b.nbytes for parts in adapter.deltas.values() for part in parts)

@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from tgis.shard.adapters.registry import Prompt
+from tgis.shard.adapters.registry import LoadedPrompt
 from tgis.shard.layers.lora import Adapter, AdapterSet, TokenAdapters
 from tgis.shard.models.interface import VirtualTokens
 
@@ -15,12 +15,12 @@ Integers = npt.NDArray[np.int64]
 Part = Literal["decoder", "encoder"]
 
 
-class Tuning:
+class RowAdapters:
     """Soft prompts and adapters of at most `max_rows` rows. The cost is negligible while no row has any."""
 
     def __init__(self, max_rows: int, device: torch.device):
         self._device = device
-        self._prompts: dict[int, Prompt] = {}
+        self._prompts: dict[int, LoadedPrompt] = {}
         # Number of virtual tokens per row, so that steps past them need not look at the prompts.
         self._lengths: dict[Part, Integers] = {
             "decoder": np.zeros(max_rows, np.int64),
@@ -33,7 +33,7 @@ class Tuning:
     def reset(self) -> None:
         self.close([*self._prompts, *self._adapters])
 
-    def open(self, row: int, prompt: Prompt | None, adapter: Adapter | None) -> None:
+    def open(self, row: int, prompt: LoadedPrompt | None, adapter: Adapter | None) -> None:
         """Attach a prompt and an adapter to a new row, in place of what the row had before."""
         self.close([row])
         if prompt is not None:
@@ -55,7 +55,9 @@ class Tuning:
         if not self._adapters:
             self._renew_set()
 
-    def place(self, part: Part, rows: Integers, starts: Integers, begins: Integers) -> VirtualTokens | None:
+    def virtual_tokens(
+        self, part: Part, rows: Integers, starts: Integers, begins: Integers
+    ) -> VirtualTokens | None:
         """Return the virtual tokens of a packed batch of the decoder's or the encoder's tokens, or None.
 
         Tokens are packed row after row. `starts` [num_seqs] are the rows' first positions, and `begins`
@@ -75,7 +77,7 @@ class Tuning:
         # [num_virtual], [num_virtual, prompt_width]
         return VirtualTokens(torch.cat(places).to(self._device), torch.cat(embeddings).float())
 
-    def adapters(self, rows: Integers, sequence: Integers) -> TokenAdapters | None:
+    def token_adapters(self, rows: Integers, sequence: Integers) -> TokenAdapters | None:
         """Return the adapter of each token, or None if no row has one.
 
         `sequence` [num_tokens] is the index in `rows` of each token's row."""

@@ -135,8 +135,8 @@ class BatchBuilder(RowTable):
             metadata,
             self._cross(rows, metadata) if self._limits.is_encoder_decoder else None,
             self._find_long(row) if self._limits.rope_switch_len else None,
-            self._tuning.place("decoder", rows, starts, layout.begins),
-            self._tuning.adapters(rows, layout.sequence),
+            self._row_adapters.virtual_tokens("decoder", rows, starts, layout.begins),
+            self._row_adapters.token_adapters(rows, layout.sequence),
         )
 
     def _find_long(self, row: Integers) -> Tensor | None:
@@ -157,8 +157,8 @@ class BatchBuilder(RowTable):
             token_ids,
             positions,
             self._metadata(self._cross_tables, rows, lengths, layout),
-            virtual=self._tuning.place("encoder", rows, np.zeros_like(lengths), layout.begins),
-            adapters=self._tuning.adapters(rows, layout.sequence),
+            virtual=self._row_adapters.virtual_tokens("encoder", rows, np.zeros_like(lengths), layout.begins),
+            adapters=self._row_adapters.token_adapters(rows, layout.sequence),
         )
 
     def _metadata(self, tables: Blocks, rows: Integers, ends: Integers, layout: Layout) -> AttentionMetadata:

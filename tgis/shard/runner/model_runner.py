@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tgis import failpoints
 from tgis.pb import shard_pb2 as pb
-from tgis.shard.adapters.registry import Contents
+from tgis.shard.adapters.registry import LoadedAdapters
 from tgis.shard.layers.lora import TokenAdapters
 from tgis.shard.models.interface import EncoderDecoder
 from tgis.shard.runner import step_response
@@ -44,11 +44,11 @@ class ModelRunner:
         table: BatchBuilder,
         guides: Guides,
         info: pb.InfoResponse,
-        contents: Contents,
+        adapters: LoadedAdapters,
     ) -> None:
-        """`table` looks up in `contents` the adapters that rows name; other threads may add to it during
+        """`table` looks up in `adapters` the adapters that rows name; other threads may add to it during
         steps."""
-        self.info, self.contents = info, contents
+        self.info, self.adapters = info, adapters
         self.model, self.forward, self._table, self._guides = forward.model, forward, table, guides
         self._is_answering = info.rank == 0
 

@@ -8,8 +8,8 @@ import numpy.typing as npt
 import torch
 
 from tgis.pb import shard_pb2 as pb
-from tgis.shard.adapters.registry import Contents, Prompt
-from tgis.shard.adapters.row_adapters import Tuning
+from tgis.shard.adapters.registry import LoadedAdapters, LoadedPrompt
+from tgis.shard.adapters.row_adapters import RowAdapters
 from tgis.shard.layers.lora import Adapter
 from tgis.shard.sampling.sampler import PARAMETERS, SamplingBatch, SeenTokens, find_plain, read_parameters
 
@@ -64,7 +64,7 @@ class Traits:
 class RowTable:
     """Table of open rows: at most `max_rows`, each of at most `max_sequence_length` tokens.
 
-    `rope_switch_len` is the length past which a model scales rotary positions differently, or 0. `contents`
+    `rope_switch_len` is the length past which a model scales rotary positions differently, or 0. `adapters`
     holds the soft prompts and adapters that rows may name."""
 
     def __init__(
@@ -74,7 +74,7 @@ class RowTable:
         block_size: int,
         vocab_size: int,
         device: torch.device,
-        contents: Contents,
+        adapters: LoadedAdapters,
         *,
         rope_switch_len: int = 0,
         is_encoder_decoder: bool = False,
@@ -94,29 +94,29 @@ class RowTable:
         self._block_tables = np.zeros((max_rows, -(-max_sequence_length // block_size)), np.int32)
         self._cross_tables = np.zeros_like(self._block_tables)
         self.seen = SeenTokens(vocab_size, device)
-        self._contents, self._tuning = contents, Tuning(max_rows, device)
+        self._adapters, self._row_adapters = adapters, RowAdapters(max_rows, device)
         self._traits: dict[bytes, Traits] = {}
 
     def reset(self) -> None:
         self._open[:] = False
         self._traits.clear()
-        self._tuning.reset()
+        self._row_adapters.reset()
 
     def close(self, rows: Integers) -> None:
         if len(rows):
             self._open[rows] = False
             self._traits.clear()
-            self._tuning.close(rows.tolist())
+            self._row_adapters.close(rows.tolist())
 
     def open(self, message: pb.OpenRow) -> str | None:
         """Assign the row to this sequence, also if it had another one before. Return None, or a text that
         says why the row cannot be served; it has then ended."""
         row, token_ids = message.row, read_column(message.token_ids)
-        prompt = self._contents.prompt(message.prompt_digest)
-        adapter = self._contents.adapter(message.adapter_digest)
+        prompt = self._adapters.prompt(message.prompt_digest)
+        adapter = self._adapters.adapter(message.adapter_digest)
         self._traits.clear()
         self._rows[row] = self._read_row(message)
-        self._tuning.open(row, prompt, adapter)
+        self._row_adapters.open(row, prompt, adapter)
         problem = find_problem(message, self._limits) or _find_missing(message, prompt, adapter)
         if problem is not None:
             self.fail(np.array([row]))
@@ -244,7 +244,7 @@ def _has_unknown(token_ids: TokenIds, limits: RowLimits) -> bool:
     return bool(token_ids.min() < 0 or token_ids.max() >= limits.vocab_size)
 
 
-def _find_missing(message: pb.OpenRow, prompt: Prompt | None, adapter: Adapter | None) -> str | None:
+def _find_missing(message: pb.OpenRow, prompt: LoadedPrompt | None, adapter: Adapter | None) -> str | None:
     """Return why a row cannot be served with the soft prompt and adapter that were looked up for it, or
     None."""
     if message.prompt_digest and prompt is None:

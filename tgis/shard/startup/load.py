@@ -15,8 +15,8 @@ from tgis.config.processes import ShardConfig
 from tgis.hub import model_files
 from tgis.pb import shard_pb2 as pb
 from tgis.shard import collectives
-from tgis.shard.adapters.loading import Allowance, allow, open_contents, read_names
-from tgis.shard.adapters.registry import Contents
+from tgis.shard.adapters.loading import AdapterLimits, adapter_limits, open_adapters, read_names
+from tgis.shard.adapters.registry import LoadedAdapters
 from tgis.shard.checkpoint.tensors import DTYPES
 from tgis.shard.collectives import LOOPBACK, ProcessGroup, ProcessGroupError, RendezvousPoint
 from tgis.shard.kernels.cpu.jit.compiler import compile_progress
@@ -58,9 +58,9 @@ def load(config: ShardConfig, group: ProcessGroup | None = None, on: Platform | 
     release_memory()
     weight_gib = (on.memory.memory_used() - before) / GIB
     guides.wait_until_ready()  # keep the tokenizer's memory out of the measurement of a step below
-    if plan.allowance.adapter_bytes:
+    if plan.limits.adapter_bytes:
         on.kernels.prepare_adapters()
-    loaded = _Loaded(plan, info, model, group, guides, open_contents(config, model))
+    loaded = _Loaded(plan, info, model, group, guides, open_adapters(config, model))
     budget = loaded.measure_budget()
     compile_progress.finish()
     runner = loaded.make_runner(memory_plan.make_cache(model.spec, group, plan.dtype, demand, budget))
@@ -91,11 +91,11 @@ def _plan(config: ShardConfig, on: Platform | None) -> "_Plan":
     quantize_check.check_platform(config.quantize, on)
     length, is_encoder_decoder = sequence_length(config, settings), choice.spec.is_encoder_decoder
     _check_length(choice.spec, length)
-    limits = (config.max_batch_size, config.kv_cache_tokens)
-    demand = Demand(config.block_size, length, *limits, is_encoder_decoder)
-    allowance = allow(config, choice.is_native, length)
+    sizes = (config.max_batch_size, config.kv_cache_tokens)
+    demand = Demand(config.block_size, length, *sizes, is_encoder_decoder)
+    limits = adapter_limits(config, choice.is_native, length)
     dtype_name = _choose_dtype(config.dtype, settings, choice)
-    return _Plan(config, settings, choice, on, demand, allowance, dtype_name)
+    return _Plan(config, settings, choice, on, demand, limits, dtype_name)
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ class _Plan:
     choice: Choice
     on: Platform
     demand: Demand
-    allowance: Allowance
+    limits: AdapterLimits
     dtype_name: str
     """Name of the type of the cache, and of weights that are not quantized."""
 
@@ -138,7 +138,7 @@ class _Plan:
             weights,
             self.on.memory_left(group),
             self.on.cache_divisor,
-            self.allowance.num_bytes,
+            self.limits.num_bytes,
             self.config.quantize,
         )
 
@@ -165,8 +165,8 @@ class _Plan:
             cache_dtype=self.dtype_name,
             rope_switch_len=spec.rope_switch_len,
             pad_token_id=model_files.pad_token_id(self._directory, self.tokenizer_directory, spec.vocab_size),
-            prompt_cache_bytes=self.allowance.prompt_bytes,
-            adapter_cache_bytes=self.allowance.adapter_bytes,
+            prompt_cache_bytes=self.limits.prompt_bytes,
+            adapter_cache_bytes=self.limits.adapter_bytes,
             preloaded_adapter_ids=read_names(config.lora_adapters),
         )
         if spec.is_encoder_decoder:
@@ -199,7 +199,7 @@ class _Loaded:
     model: Model
     group: ProcessGroup
     guides: Guides
-    contents: Contents
+    adapters: LoadedAdapters
 
     @property
     def block_bytes(self) -> int:
@@ -213,7 +213,7 @@ class _Loaded:
             demand.block_size,
             spec.vocab_size,
             on.device,
-            self.contents,
+            self.adapters,
             rope_switch_len=spec.rope_switch_len,
             is_encoder_decoder=spec.is_encoder_decoder,
         )
@@ -222,7 +222,7 @@ class _Loaded:
         # Steps can be captured if they consist of the platform's kernels alone.
         is_captured = on.captures_steps and self.plan.choice.is_native and self.group.size == 1
         forward = (CapturedForward if is_captured else Forward)(self.model, on.attention(cache))
-        return ModelRunner(forward, table, self.guides, info, self.contents)
+        return ModelRunner(forward, table, self.guides, info, self.adapters)
 
     def measure_budget(self) -> MemoryBudget:
         """Compile the kernels and measure the memory that is left for caches. Raises ProcessGroupError and
@@ -235,7 +235,7 @@ class _Loaded:
         left = on.memory_left(group)
 
         def budget_beside(step: int) -> MemoryBudget:
-            return MemoryBudget(left, step, group.local_size, on.cache_divisor, plan.allowance.num_bytes)
+            return MemoryBudget(left, step, group.local_size, on.cache_divisor, plan.limits.num_bytes)
 
         def is_enough(step: int) -> bool:
             return budget_beside(step).share >= plan.demand.wanted_blocks * self.block_bytes

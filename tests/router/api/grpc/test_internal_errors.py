@@ -96,11 +96,11 @@ def lose_a_prompt(setup: Setup) -> None:
 
 CAUSES: dict[str, tuple[Callable[[Setup], None], str]] = {
     "unforeseen": (fail_unforeseen, "InjectedError()"),
-    "refused row": (refuse_a_row, "the shards cannot serve it: refused"),
-    "ended row": (end_too_early, "the shards ended what should go on"),
-    "deadly row": (die_of_a_row, "the shards die whenever it is computed"),
-    "look-up": (fail_to_find, "the shards answer INTERNAL: OSError: bad disk"),
-    "load": (fail_to_load, "the shards answer UNKNOWN: a torn file"),
+    "refused row": (refuse_a_row, "the shards cannot compute it: refused"),
+    "ended row": (end_too_early, "the shards ended the sequence too early"),
+    "deadly row": (die_of_a_row, "the shards crash whenever they compute it"),
+    "look-up": (fail_to_find, "a shard answered INTERNAL: OSError: bad disk"),
+    "load": (fail_to_load, "a shard answered UNKNOWN: a torn file"),
     "lost prompt": (lose_a_prompt, "its soft prompt or adapter could not be loaded again"),
 }
 

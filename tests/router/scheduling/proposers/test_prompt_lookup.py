@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tgis.router.scheduling.block_pool import BlockPool
-from tgis.router.scheduling.proposers.prompt_lookup import TOKENS_AT_ONCE, Drafter, History, find_room
+from tgis.router.scheduling.proposers.prompt_lookup import TOKENS_AT_ONCE, NgramIndex, PromptLookup, find_room
 from tgis.router.scheduling.scheduler import Scheduler
 from tgis.router.sequence import Sequence, Stopping
 
@@ -42,7 +42,7 @@ def test_guesses_are_what_came_after_the_last_time(seed: int) -> None:
     if token_ids and r.random() < 0.5:
         token_ids += token_ids[: r.randint(1, len(token_ids))]
     split = r.randint(0, len(token_ids))
-    history = History(token_ids[: r.randint(0, split)])
+    history = NgramIndex(token_ids[: r.randint(0, split)])
     skipped = len(history._token_ids)
     assert history.read(token_ids[skipped:split])
     assert history.read(token_ids[skipped:])
@@ -58,13 +58,13 @@ def test_guesses_are_what_came_after_the_last_time(seed: int) -> None:
 
 
 def test_a_long_text_is_read_in_pieces() -> None:
-    history, token_ids = History([]), list(range(5, 5 + 2 * TOKENS_AT_ONCE))
+    history, token_ids = NgramIndex([]), list(range(5, 5 + 2 * TOKENS_AT_ONCE))
     assert [history.read(token_ids) for _ in range(2)] == [False, True]
     assert history.read([*token_ids, 5])
 
 
 def test_chances_follow_what_happens() -> None:
-    always, never = History([]), History([])
+    always, never = NgramIndex([]), NgramIndex([])
     always.read([1, 2, 3] * 40)
     assert always.chances(2)[1] > 0.9
     r = random.Random(1)
@@ -77,50 +77,50 @@ def new_sequence(token_ids: list[int], **limits: Any) -> Sequence:
     return Sequence(list(token_ids), Stopping(**{"max_new_tokens": 100, **limits}))
 
 
-def drafter(fixed: float, per_token: float, max_drafts: int = 6) -> Drafter:
-    return Drafter(max_drafts, lambda num_tokens: fixed + per_token * num_tokens)
+def proposer(fixed: float, per_token: float, max_drafts: int = 6) -> PromptLookup:
+    return PromptLookup(max_drafts, lambda num_tokens: fixed + per_token * num_tokens)
 
 
 LOOP = [7, 8, 9] * 30
 
 
 def test_a_loop_is_followed_as_far_as_it_is_worth() -> None:
-    cheap, dear = drafter(10.0, 0.1), drafter(10.0, 9.0)
+    cheap, dear = proposer(10.0, 0.1), proposer(10.0, 9.0)
     for one in (cheap, dear):
         assert one.begin(1, 100)
-    assert cheap.guess(new_sequence(LOOP), 100) == [7, 8, 9, 7, 8, 9]
-    assert cheap.guess(new_sequence(LOOP), 4) == [7, 8, 9, 7]
-    assert 0 < len(dear.guess(new_sequence(LOOP), 100)) <= 6
+    assert cheap.propose(new_sequence(LOOP), 100) == [7, 8, 9, 7, 8, 9]
+    assert cheap.propose(new_sequence(LOOP), 4) == [7, 8, 9, 7]
+    assert 0 < len(dear.propose(new_sequence(LOOP), 100)) <= 6
 
 
 def test_nothing_is_guessed_of_a_text_that_does_not_repeat() -> None:
-    one = drafter(10.0, 0.1)
+    one = proposer(10.0, 0.1)
     one.begin(1, 100)
-    assert one.guess(new_sequence(list(range(200))), 100) == []
+    assert one.propose(new_sequence(list(range(200))), 100) == []
 
 
 def test_nothing_is_guessed_before_a_step_was_timed_or_where_steps_are_full() -> None:
-    assert not Drafter(6, lambda num_tokens: 0.0).begin(1, 100)
-    assert not drafter(0.0, 1.0).begin(64, 100)
-    assert not drafter(1.0, 1.0).begin(0, 100)
-    assert not drafter(1.0, 1.0).begin(1, 0)
-    assert drafter(1.0, 0.01).begin(8, 100)
+    assert not PromptLookup(6, lambda num_tokens: 0.0).begin(1, 100)
+    assert not proposer(0.0, 1.0).begin(64, 100)
+    assert not proposer(1.0, 1.0).begin(0, 100)
+    assert not proposer(1.0, 1.0).begin(1, 0)
+    assert proposer(1.0, 0.01).begin(8, 100)
 
 
 def test_a_step_of_one_size_does_not_forbid_to_try() -> None:
     """All that is known then is that a step of one token takes so long; two need not take twice that."""
-    one = drafter(0.0, 10.0)
+    one = proposer(0.0, 10.0)
     assert one.begin(1, 100)
-    assert one.guess(new_sequence(LOOP), 100)
+    assert one.propose(new_sequence(LOOP), 100)
 
 
 def test_a_step_has_so_many_drafts_together() -> None:
-    one = drafter(10.0, 0.01, max_drafts=4)
+    one = proposer(10.0, 0.01, max_drafts=4)
     assert one.begin(3, 6)
     waiting = new_sequence(LOOP)
     waiting.num_unanswered = 1
-    assert len(one.guess(waiting, 100)) == 4, "which is none of this step yet"
-    assert [len(one.guess(new_sequence(LOOP), 100)) for _ in range(3)] == [4, 2, 0]
+    assert len(one.propose(waiting, 100)) == 4, "which is none of this step yet"
+    assert [len(one.propose(new_sequence(LOOP), 100)) for _ in range(3)] == [4, 2, 0]
 
 
 @pytest.mark.parametrize(
@@ -149,8 +149,8 @@ def test_room(num_tokens: int, free: int, switch_len: int, room: int) -> None:
 
 def test_a_sequence_with_nothing_to_guess_runs_ahead() -> None:
     """And one that has something waits for its last token, then sends it with the drafts."""
-    one = drafter(10.0, 0.1, max_drafts=3)
-    scheduler = Scheduler(BlockPool(40, 4), 8, drafter=one)
+    one = proposer(10.0, 0.1, max_drafts=3)
+    scheduler = Scheduler(BlockPool(40, 4), 8, proposer=one)
     plain, looping = new_sequence(list(range(10, 30))), new_sequence(LOOP)
     seen = []
     scheduler.add(plain)
@@ -173,9 +173,9 @@ def test_a_sequence_with_nothing_to_guess_runs_ahead() -> None:
 
 
 def test_accepted_drafts_are_found_by_others_and_rejected_ones_are_not() -> None:
-    one = drafter(10.0, 0.1, max_drafts=6)
+    one = proposer(10.0, 0.1, max_drafts=6)
     pool = BlockPool(40, 4)
-    scheduler = Scheduler(pool, 8, drafter=one)
+    scheduler = Scheduler(pool, 8, proposer=one)
     first = new_sequence(LOOP[:22])
     scheduler.add(first)
     step = scheduler.next_step(1000)

@@ -3,14 +3,14 @@
 import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import aclosing, asynccontextmanager
+from contextlib import AbstractContextManager, aclosing, asynccontextmanager
 from typing import Any
 
 import grpc
 
 from tgis.pb import generation_pb2 as pb
 from tgis.pb.generation_pb2_grpc import GenerationServiceServicer
-from tgis.router.adapters.registry import Contents, Hold
+from tgis.router.adapters.registry import AdapterLease, AdapterRegistry
 from tgis.router.api.grpc.messages import ResponseWriter, Result
 from tgis.router.engine.engine import Engine
 from tgis.router.errors import RequestError
@@ -35,14 +35,14 @@ class GenerationService(GenerationServiceServicer):
         engine: Engine,
         validator: Validator,
         tokenizer: Tokenizer,
-        contents: Contents,
+        adapters: AdapterRegistry,
         concurrency: ConcurrencyLimit,
         tokenize_concurrency: ConcurrencyLimit,
         accounting: Accounting,
         model_kind: pb.ModelInfoResponse.ModelKind,
     ) -> None:
         self._engine, self._validator, self._tokenizer = engine, validator, tokenizer
-        self._contents, self._accounting = contents, accounting
+        self._adapters, self._accounting = adapters, accounting
         self._concurrency, self._tokenize_concurrency = concurrency, tokenize_concurrency
         self._model_kind = model_kind
         self._writer = ResponseWriter(tokenizer)
@@ -54,8 +54,8 @@ class GenerationService(GenerationServiceServicer):
         with self._accounting.open(request, "Generate", kind, _metadata(context)) as account:
             if not (texts := account.texts):
                 return pb.BatchedGenerationResponse()
-            with self._concurrency.acquire(len(texts)), self._hold(request, account) as hold:
-                checked, sequences = await self._check(texts, request, hold, context)
+            with self._concurrency.acquire(len(texts)), self._lease(request, account) as lease:
+                checked, sequences = await self._check(texts, request, lease, context)
                 account.accept(checked, sequences)
                 results = await self._collect_all(sequences, account)
         return pb.BatchedGenerationResponse(
@@ -68,11 +68,11 @@ class GenerationService(GenerationServiceServicer):
         with (
             self._accounting.open(request, "GenerateStream", "stream", _metadata(context)) as account,
             self._concurrency.acquire(1),
-            self._hold(request, account) as hold,
+            self._lease(request, account) as lease,
         ):
             if not request.HasField("request"):
                 raise RequestError(MISSING_REQUEST)
-            checked, [sequence] = await self._check(account.texts, request, hold, context)
+            checked, [sequence] = await self._check(account.texts, request, lease, context)
             account.accept(checked, [sequence])
             async with self._events(sequence, account) as (events, record):
                 yield self._writer.header(sequence, account.texts[0] if checked.input_text else "")
@@ -114,16 +114,16 @@ class GenerationService(GenerationServiceServicer):
         gap = ECHO_GAP if self._model_kind == pb.ModelInfoResponse.ENCODER_DECODER else ""
         return [text + gap for text in texts]
 
-    def _hold(self, request: GenerationCall, account: CallAccount) -> Hold:
+    def _lease(self, request: GenerationCall, account: CallAccount) -> AbstractContextManager[AdapterLease]:
         prefix_id = request.prefix_id if request.HasField("prefix_id") else None
         adapter_id = request.adapter_id if request.HasField("adapter_id") else None
-        return self._contents.hold(prefix_id, adapter_id, account.request_id)
+        return self._adapters.lease(prefix_id, adapter_id, account.request_id)
 
     async def _check(
-        self, texts: list[str], request: GenerationCall, hold: Hold, context: Context
+        self, texts: list[str], request: GenerationCall, lease: AdapterLease, context: Context
     ) -> tuple[CallParameters, list[Sequence]]:
         checked = check_parameters(request.params, self._validator.limits)
-        return checked, await self._validator.sequences(texts, checked, hold, context.peer())
+        return checked, await self._validator.sequences(texts, checked, lease, context.peer())
 
     @asynccontextmanager
     async def _events(

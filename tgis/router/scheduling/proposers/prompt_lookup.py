@@ -26,7 +26,7 @@ WAIT = 0.15
 MAX_COST = 0.25
 
 
-class History:
+class NgramIndex:
     """Tokens of one sequence, an index of what followed each n-gram's last occurrence, and the rates at which
     such predictions were right."""
 
@@ -85,14 +85,14 @@ class History:
             after[ngram] = len(token_ids)
 
 
-class Drafter:
+class PromptLookup:
     """Proposer of drafts for one step after the other."""
 
     def __init__(self, max_drafts: int, predict: Callable[[int], float]) -> None:
         """Propose at most `max_drafts` for a sequence. `predict` returns the seconds of a step of that many
         tokens."""
         self._max_drafts, self._predict = max_drafts, predict
-        self._histories: WeakKeyDictionary[Sequence, History] = WeakKeyDictionary()
+        self._histories: WeakKeyDictionary[Sequence, NgramIndex] = WeakKeyDictionary()
         self._left = 0
         # in seconds: saved by a token, cost of a draft, cost of having any drafts
         self._saved = self._cost = self._wait = 0.0
@@ -109,7 +109,7 @@ class Drafter:
         self._wait = WAIT * step if num_sequences == 1 else self._saved
         return self._saved > self._cost
 
-    def guess(self, sequence: Sequence, most: int) -> list[int]:
+    def propose(self, sequence: Sequence, most: int) -> list[int]:
         """Return drafts that follow the sequence's known tokens; empty if none is worth its cost. They are
         part of the step only if the sequence has no unanswered tokens."""
         most = min(most, self._left, self._max_drafts)
@@ -117,7 +117,7 @@ class Drafter:
             return []
         history = self._histories.get(sequence)
         if history is None:
-            history = self._histories[sequence] = History(sequence.encoder_token_ids)
+            history = self._histories[sequence] = NgramIndex(sequence.encoder_token_ids)
         if not history.read(sequence.token_ids):
             return []
         gains = [chance * self._saved - self._cost for chance in history.chances(most)]
