@@ -22,7 +22,7 @@ from tgis.shard.attention.interface import TILE, AttentionMetadata
 from tgis.shard.models import registry
 from tgis.shard.models.interface import UnsupportedModelError
 from tgis.shard.models.parts.relative_bias import find_buckets
-from tgis.shard.models.spec.seq2seq_spec import RelativeBias
+from tgis.shard.models.spec import RelativeBias
 from tgis.shard.startup.load import load
 
 START = 2

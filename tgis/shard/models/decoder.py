@@ -9,16 +9,15 @@ import torch
 from torch import Tensor
 
 from tgis.shard.attention.interface import Attention, AttentionMetadata, Scoring
-from tgis.shard.layers.embedding import Embedding, Head, Positions
+from tgis.shard.layers.embedding import Embedding, Head
 from tgis.shard.layers.linear import Replicated
 from tgis.shard.layers.lora import TokenAdapters
-from tgis.shard.layers.norm import Norm
 from tgis.shard.layers.ops import Parts
 from tgis.shard.layers.rotary import Rope, Rotary
 from tgis.shard.models.interface import StepInputs
-from tgis.shard.models.parts.blocks import MLP, SelfAttention
+from tgis.shard.models.parts.blocks import MLP, SelfAttention, make_norm, make_positions
 from tgis.shard.models.parts.moe import SparseMLP
-from tgis.shard.models.spec.spec import DecoderSpec
+from tgis.shard.models.spec import DecoderSpec
 
 Feeder = Callable[[Tensor, TokenAdapters | None], Tensor]
 
@@ -41,7 +40,7 @@ class LayerAttention:
         window = spec.window(layer)
         slopes = spec.slopes[parts.world.slice(spec.num_heads)] if spec.slopes else None
         scoring = Scoring(
-            scale=spec.head_dim**-0.5 if spec.attention_scale is None else spec.attention_scale,
+            scale=spec.score_scale,
             window=window,
             soft_cap=spec.attention_soft_cap,
             slopes=None if slopes is None else torch.tensor(slopes, device=parts.kernels.device),
@@ -80,8 +79,8 @@ class ParallelBlock:
 
     def __init__(self, spec: DecoderSpec, parts: Parts, layer: int):
         path = f"blocks.{layer}"
-        self._norm_1 = _norm(spec, parts, f"{path}.norm_1")
-        self._norm_2 = _norm(spec, parts, f"{path}.norm_2") if spec.residual == "parallel" else None
+        self._norm_1 = make_norm(spec, parts, f"{path}.norm_1")
+        self._norm_2 = make_norm(spec, parts, f"{path}.norm_2") if spec.residual == "parallel" else None
         self._add = parts.kernels.add
         self._attend = LayerAttention(spec, parts, path, layer)
         self._feed = _feeder(spec, parts, path, layer)
@@ -100,7 +99,7 @@ class PostNormBlock:
 
     def __init__(self, spec: DecoderSpec, parts: Parts, layer: int):
         path = f"blocks.{layer}"
-        self._norm_1, self._norm_2 = (_norm(spec, parts, f"{path}.norm_{i}") for i in (1, 2))
+        self._norm_1, self._norm_2 = (make_norm(spec, parts, f"{path}.norm_{i}") for i in (1, 2))
         self._attend = LayerAttention(spec, parts, path, layer)
         self._feed = _feeder(spec, parts, path, layer)
 
@@ -119,7 +118,7 @@ class Decoder:
         self._embed = InputEmbedding(spec, parts)
         kind = _block_kind(spec)
         self._blocks = [kind(spec, parts, layer) for layer in range(spec.num_layers)]
-        self._norm = _norm(spec, parts, "norm") if spec.final_norm else None
+        self._norm = make_norm(spec, parts, "norm") if spec.final_norm else None
         width = self.prompt_width = spec.embedding_size or spec.hidden_size
         is_bridged = width != spec.hidden_size
         self._project = Replicated(parts, "embed_out", spec.hidden_size, width) if is_bridged else None
@@ -160,9 +159,8 @@ class InputEmbedding:
         is_bridged = width != spec.hidden_size
         self._tokens = Embedding(parts, "embed", spec.vocab_size, width)
         self._project = Replicated(parts, "embed_in", width, spec.hidden_size) if is_bridged else None
-        self._norm = _norm(spec, parts, "embed_norm") if spec.embedding_norm else None
-        sizes = (spec.num_positions, spec.hidden_size, spec.position_offset)
-        self._positions = Positions(parts, "positions", *sizes) if spec.num_positions else None
+        self._norm = make_norm(spec, parts, "embed_norm") if spec.embedding_norm else None
+        self._positions = make_positions(spec, parts, "positions")
 
     def __call__(self, inputs: StepInputs) -> Tensor:
         x = self._tokens(inputs.token_ids, inputs.adapters)
@@ -183,10 +181,6 @@ def _block_kind(spec: DecoderSpec) -> type[Block] | type[ParallelBlock] | type[P
     return PostNormBlock if spec.norm_place == "sum" else Block
 
 
-def _norm(spec: DecoderSpec, parts: Parts, path: str) -> Norm:
-    return Norm(parts, path, spec.hidden_size, spec.norm_eps, spec.norm)
-
-
 def _norms(
     spec: DecoderSpec, parts: Parts, path: str, number: int
 ) -> tuple[Callable[[Tensor, Tensor | None], Tensor], Callable[[Tensor], Tensor]]:
@@ -196,9 +190,9 @@ def _norms(
     def add(x: Tensor, delta: Tensor | None) -> Tensor:
         return x if delta is None else kernels.add(x, delta)
 
-    before = _norm(spec, parts, f"{path}.norm_{number}") if spec.norm_place != "after" else add
+    before = make_norm(spec, parts, f"{path}.norm_{number}") if spec.norm_place != "after" else add
     if spec.norm_place != "before":
-        return before, _norm(spec, parts, f"{path}.post_norm_{number}")
+        return before, make_norm(spec, parts, f"{path}.post_norm_{number}")
     scale = spec.residual_scale
     return before, (lambda x: kernels.scale(x, scale)) if scale != 1 else lambda x: x
 

@@ -8,15 +8,14 @@ import torch
 from torch import Tensor
 
 from tgis.shard.attention.interface import Attention, Scoring
-from tgis.shard.layers.embedding import Embedding, Head, Positions
+from tgis.shard.layers.embedding import Embedding, Head
 from tgis.shard.layers.linear import ColumnParallel, RowParallel
 from tgis.shard.layers.lora import TokenAdapters
-from tgis.shard.layers.norm import Norm
 from tgis.shard.layers.ops import Parts
 from tgis.shard.models.interface import StepInputs
-from tgis.shard.models.parts.blocks import MLP, SelfAttention
+from tgis.shard.models.parts.blocks import MLP, SelfAttention, make_norm, make_positions
 from tgis.shard.models.parts.relative_bias import read_bias
-from tgis.shard.models.spec.seq2seq_spec import EncoderDecoderSpec, StackSpec
+from tgis.shard.models.spec import EncoderDecoderSpec, StackSpec
 
 # Cache layer for the keys and values of the encoder's current layer. The decoder overwrites it once the
 # encoder has finished.
@@ -30,11 +29,11 @@ class CrossAttention:
 
     def __init__(self, spec: StackSpec, parts: Parts, path: str, layer: int):
         self._layer, self._head_dim = layer, spec.head_dim
-        self._scoring = Scoring(scale=spec.attention_scale, causal=False)
+        self._scoring = Scoring(scale=spec.score_scale, causal=False)
         size, inner = spec.hidden_size, spec.num_heads * spec.head_dim
-        self._q = ColumnParallel(parts, f"{path}.q", size, [inner], spec.has_biases)
-        self._kv = ColumnParallel(parts, f"{path}.kv", size, [inner, inner], spec.has_biases)
-        self._out = RowParallel(parts, f"{path}.out", inner, size, spec.has_biases)
+        self._q = ColumnParallel(parts, f"{path}.q", size, [inner], spec.qkv_bias)
+        self._kv = ColumnParallel(parts, f"{path}.kv", size, [inner, inner], spec.qkv_bias)
+        self._out = RowParallel(parts, f"{path}.out", inner, size, spec.out_bias)
 
     def keep(self, states: Tensor, inputs: StepInputs, attention: Attention) -> None:
         """Write keys and values of the encoder's output, states [num_tokens, hidden_size], to the cache."""
@@ -73,7 +72,7 @@ class Layer:
             "norm_2": lambda x, inputs, attention: feed(x, inputs.adapters),
         }
         self._branches = [
-            (_norm(spec, parts, f"{path}.{name}"), branch) for name, branch in branches.items() if branch
+            (make_norm(spec, parts, f"{path}.{name}"), branch) for name, branch in branches.items() if branch
         ]
         self._norms_sums = spec.norm_place == "sum"
 
@@ -93,10 +92,9 @@ class Stack:
 
     def __init__(self, spec: StackSpec, parts: Parts, path: str, crossings: Sequence[CrossAttention] = ()):
         self._spec, self._kernels = spec, parts.kernels
-        self._embed_norm = _norm(spec, parts, f"{path}.embed_norm") if spec.embedding_norm else None
-        self._norm = _norm(spec, parts, f"{path}.norm") if spec.final_norm else None
-        sizes = (spec.num_positions, spec.hidden_size, spec.position_offset)
-        self._positions = Positions(parts, f"{path}.positions", *sizes) if spec.num_positions else None
+        self._embed_norm = make_norm(spec, parts, f"{path}.embed_norm") if spec.embedding_norm else None
+        self._norm = make_norm(spec, parts, f"{path}.norm") if spec.final_norm else None
+        self._positions = make_positions(spec, parts, f"{path}.positions")
         self._layers = list(_layers(spec, parts, f"{path}.blocks", crossings))
 
     def __call__(self, x: Tensor, inputs: StepInputs, attention: Attention) -> Tensor:
@@ -167,11 +165,7 @@ def _layers(spec: StackSpec, parts: Parts, path: str, crossings: Sequence[CrossA
     for layer in range(spec.num_layers):
         if relative and (layer == 0 or relative.is_per_layer):
             bias = read_bias(parts, f"{path}.{layer}.bias", relative, spec.num_heads, is_decoder)
-        scoring = Scoring(scale=spec.attention_scale, causal=is_decoder, bias=bias)
+        scoring = Scoring(scale=spec.score_scale, causal=is_decoder, bias=bias)
         crossing = crossings[layer] if is_decoder else None
         cache_layer = layer if is_decoder else SCRATCH_LAYER
         yield Layer(spec, parts, f"{path}.{layer}", cache_layer, scoring, crossing)
-
-
-def _norm(spec: StackSpec, parts: Parts, path: str) -> Norm:
-    return Norm(parts, path, spec.hidden_size, spec.norm_eps, spec.norm)

@@ -40,8 +40,7 @@ from tgis.shard.models.families import (
 )
 from tgis.shard.models.interface import Model, UnsupportedModelError
 from tgis.shard.models.leftovers import refuse_unread
-from tgis.shard.models.spec.seq2seq_spec import EncoderDecoderSpec
-from tgis.shard.models.spec.spec import DecoderSpec
+from tgis.shard.models.spec import DecoderSpec, EncoderDecoderSpec
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from tgis.shard.layers.ops import Parts
 from tgis.shard.models import registry
 from tgis.shard.models.decoder import Decoder
 from tgis.shard.models.encoder_decoder import EncoderDecoderModel
-from tgis.shard.models.spec.spec import DecoderSpec
+from tgis.shard.models.spec import DecoderSpec
 
 NOWHERE = torch.device("meta")
 

@@ -3,9 +3,9 @@
 from dataclasses import replace
 
 from tgis.shard.checkpoint.weights import Source, first_of, stack
+from tgis.shard.models.config_reader import Config, activation, integer, number
 from tgis.shard.models.interface import UnsupportedModelError
-from tgis.shard.models.spec.config_reader import Config, activation, integer, number
-from tgis.shard.models.spec.seq2seq_spec import EncoderDecoderSpec, RelativeBias, StackSpec
+from tgis.shard.models.spec import EncoderDecoderSpec, RelativeBias, StackSpec
 
 MODEL_TYPES: tuple[str, ...] = ("t5", "mt5", "umt5")
 # Names of the token embedding, which both stacks and often the head share. A checkpoint has some of them.
@@ -20,18 +20,18 @@ def spec(config: Config) -> EncoderDecoderSpec:
         raise UnsupportedModelError(f"feed_forward_proj {feed!r} is not supported")
     if feed == "gated-gelu":  # the name means the tanh approximation
         name = "gelu_new"
-    num_layers = integer(config, "num_layers")
+    num_layers, num_heads = integer(config, "num_layers"), integer(config, "num_heads")
     decoder = StackSpec(
         num_layers=integer(config, "num_decoder_layers", num_layers),
         hidden_size=integer(config, "d_model"),
-        num_heads=integer(config, "num_heads"),
+        num_heads=num_heads,
+        num_kv_heads=num_heads,
         head_dim=integer(config, "d_kv"),
         intermediate_size=integer(config, "d_ff"),
         norm_eps=number(config, "layer_norm_epsilon", 1e-6),
-        norm="rms",
-        norm_place="before",
         activation=activation({"feed_forward_proj": name}, "feed_forward_proj", name),
         gated=gating == "gated",
+        attention_scale=1.0,
         relative_bias=_relative_bias(config, model_type),
     )
     return EncoderDecoderSpec(

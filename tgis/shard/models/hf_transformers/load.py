@@ -16,7 +16,7 @@ from tgis.shard.layers.rotary import DynamicScaling, LongScaling
 from tgis.shard.models.families import falcon
 from tgis.shard.models.hf_transformers.spec import FallbackSpec
 from tgis.shard.models.interface import Model, ModelSpec, UnsupportedModelError
-from tgis.shard.models.spec.spec import DecoderSpec
+from tgis.shard.models.spec import DecoderSpec
 
 logger = logging.getLogger(__name__)
 
