@@ -1,10 +1,9 @@
 """`docs/models.md`, from the families that the shard knows."""
 
-from dataclasses import astuple
 from inspect import getdoc
 
 from tgis.shard.models import registry
-from tgis.shard.models.leftovers import LEFTOVERS
+from tgis.shard.models.unread_tensors import IGNORED
 
 INTRODUCTION = """\
 # Models
@@ -13,20 +12,11 @@ The family of a model is the `model_type` of its `config.json`. Those of the tab
 (`DEPLOYMENT_FRAMEWORK` unset, or `tgis_native`). A configuration that asks for something which a family does not
 compute runs through transformers' code where that can, with a warning, and is refused by `tgis_native`, in one line.
 """
-COLUMNS = (
-    "family",
-    "what it is",
-    "`model_type`",
-    "kind",
-    "native",
-    "sharded",
-    "quantized",
-    "soft prompts",
-    "adapters",
-)
+COLUMNS = ("family", "what it is", "`model_type`", "kind")
 OTHERS = """\
-`quantized` is `--quantize int8`. The tests hold tiny models of every family to transformers in float32, on one shard, and
-Llamas on two; accuracy and speed were measured with Llama's shapes only.
+All of them can be sharded (`--num-shard`) and quantized (`--quantize int8`), and take soft prompts and adapters. The
+tests compare tiny models of every family with transformers in float32, on one shard, and Llamas on two; accuracy and
+speed were measured with Llama's shapes only.
 
 ## Sharding
 
@@ -68,7 +58,7 @@ checkpoint of any family, and layers that predict further tokens, where `num_nex
 def render() -> str:
     rows = [_row(module) for module in registry.MODULES]
     table = [f"| {' | '.join(cells)} |" for cells in (COLUMNS, ["---"] * len(COLUMNS), *rows)]
-    unread = [f"- {leftover.reason}" for leftover in LEFTOVERS]
+    unread = [f"- {kind}" for kind in IGNORED]
     return "\n".join([INTRODUCTION, *table, "", OTHERS, UNREAD, *unread, ""])
 
 
@@ -77,5 +67,4 @@ def _row(module: registry.Family) -> list[str]:
     assert name, "a family says what it is"
     types = ", ".join(f"`{model_type}`" for model_type in module.MODEL_TYPES)
     kind = "encoder-decoder" if module in registry.ENCODER_DECODERS else "decoder"
-    support = ["yes" if value else "no" for value in (True, *astuple(registry.SUPPORT))]
-    return [name.rstrip("."), what.rstrip("."), types, kind, *support]
+    return [name.rstrip("."), what.rstrip("."), types, kind]

@@ -18,7 +18,7 @@ from tests.support.shard.stepping import ALONE, read_config
 from tgis.errors import OperatorError
 from tgis.shard.models import registry
 from tgis.shard.models.hf_transformers import load as hf_transformers
-from tgis.shard.models.skeleton import outline
+from tgis.shard.models.skeleton import build_skeleton
 from tgis.shard.startup import load as startup
 
 Damage = Callable[[bytes], bytes]
@@ -109,7 +109,7 @@ def load_through_transformers(directory: Path) -> object:
 
 
 def look_at_shapes(directory: Path) -> object:
-    return outline(directory, read_config(directory), torch.float32)
+    return build_skeleton(directory, read_config(directory), torch.float32)
 
 
 READERS = (start, load_natively, load_through_transformers, look_at_shapes)

@@ -231,7 +231,7 @@ REFUSED = {
 def test_refuses_in_one_line(text: str) -> None:
     case, changes = REFUSED[text]
     with pytest.raises(UnsupportedModelError, match=f"^{text}$"):
-        registry.describe({**CASES[case]().to_dict(), **changes})
+        registry.make_spec({**CASES[case]().to_dict(), **changes})
 
 
 def test_tiles_of_tokens_that_look_into_other_sequences() -> None:

@@ -22,7 +22,7 @@ from tgis.shard.adapters.lora_mapping import read_adapter
 from tgis.shard.adapters.registry import Content, Contents, Prompt
 from tgis.shard.layers.ops import Parts
 from tgis.shard.models import registry as model_registry
-from tgis.shard.models.interface import Model, Tunable, UnsupportedModelError
+from tgis.shard.models.interface import AdaptableModel, Model, UnsupportedModelError
 
 logger = logging.getLogger(__name__)
 
@@ -86,7 +86,7 @@ def open_contents(config: ShardConfig, model: Model) -> Contents:
 def open_store(config: ShardConfig, model: Model, max_sequence_length: int) -> Store:
     """Open the store over the configured directories, with the limits of `model`."""
     fit = None
-    if isinstance(model, Tunable):
+    if isinstance(model, AdaptableModel):
         allowance = allow(config, True, max_sequence_length)
         fit = allowance.fit(model.parts, model.prompt_width, model.spec.is_encoder_decoder)
     spool = open_spool(config)
@@ -138,7 +138,7 @@ def _read(spool: Spool, model: Model, is_known: bool, digest: str) -> Content:
     """Read a copy and return this rank's part of it.
 
     Raises NotTunableError, ContentError, MissingContentError and OSError."""
-    if not isinstance(model, Tunable):
+    if not isinstance(model, AdaptableModel):
         raise NotTunableError(is_known)
     kept = spool.open(digest)
     if kept.kind == "adapter":

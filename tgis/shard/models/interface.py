@@ -81,7 +81,7 @@ class Model(Protocol):
 
 
 @runtime_checkable
-class Tunable(Model, Protocol):
+class AdaptableModel(Model, Protocol):
     """Model that takes virtual tokens and adapters."""
 
     @property

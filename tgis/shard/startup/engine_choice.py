@@ -96,14 +96,14 @@ class _NotNativeError(UnsupportedModelError):
 
 def _choose_native(directory: Path, settings: Mapping[str, Any], size: int, quantize: Quantization) -> Choice:
     try:
-        spec = registry.describe(settings)
+        spec = registry.make_spec(settings)
     except ConfigurationError:
         raise
     except UnsupportedModelError as error:
         raise _NotNativeError(str(error)) from error
-    registry.check_cut(spec, size)
+    registry.check_sharding(spec, size)
     load = partial(registry.load, directory, settings, quantize=quantize)
-    return Choice(NATIVE, spec, load, table_elements=registry.count_table(spec))
+    return Choice(NATIVE, spec, load, table_elements=registry.count_embedding_elements(spec))
 
 
 def _choose_transformers(

@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 
-from tgis.shard.checkpoint.weights import Source
 from tgis.shard.models.config_reader import Config
 from tgis.shard.models.families import llama
 from tgis.shard.models.interface import UnsupportedModelError
@@ -17,8 +16,7 @@ def spec(config: Config) -> DecoderSpec:
     return common(config, None if config.get("hidden_act") == "gelu" else config.get("hidden_act"))
 
 
-def sources(spec: DecoderSpec) -> dict[str, Source]:
-    return llama.sources(spec)
+sources = llama.sources
 
 
 def common(config: Config, activation: str | None) -> DecoderSpec:

@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 
-from tgis.shard.checkpoint.weights import Source
 from tgis.shard.models.config_reader import Config, number
 from tgis.shard.models.families import llama
 from tgis.shard.models.spec import DecoderSpec
@@ -21,5 +20,4 @@ def spec(config: Config) -> DecoderSpec:
     )
 
 
-def sources(spec: DecoderSpec) -> dict[str, Source]:
-    return llama.sources(spec)
+sources = llama.sources

@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 
-from tgis.shard.checkpoint.weights import Source
 from tgis.shard.models.config_reader import Config
 from tgis.shard.models.families import llama
 from tgis.shard.models.parts.sliding_window import layer_windows
@@ -18,5 +17,4 @@ def spec(config: Config) -> DecoderSpec:
     return replace(shared, windows=windows)
 
 
-def sources(spec: DecoderSpec) -> dict[str, Source]:
-    return llama.sources(spec)
+sources = llama.sources

@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 
-from tgis.shard.checkpoint.weights import Source
 from tgis.shard.models.config_reader import Config, integer
 from tgis.shard.models.families import llama
 from tgis.shard.models.parts.sliding_window import layer_windows
@@ -17,8 +16,7 @@ def spec(config: Config) -> DecoderSpec:
     return replace(shared, windows=windows(config, shared.num_layers), qkv_bias=True, out_bias=False)
 
 
-def sources(spec: DecoderSpec) -> dict[str, Source]:
-    return llama.sources(spec)
+sources = llama.sources
 
 
 def windows(config: Config, num_layers: int) -> tuple[int | None, ...]:

@@ -32,7 +32,7 @@ from tgis.shard.models.hf_transformers.self_check import (
 )
 from tgis.shard.models.hf_transformers.spec import FallbackSpec
 from tgis.shard.models.interface import UnsupportedModelError
-from tgis.shard.models.leftovers import refuse_unread
+from tgis.shard.models.unread_tensors import refuse_unread
 
 CAUSAL = "AutoModelForCausalLM"
 # Rotary embeddings whose frequencies, for all positions of a step, depend on its longest sequence.

@@ -1,4 +1,4 @@
-"""What a checkpoint has and a model does not read: known leftovers are left, all else is refused."""
+"""What a checkpoint has and a model does not read: known ones are ignored, all else is refused."""
 
 import re
 from collections.abc import Callable
@@ -18,8 +18,8 @@ from tgis.shard.checkpoint.tensors import WeightsError
 from tgis.shard.collectives import World
 from tgis.shard.models import registry
 from tgis.shard.models.hf_transformers import load as hf_transformers
-from tgis.shard.models.leftovers import refuse_unread
 from tgis.shard.models.registry import FAMILIES
+from tgis.shard.models.unread_tensors import refuse_unread
 
 # The first case of each family, by the name of its module.
 FIRST_CASES = {
@@ -119,7 +119,7 @@ class Written:
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Written:
-    return Written(tmp_path_factory.mktemp("leftovers"))
+    return Written(tmp_path_factory.mktemp("ignored"))
 
 
 def load(directory: Path, world: World = ALONE) -> object:
@@ -219,7 +219,7 @@ def test_an_expert_that_the_configuration_leaves_out(family: str, written: Writt
 
 
 def published(family: str, source: Path) -> dict[str, Tensor]:
-    """The leftovers; a head is the table of tokens once more."""
+    """The ignored tensors; a head is the table of tokens once more."""
     tensors = stored(source)
     table = next(
         x for name, x in tensors.items() if re.search(r"embed_(tokens|in)|wte|word_emb|shared", name)
