@@ -104,7 +104,7 @@ def load_natively(directory: Path) -> object:
 
 
 def load_through_transformers(directory: Path) -> object:
-    spec = hf_transformers.describe(directory, read_config(directory), False)
+    spec = hf_transformers.make_spec(directory, read_config(directory), False)
     return hf_transformers.load(directory, spec, ALONE, torch.float32, False)
 
 

@@ -127,7 +127,7 @@ def load(directory: Path, world: World = ALONE) -> object:
 
 
 def load_through_transformers(directory: Path) -> object:
-    spec = hf_transformers.describe(directory, read_config(directory), False)
+    spec = hf_transformers.make_spec(directory, read_config(directory), False)
     return hf_transformers.load(directory, spec, ALONE, torch.float32, False)
 
 

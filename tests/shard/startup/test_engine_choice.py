@@ -90,7 +90,7 @@ def test_what_asks_for_transformers_code_gets_it_where_it_can_run(
     choice.load(ALONE, torch.float32, ops)
     with pytest.raises(UnsupportedModelError, match="cannot be served through transformers"):
         hf_transformers.load(
-            tmp_path, hf_transformers.describe(tmp_path, settings, False), ALONE, torch.float32, False
+            tmp_path, hf_transformers.make_spec(tmp_path, settings, False), ALONE, torch.float32, False
         )
 
 

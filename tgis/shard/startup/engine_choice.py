@@ -119,7 +119,7 @@ def _choose_transformers(
         return UnsupportedModelError(f"{reason}; through transformers: {error}")
 
     try:
-        spec = hf_transformers.describe(directory, settings, trust_remote_code)
+        spec = hf_transformers.make_spec(directory, settings, trust_remote_code)
     except UnsupportedModelError as error:
         if reason is None:
             raise
@@ -139,7 +139,7 @@ def _choose_transformers(
 
 
 def _choose_onnx(directory: Path, settings: Mapping[str, Any]) -> Choice:
-    spec = onnx_runtime.describe(directory, settings)
+    spec = onnx_runtime.make_spec(directory, settings)
 
     def load(world: World, dtype: torch.dtype, _: Kernels) -> Model:
         return onnx_runtime.load(spec, world, torch.get_num_threads())

@@ -18,13 +18,9 @@ from tgis.shard.checkpoint.tensors import WeightsError
 from tgis.shard.kernels.cpu.attention.attention import CpuAttention
 from tgis.shard.memory.kv_cache import KVCache
 from tgis.shard.models.hf_transformers import load as hf_transformers
-from tgis.shard.models.hf_transformers.attention_hook import (
-    AttentionCall,
-    NotServedError,
-    PagedStep,
-    find_window,
-)
+from tgis.shard.models.hf_transformers.attention_hook import AttentionCall, PagedStep, find_window
 from tgis.shard.models.interface import Model, UnsupportedModelError
+from tgis.shard.models.whole_model import NotServedError
 
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
 MODELS: dict[str, tuple[Callable[[], transformers.PretrainedConfig], str]] = {
@@ -93,7 +89,7 @@ class EchoForCausalLM(LlamaForCausalLM):
 
 
 def load(directory: Path, trust: bool = False) -> Model:
-    spec = hf_transformers.describe(directory, read_config(directory), trust)
+    spec = hf_transformers.make_spec(directory, read_config(directory), trust)
     return hf_transformers.load(directory, spec, ALONE, torch.float32, trust)
 
 

@@ -34,11 +34,11 @@ BLOCK_SIZE, NUM_BLOCKS = 4, 512
 
 
 def load(directory: Path, world: World = ALONE) -> Model:
-    return onnx_runtime.load(onnx_runtime.describe(directory, read_config(directory)), world, num_threads=1)
+    return onnx_runtime.load(onnx_runtime.make_spec(directory, read_config(directory)), world, num_threads=1)
 
 
 def make_engine(directory: Path, tokenizer: Path | None = None) -> Engine:
-    model, spec = load(directory), onnx_runtime.describe(directory, read_config(directory))
+    model, spec = load(directory), onnx_runtime.make_spec(directory, read_config(directory))
     shape = (spec.num_layers, NUM_BLOCKS, BLOCK_SIZE, spec.num_kv_heads, spec.head_dim)
     table = RowTable(8, 192, BLOCK_SIZE, spec.vocab_size, torch.device("cpu"), NOTHING)
     read = partial(read_tokenizer, tokenizer or directory, spec.vocab_size, [1])

@@ -31,7 +31,7 @@ Shape = list[int | str]
 
 
 def load(directory: Path) -> None:
-    onnx_runtime.load(onnx_runtime.describe(directory, read_config(directory)), ALONE, num_threads=1)
+    onnx_runtime.load(onnx_runtime.make_spec(directory, read_config(directory)), ALONE, num_threads=1)
 
 
 @pytest.fixture
@@ -53,7 +53,7 @@ def test_graphs_are_read_as_onnx_runtime_reads_them(file: Path) -> None:
 
 def test_what_is_found_out_about_a_model() -> None:
     found = {
-        name: onnx_runtime.describe(DATA / name, read_config(DATA / name))
+        name: onnx_runtime.make_spec(DATA / name, read_config(DATA / name))
         for name in ("gpt2", "half", "merged")
     }
     shapes = {name: (spec.num_layers, spec.num_kv_heads, spec.head_dim) for name, spec in found.items()}
@@ -67,7 +67,7 @@ def test_the_folder_of_the_hub_and_weights_beside_the_graph(llama: Path) -> None
     (llama / "onnx").mkdir()
     moved = (llama / "model.onnx").rename(llama / "onnx" / "model.onnx")
     (llama / "onnx" / "model.onnx_data").write_bytes(bytes(1000))
-    spec = onnx_runtime.describe(llama, read_config(llama))
+    spec = onnx_runtime.make_spec(llama, read_config(llama))
     assert spec.file == moved
     assert spec.weight_bytes == moved.stat().st_size + 1000
     load(llama)
@@ -182,11 +182,11 @@ def write_header(directory: Path, **changed: tuple[int, Shape]) -> None:
 
 def test_a_header_alone_describes_a_model_and_does_not_load(tmp_path: Path) -> None:
     write_header(tmp_path)
-    spec = onnx_runtime.describe(tmp_path, {"n_positions": 12})
+    spec = onnx_runtime.make_spec(tmp_path, {"n_positions": 12})
     assert (spec.num_layers, spec.num_kv_heads, spec.head_dim, spec.vocab_size) == (1, 2, 4, 77)
     assert spec.max_positions == 12
     write_header(tmp_path, logits=(FLOAT, ["b", "n", "tokens"]))
-    assert onnx_runtime.describe(tmp_path, {"vocab_size": 55}).vocab_size == 55
+    assert onnx_runtime.make_spec(tmp_path, {"vocab_size": 55}).vocab_size == 55
     with pytest.raises(WeightsError, match=r"model\.onnx cannot be loaded: "):
         onnx_runtime.load(spec, ALONE, num_threads=1)
 
@@ -224,7 +224,7 @@ def test_headers_that_are_refused(case: str, tmp_path: Path) -> None:
     changed, text = HEADERS[case]
     write_header(tmp_path, **changed)
     with pytest.raises(UnsupportedModelError, match=text):
-        onnx_runtime.describe(tmp_path, {})
+        onnx_runtime.make_spec(tmp_path, {})
 
 
 @pytest.mark.parametrize("cause", ["empty", "text", "other", "cut", "begun"])
@@ -244,7 +244,7 @@ def test_damaged_files_are_named(cause: str, llama: Path) -> None:
 
 
 def test_scores_that_are_not_those_described(capfd: pytest.CaptureFixture[str]) -> None:
-    spec = onnx_runtime.describe(DATA / "llama", read_config(DATA / "llama"))
+    spec = onnx_runtime.make_spec(DATA / "llama", read_config(DATA / "llama"))
     with pytest.raises(UnsupportedModelError, match=r"it gives scores of shape \[9, 99\] for 9 tokens$"):
         onnx_runtime.load(dataclasses.replace(spec, vocab_size=98), ALONE, num_threads=1)
     with pytest.raises(UnsupportedModelError, match=r"ONNX Runtime failed with .*out of data bounds"):
@@ -255,4 +255,4 @@ def test_scores_that_are_not_those_described(capfd: pytest.CaptureFixture[str]) 
 def test_onnx_runtime_is_an_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(onnx_runtime, "find_spec", lambda name: None)
     with pytest.raises(UnsupportedModelError, match=r"^models in ONNX form need ONNX Runtime: pip install "):
-        onnx_runtime.describe(DATA / "llama", {})
+        onnx_runtime.make_spec(DATA / "llama", {})

@@ -8,15 +8,13 @@ from tgis.shard.models.interface import UnsupportedModelError
 from tgis.shard.models.spec import DecoderSpec
 
 MODEL_TYPES: tuple[str, ...] = ("gemma",)
+sources = llama.sources
 
 
 def spec(config: Config) -> DecoderSpec:
     config = {"num_key_value_heads": 16, **config}
     # The first checkpoints name gelu but were trained with the tanh approximation.
     return common(config, None if config.get("hidden_act") == "gelu" else config.get("hidden_act"))
-
-
-sources = llama.sources
 
 
 def common(config: Config, activation: str | None) -> DecoderSpec:

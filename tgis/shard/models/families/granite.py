@@ -7,6 +7,7 @@ from tgis.shard.models.families import llama
 from tgis.shard.models.spec import DecoderSpec
 
 MODEL_TYPES: tuple[str, ...] = ("granite",)
+sources = llama.sources
 
 
 def spec(config: Config) -> DecoderSpec:
@@ -18,6 +19,3 @@ def spec(config: Config) -> DecoderSpec:
         scales_virtual=True,
         logit_scale=1.0 / number(config, "logits_scaling", 1.0),
     )
-
-
-sources = llama.sources

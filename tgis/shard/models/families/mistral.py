@@ -8,6 +8,7 @@ from tgis.shard.models.parts.sliding_window import layer_windows
 from tgis.shard.models.spec import DecoderSpec
 
 MODEL_TYPES: tuple[str, ...] = ("mistral", "ministral")
+sources = llama.sources
 
 
 def spec(config: Config) -> DecoderSpec:
@@ -15,6 +16,3 @@ def spec(config: Config) -> DecoderSpec:
     shared = llama.spec(config)
     windows = layer_windows(config, [config["sliding_window"] is not None] * shared.num_layers)
     return replace(shared, windows=windows)
-
-
-sources = llama.sources

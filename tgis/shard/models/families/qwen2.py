@@ -8,15 +8,13 @@ from tgis.shard.models.parts.sliding_window import layer_windows
 from tgis.shard.models.spec import DecoderSpec
 
 MODEL_TYPES: tuple[str, ...] = ("qwen2",)
+sources = llama.sources
 
 
 def spec(config: Config) -> DecoderSpec:
     config = {"num_key_value_heads": 32, **config}
     shared = llama.spec(config)
     return replace(shared, windows=windows(config, shared.num_layers), qkv_bias=True, out_bias=False)
-
-
-sources = llama.sources
 
 
 def windows(config: Config, num_layers: int) -> tuple[int | None, ...]:

@@ -21,18 +21,18 @@ from tgis.hub import model_files
 from tgis.shard.checkpoint.files import Checkpoint
 from tgis.shard.checkpoint.tensors import WeightsError
 from tgis.shard.collectives import World
-from tgis.shard.models.hf_transformers.attention_hook import Hook, NotServedError, Recorder, cache_shape
-from tgis.shard.models.hf_transformers.model import FallbackModel, compute_states
-from tgis.shard.models.hf_transformers.packed_linear import find_wanted, pack_linears
+from tgis.shard.models.hf_transformers.attention_hook import AttentionHook, CallRecorder, cache_shape
+from tgis.shard.models.hf_transformers.model import TransformersModel, compute_states
+from tgis.shard.models.hf_transformers.packed_linear import find_read_weights, pack_linears
 from tgis.shard.models.hf_transformers.self_check import (
     check_positions,
     check_scores,
-    choose_tokens,
+    choose_sequences,
     score_alone,
 )
-from tgis.shard.models.hf_transformers.spec import FallbackSpec
 from tgis.shard.models.interface import UnsupportedModelError
 from tgis.shard.models.unread_tensors import refuse_unread
+from tgis.shard.models.whole_model import NotServedError, WholeModelSpec
 
 CAUSAL = "AutoModelForCausalLM"
 # Rotary embeddings whose frequencies, for all positions of a step, depend on its longest sequence.
@@ -42,7 +42,7 @@ LEAST_LENGTH, MOST_LENGTH = 2048, 1 << 20
 
 
 @contextmanager
-def one_line(model_type: Any) -> Iterator[None]:
+def as_unsupported(model_type: Any) -> Iterator[None]:
     """Convert all errors of transformers' code to UnsupportedModelError, and suppress its output."""
     refused = f"model type {model_type!r} cannot be served through transformers"
     transformers_logging.set_verbosity_error()
@@ -84,47 +84,53 @@ def read_config(directory: Path, config: Mapping[str, Any], trust_remote_code: b
 
 
 def load_model(
-    directory: Path, promised: FallbackSpec, world: World, dtype: torch.dtype, trust_remote_code: bool
-) -> FallbackModel:
+    directory: Path, vocab_size: int, world: World, dtype: torch.dtype, trust_remote_code: bool
+) -> TransformersModel:
     """Load a model, test it, and return it with the shape that was found.
 
     Raises WeightsError, NotServedError and errors of transformers."""
-    plain: set[str] = set()
+    unpacked: set[str] = set()
     while True:
         whole = _read(directory, dtype, trust_remote_code)
         _check_state(whole)
-        pack_linears(whole, dtype, plain)
+        pack_linears(whole, dtype, unpacked)
         try:
             with torch.inference_mode():
-                return _convert(whole, promised.vocab_size, world)
+                return _adapt(whole, vocab_size, world)
         except AttributeError:
-            wanted = find_wanted(whole) - plain
-            if not wanted:
+            read = find_read_weights(whole) - unpacked
+            if not read:
                 raise
         del whole
-        plain |= wanted
+        unpacked |= read
 
 
-def _convert(whole: Any, vocab_size: int, world: World) -> FallbackModel:
-    sequences = choose_tokens(vocab_size)
+def _adapt(whole: Any, vocab_size: int, world: World) -> TransformersModel:
+    """Return the model with its attention replaced. Raises NotServedError and errors of transformers."""
+    sequences = choose_sequences(vocab_size)
     expected = [score_alone(whole, token_ids) for token_ids in sequences]
     if not all(scores.isfinite().all() for scores in expected):
         raise NotServedError("its scores are no finite numbers; are its weights damaged?")
     if (width := expected[0].shape[1]) != vocab_size:
         raise NotServedError(f"it scores {width} tokens, its configuration says {vocab_size}")
-    hook, decoder, length = Hook(), _find_decoder(whole), _find_length(whole.config)
+    hook, decoder, length = AttentionHook(), _find_decoder(whole), _find_length(whole.config)
     whole.set_attn_implementation(hook.name)
-    recorder, token_ids = Recorder(length), sequences[0]
+    recorder, token_ids = CallRecorder(length), sequences[0]
     positions = torch.arange(len(token_ids))
     output = hook.call(recorder, lambda: compute_states(decoder, token_ids, positions))
     if not recorder.calls:
         raise NotServedError("its code does not use the attention interface")
     max_positions = check_positions(hook, decoder, token_ids, length)
     num_kv_heads, head_dim = cache_shape(recorder.calls)
-    shape = (len(recorder.calls), num_kv_heads * world.size, head_dim)
-    spec = FallbackSpec(*shape, vocab_size, max_positions)
-    kind = type(output) if isinstance(output, ModelOutput) else tuple
-    model = FallbackModel(spec, whole, decoder, kind, hook, recorder.calls)
+    spec = WholeModelSpec(
+        num_layers=len(recorder.calls),
+        num_kv_heads=num_kv_heads * world.size,
+        head_dim=head_dim,
+        vocab_size=vocab_size,
+        max_positions=max_positions,
+    )
+    output_type = type(output) if isinstance(output, ModelOutput) else tuple
+    model = TransformersModel(spec, whole, decoder, output_type, hook, recorder.calls)
     check_scores(model, world, sequences, expected)
     return model
 
@@ -155,9 +161,9 @@ def _read(directory: Path, dtype: torch.dtype, trust_remote_code: bool) -> Any:
 def _check_state(whole: Any) -> None:
     """Check that the model keeps no other state and has no step-wide rope. Raises NotServedError."""
     kinds = getattr(whole.config.get_text_config(decoder=True), "layer_types", None) or ()
-    strange = [kind for kind in kinds if kind == "linear_attention" or not str(kind).endswith("attention")]
-    if strange or getattr(whole, "_is_stateful", False):
-        kind = f" of kind {strange[0]}" if strange else ""
+    stateful = [kind for kind in kinds if kind == "linear_attention" or not str(kind).endswith("attention")]
+    if stateful or getattr(whole, "_is_stateful", False):
+        kind = f" of kind {stateful[0]}" if stateful else ""
         raise NotServedError(f"its layers{kind} keep a state that is no keys and values")
     for module in whole.modules():
         kinds = getattr(module, "rope_type", None)
@@ -173,8 +179,8 @@ def _find_decoder(whole: Any) -> nn.Module:
     named = (whole.base_model, *(getattr(whole, name, None) for name in ("model", "transformer")))
     for part in (whole.get_decoder(), *named):
         if isinstance(part, nn.Module) and part is not whole:
-            told = inspect.signature(part.forward).parameters
-            if {"input_ids", "position_ids"} <= set(told):
+            parameters = inspect.signature(part.forward).parameters
+            if "input_ids" in parameters and "position_ids" in parameters:
                 return part
     raise NotServedError("its code cannot be told positions")
 

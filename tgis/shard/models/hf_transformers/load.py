@@ -3,7 +3,6 @@ service's attention and cache.
 
 Importing transformers takes seconds, so it is imported only when such a model is described."""
 
-import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,15 +13,13 @@ from tgis.hub import model_files
 from tgis.shard.collectives import World
 from tgis.shard.layers.rotary import DynamicScaling, LongScaling
 from tgis.shard.models.families import falcon
-from tgis.shard.models.hf_transformers.spec import FallbackSpec
 from tgis.shard.models.interface import Model, ModelSpec, UnsupportedModelError
 from tgis.shard.models.spec import DecoderSpec
+from tgis.shard.models.whole_model import WholeModelSpec, warn_of_copies
 
-logger = logging.getLogger(__name__)
 
-
-def describe(directory: Path, config: Mapping[str, Any], trust_remote_code: bool) -> FallbackSpec:
-    """Return the shape that the configuration promises. `load` finds the actual one.
+def make_spec(directory: Path, config: Mapping[str, Any], trust_remote_code: bool) -> WholeModelSpec:
+    """Return the shape that the configuration implies. `load` finds the actual one.
 
     This reads no tensor, but runs the checkpoint's configuration code if it is trusted. Raises
     UnsupportedModelError."""
@@ -30,14 +27,14 @@ def describe(directory: Path, config: Mapping[str, Any], trust_remote_code: bool
 
     if config.get("quantization_config"):
         raise UnsupportedModelError("quantized checkpoints are not supported")
-    with build.one_line(config.get("model_type")):
+    with build.as_unsupported(config.get("model_type")):
         parsed = build.read_config(directory, config, trust_remote_code)
         text = parsed.get_text_config(decoder=True)
-        heads = _most(text, "num_attention_heads") or 1
-        return FallbackSpec(
-            num_layers=_most(text, "num_hidden_layers") or 1,
-            num_kv_heads=_most(text, "num_key_value_heads") or heads,
-            head_dim=_most(text, "head_dim") or (_most(text, "hidden_size") or heads) // heads,
+        heads = _largest(text, "num_attention_heads") or 1
+        return WholeModelSpec(
+            num_layers=_largest(text, "num_hidden_layers") or 1,
+            num_kv_heads=_largest(text, "num_key_value_heads") or heads,
+            head_dim=_largest(text, "head_dim") or (_largest(text, "hidden_size") or heads) // heads,
             vocab_size=text.vocab_size,
         )
 
@@ -57,26 +54,22 @@ def find_obstacle(spec: ModelSpec, model_type: str) -> str | None:
 
 
 def load(
-    directory: Path, spec: FallbackSpec, world: World, dtype: torch.dtype, trust_remote_code: bool
+    directory: Path, spec: WholeModelSpec, world: World, dtype: torch.dtype, trust_remote_code: bool
 ) -> Model:
     """Load the model with weights rounded to `dtype`.
 
     A few tokens are computed first, to check that the model's scores with this service's cache are those of
-    its own code. The model's spec is the one that was found, not the one that was promised. Raises
-    UnsupportedModelError and WeightsError."""
+    its own code. The model's `spec` is the one that was found.
+
+    Raises UnsupportedModelError and WeightsError."""
     from tgis.shard.models.hf_transformers import build
 
-    if world.size > 1 and world.rank == 0:
-        logger.warning(
-            "each of the %d shards holds the whole model and computes all of it: one shard, or a model that "
-            "tgis_native serves, makes better use of the machine",
-            world.size,
-        )
-    with build.one_line(model_files.read_json(directory, "config.json").get("model_type")):
-        return build.load_model(directory, spec, world, dtype, trust_remote_code)
+    warn_of_copies(world)
+    with build.as_unsupported(model_files.read_json(directory, "config.json").get("model_type")):
+        return build.load_model(directory, spec.vocab_size, world, dtype, trust_remote_code)
 
 
-def _most(config: Any, name: str) -> int:
+def _largest(config: Any, name: str) -> int:
     """Return a number of the configuration: the greatest if layers have their own, 0 if there is none."""
     value = config.to_dict().get(config.attribute_map.get(name, name))
     return max(value, default=0) if isinstance(value, list | tuple) else value or 0

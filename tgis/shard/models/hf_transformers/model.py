@@ -10,39 +10,40 @@ from transformers.utils import ModelOutput
 
 from tgis.shard.attention.interface import Attention
 from tgis.shard.layers.lora import TokenAdapters
-from tgis.shard.models.hf_transformers.attention_hook import AttentionCall, Hook, NotServedError, PagedStep
+from tgis.shard.models.hf_transformers.attention_hook import AttentionCall, AttentionHook, PagedStep
 from tgis.shard.models.interface import ModelSpec, StepInputs
+from tgis.shard.models.whole_model import NotServedError
 
 
-class States:
-    """Stand-in for a decoder that ignores its arguments and returns the states that were set."""
+class DecoderStub:
+    """Stub of a decoder. It ignores its arguments and returns the states that were set."""
 
-    def __init__(self, kind: type) -> None:
-        self._kind = kind
+    def __init__(self, output_type: type) -> None:
+        self._output_type = output_type
         self.states = torch.empty(0)
 
     def forward(self, *_: Any, **__: Any) -> Any:
         x = self.states[None]  # [1, n, hidden_size]
-        return self._kind(last_hidden_state=x) if issubclass(self._kind, ModelOutput) else (x,)
+        return self._output_type(last_hidden_state=x) if issubclass(self._output_type, ModelOutput) else (x,)
 
 
-class FallbackModel:
+class TransformersModel:
     """Model that runs transformers' code. `whole` is a causal language model; `decoder` is its part that
-    computes hidden states and returns them as type `output`."""
+    computes hidden states and returns them in an `output_type`."""
 
     def __init__(
         self,
         spec: ModelSpec,
         whole: nn.Module,
         decoder: nn.Module,
-        output: type,
-        hook: Hook,
+        output_type: type,
+        hook: AttentionHook,
         calls: list[AttentionCall],
     ) -> None:
         self.spec = spec
         self._decoder, self._hook, self._calls = decoder, hook, calls
-        self._states = States(output)
-        self._head = _replace_forward(whole, decoder, self._states.forward)
+        self._stub = DecoderStub(output_type)
+        self._head = _replace_forward(whole, decoder, self._stub.forward)
 
     @torch.inference_mode()
     def forward(self, inputs: StepInputs, attention: Attention) -> Tensor:
@@ -56,9 +57,9 @@ class FallbackModel:
     @torch.inference_mode()
     def logits(self, x: Tensor, adapters: TokenAdapters | None = None) -> Tensor:
         """Return float32 logits, [n, vocab_size]. x: any rows of `forward`'s result, [n, hidden_size]."""
-        self._states.states = x
+        self._stub.states = x
         output = self._head(input_ids=torch.zeros(1, len(x), dtype=torch.int64), use_cache=False)
-        self._states.states = torch.empty(0)
+        self._stub.states = torch.empty(0)
         return read_logits(output)
 
 
