@@ -35,7 +35,7 @@ class CrossAttention:
         self._kv = ColumnParallel(parts, f"{path}.kv", size, [inner, inner], spec.qkv_bias)
         self._out = RowParallel(parts, f"{path}.out", inner, size, spec.out_bias)
 
-    def keep(self, states: Tensor, inputs: StepInputs, attention: Attention) -> None:
+    def write_keys_and_values(self, states: Tensor, inputs: StepInputs, attention: Attention) -> None:
         """Write keys and values of the encoder's output, states [num_tokens, hidden_size], to the cache."""
         k, v = self._kv(states, inputs.adapters).view(len(states), 2, -1, self._head_dim).unbind(1)
         attention.write(self._layer, k, v, inputs.metadata)  # [num_tokens, num_heads, head_dim]
@@ -60,7 +60,7 @@ class Layer:
         path: str,
         cache_layer: int,
         scoring: Scoring,
-        crossing: CrossAttention | None,
+        cross_attention: CrossAttention | None,
     ):
         attend = SelfAttention(spec, parts, f"{path}.attention", cache_layer, scoring)
         feed = MLP(spec, parts, f"{path}.mlp")
@@ -68,7 +68,7 @@ class Layer:
             "norm_1": lambda x, inputs, attention: attend(
                 x, None, attention, inputs.metadata, inputs.adapters
             ),
-            "cross_norm": crossing,
+            "cross_norm": cross_attention,
             "norm_2": lambda x, inputs, attention: feed(x, inputs.adapters),
         }
         self._branches = [
@@ -88,14 +88,16 @@ class Layer:
 
 
 class Stack:
-    """Layers of the encoder, or with `crossings` of the decoder, from token embeddings to the last norm."""
+    """Layers of the encoder, or with `cross_attentions` of the decoder, and the norms around them."""
 
-    def __init__(self, spec: StackSpec, parts: Parts, path: str, crossings: Sequence[CrossAttention] = ()):
+    def __init__(
+        self, spec: StackSpec, parts: Parts, path: str, cross_attentions: Sequence[CrossAttention] = ()
+    ):
         self._spec, self._kernels = spec, parts.kernels
         self._embed_norm = make_norm(spec, parts, f"{path}.embed_norm") if spec.embedding_norm else None
         self._norm = make_norm(spec, parts, f"{path}.norm") if spec.final_norm else None
         self._positions = make_positions(spec, parts, f"{path}.positions")
-        self._layers = list(_layers(spec, parts, f"{path}.blocks", crossings))
+        self._layers = list(_layers(spec, parts, f"{path}.blocks", cross_attentions))
 
     def __call__(self, x: Tensor, inputs: StepInputs, attention: Attention) -> Tensor:
         """Compute hidden states from embedded tokens x, [num_tokens, hidden_size]. x is overwritten."""
@@ -124,11 +126,11 @@ class EncoderDecoderModel:
         self.spec, self.parts, self.prompt_width = spec, parts, spec.encoder.hidden_size
         self._tokens = Embedding(parts, "embed", spec.vocab_size, spec.encoder.hidden_size)
         self._encoder = Stack(spec.encoder, parts, "encoder")
-        self._crossings = [
+        self._cross_attentions = [
             CrossAttention(spec.decoder, parts, f"decoder.blocks.{layer}.cross", layer)
             for layer in range(spec.num_layers)
         ]
-        self._decoder = Stack(spec.decoder, parts, "decoder", self._crossings)
+        self._decoder = Stack(spec.decoder, parts, "decoder", self._cross_attentions)
         self._head = Head(parts, "head", spec.vocab_size, spec.decoder.hidden_size)
         self._head_bias: Tensor | None = None  # [vocab_size]
         if spec.has_head_bias and parts.weights.has("head_bias.bias"):
@@ -140,8 +142,8 @@ class EncoderDecoderModel:
     def encode(self, inputs: StepInputs, attention: Attention) -> None:
         x = self._encoder(self._embed(inputs), inputs, attention)
         states = self._encoder.normalise(x)  # [num_tokens, hidden_size]
-        for crossing in self._crossings:
-            crossing.keep(states, inputs, attention)
+        for cross_attention in self._cross_attentions:
+            cross_attention.write_keys_and_values(states, inputs, attention)
 
     @torch.inference_mode()
     def forward(self, inputs: StepInputs, attention: Attention) -> Tensor:
@@ -159,13 +161,15 @@ class EncoderDecoderModel:
         return self._tokens(inputs.token_ids, inputs.adapters)
 
 
-def _layers(spec: StackSpec, parts: Parts, path: str, crossings: Sequence[CrossAttention]) -> Iterator[Layer]:
-    is_decoder = bool(crossings)
+def _layers(
+    spec: StackSpec, parts: Parts, path: str, cross_attentions: Sequence[CrossAttention]
+) -> Iterator[Layer]:
+    is_decoder = bool(cross_attentions)
     relative, bias = spec.relative_bias, None  # bias: [own heads, any]
     for layer in range(spec.num_layers):
         if relative and (layer == 0 or relative.is_per_layer):
             bias = read_bias(parts, f"{path}.{layer}.bias", relative, spec.num_heads, is_decoder)
         scoring = Scoring(scale=spec.score_scale, causal=is_decoder, bias=bias)
-        crossing = crossings[layer] if is_decoder else None
+        cross_attention = cross_attentions[layer] if is_decoder else None
         cache_layer = layer if is_decoder else SCRATCH_LAYER
-        yield Layer(spec, parts, f"{path}.{layer}", cache_layer, scoring, crossing)
+        yield Layer(spec, parts, f"{path}.{layer}", cache_layer, scoring, cross_attention)

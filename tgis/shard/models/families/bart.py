@@ -58,12 +58,12 @@ def sources(spec: EncoderDecoderSpec) -> dict[str, Source]:
 
 def _stack_sources(name: str) -> dict[str, Source]:
     ours, layer = name + ".blocks.{i}.", f"model.{name}.layers." + "{i}."
-    attention, crossing = layer + "self_attn.", layer + "encoder_attn."
-    crossings: dict[str, Source] = {
+    attention, cross = layer + "self_attn.", layer + "encoder_attn."
+    cross_sources: dict[str, Source] = {
         ours + "cross_norm": layer + "encoder_attn_layer_norm",
-        ours + "cross.q": crossing + "q_proj",
-        ours + "cross.kv": stack(crossing + "k_proj", crossing + "v_proj"),
-        ours + "cross.out": crossing + "out_proj",
+        ours + "cross.q": cross + "q_proj",
+        ours + "cross.kv": stack(cross + "k_proj", cross + "v_proj"),
+        ours + "cross.out": cross + "out_proj",
     }
     return {
         f"{name}.positions": f"model.{name}.embed_positions",
@@ -71,7 +71,7 @@ def _stack_sources(name: str) -> dict[str, Source]:
         ours + "attention.qkv": stack(*(attention + f"{x}_proj" for x in "qkv")),
         ours + "attention.out": attention + "out_proj",
         ours + "norm_1": layer + "self_attn_layer_norm",
-        **(crossings if name == "decoder" else {}),
+        **(cross_sources if name == "decoder" else {}),
         ours + "mlp.up": layer + "fc1",
         ours + "mlp.down": layer + "fc2",
         ours + "norm_2": layer + "final_layer_norm",

@@ -68,20 +68,20 @@ def sources(spec: EncoderDecoderSpec) -> dict[str, Source]:
 def _stack_sources(spec: EncoderDecoderSpec, name: str, last: int) -> dict[str, Source]:
     """Return the sources of one stack. `last` is the index of the feed-forward in a block."""
     ours, layer = name + ".blocks.{i}.", name + ".block.{i}.layer."
-    attention, crossing, feed = layer + "0.SelfAttention.", layer + "1.EncDecAttention.", f"{layer}{last}."
+    attention, cross, feed = layer + "0.SelfAttention.", layer + "1.EncDecAttention.", f"{layer}{last}."
     gates = ("wi_0", "wi_1") if spec.decoder.gated else ("wi",)
-    crossings: dict[str, Source] = {
+    cross_sources: dict[str, Source] = {
         ours + "cross_norm": layer + "1.layer_norm",
-        ours + "cross.q": crossing + "q",
-        ours + "cross.kv": stack(crossing + "k", crossing + "v"),
-        ours + "cross.out": crossing + "o",
+        ours + "cross.q": cross + "q",
+        ours + "cross.kv": stack(cross + "k", cross + "v"),
+        ours + "cross.out": cross + "o",
     }
     return {
         ours + "bias": attention + "relative_attention_bias",
         ours + "norm_1": layer + "0.layer_norm",
         ours + "attention.qkv": stack(*(attention + x for x in "qkv")),
         ours + "attention.out": attention + "o",
-        **(crossings if name == "decoder" else {}),
+        **(cross_sources if name == "decoder" else {}),
         ours + "norm_2": feed + "layer_norm",
         ours + "mlp.up": stack(*(feed + "DenseReluDense." + gate for gate in gates)),
         ours + "mlp.down": feed + "DenseReluDense.wo",
