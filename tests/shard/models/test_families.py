@@ -160,5 +160,5 @@ def test_says_what_cannot_be_cut(size: int, fits: bool, checkpoint: Checkpoint) 
     if fits:
         registry.check_sharding(spec, size)
     else:
-        with pytest.raises(UnsupportedModelError, match=f"cannot be cut over {size} shards"):
+        with pytest.raises(UnsupportedModelError, match=f"cannot be split over {size} shards"):
             registry.check_sharding(spec, size)

@@ -142,7 +142,7 @@ def said(directory: Path, count: int, first: str) -> str:
     """The beginning of the refusal."""
     return (
         f"{directory}: config.json describes a model without {count} of the checkpoint's tensors, the first "
-        f"is {first}: it names too few layers or experts, "
+        f"of which is {first}. It names too few layers or experts, "
     )
 
 

@@ -48,7 +48,7 @@ CHOICES = [
     ("theirs", "tgis_native", 1, "model type 'stablelm' is not supported; supported are: Ref"),
     ("a feature of theirs", None, 1, "hf_transformers"),
     ("a feature of theirs", "tgis_native", 1, "scale_attn_by_inverse_layer_idx True"),
-    ("ours", None, 3, "cannot be cut over 3 shards"),
+    ("ours", None, 3, "cannot be split over 3 shards"),
     *((model, name, size, "tgis_native") for model in ONLY_OURS for name in THEIRS for size in (1, 2)),
 ]
 

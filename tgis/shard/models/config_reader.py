@@ -90,7 +90,7 @@ def rope(config: Config, head_dim: int, layer_type: str = "full_attention") -> R
         theta = config.get("rope_local_base_freq") or theta
     theta = number(given, "rope_theta", theta)
     if theta == 1:
-        raise ConfigurationError("rope_theta 1 of the configuration would turn all channels alike")
+        raise ConfigurationError("rope_theta 1 of the configuration would rotate all channels alike")
     share = number(given, "partial_rotary_factor", config.get("partial_rotary_factor") or 1.0)
     dim = int(head_dim * share)
     if dim % 2 or dim > head_dim:

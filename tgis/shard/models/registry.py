@@ -151,10 +151,10 @@ def check_sharding(spec: Spec, size: int) -> None:
     shared = spec.num_kv_heads % size == 0 or size % spec.num_kv_heads == 0
     fits = all(width % size == 0 for width in spec.intermediate_sizes)
     if size > spec.vocab_size:
-        raise UnsupportedModelError(f"a vocabulary of {spec.vocab_size} cannot be cut over {size} shards")
+        raise UnsupportedModelError(f"a vocabulary of {spec.vocab_size} cannot be split over {size} shards")
     if spec.num_heads % size or not shared or not fits:
         widths = " and ".join(str(width) for width in dict.fromkeys(spec.intermediate_sizes))
         raise UnsupportedModelError(
-            f"the model cannot be cut over {size} shards: {spec.num_heads} attention heads, "
-            f"{spec.num_kv_heads} key/value heads, intermediate size {widths}"
+            f"the model cannot be split over {size} shards: it has {spec.num_heads} attention heads, "
+            f"{spec.num_kv_heads} key/value heads and an intermediate size of {widths}"
         )

@@ -58,11 +58,11 @@ MODELS: dict[str, tuple[Callable[[], transformers.PretrainedConfig], str]] = {
     ),
     "no positions": (
         lambda: transformers.BloomConfig(hidden_size=32, n_layer=2, n_head=4, vocab_size=99),
-        "cannot be told positions",
+        "its code takes no position_ids",
     ),
     "shifted positions": (
         lambda: transformers.RobertaConfig(**SMALL, is_decoder=True),
-        "scores change where sequences are packed and cut",
+        "scores change if sequences are packed and cut",
     ),
     "positions of a step": (
         lambda: transformers.LlamaConfig(**SMALL, rope_parameters=DYNAMIC),
@@ -125,7 +125,7 @@ def test_code_that_goes_its_own_ways(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
-        ({"model_type": "clock"}, "it does not know this type"),
+        ({"model_type": "clock"}, "transformers does not know this type"),
         ({"model_type": "t5"}, "it is an encoder-decoder"),
         ({"model_type": "vit"}, "no causal language model"),
         ({"quantization_config": {"quant_method": "gptq"}}, "quantized checkpoints"),
@@ -172,7 +172,7 @@ def test_code_of_the_checkpoint_runs_only_where_it_is_trusted(llama: Path) -> No
     assert torch.equal(Stepper(load(llama, trust=True)).step({0: ([5, 6, 7], 0)})[0], expected)
     # Its layers look at the token before, whichever sequence that is of.
     change(llama, shift=0.01)
-    assert "scores change where sequences are packed and cut" in refusal(llama, trust=True)
+    assert "scores change if sequences are packed and cut" in refusal(llama, trust=True)
     (llama / "echo.py").write_text("import nothing_that_there_is")
     assert "nothing_that_there_is" in refusal(llama, trust=True)
 

@@ -107,7 +107,7 @@ REFUSED = {
     "nothing": (leave, f"has no model in ONNX form, model.onnx or decoder_model_merged.onnx{TO_EXPORT}"),
     "two graphs": (
         lambda path: leave(path, "decoder_model.onnx", "decoder_with_past_model.onnx"),
-        f"in two graphs, and they are served as one{TO_EXPORT}",
+        f"in two graphs, and only one graph can be served{TO_EXPORT}",
     ),
     "an encoder": (
         lambda path: leave(path, "encoder_model.onnx", "decoder_model_merged.onnx"),
@@ -119,18 +119,18 @@ REFUSED = {
     ),
     "no past": (
         lambda path: replace(path, b"past_key_values", b"last_key_values"),
-        "it takes no keys and values of the tokens before",
+        "it has no inputs for the keys and values of earlier tokens",
     ),
     "another input": (
         lambda path: replace(path, b"position_ids", b"position_idx"),
-        "its input position_idx has a name or type that we do not know",
+        "its input position_idx has an unknown name or type",
     ),
     "no scores": (lambda path: replace(path, b"logits", b"logitz"), "it has no logits"),
     "an output missing": (
         lambda path: replace(path, b"present.1.value", b"present.7.value"),
         "it has no present.1.value",
     ),
-    "layers that are mixed up": (swap_layers, "its scores change where a prompt comes in chunks"),
+    "layers that are mixed up": (swap_layers, "its scores change if a prompt comes in chunks"),
 }
 
 
@@ -205,16 +205,16 @@ HEADERS = {
     "two shapes": ({KEYS: (FLOAT, ["b", 2, "p", 8])}, "keys and values are not of one shape"),
     "no vocabulary": (
         {"logits": (FLOAT, ["b", "n", "v"])},
-        r"neither it nor config\.json says how many tokens",
+        r"neither it nor config\.json gives the size of the vocabulary",
     ),
-    "no scores": ({"logits": (FLOAT, [])}, r"neither it nor config\.json says how many tokens"),
+    "no scores": ({"logits": (FLOAT, [])}, r"neither it nor config\.json gives the size of the vocabulary"),
     "open sizes": (
         dict.fromkeys((KEYS, "past_key_values.0.value"), (FLOAT, ["b", "h", "p", 4])),
-        "it does not say how many key/value heads",
+        "it does not give the number and size of the key/value heads",
     ),
     "sizes below zero": (
         dict.fromkeys((KEYS, "past_key_values.0.value"), (FLOAT, ["b", (1 << 64) - 1, "p", 4])),
-        "it does not say how many key/value heads",
+        "it does not give the number and size of the key/value heads",
     ),
 }
 

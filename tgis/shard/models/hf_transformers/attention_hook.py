@@ -75,7 +75,7 @@ class AttentionHook:
         self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, attention_mask: Any = None, **more: Any
     ) -> tuple[Tensor, None]:
         if self._handler is None:
-            raise NotServedError("its head attends to tokens")
+            raise NotServedError("its head computes attention")
         return self._handler.attend(module, q, k, v, attention_mask, more), None
 
     def _make_mask(self, *_: Any, mask_function: MaskRule, **__: Any) -> Tensor | None:
@@ -101,9 +101,9 @@ class CallRecorder:
     def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, more: Any) -> Tensor:
         _check_arguments(more)
         if len({len(q), len(k), len(v), 1}) > 1 or not q.shape[2] == k.shape[2] == v.shape[2]:
-            raise NotServedError("its attention sees other tokens than those it is computed for")
+            raise NotServedError("its queries, keys and values are of different tokens")
         if k.shape[1] != v.shape[1] or q.shape[1] % k.shape[1] or q.shape[3] != k.shape[3]:
-            raise NotServedError("its heads of queries, keys and values do not go together")
+            raise NotServedError("the shapes of its queries, keys and values do not match")
         scale, soft_cap = more.get("scaling"), more.get("softcap")
         scale = q.shape[3] ** -0.5 if scale is None else float(scale)
         scoring = Scoring(scale=scale, window=self._find_window(module, mask, more), soft_cap=soft_cap)
@@ -113,7 +113,7 @@ class CallRecorder:
     def _find_window(self, module: nn.Module, mask: Any, more: Any) -> int | None:
         if mask is None:
             if getattr(module, "is_causal", True) is False:
-                raise NotServedError("its attention looks ahead")
+                raise NotServedError("its attention is not causal")
             window: int | None = more.get("sliding_window")
             return window
         place = mask.data_ptr() if isinstance(mask, Tensor) else 0  # the model may pass on a view of the mask
@@ -170,7 +170,7 @@ def find_window(rule: MaskRule, length: int) -> int | None:
     try:
         seen = rule(zero, zero, q, k).expand(len(q), length)
     except (RuntimeError, IndexError, TypeError, AttributeError) as error:
-        raise NotServedError("its attention masks are none that we know") from error
+        raise NotServedError("its attention masks are not functions of positions") from error
     window = int(seen.sum(1).max())
     if not torch.equal(seen, (k <= q) & (k > q - window)):
         raise NotServedError("its attention masks are neither causal nor a sliding window")
@@ -182,7 +182,7 @@ def _check_arguments(more: dict[str, Any]) -> None:
         harmless = name in _IGNORED_ARGUMENTS or name in ("scaling", "softcap") or value is None
         harmless |= (name == "dropout" and value == 0) or (name == "is_causal" and value is True)
         if not harmless:
-            raise NotServedError(f"its attention takes {name}, which ours cannot")
+            raise NotServedError(f"its attention needs {name}, which this service does not support")
 
 
 def _attend_causally(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:

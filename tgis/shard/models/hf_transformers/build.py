@@ -68,7 +68,7 @@ def read_config(directory: Path, config: Mapping[str, Any], trust_remote_code: b
     own = config.get("auto_map") or {}
     known = config.get("model_type") in CONFIG_MAPPING_NAMES
     if not known and not own:
-        raise NotServedError("it does not know this type")
+        raise NotServedError("transformers does not know this type")
     if not known and not trust_remote_code:
         raise NotServedError(
             "its code is part of the checkpoint, and runs only with TRUST_REMOTE_CODE=true (or "
@@ -110,7 +110,7 @@ def _adapt(whole: Any, vocab_size: int, world: World) -> TransformersModel:
     sequences = choose_sequences(vocab_size)
     expected = [score_alone(whole, token_ids) for token_ids in sequences]
     if not all(scores.isfinite().all() for scores in expected):
-        raise NotServedError("its scores are no finite numbers; are its weights damaged?")
+        raise NotServedError("its scores are not finite numbers; its weights may be damaged")
     if (width := expected[0].shape[1]) != vocab_size:
         raise NotServedError(f"it scores {width} tokens, its configuration says {vocab_size}")
     hook, decoder, length = AttentionHook(), _find_decoder(whole), _find_length(whole.config)
@@ -164,7 +164,7 @@ def _check_state(whole: Any) -> None:
     stateful = [kind for kind in kinds if kind == "linear_attention" or not str(kind).endswith("attention")]
     if stateful or getattr(whole, "_is_stateful", False):
         kind = f" of kind {stateful[0]}" if stateful else ""
-        raise NotServedError(f"its layers{kind} keep a state that is no keys and values")
+        raise NotServedError(f"its layers{kind} keep a state other than keys and values")
     for module in whole.modules():
         kinds = getattr(module, "rope_type", None)
         for rope in kinds.values() if isinstance(kinds, Mapping) else [kinds]:
@@ -182,7 +182,7 @@ def _find_decoder(whole: Any) -> nn.Module:
             parameters = inspect.signature(part.forward).parameters
             if "input_ids" in parameters and "position_ids" in parameters:
                 return part
-    raise NotServedError("its code cannot be told positions")
+    raise NotServedError("its code takes no position_ids")
 
 
 def _find_length(config: Any) -> int:

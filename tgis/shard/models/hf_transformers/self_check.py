@@ -50,7 +50,7 @@ def check_scores(
         wanted = torch.cat([expected[i][start:end] for i, start, end in step])
         if not agree(model.logits(x), wanted, TOLERANCE):
             raise NotServedError(
-                "its scores change where sequences are packed and cut, so its code uses more of them than "
+                "its scores change if sequences are packed and cut, so its code uses more of them than "
                 "keys, values and plain positions"
             )
 

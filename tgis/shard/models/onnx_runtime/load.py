@@ -89,7 +89,7 @@ def _find_file(directory: Path, config: Mapping[str, Any]) -> Path:
             if (folder / name).is_file():
                 return folder / name
     if any((folder / name).exists() for folder in folders for name in PARTS):
-        cause = "has its model in ONNX form in two graphs, and they are served as one"
+        cause = "has its model in ONNX form in two graphs, and only one graph can be served"
     else:
         cause = "has no model in ONNX form, " + " or ".join(FILES)
     raise UnsupportedModelError(f"{directory} {cause}: {HOW_TO_EXPORT}")
@@ -107,7 +107,7 @@ def _read_spec(file: Path, graph: Graph, config: dict[str, Any]) -> OnnxSpec:
     scores = graph.outputs[LOGITS].shape
     vocab_size = (scores[-1] if scores else None) or config.get("vocab_size")
     if not isinstance(vocab_size, int):
-        raise NotServedError("neither it nor config.json says how many tokens there are")
+        raise NotServedError("neither it nor config.json gives the size of the vocabulary")
     return OnnxSpec(
         file=file,
         num_layers=num_layers,
@@ -126,13 +126,13 @@ def _first_past_name(layer: int) -> str:
 def _check_names(graph: Graph, num_layers: int) -> None:
     """Check the names of all inputs and outputs. Raises NotServedError."""
     if not num_layers:
-        raise NotServedError(f"it takes no keys and values of the tokens before; {HOW_TO_EXPORT}")
+        raise NotServedError(f"it has no inputs for the keys and values of earlier tokens; {HOW_TO_EXPORT}")
     layers = range(num_layers)
     past = {name for layer in layers for name in model.past_names(layer)}
     known = past | {TOKENS, MASK, POSITIONS, HAS_PAST}
     wanted = {LOGITS, *(name for layer in layers for name in model.present_names(layer))}
     if strange := [name for name, value in graph.inputs.items() if name not in known or value.dtype is None]:
-        raise NotServedError(f"its input {strange[0]} has a name or type that we do not know")
+        raise NotServedError(f"its input {strange[0]} has an unknown name or type")
     if missing := [*({TOKENS, *past} - set(graph.inputs)), *(wanted - set(graph.outputs))]:
         raise NotServedError(f"it has no {min(missing)}")
 
@@ -144,7 +144,7 @@ def _cache_shape(cached: list[Value]) -> tuple[int, int]:
         raise NotServedError("its keys and values are not of one shape, [batch, heads, tokens, head size]")
     num_kv_heads, head_dim = shapes.pop()
     if not num_kv_heads or not head_dim:
-        raise NotServedError("it does not say how many key/value heads there are and how large they are")
+        raise NotServedError("it does not give the number and size of the key/value heads")
     return num_kv_heads, head_dim
 
 
@@ -178,7 +178,7 @@ def _try_chunks(spec: OnnxSpec, runner: Runner) -> None:
         raise NotServedError(f"it gives scores of shape {[*whole.shape]} for {TRIED} tokens")
     if not agree(cut, whole, TOLERANCE[spec.dtype]):
         raise NotServedError(
-            "its scores change where a prompt comes in chunks, as where it is quantized dynamically or was "
+            "its scores change if a prompt comes in chunks, as they do if it is quantized dynamically or was "
             f"exported for single tokens; {HOW_TO_EXPORT}"
         )
 
