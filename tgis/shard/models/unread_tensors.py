@@ -53,9 +53,9 @@ def refuse_unread(directory: Path, names: Iterable[str], config: Mapping[str, An
         first = min(unknown, key=_layer_order)
         raise WeightsError(
             f"{directory}: config.json describes a model without {len(unknown)} of the checkpoint's tensors, "
-            f"the first of which is {first}. It names too few layers or experts, leaves biases out or belongs "
-            "to another model. Use the config.json that was published with the weights, or remove these "
-            "tensors if they are not part of the language model"
+            f"the first of which is {first}. It names too few layers or experts, leaves biases out or "
+            "belongs to another model. Use the config.json that was published with the weights, or remove "
+            "these tensors if they are not part of the language model"
         )
 
 

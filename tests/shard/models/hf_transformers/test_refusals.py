@@ -26,7 +26,7 @@ DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
 MODELS: dict[str, tuple[Callable[[], transformers.PretrainedConfig], str]] = {
     "sinks": (
         lambda: transformers.GptOssConfig(**SMALL, head_dim=8, num_local_experts=2, num_experts_per_tok=1),
-        "its attention takes s_aux",
+        "its attention needs s_aux",
     ),
     "state": (
         lambda: transformers.Lfm2Config(**SMALL, layer_types=["conv", "full_attention"]),
