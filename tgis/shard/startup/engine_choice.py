@@ -14,10 +14,12 @@ from tgis.config.processes import ENGINES
 from tgis.shard.checkpoint.tensors import WeightsError
 from tgis.shard.collectives import World
 from tgis.shard.layers.ops import Kernels, Quantization
+from tgis.shard.layers.rotary import DynamicScaling, LongScaling
 from tgis.shard.models import registry
-from tgis.shard.models.hf_transformers import load as hf_transformers
+from tgis.shard.models.families import falcon
 from tgis.shard.models.interface import ConfigurationError, Model, ModelSpec, UnsupportedModelError
 from tgis.shard.models.onnx_runtime import load as onnx_runtime
+from tgis.shard.models.spec import DecoderSpec
 
 logger = logging.getLogger(__name__)
 
@@ -82,7 +84,7 @@ def _choose(
         return _choose_transformers(directory, settings, trust_remote_code, instead_of=error)
     if engine != TRANSFORMERS:
         return native
-    obstacle = hf_transformers.find_obstacle(native.spec, settings["model_type"])
+    obstacle = _find_obstacle(native.spec, settings["model_type"])
     if obstacle is not None:
         logger.warning("tgis_native serves this model, because hf_transformers cannot: %s", obstacle)
         return native
@@ -112,6 +114,9 @@ def _choose_transformers(
     trust_remote_code: bool,
     instead_of: UnsupportedModelError | None = None,
 ) -> Choice:
+    # Importing transformers takes seconds.
+    from tgis.shard.models.hf_transformers import load as hf_transformers
+
     # For a known family, the error names the feature that the native family lacks.
     reason = instead_of if registry.is_known(settings) else None
 
@@ -136,6 +141,19 @@ def _choose_transformers(
             raise explain(error) from error
 
     return Choice(TRANSFORMERS, spec, load)
+
+
+def _find_obstacle(spec: ModelSpec, model_type: str) -> str | None:
+    """Return why transformers' code cannot run a model of a native family, None if no reason is known."""
+    if not isinstance(spec, DecoderSpec):
+        return "it is an encoder-decoder"
+    if spec.slopes:
+        return "it has ALiBi"
+    if model_type in falcon.MODEL_TYPES:
+        return "its code does not use the attention interface"
+    if spec.rope and isinstance(spec.rope.scaling, DynamicScaling | LongScaling):
+        return "its rotary embedding lets sequences of one step affect each other"
+    return None
 
 
 def _choose_onnx(directory: Path, settings: Mapping[str, Any]) -> Choice:
