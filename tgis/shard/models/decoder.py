@@ -115,7 +115,7 @@ class Decoder:
         block_class = _block_class(spec)
         self._blocks = [block_class(spec, parts, layer) for layer in range(spec.num_layers)]
         self._norm = make_norm(spec, parts, "norm") if spec.final_norm else None
-        width = self.prompt_width = spec.embedding_size or spec.hidden_size
+        width = self.prompt_width = spec.embedding_width
         is_projected = width != spec.hidden_size
         self._project = Replicated(parts, "embed_out", spec.hidden_size, width) if is_projected else None
         self._head = Head(parts, "head", spec.vocab_size, width)
@@ -151,7 +151,7 @@ class InputEmbedding:
         # The scale is rounded to the weights' type, as in the training of models that have one.
         self._scale = torch.tensor(spec.embedding_scale, dtype=parts.dtype).item()
         self._virtual_scale = self._scale if spec.scales_virtual else 1.0
-        width = spec.embedding_size or spec.hidden_size
+        width = spec.embedding_width
         is_projected = width != spec.hidden_size
         self._tokens = Embedding(parts, "embed", spec.vocab_size, width)
         self._project = Replicated(parts, "embed_in", width, spec.hidden_size) if is_projected else None

@@ -87,7 +87,7 @@ class Layer:
         return x, delta
 
 
-class Stack:
+class LayerStack:
     """Layers of the encoder, or with `cross_attentions` of the decoder, and the norms around them."""
 
     def __init__(
@@ -125,12 +125,12 @@ class EncoderDecoderModel:
     def __init__(self, spec: EncoderDecoderSpec, parts: Parts):
         self.spec, self.parts, self.prompt_width = spec, parts, spec.encoder.hidden_size
         self._tokens = Embedding(parts, "embed", spec.vocab_size, spec.encoder.hidden_size)
-        self._encoder = Stack(spec.encoder, parts, "encoder")
+        self._encoder = LayerStack(spec.encoder, parts, "encoder")
         self._cross_attentions = [
             CrossAttention(spec.decoder, parts, f"decoder.blocks.{layer}.cross", layer)
             for layer in range(spec.num_layers)
         ]
-        self._decoder = Stack(spec.decoder, parts, "decoder", self._cross_attentions)
+        self._decoder = LayerStack(spec.decoder, parts, "decoder", self._cross_attentions)
         self._head = Head(parts, "head", spec.vocab_size, spec.decoder.hidden_size)
         self._head_bias: Tensor | None = None  # [vocab_size]
         if spec.has_head_bias and parts.weights.has("head_bias.bias"):

@@ -94,7 +94,7 @@ class AdaptableModel(Model, Protocol):
 
 
 @runtime_checkable
-class EncoderDecoder(Model, Protocol):
+class EncodingModel(Model, Protocol):
     def encode(self, inputs: StepInputs, attention: Attention) -> None:
         """Compute whole encoder inputs and write the keys and values of cross attention to the cache.
 

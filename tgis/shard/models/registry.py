@@ -141,9 +141,8 @@ def load(
 
 def count_embedding_elements(spec: Spec) -> int:
     """Return the number of elements of the token embedding."""
-    if isinstance(spec, DecoderSpec):
-        return spec.vocab_size * (spec.embedding_size or spec.hidden_size)
-    return spec.vocab_size * spec.encoder.hidden_size
+    width = spec.embedding_width if isinstance(spec, DecoderSpec) else spec.encoder.hidden_size
+    return spec.vocab_size * width
 
 
 def check_sharding(spec: Spec, size: int) -> None:

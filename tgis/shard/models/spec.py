@@ -95,6 +95,10 @@ class DecoderSpec(LayerSpec):
     tie_embeddings: bool = False
 
     @property
+    def embedding_width(self) -> int:
+        return self.embedding_size or self.hidden_size
+
+    @property
     def intermediate_sizes(self) -> tuple[int, ...]:
         return (self.intermediate_size, *([self.experts.intermediate_size] if self.experts else []))
 

@@ -44,7 +44,7 @@ def choose_tokens(vocab_size: int, count: int) -> Tensor:
     return (vocab_size // 3 + 7 * torch.arange(count)) % vocab_size
 
 
-def agree(scores: Tensor, expected: Tensor, tolerance: float) -> bool:
+def scores_agree(scores: Tensor, expected: Tensor, tolerance: float) -> bool:
     """Return True if no score differs by more than `tolerance` of the greatest. NaN never agrees."""
     bound = tolerance * expected.abs().max().clamp(min=1.0)
     return scores.shape == expected.shape and bool((scores - expected).abs().max() <= bound)

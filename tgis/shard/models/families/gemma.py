@@ -14,10 +14,10 @@ sources = llama.sources
 def spec(config: Config) -> DecoderSpec:
     config = {"num_key_value_heads": 16, **config}
     # The first checkpoints name gelu but were trained with the tanh approximation.
-    return common(config, None if config.get("hidden_act") == "gelu" else config.get("hidden_act"))
+    return make_shared_spec(config, None if config.get("hidden_act") == "gelu" else config.get("hidden_act"))
 
 
-def common(config: Config, activation: str | None) -> DecoderSpec:
+def make_shared_spec(config: Config, activation: str | None) -> DecoderSpec:
     """Return the part of the spec that all Gemma families share. Raises UnsupportedModelError."""
     if config.get("use_bidirectional_attention"):
         raise UnsupportedModelError("bidirectional attention is not supported")

@@ -20,7 +20,7 @@ DEFAULTS = {
 
 def spec(config: Config) -> DecoderSpec:
     config = {**DEFAULTS, **config}
-    shared = gemma.common(config, config.get("hidden_activation"))
+    shared = gemma.make_shared_spec(config, config.get("hidden_activation"))
     return replace(
         shared,
         norm_place="both",

@@ -38,8 +38,8 @@ from tgis.shard.models.whole_model import NotServedError, WholeModelSpec, warn_o
 CAUSAL = "AutoModelForCausalLM"
 # Rotary embeddings whose frequencies, for all positions of a step, depend on its longest sequence.
 STEP_WIDE_ROPES = ("dynamic", "longrope")
-# Positions over which masks are examined: if the configuration gives no number, and at most.
-LEAST_LENGTH, MOST_LENGTH = 2048, 1 << 20
+# Numbers of positions over which masks are examined: without one in the configuration, and at most.
+DEFAULT_LENGTH, MAX_LENGTH = 2048, 1 << 20
 
 
 def make_spec(directory: Path, config: Mapping[str, Any], trust_remote_code: bool) -> WholeModelSpec:
@@ -72,7 +72,7 @@ def load(
     Raises UnsupportedModelError and WeightsError."""
     warn_of_copies(world)
     with _as_unsupported(model_files.read_json(directory, "config.json").get("model_type")):
-        return _load(directory, spec.vocab_size, world, dtype, trust_remote_code)
+        return _load_checked(directory, spec.vocab_size, world, dtype, trust_remote_code)
 
 
 @contextmanager
@@ -113,11 +113,11 @@ def _read_config(directory: Path, config: Mapping[str, Any], trust_remote_code: 
         raise NotServedError("it is an encoder-decoder")
     brings_code = trust_remote_code and CAUSAL in own
     if not brings_code and type(parsed) not in AutoModelForCausalLM._model_mapping:
-        raise NotServedError("it has no causal language model of this type")
+        raise NotServedError("transformers has no causal language model of this type")
     return parsed
 
 
-def _load(
+def _load_checked(
     directory: Path, vocab_size: int, world: World, dtype: torch.dtype, trust_remote_code: bool
 ) -> TransformersModel:
     """Load a model, test it, and return it with the shape that was found.
@@ -125,12 +125,12 @@ def _load(
     Raises WeightsError, NotServedError and errors of transformers."""
     unpacked: set[str] = set()
     while True:
-        whole = _read(directory, dtype, trust_remote_code)
+        whole = _read_checkpoint(directory, dtype, trust_remote_code)
         _check_state(whole)
         pack_linears(whole, dtype, unpacked)
         try:
             with torch.inference_mode():
-                return _adapt(whole, vocab_size, world)
+                return _replace_attention(whole, vocab_size, world)
         except AttributeError:
             read = find_read_weights(whole) - unpacked
             if not read:
@@ -139,7 +139,7 @@ def _load(
         unpacked |= read
 
 
-def _adapt(whole: Any, vocab_size: int, world: World) -> TransformersModel:
+def _replace_attention(whole: Any, vocab_size: int, world: World) -> TransformersModel:
     """Return the model with its attention replaced. Raises NotServedError and errors of transformers."""
     sequences = choose_sequences(vocab_size)
     expected = [score_alone(whole, token_ids) for token_ids in sequences]
@@ -169,7 +169,7 @@ def _adapt(whole: Any, vocab_size: int, world: World) -> TransformersModel:
     return model
 
 
-def _read(directory: Path, dtype: torch.dtype, trust_remote_code: bool) -> Any:
+def _read_checkpoint(directory: Path, dtype: torch.dtype, trust_remote_code: bool) -> Any:
     """Read a causal language model with all its weights. Raises WeightsError and errors of transformers."""
     try:
         whole, found = AutoModelForCausalLM.from_pretrained(
@@ -222,7 +222,7 @@ def _find_decoder(whole: Any) -> nn.Module:
 def _find_length(config: Any) -> int:
     """Return the number of positions over which masks are examined."""
     length = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
-    return min(length, MOST_LENGTH) if isinstance(length, int) and length > 1 else LEAST_LENGTH
+    return min(length, MAX_LENGTH) if isinstance(length, int) and length > 1 else DEFAULT_LENGTH
 
 
 def _largest(config: Any, name: str) -> int:

@@ -15,7 +15,7 @@ from tgis.shard.memory.kv_cache import KVCache, local_kv_heads
 from tgis.shard.models.hf_transformers.attention_hook import AttentionHook, CallRecorder
 from tgis.shard.models.hf_transformers.model import TransformersModel, compute_states, read_logits
 from tgis.shard.models.interface import StepInputs
-from tgis.shard.models.whole_model import NotServedError, agree, choose_tokens
+from tgis.shard.models.whole_model import NotServedError, choose_tokens, scores_agree
 
 LENGTHS = (14, 9)  # tokens of two sequences
 # (sequence, start, end) of the tokens that each step computes: beginnings, chunks and single tokens, in both
@@ -48,7 +48,7 @@ def check_scores(
         positions = torch.cat([torch.arange(start, end) for _, start, end in step])
         x = model.forward(StepInputs(ids, positions, _make_metadata(step)), attention)
         wanted = torch.cat([expected[i][start:end] for i, start, end in step])
-        if not agree(model.logits(x), wanted, TOLERANCE):
+        if not scores_agree(model.logits(x), wanted, TOLERANCE):
             raise NotServedError(
                 "its scores change if sequences are packed and cut, so its code uses more of them than "
                 "keys, values and plain positions"
@@ -73,7 +73,7 @@ def check_positions(hook: AttentionHook, decoder: nn.Module, token_ids: Tensor, 
         without_positions = compute(token_ids, start, past_key_values=_cache_without_tokens(start))
     except (LookupError, AttributeError, TypeError, ValueError, RuntimeError) as error:
         raise NotServedError("its code needs a cache of its own") from error
-    if not agree(without_positions, with_positions, TOLERANCE):
+    if not scores_agree(without_positions, with_positions, TOLERANCE):
         raise NotServedError("its code takes positions from a cache of its own")
     try:
         compute(token_ids[:1], length)

@@ -17,9 +17,15 @@ from tgis.shard.checkpoint.tensors import WeightsError, first_line
 from tgis.shard.collectives import World
 from tgis.shard.models.interface import Model, UnsupportedModelError
 from tgis.shard.models.onnx_runtime import model
-from tgis.shard.models.onnx_runtime.graph import Graph, Value, read_graph
-from tgis.shard.models.onnx_runtime.model import HAS_PAST, LOGITS, MASK, POSITIONS, TOKENS, OnnxModel, Runner
-from tgis.shard.models.whole_model import NotServedError, WholeModelSpec, agree, choose_tokens, warn_of_copies
+from tgis.shard.models.onnx_runtime.graph import OnnxGraph, OnnxValue, read_graph
+from tgis.shard.models.onnx_runtime.model import GraphRunner, OnnxModel
+from tgis.shard.models.whole_model import (
+    NotServedError,
+    WholeModelSpec,
+    choose_tokens,
+    scores_agree,
+    warn_of_copies,
+)
 
 EXTRA = "pip install 'tgis-next[onnx]'"
 HOW_TO_EXPORT = (
@@ -33,7 +39,7 @@ ENCODER = "encoder_model.onnx"
 CPU = "CPUExecutionProvider"
 QUIET = 4  # level of ONNX Runtime's log that suppresses even errors, which are raised as well
 # Number of tokens that are scored whole, and ends of the chunks in which they are scored again, as a check.
-TRIED, CHUNKS = 9, (0, 4, 5, 9)
+NUM_CHECKED, CHUNK_ENDS = 9, (0, 4, 5, 9)
 # Largest difference, relative to the greatest score.
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 5e-2}
 
@@ -69,9 +75,9 @@ def load(spec: OnnxSpec, world: World, num_threads: int) -> Model:
     UnsupportedModelError and WeightsError."""
     warn_of_copies(world)
     session = _open_session(spec.file, num_threads)
-    runner = Runner(read_graph(spec.file), session, spec.num_layers)
+    runner = GraphRunner(read_graph(spec.file), session, spec.num_layers)
     try:
-        _try_chunks(spec, runner)
+        _check_chunks(spec, runner)
     except NotServedError as error:
         raise UnsupportedModelError(f"{spec.file} cannot be served: {error}") from error
     return OnnxModel(replace(spec, num_kv_heads=spec.num_kv_heads * world.size), runner, spec.num_kv_heads)
@@ -95,7 +101,7 @@ def _find_file(directory: Path, config: Mapping[str, Any]) -> Path:
     raise UnsupportedModelError(f"{directory} {cause}: {HOW_TO_EXPORT}")
 
 
-def _read_spec(file: Path, graph: Graph, config: dict[str, Any]) -> OnnxSpec:
+def _read_spec(file: Path, graph: OnnxGraph, config: dict[str, Any]) -> OnnxSpec:
     """Return the model's shape. Raises NotServedError."""
     num_layers = sum(name in graph.inputs for name in map(_first_past_name, range(len(graph.inputs))))
     _check_names(graph, num_layers)
@@ -104,7 +110,7 @@ def _read_spec(file: Path, graph: Graph, config: dict[str, Any]) -> OnnxSpec:
     dtype = cached[0].dtype
     if dtype not in TOLERANCE or {value.dtype for value in cached} != {dtype}:
         raise NotServedError("its keys and values are neither all float32 nor all float16")
-    scores = graph.outputs[LOGITS].shape
+    scores = graph.outputs[model.LOGITS].shape
     vocab_size = (scores[-1] if scores else None) or config.get("vocab_size")
     if not isinstance(vocab_size, int):
         raise NotServedError("neither it nor config.json gives the size of the vocabulary")
@@ -123,21 +129,21 @@ def _first_past_name(layer: int) -> str:
     return model.past_names(layer)[0]
 
 
-def _check_names(graph: Graph, num_layers: int) -> None:
+def _check_names(graph: OnnxGraph, num_layers: int) -> None:
     """Check the names of all inputs and outputs. Raises NotServedError."""
     if not num_layers:
         raise NotServedError(f"it has no inputs for the keys and values of earlier tokens; {HOW_TO_EXPORT}")
     layers = range(num_layers)
     past = {name for layer in layers for name in model.past_names(layer)}
-    known = past | {TOKENS, MASK, POSITIONS, HAS_PAST}
-    wanted = {LOGITS, *(name for layer in layers for name in model.present_names(layer))}
+    known = past | {model.TOKENS, model.MASK, model.POSITIONS, model.HAS_PAST}
+    wanted = {model.LOGITS, *(name for layer in layers for name in model.present_names(layer))}
     if strange := [name for name, value in graph.inputs.items() if name not in known or value.dtype is None]:
         raise NotServedError(f"its input {strange[0]} has an unknown name or type")
-    if missing := [*({TOKENS, *past} - set(graph.inputs)), *(wanted - set(graph.outputs))]:
+    if missing := [*({model.TOKENS, *past} - set(graph.inputs)), *(wanted - set(graph.outputs))]:
         raise NotServedError(f"it has no {min(missing)}")
 
 
-def _cache_shape(cached: list[Value]) -> tuple[int, int]:
+def _cache_shape(cached: list[OnnxValue]) -> tuple[int, int]:
     """Return the number and size of every layer's key/value heads. Raises NotServedError."""
     shapes = {value.shape[1::2] for value in cached if len(value.shape) == 4}
     if len(shapes) != 1 or any(len(value.shape) != 4 for value in cached):
@@ -168,24 +174,24 @@ def _open_session(file: Path, num_threads: int) -> Any:
         raise WeightsError(f"{file} cannot be loaded: {first_line(error)}") from error
 
 
-def _try_chunks(spec: OnnxSpec, runner: Runner) -> None:
+def _check_chunks(spec: OnnxSpec, runner: GraphRunner) -> None:
     """Check that scores are the same if the tokens come in chunks. Raises NotServedError."""
     try:
-        whole, cut = (_score(spec, runner, ends) for ends in ((0, TRIED), CHUNKS))
+        whole, cut = (_score(spec, runner, ends) for ends in ((0, NUM_CHECKED), CHUNK_ENDS))
     except Exception as error:  # of the runtime's own kinds, which have nothing else in common
         raise NotServedError(f"ONNX Runtime failed with {first_line(error)}") from error
-    if whole.shape != (TRIED, spec.vocab_size):
-        raise NotServedError(f"it gives scores of shape {[*whole.shape]} for {TRIED} tokens")
-    if not agree(cut, whole, TOLERANCE[spec.dtype]):
+    if whole.shape != (NUM_CHECKED, spec.vocab_size):
+        raise NotServedError(f"it gives scores of shape {[*whole.shape]} for {NUM_CHECKED} tokens")
+    if not scores_agree(cut, whole, TOLERANCE[spec.dtype]):
         raise NotServedError(
             "its scores change if a prompt comes in chunks, as they do if it is quantized dynamically or was "
             f"exported for single tokens; {HOW_TO_EXPORT}"
         )
 
 
-def _score(spec: OnnxSpec, runner: Runner, ends: Sequence[int]) -> Tensor:
-    """Return scores, [TRIED, vocab_size], computed in chunks with these ends."""
-    token_ids = choose_tokens(spec.vocab_size, TRIED)
+def _score(spec: OnnxSpec, runner: GraphRunner, ends: Sequence[int]) -> Tensor:
+    """Return scores, [NUM_CHECKED, vocab_size], computed in chunks with these ends."""
+    token_ids = choose_tokens(spec.vocab_size, NUM_CHECKED)
     nothing = torch.empty(spec.num_kv_heads, 0, spec.head_dim)
     past, parts = [(nothing, nothing)] * spec.num_layers, []
     for start, end in pairwise(ends):
