@@ -192,7 +192,10 @@ def test_a_header_alone_describes_a_model_and_does_not_load(tmp_path: Path) -> N
 
 
 HEADERS = {
-    "floats of 64 bits": ({KEYS: (DOUBLE, ["b", 2, "p", 4])}, f"its input {KEYS} has an unknown name or type"),
+    "floats of 64 bits": (
+        {KEYS: (DOUBLE, ["b", 2, "p", 4])},
+        f"its input {KEYS} has an unknown name or type",
+    ),
     "integers": (
         {KEYS: (INT64, ["b", 2, "p", 4])},
         "keys and values are neither all float32 nor all float16",

@@ -56,8 +56,10 @@ def _scales_logits(config: Config, model_type: str) -> bool:
 
     Models of the first release do; their head is the token embedding. An untied head marks later models.
     Newer configurations call every head tied and have a separate key for the scaling. mT5 never scales."""
-    said = config.get("scale_decoder_outputs")
-    return model_type != "mt5" and (config.get("tie_word_embeddings") is not False if said is None else said)
+    given = config.get("scale_decoder_outputs")
+    return model_type != "mt5" and (
+        config.get("tie_word_embeddings") is not False if given is None else given
+    )
 
 
 def sources(spec: EncoderDecoderSpec) -> dict[str, Source]:

@@ -103,7 +103,7 @@ def _find_file(directory: Path, config: Mapping[str, Any]) -> Path:
 
 def _read_spec(file: Path, graph: OnnxGraph, config: dict[str, Any]) -> OnnxSpec:
     """Return the model's shape. Raises NotServedError."""
-    num_layers = sum(name in graph.inputs for name in map(_first_past_name, range(len(graph.inputs))))
+    num_layers = sum(model.past_names(layer)[0] in graph.inputs for layer in range(len(graph.inputs)))
     _check_names(graph, num_layers)
     cached = [graph.inputs[name] for layer in range(num_layers) for name in model.past_names(layer)]
     num_kv_heads, head_dim = _cache_shape(cached)
@@ -123,10 +123,6 @@ def _read_spec(file: Path, graph: OnnxGraph, config: dict[str, Any]) -> OnnxSpec
         dtype=dtype,
         max_positions=model_files.length_of_model(config) or 0,
     )
-
-
-def _first_past_name(layer: int) -> str:
-    return model.past_names(layer)[0]
 
 
 def _check_names(graph: OnnxGraph, num_layers: int) -> None:
