@@ -144,13 +144,13 @@ def complete(config: Config) -> Config:
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
 def test_defaults(model_type: str) -> None:
     config = {"model_type": model_type, **LEAST, **MODEL_TYPES[model_type]}
-    assert registry.make_spec(config) == registry.describe(complete(config))
+    assert registry.make_spec(config) == registry.make_spec(complete(config))
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_configurations_of_any_age(name: str) -> None:
     config = {**LEAST, **PUBLISHED[name]}
-    assert registry.make_spec(config) == registry.describe(complete(config))
+    assert registry.make_spec(config) == registry.make_spec(complete(config))
 
 
 KINDS = ["chunked_attention", "full_attention"]

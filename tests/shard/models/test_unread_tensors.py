@@ -195,7 +195,7 @@ def test_a_layer_of_the_encoder(family: str, key: str, written: Written, tmp_pat
     last = read_config(source)[key] - 1
     copy(source, tmp_path, {}, **{key: last})
     assert re.search(
-        rf"the first is (model\.)?encoder\.(block|layers)\.{last}\.", refusal(lambda: load(tmp_path))
+        rf"the first of which is (model\.)?encoder\.(block|layers)\.{last}\.", refusal(lambda: load(tmp_path))
     )
 
 
@@ -308,7 +308,7 @@ def test_through_transformers(family: str, written: Written, tmp_path: Path) -> 
     config, last = fewer_layers(family, read_config(source))
     edit_config(tmp_path, config)
     text = refusal(lambda: load_through_transformers(tmp_path))
-    assert re.search(rf"without \d+ of .*, the first is (model\.layers|transformer\.h)\.{last}\.", text)
+    assert re.search(rf"without \d+ of .*, the first of which is (model\.layers|transformer\.h)\.{last}\.", text)
 
 
 def test_through_transformers_what_nobody_knows(tmp_path: Path) -> None:
