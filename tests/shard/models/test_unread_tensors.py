@@ -308,7 +308,9 @@ def test_through_transformers(family: str, written: Written, tmp_path: Path) -> 
     config, last = fewer_layers(family, read_config(source))
     edit_config(tmp_path, config)
     text = refusal(lambda: load_through_transformers(tmp_path))
-    assert re.search(rf"without \d+ of .*, the first of which is (model\.layers|transformer\.h)\.{last}\.", text)
+    assert re.search(
+        rf"without \d+ of .*, the first of which is (model\.layers|transformer\.h)\.{last}\.", text
+    )
 
 
 def test_through_transformers_what_nobody_knows(tmp_path: Path) -> None:

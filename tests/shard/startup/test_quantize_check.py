@@ -70,7 +70,7 @@ def test_experts_are_quantized_and_who_chooses_them_is_not(tmp_path: Path) -> No
     sizes = {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}
     write_model(tmp_path, transformers.MixtralConfig(**SMALL, **sizes))
     model, ids = quantized(tmp_path), list(range(5, 20))
-    feed = model._blocks[0]._feed
+    feed = model._blocks[0]._feed_forward
     assert isinstance(feed._score._multiply, PackedProduct)
     assert isinstance(feed._experts[3]._down._multiply, Int8Product)
     assert isinstance(model._head._multiply, Int8Product)
