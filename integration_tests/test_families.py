@@ -272,7 +272,9 @@ REFUSALS = {
         ["--max-sequence-length", "65"],
     ),
     "uncut": Refusal(
-        write_uncut, "the model cannot be cut over 3 shards: 4 attention heads, .*", ["--num-shard", "3"]
+        write_uncut,
+        "the model cannot be split over 3 shards: it has 4 .*",
+        ["--num-shard", "3"],
     ),
 }
 

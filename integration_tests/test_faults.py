@@ -239,7 +239,7 @@ def test_starts_that_fail_say_why_in_one_line(model: Model, tmp_path: Path) -> N
     assert fails("--model-name", "nobody/nothing") == f"error: {text}"
     assert log.read_text() == f"{text}\n"
     unknown = broken(model, tmp_path / "unknown", model_type="foo")
-    text = "model type 'foo' cannot be served through transformers: it does not know this type"
+    text = "model type 'foo' cannot be served through transformers: transformers does not know this type"
     assert fails("--model-name", unknown) == f"error: shard 0: {text}"
     assert text in log.read_text()
     text = "dtype and dtype_str args both provided with different values"

@@ -1,39 +1,29 @@
 """`docs/models.md`, from the families that the shard knows."""
 
-from dataclasses import astuple
 from inspect import getdoc
 
 from tgis.shard.models import registry
-from tgis.shard.models.leftovers import LEFTOVERS
+from tgis.shard.models.unread_tensors import IGNORED
 
 INTRODUCTION = """\
 # Models
 
 The family of a model is the `model_type` of its `config.json`. Those of the table run on this service's own engine
-(`DEPLOYMENT_FRAMEWORK` unset, or `tgis_native`). A configuration that asks for something which a family does not
-compute runs through transformers' code where that can, with a warning, and is refused by `tgis_native`, in one line.
+(`DEPLOYMENT_FRAMEWORK` unset, or `tgis_native`). If a configuration asks for something that its family does not
+compute, the model runs through transformers' code with a warning, or is refused; `tgis_native` always refuses it.
 """
-COLUMNS = (
-    "family",
-    "what it is",
-    "`model_type`",
-    "kind",
-    "native",
-    "sharded",
-    "quantized",
-    "soft prompts",
-    "adapters",
-)
+COLUMNS = ("family", "what it is", "`model_type`", "kind")
 OTHERS = """\
-`quantized` is `--quantize int8`. The tests hold tiny models of every family to transformers in float32, on one shard, and
-Llamas on two; accuracy and speed were measured with Llama's shapes only.
+All of them can be sharded (`--num-shard`) and quantized (`--quantize int8`), and take soft prompts and adapters. The
+tests compare tiny models of every family with transformers in float32, on one shard, and Llamas on two; accuracy and
+speed were measured with Llama's shapes only.
 
 ## Sharding
 
-`--num-shard` cuts every native model: attention by heads, feed-forward layers and each expert by width, the vocabulary
-at both ends. The number of attention heads and the widths must be divisible by the number of shards; key/value heads that
-are fewer than shards are shared by neighbours; the vocabulary need not divide. What cannot be cut is refused with the
-numbers.
+`--num-shard` splits every native model: attention by heads, feed-forward layers and each expert by width, the
+embedding and the head by tokens. The number of attention heads and the widths must be divisible by the number of
+shards; if there are fewer key/value heads than shards, neighbours share them; the vocabulary need not be divisible. A
+model that cannot be split is refused with its numbers.
 
 ## Soft prompts and adapters
 
@@ -44,13 +34,13 @@ any linear layers, of the embeddings of tokens and of the head, by the names tha
 
 A causal model of no family above runs through transformers' own code with this service's cache and attention, if that
 code asks transformers' attention interface for its attention (`DEPLOYMENT_FRAMEWORK` unset or `hf_transformers`). At
-start it must show on a few tokens that it answers through the cache as it does by itself; a model that does not is
-refused with the reason. Every shard then holds the whole model, and there are no soft prompts and no adapters. Code that a checkpoint brings along runs only with
-`TRUST_REMOTE_CODE=true`.
+start, its scores of a few tokens are computed with the cache and without; if they differ, the model is refused with the
+reason. Every shard then holds the whole model, and there are no soft prompts and no adapters. Code that is part of a
+checkpoint runs only with `TRUST_REMOTE_CODE=true`.
 
 `hf_transformers` and `hf_accelerate` ask for that code for models of the table too, on one shard. Encoder-decoders, models
-with ALiBi, Falcon and models with a `dynamic` or `longrope` rope cannot run so: the service's own engine serves them, with a
-warning, and with soft prompts and adapters.
+with ALiBi, Falcon and models with a `dynamic` or `longrope` rope cannot run there: the service's own engine serves them,
+with a warning, and with soft prompts and adapters.
 
 `hf_optimum_ort` runs a decoder-only model in ONNX form on ONNX Runtime (`pip install 'tgis-next[onnx]'`).
 """
@@ -59,16 +49,17 @@ warning, and with soft prompts and adapters.
 UNREAD = """\
 ## Tensors that are not read
 
-A checkpoint with tensors for which its `config.json` has no place is refused at the start, with the name of the first:
-more layers or experts than the configuration names, or biases that it leaves out. Only these are left unread, in the
-checkpoint of any family, and layers that predict further tokens, where `num_nextn_predict_layers` counts them:
+A checkpoint is refused at the start if it has tensors that are not part of the model in its `config.json`: more layers
+or experts than the configuration names, or biases that it leaves out. The error names the first. Only these are left
+unread, in the checkpoint of any family, and layers that predict further tokens, if `num_nextn_predict_layers` counts
+them:
 """
 
 
 def render() -> str:
     rows = [_row(module) for module in registry.MODULES]
     table = [f"| {' | '.join(cells)} |" for cells in (COLUMNS, ["---"] * len(COLUMNS), *rows)]
-    unread = [f"- {leftover.reason}" for leftover in LEFTOVERS]
+    unread = [f"- {kind}" for kind in IGNORED]
     return "\n".join([INTRODUCTION, *table, "", OTHERS, UNREAD, *unread, ""])
 
 
@@ -77,5 +68,4 @@ def _row(module: registry.Family) -> list[str]:
     assert name, "a family says what it is"
     types = ", ".join(f"`{model_type}`" for model_type in module.MODEL_TYPES)
     kind = "encoder-decoder" if module in registry.ENCODER_DECODERS else "decoder"
-    support = ["yes" if value else "no" for value in (True, *astuple(registry.SUPPORT))]
-    return [name.rstrip("."), what.rstrip("."), types, kind, *support]
+    return [name.rstrip("."), what.rstrip("."), types, kind]

@@ -20,7 +20,7 @@ from tgis.shard.adapters.loading import adapter_limits
 from tgis.shard.adapters.lora_mapping import read_adapter
 from tgis.shard.checkpoint.tensors import DTYPES
 from tgis.shard.layers.ops import Parts
-from tgis.shard.models.skeleton import outline
+from tgis.shard.models.skeleton import build_skeleton
 
 UNBOUNDED = 1 << 40  # bytes
 
@@ -99,10 +99,10 @@ def _list(tensors: Mapping[str, Tensor]) -> Iterator[str]:
 def _find_target(config: ShardConfig) -> Target:
     settings = model_files.read_json(Path(config.model_path), "config.json")
     dtype = DTYPES[config.dtype or model_files.stored_dtype(settings)]
-    model = outline(Path(config.model_path), settings, dtype)
+    model = build_skeleton(Path(config.model_path), settings, dtype)
     length = config.max_sequence_length or model_files.max_sequence_length(settings)
     limits = adapter_limits(config, True, length)
-    return Target(model.parts, limits.require(model.parts, model.prompt_width, model.is_encoder_decoder))
+    return Target(model.parts, limits.require(model.parts, model.prompt_width, model.spec.is_encoder_decoder))
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from tgis.shard.adapters.lora_mapping import read_adapter
 from tgis.shard.collectives import ProcessGroup
 from tgis.shard.layers.lora import Adapter
 from tgis.shard.layers.ops import Parts
-from tgis.shard.models.skeleton import outline
+from tgis.shard.models.skeleton import build_skeleton
 
 # Layers that are looked up, and what is no layer at all.
 TABLES = re.compile(r".*(embed_tokens|wte|word_embeddings|embed_in|shared)")
@@ -293,7 +293,7 @@ def test_an_outline_tells_as_much(root: Path) -> None:
     """Without the model's weights, as a check before deployment does it."""
     directory = write(root, "falcon_40b")
     drawn = Drawn(directory, False)
-    parts = outline(directory, read_config(directory), torch.float32).parts
+    parts = build_skeleton(directory, read_config(directory), torch.float32).parts
     assert (
         read_adapter(parts, drawn.tensors, drawn.scales).deltas.keys() == read(directory, drawn).deltas.keys()
     )

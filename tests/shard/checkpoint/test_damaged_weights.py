@@ -18,7 +18,7 @@ from tests.support.shard.stepping import ALONE, read_config
 from tgis.errors import OperatorError
 from tgis.shard.models import registry
 from tgis.shard.models.hf_transformers import load as hf_transformers
-from tgis.shard.models.skeleton import outline
+from tgis.shard.models.skeleton import build_skeleton
 from tgis.shard.startup import load as startup
 
 Damage = Callable[[bytes], bytes]
@@ -104,12 +104,12 @@ def load_natively(directory: Path) -> object:
 
 
 def load_through_transformers(directory: Path) -> object:
-    spec = hf_transformers.describe(directory, read_config(directory), False)
+    spec = hf_transformers.make_spec(directory, read_config(directory), False)
     return hf_transformers.load(directory, spec, ALONE, torch.float32, False)
 
 
 def look_at_shapes(directory: Path) -> object:
-    return outline(directory, read_config(directory), torch.float32)
+    return build_skeleton(directory, read_config(directory), torch.float32)
 
 
 READERS = (start, load_natively, load_through_transformers, look_at_shapes)

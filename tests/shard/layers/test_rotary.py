@@ -15,8 +15,8 @@ from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
 from tgis.shard.kernels.cpu import ops
 from tgis.shard.layers.ops import HeadNorm
 from tgis.shard.layers.rotary import DynamicScaling, LinearScaling, LongScaling, Rope, Rotary
+from tgis.shard.models.config_reader import rope
 from tgis.shard.models.interface import UnsupportedModelError
-from tgis.shard.models.spec.config_reader import rope
 
 HEAD_DIM = 16
 LENGTH = 128  # max_position_embeddings

@@ -22,7 +22,7 @@ from tgis.shard.attention.interface import TILE, AttentionMetadata
 from tgis.shard.models import registry
 from tgis.shard.models.interface import UnsupportedModelError
 from tgis.shard.models.parts.relative_bias import find_buckets
-from tgis.shard.models.spec.seq2seq_spec import RelativeBias
+from tgis.shard.models.spec import RelativeBias
 from tgis.shard.startup.load import load
 
 START = 2
@@ -231,7 +231,7 @@ REFUSED = {
 def test_refuses_in_one_line(text: str) -> None:
     case, changes = REFUSED[text]
     with pytest.raises(UnsupportedModelError, match=f"^{text}$"):
-        registry.describe({**CASES[case]().to_dict(), **changes})
+        registry.make_spec({**CASES[case]().to_dict(), **changes})
 
 
 def test_tiles_of_tokens_that_look_into_other_sequences() -> None:

@@ -117,14 +117,14 @@ def test_bits_do_not_depend_on_company_or_chunks(dtype: torch.dtype, wide: Path)
 def test_reads_configurations_of_any_age(checkpoint: Checkpoint) -> None:
     config = read_config(checkpoint("llama3_rope"))
     scaling = config.pop("rope_parameters")
-    expected = registry.describe({**config, "rope_parameters": scaling})
+    expected = registry.make_spec({**config, "rope_parameters": scaling})
     theta = scaling.pop("rope_theta")
-    assert registry.describe({**config, "rope_scaling": scaling, "rope_theta": theta}) == expected
+    assert registry.make_spec({**config, "rope_scaling": scaling, "rope_theta": theta}) == expected
     linear = {"type": "linear", "factor": 2.0}
-    assert registry.describe({**config, "rope_scaling": linear}).rope.scaling.factor == 2.0
+    assert registry.make_spec({**config, "rope_scaling": linear}).rope.scaling.factor == 2.0
     for key in ("num_key_value_heads", "head_dim", "rms_norm_eps", "tie_word_embeddings", "hidden_act"):
         config.pop(key)
-    old = registry.describe({**config, "rope_scaling": None})
+    old = registry.make_spec({**config, "rope_scaling": None})
     assert (old.num_kv_heads, old.head_dim, old.rope.theta, old.rope.scaling) == (4, 8, 10000.0, None)
 
 
@@ -150,15 +150,15 @@ REFUSED = {
 def test_refuses_in_one_line(text: str, checkpoint: Checkpoint) -> None:
     config = {**read_config(checkpoint("grouped_queries")), **REFUSED[text]}
     with pytest.raises(UnsupportedModelError) as caught:
-        registry.describe(config)
+        registry.make_spec(config)
     assert str(caught.value) == text
 
 
 @pytest.mark.parametrize(("size", "fits"), [(1, True), (2, True), (4, True), (3, False), (8, False)])
 def test_says_what_cannot_be_cut(size: int, fits: bool, checkpoint: Checkpoint) -> None:
-    spec = registry.describe(read_config(checkpoint("grouped_queries")))
+    spec = registry.make_spec(read_config(checkpoint("grouped_queries")))
     if fits:
-        registry.check_cut(spec, size)
+        registry.check_sharding(spec, size)
     else:
-        with pytest.raises(UnsupportedModelError, match=f"cannot be cut over {size} shards"):
-            registry.check_cut(spec, size)
+        with pytest.raises(UnsupportedModelError, match=f"cannot be split over {size} shards"):
+            registry.check_sharding(spec, size)

@@ -144,13 +144,13 @@ def complete(config: Config) -> Config:
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
 def test_defaults(model_type: str) -> None:
     config = {"model_type": model_type, **LEAST, **MODEL_TYPES[model_type]}
-    assert registry.describe(config) == registry.describe(complete(config))
+    assert registry.make_spec(config) == registry.make_spec(complete(config))
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_configurations_of_any_age(name: str) -> None:
     config = {**LEAST, **PUBLISHED[name]}
-    assert registry.describe(config) == registry.describe(complete(config))
+    assert registry.make_spec(config) == registry.make_spec(complete(config))
 
 
 KINDS = ["chunked_attention", "full_attention"]
@@ -210,7 +210,7 @@ REFUSED: dict[str, Config] = {
 @pytest.mark.parametrize("text", REFUSED)
 def test_refuses_in_one_line(text: str) -> None:
     with pytest.raises(UnsupportedModelError) as caught:
-        registry.describe({**LEAST, **REFUSED[text]})
+        registry.make_spec({**LEAST, **REFUSED[text]})
     assert str(caught.value) == text
 
 

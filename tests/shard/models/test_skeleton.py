@@ -1,4 +1,4 @@
-"""A model's outline against the same model loaded: what prompts and adapters fit it must be the same."""
+"""A model's skeleton against the same model loaded: what prompts and adapters fit it must be the same."""
 
 import json
 from pathlib import Path
@@ -11,7 +11,7 @@ from tests.support.shard.family_cases.all import CASES
 from tgis.shard.checkpoint.tensors import WeightsError
 from tgis.shard.collectives import ProcessGroup
 from tgis.shard.models import registry, skeleton
-from tgis.shard.models.interface import Tunable
+from tgis.shard.models.interface import AdaptableModel
 from tgis.shard.models.registry import FAMILIES
 
 # The last case of each family: those of data that follows from the checkpoint.
@@ -22,13 +22,13 @@ OF_FAMILY = {FAMILIES[make().model_type].__name__: name for name, make in CASES.
 def test_it_is_made_as_the_model_is(case: str, tmp_path: Path) -> None:
     write_model(tmp_path, CASES[case]())
     config = json.loads((tmp_path / "config.json").read_text())
-    made = skeleton.outline(tmp_path, config, torch.float32)
+    made = skeleton.build_skeleton(tmp_path, config, torch.float32)
     loaded = registry.load(tmp_path, config, ProcessGroup(0, 1), torch.float32)
     assert made.parts.cuts
-    assert isinstance(loaded, Tunable)
+    assert isinstance(loaded, AdaptableModel)
     assert made.parts.cuts == loaded.parts.cuts
     assert made.prompt_width == loaded.prompt_width
-    assert made.is_encoder_decoder == loaded.spec.is_encoder_decoder
+    assert made.spec.is_encoder_decoder == loaded.spec.is_encoder_decoder
     for path, cut in made.parts.cuts.items():
         assert made.parts.weights.trace(f"{path}.weight", cut.shape) == loaded.parts.weights.trace(
             f"{path}.weight", cut.shape
@@ -40,4 +40,4 @@ def test_a_checkpoint_of_other_shapes_is_refused(tmp_path: Path) -> None:
     config = {**json.loads((tmp_path / "config.json").read_text()), "intermediate_size": 64}
     edit_config(tmp_path, config)
     with pytest.raises(WeightsError, match=r"has shape \[96, 32\], expected \[128, 32\]"):
-        skeleton.outline(tmp_path, config, torch.float32)
+        skeleton.build_skeleton(tmp_path, config, torch.float32)

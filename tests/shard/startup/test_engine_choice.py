@@ -48,7 +48,7 @@ CHOICES = [
     ("theirs", "tgis_native", 1, "model type 'stablelm' is not supported; supported are: Ref"),
     ("a feature of theirs", None, 1, "hf_transformers"),
     ("a feature of theirs", "tgis_native", 1, "scale_attn_by_inverse_layer_idx True"),
-    ("ours", None, 3, "cannot be cut over 3 shards"),
+    ("ours", None, 3, "cannot be split over 3 shards"),
     *((model, name, size, "tgis_native") for model in ONLY_OURS for name in THEIRS for size in (1, 2)),
 ]
 
@@ -90,7 +90,7 @@ def test_what_asks_for_transformers_code_gets_it_where_it_can_run(
     choice.load(ALONE, torch.float32, ops)
     with pytest.raises(UnsupportedModelError, match="cannot be served through transformers"):
         hf_transformers.load(
-            tmp_path, hf_transformers.describe(tmp_path, settings, False), ALONE, torch.float32, False
+            tmp_path, hf_transformers.make_spec(tmp_path, settings, False), ALONE, torch.float32, False
         )
 
 

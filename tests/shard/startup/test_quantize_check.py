@@ -70,7 +70,7 @@ def test_experts_are_quantized_and_who_chooses_them_is_not(tmp_path: Path) -> No
     sizes = {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}
     write_model(tmp_path, transformers.MixtralConfig(**SMALL, **sizes))
     model, ids = quantized(tmp_path), list(range(5, 20))
-    feed = model._blocks[0]._feed
+    feed = model._blocks[0]._feed_forward
     assert isinstance(feed._score._multiply, PackedProduct)
     assert isinstance(feed._experts[3]._down._multiply, Int8Product)
     assert isinstance(model._head._multiply, Int8Product)
@@ -95,7 +95,7 @@ def test_memory_is_that_of_bytes(model_path: Path) -> None:
     settings = stepping.read_config(model_path)
     choice = engine_choice.choose(model_path, settings, None, 1, trust_remote_code=False, quantize="int8")
     config = configure(model_path, quantize="int8")
-    elements = engine_choice.registry.count_table(choice.spec)
+    elements = engine_choice.registry.count_embedding_elements(choice.spec)
     assert elements == 99 * 32
     whole = quantize_check.count_bytes(configure(model_path), choice, torch.float16) // 2
     assert quantize_check.count_bytes(config, choice, torch.float16) == int(whole * 33 / 32) + 2 * elements

@@ -23,7 +23,7 @@ from tgis.shard.adapters.lora_mapping import read_adapter
 from tgis.shard.adapters.registry import LoadedAdapter, LoadedAdapters, LoadedPrompt
 from tgis.shard.layers.ops import Parts
 from tgis.shard.models import registry as model_registry
-from tgis.shard.models.interface import Model, Tunable, UnsupportedModelError
+from tgis.shard.models.interface import AdaptableModel, Model, UnsupportedModelError
 
 logger = logging.getLogger(__name__)
 
@@ -87,7 +87,7 @@ def open_adapters(config: ShardConfig, model: Model) -> LoadedAdapters:
 def open_store(config: ShardConfig, model: Model, max_sequence_length: int) -> AdapterStore:
     """Open the store over the configured directories, with the limits of `model`."""
     required = None
-    if isinstance(model, Tunable):
+    if isinstance(model, AdaptableModel):
         limits = adapter_limits(config, True, max_sequence_length)
         required = limits.require(model.parts, model.prompt_width, model.spec.is_encoder_decoder)
     artifacts = open_artifact_cache(config)
@@ -139,7 +139,7 @@ def _read(artifacts: ArtifactCache, model: Model, is_known: bool, digest: str) -
     """Read a copy and return this rank's part of it.
 
     Raises NotTunableError, AdapterError, MissingArtifactError and OSError."""
-    if not isinstance(model, Tunable):
+    if not isinstance(model, AdaptableModel):
         raise NotTunableError(is_known)
     artifact = artifacts.open(digest)
     if artifact.kind == "adapter":

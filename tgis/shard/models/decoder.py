@@ -9,23 +9,22 @@ import torch
 from torch import Tensor
 
 from tgis.shard.attention.interface import Attention, AttentionMetadata, Scoring
-from tgis.shard.layers.embedding import Embedding, Head, Positions
+from tgis.shard.layers.embedding import Embedding, Head
 from tgis.shard.layers.linear import Replicated
 from tgis.shard.layers.lora import TokenAdapters
-from tgis.shard.layers.norm import Norm
 from tgis.shard.layers.ops import Parts
 from tgis.shard.layers.rotary import Rope, Rotary
 from tgis.shard.models.interface import StepInputs
-from tgis.shard.models.parts.blocks import MLP, SelfAttention
+from tgis.shard.models.parts.blocks import MLP, SelfAttention, make_norm, make_positions
 from tgis.shard.models.parts.moe import SparseMLP
-from tgis.shard.models.spec.spec import DecoderSpec
+from tgis.shard.models.spec import DecoderSpec
 
-Feeder = Callable[[Tensor, TokenAdapters | None], Tensor]
+FeedForward = Callable[[Tensor, TokenAdapters | None], Tensor]
 
 
 @dataclass(frozen=True)
-class Surroundings:
-    """Arguments that all layers of a step share, without the hidden states."""
+class StepContext:
+    """Arguments of a step that all layers share, without the hidden states."""
 
     attention: Attention
     metadata: AttentionMetadata
@@ -41,7 +40,7 @@ class LayerAttention:
         window = spec.window(layer)
         slopes = spec.slopes[parts.group.slice(spec.num_heads)] if spec.slopes else None
         scoring = Scoring(
-            scale=spec.head_dim**-0.5 if spec.attention_scale is None else spec.attention_scale,
+            scale=spec.score_scale,
             window=window,
             soft_cap=spec.attention_soft_cap,
             slopes=None if slopes is None else torch.tensor(slopes, device=parts.kernels.device),
@@ -49,10 +48,10 @@ class LayerAttention:
         self._attention = SelfAttention(spec, parts, f"{path}.attention", layer, scoring)
         self._is_local = window is not None and spec.local_rope is not None
 
-    def __call__(self, x: Tensor, surroundings: Surroundings) -> Tensor:
-        angles = surroundings.local_angles if self._is_local else surroundings.angles
-        metadata, adapters = surroundings.metadata, surroundings.adapters
-        return self._attention(x, angles, surroundings.attention, metadata, adapters)
+    def __call__(self, x: Tensor, context: StepContext) -> Tensor:
+        angles = context.local_angles if self._is_local else context.angles
+        metadata, adapters = context.metadata, context.adapters
+        return self._attention(x, angles, context.attention, metadata, adapters)
 
 
 class Block:
@@ -63,16 +62,14 @@ class Block:
 
     def __init__(self, spec: DecoderSpec, parts: Parts, layer: int):
         path = f"blocks.{layer}"
-        self._norm_1, self._post_norm_1 = _norms(spec, parts, path, 1)
-        self._norm_2, self._post_norm_2 = _norms(spec, parts, path, 2)
+        self._norm_1, self._post_norm_1 = _make_norms(spec, parts, path, 1)
+        self._norm_2, self._post_norm_2 = _make_norms(spec, parts, path, 2)
         self._attend = LayerAttention(spec, parts, path, layer)
-        self._feed = _feeder(spec, parts, path, layer)
+        self._feed_forward = _make_feed_forward(spec, parts, path, layer)
 
-    def __call__(
-        self, x: Tensor, delta: Tensor | None, surroundings: Surroundings
-    ) -> tuple[Tensor, Tensor | None]:
-        attended = self._post_norm_1(self._attend(self._norm_1(x, delta), surroundings))
-        return x, self._post_norm_2(self._feed(self._norm_2(x, attended), surroundings.adapters))
+    def __call__(self, x: Tensor, delta: Tensor | None, context: StepContext) -> tuple[Tensor, Tensor | None]:
+        attended = self._post_norm_1(self._attend(self._norm_1(x, delta), context))
+        return x, self._post_norm_2(self._feed_forward(self._norm_2(x, attended), context.adapters))
 
 
 class ParallelBlock:
@@ -80,18 +77,16 @@ class ParallelBlock:
 
     def __init__(self, spec: DecoderSpec, parts: Parts, layer: int):
         path = f"blocks.{layer}"
-        self._norm_1 = _norm(spec, parts, f"{path}.norm_1")
-        self._norm_2 = _norm(spec, parts, f"{path}.norm_2") if spec.residual == "parallel" else None
+        self._norm_1 = make_norm(spec, parts, f"{path}.norm_1")
+        self._norm_2 = make_norm(spec, parts, f"{path}.norm_2") if spec.residual == "parallel" else None
         self._add = parts.kernels.add
         self._attend = LayerAttention(spec, parts, path, layer)
-        self._feed = _feeder(spec, parts, path, layer)
+        self._feed_forward = _make_feed_forward(spec, parts, path, layer)
 
-    def __call__(
-        self, x: Tensor, delta: Tensor | None, surroundings: Surroundings
-    ) -> tuple[Tensor, Tensor | None]:
+    def __call__(self, x: Tensor, delta: Tensor | None, context: StepContext) -> tuple[Tensor, Tensor | None]:
         normed = self._norm_1(x, delta)
-        attended = self._attend(normed, surroundings)
-        fed = self._feed(self._norm_2(x) if self._norm_2 else normed, surroundings.adapters)
+        attended = self._attend(normed, context)
+        fed = self._feed_forward(self._norm_2(x) if self._norm_2 else normed, context.adapters)
         return x, self._add(fed, attended)
 
 
@@ -100,40 +95,40 @@ class PostNormBlock:
 
     def __init__(self, spec: DecoderSpec, parts: Parts, layer: int):
         path = f"blocks.{layer}"
-        self._norm_1, self._norm_2 = (_norm(spec, parts, f"{path}.norm_{i}") for i in (1, 2))
+        self._norm_1, self._norm_2 = (make_norm(spec, parts, f"{path}.norm_{i}") for i in (1, 2))
         self._attend = LayerAttention(spec, parts, path, layer)
-        self._feed = _feeder(spec, parts, path, layer)
+        self._feed_forward = _make_feed_forward(spec, parts, path, layer)
 
-    def __call__(
-        self, x: Tensor, delta: Tensor | None, surroundings: Surroundings
-    ) -> tuple[Tensor, Tensor | None]:
+    def __call__(self, x: Tensor, delta: Tensor | None, context: StepContext) -> tuple[Tensor, Tensor | None]:
         assert delta is None, "every block ends with the sum"
-        x = self._norm_1(x, self._attend(x, surroundings))
-        return self._norm_2(x, self._feed(x, surroundings.adapters)), None
+        x = self._norm_1(x, self._attend(x, context))
+        return self._norm_2(x, self._feed_forward(x, context.adapters)), None
 
 
 class Decoder:
     def __init__(self, spec: DecoderSpec, parts: Parts):
         self.spec, self.parts = spec, parts
-        self._rotary, self._local_rotary = (_rotary(rope, parts) for rope in (spec.rope, spec.local_rope))
+        self._rotary, self._local_rotary = (
+            _make_rotary(rope, parts) for rope in (spec.rope, spec.local_rope)
+        )
         self._embed = InputEmbedding(spec, parts)
-        kind = _block_kind(spec)
-        self._blocks = [kind(spec, parts, layer) for layer in range(spec.num_layers)]
-        self._norm = _norm(spec, parts, "norm") if spec.final_norm else None
-        width = self.prompt_width = spec.embedding_size or spec.hidden_size
-        is_bridged = width != spec.hidden_size
-        self._project = Replicated(parts, "embed_out", spec.hidden_size, width) if is_bridged else None
+        block_class = _block_class(spec)
+        self._blocks = [block_class(spec, parts, layer) for layer in range(spec.num_layers)]
+        self._norm = make_norm(spec, parts, "norm") if spec.final_norm else None
+        width = self.prompt_width = spec.embedding_width
+        is_projected = width != spec.hidden_size
+        self._project = Replicated(parts, "embed_out", spec.hidden_size, width) if is_projected else None
         self._head = Head(parts, "head", spec.vocab_size, width)
 
     @torch.inference_mode()
     def forward(self, inputs: StepInputs, attention: Attention) -> Tensor:
         """Return hidden states, [num_tokens, hidden_size]."""
         x = self._embed(inputs)
-        angles, local_angles = (_turn(rotary, inputs) for rotary in (self._rotary, self._local_rotary))
-        surroundings = Surroundings(attention, inputs.metadata, angles, local_angles, inputs.adapters)
+        angles, local_angles = (_find_angles(rotary, inputs) for rotary in (self._rotary, self._local_rotary))
+        context = StepContext(attention, inputs.metadata, angles, local_angles, inputs.adapters)
         delta: Tensor | None = None
         for block in self._blocks:
-            x, delta = block(x, delta, surroundings)
+            x, delta = block(x, delta, context)
         return x if delta is None else self.parts.kernels.add(x, delta)
 
     @torch.inference_mode()
@@ -156,13 +151,12 @@ class InputEmbedding:
         # The scale is rounded to the weights' type, as in the training of models that have one.
         self._scale = torch.tensor(spec.embedding_scale, dtype=parts.dtype).item()
         self._virtual_scale = self._scale if spec.scales_virtual else 1.0
-        width = spec.embedding_size or spec.hidden_size
-        is_bridged = width != spec.hidden_size
+        width = spec.embedding_width
+        is_projected = width != spec.hidden_size
         self._tokens = Embedding(parts, "embed", spec.vocab_size, width)
-        self._project = Replicated(parts, "embed_in", width, spec.hidden_size) if is_bridged else None
-        self._norm = _norm(spec, parts, "embed_norm") if spec.embedding_norm else None
-        sizes = (spec.num_positions, spec.hidden_size, spec.position_offset)
-        self._positions = Positions(parts, "positions", *sizes) if spec.num_positions else None
+        self._project = Replicated(parts, "embed_in", width, spec.hidden_size) if is_projected else None
+        self._norm = make_norm(spec, parts, "embed_norm") if spec.embedding_norm else None
+        self._positions = make_positions(spec, parts, "positions")
 
     def __call__(self, inputs: StepInputs) -> Tensor:
         x = self._tokens(inputs.token_ids, inputs.adapters)
@@ -177,17 +171,13 @@ class InputEmbedding:
         return self._norm(x) if self._norm else x
 
 
-def _block_kind(spec: DecoderSpec) -> type[Block] | type[ParallelBlock] | type[PostNormBlock]:
+def _block_class(spec: DecoderSpec) -> type[Block] | type[ParallelBlock] | type[PostNormBlock]:
     if spec.residual != "sequential":
         return ParallelBlock
     return PostNormBlock if spec.norm_place == "sum" else Block
 
 
-def _norm(spec: DecoderSpec, parts: Parts, path: str) -> Norm:
-    return Norm(parts, path, spec.hidden_size, spec.norm_eps, spec.norm)
-
-
-def _norms(
+def _make_norms(
     spec: DecoderSpec, parts: Parts, path: str, number: int
 ) -> tuple[Callable[[Tensor, Tensor | None], Tensor], Callable[[Tensor], Tensor]]:
     """Return the functions that a branch applies to its input and to its output."""
@@ -196,21 +186,21 @@ def _norms(
     def add(x: Tensor, delta: Tensor | None) -> Tensor:
         return x if delta is None else kernels.add(x, delta)
 
-    before = _norm(spec, parts, f"{path}.norm_{number}") if spec.norm_place != "after" else add
+    before = make_norm(spec, parts, f"{path}.norm_{number}") if spec.norm_place != "after" else add
     if spec.norm_place != "before":
-        return before, _norm(spec, parts, f"{path}.post_norm_{number}")
+        return before, make_norm(spec, parts, f"{path}.post_norm_{number}")
     scale = spec.residual_scale
     return before, (lambda x: kernels.scale(x, scale)) if scale != 1 else lambda x: x
 
 
-def _rotary(rope: Rope | None, parts: Parts) -> Rotary | None:
+def _make_rotary(rope: Rope | None, parts: Parts) -> Rotary | None:
     return None if rope is None else Rotary(rope, parts.kernels)
 
 
-def _turn(rotary: Rotary | None, inputs: StepInputs) -> Tensor | None:
+def _find_angles(rotary: Rotary | None, inputs: StepInputs) -> Tensor | None:
     return None if rotary is None else rotary(inputs.positions, inputs.is_long)
 
 
-def _feeder(spec: DecoderSpec, parts: Parts, path: str, layer: int) -> Feeder:
+def _make_feed_forward(spec: DecoderSpec, parts: Parts, path: str, layer: int) -> FeedForward:
     is_sparse = spec.experts is not None and layer not in spec.experts.dense_layers
     return (SparseMLP if is_sparse else MLP)(spec, parts, f"{path}.mlp")

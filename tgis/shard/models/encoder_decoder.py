@@ -8,15 +8,14 @@ import torch
 from torch import Tensor
 
 from tgis.shard.attention.interface import Attention, Scoring
-from tgis.shard.layers.embedding import Embedding, Head, Positions
+from tgis.shard.layers.embedding import Embedding, Head
 from tgis.shard.layers.linear import ColumnParallel, RowParallel
 from tgis.shard.layers.lora import TokenAdapters
-from tgis.shard.layers.norm import Norm
 from tgis.shard.layers.ops import Parts
 from tgis.shard.models.interface import StepInputs
-from tgis.shard.models.parts.blocks import MLP, SelfAttention
+from tgis.shard.models.parts.blocks import MLP, SelfAttention, make_norm, make_positions
 from tgis.shard.models.parts.relative_bias import read_bias
-from tgis.shard.models.spec.seq2seq_spec import EncoderDecoderSpec, StackSpec
+from tgis.shard.models.spec import EncoderDecoderSpec, StackSpec
 
 # Cache layer for the keys and values of the encoder's current layer. The decoder overwrites it once the
 # encoder has finished.
@@ -30,13 +29,13 @@ class CrossAttention:
 
     def __init__(self, spec: StackSpec, parts: Parts, path: str, layer: int):
         self._layer, self._head_dim = layer, spec.head_dim
-        self._scoring = Scoring(scale=spec.attention_scale, causal=False)
+        self._scoring = Scoring(scale=spec.score_scale, causal=False)
         size, inner = spec.hidden_size, spec.num_heads * spec.head_dim
-        self._q = ColumnParallel(parts, f"{path}.q", size, [inner], spec.has_biases)
-        self._kv = ColumnParallel(parts, f"{path}.kv", size, [inner, inner], spec.has_biases)
-        self._out = RowParallel(parts, f"{path}.out", inner, size, spec.has_biases)
+        self._q = ColumnParallel(parts, f"{path}.q", size, [inner], spec.qkv_bias)
+        self._kv = ColumnParallel(parts, f"{path}.kv", size, [inner, inner], spec.qkv_bias)
+        self._out = RowParallel(parts, f"{path}.out", inner, size, spec.out_bias)
 
-    def keep(self, states: Tensor, inputs: StepInputs, attention: Attention) -> None:
+    def write_keys_and_values(self, states: Tensor, inputs: StepInputs, attention: Attention) -> None:
         """Write keys and values of the encoder's output, states [num_tokens, hidden_size], to the cache."""
         k, v = self._kv(states, inputs.adapters).view(len(states), 2, -1, self._head_dim).unbind(1)
         attention.write(self._layer, k, v, inputs.metadata)  # [num_tokens, num_heads, head_dim]
@@ -61,7 +60,7 @@ class Layer:
         path: str,
         cache_layer: int,
         scoring: Scoring,
-        crossing: CrossAttention | None,
+        cross_attention: CrossAttention | None,
     ):
         attend = SelfAttention(spec, parts, f"{path}.attention", cache_layer, scoring)
         feed = MLP(spec, parts, f"{path}.mlp")
@@ -69,11 +68,11 @@ class Layer:
             "norm_1": lambda x, inputs, attention: attend(
                 x, None, attention, inputs.metadata, inputs.adapters
             ),
-            "cross_norm": crossing,
+            "cross_norm": cross_attention,
             "norm_2": lambda x, inputs, attention: feed(x, inputs.adapters),
         }
         self._branches = [
-            (_norm(spec, parts, f"{path}.{name}"), branch) for name, branch in branches.items() if branch
+            (make_norm(spec, parts, f"{path}.{name}"), branch) for name, branch in branches.items() if branch
         ]
         self._norms_sums = spec.norm_place == "sum"
 
@@ -88,16 +87,17 @@ class Layer:
         return x, delta
 
 
-class Stack:
-    """Layers of the encoder, or with `crossings` of the decoder, from token embeddings to the last norm."""
+class LayerStack:
+    """Layers of the encoder, or with `cross_attentions` of the decoder, and the norms around them."""
 
-    def __init__(self, spec: StackSpec, parts: Parts, path: str, crossings: Sequence[CrossAttention] = ()):
+    def __init__(
+        self, spec: StackSpec, parts: Parts, path: str, cross_attentions: Sequence[CrossAttention] = ()
+    ):
         self._spec, self._kernels = spec, parts.kernels
-        self._embed_norm = _norm(spec, parts, f"{path}.embed_norm") if spec.embedding_norm else None
-        self._norm = _norm(spec, parts, f"{path}.norm") if spec.final_norm else None
-        sizes = (spec.num_positions, spec.hidden_size, spec.position_offset)
-        self._positions = Positions(parts, f"{path}.positions", *sizes) if spec.num_positions else None
-        self._layers = list(_layers(spec, parts, f"{path}.blocks", crossings))
+        self._embed_norm = make_norm(spec, parts, f"{path}.embed_norm") if spec.embedding_norm else None
+        self._norm = make_norm(spec, parts, f"{path}.norm") if spec.final_norm else None
+        self._positions = make_positions(spec, parts, f"{path}.positions")
+        self._layers = list(_layers(spec, parts, f"{path}.blocks", cross_attentions))
 
     def __call__(self, x: Tensor, inputs: StepInputs, attention: Attention) -> Tensor:
         """Compute hidden states from embedded tokens x, [num_tokens, hidden_size]. x is overwritten."""
@@ -125,12 +125,12 @@ class EncoderDecoderModel:
     def __init__(self, spec: EncoderDecoderSpec, parts: Parts):
         self.spec, self.parts, self.prompt_width = spec, parts, spec.encoder.hidden_size
         self._tokens = Embedding(parts, "embed", spec.vocab_size, spec.encoder.hidden_size)
-        self._encoder = Stack(spec.encoder, parts, "encoder")
-        self._crossings = [
+        self._encoder = LayerStack(spec.encoder, parts, "encoder")
+        self._cross_attentions = [
             CrossAttention(spec.decoder, parts, f"decoder.blocks.{layer}.cross", layer)
             for layer in range(spec.num_layers)
         ]
-        self._decoder = Stack(spec.decoder, parts, "decoder", self._crossings)
+        self._decoder = LayerStack(spec.decoder, parts, "decoder", self._cross_attentions)
         self._head = Head(parts, "head", spec.vocab_size, spec.decoder.hidden_size)
         self._head_bias: Tensor | None = None  # [vocab_size]
         if spec.has_head_bias and parts.weights.has("head_bias.bias"):
@@ -142,8 +142,8 @@ class EncoderDecoderModel:
     def encode(self, inputs: StepInputs, attention: Attention) -> None:
         x = self._encoder(self._embed(inputs), inputs, attention)
         states = self._encoder.normalise(x)  # [num_tokens, hidden_size]
-        for crossing in self._crossings:
-            crossing.keep(states, inputs, attention)
+        for cross_attention in self._cross_attentions:
+            cross_attention.write_keys_and_values(states, inputs, attention)
 
     @torch.inference_mode()
     def forward(self, inputs: StepInputs, attention: Attention) -> Tensor:
@@ -161,17 +161,15 @@ class EncoderDecoderModel:
         return self._tokens(inputs.token_ids, inputs.adapters)
 
 
-def _layers(spec: StackSpec, parts: Parts, path: str, crossings: Sequence[CrossAttention]) -> Iterator[Layer]:
-    is_decoder = bool(crossings)
+def _layers(
+    spec: StackSpec, parts: Parts, path: str, cross_attentions: Sequence[CrossAttention]
+) -> Iterator[Layer]:
+    is_decoder = bool(cross_attentions)
     relative, bias = spec.relative_bias, None  # bias: [own heads, any]
     for layer in range(spec.num_layers):
         if relative and (layer == 0 or relative.is_per_layer):
             bias = read_bias(parts, f"{path}.{layer}.bias", relative, spec.num_heads, is_decoder)
-        scoring = Scoring(scale=spec.attention_scale, causal=is_decoder, bias=bias)
-        crossing = crossings[layer] if is_decoder else None
+        scoring = Scoring(scale=spec.score_scale, causal=is_decoder, bias=bias)
+        cross_attention = cross_attentions[layer] if is_decoder else None
         cache_layer = layer if is_decoder else SCRATCH_LAYER
-        yield Layer(spec, parts, f"{path}.{layer}", cache_layer, scoring, crossing)
-
-
-def _norm(spec: StackSpec, parts: Parts, path: str) -> Norm:
-    return Norm(parts, path, spec.hidden_size, spec.norm_eps, spec.norm)
+        yield Layer(spec, parts, f"{path}.{layer}", cache_layer, scoring, cross_attention)

@@ -81,7 +81,7 @@ class Model(Protocol):
 
 
 @runtime_checkable
-class Tunable(Model, Protocol):
+class AdaptableModel(Model, Protocol):
     """Model that takes virtual tokens and adapters."""
 
     @property
@@ -94,7 +94,7 @@ class Tunable(Model, Protocol):
 
 
 @runtime_checkable
-class EncoderDecoder(Model, Protocol):
+class EncodingModel(Model, Protocol):
     def encode(self, inputs: StepInputs, attention: Attention) -> None:
         """Compute whole encoder inputs and write the keys and values of cross attention to the cache.
 

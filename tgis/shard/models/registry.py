@@ -1,7 +1,6 @@
-"""Registry of the model families that this service computes itself. It describes and loads their models."""
+"""Registry of the model families that this service computes itself. It builds and loads their models."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -38,23 +37,10 @@ from tgis.shard.models.families import (
     starcoder2,
     t5,
 )
-from tgis.shard.models.interface import Model, UnsupportedModelError
-from tgis.shard.models.leftovers import refuse_unread
-from tgis.shard.models.spec.seq2seq_spec import EncoderDecoderSpec
-from tgis.shard.models.spec.spec import DecoderSpec
+from tgis.shard.models.interface import UnsupportedModelError
+from tgis.shard.models.spec import DecoderSpec, EncoderDecoderSpec
+from tgis.shard.models.unread_tensors import refuse_unread
 
-
-@dataclass(frozen=True)
-class Support:
-    """Features of the service that work with the models of an engine."""
-
-    sharded: bool
-    quantized: bool
-    soft_prompts: bool
-    adapters: bool
-
-
-SUPPORT = Support(sharded=True, quantized=True, soft_prompts=True, adapters=True)
 Spec = DecoderSpec | EncoderDecoderSpec
 
 
@@ -62,8 +48,7 @@ class Family(Protocol):
     MODEL_TYPES: tuple[str, ...]
 
     def spec(self, config: Mapping[str, Any]) -> Spec: ...
-    def sources(self, spec: Any) -> dict[str, Source]:
-        """Return the sources of the tensors of a model with a spec of `spec`."""
+    def sources(self, spec: Any) -> dict[str, Source]: ...
 
 
 DECODERS: tuple[Family, ...] = (
@@ -100,8 +85,8 @@ def is_known(config: Mapping[str, Any]) -> bool:
     return isinstance(model_type, str) and model_type in FAMILIES
 
 
-def describe(config: Mapping[str, Any]) -> Spec:
-    """Return the shape of the model that a config.json describes. Raises UnsupportedModelError."""
+def make_spec(config: Mapping[str, Any]) -> Spec:
+    """Return the specification of the model that a config.json describes. Raises UnsupportedModelError."""
     model_type = config.get("model_type")
     if not is_known(config):
         known = ", ".join(sorted(FAMILIES))
@@ -116,12 +101,23 @@ def describe(config: Mapping[str, Any]) -> Spec:
 
 
 def serves(config: Mapping[str, Any]) -> bool:
-    """Return True if `describe` returns a spec for the model."""
+    """Return True if `make_spec` returns a specification of the model."""
     try:
-        describe(config)
+        make_spec(config)
     except UnsupportedModelError:
         return False
     return True
+
+
+def build(spec: Spec, parts: Parts) -> Decoder | EncoderDecoderModel:
+    """Build the model. Raises WeightsError."""
+    return Decoder(spec, parts) if isinstance(spec, DecoderSpec) else EncoderDecoderModel(spec, parts)
+
+
+def open_weights(path: Path, config: Mapping[str, Any], spec: Spec, kind: type[Weights] = Weights) -> Weights:
+    """Open the checkpoint in directory `path`, with the names of the model's family. Raises WeightsError."""
+    family = FAMILIES[config["model_type"]]
+    return kind(path, family.sources(spec), getattr(family, "PREFIX", ""))
 
 
 def load(
@@ -131,36 +127,33 @@ def load(
     dtype: torch.dtype,
     kernels: Kernels = ops,
     quantize: Quantization = "none",
-) -> Model:
+) -> Decoder | EncoderDecoderModel:
     """Load this rank's part of the model in directory `path`.
 
     Weights are rounded to `dtype`, those of linear layers as `quantize` says. Raises UnsupportedModelError,
     WeightsError."""
-    spec = describe(config)
-    family = FAMILIES[config["model_type"]]
-    with Weights(path, family.sources(spec), getattr(family, "PREFIX", "")) as weights:
-        parts = Parts(group, weights, dtype, kernels, quantize=quantize)
-        model = Decoder(spec, parts) if isinstance(spec, DecoderSpec) else EncoderDecoderModel(spec, parts)
+    spec = make_spec(config)
+    with open_weights(path, config, spec) as weights:
+        model = build(spec, Parts(group, weights, dtype, kernels, quantize=quantize))
         refuse_unread(path, weights.list_unread(), config)
         return model
 
 
-def count_table(spec: Spec) -> int:
+def count_embedding_elements(spec: Spec) -> int:
     """Return the number of elements of the token embedding."""
-    if isinstance(spec, DecoderSpec):
-        return spec.vocab_size * (spec.embedding_size or spec.hidden_size)
-    return spec.vocab_size * spec.encoder.hidden_size
+    width = spec.embedding_width if isinstance(spec, DecoderSpec) else spec.encoder.hidden_size
+    return spec.vocab_size * width
 
 
-def check_cut(spec: Spec, size: int) -> None:
+def check_sharding(spec: Spec, size: int) -> None:
     """Check that the model can be cut over `size` ranks. Raises UnsupportedModelError."""
     shared = spec.num_kv_heads % size == 0 or size % spec.num_kv_heads == 0
     fits = all(width % size == 0 for width in spec.intermediate_sizes)
     if size > spec.vocab_size:
-        raise UnsupportedModelError(f"a vocabulary of {spec.vocab_size} cannot be cut over {size} shards")
+        raise UnsupportedModelError(f"a vocabulary of {spec.vocab_size} cannot be split over {size} shards")
     if spec.num_heads % size or not shared or not fits:
         widths = " and ".join(str(width) for width in dict.fromkeys(spec.intermediate_sizes))
         raise UnsupportedModelError(
-            f"the model cannot be cut over {size} shards: {spec.num_heads} attention heads, "
-            f"{spec.num_kv_heads} key/value heads, intermediate size {widths}"
+            f"the model cannot be split over {size} shards: it has {spec.num_heads} attention heads, "
+            f"{spec.num_kv_heads} key/value heads and an intermediate size of {widths}"
         )

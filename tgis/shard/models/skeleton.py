@@ -2,7 +2,6 @@
 only the headers of the checkpoint's files."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,50 +17,38 @@ from tgis.shard.layers.ops import Parts
 from tgis.shard.models import registry
 from tgis.shard.models.decoder import Decoder
 from tgis.shard.models.encoder_decoder import EncoderDecoderModel
-from tgis.shard.models.spec.spec import DecoderSpec
 
-NOWHERE = torch.device("meta")
-
-
-@dataclass(frozen=True)
-class Outline:
-    prompt_width: int
-    is_encoder_decoder: bool
-    parts: Parts
-    """Parts of the model on one rank. Their weights can be read."""
+META = torch.device("meta")
 
 
-def outline(path: Path, config: Mapping[str, Any], dtype: torch.dtype) -> Outline:
-    """Return the outline of the model in directory `path`, with weights rounded to `dtype`.
+def build_skeleton(
+    path: Path, config: Mapping[str, Any], dtype: torch.dtype
+) -> Decoder | EncoderDecoderModel:
+    """Return the model in directory `path` without weights. Its `parts` can read them, rounded to `dtype`.
 
     Raises UnsupportedModelError, WeightsError."""
-    spec = registry.describe(config)
-    family = registry.FAMILIES[config["model_type"]]
-    sources, prefix = family.sources(spec), getattr(family, "PREFIX", "")
-    blank = Parts(ProcessGroup(0, 1), _Shapes(path, sources, prefix), torch.float32, TorchKernels(NOWHERE))
-    model = Decoder(spec, blank) if isinstance(spec, DecoderSpec) else EncoderDecoderModel(spec, blank)
-    weights = Weights(path, sources, prefix)
-    for module, cut in blank.cuts.items():
+    spec = registry.make_spec(config)
+    shapes = registry.open_weights(path, config, spec, _MetaWeights)
+    model = registry.build(spec, Parts(ProcessGroup(0, 1), shapes, torch.float32, TorchKernels(META)))
+    weights, cuts = registry.open_weights(path, config, spec), model.parts.cuts
+    for module, cut in cuts.items():
         weights.find(f"{module}.weight", cut.shape)  # `weights` records what it has found
-    return Outline(
-        model.prompt_width,
-        spec.is_encoder_decoder,
-        Parts(ProcessGroup(0, 1), weights, dtype, ops, blank.cuts),
-    )
+    model.parts = Parts(ProcessGroup(0, 1), weights, dtype, ops, cuts)
+    return model
 
 
-class _Shapes(Weights):
+class _MetaWeights(Weights):
     """Weights that have shapes but no elements."""
 
     def find(self, path: str, shape: tuple[int, ...]) -> Stored:
         found = super().find(path, shape)
-        return _Shape(found.shape, found.label)
+        return _MetaTensor(found.shape, found.label)
 
 
-class _Shape:
+class _MetaTensor:
     def __init__(self, shape: tuple[int, ...], label: str):
         self.shape, self.label = shape, label
 
     def read(self, rows: slice = ALL, columns: slice = ALL) -> Tensor:
-        whole = torch.empty(self.shape, device=NOWHERE)
+        whole = torch.empty(self.shape, device=META)
         return whole[rows, columns] if len(self.shape) > 1 else whole[rows]

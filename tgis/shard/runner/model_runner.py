@@ -12,7 +12,7 @@ from tgis import failpoints
 from tgis.pb import shard_pb2 as pb
 from tgis.shard.adapters.registry import LoadedAdapters
 from tgis.shard.layers.lora import TokenAdapters
-from tgis.shard.models.interface import EncoderDecoder
+from tgis.shard.models.interface import EncodingModel
 from tgis.shard.runner import step_response
 from tgis.shard.runner.batch_builder import Batch, BatchBuilder
 from tgis.shard.runner.forward import Forward
@@ -73,7 +73,7 @@ class ModelRunner:
         encoder_inputs, batch = self._table.pack_encoder(request.opened_rows), self._table.pack(request)
         with torch.inference_mode():
             if encoder_inputs is not None:
-                assert isinstance(self.model, EncoderDecoder), "only its rows have inputs for an encoder"
+                assert isinstance(self.model, EncodingModel), "only its rows have inputs for an encoder"
                 self.model.encode(encoder_inputs, self.forward.attention)
             if batch is not None:
                 self._compute(batch, response)

@@ -14,10 +14,12 @@ from tgis.config.model import ENGINES
 from tgis.shard.checkpoint.tensors import WeightsError
 from tgis.shard.collectives import ProcessGroup
 from tgis.shard.layers.ops import Kernels, Quantization
+from tgis.shard.layers.rotary import DynamicScaling, LongScaling
 from tgis.shard.models import registry
-from tgis.shard.models.hf_transformers import load as hf_transformers
+from tgis.shard.models.families import falcon
 from tgis.shard.models.interface import ConfigurationError, Model, ModelSpec, UnsupportedModelError
 from tgis.shard.models.onnx_runtime import load as onnx_runtime
+from tgis.shard.models.spec import DecoderSpec
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +74,7 @@ def choose(
         return _choose_transformers(directory, settings, trust_remote_code, instead_of=error)
     if engine != TRANSFORMERS:
         return native
-    obstacle = hf_transformers.find_obstacle(native.spec, settings["model_type"])
+    obstacle = _find_obstacle(native.spec, settings["model_type"])
     if obstacle is not None:
         logger.warning("tgis_native serves this model, because hf_transformers cannot: %s", obstacle)
         return native
@@ -86,14 +88,14 @@ class _NotNativeError(UnsupportedModelError):
 
 def _choose_native(directory: Path, settings: Mapping[str, Any], size: int, quantize: Quantization) -> Choice:
     try:
-        spec = registry.describe(settings)
+        spec = registry.make_spec(settings)
     except ConfigurationError:
         raise
     except UnsupportedModelError as error:
         raise _NotNativeError(str(error)) from error
-    registry.check_cut(spec, size)
+    registry.check_sharding(spec, size)
     load = partial(registry.load, directory, settings, quantize=quantize)
-    return Choice(NATIVE, spec, load, table_elements=registry.count_table(spec))
+    return Choice(NATIVE, spec, load, table_elements=registry.count_embedding_elements(spec))
 
 
 def _choose_transformers(
@@ -102,6 +104,9 @@ def _choose_transformers(
     trust_remote_code: bool,
     instead_of: UnsupportedModelError | None = None,
 ) -> Choice:
+    # Importing transformers takes seconds.
+    from tgis.shard.models.hf_transformers import load as hf_transformers
+
     # For a known family, the error names the feature that the native family lacks.
     reason = instead_of if registry.is_known(settings) else None
 
@@ -109,7 +114,7 @@ def _choose_transformers(
         return UnsupportedModelError(f"{reason}; through transformers: {error}")
 
     try:
-        spec = hf_transformers.describe(directory, settings, trust_remote_code)
+        spec = hf_transformers.make_spec(directory, settings, trust_remote_code)
     except UnsupportedModelError as error:
         if reason is None:
             raise
@@ -130,8 +135,21 @@ def _choose_transformers(
     return Choice(TRANSFORMERS, spec, load)
 
 
+def _find_obstacle(spec: ModelSpec, model_type: str) -> str | None:
+    """Return why transformers' code cannot run a model of a native family, None if no reason is known."""
+    if not isinstance(spec, DecoderSpec):
+        return "it is an encoder-decoder"
+    if spec.slopes:
+        return "it has ALiBi"
+    if model_type in falcon.MODEL_TYPES:
+        return "its code does not use the attention interface"
+    if spec.rope and isinstance(spec.rope.scaling, DynamicScaling | LongScaling):
+        return "its rotary embedding lets sequences of one step affect each other"
+    return None
+
+
 def _choose_onnx(directory: Path, settings: Mapping[str, Any]) -> Choice:
-    spec = onnx_runtime.describe(directory, settings)
+    spec = onnx_runtime.make_spec(directory, settings)
 
     def load(group: ProcessGroup, dtype: torch.dtype, _: Kernels) -> Model:
         return onnx_runtime.load(spec, group, torch.get_num_threads())

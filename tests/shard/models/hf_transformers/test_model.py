@@ -16,7 +16,7 @@ from tests.support.shard.stepping import ALONE, Stepper, read_config
 from tgis.shard.collectives import ProcessGroup
 from tgis.shard.memory.kv_cache import local_kv_heads
 from tgis.shard.models.hf_transformers import load as hf_transformers
-from tgis.shard.models.hf_transformers.packed_linear import PackedLinear, find_wanted, pack_linears
+from tgis.shard.models.hf_transformers.packed_linear import PackedLinear, find_read_weights, pack_linears
 from tgis.shard.models.interface import Model
 
 LATENT = {
@@ -81,7 +81,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
 
 
 def load(directory: Path, group: ProcessGroup = ALONE, dtype: torch.dtype = torch.float32) -> Model:
-    spec = hf_transformers.describe(directory, read_config(directory), trust_remote_code=False)
+    spec = hf_transformers.make_spec(directory, read_config(directory), trust_remote_code=False)
     return hf_transformers.load(directory, spec, group, dtype, trust_remote_code=False)
 
 
@@ -188,6 +188,6 @@ def test_packed_linears() -> None:
     whole = model["one"](x).flatten(0, 1)
     for i, row in enumerate(x.flatten(0, 1)):
         assert torch.equal(model["one"](row[None])[0], whole[i])
-    assert find_wanted(model) == set()
+    assert find_read_weights(model) == set()
     assert not hasattr(model["one"], "weight")
-    assert find_wanted(model) == {"one"}
+    assert find_read_weights(model) == {"one"}

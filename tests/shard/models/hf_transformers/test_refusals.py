@@ -18,19 +18,15 @@ from tgis.shard.checkpoint.tensors import WeightsError
 from tgis.shard.kernels.cpu.attention.attention import CpuAttention
 from tgis.shard.memory.kv_cache import KVCache
 from tgis.shard.models.hf_transformers import load as hf_transformers
-from tgis.shard.models.hf_transformers.attention_hook import (
-    AttentionCall,
-    NotServedError,
-    PagedStep,
-    find_window,
-)
+from tgis.shard.models.hf_transformers.attention_hook import AttentionCall, PagedStep, find_window
 from tgis.shard.models.interface import Model, UnsupportedModelError
+from tgis.shard.models.whole_model import NotServedError
 
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
 MODELS: dict[str, tuple[Callable[[], transformers.PretrainedConfig], str]] = {
     "sinks": (
         lambda: transformers.GptOssConfig(**SMALL, head_dim=8, num_local_experts=2, num_experts_per_tok=1),
-        "its attention takes s_aux",
+        "its attention needs s_aux",
     ),
     "state": (
         lambda: transformers.Lfm2Config(**SMALL, layer_types=["conv", "full_attention"]),
@@ -62,11 +58,11 @@ MODELS: dict[str, tuple[Callable[[], transformers.PretrainedConfig], str]] = {
     ),
     "no positions": (
         lambda: transformers.BloomConfig(hidden_size=32, n_layer=2, n_head=4, vocab_size=99),
-        "cannot be told positions",
+        "its code takes no position_ids",
     ),
     "shifted positions": (
         lambda: transformers.RobertaConfig(**SMALL, is_decoder=True),
-        "scores change where sequences are packed and cut",
+        "scores change if sequences are packed and cut",
     ),
     "positions of a step": (
         lambda: transformers.LlamaConfig(**SMALL, rope_parameters=DYNAMIC),
@@ -93,7 +89,7 @@ class EchoForCausalLM(LlamaForCausalLM):
 
 
 def load(directory: Path, trust: bool = False) -> Model:
-    spec = hf_transformers.describe(directory, read_config(directory), trust)
+    spec = hf_transformers.make_spec(directory, read_config(directory), trust)
     return hf_transformers.load(directory, spec, ALONE, torch.float32, trust)
 
 
@@ -129,7 +125,7 @@ def test_code_that_goes_its_own_ways(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
-        ({"model_type": "clock"}, "it does not know this type"),
+        ({"model_type": "clock"}, "transformers does not know this type"),
         ({"model_type": "t5"}, "it is an encoder-decoder"),
         ({"model_type": "vit"}, "no causal language model"),
         ({"quantization_config": {"quant_method": "gptq"}}, "quantized checkpoints"),
@@ -176,7 +172,7 @@ def test_code_of_the_checkpoint_runs_only_where_it_is_trusted(llama: Path) -> No
     assert torch.equal(Stepper(load(llama, trust=True)).step({0: ([5, 6, 7], 0)})[0], expected)
     # Its layers look at the token before, whichever sequence that is of.
     change(llama, shift=0.01)
-    assert "scores change where sequences are packed and cut" in refusal(llama, trust=True)
+    assert "scores change if sequences are packed and cut" in refusal(llama, trust=True)
     (llama / "echo.py").write_text("import nothing_that_there_is")
     assert "nothing_that_there_is" in refusal(llama, trust=True)
 

@@ -34,11 +34,11 @@ BLOCK_SIZE, NUM_BLOCKS = 4, 512
 
 
 def load(directory: Path, group: ProcessGroup = ALONE) -> Model:
-    return onnx_runtime.load(onnx_runtime.describe(directory, read_config(directory)), group, num_threads=1)
+    return onnx_runtime.load(onnx_runtime.make_spec(directory, read_config(directory)), group, num_threads=1)
 
 
 def make_runner(directory: Path, tokenizer: Path | None = None) -> ModelRunner:
-    model, spec = load(directory), onnx_runtime.describe(directory, read_config(directory))
+    model, spec = load(directory), onnx_runtime.make_spec(directory, read_config(directory))
     shape = (spec.num_layers, NUM_BLOCKS, BLOCK_SIZE, spec.num_kv_heads, spec.head_dim)
     table = BatchBuilder(8, 192, BLOCK_SIZE, spec.vocab_size, torch.device("cpu"), NOTHING)
     read = partial(read_tokenizer, tokenizer or directory, spec.vocab_size, [1])

@@ -31,7 +31,7 @@ Shape = list[int | str]
 
 
 def load(directory: Path) -> None:
-    onnx_runtime.load(onnx_runtime.describe(directory, read_config(directory)), ALONE, num_threads=1)
+    onnx_runtime.load(onnx_runtime.make_spec(directory, read_config(directory)), ALONE, num_threads=1)
 
 
 @pytest.fixture
@@ -53,7 +53,7 @@ def test_graphs_are_read_as_onnx_runtime_reads_them(file: Path) -> None:
 
 def test_what_is_found_out_about_a_model() -> None:
     found = {
-        name: onnx_runtime.describe(DATA / name, read_config(DATA / name))
+        name: onnx_runtime.make_spec(DATA / name, read_config(DATA / name))
         for name in ("gpt2", "half", "merged")
     }
     shapes = {name: (spec.num_layers, spec.num_kv_heads, spec.head_dim) for name, spec in found.items()}
@@ -67,7 +67,7 @@ def test_the_folder_of_the_hub_and_weights_beside_the_graph(llama: Path) -> None
     (llama / "onnx").mkdir()
     moved = (llama / "model.onnx").rename(llama / "onnx" / "model.onnx")
     (llama / "onnx" / "model.onnx_data").write_bytes(bytes(1000))
-    spec = onnx_runtime.describe(llama, read_config(llama))
+    spec = onnx_runtime.make_spec(llama, read_config(llama))
     assert spec.file == moved
     assert spec.weight_bytes == moved.stat().st_size + 1000
     load(llama)
@@ -107,7 +107,7 @@ REFUSED = {
     "nothing": (leave, f"has no model in ONNX form, model.onnx or decoder_model_merged.onnx{TO_EXPORT}"),
     "two graphs": (
         lambda path: leave(path, "decoder_model.onnx", "decoder_with_past_model.onnx"),
-        f"in two graphs, and they are served as one{TO_EXPORT}",
+        f"in two graphs, and only one graph can be served{TO_EXPORT}",
     ),
     "an encoder": (
         lambda path: leave(path, "encoder_model.onnx", "decoder_model_merged.onnx"),
@@ -119,18 +119,18 @@ REFUSED = {
     ),
     "no past": (
         lambda path: replace(path, b"past_key_values", b"last_key_values"),
-        "it takes no keys and values of the tokens before",
+        "it has no inputs for the keys and values of earlier tokens",
     ),
     "another input": (
         lambda path: replace(path, b"position_ids", b"position_idx"),
-        "its input position_idx has a name or type that we do not know",
+        "its input position_idx has an unknown name or type",
     ),
     "no scores": (lambda path: replace(path, b"logits", b"logitz"), "it has no logits"),
     "an output missing": (
         lambda path: replace(path, b"present.1.value", b"present.7.value"),
         "it has no present.1.value",
     ),
-    "layers that are mixed up": (swap_layers, "its scores change where a prompt comes in chunks"),
+    "layers that are mixed up": (swap_layers, "its scores change if a prompt comes in chunks"),
 }
 
 
@@ -182,17 +182,20 @@ def write_header(directory: Path, **changed: tuple[int, Shape]) -> None:
 
 def test_a_header_alone_describes_a_model_and_does_not_load(tmp_path: Path) -> None:
     write_header(tmp_path)
-    spec = onnx_runtime.describe(tmp_path, {"n_positions": 12})
+    spec = onnx_runtime.make_spec(tmp_path, {"n_positions": 12})
     assert (spec.num_layers, spec.num_kv_heads, spec.head_dim, spec.vocab_size) == (1, 2, 4, 77)
     assert spec.max_positions == 12
     write_header(tmp_path, logits=(FLOAT, ["b", "n", "tokens"]))
-    assert onnx_runtime.describe(tmp_path, {"vocab_size": 55}).vocab_size == 55
+    assert onnx_runtime.make_spec(tmp_path, {"vocab_size": 55}).vocab_size == 55
     with pytest.raises(WeightsError, match=r"model\.onnx cannot be loaded: "):
         onnx_runtime.load(spec, ALONE, num_threads=1)
 
 
 HEADERS = {
-    "floats of 64 bits": ({KEYS: (DOUBLE, ["b", 2, "p", 4])}, f"its input {KEYS} has a name or type that"),
+    "floats of 64 bits": (
+        {KEYS: (DOUBLE, ["b", 2, "p", 4])},
+        f"its input {KEYS} has an unknown name or type",
+    ),
     "integers": (
         {KEYS: (INT64, ["b", 2, "p", 4])},
         "keys and values are neither all float32 nor all float16",
@@ -205,16 +208,16 @@ HEADERS = {
     "two shapes": ({KEYS: (FLOAT, ["b", 2, "p", 8])}, "keys and values are not of one shape"),
     "no vocabulary": (
         {"logits": (FLOAT, ["b", "n", "v"])},
-        r"neither it nor config\.json says how many tokens",
+        r"neither it nor config\.json gives the size of the vocabulary",
     ),
-    "no scores": ({"logits": (FLOAT, [])}, r"neither it nor config\.json says how many tokens"),
+    "no scores": ({"logits": (FLOAT, [])}, r"neither it nor config\.json gives the size of the vocabulary"),
     "open sizes": (
         dict.fromkeys((KEYS, "past_key_values.0.value"), (FLOAT, ["b", "h", "p", 4])),
-        "it does not say how many key/value heads",
+        "it does not give the number and size of the key/value heads",
     ),
     "sizes below zero": (
         dict.fromkeys((KEYS, "past_key_values.0.value"), (FLOAT, ["b", (1 << 64) - 1, "p", 4])),
-        "it does not say how many key/value heads",
+        "it does not give the number and size of the key/value heads",
     ),
 }
 
@@ -224,7 +227,7 @@ def test_headers_that_are_refused(case: str, tmp_path: Path) -> None:
     changed, text = HEADERS[case]
     write_header(tmp_path, **changed)
     with pytest.raises(UnsupportedModelError, match=text):
-        onnx_runtime.describe(tmp_path, {})
+        onnx_runtime.make_spec(tmp_path, {})
 
 
 @pytest.mark.parametrize("cause", ["empty", "text", "other", "cut", "begun"])
@@ -244,7 +247,7 @@ def test_damaged_files_are_named(cause: str, llama: Path) -> None:
 
 
 def test_scores_that_are_not_those_described(capfd: pytest.CaptureFixture[str]) -> None:
-    spec = onnx_runtime.describe(DATA / "llama", read_config(DATA / "llama"))
+    spec = onnx_runtime.make_spec(DATA / "llama", read_config(DATA / "llama"))
     with pytest.raises(UnsupportedModelError, match=r"it gives scores of shape \[9, 99\] for 9 tokens$"):
         onnx_runtime.load(dataclasses.replace(spec, vocab_size=98), ALONE, num_threads=1)
     with pytest.raises(UnsupportedModelError, match=r"ONNX Runtime failed with .*out of data bounds"):
@@ -255,4 +258,4 @@ def test_scores_that_are_not_those_described(capfd: pytest.CaptureFixture[str]) 
 def test_onnx_runtime_is_an_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(onnx_runtime, "find_spec", lambda name: None)
     with pytest.raises(UnsupportedModelError, match=r"^models in ONNX form need ONNX Runtime: pip install "):
-        onnx_runtime.describe(DATA / "llama", {})
+        onnx_runtime.make_spec(DATA / "llama", {})

@@ -1,9 +1,9 @@
 """BART and mBART: learned positions; norms after the residual sums, in mBART before the branches."""
 
 from tgis.shard.checkpoint.weights import Source, first_of, stack
+from tgis.shard.models.config_reader import Config, activation, divide_heads, integer
 from tgis.shard.models.interface import UnsupportedModelError
-from tgis.shard.models.spec.config_reader import Config, activation, divide_heads, integer
-from tgis.shard.models.spec.seq2seq_spec import EncoderDecoderSpec, StackSpec
+from tgis.shard.models.spec import EncoderDecoderSpec, StackSpec
 
 MODEL_TYPES: tuple[str, ...] = ("bart", "mbart")
 PREFIX = "model."
@@ -22,20 +22,22 @@ def spec(config: Config) -> EncoderDecoderSpec:
 
 def _stack_spec(config: Config, name: str) -> StackSpec:
     size, num_heads = integer(config, "d_model"), integer(config, f"{name}_attention_heads")
-    head_dim = divide_heads(size, num_heads)
     is_multilingual = config["model_type"] == "mbart"
     return StackSpec(
         num_layers=integer(config, f"{name}_layers"),
         hidden_size=size,
         num_heads=num_heads,
-        head_dim=head_dim,
+        num_kv_heads=num_heads,
+        head_dim=divide_heads(size, num_heads),
         intermediate_size=integer(config, f"{name}_ffn_dim"),
         norm_eps=1e-5,
         norm="layer",
         norm_place="before" if is_multilingual else "sum",
         activation=activation(config, "activation_function", "gelu"),
-        has_biases=True,
-        attention_scale=head_dim**-0.5,
+        gated=False,
+        qkv_bias=True,
+        out_bias=True,
+        mlp_bias=True,
         num_positions=integer(config, "max_position_embeddings", 1024) + _OFFSET,
         position_offset=_OFFSET,
         embedding_scale=size**0.5 if config.get("scale_embedding") else 1.0,
@@ -56,12 +58,12 @@ def sources(spec: EncoderDecoderSpec) -> dict[str, Source]:
 
 def _stack_sources(name: str) -> dict[str, Source]:
     ours, layer = name + ".blocks.{i}.", f"model.{name}.layers." + "{i}."
-    attention, crossing = layer + "self_attn.", layer + "encoder_attn."
-    crossings: dict[str, Source] = {
+    attention, cross = layer + "self_attn.", layer + "encoder_attn."
+    cross_sources: dict[str, Source] = {
         ours + "cross_norm": layer + "encoder_attn_layer_norm",
-        ours + "cross.q": crossing + "q_proj",
-        ours + "cross.kv": stack(crossing + "k_proj", crossing + "v_proj"),
-        ours + "cross.out": crossing + "out_proj",
+        ours + "cross.q": cross + "q_proj",
+        ours + "cross.kv": stack(cross + "k_proj", cross + "v_proj"),
+        ours + "cross.out": cross + "out_proj",
     }
     return {
         f"{name}.positions": f"model.{name}.embed_positions",
@@ -69,7 +71,7 @@ def _stack_sources(name: str) -> dict[str, Source]:
         ours + "attention.qkv": stack(*(attention + f"{x}_proj" for x in "qkv")),
         ours + "attention.out": attention + "out_proj",
         ours + "norm_1": layer + "self_attn_layer_norm",
-        **(crossings if name == "decoder" else {}),
+        **(cross_sources if name == "decoder" else {}),
         ours + "mlp.up": layer + "fc1",
         ours + "mlp.down": layer + "fc2",
         ours + "norm_2": layer + "final_layer_norm",

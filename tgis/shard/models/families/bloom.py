@@ -1,10 +1,9 @@
 """BLOOM: LayerNorm, on the embeddings too; ALiBi instead of position embeddings."""
 
 from tgis.shard.checkpoint.weights import Source, first_of, grouped
+from tgis.shard.models.config_reader import Config, divide_heads, integer, number, refuse_others
 from tgis.shard.models.parts.alibi import alibi_slopes
-from tgis.shard.models.spec.config_reader import Config, divide_heads, integer, number
-from tgis.shard.models.spec.refusals import refuse_others
-from tgis.shard.models.spec.spec import DecoderSpec
+from tgis.shard.models.spec import DecoderSpec
 
 MODEL_TYPES: tuple[str, ...] = ("bloom",)
 PREFIX = "transformer."

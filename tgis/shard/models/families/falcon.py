@@ -5,11 +5,18 @@ others."""
 import torch
 
 from tgis.shard.checkpoint.weights import Source, grouped
+from tgis.shard.models.config_reader import (
+    Config,
+    activation,
+    divide_heads,
+    integer,
+    number,
+    refuse_others,
+    rope,
+)
 from tgis.shard.models.families import bloom
 from tgis.shard.models.parts.alibi import alibi_slopes
-from tgis.shard.models.spec.config_reader import Config, activation, divide_heads, integer, number, rope
-from tgis.shard.models.spec.refusals import refuse_others
-from tgis.shard.models.spec.spec import DecoderSpec, Residual
+from tgis.shard.models.spec import DecoderSpec, Residual
 
 MODEL_TYPES: tuple[str, ...] = ("falcon", "RefinedWeb", "RefinedWebModel")
 PREFIX = bloom.PREFIX

@@ -2,26 +2,22 @@
 
 from dataclasses import replace
 
-from tgis.shard.checkpoint.weights import Source
+from tgis.shard.models.config_reader import Config
 from tgis.shard.models.families import llama
 from tgis.shard.models.interface import UnsupportedModelError
-from tgis.shard.models.spec.config_reader import Config
-from tgis.shard.models.spec.spec import DecoderSpec
+from tgis.shard.models.spec import DecoderSpec
 
 MODEL_TYPES: tuple[str, ...] = ("gemma",)
+sources = llama.sources
 
 
 def spec(config: Config) -> DecoderSpec:
     config = {"num_key_value_heads": 16, **config}
     # The first checkpoints name gelu but were trained with the tanh approximation.
-    return common(config, None if config.get("hidden_act") == "gelu" else config.get("hidden_act"))
+    return make_shared_spec(config, None if config.get("hidden_act") == "gelu" else config.get("hidden_act"))
 
 
-def sources(spec: DecoderSpec) -> dict[str, Source]:
-    return llama.sources(spec)
-
-
-def common(config: Config, activation: str | None) -> DecoderSpec:
+def make_shared_spec(config: Config, activation: str | None) -> DecoderSpec:
     """Return the part of the spec that all Gemma families share. Raises UnsupportedModelError."""
     if config.get("use_bidirectional_attention"):
         raise UnsupportedModelError("bidirectional attention is not supported")

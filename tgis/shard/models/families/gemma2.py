@@ -3,10 +3,10 @@
 from dataclasses import replace
 
 from tgis.shard.checkpoint.weights import Source
+from tgis.shard.models.config_reader import Config, number, optional_number
 from tgis.shard.models.families import gemma
 from tgis.shard.models.parts.sliding_window import layer_windows
-from tgis.shard.models.spec.config_reader import Config, number, optional_number
-from tgis.shard.models.spec.spec import DecoderSpec
+from tgis.shard.models.spec import DecoderSpec
 
 MODEL_TYPES: tuple[str, ...] = ("gemma2",)
 
@@ -20,7 +20,7 @@ DEFAULTS = {
 
 def spec(config: Config) -> DecoderSpec:
     config = {**DEFAULTS, **config}
-    shared = gemma.common(config, config.get("hidden_activation"))
+    shared = gemma.make_shared_spec(config, config.get("hidden_activation"))
     return replace(
         shared,
         norm_place="both",

@@ -5,11 +5,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from tgis.shard.checkpoint.weights import Source
+from tgis.shard.models.config_reader import Config, integer, rope
 from tgis.shard.models.families import gemma2
 from tgis.shard.models.interface import UnsupportedModelError
 from tgis.shard.models.parts.sliding_window import SLIDING, layer_windows
-from tgis.shard.models.spec.config_reader import Config, integer, rope
-from tgis.shard.models.spec.spec import DecoderSpec
+from tgis.shard.models.spec import DecoderSpec
 
 MODEL_TYPES: tuple[str, ...] = ("gemma3", "gemma3_text")
 PREFIX = "language_model."

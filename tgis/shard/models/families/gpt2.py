@@ -2,9 +2,15 @@
 and value head between all heads."""
 
 from tgis.shard.checkpoint.weights import Source, first_of, stack, transposed
-from tgis.shard.models.spec.config_reader import Config, activation, divide_heads, integer, number
-from tgis.shard.models.spec.refusals import refuse_others
-from tgis.shard.models.spec.spec import DecoderSpec
+from tgis.shard.models.config_reader import (
+    Config,
+    activation,
+    divide_heads,
+    integer,
+    number,
+    refuse_others,
+)
+from tgis.shard.models.spec import DecoderSpec
 
 MODEL_TYPES: tuple[str, ...] = ("gpt2",)
 PREFIX = "transformer."

@@ -3,9 +3,9 @@
 from dataclasses import replace
 
 from tgis.shard.checkpoint.weights import Source, grouped
+from tgis.shard.models.config_reader import Config
 from tgis.shard.models.families import gpt2
-from tgis.shard.models.spec.config_reader import Config
-from tgis.shard.models.spec.spec import DecoderSpec
+from tgis.shard.models.spec import DecoderSpec
 
 MODEL_TYPES: tuple[str, ...] = ("gpt_bigcode",)
 PREFIX = gpt2.PREFIX

@@ -1,8 +1,8 @@
 """GPT-NeoX, Pythia, Dolly: LayerNorm, partial rotary embedding, attention parallel to the feed-forward."""
 
 from tgis.shard.checkpoint.weights import Source, first_of, grouped
-from tgis.shard.models.spec.config_reader import Config, activation, divide_heads, integer, number, rope
-from tgis.shard.models.spec.spec import DecoderSpec
+from tgis.shard.models.config_reader import Config, activation, divide_heads, integer, number, rope
+from tgis.shard.models.spec import DecoderSpec
 
 MODEL_TYPES: tuple[str, ...] = ("gpt_neox",)
 

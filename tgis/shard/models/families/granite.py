@@ -2,12 +2,12 @@
 
 from dataclasses import replace
 
-from tgis.shard.checkpoint.weights import Source
+from tgis.shard.models.config_reader import Config, number
 from tgis.shard.models.families import llama
-from tgis.shard.models.spec.config_reader import Config, number
-from tgis.shard.models.spec.spec import DecoderSpec
+from tgis.shard.models.spec import DecoderSpec
 
 MODEL_TYPES: tuple[str, ...] = ("granite",)
+sources = llama.sources
 
 
 def spec(config: Config) -> DecoderSpec:
@@ -19,7 +19,3 @@ def spec(config: Config) -> DecoderSpec:
         scales_virtual=True,
         logit_scale=1.0 / number(config, "logits_scaling", 1.0),
     )
-
-
-def sources(spec: DecoderSpec) -> dict[str, Source]:
-    return llama.sources(spec)

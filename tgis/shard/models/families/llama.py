@@ -1,8 +1,8 @@
 """Llama 2 and 3: pre-norm, rotary embedding, gated SiLU, grouped-query attention."""
 
 from tgis.shard.checkpoint.weights import Source, first_of, stack
-from tgis.shard.models.spec.config_reader import Config, activation, integer, number, rope
-from tgis.shard.models.spec.spec import DecoderSpec
+from tgis.shard.models.config_reader import Config, activation, integer, number, rope
+from tgis.shard.models.spec import DecoderSpec
 
 MODEL_TYPES: tuple[str, ...] = ("llama",)
 

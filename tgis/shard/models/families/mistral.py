@@ -2,13 +2,13 @@
 
 from dataclasses import replace
 
-from tgis.shard.checkpoint.weights import Source
+from tgis.shard.models.config_reader import Config
 from tgis.shard.models.families import llama
 from tgis.shard.models.parts.sliding_window import layer_windows
-from tgis.shard.models.spec.config_reader import Config
-from tgis.shard.models.spec.spec import DecoderSpec
+from tgis.shard.models.spec import DecoderSpec
 
 MODEL_TYPES: tuple[str, ...] = ("mistral", "ministral")
+sources = llama.sources
 
 
 def spec(config: Config) -> DecoderSpec:
@@ -16,7 +16,3 @@ def spec(config: Config) -> DecoderSpec:
     shared = llama.spec(config)
     windows = layer_windows(config, [config["sliding_window"] is not None] * shared.num_layers)
     return replace(shared, windows=windows)
-
-
-def sources(spec: DecoderSpec) -> dict[str, Source]:
-    return llama.sources(spec)

@@ -3,10 +3,10 @@
 from dataclasses import replace
 
 from tgis.shard.checkpoint.weights import Source, stack
+from tgis.shard.models.config_reader import Config, integer
 from tgis.shard.models.families import llama, mistral
 from tgis.shard.models.interface import UnsupportedModelError
-from tgis.shard.models.spec.config_reader import Config, integer
-from tgis.shard.models.spec.spec import DecoderSpec, Experts
+from tgis.shard.models.spec import DecoderSpec, Experts
 
 MODEL_TYPES: tuple[str, ...] = ("mixtral",)
 

@@ -1,10 +1,17 @@
 """MPT: no biases, ALiBi."""
 
 from tgis.shard.checkpoint.weights import Source, first_of
+from tgis.shard.models.config_reader import (
+    Config,
+    divide_heads,
+    integer,
+    number,
+    optional_number,
+    refuse_others,
+    section,
+)
 from tgis.shard.models.parts.alibi import alibi_slopes
-from tgis.shard.models.spec.config_reader import Config, divide_heads, integer, number, optional_number
-from tgis.shard.models.spec.refusals import refuse_others, section
-from tgis.shard.models.spec.spec import DecoderSpec
+from tgis.shard.models.spec import DecoderSpec
 
 MODEL_TYPES: tuple[str, ...] = ("mpt",)
 PREFIX = "transformer."

@@ -2,9 +2,8 @@
 residual sum, and its embeddings are narrower than its layers."""
 
 from tgis.shard.checkpoint.weights import Source, first_of, stack
-from tgis.shard.models.spec.config_reader import Config, activation, divide_heads, integer
-from tgis.shard.models.spec.refusals import refuse_others
-from tgis.shard.models.spec.spec import DecoderSpec
+from tgis.shard.models.config_reader import Config, activation, divide_heads, integer, refuse_others
+from tgis.shard.models.spec import DecoderSpec
 
 MODEL_TYPES: tuple[str, ...] = ("opt",)
 PREFIX = "model."

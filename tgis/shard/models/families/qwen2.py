@@ -2,23 +2,19 @@
 
 from dataclasses import replace
 
-from tgis.shard.checkpoint.weights import Source
+from tgis.shard.models.config_reader import Config, integer
 from tgis.shard.models.families import llama
 from tgis.shard.models.parts.sliding_window import layer_windows
-from tgis.shard.models.spec.config_reader import Config, integer
-from tgis.shard.models.spec.spec import DecoderSpec
+from tgis.shard.models.spec import DecoderSpec
 
 MODEL_TYPES: tuple[str, ...] = ("qwen2",)
+sources = llama.sources
 
 
 def spec(config: Config) -> DecoderSpec:
     config = {"num_key_value_heads": 32, **config}
     shared = llama.spec(config)
     return replace(shared, windows=windows(config, shared.num_layers), qkv_bias=True, out_bias=False)
-
-
-def sources(spec: DecoderSpec) -> dict[str, Source]:
-    return llama.sources(spec)
 
 
 def windows(config: Config, num_layers: int) -> tuple[int | None, ...]:

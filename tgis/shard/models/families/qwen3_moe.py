@@ -3,10 +3,10 @@
 from dataclasses import replace
 
 from tgis.shard.checkpoint.weights import Source, stack
+from tgis.shard.models.config_reader import Config, integer
 from tgis.shard.models.families import mixtral, qwen3
 from tgis.shard.models.interface import UnsupportedModelError
-from tgis.shard.models.spec.config_reader import Config, integer
-from tgis.shard.models.spec.spec import DecoderSpec
+from tgis.shard.models.spec import DecoderSpec
 
 MODEL_TYPES: tuple[str, ...] = ("qwen3_moe",)
 

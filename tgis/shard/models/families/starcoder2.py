@@ -3,10 +3,10 @@
 from dataclasses import replace
 
 from tgis.shard.checkpoint.weights import Source
+from tgis.shard.models.config_reader import Config, activation, number
 from tgis.shard.models.families import llama
 from tgis.shard.models.parts.sliding_window import layer_windows
-from tgis.shard.models.spec.config_reader import Config, activation, number
-from tgis.shard.models.spec.spec import DecoderSpec
+from tgis.shard.models.spec import DecoderSpec
 
 MODEL_TYPES: tuple[str, ...] = ("starcoder2",)
 

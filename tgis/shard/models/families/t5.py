@@ -3,9 +3,9 @@
 from dataclasses import replace
 
 from tgis.shard.checkpoint.weights import Source, first_of, stack
+from tgis.shard.models.config_reader import Config, activation, integer, number
 from tgis.shard.models.interface import UnsupportedModelError
-from tgis.shard.models.spec.config_reader import Config, activation, integer, number
-from tgis.shard.models.spec.seq2seq_spec import EncoderDecoderSpec, RelativeBias, StackSpec
+from tgis.shard.models.spec import EncoderDecoderSpec, RelativeBias, StackSpec
 
 MODEL_TYPES: tuple[str, ...] = ("t5", "mt5", "umt5")
 # Names of the token embedding, which both stacks and often the head share. A checkpoint has some of them.
@@ -20,18 +20,18 @@ def spec(config: Config) -> EncoderDecoderSpec:
         raise UnsupportedModelError(f"feed_forward_proj {feed!r} is not supported")
     if feed == "gated-gelu":  # the name means the tanh approximation
         name = "gelu_new"
-    num_layers = integer(config, "num_layers")
+    num_layers, num_heads = integer(config, "num_layers"), integer(config, "num_heads")
     decoder = StackSpec(
         num_layers=integer(config, "num_decoder_layers", num_layers),
         hidden_size=integer(config, "d_model"),
-        num_heads=integer(config, "num_heads"),
+        num_heads=num_heads,
+        num_kv_heads=num_heads,
         head_dim=integer(config, "d_kv"),
         intermediate_size=integer(config, "d_ff"),
         norm_eps=number(config, "layer_norm_epsilon", 1e-6),
-        norm="rms",
-        norm_place="before",
         activation=activation({"feed_forward_proj": name}, "feed_forward_proj", name),
         gated=gating == "gated",
+        attention_scale=1.0,
         relative_bias=_relative_bias(config, model_type),
     )
     return EncoderDecoderSpec(
@@ -56,8 +56,10 @@ def _scales_logits(config: Config, model_type: str) -> bool:
 
     Models of the first release do; their head is the token embedding. An untied head marks later models.
     Newer configurations call every head tied and have a separate key for the scaling. mT5 never scales."""
-    said = config.get("scale_decoder_outputs")
-    return model_type != "mt5" and (config.get("tie_word_embeddings") is not False if said is None else said)
+    given = config.get("scale_decoder_outputs")
+    return model_type != "mt5" and (
+        config.get("tie_word_embeddings") is not False if given is None else given
+    )
 
 
 def sources(spec: EncoderDecoderSpec) -> dict[str, Source]:
@@ -68,20 +70,20 @@ def sources(spec: EncoderDecoderSpec) -> dict[str, Source]:
 def _stack_sources(spec: EncoderDecoderSpec, name: str, last: int) -> dict[str, Source]:
     """Return the sources of one stack. `last` is the index of the feed-forward in a block."""
     ours, layer = name + ".blocks.{i}.", name + ".block.{i}.layer."
-    attention, crossing, feed = layer + "0.SelfAttention.", layer + "1.EncDecAttention.", f"{layer}{last}."
+    attention, cross, feed = layer + "0.SelfAttention.", layer + "1.EncDecAttention.", f"{layer}{last}."
     gates = ("wi_0", "wi_1") if spec.decoder.gated else ("wi",)
-    crossings: dict[str, Source] = {
+    cross_sources: dict[str, Source] = {
         ours + "cross_norm": layer + "1.layer_norm",
-        ours + "cross.q": crossing + "q",
-        ours + "cross.kv": stack(crossing + "k", crossing + "v"),
-        ours + "cross.out": crossing + "o",
+        ours + "cross.q": cross + "q",
+        ours + "cross.kv": stack(cross + "k", cross + "v"),
+        ours + "cross.out": cross + "o",
     }
     return {
         ours + "bias": attention + "relative_attention_bias",
         ours + "norm_1": layer + "0.layer_norm",
         ours + "attention.qkv": stack(*(attention + x for x in "qkv")),
         ours + "attention.out": attention + "o",
-        **(crossings if name == "decoder" else {}),
+        **(cross_sources if name == "decoder" else {}),
         ours + "norm_2": feed + "layer_norm",
         ours + "mlp.up": stack(*(feed + "DenseReluDense." + gate for gate in gates)),
         ours + "mlp.down": feed + "DenseReluDense.wo",

@@ -1,6 +1,6 @@
 """Attention and mask functions that transformers' code calls, registered under a private name.
 
-A receiver gets every call: a `Recorder` finds out once which attention the model needs, a `PagedStep`
+A handler gets every call: a `CallRecorder` finds out once which attention the model needs, a `PagedStep`
 computes it with this service's cache."""
 
 import itertools
@@ -14,22 +14,21 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from tgis.shard.attention.interface import Attention, AttentionMetadata, Scoring
+from tgis.shard.models.whole_model import NotServedError
 
 # (sequence, head, query's position, key's position) -> True if the query sees the key; arguments broadcast.
 MaskRule = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 # Arguments of attention functions that do not change what they compute.
-_IDLE = {
+_IGNORED_ARGUMENTS = {
     *("position_ids", "cache_position", "past_key_values", "past_key_value", "use_cache"),
     *("output_attentions", "output_hidden_states", "output_router_logits", "return_dict"),
     "sliding_window",  # the mask holds it too; transformers' eager attention reads only the mask
 }
-_PROBED_ROWS = 64  # queries whose masks are examined; the edge of a block should be among them
+# Number of queries whose masks are examined, the last ones. They have every place in a block of up to 64
+# tokens. Larger blocks show too, because within one the number of keys grows from query to query.
+_PROBED_ROWS = 64
 
 _numbers = itertools.count()
-
-
-class NotServedError(Exception):
-    """Error of a model whose code this service's cache cannot serve. The text continues a sentence."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +43,7 @@ class AttentionCall:
     scoring: Scoring
 
 
-class Receiver(Protocol):
+class AttentionHandler(Protocol):
     def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, more: Any) -> Tensor:
         """Return the attention's output, [1, num_tokens, num_heads, value_dim].
 
@@ -52,39 +51,39 @@ class Receiver(Protocol):
         further arguments by name."""
 
     def make_mask(self, rule: MaskRule) -> Tensor:
-        """Return a stand-in for a mask, which transformers' code only passes on to `attend`."""
+        """Return a placeholder for a mask, which transformers' code only passes on to `attend`."""
 
 
-class Hook:
+class AttentionHook:
     """Attention and mask functions registered with transformers under `name`, for the process's lifetime."""
 
     def __init__(self) -> None:
         self.name = f"tgis_paged_{next(_numbers)}"
-        self._receiver: Receiver | None = None
+        self._handler: AttentionHandler | None = None
         AttentionInterface.register(self.name, self._attend)
         AttentionMaskInterface.register(self.name, self._make_mask)
 
-    def call(self, receiver: Receiver, forward: Callable[[], Any]) -> Any:
-        """Return the result of `forward`, with all attention calls sent to the receiver."""
-        self._receiver = receiver
+    def call(self, handler: AttentionHandler, forward: Callable[[], Any]) -> Any:
+        """Return the result of `forward`, with all attention calls sent to the handler."""
+        self._handler = handler
         try:
             return forward()
         finally:
-            self._receiver = None
+            self._handler = None
 
     def _attend(
         self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, attention_mask: Any = None, **more: Any
     ) -> tuple[Tensor, None]:
-        if self._receiver is None:
-            raise NotServedError("its head attends to tokens")
-        return self._receiver.attend(module, q, k, v, attention_mask, more), None
+        if self._handler is None:
+            raise NotServedError("its head computes attention")
+        return self._handler.attend(module, q, k, v, attention_mask, more), None
 
     def _make_mask(self, *_: Any, mask_function: MaskRule, **__: Any) -> Tensor | None:
-        return self._receiver.make_mask(mask_function) if self._receiver else None
+        return self._handler.make_mask(mask_function) if self._handler else None
 
 
-class Recorder:
-    """Receiver that lists the attention calls of a forward of one short sequence and computes them.
+class CallRecorder:
+    """Handler that lists the attention calls of a forward of one short sequence and computes them.
 
     It distinguishes windows from other masks on positions below `max_length`. Raises NotServedError."""
 
@@ -102,19 +101,19 @@ class Recorder:
     def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, more: Any) -> Tensor:
         _check_arguments(more)
         if len({len(q), len(k), len(v), 1}) > 1 or not q.shape[2] == k.shape[2] == v.shape[2]:
-            raise NotServedError("its attention sees other tokens than those it is computed for")
+            raise NotServedError("its queries, keys and values are of different tokens")
         if k.shape[1] != v.shape[1] or q.shape[1] % k.shape[1] or q.shape[3] != k.shape[3]:
-            raise NotServedError("its heads of queries, keys and values do not go together")
+            raise NotServedError("the shapes of its queries, keys and values do not match")
         scale, soft_cap = more.get("scaling"), more.get("softcap")
         scale = q.shape[3] ** -0.5 if scale is None else float(scale)
         scoring = Scoring(scale=scale, window=self._find_window(module, mask, more), soft_cap=soft_cap)
         self.calls.append(AttentionCall(module, q.shape[1], k.shape[1], q.shape[3], v.shape[3], scoring))
-        return _attend_plainly(q, k, v, scale)
+        return _attend_causally(q, k, v, scale)
 
     def _find_window(self, module: nn.Module, mask: Any, more: Any) -> int | None:
         if mask is None:
             if getattr(module, "is_causal", True) is False:
-                raise NotServedError("its attention looks ahead")
+                raise NotServedError("its attention is not causal")
             window: int | None = more.get("sliding_window")
             return window
         place = mask.data_ptr() if isinstance(mask, Tensor) else 0  # the model may pass on a view of the mask
@@ -127,7 +126,7 @@ class Recorder:
 
 
 class PagedStep:
-    """Receiver for one forward over a step's new tokens. The calls must match the recorded ones."""
+    """Handler for one forward over a step's new tokens. The calls must match the recorded ones."""
 
     _MASK = torch.zeros(1, 1, 1, 1)
 
@@ -144,9 +143,9 @@ class PagedStep:
         if call is None or call.module is not module:
             raise NotServedError("its layers change their order from step to step")
         heads, width = cache_shape(self._calls)
-        keys, values = (_fit(x[0].transpose(0, 1), heads, width) for x in (k, v))
+        keys, values = (_pad(x[0].transpose(0, 1), heads, width) for x in (k, v))
         self._attention.write(layer, keys, values, self._metadata)
-        queries = _fit(q[0].transpose(0, 1), heads * (call.num_heads // call.num_kv_heads), width)
+        queries = _pad(q[0].transpose(0, 1), heads * (call.num_heads // call.num_kv_heads), width)
         y = self._attention.attend(layer, queries, self._metadata, call.scoring)
         return y[None, :, : call.num_heads, : call.value_dim].to(q.dtype)
 
@@ -171,7 +170,7 @@ def find_window(rule: MaskRule, length: int) -> int | None:
     try:
         seen = rule(zero, zero, q, k).expand(len(q), length)
     except (RuntimeError, IndexError, TypeError, AttributeError) as error:
-        raise NotServedError("its attention masks are none that we know") from error
+        raise NotServedError("its attention masks are not functions of positions") from error
     window = int(seen.sum(1).max())
     if not torch.equal(seen, (k <= q) & (k > q - window)):
         raise NotServedError("its attention masks are neither causal nor a sliding window")
@@ -180,19 +179,19 @@ def find_window(rule: MaskRule, length: int) -> int | None:
 
 def _check_arguments(more: dict[str, Any]) -> None:
     for name, value in more.items():
-        harmless = name in _IDLE or name in ("scaling", "softcap") or value is None
+        harmless = name in _IGNORED_ARGUMENTS or name in ("scaling", "softcap") or value is None
         harmless |= (name == "dropout" and value == 0) or (name == "is_causal" and value is True)
         if not harmless:
-            raise NotServedError(f"its attention takes {name}, which ours cannot")
+            raise NotServedError(f"its attention needs {name}, which this service does not support")
 
 
-def _attend_plainly(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+def _attend_causally(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     """Compute causal attention of a single sequence, without a window."""
     y = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
     return y.transpose(1, 2)
 
 
-def _fit(x: Tensor, heads: int, width: int) -> Tensor:
+def _pad(x: Tensor, heads: int, width: int) -> Tensor:
     """Pad x, [num_tokens, at most heads, at most width], to float32 [num_tokens, heads, width]."""
     missing = (0, width - x.shape[2], 0, heads - x.shape[1])
     return F.pad(x, missing).float() if any(missing) else x.float()

@@ -1,82 +1,231 @@
 """Loads models that no family of this service covers: transformers' modelling code runs them with this
 service's attention and cache.
 
-Importing transformers takes seconds, so it is imported only when such a model is described."""
+Nothing is downloaded. Code of the checkpoint runs only if it is trusted."""
 
-import logging
-from collections.abc import Mapping
+import inspect
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+from transformers.utils import ModelOutput
+from transformers.utils import logging as transformers_logging
 
+from tgis.errors import OperatorError
 from tgis.hub import model_files
+from tgis.shard.checkpoint.files import Checkpoint
+from tgis.shard.checkpoint.tensors import WeightsError
 from tgis.shard.collectives import ProcessGroup
-from tgis.shard.layers.rotary import DynamicScaling, LongScaling
-from tgis.shard.models.families import falcon
-from tgis.shard.models.hf_transformers.spec import FallbackSpec
-from tgis.shard.models.interface import Model, ModelSpec, UnsupportedModelError
-from tgis.shard.models.spec.spec import DecoderSpec
+from tgis.shard.models.hf_transformers.attention_hook import AttentionHook, CallRecorder, cache_shape
+from tgis.shard.models.hf_transformers.model import TransformersModel, compute_states
+from tgis.shard.models.hf_transformers.packed_linear import find_read_weights, pack_linears
+from tgis.shard.models.hf_transformers.self_check import (
+    check_positions,
+    check_scores,
+    choose_sequences,
+    score_alone,
+)
+from tgis.shard.models.interface import Model, UnsupportedModelError
+from tgis.shard.models.unread_tensors import refuse_unread
+from tgis.shard.models.whole_model import NotServedError, WholeModelSpec, warn_of_copies
 
-logger = logging.getLogger(__name__)
+CAUSAL = "AutoModelForCausalLM"
+# Rotary embeddings whose frequencies, for all positions of a step, depend on its longest sequence.
+STEP_WIDE_ROPES = ("dynamic", "longrope")
+# Numbers of positions over which masks are examined: without one in the configuration, and at most.
+DEFAULT_LENGTH, MAX_LENGTH = 2048, 1 << 20
 
 
-def describe(directory: Path, config: Mapping[str, Any], trust_remote_code: bool) -> FallbackSpec:
-    """Return the shape that the configuration promises. `load` finds the actual one.
+def make_spec(directory: Path, config: Mapping[str, Any], trust_remote_code: bool) -> WholeModelSpec:
+    """Return the shape that the configuration implies. `load` finds the actual one.
 
     This reads no tensor, but runs the checkpoint's configuration code if it is trusted. Raises
     UnsupportedModelError."""
-    from tgis.shard.models.hf_transformers import build
-
     if config.get("quantization_config"):
         raise UnsupportedModelError("quantized checkpoints are not supported")
-    with build.one_line(config.get("model_type")):
-        parsed = build.read_config(directory, config, trust_remote_code)
+    with _as_unsupported(config.get("model_type")):
+        parsed = _read_config(directory, config, trust_remote_code)
         text = parsed.get_text_config(decoder=True)
-        heads = _most(text, "num_attention_heads") or 1
-        return FallbackSpec(
-            num_layers=_most(text, "num_hidden_layers") or 1,
-            num_kv_heads=_most(text, "num_key_value_heads") or heads,
-            head_dim=_most(text, "head_dim") or (_most(text, "hidden_size") or heads) // heads,
+        heads = _largest(text, "num_attention_heads") or 1
+        return WholeModelSpec(
+            num_layers=_largest(text, "num_hidden_layers") or 1,
+            num_kv_heads=_largest(text, "num_key_value_heads") or heads,
+            head_dim=_largest(text, "head_dim") or (_largest(text, "hidden_size") or heads) // heads,
             vocab_size=text.vocab_size,
         )
 
 
-def find_obstacle(spec: ModelSpec, model_type: str) -> str | None:
-    """Return why `load` would refuse a model that a family of this service serves with `spec`, None if no
-    reason is known. This reads neither transformers nor the checkpoint."""
-    if not isinstance(spec, DecoderSpec):
-        return "it is an encoder-decoder"
-    if spec.slopes:
-        return "it has ALiBi"
-    if model_type in falcon.MODEL_TYPES:
-        return "its code does not use the attention interface"
-    if spec.rope and isinstance(spec.rope.scaling, DynamicScaling | LongScaling):
-        return "its rotary embedding lets sequences of one step affect each other"
-    return None
-
-
 def load(
-    directory: Path, spec: FallbackSpec, group: ProcessGroup, dtype: torch.dtype, trust_remote_code: bool
+    directory: Path, spec: WholeModelSpec, group: ProcessGroup, dtype: torch.dtype, trust_remote_code: bool
 ) -> Model:
     """Load the model with weights rounded to `dtype`.
 
     A few tokens are computed first, to check that the model's scores with this service's cache are those of
-    its own code. The model's spec is the one that was found, not the one that was promised. Raises
-    UnsupportedModelError and WeightsError."""
-    from tgis.shard.models.hf_transformers import build
+    its own code. The model's `spec` is the one that was found.
 
-    if group.size > 1 and group.rank == 0:
-        logger.warning(
-            "each of the %d shards holds the whole model and computes all of it: one shard, or a model that "
-            "tgis_native serves, makes better use of the machine",
-            group.size,
+    Raises UnsupportedModelError and WeightsError."""
+    warn_of_copies(group)
+    with _as_unsupported(model_files.read_json(directory, "config.json").get("model_type")):
+        return _load_checked(directory, spec.vocab_size, group, dtype, trust_remote_code)
+
+
+@contextmanager
+def _as_unsupported(model_type: Any) -> Iterator[None]:
+    """Convert all errors of transformers' code to UnsupportedModelError, and suppress its output."""
+    refused = f"model type {model_type!r} cannot be served through transformers"
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    except (OperatorError, MemoryError):
+        raise
+    except NotServedError as error:
+        raise UnsupportedModelError(f"{refused}: {error}") from error
+    except Exception as error:  # foreign code may raise any type
+        lines = (line.strip() for line in str(error).splitlines())
+        text = next(filter(None, lines), "no reason given")
+        raise UnsupportedModelError(
+            f"{refused}: its code failed with {type(error).__name__}: {text}"
+        ) from error
+
+
+def _read_config(directory: Path, config: Mapping[str, Any], trust_remote_code: bool) -> Any:
+    """Read a causal model's configuration. Raises NotServedError and errors of transformers."""
+    own = config.get("auto_map") or {}
+    known = config.get("model_type") in CONFIG_MAPPING_NAMES
+    if not known and not own:
+        raise NotServedError("transformers does not know this type")
+    if not known and not trust_remote_code:
+        raise NotServedError(
+            "its code is part of the checkpoint, and runs only with TRUST_REMOTE_CODE=true (or "
+            "--trust-remote-code)"
         )
-    with build.one_line(model_files.read_json(directory, "config.json").get("model_type")):
-        return build.load_model(directory, spec, group, dtype, trust_remote_code)
+    parsed = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=trust_remote_code)
+    if getattr(parsed, "is_encoder_decoder", False):
+        raise NotServedError("it is an encoder-decoder")
+    brings_code = trust_remote_code and CAUSAL in own
+    if not brings_code and type(parsed) not in AutoModelForCausalLM._model_mapping:
+        raise NotServedError("transformers has no causal language model of this type")
+    return parsed
 
 
-def _most(config: Any, name: str) -> int:
+def _load_checked(
+    directory: Path, vocab_size: int, group: ProcessGroup, dtype: torch.dtype, trust_remote_code: bool
+) -> TransformersModel:
+    """Load a model, test it, and return it with the shape that was found.
+
+    Raises WeightsError, NotServedError and errors of transformers."""
+    unpacked: set[str] = set()
+    while True:
+        whole = _read_checkpoint(directory, dtype, trust_remote_code)
+        _check_state(whole)
+        pack_linears(whole, dtype, unpacked)
+        try:
+            with torch.inference_mode():
+                return _replace_attention(whole, vocab_size, group)
+        except AttributeError:
+            read = find_read_weights(whole) - unpacked
+            if not read:
+                raise
+        del whole
+        unpacked |= read
+
+
+def _replace_attention(whole: Any, vocab_size: int, group: ProcessGroup) -> TransformersModel:
+    """Return the model with its attention replaced. Raises NotServedError and errors of transformers."""
+    sequences = choose_sequences(vocab_size)
+    expected = [score_alone(whole, token_ids) for token_ids in sequences]
+    if not all(scores.isfinite().all() for scores in expected):
+        raise NotServedError("its scores are not finite numbers; its weights may be damaged")
+    if (width := expected[0].shape[1]) != vocab_size:
+        raise NotServedError(f"it scores {width} tokens, its configuration says {vocab_size}")
+    hook, decoder, length = AttentionHook(), _find_decoder(whole), _find_length(whole.config)
+    whole.set_attn_implementation(hook.name)
+    recorder, token_ids = CallRecorder(length), sequences[0]
+    positions = torch.arange(len(token_ids))
+    output = hook.call(recorder, lambda: compute_states(decoder, token_ids, positions))
+    if not recorder.calls:
+        raise NotServedError("its code does not use the attention interface")
+    max_positions = check_positions(hook, decoder, token_ids, length)
+    num_kv_heads, head_dim = cache_shape(recorder.calls)
+    spec = WholeModelSpec(
+        num_layers=len(recorder.calls),
+        num_kv_heads=num_kv_heads * group.size,
+        head_dim=head_dim,
+        vocab_size=vocab_size,
+        max_positions=max_positions,
+    )
+    output_type = type(output) if isinstance(output, ModelOutput) else tuple
+    model = TransformersModel(spec, whole, decoder, output_type, hook, recorder.calls)
+    check_scores(model, group, sequences, expected)
+    return model
+
+
+def _read_checkpoint(directory: Path, dtype: torch.dtype, trust_remote_code: bool) -> Any:
+    """Read a causal language model with all its weights. Raises WeightsError and errors of transformers."""
+    try:
+        whole, found = AutoModelForCausalLM.from_pretrained(
+            directory,
+            dtype=dtype,
+            attn_implementation="eager",
+            local_files_only=True,
+            trust_remote_code=trust_remote_code,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they are then returned, not printed as a table
+        )
+    except Exception:
+        Checkpoint(directory).check_files()  # raises clearer errors than transformers
+        raise
+    for name, stored, expected in sorted(found["mismatched_keys"]):
+        raise WeightsError(f"{directory}: tensor {name} has shape {[*stored]}, expected {[*expected]}")
+    for name in sorted(found["missing_keys"]):
+        raise WeightsError(f"{directory}: tensor {name} is missing")
+    refuse_unread(directory, found["unexpected_keys"], model_files.read_json(directory, "config.json"))
+    return whole.eval()
+
+
+def _check_state(whole: Any) -> None:
+    """Check that the model keeps no other state and has no step-wide rope. Raises NotServedError."""
+    kinds = getattr(whole.config.get_text_config(decoder=True), "layer_types", None) or ()
+    stateful = [kind for kind in kinds if kind == "linear_attention" or not str(kind).endswith("attention")]
+    if stateful or getattr(whole, "_is_stateful", False):
+        kind = f" of kind {stateful[0]}" if stateful else ""
+        raise NotServedError(f"its layers{kind} keep a state other than keys and values")
+    for module in whole.modules():
+        kinds = getattr(module, "rope_type", None)
+        for rope in kinds.values() if isinstance(kinds, Mapping) else [kinds]:
+            if rope in STEP_WIDE_ROPES:
+                raise NotServedError(
+                    f"its rotary embedding, {rope}, lets sequences of one step affect each other"
+                )
+
+
+def _find_decoder(whole: Any) -> nn.Module:
+    """Return the module that computes hidden states from text alone. Raises NotServedError."""
+    named = (whole.base_model, *(getattr(whole, name, None) for name in ("model", "transformer")))
+    for part in (whole.get_decoder(), *named):
+        if isinstance(part, nn.Module) and part is not whole:
+            parameters = inspect.signature(part.forward).parameters
+            if "input_ids" in parameters and "position_ids" in parameters:
+                return part
+    raise NotServedError("its code takes no position_ids")
+
+
+def _find_length(config: Any) -> int:
+    """Return the number of positions over which masks are examined."""
+    length = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
+    return min(length, MAX_LENGTH) if isinstance(length, int) and length > 1 else DEFAULT_LENGTH
+
+
+def _largest(config: Any, name: str) -> int:
     """Return a number of the configuration: the greatest if layers have their own, 0 if there is none."""
     value = config.to_dict().get(config.attribute_map.get(name, name))
     return max(value, default=0) if isinstance(value, list | tuple) else value or 0

@@ -1,7 +1,8 @@
 """Adapter from transformers' models to `Model`: tokens are packed along one axis, keys and values are in this
 service's cache. No other state of a sequence is kept."""
 
-import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -10,39 +11,26 @@ from transformers.utils import ModelOutput
 
 from tgis.shard.attention.interface import Attention
 from tgis.shard.layers.lora import TokenAdapters
-from tgis.shard.models.hf_transformers.attention_hook import AttentionCall, Hook, NotServedError, PagedStep
+from tgis.shard.models.hf_transformers.attention_hook import AttentionCall, AttentionHook, PagedStep
 from tgis.shard.models.interface import ModelSpec, StepInputs
 
 
-class States:
-    """Stand-in for a decoder that ignores its arguments and returns the states that were set."""
-
-    def __init__(self, kind: type) -> None:
-        self._kind = kind
-        self.states = torch.empty(0)
-
-    def forward(self, *_: Any, **__: Any) -> Any:
-        x = self.states[None]  # [1, n, hidden_size]
-        return self._kind(last_hidden_state=x) if issubclass(self._kind, ModelOutput) else (x,)
-
-
-class FallbackModel:
+class TransformersModel:
     """Model that runs transformers' code. `whole` is a causal language model; `decoder` is its part that
-    computes hidden states and returns them as type `output`."""
+    computes hidden states and returns them in an `output_type`."""
 
     def __init__(
         self,
         spec: ModelSpec,
         whole: nn.Module,
         decoder: nn.Module,
-        output: type,
-        hook: Hook,
+        output_type: type,
+        hook: AttentionHook,
         calls: list[AttentionCall],
     ) -> None:
         self.spec = spec
-        self._decoder, self._hook, self._calls = decoder, hook, calls
-        self._states = States(output)
-        self._head = _replace_forward(whole, decoder, self._states.forward)
+        self._whole, self._decoder, self._output_type = whole, decoder, output_type
+        self._hook, self._calls = hook, calls
 
     @torch.inference_mode()
     def forward(self, inputs: StepInputs, attention: Attention) -> Tensor:
@@ -55,11 +43,25 @@ class FallbackModel:
 
     @torch.inference_mode()
     def logits(self, x: Tensor, adapters: TokenAdapters | None = None) -> Tensor:
-        """Return float32 logits, [n, vocab_size]. x: any rows of `forward`'s result, [n, hidden_size]."""
-        self._states.states = x
-        output = self._head(input_ids=torch.zeros(1, len(x), dtype=torch.int64), use_cache=False)
-        self._states.states = torch.empty(0)
-        return read_logits(output)
+        """Return float32 logits, [n, vocab_size]. x: any rows of `forward`'s result, [n, hidden_size].
+
+        The head's code is that of the whole model, so the model runs with a decoder that returns x."""
+        with self._returning(x[None]):
+            return read_logits(
+                self._whole(input_ids=torch.zeros(1, len(x), dtype=torch.int64), use_cache=False)
+            )
+
+    @contextmanager
+    def _returning(self, states: Tensor) -> Iterator[None]:
+        """Let the decoder return hidden states, [1, n, hidden_size], whatever its arguments are."""
+        is_record = issubclass(self._output_type, ModelOutput)
+        output = self._output_type(last_hidden_state=states) if is_record else (states,)
+        forward = self._decoder.forward
+        self._decoder.forward = lambda *_, **__: output
+        try:
+            yield
+        finally:
+            self._decoder.forward = forward
 
 
 def compute_states(decoder: nn.Module, token_ids: Tensor, positions: Tensor, **more: Any) -> Any:
@@ -75,25 +77,3 @@ def read_logits(output: Any) -> Tensor:
     """Return float32 [num_tokens, vocab_size] from a causal language model's output for one sequence."""
     logits: Tensor = output.logits if isinstance(output, ModelOutput) else output[0]
     return logits[0].float()
-
-
-def _replace_forward(whole: nn.Module, part: nn.Module, forward: Any) -> nn.Module:
-    """Return a copy of `whole` whose `part` has another forward. Weights are shared, `whole` is unchanged."""
-    path = next((name for name, module in whole.named_modules() if module is part), "")
-    if not path:
-        raise NotServedError("its decoder is no part of it")
-    top = parent = _copy(whole)
-    for name in path.split("."):
-        child = parent._modules[name]
-        assert child is not None, "named_modules lists what is there"
-        copied = _copy(child)
-        parent._modules[name] = copied
-        parent = copied
-    parent.forward = forward
-    return top
-
-
-def _copy(module: nn.Module) -> nn.Module:
-    copied = copy.copy(module)
-    copied._modules = dict(module._modules)
-    return copied

@@ -15,19 +15,19 @@ _NUMBER = re.compile(r"\b\d+\b")
 
 
 class PackedLinear(nn.Module):
-    """Linear layer y = x W^T + b in float32, with any leading axes. Code that reads `weight` itself fails,
-    and sets `is_wanted`."""
+    """Linear layer y = x W^T + b in float32, with any leading axes. Code that reads `weight` itself fails
+    and sets `was_read`."""
 
     def __init__(self, linear: nn.Linear, dtype: torch.dtype, label: str):
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
-        self.is_wanted = False
+        self.was_read = False
         self._multiply: Product = ops.pack(linear.weight.detach(), dtype, label)
         self.bias = None if linear.bias is None else nn.Parameter(linear.bias.float(), requires_grad=False)
 
     @property
     def weight(self) -> Tensor:
-        self.is_wanted = True
+        self.was_read = True
         raise AttributeError("the weight is packed")
 
     def forward(self, x: Tensor) -> Tensor:
@@ -38,15 +38,15 @@ class PackedLinear(nn.Module):
         return y.view(*x.shape[:-1], self.out_features)
 
 
-def pack_linears(model: nn.Module, dtype: torch.dtype, plain: Set[str] = frozenset()) -> None:
+def pack_linears(model: nn.Module, dtype: torch.dtype, unpacked: Set[str] = frozenset()) -> None:
     """Replace plain linear layers with ones that have the speed and size of `dtype`.
 
-    All else in the model, and the layers named in `plain`, becomes float32 and computes in it."""
+    All else in the model, and the layers named in `unpacked`, becomes float32 and computes in it."""
     packed: dict[nn.Module, PackedLinear] = {}
     for path, module in list(model.named_modules()):
         for name, child in module._modules.items():
             full = f"{path}.{name}"
-            if type(child) is nn.Linear and not _is_hooked(child) and _role(full) not in plain:
+            if type(child) is nn.Linear and not _is_hooked(child) and _block_name(full) not in unpacked:
                 if child not in packed:
                     packed[child] = PackedLinear(child, dtype, f"{full}.weight")
                     child._parameters.clear()  # frees the weights, so that the model is never in memory twice
@@ -54,13 +54,16 @@ def pack_linears(model: nn.Module, dtype: torch.dtype, plain: Set[str] = frozens
     model.float()
 
 
-def find_wanted(model: nn.Module) -> set[str]:
-    """Return packed layers whose weight is read, as names for `plain`. A name covers all blocks."""
+def find_read_weights(model: nn.Module) -> set[str]:
+    """Return packed layers whose weight is read, as names for `unpacked`. A name covers all blocks."""
     found = model.named_modules()
-    return {_role(path) for path, module in found if isinstance(module, PackedLinear) and module.is_wanted}
+    return {
+        _block_name(path) for path, module in found if isinstance(module, PackedLinear) and module.was_read
+    }
 
 
-def _role(path: str) -> str:
+def _block_name(path: str) -> str:
+    """Return the layer's name with `*` for the number of its block."""
     return _NUMBER.sub("*", path.removeprefix("."))
 
 

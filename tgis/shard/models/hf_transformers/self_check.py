@@ -12,9 +12,10 @@ from tgis.shard.attention.interface import AttentionMetadata
 from tgis.shard.collectives import ProcessGroup
 from tgis.shard.kernels.cpu.attention.attention import CpuAttention
 from tgis.shard.memory.kv_cache import KVCache, local_kv_heads
-from tgis.shard.models.hf_transformers.attention_hook import Hook, NotServedError, Recorder
-from tgis.shard.models.hf_transformers.model import FallbackModel, compute_states, read_logits
+from tgis.shard.models.hf_transformers.attention_hook import AttentionHook, CallRecorder
+from tgis.shard.models.hf_transformers.model import TransformersModel, compute_states, read_logits
 from tgis.shard.models.interface import StepInputs
+from tgis.shard.models.whole_model import NotServedError, choose_tokens, scores_agree
 
 LENGTHS = (14, 9)  # tokens of two sequences
 # (sequence, start, end) of the tokens that each step computes: beginnings, chunks and single tokens, in both
@@ -26,10 +27,8 @@ TABLES = ((3, 5, 1, 7), (2, 0, 4, 6))
 TOLERANCE = 2e-4
 
 
-def choose_tokens(vocab_size: int) -> list[Tensor]:
-    """Return two sequences of tokens from the middle of the vocabulary; special tokens are at its ends."""
-    ids = (vocab_size // 3 + 7 * torch.arange(sum(LENGTHS))) % vocab_size
-    return list(torch.split(ids, list(LENGTHS)))
+def choose_sequences(vocab_size: int) -> list[Tensor]:
+    return list(torch.split(choose_tokens(vocab_size, sum(LENGTHS)), list(LENGTHS)))
 
 
 def score_alone(whole: nn.Module, token_ids: Tensor) -> Tensor:
@@ -38,7 +37,7 @@ def score_alone(whole: nn.Module, token_ids: Tensor) -> Tensor:
 
 
 def check_scores(
-    model: FallbackModel, group: ProcessGroup, sequences: list[Tensor], expected: list[Tensor]
+    model: TransformersModel, group: ProcessGroup, sequences: list[Tensor], expected: list[Tensor]
 ) -> None:
     """Check that packed chunks of sequences get the expected scores. Raises NotServedError."""
     spec, num_blocks = model.spec, sum(map(len, TABLES))
@@ -47,16 +46,16 @@ def check_scores(
     for step in STEPS:
         ids = torch.cat([sequences[i][start:end] for i, start, end in step])
         positions = torch.cat([torch.arange(start, end) for _, start, end in step])
-        x = model.forward(StepInputs(ids, positions, _place(step)), attention)
+        x = model.forward(StepInputs(ids, positions, _make_metadata(step)), attention)
         wanted = torch.cat([expected[i][start:end] for i, start, end in step])
-        if not _agree(model.logits(x), wanted):
+        if not scores_agree(model.logits(x), wanted, TOLERANCE):
             raise NotServedError(
-                "its scores change where sequences are packed and cut, so its code uses more of them than "
+                "its scores change if sequences are packed and cut, so its code uses more of them than "
                 "keys, values and plain positions"
             )
 
 
-def check_positions(hook: Hook, decoder: nn.Module, token_ids: Tensor, length: int) -> int:
+def check_positions(hook: AttentionHook, decoder: nn.Module, token_ids: Tensor, length: int) -> int:
     """Return the number of positions that the model has: `length`, or 0 if there is no limit.
 
     Raises NotServedError if its code does not use the positions that it is given."""
@@ -66,15 +65,15 @@ def check_positions(hook: Hook, decoder: nn.Module, token_ids: Tensor, length: i
     def compute(token_ids: Tensor, start: int, **more: Any) -> Tensor:
         positions = torch.arange(start, start + len(token_ids))
         forward = partial(compute_states, decoder, token_ids, positions, **more)
-        states: Tensor = hook.call(Recorder(length), forward)[0]
+        states: Tensor = hook.call(CallRecorder(length), forward)[0]
         return states
 
-    told = compute(token_ids, start)
+    with_positions = compute(token_ids, start)
     try:
-        seen = compute(token_ids, start, past_key_values=_pretend_cache(start))
+        without_positions = compute(token_ids, start, past_key_values=_cache_without_tokens(start))
     except (LookupError, AttributeError, TypeError, ValueError, RuntimeError) as error:
         raise NotServedError("its code needs a cache of its own") from error
-    if not _agree(seen, told):
+    if not scores_agree(without_positions, with_positions, TOLERANCE):
         raise NotServedError("its code takes positions from a cache of its own")
     try:
         compute(token_ids[:1], length)
@@ -83,7 +82,7 @@ def check_positions(hook: Hook, decoder: nn.Module, token_ids: Tensor, length: i
     return 0
 
 
-def _pretend_cache(length: int) -> Any:
+def _cache_without_tokens(length: int) -> Any:
     """Return a cache that reports `length` tokens but holds none."""
     cache = DynamicCache()
     cache.get_seq_length = lambda *_, **__: length
@@ -91,14 +90,7 @@ def _pretend_cache(length: int) -> Any:
     return cache
 
 
-def _agree(one: Tensor, other: Tensor) -> bool:
-    if one.shape != other.shape:
-        return False
-    largest = other.abs().max().clamp(min=1.0)
-    return bool((one - other).abs().max() <= TOLERANCE * largest)  # False for NaN
-
-
-def _place(step: tuple[tuple[int, int, int], ...]) -> AttentionMetadata:
+def _make_metadata(step: tuple[tuple[int, int, int], ...]) -> AttentionMetadata:
     counts = [0] + [end - start for _, start, end in step]
     slots = [
         TABLES[i][p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE

@@ -28,7 +28,7 @@ Field = int | memoryview
 
 
 @dataclass(frozen=True)
-class Value:
+class OnnxValue:
     """Input or output tensor. None stands for an unsupported type and for sizes that are left open."""
 
     dtype: torch.dtype | None
@@ -36,12 +36,12 @@ class Value:
 
 
 @dataclass(frozen=True)
-class Graph:
-    inputs: dict[str, Value]
-    outputs: dict[str, Value]
+class OnnxGraph:
+    inputs: dict[str, OnnxValue]
+    outputs: dict[str, OnnxValue]
 
 
-def read_graph(file: Path) -> Graph:
+def read_graph(file: Path) -> OnnxGraph:
     """Read the graph of a file. Raises WeightsError if the file is not ONNX."""
     try:
         with file.open("rb") as opened:
@@ -54,17 +54,17 @@ def read_graph(file: Path) -> Graph:
         )
     except (OSError, ValueError, IndexError) as error:
         raise WeightsError(f"{file} cannot be read as ONNX: {first_line(error)}") from error
-    return Graph(inputs, outputs)
+    return OnnxGraph(inputs, outputs)
 
 
-def _value(message: Field) -> tuple[str, Value]:
+def _value(message: Field) -> tuple[str, OnnxValue]:
     tensor = _last(_last(message, VALUE_TYPE), TYPE_TENSOR)
     element = _last(tensor, TENSOR_ELEMENT)
     dimensions = [part for number, part in _fields(_last(tensor, TENSOR_SHAPE)) if number == SHAPE_DIMENSION]
     name = _last(message, VALUE_NAME)
     if not isinstance(element, int) or not isinstance(name, memoryview):
         raise ValueError("an input or output is not as its schema says")
-    return str(name, "utf-8"), Value(ELEMENTS.get(element), tuple(map(_size, dimensions)))
+    return str(name, "utf-8"), OnnxValue(ELEMENTS.get(element), tuple(map(_size, dimensions)))
 
 
 def _size(dimension: Field) -> int | None:

@@ -2,7 +2,6 @@
 
 onnxruntime is an optional dependency, so it is imported only when such a model is described."""
 
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
@@ -19,10 +18,15 @@ from tgis.shard.checkpoint.tensors import WeightsError
 from tgis.shard.collectives import ProcessGroup
 from tgis.shard.models.interface import Model, UnsupportedModelError
 from tgis.shard.models.onnx_runtime import model
-from tgis.shard.models.onnx_runtime.graph import Graph, Value, read_graph
-from tgis.shard.models.onnx_runtime.model import HAS_PAST, LOGITS, MASK, POSITIONS, TOKENS, OnnxModel, Runner
-
-logger = logging.getLogger(__name__)
+from tgis.shard.models.onnx_runtime.graph import OnnxGraph, OnnxValue, read_graph
+from tgis.shard.models.onnx_runtime.model import GraphRunner, OnnxModel
+from tgis.shard.models.whole_model import (
+    NotServedError,
+    WholeModelSpec,
+    choose_tokens,
+    scores_agree,
+    warn_of_copies,
+)
 
 EXTRA = "pip install 'tgis-next[onnx]'"
 HOW_TO_EXPORT = (
@@ -36,24 +40,15 @@ ENCODER = "encoder_model.onnx"
 CPU = "CPUExecutionProvider"
 QUIET = 4  # level of ONNX Runtime's log that suppresses even errors, which are raised as well
 # Number of tokens that are scored whole, and ends of the chunks in which they are scored again, as a check.
-TRIED, CHUNKS = 9, (0, 4, 5, 9)
+NUM_CHECKED, CHUNK_ENDS = 9, (0, 4, 5, 9)
 # Largest difference, relative to the greatest score.
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 5e-2}
 
 
-@dataclass(frozen=True)
-class OnnxSpec:
-    """Shape of the model. Every rank holds it all, so key/value heads are counted once for each rank."""
-
+@dataclass(frozen=True, kw_only=True)
+class OnnxSpec(WholeModelSpec):
     file: Path
-    num_layers: int
-    num_kv_heads: int
-    head_dim: int
-    vocab_size: int
     dtype: torch.dtype  # of the graph's keys and values; a cache of this type loses nothing
-    max_positions: int = 0
-    rope_switch_len: int = 0
-    is_encoder_decoder: bool = False
 
     @property
     def weight_bytes(self) -> int:
@@ -61,7 +56,7 @@ class OnnxSpec:
         return sum(file.stat().st_size for file in self.file.parent.glob(f"{self.file.name}*"))
 
 
-def describe(directory: Path, config: Mapping[str, Any]) -> OnnxSpec:
+def make_spec(directory: Path, config: Mapping[str, Any]) -> OnnxSpec:
     """Return the shape of the model, read from its graph's inputs and outputs. This reads no tensor.
 
     Raises UnsupportedModelError and WeightsError."""
@@ -69,8 +64,8 @@ def describe(directory: Path, config: Mapping[str, Any]) -> OnnxSpec:
         raise UnsupportedModelError(f"models in ONNX form need ONNX Runtime: {EXTRA}")
     file = _find_file(directory, config)
     try:
-        return _describe(file, read_graph(file), dict(config))
-    except _NotServedError as error:
+        return _read_spec(file, read_graph(file), dict(config))
+    except NotServedError as error:
         raise UnsupportedModelError(f"{file} cannot be served: {error}") from error
 
 
@@ -79,23 +74,14 @@ def load(spec: OnnxSpec, group: ProcessGroup, num_threads: int) -> Model:
 
     A few tokens are computed first, to check that scores are the same if they come in chunks. Raises
     UnsupportedModelError and WeightsError."""
-    if group.size > 1 and group.rank == 0:
-        logger.warning(
-            "each of the %d shards holds the whole model and computes all of it: one shard makes better use "
-            "of the machine",
-            group.size,
-        )
+    warn_of_copies(group)
     session = _open_session(spec.file, num_threads)
-    runner = Runner(read_graph(spec.file), session, spec.num_layers)
+    runner = GraphRunner(read_graph(spec.file), session, spec.num_layers)
     try:
-        _try_chunks(spec, runner)
-    except _NotServedError as error:
+        _check_chunks(spec, runner)
+    except NotServedError as error:
         raise UnsupportedModelError(f"{spec.file} cannot be served: {error}") from error
     return OnnxModel(replace(spec, num_kv_heads=spec.num_kv_heads * group.size), runner, spec.num_kv_heads)
-
-
-class _NotServedError(Exception):
-    """Reason why a model is not served. The text is the end of a sentence."""
 
 
 def _find_file(directory: Path, config: Mapping[str, Any]) -> Path:
@@ -110,55 +96,58 @@ def _find_file(directory: Path, config: Mapping[str, Any]) -> Path:
             if (folder / name).is_file():
                 return folder / name
     if any((folder / name).exists() for folder in folders for name in PARTS):
-        cause = "has its model in ONNX form in two graphs, and they are served as one"
+        cause = "has its model in ONNX form in two graphs, and only one graph can be served"
     else:
         cause = "has no model in ONNX form, " + " or ".join(FILES)
     raise UnsupportedModelError(f"{directory} {cause}: {HOW_TO_EXPORT}")
 
 
-def _describe(file: Path, graph: Graph, config: dict[str, Any]) -> OnnxSpec:
-    """Return the model's shape. Raises _NotServedError."""
-    num_layers = sum(name in graph.inputs for name in map(_first_past_name, range(len(graph.inputs))))
+def _read_spec(file: Path, graph: OnnxGraph, config: dict[str, Any]) -> OnnxSpec:
+    """Return the model's shape. Raises NotServedError."""
+    num_layers = sum(model.past_names(layer)[0] in graph.inputs for layer in range(len(graph.inputs)))
     _check_names(graph, num_layers)
     cached = [graph.inputs[name] for layer in range(num_layers) for name in model.past_names(layer)]
     num_kv_heads, head_dim = _cache_shape(cached)
     dtype = cached[0].dtype
     if dtype not in TOLERANCE or {value.dtype for value in cached} != {dtype}:
-        raise _NotServedError("its keys and values are neither all float32 nor all float16")
-    scores = graph.outputs[LOGITS].shape
+        raise NotServedError("its keys and values are neither all float32 nor all float16")
+    scores = graph.outputs[model.LOGITS].shape
     vocab_size = (scores[-1] if scores else None) or config.get("vocab_size")
     if not isinstance(vocab_size, int):
-        raise _NotServedError("neither it nor config.json says how many tokens there are")
-    length = model_files.length_of_model(config) or 0
-    return OnnxSpec(file, num_layers, num_kv_heads, head_dim, vocab_size, dtype, length)
+        raise NotServedError("neither it nor config.json gives the size of the vocabulary")
+    return OnnxSpec(
+        file=file,
+        num_layers=num_layers,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        vocab_size=vocab_size,
+        dtype=dtype,
+        max_positions=model_files.length_of_model(config) or 0,
+    )
 
 
-def _first_past_name(layer: int) -> str:
-    return model.past_names(layer)[0]
-
-
-def _check_names(graph: Graph, num_layers: int) -> None:
-    """Check the names of all inputs and outputs. Raises _NotServedError."""
+def _check_names(graph: OnnxGraph, num_layers: int) -> None:
+    """Check the names of all inputs and outputs. Raises NotServedError."""
     if not num_layers:
-        raise _NotServedError(f"it takes no keys and values of the tokens before; {HOW_TO_EXPORT}")
+        raise NotServedError(f"it has no inputs for the keys and values of earlier tokens; {HOW_TO_EXPORT}")
     layers = range(num_layers)
     past = {name for layer in layers for name in model.past_names(layer)}
-    known = past | {TOKENS, MASK, POSITIONS, HAS_PAST}
-    wanted = {LOGITS, *(name for layer in layers for name in model.present_names(layer))}
+    known = past | {model.TOKENS, model.MASK, model.POSITIONS, model.HAS_PAST}
+    wanted = {model.LOGITS, *(name for layer in layers for name in model.present_names(layer))}
     if strange := [name for name, value in graph.inputs.items() if name not in known or value.dtype is None]:
-        raise _NotServedError(f"its input {strange[0]} has a name or type that we do not know")
-    if missing := [*({TOKENS, *past} - set(graph.inputs)), *(wanted - set(graph.outputs))]:
-        raise _NotServedError(f"it has no {min(missing)}")
+        raise NotServedError(f"its input {strange[0]} has an unknown name or type")
+    if missing := [*({model.TOKENS, *past} - set(graph.inputs)), *(wanted - set(graph.outputs))]:
+        raise NotServedError(f"it has no {min(missing)}")
 
 
-def _cache_shape(cached: list[Value]) -> tuple[int, int]:
-    """Return the number and size of every layer's key/value heads. Raises _NotServedError."""
+def _cache_shape(cached: list[OnnxValue]) -> tuple[int, int]:
+    """Return the number and size of every layer's key/value heads. Raises NotServedError."""
     shapes = {value.shape[1::2] for value in cached if len(value.shape) == 4}
     if len(shapes) != 1 or any(len(value.shape) != 4 for value in cached):
-        raise _NotServedError("its keys and values are not of one shape, [batch, heads, tokens, head size]")
+        raise NotServedError("its keys and values are not of one shape, [batch, heads, tokens, head size]")
     num_kv_heads, head_dim = shapes.pop()
     if not num_kv_heads or not head_dim:
-        raise _NotServedError("it does not say how many key/value heads there are and how large they are")
+        raise NotServedError("it does not give the number and size of the key/value heads")
     return num_kv_heads, head_dim
 
 
@@ -182,25 +171,24 @@ def _open_session(file: Path, num_threads: int) -> Any:
         raise WeightsError(f"{file} cannot be loaded: {first_line(error)}") from error
 
 
-def _try_chunks(spec: OnnxSpec, runner: Runner) -> None:
-    """Check that scores are the same if the tokens come in chunks. Raises _NotServedError."""
+def _check_chunks(spec: OnnxSpec, runner: GraphRunner) -> None:
+    """Check that scores are the same if the tokens come in chunks. Raises NotServedError."""
     try:
-        whole, cut = (_score(spec, runner, ends) for ends in ((0, TRIED), CHUNKS))
+        whole, cut = (_score(spec, runner, ends) for ends in ((0, NUM_CHECKED), CHUNK_ENDS))
     except Exception as error:  # of the runtime's own kinds, which have nothing else in common
-        raise _NotServedError(f"ONNX Runtime failed with {first_line(error)}") from error
-    if whole.shape != (TRIED, spec.vocab_size):
-        raise _NotServedError(f"it gives scores of shape {[*whole.shape]} for {TRIED} tokens")
-    bound = TOLERANCE[spec.dtype] * whole.abs().max().clamp(min=1.0)
-    if not (cut - whole).abs().max() <= bound:  # NaN fails too
-        raise _NotServedError(
-            "its scores change where a prompt comes in chunks, as where it is quantized dynamically or was "
+        raise NotServedError(f"ONNX Runtime failed with {first_line(error)}") from error
+    if whole.shape != (NUM_CHECKED, spec.vocab_size):
+        raise NotServedError(f"it gives scores of shape {[*whole.shape]} for {NUM_CHECKED} tokens")
+    if not scores_agree(cut, whole, TOLERANCE[spec.dtype]):
+        raise NotServedError(
+            "its scores change if a prompt comes in chunks, as they do if it is quantized dynamically or was "
             f"exported for single tokens; {HOW_TO_EXPORT}"
         )
 
 
-def _score(spec: OnnxSpec, runner: Runner, ends: Sequence[int]) -> Tensor:
-    """Return scores, [TRIED, vocab_size], computed in chunks with these ends."""
-    token_ids = (spec.vocab_size // 3 + 7 * torch.arange(TRIED)) % spec.vocab_size
+def _score(spec: OnnxSpec, runner: GraphRunner, ends: Sequence[int]) -> Tensor:
+    """Return scores, [NUM_CHECKED, vocab_size], computed in chunks with these ends."""
+    token_ids = choose_tokens(spec.vocab_size, NUM_CHECKED)
     nothing = torch.empty(spec.num_kv_heads, 0, spec.head_dim)
     past, parts = [(nothing, nothing)] * spec.num_layers, []
     for start, end in pairwise(ends):

@@ -12,7 +12,7 @@ from torch import Tensor
 from tgis.shard.attention.interface import Attention, AttentionMetadata
 from tgis.shard.layers.lora import TokenAdapters
 from tgis.shard.models.interface import ModelSpec, StepInputs
-from tgis.shard.models.onnx_runtime.graph import Graph
+from tgis.shard.models.onnx_runtime.graph import OnnxGraph
 
 LOGITS = "logits"
 TOKENS, MASK, POSITIONS, HAS_PAST = "input_ids", "attention_mask", "position_ids", "use_cache_branch"
@@ -29,10 +29,10 @@ def present_names(layer: int) -> tuple[str, str]:
     return f"present.{layer}.key", f"present.{layer}.value"
 
 
-class Runner:
+class GraphRunner:
     """Runner of the graph for one sequence at a time. ONNX Runtime's session keeps no state of it."""
 
-    def __init__(self, graph: Graph, session: Any, num_layers: int) -> None:
+    def __init__(self, graph: OnnxGraph, session: Any, num_layers: int) -> None:
         self._session = session
         self._dtypes = {name: value.dtype for name, value in graph.inputs.items()}
         self._past = [name for layer in range(num_layers) for name in past_names(layer)]
@@ -59,7 +59,7 @@ class Runner:
 class OnnxModel:
     """Model in ONNX form. `num_kv_heads` counts the graph's heads, all of which this rank computes."""
 
-    def __init__(self, spec: ModelSpec, runner: Runner, num_kv_heads: int) -> None:
+    def __init__(self, spec: ModelSpec, runner: GraphRunner, num_kv_heads: int) -> None:
         self.spec = spec
         self._runner, self._num_kv_heads = runner, num_kv_heads
 

@@ -1,63 +1,34 @@
 """Building blocks of transformer layers, cut over ranks: self-attention and feed-forward."""
 
-from typing import Literal, Protocol
-
 import torch
 from torch import Tensor
 
 from tgis.shard.attention.interface import Attention, AttentionMetadata, Scoring
 from tgis.shard.layers.activation import activated, gated
+from tgis.shard.layers.embedding import Positions
 from tgis.shard.layers.linear import ColumnParallel, RowParallel
 from tgis.shard.layers.lora import TokenAdapters
-from tgis.shard.layers.norm import NormKind, read_head_norm
+from tgis.shard.layers.norm import Norm, read_head_norm
 from tgis.shard.layers.ops import Parts
 from tgis.shard.layers.split_norm import SplitNorm
+from tgis.shard.models.spec import LayerSpec
 
 
-class Heads(Protocol):
-    """Fields of a model's spec that self-attention reads."""
-
-    @property
-    def hidden_size(self) -> int: ...
-    @property
-    def num_heads(self) -> int: ...
-    @property
-    def num_kv_heads(self) -> int: ...
-    @property
-    def head_dim(self) -> int: ...
-    @property
-    def qkv_bias(self) -> bool: ...
-    @property
-    def out_bias(self) -> bool: ...
-    @property
-    def clip_qkv(self) -> float | None: ...
-    @property
-    def qk_norm(self) -> Literal["none", "head", "whole"]: ...
-    @property
-    def norm(self) -> NormKind: ...
-    @property
-    def norm_eps(self) -> float: ...
+def make_norm(spec: LayerSpec, parts: Parts, path: str) -> Norm:
+    return Norm(parts, path, spec.hidden_size, spec.norm_eps, spec.norm)
 
 
-class Feeding(Protocol):
-    """Fields of a model's spec that a feed-forward layer reads."""
-
-    @property
-    def hidden_size(self) -> int: ...
-    @property
-    def intermediate_size(self) -> int: ...
-    @property
-    def activation(self) -> str: ...
-    @property
-    def gated(self) -> bool: ...
-    @property
-    def mlp_bias(self) -> bool: ...
+def make_positions(spec: LayerSpec, parts: Parts, path: str) -> Positions | None:
+    """Return the table of learned positions, None if the model has none."""
+    if not spec.num_positions:
+        return None
+    return Positions(parts, path, spec.num_positions, spec.hidden_size, spec.position_offset)
 
 
 class SelfAttention:
     """Self-attention. `layer` is the cache's; `scoring` has slopes and bias of this rank's heads only."""
 
-    def __init__(self, spec: Heads, parts: Parts, path: str, layer: int, scoring: Scoring):
+    def __init__(self, spec: LayerSpec, parts: Parts, path: str, layer: int, scoring: Scoring):
         size = parts.group.size
         kv_pieces = min(size, spec.num_kv_heads)
         self._layer, self._scoring, self._split = layer, scoring, parts.kernels.split_heads
@@ -102,7 +73,7 @@ class SelfAttention:
 
 
 class MLP:
-    def __init__(self, spec: Feeding, parts: Parts, path: str):
+    def __init__(self, spec: LayerSpec, parts: Parts, path: str):
         size, widths = spec.hidden_size, [spec.intermediate_size] * (1 + spec.gated)
         self._up = ColumnParallel(parts, f"{path}.up", size, widths, spec.mlp_bias)
         self._down = RowParallel(parts, f"{path}.down", spec.intermediate_size, size, spec.mlp_bias)

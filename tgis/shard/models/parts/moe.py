@@ -10,7 +10,7 @@ from tgis.shard.layers.linear import Replicated
 from tgis.shard.layers.lora import TokenAdapters
 from tgis.shard.layers.ops import Parts
 from tgis.shard.models.parts.blocks import MLP
-from tgis.shard.models.spec.spec import DecoderSpec
+from tgis.shard.models.spec import DecoderSpec
 
 
 class SparseMLP:

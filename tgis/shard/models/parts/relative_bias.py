@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from tgis.shard.layers.ops import Parts
-from tgis.shard.models.spec.seq2seq_spec import RelativeBias
+from tgis.shard.models.spec import RelativeBias
 
 
 def read_bias(parts: Parts, path: str, bias: RelativeBias, num_heads: int, causal: bool) -> Tensor:

@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
+from tgis.shard.models.config_reader import Config, integer
 from tgis.shard.models.interface import UnsupportedModelError
-from tgis.shard.models.spec.config_reader import Config, integer
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 

@@ -61,6 +61,24 @@ def activation(config: Config, key: str, default: str) -> str:
     return name
 
 
+def refuse_others(config: Config, **served: Any) -> None:
+    """Check that every key is absent, null or has a served value. A tuple holds several served values.
+
+    Raises UnsupportedModelError."""
+    for key, values in served.items():
+        given = config.get(key)
+        if given is not None and given not in (values if isinstance(values, tuple) else (values,)):
+            raise UnsupportedModelError(f"{key} {given!r} of the configuration is not supported")
+
+
+def section(config: Config, key: str) -> Config:
+    """Return a nested part of the configuration, empty if it is absent. Raises UnsupportedModelError."""
+    found = config.get(key)
+    if found is not None and not isinstance(found, dict):
+        raise UnsupportedModelError(f"{key} {found!r} of the configuration is not supported")
+    return found or {}
+
+
 def rope(config: Config, head_dim: int, layer_type: str = "full_attention") -> Rope:
     """Return the rotary embedding of layers of one type. Raises UnsupportedModelError.
 
@@ -72,7 +90,7 @@ def rope(config: Config, head_dim: int, layer_type: str = "full_attention") -> R
         theta = config.get("rope_local_base_freq") or theta
     theta = number(given, "rope_theta", theta)
     if theta == 1:
-        raise ConfigurationError("rope_theta 1 of the configuration would turn all channels alike")
+        raise ConfigurationError("rope_theta 1 of the configuration would rotate all channels alike")
     share = number(given, "partial_rotary_factor", config.get("partial_rotary_factor") or 1.0)
     dim = int(head_dim * share)
     if dim % 2 or dim > head_dim:

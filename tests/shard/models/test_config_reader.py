@@ -43,11 +43,11 @@ REFUSED: list[tuple[str, str, Any]] = [
 @pytest.mark.parametrize(("case", "key", "value"), REFUSED, ids=str)
 def test_refuses_in_one_line(case: str, key: str, value: object) -> None:
     config = json.loads(gpts.CASES[case]().to_json_string(use_diff=False))
-    registry.describe(config)
+    registry.make_spec(config)
     outer, _, inner = key.rpartition(".")
     (config.setdefault(outer, {}) if outer else config)[inner] = value
     with pytest.raises(UnsupportedModelError) as caught:
-        registry.describe(config)
+        registry.make_spec(config)
     assert repr(value) in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -56,7 +56,7 @@ def test_grouped_heads_must_be_counted() -> None:
     config = json.loads(gpts.CASES["mpt"]().to_json_string(use_diff=False))
     config["attn_config"]["attn_type"] = "grouped_query_attention"
     with pytest.raises(UnsupportedModelError, match="kv_n_heads is missing"):
-        registry.describe(config)
+        registry.make_spec(config)
 
 
 ODD = (None, "", "x", ["silu"], {"a": 1}, 0, 1, -1, 3, 10**4, 0.5, math.inf, math.nan, True)
@@ -81,8 +81,8 @@ def test_odd_values_are_refused_in_one_line_or_served(model_type: str) -> None:
 def refusal(config: dict[str, Any]) -> str:
     """Why the model cannot be served on two ranks; empty where it can."""
     try:
-        spec = registry.describe(config)
-        registry.check_cut(spec, 2)
+        spec = registry.make_spec(config)
+        registry.check_sharding(spec, 2)
         registry.FAMILIES[config["model_type"]].sources(spec)
     except UnsupportedModelError as error:
         return str(error)

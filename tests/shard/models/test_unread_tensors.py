@@ -1,4 +1,4 @@
-"""What a checkpoint has and a model does not read: known leftovers are left, all else is refused."""
+"""What a checkpoint has and a model does not read: known ones are ignored, all else is refused."""
 
 import re
 from collections.abc import Callable
@@ -18,8 +18,8 @@ from tgis.shard.checkpoint.tensors import WeightsError
 from tgis.shard.collectives import ProcessGroup
 from tgis.shard.models import registry
 from tgis.shard.models.hf_transformers import load as hf_transformers
-from tgis.shard.models.leftovers import refuse_unread
 from tgis.shard.models.registry import FAMILIES
+from tgis.shard.models.unread_tensors import refuse_unread
 
 # The first case of each family, by the name of its module.
 FIRST_CASES = {
@@ -119,7 +119,7 @@ class Written:
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Written:
-    return Written(tmp_path_factory.mktemp("leftovers"))
+    return Written(tmp_path_factory.mktemp("ignored"))
 
 
 def load(directory: Path, group: ProcessGroup = ALONE) -> object:
@@ -127,7 +127,7 @@ def load(directory: Path, group: ProcessGroup = ALONE) -> object:
 
 
 def load_through_transformers(directory: Path) -> object:
-    spec = hf_transformers.describe(directory, read_config(directory), False)
+    spec = hf_transformers.make_spec(directory, read_config(directory), False)
     return hf_transformers.load(directory, spec, ALONE, torch.float32, False)
 
 
@@ -142,7 +142,7 @@ def said(directory: Path, count: int, first: str) -> str:
     """The beginning of the refusal."""
     return (
         f"{directory}: config.json describes a model without {count} of the checkpoint's tensors, the first "
-        f"is {first}: it names too few layers or experts, "
+        f"of which is {first}. It names too few layers or experts, "
     )
 
 
@@ -195,7 +195,7 @@ def test_a_layer_of_the_encoder(family: str, key: str, written: Written, tmp_pat
     last = read_config(source)[key] - 1
     copy(source, tmp_path, {}, **{key: last})
     assert re.search(
-        rf"the first is (model\.)?encoder\.(block|layers)\.{last}\.", refusal(lambda: load(tmp_path))
+        rf"the first of which is (model\.)?encoder\.(block|layers)\.{last}\.", refusal(lambda: load(tmp_path))
     )
 
 
@@ -219,7 +219,7 @@ def test_an_expert_that_the_configuration_leaves_out(family: str, written: Writt
 
 
 def published(family: str, source: Path) -> dict[str, Tensor]:
-    """The leftovers; a head is the table of tokens once more."""
+    """The ignored tensors; a head is the table of tokens once more."""
     tensors = stored(source)
     table = next(
         x for name, x in tensors.items() if re.search(r"embed_(tokens|in)|wte|word_emb|shared", name)
@@ -308,7 +308,9 @@ def test_through_transformers(family: str, written: Written, tmp_path: Path) -> 
     config, last = fewer_layers(family, read_config(source))
     edit_config(tmp_path, config)
     text = refusal(lambda: load_through_transformers(tmp_path))
-    assert re.search(rf"without \d+ of .*, the first is (model\.layers|transformer\.h)\.{last}\.", text)
+    assert re.search(
+        rf"without \d+ of .*, the first of which is (model\.layers|transformer\.h)\.{last}\.", text
+    )
 
 
 def test_through_transformers_what_nobody_knows(tmp_path: Path) -> None:

@@ -1,0 +1,166 @@
+"""Specifications of models as data: everything that our layers need to know but the tensors.
+
+A decoder-only model has one stack of layers, an encoder-decoder model has two."""
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from tgis.shard.layers.norm import NormKind
+from tgis.shard.layers.rotary import Rope
+
+# Residual sums of a block's two branches, attention and feed-forward.
+#   sequential:            x += attention(norm_1(x)); x += mlp(norm_2(x))
+#   parallel:              x += attention(norm_1(x)) + mlp(norm_2(x))
+#   parallel_shared_norm:  x += attention(norm_1(x)) + mlp(norm_1(x))
+Residual = Literal["sequential", "parallel", "parallel_shared_norm"]
+# Place of the norms of sequential branches.
+#   before:  x += f(norm(x))
+#   after:   x += post_norm(f(x))
+#   both:    x += post_norm(f(norm(x)))
+#   sum:     x = norm(x + f(x))
+NormPlace = Literal["before", "after", "both", "sum"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerSpec:
+    """Specification that all stacks of layers share."""
+
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    norm_eps: float
+    norm: NormKind = "rms"
+    norm_place: NormPlace = "before"
+    activation: str = "silu"
+    gated: bool = True
+
+    num_positions: int = 0  # rows of a learned table of positions
+    position_offset: int = 0  # row of the first position
+
+    qkv_bias: bool = False
+    out_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: Literal["none", "head", "whole"] = "none"  # RMS norm of queries and keys, per head or all heads
+    clip_qkv: float | None = None
+    attention_scale: float | None = None  # None: head_dim^-1/2
+
+    embedding_scale: float = 1.0
+    embedding_norm: bool = False
+    final_norm: bool = True
+
+    @property
+    def max_positions(self) -> int:
+        return self.num_positions and self.num_positions - self.position_offset
+
+    @property
+    def score_scale(self) -> float:
+        return self.head_dim**-0.5 if self.attention_scale is None else self.attention_scale
+
+
+@dataclass(frozen=True)
+class Experts:
+    """Mixture of experts: a token uses a few feed-forwards, weighted by the softmax of router scores."""
+
+    num_experts: int
+    num_active: int  # experts per token
+    intermediate_size: int  # width of one expert
+    normalised: bool = True  # the weights of a token's experts sum to one
+    dense_layers: frozenset[int] = frozenset()  # layers with an ordinary MLP instead
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecoderSpec(LayerSpec):
+    """Specification of a checkpoint for `Decoder`."""
+
+    is_encoder_decoder: ClassVar = False
+
+    vocab_size: int
+    residual: Residual = "sequential"
+    residual_scale: float = 1.0  # factor of a branch's output
+    experts: Experts | None = None
+
+    rope: Rope | None = None
+    local_rope: Rope | None = None  # rotary embedding of layers with a window, if it differs
+    windows: tuple[int | None, ...] = ()  # per layer, number of keys that a query sees; empty: no window
+    slopes: tuple[float, ...] = ()  # per head (ALiBi)
+    attention_soft_cap: float | None = None
+
+    embedding_size: int | None = None  # if it differs from hidden_size; projections convert between them
+    scales_virtual: bool = False  # virtual tokens were learned before the scaling, so they are scaled as well
+    logit_scale: float = 1.0
+    logit_soft_cap: float | None = None
+    tie_embeddings: bool = False
+
+    @property
+    def embedding_width(self) -> int:
+        return self.embedding_size or self.hidden_size
+
+    @property
+    def intermediate_sizes(self) -> tuple[int, ...]:
+        return (self.intermediate_size, *([self.experts.intermediate_size] if self.experts else []))
+
+    @property
+    def rope_switch_len(self) -> int:
+        return self.rope.switch_len if self.rope else 0
+
+    def window(self, layer: int) -> int | None:
+        return self.windows[layer] if self.windows else None
+
+
+@dataclass(frozen=True)
+class RelativeBias:
+    """Bias learned per head and bucket of distances, added to the scores of self-attention. Buckets grow with
+    the distance; all distances from `max_distance` on share one."""
+
+    num_buckets: int
+    max_distance: int
+    is_per_layer: bool = False  # if false, all layers use the first layer's
+
+
+@dataclass(frozen=True, kw_only=True)
+class StackSpec(LayerSpec):
+    """Specification of the encoder or of the decoder. `norm_place` is "before" or "sum"."""
+
+    relative_bias: RelativeBias | None = None
+
+
+@dataclass(frozen=True)
+class EncoderDecoderSpec:
+    """Specification of a checkpoint for `EncoderDecoderModel`. Both stacks have the same number and size of
+    heads, so that their keys and values fit one cache."""
+
+    is_encoder_decoder: ClassVar = True
+    rope_switch_len: ClassVar = 0
+
+    encoder: StackSpec
+    decoder: StackSpec
+    vocab_size: int
+    logit_scale: float = 1.0
+    has_head_bias: bool = False  # a checkpoint may still lack it
+
+    @property
+    def num_layers(self) -> int:
+        return self.decoder.num_layers
+
+    @property
+    def num_heads(self) -> int:
+        return self.decoder.num_heads
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.decoder.num_kv_heads
+
+    @property
+    def head_dim(self) -> int:
+        return self.decoder.head_dim
+
+    @property
+    def intermediate_sizes(self) -> tuple[int, ...]:
+        return (self.encoder.intermediate_size, self.decoder.intermediate_size)
+
+    @property
+    def max_positions(self) -> int:
+        return min(self.encoder.max_positions, self.decoder.max_positions)

@@ -1,0 +1,83 @@
+"""Tensors of a checkpoint that a model does not read. Known ones are ignored, because no output depends on
+them. All others are refused, because without them the model would differ from the one that was trained."""
+
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from tgis.shard.checkpoint.tensors import WeightsError
+
+_ANYWHERE = r"(?:.+\.)?"
+_PREFIX = re.compile(r"^(?:model|transformer)\.")
+
+# Kinds of tensors, and patterns of their whole names without a leading `model.` or `transformer.`.
+IGNORED = {
+    "rotary frequencies and angles, which are computed from config.json": _ANYWHERE + r"\w*rotary\w*\.\w+",
+    "causal masks of GPT-2 and GPT-NeoX": _ANYWHERE + r"(?:attn|attention)\.(?:masked_bias|bias)",
+    "causal masks of BLOOM, Falcon and CodeGen": _ANYWHERE + r"causal_mask",
+    "position ids, which old releases of transformers stored": _ANYWHERE + r"position_ids",
+    "tables of sinusoidal positions, which are computed": (
+        r"(?:(?:en|de)coder\.)?embed_positions\.(?:weights|_float_tensor)"
+    ),
+    "copies of T5's and BART's table of tokens": r"(?:shared|(?:en|de)coder\.embed_tokens)\.weight",
+    "the version number that fairseq gave a BART or OPT": r"(?:en|de)coder\.version",
+    "the relative bias of T5's cross-attention, which is never added": (
+        r"decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight"
+    ),
+    "the last norm of an OPT, where config.json says that it was removed": (
+        r"decoder\.final_layer_norm\.(?:weight|bias)"
+    ),
+    "heads that score or classify texts": (
+        r"(?:score|classifier|classification_head|regression_head|reward_head|rm_head|value_head|v_head|"
+        r"qa_outputs|multiple_choice_head|(?:\w+\.)?pooler|cls\.seq_relationship)\..+"
+    ),
+    "speculators and heads that predict further tokens": (r"(?:speculators?|medusa_heads?|mtp(?:_\w+)?)\..+"),
+    "the vision, audio and speech parts of multimodal checkpoints": (
+        r"(?:vision|visual|image|audio|speech|multi_?modal|mm_projector|embed_vision|embed_audio|talker|"
+        r"token2wav|code2wav)\w*(?:\..+)?"
+    ),
+    "the scales that Transformer Engine keeps for 8-bit training": _ANYWHERE + r"_extra_state",
+}
+_KNOWN = re.compile("|".join(f"(?:{pattern})" for pattern in IGNORED.values()))
+_LAYER = re.compile(r"(?:^|\.)layers\.(\d{1,9})\.")
+
+
+def refuse_unread(directory: Path, names: Iterable[str], config: Mapping[str, Any]) -> None:
+    """Raise WeightsError if one of `names`, the tensors that were not read, is not one to ignore.
+
+    `config` is the model's config.json."""
+    predicting = _prediction_layers(config)
+    unknown = [name for name in names if not (_is_known(name) or _layer_of(name) in predicting)]
+    if unknown:
+        first = min(unknown, key=_layer_order)
+        raise WeightsError(
+            f"{directory}: config.json describes a model without {len(unknown)} of the checkpoint's tensors, "
+            f"the first of which is {first}. It names too few layers or experts, leaves biases out or "
+            "belongs to another model. Use the config.json that was published with the weights, or remove "
+            "these tensors if they are not part of the language model"
+        )
+
+
+def _is_known(name: str) -> bool:
+    return _KNOWN.fullmatch(_PREFIX.sub("", name)) is not None
+
+
+def _prediction_layers(config: Mapping[str, Any]) -> range:
+    """Return the numbers of the layers that predict tokens after the next one.
+
+    Some checkpoints have them after all other layers; their config.json says how many."""
+    text = config.get("text_config")
+    text = text if isinstance(text, dict) else config
+    first, count = (text.get(key) for key in ("num_hidden_layers", "num_nextn_predict_layers"))
+    return range(first, first + count) if type(first) is int and type(count) is int else range(0)
+
+
+def _layer_of(name: str) -> int | None:
+    found = _LAYER.search(name)
+    return int(found[1]) if found else None
+
+
+def _layer_order(name: str) -> str:
+    """Return a key that sorts by the numbers in names: layer 2 before layer 10."""
+    return re.sub(r"\d+", lambda number: number[0].zfill(9), name)
