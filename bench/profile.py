@@ -13,10 +13,10 @@ from bench.machine import Limits
 from bench.profile_report import Profile, Work, format_profile
 from bench.shapes import Shape
 from bench.steps import Rows, load_engine
-from bench.stopwatch import Stopwatch, WatchedForward, profile_tape, timing_kernels, watching
+from bench.stopwatch import Stopwatch, WatchedForward, profile_graph, timing_kernels, watching
 from tgis.pb import shard_pb2 as pb
-from tgis.shard.kernels.cpu.kernel_graph import Tape
-from tgis.shard.runner.forward import TapedForward
+from tgis.shard.kernels.cpu.kernel_graph import KernelGraph
+from tgis.shard.runner.forward import GraphForward
 from tgis.shard.runner.model_runner import Engine
 
 STEPS, WARM_STEPS = 20, 4
@@ -56,29 +56,29 @@ def measure_rates(machine: Limits) -> Rates:
 
 
 def measure(engine: Engine, shape: Shape, work: Work) -> Profile:
-    """As in service, then its kernels one by one: those of the tape, or where there is none, those of the
-    same steps again."""
+    """As in service, then its kernels one by one: those of the kernel graph, or where there is none,
+    those of the same steps again."""
     run = _run_decode if work.new_tokens == 1 else _run_prefill
     with watching(engine) as model:
         step_s = statistics.median(run(engine, work))
         model_s = statistics.median(model.seconds[-STEPS if work.new_tokens == 1 else -PROMPTS :])
-        tape = _find_tape(model, work)
-        if tape is not None:  # before what its arguments name is gone
-            kernels = profile_tape(tape, shape, STEPS)
+        graph = _find_graph(model, work)
+        if graph is not None:  # before what its arguments name is gone
+            kernels = profile_graph(graph, shape, STEPS)
     engine.reset()
-    if tape is None:
+    if graph is None:
         watch = Stopwatch(shape)
         with timing_kernels(watch):
             run(engine, work, watch.begin_step)
         engine.reset()
         kernels = watch.read()
-    return Profile(work, step_s, model_s, kernels, is_taped=tape is not None)
+    return Profile(work, step_s, model_s, kernels, is_captured=graph is not None)
 
 
-def _find_tape(model: WatchedForward, work: Work) -> Tape | None:
-    if work.new_tokens > 1 or not isinstance(model.forward, TapedForward):
+def _find_graph(model: WatchedForward, work: Work) -> KernelGraph | None:
+    if work.new_tokens > 1 or not isinstance(model.forward, GraphForward):
         return None
-    return model.forward.find_tape(work.batch)
+    return model.forward.find_graph(work.batch)
 
 
 def _run_decode(engine: Engine, work: Work, begin: Callable[[], None] | None = None) -> list[float]:

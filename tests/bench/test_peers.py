@@ -129,7 +129,7 @@ def test_a_profile_has_all_parts_of_a_step(model: Path, monkeypatch: pytest.Monk
         assert set(part_limits(TINY, work, 2.0, Rates(1, 1))) <= set(calls)
         assert calls["product gate_up"] == calls["attend"] == TINY.num_layers
         assert calls["product head"] == 1
-        assert profile.is_taped == (work.new_tokens == 1)
+        assert profile.is_captured == (work.new_tokens == 1)
         assert 0 < profile.model_s < profile.step_s
 
 
@@ -162,13 +162,13 @@ def test_limits_of_parts_add_up() -> None:
 
 def test_a_profile_is_a_table() -> None:
     kernels = {"attend": (0.002, 2), "write": (0.001, 2)}
-    profile = Profile(Work(2, 1, 20), 0.01, 0.0025, kernels, is_taped=True)
+    profile = Profile(Work(2, 1, 20), 0.01, 0.0025, kernels, is_captured=True)
     lines = format_profile(profile, TINY, 2.0, Rates(1e9, 1e9)).splitlines()
     assert lines[0].startswith("**decode of 2, context 20**: 10.00 ms a step, 200 tokens/s")
     assert lines[4].startswith("| attend | 2 | 2.000 | 20% |")
     assert lines[5] == "| write | 2 | 1.000 | 10% | – | – |"
     assert lines[6].startswith("| *kernels, one by one* |  | 3.000 | 30% |")
-    assert lines[7].startswith("| *the model, as one tape* |  | 2.500 | 25% |")
+    assert lines[7].startswith("| *the model, as one kernel graph* |  | 2.500 | 25% |")
     assert lines[8] == "| packing, sampling, answering |  | 7.500 | 75% | – | – |"
 
 

@@ -11,5 +11,5 @@ from tgis.shard.startup.platform import ON_CPU, Platform
 
 def plain(device: torch.device) -> Platform:
     return replace(
-        ON_CPU, device=device, kernels=TorchKernels(device), attention=TorchAttention, tapes_steps=False
+        ON_CPU, device=device, kernels=TorchKernels(device), attention=TorchAttention, captures_steps=False
     )

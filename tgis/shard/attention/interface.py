@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-TILE = 32  # most tokens of one sequence that a tile of queries holds
+QUERY_TILE = 32  # most tokens of one sequence that a tile of queries holds
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class AttentionMetadata:
         addresses = [x.data_ptr() for x in tensors]
         num_seqs, max_blocks = self.block_tables.shape
         num_tokens = int(self.cu_seqlens_q.numpy()[-1])
-        most = 1 if num_tokens == num_seqs == len(tensors[2]) else TILE
+        most = 1 if num_tokens == num_seqs == len(tensors[2]) else QUERY_TILE
         table = (num_tokens, num_seqs, max_blocks, len(tensors[2]), most, *addresses)
         return torch.from_numpy(np.array(table, np.int64))
 
@@ -71,11 +71,11 @@ def _lay_single_tokens(lengths: Any, is_cross: bool) -> Any:
 
 def _cut(begins: Any, lengths: Any, is_cross: bool) -> Any:
     counts = begins[1:] - begins[:-1]  # [num_seqs]
-    tiles_of = (counts + TILE - 1) // TILE
+    tiles_of = (counts + QUERY_TILE - 1) // QUERY_TILE
     sequence = np.repeat(np.arange(len(counts)), tiles_of)  # [num_tiles]
     before = (tiles_of.cumsum() - tiles_of)[sequence]  # number of tiles of earlier sequences
-    offset = (np.arange(len(sequence)) - before) * TILE
-    count = np.minimum(counts[sequence] - offset, TILE)
+    offset = (np.arange(len(sequence)) - before) * QUERY_TILE
+    count = np.minimum(counts[sequence] - offset, QUERY_TILE)
     position = (lengths - counts)[sequence] + offset
     seen = position + count
     if is_cross:

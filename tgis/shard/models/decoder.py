@@ -144,7 +144,7 @@ class Decoder:
         if self.spec.logit_scale != 1:
             scores = self.parts.kernels.scale(scores, self.spec.logit_scale)
         if cap := self.spec.logit_soft_cap:
-            scores = self.parts.kernels.soften(scores, cap)
+            scores = self.parts.kernels.soft_cap(scores, cap)
         return scores
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from tgis.shard.checkpoint.tensors import ALL, Stored
 from tgis.shard.checkpoint.weights import Weights
 from tgis.shard.collectives import World
-from tgis.shard.kernels.cpu import ops
+from tgis.shard.kernels.cpu.ops import CPU_KERNELS
 from tgis.shard.kernels.portable.ops import TorchKernels
 from tgis.shard.layers.ops import Parts
 from tgis.shard.models import registry
@@ -46,7 +46,7 @@ def outline(path: Path, config: Mapping[str, Any], dtype: torch.dtype) -> Outlin
     return Outline(
         model.prompt_width,
         spec.is_encoder_decoder,
-        Parts(World(0, 1), weights, dtype, ops, blank.cuts),
+        Parts(World(0, 1), weights, dtype, CPU_KERNELS, blank.cuts),
     )
 
 

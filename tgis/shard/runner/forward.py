@@ -1,4 +1,4 @@
-"""Runs a step through the model: layer by layer in Python, or by replaying the recorded kernel launches of an
+"""Runs a step through the model: layer by layer in Python, or by replaying the captured kernel launches of an
 equal step."""
 
 import logging
@@ -10,15 +10,15 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tgis.shard.attention.interface import Attention, AttentionMetadata
-from tgis.shard.kernels.cpu.jit import compiler
-from tgis.shard.kernels.cpu.kernel_graph import Pool, Recorder, Tape
+from tgis.shard.kernels.cpu.jit.compiler import capture
+from tgis.shard.kernels.cpu.kernel_graph import KernelGraph, MemoryPool
 from tgis.shard.models.interface import Model, StepInputs
 from tgis.shard.runner.batch_builder import Batch
 
 logger = logging.getLogger(__name__)
 
-# Most tokens of a step that is recorded. Larger steps take so long that a replay saves next to nothing.
-MAX_TAPED_TOKENS = 64
+# Most tokens of a step that is captured. Larger steps take so long that a replay saves next to nothing.
+MAX_CAPTURED_TOKENS = 64
 
 # The model's output for the step's tokens, [num_tokens, any], and the logits of the sampled tokens, float32
 # [num_sampled, vocab_size], or None if no token is sampled.
@@ -42,7 +42,7 @@ class Forward:
         return x, self.model.logits(x[at], adapters and adapters.take(at))
 
 
-class TapedForward(Forward):
+class GraphForward(Forward):
     """Forward pass that captures small steps and replays them.
 
     A step qualifies if it has few tokens and every token is sampled. Steps with the same number of tokens
@@ -51,41 +51,41 @@ class TapedForward(Forward):
 
     def __init__(self, model: Model, attention: Attention):
         super().__init__(model, attention)
-        self._pool, self._tapes = Pool(), dict[int, _TapedStep]()
-        self._is_recordable = True
+        self._pool, self._steps = MemoryPool(), dict[int, _CapturedStep]()
+        self._can_capture = True
 
     def __call__(self, batch: Batch) -> Outputs:
-        if not self._is_recordable or not _is_plain(batch):
+        if not self._can_capture or not _is_plain(batch):
             return super().__call__(batch)
-        step = self._tapes.get(len(batch.inputs.token_ids)) or self._record(batch.inputs)
+        step = self._steps.get(len(batch.inputs.token_ids)) or self._capture(batch.inputs)
         return super().__call__(batch) if step is None else step.run(batch.inputs)
 
-    def find_tape(self, num_tokens: int) -> Tape | None:
-        """Return the recording of plain steps with `num_tokens` tokens, or None before the first of them."""
-        step = self._tapes.get(num_tokens)
-        return None if step is None else step.tape
+    def find_graph(self, num_tokens: int) -> KernelGraph | None:
+        """Return the kernel graph of plain steps with `num_tokens` tokens, None before the first of them."""
+        step = self._steps.get(num_tokens)
+        return None if step is None else step.graph
 
-    def _record(self, inputs: StepInputs) -> "_TapedStep | None":
-        recorder, fixed = Recorder(self._pool), _copy(inputs)
+    def _capture(self, inputs: StepInputs) -> "_CapturedStep | None":
+        fixed = _copy(inputs)
         try:
-            with _NoOperators(), compiler.record(recorder):  # type: ignore[no-untyped-call]
+            with _NoOperators(), capture(self._pool.empty) as launches:  # type: ignore[no-untyped-call]
                 x = self.model.forward(fixed, self.attention)
                 logits = self.model.logits(x)
         except _OperatorError as error:
-            logger.info("steps are not taped: the model computes with %s", error)
-            self._is_recordable = False
+            logger.info("steps are not captured as kernel graphs, because the model computes with %s", error)
+            self._can_capture = False
             return None
-        outputs = self._pool.keep(x), self._pool.keep(logits)
-        step = _TapedStep(recorder.make_tape(), fixed, outputs)
-        self._tapes[len(fixed.token_ids)] = step
+        outputs = self._pool.read_view(x), self._pool.read_view(logits)
+        step = _CapturedStep(KernelGraph(launches), fixed, outputs)
+        self._steps[len(fixed.token_ids)] = step
         return step
 
 
 @dataclass(frozen=True)
-class _TapedStep:
-    tape: Tape
+class _CapturedStep:
+    graph: KernelGraph
     inputs: StepInputs
-    """Inputs that the recorded kernels read, at fixed addresses."""
+    """Inputs that the captured kernels read, at fixed addresses."""
     outputs: tuple[Tensor, Tensor]
 
     def run(self, inputs: StepInputs) -> Outputs:
@@ -95,7 +95,7 @@ class _TapedStep:
         fixed.metadata.table.copy_(inputs.metadata.table)
         if fixed.cross is not None and inputs.cross is not None:
             fixed.cross.table.copy_(inputs.cross.table)
-        self.tape.run()
+        self.graph.replay()
         return self.outputs
 
 
@@ -103,7 +103,7 @@ def _is_plain(batch: Batch) -> bool:
     inputs, num_tokens = batch.inputs, len(batch.inputs.token_ids)
     is_bare = inputs.is_long is None and inputs.virtual is None and inputs.adapters is None
     is_sampled = len(batch.sampled_x) == num_tokens and not batch.input_spans
-    return num_tokens <= MAX_TAPED_TOKENS and is_bare and is_sampled
+    return num_tokens <= MAX_CAPTURED_TOKENS and is_bare and is_sampled
 
 
 def _copy(inputs: StepInputs) -> StepInputs:

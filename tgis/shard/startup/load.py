@@ -24,7 +24,7 @@ from tgis.shard.memory import host_limits
 from tgis.shard.memory.kv_cache import KVCache, bytes_per_block
 from tgis.shard.models.interface import Model, ModelSpec, UnsupportedModelError
 from tgis.shard.runner.batch_builder import RowTable
-from tgis.shard.runner.forward import Forward, TapedForward
+from tgis.shard.runner.forward import Forward, GraphForward
 from tgis.shard.runner.model_runner import Engine
 from tgis.shard.sampling.grammar import Guides, read_tokenizer
 from tgis.shard.startup import engine_choice, memory_plan, platform, quantize_check
@@ -69,9 +69,9 @@ def load(config: ShardConfig, ranks: World | None = None, on: Platform | None = 
     if allowance.adapter_bytes:
         on.kernels.prepare_adapters()
     contents = open_contents(config, model)
-    is_taped = on.tapes_steps and choice.engine == engine_choice.NATIVE and ranks.size == 1
+    is_captured = on.captures_steps and choice.engine == engine_choice.NATIVE and ranks.size == 1
     loaded = _Loaded(
-        info, model, ranks, guides, demand, DTYPES[dtype], on, contents, allowance.num_bytes, is_taped
+        info, model, ranks, guides, demand, DTYPES[dtype], on, contents, allowance.num_bytes, is_captured
     )
     room = loaded.measure_room(config.max_step_tokens)
     compile_progress.finish()
@@ -106,7 +106,7 @@ class _Loaded:
     contents: Contents
     contents_bytes: int
     """Largest size that `contents` may grow to."""
-    is_taped: bool
+    is_captured: bool
     """True if steps may consist of the platform's kernels alone, and so may be captured and replayed."""
 
     @property
@@ -127,7 +127,7 @@ class _Loaded:
         )
         info = pb.InfoResponse(num_blocks=cache.num_blocks)
         info.MergeFrom(self.info)
-        forward = (TapedForward if self.is_taped else Forward)(self.model, self.on.attention(cache))
+        forward = (GraphForward if self.is_captured else Forward)(self.model, self.on.attention(cache))
         return Engine(forward, table, self.guides, info, self.contents)
 
     def measure_room(self, max_step_tokens: int) -> Room:

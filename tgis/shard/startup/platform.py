@@ -14,8 +14,8 @@ from tgis.errors import OperatorError
 from tgis.process.gpus import has_gpus
 from tgis.shard.attention.interface import Attention
 from tgis.shard.collectives import CPU, World
-from tgis.shard.kernels.cpu import ops
 from tgis.shard.kernels.cpu.attention.attention import CpuAttention
+from tgis.shard.kernels.cpu.ops import CPU_KERNELS
 from tgis.shard.kernels.portable.attention import TorchAttention
 from tgis.shard.kernels.portable.ops import TorchKernels
 from tgis.shard.layers.ops import Kernels
@@ -59,7 +59,7 @@ class Platform:
     """True if all ranks of a machine use the same memory."""
     cache_divisor: int
     """Divisor of the memory that weights and steps leave: the cache may have one part in so many."""
-    tapes_steps: bool
+    captures_steps: bool
     """True if the launches of kernels and attention can be captured and replayed."""
 
     def memory_left(self, ranks: World) -> int:
@@ -71,7 +71,7 @@ class Platform:
 
 
 ON_CPU = Platform(
-    CPU, ops, CpuAttention, host_limits, is_memory_shared=True, cache_divisor=4, tapes_steps=True
+    CPU, CPU_KERNELS, CpuAttention, host_limits, is_memory_shared=True, cache_divisor=4, captures_steps=True
 )
 
 
@@ -98,4 +98,4 @@ def choose(asked: str, rank: int, size: int) -> Platform:
 def on_cuda(device: torch.device) -> Platform:
     """Return the platform of a GPU; `device` is the one that this process uses."""
     kernels, memory = TorchKernels(device), CudaMemory(device)
-    return Platform(device, kernels, TorchAttention, memory, False, cache_divisor=1, tapes_steps=False)
+    return Platform(device, kernels, TorchAttention, memory, False, cache_divisor=1, captures_steps=False)

@@ -105,7 +105,7 @@ class TorchKernels:
     def clamp(self, x: Tensor, limit: float) -> Tensor:
         return x.clamp_(-limit, limit)
 
-    def soften(self, x: Tensor, cap: float) -> Tensor:
+    def soft_cap(self, x: Tensor, cap: float) -> Tensor:
         return x.div_(cap).tanh_().mul_(cap)
 
     def activate(self, x: Tensor, name: str) -> Tensor:
@@ -120,13 +120,13 @@ class TorchKernels:
         positions: Tensor,
         inv_freq: Tensor,
         amplitudes: Tensor,
-        regimes: Tensor | None = None,
+        factor_sets: Tensor | None = None,
         growth: Tensor | None = None,
     ) -> Tensor:
-        if regimes is None:
+        if factor_sets is None:
             inv_freq, amplitudes = inv_freq[:1], amplitudes[:1]
         else:
-            inv_freq, amplitudes = inv_freq[regimes], amplitudes[regimes]
+            inv_freq, amplitudes = inv_freq[factor_sets], amplitudes[factor_sets]
         if growth is not None:
             half = inv_freq.shape[1]
             steps = torch.arange(half, device=growth.device) / max(half - 1, 1)  # [half]

@@ -6,12 +6,11 @@ import torch
 from torch import Tensor
 
 from tgis.shard.attention.interface import Attention, AttentionMetadata, Scoring
-from tgis.shard.layers.activation import activated, gated
+from tgis.shard.layers.activation import activation, gated_activation
 from tgis.shard.layers.linear import ColumnParallel, RowParallel
 from tgis.shard.layers.lora import TokenAdapters
-from tgis.shard.layers.norm import NormKind, read_head_norm
+from tgis.shard.layers.norm import NormKind, SplitNorm, read_head_norm
 from tgis.shard.layers.ops import Parts
-from tgis.shard.layers.split_norm import SplitNorm
 
 
 class Heads(Protocol):
@@ -106,7 +105,7 @@ class MLP:
         size, widths = spec.hidden_size, [spec.intermediate_size] * (1 + spec.gated)
         self._up = ColumnParallel(parts, f"{path}.up", size, widths, spec.mlp_bias)
         self._down = RowParallel(parts, f"{path}.down", spec.intermediate_size, size, spec.mlp_bias)
-        self._activate = (gated if spec.gated else activated)(spec.activation, parts.kernels)
+        self._activate = (gated_activation if spec.gated else activation)(spec.activation, parts.kernels)
 
     def __call__(self, x: Tensor, adapters: TokenAdapters | None) -> Tensor:
         return self._down(self.activate(x, adapters), adapters)

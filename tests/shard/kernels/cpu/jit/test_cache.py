@@ -15,7 +15,7 @@ from numba import carray
 from tgis.shard.checkpoint import progress
 from tgis.shard.checkpoint.progress import CompileProgress
 from tgis.shard.kernels.cpu.jit import cache, compiler
-from tgis.shard.kernels.cpu.jit.compiler import Kernel, pointer, take
+from tgis.shard.kernels.cpu.jit.compiler import Kernel, next_unit, pointer
 
 NOWHERE = Path("/proc/nowhere")
 _I64 = np.int64(0)
@@ -24,10 +24,10 @@ _I64 = np.int64(0)
 def _set(args: Any) -> None:
     a = carray(args, 3)
     numbers = carray(pointer(a[2], _I64), (a[1],))
-    unit = take(args)
+    unit = next_unit(args)
     while unit < a[1]:
         numbers[unit] = 1
-        unit = take(args)
+        unit = next_unit(args)
 
 
 @pytest.fixture(autouse=True)

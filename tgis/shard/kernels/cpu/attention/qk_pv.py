@@ -13,16 +13,15 @@ from numba import types
 
 from tgis.shard.kernels.cpu.attention.vectors import (
     LANES,
-    constant,
-    has_avx512,
+    ZERO,
     load,
-    load_everywhere,
-    load_lanes,
+    load_broadcast,
+    load_cached,
+    prefer_512_bits,
     store,
-    use_widest,
 )
 from tgis.shard.kernels.cpu.jit.compiler import intrinsic
-from tgis.shard.kernels.cpu.jit.llvm import FUSED, I1, I64, at, loop, prefetch
+from tgis.shard.kernels.cpu.jit.llvm import FUSED, I1, I64, has_feature, loop, pointer_to, prefetch
 
 GROUPS = 4
 SPAN = GROUPS * LANES  # keys of one update of the online softmax
@@ -31,11 +30,11 @@ LINE = 64
 
 _TILES = (1, 2, 3, 4, TALL)  # numbers of rows that tiles are built for
 # Most result vectors of a tile, so that all fit the registers.
-_ROOM = 24 if has_avx512() else 6
+_MAX_VECTORS = 24 if has_feature("avx512f") and has_feature("avx512vl") else 6
 
 
-class ScoresCall(NamedTuple):
-    """Arguments of `multiply_keys`, without the first. `dtype` is a numba type."""
+class _QkArgs(NamedTuple):
+    """Arguments of `multiply_qk`, without the first. `dtype` is a numba type."""
 
     scores: Any
     q: Any
@@ -46,8 +45,8 @@ class ScoresCall(NamedTuple):
     dtype: Any
 
 
-class SumsCall(NamedTuple):
-    """Arguments of `add_4_vectors` and `add_1_vector`, without the first. `dtype` is a numba type."""
+class _PvArgs(NamedTuple):
+    """Arguments of `add_pv_4_vectors` and `add_pv_1_vector`, without the first. `dtype` is a numba type."""
 
     sums: Any
     sums_stride: Any
@@ -61,7 +60,7 @@ class SumsCall(NamedTuple):
 
 def _width(num_rows: int, num_vectors: int) -> int:
     """Return how many of the vectors a tile of `num_rows` rows takes at once."""
-    return next(n for n in (4, 2, 1) if n <= num_vectors and num_rows * n <= _ROOM)
+    return next(n for n in (4, 2, 1) if n <= num_vectors and num_rows * n <= _MAX_VECTORS)
 
 
 def _for_rows(b: Any, rows: Any, num_vectors: int, build: Callable[[int, int, int], None]) -> None:
@@ -89,7 +88,7 @@ def _products(b: Any, sums: list[Any], factors: list[Any], loaded: list[Any]) ->
 
 
 @intrinsic
-def multiply_keys(
+def multiply_qk(
     typingctx: Any,
     rows: Any,
     scores: Any,
@@ -107,36 +106,36 @@ def multiply_keys(
     Strides are the bytes from one row of q or keys to the next. `element` is a value of the keys' type."""
 
     def generate(context: Any, b: Any, signature: Any, args: Any) -> Any:
-        use_widest(b)
-        call = ScoresCall._make((*args[1:-1], element))
-        _for_rows(b, args[0], GROUPS, lambda *tile: _build_scores(b, call, *tile))
+        prefer_512_bits(b)
+        a = _QkArgs._make((*args[1:-1], element))
+        _for_rows(b, args[0], GROUPS, lambda *tile: _build_qk(b, a, *tile))
         return context.get_dummy_value()
 
     i = types.int64
     return types.void(i, i, i, i, i, i, i, element), generate
 
 
-def _build_scores(b: Any, call: ScoresCall, rows: int, first: int, width: int) -> None:
+def _build_qk(b: Any, a: _QkArgs, rows: int, first: int, width: int) -> None:
     bases, ahead = (
-        [b.load(at(b, call.places, I64(8 * v), I64)) for v in range(begin, begin + width)]
+        [b.load(pointer_to(b, I64, a.places, I64(8 * v))) for v in range(begin, begin + width)]
         for begin in (first, first + GROUPS)
     )
-    starts = [b.add(call.q, b.mul(I64(r), call.q_stride)) for r in range(rows)]
+    starts = [b.add(a.q, b.mul(I64(r), a.q_stride)) for r in range(rows)]
 
     def build(k: Any, sums: list[Any]) -> list[Any]:
-        row, column = b.mul(k, call.stride), b.mul(k, I64(4))
+        row, column = b.mul(k, a.stride), b.mul(k, I64(4))
         if rows <= SHORT:
-            _fetch_keys(b, ahead, k, row, call.dtype)
-        loaded = [load_lanes(b, base, row, call.dtype) for base in bases]
-        return _products(b, sums, [load_everywhere(b, start, column) for start in starts], loaded)
+            _prefetch_keys(b, ahead, k, row, a.dtype)
+        loaded = [load_cached(b, base, row, a.dtype) for base in bases]
+        return _products(b, sums, [load_broadcast(b, start, column) for start in starts], loaded)
 
-    results = loop(b, call.n, [constant(0.0)] * (rows * width), build)
+    results = loop(b, a.n, [ZERO] * (rows * width), build)
     for i, result in enumerate(results):
         r, v = divmod(i, width)
-        store(b, result, call.scores, I64(4 * (r * SPAN + (first + v) * LANES)))
+        store(b, result, a.scores, I64(4 * (r * SPAN + (first + v) * LANES)))
 
 
-def _fetch_keys(b: Any, ahead: list[Any], k: Any, row: Any, dtype: Any) -> None:
+def _prefetch_keys(b: Any, ahead: list[Any], k: Any, row: Any, dtype: Any) -> None:
     """Prefetch row `k` of the next keys.
 
     A vector of 16-bit elements is half a cache line, so each row fetches only every other vector, in
@@ -150,7 +149,7 @@ def _fetch_keys(b: Any, ahead: list[Any], k: Any, row: Any, dtype: Any) -> None:
         prefetch(b, base, row)
 
 
-def _add_values(num_vectors: int) -> Any:
+def _add_pv(num_vectors: int) -> Any:
     """Build a function for kernels that computes
     sums[:rows, : num_vectors * LANES] += weights[:rows, :n] @ values[:n, : num_vectors * LANES].
 
@@ -161,9 +160,9 @@ def _add_values(num_vectors: int) -> Any:
     and `element`, a value of the values' type."""
 
     def generate(context: Any, b: Any, signature: Any, args: Any) -> Any:
-        use_widest(b)
-        call = SumsCall._make((*args[1:-1], signature.args[-1]))
-        _for_rows(b, args[0], num_vectors, lambda *tile: _build_sums(b, call, *tile))
+        prefer_512_bits(b)
+        a = _PvArgs._make((*args[1:-1], signature.args[-1]))
+        _for_rows(b, args[0], num_vectors, lambda *tile: _build_pv(b, a, *tile))
         return context.get_dummy_value()
 
     def product(
@@ -184,32 +183,32 @@ def _add_values(num_vectors: int) -> Any:
     return intrinsic(product)
 
 
-def _build_sums(b: Any, call: SumsCall, rows: int, first: int, width: int) -> None:
-    size = call.dtype.bitwidth // 8 * LANES
+def _build_pv(b: Any, a: _PvArgs, rows: int, first: int, width: int) -> None:
+    size = a.dtype.bitwidth // 8 * LANES
     cells = [(r, 4 * LANES * (first + v)) for r in range(rows) for v in range(width)]
-    results = [b.add(b.mul(I64(r), call.sums_stride), I64(offset)) for r, offset in cells]
-    column = b.add(call.column, I64(first * size))
+    results = [b.add(b.mul(I64(r), a.sums_stride), I64(offset)) for r, offset in cells]
+    column = b.add(a.column, I64(first * size))
 
     def build_group(j: Any, group_sums: list[Any]) -> list[Any]:
-        begin, place = b.mul(j, I64(LANES)), b.add(call.places, b.mul(j, I64(8)))
-        base = b.add(b.load(at(b, place, I64(0), I64)), column)
-        ahead = b.add(b.load(at(b, place, I64(8 * GROUPS), I64)), column)
+        begin, place = b.mul(j, I64(LANES)), b.add(a.places, b.mul(j, I64(8)))
+        base = b.add(b.load(pointer_to(b, I64, place)), column)
+        ahead = b.add(b.load(pointer_to(b, I64, place, I64(8 * GROUPS))), column)
 
         def build(k: Any, sums: list[Any]) -> list[Any]:
-            row, weight = b.mul(k, call.stride), b.mul(b.add(begin, k), I64(4))
+            row, weight = b.mul(k, a.stride), b.mul(b.add(begin, k), I64(4))
             for skip in range(0, width * size if rows <= SHORT else 0, LINE):
                 prefetch(b, ahead, b.add(row, I64(skip)))
-            loaded = [load_lanes(b, base, b.add(row, I64(v * size)), call.dtype) for v in range(width)]
+            loaded = [load_cached(b, base, b.add(row, I64(v * size)), a.dtype) for v in range(width)]
             offsets = [b.add(weight, I64(4 * SPAN * r)) for r in range(rows)]
-            return _products(b, sums, [load_everywhere(b, call.weights, x) for x in offsets], loaded)
+            return _products(b, sums, [load_broadcast(b, a.weights, x) for x in offsets], loaded)
 
-        left = b.sub(call.n, begin)
+        left = b.sub(a.n, begin)
         return loop(b, b.select(b.icmp_signed("<", left, I64(LANES)), left, I64(LANES)), group_sums, build)
 
-    groups = b.sdiv(b.add(call.n, I64(LANES - 1)), I64(LANES))
-    initial = [load(b, call.sums, offset) for offset in results]
+    groups = b.sdiv(b.add(a.n, I64(LANES - 1)), I64(LANES))
+    initial = [load(b, a.sums, offset) for offset in results]
     for offset, result in zip(results, loop(b, groups, initial, build_group), strict=True):
-        store(b, result, call.sums, offset)
+        store(b, result, a.sums, offset)
 
 
-add_4_vectors, add_1_vector = _add_values(4), _add_values(1)
+add_pv_4_vectors, add_pv_1_vector = _add_pv(4), _add_pv(1)

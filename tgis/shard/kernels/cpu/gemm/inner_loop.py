@@ -12,12 +12,23 @@ from numba.core.cgutils import raw_memcpy
 
 from tgis.shard.kernels.cpu.gemm.panels import LANES, PANEL
 from tgis.shard.kernels.cpu.jit.compiler import intrinsic
-from tgis.shard.kernels.cpu.jit.llvm import FLOAT, FUSED, I8, I64, at, everywhere, load_stored, loop, prefetch
+from tgis.shard.kernels.cpu.jit.llvm import (
+    FLOAT,
+    FUSED,
+    I8,
+    I64,
+    broadcast,
+    constant,
+    load_stored,
+    loop,
+    pointer_to,
+    prefetch,
+)
 
 # Most rows of a tile: its sums, two vectors of weights and one of x fill the processor's registers.
 ROWS = 12 if LANES == 16 else 6
 BLOCK = 192  # columns of x at a time: a tile's and a panel's fit the first-level cache together
-TALL = 4 * ROWS  # from this many rows on, weights are converted to float32 once and not for each tile
+MANY_ROWS = 4 * ROWS  # from this many rows on, weights are converted to float32 once and not for each tile
 # Bytes between rows of a copy of x. With a power of two, rows would evict each other from the cache.
 STRIDE = 4 * (BLOCK + 16)
 
@@ -26,13 +37,12 @@ STRIDE = 4 * (BLOCK + 16)
 STREAMED = 2
 
 _VECTOR = ir.VectorType(FLOAT, LANES)
-_NONE = ir.Constant(_VECTOR, [0.0] * LANES)
 _VECTORS = PANEL // LANES
 
 
 def _load_weights(b: Any, address: Any, offset: int, dtype: Any) -> Any:
     """Load a vector of weights and convert it to float32."""
-    return load_stored(b, at(b, address, I64(offset), I8), LANES, dtype, align=32)
+    return load_stored(b, pointer_to(b, I8, address, I64(offset)), LANES, dtype, align=32)
 
 
 def _prefetch(b: Any, address: Any, num_bytes: int) -> None:
@@ -47,19 +57,18 @@ def _multiply(b: Any, rows: int, args: Any, dtype: Any) -> None:
     step = PANEL * dtype.bitwidth // 8
     cells = [(r, v) for r in range(rows) for v in range(_VECTORS)]
     begins = [b.add(out, b.mul(I64(r), out_stride)) for r in range(rows)]
-    places = [at(b, begins[r], I64(4 * LANES * v), _VECTOR) for r, v in cells]
-    begun = b.icmp_signed("!=", is_first, I64(0))
-    initial = [b.select(begun, _NONE, b.load(place, align=4)) for place in places]
+    places = [pointer_to(b, _VECTOR, begins[r], I64(4 * LANES * v)) for r, v in cells]
+    is_cleared, zero = b.icmp_signed("!=", is_first, I64(0)), constant(0.0, LANES)
+    initial = [b.select(is_cleared, zero, b.load(place, align=4)) for place in places]
 
     def add_column(k: Any, sums: list[Any]) -> list[Any]:
         weight, column = b.add(weights, b.mul(k, I64(step))), b.add(x, b.mul(k, I64(4)))
         loaded = [_load_weights(b, weight, v * step // _VECTORS, dtype) for v in range(_VECTORS)]
         if rows > STREAMED:
             _prefetch(b, b.add(ahead, b.mul(k, I64(step))), step)
-        spread = [
-            everywhere(b, b.load(at(b, column, I64(r * STRIDE), FLOAT), align=4), LANES) for r in range(rows)
-        ]
-        products = [b.fmul(spread[r], loaded[v], **FUSED) for r, v in cells]
+        values = [b.load(pointer_to(b, FLOAT, column, I64(r * STRIDE)), align=4) for r in range(rows)]
+        vectors = [broadcast(b, value, LANES) for value in values]
+        products = [b.fmul(vectors[r], loaded[v], **FUSED) for r, v in cells]
         return [b.fadd(total, more, **FUSED) for total, more in zip(sums, products, strict=True)]
 
     changed = loop(b, count, initial, add_column)
@@ -106,7 +115,7 @@ def _make_tile(fewest: int) -> Any:
 
 
 multiply_tile = _make_tile(1)
-# Cutting TALL rows or more into tiles of equal height gives no smaller tile, so there is less code to
+# Cutting MANY_ROWS rows or more into tiles of equal height gives no smaller tile, so there is less code to
 # compile.
 multiply_tall_tile = _make_tile(ROWS * 3 // 4)
 
@@ -123,7 +132,7 @@ def widen(typingctx: Any, to: Any, weights: Any, count: Any, element: Any) -> An
         def widen_row(k: Any, _: list[Any]) -> list[Any]:
             source, target = b.add(weights, b.mul(k, I64(step))), b.add(to, b.mul(k, I64(4 * PANEL)))
             for v in range(_VECTORS):
-                place = at(b, target, I64(4 * LANES * v), _VECTOR)
+                place = pointer_to(b, _VECTOR, target, I64(4 * LANES * v))
                 b.store(_load_weights(b, source, v * step // _VECTORS, dtype), place, align=32)
             return []
 
@@ -139,7 +148,7 @@ def copy(typingctx: Any, to: Any, source: Any, num_bytes: Any) -> Any:
     """Copy bytes from one address to another."""
 
     def generate(context: Any, b: Any, signature: Any, args: Any) -> Any:
-        target, source = (b.inttoptr(address, I8.as_pointer()) for address in args[:2])
+        target, source = (pointer_to(b, I8, address) for address in args[:2])
         raw_memcpy(b, target, source, args[2], I64(1))
         return context.get_dummy_value()
 
