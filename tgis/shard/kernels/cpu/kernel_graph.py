@@ -19,7 +19,7 @@ from tgis.shard.kernels.cpu.jit.compiler import (
     Launch,
     address_of,
     atomic_add,
-    intrinsic,
+    llvm_function,
     load_acquire,
     ordered,
     pointer,
@@ -108,39 +108,24 @@ _VOID_OF_ADDRESS = ir.FunctionType(ir.VoidType(), [I64.as_pointer()])
 _INT_OF_NOTHING = ir.FunctionType(I32, [])
 
 
-@intrinsic
-def _call_kernel(typingctx: Any, entry: Any, args: Any) -> Any:
+@llvm_function()
+def _call_kernel(b: Any, entry: Any, args: Any) -> None:
     """Run the kernel whose machine code is at `entry`."""
-
-    def generate(context: Any, b: Any, signature: Any, values: Any) -> Any:
-        entry, args = values
-        b.call(pointer_to(b, _VOID_OF_ADDRESS, entry), [pointer_to(b, I64, args)])
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64), generate
+    b.call(pointer_to(b, _VOID_OF_ADDRESS, entry), [pointer_to(b, I64, args)])
 
 
-@intrinsic
-def _call_function(typingctx: Any, function: Any) -> Any:
+@llvm_function(types.int64)
+def _call_function(b: Any, function: Any) -> Any:
     """Call the machine code int() at an address and return its result."""
-
-    def generate(context: Any, b: Any, signature: Any, values: Any) -> Any:
-        return b.sext(b.call(pointer_to(b, _INT_OF_NOTHING, values[0]), []), I64)
-
-    return types.int64(types.int64), generate
+    return b.sext(b.call(pointer_to(b, _INT_OF_NOTHING, function), []), I64)
 
 
-@intrinsic
-def _pause(typingctx: Any) -> Any:
+@llvm_function()
+def _pause(b: Any) -> None:
     """Tell the processor that this thread waits."""
-
-    def generate(context: Any, b: Any, signature: Any, values: Any) -> Any:
-        if platform.machine() in _PAUSES:
-            name, numbers = _PAUSES[platform.machine()]
-            call(b, name, ir.VoidType(), *(I32(number) for number in numbers))
-        return context.get_dummy_value()
-
-    return types.void(), generate
+    if platform.machine() in _PAUSES:
+        name, numbers = _PAUSES[platform.machine()]
+        call(b, name, ir.VoidType(), *(I32(number) for number in numbers))
 
 
 # Counts a thread that has finished a kernel. The last one also sees what the others wrote.

@@ -8,21 +8,19 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
-from llvmlite import ir
-from numba import carray, types
+from numba import carray
 
-from tgis.shard.kernels.cpu.jit.compiler import Kernel, intrinsic, keep_alive, next_unit, ordered, pointer
+from tgis.shard.kernels.cpu.jit.compiler import Kernel, keep_alive, llvm_function, next_unit, ordered, pointer
 from tgis.shard.kernels.cpu.jit.llvm import (
-    FLOAT,
-    FUSED,
     I64,
-    broadcast,
+    add_products,
     constant,
     first_lanes,
+    load_broadcast,
+    load_vector,
     loop_range,
-    masked_load,
-    masked_store,
     pointer_to,
+    store_vector,
 )
 
 LANES = 8
@@ -32,7 +30,6 @@ BAND = LONG * LANES  # columns that all rows are multiplied with before the next
 PARTIAL_SUMS = 4  # independent sums that a lone vector of x a is split into
 
 _I64 = np.int64(0)
-_VECTOR = ir.VectorType(FLOAT, LANES)
 
 
 class DeltaArgs(NamedTuple):
@@ -83,50 +80,30 @@ def _product(num_rows: int, num_vectors: int, adds: bool, is_partial: bool = Fal
     # A lone vector has too few independent sums to hide the latency of additions.
     in_parts = is_partial and not adds
 
-    def generate(context: Any, b: Any, signature: Any, args: Any) -> Any:
-        outs, offset, factors, matrix, stride, n, count = args
+    @llvm_function()
+    def product(
+        b: Any, outs: Any, offset: Any, factors: Any, matrix: Any, stride: Any, n: Any, count: Any
+    ) -> None:
         mask = first_lanes(b, count, LANES) if is_partial else None
-
-        def row(addresses: Any, r: int) -> Any:
-            return b.load(pointer_to(b, I64, addresses, I64(8 * r)))
-
-        def load(address: Any) -> Any:
-            place = pointer_to(b, _VECTOR, address)
-            return masked_load(b, place, mask, LANES) if is_partial else b.load(place, align=4)
-
-        def store(x: Any, address: Any) -> None:
-            place = pointer_to(b, _VECTOR, address)
-            if is_partial:
-                masked_store(b, x, place, mask, LANES)
-            else:
-                b.store(x, place, align=4)
-
-        begins = [b.add(row(outs, r), offset) for r in range(num_rows)]
-        places = [b.add(begins[r], I64(4 * LANES * v)) for r, v in cells]
-        sources = [row(factors, r) for r in range(num_rows)]
+        begins, sources = (
+            [b.load(pointer_to(b, I64, addresses, I64(8 * r))) for r in range(num_rows)]
+            for addresses in (outs, factors)
+        )
+        places = [b.add(b.add(begins[r], offset), I64(4 * LANES * v)) for r, v in cells]
 
         def add(k: Any, sums: list[Any]) -> list[Any]:
             begin, column = b.add(matrix, b.mul(k, stride)), b.mul(k, I64(4))
-            loaded = [load(b.add(begin, I64(4 * LANES * v))) for v in range(num_vectors)]
-            values = [b.load(pointer_to(b, FLOAT, source, column), align=4) for source in sources]
-            vectors = [broadcast(b, value, LANES) for value in values]
-            products = [b.fmul(vectors[r], loaded[v], **FUSED) for r, v in cells]
-            return [b.fadd(total, more, **FUSED) for total, more in zip(sums, products, strict=True)]
+            columns = [b.add(begin, I64(4 * LANES * v)) for v in range(num_vectors)]
+            loaded = [load_vector(b, address, LANES, mask) for address in columns]
+            values = [load_broadcast(b, b.add(source, column), LANES) for source in sources]
+            return add_products(b, sums, values, loaded)
 
-        initial = [load(place) if adds else constant(0.0, LANES) for place in places]
+        initial = [load_vector(b, place, LANES, mask) if adds else constant(0.0, LANES) for place in places]
         sums = _sum_in_parts(b, n, initial, add) if in_parts else loop_range(b, I64(0), n, 1, initial, add)
         for place, total in zip(places, sums, strict=True):
-            store(total, place)
-        return context.get_dummy_value()
+            store_vector(b, total, place, mask)
 
-    i = types.int64
-
-    def product(
-        typingctx: Any, outs: Any, offset: Any, factors: Any, matrix: Any, stride: Any, n: Any, count: Any
-    ) -> Any:
-        return types.void(i, i, i, i, i, i, i), generate
-
-    return intrinsic(product)
+    return product
 
 
 def _multiply(adds: bool) -> Any:

@@ -13,12 +13,11 @@ from tgis.shard.kernels.cpu.attention.vectors import (
     VECTOR,
     ZERO,
     load,
-    load_broadcast,
     multiply_add,
     prefer_512_bits,
     store,
 )
-from tgis.shard.kernels.cpu.jit.compiler import intrinsic
+from tgis.shard.kernels.cpu.jit.compiler import llvm_function
 from tgis.shard.kernels.cpu.jit.llvm import (
     FLOAT,
     FUSED,
@@ -26,6 +25,7 @@ from tgis.shard.kernels.cpu.jit.llvm import (
     I64,
     broadcast,
     constant,
+    load_broadcast,
     loop,
     pointer_to,
     shuffle,
@@ -82,43 +82,34 @@ def _rotate_lanes(b: Any, x: Any, distance: int) -> Any:
     return shuffle(b, x, x, [(lane + distance) % LANES for lane in range(LANES)])
 
 
-@intrinsic
-def update_softmax(
-    typingctx: Any, scores: Any, maximum: Any, sums: Any, length: Any, first: Any, count: Any
-) -> Any:
+@llvm_function()
+def update_softmax(b: Any, scores: Any, maximum: Any, sums: Any, length: Any, first: Any, count: Any) -> None:
     """Turn a row of SPAN scores into softmax weights in place; update its running maximum and sums.
 
     Only the `count` keys from `first` on are visible; all others get weight 0. `maximum` is the address of
     the running maximum. Weights are exponentials relative to the new maximum; earlier sums are rescaled when
     it grows. `sums` is the address of the row's sums: `length` of them, in whole vectors. The last vector
     accumulates the weights lane by lane. `scores` is an address too."""
-
-    def generate(context: Any, b: Any, signature: Any, args: Any) -> Any:
-        scores, maximum, sums, length, first, count = args
-        prefer_512_bits(b)
-        visible = _find_visible(b, first, count)
-        row = [load(b, scores, I64(4 * LANES * v)) for v in range(GROUPS)]
-        before = load_broadcast(b, maximum, I64(0))
-        after = reduce(
-            lambda x, y: _maximum(b, x, y),
-            [b.select(mask, x, before) for mask, x in zip(visible, row, strict=True)],
-        )
-        for distance in (8, 4, 2, 1):
-            after = _maximum(b, _rotate_lanes(b, after, distance), after)
-        with b.if_then(b.fcmp_unordered("!=", *(b.extract_element(x, I32(0)) for x in (after, before)))):
-            _rescale(b, sums, length, _exp(b, b.fsub(before, after, **FUSED)))
-            b.store(b.extract_element(after, I32(0)), pointer_to(b, FLOAT, maximum, I64(0)))
-        weight_sums = b.add(sums, b.mul(b.sub(length, I64(LANES)), I64(4)))
-        total = load(b, weight_sums, I64(0))
-        for v, (mask, x) in enumerate(zip(visible, row, strict=True)):
-            weights = b.select(mask, _exp(b, b.fsub(x, after, **FUSED)), ZERO)
-            store(b, weights, scores, I64(4 * LANES * v))
-            total = _add(b, total, weights)
-        store(b, total, weight_sums, I64(0))
-        return context.get_dummy_value()
-
-    i = types.int64
-    return types.void(i, i, i, i, i, i), generate
+    prefer_512_bits(b)
+    visible = _find_visible(b, first, count)
+    row = [load(b, scores, I64(4 * LANES * v)) for v in range(GROUPS)]
+    before = load_broadcast(b, maximum, LANES)
+    after = reduce(
+        lambda x, y: _maximum(b, x, y),
+        [b.select(mask, x, before) for mask, x in zip(visible, row, strict=True)],
+    )
+    for distance in (8, 4, 2, 1):
+        after = _maximum(b, _rotate_lanes(b, after, distance), after)
+    with b.if_then(b.fcmp_unordered("!=", *(b.extract_element(x, I32(0)) for x in (after, before)))):
+        _rescale(b, sums, length, _exp(b, b.fsub(before, after, **FUSED)))
+        b.store(b.extract_element(after, I32(0)), pointer_to(b, FLOAT, maximum))
+    weight_sums = b.add(sums, b.mul(b.sub(length, I64(LANES)), I64(4)))
+    total = load(b, weight_sums, I64(0))
+    for v, (mask, x) in enumerate(zip(visible, row, strict=True)):
+        weights = b.select(mask, _exp(b, b.fsub(x, after, **FUSED)), ZERO)
+        store(b, weights, scores, I64(4 * LANES * v))
+        total = _add(b, total, weights)
+    store(b, total, weight_sums, I64(0))
 
 
 def _rescale(b: Any, sums: Any, length: Any, factor: Any) -> None:
@@ -130,14 +121,10 @@ def _rescale(b: Any, sums: Any, length: Any, factor: Any) -> None:
     loop(b, b.sdiv(length, I64(LANES)), [], build)
 
 
-@intrinsic
-def sum_lanes(typingctx: Any, address: Any) -> Any:
+@llvm_function(types.float32)
+def sum_lanes(b: Any, address: Any) -> Any:
     """Return the sum of the vector at an address, always added in the same order."""
-
-    def generate(context: Any, b: Any, signature: Any, args: Any) -> Any:
-        total = load(b, args[0], I64(0))
-        for distance in (8, 4, 2, 1):
-            total = _add(b, total, _rotate_lanes(b, total, distance))
-        return b.extract_element(total, I32(0))
-
-    return types.float32(types.int64), generate
+    total = load(b, address, I64(0))
+    for distance in (8, 4, 2, 1):
+        total = _add(b, total, _rotate_lanes(b, total, distance))
+    return b.extract_element(total, I32(0))

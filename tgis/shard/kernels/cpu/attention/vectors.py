@@ -9,7 +9,16 @@ from llvmlite import ir
 from numba import types
 
 from tgis.shard.kernels.cpu.jit.compiler import intrinsic
-from tgis.shard.kernels.cpu.jit.llvm import FLOAT, I8, I32, broadcast, call, constant, load_stored, pointer_to
+from tgis.shard.kernels.cpu.jit.llvm import (
+    FLOAT,
+    I32,
+    call,
+    constant,
+    load_stored,
+    load_vector,
+    pointer_to,
+    store_vector,
+)
 
 LANES = 16
 
@@ -31,22 +40,17 @@ def multiply_add(b: Any, x: Any, y: Any, z: Any) -> Any:
     return call(b, f"llvm.fma.v{LANES}f32", VECTOR, x, y, z)
 
 
-def load_broadcast(b: Any, base: Any, offset: Any) -> Any:
-    """Load one float32 and broadcast it to all lanes."""
-    return broadcast(b, b.load(pointer_to(b, FLOAT, base, offset), align=4), LANES)
-
-
 def load(b: Any, base: Any, offset: Any) -> Any:
-    return b.load(pointer_to(b, VECTOR, base, offset), align=4)
+    return load_vector(b, b.add(base, offset), LANES)
 
 
 def store(b: Any, x: Any, base: Any, offset: Any) -> None:
-    b.store(x, pointer_to(b, VECTOR, base, offset), align=4)
+    store_vector(b, x, b.add(base, offset))
 
 
-def load_cached(b: Any, base: Any, offset: Any, dtype: Any) -> Any:
+def load_cached(b: Any, base: Any, offset: Any, element: Any) -> Any:
     """Load LANES elements of the cache and convert them to float32."""
-    return load_stored(b, pointer_to(b, I8, base, offset), LANES, dtype, align=2)
+    return load_stored(b, b.add(base, offset), LANES, element, align=2)
 
 
 @intrinsic

@@ -6,23 +6,22 @@ row and weights, and not on what is computed beside it."""
 
 from typing import Any
 
-from llvmlite import ir
-from numba import types
 from numba.core.cgutils import raw_memcpy
 
 from tgis.shard.kernels.cpu.gemm.panels import LANES, PANEL
-from tgis.shard.kernels.cpu.jit.compiler import intrinsic
+from tgis.shard.kernels.cpu.jit.compiler import llvm_function
 from tgis.shard.kernels.cpu.jit.llvm import (
-    FLOAT,
-    FUSED,
     I8,
     I64,
-    broadcast,
+    add_products,
     constant,
+    load_broadcast,
     load_stored,
+    load_vector,
     loop,
     pointer_to,
     prefetch,
+    store_vector,
 )
 
 # Most rows of a tile: its sums, two vectors of weights and one of x fill the processor's registers.
@@ -36,44 +35,18 @@ STRIDE = 4 * (BLOCK + 16)
 # code prefetches them itself.
 STREAMED = 2
 
-_VECTOR = ir.VectorType(FLOAT, LANES)
 _VECTORS = PANEL // LANES
 
 
-def _load_weights(b: Any, address: Any, offset: int, dtype: Any) -> Any:
+def _load_weights(b: Any, address: Any, offset: int, element: Any) -> Any:
     """Load a vector of weights and convert it to float32."""
-    return load_stored(b, pointer_to(b, I8, address, I64(offset)), LANES, dtype, align=32)
+    return load_stored(b, b.add(address, I64(offset)), LANES, element, align=32)
 
 
 def _prefetch(b: Any, address: Any, num_bytes: int) -> None:
     """Prefetch `num_bytes` bytes from an address into the second-level cache."""
     for offset in range(0, num_bytes, 64):
         prefetch(b, address, I64(offset))
-
-
-def _multiply(b: Any, rows: int, args: Any, dtype: Any) -> None:
-    """Emit the code of a tile of `rows` rows."""
-    out, out_stride, x, weights, ahead, count, is_first, _ = args
-    step = PANEL * dtype.bitwidth // 8
-    cells = [(r, v) for r in range(rows) for v in range(_VECTORS)]
-    begins = [b.add(out, b.mul(I64(r), out_stride)) for r in range(rows)]
-    places = [pointer_to(b, _VECTOR, begins[r], I64(4 * LANES * v)) for r, v in cells]
-    is_cleared, zero = b.icmp_signed("!=", is_first, I64(0)), constant(0.0, LANES)
-    initial = [b.select(is_cleared, zero, b.load(place, align=4)) for place in places]
-
-    def add_column(k: Any, sums: list[Any]) -> list[Any]:
-        weight, column = b.add(weights, b.mul(k, I64(step))), b.add(x, b.mul(k, I64(4)))
-        loaded = [_load_weights(b, weight, v * step // _VECTORS, dtype) for v in range(_VECTORS)]
-        if rows > STREAMED:
-            _prefetch(b, b.add(ahead, b.mul(k, I64(step))), step)
-        values = [b.load(pointer_to(b, FLOAT, column, I64(r * STRIDE)), align=4) for r in range(rows)]
-        vectors = [broadcast(b, value, LANES) for value in values]
-        products = [b.fmul(vectors[r], loaded[v], **FUSED) for r, v in cells]
-        return [b.fadd(total, more, **FUSED) for total, more in zip(sums, products, strict=True)]
-
-    changed = loop(b, count, initial, add_column)
-    for place, total in zip(places, changed, strict=True):
-        b.store(total, place, align=4)
 
 
 def _make_tile(fewest: int) -> Any:
@@ -85,20 +58,9 @@ def _make_tile(fewest: int) -> Any:
     the address of a panel of `element`'s type. The code may prefetch, from the address `ahead`, as many bytes
     as it reads of `weights`."""
 
-    def generate(context: Any, b: Any, signature: Any, args: Any) -> Any:
-        end = b.append_basic_block("end")
-        cases = b.switch(args[0], end)
-        for num_rows in range(fewest, ROWS + 1):
-            block = b.append_basic_block(f"rows{num_rows}")
-            cases.add_case(I64(num_rows), block)
-            b.position_at_end(block)
-            _multiply(b, num_rows, args[1:], signature.args[-1])
-            b.branch(end)
-        b.position_at_end(end)
-        return context.get_dummy_value()
-
+    @llvm_function()
     def multiply(
-        typingctx: Any,
+        b: Any,
         rows: Any,
         out: Any,
         out_stride: Any,
@@ -108,10 +70,41 @@ def _make_tile(fewest: int) -> Any:
         count: Any,
         is_first: Any,
         element: Any,
-    ) -> Any:
-        return types.void(*[types.int64] * 8, element), generate
+    ) -> None:
+        end = b.append_basic_block("end")
+        cases = b.switch(rows, end)
+        for num_rows in range(fewest, ROWS + 1):
+            block = b.append_basic_block(f"rows{num_rows}")
+            cases.add_case(I64(num_rows), block)
+            b.position_at_end(block)
+            begins = [b.add(out, b.mul(I64(r), out_stride)) for r in range(num_rows)]
+            _multiply(b, begins, x, weights, ahead, count, is_first, element)
+            b.branch(end)
+        b.position_at_end(end)
 
-    return intrinsic(multiply)
+    return multiply
+
+
+def _multiply(
+    b: Any, begins: list[Any], x: Any, weights: Any, ahead: Any, count: Any, is_first: Any, element: Any
+) -> None:
+    """Emit the code of a tile whose rows of out begin at these addresses."""
+    step = PANEL * element.bitwidth // 8
+    cells = [(r, v) for r in range(len(begins)) for v in range(_VECTORS)]
+    places = [b.add(begins[r], I64(4 * LANES * v)) for r, v in cells]
+    is_cleared, zero = b.icmp_signed("!=", is_first, I64(0)), constant(0.0, LANES)
+    initial = [b.select(is_cleared, zero, load_vector(b, place, LANES)) for place in places]
+
+    def add_column(k: Any, sums: list[Any]) -> list[Any]:
+        weight, column = b.add(weights, b.mul(k, I64(step))), b.add(x, b.mul(k, I64(4)))
+        loaded = [_load_weights(b, weight, v * step // _VECTORS, element) for v in range(_VECTORS)]
+        if len(begins) > STREAMED:
+            _prefetch(b, b.add(ahead, b.mul(k, I64(step))), step)
+        factors = [load_broadcast(b, b.add(column, I64(r * STRIDE)), LANES) for r in range(len(begins))]
+        return add_products(b, sums, factors, loaded)
+
+    for place, total in zip(places, loop(b, count, initial, add_column), strict=True):
+        store_vector(b, total, place)
 
 
 multiply_tile = _make_tile(1)
@@ -120,48 +113,28 @@ multiply_tile = _make_tile(1)
 multiply_tall_tile = _make_tile(ROWS * 3 // 4)
 
 
-@intrinsic
-def widen(typingctx: Any, to: Any, weights: Any, count: Any, element: Any) -> Any:
+@llvm_function()
+def widen(b: Any, to: Any, weights: Any, count: Any, element: Any) -> None:
     """Convert `count` rows of a panel of `element`'s type to float32 rows at the address `to`."""
+    step = PANEL * element.bitwidth // 8
 
-    def generate(context: Any, b: Any, signature: Any, args: Any) -> Any:
-        to, weights, count, _ = args
-        dtype = signature.args[-1]
-        step = PANEL * dtype.bitwidth // 8
+    def widen_row(k: Any, _: list[Any]) -> list[Any]:
+        source, target = b.add(weights, b.mul(k, I64(step))), b.add(to, b.mul(k, I64(4 * PANEL)))
+        for v in range(_VECTORS):
+            loaded = _load_weights(b, source, v * step // _VECTORS, element)
+            store_vector(b, loaded, b.add(target, I64(4 * LANES * v)), align=32)
+        return []
 
-        def widen_row(k: Any, _: list[Any]) -> list[Any]:
-            source, target = b.add(weights, b.mul(k, I64(step))), b.add(to, b.mul(k, I64(4 * PANEL)))
-            for v in range(_VECTORS):
-                place = pointer_to(b, _VECTOR, target, I64(4 * LANES * v))
-                b.store(_load_weights(b, source, v * step // _VECTORS, dtype), place, align=32)
-            return []
-
-        loop(b, count, [], widen_row)
-        return context.get_dummy_value()
-
-    i = types.int64
-    return types.void(i, i, i, element), generate
+    loop(b, count, [], widen_row)
 
 
-@intrinsic
-def copy(typingctx: Any, to: Any, source: Any, num_bytes: Any) -> Any:
+@llvm_function()
+def copy(b: Any, to: Any, source: Any, num_bytes: Any) -> None:
     """Copy bytes from one address to another."""
-
-    def generate(context: Any, b: Any, signature: Any, args: Any) -> Any:
-        target, source = (pointer_to(b, I8, address) for address in args[:2])
-        raw_memcpy(b, target, source, args[2], I64(1))
-        return context.get_dummy_value()
-
-    i = types.int64
-    return types.void(i, i, i), generate
+    raw_memcpy(b, pointer_to(b, I8, to), pointer_to(b, I8, source), num_bytes, I64(1))
 
 
-@intrinsic
-def fetch_line(typingctx: Any, address: Any) -> Any:
+@llvm_function()
+def fetch_line(b: Any, address: Any) -> None:
     """Prefetch the cache line at an address."""
-
-    def generate(context: Any, b: Any, signature: Any, args: Any) -> Any:
-        _prefetch(b, args[0], 1)
-        return context.get_dummy_value()
-
-    return types.void(types.int64), generate
+    prefetch(b, address, I64(0))

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from llvmlite import ir
-from numba import types
 
-from tgis.shard.kernels.cpu.jit.compiler import intrinsic
+from tgis.shard.kernels.cpu.jit.compiler import llvm_function
 from tgis.shard.kernels.cpu.jit.llvm import (
     FLOAT,
     FUSED,
@@ -24,9 +23,9 @@ from tgis.shard.kernels.cpu.jit.llvm import (
     first_lanes,
     has_feature,
     loop,
-    masked_store,
     pointer_to,
     shuffle,
+    store_vector,
 )
 
 GROUP = 128  # adjacent values of a row, of weights or activations, that share a scale
@@ -198,16 +197,15 @@ class _Tile:
         machines."""
         lanes = self.isa.lanes
         begins = [b.add(out, b.mul(stride, I64(r))) for r in range(self.num_rows)]
-        addresses = [b.add(begins[r], I64(4 * lanes * v)) for r, v in self.cells]
-        places = [pointer_to(b, totals[0].type, address) for address in addresses]
+        places = [b.add(begins[r], I64(4 * lanes * v)) for r, v in self.cells]
         with b.if_else(b.icmp_signed(">=", num_columns, I64(self.isa.columns))) as (whole, part):
             with whole:
                 for total, place in zip(totals, places, strict=True):
-                    b.store(total, place, align=4)
+                    store_vector(b, total, place)
             with part:
                 count = b.trunc(num_columns, I32)
                 for total, place, (_, v) in zip(totals, places, self.cells, strict=True):
-                    masked_store(b, total, place, first_lanes(b, b.sub(count, I32(v * lanes)), lanes), lanes)
+                    store_vector(b, total, place, first_lanes(b, b.sub(count, I32(v * lanes)), lanes))
 
 
 def make_tile(num_rows: int, isa: InstructionSet = INSTRUCTION_SET) -> Any:
@@ -221,8 +219,18 @@ def make_tile(num_rows: int, isa: InstructionSet = INSTRUCTION_SET) -> Any:
     num_full = GROUP // QUAD
     x_step, panel_step = HEADER + GROUP * isa.width, (GROUP + 4) * isa.columns
 
-    def generate(context: Any, b: Any, signature: Any, args: Any) -> Any:
-        out, out_stride, x, x_stride, panel, num_groups, last_quads, num_columns = args
+    @llvm_function()
+    def multiply(
+        b: Any,
+        out: Any,
+        out_stride: Any,
+        x: Any,
+        x_stride: Any,
+        panel: Any,
+        num_groups: Any,
+        last_quads: Any,
+        num_columns: Any,
+    ) -> None:
         headers = [b.add(x, b.mul(x_stride, I64(r))) for r in range(num_rows)]
         last = b.sub(num_groups, I64(1))
 
@@ -233,13 +241,5 @@ def make_tile(num_rows: int, isa: InstructionSet = INSTRUCTION_SET) -> Any:
 
         totals = loop(b, num_groups, [constant(0.0, isa.lanes)] * len(tile.cells), build)
         tile.store(b, totals, out, out_stride, num_columns)
-        return context.get_dummy_value()
 
-    i = types.int64
-
-    def multiply(
-        typingctx: Any, out: Any, os: Any, x: Any, xs: Any, panel: Any, groups: Any, last: Any, columns: Any
-    ) -> Any:
-        return types.void(*[i] * 8), generate
-
-    return intrinsic(multiply)
+    return multiply

@@ -13,7 +13,7 @@ from tgis.shard.kernels.cpu.int8.inner_loop import GROUP, HEADER, INSTRUCTION_SE
 from tgis.shard.kernels.cpu.jit.compiler import (
     Kernel,
     atomic_add,
-    intrinsic,
+    llvm_function,
     load_acquire,
     next_unit,
     ordered,
@@ -42,12 +42,9 @@ _tile_tallest, _tile_tall, _tile_pair, _tile_one = (make_tile(rows) for rows in 
 _count_finished = atomic_add(_ONE_FINISHED, "release")
 
 
-@intrinsic
-def _as_real(typingctx: Any, bits: Any) -> Any:
-    def generate(context: Any, b: Any, signature: Any, args: Any) -> Any:
-        return b.bitcast(args[0], FLOAT)
-
-    return types.float32(types.int32), generate
+@llvm_function(types.float32, takes=types.int32)
+def _as_real(b: Any, bits: Any) -> Any:
+    return b.bitcast(bits, FLOAT)
 
 
 @ordered

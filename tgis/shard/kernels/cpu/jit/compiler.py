@@ -8,13 +8,14 @@ per call. A kernel takes the address of its arguments. Its threads share the uni
 
 import contextlib
 import ctypes
+import functools
+import inspect
 import logging
 import struct
 import threading
 import time
 from array import array
 from collections.abc import Callable, Iterator
-from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -115,12 +116,12 @@ class Kernel:
             memory = array("q", (0, *args))
             _parallel(self._entry, memory.buffer_info()[0], num_threads, 0)
 
-    @cached_property
+    @functools.cached_property
     def _compiled(self) -> Any:
         """Compiled function, which owns the machine code."""
         return _compile(self._function)
 
-    @cached_property
+    @functools.cached_property
     def _entry(self) -> Callable[..., None]:
         return ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self._compiled.address)
 
@@ -203,19 +204,40 @@ def intrinsic(function: Callable[..., Any]) -> Callable[..., Any]:
     return marked
 
 
+def llvm_function(result: Any = types.void, takes: Any = types.int64) -> Callable[..., Any]:
+    """Turn `build(b, *values)`, which emits LLVM code and returns its value, into a function for kernels.
+
+    The docstring of `build` says what the code does. Arguments are converted to the type `takes`; instead of
+    the value of one named `element`, `build` gets its numba type."""
+
+    def mark(build: Callable[..., Any]) -> Any:
+        names = list(inspect.signature(build).parameters)[1:]
+
+        @functools.wraps(build)
+        def typed(typingctx: Any, *given: Any) -> Any:
+            kinds = [kind if name == "element" else takes for name, kind in zip(names, given, strict=True)]
+
+            def generate(context: Any, b: Any, signature: Any, args: Any) -> Any:
+                passed = zip(names, kinds, args, strict=True)
+                value = build(b, *(kind if name == "element" else arg for name, kind, arg in passed))
+                return context.get_dummy_value() if value is None else value
+
+            return result(*kinds), generate
+
+        return intrinsic(typed)
+
+    return mark
+
+
 def as_bits(value: float) -> int:
     """Pack a float as a kernel's argument. `as_float` is the inverse."""
     return int.from_bytes(struct.pack("<d", value), "little", signed=True)
 
 
-@intrinsic
-def as_float(typingctx: Any, bits: Any) -> Any:
+@llvm_function(types.float32)
+def as_float(b: Any, bits: Any) -> Any:
     """Return the float that `as_bits` packed, as float32."""
-
-    def generate(context: Any, b: Any, signature: Any, args: Any) -> Any:
-        return b.fptrunc(b.bitcast(args[0], ir.DoubleType()), FLOAT)
-
-    return types.float32(types.int64), generate
+    return b.fptrunc(b.bitcast(bits, ir.DoubleType()), FLOAT)
 
 
 def atomic_add(amount: int, ordering: str) -> Any:

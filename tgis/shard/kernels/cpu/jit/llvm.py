@@ -51,15 +51,20 @@ def pointer_to(b: Any, element: Any, base: Any, offset: Any = None) -> Any:
     return b.inttoptr(address, element.as_pointer())
 
 
-def load_stored(b: Any, place: Any, lanes: int, dtype: Any, align: int) -> Any:
+def load_stored(b: Any, address: Any, lanes: int, element: Any, align: int) -> Any:
     """Load a vector of a type of STORED and convert it to float32."""
-    x = b.load(b.bitcast(place, ir.VectorType(STORED[dtype], lanes).as_pointer()), align=align)
-    if dtype == types.int16:
+    x = b.load(pointer_to(b, ir.VectorType(STORED[element], lanes), address), align=align)
+    if element == types.int16:
         return b.fpext(x, ir.VectorType(FLOAT, lanes))
-    if dtype == types.uint16:
+    if element == types.uint16:
         high = b.shl(b.zext(x, ir.VectorType(I32, lanes)), constant(16, lanes, I32))
         return b.bitcast(high, ir.VectorType(FLOAT, lanes))
     return x
+
+
+def load_broadcast(b: Any, address: Any, lanes: int) -> Any:
+    """Load one float32 and broadcast it to all lanes."""
+    return broadcast(b, b.load(pointer_to(b, FLOAT, address), align=4), lanes)
 
 
 def first_lanes(b: Any, count: Any, lanes: int) -> Any:
@@ -68,15 +73,28 @@ def first_lanes(b: Any, count: Any, lanes: int) -> Any:
     return b.icmp_signed("<", numbers, broadcast(b, count, lanes))
 
 
-def masked_load(b: Any, place: Any, mask: Any, lanes: int) -> Any:
-    """Load the float32 of the lanes in `mask`; the others are zero."""
+def load_vector(b: Any, address: Any, lanes: int, mask: Any = None) -> Any:
+    """Load float32. Lanes that are not in the mask are zero."""
     zero = constant(0.0, lanes)
+    place = pointer_to(b, zero.type, address)
+    if mask is None:
+        return b.load(place, align=4)
     return call(b, f"llvm.masked.load.v{lanes}f32.p0", zero.type, place, I32(4), mask, zero)
 
 
-def masked_store(b: Any, x: Any, place: Any, mask: Any, lanes: int) -> None:
-    """Store the float32 of the lanes in `mask`."""
-    call(b, f"llvm.masked.store.v{lanes}f32.p0", ir.VoidType(), x, place, I32(4), mask)
+def store_vector(b: Any, x: Any, address: Any, mask: Any = None, align: int = 4) -> None:
+    """Store float32, of the lanes in the mask if there is one."""
+    place = pointer_to(b, x.type, address)
+    if mask is None:
+        b.store(x, place, align=align)
+    else:
+        call(b, f"llvm.masked.store.v{x.type.count}f32.p0", ir.VoidType(), x, place, I32(align), mask)
+
+
+def add_products(b: Any, sums: list[Any], factors: list[Any], vectors: list[Any]) -> list[Any]:
+    """Return sums with sums[r * len(vectors) + v] += factors[r] * vectors[v]."""
+    products = [b.fmul(factor, x, **FUSED) for factor in factors for x in vectors]
+    return [b.fadd(total, more, **FUSED) for total, more in zip(sums, products, strict=True)]
 
 
 def prefetch(b: Any, base: Any, offset: Any) -> None:

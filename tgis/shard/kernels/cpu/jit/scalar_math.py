@@ -1,14 +1,13 @@
 """Scalar arithmetic for compiled kernels. It is in LLVM code where numba would widen integers to 64 bits,
 which prevents the vectorisation of loops."""
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 from numba import types
 
-from tgis.shard.kernels.cpu.jit.compiler import intrinsic, ordered
+from tgis.shard.kernels.cpu.jit.compiler import intrinsic, llvm_function, ordered
 from tgis.shard.kernels.cpu.jit.llvm import FLOAT, HALF, I16, I32
 
 # For each type of stored weights and keys, a value of the type that numba uses for its elements: uint16 means
@@ -16,37 +15,23 @@ from tgis.shard.kernels.cpu.jit.llvm import FLOAT, HALF, I16, I32
 ELEMENTS = {torch.float32: np.float32(0), torch.bfloat16: np.uint16(0), torch.float16: np.int16(0)}
 
 
-def _unary(build: Callable[[Any, Any], Any]) -> Any:
-    """Build a function for kernels, float32 to float32, whose LLVM code is build(builder, value)."""
-
-    def generate(context: Any, b: Any, signature: Any, args: Any) -> Any:
-        return build(b, args[0])
-
-    def unary(typingctx: Any, x: Any) -> Any:
-        return types.float32(types.float32), generate
-
-    return intrinsic(unary)
-
-
-def _build_power_of_two(b: Any, x: Any) -> Any:
-    return b.bitcast(b.shl(b.add(b.fptosi(x, I32), I32(127)), I32(23)), FLOAT)
-
-
-@intrinsic
-def multiply_add(typingctx: Any, x: Any, y: Any, z: Any) -> Any:
+@llvm_function(types.float32, takes=types.float32)
+def multiply_add(b: Any, x: Any, y: Any, z: Any) -> Any:
     """Return x * y + z, float32, rounded once.
 
     If a condition precedes the sum, LLVM on its own fuses the product into it in only one of the vectorised
     and the scalar version of a loop."""
-
-    def generate(context: Any, b: Any, signature: Any, args: Any) -> Any:
-        return b.fma(*args)
-
-    return types.float32(types.float32, types.float32, types.float32), generate
+    return b.fma(x, y, z)
 
 
-_truncate = _unary(lambda b, x: b.sitofp(b.fptosi(x, I32), FLOAT))
-_power_of_two = _unary(_build_power_of_two)
+@llvm_function(types.float32, takes=types.float32)
+def _truncate(b: Any, x: Any) -> Any:
+    return b.sitofp(b.fptosi(x, I32), FLOAT)
+
+
+@llvm_function(types.float32, takes=types.float32)
+def _power_of_two(b: Any, x: Any) -> Any:
+    return b.bitcast(b.shl(b.add(b.fptosi(x, I32), I32(127)), I32(23)), FLOAT)
 
 
 @intrinsic
