@@ -21,7 +21,7 @@ from tgis.pb.shard_pb2_grpc import ShardServiceServicer, add_ShardServiceService
 from tgis.process.heartbeat import Heartbeat
 from tgis.shard.adapters.loading import open_spool, open_store
 from tgis.shard.adapters.rpc import ContentCalls
-from tgis.shard.kernels.cpu.jit.cache import keep_with_run
+from tgis.shard.kernels.cpu.jit.cache import add_run_directory
 from tgis.shard.kernels.cpu.jit.compiler import is_compiling
 from tgis.shard.runner.model_runner import Engine
 from tgis.shard.startup.load import load, sequence_length
@@ -101,7 +101,7 @@ def serve(config: ShardConfig) -> NoReturn:
     _end_on_signals()
     link = choose_link(config)
     if config.kernel_cache is not None:
-        keep_with_run(Path(config.kernel_cache))
+        add_run_directory(Path(config.kernel_cache))
     failpoints.hit("shard.before_loading")
     engine = load(config)
     length = sequence_length(config, model_files.read_json(Path(config.model_path), "config.json"))

@@ -16,19 +16,8 @@ from tgis.shard.layers.lora import Cut, Deltas, TokenAdapters
 Quantization = Literal["none", "int8"]
 
 
-class Product(Protocol):
-    """Product x W^T with a packed weight."""
-
-    @property
-    def in_features(self) -> int: ...
-    @property
-    def out_features(self) -> int: ...
-    @property
-    def num_bytes(self) -> int:
-        """Size of the packed weight."""
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """Multiply: [num_tokens, in_features] -> [num_tokens, out_features], newly allocated."""
+Product = Callable[[Tensor], Tensor]
+"""Product x W^T with a packed weight: [num_tokens, in_features] -> new [num_tokens, out_features]."""
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tgis.shard.attention.interface import Attention, AttentionMetadata, Scoring
-from tgis.shard.layers.embedding import Embedding, Head, Positions
+from tgis.shard.layers.embedding import Embedding, LMHead, PositionEmbedding
 from tgis.shard.layers.linear import Replicated
 from tgis.shard.layers.lora import TokenAdapters
 from tgis.shard.layers.norm import Norm
@@ -123,7 +123,7 @@ class Decoder:
         width = self.prompt_width = spec.embedding_size or spec.hidden_size
         is_bridged = width != spec.hidden_size
         self._project = Replicated(parts, "embed_out", spec.hidden_size, width) if is_bridged else None
-        self._head = Head(parts, "head", spec.vocab_size, width)
+        self._head = LMHead(parts, "head", spec.vocab_size, width)
 
     @torch.inference_mode()
     def forward(self, inputs: StepInputs, attention: Attention) -> Tensor:
@@ -162,7 +162,7 @@ class InputEmbedding:
         self._project = Replicated(parts, "embed_in", width, spec.hidden_size) if is_bridged else None
         self._norm = _norm(spec, parts, "embed_norm") if spec.embedding_norm else None
         sizes = (spec.num_positions, spec.hidden_size, spec.position_offset)
-        self._positions = Positions(parts, "positions", *sizes) if spec.num_positions else None
+        self._positions = PositionEmbedding(parts, "positions", *sizes) if spec.num_positions else None
 
     def __call__(self, inputs: StepInputs) -> Tensor:
         x = self._tokens(inputs.token_ids, inputs.adapters)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tgis.shard.attention.interface import Attention, Scoring
-from tgis.shard.layers.embedding import Embedding, Head, Positions
+from tgis.shard.layers.embedding import Embedding, LMHead, PositionEmbedding
 from tgis.shard.layers.linear import ColumnParallel, RowParallel
 from tgis.shard.layers.lora import TokenAdapters
 from tgis.shard.layers.norm import Norm
@@ -96,7 +96,9 @@ class Stack:
         self._embed_norm = _norm(spec, parts, f"{path}.embed_norm") if spec.embedding_norm else None
         self._norm = _norm(spec, parts, f"{path}.norm") if spec.final_norm else None
         sizes = (spec.num_positions, spec.hidden_size, spec.position_offset)
-        self._positions = Positions(parts, f"{path}.positions", *sizes) if spec.num_positions else None
+        self._positions = (
+            PositionEmbedding(parts, f"{path}.positions", *sizes) if spec.num_positions else None
+        )
         self._layers = list(_layers(spec, parts, f"{path}.blocks", crossings))
 
     def __call__(self, x: Tensor, inputs: StepInputs, attention: Attention) -> Tensor:
@@ -131,7 +133,7 @@ class EncoderDecoderModel:
             for layer in range(spec.num_layers)
         ]
         self._decoder = Stack(spec.decoder, parts, "decoder", self._crossings)
-        self._head = Head(parts, "head", spec.vocab_size, spec.decoder.hidden_size)
+        self._head = LMHead(parts, "head", spec.vocab_size, spec.decoder.hidden_size)
         self._head_bias: Tensor | None = None  # [vocab_size]
         if spec.has_head_bias and parts.weights.has("head_bias.bias"):
             bias = parts.weights.find("head_bias.bias", (1, spec.vocab_size)).read()

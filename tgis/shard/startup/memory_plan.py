@@ -7,7 +7,7 @@ import torch
 
 from tgis.errors import OperatorError
 from tgis.shard.collectives import World
-from tgis.shard.memory.kv_cache import KVCache, Shape, bytes_per_block, local_kv_heads
+from tgis.shard.memory.kv_cache import AttentionShape, KVCache, bytes_per_block, local_kv_heads
 
 MIB, GIB = 1 << 20, 1 << 30
 
@@ -75,7 +75,7 @@ class Room:
 
 
 def check_fit(
-    shape: Shape,
+    shape: AttentionShape,
     world: World,
     dtype: torch.dtype,
     demand: Demand,
@@ -116,7 +116,9 @@ def check_room(room: Room) -> None:
     )
 
 
-def make_cache(shape: Shape, world: World, dtype: torch.dtype, demand: Demand, room: Room) -> KVCache:
+def make_cache(
+    shape: AttentionShape, world: World, dtype: torch.dtype, demand: Demand, room: Room
+) -> KVCache:
     """Allocate a cache that fits into `room`. Raises CacheTooSmallError."""
     block_bytes = bytes_per_block(shape, world, demand.block_size, dtype)
     num_blocks = count_blocks(demand, block_bytes, room.share)
@@ -124,7 +126,9 @@ def make_cache(shape: Shape, world: World, dtype: torch.dtype, demand: Demand, r
     return allocate(shape, world, dtype, demand.block_size, num_blocks)
 
 
-def allocate(shape: Shape, world: World, dtype: torch.dtype, block_size: int, num_blocks: int) -> KVCache:
+def allocate(
+    shape: AttentionShape, world: World, dtype: torch.dtype, block_size: int, num_blocks: int
+) -> KVCache:
     heads = local_kv_heads(shape, world)
     return KVCache(shape.num_layers, num_blocks, block_size, heads, shape.head_dim, dtype, world.device)
 

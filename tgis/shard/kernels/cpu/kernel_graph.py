@@ -14,6 +14,7 @@ from llvmlite import ir
 from numba import carray, types
 from torch import Tensor
 
+from tgis.shard.kernels.cpu.jit import llvm
 from tgis.shard.kernels.cpu.jit.compiler import (
     Kernel,
     Launch,
@@ -25,7 +26,7 @@ from tgis.shard.kernels.cpu.jit.compiler import (
     pointer,
     team_size_address,
 )
-from tgis.shard.kernels.cpu.jit.llvm import I32, I64, call, pointer_to
+from tgis.shard.kernels.cpu.jit.llvm import I32, I64
 
 _ALIGNMENT = 64
 # Polls after which a waiting thread yields its processor, which the awaited thread may need.
@@ -111,13 +112,13 @@ _INT_OF_NOTHING = ir.FunctionType(I32, [])
 @llvm_function()
 def _call_kernel(b: Any, entry: Any, args: Any) -> None:
     """Run the kernel whose machine code is at `entry`."""
-    b.call(pointer_to(b, _VOID_OF_ADDRESS, entry), [pointer_to(b, I64, args)])
+    b.call(llvm.pointer_to(b, _VOID_OF_ADDRESS, entry), [llvm.pointer_to(b, I64, args)])
 
 
 @llvm_function(types.int64)
 def _call_function(b: Any, function: Any) -> Any:
     """Call the machine code int() at an address and return its result."""
-    return b.sext(b.call(pointer_to(b, _INT_OF_NOTHING, function), []), I64)
+    return b.sext(b.call(llvm.pointer_to(b, _INT_OF_NOTHING, function), []), I64)
 
 
 @llvm_function()
@@ -125,7 +126,7 @@ def _pause(b: Any) -> None:
     """Tell the processor that this thread waits."""
     if platform.machine() in _PAUSES:
         name, numbers = _PAUSES[platform.machine()]
-        call(b, name, ir.VoidType(), *(I32(number) for number in numbers))
+        llvm.call(b, name, ir.VoidType(), *(I32(number) for number in numbers))
 
 
 # Counts a thread that has finished a kernel. The last one also sees what the others wrote.

@@ -10,18 +10,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import carray
 
+from tgis.shard.kernels.cpu.jit import llvm
 from tgis.shard.kernels.cpu.jit.compiler import Kernel, keep_alive, llvm_function, next_unit, ordered, pointer
-from tgis.shard.kernels.cpu.jit.llvm import (
-    I64,
-    add_products,
-    constant,
-    first_lanes,
-    load_broadcast,
-    load_vector,
-    loop_range,
-    pointer_to,
-    store_vector,
-)
+from tgis.shard.kernels.cpu.jit.llvm import I64
 
 LANES = 8
 ROWS = 4  # rows of the taller tiles
@@ -61,8 +52,8 @@ def _sum_in_parts(b: Any, n: Any, zeros: list[Any], add: Callable[[Any, list[Any
         return list(chain.from_iterable(zip(*each, strict=True)))
 
     most = b.sub(n, b.srem(n, I64(PARTIAL_SUMS)))
-    each = loop_range(b, I64(0), most, PARTIAL_SUMS, zeros * PARTIAL_SUMS, add_each)
-    sums = loop_range(b, most, n, 1, each[::PARTIAL_SUMS], add)
+    each = llvm.loop_range(b, I64(0), most, PARTIAL_SUMS, zeros * PARTIAL_SUMS, add_each)
+    sums = llvm.loop_range(b, most, n, 1, each[::PARTIAL_SUMS], add)
     for c in range(1, PARTIAL_SUMS):
         sums = [b.fadd(total, more) for total, more in zip(sums, each[c::PARTIAL_SUMS], strict=True)]
     return sums
@@ -84,9 +75,9 @@ def _product(num_rows: int, num_vectors: int, adds: bool, is_partial: bool = Fal
     def product(
         b: Any, outs: Any, offset: Any, factors: Any, matrix: Any, stride: Any, n: Any, count: Any
     ) -> None:
-        mask = first_lanes(b, count, LANES) if is_partial else None
+        mask = llvm.first_lanes(b, count, LANES) if is_partial else None
         begins, sources = (
-            [b.load(pointer_to(b, I64, addresses, I64(8 * r))) for r in range(num_rows)]
+            [b.load(llvm.pointer_to(b, I64, addresses, I64(8 * r))) for r in range(num_rows)]
             for addresses in (outs, factors)
         )
         places = [b.add(b.add(begins[r], offset), I64(4 * LANES * v)) for r, v in cells]
@@ -94,14 +85,18 @@ def _product(num_rows: int, num_vectors: int, adds: bool, is_partial: bool = Fal
         def add(k: Any, sums: list[Any]) -> list[Any]:
             begin, column = b.add(matrix, b.mul(k, stride)), b.mul(k, I64(4))
             columns = [b.add(begin, I64(4 * LANES * v)) for v in range(num_vectors)]
-            loaded = [load_vector(b, address, LANES, mask) for address in columns]
-            values = [load_broadcast(b, b.add(source, column), LANES) for source in sources]
-            return add_products(b, sums, values, loaded)
+            loaded = [llvm.load_vector(b, address, LANES, mask) for address in columns]
+            values = [llvm.load_broadcast(b, b.add(source, column), LANES) for source in sources]
+            return llvm.add_products(b, sums, values, loaded)
 
-        initial = [load_vector(b, place, LANES, mask) if adds else constant(0.0, LANES) for place in places]
-        sums = _sum_in_parts(b, n, initial, add) if in_parts else loop_range(b, I64(0), n, 1, initial, add)
+        initial = [
+            llvm.load_vector(b, place, LANES, mask) if adds else llvm.constant(0.0, LANES) for place in places
+        ]
+        sums = (
+            _sum_in_parts(b, n, initial, add) if in_parts else llvm.loop_range(b, I64(0), n, 1, initial, add)
+        )
         for place, total in zip(places, sums, strict=True):
-            store_vector(b, total, place, mask)
+            llvm.store_vector(b, total, place, mask)
 
     return product
 

@@ -19,17 +19,9 @@ from tgis.shard.kernels.cpu.attention.vectors import (
     prefer_512_bits,
     store,
 )
+from tgis.shard.kernels.cpu.jit import llvm
 from tgis.shard.kernels.cpu.jit.compiler import llvm_function
-from tgis.shard.kernels.cpu.jit.llvm import (
-    I1,
-    I64,
-    add_products,
-    has_feature,
-    load_broadcast,
-    loop,
-    pointer_to,
-    prefetch,
-)
+from tgis.shard.kernels.cpu.jit.llvm import I1, I64
 
 GROUPS = 4
 SPAN = GROUPS * LANES  # keys of one update of the online softmax
@@ -38,7 +30,7 @@ LINE = 64
 
 _TILES = (1, 2, 3, 4, TALL)  # numbers of rows that tiles are built for
 # Most result vectors of a tile, so that all fit the registers.
-_MAX_VECTORS = 24 if has_feature("avx512f") and has_feature("avx512vl") else 6
+_MAX_VECTORS = 24 if llvm.has_feature("avx512f") and llvm.has_feature("avx512vl") else 6
 
 
 def _width(num_rows: int, num_vectors: int) -> int:
@@ -66,15 +58,7 @@ def _for_rows(b: Any, rows: Any, num_vectors: int, build: Callable[[int, int, in
 
 @llvm_function()
 def multiply_qk(
-    b: Any,
-    rows: Any,
-    scores: Any,
-    q: Any,
-    q_stride: Any,
-    places: Any,
-    stride: Any,
-    n: Any,
-    element: Any,
+    b: Any, rows: Any, scores: Any, q: Any, q_stride: Any, places: Any, stride: Any, n: Any, element: Any
 ) -> None:
     """Compute scores[:rows, :SPAN] = q[:rows, :n] @ keys[:n, :SPAN].
 
@@ -84,7 +68,7 @@ def multiply_qk(
 
     def build_tile(num_rows: int, first: int, width: int) -> None:
         bases, ahead = (
-            [b.load(pointer_to(b, I64, places, I64(8 * v))) for v in range(begin, begin + width)]
+            [b.load(llvm.pointer_to(b, I64, places, I64(8 * v))) for v in range(begin, begin + width)]
             for begin in (first, first + GROUPS)
         )
         starts = [b.add(q, b.mul(I64(r), q_stride)) for r in range(num_rows)]
@@ -94,10 +78,10 @@ def multiply_qk(
             if num_rows <= SHORT:
                 _prefetch_keys(b, ahead, k, row, element)
             loaded = [load_cached(b, base, row, element) for base in bases]
-            factors = [load_broadcast(b, b.add(start, column), LANES) for start in starts]
-            return add_products(b, sums, factors, loaded)
+            factors = [llvm.load_broadcast(b, b.add(start, column), LANES) for start in starts]
+            return llvm.add_products(b, sums, factors, loaded)
 
-        results = loop(b, n, [ZERO] * (num_rows * width), add_channel)
+        results = llvm.loop(b, n, [ZERO] * (num_rows * width), add_channel)
         for i, result in enumerate(results):
             r, v = divmod(i, width)
             store(b, result, scores, I64(4 * (r * SPAN + (first + v) * LANES)))
@@ -117,7 +101,7 @@ def _prefetch_keys(b: Any, ahead: list[Any], k: Any, row: Any, dtype: Any) -> No
         is_odd = b.trunc(k, I1)
         chosen = [b.select(is_odd, odd, even) for even, odd in zip(ahead[::2], ahead[1::2], strict=True)]
     for base in chosen:
-        prefetch(b, base, row)
+        llvm.prefetch(b, base, row)
 
 
 def _add_pv(num_vectors: int) -> Any:
@@ -145,26 +129,14 @@ def _add_pv(num_vectors: int) -> Any:
     ) -> None:
         prefer_512_bits(b)
         args = (sums, sums_stride, weights, places, column, stride, n, element)
-        _for_rows(b, rows, num_vectors, lambda *tile: _build_pv(b, *args, *tile))
+        _for_rows(b, rows, num_vectors, lambda *tile: _build_pv(b, args, *tile))
 
     return add_pv
 
 
-def _build_pv(
-    b: Any,
-    sums: Any,
-    sums_stride: Any,
-    weights: Any,
-    places: Any,
-    column: Any,
-    stride: Any,
-    n: Any,
-    element: Any,
-    rows: int,
-    first: int,
-    width: int,
-) -> None:
+def _build_pv(b: Any, args: Any, rows: int, first: int, width: int) -> None:
     """Emit the code of a tile of `rows` rows and `width` vectors from the vector `first` on."""
+    sums, sums_stride, weights, places, column, stride, n, element = args
     size = element.bitwidth // 8 * LANES
     cells = [(r, 4 * LANES * (first + v)) for r in range(rows) for v in range(width)]
     results = [b.add(b.mul(I64(r), sums_stride), I64(offset)) for r, offset in cells]
@@ -172,25 +144,25 @@ def _build_pv(
 
     def add_group(j: Any, group_sums: list[Any]) -> list[Any]:
         begin, place = b.mul(j, I64(LANES)), b.add(places, b.mul(j, I64(8)))
-        base = b.add(b.load(pointer_to(b, I64, place)), begin_column)
-        ahead = b.add(b.load(pointer_to(b, I64, place, I64(8 * GROUPS))), begin_column)
+        base = b.add(b.load(llvm.pointer_to(b, I64, place)), begin_column)
+        ahead = b.add(b.load(llvm.pointer_to(b, I64, place, I64(8 * GROUPS))), begin_column)
 
         def add_key(k: Any, key_sums: list[Any]) -> list[Any]:
             row, weight = b.mul(k, stride), b.mul(b.add(begin, k), I64(4))
             for skip in range(0, width * size if rows <= SHORT else 0, LINE):
-                prefetch(b, ahead, b.add(row, I64(skip)))
+                llvm.prefetch(b, ahead, b.add(row, I64(skip)))
             loaded = [load_cached(b, base, b.add(row, I64(v * size)), element) for v in range(width)]
             offsets = [b.add(weight, I64(4 * SPAN * r)) for r in range(rows)]
-            factors = [load_broadcast(b, b.add(weights, offset), LANES) for offset in offsets]
-            return add_products(b, key_sums, factors, loaded)
+            factors = [llvm.load_broadcast(b, b.add(weights, offset), LANES) for offset in offsets]
+            return llvm.add_products(b, key_sums, factors, loaded)
 
         left = b.sub(n, begin)
         count = b.select(b.icmp_signed("<", left, I64(LANES)), left, I64(LANES))
-        return loop(b, count, group_sums, add_key)
+        return llvm.loop(b, count, group_sums, add_key)
 
     groups = b.sdiv(b.add(n, I64(LANES - 1)), I64(LANES))
     initial = [load(b, sums, offset) for offset in results]
-    for offset, result in zip(results, loop(b, groups, initial, add_group), strict=True):
+    for offset, result in zip(results, llvm.loop(b, groups, initial, add_group), strict=True):
         store(b, result, sums, offset)
 
 

@@ -17,34 +17,24 @@ from tgis.shard.kernels.cpu.attention.vectors import (
     prefer_512_bits,
     store,
 )
+from tgis.shard.kernels.cpu.jit import llvm
 from tgis.shard.kernels.cpu.jit.compiler import llvm_function
-from tgis.shard.kernels.cpu.jit.llvm import (
-    FLOAT,
-    FUSED,
-    I32,
-    I64,
-    broadcast,
-    constant,
-    load_broadcast,
-    loop,
-    pointer_to,
-    shuffle,
-)
+from tgis.shard.kernels.cpu.jit.llvm import FLOAT, FUSED, I32, I64
 
 # Coefficients of a polynomial for 2^f, |f| <= 1/2, the highest power first. Its relative error is 1e-7, and
 # it is exactly 1 for f = 0.
 _POWERS = [
-    constant(coefficient, LANES)
+    llvm.constant(coefficient, LANES)
     for coefficient in (
         *(0.001326472731307149, 0.009671512991189957, 0.05550733581185341),
         *(0.24022242426872253, 0.6931470036506653, 1.0),
     )
 ]
-_LOG2_E = constant(1.4426950216293335, LANES)
+_LOG2_E = llvm.constant(1.4426950216293335, LANES)
 # Adding this to a number of moderate size rounds it to an integer, which is then in the lowest bits of the
 # sum.
-_ROUNDING = constant(1.5 * 2**23, LANES)
-_MIN_EXPONENT = constant(-86.0, LANES)  # smaller exponents are clamped to this
+_ROUNDING = llvm.constant(1.5 * 2**23, LANES)
+_MIN_EXPONENT = llvm.constant(-86.0, LANES)  # smaller exponents are clamped to this
 
 
 def _add(b: Any, x: Any, y: Any) -> Any:
@@ -66,20 +56,20 @@ def _exp(b: Any, x: Any) -> Any:
     whole = b.fsub(shifted, _ROUNDING, **FUSED)
     f = multiply_add(b, clamped, _LOG2_E, b.fneg(whole))
     p = reduce(lambda p, c: _multiply_add(b, p, f, c), _POWERS)
-    exponent = b.shl(b.bitcast(shifted, INTEGERS), constant(23, LANES, I32))
+    exponent = b.shl(b.bitcast(shifted, INTEGERS), llvm.constant(23, LANES, I32))
     power = b.bitcast(b.add(b.bitcast(p, INTEGERS), exponent), VECTOR)
     return b.select(b.fcmp_unordered("uno", x, x), x, power)
 
 
 def _find_visible(b: Any, first: Any, count: Any) -> list[Any]:
     """Return a mask for each group: the keys of the span among the `count` keys from `first` on."""
-    first, count = (broadcast(b, b.trunc(x, I32), LANES) for x in (first, count))
+    first, count = (llvm.broadcast(b, b.trunc(x, I32), LANES) for x in (first, count))
     lanes = [ir.Constant(INTEGERS, list(range(v * LANES, (v + 1) * LANES))) for v in range(GROUPS)]
     return [b.icmp_unsigned("<", b.sub(lane, first), count) for lane in lanes]
 
 
 def _rotate_lanes(b: Any, x: Any, distance: int) -> Any:
-    return shuffle(b, x, x, [(lane + distance) % LANES for lane in range(LANES)])
+    return llvm.shuffle(b, x, x, [(lane + distance) % LANES for lane in range(LANES)])
 
 
 @llvm_function()
@@ -93,7 +83,7 @@ def update_softmax(b: Any, scores: Any, maximum: Any, sums: Any, length: Any, fi
     prefer_512_bits(b)
     visible = _find_visible(b, first, count)
     row = [load(b, scores, I64(4 * LANES * v)) for v in range(GROUPS)]
-    before = load_broadcast(b, maximum, LANES)
+    before = llvm.load_broadcast(b, maximum, LANES)
     after = reduce(
         lambda x, y: _maximum(b, x, y),
         [b.select(mask, x, before) for mask, x in zip(visible, row, strict=True)],
@@ -102,7 +92,7 @@ def update_softmax(b: Any, scores: Any, maximum: Any, sums: Any, length: Any, fi
         after = _maximum(b, _rotate_lanes(b, after, distance), after)
     with b.if_then(b.fcmp_unordered("!=", *(b.extract_element(x, I32(0)) for x in (after, before)))):
         _rescale(b, sums, length, _exp(b, b.fsub(before, after, **FUSED)))
-        b.store(b.extract_element(after, I32(0)), pointer_to(b, FLOAT, maximum))
+        b.store(b.extract_element(after, I32(0)), llvm.pointer_to(b, FLOAT, maximum))
     weight_sums = b.add(sums, b.mul(b.sub(length, I64(LANES)), I64(4)))
     total = load(b, weight_sums, I64(0))
     for v, (mask, x) in enumerate(zip(visible, row, strict=True)):
@@ -118,7 +108,7 @@ def _rescale(b: Any, sums: Any, length: Any, factor: Any) -> None:
         store(b, b.fmul(load(b, sums, offset), factor, **FUSED), sums, offset)
         return values
 
-    loop(b, b.sdiv(length, I64(LANES)), [], build)
+    llvm.loop(b, b.sdiv(length, I64(LANES)), [], build)
 
 
 @llvm_function(types.float32)

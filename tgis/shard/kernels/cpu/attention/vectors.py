@@ -8,21 +8,13 @@ from typing import Any
 from llvmlite import ir
 from numba import types
 
+from tgis.shard.kernels.cpu.jit import llvm
 from tgis.shard.kernels.cpu.jit.compiler import intrinsic
-from tgis.shard.kernels.cpu.jit.llvm import (
-    FLOAT,
-    I32,
-    call,
-    constant,
-    load_stored,
-    load_vector,
-    pointer_to,
-    store_vector,
-)
+from tgis.shard.kernels.cpu.jit.llvm import FLOAT, I32
 
 LANES = 16
 
-VECTOR, INTEGERS, ZERO = ir.VectorType(FLOAT, LANES), ir.VectorType(I32, LANES), constant(0.0, LANES)
+VECTOR, INTEGERS, ZERO = ir.VectorType(FLOAT, LANES), ir.VectorType(I32, LANES), llvm.constant(0.0, LANES)
 _WIDEST = ("prefer-vector-width", "min-legal-vector-width")
 
 
@@ -37,20 +29,20 @@ def prefer_512_bits(b: Any) -> None:
 
 def multiply_add(b: Any, x: Any, y: Any, z: Any) -> Any:
     """Return x * y + z, rounded once."""
-    return call(b, f"llvm.fma.v{LANES}f32", VECTOR, x, y, z)
+    return llvm.call(b, f"llvm.fma.v{LANES}f32", VECTOR, x, y, z)
 
 
 def load(b: Any, base: Any, offset: Any) -> Any:
-    return load_vector(b, b.add(base, offset), LANES)
+    return llvm.load_vector(b, b.add(base, offset), LANES)
 
 
 def store(b: Any, x: Any, base: Any, offset: Any) -> None:
-    store_vector(b, x, b.add(base, offset))
+    llvm.store_vector(b, x, b.add(base, offset))
 
 
 def load_cached(b: Any, base: Any, offset: Any, element: Any) -> Any:
     """Load LANES elements of the cache and convert them to float32."""
-    return load_stored(b, b.add(base, offset), LANES, element, align=2)
+    return llvm.load_stored(b, b.add(base, offset), LANES, element, align=2)
 
 
 @intrinsic
@@ -58,7 +50,7 @@ def peek(typingctx: Any, address: Any, element: Any) -> Any:
     """Load a value of `element`'s type from an address, without the reference counting of arrays."""
 
     def generate(context: Any, b: Any, signature: Any, args: Any) -> Any:
-        return b.load(pointer_to(b, args[1].type, args[0]))
+        return b.load(llvm.pointer_to(b, args[1].type, args[0]))
 
     return element(types.int64, element), generate
 
@@ -68,7 +60,7 @@ def poke(typingctx: Any, address: Any, value: Any) -> Any:
     """Store a value at an address."""
 
     def generate(context: Any, b: Any, signature: Any, args: Any) -> Any:
-        b.store(args[1], pointer_to(b, args[1].type, args[0]))
+        b.store(args[1], llvm.pointer_to(b, args[1].type, args[0]))
         return context.get_dummy_value()
 
     return types.void(types.int64, value), generate

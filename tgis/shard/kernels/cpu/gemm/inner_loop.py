@@ -9,20 +9,9 @@ from typing import Any
 from numba.core.cgutils import raw_memcpy
 
 from tgis.shard.kernels.cpu.gemm.panels import LANES, PANEL
+from tgis.shard.kernels.cpu.jit import llvm
 from tgis.shard.kernels.cpu.jit.compiler import llvm_function
-from tgis.shard.kernels.cpu.jit.llvm import (
-    I8,
-    I64,
-    add_products,
-    constant,
-    load_broadcast,
-    load_stored,
-    load_vector,
-    loop,
-    pointer_to,
-    prefetch,
-    store_vector,
-)
+from tgis.shard.kernels.cpu.jit.llvm import I8, I64
 
 # Most rows of a tile: its sums, two vectors of weights and one of x fill the processor's registers.
 ROWS = 12 if LANES == 16 else 6
@@ -40,13 +29,13 @@ _VECTORS = PANEL // LANES
 
 def _load_weights(b: Any, address: Any, offset: int, element: Any) -> Any:
     """Load a vector of weights and convert it to float32."""
-    return load_stored(b, b.add(address, I64(offset)), LANES, element, align=32)
+    return llvm.load_stored(b, b.add(address, I64(offset)), LANES, element, align=32)
 
 
 def _prefetch(b: Any, address: Any, num_bytes: int) -> None:
     """Prefetch `num_bytes` bytes from an address into the second-level cache."""
     for offset in range(0, num_bytes, 64):
-        prefetch(b, address, I64(offset))
+        llvm.prefetch(b, address, I64(offset))
 
 
 def _make_tile(fewest: int) -> Any:
@@ -92,19 +81,19 @@ def _multiply(
     step = PANEL * element.bitwidth // 8
     cells = [(r, v) for r in range(len(begins)) for v in range(_VECTORS)]
     places = [b.add(begins[r], I64(4 * LANES * v)) for r, v in cells]
-    is_cleared, zero = b.icmp_signed("!=", is_first, I64(0)), constant(0.0, LANES)
-    initial = [b.select(is_cleared, zero, load_vector(b, place, LANES)) for place in places]
+    is_cleared, zero = b.icmp_signed("!=", is_first, I64(0)), llvm.constant(0.0, LANES)
+    initial = [b.select(is_cleared, zero, llvm.load_vector(b, place, LANES)) for place in places]
 
     def add_column(k: Any, sums: list[Any]) -> list[Any]:
         weight, column = b.add(weights, b.mul(k, I64(step))), b.add(x, b.mul(k, I64(4)))
         loaded = [_load_weights(b, weight, v * step // _VECTORS, element) for v in range(_VECTORS)]
         if len(begins) > STREAMED:
             _prefetch(b, b.add(ahead, b.mul(k, I64(step))), step)
-        factors = [load_broadcast(b, b.add(column, I64(r * STRIDE)), LANES) for r in range(len(begins))]
-        return add_products(b, sums, factors, loaded)
+        factors = [llvm.load_broadcast(b, b.add(column, I64(r * STRIDE)), LANES) for r in range(len(begins))]
+        return llvm.add_products(b, sums, factors, loaded)
 
-    for place, total in zip(places, loop(b, count, initial, add_column), strict=True):
-        store_vector(b, total, place)
+    for place, total in zip(places, llvm.loop(b, count, initial, add_column), strict=True):
+        llvm.store_vector(b, total, place)
 
 
 multiply_tile = _make_tile(1)
@@ -122,19 +111,19 @@ def widen(b: Any, to: Any, weights: Any, count: Any, element: Any) -> None:
         source, target = b.add(weights, b.mul(k, I64(step))), b.add(to, b.mul(k, I64(4 * PANEL)))
         for v in range(_VECTORS):
             loaded = _load_weights(b, source, v * step // _VECTORS, element)
-            store_vector(b, loaded, b.add(target, I64(4 * LANES * v)), align=32)
+            llvm.store_vector(b, loaded, b.add(target, I64(4 * LANES * v)), align=32)
         return []
 
-    loop(b, count, [], widen_row)
+    llvm.loop(b, count, [], widen_row)
 
 
 @llvm_function()
 def copy(b: Any, to: Any, source: Any, num_bytes: Any) -> None:
     """Copy bytes from one address to another."""
-    raw_memcpy(b, pointer_to(b, I8, to), pointer_to(b, I8, source), num_bytes, I64(1))
+    raw_memcpy(b, llvm.pointer_to(b, I8, to), llvm.pointer_to(b, I8, source), num_bytes, I64(1))
 
 
 @llvm_function()
 def fetch_line(b: Any, address: Any) -> None:
     """Prefetch the cache line at an address."""
-    prefetch(b, address, I64(0))
+    llvm.prefetch(b, address, I64(0))

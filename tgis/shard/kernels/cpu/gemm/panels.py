@@ -50,7 +50,7 @@ def _map(num_bytes: int) -> Tensor:
     try:
         memory.madvise(mmap.MADV_HUGEPAGE)
     except (AttributeError, OSError) as error:
-        logger.info("no huge pages for weights: %s", error)
+        logger.info("the system gives no huge pages for weights: %s", error)
     return whole[start : start + num_bytes]
 
 

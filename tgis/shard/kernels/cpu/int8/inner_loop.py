@@ -9,24 +9,9 @@ from typing import Any
 
 from llvmlite import ir
 
+from tgis.shard.kernels.cpu.jit import llvm
 from tgis.shard.kernels.cpu.jit.compiler import llvm_function
-from tgis.shard.kernels.cpu.jit.llvm import (
-    FLOAT,
-    FUSED,
-    I8,
-    I16,
-    I32,
-    I64,
-    broadcast,
-    call,
-    constant,
-    first_lanes,
-    has_feature,
-    loop,
-    pointer_to,
-    shuffle,
-    store_vector,
-)
+from tgis.shard.kernels.cpu.jit.llvm import FLOAT, FUSED, I8, I16, I32, I64
 
 GROUP = 128  # adjacent values of a row, of weights or activations, that share a scale
 QUAD = 4  # adjacent values that an instruction multiplies at once
@@ -57,7 +42,7 @@ class InstructionSet:
 
 def _load(b: Any, address: Any, element: Any, lanes: int = 1) -> Any:
     kind = element if lanes == 1 else ir.VectorType(element, lanes)
-    return b.load(pointer_to(b, kind, address), align=1)
+    return b.load(llvm.pointer_to(b, kind, address), align=1)
 
 
 # VNNI: one instruction multiplies a quad of unsigned bytes with a quad of signed ones and adds the products
@@ -65,7 +50,7 @@ def _load(b: Any, address: Any, element: Any, lanes: int = 1) -> Any:
 
 
 def _broadcast_quad_vnni(b: Any, address: Any, lanes: int) -> Any:
-    return broadcast(b, _load(b, address, I32), lanes)
+    return llvm.broadcast(b, _load(b, address, I32), lanes)
 
 
 def _load_weights_vnni(b: Any, address: Any, lanes: int) -> list[Any]:
@@ -73,7 +58,7 @@ def _load_weights_vnni(b: Any, address: Any, lanes: int) -> list[Any]:
 
 
 def _multiply_vnni(b: Any, sums: list[Any], w: list[Any], x: Any, lanes: int) -> list[Any]:
-    return [call(b, f"llvm.x86.avx512.vpdpbusd.{32 * lanes}", sums[0].type, sums[0], w[0], x)]
+    return [llvm.call(b, f"llvm.x86.avx512.vpdpbusd.{32 * lanes}", sums[0].type, sums[0], w[0], x)]
 
 
 # AVX2: pairs of 16-bit values, whose products and sums cannot overflow 32 bits. A column has two adjacent
@@ -81,7 +66,7 @@ def _multiply_vnni(b: Any, sums: list[Any], w: list[Any], x: Any, lanes: int) ->
 
 
 def _broadcast_quad_avx2(b: Any, address: Any, lanes: int) -> Any:
-    return b.bitcast(broadcast(b, _load(b, address, I64), 4), ir.VectorType(I16, 16))
+    return b.bitcast(llvm.broadcast(b, _load(b, address, I64), 4), ir.VectorType(I16, 16))
 
 
 def _load_weights_avx2(b: Any, address: Any, lanes: int) -> list[Any]:
@@ -90,7 +75,7 @@ def _load_weights_avx2(b: Any, address: Any, lanes: int) -> list[Any]:
 
 
 def _multiply_avx2(b: Any, sums: list[Any], w: list[Any], x: Any, lanes: int) -> list[Any]:
-    products = [call(b, "llvm.x86.avx2.pmadd.wd", ir.VectorType(I32, 8), half, x) for half in w]
+    products = [llvm.call(b, "llvm.x86.avx2.pmadd.wd", ir.VectorType(I32, 8), half, x) for half in w]
     return [b.add(total, more) for total, more in zip(sums, products, strict=True)]
 
 
@@ -99,7 +84,7 @@ def _multiply_avx2(b: Any, sums: list[Any], w: list[Any], x: Any, lanes: int) ->
 
 def _broadcast_quad_generic(b: Any, address: Any, lanes: int) -> Any:
     quad = b.sext(_load(b, address, I8, QUAD), ir.VectorType(I32, QUAD))
-    return shuffle(b, quad, quad, list(range(QUAD)) * lanes)
+    return llvm.shuffle(b, quad, quad, list(range(QUAD)) * lanes)
 
 
 def _load_weights_generic(b: Any, address: Any, lanes: int) -> list[Any]:
@@ -109,7 +94,7 @@ def _load_weights_generic(b: Any, address: Any, lanes: int) -> list[Any]:
 def _multiply_generic(b: Any, sums: list[Any], w: list[Any], x: Any, lanes: int) -> list[Any]:
     products, total = b.mul(w[0], x), sums[0]
     for i in range(QUAD):
-        total = b.add(total, shuffle(b, products, products, list(range(i, QUAD * lanes, QUAD))))
+        total = b.add(total, llvm.shuffle(b, products, products, list(range(i, QUAD * lanes, QUAD))))
     return [total]
 
 
@@ -123,11 +108,11 @@ GENERIC = InstructionSet(8, 1, (4, 3, 2, 1), *_GENERIC)
 
 
 def _choose() -> InstructionSet:
-    if all(has_feature(name) for name in ("avx512vnni", "avx512bw", "avx512vl")):
+    if all(llvm.has_feature(name) for name in ("avx512vnni", "avx512bw", "avx512vl")):
         return AVX512_VNNI
-    if has_feature("avxvnni"):
+    if llvm.has_feature("avxvnni"):
         return AVX_VNNI
-    return AVX2 if has_feature("avx2") else GENERIC
+    return AVX2 if llvm.has_feature("avx2") else GENERIC
 
 
 INSTRUCTION_SET = _choose()
@@ -147,7 +132,7 @@ class _Tile:
     def add_quads(self, b: Any, x: list[Any], panel: Any, num_quads: Any) -> list[Any]:
         """Emit the sums over a group, [lanes] of int32 for every cell. x: addresses of the rows' group."""
         isa = self.isa
-        flat = [constant(0, isa.lanes, I32)] * (isa.sums * len(self.cells))
+        flat = [llvm.constant(0, isa.lanes, I32)] * (isa.sums * len(self.cells))
 
         def build(k: Any, flat: list[Any]) -> list[Any]:
             at = b.add(panel, b.mul(k, I64(QUAD * isa.columns)))
@@ -161,7 +146,7 @@ class _Tile:
                 changed += isa.multiply(b, sums, weights[v], quads[r], isa.lanes)
             return changed
 
-        flat = loop(b, num_quads, flat, build)
+        flat = llvm.loop(b, num_quads, flat, build)
         return [self._add_pairs(b, flat[i : i + isa.sums]) for i in range(0, len(flat), isa.sums)]
 
     def _add_pairs(self, b: Any, sums: list[Any]) -> Any:
@@ -171,7 +156,7 @@ class _Tile:
         even = list(range(0, 2 * self.isa.lanes, 2))
         odd = [lane + 1 for lane in even]
         first, second = sums
-        return b.add(shuffle(b, first, second, even), shuffle(b, first, second, odd))
+        return b.add(llvm.shuffle(b, first, second, even), llvm.shuffle(b, first, second, odd))
 
     def add_group(
         self, b: Any, totals: list[Any], headers: list[Any], panel: Any, num_quads: Any
@@ -182,8 +167,10 @@ class _Tile:
         behind = b.add(panel, b.mul(num_quads, I64(QUAD * isa.columns)))
         offsets = [I64(4 * isa.lanes * v) for v in range(isa.vectors)]
         scales = [_load(b, b.add(behind, offset), FLOAT, isa.lanes) for offset in offsets]
-        rows = [broadcast(b, _load(b, header, FLOAT), isa.lanes) for header in headers]
-        corrections = [broadcast(b, _load(b, b.add(header, I64(4)), I32), isa.lanes) for header in headers]
+        rows = [llvm.broadcast(b, _load(b, header, FLOAT), isa.lanes) for header in headers]
+        corrections = [
+            llvm.broadcast(b, _load(b, b.add(header, I64(4)), I32), isa.lanes) for header in headers
+        ]
         changed = []
         for total, exact, (r, v) in zip(totals, sums, self.cells, strict=True):
             value = b.sitofp(b.add(exact, corrections[r]), scales[v].type)
@@ -201,11 +188,13 @@ class _Tile:
         with b.if_else(b.icmp_signed(">=", num_columns, I64(self.isa.columns))) as (whole, part):
             with whole:
                 for total, place in zip(totals, places, strict=True):
-                    store_vector(b, total, place)
+                    llvm.store_vector(b, total, place)
             with part:
                 count = b.trunc(num_columns, I32)
                 for total, place, (_, v) in zip(totals, places, self.cells, strict=True):
-                    store_vector(b, total, place, first_lanes(b, b.sub(count, I32(v * lanes)), lanes))
+                    llvm.store_vector(
+                        b, total, place, llvm.first_lanes(b, b.sub(count, I32(v * lanes)), lanes)
+                    )
 
 
 def make_tile(num_rows: int, isa: InstructionSet = INSTRUCTION_SET) -> Any:
@@ -239,7 +228,7 @@ def make_tile(num_rows: int, isa: InstructionSet = INSTRUCTION_SET) -> Any:
             num_quads = b.select(b.icmp_signed("<", g, last), I64(num_full), last_quads)
             return tile.add_group(b, totals, here, b.add(panel, b.mul(g, I64(panel_step))), num_quads)
 
-        totals = loop(b, num_groups, [constant(0.0, isa.lanes)] * len(tile.cells), build)
+        totals = llvm.loop(b, num_groups, [llvm.constant(0.0, isa.lanes)] * len(tile.cells), build)
         tile.store(b, totals, out, out_stride, num_columns)
 
     return multiply

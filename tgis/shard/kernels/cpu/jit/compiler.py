@@ -27,7 +27,7 @@ from numba.extending import intrinsic as untyped_intrinsic
 from torch import Tensor
 
 from tgis.shard.checkpoint.progress import CompileProgress
-from tgis.shard.kernels.cpu.jit.cache import cache_directory, tell_place
+from tgis.shard.kernels.cpu.jit.cache import cache_directory, describe_lifetime
 from tgis.shard.kernels.cpu.jit.llvm import FLOAT, I64
 
 logger = logging.getLogger(__name__)
@@ -139,7 +139,7 @@ def _compile(function: Callable[[Any], None]) -> Any:
     finally:
         _compiling.remove(function)
     if not compiled.cache_hits:
-        compile_progress.add(time.monotonic() - began, tell_place(directory))
+        compile_progress.add(time.monotonic() - began, describe_lifetime(directory))
     return compiled
 
 
