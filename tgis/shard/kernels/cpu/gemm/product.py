@@ -24,7 +24,6 @@ from tgis.shard.kernels.cpu.gemm.inner_loop import (
 from tgis.shard.kernels.cpu.gemm.pack import PACK
 from tgis.shard.kernels.cpu.gemm.panels import PANEL, arena, count_panels
 from tgis.shard.kernels.cpu.jit.compiler import Kernel, empty, keep_alive, next_unit, reorderable
-from tgis.shard.kernels.cpu.jit.scalar_math import ELEMENTS
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +37,7 @@ _MAX_PANELS = 8  # of a unit
 # cache together.
 _MAX_WIDENED_ROWS, _MAX_WIDENED_PANELS = 32 * ROWS, 4
 _LINE = 64  # bytes of a cache line
-_F32 = np.float32(0)
+_F32, _BFLOAT16, _FLOAT16 = np.float32(0), np.uint16(0), np.int16(0)
 
 
 @dataclass(frozen=True, eq=False)
@@ -237,13 +236,20 @@ def _multiply(args: Any, width: int, element: Any) -> None:
     keep_alive(scratch)
 
 
-def _multiply_kernel(element: Any) -> Kernel:
-    width = PANEL * element.itemsize
-
-    def multiply_packed(args: Any) -> None:
-        _multiply(args, width, element)
-
-    return Kernel(multiply_packed)
+def _multiply_float32(args: Any) -> None:
+    _multiply(args, 4 * PANEL, _F32)
 
 
-_MULTIPLY = {dtype: _multiply_kernel(element) for dtype, element in ELEMENTS.items()}
+def _multiply_float16(args: Any) -> None:
+    _multiply(args, 2 * PANEL, _FLOAT16)
+
+
+def _multiply_bfloat16(args: Any) -> None:
+    _multiply(args, 2 * PANEL, _BFLOAT16)
+
+
+_MULTIPLY = {
+    torch.float32: Kernel(_multiply_float32),
+    torch.float16: Kernel(_multiply_float16),
+    torch.bfloat16: Kernel(_multiply_bfloat16),
+}
