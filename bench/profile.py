@@ -15,8 +15,8 @@ from bench.shapes import Shape
 from bench.steps import Rows, load_runner
 from bench.stopwatch import Stopwatch, WatchedForward, profile_graph, timing_kernels, watching
 from tgis.pb import shard_pb2 as pb
-from tgis.shard.kernels.cpu.kernel_graph import Tape
-from tgis.shard.runner.forward import CapturedForward
+from tgis.shard.kernels.cpu.kernel_graph import KernelGraph
+from tgis.shard.runner.forward import GraphForward
 from tgis.shard.runner.model_runner import ModelRunner
 
 STEPS, WARM_STEPS = 20, 4
@@ -56,8 +56,8 @@ def measure_rates(machine: Limits) -> Rates:
 
 
 def measure(runner: ModelRunner, shape: Shape, work: Work) -> Profile:
-    """As in service, then its kernels one by one: those of the graph, or where there is none, those of the
-    same steps again."""
+    """As in service, then its kernels one by one: those of the kernel graph, or where there is none,
+    those of the same steps again."""
     run = _run_decode if work.new_tokens == 1 else _run_prefill
     with watching(runner) as model:
         step_s = statistics.median(run(runner, work))
@@ -75,8 +75,8 @@ def measure(runner: ModelRunner, shape: Shape, work: Work) -> Profile:
     return Profile(work, step_s, model_s, kernels, is_captured=graph is not None)
 
 
-def _find_graph(model: WatchedForward, work: Work) -> Tape | None:
-    if work.new_tokens > 1 or not isinstance(model.forward, CapturedForward):
+def _find_graph(model: WatchedForward, work: Work) -> KernelGraph | None:
+    if work.new_tokens > 1 or not isinstance(model.forward, GraphForward):
         return None
     return model.forward.find_graph(work.batch)
 

@@ -75,7 +75,7 @@ def format_profile(profile: Profile, shape: Shape, width: float, rates: Rates) -
     spent = sum(seconds for seconds, _ in profile.kernels.values())
     least = sum(allowed.values())
     rows.append(_row("*kernels, one by one*", "", spent, step, least))
-    how = "as one graph" if profile.is_captured else "call by call"
+    how = "as one kernel graph" if profile.is_captured else "call by call"
     rows.append(_row(f"*the model, {how}*", "", profile.model_s, step, least))
     rows.append(_row("packing, sampling, answering", "", step - profile.model_s, step))
     return "\n\n".join((_describe(profile, rates, least), format_table(HEAD, rows)))

@@ -1,4 +1,5 @@
-"""Where the time of a step goes, kernel by kernel: those of a graph one by one, or all that a step calls."""
+"""Where the time of a step goes, kernel by kernel: those of a kernel graph one by one, or all that a step
+calls."""
 
 import statistics
 import time
@@ -8,8 +9,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from bench.shapes import Shape
-from tgis.shard.kernels.cpu.jit.compiler import Kernel
-from tgis.shard.kernels.cpu.kernel_graph import Call, Tape
+from tgis.shard.kernels.cpu.jit.compiler import Kernel, Launch
+from tgis.shard.kernels.cpu.kernel_graph import KernelGraph
 from tgis.shard.runner.batch_builder import Batch
 from tgis.shard.runner.forward import Forward, Outputs
 from tgis.shard.runner.model_runner import ModelRunner
@@ -63,7 +64,7 @@ def _name_products(shape: Shape) -> dict[frozenset[int], str]:
 
 
 class WatchedForward:
-    """Takes the time of every pass, and keeps the last batch: arguments of a graph name its memory."""
+    """Takes the time of every pass, and keeps the last batch: arguments of a kernel graph name its memory."""
 
     def __init__(self, forward: Forward):
         self.forward, self.model, self.attention = forward, forward.model, forward.attention
@@ -88,22 +89,31 @@ def watching(runner: ModelRunner) -> Iterator[WatchedForward]:
         runner.forward = forward
 
 
-def profile_graph(graph: Tape, shape: Shape, times: int) -> Parts:
-    """Each kernel run by itself, so that nothing of what replaying the graph saves is in it."""
-    calls = Counter[str]()
+def profile_graph(graph: KernelGraph, shape: Shape, times: int) -> Parts:
+    """Each kernel run by itself, so that nothing of what a replay saves is in it."""
+    calls = Counter(name_call(shape, *launch) for launch in graph.launches)
+    seconds = time_launches(graph, times, lambda launch: name_call(shape, *launch))
+    return {name: (seconds[name], count) for name, count in calls.items()}
 
-    def name(call: Call) -> str:
-        found = name_call(shape, *call)
-        calls[found] += 1
-        return found
 
-    return {found: (seconds, calls[found] // times) for found, seconds in graph.profile(times, name).items()}
+def time_launches(
+    graph: KernelGraph, times: int, name: Callable[[Launch], str] = lambda launch: launch.kernel.name
+) -> dict[str, float]:
+    """Seconds that a replay spends in the kernels of each name, the mean of `times` runs, each kernel by
+    itself."""
+    spent: dict[str, float] = defaultdict(float)
+    for _ in range(times):
+        for launch in graph.launches:
+            begin = time.perf_counter()
+            launch.kernel.parallel(*launch.args)
+            spent[name(launch)] += time.perf_counter() - begin
+    return {found: seconds / times for found, seconds in spent.items()}
 
 
 @contextmanager
 def timing_kernels(watch: Stopwatch) -> Iterator[None]:
-    """Every kernel that a step calls meanwhile is timed; for steps that have no graph."""
-    call, spread = Kernel.__call__, Kernel.spread
+    """Every kernel that a step calls meanwhile is timed; for steps that have no kernel graph."""
+    call, parallel = Kernel.__call__, Kernel.parallel
     is_inside = False
 
     def timed(work: Callable[..., None]) -> Callable[..., None]:
@@ -119,8 +129,8 @@ def timing_kernels(watch: Stopwatch) -> Iterator[None]:
 
         return run
 
-    Kernel.__call__, Kernel.spread = timed(call), timed(spread)  # type: ignore[method-assign]
+    Kernel.__call__, Kernel.parallel = timed(call), timed(parallel)  # type: ignore[method-assign]
     try:
         yield
     finally:
-        Kernel.__call__, Kernel.spread = call, spread  # type: ignore[method-assign]
+        Kernel.__call__, Kernel.parallel = call, parallel  # type: ignore[method-assign]

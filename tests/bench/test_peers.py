@@ -170,7 +170,7 @@ def test_a_profile_is_a_table() -> None:
     assert lines[4].startswith("| attend | 2 | 2.000 | 20% |")
     assert lines[5] == "| write | 2 | 1.000 | 10% | – | – |"
     assert lines[6].startswith("| *kernels, one by one* |  | 3.000 | 30% |")
-    assert lines[7].startswith("| *the model, as one graph* |  | 2.500 | 25% |")
+    assert lines[7].startswith("| *the model, as one kernel graph* |  | 2.500 | 25% |")
     assert lines[8] == "| packing, sampling, answering |  | 7.500 | 75% | – | – |"
 
 

@@ -23,7 +23,7 @@ from tgis.prompts.store import AdapterStore
 from tgis.shard.adapters.loading import open_artifact_cache, open_store
 from tgis.shard.adapters.registry import LoadedAdapters
 from tgis.shard.adapters.rpc import AdapterServicer
-from tgis.shard.kernels.cpu.jit.cache import keep_with_run
+from tgis.shard.kernels.cpu.jit.cache import add_run_directory
 from tgis.shard.kernels.cpu.jit.compiler import is_compiling
 from tgis.shard.runner.model_runner import ModelRunner
 from tgis.shard.startup.load import load, sequence_length
@@ -71,7 +71,7 @@ def serve(config: ShardConfig) -> NoReturn:
     _exit_on_signals()
     endpoint = choose_endpoint(config)
     if config.kernel_cache is not None:
-        keep_with_run(Path(config.kernel_cache))
+        add_run_directory(Path(config.kernel_cache))
     failpoints.hit("shard.before_loading")
     runner = load(config)
     length = sequence_length(config, model_files.read_json(Path(config.model_path), "config.json"))

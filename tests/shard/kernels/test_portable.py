@@ -26,7 +26,7 @@ from tests.support.shard.messages import GREEDY, SAMPLE
 from tests.support.shard.portable import plain
 from tgis.shard.attention.interface import Scoring
 from tgis.shard.collectives import ProcessGroup
-from tgis.shard.kernels.cpu import ops
+from tgis.shard.kernels.cpu.ops import CPU_KERNELS
 from tgis.shard.kernels.cpu.pointwise.activations import KINDS
 from tgis.shard.kernels.portable import attention as portable_attention
 from tgis.shard.kernels.portable.attention import TorchAttention
@@ -83,27 +83,32 @@ def test_norms(has_delta: bool) -> None:
             mine, theirs = x.clone(), x.clone()
             delta = more if has_delta else None
             found = getattr(KERNELS, norm)(mine, delta, weight, *biases, 1e-5)
-            assert_near(found, getattr(ops, norm)(theirs, delta, weight, *biases, 1e-5))
+            assert_near(found, getattr(CPU_KERNELS, norm)(theirs, delta, weight, *biases, 1e-5))
             assert torch.equal(mine, theirs), "x is not the sum"
 
 
 @pytest.mark.parametrize("name", KINDS)
 def test_activations(name: str) -> None:
     x = torch.randn(5, 48) * 4
-    assert_near(KERNELS.multiply_gated(x, name), ops.multiply_gated(x, name))
+    assert_near(KERNELS.multiply_gated(x, name), CPU_KERNELS.multiply_gated(x, name))
     mine = x.clone()
     assert KERNELS.activate(mine, name) is mine
-    assert_near(mine, ops.activate(x, name))
+    assert_near(mine, CPU_KERNELS.activate(x, name))
 
 
 def test_angles() -> None:
     positions, inv_freq = torch.tensor([0, 5, 900, 31]), torch.rand(2, 6)
-    amplitudes, regimes = torch.tensor([1.0, 1.3]), torch.tensor([1, 0, 1, 0])
+    amplitudes, factor_sets = torch.tensor([1.0, 1.3]), torch.tensor([1, 0, 1, 0])
     growth = torch.tensor([1.0, 2.5, 8.0, 1.0])
-    for more in ({}, {"regimes": regimes}, {"growth": growth}, {"regimes": regimes, "growth": growth}):
+    for more in (
+        {},
+        {"factor_sets": factor_sets},
+        {"growth": growth},
+        {"factor_sets": factor_sets, "growth": growth},
+    ):
         found = KERNELS.angles(positions, inv_freq, amplitudes, **more)
         torch.testing.assert_close(
-            found, ops.angles(positions, inv_freq, amplitudes, **more), rtol=0, atol=2e-4
+            found, CPU_KERNELS.angles(positions, inv_freq, amplitudes, **more), rtol=0, atol=2e-4
         )
 
 
@@ -114,7 +119,7 @@ def test_heads(turned: int, is_normed: bool) -> None:
     angles = torch.randn(2, 5, turned // 2) if turned else None
     norm = HeadNorm(torch.randn(10), torch.randn(10), 1e-6) if is_normed else None
     before = qkv.clone()
-    found, expected = (kernels.split_heads(qkv, 4, 2, angles, norm) for kernels in (KERNELS, ops))
+    found, expected = (kernels.split_heads(qkv, 4, 2, angles, norm) for kernels in (KERNELS, CPU_KERNELS))
     for mine, theirs in zip(found, expected, strict=True):
         assert_near(mine, theirs)
         assert mine.is_contiguous()
@@ -132,7 +137,7 @@ def test_adapters(num_tokens: int) -> None:
     ids = torch.randint(0, 40, (num_tokens,))
     found, expected = scene.y.clone(), scene.y.clone()
     KERNELS.add_looked_up(found, ids, scene.deltas, tuned)
-    ops.add_looked_up(expected, ids, scene.deltas, tuned)
+    CPU_KERNELS.add_looked_up(expected, ids, scene.deltas, tuned)
     assert_near(found, expected)
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tests.support.shard.layer_parts import parts
 from tgis.shard.collectives import ProcessGroup
-from tgis.shard.layers.embedding import Embedding, Head
+from tgis.shard.layers.embedding import Embedding, LMHead
 from tgis.shard.layers.linear import ColumnParallel, Replicated, RowParallel
 from tgis.shard.layers.lora import Adapter, AdapterSet, Cut, LowRank, TokenAdapters
 
@@ -62,7 +62,7 @@ def test_both_ends_of_the_vocabulary(dtype: torch.dtype, tmp_path: Path) -> None
         "a result is the table itself"
     )
     torch.testing.assert_close(
-        Head(single, "layer", 11, 6)(table, None), table @ rounded.t(), rtol=1e-5, atol=1e-5
+        LMHead(single, "layer", 11, 6)(table, None), table @ rounded.t(), rtol=1e-5, atol=1e-5
     )
 
 
@@ -109,7 +109,7 @@ def test_adapters_at_both_ends_of_the_vocabulary(tmp_path: Path) -> None:
     x = torch.randn(3, 6)
     expected = x @ table.t()
     expected[[0, 2], 1:] += (x @ delta)[[0, 2]]
-    found = Head(single, "layer", 11, 6)(x, tuned)
+    found = LMHead(single, "layer", 11, 6)(x, tuned)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
@@ -128,5 +128,5 @@ def test_what_of_a_matrix_is_a_ranks(tmp_path: Path) -> None:
     assert cut() == Cut((16, 6), (slice(0, 16),))
     Embedding(given, "layer", 16, 6)
     assert cut() == Cut((16, 6), (slice(0, 16),), is_table=True)
-    Head(given, "layer", 16, 6)
+    LMHead(given, "layer", 16, 6)
     assert cut() == Cut((16, 6), (slice(8, 16),))

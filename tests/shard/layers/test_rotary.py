@@ -12,7 +12,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RotaryEmbedding
 from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
 
-from tgis.shard.kernels.cpu import ops
+from tgis.shard.kernels.cpu.ops import CPU_KERNELS
 from tgis.shard.layers.ops import HeadNorm
 from tgis.shard.layers.rotary import DynamicScaling, LinearScaling, LongScaling, Rope, Rotary
 from tgis.shard.models.config_reader import rope
@@ -83,7 +83,7 @@ def assert_turned_alike(found: Tensor, expected: Tensor) -> None:
 def test_scalings_are_those_of_transformers(case: str) -> None:
     """Within the original length; 31 is the last position of a short sequence where there are long ones."""
     config = configure(SCALINGS[case])
-    rotary = Rotary(rope(config.to_dict(), HEAD_DIM), ops)
+    rotary = Rotary(rope(config.to_dict(), HEAD_DIM), CPU_KERNELS)
     positions = torch.tensor([0, 1, 5, 31, 30] if "longrope" in case else [0, 1, 5, 31, 127, 60])
     expected = turn_oracle(Phi3RotaryEmbedding(config), positions)
     assert_turned_alike(rotary(positions), expected)
@@ -95,7 +95,7 @@ def test_long_sequences_use_their_own_factors_everywhere(case: str) -> None:
     config = configure(SCALINGS[case])
     found = rope(config.to_dict(), HEAD_DIM)
     assert found.switch_len == 32
-    rotary, positions = Rotary(found, ops), torch.tensor([0, 1, 5, 31, 32, 100])
+    rotary, positions = Rotary(found, CPU_KERNELS), torch.tensor([0, 1, 5, 31, 32, 100])
     is_long = torch.ones(len(positions), dtype=torch.bool)
     expected = turn_oracle(Phi3RotaryEmbedding(config), positions)
     assert_turned_alike(rotary(positions, is_long), expected)
@@ -109,7 +109,9 @@ def test_amplitudes_of_long_and_short_sequences_may_be_given() -> None:
     scaling = rope(configure(given).to_dict(), HEAD_DIM).scaling
     assert isinstance(scaling, LongScaling)
     assert (scaling.short_amplitude, scaling.long_amplitude) == (1.1, 1.4)
-    found = Rotary(Rope(HEAD_DIM, 5000.0, scaling), ops)(torch.tensor([0, 0]), torch.tensor([False, True]))
+    found = Rotary(Rope(HEAD_DIM, 5000.0, scaling), CPU_KERNELS)(
+        torch.tensor([0, 0]), torch.tensor([False, True])
+    )
     assert found[0, 0].tolist() == pytest.approx([1.1] * 8)
     assert found[0, 1].tolist() == pytest.approx([1.4] * 8)
 
@@ -121,12 +123,14 @@ def test_dynamic_scaling_grows_with_the_position() -> None:
     assert found.scaling == DynamicScaling(2.0, LENGTH)
     assert found.switch_len == 0
     positions = torch.tensor([0, 100, 127, 128, 129, 255, 700])
-    turned = Rotary(found, ops)(positions)
+    turned = Rotary(found, CPU_KERNELS)(positions)
     for i, position in enumerate(positions.tolist()):
         inv_freq, _ = ROPE_INIT_FUNCTIONS["dynamic"](config, seq_len=position + 1)
         angle = position * inv_freq
         assert_turned_alike(turned[:, i], torch.stack([angle.cos(), angle.sin()]))
-    assert torch.equal(Rotary(found, ops)(positions[:3]), Rotary(Rope(HEAD_DIM, 5000.0), ops)(positions[:3]))
+    assert torch.equal(
+        Rotary(found, CPU_KERNELS)(positions[:3]), Rotary(Rope(HEAD_DIM, 5000.0), CPU_KERNELS)(positions[:3])
+    )
 
 
 @pytest.mark.parametrize(
@@ -134,7 +138,7 @@ def test_dynamic_scaling_grows_with_the_position() -> None:
 )
 def test_angles_do_not_depend_on_company(scaling: Any) -> None:
     half = 1 if isinstance(scaling, LongScaling) else 5
-    rotary, positions = Rotary(Rope(2 * half, 1e4, scaling), ops), torch.arange(40, 101)
+    rotary, positions = Rotary(Rope(2 * half, 1e4, scaling), CPU_KERNELS), torch.arange(40, 101)
     is_long = positions % 3 == 0
     whole = rotary(positions, is_long)
     for i in range(len(positions)):
@@ -173,7 +177,7 @@ def test_phi3_had_other_names_for_longrope(kind: str) -> None:
     assert rope(old, HEAD_DIM) == rope(config.to_dict(), HEAD_DIM)
     positions = torch.arange(32)
     expected = turn_oracle(Phi3RotaryEmbedding(config), positions)
-    assert_turned_alike(Rotary(rope(old, HEAD_DIM), ops)(positions), expected)
+    assert_turned_alike(Rotary(rope(old, HEAD_DIM), CPU_KERNELS)(positions), expected)
 
 
 def test_layers_of_gemma3_turn_differently() -> None:
@@ -194,7 +198,7 @@ def test_layers_of_gemma3_turn_differently() -> None:
         found = rope(config.to_dict(), HEAD_DIM, kind)
         assert rope(old, HEAD_DIM, kind) == found
         expected = turn_oracle(Gemma3RotaryEmbedding(config), positions, kind)
-        assert_turned_alike(Rotary(found, ops)(positions), expected)
+        assert_turned_alike(Rotary(found, CPU_KERNELS)(positions), expected)
     assert rope({"rope_theta": 7e3}, HEAD_DIM, "sliding_attention") == Rope(HEAD_DIM, 7e3)
 
 
@@ -251,9 +255,9 @@ def test_split_heads(turned: int | None, normed: bool) -> None:
     positions = torch.arange(num_tokens) + 5
     angles = None
     if turned:
-        angles = Rotary(Rope(turned, 100.0, LinearScaling(2.0), amplitude=1.5), ops)(positions)
+        angles = Rotary(Rope(turned, 100.0, LinearScaling(2.0), amplitude=1.5), CPU_KERNELS)(positions)
     norm = HeadNorm(torch.randn(dim), torch.randn(dim), 1e-5) if normed else None
-    q, k, v = ops.split_heads(qkv, heads, kv_heads, angles, norm)
+    q, k, v = CPU_KERNELS.split_heads(qkv, heads, kv_heads, angles, norm)
     given_q, given_k, given_v = qkv.view(num_tokens, -1, dim).double().split([heads, kv_heads, kv_heads], 1)
     if norm:
         given_q = F.rms_norm(given_q, (dim,), norm.q_weight.double(), 1e-5)
@@ -264,5 +268,5 @@ def test_split_heads(turned: int | None, normed: bool) -> None:
         torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-4)
     for i in (0, 8, 999):
         own_angles = None if angles is None else angles[:, i : i + 1].contiguous()
-        alone = ops.split_heads(qkv[i : i + 1], heads, kv_heads, own_angles, norm)
+        alone = CPU_KERNELS.split_heads(qkv[i : i + 1], heads, kv_heads, own_angles, norm)
         assert all(torch.equal(mine[0], whole[i]) for mine, whole in zip(alone, (q, k, v), strict=True))

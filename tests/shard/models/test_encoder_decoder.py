@@ -18,7 +18,7 @@ from tests.support.shard.checkpoints import write_model
 from tests.support.shard.driver import Request, Router, configure, opening
 from tests.support.shard.family_cases.encoder_decoders import CASES
 from tests.support.shard.messages import SAMPLE, Steps, floats, integers
-from tgis.shard.attention.interface import TILE, AttentionMetadata
+from tgis.shard.attention.interface import QUERY_TILE, AttentionMetadata
 from tgis.shard.models import registry
 from tgis.shard.models.interface import UnsupportedModelError
 from tgis.shard.models.parts.relative_bias import find_buckets
@@ -251,4 +251,4 @@ def test_tiles_of_tokens_that_look_into_other_sequences() -> None:
     assert sorted(tokens) == [(sequence, token) for token, sequence in enumerate(expected)]
     costs = [lengths[sequence] * count for sequence, _, count, _ in tiles]
     assert costs == sorted(costs, reverse=True)
-    assert max(count for _, _, count, _ in tiles) == TILE
+    assert max(count for _, _, count, _ in tiles) == QUERY_TILE

@@ -15,7 +15,7 @@ from tests.support.shard.prompt_oracle import PromptOracle
 from tests.support.shard.stepping import ALONE, read_config
 from tests.support.shard.tuned import Tuned
 from tgis.shard.adapters.loading import open_store
-from tgis.shard.kernels.cpu import ops
+from tgis.shard.kernels.cpu.ops import CPU_KERNELS
 from tgis.shard.models.hf_transformers import load as hf_transformers
 from tgis.shard.models.interface import UnsupportedModelError
 from tgis.shard.startup import engine_choice
@@ -84,10 +84,10 @@ def test_what_asks_for_transformers_code_gets_it_where_it_can_run(
     choice = engine_choice.choose(tmp_path, settings, "hf_accelerate", 1, trust_remote_code=False)
     if choice.engine == "hf_transformers":
         assert name not in OBSTACLES
-        choice.load(ALONE, torch.float32, ops)
+        choice.load(ALONE, torch.float32, CPU_KERNELS)
         return
     assert "tgis_native serves this model, because hf_transformers cannot: it" in caplog.text
-    choice.load(ALONE, torch.float32, ops)
+    choice.load(ALONE, torch.float32, CPU_KERNELS)
     with pytest.raises(UnsupportedModelError, match="cannot be served through transformers"):
         hf_transformers.load(
             tmp_path, hf_transformers.make_spec(tmp_path, settings, False), ALONE, torch.float32, False
@@ -151,7 +151,7 @@ def test_both_reasons_are_told(framework: str | None, tmp_path: Path) -> None:
     write_model(tmp_path, settings)
     choice = engine_choice.choose(tmp_path, settings.to_dict(), framework, 1, trust_remote_code=False)
     with pytest.raises(UnsupportedModelError) as caught:
-        choice.load(ALONE, torch.float32, ops)
+        choice.load(ALONE, torch.float32, CPU_KERNELS)
     ours = "apply_residual_connection_post_layernorm True of the configuration is not supported; through "
     assert str(caught.value).startswith(f"{ours}transformers: model type 'bloom' cannot be served")
 

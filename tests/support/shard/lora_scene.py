@@ -6,7 +6,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from tgis.shard.kernels.cpu import ops
+from tgis.shard.kernels.cpu.ops import CPU_KERNELS
 from tgis.shard.layers.lora import AdapterSet, Deltas, LowRank, TokenAdapters
 
 RANKS = (1, 2, 7, 8, 9, 16, 24, 33, 64, 100, 257)
@@ -34,7 +34,7 @@ class Scene:
         """What becomes of those rows of y alone."""
         y = self.y[tokens].clone()
         tuned = TokenAdapters(AdapterSet(()), self.indices[tokens])
-        ops.add_low_rank(y, self.x[tokens].contiguous(), self.deltas, tuned)
+        CPU_KERNELS.add_low_rank(y, self.x[tokens].contiguous(), self.deltas, tuned)
         return y
 
     def expected(self) -> Tensor:

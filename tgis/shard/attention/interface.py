@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-TILE = 32  # most tokens of one sequence that a tile of queries holds
+QUERY_TILE = 32  # most tokens of one sequence that a tile of queries holds
 
 
 @dataclass(frozen=True)
@@ -35,8 +35,10 @@ class AttentionMetadata:
         The costliest tiles come first, so that threads that take one tile after the other finish together."""
         begins, lengths = self.cu_seqlens_q.numpy(), self.seq_lens.numpy()
         if (begins == np.arange(len(begins))).all():
-            return torch.from_numpy(_lay_single_tokens(lengths, self.is_cross))
-        return torch.from_numpy(_cut(begins.astype(np.int64), lengths.astype(np.int64), self.is_cross))
+            return torch.from_numpy(_tile_single_tokens(lengths, self.is_cross))
+        return torch.from_numpy(
+            _tile_tokens(begins.astype(np.int64), lengths.astype(np.int64), self.is_cross)
+        )
 
     @cached_property
     def table(self) -> Tensor:
@@ -46,21 +48,21 @@ class AttentionMetadata:
         It holds the numbers of tokens, sequences, entries of a block table and tiles, the largest number of
         tokens of a tile, and the addresses of seq_lens, block_tables, tiles and slot_mapping. Their memory
         lives as long as this object."""
-        tensors = self._kept
+        tensors = self._tensors
         addresses = [x.data_ptr() for x in tensors]
         num_seqs, max_blocks = self.block_tables.shape
         num_tokens = int(self.cu_seqlens_q.numpy()[-1])
-        most = 1 if num_tokens == num_seqs == len(tensors[2]) else TILE
+        most = 1 if num_tokens == num_seqs == len(tensors[2]) else QUERY_TILE
         table = (num_tokens, num_seqs, max_blocks, len(tensors[2]), most, *addresses)
         return torch.from_numpy(np.array(table, np.int64))
 
     @cached_property
-    def _kept(self) -> tuple[Tensor, ...]:
+    def _tensors(self) -> tuple[Tensor, ...]:
         slots = self.slot_mapping.to(torch.int64).contiguous()
         return self.seq_lens.contiguous(), self.block_tables.contiguous(), self.tiles, slots
 
 
-def _lay_single_tokens(lengths: Any, is_cross: bool) -> Any:
+def _tile_single_tokens(lengths: Any, is_cross: bool) -> Any:
     """Return the tiles of sequences with one new token each."""
     tiles = np.empty((len(lengths), 4), np.int32)
     order = np.argsort(-lengths, kind="stable") if len(lengths) > 1 else 0
@@ -69,13 +71,13 @@ def _lay_single_tokens(lengths: Any, is_cross: bool) -> Any:
     return tiles
 
 
-def _cut(begins: Any, lengths: Any, is_cross: bool) -> Any:
+def _tile_tokens(begins: Any, lengths: Any, is_cross: bool) -> Any:
     counts = begins[1:] - begins[:-1]  # [num_seqs]
-    tiles_of = (counts + TILE - 1) // TILE
+    tiles_of = (counts + QUERY_TILE - 1) // QUERY_TILE
     sequence = np.repeat(np.arange(len(counts)), tiles_of)  # [num_tiles]
     before = (tiles_of.cumsum() - tiles_of)[sequence]  # number of tiles of earlier sequences
-    offset = (np.arange(len(sequence)) - before) * TILE
-    count = np.minimum(counts[sequence] - offset, TILE)
+    offset = (np.arange(len(sequence)) - before) * QUERY_TILE
+    count = np.minimum(counts[sequence] - offset, QUERY_TILE)
     position = (lengths - counts)[sequence] + offset
     seen = position + count
     if is_cross:

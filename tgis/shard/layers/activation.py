@@ -22,13 +22,13 @@ NAMES = {
 }
 
 
-def activated(name: str, kernels: Kernels) -> Callable[[Tensor], Tensor]:
+def activation(name: str, kernels: Kernels) -> Callable[[Tensor], Tensor]:
     """Return a function that activates [num_tokens, size] in place."""
     kernel = NAMES[name]
     return lambda x: kernels.activate(x, kernel)
 
 
-def gated(name: str, kernels: Kernels) -> Callable[[Tensor], Tensor]:
+def gated_activation(name: str, kernels: Kernels) -> Callable[[Tensor], Tensor]:
     """Return a function [num_tokens, 2 * size] -> activation(gate) * value, [num_tokens, size]. In the input,
     the gates come before the values."""
     kernel = NAMES[name]

@@ -7,12 +7,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tgis.shard.collectives import ProcessGroup
-from tgis.shard.layers.linear import Adaptable
+from tgis.shard.layers.linear import LoraAddition
 from tgis.shard.layers.lora import Cut, TokenAdapters
 from tgis.shard.layers.ops import Parts
 
 
-def _share(group: ProcessGroup, vocab_size: int) -> slice:
+def _rows_of_rank(group: ProcessGroup, vocab_size: int) -> slice:
     """Return the rows of this rank. The last ranks may have fewer, or none."""
     rows = -(-vocab_size // group.size)
     return slice(min(group.rank * rows, vocab_size), min((group.rank + 1) * rows, vocab_size))
@@ -23,7 +23,7 @@ class Embedding:
     weights' type."""
 
     def __init__(self, parts: Parts, path: str, vocab_size: int, hidden_size: int):
-        self._group, self._share = parts.group, _share(parts.group, vocab_size)
+        self._group, self._share = parts.group, _rows_of_rank(parts.group, vocab_size)
         self._kernels, self._path = parts.kernels, path
         # Every rank adds the whole contribution of adapters, after the sum over ranks.
         parts.cuts[path] = Cut((vocab_size, hidden_size), (slice(0, vocab_size),), is_table=True)
@@ -47,14 +47,14 @@ class Embedding:
         return self._group.all_reduce(x)
 
 
-class Head:
+class LMHead:
     """Language model head: float32 [n, hidden_size] -> logits float32 [n, vocab_size], the same on every
     rank."""
 
     def __init__(self, parts: Parts, path: str, vocab_size: int, hidden_size: int):
         self._group, self._vocab_size = parts.group, vocab_size
-        share = _share(parts.group, vocab_size)
-        self._adapt = Adaptable(parts, path, Cut((vocab_size, hidden_size), (share,)))
+        share = _rows_of_rank(parts.group, vocab_size)
+        self._adapt = LoraAddition(parts, path, Cut((vocab_size, hidden_size), (share,)))
         stored = parts.weights.find(f"{path}.weight", (vocab_size, hidden_size))
         missing = -(-vocab_size // parts.group.size) - (share.stop - share.start)
         weight = stored.read(share)
@@ -66,7 +66,7 @@ class Head:
         return self._group.all_gather(y)[:, : self._vocab_size]
 
 
-class Positions:
+class PositionEmbedding:
     """Position embedding: int64 [num_tokens] -> float32 [num_tokens, hidden_size], from a learned table of
     `num_rows`.
 

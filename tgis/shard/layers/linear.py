@@ -8,7 +8,7 @@ from tgis.shard.layers.lora import Cut, TokenAdapters
 from tgis.shard.layers.ops import Parts
 
 
-class Adaptable:
+class LoraAddition:
     """Part of a linear layer that adds the LoRA adapters' contribution to its product."""
 
     def __init__(self, parts: Parts, path: str, cut: Cut):
@@ -41,8 +41,8 @@ class ColumnParallel:
         bias: bool,
         pieces: list[int] | None = None,
     ):
-        rows = _cut(parts.group, widths, pieces or [parts.group.size] * len(widths))
-        self._adapt = Adaptable(parts, path, Cut((sum(widths), in_features), tuple(rows)))
+        rows = _rows_of_rank(parts.group, widths, pieces or [parts.group.size] * len(widths))
+        self._adapt = LoraAddition(parts, path, Cut((sum(widths), in_features), tuple(rows)))
         weight = parts.weights.find(f"{path}.weight", (sum(widths), in_features))
         mine = [weight.read(part) for part in rows]
         together = mine[0] if len(mine) == 1 else torch.cat(mine)
@@ -64,7 +64,7 @@ class RowParallel:
     def __init__(self, parts: Parts, path: str, in_features: int, out_features: int, bias: bool):
         self._group, columns = parts.group, parts.group.slice(in_features)
         whole = (slice(0, out_features),)
-        self._adapt = Adaptable(parts, path, Cut((out_features, in_features), whole, columns))
+        self._adapt = LoraAddition(parts, path, Cut((out_features, in_features), whole, columns))
         weight = parts.weights.find(f"{path}.weight", (out_features, in_features))
         mine = weight.read(columns=columns)
         self._multiply = parts.pack(mine, weight.label)
@@ -86,7 +86,7 @@ class Replicated:
     It is for small matrices that matter a lot, such as the router of experts, and is never quantized."""
 
     def __init__(self, parts: Parts, path: str, in_features: int, out_features: int):
-        self._adapt = Adaptable(parts, path, Cut((out_features, in_features), (slice(0, out_features),)))
+        self._adapt = LoraAddition(parts, path, Cut((out_features, in_features), (slice(0, out_features),)))
         weight = parts.weights.find(f"{path}.weight", (out_features, in_features))
         self._multiply = parts.kernels.pack(weight.read(), parts.dtype, weight.label)
 
@@ -94,7 +94,7 @@ class Replicated:
         return self._adapt(x, self._multiply(x), adapters)
 
 
-def _cut(group: ProcessGroup, widths: list[int], pieces: list[int]) -> list[slice]:
+def _rows_of_rank(group: ProcessGroup, widths: list[int], pieces: list[int]) -> list[slice]:
     """Return this rank's rows of the packed matrices. Adjacent slices are merged, so that they are copied
     once."""
     rows: list[slice] = []

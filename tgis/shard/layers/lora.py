@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-TILE = 16  # most tokens that a kernel processes together, which saves reads of the adapter's weights
+LORA_TILE = 16  # most tokens that a kernel processes together, which saves reads of the adapter's weights
 
 
 @dataclass(frozen=True)
@@ -111,11 +111,11 @@ class TokenAdapters:
     @cached_property
     def tiles(self) -> Tensor:
         """Tiles int64 [num_tiles, 3], on the CPU. Each has tokens of one adapter: the adapter's index, the
-        index in `order` of the first token, and the number of tokens, at most TILE."""
+        index in `order` of the first token, and the number of tokens, at most LORA_TILE."""
         rows = [
-            (adapter, start, min(TILE, end - start))
+            (adapter, start, min(LORA_TILE, end - start))
             for adapter, begin, end in self._sorted[1]
-            for start in range(begin, end, TILE)
+            for start in range(begin, end, LORA_TILE)
         ]
         return torch.tensor(rows, dtype=torch.int64).view(-1, 3)
 

@@ -16,19 +16,8 @@ from tgis.shard.layers.lora import Cut, Deltas, TokenAdapters
 Quantization = Literal["none", "int8"]
 
 
-class Product(Protocol):
-    """Product x W^T with a packed weight."""
-
-    @property
-    def in_features(self) -> int: ...
-    @property
-    def out_features(self) -> int: ...
-    @property
-    def num_bytes(self) -> int:
-        """Size of the packed weight."""
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """Multiply: [num_tokens, in_features] -> [num_tokens, out_features], newly allocated."""
+Product = Callable[[Tensor], Tensor]
+"""Product x W^T with a packed weight: [num_tokens, in_features] -> new [num_tokens, out_features]."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +78,7 @@ class Kernels(Protocol):
     def clamp(self, x: Tensor, limit: float) -> Tensor:
         """Clamp x, [num_tokens, size], to -limit ... limit in place and return x."""
 
-    def soften(self, x: Tensor, cap: float) -> Tensor:
+    def soft_cap(self, x: Tensor, cap: float) -> Tensor:
         """Set x, [num_tokens, size], to cap * tanh(x / cap) in place and return x."""
 
     def activate(self, x: Tensor, name: str) -> Tensor:
@@ -105,13 +94,13 @@ class Kernels(Protocol):
         positions: Tensor,
         inv_freq: Tensor,
         amplitudes: Tensor,
-        regimes: Tensor | None = None,
+        factor_sets: Tensor | None = None,
         growth: Tensor | None = None,
     ) -> Tensor:
         """Return the cosines and sines of rotary angles times an amplitude, [2, num_tokens, half].
 
-        positions: int64 [num_tokens], inv_freq: [num_regimes, half], amplitudes: [num_regimes]. `regimes`,
-        int64 [num_tokens], selects the regime of each token; if None, all tokens have the first. `growth`,
+        positions: int64 [num_tokens], inv_freq: [num_sets, half], amplitudes: [num_sets]. `factor_sets`,
+        int64 [num_tokens], selects the set of each token; if None, all tokens have the first. `growth`,
         float32 [num_tokens], is the factor by which the last channel's frequency is lower. The first channel
         does not change, and the factors of those between form a geometric sequence."""
 

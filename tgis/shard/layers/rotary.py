@@ -92,16 +92,16 @@ class Rotary:
 
         is_long: bool [num_tokens], True for tokens of sequences longer than the rope's `switch_len`. None
         means that there are none."""
-        regimes = growth = None
+        factor_sets = growth = None
         if isinstance(self._scaling, LongScaling) and is_long is not None:
-            regimes = is_long.long()
+            factor_sets = is_long.long()
         if isinstance(self._scaling, DynamicScaling):
             growth = _growth(positions, self._scaling)
-        return self._kernels.angles(positions, self._inv_freq, self._amplitudes, regimes, growth)
+        return self._kernels.angles(positions, self._inv_freq, self._amplitudes, factor_sets, growth)
 
 
 def inverse_frequencies(rope: Rope) -> Tensor:
-    """Return float32 [num_regimes, dim / 2]: a row each for short and long sequences if they differ, else one
+    """Return float32 [num_sets, dim / 2]: a row each for short and long sequences if they differ, else one
     row."""
     inv_freq = 1.0 / (rope.theta ** (torch.arange(0, rope.dim, 2).float() / rope.dim))
     match rope.scaling:
@@ -117,7 +117,7 @@ def inverse_frequencies(rope: Rope) -> Tensor:
 
 
 def _amplitudes(rope: Rope) -> Tensor:
-    """Return the amplitudes, float32 [num_regimes]."""
+    """Return the amplitudes, float32 [num_sets]."""
     if isinstance(rope.scaling, LongScaling):
         return torch.tensor([rope.scaling.short_amplitude, rope.scaling.long_amplitude])
     return torch.tensor([rope.amplitude])

@@ -17,11 +17,13 @@ POPULATED_BYTES, LEAST_PRIORITY = 1 << 21, 19
 MADV_HUGEPAGE, MADV_POPULATE_WRITE = 14, 23  # Linux's constants
 
 
-class Shape(Protocol):
+class AttentionShape(Protocol):
     """Properties of a model that determine the size of its KV cache."""
 
     @property
-    def num_layers(self) -> int: ...
+    def num_layers(self) -> int:
+        """Number of layers with keys and values in the cache."""
+
     @property
     def num_kv_heads(self) -> int: ...
     @property
@@ -33,7 +35,7 @@ class Ranks(Protocol):
     def size(self) -> int: ...
 
 
-def local_kv_heads(shape: Shape, ranks: Ranks) -> int:
+def local_kv_heads(shape: AttentionShape, ranks: Ranks) -> int:
     """Return the number of KV heads per rank. With fewer heads than ranks, neighbours hold the same head."""
     return max(1, shape.num_kv_heads // ranks.size)
 
@@ -43,7 +45,7 @@ def page_size(block_size: int, head_dim: int) -> int:
     return block_size * head_dim
 
 
-def bytes_per_block(shape: Shape, ranks: Ranks, block_size: int, dtype: torch.dtype) -> int:
+def bytes_per_block(shape: AttentionShape, ranks: Ranks, block_size: int, dtype: torch.dtype) -> int:
     """Return the bytes of one block on one rank, over all layers."""
     pages = 2 * shape.num_layers * local_kv_heads(shape, ranks)
     return pages * page_size(block_size, shape.head_dim) * dtype.itemsize

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tgis.shard.attention.interface import Attention, AttentionMetadata, Scoring
-from tgis.shard.layers.embedding import Embedding, Head
+from tgis.shard.layers.embedding import Embedding, LMHead
 from tgis.shard.layers.linear import Replicated
 from tgis.shard.layers.lora import TokenAdapters
 from tgis.shard.layers.ops import Parts
@@ -118,7 +118,7 @@ class Decoder:
         width = self.prompt_width = spec.embedding_width
         is_projected = width != spec.hidden_size
         self._project = Replicated(parts, "embed_out", spec.hidden_size, width) if is_projected else None
-        self._head = Head(parts, "head", spec.vocab_size, width)
+        self._head = LMHead(parts, "head", spec.vocab_size, width)
 
     @torch.inference_mode()
     def forward(self, inputs: StepInputs, attention: Attention) -> Tensor:
@@ -139,7 +139,7 @@ class Decoder:
         if self.spec.logit_scale != 1:
             scores = self.parts.kernels.scale(scores, self.spec.logit_scale)
         if cap := self.spec.logit_soft_cap:
-            scores = self.parts.kernels.soften(scores, cap)
+            scores = self.parts.kernels.soft_cap(scores, cap)
         return scores
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tgis.shard.attention.interface import Attention, Scoring
-from tgis.shard.layers.embedding import Embedding, Head
+from tgis.shard.layers.embedding import Embedding, LMHead
 from tgis.shard.layers.linear import ColumnParallel, RowParallel
 from tgis.shard.layers.lora import TokenAdapters
 from tgis.shard.layers.ops import Parts
@@ -131,7 +131,7 @@ class EncoderDecoderModel:
             for layer in range(spec.num_layers)
         ]
         self._decoder = LayerStack(spec.decoder, parts, "decoder", self._cross_attentions)
-        self._head = Head(parts, "head", spec.vocab_size, spec.decoder.hidden_size)
+        self._head = LMHead(parts, "head", spec.vocab_size, spec.decoder.hidden_size)
         self._head_bias: Tensor | None = None  # [vocab_size]
         if spec.has_head_bias and parts.weights.has("head_bias.bias"):
             bias = parts.weights.find("head_bias.bias", (1, spec.vocab_size)).read()

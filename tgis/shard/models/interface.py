@@ -9,6 +9,7 @@ from tgis.errors import OperatorError
 from tgis.shard.attention.interface import Attention, AttentionMetadata
 from tgis.shard.layers.lora import TokenAdapters
 from tgis.shard.layers.ops import Parts
+from tgis.shard.memory.kv_cache import AttentionShape
 
 
 class UnsupportedModelError(OperatorError):
@@ -19,17 +20,9 @@ class ConfigurationError(UnsupportedModelError):
     """Error of a configuration with a missing or invalid value, so that no engine could serve the model."""
 
 
-class ModelSpec(Protocol):
+class ModelSpec(AttentionShape, Protocol):
     """Shape of a model, which determines the sizes of the KV cache and of the tables."""
 
-    @property
-    def num_layers(self) -> int:
-        """Number of layers with keys and values in the cache."""
-
-    @property
-    def num_kv_heads(self) -> int: ...
-    @property
-    def head_dim(self) -> int: ...
     @property
     def vocab_size(self) -> int: ...
     @property

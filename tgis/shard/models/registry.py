@@ -8,7 +8,7 @@ import torch
 
 from tgis.shard.checkpoint.weights import Source, Weights
 from tgis.shard.collectives import ProcessGroup
-from tgis.shard.kernels.cpu import ops
+from tgis.shard.kernels.cpu.ops import CPU_KERNELS
 from tgis.shard.layers.ops import Kernels, Parts, Quantization
 from tgis.shard.models.decoder import Decoder
 from tgis.shard.models.encoder_decoder import EncoderDecoderModel
@@ -125,7 +125,7 @@ def load(
     config: Mapping[str, Any],
     group: ProcessGroup,
     dtype: torch.dtype,
-    kernels: Kernels = ops,
+    kernels: Kernels = CPU_KERNELS,
     quantize: Quantization = "none",
 ) -> Decoder | EncoderDecoderModel:
     """Load this rank's part of the model in directory `path`.

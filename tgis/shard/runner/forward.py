@@ -1,4 +1,4 @@
-"""Runs a step through the model: layer by layer in Python, or by replaying the recorded kernel launches of an
+"""Runs a step through the model: layer by layer in Python, or by replaying the captured kernel launches of an
 equal step."""
 
 import logging
@@ -10,14 +10,14 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tgis.shard.attention.interface import Attention, AttentionMetadata
-from tgis.shard.kernels.cpu.jit import compiler
-from tgis.shard.kernels.cpu.kernel_graph import Pool, Recorder, Tape
+from tgis.shard.kernels.cpu.jit.compiler import capture
+from tgis.shard.kernels.cpu.kernel_graph import KernelGraph, MemoryPool
 from tgis.shard.models.interface import Model, StepInputs
 from tgis.shard.runner.batch_builder import Batch
 
 logger = logging.getLogger(__name__)
 
-# Most tokens of a step that is recorded. Larger steps take so long that a replay saves next to nothing.
+# Most tokens of a step that is captured. Larger steps take so long that a replay saves next to nothing.
 MAX_CAPTURED_TOKENS = 64
 
 # The model's output for the step's tokens, [num_tokens, any], and the logits of the sampled tokens, float32
@@ -42,7 +42,7 @@ class Forward:
         return x, self.model.logits(x[at], adapters and adapters.take(at))
 
 
-class CapturedForward(Forward):
+class GraphForward(Forward):
     """Forward pass that captures small steps and replays them.
 
     A step qualifies if it has few tokens and every token is sampled. Steps with the same number of tokens
@@ -51,7 +51,7 @@ class CapturedForward(Forward):
 
     def __init__(self, model: Model, attention: Attention):
         super().__init__(model, attention)
-        self._pool, self._steps = Pool(), dict[int, _CapturedStep]()
+        self._pool, self._steps = MemoryPool(), dict[int, _CapturedStep]()
         self._can_capture = True
 
     def __call__(self, batch: Batch) -> Outputs:
@@ -60,32 +60,32 @@ class CapturedForward(Forward):
         step = self._steps.get(len(batch.inputs.token_ids)) or self._capture(batch.inputs)
         return super().__call__(batch) if step is None else step.run(batch.inputs)
 
-    def find_graph(self, num_tokens: int) -> Tape | None:
-        """Return the recording of plain steps with `num_tokens` tokens, or None before the first of them."""
+    def find_graph(self, num_tokens: int) -> KernelGraph | None:
+        """Return the kernel graph of plain steps with `num_tokens` tokens, None before the first of them."""
         step = self._steps.get(num_tokens)
         return None if step is None else step.graph
 
     def _capture(self, inputs: StepInputs) -> "_CapturedStep | None":
-        recorder, fixed = Recorder(self._pool), _copy(inputs)
+        fixed = _copy(inputs)
         try:
-            with _NoOperators(), compiler.record(recorder):  # type: ignore[no-untyped-call]
+            with _NoOperators(), capture(self._pool.empty) as launches:  # type: ignore[no-untyped-call]
                 x = self.model.forward(fixed, self.attention)
                 logits = self.model.logits(x)
         except _OperatorError as error:
-            logger.info("steps are not captured: the model uses the torch operator %s", error)
+            logger.info("steps are not captured as kernel graphs, because the model computes with %s", error)
             self._can_capture = False
             return None
-        outputs = self._pool.keep(x), self._pool.keep(logits)
-        step = _CapturedStep(recorder.make_tape(), fixed, outputs)
+        outputs = self._pool.read_view(x), self._pool.read_view(logits)
+        step = _CapturedStep(KernelGraph(launches), fixed, outputs)
         self._steps[len(fixed.token_ids)] = step
         return step
 
 
 @dataclass(frozen=True)
 class _CapturedStep:
-    graph: Tape
+    graph: KernelGraph
     inputs: StepInputs
-    """Inputs that the recorded kernels read, at fixed addresses."""
+    """Inputs that the captured kernels read, at fixed addresses."""
     outputs: tuple[Tensor, Tensor]
 
     def run(self, inputs: StepInputs) -> Outputs:
@@ -95,7 +95,7 @@ class _CapturedStep:
         fixed.metadata.table.copy_(inputs.metadata.table)
         if fixed.cross is not None and inputs.cross is not None:
             fixed.cross.table.copy_(inputs.cross.table)
-        self.graph.run()
+        self.graph.replay()
         return self.outputs
 
 

@@ -24,7 +24,7 @@ from tgis.shard.memory.host_limits import count_cores, release_memory
 from tgis.shard.memory.kv_cache import KVCache, bytes_per_block
 from tgis.shard.models.interface import Model, ModelSpec, UnsupportedModelError
 from tgis.shard.runner.batch_builder import BatchBuilder
-from tgis.shard.runner.forward import CapturedForward, Forward
+from tgis.shard.runner.forward import Forward, GraphForward
 from tgis.shard.runner.model_runner import ModelRunner
 from tgis.shard.sampling.grammar import Guides, read_tokenizer
 from tgis.shard.startup import engine_choice, memory_plan, platform, quantize_check
@@ -221,7 +221,7 @@ class _Loaded:
         info.MergeFrom(self.info)
         # Steps can be captured if they consist of the platform's kernels alone.
         is_captured = on.captures_steps and self.plan.choice.is_native and self.group.size == 1
-        forward = (CapturedForward if is_captured else Forward)(self.model, on.attention(cache))
+        forward = (GraphForward if is_captured else Forward)(self.model, on.attention(cache))
         return ModelRunner(forward, table, self.guides, info, self.adapters)
 
     def measure_budget(self) -> MemoryBudget:

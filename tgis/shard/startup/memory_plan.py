@@ -7,7 +7,7 @@ import torch
 
 from tgis.errors import OperatorError
 from tgis.shard.collectives import ProcessGroup
-from tgis.shard.memory.kv_cache import KVCache, Shape, bytes_per_block, local_kv_heads
+from tgis.shard.memory.kv_cache import AttentionShape, KVCache, bytes_per_block, local_kv_heads
 
 MIB, GIB = 1 << 20, 1 << 30
 
@@ -75,7 +75,7 @@ class MemoryBudget:
 
 
 def check_fit(
-    shape: Shape,
+    shape: AttentionShape,
     group: ProcessGroup,
     dtype: torch.dtype,
     demand: Demand,
@@ -117,7 +117,7 @@ def check_budget(budget: MemoryBudget) -> None:
 
 
 def make_cache(
-    shape: Shape, group: ProcessGroup, dtype: torch.dtype, demand: Demand, budget: MemoryBudget
+    shape: AttentionShape, group: ProcessGroup, dtype: torch.dtype, demand: Demand, budget: MemoryBudget
 ) -> KVCache:
     """Allocate a cache that fits into `budget`. Raises CacheTooSmallError."""
     block_bytes = bytes_per_block(shape, group, demand.block_size, dtype)
@@ -127,7 +127,7 @@ def make_cache(
 
 
 def allocate(
-    shape: Shape, group: ProcessGroup, dtype: torch.dtype, block_size: int, num_blocks: int
+    shape: AttentionShape, group: ProcessGroup, dtype: torch.dtype, block_size: int, num_blocks: int
 ) -> KVCache:
     heads = local_kv_heads(shape, group)
     return KVCache(shape.num_layers, num_blocks, block_size, heads, shape.head_dim, dtype, group.device)

@@ -15,8 +15,8 @@ from tgis.errors import OperatorError
 from tgis.process.gpus import has_gpus
 from tgis.shard.attention.interface import Attention
 from tgis.shard.collectives import CPU, ProcessGroup
-from tgis.shard.kernels.cpu import ops
 from tgis.shard.kernels.cpu.attention.attention import CpuAttention
+from tgis.shard.kernels.cpu.ops import CPU_KERNELS
 from tgis.shard.kernels.portable.attention import TorchAttention
 from tgis.shard.kernels.portable.ops import TorchKernels
 from tgis.shard.layers.ops import Kernels
@@ -75,7 +75,7 @@ class Platform:
 
 
 ON_CPU = Platform(
-    CPU, ops, CpuAttention, HostMemory(), is_memory_shared=True, cache_divisor=4, captures_steps=True
+    CPU, CPU_KERNELS, CpuAttention, HostMemory(), is_memory_shared=True, cache_divisor=4, captures_steps=True
 )
 
 

@@ -13,7 +13,7 @@ import torch
 
 from tests.support.shard.attention_scene import PLAIN, SCORINGS, SHAPES, Scene, Shape, attend_some, check
 from tests.support.shard.stepping import make_metadata
-from tgis.shard.attention.interface import TILE, Scoring
+from tgis.shard.attention.interface import QUERY_TILE, Scoring
 from tgis.shard.memory.kv_cache import KVCache, bytes_per_block
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -174,7 +174,7 @@ def test_every_token_stands_in_one_tile(counts: list[int]) -> None:
     assert sorted(placed) == [(token, *place) for token, place in enumerate(expected)]
     costs = [count * (position + count) for _, _, count, position in tiles]
     assert costs == sorted(costs, reverse=True)
-    assert max(count for _, _, count, _ in tiles) <= metadata.table[4] <= TILE
+    assert max(count for _, _, count, _ in tiles) <= metadata.table[4] <= QUERY_TILE
 
 
 def test_bits_are_the_same_for_any_number_of_heads_that_share() -> None:

@@ -13,13 +13,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from tgis.shard.kernels.cpu import ops
 from tgis.shard.kernels.cpu.gemm import panels
 from tgis.shard.kernels.cpu.gemm import product as gemm
 from tgis.shard.kernels.cpu.gemm.inner_loop import BLOCK, ROWS
 from tgis.shard.kernels.cpu.gemm.panels import PANEL, Arena
-from tgis.shard.kernels.cpu.jit import compiler
-from tgis.shard.kernels.cpu.kernel_graph import Pool, Recorder
+from tgis.shard.kernels.cpu.jit.compiler import capture
+from tgis.shard.kernels.cpu.kernel_graph import KernelGraph, MemoryPool
+from tgis.shard.kernels.cpu.ops import CPU_KERNELS
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 SHAPES = [(1, 1), (33, 7), (1500, 40), (BLOCK, PANEL), (BLOCK + 1, 3 * PANEL + 1), (2 * BLOCK, 6 * PANEL - 1)]
@@ -96,18 +96,17 @@ def test_scratch_memory_lives_as_long_as_its_kernel() -> None:
     subprocess.run([sys.executable, "-c", _MANY_THREADS], check=True, env=environment)
 
 
-def test_a_recorded_product_reads_what_x_is_by_then() -> None:
+def test_a_captured_product_reads_what_x_is_by_then() -> None:
     product, x = gemm.pack(torch.randn(70, 40), torch.float16, "a weight"), torch.randn(3, 40)
-    expected, pool = product(x), Pool()
-    recorder = Recorder(pool)
+    expected, pool = product(x), MemoryPool()
     source = torch.zeros(3, 40)
-    with compiler.record(recorder):
+    with capture(pool.empty) as launches:
         y = product(source)
-    tape = recorder.make_tape()
+    graph = KernelGraph(launches)
     source.copy_(x)
     for _ in range(2):
         y.zero_()
-        tape.run()
+        graph.replay()
         assert torch.equal(y, expected)
 
 
@@ -133,7 +132,7 @@ def test_what_float16_cannot_hold_is_kept_exact(
     weight: list[float], caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING):
-        product = ops.pack(torch.tensor([weight]), torch.float16, "file: tensor x")
+        product = CPU_KERNELS.pack(torch.tensor([weight]), torch.float16, "file: tensor x")
     assert caplog.messages == ["file: tensor x does not fit float16 and is kept as float32"]
     if all(math.isfinite(one) for one in weight):
         assert product(torch.eye(2)).flatten().tolist() == torch.tensor(weight).tolist()
@@ -141,14 +140,14 @@ def test_what_float16_cannot_hold_is_kept_exact(
 
 @pytest.mark.parametrize("weight", [torch.zeros(2, 2), torch.full((2, 2), 65504.0), torch.eye(2) * 2**-10])
 def test_what_float16_can_hold(weight: Tensor, caplog: pytest.LogCaptureFixture) -> None:
-    product = ops.pack(weight, torch.float16, "a weight")
+    product = CPU_KERNELS.pack(weight, torch.float16, "a weight")
     assert not caplog.messages
     assert torch.equal(product(torch.eye(2)), weight.t())
 
 
 def test_bfloat16_keeps_its_range(caplog: pytest.LogCaptureFixture) -> None:
     weight = torch.tensor([[1e30, 1e-30], [-(2.0**-120), 3.0]]).bfloat16()
-    product = ops.pack(weight, torch.bfloat16, "a weight")
+    product = CPU_KERNELS.pack(weight, torch.bfloat16, "a weight")
     assert not caplog.messages
     assert torch.equal(product(torch.eye(2)), weight.float().t())
 

@@ -13,11 +13,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from tgis.shard.kernels.cpu.gemm.panels import has_feature
 from tgis.shard.kernels.cpu.int8 import inner_loop, kernels
 from tgis.shard.kernels.cpu.int8 import product as int8
-from tgis.shard.kernels.cpu.int8.inner_loop import Form
+from tgis.shard.kernels.cpu.int8.inner_loop import InstructionSet
 from tgis.shard.kernels.cpu.jit import cache
+from tgis.shard.kernels.cpu.jit.llvm import has_feature
 
 GROUP = 128
 SHAPES = [(1, 64, 33), (13, 33, 7), (37, 1500, 40), (3, 4, 1), (21, 257, 70)]  # rows, inputs, outputs
@@ -128,11 +128,11 @@ def test_a_thread_that_lost_its_core_is_not_waited_for(monkeypatch: pytest.Monke
     assert torch.equal(y, expected)
 
 
-def with_form(form: Form, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+def with_instructions(isa: InstructionSet, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """The kernels as they are on another machine; nothing of them is kept."""
     monkeypatch.setattr(cache, "_bases", [])
-    monkeypatch.setattr(inner_loop, "FORM", form)
-    monkeypatch.setattr(inner_loop.make_tile, "__defaults__", (form,))
+    monkeypatch.setattr(inner_loop, "INSTRUCTION_SET", isa)
+    monkeypatch.setattr(inner_loop.make_tile, "__defaults__", (isa,))
     spec = importlib.util.spec_from_file_location("other_int8", kernels.__file__)
     assert spec is not None
     assert spec.loader is not None
@@ -141,18 +141,18 @@ def with_form(form: Form, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return module
 
 
-FORMS = {"any": inner_loop.ANY, "pairs": inner_loop.PAIRS, "bytes": inner_loop.BYTES}
-NEEDS = {"any": (), "pairs": ("avx2",), "bytes": ("avx512vnni", "avx512vl")}
+SETS = {"generic": inner_loop.GENERIC, "avx2": inner_loop.AVX2, "avx_vnni": inner_loop.AVX_VNNI}
+NEEDS = {"generic": (), "avx2": ("avx2",), "avx_vnni": ("avx512vnni", "avx512vl")}
 
 
-@pytest.mark.parametrize("name", ["any", "pairs", pytest.param("bytes", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["generic", "avx2", pytest.param("avx_vnni", marks=pytest.mark.slow)])
 def test_other_machines_give_the_same_bits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    form = FORMS[name]
-    if form is inner_loop.FORM or not all(has_feature(feature) for feature in NEEDS[name]):
+    isa = SETS[name]
+    if isa is inner_loop.INSTRUCTION_SET or not all(has_feature(feature) for feature in NEEDS[name]):
         pytest.skip("these are this machine's own instructions, or it lacks them")
     weight, x = torch.randn(70, 333), torch.randn(17, 333)
     expected = int8.pack(weight)(x)
-    monkeypatch.setattr(int8, "kernels", with_form(form, monkeypatch))
+    monkeypatch.setattr(int8, "kernels", with_instructions(isa, monkeypatch))
     product = int8.pack(weight)
     for count in (17, 6, 3, 2, 1):
         assert torch.equal(product(x[:count]), expected[:count])

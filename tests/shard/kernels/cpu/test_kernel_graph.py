@@ -1,4 +1,4 @@
-"""Taped kernels: run in order by all threads, again and again, on memory that stays."""
+"""Kernel graphs: kernels run in order by all threads, again and again, on memory that stays."""
 
 from collections.abc import Iterator
 from threading import Thread
@@ -10,9 +10,9 @@ import torch
 from numba import carray
 from torch import Tensor
 
-from tgis.shard.kernels.cpu.jit import compiler
-from tgis.shard.kernels.cpu.jit.compiler import Kernel, pointer, take
-from tgis.shard.kernels.cpu.kernel_graph import Pool, Recorder, Tape
+from bench.stopwatch import time_launches
+from tgis.shard.kernels.cpu.jit.compiler import Kernel, capture, next_unit, pointer
+from tgis.shard.kernels.cpu.kernel_graph import KernelGraph, MemoryPool
 
 _I64 = np.int64(0)
 LENGTH, STEPS = 1000, 200
@@ -22,10 +22,10 @@ def _shift(args: Any) -> None:
     """Every unit reads what units of the kernel before have written, most of them on other threads."""
     a = carray(args, 5)
     x, out = carray(pointer(a[2], _I64), (a[1],)), carray(pointer(a[3], _I64), (a[1],))
-    unit = take(args)
+    unit = next_unit(args)
     while unit < a[1]:
         out[unit] = 3 * x[(unit * 7 + a[4]) % a[1]] + 1
-        unit = take(args)
+        unit = next_unit(args)
 
 
 shift = Kernel(_shift)
@@ -40,7 +40,7 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
 
 def shift_often(x: Tensor, y: Tensor) -> None:
     for step in range(STEPS):
-        run = shift if step % 3 == 0 else shift.spread
+        run = shift if step % 3 == 0 else shift.parallel
         run(len(x), x.data_ptr(), y.data_ptr(), step)
         x, y = y, x
 
@@ -52,36 +52,35 @@ def expected(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     return x
 
 
-def tape_of(x: Tensor, y: Tensor) -> Tape:
-    recorder = Recorder(Pool())
-    with compiler.record(recorder):
+def graph_of(x: Tensor, y: Tensor) -> KernelGraph:
+    with capture(MemoryPool().empty) as launches:
         shift_often(x, y)
-    return recorder.make_tape()
+    return KernelGraph(launches)
 
 
 @pytest.mark.filterwarnings("ignore:overflow")
-def test_a_tape_does_what_the_calls_do(threads: int) -> None:
+def test_a_graph_does_what_the_calls_do(threads: int) -> None:
     x, y = torch.arange(LENGTH), torch.zeros(LENGTH, dtype=torch.int64)
-    tape = tape_of(x, y)
-    assert x.equal(torch.arange(LENGTH)), "nothing is computed while it is recorded"
+    graph = graph_of(x, y)
+    assert x.equal(torch.arange(LENGTH)), "nothing is computed while it is captured"
     for start in range(3):
         x.copy_(torch.arange(LENGTH) + start)
-        tape.run()
+        graph.replay()
         assert (x.numpy() == expected(np.arange(LENGTH) + start)).all()
 
 
-def test_only_the_thread_that_records_is_recorded() -> None:
+def test_only_the_thread_that_captures_is_captured() -> None:
     x, y = torch.arange(LENGTH), torch.zeros(LENGTH, dtype=torch.int64)
-    with compiler.record(recorder := Recorder(Pool())):
+    with capture(MemoryPool().empty) as launches:
         beside = Thread(target=lambda: shift(LENGTH, x.data_ptr(), y.data_ptr(), 0))
         beside.start()
         beside.join()
-    recorder.make_tape().run()
+    KernelGraph(launches).replay()
     assert y[:2].tolist() == [1, 22]
 
 
 def test_buffers_are_lent_again_when_nothing_sees_them() -> None:
-    pool = Pool()
+    pool = MemoryPool()
     first = pool.empty((3, 100))
     view = first[1:].flatten()
     address = first.data_ptr()
@@ -95,20 +94,20 @@ def test_buffers_are_lent_again_when_nothing_sees_them() -> None:
 
 
 def test_what_is_kept_outlives_the_buffer() -> None:
-    pool = Pool()
+    pool = MemoryPool()
     x = pool.empty((4, 5)).fill_(2.0)
-    kept, address = pool.keep(x), x.data_ptr()
+    kept, address = pool.read_view(x), x.data_ptr()
     del x
     assert kept.tolist() == [[2.0] * 5] * 4
     assert pool.empty((20,)).data_ptr() == address
 
 
-def test_an_empty_tape_runs() -> None:
-    Recorder(Pool()).make_tape().run()
+def test_an_empty_graph_runs() -> None:
+    KernelGraph([]).replay()
 
 
 def test_a_profile_names_the_kernels() -> None:
     x, y = torch.arange(LENGTH), torch.zeros(LENGTH, dtype=torch.int64)
-    profile = tape_of(x, y).profile(2)
+    profile = time_launches(graph_of(x, y), 2)
     assert list(profile) == ["shift"]
     assert profile["shift"] > 0

@@ -10,7 +10,8 @@ from torch import Tensor
 from tests.support.shard.lora_scene import RANKS, Scene, draw_int, draw_low_rank, draw_scene
 from tgis.shard.kernels.cpu import lora as lora_kernels
 from tgis.shard.kernels.cpu import ops
-from tgis.shard.layers.lora import TILE, Adapter, AdapterSet, Deltas, LowRank, TokenAdapters
+from tgis.shard.kernels.cpu.ops import CPU_KERNELS
+from tgis.shard.layers.lora import LORA_TILE, Adapter, AdapterSet, Deltas, LowRank, TokenAdapters
 
 PATH = "layer"
 
@@ -58,14 +59,16 @@ def test_any_rank(rank: int) -> None:
     a[1:-1], b[1:-1] = torch.randn(50, rank) / 7, torch.randn(rank, 60) / rank**0.5
     scene = Scene(x[1:-1], y[1:-1], Deltas(((LowRank(a[1:-1], b[1:-1], 0),),)), torch.zeros(7).int())
     torch.testing.assert_close(scene.add().double(), scene.expected(), rtol=1e-5, atol=2e-5)
-    ops.add_low_rank(y[1:-1], x[1:-1], scene.deltas, TokenAdapters(AdapterSet(()), scene.indices))
+    CPU_KERNELS.add_low_rank(y[1:-1], x[1:-1], scene.deltas, TokenAdapters(AdapterSet(()), scene.indices))
     assert y[[0, -1]].isnan().all()
 
 
 def test_columns_beside_an_adapters_are_untouched() -> None:
     x, y = torch.ones(6, 4), torch.full((6, 50), -0.0)
     deltas = Deltas(((LowRank(torch.ones(4, 3), torch.ones(3, 21), 13),),))
-    ops.add_low_rank(y, x, deltas, TokenAdapters(AdapterSet(()), torch.tensor([0, -1, 0, 0, 0, 0]).int()))
+    CPU_KERNELS.add_low_rank(
+        y, x, deltas, TokenAdapters(AdapterSet(()), torch.tensor([0, -1, 0, 0, 0, 0]).int())
+    )
     expected = torch.full((6, 50), -0.0)
     expected[[0, 2, 3, 4, 5], 13:34] = 12
     assert torch.equal(y.view(torch.int32), expected.view(torch.int32))
@@ -100,7 +103,7 @@ def test_bits_do_not_depend_on_how_a_prompt_is_cut() -> None:
     scene.indices[:] = 1
     whole = scene.add()
     for _ in range(30):
-        sizes = torch.randint(1, 3 * TILE, (200,)).tolist()
+        sizes = torch.randint(1, 3 * LORA_TILE, (200,)).tolist()
         pieces, begin = [], 0
         while begin < 150:
             size = sizes.pop()
@@ -148,7 +151,7 @@ def test_bits_do_not_depend_on_where_operands_lie() -> None:
 
             a, x, y, b = (place(source) for source in (one.a, scene.x, scene.y, one.b))
             deltas = Deltas(((LowRank(a, b, 0),),))
-            ops.add_low_rank(y, x, deltas, TokenAdapters(AdapterSet(()), scene.indices))
+            CPU_KERNELS.add_low_rank(y, x, deltas, TokenAdapters(AdapterSet(()), scene.indices))
             found.add(y.numpy().tobytes())
         assert len(found) == 1
 
@@ -160,18 +163,18 @@ def test_looked_up(num_tokens: int) -> None:
     ids = torch.randint(0, 90, (num_tokens,))
     scene.x = torch.eye(90)[ids]
     found = scene.y.clone()
-    ops.add_looked_up(found, ids, scene.deltas, TokenAdapters(AdapterSet(()), scene.indices))
+    CPU_KERNELS.add_looked_up(found, ids, scene.deltas, TokenAdapters(AdapterSet(()), scene.indices))
     torch.testing.assert_close(found, scene.add(), rtol=0, atol=0)
 
 
 def test_nothing_is_left_to_compile(monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = vars(lora_kernels.add_low_rank)
     monkeypatch.delitem(kernel, "_entry", raising=False)
-    ops.prepare_adapters()
+    CPU_KERNELS.prepare_adapters()
     prepared = kernel["_entry"]
     scene = draw_scene(3, 4, 5)
     scene.add()
-    ops.add_looked_up(
+    CPU_KERNELS.add_looked_up(
         scene.y, torch.zeros(3, dtype=torch.int64), scene.deltas, TokenAdapters(AdapterSet(()), scene.indices)
     )
     assert kernel["_entry"] is prepared
@@ -185,7 +188,7 @@ def test_sorts_tokens_by_adapter() -> None:
             i: (indices == i).nonzero()[:, 0].tolist() for i in indices.unique().tolist() if i >= 0
         }
         taken = [(i, tuned.order[start : start + n].tolist()) for i, start, n in tuned.tiles.tolist()]
-        assert all(0 < len(tokens) <= TILE for _, tokens in taken)
+        assert all(0 < len(tokens) <= LORA_TILE for _, tokens in taken)
         assert sorted((t, i) for i, tokens in taken for t in tokens) == [
             (t, i) for t, i in enumerate(indices.tolist()) if i >= 0
         ]

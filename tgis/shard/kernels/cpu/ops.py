@@ -2,46 +2,122 @@
 
 import threading
 
-import torch
 from torch import Tensor
 
+from tgis.shard.collectives import CPU
 from tgis.shard.kernels.cpu import lora as lora_kernels
 from tgis.shard.kernels.cpu.gemm import product as gemm
 from tgis.shard.kernels.cpu.int8 import product as int8
 from tgis.shard.kernels.cpu.jit.compiler import Kernel, as_bits, empty
 from tgis.shard.kernels.cpu.pointwise import activations, elementwise, embedding, heads, norms
-from tgis.shard.layers.lora import TILE, Deltas, TokenAdapters
-from tgis.shard.layers.ops import HeadNorm, Product
+from tgis.shard.layers.lora import LORA_TILE, Deltas, TokenAdapters
+from tgis.shard.layers.ops import HeadNorm
 
-device = torch.device("cpu")
 _UNIT = 16384  # fewest elements per thread; for fewer, waking a thread costs more than it saves
 _PRODUCTS = 1 << 17  # multiplications of LoRA from which on a second thread is woken
 _FEW_TILES, _COLUMNS = 8, 8192  # up to so many LoRA tiles, columns are cut into slices of this width
 _preparing = threading.Lock()
 
 
-def pack(weight: Tensor, dtype: torch.dtype, label: str) -> Product:
-    """Implement `Kernels.pack`. A matrix that does not fit float16 stays float32, with a warning."""
-    return gemm.pack(weight, dtype, label)
+class CpuKernels:
+    """Compiled kernels as `Kernels`."""
+
+    device = CPU
+    pack, pack_int8 = staticmethod(gemm.pack), staticmethod(int8.pack)
+
+    def prepare_adapters(self) -> None:
+        """Compile the LoRA kernel unless its machine code is cached. Thread-safe."""
+        with _preparing:
+            lora_kernels.add_low_rank(*[0] * 14)
+
+    def add_low_rank(self, y: Tensor, x: Tensor, deltas: Deltas, adapters: TokenAdapters) -> None:
+        assert x.is_contiguous()
+        _add_low_rank(y, x.shape[1], x.data_ptr(), 0, deltas, adapters)
+
+    def add_looked_up(self, y: Tensor, token_ids: Tensor, deltas: Deltas, adapters: TokenAdapters) -> None:
+        _add_low_rank(y, 0, 0, token_ids.data_ptr(), deltas, adapters)
+
+    def rms_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+        out = empty(*x.shape)
+        addresses = (x.data_ptr(), _address(delta), weight.data_ptr(), out.data_ptr())
+        _run(norms.rms_norm, x.shape, *addresses, as_bits(eps))
+        return out
+
+    def layer_norm(
+        self, x: Tensor, delta: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float
+    ) -> Tensor:
+        out = empty(*x.shape)
+        addresses = (x.data_ptr(), _address(delta), weight.data_ptr(), _address(bias), out.data_ptr())
+        _run(norms.layer_norm, x.shape, *addresses, as_bits(eps))
+        return out
+
+    def look_up(self, table: Tensor, ids: Tensor, offset: int = 0) -> Tensor:
+        out = empty(len(ids), table.shape[1])
+        addresses = (ids.data_ptr(), table.data_ptr(), out.data_ptr())
+        _run(embedding.LOOK_UP[table.dtype], out.shape, *addresses, offset)
+        return out
+
+    def add(self, x: Tensor, y: Tensor) -> Tensor:
+        return _change(x, "add", other=y.data_ptr(), stride=y.stride(0) if y.dim() > 1 else 0)
+
+    def scale(self, x: Tensor, factor: float) -> Tensor:
+        return _change(x, "scale", factor)
+
+    def clamp(self, x: Tensor, limit: float) -> Tensor:
+        return _change(x, "clamp", limit)
+
+    def soft_cap(self, x: Tensor, cap: float) -> Tensor:
+        return _change(x, "soft_cap", cap)
+
+    def activate(self, x: Tensor, name: str) -> Tensor:
+        _run(activations.activate, x.shape, activations.KINDS[name], x.data_ptr())
+        return x
+
+    def multiply_gated(self, gate_up: Tensor, name: str) -> Tensor:
+        num_tokens, width = gate_up.shape
+        out = empty(num_tokens, width // 2)
+        kind = activations.KINDS[name]
+        _run(activations.multiply_gated, out.shape, kind, gate_up.data_ptr(), out.data_ptr())
+        return out
+
+    def angles(
+        self,
+        positions: Tensor,
+        inv_freq: Tensor,
+        amplitudes: Tensor,
+        factor_sets: Tensor | None = None,
+        growth: Tensor | None = None,
+    ) -> Tensor:
+        num_sets, half = inv_freq.shape
+        out = empty(2, len(positions), half)
+        addresses = (positions.data_ptr(), inv_freq.data_ptr(), amplitudes.data_ptr())
+        optional = (_address(factor_sets), _address(growth))
+        heads.angles(len(positions), half, num_sets, *addresses, *optional, out.data_ptr())
+        return out
+
+    def split_heads(
+        self,
+        qkv: Tensor,
+        num_heads: int,
+        num_kv_heads: int,
+        angles: Tensor | None,
+        head_norm: HeadNorm | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        num_tokens, width = qkv.shape
+        head_dim = width // (num_heads + 2 * num_kv_heads)
+        q = empty(num_tokens, num_heads, head_dim)
+        k, v = (empty(num_tokens, num_kv_heads, head_dim) for _ in range(2))
+        addresses = (qkv.data_ptr(), _address(angles), q.data_ptr(), k.data_ptr(), v.data_ptr())
+        shape = (num_tokens, num_heads, num_kv_heads, head_dim, 0 if angles is None else angles.shape[-1])
+        norm = (0, 0, 0)
+        if head_norm:
+            weights = (head_norm.q_weight.data_ptr(), head_norm.k_weight.data_ptr())
+            norm = (*weights, as_bits(head_norm.eps))
+        _run(heads.split_heads, shape, *addresses, *norm, width=width)
+        return q, k, v
 
 
-def pack_int8(weight: Tensor) -> Product:
-    return int8.pack(weight)
-
-
-def prepare_adapters() -> None:
-    """Compile the LoRA kernel unless its machine code is cached. Thread-safe."""
-    with _preparing:
-        lora_kernels.add_low_rank(*[0] * 14)
-
-
-def add_low_rank(y: Tensor, x: Tensor, deltas: Deltas, adapters: TokenAdapters) -> None:
-    assert x.is_contiguous()
-    _add_low_rank(y, x.shape[1], x.data_ptr(), 0, deltas, adapters)
-
-
-def add_looked_up(y: Tensor, token_ids: Tensor, deltas: Deltas, adapters: TokenAdapters) -> None:
-    _add_low_rank(y, 0, 0, token_ids.data_ptr(), deltas, adapters)
+CPU_KERNELS = CpuKernels()
 
 
 def _add_low_rank(
@@ -52,50 +128,13 @@ def _add_low_rank(
     num_tiles, num_tokens = len(tiles), len(order)
     # Every slice of the columns computes all of x a again, so columns are sliced only where tiles are few.
     num_slices = 1 if num_tiles > _FEW_TILES else -(-out_features // _COLUMNS)
-    sizes = (num_tiles, num_slices, _COLUMNS if num_slices > 1 else out_features, min(num_tokens, TILE))
+    sizes = (num_tiles, num_slices, _COLUMNS if num_slices > 1 else out_features, min(num_tokens, LORA_TILE))
     products = num_tokens * deltas.max_rank * (in_features + out_features)
     is_small = num_tiles * num_slices < 2 or products < _PRODUCTS
-    run = lora_kernels.add_low_rank if is_small else lora_kernels.add_low_rank.spread
+    run = lora_kernels.add_low_rank if is_small else lora_kernels.add_low_rank.parallel
     given = (in_features, out_features, x, y.data_ptr(), token_ids)
     tables = (order.data_ptr(), tiles.data_ptr(), deltas.bounds.data_ptr(), deltas.table.data_ptr())
     run(*sizes, deltas.max_rank, *given, *tables)
-
-
-def rms_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
-    out = empty(*x.shape)
-    addresses = (x.data_ptr(), _address(delta), weight.data_ptr(), out.data_ptr())
-    _run(norms.rms_norm, x.shape, *addresses, as_bits(eps))
-    return out
-
-
-def layer_norm(x: Tensor, delta: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
-    out = empty(*x.shape)
-    addresses = (x.data_ptr(), _address(delta), weight.data_ptr(), _address(bias), out.data_ptr())
-    _run(norms.layer_norm, x.shape, *addresses, as_bits(eps))
-    return out
-
-
-def look_up(table: Tensor, ids: Tensor, offset: int = 0) -> Tensor:
-    out = empty(len(ids), table.shape[1])
-    addresses = (ids.data_ptr(), table.data_ptr(), out.data_ptr())
-    _run(embedding.LOOK_UP[table.dtype], out.shape, *addresses, offset)
-    return out
-
-
-def add(x: Tensor, y: Tensor) -> Tensor:
-    return _change(x, "add", other=y.data_ptr(), stride=y.stride(0) if y.dim() > 1 else 0)
-
-
-def scale(x: Tensor, factor: float) -> Tensor:
-    return _change(x, "scale", factor)
-
-
-def clamp(x: Tensor, limit: float) -> Tensor:
-    return _change(x, "clamp", limit)
-
-
-def soften(x: Tensor, cap: float) -> Tensor:
-    return _change(x, "soften", cap)
 
 
 def _change(x: Tensor, kind: str, number: float = 0.0, other: int = 0, stride: int = 0) -> Tensor:
@@ -103,55 +142,6 @@ def _change(x: Tensor, kind: str, number: float = 0.0, other: int = 0, stride: i
     given = (elementwise.KINDS[kind], x.data_ptr(), x.stride(0), other, stride, as_bits(number))
     _run(elementwise.change, x.shape, *given)
     return x
-
-
-def activate(x: Tensor, name: str) -> Tensor:
-    _run(activations.activate, x.shape, activations.KINDS[name], x.data_ptr())
-    return x
-
-
-def multiply_gated(gate_up: Tensor, name: str) -> Tensor:
-    num_tokens, width = gate_up.shape
-    out = empty(num_tokens, width // 2)
-    kind = activations.KINDS[name]
-    _run(activations.multiply_gated, out.shape, kind, gate_up.data_ptr(), out.data_ptr())
-    return out
-
-
-def angles(
-    positions: Tensor,
-    inv_freq: Tensor,
-    amplitudes: Tensor,
-    regimes: Tensor | None = None,
-    growth: Tensor | None = None,
-) -> Tensor:
-    num_regimes, half = inv_freq.shape
-    out = empty(2, len(positions), half)
-    addresses = (positions.data_ptr(), inv_freq.data_ptr(), amplitudes.data_ptr())
-    optional = (_address(regimes), _address(growth))
-    heads.angles(len(positions), half, num_regimes, *addresses, *optional, out.data_ptr())
-    return out
-
-
-def split_heads(
-    qkv: Tensor,
-    num_heads: int,
-    num_kv_heads: int,
-    angles: Tensor | None,
-    head_norm: HeadNorm | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    num_tokens, width = qkv.shape
-    head_dim = width // (num_heads + 2 * num_kv_heads)
-    q = empty(num_tokens, num_heads, head_dim)
-    k, v = (empty(num_tokens, num_kv_heads, head_dim) for _ in range(2))
-    addresses = (qkv.data_ptr(), _address(angles), q.data_ptr(), k.data_ptr(), v.data_ptr())
-    shape = (num_tokens, num_heads, num_kv_heads, head_dim, 0 if angles is None else angles.shape[-1])
-    norm = (0, 0, 0)
-    if head_norm:
-        weights = (head_norm.q_weight.data_ptr(), head_norm.k_weight.data_ptr())
-        norm = (*weights, as_bits(head_norm.eps))
-    _run(heads.split_heads, shape, *addresses, *norm, width=width)
-    return q, k, v
 
 
 def _address(x: Tensor | None) -> int:
@@ -162,5 +152,5 @@ def _run(kernel: Kernel, shape: tuple[int, ...], *args: int, width: int | None =
     """Run a kernel over shape[0] rows, on all threads where that pays. A row has `width` elements, by default
     shape[1]."""
     rows_per_unit = max(1, _UNIT // (width or shape[1]))
-    run = kernel if shape[0] <= rows_per_unit else kernel.spread
+    run = kernel if shape[0] <= rows_per_unit else kernel.parallel
     run(*shape, rows_per_unit, *args)

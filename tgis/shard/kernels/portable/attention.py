@@ -134,15 +134,15 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, piece: _Piece, scoring: Scoring) ->
     _, num_kv_heads, length, _ = k.shape
     rows = num_heads // num_kv_heads * count
     scores = q.transpose(1, 2).reshape(n, num_kv_heads, rows, head_dim) @ k.transpose(2, 3)
-    distance, hidden = _look(piece, length, scoring)
-    scores = _bend(scores.view(n, num_heads, count, length), distance, scoring)
+    distance, hidden = _mask_keys(piece, length, scoring)
+    scores = _adjust_scores(scores.view(n, num_heads, count, length), distance, scoring)
     weights = scores.masked_fill_(hidden, -torch.inf).softmax(-1)
     weights = weights.masked_fill_(hidden, 0.0)  # a query that sees no key gets zeros
     y = weights.view(n, num_kv_heads, rows, length) @ v
     return y.view(n, num_heads, count, head_dim).transpose(1, 2)
 
 
-def _look(piece: _Piece, length: int, scoring: Scoring) -> tuple[Tensor, Tensor]:
+def _mask_keys(piece: _Piece, length: int, scoring: Scoring) -> tuple[Tensor, Tensor]:
     """Return the distances (int64) and the mask of hidden keys (bool), [n, 1, count, length] each."""
     at = torch.arange(length, device=piece.positions.device)
     distance = at - piece.positions.unsqueeze(-1)  # [n, count, length]
@@ -154,7 +154,7 @@ def _look(piece: _Piece, length: int, scoring: Scoring) -> tuple[Tensor, Tensor]
     return distance.unsqueeze(1), hidden.unsqueeze(1)
 
 
-def _bend(scores: Tensor, distance: Tensor, scoring: Scoring) -> Tensor:
+def _adjust_scores(scores: Tensor, distance: Tensor, scoring: Scoring) -> Tensor:
     """Apply scale, soft cap, slopes and bias to scores [n, num_heads, count, length], in place."""
     scores *= scoring.scale
     if scoring.soft_cap:

@@ -3,7 +3,6 @@ they are rounded to; products convert their operands to it and return sums of it
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -34,28 +33,6 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@dataclass(frozen=True, eq=False)
-class TorchProduct:
-    """Product x W^T, computed in the weight's type."""
-
-    weight: Tensor  # [out_features, in_features]
-
-    @property
-    def in_features(self) -> int:
-        return self.weight.shape[1]
-
-    @property
-    def out_features(self) -> int:
-        return self.weight.shape[0]
-
-    @property
-    def num_bytes(self) -> int:
-        return self.weight.nbytes
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return F.linear(x.to(self.weight.dtype), self.weight).float()
-
-
 class TorchKernels:
     """Torch operators as `Kernels`. `pack` takes weights from any device; everything else is on `device`."""
 
@@ -69,7 +46,8 @@ class TorchKernels:
         if dtype == torch.float16 and not weight.abs().max() <= FLOAT16_MAX:
             logger.warning("%s does not fit float16 and is kept as float32", label)
             dtype = torch.float32
-        return TorchProduct(weight.to(self.device, dtype, copy=True))
+        packed = weight.to(self.device, dtype, copy=True)
+        return lambda x: F.linear(x.to(dtype), packed).float()
 
     def prepare_adapters(self) -> None:
         """Do nothing: no kernel needs to be compiled."""
@@ -78,12 +56,12 @@ class TorchKernels:
         for i, tokens in adapters.groups:
             mine = x[tokens] if deltas.parts[i] else x  # [n, in_features]
             for one in deltas.parts[i]:
-                _part(y, one).index_add_(0, tokens, mine @ one.a @ one.b)
+                _columns(y, one).index_add_(0, tokens, mine @ one.a @ one.b)
 
     def add_looked_up(self, y: Tensor, token_ids: Tensor, deltas: Deltas, adapters: TokenAdapters) -> None:
         for i, tokens in adapters.groups:
             for one in deltas.parts[i]:
-                _part(y, one).index_add_(0, tokens, one.a[token_ids[tokens]] @ one.b)
+                _columns(y, one).index_add_(0, tokens, one.a[token_ids[tokens]] @ one.b)
 
     def rms_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
         return F.rms_norm(_add(x, delta), weight.shape, weight, eps)
@@ -105,7 +83,7 @@ class TorchKernels:
     def clamp(self, x: Tensor, limit: float) -> Tensor:
         return x.clamp_(-limit, limit)
 
-    def soften(self, x: Tensor, cap: float) -> Tensor:
+    def soft_cap(self, x: Tensor, cap: float) -> Tensor:
         return x.div_(cap).tanh_().mul_(cap)
 
     def activate(self, x: Tensor, name: str) -> Tensor:
@@ -120,20 +98,20 @@ class TorchKernels:
         positions: Tensor,
         inv_freq: Tensor,
         amplitudes: Tensor,
-        regimes: Tensor | None = None,
+        factor_sets: Tensor | None = None,
         growth: Tensor | None = None,
     ) -> Tensor:
-        if regimes is None:
+        if factor_sets is None:
             inv_freq, amplitudes = inv_freq[:1], amplitudes[:1]
         else:
-            inv_freq, amplitudes = inv_freq[regimes], amplitudes[regimes]
+            inv_freq, amplitudes = inv_freq[factor_sets], amplitudes[factor_sets]
         if growth is not None:
             half = inv_freq.shape[1]
             steps = torch.arange(half, device=growth.device) / max(half - 1, 1)  # [half]
             shrunk = torch.exp(-growth.double().log().unsqueeze(-1) * steps)  # [num_tokens, half]
             inv_freq = (inv_freq * shrunk).float()
-        turned = positions.float().unsqueeze(-1) * inv_freq  # [num_tokens, half]
-        return torch.stack((turned.cos(), turned.sin())) * amplitudes.unsqueeze(-1)
+        rotations = positions.float().unsqueeze(-1) * inv_freq  # [num_tokens, half]
+        return torch.stack((rotations.cos(), rotations.sin())) * amplitudes.unsqueeze(-1)
 
     def split_heads(
         self,
@@ -148,19 +126,19 @@ class TorchKernels:
         if head_norm is not None:
             q = F.rms_norm(q, q.shape[2:], head_norm.q_weight, head_norm.eps)
             k = F.rms_norm(k, k.shape[2:], head_norm.k_weight, head_norm.eps)
-        return _turn(q, angles), _turn(k, angles), _turn(v, None)
+        return _rotate(q, angles), _rotate(k, angles), _rotate(v, None)
 
 
 def _add(x: Tensor, delta: Tensor | None) -> Tensor:
     return x if delta is None else x.add_(delta)
 
 
-def _part(y: Tensor, one: LowRank) -> Tensor:
+def _columns(y: Tensor, one: LowRank) -> Tensor:
     """Return the columns of y that a delta is added to."""
     return y[:, one.first : one.first + one.b.shape[1]]
 
 
-def _turn(x: Tensor, angles: Tensor | None) -> Tensor:
+def _rotate(x: Tensor, angles: Tensor | None) -> Tensor:
     """Apply rotary embeddings. Return a new tensor, [num_tokens, heads, head_dim]."""
     if angles is None:
         return x.clone(memory_format=torch.contiguous_format)

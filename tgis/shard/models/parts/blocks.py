@@ -4,13 +4,12 @@ import torch
 from torch import Tensor
 
 from tgis.shard.attention.interface import Attention, AttentionMetadata, Scoring
-from tgis.shard.layers.activation import activated, gated
-from tgis.shard.layers.embedding import Positions
+from tgis.shard.layers.activation import activation, gated_activation
+from tgis.shard.layers.embedding import PositionEmbedding
 from tgis.shard.layers.linear import ColumnParallel, RowParallel
 from tgis.shard.layers.lora import TokenAdapters
-from tgis.shard.layers.norm import Norm, read_head_norm
+from tgis.shard.layers.norm import Norm, SplitNorm, read_head_norm
 from tgis.shard.layers.ops import Parts
-from tgis.shard.layers.split_norm import SplitNorm
 from tgis.shard.models.spec import LayerSpec
 
 
@@ -18,11 +17,11 @@ def make_norm(spec: LayerSpec, parts: Parts, path: str) -> Norm:
     return Norm(parts, path, spec.hidden_size, spec.norm_eps, spec.norm)
 
 
-def make_positions(spec: LayerSpec, parts: Parts, path: str) -> Positions | None:
+def make_positions(spec: LayerSpec, parts: Parts, path: str) -> PositionEmbedding | None:
     """Return the table of learned positions, None if the model has none."""
     if not spec.num_positions:
         return None
-    return Positions(parts, path, spec.num_positions, spec.hidden_size, spec.position_offset)
+    return PositionEmbedding(parts, path, spec.num_positions, spec.hidden_size, spec.position_offset)
 
 
 class SelfAttention:
@@ -77,7 +76,7 @@ class MLP:
         size, widths = spec.hidden_size, [spec.intermediate_size] * (1 + spec.gated)
         self._up = ColumnParallel(parts, f"{path}.up", size, widths, spec.mlp_bias)
         self._down = RowParallel(parts, f"{path}.down", spec.intermediate_size, size, spec.mlp_bias)
-        self._activate = (gated if spec.gated else activated)(spec.activation, parts.kernels)
+        self._activate = (gated_activation if spec.gated else activation)(spec.activation, parts.kernels)
 
     def __call__(self, x: Tensor, adapters: TokenAdapters | None) -> Tensor:
         return self._down(self.activate(x, adapters), adapters)

@@ -14,8 +14,9 @@ from numba import carray
 
 from tgis.shard.checkpoint import progress
 from tgis.shard.checkpoint.progress import CompileProgress
+from tgis.shard.kernels.cpu.gemm import inner_loop
 from tgis.shard.kernels.cpu.jit import cache, compiler
-from tgis.shard.kernels.cpu.jit.compiler import Kernel, pointer, take
+from tgis.shard.kernels.cpu.jit.compiler import Kernel, next_unit, pointer
 
 NOWHERE = Path("/proc/nowhere")
 _I64 = np.int64(0)
@@ -24,10 +25,10 @@ _I64 = np.int64(0)
 def _set(args: Any) -> None:
     a = carray(args, 3)
     numbers = carray(pointer(a[2], _I64), (a[1],))
-    unit = take(args)
+    unit = next_unit(args)
     while unit < a[1]:
         numbers[unit] = 1
-        unit = take(args)
+        unit = next_unit(args)
 
 
 @pytest.fixture(autouse=True)
@@ -84,7 +85,7 @@ def test_compiling_is_told_where_nothing_is_kept(
     assert told(kept) == [f"is kept in {kept}, where later starts find it"]
     assert told(kept) == []
     assert told(NOWHERE) == ["cannot be kept, so that every start compiles"]
-    monkeypatch.setattr(cache, "_of_run", {tmp_path / "run"})
+    monkeypatch.setattr(cache, "_run_directories", {tmp_path / "run"})
     assert told(tmp_path / "run") == ["is kept for this run, so that the next one compiles again"]
 
 
@@ -107,12 +108,17 @@ def test_code_that_came_with_the_package_is_used(tmp_path: Path, monkeypatch: py
     assert [file.relative_to(tmp_path / "kept") for file in kept] == names
 
 
+def test_sources_of_a_kernel_include_modules_that_are_imported_whole() -> None:
+    sources = {Path(source).name for source in cache._sources(str(inner_loop.__file__))}
+    assert {"inner_loop.py", "panels.py", "llvm.py", "compiler.py"} <= sources
+
+
 def test_the_run_keeps_code_where_there_is_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cache, "_bases", [])
-    cache.keep_with_run(Path("/proc/kernels"))  # which has no room at all
+    cache.add_run_directory(Path("/proc/kernels"))  # which has no room at all
     assert not cache._bases
     for _ in range(2):
-        cache.keep_with_run(tmp_path / "kernels")
+        cache.add_run_directory(tmp_path / "kernels")
     assert cache._bases == [tmp_path / "kernels"]
 
 

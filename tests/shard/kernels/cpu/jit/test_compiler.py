@@ -10,7 +10,7 @@ import torch
 from numba import carray
 
 from tgis.shard.kernels.cpu.jit import compiler
-from tgis.shard.kernels.cpu.jit.compiler import Kernel, as_bits, as_float, pointer, take
+from tgis.shard.kernels.cpu.jit.compiler import Kernel, as_bits, as_float, next_unit, pointer
 from tgis.shard.kernels.cpu.jit.scalar_math import exp, tanh
 
 _F32, _I64 = np.float32(0), np.int64(0)
@@ -19,10 +19,10 @@ _F32, _I64 = np.float32(0), np.int64(0)
 def _count(args: Any) -> None:
     a = carray(args, 4)
     counts = carray(pointer(a[2], _I64), (a[1],))
-    unit = take(args)
+    unit = next_unit(args)
     while unit < a[1]:
         counts[unit] += a[3]
-        unit = take(args)
+        unit = next_unit(args)
 
 
 def _apply(args: Any) -> None:
@@ -48,7 +48,7 @@ def test_every_unit_is_done_once(many_threads: None) -> None:
     assert compiler._parallel is not None
     counts = torch.zeros(5000, dtype=torch.int64)
     for _ in range(3):
-        count.spread(len(counts), counts.data_ptr(), 2)
+        count.parallel(len(counts), counts.data_ptr(), 2)
     count(len(counts), counts.data_ptr(), 1)
     assert counts.unique().tolist() == [7]
 

@@ -5,8 +5,8 @@ import torch
 from torch import Tensor
 from transformers.activations import ACT2FN
 
-from tgis.shard.kernels.cpu import ops
-from tgis.shard.layers.activation import NAMES, activated, gated
+from tgis.shard.kernels.cpu.ops import CPU_KERNELS
+from tgis.shard.layers.activation import NAMES, activation, gated_activation
 
 SIZE = 1009  # no multiple of what a vector loop takes at once
 
@@ -25,7 +25,7 @@ def test_activations_are_those_of_transformers(name: str) -> None:
     x = values()
     expected = ACT2FN[name](x.double())
     found = x.clone()
-    assert activated(name, ops)(found) is found
+    assert activation(name, CPU_KERNELS)(found) is found
     torch.testing.assert_close(found.double(), expected, rtol=1e-6, atol=5e-7)
 
 
@@ -34,7 +34,7 @@ def test_gates_come_before_values(name: str) -> None:
     x, up = values(), torch.randn(300, SIZE)
     both = torch.cat((x, up), -1)
     kept = both.clone()
-    found = gated(name, ops)(both)
+    found = gated_activation(name, CPU_KERNELS)(both)
     torch.testing.assert_close(found.double(), ACT2FN[name](x.double()) * up.double(), rtol=1e-6, atol=2e-6)
     assert torch.equal(both, kept)
 
@@ -42,13 +42,14 @@ def test_gates_come_before_values(name: str) -> None:
 @pytest.mark.parametrize("name", sorted(set(NAMES.values())))
 def test_bits_do_not_depend_on_company(name: str) -> None:
     x = values()
-    whole, multiplied = ops.activate(x.clone(), name), ops.multiply_gated(x[:, 1:].contiguous(), name)
+    whole = CPU_KERNELS.activate(x.clone(), name)
+    multiplied = CPU_KERNELS.multiply_gated(x[:, 1:].contiguous(), name)
     for i in (0, 5, 6, 299):
         alone = x[i : i + 1].clone()
-        assert torch.equal(ops.multiply_gated(alone[:, 1:].contiguous(), name), multiplied[i : i + 1])
-        assert torch.equal(ops.activate(alone, name), whole[i : i + 1])
-    assert ops.activate(torch.full((1, 40), torch.nan), name).isnan().all()
-    assert ops.multiply_gated(torch.full((1, 40), torch.nan), name).isnan().all()
+        assert torch.equal(CPU_KERNELS.multiply_gated(alone[:, 1:].contiguous(), name), multiplied[i : i + 1])
+        assert torch.equal(CPU_KERNELS.activate(alone, name), whole[i : i + 1])
+    assert CPU_KERNELS.activate(torch.full((1, 40), torch.nan), name).isnan().all()
+    assert CPU_KERNELS.multiply_gated(torch.full((1, 40), torch.nan), name).isnan().all()
 
 
 @pytest.mark.parametrize(("name", "rtol"), [("gelu", 1e-6), ("gelu_tanh", 4e-6)])
@@ -56,4 +57,4 @@ def test_small_results_are_as_good_as_large_ones(name: str, rtol: float) -> None
     """Far out on the negative side, where one plus something near minus one would leave little."""
     x = torch.linspace(-5, 5, 2001)[None]
     expected = torch.nn.functional.gelu(x.double(), approximate="tanh" if name == "gelu_tanh" else "none")
-    torch.testing.assert_close(ops.activate(x, name).double(), expected, rtol=rtol, atol=0.0)
+    torch.testing.assert_close(CPU_KERNELS.activate(x, name).double(), expected, rtol=rtol, atol=0.0)

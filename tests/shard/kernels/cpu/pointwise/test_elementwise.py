@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tgis.shard.kernels.cpu import ops
+from tgis.shard.kernels.cpu.ops import CPU_KERNELS
 
 ROWS, SIZE = 5, 37
 
@@ -20,29 +20,29 @@ def x(request: pytest.FixtureRequest) -> Tensor:
 def test_sums(x: Tensor, shape: tuple[int, ...]) -> None:
     y = torch.randn(shape)
     expected = x + y
-    assert ops.add(x, y) is x
+    assert CPU_KERNELS.add(x, y) is x
     assert x.equal(expected)
 
 
 def test_a_factor(x: Tensor) -> None:
     expected = x * torch.tensor(0.3)
-    assert ops.scale(x, 0.3).equal(expected)
+    assert CPU_KERNELS.scale(x, 0.3).equal(expected)
 
 
 def test_limits_leave_what_is_no_number(x: Tensor) -> None:
     x[1, 2], x[2, 3] = torch.nan, torch.inf
     expected = x.clamp(-1.5, 1.5)
-    assert ops.clamp(x, 1.5).allclose(expected, equal_nan=True)
+    assert CPU_KERNELS.clamp(x, 1.5).allclose(expected, equal_nan=True)
 
 
 def test_a_soft_cap(x: Tensor) -> None:
     expected = torch.tanh(x / 2.5) * 2.5
-    assert ops.soften(x, 2.5).allclose(expected, rtol=0, atol=2e-6)
+    assert CPU_KERNELS.soft_cap(x, 2.5).allclose(expected, rtol=0, atol=2e-6)
 
 
 def test_nothing_beside_the_rows_changes() -> None:
     whole = torch.ones(ROWS, SIZE + 6)
-    ops.scale(whole[:, :SIZE], 2.0)
+    CPU_KERNELS.scale(whole[:, :SIZE], 2.0)
     assert whole[:, :SIZE].unique().tolist() == [2.0]
     assert whole[:, SIZE:].unique().tolist() == [1.0]
 
@@ -50,5 +50,5 @@ def test_nothing_beside_the_rows_changes() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_rows_of_a_table(dtype: torch.dtype) -> None:
     table, ids = torch.randn(11, SIZE).to(dtype), torch.tensor([3, 0, 8, 3])
-    assert ops.look_up(table, ids).equal(table[ids].float())
-    assert ops.look_up(table, ids, 2).equal(table[ids + 2].float())
+    assert CPU_KERNELS.look_up(table, ids).equal(table[ids].float())
+    assert CPU_KERNELS.look_up(table, ids, 2).equal(table[ids + 2].float())

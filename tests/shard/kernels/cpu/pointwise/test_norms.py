@@ -13,7 +13,7 @@ from torch import Tensor
 from tests.support.shard.layer_parts import parts
 from tgis.shard.checkpoint.weights import Weights
 from tgis.shard.collectives import ProcessGroup
-from tgis.shard.kernels.cpu import ops
+from tgis.shard.kernels.cpu.ops import CPU_KERNELS
 from tgis.shard.layers.norm import Norm, NormKind, read_head_norm
 from tgis.shard.layers.ops import Parts
 
@@ -26,10 +26,10 @@ def _functions(kind: str, weight: Tensor, bias: Tensor) -> tuple[Function, Funct
     """Ours, and torch's in double precision."""
     size, wide = weight.shape, weight.double()
     if kind == "rms":
-        ours = partial(ops.rms_norm, weight=weight, eps=EPS)
+        ours = partial(CPU_KERNELS.rms_norm, weight=weight, eps=EPS)
         return ours, lambda x, delta: F.rms_norm(x.double(), size, wide, EPS)
     given = bias if kind == "layer" else None
-    ours = partial(ops.layer_norm, weight=weight, bias=given, eps=EPS)
+    ours = partial(CPU_KERNELS.layer_norm, weight=weight, bias=given, eps=EPS)
     wide_bias = None if given is None else given.double()
     return ours, lambda x, delta: F.layer_norm(x.double(), size, wide, wide_bias, EPS)
 
@@ -56,14 +56,14 @@ def test_layer_norm_is_as_accurate_as_torch(offset: float) -> None:
     x, weight, bias = torch.randn(50, 1024) + offset, torch.randn(1024), torch.randn(1024)
     exact = F.layer_norm(x.double(), (1024,), weight.double(), bias.double(), EPS)
     expected = F.layer_norm(x, (1024,), weight, bias, EPS)
-    found = ops.layer_norm(x, None, weight, bias, EPS)
+    found = CPU_KERNELS.layer_norm(x, None, weight, bias, EPS)
     assert (found - exact).abs().mean() <= 1.2 * (expected - exact).abs().mean()
 
 
 def test_nothing_but_nan_comes_of_nan() -> None:
     x = torch.tensor([[1.0, torch.nan, 2.0]])
-    assert ops.layer_norm(x.clone(), None, torch.ones(3), None, EPS).isnan().all()
-    assert ops.rms_norm(x.clone(), None, torch.ones(3), EPS).isnan().all()
+    assert CPU_KERNELS.layer_norm(x.clone(), None, torch.ones(3), None, EPS).isnan().all()
+    assert CPU_KERNELS.rms_norm(x.clone(), None, torch.ones(3), EPS).isnan().all()
 
 
 @pytest.mark.parametrize("kind", ["rms", "rms_plus_one", "layer", "layer_no_bias"])
@@ -89,7 +89,7 @@ def test_head_norms_of_checkpoints(tmp_path: Path) -> None:
     vectors = {"q_norm": torch.randn(6), "k_norm": torch.randn(6)}
     save_file({f"{name}.weight": vector for name, vector in vectors.items()}, tmp_path / "model.safetensors")
     weights = Weights(tmp_path, {f"layer.{name}": name for name in vectors})
-    given = Parts(ProcessGroup(0, 1), weights, torch.float32, ops)
+    given = Parts(ProcessGroup(0, 1), weights, torch.float32, CPU_KERNELS)
     for kind, more in (("rms", 0), ("rms_plus_one", 1)):
         norm = read_head_norm(given, "layer", 6, 1e-6, kind)
         assert torch.equal(norm.q_weight, vectors["q_norm"] + more)

@@ -20,22 +20,22 @@ class CpuAttention:
         layers = zip(cache.keys, cache.values, strict=True)
         # For each layer, the fields of the kernels' `Pages`.
         self._pages = [(k.data_ptr(), v.data_ptr(), *sizes) for k, v in layers]
-        # For each layer, its last `Scoring` and the fields of the kernel's `Rule` made from it.
-        self._rules: list[tuple[Scoring | None, tuple[int, ...]]] = [(None, ())] * cache.num_layers
+        # For each layer, its last `Scoring` and the fields of the kernel's `ScoringArgs` made from it.
+        self._scoring_args: list[tuple[Scoring | None, tuple[int, ...]]] = [(None, ())] * cache.num_layers
 
     def write(self, layer: int, k: Tensor, v: Tensor, metadata: AttentionMetadata) -> None:
         k, v = k.contiguous(), v.contiguous()
-        run = self._write if len(k) <= TOKENS else self._write.spread
+        run = self._write if len(k) <= TOKENS else self._write.parallel
         run(*self._pages[layer], metadata.table.data_ptr(), k.data_ptr(), v.data_ptr())
 
     def attend(self, layer: int, q: Tensor, metadata: AttentionMetadata, scoring: Scoring) -> Tensor:
         q, out = q.contiguous(), compiler.empty(*q.shape)
-        known, rule = self._rules[layer]
+        known, fields = self._scoring_args[layer]
         if known is not scoring:
-            rule = _rule(scoring)
-            self._rules[layer] = (scoring, rule)
+            fields = _scoring_fields(scoring)
+            self._scoring_args[layer] = (scoring, fields)
         addresses = (metadata.table.data_ptr(), q.data_ptr(), out.data_ptr())
-        self._attend.spread(*self._pages[layer], q.shape[1], *addresses, *rule)
+        self._attend.parallel(*self._pages[layer], q.shape[1], *addresses, *fields)
         return out
 
     def read(self, layer: int, block_table: Tensor, seq_len: int) -> tuple[Tensor, Tensor]:
@@ -48,8 +48,8 @@ class CpuAttention:
         return k, v
 
 
-def _rule(scoring: Scoring) -> tuple[int, ...]:
-    """Return the fields of the kernel's `Rule`."""
+def _scoring_fields(scoring: Scoring) -> tuple[int, ...]:
+    """Return the fields of the kernel's `ScoringArgs`."""
     slopes, bias = scoring.slopes, scoring.bias
     return (
         as_bits(scoring.scale),

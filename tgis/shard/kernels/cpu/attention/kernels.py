@@ -7,35 +7,32 @@ The same arguments therefore serve any step with the same number of tokens."""
 from typing import Any
 
 import numpy as np
-import torch
 from numba import carray
 
 from tgis.shard.kernels.cpu.attention.qk_pv import GROUPS, SPAN, TALL
 from tgis.shard.kernels.cpu.attention.tiles import (
     Pages,
-    Rows,
-    Rule,
+    Queries,
+    ScoringArgs,
     Scratch,
-    Unit,
+    WorkUnit,
     attend_unit,
     read_int,
     round_up,
 )
 from tgis.shard.kernels.cpu.attention.vectors import LANES
-from tgis.shard.kernels.cpu.jit.compiler import Kernel, as_float, inner, keep, pointer, take
-from tgis.shard.kernels.cpu.jit.scalar_math import stored
+from tgis.shard.kernels.cpu.jit.compiler import Kernel, as_float, keep_alive, next_unit, pointer, reorderable
+from tgis.shard.kernels.cpu.jit.scalar_math import ELEMENTS, stored
 
 HEADS = 16  # most query heads of a unit of work
 TOKENS = 8  # tokens whose keys and values a thread writes as one unit of work
 ALIGNMENT = 64
 
-# For each type of the cache, a value of the type that numba uses for its elements.
-_ELEMENTS = {torch.float32: np.float32(0), torch.bfloat16: np.uint16(0), torch.float16: np.int16(0)}
 _F32, _I64 = np.float32(0), np.int64(0)
 
 
-@inner
-def _attend_tile(index: int, a: Any, step: Any, p: Any, rule: Any, s: Any, element: Any) -> bool:
+@reorderable
+def _attend_unit_number(index: int, a: Any, step: Any, p: Any, scoring: Any, s: Any, element: Any) -> bool:
     """Compute the unit of work with number `index`. Return False if there is none."""
     group = a[7] // p.num_kv_heads
     parts = (group + HEADS - 1) // HEADS
@@ -47,10 +44,10 @@ def _attend_tile(index: int, a: Any, step: Any, p: Any, rule: Any, s: Any, eleme
     sequence, start = read_int(tile), read_int(tile + 4)
     count, position = read_int(tile + 8), read_int(tile + 12)
     seq_len = read_int(step[5] + 4 * sequence)
-    end = min(position + count, seq_len) if rule.causal else seq_len
+    end = min(position + count, seq_len) if scoring.causal else seq_len
     heads, head = min(HEADS, group - part * HEADS), kv_head * group + part * HEADS
-    u = Unit(step[6] + 4 * sequence * step[2], start, count, position, kv_head, head, heads, end)
-    attend_unit(u, Rows(a[9], a[10], a[7]), p, rule, s, element)
+    u = WorkUnit(step[6] + 4 * sequence * step[2], start, count, position, kv_head, head, heads, end)
+    attend_unit(u, Queries(a[9], a[10], a[7]), p, scoring, s, element)
     return True
 
 
@@ -59,25 +56,25 @@ def _attend_kernel(element: Any) -> Kernel:
         a = carray(args, 18)
         p = Pages(a[1], a[2], a[3], a[4], a[5], a[6])
         step = carray(pointer(a[8], _I64), 9)
-        rule = Rule(as_float(a[11]), as_float(a[12]), a[13], a[14], a[15], a[16], a[17])
+        scoring = ScoringArgs(as_float(a[11]), as_float(a[12]), a[13], a[14], a[15], a[16], a[17])
         depth = round_up(p.head_dim, LANES)
-        most_rows = step[4] * min(HEADS, a[7] // p.num_kv_heads) + TALL
-        q, sums = round_up(most_rows * p.head_dim, LANES), most_rows * (depth + LANES)
-        best, gathered = round_up(most_rows, LANES), SPAN * (p.head_dim + depth)
-        memory = np.empty(LANES + q + sums + best + TALL * SPAN + 8 * GROUPS + gathered, np.float32)
+        max_rows = step[4] * min(HEADS, a[7] // p.num_kv_heads) + TALL
+        q, sums = round_up(max_rows * p.head_dim, LANES), max_rows * (depth + LANES)
+        maxima, gathered = round_up(max_rows, LANES), SPAN * (p.head_dim + depth)
+        memory = np.empty(LANES + q + sums + maxima + TALL * SPAN + 8 * GROUPS + gathered, np.float32)
         begin = round_up(memory.ctypes.data, ALIGNMENT)
-        scores = begin + 4 * (q + sums + best)
+        scores = begin + 4 * (q + sums + maxima)
         places = scores + 4 * TALL * SPAN
         rest = places + 32 * GROUPS
         s = Scratch(begin, begin + 4 * q, depth + LANES, begin + 4 * (q + sums), scores, places, rest)
-        while _attend_tile(take(args), a, step, p, rule, s, element):
+        while _attend_unit_number(next_unit(args), a, step, p, scoring, s, element):
             pass
-        keep(memory)
+        keep_alive(memory)
 
     return Kernel(attend)
 
 
-@inner
+@reorderable
 def _write_token(k: Any, v: Any, slot: int, p: Any, element: Any) -> None:
     """Write one token's k and v, [num_kv_heads, head_dim] each, to its slot."""
     block, offset = slot // p.block_size, slot % p.block_size
@@ -100,15 +97,15 @@ def _write_kernel(element: Any) -> Kernel:
         k = carray(pointer(a[8], _F32), (num_tokens, p.num_kv_heads, p.head_dim))
         v = carray(pointer(a[9], _F32), (num_tokens, p.num_kv_heads, p.head_dim))
         slots = carray(pointer(step[8], _I64), (num_tokens,))
-        first = take(args) * TOKENS
+        first = next_unit(args) * TOKENS
         while first < num_tokens:
             for t in range(first, min(num_tokens, first + TOKENS)):
                 if slots[t] >= 0:
                     _write_token(k[t], v[t], slots[t], p, element)
-            first = take(args) * TOKENS
+            first = next_unit(args) * TOKENS
 
     return Kernel(write)
 
 
-ATTEND = {dtype: _attend_kernel(element) for dtype, element in _ELEMENTS.items()}
-WRITE = {dtype: _write_kernel(element) for dtype, element in _ELEMENTS.items()}
+ATTEND = {dtype: _attend_kernel(element) for dtype, element in ELEMENTS.items()}
+WRITE = {dtype: _write_kernel(element) for dtype, element in ELEMENTS.items()}

@@ -7,22 +7,21 @@ head's channels (QK) or along the keys (PV), so its bits depend only on its own 
 rest of the tile."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 from numba import types
 
 from tgis.shard.kernels.cpu.attention.vectors import (
     LANES,
-    constant,
-    has_avx512,
+    ZERO,
     load,
-    load_everywhere,
-    load_lanes,
+    load_cached,
+    prefer_512_bits,
     store,
-    use_widest,
 )
-from tgis.shard.kernels.cpu.jit.compiler import intrinsic
-from tgis.shard.kernels.cpu.jit.llvm import FUSED, I1, I64, at, loop, prefetch
+from tgis.shard.kernels.cpu.jit import llvm
+from tgis.shard.kernels.cpu.jit.compiler import llvm_function
+from tgis.shard.kernels.cpu.jit.llvm import I1, I64
 
 GROUPS = 4
 SPAN = GROUPS * LANES  # keys of one update of the online softmax
@@ -31,37 +30,12 @@ LINE = 64
 
 _TILES = (1, 2, 3, 4, TALL)  # numbers of rows that tiles are built for
 # Most result vectors of a tile, so that all fit the registers.
-_ROOM = 24 if has_avx512() else 6
-
-
-class ScoresCall(NamedTuple):
-    """Arguments of `multiply_keys`, without the first. `dtype` is a numba type."""
-
-    scores: Any
-    q: Any
-    q_stride: Any
-    places: Any
-    stride: Any
-    n: Any
-    dtype: Any
-
-
-class SumsCall(NamedTuple):
-    """Arguments of `add_4_vectors` and `add_1_vector`, without the first. `dtype` is a numba type."""
-
-    sums: Any
-    sums_stride: Any
-    weights: Any
-    places: Any
-    column: Any
-    stride: Any
-    n: Any
-    dtype: Any
+_MAX_VECTORS = 24 if llvm.has_feature("avx512f") and llvm.has_feature("avx512vl") else 6
 
 
 def _width(num_rows: int, num_vectors: int) -> int:
     """Return how many of the vectors a tile of `num_rows` rows takes at once."""
-    return next(n for n in (4, 2, 1) if n <= num_vectors and num_rows * n <= _ROOM)
+    return next(n for n in (4, 2, 1) if n <= num_vectors and num_rows * n <= _MAX_VECTORS)
 
 
 def _for_rows(b: Any, rows: Any, num_vectors: int, build: Callable[[int, int, int], None]) -> None:
@@ -82,61 +56,41 @@ def _for_rows(b: Any, rows: Any, num_vectors: int, build: Callable[[int, int, in
     b.position_at_end(done)
 
 
-def _products(b: Any, sums: list[Any], factors: list[Any], loaded: list[Any]) -> list[Any]:
-    """Return sums with sums[r * len(loaded) + v] += factors[r] * loaded[v]."""
-    products = [b.fmul(factor, x, **FUSED) for factor in factors for x in loaded]
-    return [b.fadd(total, more, **FUSED) for total, more in zip(sums, products, strict=True)]
-
-
-@intrinsic
-def multiply_keys(
-    typingctx: Any,
-    rows: Any,
-    scores: Any,
-    q: Any,
-    q_stride: Any,
-    places: Any,
-    stride: Any,
-    n: Any,
-    element: Any,
-) -> Any:
+@llvm_function()
+def multiply_qk(
+    b: Any, rows: Any, scores: Any, q: Any, q_stride: Any, places: Any, stride: Any, n: Any, element: Any
+) -> None:
     """Compute scores[:rows, :SPAN] = q[:rows, :n] @ keys[:n, :SPAN].
 
     `rows` is 1 to SHORT, or TALL; `n` is at least 1. `scores` and `q` are addresses. `places` is the address
     of an array of 2 * GROUPS addresses: those of the keys' vectors, then those of the vectors to prefetch.
     Strides are the bytes from one row of q or keys to the next. `element` is a value of the keys' type."""
 
-    def generate(context: Any, b: Any, signature: Any, args: Any) -> Any:
-        use_widest(b)
-        call = ScoresCall._make((*args[1:-1], element))
-        _for_rows(b, args[0], GROUPS, lambda *tile: _build_scores(b, call, *tile))
-        return context.get_dummy_value()
+    def build_tile(num_rows: int, first: int, width: int) -> None:
+        bases, ahead = (
+            [b.load(llvm.pointer_to(b, I64, places, I64(8 * v))) for v in range(begin, begin + width)]
+            for begin in (first, first + GROUPS)
+        )
+        starts = [b.add(q, b.mul(I64(r), q_stride)) for r in range(num_rows)]
 
-    i = types.int64
-    return types.void(i, i, i, i, i, i, i, element), generate
+        def add_channel(k: Any, sums: list[Any]) -> list[Any]:
+            row, column = b.mul(k, stride), b.mul(k, I64(4))
+            if num_rows <= SHORT:
+                _prefetch_keys(b, ahead, k, row, element)
+            loaded = [load_cached(b, base, row, element) for base in bases]
+            factors = [llvm.load_broadcast(b, b.add(start, column), LANES) for start in starts]
+            return llvm.add_products(b, sums, factors, loaded)
 
+        results = llvm.loop(b, n, [ZERO] * (num_rows * width), add_channel)
+        for i, result in enumerate(results):
+            r, v = divmod(i, width)
+            store(b, result, scores, I64(4 * (r * SPAN + (first + v) * LANES)))
 
-def _build_scores(b: Any, call: ScoresCall, rows: int, first: int, width: int) -> None:
-    bases, ahead = (
-        [b.load(at(b, call.places, I64(8 * v), I64)) for v in range(begin, begin + width)]
-        for begin in (first, first + GROUPS)
-    )
-    starts = [b.add(call.q, b.mul(I64(r), call.q_stride)) for r in range(rows)]
-
-    def build(k: Any, sums: list[Any]) -> list[Any]:
-        row, column = b.mul(k, call.stride), b.mul(k, I64(4))
-        if rows <= SHORT:
-            _fetch_keys(b, ahead, k, row, call.dtype)
-        loaded = [load_lanes(b, base, row, call.dtype) for base in bases]
-        return _products(b, sums, [load_everywhere(b, start, column) for start in starts], loaded)
-
-    results = loop(b, call.n, [constant(0.0)] * (rows * width), build)
-    for i, result in enumerate(results):
-        r, v = divmod(i, width)
-        store(b, result, call.scores, I64(4 * (r * SPAN + (first + v) * LANES)))
+    prefer_512_bits(b)
+    _for_rows(b, rows, GROUPS, build_tile)
 
 
-def _fetch_keys(b: Any, ahead: list[Any], k: Any, row: Any, dtype: Any) -> None:
+def _prefetch_keys(b: Any, ahead: list[Any], k: Any, row: Any, dtype: Any) -> None:
     """Prefetch row `k` of the next keys.
 
     A vector of 16-bit elements is half a cache line, so each row fetches only every other vector, in
@@ -147,10 +101,10 @@ def _fetch_keys(b: Any, ahead: list[Any], k: Any, row: Any, dtype: Any) -> None:
         is_odd = b.trunc(k, I1)
         chosen = [b.select(is_odd, odd, even) for even, odd in zip(ahead[::2], ahead[1::2], strict=True)]
     for base in chosen:
-        prefetch(b, base, row)
+        llvm.prefetch(b, base, row)
 
 
-def _add_values(num_vectors: int) -> Any:
+def _add_pv(num_vectors: int) -> Any:
     """Build a function for kernels that computes
     sums[:rows, : num_vectors * LANES] += weights[:rows, :n] @ values[:n, : num_vectors * LANES].
 
@@ -160,14 +114,9 @@ def _add_values(num_vectors: int) -> Any:
     from such an address to the first column; `stride`, the bytes from one row to the next; `n`, 1 to SPAN;
     and `element`, a value of the values' type."""
 
-    def generate(context: Any, b: Any, signature: Any, args: Any) -> Any:
-        use_widest(b)
-        call = SumsCall._make((*args[1:-1], signature.args[-1]))
-        _for_rows(b, args[0], num_vectors, lambda *tile: _build_sums(b, call, *tile))
-        return context.get_dummy_value()
-
-    def product(
-        typingctx: Any,
+    @llvm_function()
+    def add_pv(
+        b: Any,
         rows: Any,
         sums: Any,
         sums_stride: Any,
@@ -177,39 +126,44 @@ def _add_values(num_vectors: int) -> Any:
         stride: Any,
         n: Any,
         element: Any,
-    ) -> Any:
-        i = types.int64
-        return types.void(i, i, i, i, i, i, i, i, element), generate
+    ) -> None:
+        prefer_512_bits(b)
+        args = (sums, sums_stride, weights, places, column, stride, n, element)
+        _for_rows(b, rows, num_vectors, lambda *tile: _build_pv(b, args, *tile))
 
-    return intrinsic(product)
+    return add_pv
 
 
-def _build_sums(b: Any, call: SumsCall, rows: int, first: int, width: int) -> None:
-    size = call.dtype.bitwidth // 8 * LANES
+def _build_pv(b: Any, args: Any, rows: int, first: int, width: int) -> None:
+    """Emit the code of a tile of `rows` rows and `width` vectors from the vector `first` on."""
+    sums, sums_stride, weights, places, column, stride, n, element = args
+    size = element.bitwidth // 8 * LANES
     cells = [(r, 4 * LANES * (first + v)) for r in range(rows) for v in range(width)]
-    results = [b.add(b.mul(I64(r), call.sums_stride), I64(offset)) for r, offset in cells]
-    column = b.add(call.column, I64(first * size))
+    results = [b.add(b.mul(I64(r), sums_stride), I64(offset)) for r, offset in cells]
+    begin_column = b.add(column, I64(first * size))
 
-    def build_group(j: Any, group_sums: list[Any]) -> list[Any]:
-        begin, place = b.mul(j, I64(LANES)), b.add(call.places, b.mul(j, I64(8)))
-        base = b.add(b.load(at(b, place, I64(0), I64)), column)
-        ahead = b.add(b.load(at(b, place, I64(8 * GROUPS), I64)), column)
+    def add_group(j: Any, group_sums: list[Any]) -> list[Any]:
+        begin, place = b.mul(j, I64(LANES)), b.add(places, b.mul(j, I64(8)))
+        base = b.add(b.load(llvm.pointer_to(b, I64, place)), begin_column)
+        ahead = b.add(b.load(llvm.pointer_to(b, I64, place, I64(8 * GROUPS))), begin_column)
 
-        def build(k: Any, sums: list[Any]) -> list[Any]:
-            row, weight = b.mul(k, call.stride), b.mul(b.add(begin, k), I64(4))
+        def add_key(k: Any, key_sums: list[Any]) -> list[Any]:
+            row, weight = b.mul(k, stride), b.mul(b.add(begin, k), I64(4))
             for skip in range(0, width * size if rows <= SHORT else 0, LINE):
-                prefetch(b, ahead, b.add(row, I64(skip)))
-            loaded = [load_lanes(b, base, b.add(row, I64(v * size)), call.dtype) for v in range(width)]
+                llvm.prefetch(b, ahead, b.add(row, I64(skip)))
+            loaded = [load_cached(b, base, b.add(row, I64(v * size)), element) for v in range(width)]
             offsets = [b.add(weight, I64(4 * SPAN * r)) for r in range(rows)]
-            return _products(b, sums, [load_everywhere(b, call.weights, x) for x in offsets], loaded)
+            factors = [llvm.load_broadcast(b, b.add(weights, offset), LANES) for offset in offsets]
+            return llvm.add_products(b, key_sums, factors, loaded)
 
-        left = b.sub(call.n, begin)
-        return loop(b, b.select(b.icmp_signed("<", left, I64(LANES)), left, I64(LANES)), group_sums, build)
+        left = b.sub(n, begin)
+        count = b.select(b.icmp_signed("<", left, I64(LANES)), left, I64(LANES))
+        return llvm.loop(b, count, group_sums, add_key)
 
-    groups = b.sdiv(b.add(call.n, I64(LANES - 1)), I64(LANES))
-    initial = [load(b, call.sums, offset) for offset in results]
-    for offset, result in zip(results, loop(b, groups, initial, build_group), strict=True):
-        store(b, result, call.sums, offset)
+    groups = b.sdiv(b.add(n, I64(LANES - 1)), I64(LANES))
+    initial = [load(b, sums, offset) for offset in results]
+    for offset, result in zip(results, llvm.loop(b, groups, initial, add_group), strict=True):
+        store(b, result, sums, offset)
 
 
-add_4_vectors, add_1_vector = _add_values(4), _add_values(1)
+add_pv_4_vectors, add_pv_1_vector = _add_pv(4), _add_pv(1)

@@ -11,26 +11,30 @@ from tgis.shard.kernels.cpu.attention.vectors import (
     INTEGERS,
     LANES,
     VECTOR,
-    constant,
+    ZERO,
     load,
-    load_everywhere,
     multiply_add,
+    prefer_512_bits,
     store,
-    use_widest,
 )
-from tgis.shard.kernels.cpu.jit.compiler import intrinsic
-from tgis.shard.kernels.cpu.jit.llvm import FLOAT, FUSED, I32, I64, at, everywhere, loop
+from tgis.shard.kernels.cpu.jit import llvm
+from tgis.shard.kernels.cpu.jit.compiler import llvm_function
+from tgis.shard.kernels.cpu.jit.llvm import FLOAT, FUSED, I32, I64
 
-# Coefficients of a polynomial for 2^f, |f| <= 1/2: relative error 1e-7, and exactly 1 for f = 0.
-_POWERS = (
-    *(1.0, 0.6931470036506653, 0.24022242426872253),
-    *(0.05550733581185341, 0.009671512991189957, 0.001326472731307149),
-)
-_LOG2_E = 1.4426950216293335
+# Coefficients of a polynomial for 2^f, |f| <= 1/2, the highest power first. Its relative error is 1e-7, and
+# it is exactly 1 for f = 0.
+_POWERS = [
+    llvm.constant(coefficient, LANES)
+    for coefficient in (
+        *(0.001326472731307149, 0.009671512991189957, 0.05550733581185341),
+        *(0.24022242426872253, 0.6931470036506653, 1.0),
+    )
+]
+_LOG2_E = llvm.constant(1.4426950216293335, LANES)
 # Adding this to a number of moderate size rounds it to an integer, which is then in the lowest bits of the
 # sum.
-_ROUNDING = 1.5 * 2**23
-_LEAST = -86.0  # smaller exponents are clamped to this
+_ROUNDING = llvm.constant(1.5 * 2**23, LANES)
+_MIN_EXPONENT = llvm.constant(-86.0, LANES)  # smaller exponents are clamped to this
 
 
 def _add(b: Any, x: Any, y: Any) -> Any:
@@ -41,88 +45,76 @@ def _multiply_add(b: Any, x: Any, y: Any, z: Any) -> Any:
     return _add(b, b.fmul(x, y, **FUSED), z)
 
 
-def _greater(b: Any, x: Any, y: Any) -> Any:
+def _maximum(b: Any, x: Any, y: Any) -> Any:
     return b.select(b.fcmp_ordered(">", x, y), x, y)
 
 
 def _exp(b: Any, x: Any) -> Any:
     """Return e^x of a vector, x at most 0. NaN gives NaN."""
-    clamped = b.select(b.fcmp_ordered("<", x, constant(_LEAST)), constant(_LEAST), x)
-    shifted = _multiply_add(b, clamped, constant(_LOG2_E), constant(_ROUNDING))
-    whole = b.fsub(shifted, constant(_ROUNDING), **FUSED)
-    f = multiply_add(b, clamped, constant(_LOG2_E), b.fneg(whole))
-    p = reduce(lambda p, c: _multiply_add(b, p, f, constant(c)), _POWERS[-2::-1], constant(_POWERS[-1]))
-    exponent = b.shl(b.bitcast(shifted, INTEGERS), ir.Constant(INTEGERS, [23] * LANES))
+    clamped = b.select(b.fcmp_ordered("<", x, _MIN_EXPONENT), _MIN_EXPONENT, x)
+    shifted = _multiply_add(b, clamped, _LOG2_E, _ROUNDING)
+    whole = b.fsub(shifted, _ROUNDING, **FUSED)
+    f = multiply_add(b, clamped, _LOG2_E, b.fneg(whole))
+    p = reduce(lambda p, c: _multiply_add(b, p, f, c), _POWERS)
+    exponent = b.shl(b.bitcast(shifted, INTEGERS), llvm.constant(23, LANES, I32))
     power = b.bitcast(b.add(b.bitcast(p, INTEGERS), exponent), VECTOR)
     return b.select(b.fcmp_unordered("uno", x, x), x, power)
 
 
 def _find_visible(b: Any, first: Any, count: Any) -> list[Any]:
     """Return a mask for each group: the keys of the span among the `count` keys from `first` on."""
-    first, count = (everywhere(b, b.trunc(x, I32), LANES) for x in (first, count))
+    first, count = (llvm.broadcast(b, b.trunc(x, I32), LANES) for x in (first, count))
     lanes = [ir.Constant(INTEGERS, list(range(v * LANES, (v + 1) * LANES))) for v in range(GROUPS)]
     return [b.icmp_unsigned("<", b.sub(lane, first), count) for lane in lanes]
 
 
-def _shuffle(b: Any, x: Any, distance: int) -> Any:
-    order = [(lane + distance) % LANES for lane in range(LANES)]
-    return b.shuffle_vector(x, x, ir.Constant(INTEGERS, order))
+def _rotate_lanes(b: Any, x: Any, distance: int) -> Any:
+    return llvm.shuffle(b, x, x, [(lane + distance) % LANES for lane in range(LANES)])
 
 
-@intrinsic
-def weigh(typingctx: Any, scores: Any, best: Any, sums: Any, length: Any, first: Any, count: Any) -> Any:
+@llvm_function()
+def update_softmax(b: Any, scores: Any, maximum: Any, sums: Any, length: Any, first: Any, count: Any) -> None:
     """Turn a row of SPAN scores into softmax weights in place; update its running maximum and sums.
 
-    Only the `count` keys from `first` on are visible; all others get weight 0. `best` is the address of the
-    running maximum. Weights are exponentials relative to the new maximum; earlier sums are rescaled when it
-    grows. `sums` is the address of the row's sums: `length` of them, in whole vectors. The last vector
+    Only the `count` keys from `first` on are visible; all others get weight 0. `maximum` is the address of
+    the running maximum. Weights are exponentials relative to the new maximum; earlier sums are rescaled when
+    it grows. `sums` is the address of the row's sums: `length` of them, in whole vectors. The last vector
     accumulates the weights lane by lane. `scores` is an address too."""
-
-    def generate(context: Any, b: Any, signature: Any, args: Any) -> Any:
-        scores, best, sums, length, first, count = args
-        use_widest(b)
-        visible = _find_visible(b, first, count)
-        row = [load(b, scores, I64(4 * LANES * v)) for v in range(GROUPS)]
-        before = load_everywhere(b, best, I64(0))
-        top = reduce(
-            lambda x, y: _greater(b, x, y),
-            [b.select(mask, x, before) for mask, x in zip(visible, row, strict=True)],
-        )
-        for distance in (8, 4, 2, 1):
-            top = _greater(b, _shuffle(b, top, distance), top)
-        with b.if_then(b.fcmp_unordered("!=", *(b.extract_element(x, I32(0)) for x in (top, before)))):
-            _fade(b, sums, length, _exp(b, b.fsub(before, top, **FUSED)))
-            b.store(b.extract_element(top, I32(0)), at(b, best, I64(0), FLOAT))
-        mass = b.add(sums, b.mul(b.sub(length, I64(LANES)), I64(4)))
-        total = load(b, mass, I64(0))
-        for v, (mask, x) in enumerate(zip(visible, row, strict=True)):
-            weights = b.select(mask, _exp(b, b.fsub(x, top, **FUSED)), constant(0.0))
-            store(b, weights, scores, I64(4 * LANES * v))
-            total = _add(b, total, weights)
-        store(b, total, mass, I64(0))
-        return context.get_dummy_value()
-
-    i = types.int64
-    return types.void(i, i, i, i, i, i), generate
+    prefer_512_bits(b)
+    visible = _find_visible(b, first, count)
+    row = [load(b, scores, I64(4 * LANES * v)) for v in range(GROUPS)]
+    before = llvm.load_broadcast(b, maximum, LANES)
+    after = reduce(
+        lambda x, y: _maximum(b, x, y),
+        [b.select(mask, x, before) for mask, x in zip(visible, row, strict=True)],
+    )
+    for distance in (8, 4, 2, 1):
+        after = _maximum(b, _rotate_lanes(b, after, distance), after)
+    with b.if_then(b.fcmp_unordered("!=", *(b.extract_element(x, I32(0)) for x in (after, before)))):
+        _rescale(b, sums, length, _exp(b, b.fsub(before, after, **FUSED)))
+        b.store(b.extract_element(after, I32(0)), llvm.pointer_to(b, FLOAT, maximum))
+    weight_sums = b.add(sums, b.mul(b.sub(length, I64(LANES)), I64(4)))
+    total = load(b, weight_sums, I64(0))
+    for v, (mask, x) in enumerate(zip(visible, row, strict=True)):
+        weights = b.select(mask, _exp(b, b.fsub(x, after, **FUSED)), ZERO)
+        store(b, weights, scores, I64(4 * LANES * v))
+        total = _add(b, total, weights)
+    store(b, total, weight_sums, I64(0))
 
 
-def _fade(b: Any, sums: Any, length: Any, factor: Any) -> None:
+def _rescale(b: Any, sums: Any, length: Any, factor: Any) -> None:
     def build(k: Any, values: list[Any]) -> list[Any]:
         offset = b.mul(k, I64(4 * LANES))
         store(b, b.fmul(load(b, sums, offset), factor, **FUSED), sums, offset)
         return values
 
-    loop(b, b.sdiv(length, I64(LANES)), [], build)
+    llvm.loop(b, b.sdiv(length, I64(LANES)), [], build)
 
 
-@intrinsic
-def add_lanes(typingctx: Any, address: Any) -> Any:
+@llvm_function(types.float32)
+def sum_lanes(b: Any, address: Any) -> Any:
     """Return the sum of the vector at an address, always added in the same order."""
-
-    def generate(context: Any, b: Any, signature: Any, args: Any) -> Any:
-        total = load(b, args[0], I64(0))
-        for distance in (8, 4, 2, 1):
-            total = _add(b, total, _shuffle(b, total, distance))
-        return b.extract_element(total, I32(0))
-
-    return types.float32(types.int64), generate
+    total = load(b, address, I64(0))
+    for distance in (8, 4, 2, 1):
+        total = _add(b, total, _rotate_lanes(b, total, distance))
+    return b.extract_element(total, I32(0))

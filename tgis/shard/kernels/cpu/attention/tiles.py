@@ -15,17 +15,17 @@ from tgis.shard.kernels.cpu.attention.qk_pv import (
     SHORT,
     SPAN,
     TALL,
-    add_1_vector,
-    add_4_vectors,
-    multiply_keys,
+    add_pv_1_vector,
+    add_pv_4_vectors,
+    multiply_qk,
 )
-from tgis.shard.kernels.cpu.attention.softmax import add_lanes, weigh
+from tgis.shard.kernels.cpu.attention.softmax import sum_lanes, update_softmax
 from tgis.shard.kernels.cpu.attention.vectors import LANES, peek, poke
-from tgis.shard.kernels.cpu.jit.compiler import inner, pointer
+from tgis.shard.kernels.cpu.jit.compiler import pointer, reorderable
 from tgis.shard.kernels.cpu.jit.scalar_math import tanh
 
-MANY = 16  # a unit with more rows than this takes them TALL at a time
-UNSEEN = np.float32(-1e30)  # initial running maximum, below any score
+MANY_ROWS = 16  # a unit with more rows than this takes them TALL at a time
+INITIAL_MAXIMUM = np.float32(-1e30)  # initial running maximum, below any score
 
 _F32, _I32, _I64 = np.float32(0), np.int32(0), np.int64(0)
 
@@ -41,7 +41,7 @@ class Pages(NamedTuple):
     width: int  # bytes of an element
 
 
-class Rule(NamedTuple):
+class ScoringArgs(NamedTuple):
     """Fields of a `Scoring` as kernel arguments. Zero means absent."""
 
     scale: Any
@@ -53,7 +53,7 @@ class Rule(NamedTuple):
     num_biases: int
 
 
-class Rows(NamedTuple):
+class Queries(NamedTuple):
     """Queries and output of a step: addresses of float32 [num_tokens, num_heads, head_dim]."""
 
     q: int
@@ -61,7 +61,7 @@ class Rows(NamedTuple):
     num_heads: int
 
 
-class Unit(NamedTuple):
+class WorkUnit(NamedTuple):
     """Unit of work: `num_tokens` tokens from token `start` of the step, which begin at `position` of their
     sequence, and `heads` query heads from `head` on. No row sees a key at or after `end`."""
 
@@ -78,10 +78,10 @@ class Unit(NamedTuple):
 class Scratch(NamedTuple):
     """Addresses in a thread's own scratch memory, of float32 unless stated otherwise."""
 
-    q: int  # [most_rows, head_dim], scaled
-    sums: int  # [most_rows, length]: weighted sums of values; the last vector sums the weights lane by lane
+    q: int  # [max_rows, head_dim], scaled
+    sums: int  # [max_rows, length]: weighted sums of values; the last vector sums the weights lane by lane
     length: int
-    best: int  # [most_rows], running maximum of the scores
+    maxima: int  # [max_rows], running maximum of the scores
     scores: int  # [TALL, SPAN], overwritten by the softmax weights
     # int64 [4, GROUPS], addresses: the current span's vectors of keys, the next span's, then one for every
     # LANES rows of values of the current span and of the next.
@@ -90,19 +90,19 @@ class Scratch(NamedTuple):
     gathered: int
 
 
-@inner
+@reorderable
 def read_int(address: int) -> Any:
     """Read an int32."""
     return np.int64(peek(address, _I32))
 
 
-@inner
+@reorderable
 def round_up(n: int, step: int) -> int:
     return (n + step - 1) // step * step
 
 
-@inner
-def _place(which: int, span: int, u: Any, p: Any, s: Any) -> None:
+@reorderable
+def _locate_span(which: int, span: int, u: Any, p: Any, s: Any) -> None:
     """Store the addresses of a span's keys and values; those of groups that no row sees are arbitrary."""
     page = p.head_dim * p.block_size * p.width
     for group in range(GROUPS):
@@ -117,8 +117,8 @@ def _place(which: int, span: int, u: Any, p: Any, s: Any) -> None:
         poke(place + 16 * GROUPS, p.values + base + offset * p.head_dim)
 
 
-@inner
-def _step(s: Any) -> None:
+@reorderable
+def _advance(s: Any) -> None:
     """Move the addresses of the next span to the current span."""
     for group in range(GROUPS):
         place = s.places + 8 * group
@@ -126,7 +126,7 @@ def _step(s: Any) -> None:
         poke(place + 16 * GROUPS, peek(place + 24 * GROUPS, _I64))
 
 
-@inner
+@reorderable
 def _gather(span: int, u: Any, p: Any, s: Any, element: Any) -> None:
     """Copy the span from pages that do not hold a whole number of vectors to contiguous memory."""
     page, depth = p.head_dim * p.block_size * p.width, s.length - LANES
@@ -148,110 +148,111 @@ def _gather(span: int, u: Any, p: Any, s: Any, element: Any) -> None:
             poke(place + 8 * (2 + ahead) * GROUPS, values_place)
 
 
-@inner
-def _bend(address: int, rule: Any, head: int, distance: int) -> None:
+@reorderable
+def _adjust_scores(address: int, scoring: Any, head: int, distance: int) -> None:
     """Apply soft cap, slope and bias to a row of scores. `distance` is that of the span's first key."""
     scores = carray(pointer(address, _F32), (SPAN,))
-    if rule.soft_cap > 0:
+    if scoring.soft_cap > 0:
         for c in range(SPAN):
-            scores[c] = rule.soft_cap * tanh(scores[c] / rule.soft_cap)
-    if rule.slopes:
-        slope = peek(rule.slopes + 4 * head, _F32)
+            scores[c] = scoring.soft_cap * tanh(scores[c] / scoring.soft_cap)
+    if scoring.slopes:
+        slope = peek(scoring.slopes + 4 * head, _F32)
         for c in range(SPAN):
             scores[c] += slope * np.float32(distance + c)
-    if rule.bias:
-        bias = carray(pointer(rule.bias + 4 * head * rule.num_biases, _F32), (rule.num_biases,))
-        reach = rule.num_biases // 2
+    if scoring.bias:
+        bias = carray(pointer(scoring.bias + 4 * head * scoring.num_biases, _F32), (scoring.num_biases,))
+        reach = scoring.num_biases // 2
         for c in range(SPAN):
             scores[c] += bias[min(max(distance + c, -reach), reach) + reach]
 
 
-@inner
-def _weigh_rows(r: int, rows: int, span: int, u: Any, rule: Any, s: Any) -> int:
+@reorderable
+def _softmax_rows(r: int, rows: int, span: int, u: Any, scoring: Any, s: Any) -> int:
     """Turn the scores of rows [r, r + rows) for the keys from `span` on into softmax weights.
 
     Return the number of keys up to the last one that any of the rows sees."""
-    is_bent = rule.soft_cap > 0 or rule.slopes != 0 or rule.bias != 0
+    is_adjusted = scoring.soft_cap > 0 or scoring.slopes != 0 or scoring.bias != 0
     seen, token, head = 0, r // u.heads, r % u.heads
     for i in range(rows):
         position, scores = u.position + token, s.scores + 4 * SPAN * i
-        last = (min(position + 1, u.end) if rule.causal else u.end) - span
-        first = max(position - rule.window + 1 - span, 0) if rule.window else 0
+        last = (min(position + 1, u.end) if scoring.causal else u.end) - span
+        first = max(position - scoring.window + 1 - span, 0) if scoring.window else 0
         count = max(min(last, SPAN) - first, 0) if token < u.num_tokens else 0
         if count:
             seen = first + count
-            if is_bent:
-                _bend(scores, rule, u.head + head, span - position)
-        weigh(scores, s.best + 4 * (r + i), s.sums + 4 * s.length * (r + i), s.length, first, count)
+            if is_adjusted:
+                _adjust_scores(scores, scoring, u.head + head, span - position)
+        maximum, sums = s.maxima + 4 * (r + i), s.sums + 4 * s.length * (r + i)
+        update_softmax(scores, maximum, sums, s.length, first, count)
         head += 1
         if head == u.heads:
             token, head = token + 1, 0
     return seen
 
 
-@inner
-def _meet(r: int, rows: int, span: int, u: Any, p: Any, rule: Any, s: Any, element: Any) -> None:
+@reorderable
+def _attend_span(r: int, rows: int, span: int, u: Any, p: Any, scoring: Any, s: Any, element: Any) -> None:
     """Attend with rows [r, r + rows) of a unit to the span of keys from `span` on."""
     depth, in_place = s.length - LANES, p.block_size % LANES == 0
     stride = (p.block_size if in_place else SPAN) * p.width
     q = s.q + 4 * r * p.head_dim
-    multiply_keys(rows, s.scores, q, 4 * p.head_dim, s.places, stride, p.head_dim, element)
-    seen = _weigh_rows(r, rows, span, u, rule, s)
+    multiply_qk(rows, s.scores, q, 4 * p.head_dim, s.places, stride, p.head_dim, element)
+    seen = _softmax_rows(r, rows, span, u, scoring, s)
     if seen:
         sums, places = s.sums + 4 * s.length * r, s.places + 16 * GROUPS
         stride, length = (p.head_dim if in_place else depth) * p.width, 4 * s.length
         most = depth // SPAN * SPAN
         for c in range(0, most, SPAN):
-            add_4_vectors(rows, sums + 4 * c, length, s.scores, places, c * p.width, stride, seen, element)
+            add_pv_4_vectors(rows, sums + 4 * c, length, s.scores, places, c * p.width, stride, seen, element)
         for c in range(most, depth, LANES):
-            add_1_vector(rows, sums + 4 * c, length, s.scores, places, c * p.width, stride, seen, element)
+            add_pv_1_vector(rows, sums + 4 * c, length, s.scores, places, c * p.width, stride, seen, element)
 
 
-@inner
-def _begin_row(r: int, u: Any, rows: Any, p: Any, scale: Any, s: Any) -> None:
+@reorderable
+def _start_row(r: int, u: Any, queries: Any, p: Any, scale: Any, s: Any) -> None:
     """Scale the query of row `r` and clear its sums. Rows past the unit's last token repeat that token."""
     token = min(r // u.heads, u.num_tokens - 1)
-    index = (u.start + token) * rows.num_heads + u.head + r % u.heads
-    q = carray(pointer(rows.q + 4 * index * p.head_dim, _F32), (p.head_dim,))
+    index = (u.start + token) * queries.num_heads + u.head + r % u.heads
+    q = carray(pointer(queries.q + 4 * index * p.head_dim, _F32), (p.head_dim,))
     scaled = carray(pointer(s.q + 4 * r * p.head_dim, _F32), (p.head_dim,))
     sums = carray(pointer(s.sums + 4 * r * s.length, _F32), (s.length,))
     for d in range(p.head_dim):
         scaled[d] = q[d] * scale
     for d in range(s.length):
         sums[d] = np.float32(0)
-    poke(s.best + 4 * r, UNSEEN)
+    poke(s.maxima + 4 * r, INITIAL_MAXIMUM)
 
 
-@inner
-def _end_row(r: int, u: Any, rows: Any, p: Any, s: Any) -> None:
-    index = (u.start + r // u.heads) * rows.num_heads + u.head + r % u.heads
-    out = carray(pointer(rows.out + 4 * index * p.head_dim, _F32), (p.head_dim,))
+@reorderable
+def _finish_row(r: int, u: Any, queries: Any, p: Any, s: Any) -> None:
+    index = (u.start + r // u.heads) * queries.num_heads + u.head + r % u.heads
+    out = carray(pointer(queries.out + 4 * index * p.head_dim, _F32), (p.head_dim,))
     sums = carray(pointer(s.sums + 4 * r * s.length, _F32), (s.length,))
-    mass = add_lanes(s.sums + 4 * (r * s.length + s.length - LANES))
-    factor = np.float32(1) / mass if mass != 0 else np.float32(0)
+    weight_sum = sum_lanes(s.sums + 4 * (r * s.length + s.length - LANES))
+    factor = np.float32(1) / weight_sum if weight_sum != 0 else np.float32(0)
     for d in range(p.head_dim):
         out[d] = sums[d] * factor
 
 
-@inner
-def attend_unit(u: Any, rows: Any, p: Any, rule: Any, s: Any, element: Any) -> None:
+@reorderable
+def attend_unit(u: Any, queries: Any, p: Any, scoring: Any, s: Any, element: Any) -> None:
     num_rows = u.num_tokens * u.heads
     # As few tiles as possible, all of the same height.
     num_tiles = (num_rows + SHORT - 1) // SHORT
-    height = TALL if num_rows > MANY else (num_rows + num_tiles - 1) // num_tiles
+    height = TALL if num_rows > MANY_ROWS else (num_rows + num_tiles - 1) // num_tiles
     for r in range(round_up(num_rows, height)):
-        _begin_row(r, u, rows, p, rule.scale, s)
+        _start_row(r, u, queries, p, scoring.scale, s)
     in_place = p.block_size % LANES == 0
-    begin = max(u.position - rule.window + 1, 0) // SPAN * SPAN if rule.window else 0
+    begin = max(u.position - scoring.window + 1, 0) // SPAN * SPAN if scoring.window else 0
     if in_place:
-        _place(1, begin, u, p, s)
+        _locate_span(1, begin, u, p, s)
     for span in range(begin, u.end, SPAN):
         if in_place:
-            _step(s)
-            _place(1, span + SPAN, u, p, s)
+            _advance(s)
+            _locate_span(1, span + SPAN, u, p, s)
         else:
             _gather(span, u, p, s, element)
         for r in range(0, num_rows, height):
-            _meet(r, height, span, u, p, rule, s, element)
+            _attend_span(r, height, span, u, p, scoring, s, element)
     for r in range(num_rows):
-        _end_row(r, u, rows, p, s)
+        _finish_row(r, u, queries, p, s)

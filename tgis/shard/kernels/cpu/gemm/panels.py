@@ -6,18 +6,13 @@ import mmap
 import threading
 
 import torch
-from numba.core.registry import cpu_target
 from torch import Tensor
+
+from tgis.shard.kernels.cpu.jit.llvm import has_feature
 
 logger = logging.getLogger(__name__)
 
 _HUGE, _CHUNK, _LINE = 1 << 21, 1 << 26, 64  # bytes of a huge page, of an allocation, of a cache line
-
-
-def has_feature(name: str) -> bool:
-    """Return True if kernels are compiled for a processor with the feature of that LLVM name."""
-    features: str = cpu_target.target_context.codegen().magic_tuple()[2]
-    return f"+{name}" in features.split(",")
 
 
 LANES = 16 if has_feature("avx512f") else 8  # float32 elements of a vector
@@ -55,7 +50,7 @@ def _map(num_bytes: int) -> Tensor:
     try:
         memory.madvise(mmap.MADV_HUGEPAGE)
     except (AttributeError, OSError) as error:
-        logger.info("no huge pages for weights: %s", error)
+        logger.info("the system gives no huge pages for weights: %s", error)
     return whole[start : start + num_bytes]
 
 

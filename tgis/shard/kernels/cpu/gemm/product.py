@@ -1,16 +1,29 @@
-"""Matrix product of float32 rows with a weight packed in panels."""
+"""Matrix product of float32 rows with a weight packed in panels, and the kernels that compute it for any
+number of rows. Threads share the work in units of some rows and panels."""
 
 import logging
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from numba import carray
 from torch import Tensor
 
-from tgis.shard.kernels.cpu.gemm import kernels
-from tgis.shard.kernels.cpu.gemm import pack as pack_kernels
+from tgis.shard.kernels.cpu.gemm.inner_loop import (
+    BLOCK,
+    MANY_ROWS,
+    ROWS,
+    STRIDE,
+    copy,
+    fetch_line,
+    multiply_tall_tile,
+    multiply_tile,
+    widen,
+)
+from tgis.shard.kernels.cpu.gemm.pack import PACK
 from tgis.shard.kernels.cpu.gemm.panels import PANEL, arena, count_panels
-from tgis.shard.kernels.cpu.jit import compiler
-from tgis.shard.kernels.cpu.jit.compiler import Kernel
+from tgis.shard.kernels.cpu.jit.compiler import Kernel, empty, keep_alive, next_unit, reorderable
 
 logger = logging.getLogger(__name__)
 
@@ -18,12 +31,13 @@ logger = logging.getLogger(__name__)
 # below, many values are subnormal and lose digits.
 FLOAT16_MAX, FLOAT16_SMALL = 65504.0, 2.0**-10
 _PIECE = 1 << 22  # approximate number of elements that are converted and packed at a time
-_ALONE = 1 << 16  # with fewer multiplications, waking a second thread does not pay
-_KERNELS = {
-    torch.float32: kernels.multiply_float32,
-    torch.float16: kernels.multiply_float16,
-    torch.bfloat16: kernels.multiply_bfloat16,
-}
+_MIN_PARALLEL = 1 << 16  # with fewer multiplications, waking a second thread does not pay
+_MAX_PANELS = 8  # of a unit
+# Most rows and panels of a unit of at least MANY_ROWS rows. Its sums and a block of its x fit a second-level
+# cache together.
+_MAX_WIDENED_ROWS, _MAX_WIDENED_PANELS = 32 * ROWS, 4
+_LINE = 64  # bytes of a cache line
+_F32, _BFLOAT16, _FLOAT16 = np.float32(0), np.uint16(0), np.int16(0)
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,10 +59,10 @@ class PackedProduct:
         assert x.dtype == torch.float32
         assert x.shape[1] == self.in_features
         num_rows = len(x)
-        y = compiler.empty(num_rows, self.out_features)
+        y = empty(num_rows, self.out_features)
         if num_rows:
-            is_small = num_rows * self.in_features * self.out_features < _ALONE
-            run = self.kernel if is_small else self.kernel.spread
+            is_small = num_rows * self.in_features * self.out_features < _MIN_PARALLEL
+            run = self.kernel if is_small else self.kernel.parallel
             sizes = (num_rows, self.out_features, self.in_features, torch.get_num_threads())
             run(*sizes, x.data_ptr(), self.panels.data_ptr(), y.data_ptr())
         return y
@@ -62,16 +76,180 @@ def pack(weight: Tensor, dtype: torch.dtype, label: str) -> PackedProduct:
     out_features, in_features = weight.shape
     size = dtype.itemsize * PANEL * in_features  # bytes of a panel
     panels = arena.allocate(count_panels(out_features) * size)
-    move = pack_kernels.pack_16_bits if dtype.itemsize == 2 else pack_kernels.pack_32_bits
     num_rows = max(1, _PIECE // (PANEL * in_features)) * PANEL
     for first in range(0, out_features, num_rows):
         piece = weight[first : first + num_rows].to(dtype).contiguous()
         to = panels[first // PANEL * size :]
-        move.spread(*piece.shape, piece.data_ptr(), to.data_ptr())
-    return PackedProduct(panels, in_features, out_features, _KERNELS[dtype])
+        PACK[dtype.itemsize].parallel(*piece.shape, piece.data_ptr(), to.data_ptr())
+    return PackedProduct(panels, in_features, out_features, _MULTIPLY[dtype])
 
 
 def _fits_float16(weight: Tensor) -> bool:
     low, high = weight.aminmax()
     most = float(max(-low, high))
     return most == 0 or FLOAT16_SMALL <= most <= FLOAT16_MAX
+
+
+class _TileRows(NamedTuple):
+    """Rows of x in the layout that tiles read: blocks of columns, whose rows are STRIDE bytes apart."""
+
+    address: Any
+    block: int  # bytes of a block
+
+
+@reorderable
+def _copy_rows(x: int, first: int, rows: int, k: int, blocks: int) -> None:
+    """Copy rows of x, [m, k] at an address, from `first` on, to `blocks`: [blocks, rows, STRIDE bytes]."""
+    for begin in range(0, k, BLOCK):
+        to, size = blocks + begin // BLOCK * rows * STRIDE, 4 * min(BLOCK, k - begin)
+        for r in range(rows):
+            copy(to + r * STRIDE, x + 4 * ((first + r) * k + begin), size)
+
+
+@reorderable
+def _multiply_panel(
+    out: int, stride: int, x: Any, rows: int, k: int, panel: int, ahead: int, width: int, element: Any
+) -> None:
+    """Compute out[rows, PANEL] = x @ one panel.
+
+    A row of the panel has `width` bytes; rows of out are `stride` bytes apart. `ahead` is the address of the
+    next panel."""
+    num_tiles = -(-rows // ROWS)
+    for begin in range(0, k, BLOCK):
+        count = min(BLOCK, k - begin)
+        source, weights = x.address + begin // BLOCK * x.block, panel + begin * width
+        following = weights + BLOCK * width if begin + BLOCK < k else ahead
+        for tile in range(num_tiles):
+            first = tile * rows // num_tiles
+            tall = (tile + 1) * rows // num_tiles - first
+            to, at = out + first * stride, source + first * STRIDE
+            multiply_tile(tall, to, stride, at, weights, following, count, begin == 0, element)
+
+
+@reorderable
+def _copy_sums(sums: int, rows: int, y: int, n: int, begin: int, end: int) -> None:
+    """Copy panels of sums, [panels, rows, PANEL] at an address, to y, without columns past its last one."""
+    for r in range(rows):
+        for p in range(begin, end):
+            source = sums + 4 * PANEL * ((p - begin) * rows + r)
+            copy(y + 4 * (r * n + p * PANEL), source, 4 * min(PANEL, n - p * PANEL))
+
+
+@reorderable
+def _fetch(address: int, size: int, part: int, parts: int) -> None:
+    """Prefetch one of `parts` equal parts of `size` bytes."""
+    for line in range(size * part // parts // _LINE, size * (part + 1) // parts // _LINE):
+        fetch_line(address + line * _LINE)
+
+
+@reorderable
+def _multiply_widened_block(
+    sums: int, x: int, rows: int, weights: int, count: int, is_first: bool, ahead: int, size: int
+) -> None:
+    """Compute sums[rows, PANEL] += x @ a block of float32 weights. Prefetch `size` bytes from `ahead`."""
+    num_tiles = -(-rows // ROWS)
+    for tile in range(num_tiles):
+        first = tile * rows // num_tiles
+        tall = (tile + 1) * rows // num_tiles - first
+        _fetch(ahead, size, tile, num_tiles)
+        to, at = sums + 4 * PANEL * first, x + first * STRIDE
+        multiply_tall_tile(tall, to, 4 * PANEL, at, weights, weights, count, is_first, _F32)
+
+
+@reorderable
+def _multiply_widened(
+    sums: int, wide: int, x: Any, rows: int, k: int, panels: int, num_panels: int, width: int, element: Any
+) -> None:
+    """Compute sums[panels, rows, PANEL] = x @ adjacent panels, by blocks. `wide` holds a float32 block."""
+    for begin in range(0, k, BLOCK):
+        count, source = min(BLOCK, k - begin), x.address + begin // BLOCK * x.block
+        for p in range(num_panels):
+            weights, to = panels + (p * k + begin) * width, sums + 4 * PANEL * p * rows
+            is_last = p + 1 == num_panels
+            ahead = panels + (begin + BLOCK) * width if is_last else weights + k * width
+            widen(wide, weights, count, element)
+            _multiply_widened_block(to, source, rows, wide, count, begin == 0, ahead, count * width)
+
+
+@reorderable
+def _multiply_panels(
+    y: int, n: int, x: Any, rows: int, k: int, weights: int, bounds: Any, sums: int, width: int, element: Any
+) -> None:
+    """Multiply with some panels without converting them to float32 first. `sums` is scratch memory.
+
+    `bounds`: the first panel, the one after the last, and the one that the thread reads next."""
+    begin, end, following = bounds
+    for p in range(begin, end):
+        next_p = p + 1 if p + 1 < end else following
+        panel, ahead = weights + p * k * width, weights + next_p * k * width
+        to, stride = y + 4 * p * PANEL, 4 * n
+        is_whole = (p + 1) * PANEL <= n
+        if not is_whole:
+            to, stride = sums, 4 * PANEL
+        _multiply_panel(to, stride, x, rows, k, panel, ahead, width, element)
+        if not is_whole:
+            _copy_sums(sums, rows, y, n, p, p + 1)
+
+
+@reorderable
+def _multiply(args: Any, width: int, element: Any) -> None:
+    """Compute a matrix product.
+
+    Units are numbered row group by row group, so that a thread can reuse its copy of x for its next units."""
+    a = carray(args, 8)
+    m, n, k, threads, x, weights, y = a[1], a[2], a[3], a[4], a[5], a[6], a[7]
+    num_blocks, num_panels = -(-k // BLOCK), -(-n // PANEL)
+    is_widened = m >= MANY_ROWS
+    max_rows = _MAX_WIDENED_ROWS if is_widened else MANY_ROWS
+    groups = -(-m // max_rows)
+    max_rows = -(-m // groups)
+    max_panels = _MAX_WIDENED_PANELS if is_widened else _MAX_PANELS
+    unit_panels = max(1, min(max_panels, num_panels * groups // (8 * threads)))
+    group_units = -(-num_panels // unit_panels)
+    rows_of_x = np.empty(max_rows * num_blocks * STRIDE // 4 if m > 1 else 1, np.float32)
+    scratch = np.empty(((max_rows * unit_panels + BLOCK if is_widened else max_rows) + 1) * PANEL, np.float32)
+    copied: Any = np.int64(rows_of_x.ctypes.data)
+    sums: Any = (np.int64(scratch.ctypes.data) + _LINE - 1) // _LINE * _LINE
+    source = _TileRows(x, 4 * BLOCK)
+    copied_group = -1
+    unit = next_unit(args)
+    while unit < groups * group_units:
+        following = next_unit(args)
+        group, begin = unit // group_units, unit % group_units * unit_panels
+        first = group * m // groups
+        rows, end = (group + 1) * m // groups - first, min(begin + unit_panels, num_panels)
+        if m > 1:
+            source = _TileRows(copied, rows * STRIDE)
+            if copied_group != group:
+                _copy_rows(x, first, rows, k, source.address)
+                copied_group = group
+        to = y + 4 * first * n
+        if is_widened:
+            wide, panels = sums + 4 * PANEL * max_rows * unit_panels, weights + begin * k * width
+            _multiply_widened(sums, wide, source, rows, k, panels, end - begin, width, element)
+            _copy_sums(sums, rows, to, n, begin, end)
+        else:
+            bounds = (begin, end, following % group_units * unit_panels)
+            _multiply_panels(to, n, source, rows, k, weights, bounds, sums, width, element)
+        unit = following
+    keep_alive(rows_of_x)
+    keep_alive(scratch)
+
+
+def _multiply_float32(args: Any) -> None:
+    _multiply(args, 4 * PANEL, _F32)
+
+
+def _multiply_float16(args: Any) -> None:
+    _multiply(args, 2 * PANEL, _FLOAT16)
+
+
+def _multiply_bfloat16(args: Any) -> None:
+    _multiply(args, 2 * PANEL, _BFLOAT16)
+
+
+_MULTIPLY = {
+    torch.float32: Kernel(_multiply_float32),
+    torch.float16: Kernel(_multiply_float16),
+    torch.bfloat16: Kernel(_multiply_bfloat16),
+}

@@ -7,17 +7,25 @@ activations removes the offset from the sums."""
 from typing import Any, NamedTuple
 
 import numpy as np
-from llvmlite import ir
 from numba import carray, types
 
-from tgis.shard.kernels.cpu.int8.inner_loop import FORM, GROUP, HEAD, QUAD, make_tile
-from tgis.shard.kernels.cpu.jit.compiler import Kernel, intrinsic, ordered, pointer, take
+from tgis.shard.kernels.cpu.int8.inner_loop import GROUP, HEADER, INSTRUCTION_SET, QUAD, make_tile
+from tgis.shard.kernels.cpu.jit.compiler import (
+    Kernel,
+    atomic_add,
+    llvm_function,
+    load_acquire,
+    next_unit,
+    ordered,
+    pointer,
+)
+from tgis.shard.kernels.cpu.jit.llvm import FLOAT
 
-COLUMNS = FORM.columns  # columns of a panel
-ROWS = FORM.rows
+COLUMNS = INSTRUCTION_SET.columns  # columns of a panel
+ROWS = INSTRUCTION_SET.rows
 PANEL_GROUP = (GROUP + 4) * COLUMNS  # bytes of a group and its scales
-WIDTH = FORM.width
-X_GROUP = HEAD + GROUP * WIDTH  # bytes of a group of activations
+WIDTH = INSTRUCTION_SET.width
+X_GROUP = HEADER + GROUP * WIDTH  # bytes of a group of activations
 LARGEST, OFFSET = 127, 128
 
 _F32, _I32, _U8 = np.float32(0), np.int32(0), np.uint8(0)
@@ -25,44 +33,22 @@ _STORED = np.int8(0) if WIDTH == 1 else np.int16(0)
 _MAGNITUDE, _INFINITE = np.int32(0x7FFFFFFF), np.int32(0x7F800000)
 _TINY = np.float32(1e-30)  # groups whose largest magnitude is smaller become zeros
 _NAN = np.float32(np.nan)
-# The counter's upper 32 bits count finished units of rounding, its lower 32 bits units that were taken.
-_ONE_DONE, _UNITS = 1 << 32, (1 << 32) - 1
-_PATIENCE = 1 << 14  # polls of the counter before a thread rounds all rows itself
+# The counter's upper 32 bits count finished units of quantization, its lower 32 bits units that were taken.
+_ONE_FINISHED, _UNITS = 1 << 32, (1 << 32) - 1
+_MAX_POLLS = 1 << 14  # polls of the counter before a thread quantizes all rows itself
 
 TALLEST, TALL, PAIR, ONE = ROWS
 _tile_tallest, _tile_tall, _tile_pair, _tile_one = (make_tile(rows) for rows in ROWS)
+_count_finished = atomic_add(_ONE_FINISHED, "release")
 
 
-@intrinsic
-def _as_real(typingctx: Any, bits: Any) -> Any:
-    def generate(context: Any, b: Any, signature: Any, args: Any) -> Any:
-        return b.bitcast(args[0], ir.FloatType())
-
-    return types.float32(types.int32), generate
-
-
-@intrinsic
-def _finish(typingctx: Any, args: Any) -> Any:
-    """Count one finished unit of rounding, visible to all threads."""
-
-    def generate(context: Any, b: Any, signature: Any, values: Any) -> Any:
-        b.atomic_rmw("add", values[0], ir.Constant(ir.IntType(64), _ONE_DONE), "release")
-        return context.get_dummy_value()
-
-    return types.void(args), generate
-
-
-@intrinsic
-def _count_done(typingctx: Any, args: Any) -> Any:
-    def generate(context: Any, b: Any, signature: Any, values: Any) -> Any:
-        count = b.load_atomic(values[0], "acquire", 8)
-        return b.lshr(count, ir.Constant(ir.IntType(64), 32))
-
-    return types.int64(args), generate
+@llvm_function(types.float32, takes=types.int32)
+def _as_real(b: Any, bits: Any) -> Any:
+    return b.bitcast(bits, FLOAT)
 
 
 @ordered
-def _measure(x: int, n: int) -> Any:
+def _find_largest(x: int, n: int) -> Any:
     """Return the largest magnitude of n floats: NaN if one is not finite, 0 if the largest is tiny."""
     bits = carray(pointer(x, _I32), (n,))
     largest = np.int32(0)
@@ -75,30 +61,30 @@ def _measure(x: int, n: int) -> Any:
 
 
 @ordered
-def _round(x: int, n: int, padded: int, out: int) -> None:
+def _quantize_group(x: int, n: int, padded: int, out: int) -> None:
     """Quantize a group of n activations: write its scale, the correction of its sums, and its values, padded
     with zeros."""
-    values, largest = carray(pointer(x, _F32), (n,)), _measure(x, n)
-    rounded = carray(pointer(out + HEAD, _STORED), (padded,))
+    values, largest = carray(pointer(x, _F32), (n,)), _find_largest(x, n)
+    quantized = carray(pointer(out + HEADER, _STORED), (padded,))
     factor = np.float32(LARGEST) / largest if largest > 0 else np.float32(0)
     total = np.int32(0)
     for i in range(n):
         value = np.int32(np.rint(values[i] * factor))
         total = np.int32(total + value)
-        rounded[i] = value
+        quantized[i] = value
     for i in range(n, padded):
-        rounded[i] = 0
+        quantized[i] = 0
     carray(pointer(out, _F32), (1,))[0] = largest / np.float32(LARGEST)
     carray(pointer(out + 4, _I32), (1,))[0] = -OFFSET * total
 
 
 @ordered
-def _round_rows(x: int, in_features: int, first: int, stop: int, out: int, stride: int) -> None:
+def _quantize_rows(x: int, in_features: int, first: int, stop: int, out: int, stride: int) -> None:
     for row in range(first, stop):
         for group in range(-(-in_features // GROUP)):
             n = min(GROUP, in_features - group * GROUP)
             start = x + 4 * (row * in_features + group * GROUP)
-            _round(start, n, -(-n // QUAD) * QUAD, out + row * stride + group * X_GROUP)
+            _quantize_group(start, n, -(-n // QUAD) * QUAD, out + row * stride + group * X_GROUP)
 
 
 @ordered
@@ -123,7 +109,7 @@ def _multiply_rows(
             row += ONE
 
 
-class Work(NamedTuple):
+class _Product(NamedTuple):
     """Sizes and addresses of a product."""
 
     num_rows: int
@@ -131,9 +117,9 @@ class Work(NamedTuple):
     out_features: int
     x: int
     panels: int
-    rounded: int
+    quantized: int
     out: int
-    row_bytes: int  # bytes of a row of `rounded`
+    row_bytes: int  # bytes of a row of `quantized`
 
 
 @ordered
@@ -146,47 +132,47 @@ def _multiply_panels(w: Any, first: int, rows: int, begin: int, end: int) -> Non
     for p in range(begin, end):
         columns = min(COLUMNS, w.out_features - p * COLUMNS)
         out, panel = w.out + first * width + 4 * p * COLUMNS, w.panels + p * panel_bytes
-        of = w.rounded + first * stride
+        of = w.quantized + first * stride
         _multiply_rows(out, width, of, stride, rows, panel, groups, quads, columns)
 
 
 @ordered
-def _await(args: Any, num_parts: int, w: Any) -> None:
-    """Wait until all rows are rounded.
+def _await_quantized(args: Any, num_parts: int, w: Any) -> None:
+    """Wait until all rows are quantized.
 
-    If another thread seems to have lost its core, round all rows here. Writing the same bytes twice does no
-    harm."""
-    looks = 0
-    while _count_done(args) < num_parts:
-        looks += 1
-        if looks == _PATIENCE:
-            _round_rows(w.x, w.in_features, 0, w.num_rows, w.rounded, w.row_bytes)
+    If another thread seems to have lost its core, quantize all rows here. Writing the same bytes twice
+    does no harm."""
+    polls = 0
+    while load_acquire(args) >> 32 < num_parts:
+        polls += 1
+        if polls == _MAX_POLLS:
+            _quantize_rows(w.x, w.in_features, 0, w.num_rows, w.quantized, w.row_bytes)
             break
 
 
 def _multiply_int8(args: Any) -> None:
-    """Compute a product. The first units round rows, the others multiply chunks of rows with runs of
+    """Compute a product. The first units quantize rows, the others multiply chunks of rows with runs of
     panels."""
     a = carray(args, 12)
-    w = Work(a[1], a[2], a[3], a[4], a[5], a[6], a[7], a[8])
+    w = _Product(a[1], a[2], a[3], a[4], a[5], a[6], a[7], a[8])
     rows_per_part, rows_per_chunk, panels_per_run = a[9], a[10], a[11]
     num_parts = -(-w.num_rows // rows_per_part)
     num_panels = -(-w.out_features // COLUMNS)
     num_runs = -(-num_panels // panels_per_run)
-    unit = take(args) & _UNITS
+    unit = next_unit(args) & _UNITS
     while unit < num_parts:
         first = unit * rows_per_part
         stop = min(first + rows_per_part, w.num_rows)
-        _round_rows(w.x, w.in_features, first, stop, w.rounded, w.row_bytes)
-        _finish(args)
-        unit = take(args) & _UNITS
-    _await(args, num_parts, w)
+        _quantize_rows(w.x, w.in_features, first, stop, w.quantized, w.row_bytes)
+        _count_finished(args)
+        unit = next_unit(args) & _UNITS
+    _await_quantized(args, num_parts, w)
     unit -= num_parts
     while unit < num_runs * -(-w.num_rows // rows_per_chunk):
         first, begin = unit // num_runs * rows_per_chunk, unit % num_runs * panels_per_run
         rows, end = min(rows_per_chunk, w.num_rows - first), min(begin + panels_per_run, num_panels)
         _multiply_panels(w, first, rows, begin, end)
-        unit = (take(args) & _UNITS) - num_parts
+        unit = (next_unit(args) & _UNITS) - num_parts
 
 
 @ordered
@@ -195,7 +181,7 @@ def _pack_column(w: int, in_features: int, panel: int) -> None:
     for group in range(-(-in_features // GROUP)):
         n = min(GROUP, in_features - group * GROUP)
         start, at = w + 4 * group * GROUP, panel + group * PANEL_GROUP
-        values, largest = carray(pointer(start, _F32), (n,)), _measure(start, n)
+        values, largest = carray(pointer(start, _F32), (n,)), _find_largest(start, n)
         factor = np.float32(LARGEST) / largest if largest > 0 else np.float32(0)
         num_quads = -(-n // QUAD)
         quads = carray(pointer(at, _U8), (num_quads, COLUMNS * QUAD))
@@ -212,12 +198,12 @@ def _pack_int8(args: Any) -> None:
     """Pack rows of a float32 matrix to columns of panels, from column `first` on."""
     a = carray(args, 7)
     num_rows, in_features, first, w, panels, panel_bytes = a[1], a[2], a[3], a[4], a[5], a[6]
-    row = take(args)
+    row = next_unit(args)
     while row < num_rows:
         column = first + row
         panel = panels + column // COLUMNS * panel_bytes
         _pack_column(w + 4 * row * in_features, in_features, panel + QUAD * (column % COLUMNS))
-        row = take(args)
+        row = next_unit(args)
 
 
 multiply_int8, pack_int8 = Kernel(_multiply_int8), Kernel(_pack_int8)

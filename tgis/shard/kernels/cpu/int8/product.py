@@ -8,15 +8,15 @@ from torch import Tensor
 
 from tgis.shard.kernels.cpu.gemm.panels import arena
 from tgis.shard.kernels.cpu.int8 import kernels
-from tgis.shard.kernels.cpu.int8.inner_loop import GROUP, HEAD, QUAD
+from tgis.shard.kernels.cpu.int8.inner_loop import GROUP, HEADER, QUAD
 from tgis.shard.kernels.cpu.jit.compiler import empty
 
 BYTES_PER_WEIGHT = 1 + 4 / GROUP  # for wide matrices, where padding does not matter
 _PIECE = 1 << 20  # approximate number of elements that are converted to float32 and packed at a time
-_PART = 1 << 14  # approximate number of activations that a thread rounds at a time
+_PART = 1 << 14  # approximate number of activations that a thread quantizes at a time
 _RUN = 8  # most panels that a thread multiplies at a time
 _CHUNK = 1 << 19  # bytes of activations that fit a core's cache
-_ALONE = 1 << 19  # with fewer multiplications, waking a second thread does not pay
+_MIN_PARALLEL = 1 << 19  # with fewer multiplications, waking a second thread does not pay
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,15 +36,15 @@ class Int8Product:
         assert x.dtype == torch.float32
         assert x.shape[1] == self.in_features
         num_rows, row_bytes = len(x), _count_row_bytes(self.in_features)
-        y, rounded = empty(num_rows, self.out_features), empty(num_rows, row_bytes // 4)
+        y, quantized = empty(num_rows, self.out_features), empty(num_rows, row_bytes // 4)
         sizes = (num_rows, self.in_features, self.out_features)
-        addresses = (x.data_ptr(), self.panels.data_ptr(), rounded.data_ptr(), y.data_ptr())
+        addresses = (x.data_ptr(), self.panels.data_ptr(), quantized.data_ptr(), y.data_ptr())
         rows_per_part = max(1, _PART // self.in_features)
         rows_per_chunk = max(48, _CHUNK // row_bytes // 48 * 48)  # a multiple of every tile height
         num_panels = -(-self.out_features // kernels.COLUMNS) * -(-num_rows // rows_per_chunk)
         panels_per_run = max(1, min(_RUN, num_panels // (8 * torch.get_num_threads())))
         kernel = kernels.multiply_int8
-        run = kernel if num_rows * self.in_features * self.out_features < _ALONE else kernel.spread
+        run = kernel if num_rows * self.in_features * self.out_features < _MIN_PARALLEL else kernel.parallel
         run(*sizes, *addresses, row_bytes, rows_per_part, rows_per_chunk, panels_per_run)
         return y
 
@@ -60,7 +60,7 @@ def pack(weight: Tensor) -> Int8Product:
     for first in range(0, out_features, num_rows):
         piece = weight[first : first + num_rows].float().contiguous()
         addresses = (piece.data_ptr(), panels.data_ptr())
-        kernels.pack_int8.spread(len(piece), in_features, first, *addresses, panel_bytes)
+        kernels.pack_int8.parallel(len(piece), in_features, first, *addresses, panel_bytes)
     return Int8Product(panels, in_features, out_features)
 
 
@@ -71,7 +71,7 @@ def _count_panel_bytes(in_features: int) -> int:
 
 def _count_row_bytes(in_features: int) -> int:
     groups, values = _divide(in_features)
-    return (groups + 1) * HEAD + (groups * GROUP + values) * kernels.WIDTH
+    return (groups + 1) * HEADER + (groups * GROUP + values) * kernels.WIDTH
 
 
 def _divide(in_features: int) -> tuple[int, int]:

@@ -20,18 +20,18 @@ _PACKAGE = __name__.split(".")[0]
 _BESIDE_SOURCE = Path(__file__).parent / "__pycache__"
 
 
-def _of_user() -> list[Path]:
+def _user_directories() -> list[Path]:
     try:
         return [Path.home() / ".cache" / "tgis"]
     except RuntimeError:  # HOME is not set and the user has no passwd entry
         return []
 
 
-_bases = [_BESIDE_SOURCE, *_of_user()]
-_of_run: set[Path] = set()
+_bases = [_BESIDE_SOURCE, *_user_directories()]
+_run_directories: set[Path] = set()
 
 
-def keep_with_run(directory: Path) -> None:
+def add_run_directory(directory: Path) -> None:
     """Let code be kept in `directory` if no other directory is writable.
 
     Only this user may have access to its parent, because the code kept there is executed."""
@@ -43,7 +43,7 @@ def keep_with_run(directory: Path) -> None:
         logger.info("%s has no room for compiled code", directory.parent)
     elif directory not in _bases:
         _bases.append(directory)
-        _of_run.add(directory)
+        _run_directories.add(directory)
 
 
 def cache_directory(function: Callable[[Any], None]) -> Path | None:
@@ -60,11 +60,11 @@ def cache_directory(function: Callable[[Any], None]) -> Path | None:
     return base / name
 
 
-def tell_place(directory: Path | None) -> str:
+def describe_lifetime(directory: Path | None) -> str:
     """Describe for log lines how long code in a `cache_directory` is kept."""
     if directory is None:
         return "cannot be kept, so that every start compiles"
-    if directory.parent in _of_run:
+    if directory.parent in _run_directories:
         return "is kept for this run, so that the next one compiles again"
     return f"is kept in {directory.parent}, where later starts find it"
 
@@ -105,7 +105,15 @@ def _sources(file: str) -> frozenset[str]:
     found = {file}
     for node in ast.walk(ast.parse(Path(file).read_bytes())):
         if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == _PACKAGE:
-            spec = importlib.util.find_spec(node.module)
-            if spec is not None and spec.origin is not None:
-                found |= _sources(spec.origin)
+            for name in (node.module, *(f"{node.module}.{alias.name}" for alias in node.names)):
+                found |= _sources_of_module(name)
     return frozenset(found)
+
+
+def _sources_of_module(name: str) -> frozenset[str]:
+    """Return `_sources` of a module; none if `name` is something else in a module."""
+    try:
+        spec = importlib.util.find_spec(name)
+    except ModuleNotFoundError:
+        return frozenset()
+    return _sources(spec.origin) if spec and spec.origin else frozenset()

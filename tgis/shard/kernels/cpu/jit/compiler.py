@@ -3,20 +3,21 @@
 Numba's parallel loops are not used, because they cannot share torch's threads: their OpenMP layer needs a
 second runtime from the system, which slim images lack, and their built-in layer costs a hundred microseconds
 per call. A kernel takes the address of its arguments. Its threads share the units of work by incrementing
-`args[0]` with `take`.
+`args[0]` with `next_unit`.
 """
 
 import contextlib
 import ctypes
+import functools
+import inspect
 import logging
 import struct
 import threading
 import time
 from array import array
 from collections.abc import Callable, Iterator
-from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numba
 import torch
@@ -26,7 +27,8 @@ from numba.extending import intrinsic as untyped_intrinsic
 from torch import Tensor
 
 from tgis.shard.checkpoint.progress import CompileProgress
-from tgis.shard.kernels.cpu.jit.cache import cache_directory, tell_place
+from tgis.shard.kernels.cpu.jit.cache import cache_directory, describe_lifetime
+from tgis.shard.kernels.cpu.jit.llvm import FLOAT, I64
 
 logger = logging.getLogger(__name__)
 
@@ -39,43 +41,48 @@ _REORDERED = _FUSED | {"reassoc", "arcp"}
 _ADDRESS = types.CPointer(types.int64)
 
 
-class Recorder(Protocol):
-    """Recorder of a thread's kernel calls, which are then not run."""
+class Launch(NamedTuple):
+    """Call of a kernel."""
 
-    def note(self, kernel: "Kernel", args: tuple[int, ...]) -> None: ...
-
-    def empty(self, shape: tuple[int, ...]) -> Tensor:
-        """Return uninitialised float32 memory, valid as long as the recorded calls are replayed."""
+    kernel: "Kernel"
+    args: tuple[int, ...]
 
 
-class _Recording(threading.local):
-    recorder: Recorder | None = None
+class _Capture(threading.local):
+    """The calling thread's capture."""
+
+    def __init__(self) -> None:
+        self.launches: list[Launch] | None = None  # None means that nothing is captured
+        self.allocate: Callable[[tuple[int, ...]], Tensor] = torch.empty
 
 
-_recording = _Recording()
+_capture = _Capture()
 _compiling: list[Callable[..., Any]] = []  # shared by all threads
 compile_progress = CompileProgress()
 
 
 @contextlib.contextmanager
-def record(recorder: Recorder) -> Iterator[None]:
-    """Record the kernels that this thread calls in the context, instead of running them."""
-    assert _recording.recorder is None, "one recording at a time"
-    _recording.recorder = recorder
+def capture(allocate: Callable[[tuple[int, ...]], Tensor]) -> Iterator[list[Launch]]:
+    """Record the kernels that this thread launches in the context, instead of running them.
+
+    `allocate` returns uninitialised float32 memory for their outputs, which must be valid as long as the
+    launches are replayed."""
+    assert _capture.launches is None, "one capture at a time"
+    launches = _capture.launches = []
+    _capture.allocate = allocate
     try:
-        yield
+        yield launches
     finally:
-        _recording.recorder = None
+        _capture.launches, _capture.allocate = None, torch.empty
 
 
 def empty(*shape: int) -> Tensor:
     """Return uninitialised float32 memory for a kernel's output."""
-    recorder = _recording.recorder
-    return torch.empty(shape) if recorder is None else recorder.empty(shape)
+    return _capture.allocate(shape)
 
 
 class Kernel:
-    """Compiled function. `kernel(*args)` runs it on this thread, `kernel.spread(*args)` on all threads.
+    """Compiled function. `kernel(*args)` runs it on this thread, `kernel.parallel(*args)` on all threads.
 
     The arguments are integers: sizes, addresses, and floats through `as_bits`. They are not checked. Any
     number of threads may enter; they share the work, and a thread that finds none left returns."""
@@ -95,29 +102,26 @@ class Kernel:
         return address
 
     def __call__(self, *args: int) -> None:
-        if _recording.recorder is not None:
-            _recording.recorder.note(self, args)
+        if _capture.launches is not None:
+            _capture.launches.append(Launch(self, args))
             return
         memory = array("q", (0, *args))
         self._entry(memory.buffer_info()[0])
 
-    def spread(self, *args: int) -> None:
-        if _recording.recorder is not None:
-            _recording.recorder.note(self, args)
-            return
+    def parallel(self, *args: int) -> None:
         num_threads = torch.get_num_threads()
-        if num_threads == 1 or _parallel is None:
+        if num_threads == 1 or _parallel is None or _capture.launches is not None:
             self(*args)
         else:
             memory = array("q", (0, *args))
             _parallel(self._entry, memory.buffer_info()[0], num_threads, 0)
 
-    @cached_property
+    @functools.cached_property
     def _compiled(self) -> Any:
         """Compiled function, which owns the machine code."""
         return _compile(self._function)
 
-    @cached_property
+    @functools.cached_property
     def _entry(self) -> Callable[..., None]:
         return ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self._compiled.address)
 
@@ -135,7 +139,7 @@ def _compile(function: Callable[[Any], None]) -> Any:
     finally:
         _compiling.remove(function)
     if not compiled.cache_hits:
-        compile_progress.add(time.monotonic() - began, tell_place(directory))
+        compile_progress.add(time.monotonic() - began, describe_lifetime(directory))
     return compiled
 
 
@@ -180,14 +184,14 @@ def address_of(function: Any) -> int:
     return ctypes.cast(function, ctypes.c_void_p).value or 0
 
 
-def inner(function: Function) -> Function:
-    """Compile a function that kernels call."""
+def reorderable(function: Function) -> Function:
+    """Compile a function that kernels call. LLVM may reorder its sums to vectorise them."""
     compiled: Function = numba.njit(fastmath=_REORDERED, error_model="numpy", nogil=True)(function)
     return compiled
 
 
 def ordered(function: Function) -> Function:
-    """Compile a function that kernels call, without reordering its sums and differences."""
+    """Compile a function that kernels call. Its sums and differences keep their order."""
     compiled: Function = numba.njit(fastmath=_FUSED, error_model="numpy", nogil=True)(function)
     return compiled
 
@@ -200,33 +204,70 @@ def intrinsic(function: Callable[..., Any]) -> Callable[..., Any]:
     return marked
 
 
+def llvm_function(result: Any = types.void, takes: Any = types.int64) -> Callable[..., Any]:
+    """Turn `build(b, *values)`, which emits LLVM code and returns its value, into a function for kernels.
+
+    The docstring of `build` says what the code does. Arguments are converted to the type `takes`; instead of
+    the value of one named `element`, `build` gets its numba type."""
+
+    def mark(build: Callable[..., Any]) -> Any:
+        names = list(inspect.signature(build).parameters)[1:]
+
+        @functools.wraps(build)
+        def typed(typingctx: Any, *given: Any) -> Any:
+            kinds = [kind if name == "element" else takes for name, kind in zip(names, given, strict=True)]
+
+            def generate(context: Any, b: Any, signature: Any, args: Any) -> Any:
+                passed = zip(names, kinds, args, strict=True)
+                value = build(b, *(kind if name == "element" else arg for name, kind, arg in passed))
+                return context.get_dummy_value() if value is None else value
+
+            return result(*kinds), generate
+
+        return intrinsic(typed)
+
+    return mark
+
+
 def as_bits(value: float) -> int:
     """Pack a float as a kernel's argument. `as_float` is the inverse."""
     return int.from_bytes(struct.pack("<d", value), "little", signed=True)
 
 
-@intrinsic
-def as_float(typingctx: Any, bits: Any) -> Any:
+@llvm_function(types.float32)
+def as_float(b: Any, bits: Any) -> Any:
     """Return the float that `as_bits` packed, as float32."""
+    return b.fptrunc(b.bitcast(bits, ir.DoubleType()), FLOAT)
+
+
+def atomic_add(amount: int, ordering: str) -> Any:
+    """Build a function for kernels that adds an amount to a counter and returns what it was before."""
 
     def generate(context: Any, b: Any, signature: Any, args: Any) -> Any:
-        return b.fptrunc(b.bitcast(args[0], ir.DoubleType()), ir.FloatType())
+        return b.atomic_rmw("add", args[0], I64(amount), ordering)
 
-    return types.float32(types.int64), generate
+    def add(typingctx: Any, counter: Any) -> Any:
+        return types.int64(counter), generate
+
+    return intrinsic(add)
 
 
-@intrinsic
-def take(typingctx: Any, args: Any) -> Any:
-    """Return the number of a unit of work that no other thread gets."""
-
-    def generate(context: Any, b: Any, signature: Any, values: Any) -> Any:
-        return b.atomic_rmw("add", values[0], ir.Constant(ir.IntType(64), 1), "monotonic")
-
-    return types.int64(args), generate
+# Returns the number of a unit of work that no other thread gets. Kernels call it with their `args`.
+next_unit = atomic_add(1, "monotonic")
 
 
 @intrinsic
-def keep(typingctx: Any, array: Any) -> Any:
+def load_acquire(typingctx: Any, counter: Any) -> Any:
+    """Read a counter. What other threads wrote before they last incremented it is visible afterwards."""
+
+    def generate(context: Any, b: Any, signature: Any, args: Any) -> Any:
+        return b.load_atomic(args[0], "acquire", 8)
+
+    return types.int64(counter), generate
+
+
+@intrinsic
+def keep_alive(typingctx: Any, array: Any) -> Any:
     """Keep an array that is used through its address alive until here.
 
     Numba frees an array after the last line that names it."""

@@ -1,4 +1,4 @@
-"""Helpers that builders of LLVM code for kernels share: addresses, vectors, loops."""
+"""Helpers that builders of LLVM code for kernels share: pointers, vectors, calls, loops."""
 
 from collections.abc import Callable
 from typing import Any
@@ -6,44 +6,101 @@ from typing import Any
 from llvmlite import ir
 from numba import types
 from numba.core.cgutils import get_or_insert_function
+from numba.core.registry import cpu_target
 
-FLOAT, I1, I8, I16, I32, I64 = ir.FloatType(), *(ir.IntType(bits) for bits in (1, 8, 16, 32, 64))
+HALF, FLOAT = ir.HalfType(), ir.FloatType()
+I1, I8, I16, I32, I64 = (ir.IntType(bits) for bits in (1, 8, 16, 32, 64))
 FUSED = {"flags": ("contract",)}
-STORED = {types.float32: FLOAT, types.uint16: I16, types.int16: ir.HalfType()}
+STORED = {types.float32: FLOAT, types.uint16: I16, types.int16: HALF}
 """LLVM types of stored weights and keys, by numba type: uint16 stands for bfloat16 bits, int16 for float16
 bits."""
 
 
-def at(b: Any, base: Any, offset: Any, element: Any) -> Any:
-    """Return a pointer to an `element`, `offset` bytes after the address `base`."""
-    return b.inttoptr(b.add(base, offset), element.as_pointer())
+def has_feature(name: str) -> bool:
+    """Return True if kernels are compiled for a processor with the feature of that LLVM name."""
+    features: str = cpu_target.target_context.codegen().magic_tuple()[2]
+    return f"+{name}" in features.split(",")
 
 
-def everywhere(b: Any, x: Any, lanes: int) -> Any:
+def constant(value: float, lanes: int, element: Any = FLOAT) -> Any:
+    """Return a constant vector with the value in all lanes."""
+    return ir.Constant(ir.VectorType(element, lanes), [value] * lanes)
+
+
+def broadcast(b: Any, x: Any, lanes: int) -> Any:
     """Broadcast a number to all lanes of a vector."""
     vector = ir.VectorType(x.type, lanes)
     first = b.insert_element(ir.Constant(vector, ir.Undefined), x, I32(0))
-    return b.shuffle_vector(first, first, ir.Constant(ir.VectorType(I32, lanes), [0] * lanes))
+    return b.shuffle_vector(first, first, constant(0, lanes, I32))
 
 
-def load_stored(b: Any, place: Any, lanes: int, dtype: Any, align: int) -> Any:
+def shuffle(b: Any, x: Any, y: Any, lanes: list[int]) -> Any:
+    """Return a vector of some lanes of x and y; those of y are numbered after those of x."""
+    return b.shuffle_vector(x, y, ir.Constant(ir.VectorType(I32, len(lanes)), lanes))
+
+
+def call(b: Any, name: str, result: Any, *args: Any) -> Any:
+    """Call an LLVM intrinsic or a library's function by its name."""
+    kind = ir.FunctionType(result, [arg.type for arg in args])
+    return b.call(get_or_insert_function(b.module, kind, name), args)
+
+
+def pointer_to(b: Any, element: Any, base: Any, offset: Any = None) -> Any:
+    """Return a pointer to an `element` at the address `base`, or `offset` bytes after it."""
+    address = base if offset is None else b.add(base, offset)
+    return b.inttoptr(address, element.as_pointer())
+
+
+def load_stored(b: Any, address: Any, lanes: int, element: Any, align: int) -> Any:
     """Load a vector of a type of STORED and convert it to float32."""
-    x = b.load(b.bitcast(place, ir.VectorType(STORED[dtype], lanes).as_pointer()), align=align)
-    if dtype == types.int16:
+    x = b.load(pointer_to(b, ir.VectorType(STORED[element], lanes), address), align=align)
+    if element == types.int16:
         return b.fpext(x, ir.VectorType(FLOAT, lanes))
-    if dtype == types.uint16:
-        wide = ir.VectorType(I32, lanes)
-        high = b.shl(b.zext(x, wide), ir.Constant(wide, [16] * lanes))
+    if element == types.uint16:
+        high = b.shl(b.zext(x, ir.VectorType(I32, lanes)), constant(16, lanes, I32))
         return b.bitcast(high, ir.VectorType(FLOAT, lanes))
     return x
 
 
+def load_broadcast(b: Any, address: Any, lanes: int) -> Any:
+    """Load one float32 and broadcast it to all lanes."""
+    return broadcast(b, b.load(pointer_to(b, FLOAT, address), align=4), lanes)
+
+
+def first_lanes(b: Any, count: Any, lanes: int) -> Any:
+    """Return a mask of the first `count` lanes; all lanes if `count` is larger."""
+    numbers = ir.Constant(ir.VectorType(count.type, lanes), list(range(lanes)))
+    return b.icmp_signed("<", numbers, broadcast(b, count, lanes))
+
+
+def load_vector(b: Any, address: Any, lanes: int, mask: Any = None) -> Any:
+    """Load float32. Lanes that are not in the mask are zero."""
+    zero = constant(0.0, lanes)
+    place = pointer_to(b, zero.type, address)
+    if mask is None:
+        return b.load(place, align=4)
+    return call(b, f"llvm.masked.load.v{lanes}f32.p0", zero.type, place, I32(4), mask, zero)
+
+
+def store_vector(b: Any, x: Any, address: Any, mask: Any = None, align: int = 4) -> None:
+    """Store float32, of the lanes in the mask if there is one."""
+    place = pointer_to(b, x.type, address)
+    if mask is None:
+        b.store(x, place, align=align)
+    else:
+        call(b, f"llvm.masked.store.v{x.type.count}f32.p0", ir.VoidType(), x, place, I32(align), mask)
+
+
+def add_products(b: Any, sums: list[Any], factors: list[Any], vectors: list[Any]) -> list[Any]:
+    """Return sums with sums[r * len(vectors) + v] += factors[r] * vectors[v]."""
+    products = [b.fmul(factor, x, **FUSED) for factor in factors for x in vectors]
+    return [b.fadd(total, more, **FUSED) for total, more in zip(sums, products, strict=True)]
+
+
 def prefetch(b: Any, base: Any, offset: Any) -> None:
     """Prefetch the cache line at an address."""
-    place = at(b, base, offset, I8)
-    kind = ir.FunctionType(ir.VoidType(), [place.type, I32, I32, I32])
-    function = get_or_insert_function(b.module, kind, "llvm.prefetch.p0")
-    b.call(function, [place, I32(0), I32(2), I32(1)])
+    place = pointer_to(b, I8, base, offset)
+    call(b, "llvm.prefetch.p0", ir.VoidType(), place, I32(0), I32(2), I32(1))
 
 
 def loop(b: Any, n: Any, initial: list[Any], build: Callable[[Any, list[Any]], list[Any]]) -> list[Any]:
@@ -62,3 +119,24 @@ def loop(b: Any, n: Any, initial: list[Any], build: Callable[[Any, list[Any]], l
     b.cbranch(b.icmp_signed("<", following, n), body, done)
     b.position_at_end(done)
     return changed
+
+
+def loop_range(
+    b: Any, begin: Any, end: Any, step: int, initial: list[Any], build: Callable[[Any, list[Any]], list[Any]]
+) -> list[Any]:
+    """Emit the loop `values = initial; for k in range(begin, end, step): values = build(k, values)` and
+    return the values."""
+    before, test, body, done = b.block, *(b.append_basic_block(name) for name in ("test", "body", "done"))
+    b.branch(test)
+    b.position_at_end(test)
+    k, values = b.phi(I64), [b.phi(value.type) for value in initial]
+    b.cbranch(b.icmp_signed("<", k, end), body, done)
+    b.position_at_end(body)
+    changed = build(k, values)
+    following = b.add(k, I64(step))
+    b.branch(test)
+    for phi, first, next_ in zip([k, *values], [begin, *initial], [following, *changed], strict=True):
+        phi.add_incoming(first, before)
+        phi.add_incoming(next_, body)
+    b.position_at_end(done)
+    return values

@@ -1,60 +1,48 @@
 """Scalar arithmetic for compiled kernels. It is in LLVM code where numba would widen integers to 64 bits,
 which prevents the vectorisation of loops."""
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from llvmlite import ir
+import torch
 from numba import types
 
-from tgis.shard.kernels.cpu.jit.compiler import intrinsic, ordered
+from tgis.shard.kernels.cpu.jit.compiler import intrinsic, llvm_function, ordered
+from tgis.shard.kernels.cpu.jit.llvm import FLOAT, HALF, I16, I32
 
-_HALF, _FLOAT, _I16, _I32 = ir.HalfType(), ir.FloatType(), ir.IntType(16), ir.IntType(32)
-
-
-def _unary(build: Callable[[Any, Any], Any]) -> Any:
-    """Build a function for kernels, float32 to float32, whose LLVM code is build(builder, value)."""
-
-    def generate(context: Any, b: Any, signature: Any, args: Any) -> Any:
-        return build(b, args[0])
-
-    def unary(typingctx: Any, x: Any) -> Any:
-        return types.float32(types.float32), generate
-
-    return intrinsic(unary)
+# For each type of stored weights and keys, a value of the type that numba uses for its elements: uint16 means
+# bfloat16 bits, int16 means float16 bits.
+ELEMENTS = {torch.float32: np.float32(0), torch.bfloat16: np.uint16(0), torch.float16: np.int16(0)}
 
 
-def _build_power_of_two(b: Any, x: Any) -> Any:
-    return b.bitcast(b.shl(b.add(b.fptosi(x, _I32), _I32(127)), _I32(23)), _FLOAT)
-
-
-@intrinsic
-def multiply_add(typingctx: Any, x: Any, y: Any, z: Any) -> Any:
+@llvm_function(types.float32, takes=types.float32)
+def multiply_add(b: Any, x: Any, y: Any, z: Any) -> Any:
     """Return x * y + z, float32, rounded once.
 
     If a condition precedes the sum, LLVM on its own fuses the product into it in only one of the vectorised
     and the scalar version of a loop."""
-
-    def generate(context: Any, b: Any, signature: Any, args: Any) -> Any:
-        return b.fma(*args)
-
-    return types.float32(types.float32, types.float32, types.float32), generate
+    return b.fma(x, y, z)
 
 
-_truncate = _unary(lambda b, x: b.sitofp(b.fptosi(x, _I32), _FLOAT))
-_power_of_two = _unary(_build_power_of_two)
+@llvm_function(types.float32, takes=types.float32)
+def _truncate(b: Any, x: Any) -> Any:
+    return b.sitofp(b.fptosi(x, I32), FLOAT)
+
+
+@llvm_function(types.float32, takes=types.float32)
+def _power_of_two(b: Any, x: Any) -> Any:
+    return b.bitcast(b.shl(b.add(b.fptosi(x, I32), I32(127)), I32(23)), FLOAT)
 
 
 @intrinsic
 def stored(typingctx: Any, x: Any, element: Any) -> Any:
-    """Convert float32 `x` to the cache's type. uint16 means bfloat16 bits, int16 means float16 bits."""
+    """Convert float32 `x` to a type of ELEMENTS."""
 
     def generate(context: Any, b: Any, signature: Any, args: Any) -> Any:
         if element == types.uint16:
             return _build_bfloat16(b, args[0])
         if element == types.int16:
-            return b.bitcast(b.fptrunc(args[0], _HALF), _I16)
+            return b.bitcast(b.fptrunc(args[0], HALF), I16)
         return args[0]
 
     return element(types.float32, element), generate
@@ -62,13 +50,13 @@ def stored(typingctx: Any, x: Any, element: Any) -> Any:
 
 @intrinsic
 def loaded(typingctx: Any, x: Any) -> Any:
-    """Convert an element of the cache's type, as `stored` returns it, to float32."""
+    """Convert an element of a type of ELEMENTS to float32."""
 
     def generate(context: Any, b: Any, signature: Any, args: Any) -> Any:
         if x == types.uint16:
-            return b.bitcast(b.shl(b.zext(args[0], _I32), _I32(16)), _FLOAT)
+            return b.bitcast(b.shl(b.zext(args[0], I32), I32(16)), FLOAT)
         if x == types.int16:
-            return b.fpext(b.bitcast(args[0], _HALF), _FLOAT)
+            return b.fpext(b.bitcast(args[0], HALF), FLOAT)
         return args[0]
 
     return types.float32(x), generate
@@ -76,11 +64,11 @@ def loaded(typingctx: Any, x: Any) -> Any:
 
 def _build_bfloat16(b: Any, x: Any) -> Any:
     """Round to bfloat16 bits, half to even. NaN is apart: rounding would make some NaNs infinite."""
-    bits = b.bitcast(x, _I32)
-    even = b.and_(b.lshr(bits, _I32(16)), _I32(1))
-    rounded = b.trunc(b.lshr(b.add(b.add(bits, _I32(0x7FFF)), even), _I32(16)), _I16)
-    is_nan = b.icmp_unsigned(">", b.and_(bits, _I32(0x7FFFFFFF)), _I32(0x7F800000))
-    return b.select(is_nan, _I16(0x7FC0), rounded)
+    bits = b.bitcast(x, I32)
+    even = b.and_(b.lshr(bits, I32(16)), I32(1))
+    rounded = b.trunc(b.lshr(b.add(b.add(bits, I32(0x7FFF)), even), I32(16)), I16)
+    is_nan = b.icmp_unsigned(">", b.and_(bits, I32(0x7FFFFFFF)), I32(0x7F800000))
+    return b.select(is_nan, I16(0x7FC0), rounded)
 
 
 @ordered

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numba import carray
 
-from tgis.shard.kernels.cpu.jit.compiler import Kernel, ordered, pointer, take
+from tgis.shard.kernels.cpu.jit.compiler import Kernel, next_unit, ordered, pointer
 from tgis.shard.kernels.cpu.jit.scalar_math import exp, multiply_add
 
 _F32 = np.float32(0)
@@ -103,11 +103,11 @@ def _activate(args: Any) -> None:
     a = carray(args, 6)
     num_rows, size, rows_per_unit, kind = a[1], a[2], a[3], a[4]
     x = carray(pointer(a[5], _F32), (num_rows, size))
-    first = take(args) * rows_per_unit
+    first = next_unit(args) * rows_per_unit
     while first < num_rows:
         for t in range(first, min(num_rows, first + rows_per_unit)):
             _activate_row(kind, x[t])
-        first = take(args) * rows_per_unit
+        first = next_unit(args) * rows_per_unit
 
 
 def _multiply_gated(args: Any) -> None:
@@ -115,11 +115,11 @@ def _multiply_gated(args: Any) -> None:
     num_rows, size, rows_per_unit, kind = a[1], a[2], a[3], a[4]
     x = carray(pointer(a[5], _F32), (num_rows, 2 * size))
     out = carray(pointer(a[6], _F32), (num_rows, size))
-    first = take(args) * rows_per_unit
+    first = next_unit(args) * rows_per_unit
     while first < num_rows:
         for t in range(first, min(num_rows, first + rows_per_unit)):
             _multiply_row(kind, x[t, :size], x[t, size:], out[t])
-        first = take(args) * rows_per_unit
+        first = next_unit(args) * rows_per_unit
 
 
 activate, multiply_gated = Kernel(_activate), Kernel(_multiply_gated)

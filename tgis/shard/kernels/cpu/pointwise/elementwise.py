@@ -5,12 +5,12 @@ from typing import Any
 import numpy as np
 from numba import carray
 
-from tgis.shard.kernels.cpu.jit.compiler import Kernel, as_float, ordered, pointer, take
+from tgis.shard.kernels.cpu.jit.compiler import Kernel, as_float, next_unit, ordered, pointer
 from tgis.shard.kernels.cpu.jit.scalar_math import tanh
 
 _F32 = np.float32(0)
-_ADD, _SCALE, _CLAMP, _SOFTEN = range(4)
-KINDS = {"add": _ADD, "scale": _SCALE, "clamp": _CLAMP, "soften": _SOFTEN}
+_ADD, _SCALE, _CLAMP, _SOFT_CAP = range(4)
+KINDS = {"add": _ADD, "scale": _SCALE, "clamp": _CLAMP, "soft_cap": _SOFT_CAP}
 
 
 @ordered
@@ -36,13 +36,13 @@ def _change(args: Any) -> None:
     num_rows, size, rows_per_unit, kind = a[1], a[2], a[3], a[4]
     pitch, stride = 4 * a[6], 4 * a[8]  # bytes from one row to the next
     number = as_float(a[9])
-    first = take(args) * rows_per_unit
+    first = next_unit(args) * rows_per_unit
     while first < num_rows:
         for t in range(first, min(num_rows, first + rows_per_unit)):
             x = carray(pointer(a[5] + t * pitch, _F32), (size,))
             other = carray(pointer(a[7] + t * stride, _F32), (size if a[7] else 0,))
             _change_row(kind, x, other, number)
-        first = take(args) * rows_per_unit
+        first = next_unit(args) * rows_per_unit
 
 
 change = Kernel(_change)

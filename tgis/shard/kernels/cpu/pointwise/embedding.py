@@ -3,15 +3,12 @@
 from typing import Any
 
 import numpy as np
-import torch
 from numba import carray
 
-from tgis.shard.kernels.cpu.jit.compiler import Kernel, ordered, pointer, take
-from tgis.shard.kernels.cpu.jit.scalar_math import loaded
+from tgis.shard.kernels.cpu.jit.compiler import Kernel, next_unit, ordered, pointer
+from tgis.shard.kernels.cpu.jit.scalar_math import ELEMENTS, loaded
 
 _F32, _I64 = np.float32(0), np.int64(0)
-# For each type of a table, a value of the type that numba uses for its elements.
-_ELEMENTS = {torch.float32: np.float32(0), torch.bfloat16: np.uint16(0), torch.float16: np.int16(0)}
 
 
 @ordered
@@ -28,14 +25,14 @@ def _look_up_kernel(element: Any) -> Kernel:
         num_rows, size, rows_per_unit, offset = a[1], a[2], a[3], a[7]
         ids = carray(pointer(a[4], _I64), (num_rows,))
         out = carray(pointer(a[6], _F32), (num_rows, size))
-        first = take(args) * rows_per_unit
+        first = next_unit(args) * rows_per_unit
         while first < num_rows:
             for t in range(first, min(num_rows, first + rows_per_unit)):
                 row = a[5] + (ids[t] + offset) * size * width
                 _read_row(carray(pointer(row, element), (size,)), out[t])
-            first = take(args) * rows_per_unit
+            first = next_unit(args) * rows_per_unit
 
     return Kernel(look_up)
 
 
-LOOK_UP = {dtype: _look_up_kernel(element) for dtype, element in _ELEMENTS.items()}
+LOOK_UP = {dtype: _look_up_kernel(element) for dtype, element in ELEMENTS.items()}

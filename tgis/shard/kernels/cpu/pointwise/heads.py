@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numba import carray
 
-from tgis.shard.kernels.cpu.jit.compiler import Kernel, as_float, ordered, pointer, take
+from tgis.shard.kernels.cpu.jit.compiler import Kernel, as_float, next_unit, ordered, pointer
 from tgis.shard.kernels.cpu.pointwise.norms import sum_squares
 
 _F32, _I64 = np.float32(0), np.int64(0)
@@ -16,25 +16,25 @@ _F32, _I64 = np.float32(0), np.int64(0)
 
 def _angles(args: Any) -> None:
     a = carray(args, 10)
-    num_rows, half, num_regimes = a[1], a[2], a[3]
+    num_rows, half, num_sets = a[1], a[2], a[3]
     positions = carray(pointer(a[4], _I64), (num_rows,))
-    inv_freq = carray(pointer(a[5], _F32), (num_regimes, half))
-    amplitudes = carray(pointer(a[6], _F32), (num_regimes,))
-    regimes = carray(pointer(a[7], _I64), (num_rows if a[7] else 0,))
+    inv_freq = carray(pointer(a[5], _F32), (num_sets, half))
+    amplitudes = carray(pointer(a[6], _F32), (num_sets,))
+    factor_sets = carray(pointer(a[7], _I64), (num_rows if a[7] else 0,))
     growth = carray(pointer(a[8], _F32), (num_rows if a[8] else 0,))
     out = carray(pointer(a[9], _F32), (2, num_rows, half))
-    t = take(args)
+    t = next_unit(args)
     while t < num_rows:
-        regime = regimes[t] if regimes.size else 0
+        chosen = factor_sets[t] if factor_sets.size else 0
         stretch = np.log(np.float64(growth[t])) / max(half - 1, 1) if growth.size else 0.0
         for i in range(half):
-            frequency = inv_freq[regime, i]
+            frequency = inv_freq[chosen, i]
             if stretch != 0:
                 frequency = np.float32(frequency * np.exp(-stretch * i))
             angle = np.float32(positions[t]) * frequency
-            out[0, t, i] = np.cos(angle) * amplitudes[regime]
-            out[1, t, i] = np.sin(angle) * amplitudes[regime]
-        t = take(args)
+            out[0, t, i] = np.cos(angle) * amplitudes[chosen]
+            out[1, t, i] = np.sin(angle) * amplitudes[chosen]
+        t = next_unit(args)
 
 
 @ordered
@@ -49,7 +49,7 @@ def _normalise_heads(x: Any, weight: Any, eps: Any, out: Any) -> None:
 
 
 @ordered
-def _turn_heads(x: Any, dim: int, cosines: Any, sines: Any, out: Any) -> None:
+def _rotate_heads(x: Any, dim: int, cosines: Any, sines: Any, out: Any) -> None:
     """Apply rotary embeddings to heads. x, out: [num_heads * dim]. Channels past the rotated are copied."""
     half = cosines.shape[0]
     for h in range(0, x.shape[0] if half else 0, dim):
@@ -78,7 +78,7 @@ def _split_heads(args: Any) -> None:
     k_weight = carray(pointer(a[13], _F32), (dim if a[13] else 0,))
     eps = as_float(a[14])
     normed = np.empty(q_size + kv_size if a[12] else 0, np.float32)
-    first = take(args) * rows_per_unit
+    first = next_unit(args) * rows_per_unit
     while first < num_rows:
         for t in range(first, min(num_rows, first + rows_per_unit)):
             row = x[t]
@@ -86,10 +86,10 @@ def _split_heads(args: Any) -> None:
                 _normalise_heads(row[:q_size], q_weight, eps, normed[:q_size])
                 _normalise_heads(row[q_size : q_size + kv_size], k_weight, eps, normed[q_size:])
                 row = normed
-            _turn_heads(row[:q_size], dim, angles[0, t], angles[1, t], q[t])
-            _turn_heads(row[q_size : q_size + kv_size], dim, angles[0, t], angles[1, t], k[t])
-            _turn_heads(x[t, q_size + kv_size :], dim, angles[0, t, :0], angles[1, t, :0], v[t])
-        first = take(args) * rows_per_unit
+            _rotate_heads(row[:q_size], dim, angles[0, t], angles[1, t], q[t])
+            _rotate_heads(row[q_size : q_size + kv_size], dim, angles[0, t], angles[1, t], k[t])
+            _rotate_heads(x[t, q_size + kv_size :], dim, angles[0, t, :0], angles[1, t, :0], v[t])
+        first = next_unit(args) * rows_per_unit
 
 
 angles, split_heads = Kernel(_angles), Kernel(_split_heads)

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 from numba import carray
 
-from tgis.shard.kernels.cpu.jit.compiler import Kernel, as_float, inner, ordered, pointer, take
+from tgis.shard.kernels.cpu.jit.compiler import Kernel, as_float, next_unit, ordered, pointer, reorderable
 
 _F32 = np.float32(0)
 
 
-@inner
+@reorderable
 def sum_squares(x: Any) -> Any:
     total = np.float32(0)
     for i in range(x.shape[0]):
@@ -22,7 +22,7 @@ def sum_squares(x: Any) -> Any:
     return total
 
 
-@inner
+@reorderable
 def _mean(x: Any) -> Any:
     total = np.float32(0)
     for i in range(x.shape[0]):
@@ -30,7 +30,7 @@ def _mean(x: Any) -> Any:
     return total / np.float32(x.shape[0])
 
 
-@inner
+@reorderable
 def _variance(x: Any, mean: Any) -> Any:
     """Return the variance in a second pass, as a difference of sums would lose digits if the mean is
     large."""
@@ -59,11 +59,11 @@ def _rms_norm(args: Any) -> None:
     weight = carray(pointer(a[6], _F32), (size,))
     out = carray(pointer(a[7], _F32), (num_rows, size))
     eps = as_float(a[8])
-    first = take(args) * rows_per_unit
+    first = next_unit(args) * rows_per_unit
     while first < num_rows:
         for t in range(first, min(num_rows, first + rows_per_unit)):
             _rms_norm_row(x, delta, weight, eps, out, t)
-        first = take(args) * rows_per_unit
+        first = next_unit(args) * rows_per_unit
 
 
 @ordered
@@ -90,11 +90,11 @@ def _layer_norm(args: Any) -> None:
     bias = carray(pointer(a[7], _F32), (size if a[7] else 0,))
     out = carray(pointer(a[8], _F32), (num_rows, size))
     eps = as_float(a[9])
-    first = take(args) * rows_per_unit
+    first = next_unit(args) * rows_per_unit
     while first < num_rows:
         for t in range(first, min(num_rows, first + rows_per_unit)):
             _layer_norm_row(x, delta, weight, bias, eps, out, t)
-        first = take(args) * rows_per_unit
+        first = next_unit(args) * rows_per_unit
 
 
 rms_norm, layer_norm = Kernel(_rms_norm), Kernel(_layer_norm)
