@@ -11,7 +11,7 @@ from types import FrameType
 
 import click
 
-from tgis.cli.flag_command import build_command
+from tgis.cli.command import command as build_command
 from tgis.cli.top.rates import History
 from tgis.cli.top.scrape import ScrapeError, Source, scrape
 from tgis.cli.top.screen import NAME_WIDTH, draw, draw_failure
@@ -117,4 +117,4 @@ def _clock() -> str:
     return time.strftime("%H:%M:%S")
 
 
-command = build_command(top, "Watch a running service; reads its /metrics alone.", (Source, View))
+command = build_command("top", top, "Watch a running service; reads its /metrics alone.", Source, View)
