@@ -55,18 +55,22 @@ class GenerationOptions:
     )
     temperature: float | None = option("Sample with this temperature.", None, env=False)
     top_k: int | None = option(
-        "Sample among the likeliest K.", None, env=False, minimum=0, maximum=MAX_UINT32
+        "Sample among the K likeliest tokens.", None, env=False, minimum=0, maximum=MAX_UINT32
     )
-    top_p: float | None = option("Sample among those that together reach this probability.", None, env=False)
+    top_p: float | None = option(
+        "Sample among the likeliest tokens that together reach this probability.", None, env=False
+    )
     typical_p: float | None = option(
-        "Sample among the most typical that together reach this probability.", None, env=False
+        "Sample among the most typical tokens that together reach this probability.", None, env=False
     )
     seed: int | None = option("Sample with this seed.", None, env=False, minimum=0, maximum=MAX_UINT64)
     stop: tuple[str, ...] = option("Stop after this text; may be given more than once.", (), env=False)
     regex: str | None = option("Generate what this regular expression matches.", None, env=False)
     json_schema: str | None = option("Generate what this JSON Schema describes.", None, env=False)
     grammar: str | None = option("Generate what this grammar, Lark or GBNF, describes.", None, env=False)
-    choice: tuple[str, ...] = option("Generate one of these; give it for each of them.", (), env=False)
+    choice: tuple[str, ...] = option(
+        "Generate this text; may be given more than once, for one of several.", (), env=False
+    )
     truncate_input_tokens: int | None = option(
         "Keep only the last N tokens of an input; unset or 0: all.",
         None,
@@ -76,7 +80,9 @@ class GenerationOptions:
     )
     prefix_id: str | None = option("Tuned soft prompt to put before the input.", None, env=False)
     adapter_id: str | None = option("LoRA adapter to generate with.", None, env=False)
-    details: bool = option("Also a table of the tokens: log-probability, rank, rivals.", False, env=False)
+    details: bool = option(
+        "Also print a table of the tokens: log-probability, rank, likeliest tokens.", False, env=False
+    )
     top_n: int = option(
         "Likeliest tokens per position in the table.", 3, env=False, minimum=0, maximum=MAX_UINT32
     )
@@ -84,7 +90,7 @@ class GenerationOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class Output:
-    json: bool = option("Print the service's messages as JSON, one a line.", False, env=False)
+    json: bool = option("Print the service's messages as JSON, one per line.", False, env=False)
 
 
 class CallError(OperatorError):
@@ -242,7 +248,7 @@ def _open_channel(connection: Connection) -> grpc.Channel:
     if not connection.tls and not any(files):
         return grpc.insecure_channel(connection.target, options)
     if (connection.cert is None) != (connection.key is None):
-        raise click.UsageError("--cert and --key go together")
+        raise click.UsageError("--cert and --key must be given together")
     credentials = grpc.ssl_channel_credentials(*(_read(path) if path else None for path in files))
     return grpc.secure_channel(connection.target, credentials, options)
 
@@ -286,7 +292,7 @@ def _print_stream(messages: Iterable[pb.GenerationResponse], details: bool) -> N
 def _print_details(response: pb.GenerationResponse, tokens: Iterable[pb.TokenInfo]) -> None:
     head = ["token", "logprob", "rank", "likeliest"]
     rows = [
-        [_escape(token.text), f"{token.logprob:.4f}", str(token.rank), _format_rivals(token)]
+        [_escape(token.text), f"{token.logprob:.4f}", str(token.rank), _format_top_tokens(token)]
         for token in tokens
     ]
     counts = f"{response.input_token_count} input tokens, {response.generated_token_count} generated"
@@ -294,8 +300,8 @@ def _print_details(response: pb.GenerationResponse, tokens: Iterable[pb.TokenInf
     click.echo(format_table([head, *rows]))
 
 
-def _format_rivals(token: pb.TokenInfo) -> str:
-    return "  ".join(f"{_escape(rival.text)} {rival.logprob:.4f}" for rival in token.top_tokens)
+def _format_top_tokens(token: pb.TokenInfo) -> str:
+    return "  ".join(f"{_escape(top.text)} {top.logprob:.4f}" for top in token.top_tokens)
 
 
 def _escape(text: str) -> str:
