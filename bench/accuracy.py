@@ -12,8 +12,7 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from tgis.cli.demo_model import write_demo_model
-from tgis.cli.demo_text import read_documents
+from tgis.cli.demo_model import read_documents, write_demo_model
 from tgis.hub import model_files
 from tgis.shard.attention.interface import AttentionMetadata
 from tgis.shard.collectives import ProcessGroup

@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 from tgis.cli import main as cli
-from tgis.cli.parameters import FOREIGN
+from tgis.cli.process_command import FOREIGN
 from tgis.config.aliases.alias import Alias
 from tgis.config.aliases.tgi import TGI_NAMES
 from tgis.config.aliases.tgis import PASSED_ON, TGIS_NAMES

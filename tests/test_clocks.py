@@ -15,7 +15,7 @@ ALLOWED = {
     "process/run_directory.py": "the age of a directory",
     "prompts/artifact_cache.py": "the age of a file",
     "prompts/snapshot.py": "the age of a file",
-    "cli/top/command.py": "the time of a frame",
+    "cli/top/screen.py": "the time of a frame",
 }
 
 

@@ -3,6 +3,7 @@
 import itertools
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -179,6 +180,17 @@ def test_stream_prints_a_word_before_the_next_is_there() -> None:
             assert process.poll() is None
             assert process.stdout.read() == b"ne two three\n"
         assert process.returncode == 0
+
+
+def test_an_interrupt_is_one_line() -> None:
+    with serve(CannedService(delay=2.0)) as address:
+        command = [sys.executable, "-m", "tgis", "client", "stream", "count", "--target", address]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            assert process.stdout.read(3) == "one"
+            process.send_signal(signal.SIGINT)
+            _, text = process.communicate(timeout=20)
+    assert (process.returncode, text) == (1, "error: interrupted by SIGINT\n")
 
 
 def test_tokenize_lists_tokens_and_bytes(target: str) -> None:

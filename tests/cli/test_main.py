@@ -15,7 +15,7 @@ from click.testing import CliRunner, Result
 
 from tests.support.command_line import BLANK, REQUIRED, TYPES, parse, refusal, run
 from tgis.cli import main as cli
-from tgis.cli.command import command
+from tgis.cli.process_command import process_command
 from tgis.config.model import ENGINES
 from tgis.config.option import Group, declared, env_of, flag_of, to_flags
 from tgis.config.processes import LauncherConfig, LinkOptions, RouterConfig, ShardConfig
@@ -78,7 +78,7 @@ EACH = [
 
 def printed(config_type: type, name: str, flags: list[str], env: dict[str, str | None]) -> list[str]:
     """Value and source of an option, as the report of settings says it."""
-    test = command("test", config_type, lambda config: None, "", only_report=True)
+    test = process_command("test", config_type, lambda config: None, "", only_report=True)
     arguments = flags if REQUIRED[config_type][:1] == flags[:1] else [*REQUIRED[config_type], *flags]
     result = CliRunner().invoke(test, arguments, env={**BLANK, **env}, catch_exceptions=False)
     assert result.exit_code == 0, result.output

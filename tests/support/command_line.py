@@ -4,7 +4,7 @@ from typing import Any
 
 from click.testing import CliRunner, Result
 
-from tgis.cli.command import command
+from tgis.cli.process_command import process_command
 from tgis.config.processes import LauncherConfig, RouterConfig, ShardConfig
 
 REQUIRED = {
@@ -21,7 +21,7 @@ def run(
 ) -> tuple[Any, Result]:
     """The configuration that a command makes of its arguments and environment, and what it printed."""
     found: list[Any] = []
-    test = command("test", config_type, found.append, "", reads=reads)
+    test = process_command("test", config_type, found.append, "", reads=reads)
     result = CliRunner().invoke(test, arguments, env={**BLANK, **(env or {})}, catch_exceptions=False)
     return (found or [None])[0], result
 

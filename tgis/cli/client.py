@@ -2,20 +2,20 @@
 
 Answers go to stdout. A failed call prints one line on stderr and exits with status 1."""
 
-import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import click
 import grpc
 from google.protobuf.json_format import MessageToJson
 from google.protobuf.message import Message
 
-from tgis.cli.flag_command import build_command
+from tgis.cli.command import OneLineGroup, command
 from tgis.config.option import option
+from tgis.errors import OperatorError
 from tgis.pb import generation_pb2 as pb
 from tgis.pb.generation_pb2_grpc import GenerationServiceStub
 
@@ -44,31 +44,45 @@ class Connection:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Generation:
-    """Generation parameters. The service decides the unset ones; any sampling option turns sampling on."""
+class GenerationOptions:
+    """Options of a generation. The service decides the unset ones; any sampling option turns sampling on."""
 
-    max_new_tokens: int = option("Most tokens to generate.", 0, env=False, minimum=0, maximum=MAX_UINT32)
-    min_new_tokens: int = option("Fewest tokens to generate.", 0, env=False, minimum=0, maximum=MAX_UINT32)
+    max_new_tokens: int | None = option(
+        "Most tokens to generate.", None, env=False, minimum=0, maximum=MAX_UINT32
+    )
+    min_new_tokens: int | None = option(
+        "Fewest tokens to generate.", None, env=False, minimum=0, maximum=MAX_UINT32
+    )
     temperature: float | None = option("Sample with this temperature.", None, env=False)
     top_k: int | None = option(
-        "Sample among the likeliest K.", None, env=False, minimum=0, maximum=MAX_UINT32
+        "Sample among the K likeliest tokens.", None, env=False, minimum=0, maximum=MAX_UINT32
     )
-    top_p: float | None = option("Sample among those that together reach this probability.", None, env=False)
+    top_p: float | None = option(
+        "Sample among the likeliest tokens that together reach this probability.", None, env=False
+    )
     typical_p: float | None = option(
-        "Sample among the most typical that together reach this probability.", None, env=False
+        "Sample among the most typical tokens that together reach this probability.", None, env=False
     )
     seed: int | None = option("Sample with this seed.", None, env=False, minimum=0, maximum=MAX_UINT64)
     stop: tuple[str, ...] = option("Stop after this text; may be given more than once.", (), env=False)
     regex: str | None = option("Generate what this regular expression matches.", None, env=False)
     json_schema: str | None = option("Generate what this JSON Schema describes.", None, env=False)
     grammar: str | None = option("Generate what this grammar, Lark or GBNF, describes.", None, env=False)
-    choice: tuple[str, ...] = option("Generate one of these; give it for each of them.", (), env=False)
-    truncate_input_tokens: int = option(
-        "Keep only the last N tokens of an input; 0 keeps all.", 0, env=False, minimum=0, maximum=MAX_UINT32
+    choice: tuple[str, ...] = option(
+        "Generate this text; may be given more than once, for one of several.", (), env=False
+    )
+    truncate_input_tokens: int | None = option(
+        "Keep only the last N tokens of an input; unset or 0: all.",
+        None,
+        env=False,
+        minimum=0,
+        maximum=MAX_UINT32,
     )
     prefix_id: str | None = option("Tuned soft prompt to put before the input.", None, env=False)
     adapter_id: str | None = option("LoRA adapter to generate with.", None, env=False)
-    details: bool = option("Also a table of the tokens: log-probability, rank, rivals.", False, env=False)
+    details: bool = option(
+        "Also print a table of the tokens: log-probability, rank, likeliest tokens.", False, env=False
+    )
     top_n: int = option(
         "Likeliest tokens per position in the table.", 3, env=False, minimum=0, maximum=MAX_UINT32
     )
@@ -76,14 +90,11 @@ class Generation:
 
 @dataclass(frozen=True, kw_only=True)
 class Output:
-    json: bool = option("Print the service's messages as JSON, one a line.", False, env=False)
+    json: bool = option("Print the service's messages as JSON, one per line.", False, env=False)
 
 
-class CallError(click.ClickException):
-    """Error when the service cannot be reached or answers with an error; exits with status 1."""
-
-    def show(self, file: IO[Any] | None = None) -> None:
-        click.echo("error: " + " ".join(self.message.split()), file=file or sys.stderr)
+class CallError(OperatorError):
+    """Error when the service cannot be reached or answers with an error."""
 
 
 @contextmanager
@@ -98,13 +109,15 @@ def connect(connection: Connection) -> Iterator[GenerationServiceStub]:
             raise CallError(f"{error.code().name}: {error.details() or 'no details'}") from error
 
 
-def generate(connection: Connection, generation: Generation, output: Output, inputs: Sequence[str]) -> None:
+def generate(
+    connection: Connection, options: GenerationOptions, output: Output, inputs: Sequence[str]
+) -> None:
     """Print one answer per input, in order. Raises CallError."""
     request = pb.BatchedGenerationRequest(
         requests=[pb.GenerationRequest(text=text) for text in inputs],
-        params=build_parameters(generation),
-        prefix_id=generation.prefix_id,
-        adapter_id=generation.adapter_id,
+        params=build_parameters(options),
+        prefix_id=options.prefix_id,
+        adapter_id=options.adapter_id,
     )
     with connect(connection) as stub:
         responses = stub.Generate(request, **_call_options(connection)).responses
@@ -115,17 +128,17 @@ def generate(connection: Connection, generation: Generation, output: Output, inp
         if len(inputs) > 1:
             click.echo(f"--- {_escape(text)}")
         click.echo(response.text)
-        if generation.details:
+        if options.details:
             _print_details(response, response.tokens)
 
 
-def stream(connection: Connection, generation: Generation, output: Output, text: str) -> None:
+def stream(connection: Connection, options: GenerationOptions, output: Output, text: str) -> None:
     """Print the answer as it arrives. Raises CallError, also in the middle of an answer."""
     request = pb.SingleGenerationRequest(
         request=pb.GenerationRequest(text=text),
-        params=build_parameters(generation),
-        prefix_id=generation.prefix_id,
-        adapter_id=generation.adapter_id,
+        params=build_parameters(options),
+        prefix_id=options.prefix_id,
+        adapter_id=options.adapter_id,
     )
     with connect(connection) as stub:
         messages = stub.GenerateStream(request, **_call_options(connection))
@@ -133,7 +146,7 @@ def stream(connection: Connection, generation: Generation, output: Output, text:
             for message in messages:
                 click.echo(to_json(message))
         else:
-            _print_stream(messages, generation.details)
+            _print_stream(messages, options.details)
 
 
 def tokenize(connection: Connection, output: Output, inputs: Sequence[str]) -> None:
@@ -164,48 +177,48 @@ def info(connection: Connection, output: Output) -> None:
     click.echo(format_table([["model_kind", kind], *limits]))
 
 
-def build_parameters(generation: Generation) -> pb.Parameters:
+def build_parameters(options: GenerationOptions) -> pb.Parameters:
     chosen = (
-        generation.temperature,
-        generation.top_k,
-        generation.top_p,
-        generation.typical_p,
-        generation.seed,
+        options.temperature,
+        options.top_k,
+        options.top_p,
+        options.typical_p,
+        options.seed,
     )
     return pb.Parameters(
         method=pb.SAMPLE if any(value is not None for value in chosen) else pb.GREEDY,
         sampling=pb.SamplingParameters(
-            temperature=generation.temperature,
-            top_k=generation.top_k or 0,
-            top_p=generation.top_p or 0.0,
-            typical_p=generation.typical_p or 0.0,
-            seed=generation.seed,
+            temperature=options.temperature,
+            top_k=options.top_k,
+            top_p=options.top_p,
+            typical_p=options.typical_p,
+            seed=options.seed,
         ),
         stopping=pb.StoppingCriteria(
-            max_new_tokens=generation.max_new_tokens,
-            min_new_tokens=generation.min_new_tokens,
-            stop_sequences=generation.stop,
+            max_new_tokens=options.max_new_tokens,
+            min_new_tokens=options.min_new_tokens,
+            stop_sequences=options.stop,
         ),
-        decoding=_build_decoding(generation),
+        decoding=_build_decoding(options),
         response=pb.ResponseOptions(
-            generated_tokens=generation.details,
-            token_logprobs=generation.details,
-            token_ranks=generation.details,
-            top_n_tokens=generation.top_n if generation.details else 0,
+            generated_tokens=options.details,
+            token_logprobs=options.details,
+            token_ranks=options.details,
+            top_n_tokens=options.top_n if options.details else 0,
         ),
-        truncate_input_tokens=generation.truncate_input_tokens,
+        truncate_input_tokens=options.truncate_input_tokens,
     )
 
 
-def _build_decoding(generation: Generation) -> pb.DecodingParameters:
-    constraints = (generation.regex, generation.json_schema, generation.grammar, generation.choice or None)
+def _build_decoding(options: GenerationOptions) -> pb.DecodingParameters:
+    constraints = (options.regex, options.json_schema, options.grammar, options.choice or None)
     if sum(one is not None for one in constraints) > 1:
         raise click.UsageError("--regex, --json-schema, --grammar and --choice exclude each other")
-    choices = pb.DecodingParameters.StringChoices(choices=generation.choice) if generation.choice else None
+    choices = pb.DecodingParameters.StringChoices(choices=options.choice) if options.choice else None
     return pb.DecodingParameters(
-        regex=generation.regex,
-        json_schema=generation.json_schema,
-        grammar=generation.grammar,
+        regex=options.regex,
+        json_schema=options.json_schema,
+        grammar=options.grammar,
         choice=choices,
     )
 
@@ -235,7 +248,7 @@ def _open_channel(connection: Connection) -> grpc.Channel:
     if not connection.tls and not any(files):
         return grpc.insecure_channel(connection.target, options)
     if (connection.cert is None) != (connection.key is None):
-        raise click.UsageError("--cert and --key go together")
+        raise click.UsageError("--cert and --key must be given together")
     credentials = grpc.ssl_channel_credentials(*(_read(path) if path else None for path in files))
     return grpc.secure_channel(connection.target, credentials, options)
 
@@ -279,7 +292,7 @@ def _print_stream(messages: Iterable[pb.GenerationResponse], details: bool) -> N
 def _print_details(response: pb.GenerationResponse, tokens: Iterable[pb.TokenInfo]) -> None:
     head = ["token", "logprob", "rank", "likeliest"]
     rows = [
-        [_escape(token.text), f"{token.logprob:.4f}", str(token.rank), _format_rivals(token)]
+        [_escape(token.text), f"{token.logprob:.4f}", str(token.rank), _format_top_tokens(token)]
         for token in tokens
     ]
     counts = f"{response.input_token_count} input tokens, {response.generated_token_count} generated"
@@ -287,8 +300,8 @@ def _print_details(response: pb.GenerationResponse, tokens: Iterable[pb.TokenInf
     click.echo(format_table([head, *rows]))
 
 
-def _format_rivals(token: pb.TokenInfo) -> str:
-    return "  ".join(f"{_escape(rival.text)} {rival.logprob:.4f}" for rival in token.top_tokens)
+def _format_top_tokens(token: pb.TokenInfo) -> str:
+    return "  ".join(f"{_escape(top.text)} {top.logprob:.4f}" for top in token.top_tokens)
 
 
 def _escape(text: str) -> str:
@@ -296,17 +309,19 @@ def _escape(text: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
 
 
-def _build_group() -> click.Group:
-    many = click.Argument(["inputs"], nargs=-1, required=True, metavar="TEXT...")
-    one = click.Argument(["inputs"], metavar="TEXT")
-    asking, generating = (Connection, Output), (Connection, Generation, Output)
-    commands = [
-        build_command(generate, "Generate text for one or more inputs.", generating, many),
-        build_command(stream, "Generate text for one input, printed as it comes.", generating, one),
-        build_command(tokenize, "Count and list the tokens of one or more texts.", asking, many),
-        build_command(info, "Kind and limits of the model.", asking, None),
-    ]
-    return click.Group("client", commands=commands, help="Ask a running service.")
+_CALLING, _GENERATING = (Connection, Output), (Connection, GenerationOptions, Output)
+_text = click.Argument(["text"], metavar="TEXT")
+_texts = click.Argument(["inputs"], nargs=-1, required=True, metavar="TEXT...")
 
-
-client = _build_group()
+client = OneLineGroup(
+    "client",
+    help="Call a running service.",
+    commands=[
+        command("generate", generate, "Generate text for one or more inputs.", *_GENERATING, extra=[_texts]),
+        command(
+            "stream", stream, "Print text for one input as it is generated.", *_GENERATING, extra=[_text]
+        ),
+        command("tokenize", tokenize, "Count and list the tokens of texts.", *_CALLING, extra=[_texts]),
+        command("info", info, "Print the model's kind and limits.", *_CALLING),
+    ],
+)

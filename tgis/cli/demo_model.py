@@ -1,57 +1,71 @@
 """Trains a small Llama on the documentation that Python ships, to have a model to serve without a model hub.
 
-The model recites its training text. Training again on the same machine gives the same bytes."""
+The model recites its training text. Training again on the same machine gives the same bytes. The kernels that
+serve it can be compiled meanwhile."""
 
-import itertools
-import json
 import logging
+import multiprocessing
 import random
 import re
 import shutil
-import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import Executor, ThreadPoolExecutor
-from contextlib import contextmanager
-from functools import partial
+import signal
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from itertools import count, islice
 from pathlib import Path
-from statistics import fmean
-from typing import Any
+from pydoc_data.topics import topics
 from uuid import uuid4
 
 import torch
-from safetensors.torch import save_file
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from torch.nn.functional import cross_entropy
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from tgis.cli.demo_text import PROMPT, read_documents, train_tokenizer
+from tgis.config.processes import ShardConfig
 from tgis.errors import OperatorError
 
 logger = logging.getLogger(__name__)
 
-NUM_STEPS = 400
+PROMPT = "The with statement is used to"
+"""Beginning of a sentence in the training text, with which every batch has a row."""
+
+VOCAB_SIZE = 2048
+
+# The fixed order keeps training independent of a dictionary's order.
+TOPICS = (
+    "numbers booleans truth lists dict naming identifiers if while for try with class return raise pass "
+    "break continue del assert assignment global nonlocal lambda yield async context-managers conversions "
+    "binary unary power shifting bitwise in subscriptions calls"
+).split()
+
+NOT_PROSE = re.compile(r"::=|>>>|->|\\|\[\d+\]|^\W+$|^ ", re.MULTILINE)
+ASIDES = re.compile(r"(Changed|New|Added|Deprecated|See also|Notes?|Prior|In Python)\b")
+
+NUM_STEPS = 180
 MAX_LENGTH = 512
-ROWS = 12
-ROW_TOKENS = 96
-LONG_ROW_EVERY = 4
-LONG_ROW_FACTOR = 3
-NUM_THREADS = 2
-LOG_EVERY_S = 10.0
+NUM_ROWS, ROW_TOKENS = 12, 96
+LONG_ROW_EVERY, LONG_ROW_FACTOR = 4, 3
+NUM_THREADS = 2  # fixed, because splitting a product among more threads changes its last bits
+LOG_EVERY = 30  # steps
+ADAM_RATE, MUON_RATE, MOMENTUM = 1e-2, 0.04, 0.95
 
 
 class DemoModelError(OperatorError):
     """Error when the model cannot be written; the text is one line with the reason."""
 
 
-def write_demo_model(directory: Path, num_steps: int = NUM_STEPS) -> None:
+def write_demo_model(directory: Path, num_steps: int = NUM_STEPS, *, compile_kernels: bool = False) -> None:
     """Train the model and write it in Hugging Face layout; `directory` is complete or absent.
 
-    Raises DemoModelError before training if the directory cannot be written."""
+    With `compile_kernels`, another process meanwhile compiles the kernels that serve the model. Raises
+    DemoModelError before training if the directory cannot be written."""
     with _appearing(directory) as fresh:
         documents = read_documents()
         tokenizer = train_tokenizer(documents)
-        logger.info("training on %d characters, about a minute", sum(map(len, documents)))
-        model, _ = train_model(documents, tokenizer, num_steps)
+        model = make_model(tokenizer)
+        _save(model, tokenizer, fresh)
+        with _compiling(fresh) if compile_kernels else nullcontext():
+            train(model, documents, tokenizer, num_steps)
         _save(model, tokenizer, fresh)
     logger.info("wrote %s; try the prompt: %s", directory, PROMPT)
 
@@ -74,102 +88,94 @@ def _appearing(directory: Path) -> Iterator[Path]:
         shutil.rmtree(fresh, ignore_errors=True)
 
 
-def train_model(
-    documents: list[str], tokenizer: Tokenizer, num_steps: int
-) -> tuple[LlamaForCausalLM, list[float]]:
-    """Return the trained model and the loss of each step."""
-    with _repeatable(), ThreadPoolExecutor(NUM_THREADS) as pool:
-        model = LlamaForCausalLM(_model_config(tokenizer.get_vocab_size()))
-        parameters = list(model.parameters())
-        update = _make_optimizer(model, pool)
-        losses: list[float] = []
-        progress = _Progress(num_steps)
-        for tokens in itertools.islice(_draw_rows(documents, tokenizer), num_steps):  # [rows, row_tokens + 1]
-            # Each thread computes a share of the rows. Unlike OpenMP's threads, these do not spin while they
-            # wait for each other, which would waste time when the cores have other work too.
-            compute = partial(_compute_gradients, model, parameters)
-            part_losses, part_gradients = zip(*pool.map(compute, tokens.chunk(NUM_THREADS)), strict=True)
-            for parameter, *gradients in zip(parameters, *part_gradients, strict=True):
-                parameter.grad = torch.stack(gradients).mean(0)
-            update(_learning_rate(len(losses), num_steps))
-            losses.append(fmean(part_losses))
-            progress.log(len(losses), losses[-1])
-    return model.eval(), losses
+@contextmanager
+def _compiling(directory: Path) -> Iterator[None]:
+    """Compile the kernels of the model in `directory` in another process beside the block.
+
+    If that fails, they are compiled when the model is served."""
+    process = multiprocessing.get_context("spawn").Process(target=_compile_kernels, args=(directory,))
+    process.start()
+    try:
+        yield
+        process.join()
+        if process.exitcode:
+            logger.warning("the kernels were not compiled; the first start will compile them")
+    finally:
+        process.kill()
+        process.join()
 
 
-def _compute_gradients(
-    model: LlamaForCausalLM, parameters: list[torch.nn.Parameter], tokens: torch.Tensor
-) -> tuple[float, tuple[torch.Tensor, ...]]:
-    """Return the mean loss over `tokens`, [rows, row_tokens + 1], and its gradients."""
-    logits = model(input_ids=tokens[:, :-1], use_cache=False).logits  # [rows, row_tokens, vocab]
-    loss = cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
-    return loss.item(), torch.autograd.grad(loss, parameters)
+def _compile_kernels(directory: Path) -> None:
+    from tgis.shard.startup.load import load
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the training process ends this one
+    load(ShardConfig(model_path=str(directory), max_batch_size=1, kv_cache_tokens=MAX_LENGTH))
 
 
-class _Progress:
-    """Progress log: one line at most every LOG_EVERY_S seconds."""
+def make_model(tokenizer: Tokenizer) -> LlamaForCausalLM:
+    """Return an untrained model, the same one every time."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        return LlamaForCausalLM(_model_config(tokenizer.get_vocab_size()))
 
-    def __init__(self, num_steps: int) -> None:
-        self.num_steps = num_steps
-        self.start = self.logged = time.monotonic()
 
-    def log(self, step: int, loss: float) -> None:
-        now = time.monotonic()
-        if now - self.logged >= LOG_EVERY_S:
-            self.logged = now
-            left = (now - self.start) / step * (self.num_steps - step)
-            logger.info("step %d of %d, loss %.2f, %.0f s left", step, self.num_steps, loss, left)
+def train(model: LlamaForCausalLM, documents: list[str], tokenizer: Tokenizer, num_steps: int) -> list[float]:
+    """Train the model and return the loss of each step."""
+    logger.info("training on %d characters, less than a minute", sum(map(len, documents)))
+    losses: list[float] = []
+    with _repeatable():
+        update = _Optimizer(model)
+        for tokens in islice(_draw_rows(documents, tokenizer), num_steps):  # [rows, row_tokens + 1]
+            logits = model(input_ids=tokens[:, :-1], use_cache=False).logits  # [rows, row_tokens, vocab]
+            loss = cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+            loss.backward()  # type: ignore[no-untyped-call]
+            update.step(_learning_rate(len(losses), num_steps))
+            losses.append(loss.item())
+            if len(losses) % LOG_EVERY == 0:
+                logger.info("step %d of %d, loss %.2f", len(losses), num_steps, losses[-1])
+    model.eval()
+    return losses
 
 
 @contextmanager
 def _repeatable() -> Iterator[None]:
     """Make torch compute the same numbers on any number of cores; restore its settings after the block."""
     num_threads, strict = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
-    with torch.random.fork_rng(devices=[]):
-        # Each computing thread gets one OpenMP thread: splitting a product among threads changes its last
-        # bits.
-        torch.set_num_threads(1)
-        torch.use_deterministic_algorithms(True)
-        torch.manual_seed(1)
-        try:
-            yield
-        finally:
-            torch.set_num_threads(num_threads)
-            torch.use_deterministic_algorithms(strict)
+    torch.set_num_threads(NUM_THREADS)
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(num_threads)
+        torch.use_deterministic_algorithms(strict)
 
 
 def _draw_rows(documents: list[str], tokenizer: Tokenizer) -> Iterator[torch.Tensor]:
     """Yield batches [rows, row_tokens + 1] without end.
 
-    Each row begins with <s>, as a prompt does, and its text starts at a sentence or at any word. Every
-    LONG_ROW_EVERY steps the batch has LONG_ROW_FACTOR times fewer and longer rows."""
+    Each row begins with <s>, as a prompt does. The first row's text starts at PROMPT, that of the others at a
+    sentence or at any word. Every LONG_ROW_EVERY steps the batch has LONG_ROW_FACTOR times fewer and longer
+    rows."""
     text = "".join(document + "</s><s>" for document in documents)
     words = [match.start() for match in re.finditer(r"(?<![^\s>])[^\s<]", text)]
     sentences = [match.start() for match in re.finditer(r"(?:(?<=[.:] )|(?<=\n)|(?<=>)|^)[A-Z]", text)]
     source = random.Random(1)
-    pools = [_shuffle_forever(sentences, source), _shuffle_forever(words, source)]
-    step = 0
-    while True:
+    for step in count():
         shrink = LONG_ROW_FACTOR if step % LONG_ROW_EVERY == 0 else 1
         length = ROW_TOKENS * shrink + 1
-        starts = [next(source.choice(pools)) for _ in range(ROWS // shrink)]
+        num_others = NUM_ROWS // shrink - 1
+        num_sentences = num_others // 2
+        starts = source.sample(sentences, num_sentences) + source.sample(words, num_others - num_sentences)
         # 16 characters per token are more than enough; the text wraps around at its end.
-        pieces = [(text[start:] + text)[: length * 16] for start in starts]
+        pieces = [(text[start:] + text)[: length * 16] for start in [text.index(PROMPT), *starts]]
         yield torch.tensor([encoding.ids[:length] for encoding in tokenizer.encode_batch(pieces)])
-        step += 1
-
-
-def _shuffle_forever(values: list[int], source: random.Random) -> Iterator[int]:
-    """Yield all values once in random order, then all again in a new order, without end."""
-    while True:
-        yield from source.sample(values, len(values))
 
 
 def _model_config(vocab_size: int) -> LlamaConfig:
     return LlamaConfig(
         vocab_size=vocab_size,
         hidden_size=256,
-        intermediate_size=768,
+        intermediate_size=512,
         num_hidden_layers=2,
         num_attention_heads=8,
         num_key_value_heads=4,
@@ -187,58 +193,102 @@ def _learning_rate(step: int, num_steps: int) -> float:
     return min(1.0, done / 0.03, (1.0 - done) / 0.7)
 
 
-def _make_optimizer(model: LlamaForCausalLM, pool: Executor) -> Callable[[float], None]:
-    """Return a function that makes one optimizer step, at a given share of the largest learning rate."""
-    matrices = [p for p in model.model.layers.parameters() if p.ndim == 2]
-    inside = {id(p) for p in matrices}
-    rest = torch.optim.AdamW(
-        [p for p in model.parameters() if id(p) not in inside], lr=3e-3, betas=(0.9, 0.95), weight_decay=0.0
-    )
-    momenta = [torch.zeros_like(p) for p in matrices]
+class _Optimizer:
+    """Muon for the matrices of the layers, AdamW for the other parameters.
 
-    def update(share: float) -> None:
-        for group in rest.param_groups:
-            group["lr"] = 3e-3 * share
-        rest.step()
-        list(pool.map(partial(_update_orthogonally, 0.02 * share), matrices, momenta))
+    Muon needs a third of the steps that AdamW needs alone. torch's own Muon works in bfloat16, which takes 20
+    times as long on processors without instructions for it."""
 
-    return update
+    def __init__(self, model: LlamaForCausalLM) -> None:
+        self._matrices = {p: torch.zeros_like(p) for p in model.model.layers.parameters() if p.ndim == 2}
+        others = [p for p in model.parameters() if p not in self._matrices]
+        self._adam = torch.optim.AdamW(others, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
+
+    @torch.no_grad()
+    def step(self, share: float) -> None:
+        """Update the parameters at a share of the largest learning rates, and clear the gradients."""
+        for group in self._adam.param_groups:
+            group["lr"] = ADAM_RATE * share
+        self._adam.step()
+        self._adam.zero_grad()
+        for matrix, momentum in self._matrices.items():
+            assert matrix.grad is not None
+            momentum.lerp_(matrix.grad, 1 - MOMENTUM)
+            direction = _orthogonalize(matrix.grad.lerp(momentum, MOMENTUM))  # [out, in]
+            scale = max(1.0, matrix.shape[0] / matrix.shape[1]) ** 0.5
+            matrix.add_(direction, alpha=-MUON_RATE * share * scale)
+            matrix.grad = None
 
 
-@torch.no_grad()
-def _update_orthogonally(rate: float, matrix: torch.Tensor, momentum: torch.Tensor) -> None:
-    """Update `matrix` with one Muon step, along the orthogonal matrix nearest to the momentum.
-
-    Newton-Schulz iterations approximate that matrix. Muon needs a third of the steps that AdamW needs.
-    torch's own Muon works in bfloat16, which is slow on processors without instructions for it."""
-    assert matrix.grad is not None
-    momentum.lerp_(matrix.grad, 0.05)  # [out, in]
-    x = matrix.grad.lerp(momentum, 0.95)  # [out, in]
-    wide = x.shape[0] <= x.shape[1]
-    x = x if wide else x.T
-    x = x / (x.norm() + 1e-7)
+def _orthogonalize(matrix: torch.Tensor) -> torch.Tensor:
+    """Return about the nearest orthogonal matrix, by Newton-Schulz iterations."""
+    is_wide = matrix.shape[0] <= matrix.shape[1]
+    x: torch.Tensor = (matrix if is_wide else matrix.T) / (matrix.norm() + 1e-7)
     for _ in range(4):
         square = x @ x.T
         x = 3.4445 * x + (-4.7750 * square + 2.0315 * square @ square) @ x
-    scale = max(1.0, matrix.shape[0] / matrix.shape[1]) ** 0.5
-    matrix.add_(x if wide else x.T, alpha=-rate * scale)
+    return x if is_wide else x.T
 
 
 def _save(model: LlamaForCausalLM, tokenizer: Tokenizer, directory: Path) -> None:
-    model.config.architectures = [type(model).__name__]
-    model.config.save_pretrained(directory)
-    model.generation_config.save_pretrained(directory)
-    weights = directory / "model.safetensors"
-    save_file(model.state_dict(), weights, metadata={"format": "pt"})
-    # save_file makes the file readable for its owner alone, whatever the umask.
-    weights.chmod((directory / "config.json").stat().st_mode)
-    tokenizer.save(str(directory / "tokenizer.json"))
-    config: dict[str, Any] = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": "<s>",
-        "eos_token": "</s>",
-        "add_bos_token": True,
-        "clean_up_tokenization_spaces": False,
-        "model_max_length": MAX_LENGTH,
-    }
-    (directory / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
+    model.save_pretrained(directory)
+    # save_pretrained makes the weights readable for their owner alone, whatever the umask.
+    (directory / "model.safetensors").chmod((directory / "config.json").stat().st_mode)
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token="<s>",  # noqa: S106
+        eos_token="</s>",  # noqa: S106
+        add_bos_token=True,
+        clean_up_tokenization_spaces=False,
+        model_max_length=MAX_LENGTH,
+    ).save_pretrained(directory)
+
+
+def read_documents() -> list[str]:
+    """Return one text of plain prose per topic, with one line per paragraph.
+
+    Markup, code and quotation marks are removed; quotation marks would need escapes in a shell."""
+    known: set[str] = set()
+    documents = []
+    for name in TOPICS:
+        # Python releases add and remove topics.
+        paragraphs = re.split(r"\n\s*\n", topics.get(name, "").strip())
+        prose = [_strip_markup(paragraph) for paragraph in paragraphs if _is_prose(paragraph)]
+        unique = [paragraph for paragraph in prose if paragraph not in known]
+        known.update(unique)
+        if unique:
+            documents.append("\n\n".join(unique))
+    return documents
+
+
+def train_tokenizer(documents: Iterable[str]) -> Tokenizer:
+    """Train a byte-level BPE tokenizer that begins every text with <s>."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB_SIZE,
+        special_tokens=["<s>", "</s>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(documents, trainer)
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A", pair="<s> $A <s> $B", special_tokens=[("<s>", 0)]
+    )
+    return tokenizer
+
+
+def _is_prose(paragraph: str) -> bool:
+    return (
+        len(paragraph) > 40
+        and paragraph[-1] in ".:"
+        and (paragraph[0].isupper() or paragraph[0] in '"*')
+        and not NOT_PROSE.search(paragraph)
+        and not ASIDES.match(paragraph)
+    )
+
+
+def _strip_markup(paragraph: str) -> str:
+    joined = re.sub(r"\s+", " ", paragraph.replace("-\n", "-")).replace('"', "")
+    return re.sub(r"\*(\S[^*]*?\S|\S)\*", r"\1", joined)

@@ -8,13 +8,9 @@ import signal
 import ssl
 import sys
 from ipaddress import ip_address
-from typing import Any
 
-import click
-
-from tgis.cli.parameters import HELP_NAMES, parameter
+from tgis.cli.command import command
 from tgis.config.network import ProbeConfig
-from tgis.config.option import declared
 
 MOST_BYTES = 200  # bytes read of an answer, which may come from another program
 
@@ -82,27 +78,16 @@ def _line(text: str) -> str:
     return "".join(c if c.isprintable() else " " for c in text).strip()
 
 
-def _probe(**values: Any) -> None:
-    is_good, reason = ask(ProbeConfig(**values))
+def _probe(config: ProbeConfig) -> None:
+    is_good, reason = ask(config)
     print(reason, file=sys.stderr)
     sys.exit(not is_good)
 
 
-class _Probe(click.Command):
-    """Command whose usage errors also print one line and exit with status 1, as Kubernetes expects."""
-
-    def main(self, *args: Any, **kwargs: Any) -> Any:
-        try:
-            return super().main(*args, **{**kwargs, "standalone_mode": False})
-        except click.ClickException as error:
-            print(f"error: {' '.join(error.format_message().split())}", file=sys.stderr)
-            sys.exit(1)
-
-
-health_probe = _Probe(
+health_probe = command(
     "health-probe",
-    callback=_probe,
-    params=[parameter(f, option, hint, is_required=False) for f, option, hint in declared(ProbeConfig)],
-    help="Ask the service on this host whether it is ready; exit status 0 or 1.",
-    context_settings={"show_default": True, "help_option_names": HELP_NAMES},
+    _probe,
+    "Ask the service on this host whether it is ready; exit status 0 or 1.",
+    ProbeConfig,
 )
+health_probe.usage_exit_code = 1  # Kubernetes expects 0 or 1

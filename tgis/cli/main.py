@@ -1,7 +1,7 @@
 """Defines the commands `tgis`, launcher, router and server.
 
-`tgis.cli.command` builds most of them from `tgis.config.processes`. Only modules of `tgis.cli` read options
-from the environment."""
+`tgis.cli.process_command` builds those that serve from `tgis.config.processes`. Only modules of `tgis.cli`
+read options from the environment."""
 
 import gc
 import os
@@ -14,9 +14,9 @@ import click
 from tgis import __version__, failpoints, logs
 from tgis.cli import models, prompts
 from tgis.cli.client import client
-from tgis.cli.command import OneLineGroup, command, one_line_errors
+from tgis.cli.command import VERSION_NAMES, FileCommand, GroupedOption, OneLineGroup
 from tgis.cli.health_probe import health_probe
-from tgis.cli.parameters import HELP_NAMES, VERSION_NAMES, GroupedOption
+from tgis.cli.process_command import process_command
 from tgis.cli.top.command import command as top
 from tgis.config.aliases.tgis import TGIS_NAMES
 from tgis.config.checks import DEFAULT, Setting, SettingsError
@@ -111,7 +111,7 @@ def _shard_arguments() -> list[click.Parameter]:
     ]
 
 
-launcher_main = command(
+launcher_main = process_command(
     "launcher",
     LauncherConfig,
     _run_launcher,
@@ -119,7 +119,7 @@ launcher_main = command(
     reads="launcher",
     process="launcher",
 )
-router_main = command(
+router_main = process_command(
     "router",
     RouterConfig,
     _run_router,
@@ -127,7 +127,7 @@ router_main = command(
     reads="router",
     process="router",
 )
-_serve = command(
+_serve = process_command(
     "serve",
     ShardConfig,
     _run_shard,
@@ -137,7 +137,7 @@ _serve = command(
     complete=_complete_shard,
     process="shard",
 )
-_env = command(
+_env = process_command(
     "env",
     LauncherConfig,
     lambda config: None,
@@ -147,28 +147,28 @@ _env = command(
 )
 
 
-@click.group(cls=OneLineGroup, context_settings={"help_option_names": HELP_NAMES})
+@click.group(cls=OneLineGroup)
 @click.version_option(__version__, *VERSION_NAMES)
 def server_main() -> None:
     """Serve one shard of a model, and bring models to the disk."""
 
 
-@click.group(cls=OneLineGroup, context_settings={"help_option_names": HELP_NAMES})
+@click.group(cls=OneLineGroup)
 @click.version_option(__version__, *VERSION_NAMES)
 def main() -> None:
     """Text generation behind gRPC."""
 
 
-@click.command("demo-model")
+@click.command("demo-model", cls=FileCommand)
 @click.argument("directory", type=click.Path(path_type=Path))
 def demo_model(directory: Path) -> None:
-    """Write a small model to DIRECTORY, trained on the spot on the documentation that Python carries with
-    it."""
+    """Write a small model to DIRECTORY, trained on the spot on the documentation that Python carries with it;
+    compile the kernels that serve it."""
+    # Threads that spin while they wait would take the cores from the compiler beside them.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from tgis.cli import demo_model as demo
 
-    logs.setup("info", json_output=False)
-    with one_line_errors():
-        demo.write_demo_model(directory)
+    demo.write_demo_model(directory, compile_kernels=True)
 
 
 for entry in (_serve, health_probe, *models.COMMANDS, *prompts.COMMANDS):

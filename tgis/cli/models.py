@@ -3,17 +3,12 @@
 A command that finds nothing to do says so and succeeds. A failure prints one line."""
 
 import os
-import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING
 
 import click
 
-from tgis import logs
-from tgis.cli.command import OneLine, one_line_errors
+from tgis.cli.command import FileCommand
 from tgis.errors import OperatorError
 from tgis.hub import cache
 
@@ -26,58 +21,51 @@ NOT_QUANTIZED = "quantize: weights are not quantized by this version: serve the 
 _revision = click.option("--revision", help="Branch, tag or commit of MODEL_NAME; unset: main.")
 
 
-class Interrupted(OperatorError):
-    """Error when a signal ends a command. Partial files are removed, or the next run resumes from them."""
-
-
 def cache_root() -> Path:
     """Return the hub cache's root, read from the environment. Raises cache.CacheConflictError."""
     names = ("hf_hub_cache", "transformers_cache", "huggingface_hub_cache", "hf_home", "home")
     return cache.cache_root(**{name: os.environ.get(name.upper()) for name in names})
 
 
-@click.command("download-weights", cls=OneLine)
+@click.command("download-weights", cls=FileCommand)
 @click.argument("model_name")
 @_revision
 @click.option("--token", help="Access token of the hub; unset: HF_TOKEN, else that of `hf auth login`.")
 @click.option(
     "--extension",
     default=".safetensors",
-    show_default=True,
     help="Files to download, by the ends of their names, separated by commas; one alone also stands for "
     ".json, .py, .model and .md.",
 )
 @click.option(
     "--auto-convert/--no-auto-convert",
     default=True,
-    show_default=True,
     help="Make .safetensors where the hub has none, and a tokenizer.json.",
 )
 def download_weights(
     model_name: str, revision: str | None, token: str | None, extension: str, auto_convert: bool
 ) -> None:
     """Download MODEL_NAME from the hub to its cache; what is there already is not downloaded again."""
-    with told_in_one_line():
-        from tgis.hub import download
+    from tgis.hub import download
 
-        extensions = download.choose_extensions(extension)
-        converts = auto_convert and ".safetensors" in extensions
-        if Path(model_name).is_dir():
-            click.echo(f"{model_name} is a directory, nothing is downloaded")
-            directory, on_hub = Path(model_name), [".safetensors"]
-        else:
-            repository = download.Repository(model_name, revision, token, cache_root())
-            directory, on_hub = repository.directory, repository.select(extensions)
-            _fetch(repository, on_hub + repository.select_tokenizer() * auto_convert)
-            if converts and ".bin" not in extensions and not _has_safetensors(directory):
-                click.echo(".safetensors weights not found, downloading pytorch weights to convert...")
-                _fetch(repository, repository.select([".bin"]))
-        if converts:
-            _convert(directory, any(name.endswith(".safetensors") for name in on_hub))
-        if auto_convert:
-            from tgis.convert import tokenizer
+    extensions = download.choose_extensions(extension)
+    converts = auto_convert and ".safetensors" in extensions
+    if Path(model_name).is_dir():
+        click.echo(f"{model_name} is a directory, nothing is downloaded")
+        directory, on_hub = Path(model_name), [".safetensors"]
+    else:
+        repository = download.Repository(model_name, revision, token, cache_root())
+        directory, on_hub = repository.directory, repository.select(extensions)
+        _fetch(repository, on_hub + repository.select_tokenizer() * auto_convert)
+        if converts and ".bin" not in extensions and not _has_safetensors(directory):
+            click.echo(".safetensors weights not found, downloading pytorch weights to convert...")
+            _fetch(repository, repository.select([".bin"]))
+    if converts:
+        _convert(directory, any(name.endswith(".safetensors") for name in on_hub))
+    if auto_convert:
+        from tgis.convert import tokenizer
 
-            click.echo(tokenizer.convert_to_fast_tokenizer(model_name, directory))
+        click.echo(tokenizer.convert_to_fast_tokenizer(model_name, directory))
 
 
 def _fetch(repository: "Repository", names: list[str]) -> None:
@@ -100,19 +88,18 @@ def _has_safetensors(directory: Path) -> bool:
     return any(directory.glob("*.safetensors"))
 
 
-@click.command("convert-to-safetensors", cls=OneLine)
+@click.command("convert-to-safetensors", cls=FileCommand)
 @click.argument("model_name")
 @_revision
 def convert_to_safetensors(model_name: str, revision: str | None) -> None:
     """Make .safetensors files of the .bin files of MODEL_NAME, a directory or in the hub cache."""
-    with told_in_one_line():
-        directory = cache.find_model_files(model_name, revision, cache_root())
-        from tgis.convert import weights
+    directory = cache.find_model_files(model_name, revision, cache_root())
+    from tgis.convert import weights
 
-        click.echo(weights.convert_to_safetensors(directory))
+    click.echo(weights.convert_to_safetensors(directory))
 
 
-@click.command("convert-to-fast-tokenizer", cls=OneLine)
+@click.command("convert-to-fast-tokenizer", cls=FileCommand)
 @click.argument("model_name")
 @_revision
 @click.option(
@@ -120,14 +107,13 @@ def convert_to_safetensors(model_name: str, revision: str | None) -> None:
 )
 def convert_to_fast_tokenizer(model_name: str, revision: str | None, output_path: Path | None) -> None:
     """Make a tokenizer.json of the tokenizer of MODEL_NAME, a directory or in the hub cache."""
-    with told_in_one_line():
-        directory = cache.find_model_files(model_name, revision, cache_root())
-        from tgis.convert import tokenizer
+    directory = cache.find_model_files(model_name, revision, cache_root())
+    from tgis.convert import tokenizer
 
-        click.echo(tokenizer.convert_to_fast_tokenizer(model_name, directory, output_path))
+    click.echo(tokenizer.convert_to_fast_tokenizer(model_name, directory, output_path))
 
 
-@click.command("convert-to-onnx", cls=OneLine)
+@click.command("convert-to-onnx", cls=FileCommand)
 @click.argument("model_name")
 @click.argument("target_model_name", type=click.Path(path_type=Path))
 @_revision
@@ -144,45 +130,21 @@ def convert_to_onnx(
 ) -> None:
     """Write MODEL_NAME, a directory or in the hub cache, as ONNX to the directory TARGET_MODEL_NAME. Needs
     optimum-onnx, which works in another environment only: without it, the error says how to make one."""
-    with told_in_one_line():
-        directory = cache.find_model_files(model_name, revision, cache_root())
-        from tgis.convert import onnx
+    directory = cache.find_model_files(model_name, revision, cache_root())
+    from tgis.convert import onnx
 
-        onnx.check_extra()
-        provider = provider or onnx.default_provider()
-        click.echo(f"Provider: {provider}, merge graphs: {merge_graphs}, optimize: {optimize}")
-        click.echo(f"Model type: {onnx.model_type_of(directory)}")
-        click.echo(onnx.convert_to_onnx(directory, target_model_name, provider, merge_graphs, optimize))
+    onnx.check_extra()
+    provider = provider or onnx.default_provider()
+    click.echo(f"Provider: {provider}, merge graphs: {merge_graphs}, optimize: {optimize}")
+    click.echo(f"Model type: {onnx.model_type_of(directory)}")
+    click.echo(onnx.convert_to_onnx(directory, target_model_name, provider, merge_graphs, optimize))
 
 
-@click.command("quantize", cls=OneLine, context_settings=ANYTHING)
+@click.command("quantize", cls=FileCommand, context_settings=ANYTHING)
 @click.pass_context
 def quantize(context: click.Context) -> None:
     """Refused: weights are not quantized by this version."""
-    with told_in_one_line():
-        raise OperatorError(NOT_QUANTIZED)
+    raise OperatorError(NOT_QUANTIZED)
 
 
 COMMANDS = (download_weights, convert_to_safetensors, convert_to_fast_tokenizer, convert_to_onnx, quantize)
-
-
-@contextmanager
-def told_in_one_line() -> Iterator[None]:
-    """End the process with one line if the block fails or a signal comes; a second signal ends it at once."""
-    logs.setup("info", json_output=False)
-
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        for one in handlers:
-            signal.signal(one, signal.SIG_DFL)
-        raise KeyboardInterrupt(signal.Signals(number).name)
-
-    handlers = {number: signal.signal(number, interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        with one_line_errors():
-            try:
-                yield
-            except KeyboardInterrupt as error:
-                raise Interrupted(f"interrupted by {error}") from error
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)

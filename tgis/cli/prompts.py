@@ -1,16 +1,30 @@
-"""Defines the commands that check and convert soft prompts and LoRA adapters; a failure prints one line."""
+"""Defines the commands that check and convert soft prompts and LoRA adapters.
 
+Modules that need torch are imported when a command runs, because they take seconds to load."""
+
+import tempfile
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from tgis.cli.command import OneLine
-from tgis.cli.models import cache_root, told_in_one_line
-from tgis.cli.parameters import parameter
-from tgis.config.option import declared
+from tgis.cli.command import FileCommand, parameters
+from tgis.cli.models import cache_root
 from tgis.config.processes import ShardConfig
+from tgis.errors import OperatorError
+from tgis.hub import model_files
 from tgis.hub.cache import find_model
+from tgis.prompts.errors import AdapterError, AdapterNotFoundError, TooLargeError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from tgis.prompts.soft_prompt import AdapterRequirements
+    from tgis.shard.layers.ops import Parts
 
 # Shard options that decide if a prompt or adapter fits.
 DECISIVE = (
@@ -20,38 +34,45 @@ DECISIVE = (
     "prompt_cache_size_mb",
     "adapter_cache_size_mb",
 )
+UNBOUNDED = 1 << 40  # bytes
+
+
+class PromptCheckError(OperatorError):
+    """Error when the files are invalid or do not fit the model; the text is one line that names them."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """Model to check against, with the limits on soft prompts and adapters."""
+
+    parts: "Parts"
+    required: "AdapterRequirements"
 
 
 def _check_prompt(path: Path, model: str | None, revision: str | None, **decisive: Any) -> None:
-    with told_in_one_line():
-        directory = None if model is None else find_model(model, revision, cache_root())
-        from tgis.cli import prompt_check
-
-        config = None
-        if directory is not None:
-            config = ShardConfig(model_path=str(directory), prefix_store_path=str(path), **decisive)
-        click.echo("\n".join(prompt_check.describe(path, config)))
+    config = None
+    if model is not None:
+        directory = find_model(model, revision, cache_root())
+        config = ShardConfig(model_path=str(directory), prefix_store_path=str(path), **decisive)
+    click.echo("\n".join(describe(path, config)))
 
 
-check_prompt = OneLine(
+check_prompt = FileCommand(
     "check-prompt",
     callback=_check_prompt,
-    help="Tell whether PATH, a directory or one of its files, is a good soft prompt or LoRA adapter.",
+    help="Check that PATH, a directory or one of its files, is a valid soft prompt or LoRA adapter.",
     params=[
         click.Argument(["path"], type=click.Path(path_type=Path)),
-        click.Option(["--model"], help="Also whether it fits this model, a directory or in the hub cache."),
-        click.Option(["--revision"], help="Revision of the model in the hub cache."),
-        *(
-            parameter(f, option, hint, False)
-            for f, option, hint in declared(ShardConfig)
-            if f.name in DECISIVE
+        click.Option(
+            ["--model"], help="Also check that it fits this model, a directory or in the hub cache."
         ),
+        click.Option(["--revision"], help="Revision of the model in the hub cache."),
+        *(one for one in parameters(ShardConfig) if one.name in DECISIVE),
     ],
-    context_settings={"show_default": True},
 )
 
 
-@click.command("convert-prompt", cls=OneLine)
+@click.command("convert-prompt", cls=FileCommand)
 @click.argument("source", type=click.Path(path_type=Path))
 @click.argument("target", type=click.Path(path_type=Path))
 @click.option(
@@ -63,10 +84,125 @@ check_prompt = OneLine(
 def convert_prompt(source: Path, target: Path, with_decoder: bool, overwrite: bool) -> None:
     """Write the soft prompt in the directory SOURCE to TARGET, in the other layout: decoder.pt, encoder.pt or
     both, or PEFT's files."""
-    with told_in_one_line():
-        from tgis.convert import soft_prompts
+    from tgis.convert import soft_prompts
 
-        click.echo(soft_prompts.convert_prompt(source, target, with_decoder, overwrite))
+    click.echo(soft_prompts.convert_prompt(source, target, with_decoder, overwrite))
+
+
+def describe(path: Path, config: ShardConfig | None) -> list[str]:
+    """Return lines that describe the soft prompt or adapter at `path`, a directory or one of its files.
+
+    If `config` is given, the prompt or adapter must fit its model.
+
+    Raises PromptCheckError, model_files.ModelNotFoundError, UnsupportedModelError, WeightsError."""
+    from tgis.prompts.lora_files import LORA
+    from tgis.prompts.soft_prompt import read_peft_type
+
+    if not path.exists():
+        raise PromptCheckError(f"there is no such file or directory: {path}")
+    target = None if config is None else _find_target(config)
+    what = "no soft prompt and no adapter" + " for such a model" * (target is not None)
+    with _path_in_errors(path, what), _directory_of(path) as directory:
+        describe_files = _describe_adapter if read_peft_type(directory) == LORA else _describe_prompt
+        lines = [*describe_files(directory, target)]
+    return lines if config is None else [*lines, f"fits {config.model_path}"]
+
+
+def _describe_prompt(directory: Path, target: Target | None) -> Iterator[str]:
+    from tgis.prompts.soft_prompt import read_prompt
+    from tgis.prompts.store import measure_prompt
+
+    prompt = read_prompt(directory, target.required if target else None)
+    num_bytes = measure_prompt(prompt, target.required.max_prompt_bytes if target else UNBOUNDED)
+    tensors = prompt.tensors
+    stored = read_prompt(directory, None).tensors
+    counts = " and ".join(f"{len(tensor)} virtual tokens for the {name}" for name, tensor in tensors.items())
+    yield f"soft prompt: {counts}"
+    yield f"{num_bytes} bytes"
+    yield from _list_tensors({name: stored[name] for name in tensors})
+
+
+def _describe_adapter(directory: Path, target: Target | None) -> Iterator[str]:
+    from tgis.prompts.lora_files import MAX_HEADER_BYTES, read_adapter_files
+    from tgis.prompts.store import measure_adapter
+    from tgis.shard.adapters.lora_mapping import read_adapter
+
+    max_bytes = target.required.max_adapter_bytes if target else UNBOUNDED
+    tensors, scales = read_adapter_files(directory, max_bytes + MAX_HEADER_BYTES)
+    num_bytes = measure_adapter(tensors, max_bytes)
+    if target:
+        read_adapter(target.parts, tensors, scales)
+    yield f"LoRA adapter: {len(scales)} modules"
+    for (rank, scale), modules in _group(tensors, scales).items():
+        names = ", ".join(f"{name} ({count})" for name, count in modules.items())
+        yield f"rank {rank}, scale {scale:g}: {names}"
+    yield f"{num_bytes} bytes"
+    yield from _list_tensors(tensors)
+
+
+def _group(
+    tensors: "Mapping[str, Tensor]", scales: Mapping[str, float]
+) -> dict[tuple[int, float], Counter[str]]:
+    """Count the modules by the last part of their names, for each (rank, scale)."""
+    found: dict[tuple[int, float], Counter[str]] = {}
+    for module, scale in scales.items():
+        a = tensors.get(f"{module}.lora_A.weight", tensors.get(f"{module}.lora_embedding_A"))
+        assert a is not None, "each module with a scale has tensors"
+        found.setdefault((len(a), scale), Counter())[module.rpartition(".")[2]] += 1
+    return found
+
+
+def _list_tensors(tensors: "Mapping[str, Tensor]") -> Iterator[str]:
+    width = max(map(len, tensors))
+    for name, tensor in tensors.items():
+        yield f"  {name:{width}}  {list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
+
+
+def _find_target(config: ShardConfig) -> Target:
+    from tgis.shard.adapters.loading import adapter_limits
+    from tgis.shard.checkpoint.tensors import DTYPES
+    from tgis.shard.models.skeleton import build_skeleton
+
+    settings = model_files.read_json(Path(config.model_path), "config.json")
+    dtype = DTYPES[config.dtype or model_files.stored_dtype(settings)]
+    model = build_skeleton(Path(config.model_path), settings, dtype)
+    length = config.max_sequence_length or model_files.max_sequence_length(settings)
+    limits = adapter_limits(config, True, length)
+    return Target(model.parts, limits.require(model.parts, model.prompt_width, model.spec.is_encoder_decoder))
+
+
+@contextmanager
+def _path_in_errors(path: Path, what: str) -> Iterator[None]:
+    """Convert errors in the block to PromptCheckError with the path."""
+    try:
+        yield
+    except AdapterNotFoundError as error:
+        raise PromptCheckError(f"{path} holds {what}") from error
+    except TooLargeError as error:
+        raise PromptCheckError(f"{path} exceeds the allowed cache size") from error
+    except AdapterError as error:
+        raise PromptCheckError(f"{path}: {error}") from error
+    except OSError as error:
+        raise PromptCheckError(f"{path} cannot be read: {error.strerror or error}") from error
+
+
+@contextmanager
+def _directory_of(path: Path) -> Iterator[Path]:
+    """Yield a directory with the files that belong to `path`.
+
+    A single tensor file counts as the decoder's prompt, unless its name is the encoder's."""
+    from tgis.prompts.lora_files import CONFIG, WEIGHTS
+    from tgis.prompts.soft_prompt import DECODER, ENCODER
+
+    if path.is_dir():
+        yield path
+    elif path.name in (CONFIG, *WEIGHTS):
+        yield path.parent
+    else:
+        with tempfile.TemporaryDirectory() as temporary:
+            name = ENCODER if path.name == ENCODER else DECODER
+            (Path(temporary) / name).symlink_to(path.absolute())
+            yield Path(temporary)
 
 
 COMMANDS = (check_prompt, convert_prompt)

@@ -17,8 +17,8 @@ import click
 from click.testing import CliRunner, Result
 
 from integration_tests.deployment.manifests.pods import LAUNCHER, Container, Pod
-from tgis.cli.command import command
 from tgis.cli.main import server_main
+from tgis.cli.process_command import process_command
 from tgis.config.processes import LauncherConfig
 from tgis.launcher.plan import make_plan
 
@@ -70,7 +70,7 @@ def _parse_launch(arguments: list[str], env: Mapping[str, str]) -> Launch:
             (Path(model) / "tokenizer.json").write_text("{}")
             make_plan(replace(config, model_name=model))
 
-    result = _invoke(command("launcher", LauncherConfig, keep, "", reads="launcher"), arguments, env)
+    result = _invoke(process_command("launcher", LauncherConfig, keep, "", reads="launcher"), arguments, env)
     problems = [first or second for first, second in WARNING.findall(result.stderr)]
     if result.exit_code:
         return Launch(None, (*problems, result.stderr.strip().splitlines()[-1]))

@@ -20,7 +20,6 @@ import pytest
 import trustme
 
 from tests.support.router.router_process import Setup, start_router, stop_router
-from tgis.cli.top.command import ENTER, HOME, LEAVE
 from tgis.cli.top.scrape import ScrapeError, Source, scrape
 from tgis.pb import generation_pb2 as pb
 
@@ -28,6 +27,9 @@ COMMAND = [sys.executable, "-m", "tgis", "top"]
 NAME = "inference-server.example"
 WIDTH, HEIGHT = 90, 12
 ESCAPE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+COLOUR = re.compile(r"\x1b\[[0-9;]*3[0-7]m")
+HOME, ENTER, LEAVE = "\x1b[H", "\x1b[?1049h", "\x1b[?1049l"
+HIDE_CURSOR, SHOW_CURSOR = "\x1b[?25l", "\x1b[?25h"
 
 
 @pytest.fixture(scope="module")
@@ -108,7 +110,7 @@ def test_once_without_a_service_is_one_line() -> None:
 @pytest.mark.parametrize(
     ("target", "reason"),
     [
-        ("localhost:port", "its port is no number"),
+        ("localhost:port", "its port is not a number"),
         ("ftp://localhost", "neither host and port nor an http or https URL"),
         ("https://", "neither host and port nor an http or https URL"),
     ],
@@ -126,11 +128,11 @@ def test_authorities_that_cannot_be_read_are_told(tmp_path: Path) -> None:
 
 
 ANSWERS = {
-    "no HTTP": (b"SSH-2.0-server\r\n", "its answer is no HTTP: BadStatusLine"),
+    "no HTTP": (b"SSH-2.0-server\r\n", "its answer is not HTTP: BadStatusLine"),
     "not found": (b"HTTP/1.0 404 Not Found\r\n\r\n", "/metrics answers with status 404"),
     "another's": (
         b"HTTP/1.0 200 OK\r\n\r\nup 1\n",
-        "its answer has no tgi_queue_size: it is another service's",
+        "its answer has no tgi_queue_size: this is another service",
     ),
     "a page": (b"HTTP/1.0 200 OK\r\n\r\n<html>\n", "its answer is not in Prometheus' format: "),
     "nothing": (b"", "Remote end closed connection without response"),
@@ -162,10 +164,11 @@ def answer_once(listener: socket.socket, answer: bytes) -> None:
 class Screen:
     """A terminal with `tgis top` in it; `text` is all that it has written."""
 
-    def __init__(self, *arguments: str) -> None:
+    def __init__(self, *arguments: str, **variables: str) -> None:
         self.fd, terminal = pty.openpty()
         fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", HEIGHT, WIDTH, 0, 0))
-        self.process = subprocess.Popen([*COMMAND, *arguments], stdin=terminal, stdout=terminal)
+        env = {**os.environ, "TERM": "xterm", **variables}
+        self.process = subprocess.Popen([*COMMAND, *arguments], stdin=terminal, stdout=terminal, env=env)
         os.close(terminal)
         self.text = ""
         self._reader = threading.Thread(target=self._read)
@@ -207,21 +210,38 @@ def test_a_terminal_shows_the_service_go_and_come(authority: Path, tmp_path: Pat
     screen = Screen("--target", f"127.0.0.1:{port}", "--interval", "0.2", "--window", "1", *trust)
     try:
         screen.wait_for(lambda frames: bool(frames) and "no answer" in frames[-1])
-        assert "Connection refused; is asked again" in screen.frames[-1]
+        assert "Connection refused; trying again" in screen.frames[-1]
         for _ in range(2):
             num = len(screen.frames)
             with running(tmp_path, *flags):
-                screen.wait_for(lambda frames, num=num: any("first look" in frame for frame in frames[num:]))
+                screen.wait_for(
+                    lambda frames, num=num: any("first scrape" in frame for frame in frames[num:])
+                )
                 screen.wait_for(lambda frames: "the last 1 s" in frames[-1])
             screen.wait_for(lambda frames: "no answer" in frames[-1])
     finally:
         code = screen.end(signal.SIGINT)
     assert code == 0
-    assert screen.text.startswith(ENTER)
-    assert screen.text.endswith(LEAVE)
+    assert screen.text.startswith((ENTER, HIDE_CURSOR))
+    assert screen.text.index(ENTER) < screen.text.index(HOME) < screen.text.rindex(LEAVE)
+    assert screen.text.rindex(HIDE_CURSOR) < screen.text.rindex(SHOW_CURSOR)
+    assert screen.text.endswith((LEAVE, SHOW_CURSOR))
+    assert COLOUR.search(screen.text), "no answer is red"
     lines = [line for frame in screen.frames for line in frame.split("\r\n")]
     assert max(map(len, lines)) <= WIDTH
     assert max(frame.count("\r\n") for frame in screen.frames) < HEIGHT
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_terminal_without_colours_is_left_as_it_was(number: signal.Signals) -> None:
+    screen = Screen("--target", "localhost:1", "--interval", "0.1", NO_COLOR="1")
+    try:
+        screen.wait_for(lambda frames: bool(frames) and "no answer" in frames[-1])
+    finally:
+        code = screen.end(number)
+    assert code == 0
+    assert screen.text.endswith((LEAVE, SHOW_CURSOR))
+    assert not COLOUR.search(screen.text)
 
 
 def test_a_certificate_of_another_name_is_refused(authority: Path, tmp_path: Path) -> None:
@@ -248,7 +268,7 @@ def test_a_pipe_gets_plain_frames_and_one_line_for_an_absence(router: Setup) -> 
         watching.send_signal(signal.SIGINT)
         watching.stdout.read()
         assert watching.wait(10) == 0
-    assert "first look" in heads[0]
+    assert "first scrape" in heads[0]
     absent = [*COMMAND, "--target", "localhost:1", "--interval", "0.1"]
     with subprocess.Popen(absent, stdout=subprocess.PIPE, text=True) as watching:
         assert watching.stdout is not None
@@ -257,4 +277,4 @@ def test_a_pipe_gets_plain_frames_and_one_line_for_an_absence(router: Setup) -> 
         watching.send_signal(signal.SIGINT)
         assert watching.stdout.read() == ""
         assert watching.wait(10) == 0
-    assert first == "localhost:1: Connection refused; is asked again\n"
+    assert first == "localhost:1: Connection refused; trying again\n"

@@ -11,7 +11,9 @@ from tgis.cli.top.scrape import Labels, Scrape
 
 @dataclass(frozen=True, eq=False)
 class Window:
-    """Pair of scrapes of the same process, the earlier one first. Quotients with a zero divisor are None."""
+    """Pair of scrapes of the same process, the earlier one first. Quotients with a zero divisor are None.
+
+    Both may be the same scrape, where there is only one."""
 
     begin: Scrape
     end: Scrape
@@ -23,9 +25,9 @@ class Window:
     def increase(self, name: str, **labels: str) -> float:
         return self.end.value(name, **labels) - self.begin.value(name, **labels)
 
-    def rate(self, name: str, **labels: str) -> float:
-        """Return the increase per second."""
-        return self.increase(name, **labels) / self.seconds
+    def rate(self, *names: str, **labels: str) -> float | None:
+        """Return the increase per second of the series together."""
+        return sum(self.increase(name, **labels) for name in names) / self.seconds if self.seconds else None
 
     def rates_by(self, name: str, label: str) -> dict[str, float]:
         """Return the rate for each value of the label, without rates of 0."""
@@ -58,7 +60,7 @@ def quantile_of(q: float, buckets: list[tuple[float, float]]) -> float | None:
     `buckets` are pairs of upper bound and cumulative count; the last bound is infinite. The first bucket
     begins at 0. A quantile in the last bucket is the largest finite bound. The result is None without
     observations."""
-    assert q > 0, "the first of all is nowhere in particular"
+    assert q > 0, "the quantile 0 is not defined"
     if len(buckets) < 2 or not buckets[-1][1]:
         return None
     rank = q * buckets[-1][1]
@@ -68,7 +70,7 @@ def quantile_of(q: float, buckets: list[tuple[float, float]]) -> float | None:
         return buckets[last - 1][0]
     end, count = buckets[index]
     begin, before = buckets[index - 1] if index else (0.0, 0.0)
-    assert math.isfinite(end), "the last bucket alone has no end"
+    assert math.isfinite(end), "only the last bucket has no finite bound"
     return begin + (end - begin) * ((rank - before) / (count - before))
 
 

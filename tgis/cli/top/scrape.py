@@ -59,7 +59,7 @@ def scrape(source: Source) -> Scrape:
     except ValueError as error:
         raise ScrapeError(f"its answer is not in Prometheus' format: {error}") from error
     if OURS not in samples:
-        raise ScrapeError(f"its answer has no {OURS}: it is another service's")
+        raise ScrapeError(f"its answer has no {OURS}: this is another service")
     return Scrape(time.monotonic(), samples)
 
 
@@ -84,7 +84,7 @@ def _get(source: Source) -> str:
     except OSError as error:
         raise ScrapeError(error.strerror or str(error) or type(error).__name__) from error
     except (HTTPException, UnicodeDecodeError) as error:
-        raise ScrapeError(f"its answer is no HTTP: {type(error).__name__}") from error
+        raise ScrapeError(f"its answer is not HTTP: {type(error).__name__}") from error
     finally:
         connection.close()
     if response.status != 200:
@@ -102,7 +102,7 @@ def _connection(source: Source) -> HTTPConnection:
             return HTTPConnection(url.netloc, timeout=TIMEOUT_S)
         return _Tls(url.netloc, _context(source), source.server_name)
     except HTTPException as error:
-        raise ScrapeError("its port is no number") from error
+        raise ScrapeError("its port is not a number") from error
 
 
 def _context(source: Source) -> ssl.SSLContext:

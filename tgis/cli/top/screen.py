@@ -1,11 +1,19 @@
-"""Formats what `tgis top` shows as lines of text; each part begins with its name in the first columns."""
+"""Shows what `tgis top` scrapes, as frames of text: on a terminal's alternate screen, or one after another.
 
-from collections.abc import Sequence
+Each line of a frame begins with its name in the first columns."""
 
-from tgis.cli.top.rates import Window
-from tgis.cli.top.scrape import Scrape
+import signal
+import time
+from collections.abc import Iterator, Sequence
 
-NAME_WIDTH = 12  # width of the names' columns, in characters
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+from tgis.cli.top.rates import History, Window
+from tgis.cli.top.scrape import Scrape, ScrapeError, Source, scrape
+
+NAME_WIDTH, CELL_WIDTH = 12, 11  # widths of columns, in characters
 BAR_WIDTH = 20
 NOTHING = "–"
 LATENCIES = {
@@ -20,36 +28,89 @@ FORWARD, ROUTER = "tgi_batch_inference_forward_duration", "tgi_batch_inference_t
 FIRST_TOKENS, NEXT_TOKENS = (f"{LATENCIES[name]}_count" for name in ("first token", "next token"))
 
 
-def draw(title: str, clock: str, scrape: Scrape, window: Window | None) -> list[str]:
-    """Return the frame's lines; without a window, only values of the one scrape are filled in."""
-    parts = [
-        _head(title, clock, scrape, window),
-        _requests(scrape, window),
+def print_once(source: Source, interval: float, window_s: float) -> None:
+    """Print one frame, from two scrapes. Raises ScrapeError that names the target."""
+    history = History(window_s)
+    try:
+        history.push(scrape(source))
+        time.sleep(interval)
+        last = scrape(source)
+    except ScrapeError as error:
+        raise ScrapeError(f"{source.target}: {error}") from error
+    _print(draw(source.target, history.push(last) or Window(last, last)))
+
+
+def print_frames(source: Source, interval: float, window_s: float) -> None:
+    """Print every frame, and a failure only if it differs from the previous one."""
+    previous = ""
+    for frame, failure in _frames(source, interval, window_s):
+        if not failure:
+            _print(frame, end="\n\n")
+        elif failure != previous:
+            _print(Text(f"{source.target}: {failure}; trying again"))
+        previous = failure
+
+
+def show_frames(source: Source, interval: float, window_s: float) -> None:
+    """Show frames on the alternate screen, which is left however this ends, also on SIGTERM."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    with Live(screen=True, auto_refresh=False) as live:
+        for frame, _ in _frames(source, interval, window_s):
+            live.update(frame, refresh=True)
+
+
+def _print(frame: Text, end: str = "\n") -> None:
+    Console().print(frame, end=end, soft_wrap=True)  # lines have the same length whatever the width
+
+
+def _frames(source: Source, interval: float, window_s: float) -> Iterator[tuple[Text, str]]:
+    """Yield the frame to show and the scrape's failure (empty if none), once per interval without end."""
+    history = History(window_s)
+    due = time.monotonic()
+    while True:
+        try:
+            now = scrape(source)
+            yield draw(source.target, history.push(now) or Window(now, now)), ""
+        except ScrapeError as error:
+            history.forget()
+            yield draw_failure(source.target, str(error)), str(error)
+        # A scrape that took longer than the interval delays the next ones; missed intervals are skipped.
+        now_s = time.monotonic()
+        due = max(due + interval, now_s)
+        time.sleep(due - now_s)
+
+
+def draw(title: str, window: Window) -> Text:
+    """Return a frame; values over time are missing in a window of a single scrape."""
+    scrape = window.end
+    lines = [
+        _head(title, scrape, window),
+        *_requests(scrape, window),
         _failures(window),
         _tokens(window),
         _cache(scrape, window),
-        _latencies(window),
-        _steps(window),
-        _shards(scrape),
-        _contents(scrape),
+        *_latencies(window),
+        *_steps(window),
+        *_shards(scrape),
+        _loaded(scrape),
     ]
-    return [line for part in parts for line in part]
+    return _join(lines)
 
 
-def draw_failure(title: str, clock: str, reason: str) -> list[str]:
-    return [
-        f"{'tgis top':{NAME_WIDTH}}{title}  no answer  {clock}",
-        f"{'':{NAME_WIDTH}}{reason}; is asked again",
-    ]
+def draw_failure(title: str, reason: str) -> Text:
+    state = ("no answer", "bold red")
+    return _join(
+        [_line("tgis top", f"{title}  ", state, f"  {_clock()}"), _line("", f"{reason}; trying again")]
+    )
 
 
-def _head(title: str, clock: str, scrape: Scrape, window: Window | None) -> list[str]:
-    state = "ready" if scrape.value("tgi_ready") else "not ready"
-    over = f"the last {window.seconds:.0f} s" if window else "first look"
-    return [_line("tgis top", f"{title}  {state}  {clock}  {over}")]
+def _head(title: str, scrape: Scrape, window: Window) -> Text:
+    state = "ready" if scrape.value("tgi_ready") else ("not ready", "bold red")
+    over = f"the last {window.seconds:.0f} s" if window.seconds else "first scrape"
+    return _line("tgis top", f"{title}  ", state, f"  {_clock()}  {over}")
 
 
-def _requests(scrape: Scrape, window: Window | None) -> list[str]:
+def _requests(scrape: Scrape, window: Window) -> list[Text]:
     states = {
         "queue": "tgi_queue_size",
         "running": "tgi_requests_running",
@@ -67,96 +128,93 @@ def _requests(scrape: Scrape, window: Window | None) -> list[str]:
     ]
 
 
-def _failures(window: Window | None) -> list[str]:
-    if window is None:
-        return [_line("failures", NOTHING)]
+def _failures(window: Window) -> Text:
     rates = window.rates_by("tgi_request_failure_total", "err")
-    return [_line("failures", "   ".join(f"{err} {rate:.2f}/s" for err, rate in rates.items()) or "none")]
+    shown = "   ".join(f"{err} {rate:.2f}/s" for err, rate in rates.items())
+    return _line("failures", shown or ("none" if window.seconds else NOTHING))
 
 
-def _tokens(window: Window | None) -> list[str]:
-    if window is None:
-        return [_line("tokens/s", NOTHING)]
-    generated = window.rate(FIRST_TOKENS) + window.rate(NEXT_TOKENS)
-    prompt = window.rate("tgi_batch_next_tokens_sum")
-    return [_line("tokens/s", f"generated {generated:,.0f}   of prompts {prompt:,.0f}")]
+def _tokens(window: Window) -> Text:
+    generated = _number(window.rate(FIRST_TOKENS, NEXT_TOKENS), ",.0f")
+    prompt = _number(window.rate("tgi_batch_next_tokens_sum"), ",.0f")
+    return _line("tokens/s", f"generated {generated}   of prompts {prompt}")
 
 
-def _cache(scrape: Scrape, window: Window | None) -> list[str]:
+def _cache(scrape: Scrape, window: Window) -> Text:
     used = scrape.value("tgi_kv_cache_usage_ratio")
     bar = ("#" * round(used * BAR_WIDTH)).ljust(BAR_WIDTH, ".")
-    hits = window.share("tgi_prefix_cache_hits_total", "tgi_prefix_cache_queries_total") if window else None
-    found = NOTHING if hits is None else f"{hits:.0%}"
-    text = f"{used:.0%} [{bar}]   prefix hits {found}   put back {_rate(window, 'tgi_preemptions_total')}/s"
-    return [_line("cache", text)]
+    hits = _number(window.share("tgi_prefix_cache_hits_total", "tgi_prefix_cache_queries_total"), ".0%")
+    preempted = _rate(window, "tgi_preemptions_total")
+    return _line("cache", f"{used:.0%} [{bar}]   prefix hits {hits}   preempted {preempted}/s")
 
 
-def _latencies(window: Window | None) -> list[str]:
-    lines = [_row("latency", ["p50", "p95", "mean", "per s"])]
+def _latencies(window: Window) -> Iterator[Text]:
+    yield _row("latency", ["p50", "p95", "mean", "per s"])
     for name, series in LATENCIES.items():
-        cells = [_quantile(window, 0.5, series), _quantile(window, 0.95, series), _mean_time(window, series)]
-        lines.append(_row(f"  {name}", [*cells, _rate(window, f"{series}_count")]))
-    return lines
+        times = (window.quantile(0.5, series), window.quantile(0.95, series), window.mean(series))
+        yield _row(f"  {name}", [*map(_time, times), _rate(window, f"{series}_count")])
 
 
-def _steps(window: Window | None) -> list[str]:
+def _steps(window: Window) -> Iterator[Text]:
     """Format the time of a step, the shards' part of it and the router's work after it."""
-    lines = [_row("steps", ["p50", "p95", "shards p50", "shards p95", "router", "per s", "size"])]
+    yield _row("steps", ["p50", "p95", "shards p50", "shards p95", "router", "per s", "size"])
     for method in METHODS:
-        size = window.mean(SIZE, method=method) if window else None
-        cells = [
-            _quantile(window, q, series, method=method) for series in (STEP, FORWARD) for q in (0.5, 0.95)
-        ]
-        cells.append(_mean_time(window, ROUTER, method=method))
-        cells.append(_rate(window, "tgi_batch_inference_success_total", method=method))
-        lines.append(_row(f"  {method}", [*cells, NOTHING if size is None else f"{size:.1f}"]))
-    return lines
+        times = [window.quantile(q, series, method=method) for series in (STEP, FORWARD) for q in (0.5, 0.95)]
+        times.append(window.mean(ROUTER, method=method))
+        rate = _rate(window, "tgi_batch_inference_success_total", method=method)
+        size = _number(window.mean(SIZE, method=method), ".1f")
+        yield _row(f"  {method}", [*map(_time, times), rate, size])
 
 
-def _shards(scrape: Scrape) -> list[str]:
+def _shards(scrape: Scrape) -> list[Text]:
     seconds = scrape.value("tgi_tls_certificate_seconds_left")
     refused = scrape.value("tgi_tls_reload_failure_total")
     certificate = f"{seconds / 86400:.1f} days left" if seconds else "none"
     if refused:
-        certificate += f"   changes not taken {refused:.0f}"
+        certificate += f"   failed reloads {refused:.0f}"
     lost = f"lost {scrape.value('tgi_shard_restarts_total'):.0f} times"
     return [_line("shards", lost), _line("certificate", certificate)]
 
 
-def _contents(scrape: Scrape) -> list[str]:
+def _loaded(scrape: Scrape) -> Text:
     shown = [
         f"{kind}s {scrape.value(f'tgi_{kind}_cache_entries'):.0f} "
         f"({_bytes(scrape.value(f'tgi_{kind}_cache_bytes'))})"
         for kind in ("prompt", "adapter")
     ]
-    return [_line("loaded", "   ".join(shown))]
+    return _line("loaded", "   ".join(shown))
 
 
-def _line(name: str, text: str) -> str:
-    return f"{name:{NAME_WIDTH}}{text}"
+def _join(lines: Sequence[Text]) -> Text:
+    return Text("\n", no_wrap=True, overflow="crop").join(lines)
 
 
-def _row(name: str, cells: Sequence[str]) -> str:
-    return f"{name:{NAME_WIDTH + 2}}" + "".join(f"{cell:>11}" for cell in cells)
+def _line(name: str, *parts: str | tuple[str, str]) -> Text:
+    return Text.assemble((f"{name:{NAME_WIDTH}}", "bold"), *parts)
 
 
-def _rate(window: Window | None, name: str, **labels: str) -> str:
-    return f"{window.rate(name, **labels):.1f}" if window else NOTHING
+def _row(name: str, cells: Sequence[str]) -> Text:
+    style = "" if name.startswith(" ") else "bold"
+    return Text.assemble((f"{name:{NAME_WIDTH + 2}}", style), *(f"{cell:>{CELL_WIDTH}}" for cell in cells))
 
 
-def _quantile(window: Window | None, q: float, series: str, **labels: str) -> str:
-    return _time(window.quantile(q, series, **labels) if window else None)
+def _clock() -> str:
+    return time.strftime("%H:%M:%S")
 
 
-def _mean_time(window: Window | None, series: str, **labels: str) -> str:
-    return _time(window.mean(series, **labels) if window else None)
+def _rate(window: Window, name: str, **labels: str) -> str:
+    return _number(window.rate(name, **labels), ".1f")
 
 
-def _bytes(value: float) -> str:
-    return f"{value / 1e6:,.1f} MB" if value >= 1e6 else f"{value / 1e3:.0f} kB"
+def _number(value: float | None, form: str) -> str:
+    return NOTHING if value is None else format(value, form)
 
 
 def _time(seconds: float | None) -> str:
     if seconds is None:
         return NOTHING
     return f"{seconds * 1000:.1f} ms" if seconds < 1 else f"{seconds:.2f} s"
+
+
+def _bytes(value: float) -> str:
+    return f"{value / 1e6:,.1f} MB" if value >= 1e6 else f"{value / 1e3:.0f} kB"

@@ -1,0 +1,191 @@
+"""Builds the commands that start the service's processes, from their configuration classes.
+
+These commands also accept other servers' option names, know where each setting comes from, and check and log
+the settings."""
+
+import logging
+import os
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import Field
+from typing import Any, TypeVar
+
+import click
+from click.core import ParameterSource
+
+from tgis import __version__, logs
+from tgis.cli.command import (
+    ARGUMENTS,
+    VERSION_NAMES,
+    GroupedOption,
+    OneLineCommand,
+    json_fields,
+    parameters,
+)
+from tgis.config import log_level, report
+from tgis.config.aliases.alias import Alias
+from tgis.config.aliases.tgi import SHARED_SHORT_FLAG, TGI_NAMES
+from tgis.config.aliases.tgis import TGIS_NAMES
+from tgis.config.checks import DEFAULT, GivenAlias, Setting, apply_aliases, check
+from tgis.config.option import Group, Option, declared, env_of, flag_of
+from tgis.config.processes import ProcessOptions
+from tgis.process import json_lines
+
+logger = logging.getLogger(__name__)
+
+C = TypeVar("C", bound=ProcessOptions)
+Complete = Callable[[dict[str, Setting], dict[str, Any]], None]
+
+FOREIGN = "foreign_"  # prefix of the parameter names of foreign options
+
+
+class ProcessCommand(OneLineCommand):
+    """Command whose help lists its options by group."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write each option under its group's heading; options without a group go under "Options"."""
+        records: dict[Group | None, list[tuple[str, str]]] = {group: [] for group in (*Group, None)}
+        for one in self.get_params(ctx):
+            if record := one.get_help_record(ctx):
+                records[getattr(one, "group", None)].append(record)
+        for group, rows in records.items():
+            if rows:
+                with formatter.section(group.value if group else "Options"):
+                    formatter.write_dl(rows)
+
+
+def process_command(
+    name: str,
+    config_type: type[C],
+    run: Callable[[C], None],
+    help: str,
+    *,
+    reads: str = "",
+    extra: Sequence[click.Parameter] = (),
+    complete: Complete | None = None,
+    only_report: bool = False,
+    process: str = "",
+) -> click.Command:
+    """Build a command whose options are the fields of `config_type` and the foreign names of `reads`.
+
+    `reads` is a command's name in the tables of foreign names. `extra` lists parameters that are not fields;
+    `complete` turns their values into settings. With `only_report` the command prints the settings and does
+    not call `run`. `process` is the process name in JSON lines."""
+
+    def call(**values: Any) -> None:
+        context = click.get_current_context()
+        fields = json_fields(context, values)
+        if fields:
+            logs.setup("info", json_output=True, process=fields)
+        settings = {f.name: _setting(context, f, option) for f, option, _ in declared(config_type)}
+        if complete:
+            complete(settings, {one.name: values[one.name] for one in extra if one.name})
+        notices = _read_foreign(context, settings, reads)
+        if only_report:
+            print(report.describe(settings))
+        else:
+            run(_configure(config_type, settings, notices, fields))
+
+    options = parameters(config_type, is_required=complete is None)
+    theirs = [_foreign_flag(one) for one in _names_of(reads) if one.flag]
+    made = ProcessCommand(name, callback=call, params=[*options, *extra, *theirs], help=help)
+    made.process = process
+    return click.version_option(__version__, *VERSION_NAMES)(made)
+
+
+def _foreign_flag(foreign: Alias) -> click.Option:
+    return GroupedOption(
+        [foreign.flag_name, FOREIGN + foreign.name, *([foreign.short] if foreign.short else [])],
+        is_flag=foreign.switch,
+        default=None,
+        hidden=foreign in TGI_NAMES,
+        help=f"Means --{foreign.means.replace('_', '-')}." if foreign.means else f"No effect: {foreign.why}.",
+        group=Group.COMPATIBILITY,
+    )
+
+
+def _names_of(command_name: str) -> list[Alias]:
+    return [one for one in (*TGIS_NAMES, *TGI_NAMES) if command_name in one.commands]
+
+
+def _setting(context: click.Context, f: Field[Any], option: Option) -> Setting:
+    if not option.flag:
+        name = f.name.upper()
+        text = os.environ.get(name, "").strip()
+        return Setting(text, name) if text else Setting(f.default)
+    value, source = context.params[f.name], context.get_parameter_source(f.name)
+    if source is ParameterSource.COMMANDLINE:
+        return Setting(value, flag_of(f))
+    if source is not ParameterSource.ENVIRONMENT:
+        return Setting(value)
+    names = (env_of(f), option.older_env)
+    return Setting(value, next(name for name in names if name and os.environ.get(name)))
+
+
+def _read_foreign(context: click.Context, settings: dict[str, Setting], reads: str) -> list[str]:
+    """Apply the foreign names that were given to the settings; return the warnings."""
+    compat = settings["compat"].value if "compat" in settings else None
+    if compat and _uses_short_flag(context.meta[ARGUMENTS]):
+        raise click.UsageError(
+            f"under --compat {compat}, write --grpc-port or --graceful-termination-timeout instead of "
+            f"{SHARED_SHORT_FLAG}, which means one here and the other there",
+            context,
+        )
+    given = [found for one in _names_of(reads) if (found := _given(context, one, compat))]
+    parameters = {one.name: one for one in context.command.params}
+
+    def read(name: str, text: str, source: str) -> Any:
+        try:
+            return parameters[name].type.convert(text, parameters[name], context)
+        except click.BadParameter as error:
+            if error.exit_code == 2:
+                error.param_hint = source
+            raise
+
+    return apply_aliases(given, settings, read)
+
+
+def _given(context: click.Context, foreign: Alias, compat: str | None) -> GivenAlias | None:
+    """Return the value given for a foreign name, by its flag or else by its variable.
+
+    Without --compat, a TGI flag is a usage error and TGI variables are ignored."""
+    if (value := context.params.get(FOREIGN + foreign.name)) is not None:
+        if foreign in TGI_NAMES and not compat:
+            text = f"No such option: {foreign.flag_name}; it is TGI's: add --compat tgi to use TGI's names"
+            raise click.UsageError(text, context)
+        return GivenAlias(foreign, str(value).lower() if foreign.switch else value, foreign.flag_name)
+    if not foreign.variable or (foreign in TGI_NAMES and not compat):
+        return None
+    text = os.environ.get(foreign.variable_name, "")
+    is_given = text.strip() and not (foreign.switch and text == "false")
+    return GivenAlias(foreign, text, foreign.variable_name) if is_given else None
+
+
+def _uses_short_flag(arguments: Iterable[str]) -> bool:
+    return any(one.startswith(SHARED_SHORT_FLAG) for one in arguments)
+
+
+def _configure(
+    config_type: type[C],
+    settings: dict[str, Setting],
+    notices: list[str],
+    fields: Mapping[str, logs.Scalar] | None,
+) -> C:
+    """Set up logging, check the settings, log warnings and settings, and return the configuration."""
+    level, notice = log_level.parse(settings["log_level"].value)
+    settings["log_level"] = Setting(level, settings["log_level"].source)
+    config = config_type(**{name: setting.value for name, setting in settings.items()})
+    logs.setup(config.log_level, config.json_output, fields or {})
+    if "env" in settings and settings["env"].value:
+        text = report.describe(settings)
+        print(json_lines.to_json(text, fields, "INFO") if fields else text, file=sys.stderr, flush=True)
+    for text in [*filter(None, [notice]), *notices, *check(settings)]:
+        logger.warning("%s", text)
+    ours = [f.name for f, option, _ in declared(config_type) if option.flag]
+    given = [
+        f"{name}={report.shown(settings[name].value)}" for name in ours if settings[name].source != DEFAULT
+    ]
+    logger.log(
+        logging.INFO if "env" in settings else logging.DEBUG, "settings: %s", " ".join(given) or "none"
+    )
+    return config
