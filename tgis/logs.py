@@ -1,7 +1,4 @@
-"""Configures logging to stderr, as text or as JSON lines.
-
-Both formats can be parsed back exactly: no text of an argument or a field can look like another record or
-field."""
+"""Configures logging to stderr, as text or JSON lines. No text can look like another record or field."""
 
 import contextlib
 import functools
@@ -27,9 +24,8 @@ _CONSTANTS = frozenset(("true", "false", "null"))
 
 
 class TextFormatter(logging.Formatter):
-    """Formatter of text lines.
+    """Formatter of lines `2026-01-31T12:00:00.123Z INFO tgis.router.app: message key=value other="a value"`.
 
-    A line is `2026-01-31T12:00:00.123Z INFO tgis.router.app: message key=value other="a value"`.
     A message or string value is written as a JSON string only if it could be misread otherwise."""
 
     def format(self, record: logging.LogRecord) -> str:
@@ -47,7 +43,6 @@ class JsonFormatter(logging.Formatter):
     """Formatter of JSON lines; a field named like a key that every record has gets a trailing underscore."""
 
     def __init__(self, process: Mapping[str, Scalar] = MappingProxyType({})) -> None:
-        """Set the fields for every object; a record's own fields take precedence over `process`."""
         super().__init__()
         self._process = process
 

@@ -1,6 +1,4 @@
-"""Implements `tgis client`, which calls a running service from a shell.
-
-Answers go to stdout. A failed call prints one line on stderr and exits with status 1."""
+"""Implements `tgis client`. Answers go to stdout; a failed call prints one line on stderr, status 1."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -25,8 +23,6 @@ MAX_UINT64 = 2**64 - 1
 
 @dataclass(frozen=True, kw_only=True)
 class Connection:
-    """Options for the service's address, time limit and TLS."""
-
     target: str = option("Host and port of the service.", "localhost:8033", env=False)
     timeout: float | None = option("Seconds a call may take; unset: no limit.", None, env=False, minimum=0)
     tls: bool = option("Use TLS; without --ca-cert the system's authorities are trusted.", False, env=False)

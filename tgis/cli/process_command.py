@@ -1,7 +1,4 @@
-"""Builds the commands that start the service's processes, from their configuration classes.
-
-These commands also accept other servers' option names, know where each setting comes from, and check and log
-the settings."""
+"""Builds the commands that start processes, which also take other servers' option names."""
 
 import logging
 import os
@@ -43,7 +40,6 @@ class ProcessCommand(OneLineCommand):
     """Command whose help lists its options by group."""
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write each option under its group's heading; options without a group go under "Options"."""
         records: dict[Group | None, list[tuple[str, str]]] = {group: [] for group in (*Group, None)}
         for one in self.get_params(ctx):
             if record := one.get_help_record(ctx):
@@ -66,11 +62,10 @@ def process_command(
     only_report: bool = False,
     process: str = "",
 ) -> click.Command:
-    """Build a command whose options are the fields of `config_type` and the foreign names of `reads`.
+    """Build a command with the fields of `config_type`, `extra` and foreign names as options.
 
-    `reads` is a command's name in the tables of foreign names. `extra` lists parameters that are not fields;
-    `complete` turns their values into settings. With `only_report` the command prints the settings and does
-    not call `run`. `process` is the process name in JSON lines."""
+    `reads` is its name in the tables of foreign names, `process` that in JSON lines. `complete` turns the
+    values of `extra` into settings. With `only_report` it prints the settings and does not call `run`."""
 
     def call(**values: Any) -> None:
         context = click.get_current_context()
@@ -146,9 +141,7 @@ def _read_foreign(context: click.Context, settings: dict[str, Setting], reads: s
 
 
 def _given(context: click.Context, foreign: Alias, compat: str | None) -> GivenAlias | None:
-    """Return the value given for a foreign name, by its flag or else by its variable.
-
-    Without --compat, a TGI flag is a usage error and TGI variables are ignored."""
+    """Return what a foreign name's flag, else its variable, gives; without --compat, TGI's are errors."""
     if (value := context.params.get(FOREIGN + foreign.name)) is not None:
         if foreign in TGI_NAMES and not compat:
             text = f"No such option: {foreign.flag_name}; it is TGI's: add --compat tgi to use TGI's names"

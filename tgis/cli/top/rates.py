@@ -1,6 +1,4 @@
-"""Computes rates, means, shares and quantiles between two scrapes.
-
-Quantiles are interpolated like in Prometheus' histogram_quantile."""
+"""Computes rates, means, shares and quantiles (as Prometheus' histogram_quantile) between two scrapes."""
 
 import math
 from collections import deque
@@ -11,9 +9,7 @@ from tgis.cli.top.scrape import Labels, Scrape
 
 @dataclass(frozen=True, eq=False)
 class Window:
-    """Pair of scrapes of the same process, the earlier one first. Quotients with a zero divisor are None.
-
-    Both may be the same scrape, where there is only one."""
+    """Two scrapes of a process, the earlier first, or one twice. Quotients with a zero divisor are None."""
 
     begin: Scrape
     end: Scrape
@@ -44,7 +40,6 @@ class Window:
         return self.increase(f"{histogram}_sum", **labels) / count if count else None
 
     def quantile(self, q: float, histogram: str, **labels: str) -> float | None:
-        """Return the quantile `q` of the observations between the two scrapes."""
         name = f"{histogram}_bucket"
         counts: dict[float, float] = {}
         for scrape, sign in ((self.end, 1), (self.begin, -1)):
@@ -55,11 +50,10 @@ class Window:
 
 
 def quantile_of(q: float, buckets: list[tuple[float, float]]) -> float | None:
-    """Return the quantile `q` of a histogram, interpolated linearly inside a bucket.
+    """Return the quantile `q` of a histogram, linear inside a bucket; None without observations.
 
-    `buckets` are pairs of upper bound and cumulative count; the last bound is infinite. The first bucket
-    begins at 0. A quantile in the last bucket is the largest finite bound. The result is None without
-    observations."""
+    `buckets` are pairs of upper bound, at last infinite, and cumulative count. The first bucket begins at 0.
+    A quantile in the last bucket is the largest finite bound."""
     assert q > 0, "the quantile 0 is not defined"
     if len(buckets) < 2 or not buckets[-1][1]:
         return None
