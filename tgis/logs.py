@@ -35,7 +35,7 @@ class TextFormatter(logging.Formatter):
         lines = [head + "".join(fields)]
         if record.exc_info:  # indented, because a traceback ends with a text that a user may have chosen
             traceback = self.formatException(record.exc_info)
-            lines += ["    " + _printable(line) for line in traceback.splitlines()]
+            lines += ["    " + printable(line) for line in traceback.splitlines()]
         return "\n".join(lines)
 
 
@@ -149,8 +149,8 @@ def _quoted(text: str) -> str:
     return f'"{"".join(plain)}"'
 
 
-def _printable(text: str) -> str:
-    """Escape unprintable characters, so that the text stays on one line."""
+def printable(text: str) -> str:
+    """Escape unprintable characters, so the text stays on one line and cannot control the terminal."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)

@@ -3,7 +3,7 @@
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import Field
 from typing import Any, TypeVar
 
@@ -120,7 +120,7 @@ def _setting(context: click.Context, f: Field[Any], option: Option) -> Setting:
 def _read_foreign(context: click.Context, settings: dict[str, Setting], reads: str) -> list[str]:
     """Apply the foreign names that were given to the settings; return the warnings."""
     compat = settings["compat"].value if "compat" in settings else None
-    if compat and _uses_short_flag(context.meta[ARGUMENTS]):
+    if compat and any(one.startswith(SHARED_SHORT_FLAG) for one in context.meta[ARGUMENTS]):
         raise click.UsageError(
             f"under --compat {compat}, write --grpc-port or --graceful-termination-timeout instead of "
             f"{SHARED_SHORT_FLAG}, which means one here and the other there",
@@ -152,10 +152,6 @@ def _given(context: click.Context, foreign: Alias, compat: str | None) -> GivenA
     text = os.environ.get(foreign.variable_name, "")
     is_given = text.strip() and not (foreign.switch and text == "false")
     return GivenAlias(foreign, text, foreign.variable_name) if is_given else None
-
-
-def _uses_short_flag(arguments: Iterable[str]) -> bool:
-    return any(one.startswith(SHARED_SHORT_FLAG) for one in arguments)
 
 
 def _configure(

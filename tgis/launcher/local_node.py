@@ -56,10 +56,10 @@ class Node(Protocol):
 class LocalNode:
     num_losses = 0
 
-    def __init__(self, configs: ChildConfigs, host: str = LOOPBACK) -> None:
+    def __init__(self, configs: ChildConfigs) -> None:
         self._configs = configs
         self._shards: list[Child] = []
-        self.host = host
+        self.host = LOOPBACK
 
     @property
     def addresses(self) -> list[TcpAddress]:

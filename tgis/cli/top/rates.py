@@ -4,7 +4,7 @@ import math
 from collections import deque
 from dataclasses import dataclass
 
-from tgis.cli.top.scrape import Labels, Scrape
+from tgis.cli.top.scrape import Scrape
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,7 +44,7 @@ class Window:
         counts: dict[float, float] = {}
         for scrape, sign in ((self.end, 1), (self.begin, -1)):
             for found, count in scrape.select(name, **labels).items():
-                end = _bucket_end(found)
+                end = float(dict(found)["le"])
                 counts[end] = counts.get(end, 0.0) + sign * count
         return quantile_of(q, sorted(counts.items()))
 
@@ -97,7 +97,3 @@ def has_restarted(before: Scrape, after: Scrape) -> bool:
         for name in counters
         for labels, value in before.samples[name].items()
     )
-
-
-def _bucket_end(labels: Labels) -> float:
-    return float(dict(labels)["le"])
