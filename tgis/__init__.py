@@ -1,6 +1,4 @@
-"""Text generation service behind gRPC.
-
-The router schedules, the shards compute, and the launcher starts and watches both."""
+"""Text generation behind gRPC: a router schedules, shards compute, and a launcher starts and watches both."""
 
 import os
 

@@ -1,8 +1,7 @@
 """Injects faults at named points in the code, for tests; inactive unless the option `failpoints` names some.
 
-The option has rules `POINT[FACT;FACT]=ACTION:SECONDS@TIME`, separated by commas. The action runs when the
-process reaches the point and all facts hold: only the TIME-th time if TIME is given, else every time. Facts,
-seconds and TIME are optional."""
+Its rules `POINT[FACT;FACT]=ACTION:SECONDS@TIME`, separated by commas, run when the process reaches the point
+and all facts hold, only for the TIME-th time if TIME is given. Facts, seconds and TIME are optional."""
 
 import os
 import re
@@ -59,9 +58,7 @@ def arm(text: str | None, *facts: str) -> None:
 
 
 def hit(point: str, facts: Callable[[], list[str]] = list) -> bool:
-    """Run the actions of this point's rules; return True if the caller must produce garbage.
-
-    `facts` is called only if the point has rules."""
+    """Run the point's rules, if it has any, with `facts`; return True if the caller must produce garbage."""
     if not _rules or point not in _rules:
         return False
     known = _own_facts | frozenset(facts())

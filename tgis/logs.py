@@ -1,7 +1,4 @@
-"""Configures logging to stderr, as text or as JSON lines.
-
-Both formats can be parsed back exactly: no text of an argument or a field can look like another record or
-field."""
+"""Configures logging to stderr, as text or JSON lines. No text can look like another record or field."""
 
 import contextlib
 import functools
@@ -27,9 +24,8 @@ _CONSTANTS = frozenset(("true", "false", "null"))
 
 
 class TextFormatter(logging.Formatter):
-    """Formatter of text lines.
+    """Formatter of lines `2026-01-31T12:00:00.123Z INFO tgis.router.app: message key=value other="a value"`.
 
-    A line is `2026-01-31T12:00:00.123Z INFO tgis.router.app: message key=value other="a value"`.
     A message or string value is written as a JSON string only if it could be misread otherwise."""
 
     def format(self, record: logging.LogRecord) -> str:
@@ -39,7 +35,7 @@ class TextFormatter(logging.Formatter):
         lines = [head + "".join(fields)]
         if record.exc_info:  # indented, because a traceback ends with a text that a user may have chosen
             traceback = self.formatException(record.exc_info)
-            lines += ["    " + _printable(line) for line in traceback.splitlines()]
+            lines += ["    " + printable(line) for line in traceback.splitlines()]
         return "\n".join(lines)
 
 
@@ -47,7 +43,6 @@ class JsonFormatter(logging.Formatter):
     """Formatter of JSON lines; a field named like a key that every record has gets a trailing underscore."""
 
     def __init__(self, process: Mapping[str, Scalar] = MappingProxyType({})) -> None:
-        """Set the fields for every object; a record's own fields take precedence over `process`."""
         super().__init__()
         self._process = process
 
@@ -154,8 +149,8 @@ def _quoted(text: str) -> str:
     return f'"{"".join(plain)}"'
 
 
-def _printable(text: str) -> str:
-    """Escape unprintable characters, so that the text stays on one line."""
+def printable(text: str) -> str:
+    """Escape unprintable characters, so the text stays on one line and cannot control the terminal."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)

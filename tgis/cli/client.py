@@ -1,6 +1,4 @@
-"""Implements `tgis client`, which calls a running service from a shell.
-
-Answers go to stdout. A failed call prints one line on stderr and exits with status 1."""
+"""Implements `tgis client`. Answers go to stdout; a failed call prints one line on stderr, status 1."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -16,6 +14,7 @@ from google.protobuf.message import Message
 from tgis.cli.command import OneLineGroup, command
 from tgis.config.option import option
 from tgis.errors import OperatorError
+from tgis.logs import printable
 from tgis.pb import generation_pb2 as pb
 from tgis.pb.generation_pb2_grpc import GenerationServiceStub
 
@@ -25,8 +24,6 @@ MAX_UINT64 = 2**64 - 1
 
 @dataclass(frozen=True, kw_only=True)
 class Connection:
-    """Options for the service's address, time limit and TLS."""
-
     target: str = option("Host and port of the service.", "localhost:8033", env=False)
     timeout: float | None = option("Seconds a call may take; unset: no limit.", None, env=False, minimum=0)
     tls: bool = option("Use TLS; without --ca-cert the system's authorities are trusted.", False, env=False)
@@ -126,7 +123,7 @@ def generate(
             click.echo(to_json(response))
             continue
         if len(inputs) > 1:
-            click.echo(f"--- {_escape(text)}")
+            click.echo(f"--- {printable(text)}")
         click.echo(response.text)
         if options.details:
             _print_details(response, response.tokens)
@@ -162,7 +159,7 @@ def tokenize(connection: Connection, output: Output, inputs: Sequence[str]) -> N
             continue
         click.echo(f"{response.token_count} tokens")
         spans = zip(response.tokens, response.offsets, strict=True)
-        click.echo(format_table([[_escape(token), str(at.start), str(at.end)] for token, at in spans]))
+        click.echo(format_table([[printable(token), str(at.start), str(at.end)] for token, at in spans]))
 
 
 def info(connection: Connection, output: Output) -> None:
@@ -292,7 +289,7 @@ def _print_stream(messages: Iterable[pb.GenerationResponse], details: bool) -> N
 def _print_details(response: pb.GenerationResponse, tokens: Iterable[pb.TokenInfo]) -> None:
     head = ["token", "logprob", "rank", "likeliest"]
     rows = [
-        [_escape(token.text), f"{token.logprob:.4f}", str(token.rank), _format_top_tokens(token)]
+        [printable(token.text), f"{token.logprob:.4f}", str(token.rank), _format_top_tokens(token)]
         for token in tokens
     ]
     counts = f"{response.input_token_count} input tokens, {response.generated_token_count} generated"
@@ -301,12 +298,7 @@ def _print_details(response: pb.GenerationResponse, tokens: Iterable[pb.TokenInf
 
 
 def _format_top_tokens(token: pb.TokenInfo) -> str:
-    return "  ".join(f"{_escape(top.text)} {top.logprob:.4f}" for top in token.top_tokens)
-
-
-def _escape(text: str) -> str:
-    """Escape unprintable characters, so the text stays on one line and cannot control the terminal."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
+    return "  ".join(f"{printable(top.text)} {top.logprob:.4f}" for top in token.top_tokens)
 
 
 _CALLING, _GENERATING = (Connection, Output), (Connection, GenerationOptions, Output)

@@ -106,9 +106,7 @@ def command(
 
 
 def parameters(config_type: type, is_required: bool = False) -> list[click.Parameter]:
-    """Build the options of a configuration class, by group.
-
-    `is_required` is True if only they can set fields without a default."""
+    """Build a configuration class's options, by group. `is_required`: nothing else sets its fields."""
     return [_parameter(*one, is_required) for one in in_groups(config_type) if one[1].flag]
 
 
@@ -192,10 +190,7 @@ def _parameter(f: Field[Any], option: Option, hint: Any, is_required: bool) -> c
 
 class _Declared(GroupedOption):
     def resolve_envvar_value(self, ctx: click.Context) -> str | None:
-        """Return the value of the first variable that is given.
-
-        A blank variable counts as not given if the option is a text and may be unset; otherwise it is an
-        error."""
+        """Return the first given variable. A blank text that may be unset is not given, others are errors."""
         assert isinstance(self.envvar, list), "variables are declared as a list"
         may_be_blank = self.default is None and isinstance(
             self.type, click.types.StringParamType | click.Choice

@@ -1,7 +1,6 @@
 """Trains a small Llama on the documentation that Python ships, to have a model to serve without a model hub.
 
-The model recites its training text. Training again on the same machine gives the same bytes. The kernels that
-serve it can be compiled meanwhile."""
+It recites its training text. Training again on the same machine gives the same bytes."""
 
 import logging
 import multiprocessing
@@ -57,8 +56,7 @@ class DemoModelError(OperatorError):
 def write_demo_model(directory: Path, num_steps: int = NUM_STEPS, *, compile_kernels: bool = False) -> None:
     """Train the model and write it in Hugging Face layout; `directory` is complete or absent.
 
-    With `compile_kernels`, another process meanwhile compiles the kernels that serve the model. Raises
-    DemoModelError before training if the directory cannot be written."""
+    Raises DemoModelError before training if the directory cannot be written."""
     with _appearing(directory) as fresh:
         documents = read_documents()
         tokenizer = train_tokenizer(documents)
@@ -90,9 +88,7 @@ def _appearing(directory: Path) -> Iterator[Path]:
 
 @contextmanager
 def _compiling(directory: Path) -> Iterator[None]:
-    """Compile the kernels of the model in `directory` in another process beside the block.
-
-    If that fails, they are compiled when the model is served."""
+    """Compile the kernels that serve the model, in another process beside the block."""
     process = multiprocessing.get_context("spawn").Process(target=_compile_kernels, args=(directory,))
     process.start()
     try:
@@ -151,11 +147,9 @@ def _repeatable() -> Iterator[None]:
 
 
 def _draw_rows(documents: list[str], tokenizer: Tokenizer) -> Iterator[torch.Tensor]:
-    """Yield batches [rows, row_tokens + 1] without end.
+    """Yield batches [rows, row_tokens + 1] without end; every LONG_ROW_EVERY-th has fewer and longer rows.
 
-    Each row begins with <s>, as a prompt does. The first row's text starts at PROMPT, that of the others at a
-    sentence or at any word. Every LONG_ROW_EVERY steps the batch has LONG_ROW_FACTOR times fewer and longer
-    rows."""
+    Each row begins with <s>, as a prompt does, and goes on at PROMPT (the first), a sentence or any word."""
     text = "".join(document + "</s><s>" for document in documents)
     words = [match.start() for match in re.finditer(r"(?<![^\s>])[^\s<]", text)]
     sentences = [match.start() for match in re.finditer(r"(?:(?<=[.:] )|(?<=\n)|(?<=>)|^)[A-Z]", text)]
@@ -245,9 +239,7 @@ def _save(model: LlamaForCausalLM, tokenizer: Tokenizer, directory: Path) -> Non
 
 
 def read_documents() -> list[str]:
-    """Return one text of plain prose per topic, with one line per paragraph.
-
-    Markup, code and quotation marks are removed; quotation marks would need escapes in a shell."""
+    """Return one text of plain prose per topic, without markup and code, with one line per paragraph."""
     known: set[str] = set()
     documents = []
     for name in TOPICS:
@@ -290,5 +282,6 @@ def _is_prose(paragraph: str) -> bool:
 
 
 def _strip_markup(paragraph: str) -> str:
+    # Quotation marks would need escapes in a shell.
     joined = re.sub(r"\s+", " ", paragraph.replace("-\n", "-")).replace('"', "")
     return re.sub(r"\*(\S[^*]*?\S|\S)\*", r"\1", joined)

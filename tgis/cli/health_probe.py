@@ -1,7 +1,6 @@
 """Implements `health-probe`, which asks a running service over HTTP if it is ready or alive.
 
-It serves images without curl. It is started every few seconds, so it imports little. The exit status is 0 or
-1, and one line on stderr gives the reason."""
+It serves images without curl. It is started every few seconds, so it imports little."""
 
 import http.client
 import signal
@@ -18,8 +17,7 @@ MOST_BYTES = 200  # bytes read of an answer, which may come from another program
 def ask(config: ProbeConfig) -> tuple[bool, str]:
     """Return True if the service answered with status 200, and a line with the URL and the answer.
 
-    The call never takes longer than the configured time. It uses a signal, so only the main thread may call
-    it."""
+    A signal limits it to the configured time, so only the main thread may call it."""
     path, host = "/live" if config.live else "/health", _host(config.bind)
     shown = f"[{host}]" if ":" in host else host
     asked = f"{'https' if config.http_tls else 'http'}://{shown}:{config.port}{path}"
@@ -63,7 +61,6 @@ def _connection(config: ProbeConfig, host: str) -> http.client.HTTPConnection:
 
 
 def _get(connection: http.client.HTTPConnection, path: str) -> tuple[int, str]:
-    """Return the answer's status and text."""
     try:
         connection.request("GET", path)
         answer = connection.getresponse()

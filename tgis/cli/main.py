@@ -1,7 +1,4 @@
-"""Defines the commands `tgis`, launcher, router and server.
-
-`tgis.cli.process_command` builds those that serve from `tgis.config.processes`. Only modules of `tgis.cli`
-read options from the environment."""
+"""Defines `tgis`, launcher, router and server. Only `tgis.cli` reads options from the environment."""
 
 import gc
 import os
@@ -73,9 +70,7 @@ def _stay_offline() -> None:
 
 
 def _complete_shard(settings: dict[str, Setting], values: dict[str, Any]) -> None:
-    """Apply TGIS's positional arguments and --sharded to the settings.
-
-    Raises SettingsError, model_files.ModelNotFoundError and click.UsageError."""
+    """Apply TGIS's arguments and --sharded. Raises SettingsError, ModelNotFoundError, click.UsageError."""
     if values["model_name"] and settings["model_path"].source == DEFAULT:
         path = find_model(values["model_name"], values["revision"], models.cache_root())
         settings["model_path"] = Setting(str(path), "MODEL_NAME")

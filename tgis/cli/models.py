@@ -1,6 +1,4 @@
-"""Defines the commands that download a model's files and convert them to the formats that are served.
-
-A command that finds nothing to do says so and succeeds. A failure prints one line."""
+"""Defines the commands that download a model's files and convert them to the formats that are served."""
 
 import os
 from pathlib import Path

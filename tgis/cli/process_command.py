@@ -1,12 +1,9 @@
-"""Builds the commands that start the service's processes, from their configuration classes.
-
-These commands also accept other servers' option names, know where each setting comes from, and check and log
-the settings."""
+"""Builds the commands that start processes, which also take other servers' option names."""
 
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import Field
 from typing import Any, TypeVar
 
@@ -43,7 +40,6 @@ class ProcessCommand(OneLineCommand):
     """Command whose help lists its options by group."""
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write each option under its group's heading; options without a group go under "Options"."""
         records: dict[Group | None, list[tuple[str, str]]] = {group: [] for group in (*Group, None)}
         for one in self.get_params(ctx):
             if record := one.get_help_record(ctx):
@@ -66,11 +62,10 @@ def process_command(
     only_report: bool = False,
     process: str = "",
 ) -> click.Command:
-    """Build a command whose options are the fields of `config_type` and the foreign names of `reads`.
+    """Build a command with the fields of `config_type`, `extra` and foreign names as options.
 
-    `reads` is a command's name in the tables of foreign names. `extra` lists parameters that are not fields;
-    `complete` turns their values into settings. With `only_report` the command prints the settings and does
-    not call `run`. `process` is the process name in JSON lines."""
+    `reads` is its name in the tables of foreign names, `process` that in JSON lines. `complete` turns the
+    values of `extra` into settings. With `only_report` it prints the settings and does not call `run`."""
 
     def call(**values: Any) -> None:
         context = click.get_current_context()
@@ -125,7 +120,7 @@ def _setting(context: click.Context, f: Field[Any], option: Option) -> Setting:
 def _read_foreign(context: click.Context, settings: dict[str, Setting], reads: str) -> list[str]:
     """Apply the foreign names that were given to the settings; return the warnings."""
     compat = settings["compat"].value if "compat" in settings else None
-    if compat and _uses_short_flag(context.meta[ARGUMENTS]):
+    if compat and any(one.startswith(SHARED_SHORT_FLAG) for one in context.meta[ARGUMENTS]):
         raise click.UsageError(
             f"under --compat {compat}, write --grpc-port or --graceful-termination-timeout instead of "
             f"{SHARED_SHORT_FLAG}, which means one here and the other there",
@@ -146,9 +141,7 @@ def _read_foreign(context: click.Context, settings: dict[str, Setting], reads: s
 
 
 def _given(context: click.Context, foreign: Alias, compat: str | None) -> GivenAlias | None:
-    """Return the value given for a foreign name, by its flag or else by its variable.
-
-    Without --compat, a TGI flag is a usage error and TGI variables are ignored."""
+    """Return what a foreign name's flag, else its variable, gives; without --compat, TGI's are errors."""
     if (value := context.params.get(FOREIGN + foreign.name)) is not None:
         if foreign in TGI_NAMES and not compat:
             text = f"No such option: {foreign.flag_name}; it is TGI's: add --compat tgi to use TGI's names"
@@ -159,10 +152,6 @@ def _given(context: click.Context, foreign: Alias, compat: str | None) -> GivenA
     text = os.environ.get(foreign.variable_name, "")
     is_given = text.strip() and not (foreign.switch and text == "false")
     return GivenAlias(foreign, text, foreign.variable_name) if is_given else None
-
-
-def _uses_short_flag(arguments: Iterable[str]) -> bool:
-    return any(one.startswith(SHARED_SHORT_FLAG) for one in arguments)
 
 
 def _configure(

@@ -1,6 +1,4 @@
-"""Defines the commands that check and convert soft prompts and LoRA adapters.
-
-Modules that need torch are imported when a command runs, because they take seconds to load."""
+"""Defines the commands for soft prompts and LoRA adapters; torch is slow to load, so they load it late."""
 
 import tempfile
 from collections import Counter
@@ -90,9 +88,7 @@ def convert_prompt(source: Path, target: Path, with_decoder: bool, overwrite: bo
 
 
 def describe(path: Path, config: ShardConfig | None) -> list[str]:
-    """Return lines that describe the soft prompt or adapter at `path`, a directory or one of its files.
-
-    If `config` is given, the prompt or adapter must fit its model.
+    """Describe the soft prompt or adapter at `path`, which must fit the model of `config`, if given.
 
     Raises PromptCheckError, model_files.ModelNotFoundError, UnsupportedModelError, WeightsError."""
     from tgis.prompts.lora_files import LORA
@@ -188,9 +184,7 @@ def _path_in_errors(path: Path, what: str) -> Iterator[None]:
 
 @contextmanager
 def _directory_of(path: Path) -> Iterator[Path]:
-    """Yield a directory with the files that belong to `path`.
-
-    A single tensor file counts as the decoder's prompt, unless its name is the encoder's."""
+    """Yield a directory with the files of `path`. A lone file is the decoder's, or by name the encoder's."""
     from tgis.prompts.lora_files import CONFIG, WEIGHTS
     from tgis.prompts.soft_prompt import DECODER, ENCODER
 

@@ -8,8 +8,6 @@ from tgis.config.option import Group, in_group, option
 @in_group(Group.NODES)
 @dataclass(frozen=True, kw_only=True)
 class NodeOptions:
-    """Options of a launcher; one runs on each node."""
-
     nnodes: int = option(
         "Nodes that run the model's shards, the same number each.", 1, older_env="LWS_GROUP_SIZE", minimum=1
     )
@@ -32,8 +30,6 @@ class NodeOptions:
 @in_group(Group.NODES)
 @dataclass(frozen=True, kw_only=True)
 class RankOptions:
-    """Options that give a shard its rank and its connection to the group."""
-
     rank: int = option("Which shard of the group this is.", 0, minimum=0)
     world_size: int = option("Number of shards in the group.", 1, minimum=1)
     local_rank: int | None = option(

@@ -6,10 +6,9 @@ EXACT = {*LEVELS, "warn"}
 
 
 def parse(text: str) -> tuple[str, str | None]:
-    """Return the nearest level of LEVELS, and a notice if that is not exactly what the text says.
+    """Return the nearest level of LEVELS, and a notice if the text says anything else. Raises ValueError.
 
-    A level without a target counts; without one, the most verbose level counts. Raises ValueError if a part
-    is not a level."""
+    A level without a target counts; without one, the most verbose level counts."""
     general: list[str] = []
     targeted: list[str] = []
     for part in filter(None, (part.strip() for part in text.split(","))):

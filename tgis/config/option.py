@@ -86,7 +86,6 @@ def declared(config_type: type) -> list[tuple[Field[Any], Option, Any]]:
 
 
 def flag_of(f: Field[Any]) -> str:
-    """Return the flag of an option that has one."""
     return "--" + f.name.replace("_", "-")
 
 
@@ -96,7 +95,6 @@ def env_of(f: Field[Any]) -> str | None:
 
 
 def variables_of(config_type: type) -> list[str]:
-    """List the variables that set options of `config_type`."""
     found = [(env_of(f), option.older_env) for f, option, _ in declared(config_type)]
     return [name for names in found for name in names if name]
 

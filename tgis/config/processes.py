@@ -1,7 +1,4 @@
-"""Declares the configuration classes of the launcher, the router and the shards.
-
-Only `tgis.cli` reads the options, from the command line and the environment. Elsewhere a configuration is a
-frozen value."""
+"""Declares the configurations of launcher, router and shards, which only `tgis.cli` reads from outside."""
 
 from dataclasses import dataclass
 
@@ -18,8 +15,6 @@ NO_SHARDS = "`num_shard` / NUM_GPUS cannot be < 1"
 @in_group(Group.LOGS)
 @dataclass(frozen=True, kw_only=True)
 class ProcessOptions:
-    """Options of every process."""
-
     json_output: bool = option("Log JSON lines instead of text.", False)
     log_level: str = option(
         "Least severe level that is logged: debug, info, warning or error; tracing filters are read too.",
@@ -44,8 +39,6 @@ class LauncherConfig(
     PortOptions,
     ServingOptions,
 ):
-    """Options of `text-generation-launcher`."""
-
     model_name: str = option(
         "Directory of a model, or the id of one in the local hub cache.",
         "bigscience/bloom-560m",
@@ -124,8 +117,6 @@ class LauncherConfig(
 @in_group(Group.MODEL)
 @dataclass(frozen=True, kw_only=True)
 class RouterConfig(ProcessOptions, LinkOptions, BatchOptions, PortOptions, ServingOptions):
-    """Options of `text-generation-router`."""
-
     tokenizer_path: str = option("Directory that holds tokenizer.json.", is_common=True)
     shard_uds_path: str = option(
         "Prefix of the shards' Unix sockets; the rank is appended.", UDS_PATH, group=Group.NETWORK
@@ -154,8 +145,6 @@ class RouterConfig(ProcessOptions, LinkOptions, BatchOptions, PortOptions, Servi
 @in_group(Group.MODEL)
 @dataclass(frozen=True, kw_only=True)
 class ShardConfig(ProcessOptions, LinkOptions, RankOptions, ModelOptions, AdapterOptions, BatchOptions):
-    """Options of `text-generation-server serve`, which runs one rank of a shard group."""
-
     model_path: str = option("Directory of the model; MODEL_NAME may be given instead.", is_common=True)
     tokenizer_path: str | None = option(
         "Directory that holds tokenizer.json; unset: the model's.", None, env=False, is_common=True

@@ -1,6 +1,4 @@
-"""Writes the report of `--env`: versions, machine, devices, and every setting with its source.
-
-It imports none of the libraries it names and shows no secrets."""
+"""Writes the report of `--env`. It imports none of the libraries it names and shows no secrets."""
 
 import os
 import platform
@@ -76,7 +74,6 @@ def _machine(root: Path) -> dict[str, str]:
 
 
 def _devices() -> dict[str, str]:
-    """Return the GPUs as nvidia-smi describes them."""
     command = shutil.which("nvidia-smi")
     if command is None:
         return {"cuda": "none (no nvidia-smi)"}

@@ -40,12 +40,9 @@ class ChildConfigs:
         self._first_rank = config.node_rank * plan.num_shards
         self._world_size = config.nnodes * plan.num_shards
         self.uses_tcp = config.nnodes > 1 or config.headless
-        """True if shards are reached over TCP."""
 
     def addresses(self, host: str) -> list[TcpAddress]:
-        """Return the addresses of this node's shards. `host` is this node's host.
-
-        Each rank of the group takes two ports."""
+        """Return the addresses of this node's shards at `host`. Each rank of the group takes two ports."""
         ranks = range(self._first_rank, self._first_rank + self.num_shards)
         return [TcpAddress(host, self.launcher.master_port + 1 + 2 * rank) for rank in ranks]
 
@@ -61,9 +58,7 @@ class ChildConfigs:
         return options | model | {"nnodes": config.nnodes, "num_shard": self.num_shards}
 
     def router(self, addresses: Path) -> RouterConfig:
-        """Return the router's configuration.
-
-        If shards are reached over TCP, the file `addresses` lists where."""
+        """Return the router's configuration. The file `addresses` lists shards that are reached over TCP."""
         own = {
             "tokenizer_path": str(self._files.tokenizer_path),
             "shard_uds_path": self._files.uds_path,
@@ -76,9 +71,9 @@ class ChildConfigs:
         return self._derive(RouterConfig, own)
 
     def shard(self, index: int, start: Start, host: str, listener: int | None) -> ShardConfig:
-        """Return the configuration of the shard with that index on this node.
+        """Return the configuration of this node's shard `index`. Other nodes reach this node at `host`.
 
-        Other nodes reach this node at `host`. Rank 0 gets the open socket of the rendezvous, `listener`."""
+        Rank 0 gets the open socket of the rendezvous, `listener`."""
         rank = self._first_rank + index
         own = {
             "model_path": str(self._plan.model_path),
@@ -105,11 +100,9 @@ class ChildConfigs:
         return self._derive(ShardConfig, own)
 
     def _derive(self, config_type: type[C], own: Mapping[str, Any]) -> C:
-        """Build a configuration from `own`; other options have the launcher's values, or else their defaults.
-
-        A launcher may have options of a link that its group does not use."""
+        """Build a configuration from `own`; other options have the launcher's values or their defaults."""
         names = {f.name for f in fields(config_type)} & {f.name for f in fields(self.launcher)} - own.keys()
-        if not self.uses_tcp:
+        if not self.uses_tcp:  # a launcher may have options of a link that its group does not use
             names -= LINK_OPTIONS
         return config_type(**{name: getattr(self.launcher, name) for name in names}, **own)
 
@@ -117,9 +110,7 @@ class ChildConfigs:
 def line_fields(
     config: LauncherConfig, process: str, options: Mapping[str, Any] = MappingProxyType({})
 ) -> dict[str, Scalar] | None:
-    """Return the JSON fields that each log line of a child with these options gets.
-
-    Return None if log lines are plain text."""
+    """Return the JSON fields of each log line of a child with these options; None if lines are text."""
     if not config.json_output:
         return None
     return process_fields("launcher", vars(config)) | process_fields(process, options)

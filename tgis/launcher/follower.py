@@ -1,7 +1,4 @@
-"""The launcher of a node other than node 0, which has no router.
-
-It connects to node 0 and starts and kills its shards on node 0's command. It reconnects when the connection
-is lost."""
+"""The launcher of any node but node 0, which tells it to start and kill shards. It reconnects to node 0."""
 
 import asyncio
 import logging
@@ -25,8 +22,6 @@ RETRY_S = 1.0
 
 
 class Follower:
-    """Launcher of any node but node 0."""
-
     def __init__(self, config: LauncherConfig, plan: Plan) -> None:
         """Read the certificates and make the run directory. Raises RunDirectoryError and CertificateError."""
         self._config = config
@@ -71,9 +66,7 @@ class Follower:
 
     @asynccontextmanager
     async def _connect(self) -> AsyncIterator[Channel]:
-        """Connect to node 0; close the connection and kill the shards at the end.
-
-        Raises OSError and TimeoutError."""
+        """Connect to node 0; disconnect and kill the shards at the end. Raises OSError and TimeoutError."""
         host, port = self._config.master_addr, self._config.master_port
         self._certificates.refresh()
         async with asyncio.timeout(CONNECT_S):
@@ -93,9 +86,7 @@ class Follower:
             await self._kill()
 
     async def _obey(self, channel: Channel) -> NoReturn:
-        """Introduce this node and follow node 0's commands.
-
-        Raises ChannelLostError, and LaunchError if node 0 refuses this node."""
+        """Introduce this node and obey node 0. Raises ChannelLostError, and LaunchError if refused."""
         addresses = [str(address) for address in self._local.addresses]
         rank, common = self._config.node_rank, self._configs.common
         channel.send("hello", node_rank=rank, common=common, addresses=addresses)
@@ -124,7 +115,6 @@ class Follower:
         channel.send("ended", epoch=start.epoch, reason=end.text, is_refusal=end.is_refusal)
 
     async def _kill(self) -> None:
-        """Kill this node's shards. Node 0 decides when they start again."""
         running, self._running = self._running, None
         if running is not None:
             running.cancel()

@@ -1,7 +1,6 @@
-"""The launcher of node 0. It starts the shards and the router, watches them and stops them.
+"""The launcher of node 0, which may be the only node. It starts, watches and stops the shards and the router.
 
-A shard group that dies is started again. If the router dies, everything is stopped. No process outlives the
-launcher."""
+A shard group that dies is started again; a router that dies ends everything. No process outlives this one."""
 
 import asyncio
 import logging
@@ -29,8 +28,6 @@ RESOLVE_S = 1.0  # between two attempts, because a pod may start before its name
 
 
 class Leader:
-    """Launcher of node 0, which may be the only node."""
-
     def __init__(self, config: LauncherConfig, plan: Plan) -> None:
         """Check that the ports are free. Raises PortError if one is taken, and RunDirectoryError."""
         for port in (config.port,) if config.headless else (config.port, config.grpc_port):
@@ -44,9 +41,7 @@ class Leader:
         self._router: Child | None = None
 
     async def run(self) -> None:
-        """Run the service until it fails or is cancelled.
-
-        Raises LaunchError when a process has ended that should still run."""
+        """Run the service until cancelled. Raises LaunchError when a process ends that should not."""
         await self._files.prepare()
         if self._configs.uses_tcp:
             await self._run_over_tcp()
@@ -54,9 +49,7 @@ class Leader:
             await self._run_group([self._local], partial(file_rendezvous, self._files.path))
 
     async def drain(self, main: "asyncio.Task[None]", abort: "asyncio.Task[bool]") -> None:
-        """Let the router finish the calls in flight. `main` keeps watching the shards meanwhile.
-
-        Raises LaunchError if a second signal interrupts this, which ends `abort`."""
+        """Let the router finish its calls; `main` watches shards. Raises LaunchError if `abort` ends this."""
         if self._router is None:
             return
         self._router.signal(signal.SIGTERM)
@@ -83,9 +76,7 @@ class Leader:
             await run_all((remote.serve(listener), self._run_group(nodes, partial(port_rendezvous, host))))
 
     async def _run_group(self, nodes: Sequence[Node], rendezvous: Rendezvous) -> None:
-        """Run the shards, and the router or (headless) the health endpoints.
-
-        Raises LaunchError when a process has ended that should still run."""
+        """Run the shards and the router or, headless, health endpoints. Raises LaunchError when one ends."""
         group = ShardGroup(nodes, rendezvous, self._addresses if self._configs.uses_tcp else None)
         shards = asyncio.create_task(group.run())
         ends: list[asyncio.Task[None] | asyncio.Task[End]] = [shards]

@@ -43,9 +43,9 @@ class Node(Protocol):
     async def wait_until_connected(self) -> None: ...
 
     async def start(self, start: Start, listener: int | None) -> None:
-        """Start the node's shards; return when all have loaded. `listener` is the socket of the rendezvous.
+        """Start the shards and wait until all have loaded. Raises ShardEndedError if one ends before that.
 
-        Raises ShardEndedError if a shard ends before that."""
+        `listener` is the descriptor of the rendezvous's socket."""
 
     async def wait(self) -> End:
         """Wait until one of the node's shards ends, and return its end."""
@@ -56,11 +56,10 @@ class Node(Protocol):
 class LocalNode:
     num_losses = 0
 
-    def __init__(self, configs: ChildConfigs, host: str = LOOPBACK) -> None:
-        """Take the shards' configurations. Other nodes reach this node at `host`."""
+    def __init__(self, configs: ChildConfigs) -> None:
         self._configs = configs
         self._shards: list[Child] = []
-        self.host = host
+        self.host = LOOPBACK
 
     @property
     def addresses(self) -> list[TcpAddress]:
@@ -94,10 +93,9 @@ class LocalNode:
 
 
 async def first_end(endings: Iterable[Coroutine[Any, Any, End]]) -> End:
-    """Return the first end and stop waiting for the others.
+    """Return the first end; if it gave a reason, a process that is killed within SETTLE_S takes precedence.
 
-    A rank that loses its peers reports that and exits, sometimes before the kill of the peer is noticed. So
-    if the first process to end gave a reason, a process that is killed within SETTLE_S takes precedence."""
+    A rank that loses its peers reports that and exits, sometimes before the kill of the peer is noticed."""
     waits = [asyncio.create_task(ending) for ending in endings]
     try:
         done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)

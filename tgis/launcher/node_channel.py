@@ -1,7 +1,4 @@
-"""The connection between launchers of different nodes.
-
-Each message is a line of JSON. Both ends send a heartbeat every second; an end that misses ten in a row is
-considered lost."""
+"""The connection between launchers of different nodes. Each message is a line of JSON, or a heartbeat."""
 
 import asyncio
 import json
@@ -31,7 +28,6 @@ class Channel:
         self.own_host, self.other_host = (
             str(writer.get_extra_info(name)[0]) for name in ("sockname", "peername")
         )
-        """Addresses of both ends."""
         self._heartbeats = asyncio.create_task(self._send_heartbeats(), name="heartbeats")
 
     def send(self, kind: str, **more: Any) -> None:
@@ -39,9 +35,7 @@ class Channel:
         self._write(json.dumps({"kind": kind, **more}).encode() + b"\n")
 
     async def receive(self) -> Message:
-        """Return the next message, which always has a kind.
-
-        Raises ChannelLostError, also for a line that is no such message."""
+        """Return the next message, which has a kind. Raises ChannelLostError, also for any other line."""
         while True:
             try:
                 line = await self._reader.readline()
@@ -71,8 +65,7 @@ class Channel:
     async def _send_heartbeats(self) -> None:
         """Send heartbeats; abort the connection when the other end has been silent for too long.
 
-        Silence is counted in heartbeats of this process, so time in which this process was stopped does not
-        count."""
+        Silence is counted in heartbeats, so time in which this process was stopped does not count."""
         while self._missed < MAX_MISSED:
             await asyncio.sleep(PERIOD_S)
             self._missed += 1

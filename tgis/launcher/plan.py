@@ -1,6 +1,4 @@
-"""Checks the launcher's configuration and the model before any process is started.
-
-A model or configuration that cannot be served is refused here with an error of one line."""
+"""Checks the launcher's configuration and the model before any process is started."""
 
 import logging
 from dataclasses import dataclass
@@ -65,9 +63,7 @@ def make_plan(config: LauncherConfig) -> Plan:
 
 
 def count_shards(config: LauncherConfig, is_cuda: bool) -> int:
-    """Return the configured number of shards, else the number of visible devices, else 1.
-
-    Raises LaunchError."""
+    """Return the configured number of shards, else that of visible devices, else 1. Raises LaunchError."""
     if config.num_shard and config.num_gpus and config.num_shard != config.num_gpus:
         counts = f"({config.num_gpus} and {config.num_shard})"
         raise LaunchError(f"NUM_GPUS and num_shard are set to different values {counts}")
@@ -98,9 +94,7 @@ def _cache_root(config: LauncherConfig) -> Path:
 
 
 def _check_budget(config: LauncherConfig) -> None:
-    """Check that requests can end within the pod's termination grace period; a killed pod loses them.
-
-    Raises LaunchError."""
+    """Check that requests can end before the pod is killed, which would lose them. Raises LaunchError."""
     if (grace_s := config.termination_grace_period) is None:
         return
     left_s = max(0.0, grace_s - config.pre_stop_delay - END_S)

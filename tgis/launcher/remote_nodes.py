@@ -1,6 +1,4 @@
-"""Node 0's connections to the launchers of the other nodes.
-
-They connect to node 0 and start and kill their shards on its command. A node that is lost may reconnect."""
+"""Node 0's connections to the launchers of the other nodes. A node that is lost may reconnect."""
 
 import asyncio
 import logging
@@ -23,8 +21,6 @@ HANDSHAKE_S = 5.0
 
 
 class RemoteNodes:
-    """Set of all nodes but node 0."""
-
     def __init__(self, num_others: int, common: Mapping[str, Any], certificates: Certificates) -> None:
         """Create the nodes, not yet connected. `common` holds what must be equal on all nodes."""
         self.nodes = [RemoteNode(rank) for rank in range(1, num_others + 1)]
@@ -66,9 +62,7 @@ class RemoteNodes:
             channel.close()
 
     async def _identify(self, channel: Channel) -> None:
-        """Read the first message, then refuse the node or follow it.
-
-        Raises ChannelLostError and TimeoutError."""
+        """Read the first message; refuse or follow the node. Raises ChannelLostError and TimeoutError."""
         async with asyncio.timeout(HELLO_S):
             hello = await channel.receive()
         try:
@@ -80,9 +74,7 @@ class RemoteNodes:
         await self.nodes[rank - 1].follow(channel, addresses)
 
     def _read_hello(self, hello: Message) -> tuple[int, list[TcpAddress]]:
-        """Return the node's rank and its shards' addresses.
-
-        Raises LaunchError if the node does not fit this group."""
+        """Return the node's rank and shards' addresses. Raises LaunchError if it does not fit this group."""
         try:
             rank, common = int(hello["node_rank"]), dict(hello["common"])
             addresses = [parse(text) for text in hello["addresses"]]

@@ -1,6 +1,4 @@
-"""The files that the processes of one run share: sockets, a converted tokenizer, compiled kernels.
-
-They are removed when the run ends."""
+"""The files that the processes of one run share until it ends: sockets, tokenizer, compiled kernels."""
 
 import contextlib
 import logging
@@ -23,10 +21,7 @@ MAX_SOCKET_PATH = 107  # bytes, Linux's limit
 
 class RunFiles:
     def __init__(self, plan: Plan, uds_path: str | None, line_fields: Mapping[str, Scalar] | None) -> None:
-        """Make the run directory.
-
-        `uds_path` is where the operator wants the sockets. `line_fields` are the JSON fields of the lines
-        that a tokenizer's conversion prints. Raises RunDirectoryError."""
+        """Make the run directory; sockets may be elsewhere, at `uds_path`. Raises RunDirectoryError."""
         self._plan, self._line_fields = plan, line_fields
         self._directory = RunDirectory()
         self.path = self._directory.path
@@ -56,9 +51,7 @@ class RunFiles:
         return [Path(f"{self.uds_path}-{rank}") for rank in range(self._plan.num_shards)]
 
     def _check_sockets(self) -> None:
-        """Check that the system accepts the paths of the sockets. Raises LaunchError.
-
-        A shard would notice only after the model is loaded, which takes minutes."""
+        """Check the sockets' paths before the shards load the model for minutes. Raises LaunchError."""
         longest = steps_path(str(self._sockets[-1]))
         if not is_utf8(longest):
             raise LaunchError(
@@ -70,9 +63,7 @@ class RunFiles:
             )
 
     async def _convert_tokenizer(self) -> None:
-        """Convert the tokenizer in a child process, because the libraries for it are large.
-
-        Raises LaunchError."""
+        """Convert the tokenizer in a child, because the libraries for it are large. Raises LaunchError."""
         logger.info("the model has no %s: converting its tokenizer", TOKENIZER)
         self.tokenizer_path.mkdir()
         arguments = [str(self._plan.model_path.absolute()), "--output-path", str(self.tokenizer_path)]

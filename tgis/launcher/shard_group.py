@@ -35,9 +35,7 @@ def file_rendezvous(directory: Path, epoch: int) -> Iterator[tuple[str, None]]:
 
 @contextmanager
 def port_rendezvous(host: str, epoch: int) -> Iterator[tuple[str, int]]:
-    """Open the port where ranks on several machines meet. Raises PortError.
-
-    Each start gets a new port, so that a rank left over from an earlier start cannot join."""
+    """Open a new port, unknown to ranks left over from an earlier start. Raises PortError."""
     with listen(host, 0) as listener:
         yield str(TcpAddress(host, listener.getsockname()[1])), listener.fileno()
 
@@ -50,9 +48,7 @@ class ShardGroup:
         self.is_serving = self.has_served = False
 
     async def run(self) -> None:
-        """Start the shards, and restart them whenever one has ended.
-
-        Raises LaunchError after too many restarts, and if a shard refuses to serve before any has served."""
+        """Keep the shards running. Raises LaunchError after too many restarts, or a refusal at the start."""
         await self._start_first()
         crashes: list[float] = []
         while True:
@@ -71,9 +67,7 @@ class ShardGroup:
         await asyncio.gather(*(node.kill() for node in self._nodes))
 
     async def _start_first(self) -> None:
-        """Start the shards for the first time. Nodes may connect and disconnect meanwhile.
-
-        Raises LaunchError."""
+        """Start the shards for the first time, while nodes may come and go. Raises LaunchError."""
         num_crashes = 0
         while True:
             num_losses = self._num_losses

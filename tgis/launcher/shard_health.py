@@ -1,6 +1,4 @@
-"""The HTTP endpoints of a node without a router: `/live`, `/health` and `/metrics`.
-
-`/health` is ready while the node's shards serve. `/metrics` has one metric, which says the same."""
+"""The HTTP endpoints of a node without a router; `/health` and `/metrics` say if its shards serve."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -24,9 +22,7 @@ tgi_ready {}
 
 @asynccontextmanager
 async def serve_health(config: LauncherConfig, is_serving: Callable[[], bool]) -> AsyncIterator[None]:
-    """Serve the health endpoints within the context, with TLS if the router's HTTP port would use it.
-
-    Raises PortError and CertificateError."""
+    """Serve the endpoints within the context, with TLS if `http_tls`. Raises PortError, CertificateError."""
 
     async def metrics(request: Request) -> Response:
         return Response(READY.format(int(is_serving())), media_type=METRICS_TYPE)

@@ -1,7 +1,6 @@
-"""The framing of steps and their answers between a router and a shard.
+"""The framing of steps and their answers between router and shard: each message follows its length.
 
-Each message follows its length, on a socket that carries nothing else. A step thus costs a few system calls
-and wakes only the thread that receives it."""
+The socket carries nothing else, so a step costs few system calls and wakes only its receiver."""
 
 import struct
 
@@ -26,8 +25,6 @@ class FrameError(Exception):
 
 
 class FrameReader:
-    """Splitter of received data into messages."""
-
     def __init__(self) -> None:
         self._pending = bytearray()
 

@@ -1,7 +1,4 @@
-"""The server of the HTTP port.
-
-It aborts connections with an incomplete request or an unread answer after a while. When there are too many
-connections, it aborts the oldest."""
+"""The server of the HTTP port. It aborts connections that take too long and, of too many, the oldest."""
 
 import asyncio
 import contextlib
@@ -62,9 +59,7 @@ class HttpConnection(H11Protocol):
 
 @asynccontextmanager
 async def serve_http(app: Any, options: PortOptions, certificates: Certificates | None) -> AsyncIterator[int]:
-    """Serve `app` within the context and yield the port. Raises PortError.
-
-    The port uses TLS only with `http_tls`. Clients need no certificate."""
+    """Serve `app` within the context, with TLS if `http_tls`, and yield the port. Raises PortError."""
     listener = listen(options.bind, options.port)
     config = uvicorn.Config(
         app,

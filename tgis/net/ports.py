@@ -12,18 +12,15 @@ class PortError(OperatorError):
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Return a listening TCP socket that no other process shares. Port 0 takes a free port.
-
-    Raises PortError."""
+    """Return a listening TCP socket that no other process shares; 0: a free port. Raises PortError."""
     with _one_line_error(host, port):
         return socket.create_server((host, port), family=_family(host, port))
 
 
 def reserve(host: str, port: int) -> socket.socket:
-    """Return a TCP socket that is bound to the port but does not listen. Port 0 takes a free port.
+    """Return a TCP socket that is bound but refuses connections; 0: a free port. Raises PortError.
 
-    Connections are refused. One other socket, such as gRPC's, may still listen on the port. Raises PortError.
-    """
+    One other socket, such as gRPC's, may still listen on the port."""
     with _one_line_error(host, port):
         reserved = socket.socket(_family(host, port))
         reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

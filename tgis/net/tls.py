@@ -1,7 +1,6 @@
 """Certificates from PEM files, for gRPC and for Python's TLS: TLS 1.2 with ECDHE and AES-GCM, or TLS 1.3.
 
-Files that change are read again, and new connections use them. Files that are half-written or do not fit
-together are not used."""
+New connections use changed files, unless they are half-written or do not fit together."""
 
 import asyncio
 import logging
@@ -49,7 +48,6 @@ class Pem:
     cert: bytes
     key: bytes
     ca: bytes | None
-    """Authorities that may have signed the other end's certificate."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,10 +77,7 @@ class Certificates:
         make_context: Callable[[Pem], ssl.SSLContext] | None = None,
         name: str = "TLS",
     ) -> None:
-        """Read the files.
-
-        `make_context` is `server_context` or a function beside it; without it there is no `context`. `name`
-        is for the log. Raises CertificateError with TGIS's texts."""
+        """Read the files. Without `make_context` there is no `context`. Raises CertificateError."""
         self._files, self._make_context, self._name = files, make_context, name
         self._lock = threading.Lock()
         self._versions = self._file_versions()
@@ -94,7 +89,6 @@ class Certificates:
 
     @property
     def seconds_left(self) -> float:
-        """Seconds until the certificate expires; less than zero afterwards."""
         return self._content.expires_at - time.time()
 
     @property
@@ -213,9 +207,7 @@ class Certificates:
         return f"{self._name.lower()} configuration error"
 
     def _changed_configuration(self) -> grpc.ServerCertificateConfiguration | None:
-        """Return the configuration if it has changed, else None.
-
-        gRPC calls this before every handshake, on its own threads."""
+        """Return the configuration if changed. gRPC calls this on its own threads before each handshake."""
         self.refresh()
         with self._lock:
             if self._used_by_grpc is self._content:
@@ -245,9 +237,7 @@ def link_certificates(options: LinkOptions, make_context: Callable[[Pem], ssl.SS
 
 
 def file_version(path: str) -> tuple[int, int, int] | None:
-    """Return a value that differs after each change of the file, or of a symbolic link's target.
-
-    Return None if there is no file."""
+    """Return what differs after each change of the file or of a link's target; None if there is no file."""
     try:
         found = Path(path).stat()
     except OSError:
@@ -282,9 +272,7 @@ def mutual_server_context(pem: Pem) -> ssl.SSLContext:
 
 
 def mutual_client_context(pem: Pem) -> ssl.SSLContext:
-    """Return the context of a client that shows its certificate and checks the server's name.
-
-    The authorities must have signed the server's certificate. Raises SSLError."""
+    """Return the context of a client with a certificate that checks the server's name. Raises SSLError."""
     context = _context(pem, ssl.PROTOCOL_TLS_CLIENT)
     _trust(context, pem)
     return context
@@ -309,9 +297,7 @@ def _trust(context: ssl.SSLContext, pem: Pem) -> None:
 
 @contextmanager
 def _in_memory(content: bytes) -> Iterator[str]:
-    """Yield the path of an in-memory file with this content.
-
-    SSL contexts read only from paths, and the files on disk may have changed since they were checked."""
+    """Yield a path of the content: SSL contexts read only paths, and the file on disk may have changed."""
     file = os.memfd_create("pem")
     try:
         os.write(file, content)

@@ -1,6 +1,4 @@
-"""Runs a child process that cannot outlive its parent.
-
-Its output is relayed line by line, and its end is described in a text."""
+"""Runs a child process that cannot outlive its parent, relays its output and describes its end."""
 
 import asyncio
 import contextlib
@@ -28,8 +26,6 @@ _libc = ctypes.CDLL(None)
 
 @dataclass(frozen=True)
 class End:
-    """Description of a process's end."""
-
     text: str
     is_refusal: bool = False
     """True if it exited with status 1 and a line that says why; another start would end the same way."""
@@ -50,10 +46,8 @@ class Child:
     ) -> None:
         """Describe the child without starting it.
 
-        `env` holds variables that the child gets unless the parent has variables of the same names. A child
-        with a heartbeat gets a descriptor to send it to and is killed if it hangs. The child inherits the
-        descriptors `fds`. With `fields`, every line of its output becomes a JSON object that has these
-        fields, without the prefix."""
+        The parent's variables replace those of `env`. A child with a heartbeat is killed if it hangs. With
+        `fields`, every line of its output becomes a JSON object that has these fields, without the prefix."""
         self.name, self._arguments, self._line_prefix, self._env = name, arguments, line_prefix, env
         self._fields = fields
         self._has_heartbeat, self._is_hung, self._fds = has_heartbeat, False, tuple(fds)

@@ -7,9 +7,8 @@ _GPU = re.compile(r"nvidia\d+")
 
 
 def has_gpus(cuda_visible_devices: str | None, root: Path = Path("/dev")) -> bool:
-    """Return whether the machine has NVIDIA devices that CUDA_VISIBLE_DEVICES does not hide.
+    """Return True if there are NVIDIA devices that CUDA_VISIBLE_DEVICES (None: not set) does not hide.
 
-    The variable hides all devices if it is empty, or if its first device cannot exist. None: it is not set.
-    """
+    The variable hides all devices if it is empty, or if its first device cannot exist."""
     is_hidden = cuda_visible_devices is not None and cuda_visible_devices.strip() in ("", "-1", "NoDevFiles")
     return not is_hidden and any(_GPU.fullmatch(path.name) for path in root.glob("nvidia*"))

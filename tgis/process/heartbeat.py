@@ -1,7 +1,6 @@
-"""Heartbeats from a process that computes steps to its parent.
+"""Heartbeats from a process that computes steps to its parent: one a second until a step takes too long.
 
-One is sent every second until a step exceeds its time limit. Time is counted in heartbeats, so time in which
-the whole machine was suspended does not count."""
+Time is counted in heartbeats, so time in which the whole machine was suspended does not count."""
 
 import asyncio
 import contextlib
@@ -27,12 +26,8 @@ class _Step:
 
 
 class Heartbeat:
-    """Sender of heartbeats in the child."""
-
     def __init__(self, fd: int | None, is_excused: Callable[[], bool]) -> None:
-        """Start a thread that sends heartbeats to `fd`, unless that is None.
-
-        A step's time does not count while `is_excused` returns true."""
+        """Send heartbeats to `fd`, if given, from now on; time while `is_excused()` does not count."""
         self._step: _Step | None = None
         self._is_excused = is_excused
         if fd is not None:
@@ -72,10 +67,9 @@ def _send(fd: int, sign: bytes) -> None:
 
 
 async def wait_until_hung(fd: int, first_heartbeat: asyncio.Event) -> None:
-    """Wait until the child reports that a step hangs, or has sent no heartbeat for too long.
+    """Wait until the child reports a step that hangs, or has sent no heartbeat for too long; then close `fd`.
 
-    This runs in the parent. Silence counts from the first heartbeat on, which sets
-    `first_heartbeat`. The descriptor is closed at the end."""
+    This runs in the parent. Silence counts from the first heartbeat on, which sets `first_heartbeat`."""
     os.set_blocking(fd, False)
     loop, missed, signs = asyncio.get_running_loop(), 0, b""
 

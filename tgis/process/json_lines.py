@@ -1,6 +1,4 @@
-"""Formats lines that no logger of this process wrote as JSON objects.
-
-These are lines that other processes and libraries print, and the last line of a command that fails."""
+"""Formats lines of other processes and libraries, and a failed command's last line, as JSON objects."""
 
 import contextlib
 import json
@@ -26,10 +24,9 @@ _FAULT = re.compile(r"Traceback|terminate called|what\(\): |Fatal|[Ee]rror\b|Exc
 
 
 def to_json(line: str, fields: Mapping[str, Scalar], level: str | None = None) -> str:
-    """Return the line as a JSON object that has these fields.
+    """Return the line as a JSON object that has these fields; if it is one already, its own take precedence.
 
-    A line that is already a JSON object keeps its own fields. Any other line becomes the message; its level
-    is guessed from the text if `level` is None."""
+    Any other line becomes the message; its level is guessed from the text if `level` is None."""
     own = _read_object(line)
     if own is not None:
         # Numbers that are too large and objects nested too deep cannot be written; they become a message.
@@ -53,7 +50,6 @@ def error_of(line: str) -> str | None:
 
 
 def _read_object(line: str) -> dict[str, Any] | None:
-    """Return the JSON object in the line; None if the line is not a JSON object."""
     if not line.lstrip().startswith("{"):
         return None
     try:

@@ -1,7 +1,6 @@
 """Returns memory to the system after large calls have ended.
 
-An idle router makes too few objects to trigger the garbage collector, and the C library keeps freed memory
-for later use."""
+An idle router collects too little garbage, and the C library keeps freed memory for later use."""
 
 import asyncio
 import ctypes
@@ -23,9 +22,7 @@ def return_freed_memory() -> None:
 
 
 class MemoryRelease:
-    """Counter of the bytes of large messages, and task that releases memory when their calls have ended.
-
-    The release comes soon after enough bytes, even if the router is busy."""
+    """Counter of the bytes of large messages; releases memory when their calls end, even in a busy router."""
 
     def __init__(self) -> None:
         self._num_bytes = 0

@@ -1,6 +1,4 @@
-"""Makes a private directory for the sockets and files of one run.
-
-The next run removes the directories of earlier runs that were killed."""
+"""Makes a private directory for the files of a run, and removes those of earlier runs that were killed."""
 
 import contextlib
 import fcntl
@@ -25,9 +23,7 @@ class RunDirectory:
     """Directory that exists until `remove`. Its lock is held for as long as this process lives."""
 
     def __init__(self, parent: Path | None = None) -> None:
-        """Make and lock the directory, by default in the system's temporary directory.
-
-        Raises RunDirectoryError."""
+        """Make and lock the directory, by default in the system's temporary one. Raises RunDirectoryError."""
         try:
             self.path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))  # mode 0700
             self._lock = os.open(self.path / LOCK, os.O_CREAT | os.O_RDWR, 0o600)
@@ -51,9 +47,7 @@ def _remove_abandoned(parent: Path) -> None:
 
 
 def _is_abandoned(path: Path) -> bool:
-    """Return True if no process holds the directory's lock.
-
-    Raises OSError if a process holds it, or if it is not a run directory."""
+    """Return True if no process holds the lock; if one does, or this is no run directory, raise OSError."""
     lock = os.open(path / LOCK, os.O_RDWR | os.O_NOFOLLOW)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -17,9 +17,7 @@ class View:
 
 
 def top(source: Source, view: View) -> None:
-    """Show frames on the screen if stdout is a terminal; otherwise print one after another.
-
-    Raises ScrapeError if --once finds no service."""
+    """Show frames if stdout is a terminal, else print them. Raises ScrapeError if --once finds no service."""
     # Loads rich, which would slow down the start of every other command.
     from tgis.cli.top import screen
 

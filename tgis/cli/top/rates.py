@@ -1,19 +1,15 @@
-"""Computes rates, means, shares and quantiles between two scrapes.
-
-Quantiles are interpolated like in Prometheus' histogram_quantile."""
+"""Computes rates, means, shares and quantiles (as Prometheus' histogram_quantile) between two scrapes."""
 
 import math
 from collections import deque
 from dataclasses import dataclass
 
-from tgis.cli.top.scrape import Labels, Scrape
+from tgis.cli.top.scrape import Scrape
 
 
 @dataclass(frozen=True, eq=False)
 class Window:
-    """Pair of scrapes of the same process, the earlier one first. Quotients with a zero divisor are None.
-
-    Both may be the same scrape, where there is only one."""
+    """Two scrapes of a process, the earlier first, or one twice. Quotients with a zero divisor are None."""
 
     begin: Scrape
     end: Scrape
@@ -44,22 +40,20 @@ class Window:
         return self.increase(f"{histogram}_sum", **labels) / count if count else None
 
     def quantile(self, q: float, histogram: str, **labels: str) -> float | None:
-        """Return the quantile `q` of the observations between the two scrapes."""
         name = f"{histogram}_bucket"
         counts: dict[float, float] = {}
         for scrape, sign in ((self.end, 1), (self.begin, -1)):
             for found, count in scrape.select(name, **labels).items():
-                end = _bucket_end(found)
+                end = float(dict(found)["le"])
                 counts[end] = counts.get(end, 0.0) + sign * count
         return quantile_of(q, sorted(counts.items()))
 
 
 def quantile_of(q: float, buckets: list[tuple[float, float]]) -> float | None:
-    """Return the quantile `q` of a histogram, interpolated linearly inside a bucket.
+    """Return the quantile `q` of a histogram, linear inside a bucket; None without observations.
 
-    `buckets` are pairs of upper bound and cumulative count; the last bound is infinite. The first bucket
-    begins at 0. A quantile in the last bucket is the largest finite bound. The result is None without
-    observations."""
+    `buckets` are pairs of upper bound, at last infinite, and cumulative count. The first bucket begins at 0.
+    A quantile in the last bucket is the largest finite bound."""
     assert q > 0, "the quantile 0 is not defined"
     if len(buckets) < 2 or not buckets[-1][1]:
         return None
@@ -103,7 +97,3 @@ def has_restarted(before: Scrape, after: Scrape) -> bool:
         for name in counters
         for labels, value in before.samples[name].items()
     )
-
-
-def _bucket_end(labels: Labels) -> float:
-    return float(dict(labels)["le"])

@@ -25,8 +25,6 @@ class ScrapeError(OperatorError):
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """Options for the address and TLS of the service's HTTP port."""
-
     target: str = option("Host and port of the service's HTTP port, or its URL.", "localhost:3000", env=False)
     tls: bool = option("Use TLS; without --ca-cert the system's authorities are trusted.", False, env=False)
     ca_cert: str | None = option("PEM file of the authorities to trust; implies --tls.", None, env=False)
@@ -113,9 +111,7 @@ def _context(source: Source) -> ssl.SSLContext:
 
 
 class _Tls(HTTPSConnection):
-    """HTTPS connection that can expect another name in the certificate than the target's.
-
-    A forwarded port needs this."""
+    """HTTPS connection that can expect another name than the target's, which a forwarded port needs."""
 
     def __init__(self, address: str, context: ssl.SSLContext, server_name: str | None) -> None:
         super().__init__(address, timeout=TIMEOUT_S, context=context)

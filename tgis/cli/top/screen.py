@@ -1,6 +1,4 @@
-"""Shows what `tgis top` scrapes, as frames of text: on a terminal's alternate screen, or one after another.
-
-Each line of a frame begins with its name in the first columns."""
+"""Shows `tgis top` as frames of text, on a terminal's alternate screen or one after another."""
 
 import signal
 import time

@@ -1,7 +1,4 @@
-"""Describes an option name of another server that the commands accept.
-
-The name means one of the service's own options, or has no effect, or is refused; in the last two cases the
-message says why."""
+"""Describes another server's option name: it means one of the service's own, has no effect, or is refused."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,9 +16,8 @@ class Alias:
     means: str | None = None
     """Name of the service's own option that gets the value; if None, the name has no effect or is refused."""
     why: str = ""
-    """Explanation for messages and pages. For a name without effect, the reason, printed after
-    `{name} has no effect: `; for a refused name, what to do; for a name with `means`, how its value is
-    read."""
+    """For a name without effect, the reason, printed after `{name} has no effect: `; for a refused name, what
+    to do; for a name with `means`, how its value is read."""
     refused: bool = False
     commands: tuple[str, ...] = ("launcher",)
     flag: bool = True

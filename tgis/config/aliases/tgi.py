@@ -1,6 +1,5 @@
 """Lists Hugging Face TGI's option names, which only the launcher accepts and only with `--compat tgi`.
 
-Each name has an option that it means, a reason why it has no effect, or a reason why the start is refused.
 Names that TGI and this service share keep this service's meaning and have no row."""
 
 from tgis.config.aliases.alias import LEFT_OVER, OWN_KERNELS, Alias

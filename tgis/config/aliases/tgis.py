@@ -1,7 +1,4 @@
-"""Lists TGIS's option names that are not options of this service.
-
-These are all flags and variables of TGIS's three programs that are not in `tgis.config.processes`. Each has
-the option that it means or the reason why it has no effect."""
+"""Lists the flags and variables of TGIS's three programs that are not options of this service."""
 
 import math
 
