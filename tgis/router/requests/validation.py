@@ -59,9 +59,7 @@ class CallParameters:
 
 def check_parameters(params: pb.Parameters, limits: RequestLimits) -> CallParameters:
     """Check everything that needs neither a compiled grammar nor tokenized inputs. The time limit's clock
-    starts here.
-
-    Raises RequestError for the first rule that is broken."""
+    starts here. Raises RequestError for the first rule that is broken."""
     stopping_time = time.monotonic() + params.stopping.time_limit_millis / 1000
     sampling = _check_sampling(params)
     stopping = params.stopping
@@ -94,8 +92,6 @@ def check_parameters(params: pb.Parameters, limits: RequestLimits) -> CallParame
 
 
 class Validator:
-    """Validator that turns the inputs of a call into sequences."""
-
     def __init__(
         self,
         tokenizer: Tokenizer,
@@ -109,13 +105,10 @@ class Validator:
     async def sequences(
         self, texts: list[str], params: CallParameters, lease: AdapterLease, connection: Hashable
     ) -> list[Sequence]:
-        """Return one sequence per text of a call, in order. Each is valid while `lease` is open. `connection`
-        identifies the client's connection.
+        """Return one sequence per text of a call, in order. Each is valid while `lease` is open.
 
-        Texts are tokenized up to the first whose bytes alone prove that it is too long.
-
-        Raises RequestError for the first text that cannot be served, and everything that `AdapterLease.take`
-        raises."""
+        Texts are tokenized up to the first whose bytes alone prove that it is too long. Raises RequestError
+        for the first text that cannot be served, and everything that `AdapterLease.take` raises."""
         constraint = params.constraint
         grammar = None if constraint is None else await self._grammar_compiler.compile(constraint)
         adapters = await lease.take()
@@ -175,9 +168,7 @@ class Validator:
         )
 
     def _check_length(self, num_inputs: int, shown: str, stopping: Stopping, adapters: CallAdapters) -> int:
-        """Return how many tokens can follow the input. A refusal shows `shown` as the number of its tokens.
-
-        Raises RequestError if too few can follow."""
+        """Return how many tokens can follow the input. Raises RequestError, with `shown`, if too few can."""
         limit, num_virtual = self.limits.max_sequence_length, self._prefix_length(adapters)
         sums = f"input tokens ({shown}) plus prefix length ({num_virtual})"
         num_left, minimum = limit - num_inputs - num_virtual, stopping.min_new_tokens
@@ -199,8 +190,7 @@ def _require(condition: bool, text: str) -> None:
 
 
 def _check_sampling(params: pb.Parameters) -> Sampling:
-    """Check and return the sampling parameters. Greedy decoding ignores the sampling message. NaN fails every
-    comparison, so each rule requires a comparison to be true."""
+    """Return the checked parameters. NaN fails every comparison, so each rule requires one to be true."""
     sampling, decoding = params.sampling, params.decoding
     length = decoding.length_penalty
     greedy = Sampling(

@@ -78,8 +78,6 @@ class BearerTokens:
 
 
 class AuthInterceptor(grpc.aio.ServerInterceptor):
-    """Interceptor of all methods that counts and logs the calls it refuses."""
-
     def __init__(self, tokens: BearerTokens, failures: Counter) -> None:
         self._tokens, self._failures = tokens, failures
 
