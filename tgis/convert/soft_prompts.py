@@ -14,7 +14,7 @@ from torch import Tensor
 from tgis.convert.atomic_write import ConversionError, staging_directory
 from tgis.hub import model_files
 from tgis.prompts.errors import AdapterError, AdapterNotFoundError
-from tgis.prompts.lora_files import CONFIG, WEIGHTS, UnsupportedTypeError
+from tgis.prompts.lora_files import CONFIG, SAFETENSORS, WEIGHTS, UnsupportedTypeError
 from tgis.prompts.soft_prompt import (
     DECODER,
     ENCODER,
@@ -126,9 +126,8 @@ def _write_peft(parts: Mapping[str, Tensor], staged: Path) -> list[str]:
         "inference_mode": True,
     }
     (staged / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
-    weights = WEIGHTS[0]
-    save_file({PEFT_KEY: embeddings}, staged / weights, metadata={"format": "pt"})
-    return [CONFIG, weights]
+    save_file({PEFT_KEY: embeddings}, staged / SAFETENSORS, metadata={"format": "pt"})
+    return [CONFIG, SAFETENSORS]
 
 
 def _join(parts: Mapping[str, Tensor]) -> Tensor:

@@ -77,5 +77,4 @@ def missing_as_not_found() -> Iterator[None]:
 
 
 def _is_id(text: str) -> bool:
-    is_swap_file = any(part.endswith(".swp") for part in text.split("/"))
-    return is_adapter_id(text) and not is_swap_file
+    return is_adapter_id(text) and not any(part.endswith(".swp") for part in text.split("/"))

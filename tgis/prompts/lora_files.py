@@ -97,12 +97,6 @@ class LoraConfig:
     target_parameters: tuple[str, ...]
     ties_head: bool
 
-    def rank_of(self, key: str) -> int:
-        """Return the rank of a module or, if it is a target parameter, of a parameter. `key` is its name.
-
-        Raises AdapterError."""
-        return self.ranks.find(key)
-
     def scale_of(self, key: str, rank: int) -> float:
         """Return the factor of the module's or parameter's low-rank product. Raises AdapterError."""
         alpha = self.alphas.find(key)
@@ -220,7 +214,7 @@ def _scales(tensors: Mapping[str, Tensor], config: LoraConfig) -> Iterator[tuple
     for module in modules:
         a, b = _pair(module, tensors)
         key = _key(module, config)
-        rank = config.rank_of(key)
+        rank = config.ranks.find(key)
         is_fused = bool(config.target_parameters) and module.endswith((f".{_UP}", f".{_DOWN}"))
         if a.shape[0] != b.shape[1] or (a.shape[0] % rank if is_fused else a.shape[0] != rank):
             shapes = f"{list(a.shape)} and {list(b.shape)}"

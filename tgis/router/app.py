@@ -176,7 +176,8 @@ class _Router:
         self._health.drain()
         self._pacing.end()
         if has_callers and not engine.done():
-            await _wait(self._aborting, DRAIN_NOTICE_S)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._aborting.wait(), DRAIN_NOTICE_S)
         timeout_s = LAST_ANSWERS_S if self._has_given_up else self._config.shutdown_timeout
         await self._stop(server, 0 if engine.done() else timeout_s)
         for task in (engine, draining, *background):
@@ -249,11 +250,6 @@ class _Router:
         add_GenerationServiceServicer_to_server(service, server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         reflection.enable_server_reflection((SERVICE, HEALTH, reflection.SERVICE_NAME), server)
-
-
-async def _wait(event: asyncio.Event, timeout_s: float) -> None:
-    with contextlib.suppress(TimeoutError):
-        await asyncio.wait_for(event.wait(), timeout_s)
 
 
 def _metric_limits(config: RouterConfig) -> MetricLimits:

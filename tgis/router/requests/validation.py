@@ -69,7 +69,8 @@ def check_parameters(params: pb.Parameters, limits: RequestLimits) -> CallParame
     _check_decoding(params.decoding)
     constraint = read_constraint(params.decoding, limits.max_guided_bytes)
     details = _check_details(params, limits.max_top_n_tokens)
-    _check_stop_sequences(list(stopping.stop_sequences))
+    for stop in stopping.stop_sequences:
+        _require(0 < len(stop.encode()) <= MAX_STOP_SEQUENCE_BYTES, STOP_SEQUENCES_TEXT)
     include = stopping.include_stop_sequence
     return CallParameters(
         sampling=sampling,
@@ -243,11 +244,6 @@ def _check_details(params: pb.Parameters, max_top_n: int) -> Details:
         ranks=response.token_ranks,
         top_n=num_top,
     )
-
-
-def _check_stop_sequences(stop_sequences: list[str]) -> None:
-    for stop in stop_sequences:
-        _require(0 < len(stop.encode()) <= MAX_STOP_SEQUENCE_BYTES, STOP_SEQUENCES_TEXT)
 
 
 def _reduce(stopping: Stopping, room: int) -> Stopping:

@@ -15,7 +15,7 @@ from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import DecodeError
 
 from tgis.process.memory_release import MemoryRelease
-from tgis.router.api.grpc.call_status import Status, drop_tracebacks, end_call
+from tgis.router.api.grpc.call_status import Context, Status, drop_tracebacks, end_call
 from tgis.router.api.grpc.refusal_pacing import RefusalPacing
 from tgis.router.api.grpc.slow_clients import SlowClients
 from tgis.router.errors import Code, OverloadedError, RequestError, RouterError, internal_error
@@ -35,7 +35,6 @@ UNREADABLE = "the request could not be decoded"
 RETRY_S = 1
 RETRY_INFO = "type.googleapis.com/google.rpc.RetryInfo"
 
-Context = grpc.aio.ServicerContext[Any, Any]
 Handler = Any  # grpc types its handlers for the synchronous server only
 Unary = Callable[[Any, Context], Awaitable[Any]]
 Stream = Callable[[Any, Context], AsyncGenerator[Any, None]]
