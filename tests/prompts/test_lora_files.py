@@ -138,7 +138,7 @@ def test_scales_are_those_of_peft(tmp_path: Path, uses_square_root: bool) -> Non
 def test_patterns_match_as_in_peft(patterns: list[str], name: str) -> None:
     numbers = {pattern: number for number, pattern in enumerate(patterns, 20)}
     text = json.dumps({"peft_type": "LORA", "r": 2, "rank_pattern": numbers})
-    assert parse_config(text.encode()).rank_of(name) == numbers.get(get_pattern_key(patterns, name), 2)
+    assert parse_config(text.encode()).ranks.find(name) == numbers.get(get_pattern_key(patterns, name), 2)
 
 
 def test_as_many_patterns_as_modules() -> None:
@@ -148,8 +148,8 @@ def test_as_many_patterns_as_modules() -> None:
     began = time.thread_time()
     config = parse_config(text)
     for key in [*numbers][::20]:
-        assert config.rank_of(key) == numbers[key]
-        assert config.scale_of(key, config.rank_of(key)) == 1
+        assert config.ranks.find(key) == numbers[key]
+        assert config.scale_of(key, config.ranks.find(key)) == 1
     assert time.thread_time() - began < 3
     too_many = dict.fromkeys(map(str, range(4097)), 2)
     with pytest.raises(AdapterError, match=r"alpha_pattern of adapter_config.json is not valid"):

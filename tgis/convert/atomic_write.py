@@ -27,10 +27,8 @@ def staging_directory(directory: Path) -> Iterator[Path]:
 def move_files(files: Sequence[Path], directory: Path, like: Sequence[Path]) -> None:
     """Move finished files into `directory` in order, each with the permissions of its counterpart in `like`.
 
-    Each move is atomic. If an error or a signal comes in between, files that were not there before are
-    removed again, because readers would take some of them for all; only a process that is killed leaves them.
-
-    Raises ConversionError."""
+    Each move is atomic. After an error or a signal, files that were not there before are removed again,
+    because readers would take some of them for all. Raises ConversionError."""
     try:
         with ExitStack() as undo:
             for file, original in zip(files, like, strict=True):

@@ -54,9 +54,7 @@ def model_type_of(directory: Path) -> str:
 
 
 def convert_to_onnx(directory: Path, target: Path, provider: str, merge_graphs: bool, optimize: bool) -> str:
-    """Write the ONNX model and its other files to `target`; return a line that says so.
-
-    Raises ConversionError."""
+    """Write the ONNX model and its other files to `target`; return a message. Raises ConversionError."""
     main_export = _import_exporter()
     is_encoder_decoder = bool(model_files.read_json(directory, "config.json").get("is_encoder_decoder"))
     try:

@@ -1,6 +1,5 @@
-"""Converts a soft prompt between its two layouts: `decoder.pt` and `encoder.pt`, and PEFT's files.
-
-The values stay bit-identical, and no reader sees a partial file."""
+"""Converts a soft prompt between its two layouts: `decoder.pt` and `encoder.pt`, and PEFT's files. The values
+stay bit-identical, and no reader sees a partial file."""
 
 import json
 import os
@@ -15,7 +14,7 @@ from torch import Tensor
 from tgis.convert.atomic_write import ConversionError, staging_directory
 from tgis.hub import model_files
 from tgis.prompts.errors import AdapterError, AdapterNotFoundError
-from tgis.prompts.lora_files import CONFIG, WEIGHTS, UnsupportedTypeError
+from tgis.prompts.lora_files import CONFIG, SAFETENSORS, WEIGHTS, UnsupportedTypeError
 from tgis.prompts.soft_prompt import (
     DECODER,
     ENCODER,
@@ -31,12 +30,10 @@ _NOT_USED = "; PEFT itself never uses the decoder's half of a prompt"
 
 
 def convert_prompt(source: Path, target: Path, with_decoder: bool, overwrite: bool) -> str:
-    """Convert the prompt in the directory `source` to the other layout, in the directory `target`.
+    """Convert the prompt in the directory `source` to the other layout, in `target`; return a message.
 
     PEFT's files for an encoder-decoder contain a half for the decoder, which PEFT does not use. It is left
-    out unless `with_decoder` is True.
-
-    Returns a line that says what was done. Raises ConversionError, model_files.ModelNotFoundError."""
+    out unless `with_decoder` is True. Raises ConversionError, model_files.ModelNotFoundError."""
     try:
         names = choose_prompt_files(os.listdir(source), takes_encoder=True)
         prompt = read_prompt(source, None)
@@ -62,12 +59,9 @@ def convert_prompt(source: Path, target: Path, with_decoder: bool, overwrite: bo
 
 
 def write_prompt(parts: Mapping[str, Tensor], target: Path, is_peft: bool, overwrite: bool) -> list[str]:
-    """Write a prompt's `parts` into the directory `target`.
-
-    `parts` has "decoder", "encoder" or both, [num_virtual_tokens, width] each. A prompt that is already in
-    `target` is replaced if `overwrite` is True and is an error otherwise.
-
-    Returns the names of the files. Raises ConversionError."""
+    """Write a prompt's `parts`, "decoder", "encoder" or both, [num_virtual_tokens, width] each, into the
+    directory `target`; return the names of the files. Raises ConversionError, also for a prompt in `target`
+    that `overwrite` does not allow to be replaced."""
     there = [name for name in (*WEIGHTS, CONFIG, *TORCH_FILES) if (target / name).exists()]
     if there and not overwrite:
         raise ConversionError(f"{target} has {' and '.join(there)} already; --overwrite replaces them")
@@ -88,11 +82,7 @@ def write_prompt(parts: Mapping[str, Tensor], target: Path, is_peft: bool, overw
 
 
 def split_embeddings(embeddings: Tensor, config: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Split PEFT's one tensor, [rows, width], into the encoder's and the decoder's part.
-
-    With two submodules, the first half is the encoder's and the second half the decoder's.
-
-    Raises ConversionError."""
+    """Split PEFT's tensor, [rows, width], by part, of two the encoder's first. Raises ConversionError."""
     is_encoder_decoder = config.get("task_type") == "SEQ_2_SEQ_LM"
     num_parts = config.get("num_transformer_submodules") or (2 if is_encoder_decoder else 1)
     num_rows, num_tokens = len(embeddings), config.get("num_virtual_tokens")
@@ -136,15 +126,13 @@ def _write_peft(parts: Mapping[str, Tensor], staged: Path) -> list[str]:
         "inference_mode": True,
     }
     (staged / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
-    weights = WEIGHTS[0]
-    save_file({PEFT_KEY: embeddings}, staged / weights, metadata={"format": "pt"})
-    return [CONFIG, weights]
+    save_file({PEFT_KEY: embeddings}, staged / SAFETENSORS, metadata={"format": "pt"})
+    return [CONFIG, SAFETENSORS]
 
 
 def _join(parts: Mapping[str, Tensor]) -> Tensor:
     """Return the parts as one tensor [rows, width], the encoder's rows before the decoder's.
-
-    Raises ConversionError if their shapes or types differ, which PEFT's layout cannot hold."""
+    Raises ConversionError if their shapes or types differ."""
     encoder, decoder = parts.get("encoder"), parts.get("decoder")
     if encoder is None or decoder is None:
         return next(part for part in (encoder, decoder) if part is not None).detach().contiguous()
@@ -155,9 +143,7 @@ def _join(parts: Mapping[str, Tensor]) -> Tensor:
 
 
 def _replace(made: Path, target: Path, names: list[str], there: list[str]) -> None:
-    """Move the files `names` from `made` to `target` in order, then remove the other files of `there`.
-
-    The file that decides the layout must be the last of `names`."""
+    """Move the files `names`, the last of which decides the layout, then remove the others of `there`."""
     for name in names:
         os.replace(made / name, target / name)
     for name in there:

@@ -14,10 +14,8 @@ OUR_ARGUMENTS = ("is_local", "local_files_only")  # arguments that transformers 
 
 
 def convert_to_fast_tokenizer(name: str, directory: Path, output: Path | None = None) -> str:
-    """Write tokenizer.json and its settings to the model's directory or to `output`.
-
-    Files that the model's directory already has are not replaced there. Returns a line that says what was
-    done, or why there was nothing to do. Raises ConversionError."""
+    """Write tokenizer.json and its settings to `output`, or to the model's directory, where no file is
+    replaced. Return a message, also if there was nothing to do. Raises ConversionError."""
     if (directory / FAST).is_file():
         return f"Model {name} already has a fast tokenizer"
     if output is not None and not output.is_dir():

@@ -1,7 +1,5 @@
-"""Converts PyTorch's pickled weights to safetensors.
-
-Pickles are read with weights_only, one at a time and memory-mapped, so that memory need not hold a copy. The
-written file is read back and compared."""
+"""Converts PyTorch's pickled weights to safetensors. Pickles are read with weights_only, one at a time and
+memory-mapped, so that memory need not hold a copy. The written file is read back and compared."""
 
 import json
 import logging
@@ -49,8 +47,7 @@ class Converted:
 
 def convert_to_safetensors(directory: Path) -> str:
     """Write a .safetensors file beside every .bin file of weights; if one cannot be converted, write none.
-
-    Returns a line that says what was done, or why there was nothing to do. Raises ConversionError."""
+    Return a message, also if there was nothing to do. Raises ConversionError."""
     indexes, files = sorted(directory.glob("*" + INDEX_END)), find_pickles(directory)
     if len(indexes) > 1:
         return f"Found more than one .bin.index.json file: {[index.name for index in indexes]}"

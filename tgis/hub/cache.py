@@ -21,9 +21,8 @@ def cache_root(
     hf_home: str | None = None,
     home: str | None = None,
 ) -> Path:
-    """Return the directory where the hub's libraries keep models, given the values of these variables.
-
-    Empty values count as unset. Raises CacheConflictError if the first three do not agree."""
+    """Return where the hub's libraries keep models, given these variables, of which empty ones count as
+    unset. Raises CacheConflictError if the first three do not agree."""
     found, value = "HF_HUB_CACHE", hf_hub_cache
     older = {"TRANSFORMERS_CACHE": transformers_cache, "HUGGINGFACE_HUB_CACHE": huggingface_hub_cache}
     for name, other in older.items():
@@ -39,10 +38,7 @@ def cache_root(
 
 
 def find_model(name: str, revision: str | None, cache: Path) -> Path:
-    """Return the directory of the model `name`: its snapshot in the hub cache, or the directory of that name.
-
-    The snapshot takes precedence, as in TGIS. A slash at the end of the name is ignored.
-
+    """Return the model's snapshot in the hub cache or else, as in TGIS, the directory of that name.
     Raises ModelNotFoundError."""
     entry = cache_entry(name, cache)
     directory = find_snapshot(entry, revision) if os.path.isdir(entry) else _directory(name)
@@ -76,9 +72,7 @@ def find_model_files(name: str, revision: str | None, cache: Path) -> Path:
 
 
 def cache_entry(name: str, cache: Path) -> Path:
-    """Return the model's directory in the hub cache.
-
-    It may not exist, and it cannot if the name is longer than a file name may be."""
+    """Return the model's directory in the hub cache, which may not exist."""
     return cache / f"models--{name.rstrip('/').replace('/', '--')}"
 
 

@@ -1,7 +1,5 @@
-"""Downloads a model's files from a hub to the hub cache with huggingface_hub.
-
-An interrupted download resumes where it stopped. A file enters the cache only if its size and checksum are
-right."""
+"""Downloads a model's files from a hub to the hub cache with huggingface_hub. Interrupted downloads resume,
+and a file enters the cache only if its size and checksum are right."""
 
 import errno
 import hashlib
@@ -130,16 +128,12 @@ class Repository:
         return [name for name in named if not any(word in name for word in NOT_FETCHED)]
 
     def select_tokenizer(self) -> list[str]:
-        """Return the names of tokenizer files to convert, if the hub has no tokenizer.json.
-
-        Only files that META_EXTENSIONS does not cover are listed."""
+        """Return the tokenizer files to convert, beyond META_EXTENSIONS, if there is no tokenizer.json."""
         has_fast = "tokenizer.json" in self._files
         return [name for name in self._files if not has_fast and TOKENIZER_NAMES.fullmatch(name)]
 
     def download(self, names: Iterable[str]) -> None:
-        """Download the files, NUM_THREADS at a time, then point the revision at this commit.
-
-        Raises DownloadError."""
+        """Download the files in threads, then point the revision at this commit. Raises DownloadError."""
         with self._errors_in_one_line():
             files = self._in_threads(self._describe, list(names))
             self._check_space(files)
@@ -193,10 +187,8 @@ class Repository:
         file.part.replace(file.blob)
 
     def _receive(self, file: RemoteFile) -> None:
-        """Append the missing bytes to the file's part.
-
-        The request goes to the hub's own URL, so that it can be repeated when a signed URL has expired. The
-        library sends the token only to the hub."""
+        """Append the missing bytes to the file's part, from the hub's own URL, which does not expire as
+        signed ones do. The library sends the token only to the hub."""
         headers = {**build_hf_headers(token=self._token), "Accept-Encoding": "identity"}
         with _PartialFile(file.part, self._stop) as content:
             begun = content.seek(0, io.SEEK_END)
@@ -210,9 +202,7 @@ class Repository:
                 )
 
     def _fetch_by_xet(self, file: RemoteFile) -> bool:
-        """Download the file with xet, the hub's faster protocol, which not every mirror offers.
-
-        Return True if the blob is complete and its checksum is right."""
+        """Return True if xet, a faster protocol that some mirrors lack, downloaded the file undamaged."""
         if constants.HF_HUB_DISABLE_XET or find_spec("hf_xet") is None:
             return False
         try:
@@ -242,9 +232,7 @@ class Repository:
         fresh.replace(reference)
 
     def _retry(self, action: Callable[[], R], progress: Callable[[], int] = lambda: 0) -> R:
-        """Run `action` and retry it while the hub or the network may recover.
-
-        It fails after len(DELAYS_S) retries in a row during which `progress` did not change."""
+        """Run `action`; retry transient failures, at most len(DELAYS_S) times in a row without `progress`."""
         failures, reached = 0, progress()
         while True:
             try:
@@ -305,7 +293,6 @@ def _silence_libraries() -> None:
 
 
 def _size(path: Path) -> int:
-    """Return the file's size; 0 if it does not exist."""
     return path.stat().st_size if path.is_file() else 0
 
 

@@ -36,9 +36,7 @@ def has_tokenizer_to_convert(directory: Path) -> bool:
 
 
 def fingerprint(directory: Path) -> str:
-    """Hash the configuration and the names and sizes of the weight files to 16 hexadecimal digits.
-
-    Raises ModelNotFoundError."""
+    """Hash configuration, names and sizes of weight files to 16 hex digits. Raises ModelNotFoundError."""
     files = sorted(path for pattern in WEIGHT_FILES for path in directory.glob(pattern))
     sizes = [(path.name, _size(path)) for path in files]
     text = json.dumps([read_json(directory, "config.json"), sizes], sort_keys=True)
@@ -88,14 +86,11 @@ def length_of_model(config: Mapping[str, Any]) -> int | None:
 
 
 def max_sequence_length(config: Mapping[str, Any]) -> int:
-    """Return the sequence length from config.json, else 2048."""
     return length_of_model(config) or DEFAULT_LENGTH
 
 
 def stored_dtype(config: Mapping[str, Any]) -> str:
-    """Return the dtype that config.json names for the checkpoint, else for its language model.
-
-    The result is float32 if that is not one of DTYPES."""
+    """Return the dtype in config.json, else in its text_config; float32 if that is not one of DTYPES."""
     inner = config.get("text_config")
     places = (config, inner if isinstance(inner, dict) else {})
     named = (place.get(key) for place in places for key in ("dtype", "torch_dtype"))
@@ -113,10 +108,8 @@ def eos_token_ids(directory: Path) -> list[int]:
 
 
 def pad_token_id(directory: Path, tokenizer: Path, vocab_size: int) -> int:
-    """Return the pad token's id.
-
-    The sources are, in order, config.json, generation_config.json, the files in `tokenizer`, the first EOS
-    token, and 0. Ids that are not in the vocabulary are ignored."""
+    """Return the pad token's id in the vocabulary from, in order, config.json, generation_config.json, the
+    files in `tokenizer`, the EOS tokens, and 0."""
     candidates = chain(_pad_token_ids(directory), _pad_tokens_of(tokenizer), eos_token_ids(directory))
     return next((id for id in candidates if type(id) is int and 0 <= id < vocab_size), 0)
 

@@ -1,6 +1,5 @@
-"""Resolves the options for soft prompts and LoRA adapters before any process is started.
-
-Directories become absolute, and every adapter to load at startup is checked to exist."""
+"""Resolves the options for soft prompts and LoRA adapters before any process is started: directories become
+absolute, and every adapter to load at startup is checked to exist."""
 
 import os
 from dataclasses import fields, replace
@@ -23,8 +22,7 @@ class AdapterOptionsError(OperatorError):
 
 def resolve_adapter_options(options: AdapterOptions, max_sequence_length: int, cache: Path) -> AdapterOptions:
     """Return the options for the shards, with absolute paths and `lora_adapters` as `name=directory` entries.
-
-    `cache` is the hub cache. Raises AdapterOptionsError, model_files.ModelNotFoundError."""
+    Raises AdapterOptionsError, model_files.ModelNotFoundError."""
     longest, limit = options.max_prompt_prefix_length, max_sequence_length - 1
     if longest is not None and longest > limit:
         raise AdapterOptionsError(
@@ -41,11 +39,8 @@ def resolve_adapter_options(options: AdapterOptions, max_sequence_length: int, c
 
 
 def find_adapters(text: str, cache: Path) -> dict[str, Path]:
-    """Return the adapters' absolute directories by the ids that requests use.
-
-    `text` lists `NAME=DIRECTORY`, `HUB/ID` and `HUB/ID@REVISION`, separated by commas.
-
-    Raises AdapterOptionsError, model_files.ModelNotFoundError."""
+    """Return the adapters' absolute directories by id. `text` lists `NAME=DIRECTORY`, `HUB/ID` and
+    `HUB/ID@REVISION` with commas. Raises AdapterOptionsError, model_files.ModelNotFoundError."""
     found: dict[str, Path] = {}
     for entry in filter(None, map(str.strip, text.split(","))):
         name, directory = _locate(entry, cache)

@@ -1,6 +1,5 @@
-"""Keeps copies of checked soft prompts and adapters, by digest, for all ranks to load.
-
-A copy that a request uses outlives the file that it was read from, and the process that read it."""
+"""Keeps copies of checked soft prompts and adapters, by digest, for all ranks to load. A copy that a request
+uses outlives the file that it was read from, and the process that read it."""
 
 import hashlib
 import json
@@ -35,9 +34,7 @@ _UNFINISHED = ".unfinished-"
 
 @dataclass(frozen=True)
 class Artifact:
-    """Copy of a soft prompt or adapter.
-
-    `tensors` are mapped from the file. A soft prompt has "decoder", "encoder" or both."""
+    """Copy of an adapter, or of a soft prompt with "decoder", "encoder" or both. `tensors` are mapped."""
 
     kind: Kind
     tensors: Mapping[str, Tensor]
@@ -45,19 +42,16 @@ class Artifact:
 
 
 class ArtifactCache:
-    """Private directory of copies. Safe to use from any thread and process."""
+    """Private directory of copies, made when first needed. Safe to use from any thread and process."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        """Directory of the copies, which is made when it is first needed."""
 
     def __contains__(self, digest: str) -> bool:
         return self._file(digest).is_file()
 
     def put(self, kind: Kind, tensors: Mapping[str, Tensor], about: Mapping[str, Any]) -> str:
-        """Write a copy atomically and return its digest. Equal contents share one file.
-
-        Raises OSError."""
+        """Write a copy atomically and return its digest. Equal contents share one file. Raises OSError."""
         with self.temporary_directory() as directory:
             file = directory / "content"
             _write(file, {"kind": kind, "about": about}, tensors)
@@ -66,9 +60,7 @@ class ArtifactCache:
         return digest
 
     def open(self, digest: str) -> Artifact:
-        """Return the copy with that digest. A damaged copy is removed and counts as missing.
-
-        Raises MissingArtifactError and OSError."""
+        """Return the copy. A damaged one is removed and missing. Raises MissingArtifactError and OSError."""
         file = self._file(digest)
         try:
             if _hash(file) == digest:
@@ -79,9 +71,7 @@ class ArtifactCache:
         raise MissingArtifactError(digest)
 
     def read_pieces(self, digest: str) -> Iterator[bytes]:
-        """Return a copy's bytes in pieces, for the cache of another machine.
-
-        Raises MissingArtifactError and OSError."""
+        """Return a copy's bytes, for another machine's cache. Raises MissingArtifactError and OSError."""
         try:
             file = self._file(digest).open("rb")
         except FileNotFoundError as error:
@@ -89,9 +79,7 @@ class ArtifactCache:
         return _pieces(file)
 
     def write_pieces(self, digest: str, pieces: Iterable[bytes]) -> None:
-        """Write a copy from the pieces that `read_pieces` returned on another machine.
-
-        Raises MissingArtifactError if they do not have that digest, and OSError."""
+        """Write a copy from `read_pieces`. Raises MissingArtifactError for another digest, and OSError."""
         with self.temporary_directory() as directory:
             file = directory / "content"
             with file.open("xb") as content:
@@ -108,7 +96,6 @@ class ArtifactCache:
             self._file(digest).unlink(missing_ok=True)
 
     def remove_others(self, digests: Iterable[str]) -> None:
-        """Remove all copies but these."""
         self.remove(set(self._names()) - set(digests))
         self.sweep(digests)
 

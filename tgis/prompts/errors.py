@@ -6,14 +6,10 @@ MAX_QUOTED = 256  # characters of a client's or a file's text that an error repe
 
 
 class AdapterError(OperatorError):
-    """Error for a soft prompt or adapter that cannot be used.
-
-    The text is one line and reveals nothing about the disk."""
+    """Error for a soft prompt or adapter that cannot be used; its one line reveals nothing about the disk."""
 
 
 class TooLargeError(AdapterError):
-    """Error for more bytes than allowed."""
-
     def __init__(self) -> None:
         super().__init__("it is larger than the allowed size")
 

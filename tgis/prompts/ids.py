@@ -1,6 +1,5 @@
-"""Resolves ids to real directories, and names to real files, that never leave a root directory.
-
-Path traversal and permission errors read like "not found" to the client."""
+"""Resolves ids to real directories, and names to real files, that never leave a root directory. Path
+traversal and permission errors read like "not found" to the client."""
 
 import errno
 import logging
@@ -32,9 +31,7 @@ class AdapterDirectory:
 
 
 def find_directory(root: Path, id: str) -> AdapterDirectory:
-    """Find the directory of `id` below `root`. Symbolic links are followed if they stay below `root`.
-
-    Raises AdapterNotFoundError and OSError."""
+    """Find the directory of `id` in `root`. Links must stay there. Raises AdapterNotFoundError, OSError."""
     if not _is_id(id):
         raise AdapterNotFoundError
     with missing_as_not_found():
@@ -43,9 +40,7 @@ def find_directory(root: Path, id: str) -> AdapterDirectory:
 
 
 def find_inside(real_root: Path, path: Path) -> Path:
-    """Return the real path of `path`.
-
-    Raises AdapterNotFoundError if that is not below `real_root`, and OSError."""
+    """Return the real path. Raises AdapterNotFoundError if it is not below `real_root`, and OSError."""
     real = Path(os.path.realpath(path, strict=True))
     if not real.is_relative_to(real_root):
         raise AdapterNotFoundError
@@ -82,5 +77,4 @@ def missing_as_not_found() -> Iterator[None]:
 
 
 def _is_id(text: str) -> bool:
-    is_swap_file = any(part.endswith(".swp") for part in text.split("/"))
-    return is_adapter_id(text) and not is_swap_file
+    return is_adapter_id(text) and not any(part.endswith(".swp") for part in text.split("/"))

@@ -1,6 +1,5 @@
-"""Reads PEFT's directory of a LoRA adapter, with all checks that need no model.
-
-A setting that would change the output in a way that we do not implement is refused, never ignored."""
+"""Reads PEFT's directory of a LoRA adapter, with all checks that need no model. A setting that would change
+the output in a way that we do not implement is refused, never ignored."""
 
 import json
 import math
@@ -70,9 +69,7 @@ class Patterns(Generic[Value]):
     """Values of modules, by patterns of their names, and the default value of the others."""
 
     def __init__(self, key: str, values: Mapping[str, Value], default: Value) -> None:
-        """Compile the patterns that the configuration has as `key`.
-
-        Raises AdapterError for an invalid pattern, and for too many patterns."""
+        """Compile the patterns of `key`. Raises AdapterError for an invalid one, and for too many."""
         self._key, self._values, self._default = key, values, default
         if len(values) > MAX_PATTERNS:
             raise _invalid(key)
@@ -82,9 +79,7 @@ class Patterns(Generic[Value]):
             raise _invalid(key) from error
 
     def find(self, module: str) -> Value:
-        """Return the value of the first pattern that matches `module` or its last dotted parts.
-
-        Raises AdapterError."""
+        """Return the first match's value, of `module` or its last dotted parts. Raises AdapterError."""
         for pattern, value in self._compiled:
             try:
                 if pattern.match(module, timeout=_PATTERN_TIMEOUT_S, concurrent=True):
@@ -101,12 +96,6 @@ class LoraConfig:
     uses_square_root: bool
     target_parameters: tuple[str, ...]
     ties_head: bool
-
-    def rank_of(self, key: str) -> int:
-        """Return the rank of a module or, if it is a target parameter, of a parameter. `key` is its name.
-
-        Raises AdapterError."""
-        return self.ranks.find(key)
 
     def scale_of(self, key: str, rank: int) -> float:
         """Return the factor of the module's or parameter's low-rank product. Raises AdapterError."""
@@ -146,9 +135,7 @@ def read_adapter_files(directory: Path, max_bytes: int) -> tuple[dict[str, Tenso
 
 
 def split_name(name: str) -> tuple[str, str]:
-    """Split a tensor's name from `read_adapter_files` into module and kind.
-
-    Kinds are for example "lora_A.weight", "lora_embedding_B" and "base"."""
+    """Split a tensor's name into module and kind, for example "lora_A.weight" or "base"."""
     module, _, kind = name.removesuffix(".weight").rpartition(".")
     return module, kind + ".weight" * name.endswith(".weight")
 
@@ -227,7 +214,7 @@ def _scales(tensors: Mapping[str, Tensor], config: LoraConfig) -> Iterator[tuple
     for module in modules:
         a, b = _pair(module, tensors)
         key = _key(module, config)
-        rank = config.rank_of(key)
+        rank = config.ranks.find(key)
         is_fused = bool(config.target_parameters) and module.endswith((f".{_UP}", f".{_DOWN}"))
         if a.shape[0] != b.shape[1] or (a.shape[0] % rank if is_fused else a.shape[0] != rank):
             shapes = f"{list(a.shape)} and {list(b.shape)}"

@@ -1,6 +1,4 @@
-"""Copies all files of a soft prompt or an adapter as they were at one moment.
-
-Later changes to the files affect neither the copies nor a process that maps the copies into memory."""
+"""Copies all files of a soft prompt or an adapter as they were at one moment, whatever changes later."""
 
 import os
 import stat
@@ -32,9 +30,7 @@ class FilesState:
 
 
 def read_state(directory: Path, choose: Choose) -> FilesState:
-    """Return the state of the files that `choose` selects in a real directory.
-
-    Raises AdapterNotFoundError and OSError."""
+    """Return the state of the files that `choose` selects. Raises AdapterNotFoundError and OSError."""
     now_ns = time.time_ns()
     with missing_as_not_found():
         names = choose(os.listdir(directory))
@@ -49,7 +45,6 @@ def read_state(directory: Path, choose: Choose) -> FilesState:
 
 def copy_files(source: AdapterDirectory, choose: Choose, target: Path, max_bytes: int) -> FilesState:
     """Copy the files into `target` and return their state at that moment. Each has at most `max_bytes`.
-
     Raises AdapterNotFoundError, also if the files keep changing, TooLargeError and OSError."""
     for _ in range(TRIES):
         before = _await_rest(source.directory, choose)
@@ -63,9 +58,7 @@ def copy_files(source: AdapterDirectory, choose: Choose, target: Path, max_bytes
 
 
 def _await_rest(directory: Path, choose: Choose) -> FilesState:
-    """Return the state, after waiting until any later write will change it.
-
-    Do not wait for a change time that lies in the future because the clocks differ."""
+    """Return the state once any later write will change it. A change time in the future is not waited for."""
     state = read_state(directory, choose)
     rest_ns = state.changed_ns + CLOCK_NS - time.time_ns()
     if not state.is_settled and rest_ns <= CLOCK_NS:

@@ -1,6 +1,5 @@
-"""Reads and checks the directory of a tuned soft prompt before it is loaded into a model.
-
-The directory holds decoder.pt and encoder.pt, or the files that PEFT saves."""
+"""Reads and checks the directory of a tuned soft prompt before it is loaded into a model. The directory holds
+decoder.pt and encoder.pt, or the files that PEFT saves."""
 
 import json
 import os
@@ -59,10 +58,8 @@ def read_prompt(directory: Path, required: AdapterRequirements | None) -> SoftPr
     """Read the soft prompt in `directory`. Tensors may be mapped from the files.
 
     With `required` the tensors are checked against that model and have its dtype. Without, they have the
-    dtype they are stored in, and only what no model accepts is refused.
-
-    Raises AdapterNotFoundError if there is no soft prompt, TooLargeError, AdapterError with the cause, and
-    OSError."""
+    dtype they are stored in, and only what no model accepts is refused. Raises AdapterNotFoundError if there
+    is no soft prompt, TooLargeError, AdapterError with the cause, and OSError."""
     try:
         names = choose_prompt_files(os.listdir(directory), required is None or required.is_encoder_decoder)
         _check_files(directory, names, required)
@@ -75,9 +72,7 @@ def read_prompt(directory: Path, required: AdapterRequirements | None) -> SoftPr
 
 
 def read_peft_type(directory: Path) -> str | None:
-    """Return PEFT's type of the adapter in `directory`; None if its configuration is missing or invalid.
-
-    Raises OSError."""
+    """Return PEFT's type of an adapter; None if its configuration is missing or invalid. Raises OSError."""
     try:
         with (directory / CONFIG).open("rb") as content:
             config = json.loads(content.read(MAX_CONFIG_BYTES))
@@ -136,9 +131,7 @@ def _read(directory: Path, name: str) -> object:
 
 
 def _check(content: object, required: AdapterRequirements | None) -> Tensor:
-    """Check the embeddings and return them, [num_tokens, width].
-
-    Raises AdapterError for the first fault; clients rely on the order of the checks."""
+    """Return the checked embeddings, [num_tokens, width]. Clients rely on the order of the AdapterErrors."""
     if not isinstance(content, Tensor) or content.dtype not in _DTYPES or content.dim() != 2:
         raise AdapterError(_NO_TENSOR)
     tensor = content.detach()

@@ -1,6 +1,4 @@
-"""Finds the soft prompts and adapters that requests name, and checks them.
-
-Replaced and removed files are noticed at the next request for them."""
+"""Finds and checks the soft prompts and adapters that requests name; changed files are noticed each time."""
 
 import logging
 import os
@@ -62,9 +60,7 @@ Outcome = ArtifactInfo | str
 
 
 class AdapterStore:
-    """Store of soft prompts and adapters by id. Safe to use from any thread.
-
-    The result of reading files is remembered until they change."""
+    """Store of soft prompts and adapters, safe for threads, that remembers outcomes until files change."""
 
     def __init__(
         self,
@@ -75,11 +71,8 @@ class AdapterStore:
         named: Mapping[str, Path],
         is_known: bool = False,
     ) -> None:
-        """Take the directories without reading them.
-
-        `prompts` is the directory of soft prompts, which may hold adapters too, and `adapters` that of
-        adapters. `named` maps names to adapters anywhere on the disk. `required` is None if the model takes
-        neither soft prompts nor adapters. `is_known` is passed to NotTunableError."""
+        """Take the directories without reading them. `prompts` may hold adapters too, and `named` are
+        adapters anywhere on the disk. `required` is None if the model takes no prompts or adapters."""
         self._artifacts, self._required, self._is_known = artifacts, required, is_known
         takes_encoder = required is None or required.is_encoder_decoder
         self._choose: dict[Kind, Choose] = {
@@ -96,9 +89,8 @@ class AdapterStore:
     def find(self, kind: Kind, id: str) -> ArtifactInfo:
         """Find and check the soft prompt or adapter `id`, and keep a copy in the cache.
 
-        Concurrent calls for one id read it once; each waits at most TURN_TIMEOUT_S for its turn.
-
-        Raises AdapterError with a text for the client, and OSError."""
+        Concurrent calls for one id read it once; each waits at most TURN_TIMEOUT_S for its turn. Raises
+        AdapterError with a text for the client, and OSError."""
         if kind == "adapter" and id not in self._named:
             if not (self._prompts or self._adapters):
                 raise AdapterError("adapter_id supplied but no adapter store was configured")
@@ -115,9 +107,7 @@ class AdapterStore:
         return outcome
 
     def refuse(self, digest: str, error: AdapterError) -> None:
-        """Refuse the soft prompt or adapter with that digest, because the model cannot load it.
-
-        Later calls of `find` raise AdapterError with the text of `error` until the files change."""
+        """Refuse what the model cannot load: `find` raises `error`'s text until the files change."""
         with self._lock:
             for (kind, id), (state, outcome) in list(self._remembered.items()):
                 if isinstance(outcome, ArtifactInfo) and outcome.digest == digest:

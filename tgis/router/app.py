@@ -156,8 +156,7 @@ class _Router:
         return None if task.cancelled() else task.result()
 
     async def _run(self, server: grpc.aio.Server, link: ShardLink) -> None:
-        """Run the engine's task beside the server until a signal comes, and then drain. If the engine fails,
-        so does the router."""
+        """Run the engine until a signal comes, and then drain. If the engine fails, so does the router."""
         assert self._engine is not None
         engine = asyncio.create_task(self._engine.run(), name="engine")
         draining = asyncio.create_task(self._draining.wait(), name="signals")
@@ -177,7 +176,8 @@ class _Router:
         self._health.drain()
         self._pacing.end()
         if has_callers and not engine.done():
-            await _wait(self._aborting, DRAIN_NOTICE_S)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._aborting.wait(), DRAIN_NOTICE_S)
         timeout_s = LAST_ANSWERS_S if self._has_given_up else self._config.shutdown_timeout
         await self._stop(server, 0 if engine.done() else timeout_s)
         for task in (engine, draining, *background):
@@ -194,9 +194,7 @@ class _Router:
             await certificates.watch()
 
     async def _stop(self, server: grpc.aio.Server, timeout_s: float) -> None:
-        """Refuse new calls at once, and let generations finish until a second signal.
-
-        Streams of other services, such as reflection, are not waited for."""
+        """Refuse new calls at once, and wait until a second signal for generations but no other streams."""
         stopping = asyncio.create_task(server.stop(timeout_s))
         idle = asyncio.create_task(self._concurrency.all_free.wait())
         aborting = asyncio.create_task(self._aborting.wait())
@@ -254,11 +252,6 @@ class _Router:
         reflection.enable_server_reflection((SERVICE, HEALTH, reflection.SERVICE_NAME), server)
 
 
-async def _wait(event: asyncio.Event, timeout_s: float) -> None:
-    with contextlib.suppress(TimeoutError):
-        await asyncio.wait_for(event.wait(), timeout_s)
-
-
 def _metric_limits(config: RouterConfig) -> MetricLimits:
     assert config.max_sequence_length is not None, "the launcher says how long a sequence may be"
     max_new_tokens = min(config.max_new_tokens, config.max_sequence_length - 1)
@@ -290,8 +283,7 @@ def _is_encoder_decoder(info: shard_pb2.InfoResponse) -> bool:
 
 
 def _check_capacity(info: shard_pb2.InfoResponse, max_sequence_length: int) -> None:
-    """Check that one sequence of full length fits into the whole cache; it would wait for ever otherwise.
-    Raises StartupError."""
+    """Check that a full sequence fits into the cache; else it would wait for ever. Raises StartupError."""
     # The last token is never computed. An encoder-decoder model keeps input and output in separate blocks,
     # which can take one block more.
     needed = -(-(max_sequence_length - 1) // info.block_size) + _is_encoder_decoder(info)

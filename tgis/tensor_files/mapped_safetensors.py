@@ -1,6 +1,5 @@
-"""Memory-maps the tensors of safetensors files in a process that loads and drops many files.
-
-The library's own way to get a tensor (version 0.8) leaks some memory for each tensor."""
+"""Memory-maps the tensors of safetensors files in a process that loads and drops many files. The library's
+own way to get a tensor (version 0.8) leaks some memory for each tensor."""
 
 import json
 import mmap
@@ -31,10 +30,7 @@ DTYPES = {
 
 
 def map_tensors(file: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return the tensors by name, and the file's metadata.
-
-    The file must not change. A write to a tensor does not change the file, because the mapping is
-    copy-on-write.
+    """Return the tensors by name, copy-on-write views of the file, which must not change, and its metadata.
 
     Raises the library's errors for damaged files, KeyError or RuntimeError if the library does not detect the
     damage, and OSError."""

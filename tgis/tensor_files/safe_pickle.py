@@ -1,7 +1,5 @@
-"""Reads tensors that torch.save wrote, without running other code from the pickle.
-
-Only the calls that build tensors are allowed. torch's reader itself can still be made to allocate any amount
-of memory, and it does not detect damage, so an untrusted file is checked before torch reads it."""
+"""Reads tensors that torch.save wrote; only the calls that build tensors are allowed. torch's reader can
+still be made to allocate any amount of memory and detects no damage: untrusted files are checked before."""
 
 import pickle
 import pickletools
@@ -39,11 +37,7 @@ _LARGE, _LOCATOR, _SMALL = b"PK\x06\x06", b"PK\x06\x07", b"PK\x05\x06"
 
 
 def open_pickle(file: Path) -> dict[str, Any]:
-    """Return the file's contents by name, with the tensors memory-mapped.
-
-    Files from before torch 1.6 cannot be mapped and are read as a whole.
-
-    Raises TensorFileError, OSError."""
+    """Return tensors by name, memory-mapped if written since torch 1.6. Raises TensorFileError, OSError."""
     found = _load(file)
     if not isinstance(found, dict):
         raise TensorFileError(f"{file} does not hold tensors by name")
@@ -52,7 +46,6 @@ def open_pickle(file: Path) -> dict[str, Any]:
 
 def load_untrusted(file: Path) -> object:
     """Return the object in the file; its tensors are mapped from the file, so the file must not change.
-
     Raises TensorFileError, OSError, MemoryError."""
     with _errors_as_damage(file):
         _check_archive(file) if can_map(file) else _check_old(file)
@@ -104,10 +97,8 @@ def _refused_call(file: Path, what: str) -> TensorFileError:
 
 
 def _ends_within(file: Path, name: str) -> bool:
-    """Return True if the file ends within `name`, the name of what the pickle wants to call.
-
-    A complete pickle has a line break after the module and after the attribute. torch drops the last
-    character of each, whatever it is."""
+    """Return True if the file ends within `name`, of what the pickle wants to call. A complete pickle has
+    line breaks after the module and the attribute. torch drops the last character of each, whatever it is."""
     module, _, attribute = name.rpartition(".")
     begun = tuple(f"c{text}".encode() for text in (module, f"{module}\n{attribute}"))
     with file.open("rb") as content:
@@ -132,11 +123,8 @@ def _check_archive(file: Path) -> None:
 
 
 def _check_end(file: Path, end: bytes) -> None:
-    """Check that the archive's end is well-formed and its directory has at most MAX_PICKLE_BYTES.
-
-    zipfile reads the whole directory into memory, and uses the zip64 record's length if there is one.
-
-    Raises TensorFileError."""
+    """Check that the archive's end is well-formed and its directory, which zipfile reads whole, has at most
+    MAX_PICKLE_BYTES, by the zip64 record if there is one, as zipfile does. Raises TensorFileError."""
     large, large_bytes, locator, small, small_bytes, comment_bytes = _END.unpack(end)
     is_plain = small == _SMALL and not comment_bytes and (large == _LARGE) == (locator == _LOCATOR)
     if not is_plain or (large_bytes if locator == _LOCATOR else small_bytes) > MAX_PICKLE_BYTES:

@@ -1,2 +1,1 @@
-"""Handling of a call before and after the engine: validation, concurrency limit, accounting, logs and
-traces."""
+"""Handling of a call before and after the engine: validation, concurrency, accounting, logs and traces."""

@@ -39,7 +39,6 @@ class Accounting:
     metrics: Metrics
     tracing: Tracing
     log_text_chars: int
-    """Number of characters of a text that a log line may show."""
 
     @contextmanager
     def open(
@@ -65,13 +64,10 @@ class Accounting:
 
 
 class CallAccount:
-    """Account of one call from its start to its end."""
-
     def __init__(self, metrics: Metrics, log: CallLog, span: CallSpan, kind: str) -> None:
         self._metrics, self._log, self._span, self._kind = metrics, log, span, kind
         self.texts = log.texts
         self.request_id = log.request_id
-        """Id of the call in the log and in what a client is told."""
         self._num_waiting = len(log.texts)  # inputs that the engine has not been given yet
         metrics.request_count.add(kind)
         if log.texts:
@@ -118,8 +114,7 @@ class CallAccount:
 
     @contextmanager
     def input(self, index: int, sequence: Sequence) -> Iterator[Record]:
-        """Account for the input at `index`. The function that this yields must be given the input's events,
-        each before it is used. Exceptions that end the input early pass through."""
+        """Account for an input. The yielded function must be given each of its events before it is used."""
         self._num_waiting -= 1
         with self._log.input(index, sequence) as log:
             try:

@@ -9,8 +9,7 @@ from tgis.router.metrics.resource_counts import ResourceCount
 
 
 class ConcurrencyLimit:
-    """Limit of inputs at once. A call gets places for all its inputs at once, or is refused at once; no call
-    waits for a place."""
+    """Limit of inputs at once. A call gets places for all its inputs or is refused; none waits."""
 
     def __init__(self, limit: int) -> None:
         self.num_free = self.limit = limit

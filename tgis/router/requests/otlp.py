@@ -30,8 +30,7 @@ class SpanExport:
     """Export of spans to a collector, with a thread that sends them."""
 
     def __init__(self, endpoint: str, service_name: str) -> None:
-        """Create the exporter. The collector need not run yet. Raises StartupError for an endpoint that is
-        not valid."""
+        """Create the exporter. The collector need not run yet. Raises StartupError for a wrong endpoint."""
         url = _url(endpoint)
         self._warnings = _ExportWarnings(url)
         try:
@@ -69,8 +68,7 @@ class SpanExport:
 
 
 class _ExportWarnings(logging.Handler):
-    """Log handler that turns the records of OpenTelemetry's loggers, one per failed attempt, into at most one
-    line of ours per WARNING_INTERVAL_S."""
+    """Log handler that turns OpenTelemetry's records of failures into one line per WARNING_INTERVAL_S."""
 
     def __init__(self, url: str) -> None:
         super().__init__(logging.WARNING)

@@ -1,6 +1,5 @@
 """Writes one log line per finished input, in TGIS's words, and one for a call that ends before its inputs
-begin. The lines contain no text of a prompt, an answer or a grammar beyond the number of characters that the
-operator set."""
+begin. They contain no more characters of a prompt, an answer or a grammar than the operator set."""
 
 import asyncio
 import logging
@@ -68,15 +67,13 @@ class CallLog:
 
     @cached_property
     def texts(self) -> list[str]:
-        """Texts of the inputs, in order."""
         if isinstance(self.request, pb.SingleGenerationRequest):
             return [self.request.request.text]
         return [item.text for item in self.request.requests]
 
     @cached_property
     def params_text(self) -> str:
-        """Decoding method and every parameter that is set: numbers as they are, texts by their length and
-        lists by their count."""
+        """Decoding method and set parameters: numbers as they are, texts by length, lists by count."""
         params = self.request.params
         default = () if params.method else ("method=GREEDY",)
         return ", ".join((*default, *_set_fields(params)))
@@ -91,9 +88,8 @@ class CallLog:
 
 @dataclass
 class InputLog:
-    """Log of one input, or of all inputs of a call that ends before they begin. It follows the events and
-    logs once how the input ended. As a context manager it also logs a cancellation, or an exception that
-    passes through, which ends the input early."""
+    """Log of one input, or of all inputs of a call that ends before they begin. It logs once how the input
+    ended; as a context manager, also by a cancellation or an exception."""
 
     call: CallLog
     kind: str
@@ -126,8 +122,7 @@ class InputLog:
             self.end_early(error)
 
     def end_early(self, error: BaseException) -> None:
-        """Log a cancellation, or what the client is told of an error, except the part that may quote the
-        request. The cause of an unforeseen error is logged where the error becomes a status."""
+        """Log a cancellation or an error. An unforeseen one's cause is logged where it becomes a status."""
         if isinstance(error, asyncio.CancelledError | GeneratorExit):
             self._end(StopReason.CANCELLED, None)
             return
@@ -157,7 +152,6 @@ class InputLog:
         )
 
     def _fields(self) -> dict[str, Scalar]:
-        """Return the fields that describe the request and its ids."""
         call, request, sequence = self.call, self.call.request, self.sequence
         fields: dict[str, Scalar] = {"request_id": call.request_id, "correlation_id": call.correlation_id}
         if request.HasField("prefix_id"):
@@ -177,7 +171,6 @@ class InputLog:
         return fields
 
     def _durations(self, timings: Timings | None) -> dict[str, Scalar]:
-        """Return the known durations in milliseconds."""
         seconds: dict[str, float] = {}
         if self.call.validation_s is not None:
             seconds["validation_time"] = self.call.validation_s
@@ -201,8 +194,7 @@ def correlation_id(metadata: Metadata) -> str:
 
 
 def _set_fields(message: Message) -> Iterator[str]:
-    """Yield the fields that are set. Only numbers and names are shown, even of fields that the message may
-    get later."""
+    """Yield the set fields. Only numbers and names are shown, even of fields that the message gets later."""
     for descriptor, value in message.ListFields():
         if isinstance(value, Message):
             yield from _set_fields(value)

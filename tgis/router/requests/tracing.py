@@ -25,25 +25,15 @@ if TYPE_CHECKING:
 SERVICE = "fmaas.GenerationService"
 MAX_FINISH_REASONS = 100
 
-SERVER_FAULTS = frozenset(
-    (
-        grpc.StatusCode.UNKNOWN,
-        grpc.StatusCode.DEADLINE_EXCEEDED,
-        grpc.StatusCode.UNIMPLEMENTED,
-        grpc.StatusCode.INTERNAL,
-        grpc.StatusCode.UNAVAILABLE,
-        grpc.StatusCode.DATA_LOSS,
-    )
-)
+SERVER_FAULTS = (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNAVAILABLE)  # of those that `_status` returns
 PROPAGATOR = TraceContextTextMapPropagator()
 
 Attributes = dict[str, AttributeValue]
 
 
 def open_tracing(endpoint: str | None, service_name: str) -> "Tracing":
-    """Return a tracing that sends spans to the OTLP collector at `endpoint`: `http://host:port` or
-    `host:port` without encryption, `https://` over TLS. Raises StartupError for an endpoint that is not
-    valid, and if OpenTelemetry's SDK is not installed."""
+    """Return a tracing that sends spans to the OTLP collector at `endpoint`, encrypted for `https://` only.
+    Raises StartupError for an endpoint that is not valid, and if OpenTelemetry's SDK is not installed."""
     if not endpoint:
         return Tracing()
     try:
@@ -56,10 +46,9 @@ def open_tracing(endpoint: str | None, service_name: str) -> "Tracing":
 
 
 class Tracing:
-    """Source of the spans of calls."""
+    """Source of the spans of calls, which go to `export` or record nothing."""
 
     def __init__(self, export: "SpanExport | None" = None) -> None:
-        """Create a source whose spans go to `export`, or whose spans record nothing."""
         self._export = export
 
     def call(self, method: str, metadata: Metadata) -> "CallSpan":
@@ -74,8 +63,7 @@ class Tracing:
 
 
 class CallSpan:
-    """Span of one call. It records no texts. As a context manager it takes the status from the exception that
-    passes through."""
+    """Span of one call, without texts. As a context manager it takes the status from a passing exception."""
 
     def __init__(self, span: Span) -> None:
         self._span, self._started_at = span, time.monotonic()
@@ -102,7 +90,6 @@ class CallSpan:
         span.end()
 
     def set_request(self, request: GenerationCall, request_id: str, correlation_id: str) -> None:
-        """Record the request, without its texts."""
         if self._span.is_recording():
             attributes: Attributes = {
                 "gen_ai.request.id": request_id,
@@ -113,8 +100,7 @@ class CallSpan:
             self._span.set_attributes(attributes)
 
     def finish(self, sequence: Sequence, last: Output) -> None:
-        """Record that an input has ended with a stop reason. The latencies of a call are those of its slowest
-        input."""
+        """Record a finished input. The latencies of a call are those of its slowest input."""
         if not self._span.is_recording():
             return
         self._input_tokens += sequence.num_input_tokens
@@ -144,8 +130,7 @@ class CallSpan:
 
 
 def _start(tracer: Tracer, method: str, metadata: Metadata) -> Span:
-    """Start the span of a call, with attributes under the names that dashboards use today and under their
-    successors."""
+    """Start a call's span, with attributes under the names that dashboards use and their successors."""
     carrier: dict[str, list[str]] = {}
     for key, value in metadata:
         if key in ("traceparent", "tracestate") and isinstance(value, str):
@@ -196,8 +181,7 @@ def _call_attributes(request: GenerationCall) -> Attributes:
 
 
 def _parameter_attributes(params: pb.Parameters) -> Iterator[tuple[str, AttributeValue]]:
-    """Yield the attributes of parameters that are set. A seed of 2**63 or more is sent as text, because
-    attributes have no unsigned type."""
+    """Yield the set parameters. A seed of 2**63 or more is text, because attributes have no unsigned type."""
     sampling, stopping, guided = params.sampling, params.stopping, params.decoding.WhichOneof("guided")
     if stopping.max_new_tokens:
         yield "gen_ai.request.max_tokens", stopping.max_new_tokens

@@ -59,9 +59,7 @@ class CallParameters:
 
 def check_parameters(params: pb.Parameters, limits: RequestLimits) -> CallParameters:
     """Check everything that needs neither a compiled grammar nor tokenized inputs. The time limit's clock
-    starts here.
-
-    Raises RequestError for the first rule that is broken."""
+    starts here. Raises RequestError for the first rule that is broken."""
     stopping_time = time.monotonic() + params.stopping.time_limit_millis / 1000
     sampling = _check_sampling(params)
     stopping = params.stopping
@@ -71,7 +69,8 @@ def check_parameters(params: pb.Parameters, limits: RequestLimits) -> CallParame
     _check_decoding(params.decoding)
     constraint = read_constraint(params.decoding, limits.max_guided_bytes)
     details = _check_details(params, limits.max_top_n_tokens)
-    _check_stop_sequences(list(stopping.stop_sequences))
+    for stop in stopping.stop_sequences:
+        _require(0 < len(stop.encode()) <= MAX_STOP_SEQUENCE_BYTES, STOP_SEQUENCES_TEXT)
     include = stopping.include_stop_sequence
     return CallParameters(
         sampling=sampling,
@@ -94,8 +93,6 @@ def check_parameters(params: pb.Parameters, limits: RequestLimits) -> CallParame
 
 
 class Validator:
-    """Validator that turns the inputs of a call into sequences."""
-
     def __init__(
         self,
         tokenizer: Tokenizer,
@@ -109,13 +106,10 @@ class Validator:
     async def sequences(
         self, texts: list[str], params: CallParameters, lease: AdapterLease, connection: Hashable
     ) -> list[Sequence]:
-        """Return one sequence per text of a call, in order. Each is valid while `lease` is open. `connection`
-        identifies the client's connection.
+        """Return one sequence per text of a call, in order. Each is valid while `lease` is open.
 
-        Texts are tokenized up to the first whose bytes alone prove that it is too long.
-
-        Raises RequestError for the first text that cannot be served, and everything that `AdapterLease.take`
-        raises."""
+        Texts are tokenized up to the first whose bytes alone prove that it is too long. Raises RequestError
+        for the first text that cannot be served, and everything that `AdapterLease.take` raises."""
         constraint = params.constraint
         grammar = None if constraint is None else await self._grammar_compiler.compile(constraint)
         adapters = await lease.take()
@@ -175,9 +169,7 @@ class Validator:
         )
 
     def _check_length(self, num_inputs: int, shown: str, stopping: Stopping, adapters: CallAdapters) -> int:
-        """Return how many tokens can follow the input. A refusal shows `shown` as the number of its tokens.
-
-        Raises RequestError if too few can follow."""
+        """Return how many tokens can follow the input. Raises RequestError, with `shown`, if too few can."""
         limit, num_virtual = self.limits.max_sequence_length, self._prefix_length(adapters)
         sums = f"input tokens ({shown}) plus prefix length ({num_virtual})"
         num_left, minimum = limit - num_inputs - num_virtual, stopping.min_new_tokens
@@ -199,8 +191,7 @@ def _require(condition: bool, text: str) -> None:
 
 
 def _check_sampling(params: pb.Parameters) -> Sampling:
-    """Check and return the sampling parameters. Greedy decoding ignores the sampling message. NaN fails every
-    comparison, so each rule requires a comparison to be true."""
+    """Return the checked parameters. NaN fails every comparison, so each rule requires one to be true."""
     sampling, decoding = params.sampling, params.decoding
     length = decoding.length_penalty
     greedy = Sampling(
@@ -253,11 +244,6 @@ def _check_details(params: pb.Parameters, max_top_n: int) -> Details:
         ranks=response.token_ranks,
         top_n=num_top,
     )
-
-
-def _check_stop_sequences(stop_sequences: list[str]) -> None:
-    for stop in stop_sequences:
-        _require(0 < len(stop.encode()) <= MAX_STOP_SEQUENCE_BYTES, STOP_SEQUENCES_TEXT)
 
 
 def _reduce(stopping: Stopping, room: int) -> Stopping:

@@ -14,7 +14,7 @@ import grpc
 
 from tgis.config.network import PortOptions
 from tgis.net.tls import file_version
-from tgis.router.api.grpc.call_status import Status, end_call
+from tgis.router.api.grpc.call_status import Context, Status, end_call
 from tgis.router.errors import StartupError
 from tgis.router.metrics.metric_types import Counter
 
@@ -27,7 +27,6 @@ MAX_METHOD_CHARS = 100  # length in the log, because an unknown client may call 
 CHECK_INTERVAL_S = 1.0  # least time between two checks of the file
 
 Handler = Any  # grpc types its handlers for the synchronous server only
-Context = grpc.aio.ServicerContext[Any, Any]
 
 
 def warn_if_unprotected(options: PortOptions, host: str) -> None:
@@ -78,8 +77,6 @@ class BearerTokens:
 
 
 class AuthInterceptor(grpc.aio.ServerInterceptor):
-    """Interceptor of all methods that counts and logs the calls it refuses."""
-
     def __init__(self, tokens: BearerTokens, failures: Counter) -> None:
         self._tokens, self._failures = tokens, failures
 

@@ -15,7 +15,7 @@ from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import DecodeError
 
 from tgis.process.memory_release import MemoryRelease
-from tgis.router.api.grpc.call_status import Status, drop_tracebacks, end_call
+from tgis.router.api.grpc.call_status import Context, Status, drop_tracebacks, end_call
 from tgis.router.api.grpc.refusal_pacing import RefusalPacing
 from tgis.router.api.grpc.slow_clients import SlowClients
 from tgis.router.errors import Code, OverloadedError, RequestError, RouterError, internal_error
@@ -35,7 +35,6 @@ UNREADABLE = "the request could not be decoded"
 RETRY_S = 1
 RETRY_INFO = "type.googleapis.com/google.rpc.RetryInfo"
 
-Context = grpc.aio.ServicerContext[Any, Any]
 Handler = Any  # grpc types its handlers for the synchronous server only
 Unary = Callable[[Any, Context], Awaitable[Any]]
 Stream = Callable[[Any, Context], AsyncGenerator[Any, None]]
@@ -147,8 +146,7 @@ def _with_size(deserialize: Callable[[bytes], Any]) -> Callable[[bytes], Receive
 
 
 def _unless_bytes(serialize: Callable[[Any], bytes]) -> Callable[[Any], bytes]:
-    """Return a serializer that leaves bytes alone: such an answer was serialized earlier, off the event
-    loop."""
+    """Return a serializer that leaves bytes alone: answers that were serialized off the event loop."""
 
     def write(response: Any) -> bytes:
         return response if isinstance(response, bytes) else serialize(response)
@@ -173,8 +171,7 @@ async def _answer_or_status(answering: Coroutine[Any, Any, Any]) -> tuple[Any, S
 
 
 def _status_of(error: Exception) -> Status:
-    """Return the status that a client gets for `error`. For an unforeseen one it tells only the id that the
-    log has."""
+    """Return the client's status for `error`. For an unforeseen one it tells only the id in the log."""
     if isinstance(error, RouterError):
         code, text = STATUS[error.code], str(error)
         more = _retry_metadata(code.value[0], text) if isinstance(error, OverloadedError) else ()
@@ -185,8 +182,7 @@ def _status_of(error: Exception) -> Status:
 
 
 def _retry_metadata(code: int, text: str) -> tuple[tuple[str, str | bytes], ...]:
-    """Return the trailing metadata that tell a client of an overloaded server when to retry, in the two ways
-    that clients read: `google.rpc.RetryInfo` and gRPC's own pushback."""
+    """Return the metadata that say when to retry, as `google.rpc.RetryInfo` and as gRPC's own pushback."""
     retry_info = _field(1, Duration(seconds=RETRY_S).SerializeToString())
     detail = AnyMessage(type_url=RETRY_INFO, value=retry_info).SerializeToString()
     # The field numbers of google.rpc.Status are part of a public contract.

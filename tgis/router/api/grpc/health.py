@@ -21,8 +21,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class Health(HealthServicer):  # type: ignore[misc]
-    """Health of services that are ready or not together: not ready until it is set, nor after `drain`. The
-    empty name stands for all of them."""
+    """Health of services that are ready together, from `set` until `drain`. The empty name means all."""
 
     def __init__(self, *services: str) -> None:
         self._services = ("", *services)
@@ -58,8 +57,7 @@ class Health(HealthServicer):  # type: ignore[misc]
     async def Watch(
         self, request: pb.HealthCheckRequest, context: Context
     ) -> AsyncGenerator[pb.HealthCheckResponse, None]:
-        """Yield every status from now on, except those that another one replaces before they are read. After
-        `drain`, yield the last status and return."""
+        """Yield every status that is not replaced before it is read; return after `drain` and its status."""
         self.num_watches += 1
         try:
             async for status in self._statuses(request.service in self._services):

@@ -38,8 +38,7 @@ class ResponseWriter:
         self._tokenizer = tokenizer
 
     def unary(self, result: Result, echo: str) -> pb.GenerationResponse:
-        """Return a unary answer. `echo` comes before the generated text; it is empty unless the input's text
-        was asked for."""
+        """Return a unary answer. Its text begins with `echo`, which is empty unless it was asked for."""
         sequence, last = result.sequence, result.last
         assert last is not None, "a generation ends with an output"
         is_empty = not last.num_generated  # expired before anything was computed: only the reason is told
@@ -61,8 +60,7 @@ class ResponseWriter:
         )
 
     def message(self, event: InputTokens | Output, sequence: Sequence) -> pb.GenerationResponse | None:
-        """Return the message for an event, or None for a token that shows nothing: it has no text yet, and
-        tokens were not asked for."""
+        """Return the event's message; None for a token without text if tokens were not asked for."""
         details = sequence.details
         if isinstance(event, InputTokens):
             infos = self._token_infos(event.tokens, details)

@@ -12,8 +12,7 @@ MAX_WAITING_BYTES = 256 << 20
 
 
 class RefusalPacing:
-    """Pacer that makes refusals wait for their turns. Only connections that were refused something in the
-    last `max_delay_s` are kept."""
+    """Pacer of refusals. It keeps only connections that were refused something in the last `max_delay_s`."""
 
     def __init__(self, bytes_per_s: float = BYTES_PER_S, max_delay_s: float = MAX_DELAY_S) -> None:
         self._bytes_per_s, self._max_delay_s = bytes_per_s, max_delay_s
@@ -40,8 +39,7 @@ class RefusalPacing:
             self._num_waiting_bytes -= num_bytes
 
     def delay(self, peer: str, num_bytes: int, now: float) -> float:
-        """Return the seconds that the refusal of a message must wait, at most `max_delay_s`; 0 after a quiet
-        time. `now` never decreases."""
+        """Return the seconds that a refusal must wait, at most `max_delay_s`. `now` never decreases."""
         due = max(self._due.pop(peer, now), now)
         self._due[peer] = min(due + num_bytes / self._bytes_per_s, now + self._max_delay_s)
         # The past due times are at the front, because the last refusals are at most `max_delay_s` old.

@@ -19,10 +19,8 @@ MIN_PING_S = 10
 MAX_CONNECTIONS = 4096
 RESERVED_FILES = 256  # files for everything that is not a gRPC connection: HTTP, shards, the tokenizer, logs
 
-Options = list[tuple[str, int]]
 
-
-def grpc_options(config: RouterConfig) -> Options:
+def grpc_options(config: RouterConfig) -> list[tuple[str, int]]:
     metadata, streams = config.max_metadata_bytes, max(MAX_STREAMS, 2 * config.max_concurrent_requests)
     answer_ms = round(1000 * config.keepalive_time / 3)
     options = [

@@ -27,8 +27,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class GenerationService(GenerationServiceServicer):
-    """Methods of the public service. They raise RouterError, which the error interceptor turns into a
-    status."""
+    """Methods of the public service. The error interceptor turns their RouterErrors into statuses."""
 
     def __init__(
         self,
@@ -129,8 +128,7 @@ class GenerationService(GenerationServiceServicer):
     async def _events(
         self, sequence: Sequence, account: CallAccount, index: int = 0
     ) -> AsyncIterator[tuple[AsyncGenerator[Event, None], Record]]:
-        """Open the events of a call's input at `index`. The caller must pass each event to the function
-        beside them before using it."""
+        """Open an input's events. The caller must pass each to the function beside them before using it."""
         with account.input(index, sequence) as record:
             async with aclosing(self._engine.generate(sequence)) as events:
                 yield events, record

@@ -1,5 +1,4 @@
-"""Ends calls whose client does not read. Without a deadline, such a call would hold its resources for
-ever."""
+"""Ends calls whose client does not read, which without a deadline would hold their resources for ever."""
 
 import asyncio
 import gc
@@ -64,7 +63,6 @@ class SlowClients:
         return task
 
     async def watch(self) -> None:
-        """Check all calls from time to time, for ever."""
         while True:
             await asyncio.sleep(self._timeout_s / CHECKS_PER_TIMEOUT)
             self._check(time.monotonic() - self._timeout_s)
@@ -85,9 +83,8 @@ class SlowClients:
 def _reset(tasks: set[Task]) -> None:
     """Reset calls by cancelling the tasks that refer to them.
 
-    grpc.aio cannot end a call whose client reads nothing, and its core keeps what waits for that client. But
-    the core resets a call that nothing refers to, and besides the call's own task only one other task does.
-    The server also refers to the newest call until it accepts the next."""
+    grpc.aio cannot end a call whose client reads nothing, but its core resets a call that nothing refers to.
+    The call's own task and one other do, and the server refers to the newest call until the next one."""
     if not tasks:
         return
     for other in asyncio.all_tasks():

@@ -24,8 +24,7 @@ def http_app(is_ready: Callable[[], bool], metrics: Metrics) -> Starlette:
 
 
 class _Scrapes:
-    """Shared scrapes. Requests that arrive at about the same time get one text, which is rendered after they
-    have arrived, so that no number of scrapes blocks the event loop."""
+    """Scrapes that share a text, rendered after they arrive, so that no number blocks the event loop."""
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
