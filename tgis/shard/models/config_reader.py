@@ -25,7 +25,7 @@ DEFAULT_THETA = 10000.0
 
 
 def integer(config: Config, key: str, default: Any = None) -> int:
-    """Return a positive integer. null counts as missing. Raises ConfigurationError."""
+    """Return a positive integer; null counts as missing. Raises ConfigurationError."""
     value = _value(config, key, default)
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ConfigurationError(f"{key} {value!r} of the configuration is not a positive integer")
@@ -62,9 +62,7 @@ def activation(config: Config, key: str, default: str) -> str:
 
 
 def refuse_others(config: Config, **served: Any) -> None:
-    """Check that every key is absent, null or has a served value. A tuple holds several served values.
-
-    Raises UnsupportedModelError."""
+    """Raise UnsupportedModelError unless each key is absent, null or has the value served, or one of a tuple."""
     for key, values in served.items():
         given = config.get(key)
         if given is not None and given not in (values if isinstance(values, tuple) else (values,)):

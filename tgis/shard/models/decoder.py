@@ -24,8 +24,6 @@ FeedForward = Callable[[Tensor, TokenAdapters | None], Tensor]
 
 @dataclass(frozen=True)
 class StepContext:
-    """Arguments of a step that all layers share, without the hidden states."""
-
     attention: Attention
     metadata: AttentionMetadata
     angles: Tensor | None  # [2, num_tokens, dim / 2]
@@ -34,8 +32,6 @@ class StepContext:
 
 
 class LayerAttention:
-    """Self-attention of one layer, with the window, scale and angles that the spec gives for it."""
-
     def __init__(self, spec: DecoderSpec, parts: Parts, path: str, layer: int):
         window = spec.window(layer)
         slopes = spec.slopes[parts.group.slice(spec.num_heads)] if spec.slopes else None
@@ -56,9 +52,7 @@ class LayerAttention:
 
 class Block:
     """Pre-norm block: x += delta; x += attention(x). It returns x and the feed-forward's output, the delta
-    that the next block adds.
-
-    The addition is delayed because the next norm adds the delta at no cost."""
+    that the next block's norm adds at no cost."""
 
     def __init__(self, spec: DecoderSpec, parts: Parts, layer: int):
         path = f"blocks.{layer}"
@@ -122,8 +116,7 @@ class Decoder:
 
     @torch.inference_mode()
     def forward(self, inputs: StepInputs, attention: Attention) -> Tensor:
-        """Return hidden states, [num_tokens, hidden_size]."""
-        x = self._embed(inputs)
+        x = self._embed(inputs)  # [num_tokens, hidden_size]
         angles, local_angles = (_find_angles(rotary, inputs) for rotary in (self._rotary, self._local_rotary))
         context = StepContext(attention, inputs.metadata, angles, local_angles, inputs.adapters)
         delta: Tensor | None = None
@@ -180,7 +173,7 @@ def _block_class(spec: DecoderSpec) -> type[Block] | type[ParallelBlock] | type[
 def _make_norms(
     spec: DecoderSpec, parts: Parts, path: str, number: int
 ) -> tuple[Callable[[Tensor, Tensor | None], Tensor], Callable[[Tensor], Tensor]]:
-    """Return the functions that a branch applies to its input and to its output."""
+    """Return the functions that a branch applies to its input and output."""
     kernels = parts.kernels
 
     def add(x: Tensor, delta: Tensor | None) -> Tensor:

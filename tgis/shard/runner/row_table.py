@@ -1,5 +1,4 @@
-"""The state of the sequences that a shard generates, in arrays indexed by row. The router's messages suffice
-to rebuild all of it."""
+"""The state of a shard's sequences, in arrays indexed by row. The router's messages suffice to rebuild it."""
 
 from dataclasses import dataclass
 
@@ -109,8 +108,7 @@ class RowTable:
             self._row_adapters.close(rows.tolist())
 
     def open(self, message: pb.OpenRow) -> str | None:
-        """Assign the row to this sequence, also if it had another one before. Return None, or a text that
-        says why the row cannot be served; it has then ended."""
+        """Replace the row's sequence. Return None, or why it cannot be served; the row has then ended."""
         row, token_ids = message.row, read_column(message.token_ids)
         prompt = self._adapters.prompt(message.prompt_digest)
         adapter = self._adapters.adapter(message.adapter_digest)
@@ -213,7 +211,7 @@ def read_column(column: bytes) -> TokenIds:
 
 
 def find_problem(message: pb.OpenRow, limits: RowLimits) -> str | None:
-    """Return why a row cannot be served, whatever its soft prompt and adapter, or None."""
+    """Return why a row cannot be served, whatever its soft prompt and adapter."""
     token_ids = read_column(message.token_ids)
     limit, longest = message.prompt_len + message.max_new_tokens, limits.max_sequence_length
     if len(token_ids) == 0:
@@ -245,8 +243,7 @@ def _has_unknown(token_ids: TokenIds, limits: RowLimits) -> bool:
 
 
 def _find_missing(message: pb.OpenRow, prompt: LoadedPrompt | None, adapter: Adapter | None) -> str | None:
-    """Return why a row cannot be served with the soft prompt and adapter that were looked up for it, or
-    None."""
+    """Return why a row cannot be served with the soft prompt and adapter that were found for it."""
     if message.prompt_digest and prompt is None:
         return "its soft prompt is not loaded"
     if message.adapter_digest and adapter is None:
