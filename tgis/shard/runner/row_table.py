@@ -44,8 +44,8 @@ class RowLimits:
     max_sequence_length: int  # limit of the decoder's tokens, and of the encoder's
     block_size: int
     vocab_size: int
-    rope_switch_len: int  # length past which rotary positions are scaled differently; 0 means never
-    is_encoder_decoder: bool
+    rope_switch_len: int = 0  # length past which rotary positions are scaled differently; 0: never
+    is_encoder_decoder: bool = False
 
 
 @dataclass(frozen=True)
@@ -61,27 +61,10 @@ class Traits:
 
 
 class RowTable:
-    """Table of open rows: at most `max_rows`, each of at most `max_sequence_length` tokens.
+    """Table of open rows. `adapters` holds the soft prompts and adapters that they may name."""
 
-    `rope_switch_len` is the length past which a model scales rotary positions differently, or 0. `adapters`
-    holds the soft prompts and adapters that rows may name."""
-
-    def __init__(
-        self,
-        max_rows: int,
-        max_sequence_length: int,
-        block_size: int,
-        vocab_size: int,
-        device: torch.device,
-        adapters: LoadedAdapters,
-        *,
-        rope_switch_len: int = 0,
-        is_encoder_decoder: bool = False,
-    ):
-        self._block_size, self._device = block_size, device
-        self._limits = RowLimits(
-            max_sequence_length, block_size, vocab_size, rope_switch_len, is_encoder_decoder
-        )
+    def __init__(self, max_rows: int, limits: RowLimits, device: torch.device, adapters: LoadedAdapters):
+        self._limits, self._block_size, self._device = limits, limits.block_size, device
         self._rows = rows = np.zeros(max_rows, ROW)
         self._open, self._ended, self._lengths, self._end, self._num_blocks, self._input_from = (
             rows[name] for name in ("open", "ended", "length", "limit", "num_blocks", "input_from")
@@ -89,10 +72,11 @@ class RowTable:
         self._params = np.zeros(max_rows, PARAMETERS)
         self._eos = np.full((max_rows, 1), -1, np.int32)
         # The next three are allocated lazily by the system: only pages that are written to take memory.
-        self._token_ids = np.zeros((max_rows, max_sequence_length), np.int32)
-        self._block_tables = np.zeros((max_rows, -(-max_sequence_length // block_size)), np.int32)
+        self._token_ids = np.zeros((max_rows, limits.max_sequence_length), np.int32)
+        width = -(-limits.max_sequence_length // limits.block_size)
+        self._block_tables = np.zeros((max_rows, width), np.int32)
         self._cross_tables = np.zeros_like(self._block_tables)
-        self.seen = SeenTokens(vocab_size, device)
+        self.seen = SeenTokens(limits.vocab_size, device)
         self._adapters, self._row_adapters = adapters, RowAdapters(max_rows, device)
         self._traits: dict[bytes, Traits] = {}
 

@@ -25,6 +25,7 @@ from tgis.shard.models.interface import Model, ModelSpec, UnsupportedModelError
 from tgis.shard.runner.batch_builder import BatchBuilder
 from tgis.shard.runner.forward import Forward, GraphForward
 from tgis.shard.runner.model_runner import ModelRunner
+from tgis.shard.runner.row_table import RowLimits
 from tgis.shard.sampling.grammar import Guides, read_tokenizer
 from tgis.shard.startup import engine_choice, memory_plan, platform, quantize_check
 from tgis.shard.startup.engine_choice import Choice
@@ -198,16 +199,14 @@ class _Loaded:
 
     def make_runner(self, cache: KVCache) -> ModelRunner:
         spec, demand, on = self.model.spec, self.plan.demand, self.plan.on
-        table = BatchBuilder(
-            demand.max_batch_size,
+        limits = RowLimits(
             demand.max_sequence_length,
             demand.block_size,
             spec.vocab_size,
-            on.device,
-            self.adapters,
-            rope_switch_len=spec.rope_switch_len,
-            is_encoder_decoder=spec.is_encoder_decoder,
+            spec.rope_switch_len,
+            spec.is_encoder_decoder,
         )
+        table = BatchBuilder(demand.max_batch_size, limits, on.device, self.adapters)
         info = pb.InfoResponse(num_blocks=cache.num_blocks)
         info.MergeFrom(self.info)
         # Steps can be captured if they consist of the platform's kernels alone.

@@ -1,4 +1,4 @@
-"""Adapter from transformers' models to `Model`. A sequence's only state are its keys and values in the cache."""
+"""Adapter from transformers' models to `Model`. A sequence's only state is its keys and values."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

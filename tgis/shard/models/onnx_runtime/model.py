@@ -49,7 +49,8 @@ class GraphRunner:
             HAS_PAST: torch.tensor(num_past > 0),
             **dict(zip(self._past, (x for pair in past for x in pair), strict=True)),
         }
-        feeds = {name: _with_batch(found[name], dtype) for name, dtype in self._dtypes.items()}
+        # ONNX Runtime takes a batch, here of one row.
+        feeds = {name: found[name].to(dtype)[None].numpy() for name, dtype in self._dtypes.items()}
         logits, *present = (torch.from_numpy(x)[0] for x in self._session.run(self._outputs, feeds))
         return logits, list(zip(present[::2], present[1::2], strict=True))
 
@@ -78,7 +79,7 @@ class OnnxModel:
     def _score(
         self, token_ids: Tensor, positions: Tensor, past: Callable[[int], Pair]
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return logits, [n, vocab_size], new keys and new values, [num_layers, n, num_kv_heads, head_dim]."""
+        """Return logits, [n, vocab_size], new keys and values, [num_layers, n, num_kv_heads, head_dim]."""
         layers = [past(layer) for layer in range(self.spec.num_layers)]
         logits, present = self._runner.run(token_ids, positions, layers)
         k, v = (torch.stack([x[:, -len(token_ids) :] for x in part]) for part in zip(*present, strict=True))
@@ -95,7 +96,3 @@ def _sequences(metadata: AttentionMetadata) -> Iterator[tuple[slice, int, Tensor
         spans, metadata.seq_lens.tolist(), metadata.block_tables, strict=True
     ):
         yield slice(first, last), seq_len - (last - first), table
-
-
-def _with_batch(x: Tensor, dtype: torch.dtype | None) -> Any:
-    return x.to(dtype)[None].numpy()
