@@ -21,19 +21,16 @@ _c10d: Any = dist  # the parts used here have no type stubs
 
 
 class ProcessGroupError(OperatorError):
-    """Error: the ranks did not connect, or one of them was lost. Its text is one line."""
+    """Error: the ranks did not connect, or one of them was lost."""
 
 
 @dataclass(frozen=True)
 class ProcessGroup:
-    """Process group of this rank. `device` holds the rank's tensors, including those of collectives."""
-
     rank: int
     size: int
     backend: Any = field(default=None, repr=False, compare=False)
     device: torch.device = CPU
-    num_on_host: int = 0
-    """Number of ranks on this rank's machine; 0 means all of them."""
+    num_on_host: int = 0  # ranks on this rank's machine; 0: all
 
     @property
     def local_size(self) -> int:
@@ -66,7 +63,6 @@ class ProcessGroup:
         return int(torch.cat(self._gather(torch.tensor([value], device=self.device))).min())
 
     def leave(self) -> None:
-        """Close the connections to the other ranks. No collective works afterwards."""
         if self.backend is not None:
             self.backend.shutdown()
 
@@ -79,14 +75,11 @@ class ProcessGroup:
 
 @dataclass(frozen=True)
 class RendezvousPoint:
-    """Rendezvous of the ranks for one start of the group.
+    """Rendezvous of the ranks for one start of the group. Each start needs a new one."""
 
-    `place` is a file, or HOST:PORT, where rank 0 listens on the open socket `listener` (a file descriptor).
-    Each start needs a new one. The other ranks connect to this rank at `address` only."""
-
-    place: str
-    address: str = LOOPBACK
-    listener: int | None = None
+    place: str  # a file, or HOST:PORT
+    address: str = LOOPBACK  # at which the other ranks connect to this one
+    listener: int | None = None  # file descriptor of rank 0's open socket, if `place` is HOST:PORT
 
 
 def connect(
@@ -111,8 +104,6 @@ def connect(
 
 
 def _open_store(rank: int, size: int, rendezvous: RendezvousPoint, timeout: timedelta) -> Any:
-    """Open the store through which the ranks exchange their addresses. Raises ProcessGroupError and
-    RuntimeError."""
     if "/" in rendezvous.place:
         store = _c10d.FileStore(rendezvous.place, size)
         store.set_timeout(timeout)
@@ -140,15 +131,13 @@ def _connect_gloo(store: Any, rank: int, size: int, timeout: timedelta, address:
 
 
 def _connect_nccl(store: Any, rank: int, size: int, timeout: timedelta, address: str) -> Any:
-    """Create an NCCL process group and run a first collective.
-
-    NCCL connects the ranks in their first collective. It runs here so that connection errors show now.
-    `address` is unused, because NCCL is configured by network interface, not by address. NCCL_SOCKET_IFNAME
-    names the interface; the launcher sets it if all ranks are on one machine."""
+    # `address` is unused, because NCCL is configured by network interface, not by address. NCCL_SOCKET_IFNAME
+    # names the interface; the launcher sets it if all ranks are on one machine.
     nccl = _c10d.ProcessGroupNCCL
     options = nccl.Options()
     options._timeout = timeout
     backend = nccl(store, rank, size, options)
+    # NCCL connects the ranks in their first collective. It runs here so that connection errors show now.
     backend.allreduce([torch.zeros(1, device="cuda")]).wait()
     torch.cuda.synchronize()
     return backend

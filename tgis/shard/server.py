@@ -1,5 +1,4 @@
-"""The service of one rank. The main thread receives steps and computes them; gRPC's threads answer all other
-calls."""
+"""The service of one rank: the main thread computes steps; gRPC's threads answer all other calls."""
 
 import gc
 import logging
@@ -43,8 +42,6 @@ SERVER_OPTIONS = [
 
 
 class ShardService(AdapterServicer):
-    """gRPC service of a shard: all calls except the steps."""
-
     def __init__(
         self,
         info: pb.InfoResponse,
@@ -63,11 +60,9 @@ class ShardService(AdapterServicer):
 
 
 def serve(config: ShardConfig) -> NoReturn:
-    """Load the model, open the sockets, and compute steps.
+    """Load the model and compute steps. Raises OperatorError before the first step.
 
-    The sockets are `{uds_path}-{rank}` and the one for steps beside it, or TCP ports. The process exits with
-    status 0 on SIGTERM and with status 1 after a step fails. Errors before the first step raise an
-    OperatorError."""
+    The process exits with status 0 on SIGTERM and with status 1 after a step fails."""
     _exit_on_signals()
     endpoint = choose_endpoint(config)
     if config.kernel_cache is not None:
@@ -118,19 +113,15 @@ def _compute_steps(runner: ModelRunner, steps: StepSocket, heartbeat: Heartbeat)
 
 
 def _stop_garbage_collector() -> None:
-    """Turn off automatic garbage collection, and exclude the objects loaded so far from later collections.
-
-    `_compute_steps` collects the little garbage of steps between two steps."""
+    """Leave garbage collection to `_compute_steps`, and exclude the objects loaded so far from it."""
     gc.collect()
     gc.freeze()
     gc.disable()
 
 
 def _exit_on_signals() -> None:
-    """Exit at once on SIGTERM or SIGINT, even in the middle of a step.
-
-    Python runs signal handlers only on the main thread, which may be computing a step. The wake-up file
-    descriptor is written immediately, so a thread that reads it can exit."""
+    # Python runs signal handlers only on the main thread, which may be computing a step. The wake-up file
+    # descriptor is written immediately, so a thread that reads it can exit.
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     signal.set_wakeup_fd(writer)

@@ -14,6 +14,7 @@ from tgis.shard.adapters.registry import LoadedAdapters, LoadedPrompt
 from tgis.shard.layers.lora import Adapter
 from tgis.shard.models.interface import StepInputs
 from tgis.shard.runner.batch_builder import Batch, BatchBuilder
+from tgis.shard.runner.row_table import RowLimits
 
 CPU = torch.device("cpu")
 SWITCH_LEN = 22
@@ -134,7 +135,7 @@ def check(
 def test_random_steps(has_encoder: bool) -> None:
     rng = random.Random(1)
     options = {"rope_switch_len": SWITCH_LEN, "is_encoder_decoder": has_encoder}
-    table, steps = BatchBuilder(8, 64, 4, 50, CPU, NOTHING, **options), Steps(4, 8 * 16)
+    table, steps = BatchBuilder(8, RowLimits(64, 4, 50, **options), CPU, NOTHING), Steps(4, 8 * 16)
     rows: dict[int, Row] = {}
     num_ended = 0
     for _ in range(400):
@@ -194,7 +195,7 @@ def test_random_steps(has_encoder: bool) -> None:
     ],
 )
 def test_a_row_that_cannot_be_served_has_ended(message: pb.OpenRow, problem: str) -> None:
-    table, steps = BatchBuilder(2, 64, 4, 50, CPU, load_some()), Steps(4, 32)
+    table, steps = BatchBuilder(2, RowLimits(64, 4, 50), CPU, load_some()), Steps(4, 32)
     answer = table.open(message)
     assert answer is not None
     assert problem in answer
@@ -220,7 +221,7 @@ def test_a_row_that_cannot_be_served_has_ended(message: pb.OpenRow, problem: str
 def test_encoder_inputs_that_cannot_be_served(
     encoder_token_ids: list[int], cross_blocks: list[int], problem: str | None
 ) -> None:
-    table, steps = BatchBuilder(2, 64, 4, 50, CPU, NOTHING, is_encoder_decoder=True), Steps(4, 32)
+    table, steps = BatchBuilder(2, RowLimits(64, 4, 50, is_encoder_decoder=True), CPU, NOTHING), Steps(4, 32)
     message = open_row(0, [1])
     message.encoder_token_ids, message.cross_blocks = pack(encoder_token_ids), pack(cross_blocks)
     answer = table.open(message)
@@ -231,7 +232,7 @@ def test_encoder_inputs_that_cannot_be_served(
 
 
 def test_a_row_keeps_nothing_of_the_one_before() -> None:
-    table = BatchBuilder(2, 64, 4, 50, CPU, NOTHING)
+    table = BatchBuilder(2, RowLimits(64, 4, 50), CPU, NOTHING)
     penalised = {**SAMPLE, "repetition_penalty": 2.0, "top_k": 3, "seed": 2**64 - 1}
     table.open(open_row(1, [5, 6, 7], eos=[1, 2, 3], sampling=penalised, top_n=3))
     table.append(np.array([1]), np.array([9], np.int32))
@@ -250,7 +251,7 @@ def test_a_row_keeps_nothing_of_the_one_before() -> None:
 def test_virtual_tokens_are_placed_and_not_penalised() -> None:
     """Though they are called as any token is, here 7, which comes after them too or does not."""
     adapters = load_some()
-    table, steps = BatchBuilder(4, 64, 4, 50, CPU, adapters), Steps(4, 64)
+    table, steps = BatchBuilder(4, RowLimits(64, 4, 50), CPU, adapters), Steps(4, 64)
     penalised = {**SAMPLE, "repetition_penalty": 2.0}
     rows = [
         tuned(open_row(0, [7, 7, 7, 8, 9], prompt_len=4, sampling=penalised), prompt="p"),
@@ -281,7 +282,7 @@ def test_virtual_tokens_are_placed_and_not_penalised() -> None:
 
 
 def test_virtual_tokens_of_the_encoder() -> None:
-    table = BatchBuilder(4, 64, 4, 50, CPU, load_some(), is_encoder_decoder=True)
+    table = BatchBuilder(4, RowLimits(64, 4, 50, is_encoder_decoder=True), CPU, load_some())
     messages = [open_row(row, [2]) for row in range(3)]
     for message, count in zip(messages, (2, 3, 5), strict=True):
         message.encoder_token_ids, message.cross_blocks = pack([7] * count), pack([1, 2])
@@ -299,7 +300,7 @@ def test_virtual_tokens_of_the_encoder() -> None:
 
 
 def test_spans_of_reported_input() -> None:
-    table, steps = BatchBuilder(3, 64, 4, 50, CPU, NOTHING), Steps(4, 48)
+    table, steps = BatchBuilder(3, RowLimits(64, 4, 50), CPU, NOTHING), Steps(4, 48)
 
     def spans(
         work: list[tuple[int, int, int]], opened: list[pb.OpenRow]
@@ -324,7 +325,7 @@ def test_spans_of_reported_input() -> None:
 
 
 def test_256_rows_take_about_a_millisecond() -> None:
-    table, steps = BatchBuilder(256, 4096, 16, 1000, CPU, NOTHING), Steps(16, 256 * 64)
+    table, steps = BatchBuilder(256, RowLimits(4096, 16, 1000), CPU, NOTHING), Steps(16, 256 * 64)
     for row in range(256):
         table.open(open_row(row, [row] * 900, max_new_tokens=100))
     table.pack(steps.step([(row, 0, 900) for row in range(256)]))

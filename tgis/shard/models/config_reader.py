@@ -25,7 +25,7 @@ DEFAULT_THETA = 10000.0
 
 
 def integer(config: Config, key: str, default: Any = None) -> int:
-    """Return a positive integer. null counts as missing. Raises ConfigurationError."""
+    """Return a positive integer; null counts as missing. Raises ConfigurationError."""
     value = _value(config, key, default)
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ConfigurationError(f"{key} {value!r} of the configuration is not a positive integer")
@@ -62,9 +62,7 @@ def activation(config: Config, key: str, default: str) -> str:
 
 
 def refuse_others(config: Config, **served: Any) -> None:
-    """Check that every key is absent, null or has a served value. A tuple holds several served values.
-
-    Raises UnsupportedModelError."""
+    """Raise UnsupportedModelError unless each key is absent, null or has a served value, one of a tuple."""
     for key, values in served.items():
         given = config.get(key)
         if given is not None and given not in (values if isinstance(values, tuple) else (values,)):
@@ -114,10 +112,6 @@ def _rope_parameters(config: Config, layer_type: str) -> Config:
             raise UnsupportedModelError(f"rope parameters {found!r} are not supported")
         return found
     return given if layer_type == "full_attention" else {}
-
-
-def _scale_linear(config: Config, given: Config, plain: Rope) -> Rope:
-    return replace(plain, scaling=LinearScaling(number(given, "factor")))
 
 
 def _scale_dynamic(config: Config, given: Config, plain: Rope) -> Rope:
@@ -177,7 +171,7 @@ def _original_length(config: Config, given: Config) -> int:
 
 _SCALED: dict[str, Callable[[Config, Config, Rope], Rope]] = {
     "default": lambda config, given, plain: plain,
-    "linear": _scale_linear,
+    "linear": lambda config, given, plain: replace(plain, scaling=LinearScaling(number(given, "factor"))),
     "dynamic": _scale_dynamic,
     "llama3": _scale_llama3,
     "yarn": _scale_yarn,

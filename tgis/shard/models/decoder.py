@@ -13,7 +13,7 @@ from tgis.shard.layers.embedding import Embedding, LMHead
 from tgis.shard.layers.linear import Replicated
 from tgis.shard.layers.lora import TokenAdapters
 from tgis.shard.layers.ops import Parts
-from tgis.shard.layers.rotary import Rope, Rotary
+from tgis.shard.layers.rotary import Rotary
 from tgis.shard.models.interface import StepInputs
 from tgis.shard.models.parts.blocks import MLP, SelfAttention, make_norm, make_positions
 from tgis.shard.models.parts.moe import SparseMLP
@@ -24,8 +24,6 @@ FeedForward = Callable[[Tensor, TokenAdapters | None], Tensor]
 
 @dataclass(frozen=True)
 class StepContext:
-    """Arguments of a step that all layers share, without the hidden states."""
-
     attention: Attention
     metadata: AttentionMetadata
     angles: Tensor | None  # [2, num_tokens, dim / 2]
@@ -34,8 +32,6 @@ class StepContext:
 
 
 class LayerAttention:
-    """Self-attention of one layer, with the window, scale and angles that the spec gives for it."""
-
     def __init__(self, spec: DecoderSpec, parts: Parts, path: str, layer: int):
         window = spec.window(layer)
         slopes = spec.slopes[parts.group.slice(spec.num_heads)] if spec.slopes else None
@@ -56,9 +52,7 @@ class LayerAttention:
 
 class Block:
     """Pre-norm block: x += delta; x += attention(x). It returns x and the feed-forward's output, the delta
-    that the next block adds.
-
-    The addition is delayed because the next norm adds the delta at no cost."""
+    that the next block's norm adds at no cost."""
 
     def __init__(self, spec: DecoderSpec, parts: Parts, layer: int):
         path = f"blocks.{layer}"
@@ -109,7 +103,7 @@ class Decoder:
     def __init__(self, spec: DecoderSpec, parts: Parts):
         self.spec, self.parts = spec, parts
         self._rotary, self._local_rotary = (
-            _make_rotary(rope, parts) for rope in (spec.rope, spec.local_rope)
+            Rotary(rope, parts.kernels) if rope else None for rope in (spec.rope, spec.local_rope)
         )
         self._embed = InputEmbedding(spec, parts)
         block_class = _block_class(spec)
@@ -122,9 +116,11 @@ class Decoder:
 
     @torch.inference_mode()
     def forward(self, inputs: StepInputs, attention: Attention) -> Tensor:
-        """Return hidden states, [num_tokens, hidden_size]."""
-        x = self._embed(inputs)
-        angles, local_angles = (_find_angles(rotary, inputs) for rotary in (self._rotary, self._local_rotary))
+        x = self._embed(inputs)  # [num_tokens, hidden_size]
+        angles, local_angles = (
+            rotary(inputs.positions, inputs.is_long) if rotary else None
+            for rotary in (self._rotary, self._local_rotary)
+        )
         context = StepContext(attention, inputs.metadata, angles, local_angles, inputs.adapters)
         delta: Tensor | None = None
         for block in self._blocks:
@@ -180,7 +176,7 @@ def _block_class(spec: DecoderSpec) -> type[Block] | type[ParallelBlock] | type[
 def _make_norms(
     spec: DecoderSpec, parts: Parts, path: str, number: int
 ) -> tuple[Callable[[Tensor, Tensor | None], Tensor], Callable[[Tensor], Tensor]]:
-    """Return the functions that a branch applies to its input and to its output."""
+    """Return the functions that a branch applies to its input and output."""
     kernels = parts.kernels
 
     def add(x: Tensor, delta: Tensor | None) -> Tensor:
@@ -191,14 +187,6 @@ def _make_norms(
         return before, make_norm(spec, parts, f"{path}.post_norm_{number}")
     scale = spec.residual_scale
     return before, (lambda x: kernels.scale(x, scale)) if scale != 1 else lambda x: x
-
-
-def _make_rotary(rope: Rope | None, parts: Parts) -> Rotary | None:
-    return None if rope is None else Rotary(rope, parts.kernels)
-
-
-def _find_angles(rotary: Rotary | None, inputs: StepInputs) -> Tensor | None:
-    return None if rotary is None else rotary(inputs.positions, inputs.is_long)
 
 
 def _make_feed_forward(spec: DecoderSpec, parts: Parts, path: str, layer: int) -> FeedForward:

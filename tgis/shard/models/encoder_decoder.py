@@ -25,8 +25,6 @@ Branch = Callable[[Tensor, StepInputs, Attention], Tensor]
 
 
 class CrossAttention:
-    """Attention of the decoder's queries to keys and values of the encoder's output."""
-
     def __init__(self, spec: StackSpec, parts: Parts, path: str, layer: int):
         self._layer, self._head_dim = layer, spec.head_dim
         self._scoring = Scoring(scale=spec.score_scale, causal=False)
@@ -36,7 +34,7 @@ class CrossAttention:
         self._out = RowParallel(parts, f"{path}.out", inner, size, spec.out_bias)
 
     def write_keys_and_values(self, states: Tensor, inputs: StepInputs, attention: Attention) -> None:
-        """Write keys and values of the encoder's output, states [num_tokens, hidden_size], to the cache."""
+        """Cache keys and values of the encoder's output, states [num_tokens, hidden_size]."""
         k, v = self._kv(states, inputs.adapters).view(len(states), 2, -1, self._head_dim).unbind(1)
         attention.write(self._layer, k, v, inputs.metadata)  # [num_tokens, num_heads, head_dim]
 
@@ -88,7 +86,7 @@ class Layer:
 
 
 class LayerStack:
-    """Layers of the encoder, or with `cross_attentions` of the decoder, and the norms around them."""
+    """Layers of the encoder, or with `cross_attentions` of the decoder."""
 
     def __init__(
         self, spec: StackSpec, parts: Parts, path: str, cross_attentions: Sequence[CrossAttention] = ()
@@ -108,7 +106,7 @@ class LayerStack:
         return x if delta is None else self._kernels.add(x, delta)
 
     def normalise(self, x: Tensor) -> Tensor:
-        """Apply the last norm, if there is one, to contiguous x, [n, hidden_size]."""
+        """Apply the last norm, if any, to contiguous x, [n, hidden_size]."""
         return self._norm(x) if self._norm else x
 
     def _embed(self, x: Tensor, inputs: StepInputs) -> Tensor:
@@ -147,7 +145,6 @@ class EncoderDecoderModel:
 
     @torch.inference_mode()
     def forward(self, inputs: StepInputs, attention: Attention) -> Tensor:
-        """Return the decoder's hidden states, [num_tokens, hidden_size]."""
         return self._decoder(self._embed(inputs), inputs, attention)
 
     @torch.inference_mode()

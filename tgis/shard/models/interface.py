@@ -13,21 +13,19 @@ from tgis.shard.memory.kv_cache import AttentionShape
 
 
 class UnsupportedModelError(OperatorError):
-    """Error of a model whose configuration cannot be served. The text is one line."""
+    """Error: the model cannot be served."""
 
 
 class ConfigurationError(UnsupportedModelError):
-    """Error of a configuration with a missing or invalid value, so that no engine could serve the model."""
+    """Error: the configuration has a missing or invalid value, so that no engine could serve the model."""
 
 
 class ModelSpec(AttentionShape, Protocol):
-    """Shape of a model, which determines the sizes of the KV cache and of the tables."""
-
     @property
     def vocab_size(self) -> int: ...
     @property
     def max_positions(self) -> int:
-        """Length of the longest sequence that the model has positions for; 0 if there is no limit."""
+        """Length of the longest sequence; 0 if there is no limit."""
 
     @property
     def is_encoder_decoder(self) -> bool: ...
@@ -51,8 +49,7 @@ class StepInputs:
     token_ids: Tensor  # int64 [num_tokens]
     positions: Tensor  # int64 [num_tokens]
     metadata: AttentionMetadata
-    cross: AttentionMetadata | None = None
-    """Blocks with the keys and values of the encoder's output, for encoder-decoder models."""
+    cross: AttentionMetadata | None = None  # of the keys and values of the encoder's output
     is_long: Tensor | None = None  # bool [num_tokens], of sequences past `rope_switch_len`; None: none is
     virtual: VirtualTokens | None = None  # their `token_ids` have no meaning
     adapters: TokenAdapters | None = None
@@ -68,9 +65,7 @@ class Model(Protocol):
         """Write the tokens' keys and values to the cache; return the input of `logits`, [num_tokens, any]."""
 
     def logits(self, x: Tensor, adapters: TokenAdapters | None = None) -> Tensor:
-        """Return float32 logits, [n, vocab_size], the same on every rank.
-
-        x: any rows of the result of `forward`, [n, any]. `adapters`: the adapters of these rows."""
+        """Return float32 logits, [n, vocab_size], of rows of `forward`'s result, the same on every rank."""
 
 
 @runtime_checkable
@@ -78,17 +73,12 @@ class AdaptableModel(Model, Protocol):
     """Model that takes virtual tokens and adapters."""
 
     @property
-    def prompt_width(self) -> int:
-        """Width of the embeddings of virtual tokens."""
-
+    def prompt_width(self) -> int: ...
     @property
-    def parts(self) -> Parts:
-        """Parts that the model was built from."""
+    def parts(self) -> Parts: ...
 
 
 @runtime_checkable
 class EncodingModel(Model, Protocol):
     def encode(self, inputs: StepInputs, attention: Attention) -> None:
-        """Compute whole encoder inputs and write the keys and values of cross attention to the cache.
-
-        They go to the blocks of `inputs.metadata`, which the encoder's own layers use until then."""
+        """Compute whole encoder inputs; write cross attention's keys to the blocks of `inputs.metadata`."""

@@ -80,13 +80,12 @@ FAMILIES: dict[str, Family] = {model_type: module for module in MODULES for mode
 
 
 def is_known(config: Mapping[str, Any]) -> bool:
-    """Return True if a family of this registry has the model's type."""
     model_type = config.get("model_type")
     return isinstance(model_type, str) and model_type in FAMILIES
 
 
 def make_spec(config: Mapping[str, Any]) -> Spec:
-    """Return the specification of the model that a config.json describes. Raises UnsupportedModelError."""
+    """Return the specification of a config.json's model. Raises UnsupportedModelError."""
     model_type = config.get("model_type")
     if not is_known(config):
         known = ", ".join(sorted(FAMILIES))
@@ -101,7 +100,6 @@ def make_spec(config: Mapping[str, Any]) -> Spec:
 
 
 def serves(config: Mapping[str, Any]) -> bool:
-    """Return True if `make_spec` returns a specification of the model."""
     try:
         make_spec(config)
     except UnsupportedModelError:
@@ -115,7 +113,7 @@ def build(spec: Spec, parts: Parts) -> Decoder | EncoderDecoderModel:
 
 
 def open_weights(path: Path, config: Mapping[str, Any], spec: Spec, kind: type[Weights] = Weights) -> Weights:
-    """Open the checkpoint in directory `path`, with the names of the model's family. Raises WeightsError."""
+    """Open the checkpoint, with the names of the model's family. Raises WeightsError."""
     family = FAMILIES[config["model_type"]]
     return kind(path, family.sources(spec), getattr(family, "PREFIX", ""))
 
@@ -128,10 +126,7 @@ def load(
     kernels: Kernels = CPU_KERNELS,
     quantize: Quantization = "none",
 ) -> Decoder | EncoderDecoderModel:
-    """Load this rank's part of the model in directory `path`.
-
-    Weights are rounded to `dtype`, those of linear layers as `quantize` says. Raises UnsupportedModelError,
-    WeightsError."""
+    """Load this rank's part, with weights rounded to `dtype`. Raises UnsupportedModelError, WeightsError."""
     spec = make_spec(config)
     with open_weights(path, config, spec) as weights:
         model = build(spec, Parts(group, weights, dtype, kernels, quantize=quantize))
@@ -140,7 +135,6 @@ def load(
 
 
 def count_embedding_elements(spec: Spec) -> int:
-    """Return the number of elements of the token embedding."""
     width = spec.embedding_width if isinstance(spec, DecoderSpec) else spec.encoder.hidden_size
     return spec.vocab_size * width
 

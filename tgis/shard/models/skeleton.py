@@ -1,5 +1,4 @@
-"""Builds a model on the meta device to learn the shapes that soft prompts and adapters must match. It reads
-only the headers of the checkpoint's files."""
+"""Builds a model on the meta device, for the shapes that soft prompts and adapters must match."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -24,7 +23,7 @@ META = torch.device("meta")
 def build_skeleton(
     path: Path, config: Mapping[str, Any], dtype: torch.dtype
 ) -> Decoder | EncoderDecoderModel:
-    """Return the model in directory `path` without weights. Its `parts` can read them, rounded to `dtype`.
+    """Return a model without weights, from the headers of files. Its `parts` can read them as `dtype`.
 
     Raises UnsupportedModelError, WeightsError."""
     spec = registry.make_spec(config)

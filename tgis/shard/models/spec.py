@@ -1,6 +1,4 @@
-"""Specifications of models as data: everything that our layers need to know but the tensors.
-
-A decoder-only model has one stack of layers, an encoder-decoder model has two."""
+"""Specifications of models as data: everything that our layers need to know but the tensors."""
 
 from dataclasses import dataclass
 from typing import ClassVar, Literal
@@ -73,8 +71,6 @@ class Experts:
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderSpec(LayerSpec):
-    """Specification of a checkpoint for `Decoder`."""
-
     is_encoder_decoder: ClassVar = False
 
     vocab_size: int
@@ -112,11 +108,10 @@ class DecoderSpec(LayerSpec):
 
 @dataclass(frozen=True)
 class RelativeBias:
-    """Bias learned per head and bucket of distances, added to the scores of self-attention. Buckets grow with
-    the distance; all distances from `max_distance` on share one."""
+    """Bias learned per head and bucket of distances, added to the scores of self-attention."""
 
     num_buckets: int
-    max_distance: int
+    max_distance: int  # all distances from here on share one bucket
     is_per_layer: bool = False  # if false, all layers use the first layer's
 
 
@@ -129,8 +124,7 @@ class StackSpec(LayerSpec):
 
 @dataclass(frozen=True)
 class EncoderDecoderSpec:
-    """Specification of a checkpoint for `EncoderDecoderModel`. Both stacks have the same number and size of
-    heads, so that their keys and values fit one cache."""
+    """Specification of two stacks with heads of equal number and size, so that their keys fit one cache."""
 
     is_encoder_decoder: ClassVar = True
     rope_switch_len: ClassVar = 0

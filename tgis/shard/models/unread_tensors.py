@@ -44,9 +44,7 @@ _LAYER = re.compile(r"(?:^|\.)layers\.(\d{1,9})\.")
 
 
 def refuse_unread(directory: Path, names: Iterable[str], config: Mapping[str, Any]) -> None:
-    """Raise WeightsError if one of `names`, the tensors that were not read, is not one to ignore.
-
-    `config` is the model's config.json."""
+    """Raise WeightsError if one of `names`, the tensors that were not read, is not one to ignore."""
     predicting = _prediction_layers(config)
     unknown = [name for name in names if not (_is_known(name) or _layer_of(name) in predicting)]
     if unknown:
@@ -64,9 +62,7 @@ def _is_known(name: str) -> bool:
 
 
 def _prediction_layers(config: Mapping[str, Any]) -> range:
-    """Return the numbers of the layers that predict tokens after the next one.
-
-    Some checkpoints have them after all other layers; their config.json says how many."""
+    """Return the layers, after all others, that predict tokens after the next one."""
     text = config.get("text_config")
     text = text if isinstance(text, dict) else config
     first, count = (text.get(key) for key in ("num_hidden_layers", "num_nextn_predict_layers"))

@@ -20,8 +20,6 @@ Blocks = npt.NDArray[np.int32]
 
 @dataclass(frozen=True)
 class Batch:
-    """The work of one step on num_seqs rows."""
-
     inputs: StepInputs
     sampled_rows: Integers  # [num_sampled], in the order of work; each row once, and again for each draft
     sampled_x: Tensor  # int64 [num_sampled], index in [num_tokens] of the token before each sample
@@ -38,7 +36,7 @@ class Layout(NamedTuple):
 
     @classmethod
     def of(cls, starts: Integers, ends: Integers) -> "Layout":
-        """Lay out the positions [start, end) of each sequence; a range may be empty."""
+        """Lay out the positions [start, end) of each sequence."""
         counts = ends - starts
         if (counts == 1).all():
             numbers = np.arange(len(counts) + 1)
@@ -49,10 +47,8 @@ class Layout(NamedTuple):
 
 
 class BatchBuilder(RowTable):
-    """Row table that packs the batches of steps on its rows."""
-
     def label_rows(self, request: pb.StepRequest) -> list[str]:
-        """Return labels of the step's rows for failpoints."""
+        """Label the step's rows for failpoints."""
         lengths = self._rows["prompt_len"][_integers(request.rows)]
         return [f"prompt={length}" for length in lengths.tolist()]
 
@@ -77,7 +73,7 @@ class BatchBuilder(RowTable):
         return self._pack(rows, starts, ends)
 
     def pack_last(self, rows: Integers) -> Batch:
-        """Pack the last tokens of the rows, so that they are computed once more."""
+        """Pack the last tokens of the rows, to compute them once more."""
         lengths = self._lengths[rows]
         return self._pack(rows, lengths - 1, lengths)
 
@@ -95,8 +91,7 @@ class BatchBuilder(RowTable):
     def _pack_drafts(
         self, rows: Integers, starts: Integers, ends: Integers, num_drafts: Integers, ids: TokenIds
     ) -> Batch:
-        """Pack drafts as if they were the rows' next tokens. The actual tokens later overwrite wrong drafts,
-        with their keys and values."""
+        """Pack drafts as the rows' next tokens. The actual tokens later overwrite wrong drafts."""
         samples = self._check(rows, starts, ends)
         has_drafts = num_drafts > 0
         assert (samples & (starts == ends - 1))[has_drafts].all(), "drafts beside more than the last token"
@@ -117,7 +112,7 @@ class BatchBuilder(RowTable):
         )
 
     def _check(self, rows: Integers, starts: Integers, ends: Integers) -> Booleans:
-        """Check the work. Return the rows, bool [num_seqs], whose work reaches the end of the row."""
+        """Check the work. Return bool [num_seqs], True where it reaches the end of the row."""
         lengths = self._lengths[rows]
         assert (ends > starts).all(), "empty work"
         assert (ends <= lengths).all(), "work on tokens that are not known yet"
@@ -172,8 +167,6 @@ class BatchBuilder(RowTable):
         )
 
     def _cross(self, rows: Integers, metadata: AttentionMetadata) -> AttentionMetadata:
-        """Return the metadata of cross-attention from the tokens of `metadata` to their rows' encoder
-        outputs."""
         lengths = self._rows["encoder_len"][rows]  # [num_seqs]
         width = -(-int(lengths.max()) // self._block_size)
         return AttentionMetadata(
@@ -187,9 +180,7 @@ class BatchBuilder(RowTable):
     def _input_spans(
         self, rows: Integers, starts: Integers, ends: Integers, cu_seqlens_q: Integers
     ) -> list[InputSpan]:
-        """Return the spans of prompt tokens that this step reports.
-
-        Computing [start, end) gives the logits for tokens start + 1 to end. There are none for token 0."""
+        # Computing [start, end) gives the logits for tokens start + 1 to end. There are none for token 0.
         input_from, spans = self._input_from[rows], []
         if (input_from == NOT_WANTED).all():
             return []

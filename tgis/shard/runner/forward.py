@@ -1,5 +1,4 @@
-"""Runs a step through the model: layer by layer in Python, or by replaying the captured kernel launches of an
-equal step."""
+"""Runs a step through the model, in Python or by replaying the captured kernel launches of an equal step."""
 
 import logging
 from dataclasses import dataclass, replace
@@ -26,8 +25,7 @@ Outputs = tuple[Tensor, Tensor | None]
 
 
 class Forward:
-    """Forward pass of `model`; `attention` keeps its keys and values. Outputs are valid until the next
-    step."""
+    """Forward pass of a model. Its outputs are valid until the next step."""
 
     def __init__(self, model: Model, attention: Attention):
         self.model, self.attention = model, attention
@@ -61,7 +59,7 @@ class GraphForward(Forward):
         return super().__call__(batch) if step is None else step.run(batch.inputs)
 
     def find_graph(self, num_tokens: int) -> KernelGraph | None:
-        """Return the kernel graph of plain steps with `num_tokens` tokens, None before the first of them."""
+        """Return the kernel graph of plain steps, None before the first of them."""
         step = self._steps.get(num_tokens)
         return None if step is None else step.graph
 
@@ -84,8 +82,7 @@ class GraphForward(Forward):
 @dataclass(frozen=True)
 class _CapturedStep:
     graph: KernelGraph
-    inputs: StepInputs
-    """Inputs that the captured kernels read, at fixed addresses."""
+    inputs: StepInputs  # that the captured kernels read, at fixed addresses
     outputs: tuple[Tensor, Tensor]
 
     def run(self, inputs: StepInputs) -> Outputs:
@@ -107,7 +104,6 @@ def _is_plain(batch: Batch) -> bool:
 
 
 def _copy(inputs: StepInputs) -> StepInputs:
-    """Copy the inputs to tensors whose addresses stay fixed."""
     return replace(
         inputs,
         token_ids=inputs.token_ids.clone(),

@@ -46,14 +46,12 @@ class ModelRunner:
         info: pb.InfoResponse,
         adapters: LoadedAdapters,
     ) -> None:
-        """`table` looks up in `adapters` the adapters that rows name; other threads may add to it during
-        steps."""
         self.info, self.adapters = info, adapters
         self.model, self.forward, self._table, self._guides = forward.model, forward, table, guides
         self._is_answering = info.rank == 0
 
     def reset(self) -> None:
-        """Forget all rows, because a new stream of steps begins."""
+        """Forget all rows."""
         self._table.reset()
         self._guides.reset()
 
@@ -99,8 +97,6 @@ class ModelRunner:
     def _detail_input(
         self, span: InputSpan, x: Tensor, adapters: TokenAdapters | None, top_n: Integers
     ) -> TokenDetails:
-        """Return the logprobs of a span of prompt tokens, from raw logits. All ranks compute the logits, but
-        only rank 0 reads them."""
         num_blank = 1 if span.start == 0 else 0
         token_ids = torch.from_numpy(span.token_ids[num_blank:].astype(np.int64)).to(x.device)
         end = span.first_x + len(token_ids)
@@ -108,6 +104,7 @@ class ModelRunner:
         for start in range(0, len(token_ids), HEAD_ROWS):
             some = slice(start, start + HEAD_ROWS)
             at = slice(span.first_x + start, min(span.first_x + start + HEAD_ROWS, end))
+            # All ranks compute the logits, but only rank 0 reads them.
             logits = self.model.logits(x[at], adapters and adapters.take(at))  # [n, vocab_size]
             if self._is_answering:
                 parts.append(compute_details(logits, token_ids[some], top_n.repeat(len(logits))))
@@ -169,7 +166,7 @@ class ModelRunner:
         wants_details: Booleans,
         wanted: npt.NDArray[np.void],
     ) -> SampledDetails:
-        """Return the logprobs of those of the tokens `kept` for which `wants_details` [num_kept] is True."""
+        """Return the details of the tokens `kept` where `wants_details` [num_kept] is True."""
         at = kept[wants_details]
         index = torch.from_numpy(at)
         details = compute_details(logits[index], chosen[index], wanted["top_n"][at])
@@ -178,8 +175,7 @@ class ModelRunner:
     def _choose(
         self, rows: Integers, logits: Tensor, wants_details: Booleans
     ) -> tuple[Tensor, Booleans, list[Problem]]:
-        """Choose a token for each row. Return the tokens int64 [n], a bool [n] that is True where the token
-        is valid, and the problems of the other rows."""
+        """Return tokens int64 [n], bool [n], True where they are valid, and the other rows' problems."""
         must_end, grammar_problems = self._guides.mask(logits, rows)
         batch = self._table.sampling_batch(rows, wants_details, must_end)
         chosen, usable = sample(logits, batch, self._table.seen)

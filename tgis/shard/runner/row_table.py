@@ -1,5 +1,4 @@
-"""The state of the sequences that a shard generates, in arrays indexed by row. The router's messages suffice
-to rebuild all of it."""
+"""The state of a shard's sequences, in arrays indexed by row. The router's messages suffice to rebuild it."""
 
 from dataclasses import dataclass
 
@@ -45,8 +44,8 @@ class RowLimits:
     max_sequence_length: int  # limit of the decoder's tokens, and of the encoder's
     block_size: int
     vocab_size: int
-    rope_switch_len: int  # length past which rotary positions are scaled differently; 0 means never
-    is_encoder_decoder: bool
+    rope_switch_len: int = 0  # length past which rotary positions are scaled differently; 0: never
+    is_encoder_decoder: bool = False
 
 
 @dataclass(frozen=True)
@@ -62,27 +61,10 @@ class Traits:
 
 
 class RowTable:
-    """Table of open rows: at most `max_rows`, each of at most `max_sequence_length` tokens.
+    """Table of open rows. `adapters` holds the soft prompts and adapters that they may name."""
 
-    `rope_switch_len` is the length past which a model scales rotary positions differently, or 0. `adapters`
-    holds the soft prompts and adapters that rows may name."""
-
-    def __init__(
-        self,
-        max_rows: int,
-        max_sequence_length: int,
-        block_size: int,
-        vocab_size: int,
-        device: torch.device,
-        adapters: LoadedAdapters,
-        *,
-        rope_switch_len: int = 0,
-        is_encoder_decoder: bool = False,
-    ):
-        self._block_size, self._device = block_size, device
-        self._limits = RowLimits(
-            max_sequence_length, block_size, vocab_size, rope_switch_len, is_encoder_decoder
-        )
+    def __init__(self, max_rows: int, limits: RowLimits, device: torch.device, adapters: LoadedAdapters):
+        self._limits, self._block_size, self._device = limits, limits.block_size, device
         self._rows = rows = np.zeros(max_rows, ROW)
         self._open, self._ended, self._lengths, self._end, self._num_blocks, self._input_from = (
             rows[name] for name in ("open", "ended", "length", "limit", "num_blocks", "input_from")
@@ -90,10 +72,11 @@ class RowTable:
         self._params = np.zeros(max_rows, PARAMETERS)
         self._eos = np.full((max_rows, 1), -1, np.int32)
         # The next three are allocated lazily by the system: only pages that are written to take memory.
-        self._token_ids = np.zeros((max_rows, max_sequence_length), np.int32)
-        self._block_tables = np.zeros((max_rows, -(-max_sequence_length // block_size)), np.int32)
+        self._token_ids = np.zeros((max_rows, limits.max_sequence_length), np.int32)
+        width = -(-limits.max_sequence_length // limits.block_size)
+        self._block_tables = np.zeros((max_rows, width), np.int32)
         self._cross_tables = np.zeros_like(self._block_tables)
-        self.seen = SeenTokens(vocab_size, device)
+        self.seen = SeenTokens(limits.vocab_size, device)
         self._adapters, self._row_adapters = adapters, RowAdapters(max_rows, device)
         self._traits: dict[bytes, Traits] = {}
 
@@ -109,8 +92,7 @@ class RowTable:
             self._row_adapters.close(rows.tolist())
 
     def open(self, message: pb.OpenRow) -> str | None:
-        """Assign the row to this sequence, also if it had another one before. Return None, or a text that
-        says why the row cannot be served; it has then ended."""
+        """Replace the row's sequence. Return None, or why it cannot be served; the row has then ended."""
         row, token_ids = message.row, read_column(message.token_ids)
         prompt = self._adapters.prompt(message.prompt_digest)
         adapter = self._adapters.adapter(message.adapter_digest)
@@ -213,7 +195,7 @@ def read_column(column: bytes) -> TokenIds:
 
 
 def find_problem(message: pb.OpenRow, limits: RowLimits) -> str | None:
-    """Return why a row cannot be served, whatever its soft prompt and adapter, or None."""
+    """Return why a row cannot be served, whatever its soft prompt and adapter."""
     token_ids = read_column(message.token_ids)
     limit, longest = message.prompt_len + message.max_new_tokens, limits.max_sequence_length
     if len(token_ids) == 0:
@@ -245,8 +227,7 @@ def _has_unknown(token_ids: TokenIds, limits: RowLimits) -> bool:
 
 
 def _find_missing(message: pb.OpenRow, prompt: LoadedPrompt | None, adapter: Adapter | None) -> str | None:
-    """Return why a row cannot be served with the soft prompt and adapter that were looked up for it, or
-    None."""
+    """Return why a row cannot be served with the soft prompt and adapter that were found for it."""
     if message.prompt_digest and prompt is None:
         return "its soft prompt is not loaded"
     if message.adapter_digest and adapter is None:

@@ -24,8 +24,6 @@ class Problem(NamedTuple):
 
 @dataclass(frozen=True)
 class SampledDetails:
-    """Token details that rows asked for, among n sampled tokens."""
-
     wanted: npt.NDArray[np.void]  # [n], as in `Traits`
     at: Integers  # [num_detailed], indices in [n]
     details: TokenDetails  # [num_detailed]
@@ -33,8 +31,6 @@ class SampledDetails:
 
 @dataclass(frozen=True)
 class SampledTokens:
-    """Sampled tokens of some of a step's positions, at most one of each row."""
-
     kept: Integers  # [n], indices of the positions for which a token was sampled
     rows: Integers  # [n]
     token_ids: TokenIds  # [n]
@@ -44,7 +40,7 @@ class SampledTokens:
 
 
 def digest(parts: Sequence[SampledTokens]) -> int:
-    """Return a 32-bit checksum of the sampled tokens. It is equal on all ranks, or the ranks disagree."""
+    """Return a 32-bit checksum of the sampled tokens, which must be equal on all ranks."""
     found = 0
     for part in parts:
         found = zlib.crc32(part.rows.astype("<i4").tobytes(), found)
@@ -66,7 +62,7 @@ def write_sampled(response: pb.StepResponse, parts: Sequence[SampledTokens]) -> 
 
 
 def _write_details(response: pb.StepResponse, parts: list[tuple[SampledDetails, int]]) -> None:
-    """Write the details of each part, which comes with the index of its first sampled token."""
+    """Write the details of parts, each with the index of its first sampled token."""
     num_sampled = len(response.ended)
     at = np.concatenate([part.at + begin for part, begin in parts])
     details = concatenate([part.details for part, _ in parts])

@@ -10,8 +10,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-# Elements that are processed at once. They fit into a core's cache, because the hash reads them some twenty
-# times.
+# Elements processed at once: they fit into a core's cache, because the hash reads them some twenty times.
 CHUNK = 1 << 17
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 STRIDE = np.uint64(0xD1B54A32D192ED03)
@@ -69,7 +68,7 @@ def _wrap(constant: int) -> int:
 
 
 def _mix64(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """Mix the bits of x: a bijection in which every bit of the result depends on every bit of x."""
+    """Mix bits bijectively, so that every bit of the result depends on every bit of x."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))

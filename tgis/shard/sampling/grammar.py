@@ -32,15 +32,13 @@ Integers = npt.NDArray[np.int64]
 
 
 class GuideError(Exception):
-    """Error: the row cannot be served. Its text is for the log."""
+    """Error: the row cannot be served."""
 
 
 @dataclass(frozen=True)
 class Mask:
-    """Mask of the next token: banned bool [vocab_size]; is_complete is True if only the end is allowed."""
-
-    banned: Booleans
-    is_complete: bool
+    banned: Booleans  # [vocab_size]
+    is_complete: bool  # only the end is allowed
 
 
 @dataclass
@@ -49,22 +47,17 @@ class Guide:
 
     grammar: pb.Grammar
     eos_token_ids: Integers
-    token_ids: list[int]
-    """Tokens generated so far."""
-    pending: Future[None] = field(init=False)
-    """Future that is done when `outcome` is valid."""
-    outcome: Mask | str = ""
-    """Mask of the next token, or a text that says what is wrong."""
+    token_ids: list[int]  # generated so far
+    pending: Future[None] = field(init=False)  # done when `outcome` is valid
+    outcome: Mask | str = ""  # mask of the next token, or a text that says what is wrong
     matcher: LLMatcher | None = None
-    owns_grammar: bool = False
-    """True if no other row has used the matcher's compiled grammar before."""
+    owns_grammar: bool = False  # no other row has used the matcher's compiled grammar before
 
 
 class Guides:
     """Guides of the open rows that have a grammar. Callers must use it from one thread; it owns another."""
 
     def __init__(self, load_tokenizer: Callable[[], LLTokenizer], vocab_size: int) -> None:
-        """Start to load the tokenizer: `load_tokenizer` is called at once on the other thread."""
         self._vocab_size = vocab_size
         self._guides: dict[int, Guide] = {}
         self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()  # used by the other thread only
@@ -85,8 +78,7 @@ class Guides:
             self._guides.pop(row, None)
 
     def open(self, message: pb.OpenRow) -> None:
-        """Start to follow the message's grammar, if it has one, after its last generated token. `mask`
-        reports what is wrong with it."""
+        """Start to follow the message's grammar, if any. `mask` reports what is wrong with it."""
         self._guides.pop(message.row, None)
         if not message.HasField("grammar"):
             return
@@ -122,8 +114,7 @@ class Guides:
         return complete, problems
 
     def advance(self, rows: Integers, token_ids: npt.NDArray[np.int32], ended: Booleans) -> None:
-        """Append a token to each of the rows [n]. Start to compute the next mask of those that have not
-        ended."""
+        """Append a token to each of the rows [n], and start to compute the next masks."""
         work = [(self._guides[row], [int(token_ids[i])]) for i, row in self._guided(rows) if not ended[i]]
         if work:
             pending = self._thread.submit(self._advance_all, work)
@@ -131,14 +122,13 @@ class Guides:
                 guide.pending = pending
 
     def _guided(self, rows: Integers) -> list[tuple[int, int]]:
-        """Return (index, row) of the rows that have a guide."""
+        """Return (index, row) of rows with a guide."""
         if not self._guides:
             return []
         return [(i, row) for i, row in enumerate(rows.tolist()) if row in self._guides]
 
     def _advance_all(self, work: list[tuple[Guide, list[int]]]) -> None:
-        """Compute the masks of all rows of a step in one task, because handing over a task takes longer than
-        most masks."""
+        # All rows of a step are one task, because handing over a task takes longer than most masks.
         for guide, token_ids in work:
             try:
                 guide.outcome = self._advance(guide, token_ids)
@@ -206,8 +196,7 @@ class Guides:
 
 
 class DecodedVocabulary:
-    """Vocabulary for a tokenizer whose decoder the library does not support. The text of a token is what
-    that decoder adds for it at the end of a text."""
+    """Vocabulary for a decoder that the library does not support. A token is what it adds after a text."""
 
     bos_token_id = None
 
@@ -221,7 +210,7 @@ class DecodedVocabulary:
         self.tokens = [text.removeprefix(before).encode() for text in texts]
 
     def __call__(self, text: str) -> list[int]:
-        """Tokenize nothing. The library calls this to tokenize a text, but no grammar here depends on it."""
+        """Tokenize nothing: no grammar here depends on it."""
         return []
 
 

@@ -21,14 +21,11 @@ NUM_BINS, REACH = 4096, 24.0
 
 @dataclass(frozen=True)
 class Candidates:
-    """Tokens of n rows that remain after filters.
+    """Tokens of n rows that remain after filters."""
 
-    rows [n], the rows' indices; scores float32 [n, width], -inf where excluded; token_ids int64
-    [n, width]."""
-
-    rows: npt.NDArray[np.int64]
-    scores: Tensor
-    token_ids: Tensor
+    rows: npt.NDArray[np.int64]  # [n], indices
+    scores: Tensor  # float32 [n, width], -inf where excluded
+    token_ids: Tensor  # int64 [n, width]
 
     def take(self, index: npt.NDArray[np.int64]) -> "Candidates":
         if len(index) == len(self.rows):
@@ -67,9 +64,8 @@ def filter_candidates(scores: Tensor, params: npt.NDArray[np.void]) -> Iterator[
 def _filter_top(
     scores: Tensor, rows: npt.NDArray[np.int64], params: npt.NDArray[np.void], width: int
 ) -> tuple[Candidates, npt.NDArray[np.bool_]]:
-    """Return the best `width` tokens of `rows`, limited to top_k and top_p.
-
-    Also returns bool [n], True where no further token belongs to the result. `rows` is rising."""
+    """Return the best `width` tokens of rising `rows`, limited to top_k and top_p, and bool [n], True where
+    no further token belongs to the result."""
     scores = scores if len(rows) == len(scores) else scores[torch.from_numpy(rows)]
     best, token_ids = _take_best(scores, width)
     kept = best.clone()  # [n, width]
@@ -90,7 +86,6 @@ def _filter_top(
 
 
 def _filter_all(scores: Tensor, rows: npt.NDArray[np.int64], params: npt.NDArray[np.void]) -> Candidates:
-    """Return all tokens of `rows`, limited to top_p."""
     params = params[rows]
     scores = scores[torch.from_numpy(rows)]  # [n, vocab_size]
     probabilities = scores.softmax(-1).numpy()
@@ -114,11 +109,10 @@ def _find_threshold(
     mass: np.float32,
     least: np.float32,
 ) -> tuple[np.float32, np.float64]:
-    """Find the lowest key such that the weights of all keys up to it sum to `mass`; return it and the sum of
-    the weights of all lower keys.
+    """Find the lowest key such that the weights of all keys up to it sum to `mass`, else the highest.
 
-    keys and weights are [width]. If the sum never reaches `mass`, the highest key is returned. No key is
-    lower than `least`."""
+    Returns it and the sum of the weights of all lower keys. keys and weights are [width]; no key is lower
+    than `least`."""
     with np.errstate(invalid="ignore"):  # `least` is not finite in a row without any finite score
         bins = (np.fmin(keys - least, np.float32(REACH)) * np.float32(NUM_BINS / REACH)).astype(np.int32)
     total = np.bincount(bins, weights, NUM_BINS + 1).cumsum()
@@ -133,8 +127,7 @@ def _find_threshold(
 
 
 def _take_best(scores: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """Return the highest scores of each row and their ids, [n, width] each, by falling score and, among equal
-    scores, by rising id."""
+    """Return the highest scores and their ids, [n, width] each, by falling score, then by rising id."""
     if width == scores.shape[-1]:
         best, token_ids = scores.sort(dim=-1, descending=True, stable=True)
         return best, token_ids
@@ -144,10 +137,8 @@ def _take_best(scores: Tensor, width: int) -> tuple[Tensor, Tensor]:
 
 
 def _probabilities(scores: Tensor, kept: Tensor, token_ids: Tensor, has_k: Tensor) -> Tensor:
-    """Return the probabilities [n, width] among all tokens, or among those that top_k left if `has_k`.
-
-    Softmax and cumulative sums add row by row. A plain sum is avoided, because torch may split it over
-    threads if there is only one row."""
+    """Return the probabilities [n, width] among all tokens, or among those that top_k left if `has_k`."""
+    # No plain sum: torch may split it over threads if there is only one row. Softmax adds row by row.
     among_kept = kept.softmax(-1)
     if bool(has_k.all()):
         return among_kept
@@ -162,8 +153,7 @@ def _filter_typical_rows(scores: Tensor, typical_p: npt.NDArray[np.float32]) -> 
 
 
 def filter_typical(scores: Tensor, typical_p: npt.NDArray[np.float32]) -> Tensor:
-    """Keep the scores [n, width] of the tokens whose information is nearest to the entropy; the others become
-    -inf.
+    """Set the scores [n, width] of tokens whose information is not near the entropy to -inf.
 
     A token stays if all strictly nearer tokens together have less than the probability typical_p [n]."""
     logprobs = scores.log_softmax(-1)
@@ -175,7 +165,7 @@ def filter_typical(scores: Tensor, typical_p: npt.NDArray[np.float32]) -> Tensor
 
 
 def _find_typical_threshold(distance: Tensor, probabilities: Tensor, mass: Tensor) -> Tensor:
-    """Return the distance [n, 1] at which the mass is reached, with as many candidates as that takes."""
+    """Return the distance [n, 1] at which the mass is reached."""
     size = distance.shape[-1]
     if distance.is_cpu and size > WIDTHS[0]:
         rows = zip(distance.numpy(), probabilities.numpy(), mass.squeeze(-1).numpy(), strict=True)

@@ -10,30 +10,23 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class InputSpan:
-    """Prompt tokens of a row that a step reports, from position `start` on.
-
-    The details of the first of them come from the model's output for the token before it, which is at index
-    `first_x` in [num_tokens], and so on. Token 0 has no token before it, and so no details."""
+    """Prompt tokens of a row that a step reports. Token 0 has no token before it, and so no details."""
 
     row: int
-    start: int
+    start: int  # position
     token_ids: npt.NDArray[np.int32]  # [count]
-    first_x: int
+    first_x: int  # index in [num_tokens] of the model's output that scores the first token with details
 
 
 @dataclass(frozen=True)
 class TokenDetails:
-    """Details of n tokens.
+    """Details of n tokens. The best tokens are concatenated, by falling logprob, then by rising id."""
 
-    logprobs float32 [n]; ranks int32 [n], 1 + the number of strictly higher scores. The best tokens are
-    concatenated, token after token: top_counts int32 [n], top_ids int32 and top_logprobs float32 [sum of
-    top_counts], by falling logprob and, among equal ones, by rising id."""
-
-    logprobs: npt.NDArray[np.float32]
-    ranks: npt.NDArray[np.int32]
-    top_counts: npt.NDArray[np.int32]
-    top_ids: npt.NDArray[np.int32]
-    top_logprobs: npt.NDArray[np.float32]
+    logprobs: npt.NDArray[np.float32]  # [n]
+    ranks: npt.NDArray[np.int32]  # [n], 1 + the number of strictly higher scores
+    top_counts: npt.NDArray[np.int32]  # [n]
+    top_ids: npt.NDArray[np.int32]  # [sum of top_counts]
+    top_logprobs: npt.NDArray[np.float32]  # [sum of top_counts]
 
 
 def blank_details(num_tokens: int) -> TokenDetails:
@@ -72,8 +65,7 @@ def compute_details(scores: Tensor, token_ids: Tensor, top_n: npt.NDArray[np.int
 def _find_best(
     scores: Tensor, top_n: npt.NDArray[np.int64]
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Return rows and token ids, rising, of the scores that reach the n-th highest of their row; at most 4n
-    of a row."""
+    """Return rows and ids, rising, of scores that reach the n-th highest of a row, at most 4n of each."""
     if not top_n.any():
         return np.empty(0, np.int64), np.empty(0, np.int64)
     last = np.clip(top_n, 1, scores.shape[-1]) - 1  # [n]

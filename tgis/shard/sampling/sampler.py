@@ -1,5 +1,6 @@
-"""Samples a step's tokens from its logits: applies penalties, temperature and filters, then chooses, in the
-order that clients of TGIS rely on. A row's token depends only on its own logits, ids, parameters and seed."""
+"""Samples tokens: applies penalties, temperature and filters in the order that clients of TGIS rely on.
+
+A row's token depends only on its own logits, ids, parameters and seed."""
 
 from dataclasses import dataclass
 
@@ -35,32 +36,25 @@ MAX_FACTOR = np.float32(1e16)
 
 @dataclass(frozen=True)
 class SamplingBatch:
-    """Inputs of sampling n tokens, beside their logits.
+    """Inputs of sampling n tokens, beside their logits."""
 
-    rows int64 [n], indices into `SeenTokens`; params PARAMETERS [n]; num_generated int64 [n], number of
-    tokens generated before this one; positions int64 [n], position of this token in its sequence;
-    eos_token_ids int32 [n, any], padded with -1; wants_details bool [n], True if the final scores are needed
-    for token details; must_end bool [n], True if the grammar allows nothing but the end."""
-
-    rows: npt.NDArray[np.int64]
-    params: npt.NDArray[np.void]
-    num_generated: npt.NDArray[np.int64]
-    positions: npt.NDArray[np.int64]
-    eos_token_ids: npt.NDArray[np.int32]
-    wants_details: npt.NDArray[np.bool_]
-    must_end: npt.NDArray[np.bool_] | np.bool_ = np.False_
+    rows: npt.NDArray[np.int64]  # [n], indices into `SeenTokens`
+    params: npt.NDArray[np.void]  # PARAMETERS [n]
+    num_generated: npt.NDArray[np.int64]  # [n], before this token
+    positions: npt.NDArray[np.int64]  # [n], of this token in its sequence
+    eos_token_ids: npt.NDArray[np.int32]  # [n, any], padded with -1
+    wants_details: npt.NDArray[np.bool_]  # [n], True if the final scores are needed for token details
+    must_end: npt.NDArray[np.bool_] | np.bool_ = np.False_  # [n], the grammar allows nothing but the end
     is_plain: bool = False  # the result of `find_plain`
 
 
 class SeenTokens:
-    """Sets of the token ids that sequences contain, for rows with a repetition penalty. The table grows to
-    the highest such row."""
+    """Sets of the token ids of rows with a repetition penalty, in a table up to the highest such row."""
 
     def __init__(self, vocab_size: int, device: torch.device):
         self._seen = torch.zeros((0, vocab_size), dtype=torch.bool, device=device)
 
     def start(self, row: int, token_ids: npt.NDArray[np.int32]) -> None:
-        """Replace the row's set with `token_ids`."""
         while row >= len(self._seen):
             more = self._seen.new_zeros((max(8, len(self._seen)), self._seen.shape[-1]))
             self._seen = torch.cat([self._seen, more])
@@ -103,7 +97,7 @@ def sample(scores: Tensor, batch: SamplingBatch, seen: SeenTokens) -> tuple[Tens
 
 
 def _take_highest(scores: Tensor) -> tuple[Tensor, npt.NDArray[np.bool_]]:
-    """Take the highest score of each row; among equal scores, the lowest id."""
+    """Take the highest score of each row, the lowest id among equal ones."""
     if not scores.is_cpu:
         highest, chosen = scores.max(-1)
         return chosen, np.isfinite(highest.numpy(force=True))
@@ -127,7 +121,6 @@ def _penalise(scores: Tensor, batch: SamplingBatch, seen: SeenTokens) -> None:
 
 
 def _eos_of(batch: SamplingBatch, wanted: npt.NDArray[np.bool_], vocab_size: int) -> tuple[Tensor, Tensor]:
-    """Return the index of the end-of-sequence scores of the wanted rows."""
     ids = batch.eos_token_ids
     rows, columns = (wanted[:, None] & (ids >= 0) & (ids < vocab_size)).nonzero()
     return torch.from_numpy(rows), torch.from_numpy(ids[rows, columns]).long()
@@ -186,8 +179,7 @@ def _choose_limited(
 
 
 def _column(values: npt.NDArray[np.float32], device: torch.device) -> Tensor:
-    """Return the values as a tensor [n, 1]."""
-    return torch.from_numpy(values.copy()).to(device).unsqueeze(-1)
+    return torch.from_numpy(values.copy()).to(device).unsqueeze(-1)  # [n, 1]
 
 
 def _take(x: Tensor, index: npt.NDArray[np.int64]) -> Tensor:

@@ -1,5 +1,4 @@
-"""Chooses the engine of a model: one of TGIS's own families if possible, else transformers' code; or ONNX
-Runtime, if the configuration asks for it."""
+"""Chooses a model's engine: a native family if possible, else transformers' code; ONNX Runtime if asked."""
 
 import logging
 from collections.abc import Callable, Mapping
@@ -28,20 +27,14 @@ NATIVE, TRANSFORMERS, ONNX = "tgis_native", "hf_transformers", "hf_optimum_ort"
 
 @dataclass(frozen=True)
 class Choice:
-    """Engine for a model, and the function that loads the model.
-
-    `spec` comes from the configuration alone; the loaded model's own spec takes precedence. `load` raises
-    UnsupportedModelError and WeightsError. Only the native engine uses the kernels passed to it."""
+    """Engine for a model. `load` raises UnsupportedModelError and WeightsError."""
 
     engine: str
-    spec: ModelSpec
-    load: Callable[[ProcessGroup, torch.dtype, Kernels], Model]
-    dtype: torch.dtype | None = None
-    """Type of weights and cache, if the model fixes it."""
-    weight_bytes: int | None = None
-    """Size of the weights, if it differs from the size of the checkpoint's tensors."""
-    table_elements: int = 0
-    """Number of elements of the embedding, which keeps its type when other weights are quantized."""
+    spec: ModelSpec  # from the configuration alone; the loaded model's own spec takes precedence
+    load: Callable[[ProcessGroup, torch.dtype, Kernels], Model]  # only the native engine uses the kernels
+    dtype: torch.dtype | None = None  # of weights and cache, if the model fixes it
+    weight_bytes: int | None = None  # if they differ from the checkpoint's tensors
+    table_elements: int = 0  # of the embedding, which keeps its type when other weights are quantized
 
     @property
     def is_native(self) -> bool:
@@ -56,7 +49,7 @@ def choose(
     trust_remote_code: bool,
     quantize: Quantization = "none",
 ) -> Choice:
-    """Choose the engine that runs the model in `directory`, whose config.json is `settings`, on `size` ranks.
+    """Choose the engine on `size` ranks for the model whose config.json is `settings`.
 
     Reads no tensor. Raises UnsupportedModelError and WeightsError."""
     engine = ENGINES.get(framework or "")

@@ -1,5 +1,4 @@
-"""Builds a model runner that is ready to answer: reads the model, compiles the kernels, and sizes the KV
-cache by the memory that is left."""
+"""Builds a model runner: reads the model, compiles kernels, and sizes the KV cache by the memory left."""
 
 import logging
 import time
@@ -26,6 +25,7 @@ from tgis.shard.models.interface import Model, ModelSpec, UnsupportedModelError
 from tgis.shard.runner.batch_builder import BatchBuilder
 from tgis.shard.runner.forward import Forward, GraphForward
 from tgis.shard.runner.model_runner import ModelRunner
+from tgis.shard.runner.row_table import RowLimits
 from tgis.shard.sampling.grammar import Guides, read_tokenizer
 from tgis.shard.startup import engine_choice, memory_plan, platform, quantize_check
 from tgis.shard.startup.engine_choice import Choice
@@ -40,9 +40,8 @@ RENDEZVOUS_TIMEOUT_S = 600.0
 
 
 def load(config: ShardConfig, group: ProcessGroup | None = None, on: Platform | None = None) -> ModelRunner:
-    """Load the model and return a model runner that is ready for steps.
+    """Load the model. If `group` is None, the ranks connect here.
 
-    If `group` is None, the ranks connect here. If `on`, the platform, is None, the configuration decides it.
     Raises DeviceError, ModelNotFoundError, UnsupportedModelError, WeightsError, ProcessGroupError,
     ModelTooLargeError or CacheTooSmallError."""
     began = time.monotonic()
@@ -76,7 +75,6 @@ def load(config: ShardConfig, group: ProcessGroup | None = None, on: Platform | 
 
 
 def sequence_length(config: ShardConfig, settings: Mapping[str, Any]) -> int:
-    """Return the limit of a sequence's length; `settings` is the model's config.json."""
     return config.max_sequence_length or model_files.max_sequence_length(settings)
 
 
@@ -103,14 +101,12 @@ class _Plan:
     """Decisions that need no weights."""
 
     config: ShardConfig
-    settings: dict[str, Any]
-    """The model's config.json."""
+    settings: dict[str, Any]  # config.json
     choice: Choice
     on: Platform
     demand: Demand
     limits: AdapterLimits
-    dtype_name: str
-    """Name of the type of the cache, and of weights that are not quantized."""
+    dtype_name: str  # of the cache, and of weights that are not quantized
 
     @property
     def dtype(self) -> torch.dtype:
@@ -121,9 +117,7 @@ class _Plan:
         return Path(self.config.tokenizer_path or self.config.model_path)
 
     def check_fit(self, group: ProcessGroup) -> None:
-        """Check that the model fits into memory, before gigabytes are read.
-
-        No rank reads weights before all ranks have looked at the memory that is left."""
+        """Check that the model fits. No rank reads weights before all have looked at the memory left."""
         weights = self.choice.weight_bytes
         if weights is None:
             weights = quantize_check.count_bytes(self.config, self.choice, self.dtype)
@@ -150,7 +144,6 @@ class _Plan:
         )
 
     def describe_shard(self) -> pb.InfoResponse:
-        """Describe the shard, without the number of blocks. Raises UnsupportedModelError."""
         config, spec, kinds = self.config, self.choice.spec, pb.InfoResponse.ModelKind
         info = pb.InfoResponse(
             model_kind=kinds.MODEL_KIND_DECODER_ONLY,
@@ -179,7 +172,6 @@ class _Plan:
         return Path(self.config.model_path)
 
     def _find_start_token_id(self) -> int:
-        """Return the id of the token with which the decoder begins. Raises UnsupportedModelError."""
         generation = model_files.read_json(self._directory, "generation_config.json")
         for key in ("decoder_start_token_id", "bos_token_id", "pad_token_id"):
             for place in (self.settings, generation):
@@ -207,16 +199,14 @@ class _Loaded:
 
     def make_runner(self, cache: KVCache) -> ModelRunner:
         spec, demand, on = self.model.spec, self.plan.demand, self.plan.on
-        table = BatchBuilder(
-            demand.max_batch_size,
+        limits = RowLimits(
             demand.max_sequence_length,
             demand.block_size,
             spec.vocab_size,
-            on.device,
-            self.adapters,
-            rope_switch_len=spec.rope_switch_len,
-            is_encoder_decoder=spec.is_encoder_decoder,
+            spec.rope_switch_len,
+            spec.is_encoder_decoder,
         )
+        table = BatchBuilder(demand.max_batch_size, limits, on.device, self.adapters)
         info = pb.InfoResponse(num_blocks=cache.num_blocks)
         info.MergeFrom(self.info)
         # Steps can be captured if they consist of the platform's kernels alone.
@@ -225,8 +215,7 @@ class _Loaded:
         return ModelRunner(forward, table, self.guides, info, self.adapters)
 
     def measure_budget(self) -> MemoryBudget:
-        """Compile the kernels and measure the memory that is left for caches. Raises ProcessGroupError and
-        ModelTooLargeError."""
+        """Compile the kernels and measure the memory that is left for caches."""
         plan, group, on = self.plan, self.group, self.plan.on
         cache = memory_plan.allocate(self.model.spec, group, plan.dtype, plan.demand.block_size, 1)
         warm_up = WarmUp(self.make_runner(cache), group, plan.demand, on.memory)
@@ -248,7 +237,6 @@ class _Loaded:
 
 
 def _choose_platform(config: ShardConfig, choice: Choice) -> Platform:
-    """Choose the platform. Raises DeviceError."""
     local_rank = config.rank if config.local_rank is None else config.local_rank
     on = platform.choose(config.device, local_rank, _num_local(config))
     if on is platform.ON_CPU or choice.is_native:
@@ -258,14 +246,12 @@ def _choose_platform(config: ShardConfig, choice: Choice) -> Platform:
 
 
 def _check_length(spec: ModelSpec, length: int) -> None:
-    """Raise UnsupportedModelError if the model has fewer positions than `length`."""
     if spec.max_positions and length > spec.max_positions:
         text = f"the model has {spec.max_positions} positions; --max-sequence-length {length} is more"
         raise UnsupportedModelError(text)
 
 
 def _choose_dtype(asked: str | None, settings: dict[str, Any], choice: Choice) -> str:
-    """Return the name of the type: the model's own if it fixes one, else `asked`, else the checkpoint's."""
     if choice.dtype is not None:
         [found] = [name for name, dtype in DTYPES.items() if dtype == choice.dtype]
         if asked not in (None, found):
@@ -285,5 +271,4 @@ def _connect(config: ShardConfig, device: torch.device) -> ProcessGroup:
 
 
 def _num_local(config: ShardConfig) -> int:
-    """Return the number of ranks on this machine."""
     return config.local_size or config.world_size

@@ -1,5 +1,4 @@
-"""Plans memory: computes the number of KV cache blocks, from the memory that is left and the blocks that
-requests could use, and checks that the model fits at all."""
+"""Plans memory: checks that the model fits, and computes the number of KV cache blocks."""
 
 from dataclasses import dataclass
 
@@ -13,13 +12,11 @@ MIB, GIB = 1 << 20, 1 << 30
 
 
 class ModelTooLargeError(OperatorError):
-    """Error: the model does not fit into the memory that is left. Its text is one line with the
-    arithmetic."""
+    """Error: the model does not fit into the memory that is left."""
 
 
 class CacheTooSmallError(OperatorError):
-    """Error: a request of full length does not fit into the KV cache. Its text is one line with the
-    arithmetic."""
+    """Error: a request of full length does not fit into the KV cache."""
 
 
 @dataclass(frozen=True)
@@ -34,12 +31,10 @@ class Demand:
 
     @property
     def blocks_per_request(self) -> int:
-        """Number of blocks of a request of full length.
-
-        In an encoder-decoder model, input and output have separate blocks, and the decoder begins with a
-        token that belongs to neither. The worst case is an input that ends with the first token of a block,
-        which takes one more block."""
+        """Number of blocks of a request of full length."""
         whole = -(-self.max_sequence_length // self.block_size)
+        # In an encoder-decoder model, input and output have separate blocks, and the decoder begins with a
+        # token that belongs to neither. An input may end with the first token of a block.
         return whole + 1 if self.is_encoder_decoder else whole
 
     @property
@@ -51,16 +46,13 @@ class Demand:
 
 @dataclass(frozen=True)
 class MemoryBudget:
-    """Memory of a machine in bytes.
+    """Memory of a machine in bytes."""
 
-    `left` is free beside all ranks of the machine. Each rank takes `step` for the largest step and `contents`
-    for soft prompts and adapters, beside its cache. Caches may take one part in `divisor` of the rest."""
-
-    left: int
-    step: int
+    left: int  # for all ranks of the machine
+    step: int  # that a rank takes for the largest step
     num_ranks: int
-    divisor: int = 4
-    contents: int = 0
+    divisor: int = 4  # caches may take one part in so many of what steps and contents leave
+    contents: int = 0  # that a rank takes for soft prompts and adapters
 
     @property
     def taken(self) -> int:
@@ -69,8 +61,7 @@ class MemoryBudget:
 
     @property
     def share(self) -> int:
-        """Bytes that one rank's cache may take: one part in `divisor` (by default a quarter) of the memory
-        that the rest leaves, divided by the number of ranks."""
+        """Bytes that one rank's cache may take."""
         return max(0, self.left - self.taken) // self.divisor // self.num_ranks
 
 
@@ -85,10 +76,10 @@ def check_fit(
     contents: int = 0,
     quantize: str | None = None,
 ) -> None:
-    """Check, before anything is read, that the model fits into the `left` bytes of this machine.
+    """Check that the model fits into the `left` bytes of this machine.
 
-    `weights` is the size of the weights of all ranks of this machine. Each rank also needs `contents` bytes
-    and a cache. Raises ModelTooLargeError or CacheTooSmallError."""
+    `weights` is the size of the weights of all ranks of this machine. Raises ModelTooLargeError or
+    CacheTooSmallError."""
     if weights > left:
         raise ModelTooLargeError(
             f"the model does not fit: its weights take {weights / GIB:.2f} GiB as "
@@ -134,7 +125,6 @@ def allocate(
 
 
 def count_blocks(demand: Demand, block_bytes: int, share: int) -> int:
-    """Return the number of wanted blocks, or of those that fit into `share` bytes if that is less."""
     return min(demand.wanted_blocks, share // block_bytes)
 
 

@@ -1,7 +1,7 @@
-"""The platform of a shard: a device, with its kernels, attention and memory.
+"""The platform of a shard, chosen once when it starts: a device, with its kernels, attention and memory.
 
-It is chosen once when the shard starts. Elsewhere, the kind of device decides only the backend of
-collectives, the allocation of the KV cache, and how sampling searches for a limit."""
+Elsewhere, the kind of device decides only the backend of collectives, the allocation of the KV cache, and how
+sampling searches for a limit."""
 
 import ctypes
 import logging
@@ -31,7 +31,7 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 
 
 class DeviceError(OperatorError):
-    """Error: the requested device does not exist. Its text is one line."""
+    """Error: the requested device does not exist."""
 
 
 class Memory(Protocol):
@@ -41,10 +41,9 @@ class Memory(Protocol):
         """Return the memory that this process may still take."""
 
     def release_memory(self) -> None:
-        """Return freed memory to the system, as far as possible."""
+        """Return freed memory to the system."""
 
-    def memory_used(self) -> int:
-        """Return the memory that this process uses."""
+    def memory_used(self) -> int: ...
 
     def begin_peak(self) -> int:
         """Start the measurement of `peak`. Return the memory that this process uses now."""
@@ -59,17 +58,14 @@ class Platform:
     kernels: Kernels
     attention: Callable[[KVCache], Attention]
     memory: Memory
-    is_memory_shared: bool
-    """True if all ranks of a machine use the same memory."""
-    cache_divisor: int
-    """Divisor of the memory that weights and steps leave: the cache may have one part in so many."""
-    captures_steps: bool
-    """True if the launches of kernels and attention can be captured and replayed."""
+    is_memory_shared: bool  # by all ranks of a machine
+    cache_divisor: int  # the cache may have one part in so many of the memory that weights and steps leave
+    captures_steps: bool  # the launches of kernels and attention can be captured and replayed
 
     def memory_left(self, group: ProcessGroup) -> int:
-        """Return the bytes that all ranks of a machine together may still take, if each takes equally many.
+        """Return the bytes that the ranks of a machine may still take, on the machine with the least left.
 
-        The machine with the least memory left decides. Raises ProcessGroupError."""
+        Raises ProcessGroupError."""
         left = group.min(self.memory.memory_left())
         return left if self.is_memory_shared else left * group.local_size
 
@@ -100,17 +96,14 @@ def choose(asked: str, rank: int, size: int) -> Platform:
 
 
 def on_cuda(device: torch.device) -> Platform:
-    """Return the platform of a GPU; `device` is the one that this process uses."""
     kernels, memory = TorchKernels(device), CudaMemory(device)
     return Platform(device, kernels, TorchAttention, memory, False, cache_divisor=1, captures_steps=False)
 
 
 def configure_torch(num_threads: int) -> None:
-    """Compute with `num_threads` threads, and keep freed memory for the next step instead of returning it.
-
-    By default glibc maps every large buffer anew, and the page faults take ten times as long as filling
-    it."""
+    """Set the number of threads, and keep freed memory for the next step."""
     torch.set_num_threads(num_threads)
+    # By default glibc maps every large buffer anew, and the page faults take ten times as long as filling it.
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt"):
         libc.mallopt(_M_MMAP_THRESHOLD, 1 << 30)

@@ -31,9 +31,9 @@ def check_platform(quantize: str | None, on: Platform) -> None:
 
 
 def count_bytes(config: ShardConfig, choice: Choice, dtype: torch.dtype) -> int:
-    """Return the size of a checkpoint's weights over all ranks. If they are quantized, the embedding counts
-    twice: in its own type, and as int8 for a head that may be made of it."""
+    """Return the size of a checkpoint's weights over all ranks."""
     elements = count_elements(Path(config.model_path))
     if read(config.quantize) == "none":
         return elements * dtype.itemsize
+    # The embedding counts twice: in its own type, and as int8 for a head that may be made of it.
     return int(elements * BYTES_PER_WEIGHT) + choice.table_elements * dtype.itemsize

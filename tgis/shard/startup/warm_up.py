@@ -1,6 +1,4 @@
-"""Runs steps before the first request, to compile kernels and to measure the memory of the largest step.
-
-If the largest step would be slow, smaller ones are measured and the result is extrapolated."""
+"""Runs steps before the first request, to compile kernels and to measure the memory of the largest step."""
 
 import logging
 import time
@@ -34,16 +32,13 @@ DETAILS = pb.Details(logprobs=True, ranks=True, top_n=10)
 
 @dataclass(frozen=True)
 class StepSize:
-    """Size of a step: the number of rows, each of which samples, and the number of tokens of all rows."""
-
-    num_rows: int
-    num_tokens: int
+    num_rows: int  # each samples
+    num_tokens: int  # of all rows
 
 
 @dataclass(frozen=True)
 class WarmUp:
-    """Warm-up steps on `runner`. Its cache needs only one block, which all rows share; the results are
-    meaningless."""
+    """Warm-up steps. Their results are meaningless: all rows share the cache's first block."""
 
     runner: ModelRunner
     group: ProcessGroup
@@ -53,7 +48,7 @@ class WarmUp:
     def compile(self) -> None:
         """Run a prompt in two chunks and generate a token, so that no request waits for a compiler.
 
-        Raises ProcessGroupError, and UnsupportedModelError if the model fails even at that."""
+        Raises ProcessGroupError and UnsupportedModelError."""
         num_tokens = min(COMPILED_TOKENS, self.demand.max_sequence_length - 1)
         opened = self._open_rows(StepSize(1, num_tokens))
         length = opened[0].prompt_len
@@ -68,11 +63,10 @@ class WarmUp:
             )
 
     def measure(self, largest: StepSize, is_enough: Callable[[int], bool], left: int) -> int:
-        """Return the bytes that a rank needs for the largest step, beside weights and cache.
+        """Return the bytes that a rank needs for the largest step, beside weights and cache, on all ranks.
 
-        Runs smaller steps first. Stops when an upper bound satisfies `is_enough`, or when the next step would
-        be slow or exceed the `left` bytes; then extrapolates from the steps that it ran. The result is equal
-        on all ranks. Raises ProcessGroupError."""
+        Runs ever larger steps until an upper bound satisfies `is_enough`, or the next step would be slow or
+        exceed the `left` bytes; then extrapolates. Raises ProcessGroupError."""
         began, seconds = time.monotonic(), 0.0
         used: dict[int, int] = {}
         for size in _rising_sizes(largest):
@@ -104,7 +98,6 @@ class WarmUp:
         return -self.group.min(-int(seconds * 1e6)) / 1e6, -self.group.min(-used)
 
     def _open_rows(self, size: StepSize) -> list[pb.OpenRow]:
-        """Return the messages that open the step's rows. The tokens are the encoder's if there is one."""
         each, rest = divmod(size.num_tokens, size.num_rows)
         return [self._open_row(row, each + (row < rest)) for row in range(size.num_rows)]
 
@@ -140,21 +133,17 @@ class WarmUp:
 
 
 def largest_step(demand: Demand, max_step_tokens: int) -> StepSize:
-    """Return the extent of the largest step that the router may send.
-
-    An encoder's input is not chunked, so it alone may exceed `max_step_tokens`."""
+    """Return the size of the largest step that the router may send."""
     longest = demand.max_sequence_length - 1
     num_rows = min(demand.max_batch_size, max_step_tokens)
     num_tokens = min(max_step_tokens, num_rows * longest)
-    if demand.is_encoder_decoder:
+    if demand.is_encoder_decoder:  # an encoder's input is not chunked
         num_tokens = max(num_tokens, longest)
     return StepSize(num_rows, num_tokens)
 
 
 def extrapolate(used: dict[int, int], num_tokens: int) -> int:
-    """Return the bytes that `num_tokens` take, given the bytes `used` by rising numbers of tokens.
-
-    Extrapolates linearly from the last two measurements, or from zero and the only one."""
+    """Extrapolate the bytes `used` by rising numbers of tokens, linearly from the last two or from zero."""
     if num_tokens in used:
         return used[num_tokens]
     (x1, y1), (x2, y2) = [(0, 0), *used.items()][-2:]

@@ -1,6 +1,4 @@
-"""Opens the shard's end of the link to its router: private Unix sockets, or TCP ports with mutual TLS.
-
-A stream of steps is a socket in both cases, and poll can wait for it."""
+"""Opens the shard's end of the link to its router: private Unix sockets, or TCP ports with mutual TLS."""
 
 import os
 import socket
@@ -24,18 +22,18 @@ SEND_TIMEOUT = struct.pack("ll", 10, 0)  # seconds and microseconds
 
 
 class SocketError(OperatorError):
-    """Error for a socket that cannot be opened. The text is one line."""
+    """Error: a socket cannot be opened."""
 
 
 class StepConnection(Protocol):
-    """Router's stream of steps, with the methods of a socket that are needed."""
+    """Router's stream of steps. Poll can wait for it."""
 
     def fileno(self) -> int: ...
 
     def recv(self, size: int, /) -> bytes:
-        """Return bytes that have arrived; no bytes mean that the router closed the stream.
+        """Return bytes that have arrived, none if the stream has ended. Raises OSError.
 
-        Raises BlockingIOError if too little has arrived to be read, and other OSErrors."""
+        BlockingIOError means that too little has arrived to be read."""
 
     def sendall(self, data: bytes, /) -> None:
         """Send all of `data`. Raises OSError, also if the router reads too slowly."""
@@ -45,7 +43,6 @@ class StepConnection(Protocol):
 
 class UnixListener:
     def __init__(self, path: str) -> None:
-        """Listen on the socket at `path`. Raises SocketError."""
         self._listener = socket.socket(socket.AF_UNIX)
         with _private_socket(path):
             self._listener.bind(path)
@@ -105,9 +102,7 @@ def choose_endpoint(config: ShardConfig) -> Endpoint:
 
 @contextmanager
 def _private_socket(path: str) -> Iterator[None]:
-    """Remove an old socket at `path`; make sockets bound within the context private to this user.
-
-    Raises SocketError."""
+    """Make a socket that is bound at `path` within the context private to this user. Raises SocketError."""
     Path(path).unlink(missing_ok=True)
     mask = os.umask(0o177)
     try:

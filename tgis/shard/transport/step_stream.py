@@ -1,4 +1,4 @@
-"""Receives steps from the router and sends their answers, for the thread that computes the steps."""
+"""Receives steps from the router and sends their answers."""
 
 import logging
 import select
@@ -35,8 +35,7 @@ class StepSocket:
                 return requests
 
     def send(self, response: pb.StepResponse) -> None:
-        """Send an answer; drop it if the router is gone."""
-        if self._connection is not None:
+        if self._connection is not None:  # else the router is gone, and nobody waits for the answer
             try:
                 is_garbage = failpoints.hit("shard.before_answer")
                 self._connection.sendall(GARBAGE if is_garbage else frame(response))

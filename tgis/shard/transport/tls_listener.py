@@ -51,8 +51,6 @@ class TlsConnection:
 
 
 class TlsListener:
-    """Listening port. The other end must show a certificate before anything else of it is read."""
-
     def __init__(self, listener: socket.socket, certificates: Certificates) -> None:
         self._listener, self._certificates = listener, certificates
         self._ready: deque[TlsConnection] = deque()

@@ -25,6 +25,7 @@ from tgis.shard.models.onnx_runtime import load as onnx_runtime
 from tgis.shard.runner.batch_builder import BatchBuilder
 from tgis.shard.runner.forward import Forward
 from tgis.shard.runner.model_runner import ModelRunner
+from tgis.shard.runner.row_table import RowLimits
 from tgis.shard.sampling.grammar import Guides, read_tokenizer
 
 DATA = Path(__file__).parents[3] / "data" / "onnx"
@@ -40,7 +41,8 @@ def load(directory: Path, group: ProcessGroup = ALONE) -> Model:
 def make_runner(directory: Path, tokenizer: Path | None = None) -> ModelRunner:
     model, spec = load(directory), onnx_runtime.make_spec(directory, read_config(directory))
     shape = (spec.num_layers, NUM_BLOCKS, BLOCK_SIZE, spec.num_kv_heads, spec.head_dim)
-    table = BatchBuilder(8, 192, BLOCK_SIZE, spec.vocab_size, torch.device("cpu"), NOTHING)
+    limits = RowLimits(192, BLOCK_SIZE, spec.vocab_size)
+    table = BatchBuilder(8, limits, torch.device("cpu"), NOTHING)
     read = partial(read_tokenizer, tokenizer or directory, spec.vocab_size, [1])
     info = pb.InfoResponse(block_size=BLOCK_SIZE, num_blocks=NUM_BLOCKS)
     attention = CpuAttention(KVCache(*shape, spec.dtype))

@@ -82,7 +82,7 @@ def _residual(config: Config) -> Residual:
 
 
 def _is_set(config: Config, key: str) -> bool:
-    """Return a switch of the configuration. The default is true, but false under the first names."""
+    # The default is true, but false under the first names.
     return bool(config.get(key, config["model_type"] == "falcon"))
 
 

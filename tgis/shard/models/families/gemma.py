@@ -18,7 +18,7 @@ def spec(config: Config) -> DecoderSpec:
 
 
 def make_shared_spec(config: Config, activation: str | None) -> DecoderSpec:
-    """Return the part of the spec that all Gemma families share. Raises UnsupportedModelError."""
+    """Return what all Gemma families share. Raises UnsupportedModelError."""
     if config.get("use_bidirectional_attention"):
         raise UnsupportedModelError("bidirectional attention is not supported")
     defaults = {"head_dim": 256, "tie_word_embeddings": True}

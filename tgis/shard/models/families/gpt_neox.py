@@ -49,7 +49,6 @@ def sources(spec: DecoderSpec) -> dict[str, Source]:
 
 
 def _rotary(config: Config) -> Config:
-    """Return the rotary parameters under the names that other families use."""
     share = config.get("rotary_pct") or config.get("partial_rotary_factor") or 0.25
     theta = config.get("rotary_emb_base") or config.get("rope_theta")
     return {"partial_rotary_factor": share, "rope_theta": theta}

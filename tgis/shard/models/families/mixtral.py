@@ -29,7 +29,7 @@ def sources(spec: DecoderSpec) -> dict[str, Source]:
 
 
 def experts(config: Config, size_key: str = "intermediate_size") -> Experts:
-    """Return the experts that every layer has. Raises UnsupportedModelError."""
+    """Return the experts of a layer. Raises UnsupportedModelError."""
     num_experts, num_active = integer(config, "num_local_experts"), integer(config, "num_experts_per_tok")
     if num_active > num_experts:
         raise UnsupportedModelError(f"tokens cannot use {num_active} of {num_experts} experts")

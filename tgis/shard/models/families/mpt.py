@@ -57,13 +57,12 @@ def sources(spec: DecoderSpec) -> dict[str, Source]:
 
 
 def _num_kv_heads(attention: Config, num_heads: int) -> int | None:
-    """Return the default number of key/value heads for the attention type, None for grouped queries."""
     kind = attention.get("attn_type") or "multihead_attention"
     return {"multihead_attention": num_heads, "multiquery_attention": 1}.get(kind)
 
 
 def _refuse_variants(config: Config, attention: Config) -> None:
-    """Refuse variants that the models' original code offers but no published model uses."""
+    # The models' original code offers them, but no published model uses them.
     refuse_others(config, no_bias=True, logit_scale=None, final_logit_softcapping=None, block_overrides=None)
     refuse_others(config, norm_type=("low_precision_layernorm", "layernorm"))
     refuse_others(section(config, "ffn_config"), ffn_type="mptmlp", ffn_act_fn=None, ffn_hidden_size=None)

@@ -52,10 +52,8 @@ def _relative_bias(config: Config, model_type: str) -> RelativeBias:
 
 
 def _scales_logits(config: Config, model_type: str) -> bool:
-    """Return True if the model scales its logits.
-
-    Models of the first release do; their head is the token embedding. An untied head marks later models.
-    Newer configurations call every head tied and have a separate key for the scaling. mT5 never scales."""
+    # Models of the first release scale logits; their head is the token embedding. An untied head marks later
+    # models. Newer configurations call every head tied and have a key for the scaling. mT5 never scales.
     given = config.get("scale_decoder_outputs")
     return model_type != "mt5" and (
         config.get("tie_word_embeddings") is not False if given is None else given
@@ -68,7 +66,7 @@ def sources(spec: EncoderDecoderSpec) -> dict[str, Source]:
 
 
 def _stack_sources(spec: EncoderDecoderSpec, name: str, last: int) -> dict[str, Source]:
-    """Return the sources of one stack. `last` is the index of the feed-forward in a block."""
+    # `last` is the index of the feed-forward in a block.
     ours, layer = name + ".blocks.{i}.", name + ".block.{i}.layer."
     attention, cross, feed = layer + "0.SelfAttention.", layer + "1.EncDecAttention.", f"{layer}{last}."
     gates = ("wi_0", "wi_1") if spec.decoder.gated else ("wi",)

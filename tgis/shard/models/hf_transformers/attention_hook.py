@@ -1,7 +1,5 @@
-"""Attention and mask functions that transformers' code calls, registered under a private name.
-
-A handler gets every call: a `CallRecorder` finds out once which attention the model needs, a `PagedStep`
-computes it with this service's cache."""
+"""Attention and mask functions that transformers' code calls. A handler gets every call: a `CallRecorder`
+finds out once which attention the model needs, a `PagedStep` computes it with this service's cache."""
 
 import itertools
 from collections.abc import Callable
@@ -33,8 +31,6 @@ _numbers = itertools.count()
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """The n-th attention call of every forward. It uses layer n of the cache."""
-
     module: nn.Module
     num_heads: int
     num_kv_heads: int
@@ -55,7 +51,7 @@ class AttentionHandler(Protocol):
 
 
 class AttentionHook:
-    """Attention and mask functions registered with transformers under `name`, for the process's lifetime."""
+    """Functions registered with transformers under `name`, for the process's lifetime."""
 
     def __init__(self) -> None:
         self.name = f"tgis_paged_{next(_numbers)}"
@@ -64,7 +60,7 @@ class AttentionHook:
         AttentionMaskInterface.register(self.name, self._make_mask)
 
     def call(self, handler: AttentionHandler, forward: Callable[[], Any]) -> Any:
-        """Return the result of `forward`, with all attention calls sent to the handler."""
+        """Return the result of `forward`, whose attention calls the handler gets."""
         self._handler = handler
         try:
             return forward()
@@ -83,9 +79,8 @@ class AttentionHook:
 
 
 class CallRecorder:
-    """Handler that lists the attention calls of a forward of one short sequence and computes them.
-
-    It distinguishes windows from other masks on positions below `max_length`. Raises NotServedError."""
+    """Handler that records and computes the calls of a forward of one short sequence, the n-th of which uses
+    layer n of the cache. It examines masks on positions below `max_length`. Raises NotServedError."""
 
     def __init__(self, max_length: int) -> None:
         self.calls: list[AttentionCall] = []
@@ -150,7 +145,7 @@ class PagedStep:
         return y[None, :, : call.num_heads, : call.value_dim].to(q.dtype)
 
     def check_complete(self) -> None:
-        """Check that the forward made all recorded calls. Raises NotServedError."""
+        """Raise NotServedError unless the forward made all recorded calls."""
         if self._layer != len(self._calls):
             raise NotServedError("its layers change their number from step to step")
 
@@ -161,9 +156,7 @@ def cache_shape(calls: list[AttentionCall]) -> tuple[int, int]:
 
 
 def find_window(rule: MaskRule, length: int) -> int | None:
-    """Return how many keys up to its own position each query sees, None for all.
-
-    Raises NotServedError for any other rule."""
+    """Return how many keys up to its own each query sees, None for all. Raises NotServedError for others."""
     q = torch.arange(max(0, length - _PROBED_ROWS), length)[:, None]  # [rows, 1]
     k = torch.arange(length)[None]  # [1, length]
     zero = torch.zeros((), dtype=torch.int64)
@@ -186,7 +179,6 @@ def _check_arguments(more: dict[str, Any]) -> None:
 
 
 def _attend_causally(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """Compute causal attention of a single sequence, without a window."""
     y = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
     return y.transpose(1, 2)
 

@@ -1,5 +1,4 @@
-"""Loads models that no family of this service covers: transformers' modelling code runs them with this
-service's attention and cache.
+"""Loads models that transformers' modelling code runs with this service's attention and cache.
 
 Nothing is downloaded. Code of the checkpoint runs only if it is trusted."""
 
@@ -43,10 +42,9 @@ DEFAULT_LENGTH, MAX_LENGTH = 2048, 1 << 20
 
 
 def make_spec(directory: Path, config: Mapping[str, Any], trust_remote_code: bool) -> WholeModelSpec:
-    """Return the shape that the configuration implies. `load` finds the actual one.
+    """Return the shape that the configuration implies; `load` finds the actual one.
 
-    This reads no tensor, but runs the checkpoint's configuration code if it is trusted. Raises
-    UnsupportedModelError."""
+    Runs the checkpoint's configuration code if it is trusted. Raises UnsupportedModelError."""
     if config.get("quantization_config"):
         raise UnsupportedModelError("quantized checkpoints are not supported")
     with _as_unsupported(config.get("model_type")):
@@ -64,10 +62,7 @@ def make_spec(directory: Path, config: Mapping[str, Any], trust_remote_code: boo
 def load(
     directory: Path, spec: WholeModelSpec, group: ProcessGroup, dtype: torch.dtype, trust_remote_code: bool
 ) -> Model:
-    """Load the model with weights rounded to `dtype`.
-
-    A few tokens are computed first, to check that the model's scores with this service's cache are those of
-    its own code. The model's `spec` is the one that was found.
+    """Load the model with weights rounded to `dtype`, and check that its scores are those of its own code.
 
     Raises UnsupportedModelError and WeightsError."""
     warn_of_copies(group)
@@ -77,7 +72,7 @@ def load(
 
 @contextmanager
 def _as_unsupported(model_type: Any) -> Iterator[None]:
-    """Convert all errors of transformers' code to UnsupportedModelError, and suppress its output."""
+    """Convert errors of transformers' code to UnsupportedModelError, and suppress its output."""
     refused = f"model type {model_type!r} cannot be served through transformers"
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
@@ -98,7 +93,6 @@ def _as_unsupported(model_type: Any) -> Iterator[None]:
 
 
 def _read_config(directory: Path, config: Mapping[str, Any], trust_remote_code: bool) -> Any:
-    """Read a causal model's configuration. Raises NotServedError and errors of transformers."""
     own = config.get("auto_map") or {}
     known = config.get("model_type") in CONFIG_MAPPING_NAMES
     if not known and not own:
@@ -120,9 +114,6 @@ def _read_config(directory: Path, config: Mapping[str, Any], trust_remote_code: 
 def _load_checked(
     directory: Path, vocab_size: int, group: ProcessGroup, dtype: torch.dtype, trust_remote_code: bool
 ) -> TransformersModel:
-    """Load a model, test it, and return it with the shape that was found.
-
-    Raises WeightsError, NotServedError and errors of transformers."""
     unpacked: set[str] = set()
     while True:
         whole = _read_checkpoint(directory, dtype, trust_remote_code)
@@ -140,7 +131,6 @@ def _load_checked(
 
 
 def _replace_attention(whole: Any, vocab_size: int, group: ProcessGroup) -> TransformersModel:
-    """Return the model with its attention replaced. Raises NotServedError and errors of transformers."""
     sequences = choose_sequences(vocab_size)
     expected = [score_alone(whole, token_ids) for token_ids in sequences]
     if not all(scores.isfinite().all() for scores in expected):
@@ -170,7 +160,6 @@ def _replace_attention(whole: Any, vocab_size: int, group: ProcessGroup) -> Tran
 
 
 def _read_checkpoint(directory: Path, dtype: torch.dtype, trust_remote_code: bool) -> Any:
-    """Read a causal language model with all its weights. Raises WeightsError and errors of transformers."""
     try:
         whole, found = AutoModelForCausalLM.from_pretrained(
             directory,
@@ -193,7 +182,6 @@ def _read_checkpoint(directory: Path, dtype: torch.dtype, trust_remote_code: boo
 
 
 def _check_state(whole: Any) -> None:
-    """Check that the model keeps no other state and has no step-wide rope. Raises NotServedError."""
     kinds = getattr(whole.config.get_text_config(decoder=True), "layer_types", None) or ()
     stateful = [kind for kind in kinds if kind == "linear_attention" or not str(kind).endswith("attention")]
     if stateful or getattr(whole, "_is_stateful", False):
@@ -209,7 +197,7 @@ def _check_state(whole: Any) -> None:
 
 
 def _find_decoder(whole: Any) -> nn.Module:
-    """Return the module that computes hidden states from text alone. Raises NotServedError."""
+    """Return the module that computes hidden states from text alone."""
     named = (whole.base_model, *(getattr(whole, name, None) for name in ("model", "transformer")))
     for part in (whole.get_decoder(), *named):
         if isinstance(part, nn.Module) and part is not whole:
@@ -220,12 +208,11 @@ def _find_decoder(whole: Any) -> nn.Module:
 
 
 def _find_length(config: Any) -> int:
-    """Return the number of positions over which masks are examined."""
     length = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
     return min(length, MAX_LENGTH) if isinstance(length, int) and length > 1 else DEFAULT_LENGTH
 
 
 def _largest(config: Any, name: str) -> int:
-    """Return a number of the configuration: the greatest if layers have their own, 0 if there is none."""
+    """Return a number of the configuration: the greatest of all layers, 0 if there is none."""
     value = config.to_dict().get(config.attribute_map.get(name, name))
     return max(value, default=0) if isinstance(value, list | tuple) else value or 0

@@ -1,5 +1,4 @@
-"""Adapter from transformers' models to `Model`: tokens are packed along one axis, keys and values are in this
-service's cache. No other state of a sequence is kept."""
+"""Adapter from transformers' models to `Model`. A sequence's only state is its keys and values."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -34,18 +33,15 @@ class TransformersModel:
 
     @torch.inference_mode()
     def forward(self, inputs: StepInputs, attention: Attention) -> Tensor:
-        """Return hidden states, [num_tokens, hidden_size]."""
         step = PagedStep(self._calls, attention, inputs.metadata)
         x = self._hook.call(step, lambda: compute_states(self._decoder, inputs.token_ids, inputs.positions))
         step.check_complete()
-        states: Tensor = x[0][0]
+        states: Tensor = x[0][0]  # [num_tokens, hidden_size]
         return states
 
     @torch.inference_mode()
     def logits(self, x: Tensor, adapters: TokenAdapters | None = None) -> Tensor:
-        """Return float32 logits, [n, vocab_size]. x: any rows of `forward`'s result, [n, hidden_size].
-
-        The head's code is that of the whole model, so the model runs with a decoder that returns x."""
+        # The head's code is that of the whole model, so the model runs with a decoder that returns x.
         with self._returning(x[None]):
             return read_logits(
                 self._whole(input_ids=torch.zeros(1, len(x), dtype=torch.int64), use_cache=False)
@@ -53,7 +49,7 @@ class TransformersModel:
 
     @contextmanager
     def _returning(self, states: Tensor) -> Iterator[None]:
-        """Let the decoder return hidden states, [1, n, hidden_size], whatever its arguments are."""
+        """Let the decoder return `states`, [1, n, hidden_size]."""
         is_record = issubclass(self._output_type, ModelOutput)
         output = self._output_type(last_hidden_state=states) if is_record else (states,)
         forward = self._decoder.forward
@@ -65,8 +61,7 @@ class TransformersModel:
 
 
 def compute_states(decoder: nn.Module, token_ids: Tensor, positions: Tensor, **more: Any) -> Any:
-    """Return the decoder's output for tokens packed along one axis; its first element is the hidden states,
-    [1, num_tokens, hidden_size].
+    """Return the decoder's output, first of it the hidden states, [1, num_tokens, hidden_size].
 
     token_ids, positions: int64 [num_tokens]."""
     use_cache = "past_key_values" in more

@@ -1,5 +1,4 @@
-"""Replaces the linear layers of a transformers model with this service's matrix products: weights are packed
-once, rows do not affect each other."""
+"""Replaces linear layers of a model with this service's products, whose rows do not affect each other."""
 
 import re
 from collections.abc import Set
@@ -14,8 +13,7 @@ _NUMBER = re.compile(r"\b\d+\b")
 
 
 class PackedLinear(nn.Module):
-    """Linear layer y = x W^T + b in float32, with any leading axes. Code that reads `weight` itself fails
-    and sets `was_read`."""
+    """Linear layer in float32, with any leading axes. Code that reads `weight` fails and sets `was_read`."""
 
     def __init__(self, linear: nn.Linear, dtype: torch.dtype, label: str):
         super().__init__()
@@ -38,9 +36,7 @@ class PackedLinear(nn.Module):
 
 
 def pack_linears(model: nn.Module, dtype: torch.dtype, unpacked: Set[str] = frozenset()) -> None:
-    """Replace plain linear layers with ones that have the speed and size of `dtype`.
-
-    All else in the model, and the layers named in `unpacked`, becomes float32 and computes in it."""
+    """Pack plain linear layers as `dtype`. All else, and the layers named in `unpacked`, becomes float32."""
     packed: dict[nn.Module, PackedLinear] = {}
     for path, module in list(model.named_modules()):
         for name, child in module._modules.items():
@@ -62,7 +58,6 @@ def find_read_weights(model: nn.Module) -> set[str]:
 
 
 def _block_name(path: str) -> str:
-    """Return the layer's name with `*` for the number of its block."""
     return _NUMBER.sub("*", path.removeprefix("."))
 
 

@@ -1,5 +1,4 @@
-"""Checks on a few tokens, when a model is loaded, that its scores with this service's cache are those of its
-own code. A model that fails is refused, because its answers would be wrong."""
+"""Checks on a few tokens that a model's scores with this service's cache are those of its own code."""
 
 from functools import partial
 from typing import Any
@@ -18,8 +17,7 @@ from tgis.shard.models.interface import StepInputs
 from tgis.shard.models.whole_model import NotServedError, choose_tokens, scores_agree
 
 LENGTHS = (14, 9)  # tokens of two sequences
-# (sequence, start, end) of the tokens that each step computes: beginnings, chunks and single tokens, in both
-# orders.
+# (sequence, start, end) of the tokens that each step computes: beginnings, chunks and single tokens.
 STEPS = (((0, 0, 5),), ((0, 5, 12), (1, 0, 8)), ((1, 8, 9), (0, 12, 14)))
 BLOCK_SIZE = 4
 TABLES = ((3, 5, 1, 7), (2, 0, 4, 6))
@@ -56,7 +54,7 @@ def check_scores(
 
 
 def check_positions(hook: AttentionHook, decoder: nn.Module, token_ids: Tensor, length: int) -> int:
-    """Return the number of positions that the model has: `length`, or 0 if there is no limit.
+    """Return the number of the model's positions: `length`, or 0 if there is no limit.
 
     Raises NotServedError if its code does not use the positions that it is given."""
     token_ids = token_ids[: length - 1]
@@ -83,8 +81,7 @@ def check_positions(hook: AttentionHook, decoder: nn.Module, token_ids: Tensor, 
 
 
 def _cache_without_tokens(length: int) -> Any:
-    """Return a cache that reports `length` tokens but holds none."""
-    cache = DynamicCache()
+    cache = DynamicCache()  # that reports `length` tokens but holds none
     cache.get_seq_length = lambda *_, **__: length
     cache.update = lambda k, v, *_, **__: (k, v)
     return cache

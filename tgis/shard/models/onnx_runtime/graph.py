@@ -73,7 +73,7 @@ def _size(dimension: Field) -> int | None:
 
 
 def _last(message: Field, number: int) -> Field:
-    """Return a field; if it is repeated, protobuf uses the last. Raises ValueError if it is absent."""
+    """Return a field, the last if it is repeated, as protobuf does."""
     found = [part for one, part in _fields(message) if one == number]
     if not found:
         raise ValueError(f"field {number} is missing")
@@ -81,7 +81,7 @@ def _last(message: Field, number: int) -> Field:
 
 
 def _fields(message: Field) -> Iterator[tuple[int, Field]]:
-    """Yield numbers and contents of a message's fields. A nested message is a view of its bytes."""
+    """Yield numbers and contents of a message's fields."""
     if isinstance(message, int):
         raise ValueError("there is a number in place of a message")
     at = 0
@@ -105,7 +105,7 @@ def _fields(message: Field) -> Iterator[tuple[int, Field]]:
 
 
 def _varint(message: memoryview, at: int) -> tuple[int, int]:
-    """Return a number and the offset of its end. Raises IndexError if the message ends before it."""
+    """Return a number and the offset of its end."""
     number, shift = 0, 0
     while True:
         byte = message[at]

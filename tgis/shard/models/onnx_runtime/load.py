@@ -52,14 +52,12 @@ class OnnxSpec(WholeModelSpec):
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of the weights on disk. Files whose names begin with the graph's hold weights too."""
+        """Bytes of the weights on disk: files whose names begin with the graph's hold some too."""
         return sum(file.stat().st_size for file in self.file.parent.glob(f"{self.file.name}*"))
 
 
 def make_spec(directory: Path, config: Mapping[str, Any]) -> OnnxSpec:
-    """Return the shape of the model, read from its graph's inputs and outputs. This reads no tensor.
-
-    Raises UnsupportedModelError and WeightsError."""
+    """Read the model's shape from its graph. Raises UnsupportedModelError and WeightsError."""
     if find_spec("onnxruntime") is None:
         raise UnsupportedModelError(f"models in ONNX form need ONNX Runtime: {EXTRA}")
     file = _find_file(directory, config)
@@ -70,10 +68,7 @@ def make_spec(directory: Path, config: Mapping[str, Any]) -> OnnxSpec:
 
 
 def load(spec: OnnxSpec, group: ProcessGroup, num_threads: int) -> Model:
-    """Load the model that was described.
-
-    A few tokens are computed first, to check that scores are the same if they come in chunks. Raises
-    UnsupportedModelError and WeightsError."""
+    """Load the model and check it on a few tokens. Raises UnsupportedModelError and WeightsError."""
     warn_of_copies(group)
     session = _open_session(spec.file, num_threads)
     runner = GraphRunner(read_graph(spec.file), session, spec.num_layers)
@@ -85,7 +80,6 @@ def load(spec: OnnxSpec, group: ProcessGroup, num_threads: int) -> Model:
 
 
 def _find_file(directory: Path, config: Mapping[str, Any]) -> Path:
-    """Find the graph's file. Raises UnsupportedModelError."""
     folders = [directory / folder for folder in FOLDERS]
     if config.get("is_encoder_decoder") or any((folder / ENCODER).exists() for folder in folders):
         raise UnsupportedModelError(
@@ -103,7 +97,6 @@ def _find_file(directory: Path, config: Mapping[str, Any]) -> Path:
 
 
 def _read_spec(file: Path, graph: OnnxGraph, config: dict[str, Any]) -> OnnxSpec:
-    """Return the model's shape. Raises NotServedError."""
     num_layers = sum(model.past_names(layer)[0] in graph.inputs for layer in range(len(graph.inputs)))
     _check_names(graph, num_layers)
     cached = [graph.inputs[name] for layer in range(num_layers) for name in model.past_names(layer)]
@@ -127,7 +120,6 @@ def _read_spec(file: Path, graph: OnnxGraph, config: dict[str, Any]) -> OnnxSpec
 
 
 def _check_names(graph: OnnxGraph, num_layers: int) -> None:
-    """Check the names of all inputs and outputs. Raises NotServedError."""
     if not num_layers:
         raise NotServedError(f"it has no inputs for the keys and values of earlier tokens; {HOW_TO_EXPORT}")
     layers = range(num_layers)
@@ -141,7 +133,7 @@ def _check_names(graph: OnnxGraph, num_layers: int) -> None:
 
 
 def _cache_shape(cached: list[OnnxValue]) -> tuple[int, int]:
-    """Return the number and size of every layer's key/value heads. Raises NotServedError."""
+    """Return the number and size of key/value heads."""
     shapes = {value.shape[1::2] for value in cached if len(value.shape) == 4}
     if len(shapes) != 1 or any(len(value.shape) != 4 for value in cached):
         raise NotServedError("its keys and values are not of one shape, [batch, heads, tokens, head size]")
@@ -152,10 +144,6 @@ def _cache_shape(cached: list[OnnxValue]) -> tuple[int, int]:
 
 
 def _open_session(file: Path, num_threads: int) -> Any:
-    """Open a session of ONNX Runtime. Raises WeightsError.
-
-    The memory arena is off, so that freed memory returns to the process and a step's memory can be measured.
-    Threads do not spin between steps."""
     import onnxruntime
 
     onnxruntime.disable_telemetry_events()
@@ -163,6 +151,7 @@ def _open_session(file: Path, num_threads: int) -> Any:
     options = onnxruntime.SessionOptions()
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_ALL
     options.intra_op_num_threads, options.inter_op_num_threads = num_threads, 1
+    # Freed memory returns to the process, so that a step's memory can be measured.
     options.enable_cpu_mem_arena = options.enable_mem_pattern = False
     options.add_session_config_entry("session.force_spinning_stop", "1")
     try:
@@ -172,7 +161,6 @@ def _open_session(file: Path, num_threads: int) -> Any:
 
 
 def _check_chunks(spec: OnnxSpec, runner: GraphRunner) -> None:
-    """Check that scores are the same if the tokens come in chunks. Raises NotServedError."""
     try:
         whole, cut = (_score(spec, runner, ends) for ends in ((0, NUM_CHECKED), CHUNK_ENDS))
     except Exception as error:  # of the runtime's own kinds, which have nothing else in common

@@ -20,12 +20,10 @@ Pair = tuple[Tensor, Tensor]
 
 
 def past_names(layer: int) -> tuple[str, str]:
-    """Return the names of the inputs for keys and values of earlier tokens."""
     return f"past_key_values.{layer}.key", f"past_key_values.{layer}.value"
 
 
 def present_names(layer: int) -> tuple[str, str]:
-    """Return the names of the outputs for keys and values of earlier and new tokens."""
     return f"present.{layer}.key", f"present.{layer}.value"
 
 
@@ -51,7 +49,8 @@ class GraphRunner:
             HAS_PAST: torch.tensor(num_past > 0),
             **dict(zip(self._past, (x for pair in past for x in pair), strict=True)),
         }
-        feeds = {name: _with_batch(found[name], dtype) for name, dtype in self._dtypes.items()}
+        # ONNX Runtime takes a batch, here of one row.
+        feeds = {name: found[name].to(dtype)[None].numpy() for name, dtype in self._dtypes.items()}
         logits, *present = (torch.from_numpy(x)[0] for x in self._session.run(self._outputs, feeds))
         return logits, list(zip(present[::2], present[1::2], strict=True))
 
@@ -64,9 +63,7 @@ class OnnxModel:
         self._runner, self._num_kv_heads = runner, num_kv_heads
 
     def forward(self, inputs: StepInputs, attention: Attention) -> Tensor:
-        """Return float32 logits, [num_tokens, vocab_size], because the graph does not return hidden states.
-
-        Sequences are computed one by one."""
+        """Return float32 logits, [num_tokens, vocab_size]: the graph does not return hidden states."""
         spec, num_tokens = self.spec, len(inputs.token_ids)
         logits = torch.empty(num_tokens, spec.vocab_size)
         k, v = torch.empty(2, spec.num_layers, num_tokens, self._num_kv_heads, spec.head_dim)
@@ -82,17 +79,14 @@ class OnnxModel:
     def _score(
         self, token_ids: Tensor, positions: Tensor, past: Callable[[int], Pair]
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return logits, [n, vocab_size], and new keys and values, [num_layers, n, num_kv_heads, head_dim].
-
-        The n tokens follow those whose keys and values `past` returns for each layer."""
+        """Return logits, [n, vocab_size], new keys and values, [num_layers, n, num_kv_heads, head_dim]."""
         layers = [past(layer) for layer in range(self.spec.num_layers)]
         logits, present = self._runner.run(token_ids, positions, layers)
         k, v = (torch.stack([x[:, -len(token_ids) :] for x in part]) for part in zip(*present, strict=True))
         return logits, k.transpose(1, 2), v.transpose(1, 2)
 
     def logits(self, x: Tensor, adapters: TokenAdapters | None = None) -> Tensor:
-        """Return x: the result of `forward` is logits already."""
-        return x
+        return x  # the result of `forward` is logits already
 
 
 def _sequences(metadata: AttentionMetadata) -> Iterator[tuple[slice, int, Tensor]]:
@@ -102,8 +96,3 @@ def _sequences(metadata: AttentionMetadata) -> Iterator[tuple[slice, int, Tensor
         spans, metadata.seq_lens.tolist(), metadata.block_tables, strict=True
     ):
         yield slice(first, last), seq_len - (last - first), table
-
-
-def _with_batch(x: Tensor, dtype: torch.dtype | None) -> Any:
-    """Convert a tensor to ONNX Runtime's input: a batch of one row."""
-    return x.to(dtype)[None].numpy()

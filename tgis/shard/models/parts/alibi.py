@@ -2,10 +2,9 @@
 
 
 def alibi_slopes(num_heads: int, bias_max: float = 8.0) -> tuple[float, ...]:
-    """Return one slope per head.
+    """Return one slope per head, falling geometrically to 2^-bias_max.
 
-    The slopes of a power of two of heads fall geometrically to 2^-bias_max. Heads past the greatest power of
-    two take every other slope of twice as many heads."""
+    Heads past the greatest power of two take every other slope of twice as many heads."""
     power = 1 << (num_heads.bit_length() - 1)
     whole = [2.0 ** (-bias_max * i / power) for i in range(1, power + 1)]
     between = [2.0 ** (-bias_max * (i - 0.5) / power) for i in range(1, num_heads - power + 1)]

@@ -18,7 +18,6 @@ def make_norm(spec: LayerSpec, parts: Parts, path: str) -> Norm:
 
 
 def make_positions(spec: LayerSpec, parts: Parts, path: str) -> PositionEmbedding | None:
-    """Return the table of learned positions, None if the model has none."""
     if not spec.num_positions:
         return None
     return PositionEmbedding(parts, path, spec.num_positions, spec.hidden_size, spec.position_offset)
@@ -82,7 +81,7 @@ class MLP:
         return self._down(self.activate(x, adapters), adapters)
 
     def partial(self, x: Tensor, adapters: TokenAdapters | None) -> Tensor:
-        """Return this rank's part of the sum that `__call__` returns, without the bias."""
+        """Return this rank's part of the sum, without the bias."""
         return self._down.partial(self.activate(x, adapters), adapters)
 
     def activate(self, x: Tensor, adapters: TokenAdapters | None) -> Tensor:

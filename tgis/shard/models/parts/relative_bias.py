@@ -10,9 +10,7 @@ from tgis.shard.models.spec import RelativeBias
 
 
 def read_bias(parts: Parts, path: str, bias: RelativeBias, num_heads: int, causal: bool) -> Tensor:
-    """Return float32 [own heads, 2 * reach + 1] for `Scoring.bias`. Longer distances use the last entry.
-
-    Raises WeightsError."""
+    """Return float32 [own heads, 2 * reach + 1] for `Scoring.bias`. Raises WeightsError."""
     stored = parts.weights.find(f"{path}.weight", (bias.num_buckets, num_heads))
     table = stored.read(columns=parts.group.slice(num_heads)).to(parts.dtype).float()  # [buckets, own heads]
     reach = max(bias.num_buckets, bias.max_distance)
@@ -32,7 +30,6 @@ def find_buckets(distance: Tensor, bias: RelativeBias, causal: bool) -> Tensor:
 
 
 def _bucket(distance: Tensor, num_buckets: int, max_distance: int) -> Tensor:
-    """Return the buckets of distances that are not negative."""
     num_single = num_buckets // 2
     # This is computed in float32, because its rounding decides where a bucket's edge is.
     share = torch.log(distance.clamp(min=1).float() / num_single) / math.log(max_distance / num_single)

@@ -1,4 +1,4 @@
-"""Reads which layers of a model have a sliding window, and how many keys it holds."""
+"""Reads which layers of a model have a sliding window."""
 
 from collections.abc import Sequence
 
@@ -9,10 +9,9 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 def layer_windows(config: Config, is_local: Sequence[bool]) -> tuple[int | None, ...]:
-    """Return how many keys a query of each layer sees, None for all. Empty if no layer has a window.
+    """Return how many keys a query of each layer sees, None for all; nothing if no layer has a window.
 
-    `is_local` says which layers have a window if the configuration has no `layer_types`. Raises
-    UnsupportedModelError."""
+    `is_local` decides if the configuration has no `layer_types`. Raises UnsupportedModelError."""
     kinds = config.get("layer_types")
     if kinds is None:
         kinds = [SLIDING if local else FULL for local in is_local]
