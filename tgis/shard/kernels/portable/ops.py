@@ -134,7 +134,6 @@ def _add(x: Tensor, delta: Tensor | None) -> Tensor:
 
 
 def _columns(y: Tensor, one: LowRank) -> Tensor:
-    """Return the columns of y that a delta is added to."""
     return y[:, one.first : one.first + one.b.shape[1]]
 
 

@@ -1,8 +1,6 @@
 """Compiled kernels of activations. One kernel has all functions, because functions passed to kernels would be
-compiled again in every process.
-
-An element's bits depend only on its own value. Loops are over rows, so an element runs the same code in any
-batch."""
+compiled again in every process. Loops are over rows, so an element runs the same code in any batch and its
+bits depend only on its own value."""
 
 from typing import Any
 
@@ -31,7 +29,6 @@ def _silu(x: Any) -> Any:
 @ordered
 def _gelu(x: Any, shrunk: Any) -> Any:
     """Return x times the probability that a standard normal value is less than x.
-
     `shrunk` is e^(-x^2 / 2). The loops compute it, because LLVM would not inline a function longer than this
     one, and does not vectorise a loop with a call. The tail probability beyond |x|, divided by `shrunk`, is a
     quotient of polynomials with a relative error of 5e-9 up to 12.5."""
