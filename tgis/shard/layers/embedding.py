@@ -29,8 +29,7 @@ class Embedding:
 
     def __call__(self, token_ids: Tensor, adapters: TokenAdapters | None) -> Tensor:
         x = self._look_up(token_ids)
-        deltas = None if adapters is None else adapters.at(self._path)
-        if adapters is not None and deltas is not None:
+        if adapters is not None and (deltas := adapters.at(self._path)) is not None:
             self._kernels.add_looked_up(x, token_ids, deltas, adapters)
         return x
 

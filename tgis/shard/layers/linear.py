@@ -17,8 +17,7 @@ class LoraAddition:
 
     def __call__(self, x: Tensor, y: Tensor, adapters: TokenAdapters | None) -> Tensor:
         """Add in place to y, [num_tokens, own rows], adapters' products of x, [num_tokens, own columns]."""
-        deltas = None if adapters is None else adapters.at(self._path)
-        if adapters is not None and deltas is not None:
+        if adapters is not None and (deltas := adapters.at(self._path)) is not None:
             self._kernels.add_low_rank(y, x, deltas, adapters)
         return y
 
@@ -62,8 +61,7 @@ class RowParallel:
         whole = (slice(0, out_features),)
         self._adapt = LoraAddition(parts, path, Cut((out_features, in_features), whole, columns))
         weight = parts.weights.find(f"{path}.weight", (out_features, in_features))
-        mine = weight.read(columns=columns)
-        self._multiply = parts.pack(mine, weight.label)
+        self._multiply = parts.pack(weight.read(columns=columns), weight.label)
         self._bias = parts.read_vector(f"{path}.bias", out_features) if bias else None
         self._add = parts.kernels.add
 

@@ -10,14 +10,7 @@ from typing import Any
 
 from numba import types
 
-from tgis.shard.kernels.cpu.attention.vectors import (
-    LANES,
-    ZERO,
-    load,
-    load_cached,
-    prefer_512_bits,
-    store,
-)
+from tgis.shard.kernels.cpu.attention.vectors import LANES, ZERO, load, load_cached, prefer_512_bits, store
 from tgis.shard.kernels.cpu.jit import llvm
 from tgis.shard.kernels.cpu.jit.compiler import llvm_function
 from tgis.shard.kernels.cpu.jit.llvm import I1, I64

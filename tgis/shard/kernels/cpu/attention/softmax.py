@@ -13,7 +13,6 @@ from tgis.shard.kernels.cpu.attention.vectors import (
     VECTOR,
     ZERO,
     load,
-    multiply_add,
     prefer_512_bits,
     store,
 )
@@ -53,7 +52,7 @@ def _exp(b: Any, x: Any) -> Any:
     clamped = b.select(b.fcmp_ordered("<", x, _MIN_EXPONENT), _MIN_EXPONENT, x)
     shifted = _multiply_add(b, clamped, _LOG2_E, _ROUNDING)
     whole = b.fsub(shifted, _ROUNDING, **FUSED)
-    f = multiply_add(b, clamped, _LOG2_E, b.fneg(whole))
+    f = llvm.call(b, f"llvm.fma.v{LANES}f32", VECTOR, clamped, _LOG2_E, b.fneg(whole))  # rounded once
     p = reduce(lambda p, c: _multiply_add(b, p, f, c), _POWERS)
     exponent = b.shl(b.bitcast(shifted, INTEGERS), llvm.constant(23, LANES, I32))
     power = b.bitcast(b.add(b.bitcast(p, INTEGERS), exponent), VECTOR)

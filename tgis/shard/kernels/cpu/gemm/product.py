@@ -50,10 +50,6 @@ class PackedProduct:
     out_features: int
     kernel: Kernel
 
-    @property
-    def num_bytes(self) -> int:
-        return self.panels.nbytes
-
     def __call__(self, x: Tensor) -> Tensor:
         assert x.is_contiguous()
         assert x.dtype == torch.float32

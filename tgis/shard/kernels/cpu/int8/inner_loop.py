@@ -197,7 +197,6 @@ def make_tile(num_rows: int, isa: InstructionSet = INSTRUCTION_SET) -> Any:
     next; the panel's address; the number of groups; the number of quads in the last group; the number of
     columns, at most the panel's."""
     tile = _Tile(isa, num_rows)
-    num_full = GROUP // QUAD
     x_step, panel_step = HEADER + GROUP * isa.width, (GROUP + 4) * isa.columns
 
     @llvm_function()
@@ -217,7 +216,7 @@ def make_tile(num_rows: int, isa: InstructionSet = INSTRUCTION_SET) -> Any:
 
         def build(g: Any, totals: list[Any]) -> list[Any]:
             here = [b.add(header, b.mul(g, I64(x_step))) for header in headers]
-            num_quads = b.select(b.icmp_signed("<", g, last), I64(num_full), last_quads)
+            num_quads = b.select(b.icmp_signed("<", g, last), I64(GROUP // QUAD), last_quads)
             return tile.add_group(b, totals, here, b.add(panel, b.mul(g, I64(panel_step))), num_quads)
 
         totals = llvm.loop(b, num_groups, [llvm.constant(0.0, isa.lanes)] * len(tile.cells), build)

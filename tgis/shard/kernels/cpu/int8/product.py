@@ -27,10 +27,6 @@ class Int8Product:
     in_features: int
     out_features: int
 
-    @property
-    def num_bytes(self) -> int:
-        return self.panels.nbytes
-
     def __call__(self, x: Tensor) -> Tensor:
         assert x.is_contiguous()
         assert x.dtype == torch.float32

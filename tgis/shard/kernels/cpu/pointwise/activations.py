@@ -12,13 +12,7 @@ from tgis.shard.kernels.cpu.jit.scalar_math import exp, multiply_add
 
 _F32 = np.float32(0)
 _SILU, _GELU, _GELU_TANH, _RELU, _QUICK_GELU = range(5)
-KINDS = {
-    "silu": _SILU,
-    "gelu": _GELU,
-    "gelu_tanh": _GELU_TANH,
-    "relu": _RELU,
-    "quick_gelu": _QUICK_GELU,
-}
+KINDS = {"silu": _SILU, "gelu": _GELU, "gelu_tanh": _GELU_TANH, "relu": _RELU, "quick_gelu": _QUICK_GELU}
 
 
 @ordered
