@@ -30,9 +30,7 @@ class AttentionMetadata:
     @cached_property
     def tiles(self) -> Tensor:
         """Tiles int32 [num_tiles, 4]: the sequence, the index in the step of the first token, the number of
-        tokens, and the first token's position.
-
-        The costliest tiles come first, so that threads that take one tile after the other finish together."""
+        tokens, and the first token's position. The costliest come first, so that threads finish together."""
         begins, lengths = self.cu_seqlens_q.numpy(), self.seq_lens.numpy()
         if (begins == np.arange(len(begins))).all():
             return torch.from_numpy(_tile_single_tokens(lengths, self.is_cross))
@@ -63,7 +61,6 @@ class AttentionMetadata:
 
 
 def _tile_single_tokens(lengths: Any, is_cross: bool) -> Any:
-    """Return the tiles of sequences with one new token each."""
     tiles = np.empty((len(lengths), 4), np.int32)
     order = np.argsort(-lengths, kind="stable") if len(lengths) > 1 else 0
     tiles[:, 0] = tiles[:, 1] = order
@@ -88,9 +85,8 @@ def _tile_tokens(begins: Any, lengths: Any, is_cross: bool) -> Any:
 
 @dataclass(frozen=True)
 class Scoring:
-    """Changes to attention scores before the softmax, in this order: scale, cap, slope, bias and mask.
-
-    A distance is the key's position minus the query's."""
+    """Changes to attention scores before the softmax, in this order: scale, cap, slope, bias and mask. A
+    distance is the key's position minus the query's."""
 
     scale: float
     causal: bool = True  # if False, every query attends to the whole sequence
@@ -101,9 +97,8 @@ class Scoring:
 
 
 class Attention(Protocol):
-    """Attention of this rank's heads, with their keys and values in the cache; float32 in and out.
-
-    Keys and values are always read from the cache, new ones too, so callers call `write` before `attend`."""
+    """Attention of this rank's heads, float32 in and out. All keys and values, new ones too, are read from
+    the cache, so callers call `write` before `attend`."""
 
     def write(self, layer: int, k: Tensor, v: Tensor, metadata: AttentionMetadata) -> None:
         """Write keys and values, [num_tokens, num_kv_heads, head_dim], to the cache."""

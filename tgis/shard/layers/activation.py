@@ -29,7 +29,6 @@ def activation(name: str, kernels: Kernels) -> Callable[[Tensor], Tensor]:
 
 
 def gated_activation(name: str, kernels: Kernels) -> Callable[[Tensor], Tensor]:
-    """Return a function [num_tokens, 2 * size] -> activation(gate) * value, [num_tokens, size]. In the input,
-    the gates come before the values."""
+    """Return a function gate_up, [num_tokens, 2 * size] -> activation(gate) * up, [num_tokens, size]."""
     kernel = NAMES[name]
     return lambda x: kernels.multiply_gated(x, kernel)

@@ -1,6 +1,4 @@
-"""Token embedding and head, with the vocabulary split over ranks, and learned position embeddings.
-
-The vocabulary size need not be a multiple of the number of ranks."""
+"""Token embedding and head, with the vocabulary split over ranks, and learned position embeddings."""
 
 import torch
 import torch.nn.functional as F
@@ -19,8 +17,7 @@ def _rows_of_rank(group: ProcessGroup, vocab_size: int) -> slice:
 
 
 class Embedding:
-    """Token embedding: ids int64 [num_tokens] -> float32 [num_tokens, hidden_size]. The table stays in the
-    weights' type."""
+    """Token embedding: ids int64 [num_tokens] -> float32 [num_tokens, hidden_size]."""
 
     def __init__(self, parts: Parts, path: str, vocab_size: int, hidden_size: int):
         self._group, self._share = parts.group, _rows_of_rank(parts.group, vocab_size)
@@ -32,8 +29,7 @@ class Embedding:
 
     def __call__(self, token_ids: Tensor, adapters: TokenAdapters | None) -> Tensor:
         x = self._look_up(token_ids)
-        deltas = None if adapters is None else adapters.at(self._path)
-        if adapters is not None and deltas is not None:
+        if adapters is not None and (deltas := adapters.at(self._path)) is not None:
             self._kernels.add_looked_up(x, token_ids, deltas, adapters)
         return x
 
@@ -48,8 +44,7 @@ class Embedding:
 
 
 class LMHead:
-    """Language model head: float32 [n, hidden_size] -> logits float32 [n, vocab_size], the same on every
-    rank."""
+    """Head: float32 [n, hidden_size] -> logits float32 [n, vocab_size], the same on every rank."""
 
     def __init__(self, parts: Parts, path: str, vocab_size: int, hidden_size: int):
         self._group, self._vocab_size = parts.group, vocab_size
@@ -67,10 +62,8 @@ class LMHead:
 
 
 class PositionEmbedding:
-    """Position embedding: int64 [num_tokens] -> float32 [num_tokens, hidden_size], from a learned table of
-    `num_rows`.
-
-    Every rank has the whole table. `offset` is the row of the first position."""
+    """Position embedding: int64 [num_tokens] -> float32 [num_tokens, hidden_size], from a learned table that
+    every rank has. `offset` is the row of the first position."""
 
     def __init__(self, parts: Parts, path: str, num_rows: int, hidden_size: int, offset: int):
         stored = parts.weights.find(f"{path}.weight", (num_rows, hidden_size))

@@ -16,10 +16,8 @@ class LoraAddition:
         parts.cuts[path] = cut
 
     def __call__(self, x: Tensor, y: Tensor, adapters: TokenAdapters | None) -> Tensor:
-        """Add to y, [num_tokens, own rows], in place, what the tokens' adapters compute from x,
-        [num_tokens, own columns]."""
-        deltas = None if adapters is None else adapters.at(self._path)
-        if adapters is not None and deltas is not None:
+        """Add in place to y, [num_tokens, own rows], adapters' products of x, [num_tokens, own columns]."""
+        if adapters is not None and (deltas := adapters.at(self._path)) is not None:
             self._kernels.add_low_rank(y, x, deltas, adapters)
         return y
 
@@ -28,9 +26,8 @@ class ColumnParallel:
     """Linear layer y = x W^T + b with the rows of W split over ranks: [num_tokens, in_features] ->
     [num_tokens, own rows].
 
-    W may pack several matrices (q, k, v; gate, up), each split separately. `widths` are their row counts.
-    `pieces` are the numbers of parts into which they are split; there may be fewer parts than ranks if
-    neighbouring ranks share key/value heads."""
+    W may pack several matrices (q, k, v; gate, up) of `widths` rows, each split separately into `pieces`
+    parts; there may be fewer parts than ranks if neighbouring ranks share key/value heads."""
 
     def __init__(
         self,
@@ -57,17 +54,14 @@ class ColumnParallel:
 
 class RowParallel:
     """Linear layer y = x W^T + b with the columns of W split over ranks: [num_tokens, own columns] ->
-    [num_tokens, out_features].
-
-    The ranks' products are summed, then the bias is added once."""
+    [num_tokens, out_features]. The ranks' products are summed, then the bias is added once."""
 
     def __init__(self, parts: Parts, path: str, in_features: int, out_features: int, bias: bool):
         self._group, columns = parts.group, parts.group.slice(in_features)
         whole = (slice(0, out_features),)
         self._adapt = LoraAddition(parts, path, Cut((out_features, in_features), whole, columns))
         weight = parts.weights.find(f"{path}.weight", (out_features, in_features))
-        mine = weight.read(columns=columns)
-        self._multiply = parts.pack(mine, weight.label)
+        self._multiply = parts.pack(weight.read(columns=columns), weight.label)
         self._bias = parts.read_vector(f"{path}.bias", out_features) if bias else None
         self._add = parts.kernels.add
 
@@ -82,7 +76,6 @@ class RowParallel:
 
 class Replicated:
     """Linear layer y = x W^T, whole on every rank: [num_tokens, in_features] -> [num_tokens, out_features].
-
     It is for small matrices that matter a lot, such as the router of experts, and is never quantized."""
 
     def __init__(self, parts: Parts, path: str, in_features: int, out_features: int):
@@ -95,8 +88,7 @@ class Replicated:
 
 
 def _rows_of_rank(group: ProcessGroup, widths: list[int], pieces: list[int]) -> list[slice]:
-    """Return this rank's rows of the packed matrices. Adjacent slices are merged, so that they are copied
-    once."""
+    """Return this rank's rows of the packed matrices. Adjacent slices are merged to be copied at once."""
     rows: list[slice] = []
     begin = 0
     for width, count in zip(widths, pieces, strict=True):

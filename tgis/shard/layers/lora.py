@@ -25,9 +25,8 @@ class Cut:
 
 @dataclass(frozen=True, eq=False)
 class LowRank:
-    """Low-rank update of some columns of a layer's output: y[first : first + width] += x a b.
-
-    `b` includes the scale. For a table of embeddings, x selects rows of `a`, one for each token id."""
+    """Low-rank update of some columns of a layer's output: y[first : first + width] += x a b. `b` includes
+    the scale. For a table of embeddings, x selects rows of `a`, one for each token id."""
 
     a: Tensor  # float32 [own in_features, rank], contiguous
     b: Tensor  # float32 [rank, width], contiguous
@@ -49,7 +48,6 @@ class Adapter:
 @dataclass(frozen=True, eq=False)
 class Deltas:
     """Low-rank updates of one layer, for each adapter of a step; empty for adapters that do not change it.
-
     `table` and `bounds` are for kernels that take addresses."""
 
     parts: tuple[tuple[LowRank, ...], ...]
@@ -86,8 +84,6 @@ class AdapterSet:
 
 @dataclass(frozen=True)
 class TokenAdapters:
-    """Adapter of each token."""
-
     adapters: AdapterSet
     indices: Tensor  # int32 [num_tokens], indices into the set; -1 means none
 

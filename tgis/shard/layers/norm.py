@@ -1,5 +1,4 @@
-"""Normalisation layers: of a whole width, fused with the addition before them, or of a width that is split
-over ranks."""
+"""Normalisation layers: of a whole width, fused with an addition before, or of one split over ranks."""
 
 from typing import Literal
 
@@ -7,13 +6,12 @@ from torch import Tensor
 
 from tgis.shard.layers.ops import HeadNorm, Parts
 
+# "rms_plus_one" is for checkpoints that store the weight minus one.
 NormKind = Literal["rms", "rms_plus_one", "layer", "layer_no_bias"]
 
 
 class Norm:
-    """Normalisation layer with the checkpoint's weight at `path`, and a bias if `kind` is "layer".
-
-    Checkpoints with `rms_plus_one` store the weight minus one."""
+    """Normalisation layer with the checkpoint's weight at `path`, and a bias if `kind` is "layer"."""
 
     def __init__(self, parts: Parts, path: str, size: int, eps: float, kind: NormKind):
         self._weight, self._eps = _read_weight(parts, path, size, kind), eps
@@ -28,8 +26,7 @@ class Norm:
 
 
 class SplitNorm:
-    """RMS norm of rows that are split over ranks. If there are fewer `pieces` than ranks, neighbouring ranks
-    have the same piece."""
+    """RMS norm of rows split over ranks. With fewer `pieces` than ranks, neighbours have the same piece."""
 
     def __init__(self, parts: Parts, path: str, size: int, pieces: int, eps: float):
         self._group, self._size, self._eps = parts.group, size, eps
@@ -51,7 +48,6 @@ def read_head_norm(parts: Parts, path: str, head_dim: int, eps: float, kind: Nor
 
 
 def _read_weight(parts: Parts, path: str, size: int, kind: NormKind) -> Tensor:
-    """Read a weight as float32 [size]. One is added after rounding to the weights' type, because 1 + weight
-    in that type would lose small weights."""
+    """Read float32 [size]. One is added after rounding: 1 + weight in the weights' type would lose digits."""
     weight = parts.read_vector(f"{path}.weight", size)
     return weight + 1 if kind == "rms_plus_one" else weight

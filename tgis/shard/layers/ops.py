@@ -1,6 +1,4 @@
-"""The interface of the kernels that a platform provides to layers, and the common arguments of all layers.
-
-The platform is chosen once when a model is loaded."""
+"""The interface of the kernels that a platform provides to layers, and the common arguments of all layers."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -14,7 +12,6 @@ from tgis.shard.collectives import ProcessGroup
 from tgis.shard.layers.lora import Cut, Deltas, TokenAdapters
 
 Quantization = Literal["none", "int8"]
-
 
 Product = Callable[[Tensor], Tensor]
 """Product x W^T with a packed weight: [num_tokens, in_features] -> new [num_tokens, out_features]."""
@@ -30,8 +27,7 @@ class HeadNorm:
 
 
 class Kernels(Protocol):
-    """Kernels of a platform. Activations are float32 and contiguous. Results are new tensors unless a
-    docstring says otherwise."""
+    """Kernels of a platform. Activations are contiguous float32. Results are new unless stated otherwise."""
 
     @property
     def device(self) -> torch.device:
@@ -45,12 +41,10 @@ class Kernels(Protocol):
         """Variant of `pack` with 8 bits per weight, or None if the platform has no such products."""
 
     def prepare_adapters(self) -> None:
-        """Prepare the two methods below, which may take seconds. Callers call it before the first use of
-        either."""
+        """Prepare the next two methods before the first use of either. This may take seconds."""
 
     def add_low_rank(self, y: Tensor, x: Tensor, deltas: Deltas, adapters: TokenAdapters) -> None:
-        """Add to every row of y, [num_tokens, out_features], the low-rank update by its adapter of the same
-        row of x, [num_tokens, in_features]."""
+        """Add to y, [num_tokens, out_features], the adapters' updates of x, [num_tokens, in_features]."""
 
     def add_looked_up(self, y: Tensor, token_ids: Tensor, deltas: Deltas, adapters: TokenAdapters) -> None:
         """Do the same as `add_low_rank` for one-hot rows of x, given as token ids int64 [num_tokens]."""
@@ -64,13 +58,11 @@ class Kernels(Protocol):
         """Return the layer norm of x + delta, [num_tokens, size]. Overwrites x with the sum."""
 
     def look_up(self, table: Tensor, ids: Tensor, offset: int = 0) -> Tensor:
-        """Return rows [num_tokens, size] of a table in the weights' type. The rows are ids + offset, int64
-        [num_tokens]."""
+        """Return rows ids + offset, int64 [num_tokens], of a table of weights: [num_tokens, size]."""
 
     def add(self, x: Tensor, y: Tensor) -> Tensor:
-        """Add y to x, [num_tokens, size], in place and return x. y has the same shape, or [size].
-
-        In this and the next three methods, the rows of x need not be contiguous with each other."""
+        """Add y, [num_tokens, size] or [size], to x in place and return x. The rows of x, here and in the
+        next three methods, need not be contiguous with each other."""
 
     def scale(self, x: Tensor, factor: float) -> Tensor:
         """Multiply x, [num_tokens, size], by a factor in place and return x."""
@@ -82,12 +74,10 @@ class Kernels(Protocol):
         """Set x, [num_tokens, size], to cap * tanh(x / cap) in place and return x."""
 
     def activate(self, x: Tensor, name: str) -> Tensor:
-        """Apply the activation to x, [num_tokens, size], in place and return x. Names: silu, gelu, gelu_tanh,
-        relu, quick_gelu."""
+        """Apply silu, gelu, gelu_tanh, relu or quick_gelu to x, [num_tokens, size], in place and return x."""
 
     def multiply_gated(self, gate_up: Tensor, name: str) -> Tensor:
-        """Return activation(gate) * value, [num_tokens, size]; `gate_up` is [num_tokens, 2 * size], the gates
-        before the values."""
+        """Return activation(gate) * up, [num_tokens, size]. gate_up: [num_tokens, 2 * size]."""
 
     def angles(
         self,
@@ -101,8 +91,7 @@ class Kernels(Protocol):
 
         positions: int64 [num_tokens], inv_freq: [num_sets, half], amplitudes: [num_sets]. `factor_sets`,
         int64 [num_tokens], selects the set of each token; if None, all tokens have the first. `growth`,
-        float32 [num_tokens], is the factor by which the last channel's frequency is lower. The first channel
-        does not change, and the factors of those between form a geometric sequence."""
+        float32 [num_tokens], is that of `DynamicScaling`."""
 
     def split_heads(
         self,
@@ -113,16 +102,13 @@ class Kernels(Protocol):
         head_norm: HeadNorm | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Split [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim] into q, k, v of [num_tokens, heads,
-        head_dim].
-
-        The heads of q and k are normalised. Then their first channels are rotated by `angles`, as many as it
-        has cosines and sines; channel i is paired with channel i + half of them."""
+        head_dim]. The heads of q and k are normalised. Then their first channels are rotated by `angles`, as
+        many as it has cosines and sines; channel i is paired with channel i + half of them."""
 
 
 @dataclass(frozen=True)
 class Parts:
-    """Common arguments of all layers. Weights are rounded to `dtype`, except those of linear layers that
-    `quantize` changes."""
+    """Common arguments of all layers. Weights are rounded to `dtype`, unless `quantize` changes them."""
 
     group: ProcessGroup
     weights: Weights

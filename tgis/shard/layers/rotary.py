@@ -1,6 +1,5 @@
-"""Rotary position embedding with the frequency scalings that checkpoints use.
-
-Angles are computed once per step for the step's positions. There is no table that would limit the length."""
+"""Rotary position embedding with the frequency scalings that checkpoints use. Angles are computed for each
+step's positions, so no table limits the length."""
 
 import math
 from dataclasses import dataclass
@@ -35,13 +34,12 @@ class YarnScaling:
 
 @dataclass(frozen=True)
 class DynamicScaling:
-    """Dynamic NTK scaling: a position p past the original length is rotated like the last one of a sequence
-    of p + 1 tokens.
+    """Dynamic NTK scaling: a position p past the original length is rotated like the last of p + 1 tokens.
 
     The slowest channel is slower by growth = factor * (p + 1) / original_length - (factor - 1). The fastest
     channel does not change, and the factors of those between form a geometric sequence.
 
-    transformers differs: it rotates all tokens of a prompt by the length of the whole prompt. There, a key
+    transformers rotates all tokens of a prompt by the length of the whole prompt instead. There, a key
     depends on later tokens, and so on how a sequence was split into steps."""
 
     factor: float
@@ -50,10 +48,8 @@ class DynamicScaling:
 
 @dataclass(frozen=True)
 class LongScaling:
-    """Long and short factors, [dim / 2] each, by which the wavelengths of the channels are multiplied.
-
-    The long factors apply to all positions of a sequence that is longer than the original length. The
-    amplitudes replace `Rope.amplitude`."""
+    """Factors, [dim / 2] each, of the channels' wavelengths. The long ones apply to all positions of a
+    sequence that is longer than the original length. The amplitudes replace `Rope.amplitude`."""
 
     short_factors: tuple[float, ...]
     long_factors: tuple[float, ...]
@@ -67,8 +63,7 @@ Scaling = LinearScaling | Llama3Scaling | YarnScaling | DynamicScaling | LongSca
 
 @dataclass(frozen=True)
 class Rope:
-    """Parameters of rotary embedding: `dim` channels are rotated, and cosines and sines are multiplied by
-    `amplitude`."""
+    """Rotary embedding of `dim` channels. Cosines and sines are multiplied by `amplitude`."""
 
     dim: int
     theta: float
@@ -90,8 +85,7 @@ class Rotary:
     def __call__(self, positions: Tensor, is_long: Tensor | None = None) -> Tensor:
         """Return cosines and sines, [2, num_tokens, dim / 2], for positions int64 [num_tokens].
 
-        is_long: bool [num_tokens], True for tokens of sequences longer than the rope's `switch_len`. None
-        means that there are none."""
+        is_long: bool [num_tokens], True in sequences longer than `switch_len`; None if there are none."""
         factor_sets = growth = None
         if isinstance(self._scaling, LongScaling) and is_long is not None:
             factor_sets = is_long.long()
@@ -101,8 +95,7 @@ class Rotary:
 
 
 def inverse_frequencies(rope: Rope) -> Tensor:
-    """Return float32 [num_sets, dim / 2]: a row each for short and long sequences if they differ, else one
-    row."""
+    """Return float32 [num_sets, dim / 2]: one row, or two if short and long sequences differ."""
     inv_freq = 1.0 / (rope.theta ** (torch.arange(0, rope.dim, 2).float() / rope.dim))
     match rope.scaling:
         case LinearScaling(factor):

@@ -122,7 +122,7 @@ def test_every_type_becomes_every_type(
     weight.zero_()
     assert torch.equal(product(torch.eye(9)).t(), expected)
     assert (product.in_features, product.out_features) == (9, 7 * PANEL + 5)
-    assert product.num_bytes == 8 * PANEL * 9 * dtype.itemsize
+    assert product.panels.nbytes == 8 * PANEL * 9 * dtype.itemsize
 
 
 @pytest.mark.parametrize(

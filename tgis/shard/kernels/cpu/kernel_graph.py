@@ -111,7 +111,6 @@ _INT_OF_NOTHING = ir.FunctionType(I32, [])
 
 @llvm_function()
 def _call_kernel(b: Any, entry: Any, args: Any) -> None:
-    """Run the kernel whose machine code is at `entry`."""
     b.call(llvm.pointer_to(b, _VOID_OF_ADDRESS, entry), [llvm.pointer_to(b, I64, args)])
 
 
@@ -135,7 +134,6 @@ _arrive = atomic_add(1, "acq_rel")
 
 @ordered
 def _await(arrived: Any, wanted: int, yield_address: int) -> None:
-    """Wait until `wanted` threads have arrived."""
     polls = 0
     while load_acquire(arrived) < wanted:
         _pause()

@@ -1,7 +1,5 @@
-"""Compiled kernel of LoRA: one call adds the deltas of all adapters of a step, y += x a b.
-
-The kernel is vectorised by hand, like attention's products. The order of a sum depends only on its column and
-the sizes of a and b, so a row's bits depend neither on the other rows nor on its place."""
+"""Compiled kernel of LoRA: one call adds the deltas of a step's adapters, y += x a b. A sum's order depends
+only on its column and the sizes of a and b, so a row's bits depend neither on other rows nor on its place."""
 
 from collections.abc import Callable
 from itertools import chain
@@ -43,9 +41,7 @@ class RowAddresses(NamedTuple):
 
 
 def _sum_in_parts(b: Any, n: Any, zeros: list[Any], add: Callable[[Any, list[Any]], list[Any]]) -> list[Any]:
-    """Emit the sum of `add` for k in range(n) and return it.
-
-    Every PARTIAL_SUMS-th k goes to the same partial sum; the remainder goes to the first."""
+    """Emit the sum of `add` for k in range(n), as PARTIAL_SUMS sums; the first also takes the remainder."""
 
     def add_each(k: Any, sums: list[Any]) -> list[Any]:
         each = [add(b.add(k, I64(c)), sums[c::PARTIAL_SUMS]) for c in range(PARTIAL_SUMS)]

@@ -149,8 +149,7 @@ def _address(x: Tensor | None) -> int:
 
 
 def _run(kernel: Kernel, shape: tuple[int, ...], *args: int, width: int | None = None) -> None:
-    """Run a kernel over shape[0] rows, on all threads where that pays. A row has `width` elements, by default
-    shape[1]."""
+    """Run a kernel over shape[0] rows of `width` elements, or shape[1], on all threads where that pays."""
     rows_per_unit = max(1, _UNIT // (width or shape[1]))
     run = kernel if shape[0] <= rows_per_unit else kernel.parallel
     run(*shape, rows_per_unit, *args)

@@ -1,5 +1,4 @@
 """Attention in plain torch operators, for any device. It gathers pages and computes scores in float32.
-
 Sequences with the same number of new tokens are computed together, within a bound on memory."""
 
 from collections.abc import Iterator
@@ -44,9 +43,7 @@ class TorchAttention:
         return k[:, :seq_len].float(), v[:, :seq_len].float()
 
     def _plan(self, metadata: AttentionMetadata) -> "list[_Piece]":
-        """Return the pieces of a step, computed by its first layer.
-
-        A step has at most two plans: one for self attention and one for cross attention to an encoder."""
+        """Return a step's pieces. A step has at most two plans: for self and for cross attention."""
         for known, pieces in self._plans:
             if known is metadata:
                 return pieces
@@ -78,9 +75,7 @@ def _plan(metadata: AttentionMetadata, block_size: int) -> Iterator[_Piece]:
 
 
 def _cut(sequences: list[tuple[int, int]]) -> Iterator[list[int]]:
-    """Yield runs of sequences that may be padded to the longest of the run.
-
-    Sequences are given with their lengths, in rising order."""
+    """Yield runs of sequences, given with rising lengths, that may be padded to the longest of the run."""
     together: list[int] = []
     for sequence, length in sequences:
         if together and (len(together) + 1) * length > KEYS:
@@ -118,18 +113,14 @@ def _as_pages(cache: KVCache, elements: Tensor) -> Tensor:
 
 
 def _gather(pages: Tensor, piece: _Piece) -> Tensor:
-    """Gather a piece's pages to float32 [n, num_kv_heads, length, head_dim].
-
-    The result is zero past a sequence's end, where a page may hold anything."""
+    """Gather float32 [n, num_kv_heads, length, head_dim], zero past a sequence, where pages hold anything."""
     found = pages[piece.blocks].transpose(1, 2).flatten(2, 3).float()
     at = torch.arange(found.shape[2], device=found.device)
     return found.masked_fill_((at >= piece.lengths)[:, None, :, None], 0.0)
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, piece: _Piece, scoring: Scoring) -> Tensor:
-    """Attend with q, [n, count, num_heads, head_dim], and return the same shape.
-
-    Query heads that share a key/value head are adjacent and become rows of one product."""
+    """Attend with q, [n, count, num_heads, head_dim]. Heads of a key/value head become rows of a product."""
     n, count, num_heads, head_dim = q.shape
     _, num_kv_heads, length, _ = k.shape
     rows = num_heads // num_kv_heads * count

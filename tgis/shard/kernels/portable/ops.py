@@ -13,23 +13,12 @@ from tgis.shard.layers.ops import HeadNorm, Product
 
 logger = logging.getLogger(__name__)
 
-FLOAT16_MAX = torch.finfo(torch.float16).max
-
-
-def _quick_gelu(x: Tensor) -> Tensor:
-    return x * torch.sigmoid(1.702 * x)
-
-
-def _gelu_tanh(x: Tensor) -> Tensor:
-    return F.gelu(x, approximate="tanh")
-
-
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "gelu": F.gelu,
-    "gelu_tanh": _gelu_tanh,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
     "relu": F.relu,
-    "quick_gelu": _quick_gelu,
+    "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
 }
 
 
@@ -43,7 +32,7 @@ class TorchKernels:
 
     def pack(self, weight: Tensor, dtype: torch.dtype, label: str) -> Product:
         """Implement `Kernels.pack`. A matrix beyond float16's range stays float32, with a warning."""
-        if dtype == torch.float16 and not weight.abs().max() <= FLOAT16_MAX:
+        if dtype == torch.float16 and not weight.abs().max() <= torch.finfo(dtype).max:
             logger.warning("%s does not fit float16 and is kept as float32", label)
             dtype = torch.float32
         packed = weight.to(self.device, dtype, copy=True)
@@ -134,7 +123,6 @@ def _add(x: Tensor, delta: Tensor | None) -> Tensor:
 
 
 def _columns(y: Tensor, one: LowRank) -> Tensor:
-    """Return the columns of y that a delta is added to."""
     return y[:, one.first : one.first + one.b.shape[1]]
 
 

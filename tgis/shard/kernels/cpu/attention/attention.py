@@ -1,5 +1,4 @@
-"""Paged attention on the CPU. Compiled kernels read the cache's pages in place and compute in float32,
-whatever the cache's type.
+"""Paged attention on the CPU, in float32 whatever the cache's type. Kernels read the cache's pages in place.
 
 A row's result is bit-identical alone or in any batch, with any number of threads, with any block size, and
 however its sequence was cut into chunks."""

@@ -1,8 +1,7 @@
-"""Compiled kernels of paged attention: one writes new keys and values to the cache, one attends to the pages
-in place.
+"""Compiled kernels of paged attention: one writes new keys and values to the cache, one attends in place.
 
-The kernels read everything that differs from step to step from the step's table (`AttentionMetadata.table`).
-The same arguments therefore serve any step with the same number of tokens."""
+They read everything that differs from step to step from the step's table (`AttentionMetadata.table`), so the
+same arguments serve any step with the same number of tokens."""
 
 from typing import Any
 

@@ -2,23 +2,15 @@
 multiplies softmax weights and values to sums.
 
 A tile takes up to four vectors of columns, each at an address of its own, so a span of keys need not be
-contiguous. It keeps its results in registers. Each result is one chain of fused multiply-adds, along the
-head's channels (QK) or along the keys (PV), so its bits depend only on its own row and column, and not on the
-rest of the tile."""
+contiguous. Each result stays in a register and is one chain of fused multiply-adds, along the head's channels
+(QK) or along the keys (PV), so its bits depend only on its own row and column."""
 
 from collections.abc import Callable
 from typing import Any
 
 from numba import types
 
-from tgis.shard.kernels.cpu.attention.vectors import (
-    LANES,
-    ZERO,
-    load,
-    load_cached,
-    prefer_512_bits,
-    store,
-)
+from tgis.shard.kernels.cpu.attention.vectors import LANES, ZERO, load, load_cached, prefer_512_bits, store
 from tgis.shard.kernels.cpu.jit import llvm
 from tgis.shard.kernels.cpu.jit.compiler import llvm_function
 from tgis.shard.kernels.cpu.jit.llvm import I1, I64
@@ -39,9 +31,8 @@ def _width(num_rows: int, num_vectors: int) -> int:
 
 
 def _for_rows(b: Any, rows: Any, num_vectors: int, build: Callable[[int, int, int], None]) -> None:
-    """Emit a switch over `rows`, one of _TILES.
-
-    Each case calls build(number of rows, first vector, number of vectors) until all vectors are covered."""
+    """Emit a switch over `rows`, one of _TILES. Each case calls build(number of rows, first vector, number of
+    vectors) until all vectors are covered."""
     done = b.append_basic_block("done")
     blocks = [b.append_basic_block(f"rows_{n}") for n in _TILES]
     switch = b.switch(rows, blocks[-1])
@@ -91,10 +82,8 @@ def multiply_qk(
 
 
 def _prefetch_keys(b: Any, ahead: list[Any], k: Any, row: Any, dtype: Any) -> None:
-    """Prefetch row `k` of the next keys.
-
-    A vector of 16-bit elements is half a cache line, so each row fetches only every other vector, in
-    turns."""
+    """Prefetch row `k` of the next keys. A vector of 16-bit elements is half a cache line, so each row
+    fetches only every other vector, in turns."""
     if dtype == types.float32 or len(ahead) == 1:
         chosen = ahead
     else:

@@ -13,7 +13,6 @@ from tgis.shard.kernels.cpu.attention.vectors import (
     VECTOR,
     ZERO,
     load,
-    multiply_add,
     prefer_512_bits,
     store,
 )
@@ -31,8 +30,7 @@ _POWERS = [
     )
 ]
 _LOG2_E = llvm.constant(1.4426950216293335, LANES)
-# Adding this to a number of moderate size rounds it to an integer, which is then in the lowest bits of the
-# sum.
+# Adding this to a moderate number rounds it to an integer, which is then in the lowest bits of the sum.
 _ROUNDING = llvm.constant(1.5 * 2**23, LANES)
 _MIN_EXPONENT = llvm.constant(-86.0, LANES)  # smaller exponents are clamped to this
 
@@ -54,7 +52,7 @@ def _exp(b: Any, x: Any) -> Any:
     clamped = b.select(b.fcmp_ordered("<", x, _MIN_EXPONENT), _MIN_EXPONENT, x)
     shifted = _multiply_add(b, clamped, _LOG2_E, _ROUNDING)
     whole = b.fsub(shifted, _ROUNDING, **FUSED)
-    f = multiply_add(b, clamped, _LOG2_E, b.fneg(whole))
+    f = llvm.call(b, f"llvm.fma.v{LANES}f32", VECTOR, clamped, _LOG2_E, b.fneg(whole))  # rounded once
     p = reduce(lambda p, c: _multiply_add(b, p, f, c), _POWERS)
     exponent = b.shl(b.bitcast(shifted, INTEGERS), llvm.constant(23, LANES, I32))
     power = b.bitcast(b.add(b.bitcast(p, INTEGERS), exponent), VECTOR)
@@ -76,10 +74,9 @@ def _rotate_lanes(b: Any, x: Any, distance: int) -> Any:
 def update_softmax(b: Any, scores: Any, maximum: Any, sums: Any, length: Any, first: Any, count: Any) -> None:
     """Turn a row of SPAN scores into softmax weights in place; update its running maximum and sums.
 
-    Only the `count` keys from `first` on are visible; all others get weight 0. `maximum` is the address of
-    the running maximum. Weights are exponentials relative to the new maximum; earlier sums are rescaled when
-    it grows. `sums` is the address of the row's sums: `length` of them, in whole vectors. The last vector
-    accumulates the weights lane by lane. `scores` is an address too."""
+    Only the `count` keys from `first` on are visible; all others get weight 0. Weights are exponentials
+    relative to the new maximum; earlier sums are rescaled when it grows. `scores`, `maximum` and `sums` are
+    addresses. There are `length` sums, in whole vectors; the last accumulates the weights lane by lane."""
     prefer_512_bits(b)
     visible = _find_visible(b, first, count)
     row = [load(b, scores, I64(4 * LANES * v)) for v in range(GROUPS)]

@@ -1,9 +1,8 @@
 """Attention of one unit of work: a tile (some tokens of one sequence), a kv head, and some of the query heads
 that share it. The unit's rows are the pairs of a token and a query head.
 
-Keys are read span by span, counted from the sequence's start. Every row sees them in the same order and with
-the same arithmetic, so its bits depend neither on the rows beside it nor on how its sequence was cut into
-chunks."""
+Every row sees keys span by span from its sequence's start, with the same arithmetic, so its bits depend
+neither on the rows beside it nor on how its sequence was cut into chunks."""
 
 from typing import Any, NamedTuple
 
@@ -92,7 +91,6 @@ class Scratch(NamedTuple):
 
 @reorderable
 def read_int(address: int) -> Any:
-    """Read an int32."""
     return np.int64(peek(address, _I32))
 
 
@@ -168,9 +166,8 @@ def _adjust_scores(address: int, scoring: Any, head: int, distance: int) -> None
 
 @reorderable
 def _softmax_rows(r: int, rows: int, span: int, u: Any, scoring: Any, s: Any) -> int:
-    """Turn the scores of rows [r, r + rows) for the keys from `span` on into softmax weights.
-
-    Return the number of keys up to the last one that any of the rows sees."""
+    """Turn the scores of rows [r, r + rows) for the keys from `span` on into softmax weights. Return the
+    number of keys up to the last one that any of the rows sees."""
     is_adjusted = scoring.soft_cap > 0 or scoring.slopes != 0 or scoring.bias != 0
     seen, token, head = 0, r // u.heads, r % u.heads
     for i in range(rows):

@@ -1,7 +1,5 @@
-"""Builders of LLVM code that attention's kernels share: vectors of LANES float32 at addresses.
-
-A vector has the same number of lanes on every processor. Where registers are shorter, LLVM uses several for
-one vector, with the same results."""
+"""Builders of LLVM code that attention's kernels share: vectors of LANES float32 at addresses. Where
+registers are shorter, LLVM uses several for one vector, with the same results."""
 
 from typing import Any
 
@@ -15,21 +13,13 @@ from tgis.shard.kernels.cpu.jit.llvm import FLOAT, I32
 LANES = 16
 
 VECTOR, INTEGERS, ZERO = ir.VectorType(FLOAT, LANES), ir.VectorType(I32, LANES), llvm.constant(0.0, LANES)
-_WIDEST = ("prefer-vector-width", "min-legal-vector-width")
 
 
 def prefer_512_bits(b: Any) -> None:
-    """Make LLVM use 512-bit vectors in the function being built.
-
-    By default LLVM avoids them on processors that once ran slower with them; it would split vectors and spill
-    the parts."""
-    for name in _WIDEST:
+    """Make LLVM use 512-bit vectors in the function being built. By default it avoids them on processors that
+    once ran slower with them; it would split vectors and spill the parts."""
+    for name in ("prefer-vector-width", "min-legal-vector-width"):
         set.add(b.function.attributes, f'"{name}"="512"')  # llvmlite knows no attributes with values
-
-
-def multiply_add(b: Any, x: Any, y: Any, z: Any) -> Any:
-    """Return x * y + z, rounded once."""
-    return llvm.call(b, f"llvm.fma.v{LANES}f32", VECTOR, x, y, z)
 
 
 def load(b: Any, base: Any, offset: Any) -> Any:

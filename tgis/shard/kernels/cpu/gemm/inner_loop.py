@@ -1,8 +1,6 @@
 """Builders of the LLVM code of matrix products' inner loop: some rows of x times one panel of a weight, with
-the sums in registers.
-
-Every sum is one chain of fused multiply-adds in the order of x's columns, so its bits depend only on its own
-row and weights, and not on what is computed beside it."""
+the sums in registers. Every sum is one chain of fused multiply-adds in the order of x's columns, so its bits
+depend only on its own row and weights."""
 
 from typing import Any
 
@@ -28,7 +26,6 @@ _VECTORS = PANEL // LANES
 
 
 def _load_weights(b: Any, address: Any, offset: int, element: Any) -> Any:
-    """Load a vector of weights and convert it to float32."""
     return llvm.load_stored(b, b.add(address, I64(offset)), LANES, element, align=32)
 
 
@@ -97,8 +94,7 @@ def _multiply(
 
 
 multiply_tile = _make_tile(1)
-# Cutting MANY_ROWS rows or more into tiles of equal height gives no smaller tile, so there is less code to
-# compile.
+# Cutting MANY_ROWS rows or more into tiles of equal height gives no smaller tile: less code to compile.
 multiply_tall_tile = _make_tile(ROWS * 3 // 4)
 
 
@@ -119,11 +115,9 @@ def widen(b: Any, to: Any, weights: Any, count: Any, element: Any) -> None:
 
 @llvm_function()
 def copy(b: Any, to: Any, source: Any, num_bytes: Any) -> None:
-    """Copy bytes from one address to another."""
     raw_memcpy(b, llvm.pointer_to(b, I8, to), llvm.pointer_to(b, I8, source), num_bytes, I64(1))
 
 
 @llvm_function()
 def fetch_line(b: Any, address: Any) -> None:
-    """Prefetch the cache line at an address."""
     llvm.prefetch(b, address, I64(0))

@@ -14,7 +14,6 @@ logger = logging.getLogger(__name__)
 
 _HUGE, _CHUNK, _LINE = 1 << 21, 1 << 26, 64  # bytes of a huge page, of an allocation, of a cache line
 
-
 LANES = 16 if has_feature("avx512f") else 8  # float32 elements of a vector
 PANEL = 2 * LANES  # outputs of a panel; a panel is [in_features, PANEL]
 

@@ -50,10 +50,6 @@ class PackedProduct:
     out_features: int
     kernel: Kernel
 
-    @property
-    def num_bytes(self) -> int:
-        return self.panels.nbytes
-
     def __call__(self, x: Tensor) -> Tensor:
         assert x.is_contiguous()
         assert x.dtype == torch.float32
@@ -110,10 +106,8 @@ def _copy_rows(x: int, first: int, rows: int, k: int, blocks: int) -> None:
 def _multiply_panel(
     out: int, stride: int, x: Any, rows: int, k: int, panel: int, ahead: int, width: int, element: Any
 ) -> None:
-    """Compute out[rows, PANEL] = x @ one panel.
-
-    A row of the panel has `width` bytes; rows of out are `stride` bytes apart. `ahead` is the address of the
-    next panel."""
+    """Compute out[rows, PANEL] = x @ one panel. A row of the panel has `width` bytes; rows of out are
+    `stride` bytes apart. `ahead` is the address of the next panel."""
     num_tiles = -(-rows // ROWS)
     for begin in range(0, k, BLOCK):
         count = min(BLOCK, k - begin)
@@ -175,9 +169,8 @@ def _multiply_widened(
 def _multiply_panels(
     y: int, n: int, x: Any, rows: int, k: int, weights: int, bounds: Any, sums: int, width: int, element: Any
 ) -> None:
-    """Multiply with some panels without converting them to float32 first. `sums` is scratch memory.
-
-    `bounds`: the first panel, the one after the last, and the one that the thread reads next."""
+    """Multiply with some panels without converting them to float32 first. `sums` is scratch memory. `bounds`
+    are the first panel, the one after the last, and the one that the thread reads next."""
     begin, end, following = bounds
     for p in range(begin, end):
         next_p = p + 1 if p + 1 < end else following
@@ -193,9 +186,8 @@ def _multiply_panels(
 
 @reorderable
 def _multiply(args: Any, width: int, element: Any) -> None:
-    """Compute a matrix product.
-
-    Units are numbered row group by row group, so that a thread can reuse its copy of x for its next units."""
+    """Compute a matrix product. Units are numbered row group by row group, so that a thread can reuse its
+    copy of x for its next units."""
     a = carray(args, 8)
     m, n, k, threads, x, weights, y = a[1], a[2], a[3], a[4], a[5], a[6], a[7]
     num_blocks, num_panels = -(-k // BLOCK), -(-n // PANEL)

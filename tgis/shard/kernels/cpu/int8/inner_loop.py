@@ -1,5 +1,4 @@
 """Builders of the LLVM code of int8 products: tiles whose sums stay in registers, for each instruction set.
-
 Integer sums are exact in any order, and floats are added group after group in one chain. An element's bits
 therefore depend only on its own row and column, and are the same with every instruction set."""
 
@@ -20,8 +19,6 @@ HEADER = 8  # bytes before a group of activations: its scale, float32, and the c
 
 @dataclass(frozen=True)
 class InstructionSet:
-    """Computation of tiles with one instruction set."""
-
     lanes: int  # columns of a vector
     vectors: int  # vectors of a panel
     rows: tuple[int, ...]  # numbers of rows that tiles are built for, tallest first; the last is 1
@@ -45,8 +42,7 @@ def _load(b: Any, address: Any, element: Any, lanes: int = 1) -> Any:
     return b.load(llvm.pointer_to(b, kind, address), align=1)
 
 
-# VNNI: one instruction multiplies a quad of unsigned bytes with a quad of signed ones and adds the products
-# up.
+# VNNI: one instruction multiplies a quad of unsigned bytes with signed ones and adds the products up.
 
 
 def _broadcast_quad_vnni(b: Any, address: Any, lanes: int) -> Any:
@@ -61,8 +57,7 @@ def _multiply_vnni(b: Any, sums: list[Any], w: list[Any], x: Any, lanes: int) ->
     return [llvm.call(b, f"llvm.x86.avx512.vpdpbusd.{32 * lanes}", sums[0].type, sums[0], w[0], x)]
 
 
-# AVX2: pairs of 16-bit values, whose products and sums cannot overflow 32 bits. A column has two adjacent
-# sums.
+# AVX2: pairs of 16-bit values, whose products and sums fit 32 bits. A column has two adjacent sums.
 
 
 def _broadcast_quad_avx2(b: Any, address: Any, lanes: int) -> Any:
@@ -178,10 +173,8 @@ class _Tile:
         return changed
 
     def store(self, b: Any, totals: list[Any], out: Any, stride: Any, num_columns: Any) -> None:
-        """Emit the store of the first `num_columns` columns.
-
-        A whole panel is stored without a mask, because masked stores take many times as long on some
-        machines."""
+        """Emit the store of the first `num_columns` columns. A whole panel is stored without a mask, because
+        masked stores take many times as long on some machines."""
         lanes = self.isa.lanes
         begins = [b.add(out, b.mul(stride, I64(r))) for r in range(self.num_rows)]
         places = [b.add(begins[r], I64(4 * lanes * v)) for r, v in self.cells]
@@ -198,14 +191,12 @@ class _Tile:
 
 
 def make_tile(num_rows: int, isa: InstructionSet = INSTRUCTION_SET) -> Any:
-    """Build a function for kernels that computes out[:num_rows, :num_columns] = activations[:num_rows] @ a
-    panel.
+    """Build a function for kernels: out[:num_rows, :num_columns] = activations[:num_rows] @ a panel.
 
     Its arguments: the addresses of out and of activations, each followed by the bytes from one row to the
     next; the panel's address; the number of groups; the number of quads in the last group; the number of
     columns, at most the panel's."""
     tile = _Tile(isa, num_rows)
-    num_full = GROUP // QUAD
     x_step, panel_step = HEADER + GROUP * isa.width, (GROUP + 4) * isa.columns
 
     @llvm_function()
@@ -225,7 +216,7 @@ def make_tile(num_rows: int, isa: InstructionSet = INSTRUCTION_SET) -> Any:
 
         def build(g: Any, totals: list[Any]) -> list[Any]:
             here = [b.add(header, b.mul(g, I64(x_step))) for header in headers]
-            num_quads = b.select(b.icmp_signed("<", g, last), I64(num_full), last_quads)
+            num_quads = b.select(b.icmp_signed("<", g, last), I64(GROUP // QUAD), last_quads)
             return tile.add_group(b, totals, here, b.add(panel, b.mul(g, I64(panel_step))), num_quads)
 
         totals = llvm.loop(b, num_groups, [llvm.constant(0.0, isa.lanes)] * len(tile.cells), build)

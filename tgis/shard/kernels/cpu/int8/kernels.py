@@ -1,5 +1,4 @@
 """Compiled kernels of int8 products. Weights are packed once; activations are quantized at each product.
-
 GROUP adjacent values of a row share a scale: the group's largest magnitude over 127. Values divided by the
 scale are rounded half to even. Weights are stored plus 128, as unsigned bytes; a correction for each group of
 activations removes the offset from the sums."""
@@ -62,8 +61,7 @@ def _find_largest(x: int, n: int) -> Any:
 
 @ordered
 def _quantize_group(x: int, n: int, padded: int, out: int) -> None:
-    """Quantize a group of n activations: write its scale, the correction of its sums, and its values, padded
-    with zeros."""
+    """Write a group of n activations: its scale, its sums' correction, and its values, padded with zeros."""
     values, largest = carray(pointer(x, _F32), (n,)), _find_largest(x, n)
     quantized = carray(pointer(out + HEADER, _STORED), (padded,))
     factor = np.float32(LARGEST) / largest if largest > 0 else np.float32(0)
@@ -110,8 +108,6 @@ def _multiply_rows(
 
 
 class _Product(NamedTuple):
-    """Sizes and addresses of a product."""
-
     num_rows: int
     in_features: int
     out_features: int
@@ -138,10 +134,8 @@ def _multiply_panels(w: Any, first: int, rows: int, begin: int, end: int) -> Non
 
 @ordered
 def _await_quantized(args: Any, num_parts: int, w: Any) -> None:
-    """Wait until all rows are quantized.
-
-    If another thread seems to have lost its core, quantize all rows here. Writing the same bytes twice
-    does no harm."""
+    """Wait until all rows are quantized. If another thread seems to have lost its core, quantize all rows
+    here: writing the same bytes twice does no harm."""
     polls = 0
     while load_acquire(args) >> 32 < num_parts:
         polls += 1
@@ -151,8 +145,7 @@ def _await_quantized(args: Any, num_parts: int, w: Any) -> None:
 
 
 def _multiply_int8(args: Any) -> None:
-    """Compute a product. The first units quantize rows, the others multiply chunks of rows with runs of
-    panels."""
+    """Compute a product. The first units quantize rows, the rest multiply rows with runs of panels."""
     a = carray(args, 12)
     w = _Product(a[1], a[2], a[3], a[4], a[5], a[6], a[7], a[8])
     rows_per_part, rows_per_chunk, panels_per_run = a[9], a[10], a[11]

@@ -27,10 +27,6 @@ class Int8Product:
     in_features: int
     out_features: int
 
-    @property
-    def num_bytes(self) -> int:
-        return self.panels.nbytes
-
     def __call__(self, x: Tensor) -> Tensor:
         assert x.is_contiguous()
         assert x.dtype == torch.float32
@@ -50,9 +46,8 @@ class Int8Product:
 
 
 def pack(weight: Tensor) -> Int8Product:
-    """Pack a weight, [out_features, in_features] of a floating type, without keeping it.
-
-    A number that is not finite, in the weight or in a row of x, gives NaN."""
+    """Pack a weight, [out_features, in_features] of a floating type, without keeping it. A number that is not
+    finite, in the weight or in a row of x, gives NaN."""
     out_features, in_features = weight.shape
     num_panels, panel_bytes = -(-out_features // kernels.COLUMNS), _count_panel_bytes(in_features)
     panels = arena.allocate(num_panels * panel_bytes)

@@ -32,9 +32,8 @@ _run_directories: set[Path] = set()
 
 
 def add_run_directory(directory: Path) -> None:
-    """Let code be kept in `directory` if no other directory is writable.
-
-    Only this user may have access to its parent, because the code kept there is executed."""
+    """Let code be kept in `directory` if no other directory is writable. Only this user may have access to
+    its parent, because the code kept there is executed."""
     try:
         has_room = shutil.disk_usage(directory.parent).free >= MIN_FREE_BYTES
     except OSError:
@@ -47,9 +46,8 @@ def add_run_directory(directory: Path) -> None:
 
 
 def cache_directory(function: Callable[[Any], None]) -> Path | None:
-    """Return the directory for a kernel's compiled code, None if nothing is writable.
-
-    Its name is a hash of all source files that the kernel may call, because numba checks only one file."""
+    """Return the directory for a kernel's compiled code, None if nothing is writable. Its name is a hash of
+    all source files that the kernel may call, because numba checks only one file."""
     sources = (Path(file).read_bytes() for file in sorted(_sources(function.__code__.co_filename)))
     name = f"kernels-{hashlib.sha256(b''.join(sources)).hexdigest()[:16]}"
     base = next(filter(_can_be_written, _bases), None)
@@ -86,9 +84,8 @@ def _can_be_written(base: Path) -> bool:
 
 
 def _copy(packaged: Path, kept: Path) -> None:
-    """Copy packaged code to a writable directory, because numba reads no code from one where it cannot write.
-
-    Several ranks may copy at once; the first one's copy is used."""
+    """Copy packaged code to a writable directory, because numba reads none where it cannot write. Several
+    ranks may copy at once; the first one's copy is used."""
     if kept.exists() or not packaged.is_dir():
         return
     try:

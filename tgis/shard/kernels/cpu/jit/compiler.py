@@ -3,8 +3,7 @@
 Numba's parallel loops are not used, because they cannot share torch's threads: their OpenMP layer needs a
 second runtime from the system, which slim images lack, and their built-in layer costs a hundred microseconds
 per call. A kernel takes the address of its arguments. Its threads share the units of work by incrementing
-`args[0]` with `next_unit`.
-"""
+`args[0]` with `next_unit`."""
 
 import contextlib
 import ctypes
@@ -34,23 +33,18 @@ logger = logging.getLogger(__name__)
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-# LLVM may fuse products into sums (both) and reorder sums by shape (_REORDERED). NaN and infinity are
-# preserved.
+# LLVM may fuse products into sums (both) and reorder sums by shape (_REORDERED). NaN and infinity stay.
 _FUSED = {"contract", "nsz"}
 _REORDERED = _FUSED | {"reassoc", "arcp"}
 _ADDRESS = types.CPointer(types.int64)
 
 
 class Launch(NamedTuple):
-    """Call of a kernel."""
-
     kernel: "Kernel"
     args: tuple[int, ...]
 
 
 class _Capture(threading.local):
-    """The calling thread's capture."""
-
     def __init__(self) -> None:
         self.launches: list[Launch] | None = None  # None means that nothing is captured
         self.allocate: Callable[[tuple[int, ...]], Tensor] = torch.empty
@@ -63,10 +57,8 @@ compile_progress = CompileProgress()
 
 @contextlib.contextmanager
 def capture(allocate: Callable[[tuple[int, ...]], Tensor]) -> Iterator[list[Launch]]:
-    """Record the kernels that this thread launches in the context, instead of running them.
-
-    `allocate` returns uninitialised float32 memory for their outputs, which must be valid as long as the
-    launches are replayed."""
+    """Record the kernels that this thread launches in the context, instead of running them. `allocate`
+    returns uninitialised float32 memory for their outputs, valid as long as the launches are replayed."""
     assert _capture.launches is None, "one capture at a time"
     launches = _capture.launches = []
     _capture.allocate = allocate
@@ -197,18 +189,15 @@ def ordered(function: Function) -> Function:
 
 
 def intrinsic(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Mark a function that returns a signature and a builder of LLVM code.
-
-    Kernels call it by its name. Its docstring says what the generated code does."""
+    """Mark a function that returns a signature and a builder of LLVM code, which its docstring describes."""
     marked: Callable[..., Any] = untyped_intrinsic(function)
     return marked
 
 
 def llvm_function(result: Any = types.void, takes: Any = types.int64) -> Callable[..., Any]:
     """Turn `build(b, *values)`, which emits LLVM code and returns its value, into a function for kernels.
-
-    The docstring of `build` says what the code does. Arguments are converted to the type `takes`; instead of
-    the value of one named `element`, `build` gets its numba type."""
+    Arguments are converted to the type `takes`; instead of the value of one named `element`, `build` gets its
+    numba type."""
 
     def mark(build: Callable[..., Any]) -> Any:
         names = list(inspect.signature(build).parameters)[1:]
@@ -268,9 +257,7 @@ def load_acquire(typingctx: Any, counter: Any) -> Any:
 
 @intrinsic
 def keep_alive(typingctx: Any, array: Any) -> Any:
-    """Keep an array that is used through its address alive until here.
-
-    Numba frees an array after the last line that names it."""
+    """Keep an array that is used through its address: numba frees it after the last line that names it."""
 
     def generate(context: Any, b: Any, signature: Any, args: Any) -> Any:
         return context.get_dummy_value()

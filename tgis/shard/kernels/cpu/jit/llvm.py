@@ -12,8 +12,7 @@ HALF, FLOAT = ir.HalfType(), ir.FloatType()
 I1, I8, I16, I32, I64 = (ir.IntType(bits) for bits in (1, 8, 16, 32, 64))
 FUSED = {"flags": ("contract",)}
 STORED = {types.float32: FLOAT, types.uint16: I16, types.int16: HALF}
-"""LLVM types of stored weights and keys, by numba type: uint16 stands for bfloat16 bits, int16 for float16
-bits."""
+"""LLVM types of stored weights and keys, by numba type: uint16 means bfloat16 bits, int16 float16 bits."""
 
 
 def has_feature(name: str) -> bool:
@@ -28,7 +27,6 @@ def constant(value: float, lanes: int, element: Any = FLOAT) -> Any:
 
 
 def broadcast(b: Any, x: Any, lanes: int) -> Any:
-    """Broadcast a number to all lanes of a vector."""
     vector = ir.VectorType(x.type, lanes)
     first = b.insert_element(ir.Constant(vector, ir.Undefined), x, I32(0))
     return b.shuffle_vector(first, first, constant(0, lanes, I32))
@@ -98,15 +96,12 @@ def add_products(b: Any, sums: list[Any], factors: list[Any], vectors: list[Any]
 
 
 def prefetch(b: Any, base: Any, offset: Any) -> None:
-    """Prefetch the cache line at an address."""
     place = pointer_to(b, I8, base, offset)
     call(b, "llvm.prefetch.p0", ir.VoidType(), place, I32(0), I32(2), I32(1))
 
 
 def loop(b: Any, n: Any, initial: list[Any], build: Callable[[Any, list[Any]], list[Any]]) -> list[Any]:
-    """Emit the loop `values = initial; for k in range(n): values = build(k, values)` and return the values.
-
-    n is at least 1."""
+    """Emit `values = initial; for k in range(n): values = build(k, values)`; return the values. n >= 1."""
     before, body, done = b.block, b.append_basic_block("loop"), b.append_basic_block("done")
     b.branch(body)
     b.position_at_end(body)
@@ -124,8 +119,7 @@ def loop(b: Any, n: Any, initial: list[Any], build: Callable[[Any, list[Any]], l
 def loop_range(
     b: Any, begin: Any, end: Any, step: int, initial: list[Any], build: Callable[[Any, list[Any]], list[Any]]
 ) -> list[Any]:
-    """Emit the loop `values = initial; for k in range(begin, end, step): values = build(k, values)` and
-    return the values."""
+    """Emit `for k in range(begin, end, step): values = build(k, values)` from `initial`; return values."""
     before, test, body, done = b.block, *(b.append_basic_block(name) for name in ("test", "body", "done"))
     b.branch(test)
     b.position_at_end(test)

@@ -1,7 +1,5 @@
 """Command that compiles every kernel and keeps the code beside the source, to be part of an image:
-`python -m tgis.shard.kernels.cpu.jit.precompile`.
-
-The code is for processors like this one; others compile at the first start."""
+`python -m tgis.shard.kernels.cpu.jit.precompile`. Processors unlike this one compile at the first start."""
 
 import gc
 import importlib

@@ -17,10 +17,8 @@ ELEMENTS = {torch.float32: np.float32(0), torch.bfloat16: np.uint16(0), torch.fl
 
 @llvm_function(types.float32, takes=types.float32)
 def multiply_add(b: Any, x: Any, y: Any, z: Any) -> Any:
-    """Return x * y + z, float32, rounded once.
-
-    If a condition precedes the sum, LLVM on its own fuses the product into it in only one of the vectorised
-    and the scalar version of a loop."""
+    """Return x * y + z, float32, rounded once. After a condition, LLVM on its own fuses the product into the
+    sum in only one of the vectorised and the scalar version of a loop."""
     return b.fma(x, y, z)
 
 

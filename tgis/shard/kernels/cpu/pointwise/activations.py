@@ -1,8 +1,6 @@
 """Compiled kernels of activations. One kernel has all functions, because functions passed to kernels would be
-compiled again in every process.
-
-An element's bits depend only on its own value. Loops are over rows, so an element runs the same code in any
-batch."""
+compiled again in every process. Loops are over rows, so an element runs the same code in any batch and its
+bits depend only on its own value."""
 
 from typing import Any
 
@@ -14,13 +12,7 @@ from tgis.shard.kernels.cpu.jit.scalar_math import exp, multiply_add
 
 _F32 = np.float32(0)
 _SILU, _GELU, _GELU_TANH, _RELU, _QUICK_GELU = range(5)
-KINDS = {
-    "silu": _SILU,
-    "gelu": _GELU,
-    "gelu_tanh": _GELU_TANH,
-    "relu": _RELU,
-    "quick_gelu": _QUICK_GELU,
-}
+KINDS = {"silu": _SILU, "gelu": _GELU, "gelu_tanh": _GELU_TANH, "relu": _RELU, "quick_gelu": _QUICK_GELU}
 
 
 @ordered
@@ -31,7 +23,6 @@ def _silu(x: Any) -> Any:
 @ordered
 def _gelu(x: Any, shrunk: Any) -> Any:
     """Return x times the probability that a standard normal value is less than x.
-
     `shrunk` is e^(-x^2 / 2). The loops compute it, because LLVM would not inline a function longer than this
     one, and does not vectorise a loop with a call. The tail probability beyond |x|, divided by `shrunk`, is a
     quotient of polynomials with a relative error of 5e-9 up to 12.5."""

@@ -1,7 +1,6 @@
 """Compiled kernels of rotary angles and of splitting qkv rows into heads, with head norms and rotary
-embeddings. A row's bits depend only on its own values and the sizes.
-
-As in `norms.py`, only sums over one array may be reordered."""
+embeddings. A row's bits depend only on its own values and the sizes. As in `norms.py`, only sums over one
+array may be reordered."""
 
 from typing import Any
 

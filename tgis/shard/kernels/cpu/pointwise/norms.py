@@ -32,8 +32,7 @@ def _mean(x: Any) -> Any:
 
 @reorderable
 def _variance(x: Any, mean: Any) -> Any:
-    """Return the variance in a second pass, as a difference of sums would lose digits if the mean is
-    large."""
+    """Return the variance in a second pass: a difference of sums would lose digits if the mean is large."""
     total = np.float32(0)
     for i in range(x.shape[0]):
         total += (x[i] - mean) * (x[i] - mean)
