@@ -15,8 +15,8 @@ INNER = ("tgis/cli/demo_model.py", "tgis/net/framing.py")
 INTRODUCTION = """\
 # Troubleshooting
 
-By exact message. What stands in braces is a value. A start that is refused, or a command that fails, says so in one
-line, `error: …`, on stderr and in the termination log; the exit status is 1, or 2 for an option that cannot be read.
+Messages in their exact words; braces stand for values. A start that is refused, or a command that fails, prints one
+line, `error: …`, to stderr and the termination log; the exit status is 1, or 2 for an option that cannot be read.
 With `--json-output` that line is the message of an object. Every other line is in the log. `tgis env` prints versions,
 machine and settings for a report. Alerts are explained in [Observability](observability.md#alerts).
 """
@@ -29,7 +29,7 @@ STATUSES = """\
 OTHERS = """\
 ## Further messages
 
-They say all that there is to say.
+These messages explain themselves.
 """
 GROUPS = (
     ("At the start, and of commands", "raised", ("tgis/router/", "tgis/prompts/")),
