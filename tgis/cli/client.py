@@ -86,7 +86,7 @@ class GenerationOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Output:
+class OutputOptions:
     json: bool = option("Print the service's messages as JSON, one per line.", False, env=False)
 
 
@@ -107,7 +107,7 @@ def connect(connection: Connection) -> Iterator[GenerationServiceStub]:
 
 
 def generate(
-    connection: Connection, options: GenerationOptions, output: Output, inputs: Sequence[str]
+    connection: Connection, options: GenerationOptions, output: OutputOptions, inputs: Sequence[str]
 ) -> None:
     """Print one answer per input, in order. Raises CallError."""
     request = pb.BatchedGenerationRequest(
@@ -129,7 +129,7 @@ def generate(
             _print_details(response, response.tokens)
 
 
-def stream(connection: Connection, options: GenerationOptions, output: Output, text: str) -> None:
+def stream(connection: Connection, options: GenerationOptions, output: OutputOptions, text: str) -> None:
     """Print the answer as it arrives. Raises CallError, also in the middle of an answer."""
     request = pb.SingleGenerationRequest(
         request=pb.GenerationRequest(text=text),
@@ -146,7 +146,7 @@ def stream(connection: Connection, options: GenerationOptions, output: Output, t
             _print_stream(messages, options.details)
 
 
-def tokenize(connection: Connection, output: Output, inputs: Sequence[str]) -> None:
+def tokenize(connection: Connection, output: OutputOptions, inputs: Sequence[str]) -> None:
     """Print each input's token count and tokens, with their offsets in UTF-8 bytes. Raises CallError."""
     request = pb.BatchedTokenizeRequest(
         requests=[pb.TokenizeRequest(text=text) for text in inputs], return_tokens=True, return_offsets=True
@@ -162,7 +162,7 @@ def tokenize(connection: Connection, output: Output, inputs: Sequence[str]) -> N
         click.echo(format_table([[printable(token), str(at.start), str(at.end)] for token, at in spans]))
 
 
-def info(connection: Connection, output: Output) -> None:
+def info(connection: Connection, output: OutputOptions) -> None:
     """Print the model's kind and limits. Raises CallError."""
     with connect(connection) as stub:
         response = stub.ModelInfo(pb.ModelInfoRequest(), **_call_options(connection))
@@ -301,7 +301,7 @@ def _format_top_tokens(token: pb.TokenInfo) -> str:
     return "  ".join(f"{printable(top.text)} {top.logprob:.4f}" for top in token.top_tokens)
 
 
-_CALLING, _GENERATING = (Connection, Output), (Connection, GenerationOptions, Output)
+_CALLING, _GENERATING = (Connection, OutputOptions), (Connection, GenerationOptions, OutputOptions)
 _text = click.Argument(["text"], metavar="TEXT")
 _texts = click.Argument(["inputs"], nargs=-1, required=True, metavar="TEXT...")
 

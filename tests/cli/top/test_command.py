@@ -167,7 +167,9 @@ class Screen:
     def __init__(self, *arguments: str, **variables: str) -> None:
         self.fd, terminal = pty.openpty()
         fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", HEIGHT, WIDTH, 0, 0))
-        env = {**os.environ, "TERM": "xterm", **variables}
+        # LINES and COLUMNS would be another terminal's: readline puts them into the environment of a test's process.
+        own = {name: value for name, value in os.environ.items() if name not in ("LINES", "COLUMNS")}
+        env = {**own, "TERM": "xterm", **variables}
         self.process = subprocess.Popen([*COMMAND, *arguments], stdin=terminal, stdout=terminal, env=env)
         os.close(terminal)
         self.text = ""
