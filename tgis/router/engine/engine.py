@@ -45,8 +45,7 @@ class Engine:
         recovery_timeout: float,
         on_ready: Callable[[bool], None],
     ) -> None:
-        """Take a `residency` that is connected. `on_ready` is called when the shards are lost and when they
-        are back."""
+        """Take a connected `residency`. `on_ready` is called when shards are lost and when they return."""
         proposer = PromptLookup(max_drafts, budget.predict) if max_drafts else None
         self.scheduler = Scheduler(pool, max_batch_size, rope_switch_len, proposer)
         self._residency, self._shards = residency, residency.shards
@@ -121,14 +120,12 @@ class Engine:
         return live
 
     def _fill_soon(self) -> None:
-        """Schedule one `_fill` per turn of the event loop, so that requests that arrive together start
-        together."""
+        """Schedule one `_fill` per turn of the loop, so that what arrives together starts together."""
         if not self._fill_is_due:
             self._fill_is_due = True
             asyncio.get_running_loop().call_soon(self._fill)
 
     def _fill(self) -> None:
-        """Send steps until enough are in flight."""
         self._fill_is_due = False
         scheduler = self.scheduler
         while self._connected and scheduler.num_in_flight < self._steps_in_flight:
@@ -220,11 +217,8 @@ class Engine:
         self._release(live)
 
     def _expire(self, live: LiveRequest) -> None:
-        """End a request whose deadline has passed. A waiting one ends now; a running one ends with its
-        next token.
-
-        A step is sent first, so that a request that need not wait begins, however late its deadline is
-        noticed: an idle service gives at least one token, as TGIS does."""
+        """End a waiting request whose deadline has passed; a running one ends with its next token. A step is
+        sent first, because an idle service gives at least one token, as TGIS does, however late it is."""
         sequence = live.sequence
         if sequence in self._live and sequence.row is None:
             self._fill()
@@ -237,8 +231,7 @@ class Engine:
             self._release(live)
 
     def _suspend(self) -> None:
-        """Put all sequences back to waiting, because the shards and their caches are lost. A sequence that
-        kills the shards fails instead."""
+        """Put all sequences back to waiting after a loss. One that kills the shards fails instead."""
         pool = self.scheduler.pool
         culprit = self.scheduler.reset(pool.renew(pool.num_blocks, pool.block_size))
         if culprit is not None:

@@ -1,7 +1,5 @@
-"""Loads soft prompts and adapters for a model.
-
-It sets up the store and the cache of copies, decides how much memory they may use, and makes this rank's part
-from a copy."""
+"""Loads soft prompts and adapters for a model: sets up the store and the cache of copies, decides how much
+memory they may use, and makes this rank's part from a copy."""
 
 import logging
 import shutil
@@ -55,10 +53,8 @@ class AdapterLimits:
 
 
 def adapter_limits(config: ShardConfig, is_tunable: bool, max_sequence_length: int) -> AdapterLimits:
-    """Return the limits for the configured directories: zero bytes if nothing is configured.
-
-    A model that takes neither soft prompts nor adapters (`is_tunable` is false) also gets zero bytes. Raises
-    UnsupportedModelError."""
+    """Return the limits: zero bytes where nothing is configured, or for a model that takes neither soft
+    prompts nor adapters (`is_tunable` is false). Raises UnsupportedModelError."""
     if config.lora_adapters and not is_tunable:
         raise UnsupportedModelError(
             "--lora-adapters need the service's own engine: leave DEPLOYMENT_FRAMEWORK unset"
@@ -80,7 +76,6 @@ def open_artifact_cache(config: ShardConfig) -> ArtifactCache:
 
 
 def open_adapters(config: ShardConfig, model: Model) -> LoadedAdapters:
-    """Return the registry of what `model` has loaded, empty at first."""
     return LoadedAdapters(partial(_read, open_artifact_cache(config), model, _is_known(config)))
 
 
@@ -136,9 +131,7 @@ def _warn_of_room(directory: Path, wanted: int) -> None:
 
 
 def _read(artifacts: ArtifactCache, model: Model, is_known: bool, digest: str) -> LoadedAdapter:
-    """Read a copy and return this rank's part of it.
-
-    Raises NotTunableError, AdapterError, MissingArtifactError and OSError."""
+    """Read this rank's part. Raises NotTunableError, AdapterError, MissingArtifactError and OSError."""
     if not isinstance(model, AdaptableModel):
         raise NotTunableError(is_known)
     artifact = artifacts.open(digest)

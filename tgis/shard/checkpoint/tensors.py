@@ -19,8 +19,7 @@ READABLE = tuple(DTYPES.values())
 
 
 class WeightsError(OperatorError):
-    """Error: the checkpoint cannot be used. Its text is one line that names the file and, if any, the
-    tensor."""
+    """Error: the checkpoint cannot be used. Its text is one line that names the file and any tensor."""
 
 
 class MissingTensorError(WeightsError):
@@ -37,17 +36,14 @@ class Stored(Protocol):
         """File and name, for messages."""
 
     def read(self, rows: slice = ALL, columns: slice = ALL) -> Tensor:
-        """Return the part in its stored type: float32, float16 or bfloat16, contiguous.
-
-        Vectors have rows only. The result may be the file's mapped memory: callers must not write to it, and
-        must copy what they keep. Raises WeightsError."""
+        """Return the part in its stored type: float32, float16 or bfloat16, contiguous. Vectors have rows
+        only. The result may be the file's mapped memory: callers must not write to it, and must copy what
+        they keep. Raises WeightsError."""
 
 
 class FileTensor:
-    """Tensor in a mapped file.
-
-    For every part that is read, `count` is called with the tensor's label and bytes and the part's bytes. The
-    index of every requested entry is added to `taken`."""
+    """Tensor in a mapped file. For every part that is read, `count` is called with the tensor's label and
+    bytes and the part's bytes. The index of every requested entry is added to `taken`."""
 
     def __init__(self, mapped: Tensor, label: str, count: Callable[[str, int, int], None], taken: set[int]):
         self._mapped, self.label, self._count, self._taken = mapped, label, count, taken
