@@ -26,6 +26,8 @@ from tgis.router.text.stop_sequences import TextStream
 
 logger = logging.getLogger(__name__)
 
+WORKERS_LOST = Failed(Code.UNAVAILABLE, LOST)
+
 
 class Engine:
     """Owner of the live requests, the scheduler and the stream of steps. `run` is its only task."""
@@ -98,13 +100,13 @@ class Engine:
         """End all requests and refuse new ones, because the model's workers are lost."""
         self._given_up = True
         for live in list(self._live.values()):
-            self._fail(live, _workers_lost())
+            self._fail(live, WORKERS_LOST)
         self._residency.give_up()
 
     def _accept(self, sequence: Sequence) -> LiveRequest:
         live = LiveRequest(sequence, TextStream(self._vocabulary, sequence.stopping))
         if self._given_up:
-            live.deliver(_workers_lost())
+            live.deliver(WORKERS_LOST)
             return live
         if not self._has_adapters(sequence):
             live.deliver(_lost_adapter(sequence))
@@ -143,8 +145,7 @@ class Engine:
     def _start(self, live: LiveRequest) -> None:
         if live.started_at is None:  # else it resumes after a preemption or a loss of the shards
             live.started_at = time.monotonic()
-            queue_s = live.started_at - live.accepted_at
-            self._metrics.request_queue_duration.observe(queue_s)
+            self._metrics.request_queue_duration.observe(live.started_at - live.accepted_at)
 
     def _apply(self, answer: Answer) -> None:
         self._step_metrics.answer(answer.step, answer.forward_s)
@@ -279,7 +280,3 @@ def _failed_row(failure: RowFailure) -> Failed:
 
 def _lost_adapter(sequence: Sequence) -> Failed:
     return _internal_error(sequence, "its soft prompt or adapter could not be loaded again")
-
-
-def _workers_lost() -> Failed:
-    return Failed(Code.UNAVAILABLE, LOST)

@@ -8,7 +8,6 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from tgis.config.model import ENGINES
 from tgis.config.processes import ShardConfig
@@ -139,9 +138,5 @@ def _read(artifacts: ArtifactCache, model: Model, is_known: bool, digest: str) -
         model.parts.kernels.prepare_adapters()
         return read_adapter(model.parts, artifact.tensors, artifact.about["scales"])
     device, none = model.parts.kernels.device, torch.empty(0, model.prompt_width, dtype=model.parts.dtype)
-    decoder, encoder = (artifact.tensors.get(name, none) for name in ("decoder", "encoder"))
-    return LoadedPrompt(_copy(decoder, device), _copy(encoder, device))
-
-
-def _copy(mapped: Tensor, device: torch.device) -> Tensor:
-    return mapped.to(device, copy=True)
+    mapped = (artifact.tensors.get(name, none) for name in ("decoder", "encoder"))
+    return LoadedPrompt(*(tensor.to(device, copy=True) for tensor in mapped))

@@ -17,6 +17,7 @@ MEMORY_V1 = (
     "total_active_file",
     "total_mapped_file",
 )
+STATUS = Path("/proc/self/status")
 
 
 class HostMemory:
@@ -26,21 +27,21 @@ class HostMemory:
         self._root = root
 
     def memory_left(self) -> int:
-        return min([_machine_left(self._root), *_groups_left(self._root)])
+        return min([_read_bytes(self._root / "proc/meminfo", "MemAvailable"), *_groups_left(self._root)])
 
     def release_memory(self) -> None:
         release_memory()
 
     def memory_used(self) -> int:
-        return _own_memory("RssAnon")  # without mapped files
+        return _read_bytes(STATUS, "RssAnon")  # without mapped files
 
     def begin_peak(self) -> int:
         with contextlib.suppress(OSError):  # then `peak` covers the process's whole life: an upper bound
             Path("/proc/self/clear_refs").write_text("5")
-        return _own_memory("VmRSS")
+        return _read_bytes(STATUS, "VmRSS")
 
     def peak(self) -> int:
-        return _own_memory("VmHWM")
+        return _read_bytes(STATUS, "VmHWM")
 
 
 def count_cores(root: Path = Path("/")) -> int:
@@ -62,14 +63,9 @@ def release_memory() -> None:
         trim(0)
 
 
-def _own_memory(name: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
+def _read_bytes(file: Path, name: str) -> int:
+    lines = file.read_text().splitlines()
     return int(next(line for line in lines if line.startswith(f"{name}:")).split()[1]) * 1024
-
-
-def _machine_left(root: Path) -> int:
-    lines = (root / "proc/meminfo").read_text().splitlines()
-    return int(next(line for line in lines if line.startswith("MemAvailable:")).split()[1]) * 1024
 
 
 def _groups_left(root: Path) -> list[int]:
