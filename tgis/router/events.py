@@ -24,8 +24,7 @@ class Timings:
 
 @dataclass(frozen=True)
 class InputTokens:
-    """Details of all input tokens. The event comes once, before the first Output, if the client asked for
-    it."""
+    """Details of all input tokens. It comes once, before the first Output, if the client asked for it."""
 
     tokens: tuple[TokenDetail, ...]
 

@@ -37,8 +37,6 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Stopping:
-    """Conditions that end a generation."""
-
     max_new_tokens: int
     min_new_tokens: int = 0
     reduced: bool = False
@@ -63,8 +61,7 @@ class Details:
 
 @dataclass(frozen=True)
 class Grammar:
-    """Grammar that the generated text must match, in the form that shards read, and the digest of that
-    form."""
+    """Grammar that the text must match, in the form that shards read, and the digest of that form."""
 
     text: str
     digest: str
@@ -85,8 +82,7 @@ class AdapterKind(Enum):
 
 @dataclass(frozen=True, eq=False)
 class AdapterInfo:
-    """A soft prompt or LoRA adapter as the shards have found it. It is compared by identity: one object
-    stands for one load."""
+    """A soft prompt or LoRA adapter as the shards found it, compared by identity: one object per load."""
 
     kind: AdapterKind
     digest: str
@@ -112,8 +108,7 @@ class CallAdapters:
 
     @property
     def prefix_root(self) -> Hashable:
-        """Key of the adapters in the prefix cache: sequences share cached blocks only if their roots are
-        equal."""
+        """Key of the adapters in the prefix cache: only sequences with equal roots share cached blocks."""
         return tuple((info.kind, info.digest) for info in self.present)
 
     @property
@@ -174,8 +169,7 @@ class Sequence:
     num_to_encode: int = 0
     """Encoder tokens to compute with the step that opens the row; 0 if the cross blocks were cached."""
     is_long: bool = False
-    """True if the row was opened with more tokens than the model's usual rotary frequencies cover; it then
-    uses the long ones."""
+    """True if its row uses the long rotary frequencies, as it has more tokens than the usual ones cover."""
     num_published: int = 0
     """Leading blocks that other sequences can find in the prefix cache."""
     published_prefix: Hashable = ()
@@ -202,12 +196,10 @@ class Sequence:
 
     @property
     def num_tokens(self) -> int:
-        """Number of known and unanswered tokens."""
         return len(self.token_ids) + self.num_unanswered
 
     @property
     def num_pending(self) -> int:
-        """Number of tokens that no step computes yet."""
         return self.num_tokens - self.num_scheduled
 
     @property
@@ -216,7 +208,6 @@ class Sequence:
 
     @property
     def reached_limit(self) -> bool:
-        """True if no further token may be sampled. Unanswered tokens count."""
         return self.num_tokens >= self.max_tokens
 
     @property

@@ -1,6 +1,5 @@
-"""Registry of adapters. It finds the soft prompt and the LoRA adapter that a call's ids name, anew for each
-call, loads them on the shards, and keeps them loaded until the call ends. Its refusals have the contract's
-words."""
+"""Registry of adapters: finds the soft prompt and LoRA adapter that a call's ids name, anew for each call,
+and keeps them loaded until it ends. Its refusals have the contract's words."""
 
 import asyncio
 import logging
@@ -58,8 +57,6 @@ class _Lookup:
 
 
 class AdapterRegistry:
-    """Registry that finds adapters and keeps the preloaded ones loaded."""
-
     def __init__(self, residency: AdapterResidency, metrics: Metrics) -> None:
         self.residency = residency
         self.uses = ResourceCount()
@@ -70,8 +67,7 @@ class AdapterRegistry:
         """Preloaded adapters by id. None if the id names another adapter now, which was never loaded."""
 
     async def start(self) -> pb.InfoResponse:
-        """Connect to the shards, and load the adapters that they want loaded before the first request. Raises
-        StartupError."""
+        """Connect to the shards and load the preloaded adapters. Raises StartupError."""
         while True:
             info = await self.residency.connect()
             try:
@@ -101,8 +97,7 @@ class AdapterRegistry:
             lease.release()
 
     async def find(self, kind: AdapterKind, adapter_id: str) -> AdapterInfo:
-        """Find an adapter by its id. Only one look-up per id runs at a time, and calls that come during it
-        share its answer. Raises AdapterCallError and UnavailableError."""
+        """Find an adapter. Concurrent calls share a look-up. Raises AdapterCallError, UnavailableError."""
         key = kind, adapter_id
         lookup = self._lookups.get(key)
         if lookup is None:
@@ -118,8 +113,7 @@ class AdapterRegistry:
                 del self._lookups[key]
 
     async def load(self, info: AdapterInfo, kind: AdapterKind, adapter_id: str, began: float) -> AdapterEntry:
-        """Load an adapter that was found under an id of `kind`, unless it is loaded, and take a reference to
-        it. Raises RequestError, and everything that `AdapterResidency.take` raises."""
+        """Load a found adapter and refer to it. Raises RequestError and what `residency.take` raises."""
         is_pinned = kind is AdapterKind.LORA and adapter_id in self._pinned
         if is_pinned:
             self._unpin(adapter_id, info.digest)
@@ -188,8 +182,6 @@ class AdapterRegistry:
 
 @dataclass(eq=False)
 class AdapterLease:
-    """Lease of the adapters of one call."""
-
     registry: AdapterRegistry
     prefix_id: str | None
     adapter_id: str | None

@@ -1,6 +1,5 @@
-"""Decides which soft prompts and LoRA adapters the shards keep loaded: as many bytes of each kind as they
-have room for. These are always the ones that live calls refer to, and of the others the most recently used.
-All ranks keep the same ones."""
+"""Decides which soft prompts and LoRA adapters the shards keep loaded: of each kind those that live calls
+refer to and, as far as memory allows, the most recently used others. All ranks keep the same ones."""
 
 import asyncio
 import logging
@@ -69,7 +68,6 @@ class AdapterCache:
 
     @property
     def idle(self) -> list[AdapterEntry]:
-        """Loaded adapters that nothing refers to."""
         return [entry for entry in self.entries.values() if entry.is_loaded and not entry.num_references]
 
     def unloads(self, digest: str) -> list[asyncio.Task[None]]:
@@ -77,8 +75,7 @@ class AdapterCache:
         return [entry.unloading for entry in self.unloading if entry.info.digest == digest]
 
     def choose_victims(self, num_bytes: int) -> list[AdapterEntry]:
-        """Return idle adapters that together free this room, least recently used first; none if they cannot
-        free all of it."""
+        """Return the least recently used idle adapters that free this room; none if all cannot free it."""
         victims: list[AdapterEntry] = []
         for entry in self.idle:
             if num_bytes <= 0:
@@ -89,8 +86,7 @@ class AdapterCache:
 
 
 class AdapterResidency:
-    """Owner of the adapters in the shards. It connects to the shards and restores the adapters after a
-    loss."""
+    """Owner of the adapters in the shards. It connects to the shards and restores adapters after a loss."""
 
     def __init__(
         self, shards: ShardClient, metrics: Metrics, limits_s: Mapping[AdapterKind, float] = LIMITS_S
@@ -136,8 +132,7 @@ class AdapterResidency:
         self._decided.set()
 
     async def ask(self, call: Callable[[], Awaitable[T]]) -> T:
-        """Call the shards, and call again after a loss of them. Raises UnavailableError, and everything that
-        `call` raises."""
+        """Call the shards, again after a loss of them. Raises UnavailableError and what `call` raises."""
         for _ in range(MAX_TRIES):
             await self._decided.wait()
             if self._given_up:
@@ -154,10 +149,8 @@ class AdapterResidency:
     async def take(
         self, info: AdapterInfo, copy_again: Callable[[], Awaitable[bool]], began: float
     ) -> AdapterEntry:
-        """Take a reference to the adapter with this digest, and return its entry once it is loaded.
-        `copy_again` copies the same content once more, and returns False if it cannot. `began` is the time at
-        which the look-up began.
-
+        """Take a reference to an adapter, and return its entry once it is loaded. `copy_again` copies the
+        content once more, and returns False if it cannot; `began` is the time at which the look-up began.
         Raises OverloadedError if there is no room for too long, AdapterCallError and UnavailableError."""
         cache = self.caches[info.kind]
         entry = cache.entries.get(info.digest)
@@ -175,7 +168,6 @@ class AdapterResidency:
         return entry
 
     def release(self, entry: AdapterEntry) -> None:
-        """Give up a reference."""
         entry.num_references -= 1
         assert entry.num_references >= 0, "released too often"
         digest, cache = entry.info.digest, self.caches[entry.info.kind]

@@ -26,6 +26,8 @@ from tgis.router.text.stop_sequences import TextStream
 
 logger = logging.getLogger(__name__)
 
+WORKERS_LOST = Failed(Code.UNAVAILABLE, LOST)
+
 
 class Engine:
     """Owner of the live requests, the scheduler and the stream of steps. `run` is its only task."""
@@ -45,8 +47,7 @@ class Engine:
         recovery_timeout: float,
         on_ready: Callable[[bool], None],
     ) -> None:
-        """Take a `residency` that is connected. `on_ready` is called when the shards are lost and when they
-        are back."""
+        """Take a connected `residency`. `on_ready` is called when shards are lost and when they return."""
         proposer = PromptLookup(max_drafts, budget.predict) if max_drafts else None
         self.scheduler = Scheduler(pool, max_batch_size, rope_switch_len, proposer)
         self._residency, self._shards = residency, residency.shards
@@ -99,13 +100,13 @@ class Engine:
         """End all requests and refuse new ones, because the model's workers are lost."""
         self._given_up = True
         for live in list(self._live.values()):
-            self._fail(live, _workers_lost())
+            self._fail(live, WORKERS_LOST)
         self._residency.give_up()
 
     def _accept(self, sequence: Sequence) -> LiveRequest:
         live = LiveRequest(sequence, TextStream(self._vocabulary, sequence.stopping))
         if self._given_up:
-            live.deliver(_workers_lost())
+            live.deliver(WORKERS_LOST)
             return live
         if not self._has_adapters(sequence):
             live.deliver(_lost_adapter(sequence))
@@ -121,14 +122,12 @@ class Engine:
         return live
 
     def _fill_soon(self) -> None:
-        """Schedule one `_fill` per turn of the event loop, so that requests that arrive together start
-        together."""
+        """Schedule one `_fill` per turn of the loop, so that what arrives together starts together."""
         if not self._fill_is_due:
             self._fill_is_due = True
             asyncio.get_running_loop().call_soon(self._fill)
 
     def _fill(self) -> None:
-        """Send steps until enough are in flight."""
         self._fill_is_due = False
         scheduler = self.scheduler
         while self._connected and scheduler.num_in_flight < self._steps_in_flight:
@@ -146,8 +145,7 @@ class Engine:
     def _start(self, live: LiveRequest) -> None:
         if live.started_at is None:  # else it resumes after a preemption or a loss of the shards
             live.started_at = time.monotonic()
-            queue_s = live.started_at - live.accepted_at
-            self._metrics.request_queue_duration.observe(queue_s)
+            self._metrics.request_queue_duration.observe(live.started_at - live.accepted_at)
 
     def _apply(self, answer: Answer) -> None:
         self._step_metrics.answer(answer.step, answer.forward_s)
@@ -220,11 +218,8 @@ class Engine:
         self._release(live)
 
     def _expire(self, live: LiveRequest) -> None:
-        """End a request whose deadline has passed. A waiting one ends now; a running one ends with its
-        next token.
-
-        A step is sent first, so that a request that need not wait begins, however late its deadline is
-        noticed: an idle service gives at least one token, as TGIS does."""
+        """End a waiting request whose deadline has passed; a running one ends with its next token. A step is
+        sent first, because an idle service gives at least one token, as TGIS does, however late it is."""
         sequence = live.sequence
         if sequence in self._live and sequence.row is None:
             self._fill()
@@ -237,8 +232,7 @@ class Engine:
             self._release(live)
 
     def _suspend(self) -> None:
-        """Put all sequences back to waiting, because the shards and their caches are lost. A sequence that
-        kills the shards fails instead."""
+        """Put all sequences back to waiting after a loss. One that kills the shards fails instead."""
         pool = self.scheduler.pool
         culprit = self.scheduler.reset(pool.renew(pool.num_blocks, pool.block_size))
         if culprit is not None:
@@ -286,7 +280,3 @@ def _failed_row(failure: RowFailure) -> Failed:
 
 def _lost_adapter(sequence: Sequence) -> Failed:
     return _internal_error(sequence, "its soft prompt or adapter could not be loaded again")
-
-
-def _workers_lost() -> Failed:
-    return Failed(Code.UNAVAILABLE, LOST)

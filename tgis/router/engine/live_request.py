@@ -1,5 +1,4 @@
-"""Live request: the events of an accepted sequence on their way to its client, and the times of its
-progress."""
+"""Live request: an accepted sequence, its times, and its events on their way to the client."""
 
 import asyncio
 import math
@@ -14,8 +13,6 @@ from tgis.router.text.stop_sequences import TextStream
 
 @dataclass(eq=False)
 class LiveRequest:
-    """An accepted sequence and the queue of events for its client."""
-
     sequence: Sequence
     text: TextStream
     events: deque[Event] = field(default_factory=deque)

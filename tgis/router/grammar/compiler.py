@@ -36,8 +36,7 @@ class Constraint:
 
 
 def read_constraint(decoding: pb.DecodingParameters, max_bytes: int) -> Constraint | None:
-    """Check everything that needs no compilation, and return the constraint, or None for free text. Raises
-    RequestError."""
+    """Return the checked, uncompiled constraint, or None for free text. Raises RequestError."""
     match decoding.WhichOneof("guided"):
         case None:
             return None

@@ -1,6 +1,5 @@
-"""Compiles grammars in a process of its own, with one line of JSON in and one out. The process contains what
-a hostile grammar can do: time, memory and stack are limited, and being killed or crashing is an answer
-too."""
+"""Compiles grammars in a process of its own, with one line of JSON in and one out. Its time, memory and stack
+are limited, because grammars may be hostile; being killed or crashing is an answer too."""
 
 import json
 import os
@@ -55,7 +54,6 @@ class ByteVocabulary:
 
 
 def main() -> None:
-    """Answer requests until the input ends."""
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     os.nice(10)
@@ -80,8 +78,7 @@ def compile_grammar(kind: str, text: str, tokenizer: LLTokenizer) -> str:
 
 
 def _follow(matcher: LLMatcher) -> None:
-    """Follow the grammar along the beginning of a matching text, which is random but always the same. Raises
-    InvalidGrammarError."""
+    """Follow the grammar along the start of a fixed random match of it. Raises InvalidGrammarError."""
     r = random.Random(0)
     for count in range(TRIAL_BYTES):
         is_accepting = matcher.is_accepting()
@@ -116,8 +113,7 @@ def _answer_all(requests: BinaryIO, answers: BinaryIO) -> None:
 
 
 def _from_json_schema(text: str) -> str:
-    """Return the grammar of a JSON schema. White space between its tokens follows `WHITESPACE`, unless the
-    schema defines it."""
+    """Return the grammar of a JSON schema, with `WHITESPACE` unless the schema defines its own."""
     try:
         schema = json.loads(text)
         if schema is True:
@@ -144,8 +140,7 @@ def _from_choices(text: str) -> str:
 
 
 def _from_grammar(text: str) -> str:
-    """Return the grammar of a Lark or GBNF text. The header comes last, so that line numbers in errors are
-    the text's own."""
+    """Return the grammar of a Lark or GBNF text. The header comes last, to keep line numbers in errors."""
     try:
         return f"{any_to_lark(text)}\n{HEADER}"
     except RecursionError:

@@ -38,8 +38,7 @@ class Series(Protocol):
 
 
 class Counter:
-    """Counter, shown as `name`, which TGIS's dashboards query, and as `name_total`, which Prometheus
-    expects."""
+    """Counter, shown as `name`, which TGIS's dashboards query, and as `name_total`, as Prometheus expects."""
 
     kind = "counter"
 
@@ -54,8 +53,7 @@ class Counter:
         self._values[labels] = self._values.get(labels, 0.0) + amount
 
     def follow(self, read: Callable[[], float], *labels: str) -> None:
-        """Read a count that is kept elsewhere at every scrape. Label values are in the order of
-        declaration."""
+        """Read a count that is kept elsewhere at every scrape. Labels are in the order of declaration."""
         assert len(labels) == len(self.label_names), f"{self.name} has labels {self.label_names}"
         self._reads[labels] = read
 

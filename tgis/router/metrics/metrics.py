@@ -28,8 +28,6 @@ class MetricLimits:
 
 @dataclass(frozen=True)
 class AdapterMetrics:
-    """Series of the adapters of one kind."""
-
     load_duration: Histogram
     load_failure: Counter
     entries: Gauge
@@ -260,7 +258,6 @@ class Metrics:
         self.released.follow(lambda: count.released, kind)
 
     def render(self) -> bytes:
-        """Return the text of a scrape."""
         return generate_latest(self.registry)
 
     def _counter(self, name: str, help: str, *labels: str) -> Counter:

@@ -1,5 +1,4 @@
-"""Counts resources that are taken and given back. The two counts are separate, so that both a leak and a
-double release are seen."""
+"""Counts resources taken and resources given back, apart, so that leaks and double releases are seen."""
 
 import asyncio
 import logging
@@ -39,8 +38,7 @@ async def check_balance(resource_counts: Mapping[str, ResourceCount]) -> None:
 
 
 def count_descriptors() -> int:
-    """Return the number of this process's open file descriptors. Counting needs a free one; if there is none,
-    return the limit."""
+    """Return the number of open file descriptors; the limit if none is free, because counting needs one."""
     try:
         return len(os.listdir("/proc/self/fd")) - 1
     except OSError:

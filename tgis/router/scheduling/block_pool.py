@@ -20,8 +20,7 @@ class BlockPool:
     be found until it is reused, and the oldest is reused first."""
 
     def __init__(self, num_blocks: int, block_size: int, resource_count: ResourceCount | None = None) -> None:
-        """Create an empty pool. `resource_count` counts a block as taken while it has at least one
-        reference, and as given back once it can only be found."""
+        """Create an empty pool. `resource_count` counts a block as taken while it has a reference."""
         self.num_blocks, self.block_size = num_blocks, block_size
         self.resource_count = resource_count or ResourceCount()
         self._num_references = [0] * num_blocks
@@ -57,8 +56,7 @@ class BlockPool:
         return blocks, prefix
 
     def allocate(self, cached: list[int], num_new: int) -> list[int] | None:
-        """Take references to the `cached` blocks and `num_new` fresh ones, and return them all. Return None
-        and change nothing if they do not fit."""
+        """Take references to cached and fresh blocks. Return None and change nothing if they do not fit."""
         num_revived = sum(not self._num_references[block] for block in cached)
         if num_new > self.num_free - num_revived:
             return None
@@ -69,10 +67,8 @@ class BlockPool:
         return cached + [self._take_oldest() for _ in range(num_new)]
 
     def publish(self, prefix: Hashable, tokens: Sequence[int], block: int) -> Hashable:
-        """Publish a computed block below `prefix`, and return the longer prefix. Nothing may write to the
-        block any more.
-
-        If another block already holds the same tokens there, look-ups keep finding that one."""
+        """Publish a computed block, which nothing may write to any more, and return the longer prefix. If
+        another block holds the same tokens there, look-ups keep finding that one."""
         edge = (prefix, tuple(tokens))
         if edge not in self._children:
             self._children[edge] = (next(self._names), block)
@@ -89,8 +85,7 @@ class BlockPool:
                 self._free[block] = None
 
     def renew(self, num_blocks: int, block_size: int) -> "BlockPool":
-        """Return an empty pool with the same resource count, for shards that have lost this pool's
-        contents. Nothing may refer to this pool's blocks any more."""
+        """Return an empty pool, for shards that lost this one's contents. Nothing may refer to it now."""
         self.resource_count.released += self.num_used
         return BlockPool(num_blocks, block_size, self.resource_count)
 

@@ -6,8 +6,7 @@ from collections.abc import Sequence as AnySequence
 
 from tgis.router.sequence import Sequence
 
-MAX_FATAL_STEPS = 2
-"""Number of consecutive fatal steps, alone in each, that make a sequence the culprit."""
+MAX_FATAL_STEPS = 2  # consecutive ones, alone in each, that make a sequence the culprit
 
 
 class CrashSuspects:
@@ -22,8 +21,7 @@ class CrashSuspects:
         return self._suspects[0] if self._suspects else None
 
     def record_crash(self, sequences: AnySequence[Sequence]) -> Sequence | None:
-        """Note that the shards died of a step of these sequences, oldest first. Return the culprit, which
-        must not be tried again, if it is known; finding it clears all other suspects."""
+        """Note that the shards died of a step of these, oldest first. Return the culprit if it is known."""
         if len(sequences) == 1:
             [alone] = sequences
             alone.num_fatal_steps += 1

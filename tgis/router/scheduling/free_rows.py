@@ -26,7 +26,6 @@ class FreeRows:
         self._free.append(row)
 
     def take_closed(self) -> list[int]:
-        """Return the closed rows that the shards have not been told of. The caller tells them, or the shards
-        are gone."""
+        """Return the closed rows that the shards have not been told of, for the caller to tell them."""
         closed, self._closed = self._closed, []
         return closed

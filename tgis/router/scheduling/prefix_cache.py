@@ -1,6 +1,5 @@
-"""Prefix cache: finds what of a sequence is cached, takes its blocks, and publishes its computed blocks for
-other sequences. Look-ups are exact, and only under roots that cover everything that keys and values depend
-on."""
+"""Prefix cache: finds a sequence's cached blocks, takes them, and publishes its computed ones. Look-ups are
+exact, and only under roots that cover everything that keys and values depend on."""
 
 from collections.abc import Hashable
 from dataclasses import dataclass
@@ -74,8 +73,7 @@ def publish_computed(pool: BlockPool, sequence: Sequence) -> None:
 
 
 def accept_draft(pool: BlockPool, sequence: Sequence) -> None:
-    """Count the newest token of a sequence as computed: it is an accepted draft, whose keys and values are in
-    the cache."""
+    """Count the newest token as computed: it is an accepted draft, so its keys and values are cached."""
     if sequence.row is not None:  # else it was preempted and computes everything again
         sequence.num_computed += 1
         sequence.num_scheduled += 1
@@ -84,8 +82,7 @@ def accept_draft(pool: BlockPool, sequence: Sequence) -> None:
 
 
 def publish_encoded(pool: BlockPool, sequence: Sequence) -> None:
-    """Publish the cross blocks of a sequence. The last one need not be full, because nothing is ever added to
-    it."""
+    """Publish the cross blocks. The last one need not be full, because nothing is ever added to it."""
     size, prefix = pool.block_size, encoder_root(sequence)
     for i, block in enumerate(sequence.cross_blocks):
         tokens = sequence.encoder_token_ids[i * size : (i + 1) * size]
@@ -93,12 +90,10 @@ def publish_encoded(pool: BlockPool, sequence: Sequence) -> None:
 
 
 def decoder_root(sequence: Sequence) -> Hashable:
-    """Return a key of everything that all keys and values of the decoder depend on, besides the tokens before
-    them."""
+    """Return a key of all that the decoder's keys and values depend on, besides the tokens before them."""
     return "decoder", sequence.adapters.prefix_root, sequence.encoder_token_ids, sequence.is_long
 
 
 def encoder_root(sequence: Sequence) -> Hashable:
-    """Return a key that includes the whole encoder input. The encoder attends in both directions, so even the
-    first block depends on all of the input."""
+    """Return a key of the whole input: even the first block depends on it, as attention is bidirectional."""
     return "encoder", sequence.adapters.prefix_root, sequence.encoder_token_ids

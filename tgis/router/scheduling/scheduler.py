@@ -48,10 +48,8 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.running: dict[Sequence, None] = {}  # oldest first
         self.num_preemptions = 0
-        self.num_deferred = 0
-        """Number of times that the first waiting sequence found too few free blocks."""
-        self.num_cache_queries = self.num_cache_hits = 0
-        """Numbers of tokens looked up, and found, in the prefix cache."""
+        self.num_deferred = 0  # times that the first waiting sequence found too few free blocks
+        self.num_cache_queries = self.num_cache_hits = 0  # tokens looked up in the prefix cache, and found
         self.num_drafts = self.num_accepted_drafts = 0
         self._crash_suspects = CrashSuspects()
         self._in_flight: deque[Step] = deque()
@@ -73,11 +71,9 @@ class Scheduler:
         self.waiting.append(sequence)
 
     def next_step(self, max_prompt_tokens: int) -> Step | None:
-        """Return the next step, or None if nothing can be computed before a further answer or arrival.
-
-        Every sequence with a single pending token takes part. Longer ones share `max_prompt_tokens`, oldest
-        first; drafts take up to half of it. Encoder input counts too, and may exceed it if it is the step's
-        only prompt work."""
+        """Return the next step, or None if nothing can be computed before a further answer or arrival. Every
+        sequence with a single pending token takes part. Longer ones share `max_prompt_tokens`, oldest first;
+        drafts take up to half of it. Encoder input counts too, and may exceed it as the only prompt work."""
         if self._rope_switch_len:
             self._put_back_outgrown()
         if (suspect := self._crash_suspects.next) is not None:
@@ -113,8 +109,7 @@ class Scheduler:
             self.pool.release(blocks)
 
     def append_token(self, sequence: Sequence, token_id: int) -> None:
-        """Append a sampled token to a sequence. Call it after apply_answer, also for a sequence that was
-        preempted meanwhile."""
+        """Append a sampled token, after apply_answer, also to a sequence that was preempted meanwhile."""
         if sequence.num_unanswered:
             sequence.num_unanswered -= 1
         else:  # a step brings one token, and a further one for each accepted draft
@@ -133,16 +128,13 @@ class Scheduler:
             self.waiting.remove(sequence)
 
     def abandon_steps(self) -> None:
-        """Free everything that waits for answers, because no answer will come and no step will be sent any
-        more."""
+        """Free everything that waits for answers: none will come, and no step will be sent any more."""
         while self._in_flight:
             self.apply_answer(self._in_flight[0])
 
     def reset(self, pool: BlockPool) -> Sequence | None:
-        """Put all sequences back to waiting with the tokens they have, because the shards have lost
-        everything.
-
-        Return the sequence that must not be tried again because it kills the shards, if there is one."""
+        """Put all sequences back to waiting with their tokens, because the shards have lost everything.
+        Return the one that must not be tried again because it kills the shards, if any."""
         suspects = [work.sequence for work in self._in_flight[0].work] if self._in_flight else []
         live = {*self.running, *self.waiting}
         culprit = self._crash_suspects.record_crash([suspect for suspect in suspects if suspect in live])
@@ -208,11 +200,9 @@ class Scheduler:
                 yield self._plan(sequence, end, [])
 
     def _admit_waiting(self, budget: int, is_alone: bool) -> Iterator[WorkItem]:
-        """Admit waiting sequences in order of arrival. One that does not fit blocks those behind it, so that
-        none starves.
-
-        An encoder's input is computed whole. One that exceeds the rest of the budget is admitted only if
-        `is_alone`, that is, if the step has no other prompt work."""
+        """Admit waiting sequences in order of arrival; one that does not fit blocks those behind it, so that
+        none starves. An encoder's input is computed whole, and may exceed the budget only if `is_alone`, that
+        is, if the step has no other prompt work."""
         while self.waiting and budget > 0 and self.rows.num_free:
             sequence = self.waiting[0]
             if sequence in self._last_step:
@@ -273,8 +263,7 @@ class Scheduler:
         return step
 
     def _find_blocks(self, sequence: Sequence, num_blocks: int) -> list[int] | None:
-        """Return free blocks, if need be those of preempted sequences, youngest first. Return None if this
-        step cannot have enough blocks."""
+        """Return free blocks, preempting the youngest if need be; None if this step cannot have enough."""
         if num_blocks <= 0:
             return []
         while (blocks := self.pool.allocate([], num_blocks)) is None:
@@ -298,15 +287,13 @@ class Scheduler:
                 self._put_back(sequence)
 
     def _put_back(self, sequence: Sequence) -> None:
-        """Put a sequence back at the head of the queue, to be computed again. Its unanswered tokens still
-        count."""
+        """Put a sequence back at the head of the queue. Its unanswered tokens still count."""
         del self.running[sequence]
         self._drop(sequence)
         self.waiting.appendleft(sequence)
 
     def _drop(self, sequence: Sequence) -> None:
-        """Free the row and the blocks of a sequence. The blocks become free only after the last step that
-        names them has been answered."""
+        """Free the row, and the blocks once the last step that names them has been answered."""
         blocks = [*sequence.cross_blocks, *sequence.block_table]
         last_step = self._last_step.get(sequence)
         if last_step is None:

@@ -31,7 +31,6 @@ class Step:
     num_decodes: int
     """Leading entries of `work` that compute a single further token; the others compute prompts."""
     num_drafts: int
-    """Total number of drafts in those entries."""
     num_encoder_tokens: int
     """Encoder tokens of the opened rows, which are computed whole, before anything else of the step."""
     joins: bool

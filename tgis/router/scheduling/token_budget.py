@@ -3,9 +3,8 @@ should take no longer than those can wait; its time is predicted from earlier st
 
 MIN_PROMPT_TOKENS = 16  # minimum for a long prompt in any step, so that it always advances
 FORGET = 0.98  # factor of an observation's weight for each later observation
+# A step is taken never to end after MIN_TIMEOUT_S or PATIENCE times its predicted time, if that is more.
 MIN_TIMEOUT_S, PATIENCE = 10.0, 10
-"""A step that takes longer than both MIN_TIMEOUT_S and PATIENCE times its predicted time is taken never to
-end."""
 
 
 class TokenBudget:
@@ -18,7 +17,6 @@ class TokenBudget:
         self._weight = self._n = self._nn = self._t = self._nt = 0.0
 
     def observe(self, num_tokens: int, seconds: float) -> None:
-        """Record that a step of that many tokens took that long."""
         self._largest = max(self._largest, num_tokens)
         sums = (self._weight, self._n, self._nn, self._t, self._nt)
         added = (1.0, num_tokens, num_tokens**2, seconds, num_tokens * seconds)
@@ -32,8 +30,7 @@ class TokenBudget:
         return fixed + per_token * num_tokens
 
     def timeout(self, num_tokens: int) -> float:
-        """Return the seconds after which a step of that many tokens is taken never to end; 0 if that is
-        unknown."""
+        """Return the seconds after which a step of that size is taken never to end; 0 if unknown."""
         if not self._largest:
             return 0.0
         # Smaller steps tell little about a larger one, except that it takes no more time per token.

@@ -58,8 +58,7 @@ class ShardClient:
         self._settling: deque[tuple[Step, asyncio.Future[None]]] = deque()
 
     async def connect(self) -> pb.InfoResponse:
-        """Wait, however long it takes, until all ranks of one start of the group answer. All earlier steps
-        are forgotten."""
+        """Wait, however long, until all ranks of one start of the group answer. Forgets earlier steps."""
         while True:
             await self.close()
             self._channels = self._link.open_channels()
@@ -70,8 +69,7 @@ class ShardClient:
             await asyncio.sleep(RETRY_INTERVAL_S)
 
     def send(self, step: Step, timeout_s: float) -> None:
-        """Send a step to all ranks. A shard that computes it for longer than `timeout_s` counts as hanging
-        and is killed; 0 means no limit."""
+        """Send a step to all ranks. One that computes longer than `timeout_s` is killed; 0: no limit."""
         request = frame(encode_step(step, timeout_s))
         self._steps.append(step)
         for stream in self._streams:
@@ -111,16 +109,14 @@ class ShardClient:
         _raise_worst(answers)
 
     async def unload(self, digests: Iterable[str], others: bool = False) -> None:
-        """Unload these adapters from all ranks, or with `others` all except these. Raises AdapterCallError
-        and ShardsLostError."""
+        """Unload these adapters, or with `others` all but these. Raises AdapterCallError, ShardsLostError."""
         request = pb.UnloadRequest(digests=digests, others=others)
         _raise_worst(await self._ask("Unload", request, UNLOAD_TIMEOUT_S))
 
     async def _ask(
         self, method: str, request: Message, timeout_s: float, ranks: Iterable[int] | None = None
     ) -> list[Any]:
-        """Call a method of these ranks, or of all, and wait until all calls have ended. Return each rank's
-        answer or its exception."""
+        """Call these ranks, or all, and return every answer or exception once all calls have ended."""
         stubs = self._stubs()
         calls = [
             _answer(getattr(stubs[rank], method)(request, timeout=timeout_s))
@@ -140,8 +136,8 @@ class ShardClient:
             raise ShardsLostError(LOST) from error
 
     def _stubs(self) -> list[Any]:
-        """Return each rank's stub, on new channels if the link says that the old ones are stale. Calls that
-        have begun end on the old ones. Raises ShardsLostError."""
+        """Return each rank's stub, on new channels if the old ones are stale. Calls that have begun end on
+        the old ones. Raises ShardsLostError."""
         if not self._channels:
             raise ShardsLostError(LOST)
         if self._link.is_stale:
@@ -165,8 +161,7 @@ class ShardClient:
         self._settle(None)
 
     async def _ask_infos(self) -> list[pb.InfoResponse] | None:
-        """Return every rank's info, or None while a rank is missing or left over from an earlier start of the
-        group."""
+        """Return every rank's info, or None while a rank is missing or of an earlier start of the group."""
         stubs = [ShardServiceStub(channel) for channel in self._channels]
         calls = [stub.Info(pb.InfoRequest(), timeout=INFO_TIMEOUT_S) for stub in stubs]
         infos: list[pb.InfoResponse] = []

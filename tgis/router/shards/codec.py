@@ -19,8 +19,6 @@ MAX_U32 = 2**32 - 1
 
 
 class SampledToken(NamedTuple):
-    """A token that a step sampled for a sequence."""
-
     sequence: Sequence
     token: TokenDetail
     ended: bool
@@ -38,8 +36,6 @@ class InputDetails:
 
 @dataclass(frozen=True)
 class RowFailure:
-    """A sequence that the shards could not serve."""
-
     sequence: Sequence
     cause: str
     """Cause in the shards' words, for the log alone."""
@@ -49,8 +45,6 @@ class RowFailure:
 
 @dataclass(frozen=True)
 class Answer:
-    """Answer of the shard group to a step."""
-
     step: Step
     sampled: list[SampledToken]
     input_details: list[InputDetails]
@@ -59,8 +53,7 @@ class Answer:
 
 
 def encode_step(step: Step, timeout_s: float = 0.0) -> pb.StepRequest:
-    """Encode a step. A shard that computes it for longer than `timeout_s` counts as hanging; 0 means no
-    limit."""
+    """Encode a step. A shard that takes longer than `timeout_s` counts as hanging; 0 means no limit."""
     work = step.work
     return pb.StepRequest(
         step_id=step.step_id,
@@ -78,9 +71,8 @@ def encode_step(step: Step, timeout_s: float = 0.0) -> pb.StepRequest:
 
 
 def decode_answer(step: Step, response: pb.StepResponse) -> Answer:
-    """Decode rank 0's response to `step`. Its rows refer to the sequences of `step`, even if other sequences
-    have the rows meanwhile. Raises KeyError and ValueError if the response cannot be an answer to the
-    step."""
+    """Decode rank 0's response. Its rows are those of `step`, even if other sequences have them meanwhile.
+    Raises KeyError and ValueError if it cannot be an answer to the step."""
     if response.step_id != step.step_id:
         raise ValueError("the response answers another step")
     sequences = {item.row: item.sequence for item in step.work}
@@ -176,8 +168,7 @@ def _detail_columns(
 
 
 def _detail(details: Details, token_id: int, logprob: float, rank: int, top: TopTokens) -> TokenDetail:
-    """Keep only what this sequence asked for: the shards fill a column for all rows as soon as one row asks
-    for it."""
+    """Keep what this sequence asked for: the shards fill a column for all rows if one row asks for it."""
     return TokenDetail(
         token_id,
         logprob if details.logprobs else 0.0,

@@ -1,8 +1,6 @@
-"""Turns token ids into text as soon as the text is certain: `push(token_id)` releases text, and `flush()` the
-rest.
-
-Tokens are decoded in units. A unit ends with the first token after which its text does not end in a
-replacement character, and is released as a whole. Such characters at the end of a generation are dropped."""
+"""Turns token ids into text as soon as the text is certain. Tokens are decoded in units: a unit ends with the
+first token after which its text does not end in a replacement character, and is released as a whole. Such
+characters at the end of a generation are dropped."""
 
 import codecs
 import json
@@ -33,9 +31,8 @@ class Vocabulary:
     def __init__(
         self, tokenizer: Tokenizer, output_special_tokens: bool = False, is_continuation: bool = True
     ) -> None:
-        """Choose the detokenizer. `is_continuation` means that the text continues the input (decoder-only
-        models), so that its first token keeps its space. Raises StartupError for a decoder that cannot decode
-        token by token."""
+        """Choose the detokenizer. With `is_continuation`, the text continues the input, so that its first
+        token keeps its space. Raises StartupError for a decoder that cannot decode token by token."""
         decoder = json.loads(tokenizer.fast.to_str())["decoder"]
         self._tokenizer = tokenizer
         self._skips_special, self._is_continuation = not output_special_tokens, is_continuation
@@ -43,7 +40,6 @@ class Vocabulary:
         self.streams_clusters = bool(decoder) and decoder["type"] in ("ByteLevel", "Sequence")
         """True if a stream shows whole grapheme clusters; else it shows whole tokens."""
         self.detokenizer = self._choose(_kinds(decoder))
-        """Factory of the detokenizer of one generation."""
 
     def _choose(self, kinds: list[str]) -> Callable[[], Detokenizer]:
         if kinds in (["ByteLevel"], ["ByteLevel", "Fuse"]):
@@ -68,8 +64,7 @@ class Vocabulary:
         return " " + text if text else ""
 
     def _decode_after_placeholder(self) -> Callable[[list[int]], str]:
-        """Return a decoder that puts a placeholder token first. The library strips the space of a text's
-        first token, and ours is not the first."""
+        """Return a decoder that puts a token first: the library strips the space of a text's first token."""
         placeholder = self._find_placeholder()
         beginning = self._decode([placeholder])
         return lambda token_ids: self._decode([placeholder, *token_ids]).removeprefix(beginning)
@@ -88,8 +83,7 @@ class Vocabulary:
         raise StartupError("Problem loading tokenizer for model: no token is plain text")
 
     def _text_or_bytes(self, token_id: int) -> str | bytes:
-        """Return the token's text, or its bytes if the text alone could be another one among its
-        neighbours."""
+        """Return the token's text, or its bytes if the text alone could differ among its neighbours."""
         if token_id in self._skipped:
             return ""
         spelled = self._bytes_of(token_id)
@@ -182,8 +176,7 @@ class SuffixDetokenizer:
     def __init__(
         self, inner: Callable[[int], str], decode: Callable[[list[int]], str], skipped: frozenset[int]
     ) -> None:
-        """Create a detokenizer. `inner` returns a token's text if another token follows, and `decode` the
-        text of the last token."""
+        """Take `inner` for a token's text if another one follows, and `decode` for that of the last token."""
         self._inner, self._decode, self._skipped = inner, decode, skipped
         self._last: int | None = None
 
@@ -219,8 +212,7 @@ def _steps(decoder: dict[str, object]) -> list[str]:
 
 
 _WHOLE = {"ByteLevel", "Metaspace", "WordPiece", "BPEDecoder"}
-_STEPS = {"Replace", "ByteFallback", "Fuse", "Strip"}
-"""Decoders that make sense only in a sequence."""
+_STEPS = {"Replace", "ByteFallback", "Fuse", "Strip"}  # these make sense only in a sequence
 
 
 def _characters_of_bytes() -> dict[str, int]:

@@ -10,8 +10,7 @@ from tgis.router.sequence import Stopping, StopReason
 from tgis.router.text.detokenizer import Vocabulary
 
 MAX_CLUSTER = 512
-"""Number of characters after which a grapheme cluster is taken to end, so that the cost of a token does not
-depend on the number of combining marks before it."""
+"""Number of characters after which a grapheme cluster is taken to end, which bounds the cost of a token."""
 
 _CLUSTER = regex.compile(r"\X")
 _NOT_FINISHED = StopReason.NOT_FINISHED  # looked up once, because every token needs it
@@ -61,11 +60,9 @@ class TextBuffer(Protocol):
 
     def push(self, text: str) -> str:
         """Add `text`, and return the text that may be shown now."""
-        ...
 
     def flush(self) -> str:
         """Return all the text that is held."""
-        ...
 
 
 class ClusterBuffer:
@@ -94,8 +91,7 @@ class ClusterBuffer:
 
 
 class PieceBuffer:
-    """Buffer that shows whole pieces. It shows the text up to the last end of a piece that leaves `hold_back`
-    bytes behind it."""
+    """Buffer that shows whole pieces, up to the last end of one that leaves `hold_back` bytes behind it."""
 
     def __init__(self, hold_back: int) -> None:
         self._hold_back = hold_back
@@ -184,8 +180,7 @@ def _hold_back(stopping: Stopping) -> int:
 
 
 def _ascii_start(text: str, cutoff: int) -> int:
-    """Return the same as `_cluster_start` for ASCII, where only a carriage return and line feed form a
-    cluster of more than one character."""
+    """Return what `_cluster_start` returns for ASCII, where only CR LF is a longer cluster."""
     if cutoff <= 0:
         return 0
     start = cutoff if cutoff < len(text) else len(text) - 1

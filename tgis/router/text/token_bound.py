@@ -1,5 +1,4 @@
-"""Computes how many bytes of text one token can stand for at most, as far as a tokenizer's own parts prove
-it.
+"""Computes the most bytes of text that one token can stand for, as far as a tokenizer's parts prove it.
 
 The proof follows the text through the tokenizer. Added tokens that strip no spaces stand for what they spell.
 Normalizers of a list shrink text by a known factor at most. Pre-tokenizers of a list drop and shrink nothing.
@@ -40,9 +39,7 @@ BYTE_FALLBACK_TOKENS = frozenset(f"<0x{byte:02X}>" for byte in range(256))
 
 
 def max_bytes_per_token(tokenizer: tokenizers.Tokenizer) -> int | None:
-    """Return the most UTF-8 bytes of input text per token, or None if no bound can be proved.
-
-    A text of n bytes then has at least n / bound tokens, special ones included."""
+    """Return the most UTF-8 bytes of text per token, special ones included; None without a proof."""
     parts = json.loads(tokenizer.to_str())
     if parts.keys() != PARTS:
         return None
@@ -128,9 +125,8 @@ def _longest_entry(model: Part, is_byte_level: bool, vocab_size: int) -> int | N
 
 
 def _longest_spelling(tokenizer: tokenizers.Tokenizer, token: Part) -> int:
-    """Return the most bytes of an added token where it is found, in the text or in its normal form.
-
-    The library finds it by the normal form that it keeps for its id, which may be that of another token."""
+    """Return the most bytes of an added token where it is found: in the text, or in the normal form that the
+    library keeps for its id, which may be that of another token."""
     spellings = [token["content"], tokenizer.id_to_token(token["id"])]
     if tokenizer.normalizer is not None:
         spellings.append(tokenizer.normalizer.normalize_str(token["content"]))

@@ -22,16 +22,13 @@ class TokenIds(NamedTuple):
 
 
 class Tokenized(NamedTuple):
-    """An answer to a Tokenize call."""
-
     response: bytes
     """A serialized BatchedTokenizeResponse."""
     num_tokens: int
 
 
 def load_tokenizer(directory: Path) -> tokenizers.Tokenizer:
-    """Load the tokenizer of a directory. Raises StartupError if the directory has no tokenizer that can be
-    read."""
+    """Load the tokenizer of a directory. Raises StartupError if it has none that can be read."""
     path = directory / "tokenizer.json"
     if not path.is_file():
         raise StartupError("No existing fast tokenizer (tokenizer.json) found")
@@ -61,9 +58,7 @@ def encode_ids(tokenizer: tokenizers.Tokenizer, texts: Sequence[str], max_ids: i
 
 
 def tokenize(tokenizer: tokenizers.Tokenizer, request: pb.BatchedTokenizeRequest) -> Tokenized:
-    """Answer a Tokenize call. Truncation keeps the last tokens and adds no token in place of the others.
-
-    Raises RequestError."""
+    """Answer a Tokenize call. Truncation keeps the last tokens and adds none. Raises RequestError."""
     answer, limit = pb.BatchedTokenizeResponse(), request.truncate_input_tokens
     texts = [item.text for item in request.requests]
     in_full = request.return_tokens or request.return_offsets

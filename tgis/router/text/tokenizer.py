@@ -22,16 +22,14 @@ from tgis.router.text.tokenization import (
 from tgis.router.text.tokenizer_process import TokenizerProcess
 
 MAX_WORKERS = 8
-LONG_TEXT_BYTES = 32 << 10
-"""Size of a call's text above which the tokenizer process takes it."""
+LONG_TEXT_BYTES = 32 << 10  # size of a call's text above which the tokenizer process takes it
 BYTES_PER_TEXT = 64  # least cost of a text, as the bytes of text that would cost as much
 
 T = TypeVar("T")
 
 
 class Tokenizer:
-    """A `tokenizer.json` with the settings in its directory. It is safe to use from any task, and owns its
-    threads and its process."""
+    """A `tokenizer.json` and its settings, with threads and a process. It is safe to use from any task."""
 
     def __init__(self, directory: Path, num_workers: int | None = None) -> None:
         """Load the tokenizer. Raises StartupError if the directory has no tokenizer that can be read."""
@@ -68,8 +66,7 @@ class Tokenizer:
         return self.fast.id_to_token(token_id) or ""
 
     async def encode_ids(self, texts: list[str], max_ids: int, connection: Hashable) -> list[TokenIds]:
-        """Encode the texts of one call, and keep the last `max_ids` of each. `connection` identifies the
-        client's connection. Raises RequestError and OverloadedError."""
+        """Encode a call's texts; keep the last `max_ids` of each. Raises RequestError, OverloadedError."""
         num_bytes = sum(max(len(text.encode(errors="replace")), BYTES_PER_TEXT) for text in texts)
         if num_bytes > LONG_TEXT_BYTES:
             return await self._process.run(
@@ -78,8 +75,7 @@ class Tokenizer:
         return await self._in_thread(encode_ids, texts, max_ids)
 
     async def tokenize(self, request: pb.BatchedTokenizeRequest, connection: Hashable) -> Tokenized:
-        """Answer a Tokenize call. `connection` identifies the client's connection. Raises RequestError and
-        OverloadedError."""
+        """Answer a Tokenize call. Raises RequestError and OverloadedError."""
         num_bytes = request.ByteSize()
         if max(num_bytes, BYTES_PER_TEXT * len(request.requests)) > LONG_TEXT_BYTES:
             return await self._process.run(tokenize, request, connection=connection, num_bytes=num_bytes)

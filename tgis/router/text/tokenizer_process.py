@@ -38,7 +38,6 @@ class TokenizerProcess:
     turn. It starts with the first call and is started again if it dies."""
 
     def __init__(self, directory: Path) -> None:
-        """Create the client without starting the process. `directory` holds the tokenizer.json."""
         self._queue: FairQueue[_Job] = FairQueue(MAX_QUEUED_BYTES)
         self._child = _Child(directory)
         # The process dies with the thread that starts it, because the kernel watches threads, not processes.

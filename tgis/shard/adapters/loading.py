@@ -1,7 +1,5 @@
-"""Loads soft prompts and adapters for a model.
-
-It sets up the store and the cache of copies, decides how much memory they may use, and makes this rank's part
-from a copy."""
+"""Loads soft prompts and adapters for a model: sets up the store and the cache of copies, decides how much
+memory they may use, and makes this rank's part from a copy."""
 
 import logging
 import shutil
@@ -10,7 +8,6 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from tgis.config.model import ENGINES
 from tgis.config.processes import ShardConfig
@@ -55,10 +52,8 @@ class AdapterLimits:
 
 
 def adapter_limits(config: ShardConfig, is_tunable: bool, max_sequence_length: int) -> AdapterLimits:
-    """Return the limits for the configured directories: zero bytes if nothing is configured.
-
-    A model that takes neither soft prompts nor adapters (`is_tunable` is false) also gets zero bytes. Raises
-    UnsupportedModelError."""
+    """Return the limits: zero bytes where nothing is configured, or for a model that takes neither soft
+    prompts nor adapters (`is_tunable` is false). Raises UnsupportedModelError."""
     if config.lora_adapters and not is_tunable:
         raise UnsupportedModelError(
             "--lora-adapters need the service's own engine: leave DEPLOYMENT_FRAMEWORK unset"
@@ -80,7 +75,6 @@ def open_artifact_cache(config: ShardConfig) -> ArtifactCache:
 
 
 def open_adapters(config: ShardConfig, model: Model) -> LoadedAdapters:
-    """Return the registry of what `model` has loaded, empty at first."""
     return LoadedAdapters(partial(_read, open_artifact_cache(config), model, _is_known(config)))
 
 
@@ -136,9 +130,7 @@ def _warn_of_room(directory: Path, wanted: int) -> None:
 
 
 def _read(artifacts: ArtifactCache, model: Model, is_known: bool, digest: str) -> LoadedAdapter:
-    """Read a copy and return this rank's part of it.
-
-    Raises NotTunableError, AdapterError, MissingArtifactError and OSError."""
+    """Read this rank's part. Raises NotTunableError, AdapterError, MissingArtifactError and OSError."""
     if not isinstance(model, AdaptableModel):
         raise NotTunableError(is_known)
     artifact = artifacts.open(digest)
@@ -146,9 +138,5 @@ def _read(artifacts: ArtifactCache, model: Model, is_known: bool, digest: str) -
         model.parts.kernels.prepare_adapters()
         return read_adapter(model.parts, artifact.tensors, artifact.about["scales"])
     device, none = model.parts.kernels.device, torch.empty(0, model.prompt_width, dtype=model.parts.dtype)
-    decoder, encoder = (artifact.tensors.get(name, none) for name in ("decoder", "encoder"))
-    return LoadedPrompt(_copy(decoder, device), _copy(encoder, device))
-
-
-def _copy(mapped: Tensor, device: torch.device) -> Tensor:
-    return mapped.to(device, copy=True)
+    mapped = (artifact.tensors.get(name, none) for name in ("decoder", "encoder"))
+    return LoadedPrompt(*(tensor.to(device, copy=True) for tensor in mapped))

@@ -1,7 +1,5 @@
-"""Maps a LoRA adapter's tensors to the model's layers on this rank.
-
-The adapter has the names of modules that transformers used when it was trained; the model has those of its
-family."""
+"""Maps a LoRA adapter's tensors to the model's layers on this rank. The adapter has the names of modules that
+transformers used when it was trained; the model has those of its family."""
 
 import itertools
 import re
@@ -61,9 +59,8 @@ class Change:
 
 
 def read_adapter(parts: Parts, tensors: Mapping[str, Tensor], scales: Mapping[str, float]) -> Adapter:
-    """Return this rank's part of an adapter for the model made from `parts`.
-
-    All data is copied; nothing of `tensors` is kept. Raises AdapterError if a tensor fits no layer."""
+    """Return this rank's part of an adapter for the model made from `parts`, with all data copied. Raises
+    AdapterError if a tensor fits no layer."""
     traces = {path: parts.weights.trace(f"{path}.weight", cut.shape) for path, cut in parts.cuts.items()}
     _compare_tables(parts, traces, tensors)
     deltas: dict[str, tuple[LowRank, ...]] = {}
@@ -138,10 +135,8 @@ def _check_fit(cut: Cut, trace: Trace, changes: Mapping[str, Change]) -> None:
 
 
 def _read_matrix(cut: Cut, trace: Trace, changes: Mapping[str, Change]) -> Iterator[LowRank]:
-    """Yield the parts for a linear layer.
-
-    Neighbouring output columns that share one `a` become one part, so that a packed layer that was trained
-    as one module stays one part."""
+    """Yield the parts for a linear layer. Neighbouring output columns that share one `a` become one part, so
+    that a packed layer that was trained as one module stays one part."""
     first = 0
     columns = cut.columns or slice(None)
 
@@ -181,10 +176,8 @@ def _list_own(cut: Cut, trace: Trace) -> Iterator[ModuleRows]:
 
 
 def _compare_tables(parts: Parts, traces: Mapping[str, Trace], tensors: Mapping[str, Tensor]) -> None:
-    """Check that the adapter was trained with the model's own embeddings.
-
-    PEFT saves a copy of them if an adapter changes them or if the vocabulary has grown. Raises AdapterError
-    if that copy differs from the model's embeddings."""
+    """Raise AdapterError if the adapter's copy of the embeddings differs from the model's. PEFT saves one if
+    an adapter changes them or if the vocabulary has grown."""
     paths = {traces[path][0].module: path for path in ("embed", "head")}
     copies = {module: name for name in tensors for module, kind in [split_name(name)] if kind == "base"}
     try:
@@ -228,9 +221,8 @@ def _find_name(module: str, known: Collection[str], prefix: str) -> str | None:
 def _divide(
     module: str, a: Tensor, b: Tensor, known: Collection[str], prefix: str
 ) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Yield each known module that an adapter's module stands for, with its a [rank, in] and b [out, rank].
-
-    This is the module itself, the experts' modules if it is a parameter of all experts, or none."""
+    """Yield each known module that an adapter's module stands for, with its a [rank, in] and b [out, rank]:
+    itself, the experts' modules if it is a parameter of all experts, or none."""
     if name := _find_name(module, known, prefix):
         yield name, a, b
     elif found := _EXPERTS.fullmatch(module):
@@ -249,10 +241,8 @@ def _list_experts(block: str, layout: Sequence[str], known: Collection[str]) -> 
 
 
 def _share_out(experts: Sequence[list[str]], a: Tensor, b: Tensor) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Split a and b of all experts into those of each expert's modules.
-
-    a is [num_experts * rank, in]. b is [out, rank * num_experts], where each expert has every
-    num_experts-th column."""
+    """Split a [num_experts * rank, in] and b [out, rank * num_experts] into those of each expert's modules.
+    In b, each expert has every num_experts-th column."""
     each_a, each_b = a.chunk(len(experts)), b.view(len(b), -1, len(experts)).unbind(-1)
     for names, own_a, own_b in zip(experts, each_a, each_b, strict=True):
         for name, part in zip(names, own_b.chunk(len(names)), strict=True):

@@ -1,7 +1,5 @@
-"""Holds the soft prompts and adapters that this rank has loaded, by digest.
-
-Threads of RPCs load and unload them while steps read them. Rows keep using what is unloaded until they are
-closed."""
+"""Holds the soft prompts and adapters that this rank has loaded, by digest. Threads of RPCs load and unload
+them while steps read them. Rows keep using what is unloaded until they are closed."""
 
 import threading
 from collections.abc import Callable, Iterable
@@ -42,9 +40,8 @@ class LoadedAdapters:
         self._lock = threading.Lock()
 
     def load(self, digest: str) -> None:
-        """Load what has that digest. Concurrent calls for one digest read it once.
-
-        Raises what `read` raises, and MissingArtifactError if it is unloaded before it is loaded."""
+        """Load what has that digest. Concurrent calls read it once. Raises what `read` raises, and
+        MissingArtifactError if it is unloaded before it is loaded."""
         mine: Future[None] = Future()
         with self._lock:
             if digest in self._loaded:
@@ -67,7 +64,6 @@ class LoadedAdapters:
             release_memory()
 
     def unload_others(self, digests: Iterable[str]) -> None:
-        """Unload all but these."""
         self.unload(self.digests - set(digests))
 
     @property

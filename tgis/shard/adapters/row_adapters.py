@@ -59,9 +59,7 @@ class RowAdapters:
         self, part: Part, rows: Integers, starts: Integers, begins: Integers
     ) -> VirtualTokens | None:
         """Return the virtual tokens of a packed batch of the decoder's or the encoder's tokens, or None.
-
-        Tokens are packed row after row. `starts` [num_seqs] are the rows' first positions, and `begins`
-        [num_seqs + 1] are the bounds of the rows in the batch."""
+        `starts` [num_seqs] are the rows' first positions, `begins` [num_seqs + 1] their bounds in it."""
         if not self._prompts:
             return None
         missing = self._lengths[part][rows] - starts  # [num_seqs], virtual tokens from the first position on
@@ -78,9 +76,7 @@ class RowAdapters:
         return VirtualTokens(torch.cat(places).to(self._device), torch.cat(embeddings).float())
 
     def token_adapters(self, rows: Integers, sequence: Integers) -> TokenAdapters | None:
-        """Return the adapter of each token, or None if no row has one.
-
-        `sequence` [num_tokens] is the index in `rows` of each token's row."""
+        """Return each token's adapter, or None if no row has one. `sequence` [num_tokens] indexes `rows`."""
         if not self._adapters:
             return None
         if self._is_set_stale:
@@ -91,9 +87,7 @@ class RowAdapters:
         return TokenAdapters(self._set, torch.from_numpy(of_row[sequence]).to(self._device))
 
     def _renew_set(self) -> None:
-        """Rebuild the set with exactly the adapters that rows have, so that unused ones are freed.
-
-        If the adapters are the same, keep the old set, because it caches look-ups."""
+        """Rebuild the set if its adapters differ from the rows'. Unused ones are freed, caches kept."""
         if set(self._adapters.values()) != set(self._set.adapters):
             self._set = AdapterSet(list(dict.fromkeys(self._adapters.values())))
         index = {adapter: i for i, adapter in enumerate(self._set.adapters)}

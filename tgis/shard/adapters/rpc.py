@@ -1,6 +1,4 @@
-"""Answers the router's calls that find, load, copy and unload soft prompts and adapters.
-
-It also turns errors into gRPC statuses."""
+"""Answers the router's calls that find, load, copy and unload adapters, with gRPC statuses for errors."""
 
 import errno
 import logging
@@ -41,10 +39,9 @@ Method = TypeVar("Method", bound=Callable[..., object])
 
 
 def _beside_others(num_threads: int, name: str) -> Callable[[Method], Method]:
-    """Make gRPC run a method on threads of its own, so that a hanging disk does not block gRPC's threads.
-
-    A call that ends while it waits for a thread is never started. This uses an experimental attribute of
-    gRPC. If gRPC removes it, calls wait for each other again, and a test fails."""
+    """Make gRPC run a method on threads of its own, so that a hanging disk does not block gRPC's threads. A
+    call that ends while it waits for a thread is never started. This uses an experimental attribute; if gRPC
+    removes it, calls wait for each other again, and a test fails."""
 
     def mark(method: Method) -> Method:
         method.experimental_thread_pool = ThreadPoolExecutor(num_threads, name)  # type: ignore[attr-defined]
@@ -54,9 +51,8 @@ def _beside_others(num_threads: int, name: str) -> Callable[[Method], Method]:
 
 
 class AdapterServicer(ShardServiceServicer):
-    """Part of the shard's service that is about adapters.
-
-    Only rank 0 searches its `store`. All ranks load the copies in `artifacts` into `adapters`."""
+    """Part of the shard's service that is about adapters. Only rank 0 searches its `store`. All ranks load
+    the copies in `artifacts` into `adapters`."""
 
     def __init__(self, store: AdapterStore, artifacts: ArtifactCache, adapters: LoadedAdapters) -> None:
         self._store, self._artifacts, self._adapters = store, artifacts, adapters
@@ -123,8 +119,7 @@ class AdapterServicer(ShardServiceServicer):
 
     @contextmanager
     def _aborting(self, context: grpc.ServicerContext) -> Iterator[None]:
-        """End the call with a status if there is an error: files may be hostile, and any error must fail only
-        this call."""
+        """End the call with a status after any error: files may be hostile, and only this call may fail."""
         try:
             yield
         except Exception as error:
@@ -132,10 +127,7 @@ class AdapterServicer(ShardServiceServicer):
 
 
 def _explain(error: Exception, directory: Path) -> tuple[grpc.StatusCode, str]:
-    """Return the status and text of an error.
-
-    Only an AdapterError's text is for clients. The texts of other errors are for logs, the router's included.
-    """
+    """Return an error's status and text. Only an AdapterError's text is for clients; others are for logs."""
     if isinstance(error, AdapterError):
         return grpc.StatusCode.INVALID_ARGUMENT, str(error)
     if isinstance(error, MissingArtifactError):

@@ -43,9 +43,8 @@ TensorFile = Mapping[str, Tensor] | _Safetensors
 
 
 class Checkpoint:
-    """Tensors in `directory`, by name. Safetensors files are preferred to pickles.
-
-    Raises WeightsError if there are no weights, or if some of their files are missing."""
+    """Tensors in `directory`, by name. Safetensors files are preferred to pickles. Raises WeightsError if
+    there are no weights, or if some of their files are missing."""
 
     def __init__(self, directory: Path):
         self._directory = directory

@@ -14,10 +14,8 @@ FIRST_COMPILING_S, COMPILING_S = 1.0, 5.0  # compile time before the first line,
 
 class Progress:
     """Progress of reading a checkpoint: a log line for every ten percent, with at least two seconds between
-    lines, a line every thirty seconds, and one at the end.
-
-    The percentage is of the checkpoint's bytes. The bytes are those that this process read, its part of each
-    tensor."""
+    lines, a line every thirty seconds, and one at the end. The percentage is of the checkpoint's bytes. The
+    bytes are those that this process read, its part of each tensor."""
 
     def __init__(self, total_bytes: int, clock: Callable[[], float] = time.monotonic):
         self._total_bytes, self._clock = max(1, total_bytes), clock
@@ -54,13 +52,11 @@ class Progress:
 
 class CompileProgress:
     """Progress of compiling kernels: a log line after one second of compiling, then one after every five
-    seconds, and one at the end. There is no line if the compiled code of all kernels was found.
-
-    The kernels that a model needs are not known before it has used them."""
+    seconds, and one at the end; none if all code was found. The kernels that a model needs are not known
+    before it has used them."""
 
     def __init__(self) -> None:
-        self.num_kernels = 0
-        """Number of all kernels, of which a model needs some."""
+        self.num_kernels = 0  # all kernels, of which a model needs some
         self._num_compiled, self._seconds, self._said_seconds = 0, 0.0, 0.0
 
     def add(self, seconds: float, place: str) -> None:

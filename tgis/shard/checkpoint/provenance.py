@@ -32,10 +32,8 @@ class ModuleRows:
 @dataclass(frozen=True)
 class NumberedTensor:
     """Placeholder for a tensor. Each element encodes the number of its module and the sum of its row and
-    column numbers.
-
-    So the first column of a matrix made of such tensors holds its row numbers. This is also true if the
-    checkpoint stores the matrix transposed; then it is the first row of the stored tensor."""
+    column numbers. So the first column of a matrix made of such tensors holds its row numbers, even if the
+    checkpoint stores the matrix transposed."""
 
     shape: tuple[int, ...]
     label: str

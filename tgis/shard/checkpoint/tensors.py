@@ -15,12 +15,10 @@ logger = logging.getLogger(__name__)
 
 ALL = slice(None)
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-READABLE = tuple(DTYPES.values())
 
 
 class WeightsError(OperatorError):
-    """Error: the checkpoint cannot be used. Its text is one line that names the file and, if any, the
-    tensor."""
+    """Error: the checkpoint cannot be used. Its text is one line that names the file and any tensor."""
 
 
 class MissingTensorError(WeightsError):
@@ -37,24 +35,21 @@ class Stored(Protocol):
         """File and name, for messages."""
 
     def read(self, rows: slice = ALL, columns: slice = ALL) -> Tensor:
-        """Return the part in its stored type: float32, float16 or bfloat16, contiguous.
-
-        Vectors have rows only. The result may be the file's mapped memory: callers must not write to it, and
-        must copy what they keep. Raises WeightsError."""
+        """Return the part in its stored type: float32, float16 or bfloat16, contiguous. Vectors have rows
+        only. The result may be the file's mapped memory: callers must not write to it, and must copy what
+        they keep. Raises WeightsError."""
 
 
 class FileTensor:
-    """Tensor in a mapped file.
-
-    For every part that is read, `count` is called with the tensor's label and bytes and the part's bytes. The
-    index of every requested entry is added to `taken`."""
+    """Tensor in a mapped file. For every part that is read, `count` is called with the tensor's label and
+    bytes and the part's bytes. The index of every requested entry is added to `taken`."""
 
     def __init__(self, mapped: Tensor, label: str, count: Callable[[str, int, int], None], taken: set[int]):
         self._mapped, self.label, self._count, self._taken = mapped, label, count, taken
         self.shape = tuple(mapped.shape)
-        if mapped.dtype not in READABLE:
-            expected = ", ".join(_name(dtype) for dtype in READABLE)
-            raise WeightsError(f"{label} is stored as {_name(mapped.dtype)}, expected one of {expected}")
+        if mapped.dtype not in DTYPES.values():
+            dtype, expected = str(mapped.dtype).removeprefix("torch."), ", ".join(DTYPES)
+            raise WeightsError(f"{label} is stored as {dtype}, expected one of {expected}")
         if not self.shape:
             raise WeightsError(f"{label} is a scalar, expected a vector or a matrix")
 
@@ -128,7 +123,3 @@ def join_labels(labels: Iterable[str]) -> str:
     """Join labels: file and name of the first tensor, then the names of the others."""
     first, *others = labels
     return first + "".join(" + " + label.rpartition(" ")[2] for label in others)
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -1,7 +1,6 @@
-"""Finds the tensors of a checkpoint by the module paths of the model; only the requested slices are read.
-
-A family's table of sources maps each module path to the checkpoint's tensors. A source is a plain name, or
-one of `stack`, `transposed`, `grouped`, `expert` and `first_of`."""
+"""Finds the tensors of a checkpoint by the module paths of the model; only the requested slices are read. A
+family's table of sources maps each path to tensors. A source is a plain name, or one of `stack`,
+`transposed`, `grouped`, `expert` and `first_of`."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -90,8 +89,7 @@ def expert(name: str) -> Source:
 
 
 def first_of(source: Source, *others: Source) -> Source:
-    """Take the first of these sources that the checkpoint has. If it has none, the error is that of the first
-    source."""
+    """Take the first of these sources that the checkpoint has. If none, raise the first one's error."""
 
     def find(lookup: Lookup) -> Stored:
         try:
@@ -108,11 +106,10 @@ def first_of(source: Source, *others: Source) -> Source:
 
 
 class Weights:
-    """Tensors of the checkpoint in `directory`, by the module paths of the model.
-
-    `sources` is keyed by module path, with {i} for the layer's number and {e} for the expert's. `prefix` is
-    the leading part of names that some checkpoints lack. Leaving the context closes the files and logs how
-    much was read; tensors that were read stay valid. Raises WeightsError if the directory has no weights."""
+    """Tensors of the checkpoint in `directory`, by the module paths of the model. `sources` is keyed by
+    module path, with {i} for the layer's number and {e} for the expert's. `prefix` is the leading part of
+    names that some checkpoints lack. Leaving the context closes the files and logs how much was read; tensors
+    that were read stay valid. Raises WeightsError if there are no weights."""
 
     def __init__(self, directory: Path, sources: Mapping[str, Source], prefix: str = ""):
         self._checkpoint, self._sources, self.prefix = Checkpoint(directory), sources, prefix
@@ -147,11 +144,10 @@ class Weights:
         return True
 
     def trace(self, path: str, shape: tuple[int, int]) -> tuple[ModuleRows, ...]:
-        """Return the rows of the checkpoint's modules that make up a matrix. Reads no weights.
-
-        The matrix must have been found before. Modules have the names of the family's sources. If a source
-        has alternatives, the first one's name is used, whichever the checkpoint has: a tied head is traced to
-        the name that a separate head would have."""
+        """Return the rows of the checkpoint's modules that make up a matrix, which must have been found
+        before. Reads no weights. Modules have the names of the family's sources. Of alternatives, the first
+        one's name is used, whichever the checkpoint has: a tied head is traced to the name that a separate
+        head would have."""
         if path not in self._traces:
             numbers = NumberedCheckpoint(self._checkpoint.shapes, self.prefix, shape)
             column = self._find(path, numbers).read(ALL, slice(0, 1))[:, 0]  # [num_rows]

@@ -11,9 +11,7 @@ class CudaMemory:
         self._device = device
 
     def memory_left(self) -> int:
-        """Return the bytes this process may still take, less a margin.
-
-        Memory that its allocator has reserved and does not use counts as free."""
+        """Return the bytes left to this process, less a margin. Reserved but unused memory counts as free."""
         free, _ = torch.cuda.mem_get_info(self._device)
         kept = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
         return int((free + kept) * (1 - MARGIN))

@@ -1,6 +1,5 @@
-"""Measures the memory and cores that this process may use, and the memory it has used.
-
-Limits are those of the machine and of every control group (cgroup) around the process, as in containers."""
+"""Measures the memory and cores that this process may use, and the memory it has used. Limits are those of
+the machine and of every control group (cgroup) around the process, as in containers."""
 
 import contextlib
 import ctypes
@@ -18,38 +17,35 @@ MEMORY_V1 = (
     "total_active_file",
     "total_mapped_file",
 )
+STATUS = Path("/proc/self/status")
 
 
 class HostMemory:
-    """Memory of the machine, within the limits of the control groups around this process.
-
-    `root` is the directory whose `proc` and `sys` say the limits."""
+    """Memory of the machine, within the limits in `root`'s `proc` and `sys`: those of control groups too."""
 
     def __init__(self, root: Path = Path("/")) -> None:
         self._root = root
 
     def memory_left(self) -> int:
-        return min([_machine_left(self._root), *_groups_left(self._root)])
+        return min([_read_bytes(self._root / "proc/meminfo", "MemAvailable"), *_groups_left(self._root)])
 
     def release_memory(self) -> None:
         release_memory()
 
     def memory_used(self) -> int:
-        return _own_memory("RssAnon")  # without mapped files
+        return _read_bytes(STATUS, "RssAnon")  # without mapped files
 
     def begin_peak(self) -> int:
         with contextlib.suppress(OSError):  # then `peak` covers the process's whole life: an upper bound
             Path("/proc/self/clear_refs").write_text("5")
-        return _own_memory("VmRSS")
+        return _read_bytes(STATUS, "VmRSS")
 
     def peak(self) -> int:
-        return _own_memory("VmHWM")
+        return _read_bytes(STATUS, "VmHWM")
 
 
 def count_cores(root: Path = Path("/")) -> int:
-    """Return the number of cores this process may use.
-
-    This is the number of cores it is bound to or its container's quota, rounded up, whichever is less."""
+    """Return the cores that this process is bound to, or its container's quota, rounded up, if less."""
     cores = [float(len(os.sched_getaffinity(0)))]
     for controller, names in (("", ("cpu.max",)), ("cpu", ("cpu.cfs_quota_us", "cpu.cfs_period_us"))):
         for directory in _groups(root, controller):
@@ -67,14 +63,9 @@ def release_memory() -> None:
         trim(0)
 
 
-def _own_memory(name: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
+def _read_bytes(file: Path, name: str) -> int:
+    lines = file.read_text().splitlines()
     return int(next(line for line in lines if line.startswith(f"{name}:")).split()[1]) * 1024
-
-
-def _machine_left(root: Path) -> int:
-    lines = (root / "proc/meminfo").read_text().splitlines()
-    return int(next(line for line in lines if line.startswith("MemAvailable:")).split()[1]) * 1024
 
 
 def _groups_left(root: Path) -> list[int]:
@@ -84,10 +75,9 @@ def _groups_left(root: Path) -> list[int]:
 
 
 def _groups(root: Path, controller: str) -> list[Path]:
-    """Return the directories of this process's control group and of the groups around it.
-
-    `controller` is one of version 1; empty means version 2. In a container the group's path may exist only on
-    the host. The container's own group is then the mount, which is always among the directories."""
+    """Return the directories of this process's control group and of the groups around it. `controller` is one
+    of version 1; empty means version 2. In a container the group's path may exist only on the host. Its own
+    group is then the mount, which is always among the directories."""
     mount = root / "sys/fs/cgroup" / controller
     for line in (root / "proc/self/cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)
@@ -98,10 +88,8 @@ def _groups(root: Path, controller: str) -> list[Path]:
 
 
 def _group_left(directory: Path, names: tuple[str, ...]) -> int | None:
-    """Return the bytes left in a group; None if the group has no limit or cannot be seen.
-
-    File pages that no process has mapped count as free. That includes active pages, because a checkpoint that
-    is read for the second time is among those."""
+    """Return the bytes left in a group; None if it has no limit or cannot be seen. File pages that no process
+    has mapped count as free, active ones too: a checkpoint read for the second time is among those."""
     limit_name, usage_name, *page_names = names
     try:
         limit = (directory / limit_name).read_text().strip()

@@ -52,9 +52,7 @@ def bytes_per_block(shape: AttentionShape, ranks: Ranks, block_size: int, dtype:
 
 
 class KVCache:
-    """Keys and values of all layers, in pages whose layout the attention backend defines.
-
-    The dtype is float32, float16 or bfloat16."""
+    """Keys and values (float32, float16 or bfloat16), in pages whose layout the attention backend defines."""
 
     def __init__(
         self,
@@ -85,11 +83,9 @@ def _allocate_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.de
 
 
 def _populate_soon(memories: Sequence[Tensor]) -> None:
-    """Make the system allocate the memory of tensors [num_layers, any] on a background thread.
-
-    So neither the start nor a later step waits for it. Huge pages are used if there are any, because reads
-    from them are faster. The order is that in which blocks are used: the beginnings of all layers come first.
-    """
+    """Make the system allocate the memory of tensors [num_layers, any] on a background thread, so that
+    neither the start nor a later step waits for it. Huge pages are used if there are any, because they are
+    read faster. The beginnings of all layers come first, because blocks are used in that order."""
     madvise = getattr(ctypes.CDLL(None), "madvise", None)
     if madvise is None:
         return
@@ -99,9 +95,7 @@ def _populate_soon(memories: Sequence[Tensor]) -> None:
     layers = [(layer.data_ptr(), layer.nbytes) for memory in memories for layer in memory]
 
     def populate() -> None:
-        """Populate the memory without calling torch.
-
-        A thread inside a torch call when the process ends would abort the process."""
+        """Populate without torch: a thread inside a torch call when the process ends would abort it."""
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LEAST_PRIORITY)
         for offset in range(0, max(num_bytes for _, num_bytes in layers), POPULATED_BYTES):
             for address, num_bytes in layers:

@@ -42,9 +42,7 @@ class NgramIndex:
             self._add(token_id)
 
     def read(self, token_ids: list[int]) -> bool:
-        """Read the tokens after the input that are new since the last call, at most TOKENS_AT_ONCE. Return
-        True if none are left.
-
+        """Read at most TOKENS_AT_ONCE tokens that are new since the last call. Return True if none are left.
         `token_ids` begins with the tokens of the last call."""
         end = self._num_read + TOKENS_AT_ONCE
         for token_id in token_ids[self._num_read : end]:
@@ -89,8 +87,7 @@ class PromptLookup:
     """Proposer of drafts for one step after the other."""
 
     def __init__(self, max_drafts: int, predict: Callable[[int], float]) -> None:
-        """Propose at most `max_drafts` for a sequence. `predict` returns the seconds of a step of that many
-        tokens."""
+        """Propose at most `max_drafts` each. `predict` returns the seconds of a step of that many tokens."""
         self._max_drafts, self._predict = max_drafts, predict
         self._histories: WeakKeyDictionary[Sequence, NgramIndex] = WeakKeyDictionary()
         self._left = 0
@@ -98,8 +95,7 @@ class PromptLookup:
         self._saved = self._cost = self._wait = 0.0
 
     def begin(self, num_sequences: int, most: int) -> bool:
-        """Begin a step of that many sequences with at most `most` drafts. Return whether any draft can be
-        worth its cost."""
+        """Begin a step with at most `most` drafts. Return whether any draft can be worth its cost."""
         if most <= 0 or not num_sequences:
             return False
         self._left = most
@@ -110,8 +106,7 @@ class PromptLookup:
         return self._saved > self._cost
 
     def propose(self, sequence: Sequence, most: int) -> list[int]:
-        """Return drafts that follow the sequence's known tokens; empty if none is worth its cost. They are
-        part of the step only if the sequence has no unanswered tokens."""
+        """Return drafts that are worth their cost. They join the step only if no token is unanswered."""
         most = min(most, self._left, self._max_drafts)
         if most <= 0:
             return []
@@ -130,9 +125,8 @@ class PromptLookup:
 
 
 def find_room(pool: BlockPool, sequence: Sequence, num_running: int, rope_switch_len: int) -> int:
-    """Return the most drafts for a sequence that decodes. They must fit within its limits, and into blocks
-    that it has or that are free beyond one for each running sequence, so that no other sequence lacks
-    blocks."""
+    """Return the most drafts within the limits of a decoding sequence, and within blocks that it has or that
+    are free beyond one for each running sequence, so that no other lacks blocks."""
     limit = sequence.max_tokens - 1  # the last token is never computed
     if rope_switch_len and not sequence.is_long:
         limit = min(limit, rope_switch_len)
