@@ -167,7 +167,7 @@ class Screen:
     def __init__(self, *arguments: str, **variables: str) -> None:
         self.fd, terminal = pty.openpty()
         fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", HEIGHT, WIDTH, 0, 0))
-        # LINES and COLUMNS would be another terminal's: readline puts them into the environment of a test's process.
+        # readline puts LINES and COLUMNS of another terminal into the environment of a process of tests.
         own = {name: value for name, value in os.environ.items() if name not in ("LINES", "COLUMNS")}
         env = {**own, "TERM": "xterm", **variables}
         self.process = subprocess.Popen([*COMMAND, *arguments], stdin=terminal, stdout=terminal, env=env)
