@@ -46,12 +46,18 @@ def refuse_a_row(setup: Setup) -> None:
 
 
 def end_too_early(setup: Setup) -> None:
+    garbage = setup.shards[0].garbage
+
     def ended(response: shard_pb2.StepResponse) -> bytes:
+        garbage.put(ended)  # the answer may be of a step that the call before has left
         response.ended = b"\1" * len(response.ended)
         return frame(response)
 
-    setup.shards[0].garbage.put(ended)
-    setup.stub.Generate(batch("a", stopping=LONG))
+    garbage.put(ended)
+    try:
+        setup.stub.Generate(batch("a", stopping=LONG))
+    finally:
+        garbage.get(timeout=5)
 
 
 def die_of_a_row(setup: Setup) -> None:
