@@ -188,7 +188,7 @@ def _learning_rate(step: int, num_steps: int) -> float:
 
 
 class _Optimizer:
-    """Muon for the matrices of the layers, AdamW for the other parameters.
+    """Muon (Keller Jordan, 2024) for the matrices of the layers, AdamW for the other parameters.
 
     Muon needs a third of the steps that AdamW needs alone. torch's own Muon works in bfloat16, which takes 20
     times as long on processors without instructions for it."""
