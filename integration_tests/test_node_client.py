@@ -357,7 +357,7 @@ def test_frames_that_no_library_would_send(slow: Node, router: Setup) -> None:
         {
             "name": name,
             "raw": {"headers": {":path": path, **headers}, "body": base64.b64encode(body).decode()},
-            "deadlineMs": 1000,
+            "deadlineMs": 3000,
         }
         for name, (headers, body, _) in FRAMES.items()
     ]
