@@ -99,6 +99,7 @@ def outcome(ask: Ask, tuned: Tuned) -> Any:
         return error.code(), error.details()
 
 
+@pytest.mark.slow
 def test_replaced_and_removed_under_load(tuned: Tuned, undisturbed: dict[Ask, Messages]) -> None:
     """Who runs goes on with the old one; the next request has the new one, or is refused."""
     pids, directory = shards(tuned), tuned.prompts / "swapped"

@@ -54,6 +54,7 @@ def test_the_text_is_prose_that_a_shell_can_quote() -> None:
     assert all("\n" not in paragraph for paragraph in paragraphs)
 
 
+@pytest.mark.slow
 def test_the_same_steps_write_the_same_bytes(model_directory: Path, tmp_path: Path) -> None:
     torch.manual_seed(123)
     num_threads = torch.get_num_threads()
@@ -117,6 +118,7 @@ def test_what_is_there_stays(model_directory: Path) -> None:
     assert (model_directory / "config.json").stat().st_mtime_ns == before
 
 
+@pytest.mark.slow
 def test_an_interrupt_leaves_nothing(tmp_path: Path) -> None:
     code = (
         "import sys, pathlib, tgis.cli.demo_model as demo; demo.write_demo_model(pathlib.Path(sys.argv[1]))"

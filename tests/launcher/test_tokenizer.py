@@ -59,6 +59,7 @@ def test_it_is_converted_for_the_router_and_the_shard(model: Path, hub: Hub) -> 
     assert any("Tokenizer: Saved tokenizer to" in line for line in service.lines)
 
 
+@pytest.mark.slow
 def test_one_that_cannot_be_converted_ends_the_start(model: Path, hub: Hub) -> None:
     (model / "tokenizer.model").write_bytes(b"no tokenizer")
     service = launch(model, hub)

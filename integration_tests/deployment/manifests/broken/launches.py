@@ -41,7 +41,10 @@ CASES = [
         rules.options_are_read, ("storage/download.yaml",), "Job", f"{SERVER}.args.0", "fetch", "no command"
     ),
     group(
-        rules.options_are_read, f"{GROUP_POD}.containers.0.env.5", env("LOG_LEVEL", "info"), "TCP needs --link-cert-path"
+        rules.options_are_read,
+        f"{GROUP_POD}.containers.0.env.5",
+        env("LOG_LEVEL", "info"),
+        "TCP needs --link-",
     ),
     deployment(rules.drains_fit, "spec.template.spec.terminationGracePeriodSeconds", 60, "not the pod's 60"),
     deployment(rules.drains_fit, f"{SERVER}.lifecycle", GONE, "not the 0 of preStop"),
