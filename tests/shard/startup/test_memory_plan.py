@@ -58,7 +58,7 @@ def test_a_rank_gets_its_part_of_a_quarter() -> None:
     assert MemoryBudget(left=1000, step=0, num_ranks=1).share == 250
     assert MemoryBudget(left=1000, step=100, num_ranks=2).share == 100
     assert MemoryBudget(left=1000, step=600, num_ranks=2).share == 0
-    assert MemoryBudget(left=1000, step=100, num_ranks=2, contents=200).share == 50
+    assert MemoryBudget(left=1000, step=100, num_ranks=2, adapter_bytes=200).share == 50
 
 
 def test_one_request_must_fit() -> None:
@@ -76,14 +76,14 @@ def test_one_request_must_fit() -> None:
 def test_soft_prompts_and_adapters_are_part_of_the_arithmetic() -> None:
     with pytest.raises(CacheTooSmallError) as error:
         check_blocks(
-            Demand(16, 100, 4, None), 6, MIB // 2, MemoryBudget(30 * MIB, 3 * MIB, 2, contents=4 * MIB)
+            Demand(16, 100, 4, None), 6, MIB // 2, MemoryBudget(30 * MIB, 3 * MIB, 2, adapter_bytes=4 * MIB)
         )
     assert "(a quarter of 30 MiB less 6 MiB for the largest step less 8 MiB for soft prompts and ad" in str(
         error.value
     )
-    check_budget(MemoryBudget(2 * GIB, GIB // 2, 2, contents=GIB // 2))
+    check_budget(MemoryBudget(2 * GIB, GIB // 2, 2, adapter_bytes=GIB // 2))
     with pytest.raises(ModelTooLargeError) as refused:
-        check_budget(MemoryBudget(2 * GIB - 1, GIB // 2, 2, contents=GIB // 2))
+        check_budget(MemoryBudget(2 * GIB - 1, GIB // 2, 2, adapter_bytes=GIB // 2))
     assert str(refused.value) == (
         "the model does not fit: beside its weights the largest step takes 1.00 GiB and soft prompts and "
         "adapters may take 1.00 GiB, 2.00 GiB of memory are left; a smaller --max-step-tokens or "
@@ -114,11 +114,11 @@ def test_a_model_that_cannot_fit_is_refused_before_it_is_read() -> None:
     )
     with pytest.raises(CacheTooSmallError, match=r"leave room for 6$"):
         check_fit(SPEC, group, torch.float32, demand, 3 * GIB, 3 * GIB + needed - 1)
-    check_fit(SPEC, group, torch.float32, demand, 3 * GIB, 4 * GIB + needed, contents=GIB)
+    check_fit(SPEC, group, torch.float32, demand, 3 * GIB, 4 * GIB + needed, adapter_bytes=GIB)
     with pytest.raises(CacheTooSmallError, match=r"leave room for 6$"):
-        check_fit(SPEC, group, torch.float32, demand, 3 * GIB, 4 * GIB + needed - 1, contents=GIB)
+        check_fit(SPEC, group, torch.float32, demand, 3 * GIB, 4 * GIB + needed - 1, adapter_bytes=GIB)
     with pytest.raises(ModelTooLargeError, match=r"weights soft prompts and adapters may take 1\.00 GiB, 0"):
-        check_fit(SPEC, group, torch.float32, demand, 3 * GIB, 7 * GIB // 2, contents=GIB)
+        check_fit(SPEC, group, torch.float32, demand, 3 * GIB, 7 * GIB // 2, adapter_bytes=GIB)
 
 
 def test_the_largest_step_must_fit() -> None:

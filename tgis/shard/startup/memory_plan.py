@@ -51,13 +51,13 @@ class MemoryBudget:
     left: int  # for all ranks of the machine
     step: int  # that a rank takes for the largest step
     num_ranks: int
-    divisor: int = 4  # caches may take one part in so many of what steps and contents leave
-    contents: int = 0  # that a rank takes for soft prompts and adapters
+    divisor: int = 4  # caches may take one part in so many of what steps and adapters leave
+    adapter_bytes: int = 0  # that a rank takes for soft prompts and adapters
 
     @property
     def taken(self) -> int:
         """Bytes that all ranks take beside their caches."""
-        return self.num_ranks * (self.step + self.contents)
+        return self.num_ranks * (self.step + self.adapter_bytes)
 
     @property
     def share(self) -> int:
@@ -73,7 +73,7 @@ def check_fit(
     weights: int,
     left: int,
     divisor: int = 4,
-    contents: int = 0,
+    adapter_bytes: int = 0,
     quantize: str | None = None,
 ) -> None:
     """Check that the model fits into the `left` bytes of this machine.
@@ -85,7 +85,7 @@ def check_fit(
             f"the model does not fit: its weights take {weights / GIB:.2f} GiB as "
             f"{quantize or str(dtype).removeprefix('torch.')}, {left / GIB:.2f} GiB of memory are left"
         )
-    budget = MemoryBudget(left - weights, 0, group.local_size, divisor, contents)
+    budget = MemoryBudget(left - weights, 0, group.local_size, divisor, adapter_bytes)
     check_budget(budget)
     block_bytes = bytes_per_block(shape, group, demand.block_size, dtype)
     check_blocks(demand, count_blocks(demand, block_bytes, budget.share), block_bytes, budget)
@@ -95,11 +95,11 @@ def check_budget(budget: MemoryBudget) -> None:
     """Raise ModelTooLargeError if the largest step, soft prompts and adapters do not fit into memory."""
     if budget.taken <= budget.left:
         return
-    step, contents = (budget.num_ranks * each / GIB for each in (budget.step, budget.contents))
-    parts = [f"the largest step takes {step:.2f} GiB"] * bool(step)
-    cures = ["a smaller --max-step-tokens or --max-batch-size"] * bool(step)
-    if contents:
-        parts.append(f"soft prompts and adapters may take {contents:.2f} GiB")
+    step_gib, adapters_gib = (budget.num_ranks * each / GIB for each in (budget.step, budget.adapter_bytes))
+    parts = [f"the largest step takes {step_gib:.2f} GiB"] * bool(step_gib)
+    cures = ["a smaller --max-step-tokens or --max-batch-size"] * bool(step_gib)
+    if adapters_gib:
+        parts.append(f"soft prompts and adapters may take {adapters_gib:.2f} GiB")
         cures.append("a smaller --prompt-cache-size-mb or --adapter-cache-size-mb")
     raise ModelTooLargeError(
         f"the model does not fit: beside its weights {' and '.join(parts)}, "
@@ -147,7 +147,7 @@ def _explain_budget(budget: MemoryBudget) -> str:
     free = f"{budget.left / MIB:.0f} MiB"
     if budget.step:
         free += f" less {budget.num_ranks * budget.step / MIB:.0f} MiB for the largest step"
-    if budget.contents:
-        free += f" less {budget.num_ranks * budget.contents / MIB:.0f} MiB for soft prompts and adapters"
+    if budget.adapter_bytes:
+        free += f" less {budget.num_ranks * budget.adapter_bytes / MIB:.0f} MiB for soft prompts and adapters"
     part = {1: "", 4: "a quarter of "}[budget.divisor]
     return f"{part}{free}" + (f", over {budget.num_ranks} shards" if budget.num_ranks > 1 else "")
