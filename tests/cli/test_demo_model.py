@@ -45,12 +45,12 @@ def test_the_text_is_prose_that_a_shell_can_quote() -> None:
     documents = read_documents()
     text = "\n\n".join(documents)
     assert PROMPT + " wrap the execution of a block with methods defined by a context manager" in text
-    assert 40_000 < len(text) < 100_000
+    assert 15_000 < len(text) < 100_000
     assert '"' not in text
     assert ">>>" not in text
     assert "::=" not in text
     paragraphs = text.split("\n\n")
-    assert len(set(paragraphs)) == len(paragraphs) > 200
+    assert len(set(paragraphs)) == len(paragraphs) > 70
     assert all("\n" not in paragraph for paragraph in paragraphs)
 
 
@@ -81,7 +81,7 @@ def test_transformers_loads_all_of_it(model_directory: Path) -> None:
     assert (model.generation_config.bos_token_id, model.generation_config.eos_token_id) == (0, 1)
     stored = load_file(model_directory / "model.safetensors")
     assert {tensor.dtype for tensor in stored.values()} == {torch.float32}
-    assert 2e6 < sum(tensor.numel() for tensor in stored.values()) < 4e6
+    assert 1e6 < sum(tensor.numel() for tensor in stored.values()) < 4e6
 
 
 def test_everybody_who_may_read_the_configuration_may_read_the_weights(model_directory: Path) -> None:
@@ -102,7 +102,7 @@ def test_the_tokenizer_begins_with_bos_and_gives_the_text_back(model_directory: 
 def test_training_lowers_the_loss() -> None:
     documents = read_documents()
     tokenizer = train_tokenizer(documents)
-    losses = train(make_model(tokenizer), documents, tokenizer, 16)
+    losses = train(make_model(tokenizer), documents, tokenizer, 12)
     assert losses[0] == pytest.approx(math.log(VOCAB_SIZE), abs=0.2)
     assert sum(losses[-3:]) / 3 < losses[0] - 1.0
 
