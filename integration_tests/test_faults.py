@@ -104,7 +104,7 @@ def test_sigterm_finishes_what_is_in_flight(model: Model) -> None:
     client.channel.close()
 
 
-@pytest.mark.parametrize("is_killed", [True, False])
+@pytest.mark.parametrize("is_killed", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_nothing_outlives_the_launcher(model: Model, tmp_path: Path, is_killed: bool) -> None:
     """Neither one that is killed nor one that is told twice to end while it drains."""
     log = tmp_path / "termination-log"

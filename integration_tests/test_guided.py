@@ -70,7 +70,8 @@ KINDS = {
 
 
 # In lock step the mask is not made beside a forward pass; it takes part in `make test-all`.
-SERVED = [name if "lock" not in name else pytest.param(name, marks=pytest.mark.slow) for name in SERVICES]
+SLOW = {"one rank", "lock step, tight"}
+SERVED = [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in SERVICES]
 
 
 @pytest.fixture(scope="module", params=SERVED)

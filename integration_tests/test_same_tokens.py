@@ -28,7 +28,12 @@ SERVICES = {
     "encoder-decoder, one rank, tight": TIGHT,
     "encoder-decoder, two ranks, tight": [*TIGHT, "--num-shard", "2"],
 }
-SLOW = {"encoder-decoder, one rank", "encoder-decoder, two ranks, tight"}
+SLOW = {
+    "one rank, tight",
+    "lock step",
+    "encoder-decoder, one rank",
+    "encoder-decoder, two ranks, tight",
+}
 SERVED = [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in SERVICES]
 
 

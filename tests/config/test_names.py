@@ -157,11 +157,6 @@ def test_old_manifests_start() -> None:
     assert sorted(warned) == ["FLASH_ATTENTION", "MAX_PREFILL_WEIGHT", "PT2_COMPILE"]
 
 
-def test_the_document_is_up_to_date() -> None:
-    check = [sys.executable, "-m", "scripts.write_docs", "--check"]
-    assert subprocess.run(check, cwd=ROOT).returncode == 0
-
-
 def test_the_document_has_the_flags_of_the_commands(helps: dict[str, str], document: str) -> None:
     """Names of TGI are in a table of their own: they are hidden from the help."""
     sections = dict(re.findall(r"\n## `([a-z -]+)`\n(.*?)(?=\n## )", document, re.DOTALL))

@@ -139,6 +139,7 @@ def test_watchers_are_told_of_each_change(router: Setup) -> None:
         thread.join(5)
 
 
+@pytest.mark.slow
 def test_who_asks_for_health_is_answered_under_overload(router: Setup) -> None:
     """By gRPC and by HTTP, while calls are refused; all permits come back."""
     streams = Streams(router, count=4, step_s=0.05)
@@ -175,6 +176,7 @@ def wait_for_calls(setup: Setup) -> None:
         time.sleep(0.1)
 
 
+@pytest.mark.slow
 def test_a_rolling_restart_of_two_replicas_loses_nothing(tmp_path: Path) -> None:
     """With the client's configuration that is documented, and calls that never pause."""
     homes = [tmp_path / str(i) for i in range(2)]

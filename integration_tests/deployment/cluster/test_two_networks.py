@@ -59,6 +59,7 @@ def test_nodes_listen_on_one_address_each(client: Client, networks: TwoNetworks)
         assert networks.listening(rank) == {"127.0.0.1", host}
 
 
+@pytest.mark.slow
 def test_streams_outlive_a_cut_cable(client: Client, model: Model, networks: TwoNetworks) -> None:
     with live_streams(client, texts_of(model), timeout_s=120):
         networks.cut()

@@ -87,6 +87,7 @@ def test_streams_outlive_the_other_node(tuned: Tuned, nodes: TwoNodes) -> None:
         ask.check(tuned, ask.send(tuned))
 
 
+@pytest.mark.slow
 def test_a_worker_that_is_told_to_end_lets_streams_finish(tuned: Tuned, nodes: TwoNodes) -> None:
     """As far as they do in time, or until it is told again; then its successor joins."""
     client, running, node = tuned.client, threading.Barrier(2), nodes.nodes[0]
@@ -170,6 +171,7 @@ def received(connection: ssl.SSLSocket) -> bytes:
     return found
 
 
+@pytest.mark.slow
 def test_the_other_node_outlives_node_0(nodes: TwoNodes, tuned: Tuned) -> None:
     """And serves the next one; this is the last test of the group."""
     expected, worker = read(tuned.client, TEXTS[1]), nodes.nodes[1]
@@ -217,6 +219,7 @@ def test_shards_alone_serve_a_router_elsewhere(model: Model, tmp_path: Path) -> 
     assert (router.end(), shards.end()) == (0, 0), shards.output
 
 
+@pytest.mark.slow
 def test_a_node_may_be_lost_while_all_load(model: Model, tmp_path_factory: pytest.TempPathFactory) -> None:
     """Which ends a service only where a shard fails by itself."""
     nodes = TwoNodes(tmp_path_factory.mktemp("n"), model.directory, "--dtype", "float32")
