@@ -45,10 +45,14 @@ def round_weights(weights: Tensor) -> Codes:
     """Round float weights [num_rows, num_columns]. A group with a number that is not finite has the scale
     NaN."""
     num_rows, num_columns = weights.shape
-    padded = F.pad(weights.float(), (0, -num_columns % GROUP)).view(num_rows, -1, GROUP)
-    largest = padded.abs().amax(-1)  # [num_rows, num_groups]
+    weights = weights.float()
+    if num_columns % GROUP:
+        weights = F.pad(weights, (0, -num_columns % GROUP))
+    groups = weights.view(num_rows, -1, GROUP)
+    magnitudes = groups.abs()
+    largest = magnitudes.amax(-1)  # [num_rows, num_groups]
     largest = torch.where(largest.isfinite(), largest, _NAN)
     largest = torch.where(largest < _TINY, _ZERO, largest)
     factors = torch.where(largest > 0, _LARGEST / largest, _ZERO).unsqueeze(-1)
-    values = (padded * factors).round_().to(torch.int8).view(num_rows, -1)
+    values = torch.mul(groups, factors, out=magnitudes).round_().to(torch.int8).view(num_rows, -1)
     return Codes(LAYOUT, values[:, :num_columns].contiguous(), largest / _LARGEST)

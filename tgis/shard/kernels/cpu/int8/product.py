@@ -13,7 +13,7 @@ from tgis.shard.kernels.cpu.int8.inner_loop import HEADER, QUAD
 from tgis.shard.kernels.cpu.jit.compiler import empty
 from tgis.shard.quant.int8 import GROUP
 
-_PIECE = 1 << 18  # approximate number of weights that are read and packed at a time; they fit a core's cache
+_PIECE = 1 << 17  # approximate number of weights that are read and packed at a time; they fit a core's cache
 _PART = 1 << 14  # approximate number of activations that a thread quantizes at a time
 _RUN = 8  # most panels that a thread multiplies at a time
 _CHUNK = 1 << 19  # bytes of activations that fit a core's cache
