@@ -3,7 +3,6 @@ row share a scale: the group's largest magnitude over 127. Values divided by the
 even."""
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from tgis.shard.checkpoint.codes import CodeLayout, Codes
@@ -45,10 +44,12 @@ def round_weights(weights: Tensor) -> Codes:
     """Round float weights [num_rows, num_columns]. A group with a number that is not finite has the scale
     NaN."""
     num_rows, num_columns = weights.shape
-    weights = weights.float()
     if num_columns % GROUP:
-        weights = F.pad(weights, (0, -num_columns % GROUP))
-    groups = weights.view(num_rows, -1, GROUP)
+        padded = torch.zeros(num_rows, -(-num_columns // GROUP) * GROUP)
+        padded[:, :num_columns] = weights
+    else:
+        padded = weights.float()
+    groups = padded.view(num_rows, -1, GROUP)
     magnitudes = groups.abs()
     largest = magnitudes.amax(-1)  # [num_rows, num_groups]
     largest = torch.where(largest.isfinite(), largest, _NAN)
