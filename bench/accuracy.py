@@ -17,11 +17,11 @@ from tgis.hub import model_files
 from tgis.shard.attention.interface import AttentionMetadata
 from tgis.shard.collectives import ProcessGroup
 from tgis.shard.kernels.cpu.attention.attention import CpuAttention
-from tgis.shard.layers.ops import Quantization
 from tgis.shard.memory.kv_cache import KVCache
 from tgis.shard.models import registry
 from tgis.shard.models.decoder import Decoder
 from tgis.shard.models.interface import StepInputs
+from tgis.shard.quant.registry import find_scheme
 
 DEMO_MODEL = Path(".cache/demo-model")
 BLOCK_SIZE = 16
@@ -34,7 +34,7 @@ class Precision:
     name: str
     dtype: torch.dtype
     """Of the cache, and of the weights that are not quantized."""
-    quantize: Quantization = "none"
+    quantize: str | None = None
 
 
 PRECISIONS = (
@@ -96,7 +96,7 @@ def _score(model: Path, precision: Precision, windows: Sequence[Tensor]) -> tupl
     float64 and int64 [num_tokens]."""
     alone, dtype = ProcessGroup(0, 1), precision.dtype
     settings = model_files.read_json(model, "config.json")
-    decoder = registry.load(model, settings, alone, dtype, quantize=precision.quantize)
+    decoder = registry.load(model, settings, alone, dtype, scheme=find_scheme(precision.quantize))
     assert isinstance(decoder, Decoder)
     spec, num_blocks = decoder.spec, -(-WINDOW // BLOCK_SIZE)
     cache = KVCache(spec.num_layers, num_blocks, BLOCK_SIZE, spec.num_kv_heads, spec.head_dim, dtype)

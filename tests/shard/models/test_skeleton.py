@@ -30,9 +30,7 @@ def test_it_is_made_as_the_model_is(case: str, tmp_path: Path) -> None:
     assert made.prompt_width == loaded.prompt_width
     assert made.spec.is_encoder_decoder == loaded.spec.is_encoder_decoder
     for path, cut in made.parts.cuts.items():
-        assert made.parts.weights.trace(f"{path}.weight", cut.shape) == loaded.parts.weights.trace(
-            f"{path}.weight", cut.shape
-        )
+        assert made.parts.weights.trace(path, cut.shape) == loaded.parts.weights.trace(path, cut.shape)
 
 
 def test_a_checkpoint_of_other_shapes_is_refused(tmp_path: Path) -> None:

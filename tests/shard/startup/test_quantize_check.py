@@ -16,6 +16,7 @@ from tests.support.shard.checkpoints import SMALL, write_model
 from tests.support.shard.driver import Request, Router, configure, prompts
 from tests.support.shard.ranks import Ranks
 from tests.support.shard.stepping import Stepper
+from tgis.config.processes import ShardConfig
 from tgis.shard.collectives import ProcessGroup
 from tgis.shard.kernels.cpu.gemm.product import PackedProduct
 from tgis.shard.kernels.cpu.int8.product import Int8Product
@@ -23,6 +24,7 @@ from tgis.shard.kernels.portable.ops import TorchKernels
 from tgis.shard.models import registry
 from tgis.shard.models.decoder import Decoder
 from tgis.shard.models.interface import UnsupportedModelError
+from tgis.shard.quant.registry import find_scheme
 from tgis.shard.startup import engine_choice, quantize_check
 from tgis.shard.startup.load import load
 from tgis.shard.startup.platform import ON_CPU, DeviceError
@@ -36,7 +38,9 @@ def model_path(checkpoint: Callable[[str], Path]) -> Path:
 
 
 def quantized(directory: Path, group: ProcessGroup = stepping.ALONE) -> Decoder:
-    model = registry.load(directory, stepping.read_config(directory), group, torch.float32, quantize="int8")
+    model = registry.load(
+        directory, stepping.read_config(directory), group, torch.float32, scheme=find_scheme("int8")
+    )
     assert isinstance(model, Decoder)
     return model
 
@@ -93,12 +97,16 @@ def test_an_engine_answers_the_same_alone_and_in_company(model_path: Path) -> No
 
 def test_memory_is_that_of_bytes(model_path: Path) -> None:
     settings = stepping.read_config(model_path)
-    choice = engine_choice.choose(model_path, settings, None, 1, trust_remote_code=False, quantize="int8")
+    choice = engine_choice.choose(model_path, settings, None, 1, trust_remote_code=False)
     config = configure(model_path, quantize="int8")
+
+    def count_bytes(config: ShardConfig) -> int:
+        return quantize_check.count_bytes(config, settings, choice, ON_CPU, torch.float16)
+
     elements = engine_choice.registry.count_embedding_elements(choice.spec)
     assert elements == 99 * 32
-    whole = quantize_check.count_bytes(configure(model_path), choice, torch.float16) // 2
-    assert quantize_check.count_bytes(config, choice, torch.float16) == int(whole * 33 / 32) + 2 * elements
+    whole = count_bytes(configure(model_path)) // 2
+    assert count_bytes(config) == int(whole * 33 / 32) + 2 * elements
 
 
 def test_other_engines_and_devices_refuse(model_path: Path, caplog: pytest.LogCaptureFixture) -> None:

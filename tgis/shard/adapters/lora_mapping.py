@@ -61,7 +61,7 @@ class Change:
 def read_adapter(parts: Parts, tensors: Mapping[str, Tensor], scales: Mapping[str, float]) -> Adapter:
     """Return this rank's part of an adapter for the model made from `parts`, with all data copied. Raises
     AdapterError if a tensor fits no layer."""
-    traces = {path: parts.weights.trace(f"{path}.weight", cut.shape) for path, cut in parts.cuts.items()}
+    traces = {path: parts.weights.trace(path, cut.shape) for path, cut in parts.cuts.items()}
     _compare_tables(parts, traces, tensors)
     deltas: dict[str, tuple[LowRank, ...]] = {}
     for kind, read in ((False, _read_matrix), (True, _read_table)):
@@ -198,7 +198,7 @@ def _is_same(parts: Parts, path: str, copy: Tensor) -> bool:
     shape = parts.cuts[path].shape
     if copy.shape != shape:
         return False
-    stored = parts.weights.find(f"{path}.weight", shape)
+    stored = parts.weights.find_matrix(path, shape)
     for start in range(0, len(copy), COMPARED_ROWS):
         rows = slice(start, start + COMPARED_ROWS)
         ours, theirs = stored.read(rows), copy[rows]

@@ -10,6 +10,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from tgis.errors import first_line
+from tgis.shard.checkpoint.format import Format
 from tgis.shard.checkpoint.progress import Progress
 from tgis.shard.checkpoint.tensors import FileTensor, MissingTensorError, WeightsError
 from tgis.shard.memory.host_limits import release_memory
@@ -49,7 +50,7 @@ class Checkpoint:
     def __init__(self, directory: Path):
         self._directory = directory
         self._open: dict[str, TensorFile] = {}
-        self.shapes: dict[str, tuple[int, ...]] = {}  # shapes of all tensors that were fetched
+        self._heights: dict[str, int] = {}  # sizes of the first axis of all tensors that were fetched
         self._taken: dict[str, set[int]] = {}  # for the same tensors: indices of entries that were requested
         self._file_of = self._list_tensors()
         self._unclosed_bytes = 0
@@ -60,7 +61,13 @@ class Checkpoint:
         return name in self._file_of
 
     def fetch(self, name: str) -> FileTensor:
-        """Return the tensor, without reading its elements. Raises WeightsError."""
+        """Return a tensor of floats, without reading its elements. Raises WeightsError."""
+        found = self.fetch_any(name)
+        found.check_plain()
+        return found
+
+    def fetch_any(self, name: str) -> FileTensor:
+        """Return a tensor of any type and shape, without reading its elements. Raises WeightsError."""
         if name not in self._file_of:
             raise MissingTensorError(f"{self._directory}: tensor {name} is missing")
         file = self._file_of[name]
@@ -70,10 +77,10 @@ class Checkpoint:
             tensors = self._open[file] = _open(self._directory / file)
         taken = self._taken.setdefault(name, set())
         found = FileTensor(_get(tensors, name, label), label, self._count, taken)
-        self.shapes[name] = found.shape
+        self._heights[name] = found.shape[0] if found.shape else 1
         return found
 
-    def count_elements(self) -> int:
+    def count_elements(self, format: Format | None) -> int:
         """Count the elements of all matrices from the files' headers. Files without a header are left out.
         Raises WeightsError."""
         names_in: dict[str, list[str]] = {}
@@ -85,7 +92,9 @@ class Checkpoint:
             if _can_map(path):
                 tensors = _open(path)
                 found = (_get(tensors, name, f"{path}: tensor {name}") for name in names)
-                total += sum(tensor.numel() for tensor in found if tensor.dim() > 1)
+                total += sum(
+                    _count_weights(name, tensor, format) for name, tensor in zip(names, found, strict=True)
+                )
         return total
 
     def list_unread(self) -> Iterator[str]:
@@ -95,7 +104,7 @@ class Checkpoint:
             taken = self._taken.get(name)
             if taken is None:
                 yield name
-            elif taken and (left := set(range(self.shapes[name][0])) - taken):
+            elif taken and (left := set(range(self._heights[name])) - taken):
                 yield f"{name}[{min(left)}]"
 
     def check_files(self) -> None:
@@ -129,11 +138,16 @@ class Checkpoint:
         raise WeightsError(f"{self._directory} holds no weights: there is no {known}")
 
 
-def count_elements(directory: Path) -> int:
+def count_elements(directory: Path, format: Format | None = None) -> int:
     """Count the elements of all matrices of a checkpoint without reading them, or return 0 if that is
     impossible. Raises WeightsError if files are damaged."""
     names = [name for name in (*SAFETENSORS, *PICKLES) if (directory / name).is_file()]
-    return Checkpoint(directory).count_elements() if names and _can_map(directory / names[0]) else 0
+    return Checkpoint(directory).count_elements(format) if names and _can_map(directory / names[0]) else 0
+
+
+def _count_weights(name: str, tensor: Tensor, format: Format | None) -> int:
+    found = format.count_weights(name, tuple(tensor.shape)) if format else None
+    return (tensor.numel() if tensor.dim() > 1 else 0) if found is None else found
 
 
 def _open(file: Path) -> TensorFile:

@@ -2,7 +2,7 @@
 
 import logging
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate
 from typing import Protocol
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tgis.errors import OperatorError
+from tgis.shard.checkpoint.codes import CodeLayout, Codes, join_rows
 
 logger = logging.getLogger(__name__)
 
@@ -39,39 +40,67 @@ class Stored(Protocol):
         only. The result may be the file's mapped memory: callers must not write to it, and must copy what
         they keep. Raises WeightsError."""
 
+    def layout(self, columns: slice = ALL) -> CodeLayout | None:
+        """Return the layout of `codes` of these columns, or None if they can only be read as floats."""
 
-class FileTensor:
+    def codes(self, rows: slice = ALL, columns: slice = ALL) -> Codes:
+        """Return the part as codes, for columns that have a `layout`. Raises WeightsError."""
+
+
+class StoredTensor(Stored, Protocol):
+    """Tensor of a checkpoint, which may be a stack of matrices."""
+
+    def entry(self, index: int) -> "StoredTensor":
+        """Return the tensor at that index of the first axis. Raises WeightsError if there is none."""
+
+
+class FloatsOnly:
+    """Base of tensors without codes."""
+
+    def layout(self, columns: slice = ALL) -> CodeLayout | None:
+        return None
+
+    def codes(self, rows: slice = ALL, columns: slice = ALL) -> Codes:
+        raise AssertionError("there is no layout")
+
+
+class FileTensor(FloatsOnly):
     """Tensor in a mapped file. For every part that is read, `count` is called with the tensor's label and
     bytes and the part's bytes. The index of every requested entry is added to `taken`."""
 
     def __init__(self, mapped: Tensor, label: str, count: Callable[[str, int, int], None], taken: set[int]):
         self._mapped, self.label, self._count, self._taken = mapped, label, count, taken
         self.shape = tuple(mapped.shape)
-        if mapped.dtype not in DTYPES.values():
-            dtype, expected = str(mapped.dtype).removeprefix("torch."), ", ".join(DTYPES)
-            raise WeightsError(f"{label} is stored as {dtype}, expected one of {expected}")
+
+    def check_plain(self) -> None:
+        """Raise WeightsError unless this is a vector or a matrix of floats."""
+        if not self._is_float:
+            dtype, expected = str(self._mapped.dtype).removeprefix("torch."), ", ".join(DTYPES)
+            raise WeightsError(f"{self.label} is stored as {dtype}, expected one of {expected}")
         if not self.shape:
-            raise WeightsError(f"{label} is a scalar, expected a vector or a matrix")
+            raise WeightsError(f"{self.label} is a scalar, expected a vector or a matrix")
 
     def entry(self, index: int) -> "FileTensor":
-        """Return the tensor at that index of the first axis. Raises WeightsError if there is none."""
         if index >= self.shape[0] or len(self.shape) == 1:
             raise WeightsError(f"{self.label} has shape {list(self.shape)}, no entry {index}")
         self._taken.add(index)
         return FileTensor(self._mapped[index], f"{self.label}[{index}]", self._count, set())
 
     def read(self, rows: slice = ALL, columns: slice = ALL) -> Tensor:
-        part = self._mapped[rows, columns] if len(self.shape) > 1 else self._mapped[rows]
-        part = part.contiguous()
+        part = self._mapped[(rows, columns)[: len(self.shape)]].contiguous()
         self._count(self.label, self._mapped.nbytes, part.nbytes)
         # Only warn: some checkpoints have such rows for unused tokens. Requests whose logits are not finite
         # get an error each.
-        if part.numel() and not all(bound.isfinite() for bound in part.aminmax()):
+        if self._is_float and part.numel() and not all(bound.isfinite() for bound in part.aminmax()):
             logger.warning("%s holds numbers that are not finite", self.label)
         return part
 
+    @property
+    def _is_float(self) -> bool:
+        return self._mapped.dtype in DTYPES.values()
 
-class Transposed:
+
+class Transposed(FloatsOnly):
     """View of a matrix that is stored [in, out]; vectors stay as they are."""
 
     def __init__(self, stored: Stored):
@@ -83,16 +112,27 @@ class Transposed:
         return self._stored.read(columns, rows).T.contiguous()
 
 
-class RowRange:
-    """View of consecutive rows."""
+class Sliced:
+    """View of consecutive rows and columns of a matrix, or of consecutive elements of a vector."""
 
-    def __init__(self, stored: Stored, start: int, stop: int):
-        self._stored, self._start, self.label = stored, start, stored.label
-        self.shape = (stop - start, *stored.shape[1:])
+    def __init__(self, stored: Stored, rows: slice, columns: slice = ALL):
+        self._stored, self.label = stored, stored.label
+        self._ranges = [range(size)[part] for size, part in zip(stored.shape, (rows, columns), strict=False)]
+        self.shape = tuple(len(each) for each in self._ranges)
 
     def read(self, rows: slice = ALL, columns: slice = ALL) -> Tensor:
-        start, stop, _ = rows.indices(self.shape[0])
-        return self._stored.read(slice(self._start + start, self._start + stop), columns)
+        return self._stored.read(*self._shift(rows, columns))
+
+    def layout(self, columns: slice = ALL) -> CodeLayout | None:
+        return self._stored.layout(*self._shift(ALL, columns)[1:])
+
+    def codes(self, rows: slice = ALL, columns: slice = ALL) -> Codes:
+        return self._stored.codes(*self._shift(rows, columns))
+
+    def _shift(self, *parts: slice) -> list[slice]:
+        """Return slices of this view as slices of the tensor."""
+        chosen = [each[part] for each, part in zip(self._ranges, parts, strict=False)]
+        return [slice(each.start, each.stop) for each in chosen]
 
 
 class StackedRows:
@@ -107,16 +147,29 @@ class StackedRows:
         self.shape = (self._ends[-1], *parts[0].shape[1:])
 
     def read(self, rows: slice = ALL, columns: slice = ALL) -> Tensor:
+        found = [part.read(own, columns) for part, own in self._list_parts(rows)]
+        return found[0] if len(found) == 1 else torch.cat(found)
+
+    def layout(self, columns: slice = ALL) -> CodeLayout | None:
+        first, *others = {part.layout(columns) for part in self._parts}
+        # Each part has its own order of columns, and a product can have one.
+        return None if others or (first and first.is_reordered) else first
+
+    def codes(self, rows: slice = ALL, columns: slice = ALL) -> Codes:
+        found = [part.codes(own, columns) for part, own in self._list_parts(rows)]
+        return found[0] if len(found) == 1 else join_rows(found)
+
+    def _list_parts(self, rows: slice) -> Iterator[tuple[Stored, slice]]:
+        """Yield the parts that have some of the rows, each with the slice of its own; at least one part."""
         start, stop, _ = rows.indices(self.shape[0])
-        found = []
+        if start >= stop:
+            yield self._parts[0], slice(0, 0)
+            return
         for i in range(bisect_right(self._ends, start), len(self._parts)):
             base = self._ends[i] - self._parts[i].shape[0]
             if base >= stop:
                 break
-            found.append(self._parts[i].read(slice(max(start - base, 0), stop - base), columns))
-        if not found:
-            return self._parts[0].read(slice(0, 0), columns)
-        return found[0] if len(found) == 1 else torch.cat(found)
+            yield self._parts[i], slice(max(start - base, 0), stop - base)
 
 
 def join_labels(labels: Iterable[str]) -> str:

@@ -3,42 +3,78 @@ family's table of sources maps each path to tensors. A source is a plain name, o
 `transposed`, `grouped`, `expert` and `first_of`."""
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 
 from tgis.shard.checkpoint.files import Checkpoint
-from tgis.shard.checkpoint.provenance import ModuleRows, NumberedCheckpoint, NumberedTensor, list_rows
+from tgis.shard.checkpoint.format import Format
+from tgis.shard.checkpoint.provenance import ModuleRows, NumberedModules, list_rows, name_entry
 from tgis.shard.checkpoint.tensors import (
     ALL,
-    FileTensor,
     MissingTensorError,
-    RowRange,
+    Sliced,
     StackedRows,
     Stored,
+    StoredTensor,
     Transposed,
     WeightsError,
     join_labels,
 )
 
 
+class StoredModules:
+    """Modules of a checkpoint. Names may lack `prefix`, or have it although the checkpoint's do not. `shapes`
+    are those of all weights that were found, as the model has them."""
+
+    def __init__(self, checkpoint: Checkpoint, prefix: str, format: Format | None):
+        self._checkpoint, self._prefix, self._format = checkpoint, prefix, format
+        self.shapes: dict[str, tuple[int, ...]] = {}
+
+    def find(self, module: str, end: str, entry: int | None, is_transposed: bool) -> Stored:
+        """Return a module's tensor, or an entry of it, as the model has it. `end` is "weight" or "bias".
+        Raises WeightsError."""
+        quantized = self._open_quantized(module) if end == "weight" else None
+        whole = quantized or self._fetch_plain(module, end)
+        found: Stored = whole if entry is None else whole.entry(entry)
+        # All formats store matrices as [out_features, in_features], whichever way the plain checkpoint does.
+        if is_transposed and not quantized:
+            found = Transposed(found)
+        if end == "weight":
+            self.shapes[name_entry(module, entry)] = found.shape
+        return found
+
+    def _open_quantized(self, module: str) -> StoredTensor | None:
+        if self._format is None:
+            return None
+        opened = (self._format.open(self._checkpoint, name) for name in self._spell(module))
+        return next((found for found in opened if found is not None), None)
+
+    def _fetch_plain(self, module: str, end: str) -> StoredTensor:
+        full, other = (f"{name}.{end}" for name in self._spell(module))
+        is_other = full not in self._checkpoint and other in self._checkpoint
+        return self._checkpoint.fetch(other if is_other else full)
+
+    def _spell(self, module: str) -> tuple[str, str]:
+        prefix = self._prefix
+        return module, module.removeprefix(prefix) if module.startswith(prefix) else prefix + module
+
+
 @dataclass(frozen=True)
 class Lookup:
     """Tensor of the model that is looked for, and the checkpoint to search."""
 
-    checkpoint: Checkpoint | NumberedCheckpoint
-    prefix: str
+    checkpoint: Checkpoint
+    modules: StoredModules | NumberedModules
     layer: str
     expert: str
     end: str  # "weight" or "bias"
+    is_transposed: bool = False  # the checkpoint stores matrices as [in_features, out_features]
 
-    def fetch(self, name: str) -> FileTensor | NumberedTensor:
-        """Return the tensor of a module of the checkpoint. The checkpoint's name may lack the prefix, or have
-        it if `name` does not. Raises WeightsError."""
-        full = f"{name.format(i=self.layer, e=self.expert)}.{self.end}"
-        other = full.removeprefix(self.prefix) if full.startswith(self.prefix) else self.prefix + full
-        is_other = full not in self.checkpoint and other in self.checkpoint
-        return self.checkpoint.fetch(other if is_other else full)
+    def fetch(self, name: str, entry: int | None = None) -> Stored:
+        """Return the tensor of a module of the checkpoint, or an entry of it. Raises WeightsError."""
+        module = name.format(i=self.layer, e=self.expert)
+        return self.modules.find(module, self.end, entry, self.is_transposed)
 
     def find(self, source: "Source") -> Stored:
         return source(self) if callable(source) else self.fetch(source)
@@ -60,7 +96,7 @@ def stack(*sources: Source) -> Source:
 
 def transposed(source: Source) -> Source:
     """Transpose a matrix that is stored [in, out]; a bias stays as it is."""
-    return lambda lookup: Transposed(lookup.find(source))
+    return lambda lookup: replace(lookup, is_transposed=True).find(source)
 
 
 def grouped(source: Source, num_groups: int, head_dim: int) -> Source:
@@ -77,15 +113,15 @@ def grouped(source: Source, num_groups: int, head_dim: int) -> Source:
             )
         bounds = ((0, rows - 2 * head_dim), (rows - 2 * head_dim, rows - head_dim), (rows - head_dim, rows))
         bases = range(0, stored.shape[0], rows)
-        windows = [RowRange(stored, base + start, base + stop) for start, stop in bounds for base in bases]
-        return StackedRows(windows, stored.label)
+        slices = [slice(base + start, base + stop) for start, stop in bounds for base in bases]
+        return StackedRows([Sliced(stored, each) for each in slices], stored.label)
 
     return find
 
 
 def expert(name: str) -> Source:
     """Take entry {e} of a tensor whose first axis is the experts."""
-    return lambda lookup: lookup.fetch(name).entry(int(lookup.expert))
+    return lambda lookup: lookup.fetch(name, int(lookup.expert))
 
 
 def first_of(source: Source, *others: Source) -> Source:
@@ -108,11 +144,15 @@ def first_of(source: Source, *others: Source) -> Source:
 class Weights:
     """Tensors of the checkpoint in `directory`, by the module paths of the model. `sources` is keyed by
     module path, with {i} for the layer's number and {e} for the expert's. `prefix` is the leading part of
-    names that some checkpoints lack. Leaving the context closes the files and logs how much was read; tensors
-    that were read stay valid. Raises WeightsError if there are no weights."""
+    names that some checkpoints lack; `format` is that of quantized weights. Leaving the context closes the
+    files and logs how much was read; tensors that were read stay valid. Raises WeightsError if there are no
+    weights."""
 
-    def __init__(self, directory: Path, sources: Mapping[str, Source], prefix: str = ""):
+    def __init__(
+        self, directory: Path, sources: Mapping[str, Source], prefix: str = "", format: Format | None = None
+    ):
         self._checkpoint, self._sources, self.prefix = Checkpoint(directory), sources, prefix
+        self._modules = StoredModules(self._checkpoint, prefix, format)
         self._traces: dict[str, tuple[ModuleRows, ...]] = {}
 
     def __enter__(self) -> "Weights":
@@ -130,29 +170,34 @@ class Weights:
 
     def find(self, path: str, shape: tuple[int, ...]) -> Stored:
         """Find a module's tensor: `find("blocks.3.mlp.up.weight", (rows, columns))`. Raises WeightsError."""
-        found = self._find(path, self._checkpoint)
+        found = self._find(path, self._modules)
         if found.shape != shape:
             raise WeightsError(f"{found.label} has shape {list(found.shape)}, expected {list(shape)}")
         return found
 
+    def find_matrix(self, module: str, shape: tuple[int, ...]) -> Stored:
+        """Find a module's weight, plain or in the format: `find_matrix("blocks.3.mlp.up", (rows, columns))`.
+        Raises WeightsError."""
+        return self.find(f"{module}.weight", shape)
+
     def has(self, path: str) -> bool:
         """Return True if the checkpoint has a module's tensor. Raises WeightsError if it cannot be used."""
         try:
-            self._find(path, self._checkpoint)
+            self._find(path, self._modules)
         except MissingTensorError:
             return False
         return True
 
-    def trace(self, path: str, shape: tuple[int, int]) -> tuple[ModuleRows, ...]:
+    def trace(self, module: str, shape: tuple[int, int]) -> tuple[ModuleRows, ...]:
         """Return the rows of the checkpoint's modules that make up a matrix, which must have been found
         before. Reads no weights. Modules have the names of the family's sources. Of alternatives, the first
         one's name is used, whichever the checkpoint has: a tied head is traced to the name that a separate
         head would have."""
-        if path not in self._traces:
-            numbers = NumberedCheckpoint(self._checkpoint.shapes, self.prefix, shape)
-            column = self._find(path, numbers).read(ALL, slice(0, 1))[:, 0]  # [num_rows]
-            self._traces[path] = list_rows(column, numbers.modules)
-        return self._traces[path]
+        if module not in self._traces:
+            numbered = NumberedModules(self._modules.shapes, shape)
+            column = self._find(f"{module}.weight", numbered).read(ALL, slice(0, 1))[:, 0]  # [num_rows]
+            self._traces[module] = list_rows(column, numbered.modules)
+        return self._traces[module]
 
     def list_unread(self) -> Iterator[str]:
         """Yield the tensors of the checkpoint that were not fetched, as `Checkpoint.list_unread` does."""
@@ -162,10 +207,10 @@ class Weights:
         """Close the files. They are opened again when something is read."""
         self._checkpoint.close()
 
-    def _find(self, path: str, checkpoint: Checkpoint | NumberedCheckpoint) -> Stored:
+    def _find(self, path: str, modules: StoredModules | NumberedModules) -> Stored:
         module, _, end = path.rpartition(".")
         numbers = [part for part in module.split(".") if part.isdigit()]
         layer, expert, *_ = (*numbers, "", "")
         key = module.replace(f".{layer}.", ".{i}.", 1) if layer else module
         key = key.replace(f".{expert}.", ".{e}.", 1) if expert else key
-        return Lookup(checkpoint, self.prefix, layer, expert, end).find(self._sources[key])
+        return Lookup(self._checkpoint, modules, layer, expert, end).find(self._sources[key])

@@ -1,7 +1,6 @@
 """Token embedding and head, with the vocabulary split over ranks, and learned position embeddings."""
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from tgis.shard.collectives import ProcessGroup
@@ -24,8 +23,7 @@ class Embedding:
         self._kernels, self._path = parts.kernels, path
         # Every rank adds the whole contribution of adapters, after the sum over ranks.
         parts.cuts[path] = Cut((vocab_size, hidden_size), (slice(0, vocab_size),), is_table=True)
-        stored = parts.weights.find(f"{path}.weight", (vocab_size, hidden_size))
-        self._table = stored.read(self._share).to(self._kernels.device, parts.dtype, copy=True)
+        self._table = parts.read_table(path, (vocab_size, hidden_size), self._share)
 
     def __call__(self, token_ids: Tensor, adapters: TokenAdapters | None) -> Tensor:
         x = self._look_up(token_ids)
@@ -48,13 +46,12 @@ class LMHead:
 
     def __init__(self, parts: Parts, path: str, vocab_size: int, hidden_size: int):
         self._group, self._vocab_size = parts.group, vocab_size
-        share = _rows_of_rank(parts.group, vocab_size)
-        self._adapt = LoraAddition(parts, path, Cut((vocab_size, hidden_size), (share,)))
-        stored = parts.weights.find(f"{path}.weight", (vocab_size, hidden_size))
+        shape, share = (vocab_size, hidden_size), _rows_of_rank(parts.group, vocab_size)
+        self._adapt = LoraAddition(parts, path, Cut(shape, (share,)))
+        # All ranks give as many logits. Where rows are missing, any others do: their logits are dropped.
         missing = -(-vocab_size // parts.group.size) - (share.stop - share.start)
-        weight = stored.read(share)
-        weight = F.pad(weight, (0, 0, 0, missing)) if missing else weight
-        self._multiply = parts.pack(weight, stored.label)
+        rows = (share, slice(0, missing)) if missing else (share,)
+        self._multiply = parts.pack("head", path, shape, rows)
 
     def __call__(self, x: Tensor, adapters: TokenAdapters | None) -> Tensor:
         y = self._adapt(x, self._multiply(x), adapters)
@@ -66,8 +63,7 @@ class PositionEmbedding:
     every rank has. `offset` is the row of the first position."""
 
     def __init__(self, parts: Parts, path: str, num_rows: int, hidden_size: int, offset: int):
-        stored = parts.weights.find(f"{path}.weight", (num_rows, hidden_size))
-        self._table = stored.read().to(parts.kernels.device, parts.dtype, copy=True)
+        self._table = parts.read_table(path, (num_rows, hidden_size))
         self._offset, self._look_up = offset, parts.kernels.look_up
 
     def __call__(self, positions: Tensor) -> Tensor:

@@ -1,6 +1,5 @@
 """Linear layers split over ranks. Each rank reads only its own part of the checkpoint."""
 
-import torch
 from torch import Tensor
 
 from tgis.shard.collectives import ProcessGroup
@@ -39,11 +38,9 @@ class ColumnParallel:
         pieces: list[int] | None = None,
     ):
         rows = _rows_of_rank(parts.group, widths, pieces or [parts.group.size] * len(widths))
-        self._adapt = LoraAddition(parts, path, Cut((sum(widths), in_features), tuple(rows)))
-        weight = parts.weights.find(f"{path}.weight", (sum(widths), in_features))
-        mine = [weight.read(part) for part in rows]
-        together = mine[0] if len(mine) == 1 else torch.cat(mine)
-        self._multiply = parts.pack(together, weight.label)
+        shape = (sum(widths), in_features)
+        self._adapt = LoraAddition(parts, path, Cut(shape, tuple(rows)))
+        self._multiply = parts.pack("linear", path, shape, rows)
         self._bias = parts.read_vector(f"{path}.bias", sum(widths), rows) if bias else None
         self._add = parts.kernels.add
 
@@ -58,10 +55,9 @@ class RowParallel:
 
     def __init__(self, parts: Parts, path: str, in_features: int, out_features: int, bias: bool):
         self._group, columns = parts.group, parts.group.slice(in_features)
-        whole = (slice(0, out_features),)
-        self._adapt = LoraAddition(parts, path, Cut((out_features, in_features), whole, columns))
-        weight = parts.weights.find(f"{path}.weight", (out_features, in_features))
-        self._multiply = parts.pack(weight.read(columns=columns), weight.label)
+        shape, whole = (out_features, in_features), (slice(0, out_features),)
+        self._adapt = LoraAddition(parts, path, Cut(shape, whole, columns))
+        self._multiply = parts.pack("linear", path, shape, whole, columns)
         self._bias = parts.read_vector(f"{path}.bias", out_features) if bias else None
         self._add = parts.kernels.add
 
@@ -76,12 +72,12 @@ class RowParallel:
 
 class Replicated:
     """Linear layer y = x W^T, whole on every rank: [num_tokens, in_features] -> [num_tokens, out_features].
-    It is for small matrices that matter a lot, such as the router of experts, and is never quantized."""
+    It is for small matrices that matter a lot, such as the router of experts."""
 
     def __init__(self, parts: Parts, path: str, in_features: int, out_features: int):
-        self._adapt = LoraAddition(parts, path, Cut((out_features, in_features), (slice(0, out_features),)))
-        weight = parts.weights.find(f"{path}.weight", (out_features, in_features))
-        self._multiply = parts.kernels.pack(weight.read(), parts.dtype, weight.label)
+        shape, whole = (out_features, in_features), (slice(0, out_features),)
+        self._adapt = LoraAddition(parts, path, Cut(shape, whole))
+        self._multiply = parts.pack("replicated", path, shape, whole)
 
     def __call__(self, x: Tensor, adapters: TokenAdapters | None) -> Tensor:
         return self._adapt(x, self._multiply(x), adapters)

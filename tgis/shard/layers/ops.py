@@ -1,17 +1,19 @@
 """The interface of the kernels that a platform provides to layers, and the common arguments of all layers."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from tgis.shard.checkpoint.codes import CodeLayout
+from tgis.shard.checkpoint.tensors import ALL, Sliced, StackedRows, Stored
 from tgis.shard.checkpoint.weights import Weights
 from tgis.shard.collectives import ProcessGroup
 from tgis.shard.layers.lora import Cut, Deltas, TokenAdapters
-
-Quantization = Literal["none", "int8"]
+from tgis.shard.quant.interface import Place, Scheme
+from tgis.shard.quant.none import UNQUANTIZED
 
 Product = Callable[[Tensor], Tensor]
 """Product x W^T with a packed weight: [num_tokens, in_features] -> new [num_tokens, out_features]."""
@@ -37,8 +39,9 @@ class Kernels(Protocol):
         """Pack a weight [out_features, in_features], which is not kept. `label` names it in warnings."""
 
     @property
-    def pack_int8(self) -> Callable[[Tensor], Product] | None:
-        """Variant of `pack` with 8 bits per weight, or None if the platform has no such products."""
+    def code_packers(self) -> Mapping[CodeLayout, Callable[[Stored], Product]]:
+        """Variants of `pack` for matrices of codes, by their layout. Matrices of other layouts are packed as
+        floats."""
 
     def prepare_adapters(self) -> None:
         """Prepare the next two methods before the first use of either. This may take seconds."""
@@ -108,7 +111,7 @@ class Kernels(Protocol):
 
 @dataclass(frozen=True)
 class Parts:
-    """Common arguments of all layers. Weights are rounded to `dtype`, unless `quantize` changes them."""
+    """Common arguments of all layers. Weights are rounded to `dtype`, unless they are held as codes."""
 
     group: ProcessGroup
     weights: Weights
@@ -116,16 +119,33 @@ class Parts:
     kernels: Kernels
     cuts: dict[str, Cut] = field(default_factory=dict)
     """This rank's part of every matrix that an adapter may change, by the matrix's path."""
-    quantize: Quantization = "none"
+    scheme: Scheme = UNQUANTIZED
 
-    def pack(self, weight: Tensor, label: str) -> Product:
-        """Pack the weight of a linear layer, quantized if `quantize` says so. See `Kernels.pack`."""
-        if self.quantize == "none":
-            return self.kernels.pack(weight, self.dtype, label)
-        assert self.kernels.pack_int8 is not None, "refused before weights are read"
-        return self.kernels.pack_int8(weight)
+    def pack(
+        self,
+        place: Place,
+        path: str,
+        shape: tuple[int, int],
+        rows: Sequence[slice] = (ALL,),
+        columns: slice = ALL,
+    ) -> Product:
+        """Pack `rows`, in this order, and `columns` of a module's weight. Raises WeightsError."""
+        stored = self.scheme.encode(place, self.weights.find_matrix(path, shape))
+        slices = [Sliced(stored, each, columns) for each in rows]
+        part = slices[0] if len(slices) == 1 else StackedRows(slices, stored.label)
+        layout = part.layout()
+        if layout is not None and layout in self.kernels.code_packers:
+            return self.kernels.code_packers[layout](part)
+        return self.kernels.pack(part.read(), self.dtype, part.label)
 
-    def read_vector(self, path: str, length: int, rows: Sequence[slice] = (slice(None),)) -> Tensor:
+    def read_table(
+        self, path: str, shape: tuple[int, int], rows: slice = ALL, columns: slice = ALL
+    ) -> Tensor:
+        """Read `rows` and `columns` of a module's weight as a table of `dtype`. Raises WeightsError."""
+        stored = self.scheme.encode("table", self.weights.find_matrix(path, shape))
+        return stored.read(rows, columns).to(self.kernels.device, self.dtype, copy=True)
+
+    def read_vector(self, path: str, length: int, rows: Sequence[slice] = (ALL,)) -> Tensor:
         """Read `rows` of a bias or a norm's weight, concatenated as float32. Raises WeightsError."""
         stored = self.weights.find(path, (length,))
         return torch.cat([stored.read(part) for part in rows]).to(self.kernels.device, self.dtype).float()

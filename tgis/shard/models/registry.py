@@ -9,7 +9,7 @@ import torch
 from tgis.shard.checkpoint.weights import Source, Weights
 from tgis.shard.collectives import ProcessGroup
 from tgis.shard.kernels.cpu.ops import CPU_KERNELS
-from tgis.shard.layers.ops import Kernels, Parts, Quantization
+from tgis.shard.layers.ops import Kernels, Parts
 from tgis.shard.models.decoder import Decoder
 from tgis.shard.models.encoder_decoder import EncoderDecoderModel
 from tgis.shard.models.families import (
@@ -40,6 +40,9 @@ from tgis.shard.models.families import (
 from tgis.shard.models.interface import UnsupportedModelError
 from tgis.shard.models.spec import DecoderSpec, EncoderDecoderSpec
 from tgis.shard.models.unread_tensors import refuse_unread
+from tgis.shard.quant.interface import Scheme
+from tgis.shard.quant.none import UNQUANTIZED
+from tgis.shard.quant.registry import find_format
 
 Spec = DecoderSpec | EncoderDecoderSpec
 
@@ -90,7 +93,7 @@ def make_spec(config: Mapping[str, Any]) -> Spec:
     if not is_known(config):
         known = ", ".join(sorted(FAMILIES))
         raise UnsupportedModelError(f"model type {model_type!r} is not supported; supported are: {known}")
-    if config.get("quantization_config"):
+    if config.get("quantization_config") and find_format(config) is None:
         raise UnsupportedModelError("quantized checkpoints are not supported")
     spec = FAMILIES[config["model_type"]].spec(config)
     if spec.num_heads % spec.num_kv_heads:
@@ -115,7 +118,7 @@ def build(spec: Spec, parts: Parts) -> Decoder | EncoderDecoderModel:
 def open_weights(path: Path, config: Mapping[str, Any], spec: Spec, kind: type[Weights] = Weights) -> Weights:
     """Open the checkpoint, with the names of the model's family. Raises WeightsError."""
     family = FAMILIES[config["model_type"]]
-    return kind(path, family.sources(spec), getattr(family, "PREFIX", ""))
+    return kind(path, family.sources(spec), getattr(family, "PREFIX", ""), find_format(config))
 
 
 def load(
@@ -124,12 +127,12 @@ def load(
     group: ProcessGroup,
     dtype: torch.dtype,
     kernels: Kernels = CPU_KERNELS,
-    quantize: Quantization = "none",
+    scheme: Scheme = UNQUANTIZED,
 ) -> Decoder | EncoderDecoderModel:
     """Load this rank's part, with weights rounded to `dtype`. Raises UnsupportedModelError, WeightsError."""
     spec = make_spec(config)
     with open_weights(path, config, spec) as weights:
-        model = build(spec, Parts(group, weights, dtype, kernels, quantize=quantize))
+        model = build(spec, Parts(group, weights, dtype, kernels, scheme=scheme))
         refuse_unread(path, weights.list_unread(), config)
         return model
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tgis.shard.checkpoint.tensors import ALL, Stored
+from tgis.shard.checkpoint.tensors import ALL, FloatsOnly, Stored
 from tgis.shard.checkpoint.weights import Weights
 from tgis.shard.collectives import ProcessGroup
 from tgis.shard.kernels.cpu.ops import CPU_KERNELS
@@ -31,7 +31,7 @@ def build_skeleton(
     model = registry.build(spec, Parts(ProcessGroup(0, 1), shapes, torch.float32, TorchKernels(META)))
     weights, cuts = registry.open_weights(path, config, spec), model.parts.cuts
     for module, cut in cuts.items():
-        weights.find(f"{module}.weight", cut.shape)  # `weights` records what it has found
+        weights.find_matrix(module, cut.shape)  # `weights` records what it has found
     model.parts = Parts(ProcessGroup(0, 1), weights, dtype, CPU_KERNELS, cuts)
     return model
 
@@ -44,7 +44,7 @@ class _MetaWeights(Weights):
         return _MetaTensor(found.shape, found.label)
 
 
-class _MetaTensor:
+class _MetaTensor(FloatsOnly):
     def __init__(self, shape: tuple[int, ...], label: str):
         self.shape, self.label = shape, label
 

@@ -12,13 +12,15 @@ import torch
 from tgis.config.model import ENGINES
 from tgis.shard.checkpoint.tensors import WeightsError
 from tgis.shard.collectives import ProcessGroup
-from tgis.shard.layers.ops import Kernels, Quantization
+from tgis.shard.layers.ops import Kernels
 from tgis.shard.layers.rotary import DynamicScaling, LongScaling
 from tgis.shard.models import registry
 from tgis.shard.models.families import falcon
 from tgis.shard.models.interface import ConfigurationError, Model, ModelSpec, UnsupportedModelError
 from tgis.shard.models.onnx_runtime import load as onnx_runtime
 from tgis.shard.models.spec import DecoderSpec
+from tgis.shard.quant.interface import Scheme
+from tgis.shard.quant.none import UNQUANTIZED
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +49,7 @@ def choose(
     framework: str | None,
     size: int,
     trust_remote_code: bool,
-    quantize: Quantization = "none",
+    scheme: Scheme = UNQUANTIZED,
 ) -> Choice:
     """Choose the engine on `size` ranks for the model whose config.json is `settings`.
 
@@ -59,7 +61,7 @@ def choose(
         # Ignore the option, as TGIS did: its transformers engine cannot split a model over ranks.
         engine = None
     try:
-        native = _choose_native(directory, settings, size, quantize)
+        native = _choose_native(directory, settings, size, scheme)
     except UnsupportedModelError as error:
         is_native_only = engine == NATIVE or not isinstance(error, _NotNativeError)
         if engine != TRANSFORMERS and is_native_only:
@@ -79,7 +81,7 @@ class _NotNativeError(UnsupportedModelError):
     """Error: no native family implements what the configuration asks for."""
 
 
-def _choose_native(directory: Path, settings: Mapping[str, Any], size: int, quantize: Quantization) -> Choice:
+def _choose_native(directory: Path, settings: Mapping[str, Any], size: int, scheme: Scheme) -> Choice:
     try:
         spec = registry.make_spec(settings)
     except ConfigurationError:
@@ -87,7 +89,7 @@ def _choose_native(directory: Path, settings: Mapping[str, Any], size: int, quan
     except UnsupportedModelError as error:
         raise _NotNativeError(str(error)) from error
     registry.check_sharding(spec, size)
-    load = partial(registry.load, directory, settings, quantize=quantize)
+    load = partial(registry.load, directory, settings, scheme=scheme)
     return Choice(NATIVE, spec, load, table_elements=registry.count_embedding_elements(spec))
 
 

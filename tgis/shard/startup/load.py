@@ -22,6 +22,7 @@ from tgis.shard.kernels.cpu.jit.compiler import compile_progress
 from tgis.shard.memory.host_limits import count_cores, release_memory
 from tgis.shard.memory.kv_cache import KVCache, bytes_per_block
 from tgis.shard.models.interface import Model, ModelSpec, UnsupportedModelError
+from tgis.shard.quant.registry import find_scheme
 from tgis.shard.runner.batch_builder import BatchBuilder
 from tgis.shard.runner.forward import Forward, GraphForward
 from tgis.shard.runner.model_runner import ModelRunner
@@ -83,7 +84,7 @@ def _plan(config: ShardConfig, on: Platform | None) -> "_Plan":
     directory = Path(config.model_path)
     settings = model_files.read_json(directory, "config.json")
     how = (config.deployment_framework, config.world_size, config.trust_remote_code)
-    choice = engine_choice.choose(directory, settings, *how, quantize_check.read(config.quantize))
+    choice = engine_choice.choose(directory, settings, *how, find_scheme(config.quantize))
     quantize_check.check_engine(config.quantize, choice)
     on = on or _choose_platform(config, choice)
     quantize_check.check_platform(config.quantize, on)
@@ -120,7 +121,7 @@ class _Plan:
         """Check that the model fits. No rank reads weights before all have looked at the memory left."""
         weights = self.choice.weight_bytes
         if weights is None:
-            weights = quantize_check.count_bytes(self.config, self.choice, self.dtype)
+            weights = quantize_check.count_bytes(self.config, self.settings, self.choice, self.on, self.dtype)
         if not self.choice.is_native:  # with other engines, every rank holds all weights
             weights *= group.size
         weights = weights * group.local_size // group.size

@@ -1,39 +1,40 @@
-"""Checks that the platform supports `--quantize`, and counts the memory of quantized weights."""
+"""Checks that the platform supports `--quantize`, and counts the memory of weights."""
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from tgis.config.processes import ShardConfig
 from tgis.shard.checkpoint.files import count_elements
-from tgis.shard.kernels.cpu.int8.product import BYTES_PER_WEIGHT
-from tgis.shard.layers.ops import Quantization
 from tgis.shard.models.interface import UnsupportedModelError
+from tgis.shard.quant.registry import find_format, find_scheme
 from tgis.shard.startup.engine_choice import NATIVE, Choice
 from tgis.shard.startup.platform import DeviceError, Platform
 
 
-def read(quantize: str | None) -> Quantization:
-    """Return the quantization of an option's value. Values that are never supported are refused earlier."""
-    return "int8" if quantize == "int8" else "none"
-
-
 def check_engine(quantize: str | None, choice: Choice) -> None:
     """Raise UnsupportedModelError if the engine cannot quantize."""
-    if read(quantize) != "none" and not choice.is_native:
+    if find_scheme(quantize).layout is not None and not choice.is_native:
         raise UnsupportedModelError(f"--quantize {quantize} is for {NATIVE}, not for {choice.engine}")
 
 
 def check_platform(quantize: str | None, on: Platform) -> None:
     """Raise DeviceError if the platform cannot compute with this quantization."""
-    if read(quantize) == "int8" and on.kernels.pack_int8 is None:
-        raise DeviceError("--quantize int8 works on the CPU only; --device cpu selects it")
+    layout = find_scheme(quantize).layout
+    if layout is not None and layout not in on.kernels.code_packers:
+        raise DeviceError(f"--quantize {quantize} works on the CPU only; --device cpu selects it")
 
 
-def count_bytes(config: ShardConfig, choice: Choice, dtype: torch.dtype) -> int:
-    """Return the size of a checkpoint's weights over all ranks."""
-    elements = count_elements(Path(config.model_path))
-    if read(config.quantize) == "none":
+def count_bytes(
+    config: ShardConfig, settings: Mapping[str, Any], choice: Choice, on: Platform, dtype: torch.dtype
+) -> int:
+    """Return the size of a checkpoint's weights over all ranks. `settings` is its config.json."""
+    scheme, format = find_scheme(config.quantize), find_format(settings)
+    elements = count_elements(Path(config.model_path), format)
+    layout = scheme.layout or (format.layout if format else None)
+    if layout is None or layout not in on.kernels.code_packers:
         return elements * dtype.itemsize
-    # The embedding counts twice: in its own type, and as int8 for a head that may be made of it.
-    return int(elements * BYTES_PER_WEIGHT) + choice.table_elements * dtype.itemsize
+    # The embedding counts twice: in its own type, and as codes for a head that may be made of it.
+    return int(elements * layout.bytes_per_weight) + choice.table_elements * dtype.itemsize

@@ -13,11 +13,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.support.shard.stored_tensors import MatrixInMemory
 from tgis.shard.kernels.cpu.int8 import inner_loop, kernels
 from tgis.shard.kernels.cpu.int8 import product as int8
 from tgis.shard.kernels.cpu.int8.inner_loop import InstructionSet
+from tgis.shard.kernels.cpu.int8.product import Int8Product
 from tgis.shard.kernels.cpu.jit import cache
 from tgis.shard.kernels.cpu.jit.llvm import has_feature
+from tgis.shard.quant.int8 import Rounded
 
 GROUP = 128
 SHAPES = [(1, 64, 33), (13, 33, 7), (37, 1500, 40), (3, 4, 1), (21, 257, 70)]  # rows, inputs, outputs
@@ -33,6 +36,10 @@ def many_threads() -> Iterator[None]:
     torch.set_num_threads(4)
     yield
     torch.set_num_threads(1)
+
+
+def pack(weight: Tensor) -> Int8Product:
+    return int8.pack(Rounded(MatrixInMemory(weight)))
 
 
 def round_groups(x: Tensor) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
@@ -57,13 +64,13 @@ def draw_whole(num_rows: int, size: int) -> Tensor:
 @pytest.mark.parametrize(("num_rows", "in_features", "out_features"), SHAPES)
 def test_whole_numbers_are_exact(num_rows: int, in_features: int, out_features: int) -> None:
     x, weight = draw_whole(num_rows, in_features), draw_whole(out_features, in_features)
-    assert torch.equal(int8.pack(weight)(x).double(), x.double() @ weight.double().t())
+    assert torch.equal(pack(weight)(x).double(), x.double() @ weight.double().t())
 
 
 def test_the_largest_sums_are_exact() -> None:
     signs = torch.tensor([1.0, -1.0])
     x, weight = (signs.repeat_interleave(2).unsqueeze(1) * 127).expand(4, 512), signs.unsqueeze(1) * 127
-    y = int8.pack(weight.expand(2, 512))(x.contiguous())
+    y = pack(weight.expand(2, 512))(x.contiguous())
     assert torch.equal(y, signs.repeat_interleave(2).outer(signs) * 127 * 127 * 512)
 
 
@@ -71,7 +78,7 @@ def test_the_largest_sums_are_exact() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_any_numbers(num_rows: int, in_features: int, out_features: int, dtype: torch.dtype) -> None:
     x, weight = torch.randn(num_rows, in_features), torch.randn(out_features, in_features).to(dtype)
-    y = int8.pack(weight)(x).double()
+    y = pack(weight)(x).double()
     (a, a_scales), (b, b_scales) = round_groups(x), round_groups(weight.float())
     sums = np.einsum("rgk,cgk->rcg", a, b)
     expected = np.einsum("rcg,rg,cg->rc", sums, a_scales.astype(float), b_scales.astype(float))
@@ -83,7 +90,7 @@ def test_any_numbers(num_rows: int, in_features: int, out_features: int, dtype: 
 
 
 def test_rows_keep_their_bits(many_threads: None) -> None:
-    product, x = int8.pack(torch.randn(300, 700)), torch.randn(150, 700)
+    product, x = pack(torch.randn(300, 700)), torch.randn(150, 700)
     whole = product(x)
     for count in (*range(1, 18), 47, 49, 97):
         assert torch.equal(product(x[:count]), whole[:count]), f"{count} rows"
@@ -96,22 +103,22 @@ def test_rows_keep_their_bits(many_threads: None) -> None:
 
 def test_what_is_not_finite_stays_in_its_row_and_column() -> None:
     x, weight = torch.randn(9, 200), torch.randn(20, 200)
-    expected = int8.pack(weight)(x)
+    expected = pack(weight)(x)
     x[2, 150], x[4, 3], x[5, :], x[6, 128:], weight[7, 199] = math.nan, -math.inf, 0, 1e-35, math.inf
-    y = int8.pack(weight)(x)
+    y = pack(weight)(x)
     assert y[2].isnan().all()
     assert y[4].isnan().all()
     assert y[:, 7].isnan().all()
     others = [c for c in range(20) if c != 7]
     assert not y[5, others].any()
-    assert torch.equal(y[6, others], int8.pack(weight[:, :128])(x[6:7, :128].contiguous())[0, others])
+    assert torch.equal(y[6, others], pack(weight[:, :128])(x[6:7, :128].contiguous())[0, others])
     for row in (0, 1, 3, 7, 8):
         assert torch.equal(y[row, others], expected[row, others])
 
 
 def test_a_thread_that_lost_its_core_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another one took the first unit and does not come back."""
-    product, x = int8.pack(torch.randn(40, 300)), torch.randn(5, 300)
+    product, x = pack(torch.randn(40, 300)), torch.randn(5, 300)
     expected = product(x)
     kernel, given, kept = kernels.multiply_int8, [], []
 
@@ -151,8 +158,8 @@ def test_other_machines_give_the_same_bits(name: str, monkeypatch: pytest.Monkey
     if isa is inner_loop.INSTRUCTION_SET or not all(has_feature(feature) for feature in NEEDS[name]):
         pytest.skip("these are this machine's own instructions, or it lacks them")
     weight, x = torch.randn(70, 333), torch.randn(17, 333)
-    expected = int8.pack(weight)(x)
+    expected = pack(weight)(x)
     monkeypatch.setattr(int8, "kernels", with_instructions(isa, monkeypatch))
-    product = int8.pack(weight)
+    product = pack(weight)
     for count in (17, 6, 3, 2, 1):
         assert torch.equal(product(x[:count]), expected[:count])

@@ -1,9 +1,12 @@
 """`Kernels` of the CPU: float32 activations, weights that are packed once, rows that are independent."""
 
 import threading
+from collections.abc import Callable, Mapping
 
 from torch import Tensor
 
+from tgis.shard.checkpoint.codes import CodeLayout
+from tgis.shard.checkpoint.tensors import Stored
 from tgis.shard.collectives import CPU
 from tgis.shard.kernels.cpu import lora as lora_kernels
 from tgis.shard.kernels.cpu.gemm import product as gemm
@@ -11,7 +14,8 @@ from tgis.shard.kernels.cpu.int8 import product as int8
 from tgis.shard.kernels.cpu.jit.compiler import Kernel, as_bits, empty
 from tgis.shard.kernels.cpu.pointwise import activations, elementwise, embedding, heads, norms
 from tgis.shard.layers.lora import LORA_TILE, Deltas, TokenAdapters
-from tgis.shard.layers.ops import HeadNorm
+from tgis.shard.layers.ops import HeadNorm, Product
+from tgis.shard.quant import int8 as int8_scheme
 
 _UNIT = 16384  # fewest elements per thread; for fewer, waking a thread costs more than it saves
 _PRODUCTS = 1 << 17  # multiplications of LoRA from which on a second thread is woken
@@ -23,7 +27,8 @@ class CpuKernels:
     """Compiled kernels as `Kernels`."""
 
     device = CPU
-    pack, pack_int8 = staticmethod(gemm.pack), staticmethod(int8.pack)
+    pack = staticmethod(gemm.pack)
+    code_packers: Mapping[CodeLayout, Callable[[Stored], Product]] = {int8_scheme.LAYOUT: int8.pack}
 
     def prepare_adapters(self) -> None:
         """Compile the LoRA kernel unless its machine code is cached. Thread-safe."""

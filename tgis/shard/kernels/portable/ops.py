@@ -2,12 +2,14 @@
 they are rounded to; products convert their operands to it and return sums of it."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tgis.shard.checkpoint.codes import CodeLayout
+from tgis.shard.checkpoint.tensors import Stored
 from tgis.shard.layers.lora import Deltas, LowRank, TokenAdapters
 from tgis.shard.layers.ops import HeadNorm, Product
 
@@ -25,7 +27,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 class TorchKernels:
     """Torch operators as `Kernels`. `pack` takes weights from any device; everything else is on `device`."""
 
-    pack_int8 = None
+    code_packers: Mapping[CodeLayout, Callable[[Stored], Product]] = {}
 
     def __init__(self, device: torch.device):
         self.device = device

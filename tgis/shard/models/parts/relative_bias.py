@@ -11,8 +11,8 @@ from tgis.shard.models.spec import RelativeBias
 
 def read_bias(parts: Parts, path: str, bias: RelativeBias, num_heads: int, causal: bool) -> Tensor:
     """Return float32 [own heads, 2 * reach + 1] for `Scoring.bias`. Raises WeightsError."""
-    stored = parts.weights.find(f"{path}.weight", (bias.num_buckets, num_heads))
-    table = stored.read(columns=parts.group.slice(num_heads)).to(parts.dtype).float()  # [buckets, own heads]
+    shape, columns = (bias.num_buckets, num_heads), parts.group.slice(num_heads)
+    table = parts.read_table(path, shape, columns=columns).float()  # [buckets, own heads]
     reach = max(bias.num_buckets, bias.max_distance)
     buckets = find_buckets(torch.arange(-reach, reach + 1), bias, causal)
     return table[buckets].T.contiguous().to(parts.kernels.device)

@@ -1,14 +1,13 @@
-"""Compiled kernels of int8 products. Weights are packed once; activations are quantized at each product.
-GROUP adjacent values of a row share a scale: the group's largest magnitude over 127. Values divided by the
-scale are rounded half to even. Weights are stored plus 128, as unsigned bytes; a correction for each group of
-activations removes the offset from the sums."""
+"""Compiled kernels of int8 products. Codes of weights are packed once; activations are quantized at each
+product, by the rule of `quant/int8.py`. Codes are stored plus 128, as unsigned bytes; a correction for each
+group of activations removes the offset from the sums."""
 
 from typing import Any, NamedTuple
 
 import numpy as np
 from numba import carray, types
 
-from tgis.shard.kernels.cpu.int8.inner_loop import GROUP, HEADER, INSTRUCTION_SET, QUAD, make_tile
+from tgis.shard.kernels.cpu.int8.inner_loop import HEADER, INSTRUCTION_SET, QUAD, make_tile
 from tgis.shard.kernels.cpu.jit.compiler import (
     Kernel,
     atomic_add,
@@ -19,6 +18,7 @@ from tgis.shard.kernels.cpu.jit.compiler import (
     pointer,
 )
 from tgis.shard.kernels.cpu.jit.llvm import FLOAT
+from tgis.shard.quant.int8 import GROUP
 
 COLUMNS = INSTRUCTION_SET.columns  # columns of a panel
 ROWS = INSTRUCTION_SET.rows
@@ -27,7 +27,7 @@ WIDTH = INSTRUCTION_SET.width
 X_GROUP = HEADER + GROUP * WIDTH  # bytes of a group of activations
 LARGEST, OFFSET = 127, 128
 
-_F32, _I32, _U8 = np.float32(0), np.int32(0), np.uint8(0)
+_F32, _I32, _I8, _U8 = np.float32(0), np.int32(0), np.int8(0), np.uint8(0)
 _STORED = np.int8(0) if WIDTH == 1 else np.int16(0)
 _MAGNITUDE, _INFINITE = np.int32(0x7FFFFFFF), np.int32(0x7F800000)
 _TINY = np.float32(1e-30)  # groups whose largest magnitude is smaller become zeros
@@ -169,34 +169,33 @@ def _multiply_int8(args: Any) -> None:
 
 
 @ordered
-def _pack_column(w: int, in_features: int, panel: int) -> None:
-    """Quantize a row of the matrix to a column of a panel. panel: address of the column's first quad."""
+def _pack_column(codes: int, scales: int, in_features: int, panel: int) -> None:
+    """Pack a row of the matrix as a column of a panel. panel: address of the column's first quad."""
     for group in range(-(-in_features // GROUP)):
         n = min(GROUP, in_features - group * GROUP)
-        start, at = w + 4 * group * GROUP, panel + group * PANEL_GROUP
-        values, largest = carray(pointer(start, _F32), (n,)), _find_largest(start, n)
-        factor = np.float32(LARGEST) / largest if largest > 0 else np.float32(0)
+        values, at = carray(pointer(codes + group * GROUP, _I8), (n,)), panel + group * PANEL_GROUP
         num_quads = -(-n // QUAD)
         quads = carray(pointer(at, _U8), (num_quads, COLUMNS * QUAD))
         for i in range(n):
-            quads[i // QUAD, i % QUAD] = np.int32(np.rint(values[i] * factor)) + OFFSET
+            quads[i // QUAD, i % QUAD] = np.int32(values[i]) + OFFSET
         for i in range(n, num_quads * QUAD):
             quads[i // QUAD, i % QUAD] = OFFSET
         # The scales follow the quads; a column's scale is as wide as its quad.
         behind = at + num_quads * QUAD * COLUMNS
-        carray(pointer(behind, _F32), (1,))[0] = largest / np.float32(LARGEST)
+        carray(pointer(behind, _F32), (1,))[0] = carray(pointer(scales + 4 * group, _F32), (1,))[0]
 
 
-def _pack_int8(args: Any) -> None:
-    """Pack rows of a float32 matrix to columns of panels, from column `first` on."""
-    a = carray(args, 7)
-    num_rows, in_features, first, w, panels, panel_bytes = a[1], a[2], a[3], a[4], a[5], a[6]
+def _pack_codes(args: Any) -> None:
+    """Pack rows of codes and their scales to columns of panels, from column `first` on."""
+    a = carray(args, 8)
+    num_rows, in_features, first, codes, scales, panels = a[1], a[2], a[3], a[4], a[5], a[6]
+    panel_bytes, num_groups = a[7], -(-in_features // GROUP)
     row = next_unit(args)
     while row < num_rows:
         column = first + row
-        panel = panels + column // COLUMNS * panel_bytes
-        _pack_column(w + 4 * row * in_features, in_features, panel + QUAD * (column % COLUMNS))
+        panel = panels + column // COLUMNS * panel_bytes + QUAD * (column % COLUMNS)
+        _pack_column(codes + row * in_features, scales + 4 * row * num_groups, in_features, panel)
         row = next_unit(args)
 
 
-multiply_int8, pack_int8 = Kernel(_multiply_int8), Kernel(_pack_int8)
+multiply_int8, pack_codes = Kernel(_multiply_int8), Kernel(_pack_codes)

@@ -6,13 +6,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tgis.shard.checkpoint.tensors import Stored
 from tgis.shard.kernels.cpu.gemm.panels import arena
 from tgis.shard.kernels.cpu.int8 import kernels
-from tgis.shard.kernels.cpu.int8.inner_loop import GROUP, HEADER, QUAD
+from tgis.shard.kernels.cpu.int8.inner_loop import HEADER, QUAD
 from tgis.shard.kernels.cpu.jit.compiler import empty
+from tgis.shard.quant.int8 import GROUP
 
-BYTES_PER_WEIGHT = 1 + 4 / GROUP  # for wide matrices, where padding does not matter
-_PIECE = 1 << 20  # approximate number of elements that are converted to float32 and packed at a time
+_PIECE = 1 << 17  # approximate number of weights that are read and packed at a time; they fit a core's cache
 _PART = 1 << 14  # approximate number of activations that a thread quantizes at a time
 _RUN = 8  # most panels that a thread multiplies at a time
 _CHUNK = 1 << 19  # bytes of activations that fit a core's cache
@@ -45,17 +46,17 @@ class Int8Product:
         return y
 
 
-def pack(weight: Tensor) -> Int8Product:
-    """Pack a weight, [out_features, in_features] of a floating type, without keeping it. A number that is not
-    finite, in the weight or in a row of x, gives NaN."""
+def pack(weight: Stored) -> Int8Product:
+    """Pack the codes of a weight [out_features, in_features]. A scale that is NaN, and a number in a row of x
+    that is not finite, give NaN."""
     out_features, in_features = weight.shape
     num_panels, panel_bytes = -(-out_features // kernels.COLUMNS), _count_panel_bytes(in_features)
     panels = arena.allocate(num_panels * panel_bytes)
     num_rows = max(1, _PIECE // in_features)
     for first in range(0, out_features, num_rows):
-        piece = weight[first : first + num_rows].float().contiguous()
-        addresses = (piece.data_ptr(), panels.data_ptr())
-        kernels.pack_int8.parallel(len(piece), in_features, first, *addresses, panel_bytes)
+        piece = weight.codes(slice(first, first + num_rows))
+        addresses = (piece.values.data_ptr(), piece.scales.data_ptr(), panels.data_ptr())
+        kernels.pack_codes.parallel(len(piece.values), in_features, first, *addresses, panel_bytes)
     return Int8Product(panels, in_features, out_features)
 
 

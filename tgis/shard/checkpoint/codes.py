@@ -1,0 +1,68 @@
+"""The canonical form of quantized weights. Every format of checkpoints is read into it, every scheme that
+rounds weights when they are read gives it, and a platform packs it into products."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class CodeLayout:
+    """Kind of codes, as far as a platform must know it to have products for them."""
+
+    dtype: torch.dtype  # of `Codes.values`
+    bits: int  # used of a value
+    group: int | None  # adjacent columns that share a scale; None if all do, or if `Codes.group_of` is given
+    has_zeros: bool = False
+    is_reordered: bool = False  # `Codes.group_of` is given
+    table: tuple[float, ...] = ()  # numbers that values are indices of; without them, values are numbers
+
+    @property
+    def bytes_per_weight(self) -> float:
+        """Bytes of a value and its part of a float32 scale, for wide matrices."""
+        return self.bits / 8 + (4 / self.group if self.group else 0)
+
+
+@dataclass(frozen=True, eq=False)
+class Codes:
+    """Part of a quantized matrix, [num_rows, num_columns]. Column k is in group `group_of[k]`, or else in
+    group k // `layout.group`, and a weight is (value - zero) * scale with its row's and group's numbers."""
+
+    layout: CodeLayout
+    values: Tensor  # [num_rows, num_columns]
+    scales: Tensor  # float32 [num_rows, num_groups]
+    zeros: Tensor | None = None  # float32 [num_rows, num_groups]
+    group_of: Tensor | None = None  # int64 [num_columns]
+
+    def dequantize(self) -> Tensor:
+        """Return the weights, float32 [num_rows, num_columns]."""
+        if self.layout.table:
+            weights = torch.tensor(self.layout.table)[self.values.long()]
+        else:
+            weights = self.values.float()
+        if self.zeros is not None:
+            weights = weights - self._spread(self.zeros)
+        return weights * self._spread(self.scales)
+
+    def _spread(self, per_group: Tensor) -> Tensor:
+        """Return numbers of groups as those of columns, [num_rows, num_columns] or [num_rows, 1]."""
+        if self.group_of is not None:
+            return per_group[:, self.group_of]
+        if self.layout.group is None:
+            return per_group
+        return per_group.repeat_interleave(self.layout.group, 1)[:, : self.values.shape[1]]
+
+
+def join_rows(parts: Sequence[Codes]) -> Codes:
+    """Concatenate parts of one layout, which is not reordered."""
+    first = parts[0]
+    assert all(part.layout == first.layout and part.group_of is None for part in parts)
+    zeros = [part.zeros for part in parts if part.zeros is not None]
+    return Codes(
+        first.layout,
+        torch.cat([part.values for part in parts]),
+        torch.cat([part.scales for part in parts]),
+        torch.cat(zeros) if zeros else None,
+    )
