@@ -206,12 +206,13 @@ class _Loaded:
             spec.rope_switch_len,
             spec.is_encoder_decoder,
         )
-        table = BatchBuilder(demand.max_batch_size, limits, on.device, self.adapters)
+        attention = on.attention(cache)
+        table = BatchBuilder(demand.max_batch_size, limits, on.device, self.adapters, attention)
         info = pb.InfoResponse(num_blocks=cache.num_blocks)
         info.MergeFrom(self.info)
         # Steps can be captured if they consist of the platform's kernels alone.
         is_captured = on.captures_steps and self.plan.choice.is_native and self.group.size == 1
-        forward = (GraphForward if is_captured else Forward)(self.model, on.attention(cache))
+        forward = (GraphForward if is_captured else Forward)(self.model, attention)
         return ModelRunner(forward, table, self.guides, info, self.adapters)
 
     def measure_budget(self) -> MemoryBudget:
