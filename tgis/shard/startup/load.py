@@ -24,7 +24,8 @@ from tgis.shard.memory.kv_cache import KVCache, bytes_per_block
 from tgis.shard.models.interface import Model, ModelSpec, UnsupportedModelError
 from tgis.shard.runner.batch_builder import BatchBuilder
 from tgis.shard.runner.forward import Forward, GraphForward
-from tgis.shard.runner.model_runner import ModelRunner
+from tgis.shard.runner.interface import ModelRunner
+from tgis.shard.runner.model_runner import HostModelRunner
 from tgis.shard.runner.row_table import RowLimits
 from tgis.shard.sampling.grammar import Guides, read_tokenizer
 from tgis.shard.startup import engine_choice, memory_plan, platform, quantize_check
@@ -213,7 +214,7 @@ class _Loaded:
         # Steps can be captured if they consist of the platform's kernels alone.
         is_captured = on.captures_steps and self.plan.choice.is_native and self.group.size == 1
         forward = (GraphForward if is_captured else Forward)(self.model, attention)
-        return ModelRunner(forward, table, self.guides, info, self.adapters)
+        return HostModelRunner(forward, table, self.guides, info, self.adapters)
 
     def measure_budget(self) -> MemoryBudget:
         """Compile the kernels and measure the memory that is left for caches."""
