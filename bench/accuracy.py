@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tgis.cli.demo_model import read_documents, write_demo_model
 from tgis.hub import model_files
-from tgis.shard.attention.interface import AttentionMetadata
+from tgis.shard.attention.interface import StepLayout
 from tgis.shard.collectives import ProcessGroup
 from tgis.shard.kernels.cpu.attention.attention import CpuAttention
 from tgis.shard.memory.kv_cache import KVCache
@@ -100,10 +100,10 @@ def _score(model: Path, precision: Precision, windows: Sequence[Tensor]) -> tupl
     assert isinstance(decoder, Decoder)
     spec, num_blocks = decoder.spec, -(-WINDOW // BLOCK_SIZE)
     cache = KVCache(spec.num_layers, num_blocks, BLOCK_SIZE, spec.num_kv_heads, spec.head_dim, dtype)
-    attention, positions = CpuAttention(cache), torch.arange(WINDOW)
+    attention, layout = CpuAttention(cache), _describe_one(WINDOW, num_blocks)
     scores, chosen = [], []
     for ids in windows:
-        inputs = StepInputs(ids, positions, _describe_one(WINDOW, num_blocks))
+        inputs = StepInputs(ids, layout.positions, layout, attention.plan(layout, "self"))
         logits = decoder.logits(decoder.forward(inputs, attention))[:-1]  # [WINDOW - 1, vocab_size]
         logprobs = logits.double().log_softmax(-1)
         scores.append(logprobs.gather(1, ids[1:].unsqueeze(1)).squeeze(1))
@@ -111,13 +111,13 @@ def _score(model: Path, precision: Precision, windows: Sequence[Tensor]) -> tupl
     return torch.cat(scores), torch.cat(chosen)
 
 
-def _describe_one(length: int, num_blocks: int) -> AttentionMetadata:
+def _describe_one(length: int, num_blocks: int) -> StepLayout:
     """A prompt of that length that has all blocks to itself."""
-    return AttentionMetadata(
+    return StepLayout(
         cu_seqlens_q=torch.tensor([0, length], dtype=torch.int32),
+        positions=torch.arange(length),
         seq_lens=torch.tensor([length], dtype=torch.int32),
         block_tables=torch.arange(num_blocks, dtype=torch.int32).unsqueeze(0),
-        slot_mapping=torch.arange(length),
     )
 
 

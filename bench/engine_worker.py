@@ -19,7 +19,7 @@ from tgis.router.scheduling.scheduler import Scheduler
 from tgis.router.scheduling.token_budget import TokenBudget
 from tgis.router.sequence import Sequence, Stopping
 from tgis.router.shards.codec import decode_answer, encode_step
-from tgis.shard.runner.model_runner import ModelRunner
+from tgis.shard.runner.interface import ModelRunner
 
 
 class EngineAlone:
@@ -52,7 +52,7 @@ class EngineAlone:
         num_prompts = len(scheduler.waiting) + len(scheduler.running) - num_decoding
         step = scheduler.next_step(self._budget.prompt_tokens(num_decoding, num_prompts))
         assert step is not None, "nothing is in flight that could be waited for"
-        answer = decode_answer(step, self._runner.execute(encode_step(step)))
+        answer = decode_answer(step, self._runner.launch(encode_step(step)).answer())
         scheduler.apply_answer(step)
         self._budget.observe(step.num_tokens, answer.forward_s)
         for sampled in answer.sampled:

@@ -17,7 +17,7 @@ from bench.stopwatch import Stopwatch, WatchedForward, profile_graph, timing_ker
 from tgis.pb import shard_pb2 as pb
 from tgis.shard.kernels.cpu.kernel_graph import KernelGraph
 from tgis.shard.runner.forward import GraphForward
-from tgis.shard.runner.model_runner import ModelRunner
+from tgis.shard.runner.interface import ModelRunner
 
 STEPS, WARM_STEPS = 20, 4
 PROMPTS = 3
@@ -84,9 +84,9 @@ def _find_graph(model: WatchedForward, work: Work) -> KernelGraph | None:
 def _run_decode(runner: ModelRunner, work: Work, begin: Callable[[], None] | None = None) -> list[float]:
     """Seconds of each step, the last of which sees the context of `work`."""
     rows = Rows(runner, work.batch, work.context - STEPS - WARM_STEPS, STEPS + WARM_STEPS + 1)
-    runner.execute(rows.resume())
+    runner.launch(rows.resume()).answer()
     for _ in range(WARM_STEPS):
-        runner.execute(rows.decode())
+        runner.launch(rows.decode()).answer()
     return [_time_step(runner, rows.decode(), begin) for _ in range(STEPS)]
 
 
@@ -104,7 +104,7 @@ def _time_step(runner: ModelRunner, request: pb.StepRequest, begin: Callable[[],
     if begin is not None:
         begin()
     start = time.perf_counter()
-    runner.execute(request)
+    runner.launch(request).answer()
     return time.perf_counter() - start
 
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from tgis.config.processes import ShardConfig
 from tgis.pb import shard_pb2 as pb
-from tgis.shard.runner.model_runner import ModelRunner
+from tgis.shard.runner.interface import ModelRunner
 from tgis.shard.startup.load import load
 
 MAX_LENGTH = 4096

@@ -13,7 +13,8 @@ from tgis.shard.kernels.cpu.jit.compiler import Kernel, Launch
 from tgis.shard.kernels.cpu.kernel_graph import KernelGraph
 from tgis.shard.runner.batch_builder import Batch
 from tgis.shard.runner.forward import Forward, Outputs
-from tgis.shard.runner.model_runner import ModelRunner
+from tgis.shard.runner.interface import ModelRunner
+from tgis.shard.runner.model_runner import HostModelRunner
 
 Parts = dict[str, tuple[float, int]]
 """By name, seconds of a step and calls."""
@@ -80,6 +81,7 @@ class WatchedForward:
 
 @contextmanager
 def watching(runner: ModelRunner) -> Iterator[WatchedForward]:
+    assert isinstance(runner, HostModelRunner)
     forward = runner.forward
     watched = WatchedForward(forward)
     runner.forward = watched  # type: ignore[assignment]

@@ -23,6 +23,7 @@ from bench.service import BenchError
 from bench.steps import Rows, load_runner
 from tests.support.canned_service import CannedService, serve
 from tgis.pb import shard_pb2 as pb
+from tgis.shard.runner.interface import Pending
 
 TINY = shapes.Shape(2, 48, 4, 2, 8, 80, 600, max_length=64)
 
@@ -141,16 +142,18 @@ def test_rows_go_on_where_their_prompts_end(model: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr("bench.steps.MAX_LENGTH", 64)
     engine = load_runner(model, "float32", 1024)
     rows = Rows(engine, 2, 20, 8)
-    answers = [engine.execute(step) for step in [*rows.prefill(40), *(rows.decode() for _ in range(6))]]
+    answers = [
+        engine.launch(step).answer() for step in [*rows.prefill(40), *(rows.decode() for _ in range(6))]
+    ]
     assert [len(answer.token_ids) for answer in answers] == [2 * 4] * 7
     engine.reset()
     one_by_one = Rows(engine, 2, 20, 8)
-    first, second = (engine.execute(step).token_ids for step in one_by_one.prefill(20))
+    first, second = (engine.launch(step).answer().token_ids for step in one_by_one.prefill(20))
     assert first + second == answers[0].token_ids
     engine.reset()
     made_up = Rows(engine, 2, 20, 8)
-    assert len(engine.execute(made_up.resume()).token_ids) == 2 * 4
-    assert len(engine.execute(made_up.decode()).token_ids) == 2 * 4
+    assert len(engine.launch(made_up.resume()).answer().token_ids) == 2 * 4
+    assert len(engine.launch(made_up.decode()).answer().token_ids) == 2 * 4
 
 
 def test_limits_of_parts_add_up() -> None:
@@ -178,14 +181,14 @@ def test_the_engine_alone_answers_as_a_contender(model: Path, monkeypatch: pytes
     """Every token of every sequence comes, and each question finds all rows and blocks free."""
     monkeypatch.setattr("bench.steps.MAX_LENGTH", 64)
     engine = load_runner(model, "float32", 128)
-    execute, num_tokens = engine.execute, list[int]()
+    launch, num_tokens = engine.launch, list[int]()
 
-    def count(step: pb.StepRequest) -> pb.StepResponse:
-        answer = execute(step)
-        num_tokens.append(len(answer.token_ids) // 4)
-        return answer
+    def count(step: pb.StepRequest) -> Pending:
+        pending = launch(step)
+        num_tokens.append(len(pending.answer().token_ids) // 4)
+        return pending
 
-    monkeypatch.setattr(engine, "execute", count)
+    monkeypatch.setattr(engine, "launch", count)
     alone = EngineAlone(engine)
     for seed in (1, 2):
         question = {"batch": 3, "input_tokens": 20, "new_tokens": 4, "seed": seed}

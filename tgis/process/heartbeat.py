@@ -8,8 +8,8 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 
 logger = logging.getLogger(__name__)
@@ -28,26 +28,31 @@ class _Step:
 class Heartbeat:
     def __init__(self, fd: int | None, is_excused: Callable[[], bool]) -> None:
         """Send heartbeats to `fd`, if given, from now on; time while `is_excused()` does not count."""
-        self._step: _Step | None = None
+        self._pending: deque[_Step] = deque()
         self._is_excused = is_excused
         if fd is not None:
             os.set_blocking(fd, False)
             threading.Thread(target=self._send_heartbeats, args=(fd,), name="heartbeat", daemon=True).start()
 
-    @contextmanager
-    def step(self, timeout_s: float) -> Iterator[None]:
-        """Limit the time of a step that is computed within the context; 0: no limit."""
-        self._step = _Step(timeout_s) if timeout_s else None
+    def begin_step(self, timeout_s: float) -> None:
+        """Limit the time of a step, from here or from the end of the step before; 0: no limit."""
+        self._pending.append(_Step(timeout_s))
+
+    def end_step(self) -> None:
+        """End the oldest step. Another thread may begin steps."""
+        self._pending.popleft()
+
+    def _find_oldest(self) -> _Step | None:
         try:
-            yield
-        finally:
-            self._step = None
+            return self._pending[0]
+        except IndexError:
+            return None
 
     def _send_heartbeats(self, fd: int) -> None:
         last, seconds = None, 0.0
         while True:
-            step = self._step
-            if step is None or step is not last:
+            step = self._find_oldest()
+            if step is None or step is not last or not step.timeout_s:
                 last, seconds = step, 0.0
             elif not self._is_excused():
                 seconds += PERIOD_S

@@ -1,12 +1,14 @@
-"""The service of one rank: the main thread computes steps; gRPC's threads answer all other calls."""
+"""The service of one rank: the main thread launches steps; gRPC's threads answer all other calls."""
 
 import gc
 import logging
 import os
 import signal
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from queue import SimpleQueue
 from typing import NoReturn
 
 import grpc
@@ -24,7 +26,7 @@ from tgis.shard.adapters.registry import LoadedAdapters
 from tgis.shard.adapters.rpc import AdapterServicer
 from tgis.shard.kernels.cpu.jit.cache import add_run_directory
 from tgis.shard.kernels.cpu.jit.compiler import is_compiling
-from tgis.shard.runner.model_runner import ModelRunner
+from tgis.shard.runner.interface import ModelRunner, Pending
 from tgis.shard.startup.load import load, sequence_length
 from tgis.shard.transport.link import Endpoint, choose_endpoint
 from tgis.shard.transport.step_stream import StepSocket
@@ -79,12 +81,13 @@ def serve(config: ShardConfig) -> NoReturn:
     logger.info(
         "rank %d of %d serves %s on %s", config.rank, config.world_size, config.model_path, endpoint.name
     )
-    try:
-        _compute_steps(runner, steps, Heartbeat(config.heartbeat_fd, is_compiling))
-    except Exception:
+
+    def fail() -> NoReturn:
         logger.exception("a step failed, and this process exits")
-    server.stop(None)
-    _exit(1)
+        server.stop(None)
+        _exit(1)
+
+    StepLoop(runner, steps, Heartbeat(config.heartbeat_fd, is_compiling), fail).run()
 
 
 def _listen(service: ShardService, endpoint: Endpoint) -> grpc.Server:
@@ -95,25 +98,70 @@ def _listen(service: ShardService, endpoint: Endpoint) -> grpc.Server:
     return server
 
 
-def _compute_steps(runner: ModelRunner, steps: StepSocket, heartbeat: Heartbeat) -> NoReturn:
-    num_steps = 0
-    while True:
-        requests = steps.receive()
-        if requests is None:
-            runner.reset()
-            continue
-        for request in requests:
-            with heartbeat.step(request.timeout_ms / 1000):
-                response = runner.execute(request)
-            steps.send(response)
-            failpoints.hit("shard.after_answer")
-            num_steps += 1
-            if num_steps % STEPS_BETWEEN_COLLECTIONS == 0:
-                gc.collect()
+class StepLoop:
+    """Launches steps as they arrive, at most `max_pending` that are not answered, and answers them in order.
+
+    If that is more than one, another thread waits for answers and sends them, so that launches go on. `fail`
+    is called on either thread when an exception ends it."""
+
+    def __init__(
+        self, runner: ModelRunner, steps: StepSocket, heartbeat: Heartbeat, fail: Callable[[], NoReturn]
+    ) -> None:
+        self._runner, self._steps, self._heartbeat, self._fail = runner, steps, heartbeat, fail
+        self._free = threading.Semaphore(runner.max_pending)
+        self._pending = SimpleQueue[Pending]()
+        self._num_steps = 0
+
+    def run(self) -> NoReturn:
+        if self._runner.max_pending > 1:
+            threading.Thread(target=self._answer_all, name="answers", daemon=True).start()
+        try:
+            while True:
+                requests = self._steps.receive()
+                if requests is None:
+                    self._begin_stream()
+                    continue
+                for request in requests:
+                    self._launch(request)
+        except Exception:
+            self._fail()
+
+    def _begin_stream(self) -> None:
+        for _ in range(self._runner.max_pending):  # wait for all answers
+            self._free.acquire()
+        self._free.release(self._runner.max_pending)
+        self._steps.accept()
+        self._runner.reset()
+
+    def _launch(self, request: pb.StepRequest) -> None:
+        self._free.acquire()
+        self._heartbeat.begin_step(request.timeout_ms / 1000)
+        pending = self._runner.launch(request)
+        if self._runner.max_pending > 1:
+            self._pending.put(pending)
+        else:
+            self._answer(pending)
+
+    def _answer_all(self) -> NoReturn:
+        try:
+            while True:
+                self._answer(self._pending.get())
+        except Exception:
+            self._fail()
+
+    def _answer(self, pending: Pending) -> None:
+        response = pending.answer()
+        self._heartbeat.end_step()
+        self._steps.send(response)
+        failpoints.hit("shard.after_answer")
+        self._num_steps += 1
+        if self._num_steps % STEPS_BETWEEN_COLLECTIONS == 0:
+            gc.collect()
+        self._free.release()
 
 
 def _stop_garbage_collector() -> None:
-    """Leave garbage collection to `_compute_steps`, and exclude the objects loaded so far from it."""
+    """Leave garbage collection to `StepLoop`, and exclude the objects loaded so far from it."""
     gc.collect()
     gc.freeze()
     gc.disable()

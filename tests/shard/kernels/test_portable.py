@@ -26,9 +26,11 @@ from tests.support.shard.messages import GREEDY, SAMPLE
 from tests.support.shard.portable import plain
 from tgis.shard.attention.interface import Scoring
 from tgis.shard.collectives import ProcessGroup
+from tgis.shard.kernels.cpu import ops as cpu_ops
 from tgis.shard.kernels.cpu.ops import CPU_KERNELS
 from tgis.shard.kernels.cpu.pointwise.activations import KINDS
 from tgis.shard.kernels.portable import attention as portable_attention
+from tgis.shard.kernels.portable import ops as portable_ops
 from tgis.shard.kernels.portable.attention import TorchAttention
 from tgis.shard.kernels.portable.ops import TorchKernels
 from tgis.shard.layers.lora import AdapterSet, Deltas, LowRank, TokenAdapters
@@ -119,7 +121,7 @@ def test_heads(turned: int, is_normed: bool) -> None:
     angles = torch.randn(2, 5, turned // 2) if turned else None
     norm = HeadNorm(torch.randn(10), torch.randn(10), 1e-6) if is_normed else None
     before = qkv.clone()
-    found, expected = (kernels.split_heads(qkv, 4, 2, angles, norm) for kernels in (KERNELS, CPU_KERNELS))
+    found, expected = (kernels.split_heads(qkv, 4, 2, angles, norm) for kernels in (portable_ops, cpu_ops))
     for mine, theirs in zip(found, expected, strict=True):
         assert_near(mine, theirs)
         assert mine.is_contiguous()
@@ -198,11 +200,11 @@ def test_scores_are_bent_as_asked(scoring: dict[str, Any], block_size: int) -> N
 def test_reads_what_was_written(shape: Shape) -> None:
     """The CPU's layout of pages is another, but what is read is the same."""
     scene, other = TorchScene(shape, [70, 50], num_layers=2), Scene(shape, [70, 50], num_layers=2)
-    metadata = scene.metadata([(0, 70), (0, 50)], [0, 1])
+    layout = scene.layout([(0, 70), (0, 50)], [0, 1])
     for each in (scene, other):
-        each.attention.write(1, scene.k, scene.v, metadata)
+        each.attention.keep(1, scene.k, scene.v, each.attention.plan(layout, "self"))
     for sequence, length in ((0, 70), (1, 17), (0, 0)):
-        table = metadata.block_tables[sequence]
+        table = layout.block_tables[sequence]
         found = scene.attention.read(1, table, length)
         for mine, theirs in zip(found, other.attention.read(1, table, length), strict=True):
             assert mine.shape == theirs.shape
@@ -233,18 +235,27 @@ def test_memory_of_scores_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(largest) == 3 + 7
 
 
+def test_a_plan_is_copied() -> None:
+    scene = TorchScene(Shape(), [150, 40, 90])
+    scene.write_all()
+    first, second = (scene.plan([(69, 70), (9, 10)], [0, 1]), scene.plan([(89, 90), (149, 150)], [2, 0]))
+    q, k = scene.q[:2], scene.k[:2]
+    expected = scene.attention.attend(0, q, second, PLAIN)
+    second.copy_into(first)
+    assert torch.equal(scene.attention.attend(0, q, first, PLAIN), expected)
+    scene.attention.keep(0, k, k, first)
+    kept, _ = scene.attention.read(0, scene.layout([(89, 90)], [2]).block_tables[0], 90)
+    assert torch.equal(kept[:, 89], k[0])
+
+
 def test_attention_across() -> None:
     """Sequences of 20 and 0 keys, which 3 tokens each look into that have no position there."""
     scene = TorchScene(Shape(), [20, 5])
     scene.write_all()
-    metadata = replace(
-        scene.metadata([(0, 3), (0, 3)], [0, 1]),
-        seq_lens=torch.tensor([20, 0], dtype=torch.int32),
-        slot_mapping=torch.empty(0, dtype=torch.int64),
-        is_cross=True,
-    )
+    layout = scene.layout([(0, 3), (0, 3)], [0, 1])
+    encoded = replace(layout, seq_lens=torch.tensor([20, 0], dtype=torch.int32))
     scoring = Scoring(scale=0.3, causal=False)
-    found = scene.attention.attend(0, scene.q[:6], metadata, scoring)
+    found = scene.attention.attend(0, scene.q[:6], scene.attention.plan(encoded, "cross"), scoring)
     k, v = (x[:20].repeat_interleave(2, 1).double() for x in (scene.k, scene.v))
     weights = (torch.einsum("qhd,khd->hqk", scene.q[:3].double(), k) * 0.3).softmax(-1)
     assert_near(found[:3].double(), torch.einsum("hqk,khd->qhd", weights, v))
@@ -253,12 +264,10 @@ def test_attention_across() -> None:
 
 def test_writes_only_where_it_is_told() -> None:
     scene = TorchScene(Shape(), [40], num_layers=2)
-    metadata = scene.metadata([(0, 40)], [0])
-    slots = metadata.slot_mapping.clone()
-    slots[1::2] = -1
-    scene.attention.write(1, scene.k, scene.v, replace(metadata, slot_mapping=slots.to(torch.int32)))
+    scene.tables[0][1] = -1
+    scene.attention.keep(1, scene.k, scene.v, scene.plan([(0, 40)], [0]))
     assert scene.cache.keys[0].isnan().all()
-    assert (~scene.cache.values[1].isnan()).sum() == 20 * scene.k[0].numel()
+    assert (~scene.cache.values[1].isnan()).sum() == 24 * scene.k[0].numel()
 
 
 CASES: dict[str, Callable[[], PretrainedConfig]] = {

@@ -12,7 +12,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RotaryEmbedding
 from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
 
-from tgis.shard.kernels.cpu.ops import CPU_KERNELS
+from tgis.shard.kernels.cpu.ops import CPU_KERNELS, split_heads
 from tgis.shard.layers.ops import HeadNorm
 from tgis.shard.layers.rotary import DynamicScaling, LinearScaling, LongScaling, Rope, Rotary
 from tgis.shard.models.config_reader import rope
@@ -257,7 +257,7 @@ def test_split_heads(turned: int | None, normed: bool) -> None:
     if turned:
         angles = Rotary(Rope(turned, 100.0, LinearScaling(2.0), amplitude=1.5), CPU_KERNELS)(positions)
     norm = HeadNorm(torch.randn(dim), torch.randn(dim), 1e-5) if normed else None
-    q, k, v = CPU_KERNELS.split_heads(qkv, heads, kv_heads, angles, norm)
+    q, k, v = split_heads(qkv, heads, kv_heads, angles, norm)
     given_q, given_k, given_v = qkv.view(num_tokens, -1, dim).double().split([heads, kv_heads, kv_heads], 1)
     if norm:
         given_q = F.rms_norm(given_q, (dim,), norm.q_weight.double(), 1e-5)
@@ -268,5 +268,5 @@ def test_split_heads(turned: int | None, normed: bool) -> None:
         torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-4)
     for i in (0, 8, 999):
         own_angles = None if angles is None else angles[:, i : i + 1].contiguous()
-        alone = CPU_KERNELS.split_heads(qkv[i : i + 1], heads, kv_heads, own_angles, norm)
+        alone = split_heads(qkv[i : i + 1], heads, kv_heads, own_angles, norm)
         assert all(torch.equal(mine[0], whole[i]) for mine, whole in zip(alone, (q, k, v), strict=True))

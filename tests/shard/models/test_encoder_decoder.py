@@ -18,7 +18,8 @@ from tests.support.shard.checkpoints import write_model
 from tests.support.shard.driver import Request, Router, configure, opening
 from tests.support.shard.family_cases.encoder_decoders import CASES
 from tests.support.shard.messages import SAMPLE, Steps, floats, integers
-from tgis.shard.attention.interface import QUERY_TILE, AttentionMetadata
+from tgis.shard.attention.interface import StepLayout
+from tgis.shard.kernels.cpu.attention.plan import QUERY_TILE, CpuPlan
 from tgis.shard.models import registry
 from tgis.shard.models.interface import UnsupportedModelError
 from tgis.shard.models.parts.relative_bias import find_buckets
@@ -127,7 +128,7 @@ def test_what_was_encoded_is_not_encoded_again(served: Served) -> None:
     ]
     for request in requests:
         work = (request.row, 0, len(request.prompt))
-        response = runner.execute(steps.step([work], [opening(request)]))
+        response = runner.launch(steps.step([work], [opening(request)])).answer()
         request.generated, request.logprobs = integers(response.token_ids), floats(response.logprobs)
     requests[1].encoder_token_ids = first
     for request in requests:
@@ -144,7 +145,7 @@ def test_an_input_that_cannot_be_served_fails_alone(served: Served) -> None:
         Request([START], 0, encoder_token_ids=[5], row=3, cross_blocks=[100]),
     ]
     work = [(row, 0, 1) for row in range(4)]
-    response = runner.execute(steps.step(work, [opening(request) for request in [good, *bad]]))
+    response = runner.launch(steps.step(work, [opening(request) for request in [good, *bad]])).answer()
     assert [(error.row, error.message) for error in response.errors] == [
         (0, "a token id for the encoder is not below the model's vocabulary size 99"),
         (2, "it has no token ids for the encoder"),
@@ -237,14 +238,13 @@ def test_refuses_in_one_line(text: str) -> None:
 def test_tiles_of_tokens_that_look_into_other_sequences() -> None:
     """Every token stands in one tile, in none at a position; those that see most come first."""
     counts, lengths = [3, 40, 1], [7, 5, 300]
-    metadata = AttentionMetadata(
+    layout = StepLayout(
         torch.tensor([0, *counts]).cumsum(0).to(torch.int32),
+        torch.zeros(sum(counts), dtype=torch.int64),
         torch.tensor(lengths, dtype=torch.int32),
         torch.zeros(3, 20, dtype=torch.int32),
-        torch.empty(0, dtype=torch.int64),
-        is_cross=True,
     )
-    tiles = metadata.tiles.tolist()
+    tiles = CpuPlan(layout, 16, is_cross=True).tiles.tolist()
     assert {position for *_, position in tiles} == {0}
     tokens = [(sequence, first + i) for sequence, first, count, _ in tiles for i in range(count)]
     expected = [0] * 3 + [1] * 40 + [2]

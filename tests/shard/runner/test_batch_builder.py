@@ -11,6 +11,7 @@ import torch
 from tests.support.shard.messages import NOTHING, SAMPLE, Steps, integers, open_row, pack
 from tgis.pb import shard_pb2 as pb
 from tgis.shard.adapters.registry import LoadedAdapters, LoadedPrompt
+from tgis.shard.attention.interface import AttentionKind, StepLayout
 from tgis.shard.layers.lora import Adapter
 from tgis.shard.models.interface import StepInputs
 from tgis.shard.runner.batch_builder import Batch, BatchBuilder
@@ -18,6 +19,26 @@ from tgis.shard.runner.row_table import RowLimits
 
 CPU = torch.device("cpu")
 SWITCH_LEN = 22
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A plan that shows what it is made of."""
+
+    layout: StepLayout
+    kind: AttentionKind
+
+    def copy_into(self, fixed: "Planned") -> None:
+        raise AssertionError("no step is captured")
+
+
+class Planner:
+    def plan(self, layout: StepLayout, kind: AttentionKind) -> Planned:
+        return Planned(layout, kind)
+
+
+def builder(max_rows: int, limits: RowLimits, adapters: LoadedAdapters = NOTHING) -> BatchBuilder:
+    return BatchBuilder(max_rows, limits, CPU, adapters, Planner())  # type: ignore[arg-type]
 
 
 @dataclass
@@ -83,12 +104,14 @@ def check_encoder(inputs: StepInputs | None, fresh: list[Row]) -> None:
     lengths = [len(row.encoder_token_ids) for row in rows]
     assert inputs.token_ids.tolist() == [token for row in rows for token in row.encoder_token_ids]
     assert inputs.positions.tolist() == [position for length in lengths for position in range(length)]
-    metadata = inputs.metadata
-    assert metadata.seq_lens.tolist() == lengths
-    assert metadata.cu_seqlens_q.tolist() == [sum(lengths[:i]) for i in range(len(rows) + 1)]
+    layout = inputs.layout
+    assert inputs.plan == Planned(layout, "encoder")
+    assert layout.positions is inputs.positions
+    assert layout.seq_lens.tolist() == lengths
+    assert layout.cu_seqlens_q.tolist() == [sum(lengths[:i]) for i in range(len(rows) + 1)]
     slots = [row.cross_blocks[i // 4] * 4 + i % 4 for row in rows for i in range(len(row.encoder_token_ids))]
-    assert metadata.slot_mapping.tolist() == slots
-    for row, table in zip(rows, metadata.block_tables.tolist(), strict=True):
+    assert layout.find_slots(4).tolist() == slots
+    for row, table in zip(rows, layout.block_tables.tolist(), strict=True):
         assert table[: len(row.cross_blocks)] == row.cross_blocks
 
 
@@ -96,10 +119,11 @@ def check_cross(inputs: StepInputs, worked: list[Row]) -> None:
     if not worked[0].encoder_token_ids:
         assert inputs.cross is None
         return
-    assert inputs.cross.is_cross
-    assert inputs.cross.cu_seqlens_q.tolist() == inputs.metadata.cu_seqlens_q.tolist()
-    assert inputs.cross.seq_lens.tolist() == [len(row.encoder_token_ids) for row in worked]
-    for row, table in zip(worked, inputs.cross.block_tables.tolist(), strict=True):
+    layout = inputs.cross.layout
+    assert inputs.cross.kind == "cross"
+    assert layout.cu_seqlens_q is inputs.layout.cu_seqlens_q
+    assert layout.seq_lens.tolist() == [len(row.encoder_token_ids) for row in worked]
+    for row, table in zip(worked, layout.block_tables.tolist(), strict=True):
         assert table[: len(row.cross_blocks)] == row.cross_blocks
 
 
@@ -111,11 +135,14 @@ def check(
     assert batch.inputs.token_ids.tolist() == [rows[row].token_ids[position] for row, position in tokens]
     assert batch.inputs.positions.tolist() == [position for _, position in tokens]
     slots = [tables[row][position // 4] * 4 + position % 4 for row, position in tokens]
-    assert batch.inputs.metadata.slot_mapping.tolist() == slots
+    layout = batch.inputs.layout
+    assert batch.inputs.plan == Planned(layout, "self")
+    assert layout.positions is batch.inputs.positions
+    assert layout.find_slots(4).tolist() == slots
     lengths = [end - start for _, start, end in work]
-    assert batch.inputs.metadata.cu_seqlens_q.tolist() == [sum(lengths[:i]) for i in range(len(work) + 1)]
-    assert batch.inputs.metadata.seq_lens.tolist() == [end for _, _, end in work]
-    for (row, _, end), table in zip(work, batch.inputs.metadata.block_tables.tolist(), strict=True):
+    assert layout.cu_seqlens_q.tolist() == [sum(lengths[:i]) for i in range(len(work) + 1)]
+    assert layout.seq_lens.tolist() == [end for _, _, end in work]
+    for (row, _, end), table in zip(work, layout.block_tables.tolist(), strict=True):
         used = -(-end // 4)
         assert table[:used] == tables[row][:used]
     sampled = [row for row, _, end in work if end == len(rows[row].token_ids)]
@@ -128,14 +155,14 @@ def check(
         assert batch.inputs.is_long.tolist() == [rows[row].is_long for row, _ in tokens]
     else:
         assert batch.inputs.is_long is None
-    assert batch.inputs.metadata.block_tables.dtype == batch.inputs.metadata.seq_lens.dtype == torch.int32
+    assert layout.block_tables.dtype == layout.seq_lens.dtype == torch.int32
 
 
 @pytest.mark.parametrize("has_encoder", [False, True])
 def test_random_steps(has_encoder: bool) -> None:
     rng = random.Random(1)
     options = {"rope_switch_len": SWITCH_LEN, "is_encoder_decoder": has_encoder}
-    table, steps = BatchBuilder(8, RowLimits(64, 4, 50, **options), CPU, NOTHING), Steps(4, 8 * 16)
+    table, steps = builder(8, RowLimits(64, 4, 50, **options)), Steps(4, 8 * 16)
     rows: dict[int, Row] = {}
     num_ended = 0
     for _ in range(400):
@@ -195,7 +222,7 @@ def test_random_steps(has_encoder: bool) -> None:
     ],
 )
 def test_a_row_that_cannot_be_served_has_ended(message: pb.OpenRow, problem: str) -> None:
-    table, steps = BatchBuilder(2, RowLimits(64, 4, 50), CPU, load_some()), Steps(4, 32)
+    table, steps = builder(2, RowLimits(64, 4, 50), load_some()), Steps(4, 32)
     answer = table.open(message)
     assert answer is not None
     assert problem in answer
@@ -221,7 +248,7 @@ def test_a_row_that_cannot_be_served_has_ended(message: pb.OpenRow, problem: str
 def test_encoder_inputs_that_cannot_be_served(
     encoder_token_ids: list[int], cross_blocks: list[int], problem: str | None
 ) -> None:
-    table, steps = BatchBuilder(2, RowLimits(64, 4, 50, is_encoder_decoder=True), CPU, NOTHING), Steps(4, 32)
+    table, steps = builder(2, RowLimits(64, 4, 50, is_encoder_decoder=True)), Steps(4, 32)
     message = open_row(0, [1])
     message.encoder_token_ids, message.cross_blocks = pack(encoder_token_ids), pack(cross_blocks)
     answer = table.open(message)
@@ -232,7 +259,7 @@ def test_encoder_inputs_that_cannot_be_served(
 
 
 def test_a_row_keeps_nothing_of_the_one_before() -> None:
-    table = BatchBuilder(2, RowLimits(64, 4, 50), CPU, NOTHING)
+    table = builder(2, RowLimits(64, 4, 50))
     penalised = {**SAMPLE, "repetition_penalty": 2.0, "top_k": 3, "seed": 2**64 - 1}
     table.open(open_row(1, [5, 6, 7], eos=[1, 2, 3], sampling=penalised, top_n=3))
     table.append(np.array([1]), np.array([9], np.int32))
@@ -251,7 +278,7 @@ def test_a_row_keeps_nothing_of_the_one_before() -> None:
 def test_virtual_tokens_are_placed_and_not_penalised() -> None:
     """Though they are called as any token is, here 7, which comes after them too or does not."""
     adapters = load_some()
-    table, steps = BatchBuilder(4, RowLimits(64, 4, 50), CPU, adapters), Steps(4, 64)
+    table, steps = builder(4, RowLimits(64, 4, 50), adapters), Steps(4, 64)
     penalised = {**SAMPLE, "repetition_penalty": 2.0}
     rows = [
         tuned(open_row(0, [7, 7, 7, 8, 9], prompt_len=4, sampling=penalised), prompt="p"),
@@ -282,7 +309,7 @@ def test_virtual_tokens_are_placed_and_not_penalised() -> None:
 
 
 def test_virtual_tokens_of_the_encoder() -> None:
-    table = BatchBuilder(4, RowLimits(64, 4, 50, is_encoder_decoder=True), CPU, load_some())
+    table = builder(4, RowLimits(64, 4, 50, is_encoder_decoder=True), load_some())
     messages = [open_row(row, [2]) for row in range(3)]
     for message, count in zip(messages, (2, 3, 5), strict=True):
         message.encoder_token_ids, message.cross_blocks = pack([7] * count), pack([1, 2])
@@ -300,7 +327,7 @@ def test_virtual_tokens_of_the_encoder() -> None:
 
 
 def test_spans_of_reported_input() -> None:
-    table, steps = BatchBuilder(3, RowLimits(64, 4, 50), CPU, NOTHING), Steps(4, 48)
+    table, steps = builder(3, RowLimits(64, 4, 50)), Steps(4, 48)
 
     def spans(
         work: list[tuple[int, int, int]], opened: list[pb.OpenRow]
@@ -325,7 +352,7 @@ def test_spans_of_reported_input() -> None:
 
 
 def test_256_rows_take_about_a_millisecond() -> None:
-    table, steps = BatchBuilder(256, RowLimits(4096, 16, 1000), CPU, NOTHING), Steps(16, 256 * 64)
+    table, steps = builder(256, RowLimits(4096, 16, 1000)), Steps(16, 256 * 64)
     for row in range(256):
         table.open(open_row(row, [row] * 900, max_new_tokens=100))
     table.pack(steps.step([(row, 0, 900) for row in range(256)]))

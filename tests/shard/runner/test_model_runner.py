@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.support.shard.driver import Request, Router, configure, opening, prompts
 from tests.support.shard.messages import GREEDY, SAMPLE, Steps, floats, integers, open_row, top_tokens
-from tgis.shard.runner.model_runner import ModelRunner
+from tgis.shard.runner.interface import ModelRunner
 from tgis.shard.startup.load import load
 
 EOS = 2
@@ -229,25 +229,27 @@ def test_blocks_of_another_row_are_read(runner: ModelRunner, oracle: Any) -> Non
     first, second = Request([*prompt, 7], 5), Request([*prompt, 8, 9], 5)
     steps = Steps(size, runner.info.num_blocks)
     first.row, second.row = 0, 1
-    runner.execute(steps.step([(0, 0, len(first.prompt))], [opening(first)]))
+    runner.launch(steps.step([(0, 0, len(first.prompt))], [opening(first)])).answer()
     shared = steps.blocks[0][:2]
     length = len(second.prompt)
     request = steps.step([(1, 2 * size, length)], [opening(second)])
     table = shared + steps.blocks[1][2:]
     request.new_blocks = b"".join(block.to_bytes(4, "little") for block in table)
-    response = runner.execute(request)
+    response = runner.launch(request).answer()
     assert integers(response.token_ids) == generate(oracle, second)[:1]
 
 
 def test_a_row_that_cannot_be_served_fails_alone(runner: ModelRunner, oracle: Any) -> None:
     steps, good = Steps(runner.info.block_size, runner.info.num_blocks), Request([5, 6, 7], row=1)
-    response = runner.execute(steps.step([(0, 0, 2), (1, 0, 3)], [open_row(0, [5, 99]), opening(good)]))
+    response = runner.launch(
+        steps.step([(0, 0, 2), (1, 0, 3)], [open_row(0, [5, 99]), opening(good)])
+    ).answer()
     assert [(error.row, error.message) for error in response.errors] == [
         (0, "a token id is not below the model's vocabulary size 99")
     ]
     assert integers(response.rows) == [1]
     assert integers(response.token_ids) == generate(oracle, good)[:1]
-    response = runner.execute(steps.step([(0, 2, 3), (1, 3, 4)]))
+    response = runner.launch(steps.step([(0, 2, 3), (1, 3, 4)])).answer()
     assert (integers(response.rows), list(response.errors)) == ([1], [])
 
 
@@ -268,23 +270,23 @@ def test_scores_that_are_no_numbers_end_their_row(poisoned: ModelRunner, oracle:
     steps = Steps(poisoned.info.block_size, poisoned.info.num_blocks)
     good = Request([5, 6, 7], row=1, details={"logprobs": True, "top_n": 2})
     opened = [open_row(0, [4, 50], sampling=sampling, logprobs=True, input_tokens=True), opening(good)]
-    response = poisoned.execute(steps.step([(0, 0, 2), (1, 0, 3)], opened))
+    response = poisoned.launch(steps.step([(0, 0, 2), (1, 0, 3)], opened)).answer()
     assert [error.row for error in response.errors] == [0]
     assert "finite" in response.errors[0].message
     expected = generate(oracle, good)
     assert (integers(response.rows), integers(response.token_ids)) == ([1], expected[:1])
     assert floats(response.logprobs)[0] < 0
-    response = poisoned.execute(steps.step([(0, 2, 3), (1, 3, 4)]))
+    response = poisoned.launch(steps.step([(0, 2, 3), (1, 3, 4)])).answer()
     assert (integers(response.rows), integers(response.token_ids)) == ([1], expected[1:2])
     after = Request([8, 9], row=0)
     request = steps.step([(0, 0, 2)], [opening(after)], [0])
-    response = poisoned.execute(request)
+    response = poisoned.launch(request).answer()
     assert integers(response.token_ids) == generate(oracle, after)[:1], "blocks of the bad row do no harm"
 
 
 def test_rows_are_forgotten_when_a_stream_begins(runner: ModelRunner) -> None:
     steps = Steps(runner.info.block_size, runner.info.num_blocks)
-    runner.execute(steps.step([(0, 0, 2)], [open_row(0, [5, 6])]))
+    runner.launch(steps.step([(0, 0, 2)], [open_row(0, [5, 6])])).answer()
     runner.reset()
     with pytest.raises(AssertionError, match="not open"):
-        runner.execute(steps.step([(0, 2, 3)]))
+        runner.launch(steps.step([(0, 2, 3)])).answer()

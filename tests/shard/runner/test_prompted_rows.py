@@ -18,7 +18,7 @@ from tests.support.shard.portable import plain
 from tests.support.shard.prompt_cases import PAD, Case
 from tests.support.shard.tuning_cells import Asked
 from tgis.shard.collectives import ProcessGroup
-from tgis.shard.runner.model_runner import ModelRunner
+from tgis.shard.runner.interface import ModelRunner
 from tgis.shard.startup.load import load
 
 NAMES = {"decoder": "granite_biases", "encoder_decoder": "bart_scaled"}
@@ -63,7 +63,7 @@ def execute(
     runner: ModelRunner, steps: Steps, work: list[tuple[int, int, int]], *opened: Request
 ) -> list[int]:
     """The tokens of a step."""
-    response = runner.execute(steps.step(work, [opening(request) for request in opened]))
+    response = runner.launch(steps.step(work, [opening(request) for request in opened])).answer()
     assert not response.errors
     return integers(response.token_ids)
 
@@ -117,7 +117,7 @@ def test_details_of_virtual_tokens(decoder: Served, number: int, cuts: tuple[int
     request.row, steps = 0, Steps(4, decoder.runner.info.num_blocks)
     bounds = pairwise((*cuts, len(request.prompt)))
     work = [steps.step([(0, *span)], [opening(request)] if not span[0] else []) for span in bounds]
-    spans = [message for step in work for message in decoder.runner.execute(step).input_details]
+    spans = [message for step in work for message in decoder.runner.launch(step).answer().input_details]
     with torch.inference_mode():
         prompt = case.oracle.draw(case.lengths[asked.content][0], 1)
         out = case.oracle.model(inputs_embeds=case.oracle.embed(prompt, asked.token_ids))
@@ -193,7 +193,7 @@ def test_blocks_of_another_row_under_the_same_prompt_are_read(decoder: Served) -
         request = steps.step([(1, shared * size, len(again.prompt))], [opening(again)])
         table = steps.blocks[0][:shared] + steps.blocks[1][shared:]
         request.new_blocks = np.array(table, "<i4").tobytes()
-        assert integers(runner.execute(request).token_ids) == expected.generated[:1]
+        assert integers(runner.launch(request).answer().token_ids) == expected.generated[:1]
         runner.reset()
 
 
@@ -218,7 +218,7 @@ def test_a_row_whose_prompt_is_not_loaded_fails_alone(decoder: Served) -> None:
     bad.row, good.row = 0, 1
     opened = [opening(bad), opening(good), open_row(2, [5, 6])]
     opened[2].adapter_digest = "none"
-    response = runner.execute(steps.step([(0, 0, 3), (1, 0, len(good.prompt)), (2, 0, 2)], opened))
+    response = runner.launch(steps.step([(0, 0, 3), (1, 0, len(good.prompt)), (2, 0, 2)], opened)).answer()
     assert [(error.row, error.message) for error in response.errors] == [
         (0, "its soft prompt is not loaded"),
         (2, "its adapter is not loaded"),

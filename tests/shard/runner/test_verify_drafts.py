@@ -15,7 +15,7 @@ from tests.support.shard.driver import Request, Router, configure, opening, prom
 from tests.support.shard.messages import GREEDY, SAMPLE, Steps, integers, open_row
 from tests.support.tokenizers.trained import write_byte_level
 from tgis.pb import shard_pb2 as pb
-from tgis.shard.runner.model_runner import ModelRunner
+from tgis.shard.runner.interface import ModelRunner
 from tgis.shard.startup.load import load
 
 VOCAB_SIZE = 403
@@ -82,7 +82,7 @@ class Speculator(Router):
             work.append((request.row, start, end))
         step = self.steps.step(work, [opening(request) for request in fresh], self.closed, drafts)
         self.closed = []
-        response = self.runner.execute(step)
+        response = self.runner.launch(step).answer()
         self.num_guessed += sum(map(len, drafts.values()))
         self.num_right += len(response.rows) // 4 - len(set(integers(response.rows)))
         self.unread.append(response)
@@ -157,12 +157,12 @@ def test_a_row_ends_where_it_would_have_ended(runner: ModelRunner) -> None:
     runner.reset()
     steps = Steps(runner.info.block_size, runner.info.num_blocks)
     opened = open_row(0, [5, 6, 7], max_new_tokens=12, eos=[tokens[end]])
-    runner.execute(steps.step([(0, 0, 3)], [opened]))
-    response = runner.execute(steps.step([(0, 3, 4)], drafts={0: tokens[1:11]}))
+    runner.launch(steps.step([(0, 0, 3)], [opened])).answer()
+    response = runner.launch(steps.step([(0, 3, 4)], drafts={0: tokens[1:11]})).answer()
     assert integers(response.token_ids) == tokens[1 : end + 1]
     assert list(response.ended) == [0] * (end - 1) + [1]
     assert integers(response.rows) == [0] * end
-    response = runner.execute(steps.step([(0, end + 3, end + 4)]))
+    response = runner.launch(steps.step([(0, end + 3, end + 4)])).answer()
     assert not response.rows, "nothing more is computed for it"
 
 
@@ -172,8 +172,8 @@ def test_the_last_token_ends_the_row_behind_its_drafts(runner: ModelRunner) -> N
     Router(runner).run([known])
     steps = Steps(runner.info.block_size, runner.info.num_blocks)
     opened = open_row(0, [9, 8], max_new_tokens=6)
-    runner.execute(steps.step([(0, 0, 2)], [opened]))
-    response = runner.execute(steps.step([(0, 2, 3)], drafts={0: known.generated[1:5]}))
+    runner.launch(steps.step([(0, 0, 2)], [opened])).answer()
+    response = runner.launch(steps.step([(0, 2, 3)], drafts={0: known.generated[1:5]})).answer()
     assert integers(response.token_ids) == known.generated[1:]
     assert list(response.ended) == [0] * 4 + [1]
 
@@ -197,12 +197,12 @@ def test_what_goes_wrong_behind_a_draft(runner: ModelRunner, directory: Path, tm
     place = next(i for i, token in enumerate(tokens) if i > 2 and token not in [5, 6, 7, *tokens[:i]])
     poisoned = poison(directory, tmp_path, tokens[place])
     steps = Steps(poisoned.info.block_size, poisoned.info.num_blocks)
-    poisoned.execute(steps.step([(0, 0, 3)], [open_row(0, [5, 6, 7], max_new_tokens=12)]))
+    poisoned.launch(steps.step([(0, 0, 3)], [open_row(0, [5, 6, 7], max_new_tokens=12)])).answer()
     sampled, drafts, problems = tokens[:1], [tokens[place]] * 2, []
     while not problems:
         assert len(sampled) <= place + 1
         length = 3 + len(sampled)
-        response = poisoned.execute(steps.step([(0, length - 1, length)], drafts={0: drafts}))
+        response = poisoned.launch(steps.step([(0, length - 1, length)], drafts={0: drafts})).answer()
         assert not (response.rows and response.errors)
         sampled += integers(response.token_ids)
         drafts, problems = tokens[len(sampled) : 11], [error.message for error in response.errors]

@@ -23,7 +23,7 @@ from tests.support.shard.messages import GREEDY, SAMPLE, Steps, integers, open_r
 from tests.support.tokenizers.decoder_kinds import KINDS
 from tests.support.tokenizers.trained import write_byte_level
 from tgis.pb import shard_pb2 as pb
-from tgis.shard.runner.model_runner import ModelRunner
+from tgis.shard.runner.interface import ModelRunner
 from tgis.shard.sampling.grammar import Guides, read_tokenizer
 from tgis.shard.startup.load import load
 
@@ -474,16 +474,16 @@ def test_a_row_whose_grammar_fails_fails_alone(runner: ModelRunner, pattern: str
     steps = Steps(runner.info.block_size, runner.info.num_blocks)
     good = Request([5, 6, 7], 120, grammar=f"{HEADER}start: /[a-z]*/", row=1)
     bad = Request([5, 6], 120, grammar=f"{HEADER}start: /{pattern}/", row=0)
-    response = runner.execute(steps.step([(1, 0, 3), (0, 0, 2)], [opening(good), opening(bad)]))
+    response = runner.launch(steps.step([(1, 0, 3), (0, 0, 2)], [opening(good), opening(bad)])).answer()
     step = 0
     while not response.errors:
         assert set(integers(response.rows)) == {0, 1}
-        response = runner.execute(steps.step([(1, 3 + step, 4 + step), (0, 2 + step, 3 + step)]))
+        response = runner.launch(steps.step([(1, 3 + step, 4 + step), (0, 2 + step, 3 + step)])).answer()
         step += 1
     assert step in num_tokens
     [error] = response.errors
     assert (error.row, error.cause) == (0, pb.RowError.CAUSE_GRAMMAR)
     assert integers(response.rows) == [1]
-    response = runner.execute(steps.step([(1, 3 + step, 4 + step), (0, 2 + step, 3 + step)]))
+    response = runner.launch(steps.step([(1, 3 + step, 4 + step), (0, 2 + step, 3 + step)])).answer()
     assert integers(response.rows) == [1]
     assert not response.errors

@@ -7,6 +7,7 @@ import pytest
 
 from tgis.pb import shard_pb2 as pb
 from tgis.shard.collectives import ProcessGroup
+from tgis.shard.runner.model_runner import ComputedStep
 from tgis.shard.runner.row_table import RowLimits, find_problem
 from tgis.shard.startup import warm_up
 from tgis.shard.startup.memory_plan import Demand
@@ -25,7 +26,7 @@ class Steps:
     rows: list[int] = field(default_factory=list)
     steps: list[pb.StepRequest] = field(default_factory=list)
 
-    def execute(self, step: pb.StepRequest) -> pb.StepResponse:
+    def launch(self, step: pb.StepRequest) -> ComputedStep:
         assert [find_problem(row, self.limits) for row in step.opened_rows] == [None] * len(step.opened_rows)
         num_tokens = integers(step.ends).sum() - integers(step.starts).sum()
         num_tokens += sum(len(row.encoder_token_ids) // 4 for row in step.opened_rows)
@@ -33,7 +34,7 @@ class Steps:
         self.rows.append(len(integers(step.rows)))
         self.steps.append(step)
         np.ones(int(num_tokens) * self.bytes_per_token, np.uint8)
-        return pb.StepResponse()
+        return ComputedStep(pb.StepResponse())
 
     def reset(self) -> None:
         pass

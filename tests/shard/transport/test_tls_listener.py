@@ -35,6 +35,7 @@ class Ends(NamedTuple):
         """Whose stream is the newest from then on."""
         connection = self.open(stack)
         assert self.steps.receive() is None
+        self.steps.accept()
         return connection
 
 
@@ -87,6 +88,7 @@ def test_half_a_record_does_not_keep_a_newer_router_waiting(ends: Ends) -> None:
                 incoming.write(plain.recv(1 << 16))
         plain.sendall(outgoing.read())
         assert ends.steps.receive() is None
+        ends.steps.accept()
         router.write(frame(step(1, 5000)))
         with ThreadPoolExecutor(1) as threads, soon():
             waiting = threads.submit(ends.steps.receive)
@@ -94,6 +96,7 @@ def test_half_a_record_does_not_keep_a_newer_router_waiting(ends: Ends) -> None:
             time.sleep(0.2)
             newer = ends.open(stack)
             assert waiting.result(8) is None
+            ends.steps.accept()
             newer.sendall(frame(step(7)))
             assert ends.steps.receive() == [step(7)]
 

@@ -5,8 +5,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tests.support.shard.stepping import make_metadata
-from tgis.shard.attention.interface import AttentionMetadata, Scoring
+from tests.support.shard.stepping import make_layout
+from tgis.shard.attention.interface import Attention, Plan, Scoring, StepLayout
 from tgis.shard.kernels.cpu.attention.attention import CpuAttention
 from tgis.shard.memory.kv_cache import KVCache
 
@@ -37,10 +37,13 @@ class Scene:
         self.cache = KVCache(*sizes, shape.dtype)
         self.cache.keys.fill_(torch.nan)
         self.cache.values.fill_(torch.nan)
-        self.attention = CpuAttention(self.cache)
+        self.attention: Attention = CpuAttention(self.cache)
 
-    def metadata(self, spans: list[tuple[int, int]], sequences: list[int]) -> AttentionMetadata:
-        return make_metadata(spans, [self.tables[i] for i in sequences], self.shape.block_size)
+    def layout(self, spans: list[tuple[int, int]], sequences: list[int]) -> StepLayout:
+        return make_layout(spans, [self.tables[i] for i in sequences])
+
+    def plan(self, spans: list[tuple[int, int]], sequences: list[int]) -> Plan:
+        return self.attention.plan(self.layout(spans, sequences), "self")
 
     def rows(self, sequence: int, start: int, end: int) -> slice:
         begin = sum(self.lengths[:sequence])
@@ -48,13 +51,13 @@ class Scene:
 
     def write_all(self) -> None:
         spans = [(0, length) for length in self.lengths]
-        self.attention.write(0, self.k, self.v, self.metadata(spans, list(range(len(spans)))))
+        self.attention.keep(0, self.k, self.v, self.plan(spans, list(range(len(spans)))))
 
     def attend(self, work: dict[int, tuple[int, int]], scoring: Scoring) -> dict[int, Tensor]:
         """sequence -> [start, end) of its positions; the cache is taken to end there."""
         rows = [self.rows(i, *span) for i, span in work.items()]
         q = torch.cat([self.q[r] for r in rows])
-        out = self.attention.attend(0, q, self.metadata(list(work.values()), list(work)), scoring)
+        out = self.attention.attend(0, q, self.plan(list(work.values()), list(work)), scoring)
         return dict(zip(work, out.split([end - start for start, end in work.values()]), strict=True))
 
     def expected(self, sequence: int, start: int, end: int, scoring: Scoring) -> Tensor:

@@ -2,6 +2,7 @@
 
 import math
 import random
+from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 from tests.support.shard.messages import GREEDY, Steps, floats, integers, open_row, pack, top_tokens
 from tgis.config.processes import ShardConfig
 from tgis.pb import shard_pb2 as pb
-from tgis.shard.runner.model_runner import ModelRunner
+from tgis.shard.runner.interface import ModelRunner, Pending
 
 
 def configure(path: Path, **options: Any) -> ShardConfig:
@@ -71,6 +72,7 @@ class Router:
         self.runner, self.rng, self.depth, self.whole = runner, random.Random(seed), depth, whole
         self.steps = Steps(runner.info.block_size, runner.info.num_blocks)
         self.rows = list(range(8))
+        self.pending: deque[Pending] = deque()
         self.unread: list[pb.StepResponse] = []
         self.closed: list[int] = []
         self.responses: list[pb.StepResponse] = []
@@ -90,11 +92,10 @@ class Router:
                 fresh.append(request)
             running += fresh
             self.send(running, fresh)
-            if len(self.unread) >= self.depth:
-                self.read(self.unread.pop(0), running)
-        for response in self.unread:
-            self.read(response, running)
-        self.unread.clear()
+            if len(self.unread) + len(self.pending) >= self.depth:
+                self.read_oldest(running)
+        while self.unread or self.pending:
+            self.read_oldest(running)
 
     def reserve(self, request: Request) -> None:
         token_ids, root = request.encoder_token_ids, (request.prompt_digest, request.adapter_digest)
@@ -130,7 +131,12 @@ class Router:
                     request.length += 1
         step = self.steps.step(work, [opening(request) for request in fresh], self.closed)
         self.closed = []
-        self.unread.append(self.runner.execute(step))
+        if len(self.pending) == self.runner.max_pending:
+            self.unread.append(self.pending.popleft().answer())
+        self.pending.append(self.runner.launch(step))
+
+    def read_oldest(self, running: list[Request]) -> None:
+        self.read(self.unread.pop(0) if self.unread else self.pending.popleft().answer(), running)
 
     def read(self, response: pb.StepResponse, running: list[Request]) -> None:
         self.responses.append(response)

@@ -12,7 +12,8 @@ from tests.support.shard.driver import Request, Router, configure
 from tgis.pb import shard_pb2 as pb
 from tgis.prompts.artifact_cache import ArtifactCache, Kind
 from tgis.shard.collectives import ProcessGroup
-from tgis.shard.runner.model_runner import ModelRunner
+from tgis.shard.runner.interface import ModelRunner
+from tgis.shard.runner.model_runner import ComputedStep
 from tgis.shard.startup.load import load
 
 
@@ -34,14 +35,15 @@ class Relay:
     """The first rank's model runner, as far as a driver needs one."""
 
     def __init__(self, runner: ModelRunner, group: ProcessGroup) -> None:
-        self.info, self._runner, self._group = runner.info, runner, group
+        self.info, self.max_pending = runner.info, 1
+        self._runner, self._group = runner, group
         self.digests: list[int] = []
 
-    def execute(self, request: pb.StepRequest) -> pb.StepResponse:
+    def launch(self, request: pb.StepRequest) -> ComputedStep:
         share(self._group, request.SerializeToString())
-        response = self._runner.execute(request)
+        response = self._runner.launch(request).answer()
         self.digests.append(response.digest)
-        return response
+        return ComputedStep(response)
 
 
 def serve(
@@ -72,7 +74,7 @@ def serve(
 def _follow(group: ProcessGroup, runner: ModelRunner) -> list[int]:
     digests = []
     while payload := share(group, b""):
-        digests.append(runner.execute(pb.StepRequest.FromString(payload)).digest)
+        digests.append(runner.launch(pb.StepRequest.FromString(payload)).answer().digest)
     return digests
 
 

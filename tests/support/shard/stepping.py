@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tgis.shard.attention.interface import AttentionMetadata
+from tgis.shard.attention.interface import StepLayout
 from tgis.shard.collectives import ProcessGroup
 from tgis.shard.kernels.cpu.attention.attention import CpuAttention
 from tgis.shard.memory.kv_cache import KVCache, local_kv_heads
@@ -38,21 +38,14 @@ def new_attention(
     return CpuAttention(KVCache(spec.num_layers, NUM_BLOCKS, block_size, heads, spec.head_dim, dtype))
 
 
-def make_metadata(
-    spans: Sequence[tuple[int, int]], tables: Sequence[list[int]], block_size: int
-) -> AttentionMetadata:
+def make_layout(spans: Sequence[tuple[int, int]], tables: Sequence[list[int]]) -> StepLayout:
     """Token positions [start, end) of each sequence are new."""
     counts = [0] + [end - start for start, end in spans]
-    slots = [
-        table[p // block_size] * block_size + p % block_size
-        for (start, end), table in zip(spans, tables, strict=True)
-        for p in range(start, end)
-    ]
-    return AttentionMetadata(
+    return StepLayout(
         cu_seqlens_q=torch.tensor(counts).cumsum(0).to(torch.int32),
+        positions=torch.cat([torch.arange(start, end) for start, end in spans]),
         seq_lens=torch.tensor([end for _, end in spans], dtype=torch.int32),
         block_tables=torch.tensor(tables, dtype=torch.int32),
-        slot_mapping=torch.tensor(slots, dtype=torch.int64),
     )
 
 
@@ -66,16 +59,16 @@ class Stepper:
         block_size: int = 4,
         dtype: torch.dtype = torch.float32,
     ):
-        self._model, self._block_size = model, block_size
+        self._model = model
         self._attention = new_attention(model, group, block_size, dtype)
 
     def step(self, work: dict[int, tuple[list[int], int]]) -> dict[int, Tensor]:
         """number -> (all token ids so far, first position to compute); logits [num_computed, vocab_size]."""
         spans = [(start, len(ids)) for ids, start in work.values()]
-        metadata = make_metadata(spans, [TABLES[i] for i in work], self._block_size)
+        layout = make_layout(spans, [TABLES[i] for i in work])
         ids = torch.tensor([token for ids, start in work.values() for token in ids[start:]])
-        positions = torch.cat([torch.arange(*span) for span in spans])
-        x = self._model.forward(StepInputs(ids, positions, metadata), self._attention)
+        inputs = StepInputs(ids, layout.positions, layout, self._attention.plan(layout, "self"))
+        x = self._model.forward(inputs, self._attention)
         logits = self._model.logits(x).split([end - start for start, end in spans])
         return dict(zip(work, logits, strict=True))
 

@@ -4,7 +4,7 @@ from torch import Tensor
 
 from tgis.shard.collectives import ProcessGroup
 from tgis.shard.layers.lora import Cut, TokenAdapters
-from tgis.shard.layers.ops import Parts
+from tgis.shard.layers.ops import BiasedProduct, Parts
 
 
 class LoraAddition:
@@ -19,6 +19,9 @@ class LoraAddition:
         if adapters is not None and (deltas := adapters.at(self._path)) is not None:
             self._kernels.add_low_rank(y, x, deltas, adapters)
         return y
+
+    def is_needed(self, adapters: TokenAdapters | None) -> bool:
+        return adapters is not None and adapters.at(self._path) is not None
 
 
 class ColumnParallel:
@@ -48,6 +51,9 @@ class ColumnParallel:
         y = self._adapt(x, self._multiply(x), adapters)
         return y if self._bias is None else self._add(y, self._bias)
 
+    def as_product(self, adapters: TokenAdapters | None) -> BiasedProduct | None:
+        return None if self._adapt.is_needed(adapters) else BiasedProduct(self._multiply, self._bias)
+
 
 class RowParallel:
     """Linear layer y = x W^T + b with the columns of W split over ranks: [num_tokens, own columns] ->
@@ -64,6 +70,10 @@ class RowParallel:
     def __call__(self, x: Tensor, adapters: TokenAdapters | None) -> Tensor:
         y = self._group.all_reduce(self.partial(x, adapters))
         return y if self._bias is None else self._add(y, self._bias)
+
+    def as_product(self, adapters: TokenAdapters | None) -> BiasedProduct | None:
+        is_more = self._group.size > 1 or self._adapt.is_needed(adapters)
+        return None if is_more else BiasedProduct(self._multiply, self._bias)
 
     def partial(self, x: Tensor, adapters: TokenAdapters | None) -> Tensor:
         """Return this rank's part of the sum over ranks, without the bias."""

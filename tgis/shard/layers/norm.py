@@ -11,18 +11,17 @@ NormKind = Literal["rms", "rms_plus_one", "layer", "layer_no_bias"]
 
 
 class Norm:
-    """Normalisation layer with the checkpoint's weight at `path`, and a bias if `kind` is "layer"."""
+    """`NormLayer` with the checkpoint's weight at `path`, and a bias if `kind` is "layer"."""
 
     def __init__(self, parts: Parts, path: str, size: int, eps: float, kind: NormKind):
-        self._weight, self._eps = _read_weight(parts, path, size, kind), eps
-        self._bias = parts.read_vector(f"{path}.bias", size) if kind == "layer" else None
-        self._kernels, self._centred = parts.kernels, kind in ("layer", "layer_no_bias")
+        self.weight, self.eps = _read_weight(parts, path, size, kind), eps
+        self.bias = parts.read_vector(f"{path}.bias", size) if kind == "layer" else None
+        self.is_centred, self._kernels = kind in ("layer", "layer_no_bias"), parts.kernels
 
     def __call__(self, x: Tensor, delta: Tensor | None = None) -> Tensor:
-        """Return the norm of x + delta, both [num_tokens, size]. Overwrites x with the sum."""
-        if self._centred:
-            return self._kernels.layer_norm(x, delta, self._weight, self._bias, self._eps)
-        return self._kernels.rms_norm(x, delta, self._weight, self._eps)
+        if self.is_centred:
+            return self._kernels.layer_norm(x, delta, self.weight, self.bias, self.eps)
+        return self._kernels.rms_norm(x, delta, self.weight, self.eps)
 
 
 class SplitNorm:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -26,6 +26,41 @@ class HeadNorm:
     q_weight: Tensor
     k_weight: Tensor
     eps: float
+
+
+@dataclass(frozen=True)
+class Activation:
+    """Activation silu, gelu, gelu_tanh, relu or quick_gelu of [num_tokens, size]; if it is gated, of the
+    first half of [num_tokens, 2 * size], which is then multiplied by the second half."""
+
+    name: str
+    is_gated: bool
+
+
+class NormLayer(Protocol):
+    """Normalisation layer: a layer norm if it is centred, else an RMS norm."""
+
+    weight: Tensor  # float32 [size]
+    bias: Tensor | None
+    eps: float
+    is_centred: bool
+
+    def __call__(self, x: Tensor, delta: Tensor | None = None) -> Tensor:
+        """Return the norm of x + delta, both [num_tokens, size]. Overwrites x with the sum."""
+
+
+class BiasedProduct(NamedTuple):
+    product: Product
+    bias: Tensor | None  # float32 [out_features]
+
+
+class LinearLayer(Protocol):
+    def __call__(self, x: Tensor, adapters: TokenAdapters | None) -> Tensor:
+        """Return the layer's new output, [num_tokens, out_features], with adapters' updates."""
+
+    def as_product(self, adapters: TokenAdapters | None) -> BiasedProduct | None:
+        """Return the product and bias if the layer does nothing else: no adapter of the step changes it, and
+        no other ranks' products are added. This is for platforms that fuse them with their neighbours."""
 
 
 class Kernels(Protocol):
@@ -77,7 +112,7 @@ class Kernels(Protocol):
         """Set x, [num_tokens, size], to cap * tanh(x / cap) in place and return x."""
 
     def activate(self, x: Tensor, name: str) -> Tensor:
-        """Apply silu, gelu, gelu_tanh, relu or quick_gelu to x, [num_tokens, size], in place and return x."""
+        """Apply an `Activation` to x, [num_tokens, size], in place and return x."""
 
     def multiply_gated(self, gate_up: Tensor, name: str) -> Tensor:
         """Return activation(gate) * up, [num_tokens, size]. gate_up: [num_tokens, 2 * size]."""
@@ -96,17 +131,54 @@ class Kernels(Protocol):
         int64 [num_tokens], selects the set of each token; if None, all tokens have the first. `growth`,
         float32 [num_tokens], is that of `DynamicScaling`."""
 
-    def split_heads(
+    def norm_product(
         self,
-        qkv: Tensor,
-        num_heads: int,
-        num_kv_heads: int,
-        angles: Tensor | None,
-        head_norm: HeadNorm | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Split [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim] into q, k, v of [num_tokens, heads,
-        head_dim]. The heads of q and k are normalised. Then their first channels are rotated by `angles`, as
-        many as it has cosines and sines; channel i is paired with channel i + half of them."""
+        x: Tensor,
+        delta: Tensor | None,
+        norm: NormLayer | None,
+        linear: LinearLayer,
+        then: Activation | None,
+        adapters: TokenAdapters | None,
+    ) -> Tensor:
+        """Return then(linear(norm(x + delta))), leaving out what is None. Overwrites x with the sum.
+
+        x, delta: [num_tokens, size]. A platform may fuse the parts, as it likes for each number of tokens."""
+
+    def product_add(
+        self, x: Tensor, y: Tensor, linear: LinearLayer, adapters: TokenAdapters | None
+    ) -> Tensor | None:
+        """Add linear(y) to x, [num_tokens, size], in place and return None; or return linear(y), which the
+        next `norm_product` or norm adds. y: [num_tokens, in_features]."""
+
+
+class Unfused:
+    """`norm_product` and `product_add` of platforms that run one layer after the other."""
+
+    def norm_product(
+        self: Kernels,
+        x: Tensor,
+        delta: Tensor | None,
+        norm: NormLayer | None,
+        linear: LinearLayer,
+        then: Activation | None,
+        adapters: TokenAdapters | None,
+    ) -> Tensor:
+        y = linear(normalise(self, x, delta, norm), adapters)
+        if then is None:
+            return y
+        return self.multiply_gated(y, then.name) if then.is_gated else self.activate(y, then.name)
+
+    def product_add(
+        self: Kernels, x: Tensor, y: Tensor, linear: LinearLayer, adapters: TokenAdapters | None
+    ) -> Tensor:
+        return linear(y, adapters)
+
+
+def normalise(kernels: Kernels, x: Tensor, delta: Tensor | None, norm: NormLayer | None) -> Tensor:
+    """Return norm(x + delta), leaving out what is None. Overwrites x with the sum."""
+    if norm is not None:
+        return norm(x, delta)
+    return x if delta is None else kernels.add(x, delta)
 
 
 @dataclass(frozen=True)

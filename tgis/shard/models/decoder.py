@@ -8,31 +8,39 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tgis.shard.attention.interface import Attention, AttentionMetadata, Scoring
+from tgis.shard.attention.interface import Attention, Plan, Scoring
 from tgis.shard.layers.embedding import Embedding, LMHead
 from tgis.shard.layers.linear import Replicated
 from tgis.shard.layers.lora import TokenAdapters
+from tgis.shard.layers.norm import Norm
 from tgis.shard.layers.ops import Parts
 from tgis.shard.layers.rotary import Rotary
 from tgis.shard.models.interface import StepInputs
-from tgis.shard.models.parts.blocks import MLP, SelfAttention, make_norm, make_positions
+from tgis.shard.models.parts.blocks import (
+    MLP,
+    BranchInput,
+    Finish,
+    SelfAttention,
+    make_norm,
+    make_positions,
+)
 from tgis.shard.models.parts.moe import SparseMLP
 from tgis.shard.models.spec import DecoderSpec
 
-FeedForward = Callable[[Tensor, TokenAdapters | None], Tensor]
+FeedForward = Callable[[Tensor, BranchInput, TokenAdapters | None], Tensor | None]
 
 
 @dataclass(frozen=True)
 class StepContext:
     attention: Attention
-    metadata: AttentionMetadata
+    plan: Plan
     angles: Tensor | None  # [2, num_tokens, dim / 2]
     local_angles: Tensor | None  # for layers with a sliding window
     adapters: TokenAdapters | None
 
 
 class LayerAttention:
-    def __init__(self, spec: DecoderSpec, parts: Parts, path: str, layer: int):
+    def __init__(self, spec: DecoderSpec, parts: Parts, path: str, layer: int, finish: Finish | None = None):
         window = spec.window(layer)
         slopes = spec.slopes[parts.group.slice(spec.num_heads)] if spec.slopes else None
         scoring = Scoring(
@@ -41,29 +49,28 @@ class LayerAttention:
             soft_cap=spec.attention_soft_cap,
             slopes=None if slopes is None else torch.tensor(slopes, device=parts.kernels.device),
         )
-        self._attention = SelfAttention(spec, parts, f"{path}.attention", layer, scoring)
+        self._attention = SelfAttention(spec, parts, f"{path}.attention", layer, scoring, finish)
         self._is_local = window is not None and spec.local_rope is not None
 
-    def __call__(self, x: Tensor, context: StepContext) -> Tensor:
+    def __call__(self, x: Tensor, source: BranchInput, context: StepContext) -> Tensor | None:
         angles = context.local_angles if self._is_local else context.angles
-        metadata, adapters = context.metadata, context.adapters
-        return self._attention(x, angles, context.attention, metadata, adapters)
+        return self._attention(x, source, angles, context.attention, context.plan, context.adapters)
 
 
 class Block:
     """Pre-norm block: x += delta; x += attention(x). It returns x and the feed-forward's output, the delta
-    that the next block's norm adds at no cost."""
+    that the next block's norm adds at no cost; or None if it is in x already."""
 
     def __init__(self, spec: DecoderSpec, parts: Parts, layer: int):
         path = f"blocks.{layer}"
-        self._norm_1, self._post_norm_1 = _make_norms(spec, parts, path, 1)
-        self._norm_2, self._post_norm_2 = _make_norms(spec, parts, path, 2)
-        self._attend = LayerAttention(spec, parts, path, layer)
-        self._feed_forward = _make_feed_forward(spec, parts, path, layer)
+        self._norm_1, finish_1 = _make_norms(spec, parts, path, 1)
+        self._norm_2, finish_2 = _make_norms(spec, parts, path, 2)
+        self._attend = LayerAttention(spec, parts, path, layer, finish_1)
+        self._feed_forward = _make_feed_forward(spec, parts, path, layer, finish_2)
 
     def __call__(self, x: Tensor, delta: Tensor | None, context: StepContext) -> tuple[Tensor, Tensor | None]:
-        attended = self._post_norm_1(self._attend(self._norm_1(x, delta), context))
-        return x, self._post_norm_2(self._feed_forward(self._norm_2(x, attended), context.adapters))
+        attended = self._attend(x, BranchInput(x, delta, self._norm_1), context)
+        return x, self._feed_forward(x, BranchInput(x, attended, self._norm_2), context.adapters)
 
 
 class ParallelBlock:
@@ -74,14 +81,19 @@ class ParallelBlock:
         self._norm_1 = make_norm(spec, parts, f"{path}.norm_1")
         self._norm_2 = make_norm(spec, parts, f"{path}.norm_2") if spec.residual == "parallel" else None
         self._add = parts.kernels.add
-        self._attend = LayerAttention(spec, parts, path, layer)
+        # Its output must not be in x before the feed-forward has read x.
+        self._attend = LayerAttention(spec, parts, path, layer, finish=lambda attended: attended)
         self._feed_forward = _make_feed_forward(spec, parts, path, layer)
 
     def __call__(self, x: Tensor, delta: Tensor | None, context: StepContext) -> tuple[Tensor, Tensor | None]:
-        normed = self._norm_1(x, delta)
-        attended = self._attend(normed, context)
-        fed = self._feed_forward(self._norm_2(x) if self._norm_2 else normed, context.adapters)
-        return x, self._add(fed, attended)
+        if self._norm_2 is not None:
+            sources = BranchInput(x, delta, self._norm_1), BranchInput(x, None, self._norm_2)
+        else:
+            sources = (BranchInput(self._norm_1(x, delta)),) * 2
+        attended = self._attend(x, sources[0], context)
+        assert attended is not None
+        fed = self._feed_forward(x, sources[1], context.adapters)
+        return x, attended if fed is None else self._add(fed, attended)
 
 
 class PostNormBlock:
@@ -95,8 +107,8 @@ class PostNormBlock:
 
     def __call__(self, x: Tensor, delta: Tensor | None, context: StepContext) -> tuple[Tensor, Tensor | None]:
         assert delta is None, "every block ends with the sum"
-        x = self._norm_1(x, self._attend(x, context))
-        return self._norm_2(x, self._feed_forward(x, context.adapters)), None
+        x = self._norm_1(x, self._attend(x, BranchInput(x), context))
+        return self._norm_2(x, self._feed_forward(x, BranchInput(x), context.adapters)), None
 
 
 class Decoder:
@@ -121,7 +133,7 @@ class Decoder:
             rotary(inputs.positions, inputs.is_long) if rotary else None
             for rotary in (self._rotary, self._local_rotary)
         )
-        context = StepContext(attention, inputs.metadata, angles, local_angles, inputs.adapters)
+        context = StepContext(attention, inputs.plan, angles, local_angles, inputs.adapters)
         delta: Tensor | None = None
         for block in self._blocks:
             x, delta = block(x, delta, context)
@@ -173,22 +185,17 @@ def _block_class(spec: DecoderSpec) -> type[Block] | type[ParallelBlock] | type[
     return PostNormBlock if spec.norm_place == "sum" else Block
 
 
-def _make_norms(
-    spec: DecoderSpec, parts: Parts, path: str, number: int
-) -> tuple[Callable[[Tensor, Tensor | None], Tensor], Callable[[Tensor], Tensor]]:
-    """Return the functions that a branch applies to its input and output."""
-    kernels = parts.kernels
-
-    def add(x: Tensor, delta: Tensor | None) -> Tensor:
-        return x if delta is None else kernels.add(x, delta)
-
-    before = make_norm(spec, parts, f"{path}.norm_{number}") if spec.norm_place != "after" else add
+def _make_norms(spec: DecoderSpec, parts: Parts, path: str, number: int) -> tuple[Norm | None, Finish | None]:
+    """Return the norm of a branch's input, and what changes its output."""
+    kernels, scale = parts.kernels, spec.residual_scale
+    before = make_norm(spec, parts, f"{path}.norm_{number}") if spec.norm_place != "after" else None
     if spec.norm_place != "before":
         return before, make_norm(spec, parts, f"{path}.post_norm_{number}")
-    scale = spec.residual_scale
-    return before, (lambda x: kernels.scale(x, scale)) if scale != 1 else lambda x: x
+    return before, (lambda y: kernels.scale(y, scale)) if scale != 1 else None
 
 
-def _make_feed_forward(spec: DecoderSpec, parts: Parts, path: str, layer: int) -> FeedForward:
+def _make_feed_forward(
+    spec: DecoderSpec, parts: Parts, path: str, layer: int, finish: Finish | None = None
+) -> FeedForward:
     is_sparse = spec.experts is not None and layer not in spec.experts.dense_layers
-    return (SparseMLP if is_sparse else MLP)(spec, parts, f"{path}.mlp")
+    return (SparseMLP if is_sparse else MLP)(spec, parts, f"{path}.mlp", finish)

@@ -13,7 +13,14 @@ from tgis.shard.layers.linear import ColumnParallel, RowParallel
 from tgis.shard.layers.lora import TokenAdapters
 from tgis.shard.layers.ops import Parts
 from tgis.shard.models.interface import StepInputs
-from tgis.shard.models.parts.blocks import MLP, SelfAttention, make_norm, make_positions
+from tgis.shard.models.parts.blocks import (
+    MLP,
+    BranchInput,
+    BranchOutput,
+    SelfAttention,
+    make_norm,
+    make_positions,
+)
 from tgis.shard.models.parts.relative_bias import read_bias
 from tgis.shard.models.spec import EncoderDecoderSpec, StackSpec
 
@@ -21,7 +28,8 @@ from tgis.shard.models.spec import EncoderDecoderSpec, StackSpec
 # encoder has finished.
 SCRATCH_LAYER = 0
 
-Branch = Callable[[Tensor, StepInputs, Attention], Tensor]
+# From the residual stream and the branch's input to what is still to be added to the stream.
+Branch = Callable[[Tensor, BranchInput, StepInputs, Attention], Tensor | None]
 
 
 class CrossAttention:
@@ -31,18 +39,23 @@ class CrossAttention:
         size, inner = spec.hidden_size, spec.num_heads * spec.head_dim
         self._q = ColumnParallel(parts, f"{path}.q", size, [inner], spec.qkv_bias)
         self._kv = ColumnParallel(parts, f"{path}.kv", size, [inner, inner], spec.qkv_bias)
-        self._out = RowParallel(parts, f"{path}.out", inner, size, spec.out_bias)
+        out = RowParallel(parts, f"{path}.out", inner, size, spec.out_bias)
+        self._norm_product, self._output = parts.kernels.norm_product, BranchOutput(parts, out, finish=None)
 
     def write_keys_and_values(self, states: Tensor, inputs: StepInputs, attention: Attention) -> None:
         """Cache keys and values of the encoder's output, states [num_tokens, hidden_size]."""
         k, v = self._kv(states, inputs.adapters).view(len(states), 2, -1, self._head_dim).unbind(1)
-        attention.write(self._layer, k, v, inputs.metadata)  # [num_tokens, num_heads, head_dim]
+        attention.keep(self._layer, k, v, inputs.plan)  # [num_tokens, num_heads, head_dim]
 
-    def __call__(self, x: Tensor, inputs: StepInputs, attention: Attention) -> Tensor:
+    def __call__(
+        self, x: Tensor, source: BranchInput, inputs: StepInputs, attention: Attention
+    ) -> Tensor | None:
+        """Return what is still to be added to x, the residual stream."""
         assert inputs.cross is not None, "a decoder's tokens come with their encoder's"
-        q = self._q(x, inputs.adapters).view(len(x), -1, self._head_dim)  # [num_tokens, num_heads, head_dim]
+        q = self._norm_product(*source, self._q, None, inputs.adapters)
+        q = q.view(len(x), -1, self._head_dim)  # [num_tokens, num_heads, head_dim]
         y = attention.attend(self._layer, q, inputs.cross, self._scoring)
-        return self._out(y.flatten(1), inputs.adapters)
+        return self._output(x, y.flatten(1), inputs.adapters)
 
 
 class Layer:
@@ -63,11 +76,11 @@ class Layer:
         attend = SelfAttention(spec, parts, f"{path}.attention", cache_layer, scoring)
         feed = MLP(spec, parts, f"{path}.mlp")
         branches: dict[str, Branch | None] = {
-            "norm_1": lambda x, inputs, attention: attend(
-                x, None, attention, inputs.metadata, inputs.adapters
+            "norm_1": lambda x, source, inputs, attention: attend(
+                x, source, None, attention, inputs.plan, inputs.adapters
             ),
             "cross_norm": cross_attention,
-            "norm_2": lambda x, inputs, attention: feed(x, inputs.adapters),
+            "norm_2": lambda x, source, inputs, attention: feed(x, source, inputs.adapters),
         }
         self._branches = [
             (make_norm(spec, parts, f"{path}.{name}"), branch) for name, branch in branches.items() if branch
@@ -79,9 +92,9 @@ class Layer:
     ) -> tuple[Tensor, Tensor | None]:
         for norm, branch in self._branches:
             if self._norms_sums:
-                x = norm(x, branch(x, inputs, attention))
+                x = norm(x, branch(x, BranchInput(x), inputs, attention))
             else:
-                delta = branch(norm(x, delta), inputs, attention)
+                delta = branch(x, BranchInput(x, delta, norm), inputs, attention)
         return x, delta
 
 

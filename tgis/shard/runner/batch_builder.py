@@ -1,7 +1,7 @@
 """Packs a step's work into tensors. Code here handles all rows at once, because it runs for every token."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -10,11 +10,21 @@ import torch
 from torch import Tensor
 
 from tgis.pb import shard_pb2 as pb
-from tgis.shard.attention.interface import AttentionMetadata
+from tgis.shard.adapters.registry import LoadedAdapters
+from tgis.shard.attention.interface import Attention, Plan, StepLayout
 from tgis.shard.models.interface import StepInputs
-from tgis.shard.runner.row_table import NOT_WANTED, Booleans, Integers, RowTable, TokenIds, read_column
+from tgis.shard.runner.row_table import (
+    NOT_WANTED,
+    Booleans,
+    Integers,
+    RowLimits,
+    RowTable,
+    TokenIds,
+    read_column,
+)
 from tgis.shard.sampling.logprobs import InputSpan
 
+Array = npt.NDArray[np.generic]
 Blocks = npt.NDArray[np.int32]
 
 
@@ -47,6 +57,19 @@ class Layout(NamedTuple):
 
 
 class BatchBuilder(RowTable):
+    """Row table that packs steps and has `attention` plan them."""
+
+    def __init__(
+        self,
+        max_rows: int,
+        limits: RowLimits,
+        device: torch.device,
+        adapters: LoadedAdapters,
+        attention: Attention,
+    ):
+        super().__init__(max_rows, limits, device, adapters)
+        self._attention = attention
+
     def label_rows(self, request: pb.StepRequest) -> list[str]:
         """Label the step's rows for failpoints."""
         lengths = self._rows["prompt_len"][_integers(request.rows)]
@@ -123,12 +146,13 @@ class BatchBuilder(RowTable):
         """Pack the model's inputs for tokens up to `ends`, which are known or drafts."""
         assert (ends <= self._num_blocks[rows] * self._block_size).all(), "work without blocks to write to"
         row = rows[layout.sequence]  # [num_tokens]
-        metadata = self._metadata(self._block_tables, rows, ends, layout)
+        places = self._places(self._block_tables, rows, ends, layout)
         return StepInputs(
             self._tensor(self._token_ids[row, layout.positions], np.int64),
-            self._tensor(layout.positions, np.int64),
-            metadata,
-            self._cross(rows, metadata) if self._limits.is_encoder_decoder else None,
+            places.positions.to(self._device),
+            places,
+            self._attention.plan(places, "self"),
+            self._cross(rows, places) if self._limits.is_encoder_decoder else None,
             self._find_long(row) if self._limits.rope_switch_len else None,
             self._row_adapters.virtual_tokens("decoder", rows, starts, layout.begins),
             self._row_adapters.token_adapters(rows, layout.sequence),
@@ -147,35 +171,34 @@ class BatchBuilder(RowTable):
             return None
         rows, lengths = np.array([message.row for message in fresh]), np.array([len(x) for x in ids])
         layout = Layout.of(np.zeros_like(lengths), lengths)
-        token_ids, positions = (self._tensor(x, np.int64) for x in (np.concatenate(ids), layout.positions))
+        places = self._places(self._cross_tables, rows, lengths, layout)
         return StepInputs(
-            token_ids,
-            positions,
-            self._metadata(self._cross_tables, rows, lengths, layout),
+            self._tensor(np.concatenate(ids), np.int64),
+            places.positions.to(self._device),
+            places,
+            self._attention.plan(places, "encoder"),
             virtual=self._row_adapters.virtual_tokens("encoder", rows, np.zeros_like(lengths), layout.begins),
             adapters=self._row_adapters.token_adapters(rows, layout.sequence),
         )
 
-    def _metadata(self, tables: Blocks, rows: Integers, ends: Integers, layout: Layout) -> AttentionMetadata:
-        size, width = self._block_size, -(-int(ends.max()) // self._block_size)
-        blocks = tables[rows[layout.sequence], layout.positions // size].astype(np.int64)  # [num_tokens]
-        return AttentionMetadata(
-            cu_seqlens_q=self._tensor(layout.begins, np.int32),
-            seq_lens=self._tensor(ends, np.int32),
-            block_tables=self._tensor(tables[rows, :width], np.int32),
-            slot_mapping=self._tensor(blocks * size + layout.positions % size, np.int64),
+    def _places(self, tables: Blocks, rows: Integers, ends: Integers, layout: Layout) -> StepLayout:
+        width = -(-int(ends.max()) // self._block_size)
+        return StepLayout(
+            cu_seqlens_q=_host_tensor(layout.begins, np.int32),
+            positions=_host_tensor(layout.positions, np.int64),
+            seq_lens=_host_tensor(ends, np.int32),
+            block_tables=_host_tensor(tables[rows, :width], np.int32),
         )
 
-    def _cross(self, rows: Integers, metadata: AttentionMetadata) -> AttentionMetadata:
+    def _cross(self, rows: Integers, places: StepLayout) -> Plan:
         lengths = self._rows["encoder_len"][rows]  # [num_seqs]
         width = -(-int(lengths.max()) // self._block_size)
-        return AttentionMetadata(
-            cu_seqlens_q=metadata.cu_seqlens_q,
-            seq_lens=self._tensor(lengths, np.int32),
-            block_tables=self._tensor(self._cross_tables[rows, :width], np.int32),
-            slot_mapping=torch.empty(0, dtype=torch.int64, device=self._device),
-            is_cross=True,
+        encoded = replace(
+            places,
+            seq_lens=_host_tensor(lengths, np.int32),
+            block_tables=_host_tensor(self._cross_tables[rows, :width], np.int32),
         )
+        return self._attention.plan(encoded, "cross")
 
     def _input_spans(
         self, rows: Integers, starts: Integers, ends: Integers, cu_seqlens_q: Integers
@@ -200,10 +223,12 @@ class BatchBuilder(RowTable):
         self._block_tables[rows[added.sequence], added.positions] = blocks
         self._num_blocks[rows] += counts
 
-    def _tensor(
-        self, array: npt.NDArray[np.integer | np.bool_], dtype: type[np.integer | np.bool_]
-    ) -> Tensor:
-        return torch.from_numpy(array.astype(dtype)).to(self._device)
+    def _tensor(self, array: Array, dtype: type[np.generic]) -> Tensor:
+        return _host_tensor(array, dtype).to(self._device)
+
+
+def _host_tensor(array: Array, dtype: type[np.generic]) -> Tensor:
+    return torch.from_numpy(array.astype(dtype))
 
 
 def _integers(column: bytes) -> Integers:

@@ -1,14 +1,14 @@
 """Runs a step through the model, in Python or by replaying the captured kernel launches of an equal step."""
 
 import logging
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tgis.shard.attention.interface import Attention, AttentionMetadata
+from tgis.shard.attention.interface import Attention
 from tgis.shard.kernels.cpu.jit.compiler import capture
 from tgis.shard.kernels.cpu.kernel_graph import KernelGraph, MemoryPool
 from tgis.shard.models.interface import Model, StepInputs
@@ -64,34 +64,32 @@ class GraphForward(Forward):
         return None if step is None else step.graph
 
     def _capture(self, inputs: StepInputs) -> "_CapturedStep | None":
-        fixed = _copy(inputs)
         try:
             with _NoOperators(), capture(self._pool.empty) as launches:  # type: ignore[no-untyped-call]
-                x = self.model.forward(fixed, self.attention)
+                x = self.model.forward(inputs, self.attention)
                 logits = self.model.logits(x)
         except _OperatorError as error:
             logger.info("steps are not captured as kernel graphs, because the model computes with %s", error)
             self._can_capture = False
             return None
         outputs = self._pool.read_view(x), self._pool.read_view(logits)
-        step = _CapturedStep(KernelGraph(launches), fixed, outputs)
-        self._steps[len(fixed.token_ids)] = step
+        step = self._steps[len(inputs.token_ids)] = _CapturedStep(KernelGraph(launches), inputs, outputs)
         return step
 
 
 @dataclass(frozen=True)
 class _CapturedStep:
     graph: KernelGraph
-    inputs: StepInputs  # that the captured kernels read, at fixed addresses
+    inputs: StepInputs  # of the first step; the captured kernels read them, and later ones are copied here
     outputs: tuple[Tensor, Tensor]
 
     def run(self, inputs: StepInputs) -> Outputs:
         fixed = self.inputs
         fixed.token_ids.copy_(inputs.token_ids)
         fixed.positions.copy_(inputs.positions)
-        fixed.metadata.table.copy_(inputs.metadata.table)
+        inputs.plan.copy_into(fixed.plan)
         if fixed.cross is not None and inputs.cross is not None:
-            fixed.cross.table.copy_(inputs.cross.table)
+            inputs.cross.copy_into(fixed.cross)
         self.graph.replay()
         return self.outputs
 
@@ -101,22 +99,6 @@ def _is_plain(batch: Batch) -> bool:
     is_bare = inputs.is_long is None and inputs.virtual is None and inputs.adapters is None
     is_sampled = len(batch.sampled_x) == num_tokens and not batch.input_spans
     return num_tokens <= MAX_CAPTURED_TOKENS and is_bare and is_sampled
-
-
-def _copy(inputs: StepInputs) -> StepInputs:
-    return replace(
-        inputs,
-        token_ids=inputs.token_ids.clone(),
-        positions=inputs.positions.clone(),
-        metadata=_copy_table(inputs.metadata),
-        cross=None if inputs.cross is None else _copy_table(inputs.cross),
-    )
-
-
-def _copy_table(metadata: AttentionMetadata) -> AttentionMetadata:
-    copy = replace(metadata)
-    copy.__dict__["table"] = metadata.table.clone()
-    return copy
 
 
 class _OperatorError(Exception):

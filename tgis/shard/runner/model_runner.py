@@ -1,7 +1,8 @@
-"""Executes steps on one rank's model, KV cache and row table, in order, on one thread."""
+"""The model runner whose rows and sampling are on the CPU. It computes one step at a time."""
 
 import logging
 import time
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -35,8 +36,20 @@ logger = logging.getLogger(__name__)
 HEAD_ROWS = 64
 
 
-class ModelRunner:
-    """Model runner. After `execute` has raised any exception, its state is undefined."""
+@dataclass(frozen=True)
+class ComputedStep:
+    """`Pending` that waits for nothing."""
+
+    response: pb.StepResponse
+
+    def answer(self) -> pb.StepResponse:
+        return self.response
+
+
+class HostModelRunner:
+    """`ModelRunner` that computes a step when it is launched."""
+
+    max_pending = 1
 
     def __init__(
         self,
@@ -55,7 +68,7 @@ class ModelRunner:
         self._table.reset()
         self._guides.reset()
 
-    def execute(self, request: pb.StepRequest) -> pb.StepResponse:
+    def launch(self, request: pb.StepRequest) -> ComputedStep:
         began = time.perf_counter_ns()
         response = pb.StepResponse(step_id=request.step_id)
         closed = np.frombuffer(request.closed_rows, "<i4").astype(np.int64)
@@ -76,7 +89,7 @@ class ModelRunner:
             if batch is not None:
                 self._compute(batch, response)
         response.forward_ns = time.perf_counter_ns() - began
-        return response
+        return ComputedStep(response)
 
     def _compute(self, batch: Batch, response: pb.StepResponse) -> None:
         x, logits = self.forward(batch)

@@ -25,7 +25,8 @@ from tgis.shard.models.interface import Model, ModelSpec, UnsupportedModelError
 from tgis.shard.quant.registry import find_scheme
 from tgis.shard.runner.batch_builder import BatchBuilder
 from tgis.shard.runner.forward import Forward, GraphForward
-from tgis.shard.runner.model_runner import ModelRunner
+from tgis.shard.runner.interface import ModelRunner
+from tgis.shard.runner.model_runner import HostModelRunner
 from tgis.shard.runner.row_table import RowLimits
 from tgis.shard.sampling.grammar import Guides, read_tokenizer
 from tgis.shard.startup import engine_choice, memory_plan, platform, quantize_check
@@ -207,13 +208,14 @@ class _Loaded:
             spec.rope_switch_len,
             spec.is_encoder_decoder,
         )
-        table = BatchBuilder(demand.max_batch_size, limits, on.device, self.adapters)
+        attention = on.attention(cache)
+        table = BatchBuilder(demand.max_batch_size, limits, on.device, self.adapters, attention)
         info = pb.InfoResponse(num_blocks=cache.num_blocks)
         info.MergeFrom(self.info)
         # Steps can be captured if they consist of the platform's kernels alone.
         is_captured = on.captures_steps and self.plan.choice.is_native and self.group.size == 1
-        forward = (GraphForward if is_captured else Forward)(self.model, on.attention(cache))
-        return ModelRunner(forward, table, self.guides, info, self.adapters)
+        forward = (GraphForward if is_captured else Forward)(self.model, attention)
+        return HostModelRunner(forward, table, self.guides, info, self.adapters)
 
     def measure_budget(self) -> MemoryBudget:
         """Compile the kernels and measure the memory that is left for caches."""

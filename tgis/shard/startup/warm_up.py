@@ -13,7 +13,7 @@ from tgis.pb import shard_pb2 as pb
 from tgis.shard.collectives import ProcessGroup
 from tgis.shard.memory.host_limits import HostMemory
 from tgis.shard.models.interface import UnsupportedModelError
-from tgis.shard.runner.model_runner import ModelRunner
+from tgis.shard.runner.interface import ModelRunner
 from tgis.shard.startup.memory_plan import GIB, Demand
 from tgis.shard.startup.platform import Memory
 
@@ -54,7 +54,8 @@ class WarmUp:
         length = opened[0].prompt_len
         problems = []
         for start, end in pairwise(sorted({0, length - 1, length})):
-            answer = self.runner.execute(self._step(opened if start == 0 else [], [start], [end]))
+            step = self._step(opened if start == 0 else [], [start], [end])
+            answer = self.runner.launch(step).answer()
             problems += [error.message for error in answer.errors]
         self.runner.reset()
         if self.group.min(-len(problems)):  # only rank 0's response lists the problems
@@ -92,7 +93,8 @@ class WarmUp:
         self.memory.release_memory()
         before, began = self.memory.begin_peak(), time.monotonic()
         opened = self._open_rows(size)
-        self.runner.execute(self._step(opened, [0] * len(opened), [row.prompt_len for row in opened]))
+        step = self._step(opened, [0] * len(opened), [row.prompt_len for row in opened])
+        self.runner.launch(step).answer()
         self.runner.reset()
         seconds, used = time.monotonic() - began, max(0, self.memory.peak() - before)
         return -self.group.min(-int(seconds * 1e6)) / 1e6, -self.group.min(-used)

@@ -2,6 +2,7 @@
 
 import logging
 import select
+import threading
 
 from tgis import failpoints
 from tgis.net.framing import FrameReader, frame
@@ -15,42 +16,51 @@ GARBAGE = frame(pb.StepResponse(step_id=1 << 63, rows=b"garbage"))  # no router 
 
 
 class StepSocket:
-    """Stream of steps from the router that connected last. A new connection ends the one before."""
+    """Stream of steps from the router that connected last. A new connection ends the one before.
+
+    Answers may be sent on another thread than the one that calls the other methods."""
 
     def __init__(self, listener: StepListener) -> None:
         self._listener = listener
         self._poll = select.poll()
         self._poll.register(listener, select.POLLIN)
         self._connection: StepConnection | None = None
+        self._in_use = threading.Lock()  # of the connection
         self._frames = FrameReader()
 
     def receive(self) -> list[pb.StepRequest] | None:
-        """Wait for steps. Return None when a new stream begins."""
+        """Wait for steps. Return None if a new stream waits for `accept`."""
         while True:
             ready = {number for number, _ in self._poll.poll()}
             if self._listener.fileno() in ready:
-                self._begin()
                 return None
-            if requests := [pb.StepRequest.FromString(body) for body in self._frames.push(self._read())]:
+            with self._in_use:
+                data = self._read()
+            if requests := [pb.StepRequest.FromString(body) for body in self._frames.push(data)]:
                 return requests
 
+    def accept(self) -> None:
+        """Begin the new stream. No step of the one before is pending."""
+        with self._in_use:
+            if self._connection is not None:
+                self._end("a newer connection replaces this one")
+            self._connection = self._listener.accept()
+            self._frames = FrameReader()
+            self._poll.register(self._connection, select.POLLIN)
+
     def send(self, response: pb.StepResponse) -> None:
-        if self._connection is not None:  # else the router is gone, and nobody waits for the answer
+        with self._in_use:
+            if self._connection is None:
+                return  # the router is gone, and nobody waits for the answer
             try:
                 is_garbage = failpoints.hit("shard.before_answer")
                 self._connection.sendall(GARBAGE if is_garbage else frame(response))
             except OSError as error:
                 self._end(error)
 
-    def _begin(self) -> None:
-        if self._connection is not None:
-            self._end("a newer connection replaces this one")
-        self._connection = self._listener.accept()
-        self._frames = FrameReader()
-        self._poll.register(self._connection, select.POLLIN)
-
     def _read(self) -> bytes:
-        assert self._connection is not None, "only what is connected has bytes"
+        if self._connection is None:
+            return b""  # it was closed since it became readable
         try:
             data = self._connection.recv(READ_BYTES)
         except BlockingIOError:

@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from tests.support.shard.attention_scene import PLAIN, SCORINGS, SHAPES, Scene, Shape, attend_some, check
-from tests.support.shard.stepping import make_metadata
-from tgis.shard.attention.interface import QUERY_TILE, Scoring
+from tests.support.shard.stepping import make_layout
+from tgis.shard.attention.interface import Scoring
+from tgis.shard.kernels.cpu.attention.plan import QUERY_TILE, CpuPlan
 from tgis.shard.memory.kv_cache import KVCache, bytes_per_block
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -69,10 +70,10 @@ def test_bits_do_not_depend_on_block_size_or_threads() -> None:
 def test_reads_what_was_written(shape: Shape) -> None:
     scene = Scene(shape, [70, 50], num_layers=2)
     spans = [(0, 70), (0, 50)]
-    metadata = scene.metadata(spans, [0, 1])
-    scene.attention.write(1, scene.k, scene.v, metadata)
+    layout = scene.layout(spans, [0, 1])
+    scene.attention.keep(1, scene.k, scene.v, scene.attention.plan(layout, "self"))
     for sequence, length in ((0, 70), (1, 50), (1, 17), (0, 1), (0, 0)):
-        found = scene.attention.read(1, metadata.block_tables[sequence], length)
+        found = scene.attention.read(1, layout.block_tables[sequence], length)
         for x, written in zip(found, (scene.k, scene.v), strict=True):
             expected = written[scene.rows(sequence, 0, length)].to(shape.dtype).float().transpose(0, 1)
             assert torch.equal(x, expected)
@@ -92,13 +93,11 @@ def test_what_is_hidden_has_no_weight_at_all() -> None:
 
 def test_writes_only_where_it_is_told() -> None:
     scene = Scene(Shape(), [40], num_layers=2)
-    metadata = scene.metadata([(0, 40)], [0])
-    slots = metadata.slot_mapping.clone()
-    slots[::2] = -1
-    scene.attention.write(1, scene.k, scene.v, replace(metadata, slot_mapping=slots.to(torch.int32)))
+    scene.tables[0][1] = -1
+    scene.attention.keep(1, scene.k, scene.v, scene.plan([(0, 40)], [0]))
     assert scene.cache.keys[0].isnan().all()
     written = (~scene.cache.values[1].isnan()).sum()
-    assert written == 20 * scene.k[0].numel()
+    assert written == 24 * scene.k[0].numel()
 
 
 def test_a_broken_sequence_harms_no_other() -> None:
@@ -147,15 +146,16 @@ def test_one_block_takes_what_is_said() -> None:
     assert bytes_per_block(Model(1, 1, 64), Ranks(4), 16, torch.float32) == 2 * 16 * 64 * 4
 
 
-def test_a_step_is_read_from_its_table() -> None:
-    """What was prepared for one step serves another of as many tokens, once that one's table is copied."""
+def test_a_plan_is_copied() -> None:
+    """What was prepared for one step serves another of as many tokens, once that one's plan is copied."""
     scene = Scene(Shape(num_heads=6), [150, 40, 90])
     scene.write_all()
-    first = scene.metadata([(69, 70), (9, 10)], [0, 1])
-    second = scene.metadata([(89, 90), (149, 150)], [2, 0])
+    first = scene.plan([(69, 70), (9, 10)], [0, 1])
+    second = scene.plan([(89, 90), (149, 150)], [2, 0])
     q = torch.cat([scene.q[scene.rows(2, 89, 90)], scene.q[scene.rows(0, 149, 150)]])
     expected = scene.attention.attend(0, q, second, PLAIN)
-    first.table.copy_(second.table)
+    second.copy_into(first)
+    del second
     assert torch.equal(scene.attention.attend(0, q, first, PLAIN), expected)
 
 
@@ -163,8 +163,8 @@ def test_a_step_is_read_from_its_table() -> None:
 def test_every_token_stands_in_one_tile(counts: list[int]) -> None:
     lengths = [count + 7 * i for i, count in enumerate(counts)]
     spans = [(length - count, length) for length, count in zip(lengths, counts, strict=True)]
-    metadata = make_metadata(spans, [list(range(20))] * len(counts), 10)
-    tiles = metadata.tiles.tolist()
+    plan = CpuPlan(make_layout(spans, [list(range(20))] * len(counts)), 10, is_cross=False)
+    tiles = plan.tiles.tolist()
     placed = [
         (begin + i, sequence, position + i)
         for sequence, begin, count, position in tiles
@@ -174,7 +174,7 @@ def test_every_token_stands_in_one_tile(counts: list[int]) -> None:
     assert sorted(placed) == [(token, *place) for token, place in enumerate(expected)]
     costs = [count * (position + count) for _, _, count, position in tiles]
     assert costs == sorted(costs, reverse=True)
-    assert max(count for _, _, count, _ in tiles) <= metadata.table[4] <= QUERY_TILE
+    assert max(count for _, _, count, _ in tiles) <= plan.table[4] <= QUERY_TILE
 
 
 def test_bits_are_the_same_for_any_number_of_heads_that_share() -> None:

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from tests.support.shard.checkpoints import SMALL, write_model
-from tests.support.shard.stepping import ALONE, Stepper, make_metadata, read_config
+from tests.support.shard.stepping import ALONE, Stepper, make_layout, read_config
 from tgis.shard.attention.interface import Scoring
 from tgis.shard.checkpoint.tensors import WeightsError
 from tgis.shard.kernels.cpu.attention.attention import CpuAttention
@@ -184,13 +184,14 @@ def test_calls_that_differ_from_step_to_step() -> None:
     ]
     attention = CpuAttention(KVCache(2, 1, 4, 1, 4, torch.float32))
     x = torch.ones(1, 1, 3, 4)
+    plan = attention.plan(make_layout([(0, 3)], [[0]]), "self")
     for *modules, last in ([1], [0, 0], [0, 1, 1]):
-        step = PagedStep(calls, attention, make_metadata([(0, 3)], [[0]], 4))
+        step = PagedStep(calls, attention, plan)
         for i in modules:
             step.attend(calls[i].module, x, x, x, None, {})
         with pytest.raises(NotServedError, match="change their order"):
             step.attend(calls[last].module, x, x, x, None, {})
-    step = PagedStep(calls, attention, make_metadata([(0, 3)], [[0]], 4))
+    step = PagedStep(calls, attention, plan)
     step.attend(calls[0].module, x, x, x, None, {})
     with pytest.raises(NotServedError, match="change their number"):
         step.check_complete()

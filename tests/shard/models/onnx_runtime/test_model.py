@@ -24,7 +24,8 @@ from tgis.shard.models.interface import Model
 from tgis.shard.models.onnx_runtime import load as onnx_runtime
 from tgis.shard.runner.batch_builder import BatchBuilder
 from tgis.shard.runner.forward import Forward
-from tgis.shard.runner.model_runner import ModelRunner
+from tgis.shard.runner.interface import ModelRunner
+from tgis.shard.runner.model_runner import HostModelRunner
 from tgis.shard.runner.row_table import RowLimits
 from tgis.shard.sampling.grammar import Guides, read_tokenizer
 
@@ -42,11 +43,11 @@ def make_runner(directory: Path, tokenizer: Path | None = None) -> ModelRunner:
     model, spec = load(directory), onnx_runtime.make_spec(directory, read_config(directory))
     shape = (spec.num_layers, NUM_BLOCKS, BLOCK_SIZE, spec.num_kv_heads, spec.head_dim)
     limits = RowLimits(192, BLOCK_SIZE, spec.vocab_size)
-    table = BatchBuilder(8, limits, torch.device("cpu"), NOTHING)
     read = partial(read_tokenizer, tokenizer or directory, spec.vocab_size, [1])
     info = pb.InfoResponse(block_size=BLOCK_SIZE, num_blocks=NUM_BLOCKS)
     attention = CpuAttention(KVCache(*shape, spec.dtype))
-    return ModelRunner(Forward(model, attention), table, Guides(read, spec.vocab_size), info, NOTHING)
+    table = BatchBuilder(8, limits, torch.device("cpu"), NOTHING, attention)
+    return HostModelRunner(Forward(model, attention), table, Guides(read, spec.vocab_size), info, NOTHING)
 
 
 @pytest.fixture(scope="module")
@@ -127,12 +128,12 @@ def test_blocks_of_another_row_are_read(runner: ModelRunner, oracle: Any) -> Non
     first, second = Request([*prompt, 7], 5, row=0), Request([*prompt, 8, 9], 5, row=1)
     runner.reset()
     steps = Steps(BLOCK_SIZE, NUM_BLOCKS)
-    runner.execute(steps.step([(0, 0, len(first.prompt))], [opening(first)]))
+    runner.launch(steps.step([(0, 0, len(first.prompt))], [opening(first)])).answer()
     shared = steps.blocks[0][:2]
     request = steps.step([(1, 2 * BLOCK_SIZE, len(second.prompt))], [opening(second)])
     table = shared + steps.blocks[1][2:]
     request.new_blocks = b"".join(block.to_bytes(4, "little") for block in table)
-    assert integers(runner.execute(request).token_ids) == [
+    assert integers(runner.launch(request).answer().token_ids) == [
         int(logprobs_of(oracle, second.prompt)[-1].argmax())
     ]
 

@@ -14,7 +14,7 @@ from tgis.shard.kernels.cpu.int8 import product as int8
 from tgis.shard.kernels.cpu.jit.compiler import Kernel, as_bits, empty
 from tgis.shard.kernels.cpu.pointwise import activations, elementwise, embedding, heads, norms
 from tgis.shard.layers.lora import LORA_TILE, Deltas, TokenAdapters
-from tgis.shard.layers.ops import HeadNorm, Product
+from tgis.shard.layers.ops import HeadNorm, Product, Unfused
 from tgis.shard.quant import int8 as int8_scheme
 
 _UNIT = 16384  # fewest elements per thread; for fewer, waking a thread costs more than it saves
@@ -23,7 +23,7 @@ _FEW_TILES, _COLUMNS = 8, 8192  # up to so many LoRA tiles, columns are cut into
 _preparing = threading.Lock()
 
 
-class CpuKernels:
+class CpuKernels(Unfused):
     """Compiled kernels as `Kernels`."""
 
     device = CPU
@@ -100,29 +100,30 @@ class CpuKernels:
         heads.angles(len(positions), half, num_sets, *addresses, *optional, out.data_ptr())
         return out
 
-    def split_heads(
-        self,
-        qkv: Tensor,
-        num_heads: int,
-        num_kv_heads: int,
-        angles: Tensor | None,
-        head_norm: HeadNorm | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        num_tokens, width = qkv.shape
-        head_dim = width // (num_heads + 2 * num_kv_heads)
-        q = empty(num_tokens, num_heads, head_dim)
-        k, v = (empty(num_tokens, num_kv_heads, head_dim) for _ in range(2))
-        addresses = (qkv.data_ptr(), _address(angles), q.data_ptr(), k.data_ptr(), v.data_ptr())
-        shape = (num_tokens, num_heads, num_kv_heads, head_dim, 0 if angles is None else angles.shape[-1])
-        norm = (0, 0, 0)
-        if head_norm:
-            weights = (head_norm.q_weight.data_ptr(), head_norm.k_weight.data_ptr())
-            norm = (*weights, as_bits(head_norm.eps))
-        _run(heads.split_heads, shape, *addresses, *norm, width=width)
-        return q, k, v
-
 
 CPU_KERNELS = CpuKernels()
+
+
+def split_heads(
+    qkv: Tensor,
+    num_heads: int,
+    num_kv_heads: int,
+    angles: Tensor | None,
+    head_norm: HeadNorm | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Split qkv into q, k, v of [num_tokens, heads, head_dim]. See `Attention.run`."""
+    num_tokens, width = qkv.shape
+    head_dim = width // (num_heads + 2 * num_kv_heads)
+    q = empty(num_tokens, num_heads, head_dim)
+    k, v = (empty(num_tokens, num_kv_heads, head_dim) for _ in range(2))
+    addresses = (qkv.data_ptr(), _address(angles), q.data_ptr(), k.data_ptr(), v.data_ptr())
+    shape = (num_tokens, num_heads, num_kv_heads, head_dim, 0 if angles is None else angles.shape[-1])
+    norm = (0, 0, 0)
+    if head_norm:
+        weights = (head_norm.q_weight.data_ptr(), head_norm.k_weight.data_ptr())
+        norm = (*weights, as_bits(head_norm.eps))
+    _run(heads.split_heads, shape, *addresses, *norm, width=width)
+    return q, k, v
 
 
 def _add_low_rank(

@@ -8,7 +8,8 @@ from itertools import groupby, pairwise
 import torch
 from torch import Tensor
 
-from tgis.shard.attention.interface import AttentionMetadata, Scoring
+from tgis.shard.attention.interface import AttentionKind, Heads, Plan, Scoring, StepLayout
+from tgis.shard.kernels.portable.ops import split_heads
 from tgis.shard.memory.kv_cache import KVCache
 
 # Most keys that are gathered at once, and most pairs of a query and a key that are scored at once. A single
@@ -20,19 +21,34 @@ class TorchAttention:
     def __init__(self, cache: KVCache):
         self._cache = cache
         self._keys, self._values = _as_pages(cache, cache.keys), _as_pages(cache, cache.values)
-        self._plans: list[tuple[AttentionMetadata, list[_Piece]]] = []
 
-    def write(self, layer: int, k: Tensor, v: Tensor, metadata: AttentionMetadata) -> None:
-        slots = metadata.slot_mapping.long()
-        kept = (slots >= 0).nonzero().squeeze(1)
-        slots = slots[kept]
-        block, offset = slots // self._cache.block_size, slots % self._cache.block_size
+    def plan(self, layout: StepLayout, kind: AttentionKind) -> "TorchPlan":
+        device, block_size = self._cache.keys.device, self._cache.block_size
+        pieces = [piece.to(device) for piece in _cut_pieces(layout, block_size)]
+        slots = torch.empty(0, dtype=torch.int64) if kind == "cross" else layout.find_slots(block_size)
+        stored = (slots >= 0).nonzero().squeeze(1)
+        slots = slots[stored]
+        places = (stored, slots // block_size, slots % block_size)
+        return TorchPlan(pieces, tuple(x.to(device) for x in places))
+
+    def run(
+        self, layer: int, qkv: Tensor, heads: Heads, angles: Tensor | None, plan: Plan, scoring: Scoring
+    ) -> Tensor:
+        q, k, v = split_heads(qkv, heads.num_heads, heads.num_kv_heads, angles, heads.norm)
+        self.keep(layer, k, v, plan)
+        return self.attend(layer, q, plan, scoring)
+
+    def keep(self, layer: int, k: Tensor, v: Tensor, plan: Plan) -> None:
+        assert isinstance(plan, TorchPlan)
+        stored, block, offset = plan.stored
         for pages, fresh in ((self._keys, k), (self._values, v)):
-            pages[layer][block, :, offset] = fresh[kept].to(self._cache.dtype)  # [n, num_kv_heads, head_dim]
+            # [num_stored, num_kv_heads, head_dim]
+            pages[layer][block, :, offset] = fresh[stored].to(self._cache.dtype)
 
-    def attend(self, layer: int, q: Tensor, metadata: AttentionMetadata, scoring: Scoring) -> Tensor:
+    def attend(self, layer: int, q: Tensor, plan: Plan, scoring: Scoring) -> Tensor:
+        assert isinstance(plan, TorchPlan)
         out = torch.empty_like(q)
-        for piece in self._plan(metadata):
+        for piece in plan.pieces:
             k, v = (_gather(pages[layer], piece) for pages in (self._keys, self._values))
             out[piece.tokens] = _attend(q[piece.tokens], k, v, piece, scoring)
         return out
@@ -42,14 +58,14 @@ class TorchAttention:
         k, v = (pages[layer][blocks].transpose(0, 1).flatten(1, 2) for pages in (self._keys, self._values))
         return k[:, :seq_len].float(), v[:, :seq_len].float()
 
-    def _plan(self, metadata: AttentionMetadata) -> "list[_Piece]":
-        """Return a step's pieces. A step has at most two plans: for self and for cross attention."""
-        for known, pieces in self._plans:
-            if known is metadata:
-                return pieces
-        pieces = list(_plan(metadata, self._cache.block_size))
-        self._plans = [(metadata, pieces), *self._plans[:1]]
-        return pieces
+
+@dataclass
+class TorchPlan:
+    pieces: "list[_Piece]"
+    stored: tuple[Tensor, ...]  # int64 [num_stored] each: tokens, and the blocks and offsets they go to
+
+    def copy_into(self, fixed: "TorchPlan") -> None:
+        fixed.pieces, fixed.stored = self.pieces, self.stored
 
 
 @dataclass(frozen=True)
@@ -61,9 +77,13 @@ class _Piece:
     lengths: Tensor  # int64 [n, 1], of the sequences
     blocks: Tensor  # int64 [n, max_blocks]; 0 past a sequence's end, which is some other sequence's block
 
+    def to(self, device: torch.device) -> "_Piece":
+        tensors = (self.tokens, self.positions, self.lengths, self.blocks)
+        return _Piece(*(x.to(device) for x in tensors))
 
-def _plan(metadata: AttentionMetadata, block_size: int) -> Iterator[_Piece]:
-    begins, lengths = metadata.cu_seqlens_q.tolist(), metadata.seq_lens.tolist()
+
+def _cut_pieces(layout: StepLayout, block_size: int) -> Iterator[_Piece]:
+    begins, lengths = layout.cu_seqlens_q.tolist(), layout.seq_lens.tolist()
     counts = [end - begin for begin, end in pairwise(begins)]
     order = sorted(range(len(counts)), key=lambda i: (counts[i], lengths[i]))
     for count, alike in groupby(order, counts.__getitem__):
@@ -71,7 +91,7 @@ def _plan(metadata: AttentionMetadata, block_size: int) -> Iterator[_Piece]:
             longest = lengths[together[-1]]
             step = max(1, PAIRS // max(1, len(together) * longest))
             for skip in range(0, count, step):
-                yield _piece(metadata, block_size, together, range(skip, min(skip + step, count)), longest)
+                yield _piece(layout, block_size, together, range(skip, min(skip + step, count)), longest)
 
 
 def _cut(sequences: list[tuple[int, int]]) -> Iterator[list[int]]:
@@ -86,19 +106,16 @@ def _cut(sequences: list[tuple[int, int]]) -> Iterator[list[int]]:
         yield together
 
 
-def _piece(
-    metadata: AttentionMetadata, block_size: int, sequences: list[int], which: range, longest: int
-) -> _Piece:
+def _piece(layout: StepLayout, block_size: int, sequences: list[int], which: range, longest: int) -> _Piece:
     """Return the piece of these sequences, with only `which` of their new tokens."""
-    device = metadata.seq_lens.device
-    index = torch.tensor(sequences, device=device)
-    place = torch.arange(which.start, which.stop, device=device)  # [count]
-    begins, ends = metadata.cu_seqlens_q[index].long(), metadata.cu_seqlens_q[index + 1].long()
-    lengths = metadata.seq_lens[index].long()
+    index = torch.tensor(sequences)
+    place = torch.arange(which.start, which.stop)  # [count]
+    begins, ends = layout.cu_seqlens_q[index].long(), layout.cu_seqlens_q[index + 1].long()
+    lengths = layout.seq_lens[index].long()
     first = lengths - (ends - begins)  # positions, [n]; without meaning in cross attention
     num_blocks = -(-longest // block_size)
-    blocks = metadata.block_tables[index, :num_blocks].long()
-    behind = torch.arange(num_blocks, device=device) * block_size >= lengths.unsqueeze(1)
+    blocks = layout.block_tables[index, :num_blocks].long()
+    behind = torch.arange(num_blocks) * block_size >= lengths.unsqueeze(1)
     return _Piece(
         tokens=begins.unsqueeze(1) + place,
         positions=first.unsqueeze(1) + place,

@@ -11,7 +11,7 @@ from torch import Tensor
 from tgis.shard.checkpoint.codes import CodeLayout
 from tgis.shard.checkpoint.tensors import Stored
 from tgis.shard.layers.lora import Deltas, LowRank, TokenAdapters
-from tgis.shard.layers.ops import HeadNorm, Product
+from tgis.shard.layers.ops import HeadNorm, Product, Unfused
 
 logger = logging.getLogger(__name__)
 
@@ -24,7 +24,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-class TorchKernels:
+class TorchKernels(Unfused):
     """Torch operators as `Kernels`. `pack` takes weights from any device; everything else is on `device`."""
 
     code_packers: Mapping[CodeLayout, Callable[[Stored], Product]] = {}
@@ -104,20 +104,21 @@ class TorchKernels:
         rotations = positions.float().unsqueeze(-1) * inv_freq  # [num_tokens, half]
         return torch.stack((rotations.cos(), rotations.sin())) * amplitudes.unsqueeze(-1)
 
-    def split_heads(
-        self,
-        qkv: Tensor,
-        num_heads: int,
-        num_kv_heads: int,
-        angles: Tensor | None,
-        head_norm: HeadNorm | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        heads = qkv.view(len(qkv), num_heads + 2 * num_kv_heads, -1)
-        q, k, v = torch.split(heads, [num_heads, num_kv_heads, num_kv_heads], 1)
-        if head_norm is not None:
-            q = F.rms_norm(q, q.shape[2:], head_norm.q_weight, head_norm.eps)
-            k = F.rms_norm(k, k.shape[2:], head_norm.k_weight, head_norm.eps)
-        return _rotate(q, angles), _rotate(k, angles), _rotate(v, None)
+
+def split_heads(
+    qkv: Tensor,
+    num_heads: int,
+    num_kv_heads: int,
+    angles: Tensor | None,
+    head_norm: HeadNorm | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Split qkv into q, k, v of [num_tokens, heads, head_dim]. See `Attention.run`."""
+    heads = qkv.view(len(qkv), num_heads + 2 * num_kv_heads, -1)
+    q, k, v = torch.split(heads, [num_heads, num_kv_heads, num_kv_heads], 1)
+    if head_norm is not None:
+        q = F.rms_norm(q, q.shape[2:], head_norm.q_weight, head_norm.eps)
+        k = F.rms_norm(k, k.shape[2:], head_norm.k_weight, head_norm.eps)
+    return _rotate(q, angles), _rotate(k, angles), _rotate(v, None)
 
 
 def _add(x: Tensor, delta: Tensor | None) -> Tensor:

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from tgis.shard.attention.interface import Attention, AttentionMetadata, Scoring
+from tgis.shard.attention.interface import Attention, Plan, Scoring
 from tgis.shard.models.whole_model import NotServedError
 
 # (sequence, head, query's position, key's position) -> True if the query sees the key; arguments broadcast.
@@ -125,8 +125,8 @@ class PagedStep:
 
     _MASK = torch.zeros(1, 1, 1, 1)
 
-    def __init__(self, calls: list[AttentionCall], attention: Attention, metadata: AttentionMetadata) -> None:
-        self._calls, self._attention, self._metadata, self._layer = calls, attention, metadata, 0
+    def __init__(self, calls: list[AttentionCall], attention: Attention, plan: Plan) -> None:
+        self._calls, self._attention, self._plan, self._layer = calls, attention, plan, 0
 
     def make_mask(self, rule: MaskRule) -> Tensor:
         return self._MASK
@@ -139,9 +139,9 @@ class PagedStep:
             raise NotServedError("its layers change their order from step to step")
         heads, width = cache_shape(self._calls)
         keys, values = (_pad(x[0].transpose(0, 1), heads, width) for x in (k, v))
-        self._attention.write(layer, keys, values, self._metadata)
+        self._attention.keep(layer, keys, values, self._plan)
         queries = _pad(q[0].transpose(0, 1), heads * (call.num_heads // call.num_kv_heads), width)
-        y = self._attention.attend(layer, queries, self._metadata, call.scoring)
+        y = self._attention.attend(layer, queries, self._plan, call.scoring)
         return y[None, :, : call.num_heads, : call.value_dim].to(q.dtype)
 
     def check_complete(self) -> None:

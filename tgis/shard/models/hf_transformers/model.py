@@ -33,7 +33,7 @@ class TransformersModel:
 
     @torch.inference_mode()
     def forward(self, inputs: StepInputs, attention: Attention) -> Tensor:
-        step = PagedStep(self._calls, attention, inputs.metadata)
+        step = PagedStep(self._calls, attention, inputs.plan)
         x = self._hook.call(step, lambda: compute_states(self._decoder, inputs.token_ids, inputs.positions))
         step.check_complete()
         states: Tensor = x[0][0]  # [num_tokens, hidden_size]

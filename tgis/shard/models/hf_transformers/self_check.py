@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
 
-from tgis.shard.attention.interface import AttentionMetadata
+from tgis.shard.attention.interface import StepLayout
 from tgis.shard.collectives import ProcessGroup
 from tgis.shard.kernels.cpu.attention.attention import CpuAttention
 from tgis.shard.memory.kv_cache import KVCache, local_kv_heads
@@ -43,8 +43,9 @@ def check_scores(
     attention = CpuAttention(KVCache(spec.num_layers, num_blocks, *shape, torch.float32))
     for step in STEPS:
         ids = torch.cat([sequences[i][start:end] for i, start, end in step])
-        positions = torch.cat([torch.arange(start, end) for _, start, end in step])
-        x = model.forward(StepInputs(ids, positions, _make_metadata(step)), attention)
+        layout = _make_layout(step)
+        inputs = StepInputs(ids, layout.positions, layout, attention.plan(layout, "self"))
+        x = model.forward(inputs, attention)
         wanted = torch.cat([expected[i][start:end] for i, start, end in step])
         if not scores_agree(model.logits(x), wanted, TOLERANCE):
             raise NotServedError(
@@ -87,16 +88,11 @@ def _cache_without_tokens(length: int) -> Any:
     return cache
 
 
-def _make_metadata(step: tuple[tuple[int, int, int], ...]) -> AttentionMetadata:
+def _make_layout(step: tuple[tuple[int, int, int], ...]) -> StepLayout:
     counts = [0] + [end - start for _, start, end in step]
-    slots = [
-        TABLES[i][p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE
-        for i, start, end in step
-        for p in range(start, end)
-    ]
-    return AttentionMetadata(
+    return StepLayout(
         cu_seqlens_q=torch.tensor(counts).cumsum(0).to(torch.int32),
+        positions=torch.cat([torch.arange(start, end) for _, start, end in step]),
         seq_lens=torch.tensor([end for _, _, end in step], dtype=torch.int32),
         block_tables=torch.tensor([TABLES[i] for i, _, _ in step], dtype=torch.int32),
-        slot_mapping=torch.tensor(slots),
     )

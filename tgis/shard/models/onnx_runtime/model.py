@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tgis.shard.attention.interface import Attention, AttentionMetadata
+from tgis.shard.attention.interface import Attention, StepLayout
 from tgis.shard.layers.lora import TokenAdapters
 from tgis.shard.models.interface import ModelSpec, StepInputs
 from tgis.shard.models.onnx_runtime.graph import OnnxGraph
@@ -67,13 +67,13 @@ class OnnxModel:
         spec, num_tokens = self.spec, len(inputs.token_ids)
         logits = torch.empty(num_tokens, spec.vocab_size)
         k, v = torch.empty(2, spec.num_layers, num_tokens, self._num_kv_heads, spec.head_dim)
-        for new, num_past, table in _sequences(inputs.metadata):
+        for new, num_past, table in _sequences(inputs.layout):
             past = partial(attention.read, block_table=table, seq_len=num_past)
             logits[new], k[:, new], v[:, new] = self._score(
                 inputs.token_ids[new], inputs.positions[new], past
             )
         for layer in range(spec.num_layers):
-            attention.write(layer, k[layer], v[layer], inputs.metadata)
+            attention.keep(layer, k[layer], v[layer], inputs.plan)
         return logits
 
     def _score(
@@ -89,10 +89,10 @@ class OnnxModel:
         return x  # the result of `forward` is logits already
 
 
-def _sequences(metadata: AttentionMetadata) -> Iterator[tuple[slice, int, Tensor]]:
+def _sequences(layout: StepLayout) -> Iterator[tuple[slice, int, Tensor]]:
     """Yield each sequence's new tokens in the step, the number of its earlier tokens, and its block table."""
-    spans = pairwise(metadata.cu_seqlens_q.tolist())
+    spans = pairwise(layout.cu_seqlens_q.tolist())
     for (first, last), seq_len, table in zip(
-        spans, metadata.seq_lens.tolist(), metadata.block_tables, strict=True
+        spans, layout.seq_lens.tolist(), layout.block_tables, strict=True
     ):
         yield slice(first, last), seq_len - (last - first), table

@@ -8,21 +8,26 @@ from torch import Tensor
 
 from tgis.shard.layers.linear import Replicated
 from tgis.shard.layers.lora import TokenAdapters
-from tgis.shard.layers.ops import Parts
-from tgis.shard.models.parts.blocks import MLP
+from tgis.shard.layers.ops import Parts, normalise
+from tgis.shard.models.parts.blocks import MLP, BranchInput, Finish
 from tgis.shard.models.spec import DecoderSpec
 
 
 class SparseMLP:
-    def __init__(self, spec: DecoderSpec, parts: Parts, path: str):
+    def __init__(self, spec: DecoderSpec, parts: Parts, path: str, finish: Finish | None = None):
         experts = spec.experts
         assert experts is not None, "only models with experts have such layers"
-        self._group, self._spec = parts.group, experts
+        self._group, self._kernels, self._spec, self._finish = parts.group, parts.kernels, experts, finish
         self._score = Replicated(parts, f"{path}.router", spec.hidden_size, experts.num_experts)
         sizes = replace(spec, intermediate_size=experts.intermediate_size)
         self._experts = [MLP(sizes, parts, f"{path}.experts.{e}") for e in range(experts.num_experts)]
 
-    def __call__(self, x: Tensor, adapters: TokenAdapters | None) -> Tensor:
+    def __call__(self, x: Tensor, source: BranchInput, adapters: TokenAdapters | None) -> Tensor:
+        """Return what is still to be added to x, the residual stream."""
+        out = self._mix(normalise(self._kernels, *source), adapters)
+        return out if self._finish is None else self._finish(out)
+
+    def _mix(self, x: Tensor, adapters: TokenAdapters | None) -> Tensor:
         """Add up each token's experts in numerical order, so its bits do not depend on other tokens."""
         weights = self._score(x, adapters).softmax(-1)  # [num_tokens, num_experts]
         weights, chosen = weights.topk(self._spec.num_active)  # [num_tokens, num_active]

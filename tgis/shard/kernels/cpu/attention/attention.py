@@ -5,10 +5,12 @@ however its sequence was cut into chunks."""
 
 from torch import Tensor
 
-from tgis.shard.attention.interface import AttentionMetadata, Scoring
+from tgis.shard.attention.interface import AttentionKind, Heads, Plan, Scoring, StepLayout
 from tgis.shard.kernels.cpu.attention.kernels import ATTEND, TOKENS, WRITE
+from tgis.shard.kernels.cpu.attention.plan import CpuPlan
 from tgis.shard.kernels.cpu.jit import compiler
 from tgis.shard.kernels.cpu.jit.compiler import as_bits
+from tgis.shard.kernels.cpu.ops import split_heads
 from tgis.shard.memory.kv_cache import KVCache
 
 
@@ -22,18 +24,30 @@ class CpuAttention:
         # For each layer, its last `Scoring` and the fields of the kernel's `ScoringArgs` made from it.
         self._scoring_args: list[tuple[Scoring | None, tuple[int, ...]]] = [(None, ())] * cache.num_layers
 
-    def write(self, layer: int, k: Tensor, v: Tensor, metadata: AttentionMetadata) -> None:
+    def plan(self, layout: StepLayout, kind: AttentionKind) -> CpuPlan:
+        return CpuPlan(layout, self._cache.block_size, is_cross=kind == "cross")
+
+    def run(
+        self, layer: int, qkv: Tensor, heads: Heads, angles: Tensor | None, plan: Plan, scoring: Scoring
+    ) -> Tensor:
+        q, k, v = split_heads(qkv, heads.num_heads, heads.num_kv_heads, angles, heads.norm)
+        self.keep(layer, k, v, plan)
+        return self.attend(layer, q, plan, scoring)
+
+    def keep(self, layer: int, k: Tensor, v: Tensor, plan: Plan) -> None:
+        assert isinstance(plan, CpuPlan)
         k, v = k.contiguous(), v.contiguous()
         run = self._write if len(k) <= TOKENS else self._write.parallel
-        run(*self._pages[layer], metadata.table.data_ptr(), k.data_ptr(), v.data_ptr())
+        run(*self._pages[layer], plan.table.data_ptr(), k.data_ptr(), v.data_ptr())
 
-    def attend(self, layer: int, q: Tensor, metadata: AttentionMetadata, scoring: Scoring) -> Tensor:
+    def attend(self, layer: int, q: Tensor, plan: Plan, scoring: Scoring) -> Tensor:
+        assert isinstance(plan, CpuPlan)
         q, out = q.contiguous(), compiler.empty(*q.shape)
         known, fields = self._scoring_args[layer]
         if known is not scoring:
             fields = _scoring_fields(scoring)
             self._scoring_args[layer] = (scoring, fields)
-        addresses = (metadata.table.data_ptr(), q.data_ptr(), out.data_ptr())
+        addresses = (plan.table.data_ptr(), q.data_ptr(), out.data_ptr())
         self._attend.parallel(*self._pages[layer], q.shape[1], *addresses, *fields)
         return out
 

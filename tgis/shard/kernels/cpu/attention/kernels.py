@@ -1,6 +1,6 @@
 """Compiled kernels of paged attention: one writes new keys and values to the cache, one attends in place.
 
-They read everything that differs from step to step from the step's table (`AttentionMetadata.table`), so the
+They read everything that differs from step to step from the step's table (`CpuPlan.table`), so the
 same arguments serve any step with the same number of tokens."""
 
 from typing import Any
