@@ -11,7 +11,7 @@ import torch
 from tests.support import plain_sampling
 from tests.support.plain_sampling import Row, single
 from tgis.shard.sampling.logprobs import compute_details
-from tgis.shard.sampling.sampler import PARAMETERS, SamplingBatch, SeenTokens, sample
+from tgis.shard.sampling.sampler import ROW_PARAMETERS, SamplingBatch, SeenTokens, sample
 
 INF = math.inf
 CPU = torch.device("cpu")
@@ -28,7 +28,8 @@ def two_threads() -> Iterator[None]:
 
 def run(rows: list[Row], wants_details: bool = True) -> tuple[list[int], torch.Tensor, list[bool]]:
     """The batched code: tokens, scores after all processors, usable."""
-    params = np.array([tuple(getattr(row, name) for name in PARAMETERS.names) for row in rows], PARAMETERS)
+    values = [tuple(getattr(row, name) for name in ROW_PARAMETERS.names) for row in rows]
+    params = np.array(values, ROW_PARAMETERS)
     eos = np.full((len(rows), max(1, *(len(row.eos) for row in rows), 1)), -1, np.int32)
     scores = torch.tensor([row.logits for row in rows], dtype=torch.float32)
     seen = SeenTokens(scores.shape[-1], CPU)

@@ -12,7 +12,8 @@ from torch import Tensor
 from tgis.pb import shard_pb2 as pb
 from tgis.shard.attention.interface import AttentionMetadata
 from tgis.shard.models.interface import StepInputs
-from tgis.shard.runner.row_table import NOT_WANTED, Booleans, Integers, RowTable, TokenIds, read_column
+from tgis.shard.runner.columns import NOT_WANTED, read_column
+from tgis.shard.runner.row_table import Booleans, Integers, RowTable, TokenIds
 from tgis.shard.sampling.logprobs import InputSpan
 
 Blocks = npt.NDArray[np.int32]
@@ -135,7 +136,7 @@ class BatchBuilder(RowTable):
         )
 
     def _find_long(self, row: Integers) -> Tensor | None:
-        is_long = self._rows["is_long"][row]  # [num_tokens]
+        is_long = self._rows["opened_len"][row] > self._limits.rope_switch_len  # [num_tokens]
         return self._tensor(is_long, np.bool_) if is_long.any() else None
 
     def pack_encoder(self, opened: Iterable[pb.OpenRow]) -> StepInputs | None:

@@ -37,8 +37,8 @@ class Candidates:
 def filter_candidates(scores: Tensor, params: npt.NDArray[np.void]) -> Iterator[Candidates]:
     """Yield the candidates of every row of scores [n, vocab_size] once, in groups of equal width.
 
-    params PARAMETERS [n]. Each row must have a top_k below vocab_size, or a top_p. All ties at the k-th score
-    stay; among equal scores at the limit of top_p, the lower ids stay."""
+    params ROW_PARAMETERS [n]. Each row must have a top_k below vocab_size, or a top_p. All ties at the k-th
+    score stay; among equal scores at the limit of top_p, the lower ids stay."""
     vocab_size = scores.shape[-1]
     pending = np.arange(len(scores))
     for width in sorted({min(width, vocab_size) for width in (*WIDTHS, vocab_size)}):
