@@ -100,7 +100,7 @@ def test_declarations_are_the_messages_fields() -> None:
         stopping = Stopping(max_new_tokens=5, min_new_tokens=asked["min_new_tokens"])
         sequence = Sequence([1, 2], stopping, Sampling(**sampling))
         item = WorkItem(sequence, 0, 0, 2, samples=True, opens=True, new_blocks=[0])
-        step = Step(0, [item], 0, 0, 0, joins=False, closed_rows=[])
+        step = Step(0, [item], 0, 0, 0, 0, joins=False, closed_rows=[])
         found = read(encode_step(step).opened_rows[0])
         assert {name: found[name] for name in OFF} == asked
 
