@@ -12,7 +12,7 @@ from torch import Tensor
 from tgis.pb import shard_pb2 as pb
 from tgis.sampling_parameters import PARAMETERS, Parameter
 from tgis.shard.sampling.counter_rng import draw_columns, draw_keys
-from tgis.shard.sampling.logits_filters import filter_candidates, filter_typical
+from tgis.shard.sampling.logits_filters import filter_candidates, filter_rest
 
 # The sampling parameters of one row.
 ROW_PARAMETERS = np.dtype([(each.name, each.dtype) for each in PARAMETERS])
@@ -132,9 +132,7 @@ def _penalise_repetition(
 def _choose(scores: Tensor, batch: SamplingBatch) -> Tensor:
     params = batch.params
     limited = (params["top_k"] > 0) | (params["top_p"] < 1)
-    typical = (~limited & (params["typical_p"] < 1)).nonzero()[0]
-    if len(typical):
-        _put(scores, typical, filter_typical(_take(scores, typical), params["typical_p"][typical]))
+    filter_rest(scores, params, ~limited)
     chosen = torch.empty(len(scores), dtype=torch.int64, device=scores.device)
     greedy = params["greedy"].nonzero()[0]
     if len(greedy):
