@@ -34,7 +34,7 @@ class Parameter:
     random_only: bool = False
     """True if it has an effect only where tokens are drawn at random: greedy rows ignore it."""
     range: Range | None = None
-    """None if the requests' own type bounds it."""
+    """None if the contract has no text about it: its type alone bounds it."""
 
 
 def parameter(dtype: str, off: bool | float, **more: Any) -> Any:
