@@ -60,6 +60,7 @@ class Sampling:
     typical_p: float = parameter(
         "f4", 1.0, random_only=True, range=Range(-FINITE, 1, refusal="typical_p must be <= 1.0")
     )
+    min_p: float = parameter("f4", 0.0, random_only=True)
     repetition_penalty: float = parameter(
         "f4", 1.0, range=Range(ABOVE_ZERO, FINITE, refusal="repetition_penalty must be > 0.0")
     )

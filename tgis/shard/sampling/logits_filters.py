@@ -1,4 +1,5 @@
-"""Top-k, top-p and typical-p filters: they limit the tokens from which a row is sampled.
+"""Top-k, top-p, min-p and typical-p filters: they limit the tokens from which a row is sampled, in this
+order, which is transformers'.
 
 Usually a few of the best candidates decide. If they do not, the whole vocabulary is sorted; but on a CPU,
 where sorting takes longer than a model's step, the score at the limit is searched for instead. A row's result
@@ -149,6 +150,7 @@ def filter_rest(
     scores: Tensor, params: npt.NDArray[np.void], among: npt.NDArray[np.bool_] | np.bool_ = np.True_
 ) -> None:
     """Apply all filters but top_k and top_p to the rows `among` [n] of scores [n, width], in place."""
+    _filter_rows(scores, params["min_p"], among & (params["min_p"] > 0), _filter_min)
     _filter_rows(scores, params["typical_p"], among & (params["typical_p"] < 1), _filter_typical)
 
 
@@ -162,6 +164,12 @@ def _filter_rows(
     if len(rows):
         index = torch.from_numpy(rows)
         scores[index] = apply(scores if len(rows) == len(scores) else scores[index], limits[rows])
+
+
+def _filter_min(scores: Tensor, min_p: npt.NDArray[np.float32]) -> Tensor:
+    """Set the scores [n, width] of tokens with less than min_p [n] of the highest probability to -inf."""
+    ratio = torch.from_numpy(min_p).to(scores.device).log().unsqueeze(-1)  # [n, 1]
+    return scores.masked_fill(scores < scores.amax(-1, keepdim=True) + ratio, -torch.inf)
 
 
 def _filter_typical(scores: Tensor, typical_p: npt.NDArray[np.float32]) -> Tensor:
