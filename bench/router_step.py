@@ -110,7 +110,7 @@ async def _generate(shards: InstantShards, vocabulary: Vocabulary, size: int) ->
         metrics,
         max_batch_size=size,
         rope_switch_len=0,
-        max_drafts=0,
+        proposer=None,
         budget=TokenBudget(MAX_STEP_TOKENS, 1.0),
         steps_in_flight=1,
         recovery_timeout=1.0,

@@ -32,7 +32,11 @@ OTHERS = """\
 These messages explain themselves.
 """
 GROUPS = (
-    ("At the start, and of commands", "raised", ("tgis/router/", "tgis/prompts/")),
+    (
+        "At the start, and of commands",
+        "raised",
+        ("tgis/router/", "tgis/prompts/", "tgis/sampling_parameters.py"),
+    ),
     ("Of requests, soft prompts and adapters", "raised", ()),
     ("In the log", "logged", ()),
 )

@@ -12,8 +12,8 @@ from tgis.router.requests.validation import (
     DEFAULT_MAX_NEW_TOKENS,
     MAX_STOP_SEQUENCE_BYTES,
     MAX_STOP_SEQUENCES,
-    MIN_TEMPERATURE,
 )
+from tgis.sampling_parameters import RANGES
 
 PROTO = Path(__file__).resolve().parent.parent / "protos" / "generation.proto"
 BLOCK = re.compile(r"(message|enum|service|oneof) (\w+) \{")
@@ -40,7 +40,7 @@ STREAM = """\
 A unary answer has all of this in one message for each input, in the order of the inputs.
 """
 NOTES = {
-    "SamplingParameters.temperature": f"absent: 1; 0: greedy; else at least {MIN_TEMPERATURE}",
+    "SamplingParameters.temperature": f"absent: 1; 0: greedy; else at least {RANGES['temperature'].low}",
     "SamplingParameters.top_k": "0: off",
     "SamplingParameters.top_p": "0: off; else up to 1",
     "SamplingParameters.typical_p": "0: off; else up to 1",

@@ -25,6 +25,7 @@ class Row:
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
+    min_p: float = 0.0
     typical_p: float = 1.0
     repetition_penalty: float = 1.0
     min_new_tokens: int = 0
@@ -59,8 +60,9 @@ def process(row: Row) -> Scores:
     scores = [single(x / row.temperature) for x in scores]
     scores, order = _keep_best(scores, row.top_k)
     scores, mass = _keep_mass(scores, row.top_p)
+    scores, least = _keep_likely(scores, row.min_p)
     scores, typical_order, typical_mass = _keep_typical(scores, row.typical_p)
-    return Scores(scores, order, typical_order, min(mass, typical_mass))
+    return Scores(scores, min(order, least), typical_order, min(mass, typical_mass, least))
 
 
 def treat_eos(row: Row) -> list[float]:
@@ -115,6 +117,16 @@ def _keep_mass(scores: list[float], top_p: float) -> tuple[list[float], float]:
         if total <= 1 - top_p:
             dropped.add(i)
     return [-INF if i in dropped else x for i, x in enumerate(scores)], nearest
+
+
+def _keep_likely(scores: list[float], min_p: float) -> tuple[list[float], float]:
+    """All with at least so much of the highest probability; and how near the nearest is to that, in nats."""
+    if min_p <= 0:
+        return scores, INF
+    highest = max(scores)
+    least = highest + math.log(min_p)
+    nearest = min((abs(x - least) for x in scores if x < highest), default=INF)
+    return [x if x >= least else -INF for x in scores], nearest
 
 
 def _keep_typical(scores: list[float], limit: float) -> tuple[list[float], float, float]:

@@ -44,6 +44,7 @@ from tgis.router.requests.concurrency import ConcurrencyLimit
 from tgis.router.requests.tracing import SERVICE, open_tracing
 from tgis.router.requests.validation import RequestLimits, Validator
 from tgis.router.scheduling.block_pool import BlockPool
+from tgis.router.scheduling.proposers.prompt_lookup import PromptLookup
 from tgis.router.scheduling.token_budget import TokenBudget
 from tgis.router.shards.client import ShardClient
 from tgis.router.shards.link import ShardLink, open_link
@@ -217,6 +218,7 @@ class _Router:
         limits = _limits(config, info, tokenizer)
         _check_capacity(info, limits.max_sequence_length)
         _check_vocabulary(info, tokenizer)
+        budget = TokenBudget(config.max_step_tokens, config.decode_step_ms / 1000)
         self._engine = Engine(
             adapters.residency,
             BlockPool(info.num_blocks, info.block_size),
@@ -224,8 +226,8 @@ class _Router:
             self._metrics,
             max_batch_size=config.max_batch_size,
             rope_switch_len=info.rope_switch_len,
-            max_drafts=config.speculate,
-            budget=TokenBudget(config.max_step_tokens, config.decode_step_ms / 1000),
+            proposer=PromptLookup(config.speculate, budget.predict) if config.speculate else None,
+            budget=budget,
             steps_in_flight=config.steps_in_flight,
             recovery_timeout=config.recovery_timeout,
             on_ready=self._health.set,

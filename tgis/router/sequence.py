@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
 
+from tgis.sampling_parameters import Sampling
+
 
 class StopReason(Enum):
     """Reason why a generation ended, with the names and numbers of the public protocol."""
@@ -18,21 +20,6 @@ class StopReason(Enum):
     STOP_SEQUENCE = 5
     TOKEN_LIMIT = 6
     ERROR = 7
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """Sampling parameters. The defaults leave the distribution unchanged."""
-
-    greedy: bool = True
-    seed: int = 0
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    typical_p: float = 1.0
-    repetition_penalty: float = 1.0
-    length_penalty_start: int = 0
-    length_penalty_factor: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -140,7 +127,7 @@ class Sequence:
     """Prompt and generated tokens that the router knows, after padding that stands for the virtual tokens.
     For an encoder-decoder model the prompt is the one token that its decoder starts from."""
     stopping: Stopping
-    sampling: Sampling = Sampling()
+    sampling: Sampling = field(default_factory=Sampling)
     details: Details = Details()
     grammar: Grammar | None = None
     request_id: str = ""

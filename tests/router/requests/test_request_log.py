@@ -21,7 +21,8 @@ from tgis.router.errors import (
 )
 from tgis.router.events import InputTokens, Output, Timings
 from tgis.router.requests.request_log import CallLog, InputLog, correlation_id
-from tgis.router.sequence import Sampling, Sequence, Stopping, StopReason
+from tgis.router.sequence import Sequence, Stopping, StopReason
+from tgis.sampling_parameters import Sampling
 
 MARKER = "a-text-nobody-may-see"
 TIMINGS = Timings(queue_s=0.25, first_token_s=0.5, total_s=1.0)

@@ -9,13 +9,20 @@ from collections import Counter, deque
 
 import pytest
 
-from tests.support.router.model_of_shard import EOS, ModelOfShard, integers, join_digests, truth
+from tests.support.router.model_of_shard import (
+    EOS,
+    ModelOfShard,
+    Row,
+    integers,
+    join_digests,
+    next_token,
+    truth,
+)
 from tgis.pb import shard_pb2 as pb
 from tgis.router.scheduling.block_pool import BlockPool
 from tgis.router.scheduling.prefix_cache import decoder_root
-from tgis.router.scheduling.proposers.prompt_lookup import PromptLookup
 from tgis.router.scheduling.scheduler import Scheduler
-from tgis.router.scheduling.step import Step
+from tgis.router.scheduling.step import NO_DRAFTS, Drafts, Step
 from tgis.router.sequence import AdapterInfo, AdapterKind, CallAdapters, Details, Sequence, Stopping
 from tgis.router.shards.codec import decode_answer, encode_step
 
@@ -29,24 +36,29 @@ def is_refused(message: pb.OpenRow) -> bool:
     return zlib.crc32(array("i", prompt).tobytes() + message.encoder_token_ids) % 16 == 0
 
 
-class LuckyLookup(PromptLookup):
-    """Right as often as it likes, for it knows what comes; as long as the scheduler lets it."""
+class LuckyProposer:
+    """Right as often as it likes, for it knows what comes; as long as the scheduler lets it. Some drafts, or
+    all, it leaves to the shards, whose `propose_in_shard` is as lucky and may propose fewer."""
 
     def __init__(self, workload: "Workload", r: random.Random) -> None:
-        super().__init__(r.randint(1, 6), lambda num_tokens: 1.0)
         self.workload, self.random = workload, r
         self.luck, self.zeal = r.choice([0.0, 0.7, 0.9, 1.0]), r.choice([0.5, 0.9, 1.0])
         self.left = 0
+        self.left_to_shards = r.choice([0.0, 0.5, 1.0])
 
     def begin(self, num_sequences: int, most: int) -> bool:
         self.left = most
         return most > 0
 
-    def propose(self, sequence: Sequence, most: int) -> list[int]:
+    def propose(self, sequence: Sequence, most: int) -> Drafts:
         r, known = self.random, sequence.num_tokens
         most = min(most, self.left)
         if most <= 0 or r.random() > self.zeal:
-            return []
+            return NO_DRAFTS
+        if r.random() < self.left_to_shards:
+            allowed = r.randint(1, most)
+            self.left -= allowed
+            return Drafts(max_proposed=allowed)
         truth = self.workload.expected[sequence]
         drafts = [
             truth[place]
@@ -56,7 +68,16 @@ class LuckyLookup(PromptLookup):
         ]
         if not sequence.num_unanswered:
             self.left -= len(drafts)
-        return drafts
+        return Drafts(drafts)
+
+    def propose_in_shard(self, row: Row, most: int) -> list[int]:
+        """Alike on every rank: drawn from nothing but the row."""
+        r, ids = random.Random(repr(row.token_ids)), list(row.token_ids)
+        for _ in range(r.randint(0, most)):
+            ids.append(next_token(ids, self.workload.vocab_size, row.context))
+            if r.random() > self.luck:
+                ids[-1] = r.randrange(self.workload.vocab_size)
+        return ids[len(row.token_ids) :]
 
 
 class Workload:
@@ -71,14 +92,15 @@ class Workload:
         self.switch_len = r.choice([0, 0, r.randint(1, 6 if self.has_encoder else 25)])
         self.refuses = r.random() < 0.3
         max_sequences = r.randint(1, 8)
-        proposer = self._proposer(random.Random(-1 - seed))
-        self.scheduler = Scheduler(self._pool(), max_sequences, self.switch_len, proposer)
+        self.proposer = self._proposer(random.Random(-1 - seed))
+        self.scheduler = Scheduler(self._pool(), max_sequences, self.switch_len, self.proposer)
         self.max_sequences = max_sequences
         self.shard = self._shard()
         self.depth = r.randint(1, 3)
         self.max_prompt_tokens = r.randint(1, 30)
         self.late = r.choice([0.0, 0.5, 0.9])
         self.loss, self.cancel = r.choice([0.0, 0.02]), r.choice([0.0, 0.02])
+        self.num_proposed = self.num_sent_drafts = self.num_counted = 0
         self.num_losses = self.num_refusals = self.num_culprits = 0
         # Where shards die of sequences, they die of nothing else, or innocents might seem to be the cause.
         self.deadly_share = 0.0 if self.loss else random.Random(~seed).choice([0.0, 0.0, 0.1, 0.3])
@@ -93,8 +115,8 @@ class Workload:
         self.adapters = self._adapters(random.Random(seed))
         self.todo = self._requests()
 
-    def _proposer(self, r: random.Random) -> "LuckyLookup | None":
-        return LuckyLookup(self, r) if r.random() < 0.7 else None
+    def _proposer(self, r: random.Random) -> LuckyProposer | None:
+        return LuckyProposer(self, r) if r.random() < 0.7 else None
 
     def _pool(self) -> BlockPool:
         return BlockPool(self.pool_blocks, self.block_size)
@@ -103,6 +125,8 @@ class Workload:
         shard = ModelOfShard(self.pool_blocks, self.block_size, self.vocab_size, self.switch_len)
         if self.refuses:
             shard.refuses = is_refused
+        if self.proposer is not None:
+            shard.propose = self.proposer.propose_in_shard
         return shard
 
     def _adapters(self, r: random.Random) -> list[CallAdapters]:
@@ -164,6 +188,10 @@ class Workload:
                 self.execute(*self.sent.popleft())
             if self.executed:
                 self.take_answer()
+        if not (self.loss or self.cancel or self.refuses or self.deadly_share):
+            assert self.scheduler.num_drafts == self.num_sent_drafts + self.shard.num_proposed
+            assert self.scheduler.num_accepted_drafts == self.shard.num_right
+            self.num_counted += self.shard.num_proposed
         assert self.scheduler.pool.num_used == 0
         counts = self.scheduler.pool.resource_count, self.scheduler.rows.resource_count
         assert all(count.is_balanced for count in counts)
@@ -218,7 +246,8 @@ class Workload:
         inputs = [row.encoder_token_ids for row in request.opened_rows if not row.is_encoded]
         num_encoder_tokens = sum(len(integers(column)) for column in inputs)
         chunks = [work.end - work.start for work in step.work]
-        num_drafts = sum(len(work.drafts) for work in step.work)
+        num_drafts = sum(work.drafts.most for work in step.work)
+        self.num_sent_drafts += len(integers(request.draft_ids))
         assert step.num_tokens == num_encoder_tokens + sum(chunks) + num_drafts
         assert step.num_prompt_tokens == num_encoder_tokens + sum(chunks[step.num_decodes :])
         num_samples = num_drafts + sum(work.samples for work in step.work)
@@ -235,7 +264,9 @@ class Workload:
             if failure.sequence in self.expected:
                 self.num_refusals += 1
                 self.end(failure.sequence)
-        self.scheduler.apply_answer(step)
+        assert answer.num_tokens == step.num_tokens - step.max_proposed + answer.num_proposed
+        self.num_proposed += answer.num_proposed
+        self.scheduler.apply_answer(step, answer.num_proposed)
         for details in answer.input_details:
             if details.sequence in self.expected:
                 assert details.start == details.sequence.num_inputs_reported
@@ -335,11 +366,15 @@ def test_the_workloads_meet_what_they_are_for() -> None:
         met[kind + "culprits"] += workload.num_culprits
         met[kind + "right drafts"] += scheduler.num_accepted_drafts
         met[kind + "wrong drafts"] += scheduler.num_drafts - scheduler.num_accepted_drafts
+        met["counted drafts of shards"] += workload.num_counted
+        if workload.num_proposed:
+            met["losses with drafts of shards"] += workload.num_losses
+            met["preemptions with drafts of shards"] += scheduler.num_preemptions
         if scheduler.num_accepted_drafts:
             met["losses with drafts"] += workload.num_losses
             met["preemptions with drafts"] += scheduler.num_preemptions
     print(met)
-    assert len(met) == 18
+    assert len(met) == 21
     assert min(met.values()) > 10, met
 
 

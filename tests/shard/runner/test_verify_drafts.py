@@ -3,19 +3,25 @@ same engine without any, for every kind of parameters at once."""
 
 import math
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 from tests.support.shard.checkpoints import write_llama
 from tests.support.shard.driver import Request, Router, configure, opening, prompts
-from tests.support.shard.messages import GREEDY, SAMPLE, Steps, integers, open_row
+from tests.support.shard.messages import GREEDY, SAMPLE, Steps, integers, open_row, rows_of_tokens
 from tests.support.tokenizers.trained import write_byte_level
 from tgis.pb import shard_pb2 as pb
+from tgis.shard.runner.batch_builder import BatchBuilder
 from tgis.shard.runner.interface import ModelRunner
+from tgis.shard.runner.model_runner import HostModelRunner
+from tgis.shard.runner.row_table import Integers, RowLimits, TokenIds
 from tgis.shard.startup.load import load
 
 VOCAB_SIZE = 403
@@ -41,14 +47,33 @@ class Foreseen(Request):
     """What it will generate."""
 
 
-class Speculator(Router):
-    """Guesses right with the chance `luck`; a row with guesses is in no other unread step."""
+class ProposerInShard:
+    """Foresees what its rows generate, but for one token of four."""
 
-    def __init__(self, runner: ModelRunner, luck: float, seed: int) -> None:
+    def __init__(self) -> None:
+        self.truths: list[list[int]] = []
+        self.num_proposed = 0
+
+    def propose(self, rows: Integers, token_ids: Sequence[TokenIds], most: Integers) -> list[TokenIds]:
+        proposed = []
+        for known, limit in zip((ids.tolist() for ids in token_ids), most.tolist(), strict=True):
+            (truth, *_) = (truth for truth in self.truths if truth[: len(known)] == known)
+            ids = [7 if place % 4 == 0 else truth[place] for place in range(len(known), len(truth))]
+            proposed.append(np.array(ids[:limit], np.int32))
+        self.num_proposed += sum(map(len, proposed))
+        return proposed
+
+
+class Speculator(Router):
+    """Guesses right with the chance `luck`, or leaves that to the shard with the chance `left_to_shard`. A
+    row with guesses is in no later unread step, and one with guesses from here in no earlier one either."""
+
+    def __init__(self, runner: ModelRunner, luck: float, seed: int, left_to_shard: float = 0.0) -> None:
         super().__init__(runner, seed)
-        self.luck = luck
-        self.busy: set[int] = set()
-        self.num_guessed = self.num_right = 0
+        self.luck, self.left_to_shard = luck, left_to_shard
+        self.busy: dict[int, int] = {}
+        """Step with guesses, by row."""
+        self.num_guessed = self.num_right = self.num_proposed = 0
 
     def guess(self, request: Foreseen) -> list[int]:
         room = request.max_new_tokens - len(request.generated) - 1
@@ -64,10 +89,17 @@ class Speculator(Router):
         ]
 
     def send(self, running: list[Request], fresh: list[Request]) -> None:
-        work, drafts = [], {}
+        work, drafts, most = [], {}, {}
         for request in running:
             start, known = request.scheduled, len(request.prompt) + len(request.generated)
             if request.row in self.busy or start == request.length:
+                continue
+            room = len(request.prompt) + request.max_new_tokens - request.length - 1
+            if start + 1 == request.length and room > 0 and self.rng.random() < self.left_to_shard:
+                most[request.row] = self.rng.randint(1, min(room, 6))
+                self.busy[request.row] = self.steps.step_id + 1
+                request.scheduled = request.length
+                work.append((request.row, start, request.length))
                 continue
             if known < request.length and self.rng.random() < 0.7:
                 continue  # as one that means to guess, once its last token is known
@@ -75,24 +107,27 @@ class Speculator(Router):
             guess = self.guess(request) if start + 1 == known == request.length else []
             if guess:
                 drafts[request.row] = guess
-                self.busy.add(request.row)
+                self.busy[request.row] = self.steps.step_id + 1
             elif end == request.length < len(request.prompt) + request.max_new_tokens - 1:
                 request.length += 1
             request.scheduled = end
             work.append((request.row, start, end))
-        step = self.steps.step(work, [opening(request) for request in fresh], self.closed, drafts)
+        step = self.steps.step(work, [opening(request) for request in fresh], self.closed, drafts, most)
         self.closed = []
         response = self.runner.launch(step).answer()
         self.num_guessed += sum(map(len, drafts.values()))
-        self.num_right += len(response.rows) // 4 - len(set(integers(response.rows)))
+        self.num_right += len(response.token_ids) // 4 - len(response.rows) // 4
+        self.num_proposed += sum(integers(response.num_drafts))
         self.unread.append(response)
 
     def read(self, response: pb.StepResponse, running: list[Request]) -> None:
         mine = list(running)
         super().read(response, running)
         for request in mine:
-            if request.row in self.busy and request.row in integers(response.rows):
-                self.busy.remove(request.row)
+            if request.ended:
+                self.busy.pop(request.row, None)
+            elif self.busy.get(request.row) == response.step_id:
+                del self.busy[request.row]
                 request.length = len(request.prompt) + len(request.generated)
                 request.scheduled = request.length - 1
 
@@ -147,6 +182,32 @@ def test_outputs_are_those_without_drafts(runner: ModelRunner, luck: float) -> N
     assert luck < 1 or speculator.num_right > 50
 
 
+@pytest.mark.parametrize("left_to_shard", [0.5, 1.0])
+def test_outputs_are_those_without_drafts_of_the_shard(runner: HostModelRunner, left_to_shard: float) -> None:
+    """Beside the router's, and alone; and the router is told how many there were."""
+    proposer, adapters, forward = ProposerInShard(), runner.adapters, runner.forward
+    limits = RowLimits(192, 16, VOCAB_SIZE)
+    table = BatchBuilder(8, limits, torch.device("cpu"), adapters, forward.attention, proposer)
+    proposing = HostModelRunner(forward, table, runner._guides, runner.info, adapters)
+    seed = int(left_to_shard * 10)
+    proposing.reset()
+    plain, guessed = make_requests(seed), make_requests(seed)
+    Router(proposing, seed).run(list(plain))
+    for request, known in zip(guessed, plain, strict=True):
+        request.truth = known.generated
+    proposer.truths = [request.prompt + request.generated for request in plain]
+    proposing.reset()
+    speculator = Speculator(proposing, 0.9, seed, left_to_shard)
+    speculator.run(list(guessed))
+    for request, known in zip(guessed, plain, strict=True):
+        assert (request.generated, request.tops) == (known.generated, known.tops)
+        if request.details.get("logprobs"):
+            assert request.logprobs == known.logprobs
+    assert speculator.num_proposed == proposer.num_proposed > 50
+    assert 20 < speculator.num_right < proposer.num_proposed + speculator.num_guessed
+    assert (speculator.num_guessed == 0) == (left_to_shard == 1)
+
+
 def test_a_row_ends_where_it_would_have_ended(runner: ModelRunner) -> None:
     """Whatever is guessed to come after; and what it leaves in the cache harms nobody."""
     runner.reset()
@@ -160,8 +221,8 @@ def test_a_row_ends_where_it_would_have_ended(runner: ModelRunner) -> None:
     runner.launch(steps.step([(0, 0, 3)], [opened])).answer()
     response = runner.launch(steps.step([(0, 3, 4)], drafts={0: tokens[1:11]})).answer()
     assert integers(response.token_ids) == tokens[1 : end + 1]
-    assert list(response.ended) == [0] * (end - 1) + [1]
-    assert integers(response.rows) == [0] * end
+    assert rows_of_tokens(response) == [(0, False)] * (end - 1) + [(0, True)]
+    assert integers(response.rows) == [0]
     response = runner.launch(steps.step([(0, end + 3, end + 4)])).answer()
     assert not response.rows, "nothing more is computed for it"
 
@@ -175,7 +236,7 @@ def test_the_last_token_ends_the_row_behind_its_drafts(runner: ModelRunner) -> N
     runner.launch(steps.step([(0, 0, 2)], [opened])).answer()
     response = runner.launch(steps.step([(0, 2, 3)], drafts={0: known.generated[1:5]})).answer()
     assert integers(response.token_ids) == known.generated[1:]
-    assert list(response.ended) == [0] * 4 + [1]
+    assert rows_of_tokens(response) == [(0, False)] * 4 + [(0, True)]
 
 
 def poison(directory: Path, target: Path, token_id: int) -> ModelRunner:

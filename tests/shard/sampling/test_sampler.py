@@ -7,11 +7,18 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
+from transformers import (
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    TypicalLogitsWarper,
+)
 
 from tests.support import plain_sampling
 from tests.support.plain_sampling import Row, single
 from tgis.shard.sampling.logprobs import compute_details
-from tgis.shard.sampling.sampler import PARAMETERS, SamplingBatch, SeenTokens, sample
+from tgis.shard.sampling.sampler import ROW_PARAMETERS, SamplingBatch, SeenTokens, sample
 
 INF = math.inf
 CPU = torch.device("cpu")
@@ -28,7 +35,8 @@ def two_threads() -> Iterator[None]:
 
 def run(rows: list[Row], wants_details: bool = True) -> tuple[list[int], torch.Tensor, list[bool]]:
     """The batched code: tokens, scores after all processors, usable."""
-    params = np.array([tuple(getattr(row, name) for name in PARAMETERS.names) for row in rows], PARAMETERS)
+    values = [tuple(getattr(row, name) for name in ROW_PARAMETERS.names) for row in rows]
+    params = np.array(values, ROW_PARAMETERS)
     eos = np.full((len(rows), max(1, *(len(row.eos) for row in rows), 1)), -1, np.int32)
     scores = torch.tensor([row.logits for row in rows], dtype=torch.float32)
     seen = SeenTokens(scores.shape[-1], CPU)
@@ -73,6 +81,7 @@ def random_row(rng: random.Random, vocab_size: int) -> Row:
             [0, 0, 1, 2, 5, 63, 64, 65, vocab_size - 1, vocab_size, vocab_size + 1, 2**31 - 1]
         )
         row.top_p = single(rng.choice([1.0, 1.0, 1e-6, 0.1, 0.5, 0.9, 0.999]))
+        row.min_p = single(rng.choice([0.0, 0.0, 0.0, 1e-9, 0.02, 0.3, 1.0]))
         row.typical_p = single(rng.choice([1.0, 1.0, 1.0, 1e-6, 0.05, 0.5, 0.95]))
     return row
 
@@ -83,6 +92,7 @@ def combination(row: Row) -> tuple[bool, ...]:
         row.temperature != 1,
         row.top_k > 0,
         row.top_p < 1,
+        row.min_p > 0,
         row.typical_p < 1,
         row.repetition_penalty != 1,
         row.num_generated < row.min_new_tokens,
@@ -164,6 +174,38 @@ def test_filters_that_leave_everything_change_nothing() -> None:
         plain = run([Row(logits, [1], seed=seed)])[0]
         assert plain == run([Row(logits, [1], seed=seed, top_k=2999)])[0]
         assert plain == run([Row(logits, [1], seed=seed, top_k=5000)])[0]
+
+
+@pytest.mark.parametrize("more", [{}, {"top_k": 30}, {"top_p": 0.9}, {"typical_p": 0.9, "top_k": 50}])
+def test_min_p_leaves_what_transformers_leaves(more: dict[str, float]) -> None:
+    """After the same temperature and behind the same other filters."""
+    rng = random.Random(3)
+    for min_p in (1e-6, 0.01, 0.05, 0.2, 0.7, 1.0):
+        logits = np.float32([rng.gauss(0, 3) for _ in range(400)]).tolist()
+        _, scores, _ = run([Row(logits, [1], temperature=0.7, min_p=single(min_p), **more)])
+        expected = TemperatureLogitsWarper(0.7)(None, torch.tensor([logits]))
+        if "top_k" in more:
+            expected = TopKLogitsWarper(more["top_k"])(None, expected)
+        if "top_p" in more:
+            expected = TopPLogitsWarper(more["top_p"])(None, expected)
+        expected = MinPLogitsWarper(single(min_p))(None, expected)
+        if "typical_p" in more:
+            expected = TypicalLogitsWarper(more["typical_p"])(None, expected)
+        assert torch.equal(scores > -INF, expected > -INF), min_p
+        assert 0 < (scores > -INF).sum() < 400
+
+
+def test_min_p_changes_no_other_row_and_no_greedy_one() -> None:
+    rng = random.Random(4)
+    rows = [random_row(rng, 300) for _ in range(20)]
+    rows = [row for row in rows if expected_usable(row)]
+    for row in rows:
+        row.min_p = 0.0
+    tokens, scores, _ = run(rows)
+    cut = Row(np.float32([rng.gauss(0, 3) for _ in range(300)]).tolist(), [1], min_p=0.5)
+    more_tokens, more_scores, _ = run([cut, *rows, cut])
+    assert more_tokens[1:-1] == tokens
+    assert torch.equal(more_scores[1:-1], scores)
 
 
 def test_extreme_penalties_stay_finite() -> None:

@@ -88,6 +88,9 @@ class ModelOfShard:
         self.num_computed = self.num_encoded = self.num_long = 0
         self.last_step = -1
         self.refuses: Callable[[pb.OpenRow], bool] = lambda message: False
+        self.propose: Callable[[Row, int], list[int]] | None = None
+        """Drafts of its own for a row, at most so many."""
+        self.num_proposed = self.num_right = 0
         self.check_contents: Callable[[pb.OpenRow], None] = lambda message: None
         """Asserts that what the row names is loaded, and that its virtual tokens are there."""
 
@@ -101,46 +104,60 @@ class ModelOfShard:
         new_blocks, draft_ids = iter(integers(request.new_blocks)), iter(integers(request.draft_ids))
         columns = [*map(integers, (request.rows, request.starts, request.ends, request.num_new_blocks))]
         columns.append(integers(request.num_drafts) or [0] * len(columns[0]))
+        columns.append(integers(request.max_drafts) or [0] * len(columns[0]))
         work = zip(*columns, strict=True)
-        sampled: list[tuple[int, int, bool]] = []
+        sampled: list[tuple[int, list[int], bool, int]] = []
         details: list[pb.InputDetails] = []
-        for number, start, end, num_new, num_drafts in work:
+        for number, start, end, num_new, num_drafts, max_drafts in work:
             row = self.rows[number]
             added = [next(new_blocks) for _ in range(num_new)]
             row.block_table += added
             self.num_holders.update(added)
             drafts = [next(draft_ids) for _ in range(num_drafts)]
-            assert end + num_drafts < row.limit, "the router never schedules past a limit"
+            assert not (num_drafts and max_drafts)
+            most = num_drafts + max_drafts
+            assert end + most < row.limit, "the router never schedules past a limit"
+            assert len(row.block_table) * self.block_size >= end + most, "nor past the blocks"
             if row.ended:
                 assert not drafts or row.is_refused, "what speculates has no unanswered token"
                 continue
+            if max_drafts:
+                assert self.propose is not None, "a shard without a proposer is never asked for drafts"
+                assert start + 1 == end == len(row.token_ids)
+                drafts = self.propose(row, max_drafts)
+                self.num_proposed += len(drafts)
             self._compute(row, start, end, drafts)
             details += self._input_details(number, row, start, end)
             if end == len(row.token_ids):
-                sampled += [(number, *token) for token in self._sample(row, drafts)]
+                tokens = list(self._sample(row, drafts))
+                self.num_right += len(tokens) - 1
+                sampled.append((number, tokens, row.ended, len(drafts) if max_drafts else 0))
             else:
                 assert not drafts
         assert next(new_blocks, None) is next(draft_ids, None) is None
-        rows, tokens, ended = zip(*sampled, strict=True) if sampled else ((), (), ())
+        rows, tokens, ended, proposed = zip(*sampled, strict=True) if sampled else ((), (), (), ())
+        counts = list(map(len, tokens))
         return pb.StepResponse(
             step_id=request.step_id,
             digest=zlib.crc32(repr(sampled).encode()),
             forward_ns=1000,
             rows=column(list(rows)),
-            token_ids=column(list(tokens)),
+            num_tokens=column(counts) if sum(counts) > len(counts) else b"",
+            num_drafts=column(list(proposed)) if any(proposed) else b"",
+            token_ids=column([token for some in tokens for token in some]),
             ended=bytes(ended),
             input_details=details,
             errors=[pb.RowError(row=row, message="refused") for row in refused],
         )
 
-    def _sample(self, row: Row, drafts: list[int]) -> Iterator[tuple[int, bool]]:
+    def _sample(self, row: Row, drafts: list[int]) -> Iterator[int]:
         for draft in [*drafts, None]:
             token = next_token(row.token_ids, self.vocab_size, row.context)
             if token in row.eos and len(row.token_ids) - row.prompt_len < row.min_new_tokens:
                 token += 1  # masked; what a real shard takes instead matters to nobody here
             row.token_ids.append(token)
             row.ended = token in row.eos or len(row.token_ids) == row.limit
-            yield token, row.ended
+            yield token
             if row.ended or token != draft:
                 return
 

@@ -7,7 +7,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.support.shard.messages import GREEDY, Steps, floats, integers, open_row, pack, top_tokens
+from tests.support.shard.messages import (
+    GREEDY,
+    Steps,
+    floats,
+    integers,
+    open_row,
+    pack,
+    rows_of_tokens,
+    top_tokens,
+)
 from tgis.config.processes import ShardConfig
 from tgis.pb import shard_pb2 as pb
 from tgis.shard.runner.interface import ModelRunner, Pending
@@ -142,12 +151,12 @@ class Router:
         self.responses.append(response)
         assert not response.errors
         owners = {request.row: request for request in running}
-        rows, tokens = integers(response.rows), integers(response.token_ids)
+        rows, tokens = rows_of_tokens(response), integers(response.token_ids)
         logprobs = floats(response.logprobs) or [math.nan] * len(rows)
         ranks = integers(response.ranks) or [0] * len(rows)
         tops = top_tokens(response.top_tokens) or [[]] * len(rows)
-        columns = (rows, tokens, logprobs, ranks, tops, response.ended)
-        for row, token, logprob, rank, top, ended in zip(*columns, strict=True):
+        columns = (rows, tokens, logprobs, ranks, tops)
+        for (row, ended), token, logprob, rank, top in zip(*columns, strict=True):
             request = owners[row]
             assert not request.ended
             request.generated.append(token)

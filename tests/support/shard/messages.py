@@ -26,6 +26,17 @@ def floats(column: bytes) -> list[float]:
     return list(struct.unpack(f"<{len(column) // 4}f", column))
 
 
+def rows_of_tokens(response: pb.StepResponse) -> list[tuple[int, bool]]:
+    """The row of each token, and whether it ends it."""
+    rows = integers(response.rows)
+    counts = integers(response.num_tokens) or [1] * len(rows)
+    return [
+        (row, bool(ended) and i == count - 1)
+        for row, count, ended in zip(rows, counts, response.ended, strict=True)
+        for i in range(count)
+    ]
+
+
 def top_tokens(message: pb.TopTokens) -> list[list[tuple[int, float]]]:
     pairs = iter(zip(integers(message.token_ids), floats(message.logprobs), strict=True))
     return [[next(pairs) for _ in range(count)] for count in integers(message.counts)]
@@ -70,12 +81,15 @@ class Steps:
         opened: Iterable[pb.OpenRow] = (),
         closed: Iterable[int] = (),
         drafts: dict[int, list[int]] | None = None,
+        max_drafts: dict[int, int] | None = None,
     ) -> pb.StepRequest:
-        """Work is (row, start, end); drafts are by row."""
+        """Work is (row, start, end); drafts are by row, and so is what the shard may propose itself."""
         opened, guesses = list(opened), [(drafts or {}).get(row, []) for row, _, _ in work]
+        most = [(max_drafts or {}).get(row, 0) for row, _, _ in work]
         for row in [*closed, *(message.row for message in opened)]:
             self.free += self.blocks.pop(row, [])
-        new = [self._extend(row, end + len(ids)) for (row, _, end), ids in zip(work, guesses, strict=True)]
+        lasts = [end + len(ids) + own for (_, _, end), ids, own in zip(work, guesses, most, strict=True)]
+        new = [self._extend(row, last) for (row, _, _), last in zip(work, lasts, strict=True)]
         self.step_id += 1
         return pb.StepRequest(
             step_id=self.step_id,
@@ -88,6 +102,7 @@ class Steps:
             new_blocks=pack(block for blocks in new for block in blocks),
             num_drafts=pack(map(len, guesses)) if drafts else b"",
             draft_ids=pack(token_id for ids in guesses for token_id in ids),
+            max_drafts=pack(most) if max_drafts else b"",
         )
 
     def _extend(self, row: int, end: int) -> list[int]:

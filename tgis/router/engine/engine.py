@@ -15,7 +15,7 @@ from tgis.router.events import Event, Failed, InputTokens, Output, is_final
 from tgis.router.metrics.metrics import Metrics
 from tgis.router.metrics.resource_counts import ResourceCount
 from tgis.router.scheduling.block_pool import BlockPool
-from tgis.router.scheduling.proposers.prompt_lookup import PromptLookup
+from tgis.router.scheduling.proposers.interface import Proposer
 from tgis.router.scheduling.scheduler import Scheduler
 from tgis.router.scheduling.token_budget import TokenBudget
 from tgis.router.sequence import Sequence, StopReason
@@ -41,14 +41,13 @@ class Engine:
         *,
         max_batch_size: int,
         rope_switch_len: int,
-        max_drafts: int,
+        proposer: Proposer | None,
         budget: TokenBudget,
         steps_in_flight: int,
         recovery_timeout: float,
         on_ready: Callable[[bool], None],
     ) -> None:
         """Take a connected `residency`. `on_ready` is called when shards are lost and when they return."""
-        proposer = PromptLookup(max_drafts, budget.predict) if max_drafts else None
         self.scheduler = Scheduler(pool, max_batch_size, rope_switch_len, proposer)
         self._residency, self._shards = residency, residency.shards
         self._vocabulary, self._metrics, self._budget = vocabulary, metrics, budget
@@ -153,8 +152,8 @@ class Engine:
         for failure in answer.failed:
             if failure.sequence in self._live:
                 self._fail(self._live[failure.sequence], _failed_row(failure))
-        self.scheduler.apply_answer(answer.step)
-        self._budget.observe(answer.step.num_tokens, answer.forward_s)
+        self.scheduler.apply_answer(answer.step, answer.num_proposed)
+        self._budget.observe(answer.num_tokens, answer.forward_s)
         for details in answer.input_details:
             self._take_input_details(details)
         now = time.monotonic()

@@ -1,7 +1,6 @@
 """Validates requests and turns them into sequences: defaults, ranges and the exact text of every rejection,
 in TGIS's order."""
 
-import math
 import secrets
 import time
 from collections.abc import Hashable
@@ -12,14 +11,14 @@ from tgis.router.adapters.registry import AdapterLease
 from tgis.router.errors import RequestError
 from tgis.router.grammar.compiler import Constraint, GrammarCompiler, read_constraint
 from tgis.router.metrics.metrics import Metrics
-from tgis.router.sequence import CallAdapters, Details, Grammar, Sampling, Sequence, Stopping
+from tgis.router.sequence import CallAdapters, Details, Grammar, Sequence, Stopping
 from tgis.router.text.tokenization import TokenIds
 from tgis.router.text.tokenizer import Tokenizer
+from tgis.sampling_parameters import RANGES, Sampling
 
 DEFAULT_MAX_NEW_TOKENS = 20
 MAX_STOP_SEQUENCES = 6
 MAX_STOP_SEQUENCE_BYTES = 240
-MIN_TEMPERATURE = 0.05
 STOP_SEQUENCES_TEXT = (
     f"can specify at most {MAX_STOP_SEQUENCES} non-empty stop sequences, "
     f"each not more than {MAX_STOP_SEQUENCE_BYTES} UTF8 bytes"
@@ -66,7 +65,7 @@ def check_parameters(params: pb.Parameters, limits: RequestLimits) -> CallParame
     max_new_tokens = stopping.max_new_tokens or DEFAULT_MAX_NEW_TOKENS
     _require(max_new_tokens <= limits.max_new_tokens, f"max_new_tokens must be <= {limits.max_new_tokens}")
     _require(stopping.min_new_tokens <= max_new_tokens, "min_new_tokens must be <= max_new_tokens")
-    _check_decoding(params.decoding)
+    _check_penalties(sampling)
     constraint = read_constraint(params.decoding, limits.max_guided_bytes)
     details = _check_details(params, limits.max_top_n_tokens)
     for stop in stopping.stop_sequences:
@@ -190,8 +189,13 @@ def _require(condition: bool, text: str) -> None:
         raise RequestError(text)
 
 
+def _require_in_range(name: str, value: float) -> None:
+    allowed = RANGES[name]
+    _require(allowed.allows(value), allowed.refusal)
+
+
 def _check_sampling(params: pb.Parameters) -> Sampling:
-    """Return the checked parameters. NaN fails every comparison, so each rule requires one to be true."""
+    """Return the parameters. The penalties of decoding are checked later, as in TGIS."""
     sampling, decoding = params.sampling, params.decoding
     length = decoding.length_penalty
     greedy = Sampling(
@@ -202,29 +206,23 @@ def _check_sampling(params: pb.Parameters) -> Sampling:
     is_zero = sampling.HasField("temperature") and sampling.temperature == 0
     if params.method != pb.SAMPLE or is_zero:
         return greedy
-    temperature = sampling.temperature if sampling.HasField("temperature") else 1.0
-    top_p, typical_p = sampling.top_p or 1.0, sampling.typical_p
-    _require(MIN_TEMPERATURE <= temperature < math.inf, "temperature must be >= 0.05")
-    _require(0 < top_p <= 1, "top_p must be > 0.0 and <= 1.0")
-    _require(-math.inf < typical_p <= 1, "typical_p must be <= 1.0")
-    _require(sampling.top_k < 2**31, "top_k must be strictly positive")
-    return replace(
+    sampled = replace(
         greedy,
         greedy=False,
         seed=sampling.seed,
-        temperature=temperature,
+        temperature=sampling.temperature if sampling.HasField("temperature") else 1.0,
         top_k=sampling.top_k,
-        top_p=top_p,
-        typical_p=typical_p if 0 < typical_p < 1 else 1.0,
+        top_p=sampling.top_p or 1.0,
+        typical_p=sampling.typical_p,
     )
+    for name in ("temperature", "top_p", "typical_p", "top_k"):
+        _require_in_range(name, getattr(sampled, name))
+    return sampled if 0 < sampled.typical_p < 1 else replace(sampled, typical_p=1.0)
 
 
-def _check_decoding(decoding: pb.DecodingParameters) -> None:
-    penalty = decoding.repetition_penalty
-    _require(penalty == 0 or 0 < penalty < math.inf, "repetition_penalty must be > 0.0")
-    if decoding.HasField("length_penalty"):
-        in_range = 1 <= decoding.length_penalty.decay_factor <= 10
-        _require(in_range, "length_penalty must be >= 1.0 and <= 10.0")
+def _check_penalties(sampling: Sampling) -> None:
+    for name in ("repetition_penalty", "length_penalty_factor"):
+        _require_in_range(name, getattr(sampling, name))
 
 
 def _check_details(params: pb.Parameters, max_top_n: int) -> Details:

@@ -4,7 +4,6 @@ answered."""
 
 from collections import deque
 from collections.abc import Iterator
-from collections.abc import Sequence as AnySequence
 
 from tgis.router.scheduling.block_pool import BlockPool
 from tgis.router.scheduling.crash_suspects import CrashSuspects
@@ -18,8 +17,8 @@ from tgis.router.scheduling.prefix_cache import (
     reset_progress,
     take_blocks,
 )
-from tgis.router.scheduling.proposers.prompt_lookup import PromptLookup, find_room
-from tgis.router.scheduling.step import Step, WorkItem
+from tgis.router.scheduling.proposers.interface import Proposer
+from tgis.router.scheduling.step import NO_DRAFTS, Drafts, Step, WorkItem
 from tgis.router.sequence import Sequence
 
 
@@ -38,7 +37,7 @@ class Scheduler:
         pool: BlockPool,
         max_sequences: int,
         rope_switch_len: int = 0,
-        proposer: PromptLookup | None = None,
+        proposer: Proposer | None = None,
     ) -> None:
         """Create a scheduler without sequences. Sequences of more than `rope_switch_len` tokens are computed
         differently from their first token on; 0 means that the model has no such length. Without a
@@ -80,7 +79,7 @@ class Scheduler:
             return None if self._in_flight else self._try_alone(suspect, max_prompt_tokens)
         num_preemptions = self.num_preemptions
         decodes = list(self._continue_decoding(max_prompt_tokens // 2))
-        max_prompt_tokens -= sum(len(item.drafts) for item in decodes)
+        max_prompt_tokens -= sum(item.drafts.most for item in decodes)
         prompts = list(self._continue_prompts(max_prompt_tokens))
         newcomers: list[WorkItem] = []
         if self.num_preemptions == num_preemptions:  # else blocks are short: no newcomers
@@ -88,13 +87,15 @@ class Scheduler:
             newcomers += self._admit_waiting(budget, is_alone=not prompts)
         return self._send(decodes, prompts, newcomers) if decodes or prompts or newcomers else None
 
-    def apply_answer(self, step: Step) -> None:
-        """Apply the answer to the oldest step in flight: its tokens are now in the cache."""
+    def apply_answer(self, step: Step, num_proposed: int = 0) -> None:
+        """Apply the answer to the oldest step in flight: its tokens are now in the cache. `num_proposed` is
+        the number of drafts that the shards proposed themselves."""
         assert next(iter(self._in_flight), None) is step, "steps are answered in order"
         self._in_flight.popleft()
+        self.num_drafts += num_proposed
         for work in step.work:
             sequence = work.sequence
-            if work.drafts:
+            if work.drafts.most:
                 sequence.is_speculating = False
             if self._last_step.get(sequence) is step:
                 del self._last_step[sequence]
@@ -176,18 +177,18 @@ class Scheduler:
                 continue
             if sequence not in self.running:
                 continue
-            drafts = [] if proposer is None else self._propose(sequence, proposer)
-            if sequence.is_speculating or (drafts and sequence.num_unanswered):
-                continue  # its next tokens can only be proposed once its last token is known
-            num_missing = self.pool.blocks_for(num_tokens + len(drafts)) - len(sequence.block_table)
+            if sequence.is_speculating:
+                continue  # how many tokens it has is known once its drafts are answered
+            drafts = NO_DRAFTS if proposer is None else self._propose(sequence, proposer)
+            if drafts.token_ids and sequence.num_unanswered:
+                continue  # they follow its last token
+            num_missing = self.pool.blocks_for(num_tokens + drafts.most) - len(sequence.block_table)
             new_blocks = self._find_blocks(sequence, num_missing)
             if new_blocks is not None:
                 sequence.block_table += new_blocks
                 yield self._plan(sequence, num_tokens, new_blocks, drafts=drafts)
 
-    def _propose(self, sequence: Sequence, proposer: PromptLookup) -> list[int]:
-        if sequence.is_speculating:
-            return []
+    def _propose(self, sequence: Sequence, proposer: Proposer) -> Drafts:
         num_running = len(self.running)
         return proposer.propose(sequence, find_room(self.pool, sequence, num_running, self._rope_switch_len))
 
@@ -236,13 +237,13 @@ class Scheduler:
         end: int,
         new_blocks: list[int],
         opens: bool = False,
-        drafts: AnySequence[int] = (),
+        drafts: Drafts = NO_DRAFTS,
     ) -> WorkItem:
         assert sequence.row is not None
         start, samples = sequence.num_scheduled, end == sequence.num_tokens
         sequence.num_scheduled = end
         sequence.num_unanswered += samples
-        sequence.is_speculating = bool(drafts)
+        sequence.is_speculating = drafts.most > 0
         return WorkItem(sequence, sequence.row, start, end, samples, opens, list(new_blocks), drafts)
 
     def _send(self, decodes: list[WorkItem], prompts: list[WorkItem], newcomers: list[WorkItem]) -> Step:
@@ -250,7 +251,8 @@ class Scheduler:
             self._num_steps,
             [*decodes, *prompts, *newcomers],
             num_decodes=len(decodes),
-            num_drafts=sum(len(item.drafts) for item in decodes),
+            num_drafts=sum(len(item.drafts.token_ids) for item in decodes),
+            max_proposed=sum(item.drafts.max_proposed for item in decodes),
             num_encoder_tokens=sum(item.sequence.num_to_encode for item in newcomers),
             joins=0 < len(newcomers) < len(self.running),
             closed_rows=self.rows.take_closed(),
@@ -302,3 +304,14 @@ class Scheduler:
             last_step.blocks_to_release.append(blocks)
             self._num_blocks_owed += len(blocks)
         self.rows.close(reset_progress(sequence))
+
+
+def find_room(pool: BlockPool, sequence: Sequence, num_running: int, rope_switch_len: int) -> int:
+    """Return the most drafts within the limits of a decoding sequence, and within blocks that it has or that
+    are free beyond one for each running sequence, so that no other lacks blocks."""
+    limit = sequence.max_tokens - 1  # the last token is never computed
+    if rope_switch_len and not sequence.is_long:
+        limit = min(limit, rope_switch_len)
+    num_blocks = max(len(sequence.block_table), pool.blocks_for(sequence.num_tokens))
+    num_blocks += max(pool.num_free - num_running, 0)
+    return min(limit, num_blocks * pool.block_size) - sequence.num_tokens

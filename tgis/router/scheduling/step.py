@@ -7,6 +7,22 @@ from typing import NamedTuple
 from tgis.router.sequence import Sequence
 
 
+class Drafts(NamedTuple):
+    """Drafts of a sequence's next tokens: token ids, or a number that the shards may propose themselves."""
+
+    token_ids: AnySequence[int] = ()
+    max_proposed: int = 0
+    """Most drafts that the shards may propose; 0 if there are token ids."""
+
+    @property
+    def most(self) -> int:
+        """Most tokens that a step computes for them."""
+        return len(self.token_ids) + self.max_proposed
+
+
+NO_DRAFTS = Drafts()
+
+
 class WorkItem(NamedTuple):
     """One sequence's part of a step: compute tokens [start, end), and sample the next one if `samples`."""
 
@@ -18,8 +34,8 @@ class WorkItem(NamedTuple):
     opens: bool
     """True if this step opens the row in the shards."""
     new_blocks: list[int]
-    drafts: AnySequence[int] = ()
-    """Draft tokens from `end` on. The step computes them too, and those that are right become tokens."""
+    drafts: Drafts = NO_DRAFTS
+    """Drafts from `end` on. The step computes them too, and those that are right become tokens."""
 
 
 @dataclass(eq=False)
@@ -31,6 +47,9 @@ class Step:
     num_decodes: int
     """Leading entries of `work` that compute a single further token; the others compute prompts."""
     num_drafts: int
+    """Draft tokens of the router."""
+    max_proposed: int
+    """Most drafts that the shards may propose beside those."""
     num_encoder_tokens: int
     """Encoder tokens of the opened rows, which are computed whole, before anything else of the step."""
     joins: bool
@@ -54,4 +73,5 @@ class Step:
 
     @property
     def num_tokens(self) -> int:
-        return self.num_decodes + self.num_drafts + self.num_prompt_tokens
+        """Number of tokens to compute, the most if the shards may propose drafts."""
+        return self.num_decodes + self.num_drafts + self.max_proposed + self.num_prompt_tokens

@@ -1,7 +1,7 @@
 """Encodes steps as messages for the shards, and decodes their answers. Messages hold columns of raw bytes, so
 that a step of hundreds of sequences costs microseconds."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as AnySequence
 from dataclasses import dataclass
 from itertools import islice
@@ -50,11 +50,19 @@ class Answer:
     input_details: list[InputDetails]
     failed: list[RowFailure]
     forward_s: float
+    num_proposed: int
+    """Drafts that the shards proposed themselves."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens that the step computed."""
+        return self.step.num_tokens - self.step.max_proposed + self.num_proposed
 
 
 def encode_step(step: Step, timeout_s: float = 0.0) -> pb.StepRequest:
     """Encode a step. A shard that takes longer than `timeout_s` counts as hanging; 0 means no limit."""
     work = step.work
+    drafts = [item.drafts for item in work] if step.num_drafts or step.max_proposed else []
     return pb.StepRequest(
         step_id=step.step_id,
         closed_rows=_pack(step.closed_rows),
@@ -64,8 +72,9 @@ def encode_step(step: Step, timeout_s: float = 0.0) -> pb.StepRequest:
         ends=_pack([item.end for item in work]),
         num_new_blocks=_pack([len(item.new_blocks) for item in work]),
         new_blocks=_pack([block for item in work for block in item.new_blocks]),
-        num_drafts=_pack([len(item.drafts) for item in work]) if step.num_drafts else b"",
-        draft_ids=_pack([token_id for item in work for token_id in item.drafts]) if step.num_drafts else b"",
+        num_drafts=_pack([len(each.token_ids) for each in drafts]) if step.num_drafts else b"",
+        draft_ids=_pack([token_id for each in drafts for token_id in each.token_ids]),
+        max_drafts=_pack([each.max_proposed for each in drafts]) if step.max_proposed else b"",
         timeout_ms=min(round(1000 * timeout_s), MAX_U32),
     )
 
@@ -76,15 +85,17 @@ def decode_answer(step: Step, response: pb.StepResponse) -> Answer:
     if response.step_id != step.step_id:
         raise ValueError("the response answers another step")
     sequences = {item.row: item.sequence for item in step.work}
+    proposed = _read_proposed(step, response)
     return Answer(
         step,
-        list(_sampled(step, sequences, response)),
+        list(_sampled(step, sequences, response, proposed)),
         [_input_details(sequences[details.row], details) for details in response.input_details],
         [
             RowFailure(sequences[error.row], error.message, error.cause == pb.RowError.CAUSE_GRAMMAR)
             for error in response.errors
         ],
         response.forward_ns / 1e9,
+        sum(proposed.values()),
     )
 
 
@@ -133,10 +144,26 @@ def _digest(info: AdapterInfo | None) -> str:
     return "" if info is None else info.digest
 
 
-def _sampled(step: Step, sequences: dict[int, Sequence], response: pb.StepResponse) -> Iterator[SampledToken]:
-    most = {item.row: item.samples + len(item.drafts) for item in step.work}
-    rows, token_ids = _integers(response.rows), _integers(response.token_ids)
-    columns = zip(rows, token_ids, response.ended, *_detail_columns(response, len(rows)), strict=True)
+def _read_proposed(step: Step, response: pb.StepResponse) -> dict[int, int]:
+    """Return the number of drafts that the shards proposed for each row; empty if for none."""
+    if not response.num_drafts:
+        return {}
+    proposed = dict(zip(_integers(response.rows), _integers(response.num_drafts), strict=True))
+    most = {item.row: item.drafts.max_proposed for item in step.work}
+    if any(not 0 <= count <= most[row] for row, count in proposed.items()):
+        raise ValueError("the response has more drafts than were allowed")
+    return proposed
+
+
+def _sampled(
+    step: Step, sequences: dict[int, Sequence], response: pb.StepResponse, proposed: dict[int, int]
+) -> Iterator[SampledToken]:
+    most = {
+        item.row: item.samples + len(item.drafts.token_ids) + proposed.get(item.row, 0) for item in step.work
+    }
+    token_ids = _integers(response.token_ids)
+    rows, ended = _tokens_rows(response, len(token_ids))
+    columns = zip(rows, token_ids, ended, *_detail_columns(response, len(rows)), strict=True)
     for row, token_id, ended, logprob, rank, top in columns:
         sequence = sequences[row]
         most[row] -= 1
@@ -148,6 +175,21 @@ def _sampled(step: Step, sequences: dict[int, Sequence], response: pb.StepRespon
         else:
             token = TokenDetail(token_id)
         yield SampledToken(sequence, token, bool(ended))
+
+
+def _tokens_rows(response: pb.StepResponse, num_tokens: int) -> tuple[list[int], Iterable[int]]:
+    """Return the row of each token, and whether the row has ended with it: only its last token can end it."""
+    rows = _integers(response.rows)
+    if not response.num_tokens:
+        return rows, response.ended
+    counts = _integers(response.num_tokens)
+    if min(counts) < 1 or sum(counts) != num_tokens:
+        raise ValueError("the counts of tokens do not match the tokens")
+    ends = zip(response.ended, counts, strict=True)
+    return (
+        [row for row, count in zip(rows, counts, strict=True) for _ in range(count)],
+        [flag for ended, count in ends for flag in (*[0] * (count - 1), ended)],
+    )
 
 
 def _input_details(sequence: Sequence, message: pb.InputDetails) -> InputDetails:

@@ -1,7 +1,7 @@
 """Packs a step's work into tensors. Code here handles all rows at once, because it runs for every token."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -13,15 +13,9 @@ from tgis.pb import shard_pb2 as pb
 from tgis.shard.adapters.registry import LoadedAdapters
 from tgis.shard.attention.interface import Attention, Plan, StepLayout
 from tgis.shard.models.interface import StepInputs
-from tgis.shard.runner.row_table import (
-    NOT_WANTED,
-    Booleans,
-    Integers,
-    RowLimits,
-    RowTable,
-    TokenIds,
-    read_column,
-)
+from tgis.shard.runner.columns import NOT_WANTED, read_column
+from tgis.shard.runner.proposer import DraftProposer, merge_proposed
+from tgis.shard.runner.row_table import Booleans, Integers, RowLimits, RowTable, TokenIds
 from tgis.shard.sampling.logprobs import InputSpan
 
 Array = npt.NDArray[np.generic]
@@ -35,6 +29,7 @@ class Batch:
     sampled_x: Tensor  # int64 [num_sampled], index in [num_tokens] of the token before each sample
     input_spans: list[InputSpan]
     drafts: TokenIds | None = None  # [num_sampled], the predicted samples, -1 where there is no draft
+    num_proposed: dict[int, int] = field(default_factory=dict)  # drafts that the shard proposed, by row
 
 
 class Layout(NamedTuple):
@@ -57,7 +52,8 @@ class Layout(NamedTuple):
 
 
 class BatchBuilder(RowTable):
-    """Row table that packs steps and has `attention` plan them."""
+    """Row table that packs steps and has `attention` plan them. `proposer` proposes drafts where the router
+    leaves them to the shard."""
 
     def __init__(
         self,
@@ -66,9 +62,10 @@ class BatchBuilder(RowTable):
         device: torch.device,
         adapters: LoadedAdapters,
         attention: Attention,
+        proposer: DraftProposer | None = None,
     ):
         super().__init__(max_rows, limits, device, adapters)
-        self._attention = attention
+        self._attention, self._proposer = attention, proposer
 
     def label_rows(self, request: pb.StepRequest) -> list[str]:
         """Label the step's rows for failpoints."""
@@ -83,14 +80,19 @@ class BatchBuilder(RowTable):
         if request.new_blocks:
             self._append_blocks(rows, _integers(request.num_new_blocks), read_column(request.new_blocks))
         num_drafts, ids = _integers(request.num_drafts), read_column(request.draft_ids)
+        max_drafts = _integers(request.max_drafts)
         ended = self._ended[rows]
         if ended.any():
             live = ~ended
             rows, starts, ends = rows[live], starts[live], ends[live]
             if len(ids):
                 num_drafts, ids = num_drafts[live], ids[live.repeat(num_drafts)]
+            if len(max_drafts):
+                max_drafts = max_drafts[live]
         if not len(rows):
             return None
+        if len(max_drafts):
+            return self._pack_proposed(rows, starts, ends, num_drafts, ids, max_drafts)
         if len(ids):
             return self._pack_drafts(rows, starts, ends, num_drafts, ids)
         return self._pack(rows, starts, ends)
@@ -134,6 +136,29 @@ class BatchBuilder(RowTable):
             drafts,
         )
 
+    def _pack_proposed(
+        self,
+        rows: Integers,
+        starts: Integers,
+        ends: Integers,
+        num_drafts: Integers,
+        ids: TokenIds,
+        max_drafts: Integers,
+    ) -> Batch:
+        """Pack the drafts of the shard's own proposer beside those of the router."""
+        assert self._proposer is not None, "the router left drafts to a shard that proposes none"
+        at = max_drafts.nonzero()[0]
+        known = zip(rows[at].tolist(), self._lengths[rows[at]].tolist(), strict=True)
+        token_ids = [self._token_ids[row, :length] for row, length in known]
+        proposed = self._proposer.propose(rows[at], token_ids, max_drafts[at])
+        counts = num_drafts if len(num_drafts) else np.zeros_like(rows)
+        counts, ids = merge_proposed(counts, ids, at, proposed)
+        assert (counts[at] <= max_drafts[at]).all(), "more drafts than were allowed"
+        if not len(ids):
+            return self._pack(rows, starts, ends)
+        batch = self._pack_drafts(rows, starts, ends, counts, ids)
+        return replace(batch, num_proposed=dict(zip(rows[at].tolist(), counts[at].tolist(), strict=True)))
+
     def _check(self, rows: Integers, starts: Integers, ends: Integers) -> Booleans:
         """Check the work. Return bool [num_seqs], True where it reaches the end of the row."""
         lengths = self._lengths[rows]
@@ -159,7 +184,7 @@ class BatchBuilder(RowTable):
         )
 
     def _find_long(self, row: Integers) -> Tensor | None:
-        is_long = self._rows["is_long"][row]  # [num_tokens]
+        is_long = self._rows["opened_len"][row] > self._limits.rope_switch_len  # [num_tokens]
         return self._tensor(is_long, np.bool_) if is_long.any() else None
 
     def pack_encoder(self, opened: Iterable[pb.OpenRow]) -> StepInputs | None:

@@ -133,7 +133,7 @@ class HostModelRunner:
             self._end_row(response, problem)
         response.digest = step_response.digest(parts)
         if self._is_answering:
-            step_response.write_sampled(response, parts)
+            step_response.write_sampled(response, parts, batch.num_proposed)
 
     def _sample_drafts(self, batch: Batch, logits: Tensor) -> tuple[list[SampledTokens], list[Problem]]:
         """Sample the positions of rows with drafts.
@@ -183,7 +183,7 @@ class HostModelRunner:
         at = kept[wants_details]
         index = torch.from_numpy(at)
         details = compute_details(logits[index], chosen[index], wanted["top_n"][at])
-        return SampledDetails(wanted[kept], wants_details.nonzero()[0], details)
+        return SampledDetails(wanted[at], wants_details.nonzero()[0], details)
 
     def _choose(
         self, rows: Integers, logits: Tensor, wants_details: Booleans

@@ -10,7 +10,8 @@ from tgis.pb import shard_pb2 as pb
 from tgis.shard.adapters.registry import LoadedAdapters, LoadedPrompt
 from tgis.shard.adapters.row_adapters import RowAdapters
 from tgis.shard.layers.lora import Adapter
-from tgis.shard.sampling.sampler import PARAMETERS, SamplingBatch, SeenTokens, find_plain, read_parameters
+from tgis.shard.runner.columns import RAGGED_COLUMNS, ROW, RaggedValues, read_column, read_row
+from tgis.shard.sampling.sampler import ROW_PARAMETERS, SamplingBatch, SeenTokens
 
 Integers = npt.NDArray[np.int64]
 Booleans = npt.NDArray[np.bool_]
@@ -18,23 +19,6 @@ TokenIds = npt.NDArray[np.int32]
 
 # Sets of rows whose traits are cached. A step that continues another one has the same rows.
 MAX_KEPT = 16
-NOT_WANTED = np.iinfo(np.int64).max
-ROW = np.dtype(
-    [
-        ("open", np.bool_),
-        ("ended", np.bool_),
-        ("length", np.int64),  # number of prompt and generated tokens, which is the next token's position
-        ("prompt_len", np.int64),
-        ("limit", np.int64),  # the length at which the row ends
-        ("num_blocks", np.int64),
-        ("encoder_len", np.int64),
-        ("is_long", np.bool_),  # True if longer than `rope_switch_len`
-        ("logprobs", np.bool_),
-        ("ranks", np.bool_),
-        ("top_n", np.int64),
-        ("input_from", np.int64),  # first prompt token to report, or NOT_WANTED
-    ]
-)
 
 
 @dataclass(frozen=True)
@@ -52,7 +36,7 @@ class RowLimits:
 class Traits:
     """Properties of n rows that stay the same from step to step."""
 
-    params: npt.NDArray[np.void]  # PARAMETERS [n]
+    params: npt.NDArray[np.void]  # ROW_PARAMETERS [n]
     eos_token_ids: TokenIds  # [n, any], padded with -1
     prompt_len: Integers  # [n]
     wanted: npt.NDArray[np.void]  # [n], the token details that are requested: logprobs, ranks and top_n
@@ -69,8 +53,7 @@ class RowTable:
         self._open, self._ended, self._lengths, self._end, self._num_blocks, self._input_from = (
             rows[name] for name in ("open", "ended", "length", "limit", "num_blocks", "input_from")
         )
-        self._params = np.zeros(max_rows, PARAMETERS)
-        self._eos = np.full((max_rows, 1), -1, np.int32)
+        self._ragged = {column.name: RaggedValues(column, max_rows) for column in RAGGED_COLUMNS}
         # The next three are allocated lazily by the system: only pages that are written to take memory.
         self._token_ids = np.zeros((max_rows, limits.max_sequence_length), np.int32)
         width = -(-limits.max_sequence_length // limits.block_size)
@@ -97,7 +80,9 @@ class RowTable:
         prompt = self._adapters.prompt(message.prompt_digest)
         adapter = self._adapters.adapter(message.adapter_digest)
         self._traits.clear()
-        self._rows[row] = self._read_row(message)
+        self._rows[row] = read_row(message)
+        for values in self._ragged.values():
+            values.open(row, message)
         self._row_adapters.open(row, prompt, adapter)
         problem = find_problem(message, self._limits) or _find_missing(message, prompt, adapter)
         if problem is not None:
@@ -106,8 +91,6 @@ class RowTable:
         self._token_ids[row, : len(token_ids)] = token_ids
         num_blocks = -(-int(self._rows["encoder_len"][row]) // self._block_size)
         self._cross_tables[row, :num_blocks] = read_column(message.cross_blocks)[:num_blocks]
-        self._params[row] = read_parameters(message.sampling)
-        self._set_eos(row, read_column(message.eos_token_ids))
         if message.sampling.repetition_penalty != 1:
             self.seen.start(row, token_ids[0 if prompt is None else len(prompt.decoder) :])
         return None
@@ -155,43 +138,19 @@ class RowTable:
             traits.is_plain,
         )
 
-    def _read_row(self, message: pb.OpenRow) -> tuple[bool | int, ...]:
-        """Return the fields of ROW, in their order."""
-        details, length = message.details, len(read_column(message.token_ids))
-        limit = message.prompt_len + message.max_new_tokens
-        fields = {
-            "open": True,
-            "ended": length >= limit,
-            "length": length,
-            "prompt_len": message.prompt_len,
-            "limit": limit,
-            "num_blocks": 0,
-            "encoder_len": len(read_column(message.encoder_token_ids)),
-            "is_long": length > self._limits.rope_switch_len > 0,
-            "logprobs": details.logprobs,
-            "ranks": details.ranks,
-            "top_n": details.top_n,
-            "input_from": details.input_from if details.input_tokens else NOT_WANTED,
-        }
-        return tuple(fields[name] for name in ROW.names or ())
-
     def _find_traits(self, rows: Integers) -> Traits:
-        state, params = self._rows[rows], self._params[rows]
+        state = self._rows[rows]
         wanted = state[["logprobs", "ranks", "top_n"]]
         wants_details = wanted["logprobs"] | wanted["ranks"] | (wanted["top_n"] > 0)
-        is_plain = find_plain(params)
-        return Traits(params, self._eos[rows], state["prompt_len"], wanted, wants_details, is_plain)
-
-    def _set_eos(self, row: int, token_ids: TokenIds) -> None:
-        missing = len(token_ids) - self._eos.shape[1]
-        if missing > 0:
-            self._eos = np.pad(self._eos, ((0, 0), (0, missing)), constant_values=-1)
-        self._eos[row] = -1
-        self._eos[row, : len(token_ids)] = token_ids
-
-
-def read_column(column: bytes) -> TokenIds:
-    return np.frombuffer(column, "<i4")
+        eos_token_ids = self._ragged["eos_token_ids"].take(rows)
+        return Traits(
+            state[list(ROW_PARAMETERS.names or ())],
+            eos_token_ids,
+            state["prompt_len"],
+            wanted,
+            wants_details,
+            is_plain=bool(state["is_plain"].all()),
+        )
 
 
 def find_problem(message: pb.OpenRow, limits: RowLimits) -> str | None:

@@ -1,7 +1,7 @@
 """Writes the results of a step into the columns of its StepResponse."""
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
@@ -24,8 +24,8 @@ class Problem(NamedTuple):
 
 @dataclass(frozen=True)
 class SampledDetails:
-    wanted: npt.NDArray[np.void]  # [n], as in `Traits`
-    at: Integers  # [num_detailed], indices in [n]
+    wanted: npt.NDArray[np.void]  # [num_detailed], as in `Traits`
+    at: Integers  # [num_detailed], rising indices in [n]
     details: TokenDetails  # [num_detailed]
 
 
@@ -48,29 +48,50 @@ def digest(parts: Sequence[SampledTokens]) -> int:
     return found
 
 
-def write_sampled(response: pb.StepResponse, parts: Sequence[SampledTokens]) -> None:
-    """Write the parts in order. Tokens of rows that asked for no details get logprob NaN and rank 0."""
-    response.rows = b"".join(part.rows.astype("<i4").tobytes() for part in parts)
-    response.token_ids = b"".join(part.token_ids.astype("<i4").tobytes() for part in parts)
-    response.ended = b"".join(part.ended.tobytes() for part in parts)
-    if any(part.details for part in parts):
-        begins = accumulate((len(part.rows) for part in parts), initial=0)
-        _write_details(
-            response,
-            [(part.details, begin) for part, begin in zip(parts, begins, strict=False) if part.details],
-        )
+def write_sampled(
+    response: pb.StepResponse, parts: Sequence[SampledTokens], num_proposed: Mapping[int, int]
+) -> None:
+    """Write the tokens row after row; `num_proposed` has the drafts that the shard proposed for rows. Tokens
+    of rows that asked for no details get logprob NaN and rank 0."""
+    first, *further = parts
+    rows, token_ids, ended, details = first.rows, first.token_ids, first.ended, first.details
+    if further or num_proposed:
+        of_tokens = np.concatenate([part.rows for part in parts])
+        order = of_tokens.argsort(kind="stable")
+        rows, counts = np.unique(of_tokens, return_counts=True)
+        token_ids = np.concatenate([part.token_ids for part in parts])[order]
+        ended = np.concatenate([part.ended for part in parts])[order][counts.cumsum() - 1]
+        details = _sort_details(parts, order)
+        response.num_tokens = counts.astype("<i4").tobytes()
+    if num_proposed:
+        response.num_drafts = np.array([num_proposed.get(row, 0) for row in rows.tolist()], "<i4").tobytes()
+    response.rows = rows.astype("<i4").tobytes()
+    response.token_ids = token_ids.astype("<i4").tobytes()
+    response.ended = ended.tobytes()
+    if details:
+        _write_details(response, details, len(token_ids))
 
 
-def _write_details(response: pb.StepResponse, parts: list[tuple[SampledDetails, int]]) -> None:
-    """Write the details of parts, each with the index of its first sampled token."""
-    num_sampled = len(response.ended)
-    at = np.concatenate([part.at + begin for part, begin in parts])
-    details = concatenate([part.details for part, _ in parts])
-    if any(part.wanted["logprobs"].any() for part, _ in parts):
+def _sort_details(parts: Sequence[SampledTokens], order: Integers) -> SampledDetails | None:
+    """Return the details of all parts for their tokens in the given order."""
+    begins = accumulate((len(part.rows) for part in parts), initial=0)
+    found = [(part.details, begin) for part, begin in zip(parts, begins, strict=False) if part.details]
+    if not found:
+        return None
+    at = order.argsort()[np.concatenate([details.at + begin for details, begin in found])]
+    index = at.argsort()
+    wanted = np.concatenate([details.wanted for details, _ in found])
+    details = concatenate([details.details for details, _ in found])
+    return SampledDetails(wanted[index], at[index], details.take(index))
+
+
+def _write_details(response: pb.StepResponse, sampled: SampledDetails, num_sampled: int) -> None:
+    wanted, at, details = sampled.wanted, sampled.at, sampled.details
+    if wanted["logprobs"].any():
         response.logprobs = _spread(details.logprobs, at, num_sampled, np.nan, "<f4")
-    if any(part.wanted["ranks"].any() for part, _ in parts):
+    if wanted["ranks"].any():
         response.ranks = _spread(details.ranks, at, num_sampled, 0, "<i4")
-    if any(part.wanted["top_n"].any() for part, _ in parts):
+    if wanted["top_n"].any():
         response.top_tokens.counts = _spread(details.top_counts, at, num_sampled, 0, "<i4")
         _write_top(response.top_tokens, details)
 

@@ -1,10 +1,11 @@
-"""Top-k, top-p and typical-p filters: they limit the tokens from which a row is sampled.
+"""Top-k, top-p, min-p and typical-p filters: they limit the tokens from which a row is sampled, in this
+order, which is transformers'.
 
 Usually a few of the best candidates decide. If they do not, the whole vocabulary is sorted; but on a CPU,
 where sorting takes longer than a model's step, the score at the limit is searched for instead. A row's result
 never depends on the other rows."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -37,8 +38,8 @@ class Candidates:
 def filter_candidates(scores: Tensor, params: npt.NDArray[np.void]) -> Iterator[Candidates]:
     """Yield the candidates of every row of scores [n, vocab_size] once, in groups of equal width.
 
-    params PARAMETERS [n]. Each row must have a top_k below vocab_size, or a top_p. All ties at the k-th score
-    stay; among equal scores at the limit of top_p, the lower ids stay."""
+    params ROW_PARAMETERS [n]. Each row must have a top_k below vocab_size, or a top_p. All ties at the k-th
+    score stay; among equal scores at the limit of top_p, the lower ids stay."""
     vocab_size = scores.shape[-1]
     pending = np.arange(len(scores))
     for width in sorted({min(width, vocab_size) for width in (*WIDTHS, vocab_size)}):
@@ -50,7 +51,7 @@ def filter_candidates(scores: Tensor, params: npt.NDArray[np.void]) -> Iterator[
         found, certain = _filter_top(scores, rows, params[rows], width)
         if certain.any():
             found = found.take(certain.nonzero()[0])
-            _filter_typical_rows(found.scores, params["typical_p"][found.rows])
+            filter_rest(found.scores, params[found.rows])
             yield found
         pending = np.sort(np.concatenate([pending, rows[~certain]]))
         is_open = params["top_k"][pending] == 0
@@ -91,7 +92,7 @@ def _filter_all(scores: Tensor, rows: npt.NDArray[np.int64], params: npt.NDArray
     probabilities = scores.softmax(-1).numpy()
     for i in (params["top_p"] < 1).nonzero()[0].tolist():
         _filter_row(scores[i].numpy(), probabilities[i], params["top_p"][i])
-    _filter_typical_rows(scores, params["typical_p"])
+    filter_rest(scores, params)
     return Candidates(rows, scores, torch.arange(scores.shape[-1]).expand_as(scores))
 
 
@@ -145,14 +146,33 @@ def _probabilities(scores: Tensor, kept: Tensor, token_ids: Tensor, has_k: Tenso
     return torch.where(has_k, among_kept, scores.softmax(-1).gather(-1, token_ids))
 
 
-def _filter_typical_rows(scores: Tensor, typical_p: npt.NDArray[np.float32]) -> None:
-    rows = (typical_p < 1).nonzero()[0]
+def filter_rest(
+    scores: Tensor, params: npt.NDArray[np.void], among: npt.NDArray[np.bool_] | np.bool_ = np.True_
+) -> None:
+    """Apply all filters but top_k and top_p to the rows `among` [n] of scores [n, width], in place."""
+    _filter_rows(scores, params["min_p"], among & (params["min_p"] > 0), _filter_min)
+    _filter_rows(scores, params["typical_p"], among & (params["typical_p"] < 1), _filter_typical)
+
+
+def _filter_rows(
+    scores: Tensor,
+    limits: npt.NDArray[np.float32],
+    wanted: npt.NDArray[np.bool_],
+    apply: Callable[[Tensor, npt.NDArray[np.float32]], Tensor],
+) -> None:
+    rows = wanted.nonzero()[0]
     if len(rows):
         index = torch.from_numpy(rows)
-        scores[index] = filter_typical(scores[index], typical_p[rows])
+        scores[index] = apply(scores if len(rows) == len(scores) else scores[index], limits[rows])
 
 
-def filter_typical(scores: Tensor, typical_p: npt.NDArray[np.float32]) -> Tensor:
+def _filter_min(scores: Tensor, min_p: npt.NDArray[np.float32]) -> Tensor:
+    """Set the scores [n, width] of tokens with less than min_p [n] of the highest probability to -inf."""
+    ratio = torch.from_numpy(min_p).to(scores.device).log().unsqueeze(-1)  # [n, 1]
+    return scores.masked_fill(scores < scores.amax(-1, keepdim=True) + ratio, -torch.inf)
+
+
+def _filter_typical(scores: Tensor, typical_p: npt.NDArray[np.float32]) -> Tensor:
     """Set the scores [n, width] of tokens whose information is not near the entropy to -inf.
 
     A token stays if all strictly nearer tokens together have less than the probability typical_p [n]."""

@@ -28,6 +28,14 @@ class TokenDetails:
     top_ids: npt.NDArray[np.int32]  # [sum of top_counts]
     top_logprobs: npt.NDArray[np.float32]  # [sum of top_counts]
 
+    def take(self, index: npt.NDArray[np.int64]) -> "TokenDetails":
+        """Return the details of the tokens at `index`, in its order."""
+        counts, begins = self.top_counts[index], (self.top_counts.cumsum() - self.top_counts)[index]
+        tops = np.repeat(begins - (counts.cumsum() - counts), counts) + np.arange(counts.sum())
+        return TokenDetails(
+            self.logprobs[index], self.ranks[index], counts, self.top_ids[tops], self.top_logprobs[tops]
+        )
+
 
 def blank_details(num_tokens: int) -> TokenDetails:
     """Return the details of tokens without logits: logprob NaN, rank 0, no best tokens."""

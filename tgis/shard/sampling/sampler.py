@@ -10,26 +10,12 @@ import torch
 from torch import Tensor
 
 from tgis.pb import shard_pb2 as pb
+from tgis.sampling_parameters import PARAMETERS, Parameter
 from tgis.shard.sampling.counter_rng import draw_columns, draw_keys
-from tgis.shard.sampling.logits_filters import filter_candidates, filter_typical
+from tgis.shard.sampling.logits_filters import filter_candidates, filter_rest
 
-# The sampling parameters of one row, named as in the message that opens it.
-PARAMETERS = np.dtype(
-    [
-        ("greedy", np.bool_),
-        ("seed", np.uint64),
-        ("temperature", np.float32),  # 1: off
-        ("top_k", np.int64),  # 0: off
-        ("top_p", np.float32),  # 1: off
-        ("typical_p", np.float32),  # 1: off
-        ("repetition_penalty", np.float32),  # 1: off
-        ("min_new_tokens", np.int64),
-        ("length_penalty_start", np.int64),
-        ("length_penalty_factor", np.float32),  # 1: off
-    ]
-)
-# Parameters that a greedy row ignores, with the values that they have in it.
-IGNORED_BY_GREEDY = {"seed": 0, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "typical_p": 1.0}
+# The sampling parameters of one row.
+ROW_PARAMETERS = np.dtype([(each.name, each.dtype) for each in PARAMETERS])
 # Penalties are clamped to this and its inverse, so that a logit times two of them is still finite.
 MAX_FACTOR = np.float32(1e16)
 
@@ -39,13 +25,13 @@ class SamplingBatch:
     """Inputs of sampling n tokens, beside their logits."""
 
     rows: npt.NDArray[np.int64]  # [n], indices into `SeenTokens`
-    params: npt.NDArray[np.void]  # PARAMETERS [n]
+    params: npt.NDArray[np.void]  # ROW_PARAMETERS [n]
     num_generated: npt.NDArray[np.int64]  # [n], before this token
     positions: npt.NDArray[np.int64]  # [n], of this token in its sequence
     eos_token_ids: npt.NDArray[np.int32]  # [n, any], padded with -1
     wants_details: npt.NDArray[np.bool_]  # [n], True if the final scores are needed for token details
     must_end: npt.NDArray[np.bool_] | np.bool_ = np.False_  # [n], the grammar allows nothing but the end
-    is_plain: bool = False  # the result of `find_plain`
+    is_plain: bool = False  # True if all rows are plain
 
 
 class SeenTokens:
@@ -69,16 +55,15 @@ class SeenTokens:
         return self._seen[torch.from_numpy(rows)]
 
 
-def read_parameters(sampling: pb.Sampling) -> tuple[bool | int | float, ...]:
-    """Return the fields of PARAMETERS, in their order."""
-    fixed = IGNORED_BY_GREEDY if sampling.greedy else {}
-    return tuple(fixed.get(name, getattr(sampling, name)) for name in PARAMETERS.names or ())
+def read_parameter(each: Parameter, message: pb.OpenRow) -> bool | int | float:
+    """Return the parameter's value in a row. It is off in a greedy row that ignores it."""
+    value: bool | int | float = getattr(message.sampling, each.name)
+    return each.off if each.random_only and message.sampling.greedy else value
 
 
-def find_plain(params: npt.NDArray[np.void]) -> bool:
-    """Return True if all rows take the highest of the model's unchanged logits."""
-    changes = (params["repetition_penalty"] != 1) | (params["length_penalty_factor"] != 1)
-    return bool((params["greedy"] & ~changes & (params["min_new_tokens"] == 0)).all())
+def is_plain(message: pb.OpenRow) -> bool:
+    """Return True if a row takes the highest of the model's unchanged logits: all that it heeds is off."""
+    return all(read_parameter(each, message) == each.off for each in PARAMETERS)
 
 
 def sample(scores: Tensor, batch: SamplingBatch, seen: SeenTokens) -> tuple[Tensor, npt.NDArray[np.bool_]]:
@@ -147,9 +132,7 @@ def _penalise_repetition(
 def _choose(scores: Tensor, batch: SamplingBatch) -> Tensor:
     params = batch.params
     limited = (params["top_k"] > 0) | (params["top_p"] < 1)
-    typical = (~limited & (params["typical_p"] < 1)).nonzero()[0]
-    if len(typical):
-        _put(scores, typical, filter_typical(_take(scores, typical), params["typical_p"][typical]))
+    filter_rest(scores, params, ~limited)
     chosen = torch.empty(len(scores), dtype=torch.int64, device=scores.device)
     greedy = params["greedy"].nonzero()[0]
     if len(greedy):

@@ -6,7 +6,7 @@ from itertools import accumulate
 from operator import mul
 from weakref import WeakKeyDictionary
 
-from tgis.router.scheduling.block_pool import BlockPool
+from tgis.router.scheduling.step import NO_DRAFTS, Drafts
 from tgis.router.sequence import Sequence
 
 BITS = 21  # bits of a token id
@@ -105,31 +105,20 @@ class PromptLookup:
         self._wait = WAIT * step if num_sequences == 1 else self._saved
         return self._saved > self._cost
 
-    def propose(self, sequence: Sequence, most: int) -> list[int]:
-        """Return drafts that are worth their cost. They join the step only if no token is unanswered."""
+    def propose(self, sequence: Sequence, most: int) -> Drafts:
+        """Return drafts that are worth their cost."""
         most = min(most, self._left, self._max_drafts)
         if most <= 0:
-            return []
+            return NO_DRAFTS
         history = self._histories.get(sequence)
         if history is None:
             history = self._histories[sequence] = NgramIndex(sequence.encoder_token_ids)
         if not history.read(sequence.token_ids):
-            return []
+            return NO_DRAFTS
         gains = [chance * self._saved - self._cost for chance in history.chances(most)]
         gains = [gain for gain in gains if gain > 0]  # the gains decrease
         if sum(gains) <= self._wait:
-            return []
+            return NO_DRAFTS
         if not sequence.num_unanswered:
             self._left -= len(gains)
-        return history.expect(len(gains))
-
-
-def find_room(pool: BlockPool, sequence: Sequence, num_running: int, rope_switch_len: int) -> int:
-    """Return the most drafts within the limits of a decoding sequence, and within blocks that it has or that
-    are free beyond one for each running sequence, so that no other lacks blocks."""
-    limit = sequence.max_tokens - 1  # the last token is never computed
-    if rope_switch_len and not sequence.is_long:
-        limit = min(limit, rope_switch_len)
-    num_blocks = max(len(sequence.block_table), pool.blocks_for(sequence.num_tokens))
-    num_blocks += max(pool.num_free - num_running, 0)
-    return min(limit, num_blocks * pool.block_size) - sequence.num_tokens
+        return Drafts(history.expect(len(gains)))

@@ -1,0 +1,154 @@
+"""Drafts that the router never sees, of shards that propose themselves: a client gets what it would get
+without them, in fewer steps, and the metrics count them."""
+
+import asyncio
+import math
+from collections import deque
+from collections.abc import Iterator
+from typing import cast
+
+import pytest
+
+from tests.support.router.model_of_shard import EOS, ModelOfShard, Row, next_token
+from tests.support.tokenizers.trained import write_byte_level
+from tgis.pb import shard_pb2 as pb
+from tgis.router.adapters.residency import AdapterResidency
+from tgis.router.engine.engine import Engine
+from tgis.router.events import Event
+from tgis.router.metrics.metrics import MetricLimits, Metrics
+from tgis.router.scheduling.block_pool import BlockPool
+from tgis.router.scheduling.proposers.interface import Proposer
+from tgis.router.scheduling.step import NO_DRAFTS, Drafts, Step
+from tgis.router.scheduling.token_budget import TokenBudget
+from tgis.router.sequence import Sequence, Stopping, StopReason
+from tgis.router.shards.client import ShardClient
+from tgis.router.shards.codec import Answer, decode_answer, encode_step
+from tgis.router.text.detokenizer import Vocabulary
+from tgis.router.text.tokenizer import Tokenizer
+
+BLOCK_SIZE, MAX_NEW, MOST = 4, 40, 5
+PROMPTS = [[5 + i, 6, 7 + i, 8] * (1 + i % 3) for i in range(8)]
+
+
+class LeaveToShards:
+    """Lets the shards propose as many as they may."""
+
+    def begin(self, num_sequences: int, most: int) -> bool:
+        self.left = most
+        return True
+
+    def propose(self, sequence: Sequence, most: int) -> Drafts:
+        allowed = min(most, self.left, MOST)
+        if allowed <= 0:
+            return NO_DRAFTS
+        self.left -= allowed
+        return Drafts(max_proposed=allowed)
+
+
+class ModelLink:
+    """Shards that answer at once. Of their drafts about three of four are right."""
+
+    def __init__(self, num_blocks: int, vocab_size: int) -> None:
+        self.model = ModelOfShard(num_blocks, BLOCK_SIZE, vocab_size)
+        self.model.propose = self.propose
+        self.answers: deque[tuple[Step, bytes]] = deque()
+        self.num_steps = 0
+        self.arrival = asyncio.Event()
+
+    def propose(self, row: Row, most: int) -> list[int]:
+        ids = list(row.token_ids)
+        for _ in range(most):
+            token = next_token(ids, self.model.vocab_size, row.context)
+            ids.append(token if token % 4 else 1)
+        return ids[len(row.token_ids) :]
+
+    def send(self, step: Step, timeout_s: float) -> None:
+        self.num_steps += 1
+        self.answers.append((step, self.model.execute(encode_step(step)).SerializeToString()))
+        self.arrival.set()
+
+    async def receive(self) -> Answer:
+        while not self.answers:
+            self.arrival.clear()
+            await self.arrival.wait()
+        step, data = self.answers.popleft()
+        return decode_answer(step, pb.StepResponse.FromString(data))
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tokenizer]:
+    directory = tmp_path_factory.mktemp("tokenizer")
+    write_byte_level(directory)
+    tokenizer = Tokenizer(directory)
+    yield tokenizer
+    tokenizer.close()
+
+
+class Outcome:
+    def __init__(self, tokenizer: Tokenizer, proposer: Proposer | None, num_blocks: int, stop: str) -> None:
+        self.metrics = Metrics(MetricLimits(200, MAX_NEW, 64))
+        self.link = ModelLink(num_blocks, tokenizer.fast.get_vocab_size())
+        self.engine = Engine(
+            AdapterResidency(cast(ShardClient, self.link), self.metrics),
+            BlockPool(num_blocks, BLOCK_SIZE),
+            Vocabulary(tokenizer),
+            self.metrics,
+            max_batch_size=64,
+            rope_switch_len=0,
+            proposer=proposer,
+            budget=TokenBudget(1000, 1.0),
+            steps_in_flight=2,
+            recovery_timeout=1.0,
+            on_ready=lambda _: None,
+        )
+        stops = (stop,) if stop else ()
+        self.stopping = Stopping(MAX_NEW, stop_sequences=stops, eos_token_ids=frozenset({EOS}))
+        self.events = asyncio.run(self._run())
+
+    async def _run(self) -> list[list[Event]]:
+        running = asyncio.create_task(self.engine.run())
+        events = await asyncio.gather(*map(self._generate, PROMPTS))
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        return events
+
+    async def _generate(self, prompt: list[int]) -> list[Event]:
+        sequence = Sequence(list(prompt), self.stopping)
+        return [event async for event in self.engine.generate(sequence)]
+
+    @property
+    def told(self) -> list[list[object]]:
+        """All that a client sees, but for the times."""
+        return [
+            [(event.text, event.token, event.reason, event.stop_sequence) for event in events]
+            for events in self.events
+        ]
+
+    def count(self, name: str) -> float:
+        (line,) = (
+            line for line in self.metrics.render().decode().splitlines() if line.startswith(name + " ")
+        )
+        return float(line.split()[1])
+
+
+@pytest.mark.parametrize("num_blocks", [200, 24])
+def test_clients_see_what_they_would_see_without_drafts(tokenizer: Tokenizer, num_blocks: int) -> None:
+    plain = Outcome(tokenizer, None, num_blocks, "")
+    whole = "".join(event.text for event in plain.events[0])
+    for stop in ("", whole[len(whole) // 2 :][:3]):
+        plain = Outcome(tokenizer, None, num_blocks, stop)
+        drafted = Outcome(tokenizer, LeaveToShards(), num_blocks, stop)
+        assert drafted.told == plain.told
+        assert any(events[-1].reason is StopReason.STOP_SEQUENCE for events in plain.events) == bool(stop)
+        scheduler, model = drafted.engine.scheduler, drafted.link.model
+        assert drafted.count("tgi_speculation_drafted_tokens") == scheduler.num_drafts == model.num_proposed
+        accepted = drafted.count("tgi_speculation_accepted_tokens")
+        num_tokens = sum(map(len, plain.events))
+        # A stop that only the router sees comes after some that were right.
+        assert accepted == model.num_right if not stop else 0 < accepted <= model.num_right
+        assert math.ceil(num_tokens / 4) < accepted < scheduler.num_drafts
+        assert (scheduler.num_preemptions > 0) == (num_blocks == 24)
+        assert scheduler.pool.num_used == 0
+        assert plain.count("tgi_speculation_drafted_tokens") == 0
+        if num_blocks == 200:
+            assert drafted.link.num_steps < plain.link.num_steps

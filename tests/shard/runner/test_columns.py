@@ -1,0 +1,131 @@
+"""What a row's columns hold when it opens, against values written down by hand; lists of any length; and that
+a parameter's declaration, its field in the message and its column are one."""
+
+import random
+from operator import attrgetter
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.support.shard.messages import open_row, pack
+from tgis.pb import shard_pb2 as pb
+from tgis.router.scheduling.step import Step, WorkItem
+from tgis.router.sequence import Sequence, Stopping
+from tgis.router.shards.codec import encode_step
+from tgis.sampling_parameters import PARAMETERS, Sampling
+from tgis.shard.runner.columns import COLUMNS, NOT_WANTED, ROW, Place, RaggedColumn, RaggedValues, read_row
+from tgis.shard.sampling.sampler import ROW_PARAMETERS
+
+SAMPLED = {
+    "greedy": False,
+    "seed": 2**64 - 1,
+    "temperature": 0.5,
+    "top_k": 2**31 - 1,
+    "top_p": 0.25,
+    "typical_p": 0.75,
+    "min_p": 0.125,
+    "repetition_penalty": 1.5,
+    "min_new_tokens": 2**32 - 1,
+    "length_penalty_start": 6,
+    "length_penalty_factor": 1.25,
+}
+OFF = {
+    "greedy": True,
+    "seed": 0,
+    "temperature": 1.0,
+    "top_k": 0,
+    "top_p": 1.0,
+    "typical_p": 1.0,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+    "min_new_tokens": 0,
+    "length_penalty_start": 0,
+    "length_penalty_factor": 1.0,
+}
+HEEDED_BY_GREEDY = {"repetition_penalty", "min_new_tokens", "length_penalty_start", "length_penalty_factor"}
+
+
+def read(message: pb.OpenRow) -> dict[str, Any]:
+    table = np.zeros(3, ROW)
+    table[1] = read_row(message)
+    return dict(zip(ROW.names, table[1].item(), strict=True))
+
+
+def test_a_row_opens_with_what_its_message_says() -> None:
+    details = {"logprobs": True, "top_n": 4, "input_tokens": True, "input_from": 2}
+    message = open_row(1, [7, 8, 9, 10], prompt_len=3, max_new_tokens=5, eos=[1], sampling=SAMPLED, **details)
+    message.encoder_token_ids = pack(range(6))
+    state = {
+        "open": True,
+        "ended": False,
+        "length": 4,
+        "opened_len": 4,
+        "prompt_len": 3,
+        "limit": 8,
+        "num_blocks": 0,
+        "encoder_len": 6,
+        "logprobs": True,
+        "ranks": False,
+        "top_n": 4,
+        "input_from": 2,
+        "is_plain": False,
+    }
+    assert read(message) == state | SAMPLED
+    message.details.input_tokens = False
+    assert read(message)["input_from"] == NOT_WANTED
+    for limit, ended in ((1, True), (2, False)):
+        message.max_new_tokens = limit
+        assert read(message)["ended"] == ended
+
+
+def test_a_greedy_row_has_nothing_that_it_ignores() -> None:
+    found = read(open_row(0, [1], sampling=SAMPLED | {"greedy": True}))
+    expected = OFF | {name: SAMPLED[name] for name in HEEDED_BY_GREEDY}
+    assert {name: found[name] for name in OFF} == expected
+
+
+@pytest.mark.parametrize("name", OFF)
+def test_a_row_is_plain_if_all_that_it_heeds_is_off(name: str) -> None:
+    assert read(open_row(0, [1], sampling=OFF))["is_plain"]
+    is_plain = name not in HEEDED_BY_GREEDY | {"greedy"}
+    assert read(open_row(0, [1], sampling=OFF | {name: SAMPLED[name]}))["is_plain"] == is_plain
+
+
+def test_declarations_are_the_messages_fields() -> None:
+    """And what a request asked for reaches its column, whatever the parameter is called."""
+    names = [each.name for each in PARAMETERS]
+    assert set(names) == {each.name for each in pb.Sampling.DESCRIPTOR.fields} == OFF.keys()
+    assert list(ROW_PARAMETERS.names) == names
+    for asked in (OFF, SAMPLED):
+        sampling = {name: value for name, value in asked.items() if name != "min_new_tokens"}
+        stopping = Stopping(max_new_tokens=5, min_new_tokens=asked["min_new_tokens"])
+        sequence = Sequence([1, 2], stopping, Sampling(**sampling))
+        item = WorkItem(sequence, 0, 0, 2, samples=True, opens=True, new_blocks=[0])
+        step = Step(0, [item], 0, 0, 0, 0, joins=False, closed_rows=[])
+        found = read(encode_step(step).opened_rows[0])
+        assert {name: found[name] for name in OFF} == asked
+
+
+def test_each_column_is_declared_once_and_sampling_needs_no_other_than_the_devices() -> None:
+    names = [column.name for column in COLUMNS]
+    assert len(set(names)) == len(names)
+    on_device = {column.name for column in COLUMNS if column.place is not Place.HOST}
+    assert on_device.issuperset(ROW_PARAMETERS.names)
+
+
+@pytest.mark.parametrize(("dtype", "pad"), [("<i4", -1), ("<f4", 0.0)])
+def test_lists_of_any_length(dtype: str, pad: float) -> None:
+    """As biases and stop ids will be: against lists of Python's."""
+    column = RaggedColumn("any", dtype, Place.BOTH, attrgetter("cross_blocks"), pad)
+    rng, values, plain = random.Random(1), RaggedValues(column, 8), {row: [] for row in range(8)}
+    for _ in range(200):
+        row, length = rng.randrange(8), rng.choice([0, 1, 3, 20])
+        plain[row] = [rng.randrange(100) for _ in range(length)]
+        values.open(row, pb.OpenRow(cross_blocks=np.array(plain[row], dtype).tobytes()))
+        rows = rng.sample(range(8), rng.randint(1, 8))
+        found = values.take(np.array(rows))
+        assert found.dtype == dtype
+        for row, line in zip(rows, found.tolist(), strict=True):
+            assert line[: len(plain[row])] == plain[row]
+            assert set(line[len(plain[row]) :]) <= {pad}

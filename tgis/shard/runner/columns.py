@@ -1,0 +1,112 @@
+"""Columns of the row table, each declared once: its type, its field in the message that opens a row, and the
+memory in which a step reads it."""
+
+from collections.abc import Callable
+from enum import Enum
+from functools import partial
+from operator import attrgetter
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from tgis.pb import shard_pb2 as pb
+from tgis.sampling_parameters import PARAMETERS
+from tgis.shard.sampling.sampler import is_plain, read_parameter
+
+NOT_WANTED = np.iinfo(np.int64).max
+
+
+class Place(Enum):
+    """Memory in which a step reads a column. With a CPU all of it is the host's, and so is the table."""
+
+    HOST = "host"
+    DEVICE = "device"
+    BOTH = "both"
+
+
+class Column(NamedTuple):
+    """Column with one value per row."""
+
+    name: str
+    dtype: str
+    place: Place
+    read: Callable[[pb.OpenRow], Any]
+    """Returns the value with which a row opens."""
+
+
+class RaggedColumn(NamedTuple):
+    """Column with a list of values per row."""
+
+    name: str
+    dtype: str
+    place: Place
+    read: Callable[[pb.OpenRow], bytes]
+    """Returns the field that holds the list, little-endian."""
+    pad: float
+    """Value that stands for none."""
+
+
+def read_column(column: bytes) -> npt.NDArray[np.int32]:
+    return np.frombuffer(column, "<i4")
+
+
+def _num_tokens(message: pb.OpenRow) -> int:
+    return len(read_column(message.token_ids))
+
+
+def _limit(message: pb.OpenRow) -> int:
+    return message.prompt_len + message.max_new_tokens
+
+
+def _input_from(message: pb.OpenRow) -> int:
+    return message.details.input_from if message.details.input_tokens else NOT_WANTED
+
+
+STATE = (
+    Column("open", "?", Place.HOST, lambda message: True),
+    Column("ended", "?", Place.BOTH, lambda message: _num_tokens(message) >= _limit(message)),
+    # number of prompt and generated tokens, which is the next token's position
+    Column("length", "i8", Place.BOTH, _num_tokens),
+    Column("opened_len", "i8", Place.BOTH, _num_tokens),
+    Column("prompt_len", "i8", Place.BOTH, attrgetter("prompt_len")),
+    Column("limit", "i8", Place.BOTH, _limit),  # the length at which the row ends
+    Column("num_blocks", "i8", Place.HOST, lambda message: 0),
+    Column("encoder_len", "i8", Place.BOTH, lambda message: len(read_column(message.encoder_token_ids))),
+    Column("logprobs", "?", Place.HOST, attrgetter("details.logprobs")),
+    Column("ranks", "?", Place.HOST, attrgetter("details.ranks")),
+    Column("top_n", "i8", Place.BOTH, attrgetter("details.top_n")),
+    Column("input_from", "i8", Place.HOST, _input_from),  # first prompt token to report, or NOT_WANTED
+)
+SAMPLING = (
+    Column("is_plain", "?", Place.HOST, is_plain),
+    *(Column(each.name, each.dtype, Place.BOTH, partial(read_parameter, each)) for each in PARAMETERS),
+)
+COLUMNS = (*STATE, *SAMPLING)
+RAGGED_COLUMNS = (RaggedColumn("eos_token_ids", "<i4", Place.BOTH, attrgetter("eos_token_ids"), pad=-1),)
+ROW = np.dtype([(column.name, column.dtype) for column in COLUMNS])
+
+
+def read_row(message: pb.OpenRow) -> tuple[Any, ...]:
+    """Return the fields of ROW, in their order."""
+    return tuple(column.read(message) for column in COLUMNS)
+
+
+class RaggedValues:
+    """Lists of a ragged column, padded to the longest so far."""
+
+    def __init__(self, column: RaggedColumn, max_rows: int):
+        self._column = column
+        self._values = np.full((max_rows, 0), column.pad, column.dtype)
+
+    def open(self, row: int, message: pb.OpenRow) -> None:
+        values = np.frombuffer(self._column.read(message), self._column.dtype)
+        missing = max(len(values) - self._values.shape[1], 0)
+        if missing:
+            self._values = np.pad(self._values, ((0, 0), (0, missing)), constant_values=self._column.pad)
+        self._values[row] = self._column.pad
+        self._values[row, : len(values)] = values
+
+    def take(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[Any]:
+        """Return the lists of rows [n], padded: [n, any]."""
+        return self._values[rows]
