@@ -5,6 +5,7 @@ import asyncio
 import contextlib
 import socket
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import uvloop
@@ -24,17 +25,14 @@ from tgis.router.metrics.resource_counts import check_balance
 class SplitServer:
     """Numbers are the door's; those of the engine's own handle never cross."""
 
-    def __init__(self, config: RouterConfig, writer: asyncio.StreamWriter) -> None:
-        self._writer, self.metrics = writer, Metrics(_metric_limits(config))
-        self.engine = LocalEngine(config, self.metrics, lambda is_ready: self._send("ready", 0, is_ready))
+    def __init__(self, config: RouterConfig, send: Callable[[str, int, Any], None]) -> None:
+        self._send, self.metrics = send, Metrics(_metric_limits(config))
+        self.engine = LocalEngine(config, self.metrics, lambda is_ready: send("ready", 0, is_ready))
         self._tickets: dict[int, Ticket] = {}
         self._leases: dict[int, asyncio.Task[None]] = {}
         self._sequences: dict[int, SequenceId] = {}
         self._pumps: dict[int, asyncio.Task[None]] = {}
         self.running: asyncio.Task[None] | None = None
-
-    def _send(self, kind: str, number: int, value: Any) -> None:
-        self._writer.write(pack((kind, number, value)))
 
     async def start(self) -> None:
         try:
@@ -45,8 +43,6 @@ class SplitServer:
 
     async def run(self) -> None:
         self.running = asyncio.create_task(self.engine.run())
-        # If the engine fails, so does its process, and the router that is connected to it.
-        self.running.add_done_callback(lambda _: self._writer.transport.abort())
 
     async def give_up(self) -> None:
         self.engine.give_up()
@@ -109,7 +105,7 @@ async def serve(messages: socket.socket, scrapes: socket.socket) -> None:
     reader, writer = await asyncio.open_connection(sock=messages)
     [config] = await unpack(reader)
     _begin(config)
-    server = SplitServer(config, writer)
+    server = SplitServer(config, lambda *message: writer.write(pack(message)))
     server.metrics.tasks.follow(lambda: len(asyncio.all_tasks()))
 
     def scrape() -> None:
@@ -129,6 +125,9 @@ async def serve(messages: socket.socket, scrapes: socket.socket) -> None:
                 tasks.append(asyncio.create_task(work))
             else:
                 await work
+            if kind == "run":  # if the engine fails, so does its process, and the router at the other end
+                assert server.running is not None
+                server.running.add_done_callback(lambda _: writer.transport.abort())
     for task in tasks:
         task.cancel()
         await asyncio.wait((task,))

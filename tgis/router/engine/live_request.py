@@ -60,7 +60,7 @@ class LiveRequest:
         """Deliver the encoder's input tokens if the client asked for input tokens. No model output predicts
         them, so the shards have no details of them."""
         sequence, details = self.sequence, self.sequence.details
-        if details.input_tokens and sequence.encoder_token_ids:
+        if details.input_tokens and sequence.encoder_token_ids and not sequence.num_inputs_reported:
             logprob = math.nan if details.logprobs else 0.0
             tokens = (TokenDetail(token_id, logprob) for token_id in sequence.encoder_token_ids)
             self.deliver(InputTokens(tuple(tokens)))
