@@ -19,7 +19,6 @@ from tgis.pb import shard_pb2 as pb
 from tgis.router.engine.handle import EngineHandle
 from tgis.router.metrics.metrics import Metrics
 
-
 NUM_PLACES = 128
 
 
