@@ -1,9 +1,9 @@
-"""The server of the HTTP port. It aborts connections that take too long and, of too many, the oldest. Routes say
-what is too long and too many for their requests."""
+"""The server of the HTTP port. It aborts connections that take too long and, of too many, the oldest. Routes
+say what is too long and too many for their requests."""
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, MutableMapping
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -12,7 +12,7 @@ import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import Match, Route
+from starlette.routing import BaseRoute, Match, Route
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from tgis.config.network import PortOptions
@@ -69,7 +69,8 @@ class HttpConnection(H11Protocol):
         super().handle_events()
         if self.cycle is not None and self.cycle is not self._followed:
             self._followed = self.cycle
-            self._limit(_limits_of(self.config.app, self.scope))
+            assert isinstance(self.config.app, Starlette)
+            self._limit(_limits_of(self.config.app.routes, self.scope))
 
     def on_response_complete(self) -> None:
         self._stop_timer()
@@ -108,8 +109,8 @@ class HttpConnection(H11Protocol):
             self._timer = None
 
 
-def _limits_of(app: Starlette, scope: MutableMapping[str, Any]) -> RouteLimits:
-    for route in app.routes:
+def _limits_of(routes: Iterable[BaseRoute], scope: Any) -> RouteLimits:
+    for route in routes:
         if isinstance(route, LimitedRoute) and route.matches(scope)[0] is not Match.NONE:
             return route.limits
     return PROBE_LIMITS
