@@ -110,9 +110,9 @@ async def test_a_stop_sequence_costs_the_steps_that_were_on_their_way(tmp_path: 
     async with open_scene(tmp_path, is_split=False) as scene:
         ticket = await scene.handle.acquire(1)
         await read(scene, ticket, spec(length=100), StopAt(5))
-        scene.handle.release(ticket)
         await asyncio.sleep(0.2)
         assert 5 <= scene.shard.num_steps <= 5 + 2, "two steps are in flight at most"
+        scene.handle.release(ticket)
 
 
 @pytest.mark.parametrize("has_inputs", [True, False])
@@ -157,8 +157,8 @@ async def test_a_cancel_races_an_end(scene: Scene) -> None:
     r, ends = random.Random(1), set[StopReason]()
     ticket = await scene.handle.acquire(64)
 
-    async def one(place: int, num_turns: int) -> StopReason:
-        sequence_id = scene.handle.open(ticket, spec(length=place + 3), None)
+    async def one(place: int, num_turns: int, num_more: int) -> StopReason:
+        sequence_id = scene.handle.open(ticket, spec(length=place + num_more), None)
         num_read, finals = 0, list[Ended]()
         async for event in scene.handle.events(sequence_id):
             assert not finals
@@ -175,12 +175,12 @@ async def test_a_cancel_races_an_end(scene: Scene) -> None:
         scene.handle.cancel(sequence_id)
         scene.handle.cancel(sequence_id)
         [last] = finals
-        num_generated = place if last.reason is StopReason.STOP_SEQUENCE else place + 3
+        num_generated = place if last.reason is StopReason.STOP_SEQUENCE else place + num_more
         assert last.num_generated == num_generated
         return last.reason
 
     for _ in range(3):
-        cases = [(r.randint(1, 9), r.randint(0, 12)) for _ in range(16)]
+        cases = [(r.randint(1, 9), r.randint(0, 12), r.choice([1, 3, 60])) for _ in range(16)]
         ends |= set(await asyncio.gather(*(one(*case) for case in cases)))
     scene.handle.release(ticket)
     assert ends == {StopReason.STOP_SEQUENCE, StopReason.MAX_TOKENS}
@@ -190,13 +190,15 @@ async def test_a_release_gives_back_all_of_a_ticket_once(scene: Scene) -> None:
     ticket, other = await scene.handle.acquire(100), await scene.handle.acquire(20)
     with pytest.raises(OverloadedError):
         await scene.handle.acquire(40)
-    scene.shard.step_s = 0.01
+    scene.shard.step_s = 0.05
     lease = await scene.handle.lease(ticket, "prompt-1", "adapter-1", "an-id")
     assert lease == Lease("p1", "a1", num_decoder_tokens=3)
-    sequence_id = scene.handle.open(ticket, spec(lease=lease), None)
+    sequence_id = scene.handle.open(ticket, spec(length=100, lease=lease), None)
     await anext(aiter(scene.handle.events(sequence_id)))
     for _ in range(2):
         scene.handle.release(ticket)
+    await asyncio.sleep(0.2)
+    assert "request" not in scene.left(), "its sequence goes on"
     scene.handle.cancel(sequence_id)
     again = await scene.handle.acquire(108)
     with pytest.raises(OverloadedError):

@@ -48,8 +48,8 @@ class Wire:
     async def _carry(self) -> None:
         while True:
             message = pickle.loads(await self._messages.get())  # noqa: S301
-            for _ in range(self._random.choice([0, 0, 1, 3, 9])):
-                await asyncio.sleep(0)
+            for _ in range(self._random.choice([0, 0, 1, 3])):
+                await asyncio.sleep(self._random.choice([0, 0, 0, 0.004]))  # a step takes 0.001
             await self._take(*message)
 
 
