@@ -24,6 +24,7 @@ from tgis.router.sequence import Sequence, Stopping
 from tgis.router.shards.client import ShardClient
 from tgis.router.shards.codec import Answer, decode_answer, encode_step
 from tgis.router.text.detokenizer import Vocabulary
+from tgis.router.text.stop_sequences import StopSequences, TextStream
 from tgis.router.text.tokenizer import Tokenizer
 
 SIZES = (32, 64, 128, 256)  # live sequences
@@ -106,7 +107,6 @@ async def _generate(shards: InstantShards, vocabulary: Vocabulary, size: int) ->
     engine = Engine(
         AdapterResidency(cast(ShardClient, shards), metrics),
         BlockPool(2 * size * (PROMPT_TOKENS + NEW_TOKENS) // BLOCK_SIZE, BLOCK_SIZE),
-        vocabulary,
         metrics,
         max_batch_size=size,
         rope_switch_len=0,
@@ -117,13 +117,14 @@ async def _generate(shards: InstantShards, vocabulary: Vocabulary, size: int) ->
         on_ready=lambda _: None,
     )
     loop = asyncio.create_task(engine.run())
-    await asyncio.gather(*(_consume(engine, index) for index in range(size)))
+    await asyncio.gather(*(_consume(engine, vocabulary, index) for index in range(size)))
     loop.cancel()
     await asyncio.gather(loop, return_exceptions=True)
 
 
-async def _consume(engine: Engine, index: int) -> None:
+async def _consume(engine: Engine, vocabulary: Vocabulary, index: int) -> None:
     prompt = [2 + index, *range(2, PROMPT_TOKENS + 1)]  # nobody shares another's blocks
-    stopping = Stopping(NEW_TOKENS, stop_sequences=ENDS, eos_token_ids=frozenset({1}))
-    async for _ in engine.generate(Sequence(prompt, stopping)):
+    stopping = Stopping(NEW_TOKENS, eos_token_ids=frozenset({1}))
+    text = TextStream(vocabulary, StopSequences(ENDS))
+    async for _ in engine.open(Sequence(prompt, stopping), text):
         pass

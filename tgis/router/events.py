@@ -1,5 +1,5 @@
-"""Events of a generation. They are plain values, so that API servers may one day run in other processes. The
-last event of every accepted sequence is final, and no other event is."""
+"""Events of a generation. They are plain values, so that doors may run in other processes than the engine.
+The last event of every accepted sequence is final, and no other event is."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -24,21 +24,19 @@ class Timings:
 
 @dataclass(frozen=True)
 class InputTokens:
-    """Details of all input tokens. It comes once, before the first Output, if the client asked for it."""
+    """Details of all input tokens. It comes once, before the first token, if the client asked for it."""
 
     tokens: tuple[TokenDetail, ...]
 
 
-class Output(NamedTuple):
-    """A token and the text that may be shown now. It is final if it has a reason; then it has timings, and
-    the token may be missing."""
+class Ended(NamedTuple):
+    """Final event of a generation that has a stop reason."""
 
-    text: str
     token: TokenDetail | None
+    """Last token, unless it came before."""
     num_generated: int
-    reason: StopReason = StopReason.NOT_FINISHED
-    stop_sequence: str = ""
-    timings: Timings | None = None
+    reason: StopReason
+    timings: Timings
 
 
 @dataclass(frozen=True)
@@ -49,10 +47,17 @@ class Failed:
     message: str
 
 
-Event = InputTokens | Output | Failed
+Event = InputTokens | TokenDetail | Ended | Failed
+"""Event of the engine, with token ids and no text. A token that is not the last is an event by itself."""
 
 
-def is_final(event: Event) -> bool:
-    return isinstance(event, Failed) or (
-        isinstance(event, Output) and event.reason is not StopReason.NOT_FINISHED
-    )
+class Output(NamedTuple):
+    """A token with the text that may be shown now, which a door makes of an event and of its text. It is
+    final if it has a reason; then it has timings, and the token may be missing."""
+
+    text: str
+    token: TokenDetail | None
+    num_generated: int
+    reason: StopReason = StopReason.NOT_FINISHED
+    stop_sequence: str = ""
+    timings: Timings | None = None

@@ -22,17 +22,33 @@ class StopReason(Enum):
     ERROR = 7
 
 
+_NOT_FINISHED = StopReason.NOT_FINISHED  # looked up once, because every token needs it
+
+
 @dataclass(frozen=True)
 class Stopping:
+    """Limits that end a generation. Stop sequences are not among them, because the engine has no text."""
+
     max_new_tokens: int
     min_new_tokens: int = 0
     reduced: bool = False
     """True if max_new_tokens is less than the request's, because the model's length leaves no more room."""
-    stop_sequences: tuple[str, ...] = ()
-    include_stop_sequence: bool = True
     eos_token_ids: frozenset[int] = frozenset()
     deadline: float | None = None
     """Time on the monotonic clock, in seconds."""
+
+    def reason_at(self, num_generated: int, token_id: int, now: float) -> StopReason:
+        """Return why the token at this place, counted from 1, is the last, in TGIS's order."""
+        if self.deadline is not None and now > self.deadline:
+            return StopReason.TIME_LIMIT
+        # Shards mask it up to min_new_tokens, unless a grammar leaves nothing else.
+        if token_id in self.eos_token_ids:
+            return StopReason.EOS_TOKEN
+        if num_generated < self.min_new_tokens:
+            return _NOT_FINISHED
+        if num_generated >= self.max_new_tokens:
+            return StopReason.TOKEN_LIMIT if self.reduced else StopReason.MAX_TOKENS
+        return _NOT_FINISHED
 
 
 @dataclass(frozen=True)
@@ -170,16 +186,19 @@ class Sequence:
         self.prompt_len = len(self.token_ids)
         self.max_tokens = self.prompt_len + self.stopping.max_new_tokens
 
+    def resume(self, generated: tuple[int, ...], has_inputs: bool) -> None:
+        """Continue a generation elsewhere, before the scheduler has the sequence. With `has_inputs`, the
+        details of the input tokens are not reported again."""
+        self.token_ids += generated
+        if has_inputs:
+            self.num_inputs_reported = self.prompt_len
+
     @property
     def num_input_tokens(self) -> int:
         """Number of input tokens as clients and metrics count them, without virtual tokens."""
         if self.encoder_token_ids:
             return len(self.encoder_token_ids) - self.adapters.num_encoder_tokens
         return self.prompt_len - self.adapters.num_decoder_tokens
-
-    @property
-    def num_virtual_tokens(self) -> int:
-        return self.adapters.num_decoder_tokens + self.adapters.num_encoder_tokens
 
     @property
     def num_tokens(self) -> int:

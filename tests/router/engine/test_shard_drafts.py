@@ -5,7 +5,7 @@ import asyncio
 import math
 from collections import deque
 from collections.abc import Iterator
-from typing import cast
+from typing import NamedTuple, cast
 
 import pytest
 
@@ -14,16 +14,17 @@ from tests.support.tokenizers.trained import write_byte_level
 from tgis.pb import shard_pb2 as pb
 from tgis.router.adapters.residency import AdapterResidency
 from tgis.router.engine.engine import Engine
-from tgis.router.events import Event
+from tgis.router.events import Ended
 from tgis.router.metrics.metrics import MetricLimits, Metrics
 from tgis.router.scheduling.block_pool import BlockPool
 from tgis.router.scheduling.proposers.interface import Proposer
 from tgis.router.scheduling.step import NO_DRAFTS, Drafts, Step
 from tgis.router.scheduling.token_budget import TokenBudget
-from tgis.router.sequence import Sequence, Stopping, StopReason
+from tgis.router.sequence import Sequence, Stopping, StopReason, TokenDetail
 from tgis.router.shards.client import ShardClient
 from tgis.router.shards.codec import Answer, decode_answer, encode_step
 from tgis.router.text.detokenizer import Vocabulary
+from tgis.router.text.stop_sequences import StopSequences, TextStream
 from tgis.router.text.tokenizer import Tokenizer
 
 BLOCK_SIZE, MAX_NEW, MOST = 4, 40, 5
@@ -84,6 +85,15 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tokenizer]:
     tokenizer.close()
 
 
+class Shown(NamedTuple):
+    """All that a client sees of a token, but for the time."""
+
+    text: str
+    stop_sequence: str
+    token: TokenDetail | None
+    reason: StopReason | None
+
+
 class Outcome:
     def __init__(self, tokenizer: Tokenizer, proposer: Proposer | None, num_blocks: int, stop: str) -> None:
         self.metrics = Metrics(MetricLimits(200, MAX_NEW, 64))
@@ -91,7 +101,6 @@ class Outcome:
         self.engine = Engine(
             AdapterResidency(cast(ShardClient, self.link), self.metrics),
             BlockPool(num_blocks, BLOCK_SIZE),
-            Vocabulary(tokenizer),
             self.metrics,
             max_batch_size=64,
             rope_switch_len=0,
@@ -101,28 +110,26 @@ class Outcome:
             recovery_timeout=1.0,
             on_ready=lambda _: None,
         )
-        stops = (stop,) if stop else ()
-        self.stopping = Stopping(MAX_NEW, stop_sequences=stops, eos_token_ids=frozenset({EOS}))
+        self.vocabulary = Vocabulary(tokenizer)
+        self.stops = StopSequences((stop,) if stop else ())
         self.events = asyncio.run(self._run())
 
-    async def _run(self) -> list[list[Event]]:
+    async def _run(self) -> list[list[Shown]]:
         running = asyncio.create_task(self.engine.run())
         events = await asyncio.gather(*map(self._generate, PROMPTS))
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
         return events
 
-    async def _generate(self, prompt: list[int]) -> list[Event]:
-        sequence = Sequence(list(prompt), self.stopping)
-        return [event async for event in self.engine.generate(sequence)]
-
-    @property
-    def told(self) -> list[list[object]]:
-        """All that a client sees, but for the times."""
-        return [
-            [(event.text, event.token, event.reason, event.stop_sequence) for event in events]
-            for events in self.events
-        ]
+    async def _generate(self, prompt: list[int]) -> list[Shown]:
+        sequence = Sequence(list(prompt), Stopping(MAX_NEW, eos_token_ids=frozenset({EOS})))
+        text = TextStream(self.vocabulary, self.stops)
+        shown = []
+        async for event in self.engine.open(sequence, text):
+            assert isinstance(event, TokenDetail | Ended)
+            token, reason = (event.token, event.reason) if isinstance(event, Ended) else (event, None)
+            shown.append(Shown(*text.take(), token, reason))
+        return shown
 
     def count(self, name: str) -> float:
         (line,) = (
@@ -138,7 +145,7 @@ def test_clients_see_what_they_would_see_without_drafts(tokenizer: Tokenizer, nu
     for stop in ("", whole[len(whole) // 2 :][:3]):
         plain = Outcome(tokenizer, None, num_blocks, stop)
         drafted = Outcome(tokenizer, LeaveToShards(), num_blocks, stop)
-        assert drafted.told == plain.told
+        assert drafted.events == plain.events
         assert any(events[-1].reason is StopReason.STOP_SEQUENCE for events in plain.events) == bool(stop)
         scheduler, model = drafted.engine.scheduler, drafted.link.model
         assert drafted.count("tgi_speculation_drafted_tokens") == scheduler.num_drafts == model.num_proposed

@@ -20,6 +20,7 @@ from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 from tests.support.router.grammars import DEEP_RULES, SLOW
 from tests.support.tokenizers.trained import write_byte_level
 from tgis.pb import generation_pb2 as pb
+from tgis.router.api.grpc.messages import read_guided
 from tgis.router.errors import RequestError
 from tgis.router.grammar.compiler import CACHE_SIZE, MAX_CHOICES, Constraint, GrammarCompiler, read_constraint
 from tgis.router.grammar.worker import ByteVocabulary
@@ -42,7 +43,7 @@ async def grammars() -> AsyncIterator[GrammarCompiler]:
 
 
 async def compile_text(grammars: GrammarCompiler, decoding: pb.DecodingParameters) -> str:
-    constraint = read_constraint(decoding, MAX_BYTES)
+    constraint = read_constraint(read_guided(decoding), MAX_BYTES)
     assert constraint is not None
     return (await grammars.compile(constraint)).text
 
@@ -57,7 +58,7 @@ def matches(grammar: str, text: str) -> bool:
     "decoding", [Decoding(), Decoding(format=Decoding.TEXT), Decoding(repetition_penalty=2)]
 )
 def test_free_text_has_no_constraint(decoding: pb.DecodingParameters) -> None:
-    assert read_constraint(decoding, MAX_BYTES) is None
+    assert read_constraint(read_guided(decoding), MAX_BYTES) is None
 
 
 @pytest.mark.parametrize(
@@ -74,7 +75,7 @@ def test_free_text_has_no_constraint(decoding: pb.DecodingParameters) -> None:
 )
 def test_what_needs_no_compiling_is_refused_at_once(decoding: pb.DecodingParameters, text: str) -> None:
     with pytest.raises(RequestError) as error:
-        read_constraint(decoding, MAX_BYTES)
+        read_constraint(read_guided(decoding), MAX_BYTES)
     assert str(error.value) == text
 
 

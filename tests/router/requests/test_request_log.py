@@ -12,6 +12,8 @@ from google.protobuf.message import Message
 
 from tgis.logs import JsonFormatter, TextFormatter
 from tgis.pb import generation_pb2 as pb
+from tgis.router.api.grpc.messages import read_batch, read_single
+from tgis.router.engine.handle import SequenceSpec
 from tgis.router.errors import (
     GenerationError,
     OverloadedError,
@@ -20,14 +22,15 @@ from tgis.router.errors import (
     UnavailableError,
 )
 from tgis.router.events import InputTokens, Output, Timings
+from tgis.router.requests.call import GenerationCall
 from tgis.router.requests.request_log import CallLog, InputLog, correlation_id
-from tgis.router.sequence import Sequence, Stopping, StopReason
+from tgis.router.sequence import Stopping, StopReason
 from tgis.sampling_parameters import Sampling
 
 MARKER = "a-text-nobody-may-see"
 TIMINGS = Timings(queue_s=0.25, first_token_s=0.5, total_s=1.0)
-GREEDY = Sequence([1, 2, 3], Stopping(max_new_tokens=9))
-SAMPLED = Sequence([1, 2, 3], Stopping(max_new_tokens=9), Sampling(greedy=False, seed=2**64 - 1))
+GREEDY = SequenceSpec((1, 2, 3), Stopping(max_new_tokens=9))
+SAMPLED = SequenceSpec((1, 2, 3), Stopping(max_new_tokens=9), Sampling(greedy=False, seed=2**64 - 1))
 
 
 class Lines(logging.Handler):
@@ -58,6 +61,9 @@ def lines() -> Iterator[Lines]:
     logger.setLevel(level)
 
 
+Request = pb.BatchedGenerationRequest | pb.SingleGenerationRequest
+
+
 def batch(*texts: str, **more: object) -> pb.BatchedGenerationRequest:
     return pb.BatchedGenerationRequest(requests=[pb.GenerationRequest(text=text) for text in texts], **more)
 
@@ -66,16 +72,20 @@ def single(text: str = "in", **more: object) -> pb.SingleGenerationRequest:
     return pb.SingleGenerationRequest(request=pb.GenerationRequest(text=text), **more)
 
 
+def call_of(request: Request) -> GenerationCall:
+    return read_single(request) if isinstance(request, pb.SingleGenerationRequest) else read_batch(request)
+
+
 def output(text: str, number: int, reason: StopReason = StopReason.NOT_FINISHED) -> Output:
     is_last = reason is not StopReason.NOT_FINISHED
     return Output(text, None, number, reason, timings=TIMINGS if is_last else None)
 
 
 def finish(
-    log: CallLog, reason: StopReason, *texts: str, index: int = 0, sequence: Sequence = GREEDY
+    log: CallLog, reason: StopReason, *texts: str, index: int = 0, spec: SequenceSpec = GREEDY
 ) -> None:
     """The life of one input, a text per token."""
-    with log.input(index, sequence) as input_log:
+    with log.input(index, spec) as input_log:
         input_log.add(InputTokens(()))
         for number, text in enumerate(texts[:-1], 1):
             input_log.add(output(text, number))
@@ -98,9 +108,9 @@ def test_a_line_says_what_was_asked_for_and_how_it_went(lines: Lines) -> None:
         truncate_input_tokens=4,
     )
     request = batch("né", prefix_id="prompt-1", adapter_id="adapter-1", params=params)
-    log = CallLog(request, "client-7", request_id="request-7")
+    log = CallLog(call_of(request), "client-7", request_id="request-7")
     log.accept()
-    finish(log, StopReason.EOS_TOKEN, "a", "é", "", sequence=SAMPLED)
+    finish(log, StopReason.EOS_TOKEN, "a", "é", "", spec=SAMPLED)
     [fields] = lines.objects
     assert 0 <= fields.pop("validation_time_ms") <= fields.pop("total_time_ms") < 1000  # type: ignore[operator]
     fields.pop("timestamp")
@@ -130,7 +140,7 @@ def test_a_line_says_what_was_asked_for_and_how_it_went(lines: Lines) -> None:
 
 
 def test_what_is_absent_is_not_said(lines: Lines) -> None:
-    log = CallLog(single())
+    log = CallLog(call_of(single()))
     log.accept()
     with log.input(0, GREEDY) as input_log:
         input_log.add(Output("", None, 0, StopReason.TIME_LIMIT, timings=TIMINGS))
@@ -142,7 +152,7 @@ def test_what_is_absent_is_not_said(lines: Lines) -> None:
 
 @pytest.mark.parametrize("reason", [reason for reason in StopReason if reason is not StopReason.NOT_FINISHED])
 def test_levels(lines: Lines, reason: StopReason) -> None:
-    log = CallLog(batch("a"))
+    log = CallLog(call_of(batch("a")))
     log.accept()
     finish(log, reason, "ab")
     special = {"CANCELLED": "WARNING", "TOKEN_LIMIT": "WARNING", "ERROR": "ERROR"}
@@ -152,7 +162,7 @@ def test_levels(lines: Lines, reason: StopReason) -> None:
 
 def test_kinds(lines: Lines) -> None:
     for request, index in ((batch("a"), 0), (batch("a", "b"), 0), (batch("a", "b"), 1), (single(), 0)):
-        log = CallLog(request)
+        log = CallLog(call_of(request))
         log.accept()
         finish(log, StopReason.MAX_TOKENS, "", index=index)
     kinds = [
@@ -166,7 +176,7 @@ def test_kinds(lines: Lines) -> None:
 
 
 def test_a_line_is_about_its_own_input(lines: Lines) -> None:
-    log = CallLog(batch("one", "three", "é" * 10), text_chars=4)
+    log = CallLog(call_of(batch("one", "three", "é" * 10)), text_chars=4)
     log.accept()
     for index in (2, 0, 1):
         finish(log, StopReason.MAX_TOKENS, "x", index=index)
@@ -176,7 +186,7 @@ def test_a_line_is_about_its_own_input(lines: Lines) -> None:
 
 
 def test_as_much_text_is_shown_as_is_allowed(lines: Lines) -> None:
-    log = CallLog(single("0123456789"), text_chars=5)
+    log = CallLog(call_of(single("0123456789")), text_chars=5)
     log.accept()
     finish(log, StopReason.STOP_SEQUENCE, "ab", "é", "defgh", "ijk")
     [line] = lines.objects
@@ -213,7 +223,7 @@ def test_no_text_is_in_any_line(lines: Lines, guided: str, make: type) -> None:
     assert MARKER in str(decoding)
     request.prefix_id = request.adapter_id = "p"
     for error in (None, GenerationError("told"), KeyError(MARKER), asyncio.CancelledError(MARKER)):
-        log = CallLog(request)
+        log = CallLog(call_of(request))
         with suppress(Exception, asyncio.CancelledError), log:
             if error is not None:
                 raise error
@@ -239,9 +249,9 @@ def test_no_text_is_in_any_line(lines: Lines, guided: str, make: type) -> None:
 )
 def test_failures(lines: Lines, error: RouterError, code: str) -> None:
     for request in (single(), batch("a"), batch("a", "b")):
-        with suppress(RouterError), CallLog(request):
+        with suppress(RouterError), CallLog(call_of(request)):
             raise error
-    log = CallLog(batch("a", "bc"))
+    log = CallLog(call_of(batch("a", "bc")))
     with suppress(RouterError), log:
         log.accept()
         with log.input(1, GREEDY):
@@ -254,7 +264,7 @@ def test_failures(lines: Lines, error: RouterError, code: str) -> None:
 
 
 def test_the_cause_of_an_unforeseen_error_is_not_told(lines: Lines) -> None:
-    log = CallLog(single())
+    log = CallLog(call_of(single()))
     log.accept()
     with suppress(ValueError), log.input(0, GREEDY):
         raise ValueError(MARKER)
@@ -262,13 +272,13 @@ def test_the_cause_of_an_unforeseen_error_is_not_told(lines: Lines) -> None:
 
 
 def test_a_call_cancelled_before_its_inputs_began(lines: Lines) -> None:
-    with suppress(asyncio.CancelledError), CallLog(batch("a", "b")):
+    with suppress(asyncio.CancelledError), CallLog(call_of(batch("a", "b"))):
         raise asyncio.CancelledError
     assert lines.messages == [("WARNING", "Batch of 2 generated 0 tokens before CANCELLED, output 0 bytes")]
 
 
 async def test_an_input_that_is_left_was_cancelled(lines: Lines) -> None:
-    log = CallLog(single())
+    log = CallLog(call_of(single()))
 
     async def answers() -> AsyncIterator[Output]:
         log.accept()
@@ -287,7 +297,7 @@ async def test_an_input_that_is_left_was_cancelled(lines: Lines) -> None:
 
 
 def test_what_follows_the_end_is_not_logged(lines: Lines) -> None:
-    log = CallLog(single())
+    log = CallLog(call_of(single()))
     log.accept()
     with suppress(asyncio.CancelledError), log, log.input(0, GREEDY) as input_log:
         input_log.add(output("x", 1, StopReason.MAX_TOKENS))
@@ -315,7 +325,9 @@ def test_correlation_ids(metadata: list[tuple[str, str | bytes]], expected: str)
 
 def test_ids_cannot_forge_and_are_shortened(lines: Lines) -> None:
     hostile = 'x" stop_reason=FORGED\n2026-01-01T00:00:00.000Z ERROR root: forged'
-    log = CallLog(single(prefix_id=hostile, adapter_id="a" * 10_000), 'c" level=ERROR', text_chars=99)
+    log = CallLog(
+        call_of(single(prefix_id=hostile, adapter_id="a" * 10_000)), 'c" level=ERROR', text_chars=99
+    )
     log.accept()
     finish(log, StopReason.EOS_TOKEN, hostile)
     [text], [line] = lines.texts, lines.objects
@@ -331,7 +343,7 @@ def test_unknown_values_of_parameters(lines: Lines) -> None:
     params = pb.Parameters(sampling=pb.SamplingParameters(temperature=float("nan"), top_p=float("-inf")))
     params.method = 77
     params.decoding.format = pb.DecodingParameters.JSON
-    log = CallLog(single(params=params))
+    log = CallLog(call_of(single(params=params)))
     log.accept()
     finish(log, StopReason.EOS_TOKEN, "")
     assert lines.objects[0]["params"] == "method=77, temperature=nan, top_p=-inf, format=JSON"
@@ -341,7 +353,7 @@ def test_a_line_nobody_reads_is_cheap(lines: Lines) -> None:
     logging.getLogger("tgis.router.requests.request_log").setLevel(logging.CRITICAL)
     request, rounds = batch("text" * 1000), 2000
     last = output("x", 1, StopReason.MAX_TOKENS)
-    log = CallLog(request)
+    log = CallLog(call_of(request))
     log.accept()
 
     def seconds() -> float:

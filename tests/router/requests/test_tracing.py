@@ -21,6 +21,8 @@ from tgis.pb.generation_pb2_grpc import (
     GenerationServiceStub,
     add_GenerationServiceServicer_to_server,
 )
+from tgis.router.api.grpc.messages import read_batch, read_single
+from tgis.router.engine.handle import SequenceSpec
 from tgis.router.errors import (
     GenerationError,
     OverloadedError,
@@ -33,7 +35,7 @@ from tgis.router.events import Output, Timings
 from tgis.router.requests.otlp import CLOSE_S, MAX_BATCH_SPANS, MAX_QUEUED_SPANS
 from tgis.router.requests.request_log import correlation_id
 from tgis.router.requests.tracing import Tracing, open_tracing
-from tgis.router.sequence import Sequence, Stopping, StopReason
+from tgis.router.sequence import Stopping, StopReason
 
 SECRET = "a-text-nobody-may-see"
 SERVER_SPAN = trace_pb2.Span.SPAN_KIND_SERVER
@@ -57,15 +59,17 @@ def single() -> pb.SingleGenerationRequest:
     return pb.SingleGenerationRequest(request=pb.GenerationRequest(text=SECRET))
 
 
-def ended(prompt_len: int, num_generated: int, reason: StopReason, *times: float) -> tuple[Sequence, Output]:
+def ended(
+    prompt_len: int, num_generated: int, reason: StopReason, *times: float
+) -> tuple[SequenceSpec, Output]:
     """Times until the first step, the first token and the end."""
-    sequence = Sequence([1] * prompt_len, Stopping(max_new_tokens=9))
-    return sequence, Output(SECRET, None, num_generated, reason, timings=Timings(*times))
+    spec = SequenceSpec((1,) * prompt_len, Stopping(max_new_tokens=9))
+    return spec, Output(SECRET, None, num_generated, reason, timings=Timings(*times))
 
 
 def one_call(tracing: Tracing, **metadata: str) -> None:
     with tracing.call("Generate", metadata.items()) as span:
-        span.set_request(single(), "r1", "<none>")
+        span.set_call(read_single(single()), "r1", "<none>")
         span.finish(*ended(1, 1, StopReason.MAX_TOKENS, 0.0, 0.1, 0.2))
 
 
@@ -88,7 +92,7 @@ def test_a_call_as_the_collector_sees_it(collector: tuple[Collector, str]) -> No
     )
     before = time.time_ns()
     with tracing.call("Generate", metadata) as span:
-        span.set_request(request, "request-1", "correlation-1")
+        span.set_call(read_batch(request), "request-1", "correlation-1")
         span.finish(*ended(5, 3, StopReason.EOS_TOKEN, 0.5, 0.75, 1.0))
         span.finish(*ended(2, 8, StopReason.MAX_TOKENS, 0.25, 1.5, 2.0))
     tracing.close()
@@ -154,7 +158,7 @@ def test_an_error_becomes_the_status(
     servicer, address = collector
     tracing = open_tracing(address, "s")
     with suppress(type(error)), tracing.call("Generate", ()) as span:
-        span.set_request(single(), "r", "c")
+        span.set_call(read_single(single()), "r", "c")
         raise error
     tracing.close()
     [read] = servicer.spans
@@ -294,7 +298,7 @@ def test_extreme_values_reach_the_collector(collector: tuple[Collector, str]) ->
     )
     request.model_id = "\0" * 1_000_000
     with tracing.call("Generate", ()) as span:
-        span.set_request(request, "r", "\u202e" * 100_000)
+        span.set_call(read_batch(request), "r", "\u202e" * 100_000)
         for _ in range(1000):
             span.finish(*ended(1, 1, StopReason.MAX_TOKENS, 0.0, 0.0, 0.0))
     tracing.close()
@@ -413,7 +417,7 @@ import sys
 from tgis.router.requests.tracing import open_tracing
 tracing = open_tracing(None, "s")
 with tracing.call("Generate", ()) as span:
-    span.set_request(None, "", "")
+    span.set_call(None, "", "")
     span.finish(None, None)
 tracing.close()
 print([name for name in sys.modules if name.startswith(("opentelemetry.sdk", "opentelemetry.exporter"))])

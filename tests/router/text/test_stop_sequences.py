@@ -4,6 +4,7 @@ import random
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import tokenizers
@@ -13,7 +14,7 @@ from tests.support import plain_text
 from tests.support.tokenizers.decoder_kinds import KINDS, random_ids
 from tgis.router.sequence import Stopping, StopReason
 from tgis.router.text.detokenizer import Vocabulary
-from tgis.router.text.stop_sequences import MAX_CLUSTER, TextStream
+from tgis.router.text.stop_sequences import MAX_CLUSTER, StopSequences, TextStream
 from tgis.router.text.tokenizer import Tokenizer
 
 EOS = 1
@@ -26,12 +27,42 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     return Tokenizer(directory, 1)
 
 
-def stream(vocabulary: Vocabulary, **stopping: object) -> TextStream:
+class Piece(NamedTuple):
+    text: str
+    reason: StopReason
+    stop_sequence: str
+
+
+class Generation:
+    """A text stream as the engine drives it: the engine's own reasons come first."""
+
+    def __init__(self, vocabulary: Vocabulary, stopping: Stopping, stops: StopSequences) -> None:
+        self._text, self._stopping, self._num_tokens = TextStream(vocabulary, stops), stopping, 0
+        self.flush = self._text.flush
+
+    def push(self, token_id: int) -> Piece:
+        self._num_tokens += 1
+        reason = self._stopping.reason_at(self._num_tokens, token_id, time.monotonic())
+        if self._text.push(token_id, reason):
+            reason = StopReason.STOP_SEQUENCE
+        text, stop_sequence = self._text.take()
+        return Piece(text, reason, stop_sequence)
+
+
+def stream(
+    vocabulary: Vocabulary,
+    stop_sequences: tuple[str, ...] = (),
+    include_stop_sequence: bool = True,
+    **stopping: object,
+) -> Generation:
     defaults = {"max_new_tokens": 5, "eos_token_ids": frozenset({EOS})}
-    return TextStream(vocabulary, Stopping(**(defaults | stopping)))  # type: ignore[arg-type]
+    limits = Stopping(**(defaults | stopping))  # type: ignore[arg-type]
+    return Generation(
+        vocabulary, limits, StopSequences(stop_sequences, include_stop_sequence, limits.min_new_tokens)
+    )
 
 
-def entries(text_stream: TextStream, token_ids: list[int]) -> list[plain_text.Entry]:
+def entries(text_stream: Generation, token_ids: list[int]) -> list[plain_text.Entry]:
     shown = []
     for token_id in token_ids:
         piece = text_stream.push(token_id)

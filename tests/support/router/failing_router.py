@@ -1,7 +1,7 @@
 """A router with a method that fails as nobody foresaw. Run like `python -m tgis`."""
 
 from tgis.cli.main import main
-from tgis.router.api.grpc.servicer import GenerationService
+from tgis.router.api.grpc.servicer import GenerationServicer
 
 
 async def fail(*_: object) -> None:
@@ -9,5 +9,5 @@ async def fail(*_: object) -> None:
 
 
 if __name__ == "__main__":
-    GenerationService.ModelInfo = fail  # type: ignore[method-assign, assignment]
+    GenerationServicer.ModelInfo = fail  # type: ignore[method-assign, assignment]
     main()

@@ -1,5 +1,6 @@
 """A real router process in front of fake shards."""
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +16,8 @@ from tgis.pb import shard_pb2 as pb
 from tgis.pb.generation_pb2_grpc import GenerationServiceStub
 
 MAX_SEQUENCE_LENGTH = 200
+MODULE = os.environ.get("TGIS_TESTS_ROUTER", "tgis")
+"""Module that runs routers, unless a test needs its own; test_split_router names the other."""
 
 
 @dataclass
@@ -50,9 +53,9 @@ def start_router(
     write_tokenizer: Callable[[Path], Tokenizer] = write_usual,
     info: pb.InfoResponse | None = None,
     library: Library | None = None,
-    module: str = "tgis",
+    module: str | None = None,
 ) -> Setup:
-    """`module` is what runs the router."""
+    """`module` is what runs the router, for tests that do not run with any."""
     tokenizer = write_tokenizer(directory)
     uds_path = str(directory / "shard")
     library = library or Library()
@@ -60,7 +63,9 @@ def start_router(
     servers = [ShardServer(shard, uds_path) for shard in shards]
     link = ["--shard-uds-path", uds_path, "--num-shard", str(num_shards)]
     try:
-        service = Service(router_command(directory, *link, *flags), module=module).wait_until_serving()
+        service = Service(
+            router_command(directory, *link, *flags), module=module or MODULE
+        ).wait_until_serving()
     except AssertionError:
         for server in servers:
             server.stop()

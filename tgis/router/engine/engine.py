@@ -1,17 +1,18 @@
-"""Runs the loop between requests and shards: it schedules and sends steps, applies answers, turns tokens into
-text and delivers events. Every accepted sequence ends in exactly one final event."""
+"""Runs the loop between requests and shards: it schedules and sends steps, applies answers and delivers
+events. Every accepted sequence ends in exactly one final event, unless it is cancelled."""
 
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import Callable
 
 from tgis import failpoints
 from tgis.router.adapters.residency import AdapterResidency
+from tgis.router.engine.handle import TextSink
 from tgis.router.engine.live_request import LiveRequest
 from tgis.router.engine.step_metrics import StepMetrics
 from tgis.router.errors import Code, internal_error
-from tgis.router.events import Event, Failed, InputTokens, Output, is_final
+from tgis.router.events import Ended, Failed, InputTokens
 from tgis.router.metrics.metrics import Metrics
 from tgis.router.metrics.resource_counts import ResourceCount
 from tgis.router.scheduling.block_pool import BlockPool
@@ -21,12 +22,11 @@ from tgis.router.scheduling.token_budget import TokenBudget
 from tgis.router.sequence import Sequence, StopReason
 from tgis.router.shards.client import LOST, ShardsLostError
 from tgis.router.shards.codec import Answer, InputDetails, RowFailure, SampledToken
-from tgis.router.text.detokenizer import Vocabulary
-from tgis.router.text.stop_sequences import TextStream
 
 logger = logging.getLogger(__name__)
 
 WORKERS_LOST = Failed(Code.UNAVAILABLE, LOST)
+_NOT_FINISHED = StopReason.NOT_FINISHED  # looked up once, because every token needs it
 
 
 class Engine:
@@ -36,7 +36,6 @@ class Engine:
         self,
         residency: AdapterResidency,
         pool: BlockPool,
-        vocabulary: Vocabulary,
         metrics: Metrics,
         *,
         max_batch_size: int,
@@ -50,7 +49,7 @@ class Engine:
         """Take a connected `residency`. `on_ready` is called when shards are lost and when they return."""
         self.scheduler = Scheduler(pool, max_batch_size, rope_switch_len, proposer)
         self._residency, self._shards = residency, residency.shards
-        self._vocabulary, self._metrics, self._budget = vocabulary, metrics, budget
+        self._metrics, self._budget = metrics, budget
         self._steps_in_flight, self._recovery_timeout = steps_in_flight, recovery_timeout
         self._on_ready, self._step_metrics = on_ready, StepMetrics(self.scheduler, metrics)
         self._live: dict[Sequence, LiveRequest] = {}
@@ -63,18 +62,29 @@ class Engine:
     def num_live(self) -> int:
         return len(self._live)
 
-    async def generate(self, sequence: Sequence) -> AsyncGenerator[Event, None]:
-        """Yield the events of one sequence. Closing the iterator early cancels its generation."""
-        live = self._accept(sequence)
-        try:
-            while True:
-                event = await live.next_event()
-                yield event
-                if is_final(event):
-                    return
-        finally:
-            if sequence in self._live:
-                self._release(live)
+    def open(self, sequence: Sequence, sink: TextSink | None) -> LiveRequest:
+        """Accept a sequence, which may have generated tokens already."""
+        live = LiveRequest(sequence, sink)
+        if self._given_up:
+            live.deliver(WORKERS_LOST)
+        elif not self._has_adapters(sequence):
+            live.deliver(lost_adapter(sequence.request_id))
+        elif (reason := live.reason_of_last(live.accepted_at)) is not _NOT_FINISHED:
+            live.deliver(Ended(None, sequence.num_generated, reason, live.timings(live.accepted_at)))
+        else:
+            self._accept(live)
+        return live
+
+    def cancel(self, live: LiveRequest) -> None:
+        """End a generation without a final event, if it has not ended."""
+        if live.sequence in self._live:
+            self._release(live)
+
+    def cut(self, live: LiveRequest, keep: int) -> None:
+        """End a generation, if it has not ended, with a stop sequence that its door found at token `keep`."""
+        if live.sequence in self._live:
+            live.deliver(Ended(None, keep, StopReason.STOP_SEQUENCE, live.timings(time.monotonic())))
+            self._release(live)
 
     async def run(self) -> None:
         """Serve until cancelled. The engine survives the loss of the shards."""
@@ -102,23 +112,15 @@ class Engine:
             self._fail(live, WORKERS_LOST)
         self._residency.give_up()
 
-    def _accept(self, sequence: Sequence) -> LiveRequest:
-        live = LiveRequest(sequence, TextStream(self._vocabulary, sequence.stopping))
-        if self._given_up:
-            live.deliver(WORKERS_LOST)
-            return live
-        if not self._has_adapters(sequence):
-            live.deliver(_lost_adapter(sequence))
-            return live
+    def _accept(self, live: LiveRequest) -> None:
+        sequence, deadline = live.sequence, live.sequence.stopping.deadline
         self._live[sequence] = live
         self._requests.created += 1
         self.scheduler.add(sequence)
-        if sequence.stopping.deadline is not None:
-            loop = asyncio.get_running_loop()
-            delay = sequence.stopping.deadline - time.monotonic()
-            live.expiry = loop.call_later(max(delay, 0.0), self._expire, live)
+        if deadline is not None:
+            delay = deadline - time.monotonic()
+            live.expiry = asyncio.get_running_loop().call_later(max(delay, 0.0), self._expire, live)
         self._fill_soon()
-        return live
 
     def _fill_soon(self) -> None:
         """Schedule one `_fill` per turn of the loop, so that what arrives together starts together."""
@@ -185,23 +187,18 @@ class Engine:
         else:
             self._metrics.inter_token_duration.observe(now - live.last_token_at)
         live.last_token_at = now
-        self.scheduler.append_token(sequence, sampled.token.token_id)
-        piece = live.text.push(sampled.token.token_id)
-        is_last = piece.reason is not StopReason.NOT_FINISHED
-        live.deliver(
-            Output(
-                text=piece.text,
-                token=sampled.token,
-                num_generated=sequence.num_generated,
-                reason=piece.reason,
-                stop_sequence=piece.stop_sequence,
-                timings=live.timings(now) if is_last else None,
-            )
-        )
-        if is_last:
+        token = sampled.token
+        self.scheduler.append_token(sequence, token.token_id)
+        reason = live.reason_of_last(now)
+        if live.sink is not None and live.sink.push(token.token_id, reason):
+            reason = StopReason.STOP_SEQUENCE
+        if reason is not _NOT_FINISHED:
+            live.deliver(Ended(token, sequence.num_generated, reason, live.timings(now)))
             self._release(live)
-        elif sampled.ended:
-            self._fail(live, _internal_error(sequence, "the shards ended the sequence too early"))
+            return
+        live.deliver(token)
+        if sampled.ended:
+            self._fail(live, _internal_error(sequence.request_id, "the shards ended the sequence too early"))
 
     def _release(self, live: LiveRequest) -> None:
         """Remove a request whose final event is delivered, or whose client is gone."""
@@ -225,9 +222,8 @@ class Engine:
         if sequence in self._live and sequence.row is None:
             if live.started_at is None:
                 self._metrics.request_failure.add("timeout")
-            text, timings = live.text.flush(), live.timings(time.monotonic())
-            num_generated, reason = sequence.num_generated, StopReason.TIME_LIMIT
-            live.deliver(Output(text, None, num_generated, reason, timings=timings))
+            timings = live.timings(time.monotonic())
+            live.deliver(Ended(None, sequence.num_generated, StopReason.TIME_LIMIT, timings))
             self._release(live)
 
     def _suspend(self) -> None:
@@ -236,7 +232,7 @@ class Engine:
         culprit = self.scheduler.reset(pool.renew(pool.num_blocks, pool.block_size))
         if culprit is not None:
             text = "the shards crash whenever they compute it"
-            self._fail(self._live[culprit], _internal_error(culprit, text))
+            self._fail(self._live[culprit], _internal_error(culprit.request_id, text))
         now = time.monotonic()
         for live in list(self._live.values()):
             deadline = live.sequence.stopping.deadline
@@ -254,7 +250,7 @@ class Engine:
             self._given_up = False
         for live in list(self._live.values()):
             if not self._has_adapters(live.sequence):
-                self._fail(live, _lost_adapter(live.sequence))
+                self._fail(live, lost_adapter(live.sequence.request_id))
         self.scheduler.pool = self.scheduler.pool.renew(info.num_blocks, info.block_size)
         logger.info("the shards are back; %d requests resume", len(self._live))
 
@@ -262,20 +258,21 @@ class Engine:
         return all(map(self._residency.has, sequence.adapters.present))
 
 
-def _internal_error(sequence: Sequence, cause: str) -> Failed:
+def lost_adapter(request_id: str) -> Failed:
+    return _internal_error(request_id, "its soft prompt or adapter could not be loaded again")
+
+
+def _internal_error(request_id: str, cause: str) -> Failed:
     """Log the cause under the request's id, and return an event that tells the client only that id."""
-    logger.error("request %s failed: %s", sequence.request_id, cause)
-    return Failed(Code.INTERNAL, internal_error(sequence.request_id))
+    logger.error("request %s failed: %s", request_id, cause)
+    return Failed(Code.INTERNAL, internal_error(request_id))
 
 
 def _failed_row(failure: RowFailure) -> Failed:
     if not failure.by_grammar:
-        return _internal_error(failure.sequence, f"the shards cannot compute it: {failure.cause}")
+        cause = f"the shards cannot compute it: {failure.cause}"
+        return _internal_error(failure.sequence.request_id, cause)
     grammar = failure.sequence.grammar
     assert grammar is not None, "only guided sequences have a grammar that can fail"
     text = f"{grammar.field} cannot be followed: it is too complex, or no token of this model fits it"
     return Failed(Code.INVALID_ARGUMENT, text)
-
-
-def _lost_adapter(sequence: Sequence) -> Failed:
-    return _internal_error(sequence, "its soft prompt or adapter could not be loaded again")

@@ -6,15 +6,16 @@ import time
 from collections import deque
 from dataclasses import dataclass, field
 
-from tgis.router.events import Event, InputTokens, Timings
-from tgis.router.sequence import Sequence, TokenDetail
-from tgis.router.text.stop_sequences import TextStream
+from tgis.router.engine.handle import TextSink
+from tgis.router.events import Ended, Event, Failed, InputTokens, Timings
+from tgis.router.sequence import Sequence, StopReason, TokenDetail
 
 
 @dataclass(eq=False)
 class LiveRequest:
     sequence: Sequence
-    text: TextStream
+    sink: TextSink | None
+    """None if the door's half of the handle watches for stop sequences."""
     events: deque[Event] = field(default_factory=deque)
     arrival: asyncio.Future[None] | None = None
     """Future that the client's task awaits."""
@@ -25,24 +26,41 @@ class LiveRequest:
     first_token_at: float | None = None
     last_token_at: float = 0.0
     expiry: asyncio.TimerHandle | None = None
+    is_read: bool = False
+    """True if the final event has been read."""
+
+    def reason_of_last(self, now: float) -> StopReason:
+        """Return why the sequence ends with the last token that it has, if it has generated any."""
+        sequence = self.sequence
+        num_generated = sequence.num_generated
+        if not num_generated:
+            return StopReason.NOT_FINISHED
+        return sequence.stopping.reason_at(num_generated, sequence.token_ids[-1], now)
 
     def deliver(self, event: Event) -> None:
         self.events.append(event)
         if self.arrival is not None and not self.arrival.done():
             self.arrival.set_result(None)
 
-    async def next_event(self) -> Event:
+    def __aiter__(self) -> "LiveRequest":
+        return self
+
+    async def __anext__(self) -> Event:
         """Return the next event in order, and wait for it if need be. Only one task may call this."""
+        if self.is_read:
+            raise StopAsyncIteration
         if not self.events:
             self.arrival = asyncio.get_running_loop().create_future()
             await self.arrival
-        return self.events.popleft()
+        event = self.events.popleft()
+        self.is_read = isinstance(event, Ended | Failed)
+        return event
 
     def deliver_encoder_inputs(self) -> None:
         """Deliver the encoder's input tokens if the client asked for input tokens. No model output predicts
         them, so the shards have no details of them."""
         sequence, details = self.sequence, self.sequence.details
-        if details.input_tokens and sequence.encoder_token_ids:
+        if details.input_tokens and sequence.encoder_token_ids and not sequence.num_inputs_reported:
             logprob = math.nan if details.logprobs else 0.0
             tokens = (TokenDetail(token_id, logprob) for token_id in sequence.encoder_token_ids)
             self.deliver(InputTokens(tuple(tokens)))

@@ -14,7 +14,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 
-from tgis.pb import generation_pb2 as pb
 from tgis.router.errors import QuotingError, RequestError
 from tgis.router.sequence import Grammar
 
@@ -23,35 +22,44 @@ NUM_WORKERS = 2
 # The worker limits its own computing time; this limit is for a worker that gets no CPU time.
 TIMEOUT_S = 5.0
 CACHE_SIZE = 256
+JSON = "JSON"  # the only format that constrains a text
 ANY_OBJECT = '{"type": "object"}'
 
 
 @dataclass(frozen=True)
+class Guided:
+    """Constraint on a text as the client states it."""
+
+    field: str
+    """Field of the request that states it: format, json_schema, regex, choice or grammar."""
+    text: str = ""
+    choices: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class Constraint:
-    """Constraint on a text as the client states it, and the field that states it."""
+    """Checked constraint on a text in the form that is compiled, and the field that states it."""
 
     field: str
     kind: str
     text: str
 
 
-def read_constraint(decoding: pb.DecodingParameters, max_bytes: int) -> Constraint | None:
+def read_constraint(guided: Guided | None, max_bytes: int) -> Constraint | None:
     """Return the checked, uncompiled constraint, or None for free text. Raises RequestError."""
-    match decoding.WhichOneof("guided"):
-        case None:
-            return None
+    if guided is None:
+        return None
+    match guided.field:
         case "format":
-            is_json = decoding.format == pb.DecodingParameters.JSON
-            return Constraint("format", "json_schema", ANY_OBJECT) if is_json else None
+            return Constraint("format", "json_schema", ANY_OBJECT) if guided.text == JSON else None
         case "choice":
-            return _read_choices(list(decoding.choice.choices), max_bytes)
+            return _read_choices(guided.choices, max_bytes)
         case field:
-            text = getattr(decoding, field)
-            _require_size(field, len(text.encode()), max_bytes)
-            return Constraint(field, field, text)
+            _require_size(field, len(guided.text.encode()), max_bytes)
+            return Constraint(field, field, guided.text)
 
 
-def _read_choices(choices: list[str], max_bytes: int) -> Constraint:
+def _read_choices(choices: tuple[str, ...], max_bytes: int) -> Constraint:
     if len(choices) < 2:
         raise RequestError("Must provide at least two choices")
     if len(choices) > MAX_CHOICES:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from tgis import failpoints
+from tgis.router.engine.handle import SequenceSpec
 from tgis.router.errors import (
     GenerationError,
     OverloadedError,
@@ -18,18 +19,19 @@ from tgis.router.errors import (
     SlowClientError,
     internal_error,
 )
-from tgis.router.events import Event, Failed, InputTokens, Output
+from tgis.router.events import Failed, InputTokens, Output
 from tgis.router.metrics.metrics import Metrics
-from tgis.router.requests.request_log import CallLog, GenerationCall, InputLog, Metadata, correlation_id
+from tgis.router.requests.call import GenerationCall
+from tgis.router.requests.request_log import CallLog, InputLog, correlation_id
 from tgis.router.requests.tracing import CallSpan, Tracing
 from tgis.router.requests.validation import CallParameters
-from tgis.router.sequence import Sequence, StopReason
+from tgis.router.sequence import StopReason
 
 logger = logging.getLogger(__name__)
 
 MISSING_REQUEST = "missing request"
 
-Record = Callable[[Event], InputTokens | Output]
+Record = Callable[[InputTokens | Output | Failed], InputTokens | Output]
 
 
 @dataclass(frozen=True)
@@ -41,14 +43,12 @@ class Accounting:
     log_text_chars: int
 
     @contextmanager
-    def open(
-        self, request: GenerationCall, method: str, kind: str, metadata: Metadata
-    ) -> "Iterator[CallAccount]":
-        """Begin a call. Exceptions that end it early pass through. `kind` is single, batch or stream."""
-        log = CallLog(request, correlation_id(metadata), self.log_text_chars)
-        with self.tracing.call(method, metadata) as span, log:
-            span.set_request(request, log.request_id, log.correlation_id)
-            account = CallAccount(self.metrics, log, span, kind)
+    def open(self, call: GenerationCall) -> "Iterator[CallAccount]":
+        """Begin a call. Exceptions that end it early pass through."""
+        log = CallLog(call, correlation_id(call.metadata), self.log_text_chars)
+        with self.tracing.call(call.method, call.metadata) as span, log:
+            span.set_call(call, log.request_id, log.correlation_id)
+            account = CallAccount(self.metrics, log, span)
             with account.counting_failures():
                 yield account
 
@@ -64,14 +64,14 @@ class Accounting:
 
 
 class CallAccount:
-    def __init__(self, metrics: Metrics, log: CallLog, span: CallSpan, kind: str) -> None:
-        self._metrics, self._log, self._span, self._kind = metrics, log, span, kind
-        self.texts = log.texts
+    def __init__(self, metrics: Metrics, log: CallLog, span: CallSpan) -> None:
+        self._metrics, self._log, self._span = metrics, log, span
+        self._kind, num_inputs = log.call.kind, len(log.call.texts)
         self.request_id = log.request_id
-        self._num_waiting = len(log.texts)  # inputs that the engine has not been given yet
-        metrics.request_count.add(kind)
-        if log.texts:
-            metrics.request_input_count.add(amount=len(log.texts))
+        self._num_waiting = num_inputs  # inputs that the engine has not been given yet
+        metrics.request_count.add(self._kind)
+        if num_inputs:
+            metrics.request_input_count.add(amount=num_inputs)
 
     @contextmanager
     def counting_failures(self) -> Iterator[None]:
@@ -101,46 +101,48 @@ class CallAccount:
             failure.add("cancelled", amount=self._num_waiting)
             raise
 
-    def accept(self, params: CallParameters, sequences: list[Sequence]) -> None:
+    def accept(self, params: CallParameters, specs: list[SequenceSpec]) -> None:
         """Record that all inputs have been validated."""
         failpoints.hit("router.before_accept")
         metrics = self._metrics
         metrics.request_validation_duration.observe(time.monotonic() - self._log.started_at)
-        for sequence in sequences:
-            sequence.request_id = self.request_id
-            metrics.request_input_length.observe(sequence.num_input_tokens)
+        for spec in specs:
+            metrics.request_input_length.observe(len(spec.input_ids))
             metrics.request_max_new_tokens.observe(params.stopping.max_new_tokens)
         self._log.accept()
 
     @contextmanager
-    def input(self, index: int, sequence: Sequence) -> Iterator[Record]:
-        """Account for an input. The yielded function must be given each of its events before it is used."""
+    def input(self, index: int, spec: SequenceSpec) -> Iterator[Record]:
+        """Account for an input. The yielded function must be given each of its outputs, and the
+        failure that ends it, before they are used."""
         self._num_waiting -= 1
-        with self._log.input(index, sequence) as log:
+        with self._log.input(index, spec) as log:
             try:
-                yield partial(self._record, sequence, log)
+                yield partial(self._record, spec, log)
             except (asyncio.CancelledError, GeneratorExit):
                 if not log.has_ended:
                     self._metrics.request_failure.add("cancelled")
                 raise
 
-    def _record(self, sequence: Sequence, log: InputLog, event: Event) -> InputTokens | Output:
-        """Account for the next event of an input, and return it. Raises GenerationError for a failure."""
+    def _record(
+        self, spec: SequenceSpec, log: InputLog, event: InputTokens | Output | Failed
+    ) -> InputTokens | Output:
+        """Account for what comes next of an input, and return it. Raises GenerationError for a failure."""
         if isinstance(event, Failed):
             raise GenerationError(event.message, event.code)
         if isinstance(event, Output) and event.reason is not StopReason.NOT_FINISHED:
-            self._count(sequence, event)
-            self._span.finish(sequence, event)
+            self._count(spec, event)
+            self._span.finish(spec, event)
         log.add(event)
         return event
 
-    def _count(self, sequence: Sequence, last: Output) -> None:
+    def _count(self, spec: SequenceSpec, last: Output) -> None:
         metrics, timings, num_generated = self._metrics, last.timings, last.num_generated
         assert timings is not None, "the last output has timings"
         metrics.request_success.add(last.reason.name, self._kind)
         metrics.request_duration.observe(time.monotonic() - self._log.started_at)
         metrics.request_generated_tokens.observe(num_generated)
-        metrics.request_total_tokens.observe(sequence.num_input_tokens + num_generated)
+        metrics.request_total_tokens.observe(len(spec.input_ids) + num_generated)
         if num_generated:
             metrics.request_inference_duration.observe(timings.inference_s)
             metrics.request_mean_time_per_token_duration.observe(timings.inference_s / num_generated)

@@ -5,18 +5,16 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from types import TracebackType
 
-from google.protobuf.message import Message
-
 from tgis.logs import FIELDS, Scalar
-from tgis.pb import generation_pb2 as pb
+from tgis.router.engine.handle import SequenceSpec
 from tgis.router.errors import Code, RouterError
 from tgis.router.events import InputTokens, Output, Timings
-from tgis.router.sequence import Sequence, StopReason
+from tgis.router.requests.call import GenerationCall, Metadata
+from tgis.router.sequence import StopReason
 
 logger = logging.getLogger(__name__)
 
@@ -29,16 +27,13 @@ LEVELS = {
     StopReason.ERROR: logging.ERROR,
 }
 
-GenerationCall = pb.BatchedGenerationRequest | pb.SingleGenerationRequest
-Metadata = Iterable[tuple[str, str | bytes]]
-
 
 @dataclass
 class CallLog:
     """Log of one call. As a context manager it logs an error or a cancellation that ends the call before
     `accept`; afterwards each input has its own log."""
 
-    request: GenerationCall
+    call: GenerationCall
     correlation_id: str = NO_ID
     text_chars: int = 0
     """Number of characters of an input's text and of an output's text that a line may show."""
@@ -50,11 +45,11 @@ class CallLog:
         """Record that all inputs have been validated."""
         self.validation_s = time.monotonic() - self.started_at
 
-    def input(self, index: int, sequence: Sequence) -> "InputLog":
+    def input(self, index: int, spec: SequenceSpec) -> "InputLog":
         """Return the log of the input at `index`, counted from 0."""
-        is_part = isinstance(self.request, pb.BatchedGenerationRequest) and len(self.texts) > 1
-        kind = f"Sub-request {index + 1} from batch of {len(self.texts)}" if is_part else self._kind
-        return InputLog(self, kind, [self.texts[index]], sequence)
+        texts = self.call.texts
+        kind = f"Sub-request {index + 1} from batch of {len(texts)}" if len(texts) > 1 else self._kind
+        return InputLog(self, kind, [texts[index]], spec)
 
     def __enter__(self) -> "CallLog":
         return self
@@ -63,27 +58,19 @@ class CallLog:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         if error is not None and self.validation_s is None:
-            InputLog(self, self._kind, self.texts).end_early(error)
-
-    @cached_property
-    def texts(self) -> list[str]:
-        if isinstance(self.request, pb.SingleGenerationRequest):
-            return [self.request.request.text]
-        return [item.text for item in self.request.requests]
+            InputLog(self, self._kind, self.call.texts).end_early(error)
 
     @cached_property
     def params_text(self) -> str:
-        """Decoding method and set parameters: numbers as they are, texts by length, lists by count."""
-        params = self.request.params
-        default = () if params.method else ("method=GREEDY",)
-        return ", ".join((*default, *_set_fields(params)))
+        return self.call.describe_parameters()
 
     @property
     def _kind(self) -> str:
         """TGIS's name for the call."""
-        if isinstance(self.request, pb.SingleGenerationRequest):
+        if self.call.kind == "stream":
             return "Streaming response"
-        return "Request" if len(self.texts) == 1 else f"Batch of {len(self.texts)}"
+        num_inputs = len(self.call.texts)
+        return "Request" if num_inputs == 1 else f"Batch of {num_inputs}"
 
 
 @dataclass
@@ -91,11 +78,11 @@ class InputLog:
     """Log of one input, or of all inputs of a call that ends before they begin. It logs once how the input
     ended; as a context manager, also by a cancellation or an exception."""
 
-    call: CallLog
+    call_log: CallLog
     kind: str
     """TGIS's name for what the line is about."""
     texts: list[str]
-    sequence: Sequence | None = None
+    spec: SequenceSpec | None = None
     num_generated: int = 0
     num_bytes: int = 0
     text: str = ""
@@ -107,7 +94,7 @@ class InputLog:
             return
         self.num_generated = event.num_generated
         self.num_bytes += len(event.text.encode())
-        if len(self.text) < self.call.text_chars:
+        if len(self.text) < self.call_log.text_chars:
             self.text += event.text
         if event.reason is not StopReason.NOT_FINISHED:
             self._end(event.reason, event.timings)
@@ -140,7 +127,7 @@ class InputLog:
         level = LEVELS.get(reason, logging.INFO)
         if not logger.isEnabledFor(level):
             return
-        shown = f": {self.text[: self.call.text_chars]}" if self.call.text_chars else ""
+        shown = f": {self.text[: self.call_log.text_chars]}" if self.call_log.text_chars else ""
         fields = self._fields()
         fields |= {"output_tokens": self.num_generated, "stop_reason": reason.name}
         fields |= self._durations(timings)
@@ -152,34 +139,34 @@ class InputLog:
         )
 
     def _fields(self) -> dict[str, Scalar]:
-        call, request, sequence = self.call, self.call.request, self.sequence
-        fields: dict[str, Scalar] = {"request_id": call.request_id, "correlation_id": call.correlation_id}
-        if request.HasField("prefix_id"):
-            fields["prefix_id"] = request.prefix_id[:MAX_ID_CHARS]
-        if request.HasField("adapter_id"):
-            fields["adapter_id"] = request.adapter_id[:MAX_ID_CHARS]
-        if call.text_chars and len(self.texts) == 1:
-            fields["input"] = self.texts[0][: call.text_chars]
+        log, call, spec = self.call_log, self.call_log.call, self.spec
+        fields: dict[str, Scalar] = {"request_id": log.request_id, "correlation_id": log.correlation_id}
+        if call.prefix_id is not None:
+            fields["prefix_id"] = call.prefix_id[:MAX_ID_CHARS]
+        if call.adapter_id is not None:
+            fields["adapter_id"] = call.adapter_id[:MAX_ID_CHARS]
+        if log.text_chars and len(self.texts) == 1:
+            fields["input"] = self.texts[0][: log.text_chars]
         fields["input_bytes"] = sum(len(text.encode()) for text in self.texts)
-        fields["params"] = call.params_text
-        if sequence is not None:
-            fields["input_tokens"] = sequence.num_input_tokens
-            if sequence.num_virtual_tokens:
-                fields["virtual_tokens"] = sequence.num_virtual_tokens
-            if not sequence.sampling.greedy:
-                fields["seed"] = sequence.sampling.seed
+        fields["params"] = log.params_text
+        if spec is not None:
+            fields["input_tokens"] = len(spec.input_ids)
+            if spec.lease.num_virtual_tokens:
+                fields["virtual_tokens"] = spec.lease.num_virtual_tokens
+            if not spec.sampling.greedy:
+                fields["seed"] = spec.sampling.seed
         return fields
 
     def _durations(self, timings: Timings | None) -> dict[str, Scalar]:
         seconds: dict[str, float] = {}
-        if self.call.validation_s is not None:
-            seconds["validation_time"] = self.call.validation_s
+        if self.call_log.validation_s is not None:
+            seconds["validation_time"] = self.call_log.validation_s
         if timings is not None:
             seconds["queue_time"] = timings.queue_s
             seconds["inference_time"] = timings.inference_s
             if self.num_generated:
                 seconds["time_per_token"] = timings.inference_s / self.num_generated
-        seconds["total_time"] = time.monotonic() - self.call.started_at
+        seconds["total_time"] = time.monotonic() - self.call_log.started_at
         return {f"{name}_ms": round(1000 * value, 3) for name, value in seconds.items()}
 
 
@@ -191,21 +178,3 @@ def correlation_id(metadata: Metadata) -> str:
                 return UNREADABLE_ID
             return value[:MAX_ID_CHARS]
     return NO_ID
-
-
-def _set_fields(message: Message) -> Iterator[str]:
-    """Yield the set fields. Only numbers and names are shown, even of fields that the message gets later."""
-    for descriptor, value in message.ListFields():
-        if isinstance(value, Message):
-            yield from _set_fields(value)
-        elif isinstance(value, str):
-            yield f"{descriptor.name}={len(value.encode())} bytes"
-        elif descriptor.enum_type is not None:
-            known = descriptor.enum_type.values_by_number.get(value)
-            yield f"{descriptor.name}={known.name if known else value}"
-        elif isinstance(value, float):
-            yield f"{descriptor.name}={value:.6g}"
-        elif isinstance(value, bool | int):
-            yield f"{descriptor.name}={str(value).lower()}"
-        else:
-            yield f"{descriptor.name}={len(value)}"

@@ -13,11 +13,10 @@ from opentelemetry.trace import INVALID_SPAN, Span, SpanKind, Status, StatusCode
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 from opentelemetry.util.types import AttributeValue
 
-from tgis.pb import generation_pb2 as pb
+from tgis.router.engine.handle import SequenceSpec
 from tgis.router.errors import RouterError, StartupError
 from tgis.router.events import Output
-from tgis.router.requests.request_log import GenerationCall, Metadata
-from tgis.router.sequence import Sequence
+from tgis.router.requests.call import GenerationCall, Metadata, Parameters
 
 if TYPE_CHECKING:
     from tgis.router.requests.otlp import SpanExport
@@ -89,21 +88,21 @@ class CallSpan:
                 span.set_status(Status(StatusCode.ERROR))
         span.end()
 
-    def set_request(self, request: GenerationCall, request_id: str, correlation_id: str) -> None:
+    def set_call(self, call: GenerationCall, request_id: str, correlation_id: str) -> None:
         if self._span.is_recording():
             attributes: Attributes = {
                 "gen_ai.request.id": request_id,
                 "tgis.correlation_id": correlation_id,
-                **_call_attributes(request),
-                **dict(_parameter_attributes(request.params)),
+                **_call_attributes(call),
+                **dict(_parameter_attributes(call.parameters)),
             }
             self._span.set_attributes(attributes)
 
-    def finish(self, sequence: Sequence, last: Output) -> None:
+    def finish(self, spec: SequenceSpec, last: Output) -> None:
         """Record a finished input. The latencies of a call are those of its slowest input."""
         if not self._span.is_recording():
             return
-        self._input_tokens += sequence.num_input_tokens
+        self._input_tokens += len(spec.input_ids)
         self._output_tokens += last.num_generated
         if len(self._reasons) < MAX_FINISH_REASONS:
             self._reasons.append(last.reason.name)
@@ -161,39 +160,36 @@ def _status(error: BaseException | None) -> grpc.StatusCode:
     return grpc.StatusCode.INTERNAL
 
 
-def _call_attributes(request: GenerationCall) -> Attributes:
-    is_stream = isinstance(request, pb.SingleGenerationRequest)
-    inputs = [request.request] if isinstance(request, pb.SingleGenerationRequest) else request.requests
+def _call_attributes(call: GenerationCall) -> Attributes:
     attributes: Attributes = {
         "gen_ai.operation.name": "text_completion",
         "gen_ai.provider.name": "tgis",
-        "gen_ai.request.stream": is_stream,
-        "tgis.input_count": len(inputs),
-        "tgis.input_bytes": sum(len(item.text.encode()) for item in inputs),
+        "gen_ai.request.stream": call.kind == "stream",
+        "tgis.input_count": len(call.texts),
+        "tgis.input_bytes": sum(len(text.encode()) for text in call.texts),
     }
-    if request.model_id:
-        attributes["gen_ai.request.model"] = request.model_id
-    if request.HasField("prefix_id"):
-        attributes["tgis.prefix_id"] = request.prefix_id
-    if request.HasField("adapter_id"):
-        attributes["tgis.adapter_id"] = request.adapter_id
+    if call.model_id:
+        attributes["gen_ai.request.model"] = call.model_id
+    if call.prefix_id is not None:
+        attributes["tgis.prefix_id"] = call.prefix_id
+    if call.adapter_id is not None:
+        attributes["tgis.adapter_id"] = call.adapter_id
     return attributes
 
 
-def _parameter_attributes(params: pb.Parameters) -> Iterator[tuple[str, AttributeValue]]:
+def _parameter_attributes(params: Parameters) -> Iterator[tuple[str, AttributeValue]]:
     """Yield the set parameters. A seed of 2**63 or more is text, because attributes have no unsigned type."""
-    sampling, stopping, guided = params.sampling, params.stopping, params.decoding.WhichOneof("guided")
-    if stopping.max_new_tokens:
-        yield "gen_ai.request.max_tokens", stopping.max_new_tokens
-    if sampling.HasField("temperature"):
-        yield "gen_ai.request.temperature", sampling.temperature
-    if sampling.top_p:
-        yield "gen_ai.request.top_p", sampling.top_p
-    if sampling.top_k:
-        yield "gen_ai.request.top_k", sampling.top_k
-    if sampling.HasField("seed"):
-        yield "gen_ai.request.seed", sampling.seed if sampling.seed < 2**63 else str(sampling.seed)
-    if stopping.stop_sequences:
-        yield "tgis.stop_sequence_count", len(stopping.stop_sequences)
-    if guided is not None:
-        yield "tgis.guided", guided
+    if params.max_new_tokens:
+        yield "gen_ai.request.max_tokens", params.max_new_tokens
+    if params.temperature is not None:
+        yield "gen_ai.request.temperature", params.temperature
+    if params.top_p:
+        yield "gen_ai.request.top_p", params.top_p
+    if params.top_k:
+        yield "gen_ai.request.top_k", params.top_k
+    if params.seed is not None:
+        yield "gen_ai.request.seed", params.seed if params.seed < 2**63 else str(params.seed)
+    if params.stop_sequences:
+        yield "tgis.stop_sequence_count", len(params.stop_sequences)
+    if params.guided is not None:
+        yield "tgis.guided", params.guided.field

@@ -1,12 +1,12 @@
-"""Decides after every token whether a generation ends, and which part of its text may be shown meanwhile."""
+"""Text of a generation: whether a stop sequence ends it, and which part of it may be shown meanwhile."""
 
-import time
 from collections import deque
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import regex
 
-from tgis.router.sequence import Stopping, StopReason
+from tgis.router.sequence import StopReason
 from tgis.router.text.detokenizer import Vocabulary
 
 MAX_CLUSTER = 512
@@ -16,11 +16,21 @@ _CLUSTER = regex.compile(r"\X")
 _NOT_FINISHED = StopReason.NOT_FINISHED  # looked up once, because every token needs it
 
 
+@dataclass(frozen=True)
+class StopSequences:
+    """Texts that end a generation."""
+
+    texts: tuple[str, ...] = ()
+    are_included: bool = True
+    """True if the text includes the stop sequence that ends it."""
+    min_new_tokens: int = 0
+    """Number of the first token that may end with a stop sequence."""
+
+
 class TextUpdate(NamedTuple):
-    """Result of one token: text that may be shown, and whether the token was the last."""
+    """Result of one token: text that may be shown, and the stop sequence that ends the generation, if any."""
 
     text: str
-    reason: StopReason = _NOT_FINISHED
     stop_sequence: str = ""
 
 
@@ -119,33 +129,44 @@ class PieceBuffer:
 
 
 class TextStream:
-    """Text of one generation from its sampled tokens, and its end, with TGIS's order of stop reasons."""
+    """Text of one generation from its tokens: the sink of a door, which takes an update for each token. What
+    the engine pushes ahead of the door is kept until then."""
 
-    def __init__(self, vocabulary: Vocabulary, stopping: Stopping) -> None:
-        self._stopping = stopping
+    def __init__(self, vocabulary: Vocabulary, stops: StopSequences) -> None:
+        self._stops = stops
         self._detokenizer = vocabulary.detokenizer()
-        self._matcher = StopMatcher(stopping.stop_sequences) if stopping.stop_sequences else None
+        self._matcher = StopMatcher(stops.texts) if stops.texts else None
         buffer = ClusterBuffer if vocabulary.streams_clusters else PieceBuffer
-        self._buffer: TextBuffer = buffer(_hold_back(stopping))
+        self._buffer: TextBuffer = buffer(_hold_back(stops))
         self._num_tokens = 0
+        self._updates: deque[TextUpdate] = deque()
 
-    def push(self, token_id: int) -> TextUpdate:
-        """Add the next token. No further token may follow a piece with a reason."""
+    def push(self, token_id: int, reason: StopReason) -> bool:
+        """Add the next token, with the engine's reason if it is the last. Return True if a stop
+        sequence makes it the last. No further token may follow the last one."""
         self._num_tokens += 1
-        reason = self._reason(token_id)
         # The token that ends a sequence is not part of the text, even if special tokens are.
         text = "" if reason is StopReason.EOS_TOKEN else self._detokenizer.push(token_id)
         if reason is not _NOT_FINISHED:
-            return TextUpdate(self._buffer.flush() + text + self._detokenizer.flush(), reason)
+            text = self._buffer.flush() + text + self._detokenizer.flush()
+            self._updates.append(TextUpdate(text))
+            return False
         if not text:
-            return _NOTHING
+            self._updates.append(_NOTHING)
+            return False
         if self._matcher is not None:
-            if self._num_tokens >= self._stopping.min_new_tokens:
+            if self._num_tokens >= self._stops.min_new_tokens:
                 stop, num_after = self._matcher.find(text)
                 if stop:
-                    return TextUpdate(self._cut(text, stop, num_after), StopReason.STOP_SEQUENCE, stop)
+                    self._updates.append(TextUpdate(self._cut(text, stop, num_after), stop))
+                    return True
             self._matcher.add(text)
-        return TextUpdate(self._buffer.push(text))
+        self._updates.append(TextUpdate(self._buffer.push(text)))
+        return False
+
+    def take(self) -> TextUpdate:
+        """Return the update of the oldest token whose update has not been taken."""
+        return self._updates.popleft()
 
     def flush(self) -> str:
         """Return the text that is held back, for a generation that ends between tokens."""
@@ -153,30 +174,18 @@ class TextStream:
 
     def _cut(self, text: str, stop: str, num_after: int) -> str:
         unshown = self._buffer.flush() + text
-        num_cut = num_after if self._stopping.include_stop_sequence else num_after + len(stop)
+        num_cut = num_after if self._stops.are_included else num_after + len(stop)
         assert num_cut <= len(unshown), "of a stop sequence nothing has been shown"
         return unshown[: len(unshown) - num_cut]
 
-    def _reason(self, token_id: int) -> StopReason:
-        if self._stopping.deadline is not None and time.monotonic() > self._stopping.deadline:
-            return StopReason.TIME_LIMIT
-        # Shards mask it up to min_new_tokens, unless a grammar leaves nothing else.
-        if token_id in self._stopping.eos_token_ids:
-            return StopReason.EOS_TOKEN
-        if self._num_tokens < self._stopping.min_new_tokens:
-            return _NOT_FINISHED
-        if self._num_tokens >= self._stopping.max_new_tokens:
-            return StopReason.TOKEN_LIMIT if self._stopping.reduced else StopReason.MAX_TOKENS
-        return _NOT_FINISHED
 
-
-def _hold_back(stopping: Stopping) -> int:
+def _hold_back(stops: StopSequences) -> int:
     """Return the number of bytes that a stop sequence may still take away."""
-    if not stopping.stop_sequences:
+    if not stops.texts:
         return 0
-    if stopping.include_stop_sequence:
+    if stops.are_included:
         return 1
-    return max(len(stop.encode()) for stop in stopping.stop_sequences)
+    return max(len(stop.encode()) for stop in stops.texts)
 
 
 def _ascii_start(text: str, cutoff: int) -> int:

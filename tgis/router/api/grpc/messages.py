@@ -1,34 +1,131 @@
-"""Writes the public messages from the engine's events, in the shapes that TGIS's clients expect."""
+"""Reads the public messages into plain values, and writes the answers in the shapes that TGIS's clients
+expect."""
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator
+from functools import partial
+
+from google.protobuf.message import Message
 
 from tgis.pb import generation_pb2 as pb
+from tgis.router.api.service import Result
+from tgis.router.engine.handle import SequenceSpec
 from tgis.router.events import InputTokens, Output
-from tgis.router.sequence import Details, Sequence, StopReason, TokenDetail
+from tgis.router.grammar.compiler import JSON, Guided
+from tgis.router.requests.call import GenerationCall, Metadata, Parameters
+from tgis.router.sequence import Details, StopReason, TokenDetail
 from tgis.router.text.tokenizer import Tokenizer
 
 _NOT_FINISHED = StopReason.NOT_FINISHED  # looked up once, because every token needs it
 
 
-@dataclass
-class Result:
-    """A whole generation, collected for a unary answer."""
+ECHO_GAP = "\n\n"  # between an input and its answer; a text that continues the input needs none
 
-    sequence: Sequence
-    text: list[str] = field(default_factory=list)
-    tokens: list[TokenDetail] = field(default_factory=list)
-    input_tokens: tuple[TokenDetail, ...] = ()
-    last: Output | None = None
 
-    def add(self, event: InputTokens | Output) -> None:
-        if isinstance(event, InputTokens):
-            self.input_tokens = event.tokens
-            return
-        self.text.append(event.text)
-        self.last = event
-        if event.token is not None and self.sequence.details.generated_tokens:
-            self.tokens.append(event.token)
+def read_batch(
+    request: pb.BatchedGenerationRequest, metadata: Metadata = (), connection: str = ""
+) -> GenerationCall:
+    kind = "single" if len(request.requests) == 1 else "batch"
+    texts = [item.text for item in request.requests]
+    return _read_call(request, "Generate", kind, texts, metadata, connection)
+
+
+def read_single(
+    request: pb.SingleGenerationRequest, metadata: Metadata = (), connection: str = ""
+) -> GenerationCall:
+    return _read_call(request, "GenerateStream", "stream", [request.request.text], metadata, connection)
+
+
+def _read_call(
+    request: pb.BatchedGenerationRequest | pb.SingleGenerationRequest,
+    method: str,
+    kind: str,
+    texts: list[str],
+    metadata: Metadata,
+    connection: str,
+) -> GenerationCall:
+    return GenerationCall(
+        method,
+        kind,
+        texts,
+        _read_parameters(request.params),
+        partial(describe, request.params),
+        metadata,
+        connection,
+        prefix_id=request.prefix_id if request.HasField("prefix_id") else None,
+        adapter_id=request.adapter_id if request.HasField("adapter_id") else None,
+        model_id=request.model_id,
+        has_input=isinstance(request, pb.BatchedGenerationRequest) or request.HasField("request"),
+    )
+
+
+def _read_parameters(params: pb.Parameters) -> Parameters:
+    sampling, stopping, response, decoding = (
+        params.sampling,
+        params.stopping,
+        params.response,
+        params.decoding,
+    )
+    penalty, include = decoding.length_penalty, stopping.include_stop_sequence
+    return Parameters(
+        sample=params.method == pb.SAMPLE,
+        temperature=sampling.temperature if sampling.HasField("temperature") else None,
+        top_k=sampling.top_k,
+        top_p=sampling.top_p,
+        typical_p=sampling.typical_p,
+        seed=sampling.seed if sampling.HasField("seed") else None,
+        repetition_penalty=decoding.repetition_penalty,
+        length_penalty=(
+            (penalty.start_index, penalty.decay_factor) if decoding.HasField("length_penalty") else None
+        ),
+        max_new_tokens=stopping.max_new_tokens,
+        min_new_tokens=stopping.min_new_tokens,
+        time_limit_ms=stopping.time_limit_millis,
+        stop_sequences=tuple(stopping.stop_sequences),
+        include_stop_sequence=include if stopping.HasField("include_stop_sequence") else None,
+        guided=read_guided(decoding),
+        generated_tokens=response.generated_tokens,
+        input_tokens=response.input_tokens,
+        token_logprobs=response.token_logprobs,
+        token_ranks=response.token_ranks,
+        top_n_tokens=response.top_n_tokens,
+        truncate_input_tokens=params.truncate_input_tokens,
+    )
+
+
+def read_guided(decoding: pb.DecodingParameters) -> Guided | None:
+    match decoding.WhichOneof("guided"):
+        case None:
+            return None
+        case "format":
+            return Guided("format", JSON if decoding.format == pb.DecodingParameters.JSON else "")
+        case "choice":
+            return Guided("choice", choices=tuple(decoding.choice.choices))
+        case field:
+            return Guided(field, getattr(decoding, field))
+
+
+def describe(params: pb.Parameters) -> str:
+    """Return decoding method and set parameters: numbers as they are, texts by length, lists by count."""
+    default = () if params.method else ("method=GREEDY",)
+    return ", ".join((*default, *_set_fields(params)))
+
+
+def _set_fields(message: Message) -> Iterator[str]:
+    """Yield the set fields. Only numbers and names are shown, even of fields that the message gets later."""
+    for descriptor, value in message.ListFields():
+        if isinstance(value, Message):
+            yield from _set_fields(value)
+        elif isinstance(value, str):
+            yield f"{descriptor.name}={len(value.encode())} bytes"
+        elif descriptor.enum_type is not None:
+            known = descriptor.enum_type.values_by_number.get(value)
+            yield f"{descriptor.name}={known.name if known else value}"
+        elif isinstance(value, float):
+            yield f"{descriptor.name}={value:.6g}"
+        elif isinstance(value, bool | int):
+            yield f"{descriptor.name}={str(value).lower()}"
+        else:
+            yield f"{descriptor.name}={len(value)}"
 
 
 class ResponseWriter:
@@ -37,31 +134,42 @@ class ResponseWriter:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
 
-    def unary(self, result: Result, echo: str) -> pb.GenerationResponse:
-        """Return a unary answer. Its text begins with `echo`, which is empty unless it was asked for."""
-        sequence, last = result.sequence, result.last
+    def batch(
+        self, request: pb.BatchedGenerationRequest, results: list[Result], is_encoder_decoder: bool
+    ) -> pb.BatchedGenerationResponse:
+        """Return the answer of a unary call. Texts begin with the input's, if that was asked for."""
+        echoes = [""] * len(results)
+        if request.params.response.input_text:
+            gap = ECHO_GAP if is_encoder_decoder else ""
+            echoes = [item.text + gap for item in request.requests]
+        return pb.BatchedGenerationResponse(responses=map(self._unary, results, echoes))
+
+    def _unary(self, result: Result, echo: str) -> pb.GenerationResponse:
+        spec, last = result.spec, result.last
         assert last is not None, "a generation ends with an output"
         is_empty = not last.num_generated  # expired before anything was computed: only the reason is told
         return pb.GenerationResponse(
-            input_token_count=sequence.num_input_tokens,
+            input_token_count=len(spec.input_ids),
             generated_token_count=last.num_generated,
             text="" if is_empty else echo + "".join(result.text),
             stop_reason=last.reason.name,
             stop_sequence=last.stop_sequence,
-            seed=0 if is_empty else sequence.sampling.seed,
-            tokens=self._token_infos(result.tokens, sequence.details),
-            input_tokens=self._token_infos(result.input_tokens, sequence.details),
+            seed=0 if is_empty else spec.sampling.seed,
+            tokens=self._token_infos(result.tokens, spec.details),
+            input_tokens=self._token_infos(result.input_tokens, spec.details),
         )
 
-    def header(self, sequence: Sequence, input_text: str) -> pb.GenerationResponse:
+    def header(self, request: pb.SingleGenerationRequest, spec: SequenceSpec) -> pb.GenerationResponse:
         """Return the first message of a stream, which is sent before anything is computed."""
         return pb.GenerationResponse(
-            input_token_count=sequence.num_input_tokens, seed=sequence.sampling.seed, text=input_text
+            input_token_count=len(spec.input_ids),
+            seed=spec.sampling.seed,
+            text=request.request.text if request.params.response.input_text else "",
         )
 
-    def message(self, event: InputTokens | Output, sequence: Sequence) -> pb.GenerationResponse | None:
-        """Return the event's message; None for a token without text if tokens were not asked for."""
-        details = sequence.details
+    def message(self, event: InputTokens | Output, spec: SequenceSpec) -> pb.GenerationResponse | None:
+        """Return the output's message; None for a token without text if tokens were not asked for."""
+        details = spec.details
         if isinstance(event, InputTokens):
             infos = self._token_infos(event.tokens, details)
             return pb.GenerationResponse(input_tokens=infos, input_token_count=len(infos))
@@ -76,7 +184,7 @@ class ResponseWriter:
             text=event.text,
             stop_reason=event.reason.name,
             stop_sequence=event.stop_sequence,
-            seed=sequence.sampling.seed if is_last and event.num_generated else 0,
+            seed=spec.sampling.seed if is_last and event.num_generated else 0,
             tokens=self._token_infos(tokens, details),
         )
 

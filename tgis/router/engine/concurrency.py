@@ -1,6 +1,5 @@
 """Limits how many inputs are in the server at once."""
 
-import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -14,8 +13,6 @@ class ConcurrencyLimit:
     def __init__(self, limit: int) -> None:
         self.num_free = self.limit = limit
         self.resource_count = ResourceCount()
-        self.all_free = asyncio.Event()
-        self.all_free.set()
 
     @property
     def num_used(self) -> int:
@@ -28,11 +25,8 @@ class ConcurrencyLimit:
             raise OverloadedError(OVERLOADED)
         self.num_free -= count
         self.resource_count.created += count
-        self.all_free.clear()
         try:
             yield
         finally:
             self.num_free += count
             self.resource_count.released += count
-            if not self.num_used:
-                self.all_free.set()

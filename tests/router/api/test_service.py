@@ -1,0 +1,117 @@
+"""The service behind a second door, whose calls are JSON and not protobuf, in front of either engine."""
+
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.router.engine_pair import Scene, open_scene
+from tests.support.router.fake_shard import EOS, VOCAB_SIZE
+from tests.support.router.model_of_shard import next_token
+from tests.support.tokenizers.trained import write_byte_level
+from tgis.router.api.service import GenerationService
+from tgis.router.engine.concurrency import ConcurrencyLimit
+from tgis.router.errors import OverloadedError, RequestError
+from tgis.router.events import Output
+from tgis.router.grammar.compiler import GrammarCompiler
+from tgis.router.requests.accounting import Accounting
+from tgis.router.requests.call import GenerationCall, Parameters
+from tgis.router.requests.tracing import Tracing
+from tgis.router.requests.validation import RequestLimits, Validator
+from tgis.router.sequence import StopReason
+from tgis.router.text.detokenizer import Vocabulary
+from tgis.router.text.tokenizer import Tokenizer
+
+PROMPT = "The quick brown fox"
+LIMITS = RequestLimits(
+    max_sequence_length=200,
+    max_new_tokens=199,
+    max_top_n_tokens=5,
+    max_guided_bytes=1000,
+    include_stop_sequence=True,
+)
+
+
+class JsonDoor:
+    """Calls are objects with `texts` and parameters; an answer is a list of [text, number, reason]."""
+
+    def __init__(self, scene: Scene, directory: Path) -> None:
+        write_byte_level(directory, VOCAB_SIZE)
+        self.tokenizer, self.scene, metrics = Tokenizer(directory, 1), scene, scene.metrics
+        vocabulary = Vocabulary(self.tokenizer)
+        validator = Validator(self.tokenizer, LIMITS, GrammarCompiler(), metrics, scene.handle.info)
+        accounting = Accounting(metrics, Tracing(), 0)
+        self.service = GenerationService(
+            scene.handle, validator, self.tokenizer, lambda _: vocabulary, ConcurrencyLimit(1), accounting
+        )
+
+    async def generate(self, text: str) -> str:
+        answers = []
+        for result in await self.service.generate(read(text, "batch")):
+            assert result.last is not None
+            answers.append(["".join(result.text), result.last.num_generated, result.last.reason.name])
+        return json.dumps(answers)
+
+    async def stream(self, text: str) -> AsyncIterator[str]:
+        async with self.service.stream(read(text, "stream")) as (spec, outputs):
+            yield json.dumps(len(spec.input_ids))
+            async for output in outputs:
+                assert isinstance(output, Output)
+                yield json.dumps([output.text, output.num_generated, output.reason.name])
+
+    def expected(self, text: str, length: int) -> tuple[str, int]:
+        """The model's own text, and its number of tokens."""
+        tokens: list[int] = self.tokenizer.fast.encode(text).ids
+        num_inputs = len(tokens)
+        while len(tokens) < num_inputs + length and (len(tokens) == num_inputs or tokens[-1] != EOS):
+            tokens.append(next_token(tokens, VOCAB_SIZE))
+        generated = self.tokenizer.fast.decode(tokens[num_inputs:])
+        return generated.rstrip("\N{REPLACEMENT CHARACTER}"), len(tokens) - num_inputs
+
+
+def read(text: str, kind: str) -> GenerationCall:
+    call = json.loads(text)
+    texts = call.pop("texts")
+    call["stop_sequences"] = tuple(call.get("stop_sequences", ()))
+    return GenerationCall("json", kind, texts, Parameters(**call), lambda: "", (), "a connection")
+
+
+@pytest.fixture(params=[False, True], ids=["local", "split"])
+async def door(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[JsonDoor]:
+    async with open_scene(tmp_path, request.param) as scene:
+        door = JsonDoor(scene, tmp_path)
+        yield door
+        assert door.service.is_idle.is_set()
+        door.tokenizer.close()
+
+
+async def test_another_door_has_the_model_s_texts(door: JsonDoor) -> None:
+    texts = [PROMPT, "girl bread"]
+    answers = json.loads(await door.generate(json.dumps({"texts": texts, "max_new_tokens": 30})))
+    for text, (generated, num_generated, reason) in zip(texts, answers, strict=True):
+        expected, num_expected = door.expected(text, 30)
+        assert (generated, num_generated) == (expected, num_expected)
+        assert reason == ("MAX_TOKENS" if num_expected == 30 else "EOS_TOKEN")
+
+
+async def test_another_door_streams_to_a_stop_sequence(door: JsonDoor) -> None:
+    whole, _ = door.expected(PROMPT, 30)
+    stop = whole[len(whole) // 2 :][:3]
+    call = {"texts": [PROMPT], "max_new_tokens": 30, "stop_sequences": [stop]}
+    first, *parts = [json.loads(part) async for part in door.stream(json.dumps(call))]
+    assert first == len(door.tokenizer.fast.encode(PROMPT).ids)
+    assert "".join(text for text, _, _ in parts) == whole[: whole.index(stop) + len(stop)]
+    assert [number for _, number, _ in parts] == list(range(1, len(parts) + 1))
+    *others, last = [reason for _, _, reason in parts]
+    assert last == StopReason.STOP_SEQUENCE.name
+    assert set(others) <= {StopReason.NOT_FINISHED.name}
+
+
+async def test_another_door_s_refusals_are_counted(door: JsonDoor) -> None:
+    failures = door.scene.metrics.request_failure
+    with pytest.raises(RequestError, match="max_new_tokens must be <= 199"):
+        await door.generate(json.dumps({"texts": [PROMPT], "max_new_tokens": 200}))
+    with pytest.raises(OverloadedError):
+        await door.generate(json.dumps({"texts": [PROMPT] * 129}))
+    assert (failures._values[("validation",)], failures._values[("conc_limit",)]) == (1, 1)

@@ -1,0 +1,262 @@
+"""The seam between doors and engine, in both implementations: the engine's own handle, and a split one, whose
+values cross as bytes."""
+
+import asyncio
+import random
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.router.engine_pair import Scene, open_scene
+from tests.support.router.fake_shard import EOS, PAD, VOCAB_SIZE
+from tests.support.router.model_of_contents import Item, Library, adapter
+from tests.support.router.model_of_shard import join_digests, truth
+from tgis.pb import shard_pb2 as pb
+from tgis.router.engine.handle import Lease, Resume, SequenceSpec, TextSink, Ticket
+from tgis.router.errors import Code, OverloadedError
+from tgis.router.events import Ended, Event, Failed, InputTokens
+from tgis.router.sequence import Details, Stopping, StopReason, TokenDetail
+
+PROMPT = (21, 22, 23, 24, 25, 26, 27, 28, 29, 30)
+LENGTH = 24
+EOS_IDS = frozenset({EOS})
+
+
+@pytest.fixture(params=[False, True], ids=["local", "split"])
+async def scene(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Scene]:
+    library = Library()
+    library.put(Item("p1", num_decoder_tokens=3), "prompt-1")
+    library.put(adapter("a1"), "adapter-1")
+    async with open_scene(tmp_path, request.param, library=library) as scene:
+        yield scene
+        for _ in range(500):
+            if not scene.left():
+                break
+            await asyncio.sleep(0.01)
+        assert scene.left() == {}
+
+
+class StopAt:
+    """A sink that finds a stop sequence at a token."""
+
+    def __init__(self, place: int) -> None:
+        self.place, self.pushed = place, list[tuple[int, StopReason]]()
+
+    def push(self, token_id: int, reason: StopReason) -> bool:
+        self.pushed.append((token_id, reason))
+        return reason is StopReason.NOT_FINISHED and len(self.pushed) == self.place
+
+
+def spec(prompt: tuple[int, ...] = PROMPT, length: int = LENGTH, **more: object) -> SequenceSpec:
+    stopping = Stopping(length, min_new_tokens=length, eos_token_ids=EOS_IDS)
+    return SequenceSpec(prompt, stopping, **more)  # type: ignore[arg-type]
+
+
+def expected(prompt: tuple[int, ...] = PROMPT, length: int = LENGTH, digests: str = "") -> list[int]:
+    """The model's tokens. None of those here is the end of a sequence."""
+    tokens = truth(list(prompt), length, VOCAB_SIZE, digests=digests)[len(prompt) :]
+    assert len(tokens) == length
+    assert EOS not in tokens
+    return tokens
+
+
+async def read(scene: Scene, ticket: Ticket, *opened: object) -> list[Event]:
+    """All events of a sequence."""
+    sequence_id = scene.handle.open(ticket, *opened)  # type: ignore[arg-type]
+    return [event async for event in scene.handle.events(sequence_id)]
+
+
+def tokens_of(events: list[Event]) -> list[int]:
+    """Of a generation that ended, and of nothing after its end."""
+    *others, last = events
+    assert isinstance(last, Ended)
+    tokens = [event for event in others if isinstance(event, TokenDetail)]
+    assert len(tokens) + sum(isinstance(event, InputTokens) for event in others) == len(others)
+    return [token.token_id for token in (*tokens, *((last.token,) if last.token else ()))]
+
+
+async def test_a_generation_is_tokens_and_an_end(scene: Scene) -> None:
+    ticket = await scene.handle.acquire(1)
+    sink = StopAt(0)
+    events = await read(scene, ticket, spec(), sink)
+    scene.handle.release(ticket)
+    assert tokens_of(events) == expected()
+    last = events[-1]
+    assert isinstance(last, Ended)
+    assert (last.num_generated, last.reason) == (LENGTH, StopReason.MAX_TOKENS)
+    reasons = [StopReason.NOT_FINISHED] * (LENGTH - 1) + [StopReason.MAX_TOKENS]
+    assert sink.pushed == list(zip(expected(), reasons, strict=True))
+
+
+async def test_a_sink_ends_a_generation_with_its_token(scene: Scene) -> None:
+    """Which is delivered with the end; length comes before a stop sequence."""
+    ticket = await scene.handle.acquire(LENGTH)
+    for place in range(1, LENGTH + 1):
+        sink = StopAt(place)
+        events = await read(scene, ticket, spec(), sink)
+        assert tokens_of(events) == expected()[:place]
+        assert [token_id for token_id, _ in sink.pushed] == expected()[:place]
+        *_, last = events
+        assert isinstance(last, Ended)
+        reason = StopReason.STOP_SEQUENCE if place < LENGTH else StopReason.MAX_TOKENS
+        assert (last.token is not None, last.num_generated, last.reason) == (True, place, reason)
+        assert 0 <= last.timings.queue_s <= last.timings.total_s
+    scene.handle.release(ticket)
+
+
+async def test_a_stop_sequence_costs_the_steps_that_were_on_their_way(tmp_path: Path) -> None:
+    async with open_scene(tmp_path, is_split=False) as scene:
+        ticket = await scene.handle.acquire(1)
+        await read(scene, ticket, spec(length=100), StopAt(5))
+        await asyncio.sleep(0.2)
+        assert 5 <= scene.shard.num_steps <= 5 + 2, "two steps are in flight at most"
+        scene.handle.release(ticket)
+
+
+@pytest.mark.parametrize("has_inputs", [True, False])
+async def test_a_generation_continues_where_it_was_left(scene: Scene, has_inputs: bool) -> None:
+    details = Details(input_tokens=True, generated_tokens=True, ranks=True)
+    ticket = await scene.handle.acquire(1)
+    whole = await read(scene, ticket, spec(details=details), None)
+    assert [len(event.tokens) for event in whole if isinstance(event, InputTokens)] == [len(PROMPT)]
+    for num_known in (0, 1, 7, LENGTH - 1, LENGTH):
+        sink, known = StopAt(0), expected()[:num_known]
+        resume = Resume(tuple(known), has_inputs)
+        events = await read(scene, ticket, spec(details=details), sink, resume)
+        assert [*known, *tokens_of(events)] == expected()
+        assert [token_id for token_id, _ in sink.pushed] == expected()[num_known:]
+        inputs = [len(event.tokens) for event in events if isinstance(event, InputTokens)]
+        assert inputs == ([] if has_inputs or num_known == LENGTH else [len(PROMPT)])
+        last = events[-1]
+        assert isinstance(last, Ended)
+        assert (last.num_generated, last.reason) == (LENGTH, StopReason.MAX_TOKENS)
+    scene.handle.release(ticket)
+
+
+async def test_an_encoder_s_input_is_reported_once(tmp_path: Path) -> None:
+    info = pb.InfoResponse(model_kind=pb.InfoResponse.MODEL_KIND_ENCODER_DECODER, decoder_start_token_id=5)
+    for is_split in (False, True):
+        async with open_scene(tmp_path, is_split, info) as scene:
+            assert scene.handle.info().is_encoder_decoder
+            ticket = await scene.handle.acquire(1)
+            asked = spec(details=Details(input_tokens=True))
+            whole = await read(scene, ticket, asked, None)
+            assert [len(event.tokens) for event in whole if isinstance(event, InputTokens)] == [len(PROMPT)]
+            tokens = tokens_of(whole)
+            rest = await read(scene, ticket, asked, None, Resume(tuple(tokens[:3]), has_inputs=True))
+            assert tokens_of(rest) == tokens[3:]
+            assert not any(isinstance(event, InputTokens) for event in rest)
+            scene.handle.release(ticket)
+
+
+async def test_a_cancel_races_an_end(scene: Scene) -> None:
+    """A door without a sink reads, and cuts off after a token that it has read, at once or later. One final
+    event is the last, whichever comes first."""
+    r, ends = random.Random(1), set[StopReason]()
+    ticket = await scene.handle.acquire(64)
+
+    async def one(place: int, num_turns: int, num_more: int) -> StopReason:
+        sequence_id = scene.handle.open(ticket, spec(length=place + num_more), None)
+        num_read, finals = 0, list[Ended]()
+        async for event in scene.handle.events(sequence_id):
+            assert not finals
+            assert not isinstance(event, InputTokens | Failed)
+            if isinstance(event, Ended):
+                finals.append(event)
+                continue
+            num_read += 1
+            if num_read == place:
+                for _ in range(num_turns):
+                    await asyncio.sleep(0.0005)
+                scene.handle.cancel(sequence_id, keep=place)
+        scene.handle.cancel(sequence_id, keep=place)  # it has ended
+        scene.handle.cancel(sequence_id)
+        scene.handle.cancel(sequence_id)
+        [last] = finals
+        num_generated = place if last.reason is StopReason.STOP_SEQUENCE else place + num_more
+        assert last.num_generated == num_generated
+        return last.reason
+
+    for _ in range(3):
+        cases = [(r.randint(1, 9), r.randint(0, 12), r.choice([1, 3, 60])) for _ in range(16)]
+        ends |= set(await asyncio.gather(*(one(*case) for case in cases)))
+    scene.handle.release(ticket)
+    assert ends == {StopReason.STOP_SEQUENCE, StopReason.MAX_TOKENS}
+
+
+async def test_a_release_gives_back_all_of_a_ticket_once(scene: Scene) -> None:
+    ticket, other = await scene.handle.acquire(100), await scene.handle.acquire(20)
+    with pytest.raises(OverloadedError):
+        await scene.handle.acquire(40)
+    scene.shard.step_s = 0.05
+    lease = await scene.handle.lease(ticket, "prompt-1", "adapter-1", "an-id")
+    assert lease == Lease("p1", "a1", num_decoder_tokens=3)
+    sequence_id = scene.handle.open(ticket, spec(length=100, lease=lease), None)
+    await anext(aiter(scene.handle.events(sequence_id)))
+    for _ in range(2):
+        scene.handle.release(ticket)
+    await asyncio.sleep(0.2)
+    assert "request" not in scene.left(), "its sequence goes on"
+    scene.handle.cancel(sequence_id)
+    again = await scene.handle.acquire(108)
+    with pytest.raises(OverloadedError):
+        await scene.handle.acquire(1)
+    for each in (other, again, ticket):
+        scene.handle.release(each)
+
+
+async def test_adapters_are_those_that_the_lease_names(scene: Scene) -> None:
+    ticket = await scene.handle.acquire(1)
+    lease = await scene.handle.lease(ticket, "prompt-1", "adapter-1", "an-id")
+    tokens = tokens_of(await read(scene, ticket, spec(lease=lease), None))
+    padded = (PAD,) * 3 + PROMPT
+    assert tokens == expected(padded, digests=join_digests("a1", "p1"))
+    replaced = lease._replace(adapter_digest="a0")
+    [event] = await read(scene, ticket, spec(lease=replaced, request_id="an-id"), None)
+    assert event == Failed(Code.INTERNAL, "Request failed during generation: internal error, request an-id")
+    scene.handle.release(ticket)
+
+
+async def test_a_cancelled_wait_gives_back_what_it_waited_for(scene: Scene) -> None:
+    """Whether its answer is on its way or not."""
+    r = random.Random(2)
+    for _ in range(20):
+
+        async def call() -> None:
+            ticket = await scene.handle.acquire(100)
+            try:
+                await scene.handle.lease(ticket, "prompt-1", None, "an-id")
+            finally:
+                scene.handle.release(ticket)
+
+        task = asyncio.create_task(call())
+        await asyncio.sleep(r.uniform(0, 0.01))
+        task.cancel()
+        await asyncio.wait((task,))
+    for _ in range(50):
+        try:
+            scene.handle.release(await scene.handle.acquire(128))
+            return
+        except OverloadedError:
+            await asyncio.sleep(0.01)
+    pytest.fail("places are lost")
+
+
+async def test_a_deadline_is_a_time_of_the_machine(scene: Scene) -> None:
+    scene.shard.step_s = 0.02
+    ticket, sink = await scene.handle.acquire(1), StopAt(0)
+    stopping = Stopping(100, min_new_tokens=100, deadline=time.monotonic() + 0.2)
+    events = await read(scene, ticket, SequenceSpec(PROMPT, stopping), sink)
+    scene.handle.release(ticket)
+    last = events[-1]
+    assert isinstance(last, Ended)
+    assert last.reason is StopReason.TIME_LIMIT
+    assert 1 <= last.num_generated < 20
+    assert sink.pushed[-1][1] is StopReason.TIME_LIMIT
+
+
+def test_the_sinks_here_are_sinks() -> None:
+    sink: TextSink = StopAt(1)
+    assert sink.push(1, StopReason.NOT_FINISHED)

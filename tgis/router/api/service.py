@@ -1,0 +1,204 @@
+"""The service of all doors: a call in plain values is accounted for, admitted, validated and generated.
+Doors translate from its protocol and back."""
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from tgis.pb import generation_pb2 as pb
+from tgis.router.engine.concurrency import ConcurrencyLimit
+from tgis.router.engine.handle import EngineHandle, SequenceSpec, Ticket
+from tgis.router.errors import RequestError
+from tgis.router.events import Ended, InputTokens, Output
+from tgis.router.requests.accounting import MISSING_REQUEST, Accounting, CallAccount, Record
+from tgis.router.requests.call import GenerationCall, Metadata
+from tgis.router.requests.validation import CallParameters, Validator
+from tgis.router.sequence import TokenDetail
+from tgis.router.text.detokenizer import Vocabulary
+from tgis.router.text.stop_sequences import TextStream
+from tgis.router.text.tokenizer import Tokenizer
+
+
+class ModelInfo(NamedTuple):
+    is_encoder_decoder: bool
+    max_sequence_length: int
+    max_new_tokens: int
+
+
+@dataclass
+class Result:
+    """A whole generation."""
+
+    spec: SequenceSpec
+    text: list[str] = field(default_factory=list)
+    tokens: list[TokenDetail] = field(default_factory=list)
+    input_tokens: tuple[TokenDetail, ...] = ()
+    last: Output | None = None
+
+    def add(self, output: InputTokens | Output) -> None:
+        if isinstance(output, InputTokens):
+            self.input_tokens = output.tokens
+            return
+        self.text.append(output.text)
+        self.last = output
+        if output.token is not None and self.spec.details.generated_tokens:
+            self.tokens.append(output.token)
+
+
+Outputs = AsyncGenerator[InputTokens | Output, None]
+
+
+class Stream(NamedTuple):
+    spec: SequenceSpec
+    outputs: Outputs
+
+
+class _Admitted(NamedTuple):
+    """A call that has been validated, with its claim to the engine."""
+
+    account: CallAccount
+    ticket: Ticket
+    params: CallParameters
+    specs: list[SequenceSpec]
+
+
+class GenerationService:
+    def __init__(
+        self,
+        engine: EngineHandle,
+        validator: Validator,
+        tokenizer: Tokenizer,
+        vocabulary: Callable[[bool], Vocabulary],
+        tokenize_concurrency: ConcurrencyLimit,
+        accounting: Accounting,
+    ) -> None:
+        """`vocabulary` returns that of texts which continue their input, or do not."""
+        self._engine, self._validator, self._accounting = engine, validator, accounting
+        self._tokenizer, self._vocabulary = tokenizer, vocabulary
+        self._tokenize_concurrency = tokenize_concurrency
+        self._num_admitted = 0
+        self.is_idle = asyncio.Event()
+        """Set while no generation call has been admitted."""
+        self.is_idle.set()
+
+    @property
+    def is_encoder_decoder(self) -> bool:
+        return self._engine.info().is_encoder_decoder
+
+    async def generate(self, call: GenerationCall) -> list[Result]:
+        """Generate for all texts of a call. Raises RouterError."""
+        with self._accounting.open(call) as account:
+            if not call.texts:
+                return []
+            async with self._admit(call, account) as admitted:
+                return await self._collect_all(admitted)
+
+    @asynccontextmanager
+    async def stream(self, call: GenerationCall) -> AsyncIterator[Stream]:
+        """Admit a call with one text, and generate while the context is open. An exception that leaves the
+        context is what ends the call. Raises RouterError, and so do the outputs."""
+        with self._accounting.open(call) as account:
+            async with self._admit(call, account) as admitted:
+                async with self._outputs(admitted, 0) as outputs:
+                    yield Stream(admitted.specs[0], outputs)
+
+    async def tokenize(
+        self, request: pb.BatchedTokenizeRequest, metadata: Metadata, connection: str
+    ) -> bytes:
+        """Return a serialized BatchedTokenizeResponse, because serializing a large one takes long. Raises
+        RouterError."""
+        started_at, metrics = time.monotonic(), self._accounting.metrics
+        metrics.tokenize_count.add()
+        metrics.tokenize_input_count.add(amount=len(request.requests))
+        with (
+            self._accounting.tracing.call("Tokenize", metadata),
+            self._accounting.counting_overload("Tokenize"),
+            self._tokenize_concurrency.acquire(1),
+        ):
+            response, num_tokens = await self._tokenizer.tokenize(request, connection)
+        metrics.tokenize_tokens.observe(num_tokens)
+        metrics.tokenize_duration.observe(time.monotonic() - started_at)
+        return response
+
+    def model_info(self, metadata: Metadata) -> ModelInfo:
+        limits = self._validator.limits
+        with self._accounting.tracing.call("ModelInfo", metadata):
+            return ModelInfo(self.is_encoder_decoder, limits.max_sequence_length, limits.max_new_tokens)
+
+    @asynccontextmanager
+    async def _admit(self, call: GenerationCall, account: CallAccount) -> AsyncIterator[_Admitted]:
+        """Take what a call needs of the engine, and validate the call. All is given back at the end."""
+        engine, validator = self._engine, self._validator
+        ticket = await engine.acquire(len(call.texts))
+        self._num_admitted += 1
+        self.is_idle.clear()
+        try:
+            if not call.has_input:
+                raise RequestError(MISSING_REQUEST)
+            params = validator.check(call.parameters)
+            grammar = await validator.compile(params)
+            lease = await engine.lease(ticket, call.prefix_id, call.adapter_id, account.request_id)
+            specs = await validator.specs(call, params, grammar, lease, account.request_id)
+            account.accept(params, specs)
+            yield _Admitted(account, ticket, params, specs)
+        finally:
+            engine.release(ticket)
+            self._num_admitted -= 1
+            if not self._num_admitted:
+                self.is_idle.set()
+
+    @asynccontextmanager
+    async def _outputs(self, admitted: _Admitted, index: int) -> AsyncIterator[Outputs]:
+        """Account for an input and generate while the context is open, from the first output on."""
+        with admitted.account.input(index, admitted.specs[index]) as record:
+            async with aclosing(self._generate(admitted, index, record)) as outputs:
+                yield outputs
+
+    async def _generate(self, admitted: _Admitted, index: int, record: Record) -> Outputs:
+        engine = self._engine
+        text = TextStream(self._vocabulary(not self.is_encoder_decoder), admitted.params.stops)
+        sequence_id = engine.open(admitted.ticket, admitted.specs[index], text)
+        num_generated = 0
+        try:
+            async for event in engine.events(sequence_id):
+                if isinstance(event, TokenDetail):
+                    num_generated += 1
+                    yield record(Output(text.take().text, event, num_generated))
+                elif isinstance(event, Ended):
+                    yield record(_last_output(event, text))
+                else:
+                    yield record(event)
+        finally:
+            engine.cancel(sequence_id)
+
+    async def _collect_all(self, admitted: _Admitted) -> list[Result]:
+        """Collect all generations. The first failure cancels the rest."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [
+                    group.create_task(self._collect(admitted, index)) for index in range(len(admitted.specs))
+                ]
+        except ExceptionGroup as failures:
+            failures.__traceback__ = None  # one of asyncio's frames in it holds the group
+            failure = failures.exceptions[0]
+        else:
+            return [task.result() for task in tasks]
+        raise failure  # not in `except`, which would chain it to the group that holds it
+
+    async def _collect(self, admitted: _Admitted, index: int) -> Result:
+        result = Result(admitted.specs[index])
+        async with self._outputs(admitted, index) as outputs:
+            async for output in outputs:
+                result.add(output)
+        return result
+
+
+def _last_output(event: Ended, text: TextStream) -> Output:
+    token, num_generated, reason, timings = event
+    if token is None:
+        return Output(text.flush(), None, num_generated, reason, timings=timings)
+    update = text.take()
+    return Output(update.text, token, num_generated, reason, update.stop_sequence, timings)

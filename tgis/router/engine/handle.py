@@ -1,0 +1,126 @@
+"""Seam between the doors (the public ports) and the engine. Everything that crosses it is a plain value whose
+identity never matters, so that a door and the engine may be in different processes of one machine."""
+
+from collections.abc import AsyncIterator
+from typing import NamedTuple, NewType, Protocol
+
+from tgis.router.events import Event
+from tgis.router.sequence import Details, Grammar, Stopping, StopReason
+from tgis.sampling_parameters import Sampling
+
+Ticket = NewType("Ticket", int)
+"""A call's claim to concurrency, adapters and sequences, from `acquire` to `release`."""
+SequenceId = NewType("SequenceId", int)
+
+
+class EngineInfo(NamedTuple):
+    """Facts about the model that the engine serves, for doors."""
+
+    is_encoder_decoder: bool
+    vocab_size: int
+    eos_token_ids: frozenset[int]
+    """Empty if the model's configuration names none."""
+
+
+class Lease(NamedTuple):
+    """Adapters of a call, kept loaded until its ticket is released. An empty digest stands for no adapter."""
+
+    prompt_digest: str = ""
+    adapter_digest: str = ""
+    num_decoder_tokens: int = 0
+    """Virtual tokens before those of the decoder."""
+    num_encoder_tokens: int = 0
+    """Virtual tokens before those of the encoder."""
+
+    @property
+    def num_virtual_tokens(self) -> int:
+        return self.num_decoder_tokens + self.num_encoder_tokens
+
+
+class SequenceSpec(NamedTuple):
+    """Everything that determines one generation, except for the model."""
+
+    input_ids: tuple[int, ...]
+    """Input tokens without virtual tokens and without the token that an encoder-decoder model starts from."""
+    stopping: Stopping
+    """The deadline is a time on the machine's monotonic clock, which all its processes share."""
+    sampling: Sampling = Sampling()
+    details: Details = Details()
+    grammar: Grammar | None = None
+    lease: Lease = Lease()
+    request_id: str = ""
+    """Id of its call in the log and in internal errors that a client sees."""
+
+
+class Resume(NamedTuple):
+    """State of a generation that a door opens again, and of which it has something already."""
+
+    generated: tuple[int, ...]
+    has_inputs: bool
+    """True if the details of the input tokens have been delivered, or were not asked for."""
+
+
+class TextSink(Protocol):
+    """Text of one generation, on the door's side. It is told of every token in order, once."""
+
+    def push(self, token_id: int, reason: StopReason) -> bool:
+        """Add the next token. `reason` is the engine's, if the token is the last. Return True if a stop
+        sequence ends the generation with this token, which is only asked of tokens without a reason."""
+
+
+class EngineHandle(Protocol):
+    """Engine as doors see it."""
+
+    def info(self) -> EngineInfo:
+        """Return what is known of the model since the engine has started. It may differ after a restart."""
+
+    async def acquire(self, count: int) -> Ticket:
+        """Take concurrency for a call's inputs. Raises OverloadedError."""
+
+    async def lease(
+        self, ticket: Ticket, prefix_id: str | None, adapter_id: str | None, request_id: str
+    ) -> Lease:
+        """Load the adapters that the ids name. At most one lease per ticket. `release` must not come before
+        it has returned or been cancelled. Raises RouterError."""
+
+    def open(
+        self, ticket: Ticket, spec: SequenceSpec, sink: TextSink | None, resume: Resume | None = None
+    ) -> SequenceId:
+        """Begin to generate. Where the engine can call `sink`, it does so for each token before it plans the
+        next step, and ends the sequence at a stop sequence. Elsewhere the door's half of the handle calls it
+        when the token arrives, and then `cancel`. With `resume`, the generation continues after the tokens
+        that it has, and neither reports nor pushes them again."""
+
+    def events(self, sequence_id: SequenceId) -> AsyncIterator[Event]:
+        """Return the iterator of a sequence's events, whose last event is final unless `cancel` ends it. The
+        sink has been told of a token when its event is returned."""
+
+    def cancel(self, sequence_id: SequenceId, keep: int | None = None) -> None:
+        """Compute nothing more for a sequence. Without `keep` nothing more is delivered. With it, the final
+        event says that a stop sequence ended the generation after `keep` tokens; tokens beyond them that are
+        on their way must be ignored. A sequence that has ended, or is not known, is left alone."""
+
+    def release(self, ticket: Ticket) -> None:
+        """Cancel the ticket's sequences and give back what it holds. Releasing it again does nothing."""
+
+
+class EngineHost(Protocol):
+    """Life of the engine behind a handle, which only the router's main program governs."""
+
+    handle: EngineHandle
+
+    @property
+    def num_live(self) -> int:
+        """Accepted sequences without a final event."""
+
+    async def start(self) -> None:
+        """Wait for the shards, and load the preloaded adapters. Raises StartupError."""
+
+    async def run(self) -> None:
+        """Serve until cancelled; after `start`. The engine survives the loss of the shards."""
+
+    def give_up(self) -> None:
+        """End all requests and refuse new ones, because the shards are lost."""
+
+    async def close(self) -> None:
+        """Close the connections to the shards, also if `start` has not returned."""

@@ -1,0 +1,97 @@
+"""Engine in the process of the doors: its parts, from the link to the handle, and their life."""
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+from tgis.config.processes import RouterConfig
+from tgis.pb import shard_pb2
+from tgis.router.adapters.registry import AdapterRegistry
+from tgis.router.adapters.residency import AdapterResidency
+from tgis.router.engine.concurrency import ConcurrencyLimit
+from tgis.router.engine.engine import Engine
+from tgis.router.engine.handle import EngineHandle
+from tgis.router.engine.local_handle import LocalHandle, is_encoder_decoder
+from tgis.router.errors import StartupError
+from tgis.router.metrics.metrics import Metrics
+from tgis.router.scheduling.block_pool import BlockPool
+from tgis.router.scheduling.proposers.prompt_lookup import PromptLookup
+from tgis.router.scheduling.token_budget import TokenBudget
+from tgis.router.shards.client import ShardClient
+from tgis.router.shards.link import open_link
+
+logger = logging.getLogger(__name__)
+
+
+class LocalEngine:
+    """Implements EngineHost."""
+
+    def __init__(self, config: RouterConfig, metrics: Metrics, on_ready: Callable[[bool], None]) -> None:
+        """`on_ready` is called when the shards are there, when they are lost and when they return."""
+        self._config, self._metrics, self._on_ready = config, metrics, on_ready
+        self._concurrency = ConcurrencyLimit(config.max_concurrent_requests)
+        metrics.permits_limit.follow(lambda: self._concurrency.limit)
+        self._link = open_link(config)
+        self._shards = ShardClient(self._link)
+        self._adapters = AdapterRegistry(AdapterResidency(self._shards, metrics), metrics)
+        self._handle = LocalHandle(self._concurrency, self._adapters)
+        self.handle: EngineHandle = self._handle
+        self._engine: Engine | None = None
+
+    @property
+    def num_live(self) -> int:
+        return 0 if self._engine is None else self._engine.num_live
+
+    async def start(self) -> None:
+        config, metrics = self._config, self._metrics
+        info = await self._adapters.start()
+        _check_capacity(config, info)
+        budget = TokenBudget(config.max_step_tokens, config.decode_step_ms / 1000)
+        self._engine = Engine(
+            self._adapters.residency,
+            BlockPool(info.num_blocks, info.block_size),
+            metrics,
+            max_batch_size=config.max_batch_size,
+            rope_switch_len=info.rope_switch_len,
+            proposer=PromptLookup(config.speculate, budget.predict) if config.speculate else None,
+            budget=budget,
+            steps_in_flight=config.steps_in_flight,
+            recovery_timeout=config.recovery_timeout,
+            on_ready=self._on_ready,
+        )
+        self._handle.attach(self._engine, info)
+        metrics.permits_used.follow(lambda: self._concurrency.num_used)
+        metrics.follow_resource("permit", self._concurrency.resource_count)
+
+    async def run(self) -> None:
+        assert self._engine is not None, "it has been started"
+        watching = asyncio.create_task(self._link.watch())
+        try:
+            await self._engine.run()
+        finally:
+            watching.cancel()
+            self._engine.scheduler.abandon_steps()
+
+    def give_up(self) -> None:
+        if self._engine is not None:
+            logger.error(
+                "the shards will not be restarted; %d requests end with an error", self._engine.num_live
+            )
+            self._engine.give_up()
+
+    async def close(self) -> None:
+        await self._shards.close()
+
+
+def _check_capacity(config: RouterConfig, info: shard_pb2.InfoResponse) -> None:
+    """Check that a full sequence fits into the cache; else it would wait for ever. Raises StartupError."""
+    max_sequence_length = config.max_sequence_length
+    assert max_sequence_length is not None, "the launcher says how long a sequence may be"
+    # The last token is never computed. An encoder-decoder model keeps input and output in separate blocks,
+    # which can take one block more.
+    needed = -(-(max_sequence_length - 1) // info.block_size) + is_encoder_decoder(info)
+    if info.num_blocks < needed:
+        raise StartupError(
+            f"max_sequence_length {max_sequence_length} takes {needed} cache blocks of {info.block_size} "
+            f"tokens, but the shards have only {info.num_blocks}"
+        )

@@ -1,0 +1,57 @@
+"""A generation call in plain values, as a door reads it from its protocol. Nothing of it is checked yet."""
+
+from collections.abc import Callable, Hashable, Iterable
+from dataclasses import dataclass
+
+from tgis.router.grammar.compiler import Guided
+
+Metadata = Iterable[tuple[str, str | bytes]]
+"""Headers of a call, their names in lower case."""
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """Parameters of a call. Where one is None or 0, the client did not set it, and the default applies."""
+
+    sample: bool = False
+    temperature: float | None = None
+    top_k: int = 0
+    top_p: float = 0.0
+    typical_p: float = 0.0
+    seed: int | None = None
+    repetition_penalty: float = 0.0
+    length_penalty: tuple[int, float] | None = None
+    """Number of the first token that is penalized, and the factor of decay."""
+    max_new_tokens: int = 0
+    min_new_tokens: int = 0
+    time_limit_ms: int = 0
+    stop_sequences: tuple[str, ...] = ()
+    include_stop_sequence: bool | None = None
+    guided: Guided | None = None
+    generated_tokens: bool = False
+    input_tokens: bool = False
+    token_logprobs: bool = False
+    token_ranks: bool = False
+    top_n_tokens: int = 0
+    truncate_input_tokens: int = 0
+    """Number of last tokens of an input to keep; 0 keeps all."""
+
+
+@dataclass(frozen=True)
+class GenerationCall:
+    method: str
+    """The door's name for what is called, for example `Generate`."""
+    kind: str
+    """Label of the call in metrics: single, batch or stream."""
+    texts: list[str]
+    parameters: Parameters
+    describe_parameters: Callable[[], str]
+    """Return the parameters for the log, under the door's names, without any text of the client's."""
+    metadata: Metadata
+    connection: Hashable
+    """Where the call comes from; calls of one connection take turns."""
+    prefix_id: str | None = None
+    adapter_id: str | None = None
+    model_id: str = ""
+    has_input: bool = True
+    """False if the message lacks the input that it must have; then the only text is empty."""
