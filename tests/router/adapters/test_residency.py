@@ -32,7 +32,7 @@ from tgis.router.sequence import AdapterKind, Sequence, Stopping
 from tgis.router.shards.client import ShardClient
 from tgis.router.shards.link import UnixShardLink
 
-LIMIT_S = 0.25
+LIMIT_S = 0.5
 ROOM = 3  # items of each kind
 INFO = pb.InfoResponse(prompt_cache_bytes=ROOM * 1024, adapter_cache_bytes=ROOM * 1024)
 
