@@ -85,10 +85,10 @@ image-root: $(VENV)/installed  ## What the image has beside its base, as a direc
 deploy:  ## Apply a model of deployment/models to the cluster that kubectl speaks to; DEPLOY=its name
 	deployment/deploy_model.sh $(DEPLOY)
 
-test: $(VENV)/installed-dev  ## Run the tests
+test: $(VENV)/installed-dev .cache/kernels  ## Run the tests
 	$(BIN)/pytest -m "not slow and not deploy" $(SPREAD)
 
-test-all: $(VENV)/installed-dev  ## Run the tests, the slow ones too
+test-all: $(VENV)/installed-dev .cache/kernels  ## Run the tests, the slow ones too
 	$(BIN)/pytest -m "not deploy" $(SPREAD)
 
 deploy-check: $(VENV)/installed-dev $(VENV)-deploy/installed $(VENV)-docs/installed  ## Check deployment/, with kubectl, npm and apt; MARKS='deploy and not slow'
@@ -173,6 +173,11 @@ $(VENV)-deploy/installed:
 	$(VENV)-deploy/bin/pip install -q --no-compile $(CHECKERS)
 	$(call COMPILE,$(VENV)-deploy)
 	@touch $@
+
+# Compiled once, and not by several of the services that tests start at the same time.
+.cache/kernels: $(shell find tgis/shard/kernels -name '*.py') | $(VENV)/installed
+	$(BIN)/python -m tgis.shard.kernels.cpu.jit.precompile
+	@mkdir -p $(@D) && touch $@
 
 $(DEMO_MODEL)/config.json: | $(VENV)/installed
 	$(BIN)/tgis demo-model $(DEMO_MODEL)

@@ -41,7 +41,8 @@ def client(model: Model) -> Iterator[Client]:
     yield from serve(model.directory, "--dtype", "float32", "--num-shard", "2")
 
 
-@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.slow  # chaos does the same
+@pytest.mark.parametrize("victim", [0, 1])
 def test_streams_survive_a_killed_shard(client: Client, model: Model, victim: int) -> None:
     assert len(children_of(client.service.process.pid)["serve"]) == 2
     check_survival(client, [expected.prompt[:20] for expected in model.expected[:NUM_STREAMS]], victim)
@@ -274,6 +275,7 @@ def test_weights_that_do_not_fit_or_are_cut_are_refused(model: Model, tmp_path: 
     assert text in log.read_text()
 
 
+@pytest.mark.slow
 def test_pickles_with_code_are_refused(model: Model, tmp_path: Path) -> None:
     directory, target = Path(broken(model, tmp_path / "pickles")), tmp_path / "made"
     tensors = load_file(directory / "model.safetensors")
