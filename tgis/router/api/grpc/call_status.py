@@ -1,5 +1,6 @@
 """Ends a call with a status, so that nothing of the call is kept once it has ended."""
 
+import asyncio
 from typing import Any, NamedTuple
 
 import grpc
@@ -24,6 +25,8 @@ async def end_call(context: Context, status: Status) -> None:
         await context.abort(*status)
     except grpc.aio.AbortError as error:
         drop_tracebacks(error)
+    except grpc.aio.InternalError:  # the client is gone, which gRPC may tell only after this
+        raise asyncio.CancelledError from None
 
 
 def drop_tracebacks(error: BaseException) -> None:
