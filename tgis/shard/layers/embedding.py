@@ -1,6 +1,7 @@
 """Token embedding and head, with the vocabulary split over ranks, and learned position embeddings."""
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from tgis.shard.collectives import ProcessGroup
@@ -48,13 +49,13 @@ class LMHead:
         self._group, self._vocab_size = parts.group, vocab_size
         shape, share = (vocab_size, hidden_size), _rows_of_rank(parts.group, vocab_size)
         self._adapt = LoraAddition(parts, path, Cut(shape, (share,)))
-        # All ranks give as many logits. Where rows are missing, any others do: their logits are dropped.
-        missing = -(-vocab_size // parts.group.size) - (share.stop - share.start)
-        rows = (share, slice(0, missing)) if missing else (share,)
-        self._multiply = parts.pack("head", path, shape, rows)
+        self._num_missing = -(-vocab_size // parts.group.size) - (share.stop - share.start)
+        self._multiply = parts.pack("head", path, shape, (share,))
 
     def __call__(self, x: Tensor, adapters: TokenAdapters | None) -> Tensor:
         y = self._adapt(x, self._multiply(x), adapters)
+        if self._num_missing:  # all ranks give as many logits, and the last ones may have fewer rows
+            y = F.pad(y, (0, self._num_missing))
         return self._group.all_gather(y)[:, : self._vocab_size]
 
 
