@@ -8,7 +8,7 @@ import torch
 
 from tests.support.shard.stored_tensors import MatrixInMemory
 from tgis.shard.quant.int8 import GROUP, LAYOUT, Rounded, round_weights
-from tgis.shard.quant.interface import Place
+from tgis.shard.quant.interface import MatrixRole
 from tgis.shard.quant.registry import find_scheme
 
 
@@ -46,9 +46,9 @@ def test_a_part_is_rounded_by_itself() -> None:
 
 
 @pytest.mark.parametrize(
-    ("place", "is_rounded"), [("linear", True), ("head", True), ("replicated", False), ("table", False)]
+    ("role", "is_rounded"), [("linear", True), ("head", True), ("replicated", False), ("table", False)]
 )
-def test_the_scheme_decides_by_place(place: Place, is_rounded: bool) -> None:
+def test_the_scheme_decides_by_role(role: MatrixRole, is_rounded: bool) -> None:
     stored = MatrixInMemory(torch.randn(4, 4))
-    assert isinstance(find_scheme("int8").encode(place, stored), Rounded) is is_rounded
-    assert find_scheme(None).encode(place, stored) is stored
+    assert isinstance(find_scheme("int8").encode(role, stored), Rounded) is is_rounded
+    assert find_scheme(None).encode(role, stored) is stored

@@ -12,7 +12,7 @@ from tgis.shard.checkpoint.tensors import ALL, Sliced, StackedRows, Stored
 from tgis.shard.checkpoint.weights import Weights
 from tgis.shard.collectives import ProcessGroup
 from tgis.shard.layers.lora import Cut, Deltas, TokenAdapters
-from tgis.shard.quant.interface import Place, Scheme
+from tgis.shard.quant.interface import MatrixRole, Scheme
 from tgis.shard.quant.none import UNQUANTIZED
 
 Product = Callable[[Tensor], Tensor]
@@ -195,14 +195,14 @@ class Parts:
 
     def pack(
         self,
-        place: Place,
+        role: MatrixRole,
         path: str,
         shape: tuple[int, int],
         rows: Sequence[slice] = (ALL,),
         columns: slice = ALL,
     ) -> Product:
         """Pack `rows`, in this order, and `columns` of a module's weight. Raises WeightsError."""
-        stored = self.scheme.encode(place, self.weights.find_matrix(path, shape))
+        stored = self.scheme.encode(role, self.weights.find_matrix(path, shape))
         slices = [Sliced(stored, each, columns) for each in rows]
         part = slices[0] if len(slices) == 1 else StackedRows(slices, stored.label)
         layout = part.layout()

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from tgis.shard.checkpoint.codes import CodeLayout, Codes
 from tgis.shard.checkpoint.tensors import ALL, Stored
-from tgis.shard.quant.interface import Place
+from tgis.shard.quant.interface import MatrixRole
 
 GROUP = 128
 LAYOUT = CodeLayout(torch.int8, 8, GROUP)
@@ -19,8 +19,8 @@ _ZERO, _NAN = torch.tensor(0.0), torch.tensor(float("nan"))
 class Int8:
     layout = LAYOUT
 
-    def encode(self, place: Place, stored: Stored) -> Stored:
-        return Rounded(stored) if place in ("linear", "head") else stored
+    def encode(self, role: MatrixRole, stored: Stored) -> Stored:
+        return Rounded(stored) if role in ("linear", "head") else stored
 
 
 class Rounded:

@@ -8,7 +8,7 @@ from tgis.shard.checkpoint.tensors import Stored
 # "linear": layers that are cut over ranks, those of experts included. "head": the last of them, of which come
 # the logits. "replicated": small matrices that matter a lot, such as the router of experts. "table": tables
 # whose rows are looked up.
-Place = Literal["linear", "head", "replicated", "table"]
+MatrixRole = Literal["linear", "head", "replicated", "table"]
 
 
 class Scheme(Protocol):
@@ -18,5 +18,5 @@ class Scheme(Protocol):
     def layout(self) -> CodeLayout | None:
         """Layout of the matrices that the scheme changes, if it changes any."""
 
-    def encode(self, place: Place, stored: Stored) -> Stored:
+    def encode(self, role: MatrixRole, stored: Stored) -> Stored:
         """Return a matrix of the model, [out_features, in_features], as it is to be held."""

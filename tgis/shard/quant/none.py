@@ -1,13 +1,13 @@
 """The scheme that holds weights as the checkpoint has them."""
 
 from tgis.shard.checkpoint.tensors import Stored
-from tgis.shard.quant.interface import Place
+from tgis.shard.quant.interface import MatrixRole
 
 
 class Unquantized:
     layout = None
 
-    def encode(self, place: Place, stored: Stored) -> Stored:
+    def encode(self, role: MatrixRole, stored: Stored) -> Stored:
         return stored
 
 
