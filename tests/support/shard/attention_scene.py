@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from tests.support.shard.stepping import make_layout
-from tgis.shard.attention.interface import Attention, Plan, Scoring, StepLayout
+from tgis.shard.attention.interface import Attention, AttentionPlan, Scoring, StepLayout
 from tgis.shard.kernels.cpu.attention.attention import CpuAttention
 from tgis.shard.memory.kv_cache import KVCache
 
@@ -42,7 +42,7 @@ class Scene:
     def layout(self, spans: list[tuple[int, int]], sequences: list[int]) -> StepLayout:
         return make_layout(spans, [self.tables[i] for i in sequences])
 
-    def plan(self, spans: list[tuple[int, int]], sequences: list[int]) -> Plan:
+    def plan(self, spans: list[tuple[int, int]], sequences: list[int]) -> AttentionPlan:
         return self.attention.plan(self.layout(spans, sequences), "self")
 
     def rows(self, sequence: int, start: int, end: int) -> slice:

@@ -60,7 +60,7 @@ class Heads:
     norm: HeadNorm | None = None  # of queries and keys
 
 
-class Plan(Protocol):
+class AttentionPlan(Protocol):
     """All that a platform's attention prepares once for all layers of a step."""
 
     def copy_into(self, fixed: Self) -> None:
@@ -71,11 +71,17 @@ class Attention(Protocol):
     """Attention of this rank's heads, float32 in and out. All keys and values, new ones too, are read from
     the cache."""
 
-    def plan(self, layout: StepLayout, kind: AttentionKind) -> Plan:
+    def plan(self, layout: StepLayout, kind: AttentionKind) -> AttentionPlan:
         """Prepare the attention of a step. The plan is valid for this object only."""
 
     def run(
-        self, layer: int, qkv: Tensor, heads: Heads, angles: Tensor | None, plan: Plan, scoring: Scoring
+        self,
+        layer: int,
+        qkv: Tensor,
+        heads: Heads,
+        angles: Tensor | None,
+        plan: AttentionPlan,
+        scoring: Scoring,
     ) -> Tensor:
         """Attend with new tokens after their keys and values were written to the cache.
 
@@ -83,10 +89,10 @@ class Attention(Protocol):
         Then their first channels are rotated by `angles`, as many as it has cosines and sines; channel i is
         paired with channel i + half of them. Returns [num_tokens, num_heads, head_dim]."""
 
-    def keep(self, layer: int, k: Tensor, v: Tensor, plan: Plan) -> None:
+    def keep(self, layer: int, k: Tensor, v: Tensor, plan: AttentionPlan) -> None:
         """Write keys and values, [num_tokens, num_kv_heads, head_dim], to the cache."""
 
-    def attend(self, layer: int, q: Tensor, plan: Plan, scoring: Scoring) -> Tensor:
+    def attend(self, layer: int, q: Tensor, plan: AttentionPlan, scoring: Scoring) -> Tensor:
         """Compute attention of queries [num_tokens, num_heads, head_dim] to what is in the cache; return the
         same shape."""
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tgis.shard.attention.interface import Attention, Plan, Scoring
+from tgis.shard.attention.interface import Attention, AttentionPlan, Scoring
 from tgis.shard.layers.embedding import Embedding, LMHead
 from tgis.shard.layers.linear import Replicated
 from tgis.shard.layers.lora import TokenAdapters
@@ -33,7 +33,7 @@ FeedForward = Callable[[Tensor, BranchInput, TokenAdapters | None], Tensor | Non
 @dataclass(frozen=True)
 class StepContext:
     attention: Attention
-    plan: Plan
+    plan: AttentionPlan
     angles: Tensor | None  # [2, num_tokens, dim / 2]
     local_angles: Tensor | None  # for layers with a sliding window
     adapters: TokenAdapters | None

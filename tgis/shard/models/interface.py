@@ -6,7 +6,7 @@ from typing import Protocol, runtime_checkable
 from torch import Tensor
 
 from tgis.errors import OperatorError
-from tgis.shard.attention.interface import Attention, Plan, StepLayout
+from tgis.shard.attention.interface import Attention, AttentionPlan, StepLayout
 from tgis.shard.layers.lora import TokenAdapters
 from tgis.shard.layers.ops import Parts
 from tgis.shard.memory.kv_cache import AttentionShape
@@ -49,8 +49,8 @@ class StepInputs:
     token_ids: Tensor  # int64 [num_tokens]
     positions: Tensor  # int64 [num_tokens]
     layout: StepLayout  # for engines that run other code
-    plan: Plan  # of the attention that `Model.forward` is given
-    cross: Plan | None = None  # of attention to the encoder's output
+    plan: AttentionPlan  # of the attention that `Model.forward` is given
+    cross: AttentionPlan | None = None  # of attention to the encoder's output
     is_long: Tensor | None = None  # bool [num_tokens], of sequences past `rope_switch_len`; None: none is
     virtual: VirtualTokens | None = None  # their `token_ids` have no meaning
     adapters: TokenAdapters | None = None

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tgis.pb import shard_pb2 as pb
 from tgis.shard.adapters.registry import LoadedAdapters
-from tgis.shard.attention.interface import Attention, Plan, StepLayout
+from tgis.shard.attention.interface import Attention, AttentionPlan, StepLayout
 from tgis.shard.models.interface import StepInputs
 from tgis.shard.runner.columns import NOT_WANTED, read_column
 from tgis.shard.runner.proposer import DraftProposer, merge_proposed
@@ -215,7 +215,7 @@ class BatchBuilder(RowTable):
             block_tables=_host_tensor(tables[rows, :width], np.int32),
         )
 
-    def _cross(self, rows: Integers, places: StepLayout) -> Plan:
+    def _cross(self, rows: Integers, places: StepLayout) -> AttentionPlan:
         lengths = self._rows["encoder_len"][rows]  # [num_seqs]
         width = -(-int(lengths.max()) // self._block_size)
         encoded = replace(

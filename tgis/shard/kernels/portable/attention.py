@@ -8,7 +8,7 @@ from itertools import groupby, pairwise
 import torch
 from torch import Tensor
 
-from tgis.shard.attention.interface import AttentionKind, Heads, Plan, Scoring, StepLayout
+from tgis.shard.attention.interface import AttentionKind, AttentionPlan, Heads, Scoring, StepLayout
 from tgis.shard.kernels.portable.ops import split_heads
 from tgis.shard.memory.kv_cache import KVCache
 
@@ -32,20 +32,26 @@ class TorchAttention:
         return TorchPlan(pieces, tuple(x.to(device) for x in places))
 
     def run(
-        self, layer: int, qkv: Tensor, heads: Heads, angles: Tensor | None, plan: Plan, scoring: Scoring
+        self,
+        layer: int,
+        qkv: Tensor,
+        heads: Heads,
+        angles: Tensor | None,
+        plan: AttentionPlan,
+        scoring: Scoring,
     ) -> Tensor:
         q, k, v = split_heads(qkv, heads.num_heads, heads.num_kv_heads, angles, heads.norm)
         self.keep(layer, k, v, plan)
         return self.attend(layer, q, plan, scoring)
 
-    def keep(self, layer: int, k: Tensor, v: Tensor, plan: Plan) -> None:
+    def keep(self, layer: int, k: Tensor, v: Tensor, plan: AttentionPlan) -> None:
         assert isinstance(plan, TorchPlan)
         stored, block, offset = plan.stored
         for pages, fresh in ((self._keys, k), (self._values, v)):
             # [num_stored, num_kv_heads, head_dim]
             pages[layer][block, :, offset] = fresh[stored].to(self._cache.dtype)
 
-    def attend(self, layer: int, q: Tensor, plan: Plan, scoring: Scoring) -> Tensor:
+    def attend(self, layer: int, q: Tensor, plan: AttentionPlan, scoring: Scoring) -> Tensor:
         assert isinstance(plan, TorchPlan)
         out = torch.empty_like(q)
         for piece in plan.pieces:

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from tgis.shard.attention.interface import Attention, Plan, Scoring
+from tgis.shard.attention.interface import Attention, AttentionPlan, Scoring
 from tgis.shard.models.whole_model import NotServedError
 
 # (sequence, head, query's position, key's position) -> True if the query sees the key; arguments broadcast.
@@ -125,7 +125,7 @@ class PagedStep:
 
     _MASK = torch.zeros(1, 1, 1, 1)
 
-    def __init__(self, calls: list[AttentionCall], attention: Attention, plan: Plan) -> None:
+    def __init__(self, calls: list[AttentionCall], attention: Attention, plan: AttentionPlan) -> None:
         self._calls, self._attention, self._plan, self._layer = calls, attention, plan, 0
 
     def make_mask(self, rule: MaskRule) -> Tensor:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tgis.shard.attention.interface import Attention, Heads, Plan, Scoring
+from tgis.shard.attention.interface import Attention, AttentionPlan, Heads, Scoring
 from tgis.shard.layers.activation import NAMES
 from tgis.shard.layers.embedding import PositionEmbedding
 from tgis.shard.layers.linear import ColumnParallel, RowParallel
@@ -88,7 +88,7 @@ class SelfAttention:
         source: BranchInput,
         angles: Tensor | None,
         attention: Attention,
-        plan: Plan,
+        plan: AttentionPlan,
         adapters: TokenAdapters | None,
     ) -> Tensor | None:
         """Return what is still to be added to x, the residual stream."""

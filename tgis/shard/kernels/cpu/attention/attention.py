@@ -5,7 +5,7 @@ however its sequence was cut into chunks."""
 
 from torch import Tensor
 
-from tgis.shard.attention.interface import AttentionKind, Heads, Plan, Scoring, StepLayout
+from tgis.shard.attention.interface import AttentionKind, AttentionPlan, Heads, Scoring, StepLayout
 from tgis.shard.kernels.cpu.attention.kernels import ATTEND, TOKENS, WRITE
 from tgis.shard.kernels.cpu.attention.plan import CpuPlan
 from tgis.shard.kernels.cpu.jit import compiler
@@ -28,19 +28,25 @@ class CpuAttention:
         return CpuPlan(layout, self._cache.block_size, is_cross=kind == "cross")
 
     def run(
-        self, layer: int, qkv: Tensor, heads: Heads, angles: Tensor | None, plan: Plan, scoring: Scoring
+        self,
+        layer: int,
+        qkv: Tensor,
+        heads: Heads,
+        angles: Tensor | None,
+        plan: AttentionPlan,
+        scoring: Scoring,
     ) -> Tensor:
         q, k, v = split_heads(qkv, heads.num_heads, heads.num_kv_heads, angles, heads.norm)
         self.keep(layer, k, v, plan)
         return self.attend(layer, q, plan, scoring)
 
-    def keep(self, layer: int, k: Tensor, v: Tensor, plan: Plan) -> None:
+    def keep(self, layer: int, k: Tensor, v: Tensor, plan: AttentionPlan) -> None:
         assert isinstance(plan, CpuPlan)
         k, v = k.contiguous(), v.contiguous()
         run = self._write if len(k) <= TOKENS else self._write.parallel
         run(*self._pages[layer], plan.table.data_ptr(), k.data_ptr(), v.data_ptr())
 
-    def attend(self, layer: int, q: Tensor, plan: Plan, scoring: Scoring) -> Tensor:
+    def attend(self, layer: int, q: Tensor, plan: AttentionPlan, scoring: Scoring) -> Tensor:
         assert isinstance(plan, CpuPlan)
         q, out = q.contiguous(), compiler.empty(*q.shape)
         known, fields = self._scoring_args[layer]
