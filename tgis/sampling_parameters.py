@@ -60,18 +60,31 @@ class Sampling:
     typical_p: float = parameter(
         "f4", 1.0, random_only=True, range=Range(-FINITE, 1, refusal="typical_p must be <= 1.0")
     )
-    min_p: float = parameter("f4", 0.0, random_only=True)
+    min_p: float = parameter(
+        "f4", 0.0, random_only=True, range=Range(0, 1, refusal="min_p must be >= 0.0 and <= 1.0")
+    )
     repetition_penalty: float = parameter(
         "f4", 1.0, range=Range(ABOVE_ZERO, FINITE, refusal="repetition_penalty must be > 0.0")
     )
+    presence_penalty: float = parameter(
+        "f4", 0.0, range=Range(-2, 2, refusal="presence_penalty must be >= -2.0 and <= 2.0")
+    )
+    frequency_penalty: float = parameter(
+        "f4", 0.0, range=Range(-2, 2, refusal="frequency_penalty must be >= -2.0 and <= 2.0")
+    )
+    # The watermark's share of green tokens, and what is added to their logits. A share of 0 means none.
+    watermark_gamma: float = parameter("f4", 0.0)
+    watermark_delta: float = parameter("f4", 0.0)
     length_penalty_start: int = parameter("i8", 0)
     length_penalty_factor: float = parameter(
         "f4", 1.0, range=Range(1, 10, refusal="length_penalty must be >= 1.0 and <= 10.0")
     )
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """Token ids, each once, and what is added to their logits."""
 
 
 PARAMETERS = (
-    *(Parameter(each.name, **each.metadata) for each in fields(Sampling)),
+    *(Parameter(each.name, **each.metadata) for each in fields(Sampling) if each.metadata),
     # For the router this one is a criterion of stopping, because it also applies to stop strings.
     Parameter("min_new_tokens", "i8", 0),
 )

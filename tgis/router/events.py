@@ -37,6 +37,8 @@ class Ended(NamedTuple):
     num_generated: int
     reason: StopReason
     timings: Timings
+    num_cached: int = 0
+    """Input tokens that needed no computation when it began."""
 
 
 @dataclass(frozen=True)
@@ -61,3 +63,5 @@ class Output(NamedTuple):
     reason: StopReason = StopReason.NOT_FINISHED
     stop_sequence: str = ""
     timings: Timings | None = None
+    num_cached: int = 0
+    """Of a final one: input tokens that needed no computation when the generation began."""

@@ -60,6 +60,18 @@ class Details:
     logprobs: bool = False
     ranks: bool = False
     top_n: int = 0
+    raw: bool = False
+    """True if generated tokens are described by the model's own logits, before anything changes them."""
+
+
+@dataclass(frozen=True)
+class CacheSalt:
+    """Only sequences of equal salts share cached blocks, so that nobody can find out what others asked."""
+
+    tenant: str = ""
+    """Name that the caller's certificate or token has; empty if it has none."""
+    salt: bytes = b""
+    """What the client gave."""
 
 
 @dataclass(frozen=True)
@@ -151,6 +163,7 @@ class Sequence:
     adapters: CallAdapters = CallAdapters()
     encoder_token_ids: tuple[int, ...] = ()
     """Input after padding that stands for its virtual tokens; encoder-decoder models only."""
+    cache_salt: CacheSalt = CacheSalt()
     prompt_len: int = field(init=False)
     max_tokens: int = field(init=False)
     """Upper bound of prompt and new tokens together."""

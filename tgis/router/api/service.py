@@ -13,7 +13,7 @@ from tgis.router.engine.concurrency import ConcurrencyLimit
 from tgis.router.engine.handle import EngineHandle, SequenceSpec, Ticket
 from tgis.router.errors import RequestError
 from tgis.router.events import Ended, InputTokens, Output
-from tgis.router.requests.accounting import MISSING_REQUEST, Accounting, CallAccount, Record
+from tgis.router.requests.accounting import Accounting, CallAccount, Record
 from tgis.router.requests.call import GenerationCall, Metadata
 from tgis.router.requests.validation import CallParameters, Validator
 from tgis.router.sequence import TokenDetail
@@ -136,8 +136,8 @@ class GenerationService:
         self._num_admitted += 1
         self.is_idle.clear()
         try:
-            if not call.has_input:
-                raise RequestError(MISSING_REQUEST)
+            if call.refusal:
+                raise RequestError(call.refusal)
             params = validator.check(call.parameters)
             grammar = await validator.compile(params)
             lease = await engine.lease(ticket, call.prefix_id, call.adapter_id, account.request_id)
@@ -197,8 +197,8 @@ class GenerationService:
 
 
 def _last_output(event: Ended, text: TextStream) -> Output:
-    token, num_generated, reason, timings = event
+    token, num_generated, reason, timings, num_cached = event
     if token is None:
-        return Output(text.flush(), None, num_generated, reason, timings=timings)
+        return Output(text.flush(), None, num_generated, reason, "", timings, num_cached)
     update = text.take()
-    return Output(update.text, token, num_generated, reason, update.stop_sequence, timings)
+    return Output(update.text, token, num_generated, reason, update.stop_sequence, timings, num_cached)

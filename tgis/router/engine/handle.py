@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator
 from typing import NamedTuple, NewType, Protocol
 
 from tgis.router.events import Event
-from tgis.router.sequence import Details, Grammar, Stopping, StopReason
+from tgis.router.sequence import CacheSalt, Details, Grammar, Stopping, StopReason
 from tgis.sampling_parameters import Sampling
 
 Ticket = NewType("Ticket", int)
@@ -50,6 +50,7 @@ class SequenceSpec(NamedTuple):
     lease: Lease = Lease()
     request_id: str = ""
     """Id of its call in the log and in internal errors that a client sees."""
+    cache_salt: CacheSalt = CacheSalt()
 
 
 class Resume(NamedTuple):

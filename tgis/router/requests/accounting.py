@@ -21,15 +21,13 @@ from tgis.router.errors import (
 )
 from tgis.router.events import Failed, InputTokens, Output
 from tgis.router.metrics.metrics import Metrics
-from tgis.router.requests.call import GenerationCall
+from tgis.router.requests.call import MISSING_REQUEST, GenerationCall
 from tgis.router.requests.request_log import CallLog, InputLog, correlation_id
 from tgis.router.requests.tracing import CallSpan, Tracing
 from tgis.router.requests.validation import CallParameters
 from tgis.router.sequence import StopReason
 
 logger = logging.getLogger(__name__)
-
-MISSING_REQUEST = "missing request"
 
 Record = Callable[[InputTokens | Output | Failed], InputTokens | Output]
 

@@ -5,6 +5,9 @@ from dataclasses import dataclass
 
 from tgis.router.grammar.compiler import Guided
 
+MISSING_REQUEST = "missing request"
+"""Refusal of a message that lacks the input that it must have; then the only text is empty."""
+
 Metadata = Iterable[tuple[str, str | bytes]]
 """Headers of a call, their names in lower case."""
 
@@ -35,6 +38,22 @@ class Parameters:
     top_n_tokens: int = 0
     truncate_input_tokens: int = 0
     """Number of last tokens of an input to keep; 0 keeps all."""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """Token ids, and what is added to their logits."""
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    stop_token_ids: tuple[int, ...] = ()
+    """Token ids that end a text as the model's end of sequence does."""
+    ignore_eos: bool = False
+    """True if the model's end of sequence does not end a text, unless the text is guided."""
+    watermark: bool = False
+    n: int = 1
+    """Number of texts to generate for each input."""
+    cache_salt: bytes = b""
+    """Only inputs of equal salts share cached blocks."""
+    raw_details: bool = False
+    """True if generated tokens are described by the model's own logits, before anything changes them."""
 
 
 @dataclass(frozen=True)
@@ -53,5 +72,9 @@ class GenerationCall:
     prefix_id: str | None = None
     adapter_id: str | None = None
     model_id: str = ""
-    has_input: bool = True
-    """False if the message lacks the input that it must have; then the only text is empty."""
+    refusal: str = ""
+    """Why the door cannot read the call; empty if it can. What it cannot read is left out."""
+    inputs_are_ids: bool = False
+    """True if each text is token ids, as decimal numbers with a space between each two."""
+    tenant: str = ""
+    """Name that the caller's certificate or token has; empty if it has none."""

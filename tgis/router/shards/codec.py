@@ -122,8 +122,7 @@ def _encode_row(work: WorkItem) -> pb.OpenRow:
         prompt_len=sequence.prompt_len,
         eos_token_ids=_pack(sorted(stopping.eos_token_ids)),
         max_new_tokens=stopping.max_new_tokens,
-        # The message's fields have the names of Sampling's.
-        sampling=pb.Sampling(min_new_tokens=stopping.min_new_tokens, **vars(sequence.sampling)),
+        sampling=_encode_sampling(sequence),
         details=pb.Details(
             logprobs=details.logprobs,
             ranks=details.ranks,
@@ -137,6 +136,17 @@ def _encode_row(work: WorkItem) -> pb.OpenRow:
         encoder_token_ids=_pack(sequence.encoder_token_ids),
         cross_blocks=_pack(sequence.cross_blocks),
         is_encoded=bool(sequence.cross_blocks) and not sequence.num_to_encode,
+    )
+
+
+def _encode_sampling(sequence: Sequence) -> pb.Sampling:
+    sampling = sequence.sampling
+    return pb.Sampling(
+        min_new_tokens=sequence.stopping.min_new_tokens,
+        bias_token_ids=_pack([token_id for token_id, _ in sampling.logit_bias]),
+        biases=np.array([bias for _, bias in sampling.logit_bias], "<f4").tobytes(),
+        # The message's other fields have the names of Sampling's.
+        **{name: value for name, value in vars(sampling).items() if name != "logit_bias"},
     )
 
 

@@ -11,7 +11,7 @@ from tgis.router.api.service import Result
 from tgis.router.engine.handle import SequenceSpec
 from tgis.router.events import InputTokens, Output
 from tgis.router.grammar.compiler import JSON, Guided
-from tgis.router.requests.call import GenerationCall, Metadata, Parameters
+from tgis.router.requests.call import MISSING_REQUEST, GenerationCall, Metadata, Parameters
 from tgis.router.sequence import Details, StopReason, TokenDetail
 from tgis.router.text.tokenizer import Tokenizer
 
@@ -54,8 +54,12 @@ def _read_call(
         prefix_id=request.prefix_id if request.HasField("prefix_id") else None,
         adapter_id=request.adapter_id if request.HasField("adapter_id") else None,
         model_id=request.model_id,
-        has_input=isinstance(request, pb.BatchedGenerationRequest) or request.HasField("request"),
+        refusal=MISSING_REQUEST if _lacks_input(request) else "",
     )
+
+
+def _lacks_input(request: pb.BatchedGenerationRequest | pb.SingleGenerationRequest) -> bool:
+    return isinstance(request, pb.SingleGenerationRequest) and not request.HasField("request")
 
 
 def _read_parameters(params: pb.Parameters) -> Parameters:
