@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from integration_tests.support.generations import assert_same, sampled_with, streamed, unary
+from integration_tests.support.generations import assert_same, metadata_with, sampled_with, streamed, unary
 from integration_tests.support.greedy_answers import MAX_SEQUENCE_LENGTH, Expected, Model, check
 from integration_tests.support.service import Client, serve
 from tgis.pb import generation_pb2 as pb
@@ -95,7 +95,7 @@ def test_seeded_answers_depend_on_nothing_else(
 
     def ask(i: int) -> pb.GenerationResponse:
         how = unary if i % 2 else streamed
-        return how(client, model.expected[i], **sampled_with(i))
+        return how(client, model.expected[i], metadata_with(i), **sampled_with(i))
 
     alone = [ask(i) for i in range(NUM_SAMPLED)]
     with ThreadPoolExecutor(2 * NUM_SAMPLED) as threads:

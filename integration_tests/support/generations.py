@@ -1,29 +1,51 @@
 """Unary and streamed generations of one prompt, and their comparison."""
 
+from itertools import chain
+
 import pytest
 
 from integration_tests.support.greedy_answers import Expected, request
 from integration_tests.support.service import Client
 from tgis.pb import generation_pb2 as pb
 
+Keys = tuple[tuple[str, str], ...]
 
-def unary(client: Client, expected: Expected, **params: object) -> pb.GenerationResponse:
+ONLY_IN_METADATA: tuple[Keys, ...] = (
+    (("tgis-logit-bias", "40:2.5,77:-100,120:0.75,9:1e-3"),),
+    (("tgis-presence-penalty", "1.5"),),
+    (("tgis-frequency-penalty", "0.6"),),
+    (("tgis-min-p", "0.05"),),
+    (("tgis-watermark", "true"),),
+    (("tgis-stop-token-ids", ",".join(map(str, range(300, 340)))),),
+    (("tgis-ignore-eos", "true"),),
+)
+
+
+def metadata_with(i: int) -> Keys:
+    """The i-th choice of parameters that only metadata can say: none, each alone, all together."""
+    every = tuple(chain.from_iterable(ONLY_IN_METADATA))
+    return ((), *ONLY_IN_METADATA, every)[i % (len(ONLY_IN_METADATA) + 2)]
+
+
+def unary(client: Client, expected: Expected, metadata: Keys = (), **params: object) -> pb.GenerationResponse:
     message = pb.BatchedGenerationRequest(
         requests=[pb.GenerationRequest(text=expected.prompt)],
         params=pb.Parameters(**request(expected, **params)),
     )
-    [response] = client.stub.Generate(message).responses
+    [response] = client.stub.Generate(message, metadata=metadata).responses
     return response
 
 
-def streamed(client: Client, expected: Expected, **params: object) -> pb.GenerationResponse:
+def streamed(
+    client: Client, expected: Expected, metadata: Keys = (), **params: object
+) -> pb.GenerationResponse:
     """The messages of a stream put together again."""
     message = pb.SingleGenerationRequest(
         request=pb.GenerationRequest(text=expected.prompt),
         params=pb.Parameters(**request(expected, **params)),
     )
     whole = pb.GenerationResponse()
-    for part in client.stub.GenerateStream(message):
+    for part in client.stub.GenerateStream(message, metadata=metadata):
         text = whole.text + part.text
         whole.MergeFrom(part)
         whole.text = text

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
+from integration_tests.support.generations import Keys, metadata_with
 from integration_tests.support.service import Client
 from tests.support.accounts import assert_nothing_left, scrape, take_baseline
 from tests.support.processes import children_of
@@ -17,16 +18,22 @@ NUM_STREAMS = 8
 
 
 def long_request(text: str) -> pb.SingleGenerationRequest:
-    criteria = pb.StoppingCriteria(max_new_tokens=LENGTH, min_new_tokens=LENGTH)
-    return pb.SingleGenerationRequest(
-        request=pb.GenerationRequest(text=text), params=pb.Parameters(stopping=criteria)
-    )
+    """Of which every second text is sampled."""
+    criteria, number = pb.StoppingCriteria(max_new_tokens=LENGTH, min_new_tokens=LENGTH), sum(text.encode())
+    params = pb.Parameters(stopping=criteria)
+    if number % 2:
+        params.method, params.sampling.seed = pb.SAMPLE, number
+    return pb.SingleGenerationRequest(request=pb.GenerationRequest(text=text), params=params)
+
+
+def keys_of(text: str) -> Keys:
+    return metadata_with(sum(text.encode()))
 
 
 def read(client: Client, text: str, running: threading.Barrier | None = None) -> tuple[str, int]:
     """Text and reason of a whole stream; `running` is met after the first token."""
     parts = []
-    for part in client.stub.GenerateStream(long_request(text)):
+    for part in client.stub.GenerateStream(long_request(text), metadata=keys_of(text)):
         if running is not None and len(parts) == 1:
             running.wait(30)
         parts.append(part)
