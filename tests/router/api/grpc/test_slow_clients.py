@@ -161,6 +161,7 @@ def test_a_socket_that_nobody_reads(router: Setup, num_tasks: float) -> None:
         for stream in range(1, 51, 2):
             connection.call(stream, TOKENIZE, MANY_TOKENS.SerializeToString())
         wait(lambda: metric(router, "tgi_tasks") >= num_tasks + 2)
+        wait(lambda: is_idle(router, num_tasks))  # their answers have filled the sockets
         connection.call(101, STREAM, REQUEST)
         wait(lambda: metric(router, SLOW) == slow + 1)
         wait(lambda: is_idle(router, num_tasks))
