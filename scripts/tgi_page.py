@@ -67,13 +67,14 @@ CLIENTS = """\
 | `stop` | `stopping.stop_sequences`, at most six of 240 bytes; `include_stop_sequence` says whether the text stays |
 | `truncate` | `truncate_input_tokens`; keeps the last ones too |
 | `repetition_penalty` | `decoding.repetition_penalty` |
-| `frequency_penalty` | none |
+| `frequency_penalty` | metadata `tgis-frequency-penalty`, as OpenAI defines it: subtracted for each time that the token has been generated. TGI subtracts the penalty times the token's share of input and output |
 | `grammar` | `decoding.json_schema` or `decoding.regex`; also `choice`, `grammar` and any JSON |
 | `details`, `decoder_input_details` | `response.generated_tokens`, `response.input_tokens`, with `token_logprobs` and `token_ranks`; also of streams |
 | `top_n_tokens` | `response.top_n_tokens` |
 | `return_full_text` | `response.input_text` |
 | `adapter_id` | `adapter_id`; an unknown one is refused, and never answered by the bare model |
-| `best_of`, `watermark` | none |
+| `watermark` | metadata `tgis-watermark: true`; the same watermark |
+| `best_of` | none |
 
 | status there | status here |
 | --- | --- |
@@ -92,7 +93,7 @@ Both have names with `tgi_` in front, and they are not the same ones. Those here
 | `tgi_request_failure{err="overloaded"}` | `err="conc_limit"` |
 | `tgi_batch_current_max_tokens` | none; `tgi_kv_cache_usage_ratio` tells how full the cache is |
 | `tgi_batch_next_size` | `tgi_batch_inference_batch_size` |
-| `tgi_request_skipped_tokens` | `tgi_prefix_cache_hits` |
+| `tgi_request_skipped_tokens` | `tgi_speculation_accepted_tokens`, a counter |
 | `tgi_batch_concat` | `tgi_batch_concatenation_count` |
 | none | `tgi_request_time_to_first_token_duration`, `tgi_request_inter_token_duration` |
 """
