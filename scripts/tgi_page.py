@@ -67,14 +67,16 @@ CLIENTS = """\
 | `stop` | `stopping.stop_sequences`, at most six of 240 bytes; `include_stop_sequence` says whether the text stays |
 | `truncate` | `truncate_input_tokens`; keeps the last ones too |
 | `repetition_penalty` | `decoding.repetition_penalty` |
-| `frequency_penalty` | metadata `tgis-frequency-penalty`, as OpenAI defines it: subtracted for each time that the token has been generated. TGI subtracts the penalty times the token's share of input and output |
+| `frequency_penalty` | none |
 | `grammar` | `decoding.json_schema` or `decoding.regex`; also `choice`, `grammar` and any JSON |
 | `details`, `decoder_input_details` | `response.generated_tokens`, `response.input_tokens`, with `token_logprobs` and `token_ranks`; also of streams |
 | `top_n_tokens` | `response.top_n_tokens` |
 | `return_full_text` | `response.input_text` |
 | `adapter_id` | `adapter_id`; an unknown one is refused, and never answered by the bare model |
-| `watermark` | metadata `tgis-watermark: true`; the same watermark |
-| `best_of` | none |
+| `best_of`, `watermark` | none |
+
+The frequency penalty is OpenAI's, and values that were chosen for TGI mean something else: TGI subtracts the penalty
+times the token's share of input and output, OpenAI the penalty times the number of its occurrences in the output.
 
 | status there | status here |
 | --- | --- |
