@@ -96,19 +96,6 @@ async def test_another_door_has_the_model_s_texts(door: JsonDoor) -> None:
         assert reason == ("MAX_TOKENS" if num_expected == 30 else "EOS_TOKEN")
 
 
-async def test_another_door_streams_to_a_stop_sequence(door: JsonDoor) -> None:
-    whole, _ = door.expected(PROMPT, 30)
-    stop = whole[len(whole) // 2 :][:3]
-    call = {"texts": [PROMPT], "max_new_tokens": 30, "stop_sequences": [stop]}
-    first, *parts = [json.loads(part) async for part in door.stream(json.dumps(call))]
-    assert first == len(door.tokenizer.fast.encode(PROMPT).ids)
-    assert "".join(text for text, _, _ in parts) == whole[: whole.index(stop) + len(stop)]
-    assert [number for _, number, _ in parts] == list(range(1, len(parts) + 1))
-    *others, last = [reason for _, _, reason in parts]
-    assert last == StopReason.STOP_SEQUENCE.name
-    assert set(others) <= {StopReason.NOT_FINISHED.name}
-
-
 async def test_parameters_that_one_door_lacks_are_counted(door: JsonDoor) -> None:
     every = Parameters(
         logit_bias=((7, -1.0),),
@@ -132,6 +119,19 @@ async def test_parameters_that_one_door_lacks_are_counted(door: JsonDoor) -> Non
     names = [field.name for field in fields(Parameters) if getattr(every, field.name) != field.default]
     assert len(names) == 9
     assert counter._values == {(name,): 1 + (name == "min_p") for name in [*names, "input_ids"]}
+
+
+async def test_another_door_streams_to_a_stop_sequence(door: JsonDoor) -> None:
+    whole, _ = door.expected(PROMPT, 30)
+    stop = whole[len(whole) // 2 :][:3]
+    call = {"texts": [PROMPT], "max_new_tokens": 30, "stop_sequences": [stop]}
+    first, *parts = [json.loads(part) async for part in door.stream(json.dumps(call))]
+    assert first == len(door.tokenizer.fast.encode(PROMPT).ids)
+    assert "".join(text for text, _, _ in parts) == whole[: whole.index(stop) + len(stop)]
+    assert [number for _, number, _ in parts] == list(range(1, len(parts) + 1))
+    *others, last = [reason for _, _, reason in parts]
+    assert last == StopReason.STOP_SEQUENCE.name
+    assert set(others) <= {StopReason.NOT_FINISHED.name}
 
 
 async def test_another_door_s_refusals_are_counted(door: JsonDoor) -> None:
