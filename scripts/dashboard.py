@@ -79,6 +79,12 @@ ROWS = (
                 "service's; conc_limit says that there is too much for it.",
                 is_stacked=True,
             ),
+            Panel(
+                "Calls that set parameters beside the messages",
+                "reqps",
+                [Query(total("tgi_request_parameter_count_total", "parameter"), "{{parameter}}")],
+                "By metadata, or by another port; a call counts under each parameter that it sets.",
+            ),
         ],
     ),
     Row(
@@ -152,6 +158,7 @@ ROWS = (
                     )
                 ],
             ),
+            Panel("Cached tokens of an input", "short", quantiles("tgi_request_cached_tokens")),
             Panel(
                 "Short of cache",
                 "ops",

@@ -40,6 +40,11 @@ With `--json-output` every line of the launcher and its child processes is one J
   several objects. Its level is read from the line, or is WARNING if the line has none. A line that is already a JSON
   object keeps its fields and gets the missing ones. Bytes that are not UTF-8 are replaced, and lines longer than 1 MiB
   are split into several objects.
+- A line of an input has the fields `request_id`, `correlation_id`, `input_bytes`, `params`, `input_tokens`,
+  `output_tokens`, `stop_reason` and times in milliseconds (`queue_time_ms`, `total_time_ms` and others). It also has
+  `cached_tokens`, those of the input that were found in the prefix cache, if the input came to its end; `tenant`, if a
+  certificate or a token names the caller; `prefix_id`, `adapter_id` and `seed`, if there are any. `params` counts
+  biases and stop token ids and gives the size of a cache salt, not their values.
 - An uncaught Python exception is one object, with its lines in `traceback`.
 - A start that fails ends with level CRITICAL and the message `error: …`; the termination log has the reason as text.
 
@@ -72,10 +77,11 @@ on a real Prometheus that scrapes a real service. These pictures were made by `m
 ## Traces
 
 Traces need `--otlp-endpoint http://collector:4317` and `pip install '.[otel]'`. Spans are named
-`fmaas.GenerationService/Generate` and continue the caller's `traceparent`. They carry model, parameters, token counts,
-finish reasons, and the times in the queue, to the first token and of computation, but no text. A slow or dead collector
-does not delay calls. `deployment/monitoring/opentelemetry` has the configuration of a collector for traces and metrics,
-and a kustomize component with the variables that send traces there.
+`fmaas.GenerationService/Generate` and continue the caller's `traceparent`. They carry model, tenant, parameters, token
+counts (`gen_ai.usage.cache_read.input_tokens` are those found in the prefix cache), finish reasons, and the times in the
+queue, to the first token and of computation, but no text and no cache salt. A slow or dead collector does not delay
+calls. `deployment/monitoring/opentelemetry` has the configuration of a collector for traces and metrics, and a kustomize
+component with the variables that send traces there.
 
 ## Recorded series
 

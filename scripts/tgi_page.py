@@ -75,6 +75,9 @@ CLIENTS = """\
 | `adapter_id` | `adapter_id`; an unknown one is refused, and never answered by the bare model |
 | `best_of`, `watermark` | none |
 
+The frequency penalty is OpenAI's, and values that were chosen for TGI mean something else: TGI subtracts the penalty
+times the token's share of input and output, OpenAI the penalty times the number of its occurrences in the output.
+
 | status there | status here |
 | --- | --- |
 | 422, `validation` | INVALID_ARGUMENT |
@@ -92,7 +95,7 @@ Both have names with `tgi_` in front, and they are not the same ones. Those here
 | `tgi_request_failure{err="overloaded"}` | `err="conc_limit"` |
 | `tgi_batch_current_max_tokens` | none; `tgi_kv_cache_usage_ratio` tells how full the cache is |
 | `tgi_batch_next_size` | `tgi_batch_inference_batch_size` |
-| `tgi_request_skipped_tokens` | `tgi_prefix_cache_hits` |
+| `tgi_request_skipped_tokens` | `tgi_speculation_accepted_tokens`, a counter |
 | `tgi_batch_concat` | `tgi_batch_concatenation_count` |
 | none | `tgi_request_time_to_first_token_duration`, `tgi_request_inter_token_duration` |
 """

@@ -15,7 +15,7 @@ import pytest
 from scripts import messages, observability_page, troubleshooting_page
 from tests.support.pages import FLAG, VARIABLE, Command, Page, take_variables
 from tgis.cli import main as cli
-from tgis.cli.client import Connection
+from tgis.cli.client.options import Connection
 from tgis.config.aliases.tgi import TGI_NAMES
 from tgis.config.aliases.tgis import PASSED_ON, TGIS_NAMES
 from tgis.config.option import variables_of

@@ -457,7 +457,7 @@ def test_one_shard_as_the_original_was_started(tmp_path: Path) -> None:
 def test_commands_that_only_talk_import_no_torch() -> None:
     """Their start would take seconds."""
     code = (
-        "import sys, tgis.cli.main, tgis.launcher, tgis.router.app; import tgis.cli.client; "
+        "import sys, tgis.cli.main, tgis.launcher, tgis.router.app; import tgis.cli.client.command; "
         "print('torch' in sys.modules)"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

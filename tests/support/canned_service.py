@@ -23,8 +23,10 @@ class CannedService(GenerationServiceServicer):
     """Seconds before each word of a stream and before a unary answer."""
     asked: list[Any] = field(default_factory=list)
     """Every request, in order of arrival."""
-    metadata: list[dict[str, str]] = field(default_factory=list)
+    metadata: list[dict[str, str | bytes]] = field(default_factory=list)
     """What came with each of them."""
+    trailers: tuple[tuple[str, str], ...] = ()
+    """What goes with the end of each answer."""
 
     def Generate(self, request: Any, context: Any) -> pb.BatchedGenerationResponse:
         self._note(request, context)
@@ -51,7 +53,8 @@ class CannedService(GenerationServiceServicer):
 
     def Tokenize(self, request: Any, context: Any) -> pb.BatchedTokenizeResponse:
         self._note(request, context)
-        return pb.BatchedTokenizeResponse(responses=[_tokenize(each.text) for each in request.requests])
+        responses = [_tokenize(each.text, request.return_offsets) for each in request.requests]
+        return pb.BatchedTokenizeResponse(responses=responses)
 
     def ModelInfo(self, request: Any, context: Any) -> pb.ModelInfoResponse:
         self._note(request, context)
@@ -59,7 +62,10 @@ class CannedService(GenerationServiceServicer):
 
     def _note(self, request: Any, context: Any) -> None:
         self.asked.append(request)
-        self.metadata.append(dict(context.invocation_metadata()))
+        pairs = context.invocation_metadata()
+        self.metadata.append(dict(pairs))
+        assert len(self.metadata[-1]) == len(pairs), "no key is given twice"
+        context.set_trailing_metadata(self.trailers)
 
 
 @contextmanager
@@ -94,8 +100,10 @@ def _token(word: str, index: int) -> pb.TokenInfo:
     return pb.TokenInfo(text=word, logprob=-0.5 * (index + 1), rank=index + 1, top_tokens=rivals)
 
 
-def _tokenize(text: str) -> pb.TokenizeResponse:
+def _tokenize(text: str, offsets_wanted: bool) -> pb.TokenizeResponse:
     """A token for each character."""
     ends = [len(text[: index + 1].encode()) for index in range(len(text))]
     offsets = [pb.TokenizeResponse.Offset(start=start, end=end) for start, end in zip([0, *ends], ends)]  # noqa: B905
-    return pb.TokenizeResponse(token_count=len(text), tokens=list(text), offsets=offsets)
+    return pb.TokenizeResponse(
+        token_count=len(text), tokens=list(text), offsets=offsets if offsets_wanted else []
+    )

@@ -10,7 +10,7 @@ import click
 
 from tgis import __version__, failpoints, logs
 from tgis.cli import models, prompts
-from tgis.cli.client import client
+from tgis.cli.client.command import command as client
 from tgis.cli.command import VERSION_NAMES, FileCommand, GroupedOption, OneLineGroup
 from tgis.cli.health_probe import health_probe
 from tgis.cli.process_command import process_command

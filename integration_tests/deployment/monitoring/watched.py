@@ -36,7 +36,8 @@ def ask(service: Service, prompts: list[str], adapters: list[str]) -> None:
         texts = [f"once upon a time a time a time {i % 3}" for i in range(8)]
         list(clients.map(lambda text: list(stub.GenerateStream(_single(text))), texts))
         for ids in ({"prefix_id": prompts[0]}, {"adapter_id": adapters[0]}):
-            stub.Generate(pb.BatchedGenerationRequest(requests=[pb.GenerationRequest(text="a")], **ids))
+            request = pb.BatchedGenerationRequest(requests=[pb.GenerationRequest(text="a")], **ids)
+            stub.Generate(request, metadata=[("tgis-presence-penalty", "0.5")])
         stub.Tokenize(pb.BatchedTokenizeRequest(requests=[pb.TokenizeRequest(text="a b")]))
         for refused in (_batch(0, min_new_tokens=500), _batch(MAX_CONCURRENT + 1)):
             with pytest.raises(grpc.RpcError):

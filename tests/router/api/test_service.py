@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import AsyncIterator
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -93,6 +94,31 @@ async def test_another_door_has_the_model_s_texts(door: JsonDoor) -> None:
         expected, num_expected = door.expected(text, 30)
         assert (generated, num_generated) == (expected, num_expected)
         assert reason == ("MAX_TOKENS" if num_expected == 30 else "EOS_TOKEN")
+
+
+async def test_parameters_that_one_door_lacks_are_counted(door: JsonDoor) -> None:
+    every = Parameters(
+        logit_bias=((7, -1.0),),
+        min_p=0.1,
+        presence_penalty=0.5,
+        frequency_penalty=-0.5,
+        stop_token_ids=(5,),
+        ignore_eos=True,
+        watermark=True,
+        n=2,
+        cache_salt=b"salt",
+    )
+    call = read(json.dumps({"texts": ["5 6 7"]}), "batch")
+    await door.service.generate(call)
+    counter = door.scene.metrics.request_parameter_count
+    assert counter._values == {}
+    await door.service.generate(replace(call, parameters=every, inputs_are_ids=True))
+    await door.service.generate(replace(call, parameters=replace(Parameters(), min_p=0.2)))
+    with pytest.raises(RequestError, match="max_new_tokens must be <= 199"):
+        await door.service.generate(replace(call, parameters=replace(every, max_new_tokens=200)))
+    names = [field.name for field in fields(Parameters) if getattr(every, field.name) != field.default]
+    assert len(names) == 9
+    assert counter._values == {(name,): 1 + (name == "min_p") for name in [*names, "input_ids"]}
 
 
 async def test_another_door_streams_to_a_stop_sequence(door: JsonDoor) -> None:

@@ -62,6 +62,8 @@ TGIS = {
 OURS = {
     "tgi_request_time_to_first_token_duration": ("histogram", set()),
     "tgi_request_inter_token_duration": ("histogram", set()),
+    "tgi_request_parameter_count": ("counter", {"parameter"}),
+    "tgi_request_cached_tokens": ("histogram", set()),
     "tgi_requests_running": ("gauge", set()),
     "tgi_permits_limit": ("gauge", set()),
     "tgi_ready": ("gauge", set()),
@@ -93,6 +95,7 @@ OUTPUTS = [MAX_NEW_TOKENS * i / 64 for i in range(1, 65)]
 BOUNDS = {
     "tgi_tokenize_request_tokens": [2.0**k for k in range(6, 20)],
     "tgi_request_input_length": LENGTHS,
+    "tgi_request_cached_tokens": LENGTHS,
     "tgi_request_total_tokens": LENGTHS,
     "tgi_request_generated_tokens": OUTPUTS,
     "tgi_request_max_new_tokens": OUTPUTS,
@@ -194,7 +197,7 @@ def test_every_series_has_the_name_kind_and_labels_of_the_list(lost: Setup) -> N
             assert family.type == type_name, name
             found = [set(sample.labels) - {"le", "quantile"} for sample in family.samples]
             assert all(names == labels for names in found), name
-            assert found or name == "tgi_batch_inference_failure", name
+            assert found or name in ("tgi_batch_inference_failure", "tgi_request_parameter_count"), name
 
 
 def test_buckets(lost: Setup) -> None:
@@ -248,7 +251,8 @@ def test_what_a_finished_input_adds(lost: Setup) -> None:
     assert changed.of("tgi_request_success", stop_reason=reason, kind="single") == 1
     for name in ("validation", "queue", "inference", "mean_time_per_token", "time_to_first_token"):
         assert changed.of(f"tgi_request_{name}_duration_count") == 1, name
-    assert changed.of("tgi_request_duration_count") == 1
+    for name in ("duration", "cached_tokens"):
+        assert changed.of(f"tgi_request_{name}_count") == 1, name
     assert changed.of("tgi_request_inter_token_duration_count") == num_tokens - 1
     whole, queue, inference = (
         changed.of(f"tgi_request_{name}duration_sum") for name in ("", "queue_", "inference_")

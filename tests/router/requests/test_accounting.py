@@ -13,6 +13,13 @@ from tests.support.router.messages import batch, single, stopping
 from tests.support.router.router_process import Setup, start_router, stop_router
 from tests.support.trace_collector import PARENT_ID, TRACE_ID, TRACEPARENT, Collector, values
 from tgis.pb import generation_pb2 as pb
+from tgis.router.api.grpc.messages import read_batch
+from tgis.router.engine.handle import SequenceSpec
+from tgis.router.events import Output, Timings
+from tgis.router.metrics.metrics import MetricLimits, Metrics
+from tgis.router.requests.accounting import Accounting
+from tgis.router.requests.tracing import Tracing
+from tgis.router.sequence import Stopping, StopReason
 
 PROMPT = "girl bread fox"
 CORRELATION = (("x-correlation-id", "abc-123"),)
@@ -43,6 +50,20 @@ def lines(setup: Setup, count: int) -> list[dict[str, object]]:
             return found
         assert time.monotonic() < deadline, setup.service.output
         time.sleep(0.02)
+
+
+def test_what_the_prefix_cache_had_is_counted_once_per_input() -> None:
+    metrics = Metrics(MetricLimits(64, 64, 1))
+    call = read_batch(batch("a", "b", "c"))
+    timings = Timings(queue_s=0.0, first_token_s=None, total_s=0.1)
+    with Accounting(metrics, Tracing(), 0).open(call) as account:
+        for index, num_cached in enumerate((0, 16, 48)):
+            with account.input(index, SequenceSpec((1,) * 60, Stopping(max_new_tokens=1))) as record:
+                record(Output("a", None, 1))
+                record(Output("", None, 1, StopReason.MAX_TOKENS, "", timings, num_cached))
+    shown = metrics.render().decode()
+    for sample in ('bucket{le="1.0"} 1', 'bucket{le="16.0"} 2', 'bucket{le="48.0"} 3', "count 3", "sum 64"):
+        assert f"tgi_request_cached_tokens_{sample}.0\n" in shown
 
 
 def test_one_line_per_input(start: Callable[..., Setup]) -> None:

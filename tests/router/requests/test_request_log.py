@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import aclosing, suppress
+from dataclasses import replace
 
 import pytest
 from google.protobuf.message import Message
@@ -22,7 +23,7 @@ from tgis.router.errors import (
     UnavailableError,
 )
 from tgis.router.events import InputTokens, Output, Timings
-from tgis.router.requests.call import GenerationCall
+from tgis.router.requests.call import GenerationCall, Parameters
 from tgis.router.requests.request_log import CallLog, InputLog, correlation_id
 from tgis.router.sequence import Stopping, StopReason
 from tgis.sampling_parameters import Sampling
@@ -78,7 +79,7 @@ def call_of(request: Request) -> GenerationCall:
 
 def output(text: str, number: int, reason: StopReason = StopReason.NOT_FINISHED) -> Output:
     is_last = reason is not StopReason.NOT_FINISHED
-    return Output(text, None, number, reason, timings=TIMINGS if is_last else None)
+    return Output(text, None, number, reason, "", TIMINGS if is_last else None, 2 if is_last else 0)
 
 
 def finish(
@@ -124,6 +125,7 @@ def test_a_line_says_what_was_asked_for_and_how_it_went(lines: Lines) -> None:
         "adapter_id": "adapter-1",
         "input_bytes": 3,
         "input_tokens": 3,
+        "cached_tokens": 2,
         "output_tokens": 3,
         "stop_reason": "EOS_TOKEN",
         "queue_time_ms": 250.0,
@@ -147,7 +149,21 @@ def test_what_is_absent_is_not_said(lines: Lines) -> None:
     [fields] = lines.objects
     assert fields["params"] == "method=GREEDY"
     assert fields["correlation_id"] == "<none>"
-    assert not {"prefix_id", "adapter_id", "input", "seed", "time_per_token_ms"} & fields.keys()
+    assert not {"prefix_id", "adapter_id", "input", "seed", "time_per_token_ms", "tenant"} & fields.keys()
+    assert fields["cached_tokens"] == 0
+
+
+def test_a_tenant_is_named_and_a_salt_is_not(lines: Lines) -> None:
+    call = replace(call_of(single()), tenant="t" * 200, parameters=Parameters(cache_salt=MARKER.encode()))
+    for error in (None, RequestError("no")):
+        log = CallLog(call)
+        with suppress(RequestError), log:
+            if error is not None:
+                raise error
+            log.accept()
+            finish(log, StopReason.EOS_TOKEN, "")
+    assert [line["tenant"] for line in lines.objects] == ["t" * 128] * 2
+    assert MARKER not in "\n".join(lines.texts)
 
 
 @pytest.mark.parametrize("reason", [reason for reason in StopReason if reason is not StopReason.NOT_FINISHED])
@@ -293,7 +309,7 @@ async def test_an_input_that_is_left_was_cancelled(lines: Lines) -> None:
         await anext(stream)
     said = "Streaming response generated 2 tokens before CANCELLED, output 6 bytes"
     assert lines.messages == [("WARNING", said)]
-    assert "queue_time_ms" not in lines.objects[0]
+    assert not {"queue_time_ms", "cached_tokens"} & lines.objects[0].keys()
 
 
 def test_what_follows_the_end_is_not_logged(lines: Lines) -> None:

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import aclosing, contextmanager, suppress
+from dataclasses import replace
 
 import grpc
 import pytest
@@ -32,6 +33,7 @@ from tgis.router.errors import (
     UnavailableError,
 )
 from tgis.router.events import Output, Timings
+from tgis.router.requests.call import Parameters
 from tgis.router.requests.otlp import CLOSE_S, MAX_BATCH_SPANS, MAX_QUEUED_SPANS
 from tgis.router.requests.request_log import correlation_id
 from tgis.router.requests.tracing import Tracing, open_tracing
@@ -60,11 +62,11 @@ def single() -> pb.SingleGenerationRequest:
 
 
 def ended(
-    prompt_len: int, num_generated: int, reason: StopReason, *times: float
+    prompt_len: int, num_generated: int, reason: StopReason, *times: float, num_cached: int = 0
 ) -> tuple[SequenceSpec, Output]:
     """Times until the first step, the first token and the end."""
     spec = SequenceSpec((1,) * prompt_len, Stopping(max_new_tokens=9))
-    return spec, Output(SECRET, None, num_generated, reason, timings=Timings(*times))
+    return spec, Output(SECRET, None, num_generated, reason, "", Timings(*times), num_cached)
 
 
 def one_call(tracing: Tracing, **metadata: str) -> None:
@@ -93,8 +95,8 @@ def test_a_call_as_the_collector_sees_it(collector: tuple[Collector, str]) -> No
     before = time.time_ns()
     with tracing.call("Generate", metadata) as span:
         span.set_call(read_batch(request), "request-1", "correlation-1")
-        span.finish(*ended(5, 3, StopReason.EOS_TOKEN, 0.5, 0.75, 1.0))
-        span.finish(*ended(2, 8, StopReason.MAX_TOKENS, 0.25, 1.5, 2.0))
+        span.finish(*ended(5, 3, StopReason.EOS_TOKEN, 0.5, 0.75, 1.0, num_cached=4))
+        span.finish(*ended(2, 8, StopReason.MAX_TOKENS, 0.25, 1.5, 2.0, num_cached=1))
     tracing.close()
     [span_read] = servicer.spans
     assert (span_read.name, span_read.kind) == ("fmaas.GenerationService/Generate", SERVER_SPAN)
@@ -123,6 +125,7 @@ def test_a_call_as_the_collector_sees_it(collector: tuple[Collector, str]) -> No
         "gen_ai.request.top_k": 7,
         "gen_ai.request.seed": 11,
         "gen_ai.usage.input_tokens": 7,
+        "gen_ai.usage.cache_read.input_tokens": 5,
         "gen_ai.usage.output_tokens": 11,
         "gen_ai.response.finish_reasons": ["EOS_TOKEN", "MAX_TOKENS"],
         "gen_ai.latency.time_in_queue": 0.5,
@@ -137,6 +140,41 @@ def test_a_call_as_the_collector_sees_it(collector: tuple[Collector, str]) -> No
     }
     assert servicer.resource["service.name"] == "my-service"
     assert "service.version" in servicer.resource
+    assert SECRET.encode() not in servicer.requests[0].SerializeToString()
+
+
+def test_parameters_beside_the_messages(collector: tuple[Collector, str]) -> None:
+    """A cache salt is secret, and so is a bias: ids of tokens are text."""
+    servicer, address = collector
+    tracing = open_tracing(address, "s")
+    params = Parameters(
+        logit_bias=((11, -100.0), (12, 1.5), (13, 2.0)),
+        min_p=0.25,
+        presence_penalty=-0.5,
+        frequency_penalty=1.5,
+        stop_token_ids=(3, 4),
+        ignore_eos=True,
+        watermark=True,
+        n=3,
+        cache_salt=SECRET.encode(),
+    )
+    plain = read_single(single())
+    for call in (replace(plain, parameters=params, tenant="team-7"), plain):
+        with tracing.call("Generate", ()) as span:
+            span.set_call(call, "r", "c")
+    tracing.close()
+    told, bare = (values(each.attributes) for each in servicer.spans)
+    assert {key: value for key, value in told.items() if key not in bare} == {
+        "gen_ai.request.presence_penalty": -0.5,
+        "gen_ai.request.frequency_penalty": 1.5,
+        "gen_ai.request.choice.count": 3,
+        "tgis.logit_bias_count": 3,
+        "tgis.stop_token_id_count": 2,
+        "tgis.min_p": 0.25,
+        "tgis.ignore_eos": True,
+        "tgis.watermark": True,
+        "tgis.tenant": "team-7",
+    }
     assert SECRET.encode() not in servicer.requests[0].SerializeToString()
 
 

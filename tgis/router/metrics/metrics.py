@@ -62,6 +62,13 @@ class Metrics:
         self.request_input_count = self._counter(
             "tgi_request_input_count", "Inputs of generation calls, at their start"
         )
+        self.request_parameter_count = self._counter(
+            "tgi_request_parameter_count",
+            "Accepted calls by each parameter that they set and fmaas's messages do not have: logit_bias, "
+            "min_p, presence_penalty, frequency_penalty, stop_token_ids, ignore_eos, watermark, n, "
+            "cache_salt, input_ids",
+            "parameter",
+        )
         self.request_success = self._counter(
             "tgi_request_success", "Inputs that ended with a stop reason", "stop_reason", "kind"
         )
@@ -82,6 +89,11 @@ class Metrics:
         )
         self.request_input_length = self._histogram(
             "tgi_request_input_length", "Tokens of each accepted input, after truncation", lengths
+        )
+        self.request_cached_tokens = self._histogram(
+            "tgi_request_cached_tokens",
+            "Tokens of each successful input that the prefix cache had when it began",
+            lengths,
         )
         self.request_max_new_tokens = self._histogram(
             "tgi_request_max_new_tokens", "max_new_tokens of each accepted input, as requested", outputs

@@ -21,13 +21,27 @@ from tgis.router.errors import (
 )
 from tgis.router.events import Failed, InputTokens, Output
 from tgis.router.metrics.metrics import Metrics
-from tgis.router.requests.call import MISSING_REQUEST, GenerationCall
+from tgis.router.requests.call import MISSING_REQUEST, GenerationCall, Parameters
 from tgis.router.requests.request_log import CallLog, InputLog, correlation_id
 from tgis.router.requests.tracing import CallSpan, Tracing
 from tgis.router.requests.validation import CallParameters
 from tgis.router.sequence import StopReason
 
 logger = logging.getLogger(__name__)
+
+COUNTED_PARAMETERS = (
+    "logit_bias",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "stop_token_ids",
+    "ignore_eos",
+    "watermark",
+    "n",
+    "cache_salt",
+)
+"""Fields of Parameters that fmaas's messages do not have; `input_ids` is counted with them."""
+UNSET = Parameters()
 
 Record = Callable[[InputTokens | Output | Failed], InputTokens | Output]
 
@@ -107,6 +121,8 @@ class CallAccount:
         for spec in specs:
             metrics.request_input_length.observe(len(spec.input_ids))
             metrics.request_max_new_tokens.observe(params.stopping.max_new_tokens)
+        for name in _counted_parameters(self._log.call):
+            metrics.request_parameter_count.add(name)
         self._log.accept()
 
     @contextmanager
@@ -141,6 +157,15 @@ class CallAccount:
         metrics.request_duration.observe(time.monotonic() - self._log.started_at)
         metrics.request_generated_tokens.observe(num_generated)
         metrics.request_total_tokens.observe(len(spec.input_ids) + num_generated)
+        metrics.request_cached_tokens.observe(last.num_cached)
         if num_generated:
             metrics.request_inference_duration.observe(timings.inference_s)
             metrics.request_mean_time_per_token_duration.observe(timings.inference_s / num_generated)
+
+
+def _counted_parameters(call: GenerationCall) -> Iterator[str]:
+    for name in COUNTED_PARAMETERS:
+        if getattr(call.parameters, name) != getattr(UNSET, name):
+            yield name
+    if call.inputs_are_ids:
+        yield "input_ids"

@@ -97,7 +97,7 @@ class InputLog:
         if len(self.text) < self.call_log.text_chars:
             self.text += event.text
         if event.reason is not StopReason.NOT_FINISHED:
-            self._end(event.reason, event.timings)
+            self._end(event.reason, event)
 
     def __enter__(self) -> "InputLog":
         return self
@@ -122,15 +122,17 @@ class InputLog:
         fields = self._fields() | {"code": code.name} | self._durations(None)
         logger.error("%s failed with %s%s", self.kind, code.name, told, extra={FIELDS: fields})
 
-    def _end(self, reason: StopReason, timings: Timings | None) -> None:
+    def _end(self, reason: StopReason, last: Output | None) -> None:
         self.has_ended = True
         level = LEVELS.get(reason, logging.INFO)
         if not logger.isEnabledFor(level):
             return
         shown = f": {self.text[: self.call_log.text_chars]}" if self.call_log.text_chars else ""
         fields = self._fields()
+        if last is not None:
+            fields["cached_tokens"] = last.num_cached
         fields |= {"output_tokens": self.num_generated, "stop_reason": reason.name}
-        fields |= self._durations(timings)
+        fields |= self._durations(None if last is None else last.timings)
         logger.log(
             level,
             "%s generated %d tokens before %s, output %d bytes%s",
@@ -141,6 +143,8 @@ class InputLog:
     def _fields(self) -> dict[str, Scalar]:
         log, call, spec = self.call_log, self.call_log.call, self.spec
         fields: dict[str, Scalar] = {"request_id": log.request_id, "correlation_id": log.correlation_id}
+        if call.tenant:
+            fields["tenant"] = call.tenant[:MAX_ID_CHARS]
         if call.prefix_id is not None:
             fields["prefix_id"] = call.prefix_id[:MAX_ID_CHARS]
         if call.adapter_id is not None:

@@ -27,6 +27,24 @@ MAX_FINISH_REASONS = 100
 SERVER_FAULTS = (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNAVAILABLE)  # of those that `_status` returns
 PROPAGATOR = TraceContextTextMapPropagator()
 
+VALUES = {
+    "max_new_tokens": "gen_ai.request.max_tokens",
+    "top_p": "gen_ai.request.top_p",
+    "top_k": "gen_ai.request.top_k",
+    "presence_penalty": "gen_ai.request.presence_penalty",
+    "frequency_penalty": "gen_ai.request.frequency_penalty",
+    "min_p": "tgis.min_p",
+    "ignore_eos": "tgis.ignore_eos",
+    "watermark": "tgis.watermark",
+}
+"""Fields of Parameters, and the attributes that have their values."""
+COUNTS = {
+    "stop_sequences": "tgis.stop_sequence_count",
+    "stop_token_ids": "tgis.stop_token_id_count",
+    "logit_bias": "tgis.logit_bias_count",
+}
+"""Fields of Parameters, and the attributes that only count them."""
+
 Attributes = dict[str, AttributeValue]
 
 
@@ -66,7 +84,7 @@ class CallSpan:
 
     def __init__(self, span: Span) -> None:
         self._span, self._started_at = span, time.monotonic()
-        self._input_tokens = self._output_tokens = 0
+        self._input_tokens = self._cached_tokens = self._output_tokens = 0
         self._reasons: list[str] = []
         self._latencies: dict[str, float] = {}
 
@@ -103,6 +121,7 @@ class CallSpan:
         if not self._span.is_recording():
             return
         self._input_tokens += len(spec.input_ids)
+        self._cached_tokens += last.num_cached
         self._output_tokens += last.num_generated
         if len(self._reasons) < MAX_FINISH_REASONS:
             self._reasons.append(last.reason.name)
@@ -122,6 +141,7 @@ class CallSpan:
         latencies = {**self._latencies, "e2e": time.monotonic() - self._started_at}
         return {
             "gen_ai.usage.input_tokens": self._input_tokens,
+            "gen_ai.usage.cache_read.input_tokens": self._cached_tokens,
             "gen_ai.usage.output_tokens": self._output_tokens,
             "gen_ai.response.finish_reasons": self._reasons,
             **{f"gen_ai.latency.{name}": seconds for name, seconds in latencies.items()},
@@ -170,6 +190,8 @@ def _call_attributes(call: GenerationCall) -> Attributes:
     }
     if call.model_id:
         attributes["gen_ai.request.model"] = call.model_id
+    if call.tenant:
+        attributes["tgis.tenant"] = call.tenant
     if call.prefix_id is not None:
         attributes["tgis.prefix_id"] = call.prefix_id
     if call.adapter_id is not None:
@@ -178,18 +200,19 @@ def _call_attributes(call: GenerationCall) -> Attributes:
 
 
 def _parameter_attributes(params: Parameters) -> Iterator[tuple[str, AttributeValue]]:
-    """Yield the set parameters. A seed of 2**63 or more is text, because attributes have no unsigned type."""
-    if params.max_new_tokens:
-        yield "gen_ai.request.max_tokens", params.max_new_tokens
+    """Yield the set parameters, without the cache salt, which is a secret. A seed of 2**63 or more is text,
+    because attributes have no unsigned type."""
+    for name, attribute in VALUES.items():
+        if value := getattr(params, name):
+            yield attribute, value
+    for name, attribute in COUNTS.items():
+        if values := getattr(params, name):
+            yield attribute, len(values)
     if params.temperature is not None:
         yield "gen_ai.request.temperature", params.temperature
-    if params.top_p:
-        yield "gen_ai.request.top_p", params.top_p
-    if params.top_k:
-        yield "gen_ai.request.top_k", params.top_k
     if params.seed is not None:
         yield "gen_ai.request.seed", params.seed if params.seed < 2**63 else str(params.seed)
-    if params.stop_sequences:
-        yield "tgis.stop_sequence_count", len(params.stop_sequences)
+    if params.n > 1:
+        yield "gen_ai.request.choice.count", params.n
     if params.guided is not None:
         yield "tgis.guided", params.guided.field

@@ -11,7 +11,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tests.support.router.messages import batch, single
 from tests.support.router.router_process import Setup, start_router, stop_router
-from tgis.cli.client import client
+from tgis.cli.client.command import command as client
 from tgis.pb import generation_pb2 as pb
 
 OLD, NEW = "old-secret", "new-secret"

@@ -15,7 +15,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from tests.support.canned_service import WORDS, CannedService, serve
-from tgis.cli.client import client
+from tgis.cli.client.command import command as client
 from tgis.pb import generation_pb2 as pb
 
 
@@ -63,6 +63,7 @@ SAMPLING = {
     ("--temperature", "0"): pb.SamplingParameters(temperature=0.0),
     ("--top-k", "5"): pb.SamplingParameters(top_k=5),
     ("--top-p", "0.5"): pb.SamplingParameters(top_p=0.5),
+    ("--min-p", "0.0"): pb.SamplingParameters(),
     ("--typical-p", "0.5"): pb.SamplingParameters(typical_p=0.5),
     ("--seed", "0"): pb.SamplingParameters(seed=0),
     ("--seed", str(2**64 - 1)): pb.SamplingParameters(seed=2**64 - 1),
@@ -110,6 +111,49 @@ def test_constraints_reach_the_service(
     assert service.asked[0].params.decoding == expected
 
 
+METADATA: dict[tuple[str, ...], dict[str, str | bytes]] = {
+    (): {},
+    ("--logit-bias", "17:-100", "--logit-bias", "42:1.5"): {"tgis-logit-bias": "17:-100.0,42:1.5"},
+    ("--min-p", "0.05"): {"tgis-min-p": "0.05"},
+    ("--min-p", "0"): {"tgis-min-p": "0.0"},
+    ("--presence-penalty", "-0.5"): {"tgis-presence-penalty": "-0.5"},
+    ("--frequency-penalty", "2"): {"tgis-frequency-penalty": "2.0"},
+    ("--stop-token-id", "6", "--stop-token-id", "5"): {"tgis-stop-token-ids": "6,5"},
+    ("--ignore-eos",): {"tgis-ignore-eos": "true"},
+    ("--watermark",): {"tgis-watermark": "true"},
+    ("--cache-salt", "é\n"): {"tgis-cache-salt-bin": b"\xc3\xa9\n"},
+    ("--cache-salt", ""): {"tgis-cache-salt-bin": b""},
+    ("--input-ids",): {"tgis-input": "ids"},
+    ("--token-ids",): {"tgis-tokens": "ids"},
+    ("--min-p", "0.5", "--ignore-eos", "--token-ids"): {
+        "tgis-min-p": "0.5",
+        "tgis-ignore-eos": "true",
+        "tgis-tokens": "ids",
+    },
+}
+
+
+def ours(metadata: dict[str, str | bytes]) -> dict[str, str | bytes]:
+    return {key: value for key, value in metadata.items() if key.startswith("tgis-")}
+
+
+@pytest.mark.parametrize("command", ["generate", "stream"])
+@pytest.mark.parametrize(("given", "expected"), METADATA.items())
+def test_what_messages_do_not_have_is_metadata(
+    service: CannedService,
+    target: str,
+    command: str,
+    given: tuple[str, ...],
+    expected: dict[str, str | bytes],
+) -> None:
+    result = run(target, command, "x", *given, "--token", "t")
+    assert result.exit_code == 0
+    assert ours(service.metadata[0]) == expected
+    assert service.metadata[0]["authorization"] == "Bearer t"
+    method = pb.SAMPLE if "--min-p" in given else pb.GREEDY
+    assert service.asked[0].params.method == method
+
+
 CONSTRAINTS = [("--regex", "a"), ("--json-schema", "{}"), ("--grammar", "g"), ("--choice", "a")]
 
 
@@ -155,6 +199,32 @@ def test_details_are_a_table(service: CannedService, target: str, command: str) 
     assert service.asked[0].params.response == wanted
 
 
+TRAILERS = (
+    ("tgis-total-ms", "104.2"),
+    ("tgis-queue-ms", "0.512"),
+    ("tgis-cached-tokens", "16"),
+    ("tgis-unknown", "7"),
+    ("tgis-first-token-ms", "21.3"),
+)
+
+
+@pytest.mark.parametrize("command", [["generate", "a", "b"], ["stream", "a"]], ids=str)
+def test_details_end_with_the_times_of_the_call(command: list[str]) -> None:
+    with serve(CannedService(trailers=TRAILERS)) as address:
+        detailed = run(address, *command, "--details").stdout
+        assert "cached" not in run(address, *command).stdout
+        told = run(address, *command, "--details", "--json").stdout
+    line = "0.512 ms in the queue, first token after 21.3 ms, 104.2 ms in all, 16 cached input tokens\n"
+    assert detailed.endswith(f"\n\n{line}")
+    assert detailed.count("cached") == 1
+    assert all(json.loads(each) for each in told.splitlines())
+
+
+def test_a_time_that_is_not_told_is_left_out() -> None:
+    with serve(CannedService(trailers=(("tgis-cached-tokens", "0"),))) as address:
+        assert run(address, "stream", "a", "--details").stdout.endswith("\n\n0 cached input tokens\n")
+
+
 def test_json_is_a_message_a_line(target: str) -> None:
     result = run(target, "generate", "é", "b", "--json")
     first, second = (json.loads(line) for line in result.stdout.splitlines())
@@ -169,7 +239,7 @@ def test_stream_prints_the_words(target: str) -> None:
 
 
 def test_stream_prints_a_word_before_the_next_is_there() -> None:
-    code = "from tgis.cli.client import client; client()"
+    code = "from tgis.cli.client.command import command; command()"
     with serve(CannedService(delay=1.0)) as address:
         command = [sys.executable, "-c", code, "stream", "count", "--target", address]
         # Buffered, as Python's stdout is for everybody else's pipes.
@@ -197,6 +267,14 @@ def test_tokenize_lists_tokens_and_bytes(target: str) -> None:
     result = run(target, "tokenize", "aé\n")
     assert result.stdout.splitlines() == ["3 tokens", "a   0  1", "é   1  3", "\\n  3  4"]
     assert json.loads(run(target, "tokenize", "é", "--json").stdout)["offsets"] == [{"start": 0, "end": 2}]
+
+
+def test_tokenize_in_ids_and_of_ids(service: CannedService, target: str) -> None:
+    assert run(target, "tokenize", "ab", "--input-ids").stdout.splitlines() == ["2 tokens", "a", "b"]
+    run(target, "tokenize", "ab", "--token-ids")
+    run(target, "tokenize", "ab")
+    assert [each.return_offsets for each in service.asked] == [False, True, True]
+    assert list(map(ours, service.metadata)) == [{"tgis-input": "ids"}, {"tgis-tokens": "ids"}, {}]
 
 
 def test_info_names_kind_and_limits(target: str) -> None:
@@ -280,6 +358,13 @@ WRONG = [
     ["info", "--token-path", "/does/not/exist"],
     ["generate", "x", "--max-new-tokens", "-1"],
     ["generate", "x", "--seed", str(2**64)],
+    ["generate", "x", "--logit-bias", "17"],
+    ["generate", "x", "--logit-bias", "a:1"],
+    ["generate", "x", "--logit-bias", "1:b"],
+    ["stream", "x", "--logit-bias", "1:2,3:4"],
+    ["generate", "x", "--stop-token-id", "-1"],
+    ["generate", "x", "--min-p", "a"],
+    ["tokenize", "x", "--min-p", "0.5"],
 ]
 
 

@@ -1,0 +1,1 @@
+"""Implements `tgis client`, which calls a running service."""

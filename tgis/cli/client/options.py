@@ -1,0 +1,197 @@
+"""Options of `tgis client`, and the parts of a call that follow from them."""
+
+import os
+from dataclasses import dataclass
+
+import click
+
+from tgis.config.option import option
+from tgis.pb import generation_pb2 as pb
+
+MAX_UINT32 = 2**32 - 1
+MAX_UINT64 = 2**64 - 1
+
+Metadata = list[tuple[str, str | bytes]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Connection:
+    target: str = option("Host and port of the service.", "localhost:8033", env=False)
+    timeout: float | None = option("Seconds a call may take; unset: no limit.", None, env=False, minimum=0)
+    tls: bool = option("Use TLS; without --ca-cert the system's authorities are trusted.", False, env=False)
+    ca_cert: str | None = option("PEM file of the authorities to trust; implies --tls.", None, env=False)
+    cert: str | None = option("PEM file of the client's certificate; needs --key.", None, env=False)
+    key: str | None = option("PEM file of the client's private key; needs --cert.", None, env=False)
+    token: str | None = option(
+        "Bearer token. Other users of this machine can read flags: use the variable or --token-path.",
+        None,
+        env="TGIS_TOKEN",
+    )
+    token_path: str | None = option(
+        "File whose first line is the bearer token; used instead of --token.", None, env=False
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationOptions:
+    """Options of a generation. The service decides the unset ones; any sampling option turns sampling on."""
+
+    max_new_tokens: int | None = option(
+        "Most tokens to generate.", None, env=False, minimum=0, maximum=MAX_UINT32
+    )
+    min_new_tokens: int | None = option(
+        "Fewest tokens to generate.", None, env=False, minimum=0, maximum=MAX_UINT32
+    )
+    temperature: float | None = option("Sample with this temperature.", None, env=False)
+    top_k: int | None = option(
+        "Sample among the K likeliest tokens.", None, env=False, minimum=0, maximum=MAX_UINT32
+    )
+    top_p: float | None = option(
+        "Sample among the likeliest tokens that together reach this probability.", None, env=False
+    )
+    min_p: float | None = option(
+        "Sample among the tokens that have at least this share of the likeliest one's probability.",
+        None,
+        env=False,
+    )
+    typical_p: float | None = option(
+        "Sample among the most typical tokens that together reach this probability.", None, env=False
+    )
+    seed: int | None = option("Sample with this seed.", None, env=False, minimum=0, maximum=MAX_UINT64)
+    logit_bias: tuple[str, ...] = option(
+        "ID:BIAS, a number to add to the logit of a token; may be given more than once.", (), env=False
+    )
+    presence_penalty: float | None = option(
+        "Subtract this from the logit of each token that has been generated.", None, env=False
+    )
+    frequency_penalty: float | None = option(
+        "Subtract this from a token's logit for each time that it has been generated.", None, env=False
+    )
+    watermark: bool = option("Mark the text with the service's watermark.", False, env=False)
+    stop: tuple[str, ...] = option("Stop after this text; may be given more than once.", (), env=False)
+    stop_token_id: tuple[int, ...] = option(
+        "Stop at this token; may be given more than once.", (), env=False, minimum=0, maximum=MAX_UINT32
+    )
+    ignore_eos: bool = option("Go on after the model's end of sequence.", False, env=False)
+    regex: str | None = option("Generate what this regular expression matches.", None, env=False)
+    json_schema: str | None = option("Generate what this JSON Schema describes.", None, env=False)
+    grammar: str | None = option("Generate what this grammar, Lark or GBNF, describes.", None, env=False)
+    choice: tuple[str, ...] = option(
+        "Generate this text; may be given more than once, for one of several.", (), env=False
+    )
+    truncate_input_tokens: int | None = option(
+        "Keep only the last N tokens of an input; unset or 0: all.",
+        None,
+        env=False,
+        minimum=0,
+        maximum=MAX_UINT32,
+    )
+    prefix_id: str | None = option("Tuned soft prompt to put before the input.", None, env=False)
+    adapter_id: str | None = option("LoRA adapter to generate with.", None, env=False)
+    cache_salt: str | None = option(
+        "Share cached prompts only with calls that give the same text here.", None, env=False
+    )
+    details: bool = option(
+        "Also print a table of the tokens (log-probability, rank, likeliest tokens) and the call's times.",
+        False,
+        env=False,
+    )
+    top_n: int = option(
+        "Likeliest tokens per position in the table.", 3, env=False, minimum=0, maximum=MAX_UINT32
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenIdOptions:
+    input_ids: bool = option(
+        "Each TEXT is token ids, decimal numbers with one space between each two.", False, env=False
+    )
+    token_ids: bool = option("Show ids of tokens instead of their text.", False, env=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutputOptions:
+    json: bool = option("Print the service's messages as JSON, one per line.", False, env=False)
+
+
+def build_parameters(options: GenerationOptions) -> pb.Parameters:
+    """Return the parameters that fmaas's messages have. Raises click.UsageError."""
+    chosen = (
+        options.temperature,
+        options.top_k,
+        options.top_p,
+        options.min_p,
+        options.typical_p,
+        options.seed,
+    )
+    return pb.Parameters(
+        method=pb.SAMPLE if any(value is not None for value in chosen) else pb.GREEDY,
+        sampling=pb.SamplingParameters(
+            temperature=options.temperature,
+            top_k=options.top_k,
+            top_p=options.top_p,
+            typical_p=options.typical_p,
+            seed=options.seed,
+        ),
+        stopping=pb.StoppingCriteria(
+            max_new_tokens=options.max_new_tokens,
+            min_new_tokens=options.min_new_tokens,
+            stop_sequences=options.stop,
+        ),
+        decoding=_build_decoding(options),
+        response=pb.ResponseOptions(
+            generated_tokens=options.details,
+            token_logprobs=options.details,
+            token_ranks=options.details,
+            top_n_tokens=options.top_n if options.details else 0,
+        ),
+        truncate_input_tokens=options.truncate_input_tokens,
+    )
+
+
+def _build_decoding(options: GenerationOptions) -> pb.DecodingParameters:
+    constraints = (options.regex, options.json_schema, options.grammar, options.choice or None)
+    if sum(one is not None for one in constraints) > 1:
+        raise click.UsageError("--regex, --json-schema, --grammar and --choice exclude each other")
+    choices = pb.DecodingParameters.StringChoices(choices=options.choice) if options.choice else None
+    return pb.DecodingParameters(
+        regex=options.regex,
+        json_schema=options.json_schema,
+        grammar=options.grammar,
+        choice=choices,
+    )
+
+
+def build_metadata(options: GenerationOptions) -> Metadata:
+    """Return the parameters that fmaas's messages do not have. Raises click.UsageError."""
+    texts = {
+        "tgis-logit-bias": ",".join(map(_format_bias, options.logit_bias)),
+        "tgis-min-p": _format_number(options.min_p),
+        "tgis-presence-penalty": _format_number(options.presence_penalty),
+        "tgis-frequency-penalty": _format_number(options.frequency_penalty),
+        "tgis-stop-token-ids": ",".join(map(str, options.stop_token_id)),
+        "tgis-ignore-eos": "true" if options.ignore_eos else "",
+        "tgis-watermark": "true" if options.watermark else "",
+    }
+    metadata: Metadata = [(key, text) for key, text in texts.items() if text]
+    if options.cache_salt is not None:
+        # Unlike tgis-cache-salt, this key may have any bytes.
+        metadata.append(("tgis-cache-salt-bin", os.fsencode(options.cache_salt)))
+    return metadata
+
+
+def build_token_id_metadata(options: TokenIdOptions) -> Metadata:
+    asked = {"tgis-input": options.input_ids, "tgis-tokens": options.token_ids}
+    return [(key, "ids") for key, is_asked in asked.items() if is_asked]
+
+
+def _format_bias(text: str) -> str:
+    token_id, _, bias = text.partition(":")
+    try:
+        return f"{int(token_id)}:{float(bias)}"
+    except ValueError as error:
+        raise click.UsageError("--logit-bias must be ID:BIAS, for example 17:-100") from error
+
+
+def _format_number(value: float | None) -> str:
+    return "" if value is None else str(value)
