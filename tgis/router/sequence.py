@@ -148,6 +148,14 @@ class TokenDetail(NamedTuple):
 
 
 @dataclass(eq=False)
+class Siblings:
+    """Sequences of one call that have the same prompt."""
+
+    newest: "Sequence | None" = None
+    """Running one that was admitted last; the others wait while it computes what they can share."""
+
+
+@dataclass(eq=False)
 class Sequence:
     """Tokens, limits and cache state of one generation. It is compared by identity."""
 
@@ -164,6 +172,7 @@ class Sequence:
     encoder_token_ids: tuple[int, ...] = ()
     """Input after padding that stands for its virtual tokens; encoder-decoder models only."""
     cache_salt: CacheSalt = CacheSalt()
+    siblings: Siblings = field(default_factory=Siblings)
     prompt_len: int = field(init=False)
     max_tokens: int = field(init=False)
     """Upper bound of prompt and new tokens together."""
@@ -183,7 +192,8 @@ class Sequence:
     cross_blocks: list[int] = field(default_factory=list)
     """Blocks of the encoder's output."""
     num_to_encode: int = 0
-    """Encoder tokens to compute with the step that opens the row; 0 if the cross blocks were cached."""
+    """Encoder tokens that the step which opens the row computes; 0 once its answer is there, or if the cross
+    blocks were cached."""
     is_long: bool = False
     """True if its row uses the long rotary frequencies, as it has more tokens than the usual ones cover."""
     num_published: int = 0
@@ -212,6 +222,14 @@ class Sequence:
         if self.encoder_token_ids:
             return len(self.encoder_token_ids) - self.adapters.num_encoder_tokens
         return self.prompt_len - self.adapters.num_decoder_tokens
+
+    @property
+    def num_computed_inputs(self) -> int:
+        """Number of a running sequence's input tokens, without virtual tokens, that are in the cache."""
+        if self.encoder_token_ids:
+            return 0 if self.num_to_encode else self.num_input_tokens
+        num_computed = self.num_computed - self.adapters.num_decoder_tokens
+        return min(max(num_computed, 0), self.num_input_tokens)
 
     @property
     def num_tokens(self) -> int:

@@ -1,9 +1,12 @@
 """The service behind a second door, whose calls are JSON and not protobuf, in front of either engine."""
 
 import json
+import re
 from collections.abc import AsyncIterator
 from dataclasses import fields, replace
+from hashlib import blake2b
 from pathlib import Path
+from struct import pack
 
 import pytest
 
@@ -11,6 +14,7 @@ from tests.support.router.engine_pair import Scene, open_scene
 from tests.support.router.fake_shard import EOS, VOCAB_SIZE
 from tests.support.router.model_of_shard import next_token
 from tests.support.tokenizers.trained import write_byte_level
+from tgis.logs import FIELDS
 from tgis.router.api.service import GenerationService
 from tgis.router.engine.concurrency import ConcurrencyLimit
 from tgis.router.errors import OverloadedError, RequestError
@@ -78,6 +82,12 @@ def read(text: str, kind: str) -> GenerationCall:
     return GenerationCall("json", kind, texts, Parameters(**call), lambda: "", (), "a connection")
 
 
+def sum_of(scene: Scene, name: str) -> float:
+    """Sum of a metric over all labels."""
+    lines = scene.metrics.render().decode().splitlines()
+    return sum(float(line.split()[-1]) for line in lines if re.split(r"[ {]", line)[0] == name)
+
+
 @pytest.fixture(params=[False, True], ids=["local", "split"])
 async def door(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[JsonDoor]:
     async with open_scene(tmp_path, request.param) as scene:
@@ -132,6 +142,55 @@ async def test_another_door_streams_to_a_stop_sequence(door: JsonDoor) -> None:
     *others, last = [reason for _, _, reason in parts]
     assert last == StopReason.STOP_SEQUENCE.name
     assert set(others) <= {StopReason.NOT_FINISHED.name}
+
+
+async def test_n_texts_are_those_of_calls_with_the_seeds_that_follow(door: JsonDoor) -> None:
+    service = door.service
+    door.scene.shard.model.uses_seeds = True
+    asked = {"texts": [PROMPT, "girl bread"], "max_new_tokens": 30, "sample": True, "seed": 7}
+    results = await service.generate(read(json.dumps(asked | {"n": 3}), "batch"))
+    digests = [blake2b(pack("<QQ", 7, number), digest_size=8).digest() for number in (1, 2)]
+    seeds = [7, *(int.from_bytes(digest, "little") for digest in digests)]
+    assert [result.spec.sampling.seed for result in results] == seeds * 2
+    texts = ["".join(result.text) for result in results]
+    assert len(set(texts)) == 6
+    alone = [
+        await service.generate(read(json.dumps(asked | {"texts": [text], "seed": seed}), "batch"))
+        for text in asked["texts"]
+        for seed in seeds
+    ]
+    assert texts == ["".join(result.text) for (result,) in alone]
+
+
+async def test_n_texts_have_one_input(door: JsonDoor, caplog: pytest.LogCaptureFixture) -> None:
+    """It is counted, tokenized and reported once; the texts are counted and logged each."""
+    caplog.set_level("INFO", "tgis.router.requests.request_log")
+    asked = {"texts": ["girl bread", PROMPT], "n": 3, "input_tokens": True, "generated_tokens": True}
+    results = await door.service.generate(read(json.dumps(asked), "batch"))
+    for text, family in zip(asked["texts"], (results[:3], results[3:]), strict=True):
+        ids = door.tokenizer.fast.encode(text).ids
+        assert [[token.token_id for token in result.input_tokens] for result in family] == [ids] * 3
+        assert len({tuple(result.tokens) for result in family}) == 1
+    names = ("input_count", "raw_input_length_count", "input_length_count", "total_tokens_count", "success")
+    assert [sum_of(door.scene, f"tgi_request_{name}") for name in names] == [2, 2, 2, 6, 6]
+    lines = sorted(record.getMessage().split(" generated")[0] for record in caplog.records)
+    assert lines == [f"Sub-request {number} from batch of 6" for number in range(1, 7)]
+    shown = [vars(record)[FIELDS]["input_bytes"] for record in caplog.records]
+    assert sorted(shown) == [len("girl bread")] * 3 + [len(PROMPT)] * 3
+
+
+async def test_n_takes_so_many_places_and_has_bounds(door: JsonDoor) -> None:
+    texts = [PROMPT] * 43
+    with pytest.raises(OverloadedError):
+        await door.generate(json.dumps({"texts": texts, "n": 3}))
+    most = {"texts": texts[:42], "n": 3, "max_new_tokens": 1}
+    assert len(json.loads(await door.generate(json.dumps(most)))) == 126
+    for n in (-1, 0, 129, 1 << 70):
+        with pytest.raises(RequestError, match="n must be >= 1 and <= 128"):
+            await door.generate(json.dumps({"texts": texts[:1], "n": n}))
+    with pytest.raises(RequestError, match="n must be 1 for a stream"):
+        [part async for part in door.stream(json.dumps({"texts": texts[:1], "n": 2}))]
+    assert door.scene.metrics.request_failure._values[("validation",)] == 5
 
 
 async def test_another_door_s_refusals_are_counted(door: JsonDoor) -> None:

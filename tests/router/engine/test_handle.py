@@ -10,14 +10,15 @@ from pathlib import Path
 import pytest
 
 from tests.support.router.engine_pair import Scene, open_scene
-from tests.support.router.fake_shard import EOS, PAD, VOCAB_SIZE
+from tests.support.router.fake_shard import BLOCK_SIZE, EOS, PAD, VOCAB_SIZE
 from tests.support.router.model_of_contents import Item, Library, adapter
 from tests.support.router.model_of_shard import join_digests, truth
 from tgis.pb import shard_pb2 as pb
-from tgis.router.engine.handle import Lease, Resume, SequenceSpec, TextSink, Ticket
+from tgis.router.engine.handle import Lease, Resume, SequenceId, SequenceSpec, TextSink, Ticket
 from tgis.router.errors import Code, OverloadedError
 from tgis.router.events import Ended, Event, Failed, InputTokens
-from tgis.router.sequence import Details, Stopping, StopReason, TokenDetail
+from tgis.router.sequence import CacheSalt, Details, Stopping, StopReason, TokenDetail
+from tgis.sampling_parameters import Sampling
 
 PROMPT = (21, 22, 23, 24, 25, 26, 27, 28, 29, 30)
 LENGTH = 24
@@ -47,6 +48,10 @@ class StopAt:
     def push(self, token_id: int, reason: StopReason) -> bool:
         self.pushed.append((token_id, reason))
         return reason is StopReason.NOT_FINISHED and len(self.pushed) == self.place
+
+
+def sampled(seed: int) -> Sampling:
+    return Sampling(greedy=False, seed=seed)
 
 
 def spec(prompt: tuple[int, ...] = PROMPT, length: int = LENGTH, **more: object) -> SequenceSpec:
@@ -255,6 +260,127 @@ async def test_a_deadline_is_a_time_of_the_machine(scene: Scene) -> None:
     assert last.reason is StopReason.TIME_LIMIT
     assert 1 <= last.num_generated < 20
     assert sink.pushed[-1][1] is StopReason.TIME_LIMIT
+
+
+def num_cached(events: list[Event]) -> int:
+    last = events[-1]
+    assert isinstance(last, Ended)
+    return last.num_cached
+
+
+async def test_siblings_are_as_if_alone_and_cost_one_prompt(scene: Scene) -> None:
+    model = scene.shard.model
+    model.uses_seeds = True
+    alone = [truth(list(PROMPT), LENGTH, VOCAB_SIZE, sampling_seed=seed)[len(PROMPT) :] for seed in range(4)]
+    assert len(set(map(tuple, alone))) == 4
+    ticket = await scene.handle.acquire(4)
+    specs = [spec(sampling=sampled(seed)) for seed in range(4)]
+    outcomes = await asyncio.gather(*(read(scene, ticket, each, None) for each in specs))
+    scene.handle.release(ticket)
+    assert [tokens_of(events) for events in outcomes] == alone
+    assert [num_cached(events) for events in outcomes] == [0] + 3 * [BLOCK_SIZE]
+    assert model.num_computed == len(PROMPT) + 3 * (len(PROMPT) - BLOCK_SIZE) + 4 * (LENGTH - 1)
+
+
+async def test_siblings_outlive_a_leader_that_goes(scene: Scene) -> None:
+    """It is cancelled or cut, before its first step, in it or later."""
+    r = random.Random(3)
+    for keep in (None, 0, 1) * 3:
+        ticket = await scene.handle.acquire(4)
+        leader, *others = [scene.handle.open(ticket, spec(), None) for _ in range(4)]
+        ends = [asyncio.create_task(_drain(scene, each)) for each in others]
+        await asyncio.sleep(r.choice([0, 0.001, 0.003]))
+        scene.handle.cancel(leader, keep)
+        scene.handle.cancel(others[0], keep)
+        whole = [tokens_of(await end) for end in ends[1:]]
+        ends[0].cancel()
+        scene.handle.release(ticket)
+        assert whole == [expected()] * 2
+
+
+async def _drain(scene: Scene, sequence_id: SequenceId) -> list[Event]:
+    return [event async for event in scene.handle.events(sequence_id)]
+
+
+async def _wait_for_steps(scene: Scene, num_steps: int) -> None:
+    for _ in range(10_000):
+        if scene.shard.num_steps >= num_steps:
+            return
+        await asyncio.sleep(0.001)
+    pytest.fail("the steps do not come")
+
+
+async def test_siblings_that_wait_end_at_their_deadline(scene: Scene) -> None:
+    """The one that computes the prompt ends with its first token, the others have none."""
+    scene.shard.step_s = 0.15
+    ticket = await scene.handle.acquire(4)
+    stopping = Stopping(100, min_new_tokens=100, deadline=time.monotonic() + 0.05)
+    limited = SequenceSpec(PROMPT, stopping)
+    outcomes = await asyncio.gather(*(read(scene, ticket, limited, None) for _ in range(4)))
+    scene.handle.release(ticket)
+    for (last,), num_generated in zip(outcomes, (1, 0, 0, 0), strict=True):
+        assert isinstance(last, Ended)
+        assert (last.num_generated, last.reason) == (num_generated, StopReason.TIME_LIMIT)
+        assert last.num_cached == 0
+
+
+async def test_siblings_survive_a_loss_of_the_shards(scene: Scene) -> None:
+    """Cached tokens are those of the beginning, whatever has been computed again."""
+    ticket = await scene.handle.acquire(12)
+    prompts = [(30 + number, *PROMPT) for number in range(3)]
+    generations = [
+        asyncio.create_task(read(scene, ticket, spec(prompt, 40), None))
+        for prompt in prompts
+        for _ in range(4)
+    ]
+    for num_steps in (3, 16, 16):  # the suspects are tried one by one before the next loss
+        await _wait_for_steps(scene, scene.shard.num_steps + num_steps)
+        scene.server.cut()
+    outcomes = [await each for each in generations]
+    scene.handle.release(ticket)
+    assert scene.shard.num_streams == 4
+    for number, prompt in enumerate(prompts):
+        family = outcomes[4 * number : 4 * number + 4]
+        assert [tokens_of(events) for events in family] == [expected(prompt, 40)] * 4
+        assert {num_cached(events) for events in family} <= {0, BLOCK_SIZE}
+
+
+async def test_salts_never_share(scene: Scene) -> None:
+    salts = [CacheSalt(), CacheSalt("a"), CacheSalt("", b"a"), CacheSalt("a", b"a"), CacheSalt("b", b"a")]
+    ticket = await scene.handle.acquire(1)
+    found = [
+        num_cached(await read(scene, ticket, spec(length=2, cache_salt=salt), None))
+        for salt in (*salts, *salts)
+    ]
+    assert found == [0] * 5 + [BLOCK_SIZE] * 5
+    both = (CacheSalt("c"), CacheSalt("d"))  # at once, in one ticket
+    outcomes = await asyncio.gather(
+        *(read(scene, ticket, spec(length=2, cache_salt=salt), None) for salt in both)
+    )
+    assert list(map(num_cached, outcomes)) == [0, 0]
+    scene.handle.release(ticket)
+
+
+async def test_virtual_tokens_are_not_among_the_cached(scene: Scene) -> None:
+    ticket = await scene.handle.acquire(1)
+    lease = await scene.handle.lease(ticket, "prompt-1", None, "an-id")
+    found = [num_cached(await read(scene, ticket, spec(lease=lease), None)) for _ in range(2)]
+    resumed = spec(length=LENGTH, lease=lease)
+    known = tuple(expected((PAD,) * 3 + PROMPT, digests=join_digests("", "p1"))[:12])
+    found.append(num_cached(await read(scene, ticket, resumed, None, Resume(known, True))))
+    scene.handle.release(ticket)
+    assert found == [0, BLOCK_SIZE - 3, len(PROMPT)]  # generated tokens are no input tokens
+
+
+async def test_an_encoder_s_input_is_cached_whole(tmp_path: Path) -> None:
+    info = pb.InfoResponse(model_kind=pb.InfoResponse.MODEL_KIND_ENCODER_DECODER, decoder_start_token_id=5)
+    for is_split in (False, True):
+        async with open_scene(tmp_path, is_split, info) as scene:
+            ticket = await scene.handle.acquire(3)
+            outcomes = await asyncio.gather(*(read(scene, ticket, spec(), None) for _ in range(3)))
+            scene.handle.release(ticket)
+            assert scene.shard.model.num_encoded == len(PROMPT)
+            assert list(map(num_cached, outcomes)) == [0, len(PROMPT), len(PROMPT)]
 
 
 def test_the_sinks_here_are_sinks() -> None:

@@ -1,11 +1,13 @@
 """Random workloads through scheduler, blocks and messages, against the plain model of a shard: late answers,
 cancels, stops that only the router sees, refused rows, preemption, lost shards; decoder-only models and
-encoder-decoder ones, with and without a length that switches rotary frequencies, prompts and adapters."""
+encoder-decoder ones, with and without a length that switches rotary frequencies, prompts and adapters, salts
+and siblings."""
 
 import random
 import zlib
 from array import array
 from collections import Counter, deque
+from dataclasses import replace
 
 import pytest
 
@@ -23,7 +25,16 @@ from tgis.router.scheduling.block_pool import BlockPool
 from tgis.router.scheduling.prefix_cache import decoder_root
 from tgis.router.scheduling.scheduler import Scheduler
 from tgis.router.scheduling.step import NO_DRAFTS, Drafts, Step
-from tgis.router.sequence import AdapterInfo, AdapterKind, CallAdapters, Details, Sequence, Stopping
+from tgis.router.sequence import (
+    AdapterInfo,
+    AdapterKind,
+    CacheSalt,
+    CallAdapters,
+    Details,
+    Sequence,
+    Siblings,
+    Stopping,
+)
 from tgis.router.shards.codec import decode_answer, encode_step
 
 BATCHES = 40  # of random workloads, in one test each
@@ -113,7 +124,9 @@ class Workload:
         self.reported: dict[Sequence, list[int]] = {}
         self.ends: Counter[Sequence] = Counter()
         self.adapters = self._adapters(random.Random(seed))
-        self.todo = self._requests()
+        self.num_held = self.num_taken_over = 0
+        self.salts_of_blocks: dict[int, CacheSalt] = {}
+        self.todo = self._with_siblings(random.Random(seed + (1 << 32)))
 
     def _proposer(self, r: random.Random) -> LuckyProposer | None:
         return LuckyProposer(self, r) if r.random() < 0.7 else None
@@ -164,6 +177,29 @@ class Workload:
         return Sequence(
             start, stopping, details=details, encoder_token_ids=tuple(encoder_ids), adapters=adapters
         )
+
+    def _with_siblings(self, r: random.Random) -> list[Sequence]:
+        """The requests in the order of their arrival, with salts and with siblings, whose limits differ."""
+        salts = r.choice([(CacheSalt(),), (CacheSalt("a"), CacheSalt("b"), CacheSalt("a", b"x"))])
+        share, arrivals = r.choice([0.0, 0.0, 0.3, 1.0]), []
+        for request in self._requests():
+            siblings, salt = Siblings(), r.choice(salts)
+            for number in range(r.randint(1, 4) if r.random() < share else 1):
+                limit = request.stopping.max_new_tokens
+                sequence = replace(
+                    request,
+                    token_ids=list(request.token_ids),
+                    stopping=replace(
+                        request.stopping, max_new_tokens=r.randint(1, limit) if number else limit
+                    ),
+                    details=Details() if number and r.random() < 0.8 else request.details,
+                    cache_salt=salt,
+                    siblings=siblings,
+                    block_table=[],
+                    cross_blocks=[],
+                )
+                arrivals.append(sequence)
+        return arrivals[::-1]
 
     def run(self) -> None:
         r, num_turns = self.random, 0
@@ -229,6 +265,7 @@ class Workload:
             request = encode_step(step)
             self.check_size(step, request)
             self.check_turns(step)
+            self.check_salts(step)
             self.suspects = [suspect for suspect in self.suspects if suspect in self.expected]
             if self.suspects:
                 assert [work.sequence for work in step.work] == self.suspects[:1]
@@ -236,10 +273,30 @@ class Workload:
             self.sent.append((step, pb.StepRequest.FromString(request.SerializeToString())))
 
     def check_turns(self, step: Step) -> None:
-        """Nobody starts before an older one, whatever its size."""
+        """Nobody starts before an older one, whatever its size, unless that one waits for a sibling."""
         for work in step.work:
             if work.sequence in self.queue:
-                assert work.sequence is self.queue.pop(0)
+                place = self.queue.index(work.sequence)
+                assert all(map(self.may_wait_for_sibling, self.queue[:place]))
+                self.num_held += place
+                del self.queue[place]
+
+    def may_wait_for_sibling(self, sequence: Sequence) -> bool:
+        """One whose prompt is not all in the cache."""
+        return any(
+            other.siblings is sequence.siblings and other.num_computed < other.prompt_len
+            for other in self.scheduler.running
+        )
+
+    def check_salts(self, step: Step) -> None:
+        """What a sequence reads was written under its own salt."""
+        for work in step.work:
+            sequence, first = work.sequence, work.start // self.block_size
+            read, written = sequence.block_table[:first], sequence.block_table[first:]
+            if work.opens:
+                (written if sequence.num_to_encode else read).extend(sequence.cross_blocks)
+            assert all(self.salts_of_blocks[block] == sequence.cache_salt for block in read)
+            self.salts_of_blocks |= dict.fromkeys(written, sequence.cache_salt)
 
     def check_size(self, step: Step, request: pb.StepRequest) -> None:
         """Prompts share the budget; an encoder's input may exceed it, beside no other prompt."""
@@ -301,6 +358,8 @@ class Workload:
 
     def end(self, sequence: Sequence) -> None:
         self.ends[sequence] += 1
+        if sequence.siblings.newest is sequence and sequence.num_computed < sequence.prompt_len:
+            self.num_taken_over += any(other.siblings is sequence.siblings for other in self.queue)
         if sequence in self.queue:
             self.queue.remove(sequence)
         del self.expected[sequence]
@@ -367,6 +426,9 @@ def test_the_workloads_meet_what_they_are_for() -> None:
         met[kind + "right drafts"] += scheduler.num_accepted_drafts
         met[kind + "wrong drafts"] += scheduler.num_drafts - scheduler.num_accepted_drafts
         met["counted drafts of shards"] += workload.num_counted
+        met[kind + "held"] += workload.num_held
+        met[kind + "taken over"] += workload.num_taken_over
+        met[kind + "salts"] += len(set(workload.salts_of_blocks.values())) > 1
         if workload.num_proposed:
             met["losses with drafts of shards"] += workload.num_losses
             met["preemptions with drafts of shards"] += scheduler.num_preemptions
@@ -374,7 +436,7 @@ def test_the_workloads_meet_what_they_are_for() -> None:
             met["losses with drafts"] += workload.num_losses
             met["preemptions with drafts"] += scheduler.num_preemptions
     print(met)
-    assert len(met) == 21
+    assert len(met) == 27
     assert min(met.values()) > 10, met
 
 

@@ -26,6 +26,7 @@ NUM_PLACES = 128
 class Scene:
     handle: EngineHandle
     shard: FakeShard
+    server: ShardServer
     metrics: Metrics
 
     def left(self) -> dict[str, tuple[int, int]]:
@@ -77,7 +78,7 @@ async def open_scene(
         await engine.engine.start()
         await engine.run()
         door.engine_info = engine.engine.handle.info()
-        yield Scene(door if is_split else engine.engine.handle, shard, engine.metrics)
+        yield Scene(door if is_split else engine.engine.handle, shard, server, engine.metrics)
     finally:
         for wire in (to_engine, to_door):
             wire.task.cancel()

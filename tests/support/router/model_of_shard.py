@@ -31,6 +31,11 @@ def next_token(prefix: list[int], vocab_size: int, seed: int = 0) -> int:
     return zlib.crc32(array("i", prefix).tobytes(), seed) % vocab_size
 
 
+def fold(sampling_seed: int) -> int:
+    """Seed of 64 bits in 32, zero if it is zero."""
+    return (sampling_seed ^ sampling_seed >> 32) % 2**32
+
+
 def truth(
     prompt: list[int],
     max_new_tokens: int,
@@ -38,12 +43,13 @@ def truth(
     encoder_ids: list[int] | None = None,
     switch_len: int = 0,
     digests: str = "",
+    sampling_seed: int = 0,
 ) -> list[int]:
-    """All tokens of an undisturbed generation."""
+    """All tokens of an undisturbed generation. A shard heeds seeds of sampling if it `uses_seeds`."""
     tokens = list(prompt)
     while len(tokens) < len(prompt) + max_new_tokens:
         seed = context(encoder_ids or [], 0 < switch_len < len(tokens), digests)
-        tokens.append(next_token(tokens, vocab_size, seed))
+        tokens.append(next_token(tokens, vocab_size, seed ^ fold(sampling_seed)))
         if tokens[-1] == EOS:
             break
     return tokens
@@ -69,6 +75,7 @@ class Row:
     cross_blocks: list[int]
     is_long: bool
     digests: str
+    sampling_seed: int
     block_table: list[int] = field(default_factory=list)
     ended: bool = False
     is_refused: bool = False
@@ -91,6 +98,8 @@ class ModelOfShard:
         self.propose: Callable[[Row, int], list[int]] | None = None
         """Drafts of its own for a row, at most so many."""
         self.num_proposed = self.num_right = 0
+        self.uses_seeds = False
+        """True if the tokens of rows that sample depend on their seeds."""
         self.check_contents: Callable[[pb.OpenRow], None] = lambda message: None
         """Asserts that what the row names is loaded, and that its virtual tokens are there."""
 
@@ -152,7 +161,7 @@ class ModelOfShard:
 
     def _sample(self, row: Row, drafts: list[int]) -> Iterator[int]:
         for draft in [*drafts, None]:
-            token = next_token(row.token_ids, self.vocab_size, row.context)
+            token = next_token(row.token_ids, self.vocab_size, row.context ^ fold(row.sampling_seed))
             if token in row.eos and len(row.token_ids) - row.prompt_len < row.min_new_tokens:
                 token += 1  # masked; what a real shard takes instead matters to nobody here
             row.token_ids.append(token)
@@ -176,6 +185,7 @@ class ModelOfShard:
             integers(message.cross_blocks),
             0 < self.switch_len < len(token_ids),
             join_digests(message.adapter_digest, message.prompt_digest),
+            message.sampling.seed if self.uses_seeds and not message.sampling.greedy else 0,
         )
         self.num_long += row.is_long
         self.num_holders.update(row.cross_blocks)

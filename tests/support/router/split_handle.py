@@ -90,7 +90,8 @@ class SplitHandle:
                 continue
             if isinstance(event, Ended):
                 if stop is not None:  # whatever ended it elsewhere, meanwhile
-                    event = Ended(stop, opened.num_tokens, StopReason.STOP_SEQUENCE, event.timings)
+                    num_kept, reason = opened.num_tokens, StopReason.STOP_SEQUENCE
+                    event = event._replace(token=stop, num_generated=num_kept, reason=reason)
                 elif event.token is not None:
                     _push(opened.sink, event.token, event.reason)
             yield event

@@ -89,12 +89,16 @@ class GenerationService:
         return self._engine.info().is_encoder_decoder
 
     async def generate(self, call: GenerationCall) -> list[Result]:
-        """Generate for all texts of a call. Raises RouterError."""
+        """Generate `n` results for each text of a call, all of the first text first. Raises RouterError."""
         with self._accounting.open(call) as account:
             if not call.texts:
                 return []
             async with self._admit(call, account) as admitted:
-                return await self._collect_all(admitted)
+                results = await self._collect_all(admitted)
+            n = call.parameters.n
+            for index, result in enumerate(results):
+                result.input_tokens = results[index - index % n].input_tokens  # only the first one's are told
+            return results
 
     @asynccontextmanager
     async def stream(self, call: GenerationCall) -> AsyncIterator[Stream]:
@@ -132,7 +136,7 @@ class GenerationService:
     async def _admit(self, call: GenerationCall, account: CallAccount) -> AsyncIterator[_Admitted]:
         """Take what a call needs of the engine, and validate the call. All is given back at the end."""
         engine, validator = self._engine, self._validator
-        ticket = await engine.acquire(len(call.texts))
+        ticket = await engine.acquire(validator.count_outputs(call))
         self._num_admitted += 1
         self.is_idle.clear()
         try:
@@ -152,7 +156,7 @@ class GenerationService:
 
     @asynccontextmanager
     async def _outputs(self, admitted: _Admitted, index: int) -> AsyncIterator[Outputs]:
-        """Account for an input and generate while the context is open, from the first output on."""
+        """Account for one text and generate while the context is open, from the first output on."""
         with admitted.account.input(index, admitted.specs[index]) as record:
             async with aclosing(self._generate(admitted, index, record)) as outputs:
                 yield outputs

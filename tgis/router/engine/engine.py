@@ -12,7 +12,7 @@ from tgis.router.engine.handle import TextSink
 from tgis.router.engine.live_request import LiveRequest
 from tgis.router.engine.step_metrics import StepMetrics
 from tgis.router.errors import Code, internal_error
-from tgis.router.events import Ended, Failed, InputTokens
+from tgis.router.events import Failed, InputTokens
 from tgis.router.metrics.metrics import Metrics
 from tgis.router.metrics.resource_counts import ResourceCount
 from tgis.router.scheduling.block_pool import BlockPool
@@ -70,7 +70,7 @@ class Engine:
         elif not self._has_adapters(sequence):
             live.deliver(lost_adapter(sequence.request_id))
         elif (reason := live.reason_of_last(live.accepted_at)) is not _NOT_FINISHED:
-            live.deliver(Ended(None, sequence.num_generated, reason, live.timings(live.accepted_at)))
+            live.deliver_end(None, sequence.num_generated, reason, live.accepted_at)
         else:
             self._accept(live)
         return live
@@ -83,7 +83,7 @@ class Engine:
     def cut(self, live: LiveRequest, keep: int) -> None:
         """End a generation, if it has not ended, with a stop sequence that its door found at token `keep`."""
         if live.sequence in self._live:
-            live.deliver(Ended(None, keep, StopReason.STOP_SEQUENCE, live.timings(time.monotonic())))
+            live.deliver_end(None, keep, StopReason.STOP_SEQUENCE, time.monotonic())
             self._release(live)
 
     async def run(self) -> None:
@@ -146,6 +146,7 @@ class Engine:
     def _start(self, live: LiveRequest) -> None:
         if live.started_at is None:  # else it resumes after a preemption or a loss of the shards
             live.started_at = time.monotonic()
+            live.num_cached = live.sequence.num_computed_inputs
             self._metrics.request_queue_duration.observe(live.started_at - live.accepted_at)
 
     def _apply(self, answer: Answer) -> None:
@@ -193,7 +194,7 @@ class Engine:
         if live.sink is not None and live.sink.push(token.token_id, reason):
             reason = StopReason.STOP_SEQUENCE
         if reason is not _NOT_FINISHED:
-            live.deliver(Ended(token, sequence.num_generated, reason, live.timings(now)))
+            live.deliver_end(token, sequence.num_generated, reason, now)
             self._release(live)
             return
         live.deliver(token)
@@ -222,8 +223,7 @@ class Engine:
         if sequence in self._live and sequence.row is None:
             if live.started_at is None:
                 self._metrics.request_failure.add("timeout")
-            timings = live.timings(time.monotonic())
-            live.deliver(Ended(None, sequence.num_generated, StopReason.TIME_LIMIT, timings))
+            live.deliver_end(None, sequence.num_generated, StopReason.TIME_LIMIT, time.monotonic())
             self._release(live)
 
     def _suspend(self) -> None:

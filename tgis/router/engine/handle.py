@@ -90,7 +90,10 @@ class EngineHandle(Protocol):
         """Begin to generate. Where the engine can call `sink`, it does so for each token before it plans the
         next step, and ends the sequence at a stop sequence. Elsewhere the door's half of the handle calls it
         when the token arrives, and then `cancel`. With `resume`, the generation continues after the tokens
-        that it has, and neither reports nor pushes them again."""
+        that it has, and neither reports nor pushes them again.
+
+        Sequences of one ticket with equal input tokens and salts are siblings: one of them computes the
+        input, and the others wait until they can share its cached blocks."""
 
     def events(self, sequence_id: SequenceId) -> AsyncIterator[Event]:
         """Return the iterator of a sequence's events, whose last event is final unless `cancel` ends it. The

@@ -25,6 +25,8 @@ class LiveRequest:
     """Time of its first step."""
     first_token_at: float | None = None
     last_token_at: float = 0.0
+    num_cached: int = 0
+    """Input tokens that needed no computation when it began."""
     expiry: asyncio.TimerHandle | None = None
     is_read: bool = False
     """True if the final event has been read."""
@@ -41,6 +43,11 @@ class LiveRequest:
         self.events.append(event)
         if self.arrival is not None and not self.arrival.done():
             self.arrival.set_result(None)
+
+    def deliver_end(
+        self, token: TokenDetail | None, num_generated: int, reason: StopReason, now: float
+    ) -> None:
+        self.deliver(Ended(token, num_generated, reason, self.timings(now), self.num_cached))
 
     def __aiter__(self) -> "LiveRequest":
         return self

@@ -1,6 +1,7 @@
 """Handle of an engine in the same process, over the engine, the concurrency limit and the adapters."""
 
-from collections.abc import AsyncIterator
+from collections import defaultdict
+from collections.abc import AsyncIterator, Hashable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import count
@@ -12,7 +13,7 @@ from tgis.router.engine.engine import Engine, lost_adapter
 from tgis.router.engine.handle import EngineInfo, Lease, Resume, SequenceId, SequenceSpec, TextSink, Ticket
 from tgis.router.engine.live_request import LiveRequest
 from tgis.router.events import Event
-from tgis.router.sequence import AdapterInfo, CallAdapters, Sequence
+from tgis.router.sequence import AdapterInfo, CallAdapters, Sequence, Siblings
 
 
 def is_encoder_decoder(info: shard_pb2.InfoResponse) -> bool:
@@ -26,6 +27,8 @@ class _Held:
     resources: ExitStack
     adapters: CallAdapters = field(default_factory=CallAdapters)
     sequences: list[SequenceId] = field(default_factory=list)
+    siblings: defaultdict[Hashable, Siblings] = field(default_factory=lambda: defaultdict(Siblings))
+    """By input and salt."""
 
 
 class LocalHandle:
@@ -71,7 +74,7 @@ class LocalHandle:
     ) -> SequenceId:
         assert self._engine is not None, "nothing is opened before the engine has started"
         held, sequence_id = self._held[ticket], SequenceId(next(self._numbers))
-        sequence = self._sequence(spec, held.adapters)
+        sequence = self._sequence(spec, held)
         if resume is not None:
             sequence.resume(resume.generated, resume.has_inputs)
         if (_digest(held.adapters.soft_prompt), _digest(held.adapters.lora)) == spec.lease[:2]:
@@ -104,8 +107,9 @@ class LocalHandle:
                 self.cancel(sequence_id)
             held.resources.close()
 
-    def _sequence(self, spec: SequenceSpec, adapters: CallAdapters) -> Sequence:
+    def _sequence(self, spec: SequenceSpec, held: _Held) -> Sequence:
         """Return a new sequence, with padding in the places of virtual tokens."""
+        adapters = held.adapters
         token_ids = [self._pad_token_id] * adapters.num_decoder_tokens
         encoder_token_ids: tuple[int, ...] = ()
         if self._info.is_encoder_decoder:
@@ -122,6 +126,8 @@ class LocalHandle:
             spec.request_id,
             adapters,
             encoder_token_ids,
+            spec.cache_salt,
+            held.siblings[spec.input_ids, spec.cache_salt],
         )
 
 

@@ -80,7 +80,7 @@ class CallAccount:
         self._metrics, self._log, self._span = metrics, log, span
         self._kind, num_inputs = log.call.kind, len(log.call.texts)
         self.request_id = log.request_id
-        self._num_waiting = num_inputs  # inputs that the engine has not been given yet
+        self._num_waiting = num_inputs * log.call.parameters.n  # texts that have not begun
         metrics.request_count.add(self._kind)
         if num_inputs:
             metrics.request_input_count.add(amount=num_inputs)
@@ -88,7 +88,7 @@ class CallAccount:
     @contextmanager
     def counting_failures(self) -> Iterator[None]:
         """Count once what ends the call early, under the label of its kind; a cancellation counts for each
-        input that has not begun. An unforeseen error is logged and becomes a GenerationError."""
+        text that has not begun. An unforeseen error is logged and becomes a GenerationError."""
         failure = self._metrics.request_failure
         try:
             yield
@@ -118,7 +118,7 @@ class CallAccount:
         failpoints.hit("router.before_accept")
         metrics = self._metrics
         metrics.request_validation_duration.observe(time.monotonic() - self._log.started_at)
-        for spec in specs:
+        for spec in specs[:: self._log.call.parameters.n]:
             metrics.request_input_length.observe(len(spec.input_ids))
             metrics.request_max_new_tokens.observe(params.stopping.max_new_tokens)
         for name in _counted_parameters(self._log.call):
@@ -127,8 +127,8 @@ class CallAccount:
 
     @contextmanager
     def input(self, index: int, spec: SequenceSpec) -> Iterator[Record]:
-        """Account for an input. The yielded function must be given each of its outputs, and the
-        failure that ends it, before they are used."""
+        """Account for the text at `index`, counted from 0; each input has `n` of them. The yielded function
+        must be given each of its outputs, and the failure that ends it, before they are used."""
         self._num_waiting -= 1
         with self._log.input(index, spec) as log:
             try:

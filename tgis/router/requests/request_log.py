@@ -46,10 +46,11 @@ class CallLog:
         self.validation_s = time.monotonic() - self.started_at
 
     def input(self, index: int, spec: SequenceSpec) -> "InputLog":
-        """Return the log of the input at `index`, counted from 0."""
-        texts = self.call.texts
-        kind = f"Sub-request {index + 1} from batch of {len(texts)}" if len(texts) > 1 else self._kind
-        return InputLog(self, kind, [texts[index]], spec)
+        """Return the log of the text at `index`, counted from 0; each input has `n` of them."""
+        texts, n = self.call.texts, self.call.parameters.n
+        size = len(texts) * n
+        kind = f"Sub-request {index + 1} from batch of {size}" if size > 1 else self._kind
+        return InputLog(self, kind, [texts[index // n]], spec)
 
     def __enter__(self) -> "CallLog":
         return self

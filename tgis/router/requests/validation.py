@@ -1,9 +1,11 @@
 """Validates calls, and says what to generate for them: defaults, ranges and the exact text of every
 rejection, in TGIS's order."""
 
+import hashlib
 import secrets
+import struct
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from tgis.router.engine.handle import EngineInfo, Lease, SequenceSpec
@@ -18,6 +20,7 @@ from tgis.router.text.tokenizer import Tokenizer
 from tgis.sampling_parameters import RANGES, Sampling
 
 DEFAULT_MAX_NEW_TOKENS = 20
+MAX_N = 128
 MAX_STOP_SEQUENCES = 6
 MAX_STOP_SEQUENCE_BYTES = 240
 STOP_SEQUENCES_TEXT = (
@@ -100,6 +103,13 @@ class Validator:
         self._tokenizer, self._grammar_compiler, self._metrics = tokenizer, grammar_compiler, metrics
         self._info = info
 
+    def count_outputs(self, call: GenerationCall) -> int:
+        """Return how many texts a call asks for. Raises RequestError."""
+        n = call.parameters.n
+        _require(1 <= n <= MAX_N, f"n must be >= 1 and <= {MAX_N}")
+        _require(n == 1 or call.kind != "stream", "n must be 1 for a stream")
+        return len(call.texts) * n
+
     def check(self, params: Parameters) -> CallParameters:
         """Check a call's parameters, as `check_parameters` does."""
         default = self._tokenizer.eos_token_id
@@ -119,7 +129,7 @@ class Validator:
         lease: Lease,
         request_id: str,
     ) -> list[SequenceSpec]:
-        """Return what to generate for each text of a call, in order.
+        """Return what to generate for each text of a call, in order, `n` specs for each.
 
         Texts are tokenized up to the first whose bytes alone prove that it is too long. Raises RequestError
         for the first text that cannot be served, and OverloadedError."""
@@ -132,7 +142,7 @@ class Validator:
         specs = [self._spec(ids, params, grammar, lease, request_id) for ids in inputs]
         if num_served < len(call.texts):  # the texts before it can be served, and this refuses it
             self._check_length(least, f"at least {least}", params.stopping, lease)
-        return specs
+        return [sibling for spec in specs for sibling in _siblings(spec, call.parameters.n)]
 
     def _find_too_long(self, texts: list[str], params: CallParameters, lease: Lease) -> tuple[int, int]:
         """Return the index of the first text whose bytes alone prove that it is too long, and the least
@@ -245,6 +255,20 @@ def _check_details(params: Parameters, max_top_n: int) -> Details:
         ranks=params.token_ranks,
         top_n=num_top,
     )
+
+
+def _siblings(spec: SequenceSpec, n: int) -> Iterator[SequenceSpec]:
+    """Yield a spec, and n - 1 others that differ in their seeds and tell nothing of the input tokens."""
+    yield spec
+    details = replace(spec.details, input_tokens=False)
+    for number in range(1, n):
+        seed = _sibling_seed(spec.sampling.seed, number)
+        yield spec._replace(sampling=replace(spec.sampling, seed=seed), details=details)
+
+
+def _sibling_seed(seed: int, number: int) -> int:
+    digest = hashlib.blake2b(struct.pack("<QQ", seed, number), digest_size=8).digest()
+    return int.from_bytes(digest, "little")
 
 
 def _reduce(stopping: Stopping, room: int) -> Stopping:

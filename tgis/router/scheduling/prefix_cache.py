@@ -37,6 +37,16 @@ def find_cached(pool: BlockPool, sequence: Sequence) -> Cached:
     return Cached(blocks, prefix, cross_blocks, 0)
 
 
+def waits_for_sibling(pool: BlockPool, sequence: Sequence) -> bool:
+    """Return True if a waiting sequence has a sibling that still computes blocks which both can share."""
+    newest = sequence.siblings.newest
+    # A sequence whose input details are still to be reported computes its whole prompt itself.
+    if newest is None or not sequence.inputs_reported:
+        return False
+    num_shared = (newest.prompt_len - 1) // pool.block_size
+    return newest.num_published < num_shared or newest.num_to_encode > 0
+
+
 def take_blocks(pool: BlockPool, sequence: Sequence, cached: Cached) -> bool:
     """Take blocks for all tokens of a sequence and for its encoder output. Return False and change nothing if
     they do not fit."""
@@ -50,6 +60,7 @@ def take_blocks(pool: BlockPool, sequence: Sequence, cached: Cached) -> bool:
     sequence.num_to_encode = cached.num_to_encode
     sequence.num_scheduled = sequence.num_computed = num_cached * pool.block_size
     sequence.num_published, sequence.published_prefix = num_cached, cached.prefix
+    sequence.siblings.newest = sequence
     return True
 
 
@@ -59,6 +70,8 @@ def reset_progress(sequence: Sequence) -> int:
     assert row is not None, "only running sequences have progress"
     sequence.block_table, sequence.cross_blocks = [], []
     sequence.num_scheduled = sequence.num_computed = sequence.num_published = 0
+    if sequence.siblings.newest is sequence:
+        sequence.siblings.newest = None
     return row
 
 
@@ -84,6 +97,7 @@ def accept_draft(pool: BlockPool, sequence: Sequence) -> None:
 def publish_encoded(pool: BlockPool, sequence: Sequence) -> None:
     """Publish the cross blocks. The last one need not be full, because nothing is ever added to it."""
     size, prefix = pool.block_size, encoder_root(sequence)
+    sequence.num_to_encode = 0
     for i, block in enumerate(sequence.cross_blocks):
         tokens = sequence.encoder_token_ids[i * size : (i + 1) * size]
         prefix = pool.publish(prefix, tokens, block)
@@ -91,9 +105,13 @@ def publish_encoded(pool: BlockPool, sequence: Sequence) -> None:
 
 def decoder_root(sequence: Sequence) -> Hashable:
     """Return a key of all that the decoder's keys and values depend on, besides the tokens before them."""
-    return "decoder", sequence.adapters.prefix_root, sequence.encoder_token_ids, sequence.is_long
+    return "decoder", *_shared_root(sequence), sequence.is_long
 
 
 def encoder_root(sequence: Sequence) -> Hashable:
     """Return a key of the whole input: even the first block depends on it, as attention is bidirectional."""
-    return "encoder", sequence.adapters.prefix_root, sequence.encoder_token_ids
+    return "encoder", *_shared_root(sequence)
+
+
+def _shared_root(sequence: Sequence) -> tuple[Hashable, ...]:
+    return sequence.cache_salt, sequence.adapters.prefix_root, sequence.encoder_token_ids

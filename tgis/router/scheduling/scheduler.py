@@ -16,6 +16,7 @@ from tgis.router.scheduling.prefix_cache import (
     publish_encoded,
     reset_progress,
     take_blocks,
+    waits_for_sibling,
 )
 from tgis.router.scheduling.proposers.interface import Proposer
 from tgis.router.scheduling.step import NO_DRAFTS, Drafts, Step, WorkItem
@@ -158,12 +159,9 @@ class Scheduler:
         if suspect in self.running:
             end = min(suspect.num_tokens, suspect.num_scheduled + budget)
             return self._send([], [self._plan(suspect, end, [])], [])
-        while True:
-            self.waiting.remove(suspect)
-            self.waiting.appendleft(suspect)
-            for work in self._admit_waiting(budget, is_alone=True):
-                return self._send([], [], [work])
+        while not self.rows.num_free or (work := self._admit(suspect, budget, is_alone=True)) is None:
             self._preempt(next(reversed(self.running)))
+        return self._send([], [], [work])
 
     def _continue_decoding(self, max_drafts: int) -> Iterator[WorkItem]:
         # Drafts take the place of sequences that could sample.
@@ -202,24 +200,36 @@ class Scheduler:
 
     def _admit_waiting(self, budget: int, is_alone: bool) -> Iterator[WorkItem]:
         """Admit waiting sequences in order of arrival; one that does not fit blocks those behind it, so that
-        none starves. An encoder's input is computed whole, and may exceed the budget only if `is_alone`, that
-        is, if the step has no other prompt work."""
-        while self.waiting and budget > 0 and self.rows.num_free:
-            sequence = self.waiting[0]
-            if sequence in self._last_step:
+        none starves. One that waits for a sibling blocks none, and keeps its place."""
+        place = 0
+        while place < len(self.waiting) and budget > 0 and self.rows.num_free:
+            sequence = self.waiting[place]
+            if waits_for_sibling(self.pool, sequence):
+                place += 1
+                continue
+            work = self._admit(sequence, budget, is_alone)
+            if work is None:
                 return
-            sequence.is_long = 0 < self._rope_switch_len < len(sequence.token_ids)
-            cached = find_cached(self.pool, sequence)
-            if cached.num_to_encode >= budget and not is_alone:
-                return
-            if not self._take_blocks_and_row(sequence, cached):
-                return
-            self.running[self.waiting.popleft()] = None
             is_alone = False
-            budget -= cached.num_to_encode
-            end = min(sequence.num_tokens, sequence.num_scheduled + max(budget, 1))
-            budget -= end - sequence.num_scheduled
-            yield self._plan(sequence, end, sequence.block_table, opens=True)
+            budget -= sequence.num_to_encode + work.end - work.start
+            yield work
+
+    def _admit(self, sequence: Sequence, budget: int, is_alone: bool) -> WorkItem | None:
+        """Admit a waiting sequence, or return None if it cannot begin now. An encoder's input is computed
+        whole, and may exceed the budget only if `is_alone`, that is, if the step has no other prompt work."""
+        if sequence in self._last_step:
+            return None
+        sequence.is_long = 0 < self._rope_switch_len < len(sequence.token_ids)
+        cached = find_cached(self.pool, sequence)
+        if cached.num_to_encode >= budget and not is_alone:
+            return None
+        if not self._take_blocks_and_row(sequence, cached):
+            return None
+        self.waiting.remove(sequence)
+        self.running[sequence] = None
+        most = max(budget - cached.num_to_encode, 1)
+        end = min(sequence.num_tokens, sequence.num_scheduled + most)
+        return self._plan(sequence, end, sequence.block_table, opens=True)
 
     def _take_blocks_and_row(self, sequence: Sequence, cached: Cached) -> bool:
         if not take_blocks(self.pool, sequence, cached):
