@@ -85,6 +85,7 @@ class CallSpan:
     def __init__(self, span: Span) -> None:
         self._span, self._started_at = span, time.monotonic()
         self._input_tokens = self._cached_tokens = self._output_tokens = 0
+        self._num_siblings = 1
         self._reasons: list[str] = []
         self._latencies: dict[str, float] = {}
 
@@ -107,6 +108,7 @@ class CallSpan:
         span.end()
 
     def set_call(self, call: GenerationCall, request_id: str, correlation_id: str) -> None:
+        self._num_siblings = call.parameters.n
         if self._span.is_recording():
             attributes: Attributes = {
                 "gen_ai.request.id": request_id,
@@ -140,8 +142,9 @@ class CallSpan:
             return {}
         latencies = {**self._latencies, "e2e": time.monotonic() - self._started_at}
         return {
-            "gen_ai.usage.input_tokens": self._input_tokens,
-            "gen_ai.usage.cache_read.input_tokens": self._cached_tokens,
+            # An input counts once, however many texts it has.
+            "gen_ai.usage.input_tokens": self._input_tokens // self._num_siblings,
+            "gen_ai.usage.cache_read.input_tokens": self._cached_tokens // self._num_siblings,
             "gen_ai.usage.output_tokens": self._output_tokens,
             "gen_ai.response.finish_reasons": self._reasons,
             **{f"gen_ai.latency.{name}": seconds for name, seconds in latencies.items()},

@@ -40,8 +40,9 @@ def find_cached(pool: BlockPool, sequence: Sequence) -> Cached:
 def waits_for_sibling(pool: BlockPool, sequence: Sequence) -> bool:
     """Return True if a waiting sequence has a sibling that still computes blocks which both can share."""
     newest = sequence.siblings.newest
-    # A sequence whose input details are still to be reported computes its whole prompt itself.
-    if newest is None or not sequence.inputs_reported:
+    # A sequence whose input details are still to be reported computes its whole prompt itself. One with a
+    # deadline has no time to wait: an idle service gives it a token, however short its time limit is.
+    if newest is None or not sequence.inputs_reported or sequence.stopping.deadline is not None:
         return False
     num_shared = (newest.prompt_len - 1) // pool.block_size
     return newest.num_published < num_shared or newest.num_to_encode > 0

@@ -230,18 +230,20 @@ def test_time_limit_keeps_what_there_is(router: Setup) -> None:
         assert response.text == expected_text(router, tokens)
 
 
+LONG = "girl fox " * 30
 ONE_MILLISECOND = stopping(20, min_new_tokens=20, time_limit_millis=1)
 
 
 def test_an_idle_service_gives_a_token_whatever_the_time_limit(router: Setup) -> None:
-    """As TGIS does: however late the deadline is noticed, and to all inputs of a call."""
+    """As TGIS does: however late the deadline is noticed, and to all inputs of a call, equal ones too."""
     router.shards[0].step_s = 0.005
     try:
         for _ in range(40):
-            responses = router.stub.Generate(batch("a", PROMPT, stopping=ONE_MILLISECOND)).responses
+            texts = ("a", PROMPT, LONG, LONG)
+            responses = router.stub.Generate(batch(*texts, stopping=ONE_MILLISECOND)).responses
             *_, last = router.stub.GenerateStream(single(stopping=ONE_MILLISECOND))
             ends = [(each.generated_token_count, each.stop_reason) for each in (*responses, last)]
-            assert ends == [(1, pb.TIME_LIMIT)] * 3
+            assert ends == [(1, pb.TIME_LIMIT)] * 5
     finally:
         router.shards[0].step_s = 0.001
     [first] = expected_tokens(router, PROMPT, 1)
