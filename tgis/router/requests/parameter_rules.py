@@ -39,4 +39,4 @@ RULES: dict[str, Rule | Range] = {
         f"cache_salt must be at most {MAX_CACHE_SALT_BYTES} bytes",
     ),
 }
-"""Rules by field of Parameters. The default of each field keeps its rule."""
+"""Rules by field of Parameters. A value of 0 and an empty one, which mean that it is not set, need none."""

@@ -3,7 +3,7 @@ rejection, in TGIS's order."""
 
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from tgis.router.engine.handle import EngineInfo, Lease, SequenceSpec
@@ -275,16 +275,18 @@ def _check_details(params: Parameters, max_top_n: int) -> Details:
 
 def _check_rules(params: Parameters, vocab_size: int) -> None:
     for name, rule in RULES.items():
-        _require(rule.allows(getattr(params, name)), rule.refusal)
-    for name, token_ids in (
-        ("logit_bias", [token_id for token_id, _ in params.logit_bias]),
-        ("stop_token_ids", params.stop_token_ids),
-    ):
-        beyond = next((token_id for token_id in token_ids if not 0 <= token_id < vocab_size), None)
-        _require(
-            beyond is None,
-            f"{name}: token id {beyond} is beyond the model's vocabulary of {vocab_size} tokens",
-        )
+        value = getattr(params, name)
+        _require(not value or rule.allows(value), rule.refusal)
+    _check_token_ids("logit_bias", [token_id for token_id, _ in params.logit_bias], vocab_size)
+    _check_token_ids("stop_token_ids", params.stop_token_ids, vocab_size)
+
+
+def _check_token_ids(name: str, token_ids: Iterable[int], vocab_size: int) -> None:
+    for token_id in token_ids:
+        if not 0 <= token_id < vocab_size:
+            raise RequestError(
+                f"{name}: token id {token_id} is beyond the model's vocabulary of {vocab_size} tokens"
+            )
 
 
 def _reduce(stopping: Stopping, room: int) -> Stopping:

@@ -63,8 +63,8 @@ def _size(salt: bytes) -> str:
 
 
 def _biases(text: str) -> tuple[tuple[int, float], ...]:
-    entries = (entry.partition(":") for entry in text.split(","))
-    return tuple((int(token_id), float(bias)) for token_id, _, bias in entries)
+    parts = re.split("[:,]", text)
+    return tuple(zip(map(int, parts[::2]), map(float, parts[1::2]), strict=True))
 
 
 def _token_ids(text: str) -> tuple[int, ...]:
