@@ -15,6 +15,7 @@ from tgis.router.requests.parameter_rules import (
     MAX_STOP_TOKEN_IDS,
     RULES,
 )
+from tgis.sampling_parameters import RANGES
 
 PREFIX = "tgis-"
 MAX_SHOWN_CHARS = 64  # length of a key in an error's text, because a client may send any
@@ -42,6 +43,8 @@ def _list_of(item: str, most: int) -> re.Pattern[str]:
 
 
 def _number(field: str, help: str) -> MetadataKey:
+    low, high, _ = RANGES[field]
+    help += f"; {low} to {high}"
     return MetadataKey(
         field, re.compile(_NUMBER), float, "{:.6g}".format, "a decimal number, such as 0.5", help
     )
@@ -82,14 +85,13 @@ KEYS: Mapping[str, MetadataKey] = {
     ),
     "tgis-min-p": _number(
         "min_p",
-        "keeps the tokens that are at least so many times as likely as the likeliest; 0 to 1; no effect with "
-        "GREEDY",
+        "keeps the tokens that are at least so many times as likely as the likeliest; no effect with GREEDY",
     ),
     "tgis-presence-penalty": _number(
-        "presence_penalty", "subtracted from the logits of tokens that have been generated; -2 to 2"
+        "presence_penalty", "subtracted from the logits of tokens that have been generated"
     ),
     "tgis-frequency-penalty": _number(
-        "frequency_penalty", "the same, for each time that they have been generated; -2 to 2"
+        "frequency_penalty", "the same, for each time that they have been generated"
     ),
     "tgis-stop-token-ids": MetadataKey(
         "stop_token_ids",
