@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
 from typing import NamedTuple
@@ -95,7 +94,7 @@ def tokenize(
     texts = [item.text for item in request.requests]
     in_full = request.return_tokens or request.return_offsets
     encodings: Sequence[_EncodedIds | tokenizers.Encoding] = (
-        [_encode_ids(tokenizer, text, number) for number, text in enumerate(texts, 1)]
+        [_EncodedIds(tokenizer, text, number) for number, text in enumerate(texts, 1)]
         if options.inputs_are_ids
         else _encode(tokenizer, texts, in_full)
     )
@@ -112,22 +111,24 @@ def tokenize(
     return Tokenized(answer.SerializeToString(), sum(each.token_count for each in answer.responses))
 
 
-@dataclass(frozen=True)
 class _EncodedIds:
-    """Text of token ids in the form of the library's encodings of texts."""
+    """Text that is token ids, in the form of the library's encodings of texts."""
 
-    ids: list[int]
-    tokens: list[str]
-    offsets: list[tuple[int, int]]
+    def __init__(self, tokenizer: tokenizers.Tokenizer, text: str, number: int) -> None:
+        """Read the text of the input of that number. Raises RequestError."""
+        self._tokenizer, self._text = tokenizer, text
+        self.ids = _read_ids(text, len(text), number).last
 
     def __len__(self) -> int:
         return len(self.ids)
 
+    @property
+    def tokens(self) -> list[str]:
+        return [self._tokenizer.id_to_token(token_id) or "" for token_id in self.ids]
 
-def _encode_ids(tokenizer: tokenizers.Tokenizer, text: str, number: int) -> _EncodedIds:
-    ids = _read_ids(text, len(text), number).last
-    places = [place.span() for place in re.finditer("[0-9]+", text)]
-    return _EncodedIds(ids, [tokenizer.id_to_token(token_id) or "" for token_id in ids], places)
+    @property
+    def offsets(self) -> list[tuple[int, int]]:
+        return [place.span() for place in re.finditer("[0-9]+", self._text)]
 
 
 def byte_offsets(text: str, offsets: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:

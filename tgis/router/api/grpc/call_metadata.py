@@ -181,6 +181,7 @@ class CallMetadata(NamedTuple):
 
 
 def read_metadata(headers: Metadata) -> CallMetadata:
+    """Read the `tgis-*` keys, up to the first that cannot be read."""
     values: dict[str, Any] = {}
     try:
         for key, value in headers:
