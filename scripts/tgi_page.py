@@ -37,8 +37,8 @@ SHARED = """\
 ### The same name
 
 `PORT`, `DTYPE`, `QUANTIZE`, `NUM_SHARD`, `REVISION`, `TRUST_REMOTE_CODE`, `MAX_CONCURRENT_REQUESTS`,
-`MAX_BATCH_SIZE`, `MAX_TOP_N_TOKENS`, `SPECULATE`, `LORA_ADAPTERS`, `SHARD_UDS_PATH`, `JSON_OUTPUT`, `OTLP_ENDPOINT`
-and `OTLP_SERVICE_NAME` have the meaning and default of [our own](../configuration.md). Look at four of them: `PORT` is
+`MAX_BATCH_SIZE`, `MAX_TOP_N_TOKENS`, `SPECULATE`, `LORA_ADAPTERS`, `WATERMARK_GAMMA`, `WATERMARK_DELTA`,
+`SHARD_UDS_PATH`, `JSON_OUTPUT`, `OTLP_ENDPOINT` and `OTLP_SERVICE_NAME` have the meaning and default of [our own](../configuration.md). Look at four of them: `PORT` is
 the port of health and metrics, and answers come from `GRPC_PORT` (8033); `MAX_CONCURRENT_REQUESTS` is 512; `DTYPE`
 unset is the checkpoint's own; `QUANTIZE` knows `int8` alone, which is given with the unquantized checkpoint. `-g` must
 be written out.
@@ -67,13 +67,14 @@ CLIENTS = """\
 | `stop` | `stopping.stop_sequences`, at most six of 240 bytes; `include_stop_sequence` says whether the text stays |
 | `truncate` | `truncate_input_tokens`; keeps the last ones too |
 | `repetition_penalty` | `decoding.repetition_penalty` |
-| `frequency_penalty` | none |
+| `frequency_penalty` | the metadata `tgis-frequency-penalty`, as OpenAI defines it: it counts generated tokens only |
 | `grammar` | `decoding.json_schema` or `decoding.regex`; also `choice`, `grammar` and any JSON |
 | `details`, `decoder_input_details` | `response.generated_tokens`, `response.input_tokens`, with `token_logprobs` and `token_ranks`; also of streams |
 | `top_n_tokens` | `response.top_n_tokens` |
 | `return_full_text` | `response.input_text` |
 | `adapter_id` | `adapter_id`; an unknown one is refused, and never answered by the bare model |
-| `best_of`, `watermark` | none |
+| `watermark` | the metadata `tgis-watermark: true` |
+| `best_of` | none |
 
 The frequency penalty is OpenAI's, and values that were chosen for TGI mean something else: TGI subtracts the penalty
 times the token's share of input and output, OpenAI the penalty times the number of its occurrences in the output.

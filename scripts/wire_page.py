@@ -7,6 +7,8 @@ from pathlib import Path
 
 from scripts.configuration_page import table
 from tgis.config.network import PortOptions
+from tgis.router.api.grpc.call_metadata import KEYS
+from tgis.router.api.grpc.trailing_metadata import TRAILING_KEYS
 from tgis.router.grammar.compiler import MAX_CHOICES
 from tgis.router.requests.validation import (
     DEFAULT_MAX_NEW_TOKENS,
@@ -39,7 +41,36 @@ STREAM = """\
 
 A unary answer has all of this in one message for each input, in the order of the inputs.
 """
+METADATA = """\
+## Metadata of a call
+
+What the messages cannot say is call metadata, and applies to all inputs of the call. An unknown `tgis-*` key, a key that
+is given twice, or a value that is not allowed is INVALID_ARGUMENT, also of `Tokenize` and `ModelInfo`; the text names the
+key. Other keys are left alone. All metadata of a call may have {max_bytes} KiB (`--max-metadata-bytes`).
+
+"""
+SAMPLING = """\
+Logits are changed in this order ([step 7](how-it-works.md#a-request-in-eight-steps)): grammar mask, logit bias, watermark,
+`min_new_tokens`, length penalty, repetition penalty, presence and frequency penalties, temperature, `top_k`, `top_p`,
+min_p, `typical_p`. Details of generated tokens are told from the logits after all of it.
+
+Token ids must be below the model's vocabulary. An input of the ids that `Tokenize` returns under `tgis-tokens: ids` gets the
+answer that the text itself gets, and `input_text` returns the ids as they were sent. Truncation keeps the last ids and puts
+none in front. A cache salt is never shown, and no salt lets a call share what another [tenant](tls.md#tenants) has cached.
+
+```python
+stub.Generate(request, metadata=[("tgis-logit-bias", "17:-100,42:1.5"), ("tgis-tokens", "ids")])
+```
+"""
+TRAILING = """\
+## Trailing metadata
+
+The end of a `Generate` or `GenerateStream` that succeeded has these. Times are those of the slowest input since it was
+accepted, in milliseconds with three decimals; numbers of tokens are sums over the inputs.
+
+"""
 NOTES = {
+    "StopReason.EOS_TOKEN": "the model's end of sequence, or one of `tgis-stop-token-ids`",
     "SamplingParameters.temperature": f"absent: 1; 0: greedy; else at least {RANGES['temperature'].low}",
     "SamplingParameters.top_k": "0: off",
     "SamplingParameters.top_p": "0: off; else up to 1",
@@ -81,11 +112,20 @@ def render() -> str:
         raise SystemExit(f"no field {', '.join(sorted(unknown))} in {PROTO.name}")
     service = next(block for block in blocks if block.kind == "service")
     parts = [INTRODUCTION, "## Calls\n", table(("call", "request", "answer", ""), service.rows), STREAM]
+    parts += [METADATA.format(max_bytes=PortOptions.max_metadata_bytes >> 10) + _metadata(), SAMPLING]
+    parts.append(
+        TRAILING + table(("key", ""), [(f"`{name}`", key.help) for name, key in TRAILING_KEYS.items()])
+    )
     messages = [block for block in blocks if block.kind == "message" and block.rows]
     parts += ["## Messages\n", *(_section(block, ("field", "type", "number", "")) for block in messages)]
     enums = [block for block in blocks if block.kind == "enum"]
     parts += ["## Enumerations\n", *(_section(block, ("name", "number", "")) for block in enums)]
     return "\n".join(parts)
+
+
+def _metadata() -> str:
+    rows = [(f"`{name}`", key.allowed, key.help) for name, key in KEYS.items()]
+    return table(("key", "value", ""), rows)
 
 
 def _blocks(text: str) -> Iterator[Block]:
@@ -113,7 +153,8 @@ def _add(line: str, open_blocks: list[Block], comment: str) -> None:
         answer = f"{call[3] or ''}{call[4]}"
         block.rows.append((f"`{call[1]}`", f"`{call[2]}`", f"`{answer}`", comment))
     elif block.kind == "enum" and (value := VALUE.match(line)):
-        block.rows.append((f"`{value[1]}`", value[2], value[3] or ""))
+        note = _join(value[3] or "", NOTES.get(f"{owner}.{value[1]}", ""))
+        block.rows.append((f"`{value[1]}`", value[2], note))
     elif found := FIELD.match(line):
         type_ = f"{found[1]} {found[2]}" if found[1] else found[2]
         note = _join(found[5] or "", NOTES.get(f"{owner}.{found[3]}", ""))

@@ -62,10 +62,11 @@ def two_values(f: Any, option: Any, hint: Any) -> tuple[str, str]:
     """Two texts that the option takes, neither of them its default."""
     if option.choices:
         return option.choices[0], option.choices[-1]
+    is_small = option.maximum is not None and option.maximum < 42
     if int in (hint, *get_args(hint)):
-        return ("6", "7") if option.maximum is not None and option.maximum < 42 else ("41", "42")
+        return ("6", "7") if is_small else ("41", "42")
     if float in (hint, *get_args(hint)):
-        return "41.5", "42.5"
+        return ("0.25", "0.75") if is_small else ("41.5", "42.5")
     return ("error", "debug") if f.name == "log_level" else ("/a", "/b")
 
 

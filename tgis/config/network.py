@@ -30,13 +30,14 @@ class PortOptions:
         group=Group.TLS,
     )
     auth_tokens_path: str | None = option(
-        "File of bearer tokens, one per line; a call must send one of them; unset: calls need no token.",
+        "File of bearer tokens, each on a line of its own, as TOKEN or as `tenant NAME TOKEN`; a call must "
+        "send one of them; unset: calls need no token.",
         None,
         group=Group.TLS,
     )
     max_message_bytes: int = option("Bytes of the largest request.", 4 << 20, minimum=1, group=Group.LIMITS)
     max_metadata_bytes: int = option(
-        "Bytes of a call's metadata, plus 32 for each entry.", 16 << 10, minimum=1, group=Group.LIMITS
+        "Bytes of a call's metadata, plus 32 for each entry.", 32 << 10, minimum=1, group=Group.LIMITS
     )
     max_connection_age: float | None = option(
         "Seconds after which a gRPC connection is asked to reconnect, give or take a tenth; its streams "

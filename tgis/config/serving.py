@@ -54,6 +54,15 @@ class ServingOptions:
     max_guided_bytes: int = option(
         "Bytes of the largest grammar, schema or list of choices in a request.", 65536, minimum=1
     )
+    watermark_gamma: float = option(
+        "Share of the vocabulary on the green list of a watermark, for requests that ask for one.",
+        0.5,
+        minimum=0.01,
+        maximum=0.99,
+    )
+    watermark_delta: float = option(
+        "Added to the logits of a watermark's green tokens.", 2.0, minimum=0, maximum=100
+    )
     steps_in_flight: int = option(
         "Most unanswered steps; 1 sends a step only after the answer to the one before.",
         2,

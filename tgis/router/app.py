@@ -27,7 +27,6 @@ from tgis.router.api.grpc.auth_interceptor import AuthInterceptor, BearerTokens,
 from tgis.router.api.grpc.error_interceptor import ErrorInterceptor
 from tgis.router.api.grpc.health import NAME as HEALTH
 from tgis.router.api.grpc.health import Health
-from tgis.router.api.grpc.messages import ResponseWriter
 from tgis.router.api.grpc.refusal_pacing import RefusalPacing
 from tgis.router.api.grpc.server_options import grpc_options
 from tgis.router.api.grpc.servicer import GenerationServicer
@@ -114,7 +113,7 @@ class _Router:
         if config.auth_tokens_path:
             interceptors.insert(0, AuthInterceptor(BearerTokens(config.auth_tokens_path), failures))
         server = grpc.aio.server(interceptors=interceptors, options=grpc_options(config))
-        servicer = GenerationServicer(self._service, ResponseWriter(self._tokenizer))
+        servicer = GenerationServicer(self._service, self._tokenizer)
         add_GenerationServiceServicer_to_server(servicer, server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         reflection.enable_server_reflection((SERVICE, HEALTH, reflection.SERVICE_NAME), server)
@@ -241,6 +240,8 @@ def _limits(config: RouterConfig) -> RequestLimits:
         max_top_n_tokens=config.max_top_n_tokens,
         max_guided_bytes=config.max_guided_bytes,
         include_stop_sequence=config.default_include_stop_seqs,
+        watermark_gamma=config.watermark_gamma,
+        watermark_delta=config.watermark_delta,
     )
 
 

@@ -35,6 +35,8 @@ LIMITS = RequestLimits(
     max_top_n_tokens=5,
     max_guided_bytes=1000,
     include_stop_sequence=True,
+    watermark_gamma=0.25,
+    watermark_delta=1.5,
 )
 
 

@@ -8,7 +8,6 @@ NO_TEXT_TEMPLATES = "chat templates are not served by this version"
 NO_SCALING = "the model's own config.json says how its positions are scaled: change it there"
 NO_KEY = "keys are read from a file: write them into one, a line each, and give it as --auth-tokens-path"
 NO_TUNNEL = "this service opens no tunnels: leave it out and use an ingress of your own"
-NO_WATERMARK = "no request can ask for a watermark"
 CHUNKED = "prompts are computed in chunks beside running requests"
 
 
@@ -52,8 +51,6 @@ WITHOUT_EFFECT = (
     Alias("waiting_served_ratio", why=CHUNKED),
     Alias("cuda_graphs", why="no graphs are captured"),
     Alias("cuda_memory_fraction", why=LEFT_OVER),
-    Alias("watermark_gamma", why=NO_WATERMARK),
-    Alias("watermark_delta", why=NO_WATERMARK),
     Alias("prometheus_port", why="metrics are on the HTTP port"),
     Alias("cors_allow_origin", why="no browser can call gRPC"),
     Alias("usage_stats", why="this service never reports to anyone"),

@@ -19,6 +19,7 @@ from tgis.router.requests.validation import CallParameters, Validator
 from tgis.router.sequence import TokenDetail
 from tgis.router.text.detokenizer import Vocabulary
 from tgis.router.text.stop_sequences import TextStream
+from tgis.router.text.tokenization import TokenizeOptions
 from tgis.router.text.tokenizer import Tokenizer
 
 
@@ -91,7 +92,7 @@ class GenerationService:
     async def generate(self, call: GenerationCall) -> list[Result]:
         """Generate `n` results for each text of a call, all of the first text first. Raises RouterError."""
         with self._accounting.open(call) as account:
-            if not call.texts:
+            if not call.texts and not call.refusal:
                 return []
             async with self._admit(call, account) as admitted:
                 results = await self._collect_all(admitted)
@@ -110,26 +111,36 @@ class GenerationService:
                     yield Stream(admitted.specs[0], outputs)
 
     async def tokenize(
-        self, request: pb.BatchedTokenizeRequest, metadata: Metadata, connection: str
+        self,
+        request: pb.BatchedTokenizeRequest,
+        options: TokenizeOptions,
+        metadata: Metadata,
+        connection: str,
+        refusal: str,
     ) -> bytes:
-        """Return a serialized BatchedTokenizeResponse, because serializing a large one takes long. Raises
-        RouterError."""
+        """Return a serialized BatchedTokenizeResponse, because serializing a large one takes long. A
+        `refusal` says why the door cannot read the call. Raises RouterError."""
         started_at, metrics = time.monotonic(), self._accounting.metrics
         metrics.tokenize_count.add()
         metrics.tokenize_input_count.add(amount=len(request.requests))
         with (
             self._accounting.tracing.call("Tokenize", metadata),
-            self._accounting.counting_overload("Tokenize"),
+            self._accounting.counting_refusals("Tokenize"),
             self._tokenize_concurrency.acquire(1),
         ):
-            response, num_tokens = await self._tokenizer.tokenize(request, connection)
+            if refusal:
+                raise RequestError(refusal)
+            response, num_tokens = await self._tokenizer.tokenize(request, options, connection)
         metrics.tokenize_tokens.observe(num_tokens)
         metrics.tokenize_duration.observe(time.monotonic() - started_at)
         return response
 
-    def model_info(self, metadata: Metadata) -> ModelInfo:
-        limits = self._validator.limits
-        with self._accounting.tracing.call("ModelInfo", metadata):
+    def model_info(self, metadata: Metadata, refusal: str) -> ModelInfo:
+        """Return facts about the model. Raises RequestError if there is a `refusal`."""
+        limits, accounting = self._validator.limits, self._accounting
+        with accounting.tracing.call("ModelInfo", metadata), accounting.counting_refusals("ModelInfo"):
+            if refusal:
+                raise RequestError(refusal)
             return ModelInfo(self.is_encoder_decoder, limits.max_sequence_length, limits.max_new_tokens)
 
     @asynccontextmanager

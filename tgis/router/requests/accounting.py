@@ -65,12 +65,13 @@ class Accounting:
                 yield account
 
     @contextmanager
-    def counting_overload(self, method: str) -> Iterator[None]:
+    def counting_refusals(self, method: str) -> Iterator[None]:
         """Count and log the refusal of a call that generates nothing. The exception passes through."""
         try:
             yield
-        except OverloadedError as error:
-            self.metrics.request_failure.add("conc_limit")
+        except (RequestError, OverloadedError) as error:
+            kind = "conc_limit" if isinstance(error, OverloadedError) else "validation"
+            self.metrics.request_failure.add(kind)
             logger.error("%s failed with %s: %s", method, error.code.name, error.log_text)
             raise
 

@@ -5,7 +5,7 @@ import hashlib
 import secrets
 import struct
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from tgis.router.engine.handle import EngineInfo, Lease, SequenceSpec
@@ -13,7 +13,8 @@ from tgis.router.errors import RequestError
 from tgis.router.grammar.compiler import Constraint, GrammarCompiler, read_constraint
 from tgis.router.metrics.metrics import Metrics
 from tgis.router.requests.call import GenerationCall, Parameters
-from tgis.router.sequence import Details, Grammar, Stopping
+from tgis.router.requests.parameter_rules import RULES
+from tgis.router.sequence import CacheSalt, Details, Grammar, Stopping
 from tgis.router.text.stop_sequences import StopSequences
 from tgis.router.text.tokenization import TokenIds
 from tgis.router.text.tokenizer import Tokenizer
@@ -38,6 +39,8 @@ class RequestLimits:
     max_top_n_tokens: int
     max_guided_bytes: int
     include_stop_sequence: bool
+    watermark_gamma: float
+    watermark_delta: float
 
 
 @dataclass(frozen=True)
@@ -54,12 +57,12 @@ class CallParameters:
 
 
 def check_parameters(
-    params: Parameters, limits: RequestLimits, eos_token_ids: frozenset[int]
+    params: Parameters, limits: RequestLimits, eos_token_ids: frozenset[int], vocab_size: int
 ) -> CallParameters:
     """Check everything that needs neither a compiled grammar nor tokenized inputs. The time limit's clock
-    starts here. Raises RequestError for the first rule that is broken."""
+    starts here. Raises RequestError for the first rule that is broken; those that TGIS lacks come last."""
     deadline = time.monotonic() + params.time_limit_ms / 1000
-    sampling = _check_sampling(params)
+    sampling = _check_sampling(params, limits)
     max_new_tokens, min_new_tokens = params.max_new_tokens or DEFAULT_MAX_NEW_TOKENS, params.min_new_tokens
     _require(max_new_tokens <= limits.max_new_tokens, f"max_new_tokens must be <= {limits.max_new_tokens}")
     _require(min_new_tokens <= max_new_tokens, "min_new_tokens must be <= max_new_tokens")
@@ -68,13 +71,17 @@ def check_parameters(
     details = _check_details(params, limits.max_top_n_tokens)
     for stop in params.stop_sequences:
         _require(0 < len(stop.encode()) <= MAX_STOP_SEQUENCE_BYTES, STOP_SEQUENCES_TEXT)
+    _check_rules(params, vocab_size)
     include = params.include_stop_sequence
     return CallParameters(
         sampling=sampling,
         stopping=Stopping(
             max_new_tokens=max_new_tokens,
             min_new_tokens=min_new_tokens,
-            eos_token_ids=eos_token_ids,
+            # A grammar needs the model's own to say where its texts end.
+            eos_token_ids=(frozenset() if params.ignore_eos and constraint is None else eos_token_ids).union(
+                params.stop_token_ids
+            ),
             deadline=deadline if params.time_limit_ms else None,
         ),
         stops=StopSequences(
@@ -113,8 +120,9 @@ class Validator:
     def check(self, params: Parameters) -> CallParameters:
         """Check a call's parameters, as `check_parameters` does."""
         default = self._tokenizer.eos_token_id
-        eos = self._info().eos_token_ids or frozenset(() if default is None else (default,))
-        return check_parameters(params, self.limits, eos)
+        info = self._info()
+        eos = info.eos_token_ids or frozenset(() if default is None else (default,))
+        return check_parameters(params, self.limits, eos, info.vocab_size)
 
     async def compile(self, params: CallParameters) -> Grammar | None:
         """Return the grammar that a call's texts must match, if any. Raises RequestError."""
@@ -133,22 +141,24 @@ class Validator:
 
         Texts are tokenized up to the first whose bytes alone prove that it is too long. Raises RequestError
         for the first text that cannot be served, and OverloadedError."""
-        num_served, least = self._find_too_long(call.texts, params, lease)
+        num_served, least = self._find_too_long(call, params, lease)
         # A text with more tokens is refused, so no more of them are needed.
         max_ids = self.limits.max_sequence_length
-        inputs = await self._tokenizer.encode_ids(call.texts[:num_served], max_ids, call.connection)
+        inputs = await self._tokenizer.encode_ids(
+            call.texts[:num_served], max_ids, call.connection, call.inputs_are_ids
+        )
         for ids in inputs:
             self._metrics.request_raw_input_length.observe(ids.num_tokens)
-        specs = [self._spec(ids, params, grammar, lease, request_id) for ids in inputs]
+        specs = [self._spec(ids, call, params, grammar, lease, request_id) for ids in inputs]
         if num_served < len(call.texts):  # the texts before it can be served, and this refuses it
             self._check_length(least, f"at least {least}", params.stopping, lease)
         return [sibling for spec in specs for sibling in _siblings(spec, call.parameters.n)]
 
-    def _find_too_long(self, texts: list[str], params: CallParameters, lease: Lease) -> tuple[int, int]:
+    def _find_too_long(self, call: GenerationCall, params: CallParameters, lease: Lease) -> tuple[int, int]:
         """Return the index of the first text whose bytes alone prove that it is too long, and the least
         number of tokens that truncation leaves of it. Return the number of texts and 0 if there is none."""
-        bound = self._tokenizer.max_bytes_per_token
-        if bound is None:
+        texts, bound = call.texts, self._tokenizer.max_bytes_per_token
+        if bound is None or call.inputs_are_ids:  # counting ids costs no more than counting bytes
             return len(texts), 0
         limit, minimum = self.limits.max_sequence_length, params.stopping.min_new_tokens
         room = limit - self._prefix_length(lease) - max(minimum, 1)
@@ -161,12 +171,20 @@ class Validator:
         return len(texts), 0
 
     def _spec(
-        self, ids: TokenIds, params: CallParameters, grammar: Grammar | None, lease: Lease, request_id: str
+        self,
+        ids: TokenIds,
+        call: GenerationCall,
+        params: CallParameters,
+        grammar: Grammar | None,
+        lease: Lease,
+        request_id: str,
     ) -> SequenceSpec:
         info = self._info()
         num_before = lease.num_encoder_tokens if info.is_encoder_decoder else lease.num_decoder_tokens
         _require(ids.num_tokens + num_before > 0, "tokenizer error the input has no tokens")
-        num_inputs, token_ids = self._tokenizer.truncate(ids, params.truncate_input_tokens)
+        num_inputs, token_ids = self._tokenizer.truncate(
+            ids, params.truncate_input_tokens, not call.inputs_are_ids
+        )
         num_left = self._check_length(num_inputs, str(num_inputs), params.stopping, lease)
         vocab_size, largest = info.vocab_size, max(token_ids, default=-1)
         _require(
@@ -182,6 +200,7 @@ class Validator:
             grammar,
             lease,
             request_id,
+            CacheSalt(call.tenant, call.parameters.cache_salt),
         )
 
     def _check_length(self, num_inputs: int, shown: str, stopping: Stopping, lease: Lease) -> int:
@@ -210,11 +229,16 @@ def _require_in_range(name: str, value: float) -> None:
     _require(allowed.allows(value), allowed.refusal)
 
 
-def _check_sampling(params: Parameters) -> Sampling:
+def _check_sampling(params: Parameters, limits: RequestLimits) -> Sampling:
     """Return the parameters. The penalties of decoding are checked later, as in TGIS."""
     start_index, decay_factor = params.length_penalty or (0, 1.0)
     greedy = Sampling(
         repetition_penalty=params.repetition_penalty or 1.0,
+        presence_penalty=params.presence_penalty,
+        frequency_penalty=params.frequency_penalty,
+        watermark_gamma=limits.watermark_gamma if params.watermark else 0.0,
+        watermark_delta=limits.watermark_delta if params.watermark else 0.0,
+        logit_bias=params.logit_bias,
         length_penalty_start=start_index,
         length_penalty_factor=decay_factor,
     )
@@ -228,6 +252,7 @@ def _check_sampling(params: Parameters) -> Sampling:
         top_k=params.top_k,
         top_p=params.top_p or 1.0,
         typical_p=params.typical_p,
+        min_p=params.min_p,
     )
     for name in ("temperature", "top_p", "typical_p", "top_k"):
         _require_in_range(name, getattr(sampled, name))
@@ -254,6 +279,7 @@ def _check_details(params: Parameters, max_top_n: int) -> Details:
         logprobs=params.token_logprobs,
         ranks=params.token_ranks,
         top_n=num_top,
+        raw=params.raw_details,
     )
 
 
@@ -269,6 +295,22 @@ def _siblings(spec: SequenceSpec, n: int) -> Iterator[SequenceSpec]:
 def _sibling_seed(seed: int, number: int) -> int:
     digest = hashlib.blake2b(struct.pack("<QQ", seed, number), digest_size=8).digest()
     return int.from_bytes(digest, "little")
+
+
+def _check_rules(params: Parameters, vocab_size: int) -> None:
+    for name, rule in RULES.items():
+        value = getattr(params, name)
+        _require(not value or rule.allows(value), rule.refusal)
+    _check_token_ids("logit_bias", [token_id for token_id, _ in params.logit_bias], vocab_size)
+    _check_token_ids("stop_token_ids", params.stop_token_ids, vocab_size)
+
+
+def _check_token_ids(name: str, token_ids: Iterable[int], vocab_size: int) -> None:
+    for token_id in token_ids:
+        if not 0 <= token_id < vocab_size:
+            raise RequestError(
+                f"{name}: token id {token_id} is beyond the model's vocabulary of {vocab_size} tokens"
+            )
 
 
 def _reduce(stopping: Stopping, room: int) -> Stopping:

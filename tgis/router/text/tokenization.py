@@ -1,5 +1,6 @@
 """Functions over a tokenizer, which both the router's threads and the tokenizer process use."""
 
+import re
 from collections.abc import Sequence
 from itertools import takewhile
 from pathlib import Path
@@ -11,6 +12,7 @@ from tgis.pb import generation_pb2 as pb
 from tgis.router.errors import RequestError, StartupError
 
 NO_TOKEN_ID = 2**32 - 1
+MAX_ID_DIGITS = 9
 
 
 class TokenIds(NamedTuple):
@@ -19,6 +21,15 @@ class TokenIds(NamedTuple):
     num_tokens: int
     last: list[int]
     """Last token ids, as many as were asked for."""
+
+
+class TokenizeOptions(NamedTuple):
+    """Options of a Tokenize call that its message lacks."""
+
+    inputs_are_ids: bool = False
+    """True if each text is token ids, as decimal numbers with a space between each two."""
+    tokens_are_ids: bool = False
+    """True if tokens are told as decimal ids, and not as the vocabulary's pieces."""
 
 
 class Tokenized(NamedTuple):
@@ -57,21 +68,67 @@ def encode_ids(tokenizer: tokenizers.Tokenizer, texts: Sequence[str], max_ids: i
     ]
 
 
-def tokenize(tokenizer: tokenizers.Tokenizer, request: pb.BatchedTokenizeRequest) -> Tokenized:
+def read_ids(tokenizer: tokenizers.Tokenizer, texts: Sequence[str], max_ids: int) -> list[TokenIds]:
+    """Read texts that are token ids, with a space between each two, and the last `max_ids` of each only. No
+    special tokens are added. The tokenizer is not used. Raises RequestError."""
+    return [_read_ids(text, max_ids, number) for number, text in enumerate(texts, 1)]
+
+
+def _read_ids(text: str, max_ids: int, number: int) -> TokenIds:
+    if not text:
+        return TokenIds(0, [])
+    last = text.rsplit(" ", max_ids)[-max_ids:]
+    if not all(each.isascii() and each.isdecimal() and len(each) <= MAX_ID_DIGITS for each in last):
+        raise RequestError(
+            f"input {number}: token ids are decimal numbers of at most {MAX_ID_DIGITS} digits with one "
+            "space between each two"
+        )
+    return TokenIds(text.count(" ") + 1, list(map(int, last)))
+
+
+def tokenize(
+    tokenizer: tokenizers.Tokenizer, request: pb.BatchedTokenizeRequest, options: TokenizeOptions
+) -> Tokenized:
     """Answer a Tokenize call. Truncation keeps the last tokens and adds none. Raises RequestError."""
     answer, limit = pb.BatchedTokenizeResponse(), request.truncate_input_tokens
     texts = [item.text for item in request.requests]
     in_full = request.return_tokens or request.return_offsets
-    for text, encoding in zip(texts, _encode(tokenizer, texts, in_full), strict=True):
+    encodings: Sequence[_EncodedIds | tokenizers.Encoding] = (
+        [_EncodedIds(tokenizer, text, number) for number, text in enumerate(texts, 1)]
+        if options.inputs_are_ids
+        else _encode(tokenizer, texts, in_full)
+    )
+    for text, encoding in zip(texts, encodings, strict=True):
         num_tokens = len(encoding)
         start = max(num_tokens - limit, 0) if limit else 0
         response = answer.responses.add(token_count=num_tokens - start)
         if request.return_tokens:
-            response.tokens.extend(encoding.tokens[start:])
+            tokens = map(str, encoding.ids) if options.tokens_are_ids else encoding.tokens
+            response.tokens.extend(list(tokens)[start:])
         if request.return_offsets:
             for begin, end in byte_offsets(text, encoding.offsets[start:]):
                 response.offsets.add(start=begin, end=end)
     return Tokenized(answer.SerializeToString(), sum(each.token_count for each in answer.responses))
+
+
+class _EncodedIds:
+    """Text that is token ids, in the form of the library's encodings of texts."""
+
+    def __init__(self, tokenizer: tokenizers.Tokenizer, text: str, number: int) -> None:
+        """Read the text of the input of that number. Raises RequestError."""
+        self._tokenizer, self._text = tokenizer, text
+        self.ids = _read_ids(text, len(text), number).last
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    @property
+    def tokens(self) -> list[str]:
+        return [self._tokenizer.id_to_token(token_id) or "" for token_id in self.ids]
+
+    @property
+    def offsets(self) -> list[tuple[int, int]]:
+        return [place.span() for place in re.finditer("[0-9]+", self._text)]
 
 
 def byte_offsets(text: str, offsets: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:

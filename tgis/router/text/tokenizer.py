@@ -14,9 +14,11 @@ from tgis.router.text.token_bound import max_bytes_per_token
 from tgis.router.text.tokenization import (
     TokenIds,
     Tokenized,
+    TokenizeOptions,
     encode_ids,
     ids_before_text,
     load_tokenizer,
+    read_ids,
     tokenize,
 )
 from tgis.router.text.tokenizer_process import TokenizerProcess
@@ -65,27 +67,35 @@ class Tokenizer:
         """Return the vocabulary's piece, which is not decoded text; empty for ids outside the vocabulary."""
         return self.fast.id_to_token(token_id) or ""
 
-    async def encode_ids(self, texts: list[str], max_ids: int, connection: Hashable) -> list[TokenIds]:
-        """Encode a call's texts; keep the last `max_ids` of each. Raises RequestError, OverloadedError."""
+    async def encode_ids(
+        self, texts: list[str], max_ids: int, connection: Hashable, are_ids: bool = False
+    ) -> list[TokenIds]:
+        """Encode a call's texts, or read those that `are_ids`; keep the last `max_ids` of each. Raises
+        RequestError, OverloadedError."""
+        encode = read_ids if are_ids else encode_ids
         num_bytes = sum(max(len(text.encode(errors="replace")), BYTES_PER_TEXT) for text in texts)
         if num_bytes > LONG_TEXT_BYTES:
-            return await self._process.run(
-                encode_ids, texts, max_ids, connection=connection, num_bytes=num_bytes
-            )
-        return await self._in_thread(encode_ids, texts, max_ids)
+            return await self._process.run(encode, texts, max_ids, connection=connection, num_bytes=num_bytes)
+        return await self._in_thread(encode, texts, max_ids)
 
-    async def tokenize(self, request: pb.BatchedTokenizeRequest, connection: Hashable) -> Tokenized:
+    async def tokenize(
+        self, request: pb.BatchedTokenizeRequest, options: TokenizeOptions, connection: Hashable
+    ) -> Tokenized:
         """Answer a Tokenize call. Raises RequestError and OverloadedError."""
         num_bytes = request.ByteSize()
         if max(num_bytes, BYTES_PER_TEXT * len(request.requests)) > LONG_TEXT_BYTES:
-            return await self._process.run(tokenize, request, connection=connection, num_bytes=num_bytes)
-        return await self._in_thread(tokenize, request)
+            return await self._process.run(
+                tokenize, request, options, connection=connection, num_bytes=num_bytes
+            )
+        return await self._in_thread(tokenize, request, options)
 
-    def truncate(self, ids: TokenIds, max_tokens: int) -> TokenIds:
-        """Keep the last `max_tokens`. Tokens that begin every text replace the first of them."""
+    def truncate(self, ids: TokenIds, max_tokens: int, begins_as_texts: bool = True) -> TokenIds:
+        """Keep the last `max_tokens`. With `begins_as_texts`, tokens that begin every text replace the first
+        of them."""
         if not 0 < max_tokens < ids.num_tokens:
             return ids
-        before, last = self.ids_before_text[:max_tokens], ids.last[-max_tokens:]
+        before = self.ids_before_text[:max_tokens] if begins_as_texts else []
+        last = ids.last[-max_tokens:]
         return TokenIds(max_tokens, before + last[len(before) :])
 
     def close(self) -> None:

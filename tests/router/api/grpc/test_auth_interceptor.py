@@ -25,7 +25,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def guarded(home: Path) -> Iterator[Setup]:
-    (home / "tokens").write_text(f"{OLD}\nanother\n")
+    (home / "tokens").write_text(f"{OLD}\nanother\n\ntenant acme named\n")
     setup = start_router(home, 1, "--auth-tokens-path", str(home / "tokens"))
     yield setup
     assert stop_router(setup) == 0
@@ -55,7 +55,7 @@ def status(setup: Setup, *values: str) -> grpc.StatusCode:
     return code
 
 
-@pytest.mark.parametrize("value", [f"Bearer {OLD}", f"bearer {OLD}", "Bearer another"])
+@pytest.mark.parametrize("value", [f"Bearer {OLD}", f"bearer {OLD}", "Bearer another", "Bearer named"])
 def test_any_of_the_tokens_lets_in(guarded: Setup, value: str) -> None:
     assert status(guarded, value) is grpc.StatusCode.OK
 
@@ -70,6 +70,8 @@ def test_any_of_the_tokens_lets_in(guarded: Setup, value: str) -> None:
         (f"Bearer {OLD[:-1]}",),
         (f"Basic {OLD}",),
         (f"Bearer {OLD} another",),
+        ("Bearer acme",),
+        ("Bearer tenant acme named",),
         (f"Bearer {OLD}", f"Bearer {OLD}"),
     ],
 )

@@ -2,6 +2,7 @@
 
 import math
 import time
+from array import array
 from concurrent.futures import ThreadPoolExecutor
 
 import grpc
@@ -15,6 +16,7 @@ from tests.support.router.fake_shard import EOS
 from tests.support.router.http_port import get, metric
 from tests.support.router.messages import PROMPT, batch, single, stopping
 from tests.support.router.model_of_contents import Item
+from tests.support.router.model_of_shard import integers
 from tests.support.router.router_process import MAX_SEQUENCE_LENGTH, Setup
 from tgis.pb import generation_pb2 as pb
 
@@ -347,6 +349,26 @@ def test_an_unknown_method_is_refused_without_a_text(router: Setup, path: str) -
             call()
         assert (caught.value.code(), caught.value.details()) == (grpc.StatusCode.UNIMPLEMENTED, "")
         assert not caught.value.trailing_metadata()
+
+
+def test_what_metadata_set_reaches_the_shards(router: Setup) -> None:
+    """With the strength of watermarks that the server has by default."""
+    model, opened = router.shards[0].model, []
+    model.refuses = lambda message: opened.append(message) or False  # type: ignore[func-returns-value]
+    try:
+        metadata = [("tgis-logit-bias", "17:-100,42:1.5"), ("tgis-watermark", "true"), ("tgis-min-p", "0.25")]
+        metadata += [("tgis-presence-penalty", "1"), ("tgis-frequency-penalty", "-0.5")]
+        metadata += [("tgis-stop-token-ids", "9,8"), ("tgis-ignore-eos", "true")]
+        call = router.stub.Generate.with_call(batch(PROMPT, stopping=stopping(1)), metadata=metadata)[1]
+    finally:
+        model.refuses = lambda message: False
+    [row] = opened
+    assert integers(row.sampling.bias_token_ids) == [17, 42]
+    assert array("f", row.sampling.biases).tolist() == [-100, 1.5]
+    assert (row.sampling.watermark_gamma, row.sampling.watermark_delta) == (0.5, 2)
+    assert (row.sampling.presence_penalty, row.sampling.frequency_penalty) == (1, -0.5)
+    assert integers(row.eos_token_ids) == [8, 9]
+    assert dict(call.trailing_metadata())["tgis-generated-tokens"] == "1"
 
 
 def test_what_a_refused_row_did_not_compute_is_not_found_by_others(router: Setup) -> None:

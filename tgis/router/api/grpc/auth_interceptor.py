@@ -1,5 +1,5 @@
 """Authenticates calls, if a file of tokens is given: a call without one of the tokens is refused before
-anything of it is read. Health checks need no token."""
+anything of it is read, and a token may name the call's tenant. Health checks need no token."""
 
 import hashlib
 import hmac
@@ -15,6 +15,7 @@ import grpc
 from tgis.config.network import PortOptions
 from tgis.net.tls import file_version
 from tgis.router.api.grpc.call_status import Context, Status, end_call
+from tgis.router.api.grpc.tenants import MAX_NAME_CHARS, is_name, token_tenant
 from tgis.router.errors import StartupError
 from tgis.router.metrics.metric_types import Counter
 
@@ -50,18 +51,21 @@ def warn_if_unprotected(options: PortOptions, host: str) -> None:
 
 
 class BearerTokens:
-    """Bearer tokens of a file, one per line. A changed file is read again, so that tokens can be replaced."""
+    """Bearer tokens of a file. Each line is empty, a token or `tenant NAME TOKEN`. A changed file is read
+    again, so that tokens can be replaced."""
 
     def __init__(self, path: str) -> None:
         """Read the file. Raises StartupError."""
         self._path, self._state, self._checked_at = path, file_version(path), time.monotonic()
-        self._digests = _read(path)
+        self._tenants = _read(path)
 
-    def has(self, token: str) -> bool:
-        """Return whether `token` is known, in a time that does not depend on how much of it is right."""
+    def tenant_of(self, token: str) -> str | None:
+        """Return the name of the tenant whose `token` it is, empty if it has none, or None if the token is
+        unknown. The time does not depend on how much of the token is right."""
         self._reload_if_changed()
         digest = _digest(token)
-        return sum(hmac.compare_digest(digest, known) for known in self._digests) > 0
+        found = [tenant for known, tenant in self._tenants.items() if hmac.compare_digest(digest, known)]
+        return found[0] if found else None
 
     def _reload_if_changed(self) -> None:
         now = time.monotonic()
@@ -71,7 +75,7 @@ class BearerTokens:
         if state != self._state:
             self._state = state
             try:
-                self._digests = _read(self._path)
+                self._tenants = _read(self._path)
             except StartupError as error:
                 logger.error("the bearer tokens were not reloaded, those read before stay valid: %s", error)
 
@@ -85,35 +89,58 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Handler:
-        if handler_call_details.method.startswith(HEALTH_PREFIX) or self._is_authenticated(
-            handler_call_details
-        ):
+        if handler_call_details.method.startswith(HEALTH_PREFIX):
+            return await continuation(handler_call_details)
+        tenant = self._authenticate(handler_call_details)
+        if tenant is not None:
+            token_tenant.set(tenant)
             return await continuation(handler_call_details)
         self._failures.add("unauthenticated")
         method = handler_call_details.method[:MAX_METHOD_CHARS]
         logger.warning("a call of %s was refused: %s", method, REFUSAL)
         return grpc.unary_unary_rpc_method_handler(_refuse)
 
-    def _is_authenticated(self, details: grpc.HandlerCallDetails) -> bool:
+    def _authenticate(self, details: grpc.HandlerCallDetails) -> str | None:
+        """Return the name of the call's tenant, empty if it has none, or None if it may not be served."""
         given = [value for key, value in details.invocation_metadata or () if key == "authorization"]
         if len(given) != 1 or not isinstance(given[0], str):
-            return False
+            return None
         scheme, token = given[0][: len(SCHEME)], given[0][len(SCHEME) :]
-        return scheme.lower() == SCHEME and self._tokens.has(token.strip())
+        return self._tokens.tenant_of(token.strip()) if scheme.lower() == SCHEME else None
 
 
 async def _refuse(request: Any, context: Context) -> None:
     await end_call(context, Status(grpc.StatusCode.UNAUTHENTICATED, REFUSAL))
 
 
-def _read(path: str) -> list[bytes]:
+def _read(path: str) -> dict[bytes, str]:
+    """Return the tenants' names by digest of the token. No error's text contains a line's content."""
     try:
-        lines = Path(path).read_text().split()
+        lines = Path(path).read_text().split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise StartupError(f"the file of bearer tokens {path} cannot be read") from error
-    if not lines:
+    tenants: dict[bytes, str] = {}
+    for number, words in enumerate(map(str.split, lines), 1):
+        match words:
+            case []:
+                continue
+            case [token]:
+                name = ""
+            case ["tenant", name, token] if is_name(name):
+                pass
+            case _:
+                raise StartupError(
+                    f"line {number} of the file of bearer tokens {path} must be TOKEN or `tenant NAME TOKEN` "
+                    f"with a name of at most {MAX_NAME_CHARS} characters of printable ASCII"
+                )
+        if tenants.setdefault(_digest(token), name) != name:
+            raise StartupError(
+                f"line {number} of the file of bearer tokens {path} has a token that another line gives to "
+                "another tenant"
+            )
+    if not tenants:
         raise StartupError(f"the file of bearer tokens {path} has no token")
-    return [_digest(line) for line in lines]
+    return tenants
 
 
 def _digest(token: str) -> bytes:

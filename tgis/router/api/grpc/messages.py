@@ -1,38 +1,46 @@
 """Reads the public messages into plain values, and writes the answers in the shapes that TGIS's clients
 expect."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
+from typing import Any
 
 from google.protobuf.message import Message
 
 from tgis.pb import generation_pb2 as pb
+from tgis.router.api.grpc.call_metadata import CallMetadata
 from tgis.router.api.service import Result
 from tgis.router.engine.handle import SequenceSpec
 from tgis.router.events import InputTokens, Output
 from tgis.router.grammar.compiler import JSON, Guided
-from tgis.router.requests.call import MISSING_REQUEST, GenerationCall, Metadata, Parameters
+from tgis.router.requests.call import MISSING_REQUEST, GenerationCall, Parameters
 from tgis.router.sequence import Details, StopReason, TokenDetail
-from tgis.router.text.tokenizer import Tokenizer
 
 _NOT_FINISHED = StopReason.NOT_FINISHED  # looked up once, because every token needs it
 
-
+NO_METADATA = CallMetadata()
 ECHO_GAP = "\n\n"  # between an input and its answer; a text that continues the input needs none
 
 
 def read_batch(
-    request: pb.BatchedGenerationRequest, metadata: Metadata = (), connection: str = ""
+    request: pb.BatchedGenerationRequest,
+    metadata: CallMetadata = NO_METADATA,
+    connection: str = "",
+    tenant: str = "",
 ) -> GenerationCall:
     kind = "single" if len(request.requests) == 1 else "batch"
     texts = [item.text for item in request.requests]
-    return _read_call(request, "Generate", kind, texts, metadata, connection)
+    return _read_call(request, "Generate", kind, texts, metadata, connection, tenant)
 
 
 def read_single(
-    request: pb.SingleGenerationRequest, metadata: Metadata = (), connection: str = ""
+    request: pb.SingleGenerationRequest,
+    metadata: CallMetadata = NO_METADATA,
+    connection: str = "",
+    tenant: str = "",
 ) -> GenerationCall:
-    return _read_call(request, "GenerateStream", "stream", [request.request.text], metadata, connection)
+    texts = [request.request.text]
+    return _read_call(request, "GenerateStream", "stream", texts, metadata, connection, tenant)
 
 
 def _read_call(
@@ -40,21 +48,24 @@ def _read_call(
     method: str,
     kind: str,
     texts: list[str],
-    metadata: Metadata,
+    metadata: CallMetadata,
     connection: str,
+    tenant: str,
 ) -> GenerationCall:
     return GenerationCall(
         method,
         kind,
         texts,
-        _read_parameters(request.params),
-        partial(describe, request.params),
-        metadata,
+        _read_parameters(request.params, metadata.parameters),
+        partial(describe, request.params, metadata),
+        metadata.headers,
         connection,
         prefix_id=request.prefix_id if request.HasField("prefix_id") else None,
         adapter_id=request.adapter_id if request.HasField("adapter_id") else None,
         model_id=request.model_id,
-        refusal=MISSING_REQUEST if _lacks_input(request) else "",
+        refusal=MISSING_REQUEST if _lacks_input(request) else metadata.refusal,
+        inputs_are_ids=metadata.inputs_are_ids,
+        tenant=tenant,
     )
 
 
@@ -62,7 +73,7 @@ def _lacks_input(request: pb.BatchedGenerationRequest | pb.SingleGenerationReque
     return isinstance(request, pb.SingleGenerationRequest) and not request.HasField("request")
 
 
-def _read_parameters(params: pb.Parameters) -> Parameters:
+def _read_parameters(params: pb.Parameters, more: Mapping[str, Any]) -> Parameters:
     sampling, stopping, response, decoding = (
         params.sampling,
         params.stopping,
@@ -93,6 +104,7 @@ def _read_parameters(params: pb.Parameters) -> Parameters:
         token_ranks=response.token_ranks,
         top_n_tokens=response.top_n_tokens,
         truncate_input_tokens=params.truncate_input_tokens,
+        **more,
     )
 
 
@@ -108,10 +120,10 @@ def read_guided(decoding: pb.DecodingParameters) -> Guided | None:
             return Guided(field, getattr(decoding, field))
 
 
-def describe(params: pb.Parameters) -> str:
+def describe(params: pb.Parameters, metadata: CallMetadata) -> str:
     """Return decoding method and set parameters: numbers as they are, texts by length, lists by count."""
     default = () if params.method else ("method=GREEDY",)
-    return ", ".join((*default, *_set_fields(params)))
+    return ", ".join((*default, *_set_fields(params), *metadata.describe()))
 
 
 def _set_fields(message: Message) -> Iterator[str]:
@@ -133,10 +145,10 @@ def _set_fields(message: Message) -> Iterator[str]:
 
 
 class ResponseWriter:
-    """Writer of answers. Token texts are the vocabulary's own pieces."""
+    """Writer of answers. `text_of` returns the text of a token: the vocabulary's own piece, or its id."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, text_of: Callable[[int], str]) -> None:
+        self._text_of = text_of
 
     def batch(
         self, request: pb.BatchedGenerationRequest, results: list[Result], is_encoder_decoder: bool
@@ -195,7 +207,7 @@ class ResponseWriter:
     def _token_infos(self, tokens: Iterable[TokenDetail], details: Details) -> list[pb.TokenInfo]:
         return [
             pb.TokenInfo(
-                text=self._tokenizer.piece(token.token_id),
+                text=self._text_of(token.token_id),
                 logprob=token.logprob,
                 rank=token.rank,
                 top_tokens=self._top_tokens(token, details.logprobs),
@@ -207,8 +219,6 @@ class ResponseWriter:
         """Return the top tokens by probability if that is shown, else by token id."""
         top = token.top_tokens if with_logprobs else sorted(token.top_tokens)
         return [
-            pb.TokenInfo.TopToken(
-                text=self._tokenizer.piece(token_id), logprob=logprob if with_logprobs else 0.0
-            )
+            pb.TokenInfo.TopToken(text=self._text_of(token_id), logprob=logprob if with_logprobs else 0.0)
             for token_id, logprob in top
         ]

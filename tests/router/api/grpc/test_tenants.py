@@ -1,0 +1,178 @@
+"""Tenants over real sockets: the names in tokens and certificates reach the salt of the cache."""
+
+import asyncio
+import logging
+import os
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import grpc
+import pytest
+import pytest_asyncio
+
+from tests.support.router.grpc_door import Door, door_channel, open_door, status_of
+from tests.support.router.messages import batch, single, stopping
+from tests.support.tls_files import Files, credentials
+from tgis.router.api.grpc.auth_interceptor import CHECK_INTERVAL_S, BearerTokens
+from tgis.router.errors import StartupError
+from tgis.router.sequence import CacheSalt
+
+on_the_doors_loop = pytest.mark.asyncio(loop_scope="module")
+
+TOKENS = "tenant acme t-1\n\n  tenant acme t-2\ntenant globex t-3\nplain-1\nplain-2\ntenant\n"
+REFUSED = grpc.StatusCode.UNAUTHENTICATED
+ONE = {"stopping": stopping(1)}
+
+
+@pytest.fixture(scope="module")
+def tokens_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("tokens") / "tokens"
+    path.write_text(TOKENS)
+    return path
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def door(
+    tmp_path_factory: pytest.TempPathFactory, tokens_path: Path, files: Files
+) -> AsyncIterator[Door]:
+    """That asks for tokens and certificates."""
+    async with open_door(tmp_path_factory.mktemp("door"), tokens_path, files) as door:
+        yield door
+
+
+async def tenant(
+    door: Door, own: grpc.ChannelCredentials | None, token: str = "", salt: str = ""
+) -> set[CacheSalt]:
+    """Of both kinds of calls."""
+    headers = [("authorization", f"Bearer {token}")] if token else []
+    headers += [("tgis-cache-salt", salt)] if salt else []
+    async with door_channel(door, own) as stub:
+        await stub.Generate(batch("a", "b", **ONE), metadata=headers)
+        async for _ in stub.GenerateStream(single("c", **ONE), metadata=headers):
+            pass
+    specs = door.take_specs()
+    assert len(specs) == 3
+    return {spec.cache_salt for spec in specs}
+
+
+NAMES = {"t-1": "acme", "t-2": "acme", "t-3": "globex"}
+
+
+@on_the_doors_loop
+async def test_a_token_s_name_wins_over_a_certificate_s(door: Door, files: Files) -> None:
+    for token, name in NAMES.items():
+        assert await tenant(door, files.client(), token) == {CacheSalt(name)}
+        assert await tenant(door, files.client(), token, "x") == {CacheSalt(name, b"x")}
+    for token in ("plain-1", "plain-2", "tenant"):
+        assert await tenant(door, files.client(), token) == {CacheSalt("client@example.com")}
+
+
+@on_the_doors_loop
+async def test_calls_on_one_connection_keep_their_own_tenants(door: Door, files: Files) -> None:
+    async with door_channel(door, files.client()) as stub:
+
+        async def ask(token: str, text: str) -> None:
+            headers = [("authorization", f"Bearer {token}"), ("tgis-cache-salt", token)]
+            await stub.Generate(batch(text, **ONE), metadata=headers)
+
+        await asyncio.gather(*(ask(token, "a") for _ in range(20) for token in (*NAMES, "plain-1")))
+    found = [spec.cache_salt for spec in door.take_specs()]
+    assert len(found) == 80
+    for each in found:
+        assert each.tenant == NAMES.get(each.salt.decode(), "client@example.com")
+
+
+@on_the_doors_loop
+async def test_without_tokens_certificates_name_the_tenants(tmp_path: Path, files: Files) -> None:
+    issue, long = files.authority.issue_cert, "x" * 60 + ".example.com"
+    certificates = {
+        "first.example.com": issue("first.example.com", "second.example.com", common_name="third"),
+        "a common name": issue(common_name="a common name"),
+        "plain-name": issue(common_name="plain-name"),
+        long: issue(long),
+    }
+    async with open_door(tmp_path, None, files) as door:
+        found = {}
+        for name, own in certificates.items():
+            [salt] = await tenant(door, credentials(files.authority, own))
+            found[name] = salt.tenant
+    assert found["first.example.com"] == "first.example.com"
+    assert found["plain-name"] == "plain-name"
+    assert found[long] == long
+    assert len(found["a common name"]) == 64, "the digest of a name that cannot be shown as it is"
+
+
+async def test_without_either_there_is_no_tenant(tmp_path: Path) -> None:
+    async with open_door(tmp_path) as door:
+        assert await tenant(door, None) == {CacheSalt()}
+        assert await tenant(door, None, "t-1", "x") == {CacheSalt("", b"x")}
+
+
+async def test_names_change_with_the_file(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tgis.router.api.grpc.auth_interceptor.CHECK_INTERVAL_S", 0.0)
+    path = tmp_path / "tokens"
+    path.write_text("tenant acme t-1\nplain\n")
+    async with open_door(tmp_path / "door", path) as door:
+        assert await tenant(door, None, "t-1") == {CacheSalt("acme")}
+        replace(path, "tenant globex t-1\ntenant acme plain\n")
+        assert await tenant(door, None, "t-1") == {CacheSalt("globex")}
+        assert await tenant(door, None, "plain") == {CacheSalt("acme")}
+        with caplog.at_level(logging.ERROR):
+            replace(path, "new-token\ntenant acme secret too-much\n")
+            assert await tenant(door, None, "t-1") == {CacheSalt("globex")}
+        assert "line 2 of the file of bearer tokens" in caplog.text
+        assert "secret" not in caplog.text
+        metadata = [("authorization", "Bearer new-token")]
+        code, _ = await status_of(door.stub.Generate(batch("a"), metadata=metadata))
+        assert code is REFUSED
+        replace(path, "new-token\n")
+        assert await tenant(door, None, "new-token") == {CacheSalt()}
+        code, _ = await status_of(door.stub.Generate(batch("a"), metadata=[("authorization", "Bearer t-1")]))
+        assert code is REFUSED
+    assert CHECK_INTERVAL_S > 0
+
+
+def replace(path: Path, text: str) -> None:
+    path.with_suffix(".new").write_text(text)
+    os.replace(path.with_suffix(".new"), path)
+
+
+FORM = "must be TOKEN or `tenant NAME TOKEN` with a name of at most 128 characters of printable ASCII"
+TWICE = "has a token that another line gives to another tenant"
+
+
+@pytest.mark.parametrize(
+    ("text", "number", "told"),
+    [
+        ("a\nsecret b\n", 2, FORM),
+        ("tenant secret\n", 1, FORM),
+        ("a\n\ntenant acme secret b\n", 3, FORM),
+        ("Tenant acme secret\n", 1, FORM),
+        ("tenant é secret\n", 1, FORM),
+        ("tenant a\x07 secret\n", 1, FORM),
+        (f"tenant {'x' * 129} secret\n", 1, FORM),
+        ("tenant a secret\ntenant b secret\n", 2, TWICE),
+        ("secret\n\n\ntenant b secret\n", 4, TWICE),
+        ("tenant b secret\nsecret\n", 2, TWICE),
+    ],
+)
+def test_a_line_that_is_neither_form_is_refused_by_its_number(
+    tmp_path: Path, text: str, number: int, told: str
+) -> None:
+    path = tmp_path / "tokens"
+    path.write_text(text)
+    with pytest.raises(StartupError) as refused:
+        BearerTokens(str(path))
+    assert str(refused.value) == f"line {number} of the file of bearer tokens {path} {told}"
+    assert "secret" not in str(refused.value)
+
+
+def test_what_the_forms_allow(tmp_path: Path) -> None:
+    path, long = tmp_path / "tokens", "x" * 128
+    path.write_text(f"\r\n tenant a!~ t1 \r\n\ttenant\t{long}\tt2\n\ntenant a!~ t1\ntenant\nt3")
+    tokens = BearerTokens(str(path))
+    found = {token: tokens.tenant_of(token) for token in ("t1", "t2", "t3", "tenant")}
+    assert found == {"t1": "a!~", "t2": long, "t3": "", "tenant": ""}
+    assert {tokens.tenant_of(token) for token in ("t4", "a!~", long, "", "tenant a!~ t1")} == {None}
