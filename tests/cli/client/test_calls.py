@@ -1,5 +1,6 @@
 """`tgis client` before a real router, which refuses metadata that it does not know."""
 
+import re
 from collections.abc import Iterator
 
 import pytest
@@ -40,6 +41,24 @@ def run(router: Setup, *arguments: str) -> Result:
 def test_the_service_takes_every_option(router: Setup, command: str, given: list[str]) -> None:
     result = run(router, command, "5 6 7", "--max-new-tokens", "3", *given)
     assert (result.exit_code, result.stderr) == (0, "")
+
+
+def test_ids_in_and_out_and_the_times_of_a_call(router: Setup) -> None:
+    text = "The quick brown fox " * 5
+    ids = router.tokenizer.encode(text).ids
+    usual, *_ = run(router, "generate", text, "--seed", "1").stdout.splitlines()
+    given = [" ".join(map(str, ids)), "--input-ids", "--token-ids", "--details", "--seed", "1"]
+    for command in ("generate", "stream"):
+        answer = run(router, command, *given).stdout
+        assert answer.startswith(f"{usual}\n")
+        rows = answer.split("likeliest\n")[1].split("\n\n")[0].splitlines()
+        assert len(rows) == 20
+        assert all(row.split()[0].isdecimal() for row in rows)
+        found = re.search(r"ms in the queue, first token after .* ms in all, (\d+) cached", answer)
+        assert found is not None
+        assert 0 < int(found[1]) < len(ids)
+    tokens = run(router, "tokenize", text, "--token-ids").stdout.splitlines()
+    assert [int(row.split()[0]) for row in tokens[1:]] == ids
 
 
 def test_tokenize_takes_ids(router: Setup) -> None:

@@ -310,20 +310,6 @@ async def _wait_for_steps(scene: Scene, num_steps: int) -> None:
     pytest.fail("the steps do not come")
 
 
-async def test_siblings_with_a_deadline_do_not_wait(scene: Scene) -> None:
-    """Each computes the prompt, and ends with its first token."""
-    scene.shard.step_s = 0.15
-    ticket = await scene.handle.acquire(4)
-    stopping = Stopping(100, min_new_tokens=100, deadline=time.monotonic() + 0.05)
-    limited = SequenceSpec(PROMPT, stopping)
-    outcomes = await asyncio.gather(*(read(scene, ticket, limited, None) for _ in range(4)))
-    scene.handle.release(ticket)
-    for (last,) in outcomes:
-        assert isinstance(last, Ended)
-        assert (last.num_generated, last.reason) == (1, StopReason.TIME_LIMIT)
-        assert last.num_cached == 0
-
-
 async def test_siblings_survive_a_loss_of_the_shards(scene: Scene) -> None:
     """Cached tokens are those of the beginning, whatever has been computed again."""
     ticket = await scene.handle.acquire(12)

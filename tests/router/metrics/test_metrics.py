@@ -179,8 +179,9 @@ def fail(setup: Setup, *texts: str, **params: object) -> grpc.StatusCode:
 
 
 def exercise(setup: Setup) -> None:
-    """Touches every label that TGIS's own clients would."""
-    generate(setup, "a")
+    """Touches every label that TGIS's own clients would, and that of metadata."""
+    request = pb.BatchedGenerationRequest(requests=[pb.GenerationRequest(text="a")])
+    setup.stub.Generate(request, metadata=[("tgis-watermark", "true")])
     generate(setup, "a", "b")
     list(setup.stub.GenerateStream(pb.SingleGenerationRequest(request=pb.GenerationRequest(text="a"))))
     setup.stub.Tokenize(pb.BatchedTokenizeRequest(requests=[pb.TokenizeRequest(text="a b")]))
@@ -197,7 +198,7 @@ def test_every_series_has_the_name_kind_and_labels_of_the_list(lost: Setup) -> N
             assert family.type == type_name, name
             found = [set(sample.labels) - {"le", "quantile"} for sample in family.samples]
             assert all(names == labels for names in found), name
-            assert found or name in ("tgi_batch_inference_failure", "tgi_request_parameter_count"), name
+            assert found or name == "tgi_batch_inference_failure", name
 
 
 def test_buckets(lost: Setup) -> None:
@@ -259,6 +260,14 @@ def test_what_a_finished_input_adds(lost: Setup) -> None:
     )
     assert whole > queue + inference > 0
     assert changed.of("tgi_request_mean_time_per_token_duration_sum") == pytest.approx(inference / num_tokens)
+
+
+def test_tokens_that_the_prefix_cache_had(lost: Setup) -> None:
+    for _ in range(2):
+        changed = Difference(lost)
+        generate(lost, f"{PROMPT}, {PROMPT}, {PROMPT}, {PROMPT}")
+    assert changed.of("tgi_request_cached_tokens_sum") == changed.of("tgi_prefix_cache_hits") > 0
+    assert changed.of("tgi_request_cached_tokens_count") == 1
 
 
 def test_failures_by_label(lost: Setup) -> None:

@@ -108,8 +108,8 @@ class CallSpan:
         span.end()
 
     def set_call(self, call: GenerationCall, request_id: str, correlation_id: str) -> None:
-        self._num_siblings = call.parameters.n
         if self._span.is_recording():
+            self._num_siblings = call.parameters.n
             attributes: Attributes = {
                 "gen_ai.request.id": request_id,
                 "tgis.correlation_id": correlation_id,
