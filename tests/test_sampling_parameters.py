@@ -10,7 +10,7 @@ import pytest
 from tgis.sampling_parameters import PARAMETERS, RANGES, Sampling
 
 SMALLEST, LARGEST = struct.unpack("<2f", bytes.fromhex("01000000ffff7f7f"))  # of the wire's floats
-EDGES = [0.0, 0.05, 1.0, 10.0, 2.0**31 - 1, 2.0**31, LARGEST, SMALLEST]
+EDGES = [0.0, 0.05, 1.0, 2.0, 10.0, 2.0**31 - 1, 2.0**31, LARGEST, SMALLEST]
 VALUES = [math.nan, math.inf, -math.inf, *EDGES, *(-edge for edge in EDGES)]
 VALUES += [math.nextafter(edge, to) for edge in EDGES for to in (-math.inf, math.inf)]
 
@@ -21,6 +21,9 @@ RULES: dict[str, Callable[[float], bool]] = {
     "typical_p": lambda x: -math.inf < x <= 1,
     "repetition_penalty": lambda x: 0 < x < math.inf,
     "length_penalty_factor": lambda x: 1 <= x <= 10,
+    "min_p": lambda x: 0 <= x <= 1,
+    "presence_penalty": lambda x: -2 <= x <= 2,
+    "frequency_penalty": lambda x: -2 <= x <= 2,
 }
 
 
@@ -34,6 +37,7 @@ def test_ranges(name: str) -> None:
 
 def test_defaults_are_off_and_allowed() -> None:
     off = {each.name: each.off for each in PARAMETERS}
-    assert vars(Sampling()) == {each.name: off[each.name] for each in fields(Sampling)}
+    declared = {each.name: off[each.name] for each in fields(Sampling) if each.name in off}
+    assert vars(Sampling()) == declared | {"logit_bias": ()}
     assert all(RANGES[name].allows(off[name]) for name in RANGES)
     assert RANGES.keys() >= RULES.keys()

@@ -72,8 +72,9 @@ class Sampling:
     frequency_penalty: float = parameter(
         "f4", 0.0, range=Range(-2, 2, refusal="frequency_penalty must be >= -2.0 and <= 2.0")
     )
-    # The watermark's share of green tokens, and what is added to their logits. A share of 0 means none.
-    watermark_gamma: float = parameter("f4", 0.0)
+    # The watermark's share of green tokens, and what is added to their logits. A share of 0 means none. Its
+    # type is that of the multiplication by which TGI counts green tokens.
+    watermark_gamma: float = parameter("f8", 0.0)
     watermark_delta: float = parameter("f4", 0.0)
     length_penalty_start: int = parameter("i8", 0)
     length_penalty_factor: float = parameter(

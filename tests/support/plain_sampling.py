@@ -3,8 +3,12 @@ of a token. It shares no code with `tgis`; how near a decision was is told with 
 
 import math
 import struct
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
+
+import numpy as np
 
 INF = math.inf
 MASK32, MASK64 = 2**32 - 1, 2**64 - 1
@@ -31,6 +35,11 @@ class Row:
     min_new_tokens: int = 0
     length_penalty_start: int = 0
     length_penalty_factor: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    watermark_gamma: float = 0.0
+    watermark_delta: float = 0.0
+    logit_bias: dict[int, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -44,6 +53,9 @@ class Scores:
     mass: float = INF
 
 
+MARGINS = ("order", "typical_order", "mass")
+
+
 def single(x: float) -> float:
     """Rounded to float32, so that ties are the same ones."""
     try:
@@ -53,47 +65,146 @@ def single(x: float) -> float:
     return rounded
 
 
-def process(row: Row) -> Scores:
-    scores = _penalise_repetition(treat_eos(row), row)
-    if row.greedy:
+def add_bias(scores: list[float], row: Row) -> Scores:
+    return Scores([single(x + single(row.logit_bias.get(i, 0.0))) for i, x in enumerate(scores)])
+
+
+def add_watermark(scores: list[float], row: Row) -> Scores:
+    """TGI's: the token before seeds the order of the vocabulary, whose first part is green."""
+    if row.watermark_gamma == 0:
         return Scores(scores)
-    scores = [single(x / row.temperature) for x in scores]
-    scores, order = _keep_best(scores, row.top_k)
-    scores, mass = _keep_mass(scores, row.top_p)
-    scores, least = _keep_likely(scores, row.min_p)
-    scores, typical_order, typical_mass = _keep_typical(scores, row.typical_p)
-    return Scores(scores, min(order, least), typical_order, min(mass, typical_mass, least))
+    green = set(permute(row.token_ids[-1], len(scores))[: int(len(scores) * row.watermark_gamma)])
+    return Scores([single(x + row.watermark_delta) if i in green else x for i, x in enumerate(scores)])
 
 
-def treat_eos(row: Row) -> list[float]:
-    """The minimum and the length penalty, which go first."""
-    scores = [float(x) for x in row.logits]
+@cache
+def permute(token_id: int, size: int) -> list[int]:
+    """As Fisher and Yates shuffle, with the remainders of MT19937's numbers, which numpy has as well."""
+    draw = np.random.RandomState(15485863 * token_id & MASK32)
+    numbers = draw.randint(0, 2**32, size, np.uint32).tolist()
+    ids = list(range(size))
+    for i, number in enumerate(numbers[:-1]):
+        other = i + number % (size - i)
+        ids[i], ids[other] = ids[other], ids[i]
+    return ids
+
+
+def treat_eos(scores: list[float], row: Row) -> Scores:
+    """The minimum and the length penalty."""
     eos = {i for i in row.eos if 0 <= i < len(scores)}
     if row.num_generated < row.min_new_tokens:
-        return [-INF if i in eos else x for i, x in enumerate(scores)]
+        return Scores([-INF if i in eos else x for i, x in enumerate(scores)])
     overdue = row.num_generated - row.length_penalty_start
     if overdue <= 0 or row.length_penalty_factor == 1:
-        return scores
+        return Scores(scores)
     # A float holds no more than 1e308.
     in_reach = overdue * math.log10(row.length_penalty_factor) < 16
     growth = (row.length_penalty_factor**overdue if in_reach else MAX_FACTOR) - 1
-    return [single(x + abs(x) * growth) if i in eos and x > -INF else x for i, x in enumerate(scores)]
+    return Scores([single(x + abs(x) * growth) if i in eos and x > -INF else x for i, x in enumerate(scores)])
 
 
-def _penalise_repetition(scores: list[float], row: Row) -> list[float]:
+def penalise_repetition(scores: list[float], row: Row) -> Scores:
     p = single(min(max(row.repetition_penalty, single(1 / MAX_FACTOR)), single(MAX_FACTOR)))
     if p == 1:
-        return scores
+        return Scores(scores)
     seen = set(row.token_ids)
-    return [single(x * p if x < 0 else x / p) if i in seen else x for i, x in enumerate(scores)]
+    return Scores([single(x * p if x < 0 else x / p) if i in seen else x for i, x in enumerate(scores)])
 
 
-def _keep_best(scores: list[float], k: int) -> tuple[list[float], float]:
-    if not 0 < k < len(scores):
-        return scores, INF
-    edge = sorted(scores, reverse=True)[k - 1]
+def penalise_generated(scores: list[float], row: Row) -> Scores:
+    """OpenAI's: counts are of the answer alone."""
+    counts = Counter(row.token_ids[len(row.token_ids) - row.num_generated :] if row.num_generated else [])
+    changed = list(scores)
+    for i, count in counts.items():
+        penalty = single(row.presence_penalty + single(count * row.frequency_penalty))
+        changed[i] = single(changed[i] - penalty)
+    return Scores(changed)
+
+
+def divide(scores: list[float], row: Row) -> Scores:
+    return Scores([single(x / row.temperature) for x in scores])
+
+
+def keep_best(scores: list[float], row: Row) -> Scores:
+    if not 0 < row.top_k < len(scores):
+        return Scores(scores)
+    edge = sorted(scores, reverse=True)[row.top_k - 1]
     dropped = [x for x in scores if x < edge]
-    return [x if x >= edge else -INF for x in scores], edge - max(dropped, default=-INF)
+    return Scores([x if x >= edge else -INF for x in scores], order=edge - max(dropped, default=-INF))
+
+
+def keep_mass(scores: list[float], row: Row) -> Scores:
+    """Rising scores are left out while together they have at most 1 - top_p; of equals, high ids first."""
+    if row.top_p >= 1:
+        return Scores(scores)
+    probabilities = softmax(scores)
+    rising = sorted(range(len(scores)), key=lambda i: (scores[i], -i))
+    total, dropped, nearest = 0.0, set(), INF
+    for i in rising[:-1]:
+        total += probabilities[i]
+        if scores[i] > -INF:
+            nearest = min(nearest, abs(total - (1 - row.top_p)))
+        if total <= 1 - row.top_p:
+            dropped.add(i)
+    return Scores([-INF if i in dropped else x for i, x in enumerate(scores)], mass=nearest)
+
+
+def keep_likely(scores: list[float], row: Row) -> Scores:
+    """All with at least so much of the highest probability; and how near the nearest is to that, in nats."""
+    if row.min_p <= 0:
+        return Scores(scores)
+    highest = max(scores)
+    least = highest + math.log(row.min_p)
+    nearest = min((abs(x - least) for x in scores if x < highest), default=INF)
+    return Scores([x if x >= least else -INF for x in scores], order=nearest, mass=nearest)
+
+
+def keep_typical(scores: list[float], row: Row) -> Scores:
+    limit = row.typical_p
+    if limit >= 1:
+        return Scores(scores)
+    probabilities = softmax(scores)
+    entropy = -math.fsum(p * math.log(p) for p in probabilities if p > 0)
+    distance = [abs(-math.log(p) - entropy) if p > 0 else INF for p in probabilities]
+    total, edge, nearest = 0.0, INF, INF
+    for i in sorted(range(len(scores)), key=lambda i: distance[i]):
+        total += probabilities[i]
+        nearest = min(nearest, abs(total - limit))
+        if total >= limit:
+            edge = distance[i]
+            break
+    # Two tokens at almost the same distance on either side of the entropy may change places.
+    gaps = [abs(d - edge) for d in distance if d != edge and not math.isinf(d)]
+    kept = [x if d <= edge else -INF for x, d in zip(scores, distance, strict=True)]
+    return Scores(kept, typical_order=min(gaps, default=INF), mass=nearest)
+
+
+Processor = Callable[[list[float], Row], Scores]
+HEEDED_BY_GREEDY: tuple[Processor, ...] = (
+    add_bias,
+    add_watermark,
+    treat_eos,
+    penalise_repetition,
+    penalise_generated,
+)
+ORDER: tuple[Processor, ...] = (
+    *HEEDED_BY_GREEDY,
+    divide,
+    keep_best,
+    keep_mass,
+    keep_likely,
+    keep_typical,
+)
+
+
+def process(row: Row, order: Sequence[Processor] = ORDER) -> Scores:
+    result = Scores([float(x) for x in row.logits])
+    for processor in order:
+        if processor in HEEDED_BY_GREEDY or not row.greedy:
+            after = processor(result.values, row)
+            least = (min(getattr(result, name), getattr(after, name)) for name in MARGINS)
+            result = Scores(after.values, *least)
+    return result
 
 
 def softmax(scores: Sequence[float]) -> list[float]:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.support.shard.messages import NOTHING, SAMPLE, Steps, integers, open_row, pack
+from tests.support.shard.messages import GREEDY, NOTHING, SAMPLE, Steps, integers, make_bias, open_row, pack
 from tgis.pb import shard_pb2 as pb
 from tgis.shard.adapters.registry import LoadedAdapters, LoadedPrompt
 from tgis.shard.attention.interface import AttentionKind, StepLayout
@@ -211,6 +211,10 @@ def test_random_steps(has_encoder: bool) -> None:
         (open_row(0, [], prompt_len=0), "no token"),
         (open_row(0, [3, 50]), "vocabulary size 50"),
         (open_row(0, [3, -1]), "vocabulary size 50"),
+        (open_row(0, [3], sampling=GREEDY | make_bias({4: 1.0, 50: 1.0})), "a bias is not below"),
+        (open_row(0, [3], sampling=GREEDY | make_bias({-1: 1.0})), "a bias is not below"),
+        (open_row(0, [3], sampling=GREEDY | {"bias_token_ids": pack([4])}), "not as many"),
+        (open_row(0, [3], sampling=GREEDY | make_bias({4: 1.0}) | {"bias_token_ids": b""}), "not as many"),
         (open_row(0, [1] * 60, max_new_tokens=5), "65 tokens are more than the sequence length 64"),
         (tuned(open_row(0, [1] * 9), adapter="x"), "its adapter is not loaded"),
         (tuned(open_row(0, [1] * 9), adapter="p"), "its adapter is not loaded"),
@@ -260,13 +264,13 @@ def test_encoder_inputs_that_cannot_be_served(
 
 def test_a_row_keeps_nothing_of_the_one_before() -> None:
     table = builder(2, RowLimits(64, 4, 50))
-    penalised = {**SAMPLE, "repetition_penalty": 2.0, "top_k": 3, "seed": 2**64 - 1}
+    penalised = {**SAMPLE, "repetition_penalty": 2.0, "top_k": 3, "seed": 2**64 - 1, **make_bias({3: 1.0})}
     table.open(open_row(1, [5, 6, 7], eos=[1, 2, 3], sampling=penalised, top_n=3))
     table.append(np.array([1]), np.array([9], np.int32))
     assert table.seen.select(np.array([1]))[0].nonzero().flatten().tolist() == [5, 6, 7, 9]
     table.open(open_row(1, [8, 4], prompt_len=1, eos=[2]))
     batch = table.sampling_batch(np.array([1]), np.array([False]), np.array([True]))
-    assert batch.eos_token_ids.tolist() == [[2, -1, -1]]
+    assert (batch.eos_token_ids.tolist(), batch.bias) == ([[2]], None)
     assert batch.params["greedy"].tolist() == [True]
     assert (batch.params["seed"][0], batch.params["top_k"][0], batch.params["temperature"][0]) == (0, 0, 1)
     assert (batch.num_generated.tolist(), batch.positions.tolist()) == ([1], [2])

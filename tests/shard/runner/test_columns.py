@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.support.shard.messages import open_row, pack
+from tests.support.shard.messages import floats, integers, make_bias, open_row, pack
 from tgis.pb import shard_pb2 as pb
 from tgis.router.scheduling.step import Step, WorkItem
-from tgis.router.sequence import Sequence, Stopping
+from tgis.router.sequence import Details, Sequence, Stopping
 from tgis.router.shards.codec import encode_step
 from tgis.sampling_parameters import PARAMETERS, Sampling
 from tgis.shard.runner.columns import COLUMNS, NOT_WANTED, ROW, Place, RaggedColumn, RaggedValues, read_row
@@ -29,6 +29,10 @@ SAMPLED = {
     "min_new_tokens": 2**32 - 1,
     "length_penalty_start": 6,
     "length_penalty_factor": 1.25,
+    "presence_penalty": -0.5,
+    "frequency_penalty": 1.75,
+    "watermark_gamma": 0.7,
+    "watermark_delta": 2.5,
 }
 OFF = {
     "greedy": True,
@@ -42,8 +46,14 @@ OFF = {
     "min_new_tokens": 0,
     "length_penalty_start": 0,
     "length_penalty_factor": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "watermark_gamma": 0.0,
+    "watermark_delta": 0.0,
 }
-HEEDED_BY_GREEDY = {"repetition_penalty", "min_new_tokens", "length_penalty_start", "length_penalty_factor"}
+ONLY_RANDOM = {"seed", "temperature", "top_k", "top_p", "typical_p", "min_p"}
+HEEDED_BY_GREEDY = OFF.keys() - ONLY_RANDOM - {"greedy"}
+BIAS = ((4, 1.5), (0, -100.0))
 
 
 def read(message: pb.OpenRow) -> dict[str, Any]:
@@ -53,7 +63,7 @@ def read(message: pb.OpenRow) -> dict[str, Any]:
 
 
 def test_a_row_opens_with_what_its_message_says() -> None:
-    details = {"logprobs": True, "top_n": 4, "input_tokens": True, "input_from": 2}
+    details = {"logprobs": True, "top_n": 4, "input_tokens": True, "input_from": 2, "raw": True}
     message = open_row(1, [7, 8, 9, 10], prompt_len=3, max_new_tokens=5, eos=[1], sampling=SAMPLED, **details)
     message.encoder_token_ids = pack(range(6))
     state = {
@@ -69,6 +79,7 @@ def test_a_row_opens_with_what_its_message_says() -> None:
         "ranks": False,
         "top_n": 4,
         "input_from": 2,
+        "raw": True,
         "is_plain": False,
     }
     assert read(message) == state | SAMPLED
@@ -88,23 +99,33 @@ def test_a_greedy_row_has_nothing_that_it_ignores() -> None:
 @pytest.mark.parametrize("name", OFF)
 def test_a_row_is_plain_if_all_that_it_heeds_is_off(name: str) -> None:
     assert read(open_row(0, [1], sampling=OFF))["is_plain"]
-    is_plain = name not in HEEDED_BY_GREEDY | {"greedy"}
+    is_plain = name in ONLY_RANDOM
     assert read(open_row(0, [1], sampling=OFF | {name: SAMPLED[name]}))["is_plain"] == is_plain
+
+
+def test_a_row_with_a_bias_is_not_plain() -> None:
+    assert not read(open_row(0, [1], sampling=OFF | make_bias({3: 0.5})))["is_plain"]
 
 
 def test_declarations_are_the_messages_fields() -> None:
     """And what a request asked for reaches its column, whatever the parameter is called."""
     names = [each.name for each in PARAMETERS]
-    assert set(names) == {each.name for each in pb.Sampling.DESCRIPTOR.fields} == OFF.keys()
+    lists = {"bias_token_ids", "biases"}
+    assert {each.name for each in pb.Sampling.DESCRIPTOR.fields} - lists == set(names) == OFF.keys()
     assert list(ROW_PARAMETERS.names) == names
     for asked in (OFF, SAMPLED):
         sampling = {name: value for name, value in asked.items() if name != "min_new_tokens"}
         stopping = Stopping(max_new_tokens=5, min_new_tokens=asked["min_new_tokens"])
-        sequence = Sequence([1, 2], stopping, Sampling(**sampling))
+        details = Details(generated_tokens=True, ranks=True, raw=asked is SAMPLED)
+        sequence = Sequence([1, 2], stopping, Sampling(**sampling, logit_bias=BIAS), details)
         item = WorkItem(sequence, 0, 0, 2, samples=True, opens=True, new_blocks=[0])
         step = Step(0, [item], 0, 0, 0, 0, joins=False, closed_rows=[])
-        found = read(encode_step(step).opened_rows[0])
+        message = encode_step(step).opened_rows[0]
+        found = read(message)
         assert {name: found[name] for name in OFF} == asked
+        assert (found["raw"], found["is_plain"]) == (asked is SAMPLED, False)
+        sampling = message.sampling
+        assert tuple(zip(integers(sampling.bias_token_ids), floats(sampling.biases), strict=True)) == BIAS
 
 
 def test_each_column_is_declared_once_and_sampling_needs_no_other_than_the_devices() -> None:
@@ -116,7 +137,7 @@ def test_each_column_is_declared_once_and_sampling_needs_no_other_than_the_devic
 
 @pytest.mark.parametrize(("dtype", "pad"), [("<i4", -1), ("<f4", 0.0)])
 def test_lists_of_any_length(dtype: str, pad: float) -> None:
-    """As biases and stop ids will be: against lists of Python's."""
+    """As biases and stop ids are: against lists of Python's. Only the longest of those asked for counts."""
     column = RaggedColumn("any", dtype, Place.BOTH, attrgetter("cross_blocks"), pad)
     rng, values, plain = random.Random(1), RaggedValues(column, 8), {row: [] for row in range(8)}
     for _ in range(200):
@@ -126,6 +147,7 @@ def test_lists_of_any_length(dtype: str, pad: float) -> None:
         rows = rng.sample(range(8), rng.randint(1, 8))
         found = values.take(np.array(rows))
         assert found.dtype == dtype
+        assert found.shape == (len(rows), max(len(plain[row]) for row in rows))
         for row, line in zip(rows, found.tolist(), strict=True):
             assert line[: len(plain[row])] == plain[row]
             assert set(line[len(plain[row]) :]) <= {pad}

@@ -15,7 +15,16 @@ from safetensors.torch import load_file, save_file
 
 from tests.support.shard.checkpoints import write_llama
 from tests.support.shard.driver import Request, Router, configure, opening, prompts
-from tests.support.shard.messages import GREEDY, SAMPLE, Steps, integers, open_row, rows_of_tokens
+from tests.support.shard.messages import (
+    EVERY_PARAMETER,
+    GREEDY,
+    SAMPLE,
+    Steps,
+    integers,
+    make_bias,
+    open_row,
+    rows_of_tokens,
+)
 from tests.support.tokenizers.trained import write_byte_level
 from tgis.pb import shard_pb2 as pb
 from tgis.shard.runner.batch_builder import BatchBuilder
@@ -36,8 +45,16 @@ SAMPLINGS: list[dict[str, Any]] = [
     {**SAMPLE, "top_k": 5, "repetition_penalty": 1.3, "min_new_tokens": 4},
     {**SAMPLE, "top_p": 0.8, "temperature": 0.6},
     {**SAMPLE, "typical_p": 0.7, "length_penalty_start": 2, "length_penalty_factor": 1.2},
+    {**GREEDY, "presence_penalty": 1.5, "frequency_penalty": 0.8, **make_bias({EOS: -5.0, 9: 6.0})},
+    EVERY_PARAMETER,
 ]
-DETAILS: list[dict[str, Any]] = [{}, EVERYTHING, {"logprobs": True}, {**EVERYTHING, "input_tokens": True}]
+DETAILS: list[dict[str, Any]] = [
+    {},
+    EVERYTHING,
+    {"logprobs": True},
+    {**EVERYTHING, "input_tokens": True},
+    {**EVERYTHING, "raw": True},
+]
 GRAMMAR = '%llguidance {"no_forcing": true}\nstart: /([a-c]{1,3} ){2,9}\\./'
 
 
@@ -148,7 +165,7 @@ def runner(directory: Path) -> ModelRunner:
 def make_requests(seed: int) -> list[Foreseen]:
     rng = random.Random(seed)
     requests = []
-    for i, prompt in enumerate(prompts(seed, 16, longest=30)):
+    for i, prompt in enumerate(prompts(seed, 20, longest=30)):
         sampling = {**SAMPLINGS[i % len(SAMPLINGS)]}
         if not sampling["greedy"]:
             sampling["seed"] = rng.getrandbits(64)

@@ -8,7 +8,10 @@ import numpy as np
 import pytest
 import torch
 from transformers import (
+    ExponentialDecayLengthPenalty,
     MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
@@ -16,9 +19,9 @@ from transformers import (
 )
 
 from tests.support import plain_sampling
-from tests.support.plain_sampling import Row, single
+from tests.support.plain_sampling import ORDER, Row, single
 from tgis.shard.sampling.logprobs import compute_details
-from tgis.shard.sampling.sampler import ROW_PARAMETERS, SamplingBatch, SeenTokens, sample
+from tgis.shard.sampling.sampler import ROW_PARAMETERS, LogitBias, SamplingBatch, SeenTokens, sample
 
 INF = math.inf
 CPU = torch.device("cpu")
@@ -39,17 +42,25 @@ def run(rows: list[Row], wants_details: bool = True) -> tuple[list[int], torch.T
     params = np.array(values, ROW_PARAMETERS)
     eos = np.full((len(rows), max(1, *(len(row.eos) for row in rows), 1)), -1, np.int32)
     scores = torch.tensor([row.logits for row in rows], dtype=torch.float32)
+    token_ids = np.zeros((len(rows), max(len(row.token_ids) for row in rows) + 3), np.int32)
+    bias_token_ids = np.full((len(rows), max(len(row.logit_bias) for row in rows)), -1, np.int32)
+    biases = np.zeros(bias_token_ids.shape, np.float32)
     seen = SeenTokens(scores.shape[-1], CPU)
     for i, row in enumerate(rows):
         eos[i, : len(row.eos)] = row.eos
+        token_ids[i, : len(row.token_ids)] = row.token_ids
+        bias_token_ids[i, : len(row.logit_bias)] = list(row.logit_bias)
+        biases[i, : len(row.logit_bias)] = list(row.logit_bias.values())
         seen.start(i, np.array(row.token_ids, np.int32))
     batch = SamplingBatch(
         rows=np.arange(len(rows)),
         params=params,
         num_generated=np.array([row.num_generated for row in rows]),
         positions=np.array([len(row.token_ids) for row in rows]),
+        token_ids=token_ids,
         eos_token_ids=eos,
         wants_details=np.full(len(rows), wants_details),
+        bias=LogitBias.pack(bias_token_ids, biases, CPU),
     )
     tokens, usable = sample(scores, batch, seen)
     return tokens.tolist(), scores, usable.tolist()
@@ -75,6 +86,13 @@ def random_row(rng: random.Random, vocab_size: int) -> Row:
     row.min_new_tokens = rng.choice([0, 0, 5, 12, 2**32 - 1])
     row.length_penalty_start = rng.choice([0, 3, 10, 2**32 - 1])
     row.length_penalty_factor = single(rng.choice([1.0, 1.0, 1.01, 1.5, 10.0]))
+    row.presence_penalty = single(rng.choice([0.0, 0.0, 0.0, 0.6, -2.0]))
+    row.frequency_penalty = single(rng.choice([0.0, 0.0, 0.0, 0.1, -1.3, 2.0]))
+    row.watermark_gamma = rng.choice([0.0, 0.0, 0.0, 0.5, 0.7, 1.0])
+    row.watermark_delta = single(rng.choice([2.0, 0.3, -1.0]))
+    if rng.random() < 0.3:
+        biased = rng.sample(range(vocab_size), rng.randint(1, min(20, vocab_size)))
+        row.logit_bias = {i: rng.choice([100.0, -100.0, rng.gauss(0, 3)]) for i in biased}
     if not row.greedy:
         row.temperature = single(rng.choice([1.0, 1.0, 0.5, 2.0, 0.05, 1000.0]))
         row.top_k = rng.choice(
@@ -97,6 +115,9 @@ def combination(row: Row) -> tuple[bool, ...]:
         row.repetition_penalty != 1,
         row.num_generated < row.min_new_tokens,
         row.length_penalty_factor != 1,
+        row.presence_penalty != 0 or row.frequency_penalty != 0,
+        row.watermark_gamma > 0,
+        bool(row.logit_bias),
     )
 
 
@@ -112,7 +133,7 @@ def test_agrees_with_the_rules(vocab_size: int, batches: int) -> None:
         rows = [random_row(rng, vocab_size) for _ in range(rng.randint(1, 24))]
         tokens, scores, usable = run(rows)
         for row, token, got, fit in zip(rows, tokens, scores.tolist(), usable, strict=True):
-            if all(x == -INF for x in plain_sampling.treat_eos(row)):
+            if all(x == -INF for x in plain_sampling.treat_eos(row.logits, row).values):
                 assert not fit, row
                 continue
             assert fit, row
@@ -206,6 +227,86 @@ def test_min_p_changes_no_other_row_and_no_greedy_one() -> None:
     more_tokens, more_scores, _ = run([cut, *rows, cut])
     assert more_tokens[1:-1] == tokens
     assert torch.equal(more_scores[1:-1], scores)
+
+
+def everything_on(rng: random.Random) -> Row:
+    token_ids = [rng.randrange(40) for _ in range(20)]
+    return Row(
+        np.float32([rng.gauss(0, 1.5) for _ in range(40)]).tolist(),
+        token_ids,
+        num_generated=12,
+        eos=rng.sample(range(40), 3),
+        seed=rng.getrandbits(64),
+        temperature=1.25,
+        top_k=8,
+        top_p=single(0.9),
+        min_p=single(0.1),
+        typical_p=single(0.8),
+        repetition_penalty=1.5,
+        length_penalty_start=6,
+        length_penalty_factor=1.25,
+        presence_penalty=single(0.7),
+        frequency_penalty=single(0.3),
+        watermark_gamma=0.5,
+        watermark_delta=2.0,
+        logit_bias={i: rng.gauss(0, 3) for i in rng.sample(range(40), 9)},
+    )
+
+
+def agree(got: list[float], scores: list[float]) -> bool:
+    is_excluded = [x == -INF for x in got] == [x == -INF for x in scores]
+    return is_excluded and np.allclose(got, scores, rtol=2e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("place", range(len(ORDER) - 1))
+def test_no_two_neighbours_may_be_exchanged(place: int) -> None:
+    """But the temperature and top_k, which commute."""
+    exchanged = [*ORDER]
+    exchanged[place], exchanged[place + 1] = ORDER[place + 1], ORDER[place]
+    rng = random.Random(place)
+    # The bias and the watermark differ only in what is rounded away.
+    rounded = {"logit_bias": {0: -1e8}, "watermark_gamma": 1.0, "watermark_delta": 2.0}
+    rows = [Row([1e8, *[0.0] * 39], [1], **rounded)]
+    rows += [everything_on(rng) for _ in range(60)]
+    num_different = 0
+    for row, got in zip(rows, run(rows)[1].tolist(), strict=True):
+        wanted, other = plain_sampling.process(row), plain_sampling.process(row, exchanged)
+        if min(wanted.mass, other.mass) < 1e-5 or min(wanted.typical_order, other.typical_order) < 1e-4:
+            continue
+        assert agree(got, wanted.values)
+        num_different += not agree(got, other.values)
+    commute = ORDER[place : place + 2] == (plain_sampling.divide, plain_sampling.keep_best)
+    assert (num_different == 0) == commute
+
+
+def test_the_beginning_of_the_order_is_transformers() -> None:
+    """Of what it has: its watermark has another list, and it has no penalties of generated tokens alone."""
+    rng = random.Random(8)
+    for _ in range(20):
+        row = everything_on(rng)
+        row.presence_penalty = row.frequency_penalty = row.watermark_gamma = 0.0
+        row.greedy, ids = True, torch.tensor([row.token_ids])
+        expected = torch.tensor([row.logits])
+        for processor in (
+            SequenceBiasLogitsProcessor({(i,): x for i, x in row.logit_bias.items()}),
+            ExponentialDecayLengthPenalty((row.length_penalty_start, 1.25), row.eos, 20 - row.num_generated),
+            RepetitionPenaltyLogitsProcessor(row.repetition_penalty),
+        ):
+            expected = processor(ids, expected)
+        (token,), scores, _ = run([row])
+        assert torch.allclose(scores, expected, rtol=1e-6)
+        assert token == expected.argmax()
+
+
+def test_generated_tokens_are_penalised_as_openai_says() -> None:
+    """Against numbers written down by hand."""
+    row = Row([1.0, 2.0, -3.0, 4.0], [3, 3, 0, 1, 2, 1, 1], num_generated=4, greedy=True)
+    row.presence_penalty, row.frequency_penalty = 0.5, 0.25
+    assert run([row])[1].tolist() == [[1.0, 2.0 - 0.5 - 3 * 0.25, -3.0 - 0.5 - 0.25, 4.0]]
+    row.presence_penalty, row.num_generated = -2.0, 1
+    assert run([row])[1].tolist() == [[1.0, 2.0 + 2.0 - 0.25, -3.0, 4.0]]
+    row.num_generated = 0
+    assert run([row])[1].tolist() == [row.logits]
 
 
 def test_extreme_penalties_stay_finite() -> None:

@@ -26,6 +26,12 @@ def floats(column: bytes) -> list[float]:
     return list(struct.unpack(f"<{len(column) // 4}f", column))
 
 
+def make_bias(biases: dict[int, float]) -> dict[str, bytes]:
+    """The fields of Sampling."""
+    values = struct.pack(f"<{len(biases)}f", *biases.values())
+    return {"bias_token_ids": pack(biases), "biases": values}
+
+
 def rows_of_tokens(response: pb.StepResponse) -> list[tuple[int, bool]]:
     """The row of each token, and whether it ends it."""
     rows = integers(response.rows)
@@ -61,6 +67,25 @@ def open_row(
         sampling=pb.Sampling(**sampling),
         details=pb.Details(**details),
     )
+
+
+EVERY_PARAMETER = {
+    **SAMPLE,
+    **make_bias({3: 2.5, 8: -3.0, 17: 1.5, 40: -100.0}),
+    "temperature": 0.9,
+    "top_k": 60,
+    "top_p": 0.95,
+    "min_p": 0.001,
+    "typical_p": 0.95,
+    "repetition_penalty": 1.2,
+    "presence_penalty": 0.7,
+    "frequency_penalty": 0.4,
+    "watermark_gamma": 0.5,
+    "watermark_delta": 2.0,
+    "min_new_tokens": 3,
+    "length_penalty_start": 4,
+    "length_penalty_factor": 1.1,
+}
 
 
 @dataclass

@@ -129,6 +129,7 @@ def _encode_row(work: WorkItem) -> pb.OpenRow:
             top_n=details.top_n,
             input_tokens=not sequence.inputs_reported,
             input_from=sequence.num_inputs_reported,
+            raw=details.raw,
         ),
         adapter_digest=_digest(sequence.adapters.lora),
         prompt_digest=_digest(sequence.adapters.soft_prompt),

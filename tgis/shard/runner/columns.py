@@ -77,13 +77,18 @@ STATE = (
     Column("ranks", "?", Place.HOST, attrgetter("details.ranks")),
     Column("top_n", "i8", Place.BOTH, attrgetter("details.top_n")),
     Column("input_from", "i8", Place.HOST, _input_from),  # first prompt token to report, or NOT_WANTED
+    Column("raw", "?", Place.HOST, attrgetter("details.raw")),
 )
 SAMPLING = (
     Column("is_plain", "?", Place.HOST, is_plain),
     *(Column(each.name, each.dtype, Place.BOTH, partial(read_parameter, each)) for each in PARAMETERS),
 )
 COLUMNS = (*STATE, *SAMPLING)
-RAGGED_COLUMNS = (RaggedColumn("eos_token_ids", "<i4", Place.BOTH, attrgetter("eos_token_ids"), pad=-1),)
+RAGGED_COLUMNS = (
+    RaggedColumn("eos_token_ids", "<i4", Place.BOTH, attrgetter("eos_token_ids"), pad=-1),
+    RaggedColumn("bias_token_ids", "<i4", Place.BOTH, attrgetter("sampling.bias_token_ids"), pad=-1),
+    RaggedColumn("biases", "<f4", Place.BOTH, attrgetter("sampling.biases"), pad=0.0),
+)
 ROW = np.dtype([(column.name, column.dtype) for column in COLUMNS])
 
 
@@ -93,11 +98,12 @@ def read_row(message: pb.OpenRow) -> tuple[Any, ...]:
 
 
 class RaggedValues:
-    """Lists of a ragged column, padded to the longest so far."""
+    """Lists of a ragged column."""
 
     def __init__(self, column: RaggedColumn, max_rows: int):
         self._column = column
         self._values = np.full((max_rows, 0), column.pad, column.dtype)
+        self._lengths = np.zeros(max_rows, np.int64)
 
     def open(self, row: int, message: pb.OpenRow) -> None:
         values = np.frombuffer(self._column.read(message), self._column.dtype)
@@ -106,7 +112,8 @@ class RaggedValues:
             self._values = np.pad(self._values, ((0, 0), (0, missing)), constant_values=self._column.pad)
         self._values[row] = self._column.pad
         self._values[row, : len(values)] = values
+        self._lengths[row] = len(values)
 
     def take(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[Any]:
-        """Return the lists of rows [n], padded: [n, any]."""
-        return self._values[rows]
+        """Return the lists of rows [n], padded to the longest of them: [n, any]."""
+        return self._values[rows, : self._lengths[rows].max(initial=0)]

@@ -11,7 +11,7 @@ from tgis.shard.adapters.registry import LoadedAdapters, LoadedPrompt
 from tgis.shard.adapters.row_adapters import RowAdapters
 from tgis.shard.layers.lora import Adapter
 from tgis.shard.runner.columns import RAGGED_COLUMNS, ROW, RaggedValues, read_column, read_row
-from tgis.shard.sampling.sampler import ROW_PARAMETERS, SamplingBatch, SeenTokens
+from tgis.shard.sampling.sampler import ROW_PARAMETERS, LogitBias, SamplingBatch, SeenTokens
 
 Integers = npt.NDArray[np.int64]
 Booleans = npt.NDArray[np.bool_]
@@ -41,6 +41,8 @@ class Traits:
     prompt_len: Integers  # [n]
     wanted: npt.NDArray[np.void]  # [n], the token details that are requested: logprobs, ranks and top_n
     wants_details: Booleans  # [n], True where any token details are requested
+    raw_details: Integers  # rising indices in [n] of rows whose details are those of the model's own logits
+    bias: LogitBias | None  # None if no row has any
     is_plain: bool  # True if all rows are greedy and nothing changes their logits
 
 
@@ -132,9 +134,11 @@ class RowTable:
             traits.params,
             lengths - traits.prompt_len,
             lengths,
+            self._token_ids,
             traits.eos_token_ids,
             wants_details,
             must_end,
+            traits.bias,
             traits.is_plain,
         )
 
@@ -142,13 +146,15 @@ class RowTable:
         state = self._rows[rows]
         wanted = state[["logprobs", "ranks", "top_n"]]
         wants_details = wanted["logprobs"] | wanted["ranks"] | (wanted["top_n"] > 0)
-        eos_token_ids = self._ragged["eos_token_ids"].take(rows)
+        lists = {name: values.take(rows) for name, values in self._ragged.items()}
         return Traits(
             state[list(ROW_PARAMETERS.names or ())],
-            eos_token_ids,
+            lists["eos_token_ids"],
             state["prompt_len"],
             wanted,
             wants_details,
+            (wants_details & state["raw"]).nonzero()[0],
+            LogitBias.pack(lists["bias_token_ids"], lists["biases"], self._device),
             is_plain=bool(state["is_plain"].all()),
         )
 
@@ -163,6 +169,11 @@ def find_problem(message: pb.OpenRow, limits: RowLimits) -> str | None:
         return f"a token id is not below the model's vocabulary size {limits.vocab_size}"
     if max(limit, len(token_ids)) > longest:
         return f"{limit} tokens are more than the sequence length {longest}"
+    bias_token_ids = read_column(message.sampling.bias_token_ids)
+    if len(bias_token_ids) != len(np.frombuffer(message.sampling.biases, "<f4")):
+        return "its biases are not as many as their token ids"
+    if _has_unknown(bias_token_ids, limits):
+        return f"a token id with a bias is not below the model's vocabulary size {limits.vocab_size}"
     if limits.is_encoder_decoder:
         return _find_encoder_problem(message, limits)
     return "the model has no encoder" if message.encoder_token_ids else None
@@ -182,7 +193,7 @@ def _find_encoder_problem(message: pb.OpenRow, limits: RowLimits) -> str | None:
 
 
 def _has_unknown(token_ids: TokenIds, limits: RowLimits) -> bool:
-    return bool(token_ids.min() < 0 or token_ids.max() >= limits.vocab_size)
+    return bool(((token_ids < 0) | (token_ids >= limits.vocab_size)).any())
 
 
 def _find_missing(message: pb.OpenRow, prompt: LoadedPrompt | None, adapter: Adapter | None) -> str | None:

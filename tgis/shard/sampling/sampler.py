@@ -1,8 +1,21 @@
-"""Samples tokens: applies penalties, temperature and filters in the order that clients of TGIS rely on.
+"""Samples tokens: changes the logits, limits the candidates and draws one of them.
 
-A row's token depends only on its own logits, ids, parameters and seed."""
+A row's token depends only on its own logits, ids, parameters and seed. The order is:
+
+1. the logit bias,
+2. the watermark,
+3. `min_new_tokens`, or where it no longer holds, the length penalty,
+4. the repetition penalty,
+5. the presence and frequency penalties,
+6. the temperature,
+7. `top_k`, `top_p`, `min_p` and `typical_p`, in this order (`logits_filters`),
+8. the draw, or in greedy rows the highest score.
+
+Clients of TGIS rely on 3, 4 and 6 to 8. The mask of a grammar is applied before `sample`: no step makes an
+excluded token possible again."""
 
 from dataclasses import dataclass
+from typing import NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -13,6 +26,7 @@ from tgis.pb import shard_pb2 as pb
 from tgis.sampling_parameters import PARAMETERS, Parameter
 from tgis.shard.sampling.counter_rng import draw_columns, draw_keys
 from tgis.shard.sampling.logits_filters import filter_candidates, filter_rest
+from tgis.shard.sampling.watermark import green_tokens
 
 # The sampling parameters of one row.
 ROW_PARAMETERS = np.dtype([(each.name, each.dtype) for each in PARAMETERS])
@@ -20,17 +34,36 @@ ROW_PARAMETERS = np.dtype([(each.name, each.dtype) for each in PARAMETERS])
 MAX_FACTOR = np.float32(1e16)
 
 
+class LogitBias(NamedTuple):
+    """Numbers that are added to single logits of [n, vocab_size], at most one to each."""
+
+    rows: Tensor  # int64 [num_biases], indices in [n]
+    token_ids: Tensor  # int64 [num_biases]
+    biases: Tensor  # float32 [num_biases]
+
+    @classmethod
+    def pack(
+        cls, token_ids: npt.NDArray[np.int32], biases: npt.NDArray[np.float32], device: torch.device
+    ) -> Self | None:
+        """Pack the biases of n rows, [n, any], padded with token id -1. Return None if there are none."""
+        rows, columns = (token_ids >= 0).nonzero()
+        found = rows, token_ids[rows, columns].astype(np.int64), biases[rows, columns]
+        return cls(*(torch.from_numpy(each).to(device) for each in found)) if len(rows) else None
+
+
 @dataclass(frozen=True)
 class SamplingBatch:
     """Inputs of sampling n tokens, beside their logits."""
 
-    rows: npt.NDArray[np.int64]  # [n], indices into `SeenTokens`
+    rows: npt.NDArray[np.int64]  # [n], indices into `token_ids` and `SeenTokens`
     params: npt.NDArray[np.void]  # ROW_PARAMETERS [n]
     num_generated: npt.NDArray[np.int64]  # [n], before this token
     positions: npt.NDArray[np.int64]  # [n], of this token in its sequence
+    token_ids: npt.NDArray[np.int32]  # [any, any], those of a row's sequence first
     eos_token_ids: npt.NDArray[np.int32]  # [n, any], padded with -1
     wants_details: npt.NDArray[np.bool_]  # [n], True if the final scores are needed for token details
     must_end: npt.NDArray[np.bool_] | np.bool_ = np.False_  # [n], the grammar allows nothing but the end
+    bias: LogitBias | None = None
     is_plain: bool = False  # True if all rows are plain
 
 
@@ -63,7 +96,8 @@ def read_parameter(each: Parameter, message: pb.OpenRow) -> bool | int | float:
 
 def is_plain(message: pb.OpenRow) -> bool:
     """Return True if a row takes the highest of the model's unchanged logits: all that it heeds is off."""
-    return all(read_parameter(each, message) == each.off for each in PARAMETERS)
+    is_off = all(read_parameter(each, message) == each.off for each in PARAMETERS)
+    return is_off and not message.sampling.bias_token_ids
 
 
 def sample(scores: Tensor, batch: SamplingBatch, seen: SeenTokens) -> tuple[Tensor, npt.NDArray[np.bool_]]:
@@ -72,6 +106,7 @@ def sample(scores: Tensor, batch: SamplingBatch, seen: SeenTokens) -> tuple[Tens
     Also returns bool [n], False where the logits have no finite maximum. Works in place: afterwards the
     scores of `batch.wants_details` rows are those from which the token was chosen."""
     if not batch.is_plain:
+        _add_bias(scores, batch)
         _penalise(scores, batch, seen)
     if batch.is_plain or batch.params["greedy"].all():
         return _take_highest(scores)
@@ -91,6 +126,19 @@ def _take_highest(scores: Tensor) -> tuple[Tensor, npt.NDArray[np.bool_]]:
     return torch.from_numpy(ids), np.isfinite(values[np.arange(len(ids)), ids])
 
 
+def _add_bias(scores: Tensor, batch: SamplingBatch) -> None:
+    """Add the logit bias, then the watermark."""
+    if (bias := batch.bias) is not None:
+        scores[bias.rows, bias.token_ids] += bias.biases
+    marked = (batch.params["watermark_gamma"] > 0).nonzero()[0]
+    if len(marked):
+        previous = batch.token_ids[batch.rows[marked], batch.positions[marked] - 1]
+        gammas, deltas = (batch.params[name][marked] for name in ("watermark_gamma", "watermark_delta"))
+        is_green = torch.from_numpy(green_tokens(previous, gammas, scores.shape[-1])).to(scores.device)
+        part = _take(scores, marked)
+        _put(scores, marked, torch.where(is_green, part + _column(deltas, scores.device), part))
+
+
 def _penalise(scores: Tensor, batch: SamplingBatch, seen: SeenTokens) -> None:
     params = batch.params
     early = (batch.num_generated < params["min_new_tokens"]) & ~batch.must_end
@@ -103,6 +151,9 @@ def _penalise(scores: Tensor, batch: SamplingBatch, seen: SeenTokens) -> None:
     repeating = (params["repetition_penalty"] != 1).nonzero()[0]
     if len(repeating):
         _penalise_repetition(scores, batch, repeating, seen)
+    counting = ((params["presence_penalty"] != 0) | (params["frequency_penalty"] != 0)).nonzero()[0]
+    if len(counting):
+        _penalise_generated(scores, batch, counting)
 
 
 def _eos_of(batch: SamplingBatch, wanted: npt.NDArray[np.bool_], vocab_size: int) -> tuple[Tensor, Tensor]:
@@ -127,6 +178,20 @@ def _penalise_repetition(
     factor = torch.where(seen.select(batch.rows[index]), _column(penalty, scores.device), 1.0)
     part = _take(scores, index)
     _put(scores, index, torch.where(part < 0, part * factor, part / factor))
+
+
+def _penalise_generated(scores: Tensor, batch: SamplingBatch, index: npt.NDArray[np.int64]) -> None:
+    """Apply the presence and frequency penalties as OpenAI defines them: only generated tokens count.
+
+    Nothing is kept from step to step, so that a row that is resumed has nothing to rebuild."""
+    ends = batch.positions[index]
+    spans = zip(batch.rows[index], ends - batch.num_generated[index], ends, strict=True)
+    found = [np.unique(batch.token_ids[row, start:end], return_counts=True) for row, start, end in spans]
+    rows = index.repeat([len(ids) for ids, _ in found])  # [num_found], as all of these
+    ids, counts = (np.concatenate(each) for each in zip(*found, strict=True))
+    presence, frequency = (batch.params[name][rows] for name in ("presence_penalty", "frequency_penalty"))
+    penalties = torch.from_numpy(presence + frequency * counts.astype(np.float32))
+    scores[torch.from_numpy(rows), torch.from_numpy(ids).long()] -= penalties.to(scores.device)
 
 
 def _choose(scores: Tensor, batch: SamplingBatch) -> Tensor:

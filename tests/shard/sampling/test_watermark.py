@@ -1,0 +1,40 @@
+"""Green lists, against those that TGI draws, and against MT19937 and Fisher and Yates without torch. The
+watermark of transformers has another list: it hashes, and draws it on the model's device."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from tests.support.plain_sampling import permute
+from tgis.shard.sampling.watermark import MAX_KEPT, green_tokens
+
+
+def tgi_green(previous: int, gamma: float, vocab_size: int) -> set[int]:
+    """As TGI's WatermarkLogitsProcessor seeds and draws."""
+    rng = torch.Generator(device="cpu")
+    rng.manual_seed(15485863 * previous)
+    order = torch.randperm(vocab_size, device="cpu", generator=rng)
+    return set(order[: int(vocab_size * gamma)].tolist())
+
+
+@pytest.mark.parametrize("vocab_size", [3, 99, 32_003])
+def test_green_lists_are_those_of_tgi(vocab_size: int) -> None:
+    rng = random.Random(vocab_size)
+    previous = [0, vocab_size - 1, rng.randrange(vocab_size)] * 2
+    gammas = [rng.choice([0.25, 0.5, 0.7, 0.1, 1.0, 1e-9]) for _ in previous]
+    found = green_tokens(np.array(previous, np.int32), np.array(gammas), vocab_size)
+    assert found.shape == (len(previous), vocab_size)
+    for line, token_id, gamma in zip(found, previous, gammas, strict=True):
+        green = set(line.nonzero()[0].tolist())
+        assert green == tgi_green(token_id, gamma, vocab_size)
+        assert green == set(permute(token_id, vocab_size)[: int(vocab_size * gamma)])
+
+
+def test_lists_that_were_dropped_are_drawn_again() -> None:
+    previous = np.arange(MAX_KEPT + 50, dtype=np.int32)
+    gammas = np.full(len(previous), 0.5)
+    first = green_tokens(previous, gammas, 64)
+    assert (green_tokens(previous[:50], gammas[:50], 64) == first[:50]).all()
+    assert len(np.unique(first, axis=0)) == len(first)
