@@ -70,7 +70,7 @@ class FileTensor(FloatsOnly):
 
     def __init__(self, mapped: Tensor, label: str, count: Callable[[str, int, int], None], taken: set[int]):
         self._mapped, self.label, self._count, self._taken = mapped, label, count, taken
-        self.shape = tuple(mapped.shape)
+        self.shape, self.dtype = tuple(mapped.shape), mapped.dtype
 
     def check_plain(self) -> None:
         """Raise WeightsError unless this is a vector or a matrix of floats."""

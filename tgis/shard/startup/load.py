@@ -22,7 +22,8 @@ from tgis.shard.kernels.cpu.jit.compiler import compile_progress
 from tgis.shard.memory.host_limits import count_cores, release_memory
 from tgis.shard.memory.kv_cache import KVCache, bytes_per_block
 from tgis.shard.models.interface import Model, ModelSpec, UnsupportedModelError
-from tgis.shard.quant.registry import find_scheme
+from tgis.shard.quant.formats.settings import read_settings
+from tgis.shard.quant.registry import find_scheme, find_scheme_name
 from tgis.shard.runner.batch_builder import BatchBuilder
 from tgis.shard.runner.forward import Forward, GraphForward
 from tgis.shard.runner.interface import ModelRunner
@@ -84,6 +85,7 @@ def _plan(config: ShardConfig, on: Platform | None) -> "_Plan":
     """Check that the model can be served, before anything slow starts."""
     directory = Path(config.model_path)
     settings = model_files.read_json(directory, "config.json")
+    config = replace(config, quantize=find_scheme_name(config.quantize, read_settings(settings, directory)))
     how = (config.deployment_framework, config.world_size, config.trust_remote_code)
     choice = engine_choice.choose(directory, settings, *how, find_scheme(config.quantize))
     quantize_check.check_engine(config.quantize, choice)

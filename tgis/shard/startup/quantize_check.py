@@ -31,8 +31,9 @@ def count_bytes(
     config: ShardConfig, settings: Mapping[str, Any], choice: Choice, on: Platform, dtype: torch.dtype
 ) -> int:
     """Return the size of a checkpoint's weights over all ranks. `settings` is its config.json."""
-    scheme, format = find_scheme(config.quantize), find_format(settings)
-    elements = count_elements(Path(config.model_path), format)
+    directory = Path(config.model_path)
+    scheme, format = find_scheme(config.quantize), find_format(settings, directory)
+    elements = count_elements(directory, format)
     layout = scheme.layout or (format.layout if format else None)
     if layout is None or layout not in on.kernels.code_packers:
         return elements * dtype.itemsize
