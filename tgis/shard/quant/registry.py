@@ -5,9 +5,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from tgis.shard.checkpoint.format import Format
-from tgis.shard.quant.int8 import Int8
 from tgis.shard.quant.interface import Scheme
-from tgis.shard.quant.none import UNQUANTIZED
+from tgis.shard.quant.schemes.int8 import Int8
+from tgis.shard.quant.schemes.none import UNQUANTIZED
 
 SCHEMES: dict[str, Scheme] = {"none": UNQUANTIZED, "int8": Int8()}
 
