@@ -49,14 +49,14 @@ class Codes:
         return weights
 
     def _change(self, weights: Tensor, per_group: Tensor, change: Callable[[Tensor, Tensor], Tensor]) -> None:
-        """Apply an in-place operation to weights, [num_rows, num_columns], and the numbers of their groups."""
+        """Apply an in-place operation to weights, [num_rows, num_columns], and their groups' numbers."""
         if self.group_of is not None:
             change(weights, per_group[:, self.group_of])
             return
         group = self.layout.group or max(1, weights.shape[1])
         num_whole = weights.shape[1] // group
-        whole, rest = weights.split([num_whole * group, weights.shape[1] % group], 1)
-        change(whole.unflatten(1, (num_whole, group)), per_group[:, :num_whole].unsqueeze(-1))
+        whole, rest = weights[:, : num_whole * group], weights[:, num_whole * group :]
+        change(whole.view(len(whole), num_whole, group), per_group[:, :num_whole].unsqueeze(-1))
         change(rest, per_group[:, num_whole : num_whole + 1])
 
 

@@ -90,6 +90,11 @@ class FileTensor(FloatsOnly):
         if self.shape != shape:
             raise WeightsError(f"{self.label} has shape {list(self.shape)}, expected {list(shape)}")
 
+    def as_bytes(self) -> "FileTensor":
+        """Return the elements' bytes, uint8 [num_bytes]."""
+        in_bytes = self._mapped.contiguous().flatten().view(torch.uint8)
+        return FileTensor(in_bytes, self.label, self._count, set())
+
     def entry(self, index: int) -> "FileTensor":
         if index >= self.shape[0] or len(self.shape) == 1:
             raise WeightsError(f"{self.label} has shape {list(self.shape)}, no entry {index}")

@@ -5,14 +5,21 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from tgis.shard.checkpoint.format import Format
+from tgis.shard.quant.formats.bitsandbytes import BitsAndBytes
+from tgis.shard.quant.formats.fp8 import Fp8
 from tgis.shard.quant.interface import Scheme
 from tgis.shard.quant.schemes.int8 import Int8
 from tgis.shard.quant.schemes.none import UNQUANTIZED
+from tgis.shard.quant.schemes.weight_only import WEIGHT_ONLY
 
-SCHEMES: dict[str, Scheme] = {"none": UNQUANTIZED, "int8": Int8()}
+SCHEMES: dict[str, Scheme] = {"none": UNQUANTIZED, "int8": Int8(), **WEIGHT_ONLY}
 
 # Each makes a format from `quantization_config`.
-FORMATS: dict[str, Callable[[Mapping[str, Any]], Format]] = {}
+FORMATS: dict[str, Callable[[Mapping[str, Any]], Format]] = {
+    "bitsandbytes": BitsAndBytes,
+    "fbgemm_fp8": Fp8,
+    "fp8": Fp8,
+}
 
 
 def find_scheme(quantize: str | None) -> Scheme:
