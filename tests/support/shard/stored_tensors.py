@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from tgis.shard.checkpoint.tensors import ALL, FloatsOnly, WeightsError
+from tgis.shard.checkpoint.tensors import WeightsError
 from tgis.shard.checkpoint.weights import Source, Weights, stack
 
 SOURCES: dict[str, Source] = {
@@ -16,18 +16,6 @@ SOURCES: dict[str, Source] = {
     "blocks.{i}.qkv": stack("model.layers.{i}.q", "model.layers.{i}.k"),
     "blocks.{i}.out": "model.layers.{i}.o",
 }
-
-
-class MatrixInMemory(FloatsOnly):
-    """A matrix of floats that is in no file."""
-
-    label = "memory: tensor x"
-
-    def __init__(self, matrix: Tensor):
-        self._matrix, self.shape = matrix, tuple(matrix.shape)
-
-    def read(self, rows: slice = ALL, columns: slice = ALL) -> Tensor:
-        return self._matrix[rows, columns]
 
 
 def tensors() -> dict[str, Tensor]:

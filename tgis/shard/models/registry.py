@@ -41,8 +41,8 @@ from tgis.shard.models.interface import UnsupportedModelError
 from tgis.shard.models.spec import DecoderSpec, EncoderDecoderSpec
 from tgis.shard.models.unread_tensors import refuse_unread
 from tgis.shard.quant.interface import Scheme
-from tgis.shard.quant.none import UNQUANTIZED
 from tgis.shard.quant.registry import find_format
+from tgis.shard.quant.schemes.none import UNQUANTIZED
 
 Spec = DecoderSpec | EncoderDecoderSpec
 

@@ -8,21 +8,27 @@ from typing import Any
 from tgis.shard.checkpoint.format import Format
 from tgis.shard.checkpoint.tensors import WeightsError
 from tgis.shard.quant.formats.awq import Awq
+from tgis.shard.quant.formats.bitsandbytes import BitsAndBytes
 from tgis.shard.quant.formats.compressed_tensors import CompressedTensors
+from tgis.shard.quant.formats.fp8 import Fp8
 from tgis.shard.quant.formats.gptq import Gptq
 from tgis.shard.quant.formats.marlin import Marlin
 from tgis.shard.quant.formats.settings import SERVED, QuantizationSettings, read_settings
-from tgis.shard.quant.int8 import Int8
 from tgis.shard.quant.interface import Scheme
-from tgis.shard.quant.none import UNQUANTIZED
+from tgis.shard.quant.schemes.int8 import Int8
+from tgis.shard.quant.schemes.none import UNQUANTIZED
+from tgis.shard.quant.schemes.weight_only import WEIGHT_ONLY
 
-SCHEMES: dict[str, Scheme] = {"none": UNQUANTIZED, "int8": Int8()}
+SCHEMES: dict[str, Scheme] = {"none": UNQUANTIZED, "int8": Int8(), **WEIGHT_ONLY}
 
 FORMATS: dict[str, Callable[[QuantizationSettings], Format]] = {
+    "awq": Awq,
+    "bitsandbytes": BitsAndBytes,
+    "compressed-tensors": CompressedTensors,
+    "fbgemm_fp8": Fp8,
+    "fp8": Fp8,
     "gptq": Gptq,
     "marlin": Marlin,
-    "awq": Awq,
-    "compressed-tensors": CompressedTensors,
 }
 
 # Values of `--quantize` that name a format, and the methods of its checkpoints. Some name a scheme too, which

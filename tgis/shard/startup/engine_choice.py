@@ -20,8 +20,8 @@ from tgis.shard.models.interface import ConfigurationError, Model, ModelSpec, Un
 from tgis.shard.models.onnx_runtime import load as onnx_runtime
 from tgis.shard.models.spec import DecoderSpec
 from tgis.shard.quant.interface import Scheme
-from tgis.shard.quant.none import UNQUANTIZED
 from tgis.shard.quant.registry import find_format
+from tgis.shard.quant.schemes.none import UNQUANTIZED
 
 logger = logging.getLogger(__name__)
 

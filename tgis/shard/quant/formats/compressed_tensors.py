@@ -5,10 +5,10 @@ pack-quantized: `weight_packed`, int32 [out_features, num_words], along the colu
 along the rows, if the zeros are not all the same; `weight_g_idx`, [in_features], if the groups are not those
 of adjacent columns. Packed integers are signed ones plus half their range.
 int-quantized and naive: `weight`, int8, and `weight_scale` and `weight_zero_point` for each group, row or
-matrix."""
+matrix.
+float-quantized and naive: as the format `fp8`."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -16,139 +16,141 @@ from torch import Tensor
 from tgis.shard.checkpoint.codes import CodeLayout
 from tgis.shard.checkpoint.format import Tensors
 from tgis.shard.checkpoint.tensors import FileTensor, StoredTensor, WeightsError
+from tgis.shard.quant.formats.fp8 import Block, open_float8
 from tgis.shard.quant.formats.grouped import (
     FLOATS,
     INTEGERS,
     WORDS,
-    GroupedTensor,
+    GroupedMatrix,
+    Grouping,
     ModuleParts,
-    check_shape,
-    find_group,
+    find_group_size,
 )
 from tgis.shard.quant.formats.settings import SERVED, QuantizationSettings
 from tgis.shard.quant.formats.words import BITS, count_weights, count_words, read_values
 
 PACKED, PLAIN = "weight_packed", "weight"
 # "dense" leaves weights unquantized, and in "mixed-precision" each group of modules has a format of its own.
-FORMATS = (
+SERVED_FORMATS = (
     *("pack-quantized", "int-quantized", "float-quantized", "naive-quantized"),
     *("mixed-precision", "dense"),
 )
-# Tensors of quantized activations, which are not quantized here, and a shape that `open` reads.
-_OTHERS = ("input_scale", "input_zero_point", "output_scale", "output_zero_point", "weight_shape")
+# Tensors of quantized activations, which are not quantized here.
+_UNUSED = ("input_scale", "input_zero_point", "output_scale", "output_zero_point")
 
 
 class CompressedTensors:
     def __init__(self, settings: QuantizationSettings):
-        for section in (settings, settings.section("sparsity_config"), *_list_groups(settings)):
-            if (form := section.text("format", "dense")) not in FORMATS:
+        groups = list(_list_groups(settings))
+        for section in (settings, settings.section("sparsity_config"), *groups):
+            if (form := section.text("format", "dense")) not in SERVED_FORMATS:
                 settings.refuse(f"compressed-tensors of format {form} are not served: {SERVED}")
         if settings.section("transform_config").get("config_groups"):
             settings.refuse(f"compressed-tensors with a transform_config are not served: {SERVED}")
-        weights = [each.section("weights") for each in _list_groups(settings)]
+        weights = [group.section("weights") for group in groups]
         self._bits = [bits for each in weights if (bits := each.number("num_bits"))]
-        self._groups = [size for each in weights if (size := each.number("group_size") or 0) > 0]
-        group = self._groups[0] if self._groups else None
-        self.layout = CodeLayout(torch.uint8, self._get_bits(), group, has_zeros=True)
+        self._sizes = [size for each in weights if (size := each.number("group_size") or 0) > 0]
+        blocks = (_find_block(each) for each in weights)
+        self._block = next((block for block in blocks if block), None)
+        bits, columns = next(iter(self._bits), 4), next(iter(self._sizes), None)
+        self.layout = CodeLayout(torch.uint8, bits, columns, has_zeros=True)
 
     def open(self, tensors: Tensors, module: str) -> StoredTensor | None:
-        parts = ModuleParts(tensors, module, PACKED)
-        if parts:
-            found = self._open_packed(parts)
-        elif (parts := ModuleParts(tensors, module, PLAIN)) and parts.has("weight_scale"):
-            found = self._open_plain(parts)
-        else:
-            return None
-        for end in _OTHERS:
-            if parts.has(end):
-                tensors.fetch_any(f"{module}.{end}")  # so that it counts as read
+        found = self._open(tensors, module)
+        for name in (f"{module}.{end}" for end in _UNUSED):
+            if found and name in tensors:
+                tensors.fetch_any(name)  # so that it counts as read
         return found
 
     def count_weights(self, name: str, shape: tuple[int, ...]) -> int | None:
-        others = ("weight_scale", "weight_zero_point")
-        return count_weights(name, shape, PACKED, others, self._get_bits())
+        return count_weights(name, shape, PACKED, ("weight_scale", "weight_zero_point"), self.layout.bits)
 
-    def _get_bits(self) -> int:
-        return self._bits[0] if self._bits else 4
+    def _open(self, tensors: Tensors, module: str) -> StoredTensor | None:
+        parts = ModuleParts(tensors, module, PACKED)
+        if parts.has(PACKED):
+            return self._open_packed(parts)
+        if not parts.has(PLAIN):
+            return None
+        if tensors.fetch_any(f"{module}.{PLAIN}").dtype == torch.int8:
+            parts = ModuleParts(tensors, module, PLAIN)
+            values = parts.fetch_values(torch.int8)
+            return self._describe(parts, values, values.shape, 8)
+        return open_float8(tensors, module, self._block)
 
-    def _open_packed(self, parts: ModuleParts) -> "CompressedTensor":
-        packed = parts.fetch(PACKED, WORDS)
-        size = parts.fetch("weight_shape", INTEGERS, 1)
+    def _open_packed(self, parts: ModuleParts) -> "CompressedMatrix":
+        packed, size = parts.fetch_values(*WORDS), parts.fetch("weight_shape", INTEGERS, 1)
         shape = tuple(size.read().tolist())
-        if len(shape) < 2 or shape[:-1] != packed.shape[:-1] or shape[-1] < 1:
+        if shape[:-1] != packed.shape[:-1] or shape[-1] < 1:
             raise WeightsError(f"{size.label} says {list(shape)}, but the words are {list(packed.shape)}")
         fitting = [bits for bits in BITS if count_words(shape[-1], bits) == packed.shape[-1]]
-        fitting = [bits for bits in fitting if bits in self._bits] or fitting
         if not fitting:
-            text = f"has shape {list(packed.shape)}, which is not that of {list(shape)} in 2, 3, 4 or 8 bits"
+            text = f"has shape {list(packed.shape)}, which are not {list(shape)} values of 2, 3, 4 or 8 bits"
             raise WeightsError(f"{packed.label} {text}")
-        return self._describe(parts, packed, shape, fitting[0])
-
-    def _open_plain(self, parts: ModuleParts) -> "CompressedTensor":
-        weight = parts.fetch(PLAIN, (torch.int8,))
-        return self._describe(parts, weight, weight.shape, 8)
+        return self._describe(parts, packed, shape, next((b for b in fitting if b in self._bits), fitting[0]))
 
     def _describe(
-        self, parts: ModuleParts, weight: FileTensor, shape: tuple[int, ...], bits: int
-    ) -> "CompressedTensor":
-        *stack, num_rows, num_columns = shape if len(shape) > 1 else (0, 0)
-        scales, group = parts.fetch("weight_scale", FLOATS), num_columns
-        found = {"weight": weight, "scales": scales}
-        if scales.shape not in ((), (1,)):  # one scale for all
+        self, parts: ModuleParts, values: FileTensor, shape: tuple[int, ...], bits: int
+    ) -> "CompressedMatrix":
+        *stack, num_rows, num_columns = shape
+        scales, size = parts.fetch("weight_scale", FLOATS), num_columns
+        found = {"values": values, "scales": scales}
+        if scales.shape not in ((), (1,)):  # else there is one for all
             num_groups = scales.shape[-1]
-            check_shape(scales, (*stack, num_rows, num_groups))
-            said = next((each for each in self._groups if -(-num_columns // each) == num_groups), None)
-            group = find_group(scales, num_groups, num_columns, said, is_fixed=False)
+            scales.check_shape(*stack, num_rows, num_groups)
+            said = next((each for each in self._sizes if -(-num_columns // each) == num_groups), None)
+            size = find_group_size(scales, num_groups, num_columns, said, is_fixed=False)
         if parts.has("weight_zero_point"):
-            found["zeros"] = self._fetch_zeros(parts, scales, bits)
+            found["zeros"] = _fetch_zeros(parts, scales, bits)
         if parts.has("weight_g_idx"):
             found["g_idx"] = parts.fetch("weight_g_idx", INTEGERS)
-            check_shape(found["g_idx"], (*stack, num_columns))
-        if weight.dtype == torch.int8:
-            return CompressedTensor(found, shape, bits, group, torch.int8, "zeros" in found)
-        return CompressedTensor(found, shape, bits, group)
+            found["g_idx"].check_shape(*stack, num_columns)
+        is_packed = values.dtype in WORDS
+        dtype, offset = (torch.uint8, 1 << (bits - 1)) if is_packed else (torch.int8, 0)
+        grouping = Grouping(bits, size, dtype, is_packed or "zeros" in found, offset)
+        return CompressedMatrix(found, shape, grouping)
 
-    def _fetch_zeros(self, parts: ModuleParts, scales: FileTensor, bits: int) -> FileTensor:
-        zeros = parts.fetch("weight_zero_point", (torch.int8, torch.int32))
-        shape = scales.shape
-        if zeros.dtype in WORDS:
-            *stack, num_rows, num_groups = shape if len(shape) > 1 else (0, 0)
-            shape = (*stack, count_words(num_rows, bits), num_groups)
-        check_shape(zeros, shape)
-        return zeros
+
+class CompressedMatrix(GroupedMatrix):
+    def _read_values(self, rows: range, columns: range) -> Tensor:
+        if self.grouping.dtype == torch.int8:
+            return self.read_part("values", rows, columns)
+        return read_values(lambda words: self.read_part("values", rows, words), self.bits, columns)
+
+    def _read_scales(self, rows: range, groups: range) -> Tensor:
+        return self._read_groups("scales", rows, groups)
+
+    def _read_zeros(self, rows: range, groups: range) -> Tensor:
+        if "zeros" not in self.parts:
+            return torch.tensor(self.grouping.offset).expand(len(rows), len(groups))
+        if self.parts["zeros"].dtype in WORDS:
+            return read_values(lambda words: self.read_part("zeros", words, groups).T, self.bits, rows).T
+        return self._read_groups("zeros", rows, groups).int() + self.grouping.offset
+
+    def _read_groups(self, end: str, rows: range, groups: range) -> Tensor:
+        """Return a number for each row and group, of which there may be only one."""
+        stored = self.parts[end]
+        if len(stored.shape) < 2:
+            return stored.read().flatten().expand(len(rows), len(groups))
+        return self.read_part(end, rows, groups)
 
 
 def _list_groups(settings: QuantizationSettings) -> Iterator[QuantizationSettings]:
+    """Yield the settings of each group of modules."""
     groups = settings.section("config_groups")
     return (groups.section(name) for name in groups)
 
 
-@dataclass(frozen=True)
-class CompressedTensor(GroupedTensor):
-    @property
-    def _offset(self) -> int:
-        return 0 if self.dtype == torch.int8 else 1 << (self.bits - 1)
-
-    def _read_values(self, rows: slice, columns: slice) -> Tensor:
-        weight = self.parts["weight"]
-        if self.dtype == torch.int8:
-            return weight.read(rows, columns)
-        return read_values(lambda words: weight.read(rows, words), self.bits, columns)
-
-    def _read_scales(self, rows: slice, groups: slice) -> Tensor:
-        return _read_groups(self.parts["scales"], rows, groups)
-
-    def _read_zeros(self, rows: slice, groups: slice) -> Tensor:
-        if "zeros" not in self.parts:
-            return torch.tensor(self._offset).expand(rows.stop - rows.start, groups.stop - groups.start)
-        zeros = self.parts["zeros"]
-        if zeros.dtype in WORDS:
-            return read_values(lambda words: zeros.read(words, groups).T, self.bits, rows).T
-        return _read_groups(zeros, rows, groups).int() + self._offset
+def _find_block(weights: QuantizationSettings) -> Block | None:
+    """Return the numbers of rows and columns that share a scale, if they are neither whole rows nor a matrix.
+    Raises WeightsError."""
+    columns = weights.number("group_size") or 0
+    return weights.pair("block_structure") or ((1, columns) if columns > 0 else None)
 
 
-def _read_groups(stored: FileTensor, rows: slice, groups: slice) -> Tensor:
-    """Return a number for each row and group, of which there may be only one."""
-    if len(stored.shape) < 2:
-        return stored.read().flatten().expand(rows.stop - rows.start, groups.stop - groups.start)
-    return stored.read(rows, groups)
+def _fetch_zeros(parts: ModuleParts, scales: FileTensor, bits: int) -> FileTensor:
+    zeros = parts.fetch("weight_zero_point", (torch.int8, *WORDS))
+    shape = scales.shape
+    if zeros.dtype in WORDS and len(shape) > 1:  # packed along the rows
+        shape = (*shape[:-2], count_words(shape[-2], bits), shape[-1])
+    zeros.check_shape(*shape)
+    return zeros

@@ -4,8 +4,6 @@
 [num_groups, num_words], along its rows; `scales` are [num_groups, out_features]; `g_idx`, [in_features], are
 the columns' groups."""
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
@@ -16,85 +14,79 @@ from tgis.shard.quant.formats.grouped import (
     FLOATS,
     INTEGERS,
     WORDS,
-    GroupedTensor,
+    GroupedMatrix,
+    Grouping,
     ModuleParts,
-    check_shape,
-    find_group,
+    find_group_size,
 )
 from tgis.shard.quant.formats.settings import SERVED, QuantizationSettings
 from tgis.shard.quant.formats.words import BITS, count_weights, count_words, read_values
 
-# Number that is added to a stored zero: the first releases store zeros less one.
+# Number to add to a stored zero: the first version stores zeros less one.
 _OFFSETS = {"gptq": 1, "gptq_v2": 0}
 
 
 class Gptq:
     def __init__(self, settings: QuantizationSettings):
-        self._bits, self._group = settings.number("bits"), settings.number("group_size")
-        form = settings.text("checkpoint_format", "gptq")
-        if form not in _OFFSETS:
-            settings.refuse(f"GPTQ checkpoints with checkpoint_format {form} are not served: {SERVED}")
-        self._offset = _OFFSETS[form]
-        self._is_fixed = not settings.get("dynamic")  # else some modules have other settings
+        self._bits, self._size = settings.number("bits"), settings.number("group_size")
+        if self._bits not in (None, *BITS):
+            settings.refuse(f"{self._bits} bits are not 2, 3, 4 or 8")
+        version = settings.text("checkpoint_format", "gptq")
+        if version not in _OFFSETS:
+            settings.refuse(f"GPTQ checkpoints with checkpoint_format {version} are not served: {SERVED}")
+        self._offset = _OFFSETS[version]
+        self._is_fixed = not settings.get("dynamic")  # else some modules have bits and groups of their own
         is_reordered = settings.flag("desc_act")
-        group = self._group if self._group and self._group > 0 and not is_reordered else None
-        self.layout = CodeLayout(torch.uint8, self._bits or 4, group, True, is_reordered)
+        size = self._size if self._size and self._size > 0 and not is_reordered else None
+        self.layout = CodeLayout(torch.uint8, self._bits or 4, size, True, is_reordered)
 
-    def open(self, tensors: Tensors, module: str) -> "GptqTensor | None":
+    def open(self, tensors: Tensors, module: str) -> "GptqMatrix | None":
         parts = ModuleParts(tensors, module, "qweight")
-        if not parts:
+        if not parts.has("qweight"):
             return None
-        qweight = parts.fetch("qweight", WORDS)
+        qweight = parts.fetch_values(*WORDS)
         num_axes = len(qweight.shape)
         scales, qzeros = parts.fetch("scales", FLOATS, num_axes), parts.fetch("qzeros", WORDS, num_axes)
         found = {"qweight": qweight, "scales": scales, "qzeros": qzeros}
         if parts.has("g_idx"):
-            found["g_idx"] = parts.fetch("g_idx", INTEGERS, num_axes - 1)
+            found["g_idx"] = parts.fetch("g_idx", INTEGERS)
         return self._describe(found)
 
     def count_weights(self, name: str, shape: tuple[int, ...]) -> int | None:
         return count_weights(name, shape, "qweight", ("qzeros", "scales", "g_idx"), self._bits or 4)
 
-    def _describe(self, parts: dict[str, FileTensor]) -> "GptqTensor":
-        """Find bits and groups, which may differ from module to module, from the shapes."""
-        qweight, scales, qzeros = parts["qweight"], parts["scales"], parts["qzeros"]
-        if len(qweight.shape) < 2:
-            raise WeightsError(f"{qweight.label} has shape {list(qweight.shape)}, expected a matrix")
-        *stack, num_words, num_rows = qweight.shape
-        bits = self._find_bits(qzeros, num_rows)
-        num_columns = num_words * 32 // bits
+    def _describe(self, parts: dict[str, FileTensor]) -> "GptqMatrix":
+        """Find bits and groups, which may differ from module to module, by the shapes."""
+        *stack, num_words, num_rows = parts["qweight"].shape
+        bits = self._find_bits(parts["qzeros"], num_rows)
+        scales, num_columns = parts["scales"], num_words * 32 // bits
         num_groups = scales.shape[-2]
-        check_shape(scales, (*stack, num_groups, num_rows))
-        check_shape(qzeros, (*stack, num_groups, count_words(num_rows, bits)))
+        scales.check_shape(*stack, num_groups, num_rows)
+        parts["qzeros"].check_shape(*stack, num_groups, count_words(num_rows, bits))
         if "g_idx" in parts:
-            check_shape(parts["g_idx"], (*stack, num_columns))
-        group = find_group(scales, num_groups, num_columns, self._group, self._is_fixed)
-        return GptqTensor(parts, (*stack, num_rows, num_columns), bits, group, offset=self._offset)
+            parts["g_idx"].check_shape(*stack, num_columns)
+        size = find_group_size(scales, num_groups, num_columns, self._size, self._is_fixed)
+        return GptqMatrix(parts, (*stack, num_rows, num_columns), Grouping(bits, size, offset=self._offset))
 
     def _find_bits(self, qzeros: FileTensor, num_rows: int) -> int:
         fitting = [bits for bits in BITS if count_words(num_rows, bits) == qzeros.shape[-1]]
         if self._bits in fitting:
             return self._bits
         if len(fitting) != 1 or (self._bits and self._is_fixed):
-            said = f"the settings' {self._bits} bits" if self._bits else "2, 3, 4 or 8 bits"
-            text = f"has shape {list(qzeros.shape)}, which are not zeros of {num_rows} rows in {said}"
+            bits = f"{self._bits} bits by the checkpoint's settings" if self._bits else "2, 3, 4 or 8 bits"
+            text = f"has shape {list(qzeros.shape)}, but zeros of {num_rows} rows are in {bits}"
             raise WeightsError(f"{qzeros.label} {text}")
         return fitting[0]
 
 
-@dataclass(frozen=True)
-class GptqTensor(GroupedTensor):
-    offset: int = 0
+class GptqMatrix(GroupedMatrix):
+    def _read_values(self, rows: range, columns: range) -> Tensor:
+        return read_values(lambda words: self.read_part("qweight", words, rows).T, self.bits, columns)
 
-    def _read_values(self, rows: slice, columns: slice) -> Tensor:
-        qweight = self.parts["qweight"]
-        return read_values(lambda words: qweight.read(words, rows).T, self.bits, columns)
+    def _read_scales(self, rows: range, groups: range) -> Tensor:
+        return self.read_part("scales", groups, rows).T
 
-    def _read_scales(self, rows: slice, groups: slice) -> Tensor:
-        return self.parts["scales"].read(groups, rows).T
-
-    def _read_zeros(self, rows: slice, groups: slice) -> Tensor:
-        qzeros = self.parts["qzeros"]
-        stored = read_values(lambda words: qzeros.read(groups, words), self.bits, rows)
-        # A zero of 0 is stored as the largest number.
-        return ((stored + self.offset) & ((1 << self.bits) - 1)).T
+    def _read_zeros(self, rows: range, groups: range) -> Tensor:
+        stored = read_values(lambda words: self.read_part("qzeros", groups, words), self.bits, rows)
+        # The first version stores a zero of 0 as the largest number.
+        return ((stored + self.grouping.offset) & ((1 << self.bits) - 1)).T

@@ -53,6 +53,15 @@ class QuantizationSettings(Mapping[str, Any]):
             self.refuse(f"{key} {value!r} is not an integer")
         return value
 
+    def pair(self, key: str) -> tuple[int, int] | None:
+        """Return two positive integers."""
+        value = self.get(key)
+        if value is None:
+            return None
+        if not (isinstance(value, list) and [type(each) for each in value] == [int, int] and min(value) > 0):
+            self.refuse(f"{key} {value!r} is not two positive integers")
+        return value[0], value[1]
+
     def flag(self, key: str) -> bool:
         value = self.get(key) or False
         if not isinstance(value, bool):

@@ -2,7 +2,7 @@
 bit of the first word on; of 3 bits, some lie across two words."""
 
 from collections.abc import Callable, Sequence
-from math import gcd
+from math import gcd, prod
 
 import torch
 import torch.nn.functional as F
@@ -15,37 +15,27 @@ def count_words(num_values: int, bits: int) -> int:
     return -(-num_values * bits // 32)
 
 
-def read_values(read: Callable[[slice], Tensor], bits: int, part: slice, order: Sequence[int] = ()) -> Tensor:
+def read_values(read: Callable[[range], Tensor], bits: int, part: range, order: Sequence[int] = ()) -> Tensor:
     """Return the values `part`, uint8 [num_rows, num_values]. `read` returns words, int32 [num_rows,
-    num_words]. In each word, value i is in place `order[i]`."""
+    num_words]. With an order, value i of a word is in its place `order[i]`."""
     period = 32 // gcd(32, bits)  # values after which a word begins
     first, last = part.start // period, -(-part.stop // period)
-    words = read(slice(first * bits * period // 32, last * bits * period // 32))
+    words = read(range(first * bits * period // 32, last * bits * period // 32))
     values = unpack(words, bits)
     if order:
         values = values.view(*words.shape, len(order))[:, :, list(order)].flatten(1)
-    start = part.start - first * period
-    return values[:, start : start + part.stop - part.start]
+    return values[:, part.start - first * period :][:, : len(part)]
 
 
 def unpack(words: Tensor, bits: int) -> Tensor:
     """Unpack all values of words, int32 [num_rows, num_words] -> uint8 [num_rows, num_values]."""
     num_bytes = bits // gcd(bits, 8)  # after as many, a value begins with a byte again
     # The lowest byte comes first, on all processors that we serve on.
-    units = words.flatten().view(torch.uint8).view(len(words), words.shape[1] * 4)
-    padding = -units.shape[1] % num_bytes
-    units = F.pad(units, (0, padding)).view(len(units), (units.shape[1] + padding) // num_bytes, num_bytes)
+    rows = words.clone(memory_format=torch.contiguous_format).view(torch.uint8)
+    padding = -rows.shape[1] % num_bytes
+    units = F.pad(rows, (0, padding)).view(len(rows), (rows.shape[1] + padding) // num_bytes, num_bytes)
     values = [_extract(units, place * bits, bits) for place in range(num_bytes * 8 // bits)]
-    return torch.stack(values, 2).flatten(1) if len(values) > 1 else values[0]
-
-
-def _extract(units: Tensor, first_bit: int, bits: int) -> Tensor:
-    """Return the value that begins at a bit of each unit, uint8 [num_rows, num_units, num_bytes]."""
-    index, shift = divmod(first_bit, 8)
-    value = units[:, :, index] >> shift
-    if shift + bits > 8:
-        value |= units[:, :, index + 1] << (8 - shift)
-    return value & ((1 << bits) - 1)
+    return torch.stack(values, 2).flatten(1)
 
 
 def count_weights(
@@ -55,5 +45,14 @@ def count_weights(
     `others`, None for a tensor that is not of the format."""
     end = name.rpartition(".")[2]
     if end == words:
-        return torch.Size(shape).numel() * 32 // bits
+        return prod(shape) * 32 // bits
     return 0 if end in others else None
+
+
+def _extract(units: Tensor, first_bit: int, bits: int) -> Tensor:
+    """Return the value that begins at a bit of each unit, uint8 [num_rows, num_units, num_bytes]."""
+    index, shift = divmod(first_bit, 8)
+    value = units[:, :, index] >> shift
+    if shift + bits > 8:
+        value |= units[:, :, index + 1] << (8 - shift)
+    return value & ((1 << bits) - 1)
