@@ -1,20 +1,17 @@
 """GPTQ, AWQ, Marlin: what was packed value by value is read again, whole and in parts."""
 
-import random
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from tests.support.shard import packers
 from tests.support.shard.packers import Rounded, Tensors, draw
-from tgis.shard.checkpoint.files import Checkpoint
-from tgis.shard.checkpoint.tensors import StoredTensor, WeightsError
-from tgis.shard.quant.registry import find_format
+from tests.support.shard.quantized_modules import check_cuts, open_module
+from tgis.shard.checkpoint.tensors import WeightsError
 
 
 class Case(NamedTuple):
@@ -60,21 +57,6 @@ CASES = {
 }
 
 
-def open_module(directory: Path, tensors: Tensors, settings: Mapping[str, Any]) -> StoredTensor:
-    save_file({f"m.{end}": tensor for end, tensor in tensors.items()}, directory / "model.safetensors")
-    format = find_format({"quantization_config": settings}, directory)
-    assert format is not None
-    found = format.open(Checkpoint(directory), "m")
-    assert found is not None
-    return found
-
-
-def draw_cuts(shape: tuple[int, ...], seed: int) -> list[tuple[slice, slice]]:
-    rng = random.Random(seed)
-    cuts = [[slice(*sorted(rng.choices(range(size + 1), k=2))) for size in shape] for _ in range(25)]
-    return [(rows, columns) for rows, columns in cuts] + [(slice(5, 6), slice(7, 8)), (slice(0), slice(None))]
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_weights_are_those_that_were_packed(name: str, tmp_path: Path) -> None:
     rounded, pack, settings = CASES[name]
@@ -85,10 +67,7 @@ def test_weights_are_those_that_were_packed(name: str, tmp_path: Path) -> None:
     assert torch.equal(found.codes().dequantize(), expected)
     # The packers' own kernels subtract and multiply in float16.
     assert torch.equal(whole.half(), to_half(rounded))
-    for rows, columns in draw_cuts(expected.shape, 1):
-        part = found.read(rows, columns)
-        assert torch.equal(part, expected[rows, columns]), (rows, columns)
-        assert part.is_contiguous()
+    check_cuts(found, expected)
 
 
 def to_half(rounded: Rounded) -> Tensor:
