@@ -18,6 +18,7 @@ class CodeLayout:
     has_zeros: bool = False
     is_reordered: bool = False  # `Codes.group_of` is given
     table: tuple[float, ...] = ()  # numbers that values are indices of; without them, values are numbers
+    rounds_activations: bool = False  # products round what they multiply to integers of `bits` bits
 
     @property
     def bytes_per_weight(self) -> float:

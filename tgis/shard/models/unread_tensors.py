@@ -37,6 +37,9 @@ IGNORED = {
         r"(?:vision|visual|image|audio|speech|multi_?modal|mm_projector|embed_vision|embed_audio|talker|"
         r"token2wav|code2wav)\w*(?:\..+)?"
     ),
+    "scales to round activations and keys and values, which this service does not round": (
+        _ANYWHERE + r"(?:input_scale|input_scale_ub|output_scale|activation_scale|[qkv]_scale)"
+    ),
     "the scales that Transformer Engine keeps for 8-bit training": _ANYWHERE + r"_extra_state",
 }
 _KNOWN = re.compile("|".join(f"(?:{pattern})" for pattern in IGNORED.values()))

@@ -18,9 +18,5 @@ class Scheme(Protocol):
     def layout(self) -> CodeLayout | None:
         """Layout of the matrices that the scheme changes, if it changes any."""
 
-    @property
-    def is_weight_only(self) -> bool:
-        """True if activations are not rounded, so that the scheme needs no products of its own."""
-
     def encode(self, role: MatrixRole, stored: Stored) -> Stored:
         """Return a matrix of the model, [out_features, in_features], as it is to be held."""

@@ -10,11 +10,11 @@ from tgis.shard.quant.interface import MatrixRole
 from tgis.shard.quant.schemes.rounding import round_to_integers
 
 GROUP = 128
-LAYOUT = CodeLayout(torch.int8, 8, GROUP)
+LAYOUT = CodeLayout(torch.int8, 8, GROUP, rounds_activations=True)
 
 
 class Int8:
-    layout, is_weight_only = LAYOUT, False
+    layout = LAYOUT
 
     def encode(self, role: MatrixRole, stored: Stored) -> Stored:
         return Rounded(stored) if role in ("linear", "head") else stored

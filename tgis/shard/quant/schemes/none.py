@@ -5,7 +5,7 @@ from tgis.shard.quant.interface import MatrixRole
 
 
 class Unquantized:
-    layout, is_weight_only = None, True
+    layout = None
 
     def encode(self, role: MatrixRole, stored: Stored) -> Stored:
         return stored

@@ -20,8 +20,6 @@ from tgis.shard.quant.schemes.rounding import (
 
 
 class WeightOnly:
-    is_weight_only = True
-
     def __init__(self, layout: CodeLayout, rounding: Rounding):
         self.layout, self._round = layout, rounding
 
