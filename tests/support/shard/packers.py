@@ -47,12 +47,16 @@ def draw(
     return Rounded(bits, rng.integers(0, 1 << bits, (num_rows, num_columns)), zeros, scales, group_of)
 
 
-def round_matrix(matrix: Tensor, bits: int = 4, group: int = 32, is_symmetric: bool = False) -> Rounded:
+def round_matrix(
+    matrix: Tensor, bits: int = 4, group: int = 32, is_symmetric: bool = False, is_reordered: bool = False
+) -> Rounded:
     """Round float32 [num_rows, num_columns] to the nearest integers."""
     weights, most = matrix.numpy(), (1 << bits) - 1
     group_of = np.arange(weights.shape[1]) // group
+    if is_reordered:
+        np.random.default_rng(0).shuffle(group_of)
     codes, zeros, scales = np.zeros(weights.shape, int), [], []
-    for g in range(group_of[-1] + 1):
+    for g in range(group_of.max() + 1):
         part = weights[:, group_of == g]
         low, high = np.minimum(part.min(1), 0), np.maximum(part.max(1), 0)
         if is_symmetric:

@@ -34,7 +34,8 @@ class Quantized:
 @dataclass(frozen=True)
 class Kind:
     settings: dict[str, Any]
-    quantize: Callable[[Tensor], Quantized]
+    quantize: Callable[[Tensor], Quantized | None]
+    """Returns None for a matrix that stays as it is."""
     of_stacks: bool = False
     """Stacks of experts are quantized too."""
 
@@ -119,11 +120,14 @@ def write_quantized(plain: Path, quantized: Path, kind: Kind) -> None:
     content, written = load_file(plain / "model.safetensors"), {}
     for name, tensor in list(content.items()):
         is_matrix = name.endswith(".weight") and tensor.dim() in (2, 3 if kind.of_stacks else 2)
+        written[name] = tensor
         if not is_matrix or NOT_QUANTIZED.fullmatch(name):
-            written[name] = tensor
             continue
         turned = TRANSPOSED.fullmatch(name) is not None and "GPT2" in (plain / "config.json").read_text()
         found = _quantize(tensor.T if turned else tensor, kind.quantize)
+        if found is None:
+            continue
+        del written[name]
         module = name.removesuffix(".weight")
         written |= {f"{module}.{end}": each.contiguous() for end, each in found.tensors.items()}
         weight = found.weight.float()
@@ -138,10 +142,10 @@ def write_quantized(plain: Path, quantized: Path, kind: Kind) -> None:
         (quantized / file.name).write_text(json.dumps(settings))
 
 
-def _quantize(tensor: Tensor, quantize: Callable[[Tensor], Quantized]) -> Quantized:
+def _quantize(tensor: Tensor, quantize: Callable[[Tensor], Quantized | None]) -> Quantized | None:
     if tensor.dim() == 2:
         return quantize(tensor)
-    found = [quantize(each) for each in tensor]
+    found = [each for matrix in tensor if (each := quantize(matrix))]
     ends = found[0].tensors
     stacked = {end: torch.stack([each.tensors[end] for each in found]) for end in ends}
     stacked |= {end: each.unsqueeze(1) for end, each in stacked.items() if each.dim() == 1}

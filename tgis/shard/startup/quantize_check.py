@@ -33,7 +33,7 @@ def check_platform(quantize: str | None, on: Platform) -> None:
 def name_kept_type(config: ShardConfig, settings: Mapping[str, Any], on: Platform, dtype_name: str) -> str:
     """Return the name of the type in which linear layers are kept. Log if they were or are rounded to codes
     that are not kept."""
-    scheme, format = find_scheme(config.quantize), find_format(settings)
+    scheme, format = find_scheme(config.quantize), find_format(settings, Path(config.model_path))
     if scheme.layout in on.kernels.code_packers:
         return config.quantize or dtype_name
     if scheme.layout is not None:

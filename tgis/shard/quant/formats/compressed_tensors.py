@@ -35,8 +35,6 @@ SERVED_FORMATS = (
     *("pack-quantized", "int-quantized", "float-quantized", "naive-quantized"),
     *("mixed-precision", "dense"),
 )
-# Tensors of quantized activations, which are not quantized here.
-_UNUSED = ("input_scale", "input_zero_point", "output_scale", "output_zero_point")
 
 
 class CompressedTensors:
@@ -56,16 +54,6 @@ class CompressedTensors:
         self.layout = CodeLayout(torch.uint8, bits, columns, has_zeros=True)
 
     def open(self, tensors: Tensors, module: str) -> StoredTensor | None:
-        found = self._open(tensors, module)
-        for name in (f"{module}.{end}" for end in _UNUSED):
-            if found and name in tensors:
-                tensors.fetch_any(name)  # so that it counts as read
-        return found
-
-    def count_weights(self, name: str, shape: tuple[int, ...]) -> int | None:
-        return count_weights(name, shape, PACKED, ("weight_scale", "weight_zero_point"), self.layout.bits)
-
-    def _open(self, tensors: Tensors, module: str) -> StoredTensor | None:
         parts = ModuleParts(tensors, module, PACKED)
         if parts.has(PACKED):
             return self._open_packed(parts)
@@ -76,6 +64,9 @@ class CompressedTensors:
             values = parts.fetch_values(torch.int8)
             return self._describe(parts, values, values.shape, 8)
         return open_float8(tensors, module, self._block)
+
+    def count_weights(self, name: str, shape: tuple[int, ...]) -> int | None:
+        return count_weights(name, shape, PACKED, ("weight_scale", "weight_zero_point"), self.layout.bits)
 
     def _open_packed(self, parts: ModuleParts) -> "CompressedMatrix":
         packed, size = parts.fetch_values(*WORDS), parts.fetch("weight_shape", INTEGERS, 1)

@@ -30,7 +30,7 @@ class Gptq:
     def __init__(self, settings: QuantizationSettings):
         self._bits, self._size = settings.number("bits"), settings.number("group_size")
         if self._bits not in (None, *BITS):
-            settings.refuse(f"{self._bits} bits are not 2, 3, 4 or 8")
+            settings.refuse(f"bits {self._bits} are not 2, 3, 4 or 8")
         version = settings.text("checkpoint_format", "gptq")
         if version not in _OFFSETS:
             settings.refuse(f"GPTQ checkpoints with checkpoint_format {version} are not served: {SERVED}")
