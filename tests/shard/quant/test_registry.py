@@ -17,6 +17,7 @@ from tgis.config.model import QUANTIZATIONS
 from tgis.errors import OperatorError
 from tgis.shard.checkpoint.tensors import WeightsError
 from tgis.shard.models.interface import UnsupportedModelError
+from tgis.shard.quant.formats.gptq import Gptq
 from tgis.shard.quant.formats.settings import SERVED, read_settings
 from tgis.shard.quant.registry import FORMATS, METHODS_OF, SCHEMES, find_format, find_scheme_name
 from tgis.shard.startup.load import load

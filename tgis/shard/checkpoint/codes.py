@@ -52,7 +52,7 @@ class Codes:
     def _change(self, weights: Tensor, per_group: Tensor, change: Callable[[Tensor, Tensor], Tensor]) -> None:
         """Apply an in-place operation to weights, [num_rows, num_columns], and their groups' numbers."""
         if self.group_of is not None:
-            change(weights, per_group[:, self.group_of])
+            change(weights, per_group.index_select(1, self.group_of))
             return
         group = self.layout.group or max(1, weights.shape[1])
         num_whole = weights.shape[1] // group

@@ -17,24 +17,24 @@ def count_words(num_values: int, bits: int) -> int:
 
 def read_values(read: Callable[[range], Tensor], bits: int, part: range, order: Sequence[int] = ()) -> Tensor:
     """Return the values `part`, uint8 [num_rows, num_values]. `read` returns words, int32 [num_rows,
-    num_words]. With an order, value i of a word is in its place `order[i]`."""
+    num_words]."""
     period = 32 // gcd(32, bits)  # values after which a word begins
     first, last = part.start // period, -(-part.stop // period)
     words = read(range(first * bits * period // 32, last * bits * period // 32))
-    values = unpack(words, bits)
-    if order:
-        values = values.view(*words.shape, len(order))[:, :, list(order)].flatten(1)
+    values = unpack(words, bits, order)
     return values[:, part.start - first * period :][:, : len(part)]
 
 
-def unpack(words: Tensor, bits: int) -> Tensor:
-    """Unpack all values of words, int32 [num_rows, num_words] -> uint8 [num_rows, num_values]."""
-    num_bytes = bits // gcd(bits, 8)  # after as many, a value begins with a byte again
+def unpack(words: Tensor, bits: int, order: Sequence[int] = ()) -> Tensor:
+    """Unpack all values of words, int32 [num_rows, num_words] -> uint8 [num_rows, num_values]. With an order,
+    value i of a word is in its place `order[i]`."""
+    num_bytes = 4 if order else bits // gcd(bits, 8)  # after as many, a value begins with a byte again
     # The lowest byte comes first, on all processors that we serve on.
     rows = words.clone(memory_format=torch.contiguous_format).view(torch.uint8)
     padding = -rows.shape[1] % num_bytes
     units = F.pad(rows, (0, padding)).view(len(rows), (rows.shape[1] + padding) // num_bytes, num_bytes)
-    values = [_extract(units, place * bits, bits) for place in range(num_bytes * 8 // bits)]
+    places = order or range(num_bytes * 8 // bits)
+    values = [_extract(units, place * bits, bits) for place in places]
     return torch.stack(values, 2).flatten(1)
 
 
