@@ -65,12 +65,20 @@ class FloatsOnly:
 
 
 class FileTensor(FloatsOnly):
-    """Tensor in a mapped file. For every part that is read, `count` is called with the tensor's label and
-    bytes and the part's bytes. The index of every requested entry is added to `taken`."""
+    """Tensor in a file. `get_mapped` gives it in mapped memory, which is asked for anew for every part, so
+    that the pages of parts that were read can be released. For every part, `count` is called with the
+    tensor's label and bytes and the part's bytes. The index of every requested entry is added to `taken`."""
 
-    def __init__(self, mapped: Tensor, label: str, count: Callable[[str, int, int], None], taken: set[int]):
-        self._mapped, self.label, self._count, self._taken = mapped, label, count, taken
-        self.shape, self.dtype = tuple(mapped.shape), mapped.dtype
+    def __init__(
+        self,
+        get_mapped: Callable[[], Tensor],
+        label: str,
+        count: Callable[[str, int, int], None],
+        taken: set[int],
+    ):
+        self._get_mapped, self.label, self._count, self._taken = get_mapped, label, count, taken
+        mapped = get_mapped()
+        self.shape, self.dtype, self._num_bytes = tuple(mapped.shape), mapped.dtype, mapped.nbytes
 
     def check_plain(self) -> None:
         """Raise WeightsError unless this is a vector or a matrix of floats."""
@@ -92,18 +100,21 @@ class FileTensor(FloatsOnly):
 
     def as_bytes(self) -> "FileTensor":
         """Return the elements' bytes, uint8 [num_bytes]."""
-        in_bytes = self._mapped.contiguous().flatten().view(torch.uint8)
-        return FileTensor(in_bytes, self.label, self._count, set())
+
+        def get_bytes() -> Tensor:
+            return self._get_mapped().contiguous().flatten().view(torch.uint8)
+
+        return FileTensor(get_bytes, self.label, self._count, set())
 
     def entry(self, index: int) -> "FileTensor":
         if index >= self.shape[0] or len(self.shape) == 1:
             raise WeightsError(f"{self.label} has shape {list(self.shape)}, no entry {index}")
         self._taken.add(index)
-        return FileTensor(self._mapped[index], f"{self.label}[{index}]", self._count, set())
+        return FileTensor(lambda: self._get_mapped()[index], f"{self.label}[{index}]", self._count, set())
 
     def read(self, rows: slice = ALL, columns: slice = ALL) -> Tensor:
-        part = self._mapped[(rows, columns)[: len(self.shape)]].contiguous()
-        self._count(self.label, self._mapped.nbytes, part.nbytes)
+        part = self._get_mapped()[(rows, columns)[: len(self.shape)]].contiguous()
+        self._count(self.label, self._num_bytes, part.nbytes)
         # Only warn: some checkpoints have such rows for unused tokens. Requests whose logits are not finite
         # get an error each.
         if (
