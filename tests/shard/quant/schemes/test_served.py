@@ -90,8 +90,8 @@ def test_operators_are_told_what_is_kept(
     assert runner.info.weight_dtype == kept
     assert any(f" with {kept} weights" in message for message in caplog.messages)
     text = (
-        f"--quantize {name} rounds the weights, which are then kept as float16: memory and speed are those of "
-        "--dtype float16, because this version has no products for their codes"
+        f"--quantize {name} rounds the weights, which are then kept as float16: memory and speed are those "
+        "of --dtype float16, because this version has no products for their codes"
     )
     assert (text in caplog.messages) == (name != "int8")
 
