@@ -16,7 +16,7 @@ COLUMNS = ("family", "what it is", "`model_type`", "kind", "quantized")
 # Families of which the tests serve checkpoints of each format, and of all others one of a format of their own.
 EACH_FORMAT = ("llama", "mixtral", "granitemoe", "gpt2", "falcon", "t5")
 OTHERS = """\
-All of them can be sharded (`--num-shard`) and quantized (`--quantize int8`), and take soft prompts and adapters. The
+All of them can be sharded (`--num-shard`) and quantized (`--quantize`), and take soft prompts and adapters. The
 tests compare tiny models of every family with transformers in float32, on one shard, and Llamas on two; accuracy and
 speed were measured with Llama's shapes only.
 

@@ -31,6 +31,7 @@ from tgis.shard.kernels.cpu import ops as cpu_ops
 from tgis.shard.kernels.cpu.ops import CPU_KERNELS
 from tgis.shard.kernels.cpu.pointwise.activations import KINDS
 from tgis.shard.kernels.portable import attention as portable_attention
+from tgis.shard.kernels.portable import ops as portable
 from tgis.shard.kernels.portable import ops as portable_ops
 from tgis.shard.kernels.portable.attention import TorchAttention
 from tgis.shard.kernels.portable.ops import TorchKernels
@@ -76,6 +77,21 @@ def test_a_weight_beyond_float16_is_kept_exact(caplog: pytest.LogCaptureFixture)
     product = KERNELS.pack(TensorInMemory(weight, "file: tensor x"), torch.float16)
     assert caplog.messages == ["file: tensor x does not fit float16 and is kept as float32"]
     assert torch.equal(product(torch.eye(2)), weight.t())
+
+
+def test_weights_are_read_a_few_rows_at_a_time(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(portable, "_PIECE", 1000)
+    weight = torch.randn(97, 40)
+    weight[:30] *= 1e-6
+    product = KERNELS.pack(TensorInMemory(weight, "file: tensor x"), torch.float16)
+    assert torch.equal(product(torch.eye(40)), weight.half().float().t())
+    assert not caplog.messages
+    weight[50, 7] = 70000.0
+    product = KERNELS.pack(TensorInMemory(weight, "file: tensor x"), torch.float16)
+    assert caplog.messages == ["file: tensor x does not fit float16 and is kept as float32"]
+    assert torch.equal(product(torch.eye(40)), weight.t())
 
 
 @pytest.mark.parametrize("has_delta", [True, False])

@@ -175,3 +175,22 @@ def test_memory_for_weights(monkeypatch: pytest.MonkeyPatch) -> None:
         assert not part.any(), "not zero, or another's"
         part.fill_(i + 1)
     assert [part.unique().tolist() for part in parts] == [[i + 1] for i in range(len(parts))]
+
+
+def test_weights_are_read_a_few_rows_at_a_time(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whether a matrix fits float16 is known after its last piece."""
+    monkeypatch.setattr(gemm, "_PIECE", 3000)
+    weight = torch.randn(323, 40)
+    weight[:100] *= 1e-6
+    product = gemm.pack(TensorInMemory(weight, "file: tensor x"), torch.float16)
+    assert torch.equal(product(torch.eye(40)), weight.half().float().t())
+    assert not caplog.messages
+    for beyond in (70000.0, math.nan):
+        weight[250, 7] = beyond
+        caplog.clear()
+        product = gemm.pack(TensorInMemory(weight, "file: tensor x"), torch.float16)
+        assert caplog.messages == ["file: tensor x does not fit float16 and is kept as float32"]
+        rows = [row for row in range(323) if row != 250]
+        assert torch.equal(product(torch.eye(40))[:, rows], weight.t()[:, rows])

@@ -15,13 +15,14 @@ from tgis.shard.checkpoint.codes import CodeLayout
 from tgis.shard.checkpoint.files import Checkpoint
 from tgis.shard.checkpoint.tensors import StoredTensor, WeightsError
 from tgis.shard.quant.formats.fp8 import Fp8
+from tgis.shard.quant.formats.settings import QuantizationSettings
 
 BLOCK = (16, 24)
 
 
 def open_module(directory: Path, tensors: dict[str, Tensor], **settings: object) -> StoredTensor | None:
     save_file({f"up.{end}": each for end, each in tensors.items()}, directory / "model.safetensors")
-    return Fp8(settings).open(Checkpoint(directory), "up")
+    return Fp8(QuantizationSettings(settings, "config.json")).open(Checkpoint(directory), "up")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -94,7 +95,8 @@ def test_files_that_lie(problem: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("sizes", ["128", [128], [128, 0], [128, -1], [128, 1.5], [True, 128], {"a": 1}])
 def test_block_sizes_that_are_none(sizes: object) -> None:
-    assert "weight_block_size" in refuse(lambda: Fp8({"weight_block_size": sizes}))
+    settings = QuantizationSettings({"weight_block_size": sizes}, "config.json")
+    assert "config.json: weight_block_size" in refuse(lambda: Fp8(settings))
 
 
 def test_random_scales_never_crash(tmp_path: Path) -> None:

@@ -146,7 +146,7 @@ def test_groups_of_nothing_and_of_what_is_not_finite(name: str) -> None:
     assert stored.codes().scales[2:, 0].isnan().all()
     assert stored.read(slice(2, 4))[:, : width // 2].isnan().all()
     if name in GROUPS:
-        torch.testing.assert_close(stored.read(slice(2, 4))[:, width // 2 :], torch.ones(2, width // 2))
+        assert (stored.read(slice(2, 4))[:, width // 2 :] - 1).abs().max() <= BOUNDS[name] * (1 + 1e-5)
 
 
 @pytest.mark.parametrize("name", WEIGHT_ONLY)

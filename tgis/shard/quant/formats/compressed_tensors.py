@@ -46,7 +46,7 @@ class CompressedTensors:
         if settings.section("transform_config").get("config_groups"):
             settings.refuse(f"compressed-tensors with a transform_config are not served: {SERVED}")
         weights = [group.section("weights") for group in groups]
-        self._bits = [bits for each in weights if (bits := each.number("num_bits"))]
+        self._bits = [bits for each in weights if (bits := each.number("num_bits")) in BITS]
         self._sizes = [size for each in weights if (size := each.number("group_size") or 0) > 0]
         blocks = (_find_block(each) for each in weights)
         self._block = next((block for block in blocks if block), None)

@@ -1,15 +1,13 @@
 """Formats `fp8` and `fbgemm_fp8`: weights as floats of 8 bits, e4m3, and scales that multiply them. A scale
 is shared by a matrix, by a row, or by a block of some rows and columns."""
 
-from collections.abc import Mapping
-from typing import Any
-
 import torch
 
 from tgis.shard.checkpoint.code_matrix import CodeMatrix, as_slice
 from tgis.shard.checkpoint.codes import CodeLayout, Codes
 from tgis.shard.checkpoint.format import Tensors
 from tgis.shard.checkpoint.tensors import DTYPES, FileTensor, StoredTensor, WeightsError
+from tgis.shard.quant.formats.settings import QuantizationSettings
 
 E4M3 = torch.float8_e4m3fn
 # Scales of blocks have a name of their own. Despite it they are no inverses.
@@ -20,8 +18,8 @@ Block = tuple[int, int]
 
 
 class Fp8:
-    def __init__(self, settings: Mapping[str, Any]):
-        self._block = _read_block(settings)
+    def __init__(self, settings: QuantizationSettings):
+        self._block = settings.pair("weight_block_size")
         self.layout = CodeLayout(E4M3, 8, self._block[1] if self._block else None)
 
     def open(self, tensors: Tensors, module: str) -> StoredTensor | None:
@@ -82,12 +80,3 @@ def _find_block(weight: FileTensor, scales: FileTensor, block: Block | None) -> 
         shapes = " or ".join(str([*stack, *shape]) for shape in known)
         raise WeightsError(f"{scales.label} has shape {list(scales.shape)}, expected {shapes}")
     return known[scales.shape[depth:]]
-
-
-def _read_block(settings: Mapping[str, Any]) -> Block | None:
-    sizes = settings.get("weight_block_size")
-    if sizes is None:
-        return None
-    if isinstance(sizes, list) and len(sizes) == 2 and all(type(size) is int and size > 0 for size in sizes):
-        return sizes[0], sizes[1]
-    raise WeightsError(f"config.json: weight_block_size {sizes!r} is not two positive integers")
