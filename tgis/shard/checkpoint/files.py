@@ -3,6 +3,7 @@
 import json
 import logging
 from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ logger = logging.getLogger(__name__)
 SAFETENSORS = ("model.safetensors", "model.safetensors.index.json")
 PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 # Files are reopened after this many bytes, because pages that were read count as memory until then.
-REOPEN_BYTES = 64 << 20
+REOPEN_BYTES = 32 << 20
 
 
 class _Safetensors:
@@ -72,11 +73,8 @@ class Checkpoint:
             raise MissingTensorError(f"{self._directory}: tensor {name} is missing")
         file = self._file_of[name]
         label = f"{self._directory / file}: tensor {name}"
-        tensors = self._open.get(file)
-        if tensors is None:  # not opened yet, or closed meanwhile by another thread
-            tensors = self._open[file] = _open(self._directory / file)
         taken = self._taken.setdefault(name, set())
-        found = FileTensor(_get(tensors, name, label), label, self._count, taken)
+        found = FileTensor(partial(self._get_mapped, file, name, label), label, self._count, taken)
         self._heights[name] = found.shape[0] if found.shape else 1
         return found
 
@@ -115,6 +113,12 @@ class Checkpoint:
     def close(self) -> None:
         """Close the files. Tensors that were read stay valid."""
         self._open.clear()
+
+    def _get_mapped(self, file: str, name: str, label: str) -> Tensor:
+        tensors = self._open.get(file)
+        if tensors is None:  # not opened yet, or closed meanwhile, maybe by another thread
+            tensors = self._open[file] = _open(self._directory / file)
+        return _get(tensors, name, label)
 
     def _count(self, label: str, whole_bytes: int, read_bytes: int) -> None:
         self.progress.add(label, whole_bytes, read_bytes)
