@@ -23,6 +23,7 @@ from tgis.tensor_files.mapped_safetensors import separate_memory
 RUN_FILE = ".quantize.json"  # there while a run is not finished
 MAX_FILE_BYTES = 10 * 10**9
 ERRORS = "errors"  # metadata of a layer's file
+METADATA = "__metadata__"  # in the header of a file
 # Files of a model that are copied: tokenizers, their settings, and the like.
 COPIED = ("*.json", "*.model", "*.tiktoken", "*.txt", "*.jinja", "*.py", "LICENSE*")
 CONFIG, QUANTIZE_CONFIG = "config.json", "quantize_config.json"
@@ -62,12 +63,13 @@ class OutputDirectory:
 
     def finish(self, source: Path, num_layers: int, rest: Iterator[tuple[str, torch.Tensor]]) -> None:
         """Write the tensors that are not quantized, the index and the copies of other files."""
-        number, waiting = num_layers, Tensors()
+        number, waiting, num_bytes = num_layers, Tensors(), 0
         for name, tensor in rest:
-            if sum(one.nbytes for one in waiting.values()) + tensor.nbytes > MAX_FILE_BYTES and waiting:
+            if waiting and num_bytes + tensor.nbytes > MAX_FILE_BYTES:
                 self._write(file_name(number), waiting)
-                number, waiting = number + 1, {}
+                number, waiting, num_bytes = number + 1, {}, 0
             waiting[name] = tensor
+            num_bytes += tensor.nbytes
         self._write(file_name(number), waiting)
         self._write_index(number + 1)
         with self._writing(self.path):
@@ -106,6 +108,8 @@ class OutputDirectory:
         part = self.path / f".{name}.part"
         with self._writing(self.path / name):
             save_file(separate_memory(tensors), part, {**self._metadata, **(metadata or {})})
+            _sort_metadata(part)
+            part.chmod((self.path / RUN_FILE).stat().st_mode)  # the library lets the owner alone read it
             _sync(part)
             part.replace(self.path / name)
 
@@ -115,7 +119,7 @@ class OutputDirectory:
             with safe_open(self.path / name, framework="pt") as content:
                 for key in content.keys():  # noqa: SIM118
                     file_of[key] = name
-            total += (self.path / name).stat().st_size
+            total += _count_bytes(self.path / name)
         self._write_json(SAFETENSORS[1], {"metadata": {"total_size": total}, "weight_map": file_of})
 
     def _write_json(self, name: str, content: Mapping[str, Any]) -> None:
@@ -144,6 +148,25 @@ def read_rest(directory: Path, replaced: frozenset[str]) -> Iterator[tuple[str, 
     checkpoint = Checkpoint(directory)
     for name in sorted(set(checkpoint.list_unread()) - replaced):
         yield name, checkpoint.fetch_any(name).read()
+
+
+def _sort_metadata(path: Path) -> None:
+    """Sort the metadata of a file, which the library writes in random order, so that equal runs write equal
+    bytes."""
+    with path.open("r+b") as file:
+        length = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(length))
+        header[METADATA] = dict(sorted(header[METADATA].items()))
+        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+        assert len(text) <= length, "only the order has changed"
+        file.seek(8)
+        file.write(text.ljust(length))
+
+
+def _count_bytes(path: Path) -> int:
+    """Return the bytes of the tensors of a file, which follow the length of the header and the header."""
+    with path.open("rb") as file:
+        return path.stat().st_size - 8 - int.from_bytes(file.read(8), "little")
 
 
 def _sync(path: Path) -> None:
