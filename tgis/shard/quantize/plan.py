@@ -151,7 +151,8 @@ def _refuse_quantized(directory: Path, config: Mapping[str, Any]) -> None:
     text = config.get("text_config")
     places = [config, text if isinstance(text, dict) else {}]
     has_file = any((directory / name).is_file() for name in SETTINGS_FILES)
-    if has_file or any(place.get("quantization_config") for place in places):
+    is_named = any(place.get("quantization_config") for place in places)
+    if has_file or is_named or "gptq_bits" in Checkpoint(directory):  # TGIS writes only the tensor
         raise QuantizeError(f"{directory} is quantized already: give the model that it was made of")
 
 

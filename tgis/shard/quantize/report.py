@@ -10,6 +10,7 @@ from tgis.shard.quantize.output import Errors
 
 logger = logging.getLogger(__name__)
 
+TINY = 1e-12
 _EXPERT = re.compile(r"\.\d+\.")
 
 
@@ -38,7 +39,7 @@ class Report:
     def table(self) -> str:
         """Return the errors of all layers; empty if there are none."""
         rows = [
-            f"{number:>5}  {kind:<24}{ours:>10.4f}{nearest:>10.4f}{ours / nearest:>8.2f}"
+            f"{number:>5}  {kind:<24}{ours:>10.4f}{nearest:>10.4f}{ours / max(nearest, TINY):>8.2f}"
             for number, errors in enumerate(self._errors)
             for kind, (ours, nearest) in errors.items()
         ]
