@@ -72,11 +72,10 @@ class OutputDirectory:
             num_bytes += tensor.nbytes
         self._write(file_name(number), waiting)
         self._write_index(number + 1)
-        with self._writing(self.path):
-            for pattern in COPIED:
-                for file in sorted(source.glob(pattern)):
-                    if file.name != CONFIG and not file.name.endswith(".index.json"):
-                        shutil.copyfile(file, self.path / file.name)
+        for file in sorted(file for pattern in COPIED for file in source.glob(pattern)):
+            if file.name != CONFIG and not file.name.endswith(".index.json"):
+                with self._writing(self.path / file.name):
+                    shutil.copyfile(file, self.path / file.name)
 
     def write_configs(self, config: Mapping[str, Any], quantization: Mapping[str, Any]) -> None:
         """Write config.json, which makes the checkpoint complete."""
@@ -88,7 +87,7 @@ class OutputDirectory:
     def _begin(self, settings: dict[str, Any]) -> None:
         with self._writing(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
-            names = os.listdir(self.path)
+            names = {*os.listdir(self.path)} - {part_name(RUN_FILE)}
         if RUN_FILE not in names:
             if names:
                 raise QuantizeError(
@@ -105,7 +104,7 @@ class OutputDirectory:
                 )
 
     def _write(self, name: str, tensors: Tensors, metadata: Mapping[str, str] | None = None) -> None:
-        part = self.path / f".{name}.part"
+        part = self.path / part_name(name)
         with self._writing(self.path / name):
             save_file(separate_memory(tensors), part, {**self._metadata, **(metadata or {})})
             _sort_metadata(part)
@@ -123,7 +122,7 @@ class OutputDirectory:
         self._write_json(SAFETENSORS[1], {"metadata": {"total_size": total}, "weight_map": file_of})
 
     def _write_json(self, name: str, content: Mapping[str, Any]) -> None:
-        part = self.path / f".{name}.part"
+        part = self.path / part_name(name)
         with self._writing(self.path / name):
             part.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
             _sync(part)
@@ -141,6 +140,11 @@ class OutputDirectory:
 
 def file_name(number: int) -> str:
     return f"model-{number + 1:05}.safetensors"
+
+
+def part_name(name: str) -> str:
+    """Return the name of a file until it is whole."""
+    return f".{name}.part"
 
 
 def read_rest(directory: Path, replaced: frozenset[str]) -> Iterator[tuple[str, torch.Tensor]]:
