@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,10 +32,12 @@ from tgis.cli import models
 from tgis.cli.demo_model import read_documents, write_demo_model
 from tgis.hub import model_files
 from tgis.shard.checkpoint.tensors import WeightsError
+from tgis.shard.models import registry
 from tgis.shard.quantize import gptq, run
 from tgis.shard.quantize import output as output_files
 from tgis.shard.quantize.calibration import read_calibration
 from tgis.shard.quantize.group_codes import GroupCodes
+from tgis.shard.quantize.plan import make_plan
 from tgis.shard.quantize.settings import QuantizeError, QuantizeSettings
 
 # Stacked, transposed, regrouped and expert matrices; the other decoders are slow.
@@ -132,6 +135,20 @@ def test_a_family(case: str, tmp_path: Path) -> None:
     for name, tensor in load_file(model / "model.safetensors").items():
         is_kept = tensor.dim() < 2 or any(word in name for word in KEPT)
         assert torch.equal(tensor, rounded[name]) == is_kept, name
+    check_served(model, output, plain, settings)
+
+
+def check_served(model: Path, output: Path, plain: Path, settings: QuantizeSettings) -> None:
+    """The service reads the same weights from what the command wrote and from what that stands for."""
+    plan = make_plan(model, settings)
+    with ExitStack() as opened:
+        packed, floats = (
+            opened.enter_context(registry.open_weights(each, model_files.read_config(each), plan.spec))
+            for each in (output, plain)
+        )
+        for path, shape in plan.shapes.items():
+            found = packed.find_matrix(path, shape).read()
+            assert torch.equal(found.float(), floats.find_matrix(path, shape).read().float()), path
 
 
 def test_the_files_give_exactly_the_rounded_weights(
