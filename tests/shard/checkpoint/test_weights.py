@@ -308,13 +308,14 @@ def test_pages_that_were_read_do_not_pile_up(
 def test_pages_of_a_large_matrix_do_not_pile_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_single(tmp_path, {"layers.0.weight": torch.ones(32 << 10, 256)})  # 32 MiB
     monkeypatch.setattr(files, "REOPEN_BYTES", 2 << 20)
+    HostMemory().release_memory()  # else what the loop releases may hide what it takes
     weights, before = Weights(tmp_path, {"blocks.{i}.up": "layers.{i}"}), HostMemory().begin_peak()
     stored, num_rows = weights.find("blocks.0.up.weight", (32 << 10, 256)), 0
     for rows, piece in read_pieces(stored, 100_000, 7):
         assert (rows.start, rows.start % 7, piece.mean()) == (num_rows, 0, 1)
         num_rows += len(piece)
     assert num_rows == 32 << 10
-    assert HostMemory().peak() - before < 12 << 20
+    assert HostMemory().peak() - before < 20 << 20
 
 
 def test_elements_are_counted_unread(tmp_path: Path) -> None:
