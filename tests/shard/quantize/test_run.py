@@ -49,6 +49,7 @@ KEPT = "embed head router .gate. wte wpe project_ vision multi_modal".split()
 DECODERS = [name for name in CASES if family_of(name) not in ("t5", "bart")]
 TEXT = draw_ids(600, 3, 40)
 LENGTH = 24
+AGAIN = "this model is quantized already; give the one that it was made of"
 LITTLE = QuantizeSettings(group_size=16, samples=8, seqlen=LENGTH)
 
 
@@ -233,7 +234,7 @@ def test_what_others_read_beside_the_weights(tmp_path: Path) -> None:
     index = json.loads((output / "model.safetensors.index.json").read_text())
     stored = [tensor for name in weights for tensor in load_file(output / name).values()]
     assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in stored)
-    refused = f"{output} is quantized already: give the model that it was made of"
+    refused = f"{output / 'config.json'}: quantization_config: {AGAIN}"
     assert call(output, tmp_path / "again") == refused
     (output / "quantize_config.json").unlink()
     (output / "config.json").write_text(json.dumps(config))
@@ -401,7 +402,7 @@ def test_refusals(tmp_path: Path) -> None:
     assert call(model, output, "--method", "fp8") == refused
     assert os.listdir(output) == ["mine"]
     (model / "quantize_config.json").write_text('{"bits": 4}')
-    assert call(model, output) == f"{model} is quantized already: give the model that it was made of"
+    assert call(model, output) == f"{model / 'quantize_config.json'}: {AGAIN}"
 
 
 def test_other_settings_do_not_go_on(tmp_path: Path) -> None:

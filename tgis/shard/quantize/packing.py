@@ -6,6 +6,9 @@ from math import gcd
 import torch
 from torch import Tensor
 
+from tgis.shard.checkpoint.codes import CodeLayout
+from tgis.shard.quant.formats.words import unpack
+from tgis.shard.quant.schemes.rounding import round_to_floats, round_to_integers
 from tgis.shard.quantize.group_codes import GroupCodes
 from tgis.shard.quantize.settings import Method, QuantizeError
 
@@ -30,9 +33,9 @@ def pack_groups(codes: GroupCodes, rows: Tensor, bits: int) -> Tensors:
 def unpack_groups(tensors: Mapping[str, Tensor], bits: int) -> GroupCodes:
     """Invert `pack_groups` for one module."""
     return GroupCodes(
-        unpack_words(tensors["qweight"], bits),
+        unpack(tensors["qweight"].T, bits).T,
         tensors["scales"],
-        unpack_words(tensors["qzeros"].T, bits).T + 1,
+        unpack(tensors["qzeros"], bits) + 1,
         tensors["g_idx"].long(),
     )
 
@@ -41,7 +44,8 @@ def pack_words(values: Tensor, bits: int) -> Tensor:
     """Pack values, uint8 [num_values, n], one after the other from the lowest bits of the first word on.
 
     Returns int32 [num_values * bits / 32, n]. Of 3 bits, some values lie across two words."""
-    num_together, num_words = _period(bits)
+    shared = gcd(WORD_BITS, bits)
+    num_together, num_words = WORD_BITS // shared, bits // shared  # after which a word begins with a value
     found = values.reshape(-1, num_together, values.shape[1]).long()  # [num_periods, num_together, n]
     words = found.new_zeros(len(found), num_words, values.shape[1])
     for i in range(num_together):
@@ -50,26 +54,6 @@ def pack_words(values: Tensor, bits: int) -> Tensor:
         if shift + bits > WORD_BITS:
             words[:, word + 1] |= found[:, i] >> (WORD_BITS - shift)
     return words.flatten(0, 1).to(torch.int32)  # which takes the lower half
-
-
-def unpack_words(words: Tensor, bits: int) -> Tensor:
-    """Invert `pack_words`: int32 [num_words, n] -> uint8 [num_values, n]."""
-    num_together, num_words = _period(bits)
-    found = words.reshape(-1, num_words, words.shape[1]).long() & ((1 << WORD_BITS) - 1)
-    values = words.new_empty(len(found), num_together, words.shape[1], dtype=torch.uint8)
-    for i in range(num_together):
-        word, shift = divmod(i * bits, WORD_BITS)
-        value = found[:, word] >> shift
-        if shift + bits > WORD_BITS:
-            value = value | found[:, word + 1] << (WORD_BITS - shift)
-        values[:, i] = (value & ((1 << bits) - 1)).to(torch.uint8)
-    return values.flatten(0, 1)
-
-
-def _period(bits: int) -> tuple[int, int]:
-    """Return the number of values, and of words that hold them, after which a word begins with a value."""
-    shared = gcd(WORD_BITS, bits)
-    return WORD_BITS // shared, bits // shared
 
 
 def check_size(name: str, num_rows: int, num_columns: int, bits: int) -> None:
@@ -85,9 +69,9 @@ def check_size(name: str, num_rows: int, num_columns: int, bits: int) -> None:
 def pack_rows(weight: Tensor, method: Method) -> Tensors:
     """Round a matrix [num_rows, num_columns] to 8 bits with a scale for each row, and return it as
     compressed-tensors stores it: weight int8 or float8_e4m3fn, weight_scale float32 [num_rows, 1]."""
-    largest = 127.0 if method == "int8" else torch.finfo(torch.float8_e4m3fn).max
-    scales = weight.float().abs().amax(1, keepdim=True) / largest
-    scales = torch.where(scales > 0, scales, 1.0)
-    values = (weight.float() / scales).clamp(-largest, largest)
-    rounded = values.round().to(torch.int8) if method == "int8" else values.to(torch.float8_e4m3fn)
-    return {"weight": rounded, "weight_scale": scales}
+    if method == "int8":
+        codes = round_to_integers(weight, CodeLayout(torch.int8, 8, None), num_steps=127)
+    else:
+        codes = round_to_floats(weight, CodeLayout(torch.float8_e4m3fn, 8, None))
+    scales = torch.where(codes.scales > 0, codes.scales, 1.0)  # others may divide by them
+    return {"weight": codes.values, "weight_scale": scales}

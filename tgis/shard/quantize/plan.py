@@ -22,12 +22,12 @@ from tgis.shard.layers.ops import Parts, Product
 from tgis.shard.models import registry
 from tgis.shard.models.skeleton import META, MetaWeights
 from tgis.shard.models.unread_tensors import refuse_unread
+from tgis.shard.quant.formats.settings import read_settings
 from tgis.shard.quant.interface import MatrixRole
 from tgis.shard.quantize.packing import Tensors, check_size
 from tgis.shard.quantize.settings import QuantizeError, QuantizeSettings
 
 ALONE = ProcessGroup(0, 1)
-SETTINGS_FILES = ("quantize_config.json", "quant_config.json")
 _LAYER = re.compile(r"((?:\w+\.)?blocks\.\d+)\.")
 
 
@@ -128,7 +128,10 @@ class Plan:
 def make_plan(directory: Path, settings: QuantizeSettings) -> Plan:
     """Check that the model can be quantized. Raises UnsupportedModelError, WeightsError, QuantizeError."""
     config = model_files.read_config(directory)
-    _refuse_quantized(directory, config)
+    if (found := read_settings(config, directory)) is not None:
+        raise QuantizeError(
+            f"{found.place}: this model is quantized already; give the one that it was made of"
+        )
     spec = registry.make_spec(config)
     weights = registry.open_weights(directory, config, spec, MetaWeights)
     parts = LinearParts(ALONE, weights, torch.float32, TorchKernels(META))
@@ -145,15 +148,6 @@ def make_plan(directory: Path, settings: QuantizeSettings) -> Plan:
     traced = (weights.trace(path, shape) for path, shape in parts.others.items())
     kept = sorted({one.module for rows in traced for one in rows})
     return Plan(directory, config, spec, shapes, modules, kept)
-
-
-def _refuse_quantized(directory: Path, config: Mapping[str, Any]) -> None:
-    text = config.get("text_config")
-    places = [config, text if isinstance(text, dict) else {}]
-    has_file = any((directory / name).is_file() for name in SETTINGS_FILES)
-    is_named = any(place.get("quantization_config") for place in places)
-    if has_file or is_named or "gptq_bits" in Checkpoint(directory):  # TGIS writes only the tensor
-        raise QuantizeError(f"{directory} is quantized already: give the model that it was made of")
 
 
 def _list_modules(traced: Sequence[ModuleRows], names: frozenset[str], prefix: str) -> Iterator[StoredModule]:
