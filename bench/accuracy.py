@@ -12,7 +12,7 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from tgis.cli.demo_model import read_documents, write_demo_model
+from tgis.cli.demo_model import TOPICS, read_documents, write_demo_model
 from tgis.hub import model_files
 from tgis.shard.attention.interface import StepLayout
 from tgis.shard.collectives import ProcessGroup
@@ -27,6 +27,10 @@ DEMO_MODEL = Path(".cache/demo-model")
 BLOCK_SIZE = 16
 WINDOW = 256  # tokens of a text
 NUM_WINDOWS = 16
+# Topics of Python's help that the demo model was not trained with.
+HELD_OUT = (
+    "assignment attribute-access calls comparisons customization execmodel import objects strings".split()
+)
 
 
 @dataclass(frozen=True)
@@ -37,10 +41,12 @@ class Precision:
     quantize: str | None = None
 
 
+# Schemes of equal numbers have two names, of which one is measured.
+SCHEMES = ("int8", "bitsandbytes", "fp8", "bitsandbytes-nf4", "bitsandbytes-fp4", "int4")
 PRECISIONS = (
     Precision("float16", torch.float16),
     Precision("bfloat16", torch.bfloat16),
-    Precision("int8", torch.float16, "int8"),
+    *(Precision(name, torch.float16, name) for name in SCHEMES),
 )
 
 
@@ -54,25 +60,29 @@ class Cost:
     greedy_agreement: float
     """Share of the positions whose likeliest token is the same."""
     loss: float
+    held_out_loss: float
+    """Of text that the demo model was not trained with."""
     num_tokens: int
 
 
 def measure(model: Path, precisions: Sequence[Precision] = PRECISIONS) -> list[Cost]:
     """Of a decoder-only model in a directory with a tokenizer.json; float32 comes first."""
-    windows = list(_read_windows(model))
-    exact, best = _score(model, Precision("float32", torch.float32), windows)
-    costs = [Cost("float32", 0.0, 0.0, 1.0, -exact.mean().item(), len(exact))]
-    for precision in precisions:
-        scores, chosen = _score(model, precision, windows)
-        difference = (scores - exact).abs()
-        agreement = (chosen == best).double().mean().item()
-        figures = (difference.mean().item(), difference.max().item(), agreement, -scores.mean().item())
-        costs.append(Cost(precision.name, *figures, len(exact)))
+    windows, held_out = list(_read_windows(model, TOPICS)), list(_read_windows(model, HELD_OUT))
+    num_tokens, costs = len(windows) * (WINDOW - 1), []
+    expected, best = torch.empty(0), torch.empty(0)
+    for precision in (Precision("float32", torch.float32), *precisions):
+        scores, chosen = _score(model, precision, windows + held_out)
+        if not costs:
+            expected, best = scores, chosen
+        difference, agreement = (scores - expected).abs()[:num_tokens], (chosen == best)[:num_tokens]
+        figures = (difference.mean(), difference.max(), agreement.double().mean())
+        losses = (-scores[:num_tokens].mean(), -scores[num_tokens:].mean())
+        costs.append(Cost(precision.name, *(float(each) for each in figures + losses), num_tokens))
     return costs
 
 
 def format_costs(costs: Sequence[Cost]) -> str:
-    head = ("precision", "mean difference", "max difference", "greedy agreement", "loss")
+    head = ("precision", "mean difference", "max difference", "greedy agreement", "loss", "held-out loss")
     lines = [head, ("---",) * len(head), *map(_format_cost, costs)]
     return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
 
@@ -80,13 +90,13 @@ def format_costs(costs: Sequence[Cost]) -> str:
 def _format_cost(cost: Cost) -> tuple[str, ...]:
     agreement = f"{100 * cost.greedy_agreement:.1f} %"
     differences = (f"{cost.mean_difference:.1e}", f"{cost.max_difference:.1e}")
-    return cost.name, *differences, agreement, f"{cost.loss:.4f}"
+    return cost.name, *differences, agreement, f"{cost.loss:.4f}", f"{cost.held_out_loss:.4f}"
 
 
-def _read_windows(model: Path) -> Iterator[Tensor]:
+def _read_windows(model: Path, topics: Sequence[str]) -> Iterator[Tensor]:
     """int64 [WINDOW], beginnings of texts."""
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
-    encoded = (tokenizer.encode(document).ids for document in read_documents())
+    encoded = (tokenizer.encode(document).ids for document in read_documents(topics))
     long = [torch.tensor(ids[:WINDOW]) for ids in encoded if len(ids) >= WINDOW]
     yield from long[:NUM_WINDOWS]
 

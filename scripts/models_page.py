@@ -12,11 +12,33 @@ The family of a model is the `model_type` of its `config.json`. Those of the tab
 (`DEPLOYMENT_FRAMEWORK` unset, or `tgis_native`). If a configuration asks for something that its family does not
 compute, the model runs through transformers' code with a warning, or is refused; `tgis_native` always refuses it.
 """
-COLUMNS = ("family", "what it is", "`model_type`", "kind")
+COLUMNS = ("family", "what it is", "`model_type`", "kind", "quantized")
+# Families of which the tests serve checkpoints of each format, and of all others one of a format of their own.
+EACH_FORMAT = ("llama", "mixtral", "granitemoe", "gpt2", "falcon", "t5")
 OTHERS = """\
-All of them can be sharded (`--num-shard`) and quantized (`--quantize int8`), and take soft prompts and adapters. The
+All of them can be sharded (`--num-shard`) and quantized (`--quantize`), and take soft prompts and adapters. The
 tests compare tiny models of every family with transformers in float32, on one shard, and Llamas on two; accuracy and
 speed were measured with Llama's shapes only.
+
+## Quantized checkpoints
+
+A checkpoint whose weights are quantized is served by its own settings: `quantization_config` of `config.json`,
+`quantize_config.json`, `quant_config.json`, or the tensors `gptq_bits` and `gptq_groupsize`. Every format works with every
+family, with sharding, soft prompts and adapters, because families ask for weights by name. The column `quantized` says what
+the tests compare with transformers: checkpoints of each format, or of one.
+
+| format | what is read |
+| --- | --- |
+| `gptq` | 2, 3, 4 and 8 bits, version 1 and 2, `desc_act`, groups of any size; Marlin's layout (4 bits, symmetric) |
+| `awq` | 4 bits, `gemm` and `gemv` |
+| `compressed-tensors` | `pack-quantized` (2, 3, 4 and 8 bits), `int-quantized`, `float-quantized`, `naive-quantized` |
+| `fp8`, `fbgemm_fp8` | a scale for each matrix, row or block |
+| `bitsandbytes` | `nf4` and `fp4`, also nested, and 8 bits |
+
+Weights are held in the precision of `--dtype`, so memory and speed are those of the checkpoint that was quantized. Bits and
+groups of a module follow from the shapes of its tensors, so that modules may differ. All other formats are refused by name:
+among them EXL2, GGUF, AQLM, QuIP, HQQ, VPTQ, BitNet, Quanto, torchao, HIGGS, SpQR, QQQ, NVFP4, MXFP4, Marlin 2:4, sparse ones,
+the `gemv_fast` and `llm-awq` forms of AWQ, and weights that EETQ saved.
 
 ## Sharding
 
@@ -68,4 +90,5 @@ def _row(module: registry.Family) -> list[str]:
     assert name, "a family says what it is"
     types = ", ".join(f"`{model_type}`" for model_type in module.MODEL_TYPES)
     kind = "encoder-decoder" if module in registry.ENCODER_DECODERS else "decoder"
-    return [name.rstrip("."), what.rstrip("."), types, kind]
+    quantized = "each format" if module.__name__.rpartition(".")[2] in EACH_FORMAT else "one format"
+    return [name.rstrip("."), what.rstrip("."), types, kind, quantized]

@@ -1,4 +1,4 @@
-"""`convert-to-fast-tokenizer`, `convert-to-onnx` and `quantize`: the same token ids as before, or a line."""
+"""`convert-to-fast-tokenizer` and `convert-to-onnx`: the same token ids as before, or a line."""
 
 import json
 import shutil
@@ -134,9 +134,3 @@ def test_onnx_needs_an_environment_of_its_own(tmp_path: Path, monkeypatch: pytes
     assert "onnxenv/bin/pip install 'optimum-onnx[onnxruntime]'" in onnx.ELSEWHERE
     text = "Weights not found in local cache for model nobody/x"
     assert call(models.convert_to_onnx, "nobody/x", "y", code=1) == text
-
-
-def test_quantize_is_refused() -> None:
-    words = ["org/m", "out", "--percdamp", "0.01", "--act-order", "--upload-to-model-id", "x"]
-    text = "quantize: weights are not quantized by this version: serve the unquantized checkpoint"
-    assert call(models.quantize, *words, code=1) == text

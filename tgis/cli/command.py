@@ -226,8 +226,6 @@ class _Choice(click.Choice[str]):
         self._option = option
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        if value in self._option.unlisted:
-            return str(value)
         try:
             return super().convert(value, param, ctx)
         except click.BadParameter as error:

@@ -237,11 +237,11 @@ def _save(model: LlamaForCausalLM, tokenizer: Tokenizer, directory: Path) -> Non
     ).save_pretrained(directory)
 
 
-def read_documents() -> list[str]:
+def read_documents(names: Iterable[str] = TOPICS) -> list[str]:
     """Return one text of plain prose per topic, without markup and code, with one line per paragraph."""
     known: set[str] = set()
     documents = []
-    for name in TOPICS:
+    for name in names:
         # Python releases add and remove topics.
         paragraphs = re.split(r"\n\s*\n", topics.get(name, "").strip())
         prose = [_strip_markup(paragraph) for paragraph in paragraphs if _is_prose(paragraph)]

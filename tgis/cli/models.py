@@ -2,7 +2,7 @@
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -12,9 +12,6 @@ from tgis.hub import cache
 
 if TYPE_CHECKING:
     from tgis.hub.download import Repository
-
-ANYTHING = {"ignore_unknown_options": True, "allow_extra_args": True}
-NOT_QUANTIZED = "quantize: weights are not quantized by this version: serve the unquantized checkpoint"
 
 _revision = click.option("--revision", help="Branch, tag or commit of MODEL_NAME; unset: main.")
 
@@ -138,11 +135,58 @@ def convert_to_onnx(
     click.echo(onnx.convert_to_onnx(directory, target_model_name, provider, merge_graphs, optimize))
 
 
-@click.command("quantize", cls=FileCommand, context_settings=ANYTHING)
-@click.pass_context
-def quantize(context: click.Context) -> None:
-    """Refused: weights are not quantized by this version."""
-    raise OperatorError(NOT_QUANTIZED)
+@click.command("quantize", cls=FileCommand)
+@click.argument("model_name")
+@click.argument("output_dir", type=click.Path(path_type=Path))
+@_revision
+@click.option(
+    "--method", type=click.Choice(["gptq", "fp8", "int8"]), default="gptq", help="fp8 and int8: per row."
+)
+@click.option("--bits", type=click.Choice(["2", "3", "4", "8"]), default="4", help="GPTQ: bits of a weight.")
+@click.option("--groupsize", type=click.IntRange(-1), default=128, help="GPTQ: columns of a scale; -1: all.")
+@click.option("--act-order/--no-act-order", default=False, help="GPTQ: columns by the size of their inputs.")
+@click.option("--sym/--no-sym", default=True, help="GPTQ: codes symmetric around zero.")
+@click.option("--percdamp", type=click.FloatRange(0, min_open=True), default=0.01, help="GPTQ: damping.")
+@click.option(
+    "--calibration",
+    type=click.Path(path_type=Path),
+    help='Text, or .jsonl of objects with a "text"; unset: wikitext-2, if it is in the hub cache.',
+)
+@click.option("--samples", type=click.IntRange(1), default=128, help="Windows of the text.")
+@click.option(
+    "--seqlen", type=click.IntRange(8), default=2048, help="Tokens of a window, or the model's most."
+)
+@click.option("--seed", type=int, default=0, help="Seed of the windows' places.")
+@click.option("--trust-remote-code/--no-trust-remote-code", default=False, help="No effect: no code is run.")
+@click.option("--upload-to-model-id", help="Refused: `hf upload` uploads OUTPUT_DIR.")
+def quantize(
+    model_name: str,
+    output_dir: Path,
+    revision: str | None,
+    calibration: Path | None,
+    bits: str,
+    groupsize: int,
+    trust_remote_code: bool,
+    upload_to_model_id: str | None,
+    **others: Any,
+) -> None:
+    """Write MODEL_NAME, a directory or in the hub cache, with quantized weights to OUTPUT_DIR. A run that was
+    interrupted goes on when it is started again."""
+    if upload_to_model_id:
+        text = f"hf upload {upload_to_model_id} {output_dir}"
+        raise OperatorError(f"--upload-to-model-id is not supported: quantize without it, then: {text}")
+    if groupsize == 0:
+        raise click.BadParameter("0 is neither -1 nor a number of columns.", param_hint="--groupsize")
+    root = cache_root()
+    directory = cache.find_model_files(model_name, revision, root)
+    from tgis.shard.memory.host_limits import count_cores
+    from tgis.shard.quantize import run
+    from tgis.shard.quantize.settings import QuantizeSettings
+    from tgis.shard.startup.platform import configure_torch
+
+    configure_torch(count_cores())
+    settings = QuantizeSettings(bits=int(bits), group_size=groupsize, **others)
+    click.echo(run.quantize(directory, output_dir, settings, calibration, root))
 
 
 COMMANDS = (download_weights, convert_to_safetensors, convert_to_fast_tokenizer, convert_to_onnx, quantize)

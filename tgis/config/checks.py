@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tgis.config.aliases.alias import Alias
-from tgis.config.model import ENGINES_NOT_SERVED, QUANTIZATIONS_OF_TGIS
+from tgis.config.model import ENGINES_NOT_SERVED
 from tgis.errors import OperatorError
 
 DEFAULT = "default"
@@ -88,11 +88,6 @@ def check(settings: Mapping[str, Setting]) -> list[str]:
     _check_ports(values)
     _check_tls(values)
     _check_link(values, settings.get("num_shard"))
-    if (method := values.get("quantize")) in QUANTIZATIONS_OF_TGIS:
-        raise SettingsError(
-            f"{settings['quantize'].source}: {method} weights are not served by this version: give the "
-            "unquantized checkpoint, and --quantize int8 for weights in 8 bits"
-        )
     return _check_framework(values.get("deployment_framework"))
 
 

@@ -6,11 +6,14 @@ from tgis.config.option import Group, in_group, option
 
 DTYPES = ("float32", "bfloat16", "float16")
 DEVICES = ("auto", "cpu", "cuda")
-QUANTIZATIONS = ("int8",)
-QUANTIZATIONS_OF_TGIS = ("gptq", "bitsandbytes")  # refused with exit code 1
-NO_QUANTIZED_CHECKPOINTS = (
-    "Quantized checkpoints are not served by this version: give the unquantized checkpoint, and --quantize "
-    "int8 for weights in 8 bits."
+# First schemes, then names of formats; those that begin with bitsandbytes and fp8 are both.
+QUANTIZATIONS = (
+    *("int8", "int4", "eetq", "bitsandbytes", "bitsandbytes-nf4", "bitsandbytes-fp4", "fp8"),
+    *("gptq", "marlin", "awq", "compressed-tensors"),
+)
+OTHER_QUANTIZATIONS = (
+    "Serve a GPTQ, AWQ, compressed-tensors, fp8 or bitsandbytes checkpoint of the model, or the unquantized "
+    "checkpoint with --quantize int8."
 )
 # Engine for each accepted name. There are three engines: hf_transformers, tgis_native and hf_optimum_ort.
 # None means tgis_native or hf_transformers, whichever serves the model.
@@ -42,12 +45,14 @@ class ModelOptions:
         choices=DEVICES,
     )
     quantize: str | None = option(
-        "Round the weights of linear layers to 8 bits when they are read: int8, on the CPU, in the service's "
-        "own engine; activations are rounded to 8 bits too.",
+        "Round the weights of linear layers when they are read, in the service's own engine. int8 computes "
+        "in 8 bits, on the CPU, and rounds activations too; int4, eetq, bitsandbytes, bitsandbytes-nf4, "
+        "bitsandbytes-fp4 and fp8 round weights only, whose memory and speed stay those of --dtype. A "
+        "quantized checkpoint needs no value: it is served by its own settings, which gptq, marlin, awq, "
+        "compressed-tensors, fp8 and bitsandbytes must match.",
         None,
         choices=QUANTIZATIONS,
-        unlisted=QUANTIZATIONS_OF_TGIS,
-        advice=NO_QUANTIZED_CHECKPOINTS,
+        advice=OTHER_QUANTIZATIONS,
     )
     block_size: int = option("Tokens per cache block.", 16, minimum=1, group=Group.MEMORY)
     kv_cache_tokens: int | None = option(

@@ -37,8 +37,6 @@ class Option:
     """True if the option has a flag; False for variables of other programs, texts that may be unset."""
     short: str | None = None
     choices: tuple[str, ...] | None = None
-    unlisted: tuple[str, ...] = ()
-    """Further choices that are read, so that a check can refuse them, and are not offered."""
     advice: str = ""
     """What to do instead of a value that is no choice."""
     minimum: float | None = None

@@ -12,7 +12,7 @@ from torch import Tensor
 from tests.support.shard.stored_tensors import SOURCES, check_slices, fail, save_single, tensors
 from tgis.shard.checkpoint import files
 from tgis.shard.checkpoint.files import count_elements
-from tgis.shard.checkpoint.tensors import WeightsError
+from tgis.shard.checkpoint.tensors import WeightsError, read_pieces
 from tgis.shard.checkpoint.weights import Source, Weights, expert, grouped, stack, transposed
 from tgis.shard.memory.host_limits import HostMemory
 
@@ -303,6 +303,19 @@ def test_pages_that_were_read_do_not_pile_up(
     for i in range(64):
         assert weights.find(f"blocks.{i}.up.weight", (512, 256)).read().mean() == i
     assert HostMemory().peak() - before < 12 << 20
+
+
+def test_pages_of_a_large_matrix_do_not_pile_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_single(tmp_path, {"layers.0.weight": torch.ones(32 << 10, 256)})  # 32 MiB
+    monkeypatch.setattr(files, "REOPEN_BYTES", 2 << 20)
+    HostMemory().release_memory()  # else what the loop releases may hide what it takes
+    weights, before = Weights(tmp_path, {"blocks.{i}.up": "layers.{i}"}), HostMemory().begin_peak()
+    stored, num_rows = weights.find("blocks.0.up.weight", (32 << 10, 256)), 0
+    for rows, piece in read_pieces(stored, 100_000, 7):
+        assert (rows.start, rows.start % 7, piece.mean()) == (num_rows, 0, 1)
+        num_rows += len(piece)
+    assert num_rows == 32 << 10
+    assert HostMemory().peak() - before < 20 << 20
 
 
 def test_elements_are_counted_unread(tmp_path: Path) -> None:

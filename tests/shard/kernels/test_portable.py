@@ -25,11 +25,13 @@ from tests.support.shard.lora_scene import draw_scene
 from tests.support.shard.messages import GREEDY, SAMPLE
 from tests.support.shard.portable import plain
 from tgis.shard.attention.interface import Scoring
+from tgis.shard.checkpoint.tensors import TensorInMemory
 from tgis.shard.collectives import ProcessGroup
 from tgis.shard.kernels.cpu import ops as cpu_ops
 from tgis.shard.kernels.cpu.ops import CPU_KERNELS
 from tgis.shard.kernels.cpu.pointwise.activations import KINDS
 from tgis.shard.kernels.portable import attention as portable_attention
+from tgis.shard.kernels.portable import ops as portable
 from tgis.shard.kernels.portable import ops as portable_ops
 from tgis.shard.kernels.portable.attention import TorchAttention
 from tgis.shard.kernels.portable.ops import TorchKernels
@@ -64,7 +66,7 @@ TOLERANCES = {torch.float32: 1e-5, torch.float16: 0.02, torch.bfloat16: 0.15}
 def test_products(dtype: torch.dtype) -> None:
     weight, x = torch.randn(40, 64), torch.randn(9, 64)
     expected = x.double() @ weight.to(dtype).double().t()
-    product = KERNELS.pack(weight, dtype, "a weight")
+    product = KERNELS.pack(TensorInMemory(weight, "a weight"), dtype)
     weight.zero_()
     assert product(x).dtype == torch.float32
     torch.testing.assert_close(product(x).double(), expected, rtol=0, atol=TOLERANCES[dtype])
@@ -72,9 +74,24 @@ def test_products(dtype: torch.dtype) -> None:
 
 def test_a_weight_beyond_float16_is_kept_exact(caplog: pytest.LogCaptureFixture) -> None:
     weight = torch.tensor([[1.0, 2.0], [70000.0, 3.0]])
-    product = KERNELS.pack(weight, torch.float16, "file: tensor x")
+    product = KERNELS.pack(TensorInMemory(weight, "file: tensor x"), torch.float16)
     assert caplog.messages == ["file: tensor x does not fit float16 and is kept as float32"]
     assert torch.equal(product(torch.eye(2)), weight.t())
+
+
+def test_weights_are_read_a_few_rows_at_a_time(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(portable, "_PIECE", 1000)
+    weight = torch.randn(97, 40)
+    weight[:30] *= 1e-6
+    product = KERNELS.pack(TensorInMemory(weight, "file: tensor x"), torch.float16)
+    assert torch.equal(product(torch.eye(40)), weight.half().float().t())
+    assert not caplog.messages
+    weight[50, 7] = 70000.0
+    product = KERNELS.pack(TensorInMemory(weight, "file: tensor x"), torch.float16)
+    assert caplog.messages == ["file: tensor x does not fit float16 and is kept as float32"]
+    assert torch.equal(product(torch.eye(40)), weight.t())
 
 
 @pytest.mark.parametrize("has_delta", [True, False])

@@ -141,7 +141,6 @@ REFUSED = {
         "rope_parameters": {"rope_type": "llama3", "factor": 2.0}
     },
     f"activation 'mish' is not supported; supported are: {', '.join(NAMES)}": {"hidden_act": "mish"},
-    "quantized checkpoints are not supported": {"quantization_config": {"quant_method": "gptq"}},
     "4 attention heads cannot share 3 key/value heads": {"num_key_value_heads": 3},
 }
 

@@ -1,6 +1,7 @@
 """A small checkpoint of plain tensors, and checks of what is read from it."""
 
 import random
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from tgis.shard.checkpoint.tensors import ALL, FloatsOnly, WeightsError
+from tgis.shard.checkpoint.tensors import Stored, WeightsError
 from tgis.shard.checkpoint.weights import Source, Weights, stack
 
 SOURCES: dict[str, Source] = {
@@ -16,18 +17,6 @@ SOURCES: dict[str, Source] = {
     "blocks.{i}.qkv": stack("model.layers.{i}.q", "model.layers.{i}.k"),
     "blocks.{i}.out": "model.layers.{i}.o",
 }
-
-
-class MatrixInMemory(FloatsOnly):
-    """A matrix of floats that is in no file."""
-
-    label = "memory: tensor x"
-
-    def __init__(self, matrix: Tensor):
-        self._matrix, self.shape = matrix, tuple(matrix.shape)
-
-    def read(self, rows: slice = ALL, columns: slice = ALL) -> Tensor:
-        return self._matrix[rows, columns]
 
 
 def tensors() -> dict[str, Tensor]:
@@ -48,15 +37,23 @@ def save_single(directory: Path, content: dict[str, Tensor]) -> None:
 
 def fail(directory: Path, path: str = "embed.weight", shape: tuple[int, ...] = (10, 4)) -> str:
     """The text of the error, known to be one line."""
+    return refuse(lambda: Weights(directory, SOURCES).find(path, shape).read())
+
+
+def refuse(act: Callable[[], object]) -> str:
+    """The text of the error, known to be one line."""
     with pytest.raises(WeightsError) as caught:
-        Weights(directory, SOURCES).find(path, shape).read()
+        act()
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
 
 def check_slices(weights: Weights, path: str, expected: Tensor) -> None:
     """Random parts of a tensor are those of the whole one, which another way has put together."""
-    stored = weights.find(path, tuple(expected.shape))
+    check_parts(weights.find(path, tuple(expected.shape)), expected)
+
+
+def check_parts(stored: Stored, expected: Tensor) -> None:
     rng = random.Random(0)
     assert torch.equal(stored.read(), expected)
     for _ in range(60):

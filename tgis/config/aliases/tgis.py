@@ -12,7 +12,7 @@ COUNTED = "the cache is counted in blocks, not estimated"
 NOT_COMPILED = "the model's code is not compiled"
 NO_SPECULATION = "there are no speculator models: --speculate guesses from the text itself"
 OF_SHARDS = "it is an option of the shards, which hold the soft prompts"
-NO_QUANTIZATION = "quantized checkpoints are not served by this version"
+ONE_KERNEL = "weights of every format are computed by the service's own kernels"
 NO_ONNX = "models in ONNX form are served as they are: convert-to-onnx has options for this"
 
 
@@ -100,7 +100,7 @@ VARIABLES = (
     *_variables("memory use is logged once, when the model is loaded", "LOG_GPU_USAGE_INTERVAL"),
     *_variables("logits are always processed in float32", "FP32_LOGITS_PROCESS"),
     *_variables("there is one way of computing, and it is exact", "BLOOM_SLOW_BUT_EXACT"),
-    *_variables(NO_QUANTIZATION, "DISABLE_EXLLAMA", "EXLLAMA_VERSION", "GPTQ_CUDA_TYPE"),
+    *_variables(ONE_KERNEL, "DISABLE_EXLLAMA", "EXLLAMA_VERSION", "GPTQ_CUDA_TYPE"),
     *_variables(NO_ONNX, "MERGE_ONNX_GRAPHS", "OPTIMIZE_ONNX_MODEL"),
     *_variables(
         NO_SPECULATION,

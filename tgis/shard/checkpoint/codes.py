@@ -1,7 +1,7 @@
 """The canonical form of quantized weights. Every format of checkpoints is read into it, every scheme that
 rounds weights when they are read gives it, and a platform packs it into products."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +18,7 @@ class CodeLayout:
     has_zeros: bool = False
     is_reordered: bool = False  # `Codes.group_of` is given
     table: tuple[float, ...] = ()  # numbers that values are indices of; without them, values are numbers
+    rounds_activations: bool = False  # products round what they multiply to integers of `bits` bits
 
     @property
     def bytes_per_weight(self) -> float:
@@ -39,20 +40,25 @@ class Codes:
     def dequantize(self) -> Tensor:
         """Return the weights, float32 [num_rows, num_columns]."""
         if self.layout.table:
-            weights = torch.tensor(self.layout.table)[self.values.long()]
+            indices = self.values.reshape(-1).int()
+            weights = torch.tensor(self.layout.table).index_select(0, indices).view(self.values.shape)
         else:
-            weights = self.values.float()
+            weights = self.values.to(torch.float32, copy=True)
         if self.zeros is not None:
-            weights = weights - self._spread(self.zeros)
-        return weights * self._spread(self.scales)
+            self._change(weights, self.zeros, Tensor.sub_)
+        self._change(weights, self.scales, Tensor.mul_)
+        return weights
 
-    def _spread(self, per_group: Tensor) -> Tensor:
-        """Return numbers of groups as those of columns, [num_rows, num_columns] or [num_rows, 1]."""
+    def _change(self, weights: Tensor, per_group: Tensor, change: Callable[[Tensor, Tensor], Tensor]) -> None:
+        """Apply an in-place operation to weights, [num_rows, num_columns], and their groups' numbers."""
         if self.group_of is not None:
-            return per_group[:, self.group_of]
-        if self.layout.group is None:
-            return per_group
-        return per_group.repeat_interleave(self.layout.group, 1)[:, : self.values.shape[1]]
+            change(weights, per_group.index_select(1, self.group_of))
+            return
+        group = self.layout.group or max(1, weights.shape[1])
+        num_whole = weights.shape[1] // group
+        whole, rest = weights[:, : num_whole * group], weights[:, num_whole * group :]
+        change(whole.view(len(whole), num_whole, group), per_group[:, :num_whole].unsqueeze(-1))
+        change(rest, per_group[:, num_whole : num_whole + 1])
 
 
 def join_rows(parts: Sequence[Codes]) -> Codes:

@@ -3,6 +3,7 @@
 import json
 import logging
 from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,9 @@ logger = logging.getLogger(__name__)
 # For each file format: the name of a single file with all tensors, and the name of an index of several files.
 SAFETENSORS = ("model.safetensors", "model.safetensors.index.json")
 PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
-# Files are reopened after this many bytes, because pages that were read count as memory until then.
-REOPEN_BYTES = 64 << 20
+# Files are reopened after a part of their bytes, within these bounds, because pages that were read count as
+# memory until then. To reopen one takes some 20 ms.
+REOPEN_PART, LEAST_REOPEN_BYTES, REOPEN_BYTES = 32, 4 << 20, 64 << 20
 
 
 class _Safetensors:
@@ -55,7 +57,9 @@ class Checkpoint:
         self._file_of = self._list_tensors()
         self._unclosed_bytes = 0
         files = [directory / name for name in set(self._file_of.values())]
-        self.progress = Progress(sum(file.stat().st_size for file in files))
+        num_bytes = sum(file.stat().st_size for file in files)
+        self._reopen_bytes = min(max(num_bytes // REOPEN_PART, LEAST_REOPEN_BYTES), REOPEN_BYTES)
+        self.progress = Progress(num_bytes)
 
     def __contains__(self, name: str) -> bool:
         return name in self._file_of
@@ -72,11 +76,8 @@ class Checkpoint:
             raise MissingTensorError(f"{self._directory}: tensor {name} is missing")
         file = self._file_of[name]
         label = f"{self._directory / file}: tensor {name}"
-        tensors = self._open.get(file)
-        if tensors is None:  # not opened yet, or closed meanwhile by another thread
-            tensors = self._open[file] = _open(self._directory / file)
         taken = self._taken.setdefault(name, set())
-        found = FileTensor(_get(tensors, name, label), label, self._count, taken)
+        found = FileTensor(partial(self._get_mapped, file, name, label), label, self._count, taken)
         self._heights[name] = found.shape[0] if found.shape else 1
         return found
 
@@ -116,10 +117,16 @@ class Checkpoint:
         """Close the files. Tensors that were read stay valid."""
         self._open.clear()
 
+    def _get_mapped(self, file: str, name: str, label: str) -> Tensor:
+        tensors = self._open.get(file)
+        if tensors is None:  # not opened yet, or closed meanwhile, maybe by another thread
+            tensors = self._open[file] = _open(self._directory / file)
+        return _get(tensors, name, label)
+
     def _count(self, label: str, whole_bytes: int, read_bytes: int) -> None:
         self.progress.add(label, whole_bytes, read_bytes)
         self._unclosed_bytes += read_bytes
-        if self._unclosed_bytes > REOPEN_BYTES:
+        if self._unclosed_bytes > self._reopen_bytes:
             self._unclosed_bytes = 0
             unmapped = [file for file in self._open if not _can_map(self._directory / file)]
             self._open = {file: self._open[file] for file in unmapped}

@@ -65,39 +65,75 @@ class FloatsOnly:
 
 
 class FileTensor(FloatsOnly):
-    """Tensor in a mapped file. For every part that is read, `count` is called with the tensor's label and
-    bytes and the part's bytes. The index of every requested entry is added to `taken`."""
+    """Tensor in a file. `get_mapped` gives it in mapped memory, which is asked for anew for every part, so
+    that the pages of parts that were read can be released. For every part, `count` is called with the
+    tensor's label and bytes and the part's bytes. The index of every requested entry is added to `taken`."""
 
-    def __init__(self, mapped: Tensor, label: str, count: Callable[[str, int, int], None], taken: set[int]):
-        self._mapped, self.label, self._count, self._taken = mapped, label, count, taken
-        self.shape = tuple(mapped.shape)
+    def __init__(
+        self,
+        get_mapped: Callable[[], Tensor],
+        label: str,
+        count: Callable[[str, int, int], None],
+        taken: set[int],
+    ):
+        self._get_mapped, self.label, self._count, self._taken = get_mapped, label, count, taken
+        mapped = get_mapped()
+        self.shape, self.dtype, self._num_bytes = tuple(mapped.shape), mapped.dtype, mapped.nbytes
 
     def check_plain(self) -> None:
         """Raise WeightsError unless this is a vector or a matrix of floats."""
-        if not self._is_float:
-            dtype, expected = str(self._mapped.dtype).removeprefix("torch."), ", ".join(DTYPES)
-            raise WeightsError(f"{self.label} is stored as {dtype}, expected one of {expected}")
+        self.check_type(*DTYPES.values())
         if not self.shape:
             raise WeightsError(f"{self.label} is a scalar, expected a vector or a matrix")
+
+    def check_type(self, *dtypes: torch.dtype) -> None:
+        """Raise WeightsError unless the elements are of one of the types."""
+        if self.dtype not in dtypes:
+            found, *expected = (str(each).removeprefix("torch.") for each in (self.dtype, *dtypes))
+            one_of = "one of " if len(expected) > 1 else ""
+            raise WeightsError(f"{self.label} is stored as {found}, expected {one_of}{', '.join(expected)}")
+
+    def check_shape(self, *shape: int) -> None:
+        """Raise WeightsError unless the tensor has this shape."""
+        if self.shape != shape:
+            raise WeightsError(f"{self.label} has shape {list(self.shape)}, expected {list(shape)}")
+
+    def as_bytes(self) -> "FileTensor":
+        """Return the elements' bytes, uint8 [num_bytes]."""
+
+        def get_bytes() -> Tensor:
+            return self._get_mapped().contiguous().flatten().view(torch.uint8)
+
+        return FileTensor(get_bytes, self.label, self._count, set())
 
     def entry(self, index: int) -> "FileTensor":
         if index >= self.shape[0] or len(self.shape) == 1:
             raise WeightsError(f"{self.label} has shape {list(self.shape)}, no entry {index}")
         self._taken.add(index)
-        return FileTensor(self._mapped[index], f"{self.label}[{index}]", self._count, set())
+        return FileTensor(lambda: self._get_mapped()[index], f"{self.label}[{index}]", self._count, set())
 
     def read(self, rows: slice = ALL, columns: slice = ALL) -> Tensor:
-        part = self._mapped[(rows, columns)[: len(self.shape)]].contiguous()
-        self._count(self.label, self._mapped.nbytes, part.nbytes)
+        part = self._get_mapped()[(rows, columns)[: len(self.shape)]].contiguous()
+        self._count(self.label, self._num_bytes, part.nbytes)
         # Only warn: some checkpoints have such rows for unused tokens. Requests whose logits are not finite
         # get an error each.
-        if self._is_float and part.numel() and not all(bound.isfinite() for bound in part.aminmax()):
+        if (
+            self.dtype in DTYPES.values()
+            and part.numel()
+            and not all(bound.isfinite() for bound in part.aminmax())
+        ):
             logger.warning("%s holds numbers that are not finite", self.label)
         return part
 
-    @property
-    def _is_float(self) -> bool:
-        return self._mapped.dtype in DTYPES.values()
+
+class TensorInMemory(FloatsOnly):
+    """Vector or matrix of floats that is in no file."""
+
+    def __init__(self, tensor: Tensor, label: str):
+        self._tensor, self.label, self.shape = tensor, label, tuple(tensor.shape)
+
+    def read(self, rows: slice = ALL, columns: slice = ALL) -> Tensor:
+        return self._tensor[(rows, columns)[: len(self.shape)]].contiguous()
 
 
 class Transposed(FloatsOnly):
@@ -170,6 +206,16 @@ class StackedRows:
             if base >= stop:
                 break
             yield self._parts[i], slice(max(start - base, 0), stop - base)
+
+
+def read_pieces(stored: Stored, num_elements: int, multiple: int = 1) -> Iterator[tuple[slice, Tensor]]:
+    """Read a matrix a few rows at a time: a multiple of `multiple`, and about `num_elements` elements. Yield
+    the rows and their part."""
+    height, width = stored.shape
+    num_rows = max(1, num_elements // (multiple * width)) * multiple
+    for first in range(0, height, num_rows):
+        rows = slice(first, min(first + num_rows, height))
+        yield rows, stored.read(rows)
 
 
 def join_labels(labels: Iterable[str]) -> str:

@@ -29,6 +29,7 @@ class StoredModules:
 
     def __init__(self, checkpoint: Checkpoint, prefix: str, format: Format | None):
         self._checkpoint, self._prefix, self._format = checkpoint, prefix, format
+        self._quantized: set[str] = set()  # names of modules in the checkpoint
         self.shapes: dict[str, tuple[int, ...]] = {}
 
     def find(self, module: str, end: str, entry: int | None, is_transposed: bool) -> Stored:
@@ -47,8 +48,19 @@ class StoredModules:
     def _open_quantized(self, module: str) -> StoredTensor | None:
         if self._format is None:
             return None
-        opened = (self._format.open(self._checkpoint, name) for name in self._spell(module))
-        return next((found for found in opened if found is not None), None)
+        for name in self._spell(module):
+            if (found := self._format.open(self._checkpoint, name)) is not None:
+                self._quantized.add(name)
+                return found
+        return None
+
+    def list_unread(self) -> Iterator[str]:
+        """Yield the tensors of the checkpoint that were not fetched, as `Checkpoint.list_unread` does. Leave
+        out biases of zeros, which AutoGPTQ gave to modules without one. Raises WeightsError."""
+        for name in self._checkpoint.list_unread():
+            is_added = name.endswith(".bias") and name.removesuffix(".bias") in self._quantized
+            if not is_added or self._checkpoint.fetch(name).read().any():
+                yield name
 
     def _fetch_plain(self, module: str, end: str) -> StoredTensor:
         full, other = (f"{name}.{end}" for name in self._spell(module))
@@ -200,8 +212,9 @@ class Weights:
         return self._traces[module]
 
     def list_unread(self) -> Iterator[str]:
-        """Yield the tensors of the checkpoint that were not fetched, as `Checkpoint.list_unread` does."""
-        return self._checkpoint.list_unread()
+        """Yield the tensors of the checkpoint that the model does not need and that may change its results.
+        Raises WeightsError."""
+        return self._modules.list_unread()
 
     def release(self) -> None:
         """Close the files. They are opened again when something is read."""

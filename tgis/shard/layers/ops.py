@@ -13,7 +13,7 @@ from tgis.shard.checkpoint.weights import Weights
 from tgis.shard.collectives import ProcessGroup
 from tgis.shard.layers.lora import Cut, Deltas, TokenAdapters
 from tgis.shard.quant.interface import MatrixRole, Scheme
-from tgis.shard.quant.none import UNQUANTIZED
+from tgis.shard.quant.schemes.none import UNQUANTIZED
 
 Product = Callable[[Tensor], Tensor]
 """Product x W^T with a packed weight: [num_tokens, in_features] -> new [num_tokens, out_features]."""
@@ -70,8 +70,9 @@ class Kernels(Protocol):
     def device(self) -> torch.device:
         """Device of weights, activations and results."""
 
-    def pack(self, weight: Tensor, dtype: torch.dtype, label: str) -> Product:
-        """Pack a weight [out_features, in_features], which is not kept. `label` names it in warnings."""
+    def pack(self, weight: Stored, dtype: torch.dtype) -> Product:
+        """Pack a weight [out_features, in_features], which is not kept. It is read a few rows at a time, so
+        that it is never in memory twice. Raises WeightsError."""
 
     @property
     def code_packers(self) -> Mapping[CodeLayout, Callable[[Stored], Product]]:
@@ -208,7 +209,7 @@ class Parts:
         layout = part.layout()
         if layout is not None and layout in self.kernels.code_packers:
             return self.kernels.code_packers[layout](part)
-        return self.kernels.pack(part.read(), self.dtype, part.label)
+        return self.kernels.pack(part, self.dtype)
 
     def read_table(
         self, path: str, shape: tuple[int, int], rows: slice = ALL, columns: slice = ALL

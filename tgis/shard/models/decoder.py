@@ -111,6 +111,9 @@ class PostNormBlock:
         return self._norm_2(x, self._feed_forward(x, BranchInput(x), context.adapters)), None
 
 
+AnyBlock = Block | ParallelBlock | PostNormBlock
+
+
 class Decoder:
     def __init__(self, spec: DecoderSpec, parts: Parts):
         self.spec, self.parts = spec, parts
@@ -118,8 +121,7 @@ class Decoder:
             Rotary(rope, parts.kernels) if rope else None for rope in (spec.rope, spec.local_rope)
         )
         self._embed = InputEmbedding(spec, parts)
-        block_class = _block_class(spec)
-        self._blocks = [block_class(spec, parts, layer) for layer in range(spec.num_layers)]
+        self._blocks = [make_block(spec, parts, layer) for layer in range(spec.num_layers)]
         self._norm = make_norm(spec, parts, "norm") if spec.final_norm else None
         width = self.prompt_width = spec.embedding_width
         is_projected = width != spec.hidden_size
@@ -127,13 +129,18 @@ class Decoder:
         self._head = LMHead(parts, "head", spec.vocab_size, width)
 
     @torch.inference_mode()
-    def forward(self, inputs: StepInputs, attention: Attention) -> Tensor:
-        x = self._embed(inputs)  # [num_tokens, hidden_size]
+    def embed(self, inputs: StepInputs, attention: Attention) -> tuple[Tensor, StepContext]:
+        """Return the input of the first block, [num_tokens, hidden_size], and what all blocks share."""
+        x = self._embed(inputs)
         angles, local_angles = (
             rotary(inputs.positions, inputs.is_long) if rotary else None
             for rotary in (self._rotary, self._local_rotary)
         )
-        context = StepContext(attention, inputs.plan, angles, local_angles, inputs.adapters)
+        return x, StepContext(attention, inputs.plan, angles, local_angles, inputs.adapters)
+
+    @torch.inference_mode()
+    def forward(self, inputs: StepInputs, attention: Attention) -> Tensor:
+        x, context = self.embed(inputs, attention)
         delta: Tensor | None = None
         for block in self._blocks:
             x, delta = block(x, delta, context)
@@ -179,10 +186,10 @@ class InputEmbedding:
         return self._norm(x) if self._norm else x
 
 
-def _block_class(spec: DecoderSpec) -> type[Block] | type[ParallelBlock] | type[PostNormBlock]:
+def make_block(spec: DecoderSpec, parts: Parts, layer: int) -> AnyBlock:
     if spec.residual != "sequential":
-        return ParallelBlock
-    return PostNormBlock if spec.norm_place == "sum" else Block
+        return ParallelBlock(spec, parts, layer)
+    return (PostNormBlock if spec.norm_place == "sum" else Block)(spec, parts, layer)
 
 
 def _make_norms(spec: DecoderSpec, parts: Parts, path: str, number: int) -> tuple[Norm | None, Finish | None]:

@@ -41,8 +41,8 @@ from tgis.shard.models.interface import UnsupportedModelError
 from tgis.shard.models.spec import DecoderSpec, EncoderDecoderSpec
 from tgis.shard.models.unread_tensors import refuse_unread
 from tgis.shard.quant.interface import Scheme
-from tgis.shard.quant.none import UNQUANTIZED
 from tgis.shard.quant.registry import find_format
+from tgis.shard.quant.schemes.none import UNQUANTIZED
 
 Spec = DecoderSpec | EncoderDecoderSpec
 
@@ -93,8 +93,6 @@ def make_spec(config: Mapping[str, Any]) -> Spec:
     if not is_known(config):
         known = ", ".join(sorted(FAMILIES))
         raise UnsupportedModelError(f"model type {model_type!r} is not supported; supported are: {known}")
-    if config.get("quantization_config") and find_format(config) is None:
-        raise UnsupportedModelError("quantized checkpoints are not supported")
     spec = FAMILIES[config["model_type"]].spec(config)
     if spec.num_heads % spec.num_kv_heads:
         text = f"{spec.num_heads} attention heads cannot share {spec.num_kv_heads} key/value heads"
@@ -118,7 +116,7 @@ def build(spec: Spec, parts: Parts) -> Decoder | EncoderDecoderModel:
 def open_weights(path: Path, config: Mapping[str, Any], spec: Spec, kind: type[Weights] = Weights) -> Weights:
     """Open the checkpoint, with the names of the model's family. Raises WeightsError."""
     family = FAMILIES[config["model_type"]]
-    return kind(path, family.sources(spec), getattr(family, "PREFIX", ""), find_format(config))
+    return kind(path, family.sources(spec), getattr(family, "PREFIX", ""), find_format(config, path))
 
 
 def load(

@@ -27,7 +27,7 @@ def build_skeleton(
 
     Raises UnsupportedModelError, WeightsError."""
     spec = registry.make_spec(config)
-    shapes = registry.open_weights(path, config, spec, _MetaWeights)
+    shapes = registry.open_weights(path, config, spec, MetaWeights)
     model = registry.build(spec, Parts(ProcessGroup(0, 1), shapes, torch.float32, TorchKernels(META)))
     weights, cuts = registry.open_weights(path, config, spec), model.parts.cuts
     for module, cut in cuts.items():
@@ -36,7 +36,7 @@ def build_skeleton(
     return model
 
 
-class _MetaWeights(Weights):
+class MetaWeights(Weights):
     """Weights that have shapes but no elements."""
 
     def find(self, path: str, shape: tuple[int, ...]) -> Stored:

@@ -1,18 +1,48 @@
-"""Registry of schemes, by the value of `--quantize`, and of the formats of quantized checkpoints, by the
-`quant_method` of config.json."""
+"""Registry of schemes, by the value of `--quantize`, and of the formats of quantized checkpoints, by their
+`quant_method`."""
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from tgis.shard.checkpoint.format import Format
-from tgis.shard.quant.int8 import Int8
+from tgis.shard.checkpoint.tensors import WeightsError
+from tgis.shard.quant.formats.awq import Awq
+from tgis.shard.quant.formats.bitsandbytes import BitsAndBytes
+from tgis.shard.quant.formats.compressed_tensors import CompressedTensors
+from tgis.shard.quant.formats.fp8 import Fp8
+from tgis.shard.quant.formats.gptq import Gptq
+from tgis.shard.quant.formats.marlin import Marlin
+from tgis.shard.quant.formats.settings import SERVED, QuantizationSettings, read_settings
 from tgis.shard.quant.interface import Scheme
-from tgis.shard.quant.none import UNQUANTIZED
+from tgis.shard.quant.schemes.int8 import Int8
+from tgis.shard.quant.schemes.none import UNQUANTIZED
+from tgis.shard.quant.schemes.weight_only import WEIGHT_ONLY
 
-SCHEMES: dict[str, Scheme] = {"none": UNQUANTIZED, "int8": Int8()}
+SCHEMES: dict[str, Scheme] = {"none": UNQUANTIZED, "int8": Int8(), **WEIGHT_ONLY}
 
-# Each makes a format from `quantization_config`.
-FORMATS: dict[str, Callable[[Mapping[str, Any]], Format]] = {}
+FORMATS: dict[str, Callable[[QuantizationSettings], Format]] = {
+    "awq": Awq,
+    "bitsandbytes": BitsAndBytes,
+    "compressed-tensors": CompressedTensors,
+    "fbgemm_fp8": Fp8,
+    "fp8": Fp8,
+    "gptq": Gptq,
+    "marlin": Marlin,
+}
+
+# Values of `--quantize` that name a format, and the methods of its checkpoints. Some name a scheme too, which
+# quantizes other checkpoints.
+METHODS_OF = {
+    "gptq": ("gptq", "marlin"),
+    "marlin": ("gptq", "marlin"),
+    "awq": ("awq",),
+    "compressed-tensors": ("compressed-tensors",),
+    "fp8": ("fp8", "fbgemm_fp8"),
+    "bitsandbytes": ("bitsandbytes",),
+    "bitsandbytes-nf4": ("bitsandbytes",),
+    "bitsandbytes-fp4": ("bitsandbytes",),
+}
 
 
 def find_scheme(quantize: str | None) -> Scheme:
@@ -20,8 +50,32 @@ def find_scheme(quantize: str | None) -> Scheme:
     return SCHEMES[quantize or "none"]
 
 
-def find_format(config: Mapping[str, Any]) -> Format | None:
-    """Return the format of a checkpoint's quantized weights by its config.json, or None if it is unknown."""
-    settings = config.get("quantization_config")
-    make = FORMATS.get(settings.get("quant_method", "")) if isinstance(settings, dict) else None
-    return make(settings) if make and isinstance(settings, dict) else None
+def find_scheme_name(quantize: str | None, settings: QuantizationSettings | None) -> str | None:
+    """Return the scheme that `--quantize` means for a checkpoint: none if it names the checkpoint's own
+    format. Raises WeightsError if it names another one."""
+    methods = METHODS_OF.get(quantize or "", ())
+    if settings is None and methods and quantize not in SCHEMES:
+        raise WeightsError(
+            f"--quantize {quantize} is for quantized checkpoints, and this one is not quantized: leave the "
+            "option out, or round the weights with --quantize int8"
+        )
+    if settings is None or not methods:
+        return quantize
+    if settings.method not in methods:
+        raise WeightsError(
+            f"--quantize {quantize} contradicts {settings.place}, which says {settings.method}: leave the "
+            "option out, and the checkpoint is served by its own settings"
+        )
+    return None
+
+
+def find_format(config: Mapping[str, Any], directory: Path) -> Format | None:
+    """Return the format of the quantized weights of the checkpoint in `directory` with this config.json, or
+    None if they are not quantized. Raises ModelNotFoundError and WeightsError."""
+    settings = read_settings(config, directory)
+    if settings is None:
+        return None
+    if settings.method not in FORMATS:
+        named = f"{settings.method} checkpoints" if settings.method else "quantized checkpoints of no method"
+        settings.refuse(f"{named} are not served: {SERVED}")
+    return FORMATS[settings.method](settings)

@@ -20,7 +20,8 @@ from tgis.shard.models.interface import ConfigurationError, Model, ModelSpec, Un
 from tgis.shard.models.onnx_runtime import load as onnx_runtime
 from tgis.shard.models.spec import DecoderSpec
 from tgis.shard.quant.interface import Scheme
-from tgis.shard.quant.none import UNQUANTIZED
+from tgis.shard.quant.registry import find_format
+from tgis.shard.quant.schemes.none import UNQUANTIZED
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +58,7 @@ def choose(
     engine = ENGINES.get(framework or "")
     if engine == ONNX:
         return _choose_onnx(directory, settings)
+    is_quantized = find_format(settings, directory) is not None
     if engine == TRANSFORMERS and size > 1:
         # Ignore the option, as TGIS did: its transformers engine cannot split a model over ranks.
         engine = None
@@ -69,7 +71,7 @@ def choose(
         return _choose_transformers(directory, settings, trust_remote_code, instead_of=error)
     if engine != TRANSFORMERS:
         return native
-    obstacle = _find_obstacle(native.spec, settings["model_type"])
+    obstacle = _find_obstacle(native.spec, settings["model_type"], is_quantized)
     if obstacle is not None:
         logger.warning("tgis_native serves this model, because hf_transformers cannot: %s", obstacle)
         return native
@@ -130,8 +132,10 @@ def _choose_transformers(
     return Choice(TRANSFORMERS, spec, load)
 
 
-def _find_obstacle(spec: ModelSpec, model_type: str) -> str | None:
+def _find_obstacle(spec: ModelSpec, model_type: str, is_quantized: bool) -> str | None:
     """Return why transformers' code cannot run a model of a native family, None if no reason is known."""
+    if is_quantized:
+        return "its weights are quantized"
     if not isinstance(spec, DecoderSpec):
         return "it is an encoder-decoder"
     if spec.slopes:

@@ -22,7 +22,8 @@ from tgis.shard.kernels.cpu.jit.compiler import compile_progress
 from tgis.shard.memory.host_limits import count_cores, release_memory
 from tgis.shard.memory.kv_cache import KVCache, bytes_per_block
 from tgis.shard.models.interface import Model, ModelSpec, UnsupportedModelError
-from tgis.shard.quant.registry import find_scheme
+from tgis.shard.quant.formats.settings import read_settings
+from tgis.shard.quant.registry import find_scheme, find_scheme_name
 from tgis.shard.runner.batch_builder import BatchBuilder
 from tgis.shard.runner.forward import Forward, GraphForward
 from tgis.shard.runner.interface import ModelRunner
@@ -84,6 +85,7 @@ def _plan(config: ShardConfig, on: Platform | None) -> "_Plan":
     """Check that the model can be served, before anything slow starts."""
     directory = Path(config.model_path)
     settings = model_files.read_json(directory, "config.json")
+    config = replace(config, quantize=find_scheme_name(config.quantize, read_settings(settings, directory)))
     how = (config.deployment_framework, config.world_size, config.trust_remote_code)
     choice = engine_choice.choose(directory, settings, *how, find_scheme(config.quantize))
     quantize_check.check_engine(config.quantize, choice)
@@ -95,7 +97,8 @@ def _plan(config: ShardConfig, on: Platform | None) -> "_Plan":
     demand = Demand(config.block_size, length, *sizes, is_encoder_decoder)
     limits = adapter_limits(config, choice.is_native, length)
     dtype_name = _choose_dtype(config.dtype, settings, choice)
-    return _Plan(config, settings, choice, on, demand, limits, dtype_name)
+    kept_type = quantize_check.name_kept_type(config, settings, on, dtype_name)
+    return _Plan(config, settings, choice, on, demand, limits, dtype_name, kept_type)
 
 
 @dataclass(frozen=True)
@@ -108,7 +111,8 @@ class _Plan:
     on: Platform
     demand: Demand
     limits: AdapterLimits
-    dtype_name: str  # of the cache, and of weights that are not quantized
+    dtype_name: str  # of the cache, and of weights that are not kept as codes
+    kept_type: str  # of the weights of linear layers
 
     @property
     def dtype(self) -> torch.dtype:
@@ -135,7 +139,7 @@ class _Plan:
             self.on.memory_left(group),
             self.on.cache_divisor,
             self.limits.num_bytes,
-            self.config.quantize,
+            self.kept_type,
         )
 
     def start_guides(self) -> Guides:
@@ -156,7 +160,7 @@ class _Plan:
             rank=config.rank,
             world_size=config.world_size,
             epoch=config.epoch,
-            weight_dtype=config.quantize or self.dtype_name,
+            weight_dtype=self.kept_type,
             cache_dtype=self.dtype_name,
             rope_switch_len=spec.rope_switch_len,
             pad_token_id=model_files.pad_token_id(self._directory, self.tokenizer_directory, spec.vocab_size),

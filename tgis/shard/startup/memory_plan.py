@@ -74,16 +74,16 @@ def check_fit(
     left: int,
     divisor: int = 4,
     adapter_bytes: int = 0,
-    quantize: str | None = None,
+    kept_type: str | None = None,
 ) -> None:
     """Check that the model fits into the `left` bytes of this machine.
 
-    `weights` is the size of the weights of all ranks of this machine. Raises ModelTooLargeError or
-    CacheTooSmallError."""
+    `weights` is the size of the weights of all ranks of this machine, of type `kept_type`. Raises
+    ModelTooLargeError or CacheTooSmallError."""
     if weights > left:
         raise ModelTooLargeError(
             f"the model does not fit: its weights take {weights / GIB:.2f} GiB as "
-            f"{quantize or str(dtype).removeprefix('torch.')}, {left / GIB:.2f} GiB of memory are left"
+            f"{kept_type or str(dtype).removeprefix('torch.')}, {left / GIB:.2f} GiB of memory are left"
         )
     budget = MemoryBudget(left - weights, 0, group.local_size, divisor, adapter_bytes)
     check_budget(budget)

@@ -1,5 +1,6 @@
 """Checks that the platform supports `--quantize`, and counts the memory of weights."""
 
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ from tgis.shard.quant.registry import find_format, find_scheme
 from tgis.shard.startup.engine_choice import NATIVE, Choice
 from tgis.shard.startup.platform import DeviceError, Platform
 
+logger = logging.getLogger(__name__)
+
 
 def check_engine(quantize: str | None, choice: Choice) -> None:
     """Raise UnsupportedModelError if the engine cannot quantize."""
@@ -23,16 +26,38 @@ def check_engine(quantize: str | None, choice: Choice) -> None:
 def check_platform(quantize: str | None, on: Platform) -> None:
     """Raise DeviceError if the platform cannot compute with this quantization."""
     layout = find_scheme(quantize).layout
-    if layout is not None and layout not in on.kernels.code_packers:
+    if layout is not None and layout.rounds_activations and layout not in on.kernels.code_packers:
         raise DeviceError(f"--quantize {quantize} works on the CPU only; --device cpu selects it")
+
+
+def name_kept_type(config: ShardConfig, settings: Mapping[str, Any], on: Platform, dtype_name: str) -> str:
+    """Return the name of the type in which linear layers are kept. Log if they were or are rounded to codes
+    that are not kept."""
+    scheme, format = find_scheme(config.quantize), find_format(settings, Path(config.model_path))
+    if scheme.layout in on.kernels.code_packers:
+        return config.quantize or dtype_name
+    if scheme.layout is not None:
+        logger.warning(
+            "--quantize %s rounds the weights, which are then kept as %s: memory and speed are those of "
+            "--dtype %s, because this version has no products for their codes",
+            *(config.quantize, dtype_name, dtype_name),
+        )
+    elif format is not None and format.layout not in on.kernels.code_packers:
+        logger.info(
+            "the weights of this quantized checkpoint are kept as %s: memory and speed are those of --dtype "
+            "%s, because this version has no products for their codes",
+            *(dtype_name, dtype_name),
+        )
+    return dtype_name
 
 
 def count_bytes(
     config: ShardConfig, settings: Mapping[str, Any], choice: Choice, on: Platform, dtype: torch.dtype
 ) -> int:
     """Return the size of a checkpoint's weights over all ranks. `settings` is its config.json."""
-    scheme, format = find_scheme(config.quantize), find_format(settings)
-    elements = count_elements(Path(config.model_path), format)
+    directory = Path(config.model_path)
+    scheme, format = find_scheme(config.quantize), find_format(settings, directory)
+    elements = count_elements(directory, format)
     layout = scheme.layout or (format.layout if format else None)
     if layout is None or layout not in on.kernels.code_packers:
         return elements * dtype.itemsize

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tgis.shard.checkpoint.tensors import TensorInMemory
 from tgis.shard.kernels.cpu.gemm import panels
 from tgis.shard.kernels.cpu.gemm import product as gemm
 from tgis.shard.kernels.cpu.gemm.inner_loop import BLOCK, ROWS
@@ -37,7 +38,7 @@ def _seed() -> Iterator[None]:
 @pytest.mark.parametrize(("in_features", "out_features"), SHAPES)
 def test_rows_are_their_own(dtype: torch.dtype, in_features: int, out_features: int) -> None:
     weight, x = torch.randn(out_features, in_features), torch.randn(241, in_features)
-    product = gemm.pack(weight, dtype, "a weight")
+    product = gemm.pack(TensorInMemory(weight, "a weight"), dtype)
     whole = product(x)
     expected = x.double() @ weight.to(dtype).double().t()
     scale = x.double().abs() @ weight.to(dtype).double().abs().t()
@@ -54,7 +55,7 @@ def test_each_sum_is_one_chain(dtype: torch.dtype) -> None:
     fma = ctypes.CDLL("libm.so.6").fmaf
     fma.argtypes, fma.restype = [ctypes.c_float] * 3, ctypes.c_float
     weight, x = torch.randn(PANEL + 2, 2 * BLOCK + 5), torch.randn(ROWS + 1, 2 * BLOCK + 5)
-    y = gemm.pack(weight, dtype, "a weight")(x)
+    y = gemm.pack(TensorInMemory(weight, "a weight"), dtype)(x)
     for row, column in ((0, 0), (1, PANEL), (ROWS, PANEL + 1), (ROWS, PANEL - 1)):
         total = 0.0
         for one, other in zip(x[row].tolist(), weight[column].to(dtype).tolist(), strict=True):
@@ -66,7 +67,7 @@ def test_each_sum_is_one_chain(dtype: torch.dtype) -> None:
 def test_threads_and_places_change_nothing(dtype: torch.dtype) -> None:
     """Rows in many groups, many units, and x at every place between two cache lines."""
     weight, x = torch.randn(10 * PANEL + 3, 1700), torch.randn(450, 1700)
-    product = gemm.pack(weight, dtype, "a weight")
+    product = gemm.pack(TensorInMemory(weight, "a weight"), dtype)
     expected = product(x)
     for num_threads in (2, 3):
         torch.set_num_threads(num_threads)
@@ -81,9 +82,11 @@ def test_threads_and_places_change_nothing(dtype: torch.dtype) -> None:
 
 _MANY_THREADS = """
 import torch
+from tgis.shard.checkpoint.tensors import TensorInMemory
 from tgis.shard.kernels.cpu.gemm import product as packed
 torch.set_num_threads(1)
-product, x = packed.pack(torch.randn(323, 1700), torch.float32, "a weight"), torch.randn(450, 1700)
+product = packed.pack(TensorInMemory(torch.randn(323, 1700), "a weight"), torch.float32)
+x = torch.randn(450, 1700)
 expected = product(x)
 torch.set_num_threads(4)
 assert all(torch.equal(product(x), expected) for _ in range(20))
@@ -97,7 +100,7 @@ def test_scratch_memory_lives_as_long_as_its_kernel() -> None:
 
 
 def test_a_captured_product_reads_what_x_is_by_then() -> None:
-    product, x = gemm.pack(torch.randn(70, 40), torch.float16, "a weight"), torch.randn(3, 40)
+    product, x = gemm.pack(TensorInMemory(torch.randn(70, 40), "a weight"), torch.float16), torch.randn(3, 40)
     expected, pool = product(x), MemoryPool()
     source = torch.zeros(3, 40)
     with capture(pool.empty) as launches:
@@ -118,7 +121,7 @@ def test_every_type_becomes_every_type(
     """Piece by piece; numbers are rounded as torch rounds them, from memory with gaps that is not kept."""
     monkeypatch.setattr(gemm, "_PIECE", 2 * PANEL * 9)
     weight = torch.randn(7 * PANEL + 5, 18).to(stored)[:, ::2]
-    product, expected = gemm.pack(weight, dtype, "a weight"), weight.to(dtype).float().clone()
+    product, expected = gemm.pack(TensorInMemory(weight, "a weight"), dtype), weight.to(dtype).float().clone()
     weight.zero_()
     assert torch.equal(product(torch.eye(9)).t(), expected)
     assert (product.in_features, product.out_features) == (9, 7 * PANEL + 5)
@@ -132,7 +135,7 @@ def test_what_float16_cannot_hold_is_kept_exact(
     weight: list[float], caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING):
-        product = CPU_KERNELS.pack(torch.tensor([weight]), torch.float16, "file: tensor x")
+        product = CPU_KERNELS.pack(TensorInMemory(torch.tensor([weight]), "file: tensor x"), torch.float16)
     assert caplog.messages == ["file: tensor x does not fit float16 and is kept as float32"]
     if all(math.isfinite(one) for one in weight):
         assert product(torch.eye(2)).flatten().tolist() == torch.tensor(weight).tolist()
@@ -140,21 +143,21 @@ def test_what_float16_cannot_hold_is_kept_exact(
 
 @pytest.mark.parametrize("weight", [torch.zeros(2, 2), torch.full((2, 2), 65504.0), torch.eye(2) * 2**-10])
 def test_what_float16_can_hold(weight: Tensor, caplog: pytest.LogCaptureFixture) -> None:
-    product = CPU_KERNELS.pack(weight, torch.float16, "a weight")
+    product = CPU_KERNELS.pack(TensorInMemory(weight, "a weight"), torch.float16)
     assert not caplog.messages
     assert torch.equal(product(torch.eye(2)), weight.t())
 
 
 def test_bfloat16_keeps_its_range(caplog: pytest.LogCaptureFixture) -> None:
     weight = torch.tensor([[1e30, 1e-30], [-(2.0**-120), 3.0]]).bfloat16()
-    product = CPU_KERNELS.pack(weight, torch.bfloat16, "a weight")
+    product = CPU_KERNELS.pack(TensorInMemory(weight, "a weight"), torch.bfloat16)
     assert not caplog.messages
     assert torch.equal(product(torch.eye(2)), weight.float().t())
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_what_is_not_finite_stays_in_its_row(dtype: torch.dtype) -> None:
-    product, x = gemm.pack(torch.randn(40, 20), dtype, "a weight"), torch.randn(9, 20)
+    product, x = gemm.pack(TensorInMemory(torch.randn(40, 20), "a weight"), dtype), torch.randn(9, 20)
     expected = product(x)
     x[4, 3], x[7, 0] = torch.nan, torch.inf
     found = product(x)
@@ -172,3 +175,22 @@ def test_memory_for_weights(monkeypatch: pytest.MonkeyPatch) -> None:
         assert not part.any(), "not zero, or another's"
         part.fill_(i + 1)
     assert [part.unique().tolist() for part in parts] == [[i + 1] for i in range(len(parts))]
+
+
+def test_weights_are_read_a_few_rows_at_a_time(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whether a matrix fits float16 is known after its last piece."""
+    monkeypatch.setattr(gemm, "_PIECE", 3000)
+    weight = torch.randn(323, 40)
+    weight[:100] *= 1e-6
+    product = gemm.pack(TensorInMemory(weight, "file: tensor x"), torch.float16)
+    assert torch.equal(product(torch.eye(40)), weight.half().float().t())
+    assert not caplog.messages
+    for beyond in (70000.0, math.nan):
+        weight[250, 7] = beyond
+        caplog.clear()
+        product = gemm.pack(TensorInMemory(weight, "file: tensor x"), torch.float16)
+        assert caplog.messages == ["file: tensor x does not fit float16 and is kept as float32"]
+        rows = [row for row in range(323) if row != 250]
+        assert torch.equal(product(torch.eye(40))[:, rows], weight.t()[:, rows])

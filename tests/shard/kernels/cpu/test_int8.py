@@ -13,14 +13,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.support.shard.stored_tensors import MatrixInMemory
+from tgis.shard.checkpoint.tensors import TensorInMemory
 from tgis.shard.kernels.cpu.int8 import inner_loop, kernels
 from tgis.shard.kernels.cpu.int8 import product as int8
 from tgis.shard.kernels.cpu.int8.inner_loop import InstructionSet
 from tgis.shard.kernels.cpu.int8.product import Int8Product
 from tgis.shard.kernels.cpu.jit import cache
 from tgis.shard.kernels.cpu.jit.llvm import has_feature
-from tgis.shard.quant.int8 import Rounded
+from tgis.shard.quant.schemes.int8 import Rounded
 
 GROUP = 128
 SHAPES = [(1, 64, 33), (13, 33, 7), (37, 1500, 40), (3, 4, 1), (21, 257, 70)]  # rows, inputs, outputs
@@ -39,7 +39,7 @@ def many_threads() -> Iterator[None]:
 
 
 def pack(weight: Tensor) -> Int8Product:
-    return int8.pack(Rounded(MatrixInMemory(weight)))
+    return int8.pack(Rounded(TensorInMemory(weight, "a weight")))
 
 
 def round_groups(x: Tensor) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:

@@ -15,7 +15,7 @@ from tgis.shard.kernels.cpu.jit.compiler import Kernel, as_bits, empty
 from tgis.shard.kernels.cpu.pointwise import activations, elementwise, embedding, heads, norms
 from tgis.shard.layers.lora import LORA_TILE, Deltas, TokenAdapters
 from tgis.shard.layers.ops import HeadNorm, Product, Unfused
-from tgis.shard.quant import int8 as int8_scheme
+from tgis.shard.quant.schemes import int8 as int8_scheme
 
 _UNIT = 16384  # fewest elements per thread; for fewer, waking a thread costs more than it saves
 _PRODUCTS = 1 << 17  # multiplications of LoRA from which on a second thread is woken

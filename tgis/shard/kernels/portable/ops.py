@@ -9,11 +9,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tgis.shard.checkpoint.codes import CodeLayout
-from tgis.shard.checkpoint.tensors import Stored
+from tgis.shard.checkpoint.tensors import Stored, read_pieces
 from tgis.shard.layers.lora import Deltas, LowRank, TokenAdapters
 from tgis.shard.layers.ops import HeadNorm, Product, Unfused
 
 logger = logging.getLogger(__name__)
+
+_PIECE = 1 << 22  # approximate number of weights that are read at a time
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
@@ -32,12 +34,15 @@ class TorchKernels(Unfused):
     def __init__(self, device: torch.device):
         self.device = device
 
-    def pack(self, weight: Tensor, dtype: torch.dtype, label: str) -> Product:
+    def pack(self, weight: Stored, dtype: torch.dtype) -> Product:
         """Implement `Kernels.pack`. A matrix beyond float16's range stays float32, with a warning."""
-        if dtype == torch.float16 and not weight.abs().max() <= torch.finfo(dtype).max:
-            logger.warning("%s does not fit float16 and is kept as float32", label)
-            dtype = torch.float32
-        packed = weight.to(self.device, dtype, copy=True)
+        packed, largest = torch.empty(weight.shape, dtype=dtype, device=self.device), torch.tensor(0.0)
+        for rows, piece in read_pieces(weight, _PIECE):
+            packed[rows] = piece.to(self.device)
+            largest = largest.maximum(piece.abs().max())
+        if dtype == torch.float16 and not largest <= torch.finfo(dtype).max:
+            logger.warning("%s does not fit float16 and is kept as float32", weight.label)
+            return self.pack(weight, torch.float32)
         return lambda x: F.linear(x.to(dtype), packed).float()
 
     def prepare_adapters(self) -> None:

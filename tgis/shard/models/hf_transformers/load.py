@@ -33,8 +33,13 @@ from tgis.shard.models.hf_transformers.self_check import (
 from tgis.shard.models.interface import Model, UnsupportedModelError
 from tgis.shard.models.unread_tensors import refuse_unread
 from tgis.shard.models.whole_model import NotServedError, WholeModelSpec, warn_of_copies
+from tgis.shard.quant.formats.settings import read_settings
 
 CAUSAL = "AutoModelForCausalLM"
+NOT_QUANTIZED = (
+    "quantized checkpoints are served by the service's own engine only, which does not run this model: serve "
+    "the checkpoint from which it was quantized"
+)
 # Rotary embeddings whose frequencies, for all positions of a step, depend on its longest sequence.
 STEP_WIDE_ROPES = ("dynamic", "longrope")
 # Numbers of positions over which masks are examined: without one in the configuration, and at most.
@@ -45,8 +50,8 @@ def make_spec(directory: Path, config: Mapping[str, Any], trust_remote_code: boo
     """Return the shape that the configuration implies; `load` finds the actual one.
 
     Runs the checkpoint's configuration code if it is trusted. Raises UnsupportedModelError."""
-    if config.get("quantization_config"):
-        raise UnsupportedModelError("quantized checkpoints are not supported")
+    if read_settings(config, directory) is not None:
+        raise UnsupportedModelError(NOT_QUANTIZED)
     with _as_unsupported(config.get("model_type")):
         parsed = _read_config(directory, config, trust_remote_code)
         text = parsed.get_text_config(decoder=True)

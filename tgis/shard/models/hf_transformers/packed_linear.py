@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tgis.shard.checkpoint.tensors import TensorInMemory
 from tgis.shard.kernels.cpu.gemm.product import PackedProduct, pack
 
 _NUMBER = re.compile(r"\b\d+\b")
@@ -19,7 +20,7 @@ class PackedLinear(nn.Module):
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.was_read = False
-        self._multiply: PackedProduct = pack(linear.weight.detach(), dtype, label)
+        self._multiply: PackedProduct = pack(TensorInMemory(linear.weight.detach(), label), dtype)
         self.bias = None if linear.bias is None else nn.Parameter(linear.bias.float(), requires_grad=False)
 
     @property

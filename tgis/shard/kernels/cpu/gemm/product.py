@@ -10,6 +10,7 @@ import torch
 from numba import carray
 from torch import Tensor
 
+from tgis.shard.checkpoint.tensors import Stored, read_pieces
 from tgis.shard.kernels.cpu.gemm.inner_loop import (
     BLOCK,
     MANY_ROWS,
@@ -30,7 +31,7 @@ logger = logging.getLogger(__name__)
 # Bounds on a matrix's largest magnitude within which float16 keeps it well. Above, values become infinite;
 # below, many values are subnormal and lose digits.
 FLOAT16_MAX, FLOAT16_SMALL = 65504.0, 2.0**-10
-_PIECE = 1 << 22  # approximate number of elements that are converted and packed at a time
+_PIECE = 1 << 20  # approximate number of elements that are read, converted and packed at a time
 _MIN_PARALLEL = 1 << 16  # with fewer multiplications, waking a second thread does not pay
 _MAX_PANELS = 8  # of a unit
 # Most rows and panels of a unit of at least MANY_ROWS rows. Its sums and a block of its x fit a second-level
@@ -64,26 +65,22 @@ class PackedProduct:
         return y
 
 
-def pack(weight: Tensor, dtype: torch.dtype, label: str) -> PackedProduct:
+def pack(weight: Stored, dtype: torch.dtype) -> PackedProduct:
     """Implement `Kernels.pack`. A matrix that does not fit float16 stays float32, with a warning."""
-    if dtype == torch.float16 and weight.dtype != torch.float16 and not _fits_float16(weight):
-        logger.warning("%s does not fit float16 and is kept as float32", label)
-        dtype = torch.float32
     out_features, in_features = weight.shape
     size = dtype.itemsize * PANEL * in_features  # bytes of a panel
     panels = arena.allocate(count_panels(out_features) * size)
-    num_rows = max(1, _PIECE // (PANEL * in_features)) * PANEL
-    for first in range(0, out_features, num_rows):
-        piece = weight[first : first + num_rows].to(dtype).contiguous()
-        to = panels[first // PANEL * size :]
-        PACK[dtype.itemsize].parallel(*piece.shape, piece.data_ptr(), to.data_ptr())
+    largest = torch.tensor(0.0)  # NaN if a weight is
+    for rows, piece in read_pieces(weight, _PIECE, PANEL):
+        if dtype == torch.float16 and piece.dtype != torch.float16:
+            largest = largest.maximum(torch.stack(piece.aminmax()).abs().amax())
+        converted = piece.to(dtype)
+        to = panels[rows.start // PANEL * size :]
+        PACK[dtype.itemsize].parallel(*converted.shape, converted.data_ptr(), to.data_ptr())
+    if not (largest == 0 or FLOAT16_SMALL <= largest <= FLOAT16_MAX):
+        logger.warning("%s does not fit float16 and is kept as float32", weight.label)
+        return pack(weight, torch.float32)
     return PackedProduct(panels, in_features, out_features, _MULTIPLY[dtype])
-
-
-def _fits_float16(weight: Tensor) -> bool:
-    low, high = weight.aminmax()
-    most = float(max(-low, high))
-    return most == 0 or FLOAT16_SMALL <= most <= FLOAT16_MAX
 
 
 class _TileRows(NamedTuple):

@@ -11,7 +11,7 @@ from llvmlite import ir
 from tgis.shard.kernels.cpu.jit import llvm
 from tgis.shard.kernels.cpu.jit.compiler import llvm_function
 from tgis.shard.kernels.cpu.jit.llvm import FLOAT, FUSED, I8, I16, I32, I64
-from tgis.shard.quant.int8 import GROUP
+from tgis.shard.quant.schemes.int8 import GROUP
 
 QUAD = 4  # adjacent values that an instruction multiplies at once
 HEADER = 8  # bytes before a group of activations: its scale, float32, and the correction of its sums, int32

@@ -18,7 +18,7 @@ from tgis.shard.kernels.cpu.jit.compiler import (
     pointer,
 )
 from tgis.shard.kernels.cpu.jit.llvm import FLOAT
-from tgis.shard.quant.int8 import GROUP
+from tgis.shard.quant.schemes.int8 import GROUP
 
 COLUMNS = INSTRUCTION_SET.columns  # columns of a panel
 ROWS = INSTRUCTION_SET.rows

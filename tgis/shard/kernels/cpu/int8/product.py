@@ -11,7 +11,7 @@ from tgis.shard.kernels.cpu.gemm.panels import arena
 from tgis.shard.kernels.cpu.int8 import kernels
 from tgis.shard.kernels.cpu.int8.inner_loop import HEADER, QUAD
 from tgis.shard.kernels.cpu.jit.compiler import empty
-from tgis.shard.quant.int8 import GROUP
+from tgis.shard.quant.schemes.int8 import GROUP
 
 _PIECE = 1 << 17  # approximate number of weights that are read and packed at a time; they fit a core's cache
 _PART = 1 << 14  # approximate number of activations that a thread quantizes at a time

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from tests.support.shard.stored_tensors import MatrixInMemory
-from tgis.shard.quant.int8 import GROUP, LAYOUT, Rounded, round_weights
+from tgis.shard.checkpoint.tensors import TensorInMemory
 from tgis.shard.quant.interface import MatrixRole
 from tgis.shard.quant.registry import find_scheme
+from tgis.shard.quant.schemes.int8 import GROUP, LAYOUT, Rounded, round_weights
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (40, 127), (70, 128), (33, 1000)])
@@ -40,7 +40,7 @@ def test_groups_of_nothing_and_of_what_is_not_finite() -> None:
 
 def test_a_part_is_rounded_by_itself() -> None:
     weights = torch.randn(20, 300)
-    part = Rounded(MatrixInMemory(weights)).codes(slice(3, 9), slice(50, 250))
+    part = Rounded(TensorInMemory(weights, "a weight")).codes(slice(3, 9), slice(50, 250))
     assert torch.equal(part.dequantize(), round_weights(weights[3:9, 50:250]).dequantize())
     assert (part.dequantize() - weights[3:9, 50:250]).abs().max() <= part.scales.max() / 2 * (1 + 1e-5)
 
@@ -49,6 +49,6 @@ def test_a_part_is_rounded_by_itself() -> None:
     ("role", "is_rounded"), [("linear", True), ("head", True), ("replicated", False), ("table", False)]
 )
 def test_the_scheme_decides_by_role(role: MatrixRole, is_rounded: bool) -> None:
-    stored = MatrixInMemory(torch.randn(4, 4))
+    stored = TensorInMemory(torch.randn(4, 4), "a weight")
     assert isinstance(find_scheme("int8").encode(role, stored), Rounded) is is_rounded
     assert find_scheme(None).encode(role, stored) is stored

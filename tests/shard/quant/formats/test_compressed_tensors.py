@@ -1,0 +1,95 @@
+"""compressed-tensors: what the library packs is read as the library itself reads it, bit for bit."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32, unpack_from_int32
+
+from tests.support.shard.compressed import compress, draw_weight
+from tests.support.shard.quantized_modules import check_cuts, open_module
+
+PACKED = {
+    "groups": {"num_bits": 4, "strategy": "group", "group_size": 32, "symmetric": True},
+    "groups with zeros": {"num_bits": 4, "strategy": "group", "group_size": 32, "symmetric": False},
+    "rows": {"num_bits": 4, "strategy": "channel", "symmetric": True},
+    "rows with zeros": {"num_bits": 4, "strategy": "channel", "symmetric": False},
+    "a matrix": {"num_bits": 4, "strategy": "tensor", "symmetric": True},
+    "2 bits": {"num_bits": 2, "strategy": "group", "group_size": 16, "symmetric": False},
+    "3 bits": {"num_bits": 3, "strategy": "group", "group_size": 32, "symmetric": False},
+    "8 bits": {"num_bits": 8, "strategy": "group", "group_size": 64, "symmetric": False},
+}
+INTEGERS = {
+    "rows": {"num_bits": 8, "strategy": "channel", "symmetric": True},
+    "rows with zeros": {"num_bits": 8, "strategy": "channel", "symmetric": False},
+    "groups with zeros": {"num_bits": 8, "strategy": "group", "group_size": 32, "symmetric": False},
+    "a matrix": {"num_bits": 8, "strategy": "tensor", "symmetric": True},
+    "a matrix with a zero": {"num_bits": 8, "strategy": "tensor", "symmetric": False},
+    "4 bits": {"num_bits": 4, "strategy": "group", "group_size": 32, "symmetric": True},
+}
+FLOATS = {
+    "rows": {"strategy": "channel"},
+    "a matrix": {"strategy": "tensor"},
+    "blocks": {"strategy": "block", "block_structure": [16, 32]},
+    "groups": {"strategy": "group", "group_size": 32},
+}
+CASES = {
+    **{f"pack-quantized, {name}": ("pack-quantized", more) for name, more in PACKED.items()},
+    **{f"int-quantized, {name}": ("int-quantized", more) for name, more in INTEGERS.items()},
+    "naive, int8": ("naive-quantized", INTEGERS["rows with zeros"]),
+    **{
+        f"float-quantized, {name}": ("float-quantized", {"num_bits": 8, "type": "float", **more})
+        for name, more in FLOATS.items()
+    },
+    "naive, fp8": ("naive-quantized", {"num_bits": 8, "type": "float", "strategy": "channel"}),
+}
+WIDTH = 192
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("name", CASES)
+def test_weights_are_those_of_the_library(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    form, more = CASES[name]
+    # Zeros of 48 rows fill words of 4 bits, and those of 44 rows do not.
+    weight = draw_weight(44 if "zeros" in name else 48, WIDTH, dtype)
+    tensors, expected, settings = compress(weight, form, **more)
+    assert expected.dtype == dtype
+    assert 0 < (expected - weight).abs().mean() < 0.2, "the library quantized them"
+    found = open_module(tmp_path, tensors, settings)
+    assert found.shape == weight.shape
+    whole = found.read()
+    assert torch.equal(whole.to(dtype), expected)
+    check_cuts(found, whole)
+
+
+def test_widths_that_fill_no_words(tmp_path: Path) -> None:
+    for bits in (3, 4, 8):
+        tensors, expected, settings = compress(
+            draw_weight(24, 77, torch.float32), "pack-quantized", num_bits=bits, strategy="channel"
+        )
+        found = open_module(tmp_path, tensors, settings)
+        assert torch.equal(found.read(), expected)
+        check_cuts(found, expected)
+
+
+def test_columns_in_another_order(tmp_path: Path) -> None:
+    """The library writes no `weight_g_idx` any more, but checkpoints of its older releases have it."""
+    weight, order = draw_weight(32, WIDTH, torch.float32), torch.randperm(WIDTH)
+    tensors, expected, settings = compress(weight, "pack-quantized", **PACKED["groups with zeros"])
+    codes = unpack_from_int32(tensors["weight_packed"], 4, weight.shape)
+    tensors["weight_packed"] = pack_to_int32(codes[:, order].contiguous(), 4)
+    tensors["weight_g_idx"] = (order // 32).int()
+    found = open_module(tmp_path, tensors, settings)
+    layout = found.layout()
+    assert layout is not None
+    assert layout.is_reordered
+    assert torch.equal(found.read(), expected[:, order])
+    check_cuts(found, expected[:, order])
+
+
+@pytest.mark.parametrize("idle", [-1, 0])
+def test_an_order_that_was_never_set(idle: int, tmp_path: Path) -> None:
+    weight = draw_weight(32, WIDTH, torch.float32)
+    tensors, expected, settings = compress(weight, "pack-quantized", **PACKED["groups"])
+    tensors["weight_g_idx"] = torch.full((WIDTH,), idle, dtype=torch.int32)
+    assert torch.equal(open_module(tmp_path, tensors, settings).read(), expected)

@@ -1,0 +1,188 @@
+"""Models whose weights are rounded when they are read: equal to the checkpoint that has these numbers, on one
+rank and on two, and what operators are told."""
+
+import logging
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from tests.support.shard import stepping
+from tests.support.shard.checkpoints import SMALL, edit_config, write_model
+from tests.support.shard.driver import configure
+from tests.support.shard.quantized_files import KINDS, NOT_QUANTIZED, write_quantized
+from tests.support.shard.ranks import Ranks
+from tests.support.shard.stepping import Stepper
+from tgis.shard.checkpoint.tensors import TensorInMemory
+from tgis.shard.collectives import ProcessGroup
+from tgis.shard.kernels.portable.ops import TorchKernels
+from tgis.shard.models import registry
+from tgis.shard.models.interface import UnsupportedModelError
+from tgis.shard.quant.registry import find_scheme
+from tgis.shard.quant.schemes.weight_only import WEIGHT_ONLY
+from tgis.shard.startup import engine_choice, quantize_check
+from tgis.shard.startup.load import load
+from tgis.shard.startup.platform import ON_CPU
+
+SIZES = {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}
+# Groups of 64 and of 128 are cut over two ranks, and the last ones are partial.
+WIDE = {"intermediate_size": 200}
+
+# `make test` runs one of each kind of groups; "eetq" is "bitsandbytes".
+DISTINCT = [
+    "bitsandbytes",
+    "int4",
+    *(pytest.param(name, marks=pytest.mark.slow) for name in ("bitsandbytes-nf4", "bitsandbytes-fp4", "fp8")),
+]
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("mixtral")
+    write_model(directory, transformers.MixtralConfig(**{**SMALL, **SIZES, **WIDE}))
+    return directory
+
+
+def round_file(directory: Path, rounded: Path, name: str) -> None:
+    """Write a checkpoint with the numbers that whole matrices are rounded to."""
+    content = load_file(directory / "model.safetensors")
+    for key, tensor in content.items():
+        if tensor.dim() == 2 and not NOT_QUANTIZED.fullmatch(key):
+            content[key] = find_scheme(name).encode("linear", TensorInMemory(tensor, key)).read()
+    rounded.mkdir()
+    save_file(content, rounded / "model.safetensors")
+    edit_config(rounded, stepping.read_config(directory))
+
+
+def compute_logits(group: ProcessGroup, directory: Path, name: str | None) -> Tensor:
+    config = stepping.read_config(directory)
+    model = registry.load(directory, config, group, torch.float32, scheme=find_scheme(name))
+    found = Stepper(model, group).step({0: (list(range(5, 20)), 0), 1: ([30, 31], 0)})  # type: ignore[arg-type]
+    return torch.cat(list(found.values()))
+
+
+@pytest.mark.parametrize("name", DISTINCT)
+def test_ranks_have_parts_of_the_same_weights(
+    name: str, model_path: Path, ranks: Ranks, tmp_path: Path
+) -> None:
+    round_file(model_path, tmp_path / "rounded", name)
+    for size in (1, 2):
+        found = ranks.run(size, compute_logits, model_path, name)
+        expected = ranks.run(size, compute_logits, tmp_path / "rounded", None)
+        plain = ranks.run(size, compute_logits, model_path, None)
+        assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+        assert not torch.equal(found[0], plain[0])
+
+
+@pytest.mark.parametrize("name", ["int8", "fp8"])
+def test_operators_are_told_what_is_kept(
+    name: str, model_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO):
+        runner = load(configure(model_path, quantize=name, dtype="float16"))
+    kept = "int8" if name == "int8" else "float16"
+    assert runner.info.weight_dtype == kept
+    assert any(f" with {kept} weights" in message for message in caplog.messages)
+    text = (
+        f"--quantize {name} rounds the weights, which are then kept as float16: memory and speed are those "
+        "of --dtype float16, because this version has no products for their codes"
+    )
+    assert (text in caplog.messages) == (name != "int8")
+
+
+def test_a_quantized_checkpoint_is_said_to_be_kept_in_the_type(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    plain, quantized = tmp_path / "plain", tmp_path / "quantized"
+    write_model(plain, transformers.MixtralConfig(**{**SMALL, **SIZES, **WIDE}))
+    write_quantized(plain, quantized, KINDS["nf4"])
+    with caplog.at_level(logging.INFO):
+        assert load(configure(quantized, dtype="bfloat16")).info.weight_dtype == "bfloat16"
+    assert sum("of this quantized checkpoint are kept as bfloat16" in text for text in caplog.messages) == 1
+    caplog.clear()
+    # Both at once: the numbers of the checkpoint are rounded again.
+    assert load(configure(quantized, quantize="int8")).info.weight_dtype == "int8"
+
+
+@pytest.mark.parametrize("kind", [None, *KINDS])
+def test_memory_is_that_of_what_is_kept(kind: str | None, model_path: Path, tmp_path: Path) -> None:
+    directory, plain = model_path, tmp_path / "plain"
+    content = load_file(model_path / "model.safetensors")
+    num_elements = sum(each.numel() for each in content.values() if each.dim() > 1)
+    if kind is not None:
+        directory = tmp_path / "quantized"
+        plain.mkdir()
+        for file in model_path.glob("*.*"):
+            (plain / file.name).write_bytes(file.read_bytes())
+        write_quantized(plain, directory, KINDS[kind])
+    settings = stepping.read_config(directory)
+    choice = engine_choice.choose(directory, settings, None, 1, trust_remote_code=False)
+    for name in (None, *WEIGHT_ONLY):
+        config = configure(directory, quantize=name)
+        for dtype in (torch.float16, torch.float32):
+            counted = quantize_check.count_bytes(config, settings, choice, ON_CPU, dtype)
+            assert counted == num_elements * dtype.itemsize
+
+
+def test_other_devices_serve_it_and_other_engines_refuse(model_path: Path) -> None:
+    elsewhere = replace(ON_CPU, kernels=TorchKernels(torch.device("cpu")), captures_steps=False)
+    for name in WEIGHT_ONLY:
+        quantize_check.check_platform(name, elsewhere)
+    options = {"quantize": "int4", "deployment_framework": "hf_transformers"}
+    with pytest.raises(UnsupportedModelError, match=r"^--quantize int4 is for tgis_native, not for hf_tr"):
+        load(configure(model_path, **options))
+
+
+MEASURE = """
+import json, sys, torch
+from pathlib import Path
+from tgis.shard.checkpoint.tensors import TensorInMemory
+from tgis.shard.collectives import ProcessGroup
+from tgis.shard.kernels.cpu.ops import CPU_KERNELS
+from tgis.shard.memory.host_limits import HostMemory
+from tgis.shard.models import registry
+from tgis.shard.quant.registry import find_scheme
+
+directory, scheme = Path(sys.argv[1]), find_scheme(sys.argv[2])
+CPU_KERNELS.pack(TensorInMemory(torch.randn(64, 64), "a weight"), torch.float16)  # compiles
+memory = HostMemory()
+memory.release_memory()
+before, used = memory.begin_peak(), memory.memory_used()
+config = json.loads((directory / "config.json").read_text())
+model = registry.load(directory, config, ProcessGroup(0, 1), torch.float16, scheme=scheme)
+peak = memory.peak() - before
+memory.release_memory()
+print(peak, memory.memory_used() - used)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        (None, "none"),
+        (None, "bitsandbytes-nf4"),
+        (None, "fp8"),
+        ("fp8, a scale for each block", "none"),
+        ("nf4", "none"),
+        ("int8", "none"),
+    ],
+)
+def test_little_more_than_what_is_kept_is_taken(kind: str | None, name: str, tmp_path: Path) -> None:
+    """A model of 380 MB, read by a process of its own."""
+    plain, quantized = tmp_path / "plain", tmp_path / "quantized"
+    sizes = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 8, "vocab_size": 16000}
+    write_model(plain, transformers.LlamaConfig(**{**SMALL, **sizes, "num_attention_heads": 16}))
+    if kind is not None:
+        write_quantized(plain, quantized, KINDS[kind])
+    directory = plain if kind is None else quantized
+    command = [sys.executable, "-c", MEASURE, str(directory), name]
+    peak, kept = map(int, subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout.split())
+    assert 250 << 20 < kept < 500 << 20
+    assert peak <= 1.15 * kept

@@ -1,0 +1,104 @@
+"""Rounding by GPTQ against the paper's equations in plain float64."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.support.shard import gptq_oracle
+from tgis.shard.quantize.gptq import solve
+from tgis.shard.quantize.group_codes import GroupCodes, round_to_nearest
+from tgis.shard.quantize.settings import QuantizeError, QuantizeSettings
+
+ROWS, COLUMNS = 12, 150  # more than a block
+CASES: dict[str, dict[str, Any]] = {
+    "as TGIS": {"group_size": 32},
+    "act_order": {"group_size": 32, "act_order": True},
+    "asymmetric": {"group_size": 32, "sym": False},
+    "asymmetric, act_order": {"group_size": 32, "sym": False, "act_order": True},
+    "all columns in a group": {"group_size": -1},
+    "groups wider than a block": {"group_size": 140, "sym": False},
+    "2 bits": {"bits": 2, "group_size": 64},
+    "3 bits": {"bits": 3, "group_size": 64, "sym": False},
+    "8 bits": {"bits": 8, "group_size": 64},
+    "little damping": {"group_size": 128, "percdamp": 0.001},
+}
+
+
+def draw(seed: int = 0, num_inputs: int = 400) -> tuple[torch.Tensor, torch.Tensor]:
+    """A matrix, and the Hessian of inputs that are like each other; two columns meet only zeros."""
+    generator = torch.Generator().manual_seed(seed)
+    weight = torch.randn(ROWS, COLUMNS, generator=generator)
+    weight[0, :64] = weight[0, :64].abs()
+    mixed = torch.randn(num_inputs, 40, generator=generator) @ torch.randn(40, COLUMNS, generator=generator)
+    inputs = mixed + 0.3 * torch.randn(num_inputs, COLUMNS, generator=generator)
+    inputs[:, [5, 133]] = 0
+    return weight, 2 / num_inputs * inputs.T @ inputs
+
+
+@pytest.mark.parametrize("options", CASES.values(), ids=CASES)
+def test_equals_the_paper(options: dict[str, Any]) -> None:
+    settings = QuantizeSettings(**options)
+    weight, hessian = draw()
+    before = weight.clone(), hessian.clone()
+    found = solve(weight, hessian, settings)
+    assert torch.equal(weight, before[0])
+    assert torch.equal(hessian, before[1])
+    expected = gptq_oracle.solve(
+        weight.double().numpy(),
+        hessian.double().numpy(),
+        settings.bits,
+        settings.group_length(COLUMNS),
+        settings.sym,
+        settings.act_order,
+        settings.percdamp,
+    )
+    is_certain = expected.edges > 1e-4
+    assert is_certain.mean() > 0.99
+    assert (found.codes.T.numpy() == expected.codes)[is_certain].all()
+    assert np.array_equal(found.scales.T.double().numpy(), expected.scales)
+    assert np.array_equal(found.zeros.T.numpy(), expected.zeros)
+    assert found.group_of.tolist() == [k // settings.group_length(COLUMNS) for k in range(COLUMNS)]
+    assert not found.dequantize()[:, [5, 133]].any()
+    assert found.zeros.min() > 0, "a stored zero wraps around"
+
+
+@pytest.mark.parametrize("sym", [True, False])
+def test_tiny_weights_and_zeros(sym: bool) -> None:
+    weight, hessian = draw()
+    weight[0], weight[1] = 0, weight[1] * 1e-9
+    found = solve(weight, hessian, QuantizeSettings(sym=sym)).dequantize()
+    assert not found[:2].any()
+    assert found.isfinite().all()
+
+
+def output_error(weight: torch.Tensor, hessian: torch.Tensor, codes: GroupCodes) -> float:
+    off = (weight - codes.dequantize()).double()
+    return float((off @ hessian.double() * off).sum())
+
+
+@pytest.mark.parametrize("options", CASES.values(), ids=CASES)
+def test_outputs_are_nearer_than_those_of_plain_rounding(options: dict[str, Any]) -> None:
+    settings = QuantizeSettings(**options)
+    weight, hessian = draw(1)
+    ours, nearest = solve(weight, hessian, settings), round_to_nearest(weight, settings)
+    assert output_error(weight, hessian, ours) < 0.5 * output_error(weight, hessian, nearest)
+    assert (weight - nearest.dequantize()).norm() < (weight - ours.dequantize()).norm()
+
+
+def test_plain_rounding_is_to_the_nearest() -> None:
+    weight, _ = draw(2)
+    settings = QuantizeSettings(bits=3, group_size=32, sym=False)
+    found = round_to_nearest(weight, settings)
+    steps = torch.arange(8) - found.zeros.T[:, found.group_of].unsqueeze(-1).double()
+    choices = steps * found.scales.T[:, found.group_of].unsqueeze(-1).double()  # [rows, columns, 8]
+    best = (choices - weight.double().unsqueeze(-1)).abs().amin(-1)
+    assert torch.equal(best, (weight.double() - found.dequantize().double()).abs())
+
+
+def test_a_hessian_that_is_not_one_is_named() -> None:
+    weight, hessian = draw()
+    hessian[3, 4] = hessian[4, 3] = torch.nan
+    with pytest.raises(QuantizeError, match="cannot be inverted: use a larger --percdamp"):
+        solve(weight, hessian, QuantizeSettings())

@@ -1,0 +1,119 @@
+"""GPTQ and its form on disk in plain numpy, from the paper and from the table of formats; and what a GPTQ
+checkpoint stands for, as a plain checkpoint."""
+
+import json
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+Array = NDArray[np.float64]
+
+
+class Solved(NamedTuple):
+    codes: Array  # [num_rows, num_columns]
+    scales: Array  # [num_rows, num_groups]
+    zeros: Array  # likewise
+    edges: Array  # distances of the unrounded codes to the nearest edge between two codes
+
+
+def solve(
+    weight: Array, hessian: Array, bits: int, group: int, sym: bool, act_order: bool, percdamp: float
+) -> Solved:
+    """Equations (2) and (3) of the paper, one column after the other: no blocks, no Cholesky factors. Each
+    column that is rounded is taken out of the inverse of the Hessian by Gaussian elimination."""
+    left, h, (rows, width) = weight.copy(), hessian.copy(), weight.shape
+    for k in range(width):
+        if h[k, k] == 0:
+            h[k, k], left[:, k] = 1, 0
+    order = sorted(range(width), key=lambda k: -h[k, k]) if act_order else list(range(width))
+    original = left.copy()
+    h += np.eye(width) * percdamp * np.mean([h[k, k] for k in range(width)])
+    groups = -(-width // group)
+    codes, edges = np.zeros((rows, width)), np.zeros((rows, width))
+    scales, zeros = np.zeros((rows, groups)), np.zeros((rows, groups))
+    inverse = torch.linalg.inv(torch.from_numpy(h)).numpy().copy()
+    for step, k in enumerate(order):
+        g = k // group
+        if act_order or k % group == 0:
+            spanned = original if act_order else left
+            for row in range(rows):
+                own = spanned[row, g * group : (g + 1) * group]
+                scales[row, g], zeros[row, g] = find_grid(own, bits, sym)
+        exact = left[:, k] / scales[:, g] + zeros[:, g]
+        edges[:, k] = np.abs(exact - np.floor(exact) - 0.5)
+        codes[:, k] = np.clip(np.round(left[:, k] / scales[:, g]) + zeros[:, g], 0, 2**bits - 1)
+        error = left[:, k] - (codes[:, k] - zeros[:, g]) * scales[:, g]
+        rest = order[step:]
+        left[:, rest] -= (error / inverse[k, k])[:, None] * inverse[k, rest]
+        inverse -= inverse[:, [k]] * inverse[[k], :] / inverse[k, k]
+    return Solved(codes, scales, zeros, edges)
+
+
+def find_grid(weights: Array, bits: int, sym: bool) -> tuple[float, float]:
+    """Scale and zero of a group's weights of a row."""
+    largest = 2**bits - 1
+    if sym:
+        return float(np.float16(2 * np.abs(weights).max() / largest)), 2.0 ** (bits - 1)
+    low, high = min(weights.min(), 0.0), max(weights.max(), 0.0)
+    zero = np.round(-low / ((high - low) / largest))
+    if zero == 0:  # as it cannot be stored, the grid begins one code later
+        return float(np.float16(high / (largest - 1))), 1.0
+    return float(np.float16((high - low) / largest)), float(zero)
+
+
+def read_bits(words: NDArray[np.int32], bits: int) -> NDArray[np.int64]:
+    """Values that lie one after the other along the first axis, from the lowest bit on."""
+    columns = np.ascontiguousarray(words.T).view(np.uint8)
+    stream = np.unpackbits(columns, axis=1, bitorder="little")
+    values = stream.reshape(len(columns), -1, bits) @ (1 << np.arange(bits))
+    return values.T
+
+
+def read_module(tensors: dict[str, Tensor], bits: int) -> Tensor:
+    """w[n, k] = (c - z) s of the group of k, where stored zeros are one less: float32 [rows, columns]."""
+    codes = read_bits(tensors["qweight"].numpy(), bits)  # [num_columns, num_rows]
+    zeros = read_bits(tensors["qzeros"].numpy().T, bits).T + 1 & (1 << bits) - 1
+    group_of = tensors["g_idx"].numpy()
+    weights = (codes - zeros[group_of]) * tensors["scales"].numpy().astype(np.float64)[group_of]
+    return torch.from_numpy(weights.T.astype(np.float32).copy())
+
+
+def read_checkpoint(directory: Path) -> dict[str, Tensor]:
+    """The plain tensors that a checkpoint of this service's own stands for."""
+    index = json.loads((directory / "model.safetensors.index.json").read_text())["weight_map"]
+    stored: dict[str, Tensor] = {}
+    for file in sorted(set(index.values())):
+        content = load_file(directory / file)
+        assert {name for name, at in index.items() if at == file} == content.keys()
+        stored |= content
+    bits = int(stored.pop("gptq_bits"))
+    del stored["gptq_groupsize"]
+    plain = {}
+    for module in {name.removesuffix(".qweight") for name in stored if name.endswith(".qweight")}:
+        parts = {end: stored.pop(f"{module}.{end}") for end in ("qweight", "qzeros", "scales", "g_idx")}
+        if parts["qweight"].dim() == 3:
+            entries = [{end: part[i] for end, part in parts.items()} for i in range(len(parts["qweight"]))]
+            plain[f"{module}.weight"] = torch.stack([read_module(entry, bits) for entry in entries])
+        else:
+            plain[f"{module}.weight"] = read_module(parts, bits)
+    return plain | stored
+
+
+def write_plain(original: Path, quantized: Path, plain: Path, turns: bool = False) -> None:
+    """A checkpoint with the weights that a quantized one stands for, of the type and shape of the original's.
+    `turns`: the original stores the matrices of its layers as [in, out]."""
+    before, after = load_file(original / "model.safetensors"), read_checkpoint(quantized)
+    assert before.keys() == after.keys()
+    for name, tensor in after.items():
+        is_turned = turns and tensor.dim() == 2 and not torch.equal(tensor, before[name])
+        after[name] = (tensor.T if is_turned else tensor).contiguous()
+        assert after[name].shape == before[name].shape
+    plain.mkdir()
+    save_file(after, plain / "model.safetensors", {"format": "pt"})
+    for file in original.glob("*.json"):
+        (plain / file.name).write_bytes(file.read_bytes())

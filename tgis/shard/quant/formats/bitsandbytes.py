@@ -1,0 +1,212 @@
+"""Format `bitsandbytes`: codes of 4 bits with a scale for each block of the matrix's elements, row by row, or
+integers of 8 bits with a scale for each row. Tensors are those of its release 0.50."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tgis.shard.checkpoint.code_matrix import CodeMatrix, as_slice
+from tgis.shard.checkpoint.codes import CodeLayout, Codes
+from tgis.shard.checkpoint.format import Tensors
+from tgis.shard.checkpoint.tensors import ALL, FileTensor, StoredTensor, WeightsError
+from tgis.shard.quant.code_tables import TABLES
+
+DEFAULT_BLOCK = 64
+_STATE = "quant_state.bitsandbytes__"
+_MAX_STATE_BYTES = 4096
+_STEP = 7.874015718698502e-3  # 1 / 127, as the library has it
+
+
+class BitsAndBytes:
+    def __init__(self, settings: Mapping[str, Any]):
+        kind = str(settings.get("bnb_4bit_quant_type", "fp4"))
+        self._is_4bit = bool(settings.get("load_in_4bit"))
+        # Bytes may be stored as numbers of another type.
+        self._storage = getattr(torch, str(settings.get("bnb_4bit_quant_storage")), torch.uint8)
+        is_known = self._is_4bit and kind in TABLES
+        self.layout = make_layout(kind, DEFAULT_BLOCK) if is_known else CodeLayout(torch.int8, 8, None)
+
+    def open(self, tensors: Tensors, module: str) -> StoredTensor | None:
+        name = f"{module}.weight"
+        if name not in tensors:
+            return None
+        kind = next((kind for kind in TABLES if f"{name}.{_STATE}{kind}" in tensors), None)
+        if kind is not None:
+            return FourBitMatrix(tensors, name, kind)
+        if f"{module}.SCB" in tensors:
+            return EightBitMatrix(tensors, module)
+        if (found := tensors.fetch_any(name)).dtype in (torch.uint8, torch.int8):
+            states = [f"{name}.{_STATE}{kind}" for kind in TABLES]
+            missing = ", ".join((*states, f"{module}.SCB"))
+            raise WeightsError(f"{found.label} is quantized, but the checkpoint has none of {missing}")
+        return None
+
+    def count_weights(self, name: str, shape: tuple[int, ...]) -> int | None:
+        is_packed = self._is_4bit and name.endswith(".weight") and len(shape) == 2 and shape[1] == 1
+        return 2 * prod(shape) * self._storage.itemsize if is_packed else None
+
+
+def make_layout(kind: str, block: int) -> CodeLayout:
+    return CodeLayout(torch.uint8, 4, block, table=TABLES[kind])
+
+
+class EightBitMatrix(CodeMatrix):
+    """Matrix of weights code * scale / 127. `read` gives the library's bits; codes, whose scales are divided
+    already, differ from it in the last one."""
+
+    def __init__(self, tensors: Tensors, module: str):
+        self._weight, self._scales = (tensors.fetch_any(f"{module}.{end}") for end in ("weight", "SCB"))
+        self._weight.check_type(torch.int8)
+        self._scales.check_type(torch.float32)
+        self._scales.check_shape(*self._weight.shape[:1])
+        if f"{module}.weight_format" in tensors:
+            _check_format(tensors.fetch_any(f"{module}.weight_format"))
+        super().__init__(self._weight.shape, self._weight.label, CodeLayout(torch.int8, 8, None))
+
+    def read(self, rows: slice = ALL, columns: slice = ALL) -> Tensor:
+        scales = self._scales.read(rows).unsqueeze(1)  # [num_rows, 1]
+        return self._weight.read(rows, columns).float().mul_(scales).mul_(_STEP)
+
+    def take(self, rows: range, columns: range) -> Codes:
+        values = self._weight.read(as_slice(rows), as_slice(columns))
+        return Codes(self._layout, values, self._scales.read(as_slice(rows)).unsqueeze(1) * _STEP)
+
+
+def _check_format(found: FileTensor) -> None:
+    """Raise WeightsError unless rows lie one after the other."""
+    if found.read().flatten().tolist() != [0]:
+        raise WeightsError(f"{found.label} is not 0: only rows one after the other are served, no tiles")
+
+
+class FourBitMatrix(CodeMatrix):
+    """Matrix whose elements, row by row, are in blocks of codes; two codes are in a byte, the first one in
+    its upper half. Blocks may reach from one row into the next; then parts can be read as floats alone."""
+
+    def __init__(self, tensors: Tensors, name: str, kind: str):
+        packed, state = tensors.fetch_any(name), _read_state(tensors.fetch_any(f"{name}.{_STATE}{kind}"))
+        num_elements = prod(state.shape)
+        self._bytes = packed.as_bytes()
+        if self._bytes.shape[0] != -(-num_elements // 2):
+            raise WeightsError(
+                f"{packed.label} has {self._bytes.shape[0]} bytes, which do not hold {list(state.shape)} "
+                "weights of 4 bits"
+            )
+        _check_table(tensors.fetch_any(f"{name}.quant_map"), kind)
+        num_blocks = -(-num_elements // state.block)
+        kind_of_scales = PlainScales if state.nested is None else NestedScales
+        self._scales = kind_of_scales(tensors, name, state, num_blocks)
+        super().__init__(state.shape, packed.label, make_layout(kind, state.block))
+        self._block = state.block
+
+    def layout(self, columns: slice = ALL) -> CodeLayout | None:
+        return None if self.shape[1] % self._block else self._layout
+
+    def read(self, rows: slice = ALL, columns: slice = ALL) -> Tensor:
+        asked, width = range(self.shape[0])[rows], self.shape[1]
+        first, last = asked.start * width, asked.stop * width
+        blocks = range(first // self._block, -(-last // self._block))
+        weights = self._take_blocks(blocks).dequantize().flatten()
+        first -= blocks.start * self._block
+        return weights[first:][: len(asked) * width].view(-1, width)[:, columns].contiguous()
+
+    def take(self, rows: range, columns: range) -> Codes:
+        per_row = self.shape[1] // self._block
+        found = self._take_blocks(range(rows.start * per_row, rows.stop * per_row))
+        values = found.values.view(-1, self.shape[1])[:, as_slice(columns)]
+        groups = slice(columns.start // self._block, columns.stop // self._block)
+        return Codes(self._layout, values.contiguous(), found.scales.view(-1, per_row)[:, groups])
+
+    def _take_blocks(self, blocks: range) -> Codes:
+        """Return blocks as rows of a matrix, the last of which may be filled up."""
+        half = self._block // 2
+        pairs = self._bytes.read(slice(blocks.start * half, blocks.stop * half))
+        pairs = F.pad(pairs, (0, -len(pairs) % half)).unsqueeze(1)  # [num_bytes, 1]
+        values = torch.cat((pairs >> 4, pairs & 15), 1).view(-1, self._block)
+        return Codes(self._layout, values, self._scales.read(blocks).unsqueeze(1))
+
+
+@dataclass(frozen=True)
+class _State:
+    """Numbers that are stored beside a matrix of 4 bits."""
+
+    shape: tuple[int, int]
+    block: int
+    nested: "_Nested | None"
+
+
+@dataclass(frozen=True)
+class _Nested:
+    """Numbers of scales that are codes of 8 bits themselves."""
+
+    block: int
+    offset: float
+
+
+class PlainScales:
+    def __init__(self, tensors: Tensors, name: str, state: _State, num_blocks: int):
+        self._scales = tensors.fetch_any(f"{name}.absmax")
+        self._scales.check_type(torch.float32)
+        self._scales.check_shape(num_blocks)
+
+    def read(self, blocks: range) -> Tensor:
+        """Return the scales of some blocks, float32 [num_blocks]."""
+        return self._scales.read(as_slice(blocks))
+
+
+class NestedScales:
+    """Scales table[code] * scale + offset, with a scale for some adjacent codes."""
+
+    def __init__(self, tensors: Tensors, name: str, state: _State, num_blocks: int):
+        assert state.nested is not None
+        self._nested = state.nested
+        self._codes = tensors.fetch_any(f"{name}.absmax")
+        self._codes.check_type(torch.uint8)
+        self._codes.check_shape(num_blocks)
+        self._table, self._scales = (
+            tensors.fetch_any(f"{name}.nested_{end}") for end in ("quant_map", "absmax")
+        )
+        for found, count in ((self._table, 256), (self._scales, -(-num_blocks // self._nested.block))):
+            found.check_type(torch.float32)
+            found.check_shape(count)
+
+    def read(self, blocks: range) -> Tensor:
+        """Return the scales of some blocks, float32 [num_blocks]."""
+        numbers = self._table.read()[self._codes.read(as_slice(blocks)).int()]
+        outer = torch.arange(blocks.start, blocks.stop) // self._nested.block
+        return numbers * self._scales.read()[outer] + self._nested.offset
+
+
+def _read_state(found: FileTensor) -> _State:
+    """Read JSON that is stored as bytes. Raises WeightsError."""
+    found.check_type(torch.uint8)
+    if prod(found.shape) > _MAX_STATE_BYTES:
+        raise WeightsError(f"{found.label} has {prod(found.shape)} bytes, more than {_MAX_STATE_BYTES}")
+    try:
+        state = json.loads(bytes(found.read().flatten().tolist()))
+        [height, width], block = state["shape"], state["blocksize"]
+        nested = None
+        if "nested_offset" in state:
+            nested = _Nested(state["nested_blocksize"], float(state["nested_offset"]))
+        sizes = (height, width, block, nested.block if nested else 1)
+        if not all(type(size) is int and size > 0 for size in sizes) or block % 2:
+            raise ValueError("a size is no positive integer")
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
+        raise WeightsError(
+            f"{found.label} is not the JSON of a matrix's shape and blocksize, and of nested_blocksize and "
+            "nested_offset where scales are codes"
+        ) from error
+    return _State((height, width), block, nested)
+
+
+def _check_table(found: FileTensor, kind: str) -> None:
+    """Raise WeightsError unless a stored table is that of its kind."""
+    found.check_type(torch.float32)
+    found.check_shape(16)
+    if not torch.allclose(found.read(), torch.tensor(TABLES[kind]), rtol=0, atol=1e-3):
+        raise WeightsError(f"{found.label} is not the table of {kind}")

@@ -1,0 +1,119 @@
+"""Settings of quantized checkpoints. They are in config.json, in a file of their own, or in tensors."""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NoReturn
+
+from tgis.hub import model_files
+from tgis.shard.checkpoint.files import SAFETENSORS, Checkpoint
+from tgis.shard.checkpoint.tensors import WeightsError
+
+SERVED = (
+    "serve a GPTQ, AWQ, compressed-tensors, fp8 or bitsandbytes checkpoint of this model, or the original "
+    "with --quantize"
+)
+# Files that AutoGPTQ and AutoAWQ write, with their methods.
+_OWN_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
+# Tensors of one element each that TGIS writes instead.
+_TENSORS = {"bits": "gptq_bits", "group_size": "gptq_groupsize"}
+
+
+class QuantizationSettings(Mapping[str, Any]):
+    """Settings by the names that the packers give them. Getters raise WeightsError, with the place of the
+    settings, for a value of a wrong type."""
+
+    def __init__(self, values: Mapping[str, Any], place: str, method: str = ""):
+        self._values, self.place = values, place
+        self.method = self.text("quant_method", method)
+        is_marlin = self.flag("is_marlin_format") or self.text("checkpoint_format", "") == "marlin"
+        if self.method == "gptq" and is_marlin:
+            self.method = "marlin"
+
+    def __getitem__(self, key: str) -> Any:
+        return self._values[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def text(self, key: str, default: str) -> str:
+        """Return a text in lower case."""
+        value = self.get(key) or default
+        if not isinstance(value, str):
+            self.refuse(f"{key} {value!r} is not a text")
+        return value.lower()
+
+    def number(self, *keys: str) -> int | None:
+        """Return the integer under the first of the keys that is there."""
+        key = next((key for key in keys if self.get(key) is not None), keys[0])
+        value = self.get(key)
+        if value is not None and type(value) is not int:
+            self.refuse(f"{key} {value!r} is not an integer")
+        return value
+
+    def pair(self, key: str) -> tuple[int, int] | None:
+        """Return two positive integers."""
+        value = self.get(key)
+        if value is None:
+            return None
+        if not (isinstance(value, list) and [type(each) for each in value] == [int, int] and min(value) > 0):
+            self.refuse(f"{key} {value!r} is not two positive integers")
+        return value[0], value[1]
+
+    def flag(self, key: str) -> bool:
+        value = self.get(key) or False
+        if not isinstance(value, bool):
+            self.refuse(f"{key} {value!r} is neither true nor false")
+        return value
+
+    def section(self, key: str) -> "QuantizationSettings":
+        """Return the settings under a key; empty if there are none."""
+        value = self.get(key) or {}
+        if not isinstance(value, dict):
+            self.refuse(f"{key} is not an object")
+        return QuantizationSettings(value, self.place)
+
+    def refuse(self, problem: str) -> NoReturn:
+        raise WeightsError(f"{self.place}: {problem}")
+
+
+def read_settings(config: Mapping[str, Any], directory: Path) -> QuantizationSettings | None:
+    """Return the settings of the checkpoint in `directory` with this config.json; None if it is not
+    quantized. Raises ModelNotFoundError and WeightsError."""
+    text = config.get("text_config")
+    for place in (config, text if isinstance(text, dict) else {}):
+        for key in ("quantization_config", "compression_config"):
+            if found := place.get(key):
+                return _from_config(found, f"{directory / 'config.json'}: {key}")
+    for name, method in _OWN_FILES.items():
+        if values := model_files.read_json(directory, name):
+            return QuantizationSettings(values, str(directory / name), method)
+    return _from_tensors(directory)
+
+
+def _from_config(values: object, place: str) -> QuantizationSettings:
+    if not isinstance(values, dict):
+        raise WeightsError(f"{place} is not an object")
+    # Early releases of transformers wrote no method for bitsandbytes, the only one that they knew.
+    is_early = values.get("load_in_8bit") or values.get("load_in_4bit")
+    return QuantizationSettings(values, place, "bitsandbytes" if is_early else "")
+
+
+def _from_tensors(directory: Path) -> QuantizationSettings | None:
+    if not any((directory / name).is_file() for name in SAFETENSORS):
+        return None
+    checkpoint = Checkpoint(directory)
+    if any(name not in checkpoint for name in _TENSORS.values()):
+        return None
+    values = {key: _read_number(checkpoint, name) for key, name in _TENSORS.items()}
+    return QuantizationSettings(values, str(directory), "gptq")
+
+
+def _read_number(checkpoint: Checkpoint, name: str) -> int:
+    found = checkpoint.fetch_any(name)
+    value = found.read().flatten()
+    if len(value) != 1 or value.is_floating_point():
+        raise WeightsError(f"{found.label} is not a single integer")
+    return int(value)

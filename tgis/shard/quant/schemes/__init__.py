@@ -1,0 +1,1 @@
+"""Schemes, which round the weights of a model when they are read."""

@@ -1,0 +1,42 @@
+"""The scheme that rounds linear layers and the head to 8 bits when they are read. GROUP adjacent values of a
+row share a scale: the group's largest magnitude over 127. Activations are rounded too, by the products."""
+
+import torch
+from torch import Tensor
+
+from tgis.shard.checkpoint.codes import CodeLayout, Codes
+from tgis.shard.checkpoint.tensors import ALL, Stored
+from tgis.shard.quant.interface import MatrixRole
+from tgis.shard.quant.schemes.rounding import round_to_integers
+
+GROUP = 128
+LAYOUT = CodeLayout(torch.int8, 8, GROUP, rounds_activations=True)
+
+
+class Int8:
+    layout = LAYOUT
+
+    def encode(self, role: MatrixRole, stored: Stored) -> Stored:
+        return Rounded(stored) if role in ("linear", "head") else stored
+
+
+class Rounded:
+    """View of a matrix whose weights are rounded. The groups of a part begin at its first column, so that a
+    rank's part is rounded by itself."""
+
+    def __init__(self, stored: Stored):
+        self._stored, self.shape, self.label = stored, stored.shape, stored.label
+
+    def read(self, rows: slice = ALL, columns: slice = ALL) -> Tensor:
+        return self.codes(rows, columns).dequantize()
+
+    def layout(self, columns: slice = ALL) -> CodeLayout:
+        return LAYOUT
+
+    def codes(self, rows: slice = ALL, columns: slice = ALL) -> Codes:
+        return round_weights(self._stored.read(rows, columns))
+
+
+def round_weights(weights: Tensor) -> Codes:
+    """Round float weights [num_rows, num_columns]."""
+    return round_to_integers(weights, LAYOUT, 127)

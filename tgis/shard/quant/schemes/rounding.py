@@ -1,0 +1,67 @@
+"""Rounding of weights to codes. Groups of adjacent values of a row, or whole rows, share a scale. A group
+with a number that is not finite has the scale NaN; one whose largest magnitude is tiny becomes zeros."""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tgis.shard.checkpoint.codes import CodeLayout, Codes
+
+# Rounds weights of any float type, [num_rows, num_columns], whose groups begin at the first column.
+Rounding = Callable[[Tensor, CodeLayout], Codes]
+
+_TINY = 1e-30  # groups whose largest magnitude is smaller become zeros
+_ZERO, _ONE, _NAN = torch.tensor(0.0), torch.tensor(1.0), torch.tensor(float("nan"))
+
+
+def round_to_integers(weights: Tensor, layout: CodeLayout, num_steps: float) -> Codes:
+    """Round to integers of `layout.bits` bits: a scale is the group's largest magnitude over `num_steps`.
+    Values divided by the scale are rounded half to even."""
+    groups, magnitudes, largest = _split(weights, layout)
+    steps, most = torch.tensor(num_steps), 1 << (layout.bits - 1)
+    values = torch.mul(groups, _divide(steps, largest), out=magnitudes).round_().clamp_(-most, most - 1)
+    return _join(weights, layout, values.to(layout.dtype), largest / steps)
+
+
+def round_to_floats(weights: Tensor, layout: CodeLayout) -> Codes:
+    """Round to floats of 8 bits, half to even: a scale is the group's largest magnitude over theirs."""
+    groups, magnitudes, largest = _split(weights, layout)
+    most = torch.tensor(torch.finfo(layout.dtype).max)
+    scales = largest / most
+    values = torch.div(groups, torch.where(scales > 0, scales, _ONE), out=magnitudes)
+    return _join(weights, layout, values.to(layout.dtype), scales)
+
+
+def round_to_table(weights: Tensor, layout: CodeLayout) -> Codes:
+    """Round to the nearest numbers of `layout.table`, within -1 to 1, the lower one if two are as near: a
+    scale is the group's largest magnitude."""
+    groups, magnitudes, largest = _split(weights, layout)
+    table, order = torch.tensor(layout.table).sort(stable=True)
+    values = torch.mul(groups, _divide(_ONE, largest), out=magnitudes)
+    places = torch.zeros(values.shape, dtype=torch.uint8)
+    for bound in (table[:-1] + table[1:]) / 2:  # faster than a binary search
+        places += values > bound
+    codes = order.to(layout.dtype)[places.int()]
+    return _join(weights, layout, codes, largest)
+
+
+def _split(weights: Tensor, layout: CodeLayout) -> tuple[Tensor, Tensor, Tensor]:
+    """Return weights and magnitudes, float32 [num_rows, num_groups, group], and the groups' largest
+    magnitudes, [num_rows, num_groups, 1]. The last group is filled up with zeros."""
+    group = layout.group or weights.shape[1]
+    padded = F.pad(weights, (0, -weights.shape[1] % group)).float()
+    groups = padded.view(len(weights), padded.shape[1] // group, group)
+    magnitudes = groups.abs()
+    largest = magnitudes.amax(-1, keepdim=True)
+    largest = torch.where(largest.isfinite(), largest, _NAN)
+    return groups, magnitudes, torch.where(largest < _TINY, _ZERO, largest)
+
+
+def _divide(number: Tensor, largest: Tensor) -> Tensor:
+    return torch.where(largest > 0, number / largest, _ZERO)
+
+
+def _join(weights: Tensor, layout: CodeLayout, values: Tensor, scales: Tensor) -> Codes:
+    return Codes(layout, values.flatten(1)[:, : weights.shape[1]].contiguous(), scales.squeeze(-1))

@@ -1,0 +1,80 @@
+"""Rounds a matrix so that its outputs change least, by GPTQ: Frantar, Ashkboos, Hoefler, Alistarh, "GPTQ:
+Accurate Post-Training Quantization for Generative Pre-trained Transformers", 2022 (arXiv 2210.17323).
+
+Columns are rounded one after the other. The error of each is made up for by the columns after it, by the
+inverse of the Hessian of the squared error of the outputs, 2/n sum x x^T over n inputs x."""
+
+from itertools import pairwise
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from tgis.shard.quantize.group_codes import Grid, GroupCodes, assemble, find_grid
+from tgis.shard.quantize.settings import QuantizeError, QuantizeSettings
+
+BLOCK = 128  # columns after whose rounding all later columns are updated at once
+
+
+def solve(weight: Tensor, hessian: Tensor, settings: QuantizeSettings) -> GroupCodes:
+    """Round a matrix [num_rows, num_columns], given its inputs' Hessian [num_columns, num_columns].
+
+    The grid of a group spans its weights as earlier columns have changed them. With `act_order` columns are
+    rounded by falling diagonal of the Hessian, and grids span the weights as they were. Weights that meet
+    only zeros become zeros. Raises QuantizeError if the Hessian cannot be inverted."""
+    columns = weight.T.to(torch.float64, copy=True, memory_format=torch.contiguous_format)
+    hessian = hessian.to(torch.float64, copy=True)
+    is_dead = hessian.diagonal() == 0
+    columns[is_dead] = 0
+    hessian.diagonal()[is_dead] = 1
+    length = settings.group_length(len(columns))
+    if not settings.act_order:
+        codes, grids = _round_columns(columns, _invert(hessian, settings.percdamp), length, [], settings)
+        return assemble(codes, grids, length)
+    order = hessian.diagonal().argsort(descending=True, stable=True)
+    grids = [find_grid(group, settings.bits, settings.sym) for group in torch.split(columns, length)]
+    ordered = [grids[k // length] for k in order.tolist()]
+    factor = _invert(hessian[order][:, order], settings.percdamp)
+    found, _ = _round_columns(columns[order], factor, len(columns), ordered, settings)
+    codes = torch.empty_like(found)
+    codes[order] = found
+    return assemble(codes, grids, length)
+
+
+def _round_columns(
+    columns: Tensor, factor: Tensor, length: int, given: list[Grid], settings: QuantizeSettings
+) -> tuple[Tensor, list[Grid]]:
+    """Return the codes of columns, float64 [num_columns, num_rows], which are overwritten, and the grids of
+    their groups of `length`; or use the grid that is given for each column. `factor` is that of `_invert`."""
+    codes, grids = torch.empty_like(columns), list[Grid]()
+    for begin, end in pairwise(_cut(len(columns), length)):
+        if not given and begin % length == 0:
+            grids.append(find_grid(columns[begin : begin + length], settings.bits, settings.sym))
+        block, inside = columns[begin:end], factor[begin:end, begin:end]
+        errors = torch.empty_like(block)
+        for i, column in enumerate(block):
+            grid = given[begin + i] if given else grids[-1]
+            codes[begin + i] = grid.encode(column)
+            errors[i] = (column - grid.decode(codes[begin + i])) / inside[i, i]
+            block[i + 1 :].addr_(inside[i, i + 1 :], errors[i], alpha=-1)
+        columns[end:].addmm_(factor[begin:end, end:].T, errors, alpha=-1)
+    return codes, grids
+
+
+def _cut(num_columns: int, length: int) -> list[int]:
+    """Return the bounds of blocks, none of which lies in two groups."""
+    groups = range(0, num_columns, length)
+    begins = [k for group in groups for k in range(group, min(group + length, num_columns), BLOCK)]
+    return [*begins, num_columns]
+
+
+def _invert(hessian: Tensor, percdamp: float) -> Tensor:
+    """Return the upper Cholesky factor of the damped Hessian's inverse. Its row k has, as multiples of its
+    diagonal element, what the later columns must take over from column k."""
+    damped = hessian.clone()
+    damped.diagonal().add_(percdamp * hessian.diagonal().mean())
+    lower, failed = torch.linalg.cholesky_ex(damped)
+    factor, failed_too = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
+    if failed or failed_too or not factor.isfinite().all():
+        raise QuantizeError("the Hessian of its inputs cannot be inverted: use a larger --percdamp")
+    return cast(Tensor, factor)

@@ -1,0 +1,79 @@
+"""Integer codes of a matrix in groups of columns, and the grids of numbers that they stand for."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tgis.shard.quantize.settings import QuantizeSettings
+
+SMALLEST_SCALE = 2.0**-24  # float16's
+
+
+class Grid(NamedTuple):
+    """Numbers (code - zero) * scale for codes 0 ... largest, for each row of a matrix: float64 [num_rows].
+    Scales have values of float16, in which they are stored."""
+
+    scales: Tensor
+    zeros: Tensor
+    largest: int
+
+    def encode(self, weights: Tensor) -> Tensor:
+        """Return the codes of the nearest numbers to weights, float64 [..., num_rows]."""
+        return (weights / self.scales).round().add(self.zeros).clamp(0, self.largest)
+
+    def decode(self, codes: Tensor) -> Tensor:
+        return (codes - self.zeros) * self.scales
+
+
+def find_grid(weights: Tensor, bits: int, sym: bool) -> Grid:
+    """Return the grid that spans the weights of a group, float64 [group_length, num_rows]. No zero is 0, so
+    that the form in which zeros are stored, minus one, cannot wrap around."""
+    largest = 2**bits - 1
+    if sym:
+        scales = weights.abs().amax(0) * 2 / largest
+        zeros = torch.full_like(scales, 2 ** (bits - 1))
+    else:
+        low, high = weights.amin(0).clamp(max=0), weights.amax(0).clamp(min=0)
+        scales = (high - low) / largest
+        zeros = (-low / scales.clamp(min=SMALLEST_SCALE)).round()
+        is_low = zeros < 1
+        scales = torch.where(is_low, high / (largest - 1), scales)
+        zeros = zeros.clamp(1, largest)
+    return Grid(scales.half().double().clamp(min=SMALLEST_SCALE), zeros, largest)
+
+
+@dataclass(frozen=True, eq=False)
+class GroupCodes:
+    """Codes of a matrix [num_rows, num_columns], by columns, as GPTQ stores them."""
+
+    codes: Tensor  # uint8 [num_columns, num_rows]
+    scales: Tensor  # float16 [num_groups, num_rows]
+    zeros: Tensor  # uint8 [num_groups, num_rows]
+    group_of: Tensor  # int64 [num_columns]
+
+    def dequantize(self) -> Tensor:
+        """Return the weights, float32 [num_rows, num_columns]; the products are exact."""
+        steps = self.codes.float() - self.zeros.float()[self.group_of]
+        return (steps * self.scales.float()[self.group_of]).T.contiguous()
+
+
+def round_to_nearest(weight: Tensor, settings: QuantizeSettings) -> GroupCodes:
+    """Round each weight of a matrix [num_rows, num_columns] by itself."""
+    columns = weight.double().T  # [num_columns, num_rows]
+    length = settings.group_length(len(columns))
+    groups = torch.split(columns, length)
+    grids = [find_grid(group, settings.bits, settings.sym) for group in groups]
+    codes = [grid.encode(group) for grid, group in zip(grids, groups, strict=True)]
+    return assemble(torch.cat(codes), grids, length)
+
+
+def assemble(codes: Tensor, grids: list[Grid], group_length: int) -> GroupCodes:
+    """Return codes, float64 [num_columns, num_rows], with the grids of their groups, in small types."""
+    return GroupCodes(
+        codes.to(torch.uint8),
+        torch.stack([grid.scales for grid in grids]).half(),
+        torch.stack([grid.zeros for grid in grids]).to(torch.uint8),
+        torch.arange(len(codes), device=codes.device) // group_length,
+    )

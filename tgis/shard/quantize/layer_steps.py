@@ -1,0 +1,126 @@
+"""Runs windows of text through a decoder block by block, so that only one block need be in memory."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tgis.shard.attention.interface import AttentionPlan, Heads, Scoring, StepLayout
+from tgis.shard.checkpoint.weights import Weights
+from tgis.shard.kernels.portable.attention import TorchAttention
+from tgis.shard.kernels.portable.ops import TorchKernels
+from tgis.shard.memory.kv_cache import KVCache
+from tgis.shard.models.decoder import AnyBlock, Decoder, StepContext, make_block
+from tgis.shard.models.interface import StepInputs
+from tgis.shard.models.spec import DecoderSpec
+from tgis.shard.quantize.plan import ALONE, LinearMatrix, LinearParts
+
+BLOCK_SIZE = 16
+LOGITS_ROWS = 256  # rows of logits that are computed at once
+
+
+@dataclass
+class Windows:
+    """Hidden states of windows of text between two blocks, float32 [num_tokens, hidden_size] each, on the
+    CPU."""
+
+    token_ids: Sequence[Sequence[int]]
+    states: list[Tensor] = field(default_factory=list)
+
+
+class LayerSteps:
+    """Steps of one window each, with a block or an end of the model, whose weights are read for the purpose
+    and are float32."""
+
+    def __init__(self, spec: DecoderSpec, weights: Weights, device: torch.device):
+        self._spec, self._weights, self._kernels = spec, weights, TorchKernels(device)
+        self._contexts: dict[int, StepContext] = {}  # by the number of tokens
+
+    def embed(self, *streams: Windows) -> None:
+        """Set the states to the input of the first block."""
+        ends = self._read_ends()
+        for windows in streams:
+            for ids in windows.token_ids:
+                inputs, attention = self._open_window(torch.tensor(ids))
+                x, context = ends.embed(inputs, attention)
+                self._contexts.setdefault(len(ids), context)
+                windows.states.append(x.cpu())
+
+    def read_block(self, layer: int) -> tuple[AnyBlock, dict[str, LinearMatrix]]:
+        """Return a block, and its linear layers by their paths. Raises WeightsError."""
+        parts = self._make_parts()
+        block = make_block(self._spec, parts, layer)
+        self._weights.release()
+        return block, parts.matrices
+
+    def run(self, block: AnyBlock, windows: Windows) -> Iterator[Tensor]:
+        """Yield the block's output for each window. The states stay as they are."""
+        for state in windows.states:
+            x = state.to(self._kernels.device, copy=True)
+            x, delta = block(x, None, self._contexts[len(x)])
+            yield (x if delta is None else x + delta).cpu()
+
+    def advance(self, block: AnyBlock, windows: Windows) -> None:
+        windows.states = list(self.run(block, windows))
+
+    def losses(self, *streams: Windows) -> list[float]:
+        """Return the mean loss, in nats, of the tokens after the first of each window. The states are those
+        after the last block."""
+        ends = self._read_ends()
+        return [self._loss(ends, windows) for windows in streams]
+
+    def _loss(self, ends: Decoder, windows: Windows) -> float:
+        total, count = 0.0, 0
+        for ids, state in zip(windows.token_ids, windows.states, strict=True):
+            targets = torch.tensor(ids[1:], device=self._kernels.device)
+            rows = state[:-1].to(self._kernels.device)
+            for x, expected in zip(
+                torch.split(rows, LOGITS_ROWS), torch.split(targets, LOGITS_ROWS), strict=True
+            ):
+                total += F.cross_entropy(ends.logits(x), expected, reduction="sum").item()
+            count += len(targets)
+        return total / count
+
+    def _read_ends(self) -> Decoder:
+        """Return the model without its blocks."""
+        ends = Decoder(replace(self._spec, num_layers=0), self._make_parts())
+        self._weights.release()
+        return ends
+
+    def _make_parts(self) -> LinearParts:
+        return LinearParts(ALONE, self._weights, torch.float32, self._kernels)
+
+    def _open_window(self, token_ids: Tensor) -> tuple[StepInputs, "OneLayerAttention"]:
+        """Return the step of a new sequence."""
+        spec, count, device = self._spec, len(token_ids), self._kernels.device
+        num_blocks = -(-count // BLOCK_SIZE)
+        sizes = (1, num_blocks, BLOCK_SIZE, spec.num_kv_heads, spec.head_dim)
+        attention = OneLayerAttention(KVCache(*sizes, torch.float32, device))
+        layout = StepLayout(
+            cu_seqlens_q=torch.tensor([0, count], dtype=torch.int32),
+            positions=torch.arange(count),
+            seq_lens=torch.tensor([count], dtype=torch.int32),
+            block_tables=torch.arange(num_blocks, dtype=torch.int32).unsqueeze(0),
+        )
+        is_long = torch.full((count,), 0 < spec.rope_switch_len < count, device=device)
+        plan = attention.plan(layout, "self")
+        positions = layout.positions.to(device)
+        inputs = StepInputs(token_ids.to(device), positions, layout, plan, is_long=is_long)
+        return inputs, attention
+
+
+class OneLayerAttention(TorchAttention):
+    """Attention with a cache of one layer, which all layers use one after the other."""
+
+    def run(
+        self,
+        layer: int,
+        qkv: Tensor,
+        heads: Heads,
+        angles: Tensor | None,
+        plan: AttentionPlan,
+        scoring: Scoring,
+    ) -> Tensor:
+        return super().run(0, qkv, heads, angles, plan, scoring)

@@ -1,0 +1,77 @@
+"""The tensors in which quantized modules are stored: GPTQ's of AutoGPTQ, and 8 bits of compressed-tensors."""
+
+from collections.abc import Mapping
+from math import gcd
+
+import torch
+from torch import Tensor
+
+from tgis.shard.checkpoint.codes import CodeLayout
+from tgis.shard.quant.formats.words import unpack
+from tgis.shard.quant.schemes.rounding import round_to_floats, round_to_integers
+from tgis.shard.quantize.group_codes import GroupCodes
+from tgis.shard.quantize.settings import Method, QuantizeError
+
+WORD_BITS = 32
+Tensors = dict[str, Tensor]
+
+
+def pack_groups(codes: GroupCodes, rows: Tensor, bits: int) -> Tensors:
+    """Return GPTQ's tensors of a module that has these rows of the matrix, int64 [num_rows]:
+
+    qweight int32 [num_columns * bits / 32, num_rows], qzeros int32 [num_groups, num_rows * bits / 32], which
+    holds zeros minus one, scales float16 [num_groups, num_rows], g_idx int32 [num_columns]."""
+    tensors = {
+        "qweight": pack_words(codes.codes[:, rows], bits),
+        "qzeros": pack_words((codes.zeros[:, rows] - 1).T, bits).T,
+        "scales": codes.scales[:, rows],
+        "g_idx": codes.group_of.int(),
+    }
+    return {name: tensor.contiguous().cpu() for name, tensor in tensors.items()}
+
+
+def unpack_groups(tensors: Mapping[str, Tensor], bits: int) -> GroupCodes:
+    """Invert `pack_groups` for one module."""
+    return GroupCodes(
+        unpack(tensors["qweight"].T, bits).T,
+        tensors["scales"],
+        unpack(tensors["qzeros"], bits) + 1,
+        tensors["g_idx"].long(),
+    )
+
+
+def pack_words(values: Tensor, bits: int) -> Tensor:
+    """Pack values, uint8 [num_values, n], one after the other from the lowest bits of the first word on.
+
+    Returns int32 [num_values * bits / 32, n]. Of 3 bits, some values lie across two words."""
+    shared = gcd(WORD_BITS, bits)
+    num_together, num_words = WORD_BITS // shared, bits // shared  # after which a word begins with a value
+    found = values.reshape(-1, num_together, values.shape[1]).long()  # [num_periods, num_together, n]
+    words = found.new_zeros(len(found), num_words, values.shape[1])
+    for i in range(num_together):
+        word, shift = divmod(i * bits, WORD_BITS)
+        words[:, word] |= found[:, i] << shift
+        if shift + bits > WORD_BITS:
+            words[:, word + 1] |= found[:, i] >> (WORD_BITS - shift)
+    return words.flatten(0, 1).to(torch.int32)  # which takes the lower half
+
+
+def check_size(name: str, num_rows: int, num_columns: int, bits: int) -> None:
+    """Raise QuantizeError unless codes of a module fill whole words."""
+    for kind, size in (("rows", num_rows), ("columns", num_columns)):
+        if size * bits % WORD_BITS:
+            raise QuantizeError(
+                f"{name} has {size} {kind}, whose codes of {bits} bits do not fill words of {WORD_BITS} "
+                "bits: use other --bits, or --method int8 or fp8"
+            )
+
+
+def pack_rows(weight: Tensor, method: Method) -> Tensors:
+    """Round a matrix [num_rows, num_columns] to 8 bits with a scale for each row, and return it as
+    compressed-tensors stores it: weight int8 or float8_e4m3fn, weight_scale float32 [num_rows, 1]."""
+    if method == "int8":
+        codes = round_to_integers(weight, CodeLayout(torch.int8, 8, None), num_steps=127)
+    else:
+        codes = round_to_floats(weight, CodeLayout(torch.float8_e4m3fn, 8, None))
+    scales = torch.where(codes.scales > 0, codes.scales, 1.0)  # others may divide by them
+    return {"weight": codes.values, "weight_scale": scales}

@@ -1,0 +1,56 @@
+"""Lines and the table that tell how a run goes."""
+
+import logging
+import re
+import time
+from collections.abc import Mapping
+from statistics import fmean
+
+from tgis.shard.quantize.output import Errors
+
+logger = logging.getLogger(__name__)
+
+TINY = 1e-12
+_EXPERT = re.compile(r"\.\d+\.")
+
+
+class Report:
+    """Logs a line for each layer, and keeps the errors of all for a table."""
+
+    def __init__(self, num_layers: int):
+        self._num_layers, self._errors = num_layers, list[Errors]()
+        self._began = time.monotonic()
+        self._num_timed = 0
+
+    def add(self, seconds: float, errors: Errors, is_new: bool) -> None:
+        """Take note of a layer that took so long, or that an earlier run has finished."""
+        self._errors.append(errors)
+        self._num_timed += is_new
+        number = len(self._errors)
+        left = (time.monotonic() - self._began) / max(1, self._num_timed) * (self._num_layers - number)
+        parts = [f"{kind} {ours:.4f} ({nearest:.4f})" for kind, (ours, nearest) in errors.items()]
+        what = f"{seconds:.1f} s" if is_new else "finished by an earlier run"
+        logger.info(
+            "layer %d of %d: %s, about %.1f min left%s",
+            *(number, self._num_layers, what, left / 60),
+            f"; errors of outputs (of plain rounding): {', '.join(parts)}" if parts else "",
+        )
+
+    def table(self) -> str:
+        """Return the errors of all layers; empty if there are none."""
+        rows = [
+            f"{number:>5}  {kind:<24}{ours:>10.4f}{nearest:>10.4f}{ours / max(nearest, TINY):>8.2f}"
+            for number, errors in enumerate(self._errors)
+            for kind, (ours, nearest) in errors.items()
+        ]
+        head = f"{'layer':>5}  {'relative output error':<24}{'gptq':>10}{'nearest':>10}{'ratio':>8}"
+        return "\n".join([head, *rows]) if rows else ""
+
+
+def mean_errors(errors: Mapping[str, tuple[float, float]]) -> Errors:
+    """Return errors by the kind of matrix, the mean over experts, of those by the path of the matrix."""
+    by_kind: dict[str, list[tuple[float, float]]] = {}
+    for path, pair in errors.items():
+        kind = _EXPERT.sub(".", path.partition("blocks.")[2].partition(".")[2])
+        by_kind.setdefault(kind, []).append(pair)
+    return {kind: (fmean(a for a, _ in pairs), fmean(b for _, b in pairs)) for kind, pairs in by_kind.items()}

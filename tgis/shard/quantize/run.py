@@ -1,0 +1,206 @@
+"""Makes a quantized checkpoint of a model, layer by layer."""
+
+import logging
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from tgis.hub import model_files
+from tgis.shard.checkpoint.tensors import WeightsError
+from tgis.shard.models.spec import DecoderSpec
+from tgis.shard.quantize import gptq
+from tgis.shard.quantize.calibration import Calibration, read_calibration
+from tgis.shard.quantize.group_codes import GroupCodes, round_to_nearest
+from tgis.shard.quantize.layer_steps import LayerSteps, Windows
+from tgis.shard.quantize.output import Errors, OutputDirectory, read_rest
+from tgis.shard.quantize.packing import Tensors, pack_groups, pack_rows, unpack_groups
+from tgis.shard.quantize.plan import LinearMatrix, Plan, StoredModule, make_plan
+from tgis.shard.quantize.report import Report, mean_errors
+from tgis.shard.quantize.settings import QuantizeError, QuantizeSettings
+
+logger = logging.getLogger(__name__)
+
+FEW_INPUTS = 8  # a matrix needs at least one input for as many columns
+LARGEST_WEIGHT = torch.finfo(torch.float16).max  # of scales
+
+
+class Quantizer(Protocol):
+    """Rounds the layers of a model in order. All methods raise WeightsError and QuantizeError."""
+
+    def make(self, layer: int) -> tuple[Tensors, Errors]:
+        """Round a layer."""
+
+    def skip(self, layer: int, tensors: Tensors) -> None:
+        """Pass a layer that an earlier run has made."""
+
+    def further_tensors(self) -> Tensors: ...
+
+    def summary(self) -> str: ...
+
+
+@torch.inference_mode()
+def quantize(
+    directory: Path, output: Path, settings: QuantizeSettings, calibration: Path | None, cache: Path
+) -> str:
+    """Write the checkpoint to `output`; return a message. `cache` is the hub's.
+
+    Raises QuantizeError, UnsupportedModelError, WeightsError and ModelNotFoundError."""
+    plan = make_plan(directory, settings)
+    facts = {**asdict(settings), "model": model_files.fingerprint(directory)}
+    quantizer: Quantizer
+    if settings.method == "gptq":
+        if not isinstance(plan.spec, DecoderSpec):
+            raise QuantizeError("GPTQ is for decoder-only models; --method int8 and fp8 are for others too")
+        found = read_calibration(directory, calibration, cache, settings)
+        facts["calibration"] = found.digest
+        target = OutputDirectory(output, facts, settings.method)
+        quantizer = GptqQuantizer(plan, plan.spec, settings, found)
+    else:
+        target = OutputDirectory(output, facts, settings.method)
+        quantizer = RowQuantizer(plan, settings)
+    report = _write_layers(target, plan, quantizer)
+    further = iter(quantizer.further_tensors().items())
+    rest = (one for part in (read_rest(directory, plan.replaced), further) for one in part)
+    target.finish(directory, len(plan.layers), rest)
+    target.write_configs(plan.config, settings.describe(plan.kept))
+    lines = [report.table(), quantizer.summary(), f"Saved quantized model to {output}"]
+    return "\n".join(line for line in lines if line)
+
+
+def _write_layers(target: OutputDirectory, plan: Plan, quantizer: Quantizer) -> Report:
+    report = Report(len(plan.layers))
+    for layer in range(len(plan.layers)):
+        began, finished = time.monotonic(), target.read_layer(layer)
+        if finished is None:
+            tensors, errors = quantizer.make(layer)
+            target.write_layer(layer, tensors, errors)
+        else:
+            tensors, errors = finished
+            quantizer.skip(layer, tensors)
+        report.add(time.monotonic() - began, errors, finished is None)
+    return report
+
+
+class RowQuantizer:
+    """Rounds weights to 8 bits with a scale for each row."""
+
+    def __init__(self, plan: Plan, settings: QuantizeSettings):
+        self._plan, self._method, self._weights = plan, settings.method, plan.open_weights()
+
+    def make(self, layer: int) -> tuple[Tensors, Errors]:
+        tensors = self._plan.store(self._round(layer))
+        self._weights.release()
+        return tensors, {}
+
+    def skip(self, layer: int, tensors: Tensors) -> None:
+        """Do nothing: layers are rounded by themselves."""
+
+    def further_tensors(self) -> Tensors:
+        return {}
+
+    def summary(self) -> str:
+        return ""
+
+    def _round(self, layer: int) -> Iterator[tuple[StoredModule, Tensors]]:
+        for path in self._plan.layers[layer]:
+            stored = self._weights.find_matrix(path, self._plan.shapes[path])
+            weight = stored.read().float()
+            _check_weight(weight, stored.label)
+            for module in self._plan.modules[path]:
+                yield module, pack_rows(weight[module.rows], self._method)
+
+
+class GptqQuantizer:
+    """Rounds layers by GPTQ. The inputs of a layer are what the layers before it, rounded, give for the
+    samples. Windows that are held out also run through the layers as they were."""
+
+    def __init__(self, plan: Plan, spec: DecoderSpec, settings: QuantizeSettings, found: Calibration):
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self._plan, self._settings = plan, settings
+        self._steps = LayerSteps(spec, plan.open_weights(), device)
+        self._samples = Windows(found.samples)
+        self._held_out, self._unrounded = Windows(found.held_out), Windows(found.held_out)
+        self._steps.embed(self._samples, self._held_out, self._unrounded)
+
+    def make(self, layer: int) -> tuple[Tensors, Errors]:
+        block, matrices = self._steps.read_block(layer)
+        self._steps.advance(block, self._unrounded)
+        for path, matrix in matrices.items():
+            _check_weight(matrix.weight, path)
+            width = matrix.weight.shape[1]
+            matrix.squares = matrix.weight.new_zeros(width, width)
+        for _ in self._steps.run(block, self._samples):
+            pass  # inputs are recorded
+        errors: dict[str, tuple[float, float]] = {}
+        codes = {path: self._round(path, matrix, errors) for path, matrix in matrices.items()}
+        tensors = self._plan.store(self._pack(codes))
+        self._steps.advance(block, self._samples)
+        self._steps.advance(block, self._held_out)
+        return tensors, mean_errors(errors)
+
+    def skip(self, layer: int, tensors: Tensors) -> None:
+        block, matrices = self._steps.read_block(layer)
+        self._steps.advance(block, self._unrounded)
+        for path, matrix in matrices.items():
+            for module in self._plan.modules[path]:
+                own = {
+                    end: _take(tensors[f"{module.name}.{end}"], module.entry).to(matrix.weight.device)
+                    for end in ("qweight", "qzeros", "scales", "g_idx")
+                }
+                matrix.weight[module.rows] = unpack_groups(own, self._settings.bits).dequantize()
+        self._steps.advance(block, self._samples)
+        self._steps.advance(block, self._held_out)
+
+    def further_tensors(self) -> Tensors:
+        """Return the settings as TGIS reads them."""
+        settings = {"gptq_bits": self._settings.bits, "gptq_groupsize": self._settings.group_size}
+        return {name: torch.tensor([value]) for name, value in settings.items()}
+
+    def summary(self) -> str:
+        before, after = self._steps.losses(self._unrounded, self._held_out)
+        return f"loss on held-out text, in nats per token: {before:.4f} before, {after:.4f} after"
+
+    def _round(self, path: str, matrix: LinearMatrix, errors: dict[str, tuple[float, float]]) -> GroupCodes:
+        """Round a matrix, which gets the rounded weights, and add its errors to `errors`."""
+        weight, squares, count = matrix.weight, matrix.squares, matrix.num_inputs
+        assert squares is not None
+        matrix.squares = None
+        nearest = round_to_nearest(weight, self._settings)
+        found = nearest
+        if count * FEW_INPUTS < weight.shape[1]:
+            logger.warning("%s is rounded plainly: only %d tokens of the text reach it", path, count)
+        else:
+            try:
+                found = gptq.solve(weight, squares * (2 / count), self._settings)
+            except QuantizeError as error:
+                raise QuantizeError(f"{path}: {error}") from error
+        matrix.weight = found.dequantize()
+        if count:
+            size = max(_measure(weight, squares), 1e-30)
+            plain = _measure(weight - nearest.dequantize(), squares)
+            errors[path] = _measure(weight - matrix.weight, squares) / size, plain / size
+        return found
+
+    def _pack(self, codes: dict[str, GroupCodes]) -> Iterator[tuple[StoredModule, Tensors]]:
+        for path, found in codes.items():
+            for module in self._plan.modules[path]:
+                yield module, pack_groups(found, module.rows, self._settings.bits)
+
+
+def _measure(matrix: Tensor, squares: Tensor) -> float:
+    """Return the norm of the outputs of a matrix for all recorded inputs."""
+    return float(((matrix @ squares) * matrix).sum().clamp(min=0).sqrt())
+
+
+def _take(tensor: Tensor, entry: int | None) -> Tensor:
+    return tensor if entry is None else tensor[entry]
+
+
+def _check_weight(weight: Tensor, label: str) -> None:
+    if not (weight.abs() <= LARGEST_WEIGHT).all():
+        raise WeightsError(f"{label} holds numbers that are not finite, or too large to be quantized")
