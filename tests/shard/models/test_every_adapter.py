@@ -1,71 +1,19 @@
 """LoRA adapters on every family, on one rank and two, alone and beside rows with other adapters or none,
 against peft. `make test` runs every family at least once; `make test-all` runs the product."""
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 
-from tests.support.shard.checkpoints import write_model
-from tests.support.shard.driver import Request
-from tests.support.shard.family_cases.all import CASES
-from tests.support.shard.family_oracle import NEW_TOKENS, draw_inputs
+from tests.support.shard.adapter_cases import AdapterCase
 from tests.support.shard.ranks import Ranks
-from tests.support.shard.relay import Copies
-from tests.support.shard.tuned import Tuned, list_targets
-from tests.support.shard.tuning_cells import Asked, Cases, check_case, check_plan, plan
-from tgis.prompts.lora_files import read_adapter_files
+from tests.support.shard.tuning_cells import Cases, check_case, check_plan, plan
 
-ALL_LINEAR = {"r": 4, "target_modules": "all-linear"}
-# Parameters that "all-linear" leaves out, though they are linear layers.
-EXPERTS = ["experts.gate_up_proj", "experts.down_proj", "router.weight"]
 # Whose layers have other names on disk than in memory, or which have no room of their own for the head.
 PECULIAR = {"gemma3_multimodal", "granitemoe", "mixtral", "gpt_neox", "llama_tied", "opt_350m", "falcon_40b"}
 
 
-class Case:
-    """A checkpoint with two adapters, and what it answers to a few inputs under each of them and under
-    none."""
-
-    def __init__(self, name: str, root: Path) -> None:
-        self.directory, self.copies = root / name, Copies(str(root / f"{name}-shard"))
-        write_model(self.directory, CASES[name]())
-        base = Tuned(self.directory, root)
-        self.is_encoder_decoder, self.start_token_id = base.is_encoder_decoder, base.start_token_id
-        _, middle, long = draw_inputs()
-        self.asked = [Asked(middle, "", base.answer(middle))]
-        both = {"linear": ALL_LINEAR, "whole": choose_whole(base.model)}
-        for seed, (kind, options) in enumerate(both.items()):
-            files = root / f"{name}-{kind}"
-            tuned = Tuned(self.directory, files, seed, **options)
-            tensors, scales = read_adapter_files(files, 1 << 20)
-            self.copies = self.copies.put("adapter", tensors, {"scales": scales})
-            digest = self.copies.digests[-1]
-            self.asked += [Asked(ids, digest, tuned.answer(ids)) for ids in (middle, long)]
-
-    def request(self, asked: Asked) -> Request:
-        prompt, encoder = asked.token_ids, list[int]()
-        if self.is_encoder_decoder:
-            prompt, encoder = [self.start_token_id], asked.token_ids
-        options = {"details": {"logprobs": True}, "adapter_digest": asked.content}
-        return Request(prompt, NEW_TOKENS, encoder_token_ids=encoder, **options)
-
-
-def choose_whole(model: Any) -> dict[str, Any]:
-    """Every linear layer that is a module and both ends, where a family has them of its own; with ranks and
-    scales that differ."""
-    names = list_targets(model)
-    if model.config.is_encoder_decoder:
-        names = [name for name in names if name not in ("shared", "embed_tokens")]
-    if model.config.model_type == "granitemoe":
-        return {"r": 3, "target_modules": names, "target_parameters": EXPERTS, "lora_alpha": 5}
-    patterns = {"rank_pattern": {names[0]: 6, rf".*\.1\..*{names[-1]}": 2}, "alpha_pattern": {names[-1]: 20}}
-    return {"r": 3, "target_modules": names, "use_rslora": True, **patterns}
-
-
 @pytest.fixture(scope="module")
-def cases(tmp_path_factory: pytest.TempPathFactory) -> Cases[Case]:
-    return Cases(Case, tmp_path_factory.mktemp("adapters"))
+def cases(tmp_path_factory: pytest.TempPathFactory) -> Cases[AdapterCase]:
+    return Cases(AdapterCase, tmp_path_factory.mktemp("adapters"))
 
 
 def test_every_family_is_met() -> None:
@@ -73,5 +21,5 @@ def test_every_family_is_met() -> None:
 
 
 @pytest.mark.parametrize(("name", "size", "company"), plan(PECULIAR))
-def test_equals_peft(name: str, size: int, company: str, ranks: Ranks, cases: Cases[Case]) -> None:
+def test_equals_peft(name: str, size: int, company: str, ranks: Ranks, cases: Cases[AdapterCase]) -> None:
     check_case(cases.find(name), size, company, ranks)

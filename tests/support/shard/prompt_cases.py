@@ -11,7 +11,7 @@ from tests.support.shard.family_cases.all import CASES
 from tests.support.shard.family_oracle import NEW_TOKENS, draw_inputs
 from tests.support.shard.prompt_oracle import PromptOracle
 from tests.support.shard.relay import Copies
-from tests.support.shard.tuning_cells import Asked
+from tests.support.shard.tuning_cells import Asked, Write
 
 DETAILS = {"logprobs": True}
 PAD = 0
@@ -22,9 +22,9 @@ class Case:
     """A checkpoint with prompts of random embeddings, and what it answers to a few inputs under each of them
     and under none."""
 
-    def __init__(self, name: str, root: Path) -> None:
+    def __init__(self, name: str, root: Path, write: Write = write_model) -> None:
         self.directory, config = root / name, CASES[name]()
-        write_model(self.directory, config)
+        write(self.directory, config)
         self.oracle = PromptOracle(self.directory, config, root / f"{name}-prompts")
         self.copies, self.digests = Copies(str(root / f"{name}-shard")), {"": ""}
         self.lengths = {"": (0, 0)}  # of the decoder's part, of the encoder's

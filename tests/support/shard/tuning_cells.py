@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Generic, Protocol, TypeVar
 
 import pytest
+from transformers import PretrainedConfig
 
 from tests.support.shard.driver import Request
 from tests.support.shard.family_cases.all import CASES, family_of
@@ -71,6 +72,8 @@ class Case(Protocol):
 
 
 C = TypeVar("C", bound=Case)
+Write = Callable[[Path, PretrainedConfig], object]
+"""Writes a random model to a directory."""
 
 
 class Cases(Generic[C]):
