@@ -31,6 +31,13 @@ CLIENTS = ((0.0, 3), (20.0, 12), (35.0, 20), (60.0, 10), (85.0, 4))
 FLAGS = ["--max-concurrent-requests", "18", "--max-batch-size", "8", "--block-size", "8"]
 FLAGS += ["--max-sequence-length", "256", "--max-new-tokens", "128", "--kv-cache-tokens", "1536"]
 FLAGS += ["--speculate", "2"]
+KEYS = (
+    (),
+    (("tgis-presence-penalty", "0.5"),),
+    (("tgis-logit-bias", "7:-1"),),
+    (("tgis-cache-salt", "other"),),
+)
+KEY_WEIGHTS = (16, 3, 2, 1)
 
 
 @contextmanager
@@ -97,13 +104,15 @@ class Load:
 
     def _ask_once(self, stub: GenerationServiceStub, r: random.Random) -> None:
         request, params, content = _request(r)
+        metadata = r.choices(KEYS, KEY_WEIGHTS)[0]
         if r.random() < 0.8:
             one = pb.SingleGenerationRequest(request=request, params=params, **content)
-            for _ in stub.GenerateStream(one):
+            for _ in stub.GenerateStream(one, metadata=metadata):
                 pass
         else:
             requests = [request] * r.randint(1, 2)
-            stub.Generate(pb.BatchedGenerationRequest(requests=requests, params=params, **content))
+            batch = pb.BatchedGenerationRequest(requests=requests, params=params, **content)
+            stub.Generate(batch, metadata=metadata)
 
     def _kill(self) -> None:
         self._stop.wait(KILL_AFTER_S)
