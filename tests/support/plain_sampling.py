@@ -214,51 +214,6 @@ def softmax(scores: Sequence[float]) -> list[float]:
     return [w / total for w in weights]
 
 
-def _keep_mass(scores: list[float], top_p: float) -> tuple[list[float], float]:
-    """Rising scores are left out while together they have at most 1 - top_p; of equals, high ids first."""
-    if top_p >= 1:
-        return scores, INF
-    probabilities = softmax(scores)
-    rising = sorted(range(len(scores)), key=lambda i: (scores[i], -i))
-    total, dropped, nearest = 0.0, set(), INF
-    for i in rising[:-1]:
-        total += probabilities[i]
-        if scores[i] > -INF:
-            nearest = min(nearest, abs(total - (1 - top_p)))
-        if total <= 1 - top_p:
-            dropped.add(i)
-    return [-INF if i in dropped else x for i, x in enumerate(scores)], nearest
-
-
-def _keep_likely(scores: list[float], min_p: float) -> tuple[list[float], float]:
-    """All with at least so much of the highest probability; and how near the nearest is to that, in nats."""
-    if min_p <= 0:
-        return scores, INF
-    highest = max(scores)
-    least = highest + math.log(min_p)
-    nearest = min((abs(x - least) for x in scores if x < highest), default=INF)
-    return [x if x >= least else -INF for x in scores], nearest
-
-
-def _keep_typical(scores: list[float], limit: float) -> tuple[list[float], float, float]:
-    if limit >= 1:
-        return scores, INF, INF
-    probabilities = softmax(scores)
-    entropy = -math.fsum(p * math.log(p) for p in probabilities if p > 0)
-    distance = [abs(-math.log(p) - entropy) if p > 0 else INF for p in probabilities]
-    total, edge, nearest = 0.0, INF, INF
-    for i in sorted(range(len(scores)), key=lambda i: distance[i]):
-        total += probabilities[i]
-        nearest = min(nearest, abs(total - limit))
-        if total >= limit:
-            edge = distance[i]
-            break
-    # Two tokens at almost the same distance on either side of the entropy may change places.
-    gaps = [abs(d - edge) for d in distance if d != edge and not math.isinf(d)]
-    kept = [x if d <= edge else -INF for x, d in zip(scores, distance, strict=True)]
-    return kept, min(gaps, default=INF), nearest
-
-
 def uniform(seed: int, position: int, token_id: int) -> float:
     """The noise of one token at one place of a sequence, in (0, 1)."""
     bits = _mix64((seed + 0x9E3779B97F4A7C15) & MASK64)

@@ -12,6 +12,7 @@ import pytest
 
 from tests.support.router.engine_pair import Scene, open_scene
 from tests.support.router.fake_shard import EOS, VOCAB_SIZE
+from tests.support.router.grpc_door import LIMITS
 from tests.support.router.model_of_shard import next_token
 from tests.support.tokenizers.trained import write_byte_level
 from tgis.logs import FIELDS
@@ -23,21 +24,12 @@ from tgis.router.grammar.compiler import GrammarCompiler
 from tgis.router.requests.accounting import Accounting
 from tgis.router.requests.call import GenerationCall, Parameters
 from tgis.router.requests.tracing import Tracing
-from tgis.router.requests.validation import RequestLimits, Validator
+from tgis.router.requests.validation import Validator
 from tgis.router.sequence import StopReason
 from tgis.router.text.detokenizer import Vocabulary
 from tgis.router.text.tokenizer import Tokenizer
 
 PROMPT = "The quick brown fox"
-LIMITS = RequestLimits(
-    max_sequence_length=200,
-    max_new_tokens=199,
-    max_top_n_tokens=5,
-    max_guided_bytes=1000,
-    include_stop_sequence=True,
-    watermark_gamma=0.25,
-    watermark_delta=1.5,
-)
 
 
 class JsonDoor:

@@ -30,7 +30,6 @@ from tgis.pb import generation_pb2 as pb
 TIMEOUT_S = 0.7
 LENGTH = 150
 STREAM = "/fmaas.GenerationService/GenerateStream"
-UNARY = "/fmaas.GenerationService/Generate"
 WATCH = "/grpc.health.v1.Health/Watch"
 TOKENIZE = "/fmaas.GenerationService/Tokenize"
 IDLE = ("tgi_requests_live", "tgi_permits_used", "tgi_kv_cache_usage_ratio")
@@ -41,7 +40,6 @@ REQUEST = single("girl", stopping=stopping(LENGTH, min_new_tokens=LENGTH)).Seria
 MANY_TOKENS = pb.BatchedTokenizeRequest(
     requests=[pb.TokenizeRequest(text="a b " * 20_000)], return_tokens=True, return_offsets=True
 )
-NO_WINDOW = [(INITIAL_WINDOW_SIZE, 0)]
 
 
 @pytest.fixture(scope="module")
