@@ -93,7 +93,8 @@ class EngineHandle(Protocol):
         that it has, and neither reports nor pushes them again.
 
         Sequences of one ticket with equal input tokens and salts are siblings: one of them computes the
-        input, and the others wait until they can share its cached blocks."""
+        input, and the others wait until they can share its cached blocks. A sequence with a deadline, or
+        that reports its input details, does not wait."""
 
     def events(self, sequence_id: SequenceId) -> AsyncIterator[Event]:
         """Return the iterator of a sequence's events, whose last event is final unless `cancel` ends it. The
