@@ -160,8 +160,9 @@ class HostModelRunner:
         """Sample the next tokens of some rows from logits [n, vocab_size]."""
         traits = self._table.traits(rows)
         wants_details = traits.wants_details & self._is_answering
-        raw_at = torch.from_numpy(traits.raw_details)
-        raw = logits[raw_at] if self._is_answering and len(raw_at) else None  # a copy, [num_raw, vocab_size]
+        raw_at, raw = traits.raw_details, None
+        if len(raw_at) and self._is_answering:
+            raw = logits[torch.from_numpy(raw_at)]  # a copy, [num_raw, vocab_size]
         chosen, usable, problems = self._choose(rows, logits, wants_details)
         kept, token_ids = usable.nonzero()[0], chosen.numpy(force=True).astype(np.int32)
         if len(kept) < len(rows):
@@ -170,7 +171,7 @@ class HostModelRunner:
         self._guides.advance(rows, token_ids, ended)
         details = None
         if raw is not None:
-            logits[raw_at] = raw
+            logits[torch.from_numpy(raw_at)] = raw
         if wants_details.any():
             details = self._detail_samples(logits, chosen, kept, wants_details[kept], traits.wanted)
         return SampledTokens(kept, rows, token_ids, ended, details, problems)
