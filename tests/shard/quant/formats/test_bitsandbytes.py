@@ -17,12 +17,17 @@ from tgis.shard.checkpoint.files import Checkpoint, count_elements
 from tgis.shard.checkpoint.tensors import StoredTensor, WeightsError
 from tgis.shard.quant.code_tables import TABLES
 from tgis.shard.quant.formats.bitsandbytes import BitsAndBytes
+from tgis.shard.quant.formats.settings import QuantizationSettings
 
 
 def open_module(directory: Path, tensors: dict[str, Tensor]) -> StoredTensor | None:
     content = {f"up.{end}": each.contiguous() for end, each in tensors.items()}
     save_file(content, directory / "model.safetensors")
-    return BitsAndBytes({}).open(Checkpoint(directory), "up")
+    return make_format({}).open(Checkpoint(directory), "up")
+
+
+def make_format(settings: dict[str, Any]) -> BitsAndBytes:
+    return BitsAndBytes(QuantizationSettings(settings, "config.json", "bitsandbytes"))
 
 
 SHAPES = {  # whether blocks fit rows; in others they reach into the next, and the last may be short or odd
@@ -76,7 +81,7 @@ def test_bytes_may_be_stored_as_other_numbers(storage: torch.dtype, block: int, 
     check_parts(stored, found.weight)
     name = str(storage).removeprefix("torch.")
     settings = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_quant_storage": name}
-    assert count_elements(tmp_path, BitsAndBytes(settings)) == 16 * 64
+    assert count_elements(tmp_path, make_format(settings)) == 16 * 64
 
 
 def test_eight_bits_equal_the_library(tmp_path: Path) -> None:
@@ -89,7 +94,7 @@ def test_eight_bits_equal_the_library(tmp_path: Path) -> None:
     part = stored.codes(slice(3, 20), slice(5, 17))
     assert torch.equal(part.values, found.tensors["weight"][3:20, 5:17])
     torch.testing.assert_close(part.dequantize(), found.weight[3:20, 5:17], rtol=1e-6, atol=0)
-    assert count_elements(tmp_path, BitsAndBytes({"load_in_8bit": True})) == 33 * 50
+    assert count_elements(tmp_path, make_format({"load_in_8bit": True})) == 33 * 50
 
 
 def test_other_tensors_are_left_alone(tmp_path: Path) -> None:
@@ -221,3 +226,18 @@ def test_eight_bits_that_lie(problem: str, changed: dict[str, Tensor], tmp_path:
     tensors = {**eight_bits(torch.randn(8, 4)).tensors, **changed}
     text = refuse(lambda: open_module(tmp_path, tensors))
     assert text == f"{tmp_path}/model.safetensors: tensor {problem}"
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("bnb_4bit_quant_storage", "save"),
+        ("bnb_4bit_quant_storage", 8),
+        ("bnb_4bit_quant_type", "nf5"),
+        ("bnb_4bit_quant_type", ["nf4"]),
+        ("load_in_4bit", "yes"),
+    ],
+)
+def test_settings_that_lie(key: str, value: object) -> None:
+    with pytest.raises(WeightsError, match=rf"^config\.json: {key} .+ is "):
+        make_format({"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", key: value})

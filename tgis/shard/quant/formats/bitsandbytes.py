@@ -2,10 +2,8 @@
 integers of 8 bits with a scale for each row. Tensors are those of its release 0.50."""
 
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +14,7 @@ from tgis.shard.checkpoint.codes import CodeLayout, Codes
 from tgis.shard.checkpoint.format import Tensors
 from tgis.shard.checkpoint.tensors import ALL, FileTensor, StoredTensor, WeightsError
 from tgis.shard.quant.code_tables import TABLES
+from tgis.shard.quant.formats.settings import QuantizationSettings
 
 DEFAULT_BLOCK = 64
 _STATE = "quant_state.bitsandbytes__"
@@ -24,13 +23,17 @@ _STEP = 7.874015718698502e-3  # 1 / 127, as the library has it
 
 
 class BitsAndBytes:
-    def __init__(self, settings: Mapping[str, Any]):
-        kind = str(settings.get("bnb_4bit_quant_type", "fp4"))
-        self._is_4bit = bool(settings.get("load_in_4bit"))
+    def __init__(self, settings: QuantizationSettings):
+        kind, self._is_4bit = settings.text("bnb_4bit_quant_type", "fp4"), settings.flag("load_in_4bit")
+        if kind not in TABLES:
+            settings.refuse(f"bnb_4bit_quant_type {kind} is none of {', '.join(TABLES)}")
         # Bytes may be stored as numbers of another type.
-        self._storage = getattr(torch, str(settings.get("bnb_4bit_quant_storage")), torch.uint8)
-        is_known = self._is_4bit and kind in TABLES
-        self.layout = make_layout(kind, DEFAULT_BLOCK) if is_known else CodeLayout(torch.int8, 8, None)
+        name = settings.text("bnb_4bit_quant_storage", "uint8")
+        storage = getattr(torch, name, None)
+        if not isinstance(storage, torch.dtype):
+            settings.refuse(f"bnb_4bit_quant_storage {name} is no type of numbers")
+        self._storage = storage
+        self.layout = make_layout(kind, DEFAULT_BLOCK) if self._is_4bit else CodeLayout(torch.int8, 8, None)
 
     def open(self, tensors: Tensors, module: str) -> StoredTensor | None:
         name = f"{module}.weight"
