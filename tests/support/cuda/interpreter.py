@@ -1,0 +1,77 @@
+"""Triton's kernels in its interpreter, on the CPU, beside those that compile.
+
+Triton chooses between both when a kernel is declared, so the modules of the kernels are imported twice."""
+
+import importlib
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import triton
+import triton.language as tl
+import triton.runtime.interpreter as interpreter
+
+from tgis.shard.kernels.cuda.implementations import KERNELS, Implementations
+
+PACKAGE = "tgis.shard.kernels.cuda"
+# Modules whose classes both copies share.
+SHARED = {f"{PACKAGE}.step_state"}
+
+
+@cache
+def interpreted() -> Implementations:
+    """Return kernels that run on the CPU."""
+    modules = interpreted_modules()
+    return Implementations(**{name: modules[name].launch for name in KERNELS})
+
+
+@cache
+def interpreted_modules() -> dict[str, ModuleType]:
+    """Return the copies of the kernels' modules, by the kernel's name."""
+    _correct()
+    with _removed(), triton.knobs.runtime.scope():
+        triton.knobs.runtime.interpret = True
+        return {name: importlib.import_module(f"{PACKAGE}.{name}") for name in KERNELS}
+
+
+@contextmanager
+def _removed() -> Iterator[None]:
+    """Import the package's modules again; afterwards they are those of before."""
+    package = sys.modules[PACKAGE]
+    before, names = dict(vars(package)), [name for name in sys.modules if name.startswith(f"{PACKAGE}.")]
+    kept = {name: sys.modules.pop(name) for name in names if name not in SHARED}
+    try:
+        yield
+    finally:
+        for name in [name for name in sys.modules if name.startswith(f"{PACKAGE}.") and name not in SHARED]:
+            del sys.modules[name]
+        sys.modules.update(kept)
+        vars(package).update(before)
+
+
+@cache
+def _correct() -> None:
+    """Correct two faults of Triton 3.6's interpreter: products of bfloat16 are those of its bits, and NumPy
+    2.4 makes no index of an array with one element."""
+    patch, create_dot = interpreter._patch_lang_tensor, interpreter.InterpreterBuilder.create_dot
+
+    def patch_tensor(tensor: Any, scope: Any) -> None:
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.reshape(-1)[0]))
+
+    def create_wide_dot(self: Any, a: Any, b: Any, *rest: Any) -> Any:
+        return create_dot(self, _widen(a), _widen(b), *rest)
+
+    interpreter._patch_lang_tensor = patch_tensor
+    interpreter.InterpreterBuilder.create_dot = create_wide_dot
+
+
+def _widen(x: Any) -> Any:
+    if x.dtype.scalar != tl.bfloat16:
+        return x
+    bits = x.data.astype(np.uint32) << 16
+    return interpreter.TensorHandle(bits.view(np.float32), tl.float32)
