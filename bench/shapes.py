@@ -90,7 +90,7 @@ def ensure_checkpoint(name: str, cache: Path) -> Path:
 
 def write_checkpoint(shape: Shape, directory: Path) -> None:
     """Into a directory that exists, in Hugging Face layout."""
-    _write_json(directory / "config.json", _model_config(shape))
+    _write_json(directory / "config.json", model_config(shape))
     _write_json(directory / "generation_config.json", {"bos_token_id": 0, "eos_token_id": 1})
     tokenizer_config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -104,7 +104,7 @@ def write_checkpoint(shape: Shape, directory: Path) -> None:
     _write_json(directory / "shape.json", asdict(shape))
 
 
-def _model_config(shape: Shape) -> dict[str, Any]:
+def model_config(shape: Shape) -> dict[str, Any]:
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
