@@ -1,4 +1,4 @@
-"""Results of the sections. Each appends what it has measured to one file at once, so that nothing is lost when
+"""Results of the sections. Each appends what it has measured to one file at once, so that nothing is lost if
 a later measurement fails or time runs out."""
 
 import json
