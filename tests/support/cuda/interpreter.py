@@ -11,6 +11,7 @@ from types import ModuleType
 from typing import Any
 
 import numpy as np
+import torch
 import triton
 import triton.language as tl
 import triton.runtime.interpreter as interpreter
@@ -55,9 +56,10 @@ def _removed() -> Iterator[None]:
 
 @cache
 def _correct() -> None:
-    """Correct two faults of Triton 3.6's interpreter: products of bfloat16 are those of its bits, and NumPy
-    2.4 makes no index of an array with one element."""
+    """Correct three faults of Triton 3.6's interpreter: products of bfloat16 are those of its bits, NumPy 2.4
+    makes no index of an array with one element, and bfloat16 is not rounded to the nearest, as GPUs do."""
     patch, create_dot = interpreter._patch_lang_tensor, interpreter.InterpreterBuilder.create_dot
+    convert = interpreter._convert_float
 
     def patch_tensor(tensor: Any, scope: Any) -> None:
         patch(tensor, scope)
@@ -66,7 +68,15 @@ def _correct() -> None:
     def create_wide_dot(self: Any, a: Any, b: Any, *rest: Any) -> Any:
         return create_dot(self, _widen(a), _widen(b), *rest)
 
-    interpreter._patch_lang_tensor = patch_tensor
+    def convert_float(x: Any, source: Any, target: Any, rounding_mode: Any) -> Any:
+        if (source, target) == (tl.bfloat16, tl.float32):
+            return x.astype(np.uint32) << 16
+        if (source, target) == (tl.float32, tl.bfloat16):
+            rounded = torch.from_numpy(np.ascontiguousarray(x, np.float32)).bfloat16()
+            return rounded.view(torch.uint16).numpy()
+        return convert(x, source, target, rounding_mode)
+
+    interpreter._patch_lang_tensor, interpreter._convert_float = patch_tensor, convert_float
     interpreter.InterpreterBuilder.create_dot = create_wide_dot
 
 
