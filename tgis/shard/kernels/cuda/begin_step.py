@@ -14,8 +14,8 @@ from tgis.shard.kernels.cuda.step_state import (
     count_segments,
 )
 
-# Numbers of items of a program. Programs 0 and 1 loop over all sequences, the next ones each have some tokens,
-# and the last ones some new blocks.
+# Numbers of items of a program. Programs 0 and 1 loop over all sequences, the next ones have tokens, and the
+# last ones have new blocks.
 SEQS, TOKENS, BLOCKS = 1024, 256, 256
 NUM_WARPS = 4
 

@@ -138,7 +138,7 @@ def _turn(
         is_rest = is_head & (j < HEAD_DIM)[None, :]
         rest = tl.load(x + j[None, :], mask=is_rest, other=0).to(tl.float32)
     if weight is not None:
-        squares = tl.zeros([head.shape[0]], tl.float32)
+        squares = 0.0
         if HALF > 0:
             squares += tl.sum(one * one + other * other, 1)
         if REST > 0:
