@@ -4,10 +4,10 @@ Triton chooses between both when a kernel is declared, so the modules of the ker
 
 import importlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -38,6 +38,12 @@ def interpreted_modules() -> dict[str, ModuleType]:
         return {name: importlib.import_module(f"{PACKAGE}.{name}") for name in KERNELS}
 
 
+def interpret(kernel: Callable[..., None]) -> Any:
+    """Return a test's own kernel, which may call functions of any kernels, such that it runs on the CPU."""
+    _correct()
+    return interpreter.InterpretedFunction(kernel)
+
+
 @contextmanager
 def _removed() -> Iterator[None]:
     """Import the package's modules again; afterwards they are those of before."""
@@ -55,9 +61,14 @@ def _removed() -> Iterator[None]:
 
 @cache
 def _correct() -> None:
-    """Correct two faults of Triton 3.6's interpreter: products of bfloat16 are those of its bits, and NumPy
-    2.4 makes no index of an array with one element."""
+    """Correct faults of Triton 3.6's interpreter: products of bfloat16 are those of its bits, NumPy 2.4 makes
+    no index of an array with one element, and Triton's own functions, such as max, which were imported to be
+    compiled, cannot be called. They see the language through tl.core, so a launch must replace that too."""
     patch, create_dot = interpreter._patch_lang_tensor, interpreter.InterpreterBuilder.create_dot
+    patch_lang, whole_language = (
+        interpreter._patch_lang,
+        SimpleNamespace(__globals__={"tl": tl, "core": tl.core}),
+    )
 
     def patch_tensor(tensor: Any, scope: Any) -> None:
         patch(tensor, scope)
@@ -68,6 +79,14 @@ def _correct() -> None:
 
     interpreter._patch_lang_tensor = patch_tensor
     interpreter.InterpreterBuilder.create_dot = create_wide_dot
+    interpreter._patch_lang = lambda kernel: patch_lang(whole_language)
+    triton.JITFunction.__call__ = _call
+    interpreter.InterpretedFunction.__call__ = _call
+
+
+def _call(function: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call a function in a kernel, whose launch has replaced the language."""
+    return interpreter.InterpretedFunction(function.fn).rewrite()(*args, **kwargs)
 
 
 def _widen(x: Any) -> Any:
