@@ -1,13 +1,14 @@
-"""CUDA graphs on the CPU. Work is captured as its torch operators and launches of interpreted kernels, with the
-numbers and the memory that they were called with, and replayed without the Python between them.
+"""CUDA graphs on the CPU. Work is captured as its torch operators and launches of interpreted kernels, with
+the numbers and the memory that they were called with, and replayed without the Python between them.
 
-What a GPU would not allow fails: values that the host looks at, and memory that is not the same in each run. The
-memory that graphs share holds no values that a graph did not write since its replay began."""
+What a GPU would not allow fails: values that the host looks at, and memory that is not the same in each run.
+The memory that graphs share holds nothing that the graph did not write since its replay began."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
+from weakref import WeakSet
 
 import torch
 import triton.runtime.interpreter as interpreter
@@ -38,7 +39,7 @@ REFUSED = {
 }
 # Functions that read tensors without an operator.
 READS = {Tensor.tolist, Tensor.numpy, Tensor.cpu, Tensor.__array__}
-# What follows the operator's self, if a tensor of booleans in it is a mask.
+# Operators whose second argument is a list of indices, or of masks, whose places the host must know.
 INDEXING = {aten.index.Tensor, aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default}
 
 Run = Callable[[], None]
@@ -68,7 +69,7 @@ class FakeGraphs:
     """Graphs that share memory."""
 
     def __init__(self) -> None:
-        self.graphs: list[FakeGraph] = []
+        self._graphs = WeakSet[FakeGraph]()
 
     def capture(self, work: Callable[[], None]) -> FakeGraph:
         """Run the work, and capture it."""
@@ -83,11 +84,11 @@ class FakeGraphs:
             second.restore()
         graph = FakeGraph(self, second.runs, list(second.private.values()))
         graph.poison()
-        self.graphs.append(graph)
+        self._graphs.add(graph)
         return graph
 
     def poison(self) -> None:
-        for graph in self.graphs:
+        for graph in self._graphs:
             graph.poison()
 
 
@@ -116,8 +117,8 @@ class FakeStream:
 
 
 class Recorder(TorchDispatchMode):
-    """Records what runs. `known` is the fixed memory that the run before used; None: there was none, and kernels
-    are launched too. Operators run in any case, because nothing else tells the shapes of their results."""
+    """Records what runs. `known` is the fixed memory that the run before used; None: there was none, and
+    kernels are launched too. Operators run in any case: nothing else tells the shapes of their results."""
 
     def __init__(self, known: dict[int, torch.UntypedStorage] | None) -> None:
         super().__init__()
@@ -213,8 +214,8 @@ class Recorder(TorchDispatchMode):
                 self._before[key] = as_bytes(self.fixed[key]).clone()
 
     def _freeze(self, tree: Any) -> Callable[[], Any]:
-        """Return a function that returns the tree with the same memory. Fixed memory must still be its owner's
-        then, so it is not kept."""
+        """Return a function that returns the tree with the same memory. Fixed memory must still be its
+        owner's then, so it is not kept."""
         frozen = tree_map_only(Tensor, self._freeze_tensor, tree)
         return lambda: tree_map_only(Frozen, lambda x: x.thaw(), frozen)
 
