@@ -29,7 +29,6 @@ REFUSED_TAGS = {
 }
 # Operators that wait for the device, although no tag says so, or that give a tensor other memory.
 REFUSED = {
-    aten.lift_fresh.default: "memory of the host",
     aten.equal.default: "values of tensors",
     aten._pin_memory.default: "memory of the host",
     aten.resize_.default: "memory that changes",
@@ -37,8 +36,13 @@ REFUSED = {
     aten.set_.source_Storage_storage_offset: "memory that changes",
     aten.set_.source_Tensor: "memory that changes",
 }
-# Functions that read tensors without an operator.
-READS = {Tensor.tolist, Tensor.numpy, Tensor.cpu, Tensor.__array__}
+# Functions that read or make tensors without an operator, or with the same one as a stored number.
+REFUSED_FUNCTIONS = {
+    **dict.fromkeys((Tensor.tolist, Tensor.numpy, Tensor.cpu, Tensor.__array__), "values on the host"),
+    **dict.fromkeys((torch.tensor, torch.as_tensor, torch.asarray), "memory of the host"),
+}
+# Operators to which a number of the host is uploaded; others take it as a parameter.
+UPLOADING = {aten.copy_.default: 1, aten.index_put_.default: 2, aten.index_put.default: 2}
 # Operators whose second argument is a list of indices, or of masks, whose places the host must know.
 INDEXING = {aten.index.Tensor, aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default}
 
@@ -135,7 +139,7 @@ class Recorder(TorchDispatchMode):
         def launch(kernel: Any, *args: Any, **kwargs: Any) -> None:
             self._launch(lambda *a, **k: run(kernel, *a, **k), args, kwargs)
 
-        with mock.patch.object(interpreter.InterpretedFunction, "run", launch), NoReads(), self:
+        with mock.patch.object(interpreter.InterpretedFunction, "run", launch), RefuseFunctions(), self:
             yield
 
     @torch.inference_mode()
@@ -154,6 +158,8 @@ class Recorder(TorchDispatchMode):
             return result
         refuse(func, args)
         given = self._use((args, kwargs))
+        if func in UPLOADING and self._is_number(args[UPLOADING[func]]):
+            raise RuntimeError(f"captured work uploads a number: {func}")
         if func._schema.is_mutable:
             self._keep(given)
         result = func(*args, **kwargs)
@@ -197,16 +203,17 @@ class Recorder(TorchDispatchMode):
         """Return the memory of all tensors, and note which of it is fixed."""
         given = {key_of(x): x for x in tensors(tree)}
         for key, x in given.items():
-            if key in self.private or self._is_number(key, x):
+            if key in self.private or self._is_number(x):
                 continue
             if self._known is not None and key not in self._known and x.untyped_storage().nbytes():
                 raise RuntimeError("captured work uses memory that is not the same in each run")
             self.fixed[key] = x.untyped_storage()
         return set(given)
 
-    def _is_number(self, key: int, x: Tensor) -> bool:
+    def _is_number(self, x: Tensor) -> bool:
         """Return True for numbers that torch wraps as tensors, which a capture freezes."""
-        return self._known is not None and key not in self._known and x.dim() == 0
+        key = key_of(x)
+        return x.dim() == 0 and self._known is not None and key not in self._known | self.private
 
     def _keep(self, given: set[int]) -> None:
         with _disable_current_modes():
@@ -241,12 +248,12 @@ class Frozen:
         return torch.empty(0, dtype=self._dtype).set_(storage, *self._view)
 
 
-class NoReads(TorchFunctionMode):
+class RefuseFunctions(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func in READS:
-            raise RuntimeError(f"captured work reads values on the host: {func.__name__}")
+        if func in REFUSED_FUNCTIONS:
+            raise RuntimeError(f"captured work uses {REFUSED_FUNCTIONS[func]}: {func.__name__}")
         return func(*args, **(kwargs or {}))
 
 
@@ -256,10 +263,12 @@ def refuse(func: OpOverload, args: tuple[Any, ...]) -> None:
         if any(x is not None and x.dtype in (torch.bool, torch.uint8) for x in args[1]):
             raise RuntimeError(f"captured work looks for the places of a mask: {func}")
         return
+    if func == aten.lift_fresh.default and args[0].dim():
+        raise RuntimeError("captured work uses memory of the host")
     if func in REFUSED:
         raise RuntimeError(f"captured work uses {REFUSED[func]}: {func}")
     if REFUSED_TAGS & set(func.tags) or not all("Tensor" in str(each.type) for each in func._schema.returns):
-        raise RuntimeError(f"captured work reads values on the host: {func}")
+        raise RuntimeError(f"captured work uses values on the host: {func}")
 
 
 def tensors(tree: Any) -> list[Tensor]:
