@@ -93,8 +93,12 @@ class BatchBuilder(RowTable):
 
     def pack_last(self, rows: Integers) -> Batch:
         """Pack the last tokens of the rows, to compute them once more."""
+        return self._pack(self.find_last(rows))
+
+    def find_last(self, rows: Integers) -> Work:
+        """Find the work on the last tokens of the rows."""
         lengths = self._lengths[rows]
-        return self._pack(self._plain_work(rows, lengths - 1, lengths))
+        return self._plain_work(rows, lengths - 1, lengths)
 
     def find_work(self, request: pb.StepRequest) -> Work | None:
         """Find the step's work on rows that have not ended. Return None if there is none."""

@@ -12,9 +12,9 @@ from tgis.pb import shard_pb2 as pb
 from tgis.shard.layers.lora import TokenAdapters
 from tgis.shard.models.interface import Model
 from tgis.shard.runner import step_response
-from tgis.shard.runner.batch_builder import Batch, BatchBuilder
+from tgis.shard.runner.batch_builder import Batch
 from tgis.shard.runner.forward import Outputs
-from tgis.shard.runner.row_table import Booleans, Integers
+from tgis.shard.runner.row_table import Booleans, Integers, RowTable
 from tgis.shard.runner.step_response import Problem, SampledDetails, SampledTokens
 from tgis.shard.runner.verify_drafts import verify_drafts
 from tgis.shard.sampling.grammar import Guides
@@ -34,17 +34,18 @@ HEAD_ROWS = 64
 
 
 class HostSampler:
-    """Sampler of the rows of a table. `forward` computes a step once more. Only rank 0 answers."""
+    """Sampler of the rows of a table. `compute_last` computes the last tokens of rows once more. Only rank 0
+    answers."""
 
     def __init__(
         self,
         model: Model,
-        forward: Callable[[Batch], Outputs],
-        table: BatchBuilder,
+        compute_last: Callable[[Integers], tuple[Batch, Outputs]],
+        table: RowTable,
         guides: Guides,
         is_answering: bool,
     ):
-        self._model, self._forward, self._table, self._guides = model, forward, table, guides
+        self._model, self._compute_last, self._table, self._guides = model, compute_last, table, guides
         self._is_answering = is_answering
 
     def answer(self, batch: Batch, outputs: Outputs, response: pb.StepResponse) -> None:
@@ -106,8 +107,7 @@ class HostSampler:
         problems = parts[0].problems
         unusable_rows = [problem.row for problem in problems if problem.cause != pb.RowError.CAUSE_GRAMMAR]
         if unusable_rows:
-            again = self._table.pack_last(np.array(unusable_rows))
-            _, logits_again = self._forward(again)
+            again, (_, logits_again) = self._compute_last(np.array(unusable_rows))
             assert logits_again is not None
             parts.append(self._sample_rows(again.sampled_rows, logits_again))
             problems = [each for each in problems if each.row not in unusable_rows] + parts[-1].problems
@@ -155,7 +155,7 @@ class HostSampler:
         batch = self._table.sampling_batch(rows, wants_details, must_end)
         chosen, usable = sample(logits, batch, self._table.seen)
         problems = [
-            Problem(int(rows[i]), "the maximum of the model's logits is not finite")
+            Problem(int(rows[i]), step_response.NOT_FINITE)
             for i in (~usable).nonzero()[0].tolist()
             if i not in grammar_problems
         ]
@@ -168,4 +168,4 @@ class HostSampler:
         self._table.fail(np.array([problem.row]))
         logger.warning("row %d cannot be served: %s", problem.row, problem.text)
         if self._is_answering:
-            response.errors.add(row=problem.row, message=problem.text, cause=problem.cause)
+            step_response.write_problem(response, problem)

@@ -13,6 +13,7 @@ from tgis.shard.models.interface import EncodingModel
 from tgis.shard.runner.batch_builder import Batch, BatchBuilder
 from tgis.shard.runner.forward import Forward, Outputs
 from tgis.shard.runner.host_sampler import HostSampler
+from tgis.shard.runner.row_table import Integers
 from tgis.shard.runner.step_response import Problem
 from tgis.shard.sampling.grammar import Guides
 
@@ -42,7 +43,7 @@ class HostModelRunner:
     ) -> None:
         self.info, self.adapters = info, adapters
         self.model, self.forward, self._table, self._guides = forward.model, forward, table, guides
-        self._sampler = HostSampler(self.model, self._compute, table, guides, is_answering=info.rank == 0)
+        self._sampler = HostSampler(self.model, self._compute_last, table, guides, info.rank == 0)
 
     def reset(self) -> None:
         """Forget all rows."""
@@ -68,9 +69,10 @@ class HostModelRunner:
                 assert isinstance(self.model, EncodingModel), "only its rows have inputs for an encoder"
                 self.model.encode(encoder_inputs, self.forward.attention)
             if batch is not None:
-                self._sampler.answer(batch, self._compute(batch), response)
+                self._sampler.answer(batch, self.forward(batch), response)
         response.forward_ns = time.perf_counter_ns() - began
         return ComputedStep(response)
 
-    def _compute(self, batch: Batch) -> Outputs:
-        return self.forward(batch)
+    def _compute_last(self, rows: Integers) -> tuple[Batch, Outputs]:
+        batch = self._table.pack_last(rows)
+        return batch, self.forward(batch)
