@@ -1,7 +1,7 @@
 """Packs a step's work into tensors. Code here handles all rows at once, because it runs for every token."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -20,16 +20,6 @@ from tgis.shard.sampling.logprobs import InputSpan
 
 Array = npt.NDArray[np.generic]
 Blocks = npt.NDArray[np.int32]
-
-
-@dataclass(frozen=True)
-class Batch:
-    inputs: StepInputs
-    sampled_rows: Integers  # [num_sampled], in the order of work; each row once, and again for each draft
-    sampled_x: Tensor  # int64 [num_sampled], index in [num_tokens] of the token before each sample
-    input_spans: list[InputSpan]
-    drafts: TokenIds | None = None  # [num_sampled], the predicted samples, -1 where there is no draft
-    num_proposed: Mapping[int, int] = field(default_factory=dict)  # drafts that the shard proposed, by row
 
 
 class Layout(NamedTuple):
@@ -58,11 +48,28 @@ class Work(NamedTuple):
     starts: Integers  # [num_seqs]
     ends: Integers  # [num_seqs], drafts included
     layout: Layout
-    sampled_rows: Integers  # [num_sampled], see `Batch`
-    sampled_x: Integers  # [num_sampled]
+    sampled_rows: Integers  # [num_sampled], in the order of work; each row once, and again for each draft
+    sampled_x: Integers  # [num_sampled], index in [num_tokens] of the token before each sample
     input_spans: list[InputSpan]
-    drafts: TokenIds | None = None
-    num_proposed: Mapping[int, int] = {}
+    drafts: TokenIds | None = None  # [num_sampled], the predicted samples, -1 where there is no draft
+    num_proposed: Mapping[int, int] = {}  # drafts that the shard proposed, by row
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Work in tensors."""
+
+    work: Work
+    inputs: StepInputs
+    sampled_x: Tensor  # int64 [num_sampled]
+
+    @property
+    def sampled_rows(self) -> Integers:
+        return self.work.sampled_rows
+
+    @property
+    def input_spans(self) -> list[InputSpan]:
+        return self.work.input_spans
 
 
 class BatchBuilder(RowTable):
@@ -89,11 +96,7 @@ class BatchBuilder(RowTable):
     def pack(self, request: pb.StepRequest) -> Batch | None:
         """Pack the step's work on rows that have not ended. Return None if there is none."""
         work = self.find_work(request)
-        return None if work is None else self._pack(work)
-
-    def pack_last(self, rows: Integers) -> Batch:
-        """Pack the last tokens of the rows, to compute them once more."""
-        return self._pack(self.find_last(rows))
+        return None if work is None else self.pack_work(work)
 
     def find_last(self, rows: Integers) -> Work:
         """Find the work on the last tokens of the rows."""
@@ -125,15 +128,9 @@ class BatchBuilder(RowTable):
             return self._draft_work(rows, starts, ends, num_drafts, ids)
         return self._plain_work(rows, starts, ends)
 
-    def _pack(self, work: Work) -> Batch:
-        return Batch(
-            self._inputs(work.rows, work.starts, work.ends, work.layout),
-            work.sampled_rows,
-            self._tensor(work.sampled_x, np.int64),
-            work.input_spans,
-            work.drafts,
-            work.num_proposed,
-        )
+    def pack_work(self, work: Work) -> Batch:
+        inputs = self._inputs(work.rows, work.starts, work.ends, work.layout)
+        return Batch(work, inputs, self._tensor(work.sampled_x, np.int64))
 
     def _plain_work(self, rows: Integers, starts: Integers, ends: Integers) -> Work:
         layout, samples = Layout.of(starts, ends), self._check(rows, starts, ends)

@@ -12,9 +12,9 @@ from tgis.pb import shard_pb2 as pb
 from tgis.shard.layers.lora import TokenAdapters
 from tgis.shard.models.interface import Model
 from tgis.shard.runner import step_response
-from tgis.shard.runner.batch_builder import Batch
+from tgis.shard.runner.batch_builder import BatchBuilder, Work
 from tgis.shard.runner.forward import Outputs
-from tgis.shard.runner.row_table import Booleans, Integers, RowTable
+from tgis.shard.runner.row_table import Booleans, Integers
 from tgis.shard.runner.step_response import Problem, SampledDetails, SampledTokens
 from tgis.shard.runner.verify_drafts import verify_drafts
 from tgis.shard.sampling.grammar import Guides
@@ -34,27 +34,29 @@ HEAD_ROWS = 64
 
 
 class HostSampler:
-    """Sampler of the rows of a table. `compute_last` computes the last tokens of rows once more. Only rank 0
-    answers."""
+    """Sampler of the rows of a table. `compute` computes more work. Only rank 0 answers."""
 
     def __init__(
         self,
         model: Model,
-        compute_last: Callable[[Integers], tuple[Batch, Outputs]],
-        table: RowTable,
+        compute: Callable[[Work], Outputs],
+        table: BatchBuilder,
         guides: Guides,
         is_answering: bool,
     ):
-        self._model, self._compute_last, self._table, self._guides = model, compute_last, table, guides
+        self._model, self._compute, self._table, self._guides = model, compute, table, guides
         self._is_answering = is_answering
 
-    def answer(self, batch: Batch, outputs: Outputs, response: pb.StepResponse) -> None:
-        """Report the input tokens of a step and sample its next ones. The logits are overwritten."""
+    def answer(
+        self, work: Work, adapters: TokenAdapters | None, outputs: Outputs, response: pb.StepResponse
+    ) -> None:
+        """Report the input tokens of a step and sample its next ones. `adapters` are those of the step's
+        tokens. The logits are overwritten."""
         x, logits = outputs
-        for span in batch.input_spans:
-            self._report_input(span, x, batch.inputs.adapters, response)
+        for span in work.input_spans:
+            self._report_input(span, x, adapters, response)
         if logits is not None:
-            self._sample(batch, logits, response)
+            self._sample(work, logits, response)
 
     def _report_input(
         self, span: InputSpan, x: Tensor, adapters: TokenAdapters | None, response: pb.StepResponse
@@ -81,19 +83,19 @@ class HostSampler:
                 parts.append(compute_details(logits, token_ids[some], top_n.repeat(len(logits))))
         return concatenate(parts)
 
-    def _sample(self, batch: Batch, logits: Tensor, response: pb.StepResponse) -> None:
-        if batch.drafts is None:
-            parts = [self._sample_rows(batch.sampled_rows, logits)]
+    def _sample(self, work: Work, logits: Tensor, response: pb.StepResponse) -> None:
+        if work.drafts is None:
+            parts = [self._sample_rows(work.sampled_rows, logits)]
             problems = parts[0].problems
         else:
-            parts, problems = self._sample_drafts(batch, logits)
+            parts, problems = self._sample_drafts(work, logits)
         for problem in problems:
             self.end_row(response, problem)
         response.digest = step_response.digest(parts)
         if self._is_answering:
-            step_response.write_sampled(response, parts, batch.num_proposed)
+            step_response.write_sampled(response, parts, work.num_proposed)
 
-    def _sample_drafts(self, batch: Batch, logits: Tensor) -> tuple[list[SampledTokens], list[Problem]]:
+    def _sample_drafts(self, work: Work, logits: Tensor) -> tuple[list[SampledTokens], list[Problem]]:
         """Sample the positions of rows with drafts.
 
         Only problems of a row's first position count: a problem after a draft occurs again in the row's next
@@ -101,13 +103,14 @@ class HostSampler:
         its drafts, because a draft may be the cause."""
 
         def sample_at(at: Integers) -> SampledTokens:
-            return self._sample_rows(batch.sampled_rows[at], logits[torch.from_numpy(at)])
+            return self._sample_rows(work.sampled_rows[at], logits[torch.from_numpy(at)])
 
-        parts = list(verify_drafts(batch, sample_at))
+        parts = list(verify_drafts(work, sample_at))
         problems = parts[0].problems
         unusable_rows = [problem.row for problem in problems if problem.cause != pb.RowError.CAUSE_GRAMMAR]
         if unusable_rows:
-            again, (_, logits_again) = self._compute_last(np.array(unusable_rows))
+            again = self._table.find_last(np.array(unusable_rows))
+            _, logits_again = self._compute(again)
             assert logits_again is not None
             parts.append(self._sample_rows(again.sampled_rows, logits_again))
             problems = [each for each in problems if each.row not in unusable_rows] + parts[-1].problems

@@ -10,10 +10,9 @@ from tgis import failpoints
 from tgis.pb import shard_pb2 as pb
 from tgis.shard.adapters.registry import LoadedAdapters
 from tgis.shard.models.interface import EncodingModel
-from tgis.shard.runner.batch_builder import Batch, BatchBuilder
+from tgis.shard.runner.batch_builder import BatchBuilder, Work
 from tgis.shard.runner.forward import Forward, Outputs
 from tgis.shard.runner.host_sampler import HostSampler
-from tgis.shard.runner.row_table import Integers
 from tgis.shard.runner.step_response import Problem
 from tgis.shard.sampling.grammar import Guides
 
@@ -43,7 +42,7 @@ class HostModelRunner:
     ) -> None:
         self.info, self.adapters = info, adapters
         self.model, self.forward, self._table, self._guides = forward.model, forward, table, guides
-        self._sampler = HostSampler(self.model, self._compute_last, table, guides, info.rank == 0)
+        self._sampler = HostSampler(self.model, self._compute, table, guides, info.rank == 0)
 
     def reset(self) -> None:
         """Forget all rows."""
@@ -69,10 +68,10 @@ class HostModelRunner:
                 assert isinstance(self.model, EncodingModel), "only its rows have inputs for an encoder"
                 self.model.encode(encoder_inputs, self.forward.attention)
             if batch is not None:
-                self._sampler.answer(batch, self.forward(batch), response)
+                outputs = self.forward(batch)
+                self._sampler.answer(batch.work, batch.inputs.adapters, outputs, response)
         response.forward_ns = time.perf_counter_ns() - began
         return ComputedStep(response)
 
-    def _compute_last(self, rows: Integers) -> tuple[Batch, Outputs]:
-        batch = self._table.pack_last(rows)
-        return batch, self.forward(batch)
+    def _compute(self, work: Work) -> Outputs:
+        return self.forward(self._table.pack_work(work))

@@ -13,7 +13,6 @@ from tgis.pb import shard_pb2 as pb
 from tgis.shard.runner.row_table import Booleans, Integers, TokenIds
 from tgis.shard.sampling.logprobs import InputSpan, TokenDetails, concatenate
 
-
 NOT_FINITE = "the maximum of the model's logits is not finite"
 
 

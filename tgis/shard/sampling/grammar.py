@@ -46,11 +46,12 @@ class Mask:
     @cached_property
     def banned(self) -> Booleans:
         """Return bool [vocab_size], True for tokens that are not allowed."""
-        return np.unpackbits(self.allowed, bitorder="little")[: self.vocab_size] == 0
+        banned: Booleans = np.unpackbits(self.allowed, bitorder="little")[: self.vocab_size] == 0
+        return banned
 
 
 class PackedMasks(NamedTuple):
-    index: Integers  # [num_guided], of rows in [n]
+    at: Integers  # [num_guided], indices of rows in [n]
     words: npt.NDArray[np.int32]  # [num_guided, ceil(vocab_size / 32)], see `RowState.masks`
     are_complete: Booleans  # [num_guided], only the end is allowed
 
@@ -132,8 +133,8 @@ class Guides:
         for place, (_, mask) in enumerate(found):
             words[place, : len(mask.allowed)] = mask.allowed[: words.shape[1]]
         are_complete = np.array([mask.is_complete for _, mask in found], np.bool_)
-        index = np.array([i for i, _ in found], np.int64)
-        return PackedMasks(index, words.view("<i4"), are_complete), problems
+        at = np.array([i for i, _ in found], np.int64)
+        return PackedMasks(at, words.view("<i4"), are_complete), problems
 
     def has_guide(self, rows: Integers) -> Booleans:
         """Return bool [n], True where a row has a grammar."""
