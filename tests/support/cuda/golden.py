@@ -1,6 +1,6 @@
 """Table of what kernels cost on sm_90a. `python -m tests.support.cuda.golden` writes it anew;
-`python -m tests.support.cuda.golden 80` writes nothing, and prints what is wrong with the kernels of all models
-on sm_80."""
+`python -m tests.support.cuda.golden 80` writes nothing, and prints what is wrong with the kernels of all
+models on sm_80."""
 
 import json
 import sys
