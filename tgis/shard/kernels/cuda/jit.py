@@ -4,9 +4,11 @@ Code is read from a directory of the installation, which `precompile` fills, and
 where new code is kept. New code needs no C compiler, but Triton's driver does, and with Triton before 3.7 so
 does each list of argument types: `precompile` builds those too."""
 
+import ctypes
 import json
 import logging
 import os
+import platform
 import sys
 import tempfile
 import threading
@@ -15,9 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from triton import knobs
+from triton.runtime import build
 from triton.runtime.cache import FileCacheManager
+from triton.runtime.jit import JITFunction
 
 from tgis.shard.kernels.cpu.jit.cache import can_be_written, has_room, user_directories
+from tgis.shard.kernels.cuda.implementations import KERNELS
 
 logger = logging.getLogger(__name__)
 
@@ -53,11 +58,23 @@ def use_cache(directory: Path | None) -> None:
     knobs.cache.manager_class = PackagedCache
     knobs.cache.dir = str(_choose(directory))
     logger.info("compiled GPU code is kept in %s", knobs.cache.dir)
+    make_keys_repeatable()
     if (driver := _find_libcuda()) is not None:
         knobs.nvidia.libcuda_path = str(driver)
     knobs.runtime.jit_cache_hook = _begin
     knobs.runtime.jit_post_compile_hook = _end_warm_up
     knobs.runtime.kernel_load_end_hook.add(_end)
+
+
+def make_keys_repeatable() -> None:
+    """Make the keys of the cache those of every other process that calls this before it launches a kernel."""
+    # Triton asks the command `file`, which may be there where an image is built and not where it runs.
+    build.platform_key = lambda: f"{platform.machine()},{platform.system()}"
+    # The key of a kernel depends on which of the functions that it calls had keys before.
+    for module in KERNELS.values():
+        for function in vars(module).values():
+            if isinstance(function, JITFunction):
+                _ = function.cache_key
 
 
 def is_compiling() -> bool:
@@ -90,7 +107,11 @@ def _choose(directory: Path | None) -> Path:
 
 
 def _find_libcuda() -> Path | None:
-    """Return the directory of the driver's library, which torch has loaded. Triton would ask ldconfig."""
+    """Return the directory of the GPU's driver, if there is one. Triton would ask ldconfig."""
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
     for line in Path("/proc/self/maps").read_text().splitlines():
         path = Path(line.split(maxsplit=5)[-1])
         if path.name.startswith("libcuda.so.") and (path.parent / "libcuda.so.1").exists():

@@ -18,7 +18,7 @@ from triton.backends.nvidia import driver as nvidia
 from triton.runtime.cache import FileCacheManager
 
 from tgis.shard.kernels.cuda.implementations import KERNELS
-from tgis.shard.kernels.cuda.jit import PACKAGED
+from tgis.shard.kernels.cuda.jit import PACKAGED, make_keys_repeatable
 from tgis.shard.kernels.cuda.offline import MAX_SHARED_BYTES, compile_only
 from tgis.shard.kernels.cuda.variants import find_variants
 
@@ -32,9 +32,10 @@ class Task(NamedTuple):
 
 
 def main() -> None:
+    known = [str(capability) for capability in MAX_SHARED_BYTES]
+    if not sys.argv[1:] or not set(sys.argv[1:]) <= set(known):
+        sys.exit(f"usage: precompile CAPABILITY..., each of {', '.join(known)}")
     capabilities = [int(text) for text in sys.argv[1:]]
-    if not capabilities or not set(capabilities) <= set(MAX_SHARED_BYTES):
-        sys.exit(f"usage: precompile CAPABILITY..., which are of {', '.join(map(str, MAX_SHARED_BYTES))}")
     num_kernels, failed = precompile(PACKAGED, capabilities)
     print("\n".join([*failed, f"compiled {num_kernels} kernels in {PACKAGED}"]))
 
@@ -63,6 +64,7 @@ def precompile(directory: Path, capabilities: list[int]) -> tuple[int, list[str]
 
 def _begin_worker(directory: str, stub: str) -> None:
     _keep_in(directory)
+    make_keys_repeatable()
     # The modules that Triton builds link the driver's library, and are loaded once they are built.
     ctypes.CDLL(f"{stub}/libcuda.so.1", ctypes.RTLD_GLOBAL)
     knobs.nvidia.libcuda_path = stub
