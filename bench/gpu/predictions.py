@@ -31,7 +31,6 @@ PREDICTIONS = {
     "0.6b decode 1": Prediction(0.9, 1.4, gate=1.5, goal=1.1, at_most=True),
     "idle between steps": Prediction(0.0, 0.02, gate=0.05, goal=0.02, at_most=True),
     "start of 8b": Prediction(15, 40, gate=30, at_most=True),
-    "kernels beyond the cache": Prediction(0, 0, gate=0, at_most=True),
     "8b stream 64: router's share of a core": Prediction(0.9, 1.1),
     "transformers 64: ratio": Prediction(4, 6, gate=3),
 }
