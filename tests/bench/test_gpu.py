@@ -28,6 +28,15 @@ def test_limits_are_rehearsed(tmp_path: Path) -> None:
     assert "| limits | read bandwidth" in done.stdout
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("section", ["compile", "kernels", "engine", "speed", "service", "peers"])
+def test_all_sections_are_rehearsed(section: str, tmp_path: Path) -> None:
+    path = tmp_path / "results.jsonl"
+    done = run("--rehearse", "--only", f"limits,{section}", "--results", str(path))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert [each for each in read_results(path) if each.section == section]
+
+
 def test_without_a_gpu_it_says_so(tmp_path: Path) -> None:
     done = run("--only", "about,limits", "--results", str(tmp_path / "results.jsonl"))
     assert done.returncode == 1

@@ -1,5 +1,5 @@
-"""The engine on tiny models of every family: as transformers, with captured steps and with launches one by one,
-one step at a time and ahead; and what a steady step must not do."""
+"""The engine on tiny models of every family: as transformers, with captured steps and without, one step at a
+time and ahead; and what a steady step must not do."""
 
 import tempfile
 from collections.abc import Callable, Sequence
