@@ -38,6 +38,7 @@ class DeviceStream(Protocol):
     def record(self) -> Event: ...
 
     def capture(self, work: Callable[[], None]) -> Graph:
-        """Capture `work`, which has been run before, and do not queue it. All graphs share their memory, so
-        what a graph allocates is valid until another one is replayed. Raises RuntimeError if the work cannot
-        be captured, because it waits for the device, or looks at values in its memory."""
+        """Run `work` once, because modules are loaded and memory is taken by the first run, and capture it.
+        All graphs share their memory, so what a graph allocates is valid until another one is replayed.
+        Raises RuntimeError if the work cannot be captured, because it waits for the device or looks at values
+        in its memory."""
