@@ -141,7 +141,7 @@ def merge_kernel(
     maxima, masses, sums = parts
     channel = tl.arange(0, SIZES.width)
     best, mass = -float("inf"), 0.0
-    acc = tl.zeros((SIZES.width,), tl.float32)
+    acc = tl.full((SIZES.width,), 0.0, tl.float32)
     for some in tl.range(first, count, TOGETHER):
         segment = some + tl.arange(0, TOGETHER)
         is_one = segment < count
