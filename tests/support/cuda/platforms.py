@@ -2,12 +2,14 @@
 
 from dataclasses import replace
 
+from tests.support.shard.portable import plain
 from tgis.shard.collectives import CPU
 from tgis.shard.kernels.cuda.attention import CudaAttention
 from tgis.shard.kernels.cuda.implementations import Implementations
 from tgis.shard.kernels.cuda.ops import CudaKernels
 from tgis.shard.memory.kv_cache import KVCache
-from tgis.shard.startup.platform import ON_CPU, Platform
+from tgis.shard.startup.host_runner import HostRunners
+from tgis.shard.startup.platform import Platform
 
 GROUP_SIZE = 8  # at least that of any model of the tests; smaller ones could have longer tiles
 
@@ -17,7 +19,7 @@ def make_platform(implementations: Implementations) -> Platform:
         return CudaAttention(with_dummy_block(cache), implementations, GROUP_SIZE)
 
     kernels = CudaKernels(CPU, implementations)
-    return replace(ON_CPU, kernels=kernels, attention=attend, captures_steps=False)
+    return replace(plain(CPU), kernels=kernels, make_runner=HostRunners(attend))
 
 
 def with_dummy_block(cache: KVCache) -> KVCache:
