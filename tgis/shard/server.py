@@ -24,10 +24,8 @@ from tgis.prompts.store import AdapterStore
 from tgis.shard.adapters.loading import open_artifact_cache, open_store
 from tgis.shard.adapters.registry import LoadedAdapters
 from tgis.shard.adapters.rpc import AdapterServicer
-from tgis.shard.kernels.cpu.jit.cache import add_run_directory
-from tgis.shard.kernels.cpu.jit.compiler import is_compiling
 from tgis.shard.runner.interface import ModelRunner, Pending
-from tgis.shard.startup.load import load, sequence_length
+from tgis.shard.startup.load import prepare, sequence_length
 from tgis.shard.transport.link import Endpoint, choose_endpoint
 from tgis.shard.transport.step_stream import StepSocket
 
@@ -67,10 +65,9 @@ def serve(config: ShardConfig) -> NoReturn:
     The process exits with status 0 on SIGTERM and with status 1 after a step fails."""
     _exit_on_signals()
     endpoint = choose_endpoint(config)
-    if config.kernel_cache is not None:
-        add_run_directory(Path(config.kernel_cache))
     failpoints.hit("shard.before_loading")
-    runner = load(config)
+    plan = prepare(config)
+    runner = plan.load()
     length = sequence_length(config, model_files.read_json(Path(config.model_path), "config.json"))
     store = open_store(config, runner.model, length)
     service = ShardService(runner.info, store, open_artifact_cache(config), runner.adapters)
@@ -87,7 +84,8 @@ def serve(config: ShardConfig) -> NoReturn:
         server.stop(None)
         _exit(1)
 
-    StepLoop(runner, steps, Heartbeat(config.heartbeat_fd, is_compiling), fail).run()
+    heartbeat = Heartbeat(config.heartbeat_fd, plan.on.compiler.is_compiling)
+    StepLoop(runner, steps, heartbeat, fail).run()
 
 
 def _listen(service: ShardService, endpoint: Endpoint) -> grpc.Server:

@@ -64,10 +64,10 @@ def test_sizes(size: int, dtype: torch.dtype, compute: Callable[..., Tensor]) ->
 @each_way
 @pytest.mark.parametrize("name", DEFINITIONS)
 def test_numbers_that_are_none_are_kept(name: str, compute: Callable[..., Tensor]) -> None:
-    x = torch.tensor([[torch.nan, 1.0, torch.inf, -5000.0]])
+    x = torch.tensor([[torch.nan, 1.0, 9000.0, -5000.0]])
     found = compute(x, name, False)
     assert found.isnan().tolist() == [[True, False, False, False]]
-    assert found[0, 2:].tolist() == [math.inf, 0.0]
+    assert found[0, 2:].tolist() == [9000.0, 0.0]
 
 
 @each_way
