@@ -219,6 +219,13 @@ ROWS = (
                 "Since the start of the router.",
             ),
             Panel(
+                "Steps of GPUs per second, by path",
+                "ops",
+                [Query(total("tgi_steps_by_path_total", "path"), "{{path}}")],
+                "What is not graph says why. Nothing on CPUs.",
+                is_stacked=True,
+            ),
+            Panel(
                 "Guessed tokens that were right",
                 "percentunit",
                 [

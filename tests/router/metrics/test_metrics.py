@@ -14,6 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.support.router.fake_shard import ShardServer
 from tests.support.router.router_process import MAX_SEQUENCE_LENGTH, Setup, start_router, stop_router
 from tgis.pb import generation_pb2 as pb
+from tgis.pb import shard_pb2 as shard_pb
 
 MAX_BATCH_SIZE = 16
 MAX_NEW_TOKENS = MAX_SEQUENCE_LENGTH - 1
@@ -71,6 +72,7 @@ OURS = {
     "tgi_prefix_cache_queries": ("counter", set()),
     "tgi_prefix_cache_hits": ("counter", set()),
     "tgi_preemptions": ("counter", set()),
+    "tgi_steps_by_path": ("counter", {"path"}),
     "tgi_speculation_drafted_tokens": ("counter", set()),
     "tgi_speculation_accepted_tokens": ("counter", set()),
     "tgi_resources_created": ("counter", {"kind"}),
@@ -186,6 +188,9 @@ def exercise(setup: Setup) -> None:
     list(setup.stub.GenerateStream(pb.SingleGenerationRequest(request=pb.GenerationRequest(text="a"))))
     setup.stub.Tokenize(pb.BatchedTokenizeRequest(requests=[pb.TokenizeRequest(text="a b")]))
     fail(setup, "a", stopping=pb.StoppingCriteria(min_new_tokens=21))
+    setup.shards[0].path = shard_pb.STEP_PATH_GRAPH
+    generate(setup, "a")
+    setup.shards[0].path = shard_pb.STEP_PATH_UNSPECIFIED
 
 
 def test_every_series_has_the_name_kind_and_labels_of_the_list(lost: Setup) -> None:
@@ -346,6 +351,17 @@ def test_steps_in_terms_of_prefill_and_next_token(lost: Setup) -> None:
         series = f"tgi_batch_inference_{name}duration_count"
         assert changed.of(series, method="next_token", makeup="single_only") == 9, series
         assert changed.of(series, method="prefill", makeup="single_only") == 1, series
+
+
+def test_steps_of_gpus_by_path(lost: Setup) -> None:
+    changed = Difference(lost)
+    criteria = pb.StoppingCriteria(max_new_tokens=3, min_new_tokens=3)
+    for lost.shards[0].path in shard_pb.StepPath.values():
+        generate(lost, PROMPT, stopping=criteria)
+    lost.shards[0].path = shard_pb.STEP_PATH_UNSPECIFIED
+    paths = "graph prompt size model adapter filters details drafts lists unspecified".split()
+    counts = [changed.of("tgi_steps_by_path", path=path) for path in paths]
+    assert counts == [3] * 9 + [0]
 
 
 def test_a_mixed_step_is_one_of_each(lost: Setup) -> None:

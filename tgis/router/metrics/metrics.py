@@ -187,6 +187,14 @@ class Metrics:
             *of_method,
         )
 
+        self.steps_by_path = self._counter(
+            "tgi_steps_by_path",
+            "Steps that GPUs computed: as CUDA graphs (graph); kernel by kernel, because of a prompt, the "
+            "batch size, the model or an adapter; or with sampling on the host, because of filters, details, "
+            "drafts or long lists (of stop token ids or biases)",
+            "path",
+        )
+
     def _declare_tokenize(self) -> None:
         self.tokenize_count = self._counter("tgi_tokenize_request_count", "Tokenize calls, at their start")
         self.tokenize_input_count = self._counter(
