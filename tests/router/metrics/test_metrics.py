@@ -73,6 +73,7 @@ OURS = {
     "tgi_prefix_cache_hits": ("counter", set()),
     "tgi_preemptions": ("counter", set()),
     "tgi_steps_by_path": ("counter", {"path"}),
+    "tgi_replaced_kernels": ("gauge", {"kernel"}),
     "tgi_speculation_drafted_tokens": ("counter", set()),
     "tgi_speculation_accepted_tokens": ("counter", set()),
     "tgi_resources_created": ("counter", {"kind"}),
@@ -109,7 +110,8 @@ BOUNDS = {
 def lost(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Setup]:
     """A router of its own, whose shards the test may take away."""
     flags = ["--max-batch-size", str(MAX_BATCH_SIZE), "--max-concurrent-requests", "20"]
-    setup = start_router(tmp_path_factory.mktemp("lost"), 1, *flags)
+    info = shard_pb.InfoResponse(replaced_kernels=["gate"])
+    setup = start_router(tmp_path_factory.mktemp("lost"), 1, *flags, info=info)
     yield setup
     assert stop_router(setup) == 0, setup.service.output
 
@@ -413,6 +415,10 @@ def test_gauges_while_something_runs_and_after(lost: Setup) -> None:
         assert after[f"tgi_{name}{{}}"] == 0, name
 
 
+def list_replaced(setup: Setup) -> dict[str, float]:
+    return {name: value for name, value in values(setup).items() if "replaced" in name}
+
+
 def test_lost_steps(lost: Setup) -> None:
     changed = Difference(lost)
     lost.shards[0].step_s = 0.05
@@ -426,8 +432,13 @@ def test_lost_steps(lost: Setup) -> None:
     lost.servers.pop().stop()
     wait_until(lambda: values(lost)["tgi_ready{}"] == 0)
     lost.shards[0].step_s = 0.001
+    assert list_replaced(lost) == {'tgi_replaced_kernels{kernel="gate"}': 1}
+    lost.shards[0].info.replaced_kernels[:] = ["norm", "sample"]
     lost.servers.append(ShardServer(lost.shards[0], lost.uds_path))
     assert list(stream)[-1].generated_token_count == 30
+    assert list_replaced(lost) == {
+        f'tgi_replaced_kernels{{kernel="{name}"}}': 1 for name in ("norm", "sample")
+    }
     assert changed.of("tgi_shard_restarts") == 1
     assert changed.of("tgi_batch_inference_failure", method="next_token", reason="connection") >= 1
     count, success = (

@@ -1,5 +1,6 @@
 """Compares each kernel with its twin on small random input, when a shard starts on a GPU."""
 
+import json
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -10,6 +11,7 @@ from torch import Tensor
 from tgis.errors import first_line
 from tgis.shard.kernels.cuda.check_inputs import INPUTS, Input
 from tgis.shard.kernels.cuda.implementations import KERNELS, Implementations
+from tgis.shard.kernels.cuda.jit import use_cache
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +46,7 @@ def check(
         try:
             reason = _find_failure(getattr(kernels, name), module.plain, INPUTS[name], device, dtypes)
         except RuntimeError:
-            logger.critical("the GPU is lost: kernel %s, or its twin in torch operators, broke it", name)
+            logger.error("the GPU is lost: kernel %s, or its twin in torch operators, broke it", name)
             raise
         if reason is not None:
             failures[name] = reason
@@ -89,3 +91,17 @@ def _synchronise(device: torch.device) -> None:
     """Raise RuntimeError if the device computes nothing any more."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def main() -> None:
+    """Print the failures on each GPU as JSON."""
+    use_cache(None)
+    failures: dict[str, dict[str, str]] = {}
+    for index in range(torch.cuda.device_count()):
+        torch.cuda.set_device(index)
+        failures[f"cuda {index}"] = check(torch.device("cuda", index))
+    print(json.dumps(failures))
+
+
+if __name__ == "__main__":
+    main()
