@@ -3,6 +3,7 @@
 import re
 import subprocess
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -36,19 +37,14 @@ class MachineCode:
 
 
 def read_machine_code(kernel: OfflineKernel) -> MachineCode:
-    with TemporaryDirectory() as directory:
-        file = Path(directory) / "kernel.cubin"
-        file.write_bytes(kernel.cubin)
-        instructions, usage = _dump("--dump-sass", file), _USAGE.search(_dump("-res-usage", file))
-    assert usage, f"cuobjdump says nothing of {kernel.name}"
-    names = _INSTRUCTION.findall(instructions)
+    _, registers, stack_bytes, names = _disassemble(kernel.cubin)
 
     def count(pattern: str) -> int:
         return sum(bool(re.match(pattern, name)) for name in names)
 
     return MachineCode(
-        registers=int(usage[1]),
-        stack_bytes=int(usage[2]),
+        registers=registers,
+        stack_bytes=stack_bytes,
         shared_bytes=kernel.metadata.shared,
         warps=kernel.metadata.num_warps,
         warpgroup_products=count("HGMMA"),
@@ -56,6 +52,24 @@ def read_machine_code(kernel: OfflineKernel) -> MachineCode:
         loads=count("LDG"),
         wide_loads=count(r"LDG.*\.128"),
     )
+
+
+def read_target(kernel: OfflineKernel) -> str:
+    """Return what the code was compiled for, like sm_90a."""
+    return _disassemble(kernel.cubin)[0]
+
+
+@lru_cache
+def _disassemble(cubin: bytes) -> tuple[str, int, int, list[str]]:
+    """Return the target, the number of registers, the bytes of stack, and the names of instructions."""
+    with TemporaryDirectory() as directory:
+        file = Path(directory) / "kernel.cubin"
+        file.write_bytes(cubin)
+        instructions, usage = _dump("--dump-sass", file), _USAGE.search(_dump("-res-usage", file))
+    target = re.search(r"code for (\w+)", instructions)
+    assert usage, "cuobjdump says nothing of registers"
+    assert target, "cuobjdump says nothing of the target"
+    return target[1], int(usage[1]), int(usage[2]), _INSTRUCTION.findall(instructions)
 
 
 def _dump(what: str, file: Path) -> str:

@@ -4,6 +4,7 @@ Code is read from a directory of the installation, which `precompile` fills, and
 where new code is kept. New code needs no C compiler, but Triton's driver does, and with Triton before 3.7 so
 does each list of argument types: `precompile` builds those too."""
 
+import ctypes
 import json
 import logging
 import os
@@ -90,7 +91,11 @@ def _choose(directory: Path | None) -> Path:
 
 
 def _find_libcuda() -> Path | None:
-    """Return the directory of the driver's library, which torch has loaded. Triton would ask ldconfig."""
+    """Return the directory of the GPU's driver, if there is one. Triton would ask ldconfig."""
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
     for line in Path("/proc/self/maps").read_text().splitlines():
         path = Path(line.split(maxsplit=5)[-1])
         if path.name.startswith("libcuda.so.") and (path.parent / "libcuda.so.1").exists():

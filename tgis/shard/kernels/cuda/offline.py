@@ -24,7 +24,7 @@ class OfflineKernel:
     """One variant of a kernel, as a launch has loaded it."""
 
     name: str
-    signature: dict[str, str]  # types of arguments, by name
+    types: dict[str, Any]  # of arguments, by name
     constants: dict[str, Any]  # values of arguments that are compiled in, by name
     metadata: Any  # Triton's: shared, num_warps, num_stages, ...
     cubin: bytes

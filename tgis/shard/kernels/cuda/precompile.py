@@ -32,9 +32,10 @@ class Task(NamedTuple):
 
 
 def main() -> None:
+    known = [str(capability) for capability in MAX_SHARED_BYTES]
+    if not sys.argv[1:] or not set(sys.argv[1:]) <= set(known):
+        sys.exit(f"usage: precompile CAPABILITY..., each of {', '.join(known)}")
     capabilities = [int(text) for text in sys.argv[1:]]
-    if not capabilities or not set(capabilities) <= set(MAX_SHARED_BYTES):
-        sys.exit(f"usage: precompile CAPABILITY..., which are of {', '.join(map(str, MAX_SHARED_BYTES))}")
     num_kernels, failed = precompile(PACKAGED, capabilities)
     print("\n".join([*failed, f"compiled {num_kernels} kernels in {PACKAGED}"]))
 

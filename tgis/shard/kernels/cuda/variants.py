@@ -27,6 +27,7 @@ BLOCK_SIZE, NUM_BLOCKS, MAX_BLOCKS = 16, 64, 128
 MAX_SEQ_LEN = BLOCK_SIZE * MAX_BLOCKS
 DTYPES = (torch.bfloat16, torch.float16)
 REACH = 128  # of biases by distance
+NUM_TOKENS = 24  # of a step
 
 
 class Variant(NamedTuple):
@@ -116,7 +117,7 @@ MODELS = (
 )
 
 
-def find_variants(num_tokens: int = 24) -> list[Variant]:
+def find_variants(num_tokens: int = NUM_TOKENS) -> list[Variant]:
     """Return the launches of all models in steps of `num_tokens` tokens, some of which launch the same."""
     triton_kernels = Implementations.choose()
     found = [_begin_step(triton_kernels, num_tokens)]
