@@ -69,9 +69,9 @@ class ModelOptions:
         group=Group.MEMORY,
     )
     cuda_graphs: str | None = option(
-        "On GPUs, numbers of sequences whose decode steps are captured as CUDA graphs, separated by commas; a "
-        "step takes the next larger one, and a larger step none; 0: none are captured; unset: 1, 2, 4, 8, 12, "
-        "16, 24, 32 and so on to --max-batch-size.",
+        "On GPUs, numbers of sequences whose decode steps are captured as CUDA graphs, separated by commas. "
+        "A step takes the graph of the next larger number, if there is one. 0: no graphs; unset: 1, 2, 4, 8, "
+        "12, 16, 24, 32 and so on to --max-batch-size.",
         None,
         group=Group.MEMORY,
     )

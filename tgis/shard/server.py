@@ -4,6 +4,7 @@ import gc
 import logging
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -26,6 +27,7 @@ from tgis.shard.adapters.registry import LoadedAdapters
 from tgis.shard.adapters.rpc import AdapterServicer
 from tgis.shard.runner.interface import ModelRunner, Pending
 from tgis.shard.startup.load import prepare, sequence_length
+from tgis.shard.startup.platform import describe_failure
 from tgis.shard.transport.link import Endpoint, choose_endpoint
 from tgis.shard.transport.step_stream import StepSocket
 
@@ -80,7 +82,12 @@ def serve(config: ShardConfig) -> NoReturn:
     )
 
     def fail() -> NoReturn:
-        logger.exception("a step failed, and this process exits")
+        reason = describe_failure(sys.exception())
+        if reason is None:
+            logger.exception("a step failed, and this process exits")
+        else:
+            logger.critical("%s; this process exits", reason)
+            logger.debug("the step failed here", exc_info=True)
         server.stop(None)
         _exit(1)
 

@@ -122,13 +122,13 @@ class CacheSizing:
             left.append(self._find_left())
         is_captured = set(runner.graphs.sizes) == {self.graph_sizes[-1], self.graph_sizes[0]}
         runner.graphs.clear()
+        gc.collect()
         if not is_captured:
             return 0, ()
         first, second = left[0] - left[1], left[1] - left[2]
         return memory_plan.extrapolate_graphs(first, second, len(self.graph_sizes)), self.graph_sizes
 
     def _find_left(self) -> int:
-        gc.collect()  # graphs and runners may be parts of cycles
         self.on.memory.release_memory()
         return self.on.memory_left(self.group)
 
@@ -153,7 +153,8 @@ class CacheSizing:
         self, num_blocks: int, budget: MemoryBudget, sizes: Sequence[int]
     ) -> tuple[ModelRunner, int]:
         """Make a runner and capture its steps. Return it, and the bytes that it lacks."""
-        self._find_left()  # release what an earlier runner had
+        gc.collect()  # earlier runners may be parts of cycles
+        self.on.memory.release_memory()
         runner = self.make_runner(num_blocks)
         if sizes:
             assert isinstance(runner, CapturingRunner)

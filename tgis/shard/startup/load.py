@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from tgis.config.cuda_graphs import parse_graph_sizes
 from tgis.config.processes import ShardConfig
 from tgis.hub import model_files
 from tgis.pb import shard_pb2 as pb
@@ -67,7 +68,7 @@ def prepare(config: ShardConfig, on: Platform | None = None) -> "LoadPlan":
     sizes = (config.max_batch_size, config.kv_cache_tokens)
     demand = Demand(config.block_size, length, *sizes, is_encoder_decoder)
     limits = adapter_limits(config, choice.is_native, length)
-    dtype_name = _choose_dtype(config.dtype, settings, choice)
+    dtype_name = _choose_dtype(config.dtype, settings, choice, on.device)
     kept_type = quantize_check.name_kept_type(config, settings, on, dtype_name)
     return LoadPlan(config, settings, choice, on, demand, limits, dtype_name, kept_type)
 
@@ -207,6 +208,16 @@ class _Loaded:
         """True if steps consist of the platform's kernels alone, and of no collectives."""
         return self.plan.choice.is_native and self.group.size == 1
 
+    @property
+    def graph_sizes(self) -> Sequence[int]:
+        """Numbers of rows of steps to capture as CUDA graphs."""
+        if self.can_capture:
+            asked = parse_graph_sizes(self.plan.config.cuda_graphs)
+            return self.plan.on.graph_sizes(asked, self.plan.demand.max_batch_size)
+        if self.plan.on.device.type == "cuda":
+            logger.warning("no CUDA graphs: steps of several shards are not captured")
+        return ()
+
     def sizing(self) -> CacheSizing:
         plan = self.plan
         return CacheSizing(
@@ -217,6 +228,7 @@ class _Loaded:
             block_bytes=self.block_bytes,
             adapter_bytes=plan.limits.num_bytes,
             make_runner=self.make_runner,
+            graph_sizes=self.graph_sizes,
         )
 
     def make_runner(self, num_blocks: int) -> ModelRunner:
@@ -252,8 +264,12 @@ def _choose_platform(config: ShardConfig, choice: Choice) -> Platform:
     if device.type != "cpu" and not choice.is_native:
         logger.warning("%s computes on the CPU only, so the GPUs are not used", choice.engine)
         device = CPU
+    if device.type == "cpu" and config.rank == 0:
+        for name in ("cuda_graphs", "cuda_memory_fraction"):
+            if getattr(config, name) is not None:
+                logger.warning("--%s has no effect: a CPU computes", name.replace("_", "-"))
     kernel_cache = None if config.kernel_cache is None else Path(config.kernel_cache)
-    return choose_platform.make_platform(device, kernel_cache)
+    return choose_platform.make_platform(device, kernel_cache, config.cuda_memory_fraction)
 
 
 def _check_length(spec: ModelSpec, length: int) -> None:
@@ -262,13 +278,17 @@ def _check_length(spec: ModelSpec, length: int) -> None:
         raise UnsupportedModelError(text)
 
 
-def _choose_dtype(asked: str | None, settings: dict[str, Any], choice: Choice) -> str:
+def _choose_dtype(asked: str | None, settings: dict[str, Any], choice: Choice, device: torch.device) -> str:
     if choice.dtype is not None:
         [found] = [name for name, dtype in DTYPES.items() if dtype == choice.dtype]
         if asked not in (None, found):
             logger.warning("--dtype %s has no effect: the model fixes its type, %s", asked, found)
         return found
-    return asked or model_files.stored_dtype(settings)
+    stored = model_files.stored_dtype(settings)
+    if asked is None and stored == "float32" and device.type == "cuda":
+        logger.info("the float32 weights are rounded to bfloat16, because --dtype is unset")
+        return "bfloat16"
+    return asked or stored
 
 
 def _connect(config: ShardConfig, device: torch.device) -> ProcessGroup:

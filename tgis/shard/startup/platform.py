@@ -10,7 +10,7 @@ from typing import Protocol
 
 import torch
 
-from tgis.errors import OperatorError
+from tgis.errors import OperatorError, first_line
 from tgis.pb import shard_pb2 as pb
 from tgis.shard.adapters.registry import LoadedAdapters
 from tgis.shard.collectives import ProcessGroup
@@ -23,6 +23,9 @@ from tgis.shard.sampling.grammar import Guides
 
 # From glibc's malloc.h.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+
+# Beginnings of the texts of torch's and Triton's errors of GPUs.
+_GPU_ERRORS = ("CUDA error", "CUDA driver error", "Triton Error [CUDA]", "NCCL")
 
 
 class DeviceError(OperatorError):
@@ -85,6 +88,8 @@ class Platform:
     cache_divisor: int  # the cache may have one part in so many of the memory that weights and steps leave
     num_dummy_blocks: int = 0  # blocks of the cache beyond those that sequences have
     replaced_kernels: Sequence[str] = ()  # names of kernels whose twins compute
+    graph_sizes: Callable[[Sequence[int] | None, int], Sequence[int]] = lambda asked, max_rows: ()
+    """Returns rising numbers of rows to capture steps of, as the operator asked and at most `max_rows`."""
 
     def memory_left(self, group: ProcessGroup) -> int:
         """Return the bytes that the ranks of a machine may still take, on the machine with the least left.
@@ -92,6 +97,18 @@ class Platform:
         Raises ProcessGroupError."""
         left = group.min(self.memory.memory_left())
         return left if self.is_memory_shared else left * group.local_size
+
+
+def describe_failure(error: BaseException | None) -> str | None:
+    """Return a line for the operator if the error is a GPU's, after which a process can compute no more."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return (
+            "the GPU has no memory left for a step; a smaller --max-step-tokens, --max-batch-size or "
+            "--kv-cache-tokens leaves more"
+        )
+    if isinstance(error, RuntimeError) and str(error).startswith(_GPU_ERRORS):
+        return f"the GPU failed in a step: {first_line(error)}"
+    return None
 
 
 def configure_torch(num_threads: int) -> None:
