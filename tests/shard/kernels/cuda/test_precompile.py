@@ -13,7 +13,7 @@ from triton.backends.nvidia import driver as nvidia
 
 from scripts.check_locks import ROOT
 from tests.support.cuda import golden
-from tgis.shard.kernels.cuda import jit, precompile
+from tgis.shard.kernels.cuda import jit, precompile, variants
 from tgis.shard.kernels.cuda.offline import MAX_SHARED_BYTES, compile_only
 
 slow = pytest.mark.slow
