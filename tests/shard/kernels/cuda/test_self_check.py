@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tests.support.cuda.interpreter import interpreted
+from tests.support.shard import other_device
 from tgis.shard.collectives import CPU
 from tgis.shard.kernels.cuda import self_check
 from tgis.shard.kernels.cuda.check_inputs import INPUTS
@@ -28,6 +29,11 @@ def test_kernels_pass() -> None:
 def test_twins_pass() -> None:
     assert INPUTS.keys() == KERNELS.keys()
     assert check(CPU, tuple(TOLERANCES), TWINS) == {}
+
+
+def test_inputs_are_on_the_device() -> None:
+    with other_device.present() as device:
+        assert check(device, ONE, TWINS) == {}
 
 
 def raises(*_: Any) -> None:
