@@ -168,12 +168,14 @@ def test_nothing_is_left_on_the_cpu(case: str, tmp_path: Path) -> None:
         assert mine.logprobs == theirs.logprobs
 
 
-@pytest.mark.parametrize("case", ["llama_grouped_queries", "gemma2", "t5"])
+@pytest.mark.parametrize(
+    "case", ["llama_grouped_queries", pytest.param("gemma2", marks=pytest.mark.slow), "t5"]
+)
 def test_kernels_in_the_interpreter(case: str, tmp_path: Path) -> None:
     config = CASES[case]()
     write_model(tmp_path, config)
     oracle = Oracle(tmp_path, config)
-    answers = [oracle.answer(ids) for ids in draw_inputs()[:2]]
+    answers = [oracle.answer(ids) for ids in draw_inputs()[1:2]]
     start = oracle.start_token_id if oracle.is_encoder_decoder else None
     requests = [ask(answer.input_ids, start) for answer in answers]
     for request in requests:
