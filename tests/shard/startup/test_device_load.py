@@ -16,8 +16,8 @@ from tests.support.shard.portable import plain
 from tgis.pb import shard_pb2 as pb
 from tgis.shard.collectives import CPU
 from tgis.shard.kernels.cuda.implementations import KERNELS
+from tgis.shard.server import log_failure
 from tgis.shard.startup.load import load, prepare
-from tgis.shard.startup.platform import describe_failure
 
 
 @pytest.fixture(scope="module")
@@ -81,19 +81,38 @@ def test_float32_weights_on_a_gpu(
     assert (text in caplog.messages) == (kept == "bfloat16")
 
 
-def test_errors_of_gpus_end_in_a_sentence() -> None:
-    memory = describe_failure(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0"))
-    assert memory == (
-        "the GPU has no memory left for a step; a smaller --max-step-tokens, --max-batch-size or "
-        "--kv-cache-tokens leaves more"
-    )
-    for text in (
-        "CUDA error: an illegal memory access was encountered",
-        "Triton Error [CUDA]: device-side assert triggered",
-    ):
-        for kind in (torch.AcceleratorError, RuntimeError):
-            advice = "\nCUDA kernel errors might be asynchronously reported at some other API call"
-            assert describe_failure(kind(text + advice)) == f"the GPU failed in a step: {text}"
-    assert describe_failure(RuntimeError("mat1 and mat2 shapes cannot be multiplied")) is None
-    assert describe_failure(ValueError("CUDA error")) is None
-    assert describe_failure(None) is None
+MEMORY = (
+    "the GPU had no memory for a step, and this process exits: a smaller --max-step-tokens, --max-batch-size "
+    "or --kv-cache-tokens leaves more"
+)
+ILLEGAL = "CUDA error: an illegal memory access was encountered"
+ASSERTED = "Triton Error [CUDA]: device-side assert triggered"
+ADVICE = "\nCUDA kernel errors might be asynchronously reported at some other API call"
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0"), MEMORY),
+        (
+            torch.AcceleratorError(ILLEGAL + ADVICE),
+            f"the GPU failed in a step, and this process exits: {ILLEGAL}",
+        ),
+        (RuntimeError(ASSERTED), f"the GPU failed in a step, and this process exits: {ASSERTED}"),
+    ],
+)
+def test_errors_of_gpus_end_in_a_sentence(
+    error: Exception, text: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    log_failure(error)
+    [record] = caplog.records
+    assert (record.getMessage(), record.exc_info) == (text, None)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("shapes cannot be multiplied"), ValueError("CUDA error")])
+def test_other_errors_come_with_the_place(error: Exception, caplog: pytest.LogCaptureFixture) -> None:
+    log_failure(error)
+    [record] = caplog.records
+    assert record.getMessage() == "a step failed, and this process exits"
+    assert record.exc_info is not None
+    assert record.exc_info[1] is error
