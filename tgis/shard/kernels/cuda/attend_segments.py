@@ -19,6 +19,11 @@ PROGRAMS = 3
 TOGETHER = 8  # segments that are merged at once
 
 
+def most_segments(max_seq_len: int) -> int:
+    """Return the most segments of a sequence of at most `max_seq_len` tokens."""
+    return max(1, min(step_state.MAX_SEGMENTS, -(-max_seq_len // step_state.SEGMENT_LEN)))
+
+
 def choose_sizes(group: int, keys: Tensor) -> tuple[Sizes, int]:
     """Return the sizes of a program that computes segments, and its number of warps."""
     _, num_kv_heads, block_size, head_dim = keys.shape
@@ -178,7 +183,7 @@ def launch(
     out = torch.empty_like(q)
     if not num_seqs:
         return out
-    most = num_seqs * max(1, min(step_state.MAX_SEGMENTS, -(-max_seq_len // step_state.SEGMENT_LEN)))
+    most = num_seqs * most_segments(max_seq_len)
     shapes = (most, num_heads), (most, num_heads), (most, num_heads, head_dim)
     parts = tuple(q.new_empty(shape, dtype=torch.float32) for shape in shapes)
     sizes, num_warps = choose_sizes(num_heads // keys.shape[1], keys)

@@ -17,12 +17,19 @@ def tile_tokens(group_size: int) -> int:
     return max(1, QUERIES // group_size)
 
 
-def choose_sizes(group: int, keys: Tensor) -> tuple[Sizes, int]:
-    """Return the sizes of a program, and its number of warps."""
+def choose_sizes(group: int, keys: Tensor, has_bias: bool) -> tuple[Sizes, int]:
+    """Return the sizes of a program, and its number of warps: the largest that fit a thread's 255 registers."""
     _, num_kv_heads, block_size, head_dim = keys.shape
     width = max(16, triton.next_power_of_2(head_dim))
-    rows, num_keys = (128, 64 if width <= 128 else 32) if keys.element_size() == 2 else (64, 32)
-    return Sizes(group, num_kv_heads, head_dim, block_size, width, rows, num_keys), 8
+    if (
+        keys.dtype == torch.float32
+    ):  # tensor cores would round, others hold whole rows of operands in registers
+        rows, num_keys, num_warps = (64, 32, 8) if width <= 64 else (16, 16, 4)
+    elif has_bias:  # each score needs an address
+        rows, num_keys, num_warps = 128 if width <= 128 else 64, 32, 8
+    else:
+        rows, num_keys, num_warps = 128, 64 if width <= 128 else 32, 8
+    return Sizes(group, num_kv_heads, head_dim, block_size, width, rows, num_keys), num_warps
 
 
 @triton.jit
@@ -109,7 +116,7 @@ def launch(
     if not len(tiles):
         return
     group = q.shape[1] // num_kv_heads
-    sizes, num_warps = choose_sizes(group, keys)
+    sizes, num_warps = choose_sizes(group, keys, scoring.bias is not None)
     parts = triton.cdiv(tile_tokens(group) * group, sizes.rows)
     attend_kernel[num_kv_heads, len(tiles), parts](
         q,
