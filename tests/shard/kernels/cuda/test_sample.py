@@ -37,10 +37,24 @@ def sample(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, pois
     return launch
 
 
-@pytest.mark.parametrize(("vocab_size", "num_rows"), [(40, 40), (333, 24)])
+@pytest.mark.parametrize(("vocab_size", "num_rows"), [(40, 100), (205, 70)])
 def test_chooses_as_the_cpu(sample: Sample, vocab_size: int, num_rows: int) -> None:
     """Random rows for several steps, some of them guided, in changing company and order."""
     check_against_cpu(sample, vocab_size, num_rows, seed=vocab_size)
+
+
+@pytest.mark.parametrize(
+    "vocab_size",
+    [
+        50_257,
+        pytest.param(128_256, marks=pytest.mark.slow),
+        pytest.param(256_000, marks=pytest.mark.slow),
+    ],
+)
+def test_chooses_among_many_tokens(sample: Sample, vocab_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In blocks of the size that GPUs compute."""
+    monkeypatch.setattr(interpreted_modules()["sample"], "BLOCK", compiled.BLOCK)
+    check_against_cpu(sample, vocab_size, num_rows=2, seed=7, num_steps=1)
 
 
 @pytest.mark.slow
@@ -49,13 +63,13 @@ def test_chooses_as_the_cpu_at_length(sample: Sample, seed: int) -> None:
     check_against_cpu(sample, vocab_size=[35, 128, 256, 333, 700][seed % 5], num_rows=40, seed=1000 + seed)
 
 
-def check_against_cpu(sample: Sample, vocab_size: int, num_rows: int, seed: int) -> None:
+def check_against_cpu(sample: Sample, vocab_size: int, num_rows: int, seed: int, num_steps: int = 2) -> None:
     rows, cases = SampledRows(num_rows, vocab_size), Cases(seed, vocab_size)
     for row in range(num_rows):
         rows.open(cases.message(row))
     tokens: dict[int, list[int]] = {row: [] for row in range(num_rows)}
     idle = rows.state.idle_row
-    for step in range(3):
+    for step in range(num_steps):
         for row in range(step, num_rows, 5):
             rows.guide(row, cases.allowed(), must_end=row % 2 == 0)
         order = [*cases.rng.sample(range(num_rows), num_rows - step), idle, idle]

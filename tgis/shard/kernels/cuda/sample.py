@@ -26,8 +26,10 @@ def launch(logits: Tensor, rows: RowState, sampled_rows: Tensor, answers: Tensor
     if not num_samples:
         return
     num_blocks = triton.cdiv(vocab_size, BLOCK)
-    highest, keys = logits.new_empty(2, num_samples, num_blocks)  # of blocks, and the token ids of these:
-    best, winners = torch.empty(2, num_samples, num_blocks, dtype=torch.int32, device=logits.device)
+    highest, keys = (
+        logits.new_empty(num_samples, num_blocks) for _ in range(2)
+    )  # of blocks, of these tokens:
+    best, winners = (torch.empty_like(highest, dtype=torch.int32) for _ in range(2))
     options = {"BLOCK": BLOCK, "num_warps": NUM_WARPS, "enable_fp_fusion": False}
     sizes = {"VOCAB_SIZE": vocab_size, "MAX_STOP_IDS": MAX_STOP_IDS}
     blocks = {"NUM_BLOCKS": num_blocks, "PADDED_BLOCKS": triton.next_power_of_2(num_blocks)}

@@ -35,8 +35,11 @@ MIN_FACTOR = tl.constexpr(float(1 / sampler.MAX_FACTOR))
 MAX_COUNT = tl.constexpr((1 << 15) - 1)
 INF = tl.constexpr(float("inf"))
 
+# Parts of larger tensors, which begin anywhere: none of them is a reason to compile again.
+STAGED = ["sampled_rows", "answers"]
 
-@triton.jit
+
+@triton.jit(do_not_specialize_on_alignment=STAGED)
 def adjust(
     logits,
     sampled_rows,
@@ -160,7 +163,7 @@ def _penalise(scores, counts, repetition, presence, frequency):
     return tl.where(num_generated > 0, scores - penalty, scores)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=STAGED)
 def race(
     logits,
     sampled_rows,
@@ -209,7 +212,7 @@ def _find_highest(highest, NUM_BLOCKS: tl.constexpr, PADDED_BLOCKS: tl.constexpr
     return tl.where(tl.max(is_nan.to(tl.int32), 0) != 0, float("nan"), value), place
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=STAGED)
 def append(
     sampled_rows,
     words,
