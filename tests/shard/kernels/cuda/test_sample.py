@@ -143,6 +143,17 @@ def test_a_mask_hides_what_is_not_a_number(sample: Sample) -> None:
     assert rows.step(sample, logits, range(3)) == [(31, SAMPLED), (32, SAMPLED), (74, SAMPLED)]
 
 
+def test_a_grammar_may_end_a_row_early(sample: Sample) -> None:
+    """The end is all that both rows' grammars allow; only of the first one this is known."""
+    rows = SampledRows(2, 40)
+    for row in range(2):
+        rows.open(open_row(row, [1, 2], eos=[9], sampling={**GREEDY, "min_new_tokens": 1}))
+        rows.guide(row, torch.arange(40) == 9, must_end=row == 0)
+    wanted = [(9, SAMPLED | ENDED), (0, UNUSABLE)]
+    assert rows.step_on_cpu(torch.zeros(2, 40), range(2)) == wanted
+    assert rows.step(sample, torch.zeros(2, 40), range(2)) == wanted
+
+
 @pytest.mark.parametrize("sampling", [GREEDY, {**SAMPLE, "seed": 3}])
 def test_the_lowest_of_equals_is_chosen(sample: Sample, sampling: dict[str, object]) -> None:
     """Within a block and between blocks. A row at temperature 1 draws among equals."""
