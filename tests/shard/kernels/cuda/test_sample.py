@@ -12,6 +12,7 @@ from tests.support.cuda.sampled_rows import Cases, Sample, SampledRows, count, w
 from tests.support.shard.messages import GREEDY, SAMPLE, integers, make_bias, open_row
 from tgis.shard.kernels.cuda import sample as compiled
 from tgis.shard.kernels.cuda.step_state import Flag, Word
+from tgis.shard.sampling import sampler
 
 BLOCK = 128
 SAMPLED, ENDED, UNUSABLE = (int(flag) for flag in Flag)
@@ -103,6 +104,35 @@ def check_state(rows: SampledRows, tokens: dict[int, list[int]]) -> None:
     for name, table in vars(plain).items():
         if isinstance(table, torch.Tensor):
             assert torch.equal(table.nan_to_num(-1.5), getattr(rows.state, name).nan_to_num(-1.5)), name
+
+
+def test_logits_of_rows_that_draw_are_changed_as_on_the_cpu(sample: Sample) -> None:
+    """Bit for bit, also where length penalties have grown over hundreds of tokens."""
+    vocab_size, num_rows = 40, 32
+    rows, cases = SampledRows(num_rows, vocab_size), Cases(3, vocab_size)
+    rng = cases.rng
+    for row in range(num_rows):
+        sampling = {
+            **SAMPLE,
+            "temperature": rng.uniform(0.1, 3),
+            "length_penalty_factor": 1 + rng.choice([1e-4, 1e-2, 0.3]),
+            "repetition_penalty": rng.uniform(0.5, 2),
+            "presence_penalty": rng.uniform(-2, 2),
+            "frequency_penalty": rng.uniform(-2, 2),
+            **make_bias({i: rng.gauss(0, 3) for i in cases.hot[::2]}),
+        }
+        generated = [rng.choice(cases.hot) for _ in range(rng.randrange(1, 600))]
+        token_ids = [*cases.hot[:2], *generated]
+        rows.open(
+            open_row(row, token_ids, prompt_len=2, max_new_tokens=1000, eos=cases.hot[3:6], sampling=sampling)
+        )
+    logits = cases.logits(num_rows)
+    wanted, index = logits.clone(), np.arange(num_rows)
+    batch = rows.table.sampling_batch(index, np.zeros(num_rows, np.bool_), np.False_)
+    sampler.sample(wanted, batch, rows.table.seen)
+    sampled_rows = torch.arange(num_rows, dtype=torch.int32)
+    sample(logits, rows.state, sampled_rows, torch.empty(num_rows, 2, dtype=torch.int32))
+    assert torch.equal(logits, wanted)
 
 
 def test_rows_without_a_highest_logit_end_and_disturb_nobody(sample: Sample) -> None:

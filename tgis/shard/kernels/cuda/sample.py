@@ -17,8 +17,9 @@ BLOCK, NUM_WARPS = 2048, 4  # a program's tokens: 16 of each thread, and one sam
 
 
 def launch(logits: Tensor, rows: RowState, sampled_rows: Tensor, answers: Tensor) -> None:
-    """Sample from logits, contiguous float32 [n, vocab_size], which mean nothing afterwards.
+    """Sample from logits, contiguous float32 [n, vocab_size].
 
+    They are changed in place where a token is drawn; those of other rows mean nothing afterwards.
     sampled_rows: int32 [n], each row at most once, but for the idle row. answers: int32 [n, 2] is written:
     the token, and `Flag`s. Rows that had ended sample nothing: their flags are 0."""
     num_samples, vocab_size = logits.shape
