@@ -27,9 +27,8 @@ def launch(logits: Tensor, rows: RowState, sampled_rows: Tensor, answers: Tensor
     if not num_samples:
         return
     num_blocks = triton.cdiv(vocab_size, BLOCK)
-    highest, keys = (
-        logits.new_empty(num_samples, num_blocks) for _ in range(2)
-    )  # of blocks, of these tokens:
+    # The highest logit and the best key of each block, and the ids of the tokens that have them.
+    highest, keys = (logits.new_empty(num_samples, num_blocks) for _ in range(2))
     best, winners = (torch.empty_like(highest, dtype=torch.int32) for _ in range(2))
     options = {"BLOCK": BLOCK, "num_warps": NUM_WARPS, "enable_fp_fusion": False}
     sizes = {"VOCAB_SIZE": vocab_size, "MAX_STOP_IDS": MAX_STOP_IDS}

@@ -14,11 +14,8 @@ NUM_WORDS = tl.constexpr(len(Word))
 LENGTH, LIMIT, PROMPT_LEN = tl.constexpr(Word.LENGTH), tl.constexpr(Word.LIMIT), tl.constexpr(Word.PROMPT_LEN)
 ENDED, LAST_TOKEN = tl.constexpr(Word.ENDED), tl.constexpr(Word.LAST_TOKEN)
 NUM_STOP_IDS, NUM_BIASES = tl.constexpr(Word.NUM_STOP_IDS), tl.constexpr(Word.NUM_BIASES)
-GREEDY, MIN_P, TEMPERATURE = (
-    tl.constexpr(Word.GREEDY),
-    tl.constexpr(Word.MIN_P),
-    tl.constexpr(Word.TEMPERATURE),
-)
+GREEDY, TEMPERATURE = tl.constexpr(Word.GREEDY), tl.constexpr(Word.TEMPERATURE)
+MIN_P = tl.constexpr(Word.MIN_P)
 SEED_LOW, SEED_HIGH = tl.constexpr(Word.SEED_LOW), tl.constexpr(Word.SEED_HIGH)
 REPETITION_PENALTY = tl.constexpr(Word.REPETITION_PENALTY)
 PRESENCE_PENALTY = tl.constexpr(Word.PRESENCE_PENALTY)
