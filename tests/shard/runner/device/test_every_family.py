@@ -40,9 +40,34 @@ def test_equals_transformers(case: str, tmp_path: Path) -> None:
     answers = [oracle.answer(ids) for ids in draw_inputs()]
     small = {"dtype": "float32", "kv_cache_tokens": 2048, "block_size": 4, "max_step_tokens": 64}
     runner = load_captured(configure(tmp_path, **small), on=on)
-    detailed, bare = (
-        [ask(start, answer, details) for answer in answers] for details in ({"logprobs": True}, {})
+    runner.reset()
+    bare, detailed = ([ask(answer, start, wanted) for answer in answers] for wanted in (False, True))
+    router = Router(runner, seed=1, depth=3)
+    router.run(list(bare))
+    assert pb.STEP_PATH_GRAPH in {response.path for response in router.responses}
+    runner.reset()
+    mixed = [ask(answer, start, wants_details=False) for answer in answers]
+    Router(runner, seed=2).run([*detailed, *mixed])
+    for request, answer in zip([*bare, *mixed, *detailed], answers * 3, strict=True):
+        if request.details:
+            check(request, answer)
+        assert answer.certain
+        assert request.generated[: answer.certain] == answer.token_ids[: answer.certain]
+    assert on.kernels.num_fused["norm_product"] > 0
+    assert (on.kernels.num_fused["product_add"] > 0) == adds_products(runner.model.spec)
+
+
+def ask(answer: Answer, start: list[int], wants_details: bool) -> Request:
+    return Request(
+        start or answer.input_ids,
+        NEW_TOKENS,
+        details={"logprobs": True} if wants_details else {},
+        encoder_token_ids=answer.input_ids if start else [],
     )
-    paths = set[int]()
-    for requests in (detailed, bare, bare + detailed):
-        ...
+
+
+def adds_products(spec: ModelSpec) -> bool:
+    """Unless all branches' outputs are changed before they are added."""
+    if not isinstance(spec, DecoderSpec):
+        return True
+    return spec.norm_place in ("before", "sum") and spec.residual_scale == 1

@@ -1,5 +1,7 @@
-"""Rows of all kinds on a device that computes only when somebody waits, against a runner on the host: at every
-depth, with steps captured and not, interrupted, cancelled while steps are in flight, and answered by a thread."""
+"""Rows of all kinds on a device that computes only when somebody waits, against a runner on the host.
+
+At every depth, with steps captured and not, interrupted, cancelled while steps are in flight, and answered by
+a thread."""
 
 import math
 import threading
