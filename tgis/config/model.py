@@ -68,6 +68,20 @@ class ModelOptions:
         minimum=1,
         group=Group.MEMORY,
     )
+    cuda_graphs: str | None = option(
+        "On GPUs, numbers of sequences whose decode steps are captured as CUDA graphs, separated by commas. "
+        "A step takes the graph of the next larger number, if there is one. 0: no graphs; unset: 1, 2, 4, 8, "
+        "12, 16, 24, 32 and so on to --max-batch-size.",
+        None,
+        group=Group.MEMORY,
+    )
+    cuda_memory_fraction: float | None = option(
+        "Share of a GPU's memory that the shard on it may use; unset: all of it.",
+        None,
+        minimum=0.01,
+        maximum=1,
+        group=Group.MEMORY,
+    )
     deployment_framework: str | None = option(
         "Engine: tgis_native is the service's own and serves the families it knows; hf_transformers runs "
         "transformers' code with the service's cache and attention, more slowly; hf_optimum_ort runs a model "

@@ -4,6 +4,7 @@ import gc
 import logging
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -24,10 +25,9 @@ from tgis.prompts.store import AdapterStore
 from tgis.shard.adapters.loading import open_artifact_cache, open_store
 from tgis.shard.adapters.registry import LoadedAdapters
 from tgis.shard.adapters.rpc import AdapterServicer
-from tgis.shard.kernels.cpu.jit.cache import add_run_directory
-from tgis.shard.kernels.cpu.jit.compiler import is_compiling
 from tgis.shard.runner.interface import ModelRunner, Pending
-from tgis.shard.startup.load import load, sequence_length
+from tgis.shard.startup.load import prepare, sequence_length
+from tgis.shard.startup.platform import describe_failure
 from tgis.shard.transport.link import Endpoint, choose_endpoint
 from tgis.shard.transport.step_stream import StepSocket
 
@@ -67,10 +67,9 @@ def serve(config: ShardConfig) -> NoReturn:
     The process exits with status 0 on SIGTERM and with status 1 after a step fails."""
     _exit_on_signals()
     endpoint = choose_endpoint(config)
-    if config.kernel_cache is not None:
-        add_run_directory(Path(config.kernel_cache))
     failpoints.hit("shard.before_loading")
-    runner = load(config)
+    plan = prepare(config)
+    runner = plan.load()
     length = sequence_length(config, model_files.read_json(Path(config.model_path), "config.json"))
     store = open_store(config, runner.model, length)
     service = ShardService(runner.info, store, open_artifact_cache(config), runner.adapters)
@@ -83,11 +82,17 @@ def serve(config: ShardConfig) -> NoReturn:
     )
 
     def fail() -> NoReturn:
-        logger.exception("a step failed, and this process exits")
+        reason = describe_failure(sys.exception())
+        if reason is None:
+            logger.exception("a step failed, and this process exits")
+        else:
+            logger.critical("%s; this process exits", reason)
+            logger.debug("the step failed here", exc_info=True)
         server.stop(None)
         _exit(1)
 
-    StepLoop(runner, steps, Heartbeat(config.heartbeat_fd, is_compiling), fail).run()
+    heartbeat = Heartbeat(config.heartbeat_fd, plan.on.compiler.is_compiling)
+    StepLoop(runner, steps, heartbeat, fail).run()
 
 
 def _listen(service: ShardService, endpoint: Endpoint) -> grpc.Server:

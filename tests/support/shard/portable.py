@@ -10,14 +10,23 @@ from tgis.shard.kernels.portable.attention import TorchAttention
 from tgis.shard.kernels.portable.ops import ACTIVATIONS, TorchKernels
 from tgis.shard.layers.lora import TokenAdapters
 from tgis.shard.layers.ops import Activation, BiasedProduct, LinearLayer, NormLayer
-from tgis.shard.startup.platform import ON_CPU, Platform
+from tgis.shard.memory.host_limits import HostMemory
+from tgis.shard.startup.host_runner import HostRunners
+from tgis.shard.startup.platform import Compiler, Platform
 
+NOTHING_TO_COMPILE = Compiler(is_compiling=lambda: False, finish=lambda: None)
 FEW_TOKENS = 8  # of a step whose layers are fused
 
 
 def plain(device: torch.device) -> Platform:
-    return replace(
-        ON_CPU, device=device, kernels=TorchKernels(device), attention=TorchAttention, captures_steps=False
+    return Platform(
+        device=device,
+        kernels=TorchKernels(device),
+        make_runner=HostRunners(TorchAttention),
+        memory=HostMemory(),
+        compiler=NOTHING_TO_COMPILE,
+        is_memory_shared=True,
+        cache_divisor=4,
     )
 
 

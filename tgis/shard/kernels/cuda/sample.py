@@ -4,21 +4,65 @@ The order of changes to the logits is that of `sampling.sampler`. Top-k, top-p a
 watermarks and token details are the host's: rows that have them are not given to this kernel."""
 
 import torch
+import triton
 from torch import Tensor
 
-from tgis.shard.kernels.cuda.step_state import Flag, RowState, Word, as_float
+from tgis.shard.kernels.cuda.sample_kernels import adjust, append, race
+from tgis.shard.kernels.cuda.step_state import MAX_BIASES, MAX_STOP_IDS, Flag, RowState, Word, as_float
 from tgis.shard.sampling.counter_rng import GOLDEN, STRIDE, draw_columns
 from tgis.shard.sampling.sampler import MAX_FACTOR
 
 MAX_COUNT = (1 << 15) - 1
+BLOCK, NUM_WARPS = 2048, 4  # a program's tokens: 16 of each thread, and one sample fills half of a GPU
 
 
 def launch(logits: Tensor, rows: RowState, sampled_rows: Tensor, answers: Tensor) -> None:
-    """Sample from logits, contiguous float32 [n, vocab_size], which are overwritten.
+    """Sample from logits, contiguous float32 [n, vocab_size], which mean nothing afterwards.
 
     sampled_rows: int32 [n], each row at most once, but for the idle row. answers: int32 [n, 2] is written:
     the token, and `Flag`s. Rows that had ended sample nothing: their flags are 0."""
-    raise NotImplementedError
+    num_samples, vocab_size = logits.shape
+    assert logits.is_contiguous(), "rows lie side by side"
+    if not num_samples:
+        return
+    num_blocks = triton.cdiv(vocab_size, BLOCK)
+    highest, keys = logits.new_empty(2, num_samples, num_blocks)  # of blocks, and the token ids of these:
+    best, winners = torch.empty(2, num_samples, num_blocks, dtype=torch.int32, device=logits.device)
+    options = {"BLOCK": BLOCK, "num_warps": NUM_WARPS, "enable_fp_fusion": False}
+    sizes = {"VOCAB_SIZE": vocab_size, "MAX_STOP_IDS": MAX_STOP_IDS}
+    blocks = {"NUM_BLOCKS": num_blocks, "PADDED_BLOCKS": triton.next_power_of_2(num_blocks)}
+    adjust[num_blocks, num_samples](
+        logits,
+        sampled_rows,
+        rows.words,
+        rows.masks,
+        rows.bias_token_ids,
+        rows.biases,
+        rows.stop_ids,
+        rows.token_counts,
+        highest,
+        best,
+        MAX_BIASES=MAX_BIASES,
+        **sizes,
+        **options,
+    )
+    race[num_blocks, num_samples](
+        logits, sampled_rows, rows.words, highest, keys, winners, VOCAB_SIZE=vocab_size, **blocks, **options
+    )
+    append[(num_samples,)](
+        sampled_rows,
+        rows.words,
+        rows.stop_ids,
+        rows.token_counts,
+        highest,
+        best,
+        keys,
+        winners,
+        answers,
+        **sizes,
+        **blocks,
+        num_warps=1,
+    )
 
 
 def plain(logits: Tensor, rows: RowState, sampled_rows: Tensor, answers: Tensor) -> None:
@@ -62,10 +106,13 @@ def _change(logits: Tensor, rows: RowState, index: Tensor, words: Tensor) -> Non
 def _stop_mask(stop_ids: Tensor, words: Tensor, vocab_size: int) -> Tensor:
     """Return bool [n, vocab_size], True for the rows' stop ids."""
     is_stop = torch.zeros((len(stop_ids), vocab_size + 1), dtype=torch.bool, device=stop_ids.device)
-    is_given = torch.arange(stop_ids.shape[1], device=stop_ids.device) < words[:, Word.NUM_STOP_IDS, None]
-    is_given &= stop_ids < vocab_size
+    is_given = _is_given(stop_ids, words) & (stop_ids < vocab_size)
     is_stop.scatter_(1, stop_ids.long().where(is_given, vocab_size), True)
     return is_stop[:, :vocab_size]
+
+
+def _is_given(stop_ids: Tensor, words: Tensor) -> Tensor:
+    return torch.arange(stop_ids.shape[1], device=stop_ids.device) < words[:, Word.NUM_STOP_IDS, None]
 
 
 def _penalise(logits: Tensor, counts: Tensor, words: Tensor) -> None:
@@ -108,7 +155,7 @@ def _append(
     is_live = words[:, Word.ENDED] == 0
     is_sampled = is_live & is_usable
     length = words[:, Word.LENGTH] + is_sampled
-    is_stop = (rows.stop_ids[index] == chosen[:, None]).any(-1)
+    is_stop = (_is_given(rows.stop_ids, words) & (rows.stop_ids[index] == chosen[:, None])).any(-1)
     has_ended = is_sampled & (is_stop | (length >= words[:, Word.LIMIT]))
     is_unusable = is_live & ~is_usable
     flags = is_sampled * int(Flag.SAMPLED) + has_ended * int(Flag.ENDED) + is_unusable * int(Flag.UNUSABLE)
