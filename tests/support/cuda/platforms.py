@@ -21,17 +21,4 @@ def make_platform(implementations: Implementations) -> Platform:
         return CudaAttention(cache, implementations, GROUP_SIZE)
 
     kernels = CudaKernels(CPU, implementations)
-<<<<<<< HEAD
     return replace(plain(CPU), kernels=kernels, make_runner=HostRunners(attend), num_dummy_blocks=1)
-=======
-    return replace(plain(CPU), kernels=kernels, make_runner=HostRunners(attend))
-
-
-def with_dummy_block(cache: KVCache) -> KVCache:
-    """Return a cache like this with one more block, which nobody counts. It holds NaN."""
-    sizes = (cache.num_layers, cache.num_blocks + 1, cache.block_size, cache.num_kv_heads, cache.head_dim)
-    made = KVCache(*sizes, cache.dtype)
-    made.keys.fill_(float("nan"))
-    made.values.fill_(float("nan"))
-    return made
->>>>>>> h-ops
