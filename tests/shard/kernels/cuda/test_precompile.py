@@ -21,9 +21,10 @@ slow = pytest.mark.slow
 COMMAND = """
 import sys
 from pathlib import Path
-from tgis.shard.kernels.cuda import jit, precompile
+from tgis.shard.kernels.cuda import jit, precompile, variants
 
 jit.PACKAGED = precompile.PACKAGED = Path(sys.argv.pop(1))
+variants.MODELS = variants.MODELS[:1]
 if __name__ == "__main__":
     precompile.main()
 """
@@ -86,10 +87,11 @@ def test_nothing_is_compiled_again() -> None:
 
     triton.knobs.compilation.listener = listen
     with compile_only(90):
-        for variant in golden.of_models(*golden.MODELS) + variants.find_check_variants():
+        known = golden.of_models("all", "llama-3.1-8b/1", "llama-3.1-8b/2")
+        for variant in known + variants.find_check_variants():
             variant.run()
     assert compiled == []
-    assert len(found) > 20
+    assert len(found) > 10
 
 
 @slow
@@ -110,13 +112,11 @@ def test_only_what_runs_is_packaged(package: Path) -> None:
     }
 
 
-@slow
 @pytest.mark.parametrize("words", [[], ["75"], ["90", "90a"]])
-def test_words_that_are_no_capability_are_refused(words: list[str]) -> None:
-    command = [sys.executable, "-m", precompile.__name__, *words]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr.startswith("usage: ")
+def test_words_that_are_no_capability_are_refused(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["precompile", *words])
+    with pytest.raises(SystemExit, match="usage: precompile CAPABILITY"):
+        precompile.main()
 
 
 @slow

@@ -8,6 +8,7 @@ import ctypes
 import json
 import logging
 import os
+import platform
 import sys
 import tempfile
 import threading
@@ -16,9 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from triton import knobs
+from triton.runtime import build
 from triton.runtime.cache import FileCacheManager
+from triton.runtime.jit import JITFunction
 
 from tgis.shard.kernels.cpu.jit.cache import can_be_written, has_room, user_directories
+from tgis.shard.kernels.cuda.implementations import KERNELS
 
 logger = logging.getLogger(__name__)
 
@@ -54,11 +58,23 @@ def use_cache(directory: Path | None) -> None:
     knobs.cache.manager_class = PackagedCache
     knobs.cache.dir = str(_choose(directory))
     logger.info("compiled GPU code is kept in %s", knobs.cache.dir)
+    make_keys_repeatable()
     if (driver := _find_libcuda()) is not None:
         knobs.nvidia.libcuda_path = str(driver)
     knobs.runtime.jit_cache_hook = _begin
     knobs.runtime.jit_post_compile_hook = _end_warm_up
     knobs.runtime.kernel_load_end_hook.add(_end)
+
+
+def make_keys_repeatable() -> None:
+    """Make the keys of the cache those of every other process that calls this before it launches a kernel."""
+    # Triton asks the command `file`, which may be there where an image is built and not where it runs.
+    build.platform_key = lambda: f"{platform.machine()},{platform.system()}"
+    # The key of a kernel depends on which of the functions that it calls had keys before.
+    for module in KERNELS.values():
+        for function in vars(module).values():
+            if isinstance(function, JITFunction):
+                _ = function.cache_key
 
 
 def is_compiling() -> bool:

@@ -18,7 +18,7 @@ from triton.backends.nvidia import driver as nvidia
 from triton.runtime.cache import FileCacheManager
 
 from tgis.shard.kernels.cuda.implementations import KERNELS
-from tgis.shard.kernels.cuda.jit import PACKAGED
+from tgis.shard.kernels.cuda.jit import PACKAGED, make_keys_repeatable
 from tgis.shard.kernels.cuda.offline import MAX_SHARED_BYTES, compile_only
 from tgis.shard.kernels.cuda.variants import find_check_variants, find_variants
 
@@ -64,6 +64,7 @@ def precompile(directory: Path, capabilities: list[int]) -> tuple[int, list[str]
 
 def _begin_worker(directory: str, stub: str) -> None:
     _keep_in(directory)
+    make_keys_repeatable()
     # The modules that Triton builds link the driver's library, and are loaded once they are built.
     ctypes.CDLL(f"{stub}/libcuda.so.1", ctypes.RTLD_GLOBAL)
     knobs.nvidia.libcuda_path = stub
