@@ -7,10 +7,11 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
+import torch
 import triton
 import triton.language as tl
 import triton.runtime.interpreter as interpreter
@@ -55,9 +56,18 @@ def _removed() -> Iterator[None]:
 
 @cache
 def _correct() -> None:
-    """Correct two faults of Triton 3.6's interpreter: products of bfloat16 are those of its bits, and NumPy
-    2.4 makes no index of an array with one element."""
+    """Correct faults of Triton 3.6's interpreter.
+
+    Products of bfloat16 are those of its bits. bfloat16 is not rounded to the nearest, as GPUs do. NumPy 2.4
+    makes no index of an array with one element. Triton's own functions, such as max, which were imported to
+    be compiled, cannot be called; they see the language through tl.core, so a launch must replace that too.
+    Numbers beyond the range are infinite, as on GPUs, and no warning."""
     patch, create_dot = interpreter._patch_lang_tensor, interpreter.InterpreterBuilder.create_dot
+    convert = interpreter._convert_float
+    patch_lang, whole_language = (
+        interpreter._patch_lang,
+        SimpleNamespace(__globals__={"tl": tl, "core": tl.core}),
+    )
 
     def patch_tensor(tensor: Any, scope: Any) -> None:
         patch(tensor, scope)
@@ -66,8 +76,27 @@ def _correct() -> None:
     def create_wide_dot(self: Any, a: Any, b: Any, *rest: Any) -> Any:
         return create_dot(self, _widen(a), _widen(b), *rest)
 
-    interpreter._patch_lang_tensor = patch_tensor
+    def convert_float(x: Any, source: Any, target: Any, rounding_mode: Any) -> Any:
+        if (source, target) == (tl.bfloat16, tl.float32):
+            return x.astype(np.uint32) << 16
+        if (source, target) == (tl.float32, tl.bfloat16):
+            rounded = torch.from_numpy(np.ascontiguousarray(x, np.float32)).bfloat16()
+            return rounded.view(torch.uint16).numpy()
+        return convert(x, source, target, rounding_mode)
+
+    interpreter._patch_lang_tensor, interpreter._convert_float = patch_tensor, convert_float
     interpreter.InterpreterBuilder.create_dot = create_wide_dot
+    interpreter._patch_lang = lambda kernel: patch_lang(whole_language)
+    triton.JITFunction.__call__ = _call
+    interpreter.InterpretedFunction.__call__ = _call
+    interpreter.GridExecutor.__call__ = np.errstate(over="ignore", invalid="ignore")(
+        interpreter.GridExecutor.__call__
+    )
+
+
+def _call(function: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call a function in a kernel, whose launch has replaced the language."""
+    return interpreter.InterpretedFunction(function.fn).rewrite()(*args, **kwargs)
 
 
 def _widen(x: Any) -> Any:
