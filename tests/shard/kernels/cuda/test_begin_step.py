@@ -24,7 +24,6 @@ from tgis.shard.runner.row_table import RowLimits
 POISON = 7  # of bytes
 SWITCH_LEN = 22
 LENGTHS = [1, 255, 256, 257, 8191, 8192, 8193, 16384, 16385, 200_000]
-WAYS = ["plain", "triton", "reversed"]
 
 
 def run(how: str, staged: StagedStep, rows: RowState, out: StepTensors) -> None:
@@ -169,8 +168,9 @@ SIZES = [
 ]
 
 
-@pytest.mark.parametrize("how", WAYS)
-@pytest.mark.parametrize("size", SIZES, ids=str)
+@pytest.mark.parametrize(
+    ("size", "how"), [*itertools.product(SIZES, ["plain", "triton"]), (SIZES[5], "reversed")], ids=str
+)
 def test_everything_that_a_step_reads_is_written(size: Size, how: str) -> None:
     rng = random.Random(size.num_rows)
     state, staged = random_state(rng, size.num_rows, 8), random_step(rng, size)
@@ -253,7 +253,7 @@ def test_a_step_is_what_the_cpu_packs(how: str) -> None:
     table = BatchBuilder(6, limits, torch.device("cpu"), NOTHING, Planner())  # type: ignore[arg-type]
     host, ended, num_checked = Host(6, limits), set(range(6)), 0
     words = host.rows.words
-    for _ in range(60):
+    for _ in range(25):
         opened = [host.open(rng, row) for row in list(ended) if rng.random() < 0.3]
         assert not any(map(table.open, opened))
         ended -= {message.row for message in opened}
@@ -276,7 +276,7 @@ def test_a_step_is_what_the_cpu_packs(how: str) -> None:
         words[sampled, Word.LAST_TOKEN] = torch.from_numpy(token_ids)
         words[sampled, Word.ENDED] = torch.from_numpy(has_ended).int()
         ended |= set(sampled[has_ended].tolist())
-    assert num_checked > 40
+    assert num_checked > 15
 
 
 def check_packed(inputs: StepInputs, staged: StagedStep, rows: RowState, out: StepTensors) -> None:
