@@ -32,7 +32,7 @@ def run(how: str, staged: StagedStep, rows: RowState, out: StepTensors) -> None:
         kernel(staged, rows, out)
 
 
-def poisoned(shape: list[int], dtype: torch.dtype, before: int = 3, after: int = 9) -> Tensor:
+def poisoned(shape: list[int], dtype: torch.dtype, before: int = 3, after: int = 1100) -> Tensor:
     """A tensor in the midst of memory, all of it poisoned."""
     numel = int(np.prod(shape))
     memory = torch.full(((before + numel + after) * dtype.itemsize,), POISON, dtype=torch.uint8).view(dtype)
@@ -105,6 +105,7 @@ def random_step(rng: random.Random, size: Size) -> StagedStep:
     placed_at = rng.sample(range(size.num_rows * 8), max(size.new_blocks - 3, 0))
     blocks = [[*divmod(place, 8), rng.randrange(10**6)] for place in placed_at]
     blocks += [[idle_row, 0, 10**6]] * (size.new_blocks - len(blocks))
+    rng.shuffle(blocks)
     staged = StagedStep(
         seq_rows=seq_rows + [idle_row] * size.idle,
         seq_ends=seq_ends + padding,
