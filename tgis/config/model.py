@@ -36,7 +36,9 @@ FRAMEWORKS = (*ENGINES, *ENGINES_NOT_SERVED)
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions:
     dtype: str | None = option(
-        "Type the weights are held in; unset: the checkpoint's own.", None, choices=DTYPES
+        "Type the weights are held in; unset: the checkpoint's own, but bfloat16 for float32 on GPUs.",
+        None,
+        choices=DTYPES,
     )
     device: str = option(
         "What shards compute on; auto: GPUs where torch can use them, else the CPU.",

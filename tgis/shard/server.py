@@ -13,9 +13,11 @@ from queue import SimpleQueue
 from typing import NoReturn
 
 import grpc
+import torch
 
 from tgis import failpoints
 from tgis.config.processes import ShardConfig
+from tgis.errors import first_line
 from tgis.hub import model_files
 from tgis.pb import shard_pb2 as pb
 from tgis.pb.shard_pb2_grpc import add_ShardServiceServicer_to_server
@@ -27,7 +29,7 @@ from tgis.shard.adapters.registry import LoadedAdapters
 from tgis.shard.adapters.rpc import AdapterServicer
 from tgis.shard.runner.interface import ModelRunner, Pending
 from tgis.shard.startup.load import prepare, sequence_length
-from tgis.shard.startup.platform import describe_failure
+from tgis.shard.startup.platform import is_gpu_failure
 from tgis.shard.transport.link import Endpoint, choose_endpoint
 from tgis.shard.transport.step_stream import StepSocket
 
@@ -82,17 +84,25 @@ def serve(config: ShardConfig) -> NoReturn:
     )
 
     def fail() -> NoReturn:
-        reason = describe_failure(sys.exception())
-        if reason is None:
-            logger.exception("a step failed, and this process exits")
-        else:
-            logger.critical("%s; this process exits", reason)
-            logger.debug("the step failed here", exc_info=True)
+        log_failure(sys.exception())
         server.stop(None)
         _exit(1)
 
     heartbeat = Heartbeat(config.heartbeat_fd, plan.on.compiler.is_compiling)
     StepLoop(runner, steps, heartbeat, fail).run()
+
+
+def log_failure(error: BaseException | None) -> None:
+    """Log why a step failed. A GPU's errors are reported late, so the code that found them says nothing."""
+    if isinstance(error, torch.OutOfMemoryError):
+        logger.critical(
+            "the GPU had no memory for a step, and this process exits: a smaller --max-step-tokens, "
+            "--max-batch-size or --kv-cache-tokens leaves more"
+        )
+    elif isinstance(error, Exception) and is_gpu_failure(error):
+        logger.critical("the GPU failed in a step, and this process exits: %s", first_line(error))
+    else:
+        logger.error("a step failed, and this process exits", exc_info=error)
 
 
 def _listen(service: ShardService, endpoint: Endpoint) -> grpc.Server:

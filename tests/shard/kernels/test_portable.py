@@ -52,7 +52,7 @@ assert_near = partial(torch.testing.assert_close, rtol=2e-5, atol=2e-5)
 # Where whole models are compared with transformers: also on a GPU where there is one.
 PLATFORMS = {"cpu": plain(CPU)}
 if torch.cuda.is_available():
-    PLATFORMS["cuda"] = make_platform(torch.device("cuda", 0))
+    PLATFORMS["cuda"] = plain(torch.device("cuda", 0))
 
 
 @pytest.fixture(autouse=True)

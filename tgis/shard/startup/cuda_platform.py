@@ -7,16 +7,15 @@ import torch
 
 from tgis.errors import first_line
 from tgis.shard.kernels.cuda import jit
-from tgis.shard.kernels.cuda.attention import CudaAttention
 from tgis.shard.kernels.cuda.implementations import Implementations
 from tgis.shard.kernels.cuda.ops import CudaKernels
 from tgis.shard.kernels.cuda.self_check import choose_implementations
 from tgis.shard.memory.cuda import CudaMemory
-from tgis.shard.memory.kv_cache import KVCache
-from tgis.shard.models.decoder import Decoder
-from tgis.shard.models.encoder_decoder import EncoderDecoderModel
+from tgis.shard.runner.device.build import make_device_runner
+from tgis.shard.runner.device.cuda_stream import CudaStream
+from tgis.shard.runner.device.graphs import graph_sizes
+from tgis.shard.runner.device.stream import DeviceStream
 from tgis.shard.runner.interface import ModelRunner
-from tgis.shard.startup.host_runner import HostRunners
 from tgis.shard.startup.platform import Compiler, DeviceError, Platform, RunnerParts
 
 
@@ -28,13 +27,14 @@ def on_cuda(device: torch.device, kernel_cache: Path | None, memory_fraction: fl
     return Platform(
         device=device,
         kernels=CudaKernels(device, implementations),
-        make_runner=partial(_make_runner, implementations),
+        make_runner=partial(make_runner, implementations, CudaStream(device)),
         memory=memory,
         compiler=Compiler(jit.is_compiling, finish=lambda: None),
         is_memory_shared=False,
         cache_divisor=1,
         num_dummy_blocks=1,
         replaced_kernels=implementations.replaced,
+        graph_sizes=graph_sizes,
     )
 
 
@@ -48,12 +48,18 @@ def _open(device: torch.device, memory_fraction: float | None) -> CudaMemory:
         raise DeviceError(f"GPU {device.index} cannot be used: {first_line(error)}") from error
 
 
-def _make_runner(implementations: Implementations, on: Platform, parts: RunnerParts) -> ModelRunner:
-    model = parts.model
-    assert isinstance(model, Decoder | EncoderDecoderModel), "other engines compute on the CPU"
-    num_heads = model.spec.num_heads // model.parts.group.size  # of this rank
-
-    def attend(cache: KVCache) -> CudaAttention:
-        return CudaAttention(cache, implementations, num_heads // cache.num_kv_heads)
-
-    return HostRunners(attend)(on, parts)
+def make_runner(
+    implementations: Implementations, stream: DeviceStream, on: Platform, parts: RunnerParts
+) -> ModelRunner:
+    return make_device_runner(
+        model=parts.model,
+        cache=parts.cache,
+        kernels=implementations,
+        stream=stream,
+        limits=parts.limits,
+        max_rows=parts.max_rows,
+        guides=parts.guides,
+        info=parts.info,
+        adapters=parts.adapters,
+        memory_left=on.memory.memory_left,
+    )

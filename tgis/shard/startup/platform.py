@@ -10,7 +10,7 @@ from typing import Protocol
 
 import torch
 
-from tgis.errors import OperatorError, first_line
+from tgis.errors import OperatorError
 from tgis.pb import shard_pb2 as pb
 from tgis.shard.adapters.registry import LoadedAdapters
 from tgis.shard.collectives import ProcessGroup
@@ -99,16 +99,9 @@ class Platform:
         return left if self.is_memory_shared else left * group.local_size
 
 
-def describe_failure(error: BaseException | None) -> str | None:
-    """Return a line for the operator if the error is a GPU's, after which a process can compute no more."""
-    if isinstance(error, torch.OutOfMemoryError):
-        return (
-            "the GPU has no memory left for a step; a smaller --max-step-tokens, --max-batch-size or "
-            "--kv-cache-tokens leaves more"
-        )
-    if isinstance(error, RuntimeError) and str(error).startswith(_GPU_ERRORS):
-        return f"the GPU failed in a step: {first_line(error)}"
-    return None
+def is_gpu_failure(error: BaseException | None) -> bool:
+    """Return True for an error of a GPU, after which the process can compute no more."""
+    return isinstance(error, RuntimeError) and str(error).startswith(_GPU_ERRORS)
 
 
 def configure_torch(num_threads: int) -> None:

@@ -24,7 +24,6 @@ from tgis.shard.runner.row_table import RowLimits
 POISON = 7  # of bytes
 SWITCH_LEN = 22
 LENGTHS = [1, 255, 256, 257, 8191, 8192, 8193, 16384, 16385, 200_000]
-WAYS = ["plain", "triton", "reversed"]
 
 
 def run(how: str, staged: StagedStep, rows: RowState, out: StepTensors) -> None:
@@ -33,7 +32,7 @@ def run(how: str, staged: StagedStep, rows: RowState, out: StepTensors) -> None:
         kernel(staged, rows, out)
 
 
-def poisoned(shape: list[int], dtype: torch.dtype, before: int = 3, after: int = 9) -> Tensor:
+def poisoned(shape: list[int], dtype: torch.dtype, before: int = 3, after: int = 1100) -> Tensor:
     """A tensor in the midst of memory, all of it poisoned."""
     numel = int(np.prod(shape))
     memory = torch.full(((before + numel + after) * dtype.itemsize,), POISON, dtype=torch.uint8).view(dtype)
@@ -106,6 +105,7 @@ def random_step(rng: random.Random, size: Size) -> StagedStep:
     placed_at = rng.sample(range(size.num_rows * 8), max(size.new_blocks - 3, 0))
     blocks = [[*divmod(place, 8), rng.randrange(10**6)] for place in placed_at]
     blocks += [[idle_row, 0, 10**6]] * (size.new_blocks - len(blocks))
+    rng.shuffle(blocks)
     staged = StagedStep(
         seq_rows=seq_rows + [idle_row] * size.idle,
         seq_ends=seq_ends + padding,
@@ -169,8 +169,9 @@ SIZES = [
 ]
 
 
-@pytest.mark.parametrize("how", WAYS)
-@pytest.mark.parametrize("size", SIZES, ids=str)
+@pytest.mark.parametrize(
+    ("size", "how"), [*itertools.product(SIZES, ["plain", "triton"]), (SIZES[5], "reversed")], ids=str
+)
 def test_everything_that_a_step_reads_is_written(size: Size, how: str) -> None:
     rng = random.Random(size.num_rows)
     state, staged = random_state(rng, size.num_rows, 8), random_step(rng, size)
@@ -253,7 +254,7 @@ def test_a_step_is_what_the_cpu_packs(how: str) -> None:
     table = BatchBuilder(6, limits, torch.device("cpu"), NOTHING, Planner())  # type: ignore[arg-type]
     host, ended, num_checked = Host(6, limits), set(range(6)), 0
     words = host.rows.words
-    for _ in range(60):
+    for _ in range(25):
         opened = [host.open(rng, row) for row in list(ended) if rng.random() < 0.3]
         assert not any(map(table.open, opened))
         ended -= {message.row for message in opened}
@@ -276,7 +277,7 @@ def test_a_step_is_what_the_cpu_packs(how: str) -> None:
         words[sampled, Word.LAST_TOKEN] = torch.from_numpy(token_ids)
         words[sampled, Word.ENDED] = torch.from_numpy(has_ended).int()
         ended |= set(sampled[has_ended].tolist())
-    assert num_checked > 40
+    assert num_checked > 15
 
 
 def check_packed(inputs: StepInputs, staged: StagedStep, rows: RowState, out: StepTensors) -> None:

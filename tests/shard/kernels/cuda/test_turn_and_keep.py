@@ -28,7 +28,7 @@ class Shape:
     head_dim: int
     half: int | None = None
     has_norm: bool = False
-    num_tokens: int = 4
+    num_tokens: int = 3
 
     def __str__(self) -> str:
         norm = "-norm" if self.has_norm else ""
@@ -39,7 +39,7 @@ SHAPES = [
     Shape(4, 2, 64, 32),
     Shape(4, 2, 64, 32, has_norm=True, num_tokens=1),
     Shape(9, 5, 128, 64, has_norm=True),  # two programs of queries, the second of one head
-    Shape(5, 5, 256, 128),  # two programs each
+    Shape(5, 5, 256, 128, num_tokens=2),  # two programs each
     Shape(3, 1, 13, 6),
     Shape(3, 3, 13, 5, has_norm=True),
     Shape(5, 5, 24, 12),
@@ -147,20 +147,31 @@ def run(case: Case, how: str) -> Tensor:
         return kernel(case.qkv, case.heads, case.angles, case.keys, case.values, case.slots)
 
 
-@pytest.mark.parametrize("how", ["plain", "triton", "reversed"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "how"),
+    [
+        (torch.float32, "plain"),
+        (torch.bfloat16, "plain"),
+        (torch.float16, "plain"),
+        (torch.bfloat16, "triton"),
+        (torch.float16, "reversed"),
+        pytest.param(torch.float32, "triton", marks=pytest.mark.slow),
+        pytest.param(torch.float16, "triton", marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_heads_are_turned_and_kept(shape: Shape, dtype: torch.dtype, how: str) -> None:
-    slots = [7, 2, 10, 0][: shape.num_tokens]
+    slots = [7, 2, 10][: shape.num_tokens]
     case = make_case(shape, dtype, slots)
     before = case.qkv.clone()
     check(case, run(case, how), dict(enumerate(slots)))
     assert case.qkv.equal(before)
 
 
-@pytest.mark.parametrize("how", ["plain", "triton", "reversed"])
+@pytest.mark.parametrize("how", ["plain", "triton"])
 def test_idle_tokens_share_the_dummy_slot(how: str) -> None:
-    case = make_case(Shape(2, 1, 16, 8), torch.bfloat16, [9, 4, 9])
+    case = make_case(Shape(2, 1, 16, 8), torch.float32, [9, 4, 9])
     q = run(case, how)
     assert not case.keys[3, :, 0].isnan().any()
     for pages in (case.keys, case.values):

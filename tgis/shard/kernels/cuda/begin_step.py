@@ -85,10 +85,20 @@ def _write_lengths(
         seq_len = tl.where(is_live, tl.load(ends, mask=is_seq, other=0), 0)
         tl.store(seq_lens + seq, seq_len, mask=is_seq)
         segment_len = _SEGMENT_LEN * tl.maximum(tl.cdiv(seq_len, _LONGEST), 1)
-        num_segments = tl.where(seq < num_single, tl.cdiv(seq_len, segment_len), 0)
+        num_segments = tl.cdiv(seq_len, segment_len)
         tl.store(work_starts + 1 + seq, total + tl.cumsum(num_segments), mask=seq < num_single)
         total += tl.sum(num_segments)
     tl.store(work_starts, 0)
+
+
+@triton.jit
+def _append_blocks(new_blocks, block_tables, tables_stride, program, num_new_blocks):
+    i = program * _BLOCKS + tl.arange(0, _BLOCKS)
+    is_new = i < num_new_blocks
+    row = tl.load(new_blocks + 3 * i, mask=is_new, other=0).to(tl.int64)
+    place = tl.load(new_blocks + 3 * i + 1, mask=is_new)
+    block = tl.load(new_blocks + 3 * i + 2, mask=is_new)
+    tl.store(block_tables + row * tables_stride + place, block, mask=is_new)
 
 
 # Sizes of steps and alignments of staged tensors vary. One kernel is for all of them, so that no step has to
@@ -134,18 +144,12 @@ def _begin_step(
         token = (program - 2) * _TOKENS + tl.arange(0, _TOKENS)
         is_token = token < num_tokens
         word = words + tl.load(token_rows + token, mask=is_token, other=0).to(tl.int64) * words_stride
-        token_id = tl.load(staged_ids + token, mask=is_token)
-        token_id = tl.where(token_id < 0, tl.load(word + _LAST_TOKEN, mask=is_token), token_id)
-        slot = tl.load(staged_slots + token, mask=is_token)
-        slot = tl.where(tl.load(word + _ENDED, mask=is_token) == 0, slot, dummy_slot)
-        tl.store(token_ids + token, token_id, mask=is_token)
-        tl.store(slot_mapping + token, slot, mask=is_token)
+        known, last = tl.load(staged_ids + token, mask=is_token), tl.load(word + _LAST_TOKEN, mask=is_token)
+        slot, has_ended = tl.load(staged_slots + token, mask=is_token), tl.load(word + _ENDED, mask=is_token)
+        tl.store(token_ids + token, tl.where(known < 0, last, known), mask=is_token)
+        tl.store(slot_mapping + token, tl.where(has_ended == 0, slot, dummy_slot), mask=is_token)
         tl.store(positions + token, tl.load(staged_positions + token, mask=is_token), mask=is_token)
         tl.store(is_long + token, tl.load(word + _IS_LONG, mask=is_token) != 0, mask=is_token)
     else:
-        i = (program - 2 - num_token_programs) * _BLOCKS + tl.arange(0, _BLOCKS)
-        is_new = i < num_new_blocks
-        row = tl.load(new_blocks + 3 * i, mask=is_new, other=0).to(tl.int64)
-        place = tl.load(new_blocks + 3 * i + 1, mask=is_new)
-        block = tl.load(new_blocks + 3 * i + 2, mask=is_new)
-        tl.store(block_tables + row * tables_stride + place, block, mask=is_new)
+        nth = program - 2 - num_token_programs
+        _append_blocks(new_blocks, block_tables, tables_stride, nth, num_new_blocks)

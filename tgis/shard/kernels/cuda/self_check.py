@@ -1,5 +1,6 @@
 """Compares each kernel with its twin on small random input, when a shard starts on a GPU."""
 
+import json
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -10,6 +11,7 @@ from torch import Tensor
 from tgis.errors import first_line
 from tgis.shard.kernels.cuda.check_inputs import INPUTS, Input
 from tgis.shard.kernels.cuda.implementations import KERNELS, Implementations
+from tgis.shard.kernels.cuda.jit import use_cache
 
 logger = logging.getLogger(__name__)
 
@@ -17,14 +19,16 @@ logger = logging.getLogger(__name__)
 # some times their rounding, and float32's is that of products of tensor cores. Integers must be equal.
 TOLERANCES = {torch.float32: 2e-3, torch.float16: 1e-2, torch.bfloat16: 4e-2}
 
+DTYPES = (torch.bfloat16, torch.float16)  # of weights that GPUs usually have
+
 
 class _DifferenceError(Exception):
     """Error: a kernel computes something else than its twin."""
 
 
-def choose_implementations(device: torch.device) -> Implementations:
+def choose_implementations(device: torch.device, dtypes: Sequence[torch.dtype] = DTYPES) -> Implementations:
     """Choose Triton's kernels, or their twins in the place of those that fail the check."""
-    failures = check(device)
+    failures = check(device, dtypes)
     for name, reason in failures.items():
         logger.warning("GPU kernel %s is replaced by torch operators, which are slower: %s", name, reason)
     return Implementations.choose(frozenset(failures))
@@ -32,7 +36,7 @@ def choose_implementations(device: torch.device) -> Implementations:
 
 def check(
     device: torch.device,
-    dtypes: Sequence[torch.dtype] = tuple(TOLERANCES),
+    dtypes: Sequence[torch.dtype] = DTYPES,
     kernels: Implementations | None = None,
 ) -> dict[str, str]:
     """Return the kernels that fail for weights of any of these types, with the reason.
@@ -44,7 +48,7 @@ def check(
         try:
             reason = _find_failure(getattr(kernels, name), module.plain, INPUTS[name], device, dtypes)
         except RuntimeError:
-            logger.critical("the GPU is lost: kernel %s, or its twin in torch operators, broke it", name)
+            logger.error("the GPU is lost: kernel %s, or its twin in torch operators, broke it", name)
             raise
         if reason is not None:
             failures[name] = reason
@@ -89,3 +93,17 @@ def _synchronise(device: torch.device) -> None:
     """Raise RuntimeError if the device computes nothing any more."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def main() -> None:
+    """Print the failures on each GPU as JSON."""
+    use_cache(None)
+    failures: dict[str, dict[str, str]] = {}
+    for index in range(torch.cuda.device_count()):
+        torch.cuda.set_device(index)
+        failures[f"cuda {index}"] = check(torch.device("cuda", index))
+    print(json.dumps(failures))
+
+
+if __name__ == "__main__":
+    main()
