@@ -10,14 +10,15 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+CPU = torch.device("cpu")
 POISON = -1
 
 
 class LateDevice:
     """`DeviceStream`. What is queued is computed by the thread that waits for it."""
 
-    def __init__(self) -> None:
-        self.device = torch.device("cpu")
+    def __init__(self, device: torch.device = CPU) -> None:
+        self.device = device
         self._lock = threading.RLock()
         self._queue = deque[Callable[[], None]]()
         self._num_queued = self._num_done = 0

@@ -13,8 +13,8 @@ from tgis.shard.startup.cuda_platform import make_runner
 from tgis.shard.startup.platform import Platform
 
 
-def late_platform(device: LateDevice) -> Platform:
-    kernels = Implementations.plain()
+def late_platform(device: LateDevice, kernels: Implementations | None = None) -> Platform:
+    kernels = kernels or Implementations.plain()
     return replace(
         plain(CPU),
         kernels=CudaKernels(CPU, kernels),

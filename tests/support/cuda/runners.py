@@ -1,36 +1,49 @@
 """Model runners on a late device."""
 
 import math
-from collections.abc import Callable
 
 import torch
 
 from tests.support.cuda.late_device import LateDevice
+from tests.support.shard.portable import plain
 from tgis.config.processes import ShardConfig
+from tgis.shard.collectives import ProcessGroup
 from tgis.shard.kernels.cuda.implementations import Implementations
 from tgis.shard.memory.kv_cache import KVCache
-from tgis.shard.models.interface import Model
 from tgis.shard.runner.device.build import make_device_runner
 from tgis.shard.runner.device.graphs import graph_sizes
 from tgis.shard.runner.device.model_runner import DeviceModelRunner
 from tgis.shard.runner.model_runner import HostModelRunner
 from tgis.shard.runner.row_table import RowLimits
 from tgis.shard.startup.load import load
-from tests.support.shard.portable import plain
+from tgis.shard.startup.platform import Platform
 
 
 def load_late(
-    config: ShardConfig, kernels: Implementations | None = None, device: LateDevice | None = None
+    config: ShardConfig, device: LateDevice | None = None, on: Platform | None = None
 ) -> DeviceModelRunner:
-    """Load a model to a late device, whose graphs are to be captured by those who want them."""
-    host = load(config, on=plain(torch.device("cpu")))
+    """Load a model to a late device. It has no graphs."""
+    device = device or LateDevice()
+    group = ProcessGroup(0, 1, device=device.device)
+    host = load(config, group, on or plain(device.device))
     assert isinstance(host, HostModelRunner)
-    return move(host, config, kernels or Implementations.plain(), device or LateDevice())
+    return move(host, config, device)
+
+
+def load_captured(config: ShardConfig, on: Platform | None = None) -> DeviceModelRunner:
+    """Load a model to a late device with graphs of steps."""
+    runner = load_late(config, on=on)
+    runner.graphs.capture(graph_sizes(None, config.max_batch_size))
+    return runner
 
 
 def move(
-    host: HostModelRunner, config: ShardConfig, kernels: Implementations, device: LateDevice
+    host: HostModelRunner,
+    config: ShardConfig,
+    device: LateDevice,
+    kernels: Implementations | None = None,
 ) -> DeviceModelRunner:
+    """Make a runner on a late device from one on the host. Its cache has no numbers in it."""
     spec, info = host.model.spec, host.info
     cache = KVCache(
         spec.num_layers,
@@ -50,15 +63,14 @@ def move(
         spec.rope_switch_len,
         spec.is_encoder_decoder,
     )
-    guides = host._guides
     return make_device_runner(
         host.model,
         cache,
-        kernels,
+        kernels or Implementations.plain(),
         device,
         limits,
         config.max_batch_size,
-        guides,
+        host._guides,
         info,
         host.adapters,
         memory_left=lambda: 1 << 40,

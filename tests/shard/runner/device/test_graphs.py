@@ -110,6 +110,23 @@ def test_both_parts_are_replayed() -> None:
         assert steps.answers[filled:].eq(-1).all()
 
 
+def test_memory_of_the_parts_is_kept() -> None:
+    answers: list[Tensor] = []
+
+    def make(num_rows: int) -> StepParts:
+        answers[:] = [torch.zeros(num_rows)]
+        rows, answer = torch.ones(num_rows), answers[0]
+        return StepParts(lambda: answer.copy_(rows), lambda: answer.add_(rows))
+
+    graphs = StepGraphs(FakeStream(), make, lambda: 0)
+    graphs.capture([2])
+    step = graphs.find(2)
+    assert step is not None
+    step.forward.replay()
+    step.sample.replay()
+    assert answers[0].tolist() == [2, 2]
+
+
 def test_captures_end_when_their_time_is_over(caplog: pytest.LogCaptureFixture) -> None:
     graphs = graphs_on(Device(capture_s=MAX_CAPTURE_S / 5))
     graphs.capture([1, 2, 4, 8, 16])

@@ -5,7 +5,7 @@ that the host does not know yet are -1. The words of a row on the device are rep
 when it opens."""
 
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -104,8 +104,8 @@ class DeviceTable(BatchBuilder):
     def have_ended(self, rows: Integers) -> Booleans:
         return self._ended[rows]
 
-    def find_host_path(self, request: pb.StepRequest) -> int:
-        """Return why the host must sample in a step, as StepPath; unspecified if it need not."""
+    def find_host_path(self, request: pb.StepRequest) -> pb.StepPath:
+        """Return why the host must sample in a step; unspecified if it need not."""
         if request.draft_ids or request.max_drafts:
             return pb.STEP_PATH_DRAFTS
         rows, starts, ends = (
@@ -115,7 +115,7 @@ class DeviceTable(BatchBuilder):
         if is_reported.any():
             return pb.STEP_PATH_DETAILS
         paths = self._host_paths[rows[(ends == self._lengths[rows]) & ~self._ended[rows]]]
-        return int(paths.max(initial=pb.STEP_PATH_UNSPECIFIED))
+        return cast(pb.StepPath, int(paths.max(initial=pb.STEP_PATH_UNSPECIFIED)))
 
     def name_sampled(self, rows: Integers) -> SampledRows:
         return SampledRows(rows, self._generations[rows], self._lengths[rows])
@@ -206,8 +206,8 @@ class DeviceTable(BatchBuilder):
         return _columns(row, ids, counts)
 
 
-def _find_host_path(message: pb.OpenRow, params: npt.NDArray[np.void]) -> int:
-    """Return why the host must sample the row, as StepPath."""
+def _find_host_path(message: pb.OpenRow, params: npt.NDArray[np.void]) -> pb.StepPath:
+    """Return why the host must sample the row; unspecified if it need not."""
     details = message.details
     if details.logprobs or details.ranks or details.top_n:
         return pb.STEP_PATH_DETAILS

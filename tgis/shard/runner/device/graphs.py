@@ -32,6 +32,7 @@ class CapturedStep(NamedTuple):
     num_rows: int
     forward: Graph
     sample: Graph
+    parts: StepParts  # whose memory the graphs use
 
 
 def graph_sizes(asked: Sequence[int] | None, max_rows: int) -> list[int]:
@@ -107,5 +108,5 @@ class StepGraphs:
             logger.warning("no CUDA graphs: steps of %d rows cannot be captured: %s", size, reason)
             self.clear()
             return False
-        self._steps[size] = CapturedStep(size, forward, sample)
+        self._steps[size] = CapturedStep(size, forward, sample, parts)
         return True

@@ -38,7 +38,7 @@ STAGED_WORDS = 1 << 16  # of an upload; larger ones take memory when they occur
 class QueuedStep(NamedTuple):
     """Step whose forward pass is queued."""
 
-    path: int  # StepPath
+    path: pb.StepPath
     sampled_at: Integers  # [num_sampled], indices of the samples' logits and answers
     adapters: TokenAdapters | None
     outputs: Callable[[], Outputs]  # valid once the forward pass was run
