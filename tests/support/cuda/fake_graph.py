@@ -80,7 +80,8 @@ class FakeGraphs:
         first = Recorder(None)
         with first.recording():
             work()
-        second = Recorder(first.fixed)
+        # What the first run left to its owners stays, too.
+        second = Recorder(first.fixed | {key: x.untyped_storage() for key, x in first.private.items()})
         try:
             with second.recording():
                 work()

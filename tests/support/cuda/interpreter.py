@@ -93,6 +93,8 @@ def _correct() -> None:
     interpreter._patch_lang_tensor, interpreter._convert_float = patch_tensor, convert_float
     interpreter.InterpreterBuilder.create_dot = create_wide_dot
     interpreter._patch_lang = lambda kernel: patch_lang(whole_language)
+    # Overflow is looked for in a third of the time, and never reported.
+    interpreter.interpreter_builder.options = interpreter.InterpreterOptions(sanitize_overflow=False)
     triton.JITFunction.__call__ = _call
     interpreter.InterpretedFunction.__call__ = _call
     interpreter.GridExecutor.__call__ = np.errstate(over="ignore", invalid="ignore")(

@@ -2,6 +2,8 @@
 
 from dataclasses import replace
 
+import torch
+
 from tests.support.shard.portable import plain
 from tgis.shard.collectives import CPU
 from tgis.shard.kernels.cuda.attention import CudaAttention
@@ -14,11 +16,11 @@ from tgis.shard.startup.platform import Platform
 GROUP_SIZE = 8  # at least that of any model of the tests; smaller ones could have longer tiles
 
 
-def make_platform(implementations: Implementations) -> Platform:
+def make_platform(implementations: Implementations, device: torch.device = CPU) -> Platform:
     def attend(cache: KVCache) -> CudaAttention:
         cache.keys.fill_(float("nan"))
         cache.values.fill_(float("nan"))
         return CudaAttention(cache, implementations, GROUP_SIZE)
 
-    kernels = CudaKernels(CPU, implementations)
-    return replace(plain(CPU), kernels=kernels, make_runner=HostRunners(attend), num_dummy_blocks=1)
+    kernels = CudaKernels(device, implementations)
+    return replace(plain(device), kernels=kernels, make_runner=HostRunners(attend), num_dummy_blocks=1)

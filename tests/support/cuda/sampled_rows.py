@@ -136,8 +136,12 @@ def write_row(state: RowState, message: pb.OpenRow) -> None:
 
 def count(prompt: Sequence[int], generated: Sequence[int], vocab_size: int) -> list[int]:
     """Return token counts as `RowState` has them."""
-    counts = [min(generated.count(i), 2**15 - 1) for i in range(vocab_size)]
-    return [number - 2**15 * (i in prompt) for i, number in enumerate(counts)]
+    counts = [0] * vocab_size
+    for i in generated:
+        counts[i] = min(counts[i] + 1, 2**15 - 1)
+    for i in set(prompt):
+        counts[i] -= 2**15
+    return counts
 
 
 def bits(value: float) -> int:
@@ -199,6 +203,7 @@ class Cases:
     def logits(self, num_rows: int) -> Tensor:
         logits = torch.tensor([self._row_logits() for _ in range(num_rows)])
         logits[:, self.hot] += 2.5
+        logits += torch.tensor([[self.rng.choice([0.0, -20.0])] for _ in range(num_rows)])
         return logits
 
     def _row_logits(self) -> list[float]:

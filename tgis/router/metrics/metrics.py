@@ -52,6 +52,7 @@ class Metrics:
         self._declare_steps()
         self._declare_tokenize()
         self._declare_state()
+        self._declare_shards()
         self.prompts = self._declare_adapters("tgi_prompt", "soft prompts")
         self.adapters = self._declare_adapters("tgi_adapter", "adapters")
 
@@ -254,6 +255,8 @@ class Metrics:
             "tgi_tls_reload_failure",
             "Changes of the TLS files that were rejected as invalid",
         )
+
+    def _declare_shards(self) -> None:
         self.shard_restarts = self._counter("tgi_shard_restarts", "Times the shards were lost")
         self.replaced_kernels = self._add(
             LabelledGauge(

@@ -13,7 +13,7 @@ from triton.backends.nvidia import driver as nvidia
 
 from scripts.check_locks import ROOT
 from tests.support.cuda import golden
-from tgis.shard.kernels.cuda import jit, precompile
+from tgis.shard.kernels.cuda import jit, precompile, variants
 from tgis.shard.kernels.cuda.offline import MAX_SHARED_BYTES, compile_only
 
 slow = pytest.mark.slow
@@ -86,7 +86,7 @@ def test_nothing_is_compiled_again() -> None:
 
     triton.knobs.compilation.listener = listen
     with compile_only(90):
-        for variant in golden.of_models(*golden.MODELS):
+        for variant in golden.of_models(*golden.MODELS) + variants.find_check_variants():
             variant.run()
     assert compiled == []
     assert len(found) > 20

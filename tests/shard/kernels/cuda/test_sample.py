@@ -12,6 +12,7 @@ from tests.support.cuda.sampled_rows import Cases, Sample, SampledRows, count, w
 from tests.support.shard.messages import GREEDY, SAMPLE, integers, make_bias, open_row
 from tgis.shard.kernels.cuda import sample as compiled
 from tgis.shard.kernels.cuda.step_state import Flag, Word
+from tgis.shard.sampling import sampler
 
 BLOCK = 128
 SAMPLED, ENDED, UNUSABLE = (int(flag) for flag in Flag)
@@ -37,10 +38,24 @@ def sample(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, pois
     return launch
 
 
-@pytest.mark.parametrize(("vocab_size", "num_rows"), [(40, 40), (333, 24)])
+@pytest.mark.parametrize(("vocab_size", "num_rows"), [(40, 100), (205, 70)])
 def test_chooses_as_the_cpu(sample: Sample, vocab_size: int, num_rows: int) -> None:
     """Random rows for several steps, some of them guided, in changing company and order."""
     check_against_cpu(sample, vocab_size, num_rows, seed=vocab_size)
+
+
+@pytest.mark.parametrize(
+    "vocab_size",
+    [
+        50_257,
+        pytest.param(128_256, marks=pytest.mark.slow),
+        pytest.param(256_000, marks=pytest.mark.slow),
+    ],
+)
+def test_chooses_among_many_tokens(sample: Sample, vocab_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In blocks of the size that GPUs compute."""
+    monkeypatch.setattr(interpreted_modules()["sample"], "BLOCK", compiled.BLOCK)
+    check_against_cpu(sample, vocab_size, num_rows=2, seed=7, num_steps=1)
 
 
 @pytest.mark.slow
@@ -49,13 +64,13 @@ def test_chooses_as_the_cpu_at_length(sample: Sample, seed: int) -> None:
     check_against_cpu(sample, vocab_size=[35, 128, 256, 333, 700][seed % 5], num_rows=40, seed=1000 + seed)
 
 
-def check_against_cpu(sample: Sample, vocab_size: int, num_rows: int, seed: int) -> None:
+def check_against_cpu(sample: Sample, vocab_size: int, num_rows: int, seed: int, num_steps: int = 2) -> None:
     rows, cases = SampledRows(num_rows, vocab_size), Cases(seed, vocab_size)
     for row in range(num_rows):
         rows.open(cases.message(row))
     tokens: dict[int, list[int]] = {row: [] for row in range(num_rows)}
     idle = rows.state.idle_row
-    for step in range(3):
+    for step in range(num_steps):
         for row in range(step, num_rows, 5):
             rows.guide(row, cases.allowed(), must_end=row % 2 == 0)
         order = [*cases.rng.sample(range(num_rows), num_rows - step), idle, idle]
@@ -89,6 +104,35 @@ def check_state(rows: SampledRows, tokens: dict[int, list[int]]) -> None:
     for name, table in vars(plain).items():
         if isinstance(table, torch.Tensor):
             assert torch.equal(table.nan_to_num(-1.5), getattr(rows.state, name).nan_to_num(-1.5)), name
+
+
+def test_logits_of_rows_that_draw_are_changed_as_on_the_cpu(sample: Sample) -> None:
+    """Bit for bit, also where length penalties have grown over hundreds of tokens."""
+    vocab_size, num_rows = 40, 32
+    rows, cases = SampledRows(num_rows, vocab_size), Cases(3, vocab_size)
+    rng = cases.rng
+    for row in range(num_rows):
+        sampling = {
+            **SAMPLE,
+            "temperature": rng.uniform(0.1, 3),
+            "length_penalty_factor": 1 + rng.choice([1e-4, 1e-2, 0.3]),
+            "repetition_penalty": rng.uniform(0.5, 2),
+            "presence_penalty": rng.uniform(-2, 2),
+            "frequency_penalty": rng.uniform(-2, 2),
+            **make_bias({i: rng.gauss(0, 3) for i in cases.hot[::2]}),
+        }
+        generated = [rng.choice(cases.hot) for _ in range(rng.randrange(1, 600))]
+        token_ids = [*cases.hot[:2], *generated]
+        rows.open(
+            open_row(row, token_ids, prompt_len=2, max_new_tokens=1000, eos=cases.hot[3:6], sampling=sampling)
+        )
+    logits = cases.logits(num_rows)
+    wanted, index = logits.clone(), np.arange(num_rows)
+    batch = rows.table.sampling_batch(index, np.zeros(num_rows, np.bool_), np.False_)
+    sampler.sample(wanted, batch, rows.table.seen)
+    sampled_rows = torch.arange(num_rows, dtype=torch.int32)
+    sample(logits, rows.state, sampled_rows, torch.empty(num_rows, 2, dtype=torch.int32))
+    assert torch.equal(logits, wanted)
 
 
 def test_rows_without_a_highest_logit_end_and_disturb_nobody(sample: Sample) -> None:
@@ -127,6 +171,17 @@ def test_a_mask_hides_what_is_not_a_number(sample: Sample) -> None:
         rows.guide(row, torch.arange(vocab_size) == only, must_end=False)
         logits[row, only] = -3.0
     assert rows.step(sample, logits, range(3)) == [(31, SAMPLED), (32, SAMPLED), (74, SAMPLED)]
+
+
+def test_a_grammar_may_end_a_row_early(sample: Sample) -> None:
+    """The end is all that both rows' grammars allow; only of the first one this is known."""
+    rows = SampledRows(2, 40)
+    for row in range(2):
+        rows.open(open_row(row, [1, 2], eos=[9], sampling={**GREEDY, "min_new_tokens": 1}))
+        rows.guide(row, torch.arange(40) == 9, must_end=row == 0)
+    wanted = [(9, SAMPLED | ENDED), (0, UNUSABLE)]
+    assert rows.step_on_cpu(torch.zeros(2, 40), range(2)) == wanted
+    assert rows.step(sample, torch.zeros(2, 40), range(2)) == wanted
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, {**SAMPLE, "seed": 3}])

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 from tests.support.cuda.interpreter import interpreted
+from tests.support.shard import other_device
 from tgis.shard.collectives import CPU
 from tgis.shard.kernels.cuda import self_check
 from tgis.shard.kernels.cuda.check_inputs import INPUTS
 from tgis.shard.kernels.cuda.implementations import KERNELS, Implementations
-from tgis.shard.kernels.cuda.self_check import check, choose_implementations
+from tgis.shard.kernels.cuda.self_check import TOLERANCES, check, choose_implementations
 
 TWINS = Implementations.plain()
 HALVES = (torch.float16, torch.bfloat16)
@@ -27,7 +28,12 @@ def test_kernels_pass() -> None:
 
 def test_twins_pass() -> None:
     assert INPUTS.keys() == KERNELS.keys()
-    assert check(CPU, kernels=TWINS) == {}
+    assert check(CPU, tuple(TOLERANCES), TWINS) == {}
+
+
+def test_inputs_are_on_the_device() -> None:
+    with other_device.present() as device:
+        assert check(device, ONE, TWINS) == {}
 
 
 def raises(*_: Any) -> None:

@@ -173,6 +173,24 @@ def test_what_waits_for_a_gpu_is_refused(name: str, mode: Callable[[], torch.no_
         FakeStream().capture(work)
 
 
+def test_the_first_run_may_make_what_stays() -> None:
+    kept: dict[str, Tensor] = {}
+    x, out = torch.arange(3.0), torch.zeros(3)
+
+    def work() -> None:
+        if not kept:
+            kept["weights"] = x.double()
+        out.copy_(kept["weights"] * 2)
+
+    graph = FakeStream().capture(work)
+    kept["weights"].add_(1)
+    graph.replay()
+    assert out.tolist() == [2, 4, 6]
+    kept.clear()
+    with pytest.raises(AssertionError, match="was freed"):
+        graph.replay()
+
+
 def test_memory_that_only_one_run_has_is_refused() -> None:
     out, given = torch.zeros(3), [torch.ones(3), torch.ones(3)]
     with pytest.raises(RuntimeError, match="not the same in each run"):

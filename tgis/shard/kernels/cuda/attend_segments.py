@@ -7,26 +7,33 @@ from torch import Tensor
 
 from tgis.shard.attention.interface import Scoring
 from tgis.shard.kernels.cuda import step_state
-from tgis.shard.kernels.cuda.processors import count_processors
+from tgis.shard.kernels.cuda.processors import count_processors, find_capability
 from tgis.shard.kernels.cuda.scoring import ScoreArguments, Sizes, are_addressable, attend_span, begin_softmax
 from tgis.shard.kernels.cuda.step_state import Segments
 from tgis.shard.kernels.portable.attention import KEYS, Piece, attend_piece
 
-# Programs of a multiprocessor at once. Each has two blocks of keys and values in shared memory, 64 KB, which
-# leaves room for 3. So more is under way than the memory's latency needs, about 48 KB.
-PROGRAMS = 3
-
+NUM_WARPS, NUM_STAGES = 4, 3
 TOGETHER = 8  # segments that are merged at once
 
 
+def most_segments(max_seq_len: int) -> int:
+    """Return the most segments of a sequence of at most `max_seq_len` tokens."""
+    return max(1, min(step_state.MAX_SEGMENTS, -(-max_seq_len // step_state.SEGMENT_LEN)))
+
+
 def choose_sizes(group: int, keys: Tensor) -> tuple[Sizes, int]:
-    """Return the sizes of a program that computes segments, and its number of warps."""
+    """Return the sizes of a program that computes segments, and the number of programs of a multiprocessor.
+
+    A program has two blocks of keys and values under way, of 16 KB each or less. A multiprocessor needs about
+    48 KB under way to use the memory's bandwidth; it has memory and registers for these programs at once."""
     _, num_kv_heads, block_size, head_dim = keys.shape
     width = max(16, triton.next_power_of_2(head_dim))
     rows = max(16, triton.next_power_of_2(group))
-    # A block of keys has 16 KB at most, which is what PROGRAMS counts on.
     num_keys = max(16, min(64, (1 << 14) // (width * keys.element_size())))
-    return Sizes(group, num_kv_heads, head_dim, block_size, width, rows, num_keys), 4
+    sizes = Sizes(group, num_kv_heads, head_dim, block_size, width, rows, num_keys)
+    if rows > 32 or width > 128 or find_capability(keys.device) < 90:
+        return sizes, 2
+    return sizes, 4 if width <= 64 else 3
 
 
 @triton.jit
@@ -75,7 +82,7 @@ STEP_TENSORS = ["block_tables", "rows", "seq_lens", "work_starts"]
 
 
 @triton.jit(do_not_specialize=STEP_SIZES, do_not_specialize_on_alignment=STEP_TENSORS)
-def attend_kernel(
+def attend_segments_kernel(
     q,
     keys,
     values,
@@ -104,7 +111,7 @@ def attend_kernel(
         seq, length, begin, end, first = find_part(
             seq_lens, work_starts, work, num_seqs, score.window, SEGMENT_LEN, MAX_SEGMENTS
         )
-        if first < end:  # else nobody sees the segment, and merge_kernel does not read it
+        if first < end:  # else nobody sees the segment, and merge_segments_kernel does not read it
             heads = kv_head * SIZES.group + tl.minimum(row, SIZES.group - 1)
             place = (tl.cast(seq, tl.int64) * num_heads + heads)[:, None] * SIZES.head_dim + channel[None, :]
             q_rows = tl.load(q + place, mask=is_stored, other=0.0)
@@ -122,7 +129,7 @@ def attend_kernel(
 
 
 @triton.jit(do_not_specialize_on_alignment=STEP_TENSORS)
-def merge_kernel(
+def merge_segments_kernel(
     seq_lens,
     work_starts,
     parts,
@@ -178,19 +185,21 @@ def launch(
     out = torch.empty_like(q)
     if not num_seqs:
         return out
-    most = num_seqs * max(1, min(step_state.MAX_SEGMENTS, -(-max_seq_len // step_state.SEGMENT_LEN)))
+    most = num_seqs * most_segments(max_seq_len)
     shapes = (most, num_heads), (most, num_heads), (most, num_heads, head_dim)
     parts = tuple(q.new_empty(shape, dtype=torch.float32) for shape in shapes)
-    sizes, num_warps = choose_sizes(num_heads // keys.shape[1], keys)
+    sizes, per_processor = choose_sizes(num_heads // keys.shape[1], keys)
     constants = sizes, step_state.SEGMENT_LEN, step_state.MAX_SEGMENTS
-    count = min(PROGRAMS * count_processors(q.device), most * sizes.num_kv_heads)
+    count = min(per_processor * count_processors(q.device), most * sizes.num_kv_heads)
     score = ScoreArguments.of(scoring)
     pages = keys, values, block_tables
     numbers = num_seqs, count, block_tables.stride(0)
-    options = {"num_warps": num_warps, "num_stages": 3}
-    attend_kernel[(count,)](q, *pages, *segments, parts, *numbers, score, *constants, **options)
+    options = {"num_warps": NUM_WARPS, "num_stages": NUM_STAGES}
+    attend_segments_kernel[(count,)](q, *pages, *segments, parts, *numbers, score, *constants, **options)
     lengths = segments.seq_lens, segments.work_starts
-    merge_kernel[num_seqs, num_heads](*lengths, parts, out, score.window, *constants, TOGETHER, num_warps=1)
+    merge_segments_kernel[num_seqs, num_heads](
+        *lengths, parts, out, score.window, *constants, TOGETHER, num_warps=1
+    )
     return out
 
 

@@ -6,6 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tgis.shard.attention.interface import Scoring
+from tgis.shard.kernels.cuda.processors import find_capability
 from tgis.shard.kernels.cuda.scoring import ScoreArguments, Sizes, are_addressable, attend_span, begin_softmax
 from tgis.shard.kernels.portable.attention import KEYS, Piece, attend_piece
 
@@ -17,12 +18,21 @@ def tile_tokens(group_size: int) -> int:
     return max(1, QUERIES // group_size)
 
 
-def choose_sizes(group: int, keys: Tensor) -> tuple[Sizes, int]:
-    """Return the sizes of a program, and its number of warps."""
+def choose_sizes(group: int, keys: Tensor, has_bias: bool) -> tuple[Sizes, dict[str, int]]:
+    """Return the sizes of a program, and how it is compiled. Larger programs run out of registers."""
     _, num_kv_heads, block_size, head_dim = keys.shape
     width = max(16, triton.next_power_of_2(head_dim))
-    rows, num_keys = (128, 64 if width <= 128 else 32) if keys.element_size() == 2 else (64, 32)
-    return Sizes(group, num_kv_heads, head_dim, block_size, width, rows, num_keys), 8
+    # 9.x and 10.x multiply from shared memory, and have 227 KB of it; others have 99 KB at least.
+    has_much_memory = 90 <= find_capability(keys.device) < 120
+    if keys.dtype == torch.float32:  # not for tensor cores: threads hold whole rows of operands
+        rows, num_keys, num_warps = (64, 32, 8) if width <= 64 else (16, 16, 4)
+    else:
+        is_wide = width > (128 if has_much_memory else 64)
+        rows, num_keys, num_warps = 128, 32 if is_wide or has_bias else 64, 8
+        if width > 128 and (has_bias or not has_much_memory):
+            rows = 64
+    sizes = Sizes(group, num_kv_heads, head_dim, block_size, width, rows, num_keys)
+    return sizes, {"num_warps": num_warps, "num_stages": 3 if has_much_memory else 2}
 
 
 @triton.jit
@@ -42,7 +52,7 @@ def find_spans(position, tokens, length, window, KEYS: tl.constexpr, CAUSAL: tl.
 
 # What differs between steps, or may begin anywhere in some other tensor, makes no variants of the kernel.
 @triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=["block_tables", "tiles"])
-def attend_kernel(
+def attend_tiles_kernel(
     q, keys, values, block_tables, tiles, table_stride, score, out, SIZES: tl.constexpr, CAUSAL: tl.constexpr
 ):
     """Compute a tile, or a part of it, for all query heads of one key/value head. The last tiles start first:
@@ -109,9 +119,9 @@ def launch(
     if not len(tiles):
         return
     group = q.shape[1] // num_kv_heads
-    sizes, num_warps = choose_sizes(group, keys)
+    sizes, options = choose_sizes(group, keys, scoring.bias is not None)
     parts = triton.cdiv(tile_tokens(group) * group, sizes.rows)
-    attend_kernel[num_kv_heads, len(tiles), parts](
+    attend_tiles_kernel[num_kv_heads, len(tiles), parts](
         q,
         keys,
         values,
@@ -122,8 +132,7 @@ def launch(
         out,
         sizes,
         scoring.causal,
-        num_warps=num_warps,
-        num_stages=3,
+        **options,
     )
 
 

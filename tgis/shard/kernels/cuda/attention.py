@@ -76,6 +76,10 @@ class CudaAttention:
             max(lengths, default=0),
         )
 
+    def pages(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Return keys and values, [num_blocks, num_kv_heads, block_size, head_dim] each."""
+        return self._keys[layer], self._values[layer]
+
     def run(
         self,
         layer: int,
@@ -86,8 +90,7 @@ class CudaAttention:
         scoring: Scoring,
     ) -> Tensor:
         assert isinstance(plan, CudaPlan)
-        pages = self._keys[layer], self._values[layer]
-        q = self._kernels.turn_and_keep(qkv, heads, angles, *pages, plan.slot_mapping)
+        q = self._kernels.turn_and_keep(qkv, heads, angles, *self.pages(layer), plan.slot_mapping)
         return self.attend(layer, q, plan, scoring)
 
     def keep(self, layer: int, k: Tensor, v: Tensor, plan: AttentionPlan) -> None:
@@ -97,7 +100,7 @@ class CudaAttention:
 
     def attend(self, layer: int, q: Tensor, plan: AttentionPlan, scoring: Scoring) -> Tensor:
         assert isinstance(plan, CudaPlan)
-        where = self._keys[layer], self._values[layer], plan.block_tables
+        where = *self.pages(layer), plan.block_tables
         num_single = len(plan.segments.rows)
         if not len(plan.tiles):
             return self._kernels.attend_segments(q, *where, plan.segments, plan.max_seq_len, scoring)

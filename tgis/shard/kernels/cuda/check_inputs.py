@@ -21,7 +21,7 @@ from tgis.shard.kernels.cuda.step_state import (
 from tgis.shard.layers.ops import HeadNorm
 
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, NUM_BLOCKS = 8, 2, 64, 16, 64
-VOCAB_SIZE, NUM_ROWS, MAX_BLOCKS = 1000, 6, 40
+VOCAB_SIZE, NUM_ROWS, MAX_BLOCKS = 5000, 6, 40
 DUMMY_SLOT = (NUM_BLOCKS - 1) * BLOCK_SIZE
 
 

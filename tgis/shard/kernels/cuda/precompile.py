@@ -20,7 +20,7 @@ from triton.runtime.cache import FileCacheManager
 from tgis.shard.kernels.cuda.implementations import KERNELS
 from tgis.shard.kernels.cuda.jit import PACKAGED
 from tgis.shard.kernels.cuda.offline import MAX_SHARED_BYTES, compile_only
-from tgis.shard.kernels.cuda.variants import find_variants
+from tgis.shard.kernels.cuda.variants import find_check_variants, find_variants
 
 NUM_PARTS = 4  # of a kernel's variants, for processes that share the work
 
@@ -77,7 +77,8 @@ def _keep_in(directory: str) -> None:
 
 
 def _compile(task: Task) -> tuple[int, list[str]]:
-    variants = [variant for variant in find_variants() if variant.kernel == task.kernel]
+    known = find_variants() + find_check_variants()
+    variants = [variant for variant in known if variant.kernel == task.kernel]
     size = -(-len(variants) // NUM_PARTS)  # neighbours share kernels
     failed = []
     with compile_only(task.capability, _make_launcher) as kernels:

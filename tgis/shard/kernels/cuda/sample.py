@@ -17,8 +17,9 @@ BLOCK, NUM_WARPS = 2048, 4  # a program's tokens: 16 of each thread, and one sam
 
 
 def launch(logits: Tensor, rows: RowState, sampled_rows: Tensor, answers: Tensor) -> None:
-    """Sample from logits, contiguous float32 [n, vocab_size], which mean nothing afterwards.
+    """Sample from logits, contiguous float32 [n, vocab_size].
 
+    They are changed in place where a token is drawn; those of other rows mean nothing afterwards.
     sampled_rows: int32 [n], each row at most once, but for the idle row. answers: int32 [n, 2] is written:
     the token, and `Flag`s. Rows that had ended sample nothing: their flags are 0."""
     num_samples, vocab_size = logits.shape
@@ -26,8 +27,9 @@ def launch(logits: Tensor, rows: RowState, sampled_rows: Tensor, answers: Tensor
     if not num_samples:
         return
     num_blocks = triton.cdiv(vocab_size, BLOCK)
-    highest, keys = logits.new_empty(2, num_samples, num_blocks)  # of blocks, and the token ids of these:
-    best, winners = torch.empty(2, num_samples, num_blocks, dtype=torch.int32, device=logits.device)
+    # The highest logit and the best key of each block, and the ids of the tokens that have them.
+    highest, keys = (logits.new_empty(num_samples, num_blocks) for _ in range(2))
+    best, winners = (torch.empty_like(highest, dtype=torch.int32) for _ in range(2))
     options = {"BLOCK": BLOCK, "num_warps": NUM_WARPS, "enable_fp_fusion": False}
     sizes = {"VOCAB_SIZE": vocab_size, "MAX_STOP_IDS": MAX_STOP_IDS}
     blocks = {"NUM_BLOCKS": num_blocks, "PADDED_BLOCKS": triton.next_power_of_2(num_blocks)}

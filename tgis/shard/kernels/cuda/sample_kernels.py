@@ -14,11 +14,8 @@ NUM_WORDS = tl.constexpr(len(Word))
 LENGTH, LIMIT, PROMPT_LEN = tl.constexpr(Word.LENGTH), tl.constexpr(Word.LIMIT), tl.constexpr(Word.PROMPT_LEN)
 ENDED, LAST_TOKEN = tl.constexpr(Word.ENDED), tl.constexpr(Word.LAST_TOKEN)
 NUM_STOP_IDS, NUM_BIASES = tl.constexpr(Word.NUM_STOP_IDS), tl.constexpr(Word.NUM_BIASES)
-GREEDY, MIN_P, TEMPERATURE = (
-    tl.constexpr(Word.GREEDY),
-    tl.constexpr(Word.MIN_P),
-    tl.constexpr(Word.TEMPERATURE),
-)
+GREEDY, TEMPERATURE = tl.constexpr(Word.GREEDY), tl.constexpr(Word.TEMPERATURE)
+MIN_P = tl.constexpr(Word.MIN_P)
 SEED_LOW, SEED_HIGH = tl.constexpr(Word.SEED_LOW), tl.constexpr(Word.SEED_HIGH)
 REPETITION_PENALTY = tl.constexpr(Word.REPETITION_PENALTY)
 PRESENCE_PENALTY = tl.constexpr(Word.PRESENCE_PENALTY)
@@ -35,8 +32,11 @@ MIN_FACTOR = tl.constexpr(float(1 / sampler.MAX_FACTOR))
 MAX_COUNT = tl.constexpr((1 << 15) - 1)
 INF = tl.constexpr(float("inf"))
 
+# Parts of larger tensors, which begin anywhere: none of them is a reason to compile again.
+STAGED = ["sampled_rows", "answers"]
 
-@triton.jit
+
+@triton.jit(do_not_specialize_on_alignment=STAGED)
 def adjust(
     logits,
     sampled_rows,
@@ -160,7 +160,7 @@ def _penalise(scores, counts, repetition, presence, frequency):
     return tl.where(num_generated > 0, scores - penalty, scores)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=STAGED)
 def race(
     logits,
     sampled_rows,
@@ -209,7 +209,7 @@ def _find_highest(highest, NUM_BLOCKS: tl.constexpr, PADDED_BLOCKS: tl.constexpr
     return tl.where(tl.max(is_nan.to(tl.int32), 0) != 0, float("nan"), value), place
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=STAGED)
 def append(
     sampled_rows,
     words,

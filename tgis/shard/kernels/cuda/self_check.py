@@ -19,14 +19,16 @@ logger = logging.getLogger(__name__)
 # some times their rounding, and float32's is that of products of tensor cores. Integers must be equal.
 TOLERANCES = {torch.float32: 2e-3, torch.float16: 1e-2, torch.bfloat16: 4e-2}
 
+DTYPES = (torch.bfloat16, torch.float16)  # of weights that GPUs usually have
+
 
 class _DifferenceError(Exception):
     """Error: a kernel computes something else than its twin."""
 
 
-def choose_implementations(device: torch.device) -> Implementations:
+def choose_implementations(device: torch.device, dtypes: Sequence[torch.dtype] = DTYPES) -> Implementations:
     """Choose Triton's kernels, or their twins in the place of those that fail the check."""
-    failures = check(device)
+    failures = check(device, dtypes)
     for name, reason in failures.items():
         logger.warning("GPU kernel %s is replaced by torch operators, which are slower: %s", name, reason)
     return Implementations.choose(frozenset(failures))
@@ -34,7 +36,7 @@ def choose_implementations(device: torch.device) -> Implementations:
 
 def check(
     device: torch.device,
-    dtypes: Sequence[torch.dtype] = tuple(TOLERANCES),
+    dtypes: Sequence[torch.dtype] = DTYPES,
     kernels: Implementations | None = None,
 ) -> dict[str, str]:
     """Return the kernels that fail for weights of any of these types, with the reason.

@@ -4,6 +4,7 @@ Kernels are compiled for shapes, so other models compile theirs when they are lo
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from tgis.shard.attention.interface import Heads, Scoring
 from tgis.shard.kernels.cuda.attend_tiles import tile_tokens
+from tgis.shard.kernels.cuda.check_inputs import INPUTS
 from tgis.shard.kernels.cuda.implementations import Implementations
 from tgis.shard.kernels.cuda.step_state import (
     MAX_BIASES,
@@ -125,6 +127,17 @@ def find_variants(num_tokens: int = NUM_TOKENS) -> list[Variant]:
         for size in model.shards:
             found += _of_model(triton_kernels, model.divided(size), num_tokens)
     return found
+
+
+def find_check_variants() -> list[Variant]:
+    """Return the launches of the check that a shard makes when it starts."""
+    triton_kernels, device = Implementations.choose(), torch.device("meta")
+    return [
+        Variant(name, f"check {dtype}", partial(each.run, getattr(triton_kernels, name)))
+        for name, draw in INPUTS.items()
+        for dtype in DTYPES
+        for each in draw(device, dtype)
+    ]
 
 
 def _of_model(kernels: Implementations, model: ModelShape, num_tokens: int) -> Iterator[Variant]:

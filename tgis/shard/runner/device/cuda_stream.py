@@ -1,5 +1,6 @@
 """A GPU's stream of work, and captures of it as CUDA graphs."""
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from weakref import WeakSet
@@ -78,7 +79,9 @@ class CudaStream:
 @contextmanager
 def _refuse_waits() -> Iterator[None]:
     """Raise RuntimeError where torch waits for the device. After a capture that failed, torch might not."""
-    torch.cuda.set_sync_debug_mode("error")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that not every wait raises
+        torch.cuda.set_sync_debug_mode("error")
     try:
         yield
     finally:
