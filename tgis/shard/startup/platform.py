@@ -55,7 +55,7 @@ class Memory(Protocol):
 
 @dataclass(frozen=True)
 class Compiler:
-    """What compiles a platform's kernels when they are first launched."""
+    """Compiler of a platform's kernels, which are compiled when they are first launched."""
 
     is_compiling: Callable[[], bool]
     """Return True while a kernel is being compiled. Any thread may ask."""

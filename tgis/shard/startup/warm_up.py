@@ -27,7 +27,7 @@ MAX_STEP_S = 0.5
 
 
 class Wanted(NamedTuple):
-    """What a row asks for."""
+    """Sampling and details that a row asks for."""
 
     sampling: pb.Sampling
     details: pb.Details
