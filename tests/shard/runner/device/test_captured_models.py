@@ -23,8 +23,9 @@ from tgis.shard.models import registry
 from tgis.shard.runner.device.graphs import StepGraphs
 
 SIZES = (2, MAX_ROWS)
-# Grouped heads, windows and caps, slopes, positions, two sets of angles, and an encoder.
-QUICK = ("llama_grouped_queries", "gemma2", "bloom", "opt", "phi3_short_and_long", "t5")
+# Grouped heads, windows and caps, and an encoder; slopes, positions, and two sets of angles.
+QUICK = ("llama_grouped_queries", "gemma2", "t5")
+OTHERS = ("bloom", "opt", "phi3_short_and_long")
 WITH_EXPERTS = ("mixtral", "qwen3_moe", "granitemoe")
 
 
@@ -80,12 +81,12 @@ def list_cases() -> list[object]:
 @pytest.mark.parametrize("case", list_cases())
 def test_replayed_steps_equal_launched_ones(case: str, tmp_path: Path) -> None:
     kernels = Implementations.plain()
-    compare(load(tmp_path, case, kernels), kernels, torch.float32, SIZES, 10)
+    compare(load(tmp_path, case, kernels), kernels, torch.float32, SIZES, 8)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("case", QUICK)
+@pytest.mark.parametrize("case", QUICK + OTHERS)
 def test_replayed_steps_in_other_types(case: str, dtype: torch.dtype, tmp_path: Path) -> None:
     kernels = Implementations.plain()
     compare(load(tmp_path, case, kernels, dtype), kernels, dtype, SIZES, 30)
@@ -96,7 +97,7 @@ def test_replayed_steps_in_other_types(case: str, dtype: torch.dtype, tmp_path: 
 )
 def test_replayed_launches_of_kernels(case: str, tmp_path: Path) -> None:
     kernels = interpreted()
-    compare(load(tmp_path, case, kernels), kernels, torch.float32, (3,), 2)
+    compare(load(tmp_path, case, kernels), kernels, torch.float32, (2,), 2)
 
 
 def test_idle_rows_change_nothing(tmp_path: Path) -> None:

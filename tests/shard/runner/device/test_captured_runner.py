@@ -14,7 +14,7 @@ from tests.support.shard.messages import GREEDY, SAMPLE
 from tgis.config.processes import ShardConfig
 from tgis.pb import shard_pb2 as pb
 
-SIZES = (1, 3, 6)
+SIZES = (2, 6)
 KINDS: list[dict[str, Any]] = [
     GREEDY,
     SAMPLE,
