@@ -57,11 +57,20 @@ def halves(seeds: list[int]) -> Tensor:
     return torch.tensor([[signed(seed & 2**32 - 1), signed(seed >> 32)] for seed in seeds], dtype=torch.int32)
 
 
+def highest_id(low: int, high: int) -> int:
+    """Return the id of the highest number that a key gives: the hash backwards."""
+    x = 0x7FFFFFFF ^ 0x7FFFFFFF >> 16
+    x = x * pow(0x846CA68B, -1, 2**32) % 2**32
+    x = ((x ^ x >> 15 ^ x >> 30) - high) * pow(0x7FEB352D, -1, 2**32) % 2**32
+    return signed((x ^ x >> 16 ^ low % 2**32) * pow(0x9E3779B1, -1, 2**32) % 2**32)
+
+
 def test_draws_are_those_of_the_cpu() -> None:
     """Keys and uniform numbers, bit for bit, of ids up to the largest vocabularies'."""
     seeds, positions = make_draws()
     token_ids = torch.randint(0, 300_000, (NUM_IDS,), dtype=torch.int32)
-    token_ids[:3] = torch.tensor([0, 1, 2**31 - 1])
+    wanted = counter_rng.draw_keys(np.array(seeds, np.uint64), np.array(positions))
+    token_ids[:4] = torch.tensor([0, 1, 2**31 - 1, highest_id(*wanted[0].tolist())])
     keys = torch.full((len(seeds), 2), -7, dtype=torch.int32)
     numbers = torch.full((len(seeds), NUM_IDS), torch.nan)
     with np.errstate(over="ignore"):
@@ -73,8 +82,8 @@ def test_draws_are_those_of_the_cpu() -> None:
             numbers,
             NUM_IDS=NUM_IDS,
         )
-    wanted = counter_rng.draw_keys(np.array(seeds, np.uint64), np.array(positions))
     assert torch.equal(keys, wanted)
+    assert numbers[0, 3] == counter_rng.BELOW_ONE
     assert torch.equal(numbers, counter_rng.uniforms(wanted, token_ids))
     plain = [plain_sampling.uniform(seeds[i], positions[i], i) for i in range(2)]
     assert [numbers[i, (token_ids == i).nonzero()[0, 0]].item() for i in range(2)] == plain
