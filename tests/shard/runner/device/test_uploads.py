@@ -4,7 +4,7 @@ import numpy as np
 import torch
 
 from tests.support.cuda.late_device import LateDevice
-from tgis.shard.runner.device.uploads import NUM_SLOTS, Uploads
+from tgis.shard.runner.device.uploads import NUM_SLOTS, Uploads, view_arrays
 
 
 def test_arrays_arrive_as_they_were() -> None:
@@ -30,9 +30,10 @@ def test_arrays_arrive_as_they_were() -> None:
 def test_memory_that_is_given() -> None:
     device = LateDevice()
     uploads, memory = Uploads(device, num_words=8), torch.full((12,), -1, dtype=torch.int32)
-    first = uploads.send([np.arange(3, dtype=np.int32), np.arange(5, 7, dtype=np.int32)], memory)
+    arrays = [np.arange(3, dtype=np.int32), np.arange(4, 8, dtype=np.int32).reshape(2, 2)]
+    uploads.send_to(memory, arrays)
     assert memory.tolist() == [-1] * 12
     device.finish()
-    assert [tensor.tolist() for tensor in first] == [[0, 1, 2], [5, 6]]
+    found = view_arrays(memory, [(3,), (2, 2)])
+    assert [tensor.tolist() for tensor in found] == [[0, 1, 2], [[4, 5], [6, 7]]]
     assert memory[8:].tolist() == [-1] * 4
-    assert first[1].data_ptr() == memory[4:].data_ptr()

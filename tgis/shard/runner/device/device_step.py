@@ -130,7 +130,7 @@ class FixedSteps:
     def make_parts(self, num_rows: int, uploads: Uploads) -> StepParts:
         """Return the parts of a step of so many rows, and describe one of idle rows."""
         arrays = self._table.idle_step(num_rows)
-        uploads.send(arrays, self.staged)
+        uploads.send_to(self.staged, arrays)
         staged = StagedStep(*view_arrays(self.staged, [array.shape for array in arrays]))
         tensors = StepTensors.empty(num_rows, num_rows, num_rows, self._device)
         inputs = self._on.make_inputs(staged, tensors, self._table.fixed_size(num_rows))

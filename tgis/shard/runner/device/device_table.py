@@ -21,6 +21,8 @@ from tgis.shard.runner.device.device_rows import CountedTokens, RowUpdates, coun
 from tgis.shard.runner.device.uploads import Words
 from tgis.shard.runner.row_table import Booleans, Integers, RowLimits, TokenIds
 
+# Bits of answers. Members of an enumeration are slow to look up.
+HAS_SAMPLED, HAS_ENDED = int(Flag.SAMPLED), int(Flag.ENDED | Flag.UNUSABLE)
 # The reasons why the host must sample a row: its parameters, and values of them that change nothing.
 FILTERS = {"top_k": 0, "top_p": 1, "typical_p": 1, "watermark_gamma": 0}
 
@@ -134,9 +136,9 @@ class DeviceTable(BatchBuilder):
         """Apply the device's answers [n]. Return the rows that have sampled for the sequence that they still
         have, their tokens, and True where they have ended."""
         is_same = self._generations[sampled.rows] == sampled.generations
-        has_ended = (flags & (Flag.ENDED | Flag.UNUSABLE)) != 0
+        has_ended = (flags & HAS_ENDED) != 0
         self._ended[sampled.rows[is_same & has_ended]] = True
-        kept = is_same & ((flags & Flag.SAMPLED) != 0)
+        kept = is_same & ((flags & HAS_SAMPLED) != 0)
         rows, token_ids = sampled.rows[kept], token_ids[kept]
         self._token_ids[rows, sampled.positions[kept]] = token_ids
         return rows, token_ids, has_ended[kept]
@@ -179,10 +181,11 @@ class DeviceTable(BatchBuilder):
     def _make_words(self, rows: Integers) -> Words:
         state, lengths = self._rows[rows], self._lengths[rows]
         eos, biases = self._ragged["eos_token_ids"], self._ragged["bias_token_ids"]
+        switch_len = self._limits.rope_switch_len
         return make_words(
             state,
             last_token=self._token_ids[rows, np.maximum(lengths - 1, 0)],
-            is_long=state["opened_len"] > (self._limits.rope_switch_len or lengths.max()),
+            is_long=state["opened_len"] > switch_len if switch_len else np.zeros_like(lengths),
             num_stop_ids=eos.lengths[rows].clip(max=MAX_STOP_IDS),
             num_biases=biases.lengths[rows].clip(max=MAX_BIASES),
             is_guided=self._is_guided[rows],

@@ -160,7 +160,7 @@ class DeviceModelRunner:
 
     def _replay_forward(self, arrays: StagedArrays, captured: CapturedStep) -> QueuedStep:
         self._send_updates()
-        self._uploads.send(self._table.pad_step(arrays, captured.num_rows), self._fixed.staged)
+        self._uploads.send_to(self._fixed.staged, self._table.pad_step(arrays, captured.num_rows))
         captured.forward.replay()
         at = arrays.sampled_x.astype(np.int64)
 

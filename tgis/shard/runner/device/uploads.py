@@ -50,21 +50,23 @@ class Uploads:
     def __init__(self, stream: DeviceStream, num_words: int):
         self._stream, self._ring = stream, PinnedRing(stream, num_words)
 
-    def send(self, arrays: Sequence[Words], out: Tensor | None = None) -> list[Tensor]:
-        """Queue the copy of the arrays to new memory of the device, or to `out`, int32 [at least as many
-        words], which nothing that is queued later may read as it was. Return them there."""
+    def send(self, arrays: Sequence[Words]) -> list[Tensor]:
+        """Queue the copy of the arrays to new memory of the device. Return them there."""
+        sizes = [array.size for array in arrays]
+        memory = torch.empty(place_arrays(sizes)[1], dtype=torch.int32, device=self._stream.device)
+        self.send_to(memory, arrays)
+        return view_arrays(memory, [array.shape for array in arrays])
+
+    def send_to(self, memory: Tensor, arrays: Sequence[Words]) -> None:
+        """Queue the copy of the arrays to memory of the device, int32 [any], as `view_arrays` finds them."""
         begins, total = place_arrays([array.size for array in arrays])
         slot = self._ring.take(total)
         host = slot.memory.numpy()
         for array, begin in zip(arrays, begins, strict=True):
             host[begin : begin + array.size] = array.reshape(-1)
-        source = slot.memory[:total]
-        target = (
-            torch.empty(total, dtype=torch.int32, device=self._stream.device) if out is None else out[:total]
-        )
+        source, target = slot.memory[:total], memory[:total]
         self._stream.run(lambda: copy_numbers(source, target))
         slot.last_use = self._stream.record()
-        return view_arrays(target, [array.shape for array in arrays])
 
 
 def view_arrays(memory: Tensor, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
