@@ -22,7 +22,10 @@ MORE_SHAPES = {
     "more_share_than_a_tile": Shape(num_heads=130, num_kv_heads=1, head_dim=16, dtype=torch.float16),
     "each_its_own": Shape(num_heads=3, num_kv_heads=3, head_dim=96, dtype=torch.bfloat16),
 }
-ALL_SHAPES = SHAPES | MORE_SHAPES
+ALL_SHAPES = [
+    pytest.param(shape, id=name, marks=[pytest.mark.slow] if name == "more_share_than_a_tile" else [])
+    for name, shape in (SHAPES | MORE_SHAPES).items()
+]
 BENT = replace(PLAIN, **SCORINGS["all"])
 
 
@@ -35,26 +38,31 @@ def kernels(request: pytest.FixtureRequest) -> Implementations:
 def _short_segments(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step_state, "SEGMENT_LEN", SEGMENT_LEN)
     monkeypatch.setattr(step_state, "MAX_SEGMENTS", MAX_SEGMENTS)
+    monkeypatch.setattr(interpreted_modules()["attend_segments"], "TOGETHER", 2)
 
 
-@pytest.mark.parametrize("shape", ALL_SHAPES.values(), ids=ALL_SHAPES)
+@pytest.mark.parametrize("shape", ALL_SHAPES)
 def test_segments_of_all_shapes(kernels: Implementations, shape: Shape) -> None:
     scene = CudaScene(shape, [1, 70, 33], kernels)
     scene.check_last([(1, 70), (0, 1), (2, 33)], PLAIN)
 
 
-@pytest.mark.parametrize("shape", ALL_SHAPES.values(), ids=ALL_SHAPES)
+@pytest.mark.parametrize("shape", ALL_SHAPES)
 def test_tiles_of_all_shapes(kernels: Implementations, shape: Shape) -> None:
-    """Whole prompts, a chunk and a single token. Not more tokens than a tile have many heads."""
+    """Whole prompts, a single token, chunks before and at the end of a block. Fewer tokens of many heads."""
     scene = CudaScene(shape, [40, 1, 130], kernels)
     most = 3 * tile_tokens(scene.group)
-    scene.check_spans([(0, 0, min(most, 40)), (1, 0, 1), (2, max(77, 130 - most), 130), (2, 64, 65)], PLAIN)
+    scene.check_spans([(0, 0, min(most, 40)), (1, 0, 1), (2, max(77, 130 - most), 130), (2, 62, 65)], PLAIN)
 
 
 @pytest.mark.parametrize(("scoring", "block_size"), [*((name, 16) for name in SCORINGS), ("all", 10)])
 def test_scoring(kernels: Implementations, scoring: str, block_size: int) -> None:
     scene = CudaScene(Shape(block_size=block_size), [150, 70, 20], kernels)
     asked = replace(PLAIN, **SCORINGS[scoring])
+    if (
+        asked.bias is not None
+    ):  # one that does not rise evenly, because a softmax ignores what is the same for all
+        asked = replace(asked, bias=torch.randn_like(asked.bias))
     scene.check_last([(0, 150), (1, 70), (2, 20)], asked)
     scene.check_spans([(0, 81, 150), (1, 69, 70), (2, 0, 20)], asked)
 
@@ -67,6 +75,12 @@ def test_lengths_around_segments(kernels: Implementations) -> None:
     scene = CudaScene(Shape(num_heads=2, num_kv_heads=1), [max(1, length) for length in lengths], kernels)
     for window in (None, 1, SEGMENT_LEN, SEGMENT_LEN + 5, longest):
         scene.check_last(list(enumerate(lengths)), replace(PLAIN, window=window))
+
+
+def test_large_scores_are_finite(kernels: Implementations) -> None:
+    scene, scoring = CudaScene(Shape(dtype=torch.bfloat16), [70], kernels), replace(PLAIN, scale=16.0)
+    scene.check_last([(0, 70)], scoring)
+    scene.check_spans([(0, 60, 70)], scoring)
 
 
 def test_nothing_but_idle_rows(kernels: Implementations) -> None:
@@ -100,9 +114,8 @@ def test_bits_of_segments_depend_on_their_sequence_only(
 def test_bits_of_tiles_do_not_depend_on_chunks(scoring: Scoring) -> None:
     scene = CudaScene(Shape(num_heads=6, dtype=torch.float16), [140, 90], KERNELS["kernel"]())
     whole, _ = scene.attend_spans([(0, 0, 140), (1, 0, 90)], scoring)
-    for size in (33, 90):
-        chunks = [(0, start, min(start + size, 140)) for start in range(0, 140, size)]
-        assert torch.equal(torch.cat(scene.attend_spans(chunks[::-1], scoring)[::-1]), whole)
+    chunks = [(0, start, min(start + 33, 140)) for start in range(0, 140, 33)]
+    assert torch.equal(torch.cat(scene.attend_spans(chunks[::-1], scoring)[::-1]), whole)
 
 
 def test_what_is_hidden_has_no_weight_at_all(kernels: Implementations) -> None:
