@@ -207,6 +207,24 @@ def test_rows_change_hands_while_steps_are_in_flight(
     check_tokens(router.latest, known)
 
 
+@pytest.mark.parametrize("ends", [True, False])
+def test_answers_for_a_sequence_that_is_gone(runner: DeviceModelRunner, ends: bool) -> None:
+    """They neither end the row's next sequence nor write to its prompt."""
+    steps = Steps(runner.info.block_size, runner.info.num_blocks)
+    says_20 = {**GREEDY, **make_bias({20: 500.0})}
+    gone, other = Request([5, 6], 5, [20] if ends else [], says_20), Request([7, 8, 9, 10], 5)
+    gone.row = other.row = 0
+    Router(runner, depth=1, whole=True).run([alone := Request([7, 8, 9, 10], 5)])
+    runner.reset()
+    first = runner.launch(steps.step([(0, 0, 2)], [opening(gone)]))
+    second = runner.launch(steps.step([(0, 0, 2)], [opening(other)], closed=[0]))
+    response = first.answer()
+    assert (integers(response.token_ids), list(response.ended)) == ([20], [int(ends)])
+    assert not second.answer().rows
+    third = runner.launch(steps.step([(0, 2, 4)])).answer()
+    assert integers(third.token_ids) == alone.generated[:1]
+
+
 class AnsweringThread:
     """A runner whose steps are answered by a thread, as soon as they are launched, as in a server."""
 
