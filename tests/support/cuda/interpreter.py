@@ -4,7 +4,7 @@ Triton chooses between both when a kernel is declared, so the modules of the ker
 
 import importlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from types import ModuleType, SimpleNamespace
@@ -37,6 +37,12 @@ def interpreted_modules() -> dict[str, ModuleType]:
     with _removed(), triton.knobs.runtime.scope():
         triton.knobs.runtime.interpret = True
         return {name: importlib.import_module(f"{PACKAGE}.{name}") for name in KERNELS}
+
+
+def interpret(kernel: Callable[..., None]) -> Any:
+    """Return a test's own kernel, which may call functions of any kernels, such that it runs on the CPU."""
+    _correct()
+    return interpreter.InterpretedFunction(kernel)
 
 
 @contextmanager
