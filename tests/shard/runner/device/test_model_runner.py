@@ -3,6 +3,7 @@
 At every depth, with steps captured and not, interrupted, cancelled while steps are in flight, and answered by
 a thread."""
 
+import itertools
 import math
 import threading
 from collections.abc import Callable, Iterator
@@ -32,6 +33,7 @@ VOCAB_SIZE = 403
 EOS = [2, 11, 30, 77, 150, 200, 301, 350]
 MANY = [*EOS, *range(360, 400)]  # more stop ids than the device holds
 GRAMMAR = '%llguidance {"no_forcing": true}\nstart: /([a-c]{1,3} ){2,9}\\./'
+SHORT_GRAMMAR = '%llguidance {"no_forcing": true}\nstart: /ab c/'
 LOADERS: dict[str, Callable[..., DeviceModelRunner]] = {"late": load_late, "captured": load_captured}
 
 # What the device samples itself.
@@ -89,6 +91,15 @@ def make_requests(samplings: list[dict[str, Any]], count: int = 16) -> list[Requ
     return requests
 
 
+def make_guided() -> list[Request]:
+    """Return rows of which most have grammars; some allow nothing but the end before it may come."""
+    requests = make_requests([*FAST, {**GREEDY, "min_new_tokens": 12}], 18)
+    for i, request in enumerate(requests):
+        request.grammar = [GRAMMAR, SHORT_GRAMMAR, None][i % 3] if i % 9 != 8 else SHORT_GRAMMAR
+        request.eos, request.max_new_tokens = EOS, 14
+    return requests
+
+
 def make_crowd() -> list[Request]:
     requests = make_requests([*FAST, *SLOW], 22)
     for i, request in enumerate(requests):
@@ -104,8 +115,8 @@ def make_crowd() -> list[Request]:
 def expected(directory: Path) -> dict[str, list[Request]]:
     """What a runner on the host says to one request after the other."""
     host = load(configure(directory), on=plain(torch.device("cpu")))
-    found = {"fast": make_requests(FAST), "crowd": make_crowd()}
-    for request in [*found["fast"], *found["crowd"]]:
+    found = {"fast": make_requests(FAST), "guided": make_guided(), "crowd": make_crowd()}
+    for request in itertools.chain(*found.values()):
         Router(host, depth=1, whole=True).run([request])
         host.reset()
     assert any(len(request.generated) < request.max_new_tokens for request in found["fast"])
@@ -133,7 +144,7 @@ def again(requests: list[Request]) -> list[Request]:
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
-@pytest.mark.parametrize("kind", ["fast", "crowd"])
+@pytest.mark.parametrize("kind", ["fast", "guided", "crowd"])
 def test_tokens_are_those_of_the_host(
     runner: DeviceModelRunner, expected: dict[str, list[Request]], kind: str, depth: int
 ) -> None:
@@ -223,6 +234,16 @@ def test_answers_for_a_sequence_that_is_gone(runner: DeviceModelRunner, ends: bo
     assert not second.answer().rows
     third = runner.launch(steps.step([(0, 2, 4)])).answer()
     assert integers(third.token_ids) == alone.generated[:1]
+
+
+def test_the_host_samples_no_row_that_has_ended_in_flight(runner: DeviceModelRunner) -> None:
+    steps = Steps(runner.info.block_size, runner.info.num_blocks)
+    ends = Request([5, 6], 5, [20], {**GREEDY, **make_bias({20: 500.0})}, row=0)
+    goes_on = Request([7, 8], 5, [], {**SAMPLE, "top_k": 3}, row=1)
+    first = runner.launch(steps.step([(0, 0, 2), (1, 0, 1)], [opening(ends), opening(goes_on)]))
+    second = runner.launch(steps.step([(0, 2, 3), (1, 1, 2)]))
+    assert integers(first.answer().token_ids) == [20]
+    assert integers(second.answer().rows) == [1]
 
 
 class AnsweringThread:

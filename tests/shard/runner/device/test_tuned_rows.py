@@ -28,7 +28,11 @@ def ask(case: Case | AdapterCase, wants_details: bool) -> list[Request]:
     return requests
 
 
-@pytest.mark.parametrize("name", CASES)
+QUICK = {"prompts of an encoder-decoder", "adapters"}
+MARKED = [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in CASES]
+
+
+@pytest.mark.parametrize("name", MARKED)
 def test_equals_peft(name: str, tmp_path: Path) -> None:
     case = CASES[name](tmp_path)
     options = {"kv_cache_tokens": 2048, "block_size": 4, "uds_path": case.copies.uds_path, "dtype": "float32"}
