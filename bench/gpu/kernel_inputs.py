@@ -11,7 +11,7 @@ from bench.shapes import Shape
 from tgis.shard.attention.interface import Heads, Scoring
 from tgis.shard.kernels.cuda.attend_tiles import tile_tokens
 from tgis.shard.kernels.cuda.attention import Tile, cut_tiles
-from tgis.shard.kernels.cuda.check_inputs import Input
+from tgis.shard.kernels.cuda.check.inputs import Input
 from tgis.shard.kernels.cuda.step_state import Segments, count_segments
 from tgis.shard.layers.ops import HeadNorm
 

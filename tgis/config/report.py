@@ -30,7 +30,7 @@ LIMITS = (
 DEVICE_FIELDS = "name,memory.total,driver_version,compute_cap"
 DEVICE_TIMEOUT_S = 10.0
 FIRST_GPU = "cuda 0"
-KERNEL_CHECK = [sys.executable, "-m", "tgis.shard.kernels.cuda.self_check"]  # prints failures as JSON
+KERNEL_CHECK = [sys.executable, "-m", "tgis.shard.kernels.cuda.check.self_check"]  # prints failures as JSON
 KERNEL_CHECK_TIMEOUT_S = 120.0  # the kernels may have to be compiled
 
 

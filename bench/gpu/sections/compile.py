@@ -7,9 +7,9 @@ from pathlib import Path
 import torch
 
 from bench.gpu.target import Target, parse_target
-from tgis.shard.kernels.cuda.offline import compile_only
-from tgis.shard.kernels.cuda.precompile import precompile
-from tgis.shard.kernels.cuda.variants import find_variants
+from tgis.shard.kernels.cuda.offline.driver import compile_only
+from tgis.shard.kernels.cuda.offline.precompile import precompile
+from tgis.shard.kernels.cuda.offline.variants import find_variants
 
 REHEARSED = 90, "begin_step"  # compute capability and kernel
 

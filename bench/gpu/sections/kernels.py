@@ -9,8 +9,8 @@ from torch import Tensor
 from bench.gpu.kernel_inputs import Case, draw_cases
 from bench.gpu.kernels import load_kernels
 from bench.gpu.target import Target, parse_target
+from tgis.shard.kernels.cuda.check.self_check import check
 from tgis.shard.kernels.cuda.implementations import KERNELS, Implementations
-from tgis.shard.kernels.cuda.self_check import check
 
 # Largest relative errors, of norms of the whole results.
 TOLERANCES = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-4}

@@ -12,8 +12,8 @@ from tempfile import TemporaryDirectory
 import triton
 
 from tests.support.cuda.machine_code import MachineCode, read_machine_code
-from tgis.shard.kernels.cuda.offline import MAX_SHARED_BYTES, compile_only
-from tgis.shard.kernels.cuda.variants import NUM_TOKENS, Variant, find_variants
+from tgis.shard.kernels.cuda.offline.driver import MAX_SHARED_BYTES, compile_only
+from tgis.shard.kernels.cuda.offline.variants import NUM_TOKENS, Variant, find_variants
 
 FILE = Path(__file__).parents[2] / "shard/kernels/cuda/golden_sm90.json"
 CAPABILITY = 90

@@ -9,7 +9,7 @@ from tempfile import TemporaryDirectory
 
 from triton import knobs
 
-from tgis.shard.kernels.cuda.offline import OfflineKernel
+from tgis.shard.kernels.cuda.offline.driver import OfflineKernel
 
 _INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)", re.MULTILINE)
 _USAGE = re.compile(r"REG:(\d+) STACK:(\d+)")

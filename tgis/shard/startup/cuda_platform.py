@@ -6,10 +6,10 @@ from pathlib import Path
 import torch
 
 from tgis.errors import first_line
-from tgis.shard.kernels.cuda import jit
+from tgis.shard.kernels.cuda.check.self_check import DTYPES, choose_implementations
 from tgis.shard.kernels.cuda.implementations import Implementations
+from tgis.shard.kernels.cuda.kernel_cache import is_compiling, use_cache
 from tgis.shard.kernels.cuda.ops import CudaKernels
-from tgis.shard.kernels.cuda.self_check import choose_implementations
 from tgis.shard.memory.cuda import CudaMemory
 from tgis.shard.runner.device.build import make_device_runner
 from tgis.shard.runner.device.cuda_stream import CudaStream
@@ -19,17 +19,19 @@ from tgis.shard.runner.interface import ModelRunner
 from tgis.shard.startup.platform import Compiler, DeviceError, Platform, RunnerParts
 
 
-def on_cuda(device: torch.device, kernel_cache: Path | None, memory_fraction: float | None) -> Platform:
+def on_cuda(
+    device: torch.device, kernel_cache: Path | None, memory_fraction: float | None, dtype: torch.dtype | None
+) -> Platform:
     """Return the platform of a GPU, which becomes torch's current one. Raises DeviceError."""
     memory = _open(device, memory_fraction)
-    jit.use_cache(kernel_cache)
-    implementations = choose_implementations(device)
+    use_cache(kernel_cache)
+    implementations = choose_implementations(device, DTYPES if dtype is None else (dtype,))
     return Platform(
         device=device,
         kernels=CudaKernels(device, implementations),
         make_runner=partial(make_runner, implementations, CudaStream(device)),
         memory=memory,
-        compiler=Compiler(jit.is_compiling, finish=lambda: None),
+        compiler=Compiler(is_compiling, finish=lambda: None),
         is_memory_shared=False,
         cache_divisor=1,
         num_dummy_blocks=1,

@@ -269,7 +269,8 @@ def _choose_platform(config: ShardConfig, choice: Choice) -> Platform:
             if getattr(config, name) is not None:
                 logger.warning("--%s has no effect: a CPU computes", name.replace("_", "-"))
     kernel_cache = None if config.kernel_cache is None else Path(config.kernel_cache)
-    return choose_platform.make_platform(device, kernel_cache, config.cuda_memory_fraction)
+    asked = None if config.dtype is None else DTYPES[config.dtype]
+    return choose_platform.make_platform(device, kernel_cache, config.cuda_memory_fraction, asked)
 
 
 def _check_length(spec: ModelSpec, length: int) -> None:

@@ -7,8 +7,14 @@ from torch import Tensor
 
 from tgis.shard.attention.interface import Scoring
 from tgis.shard.kernels.cuda import step_state
-from tgis.shard.kernels.cuda.processors import count_processors, find_capability
-from tgis.shard.kernels.cuda.scoring import ScoreArguments, Sizes, are_addressable, attend_span, begin_softmax
+from tgis.shard.kernels.cuda.functions.processors import count_processors, find_capability
+from tgis.shard.kernels.cuda.functions.scoring import (
+    ScoreArguments,
+    Sizes,
+    are_addressable,
+    attend_span,
+    begin_softmax,
+)
 from tgis.shard.kernels.cuda.step_state import Segments
 from tgis.shard.kernels.portable.attention import KEYS, Piece, attend_piece
 

@@ -6,8 +6,14 @@ import triton.language as tl
 from torch import Tensor
 
 from tgis.shard.attention.interface import Scoring
-from tgis.shard.kernels.cuda.processors import find_capability
-from tgis.shard.kernels.cuda.scoring import ScoreArguments, Sizes, are_addressable, attend_span, begin_softmax
+from tgis.shard.kernels.cuda.functions.processors import find_capability
+from tgis.shard.kernels.cuda.functions.scoring import (
+    ScoreArguments,
+    Sizes,
+    are_addressable,
+    attend_span,
+    begin_softmax,
+)
 from tgis.shard.kernels.portable.attention import KEYS, Piece, attend_piece
 
 QUERIES = 128  # rows of a tile: its tokens times the query heads of one key/value head

@@ -7,7 +7,7 @@ import torch
 import triton
 from torch import Tensor
 
-from tgis.shard.kernels.cuda.sample_kernels import adjust, append, race
+from tgis.shard.kernels.cuda.functions.sample_kernels import adjust, append, race
 from tgis.shard.kernels.cuda.step_state import MAX_BIASES, MAX_STOP_IDS, Flag, RowState, Word, as_float
 from tgis.shard.sampling.counter_rng import GOLDEN, STRIDE, draw_columns
 from tgis.shard.sampling.sampler import MAX_FACTOR

@@ -13,8 +13,9 @@ from triton.backends.nvidia import driver as nvidia
 
 from scripts.check_locks import ROOT
 from tests.support.cuda import golden
-from tgis.shard.kernels.cuda import jit, precompile, variants
-from tgis.shard.kernels.cuda.offline import MAX_SHARED_BYTES, compile_only
+from tgis.shard.kernels.cuda import kernel_cache
+from tgis.shard.kernels.cuda.offline import precompile, variants
+from tgis.shard.kernels.cuda.offline.driver import MAX_SHARED_BYTES, compile_only
 
 pytestmark = pytest.mark.timeout(1200)
 slow = pytest.mark.slow
@@ -22,9 +23,10 @@ slow = pytest.mark.slow
 COMMAND = """
 import dataclasses, sys
 from pathlib import Path
-from tgis.shard.kernels.cuda import jit, precompile, variants
+from tgis.shard.kernels.cuda import kernel_cache
+from tgis.shard.kernels.cuda.offline import precompile, variants
 
-jit.PACKAGED = precompile.PACKAGED = Path(sys.argv.pop(1))
+kernel_cache.PACKAGED = precompile.PACKAGED = Path(sys.argv.pop(1))
 variants.MODELS = (dataclasses.replace(variants.MODELS[0], shards=(1,)),)
 variants.DTYPES = variants.DTYPES[:1]
 if __name__ == "__main__":
@@ -35,14 +37,15 @@ USE = """
 import ctypes, sys
 from pathlib import Path
 from triton.backends.nvidia import driver
-from tgis.shard.kernels.cuda import jit, precompile, variants
-from tgis.shard.kernels.cuda.offline import compile_only
+from tgis.shard.kernels.cuda import kernel_cache
+from tgis.shard.kernels.cuda.offline import precompile, variants
+from tgis.shard.kernels.cuda.offline.driver import compile_only
 
 package, libcuda, home = map(Path, sys.argv[1:])
 ctypes.CDLL(str(libcuda), ctypes.RTLD_GLOBAL)
-jit.PACKAGED, jit.user_directories = package, lambda: [home]
-jit.use_cache(None)
-assert jit.knobs.nvidia.libcuda_path == str(libcuda.parent)
+kernel_cache.PACKAGED, kernel_cache.user_directories = package, lambda: [home]
+kernel_cache.use_cache(None)
+assert kernel_cache.knobs.nvidia.libcuda_path == str(libcuda.parent)
 driver.CudaUtils()
 variants.MODELS = (variants.ModelShape("other", 640, 1000, 10, 5, 64, 1000),)
 with compile_only(90, precompile._make_launcher) as kernels:
@@ -69,11 +72,11 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def settings(package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(jit, "user_directories", lambda: [tmp_path])
-    monkeypatch.setattr(jit, "PACKAGED", package)
+    monkeypatch.setattr(kernel_cache, "user_directories", lambda: [tmp_path])
+    monkeypatch.setattr(kernel_cache, "PACKAGED", package)
     hooks, knobs = list(triton.knobs.runtime.kernel_load_end_hook.calls), triton.knobs
     with knobs.cache.scope(), knobs.runtime.scope(), knobs.nvidia.scope(), knobs.compilation.scope():
-        jit.use_cache(None)
+        kernel_cache.use_cache(None)
         yield
     triton.knobs.runtime.kernel_load_end_hook.calls[:] = hooks
 

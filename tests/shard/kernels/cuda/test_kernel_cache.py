@@ -11,8 +11,8 @@ import triton
 
 from tests.support.cuda.toy_kernels import copy, multiply
 from tgis.shard.kernels.cpu.jit import cache
-from tgis.shard.kernels.cuda import jit
-from tgis.shard.kernels.cuda.offline import compile_only
+from tgis.shard.kernels.cuda import kernel_cache
+from tgis.shard.kernels.cuda.offline.driver import compile_only
 
 NOWHERE = Path("/proc/nowhere")
 
@@ -21,8 +21,8 @@ NOWHERE = Path("/proc/nowhere")
 def own_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     knobs = triton.knobs
     hooks = list(knobs.runtime.kernel_load_end_hook.calls)
-    monkeypatch.setattr(jit, "user_directories", lambda: [tmp_path / "home"])
-    monkeypatch.setattr(jit, "PACKAGED", tmp_path / "packaged")
+    monkeypatch.setattr(kernel_cache, "user_directories", lambda: [tmp_path / "home"])
+    monkeypatch.setattr(kernel_cache, "PACKAGED", tmp_path / "packaged")
     cache.can_be_written.cache_clear()
     with knobs.cache.scope(), knobs.runtime.scope(), knobs.nvidia.scope(), knobs.compilation.scope():
         yield
@@ -45,28 +45,28 @@ def files(directory: Path) -> set[str]:
 
 
 def test_code_is_kept_in_the_user_s_directory(tmp_path: Path) -> None:
-    jit.use_cache(tmp_path / "run")
+    kernel_cache.use_cache(tmp_path / "run")
     assert (launch(), launch()) == ([False], [True])
     assert "copy.cubin" in files(tmp_path / "home/triton")
     assert not (tmp_path / "run").exists()
 
 
 def test_code_is_kept_for_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jit, "user_directories", lambda: [NOWHERE])
-    jit.use_cache(tmp_path / "run")
+    monkeypatch.setattr(kernel_cache, "user_directories", lambda: [NOWHERE])
+    kernel_cache.use_cache(tmp_path / "run")
     assert launch() == [False]
     assert "copy.cubin" in files(tmp_path / "run/triton")
 
 
 def test_code_is_kept_somewhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jit, "user_directories", lambda: [NOWHERE])
-    jit.use_cache(None)
+    monkeypatch.setattr(kernel_cache, "user_directories", lambda: [NOWHERE])
+    kernel_cache.use_cache(None)
     assert (launch(), launch()) == ([False], [True])
     shutil.rmtree(triton.knobs.cache.dir)
 
 
 def test_packaged_code_is_used_wherever_it_was_moved(tmp_path: Path) -> None:
-    jit.use_cache(None)
+    kernel_cache.use_cache(None)
     launch()
     (tmp_path / "home/triton").rename(tmp_path / "packaged")
     assert launch() == [True]
@@ -77,7 +77,7 @@ def test_packaged_code_is_used_wherever_it_was_moved(tmp_path: Path) -> None:
 
 
 def test_a_package_that_cannot_be_written_is_used(tmp_path: Path) -> None:
-    jit.use_cache(None)
+    kernel_cache.use_cache(None)
     launch()
     (tmp_path / "home/triton").rename(tmp_path / "packaged")
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "packaged").rglob("*")}
@@ -87,37 +87,37 @@ def test_a_package_that_cannot_be_written_is_used(tmp_path: Path) -> None:
 
 
 def test_what_compiles_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    jit.use_cache(None)
+    kernel_cache.use_cache(None)
     seen: list[bool] = []
 
     def look(*_: Any, **__: Any) -> None:
-        seen.append(jit.is_compiling())
+        seen.append(kernel_cache.is_compiling())
 
     triton.knobs.runtime.kernel_load_start_hook.add(look)
     try:
-        assert not jit.is_compiling()
+        assert not kernel_cache.is_compiling()
         triton.knobs.compilation.listener = look
         x = torch.empty(64, dtype=torch.bfloat16, device="meta")
         kernel = triton.jit(copy)
         with compile_only(90):
             kernel[1,](x, x, 64, BLOCK=64)
             assert seen == [True, True], "compiled and loaded"
-            assert not jit.is_compiling()
+            assert not kernel_cache.is_compiling()
             kernel[1,](x, x, 64, BLOCK=64)
             assert len(seen) == 2, "compiled once"
             kernel.warmup(x, x, 32, BLOCK=32, grid=(1,))
-            assert not jit.is_compiling(), "warmed up, not loaded"
+            assert not kernel_cache.is_compiling(), "warmed up, not loaded"
     finally:
         triton.knobs.runtime.kernel_load_start_hook.remove(look)
 
 
 def test_what_fails_is_not_excused_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    jit.use_cache(None)
+    kernel_cache.use_cache(None)
     x = torch.empty(64, 64, device="meta")
     with compile_only(90), pytest.raises(triton.CompilationError):
         triton.jit(multiply)[1,](x, x, x, 64, 64, 63)  # no power of two
-    assert jit.is_compiling(), "as far as anybody can tell"
-    monkeypatch.setattr(jit, "MAX_COMPILE_S", 0.0)
-    assert not jit.is_compiling()
+    assert kernel_cache.is_compiling(), "as far as anybody can tell"
+    monkeypatch.setattr(kernel_cache, "MAX_COMPILE_S", 0.0)
+    assert not kernel_cache.is_compiling()
     monkeypatch.undo()
-    jit._end()
+    kernel_cache._end()

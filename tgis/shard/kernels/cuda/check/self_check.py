@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from tgis.errors import first_line
-from tgis.shard.kernels.cuda.check_inputs import INPUTS, Input
+from tgis.shard.kernels.cuda.check.inputs import INPUTS, Input
 from tgis.shard.kernels.cuda.implementations import KERNELS, Implementations
-from tgis.shard.kernels.cuda.jit import use_cache
+from tgis.shard.kernels.cuda.kernel_cache import use_cache
 
 logger = logging.getLogger(__name__)
 

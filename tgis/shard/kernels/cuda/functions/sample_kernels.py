@@ -5,8 +5,8 @@ What a row does not ask for costs it a look at its words. Only `append` answers 
 import triton
 import triton.language as tl
 
-from tgis.shard.kernels.cuda.counter_rng import draw_key, uniforms
-from tgis.shard.kernels.cuda.precise_math import exp_negative, log_complement, log_positive
+from tgis.shard.kernels.cuda.functions.counter_rng import draw_key, uniforms
+from tgis.shard.kernels.cuda.functions.precise_math import exp_negative, log_complement, log_positive
 from tgis.shard.kernels.cuda.step_state import Flag, Word
 from tgis.shard.sampling import sampler
 

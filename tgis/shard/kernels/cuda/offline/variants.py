@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tgis.shard.attention.interface import Heads, Scoring
 from tgis.shard.kernels.cuda.attend_tiles import tile_tokens
-from tgis.shard.kernels.cuda.check_inputs import INPUTS
+from tgis.shard.kernels.cuda.check.inputs import INPUTS
 from tgis.shard.kernels.cuda.implementations import Implementations
 from tgis.shard.kernels.cuda.step_state import (
     MAX_BIASES,

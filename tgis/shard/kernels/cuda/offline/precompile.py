@@ -1,6 +1,6 @@
 """Command that compiles the kernels of well-known models for GPUs that this machine need not have, and keeps
-the code in the installation: `python -m tgis.shard.kernels.cuda.precompile 80 89 90 100`. Needs gcc and
-Python's headers for what Triton writes in C; what is compiled later needs neither."""
+the code in the installation: `python -m tgis.shard.kernels.cuda.offline.precompile 80 89 90 100`. It needs
+gcc and Python's headers for what Triton writes in C; what is compiled later needs neither."""
 
 import ctypes
 import multiprocessing
@@ -18,9 +18,9 @@ from triton.backends.nvidia import driver as nvidia
 from triton.runtime.cache import FileCacheManager
 
 from tgis.shard.kernels.cuda.implementations import KERNELS
-from tgis.shard.kernels.cuda.jit import PACKAGED, make_keys_repeatable
-from tgis.shard.kernels.cuda.offline import MAX_SHARED_BYTES, compile_only
-from tgis.shard.kernels.cuda.variants import find_check_variants, find_variants
+from tgis.shard.kernels.cuda.kernel_cache import PACKAGED, make_keys_repeatable
+from tgis.shard.kernels.cuda.offline.driver import MAX_SHARED_BYTES, compile_only
+from tgis.shard.kernels.cuda.offline.variants import find_check_variants, find_variants
 
 NUM_PARTS = 4  # of a kernel's variants, for processes that share the work
 

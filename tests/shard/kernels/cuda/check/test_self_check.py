@@ -12,10 +12,10 @@ from torch import Tensor
 from tests.support.cuda.interpreter import interpreted
 from tests.support.shard import other_device
 from tgis.shard.collectives import CPU
-from tgis.shard.kernels.cuda import self_check
-from tgis.shard.kernels.cuda.check_inputs import INPUTS
+from tgis.shard.kernels.cuda.check import self_check
+from tgis.shard.kernels.cuda.check.inputs import INPUTS
+from tgis.shard.kernels.cuda.check.self_check import TOLERANCES, check, choose_implementations
 from tgis.shard.kernels.cuda.implementations import KERNELS, Implementations
-from tgis.shard.kernels.cuda.self_check import TOLERANCES, check, choose_implementations
 
 TWINS = Implementations.plain()
 HALVES = (torch.float16, torch.bfloat16)

@@ -10,7 +10,7 @@ from triton.runtime.errors import OutOfResources
 
 from tests.support.cuda.machine_code import read_machine_code, read_target
 from tests.support.cuda.toy_kernels import copy, multiply
-from tgis.shard.kernels.cuda.offline import MAX_SHARED_BYTES, compile_only
+from tgis.shard.kernels.cuda.offline.driver import MAX_SHARED_BYTES, compile_only
 
 COPY, MULTIPLY = triton.jit(copy), triton.jit(multiply)
 

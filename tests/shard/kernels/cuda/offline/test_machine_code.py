@@ -14,8 +14,8 @@ import triton
 from scripts.check_locks import CUDA, ROOT, read_lock
 from tests.support.cuda import golden
 from tgis.shard.kernels.cuda.implementations import KERNELS
-from tgis.shard.kernels.cuda.offline import compile_only
-from tgis.shard.kernels.cuda.variants import find_variants
+from tgis.shard.kernels.cuda.offline.driver import compile_only
+from tgis.shard.kernels.cuda.offline.variants import find_variants
 
 QUICK = "all", "llama-3.1-8b/1"
 SIZES = 24, 1, 2, 3, 7, 16, 33, 100, 256, 1000

@@ -11,8 +11,8 @@ from torch import Tensor
 from tests.support import plain_sampling
 from tests.support.cuda.interpreter import interpret
 from tests.support.cuda.sampled_rows import signed
-from tgis.shard.kernels.cuda import counter_rng as device_rng
-from tgis.shard.kernels.cuda import precise_math
+from tgis.shard.kernels.cuda.functions import counter_rng as device_rng
+from tgis.shard.kernels.cuda.functions import precise_math
 from tgis.shard.kernels.cuda.sample import _draw_keys
 from tgis.shard.kernels.cuda.step_state import Word
 from tgis.shard.sampling import counter_rng
