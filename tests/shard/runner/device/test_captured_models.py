@@ -128,5 +128,5 @@ def test_models_with_experts_have_no_graphs(
     with caplog.at_level(logging.WARNING):
         graphs.capture(SIZES)
     assert graphs.sizes == []
-    [record] = caplog.records
+    [record] = [record for record in caplog.records if record.name.endswith("device.graphs")]
     assert record.message.startswith("no CUDA graphs: steps of 6 rows cannot be captured: captured work uses")

@@ -19,6 +19,7 @@ from tgis.shard.kernels.cuda.step_state import Segments
 from tgis.shard.kernels.portable.attention import KEYS, Piece, attend_piece
 
 NUM_WARPS, NUM_STAGES = 4, 3
+REGISTERS = 1 << 16  # of a multiprocessor
 TOGETHER = 8  # segments that are merged at once
 
 
@@ -200,7 +201,9 @@ def launch(
     score = ScoreArguments.of(scoring)
     pages = keys, values, block_tables
     numbers = num_seqs, count, block_tables.stride(0)
-    options = {"num_warps": NUM_WARPS, "num_stages": NUM_STAGES}
+    # The compiler may use all registers that so many programs leave to each of their threads.
+    most_registers = REGISTERS // (32 * NUM_WARPS * per_processor) // 8 * 8
+    options = {"num_warps": NUM_WARPS, "num_stages": NUM_STAGES, "maxnreg": min(255, most_registers)}
     attend_segments_kernel[(count,)](q, *pages, *segments, parts, *numbers, score, *constants, **options)
     lengths = segments.seq_lens, segments.work_starts
     merge_segments_kernel[num_seqs, num_heads](
