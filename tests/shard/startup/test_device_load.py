@@ -15,8 +15,9 @@ from tests.support.shard.driver import Request, Router, configure
 from tests.support.shard.portable import plain
 from tgis.pb import shard_pb2 as pb
 from tgis.shard.collectives import CPU
-from tgis.shard.kernels.cuda.implementations import KERNELS
+from tgis.shard.kernels.cuda.implementations import KERNELS, Implementations
 from tgis.shard.server import log_failure
+from tgis.shard.startup.cuda_platform import choose_graph_sizes
 from tgis.shard.startup.load import load, prepare
 
 
@@ -49,6 +50,12 @@ def test_default_graphs_and_none(model_path: Path) -> None:
     on = late_platform(LateDevice())
     assert list(load(configure(model_path), on=on).info.graph_sizes) == [1, 2, 4, 8]
     assert not load(configure(model_path, cuda_graphs="0"), on=on).info.graph_sizes
+
+
+@pytest.mark.parametrize(("replaced", "sizes"), [("attend_segments", []), ("norm", [1, 2, 3])])
+def test_graphs_need_the_kernel_that_attends(replaced: str, sizes: list[int]) -> None:
+    implementations = Implementations.choose(frozenset({replaced}))
+    assert list(choose_graph_sizes(implementations, None, max_rows=3)) == sizes
 
 
 def test_options_of_gpus_on_a_cpu(model_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -1,5 +1,7 @@
 """The platform of a GPU. To import it is to import triton."""
 
+import logging
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -17,6 +19,8 @@ from tgis.shard.runner.device.graphs import graph_sizes
 from tgis.shard.runner.device.stream import DeviceStream
 from tgis.shard.runner.interface import ModelRunner
 from tgis.shard.startup.platform import Compiler, DeviceError, Platform, RunnerParts
+
+logger = logging.getLogger(__name__)
 
 
 def on_cuda(
@@ -36,8 +40,19 @@ def on_cuda(
         cache_divisor=1,
         num_dummy_blocks=1,
         replaced_kernels=implementations.replaced,
-        graph_sizes=graph_sizes,
+        graph_sizes=partial(choose_graph_sizes, implementations),
     )
+
+
+def choose_graph_sizes(
+    implementations: Implementations, asked: Sequence[int] | None, max_rows: int
+) -> Sequence[int]:
+    """Return the numbers of rows to capture steps of, as `graph_sizes` does."""
+    if "attend_segments" in implementations.replaced:
+        # The twin reads as many keys as the longest sequence has. A captured step does not know how many.
+        logger.warning("no CUDA graphs: they need the kernel attend_segments, which is replaced")
+        return ()
+    return graph_sizes(asked, max_rows)
 
 
 def _open(device: torch.device, memory_fraction: float | None) -> CudaMemory:
