@@ -134,7 +134,7 @@ def test_captures_end_when_their_time_is_over(caplog: pytest.LogCaptureFixture) 
     step = graphs.find(1)
     assert step is not None
     assert step.num_rows == 4
-    assert "2 rows and fewer: 3 graphs took 36 s" in caplog.text
+    assert "2 rows and fewer share larger CUDA graphs: 3 graphs took 36 s" in caplog.text
 
 
 @pytest.mark.parametrize(("max_bytes", "sizes"), [(0, []), (1, [8]), (2 * GRAPH_BYTES, [8]), (50, [2, 4, 8])])
@@ -148,7 +148,7 @@ def test_captures_end_when_there_is_no_memory(caplog: pytest.LogCaptureFixture) 
     graphs = graphs_on(Device(error=lambda count: torch.OutOfMemoryError("7 GiB") if count == 3 else None))
     graphs.capture([1, 2, 4])
     assert graphs.sizes == [4]
-    assert "no memory for CUDA graphs of steps of 2 rows and fewer" in caplog.text
+    assert "no memory for CUDA graphs of steps of 2 rows: smaller steps share larger graphs" in caplog.text
 
 
 def test_a_model_that_cannot_be_captured_has_no_graphs(caplog: pytest.LogCaptureFixture) -> None:

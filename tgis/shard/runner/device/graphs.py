@@ -82,7 +82,7 @@ class StepGraphs:
             seconds, used = self._clock() - began, before - self._memory_left()
             if seconds >= MAX_CAPTURE_S or (max_bytes is not None and used >= max_bytes):
                 logger.warning(
-                    "no CUDA graphs for steps of %d rows and fewer: %d graphs took %.0f s and %.0f MiB",
+                    "steps of %d rows and fewer share larger CUDA graphs: %d graphs took %.0f s and %.0f MiB",
                     *(size, done, seconds, used / 2**20),
                 )
                 break
@@ -101,7 +101,9 @@ class StepGraphs:
             forward = self._stream.capture(parts.forward)
             sample = self._stream.capture(parts.sample)
         except torch.OutOfMemoryError:
-            logger.warning("no memory for CUDA graphs of steps of %d rows and fewer", size)
+            logger.warning(
+                "no memory for CUDA graphs of steps of %d rows: smaller steps share larger graphs", size
+            )
             return False
         except RuntimeError as error:
             reason = str(error).splitlines()[0]
