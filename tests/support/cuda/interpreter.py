@@ -62,7 +62,7 @@ def _removed() -> Iterator[None]:
 
 @cache
 def _correct() -> None:
-    """Correct faults of Triton 3.6's interpreter.
+    """Correct faults of the interpreter of Triton 3.6 and 3.7.
 
     Products of bfloat16 are those of its bits. bfloat16 is not rounded to the nearest, as GPUs do. NumPy 2.4
     makes no index of an array with one element. Triton's own functions, such as max, which were imported to

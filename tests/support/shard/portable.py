@@ -9,7 +9,6 @@ from tgis.shard.startup.host_runner import HostRunners
 from tgis.shard.startup.platform import Compiler, Platform
 
 NOTHING_TO_COMPILE = Compiler(is_compiling=lambda: False, finish=lambda: None)
-FEW_TOKENS = 8  # of a step whose layers are fused
 
 
 def plain(device: torch.device) -> Platform:

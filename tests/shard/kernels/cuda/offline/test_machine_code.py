@@ -18,6 +18,7 @@ from tgis.shard.kernels.cuda.offline.driver import compile_only
 from tgis.shard.kernels.cuda.offline.variants import find_variants
 
 QUICK = "all", "llama-3.1-8b/1"
+OLDEST = "3.6.0"
 SIZES = 24, 1, 2, 3, 7, 16, 33, 100, 256, 1000
 
 
@@ -34,6 +35,11 @@ def _compare(*models: str) -> None:
     found, faults = golden.measure(golden.of_models(*models))
     assert faults == []
     assert found == {name: code for name, code in expected.items() if name.split()[1].rstrip(":") in models}
+
+
+def test_the_table_is_of_the_image_s_triton() -> None:
+    lock = read_lock((ROOT / f"locks/{CUDA}.lock").read_text())
+    assert [entry.version for entry in lock if entry.name == "triton"] == [golden.read()[0]]
 
 
 def test_a_model_costs_what_the_table_says() -> None:
@@ -68,15 +74,13 @@ def test_all_models_compile(capability: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_all_models_compile_with_the_image_s_triton(tmp_path: Path) -> None:
-    """The lock of torch for CUDA has another Triton than the tests."""
-    lock = read_lock((ROOT / f"locks/{CUDA}.lock").read_text())
-    [version] = [entry.version for entry in lock if entry.name == "triton"]
+def test_all_models_compile_with_the_oldest_triton(tmp_path: Path) -> None:
+    """It comes with the oldest torch that the package allows."""
     subprocess.run([sys.executable, "-m", "venv", str(tmp_path / "venv")], check=True)
     python = tmp_path / "venv/bin/python"
-    install = [python, "-m", "pip", "install", "-q", "--no-deps", f"triton=={version}"]
+    install = [python, "-m", "pip", "install", "-q", "--no-deps", f"triton=={OLDEST}"]
     if subprocess.run(install, check=False).returncode:
-        pytest.skip(f"triton {version} cannot be installed here")
+        pytest.skip(f"triton {OLDEST} cannot be installed here")
     [packages] = (tmp_path / "venv/lib").glob("python*/site-packages")
     (packages / "others.pth").write_text("\n".join(path for path in sys.path if path.endswith("-packages")))
     command = [python, "-m", "tests.support.cuda.golden", "90"]
