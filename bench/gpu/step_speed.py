@@ -1,6 +1,7 @@
 """The speed of whole steps: as the shard takes them, one launched while another is computed, and the device's
 part of it alone."""
 
+import gc
 import time
 from collections import deque
 
@@ -27,6 +28,7 @@ BLOCK_SIZE, MAX_ROWS = 16, 256
 NUM_ROWS, CONTEXT = (1, 16, 64, 256), 640
 PROMPTS = (2048, 8192)
 STEPS, WARM_STEPS = 40, 8
+MOST_NEW = 4 * STEPS  # of a row, so that none ends while it is measured
 
 
 def measure_steps(target: Target, rates: Rates) -> None:
@@ -43,6 +45,7 @@ def measure_steps(target: Target, rates: Rates) -> None:
         for length in (40,) if target.is_rehearsal else PROMPTS:
             measure_prompt(target, rates, runner, name, length)
         del runner
+        gc.collect()
         torch.cuda.empty_cache()
 
 
@@ -51,7 +54,7 @@ def load_runner(target: Target, shape: Shape) -> DeviceModelRunner:
     kernels, dtype = choose_kernels(target), torch.bfloat16
     model = build_model(shape, dtype, CudaKernels(target.device, kernels))
     max_rows = 2 if target.is_rehearsal else MAX_ROWS
-    num_blocks = max_rows * -(-(CONTEXT + STEPS) // BLOCK_SIZE)
+    num_blocks = max_rows * -(-(CONTEXT + MOST_NEW) // BLOCK_SIZE)
     heads = shape.num_kv_heads, shape.head_dim
     cache = KVCache(shape.num_layers, num_blocks + 1, BLOCK_SIZE, *heads, dtype, target.device)
     info = pb.InfoResponse(
@@ -90,7 +93,7 @@ def make_stream(target: Target) -> DeviceStream:
 
 def measure_decode(target: Target, rates: Rates, runner: DeviceModelRunner, name: str, num_rows: int) -> None:
     shape, context = target.shape(name), 2 * STEPS if target.is_rehearsal else CONTEXT
-    rows = Rows(runner, num_rows, context - STEPS, 4 * STEPS)
+    rows = Rows(runner, num_rows, context - STEPS, MOST_NEW)
     runner.reset()
     runner.launch(rows.resume()).answer()
     run_steps(runner, rows, WARM_STEPS)

@@ -24,6 +24,7 @@ PACKAGES = (
     ("uvicorn", True),
     ("prometheus-client", True),
     ("numba", False),
+    ("pytest", False),
     ("peft", False),
 )
 QUERY = "name,driver_version,memory.total,memory.used,clocks.sm,clocks.mem,power.limit,temperature.gpu"
