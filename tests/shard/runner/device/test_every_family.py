@@ -25,10 +25,6 @@ from tgis.shard.startup.load import load
 WITH_EXPERTS = {case for case in CASES if family_of(case) in ("mixtral", "granitemoe", "qwen3_moe")}
 # Plain, with windows and caps, experts, two sets of angles, and an encoder.
 QUICK = {"llama_tied", "gemma2", "granitemoe", "phi3_short_and_long", "t5"}
-# Their feed-forward layers count the tokens of each expert on the host, so no step is captured.
-WITH_EXPERTS = {case for case in CASES if family_of(case) in ("mixtral", "granitemoe", "qwen3_moe")}
-# Norms before, after and around branches, of sums, shared and parallel; experts; encoders; long positions.
-QUICK = {"llama_tied", "olmo2", "gemma2", "opt_350m", "falcon_7b", "gpt_neox", "granitemoe", "t5", "bart"}
 
 
 def plan() -> Iterator[object]:
