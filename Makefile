@@ -42,6 +42,7 @@ PACKAGING := pyproject.toml protos/generation.proto protos/shard.proto scripts/b
 
 .DEFAULT_GOAL := help
 .PHONY: help install run lock check audit test test-all chaos bench bench-peers bench-tuning profile docs protos
+.PHONY: gpu-check bench-gpu gpu-all
 .PHONY: sbom image image-root deploy deploy-check site serve-site screenshots clean
 
 help:  ## Show this list
@@ -108,6 +109,18 @@ bench-peers: $(VENV)/installed-dev  ## Measure other engines from PyPI beside th
 
 profile: $(VENV)/installed-dev  ## Where a step's time goes; SHAPE=, PROFILE='--batch 1,8,32 --prefill 512'
 	$(BIN)/python -m bench.profile --shape $(or $(SHAPE),135m) $(PROFILE)
+
+# On a machine with a GPU, with the packages that it has; GPU_PYTHON is its Python.
+GPU_PYTHON ?= $(PYTHON)
+
+gpu-check:  ## Check the kernels and the engine on this machine's GPU; GPU_BENCH='more options'
+	$(GPU_PYTHON) -m bench.gpu --only about,limits,compile,kernels,engine $(GPU_BENCH)
+
+bench-gpu:  ## Measure steps, service and peers on this machine's GPU; GPU_BENCH='more options'
+	$(GPU_PYTHON) -m bench.gpu --only about,limits,speed,service,peers $(GPU_BENCH)
+
+gpu-all:  ## Both
+	$(GPU_PYTHON) -m bench.gpu $(GPU_BENCH)
 
 bench-tuning: $(VENV)/installed-dev  ## Measure soft prompts and adapters; BENCH='more options'
 	$(BIN)/python -m bench.tuning $(BENCH)

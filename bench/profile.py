@@ -16,7 +16,7 @@ from bench.steps import Rows, load_runner
 from bench.stopwatch import Stopwatch, WatchedForward, profile_graph, timing_kernels, watching
 from tgis.pb import shard_pb2 as pb
 from tgis.shard.kernels.cpu.kernel_graph import KernelGraph
-from tgis.shard.runner.forward import GraphForward
+from tgis.shard.runner.graph_forward import GraphForward
 from tgis.shard.runner.interface import ModelRunner
 
 STEPS, WARM_STEPS = 20, 4

@@ -15,6 +15,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 
 MAX_TRAINED_TOKENS = 4096
 INIT_STD = 0.02
+CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -88,9 +89,9 @@ def ensure_checkpoint(name: str, cache: Path) -> Path:
     return directory
 
 
-def write_checkpoint(shape: Shape, directory: Path) -> None:
-    """Into a directory that exists, in Hugging Face layout."""
-    _write_json(directory / "config.json", _model_config(shape))
+def write_checkpoint(shape: Shape, directory: Path, device: torch.device = CPU) -> None:
+    """Into a directory that exists, in Hugging Face layout. `device` draws the weights."""
+    _write_json(directory / "config.json", model_config(shape))
     _write_json(directory / "generation_config.json", {"bos_token_id": 0, "eos_token_id": 1})
     tokenizer_config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -100,11 +101,11 @@ def write_checkpoint(shape: Shape, directory: Path) -> None:
     }
     _write_json(directory / "tokenizer_config.json", tokenizer_config)
     _build_tokenizer(shape.vocab_size).save(str(directory / "tokenizer.json"))
-    _write_weights(shape, directory / "model.safetensors")
+    _write_weights(shape, directory / "model.safetensors", device)
     _write_json(directory / "shape.json", asdict(shape))
 
 
-def _model_config(shape: Shape) -> dict[str, Any]:
+def model_config(shape: Shape) -> dict[str, Any]:
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -132,7 +133,7 @@ def _write_json(path: Path, content: dict[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n")
 
 
-def _write_weights(shape: Shape, path: Path) -> None:
+def _write_weights(shape: Shape, path: Path, device: torch.device) -> None:
     """The safetensors layout: length of the header, header, bytes; in bfloat16, as checkpoints are."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
@@ -142,19 +143,20 @@ def _write_weights(shape: Shape, path: Path) -> None:
         offset = end
     encoded = json.dumps(header).encode()
     encoded += b" " * (-len(encoded) % 8)
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator(device).manual_seed(0)
     with path.open("wb") as file:
         file.write(len(encoded).to_bytes(8, "little") + encoded)
         for _, size in list_tensors(shape):
             weight = _draw(size, generator)
-            file.write(weight.view(torch.uint8).numpy().tobytes())
+            file.write(weight.view(torch.uint8).cpu().numpy().tobytes())
 
 
 def _draw(size: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
     """Norms are one, matrices small and normal: activations stay of ordinary size."""
     if len(size) == 1:
         return torch.ones(size, dtype=torch.bfloat16)
-    return torch.randn(size, generator=generator).mul_(INIT_STD).to(torch.bfloat16)
+    weight = torch.randn(size, generator=generator, device=generator.device)
+    return weight.mul_(INIT_STD).to(torch.bfloat16)
 
 
 def _build_tokenizer(vocab_size: int) -> Tokenizer:

@@ -45,6 +45,10 @@ service)
     cd /
     "$PREFIX/bin/python" -c 'import tgis.cli.main, tgis.launcher.main, tgis.cli.health_probe, tgis.router.app'
     "$PREFIX/bin/python" -m tgis.shard.kernels.cpu.jit.precompile
+    if [ "$VARIANT" = cuda ]; then
+        # A100, L4 and L40S, H100 and H200, B200. It calls gcc, and needs no GPU.
+        "$PREFIX/bin/python" -m tgis.shard.kernels.cuda.offline.precompile 80 89 90 100
+    fi
     ;;
 user)
     root=$2

@@ -219,6 +219,19 @@ ROWS = (
                 "Since the start of the router.",
             ),
             Panel(
+                "Steps of GPUs per second, by path",
+                "ops",
+                [Query(total("tgi_steps_by_path_total", "path"), "{{path}}")],
+                "What is not graph says why. Nothing on CPUs.",
+                is_stacked=True,
+            ),
+            Panel(
+                "GPU kernels that are replaced",
+                "short",
+                [Query(f"sum by (kernel) ({series('tgi_replaced_kernels')})", "{{kernel}}")],
+                "Replicas on whose GPUs a kernel failed the check at start. Nothing where all passed.",
+            ),
+            Panel(
                 "Guessed tokens that were right",
                 "percentunit",
                 [

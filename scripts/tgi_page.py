@@ -38,9 +38,10 @@ SHARED = """\
 
 `PORT`, `DTYPE`, `QUANTIZE`, `NUM_SHARD`, `REVISION`, `TRUST_REMOTE_CODE`, `MAX_CONCURRENT_REQUESTS`,
 `MAX_BATCH_SIZE`, `MAX_TOP_N_TOKENS`, `SPECULATE`, `LORA_ADAPTERS`, `WATERMARK_GAMMA`, `WATERMARK_DELTA`,
+`CUDA_GRAPHS`, `CUDA_MEMORY_FRACTION`,
 `SHARD_UDS_PATH`, `JSON_OUTPUT`, `OTLP_ENDPOINT` and `OTLP_SERVICE_NAME` have the meaning and default of [our own](../configuration.md). Look at four of them: `PORT` is
 the port of health and metrics, and answers come from `GRPC_PORT` (8033); `MAX_CONCURRENT_REQUESTS` is 512; `DTYPE`
-unset is the checkpoint's own; `QUANTIZE` has other values of its own, and none for EXL2. `-g` must be written
+unset is the checkpoint's own, or bfloat16 for float32 on GPUs; `QUANTIZE` has other values of its own, and none for EXL2. `-g` must be written
 out.
 """
 CLIENTS = """\

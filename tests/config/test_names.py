@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.command_line import REQUIRED, parse, refusal, run
+from tgis.config.cuda_graphs import parse_graph_sizes
 from tgis.config.processes import LauncherConfig, RouterConfig, ShardConfig
 
 LAUNCHER_FLAGS = """
@@ -107,13 +108,12 @@ def test_what_is_not_given_is_not_warned_about() -> None:
         assert "WARNING" not in run(config_type, REQUIRED[config_type], {}, reads)[1].stderr
 
 
-@pytest.mark.parametrize("flag", ["--max-waiting-tokens", "--batch-safety-margin", "-c"])
+@pytest.mark.parametrize("flag", ["--max-waiting-tokens", "--batch-safety-margin"])
 def test_a_flag_without_effect_is_one_line_of_warning(flag: str) -> None:
-    name = "--cuda-process-memory-fraction" if flag == "-c" else flag
-    variable = name[2:].upper().replace("-", "_")
+    variable = flag[2:].upper().replace("-", "_")
     _, result = run(LauncherConfig, [flag, "1"], {variable: "7"}, "launcher")
     assert result.stderr.count("WARNING") == 1
-    assert f"{name} has no effect: " in result.stderr
+    assert f"{flag} has no effect: " in result.stderr
 
 
 def test_names_that_mean_ours() -> None:
@@ -125,6 +125,11 @@ def test_names_that_mean_ours() -> None:
     assert refusal(["--kv-cache-tokens", "99"], blocks) == text
     assert run(LauncherConfig, ["--kv-cache-tokens", "160"], blocks, "launcher")[0].kv_cache_tokens == 160
     assert "'many' cannot be used" in refusal([], {"KV_CACHE_MANAGER_NUM_GPU_BLOCKS": "many"})
+    for config_type, reads in ((LauncherConfig, "launcher"), (ShardConfig, "serve")):
+        for given in (["-c", "0.5"], ["--cuda-process-memory-fraction", "0.5"]):
+            config, result = run(config_type, [*REQUIRED[config_type], *given], {}, reads)
+            assert config.cuda_memory_fraction == 0.5
+            assert "WARNING" not in result.stderr
     router = [*REQUIRED[RouterConfig], "--master-shard-uds-path", "/run/s-0"]
     assert run(RouterConfig, router, {}, "router")[0].shard_uds_path == "/run/s"
     assert parse(ShardConfig, REQUIRED[ShardConfig], {"RANK": "1", "WORLD_SIZE": "2"}).rank == 1
@@ -175,3 +180,13 @@ def test_the_document_has_the_flags_of_the_commands(helps: dict[str, str], docum
             for flag in FLAG.findall(row[2:].split("  ")[0])
         }
         assert listed == shown - {"--help", "--version"}
+
+
+def test_sizes_of_graphs() -> None:
+    for given, sizes in (([], None), (["0"], ()), (["8,1, 2,2"], (1, 2, 8)), (["16"], (16,))):
+        config, _ = run(LauncherConfig, ["--cuda-graphs", *given] if given else [], {}, "launcher")
+        assert parse_graph_sizes(config.cuda_graphs) == sizes
+    for text in ("all", "1,,2", "-1", "1.5", "²"):
+        found = refusal([f"--cuda-graphs={text}"])
+        assert found == f"--cuda-graphs: {text!r} is neither 0 nor a list of numbers of rows, such as 1,2,4,8"
+    assert "CUDA_GRAPHS: 'all'" in refusal([], {"CUDA_GRAPHS": "all"})

@@ -83,9 +83,54 @@ def test_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str | 
         program.write_text(f"#!/bin/sh\n{script}\n")
         program.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(report, "KERNEL_CHECK", ["false"])
     assert line in report.describe({}).splitlines()
 
 
 def test_a_value_cannot_forge_a_line() -> None:
     text = report.describe({"model_name": Setting("x\n  port: 1 (--port)", "--model-name")})
     assert "\n  port: 1" not in text
+
+
+@pytest.fixture
+def _gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\necho GPU\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+
+
+@pytest.mark.parametrize(
+    ("code", "lines"),
+    [
+        (
+            "import json; print(json.dumps({'cuda 0': {}, 'cuda 1': {'gate': 'it differs by 3'}}))",
+            ["cuda 0: all pass the check", "cuda 1: 1 replaced", "cuda 1 gate: replaced: it differs by 3"],
+        ),
+        ("raise SystemExit('no triton')", ["check: failed (exited with 1: no triton)"]),
+        ("import time; time.sleep(60)", ["check: failed (TimeoutExpired)"]),
+    ],
+)
+@pytest.mark.usefixtures("_gpu")
+def test_kernels_are_checked_in_a_process_of_their_own(
+    monkeypatch: pytest.MonkeyPatch, code: str, lines: list[str]
+) -> None:
+    monkeypatch.setattr(report, "KERNEL_CHECK", [sys.executable, "-c", code])
+    monkeypatch.setattr(report, "KERNEL_CHECK_TIMEOUT_S", 2.0)
+    found = report.describe({}).splitlines()
+    begin = found.index("kernels:") + 1
+    assert found[begin : begin + len(lines)] == [f"  {line}" for line in lines]
+
+
+@pytest.mark.usefixtures("_gpu")
+def test_the_check_runs_here_and_finds_no_gpu() -> None:
+    """Where there is one, it finds kernels."""
+    assert "check: failed" not in report.describe({})
+
+
+def test_no_kernels_are_checked_without_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\nexit 9\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert "kernels:" not in report.describe({}).splitlines()

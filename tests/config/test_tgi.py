@@ -19,7 +19,8 @@ ngrok-authtoken ngrok-edge usage-stats graceful-termination-timeout env
 SHARED = """
 revision trust-remote-code dtype quantize num-shard max-concurrent-requests max-top-n-tokens
 max-waiting-tokens max-batch-size port shard-uds-path master-addr master-port json-output
-otlp-endpoint otlp-service-name lora-adapters speculate watermark-gamma watermark-delta env
+otlp-endpoint otlp-service-name lora-adapters speculate watermark-gamma watermark-delta env cuda-graphs
+cuda-memory-fraction
 """.split()
 REFUSED = "kv-cache-dtype weights-cache-override rope-scaling rope-factor api-key ngrok".split()
 MAPPED = {
@@ -84,7 +85,7 @@ def test_with_compat_a_flag_is_mapped_warned_about_or_refused(flag: str) -> None
 
 @pytest.mark.parametrize("flag", SHARED)
 def test_shared_names_need_no_compat(flag: str) -> None:
-    values = {"dtype": "float16", "quantize": "gptq", "watermark-gamma": "0.25"}
+    values = {"dtype": "float16", "quantize": "gptq", "watermark-gamma": "0.25", "cuda-memory-fraction": "1"}
     is_switch = flag in ("json-output", "env", "trust-remote-code")
     given = [f"--{flag}"] if is_switch else [f"--{flag}", values.get(flag, "5")]
     _, result = run(LauncherConfig, given, reads="launcher")

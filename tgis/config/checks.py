@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tgis.config.aliases.alias import Alias
+from tgis.config.cuda_graphs import parse_graph_sizes
 from tgis.config.model import ENGINES_NOT_SERVED
 from tgis.errors import OperatorError
 
@@ -53,9 +54,9 @@ def apply_aliases(
         alias = one.alias
         if alias.refused:
             raise SettingsError(f"{one.source}: {alias.why}")
+        if refusal := alias.refusal_of and alias.refusal_of(one.text):
+            raise SettingsError(refusal)
         if alias.means is None:
-            if refusal := alias.refusal_of and alias.refusal_of(one.text):
-                raise SettingsError(refusal)
             warnings.append(f"{one.source} has no effect: {alias.why}")
         elif text := _convert(one):
             other = Setting(read(alias.means, text, one.source), one.source)
@@ -88,6 +89,7 @@ def check(settings: Mapping[str, Setting]) -> list[str]:
     _check_ports(values)
     _check_tls(values)
     _check_link(values, settings.get("num_shard"))
+    _check_graphs(settings.get("cuda_graphs"))
     return _check_framework(values.get("deployment_framework"))
 
 
@@ -124,6 +126,15 @@ def _check_link(values: Mapping[str, Any], num_shard: Setting | None) -> None:
             raise SettingsError(f"link: {num_shard.value} shards need as many addresses, not {num_addresses}")
     if values.get("node_rank", 0) >= values.get("nnodes", 1):
         raise SettingsError(f"node_rank {values['node_rank']} is out of range for {values['nnodes']} nodes")
+
+
+def _check_graphs(sizes: Setting | None) -> None:
+    if sizes is None:
+        return
+    try:
+        parse_graph_sizes(sizes.value)
+    except ValueError as error:
+        raise SettingsError(f"{sizes.source}: {error}") from error
 
 
 def _check_framework(name: str | None) -> list[str]:

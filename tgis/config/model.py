@@ -36,7 +36,9 @@ FRAMEWORKS = (*ENGINES, *ENGINES_NOT_SERVED)
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions:
     dtype: str | None = option(
-        "Type the weights are held in; unset: the checkpoint's own.", None, choices=DTYPES
+        "Type the weights are held in; unset: the checkpoint's own, but bfloat16 for float32 on GPUs.",
+        None,
+        choices=DTYPES,
     )
     device: str = option(
         "What shards compute on; auto: GPUs where torch can use them, else the CPU.",
@@ -66,6 +68,20 @@ class ModelOptions:
         "Threads each shard computes with; unset: the machine's cores, shared by the shards.",
         None,
         minimum=1,
+        group=Group.MEMORY,
+    )
+    cuda_graphs: str | None = option(
+        "On GPUs, numbers of sequences whose decode steps are captured as CUDA graphs, separated by commas. "
+        "A step takes the graph of the next larger number, if there is one. 0: no graphs; unset: 1, 2, 4, 8, "
+        "12, 16, 24, 32 and so on to --max-batch-size.",
+        None,
+        group=Group.MEMORY,
+    )
+    cuda_memory_fraction: float | None = option(
+        "Share of a GPU's memory that the shard on it may use; unset: all of it.",
+        None,
+        minimum=0.01,
+        maximum=1,
         group=Group.MEMORY,
     )
     deployment_framework: str | None = option(

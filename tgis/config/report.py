@@ -1,5 +1,6 @@
 """Writes the report of `--env`. It imports none of the libraries it names and shows no secrets."""
 
+import json
 import os
 import platform
 import re
@@ -28,19 +29,26 @@ LIMITS = (
 )
 DEVICE_FIELDS = "name,memory.total,driver_version,compute_cap"
 DEVICE_TIMEOUT_S = 10.0
+FIRST_GPU = "cuda 0"
+KERNEL_CHECK = [sys.executable, "-m", "tgis.shard.kernels.cuda.check.self_check"]  # prints failures as JSON
+KERNEL_CHECK_TIMEOUT_S = 120.0  # the kernels may have to be compiled
 
 
 def describe(settings: Mapping[str, Setting], root: Path = Path("/")) -> str:
     """Return the report without a newline at its end. `root` is the directory that contains proc and sys."""
+    devices = _devices()
     groups = {
         "versions": _versions(),
         "machine": _machine(root),
-        "devices": _devices(),
+        "devices": devices,
+        "kernels": _kernels() if FIRST_GPU in devices else {},
         "environment": _environment(),
         "settings": {name: f"{shown(one.value)} ({one.source})" for name, one in settings.items()},
     }
     lines: list[str] = []
     for title, entries in groups.items():
+        if not entries:
+            continue
         lines += [f"{title}:", *(f"  {name}: {text}" for name, text in entries.items())]
     return "\n".join("".join(c if c.isprintable() else "?" for c in line) for line in lines)
 
@@ -86,6 +94,23 @@ def _devices() -> dict[str, str]:
     if result.returncode or not lines:
         return {"cuda": f"none (nvidia-smi exited with {result.returncode})"}
     return {f"cuda {index}": line for index, line in enumerate(lines)}
+
+
+def _kernels() -> dict[str, str]:
+    """Check the kernels of GPUs in a process of its own."""
+    try:
+        result = subprocess.run(KERNEL_CHECK, capture_output=True, text=True, timeout=KERNEL_CHECK_TIMEOUT_S)
+        found: dict[str, dict[str, str]] = json.loads(result.stdout)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return {"check": f"failed ({type(error).__name__})"}
+    except ValueError:
+        lines = result.stderr.strip().splitlines() or ["no message"]
+        return {"check": f"failed (exited with {result.returncode}: {lines[-1]})"}
+    entries: dict[str, str] = {}
+    for device, failures in found.items():
+        entries[device] = f"{len(failures)} replaced" if failures else "all pass the check"
+        entries |= {f"{device} {name}": f"replaced: {reason}" for name, reason in failures.items()}
+    return entries
 
 
 def _environment() -> dict[str, str]:

@@ -4,6 +4,7 @@ import gc
 import logging
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -12,9 +13,11 @@ from queue import SimpleQueue
 from typing import NoReturn
 
 import grpc
+import torch
 
 from tgis import failpoints
 from tgis.config.processes import ShardConfig
+from tgis.errors import first_line
 from tgis.hub import model_files
 from tgis.pb import shard_pb2 as pb
 from tgis.pb.shard_pb2_grpc import add_ShardServiceServicer_to_server
@@ -24,10 +27,9 @@ from tgis.prompts.store import AdapterStore
 from tgis.shard.adapters.loading import open_artifact_cache, open_store
 from tgis.shard.adapters.registry import LoadedAdapters
 from tgis.shard.adapters.rpc import AdapterServicer
-from tgis.shard.kernels.cpu.jit.cache import add_run_directory
-from tgis.shard.kernels.cpu.jit.compiler import is_compiling
 from tgis.shard.runner.interface import ModelRunner, Pending
-from tgis.shard.startup.load import load, sequence_length
+from tgis.shard.startup.load import prepare, sequence_length
+from tgis.shard.startup.platform import is_gpu_failure
 from tgis.shard.transport.link import Endpoint, choose_endpoint
 from tgis.shard.transport.step_stream import StepSocket
 
@@ -67,10 +69,9 @@ def serve(config: ShardConfig) -> NoReturn:
     The process exits with status 0 on SIGTERM and with status 1 after a step fails."""
     _exit_on_signals()
     endpoint = choose_endpoint(config)
-    if config.kernel_cache is not None:
-        add_run_directory(Path(config.kernel_cache))
     failpoints.hit("shard.before_loading")
-    runner = load(config)
+    plan = prepare(config)
+    runner = plan.load()
     length = sequence_length(config, model_files.read_json(Path(config.model_path), "config.json"))
     store = open_store(config, runner.model, length)
     service = ShardService(runner.info, store, open_artifact_cache(config), runner.adapters)
@@ -83,11 +84,25 @@ def serve(config: ShardConfig) -> NoReturn:
     )
 
     def fail() -> NoReturn:
-        logger.exception("a step failed, and this process exits")
+        log_failure(sys.exception())
         server.stop(None)
         _exit(1)
 
-    StepLoop(runner, steps, Heartbeat(config.heartbeat_fd, is_compiling), fail).run()
+    heartbeat = Heartbeat(config.heartbeat_fd, plan.on.compiler.is_compiling)
+    StepLoop(runner, steps, heartbeat, fail).run()
+
+
+def log_failure(error: BaseException | None) -> None:
+    """Log why a step failed. A GPU's errors are reported late, so the code that found them says nothing."""
+    if isinstance(error, torch.OutOfMemoryError):
+        logger.critical(
+            "the GPU had no memory for a step, and this process exits: a smaller --max-step-tokens, "
+            "--max-batch-size or --kv-cache-tokens leaves more"
+        )
+    elif isinstance(error, Exception) and is_gpu_failure(error):
+        logger.critical("the GPU failed in a step, and this process exits: %s", first_line(error))
+    else:
+        logger.error("a step failed, and this process exits", exc_info=error)
 
 
 def _listen(service: ShardService, endpoint: Endpoint) -> grpc.Server:

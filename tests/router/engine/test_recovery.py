@@ -101,9 +101,12 @@ def test_one_lost_rank_is_a_lost_group(pair: Setup) -> None:
 
 
 def test_ranks_that_disagree_are_found_out(pair: Setup) -> None:
+    """They are asked again what they are, the second one too."""
     streams = Streams(pair)
+    pair.shards[1].info.replaced_kernels.append("gate")
     pair.shards[1].wrong_digests.put(1)
     assert streams.results() == streams.expected()
+    assert 'tgi_replaced_kernels{kernel="gate"} 1.0' in get(pair.http + "/metrics")[1].splitlines()
     assert pair.shards[0].num_streams == 2
     assert "the ranks disagree" in pair.service.output
 

@@ -14,6 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.support.router.fake_shard import ShardServer
 from tests.support.router.router_process import MAX_SEQUENCE_LENGTH, Setup, start_router, stop_router
 from tgis.pb import generation_pb2 as pb
+from tgis.pb import shard_pb2 as shard_pb
 
 MAX_BATCH_SIZE = 16
 MAX_NEW_TOKENS = MAX_SEQUENCE_LENGTH - 1
@@ -71,6 +72,8 @@ OURS = {
     "tgi_prefix_cache_queries": ("counter", set()),
     "tgi_prefix_cache_hits": ("counter", set()),
     "tgi_preemptions": ("counter", set()),
+    "tgi_steps_by_path": ("counter", {"path"}),
+    "tgi_replaced_kernels": ("gauge", {"kernel"}),
     "tgi_speculation_drafted_tokens": ("counter", set()),
     "tgi_speculation_accepted_tokens": ("counter", set()),
     "tgi_resources_created": ("counter", {"kind"}),
@@ -107,7 +110,8 @@ BOUNDS = {
 def lost(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Setup]:
     """A router of its own, whose shards the test may take away."""
     flags = ["--max-batch-size", str(MAX_BATCH_SIZE), "--max-concurrent-requests", "20"]
-    setup = start_router(tmp_path_factory.mktemp("lost"), 1, *flags)
+    info = shard_pb.InfoResponse(replaced_kernels=["gate"])
+    setup = start_router(tmp_path_factory.mktemp("lost"), 1, *flags, info=info)
     yield setup
     assert stop_router(setup) == 0, setup.service.output
 
@@ -186,6 +190,9 @@ def exercise(setup: Setup) -> None:
     list(setup.stub.GenerateStream(pb.SingleGenerationRequest(request=pb.GenerationRequest(text="a"))))
     setup.stub.Tokenize(pb.BatchedTokenizeRequest(requests=[pb.TokenizeRequest(text="a b")]))
     fail(setup, "a", stopping=pb.StoppingCriteria(min_new_tokens=21))
+    setup.shards[0].path = shard_pb.STEP_PATH_GRAPH
+    generate(setup, "a")
+    setup.shards[0].path = shard_pb.STEP_PATH_UNSPECIFIED
 
 
 def test_every_series_has_the_name_kind_and_labels_of_the_list(lost: Setup) -> None:
@@ -348,6 +355,17 @@ def test_steps_in_terms_of_prefill_and_next_token(lost: Setup) -> None:
         assert changed.of(series, method="prefill", makeup="single_only") == 1, series
 
 
+def test_steps_of_gpus_by_path(lost: Setup) -> None:
+    changed = Difference(lost)
+    criteria = pb.StoppingCriteria(max_new_tokens=3, min_new_tokens=3)
+    for lost.shards[0].path in shard_pb.StepPath.values():
+        generate(lost, PROMPT, stopping=criteria)
+    lost.shards[0].path = shard_pb.STEP_PATH_UNSPECIFIED
+    paths = "graph prompt size model adapter filters details drafts lists unspecified".split()
+    counts = [changed.of("tgi_steps_by_path", path=path) for path in paths]
+    assert counts == [3] * 9 + [0]
+
+
 def test_a_mixed_step_is_one_of_each(lost: Setup) -> None:
     changed = Difference(lost)
     lost.shards[0].step_s = 0.02
@@ -397,6 +415,10 @@ def test_gauges_while_something_runs_and_after(lost: Setup) -> None:
         assert after[f"tgi_{name}{{}}"] == 0, name
 
 
+def list_replaced(setup: Setup) -> dict[str, float]:
+    return {name: value for name, value in values(setup).items() if "replaced" in name}
+
+
 def test_lost_steps(lost: Setup) -> None:
     changed = Difference(lost)
     lost.shards[0].step_s = 0.05
@@ -410,8 +432,13 @@ def test_lost_steps(lost: Setup) -> None:
     lost.servers.pop().stop()
     wait_until(lambda: values(lost)["tgi_ready{}"] == 0)
     lost.shards[0].step_s = 0.001
+    assert list_replaced(lost) == {'tgi_replaced_kernels{kernel="gate"}': 1}
+    lost.shards[0].info.replaced_kernels[:] = ["norm", "sample"]
     lost.servers.append(ShardServer(lost.shards[0], lost.uds_path))
     assert list(stream)[-1].generated_token_count == 30
+    assert list_replaced(lost) == {
+        f'tgi_replaced_kernels{{kernel="{name}"}}': 1 for name in ("norm", "sample")
+    }
     assert changed.of("tgi_shard_restarts") == 1
     assert changed.of("tgi_batch_inference_failure", method="next_token", reason="connection") >= 1
     count, success = (

@@ -38,9 +38,11 @@ from tgis.shard.kernels.portable.ops import TorchKernels
 from tgis.shard.layers.lora import AdapterSet, Deltas, LowRank, TokenAdapters
 from tgis.shard.layers.ops import HeadNorm
 from tgis.shard.memory.host_limits import HostMemory
-from tgis.shard.startup import platform
+from tgis.shard.startup import choose_platform
+from tgis.shard.startup.choose_platform import find_device, make_platform
+from tgis.shard.startup.cpu_platform import ON_CPU
 from tgis.shard.startup.load import load
-from tgis.shard.startup.platform import ON_CPU, DeviceError, Platform
+from tgis.shard.startup.platform import DeviceError, Platform
 
 CPU = torch.device("cpu")
 KERNELS = TorchKernels(CPU)
@@ -50,7 +52,7 @@ assert_near = partial(torch.testing.assert_close, rtol=2e-5, atol=2e-5)
 # Where whole models are compared with transformers: also on a GPU where there is one.
 PLATFORMS = {"cpu": plain(CPU)}
 if torch.cuda.is_available():
-    PLATFORMS["cuda"] = platform.on_cuda(torch.device("cuda", 0))
+    PLATFORMS["cuda"] = plain(torch.device("cuda", 0))
 
 
 @pytest.fixture(autouse=True)
@@ -426,31 +428,47 @@ def test_the_other_device_is_one() -> None:
 
 def test_computes_on_the_cpu_where_there_is_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert platform.choose("auto", 0, 1) is ON_CPU
-    assert platform.choose("cpu", 0, 1) is ON_CPU
+    assert find_device("auto", 0, 1) == find_device("cpu", 0, 1) == CPU
+    assert make_platform(CPU) is ON_CPU
     with pytest.raises(DeviceError, match="there is no GPU"):
-        platform.choose("cuda", 0, 1)
+        find_device("cuda", 0, 1)
 
 
 def test_says_that_gpus_lie_idle(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     for has_gpus, messages in ((False, 0), (True, 1)):
-        monkeypatch.setattr(platform, "has_gpus", lambda _, found=has_gpus: found)
+        monkeypatch.setattr(choose_platform, "has_gpus", lambda _, found=has_gpus: found)
         with caplog.at_level(logging.WARNING):
-            assert platform.choose("auto", 0, 1) is ON_CPU
+            assert find_device("auto", 0, 1) == CPU
         assert len(caplog.messages) == messages
 
 
+@pytest.mark.parametrize(
+    ("cuda", "has_gpus", "reason"),
+    [
+        (None, True, ": its build is for CPUs only"),
+        ("13.0", False, ""),
+        ("13.0", True, ": the driver does not work, or is too old for CUDA 13.0"),
+    ],
+)
+def test_says_why_torch_cannot_compute(
+    cuda: str | None, has_gpus: bool, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(choose_platform, "has_gpus", lambda _: has_gpus)
+    text = f"there is no GPU that torch can compute on{reason}; --device cpu needs none"
+    with pytest.raises(DeviceError, match=f"^{text}$"):
+        find_device("cuda", 0, 1)
+
+
 def test_every_shard_has_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    chosen: list[torch.device] = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
-    found = [platform.choose("auto", rank, 2) for rank in range(2)]
-    assert [p.device for p in found] == chosen == [torch.device("cuda", 0), torch.device("cuda", 1)]
-    assert not found[0].is_memory_shared
+    found = [find_device("auto", rank, 2) for rank in range(2)]
+    assert found == [torch.device("cuda", 0), torch.device("cuda", 1)]
     with pytest.raises(DeviceError, match=r"^3 shards configured but only 2 GPUs detected$"):
-        platform.choose("cuda", 0, 3)
+        find_device("cuda", 0, 3)
 
 
 def test_memory_of_ranks() -> None:

@@ -22,7 +22,7 @@ from tgis.shard.kernels.cpu.ops import CpuKernels
 from tgis.shard.models import registry, skeleton
 from tgis.shard.quant.registry import FORMATS
 from tgis.shard.startup import engine_choice, quantize_check
-from tgis.shard.startup.platform import ON_CPU
+from tgis.shard.startup.cpu_platform import ON_CPU
 
 # Between them they stack, transpose, group, take entries of experts, and take the first of several names.
 QUICK = {"llama_grouped_queries": 1, "gpt2": 2, "granitemoe": 2, "falcon_40b": 1, "t5": 2}

@@ -19,7 +19,7 @@ from tgis.shard.startup.memory_plan import (
     check_budget,
     check_fit,
     count_blocks,
-    make_cache,
+    plan_blocks,
 )
 
 SPEC = DecoderSpec(
@@ -95,30 +95,34 @@ def test_the_cache_is_what_the_room_allows() -> None:
     group, demand = ProcessGroup(0, 1), Demand(16, 100, 4, None)
     assert bytes_per_block(SPEC, group, 16, torch.float32) == BLOCK_BYTES
     for blocks, step in product((7, 9, 50), (0, 3 * MIB)):
-        cache = make_cache(
-            SPEC, group, torch.float32, demand, MemoryBudget(4 * blocks * BLOCK_BYTES + step, step, 1)
-        )
-        assert cache.num_blocks == min(blocks, 28)
+        budget = MemoryBudget(4 * blocks * BLOCK_BYTES + step, step, 1)
+        assert plan_blocks(demand, BLOCK_BYTES, budget) == min(blocks, 28)
     with pytest.raises(CacheTooSmallError):
-        make_cache(SPEC, group, torch.float32, demand, MemoryBudget(4 * 7 * BLOCK_BYTES - 1, 0, 1))
+        plan_blocks(demand, BLOCK_BYTES, MemoryBudget(4 * 7 * BLOCK_BYTES - 1, 0, 1))
 
 
 def test_a_model_that_cannot_fit_is_refused_before_it_is_read() -> None:
     group, demand = ProcessGroup(0, 1), Demand(16, 100, 4, None)
     needed = 4 * 7 * BLOCK_BYTES
-    check_fit(SPEC, group, torch.float32, demand, 3 * GIB, 3 * GIB + needed)
+
+    def budget(left: int, adapter_bytes: int = 0) -> MemoryBudget:
+        return MemoryBudget(left, 0, 1, adapter_bytes=adapter_bytes)
+
+    check_fit(SPEC, group, torch.float32, demand, 3 * GIB, budget(3 * GIB + needed))
     with pytest.raises(ModelTooLargeError) as error:
-        check_fit(SPEC, group, torch.bfloat16, demand, 3 * GIB, 2 * GIB)
+        check_fit(SPEC, group, torch.bfloat16, demand, 3 * GIB, budget(2 * GIB))
     assert str(error.value) == (
         "the model does not fit: its weights take 3.00 GiB as bfloat16, 2.00 GiB of memory are left"
     )
     with pytest.raises(CacheTooSmallError, match=r"leave room for 6$"):
-        check_fit(SPEC, group, torch.float32, demand, 3 * GIB, 3 * GIB + needed - 1)
-    check_fit(SPEC, group, torch.float32, demand, 3 * GIB, 4 * GIB + needed, adapter_bytes=GIB)
+        check_fit(SPEC, group, torch.float32, demand, 3 * GIB, budget(3 * GIB + needed - 1))
+    check_fit(SPEC, group, torch.float32, demand, 3 * GIB, budget(4 * GIB + needed, adapter_bytes=GIB))
     with pytest.raises(CacheTooSmallError, match=r"leave room for 6$"):
-        check_fit(SPEC, group, torch.float32, demand, 3 * GIB, 4 * GIB + needed - 1, adapter_bytes=GIB)
+        check_fit(
+            SPEC, group, torch.float32, demand, 3 * GIB, budget(4 * GIB + needed - 1, adapter_bytes=GIB)
+        )
     with pytest.raises(ModelTooLargeError, match=r"weights soft prompts and adapters may take 1\.00 GiB, 0"):
-        check_fit(SPEC, group, torch.float32, demand, 3 * GIB, 7 * GIB // 2, adapter_bytes=GIB)
+        check_fit(SPEC, group, torch.float32, demand, 3 * GIB, budget(7 * GIB // 2, adapter_bytes=GIB))
 
 
 def test_the_largest_step_must_fit() -> None:

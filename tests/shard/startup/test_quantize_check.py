@@ -26,8 +26,9 @@ from tgis.shard.models.decoder import Decoder
 from tgis.shard.models.interface import UnsupportedModelError
 from tgis.shard.quant.registry import find_scheme
 from tgis.shard.startup import engine_choice, quantize_check
+from tgis.shard.startup.cpu_platform import ON_CPU
 from tgis.shard.startup.load import load
-from tgis.shard.startup.platform import ON_CPU, DeviceError
+from tgis.shard.startup.platform import DeviceError
 
 TOLERANCE = 0.05  # of log-probabilities on average, of models as tiny and random as these
 

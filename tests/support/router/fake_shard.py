@@ -52,6 +52,7 @@ class FakeShard(ShardServiceServicer):
         self.shelf = ShelfOfShard(library or Library(), self.info, rank)
         self.model = self._model()
         self.rank, self.step_s = rank, 0.001
+        self.path = pb.STEP_PATH_UNSPECIFIED
         self.num_steps = 0
         self.num_streams = 0
         self.poison: int | None = None
@@ -97,6 +98,7 @@ class FakeShard(ShardServiceServicer):
                 if any(row.prompt_len == self.poison for row in request.opened_rows):
                     return  # the process would have died
                 response = self.model.execute(request)
+                response.path = self.path
                 if not self.wrong_digests.empty():
                     response.digest ^= self.wrong_digests.get()
                 answer = (frame if self.garbage.empty() else self.garbage.get())(response)

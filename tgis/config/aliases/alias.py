@@ -3,8 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-# Reasons that the names of both servers share.
-LEFT_OVER = "the size of the cache follows from what the weights and the largest step leave"
+# Reason that the names of both servers share.
 OWN_KERNELS = "attention is always paged and unpadded, with the kernels of this service"
 
 
@@ -28,7 +27,7 @@ class Alias:
     convert: Callable[[str], str] | None = None
     """Converter from the foreign value to the text of the service's own option; may raise ValueError."""
     refusal_of: Callable[[str], str | None] | None = None
-    """Check of a name without effect: returns TGIS's message if the value is out of range."""
+    """Check of the value: returns TGIS's message if it is out of range."""
 
     @property
     def flag_name(self) -> str:

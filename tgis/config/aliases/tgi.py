@@ -2,7 +2,7 @@
 
 Names that TGI and this service share keep this service's meaning and have no row."""
 
-from tgis.config.aliases.alias import LEFT_OVER, OWN_KERNELS, Alias
+from tgis.config.aliases.alias import OWN_KERNELS, Alias
 
 NO_TEXT_TEMPLATES = "chat templates are not served by this version"
 NO_SCALING = "the model's own config.json says how its positions are scaled: change it there"
@@ -49,8 +49,6 @@ WITHOUT_EFFECT = (
     Alias("disable_grammar_support", why="guided decoding stays on", switch=True),
     Alias("enable_prefill_logprobs", why="a request may always ask for them", switch=True),
     Alias("waiting_served_ratio", why=CHUNKED),
-    Alias("cuda_graphs", why="no graphs are captured"),
-    Alias("cuda_memory_fraction", why=LEFT_OVER),
     Alias("prometheus_port", why="metrics are on the HTTP port"),
     Alias("cors_allow_origin", why="no browser can call gRPC"),
     Alias("usage_stats", why="this service never reports to anyone"),

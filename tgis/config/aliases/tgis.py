@@ -2,7 +2,7 @@
 
 import math
 
-from tgis.config.aliases.alias import LEFT_OVER, OWN_KERNELS, Alias
+from tgis.config.aliases.alias import OWN_KERNELS, Alias
 
 ALL = ("launcher", "serve")
 ROUTER = ("launcher", "router")
@@ -54,7 +54,11 @@ FLAGS = (
     Alias("max_waiting_tokens", why="new requests join at every step", commands=ROUTER),
     Alias("batch_safety_margin", why=COUNTED, commands=ALL),
     Alias(
-        "cuda_process_memory_fraction", short="-c", why=LEFT_OVER, commands=ALL, refusal_of=_memory_fraction
+        "cuda_process_memory_fraction",
+        means="cuda_memory_fraction",
+        short="-c",
+        commands=ALL,
+        refusal_of=_memory_fraction,
     ),
     Alias("prefix_store_path", why=OF_SHARDS, commands=("router",)),
     Alias("prompt_cache_size_mb", why=OF_SHARDS, commands=("router",)),

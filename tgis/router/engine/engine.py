@@ -150,7 +150,7 @@ class Engine:
             self._metrics.request_queue_duration.observe(live.started_at - live.accepted_at)
 
     def _apply(self, answer: Answer) -> None:
-        self._step_metrics.answer(answer.step, answer.forward_s)
+        self._step_metrics.answer(answer.step, answer.forward_s, answer.path)
         # first, because blocks that were not computed must not be found by other sequences
         for failure in answer.failed:
             if failure.sequence in self._live:

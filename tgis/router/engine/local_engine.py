@@ -33,6 +33,7 @@ class LocalEngine:
         metrics.permits_limit.follow(lambda: self._concurrency.limit)
         self._link = open_link(config)
         self._shards = ShardClient(self._link)
+        metrics.replaced_kernels.follow(lambda: {(name,): 1 for name in self._shards.replaced_kernels})
         self._adapters = AdapterRegistry(AdapterResidency(self._shards, metrics), metrics)
         self._handle = LocalHandle(self._concurrency, self._adapters)
         self.handle: EngineHandle = self._handle

@@ -31,13 +31,15 @@ class StepMetrics:
         if step.joins:
             metrics.batch_concatenation_count.add()
 
-    def answer(self, step: Step, forward_s: float) -> None:
+    def answer(self, step: Step, forward_s: float, path: str) -> None:
         """Record the answer to the oldest step. The time of a step sent ahead begins when the shards became
-        free for it."""
+        free for it. `path` is that of `Answer`."""
         metrics, now = self._metrics, time.monotonic()
         _, sent_at = self._sent.popleft()
         for method, _ in _parts(step):
             metrics.batch_success.add(method)
+        if path:
+            metrics.steps_by_path.add(path)
         method = _method(step)
         metrics.batch_duration.observe(now - max(sent_at, self._last_answer_at), method, MAKEUP)
         metrics.forward_duration.observe(forward_s, method, MAKEUP)

@@ -4,7 +4,7 @@ locks and search their buckets by bisection. prometheus_client renders them."""
 import time
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Protocol
@@ -82,6 +82,26 @@ class Gauge:
 
     def collect(self) -> Iterable[Metric]:
         return [GaugeMetricFamily(self.name, self.help, value=self._read())]
+
+
+class LabelledGauge:
+    """State that is read at every scrape, a number for each set of labels; none until `follow` is called."""
+
+    kind = "gauge"
+
+    def __init__(self, name: str, help: str, label_names: Labels) -> None:
+        self.name, self.help, self.label_names = name, help, label_names
+        self._read: Callable[[], Mapping[Labels, float]] = dict
+
+    def follow(self, read: Callable[[], Mapping[Labels, float]]) -> None:
+        """Read the numbers by their labels, in the order of declaration."""
+        self._read = read
+
+    def collect(self) -> Iterable[Metric]:
+        family = GaugeMetricFamily(self.name, self.help, labels=self.label_names)
+        for labels, value in self._read().items():
+            family.add_metric(labels, value)
+        return [family]
 
 
 @dataclass

@@ -6,7 +6,7 @@ from typing import TypeVar
 
 from prometheus_client import CollectorRegistry, generate_latest
 
-from tgis.router.metrics.metric_types import Counter, Gauge, Histogram, Series, Summary
+from tgis.router.metrics.metric_types import Counter, Gauge, Histogram, LabelledGauge, Series, Summary
 from tgis.router.metrics.resource_counts import ResourceCount
 
 DURATION_BOUNDS = tuple(0.0001 * 1.5**k for k in range(1, 36))  # seconds
@@ -52,6 +52,7 @@ class Metrics:
         self._declare_steps()
         self._declare_tokenize()
         self._declare_state()
+        self._declare_shards()
         self.prompts = self._declare_adapters("tgi_prompt", "soft prompts")
         self.adapters = self._declare_adapters("tgi_adapter", "adapters")
 
@@ -187,6 +188,14 @@ class Metrics:
             *of_method,
         )
 
+        self.steps_by_path = self._counter(
+            "tgi_steps_by_path",
+            "Steps that GPUs computed: as CUDA graphs (graph); kernel by kernel, because of a prompt, the "
+            "batch size, the model or an adapter; or with sampling on the host, because of filters, details, "
+            "drafts or long lists (of stop token ids or biases)",
+            "path",
+        )
+
     def _declare_tokenize(self) -> None:
         self.tokenize_count = self._counter("tgi_tokenize_request_count", "Tokenize calls, at their start")
         self.tokenize_input_count = self._counter(
@@ -246,7 +255,17 @@ class Metrics:
             "tgi_tls_reload_failure",
             "Changes of the TLS files that were rejected as invalid",
         )
+
+    def _declare_shards(self) -> None:
         self.shard_restarts = self._counter("tgi_shard_restarts", "Times the shards were lost")
+        self.replaced_kernels = self._add(
+            LabelledGauge(
+                "tgi_replaced_kernels",
+                "1 for each GPU kernel that failed the check at start and is replaced by torch operators; "
+                "nothing where all passed",
+                ("kernel",),
+            )
+        )
 
     def _declare_adapters(self, name: str, what: str) -> AdapterMetrics:
         return AdapterMetrics(

@@ -56,6 +56,8 @@ class ShardClient:
         self._answers: asyncio.Queue[Answer | ShardsLostError] = asyncio.Queue()
         self._steps: deque[Step] = deque()
         self._settling: deque[tuple[Step, asyncio.Future[None]]] = deque()
+        self.replaced_kernels: frozenset[str] = frozenset()
+        """Names of GPU kernels that any rank has replaced, when the shards were connected last."""
 
     async def connect(self) -> pb.InfoResponse:
         """Wait, however long, until all ranks of one start of the group answer. Forgets earlier steps."""
@@ -65,6 +67,7 @@ class ShardClient:
             infos = await self._ask_infos()
             if infos is not None and await self._open_streams():
                 self._logged.clear()
+                self.replaced_kernels = frozenset(name for info in infos for name in info.replaced_kernels)
                 return infos[0]
             await asyncio.sleep(RETRY_INTERVAL_S)
 

@@ -52,6 +52,8 @@ class Answer:
     forward_s: float
     num_proposed: int
     """Drafts that the shards proposed themselves."""
+    path: str
+    """`StepPath` in lower case, such as graph; empty if the shards have no GPU."""
 
     @property
     def num_tokens(self) -> int:
@@ -96,6 +98,7 @@ def decode_answer(step: Step, response: pb.StepResponse) -> Answer:
         ],
         response.forward_ns / 1e9,
         sum(proposed.values()),
+        _read_path(response),
     )
 
 
@@ -153,6 +156,12 @@ def _encode_sampling(sequence: Sequence) -> pb.Sampling:
 
 def _digest(info: AdapterInfo | None) -> str:
     return "" if info is None else info.digest
+
+
+def _read_path(response: pb.StepResponse) -> str:
+    if not response.path:
+        return ""
+    return pb.StepPath.Name(response.path).removeprefix("STEP_PATH_").lower()
 
 
 def _read_proposed(step: Step, response: pb.StepResponse) -> dict[int, int]:

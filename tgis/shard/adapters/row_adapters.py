@@ -55,6 +55,10 @@ class RowAdapters:
         if not self._adapters:
             self._renew_set()
 
+    def count_virtual(self, row: int) -> int:
+        """Return the number of virtual tokens with which the decoder's tokens of a row begin."""
+        return int(self._lengths["decoder"][row])
+
     def virtual_tokens(
         self, part: Part, rows: Integers, starts: Integers, begins: Integers
     ) -> VirtualTokens | None:

@@ -37,8 +37,11 @@ class Embedding:
             return self._kernels.look_up(self._table, token_ids)
         local = token_ids - self._share.start
         mine = (local >= 0) & (local < len(self._table))
-        x = torch.zeros(len(token_ids), self._table.shape[1], device=token_ids.device)
-        x[mine] = self._table[local[mine]].float()
+        if not len(self._table):
+            x = torch.zeros(len(token_ids), self._table.shape[1], device=token_ids.device)
+        else:
+            x = self._kernels.look_up(self._table, local.where(mine, 0))
+            x.masked_fill_(~mine.unsqueeze(1), 0.0)
         return self._group.all_reduce(x)
 
 

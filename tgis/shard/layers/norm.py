@@ -33,11 +33,12 @@ class SplitNorm:
         self._weight = parts.read_vector(f"{path}.weight", size, [parts.group.slice(size, pieces)])
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Normalise this rank's part, [num_tokens, own part of size]; return the same shape."""
-        squares = x.square().sum(-1, keepdim=True)  # [num_tokens, 1]
+        """Normalise this rank's part, [num_tokens, own part of size]; return the same shape and type."""
+        wide = x.float()
+        squares = wide.square().sum(-1, keepdim=True)  # [num_tokens, 1]
         squares = self._group.all_gather(squares)[:, :: self._ranks_per_piece]  # [num_tokens, pieces]
         scale = (squares.sum(-1, keepdim=True) / self._size + self._eps).rsqrt()
-        return x * scale * self._weight
+        return (wide * scale * self._weight).to(x.dtype)
 
 
 def read_head_norm(parts: Parts, path: str, head_dim: int, eps: float, kind: NormKind) -> HeadNorm:

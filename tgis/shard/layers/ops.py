@@ -64,13 +64,17 @@ class LinearLayer(Protocol):
 
 
 class Kernels(Protocol):
-    """Kernels of a platform. Activations are contiguous float32. Results are new unless stated otherwise."""
+    """Kernels of a platform. Activations are contiguous. Results are new unless stated otherwise.
+
+    The residual stream, logits and products of other roles than "linear" are float32. What lies between a
+    norm and the next addition to the residual stream is float32 or, on a GPU, of the weights' type; norms
+    that are called alone return float32."""
 
     @property
     def device(self) -> torch.device:
         """Device of weights, activations and results."""
 
-    def pack(self, weight: Stored, dtype: torch.dtype) -> Product:
+    def pack(self, weight: Stored, dtype: torch.dtype, role: MatrixRole = "linear") -> Product:
         """Pack a weight [out_features, in_features], which is not kept. It is read a few rows at a time, so
         that it is never in memory twice. Raises WeightsError."""
 
@@ -209,7 +213,7 @@ class Parts:
         layout = part.layout()
         if layout is not None and layout in self.kernels.code_packers:
             return self.kernels.code_packers[layout](part)
-        return self.kernels.pack(part, self.dtype)
+        return self.kernels.pack(part, self.dtype, role)
 
     def read_table(
         self, path: str, shape: tuple[int, int], rows: slice = ALL, columns: slice = ALL

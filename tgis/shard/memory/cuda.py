@@ -1,22 +1,32 @@
-"""Measures the GPU memory that this process may use, and that of its tensors."""
+"""Measures the GPU memory that this process may use, and what its steps take."""
 
 import torch
 
-# Share of the free memory kept for what no warm-up measures: other processes, and fragmentation.
-MARGIN = 0.2
+# Share of the GPU's memory that stays free when the cache is sized, for what no warm-up measures:
+# fragmentation, and kernels that are loaded later.
+MARGIN = 0.02
 
 
 class CudaMemory:
-    def __init__(self, device: torch.device):
-        self._device = device
+    """Memory as the driver counts it, with graphs, collectives and code. The process may use `fraction` of
+    the GPU's memory, as far as other processes leave it."""
+
+    def __init__(self, device: torch.device, fraction: float = 1.0):
+        self._device, self._fraction = device, fraction
+        self._free_at_start, self._total = torch.cuda.mem_get_info(device)
+        if fraction < 1.0:
+            torch.cuda.set_per_process_memory_fraction(fraction, device)
 
     def memory_left(self) -> int:
-        """Return the bytes left to this process, less a margin. Reserved but unused memory counts as free."""
+        """Return the bytes left to this process. What torch keeps to use again counts as used."""
         free, _ = torch.cuda.mem_get_info(self._device)
-        kept = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
-        return int((free + kept) * (1 - MARGIN))
+        return count_left(self._total, self._free_at_start, free, self._fraction)
+
+    def margin(self) -> int:
+        return int(self._total * MARGIN)
 
     def release_memory(self) -> None:
+        torch.cuda.synchronize(self._device)
         torch.cuda.empty_cache()
 
     def memory_used(self) -> int:
@@ -24,7 +34,14 @@ class CudaMemory:
 
     def begin_peak(self) -> int:
         torch.cuda.reset_peak_memory_stats(self._device)
-        return self.memory_used()
+        return torch.cuda.memory_reserved(self._device)
 
     def peak(self) -> int:
-        return torch.cuda.max_memory_allocated(self._device)
+        return torch.cuda.max_memory_reserved(self._device)
+
+
+def count_left(total: int, free_at_start: int, free: int, fraction: float) -> int:
+    """Return the bytes that a process may still take, if it may take `fraction` of a GPU's memory and has
+    taken what was free when it started, and is not now."""
+    used = max(0, free_at_start - free)
+    return max(0, min(free, int(total * fraction) - used))

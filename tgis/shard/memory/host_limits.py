@@ -29,6 +29,9 @@ class HostMemory:
     def memory_left(self) -> int:
         return min([_read_bytes(self._root / "proc/meminfo", "MemAvailable"), *_groups_left(self._root)])
 
+    def margin(self) -> int:
+        return 0
+
     def release_memory(self) -> None:
         release_memory()
 

@@ -8,7 +8,6 @@ import torch
 
 from tgis.shard.checkpoint.weights import Source, Weights
 from tgis.shard.collectives import ProcessGroup
-from tgis.shard.kernels.cpu.ops import CPU_KERNELS
 from tgis.shard.layers.ops import Kernels, Parts
 from tgis.shard.models.decoder import Decoder
 from tgis.shard.models.encoder_decoder import EncoderDecoderModel
@@ -124,15 +123,23 @@ def load(
     config: Mapping[str, Any],
     group: ProcessGroup,
     dtype: torch.dtype,
-    kernels: Kernels = CPU_KERNELS,
+    kernels: Kernels | None = None,
     scheme: Scheme = UNQUANTIZED,
 ) -> Decoder | EncoderDecoderModel:
-    """Load this rank's part, with weights rounded to `dtype`. Raises UnsupportedModelError, WeightsError."""
+    """Load this rank's part, with weights rounded to `dtype`, for the CPU's kernels if none are given.
+
+    Raises UnsupportedModelError, WeightsError."""
     spec = make_spec(config)
     with open_weights(path, config, spec) as weights:
-        model = build(spec, Parts(group, weights, dtype, kernels, scheme=scheme))
+        model = build(spec, Parts(group, weights, dtype, kernels or _cpu_kernels(), scheme=scheme))
         refuse_unread(path, weights.list_unread(), config)
         return model
+
+
+def _cpu_kernels() -> Kernels:
+    from tgis.shard.kernels.cpu.ops import CPU_KERNELS  # imports numba, which no GPU needs
+
+    return CPU_KERNELS
 
 
 def count_embedding_elements(spec: Spec) -> int:

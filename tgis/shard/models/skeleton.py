@@ -9,8 +9,7 @@ from torch import Tensor
 
 from tgis.shard.checkpoint.tensors import ALL, FloatsOnly, Stored
 from tgis.shard.checkpoint.weights import Weights
-from tgis.shard.collectives import ProcessGroup
-from tgis.shard.kernels.cpu.ops import CPU_KERNELS
+from tgis.shard.collectives import CPU, ProcessGroup
 from tgis.shard.kernels.portable.ops import TorchKernels
 from tgis.shard.layers.ops import Parts
 from tgis.shard.models import registry
@@ -32,7 +31,7 @@ def build_skeleton(
     weights, cuts = registry.open_weights(path, config, spec), model.parts.cuts
     for module, cut in cuts.items():
         weights.find_matrix(module, cut.shape)  # `weights` records what it has found
-    model.parts = Parts(ProcessGroup(0, 1), weights, dtype, CPU_KERNELS, cuts)
+    model.parts = Parts(ProcessGroup(0, 1), weights, dtype, TorchKernels(CPU), cuts)
     return model
 
 

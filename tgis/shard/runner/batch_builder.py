@@ -1,7 +1,7 @@
 """Packs a step's work into tensors. Code here handles all rows at once, because it runs for every token."""
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -22,16 +22,6 @@ Array = npt.NDArray[np.generic]
 Blocks = npt.NDArray[np.int32]
 
 
-@dataclass(frozen=True)
-class Batch:
-    inputs: StepInputs
-    sampled_rows: Integers  # [num_sampled], in the order of work; each row once, and again for each draft
-    sampled_x: Tensor  # int64 [num_sampled], index in [num_tokens] of the token before each sample
-    input_spans: list[InputSpan]
-    drafts: TokenIds | None = None  # [num_sampled], the predicted samples, -1 where there is no draft
-    num_proposed: dict[int, int] = field(default_factory=dict)  # drafts that the shard proposed, by row
-
-
 class Layout(NamedTuple):
     """Packed positions of several sequences, sequence after sequence."""
 
@@ -49,6 +39,37 @@ class Layout(NamedTuple):
         begins = np.concatenate([[0], np.cumsum(counts)])
         sequence = np.repeat(np.arange(len(counts)), counts)
         return cls(begins, sequence, np.arange(len(sequence)) + (starts - begins[:-1])[sequence])
+
+
+class Work(NamedTuple):
+    """A step's work on rows that have not ended."""
+
+    rows: Integers  # [num_seqs]
+    starts: Integers  # [num_seqs]
+    ends: Integers  # [num_seqs], drafts included
+    layout: Layout
+    sampled_rows: Integers  # [num_sampled], in the order of work; each row once, and again for each draft
+    sampled_x: Integers  # [num_sampled], index in [num_tokens] of the token before each sample
+    input_spans: list[InputSpan]
+    drafts: TokenIds | None = None  # [num_sampled], the predicted samples, -1 where there is no draft
+    num_proposed: Mapping[int, int] = {}  # drafts that the shard proposed, by row
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Work in tensors."""
+
+    work: Work
+    inputs: StepInputs
+    sampled_x: Tensor  # int64 [num_sampled]
+
+    @property
+    def sampled_rows(self) -> Integers:
+        return self.work.sampled_rows
+
+    @property
+    def input_spans(self) -> list[InputSpan]:
+        return self.work.input_spans
 
 
 class BatchBuilder(RowTable):
@@ -74,6 +95,16 @@ class BatchBuilder(RowTable):
 
     def pack(self, request: pb.StepRequest) -> Batch | None:
         """Pack the step's work on rows that have not ended. Return None if there is none."""
+        work = self.find_work(request)
+        return None if work is None else self.pack_work(work)
+
+    def find_last(self, rows: Integers) -> Work:
+        """Find the work on the last tokens of the rows."""
+        lengths = self._lengths[rows]
+        return self._plain_work(rows, lengths - 1, lengths)
+
+    def find_work(self, request: pb.StepRequest) -> Work | None:
+        """Find the step's work on rows that have not ended. Return None if there is none."""
         rows, starts, ends = (_integers(column) for column in (request.rows, request.starts, request.ends))
         assert self._open[rows].all(), "work on a row that is not open"
         assert len(set(rows.tolist())) == len(rows), "a row twice in a step"
@@ -92,31 +123,27 @@ class BatchBuilder(RowTable):
         if not len(rows):
             return None
         if len(max_drafts):
-            return self._pack_proposed(rows, starts, ends, num_drafts, ids, max_drafts)
+            return self._proposed_work(rows, starts, ends, num_drafts, ids, max_drafts)
         if len(ids):
-            return self._pack_drafts(rows, starts, ends, num_drafts, ids)
-        return self._pack(rows, starts, ends)
+            return self._draft_work(rows, starts, ends, num_drafts, ids)
+        return self._plain_work(rows, starts, ends)
 
-    def pack_last(self, rows: Integers) -> Batch:
-        """Pack the last tokens of the rows, to compute them once more."""
-        lengths = self._lengths[rows]
-        return self._pack(rows, lengths - 1, lengths)
+    def pack_work(self, work: Work) -> Batch:
+        inputs = self._inputs(work.rows, work.starts, work.ends, work.layout)
+        return Batch(work, inputs, self._tensor(work.sampled_x, np.int64))
 
-    def _pack(self, rows: Integers, starts: Integers, ends: Integers) -> Batch:
+    def _plain_work(self, rows: Integers, starts: Integers, ends: Integers) -> Work:
         layout, samples = Layout.of(starts, ends), self._check(rows, starts, ends)
         all_sample = bool(samples.all())
         lasts = layout.begins[1:] - 1
-        return Batch(
-            self._inputs(rows, starts, ends, layout),
-            rows if all_sample else rows[samples],
-            self._tensor(lasts if all_sample else lasts[samples], np.int64),
-            self._input_spans(rows, starts, ends, layout.begins),
-        )
+        spans = self._input_spans(rows, starts, ends, layout.begins)
+        sampled = (rows, lasts) if all_sample else (rows[samples], lasts[samples])
+        return Work(rows, starts, ends, layout, *sampled, spans)
 
-    def _pack_drafts(
+    def _draft_work(
         self, rows: Integers, starts: Integers, ends: Integers, num_drafts: Integers, ids: TokenIds
-    ) -> Batch:
-        """Pack drafts as the rows' next tokens. The actual tokens later overwrite wrong drafts."""
+    ) -> Work:
+        """Return work on drafts as the rows' next tokens. The actual tokens later overwrite wrong drafts."""
         samples = self._check(rows, starts, ends)
         has_drafts = num_drafts > 0
         assert (samples & (starts == ends - 1))[has_drafts].all(), "drafts beside more than the last token"
@@ -128,15 +155,11 @@ class BatchBuilder(RowTable):
         sampled = Layout.of(lasts - num_drafts - samples, lasts)
         drafts = np.full(len(sampled.positions), -1, np.int32)
         drafts[np.delete(np.arange(len(drafts)), sampled.begins[1:][samples] - 1)] = ids
-        return Batch(
-            self._inputs(rows, starts, ends + num_drafts, layout),
-            rows[sampled.sequence],
-            self._tensor(sampled.positions, np.int64),
-            self._input_spans(rows, starts, ends, layout.begins),
-            drafts,
-        )
+        spans = self._input_spans(rows, starts, ends, layout.begins)
+        places = (rows[sampled.sequence], sampled.positions)
+        return Work(rows, starts, ends + num_drafts, layout, *places, spans, drafts)
 
-    def _pack_proposed(
+    def _proposed_work(
         self,
         rows: Integers,
         starts: Integers,
@@ -144,8 +167,8 @@ class BatchBuilder(RowTable):
         num_drafts: Integers,
         ids: TokenIds,
         max_drafts: Integers,
-    ) -> Batch:
-        """Pack the drafts of the shard's own proposer beside those of the router."""
+    ) -> Work:
+        """Return work on the drafts of the shard's own proposer beside those of the router."""
         assert self._proposer is not None, "the router left drafts to a shard that proposes none"
         at = max_drafts.nonzero()[0]
         known = zip(rows[at].tolist(), self._lengths[rows[at]].tolist(), strict=True)
@@ -155,9 +178,9 @@ class BatchBuilder(RowTable):
         counts, ids = merge_proposed(counts, ids, at, proposed)
         assert (counts[at] <= max_drafts[at]).all(), "more drafts than were allowed"
         if not len(ids):
-            return self._pack(rows, starts, ends)
-        batch = self._pack_drafts(rows, starts, ends, counts, ids)
-        return replace(batch, num_proposed=dict(zip(rows[at].tolist(), counts[at].tolist(), strict=True)))
+            return self._plain_work(rows, starts, ends)
+        num_proposed = dict(zip(rows[at].tolist(), counts[at].tolist(), strict=True))
+        return self._draft_work(rows, starts, ends, counts, ids)._replace(num_proposed=num_proposed)
 
     def _check(self, rows: Integers, starts: Integers, ends: Integers) -> Booleans:
         """Check the work. Return bool [num_seqs], True where it reaches the end of the row."""

@@ -103,7 +103,7 @@ class RaggedValues:
     def __init__(self, column: RaggedColumn, max_rows: int):
         self._column = column
         self._values = np.full((max_rows, 0), column.pad, column.dtype)
-        self._lengths = np.zeros(max_rows, np.int64)
+        self.lengths = np.zeros(max_rows, np.int64)
 
     def open(self, row: int, message: pb.OpenRow) -> None:
         values = np.frombuffer(self._column.read(message), self._column.dtype)
@@ -112,8 +112,8 @@ class RaggedValues:
             self._values = np.pad(self._values, ((0, 0), (0, missing)), constant_values=self._column.pad)
         self._values[row] = self._column.pad
         self._values[row, : len(values)] = values
-        self._lengths[row] = len(values)
+        self.lengths[row] = len(values)
 
     def take(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[Any]:
         """Return the lists of rows [n], padded to the longest of them: [n, any]."""
-        return self._values[rows, : self._lengths[rows].max(initial=0)]
+        return self._values[rows, : self.lengths[rows].max(initial=0)]

@@ -13,6 +13,8 @@ from tgis.pb import shard_pb2 as pb
 from tgis.shard.runner.row_table import Booleans, Integers, TokenIds
 from tgis.shard.sampling.logprobs import InputSpan, TokenDetails, concatenate
 
+NOT_FINITE = "the maximum of the model's logits is not finite"
+
 
 class Problem(NamedTuple):
     """Reason why a row cannot be served."""
@@ -94,6 +96,10 @@ def _write_details(response: pb.StepResponse, sampled: SampledDetails, num_sampl
     if wanted["top_n"].any():
         response.top_tokens.counts = _spread(details.top_counts, at, num_sampled, 0, "<i4")
         _write_top(response.top_tokens, details)
+
+
+def write_problem(response: pb.StepResponse, problem: Problem) -> None:
+    response.errors.add(row=problem.row, message=problem.text, cause=problem.cause)
 
 
 def write_input(response: pb.StepResponse, span: InputSpan, details: TokenDetails | None) -> None:

@@ -6,10 +6,12 @@ waits only for masks that are not ready when it samples."""
 import logging
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -37,8 +39,21 @@ class GuideError(Exception):
 
 @dataclass(frozen=True)
 class Mask:
-    banned: Booleans  # [vocab_size]
+    allowed: npt.NDArray[np.uint8]  # bit i % 8 of byte i / 8: token i is allowed
+    vocab_size: int
     is_complete: bool  # only the end is allowed
+
+    @cached_property
+    def banned(self) -> Booleans:
+        """Return bool [vocab_size], True for tokens that are not allowed."""
+        banned: Booleans = np.unpackbits(self.allowed, bitorder="little")[: self.vocab_size] == 0
+        return banned
+
+
+class PackedMasks(NamedTuple):
+    at: Integers  # [num_guided], indices of rows in [n]
+    words: npt.NDArray[np.int32]  # [num_guided, ceil(vocab_size / 32)], see `RowState.masks`
+    are_complete: Booleans  # [num_guided], only the end is allowed
 
 
 @dataclass
@@ -59,6 +74,7 @@ class Guides:
 
     def __init__(self, load_tokenizer: Callable[[], LLTokenizer], vocab_size: int) -> None:
         self._vocab_size = vocab_size
+        self.unpacks_masks = True  # on the other thread, for `mask`; `pack_masks` has no use for it
         self._guides: dict[int, Guide] = {}
         self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()  # used by the other thread only
         self._thread = _start_thread()
@@ -93,17 +109,12 @@ class Guides:
 
         Returns bool [n], True where only the end is allowed, and the problems of rows that cannot be served,
         by their index in [n]. Rows without a grammar keep their logits."""
-        complete, problems = np.zeros(len(rows), np.bool_), {}
+        complete, problems = np.zeros(len(rows), np.bool_), dict[int, str]()
         index, banned = [], []
-        for i, row in self._guided(rows):
-            guide = self._guides[row]
-            guide.pending.result()
-            if isinstance(guide.outcome, str):
-                problems[i] = guide.outcome
-                continue
-            complete[i] = guide.outcome.is_complete
+        for i, mask in self._wait_for_masks(rows, problems):
+            complete[i] = mask.is_complete
             index.append(i)
-            banned.append(guide.outcome.banned)
+            banned.append(mask.banned)
         if index:
             some = torch.from_numpy(np.stack(banned)).to(logits.device)  # bool [num_guided, vocab_size]
             if len(index) == len(logits):
@@ -112,6 +123,34 @@ class Guides:
                 at = torch.tensor(index, device=logits.device)
                 logits[at] = logits[at].masked_fill_(some, -torch.inf)
         return complete, problems
+
+    def pack_masks(self, rows: Integers) -> tuple[PackedMasks, dict[int, str]]:
+        """Return the masks of the rows [n] that have a grammar, and the problems of those that cannot be
+        served, by their index in [n]."""
+        problems = dict[int, str]()
+        found = list(self._wait_for_masks(rows, problems))
+        words = np.zeros((len(found), -(-self._vocab_size // 32) * 4), np.uint8)
+        for place, (_, mask) in enumerate(found):
+            words[place, : len(mask.allowed)] = mask.allowed[: words.shape[1]]
+        are_complete = np.array([mask.is_complete for _, mask in found], np.bool_)
+        at = np.array([i for i, _ in found], np.int64)
+        return PackedMasks(at, words.view("<i4"), are_complete), problems
+
+    def has_guide(self, rows: Integers) -> Booleans:
+        """Return bool [n], True where a row has a grammar."""
+        if not self._guides:
+            return np.zeros(len(rows), np.bool_)
+        return np.array([row in self._guides for row in rows.tolist()], np.bool_)
+
+    def _wait_for_masks(self, rows: Integers, problems: dict[int, str]) -> Iterator[tuple[int, Mask]]:
+        """Yield the masks of the rows [n], and add to `problems`, by their index in [n]."""
+        for i, row in self._guided(rows):
+            guide = self._guides[row]
+            guide.pending.result()
+            if isinstance(guide.outcome, str):
+                problems[i] = guide.outcome
+            else:
+                yield i, guide.outcome
 
     def advance(self, rows: Integers, token_ids: npt.NDArray[np.int32], ended: Booleans) -> None:
         """Append a token to each of the rows [n], and start to compute the next masks."""
@@ -181,18 +220,35 @@ class Guides:
         if not matcher.consume_tokens(token_ids):
             return None
         is_accepting = matcher.is_accepting()
-        bits = np.frombuffer(matcher.compute_bitmask(), np.uint8)
+        allowed = np.frombuffer(matcher.compute_bitmask(), np.uint8).copy()
         if matcher.is_error():
             return None
-        banned = np.unpackbits(bits, bitorder="little")[: self._vocab_size] == 0
-        banned[[i for i in self._load().eos_tokens if i < self._vocab_size]] = True
-        banned[guide.eos_token_ids] = True
-        is_complete = bool(banned.all())
+        eos = np.array([i for i in self._load().eos_tokens if i < self._vocab_size], np.int64)
+        _set_bits(allowed, eos, is_allowed=False)
+        _set_bits(allowed, guide.eos_token_ids, is_allowed=False)
+        is_complete = not _any_bit(allowed, self._vocab_size)
         if is_accepting:
-            banned[guide.eos_token_ids] = False
+            _set_bits(allowed, guide.eos_token_ids, is_allowed=True)
         elif is_complete:
             raise GuideError("its grammar allows no further token")
-        return Mask(banned, is_complete)
+        mask = Mask(allowed, self._vocab_size, is_complete)
+        if self.unpacks_masks:
+            _ = mask.banned
+        return mask
+
+
+def _set_bits(bits: npt.NDArray[np.uint8], index: Integers, is_allowed: bool) -> None:
+    ones = (1 << (index & 7)).astype(np.uint8)
+    if is_allowed:
+        np.bitwise_or.at(bits, index >> 3, ones)
+    else:
+        np.bitwise_and.at(bits, index >> 3, ~ones)
+
+
+def _any_bit(bits: npt.NDArray[np.uint8], count: int) -> bool:
+    """Return True if any of the first `count` bits is 1."""
+    whole, rest = divmod(count, 8)
+    return bool(bits[:whole].any()) or bool(rest and bits[whole] & ((1 << rest) - 1))
 
 
 class DecodedVocabulary:

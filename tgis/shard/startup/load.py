@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from tgis.config.cuda_graphs import parse_graph_sizes
 from tgis.config.processes import ShardConfig
 from tgis.hub import model_files
 from tgis.pb import shard_pb2 as pb
@@ -17,24 +18,20 @@ from tgis.shard import collectives
 from tgis.shard.adapters.loading import AdapterLimits, adapter_limits, open_adapters, read_names
 from tgis.shard.adapters.registry import LoadedAdapters
 from tgis.shard.checkpoint.tensors import DTYPES
-from tgis.shard.collectives import LOOPBACK, ProcessGroup, ProcessGroupError, RendezvousPoint
-from tgis.shard.kernels.cpu.jit.compiler import compile_progress
+from tgis.shard.collectives import CPU, LOOPBACK, ProcessGroup, ProcessGroupError, RendezvousPoint
 from tgis.shard.memory.host_limits import count_cores, release_memory
-from tgis.shard.memory.kv_cache import KVCache, bytes_per_block
+from tgis.shard.memory.kv_cache import bytes_per_block
 from tgis.shard.models.interface import Model, ModelSpec, UnsupportedModelError
 from tgis.shard.quant.formats.settings import read_settings
 from tgis.shard.quant.registry import find_scheme, find_scheme_name
-from tgis.shard.runner.batch_builder import BatchBuilder
-from tgis.shard.runner.forward import Forward, GraphForward
 from tgis.shard.runner.interface import ModelRunner
-from tgis.shard.runner.model_runner import HostModelRunner
 from tgis.shard.runner.row_table import RowLimits
 from tgis.shard.sampling.grammar import Guides, read_tokenizer
-from tgis.shard.startup import engine_choice, memory_plan, platform, quantize_check
+from tgis.shard.startup import choose_platform, engine_choice, memory_plan, quantize_check
+from tgis.shard.startup.cache_size import CacheSizing
 from tgis.shard.startup.engine_choice import Choice
 from tgis.shard.startup.memory_plan import GIB, Demand, MemoryBudget
-from tgis.shard.startup.platform import Platform, configure_torch
-from tgis.shard.startup.warm_up import WarmUp, largest_step
+from tgis.shard.startup.platform import Platform, RunnerParts, configure_torch
 
 logger = logging.getLogger(__name__)
 
@@ -47,42 +44,17 @@ def load(config: ShardConfig, group: ProcessGroup | None = None, on: Platform | 
 
     Raises DeviceError, ModelNotFoundError, UnsupportedModelError, WeightsError, ProcessGroupError,
     ModelTooLargeError or CacheTooSmallError."""
-    began = time.monotonic()
-    plan = _plan(config, on)
-    on, demand = plan.on, plan.demand
-    configure_torch(config.cpu_threads or max(1, count_cores() // _num_local(config)))
-    info, guides = plan.describe_shard(), plan.start_guides()
-    group = group or _connect(config, on.device)
-    plan.check_fit(group)
-    before = on.memory.memory_used()
-    model = plan.choice.load(group, plan.dtype, on.kernels)
-    _check_length(model.spec, demand.max_sequence_length)
-    release_memory()
-    weight_gib = (on.memory.memory_used() - before) / GIB
-    guides.wait_until_ready()  # keep the tokenizer's memory out of the measurement of a step below
-    if plan.limits.adapter_bytes:
-        on.kernels.prepare_adapters()
-    loaded = _Loaded(plan, info, model, group, guides, open_adapters(config, model))
-    budget = loaded.measure_budget()
-    compile_progress.finish()
-    runner = loaded.make_runner(memory_plan.make_cache(model.spec, group, plan.dtype, demand, budget))
-    num_blocks = runner.info.num_blocks
-    logger.info(
-        "loaded in %.1f s: memory grew by %.2f GiB with %s weights, %.2f GiB are cache; it holds %d blocks, "
-        "%d tokens, %.1f requests of %d tokens",
-        *(time.monotonic() - began, weight_gib, info.weight_dtype, num_blocks * loaded.block_bytes / GIB),
-        *(num_blocks, num_blocks * demand.block_size, num_blocks / demand.blocks_per_request),
-        demand.max_sequence_length,
-    )
-    return runner
+    return prepare(config, on).load(group)
 
 
 def sequence_length(config: ShardConfig, settings: Mapping[str, Any]) -> int:
     return config.max_sequence_length or model_files.max_sequence_length(settings)
 
 
-def _plan(config: ShardConfig, on: Platform | None) -> "_Plan":
-    """Check that the model can be served, before anything slow starts."""
+def prepare(config: ShardConfig, on: Platform | None = None) -> "LoadPlan":
+    """Check that the model can be served, before anything slow starts.
+
+    Raises DeviceError, ModelNotFoundError, UnsupportedModelError or WeightsError."""
     directory = Path(config.model_path)
     settings = model_files.read_json(directory, "config.json")
     config = replace(config, quantize=find_scheme_name(config.quantize, read_settings(settings, directory)))
@@ -96,13 +68,13 @@ def _plan(config: ShardConfig, on: Platform | None) -> "_Plan":
     sizes = (config.max_batch_size, config.kv_cache_tokens)
     demand = Demand(config.block_size, length, *sizes, is_encoder_decoder)
     limits = adapter_limits(config, choice.is_native, length)
-    dtype_name = _choose_dtype(config.dtype, settings, choice)
+    dtype_name = _choose_dtype(config.dtype, settings, choice, on.device)
     kept_type = quantize_check.name_kept_type(config, settings, on, dtype_name)
-    return _Plan(config, settings, choice, on, demand, limits, dtype_name, kept_type)
+    return LoadPlan(config, settings, choice, on, demand, limits, dtype_name, kept_type)
 
 
 @dataclass(frozen=True)
-class _Plan:
+class LoadPlan:
     """Decisions that need no weights."""
 
     config: ShardConfig
@@ -113,6 +85,34 @@ class _Plan:
     limits: AdapterLimits
     dtype_name: str  # of the cache, and of weights that are not kept as codes
     kept_type: str  # of the weights of linear layers
+
+    def load(self, group: ProcessGroup | None = None) -> ModelRunner:
+        """Do what `load` does."""
+        began, config, on, demand = time.monotonic(), self.config, self.on, self.demand
+        configure_torch(config.cpu_threads or max(1, count_cores() // _num_local(config)))
+        info, guides = self.describe_shard(), self.start_guides()
+        group = group or _connect(config, on.device)
+        self.check_fit(group)
+        before = on.memory.memory_used()
+        model = self.choice.load(group, self.dtype, on.kernels)
+        _check_length(model.spec, demand.max_sequence_length)
+        release_memory()
+        weight_gib = (on.memory.memory_used() - before) / GIB
+        guides.wait_until_ready()  # keep the tokenizer's memory out of the measurement of a step below
+        if self.limits.adapter_bytes:
+            on.kernels.prepare_adapters()
+        loaded = _Loaded(self, info, model, group, guides, open_adapters(config, model))
+        runner = loaded.sizing().make_sized_runner()
+        on.compiler.finish()
+        num_blocks = runner.info.num_blocks
+        logger.info(
+            "loaded in %.1f s: memory grew by %.2f GiB with %s weights, %.2f GiB are cache; it holds %d "
+            "blocks, %d tokens, %.1f requests of %d tokens",
+            *(time.monotonic() - began, weight_gib, info.weight_dtype, num_blocks * loaded.block_bytes / GIB),
+            *(num_blocks, num_blocks * demand.block_size, num_blocks / demand.blocks_per_request),
+            demand.max_sequence_length,
+        )
+        return runner
 
     @property
     def dtype(self) -> torch.dtype:
@@ -130,17 +130,16 @@ class _Plan:
         if not self.choice.is_native:  # with other engines, every rank holds all weights
             weights *= group.size
         weights = weights * group.local_size // group.size
-        memory_plan.check_fit(
-            self.choice.spec,
-            group,
-            self.dtype,
-            self.demand,
-            weights,
-            self.on.memory_left(group),
-            self.on.cache_divisor,
-            self.limits.num_bytes,
-            self.kept_type,
+        on, shape = self.on, self.choice.spec
+        budget = MemoryBudget(
+            left=on.memory_left(group),
+            step=0,
+            num_ranks=group.local_size,
+            divisor=on.cache_divisor,
+            adapter_bytes=self.limits.num_bytes,
+            margin=on.memory.margin(),
         )
+        memory_plan.check_fit(shape, group, self.dtype, self.demand, weights, budget, self.kept_type)
 
     def start_guides(self) -> Guides:
         """Start to read the tokenizer on another thread, while the weights are read."""
@@ -167,6 +166,7 @@ class _Plan:
             prompt_cache_bytes=self.limits.prompt_bytes,
             adapter_cache_bytes=self.limits.adapter_bytes,
             preloaded_adapter_ids=read_names(config.lora_adapters),
+            replaced_kernels=self.on.replaced_kernels,
         )
         if spec.is_encoder_decoder:
             info.model_kind = kinds.MODEL_KIND_ENCODER_DECODER
@@ -192,7 +192,7 @@ class _Plan:
 class _Loaded:
     """Parts of a model runner, without its KV cache."""
 
-    plan: _Plan
+    plan: LoadPlan
     info: pb.InfoResponse
     model: Model
     group: ProcessGroup
@@ -203,8 +203,41 @@ class _Loaded:
     def block_bytes(self) -> int:
         return bytes_per_block(self.model.spec, self.group, self.plan.demand.block_size, self.plan.dtype)
 
-    def make_runner(self, cache: KVCache) -> ModelRunner:
+    @property
+    def can_capture(self) -> bool:
+        """True if steps consist of the platform's kernels alone, and of no collectives."""
+        return self.plan.choice.is_native and self.group.size == 1
+
+    @property
+    def graph_sizes(self) -> Sequence[int]:
+        """Numbers of rows of steps to capture as CUDA graphs."""
+        if self.can_capture:
+            asked = parse_graph_sizes(self.plan.config.cuda_graphs)
+            return self.plan.on.graph_sizes(asked, self.plan.demand.max_batch_size)
+        if self.plan.on.device.type == "cuda":
+            logger.warning("no CUDA graphs: steps of several shards are not captured")
+        return ()
+
+    def sizing(self) -> CacheSizing:
+        plan = self.plan
+        return CacheSizing(
+            on=plan.on,
+            group=self.group,
+            demand=plan.demand,
+            max_step_tokens=plan.config.max_step_tokens,
+            block_bytes=self.block_bytes,
+            adapter_bytes=plan.limits.num_bytes,
+            make_runner=self.make_runner,
+            graph_sizes=self.graph_sizes,
+        )
+
+    def make_runner(self, num_blocks: int) -> ModelRunner:
         spec, demand, on = self.model.spec, self.plan.demand, self.plan.on
+        cache = memory_plan.allocate(
+            spec, self.group, self.plan.dtype, demand.block_size, num_blocks + on.num_dummy_blocks
+        )
+        info = pb.InfoResponse(num_blocks=num_blocks)
+        info.MergeFrom(self.info)
         limits = RowLimits(
             demand.max_sequence_length,
             demand.block_size,
@@ -212,44 +245,32 @@ class _Loaded:
             spec.rope_switch_len,
             spec.is_encoder_decoder,
         )
-        attention = on.attention(cache)
-        table = BatchBuilder(demand.max_batch_size, limits, on.device, self.adapters, attention)
-        info = pb.InfoResponse(num_blocks=cache.num_blocks)
-        info.MergeFrom(self.info)
-        # Steps can be captured if they consist of the platform's kernels alone.
-        is_captured = on.captures_steps and self.plan.choice.is_native and self.group.size == 1
-        forward = (GraphForward if is_captured else Forward)(self.model, attention)
-        return HostModelRunner(forward, table, self.guides, info, self.adapters)
-
-    def measure_budget(self) -> MemoryBudget:
-        """Compile the kernels and measure the memory that is left for caches."""
-        plan, group, on = self.plan, self.group, self.plan.on
-        cache = memory_plan.allocate(self.model.spec, group, plan.dtype, plan.demand.block_size, 1)
-        warm_up = WarmUp(self.make_runner(cache), group, plan.demand, on.memory)
-        warm_up.compile()
-        on.memory.release_memory()
-        left = on.memory_left(group)
-
-        def budget_beside(step: int) -> MemoryBudget:
-            return MemoryBudget(left, step, group.local_size, on.cache_divisor, plan.limits.num_bytes)
-
-        def is_enough(step: int) -> bool:
-            return budget_beside(step).share >= plan.demand.wanted_blocks * self.block_bytes
-
-        largest = largest_step(plan.demand, plan.config.max_step_tokens)
-        budget = budget_beside(warm_up.measure(largest, is_enough, left))
-        memory_plan.check_budget(budget)
-        on.memory.release_memory()
-        return budget
+        parts = RunnerParts(
+            self.model,
+            cache,
+            self.guides,
+            self.adapters,
+            info,
+            limits,
+            demand.max_batch_size,
+            self.can_capture,
+        )
+        return on.make_runner(on, parts)
 
 
 def _choose_platform(config: ShardConfig, choice: Choice) -> Platform:
     local_rank = config.rank if config.local_rank is None else config.local_rank
-    on = platform.choose(config.device, local_rank, _num_local(config))
-    if on is platform.ON_CPU or choice.is_native:
-        return on
-    logger.warning("%s computes on the CPU only, so the GPUs are not used", choice.engine)
-    return platform.ON_CPU
+    device = choose_platform.find_device(config.device, local_rank, _num_local(config))
+    if device.type != "cpu" and not choice.is_native:
+        logger.warning("%s computes on the CPU only, so the GPUs are not used", choice.engine)
+        device = CPU
+    if device.type == "cpu" and config.rank == 0:
+        for name in ("cuda_graphs", "cuda_memory_fraction"):
+            if getattr(config, name) is not None:
+                logger.warning("--%s has no effect: a CPU computes", name.replace("_", "-"))
+    kernel_cache = None if config.kernel_cache is None else Path(config.kernel_cache)
+    asked = None if config.dtype is None else DTYPES[config.dtype]
+    return choose_platform.make_platform(device, kernel_cache, config.cuda_memory_fraction, asked)
 
 
 def _check_length(spec: ModelSpec, length: int) -> None:
@@ -258,13 +279,17 @@ def _check_length(spec: ModelSpec, length: int) -> None:
         raise UnsupportedModelError(text)
 
 
-def _choose_dtype(asked: str | None, settings: dict[str, Any], choice: Choice) -> str:
+def _choose_dtype(asked: str | None, settings: dict[str, Any], choice: Choice, device: torch.device) -> str:
     if choice.dtype is not None:
         [found] = [name for name, dtype in DTYPES.items() if dtype == choice.dtype]
         if asked not in (None, found):
             logger.warning("--dtype %s has no effect: the model fixes its type, %s", asked, found)
         return found
-    return asked or model_files.stored_dtype(settings)
+    stored = model_files.stored_dtype(settings)
+    if asked is None and stored == "float32" and device.type == "cuda":
+        logger.info("the float32 weights are rounded to bfloat16, because --dtype is unset")
+        return "bfloat16"
+    return asked or stored
 
 
 def _connect(config: ShardConfig, device: torch.device) -> ProcessGroup:

@@ -1,6 +1,6 @@
 """Plans memory: checks that the model fits, and computes the number of KV cache blocks."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -53,11 +53,13 @@ class MemoryBudget:
     num_ranks: int
     divisor: int = 4  # caches may take one part in so many of what steps and adapters leave
     adapter_bytes: int = 0  # that a rank takes for soft prompts and adapters
+    graphs: int = 0  # that a rank takes for CUDA graphs
+    margin: int = 0  # that a rank leaves free
 
     @property
     def taken(self) -> int:
         """Bytes that all ranks take beside their caches."""
-        return self.num_ranks * (self.step + self.adapter_bytes)
+        return self.num_ranks * (self.step + self.adapter_bytes + self.graphs + self.margin)
 
     @property
     def share(self) -> int:
@@ -71,50 +73,55 @@ def check_fit(
     dtype: torch.dtype,
     demand: Demand,
     weights: int,
-    left: int,
-    divisor: int = 4,
-    adapter_bytes: int = 0,
+    budget: MemoryBudget,
     kept_type: str | None = None,
 ) -> None:
-    """Check that the model fits into the `left` bytes of this machine.
+    """Check that the model fits into the budget of this machine, which has no steps yet.
 
     `weights` is the size of the weights of all ranks of this machine, of type `kept_type`. Raises
     ModelTooLargeError or CacheTooSmallError."""
-    if weights > left:
+    if weights > budget.left:
+        type_name = kept_type or str(dtype).removeprefix("torch.")
         raise ModelTooLargeError(
-            f"the model does not fit: its weights take {weights / GIB:.2f} GiB as "
-            f"{kept_type or str(dtype).removeprefix('torch.')}, {left / GIB:.2f} GiB of memory are left"
+            f"the model does not fit: its weights take {weights / GIB:.2f} GiB as {type_name}, "
+            f"{budget.left / GIB:.2f} GiB of memory are left"
         )
-    budget = MemoryBudget(left - weights, 0, group.local_size, divisor, adapter_bytes)
+    budget = replace(budget, left=budget.left - weights)
     check_budget(budget)
     block_bytes = bytes_per_block(shape, group, demand.block_size, dtype)
     check_blocks(demand, count_blocks(demand, block_bytes, budget.share), block_bytes, budget)
 
 
 def check_budget(budget: MemoryBudget) -> None:
-    """Raise ModelTooLargeError if the largest step, soft prompts and adapters do not fit into memory."""
+    """Raise ModelTooLargeError if what a rank takes beside its cache does not fit into memory."""
     if budget.taken <= budget.left:
         return
-    step_gib, adapters_gib = (budget.num_ranks * each / GIB for each in (budget.step, budget.adapter_bytes))
-    parts = [f"the largest step takes {step_gib:.2f} GiB"] * bool(step_gib)
-    cures = ["a smaller --max-step-tokens or --max-batch-size"] * bool(step_gib)
-    if adapters_gib:
-        parts.append(f"soft prompts and adapters may take {adapters_gib:.2f} GiB")
-        cures.append("a smaller --prompt-cache-size-mb or --adapter-cache-size-mb")
+    parts, cures = [], []
+    for num_bytes, part, cure in (
+        (budget.step, "the largest step takes", "a smaller --max-step-tokens or --max-batch-size"),
+        (
+            budget.adapter_bytes,
+            "soft prompts and adapters may take",
+            "a smaller --prompt-cache-size-mb or --adapter-cache-size-mb",
+        ),
+        (budget.graphs, "CUDA graphs take", "fewer --cuda-graphs"),
+    ):
+        if num_bytes:
+            parts.append(f"{part} {budget.num_ranks * num_bytes / GIB:.2f} GiB")
+            cures.append(cure)
+    if budget.margin:
+        parts.append(f"{budget.num_ranks * budget.margin / GIB:.2f} GiB stay free")
     raise ModelTooLargeError(
         f"the model does not fit: beside its weights {' and '.join(parts)}, "
         f"{budget.left / GIB:.2f} GiB of memory are left; {' or '.join(cures)} makes it smaller"
     )
 
 
-def make_cache(
-    shape: AttentionShape, group: ProcessGroup, dtype: torch.dtype, demand: Demand, budget: MemoryBudget
-) -> KVCache:
-    """Allocate a cache that fits into `budget`. Raises CacheTooSmallError."""
-    block_bytes = bytes_per_block(shape, group, demand.block_size, dtype)
+def plan_blocks(demand: Demand, block_bytes: int, budget: MemoryBudget) -> int:
+    """Return the number of blocks that fit into `budget`. Raises CacheTooSmallError."""
     num_blocks = count_blocks(demand, block_bytes, budget.share)
     check_blocks(demand, num_blocks, block_bytes, budget)
-    return allocate(shape, group, dtype, demand.block_size, num_blocks)
+    return num_blocks
 
 
 def allocate(
@@ -143,11 +150,27 @@ def check_blocks(demand: Demand, num_blocks: int, block_bytes: int, budget: Memo
     )
 
 
+def extrapolate_graphs(first: int, second: int, num_graphs: int) -> int:
+    """Return the bytes of all graphs. The `first` one, the largest, took memory that all share; the `second`
+    one, of another size, took only its own, as the others will."""
+    return max(0, first) + max(0, second) * (num_graphs - 1) if num_graphs else 0
+
+
+def find_lack(budget: MemoryBudget, left: int) -> int:
+    """Return the bytes that are missing on a rank, beside its cache and graphs, or less than zero. Half of
+    the margin may be gone. `left` is for all ranks of the machine."""
+    return budget.step + budget.adapter_bytes + budget.margin // 2 - left // budget.num_ranks
+
+
 def _explain_budget(budget: MemoryBudget) -> str:
     free = f"{budget.left / MIB:.0f} MiB"
     if budget.step:
         free += f" less {budget.num_ranks * budget.step / MIB:.0f} MiB for the largest step"
     if budget.adapter_bytes:
         free += f" less {budget.num_ranks * budget.adapter_bytes / MIB:.0f} MiB for soft prompts and adapters"
+    if budget.graphs:
+        free += f" less {budget.num_ranks * budget.graphs / MIB:.0f} MiB for CUDA graphs"
+    if budget.margin:
+        free += f" less {budget.num_ranks * budget.margin / MIB:.0f} MiB that stay free"
     part = {1: "", 4: "a quarter of "}[budget.divisor]
     return f"{part}{free}" + (f", over {budget.num_ranks} shards" if budget.num_ranks > 1 else "")

@@ -4,34 +4,32 @@ Elsewhere, the kind of device decides only the backend of collectives, the alloc
 sampling searches for a limit."""
 
 import ctypes
-import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
 from tgis.errors import OperatorError
-from tgis.process.gpus import has_gpus
-from tgis.shard.attention.interface import Attention
-from tgis.shard.collectives import CPU, ProcessGroup
-from tgis.shard.kernels.cpu.attention.attention import CpuAttention
-from tgis.shard.kernels.cpu.ops import CPU_KERNELS
-from tgis.shard.kernels.portable.attention import TorchAttention
-from tgis.shard.kernels.portable.ops import TorchKernels
+from tgis.pb import shard_pb2 as pb
+from tgis.shard.adapters.registry import LoadedAdapters
+from tgis.shard.collectives import ProcessGroup
 from tgis.shard.layers.ops import Kernels
-from tgis.shard.memory.cuda import CudaMemory
-from tgis.shard.memory.host_limits import HostMemory
 from tgis.shard.memory.kv_cache import KVCache
-
-logger = logging.getLogger(__name__)
+from tgis.shard.models.interface import Model
+from tgis.shard.runner.interface import ModelRunner
+from tgis.shard.runner.row_table import RowLimits
+from tgis.shard.sampling.grammar import Guides
 
 # From glibc's malloc.h.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 
+# Beginnings of the texts of torch's and Triton's errors of GPUs.
+_GPU_ERRORS = ("CUDA error", "CUDA driver error", "Triton Error [CUDA]", "NCCL")
+
 
 class DeviceError(OperatorError):
-    """Error: the requested device does not exist."""
+    """Error: the requested device does not exist, or cannot be used."""
 
 
 class Memory(Protocol):
@@ -39,6 +37,9 @@ class Memory(Protocol):
 
     def memory_left(self) -> int:
         """Return the memory that this process may still take."""
+
+    def margin(self) -> int:
+        """Return the memory that stays free when the cache is sized."""
 
     def release_memory(self) -> None:
         """Return freed memory to the system."""
@@ -53,14 +54,42 @@ class Memory(Protocol):
 
 
 @dataclass(frozen=True)
+class Compiler:
+    """Compiler of a platform's kernels, which are compiled when they are first launched."""
+
+    is_compiling: Callable[[], bool]
+    """Return True while a kernel is being compiled. Any thread may ask."""
+    finish: Callable[[], None]
+    """Log what was compiled."""
+
+
+@dataclass(frozen=True)
+class RunnerParts:
+    """Parts of a model runner, beside its platform."""
+
+    model: Model
+    cache: KVCache
+    guides: Guides
+    adapters: LoadedAdapters
+    info: pb.InfoResponse
+    limits: RowLimits
+    max_rows: int
+    can_capture: bool  # the model's steps may be captured
+
+
+@dataclass(frozen=True)
 class Platform:
     device: torch.device
     kernels: Kernels
-    attention: Callable[[KVCache], Attention]
+    make_runner: Callable[["Platform", RunnerParts], ModelRunner]
     memory: Memory
+    compiler: Compiler
     is_memory_shared: bool  # by all ranks of a machine
     cache_divisor: int  # the cache may have one part in so many of the memory that weights and steps leave
-    captures_steps: bool  # the launches of kernels and attention can be captured and replayed
+    num_dummy_blocks: int = 0  # blocks of the cache beyond those that sequences have
+    replaced_kernels: Sequence[str] = ()  # names of kernels whose twins compute
+    graph_sizes: Callable[[Sequence[int] | None, int], Sequence[int]] = lambda asked, max_rows: ()
+    """Returns rising numbers of rows to capture steps of, as the operator asked and at most `max_rows`."""
 
     def memory_left(self, group: ProcessGroup) -> int:
         """Return the bytes that the ranks of a machine may still take, on the machine with the least left.
@@ -70,34 +99,9 @@ class Platform:
         return left if self.is_memory_shared else left * group.local_size
 
 
-ON_CPU = Platform(
-    CPU, CPU_KERNELS, CpuAttention, HostMemory(), is_memory_shared=True, cache_divisor=4, captures_steps=True
-)
-
-
-def choose(asked: str, rank: int, size: int) -> Platform:
-    """Choose the platform of rank `rank` of the `size` ranks on this machine.
-
-    `asked` is cpu, cuda or auto; auto means GPUs if torch can compute on them. Raises DeviceError."""
-    if asked == "cpu":
-        return ON_CPU
-    if not torch.cuda.is_available():
-        if asked == "cuda":
-            raise DeviceError("there is no GPU that torch can compute on; --device cpu needs none")
-        if has_gpus(None):
-            logger.warning("there are GPUs, but torch cannot compute on them: computing on the CPU")
-        return ON_CPU
-    count = torch.cuda.device_count()
-    if size > count:
-        raise DeviceError(f"{size} shards configured but only {count} GPUs detected")
-    device = torch.device("cuda", rank % count)
-    torch.cuda.set_device(device)
-    return on_cuda(device)
-
-
-def on_cuda(device: torch.device) -> Platform:
-    kernels, memory = TorchKernels(device), CudaMemory(device)
-    return Platform(device, kernels, TorchAttention, memory, False, cache_divisor=1, captures_steps=False)
+def is_gpu_failure(error: BaseException | None) -> bool:
+    """Return True for an error of a GPU, after which the process can compute no more."""
+    return isinstance(error, RuntimeError) and str(error).startswith(_GPU_ERRORS)
 
 
 def configure_torch(num_threads: int) -> None:

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 
@@ -23,11 +24,22 @@ COMPILED_TOKENS = 20
 FIRST_TOKENS, GROWTH = 32, 4
 # After two steps, no step is run that is likely to take longer than this.
 MAX_STEP_S = 0.5
-# The sampling parameters and token details that take the most memory.
-SAMPLING = pb.Sampling(
-    temperature=1, top_p=0.95, typical_p=0.95, repetition_penalty=1.1, length_penalty_factor=1
+
+
+class Wanted(NamedTuple):
+    """Sampling and details that a row asks for."""
+
+    sampling: pb.Sampling
+    details: pb.Details
+
+
+# What takes the most memory.
+ALL = Wanted(
+    pb.Sampling(temperature=1, top_p=0.95, typical_p=0.95, repetition_penalty=1.1, length_penalty_factor=1),
+    pb.Details(logprobs=True, ranks=True, top_n=10),
 )
-DETAILS = pb.Details(logprobs=True, ranks=True, top_n=10)
+# What a GPU samples by itself.
+PLAIN = Wanted(pb.Sampling(temperature=1), pb.Details())
 
 
 @dataclass(frozen=True)
@@ -45,12 +57,12 @@ class WarmUp:
     demand: Demand
     memory: Memory = field(default_factory=HostMemory)
 
-    def compile(self) -> None:
+    def compile(self, wanted: Wanted = ALL) -> None:
         """Run a prompt in two chunks and generate a token, so that no request waits for a compiler.
 
         Raises ProcessGroupError and UnsupportedModelError."""
         num_tokens = min(COMPILED_TOKENS, self.demand.max_sequence_length - 1)
-        opened = self._open_rows(StepSize(1, num_tokens))
+        opened = self._open_rows(StepSize(1, num_tokens), wanted)
         length = opened[0].prompt_len
         problems = []
         for start, end in pairwise(sorted({0, length - 1, length})):
@@ -79,14 +91,15 @@ class WarmUp:
             if is_enough(used[size.num_tokens] * largest.num_tokens // size.num_tokens):
                 break
         found = extrapolate(used, largest.num_tokens)
-        fields = {
-            "seconds": round(time.monotonic() - began, 1),
-            "tokens": max(used),
-            "largest_step_tokens": largest.num_tokens,
-            "largest_step_gib": round(found / GIB, 3),
-        }
-        logger.info("warmed up", extra={FIELDS: fields})
+        _log(time.monotonic() - began, max(used), largest, found)
         return found
+
+    def measure_largest(self, largest: StepSize) -> int:
+        """Run the largest step. Return the bytes that a rank needs for it, beside weights and cache, on all
+        ranks. Raises ProcessGroupError."""
+        seconds, used = self._run(largest)
+        _log(seconds, largest.num_tokens, largest, used)
+        return used
 
     def _run(self, size: StepSize) -> tuple[float, int]:
         """Run a step. Return its seconds and bytes, each the maximum over the ranks."""
@@ -99,19 +112,19 @@ class WarmUp:
         seconds, used = time.monotonic() - began, max(0, self.memory.peak() - before)
         return -self.group.min(-int(seconds * 1e6)) / 1e6, -self.group.min(-used)
 
-    def _open_rows(self, size: StepSize) -> list[pb.OpenRow]:
+    def _open_rows(self, size: StepSize, wanted: Wanted = ALL) -> list[pb.OpenRow]:
         each, rest = divmod(size.num_tokens, size.num_rows)
-        return [self._open_row(row, each + (row < rest)) for row in range(size.num_rows)]
+        return [self._open_row(row, each + (row < rest), wanted) for row in range(size.num_rows)]
 
-    def _open_row(self, row: int, length: int) -> pb.OpenRow:
+    def _open_row(self, row: int, length: int, wanted: Wanted) -> pb.OpenRow:
         prompt_len = 1 if self.demand.is_encoder_decoder else length
         opened = pb.OpenRow(
             row=row,
             token_ids=_column([0] * prompt_len),
             prompt_len=prompt_len,
             max_new_tokens=1,
-            sampling=SAMPLING,
-            details=DETAILS,
+            sampling=wanted.sampling,
+            details=wanted.details,
         )
         if self.demand.is_encoder_decoder:
             opened.encoder_token_ids = _column([0] * length)
@@ -150,6 +163,16 @@ def extrapolate(used: dict[int, int], num_tokens: int) -> int:
         return used[num_tokens]
     (x1, y1), (x2, y2) = [(0, 0), *used.items()][-2:]
     return y2 + max(0, y2 - y1) * (num_tokens - x2) // (x2 - x1)
+
+
+def _log(seconds: float, num_tokens: int, largest: StepSize, found: int) -> None:
+    fields = {
+        "seconds": round(seconds, 1),
+        "tokens": num_tokens,
+        "largest_step_tokens": largest.num_tokens,
+        "largest_step_gib": round(found / GIB, 3),
+    }
+    logger.info("warmed up", extra={FIELDS: fields})
 
 
 def _rising_sizes(largest: StepSize) -> Iterator[StepSize]:

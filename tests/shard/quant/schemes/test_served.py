@@ -27,8 +27,8 @@ from tgis.shard.models.interface import UnsupportedModelError
 from tgis.shard.quant.registry import find_scheme
 from tgis.shard.quant.schemes.weight_only import WEIGHT_ONLY
 from tgis.shard.startup import engine_choice, quantize_check
+from tgis.shard.startup.cpu_platform import ON_CPU
 from tgis.shard.startup.load import load
-from tgis.shard.startup.platform import ON_CPU
 
 SIZES = {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}
 # Groups of 64 and of 128 are cut over two ranks, and the last ones are partial.
@@ -131,7 +131,7 @@ def test_memory_is_that_of_what_is_kept(kind: str | None, model_path: Path, tmp_
 
 
 def test_other_devices_serve_it_and_other_engines_refuse(model_path: Path) -> None:
-    elsewhere = replace(ON_CPU, kernels=TorchKernels(torch.device("cpu")), captures_steps=False)
+    elsewhere = replace(ON_CPU, kernels=TorchKernels(torch.device("cpu")))
     for name in WEIGHT_ONLY:
         quantize_check.check_platform(name, elsewhere)
     options = {"quantize": "int4", "deployment_framework": "hf_transformers"}

@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Callable, Mapping
 
+import torch
 from torch import Tensor
 
 from tgis.shard.checkpoint.codes import CodeLayout
@@ -15,6 +16,7 @@ from tgis.shard.kernels.cpu.jit.compiler import Kernel, as_bits, empty
 from tgis.shard.kernels.cpu.pointwise import activations, elementwise, embedding, heads, norms
 from tgis.shard.layers.lora import LORA_TILE, Deltas, TokenAdapters
 from tgis.shard.layers.ops import HeadNorm, Product, Unfused
+from tgis.shard.quant.interface import MatrixRole
 from tgis.shard.quant.schemes import int8 as int8_scheme
 
 _UNIT = 16384  # fewest elements per thread; for fewer, waking a thread costs more than it saves
@@ -27,8 +29,10 @@ class CpuKernels(Unfused):
     """Compiled kernels as `Kernels`."""
 
     device = CPU
-    pack = staticmethod(gemm.pack)
     code_packers: Mapping[CodeLayout, Callable[[Stored], Product]] = {int8_scheme.LAYOUT: int8.pack}
+
+    def pack(self, weight: Stored, dtype: torch.dtype, role: MatrixRole = "linear") -> Product:
+        return gemm.pack(weight, dtype)
 
     def prepare_adapters(self) -> None:
         """Compile the LoRA kernel unless its machine code is cached. Thread-safe."""

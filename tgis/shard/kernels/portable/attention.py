@@ -55,8 +55,8 @@ class TorchAttention:
         assert isinstance(plan, TorchPlan)
         out = torch.empty_like(q)
         for piece in plan.pieces:
-            k, v = (_gather(pages[layer], piece) for pages in (self._keys, self._values))
-            out[piece.tokens] = _attend(q[piece.tokens], k, v, piece, scoring)
+            pages = self._keys[layer], self._values[layer]
+            out[piece.tokens] = attend_piece(q[piece.tokens], *pages, piece, scoring)
         return out
 
     def read(self, layer: int, block_table: Tensor, seq_len: int) -> tuple[Tensor, Tensor]:
@@ -67,7 +67,7 @@ class TorchAttention:
 
 @dataclass
 class TorchPlan:
-    pieces: "list[_Piece]"
+    pieces: "list[Piece]"
     stored: tuple[Tensor, ...]  # int64 [num_stored] each: tokens, and the blocks and offsets they go to
 
     def copy_into(self, fixed: "TorchPlan") -> None:
@@ -75,7 +75,7 @@ class TorchPlan:
 
 
 @dataclass(frozen=True)
-class _Piece:
+class Piece:
     """The same number of new tokens of each of n sequences, and the keys that they may attend to."""
 
     tokens: Tensor  # int64 [n, count], indices in the step
@@ -83,12 +83,12 @@ class _Piece:
     lengths: Tensor  # int64 [n, 1], of the sequences
     blocks: Tensor  # int64 [n, max_blocks]; 0 past a sequence's end, which is some other sequence's block
 
-    def to(self, device: torch.device) -> "_Piece":
+    def to(self, device: torch.device) -> "Piece":
         tensors = (self.tokens, self.positions, self.lengths, self.blocks)
-        return _Piece(*(x.to(device) for x in tensors))
+        return Piece(*(x.to(device) for x in tensors))
 
 
-def _cut_pieces(layout: StepLayout, block_size: int) -> Iterator[_Piece]:
+def _cut_pieces(layout: StepLayout, block_size: int) -> Iterator[Piece]:
     begins, lengths = layout.cu_seqlens_q.tolist(), layout.seq_lens.tolist()
     counts = [end - begin for begin, end in pairwise(begins)]
     order = sorted(range(len(counts)), key=lambda i: (counts[i], lengths[i]))
@@ -112,7 +112,7 @@ def _cut(sequences: list[tuple[int, int]]) -> Iterator[list[int]]:
         yield together
 
 
-def _piece(layout: StepLayout, block_size: int, sequences: list[int], which: range, longest: int) -> _Piece:
+def _piece(layout: StepLayout, block_size: int, sequences: list[int], which: range, longest: int) -> Piece:
     """Return the piece of these sequences, with only `which` of their new tokens."""
     index = torch.tensor(sequences)
     place = torch.arange(which.start, which.stop)  # [count]
@@ -122,7 +122,7 @@ def _piece(layout: StepLayout, block_size: int, sequences: list[int], which: ran
     num_blocks = -(-longest // block_size)
     blocks = layout.block_tables[index, :num_blocks].long()
     behind = torch.arange(num_blocks) * block_size >= lengths.unsqueeze(1)
-    return _Piece(
+    return Piece(
         tokens=begins.unsqueeze(1) + place,
         positions=first.unsqueeze(1) + place,
         lengths=lengths.unsqueeze(1),
@@ -135,14 +135,20 @@ def _as_pages(cache: KVCache, elements: Tensor) -> Tensor:
     return elements.view(*elements.shape[:3], cache.block_size, cache.head_dim)
 
 
-def _gather(pages: Tensor, piece: _Piece) -> Tensor:
+def _gather(pages: Tensor, piece: Piece) -> Tensor:
     """Gather float32 [n, num_kv_heads, length, head_dim], zero past a sequence, where pages hold anything."""
     found = pages[piece.blocks].transpose(1, 2).flatten(2, 3).float()
     at = torch.arange(found.shape[2], device=found.device)
     return found.masked_fill_((at >= piece.lengths)[:, None, :, None], 0.0)
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, piece: _Piece, scoring: Scoring) -> Tensor:
+def attend_piece(q: Tensor, keys: Tensor, values: Tensor, piece: Piece, scoring: Scoring) -> Tensor:
+    """Attend with q, [n, count, num_heads, head_dim], to the pages of one layer, [num_blocks, num_kv_heads,
+    block_size, head_dim]. Return the same shape and type."""
+    return _attend(q.float(), _gather(keys, piece), _gather(values, piece), piece, scoring).to(q.dtype)
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, piece: Piece, scoring: Scoring) -> Tensor:
     """Attend with q, [n, count, num_heads, head_dim]. Heads of a key/value head become rows of a product."""
     n, count, num_heads, head_dim = q.shape
     _, num_kv_heads, length, _ = k.shape
@@ -156,7 +162,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, piece: _Piece, scoring: Scoring) ->
     return y.view(n, num_heads, count, head_dim).transpose(1, 2)
 
 
-def _mask_keys(piece: _Piece, length: int, scoring: Scoring) -> tuple[Tensor, Tensor]:
+def _mask_keys(piece: Piece, length: int, scoring: Scoring) -> tuple[Tensor, Tensor]:
     """Return the distances (int64) and the mask of hidden keys (bool), [n, 1, count, length] each."""
     at = torch.arange(length, device=piece.positions.device)
     distance = at - piece.positions.unsqueeze(-1)  # [n, count, length]

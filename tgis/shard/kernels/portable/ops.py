@@ -12,6 +12,7 @@ from tgis.shard.checkpoint.codes import CodeLayout
 from tgis.shard.checkpoint.tensors import Stored, read_pieces
 from tgis.shard.layers.lora import Deltas, LowRank, TokenAdapters
 from tgis.shard.layers.ops import HeadNorm, Product, Unfused
+from tgis.shard.quant.interface import MatrixRole
 
 logger = logging.getLogger(__name__)
 
@@ -34,25 +35,19 @@ class TorchKernels(Unfused):
     def __init__(self, device: torch.device):
         self.device = device
 
-    def pack(self, weight: Stored, dtype: torch.dtype) -> Product:
+    def pack(self, weight: Stored, dtype: torch.dtype, role: MatrixRole = "linear") -> Product:
         """Implement `Kernels.pack`. A matrix beyond float16's range stays float32, with a warning."""
-        packed, largest = torch.empty(weight.shape, dtype=dtype, device=self.device), torch.tensor(0.0)
-        for rows, piece in read_pieces(weight, _PIECE):
-            packed[rows] = piece.to(self.device)
-            largest = largest.maximum(piece.abs().max())
-        if dtype == torch.float16 and not largest <= torch.finfo(dtype).max:
-            logger.warning("%s does not fit float16 and is kept as float32", weight.label)
-            return self.pack(weight, torch.float32)
-        return lambda x: F.linear(x.to(dtype), packed).float()
+        packed = read_packed(weight, dtype, self.device)
+        return lambda x: F.linear(x.to(packed.dtype), packed).float()
 
     def prepare_adapters(self) -> None:
         """Do nothing: no kernel needs to be compiled."""
 
     def add_low_rank(self, y: Tensor, x: Tensor, deltas: Deltas, adapters: TokenAdapters) -> None:
         for i, tokens in adapters.groups:
-            mine = x[tokens] if deltas.parts[i] else x  # [n, in_features]
+            mine = x[tokens].float() if deltas.parts[i] else x  # [n, in_features]
             for one in deltas.parts[i]:
-                _columns(y, one).index_add_(0, tokens, mine @ one.a @ one.b)
+                _columns(y, one).index_add_(0, tokens, (mine @ one.a @ one.b).to(y.dtype))
 
     def add_looked_up(self, y: Tensor, token_ids: Tensor, deltas: Deltas, adapters: TokenAdapters) -> None:
         for i, tokens in adapters.groups:
@@ -108,6 +103,18 @@ class TorchKernels(Unfused):
             inv_freq = (inv_freq * shrunk).float()
         rotations = positions.float().unsqueeze(-1) * inv_freq  # [num_tokens, half]
         return torch.stack((rotations.cos(), rotations.sin())) * amplitudes.unsqueeze(-1)
+
+
+def read_packed(weight: Stored, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Read a weight a few rows at a time. It stays float32 if it is beyond float16's range."""
+    packed, largest = torch.empty(weight.shape, dtype=dtype, device=device), torch.tensor(0.0)
+    for rows, piece in read_pieces(weight, _PIECE):
+        packed[rows] = piece.to(device)
+        largest = largest.maximum(piece.abs().max())
+    if dtype == torch.float16 and not largest <= torch.finfo(dtype).max:
+        logger.warning("%s does not fit float16 and is kept as float32", weight.label)
+        return read_packed(weight, torch.float32, device)
+    return packed
 
 
 def split_heads(

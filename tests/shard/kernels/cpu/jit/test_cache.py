@@ -34,9 +34,9 @@ def _set(args: Any) -> None:
 @pytest.fixture(autouse=True)
 def no_memory() -> Iterator[None]:
     """Of what could be written in other tests."""
-    cache._can_be_written.cache_clear()
+    cache.can_be_written.cache_clear()
     yield
-    cache._can_be_written.cache_clear()
+    cache.can_be_written.cache_clear()
 
 
 def check(monkeypatch: pytest.MonkeyPatch, *bases: Path) -> list[Path]:
@@ -102,7 +102,7 @@ def test_code_that_came_with_the_package_is_used(tmp_path: Path, monkeypatch: py
     packaged = tmp_path / "packaged"
     names = [file.relative_to(packaged) for file in check(monkeypatch, packaged)]
     monkeypatch.setattr(cache, "_BESIDE_SOURCE", packaged)
-    monkeypatch.setattr(cache, "_can_be_written", lambda base: base != packaged and not base.mkdir())
+    monkeypatch.setattr(cache, "can_be_written", lambda base: base != packaged and not base.mkdir())
     monkeypatch.setattr("numba.core.caching.IndexDataCacheFile.save", pytest.fail)
     kept = check(monkeypatch, packaged, tmp_path / "kept")
     assert [file.relative_to(tmp_path / "kept") for file in kept] == names

@@ -20,29 +20,34 @@ _PACKAGE = __name__.split(".")[0]
 _BESIDE_SOURCE = Path(__file__).parent / "__pycache__"
 
 
-def _user_directories() -> list[Path]:
+def user_directories() -> list[Path]:
     try:
         return [Path.home() / ".cache" / "tgis"]
     except RuntimeError:  # HOME is not set and the user has no passwd entry
         return []
 
 
-_bases = [_BESIDE_SOURCE, *_user_directories()]
+_bases = [_BESIDE_SOURCE, *user_directories()]
 _run_directories: set[Path] = set()
 
 
 def add_run_directory(directory: Path) -> None:
     """Let code be kept in `directory` if no other directory is writable. Only this user may have access to
     its parent, because the code kept there is executed."""
-    try:
-        has_room = shutil.disk_usage(directory.parent).free >= MIN_FREE_BYTES
-    except OSError:
-        has_room = False
-    if not has_room:
-        logger.info("%s has no room for compiled code", directory.parent)
-    elif directory not in _bases:
+    if has_room(directory) and directory not in _bases:
         _bases.append(directory)
         _run_directories.add(directory)
+
+
+def has_room(directory: Path) -> bool:
+    """Return True if code in `directory` leaves enough space for more important files."""
+    try:
+        found = shutil.disk_usage(directory.parent).free >= MIN_FREE_BYTES
+    except OSError:
+        found = False
+    if not found:
+        logger.info("%s has no room for compiled code", directory.parent)
+    return found
 
 
 def cache_directory(function: Callable[[Any], None]) -> Path | None:
@@ -50,7 +55,7 @@ def cache_directory(function: Callable[[Any], None]) -> Path | None:
     all source files that the kernel may call, because numba checks only one file."""
     sources = (Path(file).read_bytes() for file in sorted(_sources(function.__code__.co_filename)))
     name = f"kernels-{hashlib.sha256(b''.join(sources)).hexdigest()[:16]}"
-    base = next(filter(_can_be_written, _bases), None)
+    base = next(filter(can_be_written, _bases), None)
     if base is None:
         return None
     if base != _BESIDE_SOURCE:
@@ -73,7 +78,7 @@ def packaged_files() -> list[Path]:
 
 
 @functools.cache
-def _can_be_written(base: Path) -> bool:
+def can_be_written(base: Path) -> bool:
     try:
         base.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=base):

@@ -14,6 +14,9 @@ from tgis import shard
 from tgis.shard.kernels.cpu.jit.cache import packaged_files
 from tgis.shard.kernels.cpu.jit.compiler import Kernel
 
+# Modules that need triton, which is not installed beside torch's build for CPUs.
+_OF_GPUS = tuple(f"{shard.__name__}.{name}" for name in ("kernels.cuda.", "runner.device.", "startup.cuda"))
+
 
 def main() -> None:
     kernels, num_workers = _all_kernels(), len(os.sched_getaffinity(0))
@@ -35,9 +38,10 @@ def main() -> None:
 
 
 def _all_kernels() -> list[Kernel]:
-    """Import every module of the shard and return the kernels that they create."""
+    """Import every module of the shard but those of GPUs, and return the kernels that they create."""
     for module in pkgutil.walk_packages(shard.__path__, f"{shard.__name__}."):
-        importlib.import_module(module.name)
+        if not module.name.startswith(_OF_GPUS):
+            importlib.import_module(module.name)
     return [one for one in gc.get_objects() if type(one) is Kernel]
 
 

@@ -1,0 +1,47 @@
+"""Weights of a Llama of any shape, made on the device that computes with them: no file has to be read."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bench.shapes import INIT_STD, Shape, model_config
+from tgis.shard.checkpoint.tensors import ALL, FloatsOnly, Stored
+from tgis.shard.collectives import ProcessGroup
+from tgis.shard.layers.ops import Kernels, Parts
+from tgis.shard.models import registry
+from tgis.shard.models.decoder import Decoder
+
+
+class RandomTensor(FloatsOnly):
+    def __init__(self, shape: tuple[int, ...], label: str, device: torch.device):
+        self.shape, self.label, self._device = shape, label, device
+
+    def read(self, rows: slice = ALL, columns: slice = ALL) -> Tensor:
+        spans = (rows, columns)[: len(self.shape)]
+        size = [len(range(*span.indices(length))) for span, length in zip(spans, self.shape, strict=True)]
+        if len(size) == 1:  # a norm's weight
+            return torch.ones(size, device=self._device)
+        return torch.randn(size, device=self._device).mul_(INIT_STD)
+
+
+class RandomWeights:
+    """What a model reads of a checkpoint."""
+
+    def __init__(self, device: torch.device):
+        self._device = device
+
+    def find(self, path: str, shape: tuple[int, ...]) -> Stored:
+        return RandomTensor(shape, path, self._device)
+
+    def find_matrix(self, path: str, shape: tuple[int, int]) -> Stored:
+        return RandomTensor(shape, path, self._device)
+
+
+def build_model(shape: Shape, dtype: torch.dtype, kernels: Kernels) -> Decoder:
+    weights: Any = RandomWeights(kernels.device)
+    model = registry.build(
+        registry.make_spec(model_config(shape)), Parts(ProcessGroup(0, 1), weights, dtype, kernels)
+    )
+    assert isinstance(model, Decoder)
+    return model

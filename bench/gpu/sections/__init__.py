@@ -1,0 +1,1 @@
+"""Sections of `python -m bench.gpu`, each a program."""

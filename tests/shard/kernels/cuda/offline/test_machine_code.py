@@ -1,0 +1,88 @@
+"""What kernels cost, read from their machine code for sm_90a without a GPU, is what `golden_sm90.json` says.
+
+A change of a kernel that changes its row is not wrong, but is looked at: narrow loads and lost instructions
+for tensor cores are found by no other test. `python -m tests.support.cuda.golden` writes the table anew."""
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import triton
+
+from scripts.check_locks import CUDA, ROOT, read_lock
+from tests.support.cuda import golden
+from tgis.shard.kernels.cuda.implementations import KERNELS
+from tgis.shard.kernels.cuda.offline.driver import compile_only
+from tgis.shard.kernels.cuda.offline.variants import find_variants
+
+QUICK = "all", "llama-3.1-8b/1"
+OLDEST = "3.6.0"
+SIZES = 24, 1, 2, 3, 7, 16, 33, 100, 256, 1000
+
+
+@pytest.fixture(scope="module", autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with triton.knobs.cache.scope():
+        triton.knobs.cache.dir = str(tmp_path_factory.mktemp("triton"))
+        yield
+
+
+def _compare(*models: str) -> None:
+    version, expected = golden.read()
+    assert version == triton.__version__, "the table is another Triton's: python -m tests.support.cuda.golden"
+    found, faults = golden.measure(golden.of_models(*models))
+    assert faults == []
+    assert found == {name: code for name, code in expected.items() if name.split()[1].rstrip(":") in models}
+
+
+def test_the_table_is_of_the_image_s_triton() -> None:
+    lock = read_lock((ROOT / f"locks/{CUDA}.lock").read_text())
+    assert [entry.version for entry in lock if entry.name == "triton"] == [golden.read()[0]]
+
+
+def test_a_model_costs_what_the_table_says() -> None:
+    _compare(*QUICK)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_steps_of_all_sizes_launch_the_same(kernel: str) -> None:
+    """A step never waits until a kernel is compiled for its numbers of tokens and sequences."""
+    with compile_only(90) as kernels:
+        for num_tokens in SIZES:
+            for variant in golden.of_models(*QUICK, num_tokens=num_tokens):
+                if variant.kernel == kernel:
+                    variant.run()
+            if num_tokens == SIZES[0]:
+                first = len(kernels)
+    assert [(one.name, one.types, one.constants) for one in kernels[first:]] == []
+
+
+@pytest.mark.slow
+def test_other_models_cost_what_the_table_says() -> None:
+    _compare(*set(golden.MODELS) - set(QUICK))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("capability", [80, 90, 100])
+def test_all_models_compile(capability: int) -> None:
+    _, faults = golden.measure(find_variants(), capability)
+    assert faults == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_all_models_compile_with_the_oldest_triton(tmp_path: Path) -> None:
+    """It comes with the oldest torch that the package allows."""
+    subprocess.run([sys.executable, "-m", "venv", str(tmp_path / "venv")], check=True)
+    python = tmp_path / "venv/bin/python"
+    install = [python, "-m", "pip", "install", "-q", "--no-deps", f"triton=={OLDEST}"]
+    if subprocess.run(install, check=False).returncode:
+        pytest.skip(f"triton {OLDEST} cannot be installed here")
+    [packages] = (tmp_path / "venv/lib").glob("python*/site-packages")
+    (packages / "others.pth").write_text("\n".join(path for path in sys.path if path.endswith("-packages")))
+    command = [python, "-m", "tests.support.cuda.golden", "90"]
+    checked = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert checked.returncode == 0, checked.stdout + checked.stderr

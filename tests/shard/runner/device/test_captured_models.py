@@ -1,0 +1,132 @@
+"""Replayed steps of real models equal those that are launched kernel by kernel, bit for bit."""
+
+import logging
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.support.cuda.decode_scene import MAX_ROWS, DecodeScene
+from tests.support.cuda.fake_graph import FakeStream
+from tests.support.cuda.interpreter import interpreted
+from tests.support.shard.checkpoints import write_model
+from tests.support.shard.family_cases.all import CASES, family_of
+from tests.support.shard.stepping import ALONE, read_config
+from tgis.shard.collectives import CPU
+from tgis.shard.kernels.cuda.implementations import Implementations
+from tgis.shard.kernels.cuda.ops import CudaKernels
+from tgis.shard.kernels.cuda.step_state import Flag
+from tgis.shard.models import registry
+from tgis.shard.runner.device.graphs import StepGraphs
+
+SIZES = (2, MAX_ROWS)
+# Grouped heads, windows and caps, and an encoder; slopes, positions, and two sets of angles.
+QUICK = ("llama_grouped_queries", "gemma2", "t5")
+OTHERS = ("bloom", "opt", "phi3_short_and_long")
+WITH_EXPERTS = ("mixtral", "qwen3_moe", "granitemoe")
+
+
+def load(directory: Path, case: str, kernels: Implementations, dtype: torch.dtype = torch.float32) -> Any:
+    write_model(directory, CASES[case]())
+    return registry.load(directory, read_config(directory), ALONE, dtype, CudaKernels(CPU, kernels))
+
+
+def equal(x: Tensor, y: Tensor) -> bool:
+    return torch.allclose(x, y, rtol=0, atol=0, equal_nan=True)
+
+
+def compare(
+    model: Any, kernels: Implementations, dtype: torch.dtype, sizes: tuple[int, ...], steps: int
+) -> None:
+    """Compute steps of two scenes, one with graphs; rows join, leave, end and begin again."""
+    eager, graphed = (DecodeScene(model, kernels, dtype) for _ in range(2))
+    parts = {size: eager.make_parts(size) for size in sizes}
+    graphs = StepGraphs(FakeStream(), graphed.make_parts, lambda: 0)
+    graphs.capture(sizes)
+    assert graphs.sizes == sorted(sizes)
+    rng, met = random.Random(1), set()
+    for _ in range(steps):
+        count = rng.randrange(1, max(sizes) + 1)
+        step = graphs.find(count)
+        assert step is not None
+        for scene in (eager, graphed):
+            scene.stage(step.num_rows, count)
+        parts[step.num_rows].forward()
+        step.forward.replay()
+        one, other = eager.bucket(step.num_rows), graphed.bucket(step.num_rows)
+        assert one.logits[:count].isfinite().any()
+        assert equal(one.logits, other.logits)
+        parts[step.num_rows].sample()
+        step.sample.replay()
+        assert one.answers.equal(other.answers)
+        assert eager.rows.words.equal(graphed.rows.words)
+        met.update((step.num_rows, *answer) for answer in other.answers.tolist())
+    for pages in ("keys", "values"):
+        x, y = (getattr(scene.cache, pages)[:, :-1] for scene in (eager, graphed))
+        assert equal(x, y)
+    assert {size for size, _, flags in met if flags & Flag.SAMPLED} == set(sizes)
+    assert len({token for _, token, _ in met}) > steps / 2, "the rows differ"
+
+
+def list_cases() -> list[object]:
+    families = dict.fromkeys(
+        case for case in CASES if family_of(case) not in {family_of(c) for c in WITH_EXPERTS}
+    )
+    return [pytest.param(case, marks=[] if case in QUICK else [pytest.mark.slow]) for case in families]
+
+
+@pytest.mark.parametrize("case", list_cases())
+def test_replayed_steps_equal_launched_ones(case: str, tmp_path: Path) -> None:
+    kernels = Implementations.plain()
+    compare(load(tmp_path, case, kernels), kernels, torch.float32, SIZES, 8)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("case", QUICK + OTHERS)
+def test_replayed_steps_in_other_types(case: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    kernels = Implementations.plain()
+    compare(load(tmp_path, case, kernels, dtype), kernels, dtype, SIZES, 30)
+
+
+@pytest.mark.parametrize(
+    "case", ["llama_grouped_queries", *(pytest.param(x, marks=pytest.mark.slow) for x in ("gemma2", "gpt2"))]
+)
+def test_replayed_launches_of_kernels(case: str, tmp_path: Path) -> None:
+    kernels = interpreted()
+    compare(load(tmp_path, case, kernels), kernels, torch.float32, (2,), 2)
+
+
+def test_idle_rows_change_nothing(tmp_path: Path) -> None:
+    kernels = Implementations.plain()
+    model = load(tmp_path, "llama_grouped_queries", kernels)
+    exact, padded = (DecodeScene(model, kernels, torch.float32) for _ in range(2))
+    for count in (3, 1, 6, 2, 5, 4, 6, 1, 3):
+        found = []
+        for scene, size in ((exact, count), (padded, MAX_ROWS)):
+            scene.stage(size, count)
+            parts = scene.make_parts(size)
+            parts.forward()
+            found.append(scene.bucket(size).logits[:count].clone())
+            parts.sample()
+        torch.testing.assert_close(*found, rtol=1e-5, atol=1e-5)
+        assert exact.rows.words.equal(padded.rows.words)
+
+
+@pytest.mark.parametrize(
+    "case", ["mixtral", *(pytest.param(x, marks=pytest.mark.slow) for x in WITH_EXPERTS[1:])]
+)
+def test_models_with_experts_have_no_graphs(
+    case: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    kernels = Implementations.plain()
+    scene = DecodeScene(load(tmp_path, case, kernels), kernels, torch.float32)
+    graphs = StepGraphs(FakeStream(), scene.make_parts, lambda: 0)
+    with caplog.at_level(logging.WARNING):
+        graphs.capture(SIZES)
+    assert graphs.sizes == []
+    [record] = [record for record in caplog.records if record.name.endswith("device.graphs")]
+    assert record.message.startswith("no CUDA graphs: steps of 6 rows cannot be captured: captured work uses")

@@ -1,0 +1,71 @@
+"""Requests get the same tokens from replayed steps as from steps that are launched kernel by kernel."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.cuda.capturing_device import CapturingDevice
+from tests.support.cuda.runners import load_late
+from tests.support.shard.checkpoints import write_model
+from tests.support.shard.driver import Request, Router, configure
+from tests.support.shard.family_cases.all import CASES
+from tests.support.shard.messages import GREEDY, SAMPLE
+from tgis.config.processes import ShardConfig
+from tgis.pb import shard_pb2 as pb
+
+SIZES = (2, 6)
+KINDS: list[dict[str, Any]] = [
+    GREEDY,
+    SAMPLE,
+    {**SAMPLE, "min_p": 0.02, "presence_penalty": 0.5},
+    {**GREEDY, "repetition_penalty": 1.4, "min_new_tokens": 4},
+    {**SAMPLE, "temperature": 2.0, "frequency_penalty": 0.7},
+]
+ON_THE_HOST = {**SAMPLE, "top_k": 4}
+
+
+def make_requests(is_encoder_decoder: bool) -> list[Request]:
+    requests = []
+    for i in range(9):
+        ids = list(range(3 + i, 4 + 4 * i))
+        prompt, encoder = ([0], ids) if is_encoder_decoder else (ids, [])
+        sampling, count = (ON_THE_HOST, 3) if i == 8 else (KINDS[i % len(KINDS)], 4 + 2 * i)
+        requests.append(Request(prompt, count, [5, 9], {**sampling, "seed": i}, encoder_token_ids=encoder))
+    return requests
+
+
+def serve(config: ShardConfig, depth: int, *, is_captured: bool) -> tuple[list[Request], list[int]]:
+    """Return the requests with their tokens, and the paths of the steps."""
+    runner = load_late(config, device=CapturingDevice())
+    if is_captured:
+        runner.graphs.capture(SIZES)
+        assert runner.graphs.sizes == list(SIZES)
+        runner.reset()
+    router, requests = Router(runner, depth=depth), make_requests(runner.model.spec.is_encoder_decoder)
+    router.run(list(requests))
+    return requests, [response.path for response in router.responses]
+
+
+@pytest.mark.parametrize(
+    ("case", "depth"),
+    [
+        ("llama_grouped_queries", 2),
+        pytest.param("llama_grouped_queries", 1, marks=pytest.mark.slow),
+        pytest.param("gemma2", 2, marks=pytest.mark.slow),
+        pytest.param("phi3_short_and_long", 2, marks=pytest.mark.slow),
+        pytest.param("bloom", 2, marks=pytest.mark.slow),
+        pytest.param("t5", 2, marks=pytest.mark.slow),
+        pytest.param("bart", 2, marks=pytest.mark.slow),
+    ],
+)
+def test_replayed_steps_give_the_same_tokens(case: str, depth: int, tmp_path: Path) -> None:
+    write_model(tmp_path, CASES[case]())
+    config = configure(tmp_path, max_batch_size=8)
+    launched, paths = serve(config, depth, is_captured=False)
+    assert pb.STEP_PATH_GRAPH not in paths
+    replayed, paths = serve(config, depth, is_captured=True)
+    assert [each.generated for each in replayed] == [each.generated for each in launched]
+    assert len({tuple(each.generated) for each in replayed}) > 6, "requests differ"
+    assert paths.count(pb.STEP_PATH_GRAPH) >= 6
+    assert {pb.STEP_PATH_PROMPT, pb.STEP_PATH_FILTERS} <= set(paths)

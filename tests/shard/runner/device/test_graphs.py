@@ -1,0 +1,181 @@
+"""Which steps are captured, and which one a number of rows takes."""
+
+import logging
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.support.cuda.fake_graph import FakeGraph, FakeStream
+from tgis.shard.runner.device.graphs import MAX_CAPTURE_S, StepGraphs, StepParts, graph_sizes
+
+GRAPH_BYTES, FREE_BYTES = 10, 1000
+
+
+class Device(FakeStream):
+    """Device on which captures take time and memory, and fail if `error` says so."""
+
+    def __init__(self, capture_s: float = 0.0, error: Callable[[int], Exception | None] | None = None):
+        super().__init__()
+        self.now, self.num_captures, self._capture_s, self._error = 0.0, 0, capture_s, error
+
+    def capture(self, work: Callable[[], None]) -> FakeGraph:
+        error = self._error and self._error(self.num_captures)
+        if error:
+            raise error
+        self.now += self._capture_s
+        self.num_captures += 1
+        return super().capture(work)
+
+    def memory_left(self) -> int:
+        return FREE_BYTES - GRAPH_BYTES * self.num_captures
+
+
+class Steps:
+    """Steps that add 1 to as many rows, and then copy them to the answers."""
+
+    def __init__(self) -> None:
+        self.rows, self.logits, self.answers = torch.zeros(16), torch.zeros(16), torch.zeros(16)
+        self.made: list[int] = []
+
+    def make(self, num_rows: int) -> StepParts:
+        self.made.append(num_rows)
+        rows, logits = self.rows[:num_rows], self.logits[:num_rows]
+
+        def sample() -> None:
+            self.answers[:num_rows].copy_(logits)
+            logits.fill_(torch.nan)
+
+        return StepParts(lambda: logits.copy_(rows + 1), sample)
+
+
+def graphs_on(device: Device, steps: Steps | None = None) -> StepGraphs:
+    return StepGraphs(device, (steps or Steps()).make, device.memory_left, lambda: device.now)
+
+
+@pytest.mark.parametrize(
+    ("asked", "max_rows", "sizes"),
+    [
+        (None, 1, [1]),
+        (None, 2, [1, 2]),
+        (None, 5, [1, 2, 4, 5]),
+        (None, 24, [1, 2, 4, 8, 12, 16, 24]),
+        (None, 70, [1, 2, 4, 8, 12, 16, 24, 32, 40, 48, 56, 64, 70]),
+        ([0], 64, []),
+        ([], 64, []),
+        ([32, 4, 4, 1, 65], 64, [1, 4, 32]),
+    ],
+)
+def test_sizes(asked: Sequence[int] | None, max_rows: int, sizes: list[int]) -> None:
+    assert graph_sizes(asked, max_rows) == sizes
+
+
+@pytest.mark.parametrize("max_rows", [256, 257, 1000])
+def test_few_rows_of_a_step_are_idle(max_rows: int) -> None:
+    sizes = graph_sizes(None, max_rows)
+    assert sizes == sorted(set(sizes))
+    assert sizes[-1] == max_rows
+    assert len(sizes) <= 40
+    for before, size in pairwise(sizes):
+        assert size <= before + max(4, before // 2)
+
+
+def test_steps_are_captured_largest_first_and_found_by_their_rows() -> None:
+    steps = Steps()
+    graphs = graphs_on(Device(), steps)
+    assert graphs.find(1) is None
+    graphs.capture([1, 4, 2, 8])
+    assert steps.made == [8, 4, 2, 1]
+    assert graphs.sizes == [1, 2, 4, 8]
+    found = [graphs.find(n) for n in range(1, 10)]
+    assert [step and step.num_rows for step in found] == [1, 2, 4, 4, 8, 8, 8, 8, None]
+
+
+def test_both_parts_are_replayed() -> None:
+    steps = Steps()
+    graphs = graphs_on(Device(), steps)
+    graphs.capture([2, 4])
+    for n, filled in ((2, 2), (3, 4)):
+        step = graphs.find(n)
+        assert step is not None
+        steps.rows.fill_(n)
+        steps.answers.fill_(-1)
+        step.forward.replay()
+        assert steps.logits[:filled].tolist() == [n + 1] * filled
+        assert steps.answers.eq(-1).all(), "what waits for masks is a graph of its own"
+        step.sample.replay()
+        assert steps.answers[:filled].tolist() == [n + 1] * filled
+        assert steps.answers[filled:].eq(-1).all()
+
+
+def test_memory_of_the_parts_is_kept() -> None:
+    answers: list[Tensor] = []
+
+    def make(num_rows: int) -> StepParts:
+        answers[:] = [torch.zeros(num_rows)]
+        rows, answer = torch.ones(num_rows), answers[0]
+        return StepParts(lambda: answer.copy_(rows), lambda: answer.add_(rows))
+
+    graphs = StepGraphs(FakeStream(), make, lambda: 0)
+    graphs.capture([2])
+    step = graphs.find(2)
+    assert step is not None
+    step.forward.replay()
+    step.sample.replay()
+    assert answers[0].tolist() == [2, 2]
+
+
+def test_captures_end_when_their_time_is_over(caplog: pytest.LogCaptureFixture) -> None:
+    graphs = graphs_on(Device(capture_s=MAX_CAPTURE_S / 5))
+    graphs.capture([1, 2, 4, 8, 16])
+    assert graphs.sizes == [4, 8, 16], "two captures each"
+    step = graphs.find(1)
+    assert step is not None
+    assert step.num_rows == 4
+    assert "2 rows and fewer share larger CUDA graphs: 3 graphs took 36 s" in caplog.text
+
+
+@pytest.mark.parametrize(("max_bytes", "sizes"), [(0, []), (1, [8]), (2 * GRAPH_BYTES, [8]), (50, [2, 4, 8])])
+def test_captures_end_when_their_memory_is_used(max_bytes: int, sizes: list[int]) -> None:
+    graphs = graphs_on(Device())
+    graphs.capture([1, 2, 4, 8], max_bytes)
+    assert graphs.sizes == sizes
+
+
+def test_captures_end_when_there_is_no_memory(caplog: pytest.LogCaptureFixture) -> None:
+    graphs = graphs_on(Device(error=lambda count: torch.OutOfMemoryError("7 GiB") if count == 3 else None))
+    graphs.capture([1, 2, 4])
+    assert graphs.sizes == [4]
+    assert "no memory for CUDA graphs of steps of 2 rows: smaller steps share larger graphs" in caplog.text
+
+
+def test_a_model_that_cannot_be_captured_has_no_graphs(caplog: pytest.LogCaptureFixture) -> None:
+    x = torch.ones(4)
+
+    def make(num_rows: int) -> StepParts:
+        def route() -> Tensor:
+            return x[:num_rows][x[:num_rows] > 0]
+
+        return StepParts(lambda: x.add_(1), route if num_rows == 2 else (lambda: x.add_(1)))
+
+    device = Device()
+    graphs = StepGraphs(device, make, device.memory_left)
+    with caplog.at_level(logging.WARNING):
+        graphs.capture([1, 2, 4])
+    assert graphs.sizes == []
+    [record] = caplog.records
+    assert "no CUDA graphs: steps of 2 rows cannot be captured: captured work looks for" in record.message
+
+
+def test_a_trial_can_be_dropped_and_repeated() -> None:
+    device, steps = Device(), Steps()
+    graphs = graphs_on(device, steps)
+    graphs.capture([4])
+    graphs.capture([1])
+    assert graphs.sizes == [1, 4]
+    graphs.clear()
+    assert graphs.find(1) is None
+    graphs.capture([1, 2, 4])
+    assert steps.made == [4, 1, 4, 2, 1], "parts are made anew: what they work on may have moved"

@@ -1,0 +1,125 @@
+"""A shard on a device, from its configuration to tokens, and what it says of itself."""
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support.cuda.late_device import LateDevice
+from tests.support.cuda.late_platform import late_platform
+from tests.support.shard.checkpoints import write_llama
+from tests.support.shard.driver import Request, Router, configure
+from tests.support.shard.portable import plain
+from tgis.pb import shard_pb2 as pb
+from tgis.shard.collectives import CPU
+from tgis.shard.kernels.cuda.implementations import KERNELS, Implementations
+from tgis.shard.server import log_failure
+from tgis.shard.startup.cuda_platform import choose_graph_sizes
+from tgis.shard.startup.load import load, prepare
+
+
+@pytest.fixture(scope="module")
+def model_path(checkpoint: Callable[[str], Path]) -> Path:
+    return checkpoint("grouped_queries")
+
+
+def test_a_shard_with_graphs(model_path: Path) -> None:
+    """Its cache has a block that is not counted, and the steps of its graphs give the CPU's tokens."""
+    on, runs = late_platform(LateDevice()), []
+    for runner in (
+        load(configure(model_path), on=plain(CPU)),
+        load(configure(model_path, cuda_graphs="2,5,64"), on=on),
+    ):
+        requests = [Request([7, 8, 9 + i], max_new_tokens=8) for i in range(5)]
+        router = Router(runner)
+        router.run(list(requests))
+        runs.append([request.generated for request in requests])
+    assert runs[0] == runs[1]
+    info = runner.info
+    assert info.num_blocks == 8 * 192 // 16
+    assert list(info.graph_sizes) == [2, 5]
+    assert list(info.replaced_kernels) == list(KERNELS)
+    paths = {response.path for response in router.responses}
+    assert {pb.STEP_PATH_GRAPH, pb.STEP_PATH_PROMPT} <= paths
+
+
+def test_default_graphs_and_none(model_path: Path) -> None:
+    on = late_platform(LateDevice())
+    assert list(load(configure(model_path), on=on).info.graph_sizes) == [1, 2, 4, 8]
+    assert not load(configure(model_path, cuda_graphs="0"), on=on).info.graph_sizes
+
+
+@pytest.mark.parametrize(("replaced", "sizes"), [("attend_segments", []), ("norm", [1, 2, 3])])
+def test_graphs_need_the_kernel_that_attends(replaced: str, sizes: list[int]) -> None:
+    implementations = Implementations.choose(frozenset({replaced}))
+    assert list(choose_graph_sizes(implementations, None, max_rows=3)) == sizes
+
+
+def test_options_of_gpus_on_a_cpu(model_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    load(configure(model_path, cuda_graphs="1,2", cuda_memory_fraction=0.5))
+    text = "has no effect: a CPU computes"
+    assert caplog.messages[:2] == [f"--cuda-graphs {text}", f"--cuda-memory-fraction {text}"]
+    caplog.clear()
+    load(configure(model_path, rank=0))
+    assert text not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("stored", "asked", "kept"),
+    [
+        (torch.float32, None, "bfloat16"),
+        (torch.float32, "float32", "float32"),
+        (torch.float32, "float16", "float16"),
+        (torch.float16, None, "float16"),
+    ],
+)
+def test_float32_weights_on_a_gpu(
+    stored: torch.dtype, asked: str | None, kept: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_llama(tmp_path, dtype=stored)
+    on = replace(late_platform(LateDevice()), device=torch.device("cuda", 0))
+    with caplog.at_level(logging.INFO):
+        info = prepare(configure(tmp_path, dtype=asked), on).describe_shard()
+    assert (info.weight_dtype, info.cache_dtype) == (kept, kept)
+    text = "the float32 weights are rounded to bfloat16, because --dtype is unset"
+    assert (text in caplog.messages) == (kept == "bfloat16")
+
+
+MEMORY = (
+    "the GPU had no memory for a step, and this process exits: a smaller --max-step-tokens, --max-batch-size "
+    "or --kv-cache-tokens leaves more"
+)
+ILLEGAL = "CUDA error: an illegal memory access was encountered"
+ASSERTED = "Triton Error [CUDA]: device-side assert triggered"
+ADVICE = "\nCUDA kernel errors might be asynchronously reported at some other API call"
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0"), MEMORY),
+        (
+            torch.AcceleratorError(ILLEGAL + ADVICE),
+            f"the GPU failed in a step, and this process exits: {ILLEGAL}",
+        ),
+        (RuntimeError(ASSERTED), f"the GPU failed in a step, and this process exits: {ASSERTED}"),
+    ],
+)
+def test_errors_of_gpus_end_in_a_sentence(
+    error: Exception, text: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    log_failure(error)
+    [record] = caplog.records
+    assert (record.getMessage(), record.exc_info) == (text, None)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("shapes cannot be multiplied"), ValueError("CUDA error")])
+def test_other_errors_come_with_the_place(error: Exception, caplog: pytest.LogCaptureFixture) -> None:
+    log_failure(error)
+    [record] = caplog.records
+    assert record.getMessage() == "a step failed, and this process exits"
+    assert record.exc_info is not None
+    assert record.exc_info[1] is error

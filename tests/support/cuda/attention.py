@@ -1,0 +1,82 @@
+"""Scenes of attention whose kernels are those of GPUs."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from tests.support.cuda.interpreter import interpreted
+from tests.support.cuda.poisoned import poisoned_memory
+from tests.support.shard.attention_scene import Scene, Shape
+from tgis.shard.attention.interface import Scoring
+from tgis.shard.kernels.cuda.attention import CudaAttention, Tile, cut_tiles
+from tgis.shard.kernels.cuda.implementations import Implementations
+from tgis.shard.kernels.cuda.step_state import Segments, count_segments
+
+KERNELS: dict[str, Callable[[], Implementations]] = {"kernel": interpreted, "twin": Implementations.plain}
+
+# What rounding weights and results costs, of values up to 4.
+TOLERANCES = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+
+
+class CudaScene(Scene):
+    """A scene whose queries have the cache's type. Rows of its block tables end with a block of NaN."""
+
+    attention: CudaAttention
+
+    def __init__(self, shape: Shape, lengths: list[int], kernels: Implementations):
+        super().__init__(shape, lengths)
+        self.kernels, self.group = kernels, shape.num_heads // shape.num_kv_heads
+        self.attention = CudaAttention(self.cache, kernels, self.group)
+        self.write_all()
+        self.q = self.q.to(shape.dtype)
+        blocks = set(range(self.cache.keys.shape[1]))
+        poison = blocks.difference(*self.tables).pop()
+        num_used = [-(-length // shape.block_size) for length in lengths]
+        self.tables = [
+            table[:used] + [poison] * (len(table) - used + 2)
+            for table, used in zip(self.tables, num_used, strict=True)
+        ]
+
+    @property
+    def where(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return keys, values and block tables. Keys and values are those of the only layer."""
+        return *self.attention.pages(0), torch.tensor(self.tables, dtype=torch.int32)
+
+    def attend_last(self, work: Sequence[tuple[int, int]], scoring: Scoring) -> Tensor:
+        """Attend with the last token of (sequence, length) each. A length of 0 is an idle row."""
+        q = torch.stack([self.q[self.rows(i, 0, max(1, length))][-1] for i, length in work])
+        rows, lengths = torch.tensor(work, dtype=torch.int32).unbind(1)
+        starts = torch.zeros(len(work) + 1, dtype=torch.int32)
+        starts[1:] = count_segments(lengths).cumsum(0)
+        segments = Segments(rows.contiguous(), lengths.contiguous(), starts)
+        with poisoned_memory():
+            return self.kernels.attend_segments(q, *self.where, segments, int(lengths.max()), scoring)
+
+    def attend_spans(self, work: Sequence[tuple[int, int, int]], scoring: Scoring) -> list[Tensor]:
+        """Attend with tokens [start, end) of (sequence, start, end) each."""
+        q = torch.cat([self.q[self.rows(*span)] for span in work])
+        spans, first = [], 0
+        for i, start, end in work:
+            spans.append(Tile(i, first, end - start, start, end))
+            first += end - start
+        tiles = torch.tensor(list(cut_tiles(spans, self.attention.tile_tokens)), dtype=torch.int32)
+        out = torch.full_like(q, torch.nan)
+        longest = max(end for _, _, end in work)
+        self.kernels.attend_tiles(q, *self.where, tiles, longest, scoring, out)
+        return list(out.split([span.num_tokens for span in spans]))
+
+    def check_last(self, work: Sequence[tuple[int, int]], scoring: Scoring) -> None:
+        for (i, length), found in zip(work, self.attend_last(work, scoring), strict=True):
+            if length:
+                self.check_near(found, self.expected(i, length - 1, length, scoring)[0])
+            else:
+                assert not found.any()
+
+    def check_spans(self, work: Sequence[tuple[int, int, int]], scoring: Scoring) -> None:
+        for span, found in zip(work, self.attend_spans(work, scoring), strict=True):
+            self.check_near(found, self.expected(*span, scoring))
+
+    def check_near(self, found: Tensor, expected: Tensor) -> None:
+        assert found.dtype == self.shape.dtype
+        torch.testing.assert_close(found.double(), expected, rtol=2e-5, atol=TOLERANCES[self.shape.dtype])

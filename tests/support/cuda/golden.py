@@ -1,0 +1,71 @@
+"""Table of what kernels cost on sm_90a. `python -m tests.support.cuda.golden` writes it anew;
+`python -m tests.support.cuda.golden 80` writes nothing, and prints what is wrong with the kernels of all
+models on sm_80."""
+
+import json
+import sys
+from collections.abc import Iterable
+from dataclasses import asdict
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import triton
+
+from tests.support.cuda.machine_code import MachineCode, read_machine_code
+from tgis.shard.kernels.cuda.offline.driver import MAX_SHARED_BYTES, compile_only
+from tgis.shard.kernels.cuda.offline.variants import NUM_TOKENS, Variant, find_variants
+
+FILE = Path(__file__).parents[2] / "shard/kernels/cuda/golden_sm90.json"
+CAPABILITY = 90
+# Between them these have every feature.
+MODELS = ("all", "llama-3.1-8b/1", "gemma-2-9b/1", "qwen3-8b/1", "bloom-7b1/1", "flan-t5-xl/1", "starcoder/1")
+Table = dict[str, MachineCode]
+
+
+def of_models(*models: str, num_tokens: int = NUM_TOKENS) -> list[Variant]:
+    """Return the variants of models in bfloat16."""
+    found = [each for each in find_variants(num_tokens) if each.label.split()[0] in models]
+    return [each for each in found if "float16" not in each.label.split()]
+
+
+def measure(variants: Iterable[Variant], capability: int = CAPABILITY) -> tuple[Table, list[str]]:
+    """Compile the kernels of variants. Return what they cost, and a line for each fault."""
+    table: Table = {}
+    found = []
+    for variant in variants:
+        name = f"{variant.kernel} {variant.label}"
+        try:
+            with compile_only(capability) as kernels:
+                variant.run()
+        except Exception as error:
+            found.append(f"{name}: {error!r}")
+        table |= {f"{name}: {kernel.name}": read_machine_code(kernel) for kernel in kernels}
+    limit = MAX_SHARED_BYTES[capability]
+    return table, found + [f"{name}: {fault}" for name, code in table.items() for fault in code.faults(limit)]
+
+
+def read() -> tuple[str, Table]:
+    """Return the version of Triton, and the table."""
+    found = json.loads(FILE.read_text())
+    return found["triton"], {name: MachineCode(**code) for name, code in found["kernels"].items()}
+
+
+def write(table: Table) -> None:
+    rows = ",\n".join(f'"{name}": {json.dumps(asdict(code))}' for name, code in sorted(table.items()))
+    FILE.write_text(f'{{"triton": "{triton.__version__}",\n"kernels": {{\n{rows}\n}}}}\n')
+
+
+def main() -> int:
+    with TemporaryDirectory() as directory:
+        triton.knobs.cache.dir = directory
+        if sys.argv[1:]:
+            _, found = measure(find_variants(), int(sys.argv[1]))
+        else:
+            table, found = measure(of_models(*MODELS))
+            write(table)
+    print("\n".join(found))
+    return bool(found)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

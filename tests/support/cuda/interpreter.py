@@ -1,0 +1,112 @@
+"""Triton's kernels in its interpreter, on the CPU, beside those that compile.
+
+Triton chooses between both when a kernel is declared, so the modules of the kernels are imported twice."""
+
+import importlib
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+import triton.runtime.interpreter as interpreter
+
+from tgis.shard.kernels.cuda.implementations import KERNELS, Implementations
+
+PACKAGE = "tgis.shard.kernels.cuda"
+# Modules whose classes both copies share.
+SHARED = {f"{PACKAGE}.step_state"}
+
+
+@cache
+def interpreted() -> Implementations:
+    """Return kernels that run on the CPU."""
+    modules = interpreted_modules()
+    return Implementations(**{name: modules[name].launch for name in KERNELS})
+
+
+@cache
+def interpreted_modules() -> dict[str, ModuleType]:
+    """Return the copies of the kernels' modules, by the kernel's name."""
+    _correct()
+    with _removed(), triton.knobs.runtime.scope():
+        triton.knobs.runtime.interpret = True
+        return {name: importlib.import_module(f"{PACKAGE}.{name}") for name in KERNELS}
+
+
+def interpret(kernel: Callable[..., None]) -> Any:
+    """Return a test's own kernel, which may call functions of any kernels, such that it runs on the CPU."""
+    _correct()
+    return interpreter.InterpretedFunction(kernel)
+
+
+@contextmanager
+def _removed() -> Iterator[None]:
+    """Import the package's modules again; afterwards they are those of before."""
+    package = sys.modules[PACKAGE]
+    before, names = dict(vars(package)), [name for name in sys.modules if name.startswith(f"{PACKAGE}.")]
+    kept = {name: sys.modules.pop(name) for name in names if name not in SHARED}
+    try:
+        yield
+    finally:
+        for name in [name for name in sys.modules if name.startswith(f"{PACKAGE}.") and name not in SHARED]:
+            del sys.modules[name]
+        sys.modules.update(kept)
+        vars(package).update(before)
+
+
+@cache
+def _correct() -> None:
+    """Correct faults of the interpreter of Triton 3.6 and 3.7.
+
+    Products of bfloat16 are those of its bits. bfloat16 is not rounded to the nearest, as GPUs do. NumPy 2.4
+    makes no index of an array with one element. Triton's own functions, such as max, which were imported to
+    be compiled, cannot be called; they see the language through tl.core, so a launch must replace that too.
+    Numbers beyond the range are infinite, as on GPUs, and no warning."""
+    patch, create_dot = interpreter._patch_lang_tensor, interpreter.InterpreterBuilder.create_dot
+    convert = interpreter._convert_float
+    patch_lang, whole_language = (
+        interpreter._patch_lang,
+        SimpleNamespace(__globals__={"tl": tl, "core": tl.core}),
+    )
+
+    def patch_tensor(tensor: Any, scope: Any) -> None:
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.reshape(-1)[0]))
+
+    def create_wide_dot(self: Any, a: Any, b: Any, *rest: Any) -> Any:
+        return create_dot(self, _widen(a), _widen(b), *rest)
+
+    def convert_float(x: Any, source: Any, target: Any, rounding_mode: Any) -> Any:
+        if (source, target) == (tl.bfloat16, tl.float32):
+            return x.astype(np.uint32) << 16
+        if (source, target) == (tl.float32, tl.bfloat16):
+            rounded = torch.from_numpy(np.ascontiguousarray(x, np.float32)).bfloat16()
+            return rounded.view(torch.uint16).numpy()
+        return convert(x, source, target, rounding_mode)
+
+    interpreter._patch_lang_tensor, interpreter._convert_float = patch_tensor, convert_float
+    interpreter.InterpreterBuilder.create_dot = create_wide_dot
+    interpreter._patch_lang = lambda kernel: patch_lang(whole_language)
+    triton.JITFunction.__call__ = _call
+    interpreter.InterpretedFunction.__call__ = _call
+    interpreter.GridExecutor.__call__ = np.errstate(over="ignore", invalid="ignore")(
+        interpreter.GridExecutor.__call__
+    )
+
+
+def _call(function: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call a function in a kernel, whose launch has replaced the language."""
+    return interpreter.InterpretedFunction(function.fn).rewrite()(*args, **kwargs)
+
+
+def _widen(x: Any) -> Any:
+    if x.dtype.scalar != tl.bfloat16:
+        return x
+    bits = x.data.astype(np.uint32) << 16
+    return interpreter.TensorHandle(bits.view(np.float32), tl.float32)

@@ -1,0 +1,72 @@
+"""A device in the CPU's memory whose work is done only when somebody waits for it.
+
+Work that reads what the host has changed since, or memory that an earlier step still needs, gives other
+results than on a device that is never late. So does a host that reads answers before they are there."""
+
+import threading
+from collections import deque
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+CPU = torch.device("cpu")
+POISON = -1
+
+
+class LateDevice:
+    """`DeviceStream`. What is queued is computed by the thread that waits for it."""
+
+    def __init__(self, device: torch.device = CPU) -> None:
+        self.device = device
+        self._lock = threading.RLock()
+        self._queue = deque[Callable[[], None]]()
+        self._num_queued = self._num_done = 0
+        self.most_queued = 0
+        """Most pieces of work that were ever behind the host."""
+
+    def run(self, work: Callable[[], None]) -> None:
+        with self._lock:
+            self._queue.append(work)
+            self._num_queued += 1
+            self.most_queued = max(self.most_queued, len(self._queue))
+
+    def pinned(self, num_words: int) -> Tensor:
+        return torch.full((num_words,), POISON, dtype=torch.int32)
+
+    def record(self) -> "LateEvent":
+        with self._lock:
+            return LateEvent(self, self._num_queued)
+
+    def capture(self, work: Callable[[], None]) -> "LateGraph":
+        self.finish()
+        work()
+        return LateGraph(self, work)
+
+    def finish(self) -> None:
+        self.record().wait()
+
+    def reach(self, count: int) -> None:
+        with self._lock:
+            while self._num_done < count:
+                work = self._queue.popleft()
+                self._num_done += 1
+                work()
+
+
+class LateEvent:
+    def __init__(self, device: LateDevice, count: int) -> None:
+        self._device, self._count = device, count
+
+    def wait(self) -> None:
+        self._device.reach(self._count)
+
+
+class LateGraph:
+    """Work that is simply done again."""
+
+    def __init__(self, device: LateDevice, work: Callable[[], None]) -> None:
+        self._device, self._work = device, work
+
+    def replay(self) -> None:
+        self._device.run(self._work)

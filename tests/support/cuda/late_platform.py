@@ -1,0 +1,27 @@
+"""A platform as that of GPUs, on the CPU: kernels by their twins, work that is done late, graphs."""
+
+from dataclasses import replace
+from functools import partial
+
+from tests.support.cuda.late_device import LateDevice
+from tests.support.shard.portable import plain
+from tgis.shard.collectives import CPU
+from tgis.shard.kernels.cuda.implementations import Implementations
+from tgis.shard.kernels.cuda.ops import CudaKernels
+from tgis.shard.runner.device.graphs import graph_sizes
+from tgis.shard.startup.cuda_platform import make_runner
+from tgis.shard.startup.platform import Platform
+
+
+def late_platform(device: LateDevice, kernels: Implementations | None = None) -> Platform:
+    kernels = kernels or Implementations.plain()
+    return replace(
+        plain(CPU),
+        kernels=CudaKernels(CPU, kernels),
+        make_runner=partial(make_runner, kernels, device),
+        is_memory_shared=False,
+        cache_divisor=1,
+        num_dummy_blocks=1,
+        replaced_kernels=kernels.replaced,
+        graph_sizes=graph_sizes,
+    )

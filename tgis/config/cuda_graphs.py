@@ -1,0 +1,15 @@
+"""Reads the sizes of steps that are captured as CUDA graphs."""
+
+from collections.abc import Sequence
+
+
+def parse_graph_sizes(text: str | None) -> Sequence[int] | None:
+    """Return the numbers of rows in `text`, which commas separate; none for 0, and None if there is no text.
+
+    Raises ValueError."""
+    if text is None:
+        return None
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isascii() and part.isdigit() for part in parts):
+        raise ValueError(f"{text!r} is neither 0 nor a list of numbers of rows, such as 1,2,4,8")
+    return tuple(sorted({int(part) for part in parts} - {0}))

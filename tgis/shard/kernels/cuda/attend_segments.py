@@ -1,0 +1,233 @@
+"""Attention of one query per sequence, in segments of keys that are merged afterwards."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tgis.shard.attention.interface import Scoring
+from tgis.shard.kernels.cuda import step_state
+from tgis.shard.kernels.cuda.functions.processors import count_processors, find_capability
+from tgis.shard.kernels.cuda.functions.scoring import (
+    ScoreArguments,
+    Sizes,
+    are_addressable,
+    attend_span,
+    begin_softmax,
+)
+from tgis.shard.kernels.cuda.step_state import Segments
+from tgis.shard.kernels.portable.attention import KEYS, Piece, attend_piece
+
+NUM_WARPS, NUM_STAGES = 4, 3
+REGISTERS = 1 << 16  # of a multiprocessor
+TOGETHER = 8  # segments that are merged at once
+
+
+def most_segments(max_seq_len: int) -> int:
+    """Return the most segments of a sequence of at most `max_seq_len` tokens."""
+    return max(1, min(step_state.MAX_SEGMENTS, -(-max_seq_len // step_state.SEGMENT_LEN)))
+
+
+def choose_sizes(group: int, keys: Tensor) -> tuple[Sizes, int]:
+    """Return the sizes of a program that computes segments, and the number of programs of a multiprocessor.
+
+    A program has two blocks of keys and values under way, of 16 KB each or less. A multiprocessor needs about
+    48 KB under way to use the memory's bandwidth; it has memory and registers for these programs at once."""
+    _, num_kv_heads, block_size, head_dim = keys.shape
+    width = max(16, triton.next_power_of_2(head_dim))
+    rows = max(16, triton.next_power_of_2(group))
+    num_keys = max(16, min(64, (1 << 14) // (width * keys.element_size())))
+    sizes = Sizes(group, num_kv_heads, head_dim, block_size, width, rows, num_keys)
+    if rows > 32 or width > 128 or find_capability(keys.device) < 90:
+        return sizes, 2
+    return sizes, 4 if width <= 64 else 3
+
+
+@triton.jit
+def find_sequence(work_starts, work, num_seqs):
+    """Return the last sequence whose segments start at or before `work`. It is none of length 0."""
+    low, high = 0, num_seqs - 1
+    while low < high:
+        middle = (low + high + 1) // 2
+        if tl.load(work_starts + middle) <= work:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+@triton.jit
+def find_first(length, window):
+    """Return the first key that the last token sees."""
+    first = 0
+    if window is not None:
+        first = tl.maximum(length - window, 0)
+    return first
+
+
+@triton.jit
+def find_length(length, SEGMENT_LEN: tl.constexpr, MAX_SEGMENTS: tl.constexpr):
+    """Return the length of a sequence's segments."""
+    return SEGMENT_LEN * tl.maximum(1, tl.cdiv(length, SEGMENT_LEN * MAX_SEGMENTS))
+
+
+@triton.jit
+def find_part(
+    seq_lens, work_starts, work, num_seqs, window, SEGMENT_LEN: tl.constexpr, MAX_SEGMENTS: tl.constexpr
+):
+    """Return the sequence of a segment, where the segment begins and ends, and the first key that is seen."""
+    seq = find_sequence(work_starts, work, num_seqs)
+    length = tl.load(seq_lens + seq)
+    size = find_length(length, SEGMENT_LEN, MAX_SEGMENTS)
+    begin = (work - tl.load(work_starts + seq)) * size
+    return seq, length, begin, tl.minimum(begin + size, length), find_first(length, window)
+
+
+# What differs between steps, or may begin anywhere in some other tensor, makes no variants of a kernel.
+STEP_SIZES = ["num_seqs", "num_programs", "table_stride"]
+STEP_TENSORS = ["block_tables", "rows", "seq_lens", "work_starts"]
+
+
+@triton.jit(do_not_specialize=STEP_SIZES, do_not_specialize_on_alignment=STEP_TENSORS)
+def attend_segments_kernel(
+    q,
+    keys,
+    values,
+    block_tables,
+    rows,
+    seq_lens,
+    work_starts,
+    parts,
+    num_seqs,
+    num_programs,
+    table_stride,
+    score,
+    SIZES: tl.constexpr,
+    SEGMENT_LEN: tl.constexpr,
+    MAX_SEGMENTS: tl.constexpr,
+):
+    """Compute segments. Programs share the list of work evenly, so that the grid depends on no length."""
+    row, channel = tl.arange(0, SIZES.rows), tl.arange(0, SIZES.width)
+    is_stored = (row < SIZES.group)[:, None] & (channel < SIZES.head_dim)[None, :]
+    head_stride: tl.constexpr = SIZES.block_size * SIZES.head_dim
+    num_heads: tl.constexpr = SIZES.num_kv_heads * SIZES.group
+    maxima, masses, sums = parts
+    num_items = tl.load(work_starts + num_seqs) * SIZES.num_kv_heads
+    for item in tl.range(tl.program_id(0), num_items, num_programs):
+        kv_head, work = item % SIZES.num_kv_heads, item // SIZES.num_kv_heads
+        seq, length, begin, end, first = find_part(
+            seq_lens, work_starts, work, num_seqs, score.window, SEGMENT_LEN, MAX_SEGMENTS
+        )
+        if first < end:  # else nobody sees the segment, and merge_segments_kernel does not read it
+            heads = kv_head * SIZES.group + tl.minimum(row, SIZES.group - 1)
+            place = (tl.cast(seq, tl.int64) * num_heads + heads)[:, None] * SIZES.head_dim + channel[None, :]
+            q_rows = tl.load(q + place, mask=is_stored, other=0.0)
+            table = block_tables + tl.load(rows + seq).to(tl.int64) * table_stride
+            pages = keys + kv_head * head_stride, values + kv_head * head_stride, table
+            queries = tl.full((SIZES.rows,), length - 1, tl.int32), heads
+            span = tl.maximum(begin, first // SIZES.keys * SIZES.keys), end, first, end
+            state = begin_softmax(SIZES.rows, SIZES.width)
+            # No key follows the query, so that causal and other attention are the same.
+            state = attend_span(state, q_rows, pages, queries, span, score, SIZES, False, True)
+            found = tl.cast(work, tl.int64) * num_heads + heads
+            tl.store(maxima + found, state[0], mask=row < SIZES.group)
+            tl.store(masses + found, state[1], mask=row < SIZES.group)
+            tl.store(sums + found[:, None] * SIZES.head_dim + channel[None, :], state[2], mask=is_stored)
+
+
+@triton.jit(do_not_specialize_on_alignment=STEP_TENSORS)
+def merge_segments_kernel(
+    seq_lens,
+    work_starts,
+    parts,
+    out,
+    window,
+    SIZES: tl.constexpr,
+    SEGMENT_LEN: tl.constexpr,
+    MAX_SEGMENTS: tl.constexpr,
+    TOGETHER: tl.constexpr,
+):
+    """Merge the segments of one head of a sequence in their order, TOGETHER at a time."""
+    seq, head, num_heads = tl.program_id(0), tl.program_id(1), SIZES.num_kv_heads * SIZES.group
+    length, start = tl.load(seq_lens + seq), tl.load(work_starts + seq)
+    count = tl.load(work_starts + seq + 1) - start
+    first = find_first(length, window) // find_length(length, SEGMENT_LEN, MAX_SEGMENTS)
+    maxima, masses, sums = parts
+    channel = tl.arange(0, SIZES.width)
+    best, mass = -float("inf"), 0.0
+    acc = tl.full((SIZES.width,), 0.0, tl.float32)
+    for some in tl.range(first, count, TOGETHER):
+        segment = some + tl.arange(0, TOGETHER)
+        is_one = segment < count
+        place = tl.cast(start + segment, tl.int64) * num_heads + head
+        tops = tl.load(maxima + place, mask=is_one, other=-float("inf"))
+        top = tl.maximum(best, tl.max(tops, 0))
+        weights = tl.exp2(tops - top)  # [TOGETHER]
+        shrink = tl.exp2(best - top)
+        is_read = is_one[:, None] & (channel < SIZES.head_dim)[None, :]
+        found = tl.load(sums + place[:, None] * SIZES.head_dim + channel[None, :], mask=is_read, other=0.0)
+        acc = acc * shrink + tl.sum(found * weights[:, None], 0)
+        mass = mass * shrink + tl.sum(tl.load(masses + place, mask=is_one, other=0.0) * weights, 0)
+        best = top
+    y = acc / tl.where(mass > 0, mass, 1.0)
+    place = (tl.cast(seq, tl.int64) * num_heads + head) * SIZES.head_dim + channel
+    tl.store(out + place, y.to(out.dtype.element_ty), mask=channel < SIZES.head_dim)
+
+
+def launch(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    block_tables: Tensor,
+    segments: Segments,
+    max_seq_len: int,
+    scoring: Scoring,
+) -> Tensor:
+    """Return the attention of q, contiguous [num_seqs, num_heads, head_dim], as the same shape and type.
+
+    keys, values: [num_blocks, num_kv_heads, block_size, head_dim], one layer of the cache. A causal query is
+    its sequence's last token; others see the whole sequence. No sequence is longer than `max_seq_len`."""
+    num_seqs, num_heads, head_dim = q.shape
+    assert are_addressable(q, keys, values, block_tables)
+    out = torch.empty_like(q)
+    if not num_seqs:
+        return out
+    most = num_seqs * most_segments(max_seq_len)
+    shapes = (most, num_heads), (most, num_heads), (most, num_heads, head_dim)
+    parts = tuple(q.new_empty(shape, dtype=torch.float32) for shape in shapes)
+    sizes, per_processor = choose_sizes(num_heads // keys.shape[1], keys)
+    constants = sizes, step_state.SEGMENT_LEN, step_state.MAX_SEGMENTS
+    count = min(per_processor * count_processors(q.device), most * sizes.num_kv_heads)
+    score = ScoreArguments.of(scoring)
+    pages = keys, values, block_tables
+    numbers = num_seqs, count, block_tables.stride(0)
+    # The compiler may use all registers that so many programs leave to each of their threads.
+    most_registers = REGISTERS // (32 * NUM_WARPS * per_processor) // 8 * 8
+    options = {"num_warps": NUM_WARPS, "num_stages": NUM_STAGES, "maxnreg": min(255, most_registers)}
+    attend_segments_kernel[(count,)](q, *pages, *segments, parts, *numbers, score, *constants, **options)
+    lengths = segments.seq_lens, segments.work_starts
+    merge_segments_kernel[num_seqs, num_heads](
+        *lengths, parts, out, score.window, *constants, TOGETHER, num_warps=1
+    )
+    return out
+
+
+def plain(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    block_tables: Tensor,
+    segments: Segments,
+    max_seq_len: int,
+    scoring: Scoring,
+) -> Tensor:
+    num_blocks = -(-max_seq_len // keys.shape[2])
+    count = max(1, KEYS // max(1, max_seq_len))  # sequences that are computed together
+    parts = []
+    for start in range(0, len(q), count):
+        some = slice(start, start + count)
+        lengths = segments.seq_lens[some].long().unsqueeze(1)  # [n, 1]
+        blocks = block_tables[segments.rows[some].long(), :num_blocks].long()
+        piece = Piece(torch.arange(len(lengths), device=q.device).unsqueeze(1), lengths - 1, lengths, blocks)
+        parts.append(attend_piece(q[some].unsqueeze(1), keys, values, piece, scoring).squeeze(1))
+    return torch.cat(parts)

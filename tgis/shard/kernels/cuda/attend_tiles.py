@@ -1,0 +1,168 @@
+"""Attention of several consecutive queries of a sequence, in tiles."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tgis.shard.attention.interface import Scoring
+from tgis.shard.kernels.cuda.functions.processors import find_capability
+from tgis.shard.kernels.cuda.functions.scoring import (
+    ScoreArguments,
+    Sizes,
+    are_addressable,
+    attend_span,
+    begin_softmax,
+)
+from tgis.shard.kernels.portable.attention import KEYS, Piece, attend_piece
+
+QUERIES = 128  # rows of a tile: its tokens times the query heads of one key/value head
+
+
+def tile_tokens(group_size: int) -> int:
+    """Return the most tokens of a tile, for `group_size` query heads per head of keys and values."""
+    return max(1, QUERIES // group_size)
+
+
+def choose_sizes(group: int, keys: Tensor, has_bias: bool) -> tuple[Sizes, dict[str, int]]:
+    """Return the sizes of a program, and how it is compiled. Larger programs run out of registers."""
+    _, num_kv_heads, block_size, head_dim = keys.shape
+    width = max(16, triton.next_power_of_2(head_dim))
+    # 9.x and 10.x multiply from shared memory, and have 227 KB of it; others have 99 KB at least.
+    has_much_memory = 90 <= find_capability(keys.device) < 120
+    if keys.dtype == torch.float32:  # not for tensor cores: threads hold whole rows of operands
+        rows, num_keys, num_warps = (64, 32, 8) if width <= 64 else (16, 16, 4)
+    else:
+        is_wide = width > (128 if has_much_memory else 64)
+        rows, num_keys, num_warps = 128, 32 if is_wide or has_bias else 64, 8
+        if width > 128 and (has_bias or not has_much_memory):
+            rows = 64
+    sizes = Sizes(group, num_kv_heads, head_dim, block_size, width, rows, num_keys)
+    return sizes, {"num_warps": num_warps, "num_stages": 3 if has_much_memory else 2}
+
+
+@triton.jit
+def find_spans(position, tokens, length, window, KEYS: tl.constexpr, CAUSAL: tl.constexpr):
+    """Return the first key that any of the tokens sees, the first and the end of the whole blocks that all
+    see, and the end of what any sees."""
+    last, full = length, length // KEYS * KEYS
+    if CAUSAL:
+        last = tl.minimum(position + tokens, length)
+        full = tl.minimum(position + 1, length) // KEYS * KEYS
+    first, begin = 0, 0
+    if window is not None:
+        first = tl.minimum(tl.maximum(position + 1 - window, 0), length)
+        begin = tl.minimum(tl.cdiv(tl.maximum(position + tokens - window, 0), KEYS) * KEYS, full)
+    return first, begin, full, last
+
+
+# What differs between steps, or may begin anywhere in some other tensor, makes no variants of the kernel.
+@triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=["block_tables", "tiles"])
+def attend_tiles_kernel(
+    q, keys, values, block_tables, tiles, table_stride, score, out, SIZES: tl.constexpr, CAUSAL: tl.constexpr
+):
+    """Compute a tile, or a part of it, for all query heads of one key/value head. The last tiles start first:
+    those of long sequences take the longest."""
+    num_heads: tl.constexpr = SIZES.num_kv_heads * SIZES.group
+    head_stride: tl.constexpr = SIZES.block_size * SIZES.head_dim
+    kv_head = tl.program_id(0)
+    tile = tiles + (tl.num_programs(1) - 1 - tl.program_id(1)) * 5
+    count, position, length = tl.load(tile + 2), tl.load(tile + 3), tl.load(tile + 4)
+    start = tl.program_id(2) * SIZES.rows
+    if start >= count * SIZES.group:
+        return
+    row, channel = start + tl.arange(0, SIZES.rows), tl.arange(0, SIZES.width)
+    token, heads = row // SIZES.group, kv_head * SIZES.group + row % SIZES.group
+    place = (tl.load(tile + 1).to(tl.int64) + token) * num_heads + heads
+    place = place[:, None] * SIZES.head_dim + channel[None, :]
+    is_stored = (token < count)[:, None] & (channel < SIZES.head_dim)[None, :]
+    q_rows = tl.load(q + place, mask=is_stored, other=0.0)
+    pages = (
+        keys + kv_head * head_stride,
+        values + kv_head * head_stride,
+        block_tables + tl.load(tile).to(tl.int64) * table_stride,
+    )
+    rows = position + token, heads
+    tokens_before = start // SIZES.group
+    tokens = tl.minimum(count, (start + SIZES.rows - 1) // SIZES.group + 1) - tokens_before
+    first, begin, full, last = find_spans(
+        position + tokens_before, tokens, length, score.window, SIZES.keys, CAUSAL
+    )
+    state = begin_softmax(SIZES.rows, SIZES.width)
+    if score.window is not None:
+        seen = first // SIZES.keys * SIZES.keys
+        state = attend_span(
+            state, q_rows, pages, rows, (seen, begin, first, last), score, SIZES, CAUSAL, True
+        )
+    state = attend_span(state, q_rows, pages, rows, (begin, full, first, last), score, SIZES, CAUSAL, False)
+    state = attend_span(state, q_rows, pages, rows, (full, last, first, last), score, SIZES, CAUSAL, True)
+    _, mass, acc = state
+    y = acc / tl.where(mass > 0, mass, 1.0)[:, None]
+    tl.store(out + place, y.to(out.dtype.element_ty), mask=is_stored)
+
+
+def launch(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    block_tables: Tensor,
+    tiles: Tensor,
+    max_seq_len: int,
+    scoring: Scoring,
+    out: Tensor,
+) -> None:
+    """Write the attention of the tiles' tokens to `out`, of the shape and type of q, and nothing else.
+
+    q: contiguous [num_tokens, num_heads, head_dim]. keys, values: [num_blocks, num_kv_heads, block_size,
+    head_dim], one layer of the cache. tiles: int32 [num_tiles, 5]: row in the block tables, first token,
+    number of tokens (at most `tile_tokens`; 0: an idle tile), position of the first token, and length of the
+    sequence, at most `max_seq_len`. A causal query sees keys up to its position, others the whole
+    sequence."""
+    num_kv_heads = keys.shape[1]
+    assert are_addressable(q, keys, values, block_tables)
+    assert out.is_contiguous()
+    assert tiles.is_contiguous()
+    if not len(tiles):
+        return
+    group = q.shape[1] // num_kv_heads
+    sizes, options = choose_sizes(group, keys, scoring.bias is not None)
+    parts = triton.cdiv(tile_tokens(group) * group, sizes.rows)
+    attend_tiles_kernel[num_kv_heads, len(tiles), parts](
+        q,
+        keys,
+        values,
+        block_tables,
+        tiles,
+        block_tables.stride(0),
+        ScoreArguments.of(scoring),
+        out,
+        sizes,
+        scoring.causal,
+        **options,
+    )
+
+
+def plain(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    block_tables: Tensor,
+    tiles: Tensor,
+    max_seq_len: int,
+    scoring: Scoring,
+    out: Tensor,
+) -> None:
+    num_blocks = -(-max_seq_len // keys.shape[2])
+    place = torch.arange(tile_tokens(q.shape[1] // keys.shape[1]), device=q.device)
+    found = q.new_zeros(len(q) + 1, *q.shape[1:])  # the last one takes what belongs to no token
+    is_found = torch.zeros(len(q) + 1, dtype=torch.bool, device=q.device)
+    count = max(1, KEYS // max(1, max_seq_len))  # tiles that are computed together
+    for start in range(0, len(tiles), count):
+        row, first, counts, position, length = tiles[start : start + count].long().unsqueeze(2).unbind(1)
+        is_token = place < counts  # [n, tile_tokens]
+        tokens = torch.where(is_token, first + place, len(q))
+        blocks = block_tables[row.squeeze(1), :num_blocks].long()
+        piece = Piece(tokens, position + place, length, blocks)
+        found[tokens] = attend_piece(q[tokens.clamp(max=len(q) - 1)], keys, values, piece, scoring)
+        is_found[tokens] = True
+    out.copy_(torch.where(is_found[:-1, None, None], found[:-1], out))

@@ -1,0 +1,1 @@
+"""The comparison of kernels with their twins when a shard starts."""

@@ -1,0 +1,1 @@
+"""Functions that kernels call, and what launches ask of a device."""

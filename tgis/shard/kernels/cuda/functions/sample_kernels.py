@@ -1,0 +1,260 @@
+"""Triton kernels of `sample`. A block is BLOCK tokens of one sample's vocabulary.
+
+What a row does not ask for costs it a look at its words. Only `append` answers for rows that have ended."""
+
+import triton
+import triton.language as tl
+
+from tgis.shard.kernels.cuda.functions.counter_rng import draw_key, uniforms
+from tgis.shard.kernels.cuda.functions.precise_math import exp_negative, log_complement, log_positive
+from tgis.shard.kernels.cuda.step_state import Flag, Word
+from tgis.shard.sampling import sampler
+
+NUM_WORDS = tl.constexpr(len(Word))
+LENGTH, LIMIT, PROMPT_LEN = tl.constexpr(Word.LENGTH), tl.constexpr(Word.LIMIT), tl.constexpr(Word.PROMPT_LEN)
+ENDED, LAST_TOKEN = tl.constexpr(Word.ENDED), tl.constexpr(Word.LAST_TOKEN)
+NUM_STOP_IDS, NUM_BIASES = tl.constexpr(Word.NUM_STOP_IDS), tl.constexpr(Word.NUM_BIASES)
+GREEDY, TEMPERATURE = tl.constexpr(Word.GREEDY), tl.constexpr(Word.TEMPERATURE)
+MIN_P = tl.constexpr(Word.MIN_P)
+SEED_LOW, SEED_HIGH = tl.constexpr(Word.SEED_LOW), tl.constexpr(Word.SEED_HIGH)
+REPETITION_PENALTY = tl.constexpr(Word.REPETITION_PENALTY)
+PRESENCE_PENALTY = tl.constexpr(Word.PRESENCE_PENALTY)
+FREQUENCY_PENALTY = tl.constexpr(Word.FREQUENCY_PENALTY)
+LENGTH_PENALTY_START = tl.constexpr(Word.LENGTH_PENALTY_START)
+LENGTH_PENALTY_FACTOR = tl.constexpr(Word.LENGTH_PENALTY_FACTOR)
+MIN_NEW_TOKENS, MUST_END = tl.constexpr(Word.MIN_NEW_TOKENS), tl.constexpr(Word.MUST_END)
+IS_GUIDED = tl.constexpr(Word.IS_GUIDED)
+SAMPLED_FLAG, ENDED_FLAG = tl.constexpr(Flag.SAMPLED), tl.constexpr(Flag.ENDED)
+UNUSABLE_FLAG = tl.constexpr(Flag.UNUSABLE)
+
+MAX_FACTOR = tl.constexpr(float(sampler.MAX_FACTOR))
+MIN_FACTOR = tl.constexpr(float(1 / sampler.MAX_FACTOR))
+MAX_COUNT = tl.constexpr((1 << 15) - 1)
+INF = tl.constexpr(float("inf"))
+
+# Parts of larger tensors, which begin anywhere: none of them is a reason to compile again.
+STAGED = ["sampled_rows", "answers"]
+
+
+@triton.jit(do_not_specialize_on_alignment=STAGED)
+def adjust(
+    logits,
+    sampled_rows,
+    words,
+    masks,
+    bias_token_ids,
+    biases,
+    stop_ids,
+    token_counts,
+    highest,
+    best,
+    VOCAB_SIZE: tl.constexpr,
+    MAX_BIASES: tl.constexpr,
+    MAX_STOP_IDS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Change the logits of block program_id(0) of sample program_id(1) as its row asks.
+
+    Writes the block's highest logit, NaN if there is one, and its token id, the lowest among equals. The
+    logits themselves are written only where they changed and a token will be drawn."""
+    sample = tl.program_id(1).to(tl.int64)
+    first = tl.program_id(0) * BLOCK
+    ids = first + tl.arange(0, BLOCK)
+    own = logits + sample * VOCAB_SIZE
+    # Loaded before it is known what to do with them, so that memory is waited for once.
+    scores = tl.load(own + ids, mask=ids < VOCAB_SIZE, other=-INF)  # [BLOCK]
+    row = tl.load(sampled_rows + sample).to(tl.int64)
+    state = words + row * NUM_WORDS
+    if tl.load(state + ENDED) != 0:
+        return
+    num_biases = tl.load(state + NUM_BIASES)
+    if num_biases > 0:
+        at = row * MAX_BIASES
+        _add_biases(own, bias_token_ids + at, biases + at, num_biases, first, BLOCK, MAX_BIASES)
+        tl.debug_barrier()  # other threads wrote what this one loads
+        scores = tl.load(own + ids, mask=ids < VOCAB_SIZE, other=-INF)
+    allowed = masks + row * ((VOCAB_SIZE + 31) // 32)
+    stops, counts = stop_ids + row * MAX_STOP_IDS, token_counts + row * VOCAB_SIZE
+    scores, is_changed = _change(scores, ids, state, allowed, stops, counts, VOCAB_SIZE)
+    if is_changed & (tl.load(state + GREEDY) == 0):
+        tl.store(own + ids, scores, mask=ids < VOCAB_SIZE)
+    is_nan = scores != scores
+    value, place = tl.max(tl.where(is_nan, -INF, scores), 0, return_indices=True)
+    at = sample * tl.num_programs(0) + tl.program_id(0)
+    tl.store(highest + at, tl.where(tl.max(is_nan.to(tl.int32), 0) != 0, float("nan"), value))
+    tl.store(best + at, first + place)
+
+
+@triton.jit
+def _change(scores, ids, state, allowed, stop_ids, token_counts, VOCAB_SIZE: tl.constexpr):
+    """Apply all but the biases; also return whether there is anything to apply."""
+    is_guided = tl.load(state + IS_GUIDED) != 0
+    if is_guided:
+        bits = tl.load(allowed + ids // 32, mask=ids < VOCAB_SIZE, other=0)
+        scores = tl.where((bits >> (ids % 32)) & 1 != 0, scores, -INF)
+    num_generated = tl.load(state + LENGTH) - tl.load(state + PROMPT_LEN)
+    is_early = (num_generated < tl.load(state + MIN_NEW_TOKENS)) & (tl.load(state + MUST_END) == 0)
+    overdue = num_generated - tl.load(state + LENGTH_PENALTY_START)
+    factor = _load_float(state + LENGTH_PENALTY_FACTOR)
+    treats_stops = is_early | ((overdue > 0) & (factor != 1.0))
+    if treats_stops:
+        is_stop = _find_stops(ids, stop_ids, tl.load(state + NUM_STOP_IDS))
+        scores = tl.where(is_stop, _treat_stops(scores, is_early, factor, overdue), scores)
+    repetition = _load_float(state + REPETITION_PENALTY)
+    presence, frequency = _load_float(state + PRESENCE_PENALTY), _load_float(state + FREQUENCY_PENALTY)
+    penalises = (repetition != 1.0) | (presence != 0.0) | (frequency != 0.0)
+    if penalises:
+        counts = tl.load(token_counts + ids, mask=ids < VOCAB_SIZE, other=0).to(tl.int32)
+        scores = _penalise(scores, counts, repetition, presence, frequency)
+    temperature = _load_float(state + TEMPERATURE)
+    if temperature != 1.0:
+        scores = tl.div_rn(scores, temperature)
+    return scores, is_guided | treats_stops | penalises | (temperature != 1.0)
+
+
+@triton.jit
+def _load_float(word):
+    return tl.load(word).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _add_biases(own, token_ids, biases, num_biases, first, BLOCK: tl.constexpr, MAX_BIASES: tl.constexpr):
+    """Add the biases of tokens in the block to the logits in memory."""
+    i = tl.arange(0, MAX_BIASES)
+    token_id = tl.load(token_ids + i, mask=i < num_biases, other=-1)
+    is_mine = (token_id >= first) & (token_id < first + BLOCK)
+    changed = tl.load(own + token_id, mask=is_mine, other=0.0) + tl.load(biases + i, mask=is_mine, other=0.0)
+    tl.store(own + token_id, changed, mask=is_mine)
+
+
+@triton.jit
+def _find_stops(ids, stop_ids, num_stop_ids):
+    is_stop = ids < 0
+    for i in range(num_stop_ids):
+        is_stop |= ids == tl.load(stop_ids + i)
+    return is_stop
+
+
+@triton.jit
+def _treat_stops(scores, is_early, factor, overdue):
+    """Return the scores of stop tokens where no more than these are due."""
+    exponent = tl.where(is_early, 0, overdue)
+    power, square = tl.full((), 1.0, tl.float64), factor.to(tl.float64)
+    while exponent > 0:
+        power = tl.where(exponent & 1 != 0, power * square, power)
+        square *= square
+        exponent >>= 1
+    growth = (tl.minimum(power, MAX_FACTOR) - 1.0).to(tl.float32)
+    sizes = tl.where(tl.abs(scores) == INF, 0.0, tl.abs(scores))  # infinities stay what they are
+    return tl.where(is_early, -INF, scores + sizes * growth)
+
+
+@triton.jit
+def _penalise(scores, counts, repetition, presence, frequency):
+    """Apply the penalties of tokens that were seen; counts are those of `RowState`."""
+    factor = tl.minimum(tl.maximum(repetition, MIN_FACTOR), MAX_FACTOR)
+    penalised = tl.where(scores < 0.0, scores * factor, tl.div_rn(scores, factor))
+    scores = tl.where(counts != 0, penalised, scores)
+    num_generated = counts & MAX_COUNT
+    penalty = presence + frequency * num_generated.to(tl.float32)
+    return tl.where(num_generated > 0, scores - penalty, scores)
+
+
+@triton.jit(do_not_specialize_on_alignment=STAGED)
+def race(
+    logits,
+    sampled_rows,
+    words,
+    highest,
+    keys,
+    winners,
+    VOCAB_SIZE: tl.constexpr,
+    NUM_BLOCKS: tl.constexpr,
+    PADDED_BLOCKS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Write the best key of `counter_rng.draw_columns` in the block, and its token id, the lowest of equals.
+
+    Grid and `highest` are those of `adjust`."""
+    sample = tl.program_id(1).to(tl.int64)
+    state = words + tl.load(sampled_rows + sample).to(tl.int64) * NUM_WORDS
+    if (tl.load(state + ENDED) != 0) | (tl.load(state + GREEDY) != 0):
+        return
+    top, _ = _find_highest(highest + sample * NUM_BLOCKS, NUM_BLOCKS, PADDED_BLOCKS)
+    if not (tl.abs(top) < INF):
+        return
+    first = tl.program_id(0) * BLOCK
+    ids = first + tl.arange(0, BLOCK)
+    scores = tl.load(logits + sample * VOCAB_SIZE + ids, mask=ids < VOCAB_SIZE, other=-INF)  # [BLOCK]
+    weights = exp_negative(scores - top)
+    min_p = _load_float(state + MIN_P)
+    if min_p > 0.0:
+        weights = tl.where(scores < top + log_positive(min_p), 0.0, weights)
+    seed_low, seed_high = tl.load(state + SEED_LOW), tl.load(state + SEED_HIGH)
+    key_low, key_high = draw_key(seed_low, seed_high, tl.load(state + LENGTH))
+    times = -log_complement(uniforms(key_low, key_high, ids))
+    key, place = tl.max(tl.div_rn(weights, times), 0, return_indices=True)
+    at = sample * NUM_BLOCKS + tl.program_id(0)
+    tl.store(keys + at, key)
+    tl.store(winners + at, first + place)
+
+
+@triton.jit
+def _find_highest(highest, NUM_BLOCKS: tl.constexpr, PADDED_BLOCKS: tl.constexpr):
+    """Return the highest value of a sample's blocks, NaN if there is one, and the first such block."""
+    block = tl.arange(0, PADDED_BLOCKS)
+    values = tl.load(highest + block, mask=block < NUM_BLOCKS, other=-INF)
+    is_nan = values != values
+    value, place = tl.max(tl.where(is_nan, -INF, values), 0, return_indices=True)
+    return tl.where(tl.max(is_nan.to(tl.int32), 0) != 0, float("nan"), value), place
+
+
+@triton.jit(do_not_specialize_on_alignment=STAGED)
+def append(
+    sampled_rows,
+    words,
+    stop_ids,
+    token_counts,
+    highest,
+    best,
+    keys,
+    winners,
+    answers,
+    VOCAB_SIZE: tl.constexpr,
+    MAX_STOP_IDS: tl.constexpr,
+    NUM_BLOCKS: tl.constexpr,
+    PADDED_BLOCKS: tl.constexpr,
+):
+    """Choose the token of sample program_id(0), append it to its row and write the answer.
+
+    A program must be one warp: what it changes is loaded before by all threads."""
+    sample = tl.program_id(0).to(tl.int64)
+    row = tl.load(sampled_rows + sample).to(tl.int64)
+    state, answer, blocks = words + row * NUM_WORDS, answers + 2 * sample, sample * NUM_BLOCKS
+    if tl.load(state + ENDED) != 0:
+        tl.store(answer, 0)
+        tl.store(answer + 1, 0)
+        return
+    top, place = _find_highest(highest + blocks, NUM_BLOCKS, PADDED_BLOCKS)
+    if not (tl.abs(top) < INF):
+        tl.store(answer, 0)
+        tl.store(answer + 1, UNUSABLE_FLAG)
+        tl.store(state + ENDED, 1)
+        return
+    if tl.load(state + GREEDY) != 0:
+        token = tl.load(best + blocks + place)
+    else:
+        _, place = _find_highest(keys + blocks, NUM_BLOCKS, PADDED_BLOCKS)
+        token = tl.load(winners + blocks + place)
+    i = tl.arange(0, MAX_STOP_IDS)
+    stops = tl.load(stop_ids + row * MAX_STOP_IDS + i, mask=i < tl.load(state + NUM_STOP_IDS), other=-1)
+    length = tl.load(state + LENGTH) + 1
+    has_ended = (tl.max((stops == token).to(tl.int32), 0) != 0) | (length >= tl.load(state + LIMIT))
+    count = tl.load(token_counts + row * VOCAB_SIZE + token).to(tl.int32)
+    is_counted = (count & MAX_COUNT) < MAX_COUNT
+    tl.store(answer, token)
+    tl.store(answer + 1, tl.where(has_ended, SAMPLED_FLAG | ENDED_FLAG, SAMPLED_FLAG))
+    tl.store(state + LENGTH, length)
+    tl.store(state + LAST_TOKEN, token)
+    tl.store(state + ENDED, has_ended.to(tl.int32))
+    tl.store(token_counts + row * VOCAB_SIZE + token, (count + is_counted.to(tl.int32)).to(tl.int16))

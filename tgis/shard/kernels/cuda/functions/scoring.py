@@ -1,0 +1,145 @@
+"""Scores and online softmax of the attention kernels, and the arguments that both take."""
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tgis.shard.attention.interface import Scoring
+
+# Scores are multiplied by this, because the hardware computes powers of 2.
+LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+class Sizes(NamedTuple):
+    """Constants of a kernel of attention."""
+
+    group: int  # query heads of a key/value head
+    num_kv_heads: int
+    head_dim: int
+    block_size: int
+    width: int  # head_dim, padded to a power of 2
+    rows: int  # of a program: queries times heads
+    keys: int  # that a program computes at once
+
+
+class ScoreArguments(NamedTuple):
+    """A kernel's `Scoring`. What is None is left out of the compiled kernel."""
+
+    scale: float
+    soft_cap: float | None
+    slopes: Tensor | None
+    bias: Tensor | None
+    reach: int
+    window: int | None
+
+    @classmethod
+    def of(cls, scoring: Scoring) -> "ScoreArguments":
+        assert scoring.scale > 0, "the largest product must have the largest score"
+        reach = 0 if scoring.bias is None else scoring.bias.shape[1] // 2
+        optional = scoring.soft_cap or None, scoring.slopes, scoring.bias
+        return cls(scoring.scale, *optional, reach, scoring.window or None)
+
+
+def are_addressable(q: Tensor, keys: Tensor, values: Tensor, block_tables: Tensor) -> bool:
+    """Return whether tensors lie as the kernels address them."""
+    assert q.dtype == keys.dtype == values.dtype, "queries, keys and values have one type"
+    assert keys.shape == values.shape
+    return all(x.is_contiguous() for x in (q, keys, values)) and block_tables.stride(1) == 1
+
+
+@triton.jit
+def tanh(x):
+    return 1 - 2 / (1 + tl.exp2(x * (2 * LOG2_E)))
+
+
+@triton.jit
+def adjust(products, distance, heads, slope, score):
+    """Return scores for exponents of 2, [rows, keys]. heads and slope: [rows]."""
+    if score.soft_cap is None:
+        scores = products * (score.scale * LOG2_E)
+    else:
+        scores = tanh(products * (score.scale / score.soft_cap)) * (score.soft_cap * LOG2_E)
+    if score.slopes is not None:
+        scores += (slope * LOG2_E)[:, None] * distance
+    if score.bias is not None:
+        place = tl.minimum(tl.maximum(distance, -score.reach), score.reach) + score.reach
+        scores += tl.load(score.bias + (heads * (2 * score.reach + 1))[:, None] + place) * LOG2_E
+    return scores
+
+
+@triton.jit
+def begin_softmax(ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    """Return the state of a softmax without keys: maxima, masses, and sums of values."""
+    none = tl.full((ROWS,), -float("inf"), tl.float32)
+    return none, tl.zeros((ROWS,), tl.float32), tl.zeros((ROWS, WIDTH), tl.float32)
+
+
+@triton.jit
+def add_keys(state, scores, factor, v, MASKED: tl.constexpr):
+    """Return the state with one more block of keys, whose scores are scores * factor, [rows, keys]."""
+    best, mass, acc = state
+    # The factor is applied together with the subtraction, in one instruction.
+    top = tl.maximum(best, tl.max(scores, 1) * factor)
+    base = top
+    if MASKED:  # a row may have seen no key yet
+        base = tl.where(top == -float("inf"), 0.0, top)
+    p = tl.exp2(scores * factor - base[:, None])
+    shrink = tl.exp2(best - base)
+    acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
+    return top, mass * shrink + tl.sum(p, 1), acc
+
+
+@triton.jit
+def attend_span(
+    state, q, pages, rows, span, score, SIZES: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr
+):
+    """Return the state with the keys of a span, in blocks. q: [rows, width].
+
+    pages: keys and values of the head in its first page, and the sequence's block table. rows: positions and
+    heads, [rows]. span: where blocks begin and end, and the first key that any row sees and the one after
+    the last. If it is not MASKED, every row sees all keys of the span."""
+    keys, values, block_table = pages
+    position, heads = rows
+    begin, end, first, last = span
+    page_stride: tl.constexpr = SIZES.num_kv_heads * SIZES.block_size * SIZES.head_dim
+    slope = None
+    if score.slopes is not None:
+        slope = tl.load(score.slopes + heads)
+    at, channel = tl.arange(0, SIZES.keys), tl.arange(0, SIZES.width)
+    # Pages are looked up one block ahead, so that keys and values can be copied several blocks ahead.
+    page = tl.load(block_table + (begin + at) // SIZES.block_size, mask=begin + at < last, other=0)
+    for start in tl.range(begin, end, SIZES.keys):
+        key = start + at
+        place = page.to(tl.int64) * page_stride + (key % SIZES.block_size) * SIZES.head_dim
+        place = place[:, None] + channel[None, :]
+        is_seen = (key >= first) & (key < last)
+        is_read = (channel < SIZES.head_dim)[None, :]
+        if MASKED:
+            is_read = is_read & is_seen[:, None]
+        k = tl.load(keys + place, mask=is_read, other=0.0)  # [keys, width]
+        v = tl.load(values + place, mask=is_read, other=0.0)
+        following = key + SIZES.keys
+        page = tl.load(block_table + following // SIZES.block_size, mask=following < last, other=0)
+        scores = tl.dot(q, k.T, input_precision="ieee")  # [rows, keys]
+        distance = key[None, :] - position[:, None]
+        factor = 1.0
+        if score.soft_cap is None and score.slopes is None and score.bias is None:
+            factor = score.scale * LOG2_E
+        else:
+            scores = adjust(scores, distance, heads, slope, score)
+        if MASKED:
+            scores = hide(scores, is_seen, distance, score.window, CAUSAL)
+        state = add_keys(state, scores, factor, v, MASKED)
+    return state
+
+
+@triton.jit
+def hide(scores, is_seen, distance, window, CAUSAL: tl.constexpr):
+    is_hidden = ~is_seen[None, :]
+    if CAUSAL:
+        is_hidden = is_hidden | (distance > 0)
+    if window is not None:
+        is_hidden = is_hidden | (distance <= -window)
+    return tl.where(is_hidden, -float("inf"), scores)

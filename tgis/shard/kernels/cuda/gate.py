@@ -1,0 +1,63 @@
+"""Activations of feed-forward layers, gated or not."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tgis.shard.kernels.portable.ops import ACTIVATIONS
+
+BLOCK, NUM_WARPS = 1024, 4
+
+
+@triton.jit
+def _gate(x, out, SIZE: tl.constexpr, BLOCK: tl.constexpr, NAME: tl.constexpr, IS_GATED: tl.constexpr):
+    """Compute BLOCK columns of row `program_id(0)`. SIZE is the number of columns of `out`."""
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = at < SIZE
+    begin = row * SIZE
+    if IS_GATED:
+        begin *= 2
+    value = _activate(tl.load(x + begin + at, mask=mask).to(tl.float32), NAME)  # [BLOCK]
+    if IS_GATED:
+        value *= tl.load(x + begin + SIZE + at, mask=mask).to(tl.float32)
+    tl.store(out + row * SIZE + at, value.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _activate(x, NAME: tl.constexpr):
+    if NAME == "silu":
+        y = x * tl.sigmoid(x)
+    elif NAME == "quick_gelu":
+        y = x * tl.sigmoid(1.702 * x)
+    elif NAME == "gelu_tanh":
+        # (1 + tanh(u)) / 2 is the sigmoid of 2 u, and Triton's interpreter knows no tanh.
+        u = 0.7978845608028654 * (x + 0.044715 * x * x * x)
+        y = x * tl.sigmoid(2.0 * u)
+    elif NAME == "gelu":
+        y = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+    else:
+        tl.static_assert(NAME == "relu", "unknown activation")
+        # Unlike tl.maximum, this keeps NaN.
+        y = tl.where(x < 0.0, 0.0, x)
+    return y
+
+
+def launch(x: Tensor, name: str, is_gated: bool) -> Tensor:
+    """Return an `Activation` of contiguous x as a new tensor of its type: [num_tokens, size], or if it is
+    gated [num_tokens, 2 * size] -> [num_tokens, size]. Computed in float32."""
+    assert x.is_contiguous(), "rows lie side by side"
+    num_tokens, size = x.shape[0], x.shape[1] // (1 + is_gated)
+    out = torch.empty(num_tokens, size, dtype=x.dtype, device=x.device)
+    if num_tokens:
+        grid = (num_tokens, triton.cdiv(size, BLOCK))
+        _gate[grid](x, out, SIZE=size, BLOCK=BLOCK, NAME=name, IS_GATED=is_gated, num_warps=NUM_WARPS)
+    return out
+
+
+def plain(x: Tensor, name: str, is_gated: bool) -> Tensor:
+    if not is_gated:
+        return ACTIVATIONS[name](x.float()).to(x.dtype)
+    gate, up = x.float().chunk(2, -1)
+    return (ACTIVATIONS[name](gate) * up).to(x.dtype)

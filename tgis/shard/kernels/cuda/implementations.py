@@ -1,0 +1,60 @@
+"""Which implementation of each kernel computes: Triton's, or its twin in torch operators."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from types import ModuleType
+from typing import Self
+
+from torch import Tensor
+
+from tgis.shard.kernels.cuda import (
+    attend_segments,
+    attend_tiles,
+    begin_step,
+    gate,
+    norm,
+    sample,
+    turn_and_keep,
+)
+
+# Modules with `launch` and `plain`, by the kernel's name.
+KERNELS: dict[str, ModuleType] = {
+    "begin_step": begin_step,
+    "norm": norm,
+    "turn_and_keep": turn_and_keep,
+    "attend_segments": attend_segments,
+    "attend_tiles": attend_tiles,
+    "gate": gate,
+    "sample": sample,
+}
+
+
+@dataclass(frozen=True)
+class Implementations:
+    """The function that computes each kernel. Signatures are those of the modules of KERNELS."""
+
+    begin_step: Callable[..., None]
+    norm: Callable[..., Tensor]
+    turn_and_keep: Callable[..., Tensor]
+    attend_segments: Callable[..., Tensor]
+    attend_tiles: Callable[..., None]
+    gate: Callable[..., Tensor]
+    sample: Callable[..., None]
+
+    @classmethod
+    def choose(cls, replaced: frozenset[str] = frozenset()) -> Self:
+        """Choose Triton's kernels but for those that are `replaced` by their twins."""
+        names = [each.name for each in fields(cls)]
+        assert replaced <= set(names), "an unknown kernel"
+        return cls(
+            **{name: KERNELS[name].plain if name in replaced else KERNELS[name].launch for name in names}
+        )
+
+    @classmethod
+    def plain(cls) -> Self:
+        return cls.choose(frozenset(KERNELS))
+
+    @property
+    def replaced(self) -> list[str]:
+        """Return the names of kernels whose twins compute."""
+        return [name for name, module in KERNELS.items() if getattr(self, name) is module.plain]

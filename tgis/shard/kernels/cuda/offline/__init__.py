@@ -1,0 +1,1 @@
+"""Compiles kernels in advance, on machines without the GPUs that they are for."""

@@ -1,0 +1,274 @@
+"""Launches whose kernels an installation compiles in advance: those of well-known models, on the meta device.
+
+Kernels are compiled for shapes, so other models compile theirs when they are loaded."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tgis.shard.attention.interface import Heads, Scoring
+from tgis.shard.kernels.cuda.attend_tiles import tile_tokens
+from tgis.shard.kernels.cuda.check.inputs import INPUTS
+from tgis.shard.kernels.cuda.implementations import Implementations
+from tgis.shard.kernels.cuda.step_state import (
+    MAX_BIASES,
+    MAX_STOP_IDS,
+    RowState,
+    Segments,
+    StagedStep,
+    StepTensors,
+    Word,
+)
+from tgis.shard.layers.ops import HeadNorm
+
+BLOCK_SIZE, NUM_BLOCKS, MAX_BLOCKS = 16, 64, 128
+MAX_SEQ_LEN = BLOCK_SIZE * MAX_BLOCKS
+DTYPES = (torch.bfloat16, torch.float16)
+REACH = 128  # of biases by distance
+NUM_TOKENS = 24  # of a step
+
+
+class Variant(NamedTuple):
+    kernel: str  # name in `Implementations`
+    label: str
+    run: Callable[[], object]
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """Sizes and features that a model's kernels are compiled for."""
+
+    name: str
+    hidden_size: int
+    ffn_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    activation: str = "silu"
+    is_gated: bool = True
+    is_centred: bool = False  # layer norm
+    has_norm_bias: bool = False
+    rotated: int | None = None  # channels of a head that are rotated, None: all
+    has_head_norm: bool = False
+    has_slopes: bool = False
+    windows: tuple[int | None, ...] = (None,)  # of the layers
+    soft_cap: float | None = None
+    has_encoder: bool = False  # with biases by distance, and cross-attention
+    shards: tuple[int, ...] = (1,)
+
+    def divided(self, size: int) -> "ModelShape":
+        """Return the shape of one of `size` ranks. The vocabulary is whole where it is sampled from."""
+        return replace(
+            self,
+            name=f"{self.name}/{size}",
+            ffn_size=self.ffn_size // size,
+            num_heads=self.num_heads // size,
+            num_kv_heads=max(1, self.num_kv_heads // size),
+        )
+
+
+@dataclass(frozen=True)
+class LayerNormShape(ModelShape):
+    activation: str = "gelu_tanh"
+    is_gated: bool = False
+    is_centred: bool = True
+    has_norm_bias: bool = True
+    rotated: int | None = 0
+
+
+# Sizes are: hidden, feed-forward, heads, key/value heads, channels of a head, vocabulary.
+MODELS = (
+    ModelShape("llama-3.1-8b", 4096, 14336, 32, 8, 128, 128256, shards=(1, 2)),
+    ModelShape("llama-3.3-70b", 8192, 28672, 64, 8, 128, 128256, shards=(2, 4, 8)),
+    ModelShape("llama-3.2-1b", 2048, 8192, 32, 8, 64, 128256),
+    ModelShape("llama-3.2-3b", 3072, 8192, 24, 8, 128, 128256),
+    ModelShape("smollm2-135m", 576, 1536, 9, 3, 64, 49152),
+    ModelShape("mistral-7b", 4096, 14336, 32, 8, 128, 32768, windows=(None, 4096)),
+    ModelShape("granite-3.3-2b", 2048, 8192, 32, 8, 64, 49159),
+    ModelShape("granite-3.3-8b", 4096, 12800, 32, 8, 128, 49159),
+    ModelShape(
+        "gemma-2-9b", 3584, 14336, 16, 8, 256, 256000, "gelu_tanh", windows=(None, 4096), soft_cap=50.0
+    ),
+    ModelShape(
+        "gemma-3-1b", 1152, 6912, 4, 1, 256, 262144, "gelu_tanh", has_head_norm=True, windows=(None, 512)
+    ),
+    ModelShape("qwen2.5-7b", 3584, 18944, 28, 4, 128, 152064, shards=(1, 2)),
+    ModelShape("qwen3-0.6b", 1024, 3072, 16, 8, 128, 151936, has_head_norm=True),
+    ModelShape("qwen3-8b", 4096, 12288, 32, 8, 128, 151936, has_head_norm=True),
+    ModelShape("phi-3-mini", 3072, 8192, 32, 32, 96, 32064, windows=(2047,)),
+    ModelShape("phi-4", 5120, 17920, 40, 10, 128, 100352),
+    ModelShape("olmo-2-7b", 4096, 11008, 32, 32, 128, 100352),
+    LayerNormShape("gpt2-xl", 1600, 6400, 25, 25, 64, 50257),
+    LayerNormShape("gpt-neox-20b", 6144, 24576, 64, 64, 96, 50432, rotated=24, shards=(1, 2)),
+    LayerNormShape("opt-2.7b", 2560, 10240, 32, 32, 80, 50272, activation="relu"),
+    LayerNormShape("starcoder", 6144, 24576, 48, 1, 128, 49152),
+    LayerNormShape("starcoder2-15b", 6144, 24576, 48, 4, 128, 49152, rotated=128, windows=(4096,)),
+    LayerNormShape("falcon-7b", 4544, 18176, 71, 1, 64, 65024, activation="gelu", rotated=64),
+    LayerNormShape("bloom-7b1", 4096, 16384, 32, 32, 128, 250880, has_slopes=True),
+    LayerNormShape("bloom-176b", 14336, 57344, 112, 112, 128, 250880, has_slopes=True, shards=(8,)),
+    LayerNormShape("mpt-7b", 4096, 16384, 32, 32, 128, 50432, activation="gelu", has_slopes=True),
+    LayerNormShape("bart-large", 1024, 4096, 16, 16, 64, 50265, activation="gelu", has_encoder=True),
+    ModelShape("flan-t5-xl", 2048, 5120, 32, 32, 64, 32128, "gelu_tanh", rotated=0, has_encoder=True),
+    ModelShape("flan-t5-xxl", 4096, 10240, 64, 64, 64, 32128, "gelu_tanh", rotated=0, has_encoder=True),
+    ModelShape("flan-ul2", 4096, 16384, 16, 16, 256, 32128, rotated=0, has_encoder=True),
+)
+
+
+def find_variants(num_tokens: int = NUM_TOKENS) -> list[Variant]:
+    """Return the launches of all models in steps of `num_tokens` tokens, some of which launch the same."""
+    triton_kernels = Implementations.choose()
+    found = [_begin_step(triton_kernels, num_tokens)]
+    for model in MODELS:
+        for size in model.shards:
+            found += _of_model(triton_kernels, model.divided(size), num_tokens)
+    return found
+
+
+def find_check_variants() -> list[Variant]:
+    """Return the launches of the check that a shard makes when it starts."""
+    triton_kernels, device = Implementations.choose(), torch.device("meta")
+    return [
+        Variant(name, f"check {dtype}", partial(each.run, getattr(triton_kernels, name)))
+        for name, draw in INPUTS.items()
+        for dtype in DTYPES
+        for each in draw(device, dtype)
+    ]
+
+
+def _of_model(kernels: Implementations, model: ModelShape, num_tokens: int) -> Iterator[Variant]:
+    def variant(kernel: str, run: Callable[[], object], about: str = "") -> Variant:
+        return Variant(kernel, f"{model.name} {about}".strip(), run)
+
+    yield variant("sample", lambda: _sample(kernels, model, num_tokens))
+    for dtype in DTYPES:
+        about = str(dtype).removeprefix("torch.")
+        for has_delta in (False, True):
+            run = _norm(kernels, model, num_tokens, dtype, has_delta)
+            yield variant("norm", run, f"{about} {'delta' * has_delta}".strip())
+        yield variant("gate", _gate(kernels, model, num_tokens, dtype), about)
+        yield variant("turn_and_keep", _turn_and_keep(kernels, model, num_tokens, dtype), about)
+        for kind, scoring in _scorings(model):
+            run = _attend_segments(kernels, model, num_tokens, dtype, scoring)
+            if kind != "encoder":
+                yield variant("attend_segments", run, f"{about} {kind}")
+            run = _attend_tiles(kernels, model, num_tokens, dtype, scoring)
+            yield variant("attend_tiles", run, f"{about} {kind}")
+
+
+def _empty(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def _floats(*shape: int) -> Tensor:
+    return _empty(*shape, dtype=torch.float32)
+
+
+def _scorings(model: ModelShape) -> Iterator[tuple[str, Scoring]]:
+    scale = model.head_dim**-0.5
+    slopes = _floats(model.num_heads) if model.has_slopes else None
+    for window in model.windows:
+        bias = _floats(model.num_heads, 2 * REACH + 1) if model.has_encoder else None
+        kind = "window" if window else "self"
+        yield kind, Scoring(scale, window=window, soft_cap=model.soft_cap, slopes=slopes, bias=bias)
+    if model.has_encoder:
+        yield "encoder", Scoring(scale, causal=False, bias=bias)
+        yield "cross", Scoring(scale, causal=False)
+
+
+def _rows(vocab_size: int) -> RowState:
+    num_rows = 9
+    return RowState(
+        words=_empty(num_rows, len(Word)),
+        block_tables=_empty(num_rows, MAX_BLOCKS),
+        cross_tables=_empty(num_rows, MAX_BLOCKS),
+        stop_ids=_empty(num_rows, MAX_STOP_IDS),
+        bias_token_ids=_empty(num_rows, MAX_BIASES),
+        biases=_floats(num_rows, MAX_BIASES),
+        token_counts=_empty(num_rows, vocab_size, dtype=torch.int16),
+        masks=_empty(num_rows, -(-vocab_size // 32)),
+        dummy_slot=NUM_BLOCKS * BLOCK_SIZE,
+    )
+
+
+def _begin_step(kernels: Implementations, num_tokens: int) -> Variant:
+    staged = StagedStep(
+        seq_rows=_empty(num_tokens),
+        seq_ends=_empty(num_tokens),
+        token_rows=_empty(num_tokens),
+        token_ids=_empty(num_tokens),
+        positions=_empty(num_tokens),
+        slots=_empty(num_tokens),
+        new_blocks=_empty(num_tokens, 3),
+        tiles=_empty(0, 5),
+        cross_tiles=_empty(0, 5),
+        sampled_rows=_empty(num_tokens),
+        sampled_x=_empty(num_tokens),
+    )
+    out = StepTensors.empty(num_tokens, num_tokens, num_tokens, torch.device("meta"))
+    rows = _rows(vocab_size=32)
+    return Variant("begin_step", "all models", lambda: kernels.begin_step(staged, rows, out))
+
+
+def _sample(kernels: Implementations, model: ModelShape, num_rows: int) -> None:
+    logits, rows = _floats(num_rows, model.vocab_size), _rows(model.vocab_size)
+    kernels.sample(logits, rows, _empty(num_rows), _empty(num_rows, 2))
+
+
+def _norm(
+    kernels: Implementations, model: ModelShape, num_tokens: int, dtype: torch.dtype, has_delta: bool
+) -> Callable[[], object]:
+    size = model.hidden_size
+    delta = _empty(num_tokens, size, dtype=dtype) if has_delta else None
+    bias = _floats(size) if model.has_norm_bias else None
+    x, weight = _floats(num_tokens, size), _floats(size)
+    return lambda: kernels.norm(x, delta, weight, bias, 1e-5, model.is_centred, dtype)
+
+
+def _gate(
+    kernels: Implementations, model: ModelShape, num_tokens: int, dtype: torch.dtype
+) -> Callable[[], object]:
+    x = _empty(num_tokens, model.ffn_size * (1 + model.is_gated), dtype=dtype)
+    return lambda: kernels.gate(x, model.activation, model.is_gated)
+
+
+def _pages(model: ModelShape, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    shape = NUM_BLOCKS + 1, model.num_kv_heads, BLOCK_SIZE, model.head_dim
+    return _empty(*shape, dtype=dtype), _empty(*shape, dtype=dtype)
+
+
+def _turn_and_keep(
+    kernels: Implementations, model: ModelShape, num_tokens: int, dtype: torch.dtype
+) -> Callable[[], object]:
+    rotated = model.head_dim if model.rotated is None else model.rotated
+    angles = _floats(2, num_tokens, rotated // 2) if rotated else None
+    norm = None
+    if model.has_head_norm:
+        norm = HeadNorm(_floats(model.head_dim), _floats(model.head_dim), 1e-6)
+    heads = Heads(model.num_heads, model.num_kv_heads, norm)
+    width = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
+    qkv, slots = _empty(num_tokens, width, dtype=dtype), _empty(num_tokens, dtype=torch.int64)
+    return lambda: kernels.turn_and_keep(qkv, heads, angles, *_pages(model, dtype), slots)
+
+
+def _attend_segments(
+    kernels: Implementations, model: ModelShape, num_seqs: int, dtype: torch.dtype, scoring: Scoring
+) -> Callable[[], object]:
+    q = _empty(num_seqs, model.num_heads, model.head_dim, dtype=dtype)
+    where = *_pages(model, dtype), _empty(9, MAX_BLOCKS)
+    segments = Segments(_empty(num_seqs), _empty(num_seqs), _empty(num_seqs + 1))
+    return lambda: kernels.attend_segments(q, *where, segments, MAX_SEQ_LEN, scoring)
+
+
+def _attend_tiles(
+    kernels: Implementations, model: ModelShape, num_tokens: int, dtype: torch.dtype, scoring: Scoring
+) -> Callable[[], object]:
+    q = _empty(num_tokens, model.num_heads, model.head_dim, dtype=dtype)
+    where = *_pages(model, dtype), _empty(9, MAX_BLOCKS)
+    num_tiles = -(-num_tokens // tile_tokens(model.num_heads // model.num_kv_heads))
+    tiles, out = _empty(num_tiles, 5), torch.empty_like(q)
+    return lambda: kernels.attend_tiles(q, *where, tiles, MAX_SEQ_LEN, scoring, out)

@@ -1,0 +1,101 @@
+"""`Kernels` of GPUs: the norms and activations of this package between products of cuBLAS.
+
+The residual stream, logits and "replicated" products are float32. What lies between is of the weights' type,
+except that branches of float16 models end in float32, because some exceed float16's range."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tgis.shard.checkpoint.tensors import Stored
+from tgis.shard.kernels.cuda.implementations import Implementations
+from tgis.shard.kernels.portable.ops import TorchKernels, read_packed
+from tgis.shard.layers.lora import TokenAdapters
+from tgis.shard.layers.ops import Activation, LinearLayer, NormLayer
+from tgis.shard.quant.interface import MatrixRole
+
+
+class CudaProduct:
+    """`Product` with a weight [out_features, in_features]. Calls give its type, or float32 if `is_wide`."""
+
+    def __init__(self, weight: Tensor, is_wide: bool):
+        self._weight, self.is_wide = weight, is_wide
+        self._bias: Tensor | None = None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        x = x.to(self._weight.dtype)
+        if not self.is_wide or x.dtype == torch.float32:
+            return F.linear(x, self._weight)
+        if x.device.type == "cuda":
+            return torch.mm(x, self._weight.t(), out_dtype=torch.float32)
+        return F.linear(x.float(), self._weight.float())
+
+    def add_bias(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """Return the product plus `bias`, always the same one, in the weight's type."""
+        if bias is not None and self._bias is None:
+            self._bias = bias.to(self._weight.dtype)
+        return F.linear(x.to(self._weight.dtype), self._weight, self._bias)
+
+
+class CudaKernels(TorchKernels):
+    """All that a step of one rank needs can be captured in a CUDA graph, except adapters and experts."""
+
+    def __init__(self, device: torch.device, implementations: Implementations):
+        super().__init__(device)
+        self._implementations = implementations
+        self._dtype = torch.float32  # of all weights, known once the first is packed
+
+    def pack(self, weight: Stored, dtype: torch.dtype, role: MatrixRole = "linear") -> CudaProduct:
+        self._dtype = dtype
+        is_wide = role != "linear" or dtype == torch.float16
+        return CudaProduct(read_packed(weight, dtype, self.device), is_wide)
+
+    def rms_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+        return self._implementations.norm(x, delta, weight, None, eps, False, torch.float32)
+
+    def layer_norm(
+        self, x: Tensor, delta: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float
+    ) -> Tensor:
+        return self._implementations.norm(x, delta, weight, bias, eps, True, torch.float32)
+
+    def activate(self, x: Tensor, name: str) -> Tensor:
+        return x.copy_(self._implementations.gate(x.contiguous(), name, False))
+
+    def multiply_gated(self, gate_up: Tensor, name: str) -> Tensor:
+        return self._implementations.gate(gate_up, name, True)
+
+    def norm_product(
+        self,
+        x: Tensor,
+        delta: Tensor | None,
+        norm: NormLayer | None,
+        linear: LinearLayer,
+        then: Activation | None,
+        adapters: TokenAdapters | None,
+    ) -> Tensor:
+        """Implement `Kernels.norm_product`. The result is of the weights' type."""
+        y = self._multiply(self._normalise(x, delta, norm), linear, adapters)
+        return y if then is None else self._implementations.gate(y, then.name, then.is_gated)
+
+    def product_add(
+        self, x: Tensor, y: Tensor, linear: LinearLayer, adapters: TokenAdapters | None
+    ) -> Tensor:
+        found = linear.as_product(adapters)
+        if found is None or not isinstance(found.product, CudaProduct) or found.product.is_wide:
+            return linear(y, adapters)
+        return found.product.add_bias(y, found.bias)
+
+    def _normalise(self, x: Tensor, delta: Tensor | None, norm: NormLayer | None) -> Tensor:
+        """Return norm(x + delta) in the weights' type. Overwrites x with the sum."""
+        if norm is None:
+            return (x if delta is None else self.add(x, delta)).to(self._dtype)
+        return self._implementations.norm(
+            x, delta, norm.weight, norm.bias, norm.eps, norm.is_centred, self._dtype
+        )
+
+    def _multiply(self, x: Tensor, linear: LinearLayer, adapters: TokenAdapters | None) -> Tensor:
+        """Return the layer's output in the weights' type."""
+        found = linear.as_product(adapters)
+        if found is None or not isinstance(found.product, CudaProduct):
+            return linear(x, adapters).to(self._dtype)
+        return found.product.add_bias(x, found.bias).to(self._dtype)

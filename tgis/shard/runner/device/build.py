@@ -1,0 +1,46 @@
+"""Builds the model runner of a device."""
+
+from collections.abc import Callable
+
+from tgis.pb import shard_pb2 as pb
+from tgis.shard.adapters.registry import LoadedAdapters
+from tgis.shard.kernels.cuda.attention import CudaAttention
+from tgis.shard.kernels.cuda.implementations import Implementations
+from tgis.shard.memory.kv_cache import KVCache
+from tgis.shard.models.interface import Model
+from tgis.shard.models.spec import DecoderSpec, EncoderDecoderSpec
+from tgis.shard.runner.device.device_rows import allocate_rows
+from tgis.shard.runner.device.device_step import DeviceModel
+from tgis.shard.runner.device.model_runner import DeviceModelRunner
+from tgis.shard.runner.device.step_packer import StepPacker
+from tgis.shard.runner.device.stream import DeviceStream
+from tgis.shard.runner.row_table import RowLimits
+from tgis.shard.sampling.grammar import Guides
+
+
+def make_device_runner(
+    model: Model,
+    cache: KVCache,
+    kernels: Implementations,
+    stream: DeviceStream,
+    limits: RowLimits,
+    max_rows: int,
+    guides: Guides,
+    info: pb.InfoResponse,
+    adapters: LoadedAdapters,
+    memory_left: Callable[[], int],
+) -> DeviceModelRunner:
+    """Make a runner without graphs. The cache's last block is the dummy block, which `info.num_blocks` does
+    not count. `memory_left` returns the bytes of the device that nobody has."""
+    spec = model.spec
+    assert isinstance(spec, DecoderSpec | EncoderDecoderSpec), "other engines compute on the CPU"
+    num_blocks = cache.num_blocks - 1
+    group_size = spec.num_heads // info.world_size // cache.num_kv_heads
+    attention = CudaAttention(cache, kernels, group_size)
+    state = allocate_rows(max_rows, limits, num_blocks, stream.device)
+    table = StepPacker(max_rows, limits, stream.device, adapters, attention, state)
+    on = DeviceModel(model, attention, kernels, state, has_long=limits.rope_switch_len > 0)
+    described = pb.InfoResponse(num_blocks=num_blocks)
+    described.MergeFrom(info)
+    described.num_blocks = num_blocks
+    return DeviceModelRunner(on, stream, table, guides, described, adapters, memory_left)

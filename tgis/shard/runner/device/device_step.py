@@ -1,0 +1,154 @@
+"""The work of a step on a device: F, up to the logits, and S, which samples."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tgis.shard.attention.interface import StepLayout
+from tgis.shard.kernels.cuda.attention import CudaAttention, CudaPlan
+from tgis.shard.kernels.cuda.implementations import Implementations
+from tgis.shard.kernels.cuda.step_state import RowState, Segments, StagedStep, StepTensors
+from tgis.shard.layers.lora import TokenAdapters
+from tgis.shard.models.interface import Model, StepInputs, VirtualTokens
+from tgis.shard.runner.device.graphs import StepParts
+from tgis.shard.runner.device.step_packer import StepPacker, StepSize
+from tgis.shard.runner.device.stream import DeviceStream
+from tgis.shard.runner.device.uploads import Uploads, place_arrays, view_arrays
+from tgis.shard.runner.forward import Outputs
+
+_NONE = torch.empty(0, dtype=torch.int32)
+# Models of our own read no layout.
+NO_LAYOUT = StepLayout(_NONE, _NONE.long(), _NONE, _NONE.view(0, 0))
+
+
+@dataclass(frozen=True)
+class DeviceModel:
+    """A model on a device, and all that its steps share."""
+
+    model: Model
+    attention: CudaAttention
+    kernels: Implementations
+    state: RowState
+    has_long: bool  # rotary positions of long sequences are scaled differently
+
+    def make_inputs(
+        self,
+        staged: StagedStep,
+        tensors: StepTensors,
+        size: StepSize,
+        virtual: VirtualTokens | None = None,
+        adapters: TokenAdapters | None = None,
+    ) -> StepInputs:
+        rows, state = staged.seq_rows[: size.num_single], self.state
+        lens, cross_lens = (x[: size.num_single] for x in (tensors.seq_lens, tensors.cross_lens))
+        plan = CudaPlan(
+            tensors.slot_mapping,
+            state.block_tables,
+            Segments(rows, lens, tensors.work_starts),
+            staged.tiles,
+            size.max_seq_len,
+        )
+        cross = None
+        if self.model.spec.is_encoder_decoder:
+            segments = Segments(rows, cross_lens, tensors.cross_work_starts)
+            cross = CudaPlan(
+                tensors.slot_mapping, state.cross_tables, segments, staged.cross_tiles, size.max_cross_len
+            )
+        is_long = tensors.is_long if self.has_long else None
+        return StepInputs(
+            tensors.token_ids, tensors.positions, NO_LAYOUT, plan, cross, is_long, virtual, adapters
+        )
+
+    def compute(self, staged: StagedStep, tensors: StepTensors, inputs: StepInputs) -> Outputs:
+        """Compute the model's outputs, as `Forward` does."""
+        self.kernels.begin_step(staged, self.state, tensors)
+        x = self.model.forward(inputs, self.attention)
+        num_sampled = len(staged.sampled_x)
+        if not num_sampled:
+            return x, None
+        if num_sampled == len(x):
+            return x, self.model.logits(x, inputs.adapters)
+        at, adapters = staged.sampled_x.long(), inputs.adapters
+        return x, self.model.logits(x[at], adapters and adapters.take(at))
+
+
+class EagerStep:
+    """Step whose kernels are launched one by one. Its tensors are its own."""
+
+    def __init__(
+        self,
+        on: DeviceModel,
+        staged: StagedStep,
+        size: StepSize,
+        virtual: VirtualTokens | None,
+        adapters: TokenAdapters | None,
+    ):
+        device = on.state.words.device
+        self._on, self._staged = on, staged
+        self._tensors = StepTensors.empty(size.num_tokens, size.num_seqs, size.num_single, device)
+        self._inputs = on.make_inputs(staged, self._tensors, size, virtual, adapters)
+        self.answers = torch.empty((len(staged.sampled_rows), 2), dtype=torch.int32, device=device)
+        self._outputs: Outputs | None = None
+
+    @torch.inference_mode()
+    def forward(self) -> None:
+        self._outputs = self._on.compute(self._staged, self._tensors, self._inputs)
+
+    def outputs(self) -> Outputs:
+        """Return what `forward` has computed."""
+        assert self._outputs is not None
+        return self._outputs
+
+    @torch.inference_mode()
+    def sample(self) -> None:
+        _, logits = self.outputs()
+        self._on.kernels.sample(logits, self._on.state, self._staged.sampled_rows, self.answers)
+
+
+class FixedSteps:
+    """Memory of captured steps, whose work is described in the same place, whatever their number of rows."""
+
+    def __init__(self, on: DeviceModel, table: StepPacker, max_rows: int, stream: DeviceStream):
+        self._on, self._table, self._max_rows, self._stream = on, table, max_rows, stream
+        self._device = stream.device
+        shapes = [array.shape for array in table.idle_step(max_rows)]
+        _, num_words = place_arrays([_count(shape) for shape in shapes])
+        self.staged = torch.zeros(num_words, dtype=torch.int32, device=self._device)
+        self.answers = torch.zeros((max_rows, 2), dtype=torch.int32, device=self._device)
+        self._logits: Tensor | None = None
+
+    @property
+    def logits(self) -> Tensor:
+        """Logits of the step that was replayed last, float32 [max_rows, vocab_size]."""
+        if self._logits is None:  # without graphs, nobody needs them
+            shape = self._max_rows, self._on.model.spec.vocab_size
+            self._logits = torch.zeros(shape, device=self._device)
+        return self._logits
+
+    def make_parts(self, num_rows: int, uploads: Uploads) -> StepParts:
+        """Return the parts of a step of so many rows, and describe one of idle rows."""
+        arrays = self._table.idle_step(num_rows)
+        uploads.send_to(self.staged, arrays)
+        staged = StagedStep(*view_arrays(self.staged, [array.shape for array in arrays]))
+        tensors = StepTensors.empty(num_rows, num_rows, num_rows, self._device)
+        inputs = self._on.make_inputs(staged, tensors, self._table.fixed_size(num_rows))
+        logits, answers = self.logits[:num_rows], self.answers[:num_rows]
+
+        def forward() -> None:
+            _, found = self._on.compute(staged, tensors, inputs)
+            assert found is not None
+            logits.copy_(found)
+
+        def sample() -> None:
+            self._on.kernels.sample(logits, self._on.state, staged.sampled_rows, answers)
+
+        return StepParts(torch.inference_mode()(forward), torch.inference_mode()(sample))
+
+
+def _count(shape: Sequence[int]) -> int:
+    count = 1
+    for size in shape:
+        count *= size
+    return count

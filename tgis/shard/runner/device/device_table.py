@@ -1,0 +1,241 @@
+"""The host's part of a device's row table.
+
+`length` is the length of a row once the steps launched so far are done, if it does not end before. Tokens
+that the host does not know yet are -1. The words of a row on the device are replaced as a whole, its lists
+when it opens."""
+
+from collections.abc import Iterable
+from typing import NamedTuple, cast
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from tgis.pb import shard_pb2 as pb
+from tgis.shard.adapters.registry import LoadedAdapters
+from tgis.shard.attention.interface import Attention
+from tgis.shard.kernels.cuda.step_state import MAX_BIASES, MAX_STOP_IDS, Flag, RowState
+from tgis.shard.runner.batch_builder import BatchBuilder, Blocks, Layout
+from tgis.shard.runner.columns import NOT_WANTED, read_column
+from tgis.shard.runner.device.device_rows import CountedTokens, RowUpdates, count_tokens, make_words
+from tgis.shard.runner.device.uploads import Words
+from tgis.shard.runner.row_table import Booleans, Integers, RowLimits, TokenIds
+
+# Bits of answers. Members of an enumeration are slow to look up.
+HAS_SAMPLED, HAS_ENDED = int(Flag.SAMPLED), int(Flag.ENDED | Flag.UNUSABLE)
+# The reasons why the host must sample a row: its parameters, and values of them that change nothing.
+FILTERS = {"top_k": 0, "top_p": 1, "typical_p": 1, "watermark_gamma": 0}
+
+
+class SampledRows(NamedTuple):
+    """Rows that sample in a step, each once, and for which of their sequences."""
+
+    rows: Integers  # [n]
+    generations: Integers  # [n]
+    positions: Integers  # [n], of the tokens
+
+
+class DeviceTable(BatchBuilder):
+    """Row table whose rows are also on a device, in `state`."""
+
+    def __init__(
+        self,
+        max_rows: int,
+        limits: RowLimits,
+        device: torch.device,
+        adapters: LoadedAdapters,
+        attention: Attention,
+        state: RowState,
+    ):
+        super().__init__(max_rows, limits, device, adapters, attention)
+        self.seen = self._counted = CountedTokens(state.token_counts)
+        self._generations = np.zeros(max_rows, np.int64)  # numbers of sequences that rows have had
+        self._host_paths = np.zeros(max_rows, np.int64)  # why the host must sample rows: a StepPath
+        self._has_counts = np.zeros(max_rows, np.bool_)  # a penalty reads how often tokens were seen
+        self._is_guided = np.zeros(max_rows, np.bool_)
+        self._is_biased = np.zeros(max_rows, np.bool_)  # on the device
+        self._stale: set[int] = set()  # rows whose words are to be sent
+        self._opened: set[int] = set()  # rows whose lists are to be sent
+        self._fresh_blocks: list[Words] = []  # [n, 3] each, see `StagedStep`
+
+    def reset(self) -> None:
+        super().reset()
+        self._generations += 1
+        self._stale.clear()
+        self._opened.clear()
+        self._fresh_blocks.clear()
+
+    def close(self, rows: Integers) -> None:
+        super().close(rows)
+        self._generations[rows] += 1
+        self._stale.difference_update(rows.tolist())
+        self._opened.difference_update(rows.tolist())
+
+    def open(self, message: pb.OpenRow) -> str | None:
+        problem, row = super().open(message), message.row
+        params = self._rows[row]
+        self._generations[row] += 1
+        self._host_paths[row] = _find_host_path(message, params)
+        penalties = params["repetition_penalty"] != 1, params["presence_penalty"], params["frequency_penalty"]
+        self._has_counts[row] = any(penalties)
+        self._is_guided[row] = message.HasField("grammar")
+        if problem is None:
+            self._opened.add(row)
+            self._stale.add(row)
+        else:  # it has ended, so that no step reads its state
+            self._opened.discard(row)
+            self._stale.discard(row)
+        return problem
+
+    def fail(self, rows: Integers) -> None:
+        super().fail(rows)
+        self.renew(rows)
+
+    def append(self, rows: Integers, token_ids: TokenIds) -> Booleans:
+        ended = super().append(rows, token_ids)
+        counted = self._has_counts[rows]
+        if counted.any():
+            self._counted.count(rows[counted], token_ids[counted])
+        self.renew(rows)
+        return ended
+
+    def renew(self, rows: Integers) -> None:
+        """Have the words of rows sent with the next step."""
+        self._stale.update(rows.tolist())
+
+    def have_ended(self, rows: Integers) -> Booleans:
+        return self._ended[rows]
+
+    def find_host_path(self, request: pb.StepRequest) -> pb.StepPath:
+        """Return why the host must sample in a step; unspecified if it need not."""
+        if request.draft_ids or request.max_drafts:
+            return pb.STEP_PATH_DRAFTS
+        rows, starts, ends = (
+            read_column(column).astype(np.int64) for column in (request.rows, request.starts, request.ends)
+        )
+        is_reported = (self._input_from[rows] != NOT_WANTED) & (starts < self._rows["prompt_len"][rows])
+        if is_reported.any():
+            return pb.STEP_PATH_DETAILS
+        paths = self._host_paths[rows[(ends == self._lengths[rows]) & ~self._ended[rows]]]
+        return cast(pb.StepPath, int(paths.max(initial=pb.STEP_PATH_UNSPECIFIED)))
+
+    def name_sampled(self, rows: Integers) -> SampledRows:
+        return SampledRows(rows, self._generations[rows], self._lengths[rows])
+
+    def plan_tokens(self, rows: Integers) -> None:
+        """Make rows longer by the token that they sample in the step that is launched, if they have not
+        ended before."""
+        lengths = self._lengths[rows]
+        self._token_ids[rows, lengths] = -1
+        self._lengths[rows] = lengths + 1
+        self._ended[rows] |= lengths + 1 >= self._end[rows]
+
+    def apply(
+        self, sampled: SampledRows, token_ids: TokenIds, flags: Words
+    ) -> tuple[Integers, TokenIds, Booleans]:
+        """Apply the device's answers [n]. Return the rows that have sampled for the sequence that they still
+        have, their tokens, and True where they have ended."""
+        is_same = self._generations[sampled.rows] == sampled.generations
+        has_ended = (flags & HAS_ENDED) != 0
+        self._ended[sampled.rows[is_same & has_ended]] = True
+        kept = is_same & ((flags & HAS_SAMPLED) != 0)
+        rows, token_ids = sampled.rows[kept], token_ids[kept]
+        self._token_ids[rows, sampled.positions[kept]] = token_ids
+        return rows, token_ids, has_ended[kept]
+
+    def take_blocks(self) -> Words:
+        """Return the blocks that were added to rows since the last call, as in `StagedStep`."""
+        blocks = _stack(self._fresh_blocks, 3)
+        self._fresh_blocks.clear()
+        return blocks
+
+    def take_updates(self) -> RowUpdates[Words] | None:
+        """Return what is to be sent of rows, or None if it is nothing."""
+        if not self._stale:
+            return None
+        rows, opened = (np.array(sorted(some), np.int64) for some in (self._stale, self._opened))
+        self._stale.clear()
+        self._opened.clear()
+        num_biases = self._ragged["bias_token_ids"].lengths[opened].clip(max=MAX_BIASES)
+        biased = opened[self._is_biased[opened] | (num_biases > 0)]
+        self._is_biased[opened] = num_biases > 0
+        counted = opened[self._has_counts[opened]]
+        return RowUpdates(
+            rows=rows.astype(np.int32),
+            words=self._make_words(rows),
+            opened_rows=opened.astype(np.int32),
+            stop_ids=_widen(self._ragged["eos_token_ids"].take(opened), MAX_STOP_IDS),
+            cross_blocks=_stack(map(self._list_cross_blocks, opened.tolist()), 3),
+            unbiased_rows=biased.astype(np.int32),
+            biases=_stack(map(self._list_biases, biased.tolist()), 4),
+            uncounted_rows=counted.astype(np.int32),
+            counts=_stack(map(self._list_counts, counted.tolist()), 3),
+        )
+
+    def _append_blocks(self, rows: Integers, counts: Integers, blocks: Blocks) -> None:
+        before = self._num_blocks[rows]
+        added = Layout.of(before, before + counts)
+        self._fresh_blocks.append(_columns(rows[added.sequence], added.positions, blocks))
+        super()._append_blocks(rows, counts, blocks)
+
+    def _make_words(self, rows: Integers) -> Words:
+        state, lengths = self._rows[rows], self._lengths[rows]
+        eos, biases = self._ragged["eos_token_ids"], self._ragged["bias_token_ids"]
+        switch_len = self._limits.rope_switch_len
+        return make_words(
+            state,
+            last_token=self._token_ids[rows, np.maximum(lengths - 1, 0)],
+            is_long=state["opened_len"] > switch_len if switch_len else np.zeros_like(lengths),
+            num_stop_ids=eos.lengths[rows].clip(max=MAX_STOP_IDS),
+            num_biases=biases.lengths[rows].clip(max=MAX_BIASES),
+            is_guided=self._is_guided[rows],
+        )
+
+    def _list_cross_blocks(self, row: int) -> Words:
+        count = -(-int(self._rows["encoder_len"][row]) // self._block_size)
+        count = min(count, self._cross_tables.shape[1]) if self._limits.is_encoder_decoder else 0
+        return _columns(row, np.arange(count), self._cross_tables[row, :count])
+
+    def _list_biases(self, row: int) -> Words:
+        token_ids, biases = (
+            self._ragged[name].take(np.array([row]))[0, :MAX_BIASES] for name in ("bias_token_ids", "biases")
+        )
+        return _columns(row, np.arange(len(token_ids)), token_ids, biases.view(np.int32))
+
+    def _list_counts(self, row: int) -> Words:
+        token_ids, prompt_len = self._token_ids[row], int(self._rows["prompt_len"][row])
+        first = self._row_adapters.count_virtual(row)
+        ids, counts = count_tokens(token_ids[first:prompt_len], token_ids[prompt_len : self._lengths[row]])
+        return _columns(row, ids, counts)
+
+
+def _find_host_path(message: pb.OpenRow, params: npt.NDArray[np.void]) -> pb.StepPath:
+    """Return why the host must sample the row; unspecified if it need not."""
+    details = message.details
+    if details.logprobs or details.ranks or details.top_n:
+        return pb.STEP_PATH_DETAILS
+    if any(params[name] != off for name, off in FILTERS.items()):
+        return pb.STEP_PATH_FILTERS
+    counts = len(message.eos_token_ids) // 4, len(message.sampling.bias_token_ids) // 4
+    if counts[0] > MAX_STOP_IDS or counts[1] > MAX_BIASES:
+        return pb.STEP_PATH_LISTS
+    return pb.STEP_PATH_UNSPECIFIED
+
+
+def _columns(row: int | Integers, *columns: npt.NDArray[np.generic]) -> Words:
+    """Return int32 [n, 1 + number of columns]."""
+    found = np.empty((len(columns[0]), 1 + len(columns)), np.int32)
+    for i, column in enumerate((row, *columns)):
+        found[:, i] = column
+    return found
+
+
+def _stack(parts: Iterable[Words], width: int) -> Words:
+    return np.concatenate([np.empty((0, width), np.int32), *parts])
+
+
+def _widen(lists: Words, width: int) -> Words:
+    """Return lists [n, any], padded with -1, as [n, width]."""
+    found = np.full((len(lists), width), -1, np.int32)
+    found[:, : lists.shape[1]] = lists[:, :width]
+    return found

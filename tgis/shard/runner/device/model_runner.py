@@ -1,0 +1,251 @@
+"""The model runner of a device that computes steps while the host prepares the next ones."""
+
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tgis import failpoints
+from tgis.pb import shard_pb2 as pb
+from tgis.shard.adapters.registry import LoadedAdapters
+from tgis.shard.kernels.cuda.step_state import StagedStep
+from tgis.shard.layers.lora import TokenAdapters
+from tgis.shard.models.interface import EncodingModel
+from tgis.shard.runner.batch_builder import Work
+from tgis.shard.runner.device.device_rows import RowUpdates, apply_updates
+from tgis.shard.runner.device.device_step import DeviceModel, EagerStep, FixedSteps
+from tgis.shard.runner.device.graphs import CapturedStep, StepGraphs, StepParts
+from tgis.shard.runner.device.masks import MaskUploads
+from tgis.shard.runner.device.pending_step import Clock, PendingStep, report_problem
+from tgis.shard.runner.device.step_packer import StagedArrays, StepPacker
+from tgis.shard.runner.device.stream import DeviceStream
+from tgis.shard.runner.device.uploads import NUM_SLOTS, PinnedRing, Uploads, copy_numbers
+from tgis.shard.runner.forward import Outputs
+from tgis.shard.runner.host_sampler import HostSampler
+from tgis.shard.runner.interface import Pending
+from tgis.shard.runner.model_runner import ComputedStep
+from tgis.shard.runner.row_table import Integers
+from tgis.shard.runner.step_response import Problem
+from tgis.shard.sampling.grammar import Guides
+
+STAGED_WORDS = 1 << 16  # of an upload; larger ones take memory when they occur
+
+
+class QueuedStep(NamedTuple):
+    """Step whose forward pass is queued."""
+
+    path: pb.StepPath
+    sampled_at: Integers  # [num_sampled], indices of the samples' logits and answers
+    adapters: TokenAdapters | None
+    outputs: Callable[[], Outputs]  # valid once the forward pass was run
+    sample: Callable[[], None]  # queues the sampling, too
+    answers: Tensor  # int32 [at least num_sampled, 2], which it writes
+
+
+class DeviceModelRunner:
+    """`ModelRunner` that queues a step when it is launched, unless the host must sample in it.
+
+    Everything but answers happens on the thread that launches. `memory_left` is that of `StepGraphs`."""
+
+    max_pending = 2
+
+    def __init__(
+        self,
+        on: DeviceModel,
+        stream: DeviceStream,
+        table: StepPacker,
+        guides: Guides,
+        info: pb.InfoResponse,
+        adapters: LoadedAdapters,
+        memory_left: Callable[[], int],
+    ) -> None:
+        self.info, self.adapters, self.model = info, adapters, on.model
+        self._on, self._stream, self._table, self._guides = on, stream, table, guides
+        guides.unpacks_masks = False
+        max_rows = on.state.idle_row
+        self._uploads, self._masks = Uploads(stream, STAGED_WORDS), MaskUploads(stream, on.state)
+        self._answer_slots = PinnedRing(stream, max_rows * 2)
+        self._fixed = FixedSteps(on, table, max_rows, stream)
+        self.graphs = StepGraphs(stream, self._make_parts, memory_left)
+        self._is_answering = info.rank == 0
+        self._sampler = HostSampler(self.model, self._compute, table, guides, self._is_answering)
+        self._launched = deque[PendingStep]()  # whose answers the table does not have yet
+        self._clock = Clock()
+
+    def reset(self) -> None:
+        self._launched.clear()
+        self._table.reset()
+        self._guides.reset()
+
+    def launch(self, request: pb.StepRequest) -> Pending:
+        with torch.inference_mode():
+            return self._launch(request)
+
+    def _launch(self, request: pb.StepRequest) -> Pending:
+        began = time.perf_counter_ns()
+        response = pb.StepResponse(step_id=request.step_id)
+        self._apply_answers()
+        assert len(self._launched) < NUM_SLOTS, "too many steps are pending"
+        self._close_and_open(request, response)
+        failpoints.hit("shard.before_forward", lambda: self._table.label_rows(request))
+        host_path = self._table.find_host_path(request)
+        if host_path:
+            self._wait_for_answers()
+        has_encoded, work = self._encode(request), self._table.find_work(request)
+        if work is None:
+            self._send_updates()
+            response.forward_ns = time.perf_counter_ns() - began
+            return ComputedStep(response)
+        step = self._queue_forward(work, has_encoded)
+        response.path = host_path or step.path
+        if not host_path:
+            return self._queue_rest(work, step, response)
+        self._sampler.answer(work, step.adapters, self._wait_for_outputs(step), response)
+        response.forward_ns = time.perf_counter_ns() - began
+        return ComputedStep(response)
+
+    def _close_and_open(self, request: pb.StepRequest, response: pb.StepResponse) -> None:
+        closed = np.frombuffer(request.closed_rows, "<i4").astype(np.int64)
+        self._table.close(closed)
+        self._guides.close(closed)
+        for message in request.opened_rows:
+            problem = self._table.open(message)
+            if problem is not None:
+                report_problem(response, Problem(message.row, problem), self._is_answering)
+            else:
+                self._guides.open(message)
+
+    def _encode(self, request: pb.StepRequest) -> bool:
+        """Queue the encoder's work, if any."""
+        inputs = self._table.pack_encoder(request.opened_rows)
+        if inputs is None:
+            return False
+        model, attention = self.model, self._on.attention
+        assert isinstance(model, EncodingModel), "only its rows have inputs for an encoder"
+        self._stream.run(lambda: model.encode(inputs, attention))
+        return True
+
+    def _queue_forward(self, work: Work, has_encoded: bool = False) -> QueuedStep:
+        new_blocks = self._table.take_blocks()
+        arrays, size = self._table.pack_step(work, new_blocks)
+        virtual, adapters = self._table.virtual_tokens(work), self._table.token_adapters(work)
+        captured = self.graphs.find(size.num_tokens)
+        path = pb.STEP_PATH_GRAPH
+        if has_encoded or virtual is not None or work.input_spans or size.num_tokens > size.num_single:
+            path = pb.STEP_PATH_PROMPT
+        elif adapters is not None:
+            path = pb.STEP_PATH_ADAPTER
+        elif not self.graphs.sizes:
+            path = pb.STEP_PATH_MODEL
+        elif captured is None or len(new_blocks) > captured.num_rows:
+            path = pb.STEP_PATH_SIZE
+        if path == pb.STEP_PATH_GRAPH:
+            assert captured is not None
+            return self._replay_forward(arrays, captured)
+        staged = StagedStep(*self._send_step(arrays))
+        step = EagerStep(self._on, staged, size, virtual, adapters)
+        self._stream.run(step.forward)
+        return QueuedStep(
+            path,
+            np.arange(len(work.sampled_rows)),
+            adapters,
+            step.outputs,
+            lambda: self._stream.run(step.sample),
+            step.answers,
+        )
+
+    def _replay_forward(self, arrays: StagedArrays, captured: CapturedStep) -> QueuedStep:
+        self._send_updates()
+        self._uploads.send_to(self._fixed.staged, self._table.pad_step(arrays, captured.num_rows))
+        captured.forward.replay()
+        at = arrays.sampled_x.astype(np.int64)
+
+        def outputs() -> Outputs:
+            logits = self._fixed.logits
+            is_all = len(at) == len(arrays.token_rows)
+            return logits, logits[: len(at)] if is_all else logits[torch.from_numpy(at)]
+
+        return QueuedStep(pb.STEP_PATH_GRAPH, at, None, outputs, captured.sample.replay, self._fixed.answers)
+
+    def _send_step(self, arrays: StagedArrays) -> list[Tensor]:
+        """Upload a step and what has changed of rows."""
+        updates = self._table.take_updates()
+        sent = self._uploads.send([*arrays, *(updates or ())])
+        if updates is not None:
+            self._apply_updates(sent[len(arrays) :])
+        return sent[: len(arrays)]
+
+    def _send_updates(self) -> None:
+        updates = self._table.take_updates()
+        if updates is not None:
+            self._apply_updates(self._uploads.send(updates))
+
+    def _apply_updates(self, sent: list[Tensor]) -> None:
+        updates, state = RowUpdates(*sent), self._on.state
+        self._stream.run(torch.inference_mode()(lambda: apply_updates(updates, state)))
+
+    def _queue_rest(self, work: Work, step: QueuedStep, response: pb.StepResponse) -> PendingStep:
+        """Queue the sampling of a step and the copy of its answers."""
+        sampled = self._table.name_sampled(work.sampled_rows)
+        slot = self._answer_slots.take(len(step.answers) * 2)
+        if len(sampled.rows):
+            self._send_masks(sampled.rows, response)
+            step.sample()
+            self._queue_answers(step, slot.memory)
+        event = slot.last_use = self._stream.record()
+        self._table.plan_tokens(sampled.rows)
+        pending = PendingStep(
+            response, self._is_answering, sampled, step.sampled_at, slot, event, self._clock
+        )
+        self._launched.append(pending)
+        return pending
+
+    def _queue_answers(self, step: QueuedStep, memory: Tensor) -> None:
+        answers = step.answers[: int(step.sampled_at.max()) + 1].view(-1)
+        target = memory[: len(answers)]
+        self._stream.run(lambda: copy_numbers(answers, target))
+
+    def _send_masks(self, rows: Integers, response: pb.StepResponse) -> None:
+        """Send the masks of rows with a grammar, once the tokens are known that it has been given."""
+        guided = rows[self._guides.has_guide(rows)]
+        if not len(guided):
+            return
+        while any(np.isin(guided, pending.sampled.rows).any() for pending in self._launched):
+            self._launched[0].finish()
+            self._apply_answers()
+        live = guided[~self._table.have_ended(guided)]
+        masks, problems = self._guides.pack_masks(live)
+        failed = live[list(problems)]
+        self._masks.send(live[masks.at], masks, failed)
+        for i, text in problems.items():
+            problem = Problem(int(live[i]), text, pb.RowError.CAUSE_GRAMMAR)
+            report_problem(response, problem, self._is_answering)
+        self._table.fail(failed)
+
+    def _compute(self, work: Work) -> Outputs:
+        """Compute work, and wait for it."""
+        return self._wait_for_outputs(self._queue_forward(work))
+
+    def _wait_for_outputs(self, step: QueuedStep) -> Outputs:
+        self._stream.record().wait()
+        return step.outputs()
+
+    def _wait_for_answers(self) -> None:
+        for pending in self._launched:
+            pending.finish()
+        self._apply_answers()
+
+    def _apply_answers(self) -> None:
+        """Give the table and the guides the tokens of steps that are finished."""
+        while self._launched and self._launched[0].is_finished:
+            pending = self._launched.popleft()
+            answers = pending.finish()
+            rows, token_ids, ended = self._table.apply(pending.sampled, answers[:, 0], answers[:, 1])
+            self._guides.advance(rows, token_ids, ended)
+
+    def _make_parts(self, num_rows: int) -> StepParts:
+        return self._fixed.make_parts(num_rows, self._uploads)

@@ -1,0 +1,98 @@
+"""Replays the captured kernel launches of an equal step, on the CPU."""
+
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tgis.shard.attention.interface import Attention
+from tgis.shard.kernels.cpu.jit.compiler import capture
+from tgis.shard.kernels.cpu.kernel_graph import KernelGraph, MemoryPool
+from tgis.shard.models.interface import Model, StepInputs
+from tgis.shard.runner.batch_builder import Batch
+from tgis.shard.runner.forward import Forward, Outputs
+
+logger = logging.getLogger(__name__)
+
+# Most tokens of a step that is captured. Larger steps take so long that a replay saves next to nothing.
+MAX_CAPTURED_TOKENS = 64
+
+
+class GraphForward(Forward):
+    """Forward pass that captures small steps and replays them.
+
+    A step qualifies if it has few tokens and every token is sampled. Steps with the same number of tokens
+    launch the same kernels, so the first one is captured and later ones are replayed. All other steps, and
+    models that use torch operators beside kernels, run layer by layer."""
+
+    def __init__(self, model: Model, attention: Attention):
+        super().__init__(model, attention)
+        self._pool, self._steps = MemoryPool(), dict[int, _CapturedStep]()
+        self._can_capture = True
+
+    def __call__(self, batch: Batch) -> Outputs:
+        if not self._can_capture or not _is_plain(batch):
+            return super().__call__(batch)
+        step = self._steps.get(len(batch.inputs.token_ids)) or self._capture(batch.inputs)
+        return super().__call__(batch) if step is None else step.run(batch.inputs)
+
+    def find_graph(self, num_tokens: int) -> KernelGraph | None:
+        """Return the kernel graph of plain steps, None before the first of them."""
+        step = self._steps.get(num_tokens)
+        return None if step is None else step.graph
+
+    def _capture(self, inputs: StepInputs) -> "_CapturedStep | None":
+        try:
+            with _NoOperators(), capture(self._pool.empty) as launches:  # type: ignore[no-untyped-call]
+                x = self.model.forward(inputs, self.attention)
+                logits = self.model.logits(x)
+        except _OperatorError as error:
+            logger.info("steps are not captured as kernel graphs, because the model computes with %s", error)
+            self._can_capture = False
+            return None
+        outputs = self._pool.read_view(x), self._pool.read_view(logits)
+        step = self._steps[len(inputs.token_ids)] = _CapturedStep(KernelGraph(launches), inputs, outputs)
+        return step
+
+
+@dataclass(frozen=True)
+class _CapturedStep:
+    graph: KernelGraph
+    inputs: StepInputs  # of the first step; the captured kernels read them, and later ones are copied here
+    outputs: tuple[Tensor, Tensor]
+
+    def run(self, inputs: StepInputs) -> Outputs:
+        fixed = self.inputs
+        fixed.token_ids.copy_(inputs.token_ids)
+        fixed.positions.copy_(inputs.positions)
+        inputs.plan.copy_into(fixed.plan)
+        if fixed.cross is not None and inputs.cross is not None:
+            inputs.cross.copy_into(fixed.cross)
+        self.graph.replay()
+        return self.outputs
+
+
+def _is_plain(batch: Batch) -> bool:
+    inputs, num_tokens = batch.inputs, len(batch.inputs.token_ids)
+    is_bare = inputs.is_long is None and inputs.virtual is None and inputs.adapters is None
+    is_sampled = len(batch.sampled_x) == num_tokens and not batch.input_spans
+    return num_tokens <= MAX_CAPTURED_TOKENS and is_bare and is_sampled
+
+
+class _OperatorError(Exception):
+    """Error: a step uses a torch operator, which cannot be captured. Its text is the operator's name."""
+
+
+class _NoOperators(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Dispatch mode that refuses every torch operator except those that return views of their input."""
+
+    def __torch_dispatch__(
+        self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        aliases = [given.alias_info for given in func._schema.returns]
+        if not aliases or any(alias is None or alias.is_write for alias in aliases):
+            raise _OperatorError(func)
+        return func(*args, **(kwargs or {}))

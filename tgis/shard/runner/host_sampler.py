@@ -1,0 +1,174 @@
+"""Samples a step's tokens on the host, from logits of any device, and reports details of tokens."""
+
+import logging
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from tgis.pb import shard_pb2 as pb
+from tgis.shard.layers.lora import TokenAdapters
+from tgis.shard.models.interface import Model
+from tgis.shard.runner import step_response
+from tgis.shard.runner.batch_builder import BatchBuilder, Work
+from tgis.shard.runner.forward import Outputs
+from tgis.shard.runner.row_table import Booleans, Integers
+from tgis.shard.runner.step_response import Problem, SampledDetails, SampledTokens
+from tgis.shard.runner.verify_drafts import verify_drafts
+from tgis.shard.sampling.grammar import Guides
+from tgis.shard.sampling.logprobs import (
+    InputSpan,
+    TokenDetails,
+    blank_details,
+    compute_details,
+    concatenate,
+)
+from tgis.shard.sampling.sampler import sample
+
+logger = logging.getLogger(__name__)
+
+# Prompt positions whose logits are in memory at the same time.
+HEAD_ROWS = 64
+
+
+class HostSampler:
+    """Sampler of the rows of a table. `compute` computes more work. Only rank 0 answers."""
+
+    def __init__(
+        self,
+        model: Model,
+        compute: Callable[[Work], Outputs],
+        table: BatchBuilder,
+        guides: Guides,
+        is_answering: bool,
+    ):
+        self._model, self._compute, self._table, self._guides = model, compute, table, guides
+        self._is_answering = is_answering
+
+    def answer(
+        self, work: Work, adapters: TokenAdapters | None, outputs: Outputs, response: pb.StepResponse
+    ) -> None:
+        """Report the input tokens of a step and sample its next ones. `adapters` are those of the step's
+        tokens. The logits are overwritten."""
+        x, logits = outputs
+        for span in work.input_spans:
+            self._report_input(span, x, adapters, response)
+        if logits is not None:
+            self._sample(work, logits, response)
+
+    def _report_input(
+        self, span: InputSpan, x: Tensor, adapters: TokenAdapters | None, response: pb.StepResponse
+    ) -> None:
+        traits, details = self._table.traits(np.array([span.row])), None
+        if traits.wants_details.any():
+            details = self._detail_input(span, x, adapters, traits.wanted["top_n"])
+        if self._is_answering:
+            step_response.write_input(response, span, details)
+
+    def _detail_input(
+        self, span: InputSpan, x: Tensor, adapters: TokenAdapters | None, top_n: Integers
+    ) -> TokenDetails:
+        num_blank = 1 if span.start == 0 else 0
+        token_ids = torch.from_numpy(span.token_ids[num_blank:].astype(np.int64)).to(x.device)
+        end = span.first_x + len(token_ids)
+        parts = [blank_details(num_blank)]
+        for start in range(0, len(token_ids), HEAD_ROWS):
+            some = slice(start, start + HEAD_ROWS)
+            at = slice(span.first_x + start, min(span.first_x + start + HEAD_ROWS, end))
+            # All ranks compute the logits, but only rank 0 reads them.
+            logits = self._model.logits(x[at], adapters and adapters.take(at))  # [n, vocab_size]
+            if self._is_answering:
+                parts.append(compute_details(logits, token_ids[some], top_n.repeat(len(logits))))
+        return concatenate(parts)
+
+    def _sample(self, work: Work, logits: Tensor, response: pb.StepResponse) -> None:
+        if work.drafts is None:
+            parts = [self._sample_rows(work.sampled_rows, logits)]
+            problems = parts[0].problems
+        else:
+            parts, problems = self._sample_drafts(work, logits)
+        for problem in problems:
+            self.end_row(response, problem)
+        response.digest = step_response.digest(parts)
+        if self._is_answering:
+            step_response.write_sampled(response, parts, work.num_proposed)
+
+    def _sample_drafts(self, work: Work, logits: Tensor) -> tuple[list[SampledTokens], list[Problem]]:
+        """Sample the positions of rows with drafts.
+
+        Only problems of a row's first position count: a problem after a draft occurs again in the row's next
+        step, without a draft before it. A row whose first logits are not finite is computed once more without
+        its drafts, because a draft may be the cause."""
+
+        def sample_at(at: Integers) -> SampledTokens:
+            return self._sample_rows(work.sampled_rows[at], logits[torch.from_numpy(at)])
+
+        parts = list(verify_drafts(work, sample_at))
+        problems = parts[0].problems
+        unusable_rows = [problem.row for problem in problems if problem.cause != pb.RowError.CAUSE_GRAMMAR]
+        if unusable_rows:
+            again = self._table.find_last(np.array(unusable_rows))
+            _, logits_again = self._compute(again)
+            assert logits_again is not None
+            parts.append(self._sample_rows(again.sampled_rows, logits_again))
+            problems = [each for each in problems if each.row not in unusable_rows] + parts[-1].problems
+        return parts, problems
+
+    def _sample_rows(self, rows: Integers, logits: Tensor) -> SampledTokens:
+        """Sample the next tokens of some rows from logits [n, vocab_size]."""
+        traits = self._table.traits(rows)
+        wants_details = traits.wants_details & self._is_answering
+        raw_at, raw = traits.raw_details, None
+        if len(raw_at) and self._is_answering:
+            raw = logits[torch.from_numpy(raw_at)]  # a copy, [num_raw, vocab_size]
+        chosen, usable, problems = self._choose(rows, logits, wants_details)
+        kept, token_ids = usable.nonzero()[0], chosen.numpy(force=True).astype(np.int32)
+        if len(kept) < len(rows):
+            rows, token_ids = rows[kept], token_ids[kept]
+        ended = self._table.append(rows, token_ids)
+        self._guides.advance(rows, token_ids, ended)
+        details = None
+        if raw is not None:
+            logits[torch.from_numpy(raw_at)] = raw
+        if wants_details.any():
+            details = self._detail_samples(logits, chosen, kept, wants_details[kept], traits.wanted)
+        return SampledTokens(kept, rows, token_ids, ended, details, problems)
+
+    def _detail_samples(
+        self,
+        logits: Tensor,
+        chosen: Tensor,
+        kept: Integers,
+        wants_details: Booleans,
+        wanted: npt.NDArray[np.void],
+    ) -> SampledDetails:
+        """Return the details of the tokens `kept` where `wants_details` [num_kept] is True."""
+        at = kept[wants_details]
+        index = torch.from_numpy(at)
+        details = compute_details(logits[index], chosen[index], wanted["top_n"][at])
+        return SampledDetails(wanted[at], wants_details.nonzero()[0], details)
+
+    def _choose(
+        self, rows: Integers, logits: Tensor, wants_details: Booleans
+    ) -> tuple[Tensor, Booleans, list[Problem]]:
+        """Return tokens int64 [n], bool [n], True where they are valid, and the other rows' problems."""
+        must_end, grammar_problems = self._guides.mask(logits, rows)
+        batch = self._table.sampling_batch(rows, wants_details, must_end)
+        chosen, usable = sample(logits, batch, self._table.seen)
+        problems = [
+            Problem(int(rows[i]), step_response.NOT_FINITE)
+            for i in (~usable).nonzero()[0].tolist()
+            if i not in grammar_problems
+        ]
+        for i, text in grammar_problems.items():
+            usable[i] = False
+            problems.append(Problem(int(rows[i]), text, pb.RowError.CAUSE_GRAMMAR))
+        return chosen, usable, problems
+
+    def end_row(self, response: pb.StepResponse, problem: Problem) -> None:
+        self._table.fail(np.array([problem.row]))
+        logger.warning("row %d cannot be served: %s", problem.row, problem.text)
+        if self._is_answering:
+            step_response.write_problem(response, problem)

@@ -1,0 +1,174 @@
+"""Sizes the KV cache by the memory that the largest step, and the graphs of a GPU, leave."""
+
+import gc
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol, runtime_checkable
+
+import torch
+
+from tgis.logs import FIELDS
+from tgis.shard.collectives import ProcessGroup
+from tgis.shard.runner.interface import ModelRunner
+from tgis.shard.startup import memory_plan
+from tgis.shard.startup.memory_plan import GIB, Demand, MemoryBudget
+from tgis.shard.startup.platform import Platform
+from tgis.shard.startup.warm_up import PLAIN, StepSize, WarmUp, largest_step
+
+logger = logging.getLogger(__name__)
+
+
+class Graphs(Protocol):
+    """Steps that are captured as graphs, by their number of rows."""
+
+    @property
+    def sizes(self) -> list[int]: ...
+
+    def capture(self, sizes: Sequence[int]) -> None:
+        """Capture steps, those that can be captured and for which there is memory."""
+
+    def clear(self) -> None:
+        """Drop all graphs."""
+
+
+@runtime_checkable
+class CapturingRunner(ModelRunner, Protocol):
+    @property
+    def graphs(self) -> Graphs: ...
+
+
+@dataclass(frozen=True)
+class CacheSizing:
+    """Makes model runners with ever better known sizes of the cache."""
+
+    on: Platform
+    group: ProcessGroup
+    demand: Demand
+    max_step_tokens: int
+    block_bytes: int
+    adapter_bytes: int
+    make_runner: Callable[[int], ModelRunner]  # of a number of blocks
+    graph_sizes: Sequence[int] = ()  # rising numbers of rows of steps to be captured
+
+    def make_sized_runner(self) -> ModelRunner:
+        """Compile the kernels, and return a runner with a cache of the memory that is left.
+
+        Raises ProcessGroupError, UnsupportedModelError, ModelTooLargeError or CacheTooSmallError."""
+        if self.on.is_memory_shared:
+            budget = self._measure_growing()
+            return self.make_runner(self._plan_blocks(budget))
+        try:
+            budget, sizes = self._measure_largest()
+            return self._make_with_graphs(budget, sizes)
+        except torch.OutOfMemoryError as error:
+            raise memory_plan.ModelTooLargeError(
+                f"the model does not fit: the GPU had no memory for the largest step, of "
+                f"{self._largest_step.num_tokens} tokens, or for the cache; a smaller --max-step-tokens, "
+                "--max-batch-size or --kv-cache-tokens makes them smaller"
+            ) from error
+
+    def _plan_blocks(self, budget: MemoryBudget) -> int:
+        return memory_plan.plan_blocks(self.demand, self.block_bytes, budget)
+
+    def _budget(self, left: int, step: int, graphs: int = 0) -> MemoryBudget:
+        margin = self.on.memory.margin()
+        size, divisor = self.group.local_size, self.on.cache_divisor
+        return MemoryBudget(left, step, size, divisor, self.adapter_bytes, graphs, margin)
+
+    def _measure_growing(self) -> MemoryBudget:
+        """Measure ever larger steps, and the memory that they leave."""
+        warm_up = self._warm_up(self.make_runner(1))
+        warm_up.compile()
+        self.on.memory.release_memory()
+        left = self.on.memory_left(self.group)
+
+        def is_enough(step: int) -> bool:
+            return self._budget(left, step).share >= self.demand.wanted_blocks * self.block_bytes
+
+        budget = self._budget(left, warm_up.measure(self._largest_step, is_enough, left))
+        memory_plan.check_budget(budget)
+        self.on.memory.release_memory()
+        return budget
+
+    @property
+    def _largest_step(self) -> StepSize:
+        return largest_step(self.demand, self.max_step_tokens)
+
+    def _warm_up(self, runner: ModelRunner) -> WarmUp:
+        return WarmUp(runner, self.group, self.demand, self.on.memory)
+
+    def _measure_largest(self) -> tuple[MemoryBudget, Sequence[int]]:
+        """Measure the largest step and the graphs, and the memory that is left beside a runner's own tables.
+        Return this, and the numbers of rows of which steps can be captured."""
+        runner = self.make_runner(1)
+        warm_up = self._warm_up(runner)
+        warm_up.compile(PLAIN)
+        warm_up.compile()
+        step = warm_up.measure_largest(self._largest_step)
+        graphs, sizes = self._try_graphs(runner)
+        budget = self._budget(self._find_left(), step, graphs)
+        memory_plan.check_budget(budget)
+        return budget, sizes
+
+    def _try_graphs(self, runner: ModelRunner) -> tuple[int, Sequence[int]]:
+        """Capture the largest and the smallest step, and return the bytes that all of them will take."""
+        if not self.graph_sizes:
+            return 0, ()
+        assert isinstance(runner, CapturingRunner)
+        left = [self._find_left()]
+        for size in (self.graph_sizes[-1], self.graph_sizes[0]):
+            runner.graphs.capture([size])
+            left.append(self._find_left())
+        is_captured = set(runner.graphs.sizes) == {self.graph_sizes[-1], self.graph_sizes[0]}
+        runner.graphs.clear()
+        gc.collect()
+        if not is_captured:
+            return 0, ()
+        first, second = left[0] - left[1], left[1] - left[2]
+        return memory_plan.extrapolate_graphs(first, second, len(self.graph_sizes)), self.graph_sizes
+
+    def _find_left(self) -> int:
+        self.on.memory.release_memory()
+        return self.on.memory_left(self.group)
+
+    def _make_with_graphs(self, budget: MemoryBudget, sizes: Sequence[int]) -> ModelRunner:
+        """Return a runner whose steps are captured. If the graphs take more memory than planned, its cache
+        is smaller by the difference."""
+        num_blocks = self._plan_blocks(budget)
+        runner, lack = self._capture(num_blocks, budget, sizes)
+        if lack > 0:
+            planned, budget = num_blocks, replace(budget, graphs=budget.graphs + lack)
+            num_blocks -= -(-lack // self.block_bytes)
+            memory_plan.check_blocks(self.demand, num_blocks, self.block_bytes, budget)
+            del runner
+            logger.info("the cache shrinks from %d to %d blocks, for CUDA graphs", planned, num_blocks)
+            runner, lack = self._capture(num_blocks, budget, sizes)
+        if lack > 0:
+            logger.warning("%.2f GiB of memory are missing for the largest step", lack / GIB)
+        _log(budget, runner)
+        return runner
+
+    def _capture(
+        self, num_blocks: int, budget: MemoryBudget, sizes: Sequence[int]
+    ) -> tuple[ModelRunner, int]:
+        """Make a runner and capture its steps. Return it, and the bytes that it lacks."""
+        gc.collect()  # earlier runners may be parts of cycles
+        self.on.memory.release_memory()
+        runner = self.make_runner(num_blocks)
+        if sizes:
+            assert isinstance(runner, CapturingRunner)
+            runner.graphs.capture(sizes)
+            runner.info.graph_sizes[:] = runner.graphs.sizes
+        return runner, memory_plan.find_lack(budget, self._find_left())
+
+
+def _log(budget: MemoryBudget, runner: ModelRunner) -> None:
+    fields = {
+        "left_gib": round(budget.left / GIB, 2),
+        "largest_step_gib": round(budget.step / GIB, 3),
+        "graphs_gib": round(budget.graphs / GIB, 3),
+        "graphs": len(runner.info.graph_sizes),
+        "blocks": runner.info.num_blocks,
+    }
+    logger.info("cache sized", extra={FIELDS: fields})

@@ -1,0 +1,33 @@
+"""Makes model runners whose rows and sampling are on the CPU."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from tgis.shard.attention.interface import Attention
+from tgis.shard.memory.kv_cache import KVCache
+from tgis.shard.models.interface import Model
+from tgis.shard.runner.batch_builder import BatchBuilder
+from tgis.shard.runner.forward import Forward
+from tgis.shard.runner.model_runner import HostModelRunner
+from tgis.shard.startup.platform import Platform, RunnerParts
+
+
+@dataclass(frozen=True)
+class HostRunners:
+    """`Platform.make_runner` of a platform with this attention."""
+
+    attention: Callable[[KVCache], Attention]
+    captures_steps: bool = False  # the launches of kernels and attention are the CPU's, which can be captured
+
+    def __call__(self, on: Platform, parts: RunnerParts) -> HostModelRunner:
+        attention = self.attention(parts.cache)
+        table = BatchBuilder(parts.max_rows, parts.limits, on.device, parts.adapters, attention)
+        forward = self._make_forward(parts.model, attention, parts.can_capture)
+        return HostModelRunner(forward, table, parts.guides, parts.info, parts.adapters)
+
+    def _make_forward(self, model: Model, attention: Attention, can_capture: bool) -> Forward:
+        if not (self.captures_steps and can_capture):
+            return Forward(model, attention)
+        from tgis.shard.runner.graph_forward import GraphForward  # imports numba
+
+        return GraphForward(model, attention)
