@@ -37,6 +37,8 @@ def choose_sizes(group: int, keys: Tensor, has_bias: bool) -> tuple[Sizes, dict[
         rows, num_keys, num_warps = 128, 32 if is_wide or has_bias else 64, 8
         if width > 128 and (has_bias or not has_much_memory):
             rows = 64
+        elif is_wide and not has_much_memory:  # with 8 warps and 128 rows, some registers are spilled
+            rows, num_warps = 64, 4
     sizes = Sizes(group, num_kv_heads, head_dim, block_size, width, rows, num_keys)
     return sizes, {"num_warps": num_warps, "num_stages": 3 if has_much_memory else 2}
 
