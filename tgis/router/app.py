@@ -23,7 +23,8 @@ from tgis.net.tls import Certificates, port_certificates
 from tgis.pb.generation_pb2_grpc import add_GenerationServiceServicer_to_server
 from tgis.process.child import GIVE_UP
 from tgis.process.memory_release import MemoryRelease
-from tgis.router.api.grpc.auth_interceptor import AuthInterceptor, BearerTokens, warn_if_unprotected
+from tgis.router.api.bearer_tokens import BearerTokens
+from tgis.router.api.grpc.auth_interceptor import AuthInterceptor, warn_if_unprotected
 from tgis.router.api.grpc.error_interceptor import ErrorInterceptor
 from tgis.router.api.grpc.health import NAME as HEALTH
 from tgis.router.api.grpc.health import Health
@@ -224,19 +225,20 @@ class _Router:
 
 def _metric_limits(config: RouterConfig) -> MetricLimits:
     assert config.max_sequence_length is not None, "the launcher says how long a sequence may be"
-    max_new_tokens = min(config.max_new_tokens, config.max_sequence_length - 1)
-    return MetricLimits(config.max_sequence_length, max_new_tokens, config.max_batch_size)
+    room = config.max_sequence_length - 1
+    return MetricLimits(
+        config.max_sequence_length, min(config.max_new_tokens or room, room), config.max_batch_size
+    )
 
 
 def _limits(config: RouterConfig) -> RequestLimits:
-    limits = _metric_limits(config)
-    if limits.max_new_tokens < config.max_new_tokens:
-        logger.warning(
-            "max_new_tokens is reduced to %d, the maximum sequence length minus one", limits.max_new_tokens
-        )
+    assert config.max_sequence_length is not None, "the launcher says how long a sequence may be"
+    most, room = config.max_new_tokens, config.max_sequence_length - 1
+    if most is not None and room < most:
+        logger.warning("max_new_tokens is reduced to %d, the maximum sequence length minus one", room)
     return RequestLimits(
-        max_sequence_length=limits.max_sequence_length,
-        max_new_tokens=limits.max_new_tokens,
+        max_sequence_length=config.max_sequence_length,
+        max_new_tokens=most if most is None else min(most, room),
         max_top_n_tokens=config.max_top_n_tokens,
         max_guided_bytes=config.max_guided_bytes,
         include_stop_sequence=config.default_include_stop_seqs,

@@ -2,7 +2,8 @@
 
 RouterError
 ├── RequestError        INVALID_ARGUMENT    the request is wrong; the text is the contract's
-│   └── QuotingError                        the same; logs show its text only up to the first colon
+│   ├── QuotingError                        the same; logs show its text only up to the first colon
+│   └── NotFoundError                       the same; the request names an adapter that does not exist
 ├── OverloadedError     RESOURCE_EXHAUSTED  no room now, try again
 ├── SlowClientError     RESOURCE_EXHAUSTED  the client does not read its answer
 ├── UnavailableError    UNAVAILABLE         shutting down, or the shards stayed away too long
@@ -53,6 +54,10 @@ class QuotingError(RequestError):
     @property
     def log_text(self) -> str:
         return str(self).partition(":")[0]
+
+
+class NotFoundError(RequestError):
+    """Request error for an adapter that does not exist."""
 
 
 class OverloadedError(RouterError):

@@ -58,7 +58,7 @@ class Accounting:
     def open(self, call: GenerationCall) -> "Iterator[CallAccount]":
         """Begin a call. Exceptions that end it early pass through."""
         log = CallLog(call, correlation_id(call.metadata), self.log_text_chars)
-        with self.tracing.call(call.method, call.metadata) as span, log:
+        with self.tracing.call(call.door, call.method, call.metadata) as span, log:
             span.set_call(call, log.request_id, log.correlation_id)
             account = CallAccount(self.metrics, log, span)
             with account.counting_failures():

@@ -17,6 +17,7 @@ from tgis.router.engine.handle import SequenceSpec
 from tgis.router.errors import RouterError, StartupError
 from tgis.router.events import Output
 from tgis.router.requests.call import GenerationCall, Metadata, Parameters
+from tgis.router.requests.doors import Door
 
 if TYPE_CHECKING:
     from tgis.router.requests.otlp import SpanExport
@@ -68,10 +69,10 @@ class Tracing:
     def __init__(self, export: "SpanExport | None" = None) -> None:
         self._export = export
 
-    def call(self, method: str, metadata: Metadata) -> "CallSpan":
+    def call(self, door: Door, method: str, metadata: Metadata) -> "CallSpan":
         """Start a span of `method`, for example `Generate`, below the caller's span if the metadata name
         one. If the caller's trace is not sampled, the span records nothing."""
-        return CallSpan(_start(self._export.tracer, method, metadata) if self._export else INVALID_SPAN)
+        return CallSpan(_start(self._export.tracer, door, method, metadata) if self._export else INVALID_SPAN)
 
     def close(self) -> None:
         """Send what is queued. This blocks for a bounded time."""
@@ -151,7 +152,7 @@ class CallSpan:
         }
 
 
-def _start(tracer: Tracer, method: str, metadata: Metadata) -> Span:
+def _start(tracer: Tracer, door: Door, method: str, metadata: Metadata) -> Span:
     """Start a call's span, with attributes under the names that dashboards use and their successors."""
     carrier: dict[str, list[str]] = {}
     for key, value in metadata:
@@ -164,8 +165,7 @@ def _start(tracer: Tracer, method: str, metadata: Metadata) -> Span:
         context=PROPAGATOR.extract(carrier, Context()),
         kind=SpanKind.SERVER,
         attributes={
-            "rpc.system": "grpc",
-            "rpc.system.name": "grpc",
+            **dict(door.span_attributes),
             "rpc.service": SERVICE,
             "rpc.method": method,
         },

@@ -2,8 +2,9 @@
 
 import hashlib
 from contextvars import ContextVar
+from typing import Any
 
-from tgis.router.api.grpc.call_status import Context
+import grpc
 
 MAX_NAME_CHARS = 128
 
@@ -16,12 +17,12 @@ def is_name(text: str) -> bool:
     return 0 < len(text) <= MAX_NAME_CHARS and text.isascii() and text.isprintable() and " " not in text
 
 
-def tenant_of(context: Context) -> str:
+def tenant_of(context: grpc.aio.ServicerContext[Any, Any]) -> str:
     """Return the tenant of the current call, or an empty text if nothing names one."""
     return token_tenant.get() or _certificate_name(context)
 
 
-def _certificate_name(context: Context) -> str:
+def _certificate_name(context: grpc.aio.ServicerContext[Any, Any]) -> str:
     """Return the certificate's first alternative name, else its common name. One that cannot be shown is
     replaced by its digest, so that different names stay different."""
     first, *_ = context.peer_identities() or (b"",)
