@@ -13,7 +13,7 @@ from tgis.shard.kernels.cuda.step_state import RowState, Segments, StagedStep, S
 from tgis.shard.layers.lora import TokenAdapters
 from tgis.shard.models.interface import Model, StepInputs, VirtualTokens
 from tgis.shard.runner.device.graphs import StepParts
-from tgis.shard.runner.device.step_packer import StepPacker, StepSize
+from tgis.shard.runner.device.step_packer import StagedSize, StepPacker
 from tgis.shard.runner.device.stream import DeviceStream
 from tgis.shard.runner.device.uploads import Uploads, place_arrays, view_arrays
 from tgis.shard.runner.forward import Outputs
@@ -37,7 +37,7 @@ class DeviceModel:
         self,
         staged: StagedStep,
         tensors: StepTensors,
-        size: StepSize,
+        size: StagedSize,
         virtual: VirtualTokens | None = None,
         adapters: TokenAdapters | None = None,
     ) -> StepInputs:
@@ -81,7 +81,7 @@ class EagerStep:
         self,
         on: DeviceModel,
         staged: StagedStep,
-        size: StepSize,
+        size: StagedSize,
         virtual: VirtualTokens | None,
         adapters: TokenAdapters | None,
     ):
