@@ -3,7 +3,6 @@
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from tgis.shard.adapters.registry import LoadedAdapters
@@ -160,5 +159,5 @@ def _pad(array: Words, size: int, value: int) -> Words:
     return found
 
 
-def _empty(width: int) -> npt.NDArray[np.int32]:
+def _empty(width: int) -> Words:
     return np.empty((0, width), np.int32)
