@@ -72,10 +72,9 @@ def compare(
 
 
 def list_cases() -> list[object]:
-    families = dict.fromkeys(
-        case for case in CASES if family_of(case) not in {family_of(c) for c in WITH_EXPERTS}
-    )
-    return [pytest.param(case, marks=[] if case in QUICK else [pytest.mark.slow]) for case in families]
+    families = {family_of(case) for case in WITH_EXPERTS}
+    cases = [case for case in CASES if family_of(case) not in families]
+    return [pytest.param(case, marks=[] if case in QUICK else [pytest.mark.slow]) for case in cases]
 
 
 @pytest.mark.parametrize("case", list_cases())

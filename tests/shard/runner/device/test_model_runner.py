@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.support.cuda.late_device import LateDevice
+from tests.support.cuda.poisoned import poisoned_memory
 from tests.support.cuda.runners import load_captured, load_late
 from tests.support.shard import other_device
 from tests.support.shard.checkpoints import write_llama
@@ -58,9 +59,8 @@ SLOW: list[dict[str, Any]] = [
 @pytest.fixture(autouse=True)
 def _poison() -> Iterator[None]:
     """New memory holds numbers that no step survives."""
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
+    with poisoned_memory():
+        yield
 
 
 @pytest.fixture(scope="module")
