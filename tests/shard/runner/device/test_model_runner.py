@@ -143,7 +143,7 @@ def again(requests: list[Request]) -> list[Request]:
     return requests
 
 
-@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("depth", [1, pytest.param(2, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize("kind", ["fast", "guided", "crowd"])
 def test_tokens_are_those_of_the_host(
     runner: DeviceModelRunner, expected: dict[str, list[Request]], kind: str, depth: int
