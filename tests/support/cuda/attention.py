@@ -50,6 +50,7 @@ class CudaScene(Scene):
         starts = torch.zeros(len(work) + 1, dtype=torch.int32)
         starts[1:] = count_segments(lengths).cumsum(0)
         segments = Segments(rows.contiguous(), lengths.contiguous(), starts)
+        self.check_scoring(scoring)
         with poisoned_memory():
             return self.kernels.attend_segments(q, *self.where, segments, int(lengths.max()), scoring)
 
@@ -63,6 +64,7 @@ class CudaScene(Scene):
         tiles = torch.tensor(list(cut_tiles(spans, self.attention.tile_tokens)), dtype=torch.int32)
         out = torch.full_like(q, torch.nan)
         longest = max(end for _, _, end in work)
+        self.check_scoring(scoring)
         self.kernels.attend_tiles(q, *self.where, tiles, longest, scoring, out)
         return list(out.split([span.num_tokens for span in spans]))
 
@@ -76,6 +78,11 @@ class CudaScene(Scene):
     def check_spans(self, work: Sequence[tuple[int, int, int]], scoring: Scoring) -> None:
         for span, found in zip(work, self.attend_spans(work, scoring), strict=True):
             self.check_near(found, self.expected(*span, scoring))
+
+    def check_scoring(self, scoring: Scoring) -> None:
+        """Check that every head has its slope and biases: a kernel would read what lies behind them."""
+        for of_heads in (scoring.slopes, scoring.bias):
+            assert of_heads is None or len(of_heads) == self.shape.num_heads
 
     def check_near(self, found: Tensor, expected: Tensor) -> None:
         assert found.dtype == self.shape.dtype

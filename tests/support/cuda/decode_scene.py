@@ -9,18 +9,12 @@ from torch import Tensor
 
 from tgis.shard.kernels.cuda.attention import CudaAttention, CudaPlan
 from tgis.shard.kernels.cuda.implementations import Implementations
-from tgis.shard.kernels.cuda.step_state import (
-    MAX_BIASES,
-    MAX_STOP_IDS,
-    RowState,
-    Segments,
-    StagedStep,
-    StepTensors,
-    Word,
-)
+from tgis.shard.kernels.cuda.step_state import Segments, StagedStep, StepTensors, Word
 from tgis.shard.memory.kv_cache import KVCache
 from tgis.shard.models.interface import StepInputs
+from tgis.shard.runner.device.device_rows import allocate_rows
 from tgis.shard.runner.device.graphs import StepParts
+from tgis.shard.runner.row_table import RowLimits
 
 CPU = torch.device("cpu")
 MAX_ROWS, BLOCK_SIZE, MAX_BLOCKS, CROSS_BLOCKS = 6, 4, 5, 2
@@ -53,7 +47,8 @@ class DecodeScene:
         self._rng.shuffle(self._blocks)
         group_size = 1 if spec.is_encoder_decoder else spec.num_heads // spec.num_kv_heads
         self._attention = CudaAttention(self.cache, kernels, group_size)
-        self.rows = idle_rows(spec.vocab_size, num_blocks)
+        limits = RowLimits(MAX_LEN, BLOCK_SIZE, spec.vocab_size, is_encoder_decoder=spec.is_encoder_decoder)
+        self.rows = allocate_rows(MAX_ROWS, limits, num_blocks, CPU)
         self._lengths = [0] * MAX_ROWS  # that the host plans; 0: not open
         self._tables: list[list[int]] = [[] for _ in range(MAX_ROWS)]
         self._buckets: dict[int, Bucket] = {}
@@ -142,7 +137,7 @@ class DecodeScene:
     def _encode(self, row: int) -> None:
         """Write keys and values as an encoder would."""
         blocks = [self._blocks.pop() for _ in range(CROSS_BLOCKS)]
-        self.rows.cross_tables[row] = torch.tensor(blocks)
+        self.rows.cross_tables[row, :CROSS_BLOCKS] = torch.tensor(blocks)
         self.rows.words[row, Word.ENCODER_LEN] = self._rng.randrange(1, CROSS_BLOCKS * BLOCK_SIZE)
         generator = torch.Generator().manual_seed(row)
         for pages in (self.cache.keys, self.cache.values):
@@ -160,25 +155,6 @@ class DecodeScene:
         is_long = tensors.is_long if spec.rope_switch_len else None
         layout: Any = None
         return StepInputs(tensors.token_ids, tensors.positions, layout, plan, cross, is_long)
-
-
-def idle_rows(vocab_size: int, dummy_block: int) -> RowState:
-    count, dummy_slot = MAX_ROWS + 1, dummy_block * BLOCK_SIZE
-    words = torch.zeros((count, len(Word)), dtype=torch.int32)
-    words[:, Word.ENDED] = 1
-    for word in (Word.TEMPERATURE, Word.REPETITION_PENALTY, Word.LENGTH_PENALTY_FACTOR):
-        words[:, word] = torch.ones(()).view(torch.int32)
-    return RowState(
-        words=words,
-        block_tables=torch.full((count, MAX_BLOCKS), dummy_block, dtype=torch.int32),
-        cross_tables=torch.full((count, CROSS_BLOCKS), dummy_block, dtype=torch.int32),
-        stop_ids=torch.full((count, MAX_STOP_IDS), -1, dtype=torch.int32),
-        bias_token_ids=torch.full((count, MAX_BIASES), -1, dtype=torch.int32),
-        biases=torch.zeros((count, MAX_BIASES)),
-        token_counts=torch.zeros((count, vocab_size), dtype=torch.int16),
-        masks=torch.zeros((count, -(-vocab_size // 32)), dtype=torch.int32),
-        dummy_slot=dummy_slot,
-    )
 
 
 def new_bucket(num_rows: int, vocab_size: int) -> Bucket:

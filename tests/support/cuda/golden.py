@@ -4,15 +4,16 @@ models on sm_80."""
 
 import json
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import TypeVar
 
 import triton
 
-from tests.support.cuda.machine_code import MachineCode, read_machine_code
-from tgis.shard.kernels.cuda.offline.driver import MAX_SHARED_BYTES, compile_only
+from tests.support.cuda.machine_code import MachineCode, Resources, read_machine_code, read_resources
+from tgis.shard.kernels.cuda.offline.driver import MAX_SHARED_BYTES, OfflineKernel, compile_only
 from tgis.shard.kernels.cuda.offline.variants import NUM_TOKENS, Variant, find_variants
 
 FILE = Path(__file__).parents[2] / "shard/kernels/cuda/golden_sm90.json"
@@ -20,6 +21,7 @@ CAPABILITY = 90
 # Between them these have every feature.
 MODELS = ("all", "llama-3.1-8b/1", "gemma-2-9b/1", "qwen3-8b/1", "bloom-7b1/1", "flan-t5-xl/1", "starcoder/1")
 Table = dict[str, MachineCode]
+Code = TypeVar("Code", bound=Resources)
 
 
 def of_models(*models: str, num_tokens: int = NUM_TOKENS) -> list[Variant]:
@@ -28,9 +30,20 @@ def of_models(*models: str, num_tokens: int = NUM_TOKENS) -> list[Variant]:
     return [each for each in found if "float16" not in each.label.split()]
 
 
-def measure(variants: Iterable[Variant], capability: int = CAPABILITY) -> tuple[Table, list[str]]:
+def measure(variants: Iterable[Variant]) -> tuple[Table, list[str]]:
     """Compile the kernels of variants. Return what they cost, and a line for each fault."""
-    table: Table = {}
+    return _read_all(variants, CAPABILITY, read_machine_code)
+
+
+def find_faults(variants: Iterable[Variant], capability: int) -> list[str]:
+    """Compile the kernels of variants. Return a line for each fault."""
+    return _read_all(variants, capability, read_resources)[1]
+
+
+def _read_all(
+    variants: Iterable[Variant], capability: int, read_code: Callable[[OfflineKernel], Code]
+) -> tuple[dict[str, Code], list[str]]:
+    table: dict[str, Code] = {}
     found = []
     for variant in variants:
         name = f"{variant.kernel} {variant.label}"
@@ -39,7 +52,7 @@ def measure(variants: Iterable[Variant], capability: int = CAPABILITY) -> tuple[
                 variant.run()
         except Exception as error:
             found.append(f"{name}: {error!r}")
-        table |= {f"{name}: {kernel.name}": read_machine_code(kernel) for kernel in kernels}
+        table |= {f"{name}: {kernel.name}": read_code(kernel) for kernel in kernels}
     limit = MAX_SHARED_BYTES[capability]
     return table, found + [f"{name}: {fault}" for name, code in table.items() for fault in code.faults(limit)]
 
@@ -59,7 +72,7 @@ def main() -> int:
     with TemporaryDirectory() as directory:
         triton.knobs.cache.dir = directory
         if sys.argv[1:]:
-            _, found = measure(find_variants(), int(sys.argv[1]))
+            found = find_faults(find_variants(), int(sys.argv[1]))
         else:
             table, found = measure(of_models(*MODELS))
             write(table)

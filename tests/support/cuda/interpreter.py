@@ -67,9 +67,10 @@ def _correct() -> None:
     Products of bfloat16 are those of its bits. bfloat16 is not rounded to the nearest, as GPUs do. NumPy 2.4
     makes no index of an array with one element. Triton's own functions, such as max, which were imported to
     be compiled, cannot be called; they see the language through tl.core, so a launch must replace that too.
-    Numbers beyond the range are infinite, as on GPUs, and no warning."""
+    Numbers beyond the range are infinite, as on GPUs, and no warning. Types are looked up at every operation,
+    in a table that is made for each look-up."""
     patch, create_dot = interpreter._patch_lang_tensor, interpreter.InterpreterBuilder.create_dot
-    convert = interpreter._convert_float
+    convert, find_type = interpreter._convert_float, cache(interpreter._get_np_dtype)
     patch_lang, whole_language = (
         interpreter._patch_lang,
         SimpleNamespace(__globals__={"tl": tl, "core": tl.core}),
@@ -90,7 +91,12 @@ def _correct() -> None:
             return rounded.view(torch.uint16).numpy()
         return convert(x, source, target, rounding_mode)
 
+    def find_scalar_type(dtype: Any) -> Any:
+        scalar = dtype.scalar
+        return np.dtype(np.uint64) if scalar.is_ptr() else find_type(scalar)
+
     interpreter._patch_lang_tensor, interpreter._convert_float = patch_tensor, convert_float
+    interpreter._get_np_dtype = find_scalar_type
     interpreter.InterpreterBuilder.create_dot = create_wide_dot
     interpreter._patch_lang = lambda kernel: patch_lang(whole_language)
     triton.JITFunction.__call__ = _call
@@ -102,7 +108,13 @@ def _correct() -> None:
 
 def _call(function: Any, *args: Any, **kwargs: Any) -> Any:
     """Call a function in a kernel, whose launch has replaced the language."""
-    return interpreter.InterpretedFunction(function.fn).rewrite()(*args, **kwargs)
+    return _rewrite(function.fn)(*args, **kwargs)
+
+
+@cache
+def _rewrite(function: Callable[..., Any]) -> Callable[..., Any]:
+    rewritten: Callable[..., Any] = interpreter.InterpretedFunction(function).rewrite()
+    return rewritten
 
 
 def _widen(x: Any) -> Any:

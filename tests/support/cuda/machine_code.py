@@ -2,7 +2,7 @@
 
 import re
 import subprocess
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -16,15 +16,11 @@ _USAGE = re.compile(r"REG:(\d+) STACK:(\d+)")
 
 
 @dataclass(frozen=True)
-class MachineCode:
+class Resources:
     registers: int  # of a thread
     stack_bytes: int  # of a thread; registers that do not suffice are kept there
     shared_bytes: int
     warps: int
-    warpgroup_products: int  # instructions for tensor cores of sm_90
-    tensor_products: int  # the same of a single warp
-    loads: int  # instructions that read global memory
-    wide_loads: int  # those of them that read 16 bytes a thread
 
     def faults(self, max_shared_bytes: int) -> list[str]:
         """Return what no kernel may do, each in a line."""
@@ -36,17 +32,34 @@ class MachineCode:
         return found
 
 
+@dataclass(frozen=True)
+class MachineCode(Resources):
+    warpgroup_products: int  # instructions for tensor cores of sm_90
+    tensor_products: int  # the same of a single warp
+    loads: int  # instructions that read global memory
+    wide_loads: int  # those of them that read 16 bytes a thread
+
+
+def read_resources(kernel: OfflineKernel) -> Resources:
+    usage = _USAGE.search(_dump("-res-usage", kernel.cubin))
+    assert usage, "cuobjdump says nothing of registers"
+    return Resources(
+        registers=int(usage[1]),
+        stack_bytes=int(usage[2]),
+        shared_bytes=kernel.metadata.shared,
+        warps=kernel.metadata.num_warps,
+    )
+
+
 def read_machine_code(kernel: OfflineKernel) -> MachineCode:
-    _, registers, stack_bytes, names = _disassemble(kernel.cubin)
+    """Read the instructions too, which takes a hundred times as long."""
+    names = _INSTRUCTION.findall(_dump("--dump-sass", kernel.cubin))
 
     def count(pattern: str) -> int:
         return sum(bool(re.match(pattern, name)) for name in names)
 
     return MachineCode(
-        registers=registers,
-        stack_bytes=stack_bytes,
-        shared_bytes=kernel.metadata.shared,
-        warps=kernel.metadata.num_warps,
+        **asdict(read_resources(kernel)),
         warpgroup_products=count("HGMMA"),
         tensor_products=count("HMMA"),
         loads=count("LDG"),
@@ -56,22 +69,15 @@ def read_machine_code(kernel: OfflineKernel) -> MachineCode:
 
 def read_target(kernel: OfflineKernel) -> str:
     """Return what the code was compiled for, like sm_90a."""
-    return _disassemble(kernel.cubin)[0]
+    target = re.search(r"\.(sm_\w+)\.cubin", _dump("--list-elf", kernel.cubin))
+    assert target, "cuobjdump says nothing of the target"
+    return target[1]
 
 
 @lru_cache
-def _disassemble(cubin: bytes) -> tuple[str, int, int, list[str]]:
-    """Return the target, the number of registers, the bytes of stack, and the names of instructions."""
+def _dump(what: str, cubin: bytes) -> str:
     with TemporaryDirectory() as directory:
         file = Path(directory) / "kernel.cubin"
         file.write_bytes(cubin)
-        instructions, usage = _dump("--dump-sass", file), _USAGE.search(_dump("-res-usage", file))
-    target = re.search(r"code for (\w+)", instructions)
-    assert usage, "cuobjdump says nothing of registers"
-    assert target, "cuobjdump says nothing of the target"
-    return target[1], int(usage[1]), int(usage[2]), _INSTRUCTION.findall(instructions)
-
-
-def _dump(what: str, file: Path) -> str:
-    command = [knobs.nvidia.cuobjdump.path, what, str(file)]
-    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+        command = [knobs.nvidia.cuobjdump.path, what, str(file)]
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout

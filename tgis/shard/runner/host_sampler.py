@@ -1,6 +1,5 @@
 """Samples a step's tokens on the host, from logits of any device, and reports details of tokens."""
 
-import logging
 from collections.abc import Callable
 
 import numpy as np
@@ -15,7 +14,7 @@ from tgis.shard.runner import step_response
 from tgis.shard.runner.batch_builder import BatchBuilder, Work
 from tgis.shard.runner.forward import Outputs
 from tgis.shard.runner.row_table import Booleans, Integers
-from tgis.shard.runner.step_response import Problem, SampledDetails, SampledTokens
+from tgis.shard.runner.step_response import Problem, SampledDetails, SampledTokens, report_problem
 from tgis.shard.runner.verify_drafts import verify_drafts
 from tgis.shard.sampling.grammar import Guides
 from tgis.shard.sampling.logprobs import (
@@ -26,8 +25,6 @@ from tgis.shard.sampling.logprobs import (
     concatenate,
 )
 from tgis.shard.sampling.sampler import sample
-
-logger = logging.getLogger(__name__)
 
 # Prompt positions whose logits are in memory at the same time.
 HEAD_ROWS = 64
@@ -90,7 +87,8 @@ class HostSampler:
         else:
             parts, problems = self._sample_drafts(work, logits)
         for problem in problems:
-            self.end_row(response, problem)
+            self._table.fail(np.array([problem.row]))
+            report_problem(response, problem, self._is_answering)
         response.digest = step_response.digest(parts)
         if self._is_answering:
             step_response.write_sampled(response, parts, work.num_proposed)
@@ -166,9 +164,3 @@ class HostSampler:
             usable[i] = False
             problems.append(Problem(int(rows[i]), text, pb.RowError.CAUSE_GRAMMAR))
         return chosen, usable, problems
-
-    def end_row(self, response: pb.StepResponse, problem: Problem) -> None:
-        self._table.fail(np.array([problem.row]))
-        logger.warning("row %d cannot be served: %s", problem.row, problem.text)
-        if self._is_answering:
-            step_response.write_problem(response, problem)

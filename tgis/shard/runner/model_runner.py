@@ -1,6 +1,7 @@
 """The model runner whose rows and sampling are on the CPU. It computes one step at a time."""
 
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,9 +12,11 @@ from tgis.pb import shard_pb2 as pb
 from tgis.shard.adapters.registry import LoadedAdapters
 from tgis.shard.models.interface import EncodingModel
 from tgis.shard.runner.batch_builder import BatchBuilder, Work
+from tgis.shard.runner.columns import read_column
 from tgis.shard.runner.forward import Forward, Outputs
 from tgis.shard.runner.host_sampler import HostSampler
-from tgis.shard.runner.step_response import Problem
+from tgis.shard.runner.row_table import RowTable
+from tgis.shard.runner.step_response import Problem, report_problem
 from tgis.shard.sampling.grammar import Guides
 
 
@@ -42,7 +45,8 @@ class HostModelRunner:
     ) -> None:
         self.info, self.adapters = info, adapters
         self.model, self.forward, self._table, self._guides = forward.model, forward, table, guides
-        self._sampler = HostSampler(self.model, self._compute, table, guides, info.rank == 0)
+        self._is_answering = info.rank == 0
+        self._sampler = HostSampler(self.model, self._compute, table, guides, self._is_answering)
 
     def reset(self) -> None:
         """Forget all rows."""
@@ -52,15 +56,8 @@ class HostModelRunner:
     def launch(self, request: pb.StepRequest) -> ComputedStep:
         began = time.perf_counter_ns()
         response = pb.StepResponse(step_id=request.step_id)
-        closed = np.frombuffer(request.closed_rows, "<i4").astype(np.int64)
-        self._table.close(closed)
-        self._guides.close(closed)
-        for message in request.opened_rows:
-            problem = self._table.open(message)
-            if problem is not None:
-                self._sampler.end_row(response, Problem(message.row, problem))
-            else:
-                self._guides.open(message)
+        for problem in close_and_open(request, self._table, self._guides):
+            report_problem(response, problem, self._is_answering)
         failpoints.hit("shard.before_forward", lambda: self._table.label_rows(request))
         encoder_inputs, batch = self._table.pack_encoder(request.opened_rows), self._table.pack(request)
         with torch.inference_mode():
@@ -75,3 +72,16 @@ class HostModelRunner:
 
     def _compute(self, work: Work) -> Outputs:
         return self.forward(self._table.pack_work(work))
+
+
+def close_and_open(request: pb.StepRequest, table: RowTable, guides: Guides) -> Iterator[Problem]:
+    """Close rows and open others, as a step asks. Yield the problems of those that cannot be served."""
+    closed = read_column(request.closed_rows).astype(np.int64)
+    table.close(closed)
+    guides.close(closed)
+    for message in request.opened_rows:
+        problem = table.open(message)
+        if problem is None:
+            guides.open(message)
+        else:
+            yield Problem(message.row, problem)

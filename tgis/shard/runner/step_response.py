@@ -1,5 +1,6 @@
 """Writes the results of a step into the columns of its StepResponse."""
 
+import logging
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,6 +13,8 @@ import numpy.typing as npt
 from tgis.pb import shard_pb2 as pb
 from tgis.shard.runner.row_table import Booleans, Integers, TokenIds
 from tgis.shard.sampling.logprobs import InputSpan, TokenDetails, concatenate
+
+logger = logging.getLogger(__name__)
 
 NOT_FINITE = "the maximum of the model's logits is not finite"
 
@@ -98,8 +101,11 @@ def _write_details(response: pb.StepResponse, sampled: SampledDetails, num_sampl
         _write_top(response.top_tokens, details)
 
 
-def write_problem(response: pb.StepResponse, problem: Problem) -> None:
-    response.errors.add(row=problem.row, message=problem.text, cause=problem.cause)
+def report_problem(response: pb.StepResponse, problem: Problem, is_answering: bool) -> None:
+    """Log a problem, and write it on the rank that answers."""
+    logger.warning("row %d cannot be served: %s", problem.row, problem.text)
+    if is_answering:
+        response.errors.add(row=problem.row, message=problem.text, cause=problem.cause)
 
 
 def write_input(response: pb.StepResponse, span: InputSpan, details: TokenDetails | None) -> None:

@@ -27,6 +27,16 @@ ALL_SHAPES = [
     for name, shape in (SHAPES | MORE_SHAPES).items()
 ]
 BENT = replace(PLAIN, **SCORINGS["all"])
+BENT_OF_SIX = replace(BENT, slopes=torch.linspace(0.01, 0.3, 6), bias=torch.linspace(-1, 1, 6 * 5).view(6, 5))
+
+
+# What "all", "not_causal_bias" and the windows of test_lengths_around_segments have too.
+COVERED = {"wide_window", "soft_cap", "slopes", "not_causal"}
+
+
+def list_scorings() -> list[object]:
+    cases = [*((name, 16) for name in SCORINGS), ("all", 10)]
+    return [pytest.param(*case, marks=[pytest.mark.slow] if case[0] in COVERED else []) for case in cases]
 
 
 @pytest.fixture(params=KERNELS.values(), ids=KERNELS)
@@ -55,7 +65,7 @@ def test_tiles_of_all_shapes(kernels: Implementations, shape: Shape) -> None:
     scene.check_spans([(0, 0, min(most, 40)), (1, 0, 1), (2, max(77, 130 - most), 130), (2, 62, 65)], PLAIN)
 
 
-@pytest.mark.parametrize(("scoring", "block_size"), [*((name, 16) for name in SCORINGS), ("all", 10)])
+@pytest.mark.parametrize(("scoring", "block_size"), list_scorings())
 def test_scoring(kernels: Implementations, scoring: str, block_size: int) -> None:
     scene = CudaScene(Shape(block_size=block_size), [150, 70, 20], kernels)
     asked = replace(PLAIN, **SCORINGS[scoring])
@@ -94,7 +104,11 @@ def test_partial_results_fit_their_memory() -> None:
         assert int(count_segments(lengths).max()) <= most_segments(max_seq_len)
 
 
-@pytest.mark.parametrize("scoring", [PLAIN, BENT], ids=["plain", "bent"])
+def either(bent: Scoring) -> list[object]:
+    return [pytest.param(PLAIN, marks=pytest.mark.slow, id="plain"), pytest.param(bent, id="bent")]
+
+
+@pytest.mark.parametrize("scoring", either(BENT))
 def test_bits_of_segments_depend_on_their_sequence_only(
     scoring: Scoring, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -110,7 +124,7 @@ def test_bits_of_segments_depend_on_their_sequence_only(
         assert all(torch.equal(together[place], alone[i]) for place, i in enumerate(order))
 
 
-@pytest.mark.parametrize("scoring", [PLAIN, BENT], ids=["plain", "bent"])
+@pytest.mark.parametrize("scoring", either(BENT_OF_SIX))
 def test_bits_of_tiles_do_not_depend_on_chunks(scoring: Scoring) -> None:
     scene = CudaScene(Shape(num_heads=6, dtype=torch.float16), [140, 90], KERNELS["kernel"]())
     whole, _ = scene.attend_spans([(0, 0, 140), (1, 0, 90)], scoring)

@@ -168,9 +168,11 @@ def test_nothing_is_left_on_the_cpu(case: str, tmp_path: Path) -> None:
         assert mine.logprobs == theirs.logprobs
 
 
-@pytest.mark.parametrize(
-    "case", ["llama_grouped_queries", pytest.param("gemma2", marks=pytest.mark.slow), "t5"]
-)
+# The device's runner computes a Llama with kernels in the interpreter.
+NOT_QUICK = [pytest.param(case, marks=pytest.mark.slow) for case in ("llama_grouped_queries", "gemma2")]
+
+
+@pytest.mark.parametrize("case", ["t5", *NOT_QUICK])
 def test_kernels_in_the_interpreter(case: str, tmp_path: Path) -> None:
     config = CASES[case]()
     write_model(tmp_path, config)

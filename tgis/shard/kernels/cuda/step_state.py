@@ -17,6 +17,7 @@ MAX_SEGMENTS = 32  # of one sequence; longer ones have longer segments
 
 # The most stop token ids and logit biases of a row; rows with more sample on the host.
 MAX_STOP_IDS, MAX_BIASES = 32, 1024
+MAX_COUNT = (1 << 15) - 1  # of `RowState.token_counts`, where counting ends
 
 
 class Word(IntEnum):

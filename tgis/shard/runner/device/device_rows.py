@@ -7,16 +7,13 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from tgis.shard.kernels.cuda.sample import MAX_COUNT
-from tgis.shard.kernels.cuda.step_state import MAX_BIASES, MAX_STOP_IDS, RowState, Word, as_float
+from tgis.shard.kernels.cuda.step_state import MAX_BIASES, MAX_COUNT, MAX_STOP_IDS, RowState, Word, as_float
+from tgis.shard.runner.device.uploads import Words
 from tgis.shard.runner.row_table import Integers, RowLimits, TokenIds
 from tgis.shard.sampling.sampler import SeenTokens
 
-Words = npt.NDArray[np.int32]
-
 IN_PROMPT = 1 << 15  # bit of a token's count
 MOST = np.iinfo(np.int32).max
-
 
 Array = TypeVar("Array", Words, Tensor)
 

@@ -1,7 +1,7 @@
 """The work of a step on a device: F, up to the logits, and S, which samples."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from tgis.shard.kernels.cuda.step_state import RowState, Segments, StagedStep, S
 from tgis.shard.layers.lora import TokenAdapters
 from tgis.shard.models.interface import Model, StepInputs, VirtualTokens
 from tgis.shard.runner.device.graphs import StepParts
-from tgis.shard.runner.device.step_packer import StepPacker, StepSize
+from tgis.shard.runner.device.step_packer import StagedSize, StepPacker
 from tgis.shard.runner.device.stream import DeviceStream
 from tgis.shard.runner.device.uploads import Uploads, place_arrays, view_arrays
 from tgis.shard.runner.forward import Outputs
@@ -37,7 +37,7 @@ class DeviceModel:
         self,
         staged: StagedStep,
         tensors: StepTensors,
-        size: StepSize,
+        size: StagedSize,
         virtual: VirtualTokens | None = None,
         adapters: TokenAdapters | None = None,
     ) -> StepInputs:
@@ -81,7 +81,7 @@ class EagerStep:
         self,
         on: DeviceModel,
         staged: StagedStep,
-        size: StepSize,
+        size: StagedSize,
         virtual: VirtualTokens | None,
         adapters: TokenAdapters | None,
     ):
@@ -114,7 +114,7 @@ class FixedSteps:
         self._on, self._table, self._max_rows, self._stream = on, table, max_rows, stream
         self._device = stream.device
         shapes = [array.shape for array in table.idle_step(max_rows)]
-        _, num_words = place_arrays([_count(shape) for shape in shapes])
+        _, num_words = place_arrays([prod(shape) for shape in shapes])
         self.staged = torch.zeros(num_words, dtype=torch.int32, device=self._device)
         self.answers = torch.zeros((max_rows, 2), dtype=torch.int32, device=self._device)
         self._logits: Tensor | None = None
@@ -145,10 +145,3 @@ class FixedSteps:
             self._on.kernels.sample(logits, self._on.state, staged.sampled_rows, answers)
 
         return StepParts(torch.inference_mode()(forward), torch.inference_mode()(sample))
-
-
-def _count(shape: Sequence[int]) -> int:
-    count = 1
-    for size in shape:
-        count *= size
-    return count

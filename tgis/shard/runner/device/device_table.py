@@ -175,7 +175,9 @@ class DeviceTable(BatchBuilder):
     def _append_blocks(self, rows: Integers, counts: Integers, blocks: Blocks) -> None:
         before = self._num_blocks[rows]
         added = Layout.of(before, before + counts)
-        self._fresh_blocks.append(_columns(rows[added.sequence], added.positions, blocks))
+        fresh = _columns(rows[added.sequence], added.positions, blocks)
+        # Ended rows need none. Theirs could wait until the row has another sequence, and reach its table.
+        self._fresh_blocks.append(fresh[~self._ended[fresh[:, 0]]])
         super()._append_blocks(rows, counts, blocks)
 
     def _make_words(self, rows: Integers) -> Words:

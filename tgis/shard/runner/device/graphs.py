@@ -73,14 +73,15 @@ class StepGraphs:
         place = bisect_left(sizes, num_rows)
         return self._steps[sizes[place]] if place < len(sizes) else None
 
-    def capture(self, sizes: Sequence[int], max_bytes: int | None = None) -> None:
-        """Capture steps of these numbers of rows, largest first, until 30 seconds have passed or graphs have
-        taken `max_bytes`. Steps of the sizes that are left out take the next larger one. None is captured if
-        one cannot be. Raises errors of the device, but for a lack of memory."""
+    def capture(self, sizes: Sequence[int]) -> None:
+        """Capture steps of these numbers of rows, largest first, until 30 seconds have passed. Steps of the
+        sizes that are left out take the next larger one. None is captured if one cannot be. Raises errors of
+        the device, but for a lack of memory."""
         began, before = self._clock(), self._memory_left()
         for done, size in enumerate(sorted(set(sizes) - set(self._steps), reverse=True)):
-            seconds, used = self._clock() - began, before - self._memory_left()
-            if seconds >= MAX_CAPTURE_S or (max_bytes is not None and used >= max_bytes):
+            seconds = self._clock() - began
+            if seconds >= MAX_CAPTURE_S:
+                used = before - self._memory_left()
                 logger.warning(
                     "steps of %d rows and fewer share larger CUDA graphs: %d graphs took %.0f s and %.0f MiB",
                     *(size, done, seconds, used / 2**20),

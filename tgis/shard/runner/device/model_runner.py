@@ -20,16 +20,16 @@ from tgis.shard.runner.device.device_rows import RowUpdates, apply_updates
 from tgis.shard.runner.device.device_step import DeviceModel, EagerStep, FixedSteps
 from tgis.shard.runner.device.graphs import CapturedStep, StepGraphs, StepParts
 from tgis.shard.runner.device.masks import MaskUploads
-from tgis.shard.runner.device.pending_step import Clock, PendingStep, report_problem
+from tgis.shard.runner.device.pending_step import Clock, PendingStep
 from tgis.shard.runner.device.step_packer import StagedArrays, StepPacker
 from tgis.shard.runner.device.stream import DeviceStream
 from tgis.shard.runner.device.uploads import NUM_SLOTS, PinnedRing, Uploads, copy_numbers
 from tgis.shard.runner.forward import Outputs
 from tgis.shard.runner.host_sampler import HostSampler
 from tgis.shard.runner.interface import Pending
-from tgis.shard.runner.model_runner import ComputedStep
+from tgis.shard.runner.model_runner import ComputedStep, close_and_open
 from tgis.shard.runner.row_table import Integers
-from tgis.shard.runner.step_response import Problem
+from tgis.shard.runner.step_response import Problem, report_problem
 from tgis.shard.sampling.grammar import Guides
 
 STAGED_WORDS = 1 << 16  # of an upload; larger ones take memory when they occur
@@ -90,7 +90,8 @@ class DeviceModelRunner:
         response = pb.StepResponse(step_id=request.step_id)
         self._apply_answers()
         assert len(self._launched) < NUM_SLOTS, "too many steps are pending"
-        self._close_and_open(request, response)
+        for problem in close_and_open(request, self._table, self._guides):
+            report_problem(response, problem, self._is_answering)
         failpoints.hit("shard.before_forward", lambda: self._table.label_rows(request))
         host_path = self._table.find_host_path(request)
         if host_path:
@@ -107,17 +108,6 @@ class DeviceModelRunner:
         self._sampler.answer(work, step.adapters, self._wait_for_outputs(step), response)
         response.forward_ns = time.perf_counter_ns() - began
         return ComputedStep(response)
-
-    def _close_and_open(self, request: pb.StepRequest, response: pb.StepResponse) -> None:
-        closed = np.frombuffer(request.closed_rows, "<i4").astype(np.int64)
-        self._table.close(closed)
-        self._guides.close(closed)
-        for message in request.opened_rows:
-            problem = self._table.open(message)
-            if problem is not None:
-                report_problem(response, Problem(message.row, problem), self._is_answering)
-            else:
-                self._guides.open(message)
 
     def _encode(self, request: pb.StepRequest) -> bool:
         """Queue the encoder's work, if any."""

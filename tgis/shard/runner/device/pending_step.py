@@ -1,6 +1,5 @@
 """Steps that were launched on a device and are answered by it."""
 
-import logging
 import threading
 import time
 
@@ -13,9 +12,7 @@ from tgis.shard.runner.device.device_table import SampledRows
 from tgis.shard.runner.device.stream import Event
 from tgis.shard.runner.device.uploads import PinnedSlot, Words
 from tgis.shard.runner.row_table import Integers
-from tgis.shard.runner.step_response import Problem, SampledTokens
-
-logger = logging.getLogger(__name__)
+from tgis.shard.runner.step_response import Problem, SampledTokens, report_problem
 
 
 class Clock:
@@ -86,9 +83,3 @@ class PendingStep:
             step_response.write_sampled(self._response, [tokens], {})
         for row in rows[np.flatnonzero(flags & Flag.UNUSABLE)].tolist():
             report_problem(self._response, Problem(row, step_response.NOT_FINITE), self._is_answering)
-
-
-def report_problem(response: pb.StepResponse, problem: Problem, is_answering: bool) -> None:
-    logger.warning("row %d cannot be served: %s", problem.row, problem.text)
-    if is_answering:
-        step_response.write_problem(response, problem)

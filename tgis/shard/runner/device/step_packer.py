@@ -3,7 +3,6 @@
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from tgis.shard.adapters.registry import LoadedAdapters
@@ -33,7 +32,7 @@ class StagedArrays(NamedTuple):
     sampled_x: Words
 
 
-class StepSize(NamedTuple):
+class StagedSize(NamedTuple):
     num_tokens: int
     num_seqs: int
     num_single: int  # sequences of a single new token
@@ -63,7 +62,7 @@ class StepPacker(DeviceTable):
     def token_adapters(self, work: Work) -> TokenAdapters | None:
         return self._row_adapters.token_adapters(work.rows, work.layout.sequence)
 
-    def pack_step(self, work: Work, new_blocks: Words) -> tuple[StagedArrays, StepSize]:
+    def pack_step(self, work: Work, new_blocks: Words) -> tuple[StagedArrays, StagedSize]:
         rows, ends, layout = work.rows, work.ends, work.layout
         assert (ends <= self._num_blocks[rows] * self._block_size).all(), "work without blocks to write to"
         row, counts = rows[layout.sequence], ends - work.starts  # [num_tokens], [num_seqs]
@@ -82,7 +81,7 @@ class StepPacker(DeviceTable):
             sampled_x=work.sampled_x.astype(np.int32),
         )
         longest = int(ends.max()), int(encoder_lens.max(initial=0))
-        return arrays, StepSize(len(row), len(rows), int(np.count_nonzero(counts == 1)), *longest)
+        return arrays, StagedSize(len(row), len(rows), int(np.count_nonzero(counts == 1)), *longest)
 
     def pad_step(self, arrays: StagedArrays, num_rows: int) -> StagedArrays:
         """Fill up a step of single tokens with the idle row. Its samples get the order of its tokens."""
@@ -111,10 +110,10 @@ class StepPacker(DeviceTable):
         empty = StagedArrays(none, none, none, none, none, none, no_blocks, no_tiles, no_tiles, none, none)
         return self.pad_step(empty, num_rows)
 
-    def fixed_size(self, num_rows: int) -> StepSize:
+    def fixed_size(self, num_rows: int) -> StagedSize:
         """Return the size of a step of single tokens whose lengths are not known."""
         longest = self._limits.max_sequence_length
-        return StepSize(num_rows, num_rows, num_rows, longest, longest)
+        return StagedSize(num_rows, num_rows, num_rows, longest, longest)
 
     def _plain_work(self, rows: Integers, starts: Integers, ends: Integers) -> Work:
         order = _order(ends - starts)
@@ -160,5 +159,5 @@ def _pad(array: Words, size: int, value: int) -> Words:
     return found
 
 
-def _empty(width: int) -> npt.NDArray[np.int32]:
+def _empty(width: int) -> Words:
     return np.empty((0, width), np.int32)

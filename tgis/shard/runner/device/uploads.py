@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 
 import numpy as np
 import numpy.typing as npt
@@ -71,7 +72,7 @@ class Uploads:
 
 def view_arrays(memory: Tensor, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
     """Return the arrays of these shapes that lie in memory, int32 [any]."""
-    sizes = [int(np.prod(shape)) for shape in shapes]
+    sizes = [prod(shape) for shape in shapes]
     begins, _ = place_arrays(sizes)
     found = zip(begins, sizes, shapes, strict=True)
     return [memory[begin : begin + size].view(shape) for begin, size, shape in found]

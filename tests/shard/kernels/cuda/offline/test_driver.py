@@ -8,7 +8,7 @@ import triton
 from triton.runtime import driver
 from triton.runtime.errors import OutOfResources
 
-from tests.support.cuda.machine_code import read_machine_code, read_target
+from tests.support.cuda.machine_code import read_machine_code, read_resources, read_target
 from tests.support.cuda.toy_kernels import copy, multiply
 from tgis.shard.kernels.cuda.offline.driver import MAX_SHARED_BYTES, compile_only
 
@@ -41,7 +41,7 @@ def test_variants_are_those_of_a_launch() -> None:
     assert [kernel.name for kernel in kernels] == ["copy"] * 3
     assert [kernel.constants for kernel in kernels] == [{"BLOCK": 1024}] * 2 + [{"BLOCK": 1024, "n": 1}]
     assert [kernel.types["x"] for kernel in kernels] == ["*bf16", "*bf16", "*fp32"]
-    aligned, unaligned, _ = [read_machine_code(kernel) for kernel in kernels]
+    aligned, unaligned = [read_machine_code(kernel) for kernel in kernels[:2]]
     assert (aligned.loads, aligned.wide_loads) == (1, 1)
     assert unaligned.wide_loads == 0 < unaligned.loads
 
@@ -76,7 +76,7 @@ def test_products_use_tensor_cores() -> None:
 def test_spilled_registers_are_found() -> None:
     with compile_only(80) as kernels:
         _multiply(64, 64, 64, maxnreg=32)
-    code = read_machine_code(kernels[0])
+    code = read_resources(kernels[0])
     assert code.registers <= 32
     assert code.stack_bytes > 0
     assert code.faults(MAX_SHARED_BYTES[80]) == [f"{code.stack_bytes} bytes of registers are spilled"]
@@ -85,7 +85,7 @@ def test_spilled_registers_are_found() -> None:
 def test_a_gpu_with_less_shared_memory_refuses() -> None:
     with compile_only(90) as kernels:
         _multiply(128, 128, 256, num_warps=8)
-    code = read_machine_code(kernels[0])
+    code = read_resources(kernels[0])
     assert MAX_SHARED_BYTES[89] < code.shared_bytes <= MAX_SHARED_BYTES[90]
     assert len(code.faults(MAX_SHARED_BYTES[89])) == 1
     with compile_only(89), pytest.raises(OutOfResources):

@@ -5,6 +5,7 @@ What a row does not ask for costs it a look at its words. Only `append` answers 
 import triton
 import triton.language as tl
 
+from tgis.shard.kernels.cuda import step_state
 from tgis.shard.kernels.cuda.functions.counter_rng import draw_key, uniforms
 from tgis.shard.kernels.cuda.functions.precise_math import exp_negative, log_complement, log_positive
 from tgis.shard.kernels.cuda.step_state import Flag, Word
@@ -29,7 +30,7 @@ UNUSABLE_FLAG = tl.constexpr(Flag.UNUSABLE)
 
 MAX_FACTOR = tl.constexpr(float(sampler.MAX_FACTOR))
 MIN_FACTOR = tl.constexpr(float(1 / sampler.MAX_FACTOR))
-MAX_COUNT = tl.constexpr((1 << 15) - 1)
+MAX_COUNT = tl.constexpr(step_state.MAX_COUNT)
 INF = tl.constexpr(float("inf"))
 
 # Parts of larger tensors, which begin anywhere: none of them is a reason to compile again.
