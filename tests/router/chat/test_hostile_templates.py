@@ -36,13 +36,13 @@ HOSTILE = {
     "{{ ''['__class__'].__mro__ }}": FORBIDDEN,
     "{{ (messages | attr('__class__')).__mro__ }}": FORBIDDEN,
     "{{ '{0.__class__.__mro__}'.format(1) }}": FORBIDDEN,
-    "{{ raise_exception.__globals__ }}": FORBIDDEN,
-    "{{ cycler.__init__.__globals__ }}": FORBIDDEN,
+    "{{ raise_exception.__globals__.sys }}": FORBIDDEN,
+    "{{ cycler.__init__.__globals__.sys }}": FORBIDDEN,
     "{{ namespace(__class__=1) }}": FORBIDDEN,
     "{% set ns = namespace() %}{% set ns._x = 1 %}": FORBIDDEN,
     "{{ dict.mro() }}": "the chat template failed with UndefinedError in line 1",
     "{% include '/etc/passwd' %}": "the chat template failed with TypeError in line 1",
-    "{{ '\ud800' }}": "the chat template failed with UnicodeEncodeError in line 1",
+    "{{ '\ud800' }}": "the chat has a text that is not valid Unicode",
 }
 WELL = ChatTemplate("{{ messages[0].content }}")
 
@@ -136,9 +136,9 @@ async def test_memory_is_bounded_over_many_chats(renderer: ChatRenderer) -> None
     await renderer.render(large)
     [child] = children(WORKER)
     before = memory_bytes(child)
-    for i in range(200):
+    for i in range(100):
         assert (await renderer.render(large)).startswith("é")
-        await ask_template(renderer, f"{{{{ {i} }}}}")
+        assert await ask_template(renderer, f"{{{{ {i} }}}}") == str(i)
     assert list(children(WORKER)) == [child]
     assert memory_bytes(child) < before + (8 << 20)
     assert memory_bytes(child) < MEMORY_BYTES
