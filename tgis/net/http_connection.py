@@ -100,6 +100,7 @@ class ServerConfig(uvicorn.Config):
             log_config=None,
             access_log=False,
             lifespan="off",
+            server_header=False,
         )
 
 
