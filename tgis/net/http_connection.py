@@ -21,7 +21,7 @@ from tgis.net.tls import client_name
 MAX_HEADER_BYTES = 16 << 10
 MAX_FRAMING = 8  # bytes of a chunked body's framing for each of its own bytes
 LINGER_S = 1.0  # time for a refused client to read why, before the connection closes
-BURST_S = 0.02  # time for connections that come together to send their requests
+BURST_S = 0.05  # time for connections that come together to send their requests
 MAX_UNSENT_BYTES = 128 << 10  # in the kernel, for a client that does not read
 
 
@@ -311,7 +311,7 @@ class HttpConnection(HttpToolsProtocol):
         self._group = group
         group[self] = None
         if len(group) == limits.max_connections + 1:
-            self.loop.call_later(BURST_S, _trim, group, limits)
+            self.loop.call_later(BURST_S, _trim_soon, self.loop, group, limits)
 
     def _leave(self) -> None:
         if self._group is not None:
@@ -361,6 +361,13 @@ class HttpConnection(HttpToolsProtocol):
             self.transport.abort()
         else:
             self.flow.give_up()
+
+
+def _trim_soon(
+    loop: asyncio.AbstractEventLoop, group: dict[HttpConnection, None], limits: RouteLimits
+) -> None:
+    """Trim once the loop has read what has come meanwhile, however busy it was."""
+    loop.call_soon(loop.call_soon, _trim, group, limits)
 
 
 def _trim(group: dict[HttpConnection, None], limits: RouteLimits) -> None:
