@@ -178,8 +178,7 @@ class HttpConnection(HttpToolsProtocol):
     def _refuse(self, status: HTTPStatus) -> None:
         """Answer that the request cannot be read, and close. The rest of it is dropped."""
         self._has_been_refused = True
-        running = self._running
-        if self.pipeline or (running is not None and running.cycle.response_started):
+        if self.pipeline or (self._running is not None and self._running.cycle.response_started):
             self.transport.abort()
             return
         self._end_running()

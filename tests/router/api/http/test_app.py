@@ -211,11 +211,11 @@ def _depth(value: Any) -> int:
 
 
 def test_depth_takes_linear_time() -> None:
-    for body in (b"[" * (4 << 20), b"[]," * (1 << 20), b'"' * (4 << 20), b'["\\"]' * (1 << 19)):
+    for body in (b"[" * (1 << 20), b"[]," * (1 << 18), b'"' * (1 << 20), b'["\\"]' * (1 << 17)):
         began = time.monotonic()
         with suppress(RequestError):
             check_depth(body + b"[" * 65 + b"]")
-        assert time.monotonic() - began < 3
+        assert time.monotonic() - began < 1
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
