@@ -69,8 +69,9 @@ async def test_answers_and_streams_are_the_same(tmp_path: Path) -> None:
         assert whole.usage is not None
         num_inputs = len(door.handle.specs[0].input_ids)
         logprobs = whole.choices[0].logprobs
-        assert logprobs is not None and logprobs.content is not None
-        assert all(len(token.top_logprobs) == 3 for token in logprobs.content)
+        assert logprobs is not None
+        assert logprobs.content is not None
+        assert {len(token.top_logprobs) for token in logprobs.content} == {3}
         num_tokens = sum(len(choice.logprobs.content) for choice in whole.choices)  # type: ignore[union-attr, arg-type]
         assert (whole.usage.prompt_tokens, whole.usage.completion_tokens) == (num_inputs, num_tokens)
 

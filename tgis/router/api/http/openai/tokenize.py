@@ -69,7 +69,7 @@ class TokenRoutes:
             job = TokenizeJob(join_tokens, (body.tokens,), 1, BYTES_PER_ID * len(body.tokens))
             return await self._run(job, request)
         except RequestError as error:
-            raise refusal(error, "tokens") from None
+            raise ApiError(400, str(error), "tokens") from None
 
     async def version(self, request: Request) -> Response:
         return Response(msgspec.json.encode(Version(__version__)), media_type="application/json")
