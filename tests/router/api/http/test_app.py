@@ -220,7 +220,7 @@ def test_depth_takes_linear_time() -> None:
 
 @pytest.mark.parametrize("is_stream", [False, True])
 def test_a_client_that_goes_is_cancelled_within_a_step(router: Setup, is_stream: bool) -> None:
-    with slow_steps(router, 0.05):
+    with slow_steps(router, 0.2):
         before = metric(router, CANCELLED)
         if is_stream:
             connection: Any = open_stream(router.service.http_port)
@@ -228,9 +228,10 @@ def test_a_client_that_goes_is_cancelled_within_a_step(router: Setup, is_stream:
             connection = http.client.HTTPConnection("127.0.0.1", router.service.http_port)
             connection.request("POST", PATH, json.dumps(LONG), {"authorization": f"Bearer {TOKEN}"})
             wait_for(lambda: scrape(router.http)["tgi_requests_running"] == 1)
+        num_steps = router.shards[0].num_steps
         connection.close()
-        took_s = wait_for(lambda: scrape(router.http)["tgi_requests_live"] == 0)
-        assert took_s < 0.3
+        wait_for(lambda: scrape(router.http)["tgi_requests_live"] == 0)
+        assert router.shards[0].num_steps <= num_steps + 2  # one was computed, and one may have been sent
         assert metric(router, CANCELLED) == before + 1
 
 
