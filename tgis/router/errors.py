@@ -4,6 +4,7 @@ RouterError
 ├── RequestError        INVALID_ARGUMENT    the request is wrong; the text is the contract's
 │   ├── QuotingError                        the same; logs show its text only up to the first colon
 │   └── NotFoundError                       the same; the request names an adapter that does not exist
+├── PayloadTooLargeError INVALID_ARGUMENT   the request has too many bytes
 ├── OverloadedError     RESOURCE_EXHAUSTED  no room now, try again
 ├── SlowClientError     RESOURCE_EXHAUSTED  the client does not read its answer
 ├── UnavailableError    UNAVAILABLE         shutting down, or the shards stayed away too long
@@ -58,6 +59,13 @@ class QuotingError(RequestError):
 
 class NotFoundError(RequestError):
     """Request error for an adapter that does not exist."""
+
+
+class PayloadTooLargeError(RouterError):
+    code = Code.INVALID_ARGUMENT
+
+    def __init__(self, most: int) -> None:
+        super().__init__(f"the request has more than {most} bytes")
 
 
 class OverloadedError(RouterError):

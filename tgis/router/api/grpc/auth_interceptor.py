@@ -23,7 +23,7 @@ Handler = Any  # grpc types its handlers for the synchronous server only
 
 
 def warn_if_unprotected(options: PortOptions, host: str) -> None:
-    """Warn if anybody who reaches `host`, the address of the gRPC port, may call."""
+    """Warn if anybody who reaches `host`, the address of the ports, may call."""
     if ip_address(host).is_loopback or options.tls_client_ca_cert_path or options.auth_tokens_path:
         return
     if options.tls_cert_path:
@@ -40,6 +40,8 @@ def warn_if_unprotected(options: PortOptions, host: str) -> None:
             "--bind 127.0.0.1",
             host,
         )
+    if options.http_api:
+        logger.warning("the same holds for the HTTP API on %s", host)
 
 
 class AuthInterceptor(grpc.aio.ServerInterceptor):
