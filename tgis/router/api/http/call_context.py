@@ -1,4 +1,4 @@
-"""What the APIs over HTTP share: who calls, under which ids, and the body of the request."""
+"""Facts of a request that all APIs over HTTP share: who calls, under which id, and the body."""
 
 import re
 import secrets

@@ -1,7 +1,7 @@
 """Answers with server-sent events, and merges the streams of one call."""
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing, suppress
 
 from starlette.responses import Response
@@ -44,9 +44,9 @@ class EventStream(Response):
         await send({"type": BODY, "body": b"", "more_body": False})
 
 
-async def merge(streams: Sequence[Stream]) -> AsyncIterator[tuple[int, InputTokens | Output]]:
+async def merge(streams: Sequence[Stream]) -> AsyncGenerator[tuple[int, InputTokens | Output], None]:
     """Yield the outputs of all streams as they come, each with its stream's index. The first failure ends
-    all of them."""
+    all of them. Close it before the streams: it may be reading from them."""
     if len(streams) == 1:
         async for output in streams[0].outputs:
             yield 0, output

@@ -7,7 +7,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from starlette.routing import Route
 
 from tgis.config.processes import RouterConfig
-from tgis.net.http_connection import PROBE_LIMITS
+from tgis.net.http_routes import PROBE_LIMITS
 from tgis.net.http_server import serve_http, serve_listener
 from tgis.net.ports import reserve
 from tgis.net.tls import Certificates
@@ -15,6 +15,7 @@ from tgis.router.api.http.app import ApiGate, Phase, absent_api_route, api_route
 from tgis.router.api.http.metrics_app import metrics_routes
 from tgis.router.metrics.metrics import Metrics
 
+FRESH = 4  # connections without a request, for each one that may have a request
 CUT_S = 1.0  # time limit for the last events of requests that are cut
 
 
@@ -34,7 +35,7 @@ class HttpPorts:
             self._gate = ApiGate(api_routes, config, metrics.request_failure)
         self._fresh = PROBE_LIMITS
         if self._gate:
-            most = max(PROBE_LIMITS.max_connections, config.max_http_connections)
+            most = PROBE_LIMITS.max_connections + FRESH * config.max_http_connections
             self._fresh = PROBE_LIMITS._replace(max_connections=most)
         own = absent_api_route(config)
         if self._gate and config.http_api_port is None:

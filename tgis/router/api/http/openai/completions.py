@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from functools import partial
 
 import msgspec
@@ -85,9 +86,10 @@ class Completions:
             writer = ChunkWriter(job, [stream.spec for stream in streams])
             for event in writer.begin():
                 yield event
-            async for index, output in merge(streams):
-                for event in writer.write(index, output):
-                    yield event
+            async with aclosing(merge(streams)) as outputs:
+                async for index, output in outputs:
+                    for event in writer.write(index, output):
+                        yield event
             for event in writer.end():
                 yield event
         yield DONE
