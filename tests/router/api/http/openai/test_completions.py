@@ -15,10 +15,11 @@ from tests.support.router.http_door import MODEL, HttpDoor, open_http_door
 from tests.support.router.model_of_shard import next_token
 from tests.support.tokenizers.trained import write_byte_level
 from tgis.router.api.http.openai.completion_choices import CompletionJob, write_choices
+from tgis.router.api.http.openai.completion_chunks import ChunkWriter
 from tgis.router.api.http.openai.completion_types import Completion, CompletionRequest
 from tgis.router.api.service import Result
 from tgis.router.engine.handle import SequenceSpec
-from tgis.router.events import Output
+from tgis.router.events import InputTokens, Output
 from tgis.router.requests.call import GenerationCall, Parameters
 from tgis.router.sequence import Stopping, StopReason, TokenDetail
 from tgis.router.text.detokenizer import Vocabulary
@@ -161,6 +162,16 @@ async def test_stop_token(door: HttpDoor, client: openai.AsyncOpenAI) -> None:
     assert choice.text == text_of(door, tokens[:at])
 
 
+async def test_end_of_sequence(door: HttpDoor, client: openai.AsyncOpenAI) -> None:
+    prompt = next(ids for ids in ([5, each] for each in range(3, 400)) if follow(ids, 30)[-1] == EOS)
+    tokens = follow(prompt, 30)
+    (choice,) = (await create(client, prompt, max_tokens=60, logprobs=0)).choices
+    assert (choice.finish_reason, choice.stop_reason) == ("stop", None)
+    assert choice.text == text_of(door, tokens[:-1])
+    assert len(choice.logprobs.tokens) == len(tokens)  # the last one too, on which evaluations rely
+    assert choice.logprobs.tokens[-1] == "</s>"
+
+
 @pytest.mark.parametrize("echo", [False, True])
 async def test_streams_equal_whole_answers(door: HttpDoor, client: openai.AsyncOpenAI, echo: bool) -> None:
     fields: dict[str, Any] = {"max_tokens": 15, "n": 2, "echo": echo, "logprobs": 2}
@@ -253,6 +264,25 @@ def test_the_best_are_the_likeliest_per_token(tmp_path: Path) -> None:
     choices, usage = write_choices(CompletionJob(body, call, header, Vocabulary(tokenizer)), results)
     assert [(choice.index, choice.text) for choice in choices] == [(0, "1"), (1, "3")]
     assert (usage.prompt_tokens, usage.completion_tokens) == (2, 7)
+    tokenizer.close()
+
+
+def test_choices_wait_for_their_prompt(tmp_path: Path) -> None:
+    """Only the first choice of a prompt brings the prompt's log-probabilities, and others may be faster."""
+    write_byte_level(tmp_path)
+    tokenizer = Tokenizer(tmp_path, 1)
+    body = CompletionRequest(prompt="ab", n=2, logprobs=0, echo=True)
+    params = Parameters(n=2, generated_tokens=True, input_tokens=True, token_logprobs=True)
+    call = GenerationCall("Completion", "stream", ["ab"], params, str, (), "")
+    header = Completion(id="cmpl-1", created=1, model=MODEL, choices=[])
+    specs = [SequenceSpec((5, 6), Stopping(9))] * 2
+    writer = ChunkWriter(CompletionJob(body, call, header, Vocabulary(tokenizer)), specs)
+    assert not list(writer.begin())
+    assert not list(writer.write(1, Output("early", TokenDetail(7, -1.0), 1)))
+    chunks = list(writer.write(0, InputTokens((TokenDetail(5), TokenDetail(6, -2.0)))))
+    choices = [json.loads(chunk.removeprefix(b"data: "))["choices"][0] for chunk in chunks]
+    assert [(each["index"], each["text"]) for each in choices] == [(0, "ab"), (1, "ab"), (1, "early")]
+    assert [each["logprobs"]["token_logprobs"] for each in choices] == [[None, -2.0], [None, -2.0], [-1.0]]
     tokenizer.close()
 
 
@@ -357,8 +387,9 @@ async def test_wrong_values(door: HttpDoor) -> None:
         for field, value in WRONG:
             body = {"prompt": "secret", "max_tokens": 2} | {field: value}
             answer = await http.post("/v1/completions", json=body)
+            assert answer.status_code == 400, (field, value)
             error = answer.json()["error"]
-            assert (answer.status_code, error["param"]) == (400, field), (field, value, error)
+            assert error["param"] == field, (value, error)
             assert error["type"] == "invalid_request_error"
             assert "secret" not in error["message"]
     assert not door.handle.specs

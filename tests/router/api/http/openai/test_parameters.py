@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from tgis.router.api.http.openai.completion_types import CompletionRequest
-from tgis.router.api.http.openai.errors import ApiError
+from tgis.router.api.http.openai.errors import ApiError, describe
 from tgis.router.api.http.openai.parameters import describe_parameters, refusal, to_parameters
 from tgis.router.api.http.openai.sampling_fields import read_fields
 from tgis.router.errors import NotFoundError, RequestError
@@ -114,5 +114,5 @@ def test_refusals(text: str, param: str | None, code: str | None) -> None:
 
 
 def test_missing_models_stay_missing() -> None:
-    error = NotFoundError("no such model")
-    assert refusal(error, "prompt") is error
+    status, details = describe(refusal(NotFoundError("no such model"), "prompt"))
+    assert (status, details.param, details.code) == (404, "model", "model_not_found")

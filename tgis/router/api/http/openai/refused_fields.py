@@ -56,7 +56,9 @@ def refuse_fields(fields: msgspec.Struct, further: dict[str, RefusedField] | Non
     """Raise ApiError for a field of the request that is not honoured and asks for something."""
     for name, refused in (REFUSED | (further or {})).items():
         value: Any = getattr(fields, name, None)
-        if value is not None and not _is_among(value, MEANINGLESS + refused.defaults):
+        is_on = any(each is True for each in refused.defaults)  # False asks for something then
+        allowed = refused.defaults if is_on else MEANINGLESS + refused.defaults
+        if value is not None and not _is_among(value, allowed):
             raise ApiError(400, f"{name} is not supported. {refused.reason}", name)
 
 
