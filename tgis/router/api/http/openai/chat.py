@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from functools import partial
 
 import msgspec
@@ -100,9 +101,10 @@ class ChatCompletions:
             writer = ChatChunkWriter(body, answer_id, call.model_id, specs, names)
             for event in writer.begin():
                 yield event
-            async for index, output in merge(streams):
-                if event := writer.write(index, output):
-                    yield event
+            async with aclosing(merge(streams)) as outputs:
+                async for index, output in outputs:
+                    if event := writer.write(index, output):
+                        yield event
             if event := writer.end():
                 yield event
         yield DONE
