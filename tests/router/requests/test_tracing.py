@@ -34,6 +34,7 @@ from tgis.router.errors import (
 )
 from tgis.router.events import Output, Timings
 from tgis.router.requests.call import Parameters
+from tgis.router.requests.doors import FMAAS
 from tgis.router.requests.otlp import CLOSE_S, MAX_BATCH_SPANS, MAX_QUEUED_SPANS
 from tgis.router.requests.request_log import correlation_id
 from tgis.router.requests.tracing import Tracing, open_tracing
@@ -70,7 +71,7 @@ def ended(
 
 
 def one_call(tracing: Tracing, **metadata: str) -> None:
-    with tracing.call("Generate", metadata.items()) as span:
+    with tracing.call(FMAAS, "Generate", metadata.items()) as span:
         span.set_call(read_single(single()), "r1", "<none>")
         span.finish(*ended(1, 1, StopReason.MAX_TOKENS, 0.0, 0.1, 0.2))
 
@@ -93,7 +94,7 @@ def test_a_call_as_the_collector_sees_it(collector: tuple[Collector, str]) -> No
         decoding=pb.DecodingParameters(regex=SECRET),
     )
     before = time.time_ns()
-    with tracing.call("Generate", metadata) as span:
+    with tracing.call(FMAAS, "Generate", metadata) as span:
         span.set_call(read_batch(request), "request-1", "correlation-1")
         span.finish(*ended(5, 3, StopReason.EOS_TOKEN, 0.5, 0.75, 1.0, num_cached=4))
         span.finish(*ended(2, 8, StopReason.MAX_TOKENS, 0.25, 1.5, 2.0, num_cached=1))
@@ -160,7 +161,7 @@ def test_parameters_beside_the_messages(collector: tuple[Collector, str]) -> Non
     )
     plain = read_single(single())
     for call in (replace(plain, parameters=params, tenant="team-7"), plain):
-        with tracing.call("Generate", ()) as span:
+        with tracing.call(FMAAS, "Generate", ()) as span:
             span.set_call(call, "r", "c")
     tracing.close()
     told, bare = (values(each.attributes) for each in servicer.spans)
@@ -195,7 +196,7 @@ def test_an_error_becomes_the_status(
 ) -> None:
     servicer, address = collector
     tracing = open_tracing(address, "s")
-    with suppress(type(error)), tracing.call("Generate", ()) as span:
+    with suppress(type(error)), tracing.call(FMAAS, "Generate", ()) as span:
         span.set_call(read_single(single()), "r", "c")
         raise error
     tracing.close()
@@ -214,7 +215,7 @@ async def test_a_stream_that_is_left_is_cancelled(collector: tuple[Collector, st
     tracing = open_tracing(address, "s")
 
     async def answers() -> AsyncIterator[int]:
-        with tracing.call("GenerateStream", ()):
+        with tracing.call(FMAAS, "GenerateStream", ()):
             yield 1
             yield 2
 
@@ -238,7 +239,7 @@ class Answers(GenerationServiceServicer):
     ) -> pb.ModelInfoResponse:
         metadata = context.invocation_metadata()
         self.correlation_ids.append(correlation_id(metadata))
-        with self.tracing.call("ModelInfo", metadata):
+        with self.tracing.call(FMAAS, "ModelInfo", metadata):
             return pb.ModelInfoResponse()
 
 
@@ -310,7 +311,7 @@ def test_two_parents_are_none(collector: tuple[Collector, str]) -> None:
     servicer, address = collector
     tracing = open_tracing(address, "s")
     other = TRACEPARENT.replace("b7ad", "c8be")
-    with tracing.call("Generate", [("traceparent", TRACEPARENT), ("traceparent", other)]):
+    with tracing.call(FMAAS, "Generate", [("traceparent", TRACEPARENT), ("traceparent", other)]):
         pass
     tracing.close()
     [read] = servicer.spans
@@ -335,7 +336,7 @@ def test_extreme_values_reach_the_collector(collector: tuple[Collector, str]) ->
         stopping=pb.StoppingCriteria(max_new_tokens=2**32 - 1),
     )
     request.model_id = "\0" * 1_000_000
-    with tracing.call("Generate", ()) as span:
+    with tracing.call(FMAAS, "Generate", ()) as span:
         span.set_call(read_batch(request), "r", "\u202e" * 100_000)
         for _ in range(1000):
             span.finish(*ended(1, 1, StopReason.MAX_TOKENS, 0.0, 0.0, 0.0))
@@ -399,7 +400,7 @@ def test_the_queue_is_bounded(collector: tuple[Collector, str], caplog: pytest.L
     tracing = open_tracing(address, "s")
     with caplog.at_level(logging.DEBUG):
         for _ in range(MAX_QUEUED_SPANS + 2 * MAX_BATCH_SPANS):
-            with tracing.call("ModelInfo", ()):
+            with tracing.call(FMAAS, "ModelInfo", ()):
                 pass
         assert servicer.asked.wait(5)
         servicer.open_gate.set()
@@ -454,7 +455,7 @@ def test_without_an_endpoint_neither_sdk_nor_exporter_is_imported() -> None:
 import sys
 from tgis.router.requests.tracing import open_tracing
 tracing = open_tracing(None, "s")
-with tracing.call("Generate", ()) as span:
+with tracing.call(FMAAS, "Generate", ()) as span:
     span.set_call(None, "", "")
     span.finish(None, None)
 tracing.close()
