@@ -41,7 +41,8 @@ from tgis.router.grammar.compiler import GrammarCompiler
 from tgis.router.metrics.metrics import MetricLimits, Metrics
 from tgis.router.metrics.resource_counts import check_balance, count_descriptors
 from tgis.router.requests.accounting import Accounting
-from tgis.router.requests.tracing import SERVICE, open_tracing
+from tgis.router.requests.span_protocols import SERVICE
+from tgis.router.requests.tracing import open_tracing
 from tgis.router.requests.validation import RequestLimits, Validator
 from tgis.router.text.detokenizer import Vocabulary
 from tgis.router.text.tokenizer import Tokenizer
