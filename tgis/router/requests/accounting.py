@@ -73,6 +73,7 @@ class Accounting:
             kind = "conc_limit" if isinstance(error, OverloadedError) else "validation"
             self.metrics.request_failure.add(kind)
             logger.error("%s failed with %s: %s", method, error.code.name, error.log_text)
+            error.is_logged = True
             raise
 
 

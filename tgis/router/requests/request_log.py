@@ -116,6 +116,8 @@ class InputLog:
             self._end(StopReason.CANCELLED, None)
             return
         self.has_ended = True
+        if isinstance(error, RouterError):
+            error.is_logged = True
         if not logger.isEnabledFor(logging.ERROR):
             return
         code, told = Code.INTERNAL, ""

@@ -5,7 +5,9 @@ import secrets
 
 import msgspec
 from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
+from tgis.router.api.http.answer_accounts import REFUSED_PARAMETER
 from tgis.router.errors import Code, NotFoundError, OverloadedError, RouterError, internal_error
 
 logger = logging.getLogger(__name__)
@@ -57,4 +59,17 @@ def respond(error: Exception) -> Response:
     status, details = describe(error)
     headers = {"retry-after": str(RETRY_S)} if isinstance(error, OverloadedError) else None
     body = msgspec.json.encode(ErrorBody(details))
-    return Response(body, status, headers, media_type="application/json")
+    response = ErrorResponse(body, status, headers, media_type="application/json")
+    is_unlogged = isinstance(error, ApiError) or (isinstance(error, RouterError) and not error.is_logged)
+    response.refused_parameter = (details.param or "") if is_unlogged else None
+    return response
+
+
+class ErrorResponse(Response):
+    refused_parameter: str | None = None
+    """Parameter that the refusal names; None if the log has a line of the error already."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self.refused_parameter is not None:
+            scope.setdefault("state", {})[REFUSED_PARAMETER] = self.refused_parameter
+        await super().__call__(scope, receive, send)
