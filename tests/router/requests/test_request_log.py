@@ -358,12 +358,12 @@ def test_a_request_id_stands_in_for_a_correlation_id_over_http(
 
 
 def test_a_line_of_a_call_over_http_names_door_path_and_model(lines: Lines) -> None:
-    call = replace(call_of(single(MARKER)), door=OPENAI, method="/v1/completions", model_id="m" * 200)
+    call = replace(call_of(single(MARKER)), door=OPENAI, method="Completion", model_id="m" * 200)
     log = CallLog(call, "c")
     log.accept()
     finish(log, StopReason.EOS_TOKEN, MARKER)
     [line] = lines.objects
-    assert (line["door"], line["method"], line["model"]) == ("openai", "/v1/completions", "m" * 128)
+    assert (line["door"], line["method"], line["model"]) == ("openai", "Completion", "m" * 128)
     assert MARKER not in "\n".join(lines.texts)
 
 

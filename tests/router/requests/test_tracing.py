@@ -216,7 +216,7 @@ def test_an_error_becomes_the_status(
 def openai_call(kind: str = "single") -> GenerationCall:
     return replace(
         read_single(single()),
-        method="/v1/chat/completions",
+        method="ChatCompletion",
         kind=kind,
         metadata=((":scheme", "https"), ("traceparent", TRACEPARENT)),
         model_id="a-model",

@@ -14,8 +14,14 @@ from tgis.router.requests.doors import FMAAS, Door
 SERVICE = "fmaas.GenerationService"
 SCHEME = ":scheme"
 """Key of `http` or `https` in the metadata of a call over HTTP. No client can send such a header."""
-ROUTES = {"Tokenize": "/tokenize"}
-"""Paths of what the service names itself."""
+CHAT_METHOD = "ChatCompletion"
+ROUTES = {
+    "Completion": "/v1/completions",
+    CHAT_METHOD: "/v1/chat/completions",
+    "Tokenize": "/tokenize",
+    "Detokenize": "/detokenize",
+}
+"""Paths of the methods of calls over HTTP."""
 GRPC_FAULTS = (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNAVAILABLE)  # of those that errors become
 HTTP_STATUS = {
     Code.INVALID_ARGUMENT: 400,
@@ -69,16 +75,14 @@ class GrpcSpans:
 
 class HttpSpans:
     def name(self, method: str) -> str:
-        return f"POST {ROUTES.get(method, method)}"
+        return f"POST {ROUTES[method]}"
 
     def start(self, method: str, metadata: Metadata) -> Attributes:
-        route = ROUTES.get(method, method)
-        scheme = next(_texts(metadata, SCHEME), "http")
         return {
             "http.request.method": "POST",
-            "http.route": route,
-            "url.path": route,
-            "url.scheme": scheme,
+            "http.route": ROUTES[method],
+            "url.path": ROUTES[method],
+            "url.scheme": next(_texts(metadata, SCHEME), "http"),
         }
 
     def end(self, error: BaseException | None, has_begun: bool) -> Ending:

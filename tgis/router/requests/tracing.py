@@ -16,13 +16,12 @@ from tgis.router.errors import StartupError
 from tgis.router.events import Output
 from tgis.router.requests.call import GenerationCall, Metadata, Parameters
 from tgis.router.requests.doors import Door
-from tgis.router.requests.span_protocols import Attributes, span_protocol
+from tgis.router.requests.span_protocols import CHAT_METHOD, Attributes, span_protocol
 
 if TYPE_CHECKING:
     from tgis.router.requests.otlp import SpanExport
 
 MAX_FINISH_REASONS = 100
-CHAT_ROUTE = "/v1/chat/completions"
 
 PROPAGATOR = TraceContextTextMapPropagator()
 
@@ -66,7 +65,7 @@ class Tracing:
         self._export = export
 
     def call(self, door: Door, method: str, metadata: Metadata) -> "CallSpan":
-        """Start a span of `method`, for example `Generate` or `/v1/completions`, below the caller's span if
+        """Start a span of `method`, for example `Generate` or `Completion`, below the caller's span if
         the metadata name one. If the caller's trace is not sampled, the span records nothing."""
         export = self._export
         return CallSpan(_start(export.tracer, door, method, metadata) if export else INVALID_SPAN, door)
@@ -171,7 +170,7 @@ def _start(tracer: Tracer, door: Door, method: str, metadata: Metadata) -> Span:
 
 def _call_attributes(call: GenerationCall) -> Attributes:
     attributes: Attributes = {
-        "gen_ai.operation.name": "chat" if call.method == CHAT_ROUTE else "text_completion",
+        "gen_ai.operation.name": "chat" if call.method == CHAT_METHOD else "text_completion",
         "gen_ai.provider.name": "tgis",
         "gen_ai.request.stream": call.kind == "stream",
         "tgis.input_count": len(call.texts),

@@ -38,6 +38,7 @@ class ApiError(Exception):
     def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
         kind = "authentication_error" if status == 401 else "invalid_request_error"
+        self.is_logged = False
         self.status, self.details = status, ErrorDetails(message, kind, param, code)
 
 
@@ -60,7 +61,7 @@ def respond(error: Exception) -> Response:
     headers = {"retry-after": str(RETRY_S)} if isinstance(error, OverloadedError) else None
     body = msgspec.json.encode(ErrorBody(details))
     response = ErrorResponse(body, status, headers, media_type="application/json")
-    is_unlogged = isinstance(error, ApiError) or (isinstance(error, RouterError) and not error.is_logged)
+    is_unlogged = isinstance(error, ApiError | RouterError) and not error.is_logged
     response.refused_parameter = (details.param or "") if is_unlogged else None
     return response
 

@@ -93,7 +93,7 @@ def _set_fields(fields: msgspec.Struct) -> Iterator[str]:
             yield f"{info.name}={len(value)}"
 
 
-def refusal(error: RequestError, input_field: str) -> Exception:
+def refusal(error: RequestError, input_field: str) -> ApiError | NotFoundError:
     """Return the service's refusal under this API's names, with the field that it is about. `input_field` is
     the name of the field that has the input."""
     if isinstance(error, NotFoundError):
