@@ -8,7 +8,14 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from tgis.router.api.http.answer_accounts import REFUSED_PARAMETER
-from tgis.router.errors import Code, NotFoundError, OverloadedError, RouterError, internal_error
+from tgis.router.errors import (
+    Code,
+    NotFoundError,
+    OverloadedError,
+    PayloadTooLargeError,
+    RouterError,
+    internal_error,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +55,8 @@ def describe(error: Exception) -> tuple[int, ErrorDetails]:
         return error.status, error.details
     if isinstance(error, NotFoundError):
         return 404, ErrorDetails(str(error), "invalid_request_error", "model", "model_not_found")
+    if isinstance(error, PayloadTooLargeError):
+        return 413, ErrorDetails(str(error), "invalid_request_error")
     if isinstance(error, RouterError):
         status, kind = STATUS[error.code]
         return status, ErrorDetails(str(error), kind)
@@ -58,7 +67,9 @@ def describe(error: Exception) -> tuple[int, ErrorDetails]:
 
 def respond(error: Exception) -> Response:
     status, details = describe(error)
-    headers = {"retry-after": str(RETRY_S)} if isinstance(error, OverloadedError) else None
+    headers = {"retry-after": str(RETRY_S)} if isinstance(error, OverloadedError) else {}
+    if status == 401:
+        headers["www-authenticate"] = "Bearer"
     body = msgspec.json.encode(ErrorBody(details))
     response = ErrorResponse(body, status, headers, media_type="application/json")
     is_unlogged = isinstance(error, ApiError | RouterError) and not error.is_logged
@@ -74,3 +85,8 @@ class ErrorResponse(Response):
         if self.refused_parameter is not None:
             scope.setdefault("state", {})[REFUSED_PARAMETER] = self.refused_parameter
         await super().__call__(scope, receive, send)
+
+
+def last_events(error: Exception) -> bytes:
+    """Return the events that end a stream for an error."""
+    return b"data: " + msgspec.json.encode(ErrorBody(describe(error)[1])) + b"\n\ndata: [DONE]\n\n"
