@@ -124,7 +124,7 @@ class _Router:
         template = (
             load_template(Path(config.tokenizer_path), config.chat_template) if config.http_api else None
         )
-        return ChatRenderer(template)
+        return ChatRenderer(template, metrics=self._metrics)
 
     def _api_routes(self) -> list[Route] | None:
         if not self._config.http_api:

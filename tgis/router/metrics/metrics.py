@@ -219,7 +219,8 @@ class Metrics:
             "code",
         )
         self.http_api_connections = self._gauge(
-            "tgi_http_api_connections", "Connections that the APIs over HTTP have open"
+            "tgi_http_api_connections",
+            "Connections with a request to the APIs over HTTP that has not ended",
         )
         self.http_api_streams = self._gauge(
             "tgi_http_api_active_streams",

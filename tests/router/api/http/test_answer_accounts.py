@@ -18,7 +18,6 @@ from starlette.routing import Route
 from tgis.logs import FIELDS
 from tgis.router.api.http.answer_accounts import AnswerAccounts
 from tgis.router.api.http.call_context import open_call
-from tgis.router.api.http.event_stream import EventStream
 from tgis.router.api.http.openai.errors import ApiError, respond
 from tgis.router.errors import GenerationError, RequestError
 from tgis.router.metrics.metrics import MetricLimits, Metrics
@@ -31,10 +30,10 @@ class Api:
     """Routes that fail as those of a real API do."""
 
     def __init__(self) -> None:
-        self.metrics, self.may_end = Metrics(MetricLimits(64, 32, 4)), asyncio.Event()
+        self.metrics = Metrics(MetricLimits(64, 32, 4))
 
     async def echo(self, request: Request) -> Response:
-        request.state.call = open_call(request, "team-7")
+        request.state.call = open_call(request, "team-7", 1 << 20)
         match (await request.body()).decode():
             case "bad":
                 return respond(ApiError(400, f"no {MARK}", "max_tokens", MARK))
@@ -45,13 +44,6 @@ class Api:
                 error.is_logged = True
                 return respond(error)
         return Response(MARK)
-
-    async def stream(self, request: Request) -> Response:
-        async def events() -> AsyncIterator[bytes]:
-            yield b"data: 1\n\n"
-            await self.may_end.wait()
-
-        return EventStream(events())  # type: ignore[arg-type]
 
     async def plain_stream(self, request: Request) -> Response:
         async def parts() -> AsyncIterator[bytes]:
@@ -69,18 +61,15 @@ class Api:
     async def served(self) -> AsyncIterator[int]:
         routes = [
             Route("/v1/echo", self.echo, methods=["POST"]),
-            Route("/v1/stream", self.stream),
             Route("/v1/plain", self.plain_stream),
         ]
-        paths = [route.path for route in routes]
-        app = AnswerAccounts(Starlette(routes=routes), "openai", paths, self.metrics)
+        app = AnswerAccounts(Starlette(routes=routes), "openai", routes, self.metrics)
         server = uvicorn.Server(uvicorn.Config(app, log_config=None, access_log=False, lifespan="off"))
         listener = socket.create_server(("127.0.0.1", 0))
         task = asyncio.create_task(server.serve(sockets=[listener]))
         try:
             yield listener.getsockname()[1]
         finally:
-            self.may_end.set()
             server.should_exit = True
             await task
             listener.close()
@@ -134,25 +123,3 @@ async def test_a_refusal_before_the_service_has_one_line(caplog: pytest.LogCaptu
     line = "POST /v1/echo is refused with 400"
     assert told == [(line, fields | {"parameter": "max_tokens"}), (line, fields)]
     assert MARK not in json.dumps(told)
-
-
-async def test_streams_count_while_they_are_open() -> None:
-    api = Api()
-
-    async def wait_for(expected: float) -> None:
-        for _ in range(500):
-            if api.count("tgi_http_api_active_streams") == {"tgi_http_api_active_streams": expected}:
-                return
-            await asyncio.sleep(0.01)
-        pytest.fail(f"there are not {expected} streams")
-
-    async with api.served() as port:
-        ending = asyncio.create_task(ask(port, "/v1/stream"))
-        left = socket.create_connection(("127.0.0.1", port))
-        left.sendall(b"GET /v1/stream HTTP/1.1\r\nhost: x\r\n\r\n")
-        await wait_for(2)
-        left.close()
-        await wait_for(1)
-        api.may_end.set()
-        assert await ending == 200
-        await wait_for(0)

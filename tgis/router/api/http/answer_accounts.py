@@ -2,9 +2,10 @@
 has it. Neither contains text of a request."""
 
 import logging
-from collections.abc import Collection
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tgis.logs import FIELDS, Scalar
@@ -20,15 +21,17 @@ EVENT_STREAM = b"text/event-stream"
 
 @dataclass
 class AnswerAccounts:
-    """ASGI application that accounts for the answers of `app`, an API named `api` with these paths."""
+    """ASGI application that accounts for the answers of `app`, an API named `api` with these routes."""
 
     app: ASGIApp
     api: str
-    routes: Collection[str]
+    routes: Sequence[Route]
     metrics: Metrics
+    num_requests: int = field(default=0, init=False)
     num_streams: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
+        self.metrics.http_api_connections.follow(lambda: self.num_requests)
         self.metrics.http_api_streams.follow(lambda: self.num_streams)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -45,14 +48,16 @@ class AnswerAccounts:
                 self._count(scope, message["status"])
             await send(message)
 
+        self.num_requests += 1
         try:
             await self.app(scope, receive, send_counted)
         finally:
+            self.num_requests -= 1
             self.num_streams -= is_stream
 
     def _count(self, scope: Scope, status: int) -> None:
         path = scope["path"]
-        route = path if path in self.routes else OTHER_ROUTE
+        route = next((one.path for one in self.routes if one.path_regex.match(path)), OTHER_ROUTE)
         self.metrics.http_api_requests.add(self.api, route, str(status))
         state = scope.get("state", {})
         if status >= 400 and REFUSED_PARAMETER in state:

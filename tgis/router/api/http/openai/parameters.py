@@ -90,7 +90,12 @@ def refusal(error: RequestError, input_field: str) -> ApiError | NotFoundError:
     the name of the field that has the input."""
     if isinstance(error, NotFoundError):
         return error
-    text = str(error)
+    shown = _translate(str(error), input_field)
+    shown.is_logged = error.is_logged
+    return shown
+
+
+def _translate(text: str, input_field: str) -> ApiError:
     for theirs, ours in NAMES.items():
         text = text.replace(theirs, ours)
     if text.startswith("input tokens ("):
