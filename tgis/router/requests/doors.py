@@ -1,4 +1,4 @@
-"""What differs between the doors, the APIs that clients speak, in the rules of their calls."""
+"""Rules of calls that differ between the doors, the APIs that clients speak."""
 
 from dataclasses import dataclass
 

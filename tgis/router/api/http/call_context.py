@@ -1,4 +1,4 @@
-"""What the APIs over HTTP share: who calls, under which ids, and the body of the request."""
+"""Shared parts of the APIs over HTTP: who calls, under which ids, and the body of the request."""
 
 import re
 import secrets
