@@ -48,7 +48,8 @@ from tgis.router.metrics.metrics import MetricLimits, Metrics
 from tgis.router.metrics.resource_counts import check_balance, count_descriptors
 from tgis.router.requests.accounting import Accounting
 from tgis.router.requests.doors import FMAAS, OPENAI
-from tgis.router.requests.tracing import SERVICE, open_tracing
+from tgis.router.requests.span_protocols import SERVICE
+from tgis.router.requests.tracing import open_tracing
 from tgis.router.requests.validation import RequestLimits, Validator
 from tgis.router.text.detokenizer import Vocabulary
 from tgis.router.text.tokenizer import Tokenizer
@@ -123,7 +124,7 @@ class _Router:
         template = (
             load_template(Path(config.tokenizer_path), config.chat_template) if config.http_api else None
         )
-        return ChatRenderer(template)
+        return ChatRenderer(template, metrics=self._metrics)
 
     def _api_routes(self) -> list[Route] | None:
         if not self._config.http_api:

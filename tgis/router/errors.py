@@ -38,6 +38,8 @@ class RouterError(Exception):
     """Base of the router's errors. Clients see the text, so it contains no prompt, no cause and no path."""
 
     code = Code.INTERNAL
+    is_logged = False
+    """True once a line of the log tells of it."""
 
     @property
     def log_text(self) -> str:

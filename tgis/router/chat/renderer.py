@@ -1,11 +1,13 @@
 """Renders chats with the model's template in processes that can be killed."""
 
+import time
 from typing import Any, NamedTuple
 
 from tgis.process.worker_pool import Reply, WorkerPool
 from tgis.router.chat.limits import MAX_PROMPT_BYTES, NUM_WORKERS, OUT_OF_MEMORY, TIMEOUT_S
 from tgis.router.chat.template import WORKER, ChatTemplate
 from tgis.router.errors import QuotingError, RequestError
+from tgis.router.metrics.metrics import Metrics
 
 NO_TEMPLATE = "the model has no chat template; start the service with --chat-template"
 FIXED_VARIABLES = frozenset(("messages", "tools", "documents", "add_generation_prompt"))
@@ -27,8 +29,14 @@ class Chat(NamedTuple):
 class ChatRenderer:
     """Renderer of chats off the event loop. Its processes start when they are needed."""
 
-    def __init__(self, template: ChatTemplate | None, max_prompt_bytes: int = MAX_PROMPT_BYTES) -> None:
+    def __init__(
+        self,
+        template: ChatTemplate | None,
+        max_prompt_bytes: int = MAX_PROMPT_BYTES,
+        metrics: Metrics | None = None,
+    ) -> None:
         self._template, self._max_prompt_bytes = template, max_prompt_bytes
+        self._metrics = metrics
         self._pool = WorkerPool(WORKER, NUM_WORKERS, TIMEOUT_S)
 
     @property
@@ -46,11 +54,20 @@ class ChatRenderer:
         if self._template is None:
             raise RequestError(NO_TEMPLATE)
         _require_renderable(chat)
+        started_at = time.monotonic()
         try:
             reply = await self._pool.ask(self._request(self._template, chat))
         except (ValueError, RecursionError) as error:
             raise RequestError("the chat is nested too deeply, or has a number out of range") from error
-        return _read_prompt(reply)
+        try:
+            return _read_prompt(reply)
+        except RequestError:
+            if self._metrics is not None:
+                self._metrics.chat_template_failure.add("killed" if reply.is_dead else "template")
+            raise
+        finally:
+            if self._metrics is not None:
+                self._metrics.chat_template_duration.observe(time.monotonic() - started_at)
 
     def close(self) -> None:
         """Stop all workers. Nothing may be rendered afterwards."""

@@ -1,4 +1,4 @@
-"""What differs between the doors, the APIs that clients speak, in the rules of their calls."""
+"""Rules of calls that differ between the doors, the APIs that clients speak."""
 
 from dataclasses import dataclass
 
@@ -20,11 +20,9 @@ class Door:
     max_top_n_tokens: int | None = None
     """None: the operator's bound."""
     max_stop_sequences: int = MAX_STOP_SEQUENCES
-    span_attributes: tuple[tuple[str, str], ...] = ()
-    """Attributes of a span that tell its protocol."""
 
 
-FMAAS = Door("fmaas", span_attributes=(("rpc.system", "grpc"), ("rpc.system.name", "grpc")))
+FMAAS = Door("fmaas")
 OPENAI = Door(
     "openai",
     temperature=Range(0, 2, refusal="temperature must be >= 0.0 and <= 2.0"),

@@ -100,7 +100,9 @@ class ApiGate:
             self._failures.add("unauthenticated")
             path = request.scope["raw_path"][:MAX_PATH_CHARS].decode("latin-1")
             logger.warning("a call of %s was refused: %s", path, REFUSAL)
-            raise ApiError(401, REFUSAL, code="invalid_api_key")
+            error = ApiError(401, REFUSAL, code="invalid_api_key")
+            error.is_logged = True
+            raise error
         return tenant or shown_name(request.state.certificate_name.encode("latin-1", "replace"))
 
     def _find(self, request: Request) -> Route:
@@ -144,13 +146,12 @@ async def _refuse_overload(scope: Scope, receive: Receive, send: Send) -> None:
     await response(scope, receive, send)
 
 
-def api_route(gate: ApiGate, config: RouterConfig, is_own_port: bool) -> LimitedApp:
+def api_route(app: ASGIApp, config: RouterConfig, is_own_port: bool) -> LimitedApp:
     """Return the route to an API, which has all paths of a port of its own."""
-    app: ASGIApp = gate
     if config.cors_allow_origin:
         origins = [origin.strip() for origin in config.cors_allow_origin.split(",")]
         app = CORSMiddleware(
-            gate,
+            app,
             allow_origins=origins,
             allow_methods=("GET", "POST"),
             allow_headers=CORS_HEADERS,

@@ -8,6 +8,7 @@ from starlette.requests import Request
 
 from tgis.router.errors import PayloadTooLargeError, RequestError
 from tgis.router.requests.call import Metadata
+from tgis.router.requests.span_protocols import SCHEME
 
 MAX_ID_CHARS = 128
 MAX_DEPTH = 64
@@ -26,17 +27,21 @@ class HttpCall:
     tenant: str
     """Name that the caller's token or certificate has; empty if it has none."""
     metadata: Metadata
-    """Headers, their names in lower case."""
+    """Headers, their names in lower case, and the scheme."""
     id: str = field(default_factory=lambda: secrets.token_hex(16))
     """The client's `x-request-id` if it is printable ASCII and not too long, else a new id."""
     max_body_bytes: int = 4 << 20
 
 
 def open_call(request: Request, tenant: str, max_body_bytes: int) -> HttpCall:
-    headers = tuple((name.decode("latin-1"), value.decode("latin-1")) for name, value in request.headers.raw)
+    """Read who calls. The metadata name the scheme, and a new id instead of one that is not valid."""
+    given = ((name.decode("latin-1"), value.decode("latin-1")) for name, value in request.headers.raw)
+    own_id = request_id(request)
+    own = ((SCHEME, request.scope["scheme"]), ("x-request-id", own_id))
+    metadata = (*(pair for pair in given if pair[0] != "x-request-id"), *own)
     client = request.client
     connection = f"{client.host}:{client.port}" if client else ""
-    return HttpCall(connection, tenant, headers, request_id(request), max_body_bytes)
+    return HttpCall(connection, tenant, metadata, own_id, max_body_bytes)
 
 
 def request_id(request: Request) -> str:

@@ -11,9 +11,11 @@ from tgis.net.http_routes import PROBE_LIMITS
 from tgis.net.http_server import serve_http, serve_listener
 from tgis.net.ports import reserve
 from tgis.net.tls import Certificates
+from tgis.router.api.http.answer_accounts import AnswerAccounts
 from tgis.router.api.http.app import ApiGate, Phase, absent_api_route, api_route, starlette_of
 from tgis.router.api.http.metrics_app import metrics_routes
 from tgis.router.metrics.metrics import Metrics
+from tgis.router.requests.doors import OPENAI
 
 FRESH = 4  # connections without a request, for each one that may have a request
 CUT_S = 1.0  # time limit for the last events of requests that are cut
@@ -33,13 +35,14 @@ class HttpPorts:
         self._gate: ApiGate | None = None
         if api_routes is not None:
             self._gate = ApiGate(api_routes, config, metrics.request_failure)
+            self._api = AnswerAccounts(self._gate, OPENAI.name, api_routes, metrics)
         self._fresh = PROBE_LIMITS
         if self._gate:
             most = PROBE_LIMITS.max_connections + FRESH * config.max_http_connections
             self._fresh = PROBE_LIMITS._replace(max_connections=most)
         own = absent_api_route(config)
         if self._gate and config.http_api_port is None:
-            own = api_route(self._gate, config, False)
+            own = api_route(self._api, config, False)
         self._app = starlette_of([own, *metrics_routes(is_ready, metrics)])
         self._reserved: socket.socket | None = None
 
@@ -63,7 +66,7 @@ class HttpPorts:
         config, certificates = self._config, self._certificates
         self._reserved.listen(socket.SOMAXCONN)
         context = certificates.client_port_context() if certificates is not None else None
-        app = starlette_of([api_route(self._gate, config, True)])
+        app = starlette_of([api_route(self._api, config, True)])
         async with serve_listener(app, self._reserved, config, context, self._fresh) as port:
             yield port
 

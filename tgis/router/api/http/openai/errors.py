@@ -5,7 +5,9 @@ import secrets
 
 import msgspec
 from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
+from tgis.router.api.http.answer_accounts import REFUSED_PARAMETER
 from tgis.router.errors import (
     Code,
     NotFoundError,
@@ -43,6 +45,7 @@ class ApiError(Exception):
     def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
         kind = "authentication_error" if status == 401 else "invalid_request_error"
+        self.is_logged = False
         self.status, self.details = status, ErrorDetails(message, kind, param, code)
 
 
@@ -68,7 +71,20 @@ def respond(error: Exception) -> Response:
     if status == 401:
         headers["www-authenticate"] = "Bearer"
     body = msgspec.json.encode(ErrorBody(details))
-    return Response(body, status, headers, media_type="application/json")
+    response = ErrorResponse(body, status, headers, media_type="application/json")
+    is_unlogged = isinstance(error, ApiError | RouterError) and not error.is_logged
+    response.refused_parameter = (details.param or "") if is_unlogged else None
+    return response
+
+
+class ErrorResponse(Response):
+    refused_parameter: str | None = None
+    """Parameter that the refusal names; None if the log has a line of the error already."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self.refused_parameter is not None:
+            scope.setdefault("state", {})[REFUSED_PARAMETER] = self.refused_parameter
+        await super().__call__(scope, receive, send)
 
 
 def last_events(error: Exception) -> bytes:

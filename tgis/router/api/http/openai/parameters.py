@@ -85,12 +85,18 @@ def _set_fields(fields: msgspec.Struct) -> Iterator[str]:
             yield f"{info.name}={len(value)}"
 
 
-def refusal(error: RequestError, input_field: str) -> Exception:
+def refusal(error: RequestError, input_field: str) -> ApiError:
     """Return the service's refusal under this API's names, with the field that it is about. `input_field` is
     the name of the field that has the input."""
     if isinstance(error, NotFoundError):
-        return ApiError(404, f"the model does not exist: {error}", "model", "model_not_found")
-    text = str(error)
+        shown = ApiError(404, f"the model does not exist: {error}", "model", "model_not_found")
+    else:
+        shown = _translate(str(error), input_field)
+    shown.is_logged = error.is_logged
+    return shown
+
+
+def _translate(text: str, input_field: str) -> ApiError:
     for theirs, ours in NAMES.items():
         text = text.replace(theirs, ours)
     if text.startswith("input tokens ("):
