@@ -1,4 +1,4 @@
-"""What clients are told of a launched service. The environments of the clients import this: it needs nothing."""
+"""What clients are told of a launched service. It needs no package, as every client's environment imports it."""
 
 import json
 import sys

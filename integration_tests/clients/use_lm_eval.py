@@ -1,4 +1,4 @@
-"""`lm-eval` over HTTP, against its own `hf` back end with the same model: scores, log-likelihoods and texts."""
+"""`lm-eval` over HTTP against its own `hf` back end, same model: scores, log-likelihoods and texts."""
 
 import os
 from typing import Any
@@ -74,7 +74,7 @@ def _is_near(one: float, other: float) -> bool:
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Return True if two answers are equal: texts, or log-likelihoods and whether they are the greedy ones."""
+    """Return True if two answers are equal: texts, or log-likelihoods, each with its being greedy."""
     if isinstance(one, list | tuple):
         return len(one) == len(other) and all(map(_same, one, other))
     if isinstance(one, float) and isinstance(other, float):

@@ -248,12 +248,13 @@ def _refused(create: Create, kind: type[openai.APIStatusError], code: str = "", 
     try:
         create(**request)
     except kind as error:
-        assert error.status_code < 500, error
-        assert error.type, error.body
-        assert not code or error.code == code, error.body
-        assert error.body["message"], error.body  # type: ignore[index]
+        refusal = error
     else:
         raise AssertionError(f"not refused: {request}")
+    assert refusal.status_code < 500, refusal
+    assert refusal.type, refusal.body
+    assert not code or refusal.code == code, refusal.body
+    assert refusal.body["message"], refusal.body  # type: ignore[index]
 
 
 def a_crowd_gets_what_one_gets(served: Served) -> None:

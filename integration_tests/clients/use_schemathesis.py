@@ -21,7 +21,6 @@ def made_up_requests_are_answered(served: Served) -> None:
         f"authorization: Bearer {served.api_key}",
     ]
     command += ["--checks", CHECKED, "--seed", SEED, "--max-examples", NUM_EXAMPLES, "--no-color"]
-    # Texts of random length are generated; examples differ between machines if time decides what is one.
     command += ["--request-timeout", "30", "--phases", "examples,coverage,fuzzing", "--warnings", "off"]
     subprocess.run(command, check=True)
 
