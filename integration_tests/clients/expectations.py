@@ -1,4 +1,4 @@
-"""What clients are told of a launched service. It needs no package, as every client's environment imports it."""
+"""What clients are told of a launched service. Needs no package: every client's environment imports it."""
 
 import json
 import sys

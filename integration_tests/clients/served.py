@@ -92,7 +92,7 @@ def expected_chats(oracle: Oracle, directory: Path) -> list[ChatAnswer]:
 
 @torch.inference_mode()
 def complete(oracle: Oracle, prompt: str, ids: list[int], max_tokens: int) -> Completion | None:
-    """Return the greedy continuation; None if two scores are too close to tell it, or if it cuts a character."""
+    """Return the greedy continuation; None if two scores are too close to tell, or if it cuts a character."""
     output_ids, steps = generate(oracle.model, ids, max_new_tokens=max_tokens)
     text = oracle.tokenizer.decode(output_ids)
     if count_certain(steps) < len(output_ids) or "\ufffd" in text:
