@@ -1,4 +1,4 @@
-"""The same generation through gRPC and through OpenAI's API over HTTP, from one description in plain values."""
+"""One generation through gRPC and through OpenAI's API over HTTP, from one description in plain values."""
 
 import json
 import urllib.request
