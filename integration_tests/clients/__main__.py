@@ -41,7 +41,7 @@ def run(directory: Path, environments: Path, clients: list[str]) -> list[str]:
             )
             if code:
                 failed.append(name)
-                print("\n".join(client.service.lines[-20:]))
+                print(*[line for line in client.service.lines if " INFO " not in line][-20:], sep="\n")
     return failed
 
 
