@@ -70,18 +70,18 @@ def launch_served(directory: Path, *flags: str) -> Iterator[tuple[Served, Client
 
 def expected_completions(oracle: Oracle) -> list[Completion]:
     r = random.Random(3)
-    asked = [(" ".join(r.choices(WORDS, k=r.randint(2, 20))), r.randint(8, 40)) for _ in range(40)]
+    asked = [(" ".join(r.choices(WORDS, k=r.randint(2, 20))), r.randint(8, 24)) for _ in range(24)]
     answers = [complete(oracle, text, oracle.tokenizer.encode(text).ids, limit) for text, limit in asked]
-    return _choose(answers, 12)
+    return _choose(answers, 10)
 
 
 def expected_chats(oracle: Oracle, directory: Path) -> list[ChatAnswer]:
     tokenizer = AutoTokenizer.from_pretrained(directory)
     r = random.Random(4)
-    chats = [_converse(r) for _ in range(30)]
+    chats = [_converse(r) for _ in range(12)]
     prompts = [_render(tokenizer, messages) for messages in chats]
     encode = oracle.tokenizer.encode
-    answers = [complete(oracle, text, encode(text, add_special_tokens=False).ids, 24) for text in prompts]
+    answers = [complete(oracle, text, encode(text, add_special_tokens=False).ids, 20) for text in prompts]
     good = _choose(answers, 6)
     return [
         ChatAnswer(messages, prompt, answer)

@@ -107,6 +107,21 @@ def echo_scores_the_prompt(served: Served) -> None:
     assert answer.usage.completion_tokens == 0
 
 
+def the_end_of_sequence_has_a_score(served: Served) -> None:
+    """lm-eval drops the last score as that of the one token that it lets the model generate."""
+    wanted = next(answer for answer in served.completions if answer.finish_reason == "stop")
+    prompt = wanted.ids + wanted.output_ids[:-1]
+    with connect(served) as client:
+        answer = client.completions.create(
+            model=served.model, prompt=prompt, max_tokens=1, echo=True, logprobs=1, temperature=0
+        )
+    [choice] = answer.choices
+    assert choice.finish_reason == "stop"
+    assert choice.logprobs is not None
+    scores = choice.logprobs.token_logprobs or []
+    assert is_close(scores[1:], wanted.prompt_logprobs + wanted.logprobs)
+
+
 def completions_have_logprobs(served: Served) -> None:
     wanted = served.completions[0]
     with connect(served) as client:
@@ -286,6 +301,7 @@ CHECKS: list[Check] = [
     prompts_may_be_ids_and_many,
     a_stream_is_the_same_text,
     echo_scores_the_prompt,
+    the_end_of_sequence_has_a_score,
     completions_have_logprobs,
     a_chat_is_transformers_own,
     a_chat_streams_the_same_text,
