@@ -32,8 +32,9 @@ def a_chat_is_completed(served: Served) -> None:
 
 
 def a_chat_streams(served: Served) -> None:
+    client = connect(served)  # which closes its streams when it is collected
     for chat in served.chats[:4]:
-        parts = connect(served).chat_completion(
+        parts = client.chat_completion(
             chat.messages, model=served.model, max_tokens=chat.answer.max_tokens, temperature=0, stream=True
         )
         assert (

@@ -169,9 +169,7 @@ def a_chat_streams_the_same_text(served: Served) -> None:
             reasons = [part.choices[0].finish_reason for part in parts if part.choices[0].finish_reason]
             assert reasons == [chat.answer.finish_reason]
             check_usage(last.usage, chat.answer)
-            if (
-                chat.answer.finish_reason == "stop"
-            ):  # else the package's own collector of events raises an error
+            if chat.answer.finish_reason == "stop":  # else the collector raises an error
                 with client.chat.completions.stream(**request) as stream:
                     deltas = "".join(event.delta for event in stream if event.type == "content.delta")
                 assert deltas == chat.answer.text
