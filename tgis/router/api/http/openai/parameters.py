@@ -100,7 +100,9 @@ def _translate(text: str, input_field: str) -> ApiError:
     for theirs, ours in NAMES.items():
         text = text.replace(theirs, ours)
     if text.startswith("input tokens ("):
-        return ApiError(400, f"the maximum context length is exceeded: {text}", input_field, TOO_LONG)
+        return ApiError(
+            400, f"This model's maximum context length is exceeded: {text}", input_field, TOO_LONG
+        )
     if text.startswith(("input", "tokenizer error")):
         return ApiError(400, text, input_field)
     if "stop sequences" in text:
