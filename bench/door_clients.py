@@ -1,5 +1,5 @@
 """Clients of every API that stream, each over a connection of its own; a worker process whose arguments are
-the addresses of the gRPC and of the HTTP port. They count and do not decode, so that they are not the limit."""
+the addresses of the gRPC and of the HTTP port. They count and decode nothing, so that they limit nothing."""
 
 import asyncio
 import json
