@@ -131,9 +131,7 @@ def test_servers_are_compared_over_http() -> None:
 
 
 def test_tokens_of_an_answer_are_those_of_its_usage() -> None:
-    events = (
-        b'data: {"choices":[],"usage":null}\r\n\r\ndata: {"choices":[],"usage":{"completion_tokens":7}}\n\n'
-    )
+    events = b'data: {"choices":[],"usage":null}\r\n\r\ndata: {"usage":{"completion_tokens":7}}\n\n'
     assert http_burst.count_tokens(b"HTTP/1.1 200 OK\r\n\r\n" + events + b"data: [DONE]\n\n") == 7
     assert http_burst.count_tokens(b"HTTP/1.1 500 No\r\n\r\n") == -1
 
