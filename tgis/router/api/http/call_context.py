@@ -32,3 +32,7 @@ def open_call(request: Request, tenant: str = "") -> HttpCall:
     if 0 < len(given) <= MAX_ID_CHARS and given.isascii() and given.isprintable():
         return HttpCall(connection, tenant, headers, given)
     return HttpCall(connection, tenant, headers)
+
+
+async def read_body(request: Request) -> bytes:
+    return await request.body()

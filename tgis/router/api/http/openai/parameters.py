@@ -10,7 +10,6 @@ from tgis.router.api.http.openai.errors import ApiError
 from tgis.router.api.http.openai.sampling_fields import SamplingFields
 from tgis.router.errors import NotFoundError, RequestError
 from tgis.router.requests.call import Parameters
-from tgis.router.requests.parameter_rules import MAX_CACHE_SALT_BYTES, MAX_STOP_TOKEN_IDS
 
 UNLOGGED = frozenset(("model", "prompt", "messages"))
 SEEDS = 2**64
@@ -32,13 +31,6 @@ TOO_LONG = "context_length_exceeded"
 def to_parameters(fields: SamplingFields, max_tokens: int | None, **details: Any) -> Parameters:
     """Return the parameters of a call. `details` are further fields of Parameters, such as what is told of
     tokens. Raises ApiError."""
-    token_ids, salt = fields.stop_token_ids or (), (fields.cache_salt or "").encode()
-    if len(token_ids) > MAX_STOP_TOKEN_IDS:
-        raise ApiError(
-            400, f"stop_token_ids must be at most {MAX_STOP_TOKEN_IDS} token ids", "stop_token_ids"
-        )
-    if len(salt) > MAX_CACHE_SALT_BYTES:
-        raise ApiError(400, f"cache_salt must be at most {MAX_CACHE_SALT_BYTES} bytes", "cache_salt")
     set_fields = {
         "sample": True,
         "temperature": fields.temperature,
@@ -54,11 +46,11 @@ def to_parameters(fields: SamplingFields, max_tokens: int | None, **details: Any
         "min_new_tokens": fields.min_tokens or 0,
         "stop_sequences": (fields.stop,) if isinstance(fields.stop, str) else tuple(fields.stop or ()),
         "include_stop_sequence": bool(fields.include_stop_str_in_output),
-        "stop_token_ids": tuple(token_ids),
+        "stop_token_ids": tuple(fields.stop_token_ids or ()),
         "ignore_eos": bool(fields.ignore_eos),
         "truncate_input_tokens": fields.truncate_prompt_tokens or 0,
         "n": 1 if fields.n is None else fields.n,
-        "cache_salt": salt,
+        "cache_salt": (fields.cache_salt or "").encode(),
         "raw_details": True,
     }
     return Parameters(**set_fields | details)

@@ -7,4 +7,4 @@ from tgis.router.api.http.openai.service_parts import OpenAiApi
 
 
 def openai_routes(api: OpenAiApi) -> list[Route]:
-    return [Route("/v1/completions", Completions(api), methods=["POST"])]
+    return [Route("/v1/completions", Completions(api).answer, methods=["POST"])]

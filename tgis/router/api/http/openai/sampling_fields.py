@@ -1,4 +1,4 @@
-"""Fields that the requests for completions and for chat completions have in common, and how bodies are read."""
+"""Fields that requests for completions and chat completions have in common, and how bodies are read."""
 
 import re
 from typing import Annotated, Any, TypeVar
