@@ -112,6 +112,29 @@ class Certificates:
         context.sni_callback = renew  # called in every handshake, even if the client sends no name
         return context
 
+    def client_port_context(self) -> ssl.SSLContext:
+        """Return a context as `renewing_context` does, of a port that asks clients for a certificate if there
+        is an authority. Raises CertificateError."""
+        make, known = mutual_server_context if self._files.ca else server_context, self.pem
+        try:
+            context = latest = make(known)
+        except OSError as error:
+            raise CertificateError(f"{self._prefix}: the files cannot be used: {error}") from error
+
+        def renew(connection: ssl.SSLObject, name: str, context: ssl.SSLContext) -> None:
+            nonlocal known, latest
+            self.refresh()
+            if known is not self.pem:
+                known = self.pem
+                try:
+                    latest = make(known)
+                except OSError as error:
+                    logger.error("the changed %s files are not used for HTTP: %s", self._name, error)
+            connection.context = latest
+
+        context.sni_callback = renew
+        return context
+
     def credentials(self) -> grpc.ServerCredentials:
         return grpc.dynamic_ssl_server_credentials(
             self._content.configuration,

@@ -3,7 +3,8 @@
 RouterError
 ├── RequestError        INVALID_ARGUMENT    the request is wrong; the text is the contract's
 │   ├── QuotingError                        the same; logs show its text only up to the first colon
-│   └── NotFoundError                       the same; the request names an adapter that does not exist
+│   ├── NotFoundError                       the same; the request names an adapter that does not exist
+│   └── PayloadTooLargeError                the same; the request has too many bytes
 ├── OverloadedError     RESOURCE_EXHAUSTED  no room now, try again
 ├── SlowClientError     RESOURCE_EXHAUSTED  the client does not read its answer
 ├── UnavailableError    UNAVAILABLE         shutting down, or the shards stayed away too long
@@ -58,6 +59,11 @@ class QuotingError(RequestError):
 
 class NotFoundError(RequestError):
     """Request error for an adapter that does not exist."""
+
+
+class PayloadTooLargeError(RequestError):
+    def __init__(self, most: int) -> None:
+        super().__init__(f"the request has more than {most} bytes")
 
 
 class OverloadedError(RouterError):

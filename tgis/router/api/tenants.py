@@ -23,8 +23,13 @@ def tenant_of(context: grpc.aio.ServicerContext[Any, Any]) -> str:
 
 
 def _certificate_name(context: grpc.aio.ServicerContext[Any, Any]) -> str:
-    """Return the certificate's first alternative name, else its common name. One that cannot be shown is
-    replaced by its digest, so that different names stay different."""
+    """Return the certificate's first alternative name, else its common name."""
     first, *_ = context.peer_identities() or (b"",)
-    name = first.decode("latin-1")
-    return name if not name or is_name(name) else hashlib.sha256(first).hexdigest()
+    return shown_name(first)
+
+
+def shown_name(name: bytes) -> str:
+    """Return a certificate's name. One that cannot be shown is replaced by its digest, so that different
+    names stay different."""
+    text = name.decode("latin-1")
+    return text if not text or is_name(text) else hashlib.sha256(name).hexdigest()

@@ -23,22 +23,25 @@ Handler = Any  # grpc types its handlers for the synchronous server only
 
 
 def warn_if_unprotected(options: PortOptions, host: str) -> None:
-    """Warn if anybody who reaches `host`, the address of the gRPC port, may call."""
+    """Warn if anybody who reaches `host`, the address of the ports, may call."""
     if ip_address(host).is_loopback or options.tls_client_ca_cert_path or options.auth_tokens_path:
         return
+    ports = "the gRPC port and the HTTP API" if options.http_api else "the gRPC port"
     if options.tls_cert_path:
         logger.warning(
-            "anybody who reaches %s may call the gRPC port; to admit only known clients, set "
+            "anybody who reaches %s may call %s; to admit only known clients, set "
             "--tls-client-ca-cert-path or --auth-tokens-path",
             host,
+            ports,
         )
     else:
         logger.warning(
-            "anybody who reaches %s may call the gRPC port, which is not encrypted; to encrypt it, set "
+            "anybody who reaches %s may call %s without encryption; to encrypt, set "
             "--tls-cert-path and --tls-key-path; to admit only known clients, also set "
             "--tls-client-ca-cert-path or --auth-tokens-path; to serve only this machine, set "
             "--bind 127.0.0.1",
             host,
+            ports,
         )
 
 

@@ -2,27 +2,46 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 
-from starlette.responses import StreamingResponse
+from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from tgis.net.http_connection import SlowReadError
 from tgis.router.api.service import Stream
+from tgis.router.errors import SlowClientError
 from tgis.router.events import InputTokens, Output
 
+BEGIN, BODY = "http.response.start", "http.response.body"
 HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 
 
-class EventStream(StreamingResponse):
-    """Answer whose body is the bytes of events, each `data: …` and two line ends."""
+class EventStream(Response):
+    """Answer whose body is the bytes of events, each `data: …` and two line ends. It begins with the first
+    one, so that an error before it can have a status."""
 
     def __init__(self, events: AsyncGenerator[bytes, None], headers: dict[str, str] | None = None) -> None:
-        super().__init__(events, media_type="text/event-stream", headers=HEADERS | (headers or {}))
+        super().__init__(headers=HEADERS | (headers or {}), media_type="text/event-stream")
+        del self.headers["content-length"]
         self._events = events
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with aclosing(self._events):
-            await super().__call__(scope, receive, send)
+        """Send all events. A client that does not read ends them with SlowClientError."""
+        has_begun = False
+        async with aclosing(self._events) as events:
+            async for event in events:
+                if not has_begun:
+                    has_begun = True
+                    await send({"type": BEGIN, "status": self.status_code, "headers": self.raw_headers})
+                try:
+                    await send({"type": BODY, "body": event, "more_body": True})
+                except SlowReadError:
+                    with suppress(SlowClientError, StopAsyncIteration):
+                        await events.athrow(SlowClientError())
+                    raise
+        if not has_begun:
+            await send({"type": BEGIN, "status": self.status_code, "headers": self.raw_headers})
+        await send({"type": BODY, "body": b"", "more_body": False})
 
 
 async def merge(streams: Sequence[Stream]) -> AsyncIterator[tuple[int, InputTokens | Output]]:

@@ -6,7 +6,14 @@ import secrets
 import msgspec
 from starlette.responses import Response
 
-from tgis.router.errors import Code, NotFoundError, OverloadedError, RouterError, internal_error
+from tgis.router.errors import (
+    Code,
+    NotFoundError,
+    OverloadedError,
+    PayloadTooLargeError,
+    RouterError,
+    internal_error,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +52,8 @@ def describe(error: Exception) -> tuple[int, ErrorDetails]:
         return error.status, error.details
     if isinstance(error, NotFoundError):
         return 404, ErrorDetails(str(error), "invalid_request_error", "model", "model_not_found")
+    if isinstance(error, PayloadTooLargeError):
+        return 413, ErrorDetails(str(error), "invalid_request_error")
     if isinstance(error, RouterError):
         status, kind = STATUS[error.code]
         return status, ErrorDetails(str(error), kind)
@@ -55,6 +64,13 @@ def describe(error: Exception) -> tuple[int, ErrorDetails]:
 
 def respond(error: Exception) -> Response:
     status, details = describe(error)
-    headers = {"retry-after": str(RETRY_S)} if isinstance(error, OverloadedError) else None
+    headers = {"retry-after": str(RETRY_S)} if isinstance(error, OverloadedError) else {}
+    if status == 401:
+        headers["www-authenticate"] = "Bearer"
     body = msgspec.json.encode(ErrorBody(details))
     return Response(body, status, headers, media_type="application/json")
+
+
+def last_events(error: Exception) -> bytes:
+    """Return the events that end a stream for an error."""
+    return b"data: " + msgspec.json.encode(ErrorBody(describe(error)[1])) + b"\n\ndata: [DONE]\n\n"

@@ -1,0 +1,431 @@
+"""A connection to an HTTP port, with limits of time, of size and of the number of connections. Routes say
+what is too long and too many for their requests."""
+
+import asyncio
+import socket
+from collections.abc import Callable, Iterable
+from http import HTTPStatus
+from typing import Any, NamedTuple
+
+import httptools
+import uvicorn
+from starlette.applications import Starlette
+from starlette.routing import BaseRoute, Match, Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+from uvicorn.protocols.http.flow_control import FlowControl
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
+
+from tgis.net.joined_writes import JoinedWrites
+
+MAX_HEADER_BYTES = 16 << 10
+MAX_FRAMING = 8  # bytes of a chunked body's framing for each of its own bytes
+LINGER_S = 1.0  # time for a refused client to read why, before the connection closes
+BURST_S = 0.02  # time for connections that come together to send their requests
+MAX_UNSENT_BYTES = 128 << 10  # in the kernel, for a client that does not read
+
+
+class RouteLimits(NamedTuple):
+    """Limits of the connections that have a request for a route. They are counted together where several
+    routes have the same object."""
+
+    answer_s: float | None
+    """Time from a request's first byte until its answer is sent; None: unlimited."""
+    max_connections: int
+    request_s: float = 10.0
+    """Time from a request's first byte until its last one."""
+    idle_s: float = 5.0
+    """Time that a connection waits for its next request."""
+    refuse: ASGIApp | None = None
+    """Answers the newest request if there are too many; None: the oldest connection is aborted."""
+
+
+PROBE_LIMITS = RouteLimits(answer_s=10.0, max_connections=128)
+"""Limits of connections without a whole request, and of usual routes. Probes and scrapes need a few
+connections; the gRPC port needs the file descriptors more."""
+
+
+class LimitedRoute(Route):
+    """Route whose requests have limits of their own."""
+
+    def __init__(self, path: str, endpoint: Callable[..., Any], limits: RouteLimits, **more: Any) -> None:
+        super().__init__(path, endpoint, **more)
+        self.limits = limits
+
+
+class LimitedApp(BaseRoute):
+    """App for all paths that `matches_path` says, whose requests have limits of their own."""
+
+    def __init__(self, app: ASGIApp, matches_path: Callable[[str], bool], limits: RouteLimits) -> None:
+        self._app, self._matches_path, self.limits = app, matches_path, limits
+
+    def matches(self, scope: Scope) -> tuple[Match, Scope]:
+        return (Match.FULL if self._matches_path(scope["path"]) else Match.NONE), {}
+
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._app(scope, receive, send)
+
+
+class SlowReadError(Exception):
+    """Error of sending to a client that has not read for too long. Its connection ends."""
+
+
+class Answer:
+    """The answer to a request, as its connection sees it; `scope["state"]["answer"]`."""
+
+    def __init__(self, cycle: RequestResponseCycle) -> None:
+        self._cycle = cycle
+        self.headers = cycle.default_headers = list(cycle.default_headers)
+        """Headers that are sent whatever the answer is."""
+
+    @property
+    def has_begun(self) -> bool:
+        return self._cycle.response_started
+
+
+class ServerConfig(uvicorn.Config):
+    """Configuration of a port's connections, and their groups, each in the order in which they came."""
+
+    fresh = PROBE_LIMITS
+    """Limits of connections that have no whole request yet."""
+    slow_reader_s = 60.0
+    keepalive_s = 60.0
+
+    def __init__(self, app: Starlette) -> None:
+        self.routes: Iterable[BaseRoute] = app.routes
+        self.groups: dict[tuple[int, bool], dict[HttpConnection, None]] = {}
+        super().__init__(
+            app,
+            http=HttpConnection,
+            ws="none",
+            log_config=None,
+            access_log=False,
+            lifespan="off",
+            server_header=False,
+        )
+
+
+class _Flow(FlowControl):
+    is_slow = False
+
+    def give_up(self) -> None:
+        self.is_slow = True
+        self._is_writable_event.set()
+
+    async def drain(self) -> None:
+        await super().drain()
+        if self.is_slow:
+            raise SlowReadError
+
+
+class _Refusal(Exception):
+    """Refusal of a request by the parser's callbacks."""
+
+    def __init__(self, status: HTTPStatus) -> None:
+        super().__init__(status.phrase)
+        self.status = status
+
+
+class _Running(NamedTuple):
+    cycle: RequestResponseCycle
+    task: asyncio.Task[None]
+
+
+class HttpConnection(HttpToolsProtocol):
+    config: ServerConfig
+    transport: JoinedWrites
+    flow: _Flow
+
+    _timer: asyncio.TimerHandle | None = None
+    _deadline: float | None = None
+    _slow_timer: asyncio.TimerHandle | None = None
+    _began_at: float | None = None
+    """Time of the first byte of the request that is served or arrives; None: the connection is idle."""
+    _is_whole = True
+    """Whether the last request that began to arrive has arrived."""
+    _num_received = _num_body = 0
+    """Bytes since the last whole request, and those of them that are of its body."""
+    _running: _Running | None = None
+    _has_been_refused = False
+    _group: "dict[HttpConnection, None] | None" = None
+    _certificate_name = ""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        _watch_peer(transport, self.config.keepalive_s)
+        super().connection_made(JoinedWrites(transport, self.loop))
+        self.flow = _Flow(self.transport)
+        self._certificate_name = _certificate_name(transport)
+        self._began_at = self.loop.time()
+        self._enter(self.config.fresh)
+        self._reschedule()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._leave()
+        self._began_at = None
+        self._reschedule()
+        self._stop_slow_timer()
+        self.pipeline.clear()
+        super().connection_lost(exc)
+        self._unset_keepalive_if_required()
+        self._end_running()
+
+    def eof_received(self) -> None:
+        self.transport.flush()
+        self._end_running()
+        self._start_slow_timer()
+
+    def data_received(self, data: bytes) -> None:
+        self._unset_keepalive_if_required()
+        if self._has_been_refused:
+            return
+        if self._began_at is None:
+            self._began_at = self.loop.time()
+        self._num_received += len(data)
+        try:
+            self._parse(data)
+        except _Refusal as refusal:
+            self._refuse(refusal.status)
+        self._reschedule()
+
+    def _parse(self, data: bytes) -> None:
+        """Parse what has come. Raises _Refusal."""
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade:
+            pass  # which a server may leave unanswered
+        except httptools.HttpParserCallbackError as error:
+            if isinstance(error.__context__, _Refusal):
+                raise error.__context__ from None
+            raise
+        except httptools.HttpParserError:
+            raise _Refusal(HTTPStatus.BAD_REQUEST) from None
+        if self._num_received - self._num_body > MAX_HEADER_BYTES + MAX_FRAMING * self._num_body:
+            raise _Refusal(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE)
+
+    def _refuse(self, status: HTTPStatus) -> None:
+        """Answer that the request cannot be read, and close. The rest of it is dropped."""
+        self._has_been_refused = True
+        running = self._running
+        if self.pipeline or (running is not None and running.cycle.response_started):
+            self.transport.abort()
+            return
+        self._end_running()
+        text = status.phrase.encode()
+        head = b"content-type: text/plain; charset=utf-8\r\ncontent-length: %d\r\nconnection: close\r\n\r\n"
+        self.transport.write(STATUS_LINE[status] + head % len(text) + text)
+        self._linger()
+
+    def _linger(self) -> None:
+        """Close soon. A connection that closes with bytes unread is reset, and its client reads no answer."""
+        self._began_at, self._has_been_refused = None, True
+        self._unset_keepalive_if_required()
+        self.timeout_keep_alive_task = self.loop.call_later(LINGER_S, self.timeout_keep_alive_handler)
+
+    # Callbacks of the parser.
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._is_whole = False
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if "method" not in self.scope:  # otherwise it is a trailer, which nobody reads
+            super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        num_bytes = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
+        if num_bytes > MAX_HEADER_BYTES:
+            raise _Refusal(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE)
+        if not _has_path(self.url):
+            raise _Refusal(HTTPStatus.BAD_REQUEST)
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        self._num_body += len(body)
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        super().on_message_complete()
+        self._is_whole, self._num_received, self._num_body = True, 0, 0
+        if self._running is None:  # its answer came before its end
+            self._become_idle()
+
+    # Requests and their answers.
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        route = _find_route(self.config.routes, cycle.scope)
+        limits = PROBE_LIMITS if route is None else route.limits
+        if isinstance(route, LimitedApp):
+            app = route.handle  # without Starlette's layers, which each part of a stream would pass
+        if limits.refuse is not None and len(self._group_of(limits)) >= limits.max_connections:
+            app, limits = limits.refuse, self.config.fresh
+        self._enter(limits)
+        state: dict[str, Any] = cycle.scope["state"]
+        state["answer"], state["certificate_name"] = Answer(cycle), self._certificate_name
+        task = self.loop.create_task(self._run(cycle, app))
+        task.add_done_callback(self.tasks.discard)
+        self.tasks.add(task)
+        self._running = _Running(cycle, task)
+
+    async def _run(self, cycle: RequestResponseCycle, app: ASGIApp) -> None:
+        async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
+            try:
+                await app(scope, receive, send)
+            except SlowReadError:
+                cycle.disconnected = True
+            except asyncio.CancelledError:
+                if not cycle.disconnected:
+                    raise
+
+        await cycle.run_asgi(guarded)  # type: ignore[arg-type]
+        if self.flow.is_slow:
+            self.transport.abort()
+
+    def _end_running(self) -> None:
+        """Cancel the request that is served, because nobody waits for its answer."""
+        if self._running is not None:
+            running, self._running = self._running, None
+            running.cycle.disconnected = True
+            running.cycle.message_event.set()
+            running.task.cancel()
+
+    def on_response_complete(self) -> None:
+        running, self._running = self._running, None
+        self.timeout_keep_alive = self._limits.idle_s  # type: ignore[assignment]
+        if self.transport.is_closing():
+            self._start_slow_timer()
+        super().on_response_complete()  # starts the next request if it has arrived
+        if self._running is not None or (running is not None and not running.cycle.more_body):
+            self._began_at = self.loop.time()
+        elif self.expect_100_continue:
+            self._linger()  # nobody knows whether the client will send the body
+        if self._running is None and self._is_whole and not self.transport.is_closing():
+            self._become_idle()
+        self._reschedule()
+
+    def _become_idle(self) -> None:
+        self._began_at = None
+        self._enter(self._limits if self._limits.refuse is not None else self.config.fresh, is_idle=True)
+        if self.timeout_keep_alive_task is None:
+            self.timeout_keep_alive_task = self.loop.call_later(
+                self._limits.idle_s, self.timeout_keep_alive_handler
+            )
+
+    def timeout_keep_alive_handler(self) -> None:
+        self._start_slow_timer()
+        super().timeout_keep_alive_handler()
+
+    # Groups of connections.
+
+    def _group_of(self, limits: RouteLimits, is_idle: bool = False) -> "dict[HttpConnection, None]":
+        is_apart = is_idle and limits.refuse is not None
+        return self.config.groups.setdefault((id(limits), is_apart), {})
+
+    def _enter(self, limits: RouteLimits, is_idle: bool = False) -> None:
+        """Count the connection by other limits, and end the oldest one of too many."""
+        group, self._limits = self._group_of(limits, is_idle), limits
+        if group is self._group:
+            return
+        self._leave()
+        self._group = group
+        group[self] = None
+        if len(group) == limits.max_connections + 1:
+            self.loop.call_later(BURST_S, _trim, group, limits)
+
+    def _leave(self) -> None:
+        if self._group is not None:
+            self._group.pop(self, None)
+            self._group = None
+
+    # Timers.
+
+    def _reschedule(self) -> None:
+        deadline = self._next_deadline()
+        if deadline == self._deadline:
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+        self._deadline = deadline
+        self._timer = None if deadline is None else self.loop.call_at(deadline, self.transport.abort)
+
+    def _next_deadline(self) -> float | None:
+        if self._began_at is None:
+            return None
+        limits, running = self._limits, self._running
+        is_arriving = running is None or running.cycle.more_body
+        spans = (limits.answer_s, limits.request_s if is_arriving else None)
+        return min((self._began_at + span for span in spans if span is not None), default=None)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._start_slow_timer()
+
+    def resume_writing(self) -> None:
+        if not self.flow.is_slow:
+            self._stop_slow_timer()
+            super().resume_writing()
+
+    def _start_slow_timer(self) -> None:
+        if self._slow_timer is None:
+            self._slow_timer = self.loop.call_later(self.config.slow_reader_s, self._give_up)
+
+    def _stop_slow_timer(self) -> None:
+        if self._slow_timer is not None:
+            self._slow_timer.cancel()
+            self._slow_timer = None
+
+    def _give_up(self) -> None:
+        """End the request of a client that does not read, and abort the connection."""
+        if self._running is None:
+            self.transport.abort()
+        else:
+            self.flow.give_up()
+
+
+def _trim(group: dict[HttpConnection, None], limits: RouteLimits) -> None:
+    """End the oldest connections of too many."""
+    while len(group) > limits.max_connections:
+        oldest = next(iter(group))
+        oldest._leave()
+        if limits.refuse is None:
+            oldest.transport.abort()
+        else:
+            oldest.timeout_keep_alive_handler()
+
+
+def _find_route(routes: Iterable[BaseRoute], scope: Any) -> LimitedRoute | LimitedApp | None:
+    for route in routes:
+        if isinstance(route, LimitedRoute | LimitedApp) and route.matches(scope)[0] is not Match.NONE:
+            return route
+    return None
+
+
+def _has_path(url: bytes) -> bool:
+    if not url.isascii():
+        return False
+    try:
+        return httptools.parse_url(url).path is not None
+    except httptools.HttpParserInvalidURLError:
+        return False
+
+
+def _watch_peer(transport: asyncio.Transport, keepalive_s: float) -> None:
+    """Let the kernel notice a client whose network is gone, and keep little for one that does not read."""
+    connection = transport.get_extra_info("socket")
+    answer_s = max(1, round(keepalive_s / 3 / 4))
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, max(1, round(keepalive_s)))
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, answer_s)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 4)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, MAX_UNSENT_BYTES)
+
+
+def _certificate_name(transport: asyncio.Transport) -> str:
+    """Return the first alternative name of the client's certificate, else its common name, else nothing."""
+    tls = transport.get_extra_info("ssl_object")
+    certificate = (tls.getpeercert() if tls is not None else None) or {}
+    for _, name in certificate.get("subjectAltName", ()):
+        return str(name)
+    for part in certificate.get("subject", ()):
+        for kind, name in part:
+            if kind == "commonName":
+                return str(name)
+    return ""
