@@ -1,7 +1,6 @@
 """OpenAI's API over a real socket, in this process and in front of an engine and a fake shard, which tells
 what its calls ask of the engine."""
 
-import asyncio
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -9,17 +8,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import uvicorn
-from starlette.applications import Starlette
-from starlette.middleware import Middleware
-from starlette.requests import Request
-
 from tests.support.router.engine_pair import Scene, open_scene
 from tests.support.router.fake_shard import VOCAB_SIZE
 from tests.support.router.grpc_door import LIMITS, RecordingHandle
 from tests.support.tokenizers.trained import write_byte_level
+from tgis.config.processes import RouterConfig
+from tgis.net.http_server import serve_listener
 from tgis.pb import shard_pb2
-from tgis.router.api.http.call_context import open_call
+from tgis.router.api.http.app import ApiGate, Phase, api_route, starlette_of
 from tgis.router.api.http.openai.models import Models
 from tgis.router.api.http.openai.routes import openai_routes
 from tgis.router.api.http.openai.service_parts import OpenAiApi
@@ -46,19 +42,6 @@ class HttpDoor:
     """Up to `/v1`, without it."""
 
 
-class _Callers:
-    """Middleware that says who calls, as the router's server does."""
-
-    def __init__(self, app: Any) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        if scope["type"] == "http":
-            request = Request(scope)
-            request.state.call = open_call(request)
-        await self._app(scope, receive, send)
-
-
 @asynccontextmanager
 async def open_http_door(
     directory: Path,
@@ -81,26 +64,16 @@ async def open_http_door(
             Accounting(scene.metrics, Tracing(), 0),
         )
         api = OpenAiApi(service, tokenizer, renderer, Models((MODEL, "alias")), vocabulary, limits)
-        app = Starlette(routes=[*openai_routes(api)], middleware=[Middleware(_Callers)])
+        config = RouterConfig(tokenizer_path="", http_api="openai")
+        gate = ApiGate(openai_routes(api), config, scene.metrics.request_failure)
+        gate.phase = Phase.OPEN
+        listener = socket.create_server(("127.0.0.1", 0))
         try:
-            async with _serving(app) as url:
-                yield HttpDoor(scene, handle, tokenizer, vocabulary, url)
+            async with serve_listener(
+                starlette_of([api_route(gate, config, True)]), listener, config, None
+            ) as port:
+                yield HttpDoor(scene, handle, tokenizer, vocabulary, f"http://127.0.0.1:{port}")
         finally:
             tokenizer.close()
             compiler.close()
         assert not scene.left()
-
-
-@asynccontextmanager
-async def _serving(app: Starlette) -> AsyncIterator[str]:
-    listener = socket.create_server(("127.0.0.1", 0))
-    config = uvicorn.Config(app, log_config=None, lifespan="off", http="h11", ws="none")
-    server = uvicorn.Server(config)
-    serving = asyncio.create_task(server._serve([listener]))
-    while not server.started:  # noqa: ASYNC110
-        await asyncio.sleep(0.001)
-    try:
-        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
-    finally:
-        server.should_exit = True
-        await serving

@@ -336,6 +336,20 @@ async def test_wrong_values(door: HttpDoor) -> None:
     assert not door.handle.specs
 
 
+async def test_failures_of_streams(door: HttpDoor) -> None:
+    """A stream that fails after it began ends with an error and as all streams do."""
+    door.scene.shard.model.refuses = lambda row: True
+    async with httpx2.AsyncClient(base_url=door.url) as http:
+        body = {"prompt": PROMPT, "max_tokens": 5, "stream": True, "echo": True, "n": 2}
+        answer = await http.post("/v1/completions", json=body)
+    assert answer.status_code == 200
+    first, second, error, done, end = answer.text.split("\n\n")
+    assert PROMPT in first
+    assert PROMPT in second
+    assert set(json.loads(error.removeprefix("data: "))["error"]) == {"message", "type", "param", "code"}
+    assert (done, end) == ("data: [DONE]", "")
+
+
 async def test_refusals(door: HttpDoor) -> None:
     async with httpx2.AsyncClient(base_url=door.url) as http:
         for body in (b"", b"[", b"[]", b'{"prompt": "\xff"}', b'{"x":' + b"[" * 100_000):

@@ -11,9 +11,9 @@ from starlette.responses import Response
 from tgis.router.api.http.call_context import HttpCall, read_body
 from tgis.router.api.http.event_stream import EventStream, merge
 from tgis.router.api.http.openai.completion_choices import CompletionJob, write_choices
-from tgis.router.api.http.openai.completion_chunks import DONE, ChunkWriter, encode_event
+from tgis.router.api.http.openai.completion_chunks import DONE, ChunkWriter
 from tgis.router.api.http.openai.completion_types import Completion, CompletionRequest
-from tgis.router.api.http.openai.errors import ApiError, ErrorBody, describe, respond
+from tgis.router.api.http.openai.errors import ApiError
 from tgis.router.api.http.openai.parameters import describe_parameters, refusal, to_parameters
 from tgis.router.api.http.openai.refused_fields import refuse_fields
 from tgis.router.api.http.openai.sampling_fields import SamplingFields, read_fields
@@ -34,18 +34,19 @@ class Completions:
         self._api = api
 
     async def answer(self, request: Request) -> Response:
+        """Answer a request. Raises ApiError and RouterError."""
+        body = read_fields(_decoder, await read_body(request))
+        job = self._read(body, request.state.call)
         try:
-            body = read_fields(_decoder, await read_body(request))
-            job = self._read(body, request.state.call)
             if not body.stream:
                 return await self._generate(job)
             events = self._events(job)
-            await anext(events)  # returns once the call is admitted; a refusal gets a status of its own
+            await anext(
+                events
+            )  # returns once the call is admitted, so that a refusal has a status of its own
             return EventStream(events)
         except RequestError as error:
-            return respond(refusal(error, "prompt"))
-        except Exception as error:
-            return respond(error)
+            raise refusal(error, "prompt") from None
 
     def _read(self, body: CompletionRequest, http: HttpCall) -> CompletionJob:
         """Read a request. Raises ApiError."""
@@ -78,24 +79,17 @@ class Completions:
         return Response(_encoder.encode(answer), media_type="application/json")
 
     async def _events(self, job: CompletionJob) -> AsyncGenerator[bytes, None]:
-        """Yield an empty event once the call is admitted, and then the stream. An error ends it."""
-        is_open = False
-        try:
-            async with self._api.service.stream(job.call) as streams:
-                is_open = True
-                yield b""
-                writer = ChunkWriter(job, [stream.spec for stream in streams])
-                for event in writer.begin():
+        """Yield an empty event once the call is admitted, and then the stream."""
+        async with self._api.service.stream(job.call) as streams:
+            yield b""
+            writer = ChunkWriter(job, [stream.spec for stream in streams])
+            for event in writer.begin():
+                yield event
+            async for index, output in merge(streams):
+                for event in writer.write(index, output):
                     yield event
-                async for index, output in merge(streams):
-                    for event in writer.write(index, output):
-                        yield event
-                for event in writer.end():
-                    yield event
-        except Exception as error:
-            if not is_open:
-                raise
-            yield encode_event(ErrorBody(describe(error)[1]))
+            for event in writer.end():
+                yield event
         yield DONE
 
 
