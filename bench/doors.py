@@ -32,6 +32,7 @@ SLACK = 60  # tokens that the first streams may have before the last one is ther
 STEP_S, GATHER_S = 0.02, 0.2  # least time of a step with all streams, and of one before all are there
 VOCAB_SIZE, BLOCK_SIZE, MAX_LENGTH = 400, 16, 1024
 ASCII_IDS = (2, 96)  # from "!" to "~" in the tokenizer: every token shows text
+TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
 TIME_LIMIT_S = 180.0
 
 
@@ -154,6 +155,9 @@ def running(directory: Path, most_streams: int, apis: Sequence[str]) -> Iterator
         limits = ["--max-batch-size", str(most_streams), "--max-sequence-length", str(MAX_LENGTH)]
         limits += ["--max-concurrent-requests", str(most_streams), "--shard-uds-path", uds_path]
         if set(apis) != {GRPC}:
+            template = directory / "chat.jinja"
+            template.write_text(TEMPLATE)
+            limits += ["--chat-template", str(template)]
             limits += ["--http-api", "openai", "--max-http-connections", str(2 * most_streams)]
         router = Service(router_command(directory, *limits))
         stack.callback(router.end)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from bench import doors
-from bench.door_clients import GRPC
+from bench.door_clients import APIS
 from bench.doors import Sample, format_samples
 from bench.service import BenchError
 
@@ -14,7 +14,7 @@ from bench.service import BenchError
 def test_all_streams_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doors, "STEP_S", 0.002)
     monkeypatch.setattr(doors, "GATHER_S", 0.02)
-    apis = [GRPC]
+    apis = list(APIS)
     with doors.running(tmp_path, 4, apis) as bench:
         samples = doors.run(bench, Namespace(streams=[3], apis=apis, rounds=1, steps=60))
     assert [(each.api, each.streams, each.tokens) for each in samples] == [(api, 3, 180) for api in apis]
