@@ -12,7 +12,8 @@ from starlette.routing import Route
 
 from tgis.config.processes import RouterConfig
 from tgis.net import http_connection
-from tgis.net.http_connection import LimitedRoute, RouteLimits, ServerConfig
+from tgis.net.http_connection import ServerConfig
+from tgis.net.http_routes import LimitedRoute, RouteLimits
 from tgis.net.http_server import serve_http
 
 LIMIT_S = 0.2

@@ -1,68 +1,28 @@
-"""A connection to an HTTP port, with limits of time, of size and of the number of connections. Routes say
-what is too long and too many for their requests."""
+"""A connection to an HTTP port, with limits of time, of size and of the number of connections."""
 
 import asyncio
 import socket
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from http import HTTPStatus
 from typing import Any, NamedTuple
 
 import httptools
 import uvicorn
 from starlette.applications import Starlette
-from starlette.routing import BaseRoute, Match, Route
+from starlette.routing import BaseRoute
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
+from tgis.net.http_routes import PROBE_LIMITS, LimitedApp, RouteLimits, find_route
 from tgis.net.joined_writes import JoinedWrites
+from tgis.net.tls import client_name
 
 MAX_HEADER_BYTES = 16 << 10
 MAX_FRAMING = 8  # bytes of a chunked body's framing for each of its own bytes
 LINGER_S = 1.0  # time for a refused client to read why, before the connection closes
 BURST_S = 0.02  # time for connections that come together to send their requests
 MAX_UNSENT_BYTES = 128 << 10  # in the kernel, for a client that does not read
-
-
-class RouteLimits(NamedTuple):
-    """Limits of the connections that have a request for a route. They are counted together where several
-    routes have the same object."""
-
-    answer_s: float | None
-    """Time from a request's first byte until its answer is sent; None: unlimited."""
-    max_connections: int
-    request_s: float = 10.0
-    """Time from a request's first byte until its last one."""
-    idle_s: float = 5.0
-    """Time that a connection waits for its next request."""
-    refuse: ASGIApp | None = None
-    """Answers the newest request if there are too many; None: the oldest connection is aborted."""
-
-
-PROBE_LIMITS = RouteLimits(answer_s=10.0, max_connections=128)
-"""Limits of connections without a whole request, and of usual routes. Probes and scrapes need a few
-connections; the gRPC port needs the file descriptors more."""
-
-
-class LimitedRoute(Route):
-    """Route whose requests have limits of their own."""
-
-    def __init__(self, path: str, endpoint: Callable[..., Any], limits: RouteLimits, **more: Any) -> None:
-        super().__init__(path, endpoint, **more)
-        self.limits = limits
-
-
-class LimitedApp(BaseRoute):
-    """App for all paths that `matches_path` says, whose requests have limits of their own."""
-
-    def __init__(self, app: ASGIApp, matches_path: Callable[[str], bool], limits: RouteLimits) -> None:
-        self._app, self._matches_path, self.limits = app, matches_path, limits
-
-    def matches(self, scope: Scope) -> tuple[Match, Scope]:
-        return (Match.FULL if self._matches_path(scope["path"]) else Match.NONE), {}
-
-    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self._app(scope, receive, send)
 
 
 class SlowReadError(Exception):
@@ -144,6 +104,8 @@ class HttpConnection(HttpToolsProtocol):
     """Whether the last request that began to arrive has arrived."""
     _num_received = _num_body = 0
     """Bytes since the last whole request, and those of them that are of its body."""
+    _num_unparsed = 0
+    """Bytes of a body that the parser leaves to others."""
     _running: _Running | None = None
     _has_been_refused = False
     _group: "dict[HttpConnection, None] | None" = None
@@ -153,7 +115,7 @@ class HttpConnection(HttpToolsProtocol):
         _watch_peer(transport, self.config.keepalive_s)
         super().connection_made(JoinedWrites(transport, self.loop))
         self.flow = _Flow(self.transport)
-        self._certificate_name = _certificate_name(transport)
+        self._certificate_name = client_name(transport.get_extra_info("ssl_object"))
         self._began_at = self.loop.time()
         self._enter(self.config.fresh)
         self._reschedule()
@@ -174,14 +136,14 @@ class HttpConnection(HttpToolsProtocol):
         self._start_slow_timer()
 
     def data_received(self, data: bytes) -> None:
-        self._unset_keepalive_if_required()
         if self._has_been_refused:
             return
+        self._unset_keepalive_if_required()
         if self._began_at is None:
             self._began_at = self.loop.time()
         self._num_received += len(data)
         try:
-            self._parse(data)
+            self._take_unparsed(data) if self._num_unparsed else self._parse(data)
         except _Refusal as refusal:
             self._refuse(refusal.status)
         self._reschedule()
@@ -190,8 +152,8 @@ class HttpConnection(HttpToolsProtocol):
         """Parse what has come. Raises _Refusal."""
         try:
             self.parser.feed_data(data)
-        except httptools.HttpParserUpgrade:
-            pass  # which a server may leave unanswered
+        except httptools.HttpParserUpgrade as upgrade:
+            self._take_unparsed(data[upgrade.args[0] :])
         except httptools.HttpParserCallbackError as error:
             if isinstance(error.__context__, _Refusal):
                 raise error.__context__ from None
@@ -200,6 +162,18 @@ class HttpConnection(HttpToolsProtocol):
             raise _Refusal(HTTPStatus.BAD_REQUEST) from None
         if self._num_received - self._num_body > MAX_HEADER_BYTES + MAX_FRAMING * self._num_body:
             raise _Refusal(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE)
+
+    def _take_unparsed(self, data: bytes) -> None:
+        """Take the body of a request that asks for another protocol, which no server needs to speak. The
+        parser leaves it to others. Raises _Refusal."""
+        body = data[: self._num_unparsed]
+        self._num_unparsed -= len(body)
+        if body:
+            self.on_body(body)
+            if not self._num_unparsed:
+                self._complete_message()
+        if rest := data[len(body) :]:
+            self._parse(rest)
 
     def _refuse(self, status: HTTPStatus) -> None:
         """Answer that the request cannot be read, and close. The rest of it is dropped."""
@@ -243,6 +217,15 @@ class HttpConnection(HttpToolsProtocol):
         super().on_body(body)
 
     def on_message_complete(self) -> None:
+        if self.parser.should_upgrade():
+            given = dict(self.headers)
+            if b"transfer-encoding" in given:
+                raise _Refusal(HTTPStatus.BAD_REQUEST)
+            self._num_unparsed = int(given.get(b"content-length", 0))
+        if not self._num_unparsed:
+            self._complete_message()
+
+    def _complete_message(self) -> None:
         super().on_message_complete()
         self._is_whole, self._num_received, self._num_body = True, 0, 0
         if self._running is None:  # its answer came before its end
@@ -251,7 +234,7 @@ class HttpConnection(HttpToolsProtocol):
     # Requests and their answers.
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
-        route = _find_route(self.config.routes, cycle.scope)
+        route = find_route(self.config.routes, cycle.scope)
         limits = PROBE_LIMITS if route is None else route.limits
         if isinstance(route, LimitedApp):
             app = route.handle  # without Starlette's layers, which each part of a stream would pass
@@ -391,13 +374,6 @@ def _trim(group: dict[HttpConnection, None], limits: RouteLimits) -> None:
             oldest.timeout_keep_alive_handler()
 
 
-def _find_route(routes: Iterable[BaseRoute], scope: Any) -> LimitedRoute | LimitedApp | None:
-    for route in routes:
-        if isinstance(route, LimitedRoute | LimitedApp) and route.matches(scope)[0] is not Match.NONE:
-            return route
-    return None
-
-
 def _has_path(url: bytes) -> bool:
     if not url.isascii():
         return False
@@ -416,16 +392,3 @@ def _watch_peer(transport: asyncio.Transport, keepalive_s: float) -> None:
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, answer_s)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 4)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, MAX_UNSENT_BYTES)
-
-
-def _certificate_name(transport: asyncio.Transport) -> str:
-    """Return the first alternative name of the client's certificate, else its common name, else nothing."""
-    tls = transport.get_extra_info("ssl_object")
-    certificate = (tls.getpeercert() if tls is not None else None) or {}
-    for _, name in certificate.get("subjectAltName", ()):
-        return str(name)
-    for part in certificate.get("subject", ()):
-        for kind, name in part:
-            if kind == "commonName":
-                return str(name)
-    return ""

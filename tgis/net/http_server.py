@@ -14,7 +14,8 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from tgis.config.network import PortOptions
-from tgis.net.http_connection import HttpConnection, RouteLimits, ServerConfig
+from tgis.net.http_connection import HttpConnection, ServerConfig
+from tgis.net.http_routes import RouteLimits
 from tgis.net.ports import listen
 from tgis.net.tls import Certificates
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import grpc
 from cryptography import x509
@@ -299,6 +299,15 @@ def mutual_client_context(pem: Pem) -> ssl.SSLContext:
     context = _context(pem, ssl.PROTOCOL_TLS_CLIENT)
     _trust(context, pem)
     return context
+
+
+def client_name(connection: ssl.SSLObject | None) -> str:
+    """Return the first alternative name of a client's certificate, else its common name, else nothing."""
+    certificate: dict[str, Any] = (connection.getpeercert() if connection is not None else None) or {}
+    for _, name in certificate.get("subjectAltName", ()):
+        return str(name)
+    names = dict(pair for part in certificate.get("subject", ()) for pair in part)
+    return str(names.get("commonName", ""))
 
 
 def _context(pem: Pem, protocol: int) -> ssl.SSLContext:

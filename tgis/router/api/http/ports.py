@@ -7,7 +7,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from starlette.routing import Route
 
 from tgis.config.processes import RouterConfig
-from tgis.net.http_connection import PROBE_LIMITS
+from tgis.net.http_routes import PROBE_LIMITS
 from tgis.net.http_server import serve_http, serve_listener
 from tgis.net.ports import reserve
 from tgis.net.tls import Certificates
