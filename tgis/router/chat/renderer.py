@@ -36,6 +36,11 @@ class ChatRenderer:
         """True if the template reads a message's content as a list of parts."""
         return self._template is not None and self._template.takes_content_parts
 
+    @property
+    def takes_developer_role(self) -> bool:
+        """True if the template has words for developers' messages; else they are the system's."""
+        return self._template is not None and "developer" in self._template.text_for(has_tools=False)
+
     async def render(self, chat: Chat) -> str:
         """Return the prompt of a chat. Raises RequestError, in one line, if it cannot be rendered."""
         if self._template is None:

@@ -18,7 +18,7 @@ from tgis.router.api.http.openai.parameters import describe_parameters, refusal,
 from tgis.router.api.http.openai.refused_fields import refuse_fields
 from tgis.router.api.http.openai.sampling_fields import SamplingFields, read_fields
 from tgis.router.api.http.openai.service_parts import OpenAiApi
-from tgis.router.api.http.openai.structured_outputs import read_guided
+from tgis.router.api.http.openai.structured_outputs import naming_constraint, read_guided
 from tgis.router.errors import RequestError
 from tgis.router.requests.call import GenerationCall, Parameters
 from tgis.router.requests.doors import OPENAI
@@ -38,6 +38,7 @@ class Completions:
         body = read_fields(_decoder, await read_body(request))
         job = self._read(body, request.state.call)
         try:
+<<<<<<< HEAD
             if not body.stream:
                 return await self._generate(job)
             events = self._events(job)
@@ -45,6 +46,16 @@ class Completions:
                 events
             )  # returns once the call is admitted, so that a refusal has a status of its own
             return EventStream(events)
+=======
+            body = read_fields(_decoder, await read_body(request))
+            with naming_constraint(body):
+                job = self._read(body, request.state.call)
+                if not body.stream:
+                    return await self._generate(job)
+                events = self._events(job)
+                await anext(events)  # returns once the call is admitted; a refusal gets a status of its own
+                return EventStream(events)
+>>>>>>> h-chat
         except RequestError as error:
             raise refusal(error, "prompt") from None
 

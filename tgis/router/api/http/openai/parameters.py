@@ -88,8 +88,10 @@ def _set_fields(fields: msgspec.Struct) -> Iterator[str]:
 def refusal(error: RequestError, input_field: str) -> Exception:
     """Return the service's refusal under this API's names, with the field that it is about. `input_field` is
     the name of the field that has the input."""
-    if isinstance(error, NotFoundError | PayloadTooLargeError):
+    if isinstance(error, PayloadTooLargeError):
         return error
+    if isinstance(error, NotFoundError):
+        return ApiError(404, f"the model does not exist: {error}", "model", "model_not_found")
     text = str(error)
     for theirs, ours in NAMES.items():
         text = text.replace(theirs, ours)
