@@ -38,24 +38,12 @@ class Completions:
         body = read_fields(_decoder, await read_body(request))
         job = self._read(body, request.state.call)
         try:
-<<<<<<< HEAD
-            if not body.stream:
-                return await self._generate(job)
-            events = self._events(job)
-            await anext(
-                events
-            )  # returns once the call is admitted, so that a refusal has a status of its own
-            return EventStream(events)
-=======
-            body = read_fields(_decoder, await read_body(request))
             with naming_constraint(body):
-                job = self._read(body, request.state.call)
                 if not body.stream:
                     return await self._generate(job)
                 events = self._events(job)
-                await anext(events)  # returns once the call is admitted; a refusal gets a status of its own
+                await anext(events)  # returns once the call is admitted: a refusal has a status of its own
                 return EventStream(events)
->>>>>>> h-chat
         except RequestError as error:
             raise refusal(error, "prompt") from None
 

@@ -8,7 +8,7 @@ import msgspec
 
 from tgis.router.api.http.openai.errors import ApiError
 from tgis.router.api.http.openai.sampling_fields import SamplingFields
-from tgis.router.errors import NotFoundError, PayloadTooLargeError, RequestError
+from tgis.router.errors import NotFoundError, RequestError
 from tgis.router.requests.call import Parameters
 
 UNLOGGED = frozenset(("model", "prompt", "messages"))
@@ -88,8 +88,6 @@ def _set_fields(fields: msgspec.Struct) -> Iterator[str]:
 def refusal(error: RequestError, input_field: str) -> Exception:
     """Return the service's refusal under this API's names, with the field that it is about. `input_field` is
     the name of the field that has the input."""
-    if isinstance(error, PayloadTooLargeError):
-        return error
     if isinstance(error, NotFoundError):
         return ApiError(404, f"the model does not exist: {error}", "model", "model_not_found")
     text = str(error)
