@@ -26,7 +26,7 @@ class Reply(NamedTuple):
     @property
     def is_killed(self) -> bool:
         """True if a timeout or a busy machine may be to blame, and not the request."""
-        return self.status == -signal.SIGKILL
+        return -self.status in (signal.SIGKILL, signal.SIGTERM)
 
 
 class Worker:

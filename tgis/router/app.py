@@ -33,7 +33,7 @@ from tgis.router.api.grpc.refusal_pacing import RefusalPacing
 from tgis.router.api.grpc.server_options import grpc_options
 from tgis.router.api.grpc.servicer import GenerationServicer
 from tgis.router.api.grpc.slow_clients import SlowClients
-from tgis.router.api.http.openai.models import Models
+from tgis.router.api.http.openai.models import Models, served_names
 from tgis.router.api.http.openai.routes import openai_routes
 from tgis.router.api.http.openai.service_parts import OpenAiApi
 from tgis.router.api.http.ports import HttpPorts
@@ -128,12 +128,17 @@ class _Router:
     def _api_routes(self) -> list[Route] | None:
         if not self._config.http_api:
             return None
-        names = tuple(name.strip() for name in (self._config.served_model_name or SERVICE_NAME).split(","))
+        config, engine = self._config, self._engine.handle
+        names = served_names(config.served_model_name, config.tokenizer_path)
         api = OpenAiApi(
             self._service,
             self._tokenizer,
             self._renderer,
-            Models(names),
+            Models(
+                names,
+                config.max_sequence_length,
+                adapter_ids=lambda: engine.info().preloaded_adapter_ids,
+            ),
             self._vocabulary(True),
             self._limits,
         )

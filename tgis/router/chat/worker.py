@@ -108,10 +108,17 @@ def _join(pieces: Iterable[str], max_bytes: int) -> str:
     kept, num_bytes = [], 0
     for piece in pieces:
         kept.append(piece)
-        num_bytes += len(piece.encode())
+        num_bytes += _num_bytes(piece)
         if num_bytes > max_bytes:
             raise RenderError(f"the chat template makes a prompt of more than {max_bytes} bytes")
     return "".join(kept)
+
+
+def _num_bytes(text: str) -> int:
+    try:
+        return len(text.encode())
+    except UnicodeEncodeError as error:
+        raise RenderError("the chat has a text that is not valid Unicode") from error
 
 
 def _place(error: Exception) -> str:

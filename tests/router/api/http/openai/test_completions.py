@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import httpx2
@@ -12,6 +13,16 @@ import pytest
 from tests.support.router.fake_shard import EOS, VOCAB_SIZE
 from tests.support.router.http_door import MODEL, HttpDoor, open_http_door
 from tests.support.router.model_of_shard import next_token
+from tests.support.tokenizers.trained import write_byte_level
+from tgis.router.api.http.openai.completion_choices import CompletionJob, write_choices
+from tgis.router.api.http.openai.completion_types import Completion, CompletionRequest
+from tgis.router.api.service import Result
+from tgis.router.engine.handle import SequenceSpec
+from tgis.router.events import Output
+from tgis.router.requests.call import GenerationCall, Parameters
+from tgis.router.sequence import Stopping, StopReason, TokenDetail
+from tgis.router.text.detokenizer import Vocabulary
+from tgis.router.text.tokenizer import Tokenizer
 
 PROMPT = "The quick brown fox"
 LONG = PROMPT + " jumps over the lazy dog. 1 2 1 2 1 2 1 2"
@@ -226,6 +237,23 @@ async def test_best_of(door: HttpDoor, client: openai.AsyncOpenAI) -> None:
     assert [choice.index for choice in answer.choices] == [0, 1]
     assert answer.choices[0].logprobs is None
     assert answer.usage.completion_tokens == 4 * len(follow(ids_of(door, PROMPT), 6))
+
+
+def test_the_best_are_the_likeliest_per_token(tmp_path: Path) -> None:
+    write_byte_level(tmp_path)
+    tokenizer = Tokenizer(tmp_path, 1)
+    body = CompletionRequest(prompt="a", n=2, best_of=4, max_tokens=9)
+    call = GenerationCall("Completion", "single", ["a"], Parameters(n=4), str, (), "")
+    header = Completion(id="cmpl-1", created=1, model=MODEL, choices=[])
+    results = []
+    for number, logprobs in enumerate([(-1.0,), (-0.5, -0.5, -0.5), (-9.0,), (-0.75, -0.75)]):
+        tokens = [TokenDetail(5, logprob) for logprob in logprobs]
+        last = Output("", tokens[-1], len(tokens), StopReason.MAX_TOKENS)
+        results.append(Result(SequenceSpec((1, 2), Stopping(9)), [str(number)], tokens, (), last))
+    choices, usage = write_choices(CompletionJob(body, call, header, Vocabulary(tokenizer)), results)
+    assert [(choice.index, choice.text) for choice in choices] == [(0, "1"), (1, "3")]
+    assert (usage.prompt_tokens, usage.completion_tokens) == (2, 7)
+    tokenizer.close()
 
 
 async def test_token_ids(door: HttpDoor, client: openai.AsyncOpenAI) -> None:

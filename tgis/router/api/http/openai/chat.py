@@ -13,8 +13,8 @@ from tgis.router.api.http.event_stream import EventStream, merge
 from tgis.router.api.http.openai.chat_chunks import ChatChunkWriter
 from tgis.router.api.http.openai.chat_messages import render_chat
 from tgis.router.api.http.openai.chat_types import AnswerMessage, ChatChoice, ChatCompletion, ChatRequest
-from tgis.router.api.http.openai.completion_chunks import DONE, encode_event
-from tgis.router.api.http.openai.errors import ApiError, ErrorBody, describe, respond
+from tgis.router.api.http.openai.completion_chunks import DONE
+from tgis.router.api.http.openai.errors import ApiError
 from tgis.router.api.http.openai.logprobs import TokenNames, chat_logprobs, prompt_logprobs
 from tgis.router.api.http.openai.parameters import describe_parameters, refusal, to_parameters
 from tgis.router.api.http.openai.refused_fields import IN_CHATS, refuse_fields
@@ -35,10 +35,11 @@ class ChatCompletions:
         self._api = api
 
     async def answer(self, request: Request) -> Response:
+        """Answer a request. Raises ApiError and RouterError."""
+        body = read_fields(_decoder, await read_body(request))
+        call = await self._read(body, request.state.call)
         try:
-            body = read_fields(_decoder, await read_body(request))
             with naming_constraint(body):
-                call = await self._read(body, request.state.call)
                 answer_id = f"chatcmpl-{request.state.call.id}"
                 if not body.stream:
                     return await self._generate(body, call, answer_id)
@@ -46,9 +47,7 @@ class ChatCompletions:
                 await anext(events)  # returns once the call is admitted; a refusal gets a status of its own
                 return EventStream(events)
         except RequestError as error:
-            return respond(refusal(error, "messages"))
-        except Exception as error:
-            return respond(error)
+            raise refusal(error, "messages") from None
 
     async def _read(self, body: ChatRequest, http: HttpCall) -> GenerationCall:
         """Read a request. Raises ApiError and RouterError."""
@@ -93,26 +92,19 @@ class ChatCompletions:
     async def _events(
         self, body: ChatRequest, call: GenerationCall, answer_id: str
     ) -> AsyncGenerator[bytes, None]:
-        """Yield an empty event once the call is admitted, and then the stream. An error ends it."""
-        is_open = False
-        try:
-            async with self._api.service.stream(call) as streams:
-                is_open = True
-                yield b""
-                names = TokenNames(self._api.vocabulary, bool(body.return_tokens_as_token_ids))
-                specs = [stream.spec for stream in streams]
-                writer = ChatChunkWriter(body, answer_id, call.model_id, specs, names)
-                for event in writer.begin():
+        """Yield an empty event once the call is admitted, and then the stream."""
+        async with self._api.service.stream(call) as streams:
+            yield b""
+            names = TokenNames(self._api.vocabulary, bool(body.return_tokens_as_token_ids))
+            specs = [stream.spec for stream in streams]
+            writer = ChatChunkWriter(body, answer_id, call.model_id, specs, names)
+            for event in writer.begin():
+                yield event
+            async for index, output in merge(streams):
+                if event := writer.write(index, output):
                     yield event
-                async for index, output in merge(streams):
-                    if event := writer.write(index, output):
-                        yield event
-                if event := writer.end():
-                    yield event
-        except Exception as error:
-            if not is_open:
-                raise
-            yield encode_event(ErrorBody(describe(error)[1]))
+            if event := writer.end():
+                yield event
         yield DONE
 
 

@@ -48,7 +48,7 @@ PromptLogprobs = list[dict[str, PromptLogprob] | None]
 
 
 class TokenNames(NamedTuple):
-    """How an answer shows tokens."""
+    """Names of tokens as an answer shows them."""
 
     vocabulary: Vocabulary
     are_ids: bool = False

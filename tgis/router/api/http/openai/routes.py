@@ -6,7 +6,7 @@ from starlette.routing import Route
 
 from tgis.router.api.http.openai.chat import ChatCompletions
 from tgis.router.api.http.openai.completions import Completions
-from tgis.router.api.http.openai.errors import ApiError, respond
+from tgis.router.api.http.openai.errors import ApiError
 from tgis.router.api.http.openai.openapi import PATH, serve_openapi
 from tgis.router.api.http.openai.service_parts import OpenAiApi
 from tgis.router.api.http.openai.tokenize import TokenRoutes
@@ -44,4 +44,4 @@ def openai_routes(api: OpenAiApi) -> list[Route]:
 
 async def _refuse(request: Request) -> Response:
     text = f"{request.url.path[:64]} is not served; /v1/chat/completions and /v1/completions are"
-    return respond(ApiError(404, text, code="not_found"))
+    raise ApiError(404, text, code="not_found")

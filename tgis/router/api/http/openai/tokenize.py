@@ -10,7 +10,7 @@ from tgis import __version__
 from tgis.router.api.http.call_context import read_body
 from tgis.router.api.http.openai.chat_messages import render_chat
 from tgis.router.api.http.openai.chat_types import Message
-from tgis.router.api.http.openai.errors import ApiError, respond
+from tgis.router.api.http.openai.errors import ApiError
 from tgis.router.api.http.openai.parameters import refusal
 from tgis.router.api.http.openai.refused_fields import refuse_fields
 from tgis.router.api.http.openai.sampling_fields import TokenId, read_fields
@@ -61,9 +61,7 @@ class TokenRoutes:
             body = read_fields(_tokenize_decoder, await read_body(request))
             return await self._run(await self._tokenize_job(body), request)
         except RequestError as error:
-            return respond(refusal(error, "prompt"))
-        except Exception as error:
-            return respond(error)
+            raise refusal(error, "prompt") from None
 
     async def detokenize(self, request: Request) -> Response:
         try:
@@ -71,9 +69,7 @@ class TokenRoutes:
             job = TokenizeJob(join_tokens, (body.tokens,), 1, BYTES_PER_ID * len(body.tokens))
             return await self._run(job, request)
         except RequestError as error:
-            return respond(refusal(error, "tokens"))
-        except Exception as error:
-            return respond(error)
+            raise ApiError(400, str(error), "tokens") from None
 
     async def version(self, request: Request) -> Response:
         return Response(msgspec.json.encode(Version(__version__)), media_type="application/json")

@@ -1,4 +1,4 @@
-"""What answers tell of a generation as a whole: tokens, reasons, fingerprint."""
+"""Facts that answers tell of a whole generation: numbers of tokens, reasons, fingerprint."""
 
 from collections.abc import Collection
 
