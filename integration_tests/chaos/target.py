@@ -63,6 +63,7 @@ class Target:
         self.service = launch(self.model, *self._flags()).wait_until_serving()
         self.pid = self.service.process.pid
         self.num_restarts_seen = 0
+        self._http_context = self.tls_context("http/1.1")  # once, for files that other threads may write
         self.proxy = TlsProxy(self.address, self.tls_context())
 
     def _flags(self) -> list[str]:
@@ -91,8 +92,9 @@ class Target:
 
     def connect_http(self) -> http.client.HTTPSConnection:
         """To the port of OpenAI's API."""
-        context = self.tls_context("http/1.1")
-        return http.client.HTTPSConnection("localhost", self.api_port, timeout=TIMEOUT_S, context=context)
+        return http.client.HTTPSConnection(
+            "localhost", self.api_port, timeout=TIMEOUT_S, context=self._http_context
+        )
 
     def tls_context(self, protocol: str = "h2") -> ssl.SSLContext:
         """Of a client that is let in."""

@@ -20,8 +20,8 @@ def test_all_streams_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         samples = doors.run(bench, Namespace(streams=[3], apis=apis, rounds=1, steps=20))
     assert [(each.api, each.streams, each.tokens) for each in samples] == [(api, 3, 60) for api in apis]
     for each in samples:
-        assert each.wall_s >= 60 * 0.002
-        assert 1e-6 < each.token_us < 5000
+        assert each.wall_s >= 20 * 0.002
+        assert each.token_us < 5000
 
 
 def test_a_run_of_too_few_steps_is_no_figure() -> None:
