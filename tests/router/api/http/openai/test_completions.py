@@ -14,9 +14,9 @@ from tests.support.router.fake_shard import EOS, VOCAB_SIZE
 from tests.support.router.http_door import MODEL, HttpDoor, open_http_door
 from tests.support.router.model_of_shard import next_token
 from tests.support.tokenizers.trained import write_byte_level
-from tgis.router.api.http.openai.completion_choices import CompletionJob, write_choices
-from tgis.router.api.http.openai.completion_chunks import ChunkWriter
-from tgis.router.api.http.openai.completion_types import Completion, CompletionRequest
+from tgis.router.api.http.openai.completions.choices import CompletionJob, write_choices
+from tgis.router.api.http.openai.completions.chunks import ChunkWriter
+from tgis.router.api.http.openai.completions.types import Completion, CompletionRequest
 from tgis.router.api.service import Result
 from tgis.router.engine.handle import SequenceSpec
 from tgis.router.events import InputTokens, Output

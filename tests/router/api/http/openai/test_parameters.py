@@ -6,10 +6,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from tgis.router.api.http.openai.completion_types import CompletionRequest
+from tgis.router.api.http.openai.completions.types import CompletionRequest
 from tgis.router.api.http.openai.errors import ApiError, describe
-from tgis.router.api.http.openai.parameters import describe_parameters, refusal, to_parameters
-from tgis.router.api.http.openai.sampling_fields import read_fields
+from tgis.router.api.http.openai.fields.parameters import describe_parameters, refusal, to_parameters
+from tgis.router.api.http.openai.fields.sampling_fields import read_fields
 from tgis.router.errors import NotFoundError, RequestError
 from tgis.router.requests.call import Parameters
 

@@ -7,8 +7,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tgis import __version__
-from tgis.router.api.http.openai.chat_types import ChatCompletion, ChatRequest
-from tgis.router.api.http.openai.completion_types import Completion, CompletionRequest
+from tgis.router.api.http.openai.chat.types import ChatCompletion, ChatRequest
+from tgis.router.api.http.openai.completions.types import Completion, CompletionRequest
 from tgis.router.api.http.openai.errors import ErrorBody
 from tgis.router.api.http.openai.models import ModelCard, ModelList
 from tgis.router.api.http.openai.tokenize import DetokenizeBody, TokenizeBody, Version

@@ -4,8 +4,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from tgis.router.api.http.openai.chat import ChatCompletions
-from tgis.router.api.http.openai.completions import Completions
+from tgis.router.api.http.openai.chat.handler import ChatCompletions
+from tgis.router.api.http.openai.completions.handler import Completions
 from tgis.router.api.http.openai.errors import ApiError
 from tgis.router.api.http.openai.openapi import PATH, serve_openapi
 from tgis.router.api.http.openai.service_parts import OpenAiApi

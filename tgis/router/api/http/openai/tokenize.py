@@ -8,12 +8,12 @@ from starlette.responses import Response
 
 from tgis import __version__
 from tgis.router.api.http.call_context import read_body
-from tgis.router.api.http.openai.chat_messages import render_chat
-from tgis.router.api.http.openai.chat_types import Message
+from tgis.router.api.http.openai.chat.messages import render_chat
+from tgis.router.api.http.openai.chat.types import Message
 from tgis.router.api.http.openai.errors import ApiError
-from tgis.router.api.http.openai.parameters import refusal
-from tgis.router.api.http.openai.refused_fields import refuse_fields
-from tgis.router.api.http.openai.sampling_fields import TokenId, read_fields
+from tgis.router.api.http.openai.fields.parameters import refusal
+from tgis.router.api.http.openai.fields.refused_fields import refuse_fields
+from tgis.router.api.http.openai.fields.sampling_fields import TokenId, read_fields
 from tgis.router.api.http.openai.service_parts import OpenAiApi
 from tgis.router.errors import RequestError
 from tgis.router.requests.doors import OPENAI

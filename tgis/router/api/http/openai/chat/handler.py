@@ -11,17 +11,17 @@ from starlette.responses import Response
 
 from tgis.router.api.http.call_context import HttpCall, read_body
 from tgis.router.api.http.event_stream import EventStream, merge
-from tgis.router.api.http.openai.chat_chunks import ChatChunkWriter
-from tgis.router.api.http.openai.chat_messages import render_chat
-from tgis.router.api.http.openai.chat_types import AnswerMessage, ChatChoice, ChatCompletion, ChatRequest
-from tgis.router.api.http.openai.completion_chunks import DONE
+from tgis.router.api.http.openai.chat.chunks import ChatChunkWriter
+from tgis.router.api.http.openai.chat.messages import render_chat
+from tgis.router.api.http.openai.chat.types import AnswerMessage, ChatChoice, ChatCompletion, ChatRequest
+from tgis.router.api.http.openai.completions.chunks import DONE
 from tgis.router.api.http.openai.errors import ApiError
+from tgis.router.api.http.openai.fields.parameters import describe_parameters, refusal, to_parameters
+from tgis.router.api.http.openai.fields.refused_fields import IN_CHATS, refuse_fields
+from tgis.router.api.http.openai.fields.sampling_fields import read_fields
+from tgis.router.api.http.openai.fields.structured_outputs import naming_constraint, read_guided
 from tgis.router.api.http.openai.logprobs import TokenNames, chat_logprobs, prompt_logprobs
-from tgis.router.api.http.openai.parameters import describe_parameters, refusal, to_parameters
-from tgis.router.api.http.openai.refused_fields import IN_CHATS, refuse_fields
-from tgis.router.api.http.openai.sampling_fields import read_fields
 from tgis.router.api.http.openai.service_parts import OpenAiApi
-from tgis.router.api.http.openai.structured_outputs import naming_constraint, read_guided
 from tgis.router.api.http.openai.usage import finish_reason, make_usage, stop_reason
 from tgis.router.api.service import Result
 from tgis.router.errors import RequestError

@@ -4,7 +4,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from tgis.router.api.http.openai.chat_types import Message, ToolCall
+from tgis.router.api.http.openai.chat.types import Message, ToolCall
 from tgis.router.api.http.openai.errors import ApiError
 from tgis.router.chat.renderer import Chat, ChatRenderer
 from tgis.router.errors import RequestError

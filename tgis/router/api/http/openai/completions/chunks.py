@@ -5,8 +5,8 @@ from typing import Any
 
 import msgspec
 
-from tgis.router.api.http.openai.completion_choices import ChoiceLogprobs, CompletionJob, prompt_details
-from tgis.router.api.http.openai.completion_types import Completion, CompletionChoice
+from tgis.router.api.http.openai.completions.choices import ChoiceLogprobs, CompletionJob, prompt_details
+from tgis.router.api.http.openai.completions.types import Completion, CompletionChoice
 from tgis.router.api.http.openai.logprobs import CompletionLogprobs
 from tgis.router.api.http.openai.usage import Usage, finish_reason, make_usage, stop_reason
 from tgis.router.engine.handle import SequenceSpec

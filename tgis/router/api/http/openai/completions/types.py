@@ -5,8 +5,8 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
+from tgis.router.api.http.openai.fields.sampling_fields import Count, SamplingFields, TokenId, TopLogprobs
 from tgis.router.api.http.openai.logprobs import CompletionLogprobs, PromptLogprobs
-from tgis.router.api.http.openai.sampling_fields import Count, SamplingFields, TokenId, TopLogprobs
 from tgis.router.api.http.openai.usage import SYSTEM_FINGERPRINT, Usage
 
 

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from tgis.router.api.http.openai.chat_types import ChatChunk, ChatRequest, ChunkChoice, Delta
-from tgis.router.api.http.openai.completion_chunks import encode_event
+from tgis.router.api.http.openai.chat.types import ChatChunk, ChatRequest, ChunkChoice, Delta
+from tgis.router.api.http.openai.completions.chunks import encode_event
 from tgis.router.api.http.openai.logprobs import TokenNames, chat_logprobs
 from tgis.router.api.http.openai.usage import Usage, finish_reason, make_usage, stop_reason
 from tgis.router.engine.handle import SequenceSpec

@@ -5,8 +5,8 @@ from typing import Any
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from tgis.router.api.http.openai.fields.sampling_fields import Count, SamplingFields, TopLogprobs
 from tgis.router.api.http.openai.logprobs import ChatLogprobs, PromptLogprobs
-from tgis.router.api.http.openai.sampling_fields import Count, SamplingFields, TopLogprobs
 from tgis.router.api.http.openai.usage import SYSTEM_FINGERPRINT, Usage
 
 

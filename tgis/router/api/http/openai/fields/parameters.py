@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from tgis.router.api.http.openai.errors import ApiError
-from tgis.router.api.http.openai.sampling_fields import SamplingFields
+from tgis.router.api.http.openai.fields.sampling_fields import SamplingFields
 from tgis.router.errors import NotFoundError, RequestError
 from tgis.router.requests.call import Parameters
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tgis.router.api.http.openai.completion_types import Completion, CompletionChoice, CompletionRequest
+from tgis.router.api.http.openai.completions.types import Completion, CompletionChoice, CompletionRequest
 from tgis.router.api.http.openai.logprobs import (
     CompletionLogprobs,
     CompletionLogprobsWriter,

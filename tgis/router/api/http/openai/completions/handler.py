@@ -11,15 +11,15 @@ from starlette.responses import Response
 
 from tgis.router.api.http.call_context import HttpCall, read_body
 from tgis.router.api.http.event_stream import EventStream, merge
-from tgis.router.api.http.openai.completion_choices import CompletionJob, write_choices
-from tgis.router.api.http.openai.completion_chunks import DONE, ChunkWriter
-from tgis.router.api.http.openai.completion_types import Completion, CompletionRequest
+from tgis.router.api.http.openai.completions.choices import CompletionJob, write_choices
+from tgis.router.api.http.openai.completions.chunks import DONE, ChunkWriter
+from tgis.router.api.http.openai.completions.types import Completion, CompletionRequest
 from tgis.router.api.http.openai.errors import ApiError
-from tgis.router.api.http.openai.parameters import describe_parameters, refusal, to_parameters
-from tgis.router.api.http.openai.refused_fields import refuse_fields
-from tgis.router.api.http.openai.sampling_fields import SamplingFields, read_fields
+from tgis.router.api.http.openai.fields.parameters import describe_parameters, refusal, to_parameters
+from tgis.router.api.http.openai.fields.refused_fields import refuse_fields
+from tgis.router.api.http.openai.fields.sampling_fields import SamplingFields, read_fields
+from tgis.router.api.http.openai.fields.structured_outputs import naming_constraint, read_guided
 from tgis.router.api.http.openai.service_parts import OpenAiApi
-from tgis.router.api.http.openai.structured_outputs import naming_constraint, read_guided
 from tgis.router.errors import RequestError
 from tgis.router.requests.call import GenerationCall, Parameters
 from tgis.router.requests.doors import OPENAI
