@@ -218,6 +218,14 @@ def test_depth_takes_linear_time() -> None:
         assert time.monotonic() - began < 1
 
 
+def test_text_without_an_end_is_looked_at_once() -> None:
+    """Else these two megabytes would take hours."""
+    body = b'"\\' * (1 << 20) + b"[" * 65
+    check_depth(body)
+    with pytest.raises(RequestError):
+        check_depth(b"[" * 65 + body)
+
+
 @pytest.mark.parametrize("is_stream", [False, True])
 def test_a_client_that_goes_is_cancelled_within_a_step(router: Setup, is_stream: bool) -> None:
     with slow_steps(router, 0.2):

@@ -4,6 +4,7 @@ import re
 import secrets
 from dataclasses import dataclass, field
 
+import numpy as np
 from starlette.requests import Request
 
 from tgis.router.errors import PayloadTooLargeError, RequestError
@@ -13,8 +14,8 @@ from tgis.router.requests.span_protocols import SCHEME
 MAX_ID_CHARS = 128
 MAX_DEPTH = 64
 
-_STRINGS = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
-_BRACKETS = bytes.maketrans(b"{}", b"[]")
+# A string that does not end reaches to the end of the text, so that no part of it is looked at twice.
+_STRINGS = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)', re.DOTALL)
 _NOT_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 
 
@@ -72,11 +73,7 @@ def check_depth(body: bytes, most: int = MAX_DEPTH) -> None:
     """Raise RequestError if JSON is nested more than `most` levels deep. Parsers may use a stack."""
     if body.count(b"[") + body.count(b"{") <= most:
         return
-    brackets = _STRINGS.sub(b"", body).translate(_BRACKETS, _NOT_BRACKETS)
-    for _ in range(most):
-        inner = brackets.replace(b"[]", b"")
-        if len(inner) == len(brackets):
-            break
-        brackets = inner
-    if brackets.count(b"[") > most or b"[]" in brackets:
+    brackets = np.frombuffer(_STRINGS.sub(b"", body).translate(None, _NOT_BRACKETS), np.uint8)
+    steps = np.where((brackets == ord("[")) | (brackets == ord("{")), 1, -1)
+    if steps.cumsum().max(initial=0) > most:
         raise RequestError(f"the JSON is nested more than {most} levels deep")
