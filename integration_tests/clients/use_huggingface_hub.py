@@ -76,8 +76,9 @@ def logprobs_are_given(served: Served) -> None:
 def answers_have_a_schema(served: Served) -> None:
     response_format: Any = {"type": "json_schema", "json_schema": {"name": "verdict", "schema": SCHEMA}}
     answer = connect(served).chat_completion(
-        served.chats[0].messages, model=served.model, response_format=response_format, seed=4
+        served.chats[0].messages, model=served.model, response_format=response_format, max_tokens=200, seed=4
     )
+    assert answer.choices[0].finish_reason == "stop", answer
     verdict = json.loads(answer.choices[0].message.content)
     assert set(verdict) == {"animal", "is_quick"}
 

@@ -71,6 +71,8 @@ def _response_format(value: Any) -> Guided | None:
     match value:
         case {"type": "text"}:
             return None
+        case {"type": "json_object", "value": dict(schema)}:  # huggingface_hub's form of a schema
+            return Guided("json_schema", _encode(schema))
         case {"type": "json_object"}:
             return Guided("format", JSON)
         case {"type": "json_schema", "json_schema": {"schema": dict(schema)}}:
