@@ -1,7 +1,6 @@
 """A connection to an HTTP port, with limits of time, of size and of the number of connections."""
 
 import asyncio
-import socket
 from collections.abc import Iterable
 from http import HTTPStatus
 from typing import Any, NamedTuple
@@ -16,13 +15,14 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from tgis.net.http_routes import PROBE_LIMITS, LimitedApp, RouteLimits, find_route
 from tgis.net.joined_writes import JoinedWrites
+from tgis.net.ports import watch_peer
 from tgis.net.tls import client_name
 
 MAX_HEADER_BYTES = 16 << 10
 MAX_FRAMING = 8  # bytes of a chunked body's framing for each of its own bytes
 LINGER_S = 1.0  # time for a refused client to read why, before the connection closes
+MAX_BURST = 128  # connections that may come together beyond a limit
 BURST_S = 0.05  # time for connections that come together to send their requests
-MAX_UNSENT_BYTES = 128 << 10  # in the kernel, for a client that does not read
 
 
 class SlowReadError(Exception):
@@ -112,7 +112,7 @@ class HttpConnection(HttpToolsProtocol):
     _certificate_name = ""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        _watch_peer(transport, self.config.keepalive_s)
+        watch_peer(transport, self.config.keepalive_s)
         super().connection_made(JoinedWrites(transport, self.loop))
         self.flow = _Flow(self.transport)
         self._certificate_name = client_name(transport.get_extra_info("ssl_object"))
@@ -311,6 +311,8 @@ class HttpConnection(HttpToolsProtocol):
         group[self] = None
         if len(group) == limits.max_connections + 1:
             self.loop.call_later(BURST_S, _trim_soon, self.loop, group, limits)
+        elif len(group) > limits.max_connections + MAX_BURST:
+            _trim(group, limits)
 
     def _leave(self) -> None:
         if self._group is not None:
@@ -387,14 +389,3 @@ def _has_path(url: bytes) -> bool:
         return httptools.parse_url(url).path is not None
     except httptools.HttpParserInvalidURLError:
         return False
-
-
-def _watch_peer(transport: asyncio.Transport, keepalive_s: float) -> None:
-    """Let the kernel notice a client whose network is gone, and keep little for one that does not read."""
-    connection = transport.get_extra_info("socket")
-    answer_s = max(1, round(keepalive_s / 3 / 4))
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, max(1, round(keepalive_s)))
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, answer_s)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 4)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, MAX_UNSENT_BYTES)

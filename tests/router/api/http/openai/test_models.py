@@ -6,7 +6,7 @@ from pathlib import Path
 import openai
 import pytest
 
-from tests.router.api.http.openai.test_chat import chat_door
+from tests.support.router.chat_door import chat_door
 from tests.support.router.http_door import MODEL
 from tgis.router.api.http.openai.models import Models, served_names
 from tgis.router.errors import StartupError

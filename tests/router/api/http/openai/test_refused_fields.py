@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from tests.router.api.http.openai.test_chat import HELLO, chat_door, post
+from tests.support.router.chat_door import HELLO, chat_door, post
 from tgis.router.api.http.openai.chat.types import ChatRequest
 from tgis.router.api.http.openai.completions.types import CompletionRequest
 from tgis.router.api.http.openai.fields.refused_fields import IN_CHATS, REFUSED

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from tests.router.api.http.openai.test_chat import HELLO, chat_door, post
+from tests.support.router.chat_door import HELLO, chat_door, post
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 STATED: list[tuple[dict[str, Any], str | None]] = [

@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from tests.router.api.http.openai.test_chat import HELLO, chat_door, post
+from tests.support.router.chat_door import HELLO, chat_door, post
 from tgis import __version__
 
 
