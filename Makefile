@@ -34,6 +34,11 @@ CHECKERS := checkov 'kubernetes-validate>=1.37' check-jsonschema yamllint hadoli
 # Two files of tests at a time, the long ones of integration_tests first; those of one file share services and models.
 SPREAD := -n 2 --dist loadfile --no-loadscope-reorder
 
+# What `make clients` runs, each from requirements of its own.
+CLIENTS ?= openai langchain-openai litellm huggingface_hub lm-eval schemathesis
+COMMA := ,
+SPACE := $(subst ,, )
+
 # Without its notice about a successor at every build.
 MKDOCS := NO_MKDOCS_2_WARNING=1 $(VENV)-docs/bin/mkdocs
 
@@ -41,7 +46,8 @@ SOURCES := tgis tests integration_tests bench scripts
 PACKAGING := pyproject.toml protos/generation.proto protos/shard.proto scripts/build_protos.py
 
 .DEFAULT_GOAL := help
-.PHONY: help install run lock check audit test test-all chaos bench bench-peers bench-tuning profile docs protos
+.PHONY: help install run lock check audit test test-all chaos clients bench bench-doors bench-peers bench-tuning
+.PHONY: profile docs protos
 .PHONY: gpu-check bench-gpu gpu-all
 .PHONY: sbom image image-root deploy deploy-check site serve-site screenshots clean
 
@@ -101,8 +107,14 @@ deploy-check: $(VENV)/installed-dev $(VENV)-deploy/installed $(VENV)-docs/instal
 chaos: $(VENV)/installed-dev  ## Traffic under faults at random, ten minutes; CHAOS='--minutes 2 --seed 7'
 	$(BIN)/python -m integration_tests.chaos $(CHAOS)
 
+clients: $(CLIENTS:%=$(VENV)-clients/%/installed)  ## Unmodified clients of OpenAI's API, each in an environment of its own; CLIENTS='openai litellm'
+	$(BIN)/python -m integration_tests.clients --environments $(VENV)-clients --only $(subst $(SPACE),$(COMMA),$(strip $(CLIENTS)))
+
 bench: $(VENV)/installed-dev  ## Measure the service; SHAPE=15m|135m|500m|1b, BENCH='more options'
 	$(BIN)/python -m bench --shape $(or $(SHAPE),135m) $(BENCH)
+
+bench-doors: $(VENV)/installed-dev  ## Measure the router's CPU time per streamed token, by API; BENCH='more options'
+	$(BIN)/python -m bench.doors $(BENCH)
 
 bench-peers: $(VENV)/installed-dev  ## Measure other engines from PyPI beside the service; SHAPE=, BENCH=
 	$(BIN)/python -m bench.peers --shape $(or $(SHAPE),135m) $(BENCH)
@@ -142,7 +154,7 @@ protos: $(VENV)-build/installed  ## Generate tgis/pb from protos/; every install
 	$(EDITABLE)
 
 clean:  ## Remove what the other targets made
-	rm -rf $(VENV) $(VENV)-audit $(VENV)-build $(VENV)-deploy $(VENV)-docs $(VENV)-lock sbom.json .cache tgis/pb build dist site
+	rm -rf $(VENV) $(VENV)-audit $(VENV)-build $(VENV)-clients $(VENV)-deploy $(VENV)-docs $(VENV)-lock sbom.json .cache tgis/pb build dist site
 
 $(VENV)/bin/pip:
 	$(PYTHON) -m venv $(VENV)
@@ -185,6 +197,14 @@ $(VENV)-deploy/installed:
 	$(PYTHON) -m venv $(VENV)-deploy
 	$(VENV)-deploy/bin/pip install -q --no-compile $(CHECKERS)
 	$(call COMPILE,$(VENV)-deploy)
+	@touch $@
+
+# lm-eval compares with transformers: the packages of the service's environment are seen in its own.
+$(VENV)-clients/%/installed: integration_tests/clients/requirements/%.txt | $(VENV)/installed-dev
+	$(PYTHON) -m venv $(@D)
+	$(if $(filter lm-eval,$*),$(BIN)/python -c "import site; print(site.getsitepackages()[0])" > \
+		$$($(@D)/bin/python -c "import site; print(site.getsitepackages()[0])")/service.pth)
+	$(@D)/bin/pip install -q --no-compile -r $<
 	@touch $@
 
 # Compiled once, and not by several of the services that tests start at the same time.

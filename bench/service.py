@@ -37,7 +37,7 @@ def launch(
 ) -> Iterator[tuple[str, list[str]]]:
     """Gives the gRPC target and the command, which runs the package that is in `directory`, if one is named.
     Raises BenchError where the service does not become ready."""
-    port, grpc_port = _free_ports(2)
+    port, grpc_port = free_ports(2)
     command = [sys.executable, "-m", "tgis", "launcher", "--bind", "127.0.0.1"]
     command += ["--model-name", str(model.absolute())]
     command += ["--port", str(port), "--grpc-port", str(grpc_port), *options]
@@ -86,7 +86,7 @@ def last_lines(log: Path) -> str:
     return "\n".join(log.read_text(errors="replace").splitlines()[-LAST_LINES:])
 
 
-def _free_ports(count: int) -> list[int]:
+def free_ports(count: int) -> list[int]:
     """Held together before any is given back, so that they differ."""
     sockets = [socket.socket() for _ in range(count)]
     try:

@@ -92,6 +92,7 @@ TARGETS = (
     Target("openvino 1", "peers", "decode, 1 client", OPENVINO, 1.4),
     Target("openvino 8", "peers", "decode, 8 clients", OPENVINO, 1.25),
     Target("openvino 32", "peers", "decode, 32 clients", OPENVINO, 1.1),
+    Target("vllm-server 8", "peers", "decode, 8 clients, over HTTP", "× vLLM's own server", 3),
     Target("openvino prefill 512", "peers", "prefill, 512 tokens", OPENVINO, 1.1),
     Target("openvino prefill 1024", "peers", "prefill, 1,024 tokens", OPENVINO, 1.1),
 )

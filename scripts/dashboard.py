@@ -88,6 +88,40 @@ ROWS = (
         ],
     ),
     Row(
+        "HTTP APIs",
+        [
+            Panel(
+                "Answers by status",
+                "reqps",
+                [Query(total("tgi_http_api_request_count_total", "api", "code"), "{{api}} {{code}}")],
+                "Of the APIs of --http-api; 4xx are the clients', 5xx the service's; 429: there is too much "
+                "for it. Nothing where no API is served.",
+                is_stacked=True,
+            ),
+            Panel(
+                "Answers by route",
+                "reqps",
+                [Query(total("tgi_http_api_request_count_total", "api", "route"), "{{api}} {{route}}")],
+                is_stacked=True,
+            ),
+            Panel(
+                "Connections and streams",
+                "short",
+                [
+                    Query(f"sum ({series('tgi_http_api_connections')})", "connections"),
+                    Query(f"sum ({series('tgi_http_api_active_streams')})", "streams"),
+                ],
+            ),
+            Panel("Rendering a chat", "s", quantiles("tgi_chat_template_duration")),
+            Panel(
+                "Chats that were not rendered",
+                "reqps",
+                [Query(total("tgi_chat_template_failure_total", "err"), "{{err}}")],
+                "template: refused by it, or it is wrong; killed: it took too long or too much memory.",
+            ),
+        ],
+    ),
+    Row(
         "Latencies",
         [
             Panel("Time to the first token", "s", quantiles(FIRST_TOKEN)),

@@ -45,6 +45,10 @@ With `--json-output` every line of the launcher and its child processes is one J
   `cached_tokens`, those of the input that were found in the prefix cache, if the input came to its end; `tenant`, if a
   certificate or a token names the caller; `prefix_id`, `adapter_id` and `seed`, if there are any. `params` counts
   biases and stop token ids and gives the size of a cache salt, not their values.
+- A line of a call over HTTP has `door` (`openai`), `method` (`Completion` or `ChatCompletion`) and `model`, the name that
+  was asked for. Its `correlation_id` is the request's id if the client sends no `x-correlation-id`. A request that is
+  refused before the service has it, for its JSON or its token, has one line, `POST /v1/completions is refused with 400`,
+  with `code` and the `parameter` that is wrong. Probes and scrapes have none.
 - An uncaught Python exception is one object, with its lines in `traceback`.
 - A start that fails ends with level CRITICAL and the message `error: …`; the termination log has the reason as text.
 
@@ -77,7 +81,8 @@ on a real Prometheus that scrapes a real service. These pictures were made by `m
 ## Traces
 
 Traces need `--otlp-endpoint http://collector:4317` and `pip install '.[otel]'`. Spans are named
-`fmaas.GenerationService/Generate` and continue the caller's `traceparent`. They carry model, tenant, parameters, token
+`fmaas.GenerationService/Generate`, or `POST /v1/chat/completions` over HTTP, whose attributes are those of HTTP servers
+(`http.route`, `http.response.status_code`), and continue the caller's `traceparent`. They carry model, tenant, parameters, token
 counts (`gen_ai.usage.cache_read.input_tokens` are those found in the prefix cache), finish reasons, and the times in the
 queue, to the first token and of computation, but no text and no cache salt. A slow or dead collector does not delay
 calls. `deployment/monitoring/opentelemetry` has the configuration of a collector for traces and metrics, and a kustomize

@@ -10,10 +10,9 @@ from tgis.config.network import PortOptions
 from tgis.router.api.grpc.call_metadata import KEYS
 from tgis.router.api.grpc.trailing_metadata import TRAILING_KEYS
 from tgis.router.grammar.compiler import MAX_CHOICES
+from tgis.router.requests.doors import FMAAS, MAX_STOP_SEQUENCES
 from tgis.router.requests.validation import (
-    DEFAULT_MAX_NEW_TOKENS,
     MAX_STOP_SEQUENCE_BYTES,
-    MAX_STOP_SEQUENCES,
 )
 from tgis.sampling_parameters import RANGES
 
@@ -76,7 +75,7 @@ NOTES = {
     "SamplingParameters.top_p": "0: off; else up to 1",
     "SamplingParameters.typical_p": "0: off; else up to 1",
     "SamplingParameters.seed": "absent: one is drawn, and the answer contains it",
-    "StoppingCriteria.max_new_tokens": f"0: {DEFAULT_MAX_NEW_TOKENS}; at most `--max-new-tokens`",
+    "StoppingCriteria.max_new_tokens": f"0: {FMAAS.default_max_new_tokens}; at most `--max-new-tokens`",
     "StoppingCriteria.min_new_tokens": "at most `max_new_tokens`",
     "StoppingCriteria.time_limit_millis": "0: none; checked after every token; an idle service always gives one token",
     "StoppingCriteria.stop_sequences": f"at most {MAX_STOP_SEQUENCES} of {MAX_STOP_SEQUENCE_BYTES} bytes",

@@ -6,19 +6,19 @@ import contextlib
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from bench import rates, shapes, worker
+from bench import http_burst, rates, shapes, worker
 from bench.contest import Asked, Case, Match, Sample, play
 from bench.peers import environments
-from bench.peers.catalogue import ABSENT, PEERS, Peer
-from bench.peers.report import find_figures, format_peers
+from bench.peers.catalogue import ABSENT, PEERS, VLLM_SERVER, Peer
+from bench.peers.report import OURS_HTTP, find_figures, format_peers
 from bench.probe import probing
 from bench.sections import peers_file
-from bench.service import BenchError, exit_on_sigterm, first_line
+from bench.service import BenchError, exit_on_sigterm, first_line, launch
 
 PREFILLS = (512, 1024)
 START_TIMEOUT_S = 300.0
@@ -63,6 +63,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         if options.int8:
             service = rates.serving(options, model, rates.INT8, ["--quantize", "int8"])
             contenders.append(stack.enter_context(service))
+        if VLLM_SERVER in options.only:
+            contenders.append(stack.enter_context(_serving_http(options, model)))
         for peer in PEERS:
             if peer.name in options.only:
                 try:
@@ -71,6 +73,17 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
                     failures[peer.name] = first_line(error)
         samples = play(make_matches(options, contenders), probe, options.rounds)
     return _result(options, samples, failures)
+
+
+@contextlib.contextmanager
+def _serving_http(options: argparse.Namespace, model: Path) -> Iterator[Asked]:
+    """Our service with OpenAI's API, and its clients."""
+    flags = [*rates.service_flags(options), "--http-api", "openai"]
+    with launch(model, options.cache / "ours-over-http.log", flags) as (_, command):
+        target = f"127.0.0.1:{command[command.index('--port') + 1]}"
+        vocab_size = shapes.SHAPES[options.shape].vocab_size
+        with worker.start(http_burst.MODULE, target, str(vocab_size)) as clients:
+            yield Asked(OURS_HTTP, clients)
 
 
 def make_matches(options: argparse.Namespace, contenders: Sequence[Asked]) -> list[Match]:
@@ -102,6 +115,7 @@ def _result(
         "rounds": options.rounds,
         "titles": {rates.OURS: f"ours: {options.dtype} weights, through the service"}
         | {rates.INT8: "ours: int8 weights, through the service"}
+        | {OURS_HTTP: f"ours: {options.dtype} weights, over HTTP"}
         | {peer.name: peer.title for peer in PEERS},
         "figures": find_figures(samples, options.clients, PREFILLS),
         "samples": list(samples),

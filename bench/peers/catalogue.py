@@ -9,6 +9,8 @@ from pathlib import Path
 from bench.peers import environments
 from bench.peers.environments import Environment, list_cores
 
+VLLM_SERVER = "vllm-server"
+
 
 @dataclass(frozen=True)
 class Peer:
@@ -52,8 +54,11 @@ def _export(model: Path, root: Path, weights: str) -> Path:
 
 def _vllm_variables() -> dict[str, str]:
     """Its engine in the process that is measured, with a thread on every core."""
+    return {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"} | _vllm_server_variables()
+
+
+def _vllm_server_variables() -> dict[str, str]:
     return {
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, list_cores())),
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_HOST_IP": "127.0.0.1",
@@ -89,6 +94,14 @@ PEERS = (
         lambda model, _: [str(model), "float32"],
         environments.VLLM,
         _vllm_variables,
+    ),
+    Peer(
+        VLLM_SERVER,
+        "vLLM's own server, over HTTP: float32, eager",
+        "bench.peers.vllm_server",
+        lambda model, _: [str(model), "float32"],
+        environments.VLLM,
+        _vllm_server_variables,
     ),
     Peer(
         "transformers",

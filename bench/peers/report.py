@@ -4,21 +4,25 @@ from collections.abc import Sequence
 from typing import Any
 
 from bench.contest import Sample, rates_of, ratios_of
+from bench.peers.catalogue import VLLM_SERVER
 from bench.rates import OURS
 from bench.report import describe_looks, format_table, format_targets
 from bench.targets import Figure
 
+OURS_HTTP = f"{OURS} over HTTP"
+
 
 def find_figures(samples: Sequence[Sample], clients: Sequence[int], prefills: Sequence[int]) -> list[Figure]:
-    """Ours to every peer's, by peer and case."""
+    """Ours to every peer's, by peer and case; servers are compared over HTTP."""
     cases = [(f"decode {count}", str(count)) for count in clients]
     cases += [(f"prefill {length}", f"prefill {length}") for length in prefills]
     names = dict.fromkeys(sample.contender for sample in samples if not sample.contender.startswith(OURS))
     found = []
     for name in names:
+        rival = OURS_HTTP if name == VLLM_SERVER else OURS
         for case, label in cases:
-            ratio = ratios_of(samples, (OURS, case), (name, case))
-            ours, theirs = rates_of(samples, OURS, case), rates_of(samples, name, case)
+            ratio = ratios_of(samples, (rival, case), (name, case))
+            ours, theirs = rates_of(samples, rival, case), rates_of(samples, name, case)
             if ratio and ours and theirs:
                 detail = f"{ours.median:.0f} to {theirs.median:.0f} tokens/s"
                 found.append(Figure(f"{name} {label}", ratio, detail))
@@ -32,7 +36,7 @@ def format_peers(result: dict[str, Any]) -> str:
         [result["titles"][name], *(_cell(samples, name, case) for case in cases)]
         for name in dict.fromkeys(sample.contender for sample in samples)
     ]
-    told = [figure for figure in result["figures"] if figure.key.startswith("openvino ")]
+    told = [figure for figure in result["figures"] if figure.key.startswith(("openvino ", VLLM_SERVER))]
     about = (
         f"Shape {result['shape']}, tokens/s, medians of {result['rounds']} in turns (least to greatest). "
         f"The machine {describe_looks(samples)}."
@@ -40,7 +44,7 @@ def format_peers(result: dict[str, Any]) -> str:
     parts = [
         about,
         format_table(["", *cases], rows),
-        "Ours beside OpenVINO's at equal arithmetic:",
+        "Ours beside OpenVINO's at equal arithmetic, and beside vLLM's server:",
         format_targets(told, {}, result["shape"]),
         *(f"{name} was left out: {reason}" for name, reason in result["failures"].items()),
     ]

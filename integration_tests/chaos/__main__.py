@@ -2,6 +2,7 @@
 became of it. Ends with 1 where a request was lost or something is left."""
 
 import argparse
+import contextlib
 import sys
 import tempfile
 import time
@@ -13,14 +14,16 @@ import grpc
 
 from integration_tests.chaos.attackers import ATTACKS
 from integration_tests.chaos.faults import FATAL, OTHERS, Fault
+from integration_tests.chaos.http_traffic import HttpCase, http_asker, make_http_cases
 from integration_tests.chaos.memory import Watch
 from integration_tests.chaos.report import Report, read_resumed
 from integration_tests.chaos.target import STEADY, Target
-from integration_tests.chaos.traffic import Answer, Case, Traffic, make_cases
+from integration_tests.chaos.traffic import Answer, Case, Party, Traffic, grpc_asker, make_cases
 from tests.support.accounts import take_baseline
 from tgis.pb.generation_pb2_grpc import GenerationServiceStub
 
-NUM_CASES, NUM_WORKERS = 24, 8
+NUM_CASES, NUM_WORKERS = 24, 5
+NUM_HTTP_CASES, NUM_HTTP_WORKERS = 12, 3
 # The launcher gives up after six restarts in five minutes.
 WINDOW_S, MAX_RESTARTS = 310.0, 4
 PIPES = 4  # of the two processes that compile constraints, which start when they are needed
@@ -52,10 +55,15 @@ def run(directory: Path, seconds: float, seed: int, log: Path | None = None) -> 
 def _run(target: Target, seconds: float, seed: int) -> Report:
     random = Random(seed)
     answers = _answers_without_faults(target, make_cases(random, NUM_CASES, STEADY))
+    http_answers = _http_answers_without_faults(target, make_http_cases(random, NUM_HTTP_CASES))
     baseline = take_baseline(target.service.http)
     baseline["tgi_open_descriptors"] += PIPES
     watch = Watch(target.processes)
-    traffic = Traffic(target.connect, answers, NUM_WORKERS, seed)
+    parties = [
+        Party(answers, NUM_WORKERS, grpc_asker(target.connect)),
+        Party(http_answers, NUM_HTTP_WORKERS, http_asker(target.connect_http)),
+    ]
+    traffic = Traffic(parties, seed)
     faults: Counter[str] = Counter()
     trouble = ""
     try:
@@ -76,6 +84,11 @@ def _answers_without_faults(target: Target, cases: list[Case]) -> dict[Case, Ans
     with target.connect() as channel:
         stub = GenerationServiceStub(channel)
         return {case: case.ask(stub)[0] for case in cases}
+
+
+def _http_answers_without_faults(target: Target, cases: list[HttpCase]) -> dict[HttpCase, Answer]:
+    with contextlib.closing(target.connect_http()) as connection:
+        return {case: case.ask(connection)[0] for case in cases}
 
 
 def _do_faults(target: Target, random: Random, cases: list[Case], end: float, begun: Counter[str]) -> None:

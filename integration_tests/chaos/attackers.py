@@ -1,11 +1,14 @@
-"""What hostile clients do to the gRPC port, with a certificate and without."""
+"""What hostile clients do to the gRPC port, with a certificate and without, and to OpenAI's API."""
 
+import contextlib
+import socket
 import time
 from collections.abc import Callable
 from random import Random
 
 import grpc
 
+from integration_tests.chaos.http_traffic import make_http_cases
 from integration_tests.chaos.target import Target
 from integration_tests.chaos.traffic import Case
 from tests.support.router import attacks
@@ -55,4 +58,17 @@ def read_nothing(target: Target, random: Random, cases: list[Case]) -> None:
         time.sleep(UNREAD_S)
 
 
-ATTACKS: tuple[Fault, ...] = (flood, break_rules, mutate, half_open, read_nothing)
+def read_no_events(target: Target, random: Random, cases: list[Case]) -> None:
+    """Streams over HTTP whose client reads nothing, with little room for what is sent."""
+    streamed = [case for case in make_http_cases(random, 12) if case.is_stream]
+    with contextlib.ExitStack() as stack:
+        for case in streamed:
+            connection = stack.enter_context(contextlib.closing(target.connect_http()))
+            with contextlib.suppress(OSError):
+                connection.connect()
+                connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)
+                connection.request("POST", case.path, case.body)
+        time.sleep(UNREAD_S)
+
+
+ATTACKS: tuple[Fault, ...] = (flood, break_rules, mutate, half_open, read_nothing, read_no_events)

@@ -2,9 +2,12 @@
 AssertionError where the service did not do about it what it must; the rest is the traffic's to find out."""
 
 import contextlib
+import http.client
 import os
 import shutil
 import signal
+import socket
+import struct
 import subprocess
 import sys
 import time
@@ -14,6 +17,7 @@ from random import Random
 
 import grpc
 
+from integration_tests.chaos.http_traffic import make_http_cases
 from integration_tests.chaos.target import CHANGING, MAX_REQUESTS, Target
 from integration_tests.chaos.traffic import OVERLOADED, Case
 from tgis.pb import generation_pb2 as pb
@@ -77,6 +81,24 @@ def cancel_streams(target: Target, random: Random, cases: list[Case]) -> None:
                 next(stream)
             if own.random() < 0.5:
                 stream.cancel()
+
+    _storm(leave, random)
+
+
+def cut_http(target: Target, random: Random, cases: list[Case]) -> None:
+    """Connections to OpenAI's API that are reset: before an answer, early in it and late."""
+
+    def leave(seed: int) -> None:
+        own = Random(seed)
+        case = own.choice([case for case in make_http_cases(own, 4) if case.is_stream])
+        connection = target.connect_http()
+        with contextlib.closing(connection), contextlib.suppress(OSError, http.client.HTTPException):
+            connection.request("POST", case.path, case.body)
+            connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            if own.random() < 0.7:
+                with connection.getresponse() as response:
+                    for _ in range(own.randint(0, 20)):
+                        response.readline()
 
     _storm(leave, random)
 
@@ -163,6 +185,7 @@ def _storm(act: Callable[[int], object], random: Random, count: int = NUM_CALLS)
 FATAL: tuple[Fault, ...] = (kill_shard, stop_shard, kill_shard_that_starts)
 OTHERS: tuple[Fault, ...] = (
     cancel_streams,
+    cut_http,
     overload,
     kill_client,
     swap_certificate,

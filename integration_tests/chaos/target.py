@@ -1,6 +1,7 @@
 """The service that faults are done to: two ranks, mutual TLS from links that can be swapped, a store of soft
 prompts, and failpoints that end some of its starts from within."""
 
+import http.client
 import socket
 import ssl
 import time
@@ -12,7 +13,10 @@ from pathlib import Path
 import grpc
 import trustme
 
+from bench.service import free_ports
+from integration_tests.chaos.http_traffic import TEMPLATE
 from integration_tests.chaos.tls_proxy import TlsProxy
+from integration_tests.chaos.traffic import TIMEOUT_S
 from integration_tests.support.greedy_answers import MAX_SEQUENCE_LENGTH, VOCAB_SIZE
 from integration_tests.support.service import launch
 from integration_tests.support.tuned_files import WIDTH
@@ -53,9 +57,13 @@ class Target:
             (self._tls / f"{name}.pem").symlink_to(Path("..data") / f"{name}.pem")
         self._num_versions = 0
         self.swap_certificate()
+        self._template = directory / "template.jinja"
+        self._template.write_text(TEMPLATE)
+        [self.api_port] = free_ports(1)
         self.service = launch(self.model, *self._flags()).wait_until_serving()
         self.pid = self.service.process.pid
         self.num_restarts_seen = 0
+        self._http_context = self.tls_context("http/1.1")  # once, for files that other threads may write
         self.proxy = TlsProxy(self.address, self.tls_context())
 
     def _flags(self) -> list[str]:
@@ -63,6 +71,8 @@ class Target:
         tls = [part for flag, name in files.items() for part in (f"--{flag}", str(self._tls / f"{name}.pem"))]
         limits = ["--max-concurrent-requests", str(MAX_REQUESTS), "--prefix-store-path", str(self.store)]
         limits += ["--slow-reader-timeout", str(SLOW_READER_S), "--failpoints", ",".join(FAILPOINTS)]
+        api = ["--http-api", "openai", "--http-api-port", str(self.api_port)]
+        limits += [*api, "--chat-template", str(self._template)]
         return ["--dtype", "float32", "--num-shard", str(self.num_shards), *tls, *limits]
 
     def end(self) -> int:
@@ -80,12 +90,18 @@ class Target:
         options = [("grpc.use_local_subchannel_pool", 1)]
         return grpc.secure_channel(f"localhost:{self.service.grpc_port}", credentials, options)
 
-    def tls_context(self) -> ssl.SSLContext:
+    def connect_http(self) -> http.client.HTTPSConnection:
+        """To the port of OpenAI's API."""
+        return http.client.HTTPSConnection(
+            "localhost", self.api_port, timeout=TIMEOUT_S, context=self._http_context
+        )
+
+    def tls_context(self, protocol: str = "h2") -> ssl.SSLContext:
         """Of a client that is let in."""
         files = self.write_client_files()
         context = ssl.create_default_context(cafile=str(files / "ca.pem"))
         context.load_cert_chain(files / "chain.pem", files / "key.pem")
-        context.set_alpn_protocols(["h2"])
+        context.set_alpn_protocols([protocol])
         return context
 
     def write_client_files(self) -> Path:

@@ -2,7 +2,8 @@
 
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from random import Random
 from typing import Any
@@ -18,8 +19,8 @@ OVERLOADED = (grpc.StatusCode.RESOURCE_EXHAUSTED, "Model is overloaded")
 CALLS_OF_A_CHANNEL = 20
 LENGTHS = (20, 150)  # of an output, tokens
 
-Answer = list[tuple[str, int, int]]
-"""Text, number of tokens and stop reason, for each input."""
+Answer = list[tuple[str, int, Any]]
+"""Text, number of tokens and why it stopped, for each input."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,17 +98,60 @@ class Tally:
     wrong: list[str] = field(default_factory=list)
 
 
-class Traffic:
-    """Workers that ask the cases in random order, on channels of their own, until they are told to end."""
+class Failure(Exception):
+    """An answer that did not come."""
 
-    def __init__(
-        self, connect: Callable[[], grpc.Channel], answers: dict[Case, Answer], num_workers: int, seed: int
-    ) -> None:
+    def __init__(self, text: str, is_overload: bool = False) -> None:
+        super().__init__(text)
+        self.is_overload = is_overload
+
+
+Ask = Callable[[Any], tuple[Answer, float]]
+"""Returns the answer and the longest time without a message. Raises Failure."""
+
+
+def grpc_asker(connect: Callable[[], grpc.Channel]) -> Callable[[], AbstractContextManager[Ask]]:
+    """Return what opens a channel and asks over it."""
+
+    @contextmanager
+    def open_one() -> Iterator[Ask]:
+        with connect() as channel:
+            stub = GenerationServiceStub(channel)
+            yield lambda case: _ask(case, stub)
+
+    return open_one
+
+
+def _ask(case: Case, stub: GenerationServiceStub) -> tuple[Answer, float]:
+    began_at = time.monotonic()
+    try:
+        return case.ask(stub)
+    except grpc.RpcError as error:
+        is_overload = (error.code(), error.details()) == OVERLOADED
+        seconds = time.monotonic() - began_at
+        raise Failure(f"{error.code().name} after {seconds:.1f} s: {error.details()}", is_overload) from error
+
+
+@dataclass(frozen=True)
+class Party:
+    """Clients of one kind, the answers that they must get, and how one of them connects."""
+
+    answers: dict[Any, Answer]
+    size: int
+    open_one: Callable[[], AbstractContextManager[Ask]]
+
+
+class Traffic:
+    """Workers that ask the cases in random order, over connections of their own, until they are told to
+    end."""
+
+    def __init__(self, parties: Sequence[Party], seed: int) -> None:
         self.tally = Tally()
-        self._connect, self._answers = connect, answers
         self._lock, self._ending = threading.Lock(), threading.Event()
+        clients = [party for party in parties for _ in range(party.size)]
         self._threads = [
-            threading.Thread(target=self._work, args=(Random(seed * 1000 + i),)) for i in range(num_workers)
+            threading.Thread(target=self._work, args=(party, Random(seed * 1000 + i)))
+            for i, party in enumerate(clients)
         ]
         for thread in self._threads:
             thread.start()
@@ -119,35 +163,34 @@ class Traffic:
             thread.join()
         return self.tally
 
-    def _work(self, random: Random) -> None:
-        cases = list(self._answers)
+    def _work(self, party: Party, random: Random) -> None:
+        cases = list(party.answers)
         while not self._ending.is_set():
-            with self._connect() as channel:
-                stub = GenerationServiceStub(channel)
+            with party.open_one() as ask:
                 for _ in range(CALLS_OF_A_CHANNEL):
                     if self._ending.is_set():
                         return
-                    self._call(stub, random.choice(cases))
+                    case = random.choice(cases)
+                    self._call(ask, case, party.answers[case])
 
-    def _call(self, stub: GenerationServiceStub, case: Case) -> None:
+    def _call(self, ask: Ask, case: Any, expected: Answer) -> None:
         with self._lock:
             self.tally.sent += 1
-        started = time.monotonic()
         try:
-            answer, pause_s = case.ask(stub)
-        except grpc.RpcError as error:
-            self._note_error(error, time.monotonic() - started)
+            answer, pause_s = ask(case)
+        except Failure as failure:
+            self._note_failure(failure)
             return
         with self._lock:
             self.tally.longest_pause_s = max(self.tally.longest_pause_s, pause_s)
             self.tally.answered += 1
-            if answer != self._answers[case]:
-                self.tally.wrong.append(f"{answer!r} instead of {self._answers[case]!r}")
+            if answer != expected:
+                self.tally.wrong.append(f"{answer!r} instead of {expected!r}")
 
-    def _note_error(self, error: grpc.RpcError, seconds: float) -> None:
+    def _note_failure(self, failure: Failure) -> None:
         with self._lock:
-            if (error.code(), error.details()) == OVERLOADED:
+            if failure.is_overload:
                 self.tally.refused += 1
             else:
-                self.tally.lost.append(f"{error.code().name} after {seconds:.1f} s: {error.details()}")
+                self.tally.lost.append(str(failure))
         time.sleep(0.1)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from bench import burst, router_step, shapes, worker
+from bench import burst, http_burst, router_step, shapes, worker
 from bench.contest import Sample, Spread
 from bench.engine_worker import EngineAlone
 from bench.limits import Rates
@@ -120,6 +120,20 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("model")
     shapes.write_checkpoint(TINY, directory)
     return directory
+
+
+def test_servers_are_compared_over_http() -> None:
+    looks = (Rates(32e9, 2e11), Rates(30e9, 1e11))
+    rates = {"ours": 400.0, "ours over HTTP": 300.0, "vllm-server": 100.0}
+    samples = [Sample("decode 8", name, 0, 0.1, 1.0, rate, looks) for name, rate in rates.items()]
+    [figure] = find_figures(samples, [8], [])
+    assert (figure.key, figure.spread.median) == ("vllm-server 8", 3.0)
+
+
+def test_tokens_of_an_answer_are_those_of_its_usage() -> None:
+    events = b'data: {"choices":[],"usage":null}\r\n\r\ndata: {"usage":{"completion_tokens":7}}\n\n'
+    assert http_burst.count_tokens(b"HTTP/1.1 200 OK\r\n\r\n" + events + b"data: [DONE]\n\n") == 7
+    assert http_burst.count_tokens(b"HTTP/1.1 500 No\r\n\r\n") == -1
 
 
 def test_a_profile_has_all_parts_of_a_step(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

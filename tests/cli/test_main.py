@@ -19,6 +19,7 @@ from tgis.cli.process_command import process_command
 from tgis.config.model import ENGINES, QUANTIZATIONS
 from tgis.config.option import Group, declared, env_of, flag_of, to_flags
 from tgis.config.processes import LauncherConfig, LinkOptions, RouterConfig, ShardConfig
+from tgis.router.requests.doors import FMAAS
 
 SHARD = ShardConfig(model_path="/models/x", uds_path="/tmp/shard")
 ROUTER = RouterConfig(tokenizer_path="/models/x", shard_uds_path="/tmp/shard")
@@ -27,7 +28,8 @@ ROUTER = RouterConfig(tokenizer_path="/models/x", shard_uds_path="/tmp/shard")
 def test_defaults_of_the_contract() -> None:
     config = parse(LauncherConfig, [])
     assert (config.port, config.grpc_port, config.max_concurrent_requests) == (3000, 8033, 512)
-    assert (config.max_new_tokens, config.default_include_stop_seqs, config.bind) == (1024, True, "0.0.0.0")
+    assert (config.max_new_tokens, config.default_include_stop_seqs, config.bind) == (None, True, "0.0.0.0")
+    assert FMAAS.max_new_tokens == 1024
     assert (config.max_top_n_tokens, config.log_text_chars, config.max_guided_bytes) == (10, 0, 65536)
     router = parse(RouterConfig, ["--tokenizer-path", "/models/x"])
     assert (router.max_sequence_length, router.otlp_service_name) == (

@@ -13,7 +13,7 @@ max-input-length max-total-tokens max-client-batch-size validation-workers paylo
 disable-grammar-support enable-prefill-logprobs waiting-served-ratio max-waiting-tokens
 max-batch-prefill-tokens max-batch-total-tokens max-batch-size cuda-graphs speculate lora-adapters
 watermark-gamma watermark-delta hostname port prometheus-port shard-uds-path master-addr master-port
-cuda-memory-fraction json-output otlp-endpoint otlp-service-name cors-allow-origin api-key ngrok
+cuda-memory-fraction json-output otlp-endpoint otlp-service-name api-key ngrok
 ngrok-authtoken ngrok-edge usage-stats graceful-termination-timeout env
 """.split()
 SHARED = """

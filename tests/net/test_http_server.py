@@ -11,8 +11,10 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from tgis.config.processes import RouterConfig
-from tgis.net import http_server
-from tgis.net.http_server import HttpConnection, LimitedRoute, RouteLimits, serve_http
+from tgis.net import http_connection
+from tgis.net.http_connection import ServerConfig
+from tgis.net.http_routes import LimitedRoute, RouteLimits
+from tgis.net.http_server import serve_http
 
 LIMIT_S = 0.2
 FEW = RouteLimits(LIMIT_S, 2)
@@ -46,8 +48,8 @@ ROUTES = [
 
 @pytest.fixture(autouse=True)
 def _usual_limits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_server, "PROBE_LIMITS", FEW)
-    monkeypatch.setattr(HttpConnection, "_limits", FEW)
+    monkeypatch.setattr(http_connection, "PROBE_LIMITS", FEW)
+    monkeypatch.setattr(ServerConfig, "fresh", FEW)
 
 
 @asynccontextmanager

@@ -228,7 +228,7 @@ def test_what_is_not_there_to_be_found_or_loaded(pair: Pair) -> None:
     with pytest.raises(grpc.RpcError) as caught:
         pair.stubs[0].Find(pb.FindRequest(kind=pb.CONTENT_KIND_PROMPT, id="a/c"), timeout=20)
     assert (caught.value.code(), caught.value.details()) == (
-        grpc.StatusCode.INVALID_ARGUMENT,
+        grpc.StatusCode.NOT_FOUND,
         "can't retrieve prompt prefix with id 'a/c': prefix id \"a/c\" not found",
     )
 

@@ -7,6 +7,7 @@ from typing import Any
 from tgis.config.aliases.alias import Alias
 from tgis.config.cuda_graphs import parse_graph_sizes
 from tgis.config.model import ENGINES_NOT_SERVED
+from tgis.config.network import HTTP_APIS
 from tgis.errors import OperatorError
 
 DEFAULT = "default"
@@ -88,6 +89,7 @@ def check(settings: Mapping[str, Setting]) -> list[str]:
     values = {name: setting.value for name, setting in settings.items()}
     _check_ports(values)
     _check_tls(values)
+    _check_http_api(values)
     _check_link(values, settings.get("num_shard"))
     _check_graphs(settings.get("cuda_graphs"))
     return _check_framework(values.get("deployment_framework"))
@@ -99,6 +101,24 @@ def _check_ports(values: Mapping[str, Any]) -> None:
     is_public = "grpc_port" in values and not values.get("headless") and not values.get("node_rank")
     if is_public and values["port"] == values["grpc_port"] != 0:
         raise SettingsError(f"port and grpc_port are both {values['port']}: HTTP and gRPC need a port each")
+
+
+def _check_http_api(values: Mapping[str, Any]) -> None:
+    names = [name.strip() for name in (values.get("http_api") or "").split(",") if name.strip()]
+    for name in names:
+        if name not in HTTP_APIS:
+            raise SettingsError(f"http_api: {name} is none of {', '.join(HTTP_APIS)}")
+    port = values.get("http_api_port")
+    if port is not None and not names:
+        raise SettingsError("http_api_port: no API is chosen with --http-api")
+    if port and port in (values.get("port"), values.get("grpc_port")):
+        raise SettingsError(f"http_api_port and another port are both {port}")
+    if not names or port is not None:
+        return
+    if values.get("tls_cert_path") and not values.get("http_tls"):
+        raise SettingsError("http_api: with --tls-cert-path, an API needs --http-tls or --http-api-port")
+    if values.get("tls_client_ca_cert_path"):
+        raise SettingsError("http_api: with --tls-client-ca-cert-path, an API needs --http-api-port")
 
 
 def _check_tls(values: Mapping[str, Any]) -> None:

@@ -4,6 +4,8 @@ from dataclasses import dataclass
 
 from tgis.config.option import Group, in_group, option
 
+HTTP_APIS = ("openai",)
+
 
 @in_group(Group.NETWORK)
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +25,25 @@ class PortOptions:
     )
     tls_client_ca_cert_path: str | None = option(
         "PEM file of clients' authorities; if set, clients must show a certificate.", None, group=Group.TLS
+    )
+    http_api: str | None = option(
+        "APIs served over HTTP beside gRPC, separated by commas: openai; unset: none.", None
+    )
+    http_api_port: int | None = option(
+        "Port of these APIs, with the gRPC port's certificates and authorities; 0 takes a free one; unset: "
+        "the HTTP port.",
+        None,
+        minimum=0,
+        maximum=65535,
+    )
+    max_http_connections: int = option(
+        "Most connections with a request to these APIs.", 1024, minimum=1, group=Group.LIMITS
+    )
+    cors_allow_origin: str | None = option(
+        "Origins, separated by commas, whose pages may call these APIs from a browser; * means all; unset: "
+        "none.",
+        None,
+        group=Group.TLS,
     )
     http_tls: bool = option(
         "Serve the HTTP port with the gRPC port's certificate too; its clients need none.",

@@ -31,14 +31,25 @@ class ServingOptions:
     max_concurrent_requests: int = option(
         "Most inputs in the service at once.", 512, minimum=1, refusal="max_concurrent_requests must be > 0"
     )
-    max_new_tokens: int = option(
-        "Upper bound of a request's max_new_tokens.",
-        1024,
+    max_new_tokens: int | None = option(
+        "Upper bound of a request's max_new_tokens; unset: 1024 over gRPC, and the sequence length over "
+        "other APIs.",
+        None,
         minimum=1,
         refusal="max_new_tokens ({value}) at least 1",
         is_common=True,
     )
     max_top_n_tokens: int = option("Upper bound of a request's top_n_tokens.", 10, minimum=1)
+    served_model_name: str | None = option(
+        "Names of the model for APIs that name it, separated by commas; unset: --model-name.",
+        None,
+        group=Group.MODEL,
+    )
+    chat_template: str | None = option(
+        "File of the template that makes a prompt of a chat, in Jinja2's language; unset: the model's.",
+        None,
+        group=Group.MODEL,
+    )
     tokenization_workers: int | None = option(
         "Threads that tokenize; calls with more than 32 KiB of text are tokenized in a process of their own. "
         "Unset: 1 to 8, by the number of cores.",

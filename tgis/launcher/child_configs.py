@@ -66,6 +66,7 @@ class ChildConfigs:
             "max_sequence_length": self._plan.max_sequence_length,
             # Without a name the router looks for one elsewhere. Without an endpoint no name is needed.
             "otlp_service_name": self.launcher.otlp_service_name if self.launcher.otlp_endpoint else None,
+            "served_model_name": self.launcher.served_model_name or self.launcher.model_name,
             "shard_addresses": str(addresses) if self.uses_tcp else None,
         }
         return self._derive(RouterConfig, own)

@@ -1,10 +1,13 @@
-"""Opens listening ports, with an error of one line if a port cannot be opened."""
+"""Opens listening ports, with an error of one line if a port cannot be opened, and sets up connections."""
 
+import asyncio
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from tgis.errors import OperatorError
+
+MAX_UNSENT_BYTES = 128 << 10  # in the kernel, for a client that does not read
 
 
 class PortError(OperatorError):
@@ -41,3 +44,14 @@ def _one_line_error(host: str, port: int) -> Iterator[None]:
         raise PortError(f"port {port} on {host} cannot be opened: {reason}") from error
     except UnicodeError as error:  # the host's name is invalid
         raise PortError(f"port {port} on {host} cannot be opened: the address is not valid") from error
+
+
+def watch_peer(transport: asyncio.Transport, keepalive_s: float) -> None:
+    """Let the kernel notice a client whose network is gone, and keep little for one that does not read."""
+    connection = transport.get_extra_info("socket")
+    answer_s = max(1, round(keepalive_s / 3 / 4))
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, max(1, round(keepalive_s)))
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, answer_s)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 4)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, MAX_UNSENT_BYTES)

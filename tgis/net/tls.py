@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import grpc
 from cryptography import x509
@@ -110,6 +110,29 @@ class Certificates:
 
         context = self.context
         context.sni_callback = renew  # called in every handshake, even if the client sends no name
+        return context
+
+    def client_port_context(self) -> ssl.SSLContext:
+        """Return a context as `renewing_context` does, of a port that asks clients for a certificate if there
+        is an authority. Raises CertificateError."""
+        make, known = mutual_server_context if self._files.ca else server_context, self.pem
+        try:
+            context = latest = make(known)
+        except OSError as error:
+            raise CertificateError(f"{self._prefix}: the files cannot be used: {error}") from error
+
+        def renew(connection: ssl.SSLObject, name: str, context: ssl.SSLContext) -> None:
+            nonlocal known, latest
+            self.refresh()
+            if known is not self.pem:
+                known = self.pem
+                try:
+                    latest = make(known)
+                except OSError as error:
+                    logger.error("the changed %s files are not used for HTTP: %s", self._name, error)
+            connection.context = latest
+
+        context.sni_callback = renew
         return context
 
     def credentials(self) -> grpc.ServerCredentials:
@@ -276,6 +299,15 @@ def mutual_client_context(pem: Pem) -> ssl.SSLContext:
     context = _context(pem, ssl.PROTOCOL_TLS_CLIENT)
     _trust(context, pem)
     return context
+
+
+def client_name(connection: ssl.SSLObject | None) -> str:
+    """Return the first alternative name of a client's certificate, else its common name, else nothing."""
+    certificate: dict[str, Any] = (connection.getpeercert() if connection is not None else None) or {}
+    for _, name in certificate.get("subjectAltName", ()):
+        return str(name)
+    names = dict(pair for part in certificate.get("subject", ()) for pair in part)
+    return str(names.get("commonName", ""))
 
 
 def _context(pem: Pem, protocol: int) -> ssl.SSLContext:

@@ -17,8 +17,8 @@ class TooLargeError(AdapterError):
 class AdapterNotFoundError(AdapterError):
     """Error for a name that does not exist or may not be read."""
 
-    def __init__(self) -> None:
-        super().__init__("not found")
+    def __init__(self, text: str = "not found") -> None:
+        super().__init__(text)
 
 
 class NotTunableError(AdapterError):

@@ -93,13 +93,15 @@ class AdapterStore:
         AdapterError with a text for the client, and OSError."""
         if kind == "adapter" and id not in self._named:
             if not (self._prompts or self._adapters):
-                raise AdapterError("adapter_id supplied but no adapter store was configured")
+                raise AdapterNotFoundError("adapter_id supplied but no adapter store was configured")
             if not _ADAPTER_ID.fullmatch(id):
                 rule = "must contain only alphanumeric, _ and - and /"
-                raise AdapterError(f"Invalid adapter id '{quote(id)}', {rule}")
+                raise AdapterNotFoundError(f"Invalid adapter id '{quote(id)}', {rule}")
         try:
             with self._take_turn(kind, id):
                 outcome = self._find(kind, id)
+        except AdapterNotFoundError as error:
+            raise AdapterNotFoundError(_explain(kind, id, error)) from error
         except AdapterError as error:
             raise AdapterError(_explain(kind, id, error)) from error
         if isinstance(outcome, str):

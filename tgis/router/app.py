@@ -6,6 +6,7 @@ import gc
 import logging
 import signal
 from collections.abc import Callable, Coroutine
+from contextlib import AsyncExitStack
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -14,16 +15,17 @@ import grpc
 import uvloop
 from grpc_health.v1 import health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
+from starlette.routing import Route
 
 from tgis.config.processes import RouterConfig
 from tgis.config.serving import SERVICE_NAME
-from tgis.net.http_server import serve_http
 from tgis.net.ports import PortError, reserve
 from tgis.net.tls import Certificates, port_certificates
 from tgis.pb.generation_pb2_grpc import add_GenerationServiceServicer_to_server
 from tgis.process.child import GIVE_UP
 from tgis.process.memory_release import MemoryRelease
-from tgis.router.api.grpc.auth_interceptor import AuthInterceptor, BearerTokens, warn_if_unprotected
+from tgis.router.api.bearer_tokens import BearerTokens
+from tgis.router.api.grpc.auth_interceptor import AuthInterceptor, warn_if_unprotected
 from tgis.router.api.grpc.error_interceptor import ErrorInterceptor
 from tgis.router.api.grpc.health import NAME as HEALTH
 from tgis.router.api.grpc.health import Health
@@ -31,8 +33,13 @@ from tgis.router.api.grpc.refusal_pacing import RefusalPacing
 from tgis.router.api.grpc.server_options import grpc_options
 from tgis.router.api.grpc.servicer import GenerationServicer
 from tgis.router.api.grpc.slow_clients import SlowClients
-from tgis.router.api.http.metrics_app import http_app
+from tgis.router.api.http.openai.models import Models, served_names
+from tgis.router.api.http.openai.routes import openai_routes
+from tgis.router.api.http.openai.service_parts import OpenAiApi
+from tgis.router.api.http.ports import HttpPorts
 from tgis.router.api.service import GenerationService
+from tgis.router.chat.renderer import ChatRenderer
+from tgis.router.chat.template import load_template
 from tgis.router.engine.concurrency import ConcurrencyLimit
 from tgis.router.engine.handle import EngineHost, EngineInfo
 from tgis.router.engine.local_engine import LocalEngine
@@ -40,7 +47,9 @@ from tgis.router.grammar.compiler import GrammarCompiler
 from tgis.router.metrics.metrics import MetricLimits, Metrics
 from tgis.router.metrics.resource_counts import check_balance, count_descriptors
 from tgis.router.requests.accounting import Accounting
-from tgis.router.requests.tracing import SERVICE, open_tracing
+from tgis.router.requests.doors import FMAAS, OPENAI
+from tgis.router.requests.span_protocols import SERVICE
+from tgis.router.requests.tracing import open_tracing
 from tgis.router.requests.validation import RequestLimits, Validator
 from tgis.router.text.detokenizer import Vocabulary
 from tgis.router.text.tokenizer import Tokenizer
@@ -86,9 +95,13 @@ class _Router:
         self._vocabulary = cache(partial(Vocabulary, self._tokenizer, config.output_special_tokens))
         self._vocabulary(True)  # refuses an unsupported kind of tokenizer before the shards have loaded
         self._engine = open_engine(config, self._metrics, self._health.set)
+        self._limits = _limits(config)
         self._service = self._build_service()
         self._server = self._build_server()
-        self._http = http_app(lambda: self._health.is_ready, self._metrics)
+        self._renderer = self._open_renderer()
+        self._http = HttpPorts(
+            config, lambda: self._health.is_ready, self._metrics, self._api_routes(), self._certificates
+        )
 
     def _build_service(self) -> GenerationService:
         config, metrics, engine = self._config, self._metrics, self._engine.handle
@@ -98,12 +111,39 @@ class _Router:
         metrics.resource_counts["tokenize permit"] = tokenize_concurrency.resource_count
         return GenerationService(
             engine,
-            Validator(self._tokenizer, _limits(config), self._grammar_compiler, metrics, engine.info),
+            Validator(self._tokenizer, self._limits, self._grammar_compiler, metrics, engine.info),
             self._tokenizer,
             self._vocabulary,
             tokenize_concurrency,
             Accounting(metrics, self._tracing, config.log_text_chars),
         )
+
+    def _open_renderer(self) -> ChatRenderer:
+        """Return the renderer of chats. Raises StartupError."""
+        config = self._config
+        template = (
+            load_template(Path(config.tokenizer_path), config.chat_template) if config.http_api else None
+        )
+        return ChatRenderer(template, metrics=self._metrics)
+
+    def _api_routes(self) -> list[Route] | None:
+        if not self._config.http_api:
+            return None
+        config, engine = self._config, self._engine.handle
+        names = served_names(config.served_model_name, config.tokenizer_path)
+        api = OpenAiApi(
+            self._service,
+            self._tokenizer,
+            self._renderer,
+            Models(
+                names,
+                config.max_sequence_length,
+                adapter_ids=lambda: engine.info().preloaded_adapter_ids,
+            ),
+            self._vocabulary(True),
+            self._limits,
+        )
+        return openai_routes(api)
 
     def _build_server(self) -> grpc.aio.Server:
         config, failures = self._config, self._metrics.request_failure
@@ -129,7 +169,7 @@ class _Router:
         reserved = reserve(config.bind, config.grpc_port)
         host, grpc_port, *_ = reserved.getsockname()
         warn_if_unprotected(config, host)
-        async with serve_http(self._http, config, self._certificates) as http_port:
+        async with self._http.serve() as http_port, AsyncExitStack() as stack:
             try:
                 if not await self._unless_draining(self._engine.start()):
                     return
@@ -138,17 +178,17 @@ class _Router:
                 self._vocabulary(not info.is_encoder_decoder)  # so that the first request need not wait
                 _open_grpc_port(self._server, config.bind, grpc_port, self._certificates)
                 await self._server.start()
+                api_port = await stack.enter_async_context(self._http.serve_api())
                 gc.collect()
                 gc.freeze()  # no later garbage collection scans the objects that exist now
-                logger.info(
-                    "serving gRPC on %s:%d, HTTP on %s:%d", config.bind, grpc_port, config.bind, http_port
-                )
+                _log_ports(config, grpc_port, http_port, api_port)
                 await self._run()
             finally:
                 reserved.close()
                 await self._engine.close()
                 self._tokenizer.close()
                 self._grammar_compiler.close()
+                self._renderer.close()
                 await asyncio.to_thread(self._tracing.close)
 
     def _on_signal(self) -> None:
@@ -211,32 +251,44 @@ class _Router:
 
     async def _stop(self, timeout_s: float) -> None:
         """Refuse new calls at once, and wait until a second signal for generations but no other streams."""
-        stopping = asyncio.create_task(self._server.stop(timeout_s))
+        stopping = asyncio.create_task(self._stop_ports(timeout_s))
         idle = asyncio.create_task(self._service.is_idle.wait())
         aborting = asyncio.create_task(self._aborting.wait())
         await asyncio.wait((stopping, idle, aborting), return_when=asyncio.FIRST_COMPLETED)
         await asyncio.wait((stopping, aborting), timeout=LAST_ANSWERS_S, return_when=asyncio.FIRST_COMPLETED)
         for task in (idle, aborting):
             task.cancel()
+        self._http.cut()
         await self._server.stop(0)
         await stopping
+
+    async def _stop_ports(self, timeout_s: float) -> None:
+        """Refuse new calls, and cut those that are left after the time limit."""
+        await asyncio.gather(self._server.stop(timeout_s), self._http.stop(timeout_s))
 
 
 def _metric_limits(config: RouterConfig) -> MetricLimits:
     assert config.max_sequence_length is not None, "the launcher says how long a sequence may be"
-    max_new_tokens = min(config.max_new_tokens, config.max_sequence_length - 1)
-    return MetricLimits(config.max_sequence_length, max_new_tokens, config.max_batch_size)
+    room = config.max_sequence_length - 1
+    usual = OPENAI.max_new_tokens if config.http_api else FMAAS.max_new_tokens
+    most = min(config.max_new_tokens or usual or room, room)
+    return MetricLimits(config.max_sequence_length, most, config.max_batch_size)
+
+
+def _log_ports(config: RouterConfig, grpc_port: int, http_port: int, api_port: int | None) -> None:
+    named = [("gRPC", grpc_port), ("HTTP", http_port), (f"{config.http_api} API", api_port)]
+    places = ", ".join(f"{name} on {config.bind}:{port}" for name, port in named if port is not None)
+    logger.info("serving %s", places)
 
 
 def _limits(config: RouterConfig) -> RequestLimits:
-    limits = _metric_limits(config)
-    if limits.max_new_tokens < config.max_new_tokens:
-        logger.warning(
-            "max_new_tokens is reduced to %d, the maximum sequence length minus one", limits.max_new_tokens
-        )
+    assert config.max_sequence_length is not None, "the launcher says how long a sequence may be"
+    most, room = config.max_new_tokens, config.max_sequence_length - 1
+    if most is not None and room < most:
+        logger.warning("max_new_tokens is reduced to %d, the maximum sequence length minus one", room)
     return RequestLimits(
-        max_sequence_length=limits.max_sequence_length,
-        max_new_tokens=limits.max_new_tokens,
+        max_sequence_length=config.max_sequence_length,
+        max_new_tokens=most if most is None else min(most, room),
         max_top_n_tokens=config.max_top_n_tokens,
         max_guided_bytes=config.max_guided_bytes,
         include_stop_sequence=config.default_include_stop_seqs,

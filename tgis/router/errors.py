@@ -2,7 +2,9 @@
 
 RouterError
 ├── RequestError        INVALID_ARGUMENT    the request is wrong; the text is the contract's
-│   └── QuotingError                        the same; logs show its text only up to the first colon
+│   ├── QuotingError                        the same; logs show its text only up to the first colon
+│   └── NotFoundError                       the same; the request names an adapter that does not exist
+├── PayloadTooLargeError INVALID_ARGUMENT   the request has too many bytes
 ├── OverloadedError     RESOURCE_EXHAUSTED  no room now, try again
 ├── SlowClientError     RESOURCE_EXHAUSTED  the client does not read its answer
 ├── UnavailableError    UNAVAILABLE         shutting down, or the shards stayed away too long
@@ -36,6 +38,8 @@ class RouterError(Exception):
     """Base of the router's errors. Clients see the text, so it contains no prompt, no cause and no path."""
 
     code = Code.INTERNAL
+    is_logged = False
+    """True once a line of the log tells of it."""
 
     @property
     def log_text(self) -> str:
@@ -53,6 +57,17 @@ class QuotingError(RequestError):
     @property
     def log_text(self) -> str:
         return str(self).partition(":")[0]
+
+
+class NotFoundError(RequestError):
+    """Request error for an adapter that does not exist."""
+
+
+class PayloadTooLargeError(RouterError):
+    code = Code.INVALID_ARGUMENT
+
+    def __init__(self, most: int) -> None:
+        super().__init__(f"the request has more than {most} bytes")
 
 
 class OverloadedError(RouterError):

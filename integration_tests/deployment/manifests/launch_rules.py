@@ -116,6 +116,7 @@ def ports_are_served(objects: list[Object]) -> Iterator[str]:
                 "http1": config.port,
                 "grpc": config.grpc_port,
                 "h2c": config.grpc_port,
+                "openai": config.http_api_port,
             }
             for port in container.get("ports", []):
                 if served.get(port["name"]) != port["containerPort"]:

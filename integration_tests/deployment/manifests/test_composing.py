@@ -41,6 +41,7 @@ def problems_of(objects: list[Object]) -> list[str]:
         ("autoscale-keda", "gpu-1"),
         ("gpu-2", "autoscale-hpa"),
         ("autoscale-keda", "gpu-8"),
+        ("cpu", "openai"),
     ],
 )
 def test_components_go_together(first: str, last: str, tmp_path: Path) -> None:
@@ -48,7 +49,16 @@ def test_components_go_together(first: str, last: str, tmp_path: Path) -> None:
 
 
 def test_every_component_goes_with_others() -> None:
-    assert {*ALWAYS, "cpu", "gpu-1", "gpu-2", "gpu-8", "autoscale-hpa", "autoscale-keda"} == COMPONENTS
+    assert {
+        *ALWAYS,
+        "cpu",
+        "gpu-1",
+        "gpu-2",
+        "gpu-8",
+        "autoscale-hpa",
+        "autoscale-keda",
+        "openai",
+    } == COMPONENTS
 
 
 def test_services_of_one_namespace_are_told_apart(tmp_path: Path) -> None:

@@ -28,7 +28,13 @@ from scripts.prometheus import promtool as run_promtool
 pytestmark = pytest.mark.deploy
 
 FROM_PROMETHEUS = {"up"}  # series that a scrape's outcome makes
-OF_GPUS = {"tgi_steps_by_path_total": {"path"}, "tgi_replaced_kernels": {"kernel"}}  # and their labels
+# Series that a CPU or a service without an API over HTTP does not have, and their labels.
+ABSENT = {
+    "tgi_steps_by_path_total": {"path"},
+    "tgi_replaced_kernels": {"kernel"},
+    "tgi_http_api_request_count_total": {"api", "route", "code"},
+    "tgi_chat_template_failure_total": {"err"},
+}
 FROM_TARGETS = {"namespace", "pod", "job", "instance"}  # labels that a scrape configuration gives
 # Values of labels that no test brings about here; each has one elsewhere.
 RARE = {
@@ -36,12 +42,16 @@ RARE = {
     ("err", "timeout"): "a time limit that passes in the queue",
     ("err", "slow_reader"): "a client that does not read for a minute",
     ("err", "unauthenticated"): "needs --auth-tokens-path",
+    ("code", "5.."): "a defect, or shards that stay away",
 }
 # Panels that show nothing while all is well.
 EMPTY = {
     "Certificate expires in A": "this service has no certificate",
     "Steps of GPUs per second, by path A": "a CPU computes",
     "GPU kernels that are replaced A": "a CPU computes",
+    "Answers by status A": "no API is served over HTTP",
+    "Answers by route A": "no API is served over HTTP",
+    "Chats that were not rendered A": "no API is served over HTTP",
 }
 NEVER = "vector(1) > 2"
 ALWAYS = 'group without (kind, method, err, le) ({__name__=~"tgi_.+|up"})'
@@ -136,14 +146,10 @@ def find_unknown(expressions: list[Expression], shown: dict[str, Metric]) -> lis
     problems = []
     for one in expressions:
         series = set().union(*(recorded[name].series if name in recorded else {name} for name in one.series))
-        problems += [
-            f"{one.where}: {name}" for name in series - set(shown) - FROM_PROMETHEUS - OF_GPUS.keys()
-        ]
+        problems += [f"{one.where}: {name}" for name in series - set(shown) - FROM_PROMETHEUS - ABSENT.keys()]
         samples = [s for name in series & set(shown) for s in shown[name].samples if s.name == name]
         pairs = {pair for sample in samples for pair in sample.labels.items()}
-        labels = {label for label, _ in pairs}.union(
-            FROM_TARGETS, *(OF_GPUS.get(name, ()) for name in series)
-        )
+        labels = {label for label, _ in pairs}.union(FROM_TARGETS, *(ABSENT.get(name, ()) for name in series))
         problems += [f"{one.where}: label {label}" for label in one.labels - labels]
         problems += [
             f"{one.where}: {label}={value}"

@@ -7,9 +7,8 @@ import os
 import random
 import re
 import signal
-import subprocess
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +18,18 @@ from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
 from tests.support.router.grammars import DEEP_RULES, SLOW
 from tests.support.tokenizers.trained import write_byte_level
+from tests.support.worker_processes import children
 from tgis.pb import generation_pb2 as pb
 from tgis.router.api.grpc.messages import read_guided
 from tgis.router.errors import RequestError
-from tgis.router.grammar.compiler import CACHE_SIZE, MAX_CHOICES, Constraint, GrammarCompiler, read_constraint
+from tgis.router.grammar.compiler import (
+    CACHE_SIZE,
+    MAX_CHOICES,
+    WORKER,
+    Constraint,
+    GrammarCompiler,
+    read_constraint,
+)
 from tgis.router.grammar.worker import ByteVocabulary
 
 Decoding = pb.DecodingParameters
@@ -359,25 +366,14 @@ async def test_the_loop_goes_on_while_hostile_texts_are_compiled(grammars: Gramm
     assert max(gaps) < 0.5
 
 
-def children() -> Iterator[int]:
-    """The compiling processes of this one."""
-    listed = subprocess.run(
-        ["ps", "-o", "pid=,args=", "--ppid", str(os.getpid())], capture_output=True, text=True
-    )
-    for line in listed.stdout.splitlines():
-        pid, _, command = line.strip().partition(" ")
-        if "tgis.router.grammar.worker" in command:
-            yield int(pid)
-
-
 async def test_a_killed_process_is_replaced_and_none_is_left_behind() -> None:
     grammars = GrammarCompiler()
-    assert list(children()) == [], "none before it is needed"
+    assert list(children(WORKER)) == [], "none before it is needed"
     await compile_text(grammars, Decoding(regex="a"))
-    [child] = children()
+    [child] = children(WORKER)
     os.kill(child, signal.SIGKILL)
     assert matches(await compile_text(grammars, Decoding(regex="c")), "c")
-    [other] = children()
+    [other] = children(WORKER)
     assert other != child
     grammars.close()
-    assert list(children()) == []
+    assert list(children(WORKER)) == []

@@ -24,6 +24,7 @@ from tgis.router.errors import (
 )
 from tgis.router.events import InputTokens, Output, Timings
 from tgis.router.requests.call import GenerationCall, Parameters
+from tgis.router.requests.doors import FMAAS, OPENAI
 from tgis.router.requests.request_log import CallLog, InputLog, correlation_id
 from tgis.router.sequence import Stopping, StopReason
 from tgis.sampling_parameters import Sampling
@@ -337,6 +338,33 @@ def test_what_follows_the_end_is_not_logged(lines: Lines) -> None:
 )
 def test_correlation_ids(metadata: list[tuple[str, str | bytes]], expected: str) -> None:
     assert correlation_id(metadata) == expected
+
+
+@pytest.mark.parametrize(
+    ("metadata", "expected"),
+    [
+        ([("x-request-id", "request-1")], "request-1"),
+        ([("x-request-id", "request-1"), ("x-correlation-id", "abc")], "abc"),
+        ([("x-request-id", "é")], "<non-ascii>"),
+        ([], "<none>"),
+    ],
+)
+def test_a_request_id_stands_in_for_a_correlation_id_over_http(
+    metadata: list[tuple[str, str]], expected: str
+) -> None:
+    assert correlation_id(metadata, OPENAI) == expected
+    if "x-correlation-id" not in dict(metadata):
+        assert correlation_id(metadata, FMAAS) == "<none>"
+
+
+def test_a_line_of_a_call_over_http_names_door_path_and_model(lines: Lines) -> None:
+    call = replace(call_of(single(MARKER)), door=OPENAI, method="Completion", model_id="m" * 200)
+    log = CallLog(call, "c")
+    log.accept()
+    finish(log, StopReason.EOS_TOKEN, MARKER)
+    [line] = lines.objects
+    assert (line["door"], line["method"], line["model"]) == ("openai", "Completion", "m" * 128)
+    assert MARKER not in "\n".join(lines.texts)
 
 
 def test_ids_cannot_forge_and_are_shortened(lines: Lines) -> None:

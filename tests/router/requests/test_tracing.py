@@ -23,17 +23,21 @@ from tgis.pb.generation_pb2_grpc import (
     add_GenerationServiceServicer_to_server,
 )
 from tgis.router.api.grpc.messages import read_batch, read_single
+from tgis.router.api.http.openai.errors import describe
 from tgis.router.engine.handle import SequenceSpec
 from tgis.router.errors import (
     GenerationError,
+    NotFoundError,
     OverloadedError,
     RequestError,
     RouterError,
+    SlowClientError,
     StartupError,
     UnavailableError,
 )
 from tgis.router.events import Output, Timings
-from tgis.router.requests.call import Parameters
+from tgis.router.requests.call import GenerationCall, Parameters
+from tgis.router.requests.doors import FMAAS, OPENAI
 from tgis.router.requests.otlp import CLOSE_S, MAX_BATCH_SPANS, MAX_QUEUED_SPANS
 from tgis.router.requests.request_log import correlation_id
 from tgis.router.requests.tracing import Tracing, open_tracing
@@ -70,7 +74,7 @@ def ended(
 
 
 def one_call(tracing: Tracing, **metadata: str) -> None:
-    with tracing.call("Generate", metadata.items()) as span:
+    with tracing.call(FMAAS, "Generate", metadata.items()) as span:
         span.set_call(read_single(single()), "r1", "<none>")
         span.finish(*ended(1, 1, StopReason.MAX_TOKENS, 0.0, 0.1, 0.2))
 
@@ -93,7 +97,7 @@ def test_a_call_as_the_collector_sees_it(collector: tuple[Collector, str]) -> No
         decoding=pb.DecodingParameters(regex=SECRET),
     )
     before = time.time_ns()
-    with tracing.call("Generate", metadata) as span:
+    with tracing.call(FMAAS, "Generate", metadata) as span:
         span.set_call(read_batch(request), "request-1", "correlation-1")
         span.finish(*ended(5, 3, StopReason.EOS_TOKEN, 0.5, 0.75, 1.0, num_cached=4))
         span.finish(*ended(2, 8, StopReason.MAX_TOKENS, 0.25, 1.5, 2.0, num_cached=1))
@@ -160,7 +164,7 @@ def test_parameters_beside_the_messages(collector: tuple[Collector, str]) -> Non
     )
     plain = read_single(single())
     for call in (replace(plain, parameters=params, tenant="team-7"), plain):
-        with tracing.call("Generate", ()) as span:
+        with tracing.call(FMAAS, "Generate", ()) as span:
             span.set_call(call, "r", "c")
     tracing.close()
     told, bare = (values(each.attributes) for each in servicer.spans)
@@ -195,7 +199,7 @@ def test_an_error_becomes_the_status(
 ) -> None:
     servicer, address = collector
     tracing = open_tracing(address, "s")
-    with suppress(type(error)), tracing.call("Generate", ()) as span:
+    with suppress(type(error)), tracing.call(FMAAS, "Generate", ()) as span:
         span.set_call(read_single(single()), "r", "c")
         raise error
     tracing.close()
@@ -209,12 +213,105 @@ def test_an_error_becomes_the_status(
     assert SECRET.encode() not in read.SerializeToString()
 
 
+def openai_call(kind: str = "single") -> GenerationCall:
+    return replace(
+        read_single(single()),
+        method="ChatCompletion",
+        kind=kind,
+        metadata=((":scheme", "https"), ("traceparent", TRACEPARENT)),
+        model_id="a-model",
+        door=OPENAI,
+    )
+
+
+def test_a_call_over_http_as_the_collector_sees_it(collector: tuple[Collector, str]) -> None:
+    """Attributes of OpenTelemetry's conventions for HTTP servers, and none of those for RPC."""
+    servicer, address = collector
+    tracing, call = open_tracing(address, "s"), openai_call()
+    with tracing.call(call.door, call.method, call.metadata) as span:
+        span.set_call(call, "r", "c")
+        span.finish(*ended(5, 3, StopReason.EOS_TOKEN, 0.5, 0.75, 1.0))
+    with tracing.call(OPENAI, "Tokenize", [("user-agent", "x")]):
+        pass
+    tracing.close()
+    read, tokenize = servicer.spans
+    assert (read.name, read.kind) == ("POST /v1/chat/completions", SERVER_SPAN)
+    assert (read.trace_id.hex(), read.parent_span_id.hex()) == (TRACE_ID, PARENT_ID)
+    attributes = values(read.attributes)
+    told = {key: value for key, value in attributes.items() if not key.startswith(("gen_ai.", "tgis."))}
+    assert told == {
+        "http.request.method": "POST",
+        "http.route": "/v1/chat/completions",
+        "url.path": "/v1/chat/completions",
+        "url.scheme": "https",
+        "http.response.status_code": 200,
+    }
+    assert attributes["gen_ai.operation.name"] == "chat"
+    assert (tokenize.name, values(tokenize.attributes)["url.scheme"]) == ("POST /tokenize", "http")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RequestError(SECRET),
+        NotFoundError(SECRET),
+        OverloadedError(SECRET),
+        SlowClientError(),
+        UnavailableError(SECRET),
+        GenerationError(SECRET),
+        KeyError(SECRET),
+    ],
+)
+def test_an_error_over_http_becomes_the_status_that_the_client_gets(
+    collector: tuple[Collector, str], error: Exception
+) -> None:
+    servicer, address = collector
+    tracing, status = open_tracing(address, "s"), describe(error)[0]
+    for kind in ("single", "stream"):
+        call = openai_call(kind)
+        with suppress(type(error)), tracing.call(call.door, call.method, call.metadata) as span:
+            span.set_call(call, "r", "c")
+            raise error
+    tracing.close()
+    for read in servicer.spans:
+        attributes = values(read.attributes)
+        assert (attributes["http.response.status_code"], attributes["error.type"]) == (status, str(status))
+        assert (read.status.code == trace_pb2.Status.STATUS_CODE_ERROR) == (status >= 500)
+        assert SECRET.encode() not in read.SerializeToString()
+
+
+def test_what_ends_an_answer_over_http_that_has_begun(collector: tuple[Collector, str]) -> None:
+    """A stream has sent its status by then; a client that leaves before gets none."""
+    servicer, address = collector
+    tracing = open_tracing(address, "s")
+    ends = [("stream", GenerationError(SECRET)), ("stream", asyncio.CancelledError())]
+    for kind, error in [*ends, ("single", asyncio.CancelledError())]:
+        call = openai_call(kind)
+        with suppress(type(error)), tracing.call(call.door, call.method, call.metadata) as span:
+            span.set_call(call, "r", "c")
+            span.accept()
+            raise error
+    tracing.close()
+    told = [values(read.attributes) for read in servicer.spans]
+    assert [(one.get("http.response.status_code"), one["error.type"]) for one in told] == [
+        (200, "INTERNAL"),
+        (200, "CANCELLED"),
+        (None, "CANCELLED"),
+    ]
+    codes = trace_pb2.Status
+    assert [read.status.code for read in servicer.spans] == [
+        codes.STATUS_CODE_ERROR,
+        codes.STATUS_CODE_UNSET,
+        codes.STATUS_CODE_UNSET,
+    ]
+
+
 async def test_a_stream_that_is_left_is_cancelled(collector: tuple[Collector, str]) -> None:
     servicer, address = collector
     tracing = open_tracing(address, "s")
 
     async def answers() -> AsyncIterator[int]:
-        with tracing.call("GenerateStream", ()):
+        with tracing.call(FMAAS, "GenerateStream", ()):
             yield 1
             yield 2
 
@@ -238,7 +335,7 @@ class Answers(GenerationServiceServicer):
     ) -> pb.ModelInfoResponse:
         metadata = context.invocation_metadata()
         self.correlation_ids.append(correlation_id(metadata))
-        with self.tracing.call("ModelInfo", metadata):
+        with self.tracing.call(FMAAS, "ModelInfo", metadata):
             return pb.ModelInfoResponse()
 
 
@@ -310,7 +407,7 @@ def test_two_parents_are_none(collector: tuple[Collector, str]) -> None:
     servicer, address = collector
     tracing = open_tracing(address, "s")
     other = TRACEPARENT.replace("b7ad", "c8be")
-    with tracing.call("Generate", [("traceparent", TRACEPARENT), ("traceparent", other)]):
+    with tracing.call(FMAAS, "Generate", [("traceparent", TRACEPARENT), ("traceparent", other)]):
         pass
     tracing.close()
     [read] = servicer.spans
@@ -335,7 +432,7 @@ def test_extreme_values_reach_the_collector(collector: tuple[Collector, str]) ->
         stopping=pb.StoppingCriteria(max_new_tokens=2**32 - 1),
     )
     request.model_id = "\0" * 1_000_000
-    with tracing.call("Generate", ()) as span:
+    with tracing.call(FMAAS, "Generate", ()) as span:
         span.set_call(read_batch(request), "r", "\u202e" * 100_000)
         for _ in range(1000):
             span.finish(*ended(1, 1, StopReason.MAX_TOKENS, 0.0, 0.0, 0.0))
@@ -399,7 +496,7 @@ def test_the_queue_is_bounded(collector: tuple[Collector, str], caplog: pytest.L
     tracing = open_tracing(address, "s")
     with caplog.at_level(logging.DEBUG):
         for _ in range(MAX_QUEUED_SPANS + 2 * MAX_BATCH_SPANS):
-            with tracing.call("ModelInfo", ()):
+            with tracing.call(FMAAS, "ModelInfo", ()):
                 pass
         assert servicer.asked.wait(5)
         servicer.open_gate.set()
@@ -452,9 +549,10 @@ def run_python(script: str) -> str:
 def test_without_an_endpoint_neither_sdk_nor_exporter_is_imported() -> None:
     script = """
 import sys
+from tgis.router.requests.doors import FMAAS
 from tgis.router.requests.tracing import open_tracing
 tracing = open_tracing(None, "s")
-with tracing.call("Generate", ()) as span:
+with tracing.call(FMAAS, "Generate", ()) as span:
     span.set_call(None, "", "")
     span.finish(None, None)
 tracing.close()
@@ -485,5 +583,5 @@ except StartupError as error:
 
 
 def test_no_span_hides_no_error() -> None:
-    with pytest.raises(KeyError), Tracing().call("Generate", ()):
+    with pytest.raises(KeyError), Tracing().call(FMAAS, "Generate", ()):
         raise KeyError

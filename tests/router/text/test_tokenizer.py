@@ -14,7 +14,7 @@ from tests.support.tokenizers.decoder_kinds import ALPHABET, KINDS
 from tests.support.tokenizers.trained import write_byte_fallback, write_byte_level
 from tgis.pb import generation_pb2 as pb
 from tgis.router.errors import RequestError, StartupError
-from tgis.router.text.tokenization import TokenIds, TokenizeOptions, byte_offsets
+from tgis.router.text.tokenization import TokenIds, TokenizeOptions, byte_offsets, tokenize_job
 from tgis.router.text.tokenizer import LONG_TEXT_BYTES, Tokenizer
 
 TEXT = "The fox, naïve 東京 🙂\r\n e\u0301 👩\u200d👩\u200d👧 fox"
@@ -202,7 +202,7 @@ async def tokenize(tokenizer: Tokenizer, texts: list[str], truncated: int = 0) -
     request = pb.BatchedTokenizeRequest(
         requests=requests, return_tokens=True, return_offsets=True, truncate_input_tokens=truncated
     )
-    answer, num_tokens = await tokenizer.tokenize(request, TokenizeOptions(), "a")
+    answer, num_tokens = await tokenizer.tokenize(tokenize_job(request, TokenizeOptions()), "a")
     responses = list(pb.BatchedTokenizeResponse.FromString(answer).responses)
     assert num_tokens == sum(response.token_count for response in responses)
     return responses

@@ -17,7 +17,7 @@ from tests.support.prompt_files import REQUIRED, age, save_lora
 from tgis.pb import shard_pb2 as pb
 from tgis.pb.shard_pb2_grpc import ShardServiceStub
 from tgis.prompts.artifact_cache import ArtifactCache, Kind
-from tgis.prompts.errors import AdapterError, MissingArtifactError
+from tgis.prompts.errors import AdapterError, AdapterNotFoundError, MissingArtifactError
 from tgis.prompts.store import AdapterStore, ArtifactInfo
 from tgis.router.shards.artifact_transfer import copy_artifact
 from tgis.shard.adapters.registry import LoadedAdapter, LoadedAdapters, LoadedPrompt
@@ -29,6 +29,7 @@ PROMPT = LoadedPrompt(torch.ones(2, 4), torch.empty(0, 4))
 Code = grpc.StatusCode
 ERRORS = [
     (AdapterError("it is odd"), Code.INVALID_ARGUMENT, "it is odd"),
+    (AdapterNotFoundError("it is nowhere"), Code.NOT_FOUND, "it is nowhere"),
     (MissingArtifactError("abc"), Code.NOT_FOUND, "no copy is kept"),
     (MemoryError(), Code.RESOURCE_EXHAUSTED, "out of memory"),
     (torch.OutOfMemoryError("secret"), Code.RESOURCE_EXHAUSTED, "out of memory"),

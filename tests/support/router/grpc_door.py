@@ -18,7 +18,8 @@ from tgis.net.tls import Certificates, TlsFiles
 from tgis.pb import shard_pb2
 from tgis.pb.generation_pb2_grpc import GenerationServiceStub, add_GenerationServiceServicer_to_server
 from tgis.process.memory_release import MemoryRelease
-from tgis.router.api.grpc.auth_interceptor import AuthInterceptor, BearerTokens
+from tgis.router.api.bearer_tokens import BearerTokens
+from tgis.router.api.grpc.auth_interceptor import AuthInterceptor
 from tgis.router.api.grpc.error_interceptor import ErrorInterceptor
 from tgis.router.api.grpc.refusal_pacing import RefusalPacing
 from tgis.router.api.grpc.server_options import grpc_options

@@ -92,7 +92,7 @@ class ShelfOfShard:
             fail(context, library.errors[-1, request.id])
         item = library.store.get((request.kind, request.id))
         if item is None:
-            fail(context, (grpc.StatusCode.INVALID_ARGUMENT, TEXTS[request.kind].format(request.id)))
+            fail(context, (grpc.StatusCode.NOT_FOUND, TEXTS[request.kind].format(request.id)))
         with library.lock:
             is_full = item.digest not in library.copies and len(library.copies) >= library.max_copies
             if not is_full:

@@ -50,7 +50,6 @@ WITHOUT_EFFECT = (
     Alias("enable_prefill_logprobs", why="a request may always ask for them", switch=True),
     Alias("waiting_served_ratio", why=CHUNKED),
     Alias("prometheus_port", why="metrics are on the HTTP port"),
-    Alias("cors_allow_origin", why="no browser can call gRPC"),
     Alias("usage_stats", why="this service never reports to anyone"),
     Alias("ngrok_authtoken", why=NO_TUNNEL),
     Alias("ngrok_edge", why=NO_TUNNEL),

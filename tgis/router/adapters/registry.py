@@ -15,6 +15,7 @@ from tgis.router.adapters.residency import AdapterEntry, AdapterResidency
 from tgis.router.errors import (
     Code,
     GenerationError,
+    NotFoundError,
     OverloadedError,
     RequestError,
     RouterError,
@@ -208,7 +209,7 @@ class AdapterLease:
         try:
             if len(adapter_id.encode()) > MAX_ID_BYTES:  # such an id would not fit into a status
                 shown = adapter_id.encode()[:MAX_ID_BYTES].decode(errors="ignore")
-                raise RequestError(_text(kind, shown, UNKNOWN[kind].format(shown)))
+                raise NotFoundError(_text(kind, shown, UNKNOWN[kind].format(shown)))
             entry = await self._find_and_load(kind, adapter_id)
         except RouterError:
             self.registry.residency.caches[kind].metrics.load_failure.add()
@@ -224,6 +225,8 @@ class AdapterLease:
         try:
             found = await self.registry.find(kind, adapter_id)
         except AdapterCallError as error:
+            if error.code is grpc.StatusCode.NOT_FOUND:
+                raise NotFoundError(error.details) from error
             raise self._refusal(kind, adapter_id, error, error.details) from error
         if found.kind is not kind and self.adapter_id is not None:
             self.registry.residency.forget(found)

@@ -3,23 +3,23 @@ Doors translate from its protocol and back."""
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Hashable
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from tgis.pb import generation_pb2 as pb
 from tgis.router.engine.concurrency import ConcurrencyLimit
 from tgis.router.engine.handle import EngineHandle, SequenceSpec, Ticket
 from tgis.router.errors import RequestError
 from tgis.router.events import Ended, InputTokens, Output
 from tgis.router.requests.accounting import Accounting, CallAccount, Record
 from tgis.router.requests.call import GenerationCall, Metadata
+from tgis.router.requests.doors import FMAAS, Door
 from tgis.router.requests.validation import CallParameters, Validator
 from tgis.router.sequence import TokenDetail
 from tgis.router.text.detokenizer import Vocabulary
 from tgis.router.text.stop_sequences import TextStream
-from tgis.router.text.tokenization import TokenizeOptions
+from tgis.router.text.tokenization import TokenizeJob
 from tgis.router.text.tokenizer import Tokenizer
 
 
@@ -102,35 +102,33 @@ class GenerationService:
             return results
 
     @asynccontextmanager
-    async def stream(self, call: GenerationCall) -> AsyncIterator[Stream]:
-        """Admit a call with one text, and generate while the context is open. An exception that leaves the
-        context is what ends the call. Raises RouterError, and so do the outputs."""
+    async def stream(self, call: GenerationCall) -> AsyncIterator[list[Stream]]:
+        """Admit a call, and generate while the context is open: `n` streams for each text, all of the first
+        text first. An exception that leaves the context is what ends the call. Raises RouterError, and so do
+        the outputs."""
         with self._accounting.open(call) as account:
-            async with self._admit(call, account) as admitted:
-                async with self._outputs(admitted, 0) as outputs:
-                    yield Stream(admitted.specs[0], outputs)
+            async with self._admit(call, account) as admitted, AsyncExitStack() as opened:
+                yield [
+                    Stream(spec, await opened.enter_async_context(self._outputs(admitted, index)))
+                    for index, spec in enumerate(admitted.specs)
+                ]
 
     async def tokenize(
-        self,
-        request: pb.BatchedTokenizeRequest,
-        options: TokenizeOptions,
-        metadata: Metadata,
-        connection: str,
-        refusal: str,
+        self, job: TokenizeJob, door: Door, metadata: Metadata, connection: Hashable, refusal: str = ""
     ) -> bytes:
-        """Return a serialized BatchedTokenizeResponse, because serializing a large one takes long. A
-        `refusal` says why the door cannot read the call. Raises RouterError."""
+        """Return the job's serialized answer. A `refusal` says why the door cannot read the call. Raises
+        RouterError."""
         started_at, metrics = time.monotonic(), self._accounting.metrics
         metrics.tokenize_count.add()
-        metrics.tokenize_input_count.add(amount=len(request.requests))
+        metrics.tokenize_input_count.add(amount=job.num_texts)
         with (
-            self._accounting.tracing.call("Tokenize", metadata),
+            self._accounting.tracing.call(door, "Tokenize", metadata),
             self._accounting.counting_refusals("Tokenize"),
             self._tokenize_concurrency.acquire(1),
         ):
             if refusal:
                 raise RequestError(refusal)
-            response, num_tokens = await self._tokenizer.tokenize(request, options, connection)
+            response, num_tokens = await self._tokenizer.tokenize(job, connection)
         metrics.tokenize_tokens.observe(num_tokens)
         metrics.tokenize_duration.observe(time.monotonic() - started_at)
         return response
@@ -138,10 +136,12 @@ class GenerationService:
     def model_info(self, metadata: Metadata, refusal: str) -> ModelInfo:
         """Return facts about the model. Raises RequestError if there is a `refusal`."""
         limits, accounting = self._validator.limits, self._accounting
-        with accounting.tracing.call("ModelInfo", metadata), accounting.counting_refusals("ModelInfo"):
+        with accounting.tracing.call(FMAAS, "ModelInfo", metadata), accounting.counting_refusals("ModelInfo"):
             if refusal:
                 raise RequestError(refusal)
-            return ModelInfo(self.is_encoder_decoder, limits.max_sequence_length, limits.max_new_tokens)
+            return ModelInfo(
+                self.is_encoder_decoder, limits.max_sequence_length, limits.most_new_tokens(FMAAS)
+            )
 
     @asynccontextmanager
     async def _admit(self, call: GenerationCall, account: CallAccount) -> AsyncIterator[_Admitted]:
@@ -153,7 +153,7 @@ class GenerationService:
         try:
             if call.refusal:
                 raise RequestError(call.refusal)
-            params = validator.check(call.parameters)
+            params = validator.check(call)
             grammar = await validator.compile(params)
             lease = await engine.lease(ticket, call.prefix_id, call.adapter_id, account.request_id)
             specs = await validator.specs(call, params, grammar, lease, account.request_id)

@@ -20,6 +20,7 @@ class EngineInfo(NamedTuple):
     vocab_size: int
     eos_token_ids: frozenset[int]
     """Empty if the model's configuration names none."""
+    preloaded_adapter_ids: tuple[str, ...] = ()
 
 
 class Lease(NamedTuple):

@@ -44,7 +44,12 @@ class LocalHandle:
     def attach(self, engine: Engine, info: shard_pb2.InfoResponse) -> None:
         self._engine = engine
         self._pad_token_id, self._start_token_id = info.pad_token_id, info.decoder_start_token_id
-        self._info = EngineInfo(is_encoder_decoder(info), info.vocab_size, frozenset(info.eos_token_ids))
+        self._info = EngineInfo(
+            is_encoder_decoder(info),
+            info.vocab_size,
+            frozenset(info.eos_token_ids),
+            tuple(info.preloaded_adapter_ids),
+        )
 
     def info(self) -> EngineInfo:
         return self._info

@@ -2,22 +2,17 @@
 can be killed, so that no text can block the router or reach a shard that it would harm."""
 
 import asyncio
-import contextlib
 import hashlib
 import json
-import signal
-import subprocess
-import sys
-import threading
 from collections import OrderedDict
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from queue import Empty, SimpleQueue
 
+from tgis.process.worker_pool import WorkerPool
 from tgis.router.errors import QuotingError, RequestError
 from tgis.router.sequence import Grammar
 
 MAX_CHOICES = 4096
+WORKER = "tgis.router.grammar.worker"
 NUM_WORKERS = 2
 # The worker limits its own computing time; this limit is for a worker that gets no CPU time.
 TIMEOUT_S = 5.0
@@ -75,15 +70,12 @@ def _require_size(field: str, num_bytes: int, max_bytes: int) -> None:
 
 class GrammarCompiler:
     """Compiler of constraints off the event loop. It compiles each once, however many calls ask for it, and
-    caches the newest answers. It owns its threads and processes, which start when they are needed."""
+    caches the newest answers. Its processes start when they are needed."""
 
     def __init__(self) -> None:
         self._answers: OrderedDict[bytes, Grammar | str] = OrderedDict()
         self._pending: dict[bytes, asyncio.Task[Grammar | str]] = {}
-        self._threads = ThreadPoolExecutor(NUM_WORKERS, thread_name_prefix="guided")
-        self._idle: SimpleQueue[GrammarWorker] = SimpleQueue()
-        self._workers: set[GrammarWorker] = set()
-        self._is_closed = False
+        self._pool = WorkerPool(WORKER, NUM_WORKERS, TIMEOUT_S)
 
     async def compile(self, constraint: Constraint) -> Grammar:
         """Return the grammar of a constraint. Raises RequestError, in one line, if it cannot be served."""
@@ -101,95 +93,23 @@ class GrammarCompiler:
 
     def close(self) -> None:
         """Stop all workers. Nothing may be compiled afterwards."""
-        self._is_closed = True
-        self._threads.shutdown(wait=False, cancel_futures=True)
-        for worker in list(self._workers):
-            worker.kill()
-            worker.end()
+        self._pool.close()
 
     async def _compile(self, key: bytes, constraint: Constraint) -> Grammar | str:
         """Return a grammar, or a text that says what is wrong with the constraint."""
         try:
-            loop = asyncio.get_running_loop()
-            line, code = await loop.run_in_executor(self._threads, self._ask, constraint)
+            reply = await self._pool.ask([constraint.kind, constraint.text])
         finally:
             del self._pending[key]
-        answer = _read_answer(line, constraint.field) if line else "is too complex"
-        if code != -signal.SIGKILL:  # else a busy machine may be to blame, and not the constraint
+        answer = "is too complex" if reply.is_dead else _read_answer(reply.value, constraint.field)
+        if not reply.is_killed:
             self._answers[key] = answer
             if len(self._answers) > CACHE_SIZE:
                 self._answers.popitem(last=False)
         return answer
 
-    def _ask(self, constraint: Constraint) -> tuple[bytes, int]:
-        """Return a worker's line and 0, or an empty line and the worker's exit status. If the worker was
-        killed, a second one is tried."""
-        for _ in range(2):
-            worker = self._take_worker()
-            line = worker.ask(constraint)
-            if line:
-                self._idle.put(worker)
-                return line, 0
-            self._workers.discard(worker)
-            code = worker.end()
-            if code != -signal.SIGKILL or self._is_closed:
-                break
-        return b"", code
 
-    def _take_worker(self) -> "GrammarWorker":
-        try:
-            return self._idle.get_nowait()
-        except Empty:
-            worker = GrammarWorker()
-            self._workers.add(worker)
-            return worker
-
-
-class GrammarWorker:
-    """A process that compiles one constraint at a time."""
-
-    def __init__(self) -> None:
-        # asyncio's subprocesses fork, which is not safe with gRPC's threads.
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "tgis.router.grammar.worker"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,  # a crashing library's last output may quote the user
-            start_new_session=True,  # a terminal's Ctrl-C is meant for the router alone
-        )
-
-    def ask(self, constraint: Constraint) -> bytes:
-        """Return the worker's line; empty if the worker is killed or dies of the constraint."""
-        stdin, stdout = self._process.stdin, self._process.stdout
-        assert stdin is not None
-        assert stdout is not None
-        timer = threading.Timer(TIMEOUT_S, self._process.kill)
-        timer.start()
-        try:
-            stdin.write(json.dumps([constraint.kind, constraint.text]).encode() + b"\n")
-            stdin.flush()
-            line = stdout.readline()
-        except BrokenPipeError:
-            line = b""
-        finally:
-            timer.cancel()
-        return line if line.endswith(b"\n") else b""
-
-    def end(self) -> int:
-        """Wait for the worker and return its exit status: its own one, if it was already ending."""
-        if self._process.stdin is not None:
-            with contextlib.suppress(BrokenPipeError):  # the worker has not read everything
-                self._process.stdin.close()
-        if self._process.stdout is not None:
-            self._process.stdout.close()
-        return self._process.wait()
-
-    def kill(self) -> None:
-        self._process.kill()
-
-
-def _read_answer(line: bytes, field: str) -> Grammar | str:
-    answer = json.loads(line)
+def _read_answer(answer: dict[str, str], field: str) -> Grammar | str:
     if "error" in answer:
         return f"is not valid: {answer['error']}"
     text = answer["grammar"]

@@ -51,6 +51,7 @@ class Metrics:
         self._declare_batches(limits)
         self._declare_steps()
         self._declare_tokenize()
+        self._declare_http_apis()
         self._declare_state()
         self._declare_shards()
         self.prompts = self._declare_adapters("tgi_prompt", "soft prompts")
@@ -206,6 +207,33 @@ class Metrics:
         )
         self.tokenize_duration = self._duration(
             "tgi_tokenize_request_duration", "Seconds of a successful Tokenize call"
+        )
+
+    def _declare_http_apis(self) -> None:
+        self.http_api_requests = self._counter(
+            "tgi_http_api_request_count",
+            "Answers of the APIs over HTTP (--http-api) by status, at their start; route is other for a path "
+            "that no API has",
+            "api",
+            "route",
+            "code",
+        )
+        self.http_api_connections = self._gauge(
+            "tgi_http_api_connections",
+            "Connections with a request to the APIs over HTTP that has not ended",
+        )
+        self.http_api_streams = self._gauge(
+            "tgi_http_api_active_streams",
+            "Streams of the APIs over HTTP that have begun but not ended",
+        )
+        self.chat_template_duration = self._duration(
+            "tgi_chat_template_duration", "Seconds to render a chat with its template, from the request on"
+        )
+        self.chat_template_failure = self._counter(
+            "tgi_chat_template_failure",
+            "Chats that were not rendered: the template refused them or is wrong (template), or it was "
+            "killed for its time or memory (killed)",
+            "err",
         )
 
     def _declare_state(self) -> None:

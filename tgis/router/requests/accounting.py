@@ -57,8 +57,8 @@ class Accounting:
     @contextmanager
     def open(self, call: GenerationCall) -> "Iterator[CallAccount]":
         """Begin a call. Exceptions that end it early pass through."""
-        log = CallLog(call, correlation_id(call.metadata), self.log_text_chars)
-        with self.tracing.call(call.method, call.metadata) as span, log:
+        log = CallLog(call, correlation_id(call.metadata, call.door), self.log_text_chars)
+        with self.tracing.call(call.door, call.method, call.metadata) as span, log:
             span.set_call(call, log.request_id, log.correlation_id)
             account = CallAccount(self.metrics, log, span)
             with account.counting_failures():
@@ -73,6 +73,7 @@ class Accounting:
             kind = "conc_limit" if isinstance(error, OverloadedError) else "validation"
             self.metrics.request_failure.add(kind)
             logger.error("%s failed with %s: %s", method, error.code.name, error.log_text)
+            error.is_logged = True
             raise
 
 
@@ -125,6 +126,7 @@ class CallAccount:
         for name in _counted_parameters(self._log.call):
             metrics.request_parameter_count.add(name)
         self._log.accept()
+        self._span.accept()
 
     @contextmanager
     def input(self, index: int, spec: SequenceSpec) -> Iterator[Record]:

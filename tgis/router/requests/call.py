@@ -4,6 +4,7 @@ from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 
 from tgis.router.grammar.compiler import Guided
+from tgis.router.requests.doors import FMAAS, Door
 
 MISSING_REQUEST = "missing request"
 """Refusal of a message that lacks the input that it must have; then the only text is empty."""
@@ -76,5 +77,8 @@ class GenerationCall:
     """Why the door cannot read the call; empty if it can. What it cannot read is left out."""
     inputs_are_ids: bool = False
     """True if each text is token ids, as decimal numbers with a space between each two."""
+    adds_special_tokens: bool = True
+    """False if a text has all its special tokens already, as a chat template writes them."""
     tenant: str = ""
     """Name that the caller's certificate or token has; empty if it has none."""
+    door: Door = FMAAS

@@ -14,6 +14,7 @@ from tgis.router.engine.handle import SequenceSpec
 from tgis.router.errors import Code, RouterError
 from tgis.router.events import InputTokens, Output, Timings
 from tgis.router.requests.call import GenerationCall, Metadata
+from tgis.router.requests.doors import FMAAS, Door
 from tgis.router.sequence import StopReason
 
 logger = logging.getLogger(__name__)
@@ -115,6 +116,8 @@ class InputLog:
             self._end(StopReason.CANCELLED, None)
             return
         self.has_ended = True
+        if isinstance(error, RouterError):
+            error.is_logged = True
         if not logger.isEnabledFor(logging.ERROR):
             return
         code, told = Code.INTERNAL, ""
@@ -144,6 +147,10 @@ class InputLog:
     def _fields(self) -> dict[str, Scalar]:
         log, call, spec = self.call_log, self.call_log.call, self.spec
         fields: dict[str, Scalar] = {"request_id": log.request_id, "correlation_id": log.correlation_id}
+        if call.door is not FMAAS:
+            fields |= {"door": call.door.name, "method": call.method}
+            if call.model_id:
+                fields["model"] = call.model_id[:MAX_ID_CHARS]
         if call.tenant:
             fields["tenant"] = call.tenant[:MAX_ID_CHARS]
         if call.prefix_id is not None:
@@ -175,11 +182,14 @@ class InputLog:
         return {f"{name}_ms": round(1000 * value, 3) for name, value in seconds.items()}
 
 
-def correlation_id(metadata: Metadata) -> str:
-    """Return the client's id of its request, shortened, or a fixed word if it is missing or unreadable."""
+def correlation_id(metadata: Metadata, door: Door = FMAAS) -> str:
+    """Return the client's id of its request, shortened, or a fixed word if it is missing or unreadable. Over
+    HTTP the request's own id stands in for a missing one."""
+    found: dict[str, str | bytes] = {}
     for key, value in metadata:
-        if key == "x-correlation-id":
-            if isinstance(value, bytes) or not (value.isascii() and value.isprintable()):
-                return UNREADABLE_ID
-            return value[:MAX_ID_CHARS]
-    return NO_ID
+        if key in ("x-correlation-id", "x-request-id"):
+            found.setdefault(key, value)
+    given = found.get("x-correlation-id", NO_ID if door is FMAAS else found.get("x-request-id", NO_ID))
+    if isinstance(given, bytes) or not (given.isascii() and given.isprintable()):
+        return UNREADABLE_ID
+    return given[:MAX_ID_CHARS]

@@ -1,30 +1,28 @@
 """Traces calls through OpenTelemetry's API. Without an endpoint the spans record nothing, and neither the SDK
 nor the exporter is imported."""
 
-import asyncio
 import time
 from collections.abc import Iterator
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
-import grpc
 from opentelemetry.context import Context
 from opentelemetry.trace import INVALID_SPAN, Span, SpanKind, Status, StatusCode, Tracer
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 from opentelemetry.util.types import AttributeValue
 
 from tgis.router.engine.handle import SequenceSpec
-from tgis.router.errors import RouterError, StartupError
+from tgis.router.errors import StartupError
 from tgis.router.events import Output
 from tgis.router.requests.call import GenerationCall, Metadata, Parameters
+from tgis.router.requests.doors import Door
+from tgis.router.requests.span_protocols import CHAT_METHOD, Attributes, span_protocol
 
 if TYPE_CHECKING:
     from tgis.router.requests.otlp import SpanExport
 
-SERVICE = "fmaas.GenerationService"
 MAX_FINISH_REASONS = 100
 
-SERVER_FAULTS = (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNAVAILABLE)  # of those that `_status` returns
 PROPAGATOR = TraceContextTextMapPropagator()
 
 VALUES = {
@@ -44,8 +42,6 @@ COUNTS = {
     "logit_bias": "tgis.logit_bias_count",
 }
 """Fields of Parameters, and the attributes that only count them."""
-
-Attributes = dict[str, AttributeValue]
 
 
 def open_tracing(endpoint: str | None, service_name: str) -> "Tracing":
@@ -68,10 +64,11 @@ class Tracing:
     def __init__(self, export: "SpanExport | None" = None) -> None:
         self._export = export
 
-    def call(self, method: str, metadata: Metadata) -> "CallSpan":
-        """Start a span of `method`, for example `Generate`, below the caller's span if the metadata name
-        one. If the caller's trace is not sampled, the span records nothing."""
-        return CallSpan(_start(self._export.tracer, method, metadata) if self._export else INVALID_SPAN)
+    def call(self, door: Door, method: str, metadata: Metadata) -> "CallSpan":
+        """Start a span of `method`, for example `Generate` or `Completion`, below the caller's span if
+        the metadata name one. If the caller's trace is not sampled, the span records nothing."""
+        export = self._export
+        return CallSpan(_start(export.tracer, door, method, metadata) if export else INVALID_SPAN, door)
 
     def close(self) -> None:
         """Send what is queued. This blocks for a bounded time."""
@@ -82,8 +79,10 @@ class Tracing:
 class CallSpan:
     """Span of one call, without texts. As a context manager it takes the status from a passing exception."""
 
-    def __init__(self, span: Span) -> None:
+    def __init__(self, span: Span, door: Door) -> None:
         self._span, self._started_at = span, time.monotonic()
+        self._protocol = span_protocol(door)
+        self._has_begun = self._is_stream = False
         self._input_tokens = self._cached_tokens = self._output_tokens = 0
         self._num_siblings = 1
         self._reasons: list[str] = []
@@ -97,19 +96,16 @@ class CallSpan:
     ) -> None:
         span = self._span
         if span.is_recording():
-            status = _status(error)
+            ending = self._protocol.end(error, self._has_begun)
             span.set_attributes(self._result_attributes())
-            span.set_attribute("rpc.grpc.status_code", status.value[0])
-            span.set_attribute("rpc.response.status_code", status.name)
-            if status is not grpc.StatusCode.OK:
-                span.set_attribute("error.type", status.name)
-            if status in SERVER_FAULTS:
+            span.set_attributes(ending.attributes)
+            if ending.is_fault:
                 span.set_status(Status(StatusCode.ERROR))
         span.end()
 
     def set_call(self, call: GenerationCall, request_id: str, correlation_id: str) -> None:
         if self._span.is_recording():
-            self._num_siblings = call.parameters.n
+            self._num_siblings, self._is_stream = call.parameters.n, call.kind == "stream"
             attributes: Attributes = {
                 "gen_ai.request.id": request_id,
                 "tgis.correlation_id": correlation_id,
@@ -117,6 +113,10 @@ class CallSpan:
                 **dict(_parameter_attributes(call.parameters)),
             }
             self._span.set_attributes(attributes)
+
+    def accept(self) -> None:
+        """Record that all inputs have been validated, after which a stream's answer begins."""
+        self._has_begun = self._is_stream
 
     def finish(self, spec: SequenceSpec, last: Output) -> None:
         """Record a finished input. The latencies of a call are those of its slowest input."""
@@ -151,41 +151,26 @@ class CallSpan:
         }
 
 
-def _start(tracer: Tracer, method: str, metadata: Metadata) -> Span:
+def _start(tracer: Tracer, door: Door, method: str, metadata: Metadata) -> Span:
     """Start a call's span, with attributes under the names that dashboards use and their successors."""
     carrier: dict[str, list[str]] = {}
+    protocol = span_protocol(door)
     for key, value in metadata:
         if key in ("traceparent", "tracestate") and isinstance(value, str):
             carrier.setdefault(key, []).append(value)
     if len(carrier.get("traceparent", ())) > 1:
         carrier.clear()  # nothing says which of several parents is right
     return tracer.start_span(
-        f"{SERVICE}/{method}",
+        protocol.name(method),
         context=PROPAGATOR.extract(carrier, Context()),
         kind=SpanKind.SERVER,
-        attributes={
-            "rpc.system": "grpc",
-            "rpc.system.name": "grpc",
-            "rpc.service": SERVICE,
-            "rpc.method": method,
-        },
+        attributes=protocol.start(method, metadata),
     )
-
-
-def _status(error: BaseException | None) -> grpc.StatusCode:
-    """Return the status that the error interceptor gives a call that ends with `error`."""
-    if error is None:
-        return grpc.StatusCode.OK
-    if isinstance(error, RouterError):
-        return grpc.StatusCode[error.code.name]
-    if isinstance(error, asyncio.CancelledError | GeneratorExit):
-        return grpc.StatusCode.CANCELLED
-    return grpc.StatusCode.INTERNAL
 
 
 def _call_attributes(call: GenerationCall) -> Attributes:
     attributes: Attributes = {
-        "gen_ai.operation.name": "text_completion",
+        "gen_ai.operation.name": "chat" if call.method == CHAT_METHOD else "text_completion",
         "gen_ai.provider.name": "tgis",
         "gen_ai.request.stream": call.kind == "stream",
         "tgis.input_count": len(call.texts),

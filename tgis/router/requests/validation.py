@@ -13,6 +13,7 @@ from tgis.router.errors import RequestError
 from tgis.router.grammar.compiler import Constraint, GrammarCompiler, read_constraint
 from tgis.router.metrics.metrics import Metrics
 from tgis.router.requests.call import GenerationCall, Parameters
+from tgis.router.requests.doors import ALMOST_GREEDY, Door
 from tgis.router.requests.parameter_rules import RULES
 from tgis.router.sequence import CacheSalt, Details, Grammar, Stopping
 from tgis.router.text.stop_sequences import StopSequences
@@ -20,12 +21,10 @@ from tgis.router.text.tokenization import TokenIds
 from tgis.router.text.tokenizer import Tokenizer
 from tgis.sampling_parameters import RANGES, Sampling
 
-DEFAULT_MAX_NEW_TOKENS = 20
 MAX_N = 128
-MAX_STOP_SEQUENCES = 6
 MAX_STOP_SEQUENCE_BYTES = 240
 STOP_SEQUENCES_TEXT = (
-    f"can specify at most {MAX_STOP_SEQUENCES} non-empty stop sequences, "
+    "can specify at most {} non-empty stop sequences, "
     f"each not more than {MAX_STOP_SEQUENCE_BYTES} UTF8 bytes"
 )
 
@@ -35,12 +34,19 @@ class RequestLimits:
     """Limits and defaults of the server."""
 
     max_sequence_length: int
-    max_new_tokens: int
+    max_new_tokens: int | None
+    """None if the operator sets no bound; each door has one of its own then."""
     max_top_n_tokens: int
     max_guided_bytes: int
     include_stop_sequence: bool
     watermark_gamma: float
     watermark_delta: float
+
+    def most_new_tokens(self, door: Door) -> int:
+        """Return the bound of a call's `max_new_tokens`."""
+        most = door.max_new_tokens if self.max_new_tokens is None else self.max_new_tokens
+        room = self.max_sequence_length - 1
+        return room if most is None else min(most, room)
 
 
 @dataclass(frozen=True)
@@ -57,20 +63,24 @@ class CallParameters:
 
 
 def check_parameters(
-    params: Parameters, limits: RequestLimits, eos_token_ids: frozenset[int], vocab_size: int
+    params: Parameters, door: Door, limits: RequestLimits, eos_token_ids: frozenset[int], vocab_size: int
 ) -> CallParameters:
     """Check everything that needs neither a compiled grammar nor tokenized inputs. The time limit's clock
     starts here. Raises RequestError for the first rule that is broken; those that TGIS lacks come last."""
     deadline = time.monotonic() + params.time_limit_ms / 1000
-    sampling = _check_sampling(params, limits)
-    max_new_tokens, min_new_tokens = params.max_new_tokens or DEFAULT_MAX_NEW_TOKENS, params.min_new_tokens
-    _require(max_new_tokens <= limits.max_new_tokens, f"max_new_tokens must be <= {limits.max_new_tokens}")
+    sampling = _check_sampling(params, door, limits)
+    most, min_new_tokens = limits.most_new_tokens(door), params.min_new_tokens
+    max_new_tokens = params.max_new_tokens or door.default_max_new_tokens or most
+    # Without the operator's bound, the room that the input leaves is the only one, and shortens the answer.
+    is_bounded = limits.max_new_tokens is not None or door.max_new_tokens is not None
+    _require(max_new_tokens <= most or not is_bounded, f"max_new_tokens must be <= {most}")
     _require(min_new_tokens <= max_new_tokens, "min_new_tokens must be <= max_new_tokens")
     _check_penalties(sampling)
     constraint = read_constraint(params.guided, limits.max_guided_bytes)
-    details = _check_details(params, limits.max_top_n_tokens)
+    details = _check_details(params, door, limits.max_top_n_tokens)
+    refusal = STOP_SEQUENCES_TEXT.format(door.max_stop_sequences)
     for stop in params.stop_sequences:
-        _require(0 < len(stop.encode()) <= MAX_STOP_SEQUENCE_BYTES, STOP_SEQUENCES_TEXT)
+        _require(0 < len(stop.encode()) <= MAX_STOP_SEQUENCE_BYTES, refusal)
     _check_rules(params, vocab_size)
     include = params.include_stop_sequence
     return CallParameters(
@@ -114,15 +124,14 @@ class Validator:
         """Return how many texts a call asks for. Raises RequestError."""
         n = call.parameters.n
         _require(1 <= n <= MAX_N, f"n must be >= 1 and <= {MAX_N}")
-        _require(n == 1 or call.kind != "stream", "n must be 1 for a stream")
         return len(call.texts) * n
 
-    def check(self, params: Parameters) -> CallParameters:
+    def check(self, call: GenerationCall) -> CallParameters:
         """Check a call's parameters, as `check_parameters` does."""
         default = self._tokenizer.eos_token_id
         info = self._info()
         eos = info.eos_token_ids or frozenset(() if default is None else (default,))
-        return check_parameters(params, self.limits, eos, info.vocab_size)
+        return check_parameters(call.parameters, call.door, self.limits, eos, info.vocab_size)
 
     async def compile(self, params: CallParameters) -> Grammar | None:
         """Return the grammar that a call's texts must match, if any. Raises RequestError."""
@@ -145,7 +154,7 @@ class Validator:
         # A text with more tokens is refused, so no more of them are needed.
         max_ids = self.limits.max_sequence_length
         inputs = await self._tokenizer.encode_ids(
-            call.texts[:num_served], max_ids, call.connection, call.inputs_are_ids
+            call.texts[:num_served], max_ids, call.connection, call.inputs_are_ids, call.adds_special_tokens
         )
         for ids in inputs:
             self._metrics.request_raw_input_length.observe(ids.num_tokens)
@@ -183,7 +192,7 @@ class Validator:
         num_before = lease.num_encoder_tokens if info.is_encoder_decoder else lease.num_decoder_tokens
         _require(ids.num_tokens + num_before > 0, "tokenizer error the input has no tokens")
         num_inputs, token_ids = self._tokenizer.truncate(
-            ids, params.truncate_input_tokens, not call.inputs_are_ids
+            ids, params.truncate_input_tokens, call.adds_special_tokens and not call.inputs_are_ids
         )
         num_left = self._check_length(num_inputs, str(num_inputs), params.stopping, lease)
         vocab_size, largest = info.vocab_size, max(token_ids, default=-1)
@@ -229,7 +238,7 @@ def _require_in_range(name: str, value: float) -> None:
     _require(allowed.allows(value), allowed.refusal)
 
 
-def _check_sampling(params: Parameters, limits: RequestLimits) -> Sampling:
+def _check_sampling(params: Parameters, door: Door, limits: RequestLimits) -> Sampling:
     """Return the parameters. The penalties of decoding are checked later, as in TGIS."""
     start_index, decay_factor = params.length_penalty or (0, 1.0)
     greedy = Sampling(
@@ -242,19 +251,23 @@ def _check_sampling(params: Parameters, limits: RequestLimits) -> Sampling:
         length_penalty_start=start_index,
         length_penalty_factor=decay_factor,
     )
-    if not params.sample or params.temperature == 0:
+    temperature = 1.0 if params.temperature is None else params.temperature
+    if not params.sample or temperature == 0:
+        return greedy
+    _require(door.temperature.allows(temperature), door.temperature.refusal)
+    if temperature < ALMOST_GREEDY:
         return greedy
     sampled = replace(
         greedy,
         greedy=False,
         seed=params.seed or 0,
-        temperature=1.0 if params.temperature is None else params.temperature,
+        temperature=temperature,
         top_k=params.top_k,
         top_p=params.top_p or 1.0,
         typical_p=params.typical_p,
         min_p=params.min_p,
     )
-    for name in ("temperature", "top_p", "typical_p", "top_k"):
+    for name in ("top_p", "typical_p", "top_k"):
         _require_in_range(name, getattr(sampled, name))
     return sampled if 0 < sampled.typical_p < 1 else replace(sampled, typical_p=1.0)
 
@@ -264,9 +277,10 @@ def _check_penalties(sampling: Sampling) -> None:
         _require_in_range(name, getattr(sampling, name))
 
 
-def _check_details(params: Parameters, max_top_n: int) -> Details:
-    _require(len(params.stop_sequences) <= MAX_STOP_SEQUENCES, STOP_SEQUENCES_TEXT)
-    num_top = params.top_n_tokens
+def _check_details(params: Parameters, door: Door, max_top_n: int) -> Details:
+    most_stops = door.max_stop_sequences
+    _require(len(params.stop_sequences) <= most_stops, STOP_SEQUENCES_TEXT.format(most_stops))
+    num_top, max_top_n = params.top_n_tokens, door.max_top_n_tokens or max_top_n
     wants_more = params.token_logprobs or params.token_ranks or num_top > 0
     _require(
         params.input_tokens or params.generated_tokens or not wants_more,

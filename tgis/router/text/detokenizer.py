@@ -4,6 +4,7 @@ characters at the end of a generation are dropped."""
 
 import codecs
 import json
+import re
 from collections.abc import Callable
 from functools import cache
 from typing import Protocol
@@ -15,6 +16,8 @@ REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 MAX_UNIT = 256
 """Number of tokens after which a unit that the library decodes is released as it is. Otherwise, if a model
 produces no valid character, every token would cost more than the one before."""
+
+_BYTE_PIECE = re.compile("<0x([0-9A-F]{2})>")
 
 
 class Detokenizer(Protocol):
@@ -35,25 +38,46 @@ class Vocabulary:
         token keeps its space. Raises StartupError for a decoder that cannot decode token by token."""
         decoder = json.loads(tokenizer.fast.to_str())["decoder"]
         self._tokenizer = tokenizer
+        self._bytes_within: Callable[[int], bytes]
         self._skips_special, self._is_continuation = not output_special_tokens, is_continuation
         self._skipped = frozenset() if output_special_tokens else tokenizer.special_ids
         self.streams_clusters = bool(decoder) and decoder["type"] in ("ByteLevel", "Sequence")
         """True if a stream shows whole grapheme clusters; else it shows whole tokens."""
         self.detokenizer = self._choose(_kinds(decoder))
+        self.spell = cache(self._spell)
+        """Returns the bytes that a token adds to a text which has others before and after it. None if texts
+        lack it, because it is special."""
+
+    def piece(self, token_id: int) -> str:
+        return self._tokenizer.piece(token_id)
 
     def _choose(self, kinds: list[str]) -> Callable[[], Detokenizer]:
         if kinds in (["ByteLevel"], ["ByteLevel", "Fuse"]):
+            self._bytes_within = self._bytes_of
             parts = cache(self._text_or_bytes)
             return lambda: ByteLevelDetokenizer(parts)
         if "BPEDecoder" in kinds:
             placeholder = self._find_placeholder()
             ending = self._decode([placeholder])
             inner = cache(lambda token_id: self._decode([token_id, placeholder]).removesuffix(ending))
+            self._bytes_within = lambda token_id: inner(token_id).encode()
             return lambda: SuffixDetokenizer(inner, self._decode, self._skipped)
         decode = self._decode_after_placeholder() if kinds else self._decode_spaced
         first = decode if self._is_continuation else self._decode
         texts = cache(lambda token_id: decode([token_id]))
+        falls_back = "ByteFallback" in kinds
+        self._bytes_within = lambda token_id: (
+            (self._fallback_byte(token_id) if falls_back else b"") or texts(token_id).encode()
+        )
         return lambda: UnitDetokenizer(texts, decode, first, self._skipped)
+
+    def _spell(self, token_id: int) -> bytes | None:
+        return None if token_id in self._skipped else self._bytes_within(token_id)
+
+    def _fallback_byte(self, token_id: int) -> bytes:
+        """Return the byte that a token stands for; nothing if it is no byte's."""
+        found = _BYTE_PIECE.fullmatch(self._tokenizer.piece(token_id))
+        return bytes.fromhex(found[1]) if found else b""
 
     def _decode(self, token_ids: list[int]) -> str:
         text: str = self._tokenizer.fast.decode(token_ids, skip_special_tokens=self._skips_special)

@@ -1,10 +1,10 @@
 """Functions over a tokenizer, which both the router's threads and the tokenizer process use."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import takewhile
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import tokenizers
 
@@ -34,8 +34,19 @@ class TokenizeOptions(NamedTuple):
 
 class Tokenized(NamedTuple):
     response: bytes
-    """A serialized BatchedTokenizeResponse."""
+    """The door's answer, serialized, because serializing a large one takes long."""
     num_tokens: int
+
+
+class TokenizeJob(NamedTuple):
+    """Call of a door that asks for tokens: what answers it, in a thread or in the tokenizer process."""
+
+    function: Callable[..., Tokenized]
+    """Function of the tokenizer and `arguments`, at the top of its module. Raises RequestError."""
+    arguments: tuple[Any, ...]
+    num_texts: int
+    num_bytes: int
+    """Size of the texts."""
 
 
 def load_tokenizer(directory: Path) -> tokenizers.Tokenizer:
@@ -68,6 +79,14 @@ def encode_ids(tokenizer: tokenizers.Tokenizer, texts: Sequence[str], max_ids: i
     ]
 
 
+def encode_plain(tokenizer: tokenizers.Tokenizer, texts: Sequence[str], max_ids: int) -> list[TokenIds]:
+    """Encode each text as `encode_ids` does, but add no special tokens to those that it spells."""
+    return [
+        TokenIds(len(encoding), encoding.ids[-max_ids:])
+        for encoding in _encode(tokenizer, texts, with_offsets=False, adds_special_tokens=False)
+    ]
+
+
 def read_ids(tokenizer: tokenizers.Tokenizer, texts: Sequence[str], max_ids: int) -> list[TokenIds]:
     """Read texts that are token ids, with a space between each two, and the last `max_ids` of each only. No
     special tokens are added. The tokenizer is not used. Raises RequestError."""
@@ -86,10 +105,16 @@ def _read_ids(text: str, max_ids: int, number: int) -> TokenIds:
     return TokenIds(text.count(" ") + 1, list(map(int, last)))
 
 
+def tokenize_job(request: pb.BatchedTokenizeRequest, options: TokenizeOptions) -> TokenizeJob:
+    return TokenizeJob(tokenize, (request, options), len(request.requests), request.ByteSize())
+
+
 def tokenize(
     tokenizer: tokenizers.Tokenizer, request: pb.BatchedTokenizeRequest, options: TokenizeOptions
 ) -> Tokenized:
-    """Answer a Tokenize call. Truncation keeps the last tokens and adds none. Raises RequestError."""
+    """Answer fmaas's Tokenize call with a serialized BatchedTokenizeResponse.
+
+    Truncation keeps the last tokens and adds none. Raises RequestError."""
     answer, limit = pb.BatchedTokenizeResponse(), request.truncate_input_tokens
     texts = [item.text for item in request.requests]
     in_full = request.return_tokens or request.return_offsets
@@ -142,12 +167,15 @@ def byte_offsets(text: str, offsets: Sequence[tuple[int, int]]) -> list[tuple[in
 
 
 def _encode(
-    tokenizer: tokenizers.Tokenizer, texts: Sequence[str], with_offsets: bool
+    tokenizer: tokenizers.Tokenizer,
+    texts: Sequence[str],
+    with_offsets: bool,
+    adds_special_tokens: bool = True,
 ) -> list[tokenizers.Encoding]:
     # Only the library's batch calls let other threads run, and the fast one does not compute offsets.
     encode_batch = tokenizer.encode_batch if with_offsets else tokenizer.encode_batch_fast
     try:
-        return encode_batch(list(texts))
+        return encode_batch(list(texts), add_special_tokens=adds_special_tokens)
     # The library raises bare Exception, and BaseException if it panics. The error's text may quote the input.
     except BaseException as error:
         raise RequestError("tokenizer error the text could not be encoded") from error

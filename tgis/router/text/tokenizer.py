@@ -9,17 +9,16 @@ from pathlib import Path
 from typing import TypeVar
 
 from tgis.hub import model_files
-from tgis.pb import generation_pb2 as pb
 from tgis.router.text.token_bound import max_bytes_per_token
 from tgis.router.text.tokenization import (
     TokenIds,
     Tokenized,
-    TokenizeOptions,
+    TokenizeJob,
     encode_ids,
+    encode_plain,
     ids_before_text,
     load_tokenizer,
     read_ids,
-    tokenize,
 )
 from tgis.router.text.tokenizer_process import TokenizerProcess
 
@@ -68,26 +67,28 @@ class Tokenizer:
         return self.fast.id_to_token(token_id) or ""
 
     async def encode_ids(
-        self, texts: list[str], max_ids: int, connection: Hashable, are_ids: bool = False
+        self,
+        texts: list[str],
+        max_ids: int,
+        connection: Hashable,
+        are_ids: bool = False,
+        adds_special_tokens: bool = True,
     ) -> list[TokenIds]:
         """Encode a call's texts, or read those that `are_ids`; keep the last `max_ids` of each. Raises
         RequestError, OverloadedError."""
-        encode = read_ids if are_ids else encode_ids
+        encode = read_ids if are_ids else encode_ids if adds_special_tokens else encode_plain
         num_bytes = sum(max(len(text.encode(errors="replace")), BYTES_PER_TEXT) for text in texts)
         if num_bytes > LONG_TEXT_BYTES:
             return await self._process.run(encode, texts, max_ids, connection=connection, num_bytes=num_bytes)
         return await self._in_thread(encode, texts, max_ids)
 
-    async def tokenize(
-        self, request: pb.BatchedTokenizeRequest, options: TokenizeOptions, connection: Hashable
-    ) -> Tokenized:
-        """Answer a Tokenize call. Raises RequestError and OverloadedError."""
-        num_bytes = request.ByteSize()
-        if max(num_bytes, BYTES_PER_TEXT * len(request.requests)) > LONG_TEXT_BYTES:
+    async def tokenize(self, job: TokenizeJob, connection: Hashable) -> Tokenized:
+        """Answer a call that asks for tokens. Raises RequestError and OverloadedError."""
+        if max(job.num_bytes, BYTES_PER_TEXT * job.num_texts) > LONG_TEXT_BYTES:
             return await self._process.run(
-                tokenize, request, options, connection=connection, num_bytes=num_bytes
+                job.function, *job.arguments, connection=connection, num_bytes=job.num_bytes
             )
-        return await self._in_thread(tokenize, request, options)
+        return await self._in_thread(job.function, *job.arguments)
 
     def truncate(self, ids: TokenIds, max_tokens: int, begins_as_texts: bool = True) -> TokenIds:
         """Keep the last `max_tokens`. With `begins_as_texts`, tokens that begin every text replace the first

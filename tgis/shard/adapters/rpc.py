@@ -17,7 +17,7 @@ import torch
 from tgis.pb import shard_pb2 as pb
 from tgis.pb.shard_pb2_grpc import ShardServiceServicer
 from tgis.prompts.artifact_cache import ArtifactCache, Kind
-from tgis.prompts.errors import AdapterError, MissingArtifactError
+from tgis.prompts.errors import AdapterError, AdapterNotFoundError, MissingArtifactError
 from tgis.prompts.store import AdapterStore
 from tgis.shard.adapters.registry import LoadedAdapters
 
@@ -128,6 +128,8 @@ class AdapterServicer(ShardServiceServicer):
 
 def _explain(error: Exception, directory: Path) -> tuple[grpc.StatusCode, str]:
     """Return an error's status and text. Only an AdapterError's text is for clients; others are for logs."""
+    if isinstance(error, AdapterNotFoundError):
+        return grpc.StatusCode.NOT_FOUND, str(error)
     if isinstance(error, AdapterError):
         return grpc.StatusCode.INVALID_ARGUMENT, str(error)
     if isinstance(error, MissingArtifactError):

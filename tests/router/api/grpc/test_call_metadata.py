@@ -23,6 +23,7 @@ from tgis.router.api.grpc.messages import read_batch
 from tgis.router.engine.handle import SequenceSpec
 from tgis.router.errors import RequestError
 from tgis.router.requests.call import Parameters
+from tgis.router.requests.doors import FMAAS
 from tgis.router.requests.validation import check_parameters
 from tgis.router.sequence import CacheSalt
 from tgis.sampling_parameters import Sampling
@@ -358,14 +359,15 @@ RULES = [
 @pytest.mark.parametrize(("params", "text"), RULES)
 def test_rules_hold_for_every_door(params: dict[str, Any], text: str) -> None:
     with pytest.raises(RequestError, match=f"^{re.escape(text)}"):
-        check_parameters(Parameters(**params), LIMITS, frozenset({1}), 50)
+        check_parameters(Parameters(**params), FMAAS, LIMITS, frozenset({1}), 50)
 
 
 def test_what_a_door_does_not_set_is_off() -> None:
-    checked = check_parameters(Parameters(), LIMITS, frozenset({1}), 50)
+    checked = check_parameters(Parameters(), FMAAS, LIMITS, frozenset({1}), 50)
     assert checked.sampling == Sampling()
     assert checked.stopping.eos_token_ids == {1}
-    raw = check_parameters(Parameters(raw_details=True, generated_tokens=True), LIMITS, frozenset({1}), 50)
+    params = Parameters(raw_details=True, generated_tokens=True)
+    raw = check_parameters(params, FMAAS, LIMITS, frozenset({1}), 50)
     assert (checked.details.raw, raw.details.raw) == (False, True)
 
 

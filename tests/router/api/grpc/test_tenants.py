@@ -13,7 +13,7 @@ import pytest_asyncio
 from tests.support.router.grpc_door import Door, door_channel, open_door, status_of
 from tests.support.router.messages import batch, single, stopping
 from tests.support.tls_files import Files, credentials
-from tgis.router.api.grpc.auth_interceptor import CHECK_INTERVAL_S, BearerTokens
+from tgis.router.api.bearer_tokens import CHECK_INTERVAL_S, BearerTokens
 from tgis.router.errors import StartupError
 from tgis.router.sequence import CacheSalt
 
@@ -111,7 +111,7 @@ async def test_without_either_there_is_no_tenant(tmp_path: Path) -> None:
 async def test_names_change_with_the_file(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tgis.router.api.grpc.auth_interceptor.CHECK_INTERVAL_S", 0.0)
+    monkeypatch.setattr("tgis.router.api.bearer_tokens.CHECK_INTERVAL_S", 0.0)
     path = tmp_path / "tokens"
     path.write_text("tenant acme t-1\nplain\n")
     async with open_door(tmp_path / "door", path) as door:

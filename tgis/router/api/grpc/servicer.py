@@ -7,11 +7,12 @@ from tgis.pb.generation_pb2_grpc import GenerationServiceServicer
 from tgis.router.api.grpc.call_metadata import CallMetadata, read_metadata
 from tgis.router.api.grpc.call_status import Context
 from tgis.router.api.grpc.messages import ResponseWriter, read_batch, read_single
-from tgis.router.api.grpc.tenants import tenant_of
 from tgis.router.api.grpc.trailing_metadata import End, trailing_metadata
 from tgis.router.api.service import GenerationService, Result
+from tgis.router.api.tenants import tenant_of
 from tgis.router.events import Output
-from tgis.router.text.tokenization import TokenizeOptions
+from tgis.router.requests.doors import FMAAS
+from tgis.router.text.tokenization import TokenizeOptions, tokenize_job
 from tgis.router.text.tokenizer import Tokenizer
 
 
@@ -37,7 +38,7 @@ class GenerationServicer(GenerationServiceServicer):
         metadata = _metadata(context)
         writer = self._writer_for(metadata)
         call = read_single(request, metadata, context.peer(), tenant_of(context))
-        async with self._service.stream(call) as (spec, outputs):
+        async with self._service.stream(call) as ((spec, outputs),):
             yield writer.header(request, spec)
             async for output in outputs:
                 response = writer.message(output, spec)
@@ -52,7 +53,7 @@ class GenerationServicer(GenerationServiceServicer):
         metadata = _metadata(context)
         options = TokenizeOptions(metadata.inputs_are_ids, metadata.tokens_are_ids)
         return await self._service.tokenize(
-            request, options, metadata.headers, context.peer(), metadata.refusal
+            tokenize_job(request, options), FMAAS, metadata.headers, context.peer(), metadata.refusal
         )
 
     async def ModelInfo(self, request: pb.ModelInfoRequest, context: Context) -> pb.ModelInfoResponse:

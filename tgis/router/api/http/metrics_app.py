@@ -1,9 +1,8 @@
-"""HTTP app that answers `/health` (ready to serve), `/live` (the process answers) and `/metrics`."""
+"""Routes `/health` (ready to serve), `/live` (the process answers) and `/metrics`."""
 
 import asyncio
 from collections.abc import Callable
 
-from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -14,13 +13,13 @@ from tgis.router.metrics.metrics import Metrics
 SPACING_S = 0.05  # least time between two renderings of the metrics, each of which takes milliseconds
 
 
-def http_app(is_ready: Callable[[], bool], metrics: Metrics) -> Starlette:
+def metrics_routes(is_ready: Callable[[], bool], metrics: Metrics) -> list[Route]:
     scrapes = _Scrapes(metrics)
 
     async def scrape(request: Request) -> Response:
         return Response(await scrapes.text(), media_type=METRICS_TYPE)
 
-    return Starlette(routes=[*health_routes(is_ready), Route("/metrics", scrape)])
+    return [*health_routes(is_ready), Route("/metrics", scrape)]
 
 
 class _Scrapes:

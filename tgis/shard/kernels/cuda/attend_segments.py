@@ -38,9 +38,10 @@ def choose_sizes(group: int, keys: Tensor) -> tuple[Sizes, int]:
     rows = max(16, triton.next_power_of_2(group))
     num_keys = max(16, min(64, (1 << 14) // (width * keys.element_size())))
     sizes = Sizes(group, num_kv_heads, head_dim, block_size, width, rows, num_keys)
-    # With two heads to a head of keys, the compiler needs more registers than three wide programs leave.
-    is_large = rows > 32 or width > 128 or (width, group) == (128, 2)
-    if is_large or find_capability(keys.device) < 90:
+    capability = find_capability(keys.device)
+    # With some numbers of heads, the compiler needs more registers than three wide programs leave.
+    needs_more = width == 128 and (group == 2 or capability >= 100)
+    if rows > 32 or width > 128 or needs_more or capability < 90:
         return sizes, 2
     return sizes, 4 if width <= 64 else 3
 

@@ -2,8 +2,9 @@
 
 import hashlib
 from contextvars import ContextVar
+from typing import Any
 
-from tgis.router.api.grpc.call_status import Context
+import grpc
 
 MAX_NAME_CHARS = 128
 
@@ -16,14 +17,19 @@ def is_name(text: str) -> bool:
     return 0 < len(text) <= MAX_NAME_CHARS and text.isascii() and text.isprintable() and " " not in text
 
 
-def tenant_of(context: Context) -> str:
+def tenant_of(context: grpc.aio.ServicerContext[Any, Any]) -> str:
     """Return the tenant of the current call, or an empty text if nothing names one."""
     return token_tenant.get() or _certificate_name(context)
 
 
-def _certificate_name(context: Context) -> str:
-    """Return the certificate's first alternative name, else its common name. One that cannot be shown is
-    replaced by its digest, so that different names stay different."""
+def _certificate_name(context: grpc.aio.ServicerContext[Any, Any]) -> str:
+    """Return the certificate's first alternative name, else its common name."""
     first, *_ = context.peer_identities() or (b"",)
-    name = first.decode("latin-1")
-    return name if not name or is_name(name) else hashlib.sha256(first).hexdigest()
+    return shown_name(first)
+
+
+def shown_name(name: bytes) -> str:
+    """Return a certificate's name. One that cannot be shown is replaced by its digest, so that different
+    names stay different."""
+    text = name.decode("latin-1")
+    return text if not text or is_name(text) else hashlib.sha256(name).hexdigest()

@@ -1,0 +1,240 @@
+"""`python -m bench.doors`: CPU time of a router process per streamed token, by the API that it is streamed
+over, in turns in one run. The shard behind it is a fake that answers with random tokens."""
+
+import argparse
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+
+from bench import door_clients, worker
+from bench.contest import Spread
+from bench.door_clients import APIS, GRPC
+from bench.service import BenchError, exit_on_sigterm
+from bench.worker import Worker
+from tests.support.processes import Service
+from tests.support.router.fake_shard import FakeShard, ShardServer
+from tests.support.router.model_of_shard import column, integers
+from tests.support.router.router_process import router_command
+from tests.support.tokenizers.trained import write_byte_level
+from tgis.pb import shard_pb2 as pb
+
+GOAL = 1.2
+WARM_STEPS = 10
+SLACK = 60  # tokens that the first streams may have before the last one is there, and after the last step
+STEP_S, GATHER_S = 0.02, 0.2  # least time of a step with all streams, and of one before all are there
+VOCAB_SIZE, BLOCK_SIZE, MAX_LENGTH = 400, 16, 1024
+ASCII_IDS = (2, 96)  # from "!" to "~" in the tokenizer: every token shows text
+TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
+TIME_LIMIT_S = 180.0
+
+
+@dataclass
+class Row:
+    length: int
+    limit: int
+
+
+@dataclass(frozen=True)
+class Sample:
+    """CPU time of the router over some steps of all streams."""
+
+    api: str
+    streams: int
+    cpu_s: float
+    wall_s: float
+    tokens: int
+
+    @property
+    def token_us(self) -> float:
+        return 1e6 * self.cpu_s / self.tokens
+
+
+class RandomTokens:
+    """Gives every row a random token a step, and takes the CPU time of a process over the steps that have all
+    streams, from the end of the warm-up on."""
+
+    def __init__(self) -> None:
+        self.process: psutil.Process | None = None
+        self._random = np.random.default_rng(0)
+        self._rows: dict[int, Row] = {}
+        self._num_streams = self._num_steps = 0
+        self._num_full = 0
+        self._begin = self._end = (0.0, 0.0)
+
+    def watch(self, num_streams: int, num_steps: int) -> None:
+        self._num_streams, self._num_steps, self._num_full = num_streams, num_steps, 0
+
+    def result(self) -> tuple[float, float]:
+        """Return CPU seconds and wall seconds. Raises BenchError if there were too few steps."""
+        if self._num_full <= WARM_STEPS + self._num_steps:
+            raise BenchError(f"all streams had {self._num_full} steps together, too few")
+        return self._end[0] - self._begin[0], self._end[1] - self._begin[1]
+
+    def execute(self, request: pb.StepRequest) -> pb.StepResponse:
+        for number in integers(request.closed_rows):
+            del self._rows[number]
+        for opened in request.opened_rows:
+            length = len(integers(opened.token_ids))
+            self._rows[opened.row] = Row(length, opened.prompt_len + opened.max_new_tokens)
+        work = zip(integers(request.rows), integers(request.ends), strict=True)
+        numbers = [number for number, end in work if self._samples(self._rows[number], end)]
+        self._pace(len(numbers))
+        for number in numbers:
+            self._rows[number].length += 1
+        ended = [self._rows[number].length == self._rows[number].limit for number in numbers]
+        tokens = self._random.integers(*ASCII_IDS, len(numbers)).tolist()
+        return pb.StepResponse(
+            step_id=request.step_id, rows=column(numbers), token_ids=column(tokens), ended=bytes(ended)
+        )
+
+    def _samples(self, row: Row, end: int) -> bool:
+        return end == row.length < row.limit
+
+    def _pace(self, num_rows: int) -> None:
+        """Wait as long as a step takes; while streams are missing, until they can be there."""
+        if num_rows < self._num_streams:
+            time.sleep(GATHER_S if self._num_full == 0 else STEP_S)
+            return
+        time.sleep(STEP_S)
+        if self._num_full == WARM_STEPS:
+            self._begin = self._look()
+        if self._num_full == WARM_STEPS + self._num_steps:
+            self._end = self._look()
+        self._num_full += 1
+
+    def _look(self) -> tuple[float, float]:
+        assert self.process is not None, "the router runs before its shards compute"
+        times = self.process.cpu_times()
+        return times.user + times.system, time.perf_counter()
+
+
+class PacedShard(FakeShard):
+    def __init__(self, tokens: RandomTokens, num_blocks: int) -> None:
+        self._tokens = tokens
+        info = pb.InfoResponse(num_blocks=num_blocks, block_size=BLOCK_SIZE, vocab_size=VOCAB_SIZE)
+        super().__init__(info=info)
+        self.step_s = 0.0
+
+    def _model(self) -> Any:
+        return self._tokens
+
+
+class Bench:
+    """A router, the shard behind it and the clients before it."""
+
+    def __init__(self, router: Service, tokens: RandomTokens, clients: Worker) -> None:
+        self.router, self._tokens, self._clients = router, tokens, clients
+
+    def measure(self, api: str, num_streams: int, num_steps: int) -> Sample:
+        """Raises BenchError."""
+        new_tokens = SLACK + WARM_STEPS + num_steps
+        self._tokens.watch(num_streams, num_steps)
+        question = {"api": api, "streams": num_streams, "new_tokens": new_tokens}
+        num_events = self._clients.ask(question, TIME_LIMIT_S)["events"]
+        if num_events < num_streams * (new_tokens - 2):  # the last token may come with the end
+            raise BenchError(f"{api}: {num_events} events of {num_streams} x {new_tokens} tokens")
+        return Sample(api, num_streams, *self._tokens.result(), num_streams * num_steps)
+
+
+@contextmanager
+def running(directory: Path, most_streams: int, apis: Sequence[str]) -> Iterator[Bench]:
+    """Raises BenchError."""
+    write_byte_level(directory, VOCAB_SIZE)
+    tokens, uds_path = RandomTokens(), str(directory / "shard")
+    with ExitStack() as stack:
+        server = ShardServer(PacedShard(tokens, (most_streams + 1) * MAX_LENGTH // BLOCK_SIZE), uds_path)
+        stack.callback(server.stop)
+        limits = ["--max-batch-size", str(most_streams), "--max-sequence-length", str(MAX_LENGTH)]
+        limits += ["--max-concurrent-requests", str(most_streams), "--shard-uds-path", uds_path]
+        if set(apis) != {GRPC}:
+            template = directory / "chat.jinja"
+            template.write_text(TEMPLATE)
+            limits += ["--chat-template", str(template)]
+            limits += ["--http-api", "openai", "--max-http-connections", str(2 * most_streams)]
+        router = Service(router_command(directory, *limits))
+        stack.callback(router.end)
+        router.wait_until_serving()
+        tokens.process = psutil.Process(router.process.pid)
+        targets = [f"127.0.0.1:{port}" for port in (router.grpc_port, router.http_port)]
+        yield Bench(router, tokens, stack.enter_context(worker.start(door_clients.MODULE, *targets)))
+
+
+def run(bench: Bench, options: argparse.Namespace) -> list[Sample]:
+    """Whoever begins a round ends the next. Raises BenchError."""
+    samples = []
+    for num_streams in options.streams:
+        for api in options.apis:
+            bench.measure(api, num_streams, WARM_STEPS)
+        for number in range(options.rounds):
+            turn = number % len(options.apis)
+            for api in (*options.apis[turn:], *options.apis[:turn]):
+                samples.append(bench.measure(api, num_streams, options.steps))
+                print(
+                    f"{api}, {num_streams} streams: {samples[-1].token_us:.1f} us",
+                    file=sys.stderr,
+                    flush=True,
+                )
+    return samples
+
+
+def format_samples(samples: Sequence[Sample]) -> str:
+    """Return a Markdown table: microseconds a token and their ratio to gRPC's."""
+    lines = ["| streams | API | router's CPU time a token, us | x gRPC | goal |", "|---|---|---|---|---|"]
+    for num_streams, api in dict.fromkeys((each.streams, each.api) for each in samples):
+        times = _times(samples, num_streams, api)
+        told = f"{times.median:.1f} ({times.low:.1f} to {times.high:.1f})"
+        base = [each for each in samples if each.streams == num_streams and each.api == GRPC]
+        ratio, goal = "", ""
+        if api != GRPC and base:
+            ratio = f"{times.median / _times(samples, num_streams, GRPC).median:.2f}"
+            goal = f"<= {GOAL}"
+        lines.append(f"| {num_streams} | {api} | {told} | {ratio} | {goal} |")
+    return "\n".join(lines)
+
+
+def _times(samples: Sequence[Sample], num_streams: int, api: str) -> Spread:
+    return Spread.of([each.token_us for each in samples if (each.streams, each.api) == (num_streams, api)])
+
+
+def parse_options(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m bench.doors", description=__doc__)
+    parser.add_argument("--rounds", type=int, default=5, help="of every figure (default %(default)s)")
+    parser.add_argument("--steps", type=int, default=120, help="measured in a round (default %(default)s)")
+    parser.add_argument("--streams", type=_counts, default=[64, 256], help="(default 64,256)")
+    parser.add_argument("--apis", type=_apis, default=list(APIS), help=f"of {','.join(APIS)}")
+    return parser.parse_args(arguments)
+
+
+def _counts(text: str) -> list[int]:
+    return [int(part) for part in text.split(",")]
+
+
+def _apis(text: str) -> list[str]:
+    chosen = text.split(",")
+    if unknown := set(chosen) - set(APIS):
+        raise argparse.ArgumentTypeError(f"{min(unknown)} is none of {','.join(APIS)}")
+    return chosen
+
+
+def main() -> None:
+    options = parse_options(sys.argv[1:])
+    exit_on_sigterm()
+    with tempfile.TemporaryDirectory(prefix="doors-") as directory:
+        try:
+            with running(Path(directory), max(options.streams), options.apis) as bench:
+                samples = run(bench, options)
+        except BenchError as error:
+            sys.exit(f"error: {error}")
+    print(format_samples(samples))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,56 @@
+"""`python -m integration_tests.clients`: each client, in its environment, against one launched service."""
+
+import argparse
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+
+from integration_tests.clients.served import launch_served
+
+HERE = Path(__file__).parent
+CLIENTS = ("openai", "langchain-openai", "litellm", "huggingface_hub", "lm-eval", "schemathesis")
+TIMEOUT_S = 900
+
+
+def main() -> None:
+    options = argparse.ArgumentParser("clients", description=__doc__)
+    options.add_argument("--environments", type=Path, default=Path(".venv-clients"))
+    options.add_argument("--only", default=",".join(CLIENTS), help="clients, separated by commas")
+    given = options.parse_args()
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory(prefix="clients-") as directory:
+        failed = run(Path(directory), given.environments, given.only.split(","))
+    print(f"failed: {', '.join(failed)}" if failed else "all clients are served")
+    sys.exit(bool(failed))
+
+
+def run(directory: Path, environments: Path, clients: list[str]) -> list[str]:
+    """Return the clients that failed."""
+    failed = []
+    with launch_served(directory) as (served, client):
+        served.write(description := directory / "served.json")
+        for name in clients:
+            started = time.monotonic()
+            code = _run(environments / name / "bin" / "python", name, description)
+            print(
+                f"{name}: {'failed' if code else 'served'} in {time.monotonic() - started:.1f} s", flush=True
+            )
+            if code:
+                failed.append(name)
+                print(*[line for line in client.service.lines if " INFO " not in line][-20:], sep="\n")
+    return failed
+
+
+def _run(python: Path, name: str, description: Path) -> int:
+    module = f"integration_tests.clients.use_{name.replace('-', '_')}"
+    versions = (HERE / "requirements" / f"{name}.txt").read_text().split()
+    print(f"{name}, with {', '.join(versions)}", flush=True)
+    return subprocess.run([python, "-m", module, str(description)], timeout=TIMEOUT_S, check=False).returncode
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,321 @@
+"""What any bytes get from a connection to an HTTP port: on real sockets, by a client of plain asyncio."""
+
+import asyncio
+import logging
+import socket
+import struct
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+import pytest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from tgis.config.processes import RouterConfig
+from tgis.net import http_connection
+from tgis.net.http_connection import MAX_HEADER_BYTES, SlowReadError
+from tgis.net.http_routes import LimitedRoute, RouteLimits
+from tgis.net.http_server import serve_http
+
+SHORT_S = 0.2
+CONFIG = RouterConfig(tokenizer_path="", bind="127.0.0.1", port=0, slow_reader_timeout=SHORT_S)
+DATA_SEGMENTS = 152  # offset in the kernel's `struct tcp_info`
+
+
+@pytest.fixture(autouse=True)
+def _short_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_connection, "LINGER_S", SHORT_S / 4)
+
+
+Connect = Callable[[], "asyncio.Future[tuple[asyncio.StreamReader, asyncio.StreamWriter]]"]
+
+
+async def refuse(scope: Scope, receive: Receive, send: Send) -> None:
+    await PlainTextResponse("full", 503)(scope, receive, send)
+
+
+API = RouteLimits(None, 2, request_s=SHORT_S, idle_s=SHORT_S, refuse=refuse)
+
+
+class App:
+    """App that tells what its requests met."""
+
+    def __init__(self) -> None:
+        self.ends: list[str] = []
+        self.has_begun, self.has_ended = asyncio.Event(), asyncio.Event()
+        routes = [
+            Route("/plain", self.echo, methods=["GET", "POST"]),
+            LimitedRoute("/api", self.echo, API, methods=["POST"]),
+            LimitedRoute("/wait", self.wait, API),
+            LimitedRoute("/flood", self.flood, API),
+            LimitedRoute("/parts", self.parts, API),
+        ]
+        self.starlette = Starlette(routes=routes)
+
+    async def echo(self, request: Request) -> Response:
+        return Response(await request.body())
+
+    async def wait(self, request: Request) -> Response:
+        self.has_begun.set()
+        try:
+            await asyncio.sleep(3 * SHORT_S)
+        except BaseException as error:
+            self._end(error)
+            raise
+        return Response(b"late")
+
+    async def parts(self, request: Request) -> Response:
+        async def parts() -> AsyncIterator[bytes]:
+            for _ in range(20):
+                yield b"part"
+
+        return StreamingResponse(parts())
+
+    async def flood(self, request: Request) -> Response:
+        async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+            try:
+                while True:
+                    await send({"type": "http.response.body", "body": bytes(1 << 16), "more_body": True})
+                    await asyncio.sleep(0)
+            except BaseException as error:
+                self._end(error)
+                raise
+
+        return _Answering(answer)
+
+    def _end(self, error: BaseException) -> None:
+        self.ends.append(type(error).__name__)
+        self.has_ended.set()
+
+
+class _Answering(Response):
+    def __init__(self, answer: Callable[[Scope, Receive, Send], object]) -> None:
+        super().__init__()
+        self._answer = answer
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._answer(scope, receive, send)  # type: ignore[misc]
+
+
+@asynccontextmanager
+async def serving() -> AsyncIterator[tuple[App, Connect]]:
+    app = App()
+    writers = []
+    async with serve_http(app.starlette, CONFIG, None) as port:
+
+        async def connect() -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writers.append(writer)
+            return reader, writer
+
+        try:
+            yield app, connect  # type: ignore[misc]
+        finally:
+            for writer in writers:
+                writer.close()
+
+
+def request(path: str, body: bytes = b"", method: str = "POST", headers: str = "") -> bytes:
+    return (
+        f"{method} {path} HTTP/1.1\r\nHost: a\r\nContent-Length: {len(body)}\r\n{headers}\r\n".encode() + body
+    )
+
+
+async def answer_of(reader: asyncio.StreamReader) -> tuple[int, bytes]:
+    head = (await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 5)).lower()
+    if b"transfer-encoding: chunked" in head:
+        return int(head.split()[1]), await reader.readuntil(b"0\r\n\r\n")
+    size = int(head.split(b"content-length: ")[1].split(b"\r\n")[0])
+    return int(head.split()[1]), await reader.readexactly(size)
+
+
+async def end_of(reader: asyncio.StreamReader) -> bytes | None:
+    """What is left to read; None if the connection was reset."""
+    try:
+        return await asyncio.wait_for(reader.read(), 5)
+    except ConnectionResetError:
+        return None
+
+
+@pytest.mark.parametrize("name", [b"X-Long: ", b""], ids=["one value", "many headers"])
+@pytest.mark.parametrize("num_pieces", [1, 40])
+async def test_a_long_header_gets_431(name: bytes, num_pieces: int) -> None:
+    """Also one that never ends."""
+    async with serving() as (_, connect):
+        reader, writer = await connect()
+        writer.write(b"GET /plain HTTP/1.1\r\n" + name)
+        line = b"a" * 1024 if name else b"X-A: b\r\n" * 128
+        for _ in range(num_pieces):
+            writer.write(line * (1 if num_pieces > 1 else 20))
+            await asyncio.sleep(0)
+        if num_pieces == 1:
+            writer.write(b"\r\n\r\n")
+        assert (await answer_of(reader))[0] == 431
+        assert await end_of(reader) == b""
+
+
+async def test_a_header_below_the_limit_is_served() -> None:
+    async with serving() as (_, connect):
+        reader, writer = await connect()
+        writer.write(request("/plain", b"x", headers=f"X-Long: {'a' * (MAX_HEADER_BYTES - 200)}\r\n"))
+        assert await answer_of(reader) == (200, b"x")
+
+
+async def test_trailers_and_the_framing_of_chunks_have_a_limit() -> None:
+    head = b"POST /plain HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n"
+    for tail in (b"0\r\nX-Trailer: ", b"1;"):
+        async with serving() as (_, connect):
+            reader, writer = await connect()
+            writer.write(head + tail + b"a" * (MAX_HEADER_BYTES + 1024))
+            assert (await answer_of(reader))[0] == 431
+
+
+async def test_a_body_must_arrive_in_time_but_its_answer_may_be_late() -> None:
+    async with serving() as (_, connect):
+        loop = asyncio.get_running_loop()
+        reader, writer = await connect()
+        began = loop.time()
+        writer.write(request("/api", b"12345")[:-2])
+        assert not await end_of(reader)
+        assert 0.5 * SHORT_S < loop.time() - began < 3 * SHORT_S
+        reader, writer = await connect()
+        writer.write(request("/wait", method="GET"))
+        assert await answer_of(reader) == (200, b"late")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [b"nonsense\r\n\r\n", b"GET http://a HTTP/1.1\r\n\r\n", b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03"],
+)
+async def test_what_is_not_http_gets_400_and_no_line_in_the_log(
+    text: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        async with serving() as (_, connect):
+            reader, writer = await connect()
+            writer.write(text)
+            assert (await answer_of(reader))[0] == 400
+            assert await end_of(reader) == b""
+    assert not caplog.records
+
+
+async def test_a_request_for_another_protocol_is_answered_in_this_one(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    upgrade = "Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABkAAQ\r\n"
+    with caplog.at_level(logging.WARNING):
+        async with serving() as (_, connect):
+            reader, writer = await connect()
+            for body in (b"one", b"two"):
+                writer.write(request("/plain", body, headers=upgrade))
+                assert await answer_of(reader) == (200, body)
+    assert not caplog.records
+
+
+async def test_requests_of_one_connection_are_answered_in_order() -> None:
+    """Those that come together too, and in chunks."""
+    chunked = (
+        b"POST /api HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n3\r\ntwo\r\n0\r\nX-T: x\r\n\r\n"
+    )
+    async with serving() as (_, connect):
+        reader, writer = await connect()
+        writer.write(request("/wait", method="GET") + chunked + request("/plain", b"three"))
+        assert [await answer_of(reader) for _ in range(3)] == [(200, b"late"), (200, b"two"), (200, b"three")]
+        writer.write(request("/api", b"four"))
+        assert await answer_of(reader) == (200, b"four")
+
+
+async def test_an_idle_connection_closes_gracefully() -> None:
+    async with serving() as (_, connect):
+        reader, writer = await connect()
+        for _ in range(3):
+            writer.write(request("/api", b"x"))
+            assert await answer_of(reader) == (200, b"x")
+            await asyncio.sleep(SHORT_S / 2)
+        began = asyncio.get_running_loop().time()
+        assert await end_of(reader) == b""
+        assert asyncio.get_running_loop().time() - began < 2 * SHORT_S
+
+
+async def test_of_too_many_requests_of_an_api_the_newest_is_refused() -> None:
+    """Idle connections do not count, and probes are not disturbed."""
+    async with serving() as (app, connect):
+        idle = [await connect() for _ in range(2)]
+        for reader, writer in idle:
+            writer.write(request("/api", b"x"))
+            await answer_of(reader)
+        running = [await connect() for _ in range(2)]
+        for _, writer in running:
+            writer.write(request("/wait", method="GET"))
+        await app.has_begun.wait()
+        await asyncio.sleep(0.02)
+        reader, writer = await connect()
+        writer.write(request("/api", b"x"))
+        assert await answer_of(reader) == (503, b"full")
+        writer.write(request("/plain", b"probe"))
+        assert await answer_of(reader) == (200, b"probe")
+        assert [await answer_of(reader) for reader, _ in running] == [(200, b"late")] * 2
+        writer.write(request("/api", b"x"))
+        assert await answer_of(reader) == (200, b"x")
+
+
+async def test_of_too_many_idle_connections_the_oldest_closes_gracefully() -> None:
+    async with serving() as (_, connect):
+        began = asyncio.get_running_loop().time()
+        all_ = [await connect() for _ in range(3)]
+        for reader, writer in all_:
+            writer.write(request("/api", b"x"))
+            await answer_of(reader)
+        assert await end_of(all_[0][0]) == b""
+        assert asyncio.get_running_loop().time() - began < SHORT_S
+        all_[2][1].write(request("/api", b"y"))
+        assert await answer_of(all_[2][0]) == (200, b"y")
+
+
+@pytest.mark.parametrize("end", ["close", "half-close", "reset", "garbage"])
+async def test_a_client_that_goes_cancels_its_request(end: str, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        async with serving() as (app, connect):
+            _, writer = await connect()
+            writer.write(request("/wait", method="GET"))
+            await app.has_begun.wait()
+            if end == "close":
+                writer.close()
+            elif end == "half-close":
+                writer.write_eof()
+            elif end == "reset":
+                writer.transport.abort()
+            else:
+                writer.write(b"nonsense\r\n\r\n")
+            await asyncio.wait_for(app.has_ended.wait(), SHORT_S)
+            assert app.ends == ["CancelledError"]
+    assert not caplog.records
+
+
+async def test_a_client_that_does_not_read_ends_its_request(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        async with serving() as (app, connect):
+            reader, writer = await connect()
+            writer.transport.pause_reading()  # type: ignore[attr-defined]
+            writer.write(request("/flood", method="GET"))
+            await asyncio.wait_for(app.has_ended.wait(), 10 * SHORT_S)
+            assert app.ends == [SlowReadError.__name__]
+            await asyncio.sleep(SHORT_S / 4)
+            writer.transport.resume_reading()  # type: ignore[attr-defined]
+            with pytest.raises((ConnectionResetError, asyncio.IncompleteReadError)):
+                await reader.readexactly(1 << 30)
+    assert not caplog.records
+
+
+async def test_what_is_written_together_is_sent_together() -> None:
+    """Twenty parts and their frames are one segment of TCP, as the client's kernel counts them."""
+    async with serving() as (_, connect):
+        reader, writer = await connect()
+        writer.write(request("/parts", method="GET"))
+        assert (await answer_of(reader))[1].count(b"part") == 20
+        info = writer.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
+        assert struct.unpack_from("I", info, DATA_SEGMENTS)[0] <= 3

@@ -1,0 +1,41 @@
+"""The OpenAPI document tells every route, and all that it refers to is there."""
+
+import re
+from typing import Any, cast
+
+from tgis.router.api.http.openai.models import Models
+from tgis.router.api.http.openai.openapi import openapi_document
+from tgis.router.api.http.openai.routes import NOT_SERVED, openai_routes
+from tgis.router.api.http.openai.service_parts import OpenAiApi
+
+
+def references(value: Any) -> set[str]:
+    if isinstance(value, dict):
+        own = {value["$ref"]} if isinstance(value.get("$ref"), str) else set()
+        return own.union(*map(references, value.values()))
+    return set().union(*map(references, value)) if isinstance(value, list) else set()
+
+
+def test_every_route_is_there() -> None:
+    parts: Any = [None] * 6
+    parts[3] = Models(("a",))
+    routes = {
+        (re.sub(":path", "", route.path), method)
+        for route in openai_routes(OpenAiApi(*parts))
+        if route.path not in (*NOT_SERVED, "/openapi.json")
+        for method in cast("set[str]", route.methods) - {"HEAD"}
+    }
+    paths = openapi_document()["paths"]
+    assert {(path, method.upper()) for path, item in paths.items() for method in item} == routes
+
+
+def test_the_document_is_whole() -> None:
+    document = openapi_document()
+    schemas = document["components"]["schemas"]
+    assert references(document) == {f"#/components/schemas/{name}" for name in schemas}
+    chat = schemas["ChatRequest"]
+    assert chat["required"] == ["messages"]
+    assert chat["properties"]["temperature"]["anyOf"][0] == {"type": "number", "minimum": 0, "maximum": 2}
+    operations = [one for item in document["paths"].values() for one in item.values()]
+    assert len({one["operationId"] for one in operations}) == len(operations)
+    assert all({"200", "400", "401", "500"} <= one["responses"].keys() for one in operations)

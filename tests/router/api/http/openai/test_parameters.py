@@ -1,0 +1,118 @@
+"""What the service is asked for, by field of a request."""
+
+import json
+from typing import Any
+
+import msgspec
+import pytest
+
+from tgis.router.api.http.openai.completions.types import CompletionRequest
+from tgis.router.api.http.openai.errors import ApiError, describe
+from tgis.router.api.http.openai.fields.parameters import describe_parameters, refusal, to_parameters
+from tgis.router.api.http.openai.fields.sampling_fields import read_fields
+from tgis.router.errors import NotFoundError, RequestError
+from tgis.router.requests.call import Parameters
+
+DECODER = msgspec.json.Decoder(CompletionRequest)
+NOTHING = Parameters(sample=True, include_stop_sequence=False, raw_details=True)
+
+
+def read(**fields: Any) -> CompletionRequest:
+    return read_fields(DECODER, json.dumps(fields).encode())
+
+
+CASES: list[tuple[str, Any, str, Any]] = [
+    ("temperature", 0, "temperature", 0.0),
+    ("temperature", 0.7, "temperature", 0.7),
+    ("top_p", 0.5, "top_p", 0.5),
+    ("top_k", -1, "top_k", 0),
+    ("top_k", 0, "top_k", 0),
+    ("top_k", 7, "top_k", 7),
+    ("min_p", 0.25, "min_p", 0.25),
+    ("seed", 0, "seed", 0),
+    ("seed", -3, "seed", 2**64 - 3),
+    ("repetition_penalty", 1.5, "repetition_penalty", 1.5),
+    ("presence_penalty", -2, "presence_penalty", -2.0),
+    ("frequency_penalty", 2, "frequency_penalty", 2.0),
+    ("logit_bias", {"5": 1, "17": -100}, "logit_bias", ((5, 1.0), (17, -100.0))),
+    ("stop", "a", "stop_sequences", ("a",)),
+    ("stop", ["a", "b"], "stop_sequences", ("a", "b")),
+    ("include_stop_str_in_output", True, "include_stop_sequence", True),
+    ("stop_token_ids", [3, 4], "stop_token_ids", (3, 4)),
+    ("ignore_eos", True, "ignore_eos", True),
+    ("min_tokens", 3, "min_new_tokens", 3),
+    ("truncate_prompt_tokens", 3, "truncate_input_tokens", 3),
+    ("n", 3, "n", 3),
+    ("cache_salt", "é", "cache_salt", "é".encode()),
+    ("user", "somebody", "n", 1),
+    ("unknown", [1], "n", 1),
+]
+
+
+@pytest.mark.parametrize(("field", "value", "name", "expected"), CASES)
+def test_fields(field: str, value: Any, name: str, expected: Any) -> None:
+    params = to_parameters(read(**{field: value}), None)
+    assert getattr(params, name) == expected
+    others = {each: getattr(params, each) for each in vars(NOTHING) if each != name}
+    assert others == {each: value for each, value in vars(NOTHING).items() if each != name}
+
+
+def test_null_is_nothing() -> None:
+    fields = {info.name: None for info in msgspec.structs.fields(CompletionRequest)}
+    assert to_parameters(read(**fields), None) == NOTHING
+
+
+def test_details() -> None:
+    params = to_parameters(read(n=2), 5, n=7, top_n_tokens=3)
+    assert (params.max_new_tokens, params.n, params.top_n_tokens) == (5, 7, 3)
+
+
+def test_description() -> None:
+    fields = {
+        "model": "secret",
+        "prompt": "secret",
+        "stop": ["secret"],
+        "user": "secrets",
+        "logit_bias": {"1": 2, "3": 4},
+        "temperature": 0.5,
+        "echo": True,
+        "n": 2,
+        "stream_options": {"include_usage": True},
+        "guided_json": {"secret": 1},
+    }
+    text = describe_parameters(read(**fields))
+    assert "secret" not in text
+    assert set(text.split(", ")) == {
+        "stop=1",
+        "user=7 bytes",
+        "logit_bias=2",
+        "temperature=0.5",
+        "echo=true",
+        "n=2",
+        "include_usage=true",
+        "guided_json=1",
+    }
+
+
+@pytest.mark.parametrize(
+    ("text", "param", "code"),
+    [
+        ("max_new_tokens must be <= 5", "max_tokens", None),
+        ("min_new_tokens must be <= max_new_tokens", "min_tokens", None),
+        ("top_n_tokens (9) must be <= 5", "logprobs", None),
+        ("input tokens (9) plus prefix length (0) must be < 5", "prompt", "context_length_exceeded"),
+        ("input token id 9 is beyond the model's vocabulary of 5 tokens", "prompt", None),
+        ("can specify at most 16 non-empty stop sequences", "stop", None),
+        ("something else", None, None),
+    ],
+)
+def test_refusals(text: str, param: str | None, code: str | None) -> None:
+    error = refusal(RequestError(text), "prompt")
+    assert isinstance(error, ApiError)
+    assert (error.status, error.details.param, error.details.code) == (400, param, code)
+    assert "new_tokens" not in error.details.message
+
+
+def test_missing_models_stay_missing() -> None:
+    status, details = describe(refusal(NotFoundError("no such model"), "prompt"))
+    assert (status, details.param, details.code) == (404, "model", "model_not_found")

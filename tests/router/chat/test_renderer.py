@@ -1,0 +1,134 @@
+"""Rendered chats are those of transformers, for templates in the manner of published families."""
+
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+
+import pytest
+
+from tests.support.chats import FAMILIES, SPECIAL_TOKENS, Reference, random_chats, template_text
+from tgis.router.chat.renderer import NO_TEMPLATE, Chat, ChatRenderer
+from tgis.router.chat.template import ChatTemplate
+from tgis.router.errors import QuotingError, RequestError
+
+Make = Callable[..., ChatRenderer]
+HELLO = [{"role": "user", "content": "Hello"}]
+
+
+@pytest.fixture
+async def make() -> AsyncIterator[Make]:
+    made: list[ChatRenderer] = []
+
+    def make(text: str, **more: str | bool) -> ChatRenderer:
+        template = ChatTemplate(text, special_tokens=SPECIAL_TOKENS, **more)  # type: ignore[arg-type]
+        made.append(ChatRenderer(template))
+        return made[-1]
+
+    yield make
+    for renderer in made:
+        renderer.close()
+
+
+async def prompt_or_none(renderer: ChatRenderer, chat: Chat) -> str | None:
+    try:
+        return await renderer.render(chat)
+    except RequestError:
+        return None
+
+
+async def check_family(family: str, make: Make, seed: int, count: int) -> None:
+    reference, renderer = Reference(template_text(family)), make(template_text(family))
+    kinds = Counter[tuple[bool, bool]]()
+    for chat in random_chats(seed, count):
+        expected = reference.render(chat)
+        found = await prompt_or_none(renderer, chat)
+        assert found == expected, chat
+        kinds[chat.continue_final_message, found is not None] += 1
+    assert kinds[False, True] > count / 5, "most chats must be rendered, for the test to see something"
+    assert kinds[True, True] > count / 20
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+async def test_chats_are_rendered_as_by_transformers(family: str, make: Make) -> None:
+    await check_family(family, make, seed=1, count=60)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+async def test_many_chats_are_rendered_as_by_transformers(family: str, make: Make) -> None:
+    await check_family(family, make, seed=2, count=3000)
+
+
+@pytest.mark.parametrize("ending", ["", " ", "\n", " x \n"])
+async def test_content_parts_are_continued_as_by_transformers(ending: str, make: Make) -> None:
+    text = template_text("content_parts")
+    parts = [{"type": "text", "text": "One."}, {"type": "text", "text": "Two" + ending}, {"type": "image"}]
+    messages = [*HELLO, {"role": "assistant", "content": parts}]
+    chat = Chat(messages, add_generation_prompt=False, continue_final_message=True)
+    found = await make(text).render(chat)
+    assert found == Reference(text).render(chat)
+    assert found.endswith("One.Two" + ending)
+
+
+async def test_a_text_to_continue_must_occur(make: Make) -> None:
+    for text in ("nothing", "{{ messages[-1].content | upper }}", "{{ messages[-1].content | tojson }}"):
+        chat = Chat([{"role": "assistant", "content": 'a"b'}], None, None, False, True)
+        with pytest.raises(RequestError, match=r"^the chat template leaves out or changes the text"):
+            await make(text).render(chat)
+    for message in ({"role": "assistant"}, {"role": "assistant", "content": None}):
+        with pytest.raises(RequestError, match=r"^the last message has no text to continue"):
+            await make("{{ messages[-1].content }}").render(Chat([message], None, None, False, True))
+
+
+async def test_a_client_cannot_forge_where_a_prompt_ends(make: Make) -> None:
+    text = "CONTINUE_FINAL_MESSAGE_TAG and more"
+    chat = Chat([{"role": "assistant", "content": text}], None, None, False, True)
+    assert await make("{{ messages[-1].content }}</s>{{ messages[-1].content }}").render(chat) != ""
+    assert await make("{{ messages[-1].content }}</s>").render(chat) == text
+
+
+async def test_what_cannot_be_asked_is_refused(make: Make) -> None:
+    renderer = make("{{ messages[0].content }}")
+    chats = {
+        "messages must not be empty": Chat([]),
+        "add_generation_prompt and continue_final_message must not both be true": Chat(
+            HELLO, continue_final_message=True
+        ),
+        "chat_template_kwargs must not have tools": Chat(HELLO, variables={"tools": []}),
+    }
+    for text, chat in chats.items():
+        with pytest.raises(RequestError, match=f"^{text}$"):
+            await renderer.render(chat)
+    with pytest.raises(RequestError) as caught:
+        await ChatRenderer(None).render(Chat(HELLO))
+    assert str(caught.value) == NO_TEMPLATE
+
+
+async def test_a_refusal_of_the_template_reaches_the_client_alone(make: Make) -> None:
+    text = "{{ raise_exception(messages[0].content) }}"
+    message = {"role": "user", "content": "se\ncret\x1b[0m " + "x" * 5000}
+    with pytest.raises(QuotingError) as caught:
+        await make(text).render(Chat([message]))
+    assert str(caught.value).startswith("the chat template refuses the chat: se cret [0m xxx")
+    assert len(str(caught.value)) < 400
+    assert caught.value.log_text == "the chat template refuses the chat"
+
+
+async def test_an_error_tells_its_line_and_nothing_of_the_chat(make: Make) -> None:
+    text = "a\n{% if true %}\n{{ messages[0][messages[0].content].more }}{% endif %}"
+    with pytest.raises(RequestError) as caught:
+        await make(text).render(Chat([{"role": "user", "content": "secret"}]))
+    assert str(caught.value) == "the chat template failed with UndefinedError in line 3"
+
+
+async def test_the_template_for_tools_and_variables(make: Make) -> None:
+    renderer = make("plain {{ bos_token }}{{ x }}", tool_use="tools {{ eos_token }}")
+    assert await renderer.render(Chat(HELLO)) == "plain <s>"
+    assert await renderer.render(Chat(HELLO, variables={"x": "!", "bos_token": "B"})) == "plain B!"
+    assert await renderer.render(Chat(HELLO, tools=[])) == "tools </s>"
+
+
+def test_the_router_does_not_import_the_template_language() -> None:
+    code = "import sys, tgis.router.chat.renderer; sys.exit('jinja2' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,79 @@
+"""OpenAI's API over a real socket, in this process and in front of an engine and a fake shard, which tells
+what its calls ask of the engine."""
+
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from tests.support.router.engine_pair import Scene, open_scene
+from tests.support.router.fake_shard import VOCAB_SIZE
+from tests.support.router.grpc_door import LIMITS, RecordingHandle
+from tests.support.tokenizers.trained import write_byte_level
+from tgis.config.processes import RouterConfig
+from tgis.net.http_server import serve_listener
+from tgis.pb import shard_pb2
+from tgis.router.api.http.app import ApiGate, Phase, api_route, starlette_of
+from tgis.router.api.http.openai.models import Models
+from tgis.router.api.http.openai.routes import openai_routes
+from tgis.router.api.http.openai.service_parts import OpenAiApi
+from tgis.router.api.service import GenerationService
+from tgis.router.engine.concurrency import ConcurrencyLimit
+from tgis.router.grammar.compiler import GrammarCompiler
+from tgis.router.requests.accounting import Accounting
+from tgis.router.requests.tracing import Tracing
+from tgis.router.requests.validation import RequestLimits, Validator
+from tgis.router.text.detokenizer import Vocabulary
+from tgis.router.text.tokenizer import Tokenizer
+
+MODEL = "served-model"
+LIMITS_OF_HTTP = replace(LIMITS, max_new_tokens=None, include_stop_sequence=False)
+
+
+@dataclass
+class HttpDoor:
+    scene: Scene
+    handle: RecordingHandle
+    tokenizer: Tokenizer
+    vocabulary: Vocabulary
+    url: str
+    """Up to `/v1`, without it."""
+
+
+@asynccontextmanager
+async def open_http_door(
+    directory: Path,
+    renderer: Any = None,
+    info: shard_pb2.InfoResponse | None = None,
+    limits: RequestLimits = LIMITS_OF_HTTP,
+    write_tokenizer: Any = write_byte_level,
+) -> AsyncIterator[HttpDoor]:
+    """Open a door; `renderer` is for chats."""
+    write_tokenizer(directory, VOCAB_SIZE)
+    async with open_scene(directory, False, info) as scene:
+        tokenizer, compiler = Tokenizer(directory, 1), GrammarCompiler()
+        handle, vocabulary = RecordingHandle(scene.handle), Vocabulary(tokenizer)
+        service = GenerationService(
+            handle,  # type: ignore[arg-type]
+            Validator(tokenizer, limits, compiler, scene.metrics, handle.info),
+            tokenizer,
+            lambda _: vocabulary,
+            ConcurrencyLimit(2),
+            Accounting(scene.metrics, Tracing(), 0),
+        )
+        api = OpenAiApi(service, tokenizer, renderer, Models((MODEL, "alias")), vocabulary, limits)
+        config = RouterConfig(tokenizer_path="", http_api="openai")
+        gate = ApiGate(openai_routes(api), config, scene.metrics.request_failure)
+        gate.phase = Phase.OPEN
+        listener = socket.create_server(("127.0.0.1", 0))
+        try:
+            async with serve_listener(
+                starlette_of([api_route(gate, config, True)]), listener, config, None
+            ) as port:
+                yield HttpDoor(scene, handle, tokenizer, vocabulary, f"http://127.0.0.1:{port}")
+        finally:
+            tokenizer.close()
+            compiler.close()
+        assert not scene.left()

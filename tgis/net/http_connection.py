@@ -1,0 +1,391 @@
+"""A connection to an HTTP port, with limits of time, of size and of the number of connections."""
+
+import asyncio
+from collections.abc import Iterable
+from http import HTTPStatus
+from typing import Any, NamedTuple
+
+import httptools
+import uvicorn
+from starlette.applications import Starlette
+from starlette.routing import BaseRoute
+from starlette.types import ASGIApp, Receive, Scope, Send
+from uvicorn.protocols.http.flow_control import FlowControl
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
+
+from tgis.net.http_routes import PROBE_LIMITS, LimitedApp, RouteLimits, find_route
+from tgis.net.joined_writes import JoinedWrites
+from tgis.net.ports import watch_peer
+from tgis.net.tls import client_name
+
+MAX_HEADER_BYTES = 16 << 10
+MAX_FRAMING = 8  # bytes of a chunked body's framing for each of its own bytes
+LINGER_S = 1.0  # time for a refused client to read why, before the connection closes
+MAX_BURST = 128  # connections that may come together beyond a limit
+BURST_S = 0.05  # time for connections that come together to send their requests
+
+
+class SlowReadError(Exception):
+    """Error of sending to a client that has not read for too long. Its connection ends."""
+
+
+class Answer:
+    """The answer to a request, as its connection sees it; `scope["state"]["answer"]`."""
+
+    def __init__(self, cycle: RequestResponseCycle) -> None:
+        self._cycle = cycle
+        self.headers = cycle.default_headers = list(cycle.default_headers)
+        """Headers that are sent whatever the answer is."""
+
+    @property
+    def has_begun(self) -> bool:
+        return self._cycle.response_started
+
+
+class ServerConfig(uvicorn.Config):
+    """Configuration of a port's connections, and their groups, each in the order in which they came."""
+
+    fresh = PROBE_LIMITS
+    """Limits of connections that have no whole request yet."""
+    slow_reader_s = 60.0
+    keepalive_s = 60.0
+
+    def __init__(self, app: Starlette) -> None:
+        self.routes: Iterable[BaseRoute] = app.routes
+        self.groups: dict[tuple[int, bool], dict[HttpConnection, None]] = {}
+        super().__init__(
+            app,
+            http=HttpConnection,
+            ws="none",
+            log_config=None,
+            access_log=False,
+            lifespan="off",
+            server_header=False,
+        )
+
+
+class _Flow(FlowControl):
+    is_slow = False
+
+    def give_up(self) -> None:
+        self.is_slow = True
+        self._is_writable_event.set()
+
+    async def drain(self) -> None:
+        await super().drain()
+        if self.is_slow:
+            raise SlowReadError
+
+
+class _Refusal(Exception):
+    """Refusal of a request by the parser's callbacks."""
+
+    def __init__(self, status: HTTPStatus) -> None:
+        super().__init__(status.phrase)
+        self.status = status
+
+
+class _Running(NamedTuple):
+    cycle: RequestResponseCycle
+    task: asyncio.Task[None]
+
+
+class HttpConnection(HttpToolsProtocol):
+    config: ServerConfig
+    transport: JoinedWrites
+    flow: _Flow
+
+    _timer: asyncio.TimerHandle | None = None
+    _deadline: float | None = None
+    _slow_timer: asyncio.TimerHandle | None = None
+    _began_at: float | None = None
+    """Time of the first byte of the request that is served or arrives; None: the connection is idle."""
+    _is_whole = True
+    """Whether the last request that began to arrive has arrived."""
+    _num_received = _num_body = 0
+    """Bytes since the last whole request, and those of them that are of its body."""
+    _num_unparsed = 0
+    """Bytes of a body that the parser leaves to others."""
+    _running: _Running | None = None
+    _has_been_refused = False
+    _group: "dict[HttpConnection, None] | None" = None
+    _certificate_name = ""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        watch_peer(transport, self.config.keepalive_s)
+        super().connection_made(JoinedWrites(transport, self.loop))
+        self.flow = _Flow(self.transport)
+        self._certificate_name = client_name(transport.get_extra_info("ssl_object"))
+        self._began_at = self.loop.time()
+        self._enter(self.config.fresh)
+        self._reschedule()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._leave()
+        self._began_at = None
+        self._reschedule()
+        self._stop_slow_timer()
+        self.pipeline.clear()
+        super().connection_lost(exc)
+        self._unset_keepalive_if_required()
+        self._end_running()
+
+    def eof_received(self) -> None:
+        self.transport.flush()
+        self._end_running()
+        self._start_slow_timer()
+
+    def data_received(self, data: bytes) -> None:
+        if self._has_been_refused:
+            return
+        self._unset_keepalive_if_required()
+        if self._began_at is None:
+            self._began_at = self.loop.time()
+        self._num_received += len(data)
+        try:
+            self._take_unparsed(data) if self._num_unparsed else self._parse(data)
+        except _Refusal as refusal:
+            self._refuse(refusal.status)
+        self._reschedule()
+
+    def _parse(self, data: bytes) -> None:
+        """Parse what has come. Raises _Refusal."""
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade as upgrade:
+            self._take_unparsed(data[upgrade.args[0] :])
+        except httptools.HttpParserCallbackError as error:
+            if isinstance(error.__context__, _Refusal):
+                raise error.__context__ from None
+            raise
+        except httptools.HttpParserError:
+            raise _Refusal(HTTPStatus.BAD_REQUEST) from None
+        if self._num_received - self._num_body > MAX_HEADER_BYTES + MAX_FRAMING * self._num_body:
+            raise _Refusal(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE)
+
+    def _take_unparsed(self, data: bytes) -> None:
+        """Take the body of a request that asks for another protocol, which no server needs to speak. The
+        parser leaves it to others. Raises _Refusal."""
+        body = data[: self._num_unparsed]
+        self._num_unparsed -= len(body)
+        if body:
+            self.on_body(body)
+            if not self._num_unparsed:
+                self._complete_message()
+        if rest := data[len(body) :]:
+            self._parse(rest)
+
+    def _refuse(self, status: HTTPStatus) -> None:
+        """Answer that the request cannot be read, and close. The rest of it is dropped."""
+        self._has_been_refused = True
+        if self.pipeline or (self._running is not None and self._running.cycle.response_started):
+            self.transport.abort()
+            return
+        self._end_running()
+        text = status.phrase.encode()
+        head = b"content-type: text/plain; charset=utf-8\r\ncontent-length: %d\r\nconnection: close\r\n\r\n"
+        self.transport.write(STATUS_LINE[status] + head % len(text) + text)
+        self._linger()
+
+    def _linger(self) -> None:
+        """Close soon. A connection that closes with bytes unread is reset, and its client reads no answer."""
+        self._began_at, self._has_been_refused = None, True
+        self._unset_keepalive_if_required()
+        self.timeout_keep_alive_task = self.loop.call_later(LINGER_S, self.timeout_keep_alive_handler)
+
+    # Callbacks of the parser.
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._is_whole = False
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if "method" not in self.scope:  # otherwise it is a trailer, which nobody reads
+            super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        num_bytes = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
+        if num_bytes > MAX_HEADER_BYTES:
+            raise _Refusal(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE)
+        if not _has_path(self.url):
+            raise _Refusal(HTTPStatus.BAD_REQUEST)
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        self._num_body += len(body)
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        if self.parser.should_upgrade():
+            given = dict(self.headers)
+            if b"transfer-encoding" in given:
+                raise _Refusal(HTTPStatus.BAD_REQUEST)
+            self._num_unparsed = int(given.get(b"content-length", 0))
+        if not self._num_unparsed:
+            self._complete_message()
+
+    def _complete_message(self) -> None:
+        super().on_message_complete()
+        self._is_whole, self._num_received, self._num_body = True, 0, 0
+        if self._running is None:  # its answer came before its end
+            self._become_idle()
+
+    # Requests and their answers.
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        route = find_route(self.config.routes, cycle.scope)
+        limits = PROBE_LIMITS if route is None else route.limits
+        if isinstance(route, LimitedApp):
+            app = route.handle  # without Starlette's layers, which each part of a stream would pass
+        if limits.refuse is not None and len(self._group_of(limits)) >= limits.max_connections:
+            app, limits = limits.refuse, self.config.fresh
+        self._enter(limits)
+        state: dict[str, Any] = cycle.scope["state"]
+        state["answer"], state["certificate_name"] = Answer(cycle), self._certificate_name
+        task = self.loop.create_task(self._run(cycle, app))
+        task.add_done_callback(self.tasks.discard)
+        self.tasks.add(task)
+        self._running = _Running(cycle, task)
+
+    async def _run(self, cycle: RequestResponseCycle, app: ASGIApp) -> None:
+        async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
+            try:
+                await app(scope, receive, send)
+            except SlowReadError:
+                cycle.disconnected = True
+            except asyncio.CancelledError:
+                if not cycle.disconnected:
+                    raise
+
+        await cycle.run_asgi(guarded)  # type: ignore[arg-type]
+        if self.flow.is_slow:
+            self.transport.abort()
+
+    def _end_running(self) -> None:
+        """Cancel the request that is served, because nobody waits for its answer."""
+        if self._running is not None:
+            running, self._running = self._running, None
+            running.cycle.disconnected = True
+            running.cycle.message_event.set()
+            running.task.cancel()
+
+    def on_response_complete(self) -> None:
+        running, self._running = self._running, None
+        self.timeout_keep_alive = self._limits.idle_s  # type: ignore[assignment]
+        if self.transport.is_closing():
+            self._start_slow_timer()
+        super().on_response_complete()  # starts the next request if it has arrived
+        if self._running is not None or (running is not None and not running.cycle.more_body):
+            self._began_at = self.loop.time()
+        elif self.expect_100_continue:
+            self._linger()  # nobody knows whether the client will send the body
+        if self._running is None and self._is_whole and not self.transport.is_closing():
+            self._become_idle()
+        self._reschedule()
+
+    def _become_idle(self) -> None:
+        self._began_at = None
+        self._enter(self._limits if self._limits.refuse is not None else self.config.fresh, is_idle=True)
+        if self.timeout_keep_alive_task is None:
+            self.timeout_keep_alive_task = self.loop.call_later(
+                self._limits.idle_s, self.timeout_keep_alive_handler
+            )
+
+    def timeout_keep_alive_handler(self) -> None:
+        self._start_slow_timer()
+        super().timeout_keep_alive_handler()
+
+    # Groups of connections.
+
+    def _group_of(self, limits: RouteLimits, is_idle: bool = False) -> "dict[HttpConnection, None]":
+        is_apart = is_idle and limits.refuse is not None
+        return self.config.groups.setdefault((id(limits), is_apart), {})
+
+    def _enter(self, limits: RouteLimits, is_idle: bool = False) -> None:
+        """Count the connection by other limits, and end the oldest one of too many."""
+        group, self._limits = self._group_of(limits, is_idle), limits
+        if group is self._group:
+            return
+        self._leave()
+        self._group = group
+        group[self] = None
+        if len(group) == limits.max_connections + 1:
+            self.loop.call_later(BURST_S, _trim_soon, self.loop, group, limits)
+        elif len(group) > limits.max_connections + MAX_BURST:
+            _trim(group, limits)
+
+    def _leave(self) -> None:
+        if self._group is not None:
+            self._group.pop(self, None)
+            self._group = None
+
+    # Timers.
+
+    def _reschedule(self) -> None:
+        deadline = self._next_deadline()
+        if deadline == self._deadline:
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+        self._deadline = deadline
+        self._timer = None if deadline is None else self.loop.call_at(deadline, self.transport.abort)
+
+    def _next_deadline(self) -> float | None:
+        if self._began_at is None:
+            return None
+        limits, running = self._limits, self._running
+        is_arriving = running is None or running.cycle.more_body
+        spans = (limits.answer_s, limits.request_s if is_arriving else None)
+        return min((self._began_at + span for span in spans if span is not None), default=None)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._start_slow_timer()
+
+    def resume_writing(self) -> None:
+        if not self.flow.is_slow:
+            self._stop_slow_timer()
+            super().resume_writing()
+
+    def _start_slow_timer(self) -> None:
+        if self._slow_timer is None:
+            self._slow_timer = self.loop.call_later(self.config.slow_reader_s, self._give_up)
+
+    def _stop_slow_timer(self) -> None:
+        if self._slow_timer is not None:
+            self._slow_timer.cancel()
+            self._slow_timer = None
+
+    def _give_up(self) -> None:
+        """End the request of a client that does not read, and abort the connection."""
+        if self._running is None:
+            self.transport.abort()
+        else:
+            self.flow.give_up()
+
+
+def _trim_soon(
+    loop: asyncio.AbstractEventLoop, group: dict[HttpConnection, None], limits: RouteLimits
+) -> None:
+    """Trim once the loop has read what has come meanwhile, however busy it was."""
+    loop.call_soon(loop.call_soon, _trim, group, limits)
+
+
+def _trim(group: dict[HttpConnection, None], limits: RouteLimits) -> None:
+    """End the oldest connections of too many."""
+    while len(group) > limits.max_connections:
+        oldest = next(iter(group))
+        oldest._leave()
+        if limits.refuse is None:
+            oldest.transport.abort()
+        else:
+            oldest.timeout_keep_alive_handler()
+
+
+def _has_path(url: bytes) -> bool:
+    if not url.isascii():
+        return False
+    try:
+        return httptools.parse_url(url).path is not None
+    except httptools.HttpParserInvalidURLError:
+        return False

@@ -1,0 +1,150 @@
+"""Asks worker processes that can be killed: one line of JSON in, one line of JSON out."""
+
+import asyncio
+import contextlib
+import json
+import signal
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+
+class Reply(NamedTuple):
+    """Reply of a worker, or the end of a worker that did not reply."""
+
+    value: Any
+    """Decoded line; None if the worker died."""
+    status: int = 0
+    """Exit status of the worker that died."""
+
+    @property
+    def is_dead(self) -> bool:
+        return self.value is None
+
+    @property
+    def is_killed(self) -> bool:
+        """True if a timeout or a busy machine may be to blame, and not the request."""
+        return -self.status in (signal.SIGKILL, signal.SIGTERM)
+
+
+class Worker:
+    """Process that answers one request at a time."""
+
+    def __init__(self, module: str, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        # asyncio's subprocesses fork, which is not safe with gRPC's threads.
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", module],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,  # a crashing library's last output may quote the user
+            start_new_session=True,  # a terminal's Ctrl-C is meant for the router alone
+        )
+
+    @property
+    def is_alive(self) -> bool:
+        return self._process.poll() is None
+
+    def ask(self, line: bytes) -> bytes:
+        """Return the worker's line; empty if the worker is killed or dies of the request."""
+        stdin, stdout = self._process.stdin, self._process.stdout
+        assert stdin is not None
+        assert stdout is not None
+        timer = threading.Timer(self._timeout_s, self._process.kill)
+        timer.start()
+        try:
+            stdin.write(line + b"\n")
+            stdin.flush()
+            answer = stdout.readline()
+        except (BrokenPipeError, ValueError):  # the worker ended, or the pool was closed meanwhile
+            answer = b""
+        finally:
+            timer.cancel()
+        return answer if answer.endswith(b"\n") else b""
+
+    def end(self) -> int:
+        """Wait for the worker and return its exit status: its own one, if it was already ending."""
+        if self._process.stdin is not None:
+            with contextlib.suppress(BrokenPipeError):  # the worker has not read everything
+                self._process.stdin.close()
+        if self._process.stdout is not None:
+            self._process.stdout.close()
+        return self._process.wait()
+
+    def kill(self) -> None:
+        self._process.kill()
+
+
+class WorkerPool:
+    """Worker processes of one module, each with a thread that asks it. They start when they are needed."""
+
+    def __init__(self, module: str, num_workers: int, timeout_s: float) -> None:
+        """Describe the workers. One that has not answered after `timeout_s` is killed."""
+        self._module, self._timeout_s = module, timeout_s
+        self._threads = ThreadPoolExecutor(num_workers, thread_name_prefix=module.rpartition(".")[0])
+        self._lock = threading.Lock()
+        self._idle: list[Worker] = []
+        self._workers: set[Worker] = set()
+        self._is_closed = False
+
+    async def ask(self, request: object) -> Reply:
+        """Return the reply of a free worker. If the worker is killed, a second one is tried.
+
+        Raises ValueError or RecursionError if the request cannot be written as JSON."""
+        return await asyncio.get_running_loop().run_in_executor(self._threads, self._ask, request)
+
+    def close(self) -> None:
+        """Stop all workers. Nothing may be asked afterwards."""
+        with self._lock:
+            self._is_closed = True
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        for worker in list(self._workers):
+            worker.kill()
+            worker.end()
+
+    def _ask(self, request: object) -> Reply:
+        line = json.dumps(request).encode()
+        reply = Reply(None, -signal.SIGKILL)
+        for _ in range(2):
+            worker = self._take_worker()
+            if worker is None:
+                break
+            reply = self._ask_worker(worker, line)
+            if not reply.is_killed:
+                break
+        return reply
+
+    def _ask_worker(self, worker: Worker, line: bytes) -> Reply:
+        answer = worker.ask(line)
+        if answer:
+            with self._lock:
+                self._idle.append(worker)
+            return Reply(json.loads(answer))
+        with self._lock:
+            self._workers.discard(worker)
+        return Reply(None, worker.end())
+
+    def _take_worker(self) -> Worker | None:
+        """Return a live worker, or None if the pool is closed."""
+        with self._lock:
+            if self._is_closed:
+                return None
+            while self._idle:
+                worker = self._idle.pop()
+                if worker.is_alive:
+                    return worker
+                self._workers.discard(worker)
+                worker.end()
+            worker = Worker(self._module, self._timeout_s)
+            self._workers.add(worker)
+            return worker
+
+
+def ask_once(module: str, request: object, timeout_s: float) -> Reply:
+    """Return the reply of a worker that is started for this request, blocking meanwhile."""
+    worker = Worker(module, timeout_s)
+    answer = worker.ask(json.dumps(request).encode())
+    status = worker.end()
+    return Reply(json.loads(answer)) if answer else Reply(None, status)

@@ -1,0 +1,86 @@
+"""Bearer tokens of a file, which all doors ask for, and the tenants that they name."""
+
+import hashlib
+import hmac
+import logging
+import time
+from pathlib import Path
+
+from tgis.net.tls import file_version
+from tgis.router.api.tenants import MAX_NAME_CHARS, is_name
+from tgis.router.errors import StartupError
+
+logger = logging.getLogger(__name__)
+
+SCHEME = "bearer "
+REFUSAL = "a valid bearer token is required"
+CHECK_INTERVAL_S = 1.0  # least time between two checks of the file
+
+
+class BearerTokens:
+    """Bearer tokens of a file. Each line is empty, a token or `tenant NAME TOKEN`. A changed file is read
+    again, so that tokens can be replaced."""
+
+    def __init__(self, path: str) -> None:
+        """Read the file. Raises StartupError."""
+        self._path, self._state, self._checked_at = path, file_version(path), time.monotonic()
+        self._tenants = _read(path)
+
+    def tenant_of_header(self, header: str) -> str | None:
+        """Return what `tenant_of` returns for the token of an `authorization` header."""
+        scheme, token = header[: len(SCHEME)], header[len(SCHEME) :]
+        return self.tenant_of(token.strip()) if scheme.lower() == SCHEME else None
+
+    def tenant_of(self, token: str) -> str | None:
+        """Return the name of the tenant whose `token` it is, empty if it has none, or None if the token is
+        unknown. The time does not depend on how much of the token is right."""
+        self._reload_if_changed()
+        digest = _digest(token)
+        found = [tenant for known, tenant in self._tenants.items() if hmac.compare_digest(digest, known)]
+        return found[0] if found else None
+
+    def _reload_if_changed(self) -> None:
+        now = time.monotonic()
+        if now - self._checked_at < CHECK_INTERVAL_S:
+            return
+        self._checked_at, state = now, file_version(self._path)
+        if state != self._state:
+            self._state = state
+            try:
+                self._tenants = _read(self._path)
+            except StartupError as error:
+                logger.error("the bearer tokens were not reloaded, those read before stay valid: %s", error)
+
+
+def _read(path: str) -> dict[bytes, str]:
+    """Return the tenants' names by digest of the token. No error's text contains a line's content."""
+    try:
+        lines = Path(path).read_text().split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise StartupError(f"the file of bearer tokens {path} cannot be read") from error
+    tenants: dict[bytes, str] = {}
+    for number, words in enumerate(map(str.split, lines), 1):
+        match words:
+            case []:
+                continue
+            case [token]:
+                name = ""
+            case ["tenant", name, token] if is_name(name):
+                pass
+            case _:
+                raise StartupError(
+                    f"line {number} of the file of bearer tokens {path} must be TOKEN or `tenant NAME TOKEN` "
+                    f"with a name of at most {MAX_NAME_CHARS} characters of printable ASCII"
+                )
+        if tenants.setdefault(_digest(token), name) != name:
+            raise StartupError(
+                f"line {number} of the file of bearer tokens {path} has a token that another line gives to "
+                "another tenant"
+            )
+    if not tenants:
+        raise StartupError(f"the file of bearer tokens {path} has no token")
+    return tenants
+
+
+def _digest(token: str) -> bytes:
+    return hashlib.sha256(token.encode(errors="replace")).digest()

@@ -1,0 +1,82 @@
+"""Counts the answers of an API over HTTP, and logs in one line a request that is refused before the service
+has it. Neither contains text of a request."""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from tgis.logs import FIELDS, Scalar
+from tgis.router.metrics.metrics import Metrics
+
+logger = logging.getLogger(__name__)
+
+OTHER_ROUTE = "other"
+REFUSED_PARAMETER = "refused_parameter"
+"""Key of a request's state, set for what has no line yet: the parameter that the refusal names, if any."""
+EVENT_STREAM = b"text/event-stream"
+
+
+@dataclass
+class AnswerAccounts:
+    """ASGI application that accounts for the answers of `app`, an API named `api` with these routes."""
+
+    app: ASGIApp
+    api: str
+    routes: Sequence[Route]
+    metrics: Metrics
+    num_requests: int = field(default=0, init=False)
+    num_streams: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        self.metrics.http_api_connections.follow(lambda: self.num_requests)
+        self.metrics.http_api_streams.follow(lambda: self.num_streams)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        is_stream = False
+
+        async def send_counted(message: Message) -> None:
+            nonlocal is_stream
+            if message["type"] == "http.response.start":
+                is_stream = _is_event_stream(message)
+                self.num_streams += is_stream
+                self._count(scope, message["status"])
+            await send(message)
+
+        self.num_requests += 1
+        try:
+            await self.app(scope, receive, send_counted)
+        finally:
+            self.num_requests -= 1
+            self.num_streams -= is_stream
+
+    def _count(self, scope: Scope, status: int) -> None:
+        path = scope["path"]
+        route = next((one.path for one in self.routes if one.path_regex.match(path)), OTHER_ROUTE)
+        self.metrics.http_api_requests.add(self.api, route, str(status))
+        state = scope.get("state", {})
+        if status >= 400 and REFUSED_PARAMETER in state:
+            self._log(scope["method"], route, status, state)
+
+    def _log(self, method: str, route: str, status: int, state: dict[str, object]) -> None:
+        fields: dict[str, Scalar] = {"door": self.api, "method": route, "code": status}
+        call = state.get("call")
+        if request_id := getattr(call, "id", ""):
+            fields["correlation_id"] = request_id
+        if tenant := getattr(call, "tenant", ""):
+            fields["tenant"] = tenant
+        if parameter := state[REFUSED_PARAMETER]:
+            fields["parameter"] = str(parameter)[:128]
+        logger.warning("%s %s is refused with %d", method, route, status, extra={FIELDS: fields})
+
+
+def _is_event_stream(message: Message) -> bool:
+    return any(
+        name.lower() == b"content-type" and value.startswith(EVENT_STREAM)
+        for name, value in message.get("headers", ())
+    )

@@ -1,0 +1,79 @@
+"""Facts of a request that all APIs over HTTP share: who calls, under which id, and the body."""
+
+import re
+import secrets
+from dataclasses import dataclass, field
+
+import numpy as np
+from starlette.requests import Request
+
+from tgis.router.errors import PayloadTooLargeError, RequestError
+from tgis.router.requests.call import Metadata
+from tgis.router.requests.span_protocols import SCHEME
+
+MAX_ID_CHARS = 128
+MAX_DEPTH = 64
+
+# A string that does not end reaches to the end of the text, so that no part of it is looked at twice.
+_STRINGS = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)', re.DOTALL)
+_NOT_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
+
+
+@dataclass(frozen=True)
+class HttpCall:
+    """Facts of one request that hold for every API."""
+
+    connection: str
+    """Where it comes from; calls of one connection take turns."""
+    tenant: str
+    """Name that the caller's token or certificate has; empty if it has none."""
+    metadata: Metadata
+    """Headers, their names in lower case, and the scheme."""
+    id: str = field(default_factory=lambda: secrets.token_hex(16))
+    """The client's `x-request-id` if it is printable ASCII and not too long, else a new id."""
+    max_body_bytes: int = 4 << 20
+
+
+def open_call(request: Request, tenant: str, max_body_bytes: int) -> HttpCall:
+    """Read who calls. The metadata name the scheme, and a new id instead of one that is not valid."""
+    given = ((name.decode("latin-1"), value.decode("latin-1")) for name, value in request.headers.raw)
+    own_id = request_id(request)
+    own = ((SCHEME, request.scope["scheme"]), ("x-request-id", own_id))
+    metadata = (*(pair for pair in given if pair[0] != "x-request-id"), *own)
+    client = request.client
+    connection = f"{client.host}:{client.port}" if client else ""
+    return HttpCall(connection, tenant, metadata, own_id, max_body_bytes)
+
+
+def request_id(request: Request) -> str:
+    """Return the client's id of the request if it can be shown as it is, else a new one."""
+    given = request.headers.get("x-request-id", "")
+    if 0 < len(given) <= MAX_ID_CHARS and given.isascii() and given.isprintable():
+        return given
+    return secrets.token_hex(16)
+
+
+async def read_body(request: Request) -> bytes:
+    """Return the body. Raises PayloadTooLargeError and, for deeply nested JSON, RequestError."""
+    most = request.state.call.max_body_bytes
+    if int(request.headers.get("content-length", 0)) > most:  # the parser has checked that it is a number
+        raise PayloadTooLargeError(most)
+    parts, num_bytes = [], 0
+    async for part in request.stream():
+        num_bytes += len(part)
+        if num_bytes > most:
+            raise PayloadTooLargeError(most)
+        parts.append(part)
+    body = b"".join(parts)
+    check_depth(body)
+    return body
+
+
+def check_depth(body: bytes, most: int = MAX_DEPTH) -> None:
+    """Raise RequestError if JSON is nested more than `most` levels deep. Parsers may use a stack."""
+    if body.count(b"[") + body.count(b"{") <= most:
+        return
+    brackets = np.frombuffer(_STRINGS.sub(b"", body).translate(None, _NOT_BRACKETS), np.uint8)
+    steps = np.where((brackets == ord("[")) | (brackets == ord("{")), 1, -1)
+    if steps.cumsum().max(initial=0) > most:
+        raise RequestError(f"the JSON is nested more than {most} levels deep")

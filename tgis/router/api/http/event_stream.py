@@ -1,0 +1,78 @@
+"""Answers with server-sent events, and merges the streams of one call."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing, suppress
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from tgis.net.http_connection import SlowReadError
+from tgis.router.api.service import Stream
+from tgis.router.errors import SlowClientError
+from tgis.router.events import InputTokens, Output
+
+BEGIN, BODY = "http.response.start", "http.response.body"
+HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+
+
+class EventStream(Response):
+    """Answer whose body is the bytes of events, each `data: …` and two line ends. It begins with the first
+    one, so that an error before it can have a status."""
+
+    def __init__(self, events: AsyncGenerator[bytes, None], headers: dict[str, str] | None = None) -> None:
+        super().__init__(headers=HEADERS | (headers or {}), media_type="text/event-stream")
+        del self.headers["content-length"]
+        self._events = events
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send all events. A client that does not read ends them with SlowClientError."""
+        has_begun = False
+        async with aclosing(self._events) as events:
+            async for event in events:
+                if not has_begun:
+                    has_begun = True
+                    await send({"type": BEGIN, "status": self.status_code, "headers": self.raw_headers})
+                try:
+                    await send({"type": BODY, "body": event, "more_body": True})
+                except SlowReadError:
+                    with suppress(SlowClientError, StopAsyncIteration):
+                        await events.athrow(SlowClientError())
+                    raise
+        if not has_begun:
+            await send({"type": BEGIN, "status": self.status_code, "headers": self.raw_headers})
+        await send({"type": BODY, "body": b"", "more_body": False})
+
+
+async def merge(streams: Sequence[Stream]) -> AsyncGenerator[tuple[int, InputTokens | Output], None]:
+    """Yield the outputs of all streams as they come, each with its stream's index. The first failure ends
+    all of them. Close it before the streams: it may be reading from them."""
+    if len(streams) == 1:
+        async for output in streams[0].outputs:
+            yield 0, output
+        return
+    queue: asyncio.Queue[tuple[int, InputTokens | Output] | Exception | None] = asyncio.Queue()
+
+    async def pump(index: int) -> None:
+        try:
+            async for output in streams[index].outputs:
+                queue.put_nowait((index, output))
+            queue.put_nowait(None)
+        except Exception as error:
+            queue.put_nowait(error)
+
+    tasks = [asyncio.create_task(pump(index)) for index in range(len(streams))]
+    try:
+        num_left = len(streams)
+        while num_left:
+            item = await queue.get()
+            if isinstance(item, Exception):
+                raise item
+            if item is None:
+                num_left -= 1
+            else:
+                yield item
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,90 @@
+"""Turns a request's messages into the form that templates expect."""
+
+from typing import Any, Protocol
+
+import msgspec
+
+from tgis.router.api.http.openai.chat.types import Message, ToolCall
+from tgis.router.api.http.openai.errors import ApiError
+from tgis.router.chat.renderer import Chat, ChatRenderer
+from tgis.router.errors import RequestError
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+
+
+class ChatFields(Protocol):
+    """Fields of a request that determine its prompt."""
+
+    documents: list[dict[str, Any]] | None
+    add_generation_prompt: bool | None
+    continue_final_message: bool | None
+    chat_template_kwargs: dict[str, Any] | None
+
+
+async def render_chat(messages: list[Message], fields: ChatFields, renderer: ChatRenderer) -> str:
+    """Return the prompt of a request. Raises ApiError and RouterError."""
+    if not messages:
+        raise ApiError(400, "messages must not be empty", "messages")
+    continues = bool(fields.continue_final_message)
+    if continues and messages[-1].role != "assistant":
+        text = "continue_final_message: the last message must be the assistant's"
+        raise ApiError(400, text, "continue_final_message")
+    begins = fields.add_generation_prompt
+    chat = Chat(
+        [_template_message(message, index, renderer) for index, message in enumerate(messages)],
+        documents=fields.documents,
+        add_generation_prompt=not continues if begins is None else begins,
+        continue_final_message=continues,
+        variables=fields.chat_template_kwargs,
+    )
+    try:
+        return await renderer.render(chat)
+    except RequestError as error:
+        text = str(error)
+        is_variable = text.startswith("chat_template_kwargs")
+        raise ApiError(400, text, "chat_template_kwargs" if is_variable else "messages") from None
+
+
+def _template_message(message: Message, index: int, renderer: ChatRenderer) -> dict[str, Any]:
+    where, role = f"messages[{index}]", message.role
+    if role not in ROLES:
+        raise ApiError(400, f"{where}: role must be one of {', '.join(ROLES)}", "messages")
+    if role == "developer" and not renderer.takes_developer_role:
+        role = "system"
+    if message.content is None and role != "assistant":
+        raise ApiError(400, f"{where}: content is missing", "messages")
+    shown: dict[str, Any] = {"role": role, "content": _content(message, where, renderer.takes_content_parts)}
+    if message.name is not None:
+        shown["name"] = message.name
+    if message.tool_call_id is not None:
+        shown["tool_call_id"] = message.tool_call_id
+    if message.tool_calls:
+        shown["tool_calls"] = [_tool_call(call, where) for call in message.tool_calls]
+    return shown
+
+
+def _content(message: Message, where: str, as_parts: bool) -> str | list[dict[str, str]]:
+    if isinstance(message.content, str) or message.content is None:
+        text = message.content or ""
+        return [{"type": "text", "text": text}] if as_parts else text
+    texts = []
+    for part in message.content:
+        if part.type != "text":
+            kind = part.type if part.type.isidentifier() and len(part.type) <= 32 else "its type"
+            raise ApiError(400, f"{where}: parts must be text; {kind} is not supported", "messages")
+        if part.text is None:
+            raise ApiError(400, f"{where}: a part has no text", "messages")
+        texts.append(part.text)
+    return [{"type": "text", "text": text} for text in texts] if as_parts else "\n".join(texts)
+
+
+def _tool_call(call: ToolCall, where: str) -> dict[str, Any]:
+    arguments: Any = call.function.arguments
+    if isinstance(arguments, str):
+        try:
+            arguments = msgspec.json.decode(arguments or "{}")
+        except (msgspec.DecodeError, RecursionError):
+            text = f"{where}: the arguments of a tool call are not valid JSON"
+            raise ApiError(400, text, "messages") from None
+    function = {"name": call.function.name, "arguments": arguments or {}}
+    return {"id": call.id, "type": call.type, "function": function}

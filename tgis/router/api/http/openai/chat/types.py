@@ -1,0 +1,118 @@
+"""Requests and answers of `/v1/chat/completions`."""
+
+from typing import Any
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from tgis.router.api.http.openai.fields.sampling_fields import Count, SamplingFields, TopLogprobs
+from tgis.router.api.http.openai.logprobs import ChatLogprobs, PromptLogprobs
+from tgis.router.api.http.openai.usage import SYSTEM_FINGERPRINT, Usage
+
+
+class ContentPart(msgspec.Struct):
+    type: str
+    text: str | None = None
+
+
+class FunctionCall(msgspec.Struct):
+    name: str
+    arguments: str | dict[str, Any] | None = None
+
+
+class ToolCall(msgspec.Struct):
+    function: FunctionCall
+    id: str | None = None
+    type: str = "function"
+
+
+class Message(msgspec.Struct):
+    role: str
+    content: str | list[ContentPart] | None = None
+    name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+
+
+class ChatRequest(SamplingFields, kw_only=True):
+    messages: list[Message]
+    max_tokens: Count | None = None
+    max_completion_tokens: Count | None = None
+    """Wins over `max_tokens`."""
+    logprobs: bool | None = None
+    top_logprobs: TopLogprobs | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    documents: list[dict[str, Any]] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    audio: Any = None
+    best_of: Any = None
+    chat_template: Any = None
+    echo: Any = None
+    function_call: Any = None
+    functions: Any = None
+    mm_processor_kwargs: Any = None
+    modalities: Any = None
+    prediction: Any = None
+    reasoning_effort: Any = None
+    store: Any = None
+    suffix: Any = None
+    tool_choice: Any = None
+    tools: Any = None
+    verbosity: Any = None
+    web_search_options: Any = None
+
+
+class AnswerMessage(msgspec.Struct):
+    content: str
+    role: str = "assistant"
+    refusal: None = None
+
+
+class ChatChoice(msgspec.Struct):
+    index: int
+    message: AnswerMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: str | None
+    stop_reason: str | int | None
+    token_ids: list[int] | None = None
+
+
+class ChatCompletion(msgspec.Struct, kw_only=True):
+    id: str
+    object: str = "chat.completion"
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    service_tier: str = "default"
+    system_fingerprint: str = SYSTEM_FINGERPRINT
+    prompt_logprobs: PromptLogprobs | None = None
+    prompt_token_ids: tuple[int, ...] | None = None
+
+
+class Delta(msgspec.Struct):
+    role: str | UnsetType = UNSET
+    content: str | UnsetType = UNSET
+
+
+class ChunkChoice(msgspec.Struct):
+    index: int
+    delta: Delta
+    logprobs: ChatLogprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: str | int | UnsetType | None = UNSET
+    token_ids: list[int] | UnsetType = UNSET
+    prompt_token_ids: tuple[int, ...] | UnsetType = UNSET
+
+
+class ChatChunk(msgspec.Struct, kw_only=True):
+    id: str
+    object: str = "chat.completion.chunk"
+    created: int
+    model: str
+    choices: list[ChunkChoice]
+    usage: Usage | UnsetType | None = UNSET
+    service_tier: str = "default"
+    system_fingerprint: str = SYSTEM_FINGERPRINT

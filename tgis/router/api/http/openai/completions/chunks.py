@@ -1,0 +1,138 @@
+"""Chunks of a streamed answer of `/v1/completions`."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+
+from tgis.router.api.http.openai.completions.choices import ChoiceLogprobs, CompletionJob, prompt_details
+from tgis.router.api.http.openai.completions.types import Completion, CompletionChoice
+from tgis.router.api.http.openai.logprobs import CompletionLogprobs
+from tgis.router.api.http.openai.usage import Usage, finish_reason, make_usage, stop_reason
+from tgis.router.engine.handle import SequenceSpec
+from tgis.router.events import InputTokens, Output
+from tgis.router.sequence import StopReason, TokenDetail
+
+DONE = b"data: [DONE]\n\n"
+
+_encode = msgspec.json.Encoder().encode
+_NOT_FINISHED = StopReason.NOT_FINISHED  # looked up once, because every token needs it
+
+
+def encode_event(value: Any) -> bytes:
+    return b"data: %b\n\n" % _encode(value)
+
+
+class ChunkWriter:
+    """Writer of all choices' chunks. Choices of one prompt wait for its log-probabilities if they show them,
+    which come with the prompt's first choice."""
+
+    def __init__(self, job: CompletionJob, specs: list[SequenceSpec]) -> None:
+        self._job, self._specs, self._n = job, specs, job.call.parameters.n
+        body, options = job.body, job.body.stream_options
+        self._has_usage = options is not None and bool(options.include_usage)
+        self._has_counts = options is not None and bool(options.continuous_usage_stats)
+        self._echoes = [job.echo(index // self._n, spec) for index, spec in enumerate(specs)]
+        self._logprobs: list[ChoiceLogprobs] | None = None
+        if body.logprobs is not None:
+            self._logprobs = [
+                ChoiceLogprobs(job, echo, spec) for echo, spec in zip(self._echoes, specs, strict=True)
+            ]
+        self._waits = [job.call.parameters.input_tokens] * len(specs)
+        self._held: list[list[Output]] = [[] for _ in specs]
+        self._num_generated, self._num_cached = [0] * len(specs), [0] * len(specs)
+        is_plain = self._logprobs is None and not self._has_counts and not body.return_token_ids
+        self._is_plain = is_plain and not job.is_scored_only
+        self._frames = [self._frame(index) for index in range(len(specs))]
+
+    def _frame(self, index: int) -> tuple[bytes, bytes]:
+        """Return what is before and after the text in chunks of nothing else."""
+        mark = "\N{NULL}"
+        before, _, after = self._chunk(CompletionChoice(index, mark)).rpartition(_encode(mark))
+        return before, after
+
+    def begin(self) -> Iterator[bytes]:
+        """Yield the first chunks: prompts that need not wait."""
+        for index, waits in enumerate(self._waits):
+            if not waits:
+                yield from self._first(index, ())
+
+    def write(self, index: int, output: InputTokens | Output) -> Iterator[bytes]:
+        """Yield the chunks of one output."""
+        if isinstance(output, InputTokens):
+            for sibling in range(index, index + self._n):
+                yield from self._first(sibling, output.tokens)
+        elif self._waits[index]:
+            self._held[index].append(output)
+        elif self._is_plain and output.reason is _NOT_FINISHED:
+            if output.text:
+                before, after = self._frames[index]
+                yield before + _encode(output.text) + after
+        else:
+            yield from self._write(index, output)
+
+    def end(self) -> Iterator[bytes]:
+        """Yield the usage of the whole call, if that was asked for."""
+        if self._has_usage:
+            usage = self._usage(range(0, len(self._specs), self._n), range(len(self._specs)))
+            yield encode_event(msgspec.structs.replace(self._job.header, usage=usage))
+
+    def _first(self, index: int, tokens: tuple[TokenDetail, ...]) -> Iterator[bytes]:
+        """Yield a choice's prompt, if that is shown, and what waited for it."""
+        job, spec, self._waits[index] = self._job, self._specs[index], False
+        has_ids = bool(job.body.return_token_ids)
+        if job.body.echo or job.body.prompt_logprobs is not None or has_ids:
+            choice = CompletionChoice(
+                index,
+                self._echoes[index],
+                None if self._logprobs is None else self._logprobs[index].prompt(tokens),
+                prompt_logprobs=prompt_details(job, tokens),
+                prompt_token_ids=spec.input_ids if has_ids else None,
+            )
+            yield self._chunk(choice)
+        held, self._held[index] = self._held[index], []
+        for output in held:
+            yield from self._write(index, output)
+
+    def _write(self, index: int, output: Output) -> Iterator[bytes]:
+        job, reason = self._job, finish_reason(output)
+        if job.is_scored_only:
+            if reason is not None:
+                self._num_cached[index] = output.num_cached
+                yield self._chunk(CompletionChoice(index, "", finish_reason="length"))
+            return
+        self._num_generated[index], self._num_cached[index] = output.num_generated, output.num_cached
+        tokens = [] if output.token is None else [output.token]
+        logprobs = self._token_logprobs(index, tokens)
+        if not output.text and reason is None and logprobs is None and not job.body.return_token_ids:
+            return
+        choice = CompletionChoice(
+            index,
+            output.text,
+            logprobs,
+            reason,
+            stop_reason(output, job.body.stop_token_ids),
+            token_ids=[token.token_id for token in tokens] if job.body.return_token_ids else None,
+        )
+        yield self._chunk(choice)
+
+    def _token_logprobs(self, index: int, tokens: list[TokenDetail]) -> CompletionLogprobs | None:
+        if self._logprobs is None or not tokens:
+            return None
+        return self._logprobs[index].generated(tokens)
+
+    def _chunk(self, choice: CompletionChoice) -> bytes:
+        usage = self._usage((choice.index,), (choice.index,)) if self._has_counts else None
+        header = self._job.header
+        return encode_event(
+            Completion(
+                id=header.id, created=header.created, model=header.model, choices=[choice], usage=usage
+            )
+        )
+
+    def _usage(self, prompts: "range | tuple[int, ...]", choices: "range | tuple[int, ...]") -> Usage:
+        return make_usage(
+            sum(len(self._specs[index].input_ids) for index in prompts),
+            sum(self._num_generated[index] for index in choices),
+            sum(self._num_cached[index] for index in prompts),
+        )

@@ -1,0 +1,1 @@
+"""Fields of requests that several routes have, and what they mean."""

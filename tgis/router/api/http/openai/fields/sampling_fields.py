@@ -1,0 +1,94 @@
+"""Fields that requests for completions and chat completions have in common, and how bodies are read."""
+
+import re
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+from tgis.router.api.http.openai.errors import ApiError
+
+MOST = 2**31 - 1
+MAX_TOP_LOGPROBS = 20
+
+Count = Annotated[int, Meta(ge=0, le=MOST)]
+TokenId = Annotated[int, Meta(ge=0, le=999_999_999)]
+TopLogprobs = Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)]
+Penalty = Annotated[float, Meta(ge=-2, le=2)]
+
+T = TypeVar("T")
+
+
+class StreamOptions(msgspec.Struct):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class SamplingFields(msgspec.Struct, kw_only=True):
+    """Fields with ranges here are checked while the body is read. Those of the type Any are refused unless
+    they have a value that means nothing."""
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: Annotated[int, Meta(ge=1, le=128)] | None = None
+    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=MOST)] | None = None
+    """0 and -1 keep all tokens."""
+    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[TokenId] | None = None
+    ignore_eos: bool | None = None
+    min_tokens: Count | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0)] | None = None
+    logit_bias: dict[str, float] | None = None
+    include_stop_str_in_output: bool | None = None
+    add_special_tokens: bool | None = None
+    prompt_logprobs: TopLogprobs | None = None
+    cache_salt: str | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    truncate_prompt_tokens: Annotated[int, Meta(ge=1, le=MOST)] | None = None
+    user: str | None = None
+
+    response_format: Any = None
+    structured_outputs: Any = None
+    guided_json: Any = None
+    guided_regex: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
+
+    allowed_token_ids: Any = None
+    bad_words: Any = None
+    early_stopping: Any = None
+    guided_decoding_backend: Any = None
+    guided_whitespace_pattern: Any = None
+    kv_transfer_params: Any = None
+    length_penalty: Any = None
+    logits_processors: Any = None
+    priority: Any = None
+    skip_special_tokens: Any = None
+    spaces_between_special_tokens: Any = None
+    structural_tag: Any = None
+    use_beam_search: Any = None
+    vllm_xargs: Any = None
+
+
+def read_fields(decoder: msgspec.json.Decoder[T], body: bytes) -> T:
+    """Return the request in a body. Raises ApiError, which names the field and quotes no value of it."""
+    try:
+        return decoder.decode(body)
+    except msgspec.ValidationError as error:
+        text, _, path = str(error).partition(" - at `")
+        param = path.rstrip("`").removeprefix("$.") or None
+        field = re.sub(r"\.?\[.*", "", param) if param else None
+        shown = f"{field}: {text}" if field else f"the body: {text}"
+        raise ApiError(400, shown, field) from None
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        raise ApiError(400, "the body is not valid JSON in UTF-8") from None
+    except RecursionError:
+        raise ApiError(400, "the body is nested too deeply") from None

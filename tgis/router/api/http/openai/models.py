@@ -1,0 +1,96 @@
+"""Names that requests may give as `model`, and the routes that list them: those of the served model, and LoRA
+adapters' ids."""
+
+import re
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from tgis.router.api.http.openai.errors import ApiError
+from tgis.router.errors import StartupError
+
+OWNER = "tgis"
+_NAME = re.compile("[A-Za-z0-9_.:/@+-]{1,256}")
+
+
+class ModelCard(msgspec.Struct):
+    id: str
+    created: int
+    object: str = "model"
+    owned_by: str = OWNER
+    root: str = ""
+    """Name of the model; an adapter's own id."""
+    parent: str | None = None
+    """Name of the model that an adapter changes."""
+    max_model_len: int | None = None
+
+
+class ModelList(msgspec.Struct):
+    data: list[ModelCard]
+    object: str = "list"
+
+
+class ModelChoice(NamedTuple):
+    name: str
+    """Name that answers repeat."""
+    adapter_id: str | None = None
+
+
+def served_names(option: str | None, model: str) -> tuple[str, ...]:
+    """Return the names of `--served-model-name`; without it the name of the model's directory. Raises
+    StartupError."""
+    given = option if option and option.strip(", ") else Path(model).name or "model"
+    names = tuple(dict.fromkeys(name.strip() for name in given.split(",") if name.strip()))
+    for name in names:
+        if not _NAME.fullmatch(name):
+            raise StartupError(
+                "served_model_name: a name has 1 to 256 letters, digits and characters of _.:/@+-"
+            )
+    return names
+
+
+class Models:
+    """Served names, and the routes that tell them."""
+
+    def __init__(
+        self,
+        names: tuple[str, ...],
+        max_model_len: int | None = None,
+        created: int | None = None,
+        adapter_ids: Callable[[], tuple[str, ...]] = tuple,
+    ) -> None:
+        """Take the served names; answers to requests that name no model have the first. `adapter_ids` returns
+        the ids of adapters that are kept loaded."""
+        self.names = names
+        self._max_model_len, self._adapter_ids = max_model_len, adapter_ids
+        self._created = int(time.time()) if created is None else created
+
+    def choose(self, name: str | None) -> ModelChoice:
+        """Return what a request's `model` names: the served model, else the adapter of that id."""
+        if not name:
+            return ModelChoice(self.names[0])
+        return ModelChoice(name, None if name in self.names else name)
+
+    def cards(self) -> list[ModelCard]:
+        first = self.names[0]
+        own = [self._card(name, root=first) for name in self.names]
+        return own + [self._card(name, root=name, parent=first) for name in self._adapter_ids()]
+
+    async def list(self, request: Request) -> Response:
+        return Response(msgspec.json.encode(ModelList(self.cards())), media_type="application/json")
+
+    async def retrieve(self, request: Request) -> Response:
+        name = request.path_params["name"]
+        for card in self.cards():
+            if card.id == name:
+                return Response(msgspec.json.encode(card), media_type="application/json")
+        text = "the model does not exist, or is an adapter that is not kept loaded"
+        raise ApiError(404, text, "model", "model_not_found")
+
+    def _card(self, name: str, root: str, parent: str | None = None) -> ModelCard:
+        return ModelCard(name, self._created, root=root, parent=parent, max_model_len=self._max_model_len)

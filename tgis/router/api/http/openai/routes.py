@@ -1,0 +1,47 @@
+"""Routes of OpenAI's API."""
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from tgis.router.api.http.openai.chat.handler import ChatCompletions
+from tgis.router.api.http.openai.completions.handler import Completions
+from tgis.router.api.http.openai.errors import ApiError
+from tgis.router.api.http.openai.openapi import PATH, serve_openapi
+from tgis.router.api.http.openai.service_parts import OpenAiApi
+from tgis.router.api.http.openai.tokenize import TokenRoutes
+
+NOT_SERVED = (
+    "/v1/responses",
+    "/v1/messages",
+    "/v1/embeddings",
+    "/v1/moderations",
+    "/v1/rerank",
+    "/v1/score",
+    "/v1/audio/{rest:path}",
+    "/v1/images/{rest:path}",
+    "/v1/files",
+    "/v1/batches",
+    "/v1/fine_tuning/{rest:path}",
+)
+METHODS = ["GET", "POST", "PUT", "PATCH", "DELETE"]
+
+
+def openai_routes(api: OpenAiApi) -> list[Route]:
+    tokens = TokenRoutes(api)
+    return [
+        Route("/v1/chat/completions", ChatCompletions(api).answer, methods=["POST"]),
+        Route("/v1/completions", Completions(api).answer, methods=["POST"]),
+        Route("/v1/models", api.models.list),
+        Route("/v1/models/{name:path}", api.models.retrieve),
+        Route("/tokenize", tokens.tokenize, methods=["POST"]),
+        Route("/detokenize", tokens.detokenize, methods=["POST"]),
+        Route("/version", tokens.version),
+        Route(PATH, serve_openapi),
+        *(Route(path, _refuse, methods=METHODS) for path in NOT_SERVED),
+    ]
+
+
+async def _refuse(request: Request) -> Response:
+    text = f"{request.url.path[:64]} is not served; /v1/chat/completions and /v1/completions are"
+    raise ApiError(404, text, code="not_found")

@@ -1,0 +1,21 @@
+"""Parts of the router that the handlers of OpenAI's API use."""
+
+from dataclasses import dataclass
+
+from tgis.router.api.http.openai.models import Models
+from tgis.router.api.service import GenerationService
+from tgis.router.chat.renderer import ChatRenderer
+from tgis.router.requests.validation import RequestLimits
+from tgis.router.text.detokenizer import Vocabulary
+from tgis.router.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class OpenAiApi:
+    service: GenerationService
+    tokenizer: Tokenizer
+    renderer: ChatRenderer
+    models: Models
+    vocabulary: Vocabulary
+    """Vocabulary of texts that continue their input."""
+    limits: RequestLimits

@@ -1,0 +1,43 @@
+"""Facts that answers tell of a whole generation: numbers of tokens, reasons, fingerprint."""
+
+from collections.abc import Collection
+
+import msgspec
+
+from tgis import __version__
+from tgis.router.events import Output
+from tgis.router.sequence import StopReason
+
+SYSTEM_FINGERPRINT = f"tgis-{__version__}"
+
+
+class PromptTokensDetails(msgspec.Struct):
+    cached_tokens: int
+
+
+class Usage(msgspec.Struct):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+def make_usage(num_prompt: int, num_completion: int, num_cached: int) -> Usage:
+    return Usage(num_prompt, num_completion, num_prompt + num_completion, PromptTokensDetails(num_cached))
+
+
+def finish_reason(output: Output) -> str | None:
+    """Return the API's reason; None if the generation goes on."""
+    if output.reason is StopReason.NOT_FINISHED:
+        return None
+    return "stop" if output.reason in (StopReason.EOS_TOKEN, StopReason.STOP_SEQUENCE) else "length"
+
+
+def stop_reason(output: Output, stop_token_ids: Collection[int] | None) -> str | int | None:
+    """Return the stop sequence that ended a text, or the request's stop token."""
+    if output.reason is StopReason.STOP_SEQUENCE:
+        return output.stop_sequence
+    if output.reason is not StopReason.EOS_TOKEN or output.token is None:
+        return None
+    token_id = output.token.token_id
+    return token_id if stop_token_ids and token_id in stop_token_ids else None

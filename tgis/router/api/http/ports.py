@@ -1,0 +1,84 @@
+"""The router's HTTP ports: probes and metrics, and APIs on the same port or on one of their own."""
+
+import socket
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+
+from starlette.routing import Route
+
+from tgis.config.processes import RouterConfig
+from tgis.net.http_routes import PROBE_LIMITS
+from tgis.net.http_server import serve_http, serve_listener
+from tgis.net.ports import reserve
+from tgis.net.tls import Certificates
+from tgis.router.api.http.answer_accounts import AnswerAccounts
+from tgis.router.api.http.app import ApiGate, Phase, absent_api_route, api_route, starlette_of
+from tgis.router.api.http.metrics_app import metrics_routes
+from tgis.router.metrics.metrics import Metrics
+from tgis.router.requests.doors import OPENAI
+
+FRESH = 4  # connections without a request, for each one that may have a request
+CUT_S = 1.0  # time limit for the last events of requests that are cut
+
+
+class HttpPorts:
+    def __init__(
+        self,
+        config: RouterConfig,
+        is_ready: Callable[[], bool],
+        metrics: Metrics,
+        api_routes: Sequence[Route] | None,
+        certificates: Certificates | None,
+    ) -> None:
+        """Build the apps. `api_routes` are those of an API, or None without one. Raises StartupError."""
+        self._config, self._certificates = config, certificates
+        self._gate: ApiGate | None = None
+        if api_routes is not None:
+            self._gate = ApiGate(api_routes, config, metrics.request_failure)
+            self._api = AnswerAccounts(self._gate, OPENAI.name, api_routes, metrics)
+        self._fresh = PROBE_LIMITS
+        if self._gate:
+            most = PROBE_LIMITS.max_connections + FRESH * config.max_http_connections
+            self._fresh = PROBE_LIMITS._replace(max_connections=most)
+        own = absent_api_route(config)
+        if self._gate and config.http_api_port is None:
+            own = api_route(self._api, config, False)
+        self._app = starlette_of([own, *metrics_routes(is_ready, metrics)])
+        self._reserved: socket.socket | None = None
+
+    def serve(self) -> AbstractAsyncContextManager[int]:
+        """Serve the HTTP port within the context, and yield it. Raises PortError."""
+        config = self._config
+        if config.http_api_port is not None:
+            self._reserved = reserve(config.bind, config.http_api_port)
+        return serve_http(self._app, config, self._certificates, self._fresh)
+
+    @asynccontextmanager
+    async def serve_api(self) -> AsyncIterator[int | None]:
+        """Admit calls to the API within the context, and yield its port if it has one of its own."""
+        if not self._gate:
+            yield None
+            return
+        self._gate.phase = Phase.OPEN
+        if self._reserved is None:
+            yield None
+            return
+        config, certificates = self._config, self._certificates
+        self._reserved.listen(socket.SOMAXCONN)
+        context = certificates.client_port_context() if certificates is not None else None
+        app = starlette_of([api_route(self._api, config, True)])
+        async with serve_listener(app, self._reserved, config, context, self._fresh) as port:
+            yield port
+
+    async def stop(self, timeout_s: float) -> None:
+        """Refuse new calls, and cut those that are left after the time limit."""
+        if not self._gate:
+            return
+        self._gate.phase = Phase.DRAINING
+        await self._gate.wait(timeout_s)
+        self._gate.cut()
+        await self._gate.wait(CUT_S)
+
+    def cut(self) -> None:
+        if self._gate:
+            self._gate.cut()

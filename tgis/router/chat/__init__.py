@@ -1,0 +1,1 @@
+"""Chat templates, which make a prompt of a chat."""

@@ -1,0 +1,130 @@
+"""Reads a model's chat templates and the special tokens that they use."""
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tgis.process.worker_pool import ask_once
+from tgis.router.errors import StartupError
+
+WORKER = "tgis.router.chat.worker"
+CHECK_TIMEOUT_S = 30.0
+MAX_BYTES = 1 << 20
+DEFAULT, TOOL_USE = "default", "tool_use"
+TEMPLATE_FILE, TEMPLATE_FOLDER = "chat_template.jinja", "additional_chat_templates"
+OLD_TEMPLATE_FILE = "chat_template.json"
+CONFIG_FILE, TOKENS_FILE = "tokenizer_config.json", "special_tokens_map.json"
+SPECIAL_TOKENS = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
+
+
+@dataclass(frozen=True)
+class ChatTemplate:
+    """Checked templates of a model, and the variables that all chats have."""
+
+    default: str
+    tool_use: str | None = None
+    special_tokens: dict[str, str] = field(default_factory=dict)
+    takes_content_parts: bool = False
+    """True if the templates read a message's content as a list of parts."""
+
+    def text_for(self, has_tools: bool) -> str:
+        return self.tool_use if has_tools and self.tool_use is not None else self.default
+
+
+def load_template(directory: Path, file: str | None) -> ChatTemplate | None:
+    """Return the templates of a file, else of the model's directory; None if there are none.
+
+    Blocks until they are checked. Raises StartupError."""
+    config = _read_json(directory / CONFIG_FILE)
+    texts = _find_texts(directory, config) if file is None else {DEFAULT: _read_text(Path(file))}
+    if DEFAULT not in texts:
+        return None
+    tokens = _special_tokens(config, _read_json(directory / TOKENS_FILE))
+    used = {name: texts[name] for name in (DEFAULT, TOOL_USE) if name in texts}
+    takes_parts = [_check(text, _title(file, name)) for name, text in used.items()]
+    return ChatTemplate(texts[DEFAULT], texts.get(TOOL_USE), tokens, all(takes_parts))
+
+
+def _find_texts(directory: Path, config: dict[str, Any]) -> dict[str, str]:
+    """Return the templates by name, from the first place that has some; any place may have the default."""
+    in_files = {path.stem: _read_text(path) for path in sorted((directory / TEMPLATE_FOLDER).glob("*.jinja"))}
+    if (directory / TEMPLATE_FILE).is_file():
+        in_files[DEFAULT] = _read_text(directory / TEMPLATE_FILE)
+    in_config = _by_name(config.get("chat_template"), CONFIG_FILE)
+    old = _by_name(_read_json(directory / OLD_TEMPLATE_FILE).get("chat_template"), OLD_TEMPLATE_FILE)
+    texts = in_files or in_config or old
+    defaults = [place[DEFAULT] for place in (in_files, in_config, old) if DEFAULT in place]
+    return texts | {DEFAULT: defaults[0]} if defaults else texts
+
+
+def _by_name(found: object, file: str) -> dict[str, str]:
+    match found:
+        case None:
+            return {}
+        case str():
+            return {DEFAULT: found}
+        case list() if all(_is_named(entry) for entry in found):
+            return {entry["name"]: entry["template"] for entry in found}
+        case _:
+            raise StartupError(f"chat_template in {file} must be a text or a list of names and templates")
+
+
+def _is_named(entry: object) -> bool:
+    return isinstance(entry, dict) and all(isinstance(entry.get(key), str) for key in ("name", "template"))
+
+
+def _special_tokens(config: dict[str, Any], older: dict[str, Any]) -> dict[str, str]:
+    """Return the named special tokens. The older file counts only where the other has no table of tokens."""
+    found = older | config if "added_tokens_decoder" in config else config | older
+    texts = {name: _token_text(found.get(name)) for name in SPECIAL_TOKENS}
+    return {name: text for name, text in texts.items() if text is not None}
+
+
+def _token_text(found: object) -> str | None:
+    text = found.get("content") if isinstance(found, dict) else found
+    return text if isinstance(text, str) else None
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """Return the object in a file of the model, empty if there is none."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, RecursionError) as error:
+        raise StartupError(f"{path.name} of the model cannot be read: {_cause(error)}") from error
+    if not isinstance(found, dict):
+        raise StartupError(f"{path.name} of the model has no JSON object")
+    return found
+
+
+def _read_text(path: Path) -> str:
+    try:
+        if path.stat().st_size > MAX_BYTES:
+            raise StartupError(f"the chat template {path} has more than {MAX_BYTES} bytes")
+        return path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise StartupError(f"the chat template {path} cannot be read: {_cause(error)}") from error
+
+
+def _cause(error: Exception) -> str:
+    if isinstance(error, OSError):
+        return error.strerror or type(error).__name__
+    return "it is not UTF-8" if isinstance(error, UnicodeError) else "it is not valid"
+
+
+def _title(file: str | None, name: str) -> str:
+    if file is not None:
+        return f"the chat template {file}"
+    return "the model's chat template" if name == DEFAULT else f"the model's chat template {name}"
+
+
+def _check(text: str, title: str) -> bool:
+    """Return True if the template takes content parts. Raises StartupError if it does not compile."""
+    reply = ask_once(WORKER, {"check": text}, CHECK_TIMEOUT_S)
+    if reply.is_dead:
+        raise StartupError(f"{title} takes too long to compile, or too much memory")
+    if "error" in reply.value:
+        raise StartupError(f"{title} does not compile: {reply.value['error']}")
+    return bool(reply.value["takes_content_parts"])

@@ -1,0 +1,141 @@
+"""Renders chats in a process of its own, with one line of JSON in and one out. Its time, memory and output
+are limited, because templates come with models and chats from clients; being killed is an answer too."""
+
+import functools
+import json
+import os
+import resource
+import signal
+import sys
+from collections.abc import Iterable
+from typing import Any, BinaryIO
+
+from jinja2 import Template, TemplateSyntaxError
+from jinja2.exceptions import SecurityError
+
+from tgis.router.chat.continuation import Continuation, NoContinuationError
+from tgis.router.chat.environment import RefusedChatError, make_environment
+from tgis.router.chat.limits import CPU_LIMIT_S, MEMORY_BYTES, OUT_OF_MEMORY
+from tgis.router.chat.template_syntax import takes_content_parts
+
+MAX_CAUSE = 300
+NICENESS = 10
+# Names of a message's field that holds the model's reasoning. Templates read the first or the second.
+REASONING = ("reasoning_content", "thinking", "reasoning")
+
+_environment = make_environment()
+
+
+class RenderError(Exception):
+    """Fault of a chat or a template. The text is one line that says what is wrong."""
+
+
+def main() -> None:
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    os.nice(NICENESS)
+    try:
+        _answer_all(sys.stdin.buffer, sys.stdout.buffer)
+    except MemoryError:
+        os._exit(OUT_OF_MEMORY)  # what is left of the memory may not suffice for an answer
+
+
+def _answer_all(requests: BinaryIO, answers: BinaryIO) -> None:
+    for line in requests:
+        # The default action of its signal ends the process, whatever code is running.
+        signal.setitimer(signal.ITIMER_PROF, CPU_LIMIT_S)
+        answer = json.dumps(_answer(line)).encode()
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        answers.write(answer + b"\n")
+        answers.flush()
+
+
+def _answer(line: bytes) -> dict[str, object]:
+    try:
+        request = json.loads(line)
+        return _check(request["check"]) if "check" in request else {"prompt": _render(request)}
+    except RefusedChatError as error:
+        return {"refusal": shorten(str(error))}
+    except (RenderError, NoContinuationError) as error:
+        return {"error": str(error)}
+    except RecursionError:
+        return {"error": "the chat, or what the chat template does with it, is nested too deeply"}
+
+
+def _check(text: str) -> dict[str, object]:
+    try:
+        _environment.from_string(text)
+        return {"takes_content_parts": takes_content_parts(_environment.parse(text))}
+    except TemplateSyntaxError as error:
+        return {"error": shorten(f"{error.message} in line {error.lineno}")}
+
+
+def _render(request: dict[str, Any]) -> str:
+    messages = [_with_reasoning(message) for message in request["messages"]]
+    continuation = Continuation() if request["continue_final_message"] else None
+    if continuation is not None:
+        continuation.mark(messages)
+    prompt = _render_template(
+        _compile(request["template"]), request["variables"] | {"messages": messages}, request["max_bytes"]
+    )
+    return prompt if continuation is None else continuation.cut(prompt)
+
+
+@functools.lru_cache(maxsize=2)  # the default one and the one for tools
+def _compile(text: str) -> Template:
+    return _environment.from_string(text)
+
+
+def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
+    """Return the message without fields that are null, and its reasoning under the names that are read."""
+    present = {name: value for name, value in message.items() if value is not None}
+    found = [present[name] for name in REASONING if name in present]
+    return {"thinking": found[0]} | present | {"reasoning_content": found[0]} if found else present
+
+
+def _render_template(template: Template, variables: dict[str, Any], max_bytes: int) -> str:
+    try:
+        return _join(template.root_render_func(template.new_context(variables)), max_bytes)
+    except (RefusedChatError, RenderError, RecursionError, MemoryError):
+        raise
+    except SecurityError as error:
+        raise RenderError(f"the chat template does what its sandbox forbids{_place(error)}") from error
+    except Exception as error:  # a template's code may raise anything, and the text may quote the chat
+        raise RenderError(f"the chat template failed with {type(error).__name__}{_place(error)}") from error
+
+
+def _join(pieces: Iterable[str], max_bytes: int) -> str:
+    kept, num_bytes = [], 0
+    for piece in pieces:
+        kept.append(piece)
+        num_bytes += _num_bytes(piece)
+        if num_bytes > max_bytes:
+            raise RenderError(f"the chat template makes a prompt of more than {max_bytes} bytes")
+    return "".join(kept)
+
+
+def _num_bytes(text: str) -> int:
+    try:
+        return len(text.encode())
+    except UnicodeEncodeError as error:
+        raise RenderError("the chat has a text that is not valid Unicode") from error
+
+
+def _place(error: Exception) -> str:
+    """Return the words that tell the template's line, or nothing."""
+    line, traceback = None, error.__traceback__
+    while traceback is not None:
+        template = traceback.tb_frame.f_globals.get("__jinja_template__")
+        if template is not None:
+            line = template.get_corresponding_lineno(traceback.tb_lineno)
+        traceback = traceback.tb_next
+    return "" if line is None else f" in line {line}"
+
+
+def shorten(text: str) -> str:
+    line = " ".join("".join(char if char.isprintable() else " " for char in text[: 2 * MAX_CAUSE]).split())
+    return line if len(line) <= MAX_CAUSE else line[: MAX_CAUSE - 1] + "…"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,34 @@
+"""Rules of calls that differ between the doors, the APIs that clients speak."""
+
+from dataclasses import dataclass
+
+from tgis.sampling_parameters import RANGES, Range
+
+MAX_STOP_SEQUENCES = 6
+ALMOST_GREEDY = 1e-5  # temperature below which a door that allows it decodes greedily: logits would overflow
+
+
+@dataclass(frozen=True)
+class Door:
+    name: str
+    """Name in logs, metrics and traces."""
+    temperature: Range = RANGES["temperature"]
+    default_max_new_tokens: int | None = 20
+    """None: a text may fill the model's length."""
+    max_new_tokens: int | None = 1024
+    """Bound of `max_new_tokens` if the operator sets none. None: the model's length."""
+    max_top_n_tokens: int | None = None
+    """None: the operator's bound."""
+    max_stop_sequences: int = MAX_STOP_SEQUENCES
+
+
+FMAAS = Door("fmaas")
+OPENAI = Door(
+    "openai",
+    temperature=Range(0, 2, refusal="temperature must be >= 0.0 and <= 2.0"),
+    default_max_new_tokens=None,
+    max_new_tokens=None,
+    max_top_n_tokens=20,
+    max_stop_sequences=16,
+)
+DOORS = (FMAAS, OPENAI)

@@ -1,0 +1,132 @@
+"""Names and attributes of spans that depend on the door's protocol, after OpenTelemetry's conventions."""
+
+import asyncio
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple, Protocol
+
+import grpc
+from opentelemetry.util.types import AttributeValue
+
+from tgis.router.errors import Code, NotFoundError, RouterError
+from tgis.router.requests.call import Metadata
+from tgis.router.requests.doors import FMAAS, Door
+
+SERVICE = "fmaas.GenerationService"
+SCHEME = ":scheme"
+"""Key of `http` or `https` in the metadata of a call over HTTP. No client can send such a header."""
+CHAT_METHOD = "ChatCompletion"
+ROUTES = {
+    "Completion": "/v1/completions",
+    CHAT_METHOD: "/v1/chat/completions",
+    "Tokenize": "/tokenize",
+    "Detokenize": "/detokenize",
+}
+"""Paths of the methods of calls over HTTP."""
+GRPC_FAULTS = (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNAVAILABLE)  # of those that errors become
+HTTP_STATUS = {
+    Code.INVALID_ARGUMENT: 400,
+    Code.RESOURCE_EXHAUSTED: 429,
+    Code.UNAVAILABLE: 503,
+    Code.INTERNAL: 500,
+}
+
+Attributes = dict[str, AttributeValue]
+
+
+class Ending(NamedTuple):
+    """End of a call in its protocol's terms."""
+
+    attributes: Attributes
+    is_fault: bool
+    """True if the service is at fault, and not its client."""
+
+
+class SpanProtocol(Protocol):
+    def name(self, method: str) -> str: ...
+
+    def start(self, method: str, metadata: Metadata) -> Attributes: ...
+
+    def end(self, error: BaseException | None, has_begun: bool) -> Ending:
+        """Describe a call that ends with `error`; `has_begun` if a stream's answer has begun by then."""
+
+
+class GrpcSpans:
+    def name(self, method: str) -> str:
+        return f"{SERVICE}/{method}"
+
+    def start(self, method: str, metadata: Metadata) -> Attributes:
+        return {
+            "rpc.system": "grpc",
+            "rpc.system.name": "grpc",
+            "rpc.service": SERVICE,
+            "rpc.method": method,
+        }
+
+    def end(self, error: BaseException | None, has_begun: bool) -> Ending:
+        status = _grpc_status(error)
+        attributes: Attributes = {
+            "rpc.grpc.status_code": status.value[0],
+            "rpc.response.status_code": status.name,
+        }
+        if status is not grpc.StatusCode.OK:
+            attributes["error.type"] = status.name
+        return Ending(attributes, status in GRPC_FAULTS)
+
+
+class HttpSpans:
+    def name(self, method: str) -> str:
+        return f"POST {ROUTES[method]}"
+
+    def start(self, method: str, metadata: Metadata) -> Attributes:
+        return {
+            "http.request.method": "POST",
+            "http.route": ROUTES[method],
+            "url.path": ROUTES[method],
+            "url.scheme": next(_texts(metadata, SCHEME), "http"),
+        }
+
+    def end(self, error: BaseException | None, has_begun: bool) -> Ending:
+        status = 200 if has_begun else _http_status(error)
+        attributes: Attributes = {} if status is None else {"http.response.status_code": status}
+        if error is not None:
+            failed_late = has_begun or status is None
+            attributes["error.type"] = _grpc_status(error).name if failed_late else str(status)
+        final = _http_status(error)
+        return Ending(attributes, final is not None and final >= 500)
+
+
+GRPC_SPANS, HTTP_SPANS = GrpcSpans(), HttpSpans()
+
+
+def span_protocol(door: Door) -> SpanProtocol:
+    return GRPC_SPANS if door is FMAAS else HTTP_SPANS
+
+
+def _grpc_status(error: BaseException | None) -> grpc.StatusCode:
+    """Return the status that the error interceptor gives a call that ends with `error`."""
+    if error is None:
+        return grpc.StatusCode.OK
+    if isinstance(error, RouterError):
+        return grpc.StatusCode[error.code.name]
+    if _is_cancellation(error):
+        return grpc.StatusCode.CANCELLED
+    return grpc.StatusCode.INTERNAL
+
+
+def _http_status(error: BaseException | None) -> int | None:
+    """Return the status that a call gets that ends with `error` before its answer begins; None: no answer."""
+    if error is None:
+        return 200
+    if isinstance(error, NotFoundError):
+        return 404
+    if isinstance(error, RouterError):
+        return HTTP_STATUS[error.code]
+    return None if _is_cancellation(error) else 500
+
+
+def _is_cancellation(error: BaseException) -> bool:
+    return isinstance(error, asyncio.CancelledError | GeneratorExit)
+
+
+def _texts(metadata: Iterable[tuple[str, str | bytes]], name: str) -> Iterator[str]:
+    return (value for key, value in metadata if key == name and isinstance(value, str))

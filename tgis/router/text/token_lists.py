@@ -1,0 +1,51 @@
+"""Answers calls for lists of tokens, and for the text of one, as JSON."""
+
+from collections.abc import Sequence
+
+import msgspec
+import tokenizers
+
+from tgis.router.errors import RequestError
+from tgis.router.text.tokenization import Tokenized
+
+
+class TokenList(msgspec.Struct):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class TokenText(msgspec.Struct):
+    prompt: str
+
+
+def list_tokens(
+    tokenizer: tokenizers.Tokenizer,
+    text: str,
+    adds_special_tokens: bool,
+    has_pieces: bool,
+    max_model_len: int,
+) -> Tokenized:
+    """Return a serialized TokenList. Raises RequestError."""
+    try:
+        [encoding] = tokenizer.encode_batch_fast([text], add_special_tokens=adds_special_tokens)
+    # The library raises bare Exception, and BaseException if it panics. The error's text may quote the input.
+    except BaseException as error:
+        raise RequestError("tokenizer error the text could not be encoded") from error
+    ids = encoding.ids
+    pieces = [tokenizer.id_to_token(token_id) or "" for token_id in ids] if has_pieces else None
+    answer = TokenList(len(ids), max_model_len, ids, pieces)
+    return Tokenized(msgspec.json.encode(answer), len(ids))
+
+
+def join_tokens(tokenizer: tokenizers.Tokenizer, token_ids: Sequence[int]) -> Tokenized:
+    """Return a serialized TokenText, with special tokens. Raises RequestError."""
+    for token_id in token_ids:
+        if tokenizer.id_to_token(token_id) is None:
+            raise RequestError(f"tokens: {token_id} is not in the vocabulary")
+    try:
+        text = tokenizer.decode(list(token_ids), skip_special_tokens=False)
+    except BaseException as error:
+        raise RequestError("tokenizer error the tokens could not be decoded") from error
+    return Tokenized(msgspec.json.encode(TokenText(text)), len(token_ids))
