@@ -16,6 +16,7 @@ ALLOWED = {
     "prompts/artifact_cache.py": "the age of a file",
     "prompts/snapshot.py": "the age of a file",
     "cli/top/screen.py": "the time of a frame",
+    "router/api/http/openai/dates.py": "when an answer was made",
 }
 
 

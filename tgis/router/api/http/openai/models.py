@@ -2,7 +2,6 @@
 adapters' ids."""
 
 import re
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -11,6 +10,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from tgis.router.api.http.openai.dates import unix_time
 from tgis.router.api.http.openai.errors import ApiError
 from tgis.router.errors import StartupError
 
@@ -68,7 +68,7 @@ class Models:
         the ids of adapters that are kept loaded."""
         self.names = names
         self._max_model_len, self._adapter_ids = max_model_len, adapter_ids
-        self._created = int(time.time()) if created is None else created
+        self._created = unix_time() if created is None else created
 
     def choose(self, name: str | None) -> ModelChoice:
         """Return what a request's `model` names: the served model, else the adapter of that id."""

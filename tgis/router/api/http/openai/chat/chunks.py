@@ -1,6 +1,5 @@
 """Chunks of a streamed answer of `/v1/chat/completions`."""
 
-import time
 from collections.abc import Iterator, Sequence
 
 import msgspec
@@ -8,6 +7,7 @@ from msgspec import UNSET, UnsetType
 
 from tgis.router.api.http.openai.chat.types import ChatChunk, ChatRequest, ChunkChoice, Delta
 from tgis.router.api.http.openai.completions.chunks import encode_event
+from tgis.router.api.http.openai.dates import unix_time
 from tgis.router.api.http.openai.logprobs import TokenNames, chat_logprobs
 from tgis.router.api.http.openai.usage import Usage, finish_reason, make_usage, stop_reason
 from tgis.router.engine.handle import SequenceSpec
@@ -30,7 +30,7 @@ class ChatChunkWriter:
         names: TokenNames,
     ) -> None:
         self._body, self._specs, self._names = body, specs, names
-        self._header = ChatChunk(id=answer_id, created=int(time.time()), model=model, choices=[])
+        self._header = ChatChunk(id=answer_id, created=unix_time(), model=model, choices=[])
         options = body.stream_options
         self._has_usage = options is not None and bool(options.include_usage)
         self._has_counts = options is not None and bool(options.continuous_usage_stats)

@@ -1,6 +1,5 @@
 """`/v1/chat/completions`."""
 
-import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from functools import partial
@@ -15,6 +14,7 @@ from tgis.router.api.http.openai.chat.chunks import ChatChunkWriter
 from tgis.router.api.http.openai.chat.messages import render_chat
 from tgis.router.api.http.openai.chat.types import AnswerMessage, ChatChoice, ChatCompletion, ChatRequest
 from tgis.router.api.http.openai.completions.chunks import DONE
+from tgis.router.api.http.openai.dates import unix_time
 from tgis.router.api.http.openai.errors import ApiError
 from tgis.router.api.http.openai.fields.parameters import describe_parameters, refusal, to_parameters
 from tgis.router.api.http.openai.fields.refused_fields import IN_CHATS, refuse_fields
@@ -77,7 +77,7 @@ class ChatCompletions:
         assert first.last is not None, "a generation ends with an output"
         answer = ChatCompletion(
             id=answer_id,
-            created=int(time.time()),
+            created=unix_time(),
             model=call.model_id,
             choices=[_choice(body, index, result, names) for index, result in enumerate(results)],
             usage=make_usage(

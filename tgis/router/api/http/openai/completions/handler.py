@@ -1,6 +1,5 @@
 """`/v1/completions`."""
 
-import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from functools import partial
@@ -14,6 +13,7 @@ from tgis.router.api.http.event_stream import EventStream, merge
 from tgis.router.api.http.openai.completions.choices import CompletionJob, write_choices
 from tgis.router.api.http.openai.completions.chunks import DONE, ChunkWriter
 from tgis.router.api.http.openai.completions.types import Completion, CompletionRequest
+from tgis.router.api.http.openai.dates import unix_time
 from tgis.router.api.http.openai.errors import ApiError
 from tgis.router.api.http.openai.fields.parameters import describe_parameters, refusal, to_parameters
 from tgis.router.api.http.openai.fields.refused_fields import refuse_fields
@@ -69,7 +69,7 @@ class Completions:
             tenant=http.tenant,
             door=OPENAI,
         )
-        header = Completion(id=f"cmpl-{http.id}", created=int(time.time()), model=choice.name, choices=[])
+        header = Completion(id=f"cmpl-{http.id}", created=unix_time(), model=choice.name, choices=[])
         return CompletionJob(body, call, header, self._api.vocabulary)
 
     async def _generate(self, job: CompletionJob) -> Response:

@@ -1,0 +1,8 @@
+"""Dates as answers tell them."""
+
+import time
+
+
+def unix_time() -> int:
+    """Return the whole seconds since 1970, in UTC."""
+    return int(time.time())
