@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from tgis.process.worker_pool import WorkerPool
 from tgis.router.errors import QuotingError, RequestError
+from tgis.router.grammar.answer_rules import AnswerRules
 from tgis.router.sequence import Grammar
 
 MAX_CHOICES = 4096
@@ -29,6 +30,8 @@ class Guided:
     """Field of the request that states it: format, json_schema, regex, choice or grammar."""
     text: str = ""
     choices: tuple[str, ...] = ()
+    answer: AnswerRules | None = None
+    """Rules for the whole answer, of which this constrains what is neither reasoning nor calls."""
 
 
 @dataclass(frozen=True)
