@@ -8,6 +8,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from tgis.router.api.http.answer_accounts import REFUSED_PARAMETER
+from tgis.router.api.http.openai.events import DONE, encode_event
 from tgis.router.errors import OverloadedError, RouterError, internal_error
 from tgis.router.requests.http_statuses import http_status
 
@@ -83,4 +84,4 @@ class ErrorResponse(Response):
 
 def last_events(error: Exception) -> bytes:
     """Return the events that end a stream for an error."""
-    return b"data: " + msgspec.json.encode(ErrorBody(describe(error)[1])) + b"\n\ndata: [DONE]\n\n"
+    return encode_event(ErrorBody(describe(error)[1])) + DONE
