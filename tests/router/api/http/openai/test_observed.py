@@ -6,10 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from starlette.requests import Request
 
 from tests.support.router.chat_door import HELLO, chat_door, post
 from tests.support.trace_collector import TRACE_ID, TRACEPARENT, Collector, values
 from tgis.logs import FIELDS
+from tgis.router.api.http.call_context import open_call
+from tgis.router.requests.span_protocols import HTTP_SPANS
 from tgis.router.requests.tracing import open_tracing
 
 TOKEN = "a-token"
@@ -101,4 +104,14 @@ async def test_each_refusal_has_one_line_and_its_status_in_its_span(
     assert [(name, told["http.response.status_code"]) for name, told in spans] == [
         (f"POST {path}", status) for path, _, status, has_span in REFUSED if has_span
     ]
-    assert f'tgi_request_failure_total{{err="validation"}} {len(spans)}' in series
+    assert f'tgi_request_failure_total{{err="validation"}} {len(spans)}.0\n' in series
+
+
+@pytest.mark.parametrize("scheme", ["http", "https"])
+def test_a_span_has_the_scheme_of_the_connection(scheme: str) -> None:
+    headers = [(b"x-request-id", b"\xff"), (b"traceparent", TRACEPARENT.encode())]
+    request = Request({"type": "http", "scheme": scheme, "headers": headers, "client": ("::1", 5)})
+    call = open_call(request, "team-7", 1)
+    assert HTTP_SPANS.start("Tokenize", call.metadata)["url.scheme"] == scheme
+    assert [value for name, value in call.metadata if name == "x-request-id"] == [call.id]
+    assert (call.connection, call.tenant, call.id.isascii()) == ("::1:5", "team-7", True)
