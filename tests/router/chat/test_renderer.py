@@ -137,13 +137,14 @@ def test_the_router_does_not_import_the_template_language() -> None:
 
 async def test_failures_and_times_are_counted() -> None:
     metrics = Metrics(MetricLimits(64, 32, 4))
-    for text in ("{{ messages[0].content }}", "{{ raise_exception('no') }}", "{{ 'x' * 10**9 }}"):
+    fine, killed = "{{ messages[0].content }}", "{{ 'x' * 10**9 }}"
+    for text in (fine, "{{ raise_exception('no') }}", "{{ 1 / 0 }}", killed):
         renderer = ChatRenderer(ChatTemplate(text), metrics=metrics)
         await prompt_or_none(renderer, Chat(HELLO))
         renderer.close()
     told = metrics.render().decode()
     assert {line for line in told.splitlines() if line.startswith("tgi_chat_template_failure_total")} == {
         'tgi_chat_template_failure_total{err="killed"} 1.0',
-        'tgi_chat_template_failure_total{err="template"} 1.0',
+        'tgi_chat_template_failure_total{err="template"} 2.0',
     }
-    assert "tgi_chat_template_duration_count 3.0\n" in told
+    assert "tgi_chat_template_duration_count 4.0\n" in told
