@@ -16,7 +16,7 @@ from tgis.router.chat.renderer import ChatRenderer
 from tgis.router.chat.template import ChatTemplate
 
 TEMPLATE = (
-    "{% for m in messages %}<{{ m.role }}>{{ m.content }}"
+    "{% for m in messages %}<{{ m.role }}>{{ m.reasoning_content }}{{ m.content }}"
     "{% for call in m.tool_calls or [] %}[{{ call.function.arguments.city }}]{% endfor %}{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}{{ mood }}"
 )
