@@ -32,6 +32,9 @@ class Message(msgspec.Struct):
     name: str | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    """Newer name of `reasoning_content`."""
 
 
 class ChatRequest(SamplingFields, kw_only=True):
