@@ -31,7 +31,15 @@ async def restart(group: Group) -> None:
 
 
 @pytest.mark.parametrize(
-    ("rank", "method"), [(0, "Find"), (0, "Load"), (1, "Load"), (0, "Fetch"), (1, "Put"), (1, "Unload")]
+    ("rank", "method"),
+    [
+        (0, "Find"),
+        (1, "Load"),
+        (1, "Put"),
+        pytest.param(0, "Load", marks=pytest.mark.slow),
+        pytest.param(0, "Fetch", marks=pytest.mark.slow),
+        pytest.param(1, "Unload", marks=pytest.mark.slow),
+    ],
 )
 async def test_a_shard_that_hangs_is_a_pause(group: Group, rank: int, method: str) -> None:
     if method == "Unload":
@@ -47,6 +55,7 @@ async def test_a_shard_that_hangs_is_a_pause(group: Group, rank: int, method: st
     assert await asyncio.gather(*calls) == [["a4", "p4"]] * NUM_CALLS
 
 
+@pytest.mark.slow
 async def test_who_waits_for_a_look_up_that_hangs_waits_on(group: Group) -> None:
     """More calls than look-ups at once, so that some have not been sent when the shard is found to hang."""
     group.library.store.clear()
@@ -60,6 +69,7 @@ async def test_who_waits_for_a_look_up_that_hangs_waits_on(group: Group) -> None
     assert await asyncio.gather(*calls) == [[f"x{i}"] for i in range(40)]
 
 
+@pytest.mark.slow
 async def test_an_adapter_in_use_is_loaded_again_after_a_second_hang(group: Group) -> None:
     """The shards that came back hang too, while they load what is in use."""
     with group.lease("prompt-1") as lease:
@@ -77,6 +87,7 @@ async def test_an_adapter_in_use_is_loaded_again_after_a_second_hang(group: Grou
     assert group.loaded() == {"p1"}
 
 
+@pytest.mark.slow
 async def test_a_loss_that_nobody_notices_ends_the_call(
     group: Group, monkeypatch: pytest.MonkeyPatch
 ) -> None:
