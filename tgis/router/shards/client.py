@@ -120,9 +120,8 @@ class ShardClient:
     async def check_alive(self, ranks: Iterable[int] | None = None) -> None:
         """Raise ShardsLostError if any of these ranks, or of all, does not answer at once. A rank that hangs
         is found so before its launcher finds it."""
-        asked = range(len(self._stubs())) if ranks is None else ranks
-        answers = await self._call("Info", pb.InfoRequest(), ALIVE_TIMEOUT_S, asked)
-        if any(isinstance(answer, BaseException) for answer in answers):
+        answers = await self._call("Info", pb.InfoRequest(), ALIVE_TIMEOUT_S, ranks)
+        if any(isinstance(answer, BaseException) for answer in answers.values()):
             raise ShardsLostError(LOST)
 
     async def _ask(
@@ -130,16 +129,18 @@ class ShardClient:
     ) -> list[Any]:
         """Call these ranks, or all, and return every answer or exception once all calls have ended. Raises
         ShardsLostError if a rank that did not answer in time has stopped answering at all."""
-        asked = range(len(self._stubs())) if ranks is None else list(ranks)
-        answers = await self._call(method, request, timeout_s, asked)
-        if late := [rank for rank, answer in zip(asked, answers, strict=True) if _is_late(answer)]:
+        answers = await self._call(method, request, timeout_s, ranks)
+        if late := [rank for rank, answer in answers.items() if _is_late(answer)]:
             await self.check_alive(late)
-        return answers
+        return list(answers.values())
 
-    async def _call(self, method: str, request: Message, timeout_s: float, ranks: Iterable[int]) -> list[Any]:
+    async def _call(
+        self, method: str, request: Message, timeout_s: float, ranks: Iterable[int] | None
+    ) -> dict[int, Any]:
         stubs = self._stubs()
-        calls = [_answer(getattr(stubs[rank], method)(request, timeout=timeout_s)) for rank in ranks]
-        return await asyncio.gather(*calls, return_exceptions=True)
+        asked = range(len(stubs)) if ranks is None else list(ranks)
+        calls = [_answer(getattr(stubs[rank], method)(request, timeout=timeout_s)) for rank in asked]
+        return dict(zip(asked, await asyncio.gather(*calls, return_exceptions=True), strict=True))
 
     async def _copy(self, rank: int, digest: str, timeout_s: float) -> None:
         """Copy an artifact from the first rank to this one. Raises AdapterCallError and ShardsLostError."""
