@@ -4,6 +4,7 @@ adapter."""
 from collections.abc import Iterator
 from typing import Any
 
+import grpc
 import openai
 import pytest
 
@@ -63,6 +64,13 @@ def test_names_of_nothing_are_not_found(client: openai.OpenAI) -> None:
             with pytest.raises(openai.NotFoundError) as caught:
                 client.completions.create(model=name, prompt=PROMPT, max_tokens=1, stream=stream)
             assert (caught.value.code, caught.value.param) == ("model_not_found", "model"), name
+
+
+def test_an_adapter_that_finds_no_room_may_be_asked_for_again(router: Setup, client: openai.OpenAI) -> None:
+    router.library.errors[-1, "large"] = (grpc.StatusCode.RESOURCE_EXHAUSTED, "no room is left for a copy")
+    with pytest.raises(openai.RateLimitError) as caught:
+        client.completions.create(model="large", prompt=PROMPT, max_tokens=1)
+    assert caught.value.response.headers["retry-after"] == "1"
 
 
 def test_preloaded_adapters_are_listed(client: openai.OpenAI) -> None:

@@ -101,7 +101,7 @@ async def test_what_clients_leave_ends_at_the_shard_within_a_step(door: Door) ->
             next(iter(stream))
 
     def run_out_of_time() -> None:
-        hurried = sync_client.with_options(timeout=2 * STEP_S)
+        hurried = sync_client.with_options(timeout=5 * STEP_S)  # the row is there in one or two
         with pytest.raises(openai.APITimeoutError):
             hurried.completions.create(prompt="dog", **LONG)
 

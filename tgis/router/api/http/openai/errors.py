@@ -11,7 +11,6 @@ from tgis.router.api.http.answer_accounts import REFUSED_PARAMETER
 from tgis.router.errors import (
     Code,
     NotFoundError,
-    OverloadedError,
     PayloadTooLargeError,
     RouterError,
     internal_error,
@@ -67,7 +66,7 @@ def describe(error: Exception) -> tuple[int, ErrorDetails]:
 
 def respond(error: Exception) -> Response:
     status, details = describe(error)
-    headers = {"retry-after": str(RETRY_S)} if isinstance(error, OverloadedError) else {}
+    headers = {"retry-after": str(RETRY_S)} if status == 429 else {}
     if status == 401:
         headers["www-authenticate"] = "Bearer"
     body = msgspec.json.encode(ErrorBody(details))

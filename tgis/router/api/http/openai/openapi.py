@@ -25,6 +25,7 @@ ERRORS = {
     "500": "The service failed.",
     "503": "The service shuts down or has lost its model.",
 }
+RETRY_AFTER = {"retry-after": {"description": "Seconds to wait before.", "schema": {"type": "integer"}}}
 
 
 class Operation(NamedTuple):
@@ -79,6 +80,7 @@ def _path_item(operation: Operation, refs: dict[Any, dict[str, Any]]) -> dict[st
         "responses": {"200": {"description": "The answer.", "content": answer}}
         | {status: {"description": text, "content": error} for status, text in ERRORS.items()},
     }
+    item["responses"]["429"]["headers"] = RETRY_AFTER
     if "{name}" in operation.path:
         item["parameters"] = [{"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}]
     if operation.body is None:
