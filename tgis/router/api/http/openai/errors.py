@@ -66,7 +66,7 @@ def describe(error: Exception) -> tuple[int, ErrorDetails]:
 
 def respond(error: Exception) -> Response:
     status, details = describe(error)
-    headers = {"retry-after": str(RETRY_S)} if status == 429 else {}
+    headers = {"retry-after": str(RETRY_S)} if status in (429, 503) else {}
     if status == 401:
         headers["www-authenticate"] = "Bearer"
     body = msgspec.json.encode(ErrorBody(details))
