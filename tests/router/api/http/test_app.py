@@ -9,7 +9,7 @@ import ssl
 import subprocess
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -191,7 +191,23 @@ def test_large_requests_get_413_with_and_without_a_length(router: Setup) -> None
 
 
 def test_long_headers_get_431(router: Setup) -> None:
-    assert ask(router.service.http_port, GENERATE, x_long="a" * 20_000)[0] == 431
+    """From the connection, which knows no API."""
+    status, headers, body = ask(router.service.http_port, GENERATE, x_long="a" * 20_000)
+    assert (status, body) == (431, b"Request Header Fields Too Large")
+    assert headers["content-type"].startswith("text/plain")
+
+
+def test_one_connection_too_many_is_told_to_come_again(router: Setup) -> None:
+    port = router.service.http_port
+    half = f"POST {PATH} HTTP/1.1\r\nHost: a\r\nContent-Length: 9\r\n\r\n{{".encode()
+    with ExitStack() as stack:
+        for _ in range(MAX_CONNECTIONS):
+            stack.enter_context(socket.create_connection(("127.0.0.1", port))).sendall(half)
+        wait_for(lambda: ask(port, GENERATE)[0] == 503)
+        answer = ask(port, GENERATE)
+    assert error_of(answer) == (503, "the service has too many connections")
+    assert (answer[1]["retry-after"], answer[2]["error"]["type"]) == ("1", "service_unavailable_error")
+    wait_for(lambda: ask(port, GENERATE)[0] == 200)
 
 
 def test_deep_json_is_refused(router: Setup) -> None:
@@ -221,10 +237,10 @@ def _depth(value: Any) -> int:
 
 def test_depth_takes_linear_time() -> None:
     for body in (b"[" * (1 << 20), b"[]," * (1 << 18), b'"' * (1 << 20), b'["\\"]' * (1 << 17)):
-        began = time.monotonic()
+        began = time.process_time()
         with suppress(RequestError):
             check_depth(body + b"[" * 65 + b"]")
-        assert time.monotonic() - began < 1
+        assert time.process_time() - began < 1
 
 
 def test_text_without_an_end_is_looked_at_once() -> None:
@@ -312,7 +328,7 @@ def test_a_drain_finishes_what_runs_and_refuses_what_comes(tmp_path: Path) -> No
     answer = read(other)
     other.close()
     assert error_of(answer) == (503, "the service is shutting down")
-    assert answer[1]["connection"] == "close"
+    assert (answer[1]["connection"], answer[1]["retry-after"]) == ("close", "1")
     text = rest_of(stream)
     assert b'"finish_reason":"length"' in text
     assert b"error" not in text
