@@ -59,7 +59,7 @@ class TokenRoutes:
     async def tokenize(self, request: Request) -> Response:
         try:
             body = read_fields(_tokenize_decoder, await read_body(request))
-            return await self._run(await self._tokenize_job(body), request)
+            return await self._run(await self._tokenize_job(body, request), request)
         except RequestError as error:
             raise refusal(error, "prompt") from None
 
@@ -74,13 +74,13 @@ class TokenRoutes:
     async def version(self, request: Request) -> Response:
         return Response(msgspec.json.encode(Version(__version__)), media_type="application/json")
 
-    async def _tokenize_job(self, body: TokenizeBody) -> TokenizeJob:
+    async def _tokenize_job(self, body: TokenizeBody, request: Request) -> TokenizeJob:
         refuse_fields(body)
         if (body.prompt is None) == (body.messages is None):
             raise ApiError(400, "one of prompt and messages must be given", "prompt")
         adds, text = body.add_special_tokens, body.prompt
         if body.messages is not None:
-            text = await render_chat(body.messages, body, self._api.renderer)
+            text = await render_chat(body.messages, body, self._api.renderer, request.state.call.owner)
         assert text is not None, "a prompt or messages are there"
         adds_special_tokens = body.messages is None if adds is None else adds
         most = self._api.limits.max_sequence_length

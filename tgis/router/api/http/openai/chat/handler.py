@@ -59,7 +59,7 @@ class ChatCompletions:
         return GenerationCall(
             "ChatCompletion",
             "stream" if body.stream else "single",
-            [await render_chat(body.messages, body, self._api.renderer)],
+            [await render_chat(body.messages, body, self._api.renderer, http.owner)],
             parameters,
             partial(describe_parameters, body),
             http.metadata,
