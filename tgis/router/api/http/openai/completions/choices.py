@@ -51,7 +51,7 @@ class CompletionJob:
 
 
 class PromptPart(NamedTuple):
-    """What every choice of a prompt tells of it."""
+    """Part of a choice that is the same for all choices of its prompt."""
 
     echo: str
     logprobs: list[EncodedFields]
