@@ -154,7 +154,7 @@ class GenerationService:
             if call.refusal:
                 raise RequestError(call.refusal)
             params = validator.check(call)
-            grammar = await validator.compile(params)
+            grammar = await validator.compile(call, params)
             lease = await engine.lease(ticket, call.prefix_id, call.adapter_id, account.request_id)
             specs = await validator.specs(call, params, grammar, lease, account.request_id)
             account.accept(params, specs)

@@ -5,10 +5,11 @@ import asyncio
 import hashlib
 import json
 from collections import OrderedDict
+from collections.abc import Hashable
 from dataclasses import dataclass
 
-from tgis.process.worker_pool import WorkerPool
-from tgis.router.errors import QuotingError, RequestError
+from tgis.process.worker_pool import PoolBusyError, WorkerPool
+from tgis.router.errors import OVERLOADED, OverloadedError, QuotingError, RequestError
 from tgis.router.grammar.answer_rules import AnswerRules
 from tgis.router.sequence import Grammar
 
@@ -80,14 +81,18 @@ class GrammarCompiler:
         self._pending: dict[bytes, asyncio.Task[Grammar | str]] = {}
         self._pool = WorkerPool(WORKER, NUM_WORKERS, TIMEOUT_S)
 
-    async def compile(self, constraint: Constraint) -> Grammar:
-        """Return the grammar of a constraint. Raises RequestError, in one line, if it cannot be served."""
+    async def compile(self, constraint: Constraint, owner: Hashable = "") -> Grammar:
+        """Return the grammar of a constraint; owners take turns. Raises OverloadedError, and RequestError, in
+        one line, if it cannot be served."""
         key = hashlib.sha256(f"{constraint.field} {constraint.text}".encode()).digest()
         answer = self._answers.get(key)
         if answer is None:
             if key not in self._pending:
-                self._pending[key] = asyncio.create_task(self._compile(key, constraint))
-            answer = await asyncio.shield(self._pending[key])
+                self._pending[key] = asyncio.create_task(self._compile(key, constraint, owner))
+            try:
+                answer = await asyncio.shield(self._pending[key])
+            except PoolBusyError:
+                raise OverloadedError(OVERLOADED) from None
         else:
             self._answers.move_to_end(key)
         if isinstance(answer, str):
@@ -98,10 +103,10 @@ class GrammarCompiler:
         """Stop all workers. Nothing may be compiled afterwards."""
         self._pool.close()
 
-    async def _compile(self, key: bytes, constraint: Constraint) -> Grammar | str:
+    async def _compile(self, key: bytes, constraint: Constraint, owner: Hashable) -> Grammar | str:
         """Return a grammar, or a text that says what is wrong with the constraint."""
         try:
-            reply = await self._pool.ask([constraint.kind, constraint.text])
+            reply = await self._pool.ask([constraint.kind, constraint.text], owner)
         finally:
             del self._pending[key]
         answer = "is too complex" if reply.is_dead else _read_answer(reply.value, constraint.field)
