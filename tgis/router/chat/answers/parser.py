@@ -70,13 +70,14 @@ class AnswerParser:
             if not (yield from source.has(format.begin)):
                 return
             self.is_reasoning = True
-        while not source.has_next(format.end):
+        while True:
             if text := source.take_before(format.end):
                 self._emit(ReasoningText(text))
-            elif source.is_ended:
+            if source.has_next(format.end):
+                break
+            if source.is_ended:
                 return
-            else:
-                yield
+            yield
         self.is_reasoning = False
         yield from source.skip_space()
         source.held.clear()
@@ -97,16 +98,16 @@ class AnswerParser:
     def _read_content(self, trigger: str, keeps_rest: bool) -> Wait[bool]:
         """Read content up to the trigger, which is held. Return False if the text ends without it."""
         source = self._source
-        while not source.has_next(trigger):
-            if text := source.take_before(trigger):
-                if keeps_rest or not self._is_after_call:
-                    self._emit_content(text)
-            elif source.is_ended:
+        while True:
+            text = source.take_before(trigger)
+            if keeps_rest or not self._is_after_call:
+                self._emit_content(text)
+            if source.has_next(trigger):
+                return True
+            if source.is_ended:
                 self._emit_space()
                 return False
-            else:
-                yield
-        return True
+            yield
 
     def _read_calls(self, format: ToolFormat, calls: CallReader) -> Wait[None]:
         """Read calls from after the trigger on, and content if they are none."""
@@ -149,14 +150,13 @@ class AnswerParser:
 
     def _emit_content(self, text: str) -> None:
         """Emit content, and hold the white space at its end, which is none if a call follows."""
-        held, end = self._source.held, len(text.rstrip(SPACE))
-        if end:
-            held.append(text[:end])
-            self._emit(ContentText("".join(held)))
-            held.clear()
+        held, content = self._source.held, text.rstrip(SPACE)
+        if content:
             self._is_after_call = False
-        if end < len(text):
-            held.append(text[end:])
+            self._pieces.append(ContentText("".join((*held, content)) if held else content))
+            held.clear()
+        if len(content) < len(text):
+            held.append(text[len(content) :])
 
     def _emit_space(self) -> None:
         """Emit the white space that is held, unless it follows calls."""

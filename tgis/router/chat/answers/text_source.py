@@ -27,16 +27,18 @@ class TextSource:
         self._text, self._position = "", 0
 
     def feed(self, text: str) -> None:
-        self._text = self._text[self._position :] + text
-        self._position = 0
+        self._text, self._position = self._text[self._position :] + text, 0
 
     def take_all(self) -> str:
         return self._take(len(self._text))
 
     def take_before(self, mark: str) -> str:
         """Return the text before the mark, or before what may be its begin."""
-        index = self._text.find(mark, self._position)
-        return self._take(self._find_begin(mark) if index < 0 else index)
+        index = self._text.find(mark[0], self._position)
+        if index >= 0:
+            index = self._text.find(mark, index)
+            index = self._find_begin(mark) if index < 0 else index
+        return self.take_all() if index < 0 else self._take(index)
 
     def has_next(self, part: str) -> bool:
         """Return True, and hold the part, if it comes next. To be called when enough text has come."""
