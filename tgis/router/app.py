@@ -133,7 +133,6 @@ class _Router:
         names = served_names(config.served_model_name, config.tokenizer_path)
         api = OpenAiApi(
             self._service,
-            self._tokenizer,
             self._renderer,
             Models(
                 names,

@@ -63,7 +63,7 @@ async def open_http_door(
             ConcurrencyLimit(2),
             Accounting(scene.metrics, Tracing(), 0),
         )
-        api = OpenAiApi(service, tokenizer, renderer, Models((MODEL, "alias")), vocabulary, limits)
+        api = OpenAiApi(service, renderer, Models((MODEL, "alias")), vocabulary, limits)
         config = RouterConfig(tokenizer_path="", http_api="openai")
         gate = ApiGate(openai_routes(api), config, scene.metrics.request_failure)
         gate.phase = Phase.OPEN

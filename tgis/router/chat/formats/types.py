@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 
 Parts = tuple[str, ...]
-"""Texts that follow each other, with the white space that models write there. They may write any other."""
+"""Texts that follow each other, with the white space that the model writes around them, which the grammar of
+answers demands. Readers ignore it: they allow any white space before and after each text."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,8 @@ class ToolFormat:
     section: tuple[Parts, Parts] = ((), ())
     call: tuple[Parts, Parts] = ((), ())
     between: str = ""
+    has_short_ids: bool = False
+    """True if the template demands ids of calls that are 9 letters and digits."""
     optional_mark: str = ""
     """Mark that may come before the calls. Only a format without parts before its calls has one; the calls
     are then the whole answer."""

@@ -103,10 +103,6 @@ class CompletionLogprobsWriter:
         return top
 
 
-def count_characters(vocabulary: Vocabulary, token_ids: Iterable[int]) -> int:
-    return len(spell_text(vocabulary, token_ids))
-
-
 def spell_text(vocabulary: Vocabulary, token_ids: Iterable[int]) -> str:
     """Return the text that tokens continue a text with, without special ones."""
     return b"".join(vocabulary.spell(token_id) or b"" for token_id in token_ids).decode(errors="replace")

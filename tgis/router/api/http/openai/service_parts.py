@@ -7,13 +7,11 @@ from tgis.router.api.service import GenerationService
 from tgis.router.chat.renderer import ChatRenderer
 from tgis.router.requests.validation import RequestLimits
 from tgis.router.text.detokenizer import Vocabulary
-from tgis.router.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)
 class OpenAiApi:
     service: GenerationService
-    tokenizer: Tokenizer
     renderer: ChatRenderer
     models: Models
     vocabulary: Vocabulary

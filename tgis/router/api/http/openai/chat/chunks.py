@@ -6,8 +6,8 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from tgis.router.api.http.openai.chat.types import ChatChunk, ChatRequest, ChunkChoice, Delta
-from tgis.router.api.http.openai.completions.chunks import encode_event
 from tgis.router.api.http.openai.dates import unix_time
+from tgis.router.api.http.openai.events import encode_event
 from tgis.router.api.http.openai.logprobs import TokenNames, chat_logprobs
 from tgis.router.api.http.openai.usage import Usage, finish_reason, make_usage, stop_reason
 from tgis.router.engine.handle import SequenceSpec

@@ -13,12 +13,12 @@ from tgis.router.api.http.event_stream import EventStream, merge
 from tgis.router.api.http.openai.chat.chunks import ChatChunkWriter
 from tgis.router.api.http.openai.chat.messages import render_chat
 from tgis.router.api.http.openai.chat.types import AnswerMessage, ChatChoice, ChatCompletion, ChatRequest
-from tgis.router.api.http.openai.completions.chunks import DONE
 from tgis.router.api.http.openai.dates import unix_time
 from tgis.router.api.http.openai.errors import ApiError
+from tgis.router.api.http.openai.events import DONE
 from tgis.router.api.http.openai.fields.parameters import describe_parameters, refusal, to_parameters
 from tgis.router.api.http.openai.fields.refused_fields import IN_CHATS, refuse_fields
-from tgis.router.api.http.openai.fields.sampling_fields import read_fields
+from tgis.router.api.http.openai.fields.sampling_fields import check_stream_options, read_fields
 from tgis.router.api.http.openai.fields.structured_outputs import naming_constraint, read_guided
 from tgis.router.api.http.openai.logprobs import TokenNames, chat_logprobs, prompt_logprobs
 from tgis.router.api.http.openai.service_parts import OpenAiApi
@@ -114,8 +114,7 @@ def _check(body: ChatRequest, is_encoder_decoder: bool) -> None:
     """Check what fields demand of each other. Raises ApiError."""
     if body.top_logprobs and not body.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs to be true", "top_logprobs")
-    if body.stream_options is not None and not body.stream:
-        raise ApiError(400, "stream_options needs stream", "stream_options")
+    check_stream_options(body)
     if body.prompt_logprobs is not None and body.stream:
         raise ApiError(400, "prompt_logprobs cannot be streamed", "prompt_logprobs")
     if body.prompt_logprobs is not None and is_encoder_decoder:

@@ -1,26 +1,20 @@
 """Chunks of a streamed answer of `/v1/completions`."""
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import msgspec
 
 from tgis.router.api.http.openai.completions.choices import ChoiceLogprobs, CompletionJob, prompt_details
 from tgis.router.api.http.openai.completions.types import Completion, CompletionChoice
+from tgis.router.api.http.openai.events import encode_event
 from tgis.router.api.http.openai.logprobs import CompletionLogprobs
 from tgis.router.api.http.openai.usage import Usage, finish_reason, make_usage, stop_reason
 from tgis.router.engine.handle import SequenceSpec
 from tgis.router.events import InputTokens, Output
 from tgis.router.sequence import StopReason, TokenDetail
 
-DONE = b"data: [DONE]\n\n"
-
 _encode = msgspec.json.Encoder().encode
 _NOT_FINISHED = StopReason.NOT_FINISHED  # looked up once, because every token needs it
-
-
-def encode_event(value: Any) -> bytes:
-    return b"data: %b\n\n" % _encode(value)
 
 
 class ChunkWriter:
@@ -130,7 +124,7 @@ class ChunkWriter:
             )
         )
 
-    def _usage(self, prompts: "range | tuple[int, ...]", choices: "range | tuple[int, ...]") -> Usage:
+    def _usage(self, prompts: Sequence[int], choices: Sequence[int]) -> Usage:
         return make_usage(
             sum(len(self._specs[index].input_ids) for index in prompts),
             sum(self._num_generated[index] for index in choices),

@@ -11,13 +11,14 @@ from starlette.responses import Response
 from tgis.router.api.http.call_context import HttpCall, read_body
 from tgis.router.api.http.event_stream import EventStream, merge
 from tgis.router.api.http.openai.completions.choices import CompletionJob, write_choices
-from tgis.router.api.http.openai.completions.chunks import DONE, ChunkWriter
+from tgis.router.api.http.openai.completions.chunks import ChunkWriter
 from tgis.router.api.http.openai.completions.types import Completion, CompletionRequest
 from tgis.router.api.http.openai.dates import unix_time
 from tgis.router.api.http.openai.errors import ApiError
+from tgis.router.api.http.openai.events import DONE
 from tgis.router.api.http.openai.fields.parameters import describe_parameters, refusal, to_parameters
 from tgis.router.api.http.openai.fields.refused_fields import refuse_fields
-from tgis.router.api.http.openai.fields.sampling_fields import SamplingFields, read_fields
+from tgis.router.api.http.openai.fields.sampling_fields import check_stream_options, read_fields
 from tgis.router.api.http.openai.fields.structured_outputs import naming_constraint, read_guided
 from tgis.router.api.http.openai.service_parts import OpenAiApi
 from tgis.router.errors import RequestError
@@ -126,21 +127,15 @@ def _check(body: CompletionRequest, is_encoder_decoder: bool) -> None:
     check_stream_options(body)
 
 
-def check_stream_options(fields: SamplingFields) -> None:
-    """Raise ApiError for options of a stream where there is none."""
-    if fields.stream_options is not None and not fields.stream:
-        raise ApiError(400, "stream_options needs stream", "stream_options")
-
-
 def _parameters(body: CompletionRequest) -> Parameters:
     has_logprobs, has_prompt_logprobs = body.logprobs is not None, body.prompt_logprobs is not None
     is_ranked = (body.best_of or 1) > (body.n or 1)
-    if body.max_tokens == 0:
-        body.min_tokens = None  # the one token that is computed is dropped
+    is_scored_only = body.max_tokens == 0  # the one token that is computed is dropped
     return to_parameters(
         body,
-        1 if body.max_tokens == 0 else body.max_tokens,
+        1 if is_scored_only else body.max_tokens,
         n=body.best_of or body.n or 1,
+        min_new_tokens=0 if is_scored_only else body.min_tokens or 0,
         guided=read_guided(body),
         generated_tokens=has_logprobs or is_ranked or bool(body.return_token_ids),
         input_tokens=has_prompt_logprobs or (has_logprobs and bool(body.echo)),
