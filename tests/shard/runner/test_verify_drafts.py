@@ -58,6 +58,10 @@ DETAILS: list[dict[str, Any]] = [
     {**EVERYTHING, "raw": True},
 ]
 GRAMMAR = '%llguidance {"no_forcing": true}\nstart: /([a-c]{1,3} ){2,9}\\./'
+# Seven tokens, a token that ends them, and a text.
+BUDGET = """%llguidance {"no_forcing": true}
+start: thoughts <[300]> /[a-z ]*/
+thoughts[max_tokens=7]: /(?s:.*)/"""
 
 
 @dataclass
@@ -202,7 +206,7 @@ def make_requests(seed: int) -> list[Foreseen]:
         if not sampling["greedy"]:
             sampling["seed"] = rng.getrandbits(64)
         eos = rng.choice([[EOS], list(range(0, VOCAB_SIZE, 9))])
-        grammar = GRAMMAR if rng.random() < 0.25 else None
+        grammar = rng.choice([GRAMMAR, BUDGET, *[None] * 5])
         details = rng.choice(DETAILS)
         requests.append(Foreseen(prompt, rng.randint(1, 24), eos, sampling, details, grammar))
     return requests
