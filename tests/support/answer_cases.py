@@ -86,7 +86,7 @@ class Format:
     def read(self, text: str) -> tuple[str, list[tuple[str, Any]]]:
         """Return the text before the calls and the calls. Raises ValueError where their form is broken."""
         if not self.trigger:
-            head = rf'\s*(<\|python\|>|\{{\s*"name"\s*:\s*"({_ANY_NAME})"\s*,\s*"\w+"\s*:)'
+            head = rf'\s*(<\|python\|>|\{{\s*"name"\s*:\s*"({_ANY_NAME})"\s*,\s*"parameters"\s*:)'
             if not re.match(head, text):
                 return text, []
             return "", self._read_calls(text.lstrip().removeprefix(self.optional_mark))

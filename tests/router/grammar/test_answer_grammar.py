@@ -146,7 +146,8 @@ def test_every_answer_is_what_its_rules_say(name: str, kind: str, is_required: b
         grammar = COMPILER.compile(FREE, "", rules)
         for _ in range(40):
             answer = random_answer(r, form, has_begun and rules.reasoning is not None)
-            text = wander(grammar, kind, list(token_ids(answer, kind)), r)
+            # Marks may be spelt, though the model has tokens for them.
+            text = wander(grammar, kind, [*token_ids(answer, kind if r.random() < 0.7 else "text")], r)
             if text is None:
                 continue
             thoughts, rest = split_reasoning(text, has_begun) if rules.reasoning else (None, text)
@@ -157,7 +158,7 @@ def test_every_answer_is_what_its_rules_say(name: str, kind: str, is_required: b
             num_calls += len(calls)
             num_texts += not calls
             num_thoughts += bool(thoughts)
-    assert num_calls > 10
+    assert num_calls > 5
     assert num_texts > 5 or is_required
     assert num_thoughts > 5
 
@@ -190,6 +191,7 @@ def test_what_models_write_is_allowed(name: str, kind: str) -> None:
                 assert takes(grammar, "I see. " + text, kind) == (fits_rules and not is_required)
         assert not takes(grammar, form.write([(NAMES[0], '{"n": 13}')]), kind)
         assert not takes(grammar, form.write([("found", "{}")]), kind) or not form.trigger
+        assert not takes(grammar, '{"parameters": {"n": 13}, "name": "find"}', kind) or form.trigger
 
 
 TEXTS = [
