@@ -3,8 +3,7 @@
 from dataclasses import dataclass
 
 Parts = tuple[str, ...]
-"""Texts that follow each other, with the white space that the model writes around them, which the grammar of
-answers demands. Readers ignore it: they allow any white space before and after each text."""
+"""Texts that follow each other. A model may write white space before and after each of them."""
 
 
 @dataclass(frozen=True)
@@ -47,8 +46,6 @@ class ToolFormat:
     section: tuple[Parts, Parts] = ((), ())
     call: tuple[Parts, Parts] = ((), ())
     between: str = ""
-    has_short_ids: bool = False
-    """True if the template demands ids of calls that are 9 letters and digits."""
     optional_mark: str = ""
     """Mark that may come before the calls. Only a format without parts before its calls has one; the calls
     are then the whole answer."""
