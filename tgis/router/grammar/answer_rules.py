@@ -31,6 +31,8 @@ class CallRule(NamedTuple):
     tail: str
     is_strict: bool
     """False if what the grammar library does not support of the schema is left out."""
+    field: str
+    """Field of the request that has the schema, for example `tools[0].function.parameters`."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,7 @@ class CallRules:
     """What begins the calls, or each of them if `begins_each`; None if calls begin with a `head`."""
     begins_each: bool
     begin: str
-    """Text between the trigger and the first head."""
+    """Text between a trigger and the head that follows it."""
     between: str
     """Text between a tail and the next head; the trigger comes after it if `begins_each`."""
     end: str
@@ -52,6 +54,8 @@ class CallRules:
     allows_several: bool
     marks: tuple[Mark, ...] = ()
     """Marks within the texts above that are tokens of their own."""
+    optional_mark: Mark | None = None
+    """Mark that may come before the first head, where there is no trigger."""
 
 
 @dataclass(frozen=True)

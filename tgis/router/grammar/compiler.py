@@ -27,7 +27,8 @@ class Guided:
     """Constraint on a text as the client states it."""
 
     field: str
-    """Field of the request that states it: format, json_schema, regex, choice or grammar."""
+    """Field of the request that states it: format, json_schema, regex, choice or grammar; empty if only
+    `answer` constrains the text."""
     text: str = ""
     choices: tuple[str, ...] = ()
     answer: AnswerRules | None = None
