@@ -41,7 +41,8 @@ class ServingOptions:
     )
     max_top_n_tokens: int = option("Upper bound of a request's top_n_tokens.", 10, minimum=1)
     served_model_name: str | None = option(
-        "Names of the model for APIs that name it, separated by commas; unset: --model-name.",
+        "Names of the model for APIs that name it, separated by commas; unset: --model-name, of a path only "
+        "the last folder.",
         None,
         group=Group.MODEL,
     )

@@ -1,5 +1,6 @@
 """Derives the configurations of the router and of each shard from the launcher's configuration."""
 
+import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -66,7 +67,8 @@ class ChildConfigs:
             "max_sequence_length": self._plan.max_sequence_length,
             # Without a name the router looks for one elsewhere. Without an endpoint no name is needed.
             "otlp_service_name": self.launcher.otlp_service_name if self.launcher.otlp_endpoint else None,
-            "served_model_name": self.launcher.served_model_name or self.launcher.model_name,
+            "served_model_name": self.launcher.served_model_name
+            or served_name(self.launcher.model_name, self._plan.model_path),
             "shard_addresses": str(addresses) if self.uses_tcp else None,
         }
         return self._derive(RouterConfig, own)
@@ -106,6 +108,12 @@ class ChildConfigs:
         if not self.uses_tcp:  # a launcher may have options of a link that its group does not use
             names -= LINK_OPTIONS
         return config_type(**{name: getattr(self.launcher, name) for name in names}, **own)
+
+
+def served_name(model_name: str, model_path: Path) -> str:
+    """Return a model's name for clients: the hub's, or its folder's own, as those above are private."""
+    is_folder = Path(model_name) == model_path
+    return Path(os.path.abspath(model_path)).name if is_folder else model_name
 
 
 def line_fields(

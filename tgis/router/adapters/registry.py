@@ -39,6 +39,7 @@ REFUSALS = {
     AdapterKind.LORA: "can't retrieve adapter with id '{}': {}",
 }
 UNKNOWN = {AdapterKind.SOFT_PROMPT: 'prefix id "{}" not found', AdapterKind.LORA: "directory does not exist"}
+FIELDS = {AdapterKind.SOFT_PROMPT: "prefix_id", AdapterKind.LORA: "adapter_id"}
 TOO_LARGE = {
     AdapterKind.SOFT_PROMPT: "Prefix ID object {} exceeds the allowed cache size",
     AdapterKind.LORA: "adapter {} exceeds the allowed cache size",
@@ -140,7 +141,7 @@ class AdapterRegistry:
         if info.num_bytes > capacity - sum(each.num_bytes for each in others):
             self.residency.forget(info)
             error = RequestError if info.num_bytes > capacity else NoRoomError
-            raise error(_text(kind, adapter_id, TOO_LARGE[info.kind].format(adapter_id)))
+            raise error(_text(kind, adapter_id, TOO_LARGE[info.kind].format(adapter_id)), FIELDS[kind])
 
     async def _find(self, kind: AdapterKind, adapter_id: str) -> AdapterInfo:
         limit_s = self.residency.caches[kind].limit_s
@@ -230,7 +231,8 @@ class AdapterLease:
             raise self._refusal(kind, adapter_id, error, error.details) from error
         if found.kind is not kind and self.adapter_id is not None:
             self.registry.residency.forget(found)
-            raise RequestError(_text(kind, adapter_id, "it is an adapter, but adapter_id names one too"))
+            cause = "it is an adapter, but adapter_id names one too"
+            raise RequestError(_text(kind, adapter_id, cause), FIELDS[kind])
         try:
             return await self.registry.load(found, kind, adapter_id, began)
         except AdapterCallError as error:
@@ -247,9 +249,9 @@ class AdapterLease:
         """Return the client's error. `client_text` is its text if the shards' words are meant for clients."""
         match error.code:
             case grpc.StatusCode.INVALID_ARGUMENT:
-                return RequestError(client_text)
+                return RequestError(client_text, FIELDS[kind])
             case grpc.StatusCode.DEADLINE_EXCEEDED:
-                return RequestError(_text(kind, adapter_id, TIMEOUT))
+                return RequestError(_text(kind, adapter_id, TIMEOUT), FIELDS[kind])
             case grpc.StatusCode.RESOURCE_EXHAUSTED:
                 is_told = error.details == NO_COPY  # else the library may have said anything
                 text = _text(kind, adapter_id, NO_COPY if is_told else "out of memory")

@@ -88,9 +88,11 @@ def _require_renderable(chat: Chat) -> None:
     if not chat.messages:
         raise RequestError("messages must not be empty")
     if chat.add_generation_prompt and chat.continue_final_message:
-        raise RequestError("add_generation_prompt and continue_final_message must not both be true")
+        raise RequestError(
+            "add_generation_prompt and continue_final_message must not both be true", "continue_final_message"
+        )
     if taken := sorted(FIXED_VARIABLES & (chat.variables or {}).keys()):
-        raise RequestError(f"chat_template_kwargs must not have {taken[0]}")
+        raise RequestError(f"chat_template_kwargs must not have {taken[0]}", "chat_template_kwargs")
 
 
 def _read_prompt(reply: Reply) -> str:

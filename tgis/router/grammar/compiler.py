@@ -60,16 +60,16 @@ def read_constraint(guided: Guided | None, max_bytes: int) -> Constraint | None:
 
 def _read_choices(choices: tuple[str, ...], max_bytes: int) -> Constraint:
     if len(choices) < 2:
-        raise RequestError("Must provide at least two choices")
+        raise RequestError("Must provide at least two choices", "choice")
     if len(choices) > MAX_CHOICES:
-        raise RequestError(f"choice must not have more than {MAX_CHOICES} choices")
+        raise RequestError(f"choice must not have more than {MAX_CHOICES} choices", "choice")
     _require_size("choice", sum(len(choice.encode()) for choice in choices), max_bytes)
     return Constraint("choice", "choice", json.dumps(choices))
 
 
 def _require_size(field: str, num_bytes: int, max_bytes: int) -> None:
     if num_bytes > max_bytes:
-        raise RequestError(f"{field} must not be more than {max_bytes} UTF8 bytes")
+        raise RequestError(f"{field} must not be more than {max_bytes} UTF8 bytes", field)
 
 
 class GrammarCompiler:
@@ -92,7 +92,7 @@ class GrammarCompiler:
         else:
             self._answers.move_to_end(key)
         if isinstance(answer, str):
-            raise QuotingError(f"{constraint.field} {answer}")
+            raise QuotingError(f"{constraint.field} {answer}", constraint.field)
         return answer
 
     def close(self) -> None:

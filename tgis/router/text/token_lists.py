@@ -39,9 +39,9 @@ def join_tokens(tokenizer: tokenizers.Tokenizer, token_ids: Sequence[int]) -> To
     """Return a serialized TokenText, with special tokens. Raises RequestError."""
     for token_id in token_ids:
         if tokenizer.id_to_token(token_id) is None:
-            raise RequestError(f"tokens: {token_id} is not in the vocabulary")
+            raise RequestError(f"tokens: {token_id} is not in the vocabulary", "tokens")
     try:
         text = tokenizer.decode(list(token_ids), skip_special_tokens=False)
     except BaseException as error:
-        raise RequestError("tokenizer error the tokens could not be decoded") from error
+        raise RequestError("tokenizer error the tokens could not be decoded", "tokens") from error
     return Tokenized(msgspec.json.encode(TokenText(text)), len(token_ids))

@@ -100,7 +100,8 @@ def _read_ids(text: str, max_ids: int, number: int) -> TokenIds:
     if not all(each.isascii() and each.isdecimal() and len(each) <= MAX_ID_DIGITS for each in last):
         raise RequestError(
             f"input {number}: token ids are decimal numbers of at most {MAX_ID_DIGITS} digits with one "
-            "space between each two"
+            "space between each two",
+            "text",
         )
     return TokenIds(text.count(" ") + 1, list(map(int, last)))
 
@@ -179,4 +180,4 @@ def encode(
         return encode_batch(list(texts), add_special_tokens=adds_special_tokens)
     # The library raises bare Exception, and BaseException if it panics. The error's text may quote the input.
     except BaseException as error:
-        raise RequestError("tokenizer error the text could not be encoded") from error
+        raise RequestError("tokenizer error the text could not be encoded", "text") from error

@@ -96,7 +96,7 @@ class TokenizerProcess:
                     return answer
         except Exception as error:
             return error
-        return RequestError("tokenizer error the text could not be encoded")
+        return RequestError("tokenizer error the text could not be encoded", "text")
 
     def _stop_computing(self, job: _Job) -> None:
         if job is self._running:

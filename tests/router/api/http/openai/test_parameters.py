@@ -7,10 +7,11 @@ import msgspec
 import pytest
 
 from tgis.router.api.http.openai.completions.types import CompletionRequest
-from tgis.router.api.http.openai.errors import ApiError, describe
-from tgis.router.api.http.openai.fields.parameters import describe_parameters, refusal, to_parameters
+from tgis.router.api.http.openai.errors import ApiError
+from tgis.router.api.http.openai.fields.parameters import describe_parameters, to_parameters
+from tgis.router.api.http.openai.fields.refusals import INPUT, translated_refusals
 from tgis.router.api.http.openai.fields.sampling_fields import read_fields
-from tgis.router.errors import NotFoundError, RequestError
+from tgis.router.errors import InputTooLongError, NotFoundError, QuotingError, RequestError
 from tgis.router.requests.call import Parameters
 
 DECODER = msgspec.json.Decoder(CompletionRequest)
@@ -94,25 +95,45 @@ def test_description() -> None:
     }
 
 
-@pytest.mark.parametrize(
-    ("text", "param", "code"),
-    [
-        ("max_new_tokens must be <= 5", "max_tokens", None),
-        ("min_new_tokens must be <= max_new_tokens", "min_tokens", None),
-        ("top_n_tokens (9) must be <= 5", "logprobs", None),
-        ("input tokens (9) plus prefix length (0) must be < 5", "prompt", "context_length_exceeded"),
-        ("input token id 9 is beyond the model's vocabulary of 5 tokens", "prompt", None),
-        ("can specify at most 16 non-empty stop sequences", "stop", None),
-        ("something else", None, None),
-    ],
-)
-def test_refusals(text: str, param: str | None, code: str | None) -> None:
-    error = refusal(RequestError(text), "prompt")
-    assert isinstance(error, ApiError)
-    assert (error.status, error.details.param, error.details.code) == (400, param, code)
-    assert "new_tokens" not in error.details.message
+def translated(error: RequestError, model: str | None = None) -> ApiError:
+    names = {INPUT: "prompt", "regex": "guided_regex"}
+    with pytest.raises(ApiError) as caught, translated_refusals(model, names):
+        raise error
+    return caught.value
+
+
+MOST_TOKENS = "max_new_tokens must be <= 5"
+REFUSALS: list[tuple[RequestError, str | None, str | None, str]] = [
+    (RequestError(MOST_TOKENS, "max_new_tokens"), "max_tokens", None, "max_tokens must be <= 5"),
+    (
+        RequestError("min_new_tokens must be <= max_new_tokens", "min_new_tokens"),
+        "min_tokens",
+        None,
+        "min_tokens must be <= max_tokens",
+    ),
+    (RequestError("the text is wrong", "text"), "prompt", None, "the text is wrong"),
+    (
+        InputTooLongError("input tokens (9) plus min_new_tokens (2) must be <= 5", "text"),
+        "prompt",
+        "context_length_exceeded",
+        "This model's maximum context length is exceeded: input tokens (9) plus min_tokens (2) must be <= 5",
+    ),
+    (RequestError("n must be >= 1", "n"), "n", None, "n must be >= 1"),
+    (RequestError("something else"), None, None, "something else"),
+    (QuotingError("regex no: regex", "regex"), "guided_regex", None, "guided_regex no: regex"),
+]
+
+
+@pytest.mark.parametrize(("error", "param", "code", "message"), REFUSALS)
+def test_refusals(error: RequestError, param: str | None, code: str | None, message: str) -> None:
+    for error.is_logged in (False, True):
+        shown = translated(error)
+        assert shown.is_logged == error.is_logged
+        told = shown.details
+        assert (shown.status, told.param, told.code, told.message) == (400, param, code, message)
 
 
 def test_missing_models_stay_missing() -> None:
-    status, details = describe(refusal(NotFoundError("no such model"), "prompt"))
-    assert (status, details.param, details.code) == (404, "model", "model_not_found")
+    shown = translated(NotFoundError("no store in /a/folder"), "x" * 999)
+    assert (shown.status, shown.details.param, shown.details.code) == (404, "model", "model_not_found")
+    assert shown.details.message == f"The model '{'x' * 256}' does not exist."

@@ -22,6 +22,7 @@ TYPES = {
 }
 """The API's types of errors by status; other statuses are of invalid requests."""
 RETRY_S = 1
+MAX_MODEL_CHARS = 256  # of a model that does not exist
 
 
 class ErrorDetails(msgspec.Struct):
@@ -42,6 +43,11 @@ class ApiError(Exception):
         super().__init__(message)
         self.is_logged = False
         self.status, self.details = status, _details(status, message, param, code)
+
+
+def missing_model(name: str | None) -> ApiError:
+    text = f"The model '{(name or '')[:MAX_MODEL_CHARS]}' does not exist."
+    return ApiError(404, text, "model", "model_not_found")
 
 
 def describe(error: Exception) -> tuple[int, ErrorDetails]:

@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tgis.router.api.http.openai.dates import unix_time
-from tgis.router.api.http.openai.errors import ApiError
+from tgis.router.api.http.openai.errors import missing_model
 from tgis.router.errors import StartupError
 
 OWNER = "tgis"
@@ -89,8 +89,7 @@ class Models:
         for card in self.cards():
             if card.id == name:
                 return Response(msgspec.json.encode(card), media_type="application/json")
-        text = "the model does not exist, or is an adapter that is not kept loaded"
-        raise ApiError(404, text, "model", "model_not_found")
+        raise missing_model(name)
 
     def _card(self, name: str, root: str, parent: str | None = None) -> ModelCard:
         return ModelCard(name, self._created, root=root, parent=parent, max_model_len=self._max_model_len)

@@ -11,11 +11,10 @@ from tgis.router.api.http.call_context import read_body
 from tgis.router.api.http.openai.chat.messages import render_chat
 from tgis.router.api.http.openai.chat.types import Message
 from tgis.router.api.http.openai.errors import ApiError
-from tgis.router.api.http.openai.fields.parameters import refusal
+from tgis.router.api.http.openai.fields.refusals import INPUT, translated_refusals
 from tgis.router.api.http.openai.fields.refused_fields import refuse_fields
 from tgis.router.api.http.openai.fields.sampling_fields import TokenId, read_fields
 from tgis.router.api.http.openai.service_parts import OpenAiApi
-from tgis.router.errors import RequestError
 from tgis.router.requests.doors import OPENAI
 from tgis.router.text.token_lists import join_tokens, list_tokens
 from tgis.router.text.tokenization import TokenizeJob
@@ -57,19 +56,16 @@ class TokenRoutes:
         self._api = api
 
     async def tokenize(self, request: Request) -> Response:
-        try:
-            body = read_fields(_tokenize_decoder, await read_body(request))
-            return await self._run(await self._tokenize_job(body), request)
-        except RequestError as error:
-            raise refusal(error, "prompt") from None
+        body = read_fields(_tokenize_decoder, await read_body(request))
+        job = await self._tokenize_job(body)
+        with translated_refusals(body.model, {INPUT: "prompt" if body.messages is None else "messages"}):
+            return await self._run(job, request)
 
     async def detokenize(self, request: Request) -> Response:
-        try:
-            body = read_fields(_detokenize_decoder, await read_body(request))
-            job = TokenizeJob(join_tokens, (body.tokens,), 1, BYTES_PER_ID * len(body.tokens))
+        body = read_fields(_detokenize_decoder, await read_body(request))
+        job = TokenizeJob(join_tokens, (body.tokens,), 1, BYTES_PER_ID * len(body.tokens))
+        with translated_refusals(body.model, {INPUT: "tokens"}):
             return await self._run(job, request)
-        except RequestError as error:
-            raise ApiError(400, str(error), "tokens") from None
 
     async def version(self, request: Request) -> Response:
         return Response(msgspec.json.encode(Version(__version__)), media_type="application/json")

@@ -16,15 +16,15 @@ from tgis.router.api.http.openai.chat.types import AnswerMessage, ChatChoice, Ch
 from tgis.router.api.http.openai.dates import unix_time
 from tgis.router.api.http.openai.errors import ApiError
 from tgis.router.api.http.openai.events import DONE
-from tgis.router.api.http.openai.fields.parameters import describe_parameters, refusal, to_parameters
+from tgis.router.api.http.openai.fields.parameters import describe_parameters, to_parameters
+from tgis.router.api.http.openai.fields.refusals import INPUT, translated_refusals
 from tgis.router.api.http.openai.fields.refused_fields import IN_CHATS, refuse_fields
 from tgis.router.api.http.openai.fields.sampling_fields import check_stream_options, read_fields
-from tgis.router.api.http.openai.fields.structured_outputs import naming_constraint, read_guided
+from tgis.router.api.http.openai.fields.structured_outputs import constraint_names, read_guided
 from tgis.router.api.http.openai.logprobs import TokenNames, chat_logprobs, prompt_logprobs
 from tgis.router.api.http.openai.service_parts import OpenAiApi
 from tgis.router.api.http.openai.usage import finish_reason, make_usage, stop_reason
 from tgis.router.api.service import Result
-from tgis.router.errors import RequestError
 from tgis.router.requests.call import GenerationCall, Parameters
 from tgis.router.requests.doors import OPENAI
 
@@ -39,16 +39,13 @@ class ChatCompletions:
         """Answer a request. Raises ApiError and RouterError."""
         body = read_fields(_decoder, await read_body(request))
         call = await self._read(body, request.state.call)
-        try:
-            with naming_constraint(body):
-                answer_id = f"chatcmpl-{request.state.call.id}"
-                if not body.stream:
-                    return await self._generate(body, call, answer_id)
-                events = self._events(body, call, answer_id)
-                await anext(events)  # returns once the call is admitted; a refusal gets a status of its own
-                return EventStream(events)
-        except RequestError as error:
-            raise refusal(error, "messages") from None
+        answer_id = f"chatcmpl-{request.state.call.id}"
+        with translated_refusals(body.model, _names(body)):
+            if not body.stream:
+                return await self._generate(body, call, answer_id)
+            events = self._events(body, call, answer_id)
+            await anext(events)  # returns once the call is admitted: a refusal has a status of its own
+            return EventStream(events)
 
     async def _read(self, body: ChatRequest, http: HttpCall) -> GenerationCall:
         """Read a request. Raises ApiError and RouterError."""
@@ -108,6 +105,13 @@ class ChatCompletions:
             if event := writer.end():
                 yield event
         yield DONE
+
+
+def _names(body: ChatRequest) -> dict[str, str]:
+    """Return the service's names of what a chat calls otherwise."""
+    most = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
+    own = {INPUT: "messages", "max_new_tokens": most, "top_n_tokens": "top_logprobs"}
+    return own | constraint_names(body)
 
 
 def _check(body: ChatRequest, is_encoder_decoder: bool) -> None:

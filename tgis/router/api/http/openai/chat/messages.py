@@ -40,9 +40,7 @@ async def render_chat(messages: list[Message], fields: ChatFields, renderer: Cha
     try:
         return await renderer.render(chat)
     except RequestError as error:
-        text = str(error)
-        is_variable = text.startswith("chat_template_kwargs")
-        raise ApiError(400, text, "chat_template_kwargs" if is_variable else "messages") from None
+        raise ApiError(400, str(error), error.parameter or "messages") from None
 
 
 def _template_message(message: Message, index: int, renderer: ChatRenderer) -> dict[str, Any]:

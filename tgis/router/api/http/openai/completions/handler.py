@@ -16,12 +16,12 @@ from tgis.router.api.http.openai.completions.types import Completion, Completion
 from tgis.router.api.http.openai.dates import unix_time
 from tgis.router.api.http.openai.errors import ApiError
 from tgis.router.api.http.openai.events import DONE
-from tgis.router.api.http.openai.fields.parameters import describe_parameters, refusal, to_parameters
+from tgis.router.api.http.openai.fields.parameters import describe_parameters, to_parameters
+from tgis.router.api.http.openai.fields.refusals import INPUT, translated_refusals
 from tgis.router.api.http.openai.fields.refused_fields import refuse_fields
 from tgis.router.api.http.openai.fields.sampling_fields import check_stream_options, read_fields
-from tgis.router.api.http.openai.fields.structured_outputs import naming_constraint, read_guided
+from tgis.router.api.http.openai.fields.structured_outputs import constraint_names, read_guided
 from tgis.router.api.http.openai.service_parts import OpenAiApi
-from tgis.router.errors import RequestError
 from tgis.router.requests.call import GenerationCall, Parameters
 from tgis.router.requests.doors import OPENAI
 
@@ -39,15 +39,12 @@ class Completions:
         """Answer a request. Raises ApiError and RouterError."""
         body = read_fields(_decoder, await read_body(request))
         job = self._read(body, request.state.call)
-        try:
-            with naming_constraint(body):
-                if not body.stream:
-                    return await self._generate(job)
-                events = self._events(job)
-                await anext(events)  # returns once the call is admitted: a refusal has a status of its own
-                return EventStream(events)
-        except RequestError as error:
-            raise refusal(error, "prompt") from None
+        with translated_refusals(body.model, {INPUT: "prompt"} | constraint_names(body)):
+            if not body.stream:
+                return await self._generate(job)
+            events = self._events(job)
+            await anext(events)  # returns once the call is admitted: a refusal has a status of its own
+            return EventStream(events)
 
     def _read(self, body: CompletionRequest, http: HttpCall) -> CompletionJob:
         """Read a request. Raises ApiError."""
