@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from tgis.router.api.http.openai.models import Models
 from tgis.router.api.service import GenerationService
+from tgis.router.chat.formats.registry import ChatFormats
 from tgis.router.chat.renderer import ChatRenderer
 from tgis.router.requests.validation import RequestLimits
 from tgis.router.text.detokenizer import Vocabulary
@@ -17,3 +18,5 @@ class OpenAiApi:
     vocabulary: Vocabulary
     """Vocabulary of texts that continue their input."""
     limits: RequestLimits
+    formats: ChatFormats = ChatFormats()
+    """Formats in which the model calls tools and reasons."""

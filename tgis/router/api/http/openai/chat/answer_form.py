@@ -1,14 +1,16 @@
 """Says how the answers to a request are read, and which rules they follow."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from tgis.router.api.http.openai.chat.call_rules import FindMark, make_call_rules
 from tgis.router.api.http.openai.chat.tools import ToolUse
+from tgis.router.api.http.openai.chat.types import ChatRequest
 from tgis.router.api.http.openai.errors import ApiError
 from tgis.router.chat.formats.registry import ChatFormats
 from tgis.router.chat.formats.types import ReasoningFormat, ToolFormat
 from tgis.router.grammar.answer_rules import AnswerRules, CallRules, ReasoningRule
+from tgis.router.grammar.compiler import Guided
 
 UNKNOWN_TOOLS = "tools: the service does not know how the model calls them; its --tool-call-parser can say it"
 UNKNOWN_REASONING = (
@@ -60,14 +62,10 @@ class AnswerForm:
 
 
 def read_answer_form(
-    formats: ChatFormats,
-    use: ToolUse | None,
-    prompt: str,
-    max_reasoning_tokens: int | None,
-    shows_reasoning: bool,
-    find_mark: FindMark,
+    formats: ChatFormats, use: ToolUse | None, prompt: str, body: ChatRequest, find_mark: FindMark
 ) -> AnswerForm | None:
     """Return the form of the answers to a prompt; None if they are plain texts. Raises ApiError."""
+    max_reasoning_tokens = body.max_reasoning_tokens
     tools = None if use is None else formats.tools
     if use is not None and tools is None:
         raise ApiError(400, UNKNOWN_TOOLS, "tools")
@@ -77,13 +75,19 @@ def read_answer_form(
         return None
     return AnswerForm(
         formats.reasoning is not None,
-        shows_reasoning,
+        body.include_reasoning is not False,
         _read_reasoning(formats.reasoning, prompt, max_reasoning_tokens, find_mark),
         tools,
         frozenset(function.name for function in use.functions) if use is not None else frozenset(),
         use is not None and use.is_named,
         None if tools is None or use is None else make_call_rules(tools, use, find_mark),
     )
+
+
+def constrain(guided: Guided | None, form: AnswerForm | None) -> Guided | None:
+    """Return a request's constraint, which holds for what is neither reasoning nor calls."""
+    rules = None if form is None else form.rules(is_constrained=guided is not None)
+    return guided if rules is None else replace(guided or Guided(""), answer=rules)
 
 
 def _read_reasoning(

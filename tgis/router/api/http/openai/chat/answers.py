@@ -4,6 +4,7 @@ import secrets
 import string
 from collections.abc import Iterator
 from itertools import zip_longest
+from typing import NamedTuple
 
 from tgis.router.api.http.openai.chat.answer_form import AnswerForm
 from tgis.router.api.http.openai.chat.types import (
@@ -19,9 +20,26 @@ from tgis.router.api.service import Result
 from tgis.router.chat.answers.parser import AnswerParser
 from tgis.router.chat.answers.pieces import CallArguments, CallBegin, ContentText, Piece, ReasoningText
 from tgis.router.events import Output
+from tgis.router.sequence import StopReason
 
 TYPE = "function"
 SHORT_ID_CHARACTERS, SHORT_ID_LENGTH = string.ascii_letters + string.digits, 9
+
+
+class WholeAnswer(NamedTuple):
+    message: AnswerMessage
+    finish_reason: str | None
+    num_reasoning: int
+
+
+def read_answer(result: Result, form: AnswerForm | None) -> WholeAnswer:
+    """Return the answer of a whole generation. Without a form, its text is all content."""
+    assert result.last is not None, "a generation ends with an output"
+    if form is None:
+        return WholeAnswer(AnswerMessage("".join(result.text)), finish_reason(result.last), 0)
+    reader = AnswerReader(form)
+    message = reader.message(result)
+    return WholeAnswer(message, reader.finish_reason(result.last), reader.num_reasoning)
 
 
 class AnswerReader:
@@ -39,18 +57,11 @@ class AnswerReader:
         """Number of tokens up to the end of the reasoning."""
         self.num_calls = 0
 
-    def push(self, text: str, token_id: int | None, num_generated: int) -> list[Piece]:
-        """Return the pieces that are certain once this token, and the text that it completes, have come."""
-        was_reasoning = self._parser.is_reasoning
-        pieces = self._parser.push(text)
-        if self._counts and (was_reasoning or self._parser.is_reasoning):
-            self.num_reasoning = num_generated
-            self._counts = self._end_id is None or token_id != self._end_id  # its text may come with the next
-        return self._select(pieces)
-
-    def flush(self) -> list[Piece]:
-        """Return the rest of the pieces, because the text ends here."""
-        return self._select(self._parser.flush())
+    def read(self, output: Output) -> list[Piece]:
+        """Return the pieces that are certain once this output has come; the rest if it is final."""
+        token_id = None if output.token is None else output.token.token_id
+        pieces = self._push(output.text, token_id, output.num_generated)
+        return pieces if output.reason is StopReason.NOT_FINISHED else pieces + self._flush()
 
     def delta(self, piece: Piece) -> Delta:
         """Return the delta of the next piece."""
@@ -66,10 +77,9 @@ class AnswerReader:
                 return self._call_delta(FunctionDelta(text))
 
     def message(self, result: Result) -> AnswerMessage:
-        """Return the message of a whole generation."""
         contents, reasonings = [], []
         calls: list[AnswerCall] = []
-        for piece in self._pieces(result):
+        for piece in self._read_all(result):
             match piece:
                 case ContentText(text):
                     contents.append(text)
@@ -92,13 +102,23 @@ class AnswerReader:
         has_chosen = reason == "stop" and self.num_calls > 0 and not self._form.is_named
         return "tool_calls" if has_chosen else reason
 
-    def _pieces(self, result: Result) -> Iterator[Piece]:
-        """Yield the pieces of a whole generation."""
+    def _read_all(self, result: Result) -> Iterator[Piece]:
         for number, (text, token_id) in enumerate(zip_longest(result.text, result.token_ids), 1):
-            yield from self.push(text or "", token_id, number)
-        yield from self.flush()
+            yield from self._push(text or "", token_id, number)
+        yield from self._flush()
 
-    def _select(self, pieces: list[Piece]) -> list[Piece]:
+    def _push(self, text: str, token_id: int | None, num_generated: int) -> list[Piece]:
+        was_reasoning = self._parser.is_reasoning
+        pieces = self._parser.push(text)
+        if self._counts and (was_reasoning or self._parser.is_reasoning):
+            self.num_reasoning = num_generated
+            self._counts = self._end_id is None or token_id != self._end_id  # its text may come with the next
+        return self._shown(pieces)
+
+    def _flush(self) -> list[Piece]:
+        return self._shown(self._parser.flush())
+
+    def _shown(self, pieces: list[Piece]) -> list[Piece]:
         if self._form.shows_reasoning:
             return pieces
         return [piece for piece in pieces if not isinstance(piece, ReasoningText)]
