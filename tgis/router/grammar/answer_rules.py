@@ -3,6 +3,9 @@
 from dataclasses import dataclass
 from typing import NamedTuple
 
+FREE = "free"
+"""Kind of a constraint that lets the text of an answer be any."""
+
 
 class Mark(NamedTuple):
     """Text that separates parts of an answer."""

@@ -8,6 +8,7 @@ MISTRAL = ToolFormat(
     in_template=("[TOOL_CALLS]",),
     section=(("[TOOL_CALLS] ", "["), ("]",)),
     between=", ",
+    has_short_ids=True,
 )
 
 MISTRAL_V11 = ToolFormat(
@@ -15,6 +16,7 @@ MISTRAL_V11 = ToolFormat(
     NamedCall("[ARGS]", id_mark="[CALL_ID]"),
     in_template=("[TOOL_CALLS]", "[ARGS]"),
     call=(("[TOOL_CALLS]",), ()),
+    has_short_ids=True,
 )
 
 MISTRAL_REASONING = ReasoningFormat("mistral", "[THINK]", "[/THINK]", in_template=("[THINK]", "[/THINK]"))

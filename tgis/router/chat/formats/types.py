@@ -50,6 +50,8 @@ class ToolFormat:
     section: tuple[Parts, Parts] = ((), ())
     call: tuple[Parts, Parts] = ((), ())
     between: str = ""
+    has_short_ids: bool = False
+    """True if the template demands ids of calls that are 9 letters and digits."""
     optional_mark: str = ""
     """Mark that may come before the calls. Only a format without parts before its calls has one; the calls
     are then the whole answer."""
