@@ -30,6 +30,11 @@ class ChatTemplate:
     variables: frozenset[str] = frozenset()
     """Names that the templates look up."""
 
+    @property
+    def text(self) -> str:
+        """All templates together."""
+        return self.default + (self.tool_use or "")
+
     def text_for(self, has_tools: bool) -> str:
         return self.tool_use if has_tools and self.tool_use is not None else self.default
 

@@ -58,6 +58,11 @@ class Tokenizer:
         added = self.fast.get_added_tokens_decoder()
         return frozenset(token_id for token_id, token in added.items() if token.special)
 
+    def added_token_id(self, text: str) -> int | None:
+        """Return the added token that is the whole text."""
+        added = self.fast.get_added_tokens_decoder()
+        return next((token_id for token_id, token in added.items() if token.content == text), None)
+
     def ids_beyond(self, vocab_size: int) -> list[int]:
         """Return the token ids that a model with that many tokens does not have, the largest last."""
         return sorted(token_id for token_id in self.fast.get_vocab().values() if token_id >= vocab_size)

@@ -29,7 +29,9 @@ class Usage(msgspec.Struct):
     """Absent if the model has no known format of reasoning."""
 
 
-def make_usage(num_prompt: int, num_completion: int, num_cached: int, num_reasoning: int | None = None) -> Usage:
+def make_usage(
+    num_prompt: int, num_completion: int, num_cached: int, num_reasoning: int | None = None
+) -> Usage:
     details = UNSET if num_reasoning is None else CompletionTokensDetails(num_reasoning)
     total = num_prompt + num_completion
     return Usage(num_prompt, num_completion, total, PromptTokensDetails(num_cached), details)

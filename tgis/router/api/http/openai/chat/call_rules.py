@@ -16,9 +16,9 @@ def make_call_rules(tool_format: ToolFormat, use: ToolUse, find_mark: FindMark) 
     before_call = tool_format.call[0]
     begins_each = not before and bool(before_call)
     parts = before_call if begins_each else before
-    optional = tool_format.optional_mark
+    trigger, optional = tool_format.trigger, tool_format.optional_mark
     return CallRules(
-        find_mark(parts[0].strip()) if parts else None,
+        find_mark(trigger) if trigger else None,
         begins_each,
         begin=_after_trigger(parts),
         between=tool_format.between,

@@ -15,8 +15,8 @@ from tgis.router.api.http.openai.chat.answer_form import AnswerForm, constrain, 
 from tgis.router.api.http.openai.chat.answers import WholeAnswer, read_answer
 from tgis.router.api.http.openai.chat.chunks import ChatChunkWriter
 from tgis.router.api.http.openai.chat.messages import render_chat
-from tgis.router.api.http.openai.chat.types import ChatChoice, ChatCompletion, ChatRequest
 from tgis.router.api.http.openai.chat.tools import read_tool_use
+from tgis.router.api.http.openai.chat.types import ChatChoice, ChatCompletion, ChatRequest
 from tgis.router.api.http.openai.dates import unix_time
 from tgis.router.api.http.openai.errors import ApiError
 from tgis.router.api.http.openai.events import DONE
@@ -44,6 +44,10 @@ class ChatJob(NamedTuple):
     form: AnswerForm | None
     """None if answers are plain texts."""
     answer_id: str
+
+    @property
+    def has_reasoning(self) -> bool:
+        return self.form is not None and self.form.has_reasoning
 
 
 class ChatCompletions:
@@ -112,7 +116,7 @@ class ChatCompletions:
                 len(first.spec.input_ids),
                 sum(result.last.num_generated for result in results if result.last is not None),
                 first.last.num_cached,
-                sum(read.num_reasoning for read in answers) if job.form is not None and job.form.has_reasoning else None,
+                sum(read.num_reasoning for read in answers) if job.has_reasoning else None,
             ),
             prompt_logprobs=None if num_top is None else prompt_logprobs(first.input_tokens, names, num_top),
             prompt_token_ids=first.spec.input_ids if body.return_token_ids else None,
