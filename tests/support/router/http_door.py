@@ -20,6 +20,7 @@ from tgis.router.api.http.openai.models import Models
 from tgis.router.api.http.openai.routes import openai_routes
 from tgis.router.api.http.openai.service_parts import OpenAiApi
 from tgis.router.api.service import GenerationService
+from tgis.router.chat.formats.registry import ChatFormats
 from tgis.router.engine.concurrency import ConcurrencyLimit
 from tgis.router.grammar.compiler import GrammarCompiler
 from tgis.router.requests.accounting import Accounting
@@ -49,6 +50,7 @@ async def open_http_door(
     info: shard_pb2.InfoResponse | None = None,
     limits: RequestLimits = LIMITS_OF_HTTP,
     write_tokenizer: Any = write_byte_level,
+    formats: ChatFormats | None = None,
 ) -> AsyncIterator[HttpDoor]:
     """Open a door; `renderer` is for chats."""
     write_tokenizer(directory, VOCAB_SIZE)
@@ -63,7 +65,10 @@ async def open_http_door(
             ConcurrencyLimit(2),
             Accounting(scene.metrics, Tracing(), 0),
         )
-        api = OpenAiApi(service, renderer, Models((MODEL, "alias")), vocabulary, limits)
+        models = Models((MODEL, "alias"))
+        api = OpenAiApi(
+            service, renderer, models, vocabulary, limits, tokenizer, formats or ChatFormats()
+        )
         config = RouterConfig(tokenizer_path="", http_api="openai")
         gate = ApiGate(openai_routes(api), config, scene.metrics.request_failure)
         gate.phase = Phase.OPEN
