@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 
 Parts = tuple[str, ...]
-"""Texts that follow each other, with the white space that models write there. They may write any other."""
+"""Texts that follow each other, with the white space that the model writes around them, which the grammar of
+answers demands. Readers ignore it: they allow any white space before and after each text."""
 
 
 @dataclass(frozen=True)
