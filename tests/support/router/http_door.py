@@ -55,7 +55,7 @@ async def open_http_door(
 ) -> AsyncIterator[HttpDoor]:
     """Open a door; `renderer` is for chats."""
     write_tokenizer(directory, VOCAB_SIZE)
-    async with open_scene(directory, False, info) as scene:
+    async with open_scene(directory, False, info, max_sequence_length=limits.max_sequence_length) as scene:
         tokenizer, compiler = Tokenizer(directory, 1), GrammarCompiler()
         handle, vocabularies = RecordingHandle(scene.handle), cache(partial(Vocabulary, tokenizer, False))
         vocabulary = vocabularies(True, frozenset())
@@ -68,9 +68,7 @@ async def open_http_door(
             Accounting(scene.metrics, Tracing(), 0),
         )
         models = Models((MODEL, "alias"))
-        api = OpenAiApi(
-            service, renderer, models, vocabulary, limits, tokenizer, formats or ChatFormats()
-        )
+        api = OpenAiApi(service, renderer, models, vocabulary, limits, tokenizer, formats or ChatFormats())
         config = RouterConfig(tokenizer_path="", http_api="openai")
         gate = ApiGate(openai_routes(api), config, scene.metrics.request_failure)
         gate.phase = Phase.OPEN

@@ -44,7 +44,7 @@ class AnswerForm:
     calls: CallRules | None
 
     @property
-    def shown_special_ids(self) -> frozenset[int]:
+    def mark_ids(self) -> frozenset[int]:
         """Tokens that mark the parts."""
         marks = [*self.calls.marks] if self.calls is not None else []
         if self.reasoning is not None:

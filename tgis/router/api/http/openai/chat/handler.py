@@ -94,7 +94,9 @@ class ChatCompletions:
             adds_special_tokens=bool(body.add_special_tokens),
             tenant=http.tenant,
             door=OPENAI,
-            shown_special_ids=frozenset() if form is None else form.shown_special_ids,
+            shown_special_ids=frozenset()
+            if form is None
+            else form.mark_ids & self._api.tokenizer.special_ids,
         )
 
     async def _generate(self, job: ChatJob) -> Response:
