@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import openai
+from llguidance import LLMatcher, LLTokenizer
 from tokenizers import AddedToken, Tokenizer
 
-from tests.support.chats import template_text
 from tests.support.router.fake_shard import BLOCK_SIZE, EOS, VOCAB_SIZE
 from tests.support.router.http_door import LIMITS_OF_HTTP, HttpDoor, open_http_door
 from tests.support.tokenizers.trained import write_byte_level
@@ -20,6 +20,12 @@ from tgis.router.chat.renderer import ChatRenderer
 from tgis.router.chat.template import ChatTemplate
 
 MAX_LENGTH = 2000
+# Short, because the shard's model looks at the whole prefix of each token.
+TEMPLATE = (
+    "{% for tool in tools or [] %}{{ tool.function.name }} {% endfor %}"
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{{ opening }}{% endif %}"
+)
 
 
 def tool(name: str, strict: bool | None = None, **properties: Any) -> dict[str, Any]:
@@ -36,6 +42,8 @@ CLOCK = tool("clock", zone={"enum": ["UTC", "CET"]})
 class ScriptedChats:
     door: HttpDoor
     client: openai.AsyncOpenAI
+    tokenizer: LLTokenizer
+    """The same tokenizer as llguidance reads it."""
 
     def script(self, text: str, ends: bool = True) -> list[int]:
         """Answer with this text from now on, and return its tokens with the end if there is one."""
@@ -43,6 +51,19 @@ class ScriptedChats:
         ids += [EOS] if ends else []
         self.door.scene.shard.model.script = ids
         return ids
+
+    def takes(self, text: str) -> bool:
+        """Return True if the newest grammar that the engine got takes this text as a whole."""
+        grammar = self.door.handle.specs[-1].grammar
+        assert grammar is not None
+        matcher = LLMatcher(self.tokenizer, grammar.text, log_level=0)
+        assert not matcher.is_error(), matcher.get_error()
+        ids = self.door.tokenizer.fast.encode(text, add_special_tokens=False).ids
+        return (
+            matcher.validate_tokens(ids) == len(ids)
+            and matcher.consume_tokens(ids)
+            and matcher.is_accepting()
+        )
 
     def prompt(self) -> str:
         """Return the last prompt that the engine got."""
@@ -55,13 +76,12 @@ class ScriptedChats:
 async def scripted_chats(
     directory: Path,
     formats: ChatFormats,
-    template: str = "chatml_tools",
+    template: str = TEMPLATE,
     marks: Iterable[str] = (),
     are_special: bool = False,
 ) -> AsyncIterator[ScriptedChats]:
-    """Open a door. `template` is a family's name or a text; `marks` are tokens of the tokenizer."""
-    text = template if "{" in template else template_text(template)
-    variables = frozenset(name for name in ("tools", "reasoning_effort") if name in text)
+    """Open a door. `marks` are tokens of the tokenizer; `opening` is a variable of chats' templates."""
+    variables = frozenset(name for name in ("tools", "reasoning_effort") if name in template)
     added = [AddedToken(mark, special=are_special, normalized=False) for mark in marks]
 
     def write(directory: Path, vocab_size: int) -> Tokenizer:
@@ -73,10 +93,10 @@ async def scripted_chats(
 
     limits = replace(LIMITS_OF_HTTP, max_sequence_length=MAX_LENGTH, max_guided_bytes=MAX_LENGTH)
     info = shard_pb2.InfoResponse(num_blocks=2 * MAX_LENGTH // BLOCK_SIZE)
-    renderer = ChatRenderer(ChatTemplate(text, variables=variables))
+    renderer = ChatRenderer(ChatTemplate(template, variables=variables))
     try:
         async with open_http_door(directory, renderer, info, limits, write, formats) as door:
             async with openai.AsyncOpenAI(base_url=f"{door.url}/v1", api_key="none", max_retries=0) as client:
-                yield ScriptedChats(door, client)
+                yield ScriptedChats(door, client, LLTokenizer(str(directory / "tokenizer.json")))
     finally:
         renderer.close()

@@ -67,3 +67,51 @@ async def test_calls_are_read_from_the_text(are_marks: bool, tmp_path: Path) -> 
             assert (message["content"], reason) == (before.strip(), "tool_calls")
             assert [tuple(call[1:]) for call in message["calls"]] == [("weather", BONN), ("clock", UTC)]
             assert len(chunks) > 10, "arguments come as they are written"
+
+
+async def test_choices(tmp_path: Path) -> None:
+    """What each choice makes of one answer, and which answers its grammar takes."""
+    one = TWO_CALLS.partition('\n<tool_call>\n{"name": "clock"')[0]
+    clock = one.replace("weather", "clock").replace(BONN, UTC)
+    named = {"type": "function", "function": {"name": "weather"}}
+    allowed = {"type": "function", "function": {"name": "clock"}}
+    some = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [allowed]}}
+    table: list[tuple[dict[str, Any], str, str, set[str]]] = [
+        ({}, TWO_CALLS, "tool_calls", {"text", "one", "two", "text and two", "clock"}),
+        ({"tool_choice": "auto", "parallel_tool_calls": False}, one, "tool_calls", {"text", "one", "clock"}),
+        ({"tool_choice": "required"}, TWO_CALLS, "tool_calls", {"one", "two", "clock"}),
+        ({"tool_choice": "required", "parallel_tool_calls": False}, one, "tool_calls", {"one", "clock"}),
+        ({"tool_choice": named}, one, "stop", {"one"}),
+        ({"tool_choice": some}, clock, "tool_calls", {"clock"}),
+    ]
+    answers = {
+        "text": "hello",
+        "one": one,
+        "two": TWO_CALLS,
+        "text and two": "hi\n" + TWO_CALLS,
+        "clock": clock,
+    }
+    answers |= {"bad": one.replace('"Bonn"', "5"), "unknown": one.replace("weather", "whether")}
+    async with scripted_chats(tmp_path, HERMES_CHATS) as chats:
+        for fields, text, reason, taken in table:
+            chats.script(text)
+            answer = await chats.client.chat.completions.create(
+                model=MODEL, messages=HELLO, tools=[WEATHER, CLOCK], **fields
+            )
+            choice = answer.choices[0]
+            assert choice.finish_reason == reason, fields
+            assert len(choice.message.tool_calls or ()) == text.count("<tool_call>")
+            assert {name for name, one in answers.items() if chats.takes(one)} == taken, fields
+
+
+async def test_calls_are_text_where_none_are_wanted(tmp_path: Path) -> None:
+    async with scripted_chats(tmp_path, HERMES_CHATS) as chats:
+        chats.script(TWO_CALLS)
+        for fields in ({"tools": [WEATHER], "tool_choice": "none"}, {"tools": []}, {}):
+            body: Any = {"model": MODEL, "messages": HELLO, **fields}
+            answer = await chats.client.chat.completions.create(**body)
+            [choice] = answer.choices
+            assert (choice.message.content, choice.finish_reason) == (TWO_CALLS, "stop")
+            assert choice.message.tool_calls is None
+            assert chats.prompt().startswith("weather" if fields.get("tools") else "<user>")
+            assert chats.door.handle.specs[-1].grammar is None

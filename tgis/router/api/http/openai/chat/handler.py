@@ -81,6 +81,7 @@ class ChatCompletions:
         self, body: ChatRequest, http: HttpCall, prompt: str, parameters: Parameters, form: AnswerForm | None
     ) -> GenerationCall:
         choice = self._api.models.choose(body.model)
+        marks = form.mark_ids if form is not None else frozenset()
         return GenerationCall(
             "ChatCompletion",
             "stream" if body.stream else "single",
@@ -94,9 +95,7 @@ class ChatCompletions:
             adds_special_tokens=bool(body.add_special_tokens),
             tenant=http.tenant,
             door=OPENAI,
-            shown_special_ids=frozenset()
-            if form is None
-            else form.mark_ids & self._api.tokenizer.special_ids,
+            shown_special_ids=marks & self._api.tokenizer.special_ids,
         )
 
     async def _generate(self, job: ChatJob) -> Response:
