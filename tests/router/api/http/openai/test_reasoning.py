@@ -7,7 +7,8 @@ import pytest
 
 from tests.support.router.chat_door import HELLO, post
 from tests.support.router.http_door import MODEL
-from tests.support.router.scripted_chats import ScriptedChats, scripted_chats
+from tests.support.router.scripted_chats import WEATHER, ScriptedChats, scripted_chats
+from tgis.router.chat.formats.hermes import HERMES
 from tgis.router.chat.formats.registry import ChatFormats
 from tgis.router.chat.formats.think import THINK
 
@@ -67,3 +68,52 @@ async def test_reasoning_is_separate(marks: str, tmp_path: Path) -> None:
             assert expected <= num <= expected + (marks == "texts"), text
             hidden, _, _ = await ask(chats, chat_template_kwargs=variables, include_reasoning=False)
             assert hidden == {"role": "assistant", "content": content, "refusal": None}
+
+
+async def test_constraints_begin_after_the_reasoning(tmp_path: Path) -> None:
+    colour: Any = {"structured_outputs": {"choice": ["red", "blue"]}}
+    async with scripted_chats(tmp_path, THINKING, marks=MARKS) as chats:
+        chats.script("<think>hm</think>red")
+        for fields, opening, taken in (
+            (colour, "", {"red", "<think>hm</think>red"}),
+            (colour, "<think>", {"hm</think>red"}),
+            (colour, "<think>\n\n</think>\n\n", {"red"}),
+            ({"max_reasoning_tokens": 2}, "", {"red", "green", "<think>hm</think>red"}),
+            ({"max_reasoning_tokens": 2}, "<think>", {"hm</think>red", "hm</think>green"}),
+            ({"max_reasoning_tokens": 2, **colour}, "<think>", {"hm</think>red"}),
+        ):
+            fields = {"chat_template_kwargs": {"opening": opening}} | fields
+            status, answer = await post(chats.door, "/v1/chat/completions", {"messages": HELLO} | fields)
+            assert status == 200, answer
+            texts = ("red", "green", "hm</think>red", "hm</think>green", "<think>hm</think>red")
+            assert {text for text in texts if chats.takes(text)} == taken, fields
+            assert not chats.takes("<think>a long thought</think>red") or "max_reasoning_tokens" not in fields
+        await ask(chats)
+        assert chats.door.handle.specs[-1].grammar is None, "free answers are not guided"
+
+
+async def test_calls_come_after_the_reasoning(tmp_path: Path) -> None:
+    call = '<tool_call>\n{"name": "weather", "arguments": {"city": "Bonn"}}\n</tool_call>'
+    formats = ChatFormats(HERMES, THINK)
+    async with scripted_chats(tmp_path, formats, marks=(*MARKS, "<tool_call>", "</tool_call>")) as chats:
+        chats.script(f"<think>{call}</think>\n\n{call}")
+        for choice in ("auto", "required"):
+            body = {"messages": HELLO, "tools": [WEATHER], "tool_choice": choice, "logprobs": True, "n": 2}
+            status, answer = await post(chats.door, "/v1/chat/completions", body)
+            assert status == 200
+            for each in answer["choices"]:
+                message = each["message"]
+                assert (message["reasoning_content"], message["content"]) == (call, None)
+                assert [one["function"]["name"] for one in message["tool_calls"]] == ["weather"]
+                assert len(each["logprobs"]["content"]) == len(chats.door.scene.shard.model.script or ())
+            assert chats.takes(f"<think>hm</think>\n\n{call}")
+            assert chats.takes("hello") == (choice == "auto")
+
+
+async def test_budgets_need_marks_that_are_tokens(tmp_path: Path) -> None:
+    body = {"messages": HELLO, "max_reasoning_tokens": 5}
+    for formats, told in ((THINKING, "no tokens"), (ChatFormats(), "--reasoning-parser")):
+        async with scripted_chats(tmp_path / told, formats) as chats:
+            status, answer = await post(chats.door, "/v1/chat/completions", body)
+            assert (status, answer["error"]["param"]) == (400, "max_reasoning_tokens")
+            assert told in answer["error"]["message"]

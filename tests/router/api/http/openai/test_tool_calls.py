@@ -1,15 +1,18 @@
 """Calls of tools in chats, over a real socket and with the openai client."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.router.chat_door import HELLO
+from tests.support.chats import Reference, template_text
+from tests.support.router.chat_door import HELLO, post
 from tests.support.router.http_door import MODEL
 from tests.support.router.scripted_chats import CLOCK, WEATHER, ScriptedChats, scripted_chats
 from tgis.router.chat.formats.hermes import HERMES
 from tgis.router.chat.formats.registry import ChatFormats
+from tgis.router.chat.renderer import Chat
 
 HERMES_CHATS = ChatFormats(tools=HERMES)
 BONN, UTC = '{"city": "Bonn"}', '{"zone":   "UTC"}'
@@ -115,3 +118,100 @@ async def test_calls_are_text_where_none_are_wanted(tmp_path: Path) -> None:
             assert choice.message.tool_calls is None
             assert chats.prompt().startswith("weather" if fields.get("tools") else "<user>")
             assert chats.door.handle.specs[-1].grammar is None
+
+
+BROKEN = {"function": {"name": "f", "parameters": {"$ref": "x"}, "strict": True}}
+REFUSALS: list[tuple[dict[str, Any], str]] = [
+    ({"tools": [{"type": "function", "function": {"name": "two words"}}]}, "tools"),
+    ({"tools": [{"type": "function", "function": {"name": "n" * 65}}]}, "tools"),
+    ({"tools": [{"type": "function", "function": {}}]}, "tools"),
+    ({"tools": [{"type": "custom", "function": {"name": "f"}}]}, "tools"),
+    ({"tools": [{"function": {"name": "f", "parameters": []}}]}, "tools"),
+    ({"tools": [{"function": {"name": "f", "parameters": {"type": "string"}}}]}, "tools"),
+    ({"tools": [{"function": {"name": "f", "description": 5}}]}, "tools"),
+    ({"tools": [{"function": {"name": "f", "strict": "yes"}}]}, "tools"),
+    ({"tools": [WEATHER, WEATHER]}, "tools"),
+    ({"tools": [{"function": {"name": f"f{i}"}} for i in range(129)]}, "tools"),
+    ({"tools": "weather"}, "tools"),
+    ({"tool_choice": "required"}, "tool_choice"),
+    ({"tools": [WEATHER], "tool_choice": "some"}, "tool_choice"),
+    ({"tools": [WEATHER], "tool_choice": {"type": "function"}}, "tool_choice"),
+    ({"tools": [WEATHER], "tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
+    ({"tools": [WEATHER], "tool_choice": {"type": "allowed_tools"}}, "tool_choice"),
+    ({"functions": [WEATHER["function"]]}, "functions"),
+    ({"function_call": "auto"}, "function_call"),
+    ({"tools": [BROKEN]}, "tools[0].function.parameters"),
+    ({"reasoning_effort": "high"}, "reasoning_effort"),
+]
+
+
+async def test_refusals_name_the_field(tmp_path: Path) -> None:
+    async with scripted_chats(tmp_path / "hermes", HERMES_CHATS) as chats:
+        for fields, param in REFUSALS:
+            status, answer = await post(chats.door, "/v1/chat/completions", {"messages": HELLO} | fields)
+            assert (status, answer["error"]["param"]) == (400, param), (fields, answer)
+    async with scripted_chats(tmp_path / "unknown", ChatFormats()) as chats:
+        body = {"messages": HELLO, "tools": [WEATHER]}
+        status, answer = await post(chats.door, "/v1/chat/completions", body)
+        assert (status, answer["error"]["param"]) == (400, "tools")
+        assert "--tool-call-parser" in answer["error"]["message"]
+        chats.script("hello")
+        status, answer = await post(chats.door, "/v1/chat/completions", body | {"tool_choice": "none"})
+        assert status == 200
+    async with scripted_chats(tmp_path / "blind", HERMES_CHATS, "{{ messages[0].content }}") as chats:
+        status, answer = await post(chats.door, "/v1/chat/completions", body)
+        assert (status, answer["error"]["param"]) == (400, "tools")
+        assert "template" in answer["error"]["message"]
+
+
+async def test_a_cut_call_is_told_as_it_is(tmp_path: Path) -> None:
+    async with scripted_chats(tmp_path, HERMES_CHATS) as chats:
+        fields: Any = {"messages": HELLO, "tools": [WEATHER, CLOCK]}
+        fast, ids = chats.door.tokenizer.fast, chats.script(TWO_CALLS)
+        fields["max_tokens"] = next(num for num in range(len(ids)) if "Bon" in fast.decode(ids[:num]))
+        written = fast.decode(ids[: fields["max_tokens"]]).split('"arguments": ')[1]
+        assert BONN.startswith(written)
+        assert written != BONN
+        answer = await chats.client.chat.completions.create(model=MODEL, **fields)
+        [choice] = answer.choices
+        assert choice.finish_reason == "length"
+        assert [call.function.arguments for call in choice.message.tool_calls or ()] == [written]
+        message, reason, _ = await stream(chats, **fields)
+        assert (message["calls"][0][2], reason) == (written, "length")
+
+
+async def test_prompts_and_counts_are_those_of_transformers(tmp_path: Path) -> None:
+    """A whole loop's history. Keys of a function come in the order that transformers' users write them."""
+    messages: Any = [
+        *HELLO,
+        {"role": "assistant", "content": None, "tool_calls": [call_of("1", "weather", BONN)]},
+        {"role": "tool", "content": "dry", "tool_call_id": "1"},
+    ]
+    swapped = {"function": dict(reversed(WEATHER["function"].items())) | {"strict": True}, "type": "function"}
+    async with scripted_chats(tmp_path, HERMES_CHATS, template_text("chatml_tools")) as chats:
+        chats.script("fine")
+        shown = [dict(message) for message in messages]
+        shown[1] = shown[1] | {"content": "", "tool_calls": [call_of("1", "weather", json.loads(BONN))]}
+        prompt = Reference(template_text("chatml_tools")).render(Chat(shown, [WEATHER]))
+        for tool in (WEATHER, swapped):
+            body = {"messages": messages, "tools": [tool]}
+            status, answer = await post(chats.door, "/v1/chat/completions", body)
+            assert status == 200, answer
+            assert chats.prompt() == prompt
+            _, counted = await post(chats.door, "/tokenize", body)
+            assert counted["count"] == answer["usage"]["prompt_tokens"]
+
+
+def call_of(call_id: str, name: str, arguments: Any) -> dict[str, Any]:
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+async def test_templates_may_read_how_much_to_reason(tmp_path: Path) -> None:
+    template = "{{ messages[0].content }} {{ reasoning_effort }}"
+    async with scripted_chats(tmp_path, ChatFormats(), template) as chats:
+        chats.script("fine")
+        for fields in ({}, {"chat_template_kwargs": {"reasoning_effort": "low"}}):
+            body = {"messages": HELLO, "reasoning_effort": "high"} | fields
+            status, _ = await post(chats.door, "/v1/chat/completions", body)
+            assert status == 200
+            assert chats.prompt() == f"hello {'low' if fields else 'high'}"
