@@ -11,6 +11,7 @@ from tests.support.chats import FAMILIES, SPECIAL_TOKENS, Reference, random_chat
 from tgis.router.chat.renderer import NO_TEMPLATE, Chat, ChatRenderer
 from tgis.router.chat.template import ChatTemplate
 from tgis.router.errors import QuotingError, RequestError
+from tgis.router.metrics.metrics import MetricLimits, Metrics
 
 Make = Callable[..., ChatRenderer]
 HELLO = [{"role": "user", "content": "Hello"}]
@@ -132,3 +133,18 @@ async def test_the_template_for_tools_and_variables(make: Make) -> None:
 def test_the_router_does_not_import_the_template_language() -> None:
     code = "import sys, tgis.router.chat.renderer; sys.exit('jinja2' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+async def test_failures_and_times_are_counted() -> None:
+    metrics = Metrics(MetricLimits(64, 32, 4))
+    fine, killed = "{{ messages[0].content }}", "{{ 'x' * 10**9 }}"
+    for text in (fine, "{{ raise_exception('no') }}", "{{ 1 / 0 }}", killed):
+        renderer = ChatRenderer(ChatTemplate(text), metrics=metrics)
+        await prompt_or_none(renderer, Chat(HELLO))
+        renderer.close()
+    told = metrics.render().decode()
+    assert {line for line in told.splitlines() if line.startswith("tgi_chat_template_failure_total")} == {
+        'tgi_chat_template_failure_total{err="killed"} 1.0',
+        'tgi_chat_template_failure_total{err="template"} 2.0',
+    }
+    assert "tgi_chat_template_duration_count 4.0\n" in told

@@ -16,6 +16,7 @@ from tests.support.tokenizers.trained import write_byte_level
 from tgis.config.processes import RouterConfig
 from tgis.net.http_server import serve_listener
 from tgis.pb import shard_pb2
+from tgis.router.api.http.answer_accounts import AnswerAccounts
 from tgis.router.api.http.app import ApiGate, Phase, api_route, starlette_of
 from tgis.router.api.http.openai.models import Models
 from tgis.router.api.http.openai.routes import openai_routes
@@ -25,6 +26,7 @@ from tgis.router.chat.formats.registry import ChatFormats
 from tgis.router.engine.concurrency import ConcurrencyLimit
 from tgis.router.grammar.compiler import GrammarCompiler
 from tgis.router.requests.accounting import Accounting
+from tgis.router.requests.doors import OPENAI
 from tgis.router.requests.tracing import Tracing
 from tgis.router.requests.validation import RequestLimits, Validator
 from tgis.router.text.detokenizer import Vocabulary
@@ -51,9 +53,11 @@ async def open_http_door(
     info: shard_pb2.InfoResponse | None = None,
     limits: RequestLimits = LIMITS_OF_HTTP,
     write_tokenizer: Any = write_byte_level,
+    tracing: Tracing | None = None,
+    tokens: Path | None = None,
     formats: ChatFormats | None = None,
 ) -> AsyncIterator[HttpDoor]:
-    """Open a door; `renderer` is for chats."""
+    """Open a door; `renderer` is for chats, `tokens` a file of bearer tokens."""
     write_tokenizer(directory, VOCAB_SIZE)
     async with open_scene(directory, False, info, max_sequence_length=limits.max_sequence_length) as scene:
         tokenizer, compiler = Tokenizer(directory, 1), GrammarCompiler()
@@ -65,17 +69,20 @@ async def open_http_door(
             tokenizer,
             vocabularies,
             ConcurrencyLimit(2),
-            Accounting(scene.metrics, Tracing(), 0),
+            Accounting(scene.metrics, tracing or Tracing(), 0),
         )
         models = Models((MODEL, "alias"))
         api = OpenAiApi(service, renderer, models, vocabulary, limits, tokenizer, formats or ChatFormats())
-        config = RouterConfig(tokenizer_path="", http_api="openai")
-        gate = ApiGate(openai_routes(api), config, scene.metrics.request_failure)
+        path = None if tokens is None else str(tokens)
+        config = RouterConfig(tokenizer_path="", http_api="openai", auth_tokens_path=path)
+        routes = openai_routes(api)
+        gate = ApiGate(routes, config, scene.metrics.request_failure)
         gate.phase = Phase.OPEN
+        app = AnswerAccounts(gate, OPENAI.name, routes, scene.metrics)
         listener = socket.create_server(("127.0.0.1", 0))
         try:
             async with serve_listener(
-                starlette_of([api_route(gate, config, True)]), listener, config, None
+                starlette_of([api_route(app, config, True)]), listener, config, None
             ) as port:
                 yield HttpDoor(scene, handle, tokenizer, vocabulary, f"http://127.0.0.1:{port}")
         finally:

@@ -95,7 +95,7 @@ async def scripted_chats(
     info = shard_pb2.InfoResponse(num_blocks=2 * MAX_LENGTH // BLOCK_SIZE)
     renderer = ChatRenderer(ChatTemplate(template, variables=variables))
     try:
-        async with open_http_door(directory, renderer, info, limits, write, formats) as door:
+        async with open_http_door(directory, renderer, info, limits, write, formats=formats) as door:
             async with openai.AsyncOpenAI(base_url=f"{door.url}/v1", api_key="none", max_retries=0) as client:
                 yield ScriptedChats(door, client, LLTokenizer(str(directory / "tokenizer.json")))
     finally:

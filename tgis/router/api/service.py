@@ -129,8 +129,8 @@ class GenerationService:
         metrics.tokenize_count.add()
         metrics.tokenize_input_count.add(amount=job.num_texts)
         with (
-            self._accounting.tracing.call(door, "Tokenize", metadata),
-            self._accounting.counting_refusals("Tokenize"),
+            self._accounting.tracing.call(door, job.method, metadata),
+            self._accounting.counting_refusals(job.method),
             self._tokenize_concurrency.acquire(1),
         ):
             if refusal:

@@ -47,6 +47,8 @@ class TokenizeJob(NamedTuple):
     num_texts: int
     num_bytes: int
     """Size of the texts."""
+    method: str = "Tokenize"
+    """The door's name for what is called."""
 
 
 def load_tokenizer(directory: Path) -> tokenizers.Tokenizer:

@@ -81,6 +81,9 @@ async def test_prompts_are_what_the_template_makes(tmp_path: Path) -> None:
         messages = [*HELLO, {"role": "assistant", "content": "so"}]
         continued = await prompt_of(door, messages=messages, continue_final_message=True)
         assert continued == "<user>hello<assistant>so"
+        for name in ("reasoning_content", "reasoning"):
+            messages = [*HELLO, {"role": "assistant", "content": "so", name: "why"}]
+            assert await prompt_of(door, messages=messages) == "<user>hello<assistant>whyso<assistant>"
         variables = {"mood": "!"}
         assert (await prompt_of(door, messages=HELLO, chat_template_kwargs=variables)).endswith(
             "<assistant>!"

@@ -7,11 +7,20 @@ import msgspec
 import pytest
 
 from tgis.router.api.http.openai.completions.types import CompletionRequest
-from tgis.router.api.http.openai.errors import ApiError
+from tgis.router.api.http.openai.errors import ApiError, respond
 from tgis.router.api.http.openai.fields.parameters import describe_parameters, to_parameters
 from tgis.router.api.http.openai.fields.refusals import INPUT, translated_refusals
 from tgis.router.api.http.openai.fields.sampling_fields import read_fields
-from tgis.router.errors import InputTooLongError, NotFoundError, QuotingError, RequestError
+from tgis.router.errors import (
+    GenerationError,
+    InputTooLongError,
+    NotFoundError,
+    OverloadedError,
+    PayloadTooLargeError,
+    QuotingError,
+    RequestError,
+    UnavailableError,
+)
 from tgis.router.requests.call import Parameters
 
 DECODER = msgspec.json.Decoder(CompletionRequest)
@@ -131,6 +140,24 @@ def test_refusals(error: RequestError, param: str | None, code: str | None, mess
         assert shown.is_logged == error.is_logged
         told = shown.details
         assert (shown.status, told.param, told.code, told.message) == (400, param, code, message)
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "kind", "is_temporary"),
+    [
+        (OverloadedError("x"), 429, "rate_limit_error", True),
+        (UnavailableError("x"), 503, "service_unavailable_error", True),
+        (PayloadTooLargeError(5), 413, "invalid_request_error", False),
+        (RequestError("x"), 400, "invalid_request_error", False),
+        (GenerationError("x"), 500, "server_error", False),
+        (ApiError(401, "x"), 401, "authentication_error", False),
+    ],
+)
+def test_answers_to_errors(error: Exception, status: int, kind: str, is_temporary: bool) -> None:
+    response = respond(error)
+    told = json.loads(bytes(response.body))["error"]
+    assert (response.status_code, told["type"]) == (status, kind)
+    assert ("retry-after" in response.headers) == is_temporary
 
 
 def test_missing_models_stay_missing() -> None:

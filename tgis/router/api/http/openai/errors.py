@@ -9,7 +9,7 @@ from starlette.types import Receive, Scope, Send
 
 from tgis.router.api.http.answer_accounts import REFUSED_PARAMETER
 from tgis.router.api.http.openai.events import DONE, encode_event
-from tgis.router.errors import OverloadedError, RouterError, internal_error
+from tgis.router.errors import RouterError, internal_error
 from tgis.router.requests.http_statuses import http_status
 
 logger = logging.getLogger(__name__)
@@ -21,7 +21,7 @@ TYPES = {
     503: "service_unavailable_error",
 }
 """The API's types of errors by status; other statuses are of invalid requests."""
-RETRY_S = 1
+TEMPORARY, RETRY_S = (429, 503), 1
 MAX_MODEL_CHARS = 256  # of a model that does not exist
 
 
@@ -68,7 +68,7 @@ def _details(status: int, message: str, param: str | None = None, code: str | No
 
 def respond(error: Exception) -> Response:
     status, details = describe(error)
-    headers = {"retry-after": str(RETRY_S)} if isinstance(error, OverloadedError) else {}
+    headers = {"retry-after": str(RETRY_S)} if status in TEMPORARY else {}
     if status == 401:
         headers["www-authenticate"] = "Bearer"
     body = msgspec.json.encode(ErrorBody(details))

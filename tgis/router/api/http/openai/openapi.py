@@ -23,7 +23,7 @@ ERRORS = {
     "429": "No room now; try again.",
     "431": "The headers are too large.",
     "500": "The service failed.",
-    "503": "The service shuts down or has lost its model.",
+    "503": "The service starts, ends, lost its model or has too many connections.",
 }
 
 

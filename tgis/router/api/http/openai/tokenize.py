@@ -64,7 +64,8 @@ class TokenRoutes:
 
     async def detokenize(self, request: Request) -> Response:
         body = read_fields(_detokenize_decoder, await read_body(request))
-        job = TokenizeJob(join_tokens, (body.tokens,), 1, BYTES_PER_ID * len(body.tokens))
+        num_bytes = BYTES_PER_ID * len(body.tokens)
+        job = TokenizeJob(join_tokens, (body.tokens,), 1, num_bytes, "Detokenize")
         with translated_refusals(body.model, {INPUT: "tokens"}):
             return await self._run(job, request)
 

@@ -13,6 +13,9 @@ from tgis.router.errors import RequestError
 EFFORT = "reasoning_effort"
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
+TEXTS = ("name", "tool_call_id", "reasoning_content", "reasoning")
+"""Fields of messages that templates get as they are."""
+
 
 class ChatFields(Protocol):
     """Fields of a request that determine its prompt."""
@@ -76,12 +79,9 @@ def _template_message(message: Message, index: int, renderer: ChatRenderer) -> d
     if message.content is None and role != "assistant":
         raise ApiError(400, f"{where}: content is missing", "messages")
     shown: dict[str, Any] = {"role": role, "content": _content(message, where, renderer.takes_content_parts)}
-    if message.name is not None:
-        shown["name"] = message.name
-    if message.reasoning_content is not None:
-        shown["reasoning_content"] = message.reasoning_content
-    if message.tool_call_id is not None:
-        shown["tool_call_id"] = message.tool_call_id
+    for name in TEXTS:
+        if (text := getattr(message, name)) is not None:
+            shown[name] = text
     if message.tool_calls:
         shown["tool_calls"] = [_tool_call(call, where) for call in message.tool_calls]
     return shown
