@@ -38,7 +38,7 @@ from tgis.router.api.http.openai.routes import openai_routes
 from tgis.router.api.http.openai.service_parts import OpenAiApi
 from tgis.router.api.http.ports import HttpPorts
 from tgis.router.api.service import GenerationService
-from tgis.router.chat.formats.registry import AUTO, choose_formats
+from tgis.router.chat.formats.registry import choose_formats
 from tgis.router.chat.renderer import ChatRenderer
 from tgis.router.chat.template import ChatTemplate, load_template
 from tgis.router.engine.concurrency import ConcurrencyLimit
@@ -142,7 +142,9 @@ class _Router:
             self._vocabulary(True, frozenset()),
             self._limits,
             self._tokenizer,
-            choose_formats(template.text if template else None, AUTO, AUTO),
+            choose_formats(
+                template.text if template else None, config.tool_call_parser, config.reasoning_parser
+            ),
         )
         return openai_routes(api)
 
