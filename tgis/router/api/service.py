@@ -35,11 +35,11 @@ class Result:
 
     spec: SequenceSpec
     text: list[str] = field(default_factory=list)
-    token_ids: list[int] = field(default_factory=list)
     tokens: list[TokenDetail] = field(default_factory=list)
     """Details of the tokens, if the call asked for them."""
     input_tokens: tuple[TokenDetail, ...] = ()
     last: Output | None = None
+    token_ids: list[int] = field(default_factory=list)
 
     def add(self, output: InputTokens | Output) -> None:
         if isinstance(output, InputTokens):
