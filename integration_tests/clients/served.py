@@ -37,7 +37,10 @@ CHAT_TEMPLATE = """\
 {{- (call['function']['arguments'] | tojson) + '}\\n</tool_call>\\n' }}
 {%- endfor %}
 {%- endfor %}
-{%- if add_generation_prompt %}{{- '<|assistant|>\\n' + ('<think>\\n' if enable_thinking else '') }}{% endif %}"""
+{%- if add_generation_prompt %}{{- '<|assistant|>\\n' }}
+{%- if enable_thinking %}{{- '<think>\\n' }}{% endif %}
+{%- if enable_thinking is false %}{{- '<think>\\n\\n</think>\\n\\n' }}{% endif %}
+{%- endif %}"""
 FLAGS = ["--dtype", "float32", "--max-sequence-length", str(MAX_SEQUENCE_LENGTH), "--http-api", "openai"]
 
 
