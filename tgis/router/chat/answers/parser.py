@@ -69,6 +69,7 @@ class AnswerParser:
             yield from source.skip_space()
             if not (yield from source.has(format.begin)):
                 return
+            source.held.clear()
             self.is_reasoning = True
         while True:
             if text := source.take_before(format.end):

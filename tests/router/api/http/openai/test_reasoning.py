@@ -54,6 +54,7 @@ async def test_reasoning_is_separate(marks: str, tmp_path: Path) -> None:
             ("just so", "<think>\n\n</think>\n\n", None, "just so"),
             ("just so", "", None, "just so"),
             ("to be", "<think>", "to be", ""),
+            (" <think>to be", "", "to be", ""),
         ):
             ids = chats.script(text)
             variables = {"opening": opening}
