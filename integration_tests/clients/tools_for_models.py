@@ -6,14 +6,14 @@ from typing import Literal
 import pydantic
 
 
-class Forecast(pydantic.BaseModel):
+class Forecast(pydantic.BaseModel, extra="forbid"):
     """Tell the weather of a city."""
 
     city: Literal["Bonn", "Rome"]
     days: Literal[1, 2, 3]
 
 
-class Clock(pydantic.BaseModel):
+class Clock(pydantic.BaseModel, extra="forbid"):
     """Tell the time."""
 
     zone: Literal["UTC", "CET"]
