@@ -73,7 +73,7 @@ def answers_have_a_schema(served: Served) -> None:
 
 def tools_are_bound(served: Served) -> None:
     model = connect(served, temperature=1, seed=5, max_tokens=400, extra_body=NO_THOUGHT)
-    bound = model.bind_tools([Forecast, Clock], tool_choice="any")
+    bound = model.bind_tools([Forecast, Clock], tool_choice="any", strict=True)
     answer = bound.invoke(QUESTION)
     assert isinstance(answer, AIMessage)
     assert answer.tool_calls
@@ -108,7 +108,7 @@ def an_agent_answers_with_its_tools(served: Served) -> None:
     def ask(state: MessagesState) -> dict[str, Any]:
         choice = "none" if called else "required"
         model = connect(served, temperature=1, seed=6, max_tokens=200, extra_body=NO_THOUGHT)
-        bound = model.bind_tools([forecast], tool_choice=choice, parallel_tool_calls=False)
+        bound = model.bind_tools([forecast], tool_choice=choice, parallel_tool_calls=False, strict=True)
         return {"messages": [bound.invoke(state["messages"])]}
 
     graph = StateGraph(MessagesState)
